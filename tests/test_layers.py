@@ -35,7 +35,7 @@ BUDGETS = {
     "checkpoint": 1687,
     "fdo": 700,
     "sparsecore": 4370,
-    "tbe": 3315,
+    "tbe": 3243,
     "tt": 3227,
     "sok": 1760,
     "plot": 1160,

@@ -121,8 +121,8 @@ tbe/module.py  tbe/test_module.py -k without_an_optimizer
     self.state.set_value(state)  # the host => pass  # the host
 tbe/arguments.py  tbe/test_rules.py tbe/test_surface.py tbe/test_cases.py tbe/test_construction.py
     fixed={"is_per_row": False} => fixed={"is_per_row": True}
-    if has_no_mode else read => if False else read
-    EmbOptimType.LAMB: _Optimizer(_LAMB_RULE => EmbOptimType.LAMB: _Optimizer(_ADAM_RULE
+    if has_no_mode else found => if False else found
+    EmbOptimType.LAMB: OfferedOptimizer(_LAMB_RULE => EmbOptimType.LAMB: OfferedOptimizer(_ADAM_RULE
 tbe/host_rows.py  tbe/test_caching.py
     np.where(is_valid, own + first_row, => np.where(is_valid, own,
 tt/chain.py  tt/test_cores.py

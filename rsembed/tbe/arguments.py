@@ -177,17 +177,6 @@ class BoundsCheckMode(enum.IntEnum):
     V2_FATAL = 6
 
 
-_ENUMS: dict[str, type[enum.Enum]] = {
-    "bounds_check_mode": BoundsCheckMode,
-    "cache_algorithm": CacheAlgorithm,
-    "cache_precision": SparseType,
-    "weights_precision": SparseType,
-    "output_dtype": SparseType,
-    "weight_decay_mode": WeightDecayMode,
-    "pooling_mode": PoolingMode,
-}
-
-
 class Arguments(types.SimpleNamespace):
     """The constructor's arguments by name, and `defaults`: those of its signature. Two are equal if they are one."""
 
@@ -199,13 +188,12 @@ class Arguments(types.SimpleNamespace):
 
         Raises: ValueError: as `member`.
         """
-        given = {
-            **given,
-            "bounds_check_mode": os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE", given["bounds_check_mode"]),
-        }
         defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
         own = {name: given[name] for name in defaults if name not in ("self", "rngs")}
-        own |= {name: member(kind, given[name]) for name, kind in _ENUMS.items() if given[name] is not None}
+        own["bounds_check_mode"] = os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE", own["bounds_check_mode"])
+        kinds = {name: type(default) for name, default in defaults.items() if isinstance(default, enum.Enum)}
+        kinds |= {} if given["cache_precision"] is None else {"cache_precision": SparseType}
+        own |= {name: member(kind, own[name]) for name, kind in kinds.items() if name != "optimizer"}
         own["record_cache_metrics"] = given["record_cache_metrics"] or RecordCacheMetrics()
         own["extra_optimizer_config"] = given["extra_optimizer_config"] or UserEnabledConfigDefinition()
         if own["cache_precision"] == own["weights_precision"]:
@@ -217,7 +205,7 @@ class Arguments(types.SimpleNamespace):
         return Arguments(**{**vars(self), **changes})
 
 
-class _Optimizer(NamedTuple):
+class OfferedOptimizer(NamedTuple):
     """An optimizer that is offered, EXACT_ROWWISE_ADAGRAD in one of its modes of weight decay.
 
     Args:
@@ -251,30 +239,30 @@ _RMSPROP = {"eps", "ar_alpha", "ema_beta", "min_shrinkage"}
 _WRITEBACK = {"use_writeback_bwd_prehook", "writeback_first_feature_only", "precompute_writeback"}
 _BY_ROW, _PARTIAL = {"use_rowwise_bias_correction"}, {"has_row_wise_second_moment": True}
 _OPTIMIZERS = {
-    EmbOptimType.EXACT_SGD: _Optimizer(core.SGDOptimizerSpec, options=_WRITEBACK),
-    EmbOptimType.EXACT_ADAGRAD: _Optimizer(
+    EmbOptimType.EXACT_SGD: OfferedOptimizer(core.SGDOptimizerSpec, options=_WRITEBACK),
+    EmbOptimType.EXACT_ADAGRAD: OfferedOptimizer(
         _ADAGRAD, "sum", {"eps"}, fixed={"is_per_row": False}, fused=core.TorchAdagradOptimizerSpec
     ),
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD: _Optimizer(_ADAGRAD, "sum", _ROWWISE | _COUNTED, fused=_FUSED_ROWWISE),
-    EmbOptimType.ADAM: _Optimizer(_ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, _BY_ROW, fused=core.AdamOptimizerSpec),
-    EmbOptimType.LAMB: _Optimizer(_LAMB_RULE, "exp_avg exp_avg_sq", _ADAM),
-    EmbOptimType.LARS_SGD: _Optimizer(_LARS, "momentum1", {"momentum", "eta", "weight_decay"}),
-    EmbOptimType.PARTIAL_ROWWISE_ADAM: _Optimizer(_ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, fixed=_PARTIAL),
-    EmbOptimType.PARTIAL_ROWWISE_LAMB: _Optimizer(_LAMB_RULE, "exp_avg exp_avg_sq", _ADAM, fixed=_PARTIAL),
-    EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD: _Optimizer(
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: OfferedOptimizer(_ADAGRAD, "sum", _ROWWISE | _COUNTED, fused=_FUSED_ROWWISE),
+    EmbOptimType.ADAM: OfferedOptimizer(_ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, _BY_ROW, fused=core.AdamOptimizerSpec),
+    EmbOptimType.LAMB: OfferedOptimizer(_LAMB_RULE, "exp_avg exp_avg_sq", _ADAM),
+    EmbOptimType.LARS_SGD: OfferedOptimizer(_LARS, "momentum1", {"momentum", "eta", "weight_decay"}),
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: OfferedOptimizer(_ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, fixed=_PARTIAL),
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: OfferedOptimizer(_LAMB_RULE, "exp_avg exp_avg_sq", _ADAM, fixed=_PARTIAL),
+    EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD: OfferedOptimizer(
         _ADAGRAD, "sum sparse_ema", _ROWWISE | {"ensemble_mode"}, fused=_FUSED_ROWWISE
     ),
-    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: _Optimizer(
+    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: OfferedOptimizer(
         _ADAGRAD, "sum", _ROWWISE | {"emainplace_mode"}, fused=_FUSED_ROWWISE
     ),
-    EmbOptimType.ROWWISE_RMSPROP_AR: _Optimizer(core.RowWiseRMSPropOptimizerSpec, "sum prev_iter", _RMSPROP),
-    EmbOptimType.FTRL: _Optimizer(core.FTRLOptimizerSpec, "sum linear"),
-    EmbOptimType.NONE: _Optimizer(None),
+    EmbOptimType.ROWWISE_RMSPROP_AR: OfferedOptimizer(core.RowWiseRMSPropOptimizerSpec, "sum prev_iter", _RMSPROP),
+    EmbOptimType.FTRL: OfferedOptimizer(core.FTRLOptimizerSpec, "sum linear"),
+    EmbOptimType.NONE: OfferedOptimizer(None),
 }
 _MODES = {
-    WeightDecayMode.COUNTER: _Optimizer(core.CounterAdagradOptimizerSpec, "sum prev_iter row_counter", _COUNTED),
-    WeightDecayMode.COWCLIP: _Optimizer(core.CowClipAdagradOptimizerSpec, "sum prev_iter row_counter", _COUNTED),
-    WeightDecayMode.DECOUPLE_GLOBAL: _Optimizer(_ADAGRAD, "sum prev_iter", _ROWWISE | _COUNTED),
+    WeightDecayMode.COUNTER: OfferedOptimizer(core.CounterAdagradOptimizerSpec, "sum prev_iter row_counter", _COUNTED),
+    WeightDecayMode.COWCLIP: OfferedOptimizer(core.CowClipAdagradOptimizerSpec, "sum prev_iter row_counter", _COUNTED),
+    WeightDecayMode.DECOUPLE_GLOBAL: OfferedOptimizer(_ADAGRAD, "sum prev_iter", _ROWWISE | _COUNTED),
 }
 """EXACT_ROWWISE_ADAGRAD with the modes of weight decay that need a record and keep more states."""
 _OF_OPTIMIZERS = frozenset[str]().union(*(own.arguments for own in _OPTIMIZERS.values()))
@@ -291,20 +279,26 @@ _FIELDS = {
 """Arguments and options that rules call otherwise."""
 
 
-def _offered(optimizer: TableOptimizer, mode: WeightDecayMode) -> _Optimizer:
+def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> OfferedOptimizer:
+    """What an optimizer is and reads in a mode of weight decay; `weight_decay` is unread where it needs a mode.
+
+    Raises: ValueError: the optimizer can be named, but not used. NotImplementedError: it is of another package.
+    """
     if isinstance(optimizer, OptimizerSpec):
         if optimizer.slot_type is tuple:
             raise NotImplementedError(
                 f"optimizer {name_of(optimizer)}: states of another package have no names here, and may be no rows; "
                 "use rsembed.EmbeddingCollection, or a rule of rsembed."
             )
-        return _Optimizer(type(optimizer), " ".join(optimizer.slot_type._fields))  # type: ignore[attr-defined]
+        return OfferedOptimizer(type(optimizer), " ".join(optimizer.slot_type._fields))  # type: ignore[attr-defined]
     if optimizer not in _OPTIMIZERS:
         offered = ", ".join(member.name for member in _OPTIMIZERS)
         raise ValueError(f"optimizer {name_of(optimizer)} is deprecated and not offered; choose one of {offered}.")
+    found = _OPTIMIZERS[optimizer]
     if optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD:
-        return _MODES.get(mode, _OPTIMIZERS[optimizer])
-    return _OPTIMIZERS[optimizer]
+        found = _MODES.get(mode, found)
+    has_no_mode = "weight_decay_mode" in found.arguments and mode == WeightDecayMode.NONE
+    return found._replace(arguments=found.arguments - {"weight_decay"}) if has_no_mode else found
 
 
 def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[str, ...]:
@@ -315,23 +309,14 @@ def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[
     return tuple(name if name in counts else f"momentum{number}" for number, name in enumerate(torch_names, 1))
 
 
-def read_arguments(optimizer: TableOptimizer, arguments: Arguments) -> Set[str]:
-    """Names of the arguments that an optimizer reads, `weight_decay` only with the `weight_decay_mode` that it needs.
-
-    Raises: ValueError: the optimizer can be named, but not used.
-    """
-    read = _offered(optimizer, arguments.weight_decay_mode).arguments
-    has_no_mode = "weight_decay_mode" in read and arguments.weight_decay_mode == WeightDecayMode.NONE
-    return read - {"weight_decay"} if has_no_mode else read
-
-
 def unused_arguments(optimizer: TableOptimizer, arguments: Arguments) -> list[str]:
     """Names of arguments that differ from their default although `optimizer` does not read them.
 
     The options of `extra_optimizer_config` are judged one by one.
     """
-    unread, offered = _OF_OPTIMIZERS - read_arguments(optimizer, arguments), _offered(optimizer, WeightDecayMode.NONE)
-    unused = [name for name in sorted(unread) if getattr(arguments, name) != arguments.defaults[name]]
+    offered = offered_optimizer(optimizer, arguments.weight_decay_mode)
+    unread = sorted(_OF_OPTIMIZERS - offered.arguments)
+    unused = [name for name in unread if getattr(arguments, name) != arguments.defaults[name]]
     options = vars(arguments.extra_optimizer_config)
     return unused + [f"extra_optimizer_config.{n}" for n, on in options.items() if on and n not in offered.options]
 
@@ -339,7 +324,7 @@ def unused_arguments(optimizer: TableOptimizer, arguments: Arguments) -> list[st
 def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
     """Raises: ValueError: the optimizer is not offered, or arguments do not go together; says what to change."""
     mode = arguments.weight_decay_mode
-    offered = _offered(optimizer, mode)
+    offered = offered_optimizer(optimizer, mode)
     if mode in _RECORDS and optimizer != EmbOptimType.EXACT_ROWWISE_ADAGRAD:
         raise ValueError(
             f"weight_decay_mode {mode.name} exists for EXACT_ROWWISE_ADAGRAD only, not for {name_of(optimizer)}; "
@@ -373,7 +358,7 @@ def _rule_of(
     """The row rule of `optimizer`, with a fused native kernel where numbers are the same; None for NONE."""
     if isinstance(optimizer, OptimizerSpec):
         return dataclasses.replace(optimizer, learning_rate=rate)
-    offered = _offered(optimizer, given.weight_decay_mode)
+    offered = offered_optimizer(optimizer, given.weight_decay_mode)
     if offered.rule is None:
         return None
     read = {name: getattr(given, name) for name in offered.arguments}
@@ -406,10 +391,10 @@ def trained_by(optimizer: TableOptimizer, learning_rate: LearningRate, arguments
             "extra_optimizer_config: writeback_first_feature_only and precompute_writeback are not offered; "
             "use_writeback_bwd_prehook alone keeps the first gradient of each row."
         )
-    unread = _OF_OPTIMIZERS - read_arguments(optimizer, arguments)
+    unread = _OF_OPTIMIZERS - offered_optimizer(optimizer, arguments.weight_decay_mode).arguments
     own = arguments.changed(**{name: arguments.defaults[name] for name in unread})
     check_arguments(optimizer, own)
-    offered = _offered(optimizer, own.weight_decay_mode)
+    offered = offered_optimizer(optimizer, own.weight_decay_mode)
     states = offered.states.split()
     if optimizer == EmbOptimType.ADAM and options.use_rowwise_bias_correction:
         states.append("row_counter")

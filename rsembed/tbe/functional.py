@@ -97,7 +97,7 @@ def output_shape(plan: TBEPlan, batch: AnyBatch) -> tuple[int, ...]:
     """Shape of what a lookup returns."""
     if isinstance(batch, JaggedBatch):
         return batch.output_shape(plan.dims)
-    return batch.num_bags, sum(plan.tables[t].dim for t in plan.features)
+    return batch.ids[0].shape[0], sum(plan.tables[t].dim for t in plan.features)
 
 
 def _here(plan: TBEPlan, batch: JaggedBatch) -> JaggedBatch:

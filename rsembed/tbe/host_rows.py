@@ -73,16 +73,8 @@ class HostRows:
         """Ids of batches whose rows wait in the cache, and the places that they lock."""
         self.generation = Generation(_REFUSAL)
 
-    def settle(self, state: TBEState) -> None:
-        """Waits until compiled programs are done here, and sees that `state` is what they left.
-
-        Raises: RuntimeError: the state is of another time, or of another module.
-        """
-        jax.effects_barrier()
-        if not is_traced(state.generation):
-            self.generation.check(state.generation)
-
-    def _advanced(self, state: TBEState, *, is_inside: bool = False) -> TBEState:
+    def advanced(self, state: TBEState, *, is_inside: bool = False) -> TBEState:
+        """The state with the present generation; inside `jit`, with the next one."""
         generation = state.generation + 1 if is_inside else self.generation.number  # type: ignore[operator]
         return state._replace(generation=jnp.asarray(generation, jnp.uint32))
 
@@ -100,7 +92,7 @@ class HostRows:
             flat = jax.ShapeDtypeStruct((capacity,), jnp.int32)
             shapes = (flat, [[flat, flat]] * len(self.groups))
         places, moves = call_host(find, shapes, state.generation, batch.ids, batch.offsets)
-        state = self._moved(self._advanced(state, is_inside=capacity is not None), moves, capacity)
+        state = self._moved(self.advanced(state, is_inside=capacity is not None), moves, capacity)
         blocks = tuple(
             block._replace(first_row=0, num_rows=state.weights[block.table].shape[0])
             if self.plan.groups[block.table].table.is_cached
@@ -123,7 +115,7 @@ class HostRows:
             own = np.asarray(rows[name]).astype(np.int64)
             group.find(np.where(own == NO_ROW, -1, own), admit=True)
             rows[name] = jnp.asarray(np.where(group.places < 0, NO_ROW, group.places), jnp.int32)
-        state = self._moved(self._advanced(state))
+        state = self._moved(self.advanced(state))
         return state, dataclasses.replace(row_gradients, rows=rows)
 
     def prefetch(self, state: TBEState, batch: JaggedBatch) -> TBEState:
@@ -143,7 +135,7 @@ class HostRows:
         if config is not None:
             size = max(-(-num_ids // config.num_passes), config.min_splitable_pass_size)
         self.generation.advance(state.generation)
-        state = self._advanced(state)
+        state = self.advanced(state)
         for first in range(0, max(num_ids, 1), size):
             ids, ends = batch.ids[first : first + size], np.clip(offsets - first, 0, size)
             self._find(self.plan.bags_of(batch), np.asarray(ids), ends, admit=True, lock=lock, is_prefetch=True)
@@ -180,7 +172,7 @@ class HostRows:
             for group in self.groups
         ]
         call_host(self._store_scratch, () if is_inside else None, state.generation, values)
-        return self._advanced(state, is_inside=is_inside)
+        return self.advanced(state, is_inside=is_inside)
 
     # Whole tables
 
@@ -199,7 +191,7 @@ class HostRows:
             group.cache.reset()
             nobody = jnp.full(state.weights[group.number].shape[0], NO_ROW, jnp.int32)
             state = state.with_arrays(group.number, (*state.arrays(group.number)[:-1], nobody))
-        return self._advanced(state)
+        return self.advanced(state)
 
     def arrays_of(self, table: int) -> tuple[np.ndarray, ...]:
         """The arrays (weights, then states) that hold a table, and others of its group."""
@@ -322,10 +314,8 @@ def first_state(plan: TBEPlan, key: PRNGKeyArray, host_rows: HostRows | None, de
     """The state before any training, on `device`."""
     cached = [] if host_rows is None else host_rows.groups
     state = functional.init_state(plan, key, {group.number: group.num_places for group in cached})
-    state = state if device is None else jax.device_put(state, device)
-    if host_rows is None:
-        return state
-    return state._replace(generation=jnp.asarray(host_rows.generation.number, jnp.uint32))
+    state = state if host_rows is None else host_rows.advanced(state)
+    return state if device is None else jax.device_put(state, device)
 
 
 _OF_CACHES = (
@@ -403,22 +393,18 @@ class StatisticsReporter:
         self.prefetch_seconds = 0.0
         figures |= _memory(plan, state)
         if host_rows is not None:
-            figures |= self._row_bytes(host_rows)
+            tables = [host_rows.plan.groups[own.number].table for own in host_rows.groups]
+            row = max(_row_bytes(table, table.near_dtype)[0] for table in tables)
+            counts = host_rows.statistics.totals
+            for name, new, old in zip(PUBLISHED_COUNTS, counts, self._reported, strict=False):
+                mean = max(new - old, 0) / self.config.interval  # since the last report, or since a reset
+                figures[f"tbe.prefetch.cache_stats_by_data_size.{name}"] = mean * row
+            self._reported = counts
         if self.config.report is not None:
             self.config.report(int(state.step), figures)
         else:
             text = ", ".join(f"{name} {value:g}" for name, value in figures.items())
             logging.getLogger("rsembed").info("step %d: %s", int(state.step), text)
-
-    def _row_bytes(self, host_rows: HostRows) -> dict[str, float]:
-        """Counts of a step, on average since the last report, times the bytes of the longest cached row."""
-        tables = [host_rows.plan.groups[own.number].table for own in host_rows.groups]
-        row = max(_row_bytes(table, table.near_dtype)[0] for table in tables)
-        since = zip(host_rows.statistics.totals, self._reported, strict=True)
-        counts = [max(new - old, 0) / self.config.interval for new, old in since]  # less after a reset
-        self._reported = host_rows.statistics.totals
-        named = zip(PUBLISHED_COUNTS, counts, strict=False)
-        return {f"tbe.prefetch.cache_stats_by_data_size.{name}": count * row for name, count in named}
 
 
 def state_bytes(plan: TBEPlan, state: TBEState) -> dict[str, dict[str, int]]:

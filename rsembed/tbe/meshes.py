@@ -46,11 +46,6 @@ class SplitBatch:
     ids: tuple[Int[Array, "bags _"], ...]
     weights: tuple[Float[Array, "bags _"], ...] | None
 
-    @property
-    def num_bags(self) -> int:
-        """Bags of every feature."""
-        return self.ids[0].shape[0]
-
 
 AnyBatch: TypeAlias = JaggedBatch | SplitBatch
 """On one device, and on a mesh."""

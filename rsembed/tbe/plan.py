@@ -8,12 +8,12 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.checks import check_type
 from rsembed.collection.devices import Devices
@@ -60,7 +60,6 @@ class ComputeDevice(enum.IntEnum):
 
 EmbeddingSpec = tuple[int, int, EmbeddingLocation, ComputeDevice]
 Placement = Literal["device", "cached", "host"]
-Value = TypeVar("Value")
 BagSizes = tuple[tuple[int, ...], ...]
 """Bags of feature f from rank r, as `sizes[f][r]`."""
 
@@ -335,11 +334,9 @@ def _blocks(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[Bl
     )
 
 
-def per_table(value: Value | Sequence[Value], num_tables: int, what: str) -> list[Value]:
+def per_table(value: PyTree, num_tables: int, what: str) -> list[PyTree]:
     """One value per table, from one for all or a sequence. Raises: ValueError: another number of values."""
-    if np.ndim(value) == 0:  # type: ignore[arg-type]
-        return [value] * num_tables  # type: ignore[list-item]
-    values: list[Value] = list(value)  # type: ignore[arg-type]
+    values = [value] * num_tables if np.ndim(value) == 0 else list(value)
     if len(values) != num_tables:
         raise ValueError(f"{what} has {len(values)} entries for {num_tables} tables; give one for all, or one each.")
     return values
@@ -414,7 +411,11 @@ def make_plan(given: Arguments) -> TBEPlan:
         by_name.check_arguments(optimizers[0], given)
     dtype = by_name.dtype_of(given.weights_precision, "weights_precision").name
     near_dtype = by_name.dtype_of(given.cache_precision or given.weights_precision, "cache_precision").name
-    placed = [_placement(location, enforce_hbm=given.enforce_hbm) for _, _, location, _ in specs]
+    # CPUs have one kind of memory, so that there only caching makes a difference.
+    elsewhere: Placement = "device" if default_platform() == "cpu" else "host"
+    special: dict[EmbeddingLocation, Placement] = {EmbeddingLocation.DEVICE: "device"}
+    special[EmbeddingLocation.MANAGED_CACHING] = "device" if given.enforce_hbm else "cached"
+    placed = [special.get(location, elsewhere) for _, _, location, _ in specs]
     tables = [
         TablePlan(
             name=name,
@@ -467,13 +468,6 @@ def _check_specs(
     unread = [names[t] for t in range(len(specs)) if t not in features]
     if unread:
         raise ValueError(f"tables {unread} have no feature; each table needs one in feature_table_map.")
-
-
-def _placement(location: EmbeddingLocation, *, enforce_hbm: bool) -> Placement:
-    """Where a table lives. CPUs have one kind of memory, so that there only caching makes a difference."""
-    if location == EmbeddingLocation.MANAGED_CACHING:
-        return "device" if enforce_hbm else "cached"
-    return "device" if location == EmbeddingLocation.DEVICE or default_platform() == "cpu" else "host"
 
 
 def _check_shared(tables: Sequence[TablePlan], pooling: PoolingMode) -> None:

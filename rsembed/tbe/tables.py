@@ -14,13 +14,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from rsembed.bags import is_taken
+from rsembed.bags import is_taken, is_traced
 from rsembed.caching import CacheCounts, CacheStatistics
 from rsembed.checks import NonNegativeInt, check_type, check_within, validated
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.tbe import functional
-from rsembed.tbe.arguments import Arguments, read_arguments
+from rsembed.tbe.arguments import Arguments, offered_optimizer
 from rsembed.tbe.functional import TBEState, everywhere, rows_of
 from rsembed.tbe.host_rows import HostRows, state_bytes
 from rsembed.tbe.plan import TablePlan, TBEPlan, per_table, warn_of_no_effect
@@ -83,7 +83,9 @@ class TrainedTables(nnx.Module):
         Raises: RuntimeError: the module's state is of another time, or of another module.
         """
         if self._host_rows is not None:
-            self._host_rows.settle(self.state.get_value())
+            jax.effects_barrier()  # until compiled programs are done here
+            if not is_traced(generation := self.state.get_value().generation):
+                self._host_rows.generation.check(generation)
         return self._host_rows
 
     def set_learning_rate(self, lr: float | Sequence[float]) -> None:
@@ -128,7 +130,8 @@ class TrainedTables(nnx.Module):
             )
         arguments, has_decay = self.arguments, any(table.global_decay is not None for table in self.plan.tables)
         read = {"lower_bound"} if has_decay else set[str]()
-        read = read.union(*(read_arguments(table.optimizer, arguments) for table in self.plan.tables))
+        mode = arguments.weight_decay_mode
+        read = read.union(*(offered_optimizer(table.optimizer, mode).arguments for table in self.plan.tables))
         warn_of_no_effect([name for name in parameters if name not in read], "no table's optimizer uses them")
         changes: dict[str, object] = {name: value for name, value in parameters.items() if name in read}
         for name, value in changes.items():
