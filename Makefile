@@ -4,6 +4,7 @@
 #   make bench         time the kernels                  make lint    ruff and mypy only
 #   make test-browser  run a tutorial in JupyterLab in a headless Chromium
 #   make test-tpu      compile for TPUs without one      make test-gpu   run on an NVIDIA GPU, or compile for it
+#   make test-clients  keras-rs' own tests on this library
 #   make test-matrix   test wheels: Pythons, jax old and new, no compiler
 #   make fuzz          random calls under sanitizers, random lives of tables and files: a minute each (MINUTES=10)
 #   make faults        plant faults in the library, one by one, each of which tests must find (WORDS="storage/ tt/")
@@ -18,7 +19,7 @@ WORKERS ?= 2
 NAME ?= summary
 BIN := $(VENV)/bin
 
-.PHONY: help tutorial test test-browser test-tpu test-gpu test-matrix lab docs bench fuzz faults soak lint clean
+.PHONY: help tutorial test test-browser test-tpu test-gpu test-clients test-matrix lab docs bench fuzz faults soak lint clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -45,6 +46,16 @@ test-tpu: $(VENV)/.installed-dev $(VENV)/.installed-tpu
 
 test-gpu: $(VENV)/.installed-dev $(VENV)/.installed-cuda
 	RSEMBED_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -rsP tests/kernels/test_gpu.py
+
+# keras-rs' own tests of its embedding layers on the SparseCore path, on two pretended devices: ten minutes.
+KERAS_RS = 812d35bf0cb2452e66433e52880eb892a99bb8c9
+test-clients: $(VENV)/.installed-dev
+	$(PIP) keras keras-rs tensorflow-cpu absl-py
+	rm -rf build/keras-rs && git init -q build/keras-rs
+	cd build/keras-rs && git fetch -q --depth 1 https://github.com/keras-team/keras-rs $(KERAS_RS) && git checkout -q FETCH_HEAD
+	cd build/keras-rs && KERAS_BACKEND=jax TPU_NAME=none JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=2 \
+	  PYTHONPATH=.:$(CURDIR) $(abspath $(BIN))/python -m pytest -p tools.keras_rs_tests \
+	  keras_rs/src/layers/embedding/jax keras_rs/src/layers/embedding/distributed_embedding_test.py
 
 # Every Python that is found, oldest and newest jax, the wheel in place of the sources, and no compiler: 40 minutes.
 test-matrix:

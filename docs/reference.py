@@ -27,10 +27,10 @@ PAGES = {
     "sparsecore": (
         "The SparseCore wing",
         [
-            f"rsembed.sparsecore.{module}"
+            f"rsembed.sparsecore{module}"
             for module in (
-                *("embedding", "embedding_spec", "table_stacking", "utils", "linen.embed", "linen.embed_optimizer"),
-                *("nnx.embed", "embedding_pipelining_utils"),
+                *("", ".embedding", ".embedding_spec", ".table_stacking", ".utils", ".linen.embed"),
+                *(".linen.embed_optimizer", ".nnx.embed", ".embedding_pipelining_utils"),
             )
         ],
     ),

@@ -34,7 +34,7 @@ BUDGETS = {
     "linen": 190,
     "checkpoint": 1687,
     "fdo": 700,
-    "sparsecore": 4370,
+    "sparsecore": 4455,
     "tbe": 3243,
     "tt": 3227,
     "sok": 1760,
