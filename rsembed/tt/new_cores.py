@@ -229,7 +229,8 @@ def round_cores(
     caps = _ranks_of(ranks, spec.num_cores)
     if caps is not None and len(caps) != spec.num_cores - 1:
         raise ValueError(f"ranks: {list(caps)} are not one for each boundary of {spec.num_cores} cores.")
-    parts = [core.astype(np.float64) for core in _unstored(spec, check_cores(spec, cores))]
+    arrays = check_cores(spec, cores)
+    parts = [core.astype(np.float64) for core in _unstored(spec, arrays)]
     for t in range(spec.num_cores - 1, 0, -1):  # rows of every core but the first become orthonormal
         left, p, q, right = parts[t].shape
         basis, factor = np.linalg.qr(parts[t].reshape(left, -1).T)
@@ -241,7 +242,7 @@ def round_cores(
         basis, rest = _truncated(parts[t].reshape(-1, right), caps[t] if caps else None, tail)
         parts[t] = basis.reshape(left, p, q, -1)
         parts[t + 1] = np.tensordot(rest, parts[t + 1], 1)
-    return _stored(spec.num_embeddings, parts, cores[0].dtype)
+    return _stored(spec.num_embeddings, parts, arrays[0].dtype)
 
 
 def _ranks_of(ranks: Any, num_cores: int) -> list[int] | None:
@@ -283,13 +284,14 @@ def from_tensorly(
       num_embeddings: rows of the table when fewer than the row factors make.
       dtype: of the cores.
 
-    Raises: ValueError: the arrays have other axes.
+    Raises: ValueError: the arrays have other axes, or `dtype` is none of cores.
     """
-    parts = [np.asarray(core) for core in tt_matrix]
+    parts = [np.asarray(core) for core in (tt_matrix if np.iterable(tt_matrix) else [tt_matrix])]
     if not parts or any(part.ndim != 4 for part in parts):
         shapes = [part.shape for part in parts]
         raise ValueError(f"from_tensorly: cores must be arrays [R, p, q, R], got shapes {shapes}.")
-    return _stored(num_embeddings or math.prod(core.shape[1] for core in parts), parts, dtype)
+    num_rows = math.prod(core.shape[1] for core in parts) if num_embeddings is None else num_embeddings
+    return _stored(num_rows, parts, dtype)
 
 
 def _digit_tensor(
@@ -334,6 +336,7 @@ def _unstored(spec: TTSpec, cores: Cores) -> list[np.ndarray]:
 
 
 def _stored(num_embeddings: int, parts: Sequence[np.ndarray], dtype: Any) -> tuple[TTSpec, Cores]:
+    dtype_among(CORE_DTYPES, dtype, "dtype")
     p, q = (tuple(part.shape[axis] for part in parts) for axis in (1, 2))
     spec = TTSpec(num_embeddings, p, q, tuple(part.shape[3] for part in parts[:-1]))
     arrays = (part.transpose(1, 0, 2, 3).reshape(shape) for part, shape in zip(parts, spec.core_shapes, strict=True))

@@ -348,14 +348,15 @@ def _entropy(factors: tuple[float, ...]) -> float:
     return round(-sum(x / total * math.log(x / total) for x in factors), 12)
 
 
-def cheapest_p_shapes(num_embeddings: int, slice_sizes: Sequence[int]) -> list[int]:
+@validated
+def cheapest_p_shapes(num_embeddings: PositiveInt, slice_sizes: Sequence[PositiveInt]) -> list[int]:
     """Row factors whose cores hold the fewest numbers, `sum(p * slice_size)`, at given slice sizes.
 
     The sum is least when all its terms are equal, `p_t = (num_embeddings * prod(a))^(1/d) / a_t`: the core with the
     largest slices gets the fewest of them. Integers are searched around that point, one core after the other, the
     largest slices first.
 
-    Raises: ValueError: there are no slices.
+    Raises: ValueError: there are no slices, or a number is below one.
 
     Example:
       >>> cheapest_p_shapes(11_000_000, [4 * 32, 32 * 4 * 32, 32 * 4])
