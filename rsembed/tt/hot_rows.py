@@ -216,14 +216,12 @@ def chosen(
     """Of each counted id: its rank by reads; whether it is cached from now on; whether its row is spilled then.
 
     The most read are cached: of equals those that are cached already, then the lower ones. Spilled is what leaves the
-    cache, or left it before, and differs from what its cores give.
+    cache, or left it and was not read since, and differs from what its cores give.
     """
     counted, places = directory.counted, directory.places
-    is_stored = places != NO_ROW
     was_cached = directory.is_cached.at[places].get(mode="fill", fill_value=False)
     worth = 2 * jnp.minimum(counted.counts, MOST_READS).astype(jnp.uint32) + was_cached.astype(jnp.uint32)
-    is_candidate = (counted.last_step != FREE) & ((worth > 0) | is_stored)
-    is_cached = row_map.least(counted, lambda _: ~worth, is_candidate, jnp.full(1, capacity, jnp.int32))
+    is_cached = row_map.least(counted, lambda _: ~worth, worth > 0, jnp.full(1, capacity, jnp.int32))
     is_trained = jnp.any(rows != rows_of(specs, cores, _ids_of(directory, directory.owners)), axis=1)
     return worth, is_cached, ~is_cached & is_trained.at[places].get(mode="fill", fill_value=False)
 
