@@ -25,10 +25,6 @@ from rsembed.tt.hot_rows import SPILLED_ROWS_PER_ROW, Directory
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.storage import CachedTrain, TensorTrains, cores_of
 
-TRACED_SIZES_TO_LOG = 8
-"""Different numbers of ids in one kind of module, after which tracing is worth a word."""
-
-_TRACED_SIZES: dict[tuple[str, tuple[TTSpec, ...]], set[int]] = {}
 _LOG = logging.getLogger("rsembed")
 
 
@@ -198,8 +194,6 @@ def read_bags(
 ) -> Bags:
     """Checked bags, of which bag `b` belongs to table `b // batch`, `batch` being an equal share of them.
 
-    Of what is inside `jit` only the size is known: a step that is traced for one size after the other is logged.
-
     Args:
       specs: the tables, whose bags follow each other.
       indices: flat ids with `offsets`; or, without, a dense array `[tables * batch, ids per bag]` where -1 stands for
@@ -251,9 +245,7 @@ def read_bags(
     if bags.ids.shape[0] == 0:  # of nothing, no program would know on which devices it is
         weights = None if bags.weights is None else np.zeros(0, np.float32)
         return Bags(np.zeros(0, np.int32), np.zeros(bags.num_bags + 1, np.int32), weights)
-    if is_traced(bags):
-        _note_size(bags.ids.shape[0], name, tuple(specs))
-    else:
+    if not is_traced(bags):
         _check_ids(bags, specs, name, ignores)
     return bags
 
@@ -287,18 +279,3 @@ def _check_ids(bags: Bags, specs: Sequence[TTSpec], name: str, ignores: bool) ->
         num_outside += int(((own != PAD_ID) & ((own < 0) | (own >= spec.num_embeddings))).sum())
     if num_outside:
         warnings.warn(f"rsembed.tt: {num_outside} ids outside their table contribute nothing.", stacklevel=6)
-
-
-def _note_size(num_ids: int, name: str, specs: tuple[TTSpec, ...]) -> None:
-    sizes = _TRACED_SIZES.setdefault((name, specs), set())
-    is_new = num_ids not in sizes
-    sizes.add(num_ids)
-    if is_new and len(sizes) == TRACED_SIZES_TO_LOG:
-        _LOG.warning(
-            "a step with a %s was traced for %d different numbers of ids, the last of them %d, and is compiled for "
-            "each; pad the bags outside of it, as in Bags.from_lists(ids).pad_to(%d).",
-            name,
-            len(sizes),
-            num_ids,
-            1 << (max(sizes) - 1).bit_length(),
-        )
