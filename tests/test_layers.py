@@ -36,7 +36,7 @@ BUDGETS = {
     "fdo": 700,
     "sparsecore": 4370,
     "tbe": 3450,
-    "tt": 3209,
+    "tt": 3194,
     "sok": 1760,
     "plot": 1160,
     "datasets": 1110,

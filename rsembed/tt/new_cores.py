@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.checks import dtype_among, validated
@@ -144,7 +145,7 @@ def _triangle_wave_cores(key: PRNGKeyArray, spec: TTSpec) -> list[Array]:
 def from_dense(
     table: Float[Array | np.ndarray, "vocab dim"],
     *,
-    ranks: Integers | int | np.integer[Any] | None = None,
+    ranks: Integers | int | np.integer | None = None,
     max_relative_error: float | None = None,
     bytes: int | None = None,
     num_cores: int = 2,
@@ -208,7 +209,7 @@ def round_cores(
     spec: TTSpec,
     cores: AnyCores,
     *,
-    ranks: Integers | int | np.integer[Any] | None = None,
+    ranks: Integers | int | np.integer | None = None,
     max_relative_error: float | None = None,
 ) -> tuple[TTSpec, Cores]:
     """A table at lower ranks, from its cores alone; the table is never built.
@@ -245,14 +246,15 @@ def round_cores(
     return _stored(spec.num_embeddings, parts, arrays[0].dtype)
 
 
-def _ranks_of(ranks: Any, num_cores: int) -> list[int] | None:
+def _ranks_of(ranks: Integers | int | np.integer | None, num_cores: int) -> list[int] | None:
     """One rank per boundary, of one for all or one each."""
     if ranks is None:
         return None
-    return [int(ranks)] * (num_cores - 1) if np.ndim(ranks) == 0 else [int(rank) for rank in ranks]
+    values: list[int] = np.atleast_1d(ranks).tolist()
+    return values * (num_cores - 1) if np.ndim(ranks) == 0 else values
 
 
-def nearest_cores(spec: TTSpec, table: Float[Array | np.ndarray, "vocab dim"], dtype: Any = jnp.float32) -> Cores:
+def nearest_cores(spec: TTSpec, table: Float[Array | np.ndarray, "vocab dim"], dtype: DTypeLike = jnp.float32) -> Cores:
     """Cores of a given train close to a table, see `from_dense`; ranks above its need are filled with zeros."""
     found, cores = from_dense(
         table, ranks=spec.tt_ranks, tt_p_shapes=spec.tt_p_shapes, tt_q_shapes=spec.tt_q_shapes, dtype=dtype
@@ -275,7 +277,7 @@ def to_tensorly(spec: TTSpec, cores: AnyCores) -> Any:
 
 
 def from_tensorly(
-    tt_matrix: Any, num_embeddings: int | None = None, *, dtype: Any = jnp.float32
+    tt_matrix: object, num_embeddings: int | None = None, *, dtype: Any = jnp.float32
 ) -> tuple[TTSpec, Cores]:
     """Spec and cores of a `TTMatrix`, or of any sequence of arrays `[R_{t-1}, p_t, q_t, R_t]`.
 
@@ -335,7 +337,7 @@ def _unstored(spec: TTSpec, cores: Cores) -> list[np.ndarray]:
     return [np.asarray(core, np.float32).reshape(p, *shape).transpose(1, 0, 2, 3) for core, p, shape in shapes]
 
 
-def _stored(num_embeddings: int, parts: Sequence[np.ndarray], dtype: Any) -> tuple[TTSpec, Cores]:
+def _stored(num_embeddings: int, parts: Sequence[np.ndarray], dtype: DTypeLike) -> tuple[TTSpec, Cores]:
     dtype_among(CORE_DTYPES, dtype, "dtype")
     p, q = (tuple(part.shape[axis] for part in parts) for axis in (1, 2))
     spec = TTSpec(num_embeddings, p, q, tuple(part.shape[3] for part in parts[:-1]))

@@ -6,13 +6,13 @@ import dataclasses
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, check_ids_dtype, check_unmasked, check_values, is_traced
 from rsembed.checks import check_type
@@ -36,29 +36,31 @@ class How(NamedTuple):
     implementation: str | None
 
 
-def _program(function: Callable[..., Any]) -> Callable[..., Any]:
+def _program(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """A function of two things that are static and of arrays, compiled, and on a mesh with explicit axes on copies."""
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     @functools.wraps(function)
-    def run(first: Any, second: Any, *arrays: Any) -> Any:
+    def run(first: Hashable, second: Hashable, *arrays: PyTree) -> PyTree:
         return on_copies(functools.partial(function, first, second), *arrays)
 
     return run
 
 
 @_program
-def looked_up(storage: TensorTrains, how: How, params: Any, batch: Bags) -> Float[Array, "bags dim"]:
+def looked_up(storage: TensorTrains, how: How, params: PyTree, batch: Bags) -> Float[Array, "bags dim"]:
     """Pooled rows of a group: stored rows where there are such, chains of products for the others."""
     segment = segment_of(batch, batch.ids, how.mode)
     return storage.look_up(params, [segment], storage.tables[0], axes=how.axes, implementation=how.implementation)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def pulled(storage: TensorTrains, how: How, params: Any, batch: Bags, d_output: Array) -> tuple[Any, Any, Any]:
+def pulled(
+    storage: TensorTrains, how: How, params: PyTree, batch: Bags, d_output: Array
+) -> tuple[PyTree, PyTree, PyTree]:
     """Gradients of cores, of stored rows and of weights."""
 
-    def output(cores: Cores, rows: Any, weights: Any) -> Array:
+    def output(cores: Cores, rows: PyTree, weights: PyTree) -> Array:
         own = cores if rows is None else params._replace(cores=cores, rows=rows)
         return looked_up(storage, how, own, dataclasses.replace(batch, weights=weights))
 
@@ -70,27 +72,24 @@ def pulled(storage: TensorTrains, how: How, params: Any, batch: Bags, d_output: 
 def stepped(
     storage: TensorTrains,
     how: How,
-    params: Any,
-    slots: Any,
-    then: Any,
+    params: PyTree,
+    slots: PyTree,
+    then: PyTree,
     batch: Bags,
     d_output: Array,
     rate: Array,
     number: Array,
-) -> tuple[Any, Any, Any]:
+) -> tuple[PyTree, PyTree, PyTree]:
     """Parameters and slots after a step with the gradients of a lookup in parameters `then`; gradients of weights."""
     table, rule = storage.tables[0], storage.tables[0].optimizer
     d_cores, _, d_weights = pulled(storage, how, then, batch, d_output)
 
-    def own(params: Any, slots: Any, d_cores: Cores, batch: Bags, d_output: Array, rate: Array, number: Array) -> Any:
+    def own(
+        params: PyTree, slots: PyTree, d_cores: Cores, batch: Bags, d_output: Array, rate: Array, number: Array
+    ) -> PyTree:
         hyper = dataclasses.replace(rule, learning_rate=lambda: rate).get_hyperparameters(number)
-        step = Step(hyper, rule, None, number)
-        cores, core_slots = storage.step_all(cores_of(params), storage.core_slots(slots), d_cores, table, step=step)
-        if not isinstance(params, CachedTrain):
-            return cores, core_slots
-        segments = [segment_of(batch, batch.ids, how.mode)]
-        rows, row_slots = storage.step_stored(params, slots[1], segments, [d_output], step=step)
-        return params._replace(cores=cores, rows=rows), (core_slots, row_slots)
+        given = [segment_of(batch, batch.ids, how.mode)], [d_output], table
+        return storage.step(params, slots, *given, step=Step(hyper, rule, None, number), gradients=d_cores)
 
     return *on_copies(own, params, slots, d_cores, batch, d_output, rate, number), d_weights
 
@@ -104,7 +103,9 @@ def counted(storage: TensorTrains, how: How, directory: Directory, rows: Int[Arr
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 @_program
-def populated(storage: TensorTrains, how: How, params: Any, slots: Any, turns: Int[Array, ""]) -> tuple[Any, Any]:
+def populated(
+    storage: TensorTrains, how: How, params: PyTree, slots: PyTree, turns: Int[Array, ""]
+) -> tuple[PyTree, PyTree]:
     """Parameters and slots after one populate or none; a gradient of what lies at a place then is one of that place."""
     del how
     populate = functools.partial(storage.populate, table=storage.tables[0])
@@ -112,11 +113,11 @@ def populated(storage: TensorTrains, how: How, params: Any, slots: Any, turns: I
 
 
 @populated.defjvp
-def _populated_jvp(storage: TensorTrains, how: How, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _populated_jvp(storage: TensorTrains, how: How, primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
     return populated(storage, how, *primals), tangents[:2]
 
 
-def with_room_to_spill(storage: TensorTrains, how: How, params: Any, slots: Any) -> tuple[Any, Any]:
+def with_room_to_spill(storage: TensorTrains, how: How, params: PyTree, slots: PyTree) -> tuple[PyTree, PyTree]:
     """Parameters and slots with places for all rows that the next populate spills; outside of `jit`."""
     num_spilled, capacity = int(_num_to_spill(storage, how, params)), storage.capacity(storage.tables[0])
     room = params.rows.shape[0] - capacity
@@ -132,18 +133,18 @@ def with_room_to_spill(storage: TensorTrains, how: How, params: Any, slots: Any)
         )
     # Twice the room, so that shapes change seldom.
     wanted = min(max(num_spilled, 2 * room), storage.num_ids(storage.tables[0]) - capacity)
-    enlarged: tuple[Any, Any] = _enlarged(storage, wanted - room, params, slots)
+    enlarged: tuple[PyTree, PyTree] = _enlarged(storage, wanted - room, params, slots)
     return enlarged
 
 
 @_program
-def _num_to_spill(storage: TensorTrains, how: How, params: Any) -> Int[Array, ""]:
+def _num_to_spill(storage: TensorTrains, how: How, params: PyTree) -> Int[Array, ""]:
     del how
     return storage.num_to_spill(params, storage.tables[0])
 
 
 @_program
-def _enlarged(storage: TensorTrains, num_more: int, params: Any, slots: Any) -> tuple[Any, Any]:
+def _enlarged(storage: TensorTrains, num_more: int, params: PyTree, slots: PyTree) -> tuple[PyTree, PyTree]:
     del storage
     directory, (rows, row_slots) = hot_rows.enlarged(params.directory, (params.rows, slots[1]), num_more)
     return params._replace(rows=rows, directory=directory), (slots[0], row_slots)
@@ -250,7 +251,7 @@ def read_bags(
     return bags
 
 
-def _with_last(offsets: Any, num_ids: int, num_tables: int, last: bool | None) -> Any:
+def _with_last(offsets: PyTree, num_ids: int, num_tables: int, last: bool | None) -> Array | np.ndarray:
     offsets = offsets if isinstance(offsets, jax.Array) else np.asarray(offsets)
     if offsets.ndim != 1 or not jnp.issubdtype(offsets.dtype, jnp.integer):
         raise TypeError(f"offsets must be a flat array of integers, got {offsets.dtype} of shape {offsets.shape}.")
@@ -274,8 +275,8 @@ def _check_ids(bags: Bags, specs: Sequence[TTSpec], name: str, ignores: bool) ->
     for k, spec in enumerate(specs):
         cut = offsets[k * batch : (k + 1) * batch + 1]
         own, table = ids[cut[0] : cut[-1]], name if len(specs) == 1 else f"{name} {k}"
-        size: dict[str, Any] = {"vocabulary_size": spec.num_embeddings, "allow_out_of_range": ignores}
-        check_values(Bags(own, cut - cut[0]), feature="indices", table=table, **size)
+        part, size = Bags(own, cut - cut[0]), spec.num_embeddings
+        check_values(part, feature="indices", table=table, vocabulary_size=size, allow_out_of_range=ignores)
         num_outside += int(((own != PAD_ID) & ((own < 0) | (own >= spec.num_embeddings))).sum())
     if num_outside:
         warnings.warn(f"rsembed.tt: {num_outside} ids outside their table contribute nothing.", stacklevel=6)

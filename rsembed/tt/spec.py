@@ -12,6 +12,7 @@ from typing import Any, Literal, no_type_check
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from rsembed.checks import PositiveInt, check_type, check_within, dtype_among, validated
 from rsembed.specs import TABLE_DTYPES
@@ -200,7 +201,7 @@ class TTSpec:
         q = self.tt_q_shapes
         return sum(2 * math.prod(q[:t]) * math.prod(self.slice_shapes[t]) for t in range(1, self.num_cores))
 
-    def num_bytes(self, dtype: Any = jnp.float32) -> int:
+    def num_bytes(self, dtype: DTypeLike = jnp.float32) -> int:
         """Bytes of the cores."""
         return self.num_params * jnp.dtype(dtype).itemsize
 
@@ -214,7 +215,7 @@ class TTSpec:
         )
 
 
-def _whole_number(name: str, value: Any) -> int:
+def _whole_number(name: str, value: int | np.integer) -> int:
     check_type(value, int, f"TTSpec: {name}")
     if int(value) < 1:
         raise ValueError(f"{name} must hold integers of at least 1, got {value!r}.")
@@ -245,7 +246,7 @@ def _greatest_rank(rows: int, dim: int, d: int, num_numbers: int) -> TTSpec | No
     return _equal_rank(rows, dim, d, low) if low else None
 
 
-def check_one_of(what: str, **given: Any) -> None:
+def check_one_of(what: str, **given: object) -> None:
     """Raises: ValueError: `what` was not given exactly one of these, or a number that is negative or not finite."""
     names = [f"{name}=" for name in given]
     if sum(value is not None for value in given.values()) != 1:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from rsembed import Bags
 from rsembed.tt import TableBatchedTTEmbeddingBag, TTEmbeddingBag
-from tests.tt.tt_oracles import CASES, dense_table
+from tests.tt.tt_oracles import CASES, core_gradients, dense_table
 
 ALL = np.arange(200)[:, None]
 SIZES = [50, 60, 40]
@@ -156,17 +156,6 @@ def test_duplicates_are_one_step_and_only_rows_that_were_read_move():
     np.testing.assert_allclose(after[[4, 9]], before[[4, 9]] - 0.1, rtol=1e-5)  # Adam's first step is the rate
     train(emb, [[4]])
     np.testing.assert_array_equal(all_rows(emb)[[9, 30]], after[[9, 30]])
-
-
-def test_nnx_grad_reaches_cores_and_cached_rows_of_sparse_false():
-    emb = make(sparse=False)
-    emb.update_cache(six_bags([[4, 4]]))
-    emb.cache_populate()
-    gradients = nnx.jit(nnx.grad(lambda m, ids: jnp.sum(m(ids))))(emb, jnp.asarray([[4, 9]]))
-    leaves = {tuple(path): np.asarray(leaf.get_value()) for path, leaf in nnx.to_flat_state(gradients)}
-    rows = next(leaf for path, leaf in leaves.items() if "rows" in path)
-    assert rows.sum() == 4
-    assert sum(np.abs(leaf).sum() for leaf in leaves.values()) > 4
 
 
 def test_reset_returns_what_was_learned():
@@ -436,12 +425,15 @@ def test_when_the_room_is_used_up_the_least_read_leave_and_unread_rows_do_not_re
         assert emb.cache_reports()[0].spilled_ids == len(spilled)
 
 
-def test_gradients_go_to_the_rows_that_a_lookup_populates():
-    emb = make(sparse=False, populate_every=1)
-    gradients = nnx.jit(nnx.grad(lambda m, ids: jnp.sum(m(ids))))(emb, jnp.asarray([[4], [9], [4]]))
-    places = directory_of(emb)[1]
-    rows = gradients.caches[0].rows.get_value()
-    np.testing.assert_array_equal(rows[np.asarray([places[4], places[9]])], [[2.0] * 4, [1.0] * 4])
+def test_nnx_grad_reaches_the_rows_that_a_lookup_populates_and_the_cores_of_others():
+    emb = make(sparse=False, populate_every=1, cache_size=2)
+    ids = jnp.asarray([[4], [9], [4], [9], [4], [30]])
+    gradients = nnx.jit(nnx.grad(lambda m, ids: jnp.sum(m(ids))))(emb, ids)
+    places, rows = directory_of(emb)[1], gradients.caches[0].rows.get_value()
+    np.testing.assert_array_equal(rows[np.asarray([places[4], places[9]])], [[3.0] * 4, [2.0] * 4])
+    wanted = core_gradients(emb.spec, emb.cores_of(), [30], [0], [1.0], np.ones((1, 4)))
+    for core, gradient in zip(jax.tree.leaves(gradients.core_groups[0]), wanted, strict=True):
+        np.testing.assert_allclose(core, gradient, rtol=1e-5, atol=1e-7)
 
 
 def test_lookups_count_and_populate_also_inside_jit_but_not_after_eval():
