@@ -1,7 +1,7 @@
 """Plants one fault after the other in a copy of the library, and fails where the tests that are asked do not see it.
 
     python -m tools.planted_faults --workers 2             all: half an hour
-    python -m tools.planted_faults storage/ tt/shapes      those in files whose names have one of these words
+    python -m tools.planted_faults storage/ tt/spec        those in files whose names have one of these words
 
 Whoever shortens tests runs it before and after. A text that is not there exactly once is a failure, too: where an
 algorithm moved, its fault moves along.
@@ -126,10 +126,11 @@ tbe/arguments.py  tbe/test_rules.py tbe/test_surface.py tbe/test_cases.py tbe/te
 tbe/host_rows.py  tbe/test_caching.py
     np.where(is_valid, own + first_row, => np.where(is_valid, own,
 tt/chain.py  tt/test_cores.py
-    first_block * BLOCK - first) => first_block * BLOCK)
+    d_gains + zero => 0 * d_gains + zero
 tt/hot_rows.py  tt/test_hot_rows.py
-    is_trained & ~is_cached, was_cached => is_trained & is_cached, was_cached
-tt/shapes.py  tt/test_spec.py
+    is_cached, ~is_cached & is_trained => is_cached, is_cached & is_trained
+    lambda _: ~worth, is_spilled, room) => lambda _: worth, is_spilled, room)
+tt/spec.py  tt/test_spec.py
     -(-n // power) * power => n // power * power
 sok/lookups.py  sok/test_layers.py
     slots[str(t)], number + 1) => slots[str(t)], number)

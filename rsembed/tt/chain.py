@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +99,7 @@ def _plain(
     shapes: SliceShapes, num_bags: int, cores: Cores, digits: tuple[Array, ...], bags: Array, gains: Array
 ) -> Array:
     @jax.checkpoint
-    def row(lookup: tuple[Any, ...]) -> Array:
+    def row(lookup: tuple[PyTree, ...]) -> Array:
         *places, gain = lookup
         product = gain.reshape(1, 1)
         for core, place, (left, q, right) in zip(cores, places, shapes, strict=True):
@@ -125,14 +124,14 @@ def _native(
     return _forward(shapes, num_bags, cores, digits, bags, gains)[0]
 
 
-def _forward(shapes: SliceShapes, num_bags: int, cores: Cores, digits: Any, bags: Array, gains: Array) -> Any:
+def _forward(shapes: SliceShapes, num_bags: int, cores: Cores, digits: PyTree, bags: Array, gains: Array) -> PyTree:
     result = jax.ShapeDtypeStruct((num_bags, math.prod(q for _, q, _ in shapes)), jnp.float32)
     call = jax.ffi.ffi_call("rsembed_train_rows", result, vmap_method="sequential")
     pooled = call(bags, gains, *_operands(cores, digits), **_attributes(shapes))
     return pooled + varying_zero(gains).astype(jnp.float32), (cores, digits, bags, gains)
 
 
-def _backward(shapes: SliceShapes, num_bags: int, saved: Any, d_pooled: Array) -> tuple[Any, ...]:
+def _backward(shapes: SliceShapes, num_bags: int, saved: PyTree, d_pooled: Array) -> tuple[PyTree, ...]:
     cores, digits, bags, gains = saved
     results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (*cores, gains)]
     call = jax.ffi.ffi_call("rsembed_train_pull", results, vmap_method="sequential")
@@ -164,12 +163,12 @@ def _attributes(shapes: SliceShapes) -> dict[str, np.ndarray | np.int64]:
 # type of the ids splits them.
 
 
-def on_every_device(tree: PyTree) -> Any:
+def on_every_device(tree: PyTree) -> PyTree:
     """The tree, in which arrays lie whole on every device of a mesh with explicit axes: their own, or that is set."""
     return jax.tree.map(_whole, tree)
 
 
-def _whole(array: Any) -> Any:
+def _whole(array: PyTree) -> PyTree:
     if not isinstance(array, jax.Array):
         return array
     sharding = jax.typeof(array).sharding
@@ -179,7 +178,7 @@ def _whole(array: Any) -> Any:
     return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec()))
 
 
-def on_copies(function: Callable[..., Any], *args: Any) -> Any:
+def on_copies(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """`function(*args)`; on a mesh with explicit axes, each device calls it with copies. Inside `jit`."""
     args = on_every_device(args)
     meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array))
@@ -190,7 +189,7 @@ def on_copies(function: Callable[..., Any], *args: Any) -> Any:
     return jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)(*args)
 
 
-def split_axes(indices: Any) -> tuple[str, ...]:
+def split_axes(indices: PyTree) -> tuple[str, ...]:
     """The axes of a mesh over which the type of ids splits them by position; none where there are no ids."""
     ids = indices.ids if isinstance(indices, Bags) else indices
     if not isinstance(ids, jax.Array) or ids.size == 0:
@@ -207,7 +206,7 @@ def shared_rows(
     digits: tuple[Int[Array, " nnz"], ...],
     bags: Int[Array, " nnz"],
     gains: Float[Array, " nnz"],
-    **options: Any,
+    **options: PyTree,
 ) -> Float[Array, "bags dim"]:
     """`pooled_rows`, of which each device along `axes` makes its share, and pulls their gradients back."""
     if not axes:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Integer
 
 from rsembed.bags import Bags, is_traced, narrow_ids
-from rsembed.checks import check_type, validated
+from rsembed.checks import check_type
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.tt.chain import AnyCores, Cores, on_every_device, pooled_rows, varying_zero
 from rsembed.tt.spec import TTSpec
@@ -118,11 +118,14 @@ def bag(
     return pooled_rows(cores, digits, outputs, gains, **shapes, implementation=implementation)
 
 
-@validated
-@functools.partial(jax.jit, static_argnums=0)
 def full_weight(spec: TTSpec, cores: AnyCores) -> Float[Array, "vocab dim"]:
     """The whole table, written block after block of equal first digits; needs the table and one block of memory."""
-    arrays: Cores = on_every_device(check_cores(spec, cores))
+    whole: Array = _full_weight(spec, on_every_device(check_cores(spec, cores)))
+    return whole
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _full_weight(spec: TTSpec, arrays: Cores) -> Float[Array, "vocab dim"]:
     num_rows, size = spec.num_embeddings, spec.strides[0]
     whole = num_rows // size
 
@@ -139,8 +142,8 @@ def full_weight(spec: TTSpec, cores: AnyCores) -> Float[Array, "vocab dim"]:
 
 def weight_block(spec: TTSpec, cores: AnyCores, first_digit: Int[Array, ""] | int) -> Float[Array, "block dim"]:
     """Rows `first_digit * strides[0]` and following, as many as share that digit, padding rows included."""
-    cores = check_cores(spec, cores)
-    p, shapes = spec.tt_p_shapes, spec.slice_shapes
+    cores, p, shapes = check_cores(spec, cores), spec.tt_p_shapes, spec.slice_shapes
+    check_type(first_digit, Annotated[int, f"[0, {p[0] - 1}]"], "weight_block: first_digit")
     product = cores[0][first_digit].astype(jnp.float32).reshape(1, *shapes[0][1:])  # [rows, columns, rank]
     for t in range(1, spec.num_cores):
         core = cores[t].astype(jnp.float32).reshape(p[t], *shapes[t])
@@ -152,10 +155,11 @@ def weight_block(spec: TTSpec, cores: AnyCores, first_digit: Int[Array, ""] | in
 def check_cores(spec: TTSpec, cores: AnyCores) -> Cores:
     """The cores as a tuple of JAX arrays.
 
-    Raises: ValueError: their shapes are not those of the spec. TypeError: there is no spec.
+    Raises: ValueError: their shapes are not those of the spec. TypeError: there is no spec, or no list of cores.
     """
     check_type(spec, TTSpec, "spec")
-    found = tuple(tuple(core.shape) for core in cores)
+    check_type(cores, Sequence[Any], "cores")
+    found = tuple(np.shape(core) for core in cores)
     if found != spec.core_shapes:
         raise ValueError(f"cores have shapes {found}, but the spec asks for {spec.core_shapes}.")
     return tuple(map(jnp.asarray, cores))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
 
 from flax import nnx
 
@@ -19,7 +18,7 @@ from rsembed.optimizers import (
 class FusedParam(nnx.Variable):
     """Cores that only the fused update trains: no `nnx.Param`, so neither `nnx.grad` nor optax sees them."""
 
-    def set_value(self, value: Any, **how: Any) -> None:
+    def set_value(self, value: object, **how: object) -> None:
         """Cores have optimizer states and cached rows beside them, which the module replaces with them.
 
         Raises: ValueError: always, and names `set_cores`.
@@ -48,7 +47,7 @@ class OptimType(enum.Enum):
     PARTIAL_ROWWISE_LAMB = "partial_row_wise_lamb"
 
 
-def member_of(optimizer: Any) -> OptimType:
+def member_of(optimizer: object) -> OptimType:
     """A member, given as itself, by name or by value. Raises: ValueError: there is no such name."""
     for member in OptimType:
         if optimizer is member or str(optimizer).lower() in (member.value, member.name.lower()):
@@ -57,7 +56,7 @@ def member_of(optimizer: Any) -> OptimType:
     raise ValueError(f"unknown optimizer {optimizer!r}; choose one of OptimType.{names}.")
 
 
-def rule_of(optimizer: Any, eps: float) -> OptimizerSpec:
+def rule_of(optimizer: object, eps: float) -> OptimizerSpec:
     """The row rule of a published name; its learning rate is given at every step.
 
     Args:

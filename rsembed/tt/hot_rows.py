@@ -15,12 +15,12 @@ import functools
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 
 from rsembed.bags import is_traced
 from rsembed.collection.rows import keys_of_rows
@@ -142,7 +142,7 @@ def empty(capacity: int, num_spilled: int, num_counts: int) -> Directory:
     return Directory(row_map.empty(num_counts), places, owners, is_cached, jnp.zeros(2, jnp.float32), totals)
 
 
-def enlarged(directory: Directory, stored: Any, num_more: int) -> tuple[Directory, Any]:
+def enlarged(directory: Directory, stored: PyTree, num_more: int) -> tuple[Directory, PyTree]:
     """The directory and the arrays of stored rows with more places, and with room to count as many more ids."""
 
     def extended(array: Array, value: int | bool) -> Array:
@@ -173,7 +173,7 @@ def count(directory: Directory, ids: Int[Array, " nnz"], occurrences: Int[Array,
     counted = row_map.use(directory.counted, numbers, jnp.zeros((), jnp.int32), reads)
     new = own.only(numbers == NO_ROW)
 
-    def add(_: Any, state: tuple[Directory, Array]) -> tuple[Directory, Array]:
+    def add(_: object, state: tuple[Directory, Array]) -> tuple[Directory, Array]:
         directory, _ = state
         num_new = jnp.sum(new.is_key, dtype=jnp.int32)
         is_short = num_new > directory.counted.num_free[0]
@@ -216,14 +216,12 @@ def chosen(
     """Of each counted id: its rank by reads; whether it is cached from now on; whether its row is spilled then.
 
     The most read are cached: of equals those that are cached already, then the lower ones. Spilled is what leaves the
-    cache, or left it before, and differs from what its cores give.
+    cache, or left it and was not read since, and differs from what its cores give.
     """
     counted, places = directory.counted, directory.places
-    is_stored = places != NO_ROW
     was_cached = directory.is_cached.at[places].get(mode="fill", fill_value=False)
     worth = 2 * jnp.minimum(counted.counts, MOST_READS).astype(jnp.uint32) + was_cached.astype(jnp.uint32)
-    is_candidate = (counted.last_step != FREE) & ((worth > 0) | is_stored)
-    is_cached = row_map.least(counted, lambda _: ~worth, is_candidate, jnp.full(1, capacity, jnp.int32))
+    is_cached = row_map.least(counted, lambda _: ~worth, worth > 0, jnp.full(1, capacity, jnp.int32))
     is_trained = jnp.any(rows != rows_of(specs, cores, _ids_of(directory, directory.owners)), axis=1)
     return worth, is_cached, ~is_cached & is_trained.at[places].get(mode="fill", fill_value=False)
 
@@ -322,7 +320,7 @@ def written_back(
     return jax.tree.map(lambda new, old: jnp.where(helps, new, old), new, cores), jnp.maximum(residuals, measured)
 
 
-def _dot(one: Any, other: Any) -> Array:
+def _dot(one: PyTree, other: PyTree) -> Array:
     """Sum of the products of all numbers."""
     products = jax.tree.map(lambda a, b: jnp.sum(a * b), one, other)
     return sum(jax.tree.leaves(products), start=jnp.zeros((), jnp.float32))
@@ -359,7 +357,7 @@ def report(directory: Directory) -> CacheReport:
     return CacheReport(num_cached, num_stored - num_cached, *residuals.tolist(), *sums)
 
 
-def on_host(values: Any) -> Any:
+def on_host(values: PyTree) -> PyTree:
     """The values as NumPy arrays. Raises: RuntimeError: they are known only inside `jit`."""
     if is_traced(values):
         raise RuntimeError(

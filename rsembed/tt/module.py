@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from rsembed.checks import PositiveInt, did_you_mean, validated
 from rsembed.tt.spec import TTSpec
@@ -70,7 +70,7 @@ class TTEmbeddingBag(TTTables):
         self,
         num_embeddings: int,
         embedding_dim: int,
-        *published: Any,
+        *published: object,
         tt_ranks: Sequence[int] | None = None,
         tt_p_shapes: Sequence[int] | None = None,
         tt_q_shapes: Sequence[int] | None = None,
@@ -96,7 +96,7 @@ class TTEmbeddingBag(TTTables):
         return self.table_weight(0)
 
     def __call__(
-        self, indices: Any, offsets: Any = None, per_sample_weights: Any = None, warmup: bool = True
+        self, indices: object, offsets: object = None, per_sample_weights: object = None, warmup: bool = True
     ) -> Float[Array, "batch dim"]:
         """Pooled rows of every bag; an empty bag gives zeros.
 
@@ -113,7 +113,7 @@ class TTEmbeddingBag(TTTables):
         return self.lookup(indices, offsets, per_sample_weights)[0]
 
     def vjp(
-        self, indices: Any, offsets: Any = None, per_sample_weights: Any = None
+        self, indices: object, offsets: object = None, per_sample_weights: object = None
     ) -> tuple[Float[Array, "batch dim"], Callable[[Array], TTGradients | None]]:
         """Pooled rows, and `backward(d_output)`.
 
@@ -156,7 +156,7 @@ class TableBatchedTTEmbeddingBag(TTTables):
         num_tables: PositiveInt,
         num_embeddings: int | Sequence[int],
         embedding_dim: int | Sequence[int],
-        *published: Any,
+        *published: object,
         tt_ranks: Sequence[Any] | None = None,
         tt_p_shapes: Sequence[Any] | None = None,
         tt_q_shapes: Sequence[Any] | None = None,
@@ -172,13 +172,15 @@ class TableBatchedTTEmbeddingBag(TTTables):
         ]
         super().__init__([TTSpec.suggest(*arguments) for arguments in zip(*per_table, strict=True)], **options)
 
-    def full_weight(self, table: int | None = None) -> Any:
+    def full_weight(self, table: int | None = None) -> PyTree:
         """One table expanded; or all: `[tables, vocab, dim]` when they are of one size, else a list."""
         if table is not None:
             return self.table_weight(table)
         return _stacked([self.table_weight(k) for k in range(len(self.specs))])
 
-    def __call__(self, indices: Any, offsets: Any = None, per_sample_weights: Any = None, warmup: bool = True) -> Any:
+    def __call__(
+        self, indices: object, offsets: object = None, per_sample_weights: object = None, warmup: bool = True
+    ) -> PyTree:
         """Pooled rows `[tables, batch, dim]`; one array `[batch, dim]` per table when their dimensions differ.
 
         Args:
@@ -191,14 +193,14 @@ class TableBatchedTTEmbeddingBag(TTTables):
         return _stacked(self.lookup(indices, offsets, per_sample_weights))
 
     def vjp(
-        self, indices: Any, offsets: Any = None, per_sample_weights: Any = None
-    ) -> tuple[Any, Callable[[Any], TTGradients | None]]:
+        self, indices: object, offsets: object = None, per_sample_weights: object = None
+    ) -> tuple[PyTree, Callable[[PyTree], TTGradients | None]]:
         """Pooled rows, and `backward(d_output)` as for `TTEmbeddingBag`."""
         outputs, backward = self.lookup_vjp(indices, offsets, per_sample_weights)
         return _stacked(outputs), lambda d_output: backward(list(d_output))
 
 
-def _is_nested(shapes: Sequence[Any] | None) -> bool:
+def _is_nested(shapes: Sequence[object] | None) -> bool:
     return shapes is not None and any(shape is None or isinstance(shape, Sequence) for shape in shapes)
 
 
@@ -212,7 +214,7 @@ def _per_table(name: str, value: Any, num_tables: int, is_per_table: bool) -> li
     return list(value)
 
 
-def _stacked(tables: list[Array]) -> Any:
+def _stacked(tables: list[Array]) -> PyTree:
     return jnp.stack(tables) if len({table.shape for table in tables}) == 1 else tables
 
 
@@ -224,7 +226,7 @@ AFTER_SHAPES = (
 
 
 def by_name(
-    published: Sequence[Any], shapes: Sequence[Any], options: Mapping[str, Any]
+    published: Sequence[object], shapes: Sequence[object], options: Mapping[str, object]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Ranks, row and column factors, and all other arguments, of which any may be given by position.
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from rsembed.checks import describe, dtype_among, validated
+from rsembed.checks import dtype_among, validated
 from rsembed.progress import progress
 from rsembed.tt.chain import AnyCores, Cores
 from rsembed.tt.cores import check_cores
@@ -49,7 +49,7 @@ def core_std(spec: TTSpec) -> float:
 
 @validated
 def init_cores(
-    key: PRNGKeyArray, spec: TTSpec, weight_dist: str = "normal", *, dtype: DTypeLike = jnp.float32
+    key: PRNGKeyArray, spec: TTSpec, weight_dist: str = "normal", *, dtype: Any = jnp.float32
 ) -> tuple[Array, ...]:
     """Random cores.
 
@@ -145,13 +145,13 @@ def _triangle_wave_cores(key: PRNGKeyArray, spec: TTSpec) -> list[Array]:
 def from_dense(
     table: Float[Array | np.ndarray, "vocab dim"],
     *,
-    ranks: Integers | int | np.integer[Any] | None = None,
+    ranks: Integers | int | np.integer | None = None,
     max_relative_error: float | None = None,
     bytes: int | None = None,
     num_cores: int = 2,
     tt_p_shapes: Integers | None = None,
     tt_q_shapes: Integers | None = None,
-    dtype: DTypeLike = jnp.float32,
+    dtype: Any = jnp.float32,
     allow_larger: bool = False,
 ) -> tuple[TTSpec, Cores]:
     """The cores of a tensor train close to a table, by TT-SVD.
@@ -209,7 +209,7 @@ def round_cores(
     spec: TTSpec,
     cores: AnyCores,
     *,
-    ranks: Integers | int | np.integer[Any] | None = None,
+    ranks: Integers | int | np.integer | None = None,
     max_relative_error: float | None = None,
 ) -> tuple[TTSpec, Cores]:
     """A table at lower ranks, from its cores alone; the table is never built.
@@ -230,7 +230,8 @@ def round_cores(
     caps = _ranks_of(ranks, spec.num_cores)
     if caps is not None and len(caps) != spec.num_cores - 1:
         raise ValueError(f"ranks: {list(caps)} are not one for each boundary of {spec.num_cores} cores.")
-    parts = [core.astype(np.float64) for core in _unstored(spec, check_cores(spec, cores))]
+    arrays = check_cores(spec, cores)
+    parts = [core.astype(np.float64) for core in _unstored(spec, arrays)]
     for t in range(spec.num_cores - 1, 0, -1):  # rows of every core but the first become orthonormal
         left, p, q, right = parts[t].shape
         basis, factor = np.linalg.qr(parts[t].reshape(left, -1).T)
@@ -242,14 +243,15 @@ def round_cores(
         basis, rest = _truncated(parts[t].reshape(-1, right), caps[t] if caps else None, tail)
         parts[t] = basis.reshape(left, p, q, -1)
         parts[t + 1] = np.tensordot(rest, parts[t + 1], 1)
-    return _stored(spec.num_embeddings, parts, cores[0].dtype)
+    return _stored(spec.num_embeddings, parts, arrays[0].dtype)
 
 
-def _ranks_of(ranks: Any, num_cores: int) -> list[int] | None:
+def _ranks_of(ranks: Integers | int | np.integer | None, num_cores: int) -> list[int] | None:
     """One rank per boundary, of one for all or one each."""
     if ranks is None:
         return None
-    return [int(ranks)] * (num_cores - 1) if np.ndim(ranks) == 0 else [int(rank) for rank in ranks]
+    values: list[int] = np.atleast_1d(ranks).tolist()
+    return values * (num_cores - 1) if np.ndim(ranks) == 0 else values
 
 
 def nearest_cores(spec: TTSpec, table: Float[Array | np.ndarray, "vocab dim"], dtype: DTypeLike = jnp.float32) -> Cores:
@@ -275,7 +277,7 @@ def to_tensorly(spec: TTSpec, cores: AnyCores) -> Any:
 
 
 def from_tensorly(
-    tt_matrix: Any, num_embeddings: int | None = None, *, dtype: DTypeLike = jnp.float32
+    tt_matrix: object, num_embeddings: int | None = None, *, dtype: Any = jnp.float32
 ) -> tuple[TTSpec, Cores]:
     """Spec and cores of a `TTMatrix`, or of any sequence of arrays `[R_{t-1}, p_t, q_t, R_t]`.
 
@@ -284,15 +286,14 @@ def from_tensorly(
       num_embeddings: rows of the table when fewer than the row factors make.
       dtype: of the cores.
 
-    Raises: ValueError: the arrays have other axes. TypeError: there are none.
+    Raises: ValueError: the arrays have other axes, or `dtype` is none of cores.
     """
-    if not hasattr(tt_matrix, "__getitem__"):
-        raise TypeError(f"from_tensorly: tt_matrix must be a TTMatrix or a list of arrays, got {describe(tt_matrix)}.")
-    parts = [np.asarray(core) for core in tt_matrix]
+    parts = [np.asarray(core) for core in (tt_matrix if np.iterable(tt_matrix) else [tt_matrix])]
     if not parts or any(part.ndim != 4 for part in parts):
         shapes = [part.shape for part in parts]
         raise ValueError(f"from_tensorly: cores must be arrays [R, p, q, R], got shapes {shapes}.")
-    return _stored(num_embeddings or math.prod(core.shape[1] for core in parts), parts, dtype)
+    num_rows = math.prod(core.shape[1] for core in parts) if num_embeddings is None else num_embeddings
+    return _stored(num_rows, parts, dtype)
 
 
 def _digit_tensor(
@@ -337,6 +338,7 @@ def _unstored(spec: TTSpec, cores: Cores) -> list[np.ndarray]:
 
 
 def _stored(num_embeddings: int, parts: Sequence[np.ndarray], dtype: DTypeLike) -> tuple[TTSpec, Cores]:
+    dtype_among(CORE_DTYPES, dtype, "dtype")
     p, q = (tuple(part.shape[axis] for part in parts) for axis in (1, 2))
     spec = TTSpec(num_embeddings, p, q, tuple(part.shape[3] for part in parts[:-1]))
     arrays = (part.transpose(1, 0, 2, 3).reshape(shape) for part, shape in zip(parts, spec.core_shapes, strict=True))

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,10 +25,6 @@ from rsembed.tt.hot_rows import SPILLED_ROWS_PER_ROW, Directory
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.storage import CachedTrain, TensorTrains, cores_of
 
-TRACED_SIZES_TO_LOG = 8
-"""Different numbers of ids in one kind of module, after which tracing is worth a word."""
-
-_TRACED_SIZES: dict[tuple[str, tuple[TTSpec, ...]], set[int]] = {}
 _LOG = logging.getLogger("rsembed")
 
 
@@ -40,12 +36,12 @@ class How(NamedTuple):
     implementation: str | None
 
 
-def _program(function: Callable[..., Any]) -> Callable[..., Any]:
+def _program(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """A function of two things that are static and of arrays, compiled, and on a mesh with explicit axes on copies."""
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     @functools.wraps(function)
-    def run(first: Any, second: Any, *arrays: Any) -> Any:
+    def run(first: Hashable, second: Hashable, *arrays: PyTree) -> PyTree:
         return on_copies(functools.partial(function, first, second), *arrays)
 
     return run
@@ -59,10 +55,12 @@ def looked_up(storage: TensorTrains, how: How, params: PyTree, batch: Bags) -> F
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def pulled(storage: TensorTrains, how: How, params: PyTree, batch: Bags, d_output: Array) -> tuple[Any, Any, Any]:
+def pulled(
+    storage: TensorTrains, how: How, params: PyTree, batch: Bags, d_output: Array
+) -> tuple[PyTree, PyTree, PyTree]:
     """Gradients of cores, of stored rows and of weights."""
 
-    def output(cores: Cores, rows: Any, weights: Any) -> Array:
+    def output(cores: Cores, rows: PyTree, weights: PyTree) -> Array:
         own = cores if rows is None else params._replace(cores=cores, rows=rows)
         return looked_up(storage, how, own, dataclasses.replace(batch, weights=weights))
 
@@ -76,27 +74,22 @@ def stepped(
     how: How,
     params: PyTree,
     slots: PyTree,
-    then: Any,
+    then: PyTree,
     batch: Bags,
     d_output: Array,
     rate: Array,
     number: Array,
-) -> tuple[Any, Any, Any]:
+) -> tuple[PyTree, PyTree, PyTree]:
     """Parameters and slots after a step with the gradients of a lookup in parameters `then`; gradients of weights."""
     table, rule = storage.tables[0], storage.tables[0].optimizer
     d_cores, _, d_weights = pulled(storage, how, then, batch, d_output)
 
     def own(
         params: PyTree, slots: PyTree, d_cores: Cores, batch: Bags, d_output: Array, rate: Array, number: Array
-    ) -> Any:
+    ) -> PyTree:
         hyper = dataclasses.replace(rule, learning_rate=lambda: rate).get_hyperparameters(number)
-        step = Step(hyper, rule, None, number)
-        cores, core_slots = storage.step_all(cores_of(params), storage.core_slots(slots), d_cores, table, step=step)
-        if not isinstance(params, CachedTrain):
-            return cores, core_slots
-        segments = [segment_of(batch, batch.ids, how.mode)]
-        rows, row_slots = storage.step_stored(params, slots[1], segments, [d_output], step=step)
-        return params._replace(cores=cores, rows=rows), (core_slots, row_slots)
+        given = [segment_of(batch, batch.ids, how.mode)], [d_output], table
+        return storage.step(params, slots, *given, step=Step(hyper, rule, None, number), gradients=d_cores)
 
     return *on_copies(own, params, slots, d_cores, batch, d_output, rate, number), d_weights
 
@@ -120,7 +113,7 @@ def populated(
 
 
 @populated.defjvp
-def _populated_jvp(storage: TensorTrains, how: How, primals: Any, tangents: Any) -> tuple[PyTree, PyTree]:
+def _populated_jvp(storage: TensorTrains, how: How, primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
     return populated(storage, how, *primals), tangents[:2]
 
 
@@ -140,7 +133,7 @@ def with_room_to_spill(storage: TensorTrains, how: How, params: PyTree, slots: P
         )
     # Twice the room, so that shapes change seldom.
     wanted = min(max(num_spilled, 2 * room), storage.num_ids(storage.tables[0]) - capacity)
-    enlarged: tuple[Any, Any] = _enlarged(storage, wanted - room, params, slots)
+    enlarged: tuple[PyTree, PyTree] = _enlarged(storage, wanted - room, params, slots)
     return enlarged
 
 
@@ -202,8 +195,6 @@ def read_bags(
 ) -> Bags:
     """Checked bags, of which bag `b` belongs to table `b // batch`, `batch` being an equal share of them.
 
-    Of what is inside `jit` only the size is known: a step that is traced for one size after the other is logged.
-
     Args:
       specs: the tables, whose bags follow each other.
       indices: flat ids with `offsets`; or, without, a dense array `[tables * batch, ids per bag]` where -1 stands for
@@ -255,14 +246,12 @@ def read_bags(
     if bags.ids.shape[0] == 0:  # of nothing, no program would know on which devices it is
         weights = None if bags.weights is None else np.zeros(0, np.float32)
         return Bags(np.zeros(0, np.int32), np.zeros(bags.num_bags + 1, np.int32), weights)
-    if is_traced(bags):
-        _note_size(bags.ids.shape[0], name, tuple(specs))
-    else:
+    if not is_traced(bags):
         _check_ids(bags, specs, name, ignores)
     return bags
 
 
-def _with_last(offsets: Any, num_ids: int, num_tables: int, last: bool | None) -> Any:
+def _with_last(offsets: PyTree, num_ids: int, num_tables: int, last: bool | None) -> Array | np.ndarray:
     offsets = offsets if isinstance(offsets, jax.Array) else np.asarray(offsets)
     if offsets.ndim != 1 or not jnp.issubdtype(offsets.dtype, jnp.integer):
         raise TypeError(f"offsets must be a flat array of integers, got {offsets.dtype} of shape {offsets.shape}.")
@@ -286,23 +275,8 @@ def _check_ids(bags: Bags, specs: Sequence[TTSpec], name: str, ignores: bool) ->
     for k, spec in enumerate(specs):
         cut = offsets[k * batch : (k + 1) * batch + 1]
         own, table = ids[cut[0] : cut[-1]], name if len(specs) == 1 else f"{name} {k}"
-        size: dict[str, Any] = {"vocabulary_size": spec.num_embeddings, "allow_out_of_range": ignores}
-        check_values(Bags(own, cut - cut[0]), feature="indices", table=table, **size)
+        part, size = Bags(own, cut - cut[0]), spec.num_embeddings
+        check_values(part, feature="indices", table=table, vocabulary_size=size, allow_out_of_range=ignores)
         num_outside += int(((own != PAD_ID) & ((own < 0) | (own >= spec.num_embeddings))).sum())
     if num_outside:
         warnings.warn(f"rsembed.tt: {num_outside} ids outside their table contribute nothing.", stacklevel=6)
-
-
-def _note_size(num_ids: int, name: str, specs: tuple[TTSpec, ...]) -> None:
-    sizes = _TRACED_SIZES.setdefault((name, specs), set())
-    is_new = num_ids not in sizes
-    sizes.add(num_ids)
-    if is_new and len(sizes) == TRACED_SIZES_TO_LOG:
-        _LOG.warning(
-            "a step with a %s was traced for %d different numbers of ids, the last of them %d, and is compiled for "
-            "each; pad the bags outside of it, as in Bags.from_lists(ids).pad_to(%d).",
-            name,
-            len(sizes),
-            num_ids,
-            1 << (max(sizes) - 1).bit_length(),
-        )

@@ -103,7 +103,7 @@ class TTSpec:
         bytes: int | None = None,
         ratio: float | None = None,
         num_cores: int | Literal["auto"] = "auto",
-        dtype: DTypeLike = jnp.float32,
+        dtype: Any = jnp.float32,
     ) -> TTSpec:
         """The greatest equal ranks that fit a budget, with the row factors that cost least.
 
@@ -215,7 +215,7 @@ class TTSpec:
         )
 
 
-def _whole_number(name: str, value: Any) -> int:
+def _whole_number(name: str, value: int | np.integer) -> int:
     check_type(value, int, f"TTSpec: {name}")
     if int(value) < 1:
         raise ValueError(f"{name} must hold integers of at least 1, got {value!r}.")
@@ -246,7 +246,7 @@ def _greatest_rank(rows: int, dim: int, d: int, num_numbers: int) -> TTSpec | No
     return _equal_rank(rows, dim, d, low) if low else None
 
 
-def check_one_of(what: str, **given: Any) -> None:
+def check_one_of(what: str, **given: object) -> None:
     """Raises: ValueError: `what` was not given exactly one of these, or a number that is negative or not finite."""
     names = [f"{name}=" for name in given]
     if sum(value is not None for value in given.values()) != 1:
@@ -350,14 +350,14 @@ def _entropy(factors: tuple[float, ...]) -> float:
 
 
 @validated
-def cheapest_p_shapes(num_embeddings: int, slice_sizes: Sequence[int]) -> list[int]:
+def cheapest_p_shapes(num_embeddings: PositiveInt, slice_sizes: Sequence[PositiveInt]) -> list[int]:
     """Row factors whose cores hold the fewest numbers, `sum(p * slice_size)`, at given slice sizes.
 
     The sum is least when all its terms are equal, `p_t = (num_embeddings * prod(a))^(1/d) / a_t`: the core with the
     largest slices gets the fewest of them. Integers are searched around that point, one core after the other, the
     largest slices first.
 
-    Raises: ValueError: there are no slices.
+    Raises: ValueError: there are no slices, or a number is below one.
 
     Example:
       >>> cheapest_p_shapes(11_000_000, [4 * 32, 32 * 4 * 32, 32 * 4])

@@ -48,7 +48,7 @@ class CachedTrain(NamedTuple):
 
 
 Params = Cores | CachedTrain
-AllSlots = tuple[Any, ...]
+AllSlots = tuple[PyTree, ...]
 """Of each core; of stored rows, a pair of these and of the rows' slots."""
 
 
@@ -183,7 +183,7 @@ class TensorTrain(Storage):
 
     def start(self, keys: PRNGKeyArray, table: TableSpec, weight_dist: str | None = None) -> tuple[Params, AllSlots]:
         """The same, given the key of each table; `weight_dist` is of all, or each table's own."""
-        tables, by_kind = self.tables_of(table), dict[Any, list[int]]()
+        tables, by_kind = self.tables_of(table), dict[tuple[TTSpec, str], list[int]]()
         for number, own in enumerate(tables):
             storage = cast(TensorTrain, own.storage)
             by_kind.setdefault((storage.spec_of(own), weight_dist or storage.weight_dist), []).append(number)
@@ -236,8 +236,7 @@ class TensorTrain(Storage):
         digits, is_row = digits_of(all_specs, rows)
         bags, stored = jnp.where(is_row, bags, NO_ROW), None
         if isinstance(params, CachedTrain):
-            places = self._places(params.directory, bags, rows)
-            stored = _stored_segments(segments, places, gains)
+            places, stored = _stored_segments(params.directory, segments, rows, bags, gains)
             bags = jnp.where(places == NO_ROW, bags, NO_ROW)
         options: dict[str, Any] = {
             "slice_shapes": all_specs[0].slice_shapes,
@@ -250,20 +249,16 @@ class TensorTrain(Storage):
             return outputs
         return [own + more for own, more in zip(outputs, api.lookup(params.rows, stored), strict=True)]
 
-    @staticmethod
-    def _places(directory: Directory, bags: Array, rows: Array) -> Int[Array, " nnz"]:
-        return hot_rows.find(directory, jnp.where(bags == NO_ROW, NO_ROW, rows))
-
     def pooled(
         self,
         params: Params,
         keys: Keys,
         segments: Sequence[Segment],
         table: TableSpec,
-        pool: Callable[[Array, Int[Array, " nnz"]], Any],
+        pool: Callable[[Array, Int[Array, " nnz"]], PyTree],
         *,
         ahead: ReadAhead | None = None,
-    ) -> tuple[Any, Int[Array, ""]]:
+    ) -> tuple[PyTree, Int[Array, ""]]:
         """As every storage; rows are pooled as they are made."""
         if table.quantization_config is not None:
             return super().pooled(params, keys, segments, table, pool, ahead=ahead)
@@ -289,7 +284,7 @@ class TensorTrain(Storage):
         *,
         occurrences: Int[Array, " nnz"],
         step: Step,
-    ) -> tuple[Any, Any, Int[Array, " nnz"]]:
+    ) -> tuple[PyTree, PyTree, Int[Array, " nnz"]]:
         """Every row is there; where some are stored, reads are counted and, now and then, rows chosen."""
         rows = _rows(keys)
         if not self.cache_rows:
@@ -324,32 +319,23 @@ class TensorTrain(Storage):
         table: TableSpec,
         *,
         step: Step,
+        gradients: Cores | None = None,
     ) -> tuple[Params, AllSlots]:
-        """One step of all cores with the gradients of rows, pulled back, and of the stored rows that were read."""
-        gradients = self.gradients(params, segments, d_outputs, table)
+        """One step of all cores with the gradients of rows, pulled back, and of the stored rows that were read.
+
+        The other stored rows and their slots keep their bits; `gradients` are those of the cores where they are known.
+        """
+        gradients = self.gradients(params, segments, d_outputs, table) if gradients is None else gradients
         cores, core_slots = self.step_all(cores_of(params), self.core_slots(slots), gradients, table, step=step)
         if not isinstance(params, CachedTrain):
             return cores, core_slots
-        rows, row_slots = self.step_stored(params, slots[1], segments, d_outputs, step=step)
+        _, stored = _stored_segments(params.directory, segments, *entries_of(segments))
+        rows, row_slots = api.update(params.rows, slots[1], SegmentGradients(stored, d_outputs), step)
         return params._replace(cores=cores, rows=rows), (core_slots, row_slots)
 
     def core_slots(self, slots: AllSlots) -> AllSlots:
         """Those of the cores alone."""
         return cast(AllSlots, slots[0]) if self.cache_rows else slots
-
-    def step_stored(
-        self,
-        params: CachedTrain,
-        slots: Slots,
-        segments: Sequence[Segment],
-        d_outputs: Sequence[Float[Array, "_ dim"]],
-        *,
-        step: Step,
-    ) -> tuple[Float[Array, "places dim"], Slots]:
-        """Stored rows and their slots after a step of those that were read; the others keep their bits."""
-        rows, bags, gains = entries_of(segments)
-        stored = _stored_segments(segments, self._places(params.directory, bags, rows), gains)
-        return api.update(params.rows, slots, SegmentGradients(stored, d_outputs), step)
 
     def gradients(
         self, params: Params, segments: Sequence[Segment], d_outputs: Sequence[Float[Array, "_ dim"]], table: TableSpec
@@ -379,7 +365,7 @@ class TensorTrain(Storage):
         return cores, tuple(kept for _, kept in stepped)
 
     def with_rows(
-        self, params: Params, slots: AllSlots, rows: Any, table: TableSpec, num_shards: int
+        self, params: Params, slots: AllSlots, rows: PyTree, table: TableSpec, num_shards: int
     ) -> tuple[Params, AllSlots]:
         """Cores in a tuple, or in a dictionary as files have them, or those closest to a whole table; slots stay.
 
@@ -450,7 +436,7 @@ class TensorTrains(TensorTrain):
         return joined([cores for cores, _ in parts]), joined([slots for _, slots in parts])
 
 
-def joined(parts: Sequence[tuple[Any, ...]]) -> Any:
+def joined(parts: Sequence[tuple[PyTree, ...]]) -> PyTree:
     """What belongs to each core of several tables, one behind the other."""
     return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
@@ -462,7 +448,7 @@ def _train_of(storage: TensorTrain, rows: int, dim: int, dtype: str) -> TTSpec:
     return TTSpec.suggest(rows, dim, storage.tt_ranks, storage.tt_p_shapes, storage.tt_q_shapes)
 
 
-def init_core_slots(rule: OptimizerSpec, cores: Sequence[Any]) -> tuple[Slots, ...]:
+def init_core_slots(rule: OptimizerSpec, cores: Sequence[PyTree]) -> tuple[Slots, ...]:
     """Optimizer state beside each core."""
     return tuple(rule.init_slots(core.astype(jnp.float32)) for core in cores)
 
@@ -472,11 +458,14 @@ def cores_of(params: Params) -> Cores:
     return params.cores if isinstance(params, CachedTrain) else params
 
 
-def _stored_segments(segments: Sequence[Segment], places: Array, gains: Array) -> list[Segment]:
-    """The segments, reading stored rows with the gains that entries have among all."""
+def _stored_segments(
+    directory: Directory, segments: Sequence[Segment], rows: Array, bags: Array, gains: Array
+) -> tuple[Int[Array, " nnz"], list[Segment]]:
+    """Places of entries, see `entries_of`, and the segments that read them with the gains that they have among all."""
+    places = hot_rows.find(directory, jnp.where(bags == NO_ROW, NO_ROW, rows))
     ends = np.cumsum([segment.rows.shape[0] for segment in segments])[:-1].tolist()
     pairs = zip(segments, jnp.split(places, ends), jnp.split(gains, ends), strict=True)
-    return [
+    return places, [
         dataclasses.replace(segment, rows=own, weights=gain, combiner="none" if segment.offsets is None else "sum")
         for segment, own, gain in pairs
     ]

@@ -106,7 +106,7 @@ class TTTables(nnx.Module):
             raise ValueError(f"padding_idx={padding_idx} is no row of every table; it must be an id that all have.")
         for name, number in (("learning_rate", learning_rate), ("eps", eps)):
             check_within("[0, inf)", number, name)
-        by_shape: dict[Any, list[int]] = {}
+        by_shape: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
         for k, spec in enumerate(specs):
             by_shape.setdefault(spec.slice_shapes, []).append(k)
         groups = split_by_memory(by_shape.values(), dict(enumerate(num_rows)), MAX_ROWS)
@@ -143,14 +143,14 @@ class TTTables(nnx.Module):
             tables.append(TableSpec(name=f"{k}", **size, optimizer=self.rule, dtype=self.dtype.name, storage=train))
         return train.sharing(tables)
 
-    def _draw(self, weight_dist: str, rngs: nnx.Rngs | None) -> list[tuple[Any, Any]]:
+    def _draw(self, weight_dist: str, rngs: nnx.Rngs | None) -> list[tuple[PyTree, PyTree]]:
         """Initial parameters and slots of every group."""
         key, num_tables = (rngs or nnx.Rngs(0)).params(), len(self.specs)
         keys = jax.random.split(key, num_tables) if num_tables > 1 else key[None]
         groups = zip(self.storages, self.groups, strict=True)
         return [storage.start(keys[np.asarray(own)], storage.tables[0], weight_dist) for storage, own in groups]
 
-    def _core_slots(self, storage: TensorTrains, slots: PyTree) -> Any:
+    def _core_slots(self, storage: TensorTrains, slots: PyTree) -> PyTree:
         """Those of cores; an optimizer outside has its own."""
         return storage.core_slots(slots) if self.sparse else ((),) * len(self.specs[0].tt_p_shapes)
 
@@ -178,7 +178,7 @@ class TTTables(nnx.Module):
             self.caches[g].state.set_value(slots[1])
             self.caches[g].directory.set_value(params.directory)
 
-    def _check_whole(self, values: Any) -> None:
+    def _check_whole(self, values: PyTree) -> None:
         """Raises: RuntimeError: a step took arrays of the module over."""
         way_out = (
             "where an error or Ctrl-C broke that step off, load_state_dict of the latest checkpoint; where a copy that "
@@ -257,17 +257,17 @@ class TTTables(nnx.Module):
         return _of_all([spec.embedding_dim for spec in self.specs])
 
     @property
-    def tt_p_shapes(self) -> list[Any]:
+    def tt_p_shapes(self) -> list[int] | list[list[int]]:
         """Row factors."""
         return _of_all([list(spec.tt_p_shapes) for spec in self.specs])
 
     @property
-    def tt_q_shapes(self) -> list[Any]:
+    def tt_q_shapes(self) -> list[int] | list[list[int]]:
         """Column factors."""
         return _of_all([list(spec.tt_q_shapes) for spec in self.specs])
 
     @property
-    def tt_ranks(self) -> list[Any]:
+    def tt_ranks(self) -> list[int] | list[list[int]]:
         """All ranks, from 1 to 1."""
         return _of_all([list(spec.ranks) for spec in self.specs])
 
@@ -310,7 +310,7 @@ class TTTables(nnx.Module):
         ids, rows = ids[is_ours], rows[is_ours]
         return weight.at[ids].set(jnp.where(True, rows, weight[ids]))  # `where` brings rows to the mesh of the weight
 
-    def update_cache(self, indices: Any, offsets: Any = None) -> None:
+    def update_cache(self, indices: PyTree, offsets: object = None) -> None:
         """Counts reads without a lookup. A lookup counts as well, except after `eval()`.
 
         Args:
@@ -381,7 +381,7 @@ class TTTables(nnx.Module):
         arrays = {name: np.asarray(leaf) for name, leaf in self._leaves().items()}
         return arrays | {FINGERPRINT: np.frombuffer(self._fingerprint().text.encode(), np.uint8)}
 
-    def _leaves(self) -> dict[str, Any]:
+    def _leaves(self) -> dict[str, Array]:
         """The arrays of all variables, by path and number of leaf."""
         return {
             f"{'/'.join(map(str, path))}/{k}": x
@@ -396,7 +396,7 @@ class TTTables(nnx.Module):
         rule = identity(self.rule) if self.sparse else "outside"
         return Fingerprint.of({"tables": tables, "dtype": str(self.dtype), "optimizer": rule, "caches": caches})
 
-    def load_state_dict(self, state: Mapping[str, PyTree]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Goes on, bit by bit, where the module of a `state_dict` stood; both were made with the same arguments.
 
         Raises: TypeError: it is no mapping. ValueError: the names, the shape or dtype of an array, the tables, the
@@ -424,15 +424,15 @@ class TTTables(nnx.Module):
         leaves = [jnp.asarray(saved[name].view(ours.dtype)) for name, ours in own.items()]
         nnx.update(self, jax.tree.unflatten(jax.tree.structure(nnx.state(self)), leaves))
 
-    def lookup(self, indices: Any, offsets: Any, per_sample_weights: Any) -> list[Float[Array, "batch dim"]]:
+    def lookup(self, indices: object, offsets: object, per_sample_weights: object) -> list[Float[Array, "batch dim"]]:
         """Pooled rows of every table."""
         batch = self._by_group(self._read(indices, offsets, per_sample_weights))
         self._note(batch)
         return self._outputs(self._how(indices), batch, [self._state(g)[0] for g in range(len(self.groups))])
 
     def lookup_vjp(
-        self, indices: Any, offsets: Any, per_sample_weights: Any
-    ) -> tuple[list[Float[Array, "batch dim"]], Callable[[Sequence[Any]], TTGradients | None]]:
+        self, indices: object, offsets: object, per_sample_weights: object
+    ) -> tuple[list[Float[Array, "batch dim"]], Callable[[Sequence[PyTree]], TTGradients | None]]:
         """Pooled rows of every table, and the function that takes their gradients."""
         bags = self._read(indices, offsets, per_sample_weights)
         batch, how = self._by_group(bags), self._how(indices)
@@ -441,7 +441,7 @@ class TTTables(nnx.Module):
         outputs, permit = self._outputs(how, batch, params), SingleUse(STEPPED)
         shapes = [output.shape for output in outputs]
 
-        def backward(d_outputs: Sequence[Any]) -> TTGradients | None:
+        def backward(d_outputs: Sequence[PyTree]) -> TTGradients | None:
             for table, (d_output, shape) in enumerate(zip(d_outputs, shapes, strict=True)):
                 check_gradient(d_output, f"d_output of table {table}")
                 if np.shape(d_output) != shape:
@@ -463,17 +463,17 @@ class TTTables(nnx.Module):
 
         return outputs, backward
 
-    def _step(self, g: int, how: programs.How, storage: TensorTrains, *given: Any) -> tuple[Any, ...]:
+    def _step(self, g: int, how: programs.How, storage: TensorTrains, *given: PyTree) -> tuple[PyTree, ...]:
         """One optimizer step of a group; returns gradients of weights."""
         rate, number = self.learning_rate.get_value(), self.step.get_value()
         params, slots, d_weights = programs.stepped(storage, how, *self._state(g), *given, rate, number)
         self._put(g, params, slots)
         return (), (), d_weights
 
-    def _how(self, indices: Any) -> programs.How:
+    def _how(self, indices: object) -> programs.How:
         return programs.How(cast(Mode, self.mode), split_axes(indices), self.implementation)
 
-    def _outputs(self, how: programs.How, batch: Sequence[Bags], params: Sequence[Any]) -> list[Array]:
+    def _outputs(self, how: programs.How, batch: Sequence[Bags], params: Sequence[PyTree]) -> list[Array]:
         """Of every table: cached rows where there are such, chains of products for the others."""
         by_table: dict[int, Array] = {}
         for group, *given in zip(self.groups, self.storages, params, batch, strict=True):
@@ -487,7 +487,7 @@ class TTTables(nnx.Module):
         bags = with_room(dataclasses.replace(bags, ids=narrow_ids(bags.ids)))
         return programs.rows_by_group(self.groups, (sizes, self.padding_idx), bags)
 
-    def _read(self, *given: Any) -> Bags:
+    def _read(self, *given: PyTree) -> Bags:
         """Checked bags, those of table 0 first."""
         name, ignores = type(self).__name__, self.bounds_check == "ignore"
         return programs.read_bags(self.specs, *given, name=name, last=self.include_last_offset, ignores=ignores)

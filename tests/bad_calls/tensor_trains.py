@@ -43,8 +43,8 @@ IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2])
 BAD = {
     # Functions of cores
     "a block of no spec": (lambda: tt.weight_block(None, cores(), 0), TypeError, "TTSpec", "None"),
-    "a table of a dict": (lambda: tt.full_weight({}, cores()), TypeError, "full_weight: spec", "TTSpec", "{} (dict)"),
-    "a matrix that is none": (lambda: tt.from_tensorly(3), TypeError, "from_tensorly: tt_matrix", "3 (int)"),
+    "a table of a dict": (lambda: tt.full_weight({}, cores()), TypeError, "spec", "TTSpec", "{} (dict)"),
+    "a matrix that is none": (lambda: tt.from_tensorly(3), ValueError, "from_tensorly", "cores must be arrays"),
     "no slices": (lambda: tt.cheapest_p_shapes(9, None), TypeError, "cheapest_p_shapes: slice_sizes", "None"),
     # TTSpec
     "one core": (lambda: tt.TTSpec(9, (9,), (4,), ()), ValueError, "d >= 2", "tt_p_shapes=[9]"),

@@ -10,7 +10,7 @@ from flax import nnx
 
 from rsembed import Bags
 from rsembed.tt import TableBatchedTTEmbeddingBag, TTEmbeddingBag
-from tests.tt.tt_oracles import CASES, dense_table
+from tests.tt.tt_oracles import CASES, core_gradients, dense_table
 
 ALL = np.arange(200)[:, None]
 SIZES = [50, 60, 40]
@@ -158,17 +158,6 @@ def test_duplicates_are_one_step_and_only_rows_that_were_read_move():
     np.testing.assert_array_equal(all_rows(emb)[[9, 30]], after[[9, 30]])
 
 
-def test_nnx_grad_reaches_cores_and_cached_rows_of_sparse_false():
-    emb = make(sparse=False)
-    emb.update_cache(six_bags([[4, 4]]))
-    emb.cache_populate()
-    gradients = nnx.jit(nnx.grad(lambda m, ids: jnp.sum(m(ids))))(emb, jnp.asarray([[4, 9]]))
-    leaves = {tuple(path): np.asarray(leaf.get_value()) for path, leaf in nnx.to_flat_state(gradients)}
-    rows = next(leaf for path, leaf in leaves.items() if "rows" in path)
-    assert rows.sum() == 4
-    assert sum(np.abs(leaf).sum() for leaf in leaves.values()) > 4
-
-
 def test_reset_returns_what_was_learned():
     emb = make()
     emb.update_cache(six_bags([[4, 9]]))
@@ -295,23 +284,6 @@ def test_ragged_bags_of_groups_between_each_other_step_the_cached_rows_of_their_
         np.testing.assert_allclose(emb.full_weight(k), stepped[k], rtol=1e-5, atol=1e-6)
 
 
-def test_the_cache_holds_the_most_read_ids_of_equals_the_lower():
-    emb = make(cache_size=50, hashtbl_size=512)
-    generator = np.random.default_rng(0)
-    ids = generator.permutation(np.repeat(np.arange(200), generator.integers(1, 9, 200)))
-    emb.update_cache(ids[:, None])
-    emb.cache_populate()
-    reads = np.bincount(ids).tolist()
-    most_read = sorted(range(200), key=lambda i: (-reads[i], i))[:50]
-    assert emb.caches[0].learned()[0].tolist() == sorted(most_read)
-
-
-def test_a_count_table_that_is_small_is_told():
-    with pytest.warns(UserWarning, match="below six times"):
-        make(hashtbl_size=8)
-    make(hashtbl_size=0, cache_size=0)
-
-
 def test_flat_ids_are_counted_without_offsets_as_published():
     emb = TTEmbeddingBag(60, 4, [2], cache_size=2, hashtbl_size=32)
     for ids in (np.array([7, 7, 9]), jnp.array([9, 7]), [9, 3, 9]):
@@ -434,12 +406,34 @@ def test_the_residuals_bound_what_writing_back_changes_and_it_is_better_than_for
     assert now.written_back > 8 and now.spilled_ids == options["max_spilled_rows"] and learned > 0
 
 
-def test_gradients_go_to_the_rows_that_a_lookup_populates():
-    emb = make(sparse=False, populate_every=1)
-    gradients = nnx.jit(nnx.grad(lambda m, ids: jnp.sum(m(ids))))(emb, jnp.asarray([[4], [9], [4]]))
-    places = directory_of(emb)[1]
-    rows = gradients.caches[0].rows.get_value()
-    np.testing.assert_array_equal(rows[np.asarray([places[4], places[9]])], [[2.0] * 4, [1.0] * 4])
+def test_when_the_room_is_used_up_the_least_read_leave_and_unread_rows_do_not_return():
+    emb, reads, cached, stored = make(cache_size=2, max_spilled_rows=2), np.zeros(200, int), [], set()
+
+    def by_worth(ids):
+        """The most read first, of equals what is cached, then the lower id."""
+        return sorted(ids, key=lambda id: (-reads[id], id not in cached, id))
+
+    for batch in ([1, 1, 1, 2, 2], [3, 4, 3, 4, 2], [5, 6, 5, 6, 2, 2], [7, 7, 7, 8, 8, 8], [9, 9, 9, 9, 5, 5]):
+        for ids in (batch, cached):  # what is cached is trained
+            train(emb, [ids])
+            np.add.at(reads, ids, 1)
+        emb.cache_populate()
+        now = by_worth(np.flatnonzero(reads))[:2]
+        spilled, cached, reads = by_worth(stored - {*now})[:2], now, reads // 2
+        stored = {*cached, *spilled}
+        assert emb.caches[0].learned()[0].tolist() == sorted(stored)
+        assert emb.cache_reports()[0].spilled_ids == len(spilled)
+
+
+def test_nnx_grad_reaches_the_rows_that_a_lookup_populates_and_the_cores_of_others():
+    emb = make(sparse=False, populate_every=1, cache_size=2)
+    ids = jnp.asarray([[4], [9], [4], [9], [4], [30]])
+    gradients = nnx.jit(nnx.grad(lambda m, ids: jnp.sum(m(ids))))(emb, ids)
+    places, rows = directory_of(emb)[1], gradients.caches[0].rows.get_value()
+    np.testing.assert_array_equal(rows[np.asarray([places[4], places[9]])], [[3.0] * 4, [2.0] * 4])
+    wanted = core_gradients(emb.spec, emb.cores_of(), [30], [0], [1.0], np.ones((1, 4)))
+    for core, gradient in zip(jax.tree.leaves(gradients.core_groups[0]), wanted, strict=True):
+        np.testing.assert_allclose(core, gradient, rtol=1e-5, atol=1e-7)
 
 
 def test_lookups_count_and_populate_also_inside_jit_but_not_after_eval():

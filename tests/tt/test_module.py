@@ -62,8 +62,6 @@ def test_shapes_by_position():
     one = TTEmbeddingBag(10, 3, [2, 4], [2, 5, 1], [1, 3, 1])
     assert (one.spec.tt_ranks, one.spec.tt_p_shapes, one.spec.tt_q_shapes) == ((2, 4), (2, 5, 1), (1, 3, 1))
     assert TTEmbeddingBag(10, 3, [2, 5, 1], [1, 3, 1], tt_ranks=[2, 4]).spec == one.spec
-    with pytest.raises(TypeError, match="tt_ranks is missing"):
-        TTEmbeddingBag(10, 3)
     with pytest.raises(TypeError, match="tt_p_shapes is given by position and by keyword"):
         TTEmbeddingBag(10, 3, [2], [5, 2], tt_p_shapes=[5, 2])
     with pytest.raises(TypeError, match="optimizer is given by position and by keyword"):

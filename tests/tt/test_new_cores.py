@@ -1,4 +1,5 @@
 import math
+import re
 import sys
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 
 from rsembed.tt import (
     TTSpec,
+    cheapest_p_shapes,
     from_dense,
     from_tensorly,
     full_weight,
@@ -15,9 +17,11 @@ from rsembed.tt import (
     new_cores,
     round_cores,
     to_tensorly,
+    weight_block,
 )
 from tests.tt.tt_oracles import expanded
 
+SPEC = TTSpec(9, (3, 3), (2, 2), (2,))
 SHAPES = {2: ((12, 9), (4, 3)), 3: ((6, 5, 4), (2, 3, 2)), 4: ((4, 3, 3, 3), (2, 1, 3, 2))}
 
 
@@ -154,6 +158,26 @@ def test_an_error_target_that_needs_more_numbers_than_the_table_is_refused_unles
     spec, _ = from_dense(noise, max_relative_error=1e-4, num_cores=3, allow_larger=True)
     assert spec.num_params > 480
     assert from_dense(noise, ranks=np.int64(2))[0].tt_ranks == (2,)
+
+
+WRONG = {
+    "cores": lambda wrong: full_weight(SPEC, wrong),
+    "cores of a block": lambda wrong: weight_block(SPEC, wrong, 0),
+    "first_digit": lambda wrong: weight_block(SPEC, init_cores(jax.random.key(0), SPEC), wrong),
+    "from_tensorly: cores": from_tensorly,
+    "num_embeddings": lambda wrong: from_tensorly([np.ones((1, 2, 2, 1))], wrong),
+    "dtype": lambda wrong: from_tensorly([np.ones((1, 2, 2, 1))] * 2, dtype=wrong),
+    "cheapest_p_shapes: num_embeddings": lambda wrong: cheapest_p_shapes(wrong, [3, 4]),
+    "cheapest_p_shapes: slice_sizes": lambda wrong: cheapest_p_shapes(9, wrong),
+    "slice_sizes[1]": lambda wrong: cheapest_p_shapes(9, [3, wrong]),
+}
+
+
+@pytest.mark.parametrize(("name", "call"), WRONG.items(), ids=WRONG)
+def test_functions_of_cores_name_the_argument_that_is_wrong(name, call):
+    for wrong in ("text", -1, math.nan, {}):
+        with pytest.raises((TypeError, ValueError), match=re.escape(name.removesuffix(" of a block"))):
+            call(wrong)
 
 
 def test_ranks_and_factors_may_be_numbers_and_arrays_of_numpy():

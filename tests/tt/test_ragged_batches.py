@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from rsembed import Bags
 from rsembed.kernels import native
@@ -107,17 +106,3 @@ def test_an_empty_batch_is_a_batch():
     emb = make(include_last_offset=False)
     np.testing.assert_array_equal(emb([[], []]), np.zeros((2, 4)))
     np.testing.assert_array_equal(emb(np.zeros(0, np.int32), np.zeros(3, np.int32)), np.zeros((3, 4)))
-
-
-def test_a_step_that_is_traced_again_and_again_is_named_once(caplog):
-    emb = TTEmbeddingBag(201, 4, [3], [14, 15], [2, 2], use_cache=False)
-
-    @nnx.jit
-    def look_up(emb, bags):
-        return emb(bags)
-
-    for num_ids in range(41, 51):
-        look_up(emb, Bags.from_lists(ragged(num_ids)))
-        said = caplog.text.count("was traced for 8 different numbers of ids")
-        assert said == (num_ids >= 48), num_ids
-    assert "pad_to(64)" in caplog.text

@@ -129,12 +129,6 @@ def test_suggested_factors_are_the_most_even_groups_of_primes(primes, d):
     assert tuple(sorted(found)) == max(groups, key=lambda factors: (evenness(factors), factors))
 
 
-def test_the_published_factors_have_no_one_that_is_not_needed():
-    assert suggested_tt_shapes(44, 3, False) == [2, 2, 11]
-    assert suggested_tt_shapes(136, 3, False) == [2, 4, 17]
-    assert suggested_tt_shapes(44, 4, False) == [1, 2, 2, 11]
-
-
 def test_numbers_of_many_divisors_are_factored_without_going_through_all_products():
     assert suggested_tt_shapes(735_134_400, 5) == [51, 63, 55, 64, 65]  # of some ten million products
 
