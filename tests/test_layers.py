@@ -36,7 +36,7 @@ BUDGETS = {
     "fdo": 700,
     "sparsecore": 4455,
     "tbe": 3243,
-    "tt": 3194,
+    "tt": 3191,
     "sok": 1760,
     "plot": 1160,
     "datasets": 1110,

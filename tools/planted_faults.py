@@ -130,6 +130,7 @@ tt/chain.py  tt/test_cores.py
 tt/hot_rows.py  tt/test_hot_rows.py
     is_cached, ~is_cached & is_trained => is_cached, is_cached & is_trained
     lambda _: ~worth, is_spilled, room) => lambda _: worth, is_spilled, room)
+    ~worth, worth > 0, => ~worth, worth >= 0,
 tt/spec.py  tt/test_spec.py
     -(-n // power) * power => n // power * power
 sok/lookups.py  sok/test_layers.py

@@ -254,15 +254,12 @@ def with_room(bags: Bags) -> Bags:
     What the room holds is in no bag. Left as they are: dense arrays, bags that somebody padded, what is inside `jit`,
     and what lies on several devices.
     """
-    arrays = jax.tree.leaves(bags)
-    if bags.dense_shape is not None or is_traced(bags) or any(_is_spread(array) for array in arrays):
+    if bags.dense_shape is not None or is_traced(bags):
+        return bags
+    if any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in jax.tree.leaves(bags)):
         return bags
     ids, offsets = np.asarray(bags.ids), np.asarray(bags.offsets)
     if offsets[-1] != ids.size:
         return bags
     weights = None if bags.weights is None else np.asarray(bags.weights)
     return Bags(ids, offsets, weights).pad_to(1 << max(SMALLEST_ROOM_BITS, (ids.size - 1).bit_length()))
-
-
-def _is_spread(array: Any) -> bool:
-    return isinstance(array, jax.Array) and len(array.sharding.device_set) > 1
