@@ -93,10 +93,11 @@ clean:
 # Python files are used from the checkout; only these make an installation out of date. The last are packages: an
 # installation remembers which names are packages and which are files. Bytecode is made when a module is first imported:
 # for all files of all packages it takes a fifth of the wait for the first picture. uv takes seconds where pip takes half
-# a minute; it knows nothing of pip's settings, so pip serves where these name an index, and where uv fails.
+# a minute; it takes the system's certificates, as a company's proxy may ask for, but knows nothing of pip's settings, so pip
+# serves where these name an index, and where uv fails.
 PIP = PIP_COMPILE=0 $(BIN)/python -m pip install --quiet
 UV = ! $(BIN)/python -m pip config list | grep -q '[.]index-url=' && $(PIP) uv && \
-  $(BIN)/uv pip install --quiet --python $(BIN)/python --reinstall-package rsembed
+  UV_SYSTEM_CERTS=true $(BIN)/uv pip install --quiet --python $(BIN)/python --reinstall-package rsembed
 
 $(VENV)/.installed-%: pyproject.toml CMakeLists.txt $(wildcard rsembed/kernels/csrc/* rsembed/*/__init__.py) | $(BIN)/python
 	@echo "Installing rsembed[$*] into $(VENV); the first time takes about a minute."
