@@ -125,7 +125,7 @@ def core_contestant(sizes: list[int], batches: list[Batch], pairs: Callable = rs
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, ids, dense, labels):
-        value_and_grad = rs.value_and_grad(loss_fn, collection, has_aux=False)
+        value_and_grad = rs.value_and_grad(loss_fn, collection)
         loss, (gradients, row_gradients) = value_and_grad(params, state, ids, dense, labels)
         params = jax.tree.map(lambda p, g: p - DENSE_RATE * g, params, gradients)
         return params, collection.apply(state, row_gradients), loss

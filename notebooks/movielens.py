@@ -226,7 +226,7 @@ def placed(collection: rs.EmbeddingCollection, arrays: Any) -> Any:
 def train_step(
     settings: Settings, collection: rs.EmbeddingCollection, model: Model, batch: Any, items: Any, log_frequency: Any
 ) -> tuple[Model, jax.Array]:
-    value_and_grad = rs.value_and_grad(loss_fn, collection, has_aux=False)
+    value_and_grad = rs.value_and_grad(loss_fn, collection)
     loss, (d_towers, row_gradients) = value_and_grad(model.towers, model.state, batch, items, log_frequency)
     updates, adam = tower_rule(settings).update(d_towers, model.adam)
     state = collection.apply(model.state, rs.clip_by_global_norm(row_gradients, settings.max_norm))

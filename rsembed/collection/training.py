@@ -15,12 +15,12 @@ from rsembed.collection.state import Batch, EmbeddingState
 
 @validated
 def value_and_grad(
-    loss_fn: Callable[..., Any], collection: EmbeddingCollection, *, has_aux: bool = True
+    loss_fn: Callable[..., Any], collection: EmbeddingCollection, *, has_aux: bool = False
 ) -> Callable[..., Any]:
     """Value and gradients of a loss, with sparse gradients for the tables.
 
     Args:
-      loss_fn: `loss_fn(params, activations, *args)` returns `(loss, aux)`, or only the loss with `has_aux=False`.
+      loss_fn: `loss_fn(params, activations, *args)` returns the loss, or `(loss, aux)` with `has_aux=True`.
       collection: looks up `activations`.
       has_aux: as in `jax.value_and_grad`.
 
@@ -35,7 +35,7 @@ def value_and_grad(
       >>> state = collection.init(jax.random.key(0))
       >>> def loss_fn(params, activations):
       ...     return jnp.sum(params * activations["f"])
-      >>> step = value_and_grad(loss_fn, collection, has_aux=False)
+      >>> step = value_and_grad(loss_fn, collection)
       >>> loss, (dense_grads, row_gradients) = step(jnp.ones(()), state, {"f": [[4], [7]]})
       >>> state = collection.apply(state, row_gradients)
     """
@@ -60,7 +60,7 @@ def value_and_grad(
 def check_loss(result: Any, *, has_aux: bool) -> Any:
     """The result of a loss function. Raises: TypeError: it is no number, or with `has_aux` no pair."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError("value_and_grad: loss_fn must return (loss, aux); or pass has_aux=False.")
+        raise TypeError("value_and_grad: with has_aux=True, loss_fn must return (loss, aux).")
     loss = result[0] if has_aux else result
     if isinstance(loss, tuple) and not has_aux:
         raise TypeError("value_and_grad: loss_fn returns a tuple; for (loss, aux), pass has_aux=True.")

@@ -55,7 +55,7 @@ def grad(loss, *extra, c=None, **o):
 
 
 def loss(params, activations):
-    return jnp.sum(params * activations["title"]), None
+    return jnp.sum(params * activations["title"])
 
 
 BAD = {
@@ -121,7 +121,7 @@ BAD = {
         TypeError, "value_and_grad: params must hold floats, got an array of",
     ),
     "a key among the parameters": (
-        lambda: rs.value_and_grad(lambda p, a: (a["title"].sum(), None), collection())({"k": KEY(0)}, state(), batch()),
+        lambda: rs.value_and_grad(lambda p, a: a["title"].sum(), collection())({"k": KEY(0)}, state(), batch()),
         TypeError, "value_and_grad: params['k'] must hold floats, got an array",
     ),
 }  # fmt: skip

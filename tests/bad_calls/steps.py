@@ -171,12 +171,12 @@ BAD = {
     "collection and loss the wrong way round": (
         lambda: rs.value_and_grad(collection(), loss_of), TypeError, "loss_fn", "function", "EmbeddingCollection",
     ),
-    "a loss without its aux": (lambda: grad(loss_of), TypeError, "loss_fn", "(loss, aux)", "has_aux=False"),
+    "a loss without its aux": (lambda: grad(loss_of, has_aux=True), TypeError, "loss_fn", "(loss, aux)"),
     "a loss of vectors": (
-        lambda: grad(lambda params, activations: activations["title"], has_aux=False), TypeError, "scalar", "(2, 4)",
+        lambda: grad(lambda params, activations: activations["title"]), TypeError, "scalar", "(2, 4)",
     ),
     "a loss of integers": (
-        lambda: grad(lambda params, activations: jnp.sum(activations["title"]).astype(int), has_aux=False), TypeError,
+        lambda: grad(lambda params, activations: jnp.sum(activations["title"]).astype(int)), TypeError,
         "float", "int32",
     ),
     # Layers of the package

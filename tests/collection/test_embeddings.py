@@ -131,7 +131,9 @@ def test_value_and_grad_returns_loss_aux_dense_and_row_gradients():
 
     batch = collection.prepare({"f_t": ROWS})
     params, labels = np.ones(DIM, np.float32), np.arange(4, dtype=np.float32)
-    (loss, aux), (dense, row_gradients) = jax.jit(rs.value_and_grad(loss_fn, collection))(params, state, batch, labels)
+    (loss, aux), (dense, row_gradients) = jax.jit(rs.value_and_grad(loss_fn, collection, has_aux=True))(
+        params, state, batch, labels
+    )
     gains = gain_matrix(ROWS, None, "sum")
     table = np.asarray(collection.tables(state)["t"])
     errors = gains @ table @ np.ones(DIM) - np.arange(4.0)

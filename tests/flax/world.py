@@ -68,7 +68,7 @@ def core_run(*storages, max_norm=None):
 
     @jax.jit
     def step(head, opt_state, state, batch):
-        value_and_grad = rs.value_and_grad(loss_fn, own, has_aux=False)
+        value_and_grad = rs.value_and_grad(loss_fn, own)
         loss, (d_head, rows) = value_and_grad(head, state, batch)
         if max_norm is not None:
             rows = rs.clip_by_global_norm(rows, max_norm)

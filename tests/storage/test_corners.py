@@ -136,7 +136,7 @@ def test_a_scan_of_value_and_grad_with_a_donated_state_trains_keys():
     state = collection.init(jax.random.key(0))
     batches = [collection.prepare({"f": np.array(keys)}) for keys in ([[ONE, OTHER]], [[THIRD, ONE]], [[ONE, ONE]])]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
-    value_and_grad = rs.value_and_grad(lambda weight, found: jnp.sum(found["f"] @ weight), collection, has_aux=False)
+    value_and_grad = rs.value_and_grad(lambda weight, found: jnp.sum(found["f"] @ weight), collection)
 
     def step(state, batch):
         loss, (d_weight, row_gradients) = value_and_grad(jnp.full(DIM, 2.0), state, batch)
