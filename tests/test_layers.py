@@ -33,7 +33,7 @@ BUDGETS = {
     "nnx": 210,
     "linen": 190,
     "checkpoint": 1685,
-    "fdo": 700,
+    "fdo": 685,
     "sparsecore": 4370,
     "tbe": 3450,
     "tt": 3209,
