@@ -34,7 +34,7 @@ BUDGETS = {
     "linen": 190,
     "checkpoint": 1685,
     "fdo": 685,
-    "sparsecore": 4370,
+    "sparsecore": 4359,
     "tbe": 3450,
     "tt": 3209,
     "sok": 1760,

@@ -310,7 +310,7 @@ BAD = {
     ),
     "a seed for Rngs": (lambda: layer(rngs=0), TypeError, "rngs", "nnx.Rngs(0)", "int"),
     "no Rngs": (lambda: layer(rngs=None), ValueError, "needs rngs", "nnx.Rngs(0)"),
-    "an unknown axis": (lambda: layer(sharding_axis="y"), ValueError, "'y'", "not in the mesh"),
+    "an unknown axis": (lambda: layer(sharding_axis="y"), ValueError, "'y'", "axes of the mesh"),
     "two axes of no mesh": (lambda: layer(sharding_axis=("x", "y"), mesh=None), ValueError, "('x', 'y') needs a mesh"),
     # Lookup and update
     "no stack of this name": (lambda: look_up(tables={}), ValueError, "no stack 'word'", "feature_specs"),
@@ -479,7 +479,7 @@ BAD = {
         "[1, inf)",
     ),
     "a hot shard above all": (lambda: guess(hot_shard_fraction=2.0), ValueError, "hot_shard_fraction", "[0, 1]", "2.0"),
-    "a linen layer of another axis": (lambda: linen_layer(sharding_axis="y"), ValueError, "'y'", "not in the mesh"),
+    "a linen layer of another axis": (lambda: linen_layer(sharding_axis="y"), ValueError, "'y'", "axes of the mesh"),
     "a linen layer of an unknown strategy": (
         lambda: linen_layer(table_sharding_strategy="DIV"), ValueError, "sharding strategy 'DIV'",
     ),

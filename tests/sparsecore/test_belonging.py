@@ -184,7 +184,7 @@ def in_another_order():
 
 OTHER_LAYOUTS = {
     "rotation": lambda: placed(1, 4, ("f", "t", 8), ("g", "u", 16), rotation=1),
-    "first_row_in_shard": in_another_order,
+    "row_offset_in_shard": in_another_order,
     "samples": lambda: placed(1, 4, ("f", "t", 16), ("g", "u", 8), rotation=0),
 }
 

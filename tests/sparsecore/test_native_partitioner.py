@@ -75,8 +75,7 @@ def make_specs(devices, cores, tables, features, *, limits=(256, 256), suggested
 def partition(module, specs, batch, weights, devices, cores, local_devices, drops):
     """Buffers and statistics, or the message of the error."""
     layouts = stack_layouts(specs, num_devices=devices, num_cores=cores)
-    counts = {"local_device_count": local_devices, "global_device_count": devices}
-    by_name = {feature.spec.name: feature for feature in read_features(specs, batch, weights, **counts)}
+    by_name = {feature.spec.name: feature for feature in read_features(specs, batch, weights, local_devices, devices)}
     readers = {name: [by_name[feature.name] for feature in layout.features] for name, layout in layouts.items()}
     statistics = SparseDenseMatmulInputStats()
     try:
