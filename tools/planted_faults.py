@@ -99,6 +99,7 @@ nnx.py  flax/test_nnx.py -k several
     self.taps.get_value(), self.calls.get_value() => self.taps.get_value(), ()
 fdo/limits.py  fdo/test_limits.py
     max(value, current) if self.monotone => min(value, current) if self.monotone
+    else -(-buffer // num_cores) => else buffer
 fdo/statistics.py  fdo/test_clients.py
     np.maximum(merged[key], highest) => highest
 sparsecore/partitioner.py  sparsecore/test_native_partitioner.py

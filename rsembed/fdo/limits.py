@@ -94,7 +94,8 @@ def _stack_limits(
     stack: StackedTableSpec, statistics: SparseDenseMatmulInputStats, num_cores: int, policy: LimitsPolicy
 ) -> PartitionLimits:
     name, buffer = stack.stack_name, stack.suggested_coo_buffer_size_per_device
-    _warn_of_other_cores(stack, statistics, num_cores)
+    if stack.num_shards:  # a stack that was made by hand fits any number of cores
+        _warn_of_other_cores(stack, statistics, num_cores)
 
     def new_limit(seen: Mapping[str, Any], current: int) -> int:
         return policy.limit(float(np.max(seen[name])), current) if name in seen else current
@@ -105,8 +106,8 @@ def _stack_limits(
         per_core = None if buffer is None else -(-buffer // num_cores)
         observed = float(np.max(statistics.required_buffer_size_per_sc[name]))
         buffer = policy.limit(observed, per_core) * num_cores
-        largest = _largest_buffer(name, max_ids, statistics, num_cores)
-        if largest is not None and buffer > largest >= observed * num_cores:
+        largest = round_up(max_ids, SUBLANES) * num_cores * stack.num_shards  # places that full partitions need
+        if stack.num_shards and buffer > largest >= observed * num_cores:
             buffer = largest
     return PartitionLimits(max_ids, max_unique, buffer)
 
@@ -121,7 +122,7 @@ def _warn_of_other_cores(stack: StackedTableSpec, statistics: SparseDenseMatmulI
     is_whole = name in statistics.required_buffer_size_per_sc and num_devices and not rest  # others were made by hand
     # Buffer sizes are one per core of every local device, or were set for the cores of one.
     fits = num_sizes in (num_cores, num_devices * num_cores) and num_devices * num_cores <= num_shards
-    if num_cores < 1 or num_shards % num_cores or (is_whole and not fits):
+    if num_shards % num_cores or (is_whole and not fits):
         # The published call takes any number, and buffers that are too small are an error of their own later.
         _log.warning(
             "rsembed.fdo: stack %r has %d shards, and its statistics %d partitions and %d buffer sizes, which does not "
@@ -133,17 +134,6 @@ def _warn_of_other_cores(stack: StackedTableSpec, statistics: SparseDenseMatmulI
             num_sizes,
             num_cores,
         )
-
-
-def _largest_buffer(name: str, max_ids: int, statistics: SparseDenseMatmulInputStats, num_cores: int) -> int | None:
-    """The places that `max_ids` entries in every partition need; None if the number of shards is unknown."""
-    if name not in statistics.max_ids_per_partition:
-        return None
-    # One value per (local device, shard) over one value per (local device, core).
-    num_values = np.shape(np.atleast_1d(statistics.max_ids_per_partition[name]))[-1]
-    num_local_cores = np.shape(np.atleast_1d(statistics.required_buffer_size_per_sc[name]))[-1]
-    num_shards, rest = divmod(num_values * num_cores, num_local_cores)
-    return None if rest or not num_shards else round_up(max_ids, SUBLANES) * num_cores * num_shards
 
 
 def _round_up_to_bucket(value: int, growth: float) -> int:

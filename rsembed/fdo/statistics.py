@@ -158,10 +158,8 @@ def to_statistics(history: Mapping[str, np.ndarray]) -> SparseDenseMatmulInputSt
     """
     statistics = SparseDenseMatmulInputStats()
     for key, values in history.items():
-        # "max_unique_ids" also ends in "ids", so the longest kind that fits decides.
-        suffixes = [suffix for suffix in KINDS if key.endswith(f"_{suffix}")]
-        if not suffixes:
+        suffix = next((suffix for suffix in KINDS if key.endswith(f"_{suffix}")), None)
+        if suffix is None:
             raise ValueError(f"statistic {key!r} ends in none of {', '.join('_' + suffix for suffix in KINDS)}.")
-        suffix = max(suffixes, key=len)
         getattr(statistics, KINDS[suffix])[key.removesuffix(f"_{suffix}")] = values
     return statistics

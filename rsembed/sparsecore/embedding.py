@@ -19,6 +19,7 @@ from rsembed.sparsecore.embedding_spec import get_optimizer_class as get_optimiz
 from rsembed.sparsecore.embedding_spec import get_optimizer_type as get_optimizer_type
 from rsembed.sparsecore.embedding_spec import optimizer_spec_to_proto as optimizer_spec_to_proto
 from rsembed.sparsecore.embedding_spec import proto_to_optimizer_spec as proto_to_optimizer_spec
+from rsembed.sparsecore.layout import ArrayLike as ArrayLike
 from rsembed.sparsecore.layout import Nested as Nested
 from rsembed.sparsecore.layout import ShardingStrategy as ShardingStrategy
 from rsembed.sparsecore.layout import (
@@ -49,7 +50,6 @@ from rsembed.sparsecore.preprocessing import (
 )
 from rsembed.sparsecore.table_stacking import prepare_feature_specs_for_training as prepare_feature_specs_for_training
 from rsembed.sparsecore.table_stacking import stack_tables as stack_tables
-from rsembed.sparsecore.variables import ArrayLike as ArrayLike
 from rsembed.sparsecore.variables import EmbeddingVariables as EmbeddingVariables
 from rsembed.sparsecore.variables import initialize
 from rsembed.sparsecore.variables import logical_tables as logical_tables

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import inspect
 from types import NoneType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,9 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, PyTree
 
-from rsembed.sparsecore.layout import Nested
-from rsembed.sparsecore.mesh_lookup import MeshTables, table_mesh
+from rsembed.collection.devices import Devices
+from rsembed.sparsecore.layout import Nested, Scalar
+from rsembed.sparsecore.mesh_lookup import MeshTables
 from rsembed.sparsecore.preprocessing import PreprocessedInput
 from rsembed.sparsecore.variables import EmbeddingVariables
 from rsembed.specs import FeatureSpec, tables_of
@@ -39,25 +40,25 @@ from rsembed.specs import FeatureSpec, tables_of
 class CurrentStepInput(NamedTuple):
     """Batch `i`: what the lookup takes now, and what the dense step takes in the next cycle."""
 
-    sparse_inputs: Any
-    dense_inputs: Any
+    sparse_inputs: PyTree
+    dense_inputs: PyTree
 
 
 class LastStepInput(NamedTuple):
     """Batch `i - 1`, looked up in the last cycle: what the dense step takes now, and its ids for the update."""
 
-    sparse_inputs: Any
+    sparse_inputs: PyTree
     embedding_activations: PyTree
-    dense_inputs: Any
-    sc_fwd_aux: Any
+    dense_inputs: PyTree
+    sc_fwd_aux: PyTree
 
 
 class StepBeforeLastStepInput(NamedTuple):
     """Batch `i - 2`: ids and gradients for the update."""
 
-    sparse_inputs: Any
+    sparse_inputs: PyTree
     embedding_gradients: PyTree
-    tc_aux: Any
+    tc_aux: PyTree
 
 
 class PipelineState(NamedTuple):
@@ -71,18 +72,18 @@ class PipelineState(NamedTuple):
       placeholder_tc_aux: likewise, for what the dense step hands to the update.
     """
 
-    pipeline_step: Any
+    pipeline_step: PyTree
     last_step_inputs: LastStepInput
     step_before_last_step_inputs: StepBeforeLastStepInput
-    placeholder_output: Any
-    placeholder_tc_aux: Any
+    placeholder_output: PyTree
+    placeholder_tc_aux: PyTree
 
 
 @runtime_checkable
 class ScFwdStageFun(Protocol):
     """The lookup: `(sparse_inputs, embedding_variables) -> (activations, aux for the dense step)`."""
 
-    def __call__(self, sparse_inputs: Any, embedding_variables: PyTree) -> tuple[PyTree, PyTree]: ...
+    def __call__(self, sparse_inputs: PyTree, embedding_variables: PyTree) -> tuple[PyTree, PyTree]: ...
 
 
 @runtime_checkable
@@ -90,8 +91,8 @@ class TcStageFun(Protocol):
     """The dense step: returns activation gradients, output, new train state, and aux for the update."""
 
     def __call__(
-        self, embedding_activations: PyTree, dense_inputs: Any, train_state: PyTree, sc_fwd_aux: Any
-    ) -> tuple[Any, Any, Any, Any]: ...
+        self, embedding_activations: PyTree, dense_inputs: PyTree, train_state: PyTree, sc_fwd_aux: PyTree
+    ) -> tuple[PyTree, PyTree, PyTree, PyTree]: ...
 
 
 @runtime_checkable
@@ -103,7 +104,7 @@ class ScBwdStageFun(Protocol):
     """
 
     def __call__(
-        self, sparse_inputs: Any, embedding_gradients: PyTree, embedding_variables: PyTree, tc_aux: Any
+        self, sparse_inputs: PyTree, embedding_gradients: PyTree, embedding_variables: PyTree, tc_aux: PyTree
     ) -> tuple[PyTree, PyTree]: ...
 
 
@@ -119,7 +120,7 @@ def is_output_valid(pipeline_step: int, num_steps: int) -> bool:
 
 def get_initial_state(
     pipeline_input: CurrentStepInput,
-    tc_train_state: Any,
+    tc_train_state: PyTree,
     embedding_variables: PyTree,
     sc_fwd_function: ScFwdStageFun,
     tc_function: TcStageFun,
@@ -160,8 +161,8 @@ def get_initial_state(
     )
 
 
-def _zeros(tree: PyTree, sharding: Sharding | None = None) -> Any:
-    def zeros(leaf: Any) -> Array:
+def _zeros(tree: PyTree, sharding: Sharding | None = None) -> PyTree:
+    def zeros(leaf: jax.ShapeDtypeStruct) -> Array:
         is_cut = sharding is not None and leaf.ndim > 0
         return jnp.zeros(leaf.shape, leaf.dtype, device=sharding if is_cut else None)
 
@@ -172,8 +173,8 @@ def get_pipeline_state_sharding(
     pipeline_state_cls: type[PipelineState],
     dense_input_sharding: Sharding,
     sparse_input_sharding: Sharding,
-    pipeline_output_sharding: Any,
-    tc_aux_sharding: Any,
+    pipeline_output_sharding: PyTree,
+    tc_aux_sharding: PyTree,
 ) -> PipelineState:
     """Shardings of a state, for `jit`; activations and their gradients lie as dense inputs do.
 
@@ -202,7 +203,7 @@ def get_pipeline_state_sharding(
 
 def step(
     pipeline_input: CurrentStepInput,
-    tc_train_state: Any,
+    tc_train_state: PyTree,
     embedding_variables: PyTree,
     pipeline_state: PipelineState,
     sc_fwd_function: ScFwdStageFun,
@@ -210,7 +211,7 @@ def step(
     sc_bwd_function: ScBwdStageFun,
     *,
     fake_tc_step: bool | Array,
-) -> tuple[Any, Any, Any, Any, PipelineState]:
+) -> tuple[PyTree, PyTree, PyTree, PyTree, PipelineState]:
     """One cycle. Put it into one `jit`, and donate train state, variables and pipeline state.
 
     Args:
@@ -248,11 +249,11 @@ def step(
 
 def _dense_step(
     tc_function: TcStageFun, train_state: PyTree, state: PipelineState, is_fake: bool | Array
-) -> tuple[Any, Any, Any, Any]:
+) -> tuple[PyTree, PyTree, PyTree, PyTree]:
     last = state.last_step_inputs
     inputs = (last.embedding_activations, last.dense_inputs, train_state, last.sc_fwd_aux)
 
-    def fake() -> tuple[Any, Any, Any, Any]:
+    def fake() -> tuple[PyTree, PyTree, PyTree, PyTree]:
         gradients, *_ = jax.eval_shape(tc_function, *inputs)
         return _zeros(gradients), state.placeholder_output, train_state, state.placeholder_tc_aux
 
@@ -276,9 +277,10 @@ def get_default_sc_fwd_function(
       sharding_axis: mesh axis (or axes) along which tables and batch are cut; None means all of them.
       enable_minibatching: whether batches are preprocessed with it.
     """
-    tables = _tables(feature_specs, global_mesh, sharding_axis, enable_minibatching)
+    devices = Devices.of(global_mesh, sharding_axis)
+    tables = MeshTables(feature_specs=feature_specs, devices=devices, enable_minibatching=enable_minibatching)
 
-    def look_up(sparse_inputs: Any, embedding_variables: PyTree) -> tuple[Any, None]:
+    def look_up(sparse_inputs: PyTree, embedding_variables: PyTree) -> tuple[PyTree, None]:
         return tables.look_up(embedding_variables, sparse_inputs), None
 
     return look_up
@@ -304,18 +306,18 @@ def get_default_sc_bwd_function(
     Raises (when called without a step):
       ValueError: an optimizer needs one and `frozen_step` is False.
     """
-    tables = _tables(feature_specs, global_mesh, sharding_axis, enable_minibatching)
-
+    devices = Devices.of(global_mesh, sharding_axis)
+    tables = MeshTables(feature_specs=feature_specs, devices=devices, enable_minibatching=enable_minibatching)
     moves_all_rows = any(table.optimizer.moves_all_rows for table in tables_of(feature_specs).values())
 
     def update(
-        sparse_inputs: Any,
+        sparse_inputs: PyTree,
         embedding_gradients: PyTree,
         embedding_variables: PyTree,
-        tc_aux: Any = None,
-        step: Any = None,
-        has_gradients: Any = True,
-    ) -> tuple[Any, None]:
+        tc_aux: PyTree = None,
+        step: Scalar | None = None,
+        has_gradients: bool | Array = True,
+    ) -> tuple[PyTree, None]:
         del tc_aux
         needing = [] if frozen_step else [t for t in tables_of(feature_specs).values() if t.optimizer.needs_step]
         if step is None and needing:
@@ -325,7 +327,7 @@ def get_default_sc_bwd_function(
             )
         number = None if frozen_step or step is None else jnp.asarray(step, jnp.float32)
 
-        def stepped(variables: PyTree) -> Any:
+        def stepped(variables: PyTree) -> PyTree:
             return tables.update(embedding_gradients, variables, number, sparse_inputs)
 
         if not moves_all_rows:  # without gradients it steps no rows, and needs no branch
@@ -333,14 +335,6 @@ def get_default_sc_bwd_function(
         return jax.lax.cond(has_gradients, stepped, lambda variables: variables, embedding_variables), None
 
     return update
-
-
-def _tables(
-    specs: Any, mesh: Mesh, sharding_axis: str | tuple[str, ...] | None, enable_minibatching: bool
-) -> MeshTables:
-    axes = tuple(mesh.axis_names) if sharding_axis is None else sharding_axis
-    devices = table_mesh(mesh, axes)
-    return MeshTables(feature_specs=specs, devices=devices, enable_minibatching=enable_minibatching)
 
 
 NestedArray = Nested[jax.Array]
@@ -351,5 +345,5 @@ DefaultEmbeddingActivations = DefaultEmbeddingGradients = jax.Array | None
 DefaultScFwdAux = DefaultTcAux = DefaultScBwdAux = NoneType
 
 
-def _safe_copy(value: Any) -> Any:
+def _safe_copy(value: PyTree) -> PyTree:
     return jnp.copy(value) if isinstance(value, jax.Array | np.ndarray) else value

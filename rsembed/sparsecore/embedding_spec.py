@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
+import jax
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, PyTree
 
 from rsembed import optimizers
 from rsembed.checks import check_type, validated
@@ -49,6 +50,8 @@ from rsembed.specs import TableSpec as TableSpec
 
 HyperParameterType = Hyperparameters
 NumericParameter = float
+Record = TypeVar("Record")
+Ids = TypeVar("Ids", int, np.ndarray, jax.Array)
 
 
 _CODES: dict[type[OptimizerSpec], int] = {
@@ -71,7 +74,7 @@ class CallablePlaceholder:
 
     tag: str
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: object) -> NoReturn:
         raise RuntimeError(
             f"the learning rate {self.tag!r} was a function, which a record cannot hold; give the optimizer a new one "
             "with dataclasses.replace(optimizer, learning_rate=...)."
@@ -169,9 +172,9 @@ class EmbeddingSpecRecord:
 _NESTED = {"stacked_table_specs": StackRecord, "table_specs": TableRecord, "feature_specs": FeatureRecord}
 
 
-def _restored(record: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
+def _restored(record: Callable[..., Record], fields: Mapping[str, PyTree]) -> Record:
     """The record that became `fields` on its way through JSON, where tuples are lists."""
-    values: dict[str, Any] = {}
+    values: dict[str, PyTree] = {}
     for name, value in fields.items():
         if name in _NESTED:
             value = tuple(_restored(_NESTED[name], one) for one in value)
@@ -206,7 +209,7 @@ def create_proto_from_feature_specs(
     return EmbeddingSpecRecord(stacked_table_specs=tuple(stacks))
 
 
-def _shared_fields(record: type, source: Any, **recorded: Any) -> dict[str, Any]:
+def _shared_fields(record: type, source: Any, **recorded: object) -> dict[str, Any]:
     """Values of a spec under the names of a record's fields; `recorded` has those that take another form there."""
     names = {field.name for field in dataclasses.fields(record)} & {field.name for field in dataclasses.fields(source)}
     return {name: getattr(source, name) for name in names} | recorded
@@ -254,7 +257,7 @@ def optimizer_spec_to_proto(optimizer: OptimizerSpec) -> OptimizerRecord:
         tag = str(getattr(learning_rate, "__qualname__", type(learning_rate).__name__))
     if isinstance(learning_rate, CallablePlaceholder):
         tag = learning_rate.tag
-    values: dict[str, Any] = {}
+    values: dict[str, float] = {}
     if type(optimizer) in _CODES:
         names = [field.name for field in dataclasses.fields(optimizer) if field.name != "learning_rate"]
         values = {name: getattr(optimizer, name) for name in names if getattr(optimizer, name) is not None}
@@ -287,17 +290,17 @@ def proto_to_optimizer_spec(
                 f"custom={{{record.short_name!r}: optimizer}}."
             )
         return custom[record.short_name]
-    learning_rate: Any = record.learning_rate
+    learning_rate: LearningRate | None = record.learning_rate
     if learning_rate is None:
         learning_rate = CallablePlaceholder(record.learning_rate_tag or "function")
-    parameters: dict[str, Any] = {**record.float_params, **record.bool_params}
+    parameters: dict[str, float] = {**record.float_params, **record.bool_params}
     return get_optimizer_class(record.type)(learning_rate, **parameters)
 
 
 @validated
 def compute_physical_row_ids(
-    num_sparse_cores: int, stack_vocab_size: int, shard_rotation: int, row_offset_in_shard: int, row_ids: Any
-) -> Any:
+    num_sparse_cores: int, stack_vocab_size: int, shard_rotation: int, row_offset_in_shard: int, row_ids: Ids
+) -> Ids:
     """Row of each id in the flat stacked array, `shard * rows per shard + local row`, for a number or an array."""
     place = Place(0, row_offset_in_shard * num_sparse_cores, shard_rotation)
     return place.rows(row_ids, spread=num_sparse_cores, rows_per_shard=stack_vocab_size // num_sparse_cores)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float32, Int64, Integer
+from jaxtyping import Float32, Int64, Integer, PyTree
 
 from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, check_ids_dtype, check_unmasked
-from rsembed.sparsecore.layout import leaves_like
+from rsembed.sparsecore.layout import Nested, leaves_like
 from rsembed.specs import FeatureSpec, features_of
 
 
@@ -81,7 +80,11 @@ class HostFeature:
 
 
 def read_features(
-    feature_specs: Any, features: Any, weights: Any, *, local_device_count: int, global_device_count: int
+    feature_specs: Nested[FeatureSpec],
+    features: PyTree,
+    weights: PyTree,
+    local_device_count: int,
+    global_device_count: int,
 ) -> list[HostFeature]:
     """Dense or ragged ids of every feature, checked; `preprocess_sparse_dense_matmul_input` tells their forms.
 
@@ -121,7 +124,7 @@ def read_features(
     return result
 
 
-def _as_bags(leaf: Any, weights: Any) -> Bags:
+def _as_bags(leaf: PyTree, weights: PyTree) -> Bags:
     """Ids and weights of a feature in any of the published forms, without what lies behind the last offset."""
     check_unmasked([leaf, weights], "ids or weights")
     if isinstance(leaf, Bags):
@@ -156,7 +159,9 @@ def _as_bags(leaf: Any, weights: Any) -> Bags:
     )
 
 
-def sparse_tensors_as_pairs(feature_specs: Any, indices: Any, values: Any, dense_shapes: Any) -> Any:
+def sparse_tensors_as_pairs(
+    feature_specs: Nested[FeatureSpec], indices: PyTree, values: PyTree, dense_shapes: PyTree
+) -> PyTree:
     """Ids at `(sample, position)` coordinates as pairs `(values, lengths)`, which `read_features` takes."""
     trees = {"indices": indices, "values": values, "dense_shapes": dense_shapes}
     leaves = [leaves_like(feature_specs, tree, name) for name, tree in trees.items()]
@@ -171,11 +176,11 @@ def sparse_tensors_as_pairs(feature_specs: Any, indices: Any, values: Any, dense
     return jax.tree.unflatten(jax.tree.structure(feature_specs), pairs)
 
 
-def _is_flat(leaf: Any) -> bool:
+def _is_flat(leaf: object) -> bool:
     return isinstance(leaf, (np.ndarray, jax.Array)) and leaf.ndim == 1 and leaf.dtype != object
 
 
-def _is_pair(leaf: Any) -> bool:
+def _is_pair(leaf: object) -> bool:
     """Whether a leaf is `(values, lengths)`; two samples are a list."""
     return isinstance(leaf, tuple) and len(leaf) == 2 and all(map(_is_flat, leaf))
 

@@ -11,12 +11,12 @@ import enum
 import functools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Union
 
 import jax
 import numpy as np
-from jaxtyping import Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from rsembed.checks import PositiveInt, check_type
 from rsembed.collection.dense_rows import RowLayout
@@ -27,6 +27,11 @@ T = TypeVar("T")
 # A tree: `Nested[FeatureSpec]` is a FeatureSpec, or (lists or dicts of) lists or dicts of them.
 Nested = Union[T, Sequence[Any], Mapping[Any, Any]]  # noqa: UP007  (X | Y cannot be subscripted)
 
+ArrayLike = jax.Array | np.ndarray
+Scalar = ArrayLike | float
+"""A number, traced or not, such as a step."""
+RowIndex = slice | Int[np.ndarray, " _"]
+"""Rows of an array, in the order of a table's ids."""
 MAX_MINIBATCHES = 64
 MAX_SAMPLES_PER_DEVICE = 2**26 - 1
 CORES_VARIABLE = "RSEMBED_CORES_PER_DEVICE"
@@ -147,11 +152,11 @@ class StackLayout:
         """The core's layout of the stack's rows."""
         return RowLayout.as_planned(self.plan, self.num_cores)
 
-    def rows_of(self, table: TableSpec) -> slice | Int[np.ndarray, " vocab"]:
+    def rows_of(self, table: TableSpec) -> RowIndex:
         """Index of a table's rows in the array of the stack, in the order of ids."""
         return self.row_layout.all_rows(table.name, table.vocabulary_size)
 
-    def checked_activations(self, activations: PyTree) -> Any:
+    def checked_activations(self, activations: Array) -> Array:
         """Stacked activations of one device, or gradients of them. Raises: ValueError: they have another shape."""
         shape = (self.samples_per_core * self.num_cores, self.spec.stack_embedding_dim)
         if activations.shape != shape:
@@ -247,7 +252,9 @@ def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: i
     return cores
 
 
-def stack_layouts(feature_specs: Any, *, num_devices: int, num_cores: int | None) -> dict[str, StackLayout]:
+def stack_layouts(
+    feature_specs: Nested[FeatureSpec], *, num_devices: int, num_cores: int | None
+) -> dict[str, StackLayout]:
     """The stacks that `feature_specs` read, by name, in leaf order; None takes the cores that they were placed for.
 
     Raises:
@@ -272,7 +279,9 @@ def stack_layouts(feature_specs: Any, *, num_devices: int, num_cores: int | None
     return layouts
 
 
-def read_stacks(feature_specs: Any, num_devices: int = 1, num_shards: int | None = None) -> dict[str, StackLayout]:
+def read_stacks(
+    feature_specs: Nested[FeatureSpec], num_devices: int = 1, num_shards: int | None = None
+) -> dict[str, StackLayout]:
     """The stacks that `feature_specs` read, by name, in leaf order, as they are; see `stack_layouts`.
 
     Raises: ValueError: a table was not placed yet.
@@ -343,13 +352,13 @@ _PLACE_ANEW = (
 )
 
 
-def leaves_like(specs: Any, tree: PyTree, name: str) -> list[Any]:
+def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:
     """The leaves of `tree` in the order of those of `specs`, matched by path: what kind of container is no matter.
 
     Raises: ValueError: something is missing, or left over.
     """
 
-    def inside(paths: list[tuple[Any, ...]], tree: PyTree, where: str) -> list[Any]:
+    def inside(paths: list[tuple[Hashable, ...]], tree: PyTree, where: str) -> list[PyTree]:
         if paths == [()]:
             return [tree]
         keys = list(dict.fromkeys(path[0] for path in paths))
@@ -362,10 +371,10 @@ def leaves_like(specs: Any, tree: PyTree, name: str) -> list[Any]:
         parts = [([path[1:] for path in paths if path[0] == key], found[key], f"{where}[{key!r}]") for key in keys]
         return [leaf for part in parts for leaf in inside(*part)]
 
-    def key_of(step: Any) -> Any:
+    def key_of(step: object) -> Hashable:
         return getattr(step, "key", getattr(step, "idx", getattr(step, "name", None)))
 
-    structure: Any = jax.tree.structure(specs)
+    structure: jax.tree_util.PyTreeDef = jax.tree.structure(specs)
     try:
         return structure.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError):

@@ -26,6 +26,7 @@ from rsembed.row_gradients import check_gradient
 from rsembed.sparsecore.layout import (
     MAX_MINIBATCHES,
     Nested,
+    Scalar,
     StackLayout,
     cores_from_row_pointers,
     leaves_like,
@@ -40,7 +41,7 @@ from rsembed.specs import FeatureSpec, features_of
 
 def sparse_dense_matmul(
     preprocessed_inputs: PreprocessedInput | SparseDenseMatmulInput,
-    embedding_variables: Mapping[str, tuple[Any, ...]],
+    embedding_variables: Mapping[str, tuple[PyTree, ...]],
     feature_specs: Nested[FeatureSpec],
     *,
     global_device_count: int,
@@ -50,7 +51,7 @@ def sparse_dense_matmul(
     perform_unstacking: bool = True,
     use_activation_unstack_primitive: bool = False,
     axis_name: AxisName | None = None,
-) -> Any:
+) -> PyTree:
     """Activations of this device's samples. With several devices, call it inside `jax.shard_map`.
 
     Args:
@@ -91,20 +92,20 @@ def sparse_dense_matmul(
 def sparse_dense_matmul_grad(
     activation_gradients: PyTree,
     preprocessed_inputs: PreprocessedInput | SparseDenseMatmulInput,
-    embedding_variables: Mapping[str, tuple[Any, ...]],
+    embedding_variables: Mapping[str, tuple[PyTree, ...]],
     feature_specs: Nested[FeatureSpec],
     *,
     global_device_count: int | None = None,
     sharding_strategy: str = "MOD",
     label: str = "",
-    step: Any = None,
+    step: Scalar | None = None,
     num_sc_per_device: int | None = None,
     enable_minibatching: bool = False,
     perform_stacking: bool = True,
     use_gradient_stacking_primitive: bool = False,
     embedding_var_limits: Mapping[str, RowLimits] | None = None,
     axis_name: AxisName | None = None,
-) -> dict[str, Any]:
+) -> dict[str, PyTree]:
     """The updated variables: one optimizer step of every row that was looked up, in place when donated.
 
     Args:
@@ -173,7 +174,7 @@ def unstack_embedding_activations(
     global_device_count: int,
     num_sc_per_device: int | None = None,
     use_activation_unstack_primitive: bool = False,
-) -> Any:
+) -> PyTree:
     """Activations of every feature, in a tree like `feature_specs`, from those of the stacks on one device.
 
     Raises: ValueError: those of a stack are missing, or have another shape.
@@ -232,14 +233,14 @@ def _stacked(layout: StackLayout, by_feature: Mapping[str, Array]) -> Float[Arra
     return jnp.concatenate(pieces, axis=1).reshape(-1, width)
 
 
-def _gradient_leaves(activation_gradients: PyTree, feature_specs: Any) -> list[Any]:
+def _gradient_leaves(activation_gradients: PyTree, feature_specs: Nested[FeatureSpec]) -> list[Array]:
     leaves = leaves_like(feature_specs, activation_gradients, "activation gradients")
     for feature, leaf in zip(features_of(feature_specs), leaves, strict=True):
         check_gradient(leaf, f"feature {feature.name!r}: activation gradients")
     return [jnp.asarray(leaf) for leaf in leaves]
 
 
-def _num_devices(activation_gradients: PyTree, feature_specs: Any, perform_stacking: bool) -> int:
+def _num_devices(activation_gradients: PyTree, feature_specs: Nested[FeatureSpec], perform_stacking: bool) -> int:
     feature, stack = features_of(feature_specs)[0], placed_stack(features_of(feature_specs)[0].table_spec)
     if perform_stacking:
         where, declared = f"feature {feature.name!r}", feature.num_samples or 0
@@ -258,7 +259,7 @@ def _num_devices(activation_gradients: PyTree, feature_specs: Any, perform_stack
 
 def _stacks(
     inputs: PreprocessedInput | SparseDenseMatmulInput,
-    feature_specs: Any,
+    feature_specs: Nested[FeatureSpec],
     num_devices: int,
     num_sc_per_device: int | None,
     enable_minibatching: bool,
@@ -321,7 +322,7 @@ def _checked_limits(limits: Mapping[str, RowLimits] | None, stacks: Sequence[str
             "sets no limit."
         )
     for name, pair in limits.items():
-        check_type(pair, tuple[Any, Any], f"embedding_var_limits of stack {name!r}: (minimum, maximum)")
+        check_type(pair, tuple[object, object], f"embedding_var_limits of stack {name!r}: (minimum, maximum)")
         minimum, maximum = pair
         for which, limit in (("minimum", minimum), ("maximum", maximum)):
             check_within("[-inf, inf]", limit, f"embedding_var_limits of stack {name!r}: {which}")
@@ -330,7 +331,7 @@ def _checked_limits(limits: Mapping[str, RowLimits] | None, stacks: Sequence[str
     return limits
 
 
-def _rounding(step: Any, layout: StackLayout) -> Rounding | None:
+def _rounding(step: Scalar | None, layout: StackLayout) -> Rounding | None:
     """Rounding whose noise belongs to the step; the engine's to the table and the id, wherever the row lies."""
     if not layout.tables[0].stochastic_rounding:
         return None

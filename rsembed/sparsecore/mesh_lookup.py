@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,10 +22,9 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from rsembed.checks import check_type
 from rsembed.collection.devices import Devices
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
-from rsembed.kernels.cpu_threads import check_threads
-from rsembed.sparsecore.layout import Nested
+from rsembed.sparsecore.layout import Nested, Scalar
 from rsembed.sparsecore.matmul import sparse_dense_matmul, sparse_dense_matmul_grad
-from rsembed.sparsecore.preprocessing import PreprocessedInput, preprocess_sparse_dense_matmul_input
+from rsembed.sparsecore.preprocessing import AllReduce, PreprocessedInput, preprocess_sparse_dense_matmul_input
 from rsembed.sparsecore.variables import EmbeddingVariables, initialize
 from rsembed.specs import FeatureSpec, tables_of
 
@@ -36,16 +35,12 @@ def table_mesh(mesh: Mesh | None, sharding_axis: str | tuple[str, ...]) -> Devic
     Raises: ValueError: the mesh lacks an axis, or is missing while there are several.
     """
     check_type(mesh, Mesh | None, "mesh")
-    axes = (sharding_axis,) if isinstance(sharding_axis, str) else tuple(sharding_axis)
     if mesh is None:
+        axes = (sharding_axis,) if isinstance(sharding_axis, str) else tuple(sharding_axis)
         if len(axes) != 1:
             raise ValueError(f"sharding_axis {axes} needs a mesh; pass mesh=.")
         mesh = Mesh(np.asarray(jax.devices()), axes)
-    missing = [axis for axis in axes if axis not in mesh.axis_names]
-    if missing or not axes:
-        raise ValueError(f"sharding_axis {missing or axes} is not in the mesh, which has the axes {mesh.axis_names}.")
-    check_threads(mesh)
-    return Devices(mesh, axes)
+    return Devices.of(mesh, sharding_axis)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,27 +64,22 @@ class MeshTables:
         tables = list(tables_of(self.feature_specs).values())
         return initialize(key, tables, self.devices, num_cores=self.num_sc_per_device)
 
-    def look_up(self, variables: Mapping[str, EmbeddingVariables], inputs: PreprocessedInput) -> Any:
+    def look_up(self, variables: Mapping[str, EmbeddingVariables], inputs: PreprocessedInput) -> PyTree:
         """Activations of the global batch, in a tree like the feature specs."""
-
-        def on_device(variables: PyTree, inputs: PreprocessedInput) -> Any:
-            return sparse_dense_matmul(inputs, variables, self.feature_specs, **self._options())
-
-        part = self.devices.split
-        return self._sharded(on_device, part, part)(variables, inputs)
+        look_up = functools.partial(sparse_dense_matmul, feature_specs=self.feature_specs, **self._options())
+        return self.devices.on_each(look_up, self.devices.split, self.devices.split)(inputs, variables)
 
     def update(
-        self, d_activations: PyTree, variables: Mapping[str, EmbeddingVariables], step: Any, inputs: PreprocessedInput
-    ) -> Any:
+        self,
+        d_activations: PyTree,
+        variables: Mapping[str, EmbeddingVariables],
+        step: Scalar | None,
+        inputs: PreprocessedInput,
+    ) -> PyTree:
         """The variables after one optimizer step of every row that `inputs` look up, in the container they came in.
 
         The step counts from 0; None hides it from the optimizers.
         """
-
-        def on_device(d_activations: PyTree, variables: PyTree, step: Any, inputs: PreprocessedInput) -> Any:
-            specs = self.feature_specs
-            return sparse_dense_matmul_grad(d_activations, inputs, variables, specs, step=step, **self._options())
-
         part, shards = self.devices.split, self.devices.num_devices
         for path, leaf in jax.tree_util.tree_leaves_with_path(d_activations):
             if leaf.ndim and leaf.shape[0] % shards:
@@ -97,12 +87,18 @@ class MeshTables:
                     f"the gradient of feature {jax.tree_util.keystr(path)} has shape {leaf.shape}, whose first axis "
                     f"{shards} devices cannot split; give that of the activations."
                 )
-        updated = self._sharded(on_device, part, part, P(), part)(d_activations, variables, step, inputs)
+
+        def on_device(d_activations: PyTree, inputs: PreprocessedInput, variables: PyTree, step: PyTree) -> PyTree:
+            specs = self.feature_specs
+            return sparse_dense_matmul_grad(d_activations, inputs, variables, specs, step=step, **self._options())
+
+        update = self.devices.on_each(on_device, (part, part, part, P()), part)
+        updated = update(d_activations, inputs, variables, step)
         # A FrozenDict of tuples comes back as one: autodiff asks for gradients of the very structure it was given.
         leaves = {name: iter(jax.tree.leaves(own)) for name, own in updated.items()}
         return jax.tree_util.tree_map_with_path(lambda path, _: next(leaves[path[0].key]), variables)
 
-    def train(self, variables: PyTree, step: Any, inputs: PreprocessedInput) -> Any:
+    def train(self, variables: PyTree, step: Scalar | None, inputs: PreprocessedInput) -> PyTree:
         """A lookup whose "gradients" are the variables and the step after one update.
 
         The step is a counter of floats, or autodiff would not ask for its gradient.
@@ -110,13 +106,13 @@ class MeshTables:
         check_type(inputs, PreprocessedInput, "the input of a layer, which its prepare_batch makes,")
 
         @jax.custom_vjp
-        def lookup(variables: PyTree, step: Any, inputs: PreprocessedInput) -> Any:
+        def lookup(variables: PyTree, step: Array | None, inputs: PreprocessedInput) -> PyTree:
             return self.look_up(variables, inputs)
 
-        def forward(variables: PyTree, step: Any, inputs: PreprocessedInput) -> Any:
+        def forward(variables: PyTree, step: Array | None, inputs: PreprocessedInput) -> PyTree:
             return self.look_up(variables, inputs), (variables, step, inputs)
 
-        def backward(saved: Any, d_activations: PyTree) -> Any:
+        def backward(saved: PyTree, d_activations: PyTree) -> PyTree:
             variables, step, inputs = saved
             return self.update(d_activations, variables, step_number(step), inputs), next_step(step), None
 
@@ -124,7 +120,7 @@ class MeshTables:
         return lookup(variables, step, inputs)
 
     def preprocess(
-        self, features: Any, features_weights: Any = None, **options: Any
+        self, features: PyTree, features_weights: PyTree = None, **options: Any
     ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
         """This process' part of a batch, partitioned for the devices that share the tables, still on the host.
 
@@ -142,7 +138,7 @@ class MeshTables:
         )
 
     def prepare(
-        self, features: Any, features_weights: Any = None, **options: Any
+        self, features: PyTree, features_weights: PyTree = None, **options: Any
     ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
         """A preprocessed batch as global arrays on the devices, cut along the leading axis, and its statistics."""
         processed, statistics = self.preprocess(features, features_weights, **options)
@@ -162,10 +158,6 @@ class MeshTables:
             "enable_minibatching": self.enable_minibatching,
             "axis_name": self.devices.axes,
         }
-
-    def _sharded(self, function: Callable[..., Any], *in_specs: Any) -> Callable[..., Any]:
-        split = self.devices.split
-        return jax.shard_map(function, mesh=self.devices.mesh, in_specs=in_specs, out_specs=split, check_vma=False)
 
 
 class MeshLayer:
@@ -201,14 +193,14 @@ class MeshLayer:
         return P(self.sharding_axis)
 
     def preprocess_inputs(
-        self, step: int, features: Any, features_weights: Any, all_reduce_interface: Any = None
+        self, step: int, features: PyTree, features_weights: PyTree, all_reduce_interface: AllReduce | None = None
     ) -> PreprocessedInput:
         """Preprocesses this process' part of a batch for the layer's devices, without returning statistics."""
         options = {"batch_number": step, "all_reduce_interface": all_reduce_interface}
         return self._tables().preprocess(features, features_weights, **options)[0]
 
     def prepare_batch(
-        self, features: Any, features_weights: Any = None, **options: Any
+        self, features: PyTree, features_weights: PyTree = None, **options: Any
     ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
         """A batch ready for the layer, as global arrays on its devices, and the statistics for `rsembed.fdo`.
 
@@ -231,7 +223,7 @@ class MeshLayer:
 _PLACES = np.asarray([1, 2**8, 2**16], np.float32)
 
 
-def step_counter(step: Any) -> Float[Array, " digits"]:
+def step_counter(step: Scalar) -> Float[Array, " digits"]:
     """A step as three digits to base 256, which any cast of all parameters to a 16-bit type leaves exact."""
     return jnp.floor(jnp.asarray(step, jnp.float32) / _PLACES) % _PLACES[1]
 

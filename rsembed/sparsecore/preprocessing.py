@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, PyTree
 
 from rsembed.checks import check_type
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
@@ -31,6 +31,7 @@ from rsembed.sparsecore import native_partitioner, partitioner
 from rsembed.sparsecore.host_features import read_features, sparse_tensors_as_pairs
 from rsembed.sparsecore.layout import (
     MAX_MINIBATCHES,
+    ArrayLike,
     Nested,
     StackLayout,
     compute_row_pointers_size_per_device,
@@ -61,10 +62,10 @@ class SparseDenseMatmulInput(NamedTuple):
       lhs_gains: factor of the row in the sample's activation.
     """
 
-    lhs_row_pointers: dict[str, Any]
-    lhs_embedding_ids: dict[str, Any]
-    lhs_sample_ids: dict[str, Any]
-    lhs_gains: dict[str, Any]
+    lhs_row_pointers: dict[str, ArrayLike]
+    lhs_embedding_ids: dict[str, ArrayLike]
+    lhs_sample_ids: dict[str, ArrayLike]
+    lhs_gains: dict[str, ArrayLike]
 
 
 @jax.tree_util.register_dataclass
@@ -83,28 +84,28 @@ class PreprocessedInput:
     """
 
     sparse_dense_matmul_input: SparseDenseMatmulInput
-    num_minibatches: Any = dataclasses.field(default_factory=lambda: np.array(1))
+    num_minibatches: PyTree = dataclasses.field(default_factory=lambda: np.array(1))
     limits: tuple[tuple[str, int, int], ...] = dataclasses.field(default=(), metadata={"static": True})
     has_minibatches: bool | None = dataclasses.field(default=None, metadata={"static": True})
     layout: Fingerprint | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
-    def lhs_row_pointers(self) -> dict[str, Any]:
+    def lhs_row_pointers(self) -> dict[str, ArrayLike]:
         """Ends of the partitions."""
         return self.sparse_dense_matmul_input.lhs_row_pointers
 
     @property
-    def lhs_embedding_ids(self) -> dict[str, Any]:
+    def lhs_embedding_ids(self) -> dict[str, ArrayLike]:
         """Row inside the shard."""
         return self.sparse_dense_matmul_input.lhs_embedding_ids
 
     @property
-    def lhs_sample_ids(self) -> dict[str, Any]:
+    def lhs_sample_ids(self) -> dict[str, ArrayLike]:
         """Sample of the core."""
         return self.sparse_dense_matmul_input.lhs_sample_ids
 
     @property
-    def lhs_gains(self) -> dict[str, Any]:
+    def lhs_gains(self) -> dict[str, ArrayLike]:
         """Factor of the row."""
         return self.sparse_dense_matmul_input.lhs_gains
 
@@ -129,8 +130,8 @@ class PreprocessedInput:
 
 
 def preprocess_sparse_dense_matmul_input(
-    features: Any,
-    features_weights: Any,
+    features: PyTree,
+    features_weights: PyTree,
     feature_specs: Nested[FeatureSpec],
     local_device_count: int,
     global_device_count: int,
@@ -141,7 +142,7 @@ def preprocess_sparse_dense_matmul_input(
     allow_id_dropping: bool = False,
     batch_number: int = 0,
     enable_minibatching: bool = False,
-    all_reduce_interface: Any = None,
+    all_reduce_interface: AllReduce | None = None,
 ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
     """Partitions this process' part of a batch for the cores of its devices. Runs on the host, outside `jit`.
 
@@ -175,13 +176,7 @@ def preprocess_sparse_dense_matmul_input(
     """
     sharding_strategy_to_enum(sharding_strategy)
     layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device)
-    read = read_features(
-        feature_specs,
-        features,
-        features_weights,
-        local_device_count=local_device_count,
-        global_device_count=global_device_count,
-    )
+    read = read_features(feature_specs, features, features_weights, local_device_count, global_device_count)
     by_name = {feature.spec.name: feature for feature in read}
     readers = {name: [by_name[feature.name] for feature in layout.features] for name, layout in layouts.items()}
     statistics, num_minibatches = SparseDenseMatmulInputStats(), 1
@@ -198,9 +193,9 @@ def preprocess_sparse_dense_matmul_input(
 
 
 def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
-    indices: Any,
-    values: Any,
-    dense_shapes: Any,
+    indices: PyTree,
+    values: PyTree,
+    dense_shapes: PyTree,
     feature_specs: Nested[FeatureSpec],
     local_device_count: int,
     global_device_count: int,
@@ -234,31 +229,22 @@ def _fingerprint(layouts: Mapping[str, StackLayout]) -> Fingerprint:
     """Where the rows of all stacks lie, and the samples of all features; limits may change from batch to batch."""
     facts = {}
     for name, layout in layouts.items():
-        spec = layout.spec
         tables = {
-            table.name: {
-                "rows": table.vocabulary_size,
-                "dim": table.embedding_dim,
-                "first_row_in_shard": table.setting_in_stack.row_offset_in_shard,
-                "rotation": table.setting_in_stack.shard_rotation,
-            }
+            table.name: {"rows": table.vocabulary_size, "dim": table.embedding_dim} | vars(table.setting_in_stack)
             for table in layout.tables
         }
         features = {
-            feature.name: {
-                "table": feature.table_spec.name,
-                "first_sample": feature.id_transformation.row_offset,
-                "samples": feature.num_samples,
-            }
+            feature.name: {"table": feature.table_spec.name, "samples": feature.num_samples}
+            | vars(feature.id_transformation)
             for feature in layout.features
         }
-        size = {"shards": layout.num_shards, "rows": spec.stack_vocab_size, "columns": spec.stack_embedding_dim}
-        facts[name] = size | {"tables": tables, "features": features, "combiner": spec.combiner}
+        size = {"shards": layout.num_shards, "rows": layout.spec.stack_vocab_size}
+        facts[name] = size | {"tables": tables, "features": features, "combiner": layout.spec.combiner}
     return Fingerprint.of(facts)
 
 
 def _layouts(
-    feature_specs: Any, local_device_count: int, global_device_count: int, num_sc_per_device: int | None
+    feature_specs: Nested[FeatureSpec], local_device_count: int, global_device_count: int, num_sc_per_device: int | None
 ) -> dict[str, StackLayout]:
     check_type(local_device_count, int, "local_device_count")
     layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
@@ -276,7 +262,9 @@ def _processed(
     has_leading_dimension: bool,
     enable_minibatching: bool,
 ) -> PreprocessedInput:
-    fields = [{name: stack[k] for name, stack in buffers.items()} for k in range(len(SparseDenseMatmulInput._fields))]
+    fields: list[dict[str, ArrayLike]] = [
+        {name: stack[k] for name, stack in buffers.items()} for k in range(len(SparseDenseMatmulInput._fields))
+    ]
     limits = tuple(
         (name, layout.spec.max_ids_per_partition, layout.spec.max_unique_ids_per_partition)
         for name, layout in sorted(layouts.items())
@@ -317,7 +305,7 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
     """
     layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device)
 
-    def empty(size: int, dtype: Any) -> np.ndarray:
+    def empty(size: int, dtype: np.dtype) -> np.ndarray:
         return np.broadcast_to(np.zeros((), dtype), local_device_count * size)  # no memory behind it
 
     buffers = {}
@@ -469,7 +457,7 @@ def _deal(layout: StackLayout, entries: Entries, minibatches: np.ndarray) -> Ent
 
 
 def get_all_reduce_interface(
-    peer_addresses: Any = None, minibatching_port: Any = None, host_id: Any = None, host_count: Any = None
+    peer_addresses: object = None, minibatching_port: object = None, host_id: object = None, host_count: object = None
 ) -> AllReduce:
     """The agreement of this library's processes; addresses and ports of the published one are not needed."""
     del peer_addresses, minibatching_port, host_id, host_count

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from rsembed.checks import PositiveInt, check_type, validated
 from rsembed.sparsecore.embedding_spec import EmbeddingSpecRecord, StackRecord, rows_in_stack
@@ -19,6 +19,7 @@ from rsembed.sparsecore.embedding_spec import get_row_ids_in_stacked_table as ge
 from rsembed.sparsecore.embedding_spec import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
 from rsembed.sparsecore.layout import (
     Nested,
+    RowIndex,
     StackLayout,
     check_is_array,
     check_places,
@@ -183,7 +184,7 @@ def prepare_feature_specs_for_training(
     check_places(read_stacks(feature_specs))
 
 
-def attach_placement(features: Any, plan: StackingPlan) -> None:
+def attach_placement(features: Nested[FeatureSpec], plan: StackingPlan) -> None:
     """Writes a plan into the specs, in place: the one function that changes a spec.
 
     Raises: ValueError: tables that the plan leaves where they are lie on another number of shards, or their stacks have
@@ -207,7 +208,10 @@ def attach_placement(features: Any, plan: StackingPlan) -> None:
 
 
 def _checked_sizes(
-    features: Any, global_device_count: int, num_sc_per_device: int | None, rotation: Any = None
+    features: Nested[FeatureSpec],
+    global_device_count: int,
+    num_sc_per_device: int | None,
+    rotation: int | None = None,
 ) -> tuple[int, int]:
     """Shards, and those by which each further table is rotated: one device unless somebody chose."""
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
@@ -234,8 +238,8 @@ def _memory_limit(given: int | None) -> int:
 
 
 def stack_and_shard_tables(
-    table_specs: Nested[TableSpec], tables: Any, num_shards: int, pad_value: float = np.nan
-) -> dict[str, Any]:
+    table_specs: Nested[TableSpec], tables: PyTree, num_shards: int, pad_value: float = np.nan
+) -> dict[str, PyTree]:
     """Logical tables to stacked arrays `[num_shards, rows per shard, columns]`, padding filled with `pad_value`.
 
     Args:
@@ -255,14 +259,12 @@ def stack_and_shard_tables(
         tables = {table.name: leaf for table, leaf in zip(specs, leaves, strict=True)}
     for name, layout in stacks_of(specs).items():
         cores_of(layout.tables, 1, num_shards)
-        for table in layout.tables:
-            _check_given(tables, table.name, "tables")
-        stack = functools.partial(_stacked, layout, pad_value)
-        result[name] = jax.tree.map(stack, *(tables[table.name] for table in layout.tables))
+        given = [_given(tables, table.name, "tables") for table in layout.tables]
+        result[name] = jax.tree.map(functools.partial(_stacked, layout, pad_value), *given)
     return result
 
 
-def _stacked(layout: StackLayout, pad_value: float, *given: Any) -> Any:
+def _stacked(layout: StackLayout, pad_value: float, *given: Array | np.ndarray) -> Array | np.ndarray:
     arrays = [array[:, None] if array.ndim == 1 else array for array in given]
     for table, array in zip(layout.tables, arrays, strict=True):
         if array.shape[0] != table.vocabulary_size:
@@ -277,7 +279,7 @@ def _stacked(layout: StackLayout, pad_value: float, *given: Any) -> Any:
     return flat.reshape(layout.num_shards, -1, columns)
 
 
-def _with_rows(shape: tuple[int, int], rows: Sequence[Any], tables: Sequence[Any], pad_value: float) -> Any:
+def _with_rows(shape: tuple[int, int], rows: Sequence[RowIndex], tables: Sequence[Any], pad_value: float) -> Any:
     """A flat stack with the tables in those rows, and `pad_value` in all other places."""
     xp = np if isinstance(tables[0], np.ndarray) else jnp
     widths = [((0, 0), (0, shape[1] - table.shape[1])) for table in tables]
@@ -291,34 +293,32 @@ def _with_rows(shape: tuple[int, int], rows: Sequence[Any], tables: Sequence[Any
 
 @validated
 def unshard_and_unstack_tables(
-    table_specs: Nested[TableSpec], stacked_tables: Mapping[str, Any], num_shards: int
-) -> Any:
+    table_specs: Nested[TableSpec], stacked_tables: Mapping[str, PyTree], num_shards: int
+) -> PyTree:
     """The inverse of `stack_and_shard_tables`, padding removed, in a tree like `table_specs`.
 
     Flat arrays `[shards * rows, columns]` work too.
 
     Raises: ValueError: the tables were placed for another number of shards, or an array has another number of rows.
     """
-    result: dict[str, Any] = {}
+    result: dict[str, PyTree] = {}
     specs = [with_place(table, num_shards) for table in jax.tree.leaves(table_specs)]
     for name, layout in stacks_of(specs, must_be_whole=False).items():
         cores_of(layout.tables, 1, num_shards)
-        _check_given(stacked_tables, name, "stacked_tables")
-        shards = num_shards, layout.rows_per_shard
-        for leaf in jax.tree.leaves(stacked_tables[name]):
+        stacked, shards = _given(stacked_tables, name, "stacked_tables"), (num_shards, layout.rows_per_shard)
+        for leaf in jax.tree.leaves(stacked):
             if leaf.shape[:-1] not in (shards, (layout.spec.stack_vocab_size,)):
                 raise ValueError(
                     f"stack {name!r}: got shape {leaf.shape}, but its tables were placed in "
                     f"{layout.spec.stack_vocab_size} rows on {num_shards} shards."
                 )
-        flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), stacked_tables[name])
-        result |= unstacked(layout, flat)
+        result |= unstacked(layout, jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), stacked))
     return jax.tree.unflatten(jax.tree.structure(table_specs), [result[table.name] for table in specs])
 
 
 @validated
 def stack_and_shard_feature_tables(
-    feature_tables: Mapping[str, Any], embedding_specs: EmbeddingSpecRecord, delete_input: bool = False
+    feature_tables: Mapping[str, Array | np.ndarray], embedding_specs: EmbeddingSpecRecord, delete_input: bool = False
 ) -> dict[str, Array]:
     """Logical tables to flat stacked arrays `[shards * rows, columns]` as a record tells, padding filled with zeros.
 
@@ -333,8 +333,8 @@ def stack_and_shard_feature_tables(
     Raises: ValueError: a table is missing, or has another shape than it was recorded with.
     """
     for record in (table for stack in embedding_specs.stacked_table_specs for table in stack.table_specs):
-        _check_given(feature_tables, record.table_name, "feature_tables")  # all, before one is freed
-        found, shape = np.shape(feature_tables[record.table_name]), (record.vocab_size, record.embedding_dim)
+        found = np.shape(_given(feature_tables, record.table_name, "feature_tables"))  # all, before one is freed
+        shape = (record.vocab_size, record.embedding_dim)
         if (found if len(found) > 1 else (*found, 1)) != shape:
             raise ValueError(f"table {record.table_name!r}: got shape {found}, but it was recorded as {shape}.")
     result = {}
@@ -365,8 +365,8 @@ def unstack_and_unshard_stacked_tables(
     """
     result: dict[str, Array] = {}
     for stack in embedding_specs.stacked_table_specs:  # all, before one is freed
-        _check_given(stacked_tables, stack.stack_name, "stacked_tables")
-        shape, given = (stack.stack_vocab_size, stack.stack_embedding_dim), stacked_tables[stack.stack_name]
+        given = _given(stacked_tables, stack.stack_name, "stacked_tables")
+        shape = (stack.stack_vocab_size, stack.stack_embedding_dim)
         if math.prod(given.shape) != math.prod(shape) or given.shape[-1] != shape[-1]:
             raise ValueError(f"stack {stack.stack_name!r}: got shape {given.shape}, but it was recorded as {shape}.")
     for stack in embedding_specs.stacked_table_specs:
@@ -409,19 +409,16 @@ def compute_table_to_setting_in_stack(
 
     Raises: ValueError: the rows of a table are missing.
     """
-    for name in table_names:
-        _check_given(table_to_padded_vocab_size, name, "table_to_padded_vocab_size")
-    rows, num_shards = (
-        [table_to_padded_vocab_size[name] for name in table_names],
-        global_device_count * num_sc_per_device,
-    )
+    rows = [_given(table_to_padded_vocab_size, name, "table_to_padded_vocab_size") for name in table_names]
+    num_shards = global_device_count * num_sc_per_device
     settings = settings_in_stack(stack_name, rows, padded_embedding_dim, num_shards=num_shards, rotation=rotation)
     return dict(zip(table_names, settings, strict=True))
 
 
-def _check_given(given: Mapping[str, Any], name: str, what: str) -> None:
+def _given(given: Mapping[str, PyTree], name: str, what: str) -> PyTree:
     if name not in given:
         raise ValueError(f"{what} have no {name!r}, only {sorted(given)}.")
+    return given[name]
 
 
 def stacking_plan(feature_specs: Nested[FeatureSpec]) -> StackingPlan:

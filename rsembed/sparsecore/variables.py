@@ -13,13 +13,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int, Num, PRNGKeyArray, PyTree
+from jax.tree_util import KeyPath
+from jaxtyping import Array, Num, PRNGKeyArray, PyTree
 
 from rsembed.bags import is_traced
 from rsembed.checks import check_type
@@ -28,7 +28,16 @@ from rsembed.collection.dense_rows import DenseRows
 from rsembed.collection.devices import Devices
 from rsembed.collection.rows import Rows
 from rsembed.optimizers import Hyperparameters, OptimizerSpec, SGDOptimizerSpec, Slots
-from rsembed.sparsecore.layout import Nested, StackLayout, cores_of, placed_stack, stacks_of
+from rsembed.sparsecore.layout import (
+    ArrayLike,
+    Nested,
+    RowIndex,
+    Scalar,
+    StackLayout,
+    cores_of,
+    placed_stack,
+    stacks_of,
+)
 from rsembed.specs import FeatureSpec, TableSpec, tables_of
 from rsembed.storage.protocol import on_host
 
@@ -58,10 +67,10 @@ class BoundedRowRule(OptimizerSpec):
     def moves_all_rows(self) -> bool:
         return self.inner.moves_all_rows
 
-    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
+    def get_hyperparameters(self, step: Scalar | None = None) -> Hyperparameters:
         return self.inner.get_hyperparameters(step)
 
-    def slot_initial_values(self) -> tuple[Any, ...]:
+    def slot_initial_values(self) -> tuple[PyTree, ...]:
         return self.inner.slot_initial_values()
 
     def init_slots(self, rows: Array) -> Slots:
@@ -71,7 +80,7 @@ class BoundedRowRule(OptimizerSpec):
             for slot in self.inner.init_slots(rows[:, :end])
         )
 
-    def pack_slots(self, slots: Slots) -> Any:
+    def pack_slots(self, slots: Slots) -> PyTree:
         return self.inner.pack_slots(slots)
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
@@ -141,9 +150,6 @@ def stack_rows(layout: StackLayout, devices: Devices, rule: OptimizerSpec, *, ca
     return AskedRows(devices, table, storage, capacity=capacity)
 
 
-ArrayLike = jax.Array | np.ndarray
-
-
 class EmbeddingVariables(NamedTuple):
     """One physical table and its optimizer state: a pair of arrays (or of whatever a tree like them holds).
 
@@ -152,8 +158,8 @@ class EmbeddingVariables(NamedTuple):
       slot: named tuple of arrays with the same rows, as the optimizer names them.
     """
 
-    table: Any
-    slot: Any
+    table: PyTree
+    slot: PyTree
 
     def slots(self) -> Slots:
         """The slots as a plain tuple, as kernels take them."""
@@ -204,11 +210,11 @@ def check_variables(variables: EmbeddingVariables, layout: StackLayout, *, rule:
         _check_slots(variables.slot, rule, shape, where=f"stack {layout.name!r}")
 
 
-def _check_slots(slot: Any, rule: OptimizerSpec, shape: tuple[int, int], *, where: str) -> None:
+def _check_slots(slot: PyTree, rule: OptimizerSpec, shape: tuple[int, int], *, where: str) -> None:
     rows = jax.ShapeDtypeStruct(shape, jnp.float32)
     expected = jax.eval_shape(lambda rows: rule.pack_slots(rule.init_slots(rows)), rows)
     found, wanted = ([leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (slot, expected))
-    structure: Any = jax.tree.structure(expected)
+    structure: jax.tree_util.PyTreeDef = jax.tree.structure(expected)
     is_named = type(slot) is not tuple  # a plain tuple tells nothing but its length
     if found != wanted or (is_named and structure != jax.tree.structure(slot)):
         raise ValueError(
@@ -241,10 +247,10 @@ def logical_variables(tree: PyTree, feature_specs: Nested[FeatureSpec]) -> dict[
     return {name: own for stack, layout in stacks.items() for name, own in unstacked(layout, found[stack]).items()}
 
 
-def unstacked(layout: StackLayout, stacked: PyTree) -> dict[str, Any]:
+def unstacked(layout: StackLayout, stacked: PyTree) -> dict[str, PyTree]:
     """The tables of a stack by name, in the order of ids and without padding, out of a tree of flat arrays."""
 
-    def logical_rows(table: TableSpec, rows: Any, array: Any) -> Any:
+    def logical_rows(table: TableSpec, rows: RowIndex, array: ArrayLike) -> ArrayLike:
         is_full_width = array.ndim == 2 and array.shape[1] == layout.spec.stack_embedding_dim
         return array[rows][:, : table.embedding_dim] if is_full_width else array[rows]
 
@@ -254,7 +260,7 @@ def unstacked(layout: StackLayout, stacked: PyTree) -> dict[str, Any]:
     }
 
 
-def with_logical_tables(tree: PyTree, feature_specs: Nested[FeatureSpec], tables: Mapping[str, PyTree]) -> Any:
+def with_logical_tables(tree: PyTree, feature_specs: Nested[FeatureSpec], tables: Mapping[str, PyTree]) -> PyTree:
     """A copy of `tree` in which some tables have new values; everything else, padding included, is as before.
 
     Args:
@@ -277,13 +283,15 @@ def with_logical_tables(tree: PyTree, feature_specs: Nested[FeatureSpec], tables
         stack = placed_stack(specs[name]).stack_name
         found[stack] = _with_table(stacks[stack], specs[name], found[stack], given)
 
-    def replaced(path: Any, value: Any) -> Any:
+    def replaced(path: KeyPath, value: PyTree) -> PyTree:
         return found.get(_last_name(path), value) if isinstance(value, EmbeddingVariables) else value
 
     return jax.tree_util.tree_map_with_path(replaced, tree, is_leaf=_is_variables)
 
 
-def _with_table(layout: StackLayout, table: TableSpec, stacked: EmbeddingVariables, given: Any) -> EmbeddingVariables:
+def _with_table(
+    layout: StackLayout, table: TableSpec, stacked: EmbeddingVariables, given: PyTree
+) -> EmbeddingVariables:
     where, shape = f"table {table.name!r}", (table.vocabulary_size, table.embedding_dim)
     old, structure = jax.tree.flatten(stacked)
     new = jax.tree.leaves(given) if isinstance(given, EmbeddingVariables) else [given]
@@ -301,7 +309,7 @@ def _with_table(layout: StackLayout, table: TableSpec, stacked: EmbeddingVariabl
     return jax.tree.unflatten(structure, old)
 
 
-def _set_rows(array: Array, rows: slice | Int[np.ndarray, " vocab"], values: Array) -> Array:
+def _set_rows(array: Array, rows: RowIndex, values: Array) -> Array:
     if not is_traced((array, values)):  # through the host, as they may come from another mesh
         values = jnp.asarray(on_host(values))
     columns = tuple(slice(size) for size in values.shape[1:])
@@ -309,12 +317,12 @@ def _set_rows(array: Array, rows: slice | Int[np.ndarray, " vocab"], values: Arr
     return jax.device_put(changed, array.sharding) if isinstance(array, jax.Array) else changed
 
 
-def _is_variables(value: Any) -> bool:
+def _is_variables(value: object) -> bool:
     return isinstance(value, EmbeddingVariables)
 
 
-def _last_name(path: Any) -> Any:
-    return getattr(path[-1], "key", None) if path else None
+def _last_name(path: KeyPath) -> str:
+    return getattr(path[-1], "key", "") if path else ""
 
 
 def _stacks_in(tree: PyTree, wanted: Mapping[str, StackLayout]) -> dict[str, EmbeddingVariables]:

@@ -278,7 +278,7 @@ BAD = {
     ),
     "a seed for Rngs": (lambda: layer(rngs=0), TypeError, "rngs", "nnx.Rngs(0)", "int"),
     "no Rngs": (lambda: layer(rngs=None), ValueError, "needs rngs", "nnx.Rngs(0)"),
-    "an unknown axis": (lambda: layer(sharding_axis="y"), ValueError, "'y'", "not in the mesh"),
+    "an unknown axis": (lambda: layer(sharding_axis="y"), ValueError, "'y'", "axes of the mesh"),
     "two axes of no mesh": (lambda: layer(sharding_axis=("x", "y"), mesh=None), ValueError, "('x', 'y') needs a mesh"),
     # Lookup and update
     "no stack of this name": (lambda: look_up(tables={}), ValueError, "no stack 'word'", "feature_specs"),

@@ -4,9 +4,10 @@ import itertools
 
 import numpy as np
 
-from rsembed import FeatureSpec, TableSpec
+from rsembed import FeatureSpec, SGDOptimizerSpec, TableSpec
 from rsembed.fdo import EXACT, LimitsPolicy, SparseDenseMatmulInputStats, TableDrops, limits_from_statistics, report
 from rsembed.sparsecore import embedding
+from rsembed.specs import StackedTableSpec
 
 
 def stats(max_ids, max_unique=(1, 1), required=(8, 8)):
@@ -36,6 +37,7 @@ def test_the_default_policy_leaves_room_in_steps_and_never_shrinks():
     assert planned(stats([3, 4], [1, 2], [16, 24])) == (256, 256, 2 * 32)
     small = {"max_ids_per_partition": 5, "max_unique_ids_per_partition": 5}
     assert planned(stats([3, 4], [1, 2], [8, 8]), **small) == (8, 8, 2 * 16)
+    assert planned(stats([3, 4]), suggested_coo_buffer_size_per_device=96) == (256, 256, 96)  # 48 for each core
     assert planned(stats([20, 4], [9, 2], [40, 8]), policy=LimitsPolicy(bucket=2.0), **small)[:2] == (32, 16)
     exact_room = LimitsPolicy(headroom_fraction=0.25, bucket=None)
     assert planned(stats([20, 4], [9, 2], [40, 8]), policy=exact_room, **small)[:2] == (25, 12)
@@ -53,6 +55,8 @@ def test_buffers_never_exceed_what_the_limits_can_fill():
 def test_what_has_no_statistics_keeps_its_settings():
     nothing = SparseDenseMatmulInputStats()
     assert planned(nothing, max_ids_per_partition=7) == (7, 256, None)
+    by_hand = StackedTableSpec("t", 64, 8, SGDOptimizerSpec(), "sum", 8)  # for no number of shards
+    assert limits_from_statistics([by_hand], stats([3, 4]), 2, policy=EXACT)["t"] == (4, 1, 16)
     only_ids = SparseDenseMatmulInputStats(max_ids_per_partition={"t": [300], "other": [9]})
     assert planned(only_ids) == (384, 256, None)
 

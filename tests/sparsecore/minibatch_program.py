@@ -3,10 +3,11 @@
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rsembed.sparsecore import embedding, embedding_spec
+from tests.sparsecore import small_world
 
 ROWS, DIM, BATCH, IDS = 64, 8, 32, 6
 TIGHT = {"max_ids_per_partition": 24, "max_unique_ids_per_partition": 6}
@@ -14,18 +15,10 @@ TIGHT = {"max_ids_per_partition": 24, "max_unique_ids_per_partition": 6}
 
 
 def specs_for(devices, cores=1, **limits):
-    table = embedding_spec.TableSpec(
-        name="words",
-        vocabulary_size=ROWS,
-        embedding_dim=DIM,
-        initializer=jax.nn.initializers.normal(),
-        combiner="mean",
-        optimizer=embedding_spec.AdagradMomentumOptimizerSpec(0.5),
-        **limits,
-    )
-    specs = {"history": embedding_spec.FeatureSpec(name="history", table_spec=table, output_shape=(BATCH, DIM))}
-    embedding.prepare_feature_specs_for_training(specs, devices, cores)
-    return specs
+    fields = {"initializer": jax.nn.initializers.normal(), "combiner": "mean"} | limits
+    rule = embedding_spec.AdagradMomentumOptimizerSpec(0.5)
+    specs = small_world.feature_specs({"words": ROWS}, {"history": ("words", BATCH)}, optimizer=rule, **fields)
+    return small_world.place(specs, devices, cores)
 
 
 def make_ids():
@@ -37,13 +30,12 @@ def make_ids():
 
 def run_step(devices, limits=None, **options):
     """Minibatches, activations and the updated table, on the first devices of all processes."""
-    mesh = Mesh(np.asarray(jax.devices()[:devices]), ("x",))
+    mesh = small_world.mesh_of(devices)
     specs = specs_for(devices, **(limits or {}))
     share = BATCH // jax.process_count()
     ids = make_ids()[jax.process_index() * share :][:share]
-    local = mesh.local_mesh.size
-    processed, statistics = embedding.preprocess_sparse_dense_matmul_input(
-        {"history": ids}, None, specs, local, devices, num_sc_per_device=1, **options
+    processed, statistics = small_world.preprocess(
+        specs, {"history": ids}, devices=devices, local=mesh.local_mesh.size, **options
     )
     enable = options.get("enable_minibatching", False)
 
@@ -55,9 +47,7 @@ def run_step(devices, limits=None, **options):
 
     sharding = NamedSharding(mesh, P("x"))
     on_mesh = jax.tree.map(lambda array: jax.make_array_from_process_local_data(sharding, array), processed)
-    variables = embedding.init_embedding_variables(
-        jax.random.key(0), embedding.get_table_specs(specs), NamedSharding(mesh, P("x", None)), 1
-    )
+    variables = small_world.init(specs, devices)
     run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
     gathered = multihost_utils.process_allgather(run(on_mesh, variables), tiled=True)
     return [np.asarray(array) for array in gathered], statistics

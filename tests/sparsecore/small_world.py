@@ -1,7 +1,10 @@
-"""Two small tables, three features, and what dense numpy loops make of a batch."""
+"""Specs and batches in few words; two small tables, three features, and what dense numpy loops make of a batch."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking
 from tests.oracles import stepped_table
@@ -14,21 +17,50 @@ VALUE_TOLERANCE = 2e-5
 """Sums of a few dozen float32 products."""
 
 
-def placed_specs(devices, cores, *, is_stacked=True, rotation=1, **fields):
-    """Specs of both tables for that many devices and cores."""
-    fields = {"optimizer": embedding_spec.AdagradOptimizerSpec(0.5), "max_ids_per_partition": 512} | fields
+def feature_specs(tables, features, **fields):
+    """Features `{name: (table, batch)}` of tables `{name: rows}` or `{name: {field: value}}`, not placed yet."""
+    tables = {name: own if isinstance(own, dict) else {"vocabulary_size": own} for name, own in tables.items()}
     tables = {
-        name: embedding_spec.TableSpec(name=name, vocabulary_size=rows, embedding_dim=DIM, **fields)
-        for name, rows in TABLES.items()
+        name: embedding_spec.TableSpec(name=name, **{"embedding_dim": 8} | fields | own) for name, own in tables.items()
     }
-    specs = {
-        name: embedding_spec.FeatureSpec(name=name, table_spec=tables[table], output_shape=(batch, DIM))
-        for name, (table, batch) in FEATURES.items()
+    return {
+        name: embedding_spec.FeatureSpec(
+            name=name, table_spec=tables[table], output_shape=(batch, tables[table].embedding_dim)
+        )
+        for name, (table, batch) in features.items()
     }
-    if is_stacked:
+
+
+def place(specs, devices=1, cores=1, rotation=None):
+    """The specs with a place; a rotation stacks what can share a table."""
+    if rotation is not None:
         table_stacking.auto_stack_tables(specs, devices, cores, rotation)
     embedding.prepare_feature_specs_for_training(specs, devices, cores)
     return specs
+
+
+def preprocess(specs, ids, weights=None, devices=1, cores=None, local=None, **options):
+    """The batch and its statistics; None takes the cores of the specs, and all devices for local ones."""
+    return embedding.preprocess_sparse_dense_matmul_input(
+        ids, weights, specs, local or devices, devices, num_sc_per_device=cores, **options
+    )
+
+
+def mesh_of(devices, axis="x"):
+    return Mesh(np.asarray(jax.devices()[:devices]), (axis,))
+
+
+def init(specs, devices=1, cores=None, key=None):
+    """Initial variables of all tables of the specs."""
+    key, sharding = jax.random.key(0) if key is None else key, NamedSharding(mesh_of(devices), P("x", None))
+    return embedding.init_embedding_variables(key, embedding.get_table_specs(specs), sharding, cores)
+
+
+def placed_specs(devices, cores, *, is_stacked=True, rotation=1, **fields):
+    """Specs of both tables for that many devices and cores."""
+    fields = {"embedding_dim": DIM, "optimizer": embedding_spec.AdagradOptimizerSpec(0.5)} | fields
+    specs = feature_specs(TABLES, FEATURES, **{"max_ids_per_partition": 512} | fields)
+    return place(specs, devices, cores, rotation if is_stacked else None)
 
 
 def draw_tables(seed=0):

@@ -8,8 +8,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx, serialization
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from rsembed import from_optax
 from rsembed.fdo import limits_from_statistics
@@ -21,6 +19,8 @@ from rsembed.sparsecore import (
 )
 from rsembed.sparsecore.linen import embed as linen_embed
 from rsembed.sparsecore.nnx import embed as nnx_embed
+from tests.sparsecore import small_world
+from tests.sparsecore.small_world import init, mesh_of
 
 ROWS, DIM, BATCH = 64, 8, 32
 IDS = np.arange(BATCH * 2).reshape(BATCH, 2) % ROWS
@@ -28,36 +28,17 @@ IDS = np.arange(BATCH * 2).reshape(BATCH, 2) % ROWS
 
 def specs_of(*features, **fields):
     """Features `(name, table, batch)` of new tables of 64 rows."""
-    fields = {"vocabulary_size": ROWS, "embedding_dim": DIM, "max_ids_per_partition": 64} | fields
-    tables = {table: embedding_spec.TableSpec(name=table, **fields) for _, table, _ in features}
-    return [
-        embedding_spec.FeatureSpec(name=name, table_spec=tables[table], output_shape=(batch, DIM))
-        for name, table, batch in features
-    ]
+    tables, readers = {table: ROWS for _, table, _ in features}, {name: (table, n) for name, table, n in features}
+    return list(small_world.feature_specs(tables, readers, max_ids_per_partition=64, **fields).values())
 
 
 def placed(devices, cores, *features, rotation=None, **fields):
-    specs = specs_of(*(features or (("f", "t", BATCH),)), **fields)
-    if rotation is not None:
-        table_stacking.auto_stack_tables(specs, devices, cores, rotation)
-    embedding.prepare_feature_specs_for_training(specs, devices, cores)
-    return specs
+    return small_world.place(specs_of(*(features or (("f", "t", BATCH),)), **fields), devices, cores, rotation)
 
 
-def one_device():
-    return Mesh(np.asarray(jax.devices()[:1]), ("x",))
-
-
-def init(specs, mesh=None, cores=None):
-    sharding = NamedSharding(mesh or one_device(), P("x", None))
-    return embedding.init_embedding_variables(jax.random.key(0), embedding.get_table_specs(specs), sharding, cores)
-
-
-def preprocess(specs, ids=None, devices=1, cores=None, **options):
+def preprocess(specs, ids=None, **options):
     ids = [IDS[: spec.num_samples] for spec in specs] if ids is None else ids
-    return embedding.preprocess_sparse_dense_matmul_input(
-        ids, None, specs, devices, devices, num_sc_per_device=cores, **options
-    )[0]
+    return small_world.preprocess(specs, ids, **options)[0]
 
 
 def look_up(specs, inputs, variables):
@@ -85,13 +66,13 @@ def test_whoever_names_no_number_of_cores_gets_the_placed_one():
     wanted = np.broadcast_to(IDS.sum(axis=1)[:, None], (BATCH, DIM))
     np.testing.assert_array_equal(look_up(specs, preprocess(specs), variables)[0], wanted)
     np.testing.assert_array_equal(embedding.logical_tables(variables, specs)["t"][:, 0], np.arange(ROWS))
-    forward = embedding_pipelining_utils.get_default_sc_fwd_function(specs, one_device())
+    forward = embedding_pipelining_utils.get_default_sc_fwd_function(specs, mesh_of(1))
     np.testing.assert_array_equal(jax.jit(forward)(preprocess(specs), variables)[0][0], wanted)
-    linen = linen_embed.SparseCoreEmbed(specs, "x", one_device())
+    linen = linen_embed.SparseCoreEmbed(specs, "x", mesh_of(1))
     inputs, _ = linen.prepare_batch([IDS])
     found = jax.jit(lambda key, inputs: linen.apply(linen.init(key, inputs), inputs))(jax.random.key(0), inputs)
     np.testing.assert_array_equal(found[0], wanted)
-    layer = nnx_embed.SparseCoreEmbed(specs, "x", one_device(), nnx.Rngs(0))
+    layer = nnx_embed.SparseCoreEmbed(specs, "x", mesh_of(1), nnx.Rngs(0))
     np.testing.assert_array_equal(nnx.jit(layer)(layer.prepare_batch([IDS])[0])[0], wanted)
 
 
@@ -140,15 +121,15 @@ OTHER_COUNTS = {
     ),
     "activations": lambda specs: embedding.unstack_embedding_activations({"t": jnp.ones((BATCH, DIM))}, specs, 1, 8),
     "gradients": lambda specs: embedding.stack_embedding_gradients([jnp.ones((BATCH, DIM))], specs, 8, 1),
-    "linen": lambda specs: linen_embed.SparseCoreEmbed(specs, "x", one_device(), num_sc_per_device=8).init(
+    "linen": lambda specs: linen_embed.SparseCoreEmbed(specs, "x", mesh_of(1), num_sc_per_device=8).init(
         jax.random.key(0), preprocess(specs)
     ),
-    "linen input": lambda specs: linen_embed.SparseCoreEmbed(
-        specs, "x", one_device(), num_sc_per_device=8
-    ).prepare_batch([IDS]),
-    "nnx": lambda specs: nnx_embed.SparseCoreEmbed(specs, "x", one_device(), nnx.Rngs(0), num_sc_per_device=8),
-    "a larger mesh": lambda specs: init(specs, Mesh(np.asarray(jax.devices()), ("x",)), cores=4),
-    "more devices than shards": lambda specs: init(specs, Mesh(np.asarray(jax.devices()), ("x",))),
+    "linen input": lambda specs: linen_embed.SparseCoreEmbed(specs, "x", mesh_of(1), num_sc_per_device=8).prepare_batch(
+        [IDS]
+    ),
+    "nnx": lambda specs: nnx_embed.SparseCoreEmbed(specs, "x", mesh_of(1), nnx.Rngs(0), num_sc_per_device=8),
+    "a larger mesh": lambda specs: init(specs, 8, 4),
+    "more devices than shards": lambda specs: init(specs, 8),
 }
 
 
@@ -161,8 +142,7 @@ def test_another_number_of_shards_than_the_placed_one_is_refused(name):
 def test_limits_from_statistics_of_other_cores_are_told(caplog):
     """The published call takes them, so they are no error; a buffer that is too small is one."""
     specs = placed(1, 4)
-    _, statistics = embedding.preprocess_sparse_dense_matmul_input([IDS], None, specs, 1, 1)
-    _, others = embedding.preprocess_sparse_dense_matmul_input([IDS], None, placed(1, 8), 1, 1)
+    statistics, others = (small_world.preprocess(own, [IDS])[1] for own in (specs, placed(1, 8)))
     stacks = list(embedding.get_stacked_table_specs(specs).values())
     limits_from_statistics(stacks, statistics, 4)
     assert not caplog.messages
@@ -184,7 +164,7 @@ def in_another_order():
 
 OTHER_LAYOUTS = {
     "rotation": lambda: placed(1, 4, ("f", "t", 8), ("g", "u", 16), rotation=1),
-    "first_row_in_shard": in_another_order,
+    "row_offset_in_shard": in_another_order,
     "samples": lambda: placed(1, 4, ("f", "t", 16), ("g", "u", 8), rotation=0),
 }
 
@@ -284,7 +264,7 @@ def test_a_table_of_another_record_has_no_row_numbers():
 
 def test_variables_go_on_through_flax_serialization():
     specs = placed(1, 4, optimizer=embedding_spec.AdagradOptimizerSpec())
-    layer = linen_embed.SparseCoreEmbed(specs, "x", one_device())
+    layer = linen_embed.SparseCoreEmbed(specs, "x", mesh_of(1))
     inputs, _ = layer.prepare_batch([IDS])
     params = jax.jit(layer.init)(jax.random.key(0), inputs)
     restored, apply = serialization.from_bytes(params, serialization.to_bytes(params)), jax.jit(layer.apply)

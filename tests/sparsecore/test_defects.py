@@ -39,20 +39,15 @@ import pytest
 from rsembed import Bags
 from rsembed.sparsecore import embedding, embedding_spec, partitioner, table_stacking
 from tests.sparsecore import minibatch_program as program
+from tests.sparsecore.small_world import feature_specs, place, preprocess
 
 
-def preprocess(specs, ids, weights=None, **options):
-    return embedding.preprocess_sparse_dense_matmul_input(ids, weights, specs, 1, 1, num_sc_per_device=1, **options)
-
-
-def spec_for(batch=8, name="words", **fields):
-    fields = {"vocabulary_size": 32, "embedding_dim": 8} | fields
-    table = embedding_spec.TableSpec(name=name, **fields)
-    return embedding_spec.FeatureSpec(name=f"of_{name}", table_spec=table, output_shape=(batch, 8))
+def spec_for(name="words", batch=8, **fields):
+    return feature_specs({name: 32}, {f"of_{name}": (name, batch)}, **fields)[f"of_{name}"]
 
 
 def prepared(*features):
-    embedding.prepare_feature_specs_for_training(features, 1, 1)
+    place(features)
     return features[0] if len(features) == 1 else features
 
 
@@ -99,7 +94,7 @@ def test_specs_as_static_arguments_follow_new_limits():
 
 def test_drops_are_told_once_with_table_limit_and_number(caplog, monkeypatch):
     monkeypatch.setattr(partitioner, "_told", set())
-    specs = [spec_for(8, "left"), spec_for(8, "right")]
+    specs = [spec_for("left"), spec_for("right")]
     limits = {"stack_to_max_ids_per_partition": lambda *_: 12, "stack_to_max_unique_ids_per_partition": lambda *_: 10}
     for spec in specs:
         spec.table_spec.max_ids_per_partition = spec.table_spec.max_unique_ids_per_partition = 1
@@ -128,7 +123,7 @@ def test_drops_are_told_once_with_table_limit_and_number(caplog, monkeypatch):
 @pytest.mark.parametrize("is_auto", [False, True])
 def test_suggested_buffer_sizes_survive_stacking(is_auto):
     def stacked(*sizes):
-        specs = [spec_for(name=f"t{k}", suggested_coo_buffer_size_per_device=size) for k, size in enumerate(sizes)]
+        specs = [spec_for(f"t{k}", suggested_coo_buffer_size_per_device=size) for k, size in enumerate(sizes)]
         if is_auto:
             table_stacking.auto_stack_tables(specs, 1, 1)
         else:
@@ -196,14 +191,14 @@ def test_jagged_forms_equal_lists(is_weighted):
 
 
 def test_padding_in_bags_is_no_id():
-    spec = prepared(spec_for(2, combiner="mean"))
+    spec = prepared(spec_for(batch=2, combiner="mean"))
     got, _ = preprocess(spec, Bags.from_dense(np.asarray([[3, -1, 5], [-1, -1, -1]])))
     wanted, _ = preprocess(spec, [[3, 5], []])
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
 def test_one_feature_may_go_without_weights():
-    specs = prepared(spec_for(name="a"), spec_for(name="b"))
+    specs = prepared(spec_for("a"), spec_for("b"))
     ids = np.arange(8)[:, None]
     got, _ = preprocess(specs, (ids, ids), (None, np.full((8, 1), 2.0)))
     assert got.lhs_gains["a"][:8].tolist() == [1] * 8 and got.lhs_gains["b"][:8].tolist() == [2] * 8

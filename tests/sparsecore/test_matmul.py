@@ -18,9 +18,7 @@ def drawn(devices, cores, *, highest=None, **fields):
     ids, gradients = small_world.draw_batch()
     if highest is not None:
         ids = {name: rows % highest for name, rows in ids.items()}
-    processed, _ = embedding.preprocess_sparse_dense_matmul_input(
-        ids, None, specs, devices, devices, num_sc_per_device=cores
-    )
+    processed, _ = small_world.preprocess(specs, ids, devices=devices)
     variables = variables_of(specs, {"devices": devices, "cores": cores}, small_world.draw_tables())
     return specs, variables, processed, gradients
 
@@ -117,20 +115,12 @@ def test_row_limits_leave_padding_and_untouched_rows_alone():
 
 
 def test_whole_row_rules_refuse_stacks_of_different_dims():
-    tables = [
-        embedding_spec.TableSpec(
-            name=name, vocabulary_size=8, embedding_dim=dim, optimizer=embedding_spec.RowWiseAdagradOptimizerSpec(0.5)
-        )
-        for name, dim in (("narrow", 4), ("wide", 12))
-    ]
-    specs = [
-        embedding_spec.FeatureSpec(name=f"of_{table.name}", table_spec=table, input_shape=(4, 1)) for table in tables
-    ]
+    rule = embedding_spec.RowWiseAdagradOptimizerSpec(0.5)
+    tables = {name: {"vocabulary_size": 8, "embedding_dim": dim} for name, dim in (("narrow", 4), ("wide", 12))}
+    specs = small_world.feature_specs(tables, {"a": ("narrow", 4), "b": ("wide", 4)}, optimizer=rule)
     table_stacking.stack_tables(specs, ["narrow", "wide"], 1, 1)
-    processed, _ = embedding.preprocess_sparse_dense_matmul_input(
-        [np.zeros((4, 1), int)] * 2, None, specs, 1, 1, num_sc_per_device=1
-    )
-    gradients = [np.ones((4, 4), np.float32), np.ones((4, 12), np.float32)]
+    processed, _ = small_world.preprocess(specs, dict.fromkeys(specs, np.zeros((4, 1), int)))
+    gradients = {"a": np.ones((4, 4), np.float32), "b": np.ones((4, 12), np.float32)}
     table, slot = np.zeros((16, 16), np.float32), np.zeros((16, 1), np.float32)
     variables = {"narrow_wide": embedding.EmbeddingVariables(table, (slot,))}
     with pytest.raises(ValueError, match=r"'rowwise_adagrad' works on whole rows, .*'narrow': 4, 'wide': 12"):

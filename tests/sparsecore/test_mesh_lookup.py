@@ -95,9 +95,7 @@ def small_variables(inputs):
 
 def test_an_ambiguous_axis_must_be_named():
     specs = small_world.placed_specs(2, 1)
-    inputs, _ = embedding.preprocess_sparse_dense_matmul_input(
-        small_world.draw_batch()[0], None, specs, 2, 2, num_sc_per_device=1
-    )
+    inputs, _ = small_world.preprocess(specs, small_world.draw_batch()[0], devices=2)
     spec = jax.sharding.PartitionSpec("x")
 
     def look_up(inputs):

@@ -4,19 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from rsembed.sparsecore import embedding
 from rsembed.sparsecore.linen import embed
 from rsembed.sparsecore.preprocessing import bucket_of
 from tests.sparsecore import minibatch_program as program
+from tests.sparsecore import small_world
 
 
-def preprocess(specs, devices=1, cores=1, ids=None, local=None, **options):
-    ids = program.make_ids() if ids is None else ids
-    return embedding.preprocess_sparse_dense_matmul_input(
-        {"history": ids}, None, specs, local or devices, devices, num_sc_per_device=cores, **options
-    )
+def preprocess(specs, *, ids=None, **options):
+    return small_world.preprocess(specs, {"history": program.make_ids() if ids is None else ids}, **options)
 
 
 @pytest.mark.parametrize("num_shards", [1, 4, 6, 64])
@@ -46,7 +43,7 @@ def test_a_given_agreement_is_asked_twice_and_obeyed():
         return flags | True if len(flags) == 1 else cut_everywhere
 
     quiet = program.make_ids()[:16]
-    processed, _ = preprocess(specs, 4, ids=quiet, local=2, enable_minibatching=True, batch_number=5,
+    processed, _ = preprocess(specs, devices=4, ids=quiet, local=2, enable_minibatching=True, batch_number=5,
                               all_reduce_interface=agree)  # fmt: skip
     assert [(key, len(flags), flags.any()) for key, flags in asked] == [(10, 1, False), (11, 63, False)]
     assert processed.num_minibatches.tolist() == [64, 64]
@@ -54,8 +51,8 @@ def test_a_given_agreement_is_asked_twice_and_obeyed():
 
 def test_a_batch_within_its_limits_is_one_minibatch_with_absolute_pointers():
     specs = program.specs_for(1, 2)
-    processed, statistics = preprocess(specs, cores=2, enable_minibatching=True)
-    plain, _ = preprocess(specs, cores=2)
+    processed, statistics = preprocess(specs, enable_minibatching=True)
+    plain, _ = preprocess(specs)
     assert processed.num_minibatches.tolist() == [1]
     sizes = {field["words"].size for field in processed.sparse_dense_matmul_input[1:]}
     assert sizes == {64 * plain.lhs_gains["words"].size}
@@ -70,7 +67,7 @@ def test_a_batch_within_its_limits_is_one_minibatch_with_absolute_pointers():
 
 def test_blocks_hold_their_minibatch_in_the_published_order():
     specs = program.specs_for(1, 2, **program.TIGHT)
-    processed, _ = preprocess(specs, cores=2, enable_minibatching=True)
+    processed, _ = preprocess(specs, enable_minibatching=True)
     number = int(processed.num_minibatches[0])
     blocks = processed.lhs_row_pointers["words"].reshape(-1, 8)
     rows, samples = (processed.sparse_dense_matmul_input[k]["words"] for k in (1, 2))
@@ -123,7 +120,7 @@ def test_shapes_are_known_in_advance(has_leading_dimension, enable_minibatching)
     options = {"has_leading_dimension": has_leading_dimension, "enable_minibatching": enable_minibatching}
     limits = {"max_ids_per_partition": 200, "suggested_coo_buffer_size_per_device": 500}
     specs = program.specs_for(4, 2, **limits)
-    processed, _ = preprocess(specs, 4, 2, ids=program.make_ids()[:16], local=2, **options)
+    processed, _ = preprocess(specs, devices=4, ids=program.make_ids()[:16], local=2, **options)
     shapes = embedding.eval_preprocess_sparse_dense_matmul_input_shape(specs, 2, 4, num_sc_per_device=2, **options)
     jax.tree.map(lambda shape, array: np.testing.assert_equal((shape.shape, shape.dtype), (array.shape, array.dtype)),
                  shapes, processed)  # fmt: skip
@@ -136,7 +133,7 @@ def test_shapes_are_known_in_advance(has_leading_dimension, enable_minibatching)
 
 
 def test_the_layer_trains_the_same_with_minibatches():
-    mesh = Mesh(np.asarray(jax.devices()[:2]), ("x",))
+    mesh = small_world.mesh_of(2)
 
     def train(enable_minibatching, **limits):
         specs = program.specs_for(2, **limits)

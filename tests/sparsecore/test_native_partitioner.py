@@ -1,20 +1,20 @@
 """The native partitioner equals its definition bit by bit, whatever it is given and however many threads it uses."""
 
 import contextlib
+import dataclasses
 import os
 import threading
 import time
 from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsembed.fdo import SparseDenseMatmulInputStats
-from rsembed.sparsecore import embedding, embedding_spec, native_partitioner, partitioner, table_stacking
-from rsembed.sparsecore.host_features import read_features
-from rsembed.sparsecore.layout import stack_layouts
+from rsembed.sparsecore import native_partitioner, table_stacking
+from tests.sparsecore.small_world import feature_specs, place, preprocess
 
 _reason = native_partitioner.unavailable_because()
 if _reason is not None and os.environ.get("RSEMBED_REQUIRE_NATIVE") == "1":
@@ -38,81 +38,47 @@ def threads(number):
 
 
 def make_specs(devices, cores, tables, features, *, limits=(256, 256), suggested=None, rotation=None):
-    """Specs from `{table: (vocabulary, combiner)}` and `{feature: (table, batch)}`; a rotation stacks all tables."""
-    table_specs = {
-        name: embedding_spec.TableSpec(
-            name=name,
-            vocabulary_size=vocabulary,
-            embedding_dim=8,
-            combiner=combiner,
-            max_ids_per_partition=limits[0],
-            max_unique_ids_per_partition=limits[1],
-            suggested_coo_buffer_size_per_device=suggested,
-        )
-        for name, (vocabulary, combiner) in tables.items()
-    }
-    specs = {
-        name: embedding_spec.FeatureSpec(
-            name=name, table_spec=table_specs[table], input_shape=(batch, 1), output_shape=(batch, 8)
-        )
-        for name, (table, batch) in features.items()
-    }
+    """Specs of `{table: (vocabulary, combiner)}` and `{feature: (table, batch)}`; a rotation stacks all tables."""
+    specs = feature_specs(
+        {name: {"vocabulary_size": rows, "combiner": combiner} for name, (rows, combiner) in tables.items()},
+        features,
+        max_ids_per_partition=limits[0],
+        max_unique_ids_per_partition=limits[1],
+        suggested_coo_buffer_size_per_device=suggested,
+    )
     if rotation is not None:
-        used = dict.fromkeys(table for table, _ in features.values())
-        table_stacking.stack_tables(
-            specs,
-            list(used),
-            devices,
-            cores,
-            rotation,
-            stack_to_max_ids_per_partition=lambda *_: limits[0],
-            stack_to_max_unique_ids_per_partition=lambda *_: limits[1],
-        )
-    embedding.prepare_feature_specs_for_training(specs, devices, cores)
-    return specs
+        used, of_stack = dict.fromkeys(table for table, _ in features.values()), [lambda *_, n=n: n for n in limits]
+        table_stacking.stack_tables(specs, list(used), devices, cores, rotation, *of_stack)
+    return place(specs, devices, cores)
 
 
-def partition(module, specs, batch, weights, devices, cores, local_devices, drops):
+def partitioned(*given, **options):
     """Buffers and statistics, or the message of the error."""
-    layouts = stack_layouts(specs, num_devices=devices, num_cores=cores)
-    counts = {"local_device_count": local_devices, "global_device_count": devices}
-    by_name = {feature.spec.name: feature for feature in read_features(specs, batch, weights, **counts)}
-    readers = {name: [by_name[feature.name] for feature in layout.features] for name, layout in layouts.items()}
-    statistics = SparseDenseMatmulInputStats()
     try:
-        buffers = module.partition_stacks(partitioner.HostBatch(layouts, readers, local_devices, drops, statistics))
+        return preprocess(*given, **options)
     except ValueError as error:
         return str(error)
-    return buffers, statistics
 
 
 def assert_same(got, expected):
     if isinstance(expected, str) or isinstance(got, str):
         assert got == expected
         return
+
+    def check(mine, theirs):
+        mine, theirs = np.asarray(mine), np.asarray(theirs)
+        assert (mine.dtype, mine.shape, mine.tobytes()) == (theirs.dtype, theirs.shape, theirs.tobytes())
+
     (buffers, statistics), (expected_buffers, expected_statistics) = got, expected
-    assert list(buffers) == list(expected_buffers)
-    for name, stack in expected_buffers.items():
-        for field, array in stack._asdict().items():
-            mine = getattr(buffers[name], field)
-            assert mine.dtype == array.dtype and mine.shape == array.shape, field
-            np.testing.assert_array_equal(mine.view(np.int32), array.view(np.int32), err_msg=f"{name} {field}")
-    for field in ("max_ids_per_partition", "max_unique_ids_per_partition", "required_buffer_size_per_sc"):
-        mine, theirs = getattr(statistics, field), getattr(expected_statistics, field)
-        assert mine.keys() == theirs.keys()
-        for name, counts in theirs.items():
-            assert mine[name].dtype == counts.dtype
-            np.testing.assert_array_equal(mine[name], counts, err_msg=field)
-    assert statistics.id_drop_counters == expected_statistics.id_drop_counters
-    assert statistics.id_drops_by_table == expected_statistics.id_drops_by_table
+    jax.tree.map(check, buffers, expected_buffers)
+    jax.tree.map(check, dataclasses.asdict(statistics), dataclasses.asdict(expected_statistics))
 
 
-def assert_equals_definition(specs, batch, weights, devices, cores, *, local_devices=1, drops=False, num_threads=2):
-    given = specs, batch, weights, devices, cores, local_devices, drops
-    expected = partition(partitioner, *given)
+def assert_equals_definition(*given, num_threads=2, **options):
+    with mock.patch.object(native_partitioner, "unavailable_because", lambda: "its definition is asked"):
+        expected = partitioned(*given, **options)
     with threads(num_threads):
-        got = partition(native_partitioner, *given)
-    assert_same(got, expected)
+        assert_same(partitioned(*given, **options), expected)
 
 
 def draw_ids(generator, vocabulary, dtype, size):
@@ -147,6 +113,7 @@ def draw_weights(generator, leaf):
 
 @st.composite
 def problems(draw):
+    """What `make_specs` makes, forms and dtypes of the ids by feature, and how they are preprocessed."""
     devices, cores = draw(st.sampled_from(LAYOUTS))
     combiners = st.sampled_from(["sum", "mean", "sqrtn"])
     rotation = draw(st.none() | st.integers(0, 5))
@@ -160,64 +127,27 @@ def problems(draw):
         for k in range(draw(st.integers(1, 4)))
     }
     limit = st.sampled_from([1, 2, 5, 9, 256])
-    max_ids = draw(limit)
-    largest = -(-max_ids // 8) * 8 * cores * devices * cores
-    return {
-        "devices": devices,
-        "cores": cores,
-        "tables": tables,
-        "features": features,
-        "limits": (max_ids, draw(limit)),
-        "suggested": draw(st.none() | st.integers(1, largest)),
-        "rotation": rotation,
-        "local_devices": draw(st.sampled_from([devices, 1])),
-        "drops": draw(st.booleans()),
-        "kinds": {name: draw(st.sampled_from(["dense", "lists", "arrays"])) for name in features},
-        "dtypes": {name: draw(st.sampled_from(ID_DTYPES)) for name in features},
-        "has_weights": draw(st.booleans()),
-        "num_threads": draw(st.sampled_from([1, 2, 7])),
-        "seed": draw(st.integers(0, 2**32 - 1)),
-    }
+    limits = draw(limit), draw(limit)
+    suggested = draw(st.none() | st.integers(1, -(-limits[0] // 8) * 8 * cores * devices * cores))
+    made = (devices, cores, tables, features), {"limits": limits, "suggested": suggested, "rotation": rotation}
+    kinds = {name: draw(st.sampled_from(["dense", "lists", "arrays"])) for name in features}
+    dtypes = {name: draw(st.sampled_from(ID_DTYPES)) for name in features}
+    options = {"num_threads": draw(st.sampled_from([1, 2, 7])), "allow_id_dropping": draw(st.booleans())}
+    options["local"] = draw(st.sampled_from([devices, 1]))
+    return made, kinds, dtypes, options, draw(st.booleans()), draw(st.integers(0, 2**32 - 1))
 
 
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_equals_the_definition(problem):
-    devices, cores, features = problem["devices"], problem["cores"], problem["features"]
-    specs = make_specs(
-        devices,
-        cores,
-        problem["tables"],
-        features,
-        limits=problem["limits"],
-        suggested=problem["suggested"],
-        rotation=problem["rotation"],
-    )
-    generator = np.random.default_rng(problem["seed"])
-    local_devices = problem["local_devices"]
-    batch = {
-        name: draw_leaf(
-            generator,
-            problem["kinds"][name],
-            problem["tables"][table][0],
-            problem["dtypes"][name],
-            num_samples * local_devices // devices,
-        )
-        for name, (table, num_samples) in features.items()
-    }
-    weights = None
-    if problem["has_weights"]:
-        weights = {name: draw_weights(generator, leaf) for name, leaf in batch.items()}
-    assert_equals_definition(
-        specs,
-        batch,
-        weights,
-        devices,
-        cores,
-        local_devices=local_devices,
-        drops=problem["drops"],
-        num_threads=problem["num_threads"],
-    )
+    ((devices, cores, tables, features), layout), kinds, dtypes, options, is_weighted, seed = problem
+    specs = make_specs(devices, cores, tables, features, **layout)
+    generator, batch = np.random.default_rng(seed), {}
+    for name, (table, num_samples) in features.items():
+        num_samples = num_samples * options["local"] // devices
+        batch[name] = draw_leaf(generator, kinds[name], tables[table][0], dtypes[name], num_samples)
+    weights = {name: draw_weights(generator, leaf) for name, leaf in batch.items()} if is_weighted else None
+    assert_equals_definition(specs, batch, weights, devices, cores, **options)
 
 
 @pytest.mark.parametrize("num_threads", [1, 7])
@@ -260,9 +190,7 @@ def test_an_id_outside_its_table_is_named(bad, dtype):
     batch = {name: np.ones((8, 3), dtype) for name in specs}
     batch["g"][5, 1] = bad
     with pytest.raises(ValueError, match=rf"feature 'g': id {bad} in sample 5 is outside table 't'.*=30"):
-        embedding.preprocess_sparse_dense_matmul_input(
-            batch, None, specs, 1, 1, num_sc_per_device=2, allow_id_dropping=True
-        )
+        preprocess(specs, batch, allow_id_dropping=True)
 
 
 @pytest.mark.parametrize(("bad", "combiner"), [(np.nan, "sum"), (np.inf, "mean"), (-np.inf, "sqrtn")])
@@ -271,24 +199,20 @@ def test_a_weight_that_is_not_finite_is_named(bad, combiner):
     weights = np.ones((8, 3), np.float32)
     weights[6, 2] = bad
     with pytest.raises(ValueError, match=r"feature 'f': weight .* in sample 6 is not finite"):
-        embedding.preprocess_sparse_dense_matmul_input(
-            {"f": np.ones((8, 3), np.int32)}, {"f": weights}, specs, 1, 1, num_sc_per_device=2
-        )
+        preprocess(specs, {"f": np.ones((8, 3), np.int32)}, {"f": weights})
 
 
 def test_preprocessing_uses_it():
     specs = make_specs(1, 2, {"t": (30, "sum")}, {"f": ("t", 8)})
     with mock.patch.object(native_partitioner, "partition_stacks", wraps=native_partitioner.partition_stacks) as used:
-        embedding.preprocess_sparse_dense_matmul_input(
-            {"f": np.ones((8, 3), np.int32)}, None, specs, 1, 1, num_sc_per_device=2
-        )
+        preprocess(specs, {"f": np.ones((8, 3), np.int32)})
     assert used.call_count == 1
 
 
 def test_buffers_are_aligned_for_devices():
     specs = make_specs(1, 2, {"a": (30, "sum"), "b": (9, "sum")}, {"f": ("a", 8), "g": ("b", 8)}, suggested=16)
     batch = {name: np.ones((8, 1), np.int32) for name in specs}
-    processed, _ = embedding.preprocess_sparse_dense_matmul_input(batch, None, specs, 1, 1, num_sc_per_device=2)
+    processed, _ = preprocess(specs, batch)
     for arrays in processed.sparse_dense_matmul_input:
         assert all(array.ctypes.data % 64 == 0 for array in arrays.values())
 
@@ -305,12 +229,12 @@ def test_python_runs_beside_it():
         finally:
             inside.clear()
 
-    def preprocess():
+    def preprocess_three():
         with mock.patch.object(native_partitioner, "_partition_function", lambda: call), threads(1):
             for _ in range(3):
-                embedding.preprocess_sparse_dense_matmul_input(batch, None, specs, 1, 1, num_sc_per_device=2)
+                preprocess(specs, batch)
 
-    worker = threading.Thread(target=preprocess)
+    worker = threading.Thread(target=preprocess_three)
     worker.start()
     while worker.is_alive():
         if inside.is_set():

@@ -157,10 +157,8 @@ def test_optimizers_that_need_a_step_are_not_frozen_silently():
 
 def one_table(rows, rule):
     """A table on one device: its specs, its variables, and the stages of a pipeline with gradients of ones."""
-    table = embedding_spec.TableSpec(name="t", vocabulary_size=rows, embedding_dim=8, optimizer=rule)
-    specs = {"f": embedding_spec.FeatureSpec(name="f", table_spec=table, output_shape=(8, 8))}
-    embedding.prepare_feature_specs_for_training(specs, 1, 1)
-    one = Mesh(np.asarray(jax.devices()[:1]), ("x",))
+    specs = small_world.place(small_world.feature_specs({"t": rows}, {"f": ("t", 8)}, optimizer=rule))
+    one = small_world.mesh_of(1)
     tables = mesh_lookup.MeshTables(feature_specs=specs, devices=mesh_lookup.table_mesh(one, "x"))
 
     def dense(activations, dense_inputs, train_state, aux):

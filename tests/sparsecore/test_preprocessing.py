@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from rsembed.sparsecore import embedding, embedding_spec
+from rsembed.sparsecore import embedding
 from tests.sparsecore import small_world
 
 
@@ -29,13 +29,11 @@ def ragged(rows, dtype):
 def test_every_form_of_the_same_ids_gives_the_same_buffers(convert):
     rows = {name: ids.tolist() for name, ids in small_world.draw_batch()[0].items()}
     specs = small_world.placed_specs(1, 2, combiner="mean")
-
-    def run(convert):
-        features = {name: convert(rows[name]) for name in rows}
-        return embedding.preprocess_sparse_dense_matmul_input(features, None, specs, 1, 1, num_sc_per_device=2)[0]
-
-    for got, wanted in zip(jax.tree.leaves(run(convert)), jax.tree.leaves(run(np.asarray)), strict=True):
-        np.testing.assert_array_equal(got, wanted)
+    found, wanted = (
+        small_world.preprocess(specs, {name: make(own) for name, own in rows.items()})[0]
+        for make in (convert, np.asarray)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 def test_processes_together_fill_what_one_process_fills():
@@ -43,8 +41,8 @@ def test_processes_together_fill_what_one_process_fills():
     batch, _ = small_world.draw_batch()
     for process in range(2):
         local = {name: rows[process * len(rows) // 2 :][: len(rows) // 2] for name, rows in batch.items()}
-        parts.append(embedding.preprocess_sparse_dense_matmul_input(local, None, specs, 2, 4, num_sc_per_device=1)[0])
-    whole, _ = embedding.preprocess_sparse_dense_matmul_input(batch, None, specs, 4, 4, num_sc_per_device=1)
+        parts.append(small_world.preprocess(specs, local, devices=4, local=2)[0])
+    whole, _ = small_world.preprocess(specs, batch, devices=4)
     together = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
     jax.tree.map(np.testing.assert_array_equal, together, whole)
 
@@ -56,7 +54,7 @@ def test_sparse_tensors_of_a_global_or_a_local_batch_are_cut_like_dense_ones(is_
     for process in range(2):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         own = {name: ids[process * len(ids) // 2 :][: len(ids) // 2] for name, ids in rows.items()}
-        wanted = embedding.preprocess_sparse_dense_matmul_input(own, None, specs, 2, 4, num_sc_per_device=1)[0]
+        wanted = small_world.preprocess(specs, own, devices=4, local=2)[0]
         given = rows if is_global else own
         indices, values, shapes = (
             {name: part(ids) for name, ids in given.items()}
@@ -71,9 +69,8 @@ def test_sparse_tensors_of_a_global_or_a_local_batch_are_cut_like_dense_ones(is_
 
 def test_leading_dimension_counts_local_devices():
     specs, (batch, _) = small_world.placed_specs(2, 2), small_world.draw_batch()
-    run = embedding.preprocess_sparse_dense_matmul_input
-    flat, _ = run(batch, None, specs, 2, 2, num_sc_per_device=2)
-    deep, _ = run(batch, None, specs, 2, 2, num_sc_per_device=2, has_leading_dimension=True)
+    flat, _ = small_world.preprocess(specs, batch, devices=2)
+    deep, _ = small_world.preprocess(specs, batch, devices=2, has_leading_dimension=True)
     assert deep.num_minibatches.shape == (2, 1)
     for a, b in zip(jax.tree.leaves(flat), jax.tree.leaves(deep), strict=True):
         assert b.shape[0] == 2
@@ -83,21 +80,16 @@ def test_leading_dimension_counts_local_devices():
 def test_a_small_buffer_drops_whole_tails_and_counts_them():
     specs = small_world.placed_specs(1, 1, is_stacked=False, suggested_coo_buffer_size_per_device=16)
     batch = {name: (np.arange(size) % 20)[:, None] for name, (_, size) in small_world.FEATURES.items()}
-    run = embedding.preprocess_sparse_dense_matmul_input
-    processed, statistics = run(batch, None, specs, 1, 1, num_sc_per_device=1, allow_id_dropping=True)
+    processed, statistics = small_world.preprocess(specs, batch, allow_id_dropping=True)
     assert processed.lhs_row_pointers["first"].tolist() == [16] * 8
     assert statistics.id_drop_counters == {"first": 24 + 48 - 16, "second": 24 - 16}
     assert statistics.required_buffer_size_per_sc["first"].tolist() == [72]
     with pytest.raises(ValueError, match=r"stack 'first': 56 entries do not fit the buffer of 16 places .*to 72"):
-        run(batch, None, specs, 1, 1, num_sc_per_device=1)
+        small_world.preprocess(specs, batch)
 
 
 def test_cancelling_weights_give_zero_gains():
-    table = embedding_spec.TableSpec(name="t", vocabulary_size=8, embedding_dim=4, combiner="mean")
-    feature = embedding_spec.FeatureSpec(name="f", table_spec=table, input_shape=(2, 2))
-    embedding.prepare_feature_specs_for_training(feature, 1, 1)
+    specs = small_world.place(small_world.feature_specs({"t": 8}, {"f": ("t", 2)}, combiner="mean"))
     weights = np.asarray([[1, -1], [0, 0]], np.float32)
-    processed, _ = embedding.preprocess_sparse_dense_matmul_input(
-        np.asarray([[1, 2], [3, 4]]), weights, feature, 1, 1, num_sc_per_device=1
-    )
+    processed, _ = small_world.preprocess(specs, {"f": np.asarray([[1, 2], [3, 4]])}, {"f": weights})
     assert processed.lhs_gains["t"][:4].tolist() == [0, 0, 0, 0]

@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from rsembed import from_optax
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking
@@ -31,16 +29,11 @@ RULES = {
 }
 
 
-def initial(specs):
-    sharding = NamedSharding(Mesh(np.asarray(jax.devices()[:1]), ("x",)), P("x", None))
-    return embedding.init_embedding_variables(jax.random.key(0), embedding.get_table_specs(specs), sharding)
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_new_and_stacked_variables_have_equal_shapes(name):
     """The dim, 5, is no multiple of 8."""
     specs = small_world.placed_specs(1, 4, optimizer=RULES[name])
-    variables = initial(specs)
+    variables = small_world.init(specs)
     logical = embedding.logical_variables(variables, specs)
     table_specs = embedding.get_table_specs(specs)
 
@@ -58,7 +51,7 @@ def test_new_and_stacked_variables_have_equal_shapes(name):
 def test_a_custom_rule_with_slots_equals_rows_without_padding(is_from_logical):
     specs = small_world.placed_specs(1, 4, optimizer=RULES["custom"])
     tables, slots = small_world.draw_tables(), small_world.full_slots(0.25)
-    variables = embedding.with_logical_tables(initial(specs), specs, tables)
+    variables = embedding.with_logical_tables(small_world.init(specs), specs, tables)
     if is_from_logical:
         pairs = {name: (table, slots[name][0].astype(np.float32)) for name, table in tables.items()}
         ((table, slot),) = table_stacking.stack_and_shard_tables(
@@ -74,7 +67,7 @@ def test_a_custom_rule_with_slots_equals_rows_without_padding(is_from_logical):
 
     for seed in range(2):
         ids, gradients = small_world.draw_batch(seed)
-        inputs, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 1, 1)
+        inputs, _ = small_world.preprocess(specs, ids)
         variables = step(gradients, inputs, variables, jnp.int32(seed))
         tables, slots = small_world.dense_step(tables, slots, ids, gradients, normed_momentum_in_numpy)
     got = embedding.logical_variables(variables, specs)

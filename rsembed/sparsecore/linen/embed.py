@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flax import linen as nn
 from flax.core import meta
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from rsembed.sparsecore import embedding
-from rsembed.sparsecore.layout import cores_of, sharding_strategy_to_enum
+from rsembed.sparsecore.layout import Scalar, cores_of, sharding_strategy_to_enum
 from rsembed.sparsecore.mesh_lookup import MeshLayer, next_step, step_counter, table_mesh
 from rsembed.sparsecore.mesh_lookup import step_number as step_number
+from rsembed.sparsecore.variables import EmbeddingVariables
 from rsembed.specs import FeatureSpec, tables_of
 
 EMBEDDING_PARAM_NAME = "sc_embedding_variables"
@@ -60,28 +60,28 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
         super().__post_init__()
 
     @property
-    def embedding_table(self) -> Any:
+    def embedding_table(self) -> dict[str, EmbeddingVariables]:
         """The variables of a bound layer, by stack."""
         if not self.has_variable("params", EMBEDDING_PARAM_NAME):
             raise ValueError("the layer has no parameters here; pass those that init or training returned.")
         return meta.unbox(self.get_variable("params", EMBEDDING_PARAM_NAME))
 
     @nn.compact
-    def __call__(self, embedding_lookup_inputs: embedding.PreprocessedInput) -> Any:
+    def __call__(self, embedding_lookup_inputs: embedding.PreprocessedInput) -> PyTree:
         """Activations `[global samples, output dim]` in a tree like `feature_specs`.
 
         Args:
           embedding_lookup_inputs: a preprocessed batch of all devices.
         """
         tables = self._tables()
-        axes: Any = (tables.devices.axes,)  # one entry of a partition spec may be several mesh axes
+        axes: PyTree = (tables.devices.axes,)  # one entry of a partition spec may be several mesh axes
         variables = self.param(EMBEDDING_PARAM_NAME, with_sparsecore_layout(tables.init, axes))
         step = None if self.frozen_step else self.param(STEP_PARAM_NAME, lambda key: step_counter(0))
         return tables.train(variables, step, embedding_lookup_inputs)
 
     def apply_gradient(
-        self, gradients: Any, embedding_lookup_inputs: embedding.PreprocessedInput, step: Any = None
-    ) -> dict[str, Any]:
+        self, gradients: PyTree, embedding_lookup_inputs: embedding.PreprocessedInput, step: Scalar | None = None
+    ) -> dict[str, PyTree]:
         """The layer's parameters after one update with the given gradients: what autodiff returns, without it.
 
         Call it as `layer.apply({"params": params}, gradients, inputs, method="apply_gradient")` and put the result in

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import optax
+from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from rsembed.sparsecore.linen.embed import EMBEDDING_PARAM_NAME, STEP_PARAM_NAME
@@ -26,7 +25,7 @@ def create_optimizer_for_sc_model(
     return optax.multi_transform({"tables": optax.identity(), "dense": tc_optimizer}, labels)
 
 
-def apply_updates_for_sc_model(params: PyTree, updates: PyTree) -> Any:
+def apply_updates_for_sc_model(params: PyTree, updates: PyTree) -> PyTree:
     """New parameters: tables, slots and step counters are replaced by their updates, all others are added to.
 
     Args:
@@ -34,12 +33,12 @@ def apply_updates_for_sc_model(params: PyTree, updates: PyTree) -> Any:
       updates: what the optimizer of `create_optimizer_for_sc_model` returned.
     """
 
-    def apply(path: Any, param: Any, update: Any) -> Any:
+    def apply(path: KeyPath, param: PyTree, update: PyTree) -> PyTree:
         return update if _is_own(path) else param + update.astype(param.dtype)
 
     return jax.tree_util.tree_map_with_path(apply, params, updates)
 
 
-def _is_own(path: tuple[Any, ...]) -> bool:
+def _is_own(path: KeyPath) -> bool:
     """Whether a parameter belongs to a `SparseCoreEmbed`."""
     return any(getattr(step, "key", None) in _OWN_PARAM_NAMES for step in path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from rsembed.checks import validated
-from rsembed.sparsecore.layout import Nested, cores_of, sharding_strategy_to_enum
+from rsembed.sparsecore.layout import Nested, Scalar, cores_of, sharding_strategy_to_enum
 from rsembed.sparsecore.mesh_lookup import MeshLayer, next_step, step_counter, table_mesh
 from rsembed.sparsecore.mesh_lookup import step_number as step_number
 from rsembed.sparsecore.preprocessing import PreprocessedInput
@@ -24,13 +22,13 @@ class EmbeddingVariablesParam(nnx.Param):
     """Tables with their slots, or a step counter: parameters that optax must not see."""
 
 
-def is_embedding_variables(path: Any, value: Any) -> bool:
+def is_embedding_variables(path: object, value: object) -> bool:
     """Filter of `nnx.state` and friends: the parameters of `SparseCoreEmbed` layers."""
     del path
     return isinstance(value, EmbeddingVariablesParam)
 
 
-def is_non_embedding_variables(path: Any, value: Any) -> bool:
+def is_non_embedding_variables(path: object, value: object) -> bool:
     """Filter of `nnx.state` and friends: everything else."""
     return not is_embedding_variables(path, value)
 
@@ -82,7 +80,7 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
         self.embedding_table = EmbeddingVariablesParam(variables, table_axes=devices.axes)
         self.step = None if frozen_step else EmbeddingVariablesParam(step_counter(0))
 
-    def __call__(self, embedding_lookup_inputs: PreprocessedInput, step: Any = None) -> Any:
+    def __call__(self, embedding_lookup_inputs: PreprocessedInput, step: Scalar | None = None) -> PyTree:
         """Activations `[global samples, output dim]` in a tree like `feature_specs`.
 
         Args:
@@ -92,7 +90,7 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
         """
         return self._tables().train(self.embedding_table.get_value(), self._step(step), embedding_lookup_inputs)
 
-    def apply_gradient(self, gradients: Any, inputs: PreprocessedInput, step: Any = None) -> None:
+    def apply_gradient(self, gradients: PyTree, inputs: PreprocessedInput, step: Scalar | None = None) -> None:
         """Updates tables, slots and counter in place: what autodiff and `PartitionedOptimizer` do, without them.
 
         Args:
@@ -106,7 +104,7 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
         if self.step is not None:
             self.step.set_value(next_step(step))
 
-    def _step(self, step: Any) -> Array | None:
+    def _step(self, step: Scalar | None) -> Array | None:
         """The step to update with, which is also what the counter's gradient is made from."""
         counter = None if self.step is None else self.step.get_value()
         if step is None or counter is None:
@@ -115,13 +113,13 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
 
 
 def embedding_lookup(
-    embedding_layer: SparseCoreEmbed, embedding_lookup_inputs: PreprocessedInput, step: Any = None
-) -> Any:
+    embedding_layer: SparseCoreEmbed, embedding_lookup_inputs: PreprocessedInput, step: Scalar | None = None
+) -> PyTree:
     """The trainable lookup of a layer; see `SparseCoreEmbed.__call__`."""
     return embedding_layer(embedding_lookup_inputs, step)
 
 
-def embedding_lookup_bwd(res: Any, g: Any) -> Any:
+def embedding_lookup_bwd(res: PyTree, g: PyTree) -> PyTree:
     """Backward pass of a lookup: the "gradients" of layer, inputs and step, in the form of `nnx.custom_vjp`.
 
     Args:
@@ -160,7 +158,7 @@ class PartitionedOptimizer(nnx.Module):
             self.dense.update(model, grads)
 
 
-def get_named_sharding(node: Any, mesh: Mesh) -> nnx.StateSharding:
+def get_named_sharding(node: nnx.Module, mesh: Mesh) -> nnx.StateSharding:
     """Shardings of a model's or optimizer's state, for `in_shardings` of `nnx.jit`.
 
     Tables and slots are cut along the axes of their layer. Every other variable follows its own annotation, and is
@@ -171,7 +169,7 @@ def get_named_sharding(node: Any, mesh: Mesh) -> nnx.StateSharding:
       mesh: the mesh of the layers.
     """
 
-    def sharding_of(path: Any, value: Any) -> Any:
+    def sharding_of(path: object, value: nnx.Variable) -> nnx.Variable:
         del path
         axes = value.get_metadata().get("table_axes")
         names = value.get_metadata().get("sharding_names")
