@@ -34,7 +34,7 @@ from rsembed.sparsecore import embedding, embedding_spec  # noqa: E402
 from rsembed.sparsecore.linen import embed, embed_optimizer  # noqa: E402
 
 ROWS, DIM, BATCH, IDS = 4096, 16, 64, 4
-RULE = rs.AdagradOptimizerSpec(0.1)
+RULE = rs.optimizers.Adagrad(0.1)
 Step = Callable[[], object]
 
 

@@ -61,7 +61,7 @@ def time_point(workload: Workload, exponent: float, num_rounds: int) -> Record:
 
 def time_new_keys(num_keys: int, num_rounds: int) -> Record:
     """Millions of keys a second that get a row in a table of keys, and are stepped."""
-    rule, capacity = rs.RowWiseAdagradOptimizerSpec(0.01), 2 * timing.NUM_BATCHES * num_keys
+    rule, capacity = rs.optimizers.RowWiseAdagrad(0.01), 2 * timing.NUM_BATCHES * num_keys
     table = rs.TableSpec(
         name="user", vocabulary_size=capacity, embedding_dim=32, optimizer=rule, storage=rs.Hashed(when_full="zero")
     )

@@ -103,7 +103,7 @@ def dense_params() -> dict[str, Any]:
 
 def collection_of(sizes: list[int]) -> rs.EmbeddingCollection:
     """One feature and table for each size."""
-    rule = rs.RowWiseAdagradOptimizerSpec(TABLE_RATE)
+    rule = rs.optimizers.RowWiseAdagrad(TABLE_RATE)
     start = jax.nn.initializers.constant(0.01)
     return rs.EmbeddingCollection(
         [

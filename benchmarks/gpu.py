@@ -51,8 +51,8 @@ from rsembed.kernels.contract import Segment, SegmentGradients, Step
 NUM_BATCHES = 4
 LEARNING_RATE, EPSILON, INITIAL_WEIGHT = 0.01, 1e-8, 0.01
 RULES = {
-    "SGD": ro.SGDOptimizerSpec(LEARNING_RATE),
-    "row-wise Adagrad": ro.RowWiseAdagradOptimizerSpec(LEARNING_RATE, epsilon=EPSILON),
+    "SGD": ro.SGD(LEARNING_RATE),
+    "row-wise Adagrad": ro.RowWiseAdagrad(LEARNING_RATE, epsilon=EPSILON),
 }
 LARGE = Workload(
     name="32x1M", num_tables=32, vocabulary_size=10**6, embedding_dim=128, batch_size=8192, ids_per_sample=20
@@ -170,7 +170,7 @@ def kernel_contestant(module: Any, workload: Workload, inputs: Inputs, rule: ro.
 
 def xla_contestant(workload: Workload, inputs: Inputs, rule: ro.OptimizerSpec) -> Contestant | None:
     """What one would write in JAX without a library; none for a rule with state."""
-    if not isinstance(rule, ro.SGDOptimizerSpec):
+    if not isinstance(rule, ro.SGD):
         return None
     rows, gradient, table = stacked(workload, inputs)
     rows = [own.reshape(-1, workload.ids_per_sample) for own in rows]
@@ -203,7 +203,7 @@ def torch_contestant(workload: Workload, inputs: Inputs, rule: ro.OptimizerSpec)
     weights = [bag.weight for bag in bags]
     ids = [[torch.from_numpy(own.astype(np.int64)).to(device) for own in batch] for batch in inputs.ids]
     gradients = [torch.from_numpy(own).to(device) for own in inputs.gradients]
-    of_torch = torch.optim.SGD if isinstance(rule, ro.SGDOptimizerSpec) else torch.optim.Adagrad
+    of_torch = torch.optim.SGD if isinstance(rule, ro.SGD) else torch.optim.Adagrad
     runs = timing.torch_runs(bags, ids, gradients, {"step": of_torch(weights, lr=LEARNING_RATE)})
     return Contestant(runs["lookup"], runs["step"], lambda _: torch.cuda.synchronize() if device == "cuda" else None)
 
@@ -217,7 +217,7 @@ def fbgemm_contestant(workload: Workload, inputs: Inputs, rule: ro.OptimizerSpec
     if not torch.cuda.is_available():
         return None
     shape = (workload.vocabulary_size, workload.embedding_dim)
-    name = "EXACT_SGD" if isinstance(rule, ro.SGDOptimizerSpec) else "EXACT_ROWWISE_ADAGRAD"
+    name = "EXACT_SGD" if isinstance(rule, ro.SGD) else "EXACT_ROWWISE_ADAGRAD"
     module = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
         [(*shape, EmbeddingLocation.DEVICE, fbgemm.ComputeDevice.CUDA)] * workload.num_tables,
         optimizer=fbgemm.OptimType[name],

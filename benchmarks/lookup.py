@@ -90,8 +90,8 @@ def rsembed_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
 
         return step
 
-    adagrad = collection_with(lambda rate: rs.RowWiseAdagradOptimizerSpec(rate, initial_accumulator_value=0.1))
-    sgd = collection_with(rs.SGDOptimizerSpec)
+    adagrad = collection_with(lambda rate: rs.optimizers.RowWiseAdagrad(rate, initial_accumulator_value=0.1))
+    sgd = collection_with(rs.optimizers.SGD)
     batches = [adagrad.prepare(dict(zip(names, batch, strict=True))) for batch in ids]
     lookup, adagrad_step, sgd_step = jax.jit(adagrad.lookup), stepper(adagrad), stepper(sgd)
     held = {"state": jax.block_until_ready(adagrad.init(jax.random.key(0)))}

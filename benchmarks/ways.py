@@ -63,7 +63,7 @@ def collection_of(mesh: jax.sharding.Mesh | None, storage: rs.Hashed | TensorTra
     """The model's tables; on a mesh, each row with one owner, and trains everywhere."""
     tables = [
         rs.TableSpec(
-            name=name, vocabulary_size=ROWS, embedding_dim=DIM, optimizer=rs.AdagradOptimizerSpec(0.01), storage=storage
+            name=name, vocabulary_size=ROWS, embedding_dim=DIM, optimizer=rs.optimizers.Adagrad(0.01), storage=storage
         )
         for name in NAMES
     ]
@@ -232,7 +232,7 @@ class ModelParallelContestant:
         how = {
             "rows_per_device": ROWS // num_devices,
             "use_hashtable": is_hashed,
-            "optimizer": rs.AdagradOptimizerSpec(0.01),
+            "optimizer": rs.optimizers.Adagrad(0.01),
         }
         self.variables = nnx.List(
             [sok.embedding_variable(name, DIM, context=context, rngs=nnx.Rngs(0), **how) for name in NAMES]

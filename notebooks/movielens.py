@@ -105,7 +105,7 @@ def make_collection(task: Task, settings: Settings) -> rs.EmbeddingCollection:
         "embedding_dim": settings.embedding_dim,
         "combiner": "mean",
         "initializer": jax.nn.initializers.normal(0.02),
-        "optimizer": rs.RowWiseAdagradOptimizerSpec(settings.table_rate),
+        "optimizer": rs.optimizers.RowWiseAdagrad(settings.table_rate),
     }
     storage_of = storages(task, settings)
     tables = {

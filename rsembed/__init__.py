@@ -10,20 +10,7 @@ from rsembed.collection import LookupStatistics as LookupStatistics
 from rsembed.collection import for_serving as for_serving
 from rsembed.collection import value_and_grad as value_and_grad
 from rsembed.interaction import pairwise_interaction as pairwise_interaction
-from rsembed.optimizers import AdagradMomentumOptimizerSpec as AdagradMomentumOptimizerSpec
-from rsembed.optimizers import AdagradOptimizerSpec as AdagradOptimizerSpec
-from rsembed.optimizers import AdamOptimizerSpec as AdamOptimizerSpec
-from rsembed.optimizers import AdamWOptimizerSpec as AdamWOptimizerSpec
-from rsembed.optimizers import CustomOptimizerSpec as CustomOptimizerSpec
-from rsembed.optimizers import F2AOptimizerSpec as F2AOptimizerSpec
-from rsembed.optimizers import FTRLOptimizerSpec as FTRLOptimizerSpec
-from rsembed.optimizers import LAMBOptimizerSpec as LAMBOptimizerSpec
-from rsembed.optimizers import LaPropOptimizerSpec as LaPropOptimizerSpec
-from rsembed.optimizers import LARSOptimizerSpec as LARSOptimizerSpec
 from rsembed.optimizers import OptimizerSpec as OptimizerSpec
-from rsembed.optimizers import RowWiseAdagradOptimizerSpec as RowWiseAdagradOptimizerSpec
-from rsembed.optimizers import SGDOptimizerSpec as SGDOptimizerSpec
-from rsembed.optimizers import TorchAdagradOptimizerSpec as TorchAdagradOptimizerSpec
 from rsembed.optimizers import from_optax as from_optax
 from rsembed.row_gradients import RowGradients as RowGradients
 from rsembed.row_gradients import clip_by_global_norm as clip_by_global_norm
@@ -39,6 +26,7 @@ from rsembed.storage import Hashed as Hashed
 from rsembed.storage import HostCached as HostCached
 
 _WINGS = ("checkpoint", "datasets", "fdo", "linen", "nnx", "parallel", "plot", "sok", "sparsecore", "tbe", "tt")
+_NAMES = [name for name, value in globals().items() if getattr(value, "__module__", "").startswith("rsembed.")]
 
 
 def __getattr__(name: str) -> object:
@@ -51,4 +39,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WINGS, "__version__"})
+    return sorted([*_NAMES, *_WINGS, "optimizers", "__version__"])

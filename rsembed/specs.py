@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from rsembed.checks import PositiveInt, check_fields, check_type, dtype_among
-from rsembed.optimizers import OptimizerSpec, SGDOptimizerSpec
+from rsembed.optimizers import SGD, OptimizerSpec
 
 DEFAULT_ACTIVATION_MEM_BYTES_LIMIT = 2 * 1024 * 1024
 Combiner = Literal["sum", "mean", "sqrtn", "none"]
@@ -141,7 +141,7 @@ class Storage(Protocol):
         """Numbers kept in place of rows, and beside them for the optimizer."""
 
 
-UNCHOSEN_OPTIMIZER = SGDOptimizerSpec()
+UNCHOSEN_OPTIMIZER = SGD()
 """Optimizer of a table that was given none, as in the published system; recognised by identity."""
 object.__setattr__(UNCHOSEN_OPTIMIZER, "tells_all", True)
 
@@ -211,7 +211,8 @@ class TableSpec:
             raise TypeError(f"{where}: initializer must be a function of (key, shape), got {self.initializer!r}.")
         if isinstance(self.optimizer, type):
             raise TypeError(f"{where}: optimizer must be made first, as in {self.optimizer.__name__}(...).")
-        check_type(self.optimizer, OptimizerSpec, f"{where}: optimizer (rsembed.from_optax makes one of optax's)")
+        makers = "rsembed.optimizers.Adam(0.01) and its like make one, rsembed.from_optax one of optax's"
+        check_type(self.optimizer, OptimizerSpec, f"{where}: optimizer ({makers})")
         if self.combiner not in COMBINERS:
             raise ValueError(f"{where}: unknown combiner {self.combiner!r}; choose one of {', '.join(COMBINERS)}.")
         self.dtype = dtype_among(TABLE_DTYPES, self.dtype, f"{where}: dtype")

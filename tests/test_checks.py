@@ -151,8 +151,9 @@ def test_names_and_dtypes_near_by_are_offered():
         dtype_among(("float32", "bfloat16"), "flaot32", "dtype")
 
 
-RULES = [getattr(ro, name) for name in dir(ro) if name.endswith("OptimizerSpec") and name != "OptimizerSpec"]
-FREE = (rs.CustomOptimizerSpec, ro.OptaxOptimizerSpec)  # need a function or a transformation
+RULES = [rule for rule in vars(ro).values() if isinstance(rule, type) and issubclass(rule, ro.OptimizerSpec)]
+RULES.remove(ro.OptimizerSpec)
+FREE = (rs.optimizers.Custom, ro.OptaxOptimizerSpec)  # need a function or a transformation
 OUTSIDE = {  # a number just outside, by the beginning of the field's name; NaN is outside of all
     **dict.fromkeys(
         ("learning_rate", "initial_acc", "initial_slot", "initial_local", "eps", "l1_", "l2_", "rho"), -1e-3
@@ -180,14 +181,14 @@ def test_rules_refuse_numbers_without_meaning(rule):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: [rule(learning_rate=0) for rule in RULES if rule not in (*FREE, rs.FTRLOptimizerSpec)],
-        lambda: rs.FTRLOptimizerSpec(learning_rate=0.0, multiply_linear_by_learning_rate=True),
-        lambda: rs.SGDOptimizerSpec(lambda step: -1.0),  # a function is known only later
-        lambda: rs.SGDOptimizerSpec(jnp.float32(0.1)),
-        lambda: rs.AdagradOptimizerSpec(initial_accumulator_value=0.0),
-        lambda: rs.AdamOptimizerSpec(beta_1=0.0, epsilon=0.0),
-        lambda: rs.AdagradMomentumOptimizerSpec(momentum=1.0, beta2=1.0),
-        lambda: rs.F2AOptimizerSpec(max_lr_multiplier=INF),
+        lambda: [rule(learning_rate=0) for rule in RULES if rule not in (*FREE, rs.optimizers.FTRL)],
+        lambda: rs.optimizers.FTRL(learning_rate=0.0, multiply_linear_by_learning_rate=True),
+        lambda: rs.optimizers.SGD(lambda step: -1.0),  # a function is known only later
+        lambda: rs.optimizers.SGD(jnp.float32(0.1)),
+        lambda: rs.optimizers.Adagrad(initial_accumulator_value=0.0),
+        lambda: rs.optimizers.Adam(beta_1=0.0, epsilon=0.0),
+        lambda: rs.optimizers.AdagradMomentum(momentum=1.0, beta2=1.0),
+        lambda: rs.optimizers.F2A(max_lr_multiplier=INF),
         lambda: rs.from_optax(optax.scale_by_adam(), learning_rate=-0.1),  # its updates point uphill
         lambda: jax.jit(lambda g, norm: rs.clip_by_global_norm(g, norm))(one_gradient(), 1.0),
     ],
@@ -212,7 +213,7 @@ DECAYED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay_mode":
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        ("FTRLOptimizerSpec: learning_rate", lambda: rs.FTRLOptimizerSpec(0.0)),  # is divided by
+        ("FTRL: learning_rate", lambda: rs.optimizers.FTRL(0.0)),  # is divided by
         ("OptaxOptimizerSpec: learning_rate", lambda: rs.from_optax(optax.sgd(0.1), learning_rate=NAN)),
         ("cache_sets", lambda: tables(cache_sets=-1)),
         ("cache_reserved_memory", lambda: tables(cache_reserved_memory=NAN)),

@@ -122,7 +122,7 @@ def test_the_entry_of_a_rule_has_all_its_arguments():
     for rule in rules:
         text = reference.with_all_arguments(rule, inspect.getdoc(rule))
         assert text.count("Args:\n") == 1 and text.count("  learning_rate: ") == 1, rule
-    adam = reference.with_all_arguments(rsembed.AdamOptimizerSpec, "Adam.")
+    adam = reference.with_all_arguments(rsembed.optimizers.Adam, "Adam.")
     assert "  learning_rate: a number, a callable" in adam and "  beta_1: in [0, 1)." in adam
     assert len(rules) > 15
 
@@ -132,7 +132,7 @@ def test_the_entry_of_a_rule_has_all_its_arguments():
     [
         ("rs.Bags", "rsembed.Bags"),
         ("sok.Init(global_batch_size=64)", "rsembed.sok.Init"),
-        ("rsembed.AdamOptimizerSpec", "rsembed.optimizers.AdamOptimizerSpec"),
+        ("rs.optimizers.Adam", "rsembed.optimizers.Adam"),
         ("rsembed.sparsecore.embedding_spec.TableSpec", "rsembed.TableSpec"),
         ("collection.update(state, batch)", "rsembed.EmbeddingCollection.update"),
         ("TTEmbeddingBag.vjp", "rsembed.tt.TTEmbeddingBag.vjp"),
@@ -149,8 +149,8 @@ def test_code_in_a_text_leads_to_the_one_entry_that_it_names(code, entry):
     ("member", "places"),
     [
         (
-            "rsembed.optimizers.LARSOptimizerSpec.short_name",
-            ["LARSOptimizerSpec.short_name", "OptimizerSpec.short_name"],
+            "rsembed.optimizers.LARS.short_name",
+            ["LARS.short_name", "OptimizerSpec.short_name"],
         ),
         ("rsembed.tbe.SplitTableBatchedEmbeddingBagsCodegen.flush", ["TableBatchedEmbeddingBags.flush"]),
         ("rsembed.tt.TTEmbeddingBag.__call__", ["TTEmbeddingBag.__call__"]),

@@ -49,17 +49,15 @@ def test_every_transformation_of_optax_has_its_own_identity():
 
 def test_values_of_hyperparameters_do_not_change_an_identity():
     assert identity(optax.adam(1e-3, b1=0.5)) == identity(optax.adam(1.0, b1=0.9))
-    assert (
-        rs.AdamOptimizerSpec(0.1).identity == rs.AdamOptimizerSpec(lambda step: 0.1 / (1 + step), beta_1=0.8).identity
-    )
+    assert rs.optimizers.Adam(0.1).identity == rs.optimizers.Adam(lambda step: 0.1 / (1 + step), beta_1=0.8).identity
     assert rs.from_optax(optax.adam(0.1)).identity == rs.from_optax(optax.adam(0.3), learning_rate=2.0).identity
 
 
 def test_what_chooses_between_formulas_changes_an_identity():
     assert identity(optax.sgd(0.1, momentum=0.9)) != identity(optax.sgd(0.1, momentum=0.9, nesterov=True))
-    assert rs.AdamOptimizerSpec(0.1).identity != rs.SGDOptimizerSpec(0.1).identity
-    signed = rs.CustomOptimizerSpec(0.1, lambda g, w, lr: w - lr * jnp.sign(g))
-    smooth = rs.CustomOptimizerSpec(0.1, lambda g, w, lr: w - lr * jnp.tanh(g))
+    assert rs.optimizers.Adam(0.1).identity != rs.optimizers.SGD(0.1).identity
+    signed = rs.optimizers.Custom(0.1, lambda g, w, lr: w - lr * jnp.sign(g))
+    smooth = rs.optimizers.Custom(0.1, lambda g, w, lr: w - lr * jnp.tanh(g))
     assert signed.identity != smooth.identity
-    with_slot = rs.CustomOptimizerSpec(0.1, functools.partial(optax.tree.add), slot_variable_initializers_tuple=(0.0,))
+    with_slot = rs.optimizers.Custom(0.1, functools.partial(optax.tree.add), slot_variable_initializers_tuple=(0.0,))
     assert with_slot.identity != signed.identity

@@ -24,6 +24,7 @@ def test_an_import_stays_light_and_wings_come_when_they_are_asked_for():
 
 def test_wings_and_the_version_are_attributes_of_the_package():
     assert rs.__version__ == importlib.metadata.version("rsembed")
-    assert {"tbe", "plot", "__version__", "EmbeddingCollection"} <= set(dir(rs))
+    assert {"tbe", "plot", "optimizers", "__version__", "EmbeddingCollection"} <= set(dir(rs))
+    assert not {"importlib", "bags", "checks", "stacking"} & set(dir(rs))
     with pytest.raises(AttributeError, match="'rsembed' has no attribute 'tables'"):
         _ = rs.tables

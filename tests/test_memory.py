@@ -14,7 +14,7 @@ from rsembed.kernels import native
 
 ROWS, DIM, BATCH, LENGTH = 1_000_000, 64, 512, 4
 
-RULES = ("rs.SGDOptimizerSpec()", "rs.AdagradOptimizerSpec()", "rs.FTRLOptimizerSpec()")
+RULES = ("rs.optimizers.SGD()", "rs.optimizers.Adagrad()", "rs.optimizers.FTRL()")
 
 PROGRAM = """
 import ctypes, re, sys
@@ -80,7 +80,7 @@ def test_init_and_training_hold_one_copy_of_the_state(optimizer, peaks):
     assert step < (1.2 if native.unavailable_because() is None else 1.25)  # XLA's sort of all entries has its lists
 
 
-@pytest.mark.parametrize("optimizer", [rs.AdagradOptimizerSpec(), rs.FTRLOptimizerSpec()], ids=["fused", "traced"])
+@pytest.mark.parametrize("optimizer", [rs.optimizers.Adagrad(), rs.optimizers.FTRL()], ids=["fused", "traced"])
 @pytest.mark.parametrize("implementation", ["reference", "native"])
 def test_compiled_training_has_no_temporary_of_the_size_of_a_table(optimizer, implementation):
     reason = native.unavailable_because()

@@ -14,7 +14,7 @@ def table(name="t", **changes):
 
 
 def test_specs_print_field_by_field_in_the_published_order():
-    spec = table(initializer=jax.nn.initializers.zeros, optimizer=rs.AdamOptimizerSpec(0.1), max_ids_per_partition=64)
+    spec = table(initializer=jax.nn.initializers.zeros, optimizer=rs.optimizers.Adam(0.1), max_ids_per_partition=64)
     lines = [line.strip().split("=")[0] for line in pformat(spec).splitlines()]
     assert lines == [
         "TableSpec(name", "vocabulary_size", "embedding_dim", "initializer", "optimizer", "combiner",
@@ -22,8 +22,8 @@ def test_specs_print_field_by_field_in_the_published_order():
         "quantization_config", "_stacked_table_spec", "_setting_in_stack", "padded_vocab_size", "padded_embedding_dim",
         "row_offset_in_shard", "shard_rotation",
     ]  # fmt: skip
-    assert "optimizer=AdamOptimizerSpec()," in pformat(spec)
-    assert "optimizer=SGDOptimizerSpec(learning_rate=0.001)," in pformat(table())  # nobody chose it, so it is told
+    assert "optimizer=Adam()," in pformat(spec)
+    assert "optimizer=SGD(learning_rate=0.001)," in pformat(table())  # nobody chose it, so it is told
     feature = rs.FeatureSpec(name="f", table_spec=spec, input_shape=(8, 1), output_shape=(8, 4))
     tail = " ".join(pformat(feature).split())[-90:]
     assert tail.endswith("_id_transformation=FeatureIdTransformation(row_offset=0, col_offset=0, col_shift=0))")

@@ -40,7 +40,7 @@ def test_the_core_layout_stacks_equal_tables_without_padding():
 @pytest.mark.parametrize(
     "change",
     [
-        {"optimizer": rs.AdamOptimizerSpec()},
+        {"optimizer": rs.optimizers.Adam()},
         {"dtype": "bfloat16"},
         {"stochastic_rounding": True},
         {"quantization_config": rs.QuantizationConfig(-1, 1, 8)},
@@ -57,7 +57,7 @@ def test_tables_that_differ_in_what_a_stack_shares_stay_apart(change):
 
 
 def test_row_wise_rules_share_a_padded_stack_only_at_their_exact_dim():
-    _, features = tables_and_features((9, 5), (9, 6), (9, 6), optimizer=rs.RowWiseAdagradOptimizerSpec())
+    _, features = tables_and_features((9, 5), (9, 6), (9, 6), optimizer=rs.optimizers.RowWiseAdagrad())
     plan = rs.plan_stacking(features, num_shards=2)
     assert [[t.name for t in stack.tables] for stack in plan.stacks] == [["t0"], ["t1", "t2"]]
 
@@ -82,7 +82,7 @@ def test_declared_limits_survive_stacking_when_they_exceed_the_default():
 
 
 def test_plan_prints_as_text_and_html():
-    _, features = tables_and_features((5, 3), (7, 4), optimizer=rs.AdamOptimizerSpec())
+    _, features = tables_and_features((5, 3), (7, 4), optimizer=rs.optimizers.Adam())
     plan = rs.plan_stacking(features, num_shards=4)
     lines = str(plan).splitlines()
     assert lines[0].split()[:4] == ["stack", "tables", "features", "rows"]

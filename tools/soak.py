@@ -57,7 +57,7 @@ def ids_of(step):
 
 
 def make_collection():
-    rule = rs.AdagradOptimizerSpec(rate_of)
+    rule = rs.optimizers.Adagrad(rate_of)
     tables = [
         rs.TableSpec(name=name, vocabulary_size=rows, embedding_dim=DIM, optimizer=rule, storage=storage)
         for name, (rows, storage) in TABLES.items()

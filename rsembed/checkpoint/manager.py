@@ -76,7 +76,7 @@ class CheckpointManager:
 
     Example:
       >>> import tempfile, jax, rsembed as rs
-      >>> table = rs.TableSpec(name="word", vocabulary_size=9, embedding_dim=2, optimizer=rs.SGDOptimizerSpec(0.1))
+      >>> table = rs.TableSpec(name="word", vocabulary_size=9, embedding_dim=2, optimizer=rs.optimizers.SGD(0.1))
       >>> collection = rs.EmbeddingCollection([rs.FeatureSpec(name="context", table_spec=table)])
       >>> state = collection.init(jax.random.key(0))
       >>> with tempfile.TemporaryDirectory() as folder:

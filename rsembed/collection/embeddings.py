@@ -67,7 +67,7 @@ class EmbeddingCollection:
 
     Example:
       >>> import jax, numpy as np, rsembed as rs
-      >>> table = rs.TableSpec(name="word", vocabulary_size=100, embedding_dim=4, optimizer=rs.SGDOptimizerSpec(0.1))
+      >>> table = rs.TableSpec(name="word", vocabulary_size=100, embedding_dim=4, optimizer=rs.optimizers.SGD(0.1))
       >>> collection = rs.EmbeddingCollection([rs.FeatureSpec(name="context", table_spec=table)])
       >>> state = collection.init(jax.random.key(0))
       >>> collection.lookup(state, {"context": [[1, 2], [3]]})["context"].shape
@@ -470,7 +470,7 @@ def _tell_of(unchosen: tuple[str, ...]) -> None:
     if unchosen:
         logging.getLogger("rsembed").warning(
             "rsembed.collection: plain SGD with learning rate 0.001 trains the tables %s, whose optimizer was left "
-            "out; for ids of uneven frequency TableSpec(optimizer=rs.RowWiseAdagradOptimizerSpec(0.1)) is a usual "
+            "out; for ids of uneven frequency TableSpec(optimizer=rs.optimizers.RowWiseAdagrad(0.1)) is a usual "
             "start.",
             ", ".join(map(repr, unchosen)),
         )

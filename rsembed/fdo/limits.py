@@ -80,8 +80,8 @@ def limits_from_statistics(
     Warns: statistics or number of cores are of another layout than the stacks.
 
     Example:
-      >>> from rsembed import SGDOptimizerSpec
-      >>> stack = StackedTableSpec("words", 64, 8, SGDOptimizerSpec(), "sum", 8, max_ids_per_partition=50, num_shards=2)
+      >>> from rsembed.optimizers import SGD
+      >>> stack = StackedTableSpec("words", 64, 8, SGD(), "sum", 8, max_ids_per_partition=50, num_shards=2)
       >>> seen = SparseDenseMatmulInputStats(max_ids_per_partition={"words": [61, 70]})
       >>> limits_from_statistics([stack], seen, 2)["words"].max_ids_per_partition
       96

@@ -43,8 +43,6 @@ class OptimizerSpec(abc.ABC):
     """Name of the formula in the native kernels that takes these hyperparameters; a subclass does not inherit it."""
     tells_all: ClassVar[bool] = False
     """Whether specs print the hyperparameters, too: of the rule that a table has when none was chosen."""
-    saved_as: ClassVar[str | None] = None
-    """The name in files of a class that was renamed; a subclass does not inherit it."""
 
     @property
     def slot_type(self) -> type:
@@ -92,7 +90,7 @@ class OptimizerSpec(abc.ABC):
         """Identity of the rule without its hyperparameters' values; slots of rules of equal identity mean the same."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["learning_rate"]  # a number today may be a schedule tomorrow
-        return (vars(type(self)).get("saved_as") or type(self).__qualname__) + identity(fields)
+        return type(self).__qualname__ + identity(fields)
 
     def get_learning_rate(self, step: Any = None) -> Any:
         """Learning rate at `step` (0-based).
@@ -176,7 +174,7 @@ def learning_rate_arity(learning_rate: Any) -> int:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class CustomOptimizerSpec(OptimizerSpec):
+class Custom(OptimizerSpec):
     """Any rule of one row, written as an ordinary JAX function.
 
     Args:
@@ -187,7 +185,7 @@ class CustomOptimizerSpec(OptimizerSpec):
 
     Example:
       >>> import rsembed as rs
-      >>> signed = rs.CustomOptimizerSpec(0.1, lambda g, w, lr: w - lr * jnp.sign(g))
+      >>> signed = rs.optimizers.Custom(0.1, lambda g, w, lr: w - lr * jnp.sign(g))
       >>> signed.step_rows(jnp.ones((1, 2)), (), jnp.asarray([[2.0, -3.0]]), (0.1,))[0]
       Array([[0.9, 1.1]], dtype=float32)
     """
@@ -199,10 +197,10 @@ class CustomOptimizerSpec(OptimizerSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = "CustomOptimizerSpec: custom_computation_fn, which takes (gradient, row, *slots, lr),"
+        name = "Custom: custom_computation_fn, which takes (gradient, row, *slots, lr),"
         check_type(self.custom_computation_fn, Callable, name)
         for value in self.slot_variable_initializers_tuple:
-            check_within("(-inf, inf)", value, "CustomOptimizerSpec: slot_variable_initializers_tuple")
+            check_within("(-inf, inf)", value, "Custom: slot_variable_initializers_tuple")
         count = 3 + len(self.slot_variable_initializers_tuple)
         try:
             inspect.signature(self.custom_computation_fn).bind(*range(count))  # type: ignore[arg-type]

@@ -116,7 +116,7 @@ class LARSSlotVariables(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class _DecayingAdam(CompactOptimizerSpec):
-    """Moments and decay of AdamW and LAMB; `AdamWOptimizerSpec` says what the fields mean."""
+    """Moments and decay of AdamW and LAMB; `AdamW` says what the fields mean."""
 
     beta_1: float = within("[0, 1)", default=0.9)
     beta_2: float = within("[0, 1)", default=0.999)
@@ -158,7 +158,7 @@ class _DecayingAdam(CompactOptimizerSpec):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class AdamWOptimizerSpec(_DecayingAdam):
+class AdamW(_DecayingAdam):
     """Adam with decoupled weight decay, its second moment per column or per row.
 
     `m += (1 - beta_1) * (g - m); v += (1 - beta_2) * (g² - v)`, both corrected by `1 - beta**t`;
@@ -182,8 +182,8 @@ class AdamWOptimizerSpec(_DecayingAdam):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class LAMBOptimizerSpec(_DecayingAdam):
-    """The direction `u` of `AdamWOptimizerSpec`, with steps as long as the row: `w -= lr * norm(w) / norm(u) * u`.
+class LAMB(_DecayingAdam):
+    """The direction `u` of `AdamW`, with steps as long as the row: `w -= lr * norm(w) / norm(u) * u`.
 
     The ratio is 1 if either norm is 0: rows that start at zero could never move otherwise. Arguments are those of
     AdamW.
@@ -198,7 +198,7 @@ class LAMBOptimizerSpec(_DecayingAdam):
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
-class LARSOptimizerSpec(CompactOptimizerSpec):
+class LARS(CompactOptimizerSpec):
     """Momentum of steps whose length follows the row's: `m = momentum * m + a * (g + weight_decay * w); w -= m`.
 
     `a = lr * eta * norm(w) / (norm(g) + weight_decay * norm(w))`, and `a = lr` if either norm is 0.

@@ -44,7 +44,7 @@ class CountedSlotVariables(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
-class DecayedAdagradOptimizerSpec(CompactOptimizerSpec):
+class DecayedAdagrad(CompactOptimizerSpec):
     """Adagrad with weight decay, a bound on row norms, or both; row-wise unless told otherwise.
 
     `A += mean(e²); w = keep * w - lr * e / (sqrt(A) + epsilon)` with `e = g + weight_decay * w` for L2, else `e = g`,
@@ -76,12 +76,12 @@ class DecayedAdagradOptimizerSpec(CompactOptimizerSpec):
         mode = self.weight_decay_mode
         if mode in (WeightDecayMode.COUNTER, WeightDecayMode.COWCLIP):
             raise ValueError(
-                f"DecayedAdagradOptimizerSpec: weight_decay_mode {mode.name} is a rule of its own; use "
-                "CounterAdagradOptimizerSpec or CowClipAdagradOptimizerSpec."
+                f"DecayedAdagrad: weight_decay_mode {mode.name} is a rule of its own; use "
+                "CounterAdagrad or CowClipAdagrad."
             )
         if (mode == WeightDecayMode.DECOUPLE_GLOBAL) != (self.global_weight_decay is not None):
             raise ValueError(
-                f"DecayedAdagradOptimizerSpec: weight_decay_mode {mode.name} and global_weight_decay="
+                f"DecayedAdagrad: weight_decay_mode {mode.name} and global_weight_decay="
                 f"{self.global_weight_decay} do not go together; set WeightDecayMode.DECOUPLE_GLOBAL and a "
                 "GlobalWeightDecayDefinition, or neither."
             )
@@ -125,7 +125,7 @@ class DecayedAdagradOptimizerSpec(CompactOptimizerSpec):
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
-class RowWiseRMSPropOptimizerSpec(CompactOptimizerSpec):
+class RowWiseRMSProp(CompactOptimizerSpec):
     """RMSProp with one mean per row, and rows that shrink with the time since their last update.
 
     `A = ema_beta * A + (1 - ema_beta) * mean(g²); w = shrinkage * w - lr * g / (sqrt(A) + epsilon)` where
@@ -155,7 +155,7 @@ class RowWiseRMSPropOptimizerSpec(CompactOptimizerSpec):
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
-class CounterAdagradOptimizerSpec(CompactOptimizerSpec):
+class CounterAdagrad(CompactOptimizerSpec):
     """Row-wise Adagrad whose rates and decay depend on how often a row was seen: `WeightDecayMode.COUNTER`.
 
     With the definition's defaults it is plain row-wise Adagrad that also counts.
@@ -244,7 +244,7 @@ class CounterAdagradOptimizerSpec(CompactOptimizerSpec):
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
-class CowClipAdagradOptimizerSpec(CompactOptimizerSpec):
+class CowClipAdagrad(CompactOptimizerSpec):
     """Row-wise Adagrad with gradients clipped by row norm and counter: `WeightDecayMode.COWCLIP`.
 
     A zero gradient is not clipped. A row clipped to zero does not move: see `CowClipDefinition`.

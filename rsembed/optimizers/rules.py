@@ -64,7 +64,7 @@ class F2ASlotVariables(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class SGDOptimizerSpec(OptimizerSpec):
+class SGD(OptimizerSpec):
     """Stochastic gradient descent: `w -= lr * g`.
 
     A row's gradient is a sum over the samples that read it. A loss that is a mean over the batch divides it by the
@@ -83,11 +83,11 @@ class SGDOptimizerSpec(OptimizerSpec):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class AdagradOptimizerSpec(OptimizerSpec):
+class Adagrad(OptimizerSpec):
     """Adagrad without epsilon: `A += g²; w -= lr * g / sqrt(A)`.
 
     The accumulator starts at 0.1, as in the published API, which is large beside the gradients of a mean loss over a
-    large batch; `RowWiseAdagradOptimizerSpec` starts at 0. Set `initial_accumulator_value` when you compare the two.
+    large batch; `RowWiseAdagrad` starts at 0. Set `initial_accumulator_value` when you compare the two.
 
     An entry whose accumulator and gradient are both zero stays put (the bare formula would be 0/0).
 
@@ -107,7 +107,7 @@ class AdagradOptimizerSpec(OptimizerSpec):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class TorchAdagradOptimizerSpec(OptimizerSpec):
+class TorchAdagrad(OptimizerSpec):
     """Adagrad as torch and FBGEMM have it: `A += g²; w -= lr * g / (sqrt(A) + epsilon)`, from `A = 0` on.
 
     Source: `torch.optim.Adagrad` (whose epsilon is 1e-10) and FBGEMM `EXACT_ADAGRAD`.
@@ -134,7 +134,7 @@ def _adagrad_step(rows: Array, old: Array, gradients: Array, lr: Any, epsilon: A
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class RowWiseAdagradOptimizerSpec(OptimizerSpec):
+class RowWiseAdagrad(OptimizerSpec):
     """Adagrad with one accumulator a row: `A += mean(g²); w -= lr * g / (sqrt(A) + epsilon)`.
 
     Needs 4 bytes of state a row instead of `4 * embedding_dim`.
@@ -163,7 +163,7 @@ class RowWiseAdagradOptimizerSpec(OptimizerSpec):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class AdamOptimizerSpec(OptimizerSpec):
+class Adam(OptimizerSpec):
     """Adam with bias correction by the global step; moments decay only when their row is touched ("lazy").
 
     `step=None` means the first step, for ever: what a layer without a step counter computes.
@@ -203,7 +203,7 @@ def adam_step(rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameter
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class AdagradMomentumOptimizerSpec(OptimizerSpec):
+class AdagradMomentum(OptimizerSpec):
     """Adagrad with any root, optional decay of the accumulator (`beta2 < 1`), and (Nesterov) momentum.
 
     `A += g²` (or `A = beta2*A + (1-beta2)*g²`); `q = g * (A + epsilon)^(-1/exponent)`; `m = momentum*m + q`;
@@ -234,7 +234,7 @@ class AdagradMomentumOptimizerSpec(OptimizerSpec):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class FTRLOptimizerSpec(OptimizerSpec):
+class FTRL(OptimizerSpec):
     """Follow the regularised leader: sparse weights through an L1 term.
 
     Source: McMahan et al. (2013), with the learning-rate power and the `multiply_linear_by_learning_rate` variant
@@ -257,7 +257,7 @@ class FTRLOptimizerSpec(OptimizerSpec):
         super().__post_init__()
         if self.learning_rate == 0 and not self.multiply_linear_by_learning_rate:
             raise ValueError(
-                f"FTRLOptimizerSpec: learning_rate must be in (0, inf), got {self.learning_rate}: the linear term is "
+                f"FTRL: learning_rate must be in (0, inf), got {self.learning_rate}: the linear term is "
                 "divided by it; use multiply_linear_by_learning_rate=True."
             )
 
@@ -278,7 +278,7 @@ class FTRLOptimizerSpec(OptimizerSpec):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class LaPropOptimizerSpec(OptimizerSpec):
+class LaProp(OptimizerSpec):
     """Momentum of already normalised gradients, with a second moment whose decay warms up.
 
     `step=None` uses the final decay `b2` from the start.
@@ -299,7 +299,7 @@ class LaPropOptimizerSpec(OptimizerSpec):
         super().__post_init__()
         if self.rms_clip_threshold is not None:
             raise ValueError(
-                "LaPropOptimizerSpec: rms_clip_threshold is not supported; clip the row gradients instead "
+                "LaProp: rms_clip_threshold is not supported; clip the row gradients instead "
                 "(rsembed.clip_by_global_norm)."
             )
 
@@ -326,7 +326,7 @@ class LaPropOptimizerSpec(OptimizerSpec):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class F2AOptimizerSpec(OptimizerSpec):
+class F2A(OptimizerSpec):
     """Frequency-aware Adagrad: rarely seen rows take larger steps, by `(step / times_seen)^rho`, capped.
 
     `n += 1; r = min((max(step, 1)/n)^rho, max_lr_multiplier); A += g²;`
@@ -387,19 +387,18 @@ class _EpsilonHatAdam(OptimizerSpec):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class TensorFlowAdamOptimizerSpec(_EpsilonHatAdam):
+class TensorFlowAdam(_EpsilonHatAdam):
     """Adam of all rows: moments decay and every row moves in every step, also without a gradient.
 
     `m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*g²; w -= lr * sqrt(1-b2^t)/(1-b1^t) * m / (sqrt(v) + epsilon)`
 
-    A step costs as much as reading and writing the whole table and its moments; `LazyAdamOptimizerSpec` leaves rows
+    A step costs as much as reading and writing the whole table and its moments; `LazyAdam` leaves rows
     alone that a batch did not read.
 
     Source: the sparse path of `tf.keras.optimizers.Adam`; Kingma, Ba (2015), section 2, end.
     """
 
     moves_all_rows = True
-    saved_as: ClassVar[str] = "Adam"
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         lr, beta_1, beta_2, epsilon = hyper
@@ -412,16 +411,15 @@ class TensorFlowAdamOptimizerSpec(_EpsilonHatAdam):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class LazyAdamOptimizerSpec(_EpsilonHatAdam):
-    """The formula of `TensorFlowAdamOptimizerSpec` for the rows of a batch: others keep their bits, moments included.
+class LazyAdam(_EpsilonHatAdam):
+    """The formula of `TensorFlowAdam` for the rows of a batch: others keep their bits, moments included.
 
-    Differs from `AdamOptimizerSpec` in where epsilon stands.
+    Differs from `Adam` in where epsilon stands.
 
     Source: `tfa.optimizers.LazyAdam`.
     """
 
     fused_as: ClassVar[str] = "adam"  # only the epsilon that comes with the hyperparameters is another
-    saved_as: ClassVar[str] = "LazyAdam"
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         return adam_step(rows, slots, gradients, hyper)

@@ -1,6 +1,6 @@
 """Adam in the two forms of TensorFlow, under the original's names; any rule of `rsembed.optimizers` serves as well."""
 
-from rsembed.optimizers import LazyAdamOptimizerSpec, TensorFlowAdamOptimizerSpec
+from rsembed.optimizers import LazyAdam, TensorFlowAdam
 
-Adam = TensorFlowAdamOptimizerSpec
-LazyAdam = LazyAdamOptimizerSpec
+Adam = TensorFlowAdam
+LazyAdam = LazyAdam

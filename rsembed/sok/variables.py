@@ -20,7 +20,7 @@ from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.fingerprint import check_same
 from rsembed.initial_values import keyed_form
 from rsembed.keys import KEY_DTYPES
-from rsembed.optimizers import AdagradOptimizerSpec, OptimizerSpec
+from rsembed.optimizers import Adagrad, OptimizerSpec
 from rsembed.sok.initialize import Context, current_context
 from rsembed.sok.policies import EmbeddingVariableOption, core_policies, named_initializer
 from rsembed.specs import FeatureSpec, TableSpec
@@ -273,7 +273,7 @@ def embedding_variable(
         vocabulary_size=num_rows,
         embedding_dim=embedding_dim,
         initializer=named_initializer(initializer, name),
-        optimizer=AdagradOptimizerSpec() if optimizer is None else optimizer,
+        optimizer=Adagrad() if optimizer is None else optimizer,
         dtype=dtype,
         storage=storage,
     )

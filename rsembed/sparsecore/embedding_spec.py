@@ -18,24 +18,15 @@ from jaxtyping import Int64, PyTree
 
 from rsembed import optimizers
 from rsembed.checks import check_type, validated
-from rsembed.optimizers import AdagradMomentumOptimizerSpec as AdagradMomentumOptimizerSpec
 from rsembed.optimizers import AdagradMomentumSlotVariables as AdagradMomentumSlotVariables
-from rsembed.optimizers import AdagradOptimizerSpec as AdagradOptimizerSpec
 from rsembed.optimizers import AdagradSlotVariables as AdagradSlotVariables
-from rsembed.optimizers import AdamOptimizerSpec as AdamOptimizerSpec
 from rsembed.optimizers import AdamSlotVariables as AdamSlotVariables
-from rsembed.optimizers import CustomOptimizerSpec as CustomOptimizerSpec
-from rsembed.optimizers import F2AOptimizerSpec as F2AOptimizerSpec
 from rsembed.optimizers import F2ASlotVariables as F2ASlotVariables
-from rsembed.optimizers import FTRLOptimizerSpec as FTRLOptimizerSpec
 from rsembed.optimizers import FTRLSlotVariables as FTRLSlotVariables
 from rsembed.optimizers import Hyperparameters
-from rsembed.optimizers import LaPropOptimizerSpec as LaPropOptimizerSpec
 from rsembed.optimizers import LaPropSlotVariables as LaPropSlotVariables
 from rsembed.optimizers import LearningRate as LearningRate
 from rsembed.optimizers import OptimizerSpec as OptimizerSpec
-from rsembed.optimizers import RowWiseAdagradOptimizerSpec as RowWiseAdagradOptimizerSpec
-from rsembed.optimizers import SGDOptimizerSpec as SGDOptimizerSpec
 from rsembed.optimizers import SGDSlotVariables as SGDSlotVariables
 from rsembed.places import Place
 from rsembed.sparsecore.layout import Nested, stack_layouts
@@ -48,6 +39,15 @@ from rsembed.specs import StackedTableSpec as StackedTableSpec
 from rsembed.specs import TableSettingInStack as TableSettingInStack
 from rsembed.specs import TableSpec as TableSpec
 
+AdagradMomentumOptimizerSpec = optimizers.AdagradMomentum
+AdagradOptimizerSpec = optimizers.Adagrad
+AdamOptimizerSpec = optimizers.Adam
+CustomOptimizerSpec = optimizers.Custom
+F2AOptimizerSpec = optimizers.F2A
+FTRLOptimizerSpec = optimizers.FTRL
+LaPropOptimizerSpec = optimizers.LaProp
+RowWiseAdagradOptimizerSpec = optimizers.RowWiseAdagrad
+SGDOptimizerSpec = optimizers.SGD
 HyperParameterType = Hyperparameters
 NumericParameter = float
 Record = TypeVar("Record")
@@ -55,15 +55,15 @@ Ids = TypeVar("Ids", int, np.ndarray, jax.Array)
 
 
 _CODES: dict[type[OptimizerSpec], int] = {
-    optimizers.SGDOptimizerSpec: 1,
-    optimizers.AdagradOptimizerSpec: 2,
-    optimizers.AdamOptimizerSpec: 3,
-    optimizers.FTRLOptimizerSpec: 4,
-    optimizers.F2AOptimizerSpec: 5,
-    optimizers.AdagradMomentumOptimizerSpec: 6,
+    SGDOptimizerSpec: 1,
+    AdagradOptimizerSpec: 2,
+    AdamOptimizerSpec: 3,
+    FTRLOptimizerSpec: 4,
+    F2AOptimizerSpec: 5,
+    AdagradMomentumOptimizerSpec: 6,
     # 7 is "custom". The published codes end there; LaProp, stored as 7, would come back as SGD.
-    optimizers.LaPropOptimizerSpec: 8,
-    optimizers.RowWiseAdagradOptimizerSpec: 9,
+    LaPropOptimizerSpec: 8,
+    RowWiseAdagradOptimizerSpec: 9,
 }
 CUSTOM_CODE = 7
 

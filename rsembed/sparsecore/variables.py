@@ -27,7 +27,7 @@ from rsembed.collection.asked_rows import AskedRows
 from rsembed.collection.dense_rows import DenseRows
 from rsembed.collection.devices import Devices
 from rsembed.collection.rows import Rows
-from rsembed.optimizers import Hyperparameters, OptimizerSpec, SGDOptimizerSpec, Slots
+from rsembed.optimizers import SGD, Hyperparameters, OptimizerSpec, Slots
 from rsembed.sparsecore.layout import (
     ArrayLike,
     Nested,
@@ -58,7 +58,7 @@ class BoundedRowRule(OptimizerSpec):
       maximum: upper limit of stepped entries, or None.
     """
 
-    inner: OptimizerSpec = dataclasses.field(default_factory=SGDOptimizerSpec)
+    inner: OptimizerSpec = dataclasses.field(default_factory=SGD)
     num_columns: int | None = None
     minimum: float | None = None
     maximum: float | None = None

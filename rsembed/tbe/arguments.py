@@ -230,8 +230,8 @@ _RECORDS = {
     WeightDecayMode.COWCLIP: "cowclip_regularization",
     WeightDecayMode.DECOUPLE_GLOBAL: "global_weight_decay",
 }
-_ADAGRAD, _ADAM_RULE, _LAMB_RULE = core.DecayedAdagradOptimizerSpec, core.AdamWOptimizerSpec, core.LAMBOptimizerSpec
-_FUSED_ROWWISE, _LARS = core.RowWiseAdagradOptimizerSpec, core.LARSOptimizerSpec
+_ADAGRAD, _ADAM_RULE, _LAMB_RULE = core.DecayedAdagrad, core.AdamW, core.LAMB
+_FUSED_ROWWISE, _LARS = core.RowWiseAdagrad, core.LARS
 _ADAM = {"eps", "beta1", "beta2", "weight_decay"}
 _COUNTED = {"eps", "weight_decay", "weight_decay_mode", *_RECORDS.values()}
 _ROWWISE = {"eps", "weight_decay", "weight_decay_mode", "max_norm"}
@@ -239,12 +239,12 @@ _RMSPROP = {"eps", "ar_alpha", "ema_beta", "min_shrinkage"}
 _WRITEBACK = {"use_writeback_bwd_prehook", "writeback_first_feature_only", "precompute_writeback"}
 _BY_ROW, _PARTIAL = {"use_rowwise_bias_correction"}, {"has_row_wise_second_moment": True}
 _OPTIMIZERS = {
-    EmbOptimType.EXACT_SGD: OfferedOptimizer(core.SGDOptimizerSpec, options=_WRITEBACK),
+    EmbOptimType.EXACT_SGD: OfferedOptimizer(core.SGD, options=_WRITEBACK),
     EmbOptimType.EXACT_ADAGRAD: OfferedOptimizer(
-        _ADAGRAD, "sum", {"eps"}, fixed={"is_per_row": False}, fused=core.TorchAdagradOptimizerSpec
+        _ADAGRAD, "sum", {"eps"}, fixed={"is_per_row": False}, fused=core.TorchAdagrad
     ),
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: OfferedOptimizer(_ADAGRAD, "sum", _ROWWISE | _COUNTED, fused=_FUSED_ROWWISE),
-    EmbOptimType.ADAM: OfferedOptimizer(_ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, _BY_ROW, fused=core.AdamOptimizerSpec),
+    EmbOptimType.ADAM: OfferedOptimizer(_ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, _BY_ROW, fused=core.Adam),
     EmbOptimType.LAMB: OfferedOptimizer(_LAMB_RULE, "exp_avg exp_avg_sq", _ADAM),
     EmbOptimType.LARS_SGD: OfferedOptimizer(_LARS, "momentum1", {"momentum", "eta", "weight_decay"}),
     EmbOptimType.PARTIAL_ROWWISE_ADAM: OfferedOptimizer(_ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, fixed=_PARTIAL),
@@ -255,13 +255,13 @@ _OPTIMIZERS = {
     EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: OfferedOptimizer(
         _ADAGRAD, "sum", _ROWWISE | {"emainplace_mode"}, fused=_FUSED_ROWWISE
     ),
-    EmbOptimType.ROWWISE_RMSPROP_AR: OfferedOptimizer(core.RowWiseRMSPropOptimizerSpec, "sum prev_iter", _RMSPROP),
-    EmbOptimType.FTRL: OfferedOptimizer(core.FTRLOptimizerSpec, "sum linear"),
+    EmbOptimType.ROWWISE_RMSPROP_AR: OfferedOptimizer(core.RowWiseRMSProp, "sum prev_iter", _RMSPROP),
+    EmbOptimType.FTRL: OfferedOptimizer(core.FTRL, "sum linear"),
     EmbOptimType.NONE: OfferedOptimizer(None),
 }
 _MODES = {
-    WeightDecayMode.COUNTER: OfferedOptimizer(core.CounterAdagradOptimizerSpec, "sum prev_iter row_counter", _COUNTED),
-    WeightDecayMode.COWCLIP: OfferedOptimizer(core.CowClipAdagradOptimizerSpec, "sum prev_iter row_counter", _COUNTED),
+    WeightDecayMode.COUNTER: OfferedOptimizer(core.CounterAdagrad, "sum prev_iter row_counter", _COUNTED),
+    WeightDecayMode.COWCLIP: OfferedOptimizer(core.CowClipAdagrad, "sum prev_iter row_counter", _COUNTED),
     WeightDecayMode.DECOUPLE_GLOBAL: OfferedOptimizer(_ADAGRAD, "sum prev_iter", _ROWWISE | _COUNTED),
 }
 """EXACT_ROWWISE_ADAGRAD with the modes of weight decay that need a record and keep more states."""

@@ -24,7 +24,7 @@ from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, JaggedBatch, JaggedGradients, Step
 from rsembed.kernels.reference import Rounding, jagged_segment
-from rsembed.optimizers import CounterAdagradOptimizerSpec, Slots, global_decay_factor
+from rsembed.optimizers import CounterAdagrad, Slots, global_decay_factor
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe.meshes import AnyBatch, SplitBatch, tables_on_mesh
 from rsembed.tbe.plan import GroupPlan, TBEPlan
@@ -177,7 +177,7 @@ def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
             weights, copies = jax.lax.cond(is_new, run, lambda *old: old, state.weights[number], copies)
             state = state.with_arrays(number, (weights, *slots, *copies))
     rules = {number: group.table.rule for number, group in enumerate(plan.groups)}
-    counting = {number: rule for number, rule in rules.items() if isinstance(rule, CounterAdagradOptimizerSpec)}
+    counting = {number: rule for number, rule in rules.items() if isinstance(rule, CounterAdagrad)}
     if counting:
         config = next(iter(counting.values())).regularization
         refreshed = config.refreshed_max_counter([state.slots[number][2] for number in counting], t, state.max_counter)
@@ -334,7 +334,7 @@ def _step_of(plan: TBEPlan, number: int, state: TBEState, rate: Array) -> Step:
             "them; construct the module with one."
         )
     changes: dict[str, Any] = {"learning_rate": lambda: rate}
-    if isinstance(rule, CounterAdagradOptimizerSpec):
+    if isinstance(rule, CounterAdagrad):
         changes["max_counter"] = lambda: state.max_counter
     hyper = dataclasses.replace(rule, **changes).get_hyperparameters(state.step)
     return Step(hyper, rule, _rounding(plan, number, state, state.weights[number].dtype, use=None), state.step)

@@ -83,7 +83,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
       output_dtype: FP32, FP16 or BF16; sums are float32.
       enforce_hbm: MANAGED_CACHING as DEVICE.
       optimizer: rule of all tables, or one per table; see `EmbOptimType`. Also a rule of the core, such as
-        `rsembed.FTRLOptimizerSpec(...)`, with its own settings and learning rate.
+        `rsembed.optimizers.FTRL(...)`, with its own settings and learning rate.
       record_cache_metrics: allows `get_cache_miss_counter` and `get_table_wise_cache_miss`.
       gather_uvm_cache_stats: allows `get_uvm_cache_stats` and its companions.
       stochastic_rounding: of FP16 and BF16 rows when they are stepped.

@@ -21,8 +21,8 @@ from rsembed.collection.placement import placement_of_tables
 from rsembed.fingerprint import ELSEWHERE, Fingerprint
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch
 from rsembed.optimizers import (
-    CounterAdagradOptimizerSpec,
-    DecayedAdagradOptimizerSpec,
+    CounterAdagrad,
+    DecayedAdagrad,
     EmainplaceModeDefinition,
     EnsembleModeDefinition,
     GlobalWeightDecayDefinition,
@@ -115,7 +115,7 @@ class TablePlan(NamedTuple):
     @property
     def global_decay(self) -> GlobalWeightDecayDefinition | None:
         """The decay that untouched rows owe, and that lookups see."""
-        return self.rule.global_weight_decay if isinstance(self.rule, DecayedAdagradOptimizerSpec) else None
+        return self.rule.global_weight_decay if isinstance(self.rule, DecayedAdagrad) else None
 
     def contents(self) -> dict[str, object]:
         """Facts that give the numbers their meaning: they may not change between runs, as hyperparameters may."""
@@ -151,7 +151,7 @@ class TablePlan(NamedTuple):
             raise ValueError(
                 f"table {table.name!r}: EMAINPLACE_ROWWISE_ADAGRAD needs an even embedding_dim, got {table.dim}."
             )
-        counts = isinstance(table.rule, CounterAdagradOptimizerSpec)
+        counts = isinstance(table.rule, CounterAdagrad)
         moves_all_rows = table.rule is not None and table.rule.moves_all_rows
         if table.is_cached and (table.whole_table_mode is not None or counts or moves_all_rows):
             what = "weight_decay_mode COUNTER" if counts else by_name.name_of(table.optimizer)
@@ -244,7 +244,7 @@ class TBEPlan:
     @functools.cached_property
     def has_passes(self) -> bool:
         """Whether training steps begin with what `functional.begin_step` does."""
-        rules = CounterAdagradOptimizerSpec
+        rules = CounterAdagrad
         return any(t.whole_table_mode is not None or isinstance(t.rule, rules) for t in self.tables)
 
     @functools.cached_property

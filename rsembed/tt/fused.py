@@ -7,11 +7,11 @@ import enum
 from flax import nnx
 
 from rsembed.optimizers import (
-    AdamOptimizerSpec,
+    SGD,
+    Adam,
     OptimizerSpec,
-    RowWiseAdagradOptimizerSpec,
-    SGDOptimizerSpec,
-    TorchAdagradOptimizerSpec,
+    RowWiseAdagrad,
+    TorchAdagrad,
 )
 
 
@@ -67,13 +67,13 @@ def rule_of(optimizer: object, eps: float) -> OptimizerSpec:
     """
     name = member_of(optimizer).name
     if name in ("SGD", "EXACT_SGD"):
-        return SGDOptimizerSpec()
+        return SGD()
     if name == "EXACT_ADAGRAD":
-        return TorchAdagradOptimizerSpec(1.0, epsilon=eps)
+        return TorchAdagrad(1.0, epsilon=eps)
     if name == "EXACT_ROWWISE_ADAGRAD":
-        return RowWiseAdagradOptimizerSpec(1.0, epsilon=eps)
+        return RowWiseAdagrad(1.0, epsilon=eps)
     if name == "ADAM":
-        return AdamOptimizerSpec()
+        return Adam()
     raise NotImplementedError(
         f"OptimType.{name} has no fused update; use SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD or ADAM, or take "
         "sparse=False and any optax rule."

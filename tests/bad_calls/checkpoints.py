@@ -153,8 +153,8 @@ BAD = {
         "EmbeddingCollection",
     ),
     "another optimizer than saved": (
-        lambda: load_into(feature(table_spec=table(optimizer=rs.AdamOptimizerSpec(0.1))), USER), ValueError,
-        "word/optimizer", "AdamOptimizerSpec",
+        lambda: load_into(feature(table_spec=table(optimizer=rs.optimizers.Adam(0.1))), USER), ValueError,
+        "word/optimizer", "Adam",
     ),
     "a dense table into one of keys": (
         lambda: load_into(feature(table_spec=table(storage=rs.Hashed())), USER), ValueError, "word/storage",

@@ -31,7 +31,7 @@ def stepped(rule):
 
 
 def custom(function, **fields):
-    return rs.CustomOptimizerSpec(0.1, function, **fields)
+    return rs.optimizers.Custom(0.1, function, **fields)
 
 
 def stored(storage, rows=9, **options):
@@ -47,43 +47,43 @@ def with_rows(**rows):
 
 BAD = {
     # Hyperparameters
-    "a rate as text": (lambda: rs.SGDOptimizerSpec("0.1"), TypeError, "learning_rate", "must be a number", "str"),
+    "a rate as text": (lambda: rs.optimizers.SGD("0.1"), TypeError, "learning_rate", "must be a number", "str"),
     "a traced rate": (
-        lambda: jax.jit(lambda rate: rs.SGDOptimizerSpec(rate).learning_rate)(0.1), TypeError,
-        "SGDOptimizerSpec: learning_rate", "traced", "callable of step",
+        lambda: jax.jit(lambda rate: rs.optimizers.SGD(rate).learning_rate)(0.1), TypeError,
+        "SGD: learning_rate", "traced", "callable of step",
     ),
     "a schedule of two arguments": (
-        lambda: rs.SGDOptimizerSpec(lambda step, epoch: 0.1), ValueError, "'step', 'epoch'", "functools.partial",
+        lambda: rs.optimizers.SGD(lambda step, epoch: 0.1), ValueError, "'step', 'epoch'", "functools.partial",
     ),
     "a schedule without its step": (
-        lambda: rs.SGDOptimizerSpec(lambda step: 0.1 / step).get_learning_rate(), ValueError, "SGDOptimizerSpec",
+        lambda: rs.optimizers.SGD(lambda step: 0.1 / step).get_learning_rate(), ValueError, "SGD",
         "pass step=",
     ),
     "a schedule of texts": (
-        lambda: stepped(rs.SGDOptimizerSpec(lambda step: "0.1")), TypeError, "learning_rate", "schedule", "str",
+        lambda: stepped(rs.optimizers.SGD(lambda step: "0.1")), TypeError, "learning_rate", "schedule", "str",
     ),
     "epsilon as text": (
-        lambda: rs.AdamOptimizerSpec(epsilon="1e-8"), TypeError, "AdamOptimizerSpec: epsilon", "number", "str",
+        lambda: rs.optimizers.Adam(epsilon="1e-8"), TypeError, "Adam: epsilon", "number", "str",
     ),
     "Nesterov as text": (
-        lambda: rs.AdagradMomentumOptimizerSpec(use_nesterov="no"), TypeError, "use_nesterov", "True or False", "'no'",
+        lambda: rs.optimizers.AdagradMomentum(use_nesterov="no"), TypeError, "use_nesterov", "True or False", "'no'",
     ),
     "a negative clip": (
-        lambda: rs.LaPropOptimizerSpec(rms_clip_threshold=-1.0), ValueError, "LaPropOptimizerSpec: rms_clip_threshold",
+        lambda: rs.optimizers.LaProp(rms_clip_threshold=-1.0), ValueError, "LaProp: rms_clip_threshold",
         "clip_by_global_norm",
     ),
     "slots of integers": (
-        lambda: rs.AdamWOptimizerSpec(slot_dtypes=("int8", None)), ValueError, "AdamWOptimizerSpec: slot_dtypes",
+        lambda: rs.optimizers.AdamW(slot_dtypes=("int8", None)), ValueError, "AdamW: slot_dtypes",
         "int8", "float32, bfloat16 or float16",
     ),
     "too many slot dtypes": (
-        lambda: rs.AdamWOptimizerSpec(slot_dtypes=("float16",) * 3), ValueError, "slot_dtypes", "3", "2",
+        lambda: rs.optimizers.AdamW(slot_dtypes=("float16",) * 3), ValueError, "slot_dtypes", "3", "2",
     ),
     "one slot dtype as text": (
-        lambda: rs.AdamWOptimizerSpec(slot_dtypes="bfloat16"), TypeError, "slot_dtypes", "a list", "'bfloat16'",
+        lambda: rs.optimizers.AdamW(slot_dtypes="bfloat16"), TypeError, "slot_dtypes", "a list", "'bfloat16'",
     ),
     "a mode by name": (
-        lambda: optimizers.DecayedAdagradOptimizerSpec(weight_decay_mode="L2"), TypeError, "weight_decay_mode",
+        lambda: optimizers.DecayedAdagrad(weight_decay_mode="L2"), TypeError, "weight_decay_mode",
         "WeightDecayMode", "'L2'",
     ),
     # Rules of others
@@ -96,7 +96,7 @@ BAD = {
         lambda: rs.from_optax(optax.polyak_sgd()), TypeError, "from_optax", "from its gradient alone", "'value'",
     ),
     "no rule": (
-        lambda: custom(None), TypeError, "CustomOptimizerSpec", "custom_computation_fn", "(gradient, row, *slots, lr)",
+        lambda: custom(None), TypeError, "Custom", "custom_computation_fn", "(gradient, row, *slots, lr)",
     ),
     "a rule that returns another shape": (
         lambda: stepped(custom(lambda g, w, lr: (w - lr * g).sum())), ValueError, "custom optimizer 'custom'", "(1, 4)",
@@ -108,7 +108,7 @@ BAD = {
     ),
     "slots that are one number": (
         lambda: custom(lambda g, w, m, lr: (w, m), slot_variable_initializers_tuple=0.0), TypeError,
-        "CustomOptimizerSpec: slot_variable_initializers_tuple", "tuple", "0.0",
+        "Custom: slot_variable_initializers_tuple", "tuple", "0.0",
     ),
     "slots by name": (
         lambda: custom(lambda g, w, m, lr: (w, m), slot_variable_initializers_tuple=("zeros",)), TypeError,
@@ -234,24 +234,24 @@ BAD = {
         ValueError, "TensorTrain: unknown weight_dist None; choose one of",
     ),
     "no learning rate": (
-        lambda: rs.SGDOptimizerSpec(None),
-        TypeError, "SGDOptimizerSpec: learning_rate must be a number or a", "got None (NoneType)",
+        lambda: rs.optimizers.SGD(None),
+        TypeError, "SGD: learning_rate must be a number or a", "got None (NoneType)",
     ),
     "a decay of one": (
-        lambda: rs.AdamOptimizerSpec(0.1, beta_1=1.0),
-        ValueError, "AdamOptimizerSpec: beta_1 must be in [0, 1), got 1.0.",
+        lambda: rs.optimizers.Adam(0.1, beta_1=1.0),
+        ValueError, "Adam: beta_1 must be in [0, 1), got 1.0.",
     ),
     "a negative accumulator": (
-        lambda: rs.AdagradOptimizerSpec(0.1, initial_accumulator_value=-1.0),
-        ValueError, "AdagradOptimizerSpec: initial_accumulator_value must be in", "got -1.0",
+        lambda: rs.optimizers.Adagrad(0.1, initial_accumulator_value=-1.0),
+        ValueError, "Adagrad: initial_accumulator_value must be in", "got -1.0",
     ),
     "a power as text": (
-        lambda: rs.FTRLOptimizerSpec(0.1, learning_rate_power="x"),
-        TypeError, "FTRLOptimizerSpec: learning_rate_power must be a number,", "got 'x' (str)",
+        lambda: rs.optimizers.FTRL(0.1, learning_rate_power="x"),
+        TypeError, "FTRL: learning_rate_power must be a number,", "got 'x' (str)",
     ),
     "no weight decay": (
-        lambda: rs.LAMBOptimizerSpec(0.1, weight_decay=None),
-        TypeError, "LAMBOptimizerSpec: weight_decay must be a number, got None", "got None (NoneType)",
+        lambda: rs.optimizers.LAMB(0.1, weight_decay=None),
+        TypeError, "LAMB: weight_decay must be a number, got None", "got None (NoneType)",
     ),
     "optax with a rate as text": (
         lambda: rs.from_optax(optax.sgd(0.1), learning_rate="x"),
@@ -261,13 +261,13 @@ BAD = {
 
 
 ACCEPTED = {
-    "a schedule of the step": (lambda: rs.SGDOptimizerSpec(lambda step: 0.5 * step).get_learning_rate(2), lambda: 1.0),
+    "a schedule of the step": (lambda: rs.optimizers.SGD(lambda step: 0.5 * step).get_learning_rate(2), lambda: 1.0),
     "a rate behind functools.partial": (
-        lambda: rs.SGDOptimizerSpec(functools.partial(lambda scale, step: scale * step, 0.5)).get_learning_rate(2),
+        lambda: rs.optimizers.SGD(functools.partial(lambda scale, step: scale * step, 0.5)).get_learning_rate(2),
         lambda: 1.0,
     ),
     "a rate as a JAX scalar": (
-        lambda: str(rs.SGDOptimizerSpec(jnp.float32(0.5))), lambda: str(rs.SGDOptimizerSpec(0.5)),
+        lambda: str(rs.optimizers.SGD(jnp.float32(0.5))), lambda: str(rs.optimizers.SGD(0.5)),
     ),
     "keys as a list": (lambda: keyed().prepare({"who": [1, 2]}), lambda: keyed().prepare({"who": np.array([1, 2])})),
     "values of float64": (

@@ -147,7 +147,7 @@ BAD = {
         lambda: table(dtype=["float32"]), ValueError, "table 'word': dtype ['float32'] is not one of float32,",
     ),
     "an optimizer that was not made": (
-        lambda: table(optimizer=rs.SGDOptimizerSpec), TypeError, "table 'word': optimizer must be made first, as in",
+        lambda: table(optimizer=rs.optimizers.SGD), TypeError, "table 'word': optimizer must be made first, as in",
     ),
     "a storage as a dict": (
         lambda: table(storage={}),
@@ -237,8 +237,8 @@ ACCEPTED = {
     "an axis as a list": (
         lambda: str(one(mesh=mesh(), sharding_axis=["shard"]).layout), lambda: str(one(mesh=mesh()).layout),
     ),
-    "a rate of numpy": (lambda: str(rs.SGDOptimizerSpec(np.float32(0.5))), lambda: str(rs.SGDOptimizerSpec(0.5))),
-    "an integer rate": (lambda: rs.SGDOptimizerSpec(1).get_learning_rate() + 0.0, lambda: 1.0),
+    "a rate of numpy": (lambda: str(rs.optimizers.SGD(np.float32(0.5))), lambda: str(rs.optimizers.SGD(0.5))),
+    "an integer rate": (lambda: rs.optimizers.SGD(1).get_learning_rate() + 0.0, lambda: 1.0),
     "groups as tuples": (lambda: str(plan(groups=(("s", "t"),))), lambda: str(plan(groups=[["s", "t"]]))),
     "bounds as integers": (
         lambda: tuple(map(float, rs.QuantizationConfig(0, 1, 4).as_tuple())), lambda: (0.0, 1.0, 4.0),

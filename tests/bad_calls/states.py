@@ -22,7 +22,7 @@ from tests.bad_calls.world import (
 
 
 def adam_without_slots():
-    made = rs.EmbeddingCollection([feature(table_spec=table(optimizer=rs.AdamOptimizerSpec(0.1)))])
+    made = rs.EmbeddingCollection([feature(table_spec=table(optimizer=rs.optimizers.Adam(0.1)))])
     return made, made.init(KEY(0))._replace(slots={})
 
 

@@ -28,7 +28,7 @@ def zeros(key: Any, shape: Any, dtype: Any = jnp.float32) -> Any:
 def table(name: str = "word", **changes: Any) -> rs.TableSpec:
     return rs.TableSpec(
         **{"name": name, "vocabulary_size": 9, "embedding_dim": 4, "initializer": zeros}
-        | {"optimizer": rs.SGDOptimizerSpec(0.1)}
+        | {"optimizer": rs.optimizers.SGD(0.1)}
         | changes
     )
 

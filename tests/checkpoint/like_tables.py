@@ -9,7 +9,7 @@ import rsembed as rs
 def keyed_collection(mesh):
     """Tables `left` and `right`, alike but for their names."""
     same = {"vocabulary_size": 16, "embedding_dim": 2, "initializer": jax.nn.initializers.normal()}
-    same |= {"optimizer": rs.AdagradOptimizerSpec(0.1), "storage": rs.Hashed()}
+    same |= {"optimizer": rs.optimizers.Adagrad(0.1), "storage": rs.Hashed()}
     tables = [rs.TableSpec(name=name, **same) for name in ("left", "right")]
     features = [rs.FeatureSpec(name=table.name, table_spec=table) for table in tables]
     return rs.EmbeddingCollection(features, mesh=mesh)

@@ -19,7 +19,7 @@ table = rs.TableSpec(
     vocabulary_size=10,
     embedding_dim=2,
     initializer=lambda key, shape: jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape),
-    optimizer=rs.AdagradOptimizerSpec(0.1),
+    optimizer=rs.optimizers.Adagrad(0.1),
 )
 collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=parallel.make_mesh())
 batch = collection.prepare({"f": np.arange(4, dtype=np.int32).reshape(2, 2) + 4 * jax.process_index()})

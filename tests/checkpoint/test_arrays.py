@@ -47,7 +47,7 @@ def table_of(rows, dim):
         vocabulary_size=rows,
         embedding_dim=dim,
         initializer=lambda key, shape: jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape),
-        optimizer=rs.SGDOptimizerSpec(0.1),
+        optimizer=rs.optimizers.SGD(0.1),
     )
 
 

@@ -209,7 +209,7 @@ def collection_of(names, *, optimizer=None, sizes=SIZES, alone=(), **options):
     """The tables in the given order; those in `alone` have a learning rate of their own object, hence own stacks."""
     features = []
     for name in names:
-        rule = optimizer or rs.AdagradOptimizerSpec((lambda: 0.1) if name in alone else 0.1)
+        rule = optimizer or rs.optimizers.Adagrad((lambda: 0.1) if name in alone else 0.1)
         table = rs.TableSpec(
             name=name, vocabulary_size=sizes[name], embedding_dim=4, initializer=ramp, optimizer=rule, **options
         )
@@ -275,7 +275,7 @@ def test_dense_parameters_of_the_same_instant_come_back(trained):
         (lambda: collection_of([*SIZES, "new"], sizes={**SIZES, "new": 3}), "tables/new is missing"),
         (lambda: collection_of(SIZES, sizes={**SIZES, "user": 21}), "user/vocabulary_size is 20, expected 21"),
         (lambda: collection_of(SIZES, dtype="bfloat16"), 'tables/word/dtype is "float32", expected "bfloat16"'),
-        (lambda: collection_of(SIZES, optimizer=rs.AdamOptimizerSpec(0.1)), 'AdagradOptimizerSpec", expected "AdamO'),
+        (lambda: collection_of(SIZES, optimizer=rs.optimizers.Adam(0.1)), 'Adagrad", expected "AdamO'),
     ],
 )
 def test_another_collection_is_refused_by_name(trained, make, message):
@@ -285,7 +285,7 @@ def test_another_collection_is_refused_by_name(trained, make, message):
 
 def test_tables_alone_can_move_to_another_optimizer(trained):
     path, collection, state = trained
-    other = collection_of(SIZES, optimizer=rs.SGDOptimizerSpec(0.1))
+    other = collection_of(SIZES, optimizer=rs.optimizers.SGD(0.1))
     moved = other.with_tables(jax.jit(other.init)(jax.random.key(1)), checkpoint.load(path).tree["tables"])
     for name, table in collection.tables(state).items():
         np.testing.assert_array_equal(other.tables(moved)[name], table)
@@ -297,7 +297,7 @@ def test_tensor_trains_and_optax_states_come_back(tmp_path):
         name="word",
         vocabulary_size=30,
         embedding_dim=4,
-        optimizer=rs.AdagradOptimizerSpec(0.1),
+        optimizer=rs.optimizers.Adagrad(0.1),
         storage=TensorTrain((2, 2)),
     )
     dense_table = rs.TableSpec(name="item", vocabulary_size=50, embedding_dim=4, initializer=ramp, optimizer=adam)

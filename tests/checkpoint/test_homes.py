@@ -18,7 +18,7 @@ BATCHES = [
 
 
 def collection_of(user_rows, item_storage, **options):
-    how = {"embedding_dim": DIM, "optimizer": rs.AdagradOptimizerSpec(LR), "initializer": jax.nn.initializers.normal()}
+    how = {"embedding_dim": DIM, "optimizer": rs.optimizers.Adagrad(LR), "initializer": jax.nn.initializers.normal()}
     user = rs.TableSpec(name="user", vocabulary_size=user_rows, storage=rs.Hashed(), **how)
     item = rs.TableSpec(name="item", vocabulary_size=ITEMS, storage=item_storage, **how)
     return rs.EmbeddingCollection(

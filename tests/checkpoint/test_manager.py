@@ -15,7 +15,7 @@ from rsembed.checkpoint import CheckpointManager, CorruptCheckpointError, files,
 
 
 def make_collection(mesh=None):
-    rule = rs.AdagradOptimizerSpec(0.1)
+    rule = rs.optimizers.Adagrad(0.1)
     dense = rs.TableSpec(name="word", vocabulary_size=64, embedding_dim=4, optimizer=rule)
     hashed = rs.TableSpec(name="user", vocabulary_size=64, embedding_dim=4, optimizer=rule, storage=rs.Hashed())
     features = [rs.FeatureSpec(name=table.name, table_spec=table) for table in (dense, hashed)]

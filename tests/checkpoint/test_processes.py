@@ -22,7 +22,7 @@ def test_processes_write_one_table_and_read_one_of_a_single_process(tmp_path):
         vocabulary_size=10,
         embedding_dim=2,
         initializer=lambda key, shape: jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape),
-        optimizer=rs.AdagradOptimizerSpec(0.1),
+        optimizer=rs.optimizers.Adagrad(0.1),
     )
     collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
     state = collection.init(jax.random.key(0))

@@ -25,7 +25,7 @@ def ramp(key, shape):
 
 def collection_of(num_devices=None, placement=None, *, optimizer=None, rows=ROWS, **options):
     """Tables `item`, `user`, `word`, on one device or a mesh."""
-    rule = optimizer or rs.AdagradOptimizerSpec(0.1)
+    rule = optimizer or rs.optimizers.Adagrad(0.1)
     features = [
         rs.FeatureSpec(
             name=f"f_{name}",
@@ -208,7 +208,7 @@ def others_of():
     return {
         "more rows": collection_of(rows={**ROWS, "item": 20}),
         "fewer tables": collection_of(rows={"item": 10, "user": 8}),
-        "another rule": collection_of(optimizer=rs.AdamOptimizerSpec(0.1)),
+        "another rule": collection_of(optimizer=rs.optimizers.Adam(0.1)),
         "another mesh": collection_of(4, "row"),
     }
 
@@ -303,7 +303,7 @@ def test_trains_and_rounded_tables_keep_their_layout_on_a_mesh(tmp_path):
         vocabulary_size=30,
         embedding_dim=4,
         storage=TensorTrain((2, 2)),
-        optimizer=rs.SGDOptimizerSpec(0.1),
+        optimizer=rs.optimizers.SGD(0.1),
     )
     half = rs.TableSpec(
         name="half", vocabulary_size=6, embedding_dim=4, dtype="bfloat16", stochastic_rounding=True, initializer=ramp

@@ -15,7 +15,7 @@ COMBINERS = ["sum", "mean", "sqrtn"]
 
 
 def table_spec(name="t", **changes):
-    defaults = {"vocabulary_size": VOCABULARY, "embedding_dim": DIM, "optimizer": rs.SGDOptimizerSpec(0.1)}
+    defaults = {"vocabulary_size": VOCABULARY, "embedding_dim": DIM, "optimizer": rs.optimizers.SGD(0.1)}
     return rs.TableSpec(name=name, **{**defaults, **changes})
 
 
@@ -62,7 +62,7 @@ def test_sequence_output_keeps_the_shape_of_dense_ids_and_zeros_where_there_is_n
 
 
 def test_micro_batches_accumulate_to_the_large_batch_with_the_same_rows():
-    collection = collection_of(table_spec(optimizer=rs.AdamOptimizerSpec(0.1)))
+    collection = collection_of(table_spec(optimizer=rs.optimizers.Adam(0.1)))
     state = collection.init(jax.random.key(0))
     rng = np.random.default_rng(3)
     ids = rng.integers(0, VOCABULARY, size=(6, 2)).astype(np.int32)
@@ -91,7 +91,7 @@ def test_micro_batches_accumulate_to_the_large_batch_with_the_same_rows():
 @pytest.mark.parametrize("combiner", ["sum", "mean", "none"])
 def test_gradients_straight_from_a_batch_step_clip_and_read_as_those_that_were_written_down(combiner):
     collection = collection_of(
-        table_spec(optimizer=rs.AdagradOptimizerSpec(0.1), combiner=combiner), table_spec("u", embedding_dim=2)
+        table_spec(optimizer=rs.optimizers.Adagrad(0.1), combiner=combiner), table_spec("u", embedding_dim=2)
     )
     batch = collection.prepare(
         {"f_t": np.array([[3, 3], [1, -1], [3, 0], [2, 2]]), "f_u": np.array([[1], [2], [1], [-1]])}
@@ -176,7 +176,7 @@ def test_initial_values_depend_on_key_and_table_not_on_company():
 
 
 def test_init_in_blocks_fills_every_row_once(monkeypatch):
-    spec = table_spec(vocabulary_size=50, optimizer=rs.AdagradOptimizerSpec(0.1, initial_accumulator_value=0.3))
+    spec = table_spec(vocabulary_size=50, optimizer=rs.optimizers.Adagrad(0.1, initial_accumulator_value=0.3))
     expected = collection_of(spec).init(jax.random.key(0))
     monkeypatch.setattr(
         "rsembed.collection.dense_rows.INIT_BLOCK_VALUES", 7 * DIM
@@ -189,7 +189,7 @@ def test_init_in_blocks_fills_every_row_once(monkeypatch):
 def test_stochastic_rounding_keeps_the_mean_where_nearest_rounding_stands_still():
     spec = table_spec(
         vocabulary_size=2000, embedding_dim=2, dtype="bfloat16", stochastic_rounding=True,
-        initializer=jax.nn.initializers.ones, optimizer=rs.SGDOptimizerSpec(1.0),
+        initializer=jax.nn.initializers.ones, optimizer=rs.optimizers.SGD(1.0),
     )  # fmt: skip
     ids, step = np.arange(2000), 1e-3  # far below the spacing of bfloat16 at one (2^-8 downwards)
     gradient = {"f_t": np.full((2000, 2), step, np.float32)}
@@ -292,7 +292,7 @@ ragged = st.lists(st.lists(st.integers(-1, VOCABULARY - 1), max_size=4), min_siz
 @functools.cache
 def two_features_of_one_table(combiner):
     """State, lookup and update of a collection, compiled once for all examples."""
-    table = table_spec(combiner=combiner, optimizer=rs.SGDOptimizerSpec(0.5))
+    table = table_spec(combiner=combiner, optimizer=rs.optimizers.SGD(0.5))
     collection = rs.EmbeddingCollection([rs.FeatureSpec(name=name, table_spec=table) for name in "ab"])
 
     @jax.jit

@@ -20,7 +20,7 @@ def collection_of_three(num_devices):
             vocabulary_size=96,
             embedding_dim=dim,
             combiner="mean",
-            optimizer=rs.AdagradOptimizerSpec(0.1),
+            optimizer=rs.optimizers.Adagrad(0.1),
             storage=storage,
         )
         for name, dim, storage in zip(names, DIMS, storages, strict=True)

@@ -15,7 +15,7 @@ from rsembed.tt.cores import rows as rows_of_cores
 
 @pytest.mark.parametrize(("num_devices", "placement"), [(None, None), (1, "row"), (4, "row"), (4, "replicated")])
 def test_tables_and_slots_outlive_the_state_they_came_from(num_devices, placement):
-    rule = rs.AdagradOptimizerSpec(0.1)
+    rule = rs.optimizers.Adagrad(0.1)
     dense = rs.TableSpec(name="a", vocabulary_size=16, embedding_dim=8, optimizer=rule)
     train = dataclasses.replace(dense, name="b", storage=TensorTrain((2, 2)))
     placements = {"a": placement, "b": "replicated"} if num_devices else None
@@ -74,7 +74,7 @@ def in_safetensors(path, arrays):
 
 @pytest.mark.parametrize("through", [in_npz, in_safetensors])
 def test_tables_go_through_files_of_other_programs(tmp_path, through):
-    rule = rs.AdagradOptimizerSpec(0.1)
+    rule = rs.optimizers.Adagrad(0.1)
     word = rs.TableSpec(name="word", vocabulary_size=6, embedding_dim=4, optimizer=rule)
     user = dataclasses.replace(word, name="user", storage=rs.Hashed())
     collection = rs.EmbeddingCollection([rs.FeatureSpec(name=own.name, table_spec=own) for own in (word, user)])

@@ -10,8 +10,8 @@ from jax.sharding import AxisType, Mesh
 import rsembed as rs
 
 BATCH, DIM, LR = 8, 8, 0.1
-SGD, ADAGRAD, ADAM = rs.SGDOptimizerSpec, rs.AdagradOptimizerSpec, rs.AdamOptimizerSpec
-ROW_WISE = rs.RowWiseAdagradOptimizerSpec
+SGD, ADAGRAD, ADAM = rs.optimizers.SGD, rs.optimizers.Adagrad, rs.optimizers.Adam
+ROW_WISE = rs.optimizers.RowWiseAdagrad
 # The shape of a mesh, the optimizers of tables `t` and `v` (which share a stack) and of `w`, and what lies where.
 SETTINGS = {
     "2x4-row": ((2, 4), (SGD, ADAM), {"placement": "row"}),

@@ -11,7 +11,7 @@ import rsembed as rs
 def collection_of(num_devices=2, combiner="sum", vocabulary_size=9, features=None, **options):
     table = rs.TableSpec(
         name="t", vocabulary_size=vocabulary_size, embedding_dim=4, combiner=combiner,
-        initializer=jax.nn.initializers.ones, optimizer=options.pop("optimizer", rs.SGDOptimizerSpec(0.1)),
+        initializer=jax.nn.initializers.ones, optimizer=options.pop("optimizer", rs.optimizers.SGD(0.1)),
     )  # fmt: skip
     mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("x",))
     return rs.EmbeddingCollection(rs.FeatureSpec(name="f", table_spec=table), mesh=mesh, **options)

@@ -20,7 +20,7 @@ def mesh_of(num_devices):
 
 
 def features_of(combiner="mean", **changes):
-    changes = {"optimizer": rs.AdagradOptimizerSpec(0.1), "initializer": jax.nn.initializers.ones, **changes}
+    changes = {"optimizer": rs.optimizers.Adagrad(0.1), "initializer": jax.nn.initializers.ones, **changes}
     t, u = (
         rs.TableSpec(name=name, vocabulary_size=rows, embedding_dim=DIM, combiner=combiner, **changes)
         for name, rows in ROWS.items()
@@ -107,7 +107,7 @@ def test_compiled_programs_send_the_bytes_of_the_page(num_devices, placement):
     local_ids = local_batch * width
     table = rs.TableSpec(
         name="t", vocabulary_size=vocabulary, embedding_dim=DIM, initializer=jax.nn.initializers.zeros,
-        optimizer=rs.SGDOptimizerSpec(0.1),
+        optimizer=rs.optimizers.SGD(0.1),
     )  # fmt: skip
     capacity = 12 if placement == "row" else None  # as many places as ids, which one round always serves
     collection = rs.EmbeddingCollection(
@@ -147,7 +147,7 @@ def test_compiled_programs_send_the_bytes_of_the_page(num_devices, placement):
 @pytest.mark.parametrize("capacity", [None, 64])
 def test_compiled_training_on_a_mesh_copies_no_table(capacity):
     rows, dim, num_devices = 1_000_000, 64, 4
-    table = rs.TableSpec(name="t", vocabulary_size=rows, embedding_dim=dim, optimizer=rs.AdagradOptimizerSpec())
+    table = rs.TableSpec(name="t", vocabulary_size=rows, embedding_dim=dim, optimizer=rs.optimizers.Adagrad())
     feature = rs.FeatureSpec(name="f", table_spec=table)
     collection = rs.EmbeddingCollection(feature, mesh=mesh_of(num_devices), exchange_capacity=capacity)
     state = jax.eval_shape(collection.init, jax.random.key(0))

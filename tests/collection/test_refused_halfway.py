@@ -20,7 +20,7 @@ def collection_of(storages, *, rows=ROWS, mesh=None, **options):
     tables = [
         rs.TableSpec(
             name=name, vocabulary_size=rows.get(name, ROWS) if isinstance(rows, dict) else rows, embedding_dim=DIM,
-            optimizer=rs.AdagradOptimizerSpec(0.1), storage=storage, **options,
+            optimizer=rs.optimizers.Adagrad(0.1), storage=storage, **options,
         )
         for name, storage in storages.items()
     ]  # fmt: skip

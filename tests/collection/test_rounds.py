@@ -34,9 +34,9 @@ def trained(storage, rule, capacity):
 @pytest.mark.parametrize(
     ("storage", "rule"),
     [
-        ("array", rs.AdamOptimizerSpec(0.01)),
-        ("hashed", rs.AdagradOptimizerSpec(0.1)),
-        ("host", rs.AdagradOptimizerSpec(0.1)),
+        ("array", rs.optimizers.Adam(0.01)),
+        ("hashed", rs.optimizers.Adagrad(0.1)),
+        ("host", rs.optimizers.Adagrad(0.1)),
     ],
     ids=["array", "hashed", "host"],
 )

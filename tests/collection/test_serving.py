@@ -35,7 +35,7 @@ def trained():
                 embedding_dim=4,
                 combiner=combiner,
                 storage=STORAGES.get(name),
-                optimizer=rs.SGDOptimizerSpec(0.1),
+                optimizer=rs.optimizers.SGD(0.1),
             ),
         )
         for name, combiner in COMBINERS.items()

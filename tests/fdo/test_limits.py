@@ -4,8 +4,9 @@ import itertools
 
 import numpy as np
 
-from rsembed import FeatureSpec, SGDOptimizerSpec, TableSpec
+from rsembed import FeatureSpec, TableSpec
 from rsembed.fdo import EXACT, LimitsPolicy, SparseDenseMatmulInputStats, TableDrops, limits_from_statistics, report
+from rsembed.optimizers import SGD
 from rsembed.sparsecore import embedding
 from rsembed.specs import StackedTableSpec
 
@@ -55,7 +56,7 @@ def test_buffers_never_exceed_what_the_limits_can_fill():
 def test_what_has_no_statistics_keeps_its_settings():
     nothing = SparseDenseMatmulInputStats()
     assert planned(nothing, max_ids_per_partition=7) == (7, 256, None)
-    by_hand = StackedTableSpec("t", 64, 8, SGDOptimizerSpec(), "sum", 8)  # for no number of shards
+    by_hand = StackedTableSpec("t", 64, 8, SGD(), "sum", 8)  # for no number of shards
     assert limits_from_statistics([by_hand], stats([3, 4]), 2, policy=EXACT)["t"] == (4, 1, 16)
     only_ids = SparseDenseMatmulInputStats(max_ids_per_partition={"t": [300], "other": [9]})
     assert planned(only_ids) == (384, 256, None)

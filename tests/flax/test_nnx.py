@@ -271,7 +271,7 @@ def test_what_a_loss_changes_is_changed_once():
 
 
 def test_a_step_writes_into_the_tables():
-    table = rs.TableSpec(name="t", vocabulary_size=4096, embedding_dim=8, optimizer=rs.AdagradOptimizerSpec(0.1))
+    table = rs.TableSpec(name="t", vocabulary_size=4096, embedding_dim=8, optimizer=rs.optimizers.Adagrad(0.1))
     collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
     layer = rs.nnx.Embeddings(collection, rngs=nnx.Rngs(0))
     optimizer, ids = rs.nnx.Optimizer(layer, world.TX), {"f": np.arange(8).reshape(4, 2)}

@@ -27,7 +27,7 @@ def table(name, storage=None, optimizer=None):
         vocabulary_size=ROWS,
         embedding_dim=DIM,
         combiner="mean",
-        optimizer=optimizer or rs.AdagradOptimizerSpec(0.1),
+        optimizer=optimizer or rs.optimizers.Adagrad(0.1),
         storage=storage,
     )
 

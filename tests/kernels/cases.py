@@ -22,14 +22,12 @@ NUM_ROWS = 23
 RELATIVE_TOLERANCE = {"float32": 2e-5, "bfloat16": 2**-7, "float16": 2**-10}
 
 RULES = {
-    "sgd": ro.SGDOptimizerSpec(0.3),
-    "adagrad": ro.AdagradOptimizerSpec(0.3),
-    "rowwise_adagrad": ro.RowWiseAdagradOptimizerSpec(0.3),
-    "adam": ro.AdamOptimizerSpec(0.3),
-    "ftrl": ro.FTRLOptimizerSpec(0.3),
-    "custom": ro.CustomOptimizerSpec(
-        0.3, lambda g, w, count, lr: (w - lr * jnp.sign(g) / (1.0 + count), count + 1.0), (0.0,)
-    ),
+    "sgd": ro.SGD(0.3),
+    "adagrad": ro.Adagrad(0.3),
+    "rowwise_adagrad": ro.RowWiseAdagrad(0.3),
+    "adam": ro.Adam(0.3),
+    "ftrl": ro.FTRL(0.3),
+    "custom": ro.Custom(0.3, lambda g, w, count, lr: (w - lr * jnp.sign(g) / (1.0 + count), count + 1.0), (0.0,)),
     "optax": ro.from_optax(optax.adamw(0.3)),
 }
 ORACLE_STEPS = {

@@ -120,7 +120,7 @@ def test_collections_train_alike_with_and_without_the_kernels(storage, monkeypat
     monkeypatch.setattr(gpu, "unavailable_because", lambda: None)
     spec = rs.TableSpec(
         name="t", vocabulary_size=20, embedding_dim=12, combiner="mean", storage=storage,
-        optimizer=ro.AdagradOptimizerSpec(0.1),
+        optimizer=ro.Adagrad(0.1),
     )  # fmt: skip
     outputs = []
     for implementation in ("gpu", "reference"):

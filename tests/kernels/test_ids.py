@@ -73,7 +73,7 @@ def test_ids_of_other_types_are_left_to_the_definition():
 def test_a_program_does_not_grow_with_the_number_of_features():
     def num_operations(num_features):
         tables = [
-            rs.TableSpec(name=f"t{k}", vocabulary_size=10 + k, embedding_dim=8, optimizer=rs.SGDOptimizerSpec(0.1))
+            rs.TableSpec(name=f"t{k}", vocabulary_size=10 + k, embedding_dim=8, optimizer=rs.optimizers.SGD(0.1))
             for k in range(num_features)
         ]
         collection = rs.EmbeddingCollection([rs.FeatureSpec(name=t.name, table_spec=t) for t in tables])

@@ -130,12 +130,12 @@ def test_lookup_and_gradients_are_those_of_a_loop_over_entries(implementation, c
 
 
 RULES = {
-    "sgd": rs.SGDOptimizerSpec(0.1),
-    "adagrad": rs.AdagradOptimizerSpec(0.1),
-    "torch_adagrad": rs.TorchAdagradOptimizerSpec(0.1, epsilon=1e-3),
-    "rowwise_adagrad": rs.RowWiseAdagradOptimizerSpec(0.1),
-    "adam": rs.AdamOptimizerSpec(0.1),
-    "ftrl": rs.FTRLOptimizerSpec(0.1),
+    "sgd": rs.optimizers.SGD(0.1),
+    "adagrad": rs.optimizers.Adagrad(0.1),
+    "torch_adagrad": rs.optimizers.TorchAdagrad(0.1, epsilon=1e-3),
+    "rowwise_adagrad": rs.optimizers.RowWiseAdagrad(0.1),
+    "adam": rs.optimizers.Adam(0.1),
+    "ftrl": rs.optimizers.FTRL(0.1),
 }
 
 

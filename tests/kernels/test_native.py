@@ -116,7 +116,7 @@ def test_stochastic_rounding_is_the_reference_one():
 
 
 def test_slots_of_any_shape_and_type_follow_a_traced_rule():
-    class Counting(ro.SGDOptimizerSpec):
+    class Counting(ro.SGD):
         def step_rows(self, rows, slots, gradients, hyper):
             return rows - hyper[0] * gradients, (slots[0] + 1, slots[1] | True)
 
@@ -259,7 +259,7 @@ for combiner in ("sum", "mean", "sqrtn"):
 gradients = SegmentGradients(segments, d_outputs)
 found = {"lookup": digest(native.lookup(table, segments))}
 found["row_gradients"] = digest(native.row_gradients(num_rows, gradients))
-for rule in (ro.RowWiseAdagradOptimizerSpec(0.1), ro.FTRLOptimizerSpec(0.1)):  # native, and traced
+for rule in (ro.RowWiseAdagrad(0.1), ro.FTRL(0.1)):  # native, and traced
     step = Step(rule.get_hyperparameters(0), rule)
     found[rule.short_name()] = digest(jax.jit(lambda: native.update(table, rule.init_slots(table), gradients, step))())
 

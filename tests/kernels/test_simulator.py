@@ -49,7 +49,7 @@ def pool_is_right(tiles):
 def step_is_right(tiles):
     """A rule with one wide slot and one number per row."""
 
-    class Rule(ro.SGDOptimizerSpec):
+    class Rule(ro.SGD):
         def step_rows(self, rows, slots, gradients, hyper):
             wide, narrow = slots
             wide, narrow = wide + gradients, narrow + jnp.mean(gradients, axis=-1, keepdims=True)
@@ -126,7 +126,7 @@ def test_repeated_rows_of_an_update_are_a_race():
     with tracing_for("v6e"), pytest.raises(KernelError, match="race: tile 1 reads what tile 0 wrote"):
         simulate(
             lambda table: sparsecore_tiles.step(
-                trace_rule(ro.SGDOptimizerSpec(), table, (), 1),
+                trace_rule(ro.SGD(), table, (), 1),
                 DIM, [table], [], repeated, jnp.zeros((512, DIM)), jnp.zeros(8), [0],
             )[0],
             TABLE,

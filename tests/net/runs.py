@@ -61,16 +61,16 @@ def loss_gradient(outputs):
 
 ROWS = {"item": 23, "user": 17, "word": 40}
 RULES = {
-    "sgd": rs.SGDOptimizerSpec(0.1),
-    "adagrad": rs.AdagradOptimizerSpec(0.1),
-    "torch_adagrad": rs.TorchAdagradOptimizerSpec(0.1),
-    "row_wise_adagrad": rs.RowWiseAdagradOptimizerSpec(0.1),
-    "adagrad_momentum": rs.AdagradMomentumOptimizerSpec(0.1),
-    "adam": rs.AdamOptimizerSpec(lambda step: 0.1 / (1.0 + jnp.float32(step))),
-    "ftrl": rs.FTRLOptimizerSpec(0.1, l1_regularization_strength=0.01),
-    "laprop": rs.LaPropOptimizerSpec(0.1),
-    "f2a": rs.F2AOptimizerSpec(0.1),
-    "custom": rs.CustomOptimizerSpec(0.1, lambda g, w, m, lr: (w - lr * (m + g), 0.9 * m + g), (0.0,)),
+    "sgd": rs.optimizers.SGD(0.1),
+    "adagrad": rs.optimizers.Adagrad(0.1),
+    "torch_adagrad": rs.optimizers.TorchAdagrad(0.1),
+    "row_wise_adagrad": rs.optimizers.RowWiseAdagrad(0.1),
+    "adagrad_momentum": rs.optimizers.AdagradMomentum(0.1),
+    "adam": rs.optimizers.Adam(lambda step: 0.1 / (1.0 + jnp.float32(step))),
+    "ftrl": rs.optimizers.FTRL(0.1, l1_regularization_strength=0.01),
+    "laprop": rs.optimizers.LaProp(0.1),
+    "f2a": rs.optimizers.F2A(0.1),
+    "custom": rs.optimizers.Custom(0.1, lambda g, w, m, lr: (w - lr * (m + g), 0.9 * m + g), (0.0,)),
     "optax_adam": rs.from_optax(optax.adam(0.1)),
 }
 

@@ -14,7 +14,7 @@ from rsembed.kernels import api, native, reference
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, JaggedGradients, Segment, SegmentGradients, Step
 from rsembed.sparsecore.variables import BoundedRowRule
 
-RULE = ro.TensorFlowAdamOptimizerSpec(0.1, epsilon=0.3)
+RULE = ro.TensorFlowAdam(0.1, epsilon=0.3)
 HYPER = RULE.get_hyperparameters(4)
 NUM_ROWS, DIM = 5, 4
 
@@ -81,14 +81,14 @@ def test_limits_of_a_stack_hold_for_rows_that_were_not_looked_up():
     np.testing.assert_array_equal(new[:, 3], np.asarray(table)[:, 3])
 
 
-class MyAdam(rs.AdamOptimizerSpec):
+class MyAdam(rs.optimizers.Adam):
     """A subclass may compute something else."""
 
 
 @pytest.mark.skipif(native.unavailable_because() is not None, reason="needs the native kernels")
 @pytest.mark.parametrize(
     ("rule", "is_fused"),
-    [(ro.LazyAdamOptimizerSpec(), True), (rs.AdamOptimizerSpec(), True), (MyAdam(), False), (RULE, False)],
+    [(ro.LazyAdam(), True), (rs.optimizers.Adam(), True), (MyAdam(), False), (RULE, False)],
     ids=lambda value: type(value).__name__,
 )
 def test_a_rule_is_fused_under_the_formula_that_its_own_class_names(rule, is_fused):

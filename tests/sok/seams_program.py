@@ -17,7 +17,7 @@ import rsembed as rs
 from rsembed import checkpoint, parallel, sok, tbe
 from tests.sok import training
 
-SGD = rs.SGDOptimizerSpec(1.0)
+SGD = rs.optimizers.SGD(1.0)
 
 
 def whole(array):

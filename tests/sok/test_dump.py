@@ -90,7 +90,7 @@ def test_a_row_is_assigned_where_it_lies_and_a_dump_gathers_block_by_block(tmp_p
 
 def grows(num_devices=1, **options):
     context = sok.Init(mesh=Mesh(np.asarray(jax.devices()[:num_devices]), ("shard",)))
-    rule, rows = rs.SGDOptimizerSpec(1.0), 4 // num_devices
+    rule, rows = rs.optimizers.SGD(1.0), 4 // num_devices
     options |= {"rows_per_device": rows, "optimizer": rule, "initializer": "ones", "context": context}
     return sok.embedding_variable("t", 2, when_full="grow", **options)
 
@@ -200,8 +200,8 @@ RULES = {
     "momentum": rs.from_optax(optax.sgd(0.1, 0.9)),
     "nesterov": rs.from_optax(optax.sgd(0.1, 0.9, nesterov=True)),
     "rmsprop": rs.from_optax(optax.rmsprop(0.1)),
-    "own": rs.CustomOptimizerSpec(0.1, lambda g, w, m, lr: (w - lr * m, m + g), (0.0,)),
-    "other": rs.CustomOptimizerSpec(0.1, lambda g, w, m, lr: (w - lr * jnp.sqrt(m), m + g * g), (0.0,)),
+    "own": rs.optimizers.Custom(0.1, lambda g, w, m, lr: (w - lr * m, m + g), (0.0,)),
+    "other": rs.optimizers.Custom(0.1, lambda g, w, m, lr: (w - lr * jnp.sqrt(m), m + g * g), (0.0,)),
 }
 
 

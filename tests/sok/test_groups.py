@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from rsembed import SGDOptimizerSpec, from_optax, sok
+from rsembed import from_optax, sok
+from rsembed.optimizers import SGD
 from rsembed.sok import lookups
 
 
@@ -18,7 +19,7 @@ def two_devices():
 
 
 def variable(name, dim, **options):
-    options = {"rows_per_device": 20, "optimizer": SGDOptimizerSpec(1.0)} | options
+    options = {"rows_per_device": 20, "optimizer": SGD(1.0)} | options
     return sok.embedding_variable(name, dim, **options)
 
 
@@ -50,7 +51,7 @@ def test_a_group_mixes_tables_dims_and_combiners():
 
 def three_in_programs_of_two(monkeypatch, optimizer):
     monkeypatch.setattr(lookups, "STACKS_TOGETHER", 2)
-    rules = {"v0": SGDOptimizerSpec(1.0), "v1": SGDOptimizerSpec(1.0), "failing": optimizer}
+    rules = {"v0": SGD(1.0), "v1": SGD(1.0), "failing": optimizer}
     return [variable(name, 2, initializer="ones", optimizer=rule) for name, rule in rules.items()]
 
 
@@ -58,7 +59,7 @@ def test_an_error_in_a_later_program_of_a_large_group_leaves_each_table_stepped_
     def refuses_tracers(step):
         return 0.1 if step < 10 else 0.01
 
-    variables = three_in_programs_of_two(monkeypatch, SGDOptimizerSpec(refuses_tracers))
+    variables = three_in_programs_of_two(monkeypatch, SGD(refuses_tracers))
     keys = [[[1], [2]]] * 3
     outputs, backward = sok.group_embedding_lookup_vjp(variables[:2], keys[:2], ["sum"] * 2)
     backward([jnp.ones_like(output) for output in outputs])
@@ -92,10 +93,10 @@ def test_features_of_one_table_step_it_once():
 def test_columns_of_a_scope_are_one_lookup():
     with sok.group_embedding_column_scope("item"):
         columns = [
-            sok.embedding_column(f, dim, rows_per_device=9, optimizer=SGDOptimizerSpec(1.0))
+            sok.embedding_column(f, dim, rows_per_device=9, optimizer=SGD(1.0))
             for f, dim in (("brand", 2), ("shop", 3))
         ]
-    alone = sok.embedding_column("user", 2, "sum", rows_per_device=9, optimizer=SGDOptimizerSpec(1.0))
+    alone = sok.embedding_column("user", 2, "sum", rows_per_device=9, optimizer=SGD(1.0))
     assert [column.group for column in (*columns, alone)] == ["item", "item", None]
     batch = {"brand": IDS, "shop": [[5]] * 4, "user": (IDS, WEIGHTS)}
     out, backward = sok.input_layer_vjp(batch, [*columns, alone])

@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from rsembed import AdagradOptimizerSpec, Bags, sok
+from rsembed import Bags, sok
+from rsembed.optimizers import Adagrad
 
 BATCH, SLOTS, NNZ, DIM, STEPS = 16, 2, 3, 5, 4
 LEARNING_RATE = 0.3
@@ -45,7 +46,7 @@ def batches(seed):
 def test_a_jitted_step_does_what_an_eager_one_does():
     keys, targets = batches(5)
     keys = np.where(keys < 0, -1, keys % 1000).astype(np.int32)
-    rule = AdagradOptimizerSpec(LEARNING_RATE)
+    rule = Adagrad(LEARNING_RATE)
     made = [
         sok.DistributedEmbedding(
             "mean", 30, DIM, SLOTS, NNZ, embedding_initializer=start, optimizer=rule, context=context(2)

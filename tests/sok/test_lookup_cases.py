@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from rsembed import SGDOptimizerSpec, sok
+from rsembed import sok
+from rsembed.optimizers import SGD
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "sok_lookups.json").read_text())
 
@@ -54,7 +55,7 @@ def test_gradients_reach_the_keys_and_no_others(case):
         4,
         *keys.shape[1:],
         embedding_initializer="zeros",
-        optimizer=SGDOptimizerSpec(1.0),
+        optimizer=SGD(1.0),
         context=context(3),
     )
     _, backward = layer.vjp(keys)

@@ -11,7 +11,7 @@ import pytest
 
 from rsembed import Hashed, TableSpec
 from rsembed.kernels.contract import NO_ROW, Segment, Step
-from rsembed.optimizers import RowWiseAdagradOptimizerSpec
+from rsembed.optimizers import RowWiseAdagrad
 from rsembed.sok.optimizers import Adam, LazyAdam
 
 DATA = json.loads((Path(__file__).parent.parent / "data" / "sok_cases.json").read_text())
@@ -22,7 +22,7 @@ SLOT_NAMES = {"momentum": "m", "velocity": "v", "accumulator": "acc"}
 
 def optimizer_of(case):
     if case["kind"] == "rowwise_adagrad":
-        return RowWiseAdagradOptimizerSpec(case["lr"], case["initial_accumulator"], case["epsilon"])
+        return RowWiseAdagrad(case["lr"], case["initial_accumulator"], case["epsilon"])
     kind = {"adam": Adam, "lazy_adam": LazyAdam}[case["kind"]]
     return kind(case["lr"], case["beta_1"], case["beta_2"], case["epsilon"])
 

@@ -19,7 +19,7 @@ def variable(kind, number, context):
         DIM,
         rows_per_device=16,
         initializer=lambda key, shape: jax.random.normal(key, shape),
-        optimizer=rs.AdagradOptimizerSpec((0.1, 0.2)[kind]),
+        optimizer=rs.optimizers.Adagrad((0.1, 0.2)[kind]),
         context=context,
         rngs=nnx.Rngs(0),
     )

@@ -28,7 +28,7 @@ def train(context):
         name: sok.DistributedEmbedding("mean", 32, DIM, 2, 3, optimizer=rule, context=context, name=name)
         for name, rule in rules.items()
     }
-    normal, adagrad = jax.nn.initializers.normal(), rs.AdagradOptimizerSpec(0.1)
+    normal, adagrad = jax.nn.initializers.normal(), rs.optimizers.Adagrad(0.1)
     table = rs.TableSpec(name="t", vocabulary_size=30, embedding_dim=DIM, initializer=normal, optimizer=adagrad)
     collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=context.mesh)
     state, losses = collection.init(jax.random.key(0)), []

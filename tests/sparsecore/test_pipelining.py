@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rsembed.optimizers import TensorFlowAdamOptimizerSpec
+from rsembed.optimizers import TensorFlowAdam
 from rsembed.sparsecore import embedding, embedding_spec, mesh_lookup, pipelining
 from tests import oracles
 from tests.sparsecore import small_world
@@ -173,7 +173,7 @@ def one_table(rows, rule):
 
 
 def test_cycles_without_gradients_move_no_rows_also_of_rules_that_move_all():
-    specs, tables, variables, stages = one_table(16, TensorFlowAdamOptimizerSpec(0.1))
+    specs, tables, variables, stages = one_table(16, TensorFlowAdam(0.1))
     inputs = [tables.prepare({"f": [[i, (i + k) % 16] for i in range(8)]})[0] for k in (1, 5)]
     variables = tables.update({"f": jnp.ones((8, 8))}, variables, 0, inputs[0])  # there is momentum
     given = pipelining.CurrentStepInput(inputs[1], None)
@@ -187,7 +187,7 @@ def test_cycles_without_gradients_move_no_rows_also_of_rules_that_move_all():
     assert (found[3] != found[0]).any()
 
 
-@pytest.mark.parametrize("rule", [TensorFlowAdamOptimizerSpec(0.1), embedding_spec.AdagradOptimizerSpec(0.1)])
+@pytest.mark.parametrize("rule", [TensorFlowAdam(0.1), embedding_spec.AdagradOptimizerSpec(0.1)])
 def test_a_cycle_with_or_without_gradients_steps_donated_tables_where_they_lie(rule):
     """Also where a branch tells cycles apart: beside its arrays it holds the gradient of a table at most."""
     _, tables, variables, stages = one_table(1 << 14, rule)

@@ -24,7 +24,7 @@ def mesh_of(num_devices):
 
 def keyed(mesh=None, *, optimizer=None, combiner="sum", dtype="float32", beside=(), **storage):
     """One table of keys read by one feature, and other features."""
-    optimizer = rs.SGDOptimizerSpec(LR) if optimizer is None else optimizer
+    optimizer = rs.optimizers.SGD(LR) if optimizer is None else optimizer
     size = {"vocabulary_size": 8, "embedding_dim": DIM}
     size |= {"vocabulary_size": storage.pop("rows")} if "rows" in storage else {}
     table = rs.TableSpec(
@@ -37,7 +37,7 @@ def keyed(mesh=None, *, optimizer=None, combiner="sum", dtype="float32", beside=
 @functools.cache
 def on_mesh():
     """Keys, rows and a train on four devices, with a state and a compiled step that updates, and one that applies."""
-    sgd = rs.SGDOptimizerSpec(LR)
+    sgd = rs.optimizers.SGD(LR)
     others = {"d": None, "w": TensorTrain((2,), (2, 4), (2, 2))}
     beside = [
         rs.FeatureSpec(
@@ -154,7 +154,7 @@ def test_a_scan_of_value_and_grad_with_a_donated_state_trains_keys():
 
 
 def test_tables_of_several_storages_widths_and_numbers_of_rounds_share_an_exchange():
-    rules = {"rows": rs.AdagradOptimizerSpec(LR), "moved": rs.LAMBOptimizerSpec(LR), "few": rs.AdamOptimizerSpec(LR)}
+    rules = {"rows": rs.optimizers.Adagrad(LR), "moved": rs.optimizers.LAMB(LR), "few": rs.optimizers.Adam(LR)}
     storages = {"known": rs.Hashed(), "evicting": rs.Hashed(when_full="evict"), "cached": rs.HostCached(cache_rows=32)}
     tables = [
         rs.TableSpec(
@@ -189,7 +189,7 @@ def test_stochastic_rounding_draws_by_key_so_one_device_and_four_store_equal_bit
     keys = np.array([ONE, OTHER, THIRD, 5, 2**41, -1])
     tables = []
     for mesh in (None, mesh_of(4)):
-        collection = keyed(mesh, dtype="bfloat16", optimizer=rs.SGDOptimizerSpec(0.3), rows=32)
+        collection = keyed(mesh, dtype="bfloat16", optimizer=rs.optimizers.SGD(0.3), rows=32)
         state, update = collection.init(jax.random.key(0)), jax.jit(collection.update)
         generator = np.random.default_rng(0)
         for _ in range(3):
@@ -203,7 +203,7 @@ def test_stochastic_rounding_draws_by_key_so_one_device_and_four_store_equal_bit
 
 @pytest.mark.parametrize(("mesh", "dtype"), [(None, "float16"), (mesh_of(4), "bfloat16")], ids=["here", "asked"])
 def test_new_rows_are_read_as_they_are_stored_whatever_company_they_come_in(mesh, dtype):
-    collection = keyed(mesh, rows=8192, dtype=dtype, optimizer=rs.SGDOptimizerSpec(0.0))
+    collection = keyed(mesh, rows=8192, dtype=dtype, optimizer=rs.optimizers.SGD(0.0))
     state, found = collection.init(jax.random.key(3)), []
     for num_keys in (64, 4096):  # one block of new rows, and several
         batch = {"f": np.arange(1, num_keys + 1) * (2**33 + 1)}
@@ -273,7 +273,7 @@ def test_rows_on_the_host_are_fetched_before_a_compiled_step_or_it_stops():
 
 
 def test_a_state_for_serving_has_keys_and_rows_and_names_what_needs_more():
-    collection = keyed(optimizer=rs.AdagradOptimizerSpec(LR))
+    collection = keyed(optimizer=rs.optimizers.Adagrad(LR))
     state = collection.init(jax.random.key(0))
     state = collection.update(state, {"f": [[ONE]]}, {"f": jnp.ones((1, DIM))})._replace(slots={})
     assert list(collection.tables(state)["t"]) == ["keys", "last_step", "count", "values"]
@@ -294,7 +294,7 @@ def test_a_state_from_before_an_exchange_with_the_host_is_refused():
 
 def on_host_beside(other, *, rows=100):
     """A table on the host, and another one with rows of another size, so that each has its arrays."""
-    how = {"optimizer": rs.SGDOptimizerSpec(LR), "initializer": jax.nn.initializers.zeros}
+    how = {"optimizer": rs.optimizers.SGD(LR), "initializer": jax.nn.initializers.zeros}
     tables = [
         rs.TableSpec(name="a", vocabulary_size=100, embedding_dim=DIM, storage=rs.HostCached(cache_rows=4), **how),
         rs.TableSpec(name="b", vocabulary_size=rows, embedding_dim=2 * DIM, storage=other, **how),

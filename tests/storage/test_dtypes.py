@@ -43,7 +43,7 @@ def test_rows_are_read_as_stored_and_stepped_to_what_the_dtype_can_hold(storage,
     placed = WAYS[way]
     table = rs.TableSpec(
         name="t", vocabulary_size=ROWS, embedding_dim=DIM, dtype=dtype, storage=STORAGES[storage],
-        initializer=jax.nn.initializers.uniform(1.0), optimizer=rs.SGDOptimizerSpec(LEARNING_RATE),
+        initializer=jax.nn.initializers.uniform(1.0), optimizer=rs.optimizers.SGD(LEARNING_RATE),
     )  # fmt: skip
     collection = rs.EmbeddingCollection(
         [rs.FeatureSpec(name="f", table_spec=table)],

@@ -16,7 +16,7 @@ KEYS = np.random.default_rng(5).integers(0, 2**60, 60) * 4 + np.arange(60) % 4
 
 
 def collection_of(rows, *, mesh=None, **storage):
-    rule = rs.AdagradOptimizerSpec(0.3)
+    rule = rs.optimizers.Adagrad(0.3)
     table = rs.TableSpec(
         name="t", vocabulary_size=rows, embedding_dim=DIM, optimizer=rule, storage=rs.Hashed(**storage)
     )

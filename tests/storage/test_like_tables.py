@@ -18,7 +18,7 @@ DIM, ROWS, NAMES, NUM_STEPS = 4, 8, ("here", "mine", "yours"), 6
 KEY = jax.random.key(3)
 SIZES = {"here": 5, "mine": 8, "yours": 13}
 POOL = np.append(np.arange(2, 14) * (2**40 + 1), 2**62)
-ADAM = rs.AdamOptimizerSpec(0.1)
+ADAM = rs.optimizers.Adam(0.1)
 
 POLICIES = {
     "full": {"when_full": "zero"},
@@ -254,7 +254,7 @@ def test_keys_of_numbers_as_they_once_were_start_the_same_tables():
 
 
 UNLIKE = {
-    "rule": {"rule": rs.AdamOptimizerSpec(0.2)},
+    "rule": {"rule": rs.optimizers.Adam(0.2)},
     "dtype": {"dtype": "bfloat16"},
     "rows": {"rows": 16},
     "initializer": {"initializer": jax.nn.initializers.normal(0.4)},

@@ -15,7 +15,7 @@ KEYS = 2**40 * np.arange(12)[::-1]
 
 
 def one_table(rule=None, rows=ROWS, mesh=None, capacity=None, **storage):
-    rule = rs.SGDOptimizerSpec(LR) if rule is None else rule
+    rule = rs.optimizers.SGD(LR) if rule is None else rule
     table = rs.TableSpec(
         name="t", vocabulary_size=rows, embedding_dim=DIM, optimizer=rule, storage=rs.Hashed(**storage)
     )

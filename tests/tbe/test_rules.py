@@ -7,7 +7,7 @@ import pytest
 
 import rsembed as rs
 from rsembed import tbe as rt
-from rsembed.optimizers import TensorFlowAdamOptimizerSpec
+from rsembed.optimizers import TensorFlowAdam
 from rsembed.tbe import OptimType as Optim
 from tests.tbe.oracle import Oracle, make, train
 from tests.tbe.row_formulas import MAX_COUNTER, VARIANTS
@@ -16,10 +16,10 @@ from tests.tbe.row_formulas import MAX_COUNTER, VARIANTS
 @pytest.mark.parametrize(
     ("optimizer", "core"),
     [
-        (Optim.EXACT_SGD, rs.SGDOptimizerSpec),
-        (Optim.EXACT_ADAGRAD, rs.TorchAdagradOptimizerSpec),
-        (Optim.EXACT_ROWWISE_ADAGRAD, rs.RowWiseAdagradOptimizerSpec),
-        (Optim.ADAM, rs.AdamOptimizerSpec),
+        (Optim.EXACT_SGD, rs.optimizers.SGD),
+        (Optim.EXACT_ADAGRAD, rs.optimizers.TorchAdagrad),
+        (Optim.EXACT_ROWWISE_ADAGRAD, rs.optimizers.RowWiseAdagrad),
+        (Optim.ADAM, rs.optimizers.Adam),
     ],
 )
 def test_rules_with_native_kernels_are_used_where_the_numbers_are_the_same(optimizer, core):
@@ -44,7 +44,7 @@ def test_steps_and_the_gaps_of_rows_are_exact_beyond_the_integers_of_float32(var
 
 
 def test_a_rule_of_the_core_is_taken_with_its_settings():
-    rule = rs.FTRLOptimizerSpec(0.3, l1_regularization_strength=0.05, initial_accumulator_value=0.5)
+    rule = rs.optimizers.FTRL(0.3, l1_regularization_strength=0.05, initial_accumulator_value=0.5)
     module = make(((4, 2), (5, 2)), optimizer=[rule, "EXACT_SGD"], learning_rate=0.1)
     assert module.get_learning_rate() == pytest.approx([0.3, 0.1])
     before = module.split_embedding_weights()[0]
@@ -61,5 +61,5 @@ def test_a_rule_of_the_core_is_taken_with_its_settings():
     np.testing.assert_array_equal(other.split_embedding_weights()[0], module.split_embedding_weights()[0])
     with pytest.raises(NotImplementedError, match="states of another package have no names here"):
         make(((4, 2),), optimizer=rs.from_optax(optax.adam(0.1)))
-    with pytest.raises(NotImplementedError, match="TensorFlowAdamOptimizerSpec goes over whole tables"):
-        make(((4, 2),), optimizer=TensorFlowAdamOptimizerSpec(0.1), location=rt.EmbeddingLocation.MANAGED_CACHING)
+    with pytest.raises(NotImplementedError, match="TensorFlowAdam goes over whole tables"):
+        make(((4, 2),), optimizer=TensorFlowAdam(0.1), location=rt.EmbeddingLocation.MANAGED_CACHING)

@@ -22,7 +22,7 @@ RNG = np.random.default_rng(0)
 
 
 def collection_of(*, optimizer=None, combiner="mean", storage=STORAGE, **fields):
-    optimizer = rs.AdamOptimizerSpec(0.05) if optimizer is None else optimizer
+    optimizer = rs.optimizers.Adam(0.05) if optimizer is None else optimizer
     size = {"vocabulary_size": ROWS, "embedding_dim": DIM}
     table = rs.TableSpec(name="t", **size, optimizer=optimizer, combiner=combiner, storage=storage, **fields)
     dense = rs.TableSpec(name="d", vocabulary_size=7, embedding_dim=DIM, optimizer=optimizer)
@@ -38,7 +38,7 @@ BATCH = {"one": [[1, 59, 1], [], [7]], "two": [[0], [59, 3], [2]], "dense": [[1]
 
 
 def test_data_parallel_lookup_and_update_equal_those_of_one_device():
-    collection = collection_of(optimizer=rs.SGDOptimizerSpec(0.5))
+    collection = collection_of(optimizer=rs.optimizers.SGD(0.5))
     state = collection.init(jax.random.key(4))
     ids = np.random.default_rng(0).integers(0, ROWS, (32, 2))
     d_activations = {name: jnp.ones((32, DIM)) for name in BATCH}
@@ -81,9 +81,9 @@ def trained(collection):
 
 
 RULES = {
-    "sgd": rs.SGDOptimizerSpec(0.3),
-    "row-wise adagrad": rs.RowWiseAdagradOptimizerSpec(0.1),
-    "adam": rs.AdamOptimizerSpec(0.05),
+    "sgd": rs.optimizers.SGD(0.3),
+    "row-wise adagrad": rs.optimizers.RowWiseAdagrad(0.1),
+    "adam": rs.optimizers.Adam(0.05),
     "optax": rs.from_optax(optax.adam(optax.linear_schedule(0.1, 0.02, 2))),
 }
 
@@ -104,7 +104,7 @@ def test_devices_that_sum_their_gradients_step_as_one_device_and_keep_equal_copi
 
 
 def test_only_gradients_of_cores_travel_and_cores_are_stepped_in_place():
-    collection = split_collection(optimizer=rs.AdagradOptimizerSpec(0.1))
+    collection = split_collection(optimizer=rs.optimizers.Adagrad(0.1))
     batch = {"plain": jnp.zeros((64, 3), jnp.int32), "weighted": (jnp.zeros((64, 1), jnp.int32), jnp.ones((64, 1)))}
     d_activations = {name: jnp.ones((64, DIM)) for name in batch}
     state = jax.eval_shape(collection.init, jax.random.key(0))
@@ -115,7 +115,7 @@ def test_only_gradients_of_cores_travel_and_cores_are_stepped_in_place():
 
 
 def test_the_plan_counts_the_bytes_of_the_cores():
-    collection = collection_of(optimizer=rs.AdamOptimizerSpec(0.1))
+    collection = collection_of(optimizer=rs.optimizers.Adam(0.1))
     stack, _ = collection.plan.table("t")
     spec = STORAGE.spec_of(collection.table_specs["t"])
     assert stack.table_bytes == spec.num_params * 4
@@ -188,7 +188,7 @@ def like_tables(num_tables=3):
             name=f"t{k}",
             vocabulary_size=size,
             embedding_dim=DIM,
-            optimizer=rs.AdagradOptimizerSpec(0.1),
+            optimizer=rs.optimizers.Adagrad(0.1),
             storage=TensorTrain((3, 4), None, (1, 2, 3)),
             combiner=combiner,
         )
@@ -230,7 +230,7 @@ def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit(tmp_
     ids = np.array([[7, 7], [7, 3], [9, 3], [7, 50]], np.int32)
     results = []
     for devices in (None, 2):
-        collection = split_collection(devices, optimizer=rs.SGDOptimizerSpec(0.5), combiner="sum", storage=storage)
+        collection = split_collection(devices, optimizer=rs.optimizers.SGD(0.5), combiner="sum", storage=storage)
         state, step = collection.init(jax.random.key(0)), jax.jit(collection.update)
         batch = collection.prepare({"plain": ids, "weighted": ids[:, :1]})
         ones = {name: jnp.ones((4, DIM)) for name in batch}
@@ -269,7 +269,7 @@ def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit(tmp_
 def test_steps_that_choose_rows_lose_nothing_while_there_is_room(max_spilled_rows, devices):
     options = {"cache_rows": 4, "populate_every": 1, "max_spilled_rows": max_spilled_rows}
     storage = TensorTrain((3, 4), (3, 4, 5), (1, 2, 3), **options)
-    collection = split_collection(devices, optimizer=rs.SGDOptimizerSpec(0.1), combiner="sum", storage=storage)
+    collection = split_collection(devices, optimizer=rs.optimizers.SGD(0.1), combiner="sum", storage=storage)
     state, step = collection.init(jax.random.key(0)), jax.jit(collection.update)
     changes = []
     for epoch in range(4):

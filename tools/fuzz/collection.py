@@ -22,7 +22,7 @@ from tools.fuzz.machines import Machine, live
 
 DIM, SAMPLES, WIDTH = 2, 12, 2
 ROWS = {"word": 23, "item": 300, "user": 4 * len(KEYS)}
-SGD = rs.SGDOptimizerSpec(LR)
+SGD = rs.optimizers.SGD(LR)
 NUM_NEAR = 24
 # Rows of a batch, one for each of these remainders: the devices have equally many of them, and room for twice that.
 REMAINDERS = np.arange(12)

@@ -47,7 +47,7 @@ def collection_of(policy):
                 name=name,
                 vocabulary_size=CAPACITY if "eviction" in POLICIES[policy] else 2 * len(KEYS),
                 embedding_dim=DIM,
-                optimizer=rs.SGDOptimizerSpec(LR),
+                optimizer=rs.optimizers.SGD(LR),
                 initializer=coarse,
                 storage=rs.Hashed(**POLICIES[policy]),
             ),
@@ -77,7 +77,7 @@ class Hashed(Machine):
         self.collection, self.step, self.update, self.lookup, initial = collection_of(policy)
         options = {name: value for name, value in POLICIES[policy].items() if name != "when_full"}
         capacity = {"capacity": CAPACITY} if "eviction" in options else {}
-        sgd = Steps((rs.SGDOptimizerSpec(LR),), (by_entry,))
+        sgd = Steps((rs.optimizers.SGD(LR),), (by_entry,))
         self.state = self.collection.init(jax.random.key(0))
         self.oracles = {name: KeyedTable(initial[name], "sum", sgd, **options, **capacity) for name in NAMES}
         self.dumped = None

@@ -31,8 +31,8 @@ from tests.kernels.test_partitions import draw_partitions
 
 Draw = np.random.Generator
 RULES = (
-    *(rs.SGDOptimizerSpec(0.1), rs.AdagradOptimizerSpec(0.1), rs.RowWiseAdagradOptimizerSpec(0.1)),
-    *(rs.AdamOptimizerSpec(0.1), rs.FTRLOptimizerSpec(0.1)),
+    *(rs.optimizers.SGD(0.1), rs.optimizers.Adagrad(0.1), rs.optimizers.RowWiseAdagrad(0.1)),
+    *(rs.optimizers.Adam(0.1), rs.optimizers.FTRL(0.1)),
 )
 
 
