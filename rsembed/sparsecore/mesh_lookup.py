@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -40,7 +40,8 @@ def table_mesh(mesh: Mesh | None, sharding_axis: str | tuple[str, ...]) -> Devic
         if len(axes) != 1:
             raise ValueError(f"sharding_axis {axes} needs a mesh; pass mesh=.")
         mesh = Mesh(np.asarray(jax.devices()), axes)
-    return Devices.of(mesh, sharding_axis)
+    # The mesh as it came, explicit axes included: "gradients" of tables must be split as the tables are.
+    return dataclasses.replace(Devices.of(mesh, sharding_axis), mesh=mesh)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class MeshTables:
     def look_up(self, variables: Mapping[str, EmbeddingVariables], inputs: PreprocessedInput) -> PyTree:
         """Activations of the global batch, in a tree like the feature specs."""
         look_up = functools.partial(sparse_dense_matmul, feature_specs=self.feature_specs, **self._options())
-        return self.devices.on_each(look_up, self.devices.split, self.devices.split)(inputs, variables)
+        return self._sharded(look_up, self.devices.split, self.devices.split)(inputs, variables)
 
     def update(
         self,
@@ -92,8 +93,7 @@ class MeshTables:
             specs = self.feature_specs
             return sparse_dense_matmul_grad(d_activations, inputs, variables, specs, step=step, **self._options())
 
-        update = self.devices.on_each(on_device, (part, part, part, P()), part)
-        updated = update(d_activations, inputs, variables, step)
+        updated = self._sharded(on_device, part, part, part, P())(d_activations, inputs, variables, step)
         # A FrozenDict of tuples comes back as one: autodiff asks for gradients of the very structure it was given.
         leaves = {name: iter(jax.tree.leaves(own)) for name, own in updated.items()}
         return jax.tree_util.tree_map_with_path(lambda path, _: next(leaves[path[0].key]), variables)
@@ -158,6 +158,10 @@ class MeshTables:
             "enable_minibatching": self.enable_minibatching,
             "axis_name": self.devices.axes,
         }
+
+    def _sharded(self, function: Callable[..., PyTree], *in_specs: P) -> Callable[..., PyTree]:
+        split = self.devices.split
+        return jax.shard_map(function, mesh=self.devices.mesh, in_specs=in_specs, out_specs=split, check_vma=False)
 
 
 class MeshLayer:
