@@ -170,12 +170,15 @@ def execute(notebook: Any, folder: Path, *, beside: Path, after_cell: Callable[.
 
 
 def text_lines(cell: Any) -> Iterator[str]:
-    """Lines that a cell printed, and of the text form of its result."""
+    """Lines that a cell printed, of tables that it shows in Markdown, and of the text form of its result."""
     for output in cell.get("outputs", []):
+        data = output.get("data", {})
         if output.output_type == "stream" and output.name == "stdout":
             yield from output.text.splitlines()
-        elif output.output_type == "execute_result" and "image/png" not in output.data:
-            yield from output.data.get("text/plain", "").splitlines()
+        elif "text/markdown" in data:
+            yield from data["text/markdown"].splitlines()
+        elif output.output_type == "execute_result" and "image/png" not in data:
+            yield from data.get("text/plain", "").splitlines()
 
 
 def save_pictures(cell: Any, number: int, folder: Path) -> list[Path]:

@@ -1,6 +1,6 @@
-"""Public names and arguments of four systems, recorded, and the page that tells where each of them is here.
+"""Public names and arguments of four systems, recorded, and the pages that tell where each of them is here.
 
-Run as a program, `python -m tools.published_names` writes the tables in docs/migration.md. The records hold one
+Run as a program, `python -m tools.published_names` writes the tables of docs/names-*.md. The records hold one
 published version each: those of the SparseCore API and of FBGEMM were read from the packages, the other two, which
 cannot be installed everywhere, were written by hand from their pages and sources.
 """
@@ -16,8 +16,6 @@ import pathlib
 from collections.abc import Mapping
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "migration.md"
-END = "<!-- end of names -->\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +40,11 @@ class System:
     def file(self):
         """The record."""
         return ROOT / "tests" / "data" / f"{self.name}_names.json"
+
+    @property
+    def page(self):
+        """The page that ends with its table."""
+        return ROOT / "docs" / f"names-{self.name}.md"
 
     @property
     def begin(self):
@@ -218,8 +221,8 @@ def table(system, record):
 
 def main():
     for system in SYSTEMS.values():
-        before, rest = PAGE.read_text().split(system.begin)
-        PAGE.write_text(before + system.begin + table(system, system.record()) + END + rest.split(END, 1)[1])
+        words = system.page.read_text().partition(system.begin)[0]
+        system.page.write_text(words + system.begin + table(system, system.record()))
 
 
 if __name__ == "__main__":
