@@ -34,7 +34,7 @@ BUDGETS = {
     "linen": 190,
     "checkpoint": 1687,
     "fdo": 685,
-    "sparsecore": 4445,
+    "sparsecore": 4449,
     "tbe": 3243,
     "tt": 3191,
     "sok": 1760,
