@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 TABLES = {
     path.stem: importlib.import_module(f"tests.bad_calls.{path.stem}")
     for path in sorted((ROOT / "tests" / "bad_calls").glob("[a-z]*.py"))
-    if path.stem not in ("program", "world")
+    if path.stem not in ("annotations", "program", "world")
 }
 BAD = {f"{wing}: {name}": row for wing, table in TABLES.items() for name, row in table.BAD.items()}
 ACCEPTED = [f"{wing}: {name}" for wing, table in TABLES.items() for name in getattr(table, "ACCEPTED", ())]
@@ -39,6 +39,17 @@ def test_a_bad_call_is_refused_in_words_that_help(outcomes, name):
     assert error.__name__ in found["errors"], found
     assert [word for word in words if word not in found["message"]] == [], found["message"]
     assert not found["raised_in"], found  # not by JAX or numpy, deep inside
+
+
+def test_what_an_annotation_does_not_admit_is_refused_by_the_name_of_the_argument(outcomes):
+    """Of every public call that `checks.validated` guards; what else its words say is tested in `test_checks.py`."""
+    found = {name: own for name, own in outcomes.items() if name.startswith("annotations: ")}
+    helpful = [
+        name
+        for name, own in found.items()
+        if own and name[:-1].rpartition("(")[2] in own["message"] and "missing" not in own["message"]
+    ]
+    assert len(found) > 400 and sorted(found) == sorted(helpful)
 
 
 @pytest.mark.parametrize("name", ACCEPTED)

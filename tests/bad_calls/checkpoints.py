@@ -94,7 +94,6 @@ BAD = {
     "a path that exists": (
         lambda: checkpoint.save(arrays(), ARRAYS), FileExistsError, "saved exists", "never replaced",
     ),
-    "a path by number": (lambda: checkpoint.save(3, ARRAYS), TypeError, "save: path", "a text or a path", "3"),
     "a path that cannot be made": (lambda: checkpoint.save("/dev/null/x", ARRAYS), OSError, "/dev/null"),
     "a leaf of text": (lambda: checkpoint.save(fresh(), {"x": "text"}), TypeError, "'x'", "text"),
     "two leaves of one name": (
@@ -104,17 +103,12 @@ BAD = {
     "metadata of arrays": (
         lambda: checkpoint.save(fresh(), ARRAYS, metadata={"x": np.ones(1)}), TypeError, "metadata", "JSON", "ndarray",
     ),
-    "a negative step": (lambda: checkpoint.save(fresh(), ARRAYS, step=-1), ValueError, "save: step", "[0, inf)", "-1"),
     "a plain save of keys": (
         lambda: checkpoint.save(fresh(), keyed_state()), ValueError, "'client'", "save_collection",
     ),
     "the state of another collection": (
         lambda: checkpoint.save_collection(fresh(), collection(), other_state()), ValueError,
         "does not belong to this collection",
-    ),
-    "a state in place of its collection": (
-        lambda: checkpoint.save_collection(fresh(), state(), collection()), TypeError, "save_collection: collection",
-        "EmbeddingCollection", "EmbeddingState",
     ),
     # Loading
     "a path that is not there": (
@@ -123,7 +117,6 @@ BAD = {
     "a file in place of a folder": (
         lambda: checkpoint.load(arrays() / "manifest.json"), FileNotFoundError, "no checkpoint",
     ),
-    "a load by number": (lambda: checkpoint.load(3), TypeError, "load: path", "a path", "3"),
     "a flipped bit": (lambda: checkpoint.load(damaged(flipped)), checkpoint.CorruptCheckpointError, "saved", "'x'"),
     "a torn manifest": (
         lambda: checkpoint.load(damaged(torn)), checkpoint.CorruptCheckpointError, "manifest.json", "older checkpoint",
@@ -148,10 +141,6 @@ BAD = {
         lambda: checkpoint.load_collection(arrays(), collection()), ValueError, "does not match",
         "tables/user is missing", "load(path).tree",
     ),
-    "path and collection the wrong way round": (
-        lambda: checkpoint.load_collection(collection(), saved()), TypeError, "load_collection: path",
-        "EmbeddingCollection",
-    ),
     "another optimizer than saved": (
         lambda: load_into(feature(table_spec=table(optimizer=rs.optimizers.Adam(0.1))), USER), ValueError,
         "word/optimizer", "Adam",
@@ -165,20 +154,13 @@ BAD = {
         "'others/w' is float32[3]", "wanted float32[4]",
     ),
     "the manifest of nothing": (lambda: checkpoint.manifest(FOLDER), FileNotFoundError, "no checkpoint"),
-    "the latest in a number": (lambda: checkpoint.latest(3), TypeError, "latest: folder", "a path", "3"),
     # Managers
-    "a folder by number": (lambda: manager(3), TypeError, "CheckpointManager: folder", "a path", "3"),
-    "nothing to keep": (lambda: manager(max_to_keep=0), ValueError, "max_to_keep", "[1, inf)", "0"),
     "a tree without its step": (lambda: kept().save(ARRAYS), ValueError, "a tree needs step"),
-    "a kept step as text": (lambda: kept().save(ARRAYS, step="3"), TypeError, "save: step", "an integer", "'3'"),
     "a step that is kept": (
         lambda: [kept().save(ARRAYS, step=1) for _ in range(2)], FileExistsError, "step_000000001", "never replaced",
     ),
     "a step that is not there": (lambda: kept().restore(step=9), FileNotFoundError, "step_000000009"),
-    "a restored step as text": (lambda: kept().restore(step="9"), TypeError, "restore: step", "an integer", "'9'"),
     "a renamed step": (lambda: of_one_step("step_5").restore(), FileNotFoundError, "step_<9 digits>"),
-    "a negative step to restore": (lambda: kept().restore(step=-1), ValueError, "restore: step", "[0, inf)", "-1"),
-    "metadata of a step as text": (lambda: kept().metadata("1"), TypeError, "metadata: step", "an integer", "'1'"),
     "others of a tree": (lambda: kept().restore(others=ARRAYS), ValueError, "of a tree", "like alone"),
     "a save inside jit": (
         lambda: jax.jit(lambda x: kept().save({"x": x}, step=7))(ARRAYS["x"]), RuntimeError, "'x'", "outside of jit",
@@ -216,17 +198,9 @@ BAD = {
         lambda: checkpoint.load(file("a.bin", b"1")),
         FileNotFoundError, "is no checkpoint: it has no manifest.json. An interrupted",
     ),
-    "no collection to load into": (
-        lambda: checkpoint.load_collection(saved(), None),
-        TypeError, "load_collection: collection must be of type", "got None (NoneType)",
-    ),
     "others that the file has not": (
         lambda: checkpoint.load_collection(saved(), collection(), others="w"),
         ValueError, "does not match: 'others' is missing; 'others/w' is not",
-    ),
-    "truth in place of a number to keep": (
-        lambda: manager(max_to_keep=True),
-        TypeError, "CheckpointManager: max_to_keep must be an integer or None,", "got True (bool)",
     ),
     "a step of a state given twice": (
         lambda: manager(collection=collection()).save(ARRAYS, step=1),

@@ -10,28 +10,17 @@ from rsembed.sparsecore import table_stacking as ts
 from tests.bad_calls.sparsecore import (
     IDS,
     EmbeddingSpecRecord,
-    P,
     auto,
-    guess,
     look_up,
     made,
     run,
     sparse,
     specs,
-    stack,
     trained,
     update,
-    utils,
     variables,
 )
-from tests.bad_calls.world import KEY, mesh
-
-
-def ev(**k):
-    return E.eval_preprocess_sparse_dense_matmul_input_shape(
-        specs(), **({"local_device_count": 1, "global_device_count": 1} | k)
-    )
-
+from tests.bad_calls.world import mesh
 
 BAD = {
     "auto None": (lambda: ts.auto_stack_tables(None, 1, 1), ValueError, "features: there is no FeatureSpec in it."),
@@ -42,10 +31,6 @@ BAD = {
     "auto mem text": (
         lambda: auto(activation_mem_bytes_limit="1"),
         TypeError, "activation_mem_bytes_limit must be an integer or None, got", "got '1' (str)",
-    ),
-    "stack names None": (
-        lambda: stack(None),
-        TypeError, "table_names must be a list (each a text), got", "got None (NoneType)",
     ),
     "prepare devices None": (
         lambda: E.prepare_feature_specs_for_training([made()], None, 1),
@@ -66,16 +51,6 @@ BAD = {
     "sparse None": (
         lambda: E.preprocess_sparse_dense_matmul_input_from_sparse_tensor(None, None, None, specs(), 1, 1),
         ValueError, "indices must have the tree structure of feature_specs, with", "got NoneType",
-    ),
-    "unstacking by a record that is none": (
-        lambda: ts.unstack_and_unshard_stacked_tables({}, None), TypeError, "embedding_specs", "EmbeddingSpecRecord",
-    ),
-    "rows of cores as text": (
-        lambda: ts.compute_physical_row_ids("4", 32, 0, 0, [1]), TypeError, "num_sparse_cores", "integer", "'4'",
-    ),
-    "init sharding spec": (
-        lambda: E.init_embedding_variables(KEY(0), E.get_table_specs(specs()), P("x", None)),
-        TypeError, "init_embedding_variables: global_sharding must be of type", "got a value of type P",
     ),
     "look None": (
         lambda: E.sparse_dense_matmul(None, variables(), specs(), global_device_count=1),
@@ -112,14 +87,6 @@ BAD = {
         lambda: EmbeddingSpecRecord.from_json("3"),
         ValueError, "the text is no EmbeddingSpecRecord in JSON: 'int' object",
     ),
-    "guess headroom 0": (
-        lambda: guess(headroom_factor=0.0),
-        ValueError, "estimate_preprocessing_parameters: headroom_factor must be", "got 0.0",
-    ),
-    "unshard table text": (
-        lambda: utils.unshard_emb_table("x", 2),
-        TypeError, "unshard_emb_table: sharded_table must be an array of", "got 'x' (str)",
-    ),
     "nnx layer call None": (
         lambda: trained()(None),
         TypeError, "the input of a layer, which its prepare_batch makes, must", "got None (NoneType)",
@@ -127,9 +94,6 @@ BAD = {
     "row ids unknown": (
         lambda: lr.get_row_ids_in_stacked_tables(E.create_proto_from_feature_specs(specs(), 1, 2), {"wrod": [1]}),
         ValueError, "no tables ['wrod'] in the record; it has ['word'].",
-    ),
-    "mesh axis None": (
-        lambda: parallel.make_mesh(None), TypeError, "make_mesh: axis must be a text, got None (NoneType).",
     ),
     "put ragged": (
         lambda: parallel.put_global({"a": [[1], [1, 2]]}, mesh(2, "shard")),
@@ -139,8 +103,4 @@ BAD = {
         lambda: parallel.put_global(np.ma.masked_equal([1, 2], 1), mesh(2, "shard")),
         TypeError, "put_global: array given must be a plain array of the host,",
     ),
-    "init preemption text": (
-        lambda: parallel.init(preemption="yes"), TypeError, "init: preemption must be True or False, got 'yes' (str).",
-    ),
-    "launch None": (lambda: parallel.launch(None), TypeError, "launch: script must be a text, got None (NoneType)."),
 }  # fmt: skip

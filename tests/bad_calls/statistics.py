@@ -4,8 +4,8 @@ import numpy as np
 
 import rsembed as rs
 from rsembed import fdo
-from rsembed.fdo import LimitsPolicy, SparseDenseMatmulInputStats
-from tests.bad_calls.world import FOLDER, NAN, feature, table
+from rsembed.fdo import SparseDenseMatmulInputStats
+from tests.bad_calls.world import FOLDER, NAN, feature
 
 
 def statistics(**changes):
@@ -41,9 +41,6 @@ def _two_layouts():
 
 BAD = {
     # Statistics
-    "a folder of statistics by number": (
-        lambda: fdo.NPZFileFDOClient(3), TypeError, "NPZFileFDOClient: base_dir", "a path", "3",
-    ),
     "a folder that is a file": (lambda: fdo.CSVFileFDOClient("/dev/null/x"), OSError, "/dev/null"),
     "nothing published": (lambda: client("empty").load(), FileNotFoundError, "empty", "publish() before load()"),
     "a changed file of statistics": (unread, ValueError, "damaged", "CRC-32"),
@@ -53,19 +50,8 @@ BAD = {
     "a batch for statistics": (
         lambda: client().record({"word": [1]}), TypeError, "SparseDenseMatmulInputStats", "dict",
     ),
-    "negative headroom": (lambda: LimitsPolicy(headroom_fraction=-0.1), ValueError, "headroom_fraction", "-0.1"),
-    "headroom as text": (
-        lambda: LimitsPolicy(headroom_fraction="0.1"), TypeError, "headroom_fraction", "number", "str",
-    ),
-    "a policy by name": (lambda: limits(policy="exact"), TypeError, "policy", "LimitsPolicy", "'exact'"),
-    "no core for limits": (
-        lambda: limits(num_sc_per_device=0), ValueError, "limits_from_statistics: num_sc_per_device", "[1, inf)", "0",
-    ),
     "a buffer of an unknown stack": (
         lambda: statistics().set_required_buffer_size_per_device("x", 64), ValueError, "stack 'x'", "num_sc",
-    ),
-    "a report of features without a place": (
-        lambda: fdo.report([feature()], {}, 1), TypeError, "SparseDenseMatmulInputStats", "dict",
     ),
     "statistics as a list": (
         lambda: statistics(max_ids_per_partition=[8]),
@@ -86,26 +72,6 @@ BAD = {
     "counts that are texts": (
         lambda: client("n4").record(statistics(max_ids_per_partition={"word": ["a"]})),
         TypeError, "max_ids_per_partition of stack 'word' must be an array of", "got ['a'] (list)",
-    ),
-    "limits of table specs": (
-        lambda: limits(stacks=[table()]),
-        TypeError, "limits_from_statistics: stacks[0] must be of type", "got a value of type TableSpec",
-    ),
-    "limits of cores as text": (
-        lambda: limits(num_sc_per_device="1"),
-        TypeError, "limits_from_statistics: num_sc_per_device must be an", "got '1' (str)",
-    ),
-    "a buffer as text": (
-        lambda: statistics().set_required_buffer_size_per_device("word", "8", 1),
-        TypeError, "SparseDenseMatmulInputStats.set_required_buffer_size_per_dev", "got '8' (str)",
-    ),
-    "a buffer of no cores": (
-        lambda: statistics().set_required_buffer_size_per_device("word", 8, 0),
-        ValueError, "SparseDenseMatmulInputStats.set_required_buffer_size_per_dev", "got 0",
-    ),
-    "a report of no cores": (
-        lambda: fdo.report([feature()], statistics(), 0),
-        ValueError, "report: num_sc_per_device must be in [1, inf), got 0.",
     ),
 }  # fmt: skip
 

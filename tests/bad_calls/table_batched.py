@@ -13,16 +13,12 @@ from rsembed.tbe import (
     CounterBasedRegularizationDefinition,
     CounterWeightDecayMode,
     CowClipDefinition,
-    EmainplaceModeDefinition,
     EmbeddingLocation,
-    EnsembleModeDefinition,
     GradSumDecay,
-    MultiPassPrefetchConfig,
     OptimType,
     PoolingMode,
     SparseType,
     TableBatchedEmbeddingBags,
-    TBEStatsReporterConfig,
     WeightDecayMode,
     functional,
 )
@@ -89,10 +85,6 @@ def state_dict(**changes):
 BAD = {
     # Tables
     "no tables": (lambda: TableBatchedEmbeddingBags([]), ValueError, "embedding_specs", "at least one table"),
-    "a spec of two": (
-        lambda: module((9, 4)), TypeError, "embedding_specs", "(an integer, an integer, a member of EmbeddingLocation",
-        "(9, 4)",
-    ),
     "fewer than no rows": (lambda: module((-1, 4, HOST, CPU)), ValueError, "table 'table_0'", "-1 rows"),
     "rows beyond int32": (lambda: module((2**31, 4, HOST, CPU)), ValueError, "table 'table_0'", "32-bit", "hash"),
     "a device nobody has": (
@@ -112,14 +104,12 @@ BAD = {
         lambda: module(optimizer=[OptimType.ADAM] * 3), ValueError, "optimizer", "3 entries for 2 tables",
     ),
     "a rate as text": (lambda: module(learning_rate="0.1"), TypeError, "learning_rate", "number", "str"),
-    "a rate of NaN": (lambda: module(learning_rate=NAN), ValueError, "learning_rate", "nan"),
     "rates of other tables": (
         lambda: module(learning_rate=[0.1] * 3), ValueError, "learning_rate", "3 entries for 2 tables",
     ),
     "eps of zero": (
         lambda: module(optimizer=OptimType.EXACT_ADAGRAD, eps=0.0), ValueError, "eps must be positive", "1e-10",
     ),
-    "beta1 of 1": (lambda: module(optimizer=OptimType.ADAM, beta1=1.0), ValueError, "beta1", "[0, 1)", "1.0"),
     "an unknown decay mode": (
         lambda: module(optimizer=OptimType.EXACT_ROWWISE_ADAGRAD, weight_decay_mode="l3"), ValueError,
         "WeightDecayMode", "'l3'", "L2",
@@ -140,10 +130,6 @@ BAD = {
         lambda: module(bounds_check_mode="strict"), ValueError, "BoundsCheckMode", "'strict'", "FATAL",
     ),
     "a device that is not there": (lambda: module(device="cuda:7"), ValueError, "'cuda:7'", "cpu:0"),
-    "a gradient bound of zero": (
-        lambda: module(gradient_clipping=True, max_gradient=0.0), ValueError, "max_gradient", "(0, inf]", "0.0",
-    ),
-    "an option nobody knows": (lambda: module(lr=0.1), TypeError, "lr"),
     "a decay mode without its record": (
         lambda: row_wise(weight_decay_mode="COUNTER"), ValueError, "counter_based_regularization", "COUNTER",
         "is None; set both",
@@ -166,12 +152,6 @@ BAD = {
     "clipping by a mode of counters": (
         lambda: clipping(counter_weight_decay_mode=CounterWeightDecayMode.ADAGRADW, lower_bound=1.0), ValueError,
         "ADAGRADW", "NONE, L2 or DECOUPLE",
-    ),
-    "averages every zero steps": (
-        lambda: EnsembleModeDefinition(step_ema=0), ValueError, "EnsembleModeDefinition: step_ema", "[1, inf)",
-    ),
-    "slow halves that move every zero steps": (
-        lambda: EmainplaceModeDefinition(step_ema=0), ValueError, "EmainplaceModeDefinition: step_ema", "[1, inf)",
     ),
     "halves of odd columns": (
         lambda: module((9, 3, HOST, CPU), optimizer=OptimType.EMAINPLACE_ROWWISE_ADAGRAD), ValueError,
@@ -197,21 +177,12 @@ BAD = {
         "optimizer_state_dtypes['momentum1']", "INT8", "FP32, FP16, BF16",
     ),
     # Caches
-    "a cache above all rows": (
-        lambda: module(CACHED, cache_load_factor=1.5), ValueError, "cache_load_factor", "[0, 1]", "1.5",
-    ),
     "an unknown algorithm": (
         lambda: module(CACHED, cache_algorithm="fifo"), ValueError, "CacheAlgorithm", "'fifo'", "LRU",
     ),
     "a pipeline of LFU": (
         lambda: module(CACHED, cache_algorithm=CacheAlgorithm.LFU, prefetch_pipeline=True), ValueError,
         "prefetch_pipeline", "LRU",
-    ),
-    "no passes": (
-        lambda: MultiPassPrefetchConfig(num_passes=0), ValueError, "MultiPassPrefetchConfig: num_passes", "0",
-    ),
-    "reports every zero steps": (
-        lambda: TBEStatsReporterConfig(interval=0), ValueError, "TBEStatsReporterConfig: interval", "0",
     ),
     "counts nobody asked for": (
         lambda: cached().get_cache_miss_counter(), RuntimeError, "record_cache_miss_counter=True",
@@ -286,10 +257,6 @@ BAD = {
         "do not belong to this module", "backward",
     ),
     "a rate set to text": (lambda: bags().set_learning_rate("0.1"), TypeError, "learning_rate", "number", "str"),
-    "a negative step": (lambda: bags().set_optimizer_step(-1), ValueError, "set_optimizer_step: step", "-1"),
-    "half an optimizer step": (
-        lambda: bags().set_optimizer_step(1.5), TypeError, "set_optimizer_step: step", "integer", "1.5",
-    ),
     "a hyperparameter nobody knows": (
         lambda: bags().update_hyper_parameters({"bete1": 0.5}), NotImplementedError, "'bete1'", "beta1",
     ),

@@ -1,0 +1,48 @@
+"""Arguments that annotations check: each gets an object of no kind, alone, since they are checked before all else."""
+
+import importlib.util
+import inspect
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from jaxtyping import PyTree
+
+spec: Any = importlib.util.spec_from_file_location("reference", pathlib.Path(__file__).parents[2] / "docs/reference.py")
+reference: Any = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(reference)
+
+
+def is_validated(call: Any) -> bool:
+    """Whether `checks.validated` wraps it."""
+    return getattr(getattr(call, "__code__", None), "co_name", "") == "validate_and_call"
+
+
+def public_calls() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every public function, and every method of a public class, by the name that users know."""
+    for name in sorted(set(reference.entries().values())):
+        value = reference.found(name)
+        yield name, value
+        for kind in value.__mro__ if isinstance(value, type) else ():
+            for own, member in vars(kind).items():
+                yield f"{name}.{own}", getattr(member, "__func__", member)  # of a static method, or one of the class
+
+
+def refused(call: Callable[..., Any], name: str) -> Callable[[], Any]:
+    own = [object()] if "self" in inspect.signature(call).parameters else []
+    return lambda: call(*own, **{name: object()})
+
+
+def is_open(hint: Any, parameter: inspect.Parameter) -> bool:
+    """Whether anything may come, as far as annotations are read: those of variables and words are not."""
+    is_unread = isinstance(hint, TypeVar) or Literal in map(get_origin, get_args(hint))
+    is_rest = parameter.name == "self" or parameter.kind is parameter.VAR_KEYWORD
+    return is_unread or is_rest or hint in (None, Any, object, PyTree)
+
+
+BAD = {
+    f"{path}({name})": (refused(call, name), name)
+    for call, path in {call: path for path, call in public_calls() if is_validated(call)}.items()
+    for name, parameter in inspect.signature(call).parameters.items()
+    if not is_open(get_type_hints(inspect.unwrap(call)).get(name), parameter)
+}
