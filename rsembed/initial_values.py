@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 from rsembed.kernels import api
 from rsembed.kernels.contract import KeyOrKeys
@@ -74,7 +74,7 @@ def form(table: TableSpec) -> Hashable:
 
 def keyed_rows(
     key: KeyOrKeys,
-    initializer: Callable[..., Any],
+    initializer: Callable[..., PyTree],
     lanes: Sequence[UInt32[Array, " rows"]],
     dim: int,
     table: Int[Array, " rows"] | None = None,
@@ -97,13 +97,13 @@ def keyed_rows(
         return jax.vmap(one_row)(key.at[table].get(mode="clip"), *lanes)
 
 
-def keyed_form(initializer: Callable[..., Any], dim: int) -> Hashable:
+def keyed_form(initializer: Callable[..., PyTree], dim: int) -> Hashable:
     """Key that is equal for initializers that make the same rows in `keyed_rows`."""
     trace = _keyed_trace(initializer, dim)
     return (initializer if _has_constants(trace) else str(trace)), dim
 
 
-def _keyed_trace(initializer: Callable[..., Any], dim: int) -> ClosedJaxpr:
+def _keyed_trace(initializer: Callable[..., PyTree], dim: int) -> ClosedJaxpr:
     return jax.make_jaxpr(lambda key: initializer(key, (1, dim)))(jax.random.key(0))
 
 
@@ -200,10 +200,10 @@ class _RowEvaluator:
         (result,) = self._run(trace.jaxpr, trace.consts, [key])
         return result.array if isinstance(result, _Cut) else jnp.asarray(result)[self.rows]
 
-    def _run(self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    def _run(self, jaxpr: Jaxpr, consts: Sequence[PyTree], inputs: Sequence[PyTree]) -> list[PyTree]:
         values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
 
-        def value(variable: Any) -> Any:
+        def value(variable: Any) -> PyTree:
             return variable.val if isinstance(variable, Literal) else values[variable]
 
         for equation in jaxpr.eqns:
@@ -211,7 +211,7 @@ class _RowEvaluator:
             values.update(zip(equation.outvars, results, strict=True))
         return [value(v) for v in jaxpr.outvars]
 
-    def _equation(self, equation: Any, inputs: list[Any]) -> list[Any]:
+    def _equation(self, equation: Any, inputs: list[PyTree]) -> list[PyTree]:
         name, params = equation.primitive.name, equation.params
         if name in _CALLS:
             inner = params[_CALLS[name]]
@@ -237,7 +237,7 @@ class _RowEvaluator:
             raise _MixesRowsError
         return results
 
-    def _elementwise(self, equation: Any, inputs: list[Any]) -> _Cut:
+    def _elementwise(self, equation: Any, inputs: list[PyTree]) -> _Cut:
         spans_rows = [not isinstance(x, _Cut) and jnp.ndim(x) > 0 and jnp.shape(x)[0] != 1 for x in inputs]
         if equation.primitive.name not in _ELEMENTWISE or any(spans_rows):
             raise _MixesRowsError

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int, PyTree
 
 from rsembed.specs import MAX_ROWS as NO_ROW
 
@@ -32,12 +33,12 @@ class Keys(NamedTuple):
     table: Any = None
 
     @property
-    def lanes(self) -> tuple[Any, ...]:
+    def lanes(self) -> tuple[PyTree, ...]:
         """Arrays that identify a key, most significant first."""
         return (self.high, self.low) if self.table is None else (self.table, self.high, self.low)
 
     @staticmethod
-    def of_lanes(lanes: Sequence[Any], is_key: Any) -> Keys:
+    def of_lanes(lanes: Sequence[PyTree], is_key: PyTree) -> Keys:
         """The inverse of `lanes`."""
         *table, high, low = lanes
         return Keys(high, low, is_key, *table)
@@ -62,7 +63,7 @@ class Keys(NamedTuple):
         return self._replace(is_key=self.is_key & mask)
 
 
-def split_keys(keys: Any, *, feature: str = "keys") -> Keys:
+def split_keys(keys: PyTree, *, feature: str = "keys") -> Keys:
     """Keys from an integer array: numpy arrays stay on the host, jax arrays on their device.
 
     Args:
@@ -94,7 +95,7 @@ def split_keys(keys: Any, *, feature: str = "keys") -> Keys:
     return Keys((bits >> np.uint64(32)).astype(np.uint32), (bits & np.uint64(0xFFFFFFFF)).astype(np.uint32), is_key)
 
 
-def checked_keys(keys: Any, dtype: str, *, feature: str) -> Keys:
+def checked_keys(keys: PyTree, dtype: str, *, feature: str) -> Keys:
     """Keys that fit into `dtype`, from whatever they come as; those that cannot be seen here lose what does not.
 
     Raises: TypeError or ValueError: they are no integers, negative (but for -1), or too large.
@@ -109,12 +110,12 @@ def checked_keys(keys: Any, dtype: str, *, feature: str) -> Keys:
     return found
 
 
-def as_keys(ids: Any) -> Keys:
+def as_keys(ids: PyTree) -> Keys:
     """Ids inside a compiled program as keys, whatever they came as."""
     return ids if isinstance(ids, Keys) else split_keys(jnp.asarray(ids))
 
 
-def is_beyond(keys: Keys, dtype: str) -> Any:
+def is_beyond(keys: Keys, dtype: str) -> PyTree:
     """Which keys are larger than `dtype` can hold."""
     most = np.iinfo(dtype).max
     high, low = np.uint32(most >> 32), np.uint32(most & 0xFFFFFFFF)
@@ -140,7 +141,7 @@ def without_beyond(keys: Keys, dtype: str) -> Keys:
     return keys._replace(high=high, low=low, is_key=keys.is_key & ~lost)
 
 
-def _check_not_negative(keys: Any, feature: str) -> None:
+def _check_not_negative(keys: PyTree, feature: str) -> None:
     host = np.asarray(keys)
     is_bad = host < -1 if np.issubdtype(host.dtype, np.signedinteger) else np.zeros(host.shape, bool)
     if is_bad.any():
@@ -157,7 +158,7 @@ def num_invalid(keys: Keys) -> Int[Array, ""]:
     return jnp.sum(~keys.is_key & (keys.high == ones) & (keys.low != ones), dtype=jnp.int32)
 
 
-def join_keys(high: Any, low: Any, *, dtype: Any = np.uint64) -> np.ndarray:
+def join_keys(high: PyTree, low: PyTree, *, dtype: DTypeLike = np.uint64) -> np.ndarray:
     """The keys as one number each, on the host.
 
     Raises: ValueError: `dtype` cannot hold a key.
@@ -168,7 +169,7 @@ def join_keys(high: Any, low: Any, *, dtype: Any = np.uint64) -> np.ndarray:
     return joined.astype(dtype)
 
 
-def owners(keys: Keys, num_shards: int) -> Any:
+def owners(keys: Keys, num_shards: int) -> PyTree:
     """The shard `key % num_shards` of every key, int32; `num_shards` itself for padding.
 
     Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`, where the 32-bit arithmetic is exact.
@@ -181,7 +182,7 @@ def owners(keys: Keys, num_shards: int) -> Any:
     return xp.where(keys.is_key, remainder.astype(np.int32), np.int32(num_shards))
 
 
-def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> Any:
+def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> PyTree:
     """The row `key // num_shards` in a table without an index, int32.
 
     `NO_ROW` for padding, and for keys from `num_shards * rows_per_shard` on.

@@ -87,17 +87,17 @@ class TrainState(struct.PyTreeNode):
     """
 
     step: Any
-    apply_fn: Callable[..., Any] = struct.field(pytree_node=False)
+    apply_fn: Callable[..., PyTree] = struct.field(pytree_node=False)
     params: PyTree
     embeddings: dict[str, EmbeddingState]
-    variables: dict[str, Any]
+    variables: dict[str, PyTree]
     tx: optax.GradientTransformation = struct.field(pytree_node=False)
     opt_state: PyTree
 
     @classmethod
     @validated
     def create(
-        cls, *, apply_fn: Callable[..., Any], variables: Mapping[str, PyTree], tx: optax.GradientTransformation
+        cls, *, apply_fn: Callable[..., PyTree], variables: Mapping[str, PyTree], tx: optax.GradientTransformation
     ) -> TrainState:
         """The state before the first step, of what the model's `init` returned.
 
@@ -109,12 +109,12 @@ class TrainState(struct.PyTreeNode):
         others = {name: own for name, own in variables.items() if name not in ("params", _STATES)}
         return cls(jnp.zeros((), jnp.int32), apply_fn, params, embeddings, others, tx, tx.init(params))
 
-    def apply(self, *args: Any, **options: Any) -> Any:
+    def apply(self, *args: PyTree, **options: Any) -> PyTree:
         """The model with all its variables; `options` are those of Flax's `apply`."""
         variables = {"params": self.params, **self.variables, _STATES: _nested(self.embeddings)}
         return self.apply_fn(variables, *args, **options)
 
-    def apply_gradients(self, gradients: Any, **replacements: Any) -> TrainState:
+    def apply_gradients(self, gradients: PyTree, **replacements: Any) -> TrainState:
         """The state after a step with the `Gradients` of `value_and_grad`; other fields may be replaced: `variables`.
 
         Raises: TypeError: the gradients are those of `jax.grad`, which has nothing for the tables. ValueError: they are
@@ -132,7 +132,7 @@ class TrainState(struct.PyTreeNode):
 
 
 @validated
-def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, Gradients]]:
+def value_and_grad(loss_fn: Callable[..., PyTree], *, has_aux: bool = False) -> Callable[..., tuple[Any, Gradients]]:
     """Value and gradients of a loss by the parameters and tables of a model.
 
     Args:
@@ -145,16 +145,16 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
     Raises: RuntimeError: the loss calls `apply` inside another transformation.
     """
 
-    def with_gradients(state: TrainState, *args: Any) -> tuple[Any, Gradients]:
+    def with_gradients(state: TrainState, *args: PyTree) -> tuple[Any, Gradients]:
         check_type(state, TrainState, "value_and_grad: the first argument, which rs.linen.TrainState.create makes,")
 
         def run(params: PyTree, own_taps: dict[str, taps.Taps], embeddings: Any) -> tuple[PyTree, PyTree]:
-            calls: dict[str, Any] = {}  # nested, as later calls of `apply` go on from it
+            calls: dict[str, PyTree] = {}  # nested, as later calls of `apply` go on from it
             trace = get_opaque_trace_state(convention="flax")
             variables = state.variables | {_TAPS: _nested(own_taps)}
             tapped = state.replace(params=params, embeddings=embeddings, variables=variables | {_CALLS: calls})
 
-            def apply(*inputs: Any, mutable: Any = False, **options: Any) -> Any:
+            def apply(*inputs: Any, mutable: Any = False, **options: Any) -> PyTree:
                 if get_opaque_trace_state(convention="flax") != trace:
                     raise taps.in_another_transformation(state.embeddings)
                 outputs, changed = tapped.apply(*inputs, mutable=union_filters(mutable, [_CALLS]), **options)
@@ -175,12 +175,12 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
     return with_gradients
 
 
-def _by_layer(variables: Mapping[str, PyTree]) -> dict[str, Any]:
+def _by_layer(variables: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """The variable of every layer in a variable collection, by the layer's path."""
     flat = traverse_util.flatten_dict(variables, sep="/")
     return {path.rpartition("/")[0]: own for path, own in flat.items()}
 
 
-def _nested(by_layer: Mapping[str, Any]) -> dict[str, Any]:
+def _nested(by_layer: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """The inverse of `_by_layer`."""
     return traverse_util.unflatten_dict({f"{name}/tables".lstrip("/"): own for name, own in by_layer.items()}, sep="/")

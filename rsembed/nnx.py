@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 from flax.errors import TraceContextError
 from jax.extend.core import get_opaque_trace_state
+from jaxtyping import PyTree
 
 from rsembed import taps
 from rsembed.checks import validated
@@ -46,7 +47,7 @@ _WAY_OUT = (
 
 _LEFT_BEHIND = re.compile(r"mutate Calls|\['calls'\]\.value")
 """How Flax and JAX name the record of lookups where one was made inside a transformation of theirs."""
-_places: ContextVar[list[Any]] = ContextVar("places of the lookups of a loss")
+_places: ContextVar[list[PyTree]] = ContextVar("places of the lookups of a loss")
 """The trace of each lookup while a loss is recorded: `nnx.scan` drops the record of a model that it only reads."""
 
 
@@ -115,7 +116,7 @@ class Embeddings(nnx.Module):
 
 @validated
 def value_and_grad(
-    loss_fn: Callable[..., Any], *, has_aux: bool = False, wrt: Any = nnx.Param
+    loss_fn: Callable[..., PyTree], *, has_aux: bool = False, wrt: Any = nnx.Param
 ) -> Callable[..., tuple[Any, Gradients]]:
     """Value and gradients of a loss by the dense parameters and the tables of a model.
 
@@ -129,7 +130,7 @@ def value_and_grad(
     Raises: RuntimeError: the loss calls a layer in a scan, a branch or a `vmap`, where that cannot be recorded.
     """
 
-    def with_gradients(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Gradients]:
+    def with_gradients(model: Any, *args: PyTree, **kwargs: Any) -> tuple[Any, Gradients]:
         graphdef, variables = nnx.split(model)
 
         def record(variables: Any) -> dict[str, taps.Calls]:
@@ -186,7 +187,7 @@ class Optimizer(nnx.Module):
     def __init__(self, model: nnx.Module, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param):
         self.dense = nnx.Optimizer(model, tx, wrt=wrt)
 
-    def update(self, model: Any, gradients: Any, **kwargs: Any) -> None:
+    def update(self, model: Any, gradients: PyTree, **kwargs: Any) -> None:
         """One step, in place, with the `Gradients` of `value_and_grad`; `kwargs` are optax's.
 
         Raises: TypeError: the gradients are those of `nnx.grad`, which has nothing for the tables. ValueError: they are
@@ -208,5 +209,5 @@ def _trained_layers(model: Any) -> dict[str, Embeddings]:
     return {name: layer for name, layer in found.items() if not layer.frozen}
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def _name(path: tuple[PyTree, ...]) -> str:
     return "/".join(map(str, path))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, PyTree
 
 
 class Place(NamedTuple):
@@ -35,15 +35,15 @@ class Place(NamedTuple):
     first: Any
     rotation: Any = 0
 
-    def shards(self, ids: Any, *, spread: int) -> Any:
+    def shards(self, ids: PyTree, *, spread: int) -> PyTree:
         """Shard of each id."""
         return self.owner + (ids + (self.first + self.rotation) % spread) % spread
 
-    def rows_in_shard(self, ids: Any, *, spread: int) -> Any:
+    def rows_in_shard(self, ids: PyTree, *, spread: int) -> PyTree:
         """Row of each id in its shard."""
         return (self.first + ids) // spread
 
-    def rows(self, ids: Any, *, spread: int, rows_per_shard: int) -> Any:
+    def rows(self, ids: PyTree, *, spread: int, rows_per_shard: int) -> PyTree:
         """Row of each id in an array `[num_shards * rows_per_shard, dim]`; ids must lie inside the table."""
         if spread == 1:  # one operation in place of many, which a program of a thousand features feels
             return ids + (self.owner * rows_per_shard + self.first)
@@ -56,18 +56,18 @@ class Place(NamedTuple):
         first = self.rows(0, spread=spread, rows_per_shard=rows_per_shard)
         return slice(first, first + count)
 
-    def ids(self, shard: Any, row: Any, *, spread: int) -> Any:
+    def ids(self, shard: Any, row: Any, *, spread: int) -> PyTree:
         """The inverse: the id in a row of a shard; outside the table, or -1, where it is none of the table."""
         phase = shard - self.owner
         ids = row * spread + (phase - self.rotation) % spread - self.first
         return _where((phase >= 0) & (phase < spread), ids, -1)
 
-    def first_row(self, shard: Any, *, spread: int) -> Any:
+    def first_row(self, shard: Any, *, spread: int) -> PyTree:
         """The first row of a shard that may belong to the table."""
         return -(((shard - self.owner - self.rotation) % spread - self.first) // spread)
 
 
-def tables_and_ids(places: Sequence[Place], sizes: Sequence[int], shard: Any, row: Any, *, spread: int) -> Any:
+def tables_and_ids(places: Sequence[Place], sizes: Sequence[int], shard: Any, row: Any, *, spread: int) -> PyTree:
     """The table in each row of a shard, as a position in `places`, and the id there; -1 and -1 in rows of no table."""
     tables = ids = row * 0 - 1
     for position, (place, size) in enumerate(zip(places, sizes, strict=True)):
@@ -77,6 +77,6 @@ def tables_and_ids(places: Sequence[Place], sizes: Sequence[int], shard: Any, ro
     return tables, ids
 
 
-def _where(condition: Any, yes: Any, no: Any) -> Any:
+def _where(condition: Any, yes: Any, no: Any) -> PyTree:
     xp = jnp if any(isinstance(value, jax.Array) for value in (condition, yes, no)) else np
     return xp.where(condition, yes, no)

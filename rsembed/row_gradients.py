@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num, PyTree
 
 from rsembed.bags import is_traced
 from rsembed.checks import check_fields, check_type, check_within, describe, validated
@@ -35,7 +35,7 @@ class Summands(NamedTuple):
     """
 
     engine: Any
-    batch: Mapping[str, Any]
+    batch: Mapping[str, PyTree]
     d_outputs: Mapping[str, Float[Array, "outputs dim"]]
 
 

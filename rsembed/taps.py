@@ -78,7 +78,7 @@ def _guarded(activations: Activations, guard: Array, refusal: str) -> Activation
 
 
 @_guarded.defjvp
-def _refuse(refusal: str, primals: Any, tangents: Any) -> Any:
+def _refuse(refusal: str, primals: Any, tangents: Any) -> PyTree:
     raise RuntimeError(refusal)
 
 
@@ -145,7 +145,7 @@ def in_another_transformation(layers: Iterable[str]) -> RuntimeError:
     )
 
 
-def check_layers(gradients: Gradients, layers: Mapping[str, Any]) -> None:
+def check_layers(gradients: Gradients, layers: Mapping[str, PyTree]) -> None:
     """Raises: ValueError: the gradients are of layers that a model does not train."""
     if unknown := sorted(set(gradients.calls) - set(layers)):
         raise ValueError(
@@ -154,7 +154,7 @@ def check_layers(gradients: Gradients, layers: Mapping[str, Any]) -> None:
         )
 
 
-def check_gradients(gradients: Any, way_out: str) -> None:
+def check_gradients(gradients: PyTree, way_out: str) -> None:
     """Raises: TypeError: they are no `Gradients`, and have nothing for the tables."""
     if not isinstance(gradients, Gradients):
         raise TypeError(f"gradients are a {type(gradients).__name__}, which has nothing for the tables. {way_out}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, PyTree
 
 from rsembed.bags import padded_size
 
@@ -35,12 +35,12 @@ class Generation:
         """`refusal` says what is wrong with a state of another generation, and the way out."""
         self.number, self._refusal = secrets.randbits(31), refusal
 
-    def check(self, found: Any) -> None:
+    def check(self, found: PyTree) -> None:
         """Raises: RuntimeError: a number is not the present one."""
         if (np.asarray(found) != self.number).any():
             raise RuntimeError(f"{self._refusal} (It has another generation than the host.)")
 
-    def advance(self, found: Any) -> None:
+    def advance(self, found: PyTree) -> None:
         """Begins a change of host and device. Raises: as `check`."""
         self.check(found)
         self.number = (self.number + 1) % 2**32
@@ -56,7 +56,7 @@ class BackingStore:
     def __init__(
         self,
         arrays: Sequence[np.ndarray],
-        first_values: Callable[[Rows], Sequence[Any]] | None = None,
+        first_values: Callable[[Rows], Sequence[PyTree]] | None = None,
         near_dtype: Any = None,
     ):
         """A store of rows that were not written yet.
@@ -84,7 +84,7 @@ class BackingStore:
                     array[some] = np.asarray(values)[: some.size]
         return arrays
 
-    def write(self, rows: Rows, arrays: Sequence[Any]) -> None:
+    def write(self, rows: Rows, arrays: Sequence[PyTree]) -> None:
         """Replaces distinct rows of all arrays by the first of the values, which may be more."""
         own = [np.asarray(values)[: rows.size] for values in arrays]
         if self._near_dtype is not None:
@@ -97,7 +97,7 @@ class BackingStore:
         if self._first_values is not None:
             self._is_written[rows] = True
 
-    def exchange(self, left: Rows, arrays: Sequence[Any], come: Rows) -> list[np.ndarray]:
+    def exchange(self, left: Rows, arrays: Sequence[PyTree], come: Rows) -> list[np.ndarray]:
         """Writes rows that left the device, then reads those that come to it: they may be the same."""
         self.write(left, arrays)
         return self.read(come)

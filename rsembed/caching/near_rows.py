@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from rsembed.bags import padded_size
 from rsembed.caching.backing import BackingStore
@@ -83,7 +83,7 @@ class NearRows:
         return [_padded(places, capacity) for _, places in (self._left, self._come)]
 
     def bring(
-        self, arrays: tuple[Array, ...], moves: Sequence[Any], leaving: Leaving, capacity: int | None
+        self, arrays: tuple[Array, ...], moves: Sequence[PyTree], leaving: Leaving, capacity: int | None
     ) -> tuple[Array, ...]:
         """The arrays after the moves, in which all rows of the last batch have places.
 
@@ -107,7 +107,7 @@ class NearRows:
         brought: tuple[Array, ...] = _scatter(arrays, come, tuple(loaded))
         return brought
 
-    def _exchange(self, dtypes: Sequence[Any], places: Any, *left: Any) -> tuple[np.ndarray, ...]:
+    def _exchange(self, dtypes: Sequence[PyTree], places: Any, *left: Any) -> tuple[np.ndarray, ...]:
         """Writes rows that leave to the stores, then reads those that take places, padded as these are."""
         rows, room = self._come[0], places.shape[0] - self._come[0].size
         return tuple(
@@ -121,7 +121,7 @@ class NearRows:
         size = arrays[0].shape[0] - self.num_places if is_inside else padded_size(len(self.scratch_rows))
         return leaving(self.num_places + jnp.arange(size, dtype=jnp.int32)) if size else None
 
-    def store_scratch(self, values: Sequence[Any] | None) -> None:
+    def store_scratch(self, values: Sequence[PyTree] | None) -> None:
         """Keeps the scratch rows of the last batch."""
         if values is not None:
             self.backing.write(self.scratch_rows, values)
@@ -134,7 +134,7 @@ class NearRows:
             self.backing.write(rows[some], leaving(jnp.asarray(_padded(places[some], None))))
 
 
-def call_host(function: Callable[..., Any], shapes: Any, *operands: Any) -> Any:
+def call_host(function: Callable[..., PyTree], shapes: Any, *operands: PyTree) -> PyTree:
     """Runs `function` on the host: now, or with result `shapes` in its turn inside a compiled program."""
     if shapes is None:
         return function(*operands)

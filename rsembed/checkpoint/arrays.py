@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 from jax.experimental import multihost_utils
+from jaxtyping import PyTree
 
 from rsembed.checkpoint.states import Blocks, CorruptCheckpointError, PickedRows, SavedArray, TableRows
 from rsembed.progress import progress
@@ -46,7 +47,7 @@ _ZARR_DTYPES = (
 # Writing
 
 
-def as_saved(leaf: Any, name: str) -> tuple[Any, str | None]:
+def as_saved(leaf: PyTree, name: str) -> tuple[Any, str | None]:
     """The array of numbers that stands for a leaf, and the implementation of a PRNG key.
 
     Raises: TypeError: the leaf is no array of numbers, or more than that.
@@ -78,8 +79,8 @@ def _are_numbers(dtype: np.dtype[Any]) -> bool:
 
 
 def write_arrays(
-    path: Path | None, arrays: Sequence[Any], *, show: bool | None = None
-) -> tuple[list[dict[str, Any]], OSError | None]:
+    path: Path | None, arrays: Sequence[PyTree], *, show: bool | None = None
+) -> tuple[list[dict[str, PyTree]], OSError | None]:
     """Writes arrays into folders of their own, and returns their entries and why they could not be written.
 
     With several processes all gather the rows to the end, whatever the disk of the one that writes them says, so that
@@ -101,7 +102,7 @@ def write_arrays(
     return entries, output.failure
 
 
-def copied(array: Any) -> np.ndarray | None:
+def copied(array: PyTree) -> np.ndarray | None:
     """A copy in memory of process 0; all processes call this, for an array of `as_saved`."""
     entry = _described(0, array)
     copy = np.empty(entry["shape"] or [1], array.dtype) if jax.process_index() == 0 else None
@@ -112,7 +113,7 @@ def copied(array: Any) -> np.ndarray | None:
     return None if copy is None else copy.reshape(entry["shape"])
 
 
-def _described(number: int, array: Any) -> dict[str, Any]:
+def _described(number: int, array: PyTree) -> dict[str, PyTree]:
     row_bytes = max(1, array.dtype.itemsize * math.prod(array.shape[1:]))
     count = array.shape[0] if array.shape else 1
     num_chunks = max(1, -(-count // max(1, CHUNK_BYTES // row_bytes)))
@@ -133,7 +134,7 @@ class _Output:
       failure: why something could not be written.
     """
 
-    def __init__(self, path: Path | None, entries: Sequence[dict[str, Any]]):
+    def __init__(self, path: Path | None, entries: Sequence[dict[str, PyTree]]):
         self.failure: OSError | None = None
         self._path, self._entries = path, entries
         self._stores = [] if path is None else [_store(path, entry, create=True) for entry in entries]
@@ -170,7 +171,7 @@ class _Output:
             if self._path is not None and self.failure is None:
                 entry.update(self._tried(_checksums, self._path / entry["folder"], entry) or {})
 
-    def _tried(self, call: Callable[..., Any], *args: Any) -> Any:
+    def _tried(self, call: Callable[..., PyTree], *args: PyTree) -> PyTree:
         try:
             return call(*args)
         except OSError as error:
@@ -185,7 +186,7 @@ def _system_error(error: ValueError) -> OSError | None:
     return None if number is None else OSError(int(number[1]), f"{os.strerror(int(number[1]))} ({error})")
 
 
-def _checksums(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
+def _checksums(folder: Path, entry: Mapping[str, PyTree]) -> dict[str, PyTree]:
     chunks = [_chunk_checksum(folder / chunk.file) for chunk in _chunks(entry)]
     return {"metadata_crc32": _file_checksum(folder / _METADATA), "crc32c": chunks}
 
@@ -201,7 +202,7 @@ def _chunk_checksum(file: Path) -> str:
         return data.read().hex()
 
 
-def _rows(array: Any, first: int, count: int) -> np.ndarray:
+def _rows(array: PyTree, first: int, count: int) -> np.ndarray:
     """Rows of a host or global array; every process calls this, and process 0 gets what others hold."""
     if isinstance(array, TableRows | PickedRows):
         return _picked(array.array, array.rows(first, count))
@@ -209,7 +210,7 @@ def _rows(array: Any, first: int, count: int) -> np.ndarray:
     return _picked(array, np.arange(first, first + count))
 
 
-def _picked(array: Any, rows: np.ndarray) -> np.ndarray:
+def _picked(array: PyTree, rows: np.ndarray) -> np.ndarray:
     if isinstance(array, np.ndarray):
         return array[_index(rows)]
     if array.is_fully_replicated:
@@ -254,7 +255,7 @@ class _Chunk(NamedTuple):
     last: int
 
 
-def _chunks(entry: Mapping[str, Any]) -> list[_Chunk]:
+def _chunks(entry: Mapping[str, PyTree]) -> list[_Chunk]:
     """In the order of their rows; a number alone is one row, and an array without numbers has no chunk."""
     shape, step, rank = entry["shape"] or [1], entry["rows_per_chunk"], len(entry["shape"]) + _has_bytes(entry["dtype"])
     firsts = () if 0 in shape else range(0, shape[0], step)
@@ -275,7 +276,7 @@ def _stored(rows: np.ndarray) -> np.ndarray:
     return rows[..., None].view(np.uint8) if _has_bytes(rows.dtype.name) else rows
 
 
-def _store(path: Path, entry: Mapping[str, Any], *, create: bool = False) -> Any:
+def _store(path: Path, entry: Mapping[str, PyTree], *, create: bool = False) -> PyTree:
     """The future of the zarr array of an entry."""
     name, shape = entry["dtype"], entry["shape"]
     chunk = [entry["rows_per_chunk"], *shape[1:]] if shape else []
@@ -299,7 +300,7 @@ def _store(path: Path, entry: Mapping[str, Any], *, create: bool = False) -> Any
     return tensorstore.open(spec, context=context, create=create, open=not create)
 
 
-def _by_row(store: Any, entry: Mapping[str, Any]) -> Any:
+def _by_row(store: Any, entry: Mapping[str, PyTree]) -> PyTree:
     """The zarr array of a future; of a number alone, an array of one row.
 
     Raises: ValueError: it cannot be made, or is not there, or another one.
@@ -339,7 +340,7 @@ def check_entry(entry: Any, number: int) -> None:
         )
 
 
-def open_array(path: Path, entry: Mapping[str, Any], name: str) -> SavedArray:
+def open_array(path: Path, entry: Mapping[str, PyTree], name: str) -> SavedArray:
     """The array of a checked entry, of which all files are there, with the sizes and checksums of what was written.
 
     Raises: CorruptCheckpointError: they are not.
@@ -369,7 +370,7 @@ def open_array(path: Path, entry: Mapping[str, Any], name: str) -> SavedArray:
     return SavedArray(shape, dtype, functools.partial(_read, _store(path, entry), folder, entry, name))
 
 
-def _read(future: Any, folder: Path, entry: Mapping[str, Any], name: str, into: np.ndarray | None) -> Blocks:
+def _read(future: Any, folder: Path, entry: Mapping[str, PyTree], name: str, into: np.ndarray | None) -> Blocks:
     """The rows in order, of which some more are on their way."""
     try:
         store = _by_row(future, entry)

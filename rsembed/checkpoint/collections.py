@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +23,7 @@ def save_collection(
     state: EmbeddingState,
     *,
     others: PyTree = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, PyTree] | None = None,
 ) -> None:
     """Saves every table and its slots by table name, with step and key, and what else belongs to the instant.
 
@@ -47,7 +46,7 @@ def save_collection(
 
 
 def contents_of(
-    collection: EmbeddingCollection, state: EmbeddingState, *, others: PyTree, metadata: Mapping[str, Any] | None
+    collection: EmbeddingCollection, state: EmbeddingState, *, others: PyTree, metadata: Mapping[str, PyTree] | None
 ) -> Contents:
     """Contents of the checkpoint that `save_collection` writes."""
     collection.check_state(state)
@@ -62,7 +61,7 @@ def contents_of(
 @validated
 def load_collection(
     path: str | os.PathLike[str], collection: EmbeddingCollection, *, others: PyTree = None, same_rules: bool = True
-) -> Any:
+) -> PyTree:
     """The state of a saved collection, for one with the same tables, stacked and placed as it may be.
 
     Args:
@@ -90,7 +89,7 @@ def load_collection(
     like["slots"] |= slots
     apart = [table.name for own in collection.logical.apart.values() for table in own.layout.stack.tables]
     by_key = [name for name in apart if name not in tables]
-    entries: dict[bool, list[Any]] = {True: [], False: []}  # how many keys a table has, its file alone knows
+    entries: dict[bool, list[PyTree]] = {True: [], False: []}  # how many keys a table has, its file alone knows
     for entry in found["arrays"]:
         if others is not None or entry["path"][0] != "others":
             entries[entry["path"][0] == "tables" and entry["path"][1] in by_key].append(entry)
@@ -103,7 +102,7 @@ def load_collection(
     return state if others is None else (state, with_states(others, tree["others"]))
 
 
-def _without_step(state: EmbeddingState) -> dict[str, Any]:
+def _without_step(state: EmbeddingState) -> dict[str, PyTree]:
     """By table name; the step of a collection is the checkpoint's own."""
     tree = logical(state)
     del tree["step"]
@@ -111,8 +110,8 @@ def _without_step(state: EmbeddingState) -> dict[str, Any]:
 
 
 def _tables(
-    found: Mapping[str, Any], collection: EmbeddingCollection, *, same_rules: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    found: Mapping[str, PyTree], collection: EmbeddingCollection, *, same_rules: bool
+) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
     """Facts of the tables in the file, and those of the collection's tables."""
     saved, expected = found.get("belongs_to", {}).get("tables", {}), tables_of(collection.template)
     if not same_rules:

@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from rsembed.checkpoint.arrays import as_saved, check_entry, copied, open_array, write_arrays
@@ -56,7 +57,7 @@ MANIFEST = "manifest.json"
 
 
 @validated
-def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
+def manifest(path: str | os.PathLike[str]) -> dict[str, PyTree]:
     """The verified manifest of a checkpoint: `step`, `metadata`, `arrays`, ... The arrays are not read.
 
     Raises: FileNotFoundError, CorruptCheckpointError, ValueError: as `load`.
@@ -82,7 +83,7 @@ def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     return body
 
 
-def encoded(body: Mapping[str, Any]) -> bytes:
+def encoded(body: Mapping[str, PyTree]) -> bytes:
     """The manifest with its checksum, always with the same bytes, so that a load can compare them all."""
     checksum = f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
     return json.dumps({"crc32": checksum, "manifest": body}, sort_keys=True, indent=1).encode()
@@ -99,7 +100,7 @@ def flattened(tree: PyTree) -> dict[tuple[str, ...], Any]:
     return leaves
 
 
-def _parts(keys: Any) -> tuple[str, ...]:
+def _parts(keys: PyTree) -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
 
 
@@ -108,22 +109,22 @@ def joined(parts: Sequence[str]) -> str:
     return "/".join(parts) or "the array"
 
 
-def opened(path: Path, entries: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Any]:
+def opened(path: Path, entries: Sequence[Mapping[str, PyTree]]) -> dict[tuple[str, ...], Any]:
     """The arrays of some entries of a manifest, still on the disk but for PRNG keys."""
     arrays = {}
     for entry in entries:
-        array: Any = open_array(path, entry, joined(entry["path"]))
+        array: PyTree = open_array(path, entry, joined(entry["path"]))
         if entry["prng"] is not None:
             array = jax.random.wrap_key_data(jnp.asarray(array.whole()), impl=entry["prng"])
         arrays[tuple(entry["path"])] = array
     return arrays
 
 
-def _in_memory(array: Any) -> Any:
+def _in_memory(array: PyTree) -> PyTree:
     return array.whole() if isinstance(array, SavedArray) else array
 
 
-def nested(path: Path, entries: Sequence[Mapping[str, Any]]) -> Any:
+def nested(path: Path, entries: Sequence[Mapping[str, PyTree]]) -> PyTree:
     """The arrays of entries, in memory, in dictionaries by the parts of their names."""
     from flax.traverse_util import unflatten_dict
 
@@ -131,7 +132,7 @@ def nested(path: Path, entries: Sequence[Mapping[str, Any]]) -> Any:
     return arrays[()] if () in arrays else unflatten_dict(arrays)
 
 
-def restored(path: Path, entries: Sequence[Mapping[str, Any]], like: PyTree) -> Any:
+def restored(path: Path, entries: Sequence[Mapping[str, PyTree]], like: PyTree) -> PyTree:
     """The arrays of some entries of a manifest in the structure of `like`, which has no states in it; see `load`.
 
     In place of the rows of tables stand those on the disk, for `with_states`.
@@ -154,20 +155,20 @@ def restored(path: Path, entries: Sequence[Mapping[str, Any]], like: PyTree) -> 
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _shaped(leaf: Any) -> Any:
+def _shaped(leaf: PyTree) -> PyTree:
     return leaf if hasattr(leaf, "shape") else np.asarray(leaf)
 
 
-def _native(dtype: Any) -> Any:
+def _native(dtype: DTypeLike) -> PyTree:
     return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype  # that of a PRNG key has no byte order
 
 
-def _would_narrow(array: Any, leaf: Any) -> bool:
+def _would_narrow(array: PyTree, leaf: PyTree) -> bool:
     is_for_jax = not isinstance(leaf, (bool, int, float, np.ndarray, np.generic, TableRows))
     return is_for_jax and isinstance(array, SavedArray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype
 
 
-def _from_disk(array: Any, leaf: Any) -> Any:
+def _from_disk(array: PyTree, leaf: PyTree) -> PyTree:
     """The array where and as what the leaf is; on several devices, without the whole of it in memory of the host."""
     if isinstance(leaf, TableRows):
         return array
@@ -178,7 +179,7 @@ def _from_disk(array: Any, leaf: Any) -> Any:
     return sharded(array.shape, array.dtype, sharding, pieces)
 
 
-def placed(array: Any, leaf: Any) -> Any:
+def placed(array: PyTree, leaf: PyTree) -> PyTree:
     """The array where and as what the leaf is."""
     if isinstance(leaf, (bool, int, float)):
         return type(leaf)(array[()])
@@ -205,10 +206,10 @@ class Contents(NamedTuple):
     """
 
     leaves: dict[tuple[str, ...], tuple[Any, str | None]]
-    body: dict[str, Any]
+    body: dict[str, PyTree]
 
     @staticmethod
-    def of(tree: PyTree, owners: Mapping[str, Any], *, step: int, metadata: Mapping[str, Any] | None) -> Contents:
+    def of(tree: PyTree, owners: Mapping[str, PyTree], *, step: int, metadata: Mapping[str, PyTree] | None) -> Contents:
         """Contents that hold a tree.
 
         Raises: TypeError, ValueError: as `save`.
@@ -217,7 +218,7 @@ class Contents(NamedTuple):
         for name, facts in owners.items():
             if ELSEWHERE in facts:
                 raise ValueError(f"checkpoint: {name!r} is not whole: {facts[ELSEWHERE]}")
-        body: dict[str, Any] = {
+        body: dict[str, PyTree] = {
             "layout_version": LAYOUT_VERSION,
             "step": int(step),
             "prng_implementation": jax.random.key_impl(jax.random.key(0)),
@@ -360,12 +361,16 @@ class Checkpoint(NamedTuple):
 
     tree: PyTree
     step: int
-    metadata: dict[str, Any]
+    metadata: dict[str, PyTree]
 
 
 @validated
 def save(
-    path: str | os.PathLike[str], tree: PyTree, *, step: NonNegativeInt = 0, metadata: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str],
+    tree: PyTree,
+    *,
+    step: NonNegativeInt = 0,
+    metadata: Mapping[str, PyTree] | None = None,
 ) -> None:
     """Writes a checkpoint folder; it appears complete or not at all.
 
@@ -418,7 +423,7 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> Checkpoint:
     return Checkpoint(tree, found["step"], found["metadata"])
 
 
-def check_owners(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def check_owners(path: Path, found: Mapping[str, PyTree], wanted: Mapping[str, PyTree]) -> None:
     """Raises: ValueError: what was saved belongs to something else than what is wanted."""
     check_same(
         Fingerprint.of(found),

@@ -126,7 +126,7 @@ class CheckpointManager:
         *,
         step: NonNegativeInt | None = None,
         others: PyTree = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, PyTree] | None = None,
     ) -> None:
         """Begins a checkpoint `step_<step>` of one instant; the one before is waited for.
 
@@ -229,7 +229,7 @@ class CheckpointManager:
         return None
 
     @validated
-    def restore(self, like: PyTree = None, *, others: PyTree = None, step: NonNegativeInt | None = None) -> Any:
+    def restore(self, like: PyTree = None, *, others: PyTree = None, step: NonNegativeInt | None = None) -> PyTree:
         """The state that was saved at a step, or that of the largest step whose checkpoint is good.
 
         A run that goes back to an earlier step for good removes the folders of later ones.
@@ -251,7 +251,7 @@ class CheckpointManager:
         self.wait_until_finished()
         failure: Exception = FileNotFoundError(f"{self.folder} has no checkpoint, no folder step_<9 digits>.")
         for path in self._newest_first() if step is None else [self._path(step)]:
-            found: Any = None
+            found: PyTree = None
             problem: Exception | None = None
             try:
                 if self.collection is None:
@@ -268,12 +268,12 @@ class CheckpointManager:
         raise failure
 
     @validated
-    def metadata(self, step: NonNegativeInt) -> dict[str, Any]:
+    def metadata(self, step: NonNegativeInt) -> dict[str, PyTree]:
         """The metadata that `save` was given at a step, such as that of a state that `restore` returned.
 
         Raises: FileNotFoundError, CorruptCheckpointError: there is no such checkpoint, or its manifest is damaged.
         """
-        found: dict[str, Any] = manifest(self._path(step))["metadata"]
+        found: dict[str, PyTree] = manifest(self._path(step))["metadata"]
         return found if self.collection is None else found.get("user", found)
 
     # Parts of these
@@ -306,7 +306,9 @@ class CheckpointManager:
         _remove(path)
         return path.exists()
 
-    def _contents(self, tree: PyTree, step: int | None, others: PyTree, metadata: Mapping[str, Any] | None) -> Contents:
+    def _contents(
+        self, tree: PyTree, step: int | None, others: PyTree, metadata: Mapping[str, PyTree] | None
+    ) -> Contents:
         if self.collection is not None:
             if step is not None:
                 raise ValueError("a state has its own step; leave step out.")
@@ -367,7 +369,7 @@ def _when_written(path: Path) -> tuple[int, int]:
         return 0, _step(path)
 
 
-def _seen(path: Path) -> Any:
+def _seen(path: Path) -> PyTree:
     """Names, sizes and times of the files of a checkpoint."""
     return sorted((str(file), (facts := file.stat()).st_size, facts.st_mtime_ns) for file in path.rglob("*"))
 
@@ -385,7 +387,7 @@ def _all_agree(flag: bool) -> bool:
 
 
 @contextlib.contextmanager
-def _only_writer(folder: Path) -> Any:
+def _only_writer(folder: Path) -> PyTree:
     """Holds a folder for this process, until the end of the block or of the process, however it comes.
 
     Raises: RuntimeError: another one holds it.

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from rsembed.collection import EmbeddingState
@@ -64,7 +65,7 @@ class SavedArray:
 
 
 def sharded(
-    shape: tuple[int, ...], dtype: Any, sharding: Any, pieces: Iterable[tuple[np.ndarray, np.ndarray]]
+    shape: tuple[int, ...], dtype: DTypeLike, sharding: Any, pieces: Iterable[tuple[np.ndarray, np.ndarray]]
 ) -> jax.Array:
     """An array on the devices of a sharding, None for the usual one, from rows that come piece by piece.
 
@@ -88,7 +89,7 @@ def sharded(
     for rows, values in pieces:
         for ((start, stop), *columns), shard in shards.items():
             is_inside = (rows >= start) & (rows < stop)
-            part: tuple[Any, ...] = (is_inside, *(slice(*bound) for bound in columns))
+            part: tuple[PyTree, ...] = (is_inside, *(slice(*bound) for bound in columns))
             shard[rows[is_inside] - start] = values[part]
     if sharding is None:
         return jax.device_put(shards[bounds(everything)])
@@ -99,7 +100,7 @@ def sharded(
 class TableRows:
     """The rows of one table inside the array of its stack, in the order of ids: a leaf of the tree that is written."""
 
-    array: Any
+    array: PyTree
     place: Place
     spread: int
     rows_per_shard: int
@@ -111,7 +112,7 @@ class TableRows:
         return (self.count, *self.array.shape[1:])
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> PyTree:
         """Dtype of the array."""
         return self.array.dtype
 
@@ -125,7 +126,7 @@ class TableRows:
 class PickedRows:
     """Rows of an array, in the order of their `places` in it: a leaf of the tree that is written, block by block."""
 
-    array: Any
+    array: PyTree
     places: np.ndarray
 
     @property
@@ -134,7 +135,7 @@ class PickedRows:
         return (self.places.size, *self.array.shape[1:])
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> PyTree:
         """Dtype of the array."""
         return self.array.dtype
 
@@ -148,19 +149,19 @@ def is_state(node: Any) -> TypeGuard[EmbeddingState]:
     return isinstance(node, EmbeddingState) and node.layout is not None
 
 
-def logical(tree: PyTree) -> Any:
+def logical(tree: PyTree) -> PyTree:
     """The tree with dicts of tables and slots by table name in place of states; nothing is copied."""
     return jax.tree.map(lambda node: _by_table(node) if is_state(node) else node, tree, is_leaf=is_state)
 
 
-def with_states(like: PyTree, tree: PyTree) -> Any:
+def with_states(like: PyTree, tree: PyTree) -> PyTree:
     """The inverse of `logical`: the tree with states laid out as those of `like` in place of such dicts."""
     return jax.tree.map(
         lambda node, value: _laid_out(node, value) if is_state(node) else value, like, tree, is_leaf=is_state
     )
 
 
-def belongings(tree: PyTree) -> dict[str, Any]:
+def belongings(tree: PyTree) -> dict[str, PyTree]:
     """By path, what states and other owners of a `Fingerprint` in the tree belong to, wherever it lies."""
     try:
         leaves, _ = jax.tree_util.tree_flatten_with_path(
@@ -189,24 +190,24 @@ def _layout_of(node: Any) -> Fingerprint | None:
     return layout if isinstance(layout, Fingerprint) else None
 
 
-def stacks_of(state: EmbeddingState) -> dict[str, Any]:
+def stacks_of(state: EmbeddingState) -> dict[str, PyTree]:
     """Facts of the layout of a state, by stack."""
     return {} if state.layout is None else state.layout.facts
 
 
-def tables_of(state: EmbeddingState) -> dict[str, Any]:
+def tables_of(state: EmbeddingState) -> dict[str, PyTree]:
     """Facts of the tables in the layout of a state, without the places of their rows."""
     tables = {name: table for stack in stacks_of(state).values() for name, table in stack["tables"].items()}
     return {name: _in_files(table) for name, table in tables.items()}
 
 
-def _in_files(table: Mapping[str, Any]) -> dict[str, Any]:
+def _in_files(table: Mapping[str, PyTree]) -> dict[str, PyTree]:
     facts = {key: fact for key, fact in table.items() if key not in (*Place._fields, "in_files", "part_sizes")}
     facts["storage"] = table["in_files"]
     return facts | {"vocabulary_size": None} if table["in_files"] == ROWS_BY_KEY else facts
 
 
-def _by_table(state: EmbeddingState) -> dict[str, Any]:
+def _by_table(state: EmbeddingState) -> dict[str, PyTree]:
     tables, slots = {}, {}
     for stack, facts in stacks_of(state).items():
         for name, table in facts["tables"].items():
@@ -228,7 +229,7 @@ def _by_table(state: EmbeddingState) -> dict[str, Any]:
     return {"tables": tables, "slots": slots, "step": state.step, "key": state.key}
 
 
-def _laid_out(like: EmbeddingState, values: Mapping[str, Any]) -> EmbeddingState:
+def _laid_out(like: EmbeddingState, values: Mapping[str, PyTree]) -> EmbeddingState:
     wanted, tables, slots = _by_table(like), {}, {}
     for stack, facts in stacks_of(like).items():
         names = list(facts["tables"])

@@ -39,7 +39,7 @@ class Leaving(NamedTuple):
     low: Array
     last_step: Array
     counts: Array
-    first_step: Any
+    first_step: PyTree
 
 
 class KeyedStack(Stack):
@@ -66,17 +66,17 @@ class KeyedStack(Stack):
             features.append((keys, Segment(keys.low.astype(jnp.int32), offsets, weights, feature.combiner)))
         return Occurrences.of(features)
 
-    def values(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
+    def values(self, params: PyTree, slots: PyTree) -> dict[str, PyTree]:
         num_shards = self.rows.num_shards
         parts = self.storage.unstack(params, () if slots is None else slots, self.table, num_shards)
         return {t.name: self.storage.rows(*own, t, num_shards) for t, own in zip(self.tables, parts, strict=True)}
 
-    def slots(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
+    def slots(self, params: PyTree, slots: PyTree) -> dict[str, PyTree]:
         by_table = self.values(params, slots)
         names = {name: [part for part in rows if part.startswith("slot_")] for name, rows in by_table.items()}
         return {n: self.rule.pack_slots(tuple(jnp.asarray(by_table[n][part]) for part in names[n])) for n in by_table}
 
-    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
+    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: PyTree, step: Int[Array, ""]) -> PyTree:
         refuse_traced(table, values, step)
         if not isinstance(values, Mapping):
             values = {"keys": np.arange(len(values)), "values": values}
@@ -93,7 +93,7 @@ class KeyedStack(Stack):
             for k, table in enumerate(tables)
         }
 
-    def saved(self, params: PyTree, slots: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
+    def saved(self, params: PyTree, slots: PyTree) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
         keys = on_host(jax.random.key_data(params.key))  # of all shards, which have the same ones
         impl = jax.random.key_impl(params.key)
         first = (jax.random.wrap_key_data(jnp.asarray(own), impl=impl) for own in keys)
@@ -112,7 +112,7 @@ class KeyedStack(Stack):
     # Rows that leave
 
     def evicted(
-        self, params: PyTree, slots: PyTree, table: TableSpec, step: Int[Array, ""], reason: Mapping[str, Any]
+        self, params: PyTree, slots: PyTree, table: TableSpec, step: Int[Array, ""], reason: Mapping[str, PyTree]
     ) -> tuple[Any, dict[str, np.ndarray]]:
         """The parameters without some keys of a table, and their rows; see `EmbeddingCollection.evict`.
 
@@ -183,7 +183,7 @@ class KeyedStack(Stack):
 
 def _bare(params: DynamicTable) -> DynamicTable:
     """The parameters without their rows."""
-    nothing: Any = ()
+    nothing: PyTree = ()
     return params._replace(rows=nothing)
 
 
@@ -195,9 +195,14 @@ def _release(params: DynamicTable, keys: Keys, *, number: int | None) -> tuple[D
     known = params.keys
     keys = keys if number is None else keys._replace(table=jnp.full(keys.shape, number, jnp.int32))
     rows = row_map.find(known, keys)
-    noted: dict[str, Any] = {"high": known.high, "low": known.low, "last_step": known.last_step, "counts": known.counts}
+    noted: dict[str, PyTree] = {
+        "high": known.high,
+        "low": known.low,
+        "last_step": known.last_step,
+        "counts": known.counts,
+    }
     noted |= {} if known.first_step is None else {"first_step": known.first_step}
-    lanes: dict[str, Any] = dict(zip(noted, api.gather_rows(list(noted.values()), rows), strict=True))
+    lanes: dict[str, PyTree] = dict(zip(noted, api.gather_rows(list(noted.values()), rows), strict=True))
     left = row_map.release(known, rows)
     counters = params.counters.add(evicted=left.num_free - known.num_free)
     return params._replace(keys=left, counters=counters), Leaving(rows, **({"first_step": None} | lanes))

@@ -37,7 +37,7 @@ class LogicalTables:
 
     def with_tables(self, state: EmbeddingState, tables: Mapping[str, PyTree]) -> EmbeddingState:
         """See `EmbeddingCollection.with_tables`."""
-        new: dict[str, dict[str, Any]] = {}
+        new: dict[str, dict[str, PyTree]] = {}
         for table_name, values in tables.items():
             self._check_known(table_name)
             for part, array in _parts(values):
@@ -52,7 +52,9 @@ class LogicalTables:
             replaced[name], slots[name] = written
         return state._replace(tables=replaced, slots=slots)
 
-    def evicted(self, state: EmbeddingState, table_name: str, **reason: Any) -> tuple[EmbeddingState, dict[str, Any]]:
+    def evicted(
+        self, state: EmbeddingState, table_name: str, **reason: Any
+    ) -> tuple[EmbeddingState, dict[str, PyTree]]:
         """See `EmbeddingCollection.evict`."""
         check_reason(f"evict from table {table_name!r}", **reason)
         if is_traced(state):
@@ -75,7 +77,7 @@ class LogicalTables:
 
     # For files
 
-    def parted(self, state: EmbeddingState) -> tuple[EmbeddingState, dict[str, Any], dict[str, Any]]:
+    def parted(self, state: EmbeddingState) -> tuple[EmbeddingState, dict[str, PyTree], dict[str, PyTree]]:
         """The state without stacks that are `apart`, and their tables as files have them: rows, and slots by name."""
         saved = [own.saved(state.tables[name], state.slots[name]) for name, own in self.apart.items()]
         return self.without_apart(state), *_united(saved)
@@ -86,7 +88,7 @@ class LogicalTables:
         tables, slots, facts = ({name: own for name, own in p.items() if name not in self.apart} for p in parts)
         return EmbeddingState(tables, slots, state.step, state.key, Fingerprint.of(facts))
 
-    def templates(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def templates(self) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
         """Shapes of those tables in `parted` of which a file has as many rows as there are ids."""
         return _united([own.template() for own in self.on_host.values()])
 
@@ -100,16 +102,18 @@ class LogicalTables:
         return EmbeddingState(all_tables, all_slots, state.step, state.key, layout)
 
 
-def _united(pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    tables: dict[str, Any] = {}
-    slots: dict[str, Any] = {}
+def _united(
+    pairs: Iterable[tuple[dict[str, PyTree], dict[str, PyTree]]],
+) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+    tables: dict[str, PyTree] = {}
+    slots: dict[str, PyTree] = {}
     for own_tables, own_slots in pairs:
         tables |= own_tables
         slots |= own_slots
     return tables, slots
 
 
-def _parts(values: Any) -> Iterable[tuple[Any, Any]]:
+def _parts(values: PyTree) -> Iterable[tuple[PyTree, PyTree]]:
     """The arrays of a table by name: of keys, of cores in a row, or one."""
     if isinstance(values, Mapping):
         return values.items()

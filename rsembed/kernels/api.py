@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.kernels import gpu, native, reference, sparsecore
 from rsembed.kernels.contract import (
@@ -56,7 +56,7 @@ def implementation_states() -> list[tuple[str, str]]:
     ]
 
 
-def _asked(implementation: str | None) -> list[Any]:
+def _asked(implementation: str | None) -> list[PyTree]:
     """The implementation of that name; of callers who name none, those that are no opt-in, when a call is traced."""
     wanted = [name.strip() for name in os.environ.get("RSEMBED_KERNELS", "").split(",") if name.strip()]
     if unknown := set(wanted) - set(OPT_IN):
@@ -79,7 +79,7 @@ def check_implementation(implementation: str | None) -> None:
         raise NotImplementedError(f"implementation {implementation!r} cannot run here: {reason}")
 
 
-def dispatch(function: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+def dispatch(function: str, implementation: str | None, *args: PyTree, **kwargs: Any) -> PyTree:
     """Result of a call by the first implementation that can serve it, or by the one that is named.
 
     Raises: as `check_implementation`; NotImplementedError: none can, and why.
@@ -153,11 +153,11 @@ def _lookup(implementation: str | None, table: Array, segments: tuple[Segment, .
     return dispatch("lookup", implementation, table, segments)
 
 
-def _lookup_forward(implementation: str | None, table: Array, segments: tuple[Segment, ...]) -> Any:
+def _lookup_forward(implementation: str | None, table: Array, segments: tuple[Segment, ...]) -> PyTree:
     return _lookup(implementation, table, segments), (table, segments)
 
 
-def _lookup_backward(implementation: str | None, saved: Any, d_outputs: tuple[Array, ...]) -> Any:
+def _lookup_backward(implementation: str | None, saved: PyTree, d_outputs: tuple[Array, ...]) -> PyTree:
     table, segments = saved
     gradients = SegmentGradients(segments, d_outputs)
     rows, values = dispatch("row_gradients", implementation, table.shape[0], gradients)
@@ -172,7 +172,7 @@ def _segment_cotangent(table: Array, segment: Segment, d_output: Array) -> Segme
     return Segment(_no_gradient(segment.rows), _no_gradient(segment.offsets), d_weights, segment.combiner)
 
 
-def _no_gradient(integers: Any) -> Any:
+def _no_gradient(integers: Any) -> PyTree:
     return None if integers is None else np.zeros(integers.shape, jax.dtypes.float0)
 
 
@@ -223,11 +223,11 @@ def _lookup_jagged(implementation: str | None, tables: tuple[Array, ...], batch:
     return dispatch("lookup_jagged", implementation, tables, batch)
 
 
-def _lookup_jagged_forward(implementation: str | None, tables: tuple[Array, ...], batch: JaggedBatch) -> Any:
+def _lookup_jagged_forward(implementation: str | None, tables: tuple[Array, ...], batch: JaggedBatch) -> PyTree:
     return _lookup_jagged(implementation, tables, batch), (tables, batch)
 
 
-def _lookup_jagged_backward(implementation: str | None, saved: Any, d_output: Array) -> Any:
+def _lookup_jagged_backward(implementation: str | None, saved: PyTree, d_output: Array) -> PyTree:
     tables, batch = saved
     d_weights = None
     if batch.weights is not None:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Shaped, UInt32
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int, PyTree, Shaped, UInt32
 
 from rsembed.kernels.contract import NO_ROW
 
@@ -36,7 +37,7 @@ def pack_blocks(arrays: Sequence[Array], rows: Sequence[Rows]) -> Shaped[Array, 
     return jnp.concatenate(blocks, axis=1)
 
 
-def unpack_blocks(packed: Shaped[Array, "devices places *row"], shapes: Sequence[Any]) -> tuple[Array, ...]:
+def unpack_blocks(packed: Shaped[Array, "devices places *row"], shapes: Sequence[PyTree]) -> tuple[Array, ...]:
     """The blocks of each array again, given their shapes and types."""
     ends = list(itertools.accumulate(shape.shape[1] for shape in shapes))
     parts = jnp.split(packed, ends[:-1], axis=1)
@@ -129,5 +130,5 @@ def _as_words(array: Array) -> Array:
     return jax.lax.bitcast_convert_type(array, word_dtype(array.dtype, is_lane=True))
 
 
-def _from_words(array: Array, dtype: Any) -> Array:
+def _from_words(array: Array, dtype: DTypeLike) -> Array:
     return array if array.dtype == dtype else jax.lax.bitcast_convert_type(array, dtype)

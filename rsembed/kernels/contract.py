@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, no_type_check
+from typing import Literal, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from rsembed.optimizers import Hyperparameters, OptimizerSpec
@@ -31,7 +32,7 @@ Rows of keyed tables that share one storage are told apart by a fourth argument,
 NO_ROW = 2**31 - 1
 
 
-def as_rows(rows: Any) -> Int[Array, " nnz"]:
+def as_rows(rows: ArrayLike) -> Int[Array, " nnz"]:
     """Row numbers as int32; those that do not fit become `NO_ROW`, which no table has."""
     rows = jnp.asarray(rows)
     if rows.dtype == jnp.int32:

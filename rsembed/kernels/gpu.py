@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.kernels import reference
 from rsembed.kernels.contract import OutputGradients, Outputs, Segment, Step, Table, as_rows
@@ -135,7 +135,13 @@ def _power_of_two(number: int) -> int:
 
 
 def _sum_bag(
-    refs: Sequence[Any], table: Any, start: Any, stop: Any, columns: Array, combiner: str, pieces: Sequence[Any] = ()
+    refs: Sequence[PyTree],
+    table: PyTree,
+    start: Any,
+    stop: Any,
+    columns: Array,
+    combiner: str,
+    pieces: Sequence[PyTree] = (),
 ) -> Array:
     """Pooled row of one bag, in a kernel.
 
@@ -174,7 +180,7 @@ def _sum_bag(
         total = total + jnp.sum(gains[:, None] * vectors, axis=0)
         return total, divisor + jnp.sum(gains if combiner == "mean" else gains * gains)
 
-    def blocks_of(number: Any) -> Any:
+    def blocks_of(number: Any) -> PyTree:
         return (jnp.maximum(number, 0) + block - 1) // block
 
     num_blocks, zeros = blocks_of(stop - start), jnp.zeros(width, jnp.float32)

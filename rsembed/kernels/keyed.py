@@ -280,10 +280,10 @@ def _probe_all(
     active, results = keys.is_key & (zero == 0), jnp.full(n, NO_ROW, jnp.int32)
     for width, next_width in itertools.pairwise([*_widths(n), 0]):
 
-        def is_wide(carry: tuple[Any, ...], next_width: int = next_width) -> Array:
+        def is_wide(carry: tuple[PyTree, ...], next_width: int = next_width) -> Array:
             return jnp.sum(carry[2], dtype=jnp.int32) > next_width
 
-        def probe_once(carry: tuple[Any, ...], seekers: _Seekers = seekers) -> tuple[Any, ...]:
+        def probe_once(carry: tuple[PyTree, ...], seekers: _Seekers = seekers) -> tuple[PyTree, ...]:
             state, places, active, found = carry
             state, is_done, result = probe(state, seekers, places, active)
             found = jnp.where(is_done, result, found)
@@ -303,7 +303,7 @@ def _probe_all(
     return state, results
 
 
-def _take(arrays: Any, places: Array) -> Any:
+def _take(arrays: PyTree, places: Array) -> PyTree:
     return jax.tree.map(lambda x: x.at[places].get(mode="fill", fill_value=0), arrays)
 
 

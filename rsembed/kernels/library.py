@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jaxlib
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from rsembed.kernels.devices import target_device
 
@@ -137,18 +137,18 @@ def call_handler(
     return tuple(_cast_to_varying(result, axes) for result in returned)
 
 
-def vary_alike(arrays: Sequence[Any]) -> list[Any]:
+def vary_alike(arrays: Sequence[PyTree]) -> list[PyTree]:
     """The arrays as one operation takes them inside `shard_map`: if some vary over mesh axes, all do."""
     axes = _varying_axes(*arrays)
     return [_cast_to_varying(array, axes) for array in arrays]
 
 
-def _varying_axes(*arrays: Any) -> frozenset[str]:
+def _varying_axes(*arrays: PyTree) -> frozenset[str]:
     """Mesh axes over which any of them varies inside `shard_map`; none outside."""
     return frozenset[str]().union(*(jax.typeof(array).mat.varying for array in arrays))
 
 
-def _cast_to_varying(array: Any, axes: frozenset[str]) -> Any:
+def _cast_to_varying(array: PyTree, axes: frozenset[str]) -> PyTree:
     """JAX does not know that what a call returns differs between devices as soon as one operand does."""
     missing = tuple(sorted(axes - _varying_axes(array)))
     return jax.lax.pcast(array, missing, to="varying") if missing else array

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt32
 
 from rsembed.kernels import reference
 from rsembed.kernels.blocks import Queue, Rows, word_dtype
@@ -204,7 +205,7 @@ def pack_blocks(arrays: Sequence[Array], rows: Sequence[Rows]) -> Shaped[Array, 
     return call_handler("rsembed_pack_blocks", results, *operands, gathers=gathers)[0]
 
 
-def unpack_blocks(packed: Shaped[Array, "devices places *row"], shapes: Sequence[Any]) -> tuple[Array, ...]:
+def unpack_blocks(packed: Shaped[Array, "devices places *row"], shapes: Sequence[PyTree]) -> tuple[Array, ...]:
     """The blocks of each array; see `api.unpack_blocks`."""
     return call_handler("rsembed_unpack_blocks", [(own.shape, own.dtype) for own in shapes], packed)
 
@@ -233,7 +234,7 @@ def round_places(
     return tuple(found[::2]), tuple(found[1::2]), are_left
 
 
-def _queues(queues: Sequence[Queue]) -> tuple[list[Array], dict[str, Any]]:
+def _queues(queues: Sequence[Queue]) -> tuple[list[Array], dict[str, PyTree]]:
     operands = [array for queue in queues for array in (queue.offsets, queue.cursor, *queue.lanes)]
     numbers = {"num_lanes": [len(queue.lanes) for queue in queues], "capacities": [own.capacity for own in queues]}
     return operands, {name: np.asarray(values, np.int64) for name, values in numbers.items()}
@@ -252,7 +253,7 @@ def rows_of_ids(
     """Row of each id of each feature, `NO_ROW` for ids outside their table."""
     _check_ids(ids)
     numbers = [(*place, size) for place, size in zip(places, sizes, strict=True)]
-    attributes: dict[str, Any] = {"places": np.asarray(numbers, np.int64).reshape(-1)}
+    attributes: dict[str, PyTree] = {"places": np.asarray(numbers, np.int64).reshape(-1)}
     attributes |= {"spread": np.int64(spread), "rows_per_shard": np.int64(rows_per_shard)}
     return call_handler("rsembed_rows_of_ids", [(own.shape, jnp.int32) for own in ids], *ids, **attributes)
 
@@ -385,7 +386,7 @@ def row_bits(
     return bits
 
 
-def allocate(shape: Sequence[int], dtype: Any, fill: complex | None = None) -> Array:
+def allocate(shape: Sequence[int], dtype: DTypeLike, fill: complex | None = None) -> Array:
     """A new array on huge pages where the system has them, which makes random access to big tables twice as fast.
 
     Args:
@@ -415,7 +416,7 @@ def _check_table(table: Array) -> None:
         raise NotImplementedError(f"native tables have less than 2**31 rows, not {table.shape[0]}")
 
 
-def _gradient_operands(gradients: OutputGradients) -> tuple[str, list[Array], dict[str, Any]]:
+def _gradient_operands(gradients: OutputGradients) -> tuple[str, list[Array], dict[str, PyTree]]:
     """How the name of a target ends, and what it reads."""
     if isinstance(gradients, JaggedGradients):
         batch, d_output, table, dims = gradients
@@ -425,7 +426,7 @@ def _gradient_operands(gradients: OutputGradients) -> tuple[str, list[Array], di
 
 def _segment_operands(
     segments: Sequence[Segment], d_outputs: Sequence[Array] | None = None
-) -> tuple[list[Array], dict[str, Any]]:
+) -> tuple[list[Array], dict[str, PyTree]]:
     """Operands of segments: all arrays in a row, and one number for each that says which ones it has."""
     if d_outputs is not None and len(d_outputs) != len(segments):
         raise ValueError(f"got {len(segments)} segments but {len(d_outputs)} output gradients; pass one each.")
@@ -453,7 +454,7 @@ def _segment_operands(
 
 def _jagged_operands(
     batch: JaggedBatch, dims: Sequence[int], table: int | None = None, d_output: Array | None = None
-) -> tuple[list[Array], dict[str, Any]]:
+) -> tuple[list[Array], dict[str, PyTree]]:
     """Operands and attributes of a jagged batch. With `table`, only those of that table's blocks."""
     if batch.ids.shape[0] >= NO_ROW:
         raise NotImplementedError("native calls have less than 2**31 entries")
@@ -466,7 +467,7 @@ def _jagged_operands(
     arrays = [as_rows(batch.ids), jnp.clip(batch.offsets, 0, batch.ids.shape[0]).astype(jnp.int32)]
     if batch.weights is not None:
         arrays.append(batch.weights.astype(jnp.float32))
-    attributes: dict[str, Any] = {
+    attributes: dict[str, PyTree] = {
         "blocks": np.asarray(numbers, np.int64).reshape(-1),
         "combiner": np.int64(_JAGGED_COMBINER_CODES[batch.combiner]),
         "has_weights": np.bool_(batch.weights is not None),

@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 from rsembed.kernels.blocks import block_ends as block_ends
 from rsembed.kernels.blocks import pack_blocks as pack_blocks
@@ -166,7 +167,7 @@ def is_listed(segment: Segment, num_rows: int) -> Bool[Array, " nnz"]:
 
 
 def row_gradients(
-    num_rows: int, gradients: OutputGradients, *, lookup: Callable[..., Any] | None = None
+    num_rows: int, gradients: OutputGradients, *, lookup: Callable[..., PyTree] | None = None
 ) -> RowsAndGradients:
     """Gradient of every looked-up row, equal rows combined; through an accelerator's `lookup` if one is given.
 
@@ -232,8 +233,8 @@ def apply_rows(
     gradients: Float[Array, "capacity dim"],
     step: Step,
     *,
-    gather: Callable[..., Any] = gather_rows,
-    scatter: Callable[..., Any] = scatter_rows,
+    gather: Callable[..., PyTree] = gather_rows,
+    scatter: Callable[..., PyTree] = scatter_rows,
 ) -> tuple[Table, Slots]:
     """One optimizer step of distinct `rows`, others with zeros if the rule moves them; rows outside are padding."""
     if step.rule.moves_all_rows:
@@ -259,7 +260,7 @@ def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -
     return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
 
 
-def allocate(shape: tuple[int, ...], dtype: Any, fill: float | None = None) -> Array:
+def allocate(shape: tuple[int, ...], dtype: DTypeLike, fill: float | None = None) -> Array:
     """An array of `fill`; unspecified values if that is None."""
     return jnp.full(shape, 0 if fill is None else fill, dtype)
 
@@ -322,7 +323,7 @@ def round_with_noise(
 
 
 def lookup_jagged(
-    tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch, *, lookup: Callable[..., Any] = lookup
+    tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch, *, lookup: Callable[..., PyTree] = lookup
 ) -> Float[Array, " size"]:
     """Pooled rows of every feature of a table-batched call, flat, through an implementation's `lookup`."""
     size, places = batch.output_places([table.shape[1] for table in tables])

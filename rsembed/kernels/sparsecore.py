@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.kernels import reference
 from rsembed.kernels.contract import NO_ROW, OutputGradients, Outputs, Segment, Step, Table, as_rows
@@ -39,14 +39,14 @@ def unavailable_because() -> str | None:
     return None
 
 
-def _tiles() -> Any:
+def _tiles() -> PyTree:
     """The kernels themselves; importing Pallas takes its time, so only those pay who need it."""
     from rsembed.kernels import sparsecore_tiles
 
     return sparsecore_tiles
 
 
-def row_layout(sharding: Sharding) -> Any:
+def row_layout(sharding: Sharding) -> PyTree:
     """How tables and slots `[rows, dim]` must lie for tiles to read them without a copy of the whole table.
 
     Give it to `jax.jit` in `in_shardings` and `out_shardings`. On other devices rows lie one after another.

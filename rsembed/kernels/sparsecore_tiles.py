@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 from jax.extend.core import ClosedJaxpr
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.kernels.traced_rules import Row, evaluate
 
@@ -47,7 +48,7 @@ def chunk_rows(dim: int, num_buffers: int) -> int:
     return rows
 
 
-def _on_tiles(body: Callable[..., None], *, out: Any, scratch: Sequence[Any]) -> Callable[..., Any]:
+def _on_tiles(body: Callable[..., None], *, out: Any, scratch: Sequence[PyTree]) -> Callable[..., PyTree]:
     info = plsc.get_sparse_core_info()
     mesh = plsc.VectorSubcoreMesh(
         core_axis_name="core", subcore_axis_name="tile", num_cores=info.num_cores, num_subcores=info.num_subcores
@@ -57,22 +58,22 @@ def _on_tiles(body: Callable[..., None], *, out: Any, scratch: Sequence[Any]) ->
     return pl.kernel(body, out_type=out, mesh=mesh, scratch_types=list(scratch), compiler_params=params)
 
 
-def _deal(num_chunks: int, work: Callable[[Any], None]) -> None:
+def _deal(num_chunks: int, work: Callable[[PyTree], None]) -> None:
     """Runs `work(chunk)` for the chunks of this tile."""
     info = plsc.get_sparse_core_info()
     tile = lax.axis_index("core") * info.num_subcores + lax.axis_index("tile")
     pl.loop(tile, num_chunks, step=info.num_cores * info.num_subcores)(work)
 
 
-def _span(chunk: Any, size: int) -> Any:
+def _span(chunk: Any, size: int) -> PyTree:
     return pl.ds(pl.multiple_of(chunk * size, size), size)
 
 
-def _lanes(dim: int) -> list[Any]:
+def _lanes(dim: int) -> list[PyTree]:
     return [pl.ds(start, num_lanes()) for start in range(0, dim, num_lanes())]
 
 
-def _repeat(value: Any, dtype: Any) -> Array:
+def _repeat(value: Any, dtype: DTypeLike) -> Array:
     return jnp.full((num_lanes(),), value, dtype)
 
 
@@ -123,7 +124,7 @@ def pool(
         table_hbm, ids_hbm, gains_hbm, bags_hbm, bounds_hbm, out_hbm, *own = refs
         ids_v, gains_v, bags_v, bounds_v, rows_v, out_v = own
 
-        def add_entries(first_bag: Any) -> Callable[[Any], None]:
+        def add_entries(first_bag: Any) -> Callable[[PyTree], None]:
             def add_entry(entry: Any) -> None:
                 place = [_repeat(entry, jnp.int32)]
                 gain, bag = plsc.load_gather(gains_v, place), plsc.load_gather(bags_v, place) - first_bag
@@ -194,7 +195,7 @@ def step(
     def body(*refs: Any) -> None:
         left = iter(refs)
 
-        def take(number: int) -> list[Any]:
+        def take(number: int) -> list[PyTree]:
             return list(itertools.islice(left, number))
 
         state_hbm, (ids_hbm, gradients_hbm, hyper_hbm) = take(num_state), take(3)
@@ -202,7 +203,7 @@ def step(
         (ids_v, gradients_v, hyper_v), state_v, numbers_v = take(3), take(num_state), take(len(numbers))
 
         def step_row(row: Any) -> None:
-            arrays: list[Any] = [Row(tuple(v[row, span] for span in _lanes(width))) for v in state_v]
+            arrays: list[PyTree] = [Row(tuple(v[row, span] for span in _lanes(width))) for v in state_v]
             arrays += [v[row, pl.ds(0, lanes)] for v in numbers_v]
             gradient = Row(tuple(gradients_v[row, span] for span in _lanes(width)))
             rates = [hyper_v[pl.ds(number * lanes, lanes)] for number in range(num_hyper)]

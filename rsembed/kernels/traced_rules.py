@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from rsembed.optimizers import OptimizerSpec, Slots
 
@@ -71,12 +71,12 @@ def trace_rule(
     return jaxpr
 
 
-def _primitives(closed: ClosedJaxpr, dim: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _primitives(closed: ClosedJaxpr, dim: int) -> Iterator[tuple[str, Mapping[str, PyTree]]]:
     """Primitives of a jaxpr with calls unfolded, without those that only repeat a number or change a shape."""
     yield from (("constant array", {}) for const in closed.consts if np.size(const) != 1)
     for eqn in closed.jaxpr.eqns:
         name = eqn.primitive.name
-        result: Any = eqn.outvars[0].aval
+        result: PyTree = eqn.outvars[0].aval
         if name in _CALLS:
             yield from _primitives(_body(eqn), dim)
         elif name not in _RESHAPES or math.prod(result.shape) not in (1, dim):
@@ -119,7 +119,7 @@ def evaluate(
             total = total + part
         return jnp.full(piece.shape, jnp.sum(total), jnp.float32)
 
-    def run(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Row | Array]) -> list[Row | Array]:
+    def run(jaxpr: Jaxpr, consts: Sequence[PyTree], values: Sequence[Row | Array]) -> list[Row | Array]:
         known: dict[Any, Row | Array] = dict(zip(jaxpr.invars, values, strict=True))
         known |= {v: spread(c, v) for v, c in zip(jaxpr.constvars, consts, strict=True)}
         for eqn in jaxpr.eqns:

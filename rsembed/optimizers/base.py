@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from rsembed.checks import check_fields, check_type, check_within, within
 from rsembed.fingerprint import identity
 
-LearningRate = float | Callable[[], Any] | Callable[[Any], Any]
+LearningRate = float | Callable[[], Any] | Callable[[PyTree], Any]
 Slots = tuple[Array, ...]
-Hyperparameters = tuple[Any, ...]
+Hyperparameters = tuple[PyTree, ...]
 
 
 @no_type_check  # wrong values are refused by name in __post_init__
@@ -92,7 +92,7 @@ class OptimizerSpec(abc.ABC):
         del fields["learning_rate"]  # a number today may be a schedule tomorrow
         return type(self).__qualname__ + identity(fields)
 
-    def get_learning_rate(self, step: Any = None) -> Any:
+    def get_learning_rate(self, step: Any = None) -> PyTree:
         """Learning rate at `step` (0-based).
 
         Raises: ValueError: the learning rate is a callable of step and `step` is None. TypeError: it gives no scalar.
@@ -107,7 +107,7 @@ class OptimizerSpec(abc.ABC):
             )
         return self._scheduled(self.learning_rate(step))  # type: ignore[call-arg]
 
-    def _scheduled(self, rate: Any) -> Any:
+    def _scheduled(self, rate: Any) -> PyTree:
         check_type(rate, float, f"{type(self).__name__}: what the schedule learning_rate gives")
         return rate
 
@@ -117,7 +117,7 @@ class OptimizerSpec(abc.ABC):
             map(as_float32, (self.get_learning_rate(step), *(getattr(self, name) for name in self.rule_fields)))
         )
 
-    def slot_initial_values(self) -> tuple[Any, ...]:
+    def slot_initial_values(self) -> tuple[PyTree, ...]:
         """One number (or initializer of `(key, shape)`) per slot, in the order of `slot_type`."""
         return tuple(getattr(self, name) for name in self.slot_fields)
 
@@ -125,7 +125,7 @@ class OptimizerSpec(abc.ABC):
         """Number of arrays kept beside the table."""
         return len(self.slot_initial_values())
 
-    def slot_variables_initializers(self) -> Any:
+    def slot_variables_initializers(self) -> PyTree:
         """The slots' initial values as initializers of `(key, shape)`, in the named tuple of this optimizer."""
         constant = jax.nn.initializers.constant
         initializers: Any = tuple(v if callable(v) else constant(v) for v in self.slot_initial_values())
@@ -135,7 +135,7 @@ class OptimizerSpec(abc.ABC):
         """Initial slots of `rows`: arrays whose leading axis counts rows."""
         return tuple(jnp.full(rows.shape, value, jnp.float32) for value in self.slot_initial_values())
 
-    def pack_slots(self, slots: Slots) -> Any:
+    def pack_slots(self, slots: Slots) -> PyTree:
         """The slots as the named tuple of this optimizer."""
         return tuple(slots) if self.slot_type is tuple else self.slot_type(*slots)
 
@@ -190,8 +190,8 @@ class Custom(OptimizerSpec):
       Array([[0.9, 1.1]], dtype=float32)
     """
 
-    custom_computation_fn: Callable[..., Any] | None = None
-    slot_variable_initializers_tuple: tuple[Any, ...] = ()
+    custom_computation_fn: Callable[..., PyTree] | None = None
+    slot_variable_initializers_tuple: tuple[PyTree, ...] = ()
     short_name_str: str = "custom"
     is_row_wise = True  # nothing is known of the function, so padding must not reach it
 
@@ -212,7 +212,7 @@ class Custom(OptimizerSpec):
                 f"(gradient, row, *slots, lr), which it does not take: {error}."
             ) from error
 
-    def slot_initial_values(self) -> tuple[Any, ...]:
+    def slot_initial_values(self) -> tuple[PyTree, ...]:
         return tuple(self.slot_variable_initializers_tuple)
 
     def init_slots(self, rows: Array) -> Slots:
@@ -270,7 +270,7 @@ class OptaxOptimizerSpec(OptimizerSpec):
         except (TypeError, ValueError) as error:
             raise TypeError(f"{name} cannot step a row from its gradient alone: {error}") from error
 
-    def _state_structure(self, dim: int) -> Any:
+    def _state_structure(self, dim: int) -> PyTree:
         row = jax.ShapeDtypeStruct((dim,), jnp.float32)
         return jax.tree.structure(jax.eval_shape(self.transformation.init, row))
 
@@ -280,7 +280,7 @@ class OptaxOptimizerSpec(OptimizerSpec):
     def init_slots(self, rows: Array) -> Slots:
         return tuple(jax.tree.leaves(jax.vmap(self.transformation.init)(rows)))
 
-    def pack_slots(self, slots: Slots) -> Any:
+    def pack_slots(self, slots: Slots) -> PyTree:
         """The slots in the transformation's own state type; every leaf has a leading row axis."""
         return jax.tree.unflatten(self._state_structure(1), slots)
 

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from rsembed.checks import within
 from rsembed.optimizers.base import Hyperparameters, OptimizerSpec, Slots, as_float32
@@ -58,7 +58,7 @@ class CompactOptimizerSpec(OptimizerSpec):
     def is_row_wise(self) -> bool:
         return any(per_row for per_row, _ in self.slot_kinds)
 
-    def slot_initial_values(self) -> tuple[Any, ...]:
+    def slot_initial_values(self) -> tuple[PyTree, ...]:
         return (0.0,) * len(self.slot_kinds)
 
     def init_slots(self, rows: Array) -> Slots:

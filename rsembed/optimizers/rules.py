@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from rsembed.checks import within
 from rsembed.optimizers.base import Hyperparameters, LearningRate, OptimizerSpec, Slots, as_float32
@@ -184,7 +184,7 @@ class Adam(OptimizerSpec):
         lr = as_float32(self.get_learning_rate(step)) * correction / one_minus_power(self.beta_1, t)
         return lr, as_float32(self.beta_1), as_float32(self.beta_2), as_float32(self.epsilon) * correction
 
-    def slot_initial_values(self) -> tuple[Any, ...]:
+    def slot_initial_values(self) -> tuple[PyTree, ...]:
         return (0.0, 0.0)
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
@@ -382,7 +382,7 @@ class _EpsilonHatAdam(OptimizerSpec):
         lr = as_float32(self.get_learning_rate(step)) * correction
         return lr, as_float32(self.beta_1), as_float32(self.beta_2), as_float32(self.epsilon)
 
-    def slot_initial_values(self) -> tuple[Any, ...]:
+    def slot_initial_values(self) -> tuple[PyTree, ...]:
         return (0.0, 0.0)
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from rsembed.jax_internals import has_devices, service_of_processes
 
@@ -62,7 +63,7 @@ class Agreement:
       given: what this process was given; there is nothing to agree on inside `jit`, nor about global arrays alone.
     """
 
-    def __init__(self, mesh: Mesh | None, what: str, given: Any):
+    def __init__(self, mesh: Mesh | None, what: str, given: PyTree):
         check_not_forked(what)
         self.processes = () if mesh is None or not _has_own(given) else processes_of(mesh)
         self.what = what
@@ -103,7 +104,7 @@ class Agreement:
             raise ValueError(f"{self.what}: {verdict['problem']}")
         self._widths = verdict["widths"]
 
-    def _exchange(self, record: dict[str, Any]) -> Any:
+    def _exchange(self, record: dict[str, PyTree]) -> PyTree:
         client = service_of_processes()
         if client is None:
             raise RuntimeError("processes cannot reach each other; start each of them with rsembed.parallel.init().")
@@ -111,7 +112,7 @@ class Agreement:
         group = _group(self.processes)
         number = next(_rounds[self.processes])
 
-        def received(key: str, sender: str) -> Any:
+        def received(key: str, sender: str) -> PyTree:
             try:
                 return json.loads(client.blocking_key_value_get(f"{group}/{key}", TIMEOUT_SECONDS * 1000))
             except jax.errors.JaxRuntimeError as failure:
@@ -167,12 +168,12 @@ def processes_of(mesh: Mesh) -> tuple[int, ...]:
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
 
 
-def is_global(leaf: Any) -> bool:
+def is_global(leaf: PyTree) -> bool:
     """Whether other processes hold some of it."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.is_fully_addressable
 
 
-def _has_own(given: Any) -> bool:
+def _has_own(given: PyTree) -> bool:
     leaves = jax.tree.leaves(given, is_leaf=lambda value: isinstance(value, list))  # a list may hold a million ids
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves) and not (
         leaves and all(map(is_global, leaves))

@@ -31,7 +31,7 @@ from rsembed.kernels.library import vary_alike
 AxisName = str | tuple[str, ...]
 
 
-def trade(parcels: Sequence[Any], axis_name: AxisName, entries: Sequence[Array] | None = None) -> list[Any]:
+def trade(parcels: Sequence[PyTree], axis_name: AxisName, entries: Sequence[Array] | None = None) -> list[PyTree]:
     """Block `i` of every parcel goes to device `i`, and comes from it.
 
     Args:
@@ -45,7 +45,7 @@ def trade(parcels: Sequence[Any], axis_name: AxisName, entries: Sequence[Array] 
       int32 arrays, so that owners ignore them, and zeros in others.
     """
     leaves, tree = jax.tree.flatten(list(parcels))
-    rows: list[Any] = [None] * len(leaves)
+    rows: list[PyTree] = [None] * len(leaves)
     if entries is not None:
         rows = [own for parcel, own in zip(parcels, entries, strict=True) for _ in jax.tree.leaves(parcel)]
     found: dict[int, Array] = {}
@@ -66,7 +66,7 @@ def trade(parcels: Sequence[Any], axis_name: AxisName, entries: Sequence[Array] 
         ]
         found |= zip(numbers, api.unpack_blocks(arrived, shapes), strict=True)
     blocks = [found[n] != 0 if leaf.dtype == jnp.bool_ else found[n] for n, leaf in enumerate(leaves)]
-    parts: list[Any] = jax.tree.unflatten(tree, blocks)
+    parts: list[PyTree] = jax.tree.unflatten(tree, blocks)
     return parts
 
 
@@ -137,18 +137,18 @@ class Question(NamedTuple):
     """
 
     wanted: Wanted
-    payload: Any
-    answer: Callable[[Any, Any], tuple[Any, Any]]
+    payload: PyTree
+    answer: Callable[[Any, Any], tuple[PyTree, PyTree]]
     state: PyTree
     capacity: int
-    reply: Any = None
+    reply: PyTree = None
 
     @property
     def num_occurrences(self) -> int:
         """Number of entries, as many as there are occurrences in the batch."""
         return self.wanted.entry_of.shape[0]
 
-    def no_replies(self) -> Any:
+    def no_replies(self) -> PyTree:
         """Zeros for every entry."""
         # To find the shapes by tracing `answer`, as large as a storage's step, took a third of all tracing.
         return jax.tree.map(lambda own: jnp.zeros((self.num_occurrences, *own.shape), own.dtype), self.reply)
@@ -217,7 +217,7 @@ class _Progress(NamedTuple):
 
 
 def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName) -> list[Answers]:
-    def trade_all(states: Sequence[Any], places: Sequence[Array]) -> tuple[list[Any], list[Any]]:
+    def trade_all(states: Sequence[PyTree], places: Sequence[Array]) -> tuple[list[PyTree], list[PyTree]]:
         arrived = trade([question.payload for question in questions], axis_name, places)
         stepped, replies = [], []
         for question, state, own, blocks in zip(questions, states, places, arrived, strict=True):
@@ -257,7 +257,7 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
     return [Answers(own.state, own.replies, num_rounds) for own in progress]
 
 
-def _written(replies: Any, places: Int[Array, "devices capacity"], news: Any) -> Any:
+def _written(replies: Any, places: Int[Array, "devices capacity"], news: Any) -> PyTree:
     olds, tree = jax.tree.flatten(replies)
     values = [x.reshape(-1, *x.shape[2:]) for x in jax.tree.leaves(news)]
     found, announced = ([f"{x.dtype}{list(x.shape[1:])}" for x in arrays] for arrays in (values, olds))

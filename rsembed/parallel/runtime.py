@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from rsembed.checks import NonNegativeInt, PositiveInt, check_type, describe, validated
 from rsembed.kernels.cpu_threads import check_threads, provide_threads
@@ -227,7 +228,7 @@ def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
     return mesh
 
 
-def put_global(tree: Any, mesh: Mesh, axis: str | None = "shard") -> Any:
+def put_global(tree: PyTree, mesh: Mesh, axis: str | None = "shard") -> PyTree:
     """Global arrays from what each process holds: its own samples, in the order of the processes.
 
     Args:
@@ -246,7 +247,7 @@ def put_global(tree: Any, mesh: Mesh, axis: str | None = "shard") -> Any:
     sharding = NamedSharding(mesh, PartitionSpec(axis))
     own_devices = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
 
-    def put(path: Any, leaf: Any) -> jax.Array:
+    def put(path: Any, leaf: PyTree) -> jax.Array:
         name = f"put_global: array {jax.tree_util.keystr(path) or 'given'}"
         if isinstance(leaf, jax.core.Tracer) or np.ma.isMaskedArray(leaf):
             raise TypeError(f"{name} must be a plain array of the host, outside of jit, got {describe(leaf)}.")

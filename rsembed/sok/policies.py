@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class EmbeddingVariableOption:
     filter_option: CounterFilter | None = None
 
 
-def core_policies(where: str, option: EmbeddingVariableOption | None, given: Mapping[str, Any]) -> dict[str, Any]:
+def core_policies(where: str, option: EmbeddingVariableOption | None, given: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """`steps_to_live`, `l2_weight_threshold` and arguments of `rsembed.Hashed`, whichever way they were said.
 
     Args:
@@ -67,7 +67,7 @@ def core_policies(where: str, option: EmbeddingVariableOption | None, given: Map
             f"{where}: evict_strategy {given['evict_strategy']!r} has no counterpart; choose 'LRU' or 'LFU', or "
             "when_full='evict' with eviction='age' or 'l2'."
         )
-    asked: list[tuple[str, dict[str, Any]]] = []
+    asked: list[tuple[str, dict[str, PyTree]]] = []
     if given.get("evict_strategy") is not None:
         asked.append(("evict_strategy", {"when_full": "evict", "eviction": strategy}))
     if "filter_ratio" in policies:
@@ -81,9 +81,9 @@ def core_policies(where: str, option: EmbeddingVariableOption | None, given: Map
     return policies
 
 
-def _said_by(option: EmbeddingVariableOption) -> dict[str, Any]:
+def _said_by(option: EmbeddingVariableOption) -> dict[str, PyTree]:
     evict, admit = option.evict_option, option.filter_option
-    said: dict[str, Any] = {} if admit is None else {"admission_count": admit.filter_freq}
+    said: dict[str, PyTree] = {} if admit is None else {"admission_count": admit.filter_freq}
     if isinstance(evict, GlobalStepEvict) and evict.steps_to_live is not None:
         said["steps_to_live"] = evict.steps_to_live
     if isinstance(evict, L2WeightEvict) and evict.l2_weight_threshold >= 0:

@@ -117,7 +117,11 @@ class EmbeddingVariable(nnx.Variable):
         for what, value in (("keep", keep), ("steps_to_live", steps_to_live)):
             check_type(value, NonNegativeInt | None, f"table {name!r}: evict: {what}")
         check_within("[0, inf)", l2_weight_threshold, f"table {name!r}: evict: l2_weight_threshold")
-        reasons: dict[str, Any] = {"keep": keep, "unused_for": steps_to_live, "norm_below": _norm(l2_weight_threshold)}
+        reasons: dict[str, PyTree] = {
+            "keep": keep,
+            "unused_for": steps_to_live,
+            "norm_below": _norm(l2_weight_threshold),
+        }
         parts = []
         for what, value in reasons.items():  # rows that are kept must not make room for those that the others let go
             if value is not None:
@@ -196,8 +200,8 @@ def make_larger(variable: EmbeddingVariable, rows_per_device: int, num_waiting: 
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _grown(table: VariableTable, capacity: int, num_waiting: int, params: PyTree, slots: PyTree) -> Any:
-    def on_device(params: PyTree, slots: PyTree) -> Any:
+def _grown(table: VariableTable, capacity: int, num_waiting: int, params: PyTree, slots: PyTree) -> PyTree:
+    def on_device(params: PyTree, slots: PyTree) -> PyTree:
         return hashed_rows.grow(params, slots, table.spec, capacity, num_waiting)
 
     devices = table.context.devices
@@ -262,7 +266,7 @@ def embedding_variable(
     check_within("[0, inf)", l2_weight_threshold, f"{where}: l2_weight_threshold")
     if grows := policies.get("when_full") == "grow":
         policies = policies | {"when_full": "error"}  # until the variable has more room
-    of_keys: dict[str, Any] = {"key_dtype": dtype_among(KEY_DTYPES, key_dtype, f"{where}: key_dtype")}
+    of_keys: dict[str, PyTree] = {"key_dtype": dtype_among(KEY_DTYPES, key_dtype, f"{where}: key_dtype")}
     storage: Any = Hashed(**of_keys, **policies)
     if not use_hashtable:
         if unused:
@@ -284,7 +288,7 @@ def embedding_variable(
 
 def split_embedding_variable_from_others(
     variables: PyTree,
-) -> tuple[tuple[EmbeddingVariable, ...], tuple[Any, ...]]:
+) -> tuple[tuple[EmbeddingVariable, ...], tuple[PyTree, ...]]:
     """The embedding variables among `variables`, and all others, each in their order.
 
     Args:

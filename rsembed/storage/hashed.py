@@ -39,12 +39,19 @@ class RowsByKey(Storage):
         return hashed_rows.read(params, rows)
 
     def step(
-        self, params: PyTree, slots: Slots, segments: Sequence[Segment], d_outputs: Any, table: TableSpec, *, step: Step
+        self,
+        params: PyTree,
+        slots: Slots,
+        segments: Sequence[Segment],
+        d_outputs: PyTree,
+        table: TableSpec,
+        *,
+        step: Step,
     ) -> tuple[DynamicTable, Slots]:
         return hashed_rows.step(params, slots, segments, d_outputs, step)
 
     def step_distinct(
-        self, params: PyTree, slots: Slots, rows: Any, gradients: Any, table: TableSpec, *, step: Step
+        self, params: PyTree, slots: Slots, rows: PyTree, gradients: PyTree, table: TableSpec, *, step: Step
     ) -> tuple[DynamicTable, Slots]:
         return hashed_rows.step_distinct(params, slots, rows, gradients, step)
 
@@ -52,7 +59,7 @@ class RowsByKey(Storage):
         return logical_rows.export(params, slots, table, num_shards)
 
     def with_rows(
-        self, params: DynamicTable, slots: PyTree, rows: Any, table: TableSpec, num_shards: int
+        self, params: DynamicTable, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int
     ) -> tuple[PyTree, PyTree]:
         if not isinstance(rows, Mapping):
             raise ValueError(
@@ -344,10 +351,10 @@ class HashedTables(Hashed):
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
         return self.tables
 
-    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[tuple[Any, Any]]:
+    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[tuple[PyTree, PyTree]]:
         return hashed_rows.unstack((params, slots), len(self.tables), num_shards)
 
-    def stack(self, parts: Sequence[tuple[Any, Any]], like: PyTree, num_shards: int) -> tuple[PyTree, PyTree]:
+    def stack(self, parts: Sequence[tuple[PyTree, PyTree]], like: PyTree, num_shards: int) -> tuple[PyTree, PyTree]:
         written, slots = hashed_rows.stack(parts, num_shards)
         return written._replace(key=like.key), slots  # as it lies on the devices
 

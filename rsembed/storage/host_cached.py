@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 from rsembed.caching.backing import BackingStore
 from rsembed.checks import PositiveInt, check_type
@@ -154,7 +154,7 @@ class HostCached(Storage):
         return params._replace(near=near), slots
 
     def step_distinct(
-        self, params: CachedRows, slots: Slots, rows: Any, gradients: Any, table: TableSpec, *, step: Step
+        self, params: CachedRows, slots: Slots, rows: PyTree, gradients: PyTree, table: TableSpec, *, step: Step
     ) -> tuple[CachedRows, Slots]:
         near, slots = hashed_rows.step_distinct(params.near, slots, rows, gradients, step)
         return params._replace(near=near), slots
