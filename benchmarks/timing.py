@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rsembed.kernels import native
-from rsembed.kernels.cpu_threads import granted_cores
+from rsembed.kernels.devices import granted_cores
 
 NUM_BATCHES = 8
 WARM_SECONDS = 0.03

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.colors import to_rgba_array
 
 from rsembed import plot
-from rsembed.kernels.cpu_threads import granted_cores
+from rsembed.kernels.devices import granted_cores
 
 RNG = np.random.default_rng(0)
 VECTORS = RNG.normal(size=(40, 8))

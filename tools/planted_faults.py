@@ -63,7 +63,7 @@ storage/row_map.py  storage/test_contract.py -k evicting
     (row_map.last_step != FREE) & (row_map.last_step != step) => row_map.last_step != FREE
 storage/row_map.py  storage/test_evict.py
     step - row_map.last_step > steps_to_live => step - row_map.last_step >= steps_to_live
-storage/admission.py  storage/test_admission.py
+storage/hashed_rows.py  storage/test_admission.py
     (drawn >= _power(1.0 - probability, occurrences)) => (drawn >= _power(probability, occurrences))
 storage/host_cached.py  storage/test_corners.py -k leave_the_device
     row_map.add_counts(row_map.count_of(known, rows), uses) => uses
@@ -81,7 +81,7 @@ collection/dense_rows.py  collection/test_mesh.py
     used[owner] += table.rows => used[owner] += 0
 collection/engine.py  collection/test_embeddings.py
     output[:, : feature.output_dim] if => output[:, -feature.output_dim :] if
-collection/keyed_stack.py  storage/test_like_tables.py
+collection/stack.py  storage/test_like_tables.py
     number = names.index(feature.table_name) => number = 0
 parallel/exchange.py  parallel/test_rounds.py
     takes_part &= words == cuts[-1] => takes_part &= words != cuts[-1]

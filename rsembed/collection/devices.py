@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, PyTree
 
 from rsembed.kernels.contract import Segment
-from rsembed.kernels.cpu_threads import check_threads
+from rsembed.kernels.devices import check_threads
 
 
 @dataclasses.dataclass(frozen=True)

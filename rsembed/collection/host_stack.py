@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from rsembed.bags import as_bags, padded_size
-from rsembed.caching.backing import Generation
+from rsembed.caching.near_rows import Generation
 from rsembed.collection.dense_rows import RowLayout
 from rsembed.collection.rows import Rows, keys_of_gradients
 from rsembed.collection.stack import RowNumberStack, refuse_traced

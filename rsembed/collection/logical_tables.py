@@ -11,8 +11,7 @@ from jaxtyping import Num, PyTree
 from rsembed.bags import is_traced
 from rsembed.checks import check_type, did_you_mean
 from rsembed.collection.host_stack import HostStack
-from rsembed.collection.keyed_stack import KeyedStack
-from rsembed.collection.stack import Stack
+from rsembed.collection.stack import KeyedStack, Stack
 from rsembed.collection.state import EmbeddingState
 from rsembed.fingerprint import Fingerprint
 from rsembed.specs import TableSpec

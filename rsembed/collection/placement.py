@@ -12,9 +12,8 @@ from rsembed.collection.asked_rows import AskedRows
 from rsembed.collection.dense_rows import DenseRows, RowLayout
 from rsembed.collection.devices import Devices
 from rsembed.collection.host_stack import HostStack
-from rsembed.collection.keyed_stack import KeyedStack
 from rsembed.collection.rows import Rows
-from rsembed.collection.stack import ArrayStack, Stack, TrainStack
+from rsembed.collection.stack import ArrayStack, KeyedStack, Stack, TrainStack
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
 from rsembed.storage import HostCached

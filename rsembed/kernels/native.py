@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt32
 
 from rsembed.kernels import reference
@@ -386,7 +385,7 @@ def row_bits(
     return bits
 
 
-def allocate(shape: Sequence[int], dtype: DTypeLike, fill: complex | None = None) -> Array:
+def allocate(shape: Sequence[int], dtype: jax.typing.DTypeLike, fill: complex | None = None) -> Array:
     """A new array on huge pages where the system has them, which makes random access to big tables twice as fast.
 
     Args:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import IO, Any, cast
 
 from rsembed.checks import PositiveInt, validated
-from rsembed.kernels import cpu_threads
+from rsembed.kernels import devices
 
 # After a failure, the others get this long to report theirs; after Ctrl-C, to clean up.
 GRACE_SECONDS = 3.0
@@ -104,7 +104,7 @@ def _environment(process: int, num_processes: int, num_devices: int, address: st
         "XLA_FLAGS": _FAKE_DEVICES.sub("", os.environ.get("XLA_FLAGS", "")).strip(),
         "PYTHONUNBUFFERED": "1",
     }
-    return os.environ | own | cpu_threads.settings(num_devices)
+    return os.environ | own | devices.thread_settings(num_devices)
 
 
 def _free_port() -> int:

@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from rsembed.checks import NonNegativeInt, PositiveInt, check_type, describe, validated
-from rsembed.kernels.cpu_threads import check_threads, provide_threads
+from rsembed.kernels.devices import check_threads, provide_threads
 from rsembed.parallel.agreement import say_goodbye
 
 _log = logging.getLogger("rsembed")

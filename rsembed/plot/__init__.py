@@ -14,8 +14,14 @@ from rsembed.plot.buffers import plot_limit_choice as plot_limit_choice
 from rsembed.plot.distributions import Coverage as Coverage
 from rsembed.plot.distributions import coverage_curve as coverage_curve
 from rsembed.plot.distributions import id_counts as id_counts
+from rsembed.plot.distributions import load_skew as load_skew
 from rsembed.plot.distributions import plot_coverage as plot_coverage
 from rsembed.plot.distributions import plot_id_frequency as plot_id_frequency
+from rsembed.plot.distributions import plot_shard_load as plot_shard_load
+from rsembed.plot.distributions import plot_stack_bytes as plot_stack_bytes
+from rsembed.plot.distributions import plot_stack_treemap as plot_stack_treemap
+from rsembed.plot.distributions import stack_bytes as stack_bytes
+from rsembed.plot.distributions import treemap as treemap
 from rsembed.plot.distributions import zipf_exponent as zipf_exponent
 from rsembed.plot.drawing import COLOURS as COLOURS
 from rsembed.plot.drawing import MUTED as MUTED
@@ -35,9 +41,3 @@ from rsembed.plot.pictures import principal_plane as principal_plane
 from rsembed.plot.pictures import roof as roof
 from rsembed.plot.pictures import running_mean as running_mean
 from rsembed.plot.pictures import unit_rows as unit_rows
-from rsembed.plot.stacking import load_skew as load_skew
-from rsembed.plot.stacking import plot_shard_load as plot_shard_load
-from rsembed.plot.stacking import plot_stack_bytes as plot_stack_bytes
-from rsembed.plot.stacking import plot_stack_treemap as plot_stack_treemap
-from rsembed.plot.stacking import stack_bytes as stack_bytes
-from rsembed.plot.stacking import treemap as treemap

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from rsembed.kernels.cpu_threads import granted_cores
+from rsembed.kernels.devices import granted_cores
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Blue, vermilion, green, purple, orange, sky blue, black, of Okabe and Ito: colour-blind eyes can tell them apart."""

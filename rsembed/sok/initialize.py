@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from rsembed.checks import PositiveInt, validated
 from rsembed.collection.devices import Devices
-from rsembed.kernels.cpu_threads import check_threads
+from rsembed.kernels.devices import check_threads
 from rsembed.parallel import runtime
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from rsembed.fdo.statistics import TableDrops
 from rsembed.kernels import native
-from rsembed.kernels.cpu_threads import granted_cores
+from rsembed.kernels.devices import granted_cores
 from rsembed.sparsecore import partitioner
 from rsembed.sparsecore.host_features import HostFeature
 from rsembed.sparsecore.layout import MAX_SAMPLES_PER_DEVICE

@@ -13,18 +13,58 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 
 from rsembed.checks import dtype_among
 from rsembed.initial_values import keyed_rows, traced_initializer
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Segment, SegmentGradients, Step
-from rsembed.kernels.keyed import mix
+from rsembed.kernels.keyed import mix, varying_zero
 from rsembed.keys import KEY_DTYPES, Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import row_map
 from rsembed.storage.protocol import Storage, on_host
+
+DRAWS = 0x61646D74
+"""Tells these draws from the initial values of the same keys."""
+
+
+def is_drawn(
+    key: KeyOrKeys, keys: Keys, number: Int[Array, ""], occurrences: Int[Array, " nnz"], probability: float
+) -> Bool[Array, " nnz"]:
+    """Whether each key is admitted in step `number`: with this probability for each of its occurrences.
+
+    A key draws one number of 32 bits a step, from `key` (where there are several, that of its table) folded with
+    `DRAWS`, the step and the key's lanes. Below the chance that none of its occurrences is lucky, in units of 2**-32,
+    it stays outside; the chance is a product of integers, so that no compiler rounds it otherwise.
+    """
+    own = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, DRAWS), number))(key.reshape(-1))
+    drawn = api.row_bits(own if key.ndim else own[0], (keys.high, keys.low), 1, keys.table)[:, 0]
+    return keys.is_key & (drawn >= _power(1.0 - probability, occurrences))
+
+
+def _power(base: float, exponents: Int[Array, " nnz"]) -> UInt32[Array, " nnz"]:
+    """`base**exponents` in units of 2**-32, for a base below 1 and positive exponents."""
+    squares = jnp.asarray([min(int(base ** (2**bit) * 2**32), 2**32 - 1) for bit in range(31)], jnp.uint32)
+
+    def multiply(bit: Array, product: Array) -> Array:
+        is_set = (exponents >> bit) & 1 == 1
+        return jnp.where(is_set, _upper_half(product, squares[bit]), product)
+
+    start = jnp.full(exponents.shape, 0xFFFFFFFF, jnp.uint32) + varying_zero(exponents).astype(jnp.uint32)
+    product: Array = jax.lax.fori_loop(0, 31, multiply, start)
+    return product
+
+
+def _upper_half(one: UInt32[Array, "*n"], other: UInt32[Array, ""]) -> UInt32[Array, "*n"]:
+    """The upper 32 bits of a product of two 32-bit numbers."""
+    half, low = jnp.uint32(16), jnp.uint32(0xFFFF)
+    one_high, one_low, other_high, other_low = one >> half, one & low, other >> half, other & low
+    crossed, across = one_high * other_low, one_low * other_high
+    carried = (one_low * other_low >> half) + (crossed & low) + (across & low)
+    return one_high * other_high + (crossed >> half) + (across >> half) + (carried >> half)
+
 
 MAX_CAPACITY = 2**29
 # New rows are made in blocks of one size, whatever the batch: the work follows their number, and the same program

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import io_callback
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, UInt32
 
-from rsembed.caching.backing import BackingStore
+from rsembed.caching.near_rows import BackingStore
 from rsembed.checks import PositiveInt, check_type
 from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import api

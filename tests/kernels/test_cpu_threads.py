@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from rsembed import EmbeddingCollection, FeatureSpec, TableSpec, sok
-from rsembed.kernels import cpu_threads
+from rsembed.kernels import devices
 from rsembed.parallel import make_mesh
 from rsembed.parallel.launch import _environment
 from rsembed.sparsecore.mesh_lookup import table_mesh
@@ -38,7 +38,7 @@ PLAIN = {name: value for name, value in os.environ.items() if name not in ("NPRO
 @pytest.fixture
 def shared_pool(monkeypatch):
     """As until jax 0.12, whatever jax is here."""
-    monkeypatch.setattr(cpu_threads, "_SHARED_POOL", True)
+    monkeypatch.setattr(devices, "_SHARED_POOL", True)
 
 
 def run(program, **environment):
@@ -55,27 +55,27 @@ def test_many_steps_in_flight_over_more_devices_than_cores_end():
 def test_import_asks_for_threads_until_jax_has_made_its_devices():
     show = "import os, jax; {}import rsembed; print(os.environ.get('NPROC'))"
     early = run(show.format(""), XLA_FLAGS="--xla_force_host_platform_device_count=4000")
-    assert early.stdout.strip() == ("16000" if cpu_threads._SHARED_POOL else "None")
+    assert early.stdout.strip() == ("16000" if devices._SHARED_POOL else "None")
     assert run(show.format("jax.devices(); ")).stdout.strip() == "None"
 
 
 def test_threads_suffice_for_devices_that_are_asked_for_later(shared_pool, monkeypatch):
     monkeypatch.delenv("NPROC")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7), raising=False)
-    assert cpu_threads.settings(1) == cpu_threads.settings(3) == {"NPROC": "16"}
-    assert cpu_threads.settings(5) == {"NPROC": "20"}
+    assert devices.thread_settings(1) == devices.thread_settings(3) == {"NPROC": "16"}
+    assert devices.thread_settings(5) == {"NPROC": "20"}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    assert cpu_threads.settings(4) == {}
+    assert devices.thread_settings(4) == {}
     monkeypatch.setenv("NPROC", "1")
-    assert cpu_threads.settings(1) == {}  # one device waits for nobody
+    assert devices.thread_settings(1) == {}  # one device waits for nobody
     monkeypatch.setenv("NPROC", "6")  # the user's own number stays where it is enough
-    assert cpu_threads.settings(3) == {} and cpu_threads.settings(4) == {"NPROC": "16"}
+    assert devices.thread_settings(3) == {} and devices.thread_settings(4) == {"NPROC": "16"}
 
 
 @pytest.mark.parametrize("enter", ["collection", "sparsecore", "sok", "make_mesh"])
 def test_a_mesh_with_too_few_threads_says_what_to_do(enter, shared_pool, monkeypatch):
     mesh = make_mesh()
-    monkeypatch.setattr(cpu_threads, "_num_threads", 8)
+    monkeypatch.setattr(devices, "_num_threads", 8)
     table = TableSpec(name="t", vocabulary_size=16, embedding_dim=4)
     features = {"f": FeatureSpec(name="f", table_spec=table)}
     with pytest.warns(RuntimeWarning, match="8 CPU devices .* 8 threads.*NPROC=32, or import rsembed and ask"):
@@ -90,9 +90,9 @@ def test_a_mesh_with_too_few_threads_says_what_to_do(enter, shared_pool, monkeyp
 
 
 def test_a_mesh_with_threads_enough_says_nothing(shared_pool, monkeypatch):
-    monkeypatch.setattr(cpu_threads, "_num_threads", 16)
+    monkeypatch.setattr(devices, "_num_threads", 16)
     make_mesh()
-    monkeypatch.setattr(cpu_threads, "_num_threads", 1)
+    monkeypatch.setattr(devices, "_num_threads", 1)
     make_mesh(num_devices=1)
 
 
