@@ -241,6 +241,14 @@ def test_the_programs_of_the_page_on_optimizers_run_as_printed():
     assert np.isfinite(names["two_steps"](names["quick"])).all()
 
 
+def test_one_id_goes_the_way_that_the_page_tells():
+    names, count = run_programs("how_it_works.md")
+    assert count == 5 and names["rows"].tolist() == [4, 17, 99]
+    np.testing.assert_allclose(names["steps"], [1, 2, 1], rtol=1e-6)
+    assert not np.any(names["unknown"]) and names["known"] == [4, 99, 2**40 + 17]
+    np.testing.assert_allclose(names["moved"], np.ones(4), rtol=1e-6)
+
+
 def test_the_programs_of_the_page_on_long_runs_save_what_they_say(capsys):
     assert run_programs("reliability.md")[1] == 3
     assert capsys.readouterr().out == "step_000000000 {'input': 4096}\n"

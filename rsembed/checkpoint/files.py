@@ -34,7 +34,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from rsembed.checkpoint.arrays import as_saved, check_entry, copied, open_array, write_arrays
@@ -159,7 +158,7 @@ def _shaped(leaf: PyTree) -> PyTree:
     return leaf if hasattr(leaf, "shape") else np.asarray(leaf)
 
 
-def _native(dtype: DTypeLike) -> PyTree:
+def _native(dtype: Any) -> PyTree:
     return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype  # that of a PRNG key has no byte order
 
 

@@ -13,7 +13,6 @@ from typing import Any, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from rsembed.collection import EmbeddingState
@@ -65,7 +64,7 @@ class SavedArray:
 
 
 def sharded(
-    shape: tuple[int, ...], dtype: DTypeLike, sharding: Any, pieces: Iterable[tuple[np.ndarray, np.ndarray]]
+    shape: tuple[int, ...], dtype: Any, sharding: Any, pieces: Iterable[tuple[np.ndarray, np.ndarray]]
 ) -> jax.Array:
     """An array on the devices of a sharding, None for the usual one, from rows that come piece by piece.
 
