@@ -11,7 +11,6 @@ callbacks with room for one row per id.
 from __future__ import annotations
 
 import functools
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,104 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
 from rsembed.bags import padded_size
+from rsembed.caching.backing import BackingStore
 from rsembed.caching.set_associative import Admission, SetAssociativeCache
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
-
-Rows = Int[np.ndarray, "..."]
-FIRST_VALUES_BLOCK = 4096
-
-
-class Generation:
-    """Counts the changes that a host and a device make together, from a random number on.
-
-    The state on the device carries the number, too. One of another time or of another owner, whose places hold other
-    rows than the host believes, is noticed before it is used.
-
-    Example:
-      >>> generation = Generation("the state is of another time; begin anew.")
-      >>> state = generation.number
-      >>> generation.advance(state)
-      >>> generation.check(state)
-      Traceback (most recent call last):
-        ...
-      RuntimeError: the state is of another time; begin anew. (It has another generation than the host.)
-    """
-
-    def __init__(self, refusal: str):
-        """`refusal` says what is wrong with a state of another generation, and the way out."""
-        self.number, self._refusal = secrets.randbits(31), refusal
-
-    def check(self, found: PyTree) -> None:
-        """Raises: RuntimeError: a number is not the present one."""
-        if (np.asarray(found) != self.number).any():
-            raise RuntimeError(f"{self._refusal} (It has another generation than the host.)")
-
-    def advance(self, found: PyTree) -> None:
-        """Begins a change of host and device. Raises: as `check`."""
-        self.check(found)
-        self.number = (self.number + 1) % 2**32
-
-
-class BackingStore:
-    """The rows of an array and of what belongs to it, such as optimizer state; those that a device has may be stale.
-
-    Attributes:
-      arrays: the rows, changed in place.
-    """
-
-    def __init__(
-        self,
-        arrays: Sequence[np.ndarray],
-        first_values: Callable[[Rows], Sequence[PyTree]] | None = None,
-        near_dtype: Any = None,
-    ):
-        """A store of rows that were not written yet.
-
-        Args:
-          arrays: with equally many rows. Of zeros the system hands memory out as rows are first written.
-          first_values: what rows hold in all arrays until they are written, which is made when they are read. It is
-            called with few different numbers of rows, of which it may be asked again. None leaves it to `arrays`.
-          near_dtype: what a device rounds the first array to, if it does. A number that comes back as it left keeps
-            what the store has.
-        """
-        self.arrays, self._first_values, self._near_dtype = tuple(arrays), first_values, near_dtype
-        self._is_written = np.zeros(0 if first_values is None else self.arrays[0].shape[0], bool)
-
-    def read(self, rows: Rows) -> list[np.ndarray]:
-        """Copies of rows of all arrays."""
-        arrays = [array[rows] for array in self.arrays]
-        if self._first_values is not None:
-            fresh = np.flatnonzero(~self._is_written[rows])
-            for start in range(0, fresh.size, FIRST_VALUES_BLOCK):
-                some = fresh[start : start + FIRST_VALUES_BLOCK]
-                padded = np.zeros(padded_size(some.size), np.int32)
-                padded[: some.size] = rows[some]
-                for array, values in zip(arrays, self._first_values(padded), strict=True):
-                    array[some] = np.asarray(values)[: some.size]
-        return arrays
-
-    def write(self, rows: Rows, arrays: Sequence[PyTree]) -> None:
-        """Replaces distinct rows of all arrays by the first of the values, which may be more."""
-        own = [np.asarray(values)[: rows.size] for values in arrays]
-        if self._near_dtype is not None:
-            kept = self.arrays[0][rows]
-            with np.errstate(over="ignore"):
-                is_same = kept.astype(self._near_dtype).astype(kept.dtype) == own[0]
-            own[0] = np.where(is_same, kept, own[0])
-        for array, values in zip(self.arrays, own, strict=True):
-            array[rows] = values
-        if self._first_values is not None:
-            self._is_written[rows] = True
-
-    def exchange(self, left: Rows, arrays: Sequence[PyTree], come: Rows) -> list[np.ndarray]:
-        """Writes rows that left the device, then reads those that come to it: they may be the same."""
-        self.write(left, arrays)
-        return self.read(come)
-
 
 _scatter = jax.jit(api.scatter_rows, donate_argnums=0)
 _ROWS_PER_FLUSH = 1 << 16
@@ -175,7 +83,7 @@ class NearRows:
         return [_padded(places, capacity) for _, places in (self._left, self._come)]
 
     def bring(
-        self, arrays: tuple[Array, ...], moves: Sequence[PyTree], leaving: Leaving, capacity: int | None
+        self, arrays: tuple[Array, ...], moves: Sequence[Any], leaving: Leaving, capacity: int | None
     ) -> tuple[Array, ...]:
         """The arrays after the moves, in which all rows of the last batch have places.
 
@@ -199,7 +107,7 @@ class NearRows:
         brought: tuple[Array, ...] = _scatter(arrays, come, tuple(loaded))
         return brought
 
-    def _exchange(self, dtypes: Sequence[PyTree], places: Any, *left: Any) -> tuple[np.ndarray, ...]:
+    def _exchange(self, dtypes: Sequence[Any], places: Any, *left: Any) -> tuple[np.ndarray, ...]:
         """Writes rows that leave to the stores, then reads those that take places, padded as these are."""
         rows, room = self._come[0], places.shape[0] - self._come[0].size
         return tuple(
@@ -213,7 +121,7 @@ class NearRows:
         size = arrays[0].shape[0] - self.num_places if is_inside else padded_size(len(self.scratch_rows))
         return leaving(self.num_places + jnp.arange(size, dtype=jnp.int32)) if size else None
 
-    def store_scratch(self, values: Sequence[PyTree] | None) -> None:
+    def store_scratch(self, values: Sequence[Any] | None) -> None:
         """Keeps the scratch rows of the last batch."""
         if values is not None:
             self.backing.write(self.scratch_rows, values)
@@ -226,7 +134,7 @@ class NearRows:
             self.backing.write(rows[some], leaving(jnp.asarray(_padded(places[some], None))))
 
 
-def call_host(function: Callable[..., PyTree], shapes: Any, *operands: PyTree) -> PyTree:
+def call_host(function: Callable[..., Any], shapes: Any, *operands: Any) -> Any:
     """Runs `function` on the host: now, or with result `shapes` in its turn inside a compiled program."""
     if shapes is None:
         return function(*operands)

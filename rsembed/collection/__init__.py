@@ -7,6 +7,7 @@ embeddings.py   what users call; every method is one function of what a single d
 ├─ engine.py    lookups, row gradients and steps of all stacks, each one function on every device
 ├─ serving.py   lookups that need nothing of this library, for files and other devices
 └─ stack.py     rows of one table or several, the features that read them, and the tables by name
+     keyed_stack.py   of tables with keys
      host_stack.py    of a table on the host, whose rows travel
      rows.py          the way to rows that are here, whole or by column
      asked_rows.py    to rows with an owner each, whom all devices ask

@@ -11,8 +11,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.bags import Bags
 from rsembed.initial_values import form, initial_rows, table_keys
@@ -98,7 +97,7 @@ class RowLayout:
         """Rows that one device has."""
         return self.shards_per_device * self.rows_per_shard
 
-    def facts(self, tables: Mapping[str, TableSpec]) -> dict[str, PyTree]:
+    def facts(self, tables: Mapping[str, TableSpec]) -> dict[str, Any]:
         """All on which the meaning of a state's arrays depends, as `EmbeddingState.layout` keeps it."""
         optimizer = self.stack.spec.optimizer
         slots = getattr(optimizer.slot_type, "_fields", None) or map(str, range(optimizer.slot_variables_count()))
@@ -112,7 +111,7 @@ class RowLayout:
             },
         }
 
-    def _parts(self, table: TableSpec) -> dict[str, PyTree]:
+    def _parts(self, table: TableSpec) -> dict[str, Any]:
         """Rows of each array that belong to a table whose arrays those of others follow."""
         sizes = None if table.storage is None or len(self.stack.tables) == 1 else table.storage.part_sizes(table)
         return {} if sizes is None else {"part_sizes": list(sizes)}
@@ -125,7 +124,7 @@ class RowLayout:
     def _place_of(self) -> dict[str, Place]:
         return dict(zip((table.name for table in self.stack.tables), self.places, strict=True))
 
-    def rows(self, table_name: str, ids: PyTree) -> PyTree:
+    def rows(self, table_name: str, ids: Any) -> Any:
         """Row of each id in the array; ids must lie inside the table."""
         return self.place(table_name).rows(ids, spread=self.spread, rows_per_shard=self.rows_per_shard)
 
@@ -134,7 +133,7 @@ class RowLayout:
         place = self.place(table_name)
         return place.all_rows(vocabulary_size, spread=self.spread, rows_per_shard=self.rows_per_shard)
 
-    def rounding(self, rounding: Rounding | None, device: Array | int) -> Rounding | None:
+    def rounding(self, rounding: Rounding | None, device: Any) -> Rounding | None:
         """The rounding of a device's rows, with noise that no stack, placement or mesh changes.
 
         Rows are told apart by a number for the table's name and the id, wherever they lie.
@@ -143,7 +142,7 @@ class RowLayout:
             return None
         names = [table.name for table in self.stack.tables]
 
-        def round_rows(values: Array, dtype: DTypeLike, rows: Array) -> Array:
+        def round_rows(values: Array, dtype: Any, rows: Array) -> Array:
             sizes, shard, row = [table.rows for table in self.stack.tables], device, rows
             if self.shards_per_device > 1:
                 own, row = jnp.divmod(rows, self.rows_per_shard)
@@ -185,7 +184,7 @@ def numbers_of_rows(names: Sequence[str], tables: Int[Array, " rows"], ids: Int[
     return mix(ids.astype(jnp.uint32), jnp.asarray(of_names)[tables]).astype(jnp.int32)
 
 
-def table_facts(table: TableSpec) -> dict[str, PyTree]:
+def table_facts(table: TableSpec) -> dict[str, Any]:
     """Facts of a table that must be equal wherever its rows and optimizer state are used; learning rates may change."""
     storage = None if table.storage is None else table.storage.resolved(table)
     return {
@@ -363,7 +362,7 @@ class DenseRows(Storage):
         """The shard of every row."""
         return jnp.where(keys.is_key, keys.low.astype(jnp.int32) // self.layout.rows_per_device, num_shards)
 
-    def vector_dtype(self, table: TableSpec) -> PyTree:
+    def vector_dtype(self, table: TableSpec) -> Any:
         """That of the table: half as many bytes travel."""
         return jnp.dtype(table.dtype)
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from rsembed.bags import Bags, as_bags
 from rsembed.collection.devices import Devices
@@ -23,7 +23,7 @@ from rsembed.keys import as_keys, num_invalid
 from rsembed.parallel.exchange import Asking, together
 from rsembed.specs import FeatureSpec
 
-ByStack = dict[str, PyTree]
+ByStack = dict[str, Any]
 STACKS_TOGETHER = 25
 """How many stacks ask together on a mesh."""
 
@@ -89,7 +89,7 @@ class Engine:
         sharding = self.devices.sharding
         return tuple((name, sharding(rows), sharding(values)) for name, rows, values in partitions)
 
-    def _all(self, function: str, by_stack: Sequence[PyTree], by_feature: Sequence[Mapping[str, PyTree]]) -> PyTree:
+    def _all(self, function: str, by_stack: Sequence[Any], by_feature: Sequence[Mapping[str, Any]]) -> Any:
         """Results of a function of all groups, each with its part of dictionaries by stack, and by feature."""
         results = []
         for group in self._groups:
@@ -116,7 +116,7 @@ class Group:
         state = {name: stack.partition for name, stack in stacks.items()}
         gradients = {name: stack.gradient_partitions for name, stack in stacks.items()}
 
-        def on_each(function: Callable[..., PyTree], in_specs: Any, out_specs: Any) -> Callable[..., PyTree]:
+        def on_each(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
             return jax.jit(devices.on_each(function, in_specs, out_specs))
 
         self.init = on_each(self._init, everywhere, (state, state))
@@ -206,7 +206,7 @@ class Group:
     ) -> tuple[ByStack, ByStack]:
         bags = all_as_bags(batch)
 
-        def update(name: str, stack: Stack) -> Asking[tuple[PyTree, PyTree]]:
+        def update(name: str, stack: Stack) -> Asking[tuple[Any, Any]]:
             own = _of_features(stack, d_outputs)
             return stack.rows.update(tables[name], slots[name], stack.occurrences(bags), own, steps[name])
 
@@ -218,7 +218,7 @@ class Group:
         return dict(zip(self.stacks, together(askings, self.devices.axes), strict=True))
 
 
-def _union(found: Sequence[PyTree]) -> PyTree:
+def _union(found: Sequence[Any]) -> Any:
     """One of several dictionaries, or tuples of such."""
     if len(found) == 1:
         return found[0]
@@ -233,7 +233,7 @@ def all_as_bags(batch: Batch) -> dict[str, Bags]:
     return {name: as_bags(value, feature=name) for name, value in batch.items()}
 
 
-def two_dicts(pairs: Mapping[str, tuple[PyTree, PyTree]]) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+def two_dicts(pairs: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A dictionary of pairs as a pair of dictionaries."""
     return {name: first for name, (first, _) in pairs.items()}, {name: second for name, (_, second) in pairs.items()}
 

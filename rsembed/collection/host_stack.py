@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from rsembed.bags import as_bags, padded_size
-from rsembed.caching.near_rows import Generation
+from rsembed.caching.backing import Generation
 from rsembed.collection.dense_rows import RowLayout
 from rsembed.collection.rows import Rows, keys_of_gradients
 from rsembed.collection.stack import RowNumberStack, refuse_traced
@@ -73,7 +73,7 @@ class HostStack(RowNumberStack):
         self.generation.check(on_host(params.generation))
 
     def with_places(
-        self, params: CachedRows, slots: PyTree, batch: Mapping[str, PyTree] | Array
+        self, params: CachedRows, slots: PyTree, batch: Mapping[str, Any] | Array
     ) -> tuple[CachedRows, list[np.ndarray]]:
         """Parameters with places for the rows of a batch, or for those that row gradients are of, and what must move.
 
@@ -82,7 +82,7 @@ class HostStack(RowNumberStack):
         self.check(params, slots)
         make_room = self._of_batch if isinstance(batch, Mapping) else self._of_rows
         # Places are made without the rows, which a program on a mesh would copy.
-        without: PyTree = ()
+        without: Any = ()
         found, wanted = make_room(params._replace(near=params.near._replace(rows=without)), batch)
         *moves, num_failed = map(on_host, wanted)
         if num_failed.any():
@@ -118,18 +118,18 @@ class HostStack(RowNumberStack):
         (generation,) = self._placed([np.full(params.generation.shape, self.generation.number, np.uint32)])
         return params._replace(generation=generation)
 
-    def values(self, params: CachedRows, slots: PyTree) -> dict[str, PyTree]:
+    def values(self, params: CachedRows, slots: PyTree) -> dict[str, Any]:
         return {self.table.name: self._arrays(params, slots)[0]}
 
-    def slots(self, params: CachedRows, slots: PyTree) -> dict[str, PyTree]:
+    def slots(self, params: CachedRows, slots: PyTree) -> dict[str, Any]:
         own = tuple(map(jnp.asarray, self._arrays(params, slots)[1:]))
         return {self.table.name: self.rule.pack_slots(own)}
 
-    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: PyTree, step: Int[Array, ""]) -> PyTree:
+    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
         refuse_traced(table, values, step)
         return [self.as_whole(params, slots, table, values), *self._arrays(params, slots)[1:]]
 
-    def replaced(self, params: CachedRows, slots: PyTree, values: Mapping[str, PyTree]) -> tuple[CachedRows, Any]:
+    def replaced(self, params: CachedRows, slots: PyTree, values: Mapping[str, Any]) -> tuple[CachedRows, Any]:
         """A fresh store with these rows and slots, none of which is near."""
         empty = self.devices.on_each(self.storage.emptied, (self.partition,), self.partition)
         params = self.begin(jax.jit(empty)(params))
@@ -137,10 +137,10 @@ class HostStack(RowNumberStack):
         self.store.write(np.arange(self.table.vocabulary_size), arrays)
         return params, slots
 
-    def saved(self, params: CachedRows, slots: PyTree) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+    def saved(self, params: CachedRows, slots: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
         return self._by_name(self._arrays(params, slots))
 
-    def template(self) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+    def template(self) -> tuple[dict[str, Any], dict[str, Any]]:
         row = jax.ShapeDtypeStruct((1, self.table.embedding_dim), jnp.float32)
         shapes = [(row.shape, jnp.dtype(self.table.dtype))]
         shapes += [(slot.shape, slot.dtype) for slot in jax.eval_shape(self.rule.init_slots, row)]
@@ -166,17 +166,17 @@ class HostStack(RowNumberStack):
     def _slot_names(self) -> list[str]:
         return list(getattr(self.rule.slot_type, "_fields", map(str, range(self.rule.slot_variables_count()))))
 
-    def _by_name(self, arrays: Sequence[PyTree]) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+    def _by_name(self, arrays: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         rows, *slots = arrays
         return {self.table.name: rows}, {self.table.name: dict(zip(self._slot_names, slots, strict=True))}
 
-    def _placed(self, arrays: Sequence[np.ndarray]) -> list[PyTree]:
-        placed: list[PyTree] = self.devices.place_from_host(list(arrays), self.partition)
+    def _placed(self, arrays: Sequence[np.ndarray]) -> list[Any]:
+        placed: list[Any] = self.devices.place_from_host(list(arrays), self.partition)
         return placed
 
     # On one device
 
-    def _make_room(self, params: CachedRows, batch: PyTree) -> tuple[CachedRows, Moves]:
+    def _make_room(self, params: CachedRows, batch: Any) -> tuple[CachedRows, Moves]:
         if isinstance(batch, Mapping):
             bags = {name: as_bags(value, feature=name) for name, value in batch.items()}
             keys = self.rows.own_keys(self.occurrences(bags))
@@ -186,7 +186,7 @@ class HostStack(RowNumberStack):
 
 
 def fetched(
-    on_host: Mapping[str, HostStack], state: EmbeddingState, wanted: Mapping[str, PyTree], *, donates: bool
+    on_host: Mapping[str, HostStack], state: EmbeddingState, wanted: Mapping[str, Any], *, donates: bool
 ) -> EmbeddingState:
     """The state with the rows near that a batch, or lanes of row gradients, wants by stack.
 

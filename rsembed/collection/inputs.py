@@ -40,7 +40,7 @@ from rsembed.specs import FeatureSpec
 from rsembed.storage.protocol import Storage
 
 
-def check_names(features: Mapping[str, PyTree], given: Mapping[str, PyTree], what: str) -> None:
+def check_names(features: Mapping[str, Any], given: Mapping[str, Any], what: str) -> None:
     """Raises: TypeError or ValueError: `given` is no mapping, or does not name every feature once."""
     check_type(given, Mapping, f"{what}, with one entry for each of {sorted(features)},")
     missing, unknown = sorted(set(features) - set(given)), sorted(set(given) - set(features), key=str)
@@ -54,13 +54,13 @@ def check_names(features: Mapping[str, PyTree], given: Mapping[str, PyTree], wha
 
 def prepare(
     features: Mapping[str, FeatureSpec],
-    given: PyTree,
+    given: Any,
     devices: Devices,
     *,
     bounds_check: str,
     what: str = "the batch",
-    read: Callable[[PyTree], Batch] = lambda batch: batch,
-) -> dict[str, PyTree]:
+    read: Callable[[Any], Batch] = lambda batch: batch,
+) -> dict[str, Any]:
     """The batch in canonical form; see `EmbeddingCollection.prepare`.
 
     Args:
@@ -93,7 +93,7 @@ def _checked(feature: FeatureSpec, value: Any, bounds_check: str) -> Bags:
     if storage is not None and storage.key_dtype is not None:
         if not is_unknown(visible):
             check_bags(visible, feature=feature.name)
-        keys: PyTree = cast(Storage, storage).checked(bags.ids, feature.table_spec, f"feature {feature.name!r}")
+        keys: Any = cast(Storage, storage).checked(bags.ids, feature.table_spec, f"feature {feature.name!r}")
         return dataclasses.replace(bags, ids=keys)
     check_ids_dtype(bags, feature=feature.name)
     if not is_unknown(visible):
@@ -107,13 +107,13 @@ def _checked(feature: FeatureSpec, value: Any, bounds_check: str) -> Bags:
     return bags
 
 
-def is_unknown(given: PyTree) -> bool:
+def is_unknown(given: Any) -> bool:
     """Whether values cannot be read here: inside `jit`, or because other processes hold some of them."""
     arrays = [leaf for leaf in jax.tree.leaves(given) if isinstance(leaf, jax.Array)]
     return bool(arrays) and (is_traced(arrays) or any(map(is_global, arrays)))
 
 
-def _canonical(feature: FeatureSpec, bags: Bags) -> PyTree:
+def _canonical(feature: FeatureSpec, bags: Bags) -> Any:
     """An array, or bags of any length with room for a power of two of ids, so that few programs serve all batches.
 
     Bags that somebody padded, what is inside `jit`, and features without a combiner, whose activations have one vector
@@ -128,7 +128,7 @@ def _canonical(feature: FeatureSpec, bags: Bags) -> PyTree:
     return dataclasses.replace(bags, ids=narrow_ids(bags.ids), offsets=bags.offsets.astype(np.int32), weights=weights)
 
 
-def _arrays(ids: PyTree, weights: PyTree) -> PyTree:
+def _arrays(ids: Any, weights: Any) -> Any:
     return ids if weights is None else (ids, weights)
 
 
@@ -176,7 +176,7 @@ def _check_split(feature: FeatureSpec, bags: Bags, devices: Devices) -> None:
         )
 
 
-def _split(bags: Bags, width: int, devices: Devices) -> PyTree:
+def _split(bags: Bags, width: int, devices: Devices) -> Any:
     """The padded array (and weights) of a feature, split by sample."""
     arrays = _arrays(*padded(bags, width))
     if is_unknown(bags):
@@ -197,7 +197,7 @@ def padded(bags: Bags, width: int) -> tuple[PyTree, PyTree]:
         raise ValueError(f"bags hold up to {int(lengths.max())} ids, which is more than {width}.")
     is_used = np.arange(width)[None, :] < lengths[:, None]
 
-    def spread(values: PyTree, fill: float) -> np.ndarray:
+    def spread(values: Any, fill: float) -> np.ndarray:
         dense = np.full(is_used.shape, fill, values.dtype)
         dense[is_used] = np.asarray(values)[: offsets[-1]]
         return dense
@@ -219,7 +219,7 @@ def check_output_shapes(features: Mapping[str, FeatureSpec], devices: Devices) -
 # Gradients
 
 
-def as_d_output(feature: FeatureSpec, bags: Bags, d_activation: PyTree) -> Array:
+def as_d_output(feature: FeatureSpec, bags: Bags, d_activation: Any) -> Array:
     """The gradient of a feature's activations as one float32 row `[outputs, dim]` per output of its kernel call.
 
     Raises: ValueError: it has another shape than the activations. TypeError: it is no array of floats.

@@ -11,7 +11,8 @@ from jaxtyping import Num, PyTree
 from rsembed.bags import is_traced
 from rsembed.checks import check_type, did_you_mean
 from rsembed.collection.host_stack import HostStack
-from rsembed.collection.stack import KeyedStack, Stack
+from rsembed.collection.keyed_stack import KeyedStack
+from rsembed.collection.stack import Stack
 from rsembed.collection.state import EmbeddingState
 from rsembed.fingerprint import Fingerprint
 from rsembed.specs import TableSpec
@@ -36,7 +37,7 @@ class LogicalTables:
 
     def with_tables(self, state: EmbeddingState, tables: Mapping[str, PyTree]) -> EmbeddingState:
         """See `EmbeddingCollection.with_tables`."""
-        new: dict[str, dict[str, PyTree]] = {}
+        new: dict[str, dict[str, Any]] = {}
         for table_name, values in tables.items():
             self._check_known(table_name)
             for part, array in _parts(values):
@@ -51,9 +52,7 @@ class LogicalTables:
             replaced[name], slots[name] = written
         return state._replace(tables=replaced, slots=slots)
 
-    def evicted(
-        self, state: EmbeddingState, table_name: str, **reason: Any
-    ) -> tuple[EmbeddingState, dict[str, PyTree]]:
+    def evicted(self, state: EmbeddingState, table_name: str, **reason: Any) -> tuple[EmbeddingState, dict[str, Any]]:
         """See `EmbeddingCollection.evict`."""
         check_reason(f"evict from table {table_name!r}", **reason)
         if is_traced(state):
@@ -76,7 +75,7 @@ class LogicalTables:
 
     # For files
 
-    def parted(self, state: EmbeddingState) -> tuple[EmbeddingState, dict[str, PyTree], dict[str, PyTree]]:
+    def parted(self, state: EmbeddingState) -> tuple[EmbeddingState, dict[str, Any], dict[str, Any]]:
         """The state without stacks that are `apart`, and their tables as files have them: rows, and slots by name."""
         saved = [own.saved(state.tables[name], state.slots[name]) for name, own in self.apart.items()]
         return self.without_apart(state), *_united(saved)
@@ -87,7 +86,7 @@ class LogicalTables:
         tables, slots, facts = ({name: own for name, own in p.items() if name not in self.apart} for p in parts)
         return EmbeddingState(tables, slots, state.step, state.key, Fingerprint.of(facts))
 
-    def templates(self) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+    def templates(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Shapes of those tables in `parted` of which a file has as many rows as there are ids."""
         return _united([own.template() for own in self.on_host.values()])
 
@@ -101,18 +100,16 @@ class LogicalTables:
         return EmbeddingState(all_tables, all_slots, state.step, state.key, layout)
 
 
-def _united(
-    pairs: Iterable[tuple[dict[str, PyTree], dict[str, PyTree]]],
-) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
-    tables: dict[str, PyTree] = {}
-    slots: dict[str, PyTree] = {}
+def _united(pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    tables: dict[str, Any] = {}
+    slots: dict[str, Any] = {}
     for own_tables, own_slots in pairs:
         tables |= own_tables
         slots |= own_slots
     return tables, slots
 
 
-def _parts(values: PyTree) -> Iterable[tuple[PyTree, PyTree]]:
+def _parts(values: Any) -> Iterable[tuple[Any, Any]]:
     """The arrays of a table by name: of keys, of cores in a row, or one."""
     if isinstance(values, Mapping):
         return values.items()

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Int
 
 from rsembed.bags import Bags, as_bags, check_ids_dtype
 from rsembed.checks import dtype_among, validated
@@ -56,7 +56,7 @@ def for_serving(
     return partial(lookup, collection.features), tables
 
 
-def _served(values: PyTree, dtype: str | None, table: str) -> ServedTable:
+def _served(values: Any, dtype: str | None, table: str) -> ServedTable:
     """What `EmbeddingCollection.tables` returns of a table, as it is served."""
     keys: ServedTable = {}
     if isinstance(values, Mapping):
@@ -79,7 +79,7 @@ def lookup(features: Mapping[str, FeatureSpec], tables: Mapping[str, ServedTable
     return {name: _activation(feature, tables, batch[name]) for name, feature in features.items()}
 
 
-def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: PyTree) -> Array:
+def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Any) -> Array:
     bags = as_bags(ids, feature=feature.name)
     combiner, table = feature.table_spec.combiner, tables[feature.table_spec.name]
     if "high" in table:
@@ -113,7 +113,7 @@ def _pooling(bags: Bags) -> tuple[Callable[[Array], Array], Array | bool]:
     return lambda terms: jax.ops.segment_sum(terms, bag, bags.num_bags), is_inside
 
 
-def _rows_of_ids(table: ServedTable, ids: PyTree) -> tuple[Int[Array, " nnz"], Bool[Array, " nnz"]]:
+def _rows_of_ids(table: ServedTable, ids: Any) -> tuple[Int[Array, " nnz"], Bool[Array, " nnz"]]:
     """The row of each id, and which ids have one."""
     ids = jnp.asarray(ids)
     is_id = (ids >= 0) & (ids < table["rows"].shape[0])

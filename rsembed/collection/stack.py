@@ -1,6 +1,6 @@
 """Stacks: rows of one table or several, the features that read them, and the tables out of them and in again.
 
-That of a table on the host is in `host_stack.py`.
+The stack of tables with keys is in `keyed_stack.py`, that of a table on the host in `host_stack.py`.
 """
 
 from __future__ import annotations
@@ -8,25 +8,22 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int, Integer, PyTree
+from jaxtyping import Array, Int, PyTree
 
-from rsembed.bags import Bags, is_traced, padded_size
+from rsembed.bags import Bags, is_traced
 from rsembed.collection.dense_rows import RowLayout
 from rsembed.collection.rows import Occurrences, Rows
-from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
-from rsembed.keys import Keys, as_keys, join_keys, owners, split_keys
+from rsembed.keys import as_keys
 from rsembed.specs import TableSpec
-from rsembed.storage import Hashed, hashed_rows, row_map
-from rsembed.storage.hashed_rows import DynamicTable
-from rsembed.storage.logical_rows import array_names, as_dtype, keys_to_leave
+from rsembed.storage.logical_rows import as_dtype
 from rsembed.storage.protocol import on_host
 
 OF_ROWS = ("keys", "values", "last_step", "count", "first_step", "waiting_keys", "waiting_last_step", "waiting_count")
@@ -51,7 +48,7 @@ class Stack(abc.ABC):
         self.table, self.rule, self.partition = rows.table, rows.table.optimizer, rows.partition
         self.tables = rows.storage.tables_of(rows.table)
 
-    def __reduce__(self) -> tuple[PyTree, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.layout, self.rows)  # programs and stores belong to this process
 
     @property
@@ -64,21 +61,21 @@ class Stack(abc.ABC):
         """The ids of the stack's features; those outside their table are none."""
 
     @abc.abstractmethod
-    def values(self, params: PyTree, slots: PyTree) -> dict[str, PyTree]:
+    def values(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
         """The rows of every table, as `EmbeddingCollection.tables` returns them."""
 
     @abc.abstractmethod
-    def slots(self, params: PyTree, slots: PyTree) -> dict[str, PyTree]:
+    def slots(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
         """The optimizer state of every table, as `EmbeddingCollection.slots` returns it."""
 
     @abc.abstractmethod
-    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: PyTree, step: Int[Array, ""]) -> PyTree:
+    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
         """New rows of a table as `replaced` takes them; nothing has changed yet.
 
         Raises: ValueError: they do not fit. RuntimeError: this is inside `jit`, where the storage cannot take them.
         """
 
-    def replaced(self, params: PyTree, slots: PyTree, values: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
+    def replaced(self, params: PyTree, slots: PyTree, values: Mapping[str, Any]) -> tuple[PyTree, PyTree]:
         """Parameters and slots with what `checked` returned of some tables."""
         num_shards = self.rows.num_shards
         parts = self.storage.unstack(params, slots, self.table, num_shards)
@@ -86,7 +83,7 @@ class Stack(abc.ABC):
             if table.name in values:
                 parts[number] = self.storage.with_rows(*parts[number], values[table.name], table, num_shards)
         written = self.storage.stack(parts, params, num_shards)
-        placed: tuple[PyTree, PyTree] = self.devices.place_from_host(written, self.partition)
+        placed: tuple[Any, Any] = self.devices.place_from_host(written, self.partition)
         return placed
 
     def counts(self, params: PyTree) -> dict[str, dict[str, np.ndarray]]:
@@ -97,12 +94,12 @@ class Stack(abc.ABC):
         """Parameters and slots of a state of which all will be replaced."""
         part = self.partition
         start = self.devices.on_each(self.rows.init, PartitionSpec(), (part, part))
-        made: tuple[PyTree, PyTree] = jax.jit(start)(jax.random.key(0))
+        made: tuple[Any, Any] = jax.jit(start)(jax.random.key(0))
         return made
 
     # Parts of these
 
-    def with_rows_of_keys(self, table: TableSpec, whole: np.ndarray, rows: Mapping[str, PyTree]) -> np.ndarray:
+    def with_rows_of_keys(self, table: TableSpec, whole: np.ndarray, rows: Mapping[str, Any]) -> np.ndarray:
         """A table whose ids are rows, with those that a table with keys has."""
         keys, values = (np.asarray(rows.get(part, ())) for part in ("keys", "values"))
         if unknown := sorted(part for part in rows if part not in OF_ROWS and not part.startswith("slot_")):
@@ -125,7 +122,7 @@ class Stack(abc.ABC):
         whole[keys] = as_dtype(values, whole.dtype, f"table {table.name!r}", "values")
         return whole
 
-    def as_whole(self, params: PyTree, slots: PyTree, table: TableSpec, values: PyTree) -> PyTree:
+    def as_whole(self, params: PyTree, slots: PyTree, table: TableSpec, values: Any) -> Any:
         """All rows of a table, from an array of them or from some by key."""
         if isinstance(values, Mapping):
             values = self.with_rows_of_keys(table, np.array(self.values(params, slots)[table.name]), values)
@@ -143,17 +140,17 @@ class ArrayStack(Stack):
     def occurrences(self, bags: Mapping[str, Bags]) -> Occurrences:
         return Occurrences(self.layout.segments(bags))
 
-    def values(self, params: PyTree, slots: PyTree) -> dict[str, PyTree]:
+    def values(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
         return self._copies(params)
 
-    def slots(self, params: PyTree, slots: PyTree) -> dict[str, PyTree]:
+    def slots(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
         copies = [self._copies(slot) for slot in slots]
         return {t.name: self.rule.pack_slots(tuple(own[t.name] for own in copies)) for t in self.layout.stack.tables}
 
-    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: PyTree, step: Int[Array, ""]) -> PyTree:
+    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
         return self.as_whole(params, slots, table, values)
 
-    def replaced(self, params: PyTree, slots: PyTree, values: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
+    def replaced(self, params: PyTree, slots: PyTree, values: Mapping[str, Any]) -> tuple[PyTree, PyTree]:
         params = self.devices.place(params, PartitionSpec())
         for name, own in values.items():
             params = params.at[self.layout.all_rows(name, len(own))].set(jnp.asarray(own, params.dtype))
@@ -184,15 +181,15 @@ class TrainStack(RowNumberStack):
         own = [functools.partial(self._all_rows_here, number=number) for number in range(len(self.tables))]
         self._all_rows = [jax.jit(self.devices.on_each(of_table, everywhere, everywhere)) for of_table in own]
 
-    def values(self, params: PyTree, slots: PyTree) -> dict[str, PyTree]:
+    def values(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
         return {table.name: rows(params) for table, rows in zip(self.tables, self._all_rows, strict=True)}
 
-    def slots(self, params: PyTree, slots: PyTree) -> dict[str, PyTree]:
+    def slots(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
         parts = self.storage.unstack(params, slots, self.table, self.rows.num_shards)
         copies = [self.devices.place(jax.tree.map(jnp.copy, own), PartitionSpec()) for _, own in parts]
         return dict(zip((table.name for table in self.tables), copies, strict=True))
 
-    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: PyTree, step: Int[Array, ""]) -> PyTree:
+    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
         return values
 
     def _all_rows_here(self, params: PyTree, *, number: int) -> Array:
@@ -210,7 +207,7 @@ class TrainStack(RowNumberStack):
         return rows
 
 
-def refuse_traced(table: TableSpec, *values: PyTree) -> None:
+def refuse_traced(table: TableSpec, *values: Any) -> None:
     """Raises: RuntimeError: this is inside `jit`, where rows of the table cannot be written."""
     if is_traced(values):
         raise RuntimeError(
@@ -219,195 +216,12 @@ def refuse_traced(table: TableSpec, *values: PyTree) -> None:
         )
 
 
-def _first_rows(segment: Segment, count: Array | int) -> Segment:
+def _first_rows(segment: Segment, count: Any) -> Segment:
     is_used = jnp.arange(segment.rows.shape[0], dtype=jnp.int32) < count
     return dataclasses.replace(segment, rows=jnp.where(is_used, segment.rows, NO_ROW))
 
 
-def _copy_of(array: Array, rows: np.ndarray | slice) -> Array:
+def _copy_of(array: Any, rows: Any) -> Any:
     """Some rows; indexing by all of them would give the array itself, which a donated step deletes."""
     own = array[rows]
     return jnp.copy(own) if own is array else own
-
-
-MOST_KEYS, LEAST_KEYS = 1 << 16, 1 << 8
-"""Rows of a device that one program moves at most; and for which there is room in each, so that there are few."""
-FIRST_KEY = "initial_key"
-"""Name in files of the PRNG key from which the rows of new keys follow."""
-
-
-class Leaving(NamedTuple):
-    """Places of rows that lose their keys, of one shard after the other, and what was noted of them."""
-
-    rows: Int[Array, " size"]
-    high: Array
-    low: Array
-    last_step: Array
-    counts: Array
-    first_step: PyTree
-
-
-class KeyedStack(Stack):
-    """Tables whose ids are keys; several may share one storage."""
-
-    storage: Hashed
-
-    def __init__(self, layout: RowLayout, rows: Rows):
-        super().__init__(layout, rows)
-        alone = len(self.tables) == 1
-        self._programs = [self._programs_of(None if alone else number) for number in range(len(self.tables))]
-
-    def occurrences(self, bags: Mapping[str, Bags]) -> Occurrences:
-        features, names = [], [table.name for table in self.layout.stack.tables]
-        for feature in self.layout.stack.features:
-            own = bags[feature.name]
-            # What stands behind the last bag must not be looked for.
-            keys = as_keys(own.ids).only(jnp.arange(own.ids.shape[0], dtype=jnp.int32) < own.offsets[-1])
-            if len(names) > 1:
-                number = names.index(feature.table_name)
-                keys = keys._replace(table=jnp.full(keys.shape, number, jnp.int32))
-            offsets = None if feature.combiner == "none" else jnp.asarray(own.offsets)
-            weights = None if own.weights is None else jnp.asarray(own.weights)
-            features.append((keys, Segment(keys.low.astype(jnp.int32), offsets, weights, feature.combiner)))
-        return Occurrences.of(features)
-
-    def values(self, params: PyTree, slots: PyTree) -> dict[str, PyTree]:
-        num_shards = self.rows.num_shards
-        parts = self.storage.unstack(params, () if slots is None else slots, self.table, num_shards)
-        return {t.name: self.storage.rows(*own, t, num_shards) for t, own in zip(self.tables, parts, strict=True)}
-
-    def slots(self, params: PyTree, slots: PyTree) -> dict[str, PyTree]:
-        by_table = self.values(params, slots)
-        names = {name: [part for part in rows if part.startswith("slot_")] for name, rows in by_table.items()}
-        return {n: self.rule.pack_slots(tuple(jnp.asarray(by_table[n][part]) for part in names[n])) for n in by_table}
-
-    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: PyTree, step: Int[Array, ""]) -> PyTree:
-        refuse_traced(table, values, step)
-        if not isinstance(values, Mapping):
-            values = {"keys": np.arange(len(values)), "values": values}
-        if "last_step" in values:
-            return values
-        # They count as used now: else they would be the first to go.
-        return {**values, "last_step": np.full(np.shape(values.get("keys", ())), int(on_host(step)))}
-
-    def counts(self, params: PyTree) -> dict[str, dict[str, np.ndarray]]:
-        tables, num_shards = self.tables, self.rows.num_shards
-        counts = self.storage.counts(params, num_shards * len(tables))
-        return {
-            table.name: {what: numbers.reshape(num_shards, -1)[:, k] for what, numbers in counts.items()}
-            for k, table in enumerate(tables)
-        }
-
-    def saved(self, params: PyTree, slots: PyTree) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
-        keys = on_host(jax.random.key_data(params.key))  # of all shards, which have the same ones
-        impl = jax.random.key_impl(params.key)
-        first = (jax.random.wrap_key_data(jnp.asarray(own), impl=impl) for own in keys)
-        tables = {name: rows | {FIRST_KEY: next(first)} for name, rows in self.values(params, slots).items()}
-        return tables, {name: {} for name in tables}
-
-    def restored(self, tables: Mapping[str, PyTree], slots: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
-        (params, fresh_slots), own = self.fresh(), [tables[table.name] for table in self.tables]
-        keys = [rows[FIRST_KEY] for rows in own]
-        data = np.stack([np.asarray(jax.random.key_data(key)) for key in keys] * self.rows.num_shards)
-        (placed,) = self.devices.place_from_host([data], self.partition)
-        params = params._replace(key=jax.random.wrap_key_data(placed, impl=jax.random.key_impl(keys[0])))
-        rows = [{name: array for name, array in parts.items() if name != FIRST_KEY} for parts in own]
-        return self.replaced(params, fresh_slots, dict(zip((t.name for t in self.tables), rows, strict=True)))
-
-    # Rows that leave
-
-    def evicted(
-        self, params: PyTree, slots: PyTree, table: TableSpec, step: Int[Array, ""], reason: Mapping[str, PyTree]
-    ) -> tuple[Any, dict[str, np.ndarray]]:
-        """The parameters without some keys of a table, and their rows; see `EmbeddingCollection.evict`.
-
-        The parameters are given away. Programs that change which keys have rows do without the rows, which they would
-        copy on a mesh.
-        """
-        number = self.tables.index(table)
-        numbers = np.arange(params.num_tables) % len(self.tables)  # of every shard one behind the other
-        is_own = np.repeat(numbers == number, params.rows.shape[0] // params.num_tables)
-        squares = None if reason["norm_below"] is None else float(reason["norm_below"]) ** 2
-        given = {"keep": reason["keep"], "unused_for": reason["unused_for"], "squares_below": squares}
-        keys = keys_to_leave(params, self._score, is_own, **given, step=int(on_host(step)))
-        params, rows = self._taken_out(params, slots, table, number, keys)
-        if reason["unused_for"] is not None:
-            left = self._programs[number][2](_bare(params), step, np.int32(reason["unused_for"]))
-            params = left._replace(rows=params.rows)
-        return params, rows
-
-    def _score(self, params: DynamicTable) -> Array:
-        """The worth of each row as an unsigned number; rows of least worth leave first."""
-        return self.storage.scores(params)[0](params.keys)
-
-    def _programs_of(self, number: int | None) -> tuple[Any, Any, Any]:
-        """Compiled functions for one table: gather rows, release keys, and forget keys that wait for admission."""
-        part, everywhere, on_each = self.partition, PartitionSpec(), self.devices.on_each
-        forget = functools.partial(hashed_rows.forget_older, number=number)
-        release = functools.partial(_release, number=number)
-        return (
-            jax.jit(on_each(_gather, (part, part, part), part)),
-            jax.jit(on_each(release, (part, part), (part, part)), donate_argnums=0),
-            jax.jit(on_each(forget, (part, everywhere, everywhere), part), donate_argnums=0),
-        )
-
-    def _taken_out(
-        self, params: DynamicTable, slots: PyTree, table: TableSpec, number: int, keys: Integer[np.ndarray, " n"]
-    ) -> tuple[DynamicTable, dict[str, np.ndarray]]:
-        """The parameters without distinct keys, and their rows by key, in ascending order."""
-        rows, (gather, release, _) = params.rows, self._programs[number]
-        found: dict[str, list[np.ndarray]] = {}
-        for block in self._blocks(keys):
-            (lanes,) = self.devices.place_from_host([block], self.partition)
-            params, leaving = release(_bare(params), lanes)
-            arrays = dict(zip(array_names(table, slots), gather(rows, slots, leaving.rows), strict=True))
-            noted = {name: on_host(lane) for name, lane in leaving._asdict().items() if lane is not None}
-            is_row = noted.pop("rows") != NO_ROW
-            numbers = join_keys(noted.pop("high"), noted.pop("low"), dtype=self.storage.key_dtype)
-            for name, array in (noted | {"keys": numbers, "count": noted.pop("counts")} | arrays).items():
-                found.setdefault(name, []).append(on_host(array)[is_row])
-        joined = {name: np.concatenate(parts) for name, parts in found.items()}
-        order = np.argsort(joined["keys"])
-        return params._replace(rows=rows), {name: array[order] for name, array in joined.items()}
-
-    def _blocks(self, keys: Integer[np.ndarray, " n"]) -> Iterator[Keys]:
-        """Keys that leave together, of one shard after the other, equally many with padding."""
-        lanes, num_shards = split_keys(keys), self.rows.num_shards
-        shard = owners(lanes, num_shards)
-        of_shard = [np.flatnonzero(shard == number) for number in range(num_shards)]
-        for first in range(0, max(1, *map(len, of_shard)), MOST_KEYS):
-            parts = [own[first : first + MOST_KEYS] for own in of_shard]
-            size = padded_size(max(LEAST_KEYS, *map(len, parts)))
-            yield jax.tree.map(
-                lambda lane, parts=parts, size=size: np.concatenate(
-                    [np.pad(lane[own], (0, size - own.size)) for own in parts]
-                ),
-                lanes,
-            )
-
-
-def _bare(params: DynamicTable) -> DynamicTable:
-    """The parameters without their rows."""
-    nothing: PyTree = ()
-    return params._replace(rows=nothing)
-
-
-def _gather(rows: Array, slots: PyTree, places: Array) -> tuple[Array, ...]:
-    return api.gather_rows((rows, *slots), places)
-
-
-def _release(params: DynamicTable, keys: Keys, *, number: int | None) -> tuple[DynamicTable, Leaving]:
-    known = params.keys
-    keys = keys if number is None else keys._replace(table=jnp.full(keys.shape, number, jnp.int32))
-    rows = row_map.find(known, keys)
-    noted: dict[str, PyTree] = {
-        "high": known.high,
-        "low": known.low,
-        "last_step": known.last_step,
-        "counts": known.counts,
-    }
-    noted |= {} if known.first_step is None else {"first_step": known.first_step}
-    lanes: dict[str, PyTree] = dict(zip(noted, api.gather_rows(list(noted.values()), rows), strict=True))
-    left = row_map.release(known, rows)
-    counters = params.counters.add(evicted=left.num_free - known.num_free)
-    return params._replace(keys=left, counters=counters), Leaving(rows, **({"first_step": None} | lanes))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.fingerprint import Fingerprint
 
 Activations = dict[str, Float[Array, "..."]]
-Batch = Mapping[str, PyTree]
+Batch = Mapping[str, Any]
 
 
 class EmbeddingState(NamedTuple):
@@ -27,8 +27,8 @@ class EmbeddingState(NamedTuple):
         are written by it, and a collection compares it with its own. None, in a state made by hand, is not compared.
     """
 
-    tables: dict[str, PyTree]
-    slots: dict[str, PyTree]
+    tables: dict[str, Any]
+    slots: dict[str, Any]
     step: Int[Array, ""]
     key: PRNGKeyArray
     layout: Fingerprint | None = None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from rsembed.checks import describe, validated
 from rsembed.collection.embeddings import EmbeddingCollection
@@ -15,8 +15,8 @@ from rsembed.collection.state import Batch, EmbeddingState
 
 @validated
 def value_and_grad(
-    loss_fn: Callable[..., PyTree], collection: EmbeddingCollection, *, has_aux: bool = False
-) -> Callable[..., PyTree]:
+    loss_fn: Callable[..., Any], collection: EmbeddingCollection, *, has_aux: bool = False
+) -> Callable[..., Any]:
     """Value and gradients of a loss, with sparse gradients for the tables.
 
     Args:
@@ -40,10 +40,10 @@ def value_and_grad(
       >>> state = collection.apply(state, row_gradients)
     """
 
-    def checked_loss(*args: PyTree) -> PyTree:
+    def checked_loss(*args: Any) -> Any:
         return check_loss(loss_fn(*args), has_aux=has_aux)
 
-    def with_gradients(params: PyTree, state: EmbeddingState, batch: Batch, *args: PyTree) -> PyTree:
+    def with_gradients(params: Any, state: EmbeddingState, batch: Batch, *args: Any) -> Any:
         activations, pullback = collection.lookup_vjp(state, batch)
         for path, leaf in jax.tree.leaves_with_path(params):
             if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact):
@@ -57,7 +57,7 @@ def value_and_grad(
     return with_gradients
 
 
-def check_loss(result: PyTree, *, has_aux: bool) -> PyTree:
+def check_loss(result: Any, *, has_aux: bool) -> Any:
     """The result of a loss function. Raises: TypeError: it is no number, or with `has_aux` no pair."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError("value_and_grad: with has_aux=True, loss_fn must return (loss, aux).")

@@ -36,7 +36,7 @@ def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
 
 
 @validated
-def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, PyTree]) -> None:
+def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
     """Writes rows by key: keys that the table has are overwritten, a hash table gets those that it has not.
 
     Args:
@@ -52,7 +52,7 @@ def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, PyTree]) -> None
     variable.set_value(written_state)
 
 
-def _make_room(variable: EmbeddingVariable, rows: Mapping[str, PyTree]) -> None:
+def _make_room(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
     """Makes a table as large as the rows need that it is to take beside its own."""
     spec, num_devices = variable.table.spec, variable.table.context.num_devices
     params = state_of(variable).tables[spec.name]
@@ -119,9 +119,7 @@ def load(path: str | os.PathLike[str], variables: PyTree, optimizer: Any = None)
         variable.set_value(state)
 
 
-def _loaded(
-    variable: EmbeddingVariable, arrays: Mapping[str, PyTree], step: int
-) -> tuple[VariableTable, EmbeddingState]:
+def _loaded(variable: EmbeddingVariable, arrays: Mapping[str, Any], step: int) -> tuple[VariableTable, EmbeddingState]:
     """A table as large as the dumped one needs, and its state with the rows of the dump alone."""
     spec, num_devices = variable.table.spec, variable.table.context.num_devices
     names = array_names(spec, variable.get_value().slots[spec.name])
@@ -145,7 +143,7 @@ def _loaded(
 
 
 def _check_fits(
-    path: str | os.PathLike[str], then: Mapping[str, PyTree], arrays: Mapping[str, PyTree], table: VariableTable
+    path: str | os.PathLike[str], then: Mapping[str, Any], arrays: Mapping[str, Any], table: VariableTable
 ) -> None:
     """Raises: ValueError: the rows of a dump are not those of such a table, or more than it can have."""
     now, name = _description(table), table.spec.name
@@ -165,7 +163,7 @@ def _check_fits(
         )
 
 
-def _description(table: VariableTable) -> dict[str, PyTree]:
+def _description(table: VariableTable) -> dict[str, Any]:
     """Facts in which a dump and the table that it goes into must agree."""
     spec = table.spec
     return {

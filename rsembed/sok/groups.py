@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from rsembed.bags import as_bags, device_copy
 from rsembed.checks import check_type, describe, validated
@@ -29,11 +29,11 @@ from rsembed.specs import Combiner, FeatureSpec, TableSpec
 
 
 def group_embedding_lookup_sparse(
-    params: Sequence[PyTree],
-    sp_ids: Sequence[PyTree],
+    params: Sequence[Any],
+    sp_ids: Sequence[Any],
     combiners: Sequence[str],
     partition_strategy: str = "mod",
-    sp_weights: Sequence[PyTree] | None = None,
+    sp_weights: Sequence[Any] | None = None,
     name: str | None = None,
     *,
     training: bool = False,
@@ -62,13 +62,13 @@ def group_embedding_lookup_sparse(
 
 
 def group_embedding_lookup_vjp(
-    params: Sequence[PyTree],
-    sp_ids: Sequence[PyTree],
+    params: Sequence[Any],
+    sp_ids: Sequence[Any],
     combiners: Sequence[str],
     partition_strategy: str = "mod",
-    sp_weights: Sequence[PyTree] | None = None,
+    sp_weights: Sequence[Any] | None = None,
     name: str | None = None,
-) -> tuple[list[Float[Array, "batch _"]], Callable[[Sequence[PyTree]], None]]:
+) -> tuple[list[Float[Array, "batch _"]], Callable[[Sequence[Any]], None]]:
     """Pooled rows of many tables for training, and `backward(d_outputs)`, which steps the rows that were read.
 
     Arguments are those of `group_embedding_lookup_sparse`, but `params` are `EmbeddingVariable`s only.
@@ -87,11 +87,11 @@ def group_embedding_lookup_vjp(
 
 
 def _look_up_group(
-    params: Sequence[PyTree],
-    sp_ids: Sequence[PyTree],
+    params: Sequence[Any],
+    sp_ids: Sequence[Any],
     combiners: Sequence[str],
     partition_strategy: str,
-    sp_weights: Sequence[PyTree] | None,
+    sp_weights: Sequence[Any] | None,
     name: str | None,
     *,
     training: bool,
@@ -105,7 +105,7 @@ def _look_up_group(
     context = _context_of(params, group)
     features = [_feature_of(params, position, group) for position in range(len(params))]
 
-    def read(given: PyTree) -> dict[str, PyTree]:
+    def read(given: Any) -> dict[str, Any]:
         ids, weights = given
         weights = [None] * len(params) if weights is None else list(weights)
         lengths = {"params": len(params), "sp_ids": len(ids), "combiners": len(known), "sp_weights": len(weights)}
@@ -137,7 +137,7 @@ def _look_up_group(
     return [outputs[position] for position in range(len(params))], backward
 
 
-def _feature_of(params: Sequence[PyTree], position: int, group: str) -> FeatureSpec:
+def _feature_of(params: Sequence[Any], position: int, group: str) -> FeatureSpec:
     """The feature as which the core reads the ids of one entry of a group."""
     table, where = params[position], f"params[{position}]"
     if isinstance(table, EmbeddingVariable):
@@ -149,15 +149,15 @@ def _feature_of(params: Sequence[PyTree], position: int, group: str) -> FeatureS
     return FeatureSpec(where, TableSpec(where, *np.shape(values)))
 
 
-def _values(table: PyTree) -> Array:
+def _values(table: Any) -> Array:
     return table.get_value() if isinstance(table, nnx.Variable) else jnp.asarray(table)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _pool(devices: Devices, combiner: Combiner, values: Array, batch: PyTree) -> Float[Array, "batch dim"]:
+def _pool(devices: Devices, combiner: Combiner, values: Array, batch: Any) -> Float[Array, "batch dim"]:
     """Pooled rows of a plain table, which every device reads for its samples."""
 
-    def on_device(values: Array, batch: PyTree) -> Array:
+    def on_device(values: Array, batch: Any) -> Array:
         bags = as_bags(batch, feature="samples of this device")
         weights = None if bags.weights is None else jnp.asarray(bags.weights)
         segment = Segment(jnp.asarray(bags.ids), jnp.asarray(bags.offsets), weights, combiner)
@@ -167,7 +167,7 @@ def _pool(devices: Devices, combiner: Combiner, values: Array, batch: PyTree) ->
     return pooled
 
 
-def _context_of(params: Sequence[PyTree], group: str) -> Context | None:
+def _context_of(params: Sequence[Any], group: str) -> Context | None:
     """The devices of a group's embedding variables; None if it has none. Raises: ValueError: they differ."""
     tables = [table.table for table in params if isinstance(table, EmbeddingVariable)]
     for table in tables:
@@ -260,7 +260,7 @@ def embedding_column(
     return EmbeddingColumn(feature, variable, known, group)
 
 
-def input_layer(features: Mapping[str, PyTree], columns: Sequence[EmbeddingColumn]) -> Float[Array, "batch _"]:
+def input_layer(features: Mapping[str, Any], columns: Sequence[EmbeddingColumn]) -> Float[Array, "batch _"]:
     """Pooled rows of all columns side by side, in their order; each group is one program.
 
     Args:
@@ -273,8 +273,8 @@ def input_layer(features: Mapping[str, PyTree], columns: Sequence[EmbeddingColum
 
 
 def input_layer_vjp(
-    features: Mapping[str, PyTree], columns: Sequence[EmbeddingColumn]
-) -> tuple[Float[Array, "batch _"], Callable[[PyTree], None]]:
+    features: Mapping[str, Any], columns: Sequence[EmbeddingColumn]
+) -> tuple[Float[Array, "batch _"], Callable[[Any], None]]:
     """`input_layer` for training, and `backward(d_output)`, which steps the rows that were read.
 
     Raises: ValueError: as `input_layer`, or the gradient has another shape than the output; then nothing has changed.
@@ -295,7 +295,7 @@ def input_layer_vjp(
 
 
 def _read_columns(
-    features: Mapping[str, PyTree], columns: Sequence[EmbeddingColumn], *, training: bool
+    features: Mapping[str, Any], columns: Sequence[EmbeddingColumn], *, training: bool
 ) -> tuple[list[Array], list[tuple[list[int], StepOnce]]]:
     check_type(columns, Sequence, "input_layer: columns")
     for position, column in enumerate(columns):

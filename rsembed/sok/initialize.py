@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import PyTree
 
 from rsembed.checks import PositiveInt, validated
 from rsembed.collection.devices import Devices
@@ -51,7 +50,7 @@ class Context:
                 f"global_batch_size={self.global_batch_size}; change one of them, or leave it out to take any batch."
             )
 
-    def place(self, tree: PyTree) -> PyTree:
+    def place(self, tree: Any) -> Any:
         """Arrays of this process, cut among the devices of all; copies, since JAX may take over what it is given."""
         sharding = NamedSharding(self.mesh, P(self.axis))
         place = functools.partial(jax.make_array_from_process_local_data, sharding)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from rsembed.bags import PAD_ID, Bags, check_unmasked, device_copy
 from rsembed.checks import PositiveInt, validated
@@ -58,12 +58,7 @@ class _Layer(nnx.Module):
         return self.variable
 
     def _look_up(
-        self,
-        given: tuple[PyTree, PyTree],
-        read: Callable[[PyTree], Bags],
-        combiner: Combiner,
-        training: bool,
-        *shape: int,
+        self, given: tuple[Any, Any], read: Callable[[Any], Bags], combiner: Combiner, training: bool, *shape: int
     ) -> tuple[Array, StepOnce]:
         """Output of this shape, but for the rows' own axis, of what `read` makes of keys and weights."""
         table = self.variable.table
@@ -76,7 +71,7 @@ class _Layer(nnx.Module):
         backward.shapes = [output.shape]
         return output, backward
 
-    def _bags(self, given: tuple[PyTree, PyTree]) -> Bags:
+    def _bags(self, given: tuple[Any, Any]) -> Bags:
         """The bags of whole samples, none longer than agreed."""
         context, what = self.variable.table.context, f"layer {self.name!r}"
         bags = key_bags(*given, self.name, context)
@@ -154,9 +149,7 @@ class DistributedEmbedding(_Layer):
         )
         self.max_feature_num = slot_num * max_nnz if max_feature_num is None else max_feature_num
 
-    def __call__(
-        self, keys: PyTree, weights: PyTree = None, *, training: bool = False
-    ) -> Float[Array, "batch slot_num dim"]:
+    def __call__(self, keys: Any, weights: Any = None, *, training: bool = False) -> Float[Array, "batch slot_num dim"]:
         """Pooled rows, cut among the devices by sample.
 
         Args:
@@ -172,11 +165,11 @@ class DistributedEmbedding(_Layer):
         """
         return self._look_up((keys, weights), self._samples, self.combiner, training, -1, self.slot_num)[0]
 
-    def vjp(self, keys: PyTree, weights: PyTree = None) -> tuple[Float[Array, "batch slot_num dim"], StepOnce]:
+    def vjp(self, keys: Any, weights: Any = None) -> tuple[Float[Array, "batch slot_num dim"], StepOnce]:
         """The lookup of a training step, and `backward(d_out)`; see `__call__` for the arguments."""
         return self._look_up((keys, weights), self._samples, self.combiner, True, -1, self.slot_num)
 
-    def _samples(self, given: tuple[PyTree, PyTree]) -> Bags:
+    def _samples(self, given: tuple[Any, Any]) -> Bags:
         bags = self._bags(given)
         if self.max_feature_num == self.slot_num * self.max_nnz or not is_known(bags):
             return bags
@@ -239,7 +232,7 @@ class All2AllDenseEmbedding(_Layer):
         )
         self.dynamic_input = dynamic_input
 
-    def __call__(self, keys: PyTree, *, training: bool = False) -> Float[Array, "..."]:
+    def __call__(self, keys: Any, *, training: bool = False) -> Float[Array, "..."]:
         """Rows, `[batch, slot_num, nnz_per_slot, dim]`, or `[keys, dim]` with dynamic_input; zeros for key -1.
 
         Args:
@@ -250,16 +243,16 @@ class All2AllDenseEmbedding(_Layer):
         """
         return self._rows(keys, training)[0]
 
-    def vjp(self, keys: PyTree) -> tuple[Float[Array, "..."], Callable[[PyTree], None]]:
+    def vjp(self, keys: Any) -> tuple[Float[Array, "..."], Callable[[Any], None]]:
         """The lookup of a training step, and `backward(d_out)`; see `__call__` for the arguments."""
         return self._rows(keys, True)
 
-    def _rows(self, keys: PyTree, training: bool) -> tuple[Array, Callable[[PyTree], None]]:
+    def _rows(self, keys: Any, training: bool) -> tuple[Array, Callable[[Any], None]]:
         if self.dynamic_input:
             return self._rows_of_list(keys, training)
         return self._look_up((keys, None), self._slots, "none", training, -1, self.slot_num, self.max_nnz)
 
-    def _slots(self, given: tuple[PyTree, PyTree]) -> Bags:
+    def _slots(self, given: tuple[Any, Any]) -> Bags:
         keys = self._as_array(given[0])
         if keys.shape[1:] != (self.slot_num, self.max_nnz):
             raise ValueError(
@@ -268,7 +261,7 @@ class All2AllDenseEmbedding(_Layer):
             )
         return self._bags((keys, None))
 
-    def _as_array(self, keys: PyTree) -> PyTree:
+    def _as_array(self, keys: Any) -> Any:
         check_unmasked(keys, f"layer {self.name!r}: keys")
         if isinstance(keys, (Keys, jax.Array)):
             return keys
@@ -281,7 +274,7 @@ class All2AllDenseEmbedding(_Layer):
             ) from error
         return array if array.size else array.astype(np.int64)  # of no keys, numpy makes floats
 
-    def _rows_of_list(self, keys: PyTree, training: bool) -> tuple[Array, Callable[[PyTree], None]]:
+    def _rows_of_list(self, keys: Any, training: bool) -> tuple[Array, Callable[[Any], None]]:
         context, what = self.variable.table.context, f"layer {self.name!r}"
         # Processes agree on a length first, and then on the keys.
         with Agreement(context.devices.known_mesh, what, keys) as agreement:
@@ -294,7 +287,7 @@ class All2AllDenseEmbedding(_Layer):
             agreement.bring("keys", "a list of keys", width=-(-keys.shape[0] // shares) * shares)
         num_keys, places = keys.shape[0], agreement.width("keys")
 
-        def read(given: tuple[PyTree, PyTree]) -> Bags:
+        def read(given: tuple[Any, Any]) -> Bags:
             filled: Keys = jax.tree.map(lambda lane: _padded(lane, places - num_keys), given[0])
             return key_bags(filled.reshape(-1, 1), None, self.name, context)
 
@@ -309,6 +302,6 @@ class All2AllDenseEmbedding(_Layer):
         return output[:num_keys], backward_of_keys
 
 
-def _padded(array: PyTree, missing: int) -> PyTree:
+def _padded(array: Any, missing: int) -> Any:
     xp: Any = np if isinstance(array, np.ndarray) else jnp
     return xp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)))

@@ -13,7 +13,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from rsembed.bags import Bags, as_bags, check_unmasked, device_copy, is_traced
 from rsembed.collection.engine import STACKS_TOGETHER, Engine
@@ -46,7 +46,7 @@ def checked_combiner(combiner: str, what: str) -> Combiner:
     return cast(Combiner, combiner.lower())
 
 
-def key_bags(keys: PyTree, weights: PyTree, feature: str, context: Context | None) -> Bags:
+def key_bags(keys: Any, weights: Any, feature: str, context: Context | None) -> Bags:
     """One bag of keys per leading position of `keys`.
 
     Args:
@@ -123,12 +123,12 @@ class Program:
         return Engine(features, stacks, self.tables[0].context.devices)
 
     @staticmethod
-    def by_table(values: Sequence[PyTree]) -> dict[str, PyTree]:
+    def by_table(values: Sequence[Any]) -> dict[str, Any]:
         """Values of tables by their numbers."""
         return {str(t): value for t, value in enumerate(values)}
 
     @staticmethod
-    def by_feature(values: Sequence[Sequence[PyTree]]) -> dict[str, PyTree]:
+    def by_feature(values: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Values of the features of all tables by name."""
         return {_feature(t, k): value for t, own in enumerate(values) for k, value in enumerate(own)}
 
@@ -176,11 +176,11 @@ def _step(
 
 
 def _in_programs(
-    function: Callable[..., list[PyTree]],
+    function: Callable[..., list[Any]],
     keep: Callable[[int, Any], None],
     variables: Sequence[EmbeddingVariable],
     combiners: Sequence[Sequence[Combiner]],
-    *args: Sequence[PyTree],
+    *args: Sequence[Any],
 ) -> None:
     """`function` of variables and what belongs to each of them, in programs of few tables.
 
@@ -235,7 +235,7 @@ class StepOnce:
     shapes: list[tuple[int, ...]]
     permit: SingleUse = dataclasses.field(default_factory=functools.partial(SingleUse, TRAINED))
 
-    def __call__(self, *d_outputs: PyTree) -> None:
+    def __call__(self, *d_outputs: Any) -> None:
         """One optimizer step of every row that the lookup read; new keys get theirs.
 
         An error in the step of a large group leaves each table either stepped or as it was, as its `step` says.
@@ -271,7 +271,7 @@ class StepOnce:
             if before is not None and (num_failed := _num_failed(variable) - before):
                 raise _full(variable, num_failed)
 
-    def _prepared(self, number: int, gradients: Sequence[PyTree]) -> int | None:
+    def _prepared(self, number: int, gradients: Sequence[Any]) -> int | None:
         """Makes room in a table that grows; of another that may not have any, how many keys found none before."""
         variable, wanted = self.variables[number], self.wanted[number]
         given = self.batch[number], gradients, variable.get_value()
@@ -281,7 +281,7 @@ class StepOnce:
         missing, num_waiting = _missing(params.keys, wanted), 0
         num_ids = sum(leaf.size for leaf in jax.tree.leaves(self.batch[number]))
         if params.waiting is not None and _missing(params.waiting, num_ids).max() > 0:
-            unknown: list[PyTree] = []
+            unknown: list[Any] = []
             _in_programs(
                 functools.partial(_look_up, False),
                 lambda _, found: unknown.append(found[1]),
@@ -342,7 +342,7 @@ def says_when_full(variable: EmbeddingVariable) -> bool:
     return isinstance(storage, Hashed) and storage.when_full == "error"
 
 
-def _missing(keys: PyTree, wanted: Any) -> Int[np.ndarray, " devices"]:
+def _missing(keys: Any, wanted: Any) -> Int[np.ndarray, " devices"]:
     """Places that each device lacks for so many new keys; negative where some are left."""
     missing: np.ndarray = on_host(wanted) - on_host(keys.num_free).astype(np.int64)
     return missing

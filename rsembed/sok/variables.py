@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -24,131 +22,9 @@ from rsembed.initial_values import keyed_form
 from rsembed.keys import KEY_DTYPES
 from rsembed.optimizers import Adagrad, OptimizerSpec
 from rsembed.sok.initialize import Context, current_context
+from rsembed.sok.policies import EmbeddingVariableOption, core_policies, named_initializer
 from rsembed.specs import FeatureSpec, TableSpec
 from rsembed.storage import Hashed, RowNumbers, hashed_rows
-
-
-@dataclasses.dataclass(frozen=True)
-class CounterFilter:
-    """A key gets a row when it has occurred more than `filter_freq` times. Source: DeepRec, `tf.CounterFilter`."""
-
-    filter_freq: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class GlobalStepEvict:
-    """Keys go that were not used for more than `steps_to_live` steps. Source: DeepRec, `tf.GlobalStepEvict`."""
-
-    steps_to_live: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class L2WeightEvict:
-    """Keys go whose rows have less than this half of a squared L2 norm; none below 0.
-
-    Source: DeepRec, `tf.L2WeightEvict`, whose pages say norm and whose code takes half of the sum of squares.
-    """
-
-    l2_weight_threshold: float = -1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class EmbeddingVariableOption:
-    """Options of an embedding variable. Source: DeepRec, `tf.EmbeddingVariableOption`.
-
-    Args:
-      evict_option: which keys `variable.evict()` lets go; None keeps all.
-      filter_option: which keys get rows; None admits every key at once.
-    """
-
-    evict_option: GlobalStepEvict | L2WeightEvict | None = None
-    filter_option: CounterFilter | None = None
-
-
-def core_policies(where: str, option: EmbeddingVariableOption | None, given: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    """`steps_to_live`, `l2_weight_threshold` and arguments of `rsembed.Hashed`, whichever way they were said.
-
-    Args:
-      where: names the table in errors.
-      option: as DeepRec has it.
-      given: the same without it, or by SOK's `evict_strategy` and `filter_ratio`; of these four, None is not said.
-
-    Raises: ValueError: a strategy has no counterpart, or two arguments say the same.
-    """
-    may_be_none = ("steps_to_live", "l2_weight_threshold", "evict_strategy", "filter_ratio")
-    policies = {name: value for name, value in given.items() if value is not None or name not in may_be_none}
-    strategy = str(policies.pop("evict_strategy", "lru")).lower()
-    if strategy not in ("lru", "lfu"):
-        raise ValueError(
-            f"{where}: evict_strategy {given['evict_strategy']!r} has no counterpart; choose 'LRU' or 'LFU', or "
-            "when_full='evict' with eviction='age' or 'l2'."
-        )
-    asked: list[tuple[str, dict[str, PyTree]]] = []
-    if given.get("evict_strategy") is not None:
-        asked.append(("evict_strategy", {"when_full": "evict", "eviction": strategy}))
-    if "filter_ratio" in policies:
-        asked.append(("filter_ratio", {"admission_probability": policies.pop("filter_ratio")}))
-    if option is not None:
-        asked.append(("ev_option", _said_by(option)))
-    for source, own in asked:
-        if both := sorted(set(policies) & set(own)):
-            raise ValueError(f"{where}: {source} says what {', '.join(both)} says, too; leave one of them out.")
-        policies |= own
-    return policies
-
-
-def _said_by(option: EmbeddingVariableOption) -> dict[str, PyTree]:
-    evict, admit = option.evict_option, option.filter_option
-    said: dict[str, PyTree] = {} if admit is None else {"admission_count": admit.filter_freq}
-    if isinstance(evict, GlobalStepEvict) and evict.steps_to_live is not None:
-        said["steps_to_live"] = evict.steps_to_live
-    if isinstance(evict, L2WeightEvict) and evict.l2_weight_threshold >= 0:
-        said["l2_weight_threshold"] = evict.l2_weight_threshold
-    return said
-
-
-def uniform_initializer(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
-    """Uniform values in [-0.05, 0.05). Source: the default of `sok.DistributedEmbedding`."""
-    return jax.random.uniform(key, shape, jnp.float32, -0.05, 0.05)
-
-
-NAMED_INITIALIZERS: dict[str, Callable[..., Array]] = {
-    "uniform": uniform_initializer,
-    "normal": lambda key, shape: 0.05 * jax.random.normal(key, shape, jnp.float32),
-    "truncated_normal": lambda key, shape: 0.05 * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32),
-    "zeros": jax.nn.initializers.zeros,
-    "ones": jax.nn.initializers.ones,
-}
-"""Keras' names and scales; `random_uniform`, `RandomUniform`, SOK's `random` and so on mean the same."""
-_ALIASES = {"random": "uniform", "zero": "zeros", "one": "ones"}
-_OF_WHOLE_TABLES = re.compile(r"glorot|xavier|he_|lecun|variance_scaling|orthogonal|identity")
-
-
-def named_initializer(initializer: Any, table_name: str) -> Callable[..., Array]:
-    """`(key, shape) -> array` from such a function, a name, or a number that all rows start from, also as a text.
-
-    Raises: ValueError: the name is unknown, or means values that follow from the number of rows.
-    """
-    if callable(initializer):
-        return initializer
-    given = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(initializer)).lower()
-    known = given.removeprefix("random_")
-    known = _ALIASES.get(known, known)
-    if known in NAMED_INITIALIZERS:
-        return NAMED_INITIALIZERS[known]
-    try:
-        return jax.nn.initializers.constant(float(given))
-    except ValueError:
-        pass
-    if _OF_WHOLE_TABLES.match(given):
-        raise ValueError(
-            f"table {table_name!r}: initializer {initializer!r} follows from the number of rows, and rows for keys are "
-            "made one by one; pass a function of (key, shape) with a scale of your own."
-        )
-    raise ValueError(
-        f"table {table_name!r}: unknown initializer {initializer!r}; choose one of {', '.join(NAMED_INITIALIZERS)}, or "
-        "pass a number or a function of (key, shape)."
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,11 +117,7 @@ class EmbeddingVariable(nnx.Variable):
         for what, value in (("keep", keep), ("steps_to_live", steps_to_live)):
             check_type(value, NonNegativeInt | None, f"table {name!r}: evict: {what}")
         check_within("[0, inf)", l2_weight_threshold, f"table {name!r}: evict: l2_weight_threshold")
-        reasons: dict[str, PyTree] = {
-            "keep": keep,
-            "unused_for": steps_to_live,
-            "norm_below": _norm(l2_weight_threshold),
-        }
+        reasons: dict[str, Any] = {"keep": keep, "unused_for": steps_to_live, "norm_below": _norm(l2_weight_threshold)}
         parts = []
         for what, value in reasons.items():  # rows that are kept must not make room for those that the others let go
             if value is not None:
@@ -324,8 +196,8 @@ def make_larger(variable: EmbeddingVariable, rows_per_device: int, num_waiting: 
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _grown(table: VariableTable, capacity: int, num_waiting: int, params: PyTree, slots: PyTree) -> PyTree:
-    def on_device(params: PyTree, slots: PyTree) -> PyTree:
+def _grown(table: VariableTable, capacity: int, num_waiting: int, params: PyTree, slots: PyTree) -> Any:
+    def on_device(params: PyTree, slots: PyTree) -> Any:
         return hashed_rows.grow(params, slots, table.spec, capacity, num_waiting)
 
     devices = table.context.devices
@@ -390,7 +262,7 @@ def embedding_variable(
     check_within("[0, inf)", l2_weight_threshold, f"{where}: l2_weight_threshold")
     if grows := policies.get("when_full") == "grow":
         policies = policies | {"when_full": "error"}  # until the variable has more room
-    of_keys: dict[str, PyTree] = {"key_dtype": dtype_among(KEY_DTYPES, key_dtype, f"{where}: key_dtype")}
+    of_keys: dict[str, Any] = {"key_dtype": dtype_among(KEY_DTYPES, key_dtype, f"{where}: key_dtype")}
     storage: Any = Hashed(**of_keys, **policies)
     if not use_hashtable:
         if unused:
@@ -412,7 +284,7 @@ def embedding_variable(
 
 def split_embedding_variable_from_others(
     variables: PyTree,
-) -> tuple[tuple[EmbeddingVariable, ...], tuple[PyTree, ...]]:
+) -> tuple[tuple[EmbeddingVariable, ...], tuple[Any, ...]]:
     """The embedding variables among `variables`, and all others, each in their order.
 
     Args:

@@ -11,17 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from rsembed.bags import PAD_ID
 from rsembed.checks import PositiveInt, check_type
 from rsembed.initial_values import keyed_form, table_key, table_keys
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Segment, Step
 from rsembed.kernels.keyed import varying_zero
-from rsembed.keys import Keys, join_keys, local_rows
+from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
-from rsembed.storage import hash_table, hashed_rows, logical_rows, row_map
-from rsembed.storage.hashed_rows import MAX_CAPACITY, Counters, DynamicTable, numbers_of
+from rsembed.storage import admission, hash_table, hashed_rows, logical_rows, row_map
+from rsembed.storage.hashed_rows import MAX_CAPACITY, DynamicTable, numbers_of
 from rsembed.storage.protocol import ReadAhead, Storage
 from rsembed.storage.row_map import Score
 from rsembed.storage.sharing import of_near_sizes
@@ -40,19 +39,12 @@ class RowsByKey(Storage):
         return hashed_rows.read(params, rows)
 
     def step(
-        self,
-        params: PyTree,
-        slots: Slots,
-        segments: Sequence[Segment],
-        d_outputs: PyTree,
-        table: TableSpec,
-        *,
-        step: Step,
+        self, params: PyTree, slots: Slots, segments: Sequence[Segment], d_outputs: Any, table: TableSpec, *, step: Step
     ) -> tuple[DynamicTable, Slots]:
         return hashed_rows.step(params, slots, segments, d_outputs, step)
 
     def step_distinct(
-        self, params: PyTree, slots: Slots, rows: PyTree, gradients: PyTree, table: TableSpec, *, step: Step
+        self, params: PyTree, slots: Slots, rows: Any, gradients: Any, table: TableSpec, *, step: Step
     ) -> tuple[DynamicTable, Slots]:
         return hashed_rows.step_distinct(params, slots, rows, gradients, step)
 
@@ -60,7 +52,7 @@ class RowsByKey(Storage):
         return logical_rows.export(params, slots, table, num_shards)
 
     def with_rows(
-        self, params: DynamicTable, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int
+        self, params: DynamicTable, slots: PyTree, rows: Any, table: TableSpec, num_shards: int
     ) -> tuple[PyTree, PyTree]:
         if not isinstance(rows, Mapping):
             raise ValueError(
@@ -280,7 +272,7 @@ class Hashed(RowsByKey):
     def _is_admitted(self, params: DynamicTable, keys: Keys, totals: Array, number: Array) -> Bool[Array, " nnz"]:
         """Which of these keys get a row in step `number`; those that wait are counted in `totals`."""
         if self.admission_probability < 1:
-            return hashed_rows.is_drawn(params.own_key, keys, number, totals, self.admission_probability)
+            return admission.is_drawn(params.own_key, keys, number, totals, self.admission_probability)
         return keys.is_key & (totals > self.admission_count) if self.admission_count else keys.is_key
 
     def scores(self, params: DynamicTable) -> tuple[Score, Score]:
@@ -352,10 +344,10 @@ class HashedTables(Hashed):
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
         return self.tables
 
-    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[tuple[PyTree, PyTree]]:
+    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[tuple[Any, Any]]:
         return hashed_rows.unstack((params, slots), len(self.tables), num_shards)
 
-    def stack(self, parts: Sequence[tuple[PyTree, PyTree]], like: PyTree, num_shards: int) -> tuple[PyTree, PyTree]:
+    def stack(self, parts: Sequence[tuple[Any, Any]], like: PyTree, num_shards: int) -> tuple[PyTree, PyTree]:
         written, slots = hashed_rows.stack(parts, num_shards)
         return written._replace(key=like.key), slots  # as it lies on the devices
 
@@ -374,80 +366,3 @@ def _number(step: Step) -> Int[Array, ""]:
     if step.number is None:
         raise ValueError("a hashed table notes when a row was used: the step needs its number.")
     return step.number
-
-
-BLOCK_VALUES = 1 << 20
-MAX_KEYS = 2**32
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowNumbers(RowsByKey):
-    """The storage of keys that are row numbers; they start from what a hash table would give them.
-
-    Args:
-      num_shards: how many devices share the keys.
-      key_dtype: what larger keys are refused for.
-    """
-
-    num_shards: int
-    key_dtype: str = "int64"
-    placements: ClassVar[tuple[str, ...]] = ("row",)
-
-    def check(self, table: TableSpec) -> None:
-        hashed_rows.check(table)
-        if table.vocabulary_size > MAX_KEYS:
-            raise ValueError(
-                f"table {table.name!r}: {table.vocabulary_size} rows are more than 2**32; keep rows by key as "
-                "rsembed.Hashed."
-            )
-
-    def checked(self, ids: PyTree, table: TableSpec, feature: str) -> Keys:
-        keys = super().checked(ids, table, feature)
-        if isinstance(keys.is_key, np.ndarray):
-            is_outside = keys.is_key & ((keys.high > 0) | (keys.low >= table.vocabulary_size))
-            if is_outside.any():
-                (key,) = join_keys(keys.high[is_outside][:1], keys.low[is_outside][:1])
-                raise ValueError(
-                    f"{feature}: key {key} is not below {table.vocabulary_size}, the rows of table {table.name!r} on "
-                    f"{self.num_shards} devices ({int(is_outside.sum())} such keys); make the table larger, pass "
-                    f"{PAD_ID} for no key, or keep rows by key as rsembed.Hashed."
-                )
-        return keys
-
-    def init(
-        self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
-    ) -> tuple[DynamicTable, Slots]:
-        """Made block by block: nothing else is as large as the rows."""
-        own_key, capacity = table_key(key, table.name), table.vocabulary_size // num_shards
-        size = min(capacity, max(1, BLOCK_VALUES // table.embedding_dim))
-
-        def fill(number: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-            first = jnp.minimum(number * size, capacity - size)
-            low = (first + jnp.arange(size, dtype=jnp.int32)).astype(jnp.uint32) * jnp.uint32(num_shards)
-            low = low + shard.astype(jnp.uint32)
-            values = hashed_rows.initial_values(table, own_key, Keys(jnp.zeros_like(low), low, jnp.ones(size, bool)))
-            return tuple(
-                jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), first, 0)
-                for array, part in zip(arrays, (values, *table.optimizer.init_slots(values)), strict=True)
-            )
-
-        rows, slots = hashed_rows.allocate(table, capacity, fill=None)
-        rows, *slots = jax.lax.fori_loop(0, -(-capacity // size), fill, (rows, *slots))
-        return DynamicTable(None, rows, None, Counters(), own_key[None]), tuple(slots)
-
-    def read(
-        self, params: DynamicTable, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
-    ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
-        del ahead
-        rows = self._rows(params, keys)
-        return hashed_rows.read(params, rows), jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
-
-    def find(
-        self, params: PyTree, slots: Slots, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
-    ) -> tuple[DynamicTable, Slots, Int[Array, " nnz"]]:
-        del table, occurrences, step
-        return params, slots, self._rows(params, keys)
-
-    def _rows(self, params: DynamicTable, keys: Keys) -> Int[Array, " nnz"]:
-        rows: Int[Array, " nnz"] = local_rows(keys, self.num_shards, params.rows.shape[0])
-        return rows

@@ -12,59 +12,18 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
+from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from rsembed.checks import dtype_among
 from rsembed.initial_values import keyed_rows, traced_initializer
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Segment, SegmentGradients, Step
-from rsembed.kernels.keyed import mix, varying_zero
+from rsembed.kernels.keyed import mix
 from rsembed.keys import KEY_DTYPES, Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import row_map
 from rsembed.storage.protocol import Storage, on_host
-
-DRAWS = 0x61646D74
-"""Tells these draws from the initial values of the same keys."""
-
-
-def is_drawn(
-    key: KeyOrKeys, keys: Keys, number: Int[Array, ""], occurrences: Int[Array, " nnz"], probability: float
-) -> Bool[Array, " nnz"]:
-    """Whether each key is admitted in step `number`: with this probability for each of its occurrences.
-
-    A key draws one number of 32 bits a step, from `key` (where there are several, that of its table) folded with
-    `DRAWS`, the step and the key's lanes. Below the chance that none of its occurrences is lucky, in units of 2**-32,
-    it stays outside; the chance is a product of integers, so that no compiler rounds it otherwise.
-    """
-    own = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, DRAWS), number))(key.reshape(-1))
-    drawn = api.row_bits(own if key.ndim else own[0], (keys.high, keys.low), 1, keys.table)[:, 0]
-    return keys.is_key & (drawn >= _power(1.0 - probability, occurrences))
-
-
-def _power(base: float, exponents: Int[Array, " nnz"]) -> UInt32[Array, " nnz"]:
-    """`base**exponents` in units of 2**-32, for a base below 1 and positive exponents."""
-    squares = jnp.asarray([min(int(base ** (2**bit) * 2**32), 2**32 - 1) for bit in range(31)], jnp.uint32)
-
-    def multiply(bit: Array, product: Array) -> Array:
-        is_set = (exponents >> bit) & 1 == 1
-        return jnp.where(is_set, _upper_half(product, squares[bit]), product)
-
-    start = jnp.full(exponents.shape, 0xFFFFFFFF, jnp.uint32) + varying_zero(exponents).astype(jnp.uint32)
-    product: Array = jax.lax.fori_loop(0, 31, multiply, start)
-    return product
-
-
-def _upper_half(one: UInt32[Array, "*n"], other: UInt32[Array, ""]) -> UInt32[Array, "*n"]:
-    """The upper 32 bits of a product of two 32-bit numbers."""
-    half, low = jnp.uint32(16), jnp.uint32(0xFFFF)
-    one_high, one_low, other_high, other_low = one >> half, one & low, other >> half, other & low
-    crossed, across = one_high * other_low, one_low * other_high
-    carried = (one_low * other_low >> half) + (crossed & low) + (across & low)
-    return one_high * other_high + (crossed >> half) + (across >> half) + (carried >> half)
-
 
 MAX_CAPACITY = 2**29
 # New rows are made in blocks of one size, whatever the batch: the work follows their number, and the same program
@@ -120,7 +79,7 @@ class DynamicTable(NamedTuple):
       key: PRNG key of each table.
     """
 
-    keys: PyTree
+    keys: Any
     rows: Float[Array, "rows dim"]
     waiting: Any
     counters: Counters
@@ -163,10 +122,10 @@ def empty(
     return DynamicTable(keys, rows, waiting, Counters.zeros(*Counters._fields, num_tables=len(capacities)), own), slots
 
 
-def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
+def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[Any]:
     """Parameters or slots of all shards, on the host, as those of each table."""
 
-    def parted(leaf: PyTree) -> PyTree:
+    def parted(leaf: Any) -> Any:
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = on_host(jax.random.key_data(leaf))
             leaf = jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaf))
@@ -181,10 +140,10 @@ def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
     ]
 
 
-def stack(trees: Sequence[PyTree], num_shards: int) -> PyTree:
+def stack(trees: Sequence[Any], num_shards: int) -> Any:
     """The inverse of `unstack`."""
 
-    def joined(*leaves: PyTree) -> PyTree:
+    def joined(*leaves: Any) -> Any:
         by_shard = [leaf.reshape(num_shards, -1, *leaf.shape[1:]) for leaf in leaves]
         is_key = jax.dtypes.issubdtype(leaves[0].dtype, jax.dtypes.prng_key)
         stacked = (jnp if is_key else np).concatenate(by_shard, axis=1)
@@ -275,7 +234,7 @@ def _rounding_by_key(params: DynamicTable, step: Step) -> Step:
         return step
     rounding = step.rounding
 
-    def by_key(values: Array, dtype: DTypeLike, rows: Array) -> Array:
+    def by_key(values: Array, dtype: Any, rows: Array) -> Array:
         lanes = (lane.at[rows].get(mode="fill", fill_value=0) for lane in (params.keys.high, params.keys.low))
         numbers, table = mix(*lanes).astype(jnp.int32), row_map.table_of(params.keys, rows)
         return rounding(values, dtype, numbers) if table is None else rounding(values, dtype, numbers, table=table)

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, UInt32
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
-from rsembed.caching.near_rows import BackingStore
+from rsembed.caching.backing import BackingStore
 from rsembed.checks import PositiveInt, check_type
 from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import api
@@ -154,7 +154,7 @@ class HostCached(Storage):
         return params._replace(near=near), slots
 
     def step_distinct(
-        self, params: CachedRows, slots: Slots, rows: PyTree, gradients: PyTree, table: TableSpec, *, step: Step
+        self, params: CachedRows, slots: Slots, rows: Any, gradients: Any, table: TableSpec, *, step: Step
     ) -> tuple[CachedRows, Slots]:
         near, slots = hashed_rows.step_distinct(params.near, slots, rows, gradients, step)
         return params._replace(near=near), slots

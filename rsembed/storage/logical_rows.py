@@ -12,8 +12,7 @@ from typing import Annotated, Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
 from rsembed.bags import padded_size
 from rsembed.checks import check_type
@@ -31,7 +30,7 @@ ROWS_PER_BLOCK = 1 << 16
 _find_or_assign = jax.jit(row_map.find_or_assign)
 
 
-def as_dtype(values: PyTree, dtype: DTypeLike, where: str, name: str) -> np.ndarray:
+def as_dtype(values: Any, dtype: Any, where: str, name: str) -> np.ndarray:
     """Numbers from outside in the dtype that keeps them. Raises: ValueError: some are too large for it."""
     given = np.asarray(values)
     with np.errstate(over="ignore"):
@@ -44,9 +43,7 @@ def as_dtype(values: PyTree, dtype: DTypeLike, where: str, name: str) -> np.ndar
     return fitting
 
 
-def export(
-    params: DynamicTable, slots: Sequence[PyTree], table: TableSpec, num_shards: int = 1
-) -> dict[str, np.ndarray]:
+def export(params: DynamicTable, slots: Sequence[Any], table: TableSpec, num_shards: int = 1) -> dict[str, np.ndarray]:
     """Everything that belongs to keys, in ascending order of the keys (copies on the host).
 
     Returns: `keys` (of the table's `key_dtype`), `values`, one `slot_<name>` per optimizer slot; of a hash table
@@ -124,7 +121,7 @@ def _key_dtype(table: TableSpec) -> str:
     return cast(str, cast(Storage, table.storage).key_dtype)
 
 
-def array_names(table: TableSpec, slots: Sequence[PyTree]) -> list[str]:
+def array_names(table: TableSpec, slots: Sequence[Any]) -> list[str]:
     """Vectors and slots, as they are called in exports, in the order of the state."""
     names = getattr(table.optimizer.slot_type, "_fields", range(len(slots)))
     return ["values", *(f"slot_{name}" for name in names)][: 1 + len(slots)]  # a state for serving has none
@@ -144,11 +141,11 @@ def _keys_of(table: TableSpec, keys: RowMap, prefix: str) -> tuple[np.ndarray, d
 
 def import_rows(
     params: DynamicTable,
-    slots: Sequence[PyTree],
-    exported: Mapping[str, PyTree],
+    slots: Sequence[Any],
+    exported: Mapping[str, Any],
     table: TableSpec,
     num_shards: int = 1,
-) -> tuple[DynamicTable, tuple[PyTree, ...]]:
+) -> tuple[DynamicTable, tuple[Any, ...]]:
     """The table with the rows of `exported`; keys that it has already are overwritten, new ones get free rows.
 
     Args:
@@ -172,7 +169,7 @@ def import_rows(
     _checked(table, exported, "keys", (num_keys,))
     values = _checked(table, exported, "values", (num_keys, table.embedding_dim))
     values = as_dtype(values, np.float32, where, "values")
-    parts: list[PyTree] = [values, *table.optimizer.init_slots(jnp.asarray(values))]
+    parts: list[Any] = [values, *table.optimizer.init_slots(jnp.asarray(values))]
     for number, name in enumerate(names):
         if number and name in exported:
             given = _checked(table, exported, name, parts[number].shape)
@@ -186,7 +183,7 @@ def import_rows(
 
 
 def with_keys(
-    params: DynamicTable, exported: Mapping[str, PyTree], table: TableSpec, num_shards: int
+    params: DynamicTable, exported: Mapping[str, Any], table: TableSpec, num_shards: int
 ) -> tuple[DynamicTable, Int[np.ndarray, " n"]]:
     """The table with these keys and what is noted of them, but no rows yet; and the places of those.
 
@@ -218,8 +215,8 @@ def _blocks_of(values: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def written(
-    array: PyTree, places: Int[np.ndarray, " n"], blocks: Iterable[tuple[int, np.ndarray]], num_shards: int
-) -> PyTree:
+    array: Any, places: Int[np.ndarray, " n"], blocks: Iterable[tuple[int, np.ndarray]], num_shards: int
+) -> Any:
     """A copy of the array of all shards with rows in some places, made where the array lies.
 
     Args:
@@ -250,7 +247,7 @@ def _put(num_shards: int, array: Array, shard: Array, row: Array, values: Array)
 
 
 def room_needed(
-    params: DynamicTable, exported: Mapping[str, PyTree], table: TableSpec, num_shards: int
+    params: DynamicTable, exported: Mapping[str, Any], table: TableSpec, num_shards: int
 ) -> tuple[int, int]:
     """Rows, and places of keys that wait, that the fullest shard of a hash table needs for `import_rows` of these."""
 
@@ -272,7 +269,7 @@ def _most(numbers: np.ndarray, num_shards: int) -> int:
     return int(np.bincount(owners(split_keys(np.unique(numbers)), num_shards), minlength=1).max())
 
 
-def _checked_keys(table: TableSpec, exported: Mapping[str, PyTree], prefix: str) -> Keys:
+def _checked_keys(table: TableSpec, exported: Mapping[str, Any], prefix: str) -> Keys:
     where, name = f"table {table.name!r}", f"{prefix}keys"
     numbers = np.asarray(_checked(table, exported, name, (len(exported.get(name, ())),)))
     keys = split_keys(numbers, feature=f"{where}, imported {name}")
@@ -285,7 +282,7 @@ def _checked_keys(table: TableSpec, exported: Mapping[str, PyTree], prefix: str)
     return keys
 
 
-def _checked(table: TableSpec, exported: Mapping[str, PyTree], name: str, shape: tuple[int, ...]) -> PyTree:
+def _checked(table: TableSpec, exported: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Any:
     if name not in exported:
         raise ValueError(f"table {table.name!r}: imported rows need {name!r}; give 'keys' and 'values'.")
     if np.shape(exported[name]) != shape:
@@ -338,7 +335,7 @@ def _released(keys_of_rows: RowMap, is_gone: Array) -> RowMap:
 
 
 def _place(
-    table: TableSpec, maps: RowMap, keys: Keys, exported: Mapping[str, PyTree], prefix: str, num_shards: int
+    table: TableSpec, maps: RowMap, keys: Keys, exported: Mapping[str, Any], prefix: str, num_shards: int
 ) -> tuple[RowMap, np.ndarray]:
     """The maps of all shards with these keys in them, and where their rows are."""
     lanes: list[np.ndarray] = []

@@ -102,12 +102,12 @@ class Storage(abc.ABC):
         del table
         return None
 
-    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[tuple[PyTree, PyTree]]:
+    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[tuple[Any, Any]]:
         """`params` and slots of all shards as those of each of `tables_of`; of several, outside `jit`."""
         del table, num_shards
         return [(params, slots)]
 
-    def stack(self, parts: Sequence[tuple[PyTree, PyTree]], like: PyTree, num_shards: int) -> tuple[PyTree, PyTree]:
+    def stack(self, parts: Sequence[tuple[Any, Any]], like: PyTree, num_shards: int) -> tuple[PyTree, PyTree]:
         """The inverse of `unstack`; `like` are `params` as they were."""
         del like, num_shards
         return parts[0]
@@ -130,7 +130,7 @@ class Storage(abc.ABC):
         """Ids that are no keys lie below it."""
         return table.vocabulary_size
 
-    def checked(self, ids: PyTree, table: TableSpec, feature: str) -> Keys:
+    def checked(self, ids: Any, table: TableSpec, feature: str) -> Keys:
         """Ids of a batch as keys, of which those that can be seen were checked. Raises: as `checked_keys`."""
         del table
         return checked_keys(ids, self.key_dtype, feature=feature)
@@ -140,7 +140,7 @@ class Storage(abc.ABC):
         owner: Int[Array, " nnz"] = owners(keys, num_shards)
         return owner
 
-    def vector_dtype(self, table: TableSpec) -> PyTree:
+    def vector_dtype(self, table: TableSpec) -> Any:
         """Dtype of the rows that `read` and `vectors` return."""
         del table
         return jnp.float32
@@ -201,7 +201,7 @@ class Storage(abc.ABC):
     ) -> tuple[Any, Any, Int[Array, " nnz"]]:
         """Before a step: the row of every key, after giving one to those without; `NO_ROW` where there is none."""
 
-    def hold(self, params: PyTree, keys: Keys, step: Step) -> PyTree:
+    def hold(self, params: PyTree, keys: Keys, step: Step) -> Any:
         """`params`, in which the rows (and counts) of these keys stay where they are until the step is done."""
         del keys, step
         return params
@@ -234,12 +234,12 @@ class Storage(abc.ABC):
 
     def gradients(
         self, params: PyTree, segments: Sequence[Segment], d_outputs: Sequence[Float[Array, "_ dim"]], table: TableSpec
-    ) -> PyTree:
+    ) -> Any:
         """Where it `sums_gradients`: those of all `params`, float32, from gradients of what segments of ids read."""
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, of which a step touches single rows.")
 
     def step_all(
-        self, params: PyTree, slots: PyTree, gradients: PyTree, table: TableSpec, *, step: Step
+        self, params: PyTree, slots: PyTree, gradients: Any, table: TableSpec, *, step: Step
     ) -> tuple[PyTree, PyTree]:
         """One optimizer step of all `params` with their gradients."""
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, of which a step touches single rows.")
@@ -249,7 +249,7 @@ class Storage(abc.ABC):
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, which has no rows to be taken out.")
 
     def with_rows(
-        self, params: PyTree, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int
+        self, params: PyTree, slots: PyTree, rows: Any, table: TableSpec, num_shards: int
     ) -> tuple[PyTree, PyTree]:
         """`params` and slots of all shards with some rows written by key, as `rows` returns them; outside `jit`."""
         raise NotImplementedError(
@@ -266,7 +266,7 @@ class Storage(abc.ABC):
         return {}
 
 
-def on_host(array: PyTree) -> np.ndarray:
+def on_host(array: Any) -> np.ndarray:
     """A global array as one of numpy, in every process."""
     if is_traced(array):
         raise RuntimeError("rows by key, and counts, come to the host; read them outside of jit.")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import jax
-from jaxtyping import PyTree
 
 from rsembed.specs import TableSpec
 
@@ -49,7 +49,7 @@ def of_near_sizes(tables: Sequence[TableSpec], *, most_rows: int, num_waiting: i
     return list(groups.values())
 
 
-def parts(trees: tuple[PyTree, ...], sizes: Sequence[Sequence[int]]) -> list[tuple[PyTree, ...]]:
+def parts(trees: tuple[Any, ...], sizes: Sequence[Sequence[int]]) -> list[tuple[Any, ...]]:
     """What belongs to each of several tables, whose rows follow each other in every array of several trees.
 
     Args:
@@ -57,7 +57,7 @@ def parts(trees: tuple[PyTree, ...], sizes: Sequence[Sequence[int]]) -> list[tup
       sizes: of each table, its rows in the arrays of each tree.
     """
 
-    def cut(leaf: PyTree, first: int, size: int) -> PyTree:
+    def cut(leaf: Any, first: int, size: int) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf.update(shape=(size, *leaf.shape[1:]))
         return leaf[first : first + size]

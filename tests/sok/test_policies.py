@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh
 
 from rsembed import sok
-from rsembed.sok.variables import core_policies
+from rsembed.sok.policies import core_policies
 
 DIM = 2
 COUNTED = sok.EmbeddingVariableOption(filter_option=sok.CounterFilter(2))

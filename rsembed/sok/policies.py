@@ -1,0 +1,135 @@
+"""Who gets a row, who loses one, and what rows start from, by the names of DeepRec, SOK and Keras."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+
+@dataclasses.dataclass(frozen=True)
+class CounterFilter:
+    """A key gets a row when it has occurred more than `filter_freq` times. Source: DeepRec, `tf.CounterFilter`."""
+
+    filter_freq: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalStepEvict:
+    """Keys go that were not used for more than `steps_to_live` steps. Source: DeepRec, `tf.GlobalStepEvict`."""
+
+    steps_to_live: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class L2WeightEvict:
+    """Keys go whose rows have less than this half of a squared L2 norm; none below 0.
+
+    Source: DeepRec, `tf.L2WeightEvict`, whose pages say norm and whose code takes half of the sum of squares.
+    """
+
+    l2_weight_threshold: float = -1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingVariableOption:
+    """Options of an embedding variable. Source: DeepRec, `tf.EmbeddingVariableOption`.
+
+    Args:
+      evict_option: which keys `variable.evict()` lets go; None keeps all.
+      filter_option: which keys get rows; None admits every key at once.
+    """
+
+    evict_option: GlobalStepEvict | L2WeightEvict | None = None
+    filter_option: CounterFilter | None = None
+
+
+def core_policies(where: str, option: EmbeddingVariableOption | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`steps_to_live`, `l2_weight_threshold` and arguments of `rsembed.Hashed`, whichever way they were said.
+
+    Args:
+      where: names the table in errors.
+      option: as DeepRec has it.
+      given: the same without it, or by SOK's `evict_strategy` and `filter_ratio`; of these four, None is not said.
+
+    Raises: ValueError: a strategy has no counterpart, or two arguments say the same.
+    """
+    may_be_none = ("steps_to_live", "l2_weight_threshold", "evict_strategy", "filter_ratio")
+    policies = {name: value for name, value in given.items() if value is not None or name not in may_be_none}
+    strategy = str(policies.pop("evict_strategy", "lru")).lower()
+    if strategy not in ("lru", "lfu"):
+        raise ValueError(
+            f"{where}: evict_strategy {given['evict_strategy']!r} has no counterpart; choose 'LRU' or 'LFU', or "
+            "when_full='evict' with eviction='age' or 'l2'."
+        )
+    asked: list[tuple[str, dict[str, Any]]] = []
+    if given.get("evict_strategy") is not None:
+        asked.append(("evict_strategy", {"when_full": "evict", "eviction": strategy}))
+    if "filter_ratio" in policies:
+        asked.append(("filter_ratio", {"admission_probability": policies.pop("filter_ratio")}))
+    if option is not None:
+        asked.append(("ev_option", _said_by(option)))
+    for source, own in asked:
+        if both := sorted(set(policies) & set(own)):
+            raise ValueError(f"{where}: {source} says what {', '.join(both)} says, too; leave one of them out.")
+        policies |= own
+    return policies
+
+
+def _said_by(option: EmbeddingVariableOption) -> dict[str, Any]:
+    evict, admit = option.evict_option, option.filter_option
+    said: dict[str, Any] = {} if admit is None else {"admission_count": admit.filter_freq}
+    if isinstance(evict, GlobalStepEvict) and evict.steps_to_live is not None:
+        said["steps_to_live"] = evict.steps_to_live
+    if isinstance(evict, L2WeightEvict) and evict.l2_weight_threshold >= 0:
+        said["l2_weight_threshold"] = evict.l2_weight_threshold
+    return said
+
+
+def uniform_initializer(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
+    """Uniform values in [-0.05, 0.05). Source: the default of `sok.DistributedEmbedding`."""
+    return jax.random.uniform(key, shape, jnp.float32, -0.05, 0.05)
+
+
+NAMED_INITIALIZERS: dict[str, Callable[..., Array]] = {
+    "uniform": uniform_initializer,
+    "normal": lambda key, shape: 0.05 * jax.random.normal(key, shape, jnp.float32),
+    "truncated_normal": lambda key, shape: 0.05 * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32),
+    "zeros": jax.nn.initializers.zeros,
+    "ones": jax.nn.initializers.ones,
+}
+"""Keras' names and scales; `random_uniform`, `RandomUniform`, SOK's `random` and so on mean the same."""
+_ALIASES = {"random": "uniform", "zero": "zeros", "one": "ones"}
+_OF_WHOLE_TABLES = re.compile(r"glorot|xavier|he_|lecun|variance_scaling|orthogonal|identity")
+
+
+def named_initializer(initializer: Any, table_name: str) -> Callable[..., Array]:
+    """`(key, shape) -> array` from such a function, a name, or a number that all rows start from, also as a text.
+
+    Raises: ValueError: the name is unknown, or means values that follow from the number of rows.
+    """
+    if callable(initializer):
+        return initializer
+    given = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(initializer)).lower()
+    known = given.removeprefix("random_")
+    known = _ALIASES.get(known, known)
+    if known in NAMED_INITIALIZERS:
+        return NAMED_INITIALIZERS[known]
+    try:
+        return jax.nn.initializers.constant(float(given))
+    except ValueError:
+        pass
+    if _OF_WHOLE_TABLES.match(given):
+        raise ValueError(
+            f"table {table_name!r}: initializer {initializer!r} follows from the number of rows, and rows for keys are "
+            "made one by one; pass a function of (key, shape) with a scale of your own."
+        )
+    raise ValueError(
+        f"table {table_name!r}: unknown initializer {initializer!r}; choose one of {', '.join(NAMED_INITIALIZERS)}, or "
+        "pass a number or a function of (key, shape)."
+    )
