@@ -63,7 +63,7 @@ storage/row_map.py  storage/test_contract.py -k evicting
     (row_map.last_step != FREE) & (row_map.last_step != step) => row_map.last_step != FREE
 storage/row_map.py  storage/test_evict.py
     step - row_map.last_step > steps_to_live => step - row_map.last_step >= steps_to_live
-storage/admission.py  storage/test_admission.py
+storage/hashed.py  storage/test_admission.py
     (drawn >= _power(1.0 - probability, occurrences)) => (drawn >= _power(probability, occurrences))
 storage/host_cached.py  storage/test_corners.py -k leave_the_device
     row_map.add_counts(row_map.count_of(known, rows), uses) => uses

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +44,7 @@ class AskedRows(Rows):
     def look_up(self, params: PyTree, batch: Occurrences, number: Int[Array, ""] | None) -> Asking[LookupResult]:
         """See `Rows`."""
 
-        def answer(num_unknown: Array, question: Any) -> tuple[Array, Array]:
+        def answer(num_unknown: Array, question: PyTree) -> tuple[Array, Array]:
             keys, occurrences, _ = self._received(question)
             ahead = None if number is None else ReadAhead(occurrences, number)
             vectors, more = self.storage.read(params, keys, self.table, ahead=ahead)
@@ -67,7 +66,7 @@ class AskedRows(Rows):
         if not takes_keys:
             num_places = min(num_places, -(-self.storage.num_ids(self.table) // self.num_shards))
 
-        def collect(state: PyTree, arrived: tuple[Any, Array]) -> tuple[Any, None]:
+        def collect(state: PyTree, arrived: tuple[PyTree, Array]) -> tuple[PyTree, None]:
             (count, all_rows, all_values), (question, gradients) = state, arrived
             keys, occurrences, first_of = self._received(question)
             if first_of is not None:
@@ -96,10 +95,10 @@ class AskedRows(Rows):
 
     def update(
         self, params: PyTree, slots: PyTree, batch: Occurrences, d_outputs: Sequence[Array], step: Step
-    ) -> Asking[tuple[Any, Any]]:
+    ) -> Asking[tuple[PyTree, PyTree]]:
         """See `Rows`."""
 
-        def answer(state: tuple[Any, Any], arrived: tuple[Any, Array]) -> tuple[Any, None]:
+        def answer(state: tuple[PyTree, PyTree], arrived: tuple[PyTree, Array]) -> tuple[PyTree, None]:
             question, gradients = arrived
             params, slots, rows = self._find_arrived(*state, question, step)
             return self._step(params, slots, [row_by_row(rows)], [gradients], step), None
@@ -108,7 +107,7 @@ class AskedRows(Rows):
         payload = self._names(wanted), self._of_entries(wanted.entry_of, batch, d_outputs)
         params = yield from self._held(params, wanted, step)
         answers = yield self._question(wanted, payload, answer, (params, slots))
-        stepped: tuple[Any, Any] = answers.state
+        stepped: tuple[PyTree, PyTree] = answers.state
         return stepped
 
     # Parts of these
@@ -125,13 +124,13 @@ class AskedRows(Rows):
         lanes = [*keys.lanes] if self.storage.takes_keys else [keys.low.astype(jnp.int32)]
         return distinct(self.storage.owners(keys, self.num_shards), lanes, num_devices=self.num_shards)
 
-    def _names(self, wanted: Wanted) -> Any:
+    def _names(self, wanted: Wanted) -> PyTree:
         """The message to an owner: row numbers; or keys, how often each occurs on this device, and where first."""
         if not self.storage.takes_keys:
             return jnp.where(wanted.first_of == NO_ROW, NO_ROW, wanted.lanes[0])
         return *wanted.lanes, wanted.counts, wanted.first_of
 
-    def _received(self, question: Any) -> tuple[Keys, Int[Array, " nnz"], Int[Array, " nnz"] | None]:
+    def _received(self, question: PyTree) -> tuple[Keys, Int[Array, " nnz"], Int[Array, " nnz"] | None]:
         """Keys, occurrences and first places out of the message of `_names`, at the owner."""
         if self.storage.takes_keys:
             *lanes, counts, first_of = question
@@ -140,8 +139,8 @@ class AskedRows(Rows):
         return keys, keys.is_key.astype(jnp.int32), None
 
     def _find_arrived(
-        self, params: PyTree, slots: PyTree, question: Any, step: Step
-    ) -> tuple[Any, Any, Int[Array, " nnz"]]:
+        self, params: PyTree, slots: PyTree, question: PyTree, step: Step
+    ) -> tuple[PyTree, PyTree, Int[Array, " nnz"]]:
         """As `_find`, for keys of all devices, in their order."""
         keys, occurrences, first_of = self._received(question)
         if first_of is None:
@@ -162,7 +161,7 @@ class AskedRows(Rows):
         is_key, occurrences, *lanes = api.gather_rows((keys.is_key, occurrences, *keys.lanes), order.first_of)
         return Keys.of_lanes(lanes, is_key), occurrences, order
 
-    def _held(self, params: PyTree, wanted: Wanted, step: Step) -> Asking[Any]:
+    def _held(self, params: PyTree, wanted: Wanted, step: Step) -> Asking[PyTree]:
         """Parameters in which no key of this batch can lose its row to a key of an earlier round."""
         if not self.storage.makes_room or self._capacity(wanted) == wanted.entry_of.shape[0]:
             return params
@@ -182,7 +181,7 @@ class AskedRows(Rows):
         return jax.ShapeDtypeStruct((self.table.embedding_dim,), self.storage.vector_dtype(self.table))
 
     def _question(
-        self, wanted: Wanted, payload: Any, answer: Callable[..., Any], state: PyTree, *, reply: Any = None
+        self, wanted: Wanted, payload: PyTree, answer: Callable[..., PyTree], state: PyTree, *, reply: PyTree = None
     ) -> Question:
         return Question(wanted, payload, answer, state, self._capacity(wanted), reply)
 

@@ -6,24 +6,22 @@ The collection checks what users give and hands canonical batches over; stacks d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from rsembed.bags import Bags, as_bags
 from rsembed.collection.devices import Devices
 from rsembed.collection.rows import LookupResult
 from rsembed.collection.stack import Stack
-from rsembed.collection.state import Activations, Batch, LookupStatistics, Traffic
+from rsembed.collection.state import Activations, Batch, ByName, LookupStatistics, Traffic
 from rsembed.kernels import api
 from rsembed.keys import as_keys, num_invalid
 from rsembed.parallel.exchange import Asking, together
 from rsembed.specs import FeatureSpec
 
-ByStack = dict[str, Any]
 STACKS_TOGETHER = 25
 """How many stacks ask together on a mesh."""
 
@@ -46,12 +44,12 @@ class Engine:
         groups = [names[first : first + most] for first in range(0, max(len(names), 1), most)]
         self._groups = [Group(features, {name: stacks[name] for name in group}, devices) for group in groups]
 
-    def init(self, key: PRNGKeyArray) -> tuple[ByStack, ByStack]:
+    def init(self, key: PRNGKeyArray) -> tuple[ByName, ByName]:
         """Tables and slots of all stacks."""
         return _union([group.init(key) for group in self._groups])
 
     def lookup(
-        self, tables: ByStack, batch: Batch, numbers: ByStack | None = None
+        self, tables: ByName, batch: Batch, numbers: ByName | None = None
     ) -> tuple[Activations, LookupStatistics]:
         """Activations of all features, and what travelled; ahead of the steps of these numbers, if there are any."""
         if all(stack.storage.ids_are_rows for stack in self.stacks.values()):
@@ -59,7 +57,7 @@ class Engine:
         activations, statistics = self._all("lookup", [tables, numbers], [batch])
         return {name: activations[name] for name in self.features}, statistics
 
-    def weight_gradients(self, tables: ByStack, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, Array]:
+    def weight_gradients(self, tables: ByName, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, Array]:
         """Gradients of the weights of all ids of a batch, whether it has some or counts each once, by feature."""
         return self._all("weight_gradients", [tables], [batch, d_outputs])
 
@@ -71,13 +69,13 @@ class Engine:
         """Sum of the squares of the values of `row_gradients`, by stack, on one device that has all rows in arrays."""
         return self._all("squared_norm", [], [batch, d_outputs])
 
-    def apply(self, tables: ByStack, slots: ByStack, gradients: ByStack, steps: ByStack) -> tuple[ByStack, ByStack]:
+    def apply(self, tables: ByName, slots: ByName, gradients: ByName, steps: ByName) -> tuple[ByName, ByName]:
         """Tables and slots after a step with the gradients of distinct rows."""
         return self._all("apply", [tables, slots, gradients, steps], [])
 
     def update(
-        self, tables: ByStack, slots: ByStack, batch: Batch, d_outputs: Mapping[str, Array], steps: ByStack
-    ) -> tuple[ByStack, ByStack]:
+        self, tables: ByName, slots: ByName, batch: Batch, d_outputs: Mapping[str, Array], steps: ByName
+    ) -> tuple[ByName, ByName]:
         """Tables and slots after a step with the gradients of a batch."""
         return self._all("update", [tables, slots, steps], [batch, d_outputs])
 
@@ -89,7 +87,7 @@ class Engine:
         sharding = self.devices.sharding
         return tuple((name, sharding(rows), sharding(values)) for name, rows, values in partitions)
 
-    def _all(self, function: str, by_stack: Sequence[Any], by_feature: Sequence[Mapping[str, Any]]) -> Any:
+    def _all(self, function: str, by_stack: Sequence[PyTree], by_feature: Sequence[Mapping[str, PyTree]]) -> PyTree:
         """Results of a function of all groups, each with its part of dictionaries by stack, and by feature."""
         results = []
         for group in self._groups:
@@ -116,7 +114,7 @@ class Group:
         state = {name: stack.partition for name, stack in stacks.items()}
         gradients = {name: stack.gradient_partitions for name, stack in stacks.items()}
 
-        def on_each(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        def on_each(function: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree) -> Callable[..., PyTree]:
             return jax.jit(devices.on_each(function, in_specs, out_specs))
 
         self.init = on_each(self._init, everywhere, (state, state))
@@ -129,10 +127,10 @@ class Group:
 
     # On one device
 
-    def _init(self, key: PRNGKeyArray) -> tuple[ByStack, ByStack]:
+    def _init(self, key: PRNGKeyArray) -> tuple[ByName, ByName]:
         return two_dicts({name: stack.rows.init(key) for name, stack in self.stacks.items()})
 
-    def _lookup(self, tables: ByStack, numbers: ByStack | None, batch: Batch) -> tuple[Activations, LookupStatistics]:
+    def _lookup(self, tables: ByName, numbers: ByName | None, batch: Batch) -> tuple[Activations, LookupStatistics]:
         bags = all_as_bags(batch)
         activations: Activations = {}
         traffic: dict[str, Traffic] = {}
@@ -169,7 +167,7 @@ class Group:
         return num_ids, num_out_of_range
 
     def _weight_gradients(
-        self, tables: ByStack, batch: Batch, d_outputs: Mapping[str, Array]
+        self, tables: ByName, batch: Batch, d_outputs: Mapping[str, Array]
     ) -> dict[str, Float[Array, " nnz"]]:
         bags = all_as_bags(batch)
 
@@ -193,8 +191,8 @@ class Group:
         return self._together(lambda _, s: s.rows.squared_norm(s.occurrences(bags), _of_features(s, d_outputs)))
 
     def _apply(
-        self, tables: ByStack, slots: ByStack, gradients: Mapping[str, tuple[Array, Array]], steps: ByStack
-    ) -> tuple[ByStack, ByStack]:
+        self, tables: ByName, slots: ByName, gradients: Mapping[str, tuple[Array, Array]], steps: ByName
+    ) -> tuple[ByName, ByName]:
         stepped = {
             name: stack.rows.apply(tables[name], slots[name], *gradients[name], steps[name])
             for name, stack in self.stacks.items()
@@ -202,23 +200,23 @@ class Group:
         return two_dicts(stepped)
 
     def _update(
-        self, tables: ByStack, slots: ByStack, steps: ByStack, batch: Batch, d_outputs: Mapping[str, Array]
-    ) -> tuple[ByStack, ByStack]:
+        self, tables: ByName, slots: ByName, steps: ByName, batch: Batch, d_outputs: Mapping[str, Array]
+    ) -> tuple[ByName, ByName]:
         bags = all_as_bags(batch)
 
-        def update(name: str, stack: Stack) -> Asking[tuple[Any, Any]]:
+        def update(name: str, stack: Stack) -> Asking[tuple[PyTree, PyTree]]:
             own = _of_features(stack, d_outputs)
             return stack.rows.update(tables[name], slots[name], stack.occurrences(bags), own, steps[name])
 
         return two_dicts(self._together(update))
 
-    def _together(self, function: Callable[[str, Stack], Asking[Any]]) -> ByStack:
+    def _together(self, function: Callable[[str, Stack], Asking[PyTree]]) -> ByName:
         """Results of a function for all stacks, whose questions to other devices travel together."""
         askings = [function(name, stack) for name, stack in self.stacks.items()]
         return dict(zip(self.stacks, together(askings, self.devices.axes), strict=True))
 
 
-def _union(found: Sequence[Any]) -> Any:
+def _union(found: Sequence[PyTree]) -> PyTree:
     """One of several dictionaries, or tuples of such."""
     if len(found) == 1:
         return found[0]
@@ -233,7 +231,7 @@ def all_as_bags(batch: Batch) -> dict[str, Bags]:
     return {name: as_bags(value, feature=name) for name, value in batch.items()}
 
 
-def two_dicts(pairs: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+def two_dicts(pairs: Mapping[str, tuple[PyTree, PyTree]]) -> tuple[ByName, ByName]:
     """A dictionary of pairs as a pair of dictionaries."""
     return {name: first for name, (first, _) in pairs.items()}, {name: second for name, (_, second) in pairs.items()}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from rsembed.caching.backing import Generation
 from rsembed.collection.dense_rows import RowLayout
 from rsembed.collection.rows import Rows, keys_of_gradients
 from rsembed.collection.stack import RowNumberStack, refuse_traced
-from rsembed.collection.state import EmbeddingState
+from rsembed.collection.state import ByName, EmbeddingState
 from rsembed.kernels import api
 from rsembed.specs import TableSpec
 from rsembed.storage.host_cached import CachedRows, HostCached, Moves
@@ -73,7 +72,7 @@ class HostStack(RowNumberStack):
         self.generation.check(on_host(params.generation))
 
     def with_places(
-        self, params: CachedRows, slots: PyTree, batch: Mapping[str, Any] | Array
+        self, params: CachedRows, slots: PyTree, batch: Mapping[str, PyTree] | Array
     ) -> tuple[CachedRows, list[np.ndarray]]:
         """Parameters with places for the rows of a batch, or for those that row gradients are of, and what must move.
 
@@ -82,7 +81,7 @@ class HostStack(RowNumberStack):
         self.check(params, slots)
         make_room = self._of_batch if isinstance(batch, Mapping) else self._of_rows
         # Places are made without the rows, which a program on a mesh would copy.
-        without: Any = ()
+        without: PyTree = ()
         found, wanted = make_room(params._replace(near=params.near._replace(rows=without)), batch)
         *moves, num_failed = map(on_host, wanted)
         if num_failed.any():
@@ -94,7 +93,7 @@ class HostStack(RowNumberStack):
 
     def moved(
         self, params: CachedRows, slots: PyTree, moves: Sequence[np.ndarray], *, donates: bool
-    ) -> tuple[CachedRows, Any]:
+    ) -> tuple[CachedRows, PyTree]:
         """Parameters and slots after the moves that `with_places` returned. `donates` gives the given arrays away.
 
         Else those from before stay valid, too: rows that leave are written as they stand in them, and nothing else
@@ -118,18 +117,18 @@ class HostStack(RowNumberStack):
         (generation,) = self._placed([np.full(params.generation.shape, self.generation.number, np.uint32)])
         return params._replace(generation=generation)
 
-    def values(self, params: CachedRows, slots: PyTree) -> dict[str, Any]:
+    def values(self, params: CachedRows, slots: PyTree) -> ByName:
         return {self.table.name: self._arrays(params, slots)[0]}
 
-    def slots(self, params: CachedRows, slots: PyTree) -> dict[str, Any]:
+    def slots(self, params: CachedRows, slots: PyTree) -> ByName:
         own = tuple(map(jnp.asarray, self._arrays(params, slots)[1:]))
         return {self.table.name: self.rule.pack_slots(own)}
 
-    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
+    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: PyTree, step: Int[Array, ""]) -> PyTree:
         refuse_traced(table, values, step)
         return [self.as_whole(params, slots, table, values), *self._arrays(params, slots)[1:]]
 
-    def replaced(self, params: CachedRows, slots: PyTree, values: Mapping[str, Any]) -> tuple[CachedRows, Any]:
+    def replaced(self, params: CachedRows, slots: PyTree, values: Mapping[str, PyTree]) -> tuple[CachedRows, PyTree]:
         """A fresh store with these rows and slots, none of which is near."""
         empty = self.devices.on_each(self.storage.emptied, (self.partition,), self.partition)
         params = self.begin(jax.jit(empty)(params))
@@ -137,10 +136,10 @@ class HostStack(RowNumberStack):
         self.store.write(np.arange(self.table.vocabulary_size), arrays)
         return params, slots
 
-    def saved(self, params: CachedRows, slots: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
+    def saved(self, params: CachedRows, slots: PyTree) -> tuple[ByName, ByName]:
         return self._by_name(self._arrays(params, slots))
 
-    def template(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def template(self) -> tuple[ByName, ByName]:
         row = jax.ShapeDtypeStruct((1, self.table.embedding_dim), jnp.float32)
         shapes = [(row.shape, jnp.dtype(self.table.dtype))]
         shapes += [(slot.shape, slot.dtype) for slot in jax.eval_shape(self.rule.init_slots, row)]
@@ -166,17 +165,17 @@ class HostStack(RowNumberStack):
     def _slot_names(self) -> list[str]:
         return list(getattr(self.rule.slot_type, "_fields", map(str, range(self.rule.slot_variables_count()))))
 
-    def _by_name(self, arrays: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _by_name(self, arrays: Sequence[PyTree]) -> tuple[ByName, ByName]:
         rows, *slots = arrays
         return {self.table.name: rows}, {self.table.name: dict(zip(self._slot_names, slots, strict=True))}
 
-    def _placed(self, arrays: Sequence[np.ndarray]) -> list[Any]:
-        placed: list[Any] = self.devices.place_from_host(list(arrays), self.partition)
+    def _placed(self, arrays: Sequence[np.ndarray]) -> list[PyTree]:
+        placed: list[PyTree] = self.devices.place_from_host(list(arrays), self.partition)
         return placed
 
     # On one device
 
-    def _make_room(self, params: CachedRows, batch: Any) -> tuple[CachedRows, Moves]:
+    def _make_room(self, params: CachedRows, batch: PyTree) -> tuple[CachedRows, Moves]:
         if isinstance(batch, Mapping):
             bags = {name: as_bags(value, feature=name) for name, value in batch.items()}
             keys = self.rows.own_keys(self.occurrences(bags))
@@ -186,7 +185,7 @@ class HostStack(RowNumberStack):
 
 
 def fetched(
-    on_host: Mapping[str, HostStack], state: EmbeddingState, wanted: Mapping[str, Any], *, donates: bool
+    on_host: Mapping[str, HostStack], state: EmbeddingState, wanted: Mapping[str, PyTree], *, donates: bool
 ) -> EmbeddingState:
     """The state with the rows near that a batch, or lanes of row gradients, wants by stack.
 
@@ -213,6 +212,6 @@ def _gather(params: CachedRows, slots: PyTree, rows: Array) -> tuple[Array, ...]
     return api.gather_rows((params.near.rows, *slots), rows)
 
 
-def _scatter(params: CachedRows, slots: PyTree, rows: Array, values: tuple[Array, ...]) -> tuple[CachedRows, Any]:
+def _scatter(params: CachedRows, slots: PyTree, rows: Array, values: tuple[Array, ...]) -> tuple[CachedRows, PyTree]:
     table, *kept = api.scatter_rows((params.near.rows, *slots), rows, values)
     return params._replace(near=params.near._replace(rows=table)), tuple(kept)

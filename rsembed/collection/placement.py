@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Literal, cast
+
+from jaxtyping import PyTree
 
 from rsembed.checks import did_you_mean
 from rsembed.collection.asked_rows import AskedRows
@@ -58,9 +60,9 @@ def placement_of_tables(
     return {name: "replicated" if devices.mesh is None else given.get(name, default[name]) for name in tables}
 
 
-def plan_placed(features: Any, placements: Mapping[str, str]) -> StackingPlan:
+def plan_placed(features: PyTree, placements: Mapping[str, str]) -> StackingPlan:
     """Stacks of tables that can share one and have the same placement."""
-    tables, placed = tables_of(features), dict[Any, list[str]]()
+    tables, placed = tables_of(features), dict[tuple[int, str], list[str]]()
     for number, group in enumerate(group_tables(features, num_shards=1, pad=False)):
         for name in group:
             placed.setdefault((number, placements[name]), []).append(name)
@@ -74,7 +76,7 @@ def plan_placed(features: Any, placements: Mapping[str, str]) -> StackingPlan:
 
 def make_stacks(
     plan: StackingPlan,
-    features: Any,
+    features: PyTree,
     placements: Mapping[str, str],
     devices: Devices,
     *,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -238,7 +238,7 @@ class Rows:
 
     def _find(
         self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, step: Step
-    ) -> tuple[Any, Any, Int[Array, " nnz"]]:
+    ) -> tuple[PyTree, PyTree, Int[Array, " nnz"]]:
         return self.storage.find(params, slots, keys, self.table, occurrences=occurrences, step=step)
 
     def _step(

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from rsembed.checks import dtype_among
@@ -79,9 +80,9 @@ class DynamicTable(NamedTuple):
       key: PRNG key of each table.
     """
 
-    keys: Any
+    keys: PyTree
     rows: Float[Array, "rows dim"]
-    waiting: Any
+    waiting: PyTree
     counters: Counters
     key: KeyOrKeys
 
@@ -122,10 +123,10 @@ def empty(
     return DynamicTable(keys, rows, waiting, Counters.zeros(*Counters._fields, num_tables=len(capacities)), own), slots
 
 
-def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[Any]:
+def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
     """Parameters or slots of all shards, on the host, as those of each table."""
 
-    def parted(leaf: Any) -> Any:
+    def parted(leaf: PyTree) -> PyTree:
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = on_host(jax.random.key_data(leaf))
             leaf = jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaf))
@@ -140,10 +141,10 @@ def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[Any]:
     ]
 
 
-def stack(trees: Sequence[Any], num_shards: int) -> Any:
+def stack(trees: Sequence[PyTree], num_shards: int) -> PyTree:
     """The inverse of `unstack`."""
 
-    def joined(*leaves: Any) -> Any:
+    def joined(*leaves: PyTree) -> PyTree:
         by_shard = [leaf.reshape(num_shards, -1, *leaf.shape[1:]) for leaf in leaves]
         is_key = jax.dtypes.issubdtype(leaves[0].dtype, jax.dtypes.prng_key)
         stacked = (jnp if is_key else np).concatenate(by_shard, axis=1)
@@ -234,7 +235,7 @@ def _rounding_by_key(params: DynamicTable, step: Step) -> Step:
         return step
     rounding = step.rounding
 
-    def by_key(values: Array, dtype: Any, rows: Array) -> Array:
+    def by_key(values: Array, dtype: DTypeLike, rows: Array) -> Array:
         lanes = (lane.at[rows].get(mode="fill", fill_value=0) for lane in (params.keys.high, params.keys.low))
         numbers, table = mix(*lanes).astype(jnp.int32), row_map.table_of(params.keys, rows)
         return rounding(values, dtype, numbers) if table is None else rounding(values, dtype, numbers, table=table)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 from rsembed.caching.backing import BackingStore
 from rsembed.checks import PositiveInt, check_type
@@ -154,7 +154,7 @@ class HostCached(Storage):
         return params._replace(near=near), slots
 
     def step_distinct(
-        self, params: CachedRows, slots: Slots, rows: Any, gradients: Any, table: TableSpec, *, step: Step
+        self, params: CachedRows, slots: Slots, rows: PyTree, gradients: PyTree, table: TableSpec, *, step: Step
     ) -> tuple[CachedRows, Slots]:
         near, slots = hashed_rows.step_distinct(params.near, slots, rows, gradients, step)
         return params._replace(near=near), slots
@@ -222,7 +222,7 @@ def _found(params: CachedRows, keys: Keys, table_name: str) -> Int[Array, " nnz"
     rows = row_map.find(params.near.keys, keys)
     num_missing = jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
 
-    def stop(num_missing: Any) -> None:
+    def stop(num_missing: np.ndarray) -> None:
         raise RuntimeError(
             f"rsembed.storage: {int(num_missing)} ids of the batch have no row of table {table_name!r} on the device; "
             "call collection.prefetch(state, batch) before the compiled step, with the batch that it reads."
