@@ -8,12 +8,11 @@ from typing import Literal, cast
 from jaxtyping import PyTree
 
 from rsembed.checks import did_you_mean
-from rsembed.collection.asked_rows import AskedRows
 from rsembed.collection.dense_rows import DenseRows, RowLayout
 from rsembed.collection.devices import Devices
 from rsembed.collection.host_stack import HostStack
 from rsembed.collection.keyed_stack import KeyedStack
-from rsembed.collection.rows import Rows
+from rsembed.collection.rows import AskedRows, Rows
 from rsembed.collection.stack import ArrayStack, Stack, TrainStack
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking

@@ -20,8 +20,8 @@ from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import hash_table, hashed_rows, logical_rows, row_map
-from rsembed.storage.hashed_rows import MAX_CAPACITY, DynamicTable, numbers_of
-from rsembed.storage.protocol import ReadAhead, Storage, of_near_sizes
+from rsembed.storage.hashed_rows import MAX_CAPACITY, DynamicRows, DynamicTable, numbers_of
+from rsembed.storage.protocol import ReadAhead, of_near_sizes
 from rsembed.storage.row_map import Score
 
 ROWS_BY_KEY = "rows by key"
@@ -31,28 +31,8 @@ Eviction = Literal["lru", "lfu", "age", "l2"]
 EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu", "age", "l2")
 
 
-class RowsByKey(Storage):
-    """A storage whose `params` are a `DynamicTable`; how keys find their rows is left to say."""
-
-    def vectors(self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
-        return hashed_rows.read(params, rows)
-
-    def step(
-        self,
-        params: PyTree,
-        slots: Slots,
-        segments: Sequence[Segment],
-        d_outputs: PyTree,
-        table: TableSpec,
-        *,
-        step: Step,
-    ) -> tuple[DynamicTable, Slots]:
-        return hashed_rows.step(params, slots, segments, d_outputs, step)
-
-    def step_distinct(
-        self, params: PyTree, slots: Slots, rows: PyTree, gradients: PyTree, table: TableSpec, *, step: Step
-    ) -> tuple[DynamicTable, Slots]:
-        return hashed_rows.step_distinct(params, slots, rows, gradients, step)
+class RowsByKey(DynamicRows):
+    """A storage of rows that come out and go in by key; how keys find their rows is left to say."""
 
     def rows(self, params: DynamicTable, slots: PyTree, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
         return logical_rows.export(params, slots, table, num_shards)
@@ -66,9 +46,6 @@ class RowsByKey(Storage):
                 f"[n, {table.embedding_dim}], as collection.tables returns it, not {type(rows).__name__}."
             )
         return logical_rows.import_rows(params, slots, rows, table, num_shards)
-
-    def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
-        return hashed_rows.counts(params, num_shards)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -78,6 +78,7 @@ class DynamicTable(NamedTuple):
       waiting: a `RowMap` of keys that wait for admission, which counts them; None if every key is admitted at once.
       counters: what happened so far.
       key: PRNG key of each table.
+      generation: how often rows were exchanged with the host, from a random number on; None where none are there.
     """
 
     keys: PyTree
@@ -85,6 +86,7 @@ class DynamicTable(NamedTuple):
     waiting: PyTree
     counters: Counters
     key: KeyOrKeys
+    generation: UInt32[Array, "1"] | None = None
 
     @property
     def num_tables(self) -> int:
@@ -209,26 +211,6 @@ def read(params: DynamicTable, rows: Int[Array, " nnz"]) -> Float[Array, "nnz di
     return api.lookup(params.rows, [Segment(rows, None, None, "none")])[0]
 
 
-def step(
-    params: DynamicTable,
-    slots: Slots,
-    segments: Sequence[Segment],
-    d_outputs: Sequence[Float[Array, "_ dim"]],
-    step: Step,
-) -> tuple[DynamicTable, Slots]:
-    """One optimizer step of the rows that segments read."""
-    rows, slots = api.update(params.rows, slots, SegmentGradients(segments, d_outputs), _rounding_by_key(params, step))
-    return params._replace(rows=rows), slots
-
-
-def step_distinct(
-    params: DynamicTable, slots: Slots, rows: Int[Array, " n"], gradients: Float[Array, "n dim"], step: Step
-) -> tuple[DynamicTable, Slots]:
-    """One optimizer step of rows of which none comes twice; nothing is sorted."""
-    stepped, slots = api.apply_rows(params.rows, slots, rows, gradients, _rounding_by_key(params, step))
-    return params._replace(rows=stepped), slots
-
-
 def _rounding_by_key(params: DynamicTable, step: Step) -> Step:
     """A step whose 16-bit rows are rounded with noise that belongs to the key, whichever row it has."""
     if step.rounding is None:
@@ -286,12 +268,39 @@ def grow(
     return params._replace(keys=row_map.grow(params.keys, capacity), rows=rows, waiting=waiting), slots
 
 
-def counts(params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
-    """Rows in use and all counters of each shard, int64, on the host."""
-    num_free = np.zeros(num_shards, np.int64) if params.keys is None else on_host(params.keys.num_free).astype(np.int64)
-    found = {"rows": params.rows.shape[0] // num_shards - num_free}
-    counters = params.counters._asdict().items()
-    return found | {name: numbers_of(lanes) for name, lanes in counters if lanes is not None}
+class DynamicRows(Storage):
+    """A storage whose `params` are a `DynamicTable`; how keys find their rows is left to say."""
+
+    def vectors(self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
+        return read(params, rows)
+
+    def step(
+        self,
+        params: DynamicTable,
+        slots: Slots,
+        segments: Sequence[Segment],
+        d_outputs: Sequence[Float[Array, "_ dim"]],
+        table: TableSpec,
+        *,
+        step: Step,
+    ) -> tuple[DynamicTable, Slots]:
+        gradients = SegmentGradients(segments, d_outputs)
+        rows, slots = api.update(params.rows, slots, gradients, _rounding_by_key(params, step))
+        return params._replace(rows=rows), slots
+
+    def step_distinct(
+        self, params: DynamicTable, slots: Slots, rows: Array, gradients: Array, table: TableSpec, *, step: Step
+    ) -> tuple[DynamicTable, Slots]:
+        """As every storage; nothing is sorted."""
+        stepped, slots = api.apply_rows(params.rows, slots, rows, gradients, _rounding_by_key(params, step))
+        return params._replace(rows=stepped), slots
+
+    def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
+        """Rows in use and all counters of each shard, int64."""
+        num_free = 0 if params.keys is None else on_host(params.keys.num_free).astype(np.int64)
+        found = {"rows": params.rows.shape[0] // num_shards - num_free + np.zeros(num_shards, np.int64)}
+        counters = params.counters._asdict().items()
+        return found | {name: numbers_of(lanes) for name, lanes in counters if lanes is not None}
 
 
 def numbers_of(lanes: Array) -> np.ndarray:
