@@ -63,7 +63,7 @@ storage/row_map.py  storage/test_contract.py -k evicting
     (row_map.last_step != FREE) & (row_map.last_step != step) => row_map.last_step != FREE
 storage/row_map.py  storage/test_evict.py
     step - row_map.last_step > steps_to_live => step - row_map.last_step >= steps_to_live
-storage/admission.py  storage/test_admission.py
+storage/hashed.py  storage/test_admission.py
     (drawn >= _power(1.0 - probability, occurrences)) => (drawn >= _power(probability, occurrences))
 storage/host_cached.py  storage/test_corners.py -k leave_the_device
     row_map.add_counts(row_map.count_of(known, rows), uses) => uses
@@ -72,10 +72,10 @@ storage/logical_rows.py  storage/test_evict.py
 collection/rows.py  storage/test_contract.py
     rows=jnp.where(keys.is_key, position, NO_ROW) => rows=position
     entry_gains(s, NO_ROW)[1] if => None if
-collection/asked_rows.py  storage/test_contract.py -k many
+collection/rows.py  storage/test_contract.py -k many
     count + jnp.sum(is_row, dtype=jnp.int32), => count,
     if self.table.optimizer.moves_all_rows: => if False:
-collection/asked_rows.py  storage/test_policies.py
+collection/rows.py  storage/test_policies.py
     order.entry_of)[0] => order.first_of)[0]
 collection/dense_rows.py  collection/test_mesh.py
     used[owner] += table.rows => used[owner] += 0

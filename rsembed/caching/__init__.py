@@ -4,6 +4,6 @@ The policy runs on the host in numpy and knows only ids and slot numbers; whoeve
 """
 
 from rsembed.caching.set_associative import Admission as Admission
+from rsembed.caching.set_associative import CacheCounts as CacheCounts
+from rsembed.caching.set_associative import CacheStatistics as CacheStatistics
 from rsembed.caching.set_associative import SetAssociativeCache as SetAssociativeCache
-from rsembed.caching.statistics import CacheCounts as CacheCounts
-from rsembed.caching.statistics import CacheStatistics as CacheStatistics

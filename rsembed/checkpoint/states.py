@@ -20,7 +20,7 @@ from rsembed.collection.dense_rows import Place
 from rsembed.fingerprint import ELSEWHERE, Fingerprint
 from rsembed.kernels import api
 from rsembed.storage import ROWS_BY_KEY
-from rsembed.storage.sharing import parts
+from rsembed.storage.protocol import parts
 
 
 class CorruptCheckpointError(ValueError):

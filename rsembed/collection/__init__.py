@@ -9,8 +9,7 @@ embeddings.py   what users call; every method is one function of what a single d
 └─ stack.py     rows of one table or several, the features that read them, and the tables by name
      keyed_stack.py   of tables with keys
      host_stack.py    of a table on the host, whose rows travel
-     rows.py          the way to rows that are here, whole or by column
-     asked_rows.py    to rows with an owner each, whom all devices ask
+     rows.py          the way to rows that are here, whole or by column, or have an owner each, whom all devices ask
      dense_rows.py    an array of rows, and where each lies; see `rsembed.storage` for other storages
 ```
 """

@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.bags import Bags
 from rsembed.initial_values import form, initial_rows, table_keys
@@ -97,7 +98,7 @@ class RowLayout:
         """Rows that one device has."""
         return self.shards_per_device * self.rows_per_shard
 
-    def facts(self, tables: Mapping[str, TableSpec]) -> dict[str, Any]:
+    def facts(self, tables: Mapping[str, TableSpec]) -> dict[str, object]:
         """All on which the meaning of a state's arrays depends, as `EmbeddingState.layout` keeps it."""
         optimizer = self.stack.spec.optimizer
         slots = getattr(optimizer.slot_type, "_fields", None) or map(str, range(optimizer.slot_variables_count()))
@@ -111,7 +112,7 @@ class RowLayout:
             },
         }
 
-    def _parts(self, table: TableSpec) -> dict[str, Any]:
+    def _parts(self, table: TableSpec) -> dict[str, list[int]]:
         """Rows of each array that belong to a table whose arrays those of others follow."""
         sizes = None if table.storage is None or len(self.stack.tables) == 1 else table.storage.part_sizes(table)
         return {} if sizes is None else {"part_sizes": list(sizes)}
@@ -124,7 +125,7 @@ class RowLayout:
     def _place_of(self) -> dict[str, Place]:
         return dict(zip((table.name for table in self.stack.tables), self.places, strict=True))
 
-    def rows(self, table_name: str, ids: Any) -> Any:
+    def rows(self, table_name: str, ids: PyTree) -> PyTree:
         """Row of each id in the array; ids must lie inside the table."""
         return self.place(table_name).rows(ids, spread=self.spread, rows_per_shard=self.rows_per_shard)
 
@@ -133,7 +134,7 @@ class RowLayout:
         place = self.place(table_name)
         return place.all_rows(vocabulary_size, spread=self.spread, rows_per_shard=self.rows_per_shard)
 
-    def rounding(self, rounding: Rounding | None, device: Any) -> Rounding | None:
+    def rounding(self, rounding: Rounding | None, device: Int[Array, ""] | int) -> Rounding | None:
         """The rounding of a device's rows, with noise that no stack, placement or mesh changes.
 
         Rows are told apart by a number for the table's name and the id, wherever they lie.
@@ -142,7 +143,7 @@ class RowLayout:
             return None
         names = [table.name for table in self.stack.tables]
 
-        def round_rows(values: Array, dtype: Any, rows: Array) -> Array:
+        def round_rows(values: Array, dtype: DTypeLike, rows: Array) -> Array:
             sizes, shard, row = [table.rows for table in self.stack.tables], device, rows
             if self.shards_per_device > 1:
                 own, row = jnp.divmod(rows, self.rows_per_shard)
@@ -184,7 +185,7 @@ def numbers_of_rows(names: Sequence[str], tables: Int[Array, " rows"], ids: Int[
     return mix(ids.astype(jnp.uint32), jnp.asarray(of_names)[tables]).astype(jnp.int32)
 
 
-def table_facts(table: TableSpec) -> dict[str, Any]:
+def table_facts(table: TableSpec) -> dict[str, object]:
     """Facts of a table that must be equal wherever its rows and optimizer state are used; learning rates may change."""
     storage = None if table.storage is None else table.storage.resolved(table)
     return {
@@ -285,7 +286,7 @@ def _filled(
     tables: Sequence[PlacedTable],
     block: int,
     shards: OwnShards,
-    columns: tuple[Any, int],
+    columns: tuple[Int[Array, ""] | int, int],
     write: Callable[[tuple[Array, ...], Array, Array], tuple[Array, ...]],
 ) -> tuple[Array, ...]:
     spec, keys = tables[0].spec, table_keys(key, [table.spec.name for table in tables])
@@ -362,7 +363,7 @@ class DenseRows(Storage):
         """The shard of every row."""
         return jnp.where(keys.is_key, keys.low.astype(jnp.int32) // self.layout.rows_per_device, num_shards)
 
-    def vector_dtype(self, table: TableSpec) -> Any:
+    def vector_dtype(self, table: TableSpec) -> DTypeLike:
         """That of the table: half as many bytes travel."""
         return jnp.dtype(table.dtype)
 

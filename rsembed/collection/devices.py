@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,27 +70,27 @@ class Devices:
             raise ValueError("one device alone has no sharding.")
         return NamedSharding(self.mesh, partition)
 
-    def place(self, tree: PyTree, partition: PartitionSpec) -> Any:
+    def place(self, tree: PyTree, partition: PartitionSpec) -> PyTree:
         """Arrays laid out as `partition` says; unchanged on one device."""
         if self.mesh is None:
             return tree
         # Not device_put, which knows only devices of this process.
         return jax.jit(_same, out_shardings=self.sharding(partition))(tree)
 
-    def place_from_host(self, tree: PyTree, partition: PartitionSpec) -> Any:
+    def place_from_host(self, tree: PyTree, partition: PartitionSpec) -> PyTree:
         """Whole arrays of numpy, equal in every process, laid out as `partition` says; JAX's stay where they are."""
         if self.mesh is None:
             return jax.tree.map(jnp.asarray, tree)
         sharding = self.sharding(partition)
 
-        def placed(leaf: Any) -> jax.Array:
+        def placed(leaf: PyTree) -> jax.Array:
             if isinstance(leaf, jax.Array):
                 return leaf
             return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
         return jax.tree.map(placed, tree)
 
-    def on_each(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def on_each(self, function: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree) -> Callable[..., PyTree]:
         """`function` of what one device holds, as a function of global arrays.
 
         Raises: ValueError: it is called while a mesh of explicit axes is set.
@@ -103,7 +102,7 @@ class Devices:
         )  # kernels say nothing about how their results vary over the mesh
 
         @functools.wraps(function)
-        def on_each_device(*args: Any) -> Any:
+        def on_each_device(*args: PyTree) -> PyTree:
             context = jax.sharding.get_abstract_mesh()
             if AxisType.Explicit in context.axis_types:
                 raise ValueError(
@@ -121,7 +120,7 @@ class Devices:
         """Number of this device."""
         return jnp.zeros((), jnp.int32) if self.mesh is None else jax.lax.axis_index(self.axes)
 
-    def total(self, tree: PyTree) -> Any:
+    def total(self, tree: PyTree) -> PyTree:
         """Sums over devices."""
         return tree if self.mesh is None else jax.lax.psum(tree, self.axes)
 
@@ -154,5 +153,5 @@ class Devices:
         return Segment(rows, offsets, weights, segment.combiner)
 
 
-def _same(tree: PyTree) -> Any:
+def _same(tree: PyTree) -> PyTree:
     return tree

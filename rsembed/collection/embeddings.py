@@ -7,7 +7,6 @@ import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine, all_as_bags, two_dicts
 from rsembed.collection.logical_tables import LogicalTables
 from rsembed.collection.placement import make_stacks, placement_of_tables, plan_placed
-from rsembed.collection.state import Activations, Batch, EmbeddingState
+from rsembed.collection.state import Activations, Batch, ByName, EmbeddingState
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.initial_values import table_keys
 from rsembed.kernels import api
@@ -77,7 +76,7 @@ class EmbeddingCollection:
     @validated
     def __init__(
         self,
-        features: Any,
+        features: PyTree,
         *,
         mesh: Mesh | None = None,
         sharding_axis: str | Sequence[str] | None = None,
@@ -106,7 +105,7 @@ class EmbeddingCollection:
         )
         inputs.check_output_shapes(self.features, self.devices)
         self.layout = Fingerprint.of({n: stack.layout.facts(self.table_specs) for n, stack in self._stacks.items()})
-        self._traced_sizes: set[Any] = set()
+        self._traced_sizes: set[tuple[tuple[int, ...], ...]] = set()
         self._build()
 
     def _build(self) -> None:
@@ -117,7 +116,7 @@ class EmbeddingCollection:
 
     # Pickled for the workers of an input pipeline
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         for name, table in self.table_specs.items():
             try:
                 pickle.dumps((table.optimizer, table.initializer, table.storage, self.devices))
@@ -128,11 +127,11 @@ class EmbeddingCollection:
                 ) from error
         return {name: value for name, value in vars(self).items() if name not in _OF_THIS_PROCESS}
 
-    def __setstate__(self, values: dict[str, Any]) -> None:
+    def __setstate__(self, values: dict[str, object]) -> None:
         vars(self).update(values)
         self._build()
 
-    def __deepcopy__(self, memo: Any) -> EmbeddingCollection:
+    def __deepcopy__(self, memo: object) -> EmbeddingCollection:
         return self  # all that changes is in the state
 
     def for_inputs(self) -> EmbeddingCollection:
@@ -197,7 +196,7 @@ class EmbeddingCollection:
         near = host_stack.fetched(self._on_host, state, dict.fromkeys(self._on_host, batch), donates=True)
         return host_stack.with_new_generation(self._on_host, near)
 
-    def _fetched(self, state: EmbeddingState, wanted: Mapping[str, Any]) -> EmbeddingState:
+    def _fetched(self, state: EmbeddingState, wanted: Mapping[str, PyTree]) -> EmbeddingState:
         """With the rows near that a batch, or lanes of row gradients, wants by stack; inside `jit` as it is."""
         return state if is_traced((state, wanted)) else host_stack.fetched(self._on_host, state, wanted, donates=False)
 
@@ -205,7 +204,7 @@ class EmbeddingCollection:
     def template(self) -> EmbeddingState:
         """A state of shapes and shardings instead of arrays, which `checkpoint.load(path, like=...)` fills."""
         tables, slots = jax.eval_shape(self._engine.init, jax.random.key(0))
-        rest: Any = jax.ShapeDtypeStruct((), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
+        rest: PyTree = jax.ShapeDtypeStruct((), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
         if self.devices.mesh is not None:
             sharding = self.devices.sharding
             placed = {name: sharding(stack.partition) for name, stack in self._stacks.items()}
@@ -250,7 +249,7 @@ class EmbeddingCollection:
                 "a state of collection.init, or load one with load_collection."
             )
 
-    def tables(self, state: EmbeddingState) -> dict[str, Any]:
+    def tables(self, state: EmbeddingState) -> ByName:
         """The logical tables by name (copies; on a mesh, every device gets one).
 
         Of a table with keys, a dictionary of numpy arrays: `keys` in ascending order, their `values`, one `slot_<name>`
@@ -266,7 +265,7 @@ class EmbeddingCollection:
         found = [stack.counts(state.tables[name]) for name, stack in self._stacks.items()]
         return {name: counts for own in found for name, counts in own.items() if counts}
 
-    def slots(self, state: EmbeddingState) -> dict[str, Any]:
+    def slots(self, state: EmbeddingState) -> ByName:
         """The optimizer state of every logical table (copies), in the named tuple of its optimizer.
 
         Of a table with keys, in the order of `tables(state)[name]["keys"]`; of other storages, as these have it.
@@ -320,7 +319,7 @@ class EmbeddingCollection:
 
     # Forward
 
-    def prepare(self, batch: Batch) -> dict[str, Any]:
+    def prepare(self, batch: Batch) -> ByName:
         """Checks a batch on the host and brings it into canonical form, ready for a jitted step.
 
         Do this before `jit`: inside it, ids are int32 and cannot be checked, only counted. Arrays stay arrays, all
@@ -337,7 +336,7 @@ class EmbeddingCollection:
         """
         return inputs.prepare(self.features, batch, self.devices, bounds_check=self.bounds_check)
 
-    def lookup(self, state: EmbeddingState, batch: Batch, *, return_statistics: bool = False) -> Any:
+    def lookup(self, state: EmbeddingState, batch: Batch, *, return_statistics: bool = False) -> PyTree:
         """Activations of every feature, float32; on a mesh, split by sample.
 
         Args:
@@ -372,7 +371,7 @@ class EmbeddingCollection:
 
     # Backward
 
-    def lookup_vjp(self, state: EmbeddingState, batch: Batch) -> tuple[Activations, Callable[[Any], RowGradients]]:
+    def lookup_vjp(self, state: EmbeddingState, batch: Batch) -> tuple[Activations, Callable[[PyTree], RowGradients]]:
         """Activations, and a function from their gradients to the `RowGradients` of the tables.
 
         Example:
@@ -409,7 +408,7 @@ class EmbeddingCollection:
         check_belong(row_gradients, self.layout, self._num_rows, axes, owner="collection", way_out=way_out)
         self.check_state(state)
         if (summands := row_gradients.summands) is not None:
-            update: Callable[..., Any] = summands.engine.update
+            update: Callable[..., PyTree] = summands.engine.update
             return self._stepped(state, {}, update, summands.batch, summands.d_outputs)
         gradients = {name: (row_gradients.rows[name], row_gradients.values[name]) for name in self._stacks}
         return self._stepped(state, row_gradients.rows, self._engine.apply, gradients)
@@ -430,7 +429,11 @@ class EmbeddingCollection:
         }
 
     def _stepped(
-        self, given: EmbeddingState, wanted: Mapping[str, Any], step_stacks: Callable[..., Any], *gradients: Any
+        self,
+        given: EmbeddingState,
+        wanted: Mapping[str, PyTree],
+        step_stacks: Callable[..., PyTree],
+        *gradients: PyTree,
     ) -> EmbeddingState:
         state = self._fetched(given, wanted)
         _tell_of(tuple(name for name, table in self.table_specs.items() if table.optimizer is UNCHOSEN_OPTIMIZER))
@@ -476,7 +479,7 @@ def _tell_of(unchosen: tuple[str, ...]) -> None:
         )
 
 
-def _shape_and_kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
+def _shape_and_kind(leaf: object) -> tuple[tuple[int, ...], object]:
     """Shape and kind of an array; PRNG keys are one kind, whichever generator made them."""
     if not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return (), type(leaf)
@@ -484,7 +487,7 @@ def _shape_and_kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
     return leaf.shape, jax.dtypes.prng_key if is_key else leaf.dtype
 
 
-def _shown(leaf: Any) -> str:
+def _shown(leaf: object) -> str:
     shape, kind = _shape_and_kind(leaf)
     return f"{getattr(kind, '__name__', kind)}{list(shape)}"
 

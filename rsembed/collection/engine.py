@@ -5,25 +5,25 @@ The collection checks what users give and hands canonical batches over; stacks d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from rsembed.bags import Bags, as_bags
 from rsembed.collection.devices import Devices
-from rsembed.collection.rows import LookupResult
+from rsembed.collection.rows import LookupResult, Occurrences, Rows
 from rsembed.collection.stack import Stack
-from rsembed.collection.state import Activations, Batch, LookupStatistics, Traffic
+from rsembed.collection.state import Activations, Batch, ByName, LookupStatistics, Traffic
 from rsembed.kernels import api
 from rsembed.keys import as_keys, num_invalid
 from rsembed.parallel.exchange import Asking, together
 from rsembed.specs import FeatureSpec
 
-ByStack = dict[str, Any]
+Stacks = Mapping[str, Stack]
 STACKS_TOGETHER = 25
 """How many stacks ask together on a mesh."""
 
@@ -38,48 +38,39 @@ class Engine:
       features: by name.
       stacks: by name.
       devices: the mesh.
+
+    Attributes:
+      init: `(key)` to tables and slots of all stacks.
+      weight_gradients: `(tables, batch, d_outputs)` to gradients of the weights of all ids of a batch, whether it has
+        some or counts each once, by feature.
+      row_gradients: `(batch, d_outputs)` to rows and values of `RowGradients`, by stack.
+      squared_norm: `(batch, d_outputs)` to the sum of the squares of the values of `row_gradients`, by stack, on one
+        device that has all rows in arrays.
+      apply: `(tables, slots, gradients, steps)` to tables and slots after a step with the gradients of distinct rows.
+      update: `(tables, slots, batch, d_outputs, steps)` to tables and slots after a step with the gradients of a batch.
     """
 
     def __init__(self, features: Mapping[str, FeatureSpec], stacks: Mapping[str, Stack], devices: Devices):
         self.features, self.stacks, self.devices = features, stacks, devices
-        names, most = list(stacks), STACKS_TOGETHER if devices.num_devices > 1 else max(len(stacks), 1)
-        groups = [names[first : first + most] for first in range(0, max(len(names), 1), most)]
-        self._groups = [Group(features, {name: stacks[name] for name in group}, devices) for group in groups]
-
-    def init(self, key: PRNGKeyArray) -> tuple[ByStack, ByStack]:
-        """Tables and slots of all stacks."""
-        return _union([group.init(key) for group in self._groups])
+        everywhere, split = PartitionSpec(), devices.split
+        state = {name: stack.partition for name, stack in stacks.items()}
+        gradients = {name: stack.gradient_partitions for name, stack in stacks.items()}
+        self.init = self._on_each(self._init, (everywhere,), (state, state))
+        self._look_up = self._on_each(self._lookup, (state, everywhere, split), (split, everywhere))
+        self.weight_gradients = self._on_each(self._weight_gradients, (state, split, split), split)
+        self.row_gradients = self._on_each(self._row_gradients, (split, split), gradients)
+        self.squared_norm = self._on_each(self._squared_norm, (split, split), everywhere)
+        self.apply = self._on_each(self._apply, (state, state, gradients, everywhere), (state, state))
+        self.update = self._on_each(self._update, (state, state, split, split, everywhere), (state, state))
 
     def lookup(
-        self, tables: ByStack, batch: Batch, numbers: ByStack | None = None
+        self, tables: ByName, batch: Batch, numbers: ByName | None = None
     ) -> tuple[Activations, LookupStatistics]:
         """Activations of all features, and what travelled; ahead of the steps of these numbers, if there are any."""
         if all(stack.storage.ids_are_rows for stack in self.stacks.values()):
             numbers = None  # all rows are there already, so that one program serves both
-        activations, statistics = self._all("lookup", [tables, numbers], [batch])
+        activations, statistics = self._look_up(tables, numbers, batch)
         return {name: activations[name] for name in self.features}, statistics
-
-    def weight_gradients(self, tables: ByStack, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Gradients of the weights of all ids of a batch, whether it has some or counts each once, by feature."""
-        return self._all("weight_gradients", [tables], [batch, d_outputs])
-
-    def row_gradients(self, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
-        """Rows and values of `RowGradients`, by stack."""
-        return self._all("row_gradients", [], [batch, d_outputs])
-
-    def squared_norm(self, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, Float[Array, ""]]:
-        """Sum of the squares of the values of `row_gradients`, by stack, on one device that has all rows in arrays."""
-        return self._all("squared_norm", [], [batch, d_outputs])
-
-    def apply(self, tables: ByStack, slots: ByStack, gradients: ByStack, steps: ByStack) -> tuple[ByStack, ByStack]:
-        """Tables and slots after a step with the gradients of distinct rows."""
-        return self._all("apply", [tables, slots, gradients, steps], [])
-
-    def update(
-        self, tables: ByStack, slots: ByStack, batch: Batch, d_outputs: Mapping[str, Array], steps: ByStack
-    ) -> tuple[ByStack, ByStack]:
-        """Tables and slots after a step with the gradients of a batch."""
-        return self._all("update", [tables, slots, steps], [batch, d_outputs])
 
     def gradient_shardings(self) -> tuple[tuple[str, NamedSharding, NamedSharding], ...] | None:
         """How rows and values of `RowGradients` are split, by stack; None on one device."""
@@ -89,50 +80,45 @@ class Engine:
         sharding = self.devices.sharding
         return tuple((name, sharding(rows), sharding(values)) for name, rows, values in partitions)
 
-    def _all(self, function: str, by_stack: Sequence[Any], by_feature: Sequence[Mapping[str, Any]]) -> Any:
-        """Results of a function of all groups, each with its part of dictionaries by stack, and by feature."""
-        results = []
-        for group in self._groups:
-            own = [None if given is None else {name: given[name] for name in group.stacks} for given in by_stack]
-            own += [{name: given[name] for name in group.features} for given in by_feature]
-            results.append(getattr(group, function)(*own))
-        return _union(results)
+    def _on_each(
+        self, function: Callable[..., PyTree], partitions: Sequence[PyTree], results: PyTree
+    ) -> Callable[..., PyTree]:
+        """A function of one device and some stacks as one of everything, group by group of the stacks.
 
+        Args:
+          function: takes the stacks by name, and its part of each argument.
+          partitions: of the other arguments. Those that are split by sample are dictionaries by feature, and all other
+            dictionaries are by stack.
+          results: of what it returns.
+        """
+        most = STACKS_TOGETHER if self.devices.num_devices > 1 else max(len(self.stacks), 1)
+        all_stacks, programs = list(self.stacks.items()), []
+        for first in range(0, max(len(all_stacks), 1), most):
+            stacks = dict(all_stacks[first : first + most])
+            own = functools.update_wrapper(functools.partial(function, stacks), function)
+            *specs, found = (_part(spec, stacks) for spec in (*partitions, results))
+            programs.append((stacks, jax.jit(self.devices.on_each(own, tuple(specs), found))))
+        if len(programs) == 1:
+            return programs[0][1]
 
-class Group:
-    """The functions of some stacks, each one function on every device of a mesh.
+        def on_all(*args: PyTree) -> PyTree:
+            found = []
+            for stacks, program in programs:
+                features = [own.name for stack in stacks.values() for own in stack.layout.stack.features]
+                names = [features if partition == self.devices.split else stacks for partition in partitions]
+                found.append(program(*map(_part, args, names)))
+            return _union(found)
 
-    Args:
-      features: by name; those of other stacks are left out.
-      stacks: by name.
-      devices: the mesh.
-    """
-
-    def __init__(self, features: Mapping[str, FeatureSpec], stacks: Mapping[str, Stack], devices: Devices):
-        own = {feature.name for stack in stacks.values() for feature in stack.layout.stack.features}
-        self.features = {name: feature for name, feature in features.items() if name in own}
-        self.stacks, self.devices = stacks, devices
-        everywhere, split = PartitionSpec(), devices.split
-        state = {name: stack.partition for name, stack in stacks.items()}
-        gradients = {name: stack.gradient_partitions for name, stack in stacks.items()}
-
-        def on_each(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-            return jax.jit(devices.on_each(function, in_specs, out_specs))
-
-        self.init = on_each(self._init, everywhere, (state, state))
-        self.lookup = on_each(self._lookup, (state, everywhere, split), (split, everywhere))
-        self.weight_gradients = on_each(self._weight_gradients, (state, split, split), split)
-        self.row_gradients = on_each(self._row_gradients, (split, split), gradients)
-        self.squared_norm = on_each(self._squared_norm, (split, split), everywhere)
-        self.apply = on_each(self._apply, (state, state, gradients, everywhere), (state, state))
-        self.update = on_each(self._update, (state, state, everywhere, split, split), (state, state))
+        return on_all
 
     # On one device
 
-    def _init(self, key: PRNGKeyArray) -> tuple[ByStack, ByStack]:
-        return two_dicts({name: stack.rows.init(key) for name, stack in self.stacks.items()})
+    def _init(self, stacks: Stacks, key: PRNGKeyArray) -> tuple[ByName, ByName]:
+        return two_dicts({name: stack.rows.init(key) for name, stack in stacks.items()})
 
-    def _lookup(self, tables: ByStack, numbers: ByStack | None, batch: Batch) -> tuple[Activations, LookupStatistics]:
+    def _lookup(
+        self, stacks: Stacks, tables: ByName, numbers: ByName | None, batch: Batch
+    ) -> tuple[Activations, LookupStatistics]:
         bags = all_as_bags(batch)
         activations: Activations = {}
         traffic: dict[str, Traffic] = {}
@@ -140,14 +126,13 @@ class Group:
         def look_up(name: str, stack: Stack) -> Asking[LookupResult]:
             return stack.rows.look_up(tables[name], stack.occurrences(bags), None if numbers is None else numbers[name])
 
-        found = self._together(look_up)
-        for name, stack in self.stacks.items():
+        found = self._together(stacks, look_up)
+        for name, stack in stacks.items():
             outputs, num_unknown, traffic[name] = found[name]
             if stack.storage.takes_keys:
                 traffic[name] = traffic[name]._replace(num_unknown=self.devices.gather(num_unknown[None]))
             for feature, output in zip(stack.layout.stack.features, outputs, strict=True):
                 activations[feature.name] = _to_activation(self.features[feature.name], bags[feature.name], output)
-        activations = {name: activations[name] for name in self.features}
         num_ids, num_out_of_range = self.devices.total(self._counts(bags))
         return activations, LookupStatistics(num_ids, num_out_of_range, traffic)
 
@@ -169,59 +154,68 @@ class Group:
         return num_ids, num_out_of_range
 
     def _weight_gradients(
-        self, tables: ByStack, batch: Batch, d_outputs: Mapping[str, Array]
+        self, stacks: Stacks, tables: ByName, batch: Batch, d_outputs: ByName
     ) -> dict[str, Float[Array, " nnz"]]:
-        bags = all_as_bags(batch)
+        def of_stack(name: str, rows: Rows, occurrences: Occurrences, own: list[Array]) -> Asking[list[Array]]:
+            return rows.weight_gradients(tables[name], occurrences, own)
 
-        def of_stack(name: str, stack: Stack) -> Asking[list[Array]]:
-            own = _of_features(stack, d_outputs)
-            return stack.rows.weight_gradients(tables[name], stack.occurrences(bags), own)
-
-        found = self._together(of_stack)
+        found = self._backward(stacks, batch, d_outputs, of_stack)
         return {
             feature.name: gradient
-            for name, stack in self.stacks.items()
+            for name, stack in stacks.items()
             for feature, gradient in zip(stack.layout.stack.features, found[name], strict=True)
         }
 
-    def _row_gradients(self, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
-        bags = all_as_bags(batch)
-        return self._together(lambda _, s: s.rows.row_gradients(s.occurrences(bags), _of_features(s, d_outputs)))
+    def _row_gradients(self, stacks: Stacks, batch: Batch, d_outputs: ByName) -> dict[str, tuple[Array, Array]]:
+        return self._backward(stacks, batch, d_outputs, lambda _, rows, *own: rows.row_gradients(*own))
 
-    def _squared_norm(self, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, Array]:
-        bags = all_as_bags(batch)
-        return self._together(lambda _, s: s.rows.squared_norm(s.occurrences(bags), _of_features(s, d_outputs)))
+    def _squared_norm(self, stacks: Stacks, batch: Batch, d_outputs: ByName) -> dict[str, Array]:
+        return self._backward(stacks, batch, d_outputs, lambda _, rows, *own: rows.squared_norm(*own))
 
     def _apply(
-        self, tables: ByStack, slots: ByStack, gradients: Mapping[str, tuple[Array, Array]], steps: ByStack
-    ) -> tuple[ByStack, ByStack]:
+        self, stacks: Stacks, tables: ByName, slots: ByName, gradients: Mapping[str, tuple[Array, Array]], steps: ByName
+    ) -> tuple[ByName, ByName]:
         stepped = {
             name: stack.rows.apply(tables[name], slots[name], *gradients[name], steps[name])
-            for name, stack in self.stacks.items()
+            for name, stack in stacks.items()
         }
         return two_dicts(stepped)
 
     def _update(
-        self, tables: ByStack, slots: ByStack, steps: ByStack, batch: Batch, d_outputs: Mapping[str, Array]
-    ) -> tuple[ByStack, ByStack]:
+        self, stacks: Stacks, tables: ByName, slots: ByName, batch: Batch, d_outputs: ByName, steps: ByName
+    ) -> tuple[ByName, ByName]:
+        def update(name: str, rows: Rows, own: Occurrences, gradients: list[Array]) -> Asking[tuple[PyTree, PyTree]]:
+            return rows.update(tables[name], slots[name], own, gradients, steps[name])
+
+        return two_dicts(self._backward(stacks, batch, d_outputs, update))
+
+    def _backward(
+        self, stacks: Stacks, batch: Batch, d_outputs: ByName, function: Callable[..., Asking[PyTree]]
+    ) -> ByName:
+        """Results of a function of each stack's name, rows, occurrences in the batch, and gradients of its outputs."""
         bags = all_as_bags(batch)
 
-        def update(name: str, stack: Stack) -> Asking[tuple[Any, Any]]:
-            own = _of_features(stack, d_outputs)
-            return stack.rows.update(tables[name], slots[name], stack.occurrences(bags), own, steps[name])
+        def of_stack(name: str, stack: Stack) -> Asking[PyTree]:
+            own = [d_outputs[feature.name] for feature in stack.layout.stack.features]
+            return function(name, stack.rows, stack.occurrences(bags), own)
 
-        return two_dicts(self._together(update))
+        return self._together(stacks, of_stack)
 
-    def _together(self, function: Callable[[str, Stack], Asking[Any]]) -> ByStack:
+    def _together(self, stacks: Stacks, function: Callable[[str, Stack], Asking[PyTree]]) -> ByName:
         """Results of a function for all stacks, whose questions to other devices travel together."""
-        askings = [function(name, stack) for name, stack in self.stacks.items()]
-        return dict(zip(self.stacks, together(askings, self.devices.axes), strict=True))
+        askings = [function(name, stack) for name, stack in stacks.items()]
+        return dict(zip(stacks, together(askings, self.devices.axes), strict=True))
 
 
-def _union(found: Sequence[Any]) -> Any:
-    """One of several dictionaries, or tuples of such."""
-    if len(found) == 1:
-        return found[0]
+def _part(tree: PyTree, names: Iterable[str]) -> PyTree:
+    """What a dictionary, or each of several in a tuple, has of these names; other trees as they are."""
+    if type(tree) is tuple:
+        return tuple(_part(own, names) for own in tree)
+    return {name: tree[name] for name in names} if isinstance(tree, dict) else tree
+
+
+def _union(found: Sequence[PyTree]) -> PyTree:
+    """One dictionary of several, or one tuple of several tuples of such."""
     if isinstance(found[0], dict):
         return {name: value for own in found for name, value in own.items()}
     parts = [_union(own) for own in zip(*found, strict=True)]
@@ -233,13 +227,9 @@ def all_as_bags(batch: Batch) -> dict[str, Bags]:
     return {name: as_bags(value, feature=name) for name, value in batch.items()}
 
 
-def two_dicts(pairs: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+def two_dicts(pairs: Mapping[str, tuple[PyTree, PyTree]]) -> tuple[ByName, ByName]:
     """A dictionary of pairs as a pair of dictionaries."""
     return {name: first for name, (first, _) in pairs.items()}, {name: second for name, (_, second) in pairs.items()}
-
-
-def _of_features(stack: Stack, d_outputs: Mapping[str, Array]) -> list[Array]:
-    return [d_outputs[feature.name] for feature in stack.layout.stack.features]
 
 
 def _to_activation(feature: FeatureSpec, bags: Bags, output: Array) -> Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,11 @@ from rsembed.caching.backing import Generation
 from rsembed.collection.dense_rows import RowLayout
 from rsembed.collection.rows import Rows, keys_of_gradients
 from rsembed.collection.stack import RowNumberStack, refuse_traced
-from rsembed.collection.state import EmbeddingState
+from rsembed.collection.state import ByName, EmbeddingState
 from rsembed.kernels import api
 from rsembed.specs import TableSpec
-from rsembed.storage.host_cached import CachedRows, HostCached, Moves
+from rsembed.storage.hashed_rows import DynamicTable
+from rsembed.storage.host_cached import HostCached, Moves
 from rsembed.storage.protocol import on_host
 
 ROWS_PER_BLOCK = 1 << 16
@@ -52,13 +52,13 @@ class HostStack(RowNumberStack):
         scatter = on_each(_scatter, (part, part, part, part), (part, part))
         self._scatter, self._scatter_in_place = jax.jit(scatter), jax.jit(scatter, donate_argnums=(0, 1))
 
-    def begin(self, params: CachedRows) -> CachedRows:
+    def begin(self, params: DynamicTable) -> DynamicTable:
         """The parameters of a fresh state, to which a fresh store belongs."""
-        data, kind = jax.random.key_data(params.near.key), jax.random.key_impl(params.near.key)
+        data, kind = jax.random.key_data(params.key), jax.random.key_impl(params.key)
         self.store = self.storage.backing_store(self.table, jax.random.wrap_key_data(on_host(data)[0], impl=kind))
         return self.of_new_time(params)
 
-    def check(self, params: CachedRows, slots: PyTree = ()) -> None:
+    def check(self, params: DynamicTable, slots: PyTree = ()) -> None:
         """Whether the store is the state's.
 
         Raises:
@@ -73,8 +73,8 @@ class HostStack(RowNumberStack):
         self.generation.check(on_host(params.generation))
 
     def with_places(
-        self, params: CachedRows, slots: PyTree, batch: Mapping[str, Any] | Array
-    ) -> tuple[CachedRows, list[np.ndarray]]:
+        self, params: DynamicTable, slots: PyTree, batch: Mapping[str, PyTree] | Array
+    ) -> tuple[DynamicTable, list[np.ndarray]]:
         """Parameters with places for the rows of a batch, or for those that row gradients are of, and what must move.
 
         Nothing has moved yet, and the given parameters stay as they are.
@@ -82,19 +82,19 @@ class HostStack(RowNumberStack):
         self.check(params, slots)
         make_room = self._of_batch if isinstance(batch, Mapping) else self._of_rows
         # Places are made without the rows, which a program on a mesh would copy.
-        without: Any = ()
-        found, wanted = make_room(params._replace(near=params.near._replace(rows=without)), batch)
+        without: PyTree = ()
+        found, wanted = make_room(params._replace(rows=without), batch)
         *moves, num_failed = map(on_host, wanted)
         if num_failed.any():
             raise RuntimeError(
                 f"table {self.table.name!r}: {int(num_failed.sum())} ids of the batch find no place among cache_rows="
                 f"{self.storage.cache_rows}, of which each device has its share; raise it, or make the batch smaller."
             )
-        return found._replace(near=found.near._replace(rows=params.near.rows)), moves
+        return found._replace(rows=params.rows), moves
 
     def moved(
-        self, params: CachedRows, slots: PyTree, moves: Sequence[np.ndarray], *, donates: bool
-    ) -> tuple[CachedRows, Any]:
+        self, params: DynamicTable, slots: PyTree, moves: Sequence[np.ndarray], *, donates: bool
+    ) -> tuple[DynamicTable, PyTree]:
         """Parameters and slots after the moves that `with_places` returned. `donates` gives the given arrays away.
 
         Else those from before stay valid, too: rows that leave are written as they stand in them, and nothing else
@@ -112,24 +112,26 @@ class HostStack(RowNumberStack):
             params, slots = scatter(params, slots, rows, tuple(self._placed(come)))
         return params, slots
 
-    def of_new_time(self, params: CachedRows) -> CachedRows:
+    def of_new_time(self, params: DynamicTable) -> DynamicTable:
         """The parameters with which alone the store goes on."""
         self.generation.advance(self.generation.number)
-        (generation,) = self._placed([np.full(params.generation.shape, self.generation.number, np.uint32)])
+        (generation,) = self._placed([np.full(self.rows.num_shards, self.generation.number, np.uint32)])
         return params._replace(generation=generation)
 
-    def values(self, params: CachedRows, slots: PyTree) -> dict[str, Any]:
+    def values(self, params: DynamicTable, slots: PyTree) -> ByName:
         return {self.table.name: self._arrays(params, slots)[0]}
 
-    def slots(self, params: CachedRows, slots: PyTree) -> dict[str, Any]:
+    def slots(self, params: DynamicTable, slots: PyTree) -> ByName:
         own = tuple(map(jnp.asarray, self._arrays(params, slots)[1:]))
         return {self.table.name: self.rule.pack_slots(own)}
 
-    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
+    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: PyTree, step: Int[Array, ""]) -> PyTree:
         refuse_traced(table, values, step)
         return [self.as_whole(params, slots, table, values), *self._arrays(params, slots)[1:]]
 
-    def replaced(self, params: CachedRows, slots: PyTree, values: Mapping[str, Any]) -> tuple[CachedRows, Any]:
+    def replaced(
+        self, params: DynamicTable, slots: PyTree, values: Mapping[str, PyTree]
+    ) -> tuple[DynamicTable, PyTree]:
         """A fresh store with these rows and slots, none of which is near."""
         empty = self.devices.on_each(self.storage.emptied, (self.partition,), self.partition)
         params = self.begin(jax.jit(empty)(params))
@@ -137,10 +139,10 @@ class HostStack(RowNumberStack):
         self.store.write(np.arange(self.table.vocabulary_size), arrays)
         return params, slots
 
-    def saved(self, params: CachedRows, slots: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
+    def saved(self, params: DynamicTable, slots: PyTree) -> tuple[ByName, ByName]:
         return self._by_name(self._arrays(params, slots))
 
-    def template(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def template(self) -> tuple[ByName, ByName]:
         row = jax.ShapeDtypeStruct((1, self.table.embedding_dim), jnp.float32)
         shapes = [(row.shape, jnp.dtype(self.table.dtype))]
         shapes += [(slot.shape, slot.dtype) for slot in jax.eval_shape(self.rule.init_slots, row)]
@@ -151,14 +153,14 @@ class HostStack(RowNumberStack):
         name = self.table.name
         return self.replaced(*self.fresh(), {name: [tables[name], *(slots[name][own] for own in self._slot_names)]})
 
-    def _arrays(self, params: CachedRows, slots: PyTree) -> list[np.ndarray]:
+    def _arrays(self, params: DynamicTable, slots: PyTree) -> list[np.ndarray]:
         """All rows and slots of the table, in the order of ids, on the host."""
         self.check(params, slots)
         starts = range(0, self.table.vocabulary_size, ROWS_PER_BLOCK)
         blocks = [self.store.read(np.arange(i, min(i + ROWS_PER_BLOCK, self.table.vocabulary_size))) for i in starts]
         found = [np.concatenate(parts) for parts in zip(*blocks, strict=True)]
         places, ids = self.storage.residents(params)
-        for array, near in zip(found, (params.near.rows, *slots), strict=True):
+        for array, near in zip(found, (params.rows, *slots), strict=True):
             array[ids] = on_host(near)[places]
         return found
 
@@ -166,17 +168,17 @@ class HostStack(RowNumberStack):
     def _slot_names(self) -> list[str]:
         return list(getattr(self.rule.slot_type, "_fields", map(str, range(self.rule.slot_variables_count()))))
 
-    def _by_name(self, arrays: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _by_name(self, arrays: Sequence[PyTree]) -> tuple[ByName, ByName]:
         rows, *slots = arrays
         return {self.table.name: rows}, {self.table.name: dict(zip(self._slot_names, slots, strict=True))}
 
-    def _placed(self, arrays: Sequence[np.ndarray]) -> list[Any]:
-        placed: list[Any] = self.devices.place_from_host(list(arrays), self.partition)
+    def _placed(self, arrays: Sequence[np.ndarray]) -> list[PyTree]:
+        placed: list[PyTree] = self.devices.place_from_host(list(arrays), self.partition)
         return placed
 
     # On one device
 
-    def _make_room(self, params: CachedRows, batch: Any) -> tuple[CachedRows, Moves]:
+    def _make_room(self, params: DynamicTable, batch: PyTree) -> tuple[DynamicTable, Moves]:
         if isinstance(batch, Mapping):
             bags = {name: as_bags(value, feature=name) for name, value in batch.items()}
             keys = self.rows.own_keys(self.occurrences(bags))
@@ -186,7 +188,7 @@ class HostStack(RowNumberStack):
 
 
 def fetched(
-    on_host: Mapping[str, HostStack], state: EmbeddingState, wanted: Mapping[str, Any], *, donates: bool
+    on_host: Mapping[str, HostStack], state: EmbeddingState, wanted: Mapping[str, PyTree], *, donates: bool
 ) -> EmbeddingState:
     """The state with the rows near that a batch, or lanes of row gradients, wants by stack.
 
@@ -209,10 +211,12 @@ def with_new_generation(on_host: Mapping[str, HostStack], state: EmbeddingState)
     return state._replace(tables={**state.tables, **tables})
 
 
-def _gather(params: CachedRows, slots: PyTree, rows: Array) -> tuple[Array, ...]:
-    return api.gather_rows((params.near.rows, *slots), rows)
+def _gather(params: DynamicTable, slots: PyTree, rows: Array) -> tuple[Array, ...]:
+    return api.gather_rows((params.rows, *slots), rows)
 
 
-def _scatter(params: CachedRows, slots: PyTree, rows: Array, values: tuple[Array, ...]) -> tuple[CachedRows, Any]:
-    table, *kept = api.scatter_rows((params.near.rows, *slots), rows, values)
-    return params._replace(near=params.near._replace(rows=table)), tuple(kept)
+def _scatter(
+    params: DynamicTable, slots: PyTree, rows: Array, values: tuple[Array, ...]
+) -> tuple[DynamicTable, PyTree]:
+    table, *kept = api.scatter_rows((params.rows, *slots), rows, values)
+    return params._replace(rows=table), tuple(kept)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from rsembed.bags import (
 )
 from rsembed.checks import check_type, did_you_mean
 from rsembed.collection.devices import Devices
-from rsembed.collection.state import Batch
+from rsembed.collection.state import Batch, ByName
 from rsembed.keys import Keys
 from rsembed.parallel.agreement import Agreement, is_global
 from rsembed.row_gradients import check_gradient
@@ -40,7 +40,7 @@ from rsembed.specs import FeatureSpec
 from rsembed.storage.protocol import Storage
 
 
-def check_names(features: Mapping[str, Any], given: Mapping[str, Any], what: str) -> None:
+def check_names(features: Mapping[str, object], given: Mapping[str, object], what: str) -> None:
     """Raises: TypeError or ValueError: `given` is no mapping, or does not name every feature once."""
     check_type(given, Mapping, f"{what}, with one entry for each of {sorted(features)},")
     missing, unknown = sorted(set(features) - set(given)), sorted(set(given) - set(features), key=str)
@@ -54,13 +54,13 @@ def check_names(features: Mapping[str, Any], given: Mapping[str, Any], what: str
 
 def prepare(
     features: Mapping[str, FeatureSpec],
-    given: Any,
+    given: PyTree,
     devices: Devices,
     *,
     bounds_check: str,
     what: str = "the batch",
-    read: Callable[[Any], Batch] = lambda batch: batch,
-) -> dict[str, Any]:
+    read: Callable[[PyTree], Batch] = lambda batch: batch,
+) -> ByName:
     """The batch in canonical form; see `EmbeddingCollection.prepare`.
 
     Args:
@@ -86,14 +86,14 @@ def prepare(
     return {name: _split(own, agreement.width(f"feature {name!r}"), devices) for name, own in bags.items()}
 
 
-def _checked(feature: FeatureSpec, value: Any, bounds_check: str) -> Bags:
+def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
     bags, storage = as_bags(value, feature=feature.name), feature.table_spec.storage
     # Whoever differentiates by weights hides these alone.
     visible = dataclasses.replace(bags, weights=None) if isinstance(bags.weights, jax.core.Tracer) else bags
     if storage is not None and storage.key_dtype is not None:
         if not is_unknown(visible):
             check_bags(visible, feature=feature.name)
-        keys: Any = cast(Storage, storage).checked(bags.ids, feature.table_spec, f"feature {feature.name!r}")
+        keys: PyTree = cast(Storage, storage).checked(bags.ids, feature.table_spec, f"feature {feature.name!r}")
         return dataclasses.replace(bags, ids=keys)
     check_ids_dtype(bags, feature=feature.name)
     if not is_unknown(visible):
@@ -107,13 +107,13 @@ def _checked(feature: FeatureSpec, value: Any, bounds_check: str) -> Bags:
     return bags
 
 
-def is_unknown(given: Any) -> bool:
+def is_unknown(given: PyTree) -> bool:
     """Whether values cannot be read here: inside `jit`, or because other processes hold some of them."""
     arrays = [leaf for leaf in jax.tree.leaves(given) if isinstance(leaf, jax.Array)]
     return bool(arrays) and (is_traced(arrays) or any(map(is_global, arrays)))
 
 
-def _canonical(feature: FeatureSpec, bags: Bags) -> Any:
+def _canonical(feature: FeatureSpec, bags: Bags) -> PyTree:
     """An array, or bags of any length with room for a power of two of ids, so that few programs serve all batches.
 
     Bags that somebody padded, what is inside `jit`, and features without a combiner, whose activations have one vector
@@ -128,7 +128,7 @@ def _canonical(feature: FeatureSpec, bags: Bags) -> Any:
     return dataclasses.replace(bags, ids=narrow_ids(bags.ids), offsets=bags.offsets.astype(np.int32), weights=weights)
 
 
-def _arrays(ids: Any, weights: Any) -> Any:
+def _arrays(ids: PyTree, weights: PyTree) -> PyTree:
     return ids if weights is None else (ids, weights)
 
 
@@ -176,7 +176,7 @@ def _check_split(feature: FeatureSpec, bags: Bags, devices: Devices) -> None:
         )
 
 
-def _split(bags: Bags, width: int, devices: Devices) -> Any:
+def _split(bags: Bags, width: int, devices: Devices) -> PyTree:
     """The padded array (and weights) of a feature, split by sample."""
     arrays = _arrays(*padded(bags, width))
     if is_unknown(bags):
@@ -197,7 +197,7 @@ def padded(bags: Bags, width: int) -> tuple[PyTree, PyTree]:
         raise ValueError(f"bags hold up to {int(lengths.max())} ids, which is more than {width}.")
     is_used = np.arange(width)[None, :] < lengths[:, None]
 
-    def spread(values: Any, fill: float) -> np.ndarray:
+    def spread(values: PyTree, fill: float) -> np.ndarray:
         dense = np.full(is_used.shape, fill, values.dtype)
         dense[is_used] = np.asarray(values)[: offsets[-1]]
         return dense
@@ -219,7 +219,7 @@ def check_output_shapes(features: Mapping[str, FeatureSpec], devices: Devices) -
 # Gradients
 
 
-def as_d_output(feature: FeatureSpec, bags: Bags, d_activation: Any) -> Array:
+def as_d_output(feature: FeatureSpec, bags: Bags, d_activation: PyTree) -> Array:
     """The gradient of a feature's activations as one float32 row `[outputs, dim]` per output of its kernel call.
 
     Raises: ValueError: it has another shape than the activations. TypeError: it is no array of floats.

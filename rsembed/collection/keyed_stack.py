@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from rsembed.bags import Bags, padded_size
 from rsembed.collection.dense_rows import RowLayout
 from rsembed.collection.rows import Occurrences, Rows
 from rsembed.collection.stack import Stack, refuse_traced
+from rsembed.collection.state import ByName
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.keys import Keys, as_keys, join_keys, owners, split_keys
@@ -29,17 +30,6 @@ MOST_KEYS, LEAST_KEYS = 1 << 16, 1 << 8
 """Rows of a device that one program moves at most; and for which there is room in each, so that there are few."""
 FIRST_KEY = "initial_key"
 """Name in files of the PRNG key from which the rows of new keys follow."""
-
-
-class Leaving(NamedTuple):
-    """Places of rows that lose their keys, of one shard after the other, and what was noted of them."""
-
-    rows: Int[Array, " size"]
-    high: Array
-    low: Array
-    last_step: Array
-    counts: Array
-    first_step: Any
 
 
 class KeyedStack(Stack):
@@ -66,17 +56,17 @@ class KeyedStack(Stack):
             features.append((keys, Segment(keys.low.astype(jnp.int32), offsets, weights, feature.combiner)))
         return Occurrences.of(features)
 
-    def values(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
+    def values(self, params: PyTree, slots: PyTree) -> ByName:
         num_shards = self.rows.num_shards
         parts = self.storage.unstack(params, () if slots is None else slots, self.table, num_shards)
         return {t.name: self.storage.rows(*own, t, num_shards) for t, own in zip(self.tables, parts, strict=True)}
 
-    def slots(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
+    def slots(self, params: PyTree, slots: PyTree) -> ByName:
         by_table = self.values(params, slots)
         names = {name: [part for part in rows if part.startswith("slot_")] for name, rows in by_table.items()}
         return {n: self.rule.pack_slots(tuple(jnp.asarray(by_table[n][part]) for part in names[n])) for n in by_table}
 
-    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
+    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: PyTree, step: Int[Array, ""]) -> PyTree:
         refuse_traced(table, values, step)
         if not isinstance(values, Mapping):
             values = {"keys": np.arange(len(values)), "values": values}
@@ -93,7 +83,7 @@ class KeyedStack(Stack):
             for k, table in enumerate(tables)
         }
 
-    def saved(self, params: PyTree, slots: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
+    def saved(self, params: PyTree, slots: PyTree) -> tuple[ByName, ByName]:
         keys = on_host(jax.random.key_data(params.key))  # of all shards, which have the same ones
         impl = jax.random.key_impl(params.key)
         first = (jax.random.wrap_key_data(jnp.asarray(own), impl=impl) for own in keys)
@@ -113,7 +103,7 @@ class KeyedStack(Stack):
 
     def evicted(
         self, params: PyTree, slots: PyTree, table: TableSpec, step: Int[Array, ""], reason: Mapping[str, Any]
-    ) -> tuple[Any, dict[str, np.ndarray]]:
+    ) -> tuple[PyTree, dict[str, np.ndarray]]:
         """The parameters without some keys of a table, and their rows; see `EmbeddingCollection.evict`.
 
         The parameters are given away. Programs that change which keys have rows do without the rows, which they would
@@ -122,27 +112,27 @@ class KeyedStack(Stack):
         number = self.tables.index(table)
         numbers = np.arange(params.num_tables) % len(self.tables)  # of every shard one behind the other
         is_own = np.repeat(numbers == number, params.rows.shape[0] // params.num_tables)
-        squares = None if reason["norm_below"] is None else float(reason["norm_below"]) ** 2
-        given = {"keep": reason["keep"], "unused_for": reason["unused_for"], "squares_below": squares}
-        keys = keys_to_leave(params, self._score, is_own, **given, step=int(on_host(step)))
+        keys = keys_to_leave(
+            params,
+            lambda params: self.storage.scores(params)[0](params.keys),
+            is_own,
+            **reason,
+            step=int(on_host(step)),
+        )
         params, rows = self._taken_out(params, slots, table, number, keys)
         if reason["unused_for"] is not None:
             left = self._programs[number][2](_bare(params), step, np.int32(reason["unused_for"]))
             params = left._replace(rows=params.rows)
         return params, rows
 
-    def _score(self, params: DynamicTable) -> Array:
-        """The worth of each row as an unsigned number; rows of least worth leave first."""
-        return self.storage.scores(params)[0](params.keys)
-
-    def _programs_of(self, number: int | None) -> tuple[Any, Any, Any]:
+    def _programs_of(self, number: int | None) -> tuple[Callable[..., PyTree], ...]:
         """Compiled functions for one table: gather rows, release keys, and forget keys that wait for admission."""
         part, everywhere, on_each = self.partition, PartitionSpec(), self.devices.on_each
         forget = functools.partial(hashed_rows.forget_older, number=number)
         release = functools.partial(_release, number=number)
         return (
             jax.jit(on_each(_gather, (part, part, part), part)),
-            jax.jit(on_each(release, (part, part), (part, part)), donate_argnums=0),
+            jax.jit(on_each(release, (part, part), (part, part, part)), donate_argnums=0),
             jax.jit(on_each(forget, (part, everywhere, everywhere), part), donate_argnums=0),
         )
 
@@ -154,12 +144,12 @@ class KeyedStack(Stack):
         found: dict[str, list[np.ndarray]] = {}
         for block in self._blocks(keys):
             (lanes,) = self.devices.place_from_host([block], self.partition)
-            params, leaving = release(_bare(params), lanes)
-            arrays = dict(zip(array_names(table, slots), gather(rows, slots, leaving.rows), strict=True))
-            noted = {name: on_host(lane) for name, lane in leaving._asdict().items() if lane is not None}
-            is_row = noted.pop("rows") != NO_ROW
+            params, places, leaving = release(_bare(params), lanes)
+            arrays = dict(zip(array_names(table, slots), gather(rows, slots, places), strict=True))
+            noted = {name: on_host(lane) for name, lane in leaving.items()}
             numbers = join_keys(noted.pop("high"), noted.pop("low"), dtype=self.storage.key_dtype)
-            for name, array in (noted | {"keys": numbers, "count": noted.pop("counts")} | arrays).items():
+            is_row = on_host(places) != NO_ROW
+            for name, array in (noted | {"keys": numbers} | arrays).items():
                 found.setdefault(name, []).append(on_host(array)[is_row])
         joined = {name: np.concatenate(parts) for name, parts in found.items()}
         order = np.argsort(joined["keys"])
@@ -183,7 +173,7 @@ class KeyedStack(Stack):
 
 def _bare(params: DynamicTable) -> DynamicTable:
     """The parameters without their rows."""
-    nothing: Any = ()
+    nothing: PyTree = ()
     return params._replace(rows=nothing)
 
 
@@ -191,13 +181,16 @@ def _gather(rows: Array, slots: PyTree, places: Array) -> tuple[Array, ...]:
     return api.gather_rows((rows, *slots), places)
 
 
-def _release(params: DynamicTable, keys: Keys, *, number: int | None) -> tuple[DynamicTable, Leaving]:
+def _release(
+    params: DynamicTable, keys: Keys, *, number: int | None
+) -> tuple[DynamicTable, Int[Array, " size"], dict[str, Array]]:
+    """The parameters without these keys, the rows that they had, and what was noted of them."""
     known = params.keys
     keys = keys if number is None else keys._replace(table=jnp.full(keys.shape, number, jnp.int32))
     rows = row_map.find(known, keys)
-    noted: dict[str, Any] = {"high": known.high, "low": known.low, "last_step": known.last_step, "counts": known.counts}
+    noted = {"high": known.high, "low": known.low, "last_step": known.last_step, "count": known.counts}
     noted |= {} if known.first_step is None else {"first_step": known.first_step}
-    lanes: dict[str, Any] = dict(zip(noted, api.gather_rows(list(noted.values()), rows), strict=True))
+    lanes = dict(zip(noted, api.gather_rows(list(noted.values()), rows), strict=True))
     left = row_map.release(known, rows)
     counters = params.counters.add(evicted=left.num_free - known.num_free)
-    return params._replace(keys=left, counters=counters), Leaving(rows, **({"first_step": None} | lanes))
+    return params._replace(keys=left, counters=counters), rows, lanes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 from jaxtyping import Num, PyTree
@@ -13,7 +12,7 @@ from rsembed.checks import check_type, did_you_mean
 from rsembed.collection.host_stack import HostStack
 from rsembed.collection.keyed_stack import KeyedStack
 from rsembed.collection.stack import Stack
-from rsembed.collection.state import EmbeddingState
+from rsembed.collection.state import ByName, EmbeddingState
 from rsembed.fingerprint import Fingerprint
 from rsembed.specs import TableSpec
 from rsembed.storage import Hashed
@@ -37,7 +36,7 @@ class LogicalTables:
 
     def with_tables(self, state: EmbeddingState, tables: Mapping[str, PyTree]) -> EmbeddingState:
         """See `EmbeddingCollection.with_tables`."""
-        new: dict[str, dict[str, Any]] = {}
+        new: dict[str, ByName] = {}
         for table_name, values in tables.items():
             self._check_known(table_name)
             for part, array in _parts(values):
@@ -52,7 +51,7 @@ class LogicalTables:
             replaced[name], slots[name] = written
         return state._replace(tables=replaced, slots=slots)
 
-    def evicted(self, state: EmbeddingState, table_name: str, **reason: Any) -> tuple[EmbeddingState, dict[str, Any]]:
+    def evicted(self, state: EmbeddingState, table_name: str, **reason: float | None) -> tuple[EmbeddingState, ByName]:
         """See `EmbeddingCollection.evict`."""
         check_reason(f"evict from table {table_name!r}", **reason)
         if is_traced(state):
@@ -75,7 +74,7 @@ class LogicalTables:
 
     # For files
 
-    def parted(self, state: EmbeddingState) -> tuple[EmbeddingState, dict[str, Any], dict[str, Any]]:
+    def parted(self, state: EmbeddingState) -> tuple[EmbeddingState, ByName, ByName]:
         """The state without stacks that are `apart`, and their tables as files have them: rows, and slots by name."""
         saved = [own.saved(state.tables[name], state.slots[name]) for name, own in self.apart.items()]
         return self.without_apart(state), *_united(saved)
@@ -86,7 +85,7 @@ class LogicalTables:
         tables, slots, facts = ({name: own for name, own in p.items() if name not in self.apart} for p in parts)
         return EmbeddingState(tables, slots, state.step, state.key, Fingerprint.of(facts))
 
-    def templates(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def templates(self) -> tuple[ByName, ByName]:
         """Shapes of those tables in `parted` of which a file has as many rows as there are ids."""
         return _united([own.template() for own in self.on_host.values()])
 
@@ -100,16 +99,18 @@ class LogicalTables:
         return EmbeddingState(all_tables, all_slots, state.step, state.key, layout)
 
 
-def _united(pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    tables: dict[str, Any] = {}
-    slots: dict[str, Any] = {}
+def _united(
+    pairs: Iterable[tuple[ByName, ByName]],
+) -> tuple[ByName, ByName]:
+    tables: ByName = {}
+    slots: ByName = {}
     for own_tables, own_slots in pairs:
         tables |= own_tables
         slots |= own_slots
     return tables, slots
 
 
-def _parts(values: Any) -> Iterable[tuple[Any, Any]]:
+def _parts(values: PyTree) -> Iterable[tuple[PyTree, PyTree]]:
     """The arrays of a table by name: of keys, of cores in a row, or one."""
     if isinstance(values, Mapping):
         return values.items()

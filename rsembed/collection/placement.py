@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Literal, cast
+
+from jaxtyping import PyTree
 
 from rsembed.checks import did_you_mean
-from rsembed.collection.asked_rows import AskedRows
 from rsembed.collection.dense_rows import DenseRows, RowLayout
 from rsembed.collection.devices import Devices
 from rsembed.collection.host_stack import HostStack
 from rsembed.collection.keyed_stack import KeyedStack
-from rsembed.collection.rows import Rows
+from rsembed.collection.rows import AskedRows, Rows
 from rsembed.collection.stack import ArrayStack, Stack, TrainStack
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
@@ -58,9 +59,9 @@ def placement_of_tables(
     return {name: "replicated" if devices.mesh is None else given.get(name, default[name]) for name in tables}
 
 
-def plan_placed(features: Any, placements: Mapping[str, str]) -> StackingPlan:
+def plan_placed(features: PyTree, placements: Mapping[str, str]) -> StackingPlan:
     """Stacks of tables that can share one and have the same placement."""
-    tables, placed = tables_of(features), dict[Any, list[str]]()
+    tables, placed = tables_of(features), dict[tuple[int, str], list[str]]()
     for number, group in enumerate(group_tables(features, num_shards=1, pad=False)):
         for name in group:
             placed.setdefault((number, placements[name]), []).append(name)
@@ -74,7 +75,7 @@ def plan_placed(features: Any, placements: Mapping[str, str]) -> StackingPlan:
 
 def make_stacks(
     plan: StackingPlan,
-    features: Any,
+    features: PyTree,
     placements: Mapping[str, str],
     devices: Devices,
     *,

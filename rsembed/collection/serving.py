@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, PyTree
 
 from rsembed.bags import Bags, as_bags, check_ids_dtype
 from rsembed.checks import dtype_among, validated
@@ -56,7 +55,7 @@ def for_serving(
     return partial(lookup, collection.features), tables
 
 
-def _served(values: Any, dtype: str | None, table: str) -> ServedTable:
+def _served(values: PyTree, dtype: str | None, table: str) -> ServedTable:
     """What `EmbeddingCollection.tables` returns of a table, as it is served."""
     keys: ServedTable = {}
     if isinstance(values, Mapping):
@@ -79,7 +78,7 @@ def lookup(features: Mapping[str, FeatureSpec], tables: Mapping[str, ServedTable
     return {name: _activation(feature, tables, batch[name]) for name, feature in features.items()}
 
 
-def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Any) -> Array:
+def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: PyTree) -> Array:
     bags = as_bags(ids, feature=feature.name)
     combiner, table = feature.table_spec.combiner, tables[feature.table_spec.name]
     if "high" in table:
@@ -113,7 +112,7 @@ def _pooling(bags: Bags) -> tuple[Callable[[Array], Array], Array | bool]:
     return lambda terms: jax.ops.segment_sum(terms, bag, bags.num_bags), is_inside
 
 
-def _rows_of_ids(table: ServedTable, ids: Any) -> tuple[Int[Array, " nnz"], Bool[Array, " nnz"]]:
+def _rows_of_ids(table: ServedTable, ids: PyTree) -> tuple[Int[Array, " nnz"], Bool[Array, " nnz"]]:
     """The row of each id, and which ids have one."""
     ids = jnp.asarray(ids)
     is_id = (ids >= 0) & (ids < table["rows"].shape[0])
@@ -124,7 +123,7 @@ def _rows_of_keys(table: ServedTable, keys: Keys) -> tuple[Int[Array, " nnz"], B
     """The row of each key by binary search, and which are keys; those without a row read zeros."""
     num_rows = table["rows"].shape[0]
 
-    def halved(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+    def halved(_: PyTree, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         first, last = bounds
         middle = (first + last) // 2
         high, low = table["high"][middle], table["low"][middle]

@@ -9,7 +9,6 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from jaxtyping import Array, Int, PyTree
 from rsembed.bags import Bags, is_traced
 from rsembed.collection.dense_rows import RowLayout
 from rsembed.collection.rows import Occurrences, Rows
+from rsembed.collection.state import ByName
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.keys import as_keys
 from rsembed.specs import TableSpec
@@ -48,7 +48,7 @@ class Stack(abc.ABC):
         self.table, self.rule, self.partition = rows.table, rows.table.optimizer, rows.partition
         self.tables = rows.storage.tables_of(rows.table)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.layout, self.rows)  # programs and stores belong to this process
 
     @property
@@ -61,21 +61,21 @@ class Stack(abc.ABC):
         """The ids of the stack's features; those outside their table are none."""
 
     @abc.abstractmethod
-    def values(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
+    def values(self, params: PyTree, slots: PyTree) -> ByName:
         """The rows of every table, as `EmbeddingCollection.tables` returns them."""
 
     @abc.abstractmethod
-    def slots(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
+    def slots(self, params: PyTree, slots: PyTree) -> ByName:
         """The optimizer state of every table, as `EmbeddingCollection.slots` returns it."""
 
     @abc.abstractmethod
-    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
+    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: PyTree, step: Int[Array, ""]) -> PyTree:
         """New rows of a table as `replaced` takes them; nothing has changed yet.
 
         Raises: ValueError: they do not fit. RuntimeError: this is inside `jit`, where the storage cannot take them.
         """
 
-    def replaced(self, params: PyTree, slots: PyTree, values: Mapping[str, Any]) -> tuple[PyTree, PyTree]:
+    def replaced(self, params: PyTree, slots: PyTree, values: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
         """Parameters and slots with what `checked` returned of some tables."""
         num_shards = self.rows.num_shards
         parts = self.storage.unstack(params, slots, self.table, num_shards)
@@ -83,7 +83,7 @@ class Stack(abc.ABC):
             if table.name in values:
                 parts[number] = self.storage.with_rows(*parts[number], values[table.name], table, num_shards)
         written = self.storage.stack(parts, params, num_shards)
-        placed: tuple[Any, Any] = self.devices.place_from_host(written, self.partition)
+        placed: tuple[PyTree, PyTree] = self.devices.place_from_host(written, self.partition)
         return placed
 
     def counts(self, params: PyTree) -> dict[str, dict[str, np.ndarray]]:
@@ -94,12 +94,12 @@ class Stack(abc.ABC):
         """Parameters and slots of a state of which all will be replaced."""
         part = self.partition
         start = self.devices.on_each(self.rows.init, PartitionSpec(), (part, part))
-        made: tuple[Any, Any] = jax.jit(start)(jax.random.key(0))
+        made: tuple[PyTree, PyTree] = jax.jit(start)(jax.random.key(0))
         return made
 
     # Parts of these
 
-    def with_rows_of_keys(self, table: TableSpec, whole: np.ndarray, rows: Mapping[str, Any]) -> np.ndarray:
+    def with_rows_of_keys(self, table: TableSpec, whole: np.ndarray, rows: Mapping[str, PyTree]) -> np.ndarray:
         """A table whose ids are rows, with those that a table with keys has."""
         keys, values = (np.asarray(rows.get(part, ())) for part in ("keys", "values"))
         if unknown := sorted(part for part in rows if part not in OF_ROWS and not part.startswith("slot_")):
@@ -122,7 +122,7 @@ class Stack(abc.ABC):
         whole[keys] = as_dtype(values, whole.dtype, f"table {table.name!r}", "values")
         return whole
 
-    def as_whole(self, params: PyTree, slots: PyTree, table: TableSpec, values: Any) -> Any:
+    def as_whole(self, params: PyTree, slots: PyTree, table: TableSpec, values: PyTree) -> PyTree:
         """All rows of a table, from an array of them or from some by key."""
         if isinstance(values, Mapping):
             values = self.with_rows_of_keys(table, np.array(self.values(params, slots)[table.name]), values)
@@ -140,17 +140,17 @@ class ArrayStack(Stack):
     def occurrences(self, bags: Mapping[str, Bags]) -> Occurrences:
         return Occurrences(self.layout.segments(bags))
 
-    def values(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
+    def values(self, params: PyTree, slots: PyTree) -> ByName:
         return self._copies(params)
 
-    def slots(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
+    def slots(self, params: PyTree, slots: PyTree) -> ByName:
         copies = [self._copies(slot) for slot in slots]
         return {t.name: self.rule.pack_slots(tuple(own[t.name] for own in copies)) for t in self.layout.stack.tables}
 
-    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
+    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: PyTree, step: Int[Array, ""]) -> PyTree:
         return self.as_whole(params, slots, table, values)
 
-    def replaced(self, params: PyTree, slots: PyTree, values: Mapping[str, Any]) -> tuple[PyTree, PyTree]:
+    def replaced(self, params: PyTree, slots: PyTree, values: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
         params = self.devices.place(params, PartitionSpec())
         for name, own in values.items():
             params = params.at[self.layout.all_rows(name, len(own))].set(jnp.asarray(own, params.dtype))
@@ -181,15 +181,15 @@ class TrainStack(RowNumberStack):
         own = [functools.partial(self._all_rows_here, number=number) for number in range(len(self.tables))]
         self._all_rows = [jax.jit(self.devices.on_each(of_table, everywhere, everywhere)) for of_table in own]
 
-    def values(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
+    def values(self, params: PyTree, slots: PyTree) -> ByName:
         return {table.name: rows(params) for table, rows in zip(self.tables, self._all_rows, strict=True)}
 
-    def slots(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
+    def slots(self, params: PyTree, slots: PyTree) -> ByName:
         parts = self.storage.unstack(params, slots, self.table, self.rows.num_shards)
         copies = [self.devices.place(jax.tree.map(jnp.copy, own), PartitionSpec()) for _, own in parts]
         return dict(zip((table.name for table in self.tables), copies, strict=True))
 
-    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
+    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: PyTree, step: Int[Array, ""]) -> PyTree:
         return values
 
     def _all_rows_here(self, params: PyTree, *, number: int) -> Array:
@@ -207,7 +207,7 @@ class TrainStack(RowNumberStack):
         return rows
 
 
-def refuse_traced(table: TableSpec, *values: Any) -> None:
+def refuse_traced(table: TableSpec, *values: PyTree) -> None:
     """Raises: RuntimeError: this is inside `jit`, where rows of the table cannot be written."""
     if is_traced(values):
         raise RuntimeError(
@@ -216,12 +216,12 @@ def refuse_traced(table: TableSpec, *values: Any) -> None:
         )
 
 
-def _first_rows(segment: Segment, count: Any) -> Segment:
+def _first_rows(segment: Segment, count: Array | np.integer) -> Segment:
     is_used = jnp.arange(segment.rows.shape[0], dtype=jnp.int32) < count
     return dataclasses.replace(segment, rows=jnp.where(is_used, segment.rows, NO_ROW))
 
 
-def _copy_of(array: Any, rows: Any) -> Any:
+def _copy_of(array: Array, rows: slice | np.ndarray) -> Array:
     """Some rows; indexing by all of them would give the array itself, which a donated step deletes."""
     own = array[rows]
     return jnp.copy(own) if own is array else own

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.fingerprint import Fingerprint
 
 Activations = dict[str, Float[Array, "..."]]
-Batch = Mapping[str, Any]
+Batch = Mapping[str, PyTree]
+ByName = dict[str, PyTree]
+"""Trees by the name of a table, a stack or a feature."""
 
 
 class EmbeddingState(NamedTuple):
@@ -27,8 +29,8 @@ class EmbeddingState(NamedTuple):
         are written by it, and a collection compares it with its own. None, in a state made by hand, is not compared.
     """
 
-    tables: dict[str, Any]
-    slots: dict[str, Any]
+    tables: ByName
+    slots: ByName
     step: Int[Array, ""]
     key: PRNGKeyArray
     layout: Fingerprint | None = None

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from rsembed.checks import describe, validated
 from rsembed.collection.embeddings import EmbeddingCollection
@@ -43,7 +44,7 @@ def value_and_grad(
     def checked_loss(*args: Any) -> Any:
         return check_loss(loss_fn(*args), has_aux=has_aux)
 
-    def with_gradients(params: Any, state: EmbeddingState, batch: Batch, *args: Any) -> Any:
+    def with_gradients(params: PyTree, state: EmbeddingState, batch: Batch, *args: Any) -> Any:
         activations, pullback = collection.lookup_vjp(state, batch)
         for path, leaf in jax.tree.leaves_with_path(params):
             if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact):

@@ -23,10 +23,9 @@ from jaxtyping import Array, Num, PRNGKeyArray, PyTree
 
 from rsembed.bags import is_traced
 from rsembed.checks import check_type
-from rsembed.collection.asked_rows import AskedRows
 from rsembed.collection.dense_rows import DenseRows
 from rsembed.collection.devices import Devices
-from rsembed.collection.rows import Rows
+from rsembed.collection.rows import AskedRows, Rows
 from rsembed.optimizers import SGD, Hyperparameters, OptimizerSpec, Slots
 from rsembed.sparsecore.layout import (
     ArrayLike,

@@ -3,7 +3,7 @@
 A storage holds the rows of one device and knows nothing of others; `TableSpec(storage=...)` names it, and the engine
 in `collection/rows.py` brings ids to it and vectors back, on one device or a mesh.
 
-    protocol.py       what every storage must be able to do
+    protocol.py      what every storage must be able to do, and which tables share one
     hashed.py        rows for keys of 64 bits, handed out as keys appear
     hashed_rows.py   what a device keeps of them, what a row starts from, and steps
     row_numbers.py   rows of keys below a bound, which are all there from the start

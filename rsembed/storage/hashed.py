@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 from rsembed.checks import PositiveInt, check_type
 from rsembed.initial_values import keyed_form, table_key, table_keys
@@ -19,11 +19,10 @@ from rsembed.kernels.keyed import varying_zero
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
-from rsembed.storage import admission, hash_table, hashed_rows, logical_rows, row_map
-from rsembed.storage.hashed_rows import MAX_CAPACITY, DynamicTable, numbers_of
-from rsembed.storage.protocol import ReadAhead, Storage
+from rsembed.storage import hash_table, hashed_rows, logical_rows, row_map
+from rsembed.storage.hashed_rows import MAX_CAPACITY, DynamicRows, DynamicTable, numbers_of
+from rsembed.storage.protocol import ReadAhead, of_near_sizes
 from rsembed.storage.row_map import Score
-from rsembed.storage.sharing import of_near_sizes
 
 ROWS_BY_KEY = "rows by key"
 WhenFull = Literal["error", "grow", "evict", "zero"]
@@ -32,27 +31,14 @@ Eviction = Literal["lru", "lfu", "age", "l2"]
 EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu", "age", "l2")
 
 
-class RowsByKey(Storage):
-    """A storage whose `params` are a `DynamicTable`; how keys find their rows is left to say."""
-
-    def vectors(self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
-        return hashed_rows.read(params, rows)
-
-    def step(
-        self, params: PyTree, slots: Slots, segments: Sequence[Segment], d_outputs: Any, table: TableSpec, *, step: Step
-    ) -> tuple[DynamicTable, Slots]:
-        return hashed_rows.step(params, slots, segments, d_outputs, step)
-
-    def step_distinct(
-        self, params: PyTree, slots: Slots, rows: Any, gradients: Any, table: TableSpec, *, step: Step
-    ) -> tuple[DynamicTable, Slots]:
-        return hashed_rows.step_distinct(params, slots, rows, gradients, step)
+class RowsByKey(DynamicRows):
+    """A storage of rows that come out and go in by key; how keys find their rows is left to say."""
 
     def rows(self, params: DynamicTable, slots: PyTree, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
         return logical_rows.export(params, slots, table, num_shards)
 
     def with_rows(
-        self, params: DynamicTable, slots: PyTree, rows: Any, table: TableSpec, num_shards: int
+        self, params: DynamicTable, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int
     ) -> tuple[PyTree, PyTree]:
         if not isinstance(rows, Mapping):
             raise ValueError(
@@ -60,9 +46,6 @@ class RowsByKey(Storage):
                 f"[n, {table.embedding_dim}], as collection.tables returns it, not {type(rows).__name__}."
             )
         return logical_rows.import_rows(params, slots, rows, table, num_shards)
-
-    def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
-        return hashed_rows.counts(params, num_shards)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,14 +184,14 @@ class Hashed(RowsByKey):
         keys: Keys,
         segments: Sequence[Segment],
         table: TableSpec,
-        pool: Callable[[Array, Int[Array, " nnz"]], Any],
+        pool: Callable[[Array, Int[Array, " nnz"]], PyTree],
         *,
         ahead: ReadAhead | None = None,
-    ) -> tuple[Any, Int[Array, ""]]:
+    ) -> tuple[PyTree, Int[Array, ""]]:
         """As every storage, from the rows where they lie if all keys have some."""
         rows, num_absent = row_map.search(params.keys, keys)
 
-        def with_strangers() -> tuple[Any, Array]:
+        def with_strangers() -> tuple[PyTree, Array]:
             if ahead is None:
                 return super(Hashed, self).pooled(params, keys, segments, table, pool)
             vectors, places, num_new = self._read_ahead(params, keys, rows, table, ahead)
@@ -272,7 +255,7 @@ class Hashed(RowsByKey):
     def _is_admitted(self, params: DynamicTable, keys: Keys, totals: Array, number: Array) -> Bool[Array, " nnz"]:
         """Which of these keys get a row in step `number`; those that wait are counted in `totals`."""
         if self.admission_probability < 1:
-            return admission.is_drawn(params.own_key, keys, number, totals, self.admission_probability)
+            return is_drawn(params.own_key, keys, number, totals, self.admission_probability)
         return keys.is_key & (totals > self.admission_count) if self.admission_count else keys.is_key
 
     def scores(self, params: DynamicTable) -> tuple[Score, Score]:
@@ -344,10 +327,10 @@ class HashedTables(Hashed):
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
         return self.tables
 
-    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[tuple[Any, Any]]:
+    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[tuple[PyTree, PyTree]]:
         return hashed_rows.unstack((params, slots), len(self.tables), num_shards)
 
-    def stack(self, parts: Sequence[tuple[Any, Any]], like: PyTree, num_shards: int) -> tuple[PyTree, PyTree]:
+    def stack(self, parts: Sequence[tuple[PyTree, PyTree]], like: PyTree, num_shards: int) -> tuple[PyTree, PyTree]:
         written, slots = hashed_rows.stack(parts, num_shards)
         return written._replace(key=like.key), slots  # as it lies on the devices
 
@@ -366,3 +349,43 @@ def _number(step: Step) -> Int[Array, ""]:
     if step.number is None:
         raise ValueError("a hashed table notes when a row was used: the step needs its number.")
     return step.number
+
+
+DRAWS = 0x61646D74
+"""Tells these draws from the initial values of the same keys."""
+
+
+def is_drawn(
+    key: KeyOrKeys, keys: Keys, number: Int[Array, ""], occurrences: Int[Array, " nnz"], probability: float
+) -> Bool[Array, " nnz"]:
+    """Whether each key is admitted in step `number`: with this probability for each of its occurrences.
+
+    A key draws one number of 32 bits a step, from `key` (where there are several, that of its table) folded with
+    `DRAWS`, the step and the key's lanes. Below the chance that none of its occurrences is lucky, in units of 2**-32,
+    it stays outside; the chance is a product of integers, so that no compiler rounds it otherwise.
+    """
+    own = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, DRAWS), number))(key.reshape(-1))
+    drawn = api.row_bits(own if key.ndim else own[0], (keys.high, keys.low), 1, keys.table)[:, 0]
+    return keys.is_key & (drawn >= _power(1.0 - probability, occurrences))
+
+
+def _power(base: float, exponents: Int[Array, " nnz"]) -> UInt32[Array, " nnz"]:
+    """`base**exponents` in units of 2**-32, for a base below 1 and positive exponents."""
+    squares = jnp.asarray([min(int(base ** (2**bit) * 2**32), 2**32 - 1) for bit in range(31)], jnp.uint32)
+
+    def multiply(bit: Array, product: Array) -> Array:
+        is_set = (exponents >> bit) & 1 == 1
+        return jnp.where(is_set, _upper_half(product, squares[bit]), product)
+
+    start = jnp.full(exponents.shape, 0xFFFFFFFF, jnp.uint32) + varying_zero(exponents).astype(jnp.uint32)
+    product: Array = jax.lax.fori_loop(0, 31, multiply, start)
+    return product
+
+
+def _upper_half(one: UInt32[Array, "*n"], other: UInt32[Array, ""]) -> UInt32[Array, "*n"]:
+    """The upper 32 bits of a product of two 32-bit numbers."""
+    half, low = jnp.uint32(16), jnp.uint32(0xFFFF)
+    one_high, one_low, other_high, other_low = one >> half, one & low, other >> half, other & low
+    crossed, across = one_high * other_low, one_low * other_high
+    carried = (one_low * other_low >> half) + (crossed & low) + (across & low)
+    return one_high * other_high + (crossed >> half) + (across >> half) + (carried >> half)

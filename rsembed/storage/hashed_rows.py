@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from rsembed.checks import dtype_among
@@ -77,13 +78,15 @@ class DynamicTable(NamedTuple):
       waiting: a `RowMap` of keys that wait for admission, which counts them; None if every key is admitted at once.
       counters: what happened so far.
       key: PRNG key of each table.
+      generation: how often rows were exchanged with the host, from a random number on; None where none are there.
     """
 
-    keys: Any
+    keys: PyTree
     rows: Float[Array, "rows dim"]
-    waiting: Any
+    waiting: PyTree
     counters: Counters
     key: KeyOrKeys
+    generation: UInt32[Array, "1"] | None = None
 
     @property
     def num_tables(self) -> int:
@@ -122,10 +125,10 @@ def empty(
     return DynamicTable(keys, rows, waiting, Counters.zeros(*Counters._fields, num_tables=len(capacities)), own), slots
 
 
-def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[Any]:
+def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
     """Parameters or slots of all shards, on the host, as those of each table."""
 
-    def parted(leaf: Any) -> Any:
+    def parted(leaf: PyTree) -> PyTree:
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = on_host(jax.random.key_data(leaf))
             leaf = jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaf))
@@ -140,10 +143,10 @@ def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[Any]:
     ]
 
 
-def stack(trees: Sequence[Any], num_shards: int) -> Any:
+def stack(trees: Sequence[PyTree], num_shards: int) -> PyTree:
     """The inverse of `unstack`."""
 
-    def joined(*leaves: Any) -> Any:
+    def joined(*leaves: PyTree) -> PyTree:
         by_shard = [leaf.reshape(num_shards, -1, *leaf.shape[1:]) for leaf in leaves]
         is_key = jax.dtypes.issubdtype(leaves[0].dtype, jax.dtypes.prng_key)
         stacked = (jnp if is_key else np).concatenate(by_shard, axis=1)
@@ -208,33 +211,13 @@ def read(params: DynamicTable, rows: Int[Array, " nnz"]) -> Float[Array, "nnz di
     return api.lookup(params.rows, [Segment(rows, None, None, "none")])[0]
 
 
-def step(
-    params: DynamicTable,
-    slots: Slots,
-    segments: Sequence[Segment],
-    d_outputs: Sequence[Float[Array, "_ dim"]],
-    step: Step,
-) -> tuple[DynamicTable, Slots]:
-    """One optimizer step of the rows that segments read."""
-    rows, slots = api.update(params.rows, slots, SegmentGradients(segments, d_outputs), _rounding_by_key(params, step))
-    return params._replace(rows=rows), slots
-
-
-def step_distinct(
-    params: DynamicTable, slots: Slots, rows: Int[Array, " n"], gradients: Float[Array, "n dim"], step: Step
-) -> tuple[DynamicTable, Slots]:
-    """One optimizer step of rows of which none comes twice; nothing is sorted."""
-    stepped, slots = api.apply_rows(params.rows, slots, rows, gradients, _rounding_by_key(params, step))
-    return params._replace(rows=stepped), slots
-
-
 def _rounding_by_key(params: DynamicTable, step: Step) -> Step:
     """A step whose 16-bit rows are rounded with noise that belongs to the key, whichever row it has."""
     if step.rounding is None:
         return step
     rounding = step.rounding
 
-    def by_key(values: Array, dtype: Any, rows: Array) -> Array:
+    def by_key(values: Array, dtype: DTypeLike, rows: Array) -> Array:
         lanes = (lane.at[rows].get(mode="fill", fill_value=0) for lane in (params.keys.high, params.keys.low))
         numbers, table = mix(*lanes).astype(jnp.int32), row_map.table_of(params.keys, rows)
         return rounding(values, dtype, numbers) if table is None else rounding(values, dtype, numbers, table=table)
@@ -285,12 +268,39 @@ def grow(
     return params._replace(keys=row_map.grow(params.keys, capacity), rows=rows, waiting=waiting), slots
 
 
-def counts(params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
-    """Rows in use and all counters of each shard, int64, on the host."""
-    num_free = np.zeros(num_shards, np.int64) if params.keys is None else on_host(params.keys.num_free).astype(np.int64)
-    found = {"rows": params.rows.shape[0] // num_shards - num_free}
-    counters = params.counters._asdict().items()
-    return found | {name: numbers_of(lanes) for name, lanes in counters if lanes is not None}
+class DynamicRows(Storage):
+    """A storage whose `params` are a `DynamicTable`; how keys find their rows is left to say."""
+
+    def vectors(self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
+        return read(params, rows)
+
+    def step(
+        self,
+        params: DynamicTable,
+        slots: Slots,
+        segments: Sequence[Segment],
+        d_outputs: Sequence[Float[Array, "_ dim"]],
+        table: TableSpec,
+        *,
+        step: Step,
+    ) -> tuple[DynamicTable, Slots]:
+        gradients = SegmentGradients(segments, d_outputs)
+        rows, slots = api.update(params.rows, slots, gradients, _rounding_by_key(params, step))
+        return params._replace(rows=rows), slots
+
+    def step_distinct(
+        self, params: DynamicTable, slots: Slots, rows: Array, gradients: Array, table: TableSpec, *, step: Step
+    ) -> tuple[DynamicTable, Slots]:
+        """As every storage; nothing is sorted."""
+        stepped, slots = api.apply_rows(params.rows, slots, rows, gradients, _rounding_by_key(params, step))
+        return params._replace(rows=stepped), slots
+
+    def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
+        """Rows in use and all counters of each shard, int64."""
+        num_free = 0 if params.keys is None else on_host(params.keys.num_free).astype(np.int64)
+        found = {"rows": params.rows.shape[0] // num_shards - num_free + np.zeros(num_shards, np.int64)}
+        counters = params.counters._asdict().items()
+        return found | {name: numbers_of(lanes) for name, lanes in counters if lanes is not None}
 
 
 def numbers_of(lanes: Array) -> np.ndarray:

@@ -4,39 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.caching.backing import BackingStore
 from rsembed.checks import PositiveInt, check_type
 from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment, Step
+from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import hash_table, hashed_rows, row_map
-from rsembed.storage.hashed_rows import DynamicTable
-from rsembed.storage.protocol import ReadAhead, Storage, on_host
+from rsembed.storage.hashed_rows import DynamicRows, DynamicTable
+from rsembed.storage.protocol import ReadAhead, on_host
 from rsembed.storage.row_map import EVICTIONS, Eviction
-
-
-class CachedRows(NamedTuple):
-    """The part of a table on the host that a device holds.
-
-    Attributes:
-      near: the rows that are here, by id.
-      generation: how often rows were exchanged with the host, from a random number on.
-    """
-
-    near: DynamicTable
-    generation: UInt32[Array, "1"]
 
 
 class Moves(NamedTuple):
@@ -58,7 +45,7 @@ class Moves(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HostCached(Storage):
+class HostCached(DynamicRows):
     """Rows stay on the host; the device has those that the last batches read, and their optimizer state.
 
     Numbers are those of a table on the device, but for the noise of `stochastic_rounding`. `prefetch` of the
@@ -113,51 +100,29 @@ class HostCached(Storage):
 
     def init(
         self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
-    ) -> tuple[CachedRows, Slots]:
+    ) -> tuple[DynamicTable, Slots]:
         del shard  # all begin empty
-        near, slots = hashed_rows.empty(table, [-(-self.cache_rows // num_shards)], table_key(key, table.name))
-        return CachedRows(near, jnp.zeros(1, jnp.uint32)), slots
+        empty, slots = hashed_rows.empty(table, [-(-self.cache_rows // num_shards)], table_key(key, table.name))
+        return empty._replace(generation=jnp.zeros(1, jnp.uint32)), slots
 
     def read(
-        self, params: CachedRows, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
+        self, params: DynamicTable, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
         del ahead
-        return hashed_rows.read(params.near, _found(params, keys, table.name)), jnp.zeros((), jnp.int32)
-
-    def vectors(self, params: CachedRows, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
-        return hashed_rows.read(params.near, rows)
+        return hashed_rows.read(params, _found(params, keys, table.name)), jnp.zeros((), jnp.int32)
 
     def find(
         self,
-        params: CachedRows,
+        params: DynamicTable,
         slots: Slots,
         keys: Keys,
         table: TableSpec,
         *,
         occurrences: Int[Array, " nnz"],
         step: Step,
-    ) -> tuple[CachedRows, Slots, Int[Array, " nnz"]]:
+    ) -> tuple[DynamicTable, Slots, Int[Array, " nnz"]]:
         del occurrences, step  # uses were counted when the rows came
         return params, slots, _found(params, keys, table.name)
-
-    def step(
-        self,
-        params: CachedRows,
-        slots: Slots,
-        segments: Sequence[Segment],
-        d_outputs: Sequence[Float[Array, "_ dim"]],
-        table: TableSpec,
-        *,
-        step: Step,
-    ) -> tuple[CachedRows, Slots]:
-        near, slots = hashed_rows.step(params.near, slots, segments, d_outputs, step)
-        return params._replace(near=near), slots
-
-    def step_distinct(
-        self, params: CachedRows, slots: Slots, rows: Any, gradients: Any, table: TableSpec, *, step: Step
-    ) -> tuple[CachedRows, Slots]:
-        near, slots = hashed_rows.step_distinct(params.near, slots, rows, gradients, step)
-        return params._replace(near=near), slots
 
     def backing_store(self, table: TableSpec, key: PRNGKeyArray) -> BackingStore:
         """A store without rows; `key` is the table's, from which its initial rows follow."""
@@ -166,26 +131,25 @@ class HostCached(Storage):
         shapes = [((table.vocabulary_size, *array.shape[1:]), array.dtype) for array in one_row]
         return BackingStore([np.zeros(shape, dtype) for shape, dtype in shapes], jax.jit(first_values))
 
-    def counts(self, params: CachedRows, num_shards: int) -> dict[str, np.ndarray]:
-        counts = hashed_rows.counts(params.near, num_shards)
+    def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
+        counts = super().counts(params, num_shards)
         return {"rows": counts["rows"], "fetched": counts["inserted"], "evicted": counts["evicted"]}
 
-    def residents(self, params: CachedRows) -> tuple[np.ndarray, np.ndarray]:
+    def residents(self, params: DynamicTable) -> tuple[np.ndarray, np.ndarray]:
         """Places in use, over all shards, and whose they are."""
-        places = np.flatnonzero(on_host(params.near.keys.last_step) != row_map.FREE)
-        return places, on_host(params.near.keys.low)[places]
+        places = np.flatnonzero(on_host(params.keys.last_step) != row_map.FREE)
+        return places, on_host(params.keys.low)[places]
 
-    def emptied(self, params: CachedRows) -> CachedRows:
+    def emptied(self, params: DynamicTable) -> DynamicTable:
         """The parameters with no row near."""
-        return params._replace(near=params.near._replace(keys=row_map.empty(params.near.rows.shape[0])))
+        return params._replace(keys=row_map.empty(params.rows.shape[0]))
 
-    def make_room(self, params: CachedRows, keys: Keys) -> tuple[CachedRows, Moves]:
+    def make_room(self, params: DynamicTable, keys: Keys) -> tuple[DynamicTable, Moves]:
         """Places for those of the keys that have none; their rows must follow before anything else.
 
         Time is counted in calls, not in training steps: between two steps many batches may be looked up.
         """
-        near = params.near
-        known = near.keys
+        known = params.keys
         now = jnp.max(known.last_step) + 1
         _, distinct, _, uses = hash_table.entries(keys, jnp.ones(keys.shape, jnp.int32))
         rows = row_map.find(known, distinct)
@@ -201,7 +165,7 @@ class HostCached(Storage):
         def first_ones(lane: Array, fill: int) -> Array:
             return lane.at[moved].get(mode="fill", fill_value=fill)
 
-        counters = near.counters.add(inserted=count, evicted=evicted)
+        counters = params.counters.add(inserted=count, evicted=evicted)
         moves = Moves(
             first_ones(new_rows, NO_ROW),
             first_ones(distinct.low.astype(jnp.int32), -1),
@@ -209,7 +173,7 @@ class HostCached(Storage):
             count.reshape(1),
             num_without.reshape(1),
         )
-        return params._replace(near=near._replace(keys=filled, counters=counters)), moves
+        return params._replace(keys=filled, counters=counters), moves
 
 
 def _initial_rows_and_slots(table: TableSpec, key: PRNGKeyArray, ids: Int[Array, " ids"]) -> tuple[Array, ...]:
@@ -217,12 +181,12 @@ def _initial_rows_and_slots(table: TableSpec, key: PRNGKeyArray, ids: Int[Array,
     return values.astype(table.dtype), *table.optimizer.init_slots(values)
 
 
-def _found(params: CachedRows, keys: Keys, table_name: str) -> Int[Array, " nnz"]:
+def _found(params: DynamicTable, keys: Keys, table_name: str) -> Int[Array, " nnz"]:
     """The rows of keys, all of which must be near."""
-    rows = row_map.find(params.near.keys, keys)
+    rows = row_map.find(params.keys, keys)
     num_missing = jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
 
-    def stop(num_missing: Any) -> None:
+    def stop(num_missing: Array) -> None:
         raise RuntimeError(
             f"rsembed.storage: {int(num_missing)} ids of the batch have no row of table {table_name!r} on the device; "
             "call collection.prefetch(state, batch) before the compiled step, with the batch that it reads."

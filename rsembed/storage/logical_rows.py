@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int, PyTree
+from numpy.typing import ArrayLike
 
 from rsembed.bags import padded_size
 from rsembed.checks import check_type
@@ -30,7 +32,7 @@ ROWS_PER_BLOCK = 1 << 16
 _find_or_assign = jax.jit(row_map.find_or_assign)
 
 
-def as_dtype(values: Any, dtype: Any, where: str, name: str) -> np.ndarray:
+def as_dtype(values: ArrayLike, dtype: DTypeLike, where: str, name: str) -> np.ndarray:
     """Numbers from outside in the dtype that keeps them. Raises: ValueError: some are too large for it."""
     given = np.asarray(values)
     with np.errstate(over="ignore"):
@@ -43,7 +45,9 @@ def as_dtype(values: Any, dtype: Any, where: str, name: str) -> np.ndarray:
     return fitting
 
 
-def export(params: DynamicTable, slots: Sequence[Any], table: TableSpec, num_shards: int = 1) -> dict[str, np.ndarray]:
+def export(
+    params: DynamicTable, slots: Sequence[PyTree], table: TableSpec, num_shards: int = 1
+) -> dict[str, np.ndarray]:
     """Everything that belongs to keys, in ascending order of the keys (copies on the host).
 
     Returns: `keys` (of the table's `key_dtype`), `values`, one `slot_<name>` per optimizer slot; of a hash table
@@ -74,23 +78,23 @@ def places_by_key(
 
 def keys_to_leave(
     params: DynamicTable,
-    score: Callable[[DynamicTable], Any],
+    score: Callable[[DynamicTable], PyTree],
     is_own: np.ndarray | bool = True,
     *,
     keep: int | None,
     unused_for: int | None,
-    squares_below: float | None,
+    norm_below: float | None,
     step: int,
 ) -> np.ndarray:
     """Keys of all shards, uint64, that any of the reasons lets go, before step `step`.
 
     Args:
       params: rows of all shards.
-      score: says what each row is worth.
+      score: the worth of each row as an unsigned number.
       is_own: which rows are asked about.
       keep: so many stay, of all; those of the largest score, of equal ones the largest keys. None is no reason.
       unused_for: those go that were not used for more than so many steps.
-      squares_below: those go whose squares add up to less.
+      norm_below: those go whose rows have a smaller L2 norm.
       step: the one to come.
     """
     last_step = on_host(params.keys.last_step)
@@ -98,9 +102,9 @@ def keys_to_leave(
     keys = join_keys(on_host(params.keys.high), on_host(params.keys.low))
     if unused_for is not None:
         leaves |= is_used & (step - last_step.astype(np.int64) > unused_for)
-    if squares_below is not None:
+    if norm_below is not None:
         squares = on_host(jax.jit(hashed_rows.norms)(params.rows)).view(np.float32)
-        leaves |= is_used & (squares.astype(np.float64) < squares_below)
+        leaves |= is_used & (squares.astype(np.float64) < float(norm_below) ** 2)
     if keep is not None:
         used = np.flatnonzero(is_used)
         scores = on_host(jax.jit(score)(params)).astype(np.uint32)
@@ -121,7 +125,7 @@ def _key_dtype(table: TableSpec) -> str:
     return cast(str, cast(Storage, table.storage).key_dtype)
 
 
-def array_names(table: TableSpec, slots: Sequence[Any]) -> list[str]:
+def array_names(table: TableSpec, slots: Sequence[PyTree]) -> list[str]:
     """Vectors and slots, as they are called in exports, in the order of the state."""
     names = getattr(table.optimizer.slot_type, "_fields", range(len(slots)))
     return ["values", *(f"slot_{name}" for name in names)][: 1 + len(slots)]  # a state for serving has none
@@ -141,11 +145,11 @@ def _keys_of(table: TableSpec, keys: RowMap, prefix: str) -> tuple[np.ndarray, d
 
 def import_rows(
     params: DynamicTable,
-    slots: Sequence[Any],
-    exported: Mapping[str, Any],
+    slots: Sequence[PyTree],
+    exported: Mapping[str, PyTree],
     table: TableSpec,
     num_shards: int = 1,
-) -> tuple[DynamicTable, tuple[Any, ...]]:
+) -> tuple[DynamicTable, tuple[PyTree, ...]]:
     """The table with the rows of `exported`; keys that it has already are overwritten, new ones get free rows.
 
     Args:
@@ -169,7 +173,7 @@ def import_rows(
     _checked(table, exported, "keys", (num_keys,))
     values = _checked(table, exported, "values", (num_keys, table.embedding_dim))
     values = as_dtype(values, np.float32, where, "values")
-    parts: list[Any] = [values, *table.optimizer.init_slots(jnp.asarray(values))]
+    parts: list[PyTree] = [values, *table.optimizer.init_slots(jnp.asarray(values))]
     for number, name in enumerate(names):
         if number and name in exported:
             given = _checked(table, exported, name, parts[number].shape)
@@ -183,7 +187,7 @@ def import_rows(
 
 
 def with_keys(
-    params: DynamicTable, exported: Mapping[str, Any], table: TableSpec, num_shards: int
+    params: DynamicTable, exported: Mapping[str, PyTree], table: TableSpec, num_shards: int
 ) -> tuple[DynamicTable, Int[np.ndarray, " n"]]:
     """The table with these keys and what is noted of them, but no rows yet; and the places of those.
 
@@ -215,8 +219,8 @@ def _blocks_of(values: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def written(
-    array: Any, places: Int[np.ndarray, " n"], blocks: Iterable[tuple[int, np.ndarray]], num_shards: int
-) -> Any:
+    array: PyTree, places: Int[np.ndarray, " n"], blocks: Iterable[tuple[int, np.ndarray]], num_shards: int
+) -> PyTree:
     """A copy of the array of all shards with rows in some places, made where the array lies.
 
     Args:
@@ -247,7 +251,7 @@ def _put(num_shards: int, array: Array, shard: Array, row: Array, values: Array)
 
 
 def room_needed(
-    params: DynamicTable, exported: Mapping[str, Any], table: TableSpec, num_shards: int
+    params: DynamicTable, exported: Mapping[str, PyTree], table: TableSpec, num_shards: int
 ) -> tuple[int, int]:
     """Rows, and places of keys that wait, that the fullest shard of a hash table needs for `import_rows` of these."""
 
@@ -269,7 +273,7 @@ def _most(numbers: np.ndarray, num_shards: int) -> int:
     return int(np.bincount(owners(split_keys(np.unique(numbers)), num_shards), minlength=1).max())
 
 
-def _checked_keys(table: TableSpec, exported: Mapping[str, Any], prefix: str) -> Keys:
+def _checked_keys(table: TableSpec, exported: Mapping[str, PyTree], prefix: str) -> Keys:
     where, name = f"table {table.name!r}", f"{prefix}keys"
     numbers = np.asarray(_checked(table, exported, name, (len(exported.get(name, ())),)))
     keys = split_keys(numbers, feature=f"{where}, imported {name}")
@@ -282,7 +286,7 @@ def _checked_keys(table: TableSpec, exported: Mapping[str, Any], prefix: str) ->
     return keys
 
 
-def _checked(table: TableSpec, exported: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Any:
+def _checked(table: TableSpec, exported: Mapping[str, PyTree], name: str, shape: tuple[int, ...]) -> PyTree:
     if name not in exported:
         raise ValueError(f"table {table.name!r}: imported rows need {name!r}; give 'keys' and 'values'.")
     if np.shape(exported[name]) != shape:
@@ -335,7 +339,7 @@ def _released(keys_of_rows: RowMap, is_gone: Array) -> RowMap:
 
 
 def _place(
-    table: TableSpec, maps: RowMap, keys: Keys, exported: Mapping[str, Any], prefix: str, num_shards: int
+    table: TableSpec, maps: RowMap, keys: Keys, exported: Mapping[str, PyTree], prefix: str, num_shards: int
 ) -> tuple[RowMap, np.ndarray]:
     """The maps of all shards with these keys in them, and where their rows are."""
     lanes: list[np.ndarray] = []

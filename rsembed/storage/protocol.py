@@ -1,8 +1,10 @@
-"""The protocol between the engine and a storage."""
+"""The protocol between the engine and a storage, and which tables share one."""
 
 from __future__ import annotations
 
 import abc
+import itertools
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -10,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.bags import is_traced
@@ -102,12 +105,12 @@ class Storage(abc.ABC):
         del table
         return None
 
-    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[tuple[Any, Any]]:
+    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[tuple[PyTree, PyTree]]:
         """`params` and slots of all shards as those of each of `tables_of`; of several, outside `jit`."""
         del table, num_shards
         return [(params, slots)]
 
-    def stack(self, parts: Sequence[tuple[Any, Any]], like: PyTree, num_shards: int) -> tuple[PyTree, PyTree]:
+    def stack(self, parts: Sequence[tuple[PyTree, PyTree]], like: PyTree, num_shards: int) -> tuple[PyTree, PyTree]:
         """The inverse of `unstack`; `like` are `params` as they were."""
         del like, num_shards
         return parts[0]
@@ -130,7 +133,7 @@ class Storage(abc.ABC):
         """Ids that are no keys lie below it."""
         return table.vocabulary_size
 
-    def checked(self, ids: Any, table: TableSpec, feature: str) -> Keys:
+    def checked(self, ids: PyTree, table: TableSpec, feature: str) -> Keys:
         """Ids of a batch as keys, of which those that can be seen were checked. Raises: as `checked_keys`."""
         del table
         return checked_keys(ids, self.key_dtype, feature=feature)
@@ -140,7 +143,7 @@ class Storage(abc.ABC):
         owner: Int[Array, " nnz"] = owners(keys, num_shards)
         return owner
 
-    def vector_dtype(self, table: TableSpec) -> Any:
+    def vector_dtype(self, table: TableSpec) -> DTypeLike:
         """Dtype of the rows that `read` and `vectors` return."""
         del table
         return jnp.float32
@@ -172,10 +175,10 @@ class Storage(abc.ABC):
         keys: Keys,
         segments: Sequence[Segment],
         table: TableSpec,
-        pool: Callable[[Array, Int[Array, " nnz"]], Any],
+        pool: Callable[[Array, Int[Array, " nnz"]], PyTree],
         *,
         ahead: ReadAhead | None = None,
-    ) -> tuple[Any, Int[Array, ""]]:
+    ) -> tuple[PyTree, Int[Array, ""]]:
         """`pool(vectors, row of each key among them)` of what `read` gives, which need not be written down for it.
 
         `segments` read the same ids, where these are row numbers.
@@ -198,10 +201,10 @@ class Storage(abc.ABC):
         *,
         occurrences: Int[Array, " nnz"],
         step: Step,
-    ) -> tuple[Any, Any, Int[Array, " nnz"]]:
+    ) -> tuple[PyTree, PyTree, Int[Array, " nnz"]]:
         """Before a step: the row of every key, after giving one to those without; `NO_ROW` where there is none."""
 
-    def hold(self, params: PyTree, keys: Keys, step: Step) -> Any:
+    def hold(self, params: PyTree, keys: Keys, step: Step) -> PyTree:
         """`params`, in which the rows (and counts) of these keys stay where they are until the step is done."""
         del keys, step
         return params
@@ -234,12 +237,12 @@ class Storage(abc.ABC):
 
     def gradients(
         self, params: PyTree, segments: Sequence[Segment], d_outputs: Sequence[Float[Array, "_ dim"]], table: TableSpec
-    ) -> Any:
+    ) -> PyTree:
         """Where it `sums_gradients`: those of all `params`, float32, from gradients of what segments of ids read."""
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, of which a step touches single rows.")
 
     def step_all(
-        self, params: PyTree, slots: PyTree, gradients: Any, table: TableSpec, *, step: Step
+        self, params: PyTree, slots: PyTree, gradients: PyTree, table: TableSpec, *, step: Step
     ) -> tuple[PyTree, PyTree]:
         """One optimizer step of all `params` with their gradients."""
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, of which a step touches single rows.")
@@ -249,7 +252,7 @@ class Storage(abc.ABC):
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, which has no rows to be taken out.")
 
     def with_rows(
-        self, params: PyTree, slots: PyTree, rows: Any, table: TableSpec, num_shards: int
+        self, params: PyTree, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int
     ) -> tuple[PyTree, PyTree]:
         """`params` and slots of all shards with some rows written by key, as `rows` returns them; outside `jit`."""
         raise NotImplementedError(
@@ -266,10 +269,69 @@ class Storage(abc.ABC):
         return {}
 
 
-def on_host(array: Any) -> np.ndarray:
+def on_host(array: PyTree) -> np.ndarray:
     """A global array as one of numpy, in every process."""
     if is_traced(array):
         raise RuntimeError("rows by key, and counts, come to the host; read them outside of jit.")
     if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+MOST_EMPTY = 1 / 16
+"""Largest share of rows that may stay empty where tables of unequal size share storage."""
+
+
+def of_near_sizes(tables: Sequence[TableSpec], *, most_rows: int, num_waiting: int = 0) -> list[list[TableSpec]]:
+    """Tables in few groups, which leave few rows empty where each of a group takes the place of the largest.
+
+    Neighbours in size join, those first that cost the fewest rows. That is the fewest groups there can be, or one or
+    two more.
+
+    Args:
+      tables: the tables.
+      most_rows: place for so many in a group, or for one table.
+      num_waiting: keys that may wait for a row in each table; there is place for `most_rows` in a group, too.
+    """
+    found = sorted(Counter(table.vocabulary_size for table in tables).items())
+    sizes, counts = [size for size, _ in found], [count for _, count in found]
+    room = MOST_EMPTY * sum(table.vocabulary_size for table in tables)
+    while len(sizes) > 1:
+        costs = [
+            count * (larger - size) for count, (size, larger) in zip(counts, itertools.pairwise(sizes), strict=False)
+        ]
+        place = min(range(len(costs)), key=costs.__getitem__)
+        if costs[place] > room:
+            break
+        room -= costs[place]
+        counts[place + 1] += counts[place]
+        del sizes[place], counts[place]
+    groups: dict[tuple[int, int], list[TableSpec]] = {}
+    joined = Counter[int]()
+    for table in tables:
+        size = next(size for size in sizes if size >= table.vocabulary_size)
+        most_tables = max(most_rows // max(size, num_waiting), 1)
+        groups.setdefault((size, joined[size] // most_tables), []).append(table)
+        joined[size] += 1
+    return list(groups.values())
+
+
+def parts(trees: tuple[PyTree, ...], sizes: Sequence[Sequence[int]]) -> list[tuple[PyTree, ...]]:
+    """What belongs to each of several tables, whose rows follow each other in every array of several trees.
+
+    Args:
+      trees: of arrays, or of shapes.
+      sizes: of each table, its rows in the arrays of each tree.
+    """
+
+    def cut(leaf: PyTree, first: int, size: int) -> PyTree:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(shape=(size, *leaf.shape[1:]))
+        return leaf[first : first + size]
+
+    found, firsts = [], [0] * len(trees)
+    for own in sizes:
+        places = zip(trees, firsts, own, strict=True)
+        found.append(tuple(jax.tree.map(lambda leaf, at=(a, n): cut(leaf, *at), tree) for tree, a, n in places))
+        firsts = [first + size for first, size in zip(firsts, own, strict=True)]
+    return found

@@ -8,11 +8,11 @@ the place of the largest; what others have not is never handed out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, Int, PyTree, UInt32
 
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
@@ -48,7 +48,7 @@ class RowMap(NamedTuple):
     low: UInt32[Array, " rows"]
     last_step: Int[Array, " rows"]
     counts: Int[Array, " rows"]
-    first_step: Any
+    first_step: Int[Array, " rows"] | None
     free: Int[Array, " rows"]
     num_free: Int[Array, " tables"]
 
@@ -163,11 +163,11 @@ def touch(
     return _with_lanes(row_map, rows, given)
 
 
-def _with_lanes(row_map: RowMap, rows: Int[Array, " nnz"], given: dict[str, Any]) -> RowMap:
+def _with_lanes(row_map: RowMap, rows: Int[Array, " nnz"], given: dict[str, PyTree]) -> RowMap:
     """The map with other numbers of distinct `rows` in those lanes that it has."""
     kept = {name: lane for name, lane in given.items() if lane is not None and getattr(row_map, name) is not None}
     lanes = api.scatter_rows([getattr(row_map, name) for name in kept], rows, list(kept.values()))
-    changed: dict[str, Any] = dict(zip(kept, lanes, strict=True))
+    changed: dict[str, PyTree] = dict(zip(kept, lanes, strict=True))
     return row_map._replace(**changed)
 
 

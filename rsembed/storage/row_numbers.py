@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ class RowNumbers(RowsByKey):
                 "rsembed.Hashed."
             )
 
-    def checked(self, ids: Any, table: TableSpec, feature: str) -> Keys:
+    def checked(self, ids: PyTree, table: TableSpec, feature: str) -> Keys:
         keys = super().checked(ids, table, feature)
         if isinstance(keys.is_key, np.ndarray):
             is_outside = keys.is_key & ((keys.high > 0) | (keys.low >= table.vocabulary_size))

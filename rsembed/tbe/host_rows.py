@@ -19,10 +19,8 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from rsembed.bags import device_copy, is_traced
 from rsembed.caching import CacheCounts, CacheStatistics, SetAssociativeCache
-from rsembed.caching.backing import BackingStore, Generation
-from rsembed.caching.near_rows import NearRows, call_host
-from rsembed.caching.set_associative import NUM_WAYS
-from rsembed.caching.statistics import unique_misses_by_group
+from rsembed.caching.backing import BackingStore, Generation, NearRows, call_host
+from rsembed.caching.set_associative import NUM_WAYS, unique_misses_by_group
 from rsembed.kernels.contract import NO_ROW, JaggedBatch
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe import functional

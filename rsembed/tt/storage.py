@@ -23,8 +23,7 @@ from rsembed.keys import Keys
 from rsembed.optimizers import OptimizerSpec, Slots
 from rsembed.specs import TableSpec
 from rsembed.storage.logical_rows import as_dtype
-from rsembed.storage.protocol import ReadAhead, Storage, on_host
-from rsembed.storage.sharing import parts
+from rsembed.storage.protocol import ReadAhead, Storage, on_host, parts
 from rsembed.tt import hot_rows
 from rsembed.tt.chain import Cores, shared_rows
 from rsembed.tt.cores import digits_of, entries_of

@@ -6,8 +6,7 @@ import pytest
 
 from rsembed.bags import padded_size
 from rsembed.caching import SetAssociativeCache
-from rsembed.caching.backing import BackingStore, Generation
-from rsembed.caching.near_rows import NearRows
+from rsembed.caching.backing import BackingStore, Generation, NearRows
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsembed.caching import CacheCounts, CacheStatistics, SetAssociativeCache
-from rsembed.caching.statistics import unique_misses_by_group
+from rsembed.caching.set_associative import unique_misses_by_group
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rsembed.keys import split_keys
-from rsembed.storage.admission import is_drawn
+from rsembed.storage.hashed import is_drawn
 
 KEYS = split_keys(np.random.default_rng(0).integers(0, 2**64, 20_000, dtype=np.uint64))
 KEY = jax.random.key(5)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 import rsembed as rs
 from rsembed import checkpoint
-from rsembed.storage import sharing
+from rsembed.storage import protocol
 
 DIM, ROWS, NAMES, NUM_STEPS = 4, 8, ("here", "mine", "yours"), 6
 KEY = jax.random.key(3)
@@ -128,7 +128,7 @@ def test_a_table_has_the_bits_of_one_in_a_collection_of_its_own(num_devices, pla
 @pytest.fixture
 def any_size(monkeypatch):
     """However many rows stay empty."""
-    monkeypatch.setattr(sharing, "MOST_EMPTY", 2.0)
+    monkeypatch.setattr(protocol, "MOST_EMPTY", 2.0)
 
 
 SOME_WAIT = {"when_full": "evict", "admission_count": 1}

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rsembed as rs
-from rsembed.storage import hashed, sharing
+from rsembed.storage import hashed, protocol
 
 KEYS = rs.Hashed()
 
@@ -45,9 +45,9 @@ def fewest_groups(sizes, room):
 @given(st.lists(st.one_of(st.integers(1, 30), st.integers(90, 110), st.integers(1, 10**6)), min_size=1, max_size=14))
 def test_few_groups_leave_few_rows_empty(sizes):
     tables = tables_of(sizes)
-    groups = sharing.of_near_sizes(tables, most_rows=2**40)
+    groups = protocol.of_near_sizes(tables, most_rows=2**40)
     assert sorted(table.name for group in groups for table in group) == sorted(table.name for table in tables)
-    room = sharing.MOST_EMPTY * sum(sizes)
+    room = protocol.MOST_EMPTY * sum(sizes)
     assert num_empty(groups) <= room
     assert len(groups) <= fewest_groups(sizes, room) + 2
     numbers = [[int(table.name[1:]) for table in group] for group in groups]
@@ -56,7 +56,7 @@ def test_few_groups_leave_few_rows_empty(sizes):
 
 @pytest.mark.parametrize("most_rows", [1, 250, 1_000])
 def test_no_group_takes_more_rows_than_one_may_have(most_rows):
-    groups = sizes_of(sharing.of_near_sizes(tables_of([100] * 7 + [98]), most_rows=most_rows))
+    groups = sizes_of(protocol.of_near_sizes(tables_of([100] * 7 + [98]), most_rows=most_rows))
     assert sum(map(len, groups)) == 8
     assert all(100 * len(group) <= max(most_rows, 100) for group in groups)
     assert len(groups) == -(-8 // max(most_rows // 100, 1))
@@ -82,9 +82,9 @@ def test_a_hundred_tables_of_all_sizes_need_a_dozen_storages():
     collection = rs.EmbeddingCollection(features)
     assert len(collection.plan.stacks) <= 16
     values = sum(stack.num_stored_values[0] for stack in collection.plan.stacks)
-    assert 8 * sum(sizes) <= values <= 8 * sum(sizes) * (1 + sharing.MOST_EMPTY)
+    assert 8 * sum(sizes) <= values <= 8 * sum(sizes) * (1 + protocol.MOST_EMPTY)
 
 
 def test_small_tables_stay_apart_from_one_that_is_much_larger():
-    groups = sizes_of(sharing.of_near_sizes(tables_of([10, 10**6, 12, 10**6]), most_rows=2**40))
+    groups = sizes_of(protocol.of_near_sizes(tables_of([10, 10**6, 12, 10**6]), most_rows=2**40))
     assert groups == [[10, 12], [10**6, 10**6]]
