@@ -23,7 +23,7 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import Segment
 from rsembed.row_gradients import check_gradient
 from rsembed.sok.initialize import Context
-from rsembed.sok.lookups import StepOnce, checked_combiner, is_known, key_bags, look_up_variables, of_any_width
+from rsembed.sok.lookups import StepOnce, checked_combiner, key_bags, look_up_variables, of_any_width
 from rsembed.sok.variables import EmbeddingVariable, embedding_variable
 from rsembed.specs import Combiner, FeatureSpec, TableSpec
 
@@ -103,6 +103,7 @@ def _look_up_group(
         raise TypeError(f"{group}: params must be a list of tables, got {describe(params)}.")
     known = [checked_combiner(own, f"{group}: combiners[{position}]") for position, own in enumerate(combiners)]
     context = _context_of(params, group)
+    devices = Devices() if context is None else context.devices
     features = [_feature_of(params, position, group) for position in range(len(params))]
 
     def read(given: Any) -> dict[str, Any]:
@@ -114,15 +115,14 @@ def _look_up_group(
         bags = {}
         for table, feature, own, own_weights in zip(params, features, ids, weights, strict=True):
             if isinstance(table, EmbeddingVariable):
-                bags[feature.name] = key_bags(own, own_weights, feature.name, context)
+                bags[feature.name] = key_bags(own, own_weights, feature.name, devices)
             else:
                 pair = own if own_weights is None else (own, own_weights)
-                bags[feature.name] = of_any_width(as_bags(pair, feature=feature.name), context)
-            if context is not None and is_known(bags[feature.name]):
+                bags[feature.name] = of_any_width(as_bags(pair, feature=feature.name), devices)
+            if context is not None and not inputs.is_unknown(bags[feature.name]):
                 context.check_batch(bags[feature.name].num_bags, f"{group}, {feature.name}")
         return bags
 
-    devices = Devices() if context is None else context.devices
     by_name = {feature.name: feature for feature in features}
     batch = inputs.prepare(by_name, (sp_ids, sp_weights), devices, bounds_check="raise", what=group, read=read)
     outputs, own = dict[int, Array](), list[int]()

@@ -17,7 +17,7 @@ from rsembed.collection import inputs
 from rsembed.keys import Keys, split_keys
 from rsembed.parallel.agreement import Agreement
 from rsembed.row_gradients import check_gradient
-from rsembed.sok.lookups import StepOnce, checked_combiner, is_known, key_bags, look_up_variables
+from rsembed.sok.lookups import StepOnce, checked_combiner, key_bags, look_up_variables
 from rsembed.sok.variables import EmbeddingVariable, embedding_variable
 from rsembed.specs import Combiner
 
@@ -74,13 +74,13 @@ class _Layer(nnx.Module):
     def _bags(self, given: tuple[Any, Any]) -> Bags:
         """The bags of whole samples, none longer than agreed."""
         context, what = self.variable.table.context, f"layer {self.name!r}"
-        bags = key_bags(*given, self.name, context)
+        bags = key_bags(*given, self.name, context.devices)
         if bags.num_bags % self.slot_num:
             raise ValueError(
                 f"{what}: {bags.num_bags} bags do not make samples of slot_num={self.slot_num} each; pass "
                 "[batch, slot_num, keys] or [batch * slot_num, keys]."
             )
-        if not is_known(bags):
+        if inputs.is_unknown(bags):
             return bags
         lengths = np.diff(np.asarray(bags.offsets))
         if lengths.max(initial=0) > self.max_nnz:
@@ -171,7 +171,7 @@ class DistributedEmbedding(_Layer):
 
     def _samples(self, given: tuple[Any, Any]) -> Bags:
         bags = self._bags(given)
-        if self.max_feature_num == self.slot_num * self.max_nnz or not is_known(bags):
+        if self.max_feature_num == self.slot_num * self.max_nnz or inputs.is_unknown(bags):
             return bags
         offsets = np.asarray(bags.offsets)
         is_key = np.asarray(bags.ids.is_key if isinstance(bags.ids, Keys) else bags.ids != PAD_ID)
@@ -282,14 +282,14 @@ class All2AllDenseEmbedding(_Layer):
             if keys.ndim != 1:
                 raise ValueError(f"{what}: dynamic_input takes a list of keys, got shape {keys.shape}.")
             keys = keys if isinstance(keys, Keys) else split_keys(keys, feature=f"{what}: keys")
-            is_part = context.devices.num_processes > 1 and is_known(keys)
+            is_part = context.devices.num_processes > 1 and not inputs.is_unknown(keys)
             shares = context.num_devices // (context.devices.num_processes if is_part else 1)
             agreement.bring("keys", "a list of keys", width=-(-keys.shape[0] // shares) * shares)
         num_keys, places = keys.shape[0], agreement.width("keys")
 
         def read(given: tuple[Any, Any]) -> Bags:
             filled: Keys = jax.tree.map(lambda lane: _padded(lane, places - num_keys), given[0])
-            return key_bags(filled.reshape(-1, 1), None, self.name, context)
+            return key_bags(filled.reshape(-1, 1), None, self.name, context.devices)
 
         output, backward = self._look_up((keys, None), read, "none", training, -1)
         if is_part or places == num_keys:

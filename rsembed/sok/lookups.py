@@ -7,32 +7,35 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, cast
+import itertools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import Bags, as_bags, check_unmasked, device_copy, is_traced
+from rsembed.collection.devices import Devices
 from rsembed.collection.engine import STACKS_TOGETHER, Engine
+from rsembed.collection.inputs import is_unknown
 from rsembed.collection.stack import Stack
 from rsembed.kernels.contract import Step
 from rsembed.keys import Keys
-from rsembed.parallel.agreement import is_global
 from rsembed.row_gradients import SingleUse, check_gradient
-from rsembed.sok.initialize import Context
 from rsembed.sok.variables import EmbeddingVariable, VariableTable, give_room, state_of
 from rsembed.specs import Combiner, FeatureSpec
 from rsembed.storage import Hashed
-from rsembed.storage.hashed_rows import DynamicTable, numbers_of
+from rsembed.storage.hashed_rows import numbers_of
 from rsembed.storage.protocol import on_host
+from rsembed.storage.row_map import RowMap
 
-Arrays = tuple[DynamicTable, Any, Int[Array, ""]]
-"""Arrays of a variable in a program: rows by key, slots and the number of the step to come."""
-KeyBatch = Any
-"""Keys `[bags, width]` of a feature, cut among devices by bag; or a pair of them and their weights."""
+T = TypeVar("T")
+KeysOfBags = Keys | Bags | ArrayLike | Sequence[object]
+"""Keys as users have them; see `key_bags`."""
+ByStack = dict[str, PyTree]
 TRAINED = "backward was called before: a lookup trains once. Look up again for another step."
 
 
@@ -46,14 +49,14 @@ def checked_combiner(combiner: str, what: str) -> Combiner:
     return cast(Combiner, combiner.lower())
 
 
-def key_bags(keys: Any, weights: Any, feature: str, context: Context | None) -> Bags:
+def key_bags(keys: KeysOfBags, weights: ArrayLike | Sequence[object] | None, feature: str, devices: Devices) -> Bags:
     """One bag of keys per leading position of `keys`.
 
     Args:
       keys: an integer array or `Keys` `[..., keys per bag]`, in which -1 is no key; `Bags`; or a list of keys per bag.
       weights: one float per key, in the same form, or None.
       feature: named in errors.
-      context: the devices.
+      devices: those of the table.
 
     Raises: TypeError or ValueError, naming the feature.
     """
@@ -63,29 +66,23 @@ def key_bags(keys: Any, weights: Any, feature: str, context: Context | None) -> 
             return as_bags(keys if isinstance(keys, Bags) and weights is None else (keys, weights), feature=feature)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error} Lists hold one flat list of keys per bag: [[1, 2], [3], []].") from error
-    keys = keys if isinstance(keys, (Keys, jax.Array)) else np.asarray(keys)
-    if keys.ndim < 2:
+    array = keys if isinstance(keys, (Keys, jax.Array)) else np.asarray(keys)
+    if array.ndim < 2:
         raise ValueError(
-            f"feature {feature!r}: keys need an axis of bags and one of keys per bag, got shape {keys.shape}."
+            f"feature {feature!r}: keys need an axis of bags and one of keys per bag, got shape {array.shape}."
         )
     if weights is not None:
         weights = weights if isinstance(weights, jax.Array) else np.asarray(weights)
-        if weights.shape != keys.shape:
-            raise ValueError(f"feature {feature!r}: weights have shape {weights.shape}, keys {keys.shape}.")
-        weights = weights.reshape(-1, keys.shape[-1])
-    bags = as_bags((keys.reshape(-1, keys.shape[-1]), weights), feature=feature)
-    return of_any_width(bags, context)
+        if weights.shape != array.shape:
+            raise ValueError(f"feature {feature!r}: weights have shape {weights.shape}, keys {array.shape}.")
+        weights = weights.reshape(-1, array.shape[-1])
+    return of_any_width(as_bags((array.reshape(-1, array.shape[-1]), weights), feature=feature), devices)
 
 
-def of_any_width(bags: Bags, context: Context | None) -> Bags:
+def of_any_width(bags: Bags, devices: Devices) -> Bags:
     """Bags on whose width several processes can agree, as they cannot on that of arrays."""
-    is_part = context is not None and context.devices.num_processes > 1 and is_known(bags)
+    is_part = devices.num_processes > 1 and not is_unknown(bags)
     return dataclasses.replace(bags, dense_shape=None) if is_part else bags
-
-
-def is_known(batch: Bags | Keys) -> bool:
-    """Whether keys are here to be checked: not inside `jit`, and not those of other processes."""
-    return not is_traced(batch) and not any(map(is_global, jax.tree.leaves(batch)))
 
 
 # Programs
@@ -105,110 +102,94 @@ class Program:
     combiners: tuple[tuple[Combiner, ...], ...]
     tables: tuple[VariableTable, ...] = dataclasses.field(compare=False)
 
-    @functools.cached_property
-    def engine(self) -> Engine:
-        """The core's engine of the stack of each table, which are called by their numbers."""
-        features: dict[str, FeatureSpec] = {}
-        stacks: dict[str, Stack] = {}
-        for t, (table, combiners) in enumerate(zip(self.tables, self.combiners, strict=True)):
-            own = table.collection.logical.stacks[table.spec.name]
-            plan = own.layout.stack
-            placements = tuple(
-                dataclasses.replace(plan.features[0], name=_feature(t, k), combiner=combiner)
-                for k, combiner in enumerate(combiners)
-            )
-            layout = dataclasses.replace(own.layout, stack=dataclasses.replace(plan, features=placements))
-            stacks[str(t)] = type(own)(layout, own.rows)
-            features |= {feature.name: FeatureSpec(feature.name, table.spec) for feature in placements}
-        return Engine(features, stacks, self.tables[0].context.devices)
 
-    @staticmethod
-    def by_table(values: Sequence[Any]) -> dict[str, Any]:
-        """Values of tables by their numbers."""
-        return {str(t): value for t, value in enumerate(values)}
-
-    @staticmethod
-    def by_feature(values: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """Values of the features of all tables by name."""
-        return {_feature(t, k): value for t, own in enumerate(values) for k, value in enumerate(own)}
+@functools.lru_cache(maxsize=256)
+def _engine_of(program: Program) -> Engine:
+    """The core's engine of the stack of each table, which are called by their numbers."""
+    features: dict[str, FeatureSpec] = {}
+    stacks: dict[str, Stack] = {}
+    for t, (table, combiners) in enumerate(zip(program.tables, program.combiners, strict=True)):
+        own = table.collection.logical.stacks[table.spec.name]
+        plan = own.layout.stack
+        placements = tuple(
+            dataclasses.replace(plan.features[0], name=f"{t}/{k}", combiner=combiner)
+            for k, combiner in enumerate(combiners)
+        )
+        layout = dataclasses.replace(own.layout, stack=dataclasses.replace(plan, features=placements))
+        stacks[str(t)] = type(own)(layout, own.rows)
+        features |= {feature.name: FeatureSpec(feature.name, table.spec) for feature in placements}
+    return Engine(features, stacks, program.tables[0].context.devices)
 
 
-def _feature(table: int, number: int) -> str:
-    return f"{table}/{number}"
+class Part(NamedTuple):
+    """The variables of a lookup that are read by one program.
+
+    Attributes:
+      engine: names stacks and features by numbers.
+      variables: by stack.
+      positions: of the lookup's features, by the engine's names for them.
+    """
+
+    engine: Engine
+    variables: dict[str, EmbeddingVariable]
+    positions: dict[str, int]
+
+    def arrays(self) -> tuple[ByStack, ByStack, ByStack]:
+        """Parameters, slots and number of the step to come, by stack."""
+        params, slots, numbers = ByStack(), ByStack(), ByStack()
+        for stack, variable in self.variables.items():
+            state, name = state_of(variable), variable.table.spec.name
+            params[stack], slots[stack], numbers[stack] = state.tables[name], state.slots[name], state.step
+        return params, slots, numbers
+
+    def by_feature(self, values: Sequence[T]) -> dict[str, T]:
+        """Values of the lookup's features by the engine's names for them."""
+        return {name: values[position] for name, position in self.positions.items()}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _look_up(
-    is_training: bool, program: Program, arrays: Sequence[Arrays], batch: Sequence[Sequence[KeyBatch]]
-) -> list[tuple[list[Float[Array, "_ _"]], Int[Array, " devices"]]]:
-    """Pooled rows of the features of each table, and how many keys have no row or, in training, want one."""
-    tables, bags = program.by_table([params for params, _, _ in arrays]), program.by_feature(batch)
-    if is_training:
-        numbers = program.by_table([step for *_, step in arrays])
-        found, statistics = program.engine.lookup(tables, bags, numbers)
-    else:
-        found, statistics = program.engine.lookup(tables, bags)
-    return [
-        ([found[_feature(t, k)] for k in range(len(own))], cast(Array, statistics.traffic[str(t)].num_unknown))
-        for t, own in enumerate(batch)
-    ]
+def parts_of(variables: Sequence[EmbeddingVariable], combiners: Sequence[Combiner]) -> Iterator[Part]:
+    """Features that read `variables`, in programs of few tables.
+
+    To compile one takes time that grows with the square of its tables, and tables that are alike share what is
+    compiled: of a hundred like tables, a quarter at a time.
+    """
+    features: dict[int, list[int]] = {}
+    kinds: dict[Hashable, list[EmbeddingVariable]] = {}
+    for position, variable in enumerate(variables):
+        if id(variable) not in features:
+            kinds.setdefault(variable.table.kind, []).append(variable)
+        features.setdefault(id(variable), []).append(position)
+    like_beside_like = list(itertools.chain(*kinds.values()))
+    num_parts = -(-len(like_beside_like) // STACKS_TOGETHER)
+    size = -(-len(like_beside_like) // max(num_parts, 1))
+    for number in range(num_parts):
+        chunk = like_beside_like[number * size : (number + 1) * size]
+        own = {str(t): variable for t, variable in enumerate(chunk)}
+        positions: dict[str, int] = {}
+        pooling = []
+        for stack, variable in own.items():
+            places = features[id(variable)]
+            positions |= {f"{stack}/{k}": place for k, place in enumerate(places)}
+            pooling.append(tuple(combiners[place] for place in places))
+        tables = tuple(variable.table for variable in own.values())
+        yield Part(_engine_of(Program(tuple(table.kind for table in tables), tuple(pooling), tables)), own, positions)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _step(
-    program: Program,
-    arrays: Sequence[Arrays],
-    batch: Sequence[Sequence[KeyBatch]],
-    d_outputs: Sequence[Sequence[Float[Array, "_ _"]]],
-) -> list[Arrays]:
+    engine: Engine,
+    arrays: tuple[ByStack, ByStack, ByStack],
+    batch: Mapping[str, PyTree],
+    d_outputs: Mapping[str, Float[Array, "_ _"]],
+) -> tuple[ByStack, ByStack, ByStack]:
     """The arrays after one step with gradients of the outputs."""
-    rules = [table.spec.optimizer for table in program.tables]
-    steps = [
-        Step(rule.get_hyperparameters(number), rule, None, number)
-        for rule, (*_, number) in zip(rules, arrays, strict=True)
-    ]
-    params, slots, numbers = zip(*arrays, strict=True)
-    own, own_slots, own_steps = map(program.by_table, (params, slots, steps))
-    stepped, stepped_slots = program.engine.update(
-        own, own_slots, program.by_feature(batch), program.by_feature(d_outputs), own_steps
-    )
-    return [(stepped[str(t)], stepped_slots[str(t)], number + 1) for t, number in enumerate(numbers)]
-
-
-def _in_programs(
-    function: Callable[..., list[Any]],
-    keep: Callable[[int, Any], None],
-    variables: Sequence[EmbeddingVariable],
-    combiners: Sequence[Sequence[Combiner]],
-    *args: Sequence[Any],
-) -> None:
-    """`function` of variables and what belongs to each of them, in programs of few tables.
-
-    To compile one takes time that grows with the square of its tables, and tables that are alike share what is
-    compiled: of a hundred like tables, a quarter at a time. A program takes the old arrays away, so what it gives is
-    kept before the next one begins: an error there must not cost the tables of this one.
-    """
-    numbers: dict[Hashable, int] = {}
-    kinds = [variable.table.kind for variable in variables]
-    first_of_kind = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
-    like_beside_like = sorted(range(len(variables)), key=first_of_kind.__getitem__)
-    size = -(-len(variables) // -(-len(variables) // STACKS_TOGETHER))
-    for first in range(0, len(variables), size):
-        own = like_beside_like[first : first + size]
-        program = Program(
-            tuple(kinds[number] for number in own),
-            tuple(tuple(combiners[number]) for number in own),
-            tuple(variables[number].table for number in own),
-        )
-        arrays = [_arrays_of(variables[number]) for number in own]
-        found = function(program, arrays, *([of_all[number] for number in own] for of_all in args))
-        for number, result in zip(own, found, strict=True):
-            keep(number, result)
-
-
-def _arrays_of(variable: EmbeddingVariable) -> Arrays:
-    state, name = state_of(variable), variable.table.spec.name
-    return state.tables[name], state.slots[name], state.step
+    params, slots, numbers = arrays
+    steps = {
+        name: Step(stack.rule.get_hyperparameters(numbers[name]), stack.rule, None, numbers[name])
+        for name, stack in engine.stacks.items()
+    }
+    stepped, stepped_slots = engine.update(params, slots, batch, d_outputs, steps)
+    return stepped, stepped_slots, {name: number + 1 for name, number in numbers.items()}
 
 
 # Lookups
@@ -219,23 +200,21 @@ class StepOnce:
     """Trains the tables of a lookup with the gradients of its outputs, once.
 
     Args:
-      variables: distinct ones.
-      batch: keys of the features of each.
+      variables: the table of each output.
+      batch: keys of each.
       combiners: likewise.
-      wanted: by device, how many keys of each were going to get a row.
-      order: which of the variables each output comes from.
       shapes: of the outputs.
+      wanted: distinct variables, and by device how many keys of each were going to get a row.
     """
 
     variables: Sequence[EmbeddingVariable]
-    batch: Sequence[Sequence[KeyBatch]]
-    combiners: Sequence[Sequence[Combiner]]
-    wanted: Sequence[Int[Array, " devices"]]
-    order: Sequence[int]
+    batch: Sequence[PyTree]
+    combiners: Sequence[Combiner]
     shapes: list[tuple[int, ...]]
+    wanted: Sequence[tuple[EmbeddingVariable, Int[Array, " devices"]]]
     permit: SingleUse = dataclasses.field(default_factory=functools.partial(SingleUse, TRAINED))
 
-    def __call__(self, *d_outputs: Any) -> None:
+    def __call__(self, *d_outputs: ArrayLike) -> None:
         """One optimizer step of every row that the lookup read; new keys get theirs.
 
         An error in the step of a large group leaves each table either stepped or as it was, as its `step` says.
@@ -249,47 +228,41 @@ class StepOnce:
         """
         if len(d_outputs) != len(self.shapes):
             raise ValueError(f"the lookup has {len(self.shapes)} outputs, but {len(d_outputs)} gradients came.")
-        gradients: list[list[Array]] = [[] for _ in self.variables]
-        for number, d_output, shape in zip(self.order, d_outputs, self.shapes, strict=True):
-            name = self.variables[number].table.spec.name
-            check_gradient(d_output, f"table {name!r}: the gradient")
+        gradients: list[Array] = []
+        for variable, d_output, shape in zip(self.variables, d_outputs, self.shapes, strict=True):
+            what = f"table {variable.table.spec.name!r}: the gradient"
+            check_gradient(d_output, what)
             gradient = device_copy(d_output, jnp.float32)
             if gradient.shape != shape:
-                raise ValueError(f"table {name!r}: the gradient has shape {gradient.shape}, the output {shape}.")
-            gradients[number].append(gradient.reshape(-1, shape[-1]))
+                raise ValueError(f"{what} has shape {gradient.shape}, the output {shape}.")
+            gradients.append(gradient.reshape(-1, shape[-1]))
         self.permit.use()
-        failed_before = [self._prepared(number, gradients) for number in range(len(self.variables))]
-
-        def keep(number: int, stepped: Arrays) -> None:
-            variable = self.variables[number]
-            params, slots, step = stepped
-            name, state = variable.table.spec.name, variable.get_value()
-            variable.set_value(state._replace(tables={name: params}, slots={name: slots}, step=step))
-
-        _in_programs(_step, keep, self.variables, self.combiners, self.batch, gradients)
-        for variable, before in zip(self.variables, failed_before, strict=True):
+        failed_before = [self._make_room(*own, gradients) for own in self.wanted]
+        # A program takes the old arrays away: what it gives is kept before the next one may fail.
+        for part in parts_of(self.variables, self.combiners):
+            batch, d_batch = part.by_feature(self.batch), part.by_feature(gradients)
+            params, slots, steps = _step(part.engine, part.arrays(), batch, d_batch)
+            for stack, variable in part.variables.items():
+                name, state = variable.table.spec.name, variable.get_value()
+                variable.set_value(
+                    state._replace(tables={name: params[stack]}, slots={name: slots[stack]}, step=steps[stack])
+                )
+        for (variable, _), before in zip(self.wanted, failed_before, strict=True):
             if before is not None and (num_failed := _num_failed(variable) - before):
                 raise _full(variable, num_failed)
 
-    def _prepared(self, number: int, gradients: Sequence[Any]) -> int | None:
+    def _make_room(self, variable: EmbeddingVariable, wanted: Array, gradients: Sequence[Array]) -> int | None:
         """Makes room in a table that grows; of another that may not have any, how many keys found none before."""
-        variable, wanted = self.variables[number], self.wanted[number]
-        given = self.batch[number], gradients, variable.get_value()
-        if not says_when_full(variable) or is_traced(given):
+        own = [position for position, other in enumerate(self.variables) if other is variable]
+        batch, combiners = ([values[position] for position in own] for values in (self.batch, self.combiners))
+        if not says_when_full(variable) or is_traced((batch, gradients, variable.get_value())):
             return None
-        params, _, _ = _arrays_of(variable)
+        (params,) = state_of(variable).tables.values()
         missing, num_waiting = _missing(params.keys, wanted), 0
-        num_ids = sum(leaf.size for leaf in jax.tree.leaves(self.batch[number]))
+        num_ids = sum(leaf.size for leaf in jax.tree.leaves(batch))
         if params.waiting is not None and _missing(params.waiting, num_ids).max() > 0:
-            unknown: list[Any] = []
-            _in_programs(
-                functools.partial(_look_up, False),
-                lambda _, found: unknown.append(found[1]),
-                [variable],
-                [self.combiners[number]],
-                [self.batch[number]],
-            )
-            num_waiting = _missing(params.waiting, unknown[0] - wanted).max()
+            _, again = look_up_variables([variable] * len(own), batch, combiners, training=False)
+            num_waiting = _missing(params.waiting, again.wanted[0][1] - wanted).max()
         if max(missing.max(), num_waiting) <= 0:
             return None
         if not variable.table.grows:
@@ -300,7 +273,7 @@ class StepOnce:
 
 def look_up_variables(
     variables: Sequence[EmbeddingVariable],
-    batch: Sequence[KeyBatch],
+    batch: Sequence[PyTree],
     combiners: Sequence[Combiner],
     *,
     training: bool,
@@ -309,31 +282,28 @@ def look_up_variables(
 
     Args:
       variables: the table of each feature; features may share one.
-      batch: keys of each feature.
+      batch: keys `[bags, width]` of each feature, cut among devices by bag; or a pair of them and their weights.
       combiners: of each feature; "none" gives `[bags * width, dim]`.
       training: new keys read as what their rows are going to start from, else zeros.
 
     Raises: RuntimeError: a table has no room for new keys and is to say so. Inside `jit`, `counts` say it later.
     """
-    if not variables:
-        return [], StepOnce((), (), (), (), (), [])
-    own = list({id(variable): variable for variable in variables}.values())
-    numbers = {id(variable): number for number, variable in enumerate(own)}
-    order = [numbers[id(variable)] for variable in variables]
-    by_variable = [[feature for n, feature in zip(order, batch, strict=True) if n == k] for k in range(len(own))]
-    pooling = [[combiner for n, combiner in zip(order, combiners, strict=True) if n == k] for k in range(len(own))]
-    found: dict[int, Any] = {}
-    _in_programs(functools.partial(_look_up, training), found.__setitem__, own, pooling, by_variable)
-    for number, variable in enumerate(own) if training else ():
-        wanted = found[number][1]
-        if not says_when_full(variable) or variable.table.grows or is_traced(wanted):
-            continue
-        if (missing := _missing(variable.get_value().tables[variable.table.spec.name].keys, wanted)).max() > 0:
-            raise _full(variable, int(missing.clip(0).sum()))
-    outputs = [iter(found[number][0]) for number in range(len(own))]
-    ordered = [next(outputs[number]) for number in order]
-    wanted_by_table = [found[number][1] for number in range(len(own))]
-    return ordered, StepOnce(own, by_variable, pooling, wanted_by_table, order, [output.shape for output in ordered])
+    outputs: dict[int, Array] = {}
+    wanted = []
+    for part in parts_of(variables, combiners):
+        params, _, numbers = part.arrays()
+        found, statistics = part.engine.lookup(params, part.by_feature(batch), numbers if training else None)
+        for name, position in part.positions.items():
+            outputs[position] = found[name]
+        for stack, variable in part.variables.items():
+            num_unknown = cast(Array, statistics.traffic[stack].num_unknown)
+            wanted.append((variable, num_unknown))
+            if not training or not says_when_full(variable) or variable.table.grows or is_traced(num_unknown):
+                continue
+            if (missing := _missing(params[stack].keys, num_unknown)).max() > 0:
+                raise _full(variable, int(missing.clip(0).sum()))
+    ordered = [outputs[position] for position in range(len(variables))]
+    return ordered, StepOnce(variables, batch, combiners, list(map(jnp.shape, ordered)), wanted)
 
 
 def says_when_full(variable: EmbeddingVariable) -> bool:
@@ -342,14 +312,15 @@ def says_when_full(variable: EmbeddingVariable) -> bool:
     return isinstance(storage, Hashed) and storage.when_full == "error"
 
 
-def _missing(keys: Any, wanted: Any) -> Int[np.ndarray, " devices"]:
+def _missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices"]:
     """Places that each device lacks for so many new keys; negative where some are left."""
     missing: np.ndarray = on_host(wanted) - on_host(keys.num_free).astype(np.int64)
     return missing
 
 
 def _num_failed(variable: EmbeddingVariable) -> int:
-    return int(numbers_of(cast(Array, _arrays_of(variable)[0].counters.failed)).sum())
+    (params,) = state_of(variable).tables.values()
+    return int(numbers_of(params.counters.failed).sum())
 
 
 def _full(variable: EmbeddingVariable, num_failed: int) -> RuntimeError:

@@ -44,8 +44,7 @@ def test_every_table_has_the_bits_that_it_has_alone(monkeypatch, caplog):
     together = [variable(kind, number, context) for number, kind in enumerate(kinds)]
     with jax.log_compiles():
         found, evaluated = train(together, ids, gradients)
-    for program in ("_look_up", "_step"):  # four programs each, of two kinds; a lookup is one for training, or not
-        expected = 4 if program == "_look_up" else 2
+    for program, expected in (("_lookup", 4), ("_step", 2)):  # of two kinds; a lookup is one for training, or not
         assert sum(f"Compiling jit({program})" in message for message in caplog.messages) == expected
     for number in (0, 4, 7):  # of both kinds, and of both programs of a kind
         own = variable(kinds[number], number, context)
