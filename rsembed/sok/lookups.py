@@ -35,6 +35,7 @@ from rsembed.storage.row_map import RowMap
 T = TypeVar("T")
 KeysOfBags = Keys | Bags | ArrayLike | Sequence[object]
 """Keys as users have them; see `key_bags`."""
+WeightsOfKeys = ArrayLike | Sequence[object] | None
 ByStack = dict[str, PyTree]
 TRAINED = "backward was called before: a lookup trains once. Look up again for another step."
 
@@ -49,7 +50,7 @@ def checked_combiner(combiner: str, what: str) -> Combiner:
     return cast(Combiner, combiner.lower())
 
 
-def key_bags(keys: KeysOfBags, weights: ArrayLike | Sequence[object] | None, feature: str, devices: Devices) -> Bags:
+def key_bags(keys: KeysOfBags, weights: WeightsOfKeys, feature: str, devices: Devices) -> Bags:
     """One bag of keys per leading position of `keys`.
 
     Args:
@@ -203,13 +204,15 @@ class StepOnce:
       variables: the table of each output.
       batch: keys of each.
       combiners: likewise.
-      shapes: of the outputs.
+      num_rows: of each output; a gradient may have fewer rows than it, then the last ones have none.
+      shapes: of the gradients.
       wanted: distinct variables, and by device how many keys of each were going to get a row.
     """
 
     variables: Sequence[EmbeddingVariable]
     batch: Sequence[PyTree]
     combiners: Sequence[Combiner]
+    num_rows: Sequence[int]
     shapes: list[tuple[int, ...]]
     wanted: Sequence[tuple[EmbeddingVariable, Int[Array, " devices"]]]
     permit: SingleUse = dataclasses.field(default_factory=functools.partial(SingleUse, TRAINED))
@@ -229,13 +232,16 @@ class StepOnce:
         if len(d_outputs) != len(self.shapes):
             raise ValueError(f"the lookup has {len(self.shapes)} outputs, but {len(d_outputs)} gradients came.")
         gradients: list[Array] = []
-        for variable, d_output, shape in zip(self.variables, d_outputs, self.shapes, strict=True):
+        given = zip(self.variables, d_outputs, self.shapes, self.num_rows, strict=True)
+        for variable, d_output, shape, num_rows in given:
             what = f"table {variable.table.spec.name!r}: the gradient"
             check_gradient(d_output, what)
             gradient = device_copy(d_output, jnp.float32)
             if gradient.shape != shape:
                 raise ValueError(f"{what} has shape {gradient.shape}, the output {shape}.")
-            gradients.append(gradient.reshape(-1, shape[-1]))
+            gradient = gradient.reshape(-1, shape[-1])
+            missing = num_rows - gradient.shape[0]
+            gradients.append(jnp.pad(gradient, ((0, missing), (0, 0))) if missing else gradient)
         self.permit.use()
         failed_before = [self._make_room(*own, gradients) for own in self.wanted]
         # A program takes the old arrays away: what it gives is kept before the next one may fail.
@@ -303,7 +309,8 @@ def look_up_variables(
             if (missing := _missing(params[stack].keys, num_unknown)).max() > 0:
                 raise _full(variable, int(missing.clip(0).sum()))
     ordered = [outputs[position] for position in range(len(variables))]
-    return ordered, StepOnce(variables, batch, combiners, list(map(jnp.shape, ordered)), wanted)
+    shapes = [output.shape for output in ordered]
+    return ordered, StepOnce(variables, batch, combiners, list(map(len, ordered)), shapes, wanted)
 
 
 def says_when_full(variable: EmbeddingVariable) -> bool:
