@@ -24,9 +24,8 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import Segment
 from rsembed.row_gradients import check_gradient
 from rsembed.sok import lookups
-from rsembed.sok.initialize import Context
 from rsembed.sok.lookups import KeysOfBags, StepOnce, WeightsOfKeys
-from rsembed.sok.variables import EmbeddingVariable, VariableTable, embedding_variable
+from rsembed.sok.variables import Context, EmbeddingVariable, VariableTable, embedding_variable
 from rsembed.specs import Combiner, FeatureSpec, TableSpec
 
 Table = EmbeddingVariable | Float[Array, "rows dim"] | nnx.Variable
