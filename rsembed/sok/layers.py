@@ -17,15 +17,8 @@ from rsembed.checks import PositiveInt, validated
 from rsembed.collection import inputs
 from rsembed.keys import Keys, split_keys
 from rsembed.parallel.agreement import Agreement
-from rsembed.sok.lookups import (
-    KeysOfBags,
-    StepOnce,
-    WeightsOfKeys,
-    checked_combiner,
-    key_bags,
-    look_up_variables,
-    parts_of,
-)
+from rsembed.sok import lookups
+from rsembed.sok.lookups import KeysOfBags, StepOnce, WeightsOfKeys
 from rsembed.sok.variables import EmbeddingVariable, embedding_variable
 from rsembed.specs import Combiner
 
@@ -57,7 +50,7 @@ class _Layer(nnx.Module):
             initializer=embedding_initializer,
             **options,
         )
-        next(parts_of([self.variable], [combiner]))  # what reads the table is made here, not in the first step
+        lookups.engine_of((self.variable.table.kind,), ((0, combiner),))  # made here, not in the first step
 
     @property
     def name(self) -> str:
@@ -79,7 +72,9 @@ class _Layer(nnx.Module):
         name, devices, features = table.spec.name, table.context.devices, table.collection.features
         what = f"layer {name!r}"
         batch = inputs.prepare(features, given, devices, bounds_check="raise", what=what, read=self._read)
-        (output,), backward = look_up_variables([self.variable], [batch[name]], [self.combiner], training=training)
+        (output,), backward = lookups.look_up_variables(
+            [self.variable], [batch[name]], [self.combiner], training=training
+        )
         output = output.reshape(*axes, output.shape[-1])
         backward.shapes = [output.shape]
         return output, backward
@@ -154,7 +149,7 @@ class DistributedEmbedding(_Layer):
         name: str = "distributed_embedding",
         **options: Any,
     ):
-        known = checked_combiner(combiner, f"layer {name!r}: combiner")
+        known = lookups.checked_combiner(combiner, f"layer {name!r}: combiner")
         sizes = max_vocabulary_size_per_gpu, embedding_vec_size, slot_num, max_nnz
         super().__init__(name, *sizes, use_hashtable, known, **options)
         self.max_feature_num = slot_num * max_nnz if max_feature_num is None else max_feature_num
@@ -184,7 +179,7 @@ class DistributedEmbedding(_Layer):
         return self._look_up((keys, weights), True, -1, self.slot_num)
 
     def _read(self, given: Given) -> dict[str, Bags]:
-        bags = key_bags(*given, self.name, self.variable.table.context.devices)
+        bags = lookups.key_bags(*given, self.name, self.variable.table.context.devices)
         checked = self._checked(bags)
         if self.max_feature_num == self.slot_num * self.max_nnz or inputs.is_unknown(bags):
             return checked
@@ -286,13 +281,13 @@ class All2AllDenseEmbedding(_Layer):
     def _read(self, given: Given) -> dict[str, Bags]:
         keys, devices = self._as_array(given[0]), self.variable.table.context.devices
         if self.dynamic_input:
-            return {self.name: key_bags(keys, None, self.name, devices)}
+            return {self.name: lookups.key_bags(keys, None, self.name, devices)}
         if keys.shape[1:] != (self.slot_num, self.max_nnz):
             raise ValueError(
                 f"layer {self.name!r}: keys have shape {keys.shape}, but [batch, {self.slot_num}, {self.max_nnz}] were "
                 "agreed (slot_num, nnz_per_slot); pass dynamic_input=True for lists of any length."
             )
-        return self._checked(key_bags(keys, None, self.name, devices))
+        return self._checked(lookups.key_bags(keys, None, self.name, devices))
 
     def _as_array(self, keys: KeysOfBags) -> Keys | jax.Array | np.ndarray:
         check_unmasked(keys, f"layer {self.name!r}: keys")

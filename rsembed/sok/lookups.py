@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -89,91 +88,63 @@ def of_any_width(bags: Bags, devices: Devices) -> Bags:
 # Programs
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """Lookups and steps of some tables, equal for all whose tables are alike: these share what is compiled.
+@functools.lru_cache(maxsize=256)
+def engine_of(tables: tuple[VariableTable, ...], features: tuple[tuple[int, Combiner], ...]) -> Engine:
+    """The core's engine of some tables, which names them, and the features that read them, by their numbers.
 
     Args:
-      kinds: of the tables.
-      combiners: of the features of each table.
-      tables: those that stand for all.
+      tables: on the same devices.
+      features: for each, the number of its table, and how its rows are pooled.
     """
-
-    kinds: tuple[Hashable, ...]
-    combiners: tuple[tuple[Combiner, ...], ...]
-    tables: tuple[VariableTable, ...] = dataclasses.field(compare=False)
-
-
-@functools.lru_cache(maxsize=256)
-def _engine_of(program: Program) -> Engine:
-    """The core's engine of the stack of each table, which are called by their numbers."""
-    features: dict[str, FeatureSpec] = {}
     stacks: dict[str, Stack] = {}
-    for t, (table, combiners) in enumerate(zip(program.tables, program.combiners, strict=True)):
+    for number, table in enumerate(tables):
         own = table.collection.logical.stacks[table.spec.name]
         plan = own.layout.stack
         placements = tuple(
-            dataclasses.replace(plan.features[0], name=f"{t}/{k}", combiner=combiner)
-            for k, combiner in enumerate(combiners)
+            dataclasses.replace(plan.features[0], name=str(feature), combiner=combiner)
+            for feature, (of_table, combiner) in enumerate(features)
+            if of_table == number
         )
         layout = dataclasses.replace(own.layout, stack=dataclasses.replace(plan, features=placements))
-        stacks[str(t)] = type(own)(layout, own.rows)
-        features |= {feature.name: FeatureSpec(feature.name, table.spec) for feature in placements}
-    return Engine(features, stacks, program.tables[0].context.devices)
+        stacks[str(number)] = type(own)(layout, own.rows)
+    specs = {
+        str(feature): FeatureSpec(str(feature), tables[number].spec) for feature, (number, _) in enumerate(features)
+    }
+    return Engine(specs, stacks, tables[0].context.devices)
 
 
-class Part(NamedTuple):
-    """The variables of a lookup that are read by one program.
-
-    Attributes:
-      engine: names stacks and features by numbers.
-      variables: by stack.
-      positions: of the lookup's features, by the engine's names for them.
-    """
-
-    engine: Engine
-    variables: dict[str, EmbeddingVariable]
-    positions: dict[str, int]
-
-    def arrays(self) -> tuple[ByStack, ByStack, ByStack]:
-        """Parameters, slots and number of the step to come, by stack."""
-        params, slots, numbers = ByStack(), ByStack(), ByStack()
-        for stack, variable in self.variables.items():
-            state, name = state_of(variable), variable.table.spec.name
-            params[stack], slots[stack], numbers[stack] = state.tables[name], state.slots[name], state.step
-        return params, slots, numbers
-
-    def by_feature(self, values: Sequence[T]) -> dict[str, T]:
-        """Values of the lookup's features by the engine's names for them."""
-        return {name: values[position] for name, position in self.positions.items()}
+def _numbered(values: Iterable[T]) -> dict[str, T]:
+    """Values by their numbers, as an engine names what they belong to."""
+    return {str(number): value for number, value in enumerate(values)}
 
 
-def parts_of(variables: Sequence[EmbeddingVariable], combiners: Sequence[Combiner]) -> Iterator[Part]:
-    """Features that read `variables`, in programs of few tables.
+def _programs(
+    variables: Sequence[EmbeddingVariable], features: Sequence[tuple[int, Combiner]]
+) -> Iterator[tuple[Engine, list[int], list[int]]]:
+    """Engines of at most `STACKS_TOGETHER` variables, with the numbers of their variables and of their features.
 
-    To compile one takes time that grows with the square of its tables, and tables that are alike share what is
+    To compile a program takes time that grows with the square of its tables, and tables that are alike share what is
     compiled: of a hundred like tables, a quarter at a time.
     """
-    features: dict[int, list[int]] = {}
-    kinds: dict[Hashable, list[EmbeddingVariable]] = {}
-    for position, variable in enumerate(variables):
-        if id(variable) not in features:
-            kinds.setdefault(variable.table.kind, []).append(variable)
-        features.setdefault(id(variable), []).append(position)
-    like_beside_like = list(itertools.chain(*kinds.values()))
-    num_parts = -(-len(like_beside_like) // STACKS_TOGETHER)
-    size = -(-len(like_beside_like) // max(num_parts, 1))
-    for number in range(num_parts):
-        chunk = like_beside_like[number * size : (number + 1) * size]
-        own = {str(t): variable for t, variable in enumerate(chunk)}
-        positions: dict[str, int] = {}
-        pooling = []
-        for stack, variable in own.items():
-            places = features[id(variable)]
-            positions |= {f"{stack}/{k}": place for k, place in enumerate(places)}
-            pooling.append(tuple(combiners[place] for place in places))
-        tables = tuple(variable.table for variable in own.values())
-        yield Part(_engine_of(Program(tuple(table.kind for table in tables), tuple(pooling), tables)), own, positions)
+    kinds = [variable.table.kind for variable in variables]
+    first_of_kind = {id(kind): number for number, kind in reversed(list(enumerate(kinds)))}
+    like_beside_like = sorted(range(len(kinds)), key=lambda number: first_of_kind[id(kinds[number])])
+    size = -(-len(kinds) // max(-(-len(kinds) // STACKS_TOGETHER), 1))
+    for first in range(0, len(kinds), size or 1):
+        own = like_beside_like[first : first + size]
+        read = [feature for feature, (number, _) in enumerate(features) if number in own]
+        pooled = tuple((own.index(features[feature][0]), features[feature][1]) for feature in read)
+        yield engine_of(tuple(kinds[number] for number in own), pooled), own, read
+
+
+def _arrays_of(variables: Sequence[EmbeddingVariable]) -> tuple[ByStack, ByStack, ByStack]:
+    """Parameters, slots and number of the step to come, by number of the variable."""
+    params, slots, steps = ByStack(), ByStack(), ByStack()
+    for number, variable in enumerate(variables):
+        state, name = state_of(variable), variable.table.spec.name
+        own = str(number)
+        params[own], slots[own], steps[own] = state.tables[name], state.slots[name], state.step
+    return params, slots, steps
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -201,20 +172,20 @@ class StepOnce:
     """Trains the tables of a lookup with the gradients of its outputs, once.
 
     Args:
-      variables: the table of each output.
-      batch: keys of each.
-      combiners: likewise.
+      variables: distinct ones.
+      features: for each output, the number of its variable, and how its rows were pooled.
+      batch: keys of each output.
+      wanted: by number of the variable, how many of its keys were going to get a row, by device.
       num_rows: of each output; a gradient may have fewer rows than it, then the last ones have none.
       shapes: of the gradients.
-      wanted: distinct variables, and by device how many keys of each were going to get a row.
     """
 
     variables: Sequence[EmbeddingVariable]
+    features: tuple[tuple[int, Combiner], ...]
     batch: Sequence[PyTree]
-    combiners: Sequence[Combiner]
+    wanted: Mapping[int, Int[Array, " devices"]]
     num_rows: Sequence[int]
     shapes: list[tuple[int, ...]]
-    wanted: Sequence[tuple[EmbeddingVariable, Int[Array, " devices"]]]
     permit: SingleUse = dataclasses.field(default_factory=functools.partial(SingleUse, TRAINED))
 
     def __call__(self, *d_outputs: ArrayLike) -> None:
@@ -232,9 +203,9 @@ class StepOnce:
         if len(d_outputs) != len(self.shapes):
             raise ValueError(f"the lookup has {len(self.shapes)} outputs, but {len(d_outputs)} gradients came.")
         gradients: list[Array] = []
-        given = zip(self.variables, d_outputs, self.shapes, self.num_rows, strict=True)
-        for variable, d_output, shape, num_rows in given:
-            what = f"table {variable.table.spec.name!r}: the gradient"
+        given = zip(self.features, d_outputs, self.shapes, self.num_rows, strict=True)
+        for (number, _), d_output, shape, num_rows in given:
+            what = f"table {self.variables[number].table.spec.name!r}: the gradient"
             check_gradient(d_output, what)
             gradient = device_copy(d_output, jnp.float32)
             if gradient.shape != shape:
@@ -243,37 +214,35 @@ class StepOnce:
             missing = num_rows - gradient.shape[0]
             gradients.append(jnp.pad(gradient, ((0, missing), (0, 0))) if missing else gradient)
         self.permit.use()
-        failed_before = [self._make_room(*own, gradients) for own in self.wanted]
+        is_eager = not is_traced((self.batch, gradients, [variable.get_value() for variable in self.variables]))
+        failed_before = [self._make_room(number) if is_eager else None for number in range(len(self.variables))]
         # A program takes the old arrays away: what it gives is kept before the next one may fail.
-        for part in parts_of(self.variables, self.combiners):
-            batch, d_batch = part.by_feature(self.batch), part.by_feature(gradients)
-            params, slots, steps = _step(part.engine, part.arrays(), batch, d_batch)
-            for stack, variable in part.variables.items():
-                name, state = variable.table.spec.name, variable.get_value()
-                variable.set_value(
-                    state._replace(tables={name: params[stack]}, slots={name: slots[stack]}, step=steps[stack])
-                )
-        for (variable, _), before in zip(self.wanted, failed_before, strict=True):
+        for engine, own, read in _programs(self.variables, self.features):
+            variables = [self.variables[number] for number in own]
+            batch, d_batch = (_numbered(values[feature] for feature in read) for values in (self.batch, gradients))
+            stepped = _step(engine, _arrays_of(variables), batch, d_batch)
+            for variable, params, slots, step in zip(variables, *map(dict.values, stepped), strict=True):
+                state, name = variable.get_value(), variable.table.spec.name
+                variable.set_value(state._replace(tables={name: params}, slots={name: slots}, step=step))
+        for variable, before in zip(self.variables, failed_before, strict=True):
             if before is not None and (num_failed := _num_failed(variable) - before):
                 raise _full(variable, num_failed)
 
-    def _make_room(self, variable: EmbeddingVariable, wanted: Array, gradients: Sequence[Array]) -> int | None:
+    def _make_room(self, number: int) -> int | None:
         """Makes room in a table that grows; of another that may not have any, how many keys found none before."""
-        own = [position for position, other in enumerate(self.variables) if other is variable]
-        batch, combiners = ([values[position] for position in own] for values in (self.batch, self.combiners))
-        if not says_when_full(variable) or is_traced((batch, gradients, variable.get_value())):
+        variable = self.variables[number]
+        if not says_when_full(variable):
             return None
         (params,) = state_of(variable).tables.values()
-        missing, num_waiting = _missing(params.keys, wanted), 0
-        num_ids = sum(leaf.size for leaf in jax.tree.leaves(batch))
-        if params.waiting is not None and _missing(params.waiting, num_ids).max() > 0:
-            _, again = look_up_variables([variable] * len(own), batch, combiners, training=False)
-            num_waiting = _missing(params.waiting, again.wanted[0][1] - wanted).max()
-        if max(missing.max(), num_waiting) <= 0:
+        num_rows, num_waiting = int(_missing(params.keys, self.wanted[number]).max()), 0
+        if params.waiting is not None:  # at most all keys of the batch
+            own = [keys for (of, _), keys in zip(self.features, self.batch, strict=True) if of == number]
+            num_waiting = int(_missing(params.waiting, sum(jax.tree.leaves(keys)[0].size for keys in own)).max())
+        if max(num_rows, num_waiting) <= 0:
             return None
         if not variable.table.grows:
             return _num_failed(variable)
-        give_room(variable, int(missing.max()), int(num_waiting))
+        give_room(variable, num_rows, num_waiting)
         return None
 
 
@@ -294,23 +263,30 @@ def look_up_variables(
 
     Raises: RuntimeError: a table has no room for new keys and is to say so. Inside `jit`, `counts` say it later.
     """
+    numbers: dict[int, int] = {}
+    features = tuple(
+        (numbers.setdefault(id(variable), len(numbers)), combiner)
+        for variable, combiner in zip(variables, combiners, strict=True)
+    )
+    distinct = list({id(variable): variable for variable in variables}.values())
     outputs: dict[int, Array] = {}
-    wanted = []
-    for part in parts_of(variables, combiners):
-        params, _, numbers = part.arrays()
-        found, statistics = part.engine.lookup(params, part.by_feature(batch), numbers if training else None)
-        for name, position in part.positions.items():
-            outputs[position] = found[name]
-        for stack, variable in part.variables.items():
-            num_unknown = cast(Array, statistics.traffic[stack].num_unknown)
-            wanted.append((variable, num_unknown))
-            if not training or not says_when_full(variable) or variable.table.grows or is_traced(num_unknown):
-                continue
-            if (missing := _missing(params[stack].keys, num_unknown)).max() > 0:
-                raise _full(variable, int(missing.clip(0).sum()))
-    ordered = [outputs[position] for position in range(len(variables))]
+    wanted: dict[int, Array] = {}
+    for engine, own, read in _programs(distinct, features):
+        params, _, steps = _arrays_of([distinct[number] for number in own])
+        keys = _numbered(batch[feature] for feature in read)
+        found, statistics = engine.lookup(params, keys, steps if training else None)
+        outputs |= zip(read, found.values(), strict=True)
+        for number, stack in zip(own, params, strict=True):
+            wanted[number] = cast(Array, statistics.traffic[stack].num_unknown)
+    for number, variable in enumerate(distinct) if training else ():
+        if not says_when_full(variable) or variable.table.grows or is_traced(wanted):
+            continue
+        (own_params,) = variable.get_value().tables.values()
+        if (missing := _missing(own_params.keys, wanted[number])).max() > 0:
+            raise _full(variable, int(missing.clip(0).sum()))
+    ordered = [outputs[feature] for feature in range(len(features))]
     shapes = [output.shape for output in ordered]
-    return ordered, StepOnce(variables, batch, combiners, list(map(len, ordered)), shapes, wanted)
+    return ordered, StepOnce(distinct, features, batch, wanted, list(map(len, ordered)), shapes)
 
 
 def says_when_full(variable: EmbeddingVariable) -> bool:

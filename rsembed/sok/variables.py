@@ -120,6 +120,9 @@ def current_context(context: Context | None = None) -> Context:
     return found
 
 
+_first_of_kind: dict[Hashable, VariableTable] = {}
+
+
 @dataclasses.dataclass(frozen=True)
 class VariableTable:
     """Description of a variable's table; its arrays are in the `EmbeddingState` that is the variable's value.
@@ -147,12 +150,12 @@ class VariableTable:
         return EmbeddingCollection([feature], mesh=self.context.mesh, exchange_capacity=self.exchange_capacity)
 
     @functools.cached_property
-    def kind(self) -> Hashable:
-        """Equal for tables that are alike but for their names: they share what is compiled."""
+    def kind(self) -> VariableTable:
+        """The first table that was like this one but for its name: they share what is compiled."""
         spec = self.spec
-        made = keyed_form(spec.initializer, spec.embedding_dim)
         sizes = spec.vocabulary_size, spec.embedding_dim, spec.dtype, self.exchange_capacity
-        return made, *sizes, spec.optimizer, spec.storage, self.context.devices
+        how = keyed_form(spec.initializer, spec.embedding_dim), spec.optimizer, spec.storage
+        return _first_of_kind.setdefault((*sizes, *how, self.context.devices), self)
 
     def init(self, key: PRNGKeyArray) -> EmbeddingState:
         """An empty table, or a full one without hash table; the state keeps the key, from which its rows follow."""
