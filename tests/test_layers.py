@@ -37,7 +37,7 @@ BUDGETS = {
     "sparsecore": 4448,
     "tbe": 3235,
     "tt": 3190,
-    "sok": 1757,
+    "sok": 1690,
     "plot": 1149,
     "datasets": 1102,
     "__main__": 352,

@@ -13,27 +13,30 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, PyTree
 
-from rsembed.bags import as_bags, device_copy
+from rsembed.bags import Bags, as_bags, device_copy
 from rsembed.checks import check_type, describe, validated
 from rsembed.collection import inputs
 from rsembed.collection.devices import Devices
 from rsembed.kernels import api
 from rsembed.kernels.contract import Segment
 from rsembed.row_gradients import check_gradient
-from rsembed.sok.initialize import Context
-from rsembed.sok.lookups import StepOnce, checked_combiner, is_known, key_bags, look_up_variables, of_any_width
-from rsembed.sok.variables import EmbeddingVariable, embedding_variable
+from rsembed.sok import lookups
+from rsembed.sok.lookups import KeysOfBags, StepOnce, WeightsOfKeys
+from rsembed.sok.variables import Context, EmbeddingVariable, VariableTable, embedding_variable
 from rsembed.specs import Combiner, FeatureSpec, TableSpec
+
+Table = EmbeddingVariable | Float[Array, "rows dim"] | nnx.Variable
 
 
 def group_embedding_lookup_sparse(
-    params: Sequence[Any],
-    sp_ids: Sequence[Any],
+    params: Sequence[Table],
+    sp_ids: Sequence[KeysOfBags],
     combiners: Sequence[str],
     partition_strategy: str = "mod",
-    sp_weights: Sequence[Any] | None = None,
+    sp_weights: Sequence[WeightsOfKeys] | None = None,
     name: str | None = None,
     *,
     training: bool = False,
@@ -58,106 +61,110 @@ def group_embedding_lookup_sparse(
       NotImplementedError: another partition strategy.
     Source: DeepRec, `tf.nn.group_embedding_lookup_sparse`.
     """
-    return _look_up_group(params, sp_ids, combiners, partition_strategy, sp_weights, name, training=training)[0]
+    group = _named(name, partition_strategy)
+    return _look_up_group(params, sp_ids, sp_weights, combiners, group, training=training)[0]
 
 
 def group_embedding_lookup_vjp(
-    params: Sequence[Any],
-    sp_ids: Sequence[Any],
+    params: Sequence[EmbeddingVariable],
+    sp_ids: Sequence[KeysOfBags],
     combiners: Sequence[str],
     partition_strategy: str = "mod",
-    sp_weights: Sequence[Any] | None = None,
+    sp_weights: Sequence[WeightsOfKeys] | None = None,
     name: str | None = None,
-) -> tuple[list[Float[Array, "batch _"]], Callable[[Sequence[Any]], None]]:
+) -> tuple[list[Float[Array, "batch _"]], Callable[[Sequence[ArrayLike]], None]]:
     """Pooled rows of many tables for training, and `backward(d_outputs)`, which steps the rows that were read.
 
     Arguments are those of `group_embedding_lookup_sparse`, but `params` are `EmbeddingVariable`s only.
 
     Raises: as there; TypeError: a plain table, whose gradient `jax.grad` gives.
     """
-    check_type(params, Sequence, f"group {name or 'embedding'!r}: params")
+    group = _named(name, partition_strategy)
+    check_type(params, Sequence, f"{group}: params")
     for position, table in enumerate(params):
         if not isinstance(table, EmbeddingVariable):
             raise TypeError(
-                f"group {name or 'embedding'!r}: params[{position}] is {type(table).__name__}; only EmbeddingVariables "
-                "train themselves. Differentiate group_embedding_lookup_sparse with jax.grad for plain tables."
+                f"{group}: params[{position}] is {type(table).__name__}; only EmbeddingVariables train themselves. "
+                "Differentiate group_embedding_lookup_sparse with jax.grad for plain tables."
             )
-    outputs, backward = _look_up_group(params, sp_ids, combiners, partition_strategy, sp_weights, name, training=True)
+    outputs, backward = _look_up_group(params, sp_ids, sp_weights, combiners, group, training=True)
     return outputs, lambda d_outputs: backward(*d_outputs)
 
 
-def _look_up_group(
-    params: Sequence[Any],
-    sp_ids: Sequence[Any],
-    combiners: Sequence[str],
-    partition_strategy: str,
-    sp_weights: Sequence[Any] | None,
-    name: str | None,
-    *,
-    training: bool,
-) -> tuple[list[Array], StepOnce]:
+def _named(name: str | None, partition_strategy: str) -> str:
     group = f"group {name or 'embedding'!r}"
     if partition_strategy != "mod":
         raise NotImplementedError(f"{group}: partition_strategy={partition_strategy!r}; rows are placed by 'mod' only.")
+    return group
+
+
+def _look_up_group(
+    params: Sequence[Table],
+    sp_ids: Sequence[KeysOfBags],
+    sp_weights: Sequence[WeightsOfKeys] | None,
+    combiners: Sequence[str],
+    group: str,
+    *,
+    training: bool,
+) -> tuple[list[Array], StepOnce]:
     if not isinstance(params, (list, tuple)):
         raise TypeError(f"{group}: params must be a list of tables, got {describe(params)}.")
-    known = [checked_combiner(own, f"{group}: combiners[{position}]") for position, own in enumerate(combiners)]
-    context = _context_of(params, group)
-    features = [_feature_of(params, position, group) for position in range(len(params))]
+    known = [lookups.checked_combiner(own, f"{group}: combiners[{position}]") for position, own in enumerate(combiners)]
+    variables = {position: own for position, own in enumerate(params) if isinstance(own, EmbeddingVariable)}
+    context = _context_of([variable.table for variable in variables.values()], group)
+    devices = Devices() if context is None else context.devices
+    features, plain = _features_of(params, group)
 
-    def read(given: Any) -> dict[str, Any]:
-        ids, weights = given
-        weights = [None] * len(params) if weights is None else list(weights)
+    def read(given: tuple[Sequence[KeysOfBags], Sequence[WeightsOfKeys] | None]) -> dict[str, Bags]:
+        ids, weights = given[0], [None] * len(params) if given[1] is None else list(given[1])
         lengths = {"params": len(params), "sp_ids": len(ids), "combiners": len(known), "sp_weights": len(weights)}
         if len(set(lengths.values())) != 1 or not params:
             raise ValueError(f"{group}: the lists must have one entry per table and not be empty, got {lengths}.")
         bags = {}
-        for table, feature, own, own_weights in zip(params, features, ids, weights, strict=True):
-            if isinstance(table, EmbeddingVariable):
-                bags[feature.name] = key_bags(own, own_weights, feature.name, context)
+        for position, (feature, own, own_weights) in enumerate(zip(features, ids, weights, strict=True)):
+            if position in variables:
+                found = lookups.key_bags(own, own_weights, feature.name, devices)
             else:
                 pair = own if own_weights is None else (own, own_weights)
-                bags[feature.name] = of_any_width(as_bags(pair, feature=feature.name), context)
-            if context is not None and is_known(bags[feature.name]):
-                context.check_batch(bags[feature.name].num_bags, f"{group}, {feature.name}")
+                found = lookups.of_any_width(as_bags(pair, feature=feature.name), devices)
+            if context is not None and not inputs.is_unknown(found):
+                context.check_batch(found.num_bags, f"{group}, {feature.name}")
+            bags[feature.name] = found
         return bags
 
-    devices = Devices() if context is None else context.devices
     by_name = {feature.name: feature for feature in features}
-    batch = inputs.prepare(by_name, (sp_ids, sp_weights), devices, bounds_check="raise", what=group, read=read)
-    outputs, own = dict[int, Array](), list[int]()
-    for position, (table, feature, combiner) in enumerate(zip(params, features, known, strict=True)):
-        if isinstance(table, EmbeddingVariable):
-            own.append(position)
-        else:
-            outputs[position] = _pool(devices, combiner, _values(table), batch[feature.name])
-    keys, pooling = [batch[features[position].name] for position in own], [known[position] for position in own]
-    found, backward = look_up_variables([params[position] for position in own], keys, pooling, training=training)
-    outputs |= dict(zip(own, found, strict=True))
+    prepared = inputs.prepare(by_name, (sp_ids, sp_weights), devices, bounds_check="raise", what=group, read=read)
+    batch = list(prepared.values())
+    keys, pooling = [batch[position] for position in variables], [known[position] for position in variables]
+    found, backward = lookups.look_up_variables(list(variables.values()), keys, pooling, training=training)
+    outputs = dict(zip(variables, found, strict=True))
+    outputs |= {position: _pool(devices, known[position], own, batch[position]) for position, own in plain.items()}
     return [outputs[position] for position in range(len(params))], backward
 
 
-def _feature_of(params: Sequence[Any], position: int, group: str) -> FeatureSpec:
-    """The feature as which the core reads the ids of one entry of a group."""
-    table, where = params[position], f"params[{position}]"
-    if isinstance(table, EmbeddingVariable):
-        spec = table.table.spec
-        names = [own.table.spec.name for own in params if isinstance(own, EmbeddingVariable)]
-        return FeatureSpec(spec.name if names.count(spec.name) == 1 else f"{where} (table {spec.name!r})", spec)
-    values = table.get_value() if isinstance(table, nnx.Variable) else table
-    check_type(values, Float[Array, "rows dim"], f"{group}, {where}")
-    return FeatureSpec(where, TableSpec(where, *np.shape(values)))
-
-
-def _values(table: Any) -> Array:
-    return table.get_value() if isinstance(table, nnx.Variable) else jnp.asarray(table)
+def _features_of(params: Sequence[Table], group: str) -> tuple[list[FeatureSpec], dict[int, Array]]:
+    """The features as which the core reads the ids of a group, and its plain tables by position."""
+    names = [table.table.spec.name for table in params if isinstance(table, EmbeddingVariable)]
+    features, plain = [], {}
+    for position, table in enumerate(params):
+        name = f"params[{position}]"
+        if isinstance(table, EmbeddingVariable):
+            spec = table.table.spec
+            name = spec.name if names.count(spec.name) == 1 else f"{name} (table {spec.name!r})"
+        else:
+            values = table.get_value() if isinstance(table, nnx.Variable) else table
+            check_type(values, Float[Array, "rows dim"], f"{group}, {name}")
+            plain[position] = jnp.asarray(values)
+            spec = TableSpec(name, *values.shape)
+        features.append(FeatureSpec(name, spec))
+    return features, plain
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _pool(devices: Devices, combiner: Combiner, values: Array, batch: Any) -> Float[Array, "batch dim"]:
+def _pool(devices: Devices, combiner: Combiner, values: Array, batch: PyTree) -> Float[Array, "batch dim"]:
     """Pooled rows of a plain table, which every device reads for its samples."""
 
-    def on_device(values: Array, batch: Any) -> Array:
+    def on_device(values: Array, batch: PyTree) -> Array:
         bags = as_bags(batch, feature="samples of this device")
         weights = None if bags.weights is None else jnp.asarray(bags.weights)
         segment = Segment(jnp.asarray(bags.ids), jnp.asarray(bags.offsets), weights, combiner)
@@ -167,12 +174,11 @@ def _pool(devices: Devices, combiner: Combiner, values: Array, batch: Any) -> Fl
     return pooled
 
 
-def _context_of(params: Sequence[Any], group: str) -> Context | None:
-    """The devices of a group's embedding variables; None if it has none. Raises: ValueError: they differ."""
-    tables = [table.table for table in params if isinstance(table, EmbeddingVariable)]
+def _context_of(tables: Sequence[VariableTable], group: str) -> Context | None:
+    """The devices of the tables; None if there are none. Raises: ValueError: they differ."""
     for table in tables:
         first, own = tables[0].context, table.context
-        if (own.mesh, own.axis) != (first.mesh, first.axis):
+        if own.devices != first.devices:
             raise ValueError(
                 f"{group}: table {table.spec.name!r} lies on the devices {own.mesh.devices.tolist()} (axis "
                 f"{own.axis!r}), table {tables[0].spec.name!r} on {first.mesh.devices.tolist()} (axis {first.axis!r}); "
@@ -203,7 +209,7 @@ _open_scopes: list[str] = []
 
 @contextlib.contextmanager
 def group_embedding_column_scope(name: str | None = None) -> Iterator[str]:
-    """Columns made inside belong to one group, which `input_layer` looks up in one program.
+    """Columns made inside belong to one group; `input_layer` looks all of its columns up together, of whatever groups.
 
     Args:
       name: of the group.
@@ -246,7 +252,7 @@ def embedding_column(
 
     Raises: ValueError: an argument is out of range, or the shared table has other rows. TypeError: one is unknown.
     """
-    known = checked_combiner(combiner, f"column {feature!r}: combiner")
+    known = lookups.checked_combiner(combiner, f"column {feature!r}: combiner")
     if variable is None:
         variable = embedding_variable(feature, dimension, **options)
     elif options:
@@ -260,8 +266,8 @@ def embedding_column(
     return EmbeddingColumn(feature, variable, known, group)
 
 
-def input_layer(features: Mapping[str, Any], columns: Sequence[EmbeddingColumn]) -> Float[Array, "batch _"]:
-    """Pooled rows of all columns side by side, in their order; each group is one program.
+def input_layer(features: Mapping[str, KeysOfBags], columns: Sequence[EmbeddingColumn]) -> Float[Array, "batch _"]:
+    """Pooled rows of all columns side by side, in their order, in one exchange.
 
     Args:
       features: ids of every column's feature, or pairs `(ids, weights)`.
@@ -273,30 +279,28 @@ def input_layer(features: Mapping[str, Any], columns: Sequence[EmbeddingColumn])
 
 
 def input_layer_vjp(
-    features: Mapping[str, Any], columns: Sequence[EmbeddingColumn]
-) -> tuple[Float[Array, "batch _"], Callable[[Any], None]]:
+    features: Mapping[str, KeysOfBags], columns: Sequence[EmbeddingColumn]
+) -> tuple[Float[Array, "batch _"], Callable[[ArrayLike], None]]:
     """`input_layer` for training, and `backward(d_output)`, which steps the rows that were read.
 
     Raises: ValueError: as `input_layer`, or the gradient has another shape than the output; then nothing has changed.
     """
-    outputs, backwards = _read_columns(features, columns, training=True)
-    splits = np.cumsum([output.shape[1] for output in outputs])[:-1].tolist()
-    shape = (outputs[0].shape[0], sum(output.shape[1] for output in outputs))
+    outputs, step = _read_columns(features, columns, training=True)
+    output = jnp.concatenate(outputs, axis=1)
+    splits, shape = np.cumsum([own.shape[1] for own in outputs])[:-1].tolist(), output.shape
 
-    def backward(d_output: Any) -> None:
+    def backward(d_output: ArrayLike) -> None:
         check_gradient(d_output, "input_layer: the gradient")
-        if np.shape(d_output) != shape:  # all groups step, or none
+        if np.shape(d_output) != shape:
             raise ValueError(f"input_layer: the gradient has shape {np.shape(d_output)}, the output {shape}.")
-        pieces = jnp.split(device_copy(d_output, jnp.float32), splits, axis=1)
-        for positions, step in backwards:
-            step(*[pieces[position] for position in positions])
+        step(*jnp.split(device_copy(d_output, jnp.float32), splits, axis=1))
 
-    return jnp.concatenate(outputs, axis=1), backward
+    return output, backward
 
 
 def _read_columns(
-    features: Mapping[str, Any], columns: Sequence[EmbeddingColumn], *, training: bool
-) -> tuple[list[Array], list[tuple[list[int], StepOnce]]]:
+    features: Mapping[str, KeysOfBags], columns: Sequence[EmbeddingColumn], *, training: bool
+) -> tuple[list[Array], StepOnce]:
     check_type(columns, Sequence, "input_layer: columns")
     for position, column in enumerate(columns):
         check_type(column, EmbeddingColumn, f"input_layer: columns[{position}]")
@@ -304,20 +308,8 @@ def _read_columns(
     missing = [column.feature for column in columns if column.feature not in features]
     if missing or not columns:
         raise ValueError(f"input_layer: features {missing} are missing; the batch has {sorted(features)}.")
-    groups: dict[Any, list[int]] = {}
-    storages: dict[int, Any] = {}  # columns of one table are one group, or it would be stepped once for each of them
-    for position, column in enumerate(columns):
-        storage = storages.setdefault(id(column.variable), column.group or position)
-        groups.setdefault(storage, []).append(position)
-    outputs: dict[int, Array] = {}
-    backwards = []
-    for group, positions in groups.items():
-        own = [columns[position] for position in positions]
-        given = [features[column.feature] for column in own]
-        pairs = [value if type(value) is tuple and len(value) == 2 else (value, None) for value in given]
-        ids, weights = zip(*pairs, strict=True)
-        variables, combiners = [column.variable for column in own], [column.combiner for column in own]
-        found, backward = _look_up_group(variables, ids, combiners, "mod", weights, str(group), training=training)
-        outputs |= dict(zip(positions, found, strict=True))
-        backwards.append((positions, backward))
-    return [outputs[position] for position in range(len(columns))], backwards
+    given = [features[column.feature] for column in columns]
+    pairs = [value if type(value) is tuple and len(value) == 2 else (value, None) for value in given]
+    variables, combiners = [column.variable for column in columns], [column.combiner for column in columns]
+    ids, weights = zip(*pairs, strict=True)
+    return _look_up_group(variables, ids, weights, combiners, "input_layer", training=training)

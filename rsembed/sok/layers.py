@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,15 +12,17 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rsembed.bags import PAD_ID, Bags, check_unmasked, device_copy
+from rsembed.bags import PAD_ID, Bags, check_unmasked
 from rsembed.checks import PositiveInt, validated
 from rsembed.collection import inputs
 from rsembed.keys import Keys, split_keys
 from rsembed.parallel.agreement import Agreement
-from rsembed.row_gradients import check_gradient
-from rsembed.sok.lookups import StepOnce, checked_combiner, is_known, key_bags, look_up_variables
+from rsembed.sok import lookups
+from rsembed.sok.lookups import KeysOfBags, StepOnce, WeightsOfKeys
 from rsembed.sok.variables import EmbeddingVariable, embedding_variable
 from rsembed.specs import Combiner
+
+Given = tuple[KeysOfBags, WeightsOfKeys]
 
 
 class _Layer(nnx.Module):
@@ -33,11 +36,12 @@ class _Layer(nnx.Module):
         slot_num: int,
         max_nnz: int,
         use_hashtable: bool,
+        combiner: Combiner,
         *,
-        embedding_initializer: str | Callable[..., Array] = "uniform",
+        embedding_initializer: str | float | Callable[..., Array] = "uniform",
         **options: Any,
     ):
-        self.slot_num, self.max_nnz = slot_num, max_nnz
+        self.slot_num, self.max_nnz, self.combiner = slot_num, max_nnz, combiner
         self.variable: EmbeddingVariable = embedding_variable(
             name,
             embedding_vec_size,
@@ -46,6 +50,7 @@ class _Layer(nnx.Module):
             initializer=embedding_initializer,
             **options,
         )
+        lookups.engine_of((self.variable.table.kind,), ((0, combiner),))  # made here, not in the first step
 
     @property
     def name(self) -> str:
@@ -57,39 +62,40 @@ class _Layer(nnx.Module):
         """The table, by its published name."""
         return self.variable
 
-    def _look_up(
-        self, given: tuple[Any, Any], read: Callable[[Any], Bags], combiner: Combiner, training: bool, *shape: int
-    ) -> tuple[Array, StepOnce]:
-        """Output of this shape, but for the rows' own axis, of what `read` makes of keys and weights."""
+    @abc.abstractmethod
+    def _read(self, given: Given) -> dict[str, Bags]:
+        """The bags of keys and weights by name of the layer, checked."""
+
+    def _look_up(self, given: Given, training: bool, *axes: int) -> tuple[Array, StepOnce]:
+        """Rows of keys and weights, with these axes before the rows' own, and the function that trains them."""
         table = self.variable.table
-        name, features = table.spec.name, table.collection.features
-        what, devices = f"layer {name!r}", table.context.devices
-        reading = lambda given: {name: read(given)}  # noqa: E731
-        batch = inputs.prepare(features, given, devices, bounds_check="raise", what=what, read=reading)
-        (output,), backward = look_up_variables([self.variable], [batch[name]], [combiner], training=training)
-        output = output.reshape(*shape, output.shape[-1])
+        name, devices, features = table.spec.name, table.context.devices, table.collection.features
+        what = f"layer {name!r}"
+        batch = inputs.prepare(features, given, devices, bounds_check="raise", what=what, read=self._read)
+        (output,), backward = lookups.look_up_variables(
+            [self.variable], [batch[name]], [self.combiner], training=training
+        )
+        output = output.reshape(*axes, output.shape[-1])
         backward.shapes = [output.shape]
         return output, backward
 
-    def _bags(self, given: tuple[Any, Any]) -> Bags:
-        """The bags of whole samples, none longer than agreed."""
-        context, what = self.variable.table.context, f"layer {self.name!r}"
-        bags = key_bags(*given, self.name, context)
+    def _checked(self, bags: Bags) -> dict[str, Bags]:
+        """The bags, of whole samples and none longer than agreed."""
+        context, name = self.variable.table.context, self.name
         if bags.num_bags % self.slot_num:
             raise ValueError(
-                f"{what}: {bags.num_bags} bags do not make samples of slot_num={self.slot_num} each; pass "
+                f"layer {name!r}: {bags.num_bags} bags do not make samples of slot_num={self.slot_num} each; pass "
                 "[batch, slot_num, keys] or [batch * slot_num, keys]."
             )
-        if not is_known(bags):
-            return bags
-        lengths = np.diff(np.asarray(bags.offsets))
-        if lengths.max(initial=0) > self.max_nnz:
-            raise ValueError(
-                f"{what}: bag {lengths.argmax()} has {lengths.max()} keys, but at most {self.max_nnz} per bag were "
-                "agreed (max_nnz); raise it, or cut the bag."
-            )
-        context.check_batch(bags.num_bags // self.slot_num, what)
-        return bags
+        if not inputs.is_unknown(bags):
+            lengths = np.diff(np.asarray(bags.offsets))
+            if lengths.max(initial=0) > self.max_nnz:
+                raise ValueError(
+                    f"layer {name!r}: bag {lengths.argmax()} has {lengths.max()} keys, but at most {self.max_nnz} per "
+                    "bag were agreed (max_nnz); raise it, or cut the bag."
+                )
+            context.check_batch(bags.num_bags // self.slot_num, f"layer {name!r}")
+        return {name: bags}
 
 
 class DistributedEmbedding(_Layer):
@@ -143,13 +149,14 @@ class DistributedEmbedding(_Layer):
         name: str = "distributed_embedding",
         **options: Any,
     ):
-        self.combiner = checked_combiner(combiner, f"layer {name!r}: combiner")
-        super().__init__(
-            name, max_vocabulary_size_per_gpu, embedding_vec_size, slot_num, max_nnz, use_hashtable, **options
-        )
+        known = lookups.checked_combiner(combiner, f"layer {name!r}: combiner")
+        sizes = max_vocabulary_size_per_gpu, embedding_vec_size, slot_num, max_nnz
+        super().__init__(name, *sizes, use_hashtable, known, **options)
         self.max_feature_num = slot_num * max_nnz if max_feature_num is None else max_feature_num
 
-    def __call__(self, keys: Any, weights: Any = None, *, training: bool = False) -> Float[Array, "batch slot_num dim"]:
+    def __call__(
+        self, keys: KeysOfBags, weights: WeightsOfKeys = None, *, training: bool = False
+    ) -> Float[Array, "batch slot_num dim"]:
         """Pooled rows, cut among the devices by sample.
 
         Args:
@@ -163,16 +170,19 @@ class DistributedEmbedding(_Layer):
           TypeError or ValueError: naming table, position and the way out.
           RuntimeError: the table is full, see `when_full` of `rsembed.Hashed`.
         """
-        return self._look_up((keys, weights), self._samples, self.combiner, training, -1, self.slot_num)[0]
+        return self._look_up((keys, weights), training, -1, self.slot_num)[0]
 
-    def vjp(self, keys: Any, weights: Any = None) -> tuple[Float[Array, "batch slot_num dim"], StepOnce]:
+    def vjp(
+        self, keys: KeysOfBags, weights: WeightsOfKeys = None
+    ) -> tuple[Float[Array, "batch slot_num dim"], StepOnce]:
         """The lookup of a training step, and `backward(d_out)`; see `__call__` for the arguments."""
-        return self._look_up((keys, weights), self._samples, self.combiner, True, -1, self.slot_num)
+        return self._look_up((keys, weights), True, -1, self.slot_num)
 
-    def _samples(self, given: tuple[Any, Any]) -> Bags:
-        bags = self._bags(given)
-        if self.max_feature_num == self.slot_num * self.max_nnz or not is_known(bags):
-            return bags
+    def _read(self, given: Given) -> dict[str, Bags]:
+        bags = lookups.key_bags(*given, self.name, self.variable.table.context.devices)
+        checked = self._checked(bags)
+        if self.max_feature_num == self.slot_num * self.max_nnz or inputs.is_unknown(bags):
+            return checked
         offsets = np.asarray(bags.offsets)
         is_key = np.asarray(bags.ids.is_key if isinstance(bags.ids, Keys) else bags.ids != PAD_ID)
         ends = np.concatenate([[0], np.cumsum(is_key)])[offsets[:: self.slot_num]]
@@ -182,7 +192,7 @@ class DistributedEmbedding(_Layer):
                 f"layer {self.name!r}: sample {int(used.argmax())} has {int(used.max())} keys, but at most "
                 f"max_feature_num={self.max_feature_num} were agreed; raise it, or cut the sample."
             )
-        return bags
+        return checked
 
 
 class All2AllDenseEmbedding(_Layer):
@@ -227,12 +237,11 @@ class All2AllDenseEmbedding(_Layer):
         name: str = "all2all_dense_embedding",
         **options: Any,
     ):
-        super().__init__(
-            name, max_vocabulary_size_per_gpu, embedding_vec_size, slot_num, nnz_per_slot, use_hashtable, **options
-        )
+        sizes = max_vocabulary_size_per_gpu, embedding_vec_size, slot_num, nnz_per_slot
+        super().__init__(name, *sizes, use_hashtable, "none", **options)
         self.dynamic_input = dynamic_input
 
-    def __call__(self, keys: Any, *, training: bool = False) -> Float[Array, "..."]:
+    def __call__(self, keys: KeysOfBags, *, training: bool = False) -> Float[Array, "..."]:
         """Rows, `[batch, slot_num, nnz_per_slot, dim]`, or `[keys, dim]` with dynamic_input; zeros for key -1.
 
         Args:
@@ -243,25 +252,44 @@ class All2AllDenseEmbedding(_Layer):
         """
         return self._rows(keys, training)[0]
 
-    def vjp(self, keys: Any) -> tuple[Float[Array, "..."], Callable[[Any], None]]:
+    def vjp(self, keys: KeysOfBags) -> tuple[Float[Array, "..."], StepOnce]:
         """The lookup of a training step, and `backward(d_out)`; see `__call__` for the arguments."""
         return self._rows(keys, True)
 
-    def _rows(self, keys: Any, training: bool) -> tuple[Array, Callable[[Any], None]]:
-        if self.dynamic_input:
-            return self._rows_of_list(keys, training)
-        return self._look_up((keys, None), self._slots, "none", training, -1, self.slot_num, self.max_nnz)
+    def _rows(self, keys: KeysOfBags, training: bool) -> tuple[Array, StepOnce]:
+        if not self.dynamic_input:
+            return self._look_up((keys, None), training, -1, self.slot_num, self.max_nnz)
+        devices, what = self.variable.table.context.devices, f"layer {self.name!r}"
+        # Processes agree on a length first, and then on the keys.
+        with Agreement(devices.known_mesh, what, keys) as agreement:
+            keys = self._as_array(keys)
+            if keys.ndim != 1:
+                raise ValueError(f"{what}: dynamic_input takes a list of keys, got shape {keys.shape}.")
+            lanes = keys if isinstance(keys, Keys) else split_keys(keys, feature=f"{what}: keys")
+            is_part = devices.num_processes > 1 and not inputs.is_unknown(lanes)
+            shares = devices.num_devices // (devices.num_processes if is_part else 1)
+            agreement.bring("keys", "a list of keys", width=-(-lanes.shape[0] // shares) * shares)
+        num_keys, missing = lanes.shape[0], agreement.width("keys") - lanes.shape[0]
+        xp: Any = np if isinstance(lanes.low, np.ndarray) else jnp
+        filled: Keys = jax.tree.map(lambda lane: xp.pad(lane, (0, missing)), lanes)
+        output, backward = self._look_up((filled.reshape(-1, 1), None), training, -1)
+        if missing and not is_part:
+            output = output[:num_keys]
+            backward.shapes = [output.shape]
+        return output, backward
 
-    def _slots(self, given: tuple[Any, Any]) -> Bags:
-        keys = self._as_array(given[0])
+    def _read(self, given: Given) -> dict[str, Bags]:
+        keys, devices = self._as_array(given[0]), self.variable.table.context.devices
+        if self.dynamic_input:
+            return {self.name: lookups.key_bags(keys, None, self.name, devices)}
         if keys.shape[1:] != (self.slot_num, self.max_nnz):
             raise ValueError(
                 f"layer {self.name!r}: keys have shape {keys.shape}, but [batch, {self.slot_num}, {self.max_nnz}] were "
                 "agreed (slot_num, nnz_per_slot); pass dynamic_input=True for lists of any length."
             )
-        return self._bags((keys, None))
+        return self._checked(lookups.key_bags(keys, None, self.name, devices))
 
-    def _as_array(self, keys: Any) -> Any:
+    def _as_array(self, keys: KeysOfBags) -> Keys | jax.Array | np.ndarray:
         check_unmasked(keys, f"layer {self.name!r}: keys")
         if isinstance(keys, (Keys, jax.Array)):
             return keys
@@ -273,35 +301,3 @@ class All2AllDenseEmbedding(_Layer):
                 "DistributedEmbedding for ragged ones."
             ) from error
         return array if array.size else array.astype(np.int64)  # of no keys, numpy makes floats
-
-    def _rows_of_list(self, keys: Any, training: bool) -> tuple[Array, Callable[[Any], None]]:
-        context, what = self.variable.table.context, f"layer {self.name!r}"
-        # Processes agree on a length first, and then on the keys.
-        with Agreement(context.devices.known_mesh, what, keys) as agreement:
-            keys = self._as_array(keys)
-            if keys.ndim != 1:
-                raise ValueError(f"{what}: dynamic_input takes a list of keys, got shape {keys.shape}.")
-            keys = keys if isinstance(keys, Keys) else split_keys(keys, feature=f"{what}: keys")
-            is_part = context.devices.num_processes > 1 and is_known(keys)
-            shares = context.num_devices // (context.devices.num_processes if is_part else 1)
-            agreement.bring("keys", "a list of keys", width=-(-keys.shape[0] // shares) * shares)
-        num_keys, places = keys.shape[0], agreement.width("keys")
-
-        def read(given: tuple[Any, Any]) -> Bags:
-            filled: Keys = jax.tree.map(lambda lane: _padded(lane, places - num_keys), given[0])
-            return key_bags(filled.reshape(-1, 1), None, self.name, context)
-
-        output, backward = self._look_up((keys, None), read, "none", training, -1)
-        if is_part or places == num_keys:
-            return output, backward
-
-        def backward_of_keys(d_output: Any) -> None:
-            check_gradient(d_output, f"table {self.name!r}: the gradient")
-            backward(_padded(device_copy(d_output, jnp.float32), places - num_keys))
-
-        return output[:num_keys], backward_of_keys
-
-
-def _padded(array: Any, missing: int) -> Any:
-    xp: Any = np if isinstance(array, np.ndarray) else jnp
-    return xp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)))

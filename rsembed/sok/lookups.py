@@ -7,32 +7,35 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import Bags, as_bags, check_unmasked, device_copy, is_traced
+from rsembed.collection.devices import Devices
 from rsembed.collection.engine import STACKS_TOGETHER, Engine
+from rsembed.collection.inputs import is_unknown
 from rsembed.collection.stack import Stack
 from rsembed.kernels.contract import Step
 from rsembed.keys import Keys
-from rsembed.parallel.agreement import is_global
 from rsembed.row_gradients import SingleUse, check_gradient
-from rsembed.sok.initialize import Context
 from rsembed.sok.variables import EmbeddingVariable, VariableTable, give_room, state_of
 from rsembed.specs import Combiner, FeatureSpec
 from rsembed.storage import Hashed
-from rsembed.storage.hashed_rows import DynamicTable, numbers_of
+from rsembed.storage.hashed_rows import numbers_of
 from rsembed.storage.protocol import on_host
+from rsembed.storage.row_map import RowMap
 
-Arrays = tuple[DynamicTable, Any, Int[Array, ""]]
-"""Arrays of a variable in a program: rows by key, slots and the number of the step to come."""
-KeyBatch = Any
-"""Keys `[bags, width]` of a feature, cut among devices by bag; or a pair of them and their weights."""
+T = TypeVar("T")
+KeysOfBags = Keys | Bags | ArrayLike | Sequence[object]
+"""Keys as users have them; see `key_bags`."""
+WeightsOfKeys = ArrayLike | Sequence[object] | None
+ByStack = dict[str, PyTree]
 TRAINED = "backward was called before: a lookup trains once. Look up again for another step."
 
 
@@ -46,14 +49,14 @@ def checked_combiner(combiner: str, what: str) -> Combiner:
     return cast(Combiner, combiner.lower())
 
 
-def key_bags(keys: Any, weights: Any, feature: str, context: Context | None) -> Bags:
+def key_bags(keys: KeysOfBags, weights: WeightsOfKeys, feature: str, devices: Devices) -> Bags:
     """One bag of keys per leading position of `keys`.
 
     Args:
       keys: an integer array or `Keys` `[..., keys per bag]`, in which -1 is no key; `Bags`; or a list of keys per bag.
       weights: one float per key, in the same form, or None.
       feature: named in errors.
-      context: the devices.
+      devices: those of the table.
 
     Raises: TypeError or ValueError, naming the feature.
     """
@@ -63,152 +66,102 @@ def key_bags(keys: Any, weights: Any, feature: str, context: Context | None) -> 
             return as_bags(keys if isinstance(keys, Bags) and weights is None else (keys, weights), feature=feature)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error} Lists hold one flat list of keys per bag: [[1, 2], [3], []].") from error
-    keys = keys if isinstance(keys, (Keys, jax.Array)) else np.asarray(keys)
-    if keys.ndim < 2:
+    array = keys if isinstance(keys, (Keys, jax.Array)) else np.asarray(keys)
+    if array.ndim < 2:
         raise ValueError(
-            f"feature {feature!r}: keys need an axis of bags and one of keys per bag, got shape {keys.shape}."
+            f"feature {feature!r}: keys need an axis of bags and one of keys per bag, got shape {array.shape}."
         )
     if weights is not None:
         weights = weights if isinstance(weights, jax.Array) else np.asarray(weights)
-        if weights.shape != keys.shape:
-            raise ValueError(f"feature {feature!r}: weights have shape {weights.shape}, keys {keys.shape}.")
-        weights = weights.reshape(-1, keys.shape[-1])
-    bags = as_bags((keys.reshape(-1, keys.shape[-1]), weights), feature=feature)
-    return of_any_width(bags, context)
+        if weights.shape != array.shape:
+            raise ValueError(f"feature {feature!r}: weights have shape {weights.shape}, keys {array.shape}.")
+        weights = weights.reshape(-1, array.shape[-1])
+    return of_any_width(as_bags((array.reshape(-1, array.shape[-1]), weights), feature=feature), devices)
 
 
-def of_any_width(bags: Bags, context: Context | None) -> Bags:
+def of_any_width(bags: Bags, devices: Devices) -> Bags:
     """Bags on whose width several processes can agree, as they cannot on that of arrays."""
-    is_part = context is not None and context.devices.num_processes > 1 and is_known(bags)
+    is_part = devices.num_processes > 1 and not is_unknown(bags)
     return dataclasses.replace(bags, dense_shape=None) if is_part else bags
-
-
-def is_known(batch: Bags | Keys) -> bool:
-    """Whether keys are here to be checked: not inside `jit`, and not those of other processes."""
-    return not is_traced(batch) and not any(map(is_global, jax.tree.leaves(batch)))
 
 
 # Programs
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """Lookups and steps of some tables, equal for all whose tables are alike: these share what is compiled.
+@functools.lru_cache(maxsize=256)
+def engine_of(tables: tuple[VariableTable, ...], features: tuple[tuple[int, Combiner], ...]) -> Engine:
+    """The core's engine of some tables, which names them, and the features that read them, by their numbers.
 
     Args:
-      kinds: of the tables.
-      combiners: of the features of each table.
-      tables: those that stand for all.
+      tables: on the same devices.
+      features: for each, the number of its table, and how its rows are pooled.
     """
-
-    kinds: tuple[Hashable, ...]
-    combiners: tuple[tuple[Combiner, ...], ...]
-    tables: tuple[VariableTable, ...] = dataclasses.field(compare=False)
-
-    @functools.cached_property
-    def engine(self) -> Engine:
-        """The core's engine of the stack of each table, which are called by their numbers."""
-        features: dict[str, FeatureSpec] = {}
-        stacks: dict[str, Stack] = {}
-        for t, (table, combiners) in enumerate(zip(self.tables, self.combiners, strict=True)):
-            own = table.collection.logical.stacks[table.spec.name]
-            plan = own.layout.stack
-            placements = tuple(
-                dataclasses.replace(plan.features[0], name=_feature(t, k), combiner=combiner)
-                for k, combiner in enumerate(combiners)
-            )
-            layout = dataclasses.replace(own.layout, stack=dataclasses.replace(plan, features=placements))
-            stacks[str(t)] = type(own)(layout, own.rows)
-            features |= {feature.name: FeatureSpec(feature.name, table.spec) for feature in placements}
-        return Engine(features, stacks, self.tables[0].context.devices)
-
-    @staticmethod
-    def by_table(values: Sequence[Any]) -> dict[str, Any]:
-        """Values of tables by their numbers."""
-        return {str(t): value for t, value in enumerate(values)}
-
-    @staticmethod
-    def by_feature(values: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """Values of the features of all tables by name."""
-        return {_feature(t, k): value for t, own in enumerate(values) for k, value in enumerate(own)}
+    stacks: dict[str, Stack] = {}
+    for number, table in enumerate(tables):
+        own = table.collection.logical.stacks[table.spec.name]
+        plan = own.layout.stack
+        placements = tuple(
+            dataclasses.replace(plan.features[0], name=str(feature), combiner=combiner)
+            for feature, (of_table, combiner) in enumerate(features)
+            if of_table == number
+        )
+        layout = dataclasses.replace(own.layout, stack=dataclasses.replace(plan, features=placements))
+        stacks[str(number)] = type(own)(layout, own.rows)
+    specs = {
+        str(feature): FeatureSpec(str(feature), tables[number].spec) for feature, (number, _) in enumerate(features)
+    }
+    return Engine(specs, stacks, tables[0].context.devices)
 
 
-def _feature(table: int, number: int) -> str:
-    return f"{table}/{number}"
+def _numbered(values: Iterable[T]) -> dict[str, T]:
+    """Values by their numbers, as an engine names what they belong to."""
+    return {str(number): value for number, value in enumerate(values)}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _look_up(
-    is_training: bool, program: Program, arrays: Sequence[Arrays], batch: Sequence[Sequence[KeyBatch]]
-) -> list[tuple[list[Float[Array, "_ _"]], Int[Array, " devices"]]]:
-    """Pooled rows of the features of each table, and how many keys have no row or, in training, want one."""
-    tables, bags = program.by_table([params for params, _, _ in arrays]), program.by_feature(batch)
-    if is_training:
-        numbers = program.by_table([step for *_, step in arrays])
-        found, statistics = program.engine.lookup(tables, bags, numbers)
-    else:
-        found, statistics = program.engine.lookup(tables, bags)
-    return [
-        ([found[_feature(t, k)] for k in range(len(own))], cast(Array, statistics.traffic[str(t)].num_unknown))
-        for t, own in enumerate(batch)
-    ]
+def _programs(
+    variables: Sequence[EmbeddingVariable], features: Sequence[tuple[int, Combiner]]
+) -> Iterator[tuple[Engine, list[int], list[int]]]:
+    """Engines of at most `STACKS_TOGETHER` variables, with the numbers of their variables and of their features.
+
+    To compile a program takes time that grows with the square of its tables, and tables that are alike share what is
+    compiled: of a hundred like tables, a quarter at a time.
+    """
+    kinds = [variable.table.kind for variable in variables]
+    first_of_kind = {id(kind): number for number, kind in reversed(list(enumerate(kinds)))}
+    like_beside_like = sorted(range(len(kinds)), key=lambda number: first_of_kind[id(kinds[number])])
+    size = -(-len(kinds) // max(-(-len(kinds) // STACKS_TOGETHER), 1))
+    for first in range(0, len(kinds), size or 1):
+        own = like_beside_like[first : first + size]
+        read = [feature for feature, (number, _) in enumerate(features) if number in own]
+        pooled = tuple((own.index(features[feature][0]), features[feature][1]) for feature in read)
+        yield engine_of(tuple(kinds[number] for number in own), pooled), own, read
+
+
+def _arrays_of(variables: Sequence[EmbeddingVariable]) -> tuple[ByStack, ByStack, ByStack]:
+    """Parameters, slots and number of the step to come, by number of the variable."""
+    params, slots, steps = ByStack(), ByStack(), ByStack()
+    for number, variable in enumerate(variables):
+        state, name = state_of(variable), variable.table.spec.name
+        own = str(number)
+        params[own], slots[own], steps[own] = state.tables[name], state.slots[name], state.step
+    return params, slots, steps
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _step(
-    program: Program,
-    arrays: Sequence[Arrays],
-    batch: Sequence[Sequence[KeyBatch]],
-    d_outputs: Sequence[Sequence[Float[Array, "_ _"]]],
-) -> list[Arrays]:
+    engine: Engine,
+    arrays: tuple[ByStack, ByStack, ByStack],
+    batch: Mapping[str, PyTree],
+    d_outputs: Mapping[str, Float[Array, "_ _"]],
+) -> tuple[ByStack, ByStack, ByStack]:
     """The arrays after one step with gradients of the outputs."""
-    rules = [table.spec.optimizer for table in program.tables]
-    steps = [
-        Step(rule.get_hyperparameters(number), rule, None, number)
-        for rule, (*_, number) in zip(rules, arrays, strict=True)
-    ]
-    params, slots, numbers = zip(*arrays, strict=True)
-    own, own_slots, own_steps = map(program.by_table, (params, slots, steps))
-    stepped, stepped_slots = program.engine.update(
-        own, own_slots, program.by_feature(batch), program.by_feature(d_outputs), own_steps
-    )
-    return [(stepped[str(t)], stepped_slots[str(t)], number + 1) for t, number in enumerate(numbers)]
-
-
-def _in_programs(
-    function: Callable[..., list[Any]],
-    keep: Callable[[int, Any], None],
-    variables: Sequence[EmbeddingVariable],
-    combiners: Sequence[Sequence[Combiner]],
-    *args: Sequence[Any],
-) -> None:
-    """`function` of variables and what belongs to each of them, in programs of few tables.
-
-    To compile one takes time that grows with the square of its tables, and tables that are alike share what is
-    compiled: of a hundred like tables, a quarter at a time. A program takes the old arrays away, so what it gives is
-    kept before the next one begins: an error there must not cost the tables of this one.
-    """
-    numbers: dict[Hashable, int] = {}
-    kinds = [variable.table.kind for variable in variables]
-    first_of_kind = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
-    like_beside_like = sorted(range(len(variables)), key=first_of_kind.__getitem__)
-    size = -(-len(variables) // -(-len(variables) // STACKS_TOGETHER))
-    for first in range(0, len(variables), size):
-        own = like_beside_like[first : first + size]
-        program = Program(
-            tuple(kinds[number] for number in own),
-            tuple(tuple(combiners[number]) for number in own),
-            tuple(variables[number].table for number in own),
-        )
-        arrays = [_arrays_of(variables[number]) for number in own]
-        found = function(program, arrays, *([of_all[number] for number in own] for of_all in args))
-        for number, result in zip(own, found, strict=True):
-            keep(number, result)
-
-
-def _arrays_of(variable: EmbeddingVariable) -> Arrays:
-    state, name = state_of(variable), variable.table.spec.name
-    return state.tables[name], state.slots[name], state.step
+    params, slots, numbers = arrays
+    steps = {
+        name: Step(stack.rule.get_hyperparameters(numbers[name]), stack.rule, None, numbers[name])
+        for name, stack in engine.stacks.items()
+    }
+    stepped, stepped_slots = engine.update(params, slots, batch, d_outputs, steps)
+    return stepped, stepped_slots, {name: number + 1 for name, number in numbers.items()}
 
 
 # Lookups
@@ -220,22 +173,22 @@ class StepOnce:
 
     Args:
       variables: distinct ones.
-      batch: keys of the features of each.
-      combiners: likewise.
-      wanted: by device, how many keys of each were going to get a row.
-      order: which of the variables each output comes from.
-      shapes: of the outputs.
+      features: for each output, the number of its variable, and how its rows were pooled.
+      batch: keys of each output.
+      wanted: by number of the variable, how many of its keys were going to get a row, by device.
+      num_rows: of each output; a gradient may have fewer rows than it, then the last ones have none.
+      shapes: of the gradients.
     """
 
     variables: Sequence[EmbeddingVariable]
-    batch: Sequence[Sequence[KeyBatch]]
-    combiners: Sequence[Sequence[Combiner]]
-    wanted: Sequence[Int[Array, " devices"]]
-    order: Sequence[int]
+    features: tuple[tuple[int, Combiner], ...]
+    batch: Sequence[PyTree]
+    wanted: Mapping[int, Int[Array, " devices"]]
+    num_rows: Sequence[int]
     shapes: list[tuple[int, ...]]
     permit: SingleUse = dataclasses.field(default_factory=functools.partial(SingleUse, TRAINED))
 
-    def __call__(self, *d_outputs: Any) -> None:
+    def __call__(self, *d_outputs: ArrayLike) -> None:
         """One optimizer step of every row that the lookup read; new keys get theirs.
 
         An error in the step of a large group leaves each table either stepped or as it was, as its `step` says.
@@ -249,58 +202,53 @@ class StepOnce:
         """
         if len(d_outputs) != len(self.shapes):
             raise ValueError(f"the lookup has {len(self.shapes)} outputs, but {len(d_outputs)} gradients came.")
-        gradients: list[list[Array]] = [[] for _ in self.variables]
-        for number, d_output, shape in zip(self.order, d_outputs, self.shapes, strict=True):
-            name = self.variables[number].table.spec.name
-            check_gradient(d_output, f"table {name!r}: the gradient")
+        gradients: list[Array] = []
+        given = zip(self.features, d_outputs, self.shapes, self.num_rows, strict=True)
+        for (number, _), d_output, shape, num_rows in given:
+            what = f"table {self.variables[number].table.spec.name!r}: the gradient"
+            check_gradient(d_output, what)
             gradient = device_copy(d_output, jnp.float32)
             if gradient.shape != shape:
-                raise ValueError(f"table {name!r}: the gradient has shape {gradient.shape}, the output {shape}.")
-            gradients[number].append(gradient.reshape(-1, shape[-1]))
+                raise ValueError(f"{what} has shape {gradient.shape}, the output {shape}.")
+            gradient = gradient.reshape(-1, shape[-1])
+            missing = num_rows - gradient.shape[0]
+            gradients.append(jnp.pad(gradient, ((0, missing), (0, 0))) if missing else gradient)
         self.permit.use()
-        failed_before = [self._prepared(number, gradients) for number in range(len(self.variables))]
-
-        def keep(number: int, stepped: Arrays) -> None:
-            variable = self.variables[number]
-            params, slots, step = stepped
-            name, state = variable.table.spec.name, variable.get_value()
-            variable.set_value(state._replace(tables={name: params}, slots={name: slots}, step=step))
-
-        _in_programs(_step, keep, self.variables, self.combiners, self.batch, gradients)
+        is_eager = not is_traced((self.batch, gradients, [variable.get_value() for variable in self.variables]))
+        failed_before = [self._make_room(number) if is_eager else None for number in range(len(self.variables))]
+        # A program takes the old arrays away: what it gives is kept before the next one may fail.
+        for engine, own, read in _programs(self.variables, self.features):
+            variables = [self.variables[number] for number in own]
+            batch, d_batch = (_numbered(values[feature] for feature in read) for values in (self.batch, gradients))
+            stepped = _step(engine, _arrays_of(variables), batch, d_batch)
+            for variable, params, slots, step in zip(variables, *map(dict.values, stepped), strict=True):
+                state, name = variable.get_value(), variable.table.spec.name
+                variable.set_value(state._replace(tables={name: params}, slots={name: slots}, step=step))
         for variable, before in zip(self.variables, failed_before, strict=True):
             if before is not None and (num_failed := _num_failed(variable) - before):
                 raise _full(variable, num_failed)
 
-    def _prepared(self, number: int, gradients: Sequence[Any]) -> int | None:
+    def _make_room(self, number: int) -> int | None:
         """Makes room in a table that grows; of another that may not have any, how many keys found none before."""
-        variable, wanted = self.variables[number], self.wanted[number]
-        given = self.batch[number], gradients, variable.get_value()
-        if not says_when_full(variable) or is_traced(given):
+        variable = self.variables[number]
+        if not says_when_full(variable):
             return None
-        params, _, _ = _arrays_of(variable)
-        missing, num_waiting = _missing(params.keys, wanted), 0
-        num_ids = sum(leaf.size for leaf in jax.tree.leaves(self.batch[number]))
-        if params.waiting is not None and _missing(params.waiting, num_ids).max() > 0:
-            unknown: list[Any] = []
-            _in_programs(
-                functools.partial(_look_up, False),
-                lambda _, found: unknown.append(found[1]),
-                [variable],
-                [self.combiners[number]],
-                [self.batch[number]],
-            )
-            num_waiting = _missing(params.waiting, unknown[0] - wanted).max()
-        if max(missing.max(), num_waiting) <= 0:
+        (params,) = state_of(variable).tables.values()
+        num_rows, num_waiting = int(_missing(params.keys, self.wanted[number]).max()), 0
+        if params.waiting is not None:  # at most all keys of the batch
+            own = [keys for (of, _), keys in zip(self.features, self.batch, strict=True) if of == number]
+            num_waiting = int(_missing(params.waiting, sum(jax.tree.leaves(keys)[0].size for keys in own)).max())
+        if max(num_rows, num_waiting) <= 0:
             return None
         if not variable.table.grows:
             return _num_failed(variable)
-        give_room(variable, int(missing.max()), int(num_waiting))
+        give_room(variable, num_rows, num_waiting)
         return None
 
 
 def look_up_variables(
     variables: Sequence[EmbeddingVariable],
-    batch: Sequence[KeyBatch],
+    batch: Sequence[PyTree],
     combiners: Sequence[Combiner],
     *,
     training: bool,
@@ -309,31 +257,36 @@ def look_up_variables(
 
     Args:
       variables: the table of each feature; features may share one.
-      batch: keys of each feature.
+      batch: keys `[bags, width]` of each feature, cut among devices by bag; or a pair of them and their weights.
       combiners: of each feature; "none" gives `[bags * width, dim]`.
       training: new keys read as what their rows are going to start from, else zeros.
 
     Raises: RuntimeError: a table has no room for new keys and is to say so. Inside `jit`, `counts` say it later.
     """
-    if not variables:
-        return [], StepOnce((), (), (), (), (), [])
-    own = list({id(variable): variable for variable in variables}.values())
-    numbers = {id(variable): number for number, variable in enumerate(own)}
-    order = [numbers[id(variable)] for variable in variables]
-    by_variable = [[feature for n, feature in zip(order, batch, strict=True) if n == k] for k in range(len(own))]
-    pooling = [[combiner for n, combiner in zip(order, combiners, strict=True) if n == k] for k in range(len(own))]
-    found: dict[int, Any] = {}
-    _in_programs(functools.partial(_look_up, training), found.__setitem__, own, pooling, by_variable)
-    for number, variable in enumerate(own) if training else ():
-        wanted = found[number][1]
+    numbers: dict[int, int] = {}
+    features = tuple(
+        (numbers.setdefault(id(variable), len(numbers)), combiner)
+        for variable, combiner in zip(variables, combiners, strict=True)
+    )
+    distinct = list({id(variable): variable for variable in variables}.values())
+    outputs: dict[int, Array] = {}
+    wanted: dict[int, Array] = {}
+    for engine, own, read in _programs(distinct, features):
+        params, _, steps = _arrays_of([distinct[number] for number in own])
+        keys = _numbered(batch[feature] for feature in read)
+        found, statistics = engine.lookup(params, keys, steps if training else None)
+        outputs |= zip(read, found.values(), strict=True)
+        for number, stack in zip(own, params, strict=True):
+            wanted[number] = cast(Array, statistics.traffic[stack].num_unknown)
+    for number, variable in enumerate(distinct) if training else ():
         if not says_when_full(variable) or variable.table.grows or is_traced(wanted):
             continue
-        if (missing := _missing(variable.get_value().tables[variable.table.spec.name].keys, wanted)).max() > 0:
+        (own_params,) = variable.get_value().tables.values()
+        if (missing := _missing(own_params.keys, wanted[number])).max() > 0:
             raise _full(variable, int(missing.clip(0).sum()))
-    outputs = [iter(found[number][0]) for number in range(len(own))]
-    ordered = [next(outputs[number]) for number in order]
-    wanted_by_table = [found[number][1] for number in range(len(own))]
-    return ordered, StepOnce(own, by_variable, pooling, wanted_by_table, order, [output.shape for output in ordered])
+    ordered = [outputs[feature] for feature in range(len(features))]
+    shapes = [output.shape for output in ordered]
+    return ordered, StepOnce(distinct, features, batch, wanted, list(map(len, ordered)), shapes)
 
 
 def says_when_full(variable: EmbeddingVariable) -> bool:
@@ -342,14 +295,15 @@ def says_when_full(variable: EmbeddingVariable) -> bool:
     return isinstance(storage, Hashed) and storage.when_full == "error"
 
 
-def _missing(keys: Any, wanted: Any) -> Int[np.ndarray, " devices"]:
+def _missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices"]:
     """Places that each device lacks for so many new keys; negative where some are left."""
     missing: np.ndarray = on_host(wanted) - on_host(keys.num_free).astype(np.int64)
     return missing
 
 
 def _num_failed(variable: EmbeddingVariable) -> int:
-    return int(numbers_of(cast(Array, _arrays_of(variable)[0].counters.failed)).sum())
+    (params,) = state_of(variable).tables.values()
+    return int(numbers_of(params.counters.failed).sum())
 
 
 def _full(variable: EmbeddingVariable, num_failed: int) -> RuntimeError:

@@ -1,4 +1,4 @@
-"""`EmbeddingVariable`: a table over the devices as a variable of a model, whose value is the core's state of it."""
+"""`Init`, which says which devices share tables, and `EmbeddingVariable`: such a table as a variable of a model."""
 
 from __future__ import annotations
 
@@ -11,20 +11,116 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from rsembed.bags import check_not_taken
 from rsembed.checks import NonNegativeInt, PositiveInt, check_type, check_within, dtype_among, validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
+from rsembed.collection.devices import Devices
 from rsembed.fingerprint import check_same
 from rsembed.initial_values import keyed_form
+from rsembed.kernels.devices import check_threads
 from rsembed.keys import KEY_DTYPES
 from rsembed.optimizers import Adagrad, OptimizerSpec
-from rsembed.sok.initialize import Context, current_context
+from rsembed.parallel import runtime
 from rsembed.sok.policies import EmbeddingVariableOption, core_policies, named_initializer
 from rsembed.specs import FeatureSpec, TableSpec
 from rsembed.storage import Hashed, RowNumbers, hashed_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """The devices that share tables.
+
+    Attributes:
+      mesh: a mesh with one axis over them.
+      axis: its name.
+      global_batch_size: samples of all devices in a step; None takes any number that the devices divide.
+    """
+
+    mesh: Mesh
+    axis: str
+    global_batch_size: int | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """Devices, and so shards of every table."""
+        return self.mesh.shape[self.axis]
+
+    @functools.cached_property
+    def devices(self) -> Devices:
+        """The devices in the form that the core takes."""
+        return Devices.of(self.mesh, self.axis)
+
+    def check_batch(self, num_samples: int, name: str) -> None:
+        """Raises: ValueError: the samples of all processes are not as many as agreed."""
+        processes = self.devices.num_processes
+        if self.global_batch_size not in (None, num_samples * processes):
+            raise ValueError(
+                f"{name}: {num_samples} samples in each of {processes} processes, but sok.Init was told "
+                f"global_batch_size={self.global_batch_size}; change one of them, or leave it out to take any batch."
+            )
+
+    def place(self, tree: Any) -> Any:
+        """Arrays of this process, cut among the devices of all; copies, since JAX may take over what it is given."""
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.axis))
+        place = functools.partial(jax.make_array_from_process_local_data, sharding)
+        return jax.tree.map(place, jax.tree.map(np.array, tree))
+
+
+_current: Context | None = None
+
+
+@validated
+def Init(
+    global_batch_size: PositiveInt | None = None, *, mesh: Mesh | None = None, axis: str = "shard", **distributed: Any
+) -> Context:
+    """Starts the distributed runtime, if there are several processes, and says which devices share tables.
+
+    Call it once, before any layer is made; a second call changes what later layers get.
+
+    Args:
+      global_batch_size: samples of a step over all devices; buffers need it no longer, so it is only checked.
+      mesh: devices with an axis named `axis`, and no other; None takes all.
+      axis: name of the mesh axis.
+      **distributed: for `parallel.runtime.init`.
+
+    Raises: ValueError: the mesh has other axes, or the batch does not divide among its devices.
+    Source: Sparse Operation Kit, `sok.Init`.
+
+    Example:
+      >>> from rsembed import sok
+      >>> sok.Init(global_batch_size=64).num_devices in (1, 2, 4, 8)
+      True
+    """
+    global _current
+    runtime.init(**distributed)
+    mesh = runtime.make_mesh(axis) if mesh is None else mesh
+    if mesh.axis_names != (axis,):
+        raise ValueError(f"sok.Init: the mesh must have the one axis {axis!r}, got {mesh.axis_names}; pass axis=.")
+    check_threads(mesh)
+    context = Context(mesh, axis, global_batch_size)
+    if global_batch_size is not None and global_batch_size % context.num_devices:
+        raise ValueError(
+            f"sok.Init: global_batch_size={global_batch_size} does not divide among {context.num_devices} devices."
+        )
+    _current = context
+    return context
+
+
+def current_context(context: Context | None = None) -> Context:
+    """The context given, or that of the last `Init`.
+
+    Raises: RuntimeError: there is none.
+    """
+    found = _current if context is None else context
+    if found is None:
+        raise RuntimeError("call sok.Init() first: it says which devices share the tables. Or pass context=.")
+    return found
+
+
+_first_of_kind: dict[Hashable, VariableTable] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +150,12 @@ class VariableTable:
         return EmbeddingCollection([feature], mesh=self.context.mesh, exchange_capacity=self.exchange_capacity)
 
     @functools.cached_property
-    def kind(self) -> Hashable:
-        """Equal for tables that are alike but for their names: they share what is compiled."""
+    def kind(self) -> VariableTable:
+        """The first table that was like this one but for its name: they share what is compiled."""
         spec = self.spec
-        made = keyed_form(spec.initializer, spec.embedding_dim)
         sizes = spec.vocabulary_size, spec.embedding_dim, spec.dtype, self.exchange_capacity
-        return made, *sizes, spec.optimizer, spec.storage, self.context.devices
+        how = keyed_form(spec.initializer, spec.embedding_dim), spec.optimizer, spec.storage
+        return _first_of_kind.setdefault((*sizes, *how, self.context.devices), self)
 
     def init(self, key: PRNGKeyArray) -> EmbeddingState:
         """An empty table, or a full one without hash table; the state keeps the key, from which its rows follow."""

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rsembed import from_optax, sok
-from rsembed.optimizers import SGD
+from rsembed.optimizers import SGD, Adagrad
 from rsembed.sok import lookups
 
 
@@ -49,17 +49,13 @@ def test_a_group_mixes_tables_dims_and_combiners():
         np.testing.assert_allclose(outs[1][b], mean, atol=1e-6)
 
 
-def three_in_programs_of_two(monkeypatch, optimizer):
-    monkeypatch.setattr(lookups, "STACKS_TOGETHER", 2)
-    rules = {"v0": SGD(1.0), "v1": SGD(1.0), "failing": optimizer}
-    return [variable(name, 2, initializer="ones", optimizer=rule) for name, rule in rules.items()]
-
-
 def test_an_error_in_a_later_program_of_a_large_group_leaves_each_table_stepped_or_as_it_was(monkeypatch):
     def refuses_tracers(step):
         return 0.1 if step < 10 else 0.01
 
-    variables = three_in_programs_of_two(monkeypatch, SGD(refuses_tracers))
+    monkeypatch.setattr(lookups, "STACKS_TOGETHER", 2)
+    rules = {"v0": SGD(1.0), "v1": SGD(1.0), "failing": SGD(refuses_tracers)}
+    variables = [variable(name, 2, initializer="ones", optimizer=rule) for name, rule in rules.items()]
     keys = [[[1], [2]]] * 3
     outputs, backward = sok.group_embedding_lookup_vjp(variables[:2], keys[:2], ["sum"] * 2)
     backward([jnp.ones_like(output) for output in outputs])
@@ -73,6 +69,37 @@ def test_an_error_in_a_later_program_of_a_large_group_leaves_each_table_stepped_
         rows = sok.export_rows(own)
         assert rows["keys"].tolist() == keys_of_own
         np.testing.assert_array_equal(rows["values"], np.full((len(keys_of_own), 2), -1.0))
+
+
+def test_tables_that_are_alike_share_programs_and_have_the_bits_that_they_have_alone(monkeypatch, caplog):
+    """Eight tables of two rules; each has an initializer that is nobody else's."""
+    monkeypatch.setattr(lookups, "STACKS_TOGETHER", 2)
+    generator = np.random.default_rng(0)
+    ids = [generator.integers(0, 2**40, (8, 2)) for _ in range(8)]
+    gradients = [generator.normal(size=(8, 3)).astype(np.float32) for _ in ids]
+
+    def trained(numbers):
+        own = []
+        for number in numbers:
+            start, rule = (
+                (lambda key, shape: jax.random.normal(key, shape)),
+                Adagrad((0.1, 0.2)[number % 2]),
+            )
+            own.append(variable(f"t{number}", 3, initializer=start, optimizer=rule))
+        for _ in range(2):
+            found, backward = sok.group_embedding_lookup_vjp(own, [ids[n] for n in numbers], ["sum"] * len(own))
+            backward([gradients[n] for n in numbers])
+        return found, [sok.export_rows(table) for table in own]
+
+    with jax.log_compiles():
+        together, rows = trained(range(8))
+    for program in ("_lookup", "_step"):  # four programs each, of two kinds
+        assert sum(f"Compiling jit({program})" in message for message in caplog.messages) == 2
+    for number in (0, 5, 6):  # of both kinds, and of both programs of a kind
+        (alone,), (expected,) = trained([number])
+        np.testing.assert_array_equal(together[number], alone)
+        for name, array in expected.items():
+            np.testing.assert_array_equal(rows[number][name], array, err_msg=name)
 
 
 def test_features_of_one_table_step_it_once():

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsembed import Hashed, TableSpec
+from rsembed import Hashed, TableSpec, sok
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.optimizers import RowWiseAdagrad
-from rsembed.sok.optimizers import Adam, LazyAdam
 
 DATA = json.loads((Path(__file__).parent.parent / "data" / "sok_cases.json").read_text())
 CASES = {case["kind"]: case for case in DATA["optimizer"]}
@@ -23,7 +22,7 @@ SLOT_NAMES = {"momentum": "m", "velocity": "v", "accumulator": "acc"}
 def optimizer_of(case):
     if case["kind"] == "rowwise_adagrad":
         return RowWiseAdagrad(case["lr"], case["initial_accumulator"], case["epsilon"])
-    kind = {"adam": Adam, "lazy_adam": LazyAdam}[case["kind"]]
+    kind = {"adam": sok.optimizers.Adam, "lazy_adam": sok.optimizers.LazyAdam}[case["kind"]]
     return kind(case["lr"], case["beta_1"], case["beta_2"], case["epsilon"])
 
 
