@@ -17,7 +17,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, PyTree
 from numpy.typing import ArrayLike
 
 from rsembed import optimizers as core
@@ -29,7 +29,7 @@ from rsembed.row_gradients import RowGradients, SingleUse, check_belong, check_g
 from rsembed.tbe import arguments, batches, functional, host_rows
 from rsembed.tbe import plan as plans
 from rsembed.tbe.arguments import Arguments, BoundsCheckMode, CacheAlgorithm, EmbOptimType, PoolingMode, SparseType
-from rsembed.tbe.batches import PreparedBatch, is_by_feature
+from rsembed.tbe.batches import PreparedBatch
 from rsembed.tbe.host_rows import HostRows
 from rsembed.tbe.meshes import AnyBatch, SplitBatch, tables_on_mesh
 from rsembed.tbe.tables import TBEVariable, TrainedTables, learning_rates
@@ -120,7 +120,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
       ar_alpha: shrinkage per step of ROWWISE_RMSPROP_AR, in learning rates.
       ema_beta: decay of its mean.
       min_shrinkage: its smallest factor.
-      feature_names: for messages and `{feature: Bags}` input; by default the table's name, numbered if it is shared.
+      feature_names: for messages; by default the table's name, numbered if it is shared.
       mesh: devices that share the tables and the samples of a batch; None keeps all on one. See `prepare`.
       sharding_axis: axes of the mesh over which these are split; None takes all.
       placement: of tables on a mesh, by name or one for all, as for `rsembed.EmbeddingCollection`.
@@ -215,17 +215,17 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
     def __call__(
         self,
-        indices: PyTree,
+        indices: ArrayLike | PreparedBatch,
         offsets: ArrayLike | None = None,
         per_sample_weights: ArrayLike | None = None,
         feature_requires_grad: ArrayLike | None = None,
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         total_unique_indices: int | None = None,
-    ) -> PyTree:
+    ) -> Float[Array, "*output"]:
         """Looks up, and changes no weight, state or step.
 
         Args:
-          indices: ids of all features, feature after feature; -1 is no id. Or `{feature: Bags}` for all features.
+          indices: ids of all features, feature after feature; -1 is no id. Or what `prepare` returned.
           offsets: bag `b` of feature `f` holds `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`.
           per_sample_weights: factor of every looked-up row; differentiable by `jax.grad`.
           feature_requires_grad: used by `vjp` only.
@@ -234,21 +234,21 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
         Returns: `[B, sum of dims]`, features side by side; `[nnz, dim]` for PoolingMode.NONE (shorter rows filled with
           zeros). With `batch_size_per_feature_per_rank` one flat array: for each rank, for each feature, its
-          `[bags, dim]`. For `{feature: Bags}` the same as `{feature: [bags, dim]}`.
+          `[bags, dim]`.
         """
         del feature_requires_grad, total_unique_indices
         batch = self._read(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
-        return self._pooled(self._brought(batch), by_feature=is_by_feature(indices))
+        return self._pooled(self._brought(batch))
 
     def vjp(
         self,
-        indices: PyTree,
+        indices: ArrayLike | PreparedBatch,
         offsets: ArrayLike | None = None,
         per_sample_weights: ArrayLike | None = None,
         feature_requires_grad: ArrayLike | None = None,
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         total_unique_indices: int | None = None,
-    ) -> tuple[PyTree, TablesBackward]:
+    ) -> tuple[Float[Array, "*output"], TablesBackward]:
         """The lookup of a training step, and the function that trains with the gradient of its output.
 
         Arguments are those of `__call__`. `feature_requires_grad` has 1 or 0 per feature; 0 makes the gradients of its
@@ -263,9 +263,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         mask = None if feature_requires_grad is None else batches.mask_of_ids(self.plan, batch, feature_requires_grad)
         if self.plan.has_passes:  # a batch that is refused leaves the tables as they are
             self.state.set_value(_begin_step(self.plan, self.whole_state))
-        near, by_feature = self._brought(batch), is_by_feature(indices)
-        output = self._pooled(near, by_feature=by_feature)
-        return output, TablesBackward(self, batch, near, mask, total_unique_indices, by_feature)
+        near = self._brought(batch)
+        return self._pooled(near), TablesBackward(self, batch, near, mask, total_unique_indices)
 
     def apply(self, row_gradients: RowGradients) -> None:
         """One optimizer step of every row in `row_gradients`, which `backward.row_gradients` returned.
@@ -284,7 +283,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         self.state.set_value(state if host is None else host.write_back(state))
 
     def prepare(
-        self, indices: PyTree, offsets: ArrayLike | None = None, per_sample_weights: ArrayLike | None = None
+        self, indices: ArrayLike, offsets: ArrayLike, per_sample_weights: ArrayLike | None = None
     ) -> PreparedBatch:
         """Checks a batch on the host and brings it to the devices: goes in place of `indices`, into `jit` too.
 
@@ -299,11 +298,11 @@ class TableBatchedEmbeddingBags(TrainedTables):
             batch = self._brought(batch)
         elif isinstance(batch, JaggedBatch):
             batch = jax.tree.map(jnp.asarray, batch if self.plan.pooling == "none" else batches.with_room(batch))
-        return PreparedBatch(batch, is_by_feature(indices), self.plan.row_layout)
+        return PreparedBatch(batch, self.plan.row_layout)
 
     def prefetch(
         self,
-        indices: PyTree,
+        indices: ArrayLike,
         offsets: ArrayLike,
         forward_stream: object = None,
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
@@ -364,11 +363,10 @@ class TableBatchedEmbeddingBags(TrainedTables):
         self.state.set_value(state)
         return near
 
-    def _pooled(self, batch: AnyBatch, *, by_feature: bool) -> PyTree:
-        """The output of a lookup in the form that the caller expects."""
+    def _pooled(self, batch: AnyBatch) -> Array:
+        """The output of a lookup."""
         # Arrays of numpy go into compiled functions as they are, which is faster than turning them into JAX's first.
-        output = _lookup(self.plan, self.state.get_value(), batch, output_dtype=self.output_dtype)
-        return batches.output_by_feature(self.plan, output, batch) if by_feature else output
+        return _lookup(self.plan, self.state.get_value(), batch, output_dtype=self.output_dtype)
 
 
 SplitTableBatchedEmbeddingBagsCodegen = TableBatchedEmbeddingBags
@@ -387,7 +385,6 @@ class TablesBackward:
     _near: AnyBatch
     _mask: PyTree
     _bound: int | None
-    _by_feature: bool
 
     def __post_init__(self) -> None:
         # The rate of this step is the one that its lookup saw.
@@ -395,7 +392,7 @@ class TablesBackward:
         self._generation = self._module.state.get_value().generation
         self._permit = SingleUse("this backward was used already; a second step needs its own vjp.")
 
-    def __call__(self, d_output: PyTree, *, per_sample_weights_grad: bool = True) -> PyTree:
+    def __call__(self, d_output: ArrayLike, *, per_sample_weights_grad: bool = True) -> PyTree:
         """One optimizer step of every row that was looked up, with its gradients summed over the whole call.
 
         Args:
@@ -428,7 +425,7 @@ class TablesBackward:
             module.reporter.step(module.plan, module.state.get_value(), host, self._batch, d_output)
         return None if d_weights is None else self._in_form(d_weights)
 
-    def weight_gradients(self, d_output: PyTree) -> PyTree:
+    def weight_gradients(self, d_output: ArrayLike) -> PyTree:
         """The gradient of `per_sample_weights`, changing nothing: for OptimType.NONE, and beside `row_gradients`.
 
         Of a prepared batch on a mesh `{feature: [bags, ids]}`, else in the form of the weights.
@@ -447,7 +444,7 @@ class TablesBackward:
         given = module.plan, module.whole_state, self._near, gradient, self._rates
         return self._in_form(_weight_gradients(*given, max_gradient=module.max_gradient))
 
-    def row_gradients(self, d_output: PyTree) -> RowGradients:
+    def row_gradients(self, d_output: ArrayLike) -> RowGradients:
         """The summed gradient of every looked-up row, changing nothing: to be clipped, accumulated and applied later.
 
         Args:
@@ -465,14 +462,12 @@ class TablesBackward:
         self._permit.use()
         return gradients
 
-    def _gradient(self, d_output: PyTree, *, trains: bool = False) -> Array:
-        """The gradient in the form of an output that is no dict, of a backward that may still be used.
+    def _gradient(self, d_output: ArrayLike, *, trains: bool = False) -> Array:
+        """The gradient of a backward that may still be used.
 
         Raises: TypeError, ValueError: it has another form. RuntimeError: this was used, or the module never trains.
         """
         module, shape = self._module, functional.output_shape(self._module.plan, self._near)
-        if self._by_feature:
-            d_output = batches.gradient_of_dict(module.feature_names, d_output, is_flat=len(shape) == 1)
         check_gradient(d_output, "the gradient of the output")
         d_output = jnp.asarray(d_output)
         if d_output.shape != shape:

@@ -188,7 +188,7 @@ class TBEPlan:
       tables: logical tables.
       features: table of every feature.
       pooling: `sum`, `mean` or `none`.
-      feature_names: for messages and `{feature: Bags}`.
+      feature_names: for messages.
       devices: those of a mesh that share tables and samples; None on one device.
     """
 

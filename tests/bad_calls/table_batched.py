@@ -78,10 +78,6 @@ def backward(gradient, **options):
     return bags().vjp(IDS, OFFSETS, **options)[1](gradient)
 
 
-def by_feature(**changes):
-    return bags()({"word": rs.Bags.from_lists([[1], [2]]), "user": rs.Bags.from_lists([[3], [4]])} | changes)
-
-
 def state_dict(**changes):
     return {name: array for name, array in (single().state_dict() | changes).items() if array is not None}
 
@@ -220,7 +216,7 @@ BAD = {
         lambda: bags().get_uvm_cache_stats(), RuntimeError, "MANAGED_CACHING", "gather_uvm_cache_stats",
     ),
     # Batches
-    "no offsets": (lambda: bags()(IDS), TypeError, "offsets is missing", "{feature: Bags}"),
+    "no offsets": (lambda: bags()(IDS), TypeError, "offsets is missing"),
     "ids of floats": (lambda: call(IDS + 0.5), TypeError, "indices", "integers", "float64"),
     "offsets that fall": (lambda: call(IDS, OFFSETS[::-1]), ValueError, "offsets begin with 4"),
     "offsets that no tables share": (lambda: call(IDS, OFFSETS[:4]), ValueError, "offsets has 4 entries", "2 features"),
@@ -256,9 +252,7 @@ BAD = {
         ),
         ValueError, "needs pooled bags",
     ),
-    "offsets beside a dict": (
-        lambda: bags()({"word": [[1]], "user": [[1]]}, OFFSETS), ValueError, "offsets", "{feature: Bags}",
-    ),
+    "a dict of bags": (lambda: bags()({"word": [[1]], "user": [[1]]}, OFFSETS), TypeError, "indices", "integers"),
     # Gradients and states
     "a gradient of another batch": (
         lambda: backward(np.ones((3, 8), np.float32)), ValueError, "gradient", "(3, 8)", "(2, 8)",
@@ -343,7 +337,6 @@ ACCEPTED = {
     "ids as lists": (lambda: call(IDS.tolist(), OFFSETS.tolist()), lambda: call()),
     "ids of JAX": (lambda: call(jnp.asarray(IDS), jnp.asarray(OFFSETS)), lambda: call()),
     "ids of uint64": (lambda: call(IDS.astype(np.uint64)), lambda: call()),
-    "lists in place of bags": (lambda: by_feature(word=[[1], [2]]), lambda: by_feature()),
     "weights as a list": (lambda: call(IDS, OFFSETS, [1.0] * 4), lambda: call()),
     "a feature map as a tuple": (
         lambda: module(feature_table_map=(0, 1)).feature_names, lambda: module(feature_table_map=[0, 1]).feature_names,

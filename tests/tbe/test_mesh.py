@@ -209,21 +209,6 @@ def test_prepared_batches_on_one_device_have_few_sizes_and_the_same_numbers():
         np.testing.assert_array_equal(output, train(again, ids, offsets, weights)[0])
     assert_same_bits(module, again)
     assert len(sizes) <= 2
-    names = {name: [[1, 2], [3]] for name in module.feature_names}
-    assert module(module.prepare(names))["table_0"].shape == (2, 4)
-
-
-def test_dense_arrays_may_come_in_inside_jit_and_bad_ids_are_treated_as_they_are_outside():
-    names, ids = [f"table_{t}" for t in range(3)], np.asarray([[1, 2], [3, 50], [-7, -1], [4, 5]])
-    batch = {name: ids for name in names}
-    for mode in ("WARNING", "FATAL", "IGNORE"):
-        one, many = make(SPECS, bounds_check_mode=mode), make(SPECS, bounds_check_mode=mode, mesh=mesh_of(4))
-        look_up = nnx.jit(lambda module, batch: (module(batch), module.bounds_check_warning.get_value()))
-        expected, num_corrected = look_up(one, jax.tree.map(jnp.asarray, batch))
-        found, num_corrected_many = look_up(many, jax.tree.map(jnp.asarray, batch))
-        assert int(num_corrected) == int(num_corrected_many) == (0 if mode == "IGNORE" else 6)
-        for name in names:
-            np.testing.assert_allclose(found[name], expected[name], **CLOSE)
 
 
 # Whole tables
@@ -275,15 +260,11 @@ def test_batches_that_a_mesh_cannot_split_are_refused_by_name():
     with pytest.raises(ValueError, match=r"indices and offsets cannot be split inside jit; .*module.prepare"):
         nnx.jit(lambda module, ids: module(ids, batch[1]))(module, jnp.asarray(batch[0]))
     with pytest.raises(RuntimeError, match="call it outside of jit"):
-        nnx.jit(lambda module, ids: module.prepare({name: ids for name in module.feature_names}))(
-            module, jnp.ones((4, 1), int)
-        )
+        nnx.jit(lambda module, ids: module.prepare(ids, batch[1]))(make(SPECS), jnp.asarray(batch[0]))
     with pytest.raises(ValueError, match=r"got \[8, 8, 8\]; leave batch_size_per_feature_per_rank out"):
         module(*batch, batch_size_per_feature_per_rank=[[8], [8], [8]])
-    with pytest.raises(ValueError, match="on a mesh all features need equally many bags, got"):
-        module({name: [[1]] * (4 if name == "table_0" else 8) for name in module.feature_names})
     with pytest.raises(ValueError, match="'table_0': a batch of 3 samples cannot be split over 4 devices"):
-        module({name: [[1]] * 3 for name in module.feature_names})
+        module(np.ones(9, int), np.arange(10))
     with pytest.raises(ValueError, match="a prepared batch holds offsets"):
         module(module.prepare(*batch), batch[1])
 
