@@ -8,7 +8,7 @@ from rsembed.sparsecore import embedding
 from tools import published_names
 
 EVERY_SYSTEM = pytest.mark.parametrize("system", published_names.SYSTEMS.values(), ids=list(published_names.SYSTEMS))
-NAMED_ONLY = ("OptimType", "SparseType", "EmbeddingLocation", "ComputeDevice", "UserEnabledConfigDefinition")
+NAMED_ONLY = ("OptimType", "SparseType", "EmbeddingLocation", "ComputeDevice")
 """Enums and records with members that can be named, and are refused by what reads them."""
 LEAST_ROWS = {"sparsecore": 200, "tbe": 100, "tt": 50, "sok": 35}
 
@@ -80,8 +80,6 @@ SPECS = [(4, 2, tbe.EmbeddingLocation.DEVICE, tbe.ComputeDevice.CPU)]
 def module_with(key):
     """A table-batched module that uses the member that a key of the table names."""
     kind, _, name = key.rstrip(")").partition("(")
-    if kind == "UserEnabledConfigDefinition":
-        return tbe.TableBatchedEmbeddingBags(SPECS, extra_optimizer_config=getattr(tbe, kind)(**{name: True}))
     member = getattr(tbe, kind)[name]
     if kind in ("EmbeddingLocation", "ComputeDevice"):
         own = (member, SPECS[0][3]) if kind == "EmbeddingLocation" else (SPECS[0][2], member)
@@ -100,7 +98,6 @@ FEATURE = rs.FeatureSpec("f", rs.TableSpec(name="t", vocabulary_size=8, embeddin
 TAKES_OPTIONS = {
     "module": lambda **own: tbe.TableBatchedEmbeddingBags(SPECS, **own),
     "call": lambda **own: tbe.TableBatchedEmbeddingBags(SPECS)([1], [0, 1], **own),
-    "enum record": lambda **own: tbe.UserEnabledConfigDefinition(**own),
     "train": lambda **own: tt.TTEmbeddingBag(8, 2, [1], **own),
     "trains": lambda **own: tt.TableBatchedTTEmbeddingBag(1, 8, 2, [1], **own),
     "distributed layer": lambda **own: sok.DistributedEmbedding("sum", 8, 2, 1, 2, context=sok.Init(), **own),

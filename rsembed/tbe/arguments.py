@@ -107,23 +107,6 @@ def name_of(optimizer: TableOptimizer) -> str:
     return optimizer.name if isinstance(optimizer, EmbOptimType) else type(optimizer).__name__
 
 
-@dataclasses.dataclass(frozen=True)
-class UserEnabledConfigDefinition:
-    """Options of single optimizers.
-
-    Args:
-      use_rowwise_bias_correction: ADAM corrects by the row's own number of updates, not by the step.
-      use_writeback_bwd_prehook: EXACT_SGD takes a row's gradient from the first bag that holds it only.
-      writeback_first_feature_only: the same, looking at the first feature only.
-      precompute_writeback: no effect on the numbers.
-    """
-
-    use_rowwise_bias_correction: bool = False
-    use_writeback_bwd_prehook: bool = False
-    writeback_first_feature_only: bool = False
-    precompute_writeback: bool = False
-
-
 class PoolingMode(enum.IntEnum):
     """How the rows of a bag become one vector. NONE: one output row per id."""
 
@@ -195,7 +178,6 @@ class Arguments(types.SimpleNamespace):
         kinds |= {} if given["cache_precision"] is None else {"cache_precision": SparseType}
         own |= {name: member(kind, own[name]) for name, kind in kinds.items() if name != "optimizer"}
         own["record_cache_metrics"] = given["record_cache_metrics"] or RecordCacheMetrics()
-        own["extra_optimizer_config"] = given["extra_optimizer_config"] or UserEnabledConfigDefinition()
         if own["cache_precision"] == own["weights_precision"]:
             own["cache_precision"] = None  # no other one
         return Arguments(**own, defaults=defaults)
@@ -209,10 +191,9 @@ class OfferedOptimizer(NamedTuple):
     """An optimizer that is offered, EXACT_ROWWISE_ADAGRAD in one of its modes of weight decay.
 
     Args:
-      rule: the core's, which takes those arguments and options that are its fields; None returns row gradients.
+      rule: the core's, which takes those arguments that are its fields; None returns row gradients.
       states: what torch's optimizers call its states, apart by spaces.
       arguments: which of the constructor's arguments it reads.
-      options: which options of `extra_optimizer_config` it reads.
       fixed: fields of `rule` that no argument sets.
       fused: a rule with a native kernel and the same numbers while the fields that it lacks have their defaults.
     """
@@ -220,7 +201,6 @@ class OfferedOptimizer(NamedTuple):
     rule: type[OptimizerSpec] | None
     states: str = ""
     arguments: Set[str] = frozenset()
-    options: Set[str] = frozenset()
     fixed: Mapping[str, bool] = {}
     fused: type[OptimizerSpec] | None = None
 
@@ -236,15 +216,14 @@ _ADAM = {"eps", "beta1", "beta2", "weight_decay"}
 _COUNTED = {"eps", "weight_decay", "weight_decay_mode", *_RECORDS.values()}
 _ROWWISE = {"eps", "weight_decay", "weight_decay_mode", "max_norm"}
 _RMSPROP = {"eps", "ar_alpha", "ema_beta", "min_shrinkage"}
-_WRITEBACK = {"use_writeback_bwd_prehook", "writeback_first_feature_only", "precompute_writeback"}
-_BY_ROW, _PARTIAL = {"use_rowwise_bias_correction"}, {"has_row_wise_second_moment": True}
+_PARTIAL = {"has_row_wise_second_moment": True}
 _OPTIMIZERS = {
-    EmbOptimType.EXACT_SGD: OfferedOptimizer(core.SGDOptimizerSpec, options=_WRITEBACK),
+    EmbOptimType.EXACT_SGD: OfferedOptimizer(core.SGDOptimizerSpec),
     EmbOptimType.EXACT_ADAGRAD: OfferedOptimizer(
         _ADAGRAD, "sum", {"eps"}, fixed={"is_per_row": False}, fused=core.TorchAdagradOptimizerSpec
     ),
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: OfferedOptimizer(_ADAGRAD, "sum", _ROWWISE | _COUNTED, fused=_FUSED_ROWWISE),
-    EmbOptimType.ADAM: OfferedOptimizer(_ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, _BY_ROW, fused=core.AdamOptimizerSpec),
+    EmbOptimType.ADAM: OfferedOptimizer(_ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, fused=core.AdamOptimizerSpec),
     EmbOptimType.LAMB: OfferedOptimizer(_LAMB_RULE, "exp_avg exp_avg_sq", _ADAM),
     EmbOptimType.LARS_SGD: OfferedOptimizer(_LARS, "momentum1", {"momentum", "eta", "weight_decay"}),
     EmbOptimType.PARTIAL_ROWWISE_ADAM: OfferedOptimizer(_ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, fixed=_PARTIAL),
@@ -274,9 +253,8 @@ _FIELDS = {
     "beta2": "beta_2",
     "counter_based_regularization": "regularization",
     "cowclip_regularization": "regularization",
-    "use_rowwise_bias_correction": "has_row_wise_bias_correction",
 }
-"""Arguments and options that rules call otherwise."""
+"""Arguments that rules call otherwise."""
 
 
 def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> OfferedOptimizer:
@@ -310,15 +288,10 @@ def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[
 
 
 def unused_arguments(optimizer: TableOptimizer, arguments: Arguments) -> list[str]:
-    """Names of arguments that differ from their default although `optimizer` does not read them.
-
-    The options of `extra_optimizer_config` are judged one by one.
-    """
+    """Names of arguments that differ from their default although `optimizer` does not read them."""
     offered = offered_optimizer(optimizer, arguments.weight_decay_mode)
     unread = sorted(_OF_OPTIMIZERS - offered.arguments)
-    unused = [name for name in unread if getattr(arguments, name) != arguments.defaults[name]]
-    options = vars(arguments.extra_optimizer_config)
-    return unused + [f"extra_optimizer_config.{n}" for n, on in options.items() if on and n not in offered.options]
+    return [name for name in unread if getattr(arguments, name) != arguments.defaults[name]]
 
 
 def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
@@ -362,7 +335,6 @@ def _rule_of(
     if offered.rule is None:
         return None
     read = {name: getattr(given, name) for name in offered.arguments}
-    read |= {name: getattr(given.extra_optimizer_config, name) for name in offered.options}
     settings = {_FIELDS.get(name, name): value for name, value in read.items() if value is not None}
     settings |= {"learning_rate": rate, "slot_dtypes": slot_dtypes}
 
@@ -383,21 +355,13 @@ def trained_by(optimizer: TableOptimizer, learning_rate: LearningRate, arguments
 
     What ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD do to whole tables is up to their records.
 
-    Raises: ValueError: arguments do not go together. NotImplementedError: an option is not offered.
+    Raises: ValueError: arguments do not go together.
     """
-    options = arguments.extra_optimizer_config
-    if options.writeback_first_feature_only or options.precompute_writeback:
-        raise NotImplementedError(
-            "extra_optimizer_config: writeback_first_feature_only and precompute_writeback are not offered; "
-            "use_writeback_bwd_prehook alone keeps the first gradient of each row."
-        )
     unread = _OF_OPTIMIZERS - offered_optimizer(optimizer, arguments.weight_decay_mode).arguments
     own = arguments.changed(**{name: arguments.defaults[name] for name in unread})
     check_arguments(optimizer, own)
     offered = offered_optimizer(optimizer, own.weight_decay_mode)
     states = offered.states.split()
-    if optimizer == EmbOptimType.ADAM and options.use_rowwise_bias_correction:
-        states.append("row_counter")
     asked = {
         name: dtype_of(sparse_type, f"optimizer_state_dtypes[{name!r}]").name
         for name, sparse_type in (own.optimizer_state_dtypes or {}).items()
@@ -409,6 +373,5 @@ def trained_by(optimizer: TableOptimizer, learning_rate: LearningRate, arguments
         "rule": _rule_of(optimizer, learning_rate, own, dtypes if set(dtypes) - {None, "float32"} else ()),
         "whole_table_mode": next(modes, None),
         "copy_dtypes": (asked.get("momentum2", "float32"),) if has_copy else (),
-        "keeps_first_gradients": optimizer == EmbOptimType.EXACT_SGD and options.use_writeback_bwd_prehook,
         "torch_state_names": tuple(states),
     }

@@ -225,7 +225,7 @@ def row_gradients(
     else:
         batch = _here(plan, batch)
         found = [
-            api.row_gradients(group.num_rows, _gradients_of(plan, number, batch, flat))
+            api.row_gradients(group.num_rows, JaggedGradients(batch, flat, number, plan.dims))
             for number, group in enumerate(plan.groups)
         ]
     rows, values = (
@@ -291,7 +291,8 @@ def update(
     if isinstance(batch, SplitBatch):
         tables = tables_on_mesh(plan)
         return _stepped(plan, state, rates, tables.engine.update, tables.with_gains(batch), tables.by_feature(flat))
-    gradients = [_gradients_of(plan, number, _here(plan, batch), flat) for number in range(len(plan.groups))]
+    batch = _here(plan, batch)
+    gradients = [JaggedGradients(batch, flat, number, plan.dims) for number in range(len(plan.groups))]
     return _stepped(plan, state, rates, api.update, gradients)
 
 
@@ -388,17 +389,6 @@ def stored_rows(plan: TBEPlan, number: int, state: TBEState, places: Int[Array, 
         weights = weights.astype(jnp.float32)
         weights = weights.astype(dtype) if round_rows is None else round_rows(weights, dtype, places)
     return (weights, *slots)
-
-
-def _gradients_of(plan: TBEPlan, number: int, batch: JaggedBatch, d_output: Array) -> JaggedGradients:
-    """The gradients on their way to a group; with the write-back hook, only from the first bag that reads a row."""
-    if not plan.groups[number].table.keeps_first_gradients:
-        return JaggedGradients(batch, d_output, number, plan.dims)
-    rows = jagged_segment(batch, number).rows
-    order = jnp.argsort(rows, stable=True)
-    is_first = jnp.concatenate([jnp.ones(min(1, rows.size), bool), rows[order][1:] != rows[order][:-1]])
-    reads = _weighted(batch, jnp.zeros(rows.shape, jnp.float32).at[order].set(is_first.astype(jnp.float32)))
-    return JaggedGradients(reads, d_output, number, plan.dims)
 
 
 def backward(

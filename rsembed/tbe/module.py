@@ -116,7 +116,6 @@ class TableBatchedEmbeddingBags(TrainedTables):
       embedding_table_index_type: int32 or int64, without effect: ids of any integer type are taken.
       embedding_table_offset_type: likewise, of offsets.
       emainplace_mode: of EMAINPLACE_ROWWISE_ADAGRAD.
-      extra_optimizer_config: options of ADAM and EXACT_SGD.
       ar_alpha: shrinkage per step of ROWWISE_RMSPROP_AR, in learning rates.
       ema_beta: decay of its mean.
       min_shrinkage: its smallest factor.
@@ -186,7 +185,6 @@ class TableBatchedEmbeddingBags(TrainedTables):
         embedding_table_index_type: DTypeLike = np.int64,
         embedding_table_offset_type: DTypeLike = np.int64,
         emainplace_mode: core.EmainplaceModeDefinition | None = None,
-        extra_optimizer_config: arguments.UserEnabledConfigDefinition | None = None,
         ar_alpha: Annotated[float, "[0, inf)"] = 0.0,
         ema_beta: Annotated[float, "[0, 1]"] = 0.99,
         min_shrinkage: Annotated[float, "[0, 1]"] = 0.1,

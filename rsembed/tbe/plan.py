@@ -82,7 +82,6 @@ class TablePlan(NamedTuple):
       rounds_stochastically: how stepped rows are brought to a dtype other than float32.
       whole_table_mode: what happens to all rows before the lookup of a step.
       copy_dtypes: of the copies of the table that this keeps, behind the slots of the rule.
-      keeps_first_gradients: rows are stepped with the gradient of the first bag that reads them, not with the sum.
       torch_state_names: what torch's optimizers call its optimizer states.
     """
 
@@ -99,7 +98,6 @@ class TablePlan(NamedTuple):
     rounds_stochastically: bool = True
     whole_table_mode: EnsembleModeDefinition | EmainplaceModeDefinition | None = None
     copy_dtypes: tuple[str, ...] = ()
-    keeps_first_gradients: bool = False
     torch_state_names: tuple[str, ...] = ()
 
     @property
@@ -483,8 +481,6 @@ def _check_shared(tables: Sequence[TablePlan], pooling: PoolingMode) -> None:
             reason = "rows on the host visit one device; use EmbeddingCollection and storage=rsembed.HostCached(...)"
         elif table.global_decay is not None:
             reason = "DECOUPLE_GLOBAL owes decay to rows that are only read; use DECOUPLE or L2"
-        elif table.keeps_first_gradients:
-            reason = "the write-back hook keeps the first gradient of a batch that nobody sees whole; leave it out"
         if reason is not None:
             raise NotImplementedError(f"table {table.name!r} cannot be shared by the devices of a mesh: {reason}.")
         if not table.num_rows:

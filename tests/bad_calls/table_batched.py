@@ -284,9 +284,6 @@ BAD = {
     "half an optimizer step": (
         lambda: bags().set_optimizer_step(1.5), TypeError, "set_optimizer_step: step", "integer", "1.5",
     ),
-    "a hyperparameter nobody knows": (
-        lambda: bags().update_hyper_parameters({"bete1": 0.5}), NotImplementedError, "'bete1'", "beta1",
-    ),
     "bounds the wrong way round": (
         lambda: bags().init_embedding_weights_uniform(1.0, 0.0), ValueError, "min_val", "(-inf, 0.0]", "1.0",
     ),
@@ -312,13 +309,6 @@ BAD = {
     "the state dict of another optimizer": (
         lambda: single().load_state_dict(module((9, 4, HOST, CPU), optimizer=OptimType.ADAM).state_dict()), ValueError,
         "exp_avg",
-    ),
-    "rows to forget outside": (
-        lambda: bags().reset_embedding_weight_momentum([9], [0, 1], [0]), ValueError, "rows 9", "table 'word'",
-        "9 rows",
-    ),
-    "rows to forget of a table nobody knows": (
-        lambda: bags().reset_embedding_weight_momentum([1], [0, 1], [2]), ValueError, "no table 2", "2 tables",
     ),
     "states of another plan": (
         lambda: functional.lookup(bags().plan, single().state.get_value(), bags().plan.batch(IDS, OFFSETS, None)),

@@ -37,11 +37,9 @@ def test_both_names_of_the_module_and_of_the_optimizers_are_one():
     assert rt.OptimType is rt.EmbOptimType
 
 
-BY_ROW = rt.UserEnabledConfigDefinition(use_rowwise_bias_correction=True)
 WITHOUT_EFFECT = {
     "beta1, momentum: no effect": {"optimizer": ROWWISE, "beta1": 0.5, "momentum": 0.1},
     "weight_decay_mode: no effect": {"optimizer": Optim.ADAM, "weight_decay_mode": Decay.L2},
-    "config.use_rowwise_bias_correction: no effect": {"optimizer": ROWWISE, "extra_optimizer_config": BY_ROW},
     "cache_algorithm, cache_load_factor, cache_sets: no effect, as no table has .*MANAGED_CACHING": dict(
         cache_sets=2, cache_load_factor=0.5, cache_algorithm=rt.CacheAlgorithm.LFU
     ),

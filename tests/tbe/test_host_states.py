@@ -69,9 +69,6 @@ ENTRIES = {
     "split_optimizer_states": lambda module: np.array(module.split_optimizer_states()[0][0]),
     "state_dict": lambda module: module.state_dict()["table_0.weight"],
     "reset_cache_states": lambda module: module.reset_cache_states(),
-    "reset_rows": lambda module: module.reset_embedding_weight_momentum(
-        np.arange(50), np.array([0, 50]), np.array([0])
-    ),
     "load_state_dict": lambda module: module.load_state_dict(
         {"table_0.weight": np.ones((ROWS, 4)), "table_0.sum": SUMS}
     ),

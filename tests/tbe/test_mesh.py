@@ -219,25 +219,21 @@ def test_rows_and_rates_are_set_and_states_read_as_on_one_device():
     for module in (one, many):
         train(module, *draw(0, features=(0, 1, 2)))
         module.set_embedding_weights("table_1", np.arange(120, dtype=np.float32).reshape(30, 4))
-        module.reset_embedding_weight_momentum(np.asarray([0, 49, 3]), np.asarray([0, 2, 3]), np.asarray([0, 2]))
         module.set_learning_rate(0.5)
         module.set_optimizer_step(11)
         train(module, *draw(1, features=(0, 1, 2)))
     assert_same_bits(one, many, **CLOSE)
     assert int(many.step) == 12 and many.get_learning_rate() == 0.5
-    np.testing.assert_allclose(many.get_optimizer_buffer("momentum1"), one.get_optimizer_buffer("momentum1"), **CLOSE)
     assert many.state_bytes() == one.state_bytes()
 
 
 # What is refused
 
 
-HOOK = rt.UserEnabledConfigDefinition(use_writeback_bwd_prehook=True)
 REFUSED = {
     r"'table_0' cannot be shared.*HostCached": {"location": rt.EmbeddingLocation.MANAGED_CACHING},
     "PoolingMode.NONE has one row per id": {"pooling_mode": "NONE"},
     "DECOUPLE_GLOBAL owes decay": variant("global"),
-    "the write-back hook": {"extra_optimizer_config": HOOK},
     "'table_0': placement 'rows' is not one of row, table": {"placement": "rows"},
     "placement='row' needs a mesh": {"placement": "row", "mesh": None},
     "sharding_axis='x' needs a mesh": {"sharding_axis": "x", "mesh": None},

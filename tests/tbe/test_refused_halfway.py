@@ -53,7 +53,6 @@ def test_a_module_whose_arrays_a_copy_trains_says_so_and_takes_a_state_dict(num_
         module.state_dict,
         module.split_embedding_weights,
         lambda: module.set_embedding_weights(0, np.zeros(SPECS[0])),
-        lambda: module.reset_embedding_weight_momentum([0], [0, 1], [0]),
         lambda: module.set_learning_rate(0.5),
     ):
         with pytest.raises(RuntimeError, match="taken over by a training step of a copy"):
@@ -115,17 +114,3 @@ def test_a_pass_over_whole_tables_runs_once_a_step_whatever_comes_between(num_de
     expected = trained(disturbs=False, saves=False)
     for saves in (False, True):
         assert_same(trained(disturbs=True, saves=saves), expected)
-
-
-def test_resets_and_hyper_parameters_are_checked_before_the_first_changes():
-    module = module_of(optimizer=Optim.EXACT_ADAGRAD)
-    train(module, IDS, OFFSETS)
-    before = module.state_dict()
-    for offsets, tables, rows in (([0, 1, 2], [0, 7], [0, 1]), ([0, 1, 2], [0, 1], [0, 30])):
-        with pytest.raises(ValueError, match=r"there is no table 7|leave table"):
-            module.reset_embedding_weight_momentum(rows, offsets, tables)
-    with pytest.raises(NotImplementedError, match="bogus"):
-        module.update_hyper_parameters({"lr": 0.5, "bogus": 1.0})
-    with pytest.raises(ValueError, match="eps"):
-        module.update_hyper_parameters({"lr": 0.5, "eps": float("nan")})
-    assert_same(module.state_dict(), before)

@@ -17,7 +17,7 @@ IDS, OFFSETS = np.array([3, 1, 1, 4, 0, 2, 1]), np.array([0, 3, 3, 4, 7])
 ONE_BAG = np.array([0, 1])
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # float32 sums of a few numbers against float64
 
-STATEFUL = ["rowwise", "global", "counter_l2", "adam_by_row", "partial_adam", "ensemble", "emainplace"]
+STATEFUL = ["rowwise", "global", "counter_l2", "partial_adam", "ensemble", "emainplace"]
 WHOLE_TABLES = ["ensemble", "emainplace", "counter_l2"]
 
 
@@ -79,27 +79,6 @@ def test_numbers_that_are_too_large_are_refused_by_name():
             module.load_state_dict({**saved, name: np.full(saved[name].shape, 1e300)})
     with pytest.raises(ValueError, match="'table_1': 150 numbers of imported 'weights' are too large for float32"):
         module.set_embedding_weights(1, np.full((50, 3), 1e300))
-
-
-@pytest.mark.parametrize(
-    ("variant", "location"),
-    [(v, Location.DEVICE) for v in STATEFUL] + [(v, CACHED) for v in STATEFUL if v not in WHOLE_TABLES],
-)
-def test_rows_are_reset_with_all_their_states_for_every_optimizer(variant, location):
-    optimizer, arguments, _ = VARIANTS[variant]
-    if variant == "ensemble":
-        arguments = arguments | {"ensemble_mode": rt.EnsembleModeDefinition(1, 100)}
-    module = make(((40, 4), (50, 2)), optimizer=optimizer, location=location, **arguments)
-    for _ in range(3):
-        train(module, IDS, OFFSETS)
-    weights, states = tables_of(module)
-    module.reset_embedding_weight_momentum(np.array([1, 3, 2]), np.array([0, 2, 3]), np.array([0, 1]))
-    for table, rows in ((0, [1, 3]), (1, [2])):
-        for array in (weights[table], *states[table]):
-            assert array[rows].any()
-            array[rows] = 0
-    for found, wanted in zip(jax.tree.leaves(tables_of(module)), jax.tree.leaves((weights, states)), strict=True):
-        np.testing.assert_array_equal(found, wanted)
 
 
 def test_passes_need_the_whole_table():

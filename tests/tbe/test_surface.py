@@ -42,8 +42,6 @@ CowClipDefinition(counter_weight_decay_mode=NONE, counter_halflife=-1, weight_no
 GlobalWeightDecayDefinition(start_iter=0, lower_bound=0.0)
 EnsembleModeDefinition(step_ema=10000, step_swap=10000, step_start=0, step_ema_coef=0.6, step_mode=USE_ITER)
 EmainplaceModeDefinition(step_ema=10, step_start=0, step_ema_coef=0.6)
-UserEnabledConfigDefinition(use_rowwise_bias_correction=False, use_writeback_bwd_prehook=False, \
-writeback_first_feature_only=False, precompute_writeback=False)
 RecordCacheMetrics(record_cache_miss_counter=False, record_tablewise_cache_miss=False)
 MultiPassPrefetchConfig(num_passes=12, min_splitable_pass_size=6291456)
 """.strip().splitlines()
@@ -107,13 +105,6 @@ def test_a_table_without_rows_reads_zeros_and_stands_in_nobodys_way():
         assert (np.asarray(module(np.array([3, 0]), np.array([0, 1, 2, 2])))[:, 4:] == 0).all()
 
 
-def test_hyper_parameters_that_nobody_reads_are_taken_with_a_word():
-    module = make(SPECS, optimizer=rt.OptimType.EXACT_SGD)
-    with pytest.warns(UserWarning, match="beta1, eps: no effect, no table's optimizer uses them"):
-        module.update_hyper_parameters({"beta1": 0.5, "eps": 1e-3, "lr": 0.25})
-    assert module.get_learning_rate() == 0.25
-
-
 def of(variant):
     return {"optimizer": VARIANTS[variant][0], **VARIANTS[variant][1]}
 
@@ -125,7 +116,7 @@ def of(variant):
         (of("counter_adagradw"), "sum prev_iter row_counter iter"),
         (of("cowclip"), "sum prev_iter row_counter iter"),
         (of("global"), "sum prev_iter iter"),
-        (of("adam_by_row"), "exp_avg exp_avg_sq row_counter"),
+        (of("adam"), "exp_avg exp_avg_sq"),
         (of("ensemble"), "sum sparse_ema"),
         ({"optimizer": "FTRL"}, "sum linear"),
         (of("lars"), "momentum1"),
@@ -139,14 +130,3 @@ def test_states_have_their_published_names_and_the_number_of_steps_where_they_co
     for state in module.get_optimizer_state():
         assert list(state) == names.split()
         assert int(state.get("iter", 1)) == 1
-
-
-def test_optimizer_buffers_are_flat_and_tell_the_step():
-    module = make(SPECS, optimizer=rt.OptimType.EXACT_ROWWISE_ADAGRAD)
-    train(module, IDS, OFFSETS)
-    states = np.concatenate([np.asarray(states[0]) for states in module.split_optimizer_states()])
-    np.testing.assert_array_equal(module.get_optimizer_buffer("momentum1_dev"), states)
-    assert module.get_optimizer_buffer("iter").tolist() == [1]
-    with pytest.raises(ValueError, match="'momentum2'; there are iter, momentum1"):
-        module.get_optimizer_buffer("momentum2")
-    assert all("iter" not in state for state in module.get_optimizer_state())
