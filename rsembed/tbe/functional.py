@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, UInt32
 
-from rsembed.bags import is_taken, is_traced
+from rsembed.bags import check_not_taken, is_traced
 from rsembed.collection.dense_rows import numbers_of_rows
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
@@ -138,17 +138,12 @@ def init_state(plan: TBEPlan, key: PRNGKeyArray, num_places: Mapping[int, int] |
 def check_state(plan: TBEPlan, state: TBEState) -> None:
     """Raises: ValueError: it is of another plan, whatever its shapes. RuntimeError: a step took its arrays over."""
     # Compiled programs for several devices end the process when they are given such arrays.
-    if is_taken((state.weights, state.slots, state.step)):
-        what = (
-            "the module's arrays were taken over by a training step of a copy that shared them, or of one interrupted"
-        )
-        if plan.has_cache:
-            what += ", so that its state is not the one that belongs to its tables on the host"
-        way_out = "make a new module" if plan.has_cache else "load a state dict"
-        raise RuntimeError(
-            f"{what}; {way_out}, of the copy or of the latest checkpoint, and copy modules by state_dict and "
-            "load_state_dict."
-        )
+    check_not_taken(
+        (state.weights, state.slots, state.step),
+        "the module has lost its tables, perhaps by way of a copy that shared them,",
+        "make a new module, and load a state dict of the copy or of the latest checkpoint into it; copy modules by "
+        "state_dict and load_state_dict",
+    )
     if state.layout is not None:
         way_out = "Copy modules by state_dict and load_state_dict, where they hold the same tables and optimizers."
         check_same(state.layout, plan.layout, what="the state does not belong to this module", way_out=way_out)

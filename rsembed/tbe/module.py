@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -107,7 +106,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
       uvm_non_rowwise_momentum: no effect, as use_experimental_tbe and uvm_host_mapped; states follow their rows.
       use_experimental_tbe: see there.
       prefetch_pipeline: rows of prefetched batches stay in the cache until they were used; LRU only.
-      stats_reporter_config: reports bytes, sizes and cache counts every so many steps outside `jit`.
+      stats_reporter_config: reports numbers and bytes every so many steps outside `jit`.
       table_names: for messages and state dicts; `table_0`, ... by default.
       optimizer_state_dtypes: FP32, FP16 or BF16 by state name; for momentum1 and momentum2 of any optimizer.
       multipass_prefetch_config: prefetch long batches in parts.
@@ -314,13 +313,10 @@ class TableBatchedEmbeddingBags(TrainedTables):
         del forward_stream
         if (host := self.host_rows) is None:
             return
-        started = time.perf_counter()
         batch = self._read(indices, offsets, None, batch_size_per_feature_per_rank)
         if not isinstance(batch, JaggedBatch) or is_traced((batch.ids, batch.offsets)):
             raise RuntimeError("prefetch works beside compiled programs; call it outside of jit.")
         self.state.set_value(host.prefetch(self.state.get_value(), batch))
-        if self.reporter is not None:
-            self.reporter.prefetch_seconds += time.perf_counter() - started
 
     def _read(self, *arguments: Any) -> AnyBatch:
         """The checked batch of a call; the module notes how many ids and offsets had to be corrected."""
@@ -420,7 +416,7 @@ class TablesBackward:
         )
         module.state.set_value(state if host is None else host.write_back(state))
         if module.reporter is not None:
-            module.reporter.step(module.plan, module.state.get_value(), host, self._batch, d_output)
+            module.reporter.step(module.plan, module.state.get_value(), self._batch, gradient)
         return None if d_weights is None else self._in_form(d_weights)
 
     def weight_gradients(self, d_output: ArrayLike) -> PyTree:

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from rsembed.bags import is_taken, is_traced
+from rsembed.bags import is_traced
 from rsembed.caching import CacheCounts, CacheStatistics
 from rsembed.checks import NonNegativeInt, check_type, check_within, validated
 from rsembed.fingerprint import Fingerprint, check_same
@@ -218,8 +218,7 @@ class TrainedTables(nnx.Module):
             )
             check_same(found, plan.contents, what="the state dict does not belong to this module", way_out=way_out)
         changes = self._numbers_of(given)
-        if is_taken(self.state.get_value()):
-            self._begin_anew()
+        functional.check_state(plan, self.state.get_value())
         self.reset_cache_states(discard=True)  # all of it is replaced, from whatever time it is
         for number, table in enumerate(plan.tables):
             for k, name in enumerate(_entries(table)):
@@ -271,21 +270,19 @@ class TrainedTables(nnx.Module):
 
     def _write_table(self, table: int, rows: Callable[[int, int], ArrayLike], *, array: int = 0) -> None:
         """Overwrites a table (or with `array` k its k-th state) with `rows(first, last)`, in blocks."""
-        num_rows = self.plan.tables[table].num_rows
-        if self.plan.tables[table].is_cached:
+        own, (number, first_row) = self.plan.tables[table], self.plan.places[table]
+        if own.is_cached:
             self.reset_cache_states()
-        for first in range(0, num_rows, ROWS_PER_BLOCK):
-            last = min(first + ROWS_PER_BLOCK, num_rows)
-            self._write_rows(table, array, np.arange(first, last), np.array(rows(first, last)))
-
-    def _write_rows(self, table: int, array: int, ids: np.ndarray, values: np.ndarray) -> None:
-        state, (number, first_row) = self.whole_state, self.plan.places[table]
-        if self.plan.tables[table].is_cached:
-            self.host_rows.arrays_of(table)[array][first_row + ids] = values  # type: ignore[union-attr]
-            return
-        arrays = list(state.arrays(number))
-        arrays[array] = _put_rows(arrays[array], values, rows_of(self.plan, table, ids))
-        self.state.set_value(state.with_arrays(number, arrays))
+        for first in range(0, own.num_rows, ROWS_PER_BLOCK):
+            state, last = self.whole_state, min(first + ROWS_PER_BLOCK, own.num_rows)
+            values = np.array(rows(first, last))
+            if own.is_cached:
+                stored = self.host_rows.arrays_of(table)[array]  # type: ignore[union-attr]
+                stored[first_row + first : first_row + last] = values
+            else:
+                arrays = list(state.arrays(number))
+                arrays[array] = _put_rows(arrays[array], values, rows_of(self.plan, table, np.arange(first, last)))
+                self.state.set_value(state.with_arrays(number, arrays))
 
     def _read_table(self, table: int) -> list[Array | np.ndarray]:
         """Weights and states of one table in the form of a state dict, after `flush`."""
@@ -321,19 +318,6 @@ class TrainedTables(nnx.Module):
                 )
             changes["learning_rates"] = _rates_of_groups(plan, np.broadcast_to(rates, len(plan.tables)).tolist())
         return changes
-
-    def _begin_anew(self) -> None:
-        """Arrays in place of those that a copy has taken over, to be overwritten as a whole."""
-        old, plan = self.state.get_value(), self.plan
-        if plan.has_cache:
-            raise RuntimeError(
-                "a copy of the module has taken over its arrays, and with them the rows that its host is to have: make "
-                "a new module, and load the state dict into that."
-            )
-        new = functional.init_state(plan, jax.random.key(0))
-        if plan.devices is None:
-            new = jax.tree.map(lambda own, was: jax.device_put(own, was.sharding), new, old)
-        self.state.set_value(new)
 
 
 def _rates_of_groups(plan: TBEPlan, learning_rate: float | Sequence[float]) -> Float[Array, " groups"]:

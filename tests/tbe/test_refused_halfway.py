@@ -37,13 +37,14 @@ def assert_same(found, expected):
 
 
 @layouts
-def test_a_module_whose_arrays_a_copy_trains_says_so_and_takes_a_state_dict(num_devices):
+def test_a_module_whose_arrays_a_copy_trains_says_so(num_devices):
     module = module_of(num_devices)
     output, backward = module.vjp(IDS, OFFSETS)
     gradient = jnp.ones(output.shape)
     gradients = module.vjp(IDS, OFFSETS)[1].row_gradients(gradient)
     copy = nnx.clone(module)
     train(copy, IDS, OFFSETS)
+    saved = copy.state_dict()
     for call in (
         lambda: module(IDS, OFFSETS),
         lambda: module.vjp(IDS, OFFSETS),
@@ -54,15 +55,10 @@ def test_a_module_whose_arrays_a_copy_trains_says_so_and_takes_a_state_dict(num_
         module.split_embedding_weights,
         lambda: module.set_embedding_weights(0, np.zeros(SPECS[0])),
         lambda: module.set_learning_rate(0.5),
+        lambda: module.load_state_dict(saved),
     ):
-        with pytest.raises(RuntimeError, match="taken over by a training step of a copy"):
+        with pytest.raises(RuntimeError, match="has lost its tables, perhaps by way of a copy"):
             call()
-    saved = copy.state_dict()
-    module.load_state_dict(saved)
-    assert_same(module.state_dict(), saved)
-    for own in (module, copy):
-        train(own, IDS, OFFSETS)
-    assert_same(module.state_dict(), copy.state_dict())
 
 
 @layouts
