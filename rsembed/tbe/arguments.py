@@ -14,21 +14,14 @@ import types
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
-import jax.numpy as jnp
-
 import rsembed.optimizers as core
 from rsembed.checks import validated, within
 from rsembed.optimizers import LearningRate, OptimizerSpec, WeightDecayMode
 
 
 class EmbOptimType(enum.Enum):
-    """The optimizer that the backward pass runs on touched rows.
+    """The optimizer that the backward pass runs on touched rows."""
 
-    FTRL is an extension. SGD, ROWWISE_ADAGRAD (both not exact), SHAMPOO, SHAMPOO_V2, MADGRAD and
-    EXACT_ROWWISE_WEIGHTED_ADAGRAD can be named but are refused, as in the original.
-    """
-
-    SGD = "sgd"
     EXACT_SGD = "exact_sgd"
     LAMB = "lamb"
     ADAM = "adam"
@@ -37,15 +30,9 @@ class EmbOptimType(enum.Enum):
     LARS_SGD = "lars_sgd"
     PARTIAL_ROWWISE_ADAM = "partial_row_wise_adam"
     PARTIAL_ROWWISE_LAMB = "partial_row_wise_lamb"
-    ROWWISE_ADAGRAD = "row_wise_adagrad"
-    SHAMPOO = "shampoo"
-    SHAMPOO_V2 = "shampoo_v2"
-    MADGRAD = "madgrad"
-    EXACT_ROWWISE_WEIGHTED_ADAGRAD = "exact_row_wise_weighted_adagrad"
     ENSEMBLE_ROWWISE_ADAGRAD = "ensemble_row_wise_adagrad"
     EMAINPLACE_ROWWISE_ADAGRAD = "ema_in_place_row_wise_adagrad"
     ROWWISE_RMSPROP_AR = "row_wise_rmsprop_ar"
-    FTRL = "ftrl"
     NONE = "none"
 
 
@@ -55,51 +42,33 @@ AnyOptimizer = TableOptimizer | str
 
 
 class SparseType(enum.Enum):
-    """Element types by the original's names; `dtype_of` says which of them can be stored."""
+    """Element types by the original's names."""
 
     FP32 = "fp32"
     FP16 = "fp16"
     BF16 = "bf16"
-    FP8 = "fp8"
-    NFP8 = "nfp8"
-    INT8 = "int8"
-    INT4 = "int4"
-    INT2 = "int2"
-    MX4 = "mx4"
 
-
-_DTYPES = {SparseType.FP32: "float32", SparseType.FP16: "float16", SparseType.BF16: "bfloat16"}
-
-
-def dtype_of(sparse_type: SparseType, what: str) -> jnp.dtype:
-    """The dtype that stores `sparse_type`.
-
-    Args:
-      sparse_type: FP32, FP16 or BF16.
-      what: the argument it was given as, for the error.
-
-    Raises: ValueError: `sparse_type` is one of the quantized types.
-    """
-    if sparse_type not in _DTYPES:
-        offered = ", ".join(member.name for member in _DTYPES)
-        raise ValueError(f"{what}: {sparse_type.name} cannot be stored or trained; choose one of {offered}.")
-    return jnp.dtype(_DTYPES[sparse_type])
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype that stores it."""
+        return {"FP32": "float32", "FP16": "float16", "BF16": "bfloat16"}[self.name]
 
 
 Member = TypeVar("Member", bound=enum.Enum)
 
 
-def member(kind: type[Member], given: Member | str | int) -> Member:
+def member(kind: type[Member], given: Member | str | int, argument: str) -> Member:
     """A member of an enum, given as itself, as its value or by its name in any case.
 
-    Raises: ValueError: there is no such member; names those that there are.
+    Raises: ValueError: there is no such member; names the argument and the members that there are.
     """
     for own in kind:
         if given is own or (
             not isinstance(given, enum.Enum) and str(given).lower() in (str(own.value), own.name.lower())
         ):
             return own
-    raise ValueError(f"{kind.__name__} has no member {given!r}; there are {', '.join(own.name for own in kind)}.")
+    members = ", ".join(own.name for own in kind)
+    raise ValueError(f"{argument}: {kind.__name__} has no member {given!r}; there are {members}.")
 
 
 def name_of(optimizer: TableOptimizer) -> str:
@@ -149,15 +118,12 @@ class TBEStatsReporterConfig:
 
 
 class BoundsCheckMode(enum.IntEnum):
-    """Treatment of ids and offsets outside their range; each V2 member means the same as its namesake."""
+    """Treatment of ids and offsets outside their range."""
 
     FATAL = 0
     WARNING = 1
     IGNORE = 2
     NONE = 3
-    V2_IGNORE = 4
-    V2_WARNING = 5
-    V2_FATAL = 6
 
 
 class Arguments(types.SimpleNamespace):
@@ -176,7 +142,7 @@ class Arguments(types.SimpleNamespace):
         own["bounds_check_mode"] = os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE", own["bounds_check_mode"])
         kinds = {name: type(default) for name, default in defaults.items() if isinstance(default, enum.Enum)}
         kinds |= {} if given["cache_precision"] is None else {"cache_precision": SparseType}
-        own |= {name: member(kind, own[name]) for name, kind in kinds.items() if name != "optimizer"}
+        own |= {name: member(kind, own[name], name) for name, kind in kinds.items() if name != "optimizer"}
         own["record_cache_metrics"] = given["record_cache_metrics"] or RecordCacheMetrics()
         if own["cache_precision"] == own["weights_precision"]:
             own["cache_precision"] = None  # no other one
@@ -235,7 +201,6 @@ _OPTIMIZERS = {
         _ADAGRAD, "sum", _ROWWISE | {"emainplace_mode"}, fused=_FUSED_ROWWISE
     ),
     EmbOptimType.ROWWISE_RMSPROP_AR: OfferedOptimizer(core.RowWiseRMSPropOptimizerSpec, "sum prev_iter", _RMSPROP),
-    EmbOptimType.FTRL: OfferedOptimizer(core.FTRLOptimizerSpec, "sum linear"),
     EmbOptimType.NONE: OfferedOptimizer(None),
 }
 _MODES = {
@@ -260,7 +225,7 @@ _FIELDS = {
 def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> OfferedOptimizer:
     """What an optimizer is and reads in a mode of weight decay; `weight_decay` is unread where it needs a mode.
 
-    Raises: ValueError: the optimizer can be named, but not used. NotImplementedError: it is of another package.
+    Raises: NotImplementedError: it is of another package.
     """
     if isinstance(optimizer, OptimizerSpec):
         if optimizer.slot_type is tuple:
@@ -269,9 +234,6 @@ def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> Offer
                 "use rsembed.EmbeddingCollection, or a rule of rsembed."
             )
         return OfferedOptimizer(type(optimizer), " ".join(optimizer.slot_type._fields))  # type: ignore[attr-defined]
-    if optimizer not in _OPTIMIZERS:
-        offered = ", ".join(member.name for member in _OPTIMIZERS)
-        raise ValueError(f"optimizer {name_of(optimizer)} is deprecated and not offered; choose one of {offered}.")
     found = _OPTIMIZERS[optimizer]
     if optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD:
         found = _MODES.get(mode, found)
@@ -295,7 +257,7 @@ def unused_arguments(optimizer: TableOptimizer, arguments: Arguments) -> list[st
 
 
 def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
-    """Raises: ValueError: the optimizer is not offered, or arguments do not go together; says what to change."""
+    """Raises: ValueError: arguments do not go together; says what to change."""
     mode = arguments.weight_decay_mode
     offered = offered_optimizer(optimizer, mode)
     if mode in _RECORDS and optimizer != EmbOptimType.EXACT_ROWWISE_ADAGRAD:
@@ -315,8 +277,7 @@ def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
             f"eps must be positive, got {arguments.eps}: with 0, a row whose first gradient is zero becomes NaN; "
             "use a small number such as 1e-10."
         )
-    names = state_names(optimizer, offered.states.split()) if optimizer != EmbOptimType.FTRL else ()
-    names = tuple(name for name in names if name.startswith("momentum"))
+    names = [name for name in state_names(optimizer, offered.states.split()) if name.startswith("momentum")]
     for name in arguments.optimizer_state_dtypes or {}:
         if name not in names:
             choice = f"choose among {', '.join(names)}" if names else "leave the argument out"
@@ -363,7 +324,7 @@ def trained_by(optimizer: TableOptimizer, learning_rate: LearningRate, arguments
     offered = offered_optimizer(optimizer, own.weight_decay_mode)
     states = offered.states.split()
     asked = {
-        name: dtype_of(sparse_type, f"optimizer_state_dtypes[{name!r}]").name
+        name: member(SparseType, sparse_type, f"optimizer_state_dtypes[{name!r}]").dtype
         for name, sparse_type in (own.optimizer_state_dtypes or {}).items()
     }
     has_copy = optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD  # of the table, momentum2: no slot of the rule

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, TypeAlias, no_type_check
+from typing import Any, TypeAlias, cast, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,6 @@ from rsembed.tbe.plan import TBEPlan
 
 AnyArray: TypeAlias = Array | np.ndarray
 Count: TypeAlias = int | np.integer | Array
-_WARNING = (BoundsCheckMode.WARNING, BoundsCheckMode.V2_WARNING)
-_FATAL = (BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL)
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
@@ -129,22 +127,23 @@ def _integers(values: ArrayLike, what: str) -> AnyArray:
 
 def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: JaggedBatch) -> tuple[JaggedBatch, Count, str | None]:
     is_known, mistake = not is_traced((batch.ids, batch.offsets)), None
-    num_corrected: Count = 0
-    if is_known and mode in _FATAL and batch.weights is not None and not is_traced(batch.weights):
+    is_fatal, num_corrected = mode == BoundsCheckMode.FATAL, cast(Count, 0)
+    if is_known and is_fatal and batch.weights is not None and not is_traced(batch.weights):
         weights = np.asarray(batch.weights)
         if not np.isfinite(weights).all():
             place = int(np.isfinite(weights).argmin())
             wrong = f"{weights[place]} at index {place} is not finite"
             raise ValueError(f"per_sample_weights: {wrong}; clean the weights.")
     if is_known and mode != BoundsCheckMode.NONE:
-        mistake = _first_mistake(plan, batch, may_begin_later=mode not in _FATAL)
-        if mistake and mode in _FATAL:
+        mistake = _first_mistake(plan, batch, may_begin_later=not is_fatal)
+        if mistake and is_fatal:
             raise ValueError(mistake)
     if mode != BoundsCheckMode.NONE and (mistake or not is_known):
         repaired, num_corrected = _repaired(plan, batch)
-        batch = batch if mode in _FATAL else repaired
+        batch = batch if is_fatal else repaired
     batch = dataclasses.replace(batch, ids=narrow_ids(batch.ids), offsets=narrow_ids(batch.offsets))
-    return batch, num_corrected if mode in _WARNING + _FATAL else 0, mistake if mode in _WARNING else None
+    warns = mode == BoundsCheckMode.WARNING
+    return batch, num_corrected if warns or is_fatal else 0, mistake if warns else None
 
 
 # Bounds

@@ -326,8 +326,8 @@ def _step_of(plan: TBEPlan, number: int, state: TBEState, rate: Array) -> Step:
     group = plan.groups[number]
     if (rule := group.table.rule) is None:
         raise ValueError(
-            f"tables {group.name!r} have no optimizer (OptimType.NONE), so row gradients cannot be applied to "
-            "them; construct the module with one."
+            f"table {group.name!r} has no optimizer (OptimType.NONE), so row gradients cannot be applied to it; "
+            "construct the module with one."
         )
     changes: dict[str, Any] = {"learning_rate": lambda: rate}
     if isinstance(rule, CounterAdagradOptimizerSpec):

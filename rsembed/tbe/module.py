@@ -201,7 +201,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         self.plan = plans.make_plan(given)
         self.feature_names = self.plan.feature_names
         host_rows.warn_of_arguments(self.plan, given)
-        self.output_dtype = arguments.dtype_of(given.output_dtype, "output_dtype").name
+        self.output_dtype = given.output_dtype.dtype
         self.max_gradient = max_gradient if gradient_clipping else None
         self.reporter = None if stats_reporter_config is None else host_rows.StatisticsReporter(stats_reporter_config)
         self.deterministic = self._has_warned = False
@@ -444,8 +444,8 @@ class TablesBackward:
         Args:
           d_output: gradient of what `vjp` returned, in its form.
 
-        Returns: one entry per group of tables of equal dim, optimizer and placement. Its rows count through the tables
-          of the group.
+        Returns: one entry per group of tables of equal dim, optimizer and placement, by the name of the first of them.
+          Its rows count through the tables of the group.
 
         Raises: ValueError: more rows than `total_unique_indices` were looked up.
         """

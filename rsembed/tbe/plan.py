@@ -164,18 +164,21 @@ class GroupPlan(NamedTuple):
     """Tables of one shape, rule and placement, which share one array: table `tables[k]` begins at `first_rows[k]`.
 
     Args:
-      name: the names of its tables, or of the first and how many follow; no two groups of a plan share a name.
       table: the first of them, which speaks for all in everything but name and size.
       tables: numbers of all of them.
       first_rows: see above.
       num_rows: rows of the array.
     """
 
-    name: str
     table: TablePlan
     tables: tuple[int, ...]
     first_rows: tuple[int, ...]
     num_rows: int
+
+    @property
+    def name(self) -> str:
+        """The name of its first table, which no other group has."""
+        return self.table.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,11 +215,8 @@ class TBEPlan:
         num_rows = {number: table.num_rows for number, table in enumerate(self.tables)}
         groups = []
         for own in split_by_memory(alike.values(), num_rows, NO_ROW - 1):
-            # The first name tells the group already, if it can be told where that ends.
-            names = [self.tables[t].name.replace("\\", "\\\\").replace("+", "\\+") for t in own]
-            name = "+".join(names) if len(names) < 4 else f"{names[0]}+{len(names) - 1} more"
             *first_rows, end = itertools.accumulate((num_rows[t] for t in own), initial=0)
-            groups.append(GroupPlan(name, self.tables[own[0]], tuple(own), tuple(first_rows), end))
+            groups.append(GroupPlan(self.tables[own[0]], tuple(own), tuple(first_rows), end))
         return tuple(groups)
 
     @functools.cached_property
@@ -386,7 +386,7 @@ def make_plan(given: Arguments) -> TBEPlan:
     if given.prefetch_pipeline and given.cache_algorithm != CacheAlgorithm.LRU:
         raise ValueError("prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches.")
     optimizers: list[TableOptimizer] = [
-        own if isinstance(own, OptimizerSpec) else by_name.member(EmbOptimType, own)
+        own if isinstance(own, OptimizerSpec) else by_name.member(EmbOptimType, own, "optimizer")
         for own in per_table(given.optimizer, len(names), "optimizer")
     ]
     rates = [
@@ -407,8 +407,7 @@ def make_plan(given: Arguments) -> TBEPlan:
     if len(set(optimizers)) == 1:
         # What does not go together is refused before unread arguments are left out.
         by_name.check_arguments(optimizers[0], given)
-    dtype = by_name.dtype_of(given.weights_precision, "weights_precision").name
-    near_dtype = by_name.dtype_of(given.cache_precision or given.weights_precision, "cache_precision").name
+    dtype, near_dtype = given.weights_precision.dtype, (given.cache_precision or given.weights_precision).dtype
     # CPUs have one kind of memory, so that there only caching makes a difference.
     elsewhere: Placement = "device" if default_platform() == "cpu" else "host"
     special: dict[EmbeddingLocation, Placement] = {EmbeddingLocation.DEVICE: "device"}

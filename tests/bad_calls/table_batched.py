@@ -103,7 +103,7 @@ BAD = {
     ),
     # Arguments
     "an unknown optimizer": (lambda: module(optimizer="adan"), ValueError, "EmbOptimType", "'adan'", "ADAM"),
-    "a deprecated optimizer": (lambda: module(optimizer=OptimType.SHAMPOO), ValueError, "SHAMPOO", "EXACT_SGD"),
+    "a deprecated optimizer": (lambda: module(optimizer="shampoo"), ValueError, "optimizer", "'shampoo'", "EXACT_SGD"),
     "optimizers of other tables": (
         lambda: module(optimizer=[OptimType.ADAM] * 3), ValueError, "optimizer", "3 entries for 2 tables",
     ),
@@ -127,10 +127,10 @@ BAD = {
     "an unknown pooling": (lambda: module(pooling_mode="max"), ValueError, "PoolingMode", "'max'", "SUM, MEAN, NONE"),
     "an unknown precision": (lambda: module(weights_precision="f32"), ValueError, "SparseType", "'f32'", "FP32"),
     "a precision nobody trains": (
-        lambda: module(weights_precision=SparseType.INT8), ValueError, "weights_precision", "INT8", "FP32",
+        lambda: module(weights_precision="int8"), ValueError, "weights_precision", "int8", "FP32",
     ),
     "outputs of integers": (
-        lambda: module(output_dtype=SparseType.INT8), ValueError, "output_dtype", "INT8", "FP32, FP16, BF16",
+        lambda: module(output_dtype="int8"), ValueError, "output_dtype", "int8", "FP32, FP16, BF16",
     ),
     "an unknown bounds check": (
         lambda: module(bounds_check_mode="strict"), ValueError, "BoundsCheckMode", "'strict'", "FATAL",
@@ -189,8 +189,8 @@ BAD = {
         "leave the argument out",
     ),
     "states of integers": (
-        lambda: stored_states(OptimType.ADAM, momentum1=SparseType.INT8), ValueError,
-        "optimizer_state_dtypes['momentum1']", "INT8", "FP32, FP16, BF16",
+        lambda: stored_states(OptimType.ADAM, momentum1="int8"), ValueError,
+        "optimizer_state_dtypes['momentum1']", "int8", "FP32, FP16, BF16",
     ),
     # Caches
     "a cache above all rows": (
