@@ -323,10 +323,7 @@ def trained_by(optimizer: TableOptimizer, learning_rate: LearningRate, arguments
     check_arguments(optimizer, own)
     offered = offered_optimizer(optimizer, own.weight_decay_mode)
     states = offered.states.split()
-    asked = {
-        name: member(SparseType, sparse_type, f"optimizer_state_dtypes[{name!r}]").dtype
-        for name, sparse_type in (own.optimizer_state_dtypes or {}).items()
-    }
+    asked = {name: sparse_type.dtype for name, sparse_type in (own.optimizer_state_dtypes or {}).items()}
     has_copy = optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD  # of the table, momentum2: no slot of the rule
     dtypes = tuple(map(asked.get, state_names(optimizer, states)))[: 1 if has_copy else None]
     modes = (getattr(own, name) or mode for name, mode in _WHOLE_TABLES.items() if name in offered.arguments)

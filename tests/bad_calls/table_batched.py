@@ -189,8 +189,8 @@ BAD = {
         "leave the argument out",
     ),
     "states of integers": (
-        lambda: stored_states(OptimType.ADAM, momentum1="int8"), ValueError,
-        "optimizer_state_dtypes['momentum1']", "int8", "FP32, FP16, BF16",
+        lambda: stored_states(OptimType.ADAM, momentum1="int8"), TypeError, "optimizer_state_dtypes['momentum1']",
+        "int8", "SparseType.FP32",
     ),
     # Caches
     "a cache above all rows": (
