@@ -11,7 +11,7 @@ import inspect
 import math
 import os
 import types
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
 import rsembed.optimizers as core
@@ -143,14 +143,19 @@ class Arguments(types.SimpleNamespace):
         kinds = {name: type(default) for name, default in defaults.items() if isinstance(default, enum.Enum)}
         kinds |= {} if given["cache_precision"] is None else {"cache_precision": SparseType}
         own |= {name: member(kind, own[name], name) for name, kind in kinds.items() if name != "optimizer"}
+        defaults["record_cache_metrics"] = RecordCacheMetrics()
         own["record_cache_metrics"] = given["record_cache_metrics"] or RecordCacheMetrics()
         if own["cache_precision"] == own["weights_precision"]:
             own["cache_precision"] = None  # no other one
         return Arguments(**own, defaults=defaults)
 
-    def changed(self, **changes: object) -> Arguments:
-        """The arguments with other values of some."""
-        return Arguments(**{**vars(self), **changes})
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Those of `names` whose arguments say something else than their default does."""
+        return [name for name in names if getattr(self, name) not in (None, self.defaults[name])]
+
+    def with_defaults(self, names: Iterable[str]) -> Arguments:
+        """The arguments with the defaults of those called `names`."""
+        return Arguments(**{**vars(self), **{name: self.defaults[name] for name in names}})
 
 
 class OfferedOptimizer(NamedTuple):
@@ -249,11 +254,9 @@ def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[
     return tuple(name if name in counts else f"momentum{number}" for number, name in enumerate(torch_names, 1))
 
 
-def unused_arguments(optimizer: TableOptimizer, arguments: Arguments) -> list[str]:
-    """Names of arguments that differ from their default although `optimizer` does not read them."""
-    offered = offered_optimizer(optimizer, arguments.weight_decay_mode)
-    unread = sorted(_OF_OPTIMIZERS - offered.arguments)
-    return [name for name in unread if getattr(arguments, name) != arguments.defaults[name]]
+def unread_arguments(optimizer: TableOptimizer, arguments: Arguments) -> frozenset[str]:
+    """Names of the arguments that other optimizers read, and this one does not."""
+    return _OF_OPTIMIZERS - offered_optimizer(optimizer, arguments.weight_decay_mode).arguments
 
 
 def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
@@ -318,8 +321,7 @@ def trained_by(optimizer: TableOptimizer, learning_rate: LearningRate, arguments
 
     Raises: ValueError: arguments do not go together.
     """
-    unread = _OF_OPTIMIZERS - offered_optimizer(optimizer, arguments.weight_decay_mode).arguments
-    own = arguments.changed(**{name: arguments.defaults[name] for name in unread})
+    own = arguments.with_defaults(unread_arguments(optimizer, arguments))
     check_arguments(optimizer, own)
     offered = offered_optimizer(optimizer, own.weight_decay_mode)
     states = offered.states.split()

@@ -192,14 +192,10 @@ def lookup(plan: TBEPlan, state: TBEState, batch: AnyBatch, output_dtype: str = 
         check_state(plan, state)
         return tables_on_mesh(plan).lookup(state.weights, batch).astype(output_dtype)
     factors = _owed_factors(plan, state, _here(plan, batch), learning_rates(plan, state))
-    output = api.lookup_jagged(state.weights, _weighted(batch, factors))
+    if factors is not None:
+        batch = dataclasses.replace(batch, weights=factors if batch.weights is None else factors * batch.weights)
+    output = api.lookup_jagged(state.weights, batch)
     return output.astype(output_dtype).reshape(output_shape(plan, batch))
-
-
-def _weighted(batch: JaggedBatch, factors: Float[Array, " nnz"] | None) -> JaggedBatch:
-    if factors is None:
-        return batch
-    return dataclasses.replace(batch, weights=factors if batch.weights is None else factors * batch.weights)
 
 
 def _flat(d_output: Array, max_gradient: float | None = None) -> Float[Array, " size"]:

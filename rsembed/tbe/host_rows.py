@@ -26,7 +26,7 @@ from rsembed.caching.statistics import unique_misses_by_group
 from rsembed.kernels.contract import NO_ROW, JaggedBatch
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe import functional
-from rsembed.tbe.arguments import Arguments, RecordCacheMetrics, TBEStatsReporterConfig
+from rsembed.tbe.arguments import Arguments, TBEStatsReporterConfig
 from rsembed.tbe.batches import AnyArray, feature_starts
 from rsembed.tbe.functional import TBEState
 from rsembed.tbe.meshes import AnyBatch
@@ -323,54 +323,41 @@ _OF_CACHES = (
 
 def warn_of_arguments(plan: TBEPlan, given: Arguments) -> None:
     """Warns of arguments that change nothing."""
-
-    def unused(*names: str) -> list[str]:
-        usual = (None, RecordCacheMetrics())
-        return [name for name in names if getattr(given, name) not in (*usual, given.defaults[name])]
-
     if not plan.has_cache:
-        warn_of_no_effect(unused(*_OF_CACHES), "as no table is behind a cache")
+        warn_of_no_effect(given.changed(_OF_CACHES), "as no table is behind a cache")
     elif given.cache_sets or _memory_of_device() is None:
         why = "as cache_sets says how large caches are, or the device does not tell how much memory it has"
-        warn_of_no_effect(unused("cache_reserved_memory"), why)
-    names = unused("uvm_non_rowwise_momentum", "use_experimental_tbe", "uvm_host_mapped")
-    warn_of_no_effect(names + ([] if given.gradient_clipping else unused("max_gradient")), "here")
+        warn_of_no_effect(given.changed(["cache_reserved_memory"]), why)
+    names = ["uvm_non_rowwise_momentum", "use_experimental_tbe", "uvm_host_mapped"]
+    warn_of_no_effect(given.changed(names if given.gradient_clipping else [*names, "max_gradient"]), "here")
 
 
 # Reports
 
 
-class StatisticsReporter:
-    """Reports numbers and bytes of training steps by the original's names.
+def report(config: TBEStatsReporterConfig, plan: TBEPlan, state: TBEState, batch: AnyBatch, output: Array) -> None:
+    """Reports numbers and bytes of a training step by the original's names, where the step is one to report.
 
-    Args:
-      config: how often, and where to: `config.report(step, figures)`, or the log `rsembed` at level INFO.
+    Warns of steps inside `jit`, which it never sees.
     """
-
-    def __init__(self, config: TBEStatsReporterConfig):
-        self.config, self._num_steps = config, 0
-
-    def step(self, plan: TBEPlan, state: TBEState, batch: AnyBatch, output: Array) -> None:
-        """Counts a training step, and reports if it is time; warns of steps inside `jit`, which it never sees."""
-        if is_traced(batch):
-            warnings.warn(
-                "stats_reporter_config: no effect inside jit, where steps are not reported; train outside of it, or "
-                "read state_bytes() and get_uvm_cache_stats() between compiled steps.",
-                stacklevel=3,
-            )
-            return
-        self._num_steps += 1
-        if self._num_steps % self.config.interval:
-            return
-        figures = _memory(plan, state)
-        for name, arrays in (("input", jax.tree.leaves(batch.ids)), ("output", [output])):
-            figures[f"tbe.fwd_{name}_count"] = sum(array.size for array in arrays)
-            figures[f"tbe.fwd_{name}_size"] = sum(array.nbytes for array in arrays)
-        if self.config.report is not None:
-            self.config.report(int(state.step), figures)
-        else:
-            text = ", ".join(f"{name} {value:g}" for name, value in figures.items())
-            logging.getLogger("rsembed").info("step %d: %s", int(state.step), text)
+    if is_traced(batch):
+        warnings.warn(
+            "stats_reporter_config: no effect inside jit, where steps are not reported; train outside of it, or "
+            "read state_bytes() and get_uvm_cache_stats() between compiled steps.",
+            stacklevel=3,
+        )
+        return
+    if (step := int(state.step)) % config.interval:
+        return
+    figures = _memory(plan, state)
+    for name, arrays in (("input", jax.tree.leaves(batch.ids)), ("output", [output])):
+        figures[f"tbe.fwd_{name}_count"] = sum(array.size for array in arrays)
+        figures[f"tbe.fwd_{name}_size"] = sum(array.nbytes for array in arrays)
+    if config.report is not None:
+        config.report(step, figures)
+    else:
+        text = ", ".join(f"{name} {value:g}" for name, value in figures.items())
+        logging.getLogger("rsembed").info("step %d: %s", step, text)
 
 
 def state_bytes(plan: TBEPlan, state: TBEState) -> dict[str, dict[str, int]]:

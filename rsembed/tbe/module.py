@@ -11,17 +11,15 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 from numpy.typing import ArrayLike
 
 from rsembed import optimizers as core
 from rsembed.bags import is_traced
-from rsembed.checks import NonNegativeInt, dtype_among, validated
+from rsembed.checks import NonNegativeInt, validated
 from rsembed.kernels.contract import JaggedBatch
 from rsembed.optimizers import WeightDecayMode
 from rsembed.row_gradients import RowGradients, SingleUse, check_belong, check_gradient
@@ -112,8 +110,6 @@ class TableBatchedEmbeddingBags(TrainedTables):
       multipass_prefetch_config: prefetch long batches in parts.
       global_weight_decay: if and only if the mode is DECOUPLE_GLOBAL.
       uvm_host_mapped: see uvm_non_rowwise_momentum.
-      embedding_table_index_type: int32 or int64, without effect: ids of any integer type are taken.
-      embedding_table_offset_type: likewise, of offsets.
       emainplace_mode: of EMAINPLACE_ROWWISE_ADAGRAD.
       ar_alpha: shrinkage per step of ROWWISE_RMSPROP_AR, in learning rates.
       ema_beta: decay of its mean.
@@ -181,8 +177,6 @@ class TableBatchedEmbeddingBags(TrainedTables):
         global_weight_decay: core.GlobalWeightDecayDefinition | None = None,
         uvm_host_mapped: bool = False,
         *,
-        embedding_table_index_type: DTypeLike = np.int64,
-        embedding_table_offset_type: DTypeLike = np.int64,
         emainplace_mode: core.EmainplaceModeDefinition | None = None,
         ar_alpha: Annotated[float, "[0, inf)"] = 0.0,
         ema_beta: Annotated[float, "[0, 1]"] = 0.99,
@@ -193,8 +187,6 @@ class TableBatchedEmbeddingBags(TrainedTables):
         placement: str | Mapping[str, str] | None = None,
         rngs: nnx.Rngs | None = None,
     ):
-        dtype_among(("int32", "int64"), embedding_table_index_type, "embedding_table_index_type")
-        dtype_among(("int32", "int64"), embedding_table_offset_type, "embedding_table_offset_type")
         given = Arguments.of(locals(), inspect.signature(TableBatchedEmbeddingBags.__init__))
         self.arguments = nnx.static(given)
         self.bounds_check_mode = given.bounds_check_mode
@@ -203,7 +195,6 @@ class TableBatchedEmbeddingBags(TrainedTables):
         host_rows.warn_of_arguments(self.plan, given)
         self.output_dtype = given.output_dtype.dtype
         self.max_gradient = max_gradient if gradient_clipping else None
-        self.reporter = None if stats_reporter_config is None else host_rows.StatisticsReporter(stats_reporter_config)
         self.deterministic = self._has_warned = False
         self._host_rows = HostRows(self.plan, given) if self.plan.has_cache else None
         key = (rngs or nnx.Rngs(0)).params()
@@ -415,8 +406,8 @@ class TablesBackward:
             wants_weight_gradients=per_sample_weights_grad and self._batch.weights is not None,
         )
         module.state.set_value(state if host is None else host.write_back(state))
-        if module.reporter is not None:
-            module.reporter.step(module.plan, module.state.get_value(), self._batch, gradient)
+        if (config := module.arguments.stats_reporter_config) is not None:
+            host_rows.report(config, module.plan, module.state.get_value(), self._batch, gradient)
         return None if d_weights is None else self._in_form(d_weights)
 
     def weight_gradients(self, d_output: ArrayLike) -> PyTree:

@@ -402,8 +402,8 @@ def make_plan(given: Arguments) -> TBEPlan:
         raise ValueError(
             f"device={given.device!r} and a mesh do not go together; the tables are on the devices of the mesh."
         )
-    unread = set.intersection(*(set(by_name.unused_arguments(own, given)) for own in optimizers))
-    warn_of_no_effect(sorted(unread), f"optimizer {by_name.name_of(optimizers[0])} does not use them")
+    unread = frozenset.intersection(*(by_name.unread_arguments(own, given) for own in optimizers))
+    warn_of_no_effect(given.changed(sorted(unread)), f"optimizer {by_name.name_of(optimizers[0])} does not use them")
     if len(set(optimizers)) == 1:
         # What does not go together is refused before unread arguments are left out.
         by_name.check_arguments(optimizers[0], given)

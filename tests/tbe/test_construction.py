@@ -128,12 +128,6 @@ def test_figures_are_reported_every_so_many_steps_to_a_function_or_the_log(caplo
     assert "step 1: " in caplog.text and "tbe.fwd_input_count 1" in caplog.text
 
 
-def test_the_published_types_of_ids_and_offsets_are_taken():
-    make(((4, 2),), embedding_table_index_type=np.int64, embedding_table_offset_type=jnp.int32)
-    with pytest.raises(ValueError, match="embedding_table_index_type 'int8' is not one of int32, int64"):
-        make(((4, 2),), embedding_table_index_type=np.int8)
-
-
 def test_compiled_steps_say_that_they_are_not_reported():
     module = make(((4, 2),), stats_reporter_config=rt.TBEStatsReporterConfig(1))
     with pytest.warns(UserWarning, match="stats_reporter_config: no effect inside jit"):
