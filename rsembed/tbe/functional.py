@@ -220,7 +220,7 @@ def row_gradients(
             for number, group in enumerate(plan.groups)
         ]
     rows, values = (
-        dict(zip((group.name for group in plan.groups), own, strict=True)) for own in zip(*found, strict=True)
+        dict(zip((group.table.name for group in plan.groups), own, strict=True)) for own in zip(*found, strict=True)
     )
     return RowGradients(rows, values, row_counts(plan), shardings, plan.row_layout)
 
@@ -231,16 +231,14 @@ def weight_gradients(
     batch: AnyBatch,
     d_output: Float[Array, "*output"],
     rates: Float[Array, " groups"],
-    *,
-    max_gradient: float | None = None,
 ) -> PyTree:
     """Gradients of the weights of the ids, in their form, where rows are those of `state`."""
     if isinstance(batch, SplitBatch):
         output, pull_back = jax.vjp(
             lambda own: lookup(plan, state, dataclasses.replace(batch, weights=own)), batch.weights
         )
-        return pull_back(_flat(d_output, max_gradient).reshape(output.shape))[0]
-    d_weights = api.weight_gradients(state.weights, _here(plan, batch), _flat(d_output, max_gradient))
+        return pull_back(_flat(d_output).reshape(output.shape))[0]
+    d_weights = api.weight_gradients(state.weights, _here(plan, batch), _flat(d_output))
     factors = _owed_factors(plan, state, batch, rates)
     return d_weights if factors is None else factors * d_weights
 
@@ -259,7 +257,7 @@ def cut(gradients: RowGradients, bound: int) -> RowGradients:
 
 def row_counts(plan: TBEPlan) -> tuple[tuple[str, int], ...]:
     """Rows of every group by its name, as `RowGradients` have them."""
-    return tuple(sorted(zip((group.name for group in plan.groups), num_rows(plan), strict=True)))
+    return tuple(sorted(zip((group.table.name for group in plan.groups), num_rows(plan), strict=True)))
 
 
 def update(
@@ -292,7 +290,8 @@ def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Fl
 
     Raises: ValueError: a table has no optimizer.
     """
-    rows, values = ([own[group.name] for group in plan.groups] for own in (row_gradients.rows, row_gradients.values))
+    names = [group.table.name for group in plan.groups]
+    rows, values = ([own[name] for name in names] for own in (row_gradients.rows, row_gradients.values))
     if plan.devices is None:
         return _stepped(plan, state, rates, api.apply_rows, rows, values)
     tables = tables_on_mesh(plan)
@@ -322,7 +321,7 @@ def _step_of(plan: TBEPlan, number: int, state: TBEState, rate: Array) -> Step:
     group = plan.groups[number]
     if (rule := group.table.rule) is None:
         raise ValueError(
-            f"table {group.name!r} has no optimizer (OptimType.NONE), so row gradients cannot be applied to it; "
+            f"table {group.table.name!r} has no optimizer (OptimType.NONE), so row gradients cannot be applied to it; "
             "construct the module with one."
         )
     changes: dict[str, Any] = {"learning_rate": lambda: rate}

@@ -108,7 +108,7 @@ class HostRows:
         rows = dict(row_gradients.rows)
         self.generation.advance(state.generation)
         for group in self.groups:
-            name = self.plan.groups[group.number].name
+            name = self.plan.groups[group.number].table.name
             own = np.asarray(rows[name]).astype(np.int64)
             group.find(np.where(own == NO_ROW, -1, own), admit=True)
             rows[name] = jnp.asarray(np.where(group.places < 0, NO_ROW, group.places), jnp.int32)

@@ -132,7 +132,7 @@ class MeshTables:
         """How rows and values of `RowGradients` are split, by name of the group."""
         by_stack = {name: (rows, values) for name, rows, values in self.engine.gradient_shardings() or ()}
         found = zip(self.plan.groups, self.by_group(by_stack), strict=True)
-        return tuple(sorted((group.name, rows, values) for group, (rows, values) in found))
+        return tuple(sorted((group.table.name, rows, values) for group, (rows, values) in found))
 
     def with_gains(self, batch: SplitBatch) -> dict[str, PyTree]:
         """The batch as the engine takes it, whose tables add up."""

@@ -39,7 +39,6 @@ _backward = jax.jit(
     donate_argnums=1,
     static_argnames=("max_gradient", "wants_weight_gradients"),
 )
-_weight_gradients = jax.jit(functional.weight_gradients, static_argnums=0, static_argnames="max_gradient")
 _row_gradients = jax.jit(functional.row_gradients, static_argnums=0, static_argnames="max_gradient")
 _apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
 _EVALUATES = "the module is in evaluation mode, which never trains; call train() first."
@@ -259,7 +258,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
         Raises: ValueError: they are those of a module with other tables, or have not a vector of its dim for each row.
         """
-        rows, axes = functional.row_counts(self.plan), {group.name: (1, group.table.dim) for group in self.plan.groups}
+        rows, tables = functional.row_counts(self.plan), [group.table for group in self.plan.groups]
+        axes = {table.name: (1, table.dim) for table in tables}
         way_out = "Apply them to the module whose backward made them."
         check_belong(row_gradients, self.plan.row_layout, rows, axes, owner="module", way_out=way_out)
         state, host = self.whole_state, self.host_rows
@@ -360,10 +360,7 @@ SplitTableBatchedEmbeddingBagsCodegen = TableBatchedEmbeddingBags
 
 @dataclasses.dataclass(eq=False, repr=False)
 class TablesBackward:
-    """Trains the tables of one `vjp` call: `backward(d_out)` once, or `backward.row_gradients(d_out)`.
-
-    `backward.weight_gradients(d_out)` before that gives the gradients of `per_sample_weights` alone.
-    """
+    """Trains the tables of one `vjp` call: `backward(d_out)` once, or `backward.row_gradients(d_out)`."""
 
     _module: TableBatchedEmbeddingBags
     _batch: AnyBatch
@@ -384,15 +381,15 @@ class TablesBackward:
           d_output: gradient of what `vjp` returned, in its form.
           per_sample_weights_grad: False saves the time for gradients that nobody reads.
 
-        Returns: the gradient of per_sample_weights (None without weights). For OptimType.NONE nothing is stepped, and
-          the `RowGradients` are returned.
+        Returns: the gradient of per_sample_weights (None without weights), in their form; of a prepared batch on a mesh
+          `{feature: [bags, ids]}`. For OptimType.NONE nothing is stepped, and the `RowGradients` are returned.
 
         Raises: RuntimeError: it was called before, or the module went into evaluation mode since.
         """
         module, host = self._module, self._module.host_rows
         if module.plan.tables[0].rule is None:
             return self.row_gradients(d_output)
-        gradient = self._gradient(d_output, trains=True)
+        gradient = self._gradient(d_output)
         functional.check_state(module.plan, module.state.get_value())
         self._permit.use()
         self._bring_near()
@@ -410,25 +407,6 @@ class TablesBackward:
             host_rows.report(config, module.plan, module.state.get_value(), self._batch, gradient)
         return None if d_weights is None else self._in_form(d_weights)
 
-    def weight_gradients(self, d_output: ArrayLike) -> PyTree:
-        """The gradient of `per_sample_weights`, changing nothing: for OptimType.NONE, and beside `row_gradients`.
-
-        Of a prepared batch on a mesh `{feature: [bags, ids]}`, else in the form of the weights.
-
-        Args:
-          d_output: gradient of what `vjp` returned, in its form.
-
-        Raises:
-          ValueError: the lookup had no weights.
-          RuntimeError: this backward has been used, and tables may have changed since.
-        """
-        if self._batch.weights is None:
-            raise ValueError("weight_gradients needs a lookup with per_sample_weights; give them to vjp.")
-        gradient, module = self._gradient(d_output), self._module
-        self._bring_near()
-        given = module.plan, module.whole_state, self._near, gradient, self._rates
-        return self._in_form(_weight_gradients(*given, max_gradient=module.max_gradient))
-
     def row_gradients(self, d_output: ArrayLike) -> RowGradients:
         """The summed gradient of every looked-up row, changing nothing: to be clipped, accumulated and applied later.
 
@@ -440,14 +418,14 @@ class TablesBackward:
 
         Raises: ValueError: more rows than `total_unique_indices` were looked up.
         """
-        gradient, module = self._gradient(d_output, trains=True), self._module
+        gradient, module = self._gradient(d_output), self._module
         batch = self._batch if module.plan.devices is None else self._near
         gradients = _row_gradients(module.plan, batch, gradient, max_gradient=module.max_gradient)
         gradients = gradients if self._bound is None else functional.cut(gradients, self._bound)
         self._permit.use()
         return gradients
 
-    def _gradient(self, d_output: ArrayLike, *, trains: bool = False) -> Array:
+    def _gradient(self, d_output: ArrayLike) -> Array:
         """The gradient of a backward that may still be used.
 
         Raises: TypeError, ValueError: it has another form. RuntimeError: this was used, or the module never trains.
@@ -458,7 +436,7 @@ class TablesBackward:
         if d_output.shape != shape:
             raise ValueError(f"the gradient has shape {d_output.shape}, but the output has {shape}.")
         self._permit.check()
-        if trains and module.deterministic:
+        if module.deterministic:
             raise RuntimeError(_EVALUATES)
         return d_output
 

@@ -138,33 +138,12 @@ class TablePlan(NamedTuple):
         )
         return spec if self.rule is None else dataclasses.replace(spec, optimizer=self.rule)
 
-    def trained(self, arguments: Arguments) -> TablePlan:
-        """The table with what its optimizer makes of the arguments that it reads.
-
-        Raises: ValueError: arguments do not go together. NotImplementedError: a table on the host would have to be
-          changed as a whole.
-        """
-        table = self._replace(**by_name.trained_by(self.optimizer, self.learning_rate, arguments))
-        if isinstance(table.whole_table_mode, EmainplaceModeDefinition) and table.dim % 2:
-            raise ValueError(
-                f"table {table.name!r}: EMAINPLACE_ROWWISE_ADAGRAD needs an even embedding_dim, got {table.dim}."
-            )
-        counts = isinstance(table.rule, CounterAdagradOptimizerSpec)
-        moves_all_rows = table.rule is not None and table.rule.moves_all_rows
-        if table.is_cached and (table.whole_table_mode is not None or counts or moves_all_rows):
-            what = "weight_decay_mode COUNTER" if counts else by_name.name_of(table.optimizer)
-            raise NotImplementedError(
-                f"table {table.name!r}: {what} goes over whole tables, which a table on the host behind a cache cannot "
-                "do in one step; use EmbeddingLocation.DEVICE, or enforce_hbm=True."
-            )
-        return table
-
 
 class GroupPlan(NamedTuple):
     """Tables of one shape, rule and placement, which share one array: table `tables[k]` begins at `first_rows[k]`.
 
     Args:
-      table: the first of them, which speaks for all in everything but name and size.
+      table: the first of them, which speaks for all in everything but name and size. Its name is that of the group.
       tables: numbers of all of them.
       first_rows: see above.
       num_rows: rows of the array.
@@ -174,11 +153,6 @@ class GroupPlan(NamedTuple):
     tables: tuple[int, ...]
     first_rows: tuple[int, ...]
     num_rows: int
-
-    @property
-    def name(self) -> str:
-        """The name of its first table, which no other group has."""
-        return self.table.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -395,6 +369,7 @@ def make_plan(given: Arguments) -> TBEPlan:
     ]
     for rate in rates:
         check_type(rate, float | Callable, "learning_rate")
+    rates = [rate if callable(rate) else float(rate) for rate in rates]
     if len({own == EmbOptimType.NONE for own in optimizers}) > 1:
         raise ValueError("OptimType.NONE returns gradients instead of applying them: use it for all tables or none.")
     devices = Devices.of(given.mesh, given.sharding_axis)
@@ -419,14 +394,17 @@ def make_plan(given: Arguments) -> TBEPlan:
             optimizer=own,
             num_rows=rows,
             dim=dim,
-            learning_rate=rate if callable(rate) else float(rate),
+            learning_rate=rate,
             dtype=dtype,
             near_dtype=dtype if placement == "device" else near_dtype,
             placement=placement,
             rounds_stochastically=given.stochastic_rounding,
-        ).trained(given)
+            **by_name.trained_by(own, rate, given),
+        )
         for name, own, rate, placement, (rows, dim, _, _) in zip(names, optimizers, rates, placed, specs, strict=True)
     ]
+    for table in tables:
+        _check_trained(table)
     if given.mesh is not None:
         _check_shared(tables, given.pooling_mode)
     core_specs = {} if given.mesh is None else {table.name: table.spec() for table in tables}
@@ -465,6 +443,22 @@ def _check_specs(
     unread = [names[t] for t in range(len(specs)) if t not in features]
     if unread:
         raise ValueError(f"tables {unread} have no feature; each table needs one in feature_table_map.")
+
+
+def _check_trained(table: TablePlan) -> None:
+    """Raises: ValueError, NotImplementedError: its optimizer cannot train the table as it is, or where it is."""
+    if isinstance(table.whole_table_mode, EmainplaceModeDefinition) and table.dim % 2:
+        raise ValueError(
+            f"table {table.name!r}: EMAINPLACE_ROWWISE_ADAGRAD needs an even embedding_dim, got {table.dim}."
+        )
+    counts = isinstance(table.rule, CounterAdagradOptimizerSpec)
+    moves_all_rows = table.rule is not None and table.rule.moves_all_rows
+    if table.is_cached and (table.whole_table_mode is not None or counts or moves_all_rows):
+        what = "weight_decay_mode COUNTER" if counts else by_name.name_of(table.optimizer)
+        raise NotImplementedError(
+            f"table {table.name!r}: {what} goes over whole tables, which a table on the host behind a cache cannot "
+            "do in one step; use EmbeddingLocation.DEVICE, or enforce_hbm=True."
+        )
 
 
 def _check_shared(tables: Sequence[TablePlan], pooling: PoolingMode) -> None:
