@@ -162,7 +162,8 @@ def table_batched(num_tables: int) -> Step:
     """The module in one compiled step."""
     specs = [(ROWS, DIM, tbe.EmbeddingLocation.DEVICE, tbe.ComputeDevice.CPU)] * num_tables
     module = tbe.TableBatchedEmbeddingBags(specs, optimizer="exact_adagrad", mesh=mesh())
-    batch = module.prepare(dict(zip(module.feature_names, ids_of(num_tables), strict=True)))
+    ids = ids_of(num_tables)
+    batch = module.prepare(ids.reshape(-1), np.arange(0, ids.size + 1, IDS))
 
     @functools.partial(nnx.jit, donate_argnums=0)
     def train(module, batch):

@@ -205,7 +205,8 @@ class TableBatchedContestant:
         specs = [(ROWS, DIM, tbe.EmbeddingLocation.DEVICE, tbe.ComputeDevice.CPU)] * NUM_TABLES
         how: dict[str, Any] = {"optimizer": "exact_adagrad", "eps": 1e-10, "mesh": mesh}
         self.module = tbe.TableBatchedEmbeddingBags(specs, feature_names=NAMES, **how)
-        self.batches = [self.module.prepare(dict(zip(NAMES, batch, strict=True))) for batch in ids]
+        ends = np.arange(0, ids[0].size + 1, ids.shape[-1])
+        self.batches = [self.module.prepare(batch.reshape(-1), ends) for batch in ids]
 
         @functools.partial(nnx.jit, donate_argnums=0)
         def step(module, batch):

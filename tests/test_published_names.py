@@ -8,7 +8,7 @@ from rsembed.sparsecore import embedding
 from tools import published_names
 
 EVERY_SYSTEM = pytest.mark.parametrize("system", published_names.SYSTEMS.values(), ids=list(published_names.SYSTEMS))
-NAMED_ONLY = ("OptimType", "SparseType", "EmbeddingLocation", "ComputeDevice", "UserEnabledConfigDefinition")
+NAMED_ONLY = ("OptimType", "EmbeddingLocation", "ComputeDevice")
 """Enums and records with members that can be named, and are refused by what reads them."""
 LEAST_ROWS = {"sparsecore": 200, "tbe": 100, "tt": 50, "sok": 35}
 
@@ -75,32 +75,10 @@ def test_nothing_is_refused_that_was_never_published(system):
 
 
 SPECS = [(4, 2, tbe.EmbeddingLocation.DEVICE, tbe.ComputeDevice.CPU)]
-
-
-def module_with(key):
-    """A table-batched module that uses the member that a key of the table names."""
-    kind, _, name = key.rstrip(")").partition("(")
-    if kind == "UserEnabledConfigDefinition":
-        return tbe.TableBatchedEmbeddingBags(SPECS, extra_optimizer_config=getattr(tbe, kind)(**{name: True}))
-    member = getattr(tbe, kind)[name]
-    if kind in ("EmbeddingLocation", "ComputeDevice"):
-        own = (member, SPECS[0][3]) if kind == "EmbeddingLocation" else (SPECS[0][2], member)
-        return tbe.TableBatchedEmbeddingBags([(4, 2, *own)])
-    return tbe.TableBatchedEmbeddingBags(SPECS, **{{"OptimType": "optimizer"}.get(kind, "output_dtype"): member})
-
-
-@pytest.mark.parametrize("key", [key for key in published_names.TBE.refused if key.startswith(NAMED_ONLY)])
-def test_a_member_that_can_be_named_but_not_used_is_refused_by_the_module(key):
-    name = key.rpartition("(")[2].rstrip(")")
-    with pytest.raises((ValueError, NotImplementedError), match=name):
-        module_with(key)
-
-
 FEATURE = rs.FeatureSpec("f", rs.TableSpec(name="t", vocabulary_size=8, embedding_dim=8), (1, 1), (1, 8))
 TAKES_OPTIONS = {
     "module": lambda **own: tbe.TableBatchedEmbeddingBags(SPECS, **own),
     "call": lambda **own: tbe.TableBatchedEmbeddingBags(SPECS)([1], [0, 1], **own),
-    "enum record": lambda **own: tbe.UserEnabledConfigDefinition(**own),
     "train": lambda **own: tt.TTEmbeddingBag(8, 2, [1], **own),
     "trains": lambda **own: tt.TableBatchedTTEmbeddingBag(1, 8, 2, [1], **own),
     "distributed layer": lambda **own: sok.DistributedEmbedding("sum", 8, 2, 1, 2, context=sok.Init(), **own),

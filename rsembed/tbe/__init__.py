@@ -20,7 +20,6 @@ from rsembed.tbe.arguments import PoolingMode as PoolingMode
 from rsembed.tbe.arguments import RecordCacheMetrics as RecordCacheMetrics
 from rsembed.tbe.arguments import SparseType as SparseType
 from rsembed.tbe.arguments import TBEStatsReporterConfig as TBEStatsReporterConfig
-from rsembed.tbe.arguments import UserEnabledConfigDefinition as UserEnabledConfigDefinition
 from rsembed.tbe.functional import TBEState as TBEState
 from rsembed.tbe.module import SplitTableBatchedEmbeddingBagsCodegen as SplitTableBatchedEmbeddingBagsCodegen
 from rsembed.tbe.module import TableBatchedEmbeddingBags as TableBatchedEmbeddingBags

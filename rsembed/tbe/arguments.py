@@ -11,10 +11,8 @@ import inspect
 import math
 import os
 import types
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
-
-import jax.numpy as jnp
 
 import rsembed.optimizers as core
 from rsembed.checks import validated, within
@@ -22,13 +20,8 @@ from rsembed.optimizers import LearningRate, OptimizerSpec, WeightDecayMode
 
 
 class EmbOptimType(enum.Enum):
-    """The optimizer that the backward pass runs on touched rows.
+    """The optimizer that the backward pass runs on touched rows."""
 
-    FTRL is an extension. SGD, ROWWISE_ADAGRAD (both not exact), SHAMPOO, SHAMPOO_V2, MADGRAD and
-    EXACT_ROWWISE_WEIGHTED_ADAGRAD can be named but are refused, as in the original.
-    """
-
-    SGD = "sgd"
     EXACT_SGD = "exact_sgd"
     LAMB = "lamb"
     ADAM = "adam"
@@ -37,15 +30,9 @@ class EmbOptimType(enum.Enum):
     LARS_SGD = "lars_sgd"
     PARTIAL_ROWWISE_ADAM = "partial_row_wise_adam"
     PARTIAL_ROWWISE_LAMB = "partial_row_wise_lamb"
-    ROWWISE_ADAGRAD = "row_wise_adagrad"
-    SHAMPOO = "shampoo"
-    SHAMPOO_V2 = "shampoo_v2"
-    MADGRAD = "madgrad"
-    EXACT_ROWWISE_WEIGHTED_ADAGRAD = "exact_row_wise_weighted_adagrad"
     ENSEMBLE_ROWWISE_ADAGRAD = "ensemble_row_wise_adagrad"
     EMAINPLACE_ROWWISE_ADAGRAD = "ema_in_place_row_wise_adagrad"
     ROWWISE_RMSPROP_AR = "row_wise_rmsprop_ar"
-    FTRL = "ftrl"
     NONE = "none"
 
 
@@ -55,73 +42,38 @@ AnyOptimizer = TableOptimizer | str
 
 
 class SparseType(enum.Enum):
-    """Element types by the original's names; `dtype_of` says which of them can be stored."""
+    """Element types by the original's names."""
 
     FP32 = "fp32"
     FP16 = "fp16"
     BF16 = "bf16"
-    FP8 = "fp8"
-    NFP8 = "nfp8"
-    INT8 = "int8"
-    INT4 = "int4"
-    INT2 = "int2"
-    MX4 = "mx4"
 
-
-_DTYPES = {SparseType.FP32: "float32", SparseType.FP16: "float16", SparseType.BF16: "bfloat16"}
-
-
-def dtype_of(sparse_type: SparseType, what: str) -> jnp.dtype:
-    """The dtype that stores `sparse_type`.
-
-    Args:
-      sparse_type: FP32, FP16 or BF16.
-      what: the argument it was given as, for the error.
-
-    Raises: ValueError: `sparse_type` is one of the quantized types.
-    """
-    if sparse_type not in _DTYPES:
-        offered = ", ".join(member.name for member in _DTYPES)
-        raise ValueError(f"{what}: {sparse_type.name} cannot be stored or trained; choose one of {offered}.")
-    return jnp.dtype(_DTYPES[sparse_type])
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype that stores it."""
+        return {"FP32": "float32", "FP16": "float16", "BF16": "bfloat16"}[self.name]
 
 
 Member = TypeVar("Member", bound=enum.Enum)
 
 
-def member(kind: type[Member], given: Member | str | int) -> Member:
+def member(kind: type[Member], given: Member | str | int, argument: str) -> Member:
     """A member of an enum, given as itself, as its value or by its name in any case.
 
-    Raises: ValueError: there is no such member; names those that there are.
+    Raises: ValueError: there is no such member; names the argument and the members that there are.
     """
     for own in kind:
         if given is own or (
             not isinstance(given, enum.Enum) and str(given).lower() in (str(own.value), own.name.lower())
         ):
             return own
-    raise ValueError(f"{kind.__name__} has no member {given!r}; there are {', '.join(own.name for own in kind)}.")
+    members = ", ".join(own.name for own in kind)
+    raise ValueError(f"{argument}: {kind.__name__} has no member {given!r}; there are {members}.")
 
 
 def name_of(optimizer: TableOptimizer) -> str:
     """A published name, or the name of a rule of the core."""
     return optimizer.name if isinstance(optimizer, EmbOptimType) else type(optimizer).__name__
-
-
-@dataclasses.dataclass(frozen=True)
-class UserEnabledConfigDefinition:
-    """Options of single optimizers.
-
-    Args:
-      use_rowwise_bias_correction: ADAM corrects by the row's own number of updates, not by the step.
-      use_writeback_bwd_prehook: EXACT_SGD takes a row's gradient from the first bag that holds it only.
-      writeback_first_feature_only: the same, looking at the first feature only.
-      precompute_writeback: no effect on the numbers.
-    """
-
-    use_rowwise_bias_correction: bool = False
-    use_writeback_bwd_prehook: bool = False
-    writeback_first_feature_only: bool = False
-    precompute_writeback: bool = False
 
 
 class PoolingMode(enum.IntEnum):
@@ -166,15 +118,12 @@ class TBEStatsReporterConfig:
 
 
 class BoundsCheckMode(enum.IntEnum):
-    """Treatment of ids and offsets outside their range; each V2 member means the same as its namesake."""
+    """Treatment of ids and offsets outside their range."""
 
     FATAL = 0
     WARNING = 1
     IGNORE = 2
     NONE = 3
-    V2_IGNORE = 4
-    V2_WARNING = 5
-    V2_FATAL = 6
 
 
 class Arguments(types.SimpleNamespace):
@@ -193,26 +142,29 @@ class Arguments(types.SimpleNamespace):
         own["bounds_check_mode"] = os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE", own["bounds_check_mode"])
         kinds = {name: type(default) for name, default in defaults.items() if isinstance(default, enum.Enum)}
         kinds |= {} if given["cache_precision"] is None else {"cache_precision": SparseType}
-        own |= {name: member(kind, own[name]) for name, kind in kinds.items() if name != "optimizer"}
+        own |= {name: member(kind, own[name], name) for name, kind in kinds.items() if name != "optimizer"}
+        defaults["record_cache_metrics"] = RecordCacheMetrics()
         own["record_cache_metrics"] = given["record_cache_metrics"] or RecordCacheMetrics()
-        own["extra_optimizer_config"] = given["extra_optimizer_config"] or UserEnabledConfigDefinition()
         if own["cache_precision"] == own["weights_precision"]:
             own["cache_precision"] = None  # no other one
         return Arguments(**own, defaults=defaults)
 
-    def changed(self, **changes: object) -> Arguments:
-        """The arguments with other values of some."""
-        return Arguments(**{**vars(self), **changes})
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Those of `names` whose arguments say something else than their default does."""
+        return [name for name in names if getattr(self, name) not in (None, self.defaults[name])]
+
+    def with_defaults(self, names: Iterable[str]) -> Arguments:
+        """The arguments with the defaults of those called `names`."""
+        return Arguments(**{**vars(self), **{name: self.defaults[name] for name in names}})
 
 
 class OfferedOptimizer(NamedTuple):
     """An optimizer that is offered, EXACT_ROWWISE_ADAGRAD in one of its modes of weight decay.
 
     Args:
-      rule: the core's, which takes those arguments and options that are its fields; None returns row gradients.
+      rule: the core's, which takes those arguments that are its fields; None returns row gradients.
       states: what torch's optimizers call its states, apart by spaces.
       arguments: which of the constructor's arguments it reads.
-      options: which options of `extra_optimizer_config` it reads.
       fixed: fields of `rule` that no argument sets.
       fused: a rule with a native kernel and the same numbers while the fields that it lacks have their defaults.
     """
@@ -220,7 +172,6 @@ class OfferedOptimizer(NamedTuple):
     rule: type[OptimizerSpec] | None
     states: str = ""
     arguments: Set[str] = frozenset()
-    options: Set[str] = frozenset()
     fixed: Mapping[str, bool] = {}
     fused: type[OptimizerSpec] | None = None
 
@@ -236,15 +187,14 @@ _ADAM = {"eps", "beta1", "beta2", "weight_decay"}
 _COUNTED = {"eps", "weight_decay", "weight_decay_mode", *_RECORDS.values()}
 _ROWWISE = {"eps", "weight_decay", "weight_decay_mode", "max_norm"}
 _RMSPROP = {"eps", "ar_alpha", "ema_beta", "min_shrinkage"}
-_WRITEBACK = {"use_writeback_bwd_prehook", "writeback_first_feature_only", "precompute_writeback"}
-_BY_ROW, _PARTIAL = {"use_rowwise_bias_correction"}, {"has_row_wise_second_moment": True}
+_PARTIAL = {"has_row_wise_second_moment": True}
 _OPTIMIZERS = {
-    EmbOptimType.EXACT_SGD: OfferedOptimizer(core.SGD, options=_WRITEBACK),
+    EmbOptimType.EXACT_SGD: OfferedOptimizer(core.SGD),
     EmbOptimType.EXACT_ADAGRAD: OfferedOptimizer(
         _ADAGRAD, "sum", {"eps"}, fixed={"is_per_row": False}, fused=core.TorchAdagrad
     ),
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: OfferedOptimizer(_ADAGRAD, "sum", _ROWWISE | _COUNTED, fused=_FUSED_ROWWISE),
-    EmbOptimType.ADAM: OfferedOptimizer(_ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, _BY_ROW, fused=core.Adam),
+    EmbOptimType.ADAM: OfferedOptimizer(_ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, fused=core.Adam),
     EmbOptimType.LAMB: OfferedOptimizer(_LAMB_RULE, "exp_avg exp_avg_sq", _ADAM),
     EmbOptimType.LARS_SGD: OfferedOptimizer(_LARS, "momentum1", {"momentum", "eta", "weight_decay"}),
     EmbOptimType.PARTIAL_ROWWISE_ADAM: OfferedOptimizer(_ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, fixed=_PARTIAL),
@@ -256,7 +206,6 @@ _OPTIMIZERS = {
         _ADAGRAD, "sum", _ROWWISE | {"emainplace_mode"}, fused=_FUSED_ROWWISE
     ),
     EmbOptimType.ROWWISE_RMSPROP_AR: OfferedOptimizer(core.RowWiseRMSProp, "sum prev_iter", _RMSPROP),
-    EmbOptimType.FTRL: OfferedOptimizer(core.FTRL, "sum linear"),
     EmbOptimType.NONE: OfferedOptimizer(None),
 }
 _MODES = {
@@ -274,15 +223,14 @@ _FIELDS = {
     "beta2": "beta_2",
     "counter_based_regularization": "regularization",
     "cowclip_regularization": "regularization",
-    "use_rowwise_bias_correction": "has_row_wise_bias_correction",
 }
-"""Arguments and options that rules call otherwise."""
+"""Arguments that rules call otherwise."""
 
 
 def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> OfferedOptimizer:
     """What an optimizer is and reads in a mode of weight decay; `weight_decay` is unread where it needs a mode.
 
-    Raises: ValueError: the optimizer can be named, but not used. NotImplementedError: it is of another package.
+    Raises: NotImplementedError: it is of another package.
     """
     if isinstance(optimizer, OptimizerSpec):
         if optimizer.slot_type is tuple:
@@ -291,9 +239,6 @@ def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> Offer
                 "use rsembed.EmbeddingCollection, or a rule of rsembed."
             )
         return OfferedOptimizer(type(optimizer), " ".join(optimizer.slot_type._fields))  # type: ignore[attr-defined]
-    if optimizer not in _OPTIMIZERS:
-        offered = ", ".join(member.name for member in _OPTIMIZERS)
-        raise ValueError(f"optimizer {name_of(optimizer)} is deprecated and not offered; choose one of {offered}.")
     found = _OPTIMIZERS[optimizer]
     if optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD:
         found = _MODES.get(mode, found)
@@ -309,20 +254,13 @@ def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[
     return tuple(name if name in counts else f"momentum{number}" for number, name in enumerate(torch_names, 1))
 
 
-def unused_arguments(optimizer: TableOptimizer, arguments: Arguments) -> list[str]:
-    """Names of arguments that differ from their default although `optimizer` does not read them.
-
-    The options of `extra_optimizer_config` are judged one by one.
-    """
-    offered = offered_optimizer(optimizer, arguments.weight_decay_mode)
-    unread = sorted(_OF_OPTIMIZERS - offered.arguments)
-    unused = [name for name in unread if getattr(arguments, name) != arguments.defaults[name]]
-    options = vars(arguments.extra_optimizer_config)
-    return unused + [f"extra_optimizer_config.{n}" for n, on in options.items() if on and n not in offered.options]
+def unread_arguments(optimizer: TableOptimizer, arguments: Arguments) -> frozenset[str]:
+    """Names of the arguments that other optimizers read, and this one does not."""
+    return _OF_OPTIMIZERS - offered_optimizer(optimizer, arguments.weight_decay_mode).arguments
 
 
 def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
-    """Raises: ValueError: the optimizer is not offered, or arguments do not go together; says what to change."""
+    """Raises: ValueError: arguments do not go together; says what to change."""
     mode = arguments.weight_decay_mode
     offered = offered_optimizer(optimizer, mode)
     if mode in _RECORDS and optimizer != EmbOptimType.EXACT_ROWWISE_ADAGRAD:
@@ -342,8 +280,7 @@ def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
             f"eps must be positive, got {arguments.eps}: with 0, a row whose first gradient is zero becomes NaN; "
             "use a small number such as 1e-10."
         )
-    names = state_names(optimizer, offered.states.split()) if optimizer != EmbOptimType.FTRL else ()
-    names = tuple(name for name in names if name.startswith("momentum"))
+    names = [name for name in state_names(optimizer, offered.states.split()) if name.startswith("momentum")]
     for name in arguments.optimizer_state_dtypes or {}:
         if name not in names:
             choice = f"choose among {', '.join(names)}" if names else "leave the argument out"
@@ -362,7 +299,6 @@ def _rule_of(
     if offered.rule is None:
         return None
     read = {name: getattr(given, name) for name in offered.arguments}
-    read |= {name: getattr(given.extra_optimizer_config, name) for name in offered.options}
     settings = {_FIELDS.get(name, name): value for name, value in read.items() if value is not None}
     settings |= {"learning_rate": rate, "slot_dtypes": slot_dtypes}
 
@@ -383,25 +319,13 @@ def trained_by(optimizer: TableOptimizer, learning_rate: LearningRate, arguments
 
     What ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD do to whole tables is up to their records.
 
-    Raises: ValueError: arguments do not go together. NotImplementedError: an option is not offered.
+    Raises: ValueError: arguments do not go together.
     """
-    options = arguments.extra_optimizer_config
-    if options.writeback_first_feature_only or options.precompute_writeback:
-        raise NotImplementedError(
-            "extra_optimizer_config: writeback_first_feature_only and precompute_writeback are not offered; "
-            "use_writeback_bwd_prehook alone keeps the first gradient of each row."
-        )
-    unread = _OF_OPTIMIZERS - offered_optimizer(optimizer, arguments.weight_decay_mode).arguments
-    own = arguments.changed(**{name: arguments.defaults[name] for name in unread})
+    own = arguments.with_defaults(unread_arguments(optimizer, arguments))
     check_arguments(optimizer, own)
     offered = offered_optimizer(optimizer, own.weight_decay_mode)
     states = offered.states.split()
-    if optimizer == EmbOptimType.ADAM and options.use_rowwise_bias_correction:
-        states.append("row_counter")
-    asked = {
-        name: dtype_of(sparse_type, f"optimizer_state_dtypes[{name!r}]").name
-        for name, sparse_type in (own.optimizer_state_dtypes or {}).items()
-    }
+    asked = {name: sparse_type.dtype for name, sparse_type in (own.optimizer_state_dtypes or {}).items()}
     has_copy = optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD  # of the table, momentum2: no slot of the rule
     dtypes = tuple(map(asked.get, state_names(optimizer, states)))[: 1 if has_copy else None]
     modes = (getattr(own, name) or mode for name, mode in _WHOLE_TABLES.items() if name in offered.arguments)
@@ -409,6 +333,5 @@ def trained_by(optimizer: TableOptimizer, learning_rate: LearningRate, arguments
         "rule": _rule_of(optimizer, learning_rate, own, dtypes if set(dtypes) - {None, "float32"} else ()),
         "whole_table_mode": next(modes, None),
         "copy_dtypes": (asked.get("momentum2", "float32"),) if has_copy else (),
-        "keeps_first_gradients": optimizer == EmbOptimType.EXACT_SGD and options.use_writeback_bwd_prehook,
         "torch_state_names": tuple(states),
     }

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, no_type_check
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +16,18 @@ import numpy as np
 from jaxtyping import Array, PyTree
 from numpy.typing import ArrayLike
 
-from rsembed.bags import PAD_ID, Bags, as_bags, check_end, check_unmasked, is_traced, narrow_ids, padded_size
+from rsembed.bags import PAD_ID, Bags, check_unmasked, is_traced, narrow_ids, padded_size
 from rsembed.checks import check_type
-from rsembed.collection.inputs import check_names, is_unknown
+from rsembed.collection.inputs import is_unknown
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels.contract import JaggedBatch
 from rsembed.parallel.agreement import Agreement
-from rsembed.row_gradients import check_gradient
 from rsembed.tbe.arguments import BoundsCheckMode
-from rsembed.tbe.meshes import AnyBatch, SplitBatch, tables_on_mesh
+from rsembed.tbe.meshes import AnyBatch, SplitBatch
 from rsembed.tbe.plan import TBEPlan
 
 AnyArray: TypeAlias = Array | np.ndarray
 Count: TypeAlias = int | np.integer | Array
-_WARNING = (BoundsCheckMode.WARNING, BoundsCheckMode.V2_WARNING)
-_FATAL = (BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL)
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
@@ -41,24 +38,17 @@ class PreparedBatch:
 
     Args:
       batch: as the module's tables read it.
-      is_by_feature: whether it was `{feature: Bags}`, and so the output is `{feature: array}`.
       layout: of the tables that read it, which compare it.
     """
 
     batch: AnyBatch
-    is_by_feature: bool = dataclasses.field(metadata={"static": True})
     layout: Fingerprint = dataclasses.field(metadata={"static": True})
-
-
-def is_by_feature(indices: PyTree) -> bool:
-    """Whether the output of a call with these is `{feature: array}`."""
-    return indices.is_by_feature if isinstance(indices, PreparedBatch) else isinstance(indices, Mapping)
 
 
 def read(
     plan: TBEPlan,
     mode: BoundsCheckMode,
-    indices: PyTree,
+    indices: ArrayLike | PreparedBatch,
     offsets: ArrayLike | None,
     per_sample_weights: ArrayLike | None = None,
     batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
@@ -73,63 +63,24 @@ def read(
     given = (indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
     # A process that refuses its part tells the others.
     with Agreement(None if plan.devices is None else plan.devices.known_mesh, "the batch", given):
-        if isinstance(indices, (PreparedBatch, Mapping)) and any(own is not None for own in given[1:]):
-            what = "{feature: Bags} hold" if isinstance(indices, Mapping) else "a prepared batch holds"
-            raise ValueError(f"{what} offsets, weights and sizes; pass none of them beside it.")
         if isinstance(indices, PreparedBatch):
+            if any(own is not None for own in given[1:]):
+                raise ValueError("a prepared batch holds offsets, weights and sizes; pass none of them beside it.")
             what = "the batch was prepared for other tables than the module's"
             check_same(indices.layout, plan.row_layout, what=what, way_out="Prepare it by the module that reads it.")
             return indices.batch, 0, None
         if plan.devices is not None and is_unknown(given[:3]):
-            return *_split_unseen(plan, mode, indices), None
-        if isinstance(indices, Mapping):
-            given = _flat(plan.feature_names, indices)
+            raise ValueError(
+                "on a mesh, indices and offsets cannot be split inside jit; bring them into form before, with batch = "
+                "module.prepare(indices, offsets), and pass batch in their place."
+            )
         return _checked(plan, mode, _jagged(plan, *given))
-
-
-def _split_unseen(plan: TBEPlan, mode: BoundsCheckMode, indices: PyTree) -> tuple[SplitBatch, Count]:
-    """A batch on a mesh whose ids cannot be read here, and how many of them WARNING or FATAL find outside."""
-    if not isinstance(indices, Mapping):
-        raise ValueError(
-            "on a mesh, indices and offsets cannot be split inside jit; bring them into form before, with batch = "
-            "module.prepare(indices, offsets), and pass batch in their place."
-        )
-    tables = tables_on_mesh(plan)
-    batch = tables.read(indices)
-    if mode == BoundsCheckMode.NONE:
-        return batch, 0
-    repaired, num_corrected = tables.repaired(batch)  # what is in no table contributes nothing
-    return batch if mode in _FATAL else repaired, num_corrected if mode in _WARNING + _FATAL else 0
-
-
-def _flat(feature_names: Sequence[str], bags_by_feature: Mapping[str, PyTree]) -> tuple[PyTree, ...]:
-    """The arguments of a flat call for `{feature: Bags}` (or anything `as_bags` takes)."""
-    check_names(dict.fromkeys(feature_names), bags_by_feature, "batch")
-    bags = [as_bags(bags_by_feature[name], feature=name) for name in feature_names]
-    xp: Any = jnp if is_traced(bags) else np
-    ids, ends, weights, first = [], [xp.zeros(1, xp.int32)], [], 0
-    for name, own in zip(feature_names, bags, strict=True):
-        if xp is np:
-            check_end(own, f"feature {name!r}")
-        # What stands behind a feature's last bag would fall into the first bag of the next one.
-        is_used = xp.arange(own.ids.shape[0]) < own.offsets[-1]
-        ids.append(xp.where(is_used, xp.asarray(own.ids), PAD_ID))
-        ends.append((xp.asarray(own.offsets)[1:] + first).astype(xp.int32))
-        weights.append(xp.ones(own.ids.shape[0], xp.float32) if own.weights is None else xp.asarray(own.weights))
-        first += own.ids.shape[0]
-    if first:
-        last = ends[-1]
-        ends[-1] = xp.concatenate([last[:-1], xp.full(min(last.shape[0], 1), first, xp.int32)])
-    num_bags = [own.num_bags for own in bags]
-    sizes = None if len(set(num_bags)) == 1 else [[n] for n in num_bags]
-    has_weights = any(own.weights is not None for own in bags)
-    return xp.concatenate(ids), xp.concatenate(ends), xp.concatenate(weights) if has_weights else None, sizes
 
 
 def _jagged(plan: TBEPlan, indices: PyTree, offsets: PyTree, weights: PyTree, sizes: PyTree) -> JaggedBatch:
     """The arguments of a flat call as one batch, whose values nobody has looked at."""
     if offsets is None:
-        raise TypeError("offsets is missing; pass indices and offsets, or {feature: Bags}.")
+        raise TypeError("offsets is missing; pass indices and offsets.")
     ids, ends = _integers(indices, "indices"), _integers(offsets, "offsets")
     if sizes is not None:
         check_type(sizes, Sequence[Sequence[int]], "batch_size_per_feature_per_rank [feature][rank]")
@@ -176,22 +127,23 @@ def _integers(values: ArrayLike, what: str) -> AnyArray:
 
 def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: JaggedBatch) -> tuple[JaggedBatch, Count, str | None]:
     is_known, mistake = not is_traced((batch.ids, batch.offsets)), None
-    num_corrected: Count = 0
-    if is_known and mode in _FATAL and batch.weights is not None and not is_traced(batch.weights):
+    is_fatal, num_corrected = mode == BoundsCheckMode.FATAL, cast(Count, 0)
+    if is_known and is_fatal and batch.weights is not None and not is_traced(batch.weights):
         weights = np.asarray(batch.weights)
         if not np.isfinite(weights).all():
             place = int(np.isfinite(weights).argmin())
             wrong = f"{weights[place]} at index {place} is not finite"
             raise ValueError(f"per_sample_weights: {wrong}; clean the weights.")
     if is_known and mode != BoundsCheckMode.NONE:
-        mistake = _first_mistake(plan, batch, may_begin_later=mode not in _FATAL)
-        if mistake and mode in _FATAL:
+        mistake = _first_mistake(plan, batch, may_begin_later=not is_fatal)
+        if mistake and is_fatal:
             raise ValueError(mistake)
     if mode != BoundsCheckMode.NONE and (mistake or not is_known):
         repaired, num_corrected = _repaired(plan, batch)
-        batch = batch if mode in _FATAL else repaired
+        batch = batch if is_fatal else repaired
     batch = dataclasses.replace(batch, ids=narrow_ids(batch.ids), offsets=narrow_ids(batch.offsets))
-    return batch, num_corrected if mode in _WARNING + _FATAL else 0, mistake if mode in _WARNING else None
+    warns = mode == BoundsCheckMode.WARNING
+    return batch, num_corrected if warns or is_fatal else 0, mistake if warns else None
 
 
 # Bounds
@@ -289,29 +241,3 @@ def mask_of_ids(plan: TBEPlan, batch: AnyBatch, feature_requires_grad: ArrayLike
     num_bags = plan.bags_of(batch)
     starts = feature_starts(jnp.asarray(batch.offsets), num_bags)
     return repeat_by_feature(jnp.concatenate([jnp.zeros(1), mask]), starts, batch.ids.shape[0])
-
-
-def output_by_feature(plan: TBEPlan, output: Array, batch: AnyBatch) -> dict[str, Array]:
-    """`{feature: [bags, dim]}`. Raises: TypeError: PoolingMode.NONE, whose rows belong to ids."""
-    if plan.pooling == "none":
-        raise TypeError(
-            "PoolingMode.NONE returns one row per id in the order of the ids; pass indices and offsets, not a dict."
-        )
-    dims = [plan.tables[t].dim for t in plan.features]
-    sizes = (
-        dims
-        if not isinstance(batch, JaggedBatch) or batch.layout == "columns"
-        else [n * d for n, d in zip(plan.bags_of(batch), dims, strict=True)]
-    )
-    parts = jnp.split(output, np.cumsum(sizes)[:-1].tolist(), axis=-1)
-    return {name: part.reshape(-1, dim) for name, part, dim in zip(plan.feature_names, parts, dims, strict=True)}
-
-
-def gradient_of_dict(names: Sequence[str], d_output: PyTree, *, is_flat: bool) -> Array:
-    """The other way round. Raises: ValueError: not a dict of exactly these features."""
-    if not isinstance(d_output, Mapping) or set(d_output) != set(names):
-        raise ValueError(f"the output was {{feature: array}}; its gradient needs the features {sorted(names)}.")
-    for name in names:
-        check_gradient(d_output[name], f"the gradient of the output of feature {name!r}")
-    parts = [jnp.asarray(d_output[name]) for name in names]
-    return jnp.concatenate([part.reshape(-1) for part in parts]) if is_flat else jnp.concatenate(parts, axis=1)

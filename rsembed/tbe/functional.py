@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, UInt32
 
-from rsembed.bags import is_taken, is_traced
+from rsembed.bags import check_not_taken, is_traced
 from rsembed.collection.dense_rows import numbers_of_rows
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
@@ -138,17 +138,12 @@ def init_state(plan: TBEPlan, key: PRNGKeyArray, num_places: Mapping[int, int] |
 def check_state(plan: TBEPlan, state: TBEState) -> None:
     """Raises: ValueError: it is of another plan, whatever its shapes. RuntimeError: a step took its arrays over."""
     # Compiled programs for several devices end the process when they are given such arrays.
-    if is_taken((state.weights, state.slots, state.step)):
-        what = (
-            "the module's arrays were taken over by a training step of a copy that shared them, or of one interrupted"
-        )
-        if plan.has_cache:
-            what += ", so that its state is not the one that belongs to its tables on the host"
-        way_out = "make a new module" if plan.has_cache else "load a state dict"
-        raise RuntimeError(
-            f"{what}; {way_out}, of the copy or of the latest checkpoint, and copy modules by state_dict and "
-            "load_state_dict."
-        )
+    check_not_taken(
+        (state.weights, state.slots, state.step),
+        "the module has lost its tables, perhaps by way of a copy that shared them,",
+        "make a new module, and load a state dict of the copy or of the latest checkpoint into it; copy modules by "
+        "state_dict and load_state_dict",
+    )
     if state.layout is not None:
         way_out = "Copy modules by state_dict and load_state_dict, where they hold the same tables and optimizers."
         check_same(state.layout, plan.layout, what="the state does not belong to this module", way_out=way_out)
@@ -197,14 +192,10 @@ def lookup(plan: TBEPlan, state: TBEState, batch: AnyBatch, output_dtype: str = 
         check_state(plan, state)
         return tables_on_mesh(plan).lookup(state.weights, batch).astype(output_dtype)
     factors = _owed_factors(plan, state, _here(plan, batch), learning_rates(plan, state))
-    output = api.lookup_jagged(state.weights, _weighted(batch, factors))
+    if factors is not None:
+        batch = dataclasses.replace(batch, weights=factors if batch.weights is None else factors * batch.weights)
+    output = api.lookup_jagged(state.weights, batch)
     return output.astype(output_dtype).reshape(output_shape(plan, batch))
-
-
-def _weighted(batch: JaggedBatch, factors: Float[Array, " nnz"] | None) -> JaggedBatch:
-    if factors is None:
-        return batch
-    return dataclasses.replace(batch, weights=factors if batch.weights is None else factors * batch.weights)
 
 
 def _flat(d_output: Array, max_gradient: float | None = None) -> Float[Array, " size"]:
@@ -225,11 +216,11 @@ def row_gradients(
     else:
         batch = _here(plan, batch)
         found = [
-            api.row_gradients(group.num_rows, _gradients_of(plan, number, batch, flat))
+            api.row_gradients(group.num_rows, JaggedGradients(batch, flat, number, plan.dims))
             for number, group in enumerate(plan.groups)
         ]
     rows, values = (
-        dict(zip((group.name for group in plan.groups), own, strict=True)) for own in zip(*found, strict=True)
+        dict(zip((group.table.name for group in plan.groups), own, strict=True)) for own in zip(*found, strict=True)
     )
     return RowGradients(rows, values, row_counts(plan), shardings, plan.row_layout)
 
@@ -240,16 +231,14 @@ def weight_gradients(
     batch: AnyBatch,
     d_output: Float[Array, "*output"],
     rates: Float[Array, " groups"],
-    *,
-    max_gradient: float | None = None,
 ) -> PyTree:
     """Gradients of the weights of the ids, in their form, where rows are those of `state`."""
     if isinstance(batch, SplitBatch):
         output, pull_back = jax.vjp(
             lambda own: lookup(plan, state, dataclasses.replace(batch, weights=own)), batch.weights
         )
-        return pull_back(_flat(d_output, max_gradient).reshape(output.shape))[0]
-    d_weights = api.weight_gradients(state.weights, _here(plan, batch), _flat(d_output, max_gradient))
+        return pull_back(_flat(d_output).reshape(output.shape))[0]
+    d_weights = api.weight_gradients(state.weights, _here(plan, batch), _flat(d_output))
     factors = _owed_factors(plan, state, batch, rates)
     return d_weights if factors is None else factors * d_weights
 
@@ -268,7 +257,7 @@ def cut(gradients: RowGradients, bound: int) -> RowGradients:
 
 def row_counts(plan: TBEPlan) -> tuple[tuple[str, int], ...]:
     """Rows of every group by its name, as `RowGradients` have them."""
-    return tuple(sorted(zip((group.name for group in plan.groups), num_rows(plan), strict=True)))
+    return tuple(sorted(zip((group.table.name for group in plan.groups), num_rows(plan), strict=True)))
 
 
 def update(
@@ -291,7 +280,8 @@ def update(
     if isinstance(batch, SplitBatch):
         tables = tables_on_mesh(plan)
         return _stepped(plan, state, rates, tables.engine.update, tables.with_gains(batch), tables.by_feature(flat))
-    gradients = [_gradients_of(plan, number, _here(plan, batch), flat) for number in range(len(plan.groups))]
+    batch = _here(plan, batch)
+    gradients = [JaggedGradients(batch, flat, number, plan.dims) for number in range(len(plan.groups))]
     return _stepped(plan, state, rates, api.update, gradients)
 
 
@@ -300,7 +290,8 @@ def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Fl
 
     Raises: ValueError: a table has no optimizer.
     """
-    rows, values = ([own[group.name] for group in plan.groups] for own in (row_gradients.rows, row_gradients.values))
+    names = [group.table.name for group in plan.groups]
+    rows, values = ([own[name] for name in names] for own in (row_gradients.rows, row_gradients.values))
     if plan.devices is None:
         return _stepped(plan, state, rates, api.apply_rows, rows, values)
     tables = tables_on_mesh(plan)
@@ -330,8 +321,8 @@ def _step_of(plan: TBEPlan, number: int, state: TBEState, rate: Array) -> Step:
     group = plan.groups[number]
     if (rule := group.table.rule) is None:
         raise ValueError(
-            f"tables {group.name!r} have no optimizer (OptimType.NONE), so row gradients cannot be applied to "
-            "them; construct the module with one."
+            f"table {group.table.name!r} has no optimizer (OptimType.NONE), so row gradients cannot be applied to it; "
+            "construct the module with one."
         )
     changes: dict[str, Any] = {"learning_rate": lambda: rate}
     if isinstance(rule, CounterAdagrad):
@@ -388,17 +379,6 @@ def stored_rows(plan: TBEPlan, number: int, state: TBEState, places: Int[Array, 
         weights = weights.astype(jnp.float32)
         weights = weights.astype(dtype) if round_rows is None else round_rows(weights, dtype, places)
     return (weights, *slots)
-
-
-def _gradients_of(plan: TBEPlan, number: int, batch: JaggedBatch, d_output: Array) -> JaggedGradients:
-    """The gradients on their way to a group; with the write-back hook, only from the first bag that reads a row."""
-    if not plan.groups[number].table.keeps_first_gradients:
-        return JaggedGradients(batch, d_output, number, plan.dims)
-    rows = jagged_segment(batch, number).rows
-    order = jnp.argsort(rows, stable=True)
-    is_first = jnp.concatenate([jnp.ones(min(1, rows.size), bool), rows[order][1:] != rows[order][:-1]])
-    reads = _weighted(batch, jnp.zeros(rows.shape, jnp.float32).at[order].set(is_first.astype(jnp.float32)))
-    return JaggedGradients(reads, d_output, number, plan.dims)
 
 
 def backward(

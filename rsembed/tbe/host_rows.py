@@ -24,17 +24,14 @@ from rsembed.caching.set_associative import NUM_WAYS, unique_misses_by_group
 from rsembed.kernels.contract import NO_ROW, JaggedBatch
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe import functional
-from rsembed.tbe.arguments import Arguments, RecordCacheMetrics, TBEStatsReporterConfig
+from rsembed.tbe.arguments import Arguments, TBEStatsReporterConfig
 from rsembed.tbe.batches import AnyArray, feature_starts
 from rsembed.tbe.functional import TBEState
 from rsembed.tbe.meshes import AnyBatch
 from rsembed.tbe.plan import (
-    ComputeDevice,
-    EmbeddingLocation,
     GroupPlan,
     TablePlan,
     TBEPlan,
-    default_platform,
     warn_of_no_effect,
 )
 
@@ -109,7 +106,7 @@ class HostRows:
         rows = dict(row_gradients.rows)
         self.generation.advance(state.generation)
         for group in self.groups:
-            name = self.plan.groups[group.number].name
+            name = self.plan.groups[group.number].table.name
             own = np.asarray(rows[name]).astype(np.int64)
             group.find(np.where(own == NO_ROW, -1, own), admit=True)
             rows[name] = jnp.asarray(np.where(group.places < 0, NO_ROW, group.places), jnp.int32)
@@ -317,92 +314,48 @@ def first_state(plan: TBEPlan, key: PRNGKeyArray, host_rows: HostRows | None, de
 
 
 _OF_CACHES = (
-    *("cache_algorithm", "cache_load_factor", "cache_sets", "cache_reserved_memory", "cache_precision", "enforce_hbm"),
+    *("cache_algorithm", "cache_load_factor", "cache_sets", "cache_reserved_memory", "cache_precision"),
     *("prefetch_pipeline", "multipass_prefetch_config", "gather_uvm_cache_stats", "record_cache_metrics"),
 )
 
 
 def warn_of_arguments(plan: TBEPlan, given: Arguments) -> None:
     """Warns of arguments that change nothing."""
-    specs = given.embedding_specs
-
-    def unused(*names: str) -> list[str]:
-        usual = (None, RecordCacheMetrics())
-        return [name for name in names if getattr(given, name) not in (*usual, given.defaults[name])]
-
     if not plan.has_cache:
-        names, why = unused(*_OF_CACHES), "as no table has EmbeddingLocation.MANAGED_CACHING"
-        if EmbeddingLocation.MANAGED_CACHING in {location for _, _, location, _ in specs}:
-            names, why = [name for name in names if name != "enforce_hbm"], "as enforce_hbm is set"
-        warn_of_no_effect(names, why)
-    elif given.cache_reserved_memory and given.cache_sets:
-        warn_of_no_effect(["cache_reserved_memory"], "as cache_sets says how large caches are")
-    elif given.cache_reserved_memory and _memory_of_device() is None:
-        warn_of_no_effect(["cache_reserved_memory"], "as this device does not tell how much memory it has")
-    names = unused("uvm_non_rowwise_momentum", "use_experimental_tbe", "uvm_host_mapped")
-    warn_of_no_effect(names + ([] if given.gradient_clipping else unused("max_gradient")), "here")
-    platforms = {ComputeDevice.CUDA: "gpu", ComputeDevice.TPU: "tpu"}
-    named = {compute_device for _, _, _, compute_device in specs}
-    elsewhere = sorted({c.name for c in named if platforms.get(c, default_platform()) != default_platform()})
-    reason = f"as this process computes on {default_platform()}"
-    warn_of_no_effect([f"ComputeDevice.{name}" for name in elsewhere], reason)
+        warn_of_no_effect(given.changed(_OF_CACHES), "as no table is behind a cache")
+    elif given.cache_sets or _memory_of_device() is None:
+        why = "as cache_sets says how large caches are, or the device does not tell how much memory it has"
+        warn_of_no_effect(given.changed(["cache_reserved_memory"]), why)
+    names = ["uvm_non_rowwise_momentum", "use_experimental_tbe", "uvm_host_mapped"]
+    warn_of_no_effect(given.changed(names if given.gradient_clipping else [*names, "max_gradient"]), "here")
 
 
 # Reports
 
 
-PUBLISHED_COUNTS = (
-    *("num_calls", "num_requested_indices", "num_unique_indices"),
-    *("num_unique_misses", "num_conflict_unique_misses", "num_conflict_misses"),
-)
-"""The original's names of the first fields of `CacheCounts`."""
+def report(config: TBEStatsReporterConfig, plan: TBEPlan, state: TBEState, batch: AnyBatch, output: Array) -> None:
+    """Reports numbers and bytes of a training step by the original's names, where the step is one to report.
 
-
-class StatisticsReporter:
-    """Reports sizes, bytes, durations and cache counts of training steps by the original's names.
-
-    Args:
-      config: how often, and where to: `config.report(step, figures)`, or the log `rsembed` at level INFO.
+    Warns of steps inside `jit`, which it never sees.
     """
-
-    def __init__(self, config: TBEStatsReporterConfig):
-        self.config = config
-        self.prefetch_seconds = 0.0
-        self._num_steps = 0
-        self._reported = CacheCounts()
-
-    def step(self, plan: TBEPlan, state: TBEState, host_rows: HostRows | None, batch: AnyBatch, output: PyTree) -> None:
-        """Counts a training step, and reports if it is time; warns of steps inside `jit`, which it never sees."""
-        if is_traced(batch):
-            warnings.warn(
-                "stats_reporter_config: no effect inside jit, where steps are not reported; train outside of it, or "
-                "read state_bytes() and get_uvm_cache_stats() between compiled steps.",
-                stacklevel=3,
-            )
-            return
-        self._num_steps += 1
-        if self._num_steps % self.config.interval:
-            return
-        # Prefetches end before they return.
-        figures = {"total_prefetch_duration": self.prefetch_seconds, "bwd_wait_for_prefetch": 0.0}
-        for name, arrays in (("input", jax.tree.leaves(batch.ids)), ("output", jax.tree.leaves(output))):
-            figures[f"tbe.fwd_{name}_count"] = sum(array.size for array in arrays)
-            figures[f"tbe.fwd_{name}_size"] = sum(array.nbytes for array in arrays)
-        self.prefetch_seconds = 0.0
-        figures |= _memory(plan, state)
-        if host_rows is not None:
-            tables = [host_rows.plan.groups[own.number].table for own in host_rows.groups]
-            row = max(_row_bytes(table, table.near_dtype)[0] for table in tables)
-            counts = host_rows.statistics.totals
-            for name, new, old in zip(PUBLISHED_COUNTS, counts, self._reported, strict=False):
-                mean = max(new - old, 0) / self.config.interval  # since the last report, or since a reset
-                figures[f"tbe.prefetch.cache_stats_by_data_size.{name}"] = mean * row
-            self._reported = counts
-        if self.config.report is not None:
-            self.config.report(int(state.step), figures)
-        else:
-            text = ", ".join(f"{name} {value:g}" for name, value in figures.items())
-            logging.getLogger("rsembed").info("step %d: %s", int(state.step), text)
+    if is_traced(batch):
+        warnings.warn(
+            "stats_reporter_config: no effect inside jit, where steps are not reported; train outside of it, or "
+            "read state_bytes() and get_uvm_cache_stats() between compiled steps.",
+            stacklevel=3,
+        )
+        return
+    if (step := int(state.step)) % config.interval:
+        return
+    figures = _memory(plan, state)
+    for name, arrays in (("input", jax.tree.leaves(batch.ids)), ("output", [output])):
+        figures[f"tbe.fwd_{name}_count"] = sum(array.size for array in arrays)
+        figures[f"tbe.fwd_{name}_size"] = sum(array.nbytes for array in arrays)
+    if config.report is not None:
+        config.report(step, figures)
+    else:
+        text = ", ".join(f"{name} {value:g}" for name, value in figures.items())
+        logging.getLogger("rsembed").info("step %d: %s", step, text)
 
 
 def state_bytes(plan: TBEPlan, state: TBEState) -> dict[str, dict[str, int]]:

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from rsembed.bags import PAD_ID, Bags
+from rsembed.bags import Bags
 from rsembed.collection import inputs
 from rsembed.collection.engine import Engine
 from rsembed.collection.placement import make_stacks
@@ -87,36 +87,20 @@ class MeshTables:
     # Batches
 
     def of_jagged(self, batch: JaggedBatch) -> SplitBatch:
-        """A checked batch of this process, outside `jit`, split by sample."""
+        """A checked batch of this process, outside `jit`, split by sample. Raises: as `prepare` of the core."""
         ids, offsets, bags = np.asarray(batch.ids), np.asarray(batch.offsets), dict[str, Bags]()
         for name, block in zip(self.features, batch.blocks, strict=True):
             ends = offsets[block.first_bag : block.first_bag + block.num_bags + 1]
             own = slice(int(ends[0]), int(ends[-1]))
             weights = None if batch.weights is None else np.asarray(batch.weights[own])
             bags[name] = Bags(ids[own], ends - ends[0], weights)
-        return self.read(bags)
-
-    def read(self, bags: Mapping[str, PyTree]) -> SplitBatch:
-        """Whatever the core takes for a batch, split by sample. Raises: as `prepare` of the core; ValueError."""
         given = inputs.prepare(self.features, bags, self.devices, bounds_check="ignore")
         pairs = [own if isinstance(own, tuple) else (own, None) for own in map(given.__getitem__, self.features)]
-        ids = tuple(ids if ids.ndim == 2 else ids[:, None] for ids, _ in pairs)
-        if len({own.shape[0] for own in ids}) > 1:
-            sizes = {name: own.shape[0] for name, own in zip(self.features, ids, strict=True)}
-            raise ValueError(f"on a mesh all features need equally many bags, got {sizes}; add bags without ids.")
-        if all(weights is None for _, weights in pairs):
-            return SplitBatch(ids, None)
-        weights = [jnp.ones(ids.shape) if weights is None else weights.reshape(ids.shape) for ids, weights in pairs]
-        return SplitBatch(ids, tuple(weights))
-
-    def repaired(self, batch: SplitBatch) -> tuple[SplitBatch, Int[Array, ""]]:
-        """A batch whose ids nobody could check, those outside their table as 0; and how many there were."""
-        ids, num_outside = [], jnp.zeros((), jnp.int32)
-        for own, num_rows in zip(batch.ids, self.num_rows, strict=True):
-            is_outside = (own < PAD_ID) | (own >= num_rows)
-            num_outside += jnp.sum(is_outside, dtype=jnp.int32)
-            ids.append(jnp.where(is_outside, 0, own))
-        return dataclasses.replace(batch, ids=tuple(ids)), num_outside
+        by_feature = tuple(ids if ids.ndim == 2 else ids[:, None] for ids, _ in pairs)
+        if batch.weights is None:
+            return SplitBatch(by_feature, None)
+        shaped = [weights.reshape(ids.shape) for ids, (_, weights) in zip(by_feature, pairs, strict=True)]
+        return SplitBatch(by_feature, tuple(shaped))
 
     def in_order(self, by_feature: Sequence[Array], batch: JaggedBatch) -> Float[Array, " nnz"]:
         """Values of the ids of a split batch, in the order of the batch before it was split; 0 for ids in no bag."""
@@ -148,7 +132,7 @@ class MeshTables:
         """How rows and values of `RowGradients` are split, by name of the group."""
         by_stack = {name: (rows, values) for name, rows, values in self.engine.gradient_shardings() or ()}
         found = zip(self.plan.groups, self.by_group(by_stack), strict=True)
-        return tuple(sorted((group.name, rows, values) for group, (rows, values) in found))
+        return tuple(sorted((group.table.name, rows, values) for group, (rows, values) in found))
 
     def with_gains(self, batch: SplitBatch) -> dict[str, PyTree]:
         """The batch as the engine takes it, whose tables add up."""

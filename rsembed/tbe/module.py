@@ -5,31 +5,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, PyTree
 from numpy.typing import ArrayLike
 
 from rsembed import optimizers as core
 from rsembed.bags import is_traced
-from rsembed.checks import NonNegativeInt, dtype_among, validated
+from rsembed.checks import NonNegativeInt, validated
 from rsembed.kernels.contract import JaggedBatch
 from rsembed.optimizers import WeightDecayMode
 from rsembed.row_gradients import RowGradients, SingleUse, check_belong, check_gradient
 from rsembed.tbe import arguments, batches, functional, host_rows
 from rsembed.tbe import plan as plans
 from rsembed.tbe.arguments import Arguments, BoundsCheckMode, CacheAlgorithm, EmbOptimType, PoolingMode, SparseType
-from rsembed.tbe.batches import PreparedBatch, is_by_feature
+from rsembed.tbe.batches import PreparedBatch
 from rsembed.tbe.host_rows import HostRows
 from rsembed.tbe.meshes import AnyBatch, SplitBatch, tables_on_mesh
 from rsembed.tbe.tables import TBEVariable, TrainedTables, learning_rates
@@ -42,7 +39,6 @@ _backward = jax.jit(
     donate_argnums=1,
     static_argnames=("max_gradient", "wants_weight_gradients"),
 )
-_weight_gradients = jax.jit(functional.weight_gradients, static_argnums=0, static_argnames="max_gradient")
 _row_gradients = jax.jit(functional.row_gradients, static_argnums=0, static_argnames="max_gradient")
 _apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
 _EVALUATES = "the module is in evaluation mode, which never trains; call train() first."
@@ -107,20 +103,17 @@ class TableBatchedEmbeddingBags(TrainedTables):
       uvm_non_rowwise_momentum: no effect, as use_experimental_tbe and uvm_host_mapped; states follow their rows.
       use_experimental_tbe: see there.
       prefetch_pipeline: rows of prefetched batches stay in the cache until they were used; LRU only.
-      stats_reporter_config: reports bytes, sizes and cache counts every so many steps outside `jit`.
+      stats_reporter_config: reports numbers and bytes every so many steps outside `jit`.
       table_names: for messages and state dicts; `table_0`, ... by default.
       optimizer_state_dtypes: FP32, FP16 or BF16 by state name; for momentum1 and momentum2 of any optimizer.
       multipass_prefetch_config: prefetch long batches in parts.
       global_weight_decay: if and only if the mode is DECOUPLE_GLOBAL.
       uvm_host_mapped: see uvm_non_rowwise_momentum.
-      embedding_table_index_type: int32 or int64, without effect: ids of any integer type are taken.
-      embedding_table_offset_type: likewise, of offsets.
       emainplace_mode: of EMAINPLACE_ROWWISE_ADAGRAD.
-      extra_optimizer_config: options of ADAM and EXACT_SGD.
       ar_alpha: shrinkage per step of ROWWISE_RMSPROP_AR, in learning rates.
       ema_beta: decay of its mean.
       min_shrinkage: its smallest factor.
-      feature_names: for messages and `{feature: Bags}` input; by default the table's name, numbered if it is shared.
+      feature_names: for messages; by default the table's name, numbered if it is shared.
       mesh: devices that share the tables and the samples of a batch; None keeps all on one. See `prepare`.
       sharding_axis: axes of the mesh over which these are split; None takes all.
       placement: of tables on a mesh, by name or one for all, as for `rsembed.EmbeddingCollection`.
@@ -183,10 +176,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         global_weight_decay: core.GlobalWeightDecayDefinition | None = None,
         uvm_host_mapped: bool = False,
         *,
-        embedding_table_index_type: DTypeLike = np.int64,
-        embedding_table_offset_type: DTypeLike = np.int64,
         emainplace_mode: core.EmainplaceModeDefinition | None = None,
-        extra_optimizer_config: arguments.UserEnabledConfigDefinition | None = None,
         ar_alpha: Annotated[float, "[0, inf)"] = 0.0,
         ema_beta: Annotated[float, "[0, 1]"] = 0.99,
         min_shrinkage: Annotated[float, "[0, 1]"] = 0.1,
@@ -196,17 +186,14 @@ class TableBatchedEmbeddingBags(TrainedTables):
         placement: str | Mapping[str, str] | None = None,
         rngs: nnx.Rngs | None = None,
     ):
-        dtype_among(("int32", "int64"), embedding_table_index_type, "embedding_table_index_type")
-        dtype_among(("int32", "int64"), embedding_table_offset_type, "embedding_table_offset_type")
         given = Arguments.of(locals(), inspect.signature(TableBatchedEmbeddingBags.__init__))
         self.arguments = nnx.static(given)
         self.bounds_check_mode = given.bounds_check_mode
         self.plan = plans.make_plan(given)
         self.feature_names = self.plan.feature_names
         host_rows.warn_of_arguments(self.plan, given)
-        self.output_dtype = arguments.dtype_of(given.output_dtype, "output_dtype").name
+        self.output_dtype = given.output_dtype.dtype
         self.max_gradient = max_gradient if gradient_clipping else None
-        self.reporter = None if stats_reporter_config is None else host_rows.StatisticsReporter(stats_reporter_config)
         self.deterministic = self._has_warned = False
         self._host_rows = HostRows(self.plan, given) if self.plan.has_cache else None
         key = (rngs or nnx.Rngs(0)).params()
@@ -215,17 +202,17 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
     def __call__(
         self,
-        indices: PyTree,
+        indices: ArrayLike | PreparedBatch,
         offsets: ArrayLike | None = None,
         per_sample_weights: ArrayLike | None = None,
         feature_requires_grad: ArrayLike | None = None,
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         total_unique_indices: int | None = None,
-    ) -> PyTree:
+    ) -> Float[Array, "*output"]:
         """Looks up, and changes no weight, state or step.
 
         Args:
-          indices: ids of all features, feature after feature; -1 is no id. Or `{feature: Bags}` for all features.
+          indices: ids of all features, feature after feature; -1 is no id. Or what `prepare` returned.
           offsets: bag `b` of feature `f` holds `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`.
           per_sample_weights: factor of every looked-up row; differentiable by `jax.grad`.
           feature_requires_grad: used by `vjp` only.
@@ -234,21 +221,21 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
         Returns: `[B, sum of dims]`, features side by side; `[nnz, dim]` for PoolingMode.NONE (shorter rows filled with
           zeros). With `batch_size_per_feature_per_rank` one flat array: for each rank, for each feature, its
-          `[bags, dim]`. For `{feature: Bags}` the same as `{feature: [bags, dim]}`.
+          `[bags, dim]`.
         """
         del feature_requires_grad, total_unique_indices
         batch = self._read(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
-        return self._pooled(self._brought(batch), by_feature=is_by_feature(indices))
+        return self._pooled(self._brought(batch))
 
     def vjp(
         self,
-        indices: PyTree,
+        indices: ArrayLike | PreparedBatch,
         offsets: ArrayLike | None = None,
         per_sample_weights: ArrayLike | None = None,
         feature_requires_grad: ArrayLike | None = None,
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         total_unique_indices: int | None = None,
-    ) -> tuple[PyTree, TablesBackward]:
+    ) -> tuple[Float[Array, "*output"], TablesBackward]:
         """The lookup of a training step, and the function that trains with the gradient of its output.
 
         Arguments are those of `__call__`. `feature_requires_grad` has 1 or 0 per feature; 0 makes the gradients of its
@@ -263,16 +250,16 @@ class TableBatchedEmbeddingBags(TrainedTables):
         mask = None if feature_requires_grad is None else batches.mask_of_ids(self.plan, batch, feature_requires_grad)
         if self.plan.has_passes:  # a batch that is refused leaves the tables as they are
             self.state.set_value(_begin_step(self.plan, self.whole_state))
-        near, by_feature = self._brought(batch), is_by_feature(indices)
-        output = self._pooled(near, by_feature=by_feature)
-        return output, TablesBackward(self, batch, near, mask, total_unique_indices, by_feature)
+        near = self._brought(batch)
+        return self._pooled(near), TablesBackward(self, batch, near, mask, total_unique_indices)
 
     def apply(self, row_gradients: RowGradients) -> None:
         """One optimizer step of every row in `row_gradients`, which `backward.row_gradients` returned.
 
         Raises: ValueError: they are those of a module with other tables, or have not a vector of its dim for each row.
         """
-        rows, axes = functional.row_counts(self.plan), {group.name: (1, group.table.dim) for group in self.plan.groups}
+        rows, tables = functional.row_counts(self.plan), [group.table for group in self.plan.groups]
+        axes = {table.name: (1, table.dim) for table in tables}
         way_out = "Apply them to the module whose backward made them."
         check_belong(row_gradients, self.plan.row_layout, rows, axes, owner="module", way_out=way_out)
         state, host = self.whole_state, self.host_rows
@@ -284,7 +271,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         self.state.set_value(state if host is None else host.write_back(state))
 
     def prepare(
-        self, indices: PyTree, offsets: ArrayLike | None = None, per_sample_weights: ArrayLike | None = None
+        self, indices: ArrayLike, offsets: ArrayLike, per_sample_weights: ArrayLike | None = None
     ) -> PreparedBatch:
         """Checks a batch on the host and brings it to the devices: goes in place of `indices`, into `jit` too.
 
@@ -299,11 +286,11 @@ class TableBatchedEmbeddingBags(TrainedTables):
             batch = self._brought(batch)
         elif isinstance(batch, JaggedBatch):
             batch = jax.tree.map(jnp.asarray, batch if self.plan.pooling == "none" else batches.with_room(batch))
-        return PreparedBatch(batch, is_by_feature(indices), self.plan.row_layout)
+        return PreparedBatch(batch, self.plan.row_layout)
 
     def prefetch(
         self,
-        indices: PyTree,
+        indices: ArrayLike,
         offsets: ArrayLike,
         forward_stream: object = None,
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
@@ -317,13 +304,10 @@ class TableBatchedEmbeddingBags(TrainedTables):
         del forward_stream
         if (host := self.host_rows) is None:
             return
-        started = time.perf_counter()
         batch = self._read(indices, offsets, None, batch_size_per_feature_per_rank)
         if not isinstance(batch, JaggedBatch) or is_traced((batch.ids, batch.offsets)):
             raise RuntimeError("prefetch works beside compiled programs; call it outside of jit.")
         self.state.set_value(host.prefetch(self.state.get_value(), batch))
-        if self.reporter is not None:
-            self.reporter.prefetch_seconds += time.perf_counter() - started
 
     def _read(self, *arguments: Any) -> AnyBatch:
         """The checked batch of a call; the module notes how many ids and offsets had to be corrected."""
@@ -364,11 +348,10 @@ class TableBatchedEmbeddingBags(TrainedTables):
         self.state.set_value(state)
         return near
 
-    def _pooled(self, batch: AnyBatch, *, by_feature: bool) -> PyTree:
-        """The output of a lookup in the form that the caller expects."""
+    def _pooled(self, batch: AnyBatch) -> Array:
+        """The output of a lookup."""
         # Arrays of numpy go into compiled functions as they are, which is faster than turning them into JAX's first.
-        output = _lookup(self.plan, self.state.get_value(), batch, output_dtype=self.output_dtype)
-        return batches.output_by_feature(self.plan, output, batch) if by_feature else output
+        return _lookup(self.plan, self.state.get_value(), batch, output_dtype=self.output_dtype)
 
 
 SplitTableBatchedEmbeddingBagsCodegen = TableBatchedEmbeddingBags
@@ -377,17 +360,13 @@ SplitTableBatchedEmbeddingBagsCodegen = TableBatchedEmbeddingBags
 
 @dataclasses.dataclass(eq=False, repr=False)
 class TablesBackward:
-    """Trains the tables of one `vjp` call: `backward(d_out)` once, or `backward.row_gradients(d_out)`.
-
-    `backward.weight_gradients(d_out)` before that gives the gradients of `per_sample_weights` alone.
-    """
+    """Trains the tables of one `vjp` call: `backward(d_out)` once, or `backward.row_gradients(d_out)`."""
 
     _module: TableBatchedEmbeddingBags
     _batch: AnyBatch
     _near: AnyBatch
     _mask: PyTree
     _bound: int | None
-    _by_feature: bool
 
     def __post_init__(self) -> None:
         # The rate of this step is the one that its lookup saw.
@@ -395,22 +374,22 @@ class TablesBackward:
         self._generation = self._module.state.get_value().generation
         self._permit = SingleUse("this backward was used already; a second step needs its own vjp.")
 
-    def __call__(self, d_output: PyTree, *, per_sample_weights_grad: bool = True) -> PyTree:
+    def __call__(self, d_output: ArrayLike, *, per_sample_weights_grad: bool = True) -> PyTree:
         """One optimizer step of every row that was looked up, with its gradients summed over the whole call.
 
         Args:
           d_output: gradient of what `vjp` returned, in its form.
           per_sample_weights_grad: False saves the time for gradients that nobody reads.
 
-        Returns: the gradient of per_sample_weights (None without weights). For OptimType.NONE nothing is stepped, and
-          the `RowGradients` are returned.
+        Returns: the gradient of per_sample_weights (None without weights), in their form; of a prepared batch on a mesh
+          `{feature: [bags, ids]}`. For OptimType.NONE nothing is stepped, and the `RowGradients` are returned.
 
         Raises: RuntimeError: it was called before, or the module went into evaluation mode since.
         """
         module, host = self._module, self._module.host_rows
         if module.plan.tables[0].rule is None:
             return self.row_gradients(d_output)
-        gradient = self._gradient(d_output, trains=True)
+        gradient = self._gradient(d_output)
         functional.check_state(module.plan, module.state.get_value())
         self._permit.use()
         self._bring_near()
@@ -424,61 +403,40 @@ class TablesBackward:
             wants_weight_gradients=per_sample_weights_grad and self._batch.weights is not None,
         )
         module.state.set_value(state if host is None else host.write_back(state))
-        if module.reporter is not None:
-            module.reporter.step(module.plan, module.state.get_value(), host, self._batch, d_output)
+        if (config := module.arguments.stats_reporter_config) is not None:
+            host_rows.report(config, module.plan, module.state.get_value(), self._batch, gradient)
         return None if d_weights is None else self._in_form(d_weights)
 
-    def weight_gradients(self, d_output: PyTree) -> PyTree:
-        """The gradient of `per_sample_weights`, changing nothing: for OptimType.NONE, and beside `row_gradients`.
-
-        Of a prepared batch on a mesh `{feature: [bags, ids]}`, else in the form of the weights.
-
-        Args:
-          d_output: gradient of what `vjp` returned, in its form.
-
-        Raises:
-          ValueError: the lookup had no weights.
-          RuntimeError: this backward has been used, and tables may have changed since.
-        """
-        if self._batch.weights is None:
-            raise ValueError("weight_gradients needs a lookup with per_sample_weights; give them to vjp.")
-        gradient, module = self._gradient(d_output), self._module
-        self._bring_near()
-        given = module.plan, module.whole_state, self._near, gradient, self._rates
-        return self._in_form(_weight_gradients(*given, max_gradient=module.max_gradient))
-
-    def row_gradients(self, d_output: PyTree) -> RowGradients:
+    def row_gradients(self, d_output: ArrayLike) -> RowGradients:
         """The summed gradient of every looked-up row, changing nothing: to be clipped, accumulated and applied later.
 
         Args:
           d_output: gradient of what `vjp` returned, in its form.
 
-        Returns: one entry per group of tables of equal dim, optimizer and placement. Its rows count through the tables
-          of the group.
+        Returns: one entry per group of tables of equal dim, optimizer and placement, by the name of the first of them.
+          Its rows count through the tables of the group.
 
         Raises: ValueError: more rows than `total_unique_indices` were looked up.
         """
-        gradient, module = self._gradient(d_output, trains=True), self._module
+        gradient, module = self._gradient(d_output), self._module
         batch = self._batch if module.plan.devices is None else self._near
         gradients = _row_gradients(module.plan, batch, gradient, max_gradient=module.max_gradient)
         gradients = gradients if self._bound is None else functional.cut(gradients, self._bound)
         self._permit.use()
         return gradients
 
-    def _gradient(self, d_output: PyTree, *, trains: bool = False) -> Array:
-        """The gradient in the form of an output that is no dict, of a backward that may still be used.
+    def _gradient(self, d_output: ArrayLike) -> Array:
+        """The gradient of a backward that may still be used.
 
         Raises: TypeError, ValueError: it has another form. RuntimeError: this was used, or the module never trains.
         """
         module, shape = self._module, functional.output_shape(self._module.plan, self._near)
-        if self._by_feature:
-            d_output = batches.gradient_of_dict(module.feature_names, d_output, is_flat=len(shape) == 1)
         check_gradient(d_output, "the gradient of the output")
         d_output = jnp.asarray(d_output)
         if d_output.shape != shape:
             raise ValueError(f"the gradient has shape {d_output.shape}, but the output has {shape}.")
         self._permit.check()
-        if trains and module.deterministic:
+        if module.deterministic:
             raise RuntimeError(_EVALUATES)
         return d_output
 

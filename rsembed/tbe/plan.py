@@ -82,7 +82,6 @@ class TablePlan(NamedTuple):
       rounds_stochastically: how stepped rows are brought to a dtype other than float32.
       whole_table_mode: what happens to all rows before the lookup of a step.
       copy_dtypes: of the copies of the table that this keeps, behind the slots of the rule.
-      keeps_first_gradients: rows are stepped with the gradient of the first bag that reads them, not with the sum.
       torch_state_names: what torch's optimizers call its optimizer states.
     """
 
@@ -99,7 +98,6 @@ class TablePlan(NamedTuple):
     rounds_stochastically: bool = True
     whole_table_mode: EnsembleModeDefinition | EmainplaceModeDefinition | None = None
     copy_dtypes: tuple[str, ...] = ()
-    keeps_first_gradients: bool = False
     torch_state_names: tuple[str, ...] = ()
 
     @property
@@ -140,40 +138,17 @@ class TablePlan(NamedTuple):
         )
         return spec if self.rule is None else dataclasses.replace(spec, optimizer=self.rule)
 
-    def trained(self, arguments: Arguments) -> TablePlan:
-        """The table with what its optimizer makes of the arguments that it reads.
-
-        Raises: ValueError: arguments do not go together. NotImplementedError: a table on the host would have to be
-          changed as a whole.
-        """
-        table = self._replace(**by_name.trained_by(self.optimizer, self.learning_rate, arguments))
-        if isinstance(table.whole_table_mode, EmainplaceModeDefinition) and table.dim % 2:
-            raise ValueError(
-                f"table {table.name!r}: EMAINPLACE_ROWWISE_ADAGRAD needs an even embedding_dim, got {table.dim}."
-            )
-        counts = isinstance(table.rule, CounterAdagrad)
-        moves_all_rows = table.rule is not None and table.rule.moves_all_rows
-        if table.is_cached and (table.whole_table_mode is not None or counts or moves_all_rows):
-            what = "weight_decay_mode COUNTER" if counts else by_name.name_of(table.optimizer)
-            raise NotImplementedError(
-                f"table {table.name!r}: {what} goes over whole tables, which a table on the host behind a cache cannot "
-                "do in one step; use EmbeddingLocation.DEVICE, or enforce_hbm=True."
-            )
-        return table
-
 
 class GroupPlan(NamedTuple):
     """Tables of one shape, rule and placement, which share one array: table `tables[k]` begins at `first_rows[k]`.
 
     Args:
-      name: the names of its tables, or of the first and how many follow; no two groups of a plan share a name.
-      table: the first of them, which speaks for all in everything but name and size.
+      table: the first of them, which speaks for all in everything but name and size. Its name is that of the group.
       tables: numbers of all of them.
       first_rows: see above.
       num_rows: rows of the array.
     """
 
-    name: str
     table: TablePlan
     tables: tuple[int, ...]
     first_rows: tuple[int, ...]
@@ -188,7 +163,7 @@ class TBEPlan:
       tables: logical tables.
       features: table of every feature.
       pooling: `sum`, `mean` or `none`.
-      feature_names: for messages and `{feature: Bags}`.
+      feature_names: for messages.
       devices: those of a mesh that share tables and samples; None on one device.
     """
 
@@ -214,11 +189,8 @@ class TBEPlan:
         num_rows = {number: table.num_rows for number, table in enumerate(self.tables)}
         groups = []
         for own in split_by_memory(alike.values(), num_rows, NO_ROW - 1):
-            # The first name tells the group already, if it can be told where that ends.
-            names = [self.tables[t].name.replace("\\", "\\\\").replace("+", "\\+") for t in own]
-            name = "+".join(names) if len(names) < 4 else f"{names[0]}+{len(names) - 1} more"
             *first_rows, end = itertools.accumulate((num_rows[t] for t in own), initial=0)
-            groups.append(GroupPlan(name, self.tables[own[0]], tuple(own), tuple(first_rows), end))
+            groups.append(GroupPlan(self.tables[own[0]], tuple(own), tuple(first_rows), end))
         return tuple(groups)
 
     @functools.cached_property
@@ -388,7 +360,7 @@ def make_plan(given: Arguments) -> TBEPlan:
     if given.prefetch_pipeline and given.cache_algorithm != CacheAlgorithm.LRU:
         raise ValueError("prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches.")
     optimizers: list[TableOptimizer] = [
-        own if isinstance(own, OptimizerSpec) else by_name.member(EmbOptimType, own)
+        own if isinstance(own, OptimizerSpec) else by_name.member(EmbOptimType, own, "optimizer")
         for own in per_table(given.optimizer, len(names), "optimizer")
     ]
     rates = [
@@ -397,6 +369,7 @@ def make_plan(given: Arguments) -> TBEPlan:
     ]
     for rate in rates:
         check_type(rate, float | Callable, "learning_rate")
+    rates = [rate if callable(rate) else float(rate) for rate in rates]
     if len({own == EmbOptimType.NONE for own in optimizers}) > 1:
         raise ValueError("OptimType.NONE returns gradients instead of applying them: use it for all tables or none.")
     devices = Devices.of(given.mesh, given.sharding_axis)
@@ -404,13 +377,12 @@ def make_plan(given: Arguments) -> TBEPlan:
         raise ValueError(
             f"device={given.device!r} and a mesh do not go together; the tables are on the devices of the mesh."
         )
-    unread = set.intersection(*(set(by_name.unused_arguments(own, given)) for own in optimizers))
-    warn_of_no_effect(sorted(unread), f"optimizer {by_name.name_of(optimizers[0])} does not use them")
+    unread = frozenset.intersection(*(by_name.unread_arguments(own, given) for own in optimizers))
+    warn_of_no_effect(given.changed(sorted(unread)), f"optimizer {by_name.name_of(optimizers[0])} does not use them")
     if len(set(optimizers)) == 1:
         # What does not go together is refused before unread arguments are left out.
         by_name.check_arguments(optimizers[0], given)
-    dtype = by_name.dtype_of(given.weights_precision, "weights_precision").name
-    near_dtype = by_name.dtype_of(given.cache_precision or given.weights_precision, "cache_precision").name
+    dtype, near_dtype = given.weights_precision.dtype, (given.cache_precision or given.weights_precision).dtype
     # CPUs have one kind of memory, so that there only caching makes a difference.
     elsewhere: Placement = "device" if default_platform() == "cpu" else "host"
     special: dict[EmbeddingLocation, Placement] = {EmbeddingLocation.DEVICE: "device"}
@@ -422,14 +394,17 @@ def make_plan(given: Arguments) -> TBEPlan:
             optimizer=own,
             num_rows=rows,
             dim=dim,
-            learning_rate=rate if callable(rate) else float(rate),
+            learning_rate=rate,
             dtype=dtype,
             near_dtype=dtype if placement == "device" else near_dtype,
             placement=placement,
             rounds_stochastically=given.stochastic_rounding,
-        ).trained(given)
+            **by_name.trained_by(own, rate, given),
+        )
         for name, own, rate, placement, (rows, dim, _, _) in zip(names, optimizers, rates, placed, specs, strict=True)
     ]
+    for table in tables:
+        _check_trained(table)
     if given.mesh is not None:
         _check_shared(tables, given.pooling_mode)
     core_specs = {} if given.mesh is None else {table.name: table.spec() for table in tables}
@@ -470,6 +445,22 @@ def _check_specs(
         raise ValueError(f"tables {unread} have no feature; each table needs one in feature_table_map.")
 
 
+def _check_trained(table: TablePlan) -> None:
+    """Raises: ValueError, NotImplementedError: its optimizer cannot train the table as it is, or where it is."""
+    if isinstance(table.whole_table_mode, EmainplaceModeDefinition) and table.dim % 2:
+        raise ValueError(
+            f"table {table.name!r}: EMAINPLACE_ROWWISE_ADAGRAD needs an even embedding_dim, got {table.dim}."
+        )
+    counts = isinstance(table.rule, CounterAdagrad)
+    moves_all_rows = table.rule is not None and table.rule.moves_all_rows
+    if table.is_cached and (table.whole_table_mode is not None or counts or moves_all_rows):
+        what = "weight_decay_mode COUNTER" if counts else by_name.name_of(table.optimizer)
+        raise NotImplementedError(
+            f"table {table.name!r}: {what} goes over whole tables, which a table on the host behind a cache cannot "
+            "do in one step; use EmbeddingLocation.DEVICE, or enforce_hbm=True."
+        )
+
+
 def _check_shared(tables: Sequence[TablePlan], pooling: PoolingMode) -> None:
     """Raises: ValueError: a table has no rows. NotImplementedError: tables need what one device alone can do."""
     if pooling == PoolingMode.NONE:
@@ -483,8 +474,6 @@ def _check_shared(tables: Sequence[TablePlan], pooling: PoolingMode) -> None:
             reason = "rows on the host visit one device; use EmbeddingCollection and storage=rsembed.HostCached(...)"
         elif table.global_decay is not None:
             reason = "DECOUPLE_GLOBAL owes decay to rows that are only read; use DECOUPLE or L2"
-        elif table.keeps_first_gradients:
-            reason = "the write-back hook keeps the first gradient of a batch that nobody sees whole; leave it out"
         if reason is not None:
             raise NotImplementedError(f"table {table.name!r} cannot be shared by the devices of a mesh: {reason}.")
         if not table.num_rows:

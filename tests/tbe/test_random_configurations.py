@@ -95,7 +95,7 @@ CONFIGURATIONS = {
     "lars": C(((5, 4),), (0, 0), "lars", id_dtype=np.int64),
     "partial_adam": C(((5, 4), (5, 3)), (1, 0), "partial_adam", is_weighted=True, clamp=0.75),
     "partial_lamb": C(((5, 4),), (0, 0, 0), "partial_lamb", "mean"),
-    "adam_by_row_cached": C(((50, 4), (5, 3)), (0, 1, 0), "adam_by_row", num_ids=40, is_cached=True),
+    "adam_cached": C(((50, 4), (5, 3)), (0, 1, 0), "adam", num_ids=40, is_cached=True),
     "counter": C(((5, 4), (6, 4)), (0, 1), "counter_l2", "mean", True),
     "cowclip": C(((5, 4), (6, 3)), (1, 0), "cowclip"),
     "rmsprop_cached": C(((45, 4),), (0,), "rmsprop", "mean", num_ids=36, is_cached=True),

@@ -37,13 +37,14 @@ def assert_same(found, expected):
 
 
 @layouts
-def test_a_module_whose_arrays_a_copy_trains_says_so_and_takes_a_state_dict(num_devices):
+def test_a_module_whose_arrays_a_copy_trains_says_so(num_devices):
     module = module_of(num_devices)
     output, backward = module.vjp(IDS, OFFSETS)
     gradient = jnp.ones(output.shape)
     gradients = module.vjp(IDS, OFFSETS)[1].row_gradients(gradient)
     copy = nnx.clone(module)
     train(copy, IDS, OFFSETS)
+    saved = copy.state_dict()
     for call in (
         lambda: module(IDS, OFFSETS),
         lambda: module.vjp(IDS, OFFSETS),
@@ -53,17 +54,11 @@ def test_a_module_whose_arrays_a_copy_trains_says_so_and_takes_a_state_dict(num_
         module.state_dict,
         module.split_embedding_weights,
         lambda: module.set_embedding_weights(0, np.zeros(SPECS[0])),
-        lambda: module.reset_embedding_weight_momentum([0], [0, 1], [0]),
         lambda: module.set_learning_rate(0.5),
+        lambda: module.load_state_dict(saved),
     ):
-        with pytest.raises(RuntimeError, match="taken over by a training step of a copy"):
+        with pytest.raises(RuntimeError, match="has lost its tables, perhaps by way of a copy"):
             call()
-    saved = copy.state_dict()
-    module.load_state_dict(saved)
-    assert_same(module.state_dict(), saved)
-    for own in (module, copy):
-        train(own, IDS, OFFSETS)
-    assert_same(module.state_dict(), copy.state_dict())
 
 
 @layouts
@@ -115,17 +110,3 @@ def test_a_pass_over_whole_tables_runs_once_a_step_whatever_comes_between(num_de
     expected = trained(disturbs=False, saves=False)
     for saves in (False, True):
         assert_same(trained(disturbs=True, saves=saves), expected)
-
-
-def test_resets_and_hyper_parameters_are_checked_before_the_first_changes():
-    module = module_of(optimizer=Optim.EXACT_ADAGRAD)
-    train(module, IDS, OFFSETS)
-    before = module.state_dict()
-    for offsets, tables, rows in (([0, 1, 2], [0, 7], [0, 1]), ([0, 1, 2], [0, 1], [0, 30])):
-        with pytest.raises(ValueError, match=r"there is no table 7|leave table"):
-            module.reset_embedding_weight_momentum(rows, offsets, tables)
-    with pytest.raises(NotImplementedError, match="bogus"):
-        module.update_hyper_parameters({"lr": 0.5, "bogus": 1.0})
-    with pytest.raises(ValueError, match="eps"):
-        module.update_hyper_parameters({"lr": 0.5, "eps": float("nan")})
-    assert_same(module.state_dict(), before)
