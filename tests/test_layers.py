@@ -37,7 +37,7 @@ BUDGETS = {
     "sparsecore": 4448,
     "tbe": 2839,
     "tt": 3190,
-    "sok": 1690,
+    "sok": 1672,
     "plot": 1149,
     "datasets": 1102,
     "__main__": 352,

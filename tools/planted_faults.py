@@ -44,7 +44,7 @@ places.py  test_places.py
 stacking.py  test_stacking.py
     -(-value // multiple) * multiple => (value // multiple + 1) * multiple
     table.embedding_dim if table.optimizer.is_row_wise else None, => None,
-keys.py  sok/test_keys.py
+keys.py  test_keys.py
     ((keys.high % n) * wrap + keys.low % n) % n => ((keys.high % n) + keys.low % n) % n
 bags.py  test_bags.py
     _floats(gains, "from_coo")[order] => _floats(gains, "from_coo")
@@ -133,7 +133,7 @@ tt/hot_rows.py  tt/test_hot_rows.py
 tt/spec.py  tt/test_spec.py
     -(-n // power) * power => n // power * power
 sok/lookups.py  sok/test_layers.py
-    slots[str(t)], number + 1) => slots[str(t)], number)
+    name: number + 1 for => name: number for
 sok/dump.py  sok/test_dump.py
     if num_rows > here or => if
 datasets/generated.py  datasets/test_generated.py

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +35,7 @@ def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
 
 
 @validated
-def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
+def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, PyTree]) -> None:
     """Writes rows by key: keys that the table has are overwritten, a hash table gets those that it has not.
 
     Args:
@@ -46,13 +45,13 @@ def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
 
     Raises: ValueError: keys repeat, are out of range or find no room, or an array does not fit.
     """
-    if variable.table.grows and "keys" in rows:
+    if variable.table.when_full == "grow" and "keys" in rows:
         _make_room(variable, rows)
     written_state = variable.table.collection.with_tables(state_of(variable), {variable.table.spec.name: rows})
     variable.set_value(written_state)
 
 
-def _make_room(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
+def _make_room(variable: EmbeddingVariable, rows: Mapping[str, PyTree]) -> None:
     """Makes a table as large as the rows need that it is to take beside its own."""
     spec, num_devices = variable.table.spec, variable.table.context.num_devices
     params = state_of(variable).tables[spec.name]
@@ -63,7 +62,7 @@ def _make_room(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
 
 
 @validated
-def dump(path: str | os.PathLike[str], variables: PyTree, optimizer: Any = None) -> None:
+def dump(path: str | os.PathLike[str], variables: PyTree, optimizer: object = None) -> None:
     """Writes keys, rows, optimizer state and step of tables, all of one instant, as a checksummed checkpoint.
 
     Args:
@@ -88,7 +87,7 @@ def dump(path: str | os.PathLike[str], variables: PyTree, optimizer: Any = None)
 
 
 @validated
-def load(path: str | os.PathLike[str], variables: PyTree, optimizer: Any = None) -> None:
+def load(path: str | os.PathLike[str], variables: PyTree, optimizer: object = None) -> None:
     """Makes tables what they were at the time of a `dump`, on this run's devices, however many there were then.
 
     Rows are read a few MiB at a time.
@@ -119,13 +118,15 @@ def load(path: str | os.PathLike[str], variables: PyTree, optimizer: Any = None)
         variable.set_value(state)
 
 
-def _loaded(variable: EmbeddingVariable, arrays: Mapping[str, Any], step: int) -> tuple[VariableTable, EmbeddingState]:
+def _loaded(
+    variable: EmbeddingVariable, arrays: Mapping[str, PyTree], step: int
+) -> tuple[VariableTable, EmbeddingState]:
     """A table as large as the dumped one needs, and its state with the rows of the dump alone."""
     spec, num_devices = variable.table.spec, variable.table.context.num_devices
     names = array_names(spec, variable.get_value().slots[spec.name])
     of_keys = {name: array.whole() for name, array in arrays.items() if name not in names}
     copy = EmbeddingVariable(variable.table.init(variable.get_value().key), table=variable.table)
-    if copy.table.grows:
+    if copy.table.when_full == "grow":
         _make_room(copy, of_keys)
     table, state = copy.table, copy.get_value()
     params, places = with_keys(state.tables[spec.name], of_keys, table.spec, num_devices)
@@ -143,7 +144,7 @@ def _loaded(variable: EmbeddingVariable, arrays: Mapping[str, Any], step: int) -
 
 
 def _check_fits(
-    path: str | os.PathLike[str], then: Mapping[str, Any], arrays: Mapping[str, Any], table: VariableTable
+    path: str | os.PathLike[str], then: Mapping[str, PyTree], arrays: Mapping[str, PyTree], table: VariableTable
 ) -> None:
     """Raises: ValueError: the rows of a dump are not those of such a table, or more than it can have."""
     now, name = _description(table), table.spec.name
@@ -163,7 +164,7 @@ def _check_fits(
         )
 
 
-def _description(table: VariableTable) -> dict[str, Any]:
+def _description(table: VariableTable) -> dict[str, PyTree]:
     """Facts in which a dump and the table that it goes into must agree."""
     spec = table.spec
     return {

@@ -26,7 +26,6 @@ from rsembed.keys import Keys
 from rsembed.row_gradients import SingleUse, check_gradient
 from rsembed.sok.variables import EmbeddingVariable, VariableTable, give_room, state_of
 from rsembed.specs import Combiner, FeatureSpec
-from rsembed.storage import Hashed
 from rsembed.storage.hashed_rows import numbers_of
 from rsembed.storage.protocol import on_host
 from rsembed.storage.row_map import RowMap
@@ -231,7 +230,7 @@ class StepOnce:
     def _make_room(self, number: int) -> int | None:
         """Makes room in a table that grows; of another that may not have any, how many keys found none before."""
         variable = self.variables[number]
-        if not says_when_full(variable):
+        if variable.table.when_full not in ("error", "grow"):
             return None
         (params,) = state_of(variable).tables.values()
         num_rows, num_waiting = int(_missing(params.keys, self.wanted[number]).max()), 0
@@ -240,7 +239,7 @@ class StepOnce:
             num_waiting = int(_missing(params.waiting, sum(jax.tree.leaves(keys)[0].size for keys in own)).max())
         if max(num_rows, num_waiting) <= 0:
             return None
-        if not variable.table.grows:
+        if variable.table.when_full == "error":
             return _num_failed(variable)
         give_room(variable, num_rows, num_waiting)
         return None
@@ -279,7 +278,7 @@ def look_up_variables(
         for number, stack in zip(own, params, strict=True):
             wanted[number] = cast(Array, statistics.traffic[stack].num_unknown)
     for number, variable in enumerate(distinct) if training else ():
-        if not says_when_full(variable) or variable.table.grows or is_traced(wanted):
+        if variable.table.when_full != "error" or is_traced(wanted):
             continue
         (own_params,) = variable.get_value().tables.values()
         if (missing := _missing(own_params.keys, wanted[number])).max() > 0:
@@ -287,12 +286,6 @@ def look_up_variables(
     ordered = [outputs[feature] for feature in range(len(features))]
     shapes = [output.shape for output in ordered]
     return ordered, StepOnce(distinct, features, batch, wanted, list(map(len, ordered)), shapes)
-
-
-def says_when_full(variable: EmbeddingVariable) -> bool:
-    """Whether new keys must find room, or an error says that there is none."""
-    storage = variable.table.spec.storage
-    return isinstance(storage, Hashed) and storage.when_full == "error"
 
 
 def _missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices"]:

@@ -57,6 +57,16 @@ class EmbeddingVariableOption:
     evict_option: GlobalStepEvict | L2WeightEvict | None = None
     filter_option: CounterFilter | None = None
 
+    def as_policies(self) -> dict[str, float]:
+        """The same as plain arguments of `embedding_variable`."""
+        evict, admit = self.evict_option, self.filter_option
+        said: dict[str, float] = {} if admit is None else {"admission_count": admit.filter_freq}
+        if isinstance(evict, GlobalStepEvict) and evict.steps_to_live is not None:
+            said["steps_to_live"] = evict.steps_to_live
+        if isinstance(evict, L2WeightEvict) and evict.l2_weight_threshold >= 0:
+            said["l2_weight_threshold"] = evict.l2_weight_threshold
+        return said
+
 
 def core_policies(where: str, option: EmbeddingVariableOption | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """`steps_to_live`, `l2_weight_threshold` and arguments of `rsembed.Hashed`, whichever way they were said.
@@ -70,34 +80,21 @@ def core_policies(where: str, option: EmbeddingVariableOption | None, given: Map
     """
     may_be_none = ("steps_to_live", "l2_weight_threshold", "evict_strategy", "filter_ratio")
     policies = {name: value for name, value in given.items() if value is not None or name not in may_be_none}
-    strategy = str(policies.pop("evict_strategy", "lru")).lower()
-    if strategy not in ("lru", "lfu"):
-        raise ValueError(
-            f"{where}: evict_strategy {given['evict_strategy']!r} has no counterpart; choose 'LRU' or 'LFU', or "
-            "when_full='evict' with eviction='age' or 'l2'."
-        )
-    asked: list[tuple[str, dict[str, Any]]] = []
-    if given.get("evict_strategy") is not None:
-        asked.append(("evict_strategy", {"when_full": "evict", "eviction": strategy}))
-    if "filter_ratio" in policies:
-        asked.append(("filter_ratio", {"admission_probability": policies.pop("filter_ratio")}))
-    if option is not None:
-        asked.append(("ev_option", _said_by(option)))
-    for source, own in asked:
+    published: dict[str, dict[str, Any]] = {"ev_option": {} if option is None else option.as_policies()}
+    if (strategy := policies.pop("evict_strategy", None)) is not None:
+        published["evict_strategy"] = {"when_full": "evict", "eviction": str(strategy).lower()}
+        if str(strategy).lower() not in ("lru", "lfu"):
+            raise ValueError(
+                f"{where}: evict_strategy {strategy!r} has no counterpart; choose 'LRU' or 'LFU', or when_full='evict' "
+                "with eviction='age' or 'l2'."
+            )
+    if (ratio := policies.pop("filter_ratio", None)) is not None:
+        published["filter_ratio"] = {"admission_probability": ratio}
+    for source, own in published.items():
         if both := sorted(set(policies) & set(own)):
             raise ValueError(f"{where}: {source} says what {', '.join(both)} says, too; leave one of them out.")
         policies |= own
     return policies
-
-
-def _said_by(option: EmbeddingVariableOption) -> dict[str, Any]:
-    evict, admit = option.evict_option, option.filter_option
-    said: dict[str, Any] = {} if admit is None else {"admission_count": admit.filter_freq}
-    if isinstance(evict, GlobalStepEvict) and evict.steps_to_live is not None:
-        said["steps_to_live"] = evict.steps_to_live
-    if isinstance(evict, L2WeightEvict) and evict.l2_weight_threshold >= 0:
-        said["l2_weight_threshold"] = evict.l2_weight_threshold
-    return said
 
 
 def uniform_initializer(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
@@ -117,7 +114,7 @@ _ALIASES = {"random": "uniform", "zero": "zeros", "one": "ones"}
 _OF_WHOLE_TABLES = re.compile(r"glorot|xavier|he_|lecun|variance_scaling|orthogonal|identity")
 
 
-def named_initializer(initializer: Any, table_name: str) -> Callable[..., Array]:
+def named_initializer(initializer: str | float | Callable[..., Array], table_name: str) -> Callable[..., Array]:
     """`(key, shape) -> array` from such a function, a name, or a number that all rows start from, also as a text.
 
     Raises: ValueError: the name is unknown, or means values that follow from the number of rows.

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from rsembed.bags import check_not_taken
@@ -62,7 +63,7 @@ class Context:
                 f"global_batch_size={self.global_batch_size}; change one of them, or leave it out to take any batch."
             )
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: PyTree) -> PyTree:
         """Arrays of this process, cut among the devices of all; copies, since JAX may take over what it is given."""
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axis))
         place = functools.partial(jax.make_array_from_process_local_data, sharding)
@@ -109,17 +110,6 @@ def Init(
     return context
 
 
-def current_context(context: Context | None = None) -> Context:
-    """The context given, or that of the last `Init`.
-
-    Raises: RuntimeError: there is none.
-    """
-    found = _current if context is None else context
-    if found is None:
-        raise RuntimeError("call sok.Init() first: it says which devices share the tables. Or pass context=.")
-    return found
-
-
 _first_of_kind: dict[Hashable, VariableTable] = {}
 
 
@@ -131,7 +121,7 @@ class VariableTable:
       spec: the table of the core, kept as `Hashed` or as `RowNumbers`.
       context: the devices.
       exchange_capacity: see `EmbeddingCollection`.
-      grows: whether it is made larger before new keys find it full.
+      when_full: what happens to new keys of a hash table that find it full; "grow" makes it larger before.
       steps_to_live: after how many steps without use a key is old; None means never.
       l2_weight_threshold: of which half of a squared L2 norm a row is too small; None means of none.
     """
@@ -139,7 +129,7 @@ class VariableTable:
     spec: TableSpec
     context: Context
     exchange_capacity: int | None = None
-    grows: bool = False
+    when_full: str | None = None
     steps_to_live: int | None = None
     l2_weight_threshold: float | None = None
 
@@ -213,7 +203,8 @@ class EmbeddingVariable(nnx.Variable):
         for what, value in (("keep", keep), ("steps_to_live", steps_to_live)):
             check_type(value, NonNegativeInt | None, f"table {name!r}: evict: {what}")
         check_within("[0, inf)", l2_weight_threshold, f"table {name!r}: evict: l2_weight_threshold")
-        reasons: dict[str, Any] = {"keep": keep, "unused_for": steps_to_live, "norm_below": _norm(l2_weight_threshold)}
+        norm = None if l2_weight_threshold is None else _norm(l2_weight_threshold)
+        reasons: dict[str, PyTree] = {"keep": keep, "unused_for": steps_to_live, "norm_below": norm}
         parts = []
         for what, value in reasons.items():  # rows that are kept must not make room for those that the others let go
             if value is not None:
@@ -238,10 +229,8 @@ class EmbeddingVariable(nnx.Variable):
         make_larger(self, rows_per_device, rows_per_device if storage.admission_capacity is None else 0)
 
 
-def _norm(l2_weight_threshold: float | None) -> float | None:
+def _norm(l2_weight_threshold: float) -> float:
     """The L2 norm of which half of the square is a threshold, or the next one below, whose square is not larger."""
-    if l2_weight_threshold is None:
-        return None
     squares = 2 * float(l2_weight_threshold)
     norm = math.sqrt(squares)
     return norm if norm * norm <= squares else math.nextafter(norm, 0)
@@ -292,8 +281,8 @@ def make_larger(variable: EmbeddingVariable, rows_per_device: int, num_waiting: 
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _grown(table: VariableTable, capacity: int, num_waiting: int, params: PyTree, slots: PyTree) -> Any:
-    def on_device(params: PyTree, slots: PyTree) -> Any:
+def _grown(table: VariableTable, capacity: int, num_waiting: int, params: PyTree, slots: PyTree) -> PyTree:
+    def on_device(params: PyTree, slots: PyTree) -> PyTree:
         return hashed_rows.grow(params, slots, table.spec, capacity, num_waiting)
 
     devices = table.context.devices
@@ -307,7 +296,7 @@ def embedding_variable(
     *,
     rows_per_device: int,
     use_hashtable: bool = True,
-    key_dtype: Any = "int64",
+    key_dtype: DTypeLike = "int64",
     initializer: str | float | Callable[..., Array] = "uniform",
     optimizer: OptimizerSpec | None = None,
     exchange_capacity: PositiveInt | None = None,
@@ -344,43 +333,45 @@ def embedding_variable(
         `when_full="grow"` makes the table larger before a step. By the names of SOK, `evict_strategy` ("LRU" or "LFU",
         evicts when full) and `filter_ratio` (the probability).
 
-    Raises: ValueError: an argument is out of range. TypeError: it is unknown.
+    Raises: ValueError: an argument is out of range. TypeError: it is unknown. RuntimeError: `Init` was not called.
     """
-    context, where = current_context(context), f"table {name!r}"
+    where, context = f"table {name!r}", _current if context is None else context
+    if context is None:
+        raise RuntimeError("call sok.Init() first: it says which devices share the tables. Or pass context=.")
     check_type(rows_per_device, PositiveInt, f"{where}: rows_per_device")
     num_devices = context.num_devices
-    num_rows = rows_per_device * num_devices
     stay = {"steps_to_live": steps_to_live, "l2_weight_threshold": l2_weight_threshold}
     policies = core_policies(where, ev_option, policies | stay)
     unused = [] if use_hashtable else list(policies)
     steps_to_live, l2_weight_threshold = (policies.pop(name, None) for name in stay)
     check_type(steps_to_live, NonNegativeInt | None, f"{where}: steps_to_live")
     check_within("[0, inf)", l2_weight_threshold, f"{where}: l2_weight_threshold")
-    if grows := policies.get("when_full") == "grow":
+    when_full = policies.get("when_full", "error") if use_hashtable else None
+    if when_full == "grow":
         policies = policies | {"when_full": "error"}  # until the variable has more room
-    of_keys: dict[str, Any] = {"key_dtype": dtype_among(KEY_DTYPES, key_dtype, f"{where}: key_dtype")}
-    storage: Any = Hashed(**of_keys, **policies)
+    key_dtype = dtype_among(KEY_DTYPES, key_dtype, f"{where}: key_dtype")
+    storage: Hashed | RowNumbers = Hashed(key_dtype=key_dtype, **policies)
+    if unused:
+        raise ValueError(f"{where}: {', '.join(unused)} concern hash tables; use_hashtable is False.")
     if not use_hashtable:
-        if unused:
-            raise ValueError(f"{where}: {', '.join(unused)} concern hash tables; use_hashtable is False.")
-        storage = RowNumbers(**of_keys, num_shards=num_devices)
+        storage = RowNumbers(key_dtype=key_dtype, num_shards=num_devices)
     spec = TableSpec(
         name=name,
-        vocabulary_size=num_rows,
+        vocabulary_size=rows_per_device * num_devices,
         embedding_dim=embedding_dim,
         initializer=named_initializer(initializer, name),
         optimizer=Adagrad() if optimizer is None else optimizer,
         dtype=dtype,
         storage=storage,
     )
-    table = VariableTable(spec, context, exchange_capacity, grows, steps_to_live, l2_weight_threshold)
+    table = VariableTable(spec, context, exchange_capacity, when_full, steps_to_live, l2_weight_threshold)
     key = (nnx.Rngs(0) if rngs is None else rngs).params()
     return EmbeddingVariable(table.init(key), table=table)
 
 
 def split_embedding_variable_from_others(
     variables: PyTree,
-) -> tuple[tuple[EmbeddingVariable, ...], tuple[Any, ...]]:
+) -> tuple[tuple[EmbeddingVariable, ...], tuple[PyTree, ...]]:
     """The embedding variables among `variables`, and all others, each in their order.
 
     Args:

@@ -3,21 +3,20 @@
 import functools
 import tracemalloc
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
 
 import rsembed as rs
 from rsembed import checkpoint, sok
+from tests.sok.training import context
 
 DIM = 3
 
 
 def model(num_devices, *, use_hashtable=True, rows=16, **options):
-    sok.Init(mesh=Mesh(np.asarray(jax.devices()[:num_devices]), ("shard",)))
+    context(num_devices)
     options = {"optimizer": sok.optimizers.LazyAdam(0.1)} | options
     return sok.All2AllDenseEmbedding(rows, DIM, 1, 1, use_hashtable=use_hashtable, **options)
 
@@ -63,8 +62,8 @@ def test_rows_are_assigned_by_key():
 def test_a_row_is_assigned_where_it_lies_and_a_dump_gathers_block_by_block(tmp_path, monkeypatch, use_hashtable):
     monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", 1 << 18)
     monkeypatch.setattr(checkpoint.arrays, "_BYTES_IN_FLIGHT", 1 << 20)
-    context, dim = sok.Init(mesh=Mesh(np.asarray(jax.devices()[:2]), ("shard",))), 256
-    options = {"rows_per_device": 1 << 13, "use_hashtable": use_hashtable, "initializer": "ones", "context": context}
+    dim, options = 256, {"rows_per_device": 1 << 13, "use_hashtable": use_hashtable, "initializer": "ones"}
+    options["context"] = context(2)
     variable = sok.embedding_variable("t", dim, **options)
     keys = np.arange(1 << 14)
     if use_hashtable:
@@ -89,9 +88,8 @@ def test_a_row_is_assigned_where_it_lies_and_a_dump_gathers_block_by_block(tmp_p
 
 
 def grows(num_devices=1, **options):
-    context = sok.Init(mesh=Mesh(np.asarray(jax.devices()[:num_devices]), ("shard",)))
-    rule, rows = rs.optimizers.SGD(1.0), 4 // num_devices
-    options |= {"rows_per_device": rows, "optimizer": rule, "initializer": "ones", "context": context}
+    options |= {"rows_per_device": 4 // num_devices, "optimizer": rs.optimizers.SGD(1.0), "initializer": "ones"}
+    options["context"] = context(num_devices)
     return sok.embedding_variable("t", 2, when_full="grow", **options)
 
 

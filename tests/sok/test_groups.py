@@ -11,11 +11,12 @@ from jax.sharding import Mesh
 from rsembed import from_optax, sok
 from rsembed.optimizers import SGD, Adagrad
 from rsembed.sok import lookups
+from tests.sok.training import context
 
 
 @pytest.fixture(autouse=True)
 def two_devices():
-    sok.Init(mesh=Mesh(np.asarray(jax.devices()[:2]), ("shard",)))
+    context(2)
 
 
 def variable(name, dim, **options):
@@ -136,12 +137,24 @@ def test_columns_of_a_scope_are_one_lookup():
     np.testing.assert_allclose(sok.input_layer(batch, [*columns, alone])[:, 2:5], out[:, 2:5] - 4.0, atol=1e-6)
 
 
-def other_context():
-    return sok.Context(Mesh(np.asarray(jax.devices()[2:4]), ("shard",)), "shard")
+def test_columns_step_all_or_none():
+    """Calls that are refused lose no step, and none is half done."""
+    columns = [sok.embedding_column(name, 4, rows_per_device=64) for name in ("x", "y")]
+    output, backward = sok.input_layer_vjp({"x": [[1, 2]] * 8, "y": [[5]] * 8}, columns)
+    for shape in ((8, 9), (8, 7), (8,), (7, 8)):
+        with pytest.raises(ValueError, match="input_layer: the gradient has shape"):
+            backward(np.ones(shape, np.float32))
+    assert [int(column.variable.get_value().step) for column in columns] == [0, 0]
+    with pytest.raises(ValueError, match="'y': key -5"):
+        sok.input_layer_vjp({"x": [[11, 12]] * 8, "y": [[-5]] * 8}, columns)
+    backward(np.ones(output.shape, np.float32))
+    assert [int(column.variable.get_value().step) for column in columns] == [1, 1]
+    assert sok.export_rows(columns[0].variable)["keys"].tolist() == [1, 2]
 
 
 def test_tables_of_other_devices_make_no_group():
-    own, other = variable("own", 3), variable("other", 3, context=other_context())
+    elsewhere = sok.Context(Mesh(np.asarray(jax.devices()[2:4]), ("shard",)), "shard")
+    own, other = variable("own", 3), variable("other", 3, context=elsewhere)
     with pytest.raises(ValueError, match=r"group 'g': table 'other' lies on the devices .*, table 'own' on .* context"):
         sok.group_embedding_lookup_sparse([own, other], [IDS, IDS], ["sum", "sum"], name="g")
 

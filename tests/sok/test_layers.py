@@ -8,17 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
 
 from rsembed import Bags, sok
 from rsembed.optimizers import Adagrad
+from tests.sok.training import context
 
 BATCH, SLOTS, NNZ, DIM, STEPS = 16, 2, 3, 5, 4
 LEARNING_RATE = 0.3
-
-
-def context(num_devices):
-    return sok.Init(mesh=Mesh(np.asarray(jax.devices()[:num_devices]), ("shard",)))
 
 
 def start(key, shape):
@@ -187,3 +183,16 @@ def test_counters_go_on_beyond_32_bits():
     layer.variable.set_value(before._replace(tables={name: params}))
     insert(layer, np.asarray([2, 4, 5]))
     assert layer.variable.counts()["inserted"].tolist() == [2**32 + 1, 2**32]
+
+
+def test_a_table_that_an_interrupted_step_took_over_says_how_to_go_on():
+    layer = sok.All2AllDenseEmbedding(64, 4, 1, 1, name="taken", context=context(1))
+    keys = np.arange(8).reshape(8, 1, 1)
+    layer.vjp(keys)
+    jax.tree.map(lambda array: array.delete(), layer.variable.get_value())
+    calls = (layer, layer.vjp, lambda _: sok.export_rows(layer.variable), lambda _: layer.variable.counts())
+    for call in calls:
+        with pytest.raises(
+            RuntimeError, match=r"table 'taken' has lost its rows .* Ctrl-C .* sok.load the latest dump"
+        ):
+            call(keys)

@@ -1,24 +1,19 @@
 """The names of DeepRec and SOK for who gets a row, who loses one, and what rows start from."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from rsembed import sok
 from rsembed.sok.policies import core_policies
+from tests.sok.training import context
 
 DIM = 2
 COUNTED = sok.EmbeddingVariableOption(filter_option=sok.CounterFilter(2))
 
 
-def context(num_devices=1):
-    return sok.Init(mesh=Mesh(np.asarray(jax.devices()[:num_devices]), ("shard",)))
-
-
 def variable(**options):
-    return sok.embedding_variable("t", DIM, **{"rows_per_device": 8, "context": context()} | options)
+    return sok.embedding_variable("t", DIM, **{"rows_per_device": 8, "context": context(1)} | options)
 
 
 def said(evict=None, admit=None, **policies):

@@ -5,12 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
-from rsembed import checkpoint, sok
+from rsembed import checkpoint
 from tests.sok import training
 
 
@@ -37,7 +35,7 @@ def test_processes_agree_on_shapes_or_refuse_together(launched):
 
 def test_processes_learn_what_one_device_learns(launched):
     found = checkpoint.load(launched[1]).tree
-    expected = training.train(sok.Init(mesh=Mesh(np.asarray(jax.devices()[:1]), ("shard",))))
+    expected = training.train(training.context(1))
     for rule, learned in expected["layers"].items():
         np.testing.assert_array_equal(found["layers"][rule]["keys"], learned["keys"])
         for name, values in learned.items():

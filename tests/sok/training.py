@@ -5,6 +5,7 @@ Called by test_processes.py in this process, and by the program that it starts i
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 import rsembed as rs
 from rsembed import sok
@@ -12,12 +13,17 @@ from rsembed import sok
 BATCH, STEPS, DIM = 16, 3, 4
 
 
+def context(num_devices):
+    """What `Init` says of the first devices."""
+    return sok.Init(mesh=Mesh(np.asarray(jax.devices()[:num_devices]), ("shard",)))
+
+
 def own_part(array):
     """This process' samples of a global batch."""
     return np.split(array, jax.process_count())[jax.process_index()]
 
 
-def train(context):
+def train(devices):
     """Losses of every step, and all rows by key with the state of both Adams."""
     generator = np.random.default_rng(0)
     keys = generator.choice(generator.integers(0, 2**62, 30), (STEPS, BATCH, 2, 3))
@@ -25,12 +31,12 @@ def train(context):
     targets = generator.normal(size=(STEPS, BATCH, 2, DIM)).astype(np.float32)
     rules = {"lazy_adam": sok.optimizers.LazyAdam(0.1), "adam": sok.optimizers.Adam(0.1)}  # one moves all rows
     layers = {
-        name: sok.DistributedEmbedding("mean", 32, DIM, 2, 3, optimizer=rule, context=context, name=name)
+        name: sok.DistributedEmbedding("mean", 32, DIM, 2, 3, optimizer=rule, context=devices, name=name)
         for name, rule in rules.items()
     }
     normal, adagrad = jax.nn.initializers.normal(), rs.optimizers.Adagrad(0.1)
     table = rs.TableSpec(name="t", vocabulary_size=30, embedding_dim=DIM, initializer=normal, optimizer=adagrad)
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=context.mesh)
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=devices.mesh)
     state, losses = collection.init(jax.random.key(0)), []
     lookup, update = jax.jit(collection.lookup), jax.jit(collection.update)
 
@@ -41,12 +47,12 @@ def train(context):
     for own, target in zip(keys, targets, strict=True):
         for layer in layers.values():
             out, backward = layer.vjp(own_part(own))
-            loss, gradient = loss_and_gradient(out, context.place(own_part(target)))
+            loss, gradient = loss_and_gradient(out, devices.place(own_part(target)))
             backward(gradient)
             losses.append(float(loss))
         batch = collection.prepare({"f": own_part(np.where(own[:, 0] < 0, -1, own[:, 0] % 30))})
         activations = lookup(state, batch)
-        loss, gradient = loss_and_gradient(activations["f"], context.place(own_part(target[:, 0])))
+        loss, gradient = loss_and_gradient(activations["f"], devices.place(own_part(target[:, 0])))
         state = update(state, batch, {"f": gradient})
         losses.append(float(loss))
     learned = {name: sok.export_rows(layer.variable) for name, layer in layers.items()}

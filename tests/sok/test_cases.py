@@ -1,21 +1,22 @@
-"""Worked lookups and gradients, through the public layers, on any number of devices."""
+"""Worked lookups, gradients and rows of keys, through public calls, on any number of devices.
+
+The contract of storages holds what rows are worth.
+"""
 
 import json
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from rsembed import sok
+from rsembed.keys import join_keys
 from rsembed.optimizers import SGD
+from tests.sok.training import context
 
-CASES = json.loads((Path(__file__).parents[1] / "data" / "sok_lookups.json").read_text())
-
-
-def context(num_devices):
-    return sok.Init(mesh=Mesh(np.asarray(jax.devices()[:num_devices]), ("shard",)))
+DATA = Path(__file__).parents[1] / "data"
+CASES = json.loads((DATA / "sok_lookups.json").read_text())
+INSERTIONS = json.loads((DATA / "sok_cases.json").read_text())["dynamic_insert"]
 
 
 def filled(layer, table):
@@ -73,3 +74,31 @@ def test_dense_lookups_do_not_depend_on_the_devices(case):
         layer = sok.All2AllDenseEmbedding(12, 4, *keys.shape[1:], context=context(num_devices))
         out = filled(layer, case["table"])(keys)
         np.testing.assert_allclose(out, case["expected"], atol=2e-6)
+
+
+def places_of(variable, num_shards):
+    """Shard and row of every key."""
+    known = variable.get_value().tables["t"].keys
+    keys = join_keys(np.asarray(known.high), np.asarray(known.low)).tolist()
+    used, capacity = np.asarray(known.last_step) >= 0, len(keys) // num_shards
+    return {key: [row // capacity, row % capacity] for row, key in enumerate(keys) if used[row]}
+
+
+@pytest.mark.parametrize("case", INSERTIONS, ids=lambda case: case["name"])
+def test_worked_cases_of_insertion(case):
+    num_shards, width = case["num_shards"], max(map(len, case["batches"]))
+    variable = sok.embedding_variable("t", 2, rows_per_device=case["capacity"], context=context(num_shards))
+    for number, (keys, expected) in enumerate(zip(case["batches"], case["expected"]["steps"], strict=True)):
+        padded = np.full((num_shards, width), -1)
+        padded[0, : len(keys)] = keys  # the first sample, in the order of the case
+        if number in case.get("eval_batches", []):
+            sok.group_embedding_lookup_sparse([variable], [padded], ["sum"])
+        else:
+            outputs, backward = sok.group_embedding_lookup_vjp([variable], [padded], ["sum"])
+            backward(outputs)
+        places, counts = places_of(variable, num_shards), variable.counts()
+        assert [places.get(key, [key % num_shards, -1]) for key in keys] == expected["slots"]
+        assert counts["rows"].tolist() == expected["sizes"]
+        assert counts["failed"].sum() == len(expected["failed"])
+    for shard, expected in enumerate(case["expected"].get("final", [])):
+        assert {str(key): row for key, (own, row) in places.items() if own == shard} == expected

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import MAX_SHARDS, join_keys, local_rows, num_invalid, owners, split_keys
 
-CASES = json.loads((Path(__file__).parent.parent / "data" / "sok_cases.json").read_text())
+CASES = json.loads((Path(__file__).parent / "data" / "sok_cases.json").read_text())
 EDGES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1]
 
 
