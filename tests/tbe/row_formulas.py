@@ -104,6 +104,8 @@ def cowclip_adagrad(w, g, state, t, a):
 
 
 def adam(w, g, state, t, a, *, partial=False, lamb=False):
+    if "row_counter" in state:
+        state["row_counter"] = t = state["row_counter"] + 1
     square = np.mean(g**2) if partial else g**2
     state["momentum1"] = a["beta1"] * state["momentum1"] + (1 - a["beta1"]) * g
     state["momentum2"] = a["beta2"] * state["momentum2"] + (1 - a["beta2"]) * square

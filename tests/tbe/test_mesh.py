@@ -128,16 +128,6 @@ def test_a_bound_on_unique_indices_cuts_no_gradient_of_a_mesh():
     assert_same_bits(one, many, **CLOSE)
 
 
-def test_row_gradients_and_states_of_another_mesh_are_refused():
-    other, module = make(SPECS, mesh=mesh_of(2)), make(SPECS, mesh=mesh_of(4))
-    output, backward = other.vjp(*draw(0, features=(0, 1, 2)))
-    with pytest.raises(ValueError, match=r"do not belong to this module.*num_devices"):
-        module.apply(backward.row_gradients(gradient_like(output)))
-    module.state.set_value(other.state.get_value())
-    with pytest.raises(ValueError, match=r"does not belong to this module.*num_devices"):
-        module.vjp(*draw(0, features=(0, 1, 2)))
-
-
 @pytest.mark.parametrize(
     "shared", [{"mesh": (4,)}, {"mesh": (2, 4), "sharding_axis": "x", "placement": "table", "pooling_mode": "MEAN"}]
 )
