@@ -180,10 +180,6 @@ BAD = {
         lambda: stored_states(OptimType.ADAM, momentum3=SparseType.FP16), ValueError, "optimizer_state_dtypes",
         "'momentum3'", "momentum1",
     ),
-    "state dtypes of counts": (
-        lambda: stored_states(OptimType.ROWWISE_RMSPROP_AR, prev_iter=SparseType.FP16), ValueError, "'prev_iter'",
-        "choose among momentum1",
-    ),
     "state dtypes of no state": (
         lambda: stored_states(OptimType.EXACT_SGD, momentum1=SparseType.FP16), ValueError, "EXACT_SGD has no state",
         "leave the argument out",
