@@ -35,7 +35,7 @@ BUDGETS = {
     "checkpoint": 1687,
     "fdo": 685,
     "sparsecore": 4445,
-    "tbe": 3243,
+    "tbe": 2828,
     "tt": 3191,
     "sok": 1760,
     "plot": 1160,

@@ -302,6 +302,14 @@ BAD = {
     "a state dict that is a list": (
         lambda: single().load_state_dict([1]), TypeError, "the state dict", "a mapping", "[1]",
     ),
+    "a state dict of numbers that are too large": (
+        lambda: single().load_state_dict(state_dict(**{"table_0.weight": np.full((9, 4), 1e300)})), ValueError,
+        "'table_0.weight'", "too large for float32", "clip them",
+    ),
+    "weights that are too large": (
+        lambda: single().set_embedding_weights(0, np.full((9, 4), 1e300)), ValueError, "'table_0'", "'weights'",
+        "too large for float32",
+    ),
     "the state dict of another optimizer": (
         lambda: single().load_state_dict(module((9, 4, HOST, CPU), optimizer=OptimType.ADAM).state_dict()), ValueError,
         "exp_avg",

@@ -223,12 +223,8 @@ REFUSED = {
     r"'table_0' cannot be shared.*HostCached": {"location": rt.EmbeddingLocation.MANAGED_CACHING},
     "PoolingMode.NONE has one row per id": {"pooling_mode": "NONE"},
     "DECOUPLE_GLOBAL owes decay": variant("global"),
-    "'table_0': placement 'rows' is not one of row, table": {"placement": "rows"},
-    "placement='row' needs a mesh": {"placement": "row", "mesh": None},
-    "sharding_axis='x' needs a mesh": {"sharding_axis": "x", "mesh": None},
     "device='cpu' and a mesh do not go together": {"device": "cpu"},
     r"'table_0', 'table_1'.*'column': .*steps whole rows": variant("rowwise") | {"placement": "column"},
-    "cannot be placed 'column': stochastic rounding": {"placement": "column", "weights_precision": "BF16"},
     "'table_0' has no rows, which a mesh could share": {"specs": ((0, 4),)},
 }
 
