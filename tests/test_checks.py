@@ -206,7 +206,7 @@ def tables(**options):
     return TableBatchedEmbeddingBags(specs, **{"optimizer": EmbOptimType.EXACT_SGD, **options})
 
 
-LARS, RMSPROP = EmbOptimType.LARS_SGD, EmbOptimType.ROWWISE_RMSPROP_AR
+LARS = EmbOptimType.LARS_SGD
 DECAYED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay_mode": WeightDecayMode.L2}
 
 
@@ -222,8 +222,6 @@ DECAYED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay_mode":
         ("weight_decay", lambda: tables(**DECAYED, weight_decay=-0.1)),
         ("momentum", lambda: tables(optimizer=LARS, momentum=1.1)),
         ("eta", lambda: tables(optimizer=LARS, eta=NAN)),
-        ("ema_beta", lambda: tables(optimizer=RMSPROP, ema_beta=1.5)),
-        ("min_shrinkage", lambda: tables(optimizer=RMSPROP, min_shrinkage=2.0)),
         ("init_embedding_weights_uniform: max_val", lambda: tables().init_embedding_weights_uniform(0.1, NAN)),
         ("EnsembleModeDefinition: step_ema_coef", lambda: rt.EnsembleModeDefinition(step_ema_coef=1.2)),
         ("CowClipDefinition: lower_bound", lambda: rt.CowClipDefinition(lower_bound=-1.0)),

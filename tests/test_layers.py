@@ -35,7 +35,7 @@ BUDGETS = {
     "checkpoint": 1693,
     "fdo": 685,
     "sparsecore": 4448,
-    "tbe": 2839,
+    "tbe": 2826,
     "tt": 3190,
     "sok": 1672,
     "plot": 1149,

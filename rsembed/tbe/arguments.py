@@ -32,7 +32,6 @@ class EmbOptimType(enum.Enum):
     PARTIAL_ROWWISE_LAMB = "partial_row_wise_lamb"
     ENSEMBLE_ROWWISE_ADAGRAD = "ensemble_row_wise_adagrad"
     EMAINPLACE_ROWWISE_ADAGRAD = "ema_in_place_row_wise_adagrad"
-    ROWWISE_RMSPROP_AR = "row_wise_rmsprop_ar"
     NONE = "none"
 
 
@@ -186,7 +185,6 @@ _FUSED_ROWWISE, _LARS = core.RowWiseAdagrad, core.LARS
 _ADAM = {"eps", "beta1", "beta2", "weight_decay"}
 _COUNTED = {"eps", "weight_decay", "weight_decay_mode", *_RECORDS.values()}
 _ROWWISE = {"eps", "weight_decay", "weight_decay_mode", "max_norm"}
-_RMSPROP = {"eps", "ar_alpha", "ema_beta", "min_shrinkage"}
 _PARTIAL = {"has_row_wise_second_moment": True}
 _OPTIMIZERS = {
     EmbOptimType.EXACT_SGD: OfferedOptimizer(core.SGD),
@@ -205,7 +203,6 @@ _OPTIMIZERS = {
     EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: OfferedOptimizer(
         _ADAGRAD, "sum", _ROWWISE | {"emainplace_mode"}, fused=_FUSED_ROWWISE
     ),
-    EmbOptimType.ROWWISE_RMSPROP_AR: OfferedOptimizer(core.RowWiseRMSProp, "sum prev_iter", _RMSPROP),
     EmbOptimType.NONE: OfferedOptimizer(None),
 }
 _MODES = {

@@ -110,9 +110,6 @@ class TableBatchedEmbeddingBags(TrainedTables):
       global_weight_decay: if and only if the mode is DECOUPLE_GLOBAL.
       uvm_host_mapped: see uvm_non_rowwise_momentum.
       emainplace_mode: of EMAINPLACE_ROWWISE_ADAGRAD.
-      ar_alpha: shrinkage per step of ROWWISE_RMSPROP_AR, in learning rates.
-      ema_beta: decay of its mean.
-      min_shrinkage: its smallest factor.
       feature_names: for messages; by default the table's name, numbered if it is shared.
       mesh: devices that share the tables and the samples of a batch; None keeps all on one. See `prepare`.
       sharding_axis: axes of the mesh over which these are split; None takes all.
@@ -177,9 +174,6 @@ class TableBatchedEmbeddingBags(TrainedTables):
         uvm_host_mapped: bool = False,
         *,
         emainplace_mode: core.EmainplaceModeDefinition | None = None,
-        ar_alpha: Annotated[float, "[0, inf)"] = 0.0,
-        ema_beta: Annotated[float, "[0, 1]"] = 0.99,
-        min_shrinkage: Annotated[float, "[0, 1]"] = 0.1,
         feature_names: Sequence[str] | None = None,
         mesh: Mesh | None = None,
         sharding_axis: str | Sequence[str] | None = None,

@@ -250,10 +250,6 @@ class TrainedTables(nnx.Module):
         """Starts counting again from zero. Raises: as `get_uvm_cache_stats`."""
         self._statistics("gather_uvm_cache_stats").reset()
 
-    def print_uvm_cache_stats(self) -> None:
-        """Prints means per call since the last print. Raises: as `get_uvm_cache_stats`."""
-        print(self._statistics("gather_uvm_cache_stats").report())
-
     def get_cache_miss_counter(self) -> tuple[int, int]:
         """Batches with a miss, and unique misses. Raises: RuntimeError: `record_cache_metrics` does not ask for it."""
         return self._statistics("record_cache_miss_counter").miss_counter

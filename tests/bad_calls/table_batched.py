@@ -160,10 +160,6 @@ BAD = {
         lambda: stored_states(OptimType.ADAM, momentum3=SparseType.FP16), ValueError, "optimizer_state_dtypes",
         "'momentum3'", "momentum1",
     ),
-    "state dtypes of counts": (
-        lambda: stored_states(OptimType.ROWWISE_RMSPROP_AR, prev_iter=SparseType.FP16), ValueError, "'prev_iter'",
-        "choose among momentum1",
-    ),
     "state dtypes of no state": (
         lambda: stored_states(OptimType.EXACT_SGD, momentum1=SparseType.FP16), ValueError, "EXACT_SGD has no state",
         "leave the argument out",
@@ -276,6 +272,14 @@ BAD = {
     ),
     "a state dict that is a list": (
         lambda: single().load_state_dict([1]), TypeError, "the state dict", "a mapping", "[1]",
+    ),
+    "a state dict of numbers that are too large": (
+        lambda: single().load_state_dict(state_dict(**{"table_0.weight": np.full((9, 4), 1e300)})), ValueError,
+        "'table_0.weight'", "too large for float32", "clip them",
+    ),
+    "weights that are too large": (
+        lambda: single().set_embedding_weights(0, np.full((9, 4), 1e300)), ValueError, "'table_0'", "'weights'",
+        "too large for float32",
     ),
     "the state dict of another optimizer": (
         lambda: single().load_state_dict(module((9, 4, HOST, CPU), optimizer=OptimType.ADAM).state_dict()), ValueError,

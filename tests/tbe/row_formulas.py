@@ -104,6 +104,8 @@ def cowclip_adagrad(w, g, state, t, a):
 
 
 def adam(w, g, state, t, a, *, partial=False, lamb=False):
+    if "row_counter" in state:
+        state["row_counter"] = t = state["row_counter"] + 1
     square = np.mean(g**2) if partial else g**2
     state["momentum1"] = a["beta1"] * state["momentum1"] + (1 - a["beta1"]) * g
     state["momentum2"] = a["beta2"] * state["momentum2"] + (1 - a["beta2"]) * square
@@ -172,7 +174,6 @@ VARIANTS = {
     "lamb": (Optim.LAMB, {"weight_decay": 0.3, "eps": 1e-4}, functools.partial(adam, lamb=True)),
     "partial_lamb": (Optim.PARTIAL_ROWWISE_LAMB, {"beta1": 0.7}, functools.partial(adam, lamb=True, partial=True)),
     "lars": (Optim.LARS_SGD, {"momentum": 0.8, "eta": 0.2, "weight_decay": 0.3}, lars),
-    "rmsprop": (Optim.ROWWISE_RMSPROP_AR, {"ar_alpha": 2.0, "ema_beta": 0.9, "min_shrinkage": 0.3}, rmsprop),
 }
 COUNTERS = {
     "counter": {},

@@ -103,14 +103,6 @@ def compare_training(dims, *, features=(0, 1, 2), weighted=False, tolerance=TOLE
             np.testing.assert_allclose(state, peer_state.numpy().reshape(state.shape), **tolerance)
 
 
-@pytest.mark.parametrize("pooling", [rt.PoolingMode.SUM, rt.PoolingMode.MEAN], ids=lambda p: p.name)
-def test_lookups_of_tables_in_any_order(pooling):
-    weights, options = draw_weights(2, (4, 8, 12)), {"feature_table_map": [2, 0, 1], "pooling_mode": pooling}
-    batch = draw_batch(np.random.default_rng(3), [2, 0, 1], weighted=True)
-    expected = theirs(weights, **options)(*as_torch(batch)).detach().numpy()
-    np.testing.assert_allclose(ours(weights, **options)(*batch), expected, **TOLERANCE)
-
-
 def test_lookups_with_another_batch_size_for_every_feature_and_rank():
     weights, sizes = draw_weights(6, (4, 8, 12)), [[1, 2], [2, 0], [3, 1]]
     rng = np.random.default_rng(7)
@@ -144,13 +136,6 @@ def test_training(optimizer, options):
     compare_training(**{"dims": (4, 8, 12), "optimizer": rt.OptimType[optimizer]} | options)
 
 
-def test_bounds_are_corrected_alike():
-    weights, options = draw_weights(8, (4, 8, 12)), {"bounds_check_mode": rt.BoundsCheckMode.IGNORE}
-    ids, offsets = np.array([4, 99, 8, -5, 6], np.int32), np.array([0, 2, 4, 7], np.int32)
-    expected = theirs(weights, **options)(*as_torch((ids, offsets, None))).detach().numpy()
-    np.testing.assert_allclose(ours(weights, **options)(ids, offsets), expected, **TOLERANCE)
-
-
 ROW_WISE = {"optimizer": rt.OptimType.EXACT_ROWWISE_ADAGRAD}
 DECAY = ROW_WISE | {"weight_decay": 0.1}
 
@@ -175,10 +160,3 @@ DECAY = ROW_WISE | {"weight_decay": 0.1}
 )
 def test_training_that_the_original_gets_wrong(options):
     compare_training(**{"dims": (4, 8, 12)} | options)
-
-
-@defect("an id of -1 is looked up").marks[0]
-def test_pruned_ids_that_the_original_reads():
-    weights = draw_weights(9, (4, 8, 12))
-    ids, offsets = np.array([4, -1, 8, 6], np.int32), np.array([0, 2, 3, 4], np.int32)
-    theirs(weights)(*as_torch((ids, offsets, None)))

@@ -98,7 +98,7 @@ CONFIGURATIONS = {
     "adam_cached": C(((50, 4), (5, 3)), (0, 1, 0), "adam", num_ids=40, is_cached=True),
     "counter": C(((5, 4), (6, 4)), (0, 1), "counter_l2", "mean", True),
     "cowclip": C(((5, 4), (6, 3)), (1, 0), "cowclip"),
-    "rmsprop_cached": C(((45, 4),), (0,), "rmsprop", "mean", num_ids=36, is_cached=True),
+    "decoupled_cached": C(((45, 4),), (0,), "rowwise_decouple", "mean", num_ids=36, is_cached=True),
     "max_norm": C(((5, 4),), (0, 0), "rowwise_max_norm", is_weighted=True),
     "narrow_and_wide": C(((6, 1), (6, 2050)), (0, 1), "adamw"),
 }

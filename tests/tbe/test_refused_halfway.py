@@ -102,8 +102,8 @@ def test_a_pass_over_whole_tables_runs_once_a_step_whatever_comes_between(num_de
                 module.vjp(IDS, OFFSETS)
             if saves and number == 1:
                 saved = module.state_dict()
-                module = module_of(num_devices, **options)
-                module.load_state_dict(saved)
+                train(module, IDS, OFFSETS)
+                module.load_state_dict(saved)  # which goes back
             train(module, IDS, OFFSETS)
         return module.state_dict()
 

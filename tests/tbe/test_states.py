@@ -59,28 +59,6 @@ def test_a_state_dict_continues_in_another_module(name):
     assert int(module.step) == int(other.step)
 
 
-def test_going_back_to_a_checkpoint_runs_the_passes_of_its_steps_again():
-    config = rt.EmainplaceModeDefinition(step_ema=2, step_ema_coef=0.5)
-    module = make(((5, 4),), optimizer=Optim.EMAINPLACE_ROWWISE_ADAGRAD, emainplace_mode=config)
-    train(module, np.array([3]), ONE_BAG)
-    saved = module.state_dict()
-    train(module, np.array([3]), ONE_BAG)
-    first = tables_of(module)
-    module.load_state_dict(saved)
-    train(module, np.array([3]), ONE_BAG)
-    np.testing.assert_array_equal(tables_of(module)[0][0], first[0][0])
-
-
-def test_numbers_that_are_too_large_are_refused_by_name():
-    module = make(SPECS, optimizer=ROWWISE)
-    saved = module.state_dict()
-    for name in ("table_1.weight", "table_1.sum"):
-        with pytest.raises(ValueError, match=f"imported '{name}' are too large for float32; clip them"):
-            module.load_state_dict({**saved, name: np.full(saved[name].shape, 1e300)})
-    with pytest.raises(ValueError, match="'table_1': 150 numbers of imported 'weights' are too large for float32"):
-        module.set_embedding_weights(1, np.full((50, 3), 1e300))
-
-
 def test_passes_need_the_whole_table():
     for variant in WHOLE_TABLES:
         optimizer, arguments, _ = VARIANTS[variant]

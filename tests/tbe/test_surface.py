@@ -23,7 +23,7 @@ MEMBERS = {
         "EXACT_SGD=exact_sgd LAMB=lamb ADAM=adam EXACT_ADAGRAD=exact_adagrad LARS_SGD=lars_sgd "
         "EXACT_ROWWISE_ADAGRAD=exact_row_wise_adagrad PARTIAL_ROWWISE_ADAM=partial_row_wise_adam NONE=none "
         "PARTIAL_ROWWISE_LAMB=partial_row_wise_lamb ENSEMBLE_ROWWISE_ADAGRAD=ensemble_row_wise_adagrad "
-        "EMAINPLACE_ROWWISE_ADAGRAD=ema_in_place_row_wise_adagrad ROWWISE_RMSPROP_AR=row_wise_rmsprop_ar"
+        "EMAINPLACE_ROWWISE_ADAGRAD=ema_in_place_row_wise_adagrad"
     ),
     rt.WeightDecayMode: "NONE=0 L2=1 DECOUPLE=2 COUNTER=3 COWCLIP=4 DECOUPLE_GLOBAL=5",
     rt.CounterWeightDecayMode: "NONE=0 L2=1 DECOUPLE=2 ADAGRADW=3",
@@ -111,7 +111,6 @@ def of(variant):
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        (of("rmsprop"), "sum prev_iter iter"),
         (of("counter_adagradw"), "sum prev_iter row_counter iter"),
         (of("cowclip"), "sum prev_iter row_counter iter"),
         (of("global"), "sum prev_iter iter"),
