@@ -41,7 +41,7 @@ _log = logging.getLogger("rsembed")
 class Text:
     """A text as word ids, with its vocabulary and a sentence about its origin.
 
-    `vocabulary[i]` is the word of id `i`, and `vocabulary[0]` is `UNKNOWN_WORD`. It may be shorter than the
+    `content` is the text as it stands in its file, all of it, for models of letters. `vocabulary[i]` is the word of id `i`, and `vocabulary[0]` is `UNKNOWN_WORD`. It may be shorter than the
     `vocabulary_size` that was asked for, when the text has fewer distinct words. `best_loss` is the mean surprise of a
     word, in nats, to who knows the law that the text was drawn from: no model can do better. It is None where there is
     no such law, and where words became id 0.
@@ -50,6 +50,7 @@ class Text:
     word_ids: Int32[np.ndarray, " words"]
     vocabulary: tuple[str, ...]
     source: str
+    content: str
     best_loss: float | None = None
 
     @property
@@ -147,26 +148,26 @@ def shakespeare(
             f"to the file or its folder, allow download=True, or do without: source='generated'."
         )
     bundled = "pastiche" if source == "pastiche" else "generated"
-    words, sentence = _read_words(file, *BUNDLED[bundled])
+    content, sentence = _read(file, *BUNDLED[bundled])
     _log.info("shakespeare: %s", sentence)
-    word_ids, vocabulary = _rank_words(words[:max_words], vocabulary_size)
+    word_ids, vocabulary = _rank_words(content.split()[:max_words], vocabulary_size)
     best_loss = BEST_LOSS if file is None and bundled == "generated" and word_ids.all() else None
-    return Text(word_ids=word_ids, vocabulary=vocabulary, source=sentence, best_loss=best_loss)
+    return Text(word_ids=word_ids, vocabulary=vocabulary, source=sentence, content=content, best_loss=best_loss)
 
 
-def _read_words(file: Path | None, bundled: str, sentence: str) -> tuple[list[str], str]:
-    """Words of a file, or of a bundled text, and a sentence on which it is."""
+def _read(file: Path | None, bundled: str, sentence: str) -> tuple[str, str]:
+    """What a file holds, or a bundled text, and a sentence on which it is."""
     origin = bundled if file is None else str(file)
     content = (_bundled_file(bundled) if file is None else file).read_bytes()
     if file is not None:
         sentence = _describe(content, file, origin)
     try:
-        words = content.decode("utf-8").split()
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"shakespeare: {origin} is not UTF-8 text ({error}); convert it first.") from error
-    if not words:
+    if not text.strip():
         raise ValueError(f"shakespeare: {origin} has no words; give a text with at least one.")
-    return words, sentence
+    return text, sentence
 
 
 def _rank_words(words: list[str], vocabulary_size: int) -> tuple[np.ndarray, tuple[str, ...]]:
