@@ -448,15 +448,10 @@ def _check_offsets(bags: Bags, offsets: np.ndarray, feature: str) -> None:
         raise ValueError(f"feature {feature!r}: offsets must start at 0 and never fall, got {offsets[:8].tolist()}...")
     if offsets[-1] > num_ids:
         raise ValueError(f"feature {feature!r}: the last offset is {int(offsets[-1])}, but there are {num_ids} ids.")
-    check_end(bags, f"feature {feature!r}")
-
-
-def check_end(bags: Bags, where: str) -> None:
-    """Raises: ValueError: ids lie behind the last offset of concrete bags, where only room for ids may be."""
-    ids, last = bags.ids, int(np.asarray(bags.offsets)[-1])
+    ids, last = bags.ids, int(offsets[-1])  # behind which only room for ids may be
     is_id = np.asarray(ids.is_key)[last:] if isinstance(ids, Keys) else np.asarray(ids)[last:] != PAD_ID
     if is_id.any():
         raise ValueError(
-            f"{where}: the last offset is {last}, but there are {ids.shape[0]} ids, of which "
+            f"feature {feature!r}: the last offset is {last}, but there are {ids.shape[0]} ids, of which "
             f"{int(is_id.sum())} would be in no bag; end the offsets with the number of ids, or fill up with {PAD_ID}."
         )

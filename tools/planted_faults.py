@@ -108,7 +108,7 @@ sparsecore/partitioner.py  sparsecore/test_native_partitioner.py
 sparsecore/mesh_lookup.py  sparsecore/test_flax_layers.py
     inputs), next_step(step), None => inputs), step, None
 tbe/batches.py  tbe/test_bounds.py tbe/test_mesh.py
-    batch = batch if mode in _FATAL else repaired => batch = repaired
+    batch = batch if is_fatal else repaired => batch = repaired
     ends = xp.where(is_last, => ends = xp.where(~is_last,
 tbe/functional.py  tbe/test_states.py tbe/test_mesh.py
     is_new = state.passed_step != t => is_new = state.passed_step == t
