@@ -106,9 +106,7 @@ def engine_of(tables: tuple[VariableTable, ...], features: tuple[tuple[int, Comb
         )
         layout = dataclasses.replace(own.layout, stack=dataclasses.replace(plan, features=placements))
         stacks[str(number)] = type(own)(layout, own.rows)
-    specs = {
-        str(feature): FeatureSpec(str(feature), tables[number].spec) for feature, (number, _) in enumerate(features)
-    }
+    specs = _numbered(FeatureSpec(str(k), tables[number].spec) for k, (number, _) in enumerate(features))
     return Engine(specs, stacks, tables[0].context.devices)
 
 
@@ -219,10 +217,11 @@ class StepOnce:
         for engine, own, read in _programs(self.variables, self.features):
             variables = [self.variables[number] for number in own]
             batch, d_batch = (_numbered(values[feature] for feature in read) for values in (self.batch, gradients))
-            stepped = _step(engine, _arrays_of(variables), batch, d_batch)
-            for variable, params, slots, step in zip(variables, *map(dict.values, stepped), strict=True):
+            params, slots, steps = _step(engine, _arrays_of(variables), batch, d_batch)
+            for stack, variable in _numbered(variables).items():
                 state, name = variable.get_value(), variable.table.spec.name
-                variable.set_value(state._replace(tables={name: params}, slots={name: slots}, step=step))
+                stepped = state._replace(tables={name: params[stack]}, slots={name: slots[stack]}, step=steps[stack])
+                variable.set_value(stepped)
         for variable, before in zip(self.variables, failed_before, strict=True):
             if before is not None and (num_failed := _num_failed(variable) - before):
                 raise _full(variable, num_failed)
