@@ -37,7 +37,7 @@ BUDGETS = {
     "sparsecore": 4445,
     "tbe": 3243,
     "tt": 3191,
-    "sok": 1675,
+    "sok": 1667,
     "plot": 1160,
     "datasets": 1110,
     "__main__": 350,
