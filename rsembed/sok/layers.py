@@ -72,9 +72,8 @@ class _Layer(nnx.Module):
         name, devices, features = table.spec.name, table.context.devices, table.collection.features
         what = f"layer {name!r}"
         batch = inputs.prepare(features, given, devices, bounds_check="raise", what=what, read=self._read)
-        (output,), backward = lookups.look_up_variables(
-            [self.variable], [batch[name]], [self.combiner], training=training
-        )
+        keys, combiners = [batch[name]], [self.combiner]
+        (output,), backward = lookups.look_up_variables([self.variable], keys, combiners, training=training)
         output = output.reshape(*axes, output.shape[-1])
         backward.shapes = [output.shape]
         return output, backward

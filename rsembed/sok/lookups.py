@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
@@ -26,7 +27,6 @@ from rsembed.keys import Keys
 from rsembed.row_gradients import SingleUse, check_gradient
 from rsembed.sok.variables import EmbeddingVariable, VariableTable, give_room, state_of
 from rsembed.specs import Combiner, FeatureSpec
-from rsembed.storage.hashed_rows import numbers_of
 from rsembed.storage.protocol import on_host
 from rsembed.storage.row_map import RowMap
 
@@ -106,9 +106,7 @@ def engine_of(tables: tuple[VariableTable, ...], features: tuple[tuple[int, Comb
         )
         layout = dataclasses.replace(own.layout, stack=dataclasses.replace(plan, features=placements))
         stacks[str(number)] = type(own)(layout, own.rows)
-    specs = {
-        str(feature): FeatureSpec(str(feature), tables[number].spec) for feature, (number, _) in enumerate(features)
-    }
+    specs = _numbered(FeatureSpec(str(k), tables[number].spec) for k, (number, _) in enumerate(features))
     return Engine(specs, stacks, tables[0].context.devices)
 
 
@@ -125,15 +123,20 @@ def _programs(
     To compile a program takes time that grows with the square of its tables, and tables that are alike share what is
     compiled: of a hundred like tables, a quarter at a time.
     """
-    kinds = [variable.table.kind for variable in variables]
-    first_of_kind = {id(kind): number for number, kind in reversed(list(enumerate(kinds)))}
-    like_beside_like = sorted(range(len(kinds)), key=lambda number: first_of_kind[id(kinds[number])])
-    size = -(-len(kinds) // max(-(-len(kinds) // STACKS_TOGETHER), 1))
-    for first in range(0, len(kinds), size or 1):
+    of_kind: dict[int, list[int]] = {}
+    for number, variable in enumerate(variables):
+        of_kind.setdefault(id(variable.table.kind), []).append(number)
+    like_beside_like = list(itertools.chain.from_iterable(of_kind.values()))
+    size = -(-len(variables) // max(-(-len(variables) // STACKS_TOGETHER), 1))
+    for first in range(0, len(variables), size or 1):
         own = like_beside_like[first : first + size]
-        read = [feature for feature, (number, _) in enumerate(features) if number in own]
-        pooled = tuple((own.index(features[feature][0]), features[feature][1]) for feature in read)
-        yield engine_of(tuple(kinds[number] for number in own), pooled), own, read
+        tables = tuple(variables[number].table.kind for number in own)
+        read, pooled = [], []
+        for feature, (number, combiner) in enumerate(features):
+            if number in own:
+                read.append(feature)
+                pooled.append((own.index(number), combiner))
+        yield engine_of(tables, tuple(pooled)), own, read
 
 
 def _arrays_of(variables: Sequence[EmbeddingVariable]) -> tuple[ByStack, ByStack, ByStack]:
@@ -180,7 +183,7 @@ class StepOnce:
     """
 
     variables: Sequence[EmbeddingVariable]
-    features: tuple[tuple[int, Combiner], ...]
+    features: Sequence[tuple[int, Combiner]]
     batch: Sequence[PyTree]
     wanted: Mapping[int, Int[Array, " devices"]]
     num_rows: Sequence[int]
@@ -219,12 +222,13 @@ class StepOnce:
         for engine, own, read in _programs(self.variables, self.features):
             variables = [self.variables[number] for number in own]
             batch, d_batch = (_numbered(values[feature] for feature in read) for values in (self.batch, gradients))
-            stepped = _step(engine, _arrays_of(variables), batch, d_batch)
-            for variable, params, slots, step in zip(variables, *map(dict.values, stepped), strict=True):
+            params, slots, steps = _step(engine, _arrays_of(variables), batch, d_batch)
+            for stack, variable in _numbered(variables).items():
                 state, name = variable.get_value(), variable.table.spec.name
-                variable.set_value(state._replace(tables={name: params}, slots={name: slots}, step=step))
+                stepped = state._replace(tables={name: params[stack]}, slots={name: slots[stack]}, step=steps[stack])
+                variable.set_value(stepped)
         for variable, before in zip(self.variables, failed_before, strict=True):
-            if before is not None and (num_failed := _num_failed(variable) - before):
+            if before is not None and (num_failed := int(variable.counts()["failed"].sum()) - before):
                 raise _full(variable, num_failed)
 
     def _make_room(self, number: int) -> int | None:
@@ -240,7 +244,7 @@ class StepOnce:
         if max(num_rows, num_waiting) <= 0:
             return None
         if variable.table.when_full == "error":
-            return _num_failed(variable)
+            return int(variable.counts()["failed"].sum())
         give_room(variable, num_rows, num_waiting)
         return None
 
@@ -262,12 +266,9 @@ def look_up_variables(
 
     Raises: RuntimeError: a table has no room for new keys and is to say so. Inside `jit`, `counts` say it later.
     """
-    numbers: dict[int, int] = {}
-    features = tuple(
-        (numbers.setdefault(id(variable), len(numbers)), combiner)
-        for variable, combiner in zip(variables, combiners, strict=True)
-    )
-    distinct = list({id(variable): variable for variable in variables}.values())
+    by_id = {id(variable): variable for variable in variables}
+    distinct, numbers = list(by_id.values()), {own: number for number, own in enumerate(by_id)}
+    features = [(numbers[id(variable)], combiner) for variable, combiner in zip(variables, combiners, strict=True)]
     outputs: dict[int, Array] = {}
     wanted: dict[int, Array] = {}
     for engine, own, read in _programs(distinct, features):
@@ -292,11 +293,6 @@ def _missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices"]:
     """Places that each device lacks for so many new keys; negative where some are left."""
     missing: np.ndarray = on_host(wanted) - on_host(keys.num_free).astype(np.int64)
     return missing
-
-
-def _num_failed(variable: EmbeddingVariable) -> int:
-    (params,) = state_of(variable).tables.values()
-    return int(numbers_of(params.counters.failed).sum())
 
 
 def _full(variable: EmbeddingVariable, num_failed: int) -> RuntimeError:

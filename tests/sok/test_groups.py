@@ -73,10 +73,9 @@ def test_an_error_in_a_later_program_of_a_large_group_leaves_each_table_stepped_
 
 
 def test_tables_that_are_alike_share_programs_and_have_the_bits_that_they_have_alone(monkeypatch, caplog):
-    """Eight tables of two rules; each has an initializer that is nobody else's."""
-    monkeypatch.setattr(lookups, "STACKS_TOGETHER", 2)
-    generator = np.random.default_rng(0)
-    ids = [generator.integers(0, 2**40, (8, 2)) for _ in range(8)]
+    """Eleven tables of two rules; each has an initializer that is nobody else's."""
+    generator, devices = np.random.default_rng(0), context(1)
+    ids = [generator.integers(0, 2**40, (8, 2)) for _ in range(11)]
     gradients = [generator.normal(size=(8, 3)).astype(np.float32) for _ in ids]
 
     def trained(numbers):
@@ -86,21 +85,22 @@ def test_tables_that_are_alike_share_programs_and_have_the_bits_that_they_have_a
                 (lambda key, shape: jax.random.normal(key, shape)),
                 Adagrad((0.1, 0.2)[number % 2]),
             )
-            own.append(variable(f"t{number}", 3, initializer=start, optimizer=rule))
+            own.append(variable(f"t{number}", 3, initializer=start, optimizer=rule, context=devices))
         for _ in range(2):
             found, backward = sok.group_embedding_lookup_vjp(own, [ids[n] for n in numbers], ["sum"] * len(own))
             backward([gradients[n] for n in numbers])
         return found, [sok.export_rows(table) for table in own]
 
+    together, rows = trained(range(11))
+    monkeypatch.setattr(lookups, "STACKS_TOGETHER", 2)
     with jax.log_compiles():
-        together, rows = trained(range(8))
-    for program in ("_lookup", "_step"):  # four programs each, of two kinds
-        assert sum(f"Compiling jit({program})" in message for message in caplog.messages) == 2
-    for number in (0, 5, 6):  # of both kinds, and of both programs of a kind
-        (alone,), (expected,) = trained([number])
-        np.testing.assert_array_equal(together[number], alone)
-        for name, array in expected.items():
-            np.testing.assert_array_equal(rows[number][name], array, err_msg=name)
+        in_pairs, rows_of_pairs = trained(range(11))
+    for program in ("_lookup", "_step"):  # six programs each: three pairs of one kind, two of the other and one table
+        assert sum(f"Compiling jit({program})" in message for message in caplog.messages) == 3
+    (alone,), (rows_alone,) = trained([10])
+    np.testing.assert_array_equal(together[10], alone)
+    jax.tree.map(np.testing.assert_array_equal, (rows[10], together), (rows_alone, in_pairs))
+    jax.tree.map(np.testing.assert_array_equal, rows, rows_of_pairs)
 
 
 def test_features_of_one_table_step_it_once():
