@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -126,30 +126,26 @@ def full_weight(spec: TTSpec, cores: AnyCores) -> Float[Array, "vocab dim"]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _full_weight(spec: TTSpec, arrays: Cores) -> Float[Array, "vocab dim"]:
-    num_rows, size = spec.num_embeddings, spec.strides[0]
+    num_rows, size, p, shapes = spec.num_embeddings, spec.strides[0], spec.tt_p_shapes, spec.slice_shapes
     whole = num_rows // size
 
+    def block(first_digit: Array | int) -> Float[Array, "block dim"]:
+        product = arrays[0][first_digit].astype(jnp.float32).reshape(1, *shapes[0][1:])  # [rows, columns, rank]
+        for t in range(1, spec.num_cores):
+            core = arrays[t].astype(jnp.float32).reshape(p[t], *shapes[t])
+            product = jnp.einsum("acr,prqs->apcqs", product, core, precision="highest")
+            product = product.reshape(math.prod(p[1 : t + 1]), -1, shapes[t][2])
+        return product.reshape(size, spec.embedding_dim)
+
     def put(k: Array | int, table: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(table, weight_block(spec, arrays, k), k * size, 0)
+        return jax.lax.dynamic_update_slice_in_dim(table, block(k), k * size, 0)
 
     nothing = jnp.full((num_rows, spec.embedding_dim), varying_zero(*arrays).astype(jnp.float32))
     table = jax.lax.fori_loop(0, whole, put, nothing)
     if whole * size < num_rows:
-        rest = weight_block(spec, arrays, whole)[: num_rows - whole * size]
+        rest = block(whole)[: num_rows - whole * size]
         table = jax.lax.dynamic_update_slice_in_dim(table, rest, whole * size, 0)
     return table
-
-
-def weight_block(spec: TTSpec, cores: AnyCores, first_digit: Int[Array, ""] | int) -> Float[Array, "block dim"]:
-    """Rows `first_digit * strides[0]` and following, as many as share that digit, padding rows included."""
-    cores, p, shapes = check_cores(spec, cores), spec.tt_p_shapes, spec.slice_shapes
-    check_type(first_digit, Annotated[int, f"[0, {p[0] - 1}]"], "weight_block: first_digit")
-    product = cores[0][first_digit].astype(jnp.float32).reshape(1, *shapes[0][1:])  # [rows, columns, rank]
-    for t in range(1, spec.num_cores):
-        core = cores[t].astype(jnp.float32).reshape(p[t], *shapes[t])
-        product = jnp.einsum("acr,prqs->apcqs", product, core, precision="highest")
-        product = product.reshape(math.prod(p[1 : t + 1]), -1, shapes[t][2])
-    return product.reshape(spec.strides[0], spec.embedding_dim)
 
 
 def check_cores(spec: TTSpec, cores: AnyCores) -> Cores:

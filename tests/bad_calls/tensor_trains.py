@@ -42,10 +42,8 @@ IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2])
 
 BAD = {
     # Functions of cores
-    "a block of no spec": (lambda: tt.weight_block(None, cores(), 0), TypeError, "TTSpec", "None"),
     "a table of a dict": (lambda: tt.full_weight({}, cores()), TypeError, "spec", "TTSpec", "{} (dict)"),
     "a matrix that is none": (lambda: tt.from_tensorly(3), ValueError, "from_tensorly", "cores must be arrays"),
-    "no slices": (lambda: tt.cheapest_p_shapes(9, None), TypeError, "cheapest_p_shapes: slice_sizes", "None"),
     # TTSpec
     "one core": (lambda: tt.TTSpec(9, (9,), (4,), ()), ValueError, "d >= 2", "tt_p_shapes=[9]"),
     "a rank of zero": (lambda: tt.TTSpec(9, (3, 3), (2, 2), (0,)), ValueError, "tt_ranks", "at least 1", "0"),
@@ -85,7 +83,6 @@ BAD = {
     ),
     "no factors": (lambda: tt.suggested_tt_shapes(0, 3), ValueError, "suggested_tt_shapes", "n=0"),
     "half a factor": (lambda: tt.suggested_tt_shapes(9.5, 2), TypeError, "suggested_tt_shapes", "n", "integer", "9.5"),
-    "factors of nothing": (lambda: tt.cheapest_p_shapes(9, []), ValueError, "cheapest_p_shapes", "slice_sizes"),
     # Storage
     "neither ranks nor bytes": (lambda: stored(), ValueError, "TensorTrain", "tt_ranks or bytes"),
     "factors beside bytes": (lambda: stored(bytes=999, tt_p_shapes=(3, 3)), ValueError, "leave tt_p_shapes"),

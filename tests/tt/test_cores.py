@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from rsembed import Bags
-from rsembed.tt import TTSpec, bag, chain, full_weight, rows, weight_block
+from rsembed.tt import TTSpec, bag, chain, full_weight, rows
 from tests.tt.tt_oracles import CASES, core_gradients, dense_table, expanded, pooled
 
 FORMS = ["native", "plain"]
@@ -315,4 +315,3 @@ def test_cores_may_be_arrays_of_numpy():
     np.testing.assert_array_equal(whole, dense_table(spec, cores))
     np.testing.assert_array_equal(rows(spec, cores, np.arange(6)), whole)
     np.testing.assert_array_equal(bag(spec, cores, Bags.from_dense(np.arange(6))), whole)
-    np.testing.assert_array_equal(weight_block(spec, cores, 1), whole[3:])
