@@ -29,8 +29,7 @@ from rsembed.kernels.contract import NO_ROW
 from rsembed.optimizers import OptimizerSpec, Slots
 from rsembed.storage import hash_table, row_map
 from rsembed.storage.row_map import FREE, RowMap
-from rsembed.tt.chain import Cores
-from rsembed.tt.cores import rows_of, squared_norm
+from rsembed.tt.cores import Cores, rows_of, squared_norm
 from rsembed.tt.spec import TTSpec
 
 LEAST_ROWS = 32

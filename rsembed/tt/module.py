@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from rsembed.checks import PositiveInt, did_you_mean, validated
+from rsembed.tt.programs import TTGradients
 from rsembed.tt.spec import TTSpec
-from rsembed.tt.tables import TTGradients, TTTables
+from rsembed.tt.tables import TTTables
 
 
 class TTEmbeddingBag(TTTables):
@@ -41,7 +42,7 @@ class TTEmbeddingBag(TTTables):
       enforce_embedding_dim: accepted; the dimension is always enforced.
       max_norm: not supported, as renormalised rows would have to be written back.
       scale_grad_by_freq: not supported.
-      implementation: see `chain.pooled_rows`.
+      implementation: see `cores.pooled_rows`.
       use_cache: keep the most read rows uncompressed and train them by themselves, from the first `cache_populate` on.
         True here and False for many tables, as published.
       cache_size: rows kept, per group of tables of equal column factors and ranks; 0 takes a thousandth.

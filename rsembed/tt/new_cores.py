@@ -20,8 +20,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.checks import dtype_among, validated
 from rsembed.progress import progress
-from rsembed.tt.chain import AnyCores, Cores
-from rsembed.tt.cores import check_cores
+from rsembed.tt.cores import AnyCores, Cores, check_cores
 from rsembed.tt.spec import CORE_DTYPES, TTSpec, check_one_of, suggested_tt_shapes
 
 WEIGHT_DISTRIBUTIONS = ("normal", "uniform", "approx-normal", "approx-uniform", "naive-uniform")

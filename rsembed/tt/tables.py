@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,40 +23,24 @@ from rsembed.row_gradients import SingleUse, check_gradient
 from rsembed.specs import MAX_ROWS, TableSpec
 from rsembed.stacking import split_by_memory
 from rsembed.tt import hot_rows, programs
-from rsembed.tt.chain import AnyCores, check_implementation, on_every_device, split_axes
-from rsembed.tt.cores import Mode, check_cores, check_mode, full_weight, with_room
-from rsembed.tt.fused import FusedParam, FusedState, OptimType, member_of, rule_of
+from rsembed.tt.cores import (
+    AnyCores,
+    Mode,
+    check_cores,
+    check_implementation,
+    check_mode,
+    full_weight,
+    on_every_device,
+    split_axes,
+    with_room,
+)
 from rsembed.tt.hot_rows import CacheReport
+from rsembed.tt.programs import FusedParam, FusedState, HotRows, OptimType, TTGradients, member_of, rule_of
 from rsembed.tt.spec import CORE_DTYPES, TTSpec
 from rsembed.tt.storage import CachedTrain, TensorTrain, TensorTrains, cores_of, init_core_slots
 
 STEPPED = "this backward has already stepped the cores; look the batch up again."
 FINGERPRINT = "fingerprint"
-
-
-class TTGradients(NamedTuple):
-    """What `backward` returns with `sparse=False`, and for weights with `sparse=True`, too.
-
-    Attributes:
-      cores: in the structure of `core_groups`: per group of tables, one array per core; empty with `sparse=True`.
-      cached_rows: per group those of the cached rows; empty without a cache, and with `sparse=True`.
-      per_sample_weights: of the weights, None without.
-    """
-
-    cores: tuple[tuple[Array, ...], ...]
-    cached_rows: tuple[Array, ...]
-    per_sample_weights: Float[Array, " nnz"] | None
-
-
-class HotRows(nnx.Module):
-    """The stored rows of one group of tables, their optimizer state, and whose they are."""
-
-    def __init__(self, params: CachedTrain, slots: PyTree, kind: type):
-        self.rows, self.state, self.directory = kind(params.rows), FusedState(slots), FusedState(params.directory)
-
-    def learned(self) -> tuple[Int[np.ndarray, " ids"], Float[np.ndarray, "ids dim"]]:
-        """All stored ids, ascending, and their rows; ids are row numbers plus the rows of the tables before."""
-        return hot_rows.learned(self.directory.get_value(), self.rows.get_value())
 
 
 class TTTables(nnx.Module):
