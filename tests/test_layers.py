@@ -36,7 +36,7 @@ BUDGETS = {
     "fdo": 685,
     "sparsecore": 4445,
     "tbe": 3243,
-    "tt": 3160,
+    "tt": 3134,
     "sok": 1760,
     "plot": 1160,
     "datasets": 1110,

@@ -30,11 +30,12 @@ from rsembed.optimizers import (
     TorchAdagradOptimizerSpec,
 )
 from rsembed.parallel.agreement import check_not_forked
+from rsembed.specs import TableSpec
 from rsembed.tt import hot_rows
 from rsembed.tt.cores import Cores, Mode, on_copies, on_every_device, segment_of
 from rsembed.tt.hot_rows import SPILLED_ROWS_PER_ROW, Directory
 from rsembed.tt.spec import TTSpec
-from rsembed.tt.storage import CachedTrain, TensorTrains, cores_of
+from rsembed.tt.storage import CachedTrain, TensorTrain, TensorTrains, cores_of
 
 _LOG = logging.getLogger("rsembed")
 
@@ -127,6 +128,22 @@ def rule_of(optimizer: object, eps: float) -> OptimizerSpec:
         f"OptimType.{name} has no fused update; use SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD or ADAM, or take "
         "sparse=False and any optax rule."
     )
+
+
+def storage_of(
+    specs: Sequence[TTSpec], cache: tuple[int, int] | None, max_spilled_rows: int | None, like: dict[str, PyTree]
+) -> TensorTrains:
+    """What keeps a group of tables, given the published `cache_size` and `hashtbl_size` where rows are cached."""
+    tables, sizes = [], {"max_spilled_rows": max_spilled_rows}
+    if cache is not None:
+        counted = hot_rows.sizes(sum(spec.num_embeddings for spec in specs), *cache)
+        sizes |= dict(zip(("cache_rows", "counted_ids"), counted, strict=True))
+    for k, spec in enumerate(specs):
+        rows, dim = spec.num_embeddings, spec.embedding_dim
+        shapes = spec.tt_ranks, spec.tt_p_shapes, spec.tt_q_shapes
+        train = TensorTrain(*shapes, **sizes)  # type: ignore[arg-type]
+        tables.append(TableSpec(name=f"{k}", vocabulary_size=rows, embedding_dim=dim, storage=train, **like))
+    return train.sharing(tables)
 
 
 class How(NamedTuple):
@@ -380,4 +397,4 @@ def _check_ids(bags: Bags, specs: Sequence[TTSpec], name: str, ignores: bool) ->
         check_values(part, feature="indices", table=table, vocabulary_size=size, allow_out_of_range=ignores)
         num_outside += int(((own != PAD_ID) & ((own < 0) | (own >= spec.num_embeddings))).sum())
     if num_outside:
-        warnings.warn(f"rsembed.tt: {num_outside} ids outside their table contribute nothing.", stacklevel=6)
+        warnings.warn(f"rsembed.tt: {num_outside} ids outside their table contribute nothing.", stacklevel=5)
