@@ -124,7 +124,7 @@ tbe/arguments.py  tbe/test_rules.py tbe/test_surface.py tbe/test_cases.py tbe/te
     EmbOptimType.LAMB: OfferedOptimizer(_LAMB_RULE => EmbOptimType.LAMB: OfferedOptimizer(_ADAM_RULE
 tbe/host_rows.py  tbe/test_caching.py
     np.where(is_valid, own + first_row, => np.where(is_valid, own,
-tt/chain.py  tt/test_cores.py
+tt/cores.py  tt/test_cores.py
     d_gains + zero => 0 * d_gains + zero
 tt/hot_rows.py  tt/test_hot_rows.py
     is_cached, ~is_cached & is_trained => is_cached, is_cached & is_trained

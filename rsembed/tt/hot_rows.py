@@ -29,8 +29,7 @@ from rsembed.kernels.contract import NO_ROW
 from rsembed.optimizers import OptimizerSpec, Slots
 from rsembed.storage import hash_table, row_map
 from rsembed.storage.row_map import FREE, RowMap
-from rsembed.tt.chain import Cores
-from rsembed.tt.cores import rows_of, squared_norm
+from rsembed.tt.cores import Cores, rows_of, squared_norm
 from rsembed.tt.spec import TTSpec
 
 LEAST_ROWS = 32
@@ -122,7 +121,7 @@ def sizes(num_rows: int, cache_size: int, hashtbl_size: int) -> tuple[int, int]:
         warnings.warn(
             f"hashtbl_size={hashtbl_size} counts few ids for cache_size={capacity}: below six times as many the hit "
             f"rate would suffer, so {num_counts} are counted; leave it out, or say at least six times cache_size.",
-            stacklevel=4,
+            stacklevel=5,
         )
     return capacity, num_counts
 
@@ -222,8 +221,14 @@ def chosen(
     was_cached = directory.is_cached.at[places].get(mode="fill", fill_value=False)
     worth = 2 * jnp.minimum(counted.counts, MOST_READS).astype(jnp.uint32) + was_cached.astype(jnp.uint32)
     is_cached = row_map.least(counted, lambda _: ~worth, worth > 0, jnp.full(1, capacity, jnp.int32))
-    is_trained = jnp.any(rows != rows_of(specs, cores, _ids_of(directory, directory.owners)), axis=1)
+    is_trained = jnp.any(rows != rows_of(specs, cores, stored_ids(directory)), axis=1)
     return worth, is_cached, ~is_cached & is_trained.at[places].get(mode="fill", fill_value=False)
+
+
+def stored_ids(directory: Directory, first: int = 0) -> Int[Array, " places"]:
+    """The id of each place, counted from `first` on; one beyond all rows for a free place and for lower ids."""
+    ids = _ids_of(directory, directory.owners)
+    return jnp.where(ids < first, NO_ROW, ids - first)
 
 
 def _ids_of(directory: Directory, numbers: Int[Array, " n"]) -> Int[Array, " n"]:
@@ -361,7 +366,7 @@ def on_host(values: PyTree) -> PyTree:
     """The values as NumPy arrays. Raises: RuntimeError: they are known only inside `jit`."""
     if is_traced(values):
         raise RuntimeError(
-            "a tensor-train cache tells what it holds on the host: call reset_cache, cache_reports and full_weight "
-            "outside of jit, between compiled steps."
+            "a tensor-train cache tells what it holds on the host: call reset_cache and cache_reports outside "
+            "of jit, between compiled steps."
         )
     return jax.tree.map(np.asarray, values)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
 
 from rsembed.checks import PositiveInt, did_you_mean, validated
 from rsembed.tt.spec import TTSpec
-from rsembed.tt.tables import TTGradients, TTTables
+from rsembed.tt.tables import TTTables
 
 
 class TTEmbeddingBag(TTTables):
@@ -41,7 +38,7 @@ class TTEmbeddingBag(TTTables):
       enforce_embedding_dim: accepted; the dimension is always enforced.
       max_norm: not supported, as renormalised rows would have to be written back.
       scale_grad_by_freq: not supported.
-      implementation: see `chain.pooled_rows`.
+      implementation: see `cores.pooled_rows`.
       use_cache: keep the most read rows uncompressed and train them by themselves, from the first `cache_populate` on.
         True here and False for many tables, as published.
       cache_size: rows kept, per group of tables of equal column factors and ranks; 0 takes a thousandth.
@@ -64,6 +61,8 @@ class TTEmbeddingBag(TTTables):
       >>> embedding_sum(jnp.asarray([1, 2, 4, 5, 4, 3, 2, 9]), jnp.asarray([0, 4])).shape
       (2, 3)
     """
+
+    is_single = True
 
     @validated
     def __init__(
@@ -90,38 +89,6 @@ class TTEmbeddingBag(TTTables):
     def spec(self) -> TTSpec:
         """Rows, factors and ranks."""
         return self.specs[0]
-
-    def full_weight(self) -> Float[Array, "vocab dim"]:
-        """The whole table, padding rows left out."""
-        return self.table_weight(0)
-
-    def __call__(
-        self, indices: object, offsets: object = None, per_sample_weights: object = None, warmup: bool = True
-    ) -> Float[Array, "batch dim"]:
-        """Pooled rows of every bag; an empty bag gives zeros.
-
-        Args:
-          indices: flat ids; or a dense array `[batch, ids per bag]`, -1 for no id; or `Bags`; or lists of ids.
-          offsets: start of each bag of flat ids. A last entry equal to the number of ids is taken for the end of the
-            last bag unless `include_last_offset=False` says that an empty bag starts there.
-          per_sample_weights: one float per id.
-          warmup: accepted, without effect.
-
-        Raises: ValueError or TypeError: naming the id, bag or offset that is wrong.
-        """
-        del warmup
-        return self.lookup(indices, offsets, per_sample_weights)[0]
-
-    def vjp(
-        self, indices: object, offsets: object = None, per_sample_weights: object = None
-    ) -> tuple[Float[Array, "batch dim"], Callable[[Array], TTGradients | None]]:
-        """Pooled rows, and `backward(d_output)`.
-
-        With `sparse=True` backward steps the cores, once, and returns None. With `sparse=False` it changes nothing and
-        returns `TTGradients`.
-        """
-        (output,), backward = self.lookup_vjp(indices, offsets, per_sample_weights)
-        return output, lambda d_output: backward([d_output])
 
 
 class TableBatchedTTEmbeddingBag(TTTables):
@@ -150,6 +117,8 @@ class TableBatchedTTEmbeddingBag(TTTables):
       (2, 2, 4)
     """
 
+    is_single = False
+
     @validated
     def __init__(
         self,
@@ -172,33 +141,6 @@ class TableBatchedTTEmbeddingBag(TTTables):
         ]
         super().__init__([TTSpec.suggest(*arguments) for arguments in zip(*per_table, strict=True)], **options)
 
-    def full_weight(self, table: int | None = None) -> PyTree:
-        """One table expanded; or all: `[tables, vocab, dim]` when they are of one size, else a list."""
-        if table is not None:
-            return self.table_weight(table)
-        return _stacked([self.table_weight(k) for k in range(len(self.specs))])
-
-    def __call__(
-        self, indices: object, offsets: object = None, per_sample_weights: object = None, warmup: bool = True
-    ) -> PyTree:
-        """Pooled rows `[tables, batch, dim]`; one array `[batch, dim]` per table when their dimensions differ.
-
-        Args:
-          indices: ids in the forms of `TTEmbeddingBag`, the bags of table 0 first, then as many of table 1, and so on.
-          offsets: start of each of the `tables * batch` bags of flat ids; the end of the last may follow.
-          per_sample_weights: one float per id.
-          warmup: accepted, without effect.
-        """
-        del warmup
-        return _stacked(self.lookup(indices, offsets, per_sample_weights))
-
-    def vjp(
-        self, indices: object, offsets: object = None, per_sample_weights: object = None
-    ) -> tuple[PyTree, Callable[[PyTree], TTGradients | None]]:
-        """Pooled rows, and `backward(d_output)` as for `TTEmbeddingBag`."""
-        outputs, backward = self.lookup_vjp(indices, offsets, per_sample_weights)
-        return _stacked(outputs), lambda d_output: backward(list(d_output))
-
 
 def _is_nested(shapes: Sequence[object] | None) -> bool:
     return shapes is not None and any(shape is None or isinstance(shape, Sequence) for shape in shapes)
@@ -212,10 +154,6 @@ def _per_table(name: str, value: Any, num_tables: int, is_per_table: bool) -> li
             f"{name} has {len(value)} entries for {num_tables} tables; give one for all, or one per table."
         )
     return list(value)
-
-
-def _stacked(tables: list[Array]) -> PyTree:
-    return jnp.stack(tables) if len({table.shape for table in tables}) == 1 else tables
 
 
 SHAPES = ("tt_ranks", "tt_p_shapes", "tt_q_shapes")

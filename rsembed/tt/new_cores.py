@@ -20,8 +20,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.checks import dtype_among, validated
 from rsembed.progress import progress
-from rsembed.tt.chain import AnyCores, Cores
-from rsembed.tt.cores import check_cores
+from rsembed.tt.cores import AnyCores, Cores, check_cores
 from rsembed.tt.spec import CORE_DTYPES, TTSpec, check_one_of, suggested_tt_shapes
 
 WEIGHT_DISTRIBUTIONS = ("normal", "uniform", "approx-normal", "approx-uniform", "naive-uniform")
@@ -152,7 +151,6 @@ def from_dense(
     tt_p_shapes: Integers | None = None,
     tt_q_shapes: Integers | None = None,
     dtype: Any = jnp.float32,
-    allow_larger: bool = False,
 ) -> tuple[TTSpec, Cores]:
     """The cores of a tensor train close to a table, by TT-SVD.
 
@@ -168,7 +166,6 @@ def from_dense(
       tt_p_shapes: row factors; None takes `suggested_tt_shapes`.
       tt_q_shapes: column factors; None takes `suggested_tt_shapes`.
       dtype: of the cores.
-      allow_larger: take cores for `max_relative_error` even if they hold more numbers than the table.
 
     Raises: ValueError: not exactly one of `ranks`, `max_relative_error` and `bytes`, or the error is negative or not
       finite, or needs cores larger than the table, or the table is not finite.
@@ -196,10 +193,10 @@ def from_dense(
         basis, remainder = _truncated(remainder.reshape(left * p[t] * q[t], -1), caps[t] if caps else None, tail)
         cores.append(basis.reshape(left, p[t], q[t], -1))
     cores.append(remainder.reshape(-1, p[-1], q[-1], 1))
-    if max_relative_error is not None and not allow_larger and (size := sum(core.size for core in cores)) > dense.size:
+    if max_relative_error is not None and (size := sum(core.size for core in cores)) > dense.size:
         raise ValueError(
             f"max_relative_error={max_relative_error} needs {size} numbers in cores, more than the {dense.size} of the "
-            "table: it is not close to a small train. Allow a larger error, or pass allow_larger=True."
+            "table: it is not close to a small train. Allow a larger error, or say ranks."
         )
     return _stored(rows, cores, dtype)
 

@@ -1,8 +1,12 @@
-"""What a module does with a batch: reads it, and compiles what follows for each group of tables."""
+"""What a module does with a batch: reads it, and compiles what follows for each group of tables.
+
+The rules and variables of the fused update come first.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import logging
 import warnings
@@ -12,20 +16,134 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, check_ids_dtype, check_unmasked, check_values, is_traced
 from rsembed.checks import check_type
 from rsembed.kernels.contract import NO_ROW, Step
+from rsembed.optimizers import (
+    SGD,
+    Adam,
+    OptimizerSpec,
+    RowWiseAdagrad,
+    TorchAdagrad,
+)
 from rsembed.parallel.agreement import check_not_forked
+from rsembed.specs import TableSpec
 from rsembed.tt import hot_rows
-from rsembed.tt.chain import Cores, on_copies, on_every_device
-from rsembed.tt.cores import Mode, segment_of
+from rsembed.tt.cores import Cores, Mode, on_copies, on_every_device, segment_of
 from rsembed.tt.hot_rows import SPILLED_ROWS_PER_ROW, Directory
 from rsembed.tt.spec import TTSpec
-from rsembed.tt.storage import CachedTrain, TensorTrains, cores_of
+from rsembed.tt.storage import CachedTrain, TensorTrain, TensorTrains, cores_of
 
 _LOG = logging.getLogger("rsembed")
+
+
+class FusedParam(nnx.Variable):
+    """Cores that only the fused update trains: no `nnx.Param`, so neither `nnx.grad` nor optax sees them."""
+
+    def set_value(self, value: object, **how: object) -> None:
+        """Cores have optimizer states and cached rows beside them, which the module replaces with them.
+
+        Raises: ValueError: always, and names `set_cores`.
+        """
+        raise ValueError(
+            "the cores of a module with sparse=True have an optimizer state and cached rows beside them, which would "
+            "stay those of the old cores; use module.set_cores(cores, table)."
+        )
+
+
+class FusedState(nnx.Variable):
+    """What no optimizer outside trains: states, counts, step counter and learning rate of the fused update."""
+
+
+class TTGradients(NamedTuple):
+    """What `backward` returns with `sparse=False`, and for weights with `sparse=True`, too.
+
+    Attributes:
+      cores: in the structure of `core_groups`: per group of tables, one array per core; empty with `sparse=True`.
+      cached_rows: per group those of the cached rows; empty without a cache, and with `sparse=True`.
+      per_sample_weights: of the weights, None without.
+    """
+
+    cores: tuple[tuple[Array, ...], ...]
+    cached_rows: tuple[Array, ...]
+    per_sample_weights: Float[Array, " nnz"] | None
+
+
+class HotRows(nnx.Module):
+    """The stored rows of one group of tables, their optimizer state, and whose they are."""
+
+    def __init__(self, params: CachedTrain, slots: PyTree, kind: type):
+        self.rows, self.state, self.directory = kind(params.rows), FusedState(slots), FusedState(params.directory)
+
+    def learned(self) -> tuple[Int[np.ndarray, " ids"], Float[np.ndarray, "ids dim"]]:
+        """All stored ids, ascending, and their rows; ids are row numbers plus the rows of the tables before."""
+        return hot_rows.learned(self.directory.get_value(), self.rows.get_value())
+
+
+class OptimType(enum.Enum):
+    """The published names."""
+
+    SGD = "sgd"
+    EXACT_SGD = "exact_sgd"
+    ADAM = "adam"
+    EXACT_ADAGRAD = "exact_adagrad"
+    EXACT_ROWWISE_ADAGRAD = "exact_row_wise_adagrad"
+    LAMB = "lamb"
+    LARS_SGD = "lars_sgd"
+    PARTIAL_ROWWISE_ADAM = "partial_row_wise_adam"
+    PARTIAL_ROWWISE_LAMB = "partial_row_wise_lamb"
+
+
+def member_of(optimizer: object) -> OptimType:
+    """A member, given as itself, by name or by value. Raises: ValueError: there is no such name."""
+    for member in OptimType:
+        if optimizer is member or str(optimizer).lower() in (member.value, member.name.lower()):
+            return member
+    names = ", OptimType.".join(member.name for member in OptimType)
+    raise ValueError(f"unknown optimizer {optimizer!r}; choose one of OptimType.{names}.")
+
+
+def rule_of(optimizer: object, eps: float) -> OptimizerSpec:
+    """The row rule of a published name; its learning rate is given at every step.
+
+    Args:
+      optimizer: an `OptimType`, or its name.
+      eps: added to the denominator of both Adagrads. Adam keeps its own, 1e-8.
+
+    Raises: NotImplementedError: the rule is not offered. ValueError: there is no such name.
+    """
+    name = member_of(optimizer).name
+    if name in ("SGD", "EXACT_SGD"):
+        return SGD()
+    if name == "EXACT_ADAGRAD":
+        return TorchAdagrad(1.0, epsilon=eps)
+    if name == "EXACT_ROWWISE_ADAGRAD":
+        return RowWiseAdagrad(1.0, epsilon=eps)
+    if name == "ADAM":
+        return Adam()
+    raise NotImplementedError(
+        f"OptimType.{name} has no fused update; use SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD or ADAM, or take "
+        "sparse=False and any optax rule."
+    )
+
+
+def storage_of(
+    specs: Sequence[TTSpec], cache: tuple[int, int] | None, max_spilled_rows: int | None, like: dict[str, PyTree]
+) -> TensorTrains:
+    """What keeps a group of tables, given the published `cache_size` and `hashtbl_size` where rows are cached."""
+    tables, sizes = [], {"max_spilled_rows": max_spilled_rows}
+    if cache is not None:
+        counted = hot_rows.sizes(sum(spec.num_embeddings for spec in specs), *cache)
+        sizes |= dict(zip(("cache_rows", "counted_ids"), counted, strict=True))
+    for k, spec in enumerate(specs):
+        rows, dim = spec.num_embeddings, spec.embedding_dim
+        shapes = spec.tt_ranks, spec.tt_p_shapes, spec.tt_q_shapes
+        train = TensorTrain(*shapes, **sizes)  # type: ignore[arg-type]
+        tables.append(TableSpec(name=f"{k}", vocabulary_size=rows, embedding_dim=dim, storage=train, **like))
+    return train.sharing(tables)
 
 
 class How(NamedTuple):
@@ -279,4 +397,4 @@ def _check_ids(bags: Bags, specs: Sequence[TTSpec], name: str, ignores: bool) ->
         check_values(part, feature="indices", table=table, vocabulary_size=size, allow_out_of_range=ignores)
         num_outside += int(((own != PAD_ID) & ((own < 0) | (own >= spec.num_embeddings))).sum())
     if num_outside:
-        warnings.warn(f"rsembed.tt: {num_outside} ids outside their table contribute nothing.", stacklevel=6)
+        warnings.warn(f"rsembed.tt: {num_outside} ids outside their table contribute nothing.", stacklevel=5)

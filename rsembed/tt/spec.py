@@ -228,7 +228,7 @@ def _equal_rank(rows: int, dim: int, d: int, rank: int) -> TTSpec:
     ranks = [rank] * (d - 1)
     while True:
         sizes = [a * q * b for (a, b), q in zip(itertools.pairwise((1, *ranks, 1)), q_shapes, strict=True)]
-        spec = TTSpec(rows, tuple(cheapest_p_shapes(rows, sizes)), tuple(q_shapes), tuple(ranks))
+        spec = TTSpec(rows, tuple(_cheapest_p_shapes(rows, sizes)), tuple(q_shapes), tuple(ranks))
         capped = [min(r, most) for r, most in zip(spec.tt_ranks, spec.max_ranks, strict=True)]
         if capped == ranks:
             return spec
@@ -349,22 +349,13 @@ def _entropy(factors: tuple[float, ...]) -> float:
     return round(-sum(x / total * math.log(x / total) for x in factors), 12)
 
 
-@validated
-def cheapest_p_shapes(num_embeddings: PositiveInt, slice_sizes: Sequence[PositiveInt]) -> list[int]:
+def _cheapest_p_shapes(num_embeddings: int, slice_sizes: Sequence[int]) -> list[int]:
     """Row factors whose cores hold the fewest numbers, `sum(p * slice_size)`, at given slice sizes.
 
     The sum is least when all its terms are equal, `p_t = (num_embeddings * prod(a))^(1/d) / a_t`: the core with the
     largest slices gets the fewest of them. Integers are searched around that point, one core after the other, the
     largest slices first.
-
-    Raises: ValueError: there are no slices, or a number is below one.
-
-    Example:
-      >>> cheapest_p_shapes(11_000_000, [4 * 32, 32 * 4 * 32, 32 * 4])
-      [706, 22, 709]
     """
-    if not len(slice_sizes):
-        raise ValueError("cheapest_p_shapes: slice_sizes is empty; give the size of a slice of each core.")
     order = sorted(range(len(slice_sizes)), key=lambda t: -slice_sizes[t])
 
     def search(rows: int, places: list[int]) -> tuple[int, dict[int, int]]:

@@ -25,8 +25,7 @@ from rsembed.specs import TableSpec
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.storage.protocol import ReadAhead, Storage, on_host, parts
 from rsembed.tt import hot_rows
-from rsembed.tt.chain import Cores, shared_rows
-from rsembed.tt.cores import digits_of, entries_of
+from rsembed.tt.cores import Cores, digits_of, entries_of, shared_rows
 from rsembed.tt.hot_rows import Directory
 from rsembed.tt.new_cores import WEIGHT_DISTRIBUTIONS, init_cores, nearest_cores
 from rsembed.tt.spec import TTSpec
@@ -228,7 +227,7 @@ class TensorTrain(Storage):
           segments: of row numbers.
           table: one of those that share the storage.
           axes: of a mesh whose devices each have copies, and each make a share of the rows.
-          implementation: see `chain.pooled_rows`.
+          implementation: see `cores.pooled_rows`.
         """
         all_specs, sizes = self.specs_of(table), [segment.num_outputs for segment in segments]
         rows, bags, gains = entries_of(segments)

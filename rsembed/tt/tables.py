@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,58 +20,45 @@ from rsembed.checks import NonNegativeInt, check_type, check_within, dtype_among
 from rsembed.fingerprint import Fingerprint, check_same, identity
 from rsembed.optimizers import OptimizerSpec
 from rsembed.row_gradients import SingleUse, check_gradient
-from rsembed.specs import MAX_ROWS, TableSpec
+from rsembed.specs import MAX_ROWS
 from rsembed.stacking import split_by_memory
 from rsembed.tt import hot_rows, programs
-from rsembed.tt.chain import AnyCores, check_implementation, on_every_device, split_axes
-from rsembed.tt.cores import Mode, check_cores, check_mode, full_weight, with_room
-from rsembed.tt.fused import FusedParam, FusedState, OptimType, member_of, rule_of
+from rsembed.tt.cores import (
+    AnyCores,
+    Mode,
+    check_cores,
+    check_implementation,
+    check_mode,
+    full_weight,
+    on_every_device,
+    split_axes,
+    with_room,
+)
 from rsembed.tt.hot_rows import CacheReport
+from rsembed.tt.programs import FusedParam, FusedState, HotRows, OptimType, TTGradients, member_of, rule_of
 from rsembed.tt.spec import CORE_DTYPES, TTSpec
-from rsembed.tt.storage import CachedTrain, TensorTrain, TensorTrains, cores_of, init_core_slots
+from rsembed.tt.storage import CachedTrain, cores_of, init_core_slots
 
 STEPPED = "this backward has already stepped the cores; look the batch up again."
 FINGERPRINT = "fingerprint"
 
 
-class TTGradients(NamedTuple):
-    """What `backward` returns with `sparse=False`, and for weights with `sparse=True`, too.
-
-    Attributes:
-      cores: in the structure of `core_groups`: per group of tables, one array per core; empty with `sparse=True`.
-      cached_rows: per group those of the cached rows; empty without a cache, and with `sparse=True`.
-      per_sample_weights: of the weights, None without.
-    """
-
-    cores: tuple[tuple[Array, ...], ...]
-    cached_rows: tuple[Array, ...]
-    per_sample_weights: Float[Array, " nnz"] | None
-
-
-class HotRows(nnx.Module):
-    """The stored rows of one group of tables, their optimizer state, and whose they are."""
-
-    def __init__(self, params: CachedTrain, slots: PyTree, kind: type):
-        self.rows, self.state, self.directory = kind(params.rows), FusedState(slots), FusedState(params.directory)
-
-    def learned(self) -> tuple[Int[np.ndarray, " ids"], Float[np.ndarray, "ids dim"]]:
-        """All stored ids, ascending, and their rows; ids are row numbers plus the rows of the tables before."""
-        return hot_rows.learned(self.directory.get_value(), self.rows.get_value())
-
-
 class TTTables(nnx.Module):
-    """State and behaviour that both modules share; they add the published constructor and the shape of the output.
+    """State and behaviour that both modules share; they add the published constructor.
 
     Tables with equal column factors and ranks form a group, whose cores stand one behind the other along their first
     axis: one lookup serves the group, whatever the tables' sizes.
 
     Attributes:
+      is_single: whether one table comes and goes without an axis of tables.
       specs: one per table.
       groups: tables of every group.
       storages: what keeps each group.
       core_groups: per group, one variable `[sum of p_t over its tables, R_{t-1} * q_t * R_t]` per core.
       learning_rate: of the fused update; a variable, so changing it compiles nothing.
     """
+
+    is_single: ClassVar[bool]
 
     @validated
     def __init__(
@@ -112,36 +99,26 @@ class TTTables(nnx.Module):
         groups = split_by_memory(by_shape.values(), dict(enumerate(num_rows)), MAX_ROWS)
         self.specs = nnx.static(tuple(specs))
         self.groups = nnx.static(tuple(map(tuple, groups)))
-        self.rule: OptimizerSpec = nnx.static(rule_of(optimizer, eps))
+        rule = rule_of(optimizer, eps)
+        # An optimizer outside has slots of its own.
+        self.rule: OptimizerSpec = nnx.static(rule if sparse else rule_of(OptimType.SGD, eps))
         self.sparse, self.mode, self.padding_idx = sparse, mode, padding_idx
         self.optimizer, self.eps = member_of(optimizer), eps
         self.bounds_check, self.include_last_offset = bounds_check, include_last_offset
         self.implementation, self.weight_dist, self.dtype = implementation, weight_dist, dtype
         self.populate_every, self.max_spilled_rows, self.deterministic = populate_every, max_spilled_rows, False
-        cache = [(0, 0)] * len(groups)
-        if use_cache:
-            cache = [hot_rows.sizes(sum(num_rows[k] for k in own), cache_size, hashtbl_size) for own in groups]
+        cache = (cache_size, hashtbl_size) if use_cache else None
         kind = FusedParam if sparse else nnx.Param
-        self.storages = nnx.static(tuple(map(self._storage, groups, cache)))
+        like = {"optimizer": self.rule, "dtype": dtype.name}
+        storages = [programs.storage_of([specs[k] for k in own], cache, max_spilled_rows, like) for own in groups]
+        self.storages = nnx.static(tuple(storages))
         drawn = self._draw(weight_dist, rngs)
         self.core_groups = nnx.List([nnx.List([kind(core) for core in cores_of(params)]) for params, _ in drawn])
-        own_slots = [self._core_slots(storage, slots) for storage, (_, slots) in zip(self.storages, drawn, strict=True)]
-        self.slots = nnx.List([FusedState(slots) for slots in own_slots])
+        self.slots = nnx.List([FusedState(slots[0] if use_cache else slots) for _, slots in drawn])
         self.learning_rate = FusedState(jnp.asarray(learning_rate, jnp.float32))
         self.step = FusedState(jnp.zeros((), jnp.int32))
         self.calls = FusedState(jnp.zeros((), jnp.int32))
         self.caches = nnx.List([HotRows(params, slots[1], kind) for params, slots in drawn] if use_cache else [])
-
-    def _storage(self, group: Sequence[int], cache: tuple[int, int]) -> TensorTrains:
-        """What keeps a group of tables, given how many rows are stored and how many ids are counted."""
-        tables = []
-        for k in group:
-            spec = self.specs[k]
-            sizes = {"cache_rows": cache[0], "counted_ids": cache[1], "max_spilled_rows": self.max_spilled_rows}
-            train = TensorTrain(spec.tt_ranks, spec.tt_p_shapes, spec.tt_q_shapes, **sizes)  # type: ignore[arg-type]
-            size: dict[str, Any] = {"vocabulary_size": spec.num_embeddings, "embedding_dim": spec.embedding_dim}
-            tables.append(TableSpec(name=f"{k}", **size, optimizer=self.rule, dtype=self.dtype.name, storage=train))
-        return train.sharing(tables)
 
     def _draw(self, weight_dist: str, rngs: nnx.Rngs | None) -> list[tuple[PyTree, PyTree]]:
         """Initial parameters and slots of every group."""
@@ -149,10 +126,6 @@ class TTTables(nnx.Module):
         keys = jax.random.split(key, num_tables) if num_tables > 1 else key[None]
         groups = zip(self.storages, self.groups, strict=True)
         return [storage.start(keys[np.asarray(own)], storage.tables[0], weight_dist) for storage, own in groups]
-
-    def _core_slots(self, storage: TensorTrains, slots: PyTree) -> PyTree:
-        """Those of cores; an optimizer outside has its own."""
-        return storage.core_slots(slots) if self.sparse else ((),) * len(self.specs[0].tt_p_shapes)
 
     def _state(self, g: int) -> tuple[PyTree, PyTree]:
         """Parameters and slots of a group, as its storage has them, whole on every device.
@@ -172,7 +145,7 @@ class TTTables(nnx.Module):
         """The inverse of `_state`."""
         for variable, core in zip(self.core_groups[g], cores_of(params), strict=True):
             nnx.Variable.set_value(variable, core)
-        self.slots[g].set_value(self._core_slots(self.storages[g], slots))
+        self.slots[g].set_value(self.storages[g].core_slots(slots))
         if self.caches:
             nnx.Variable.set_value(self.caches[g].rows, params.rows)
             self.caches[g].state.set_value(slots[1])
@@ -225,7 +198,7 @@ class TTTables(nnx.Module):
                 raise ValueError(f"core {t} for table {table} has a number that is not finite; clean the cores first.")
         storage, (params, slots) = self.storages[g], self._state(g)
         parts = storage.unstack(params, slots, storage.tables[0], 1)
-        parts[number] = new, init_core_slots(self.rule, new) if self.sparse else parts[number][1]
+        parts[number] = new, init_core_slots(self.rule, new)
         all_cores, core_slots = storage.stack(parts, params, 1)
         if not self.caches:
             self._put(g, all_cores, core_slots)
@@ -238,8 +211,7 @@ class TTTables(nnx.Module):
 
     def get_params(self) -> list[Array]:
         """The values of all cores, group after group, then those of cached rows; changes nothing."""
-        cores = [core.get_value() for group in self.core_groups for core in group]
-        return cores + [cache.rows.get_value() for cache in self.caches]
+        return [core.get_value() for core in [*self.tt_cores, *(cache.rows for cache in self.caches)]]
 
     @property
     def num_tables(self) -> int:
@@ -296,19 +268,19 @@ class TTTables(nnx.Module):
         """All places of stored rows `[places, dim]`, in a list of one per group of tables; None without a cache."""
         return _of_all([cache.rows.get_value() for cache in self.caches]) if self.caches else None
 
-    def table_weight(self, table: int = 0) -> Float[Array, "vocab dim"]:
-        """One table, expanded, cached rows included."""
+    def full_weight(self, table: int | None = None) -> PyTree:
+        """One table, expanded, cached rows included; or all: `[tables, vocab, dim]` when they are of one size.
+
+        Tables of different sizes come as a list, and a module of one table has that alone.
+        """
+        if table is None:
+            return self._joined([self.full_weight(k) for k in range(len(self.specs))])
         weight = full_weight(self.specs[table], self.cores_of(table))
         if not self.caches:
             return weight
         g, number = self._place_of(table)
-        ids, rows = self.caches[g].learned()
-        ids = ids - sum(self.specs[k].num_embeddings for k in self.groups[g][:number])
-        is_ours = (ids >= 0) & (ids < weight.shape[0])
-        if not is_ours.any():
-            return weight
-        ids, rows = ids[is_ours], rows[is_ours]
-        return weight.at[ids].set(jnp.where(True, rows, weight[ids]))  # `where` brings rows to the mesh of the weight
+        first, params = sum(self.specs[k].num_embeddings for k in self.groups[g][:number]), self._state(g)[0]
+        return weight.at[hot_rows.stored_ids(params.directory, first)].set(params.rows, mode="drop")
 
     def update_cache(self, indices: PyTree, offsets: object = None) -> None:
         """Counts reads without a lookup. A lookup counts as well, except after `eval()`.
@@ -424,35 +396,59 @@ class TTTables(nnx.Module):
         leaves = [jnp.asarray(saved[name].view(ours.dtype)) for name, ours in own.items()]
         nnx.update(self, jax.tree.unflatten(jax.tree.structure(nnx.state(self)), leaves))
 
-    def lookup(self, indices: object, offsets: object, per_sample_weights: object) -> list[Float[Array, "batch dim"]]:
-        """Pooled rows of every table."""
-        batch = self._by_group(self._read(indices, offsets, per_sample_weights))
-        self._note(batch)
-        return self._outputs(self._how(indices), batch, [self._state(g)[0] for g in range(len(self.groups))])
+    def __call__(
+        self, indices: object, offsets: object = None, per_sample_weights: object = None, warmup: bool = True
+    ) -> PyTree:
+        """Pooled rows of every bag, of which an empty one gives zeros.
 
-    def lookup_vjp(
-        self, indices: object, offsets: object, per_sample_weights: object
-    ) -> tuple[list[Float[Array, "batch dim"]], Callable[[Sequence[PyTree]], TTGradients | None]]:
-        """Pooled rows of every table, and the function that takes their gradients."""
+        They are `[batch, dim]` of `TTEmbeddingBag`, `[tables, batch, dim]` of `TableBatchedTTEmbeddingBag`, and there
+        one array per table when their dimensions differ.
+
+        Args:
+          indices: flat ids; or a dense array `[bags, ids per bag]`, -1 for no id; or `Bags`; or lists of ids. The bags
+            of table 0 come first, then as many of table 1, and so on.
+          offsets: start of each bag of flat ids; the end of the last may follow. Of one table, a last entry equal to
+            the number of ids is taken for that end unless `include_last_offset=False` says that an empty bag starts
+            there.
+          per_sample_weights: one float per id.
+          warmup: accepted, without effect.
+
+        Raises: ValueError or TypeError: naming the id, bag or offset that is wrong.
+        """
+        del warmup
         bags = self._read(indices, offsets, per_sample_weights)
-        batch, how = self._by_group(bags), self._how(indices)
-        self._note(batch)
-        params = [self._state(g)[0] for g in range(len(self.groups))]
-        outputs, permit = self._outputs(how, batch, params), SingleUse(STEPPED)
+        return self._joined(self._look_up(bags, self._how(indices))[0])
+
+    def vjp(
+        self, indices: object, offsets: object = None, per_sample_weights: object = None
+    ) -> tuple[PyTree, Callable[[PyTree], TTGradients | None]]:
+        """Pooled rows, and `backward(d_output)`.
+
+        With `sparse=True` backward steps the cores, once, and returns None. With `sparse=False` it changes nothing and
+        returns `TTGradients`.
+        """
+        bags = self._read(indices, offsets, per_sample_weights)
+        how, permit = self._how(indices), SingleUse(STEPPED)
+        outputs, params, batch = self._look_up(bags, how)
         shapes = [output.shape for output in outputs]
 
-        def backward(d_outputs: Sequence[PyTree]) -> TTGradients | None:
-            for table, (d_output, shape) in enumerate(zip(d_outputs, shapes, strict=True)):
-                check_gradient(d_output, f"d_output of table {table}")
-                if np.shape(d_output) != shape:
-                    raise ValueError(f"d_output of table {table} has shape {np.shape(d_output)}, its output {shape}.")
+        def backward(d_output: PyTree) -> TTGradients | None:
+            d_outputs = [d_output] if self.is_single else list(d_output)
+            for table, (own, shape) in enumerate(zip(d_outputs, shapes, strict=True)):
+                check_gradient(own, f"d_output of table {table}")
+                if np.shape(own) != shape:
+                    raise ValueError(f"d_output of table {table} has shape {np.shape(own)}, its output {shape}.")
             every = [jnp.asarray(on_every_device(d), jnp.float32) for d in d_outputs]
             by_group = [jnp.concatenate([every[k] for k in group]) for group in self.groups]
             given = zip(self.storages, params, batch, by_group, strict=True)
             if self.sparse:
                 permit.use()
-                pulled = [self._step(g, how, *own) for g, own in enumerate(given)]
-                self.step.set_value(self.step.get_value() + 1)
+                pulled, rate, number = [], self.learning_rate.get_value(), self.step.get_value()
+                for g, (storage, *own) in enumerate(given):
+                    *new, d_weights = programs.stepped(storage, how, *self._state(g), *own, rate, number)
+                    self._put(g, *new)
+                    pulled.append(((), (), d_weights))
+                self.step.set_value(number + 1)
             else:
                 pulled = [programs.pulled(storage, how, *own) for storage, *own in given]
             d_cores, d_rows, d_weights = zip(*pulled, strict=True)
@@ -461,25 +457,27 @@ class TTTables(nnx.Module):
                 return TTGradients(d_cores, d_rows if self.caches else (), d_weight)
             return None if d_weight is None else TTGradients((), (), d_weight)
 
-        return outputs, backward
+        return self._joined(outputs), backward
 
-    def _step(self, g: int, how: programs.How, storage: TensorTrains, *given: PyTree) -> tuple[PyTree, ...]:
-        """One optimizer step of a group; returns gradients of weights."""
-        rate, number = self.learning_rate.get_value(), self.step.get_value()
-        params, slots, d_weights = programs.stepped(storage, how, *self._state(g), *given, rate, number)
-        self._put(g, params, slots)
-        return (), (), d_weights
+    def _joined(self, tables: list[Array]) -> PyTree:
+        """What is of every table, in the form of the module."""
+        if self.is_single:
+            return tables[0]
+        return jnp.stack(tables) if len({table.shape for table in tables}) == 1 else tables
 
     def _how(self, indices: object) -> programs.How:
         return programs.How(cast(Mode, self.mode), split_axes(indices), self.implementation)
 
-    def _outputs(self, how: programs.How, batch: Sequence[Bags], params: Sequence[PyTree]) -> list[Array]:
-        """Of every table: cached rows where there are such, chains of products for the others."""
+    def _look_up(self, bags: Bags, how: programs.How) -> tuple[list[Array], list[PyTree], list[Bags]]:
+        """Pooled rows of every table, and the parameters and the batch of every group that gave them."""
+        batch = self._by_group(bags)
+        self._note(batch)
+        params = [self._state(g)[0] for g in range(len(self.groups))]
         by_table: dict[int, Array] = {}
         for group, *given in zip(self.groups, self.storages, params, batch, strict=True):
             pooled = programs.looked_up(given[0], how, *given[1:])
             by_table.update(zip(group, pooled.reshape(len(group), -1, pooled.shape[1]), strict=True))
-        return [by_table[k] for k in range(len(self.specs))]
+        return [by_table[k] for k in range(len(self.specs))], params, batch
 
     def _by_group(self, bags: Bags) -> list[Bags]:
         """What a batch asks every group for: rows, numbered from table to table, in the bags of its tables."""

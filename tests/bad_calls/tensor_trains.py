@@ -42,7 +42,6 @@ IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2])
 
 BAD = {
     # Functions of cores
-    "a block of no spec": (lambda: tt.weight_block(None, cores(), 0), TypeError, "TTSpec", "None"),
     "a table of a dict": (lambda: tt.full_weight({}, cores()), TypeError, "spec", "TTSpec", "{} (dict)"),
     "a matrix that is none": (lambda: tt.from_tensorly(3), ValueError, "from_tensorly", "cores must be arrays"),
     # TTSpec
@@ -77,7 +76,6 @@ BAD = {
         lambda: tt.TTSpec.for_budget(9, 4, bytes=999, dtype="flaot"), ValueError, "dtype", "'flaot'", "float32",
     ),
     "no factors": (lambda: tt.suggested_tt_shapes(0, 3), ValueError, "suggested_tt_shapes", "n=0"),
-    "factors of nothing": (lambda: tt.cheapest_p_shapes(9, []), ValueError, "cheapest_p_shapes", "slice_sizes"),
     # Storage
     "neither ranks nor bytes": (lambda: stored(), ValueError, "TensorTrain", "tt_ranks or bytes"),
     "factors beside bytes": (lambda: stored(bytes=999, tt_p_shapes=(3, 3)), ValueError, "leave tt_p_shapes"),

@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from rsembed import Bags
-from rsembed.tt import TTSpec, bag, chain, full_weight, rows, weight_block
+from rsembed.tt import TTSpec, bag, full_weight, rows
+from rsembed.tt import cores as tt_cores
 from tests.tt.tt_oracles import CASES, core_gradients, dense_table, expanded, pooled
 
 FORMS = ["native", "plain"]
@@ -26,7 +27,7 @@ SPECS = {
 
 
 def need(form):
-    if form == "native" and (reason := chain.unavailable_because()):
+    if form == "native" and (reason := tt_cores.unavailable_because()):
         pytest.skip(reason)
 
 
@@ -80,7 +81,7 @@ def test_full_weight_is_the_worked_table(name):
     given, expect = CASES[name]["input"], CASES[name]["expect"]
     spec, cores = spec_of(given), cores_of(given)
     np.testing.assert_array_equal(full_weight(spec, cores), expect["weight"])
-    for form in (form for form in FORMS if form != "native" or not chain.unavailable_because()):
+    for form in (form for form in FORMS if form != "native" or not tt_cores.unavailable_because()):
         np.testing.assert_array_equal(
             rows(spec, cores, jnp.arange(spec.num_embeddings), implementation=form), expect["weight"]
         )
@@ -147,7 +148,7 @@ def test_bags_agree_with_the_dense_table(name, form, mode, data):
 @pytest.mark.parametrize("name", ["d3", "d3, wide", "d4"])
 def test_many_tiles_make_the_same_bits_as_native_kernels(name, monkeypatch):
     need("native")
-    monkeypatch.setattr(chain, "TILE_BYTES", 4096)
+    monkeypatch.setattr(tt_cores, "TILE_BYTES", 4096)
     spec, generator = SPECS[name], np.random.default_rng(0)
     cores = random_cores(spec)
     ids = jnp.asarray(generator.integers(-1, spec.num_embeddings + 1, 500))  # many rows share their first slices
@@ -276,7 +277,7 @@ def test_temporary_memory_is_a_row_a_lookup_and_no_slice():
         return compiled.memory_analysis().temp_size_in_bytes
 
     small, large = temporary_bytes(4_000), temporary_bytes(64_000)
-    assert small < 3 * chain.TILE_BYTES + 4 * spec.num_bytes()
+    assert small < 3 * tt_cores.TILE_BYTES + 4 * spec.num_bytes()
     assert large - small < 60_000 * 4 * 4 * 64  # one gathered middle slice alone is 1,024 numbers
 
 
@@ -315,4 +316,3 @@ def test_cores_may_be_arrays_of_numpy():
     np.testing.assert_array_equal(whole, dense_table(spec, cores))
     np.testing.assert_array_equal(rows(spec, cores, np.arange(6)), whole)
     np.testing.assert_array_equal(bag(spec, cores, Bags.from_dense(np.arange(6))), whole)
-    np.testing.assert_array_equal(weight_block(spec, cores, 1), whole[3:])

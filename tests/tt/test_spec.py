@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsembed.tt import TTSpec, cheapest_p_shapes, suggested_tt_shapes
+from rsembed.tt import TTSpec, suggested_tt_shapes
 from tests.tt.tt_oracles import CASES, digits_of
 
 
@@ -33,23 +33,14 @@ def test_counts_of_numbers_and_flops(row):
     assert f"{row['fwd_flops_per_lookup']:,} FLOP" in str(spec)
 
 
-@pytest.mark.parametrize(("rows", "sizes"), [(97, (3, 24, 8)), (1000, (8, 8)), (360, (5, 1, 7)), (12, (1, 500, 1))])
-def test_cheapest_shapes_are_those_of_a_full_search(rows, sizes):
-    def cost(shape):
-        return sum(p * a for p, a in zip(shape, sizes, strict=True))
-
-    *leading, _ = [range(1, rows + 1)] * len(sizes)
-    best = min(cost((*some, -(-rows // math.prod(some)))) for some in itertools.product(*leading))
-    found = cheapest_p_shapes(rows, sizes)
-    assert math.prod(found) >= rows
-    assert cost(found) == best
-
-
-def test_cheapest_shapes_come_close_to_the_bound_of_real_factors():
-    rows, sizes = 11_000_000, (128, 4096, 128)
-    bound = 3 * (rows * math.prod(sizes)) ** (1 / 3)
-    cost = sum(p * a for p, a in zip(cheapest_p_shapes(rows, sizes), sizes, strict=True))
-    assert bound <= cost <= 1.01 * bound
+@pytest.mark.parametrize(("rows", "dim", "num_cores"), [(97, 12, 3), (1000, 64, 2), (360, 8, 3)])
+@pytest.mark.parametrize("ratio", [2, 4])
+def test_the_factors_of_a_budget_are_the_cheapest_of_a_full_search(rows, dim, num_cores, ratio):
+    spec = TTSpec.for_budget(rows, dim, ratio=ratio, num_cores=num_cores)
+    sizes = [math.prod(shape) for shape in spec.slice_shapes]
+    *leading, _ = [range(1, rows + 1)] * num_cores
+    shapes = ((*some, -(-rows // math.prod(some))) for some in itertools.product(*leading))
+    assert spec.num_params == min(sum(p * a for p, a in zip(shape, sizes, strict=True)) for shape in shapes)
 
 
 @pytest.mark.parametrize(
@@ -60,11 +51,10 @@ def test_a_budget_is_kept_and_used(budget):
     most = budget.get("bytes", 11_000_000 * 64 * 4 / budget.get("ratio", 1))
     assert 0.75 * most <= spec.num_bytes() <= most
     assert (spec.num_embeddings, spec.embedding_dim) == (11_000_000, 64)
-    # One more rank, with factors of the same kind, would not fit.
-    more = [rank + 1 for rank in spec.tt_ranks]
-    ends = [1, *more, 1]
+    # One more rank would not fit: the cheapest integer factors cost at most a hundredth more than real ones.
+    ends, d = [1, *(rank + 1 for rank in spec.tt_ranks), 1], spec.num_cores
     sizes = [a * q * b for a, q, b in zip(ends[:-1], spec.tt_q_shapes, ends[1:], strict=True)]
-    assert TTSpec(11_000_000, cheapest_p_shapes(11_000_000, sizes), spec.tt_q_shapes, more).num_bytes() > most
+    assert 1.01 * 4 * d * (11_000_000 * math.prod(sizes)) ** (1 / d) > most
 
 
 def test_the_number_of_cores_grows_with_the_ratio():

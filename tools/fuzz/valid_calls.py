@@ -26,7 +26,7 @@ from rsembed.kernels.contract import (
 from rsembed.kernels.ids import Partitions
 from rsembed.keys import Keys
 from rsembed.places import Place
-from rsembed.tt import chain
+from rsembed.tt.cores import pooled_rows
 from tests.kernels.test_partitions import draw_partitions
 
 Draw = np.random.Generator
@@ -329,7 +329,7 @@ def trains(shapes: Draw, draw: Draw) -> ValidCall:
     digits = tuple(jax.device_put(draw.integers(0, p, count).astype(np.int32)) for p in heights)
     bags, gains = some_rows(draw, count, num_bags), floats(draw, count)
     options = {"slice_shapes": tuple(slices), "num_bags": num_bags}
-    forms = [functools.partial(chain.pooled_rows, **options, implementation=form) for form in ("native", "plain")]
+    forms = [functools.partial(pooled_rows, **options, implementation=form) for form in ("native", "plain")]
     if shapes.random() < 0.5:
         return ValidCall(*forms, (cores, digits, bags, gains))
     d_pooled = floats(draw, num_bags, int(np.prod([q for _, q, _ in slices])))
