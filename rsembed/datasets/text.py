@@ -41,10 +41,11 @@ _log = logging.getLogger("rsembed")
 class Text:
     """A text as word ids, with its vocabulary and a sentence about its origin.
 
-    `content` is the text as it stands in its file, all of it, for models of letters. `vocabulary[i]` is the word of id
-    `i`, and `vocabulary[0]` is `UNKNOWN_WORD`. It may be shorter than the `vocabulary_size` that was asked for, when
-    the text has fewer distinct words. `best_loss` is the mean surprise of a word, in nats, to who knows the law that the
-    text was drawn from: no model can do better. It is None where there is no such law, and where words became id 0.
+    `content` is the text as it stands in its file, all of it, for models of letters. `vocabulary[i]` is the word of
+    id `i`, and `vocabulary[0]` is `UNKNOWN_WORD`. It may be shorter than the `vocabulary_size` that was asked for,
+    when the text has fewer distinct words. `best_loss` is the mean surprise of a word, in nats, to who knows the law
+    that the text was drawn from: no model can do better. It is None where there is no such law, and where words
+    became id 0.
     """
 
     word_ids: Int32[np.ndarray, " words"]
