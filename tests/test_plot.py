@@ -247,8 +247,8 @@ def test_programs_stand_at_the_speed_they_reached():
     ax = plot.plot_roofline(work, {"slow": 2.0, "fast": 0.5}, bytes_per_second=1e10, flops_per_second=1e11)
     points = {line.get_label(): line.get_xydata()[0] for line in ax.lines if line.get_linestyle() == "None"}
     assert points == {
-        "slow: 20 % of the roof": pytest.approx([0.5, 1.0]),
-        "fast: 80 % of the roof": pytest.approx([0.5, 4.0]),
+        "slow: 20% of the roof": pytest.approx([0.5, 1.0]),
+        "fast: 80% of the roof": pytest.approx([0.5, 4.0]),
     }
     roof = ax.lines[0].get_xydata()
     assert roof[:, 1].max() == pytest.approx(100.0) and (ax.get_xscale(), ax.get_yscale()) == ("log", "log")

@@ -418,7 +418,7 @@ def plot_roofline(
     ax.axvline(work.intensity, color=MUTED, linewidth=0.8, linestyle=":")
     best = roof(work.intensity, bytes_per_second, flops_per_second)
     reached = [work.flops / taken / 1e9 for taken in seconds.values()]
-    labels = [f"{name}: {100e9 * own / best:.0f} % of the roof" for name, own in zip(seconds, reached, strict=True)]
+    labels = [f"{name}: {100e9 * own / best:.0f}% of the roof" for name, own in zip(seconds, reached, strict=True)]
     for number, (own, label) in enumerate(zip(reached, labels, strict=True)):
         ax.plot(work.intensity, own, **marker_look(number), linestyle="none", markersize=9, label=label)
     slope = curve[0][20], curve[1][20]
