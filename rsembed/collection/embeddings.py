@@ -38,8 +38,9 @@ MANY_SIZES = 8
 class EmbeddingCollection:
     """The embedding tables of a model, read by named features.
 
-    Tables of equal dim, dtype and optimizer are stored under each other and served by one kernel call. All methods
-    work inside `jax.jit` and `jax.lax.scan`; with the state donated, tables are updated in place.
+    Tables of equal dim, dtype and optimizer are stored under each other and served by one kernel call. Lookups and
+    steps work inside `jax.jit` and `jax.lax.scan`, where tables are updated in place if the state is donated;
+    `prepare`, `prefetch`, `evict` and what reads or writes whole tables with keys come before or behind.
 
     On a mesh, every device looks up its own samples and keeps its own part of the tables, and the numbers are those
     of one device. A gradient is that of the loss over the global batch: whatever the devices' samples contribute to a
@@ -197,7 +198,7 @@ class EmbeddingCollection:
         return host_stack.with_new_generation(self._on_host, near)
 
     def _fetched(self, state: EmbeddingState, wanted: Mapping[str, PyTree]) -> EmbeddingState:
-        """With the rows near that a batch, or lanes of row gradients, wants by stack; inside `jit` as it is."""
+        """State whose device memory holds every row that `wanted` reads; unchanged inside `jit`."""
         return state if is_traced((state, wanted)) else host_stack.fetched(self._on_host, state, wanted, donates=False)
 
     @functools.cached_property

@@ -386,7 +386,8 @@ class TablesBackward:
         gradient = self._gradient(d_output)
         functional.check_state(module.plan, module.state.get_value())
         self._permit.use()
-        self._bring_near()
+        if module.state.get_value().generation is not self._generation:  # other batches may have moved rows since
+            self._near = module._brought(self._batch, admit=False)
         state, d_weights = _backward(
             module.plan,
             module.whole_state,
@@ -433,11 +434,6 @@ class TablesBackward:
         if module.deterministic:
             raise RuntimeError(_EVALUATES)
         return d_output
-
-    def _bring_near(self) -> None:
-        """Rows may have moved since the lookup, if other batches came between."""
-        if self._module.state.get_value().generation is not self._generation:
-            self._near = self._module._brought(self._batch, admit=False)
 
     def _in_form(self, d_weights: PyTree) -> PyTree:
         """Gradients of weights in the form in which these were given, 0 where the mask is."""
