@@ -36,7 +36,7 @@ BUDGETS = {
     "fdo": 685,
     "sparsecore": 4448,
     "tbe": 2822,
-    "tt": 3133,
+    "tt": 3134,
     "sok": 1667,
     "plot": 1149,
     "datasets": 1104,

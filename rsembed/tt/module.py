@@ -112,6 +112,7 @@ class TableBatchedTTEmbeddingBag(TTTables):
     Source: FBTT-Embedding, `TableBatchedTTEmbeddingBag`.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> tables = TableBatchedTTEmbeddingBag(2, [10, 600], 4, tt_ranks=[2], sparse=False)
       >>> tables(jnp.asarray([[1, 2], [3, -1], [599, 0], [7, 7]])).shape  # two bags a table
       (2, 2, 4)
