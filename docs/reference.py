@@ -36,7 +36,7 @@ PAGES = {
     ),
     "tbe": ("The TBE wing", ["rsembed.tbe", "rsembed.tbe.functional"]),
     "tt": ("The tensor-train wing", ["rsembed.tt"]),
-    "sok": ("The SOK wing", ["rsembed.sok"]),
+    "sok": ("The SOK wing", ["rsembed.sok", "rsembed.sok.optimizers"]),
     "plot": ("Pictures", ["rsembed.plot"]),
     "datasets": ("Data", ["rsembed.datasets"]),
     "collection": ("Collections", ["rsembed.collection"]),

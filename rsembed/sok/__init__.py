@@ -2,6 +2,7 @@
 
 from rsembed.keys import Keys as Keys
 from rsembed.keys import split_keys as split_keys
+from rsembed.sok import optimizers as optimizers
 from rsembed.sok.dump import assign_rows as assign_rows
 from rsembed.sok.dump import dump as dump
 from rsembed.sok.dump import export_rows as export_rows
@@ -20,7 +21,6 @@ from rsembed.sok.policies import CounterFilter as CounterFilter
 from rsembed.sok.policies import EmbeddingVariableOption as EmbeddingVariableOption
 from rsembed.sok.policies import GlobalStepEvict as GlobalStepEvict
 from rsembed.sok.policies import L2WeightEvict as L2WeightEvict
-from rsembed.sok.policies import optimizers as optimizers
 from rsembed.sok.variables import Context as Context
 from rsembed.sok.variables import EmbeddingVariable as EmbeddingVariable
 from rsembed.sok.variables import Init as Init

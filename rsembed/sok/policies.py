@@ -1,4 +1,4 @@
-"""Who gets a row, who loses one, what rows start from and Adam, by the names of DeepRec, SOK and Keras."""
+"""Who gets a row, who loses one, what rows start from, by the names of DeepRec, SOK and Keras."""
 
 from __future__ import annotations
 
@@ -10,15 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
-
-from rsembed.optimizers import LazyAdam, TensorFlowAdam
-
-
-class optimizers:
-    """Adam in the two forms of TensorFlow, by the original's names; any rule of `rsembed.optimizers` serves as well."""
-
-    Adam = TensorFlowAdam
-    LazyAdam = LazyAdam
 
 
 @dataclasses.dataclass(frozen=True)

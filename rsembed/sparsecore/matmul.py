@@ -124,8 +124,7 @@ def sparse_dense_matmul_grad(
       embedding_var_limits: `{stack: (minimum or None, maximum or None)}` of stepped rows, for every stack.
       axis_name: as for `sparse_dense_matmul`.
 
-    Returns:
-      `{stack: variables}`, each in the structure that it was given in.
+    Returns: `{stack: variables}`, each in the structure that it was given in.
 
     Raises:
       ValueError: limits do not name every stack, shapes do not fit, a step is needed and missing, or input, variables
