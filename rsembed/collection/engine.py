@@ -208,7 +208,7 @@ class Engine:
 
 
 def _part(tree: PyTree, names: Iterable[str]) -> PyTree:
-    """What a dictionary, or each of several in a tuple, has of these names; other trees as they are."""
+    """A dictionary, or each one of a tuple, cut down to the entries called `names`; any other tree unchanged."""
     if type(tree) is tuple:
         return tuple(_part(own, names) for own in tree)
     return {name: tree[name] for name in names} if isinstance(tree, dict) else tree

@@ -123,7 +123,7 @@ class Rows:
 
     @property
     def num_shards(self) -> int:
-        """How many devices share the rows."""
+        """Number of devices over which the rows are split."""
         return 1
 
     def init(self, key: PRNGKeyArray) -> tuple[PyTree, PyTree]:
@@ -335,7 +335,7 @@ class AskedRows(Rows):
 
     @property
     def num_shards(self) -> int:
-        """How many devices share the rows."""
+        """Number of devices over which the rows are split."""
         return self.devices.num_devices
 
     def look_up(self, params: PyTree, batch: Occurrences, number: Int[Array, ""] | None) -> Asking[LookupResult]:

@@ -157,7 +157,7 @@ def shakespeare(
 
 
 def _read(file: Path | None, bundled: str, sentence: str) -> tuple[str, str]:
-    """What a file holds, or a bundled text, and a sentence on which it is."""
+    """Content of `file`, or of the bundled text where there is none, and a sentence about its origin."""
     origin = bundled if file is None else str(file)
     content = (_bundled_file(bundled) if file is None else file).read_bytes()
     if file is not None:

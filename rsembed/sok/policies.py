@@ -49,7 +49,7 @@ class EmbeddingVariableOption:
     filter_option: CounterFilter | None = None
 
     def as_policies(self) -> dict[str, float]:
-        """The same as plain arguments of `embedding_variable`."""
+        """Arguments of `embedding_variable` that ask for what these options ask for."""
         evict, admit = self.evict_option, self.filter_option
         said: dict[str, float] = {} if admit is None else {"admission_count": admit.filter_freq}
         if isinstance(evict, GlobalStepEvict) and evict.steps_to_live is not None:

@@ -317,7 +317,7 @@ def of_near_sizes(tables: Sequence[TableSpec], *, most_rows: int, num_waiting: i
 
 
 def parts(trees: tuple[PyTree, ...], sizes: Sequence[Sequence[int]]) -> list[tuple[PyTree, ...]]:
-    """What belongs to each of several tables, whose rows follow each other in every array of several trees.
+    """Trees of single tables, cut out of trees whose arrays hold the rows of several tables one behind the other.
 
     Args:
       trees: of arrays, or of shapes.

@@ -149,7 +149,7 @@ class Arguments(types.SimpleNamespace):
         return Arguments(**own, defaults=defaults)
 
     def changed(self, names: Iterable[str]) -> list[str]:
-        """Those of `names` whose arguments say something else than their default does."""
+        """Names, among `names`, of the arguments that were given and differ from their defaults."""
         return [name for name in names if getattr(self, name) not in (None, self.defaults[name])]
 
     def with_defaults(self, names: Iterable[str]) -> Arguments:

@@ -30,7 +30,7 @@ Mode = Literal["sum", "mean"]
 SMALLEST_ROOM_BITS = 5
 IMPLEMENTATIONS = ("native", "plain")
 MAX_CORES = 16
-"""Of the C++ kernels."""
+"""Most cores of a train that the C++ kernels multiply."""
 TILE_BYTES = 2**21
 """Bound of the slices and products of a tile."""
 

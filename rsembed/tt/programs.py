@@ -1,4 +1,4 @@
-"""What a module does with a batch: reads it, and compiles what follows for each group of tables.
+"""Compiled functions of a tensor-train module: reading batches, lookups, steps and caches of each group of tables.
 
 The rules and variables of the fused update come first.
 """

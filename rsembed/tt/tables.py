@@ -275,10 +275,10 @@ class TTTables(nnx.Module):
         """
         if table is None:
             return self._joined([self.full_weight(k) for k in range(len(self.specs))])
+        g, number = self._place_of(table)
         weight = full_weight(self.specs[table], self.cores_of(table))
         if not self.caches:
             return weight
-        g, number = self._place_of(table)
         first, params = sum(self.specs[k].num_embeddings for k in self.groups[g][:number]), self._state(g)[0]
         return weight.at[hot_rows.stored_ids(params.directory, first)].set(params.rows, mode="drop")
 

@@ -211,6 +211,7 @@ BAD = {
     "a state that is none": (lambda: bag().load_state_dict([1, 2]), TypeError, "the state", "a mapping", "[1, 2]"),
     "a rate set to NaN": (lambda: bag().set_learning_rate(NAN), ValueError, "learning_rate", "nan"),
     "the cores of a table nobody knows": (lambda: several().cores_of(2), ValueError, "no table 2", "2 tables"),
+    "the weights of a table nobody knows": (lambda: several().full_weight(2), ValueError, "no table 2", "2 tables"),
 }  # fmt: skip
 
 
