@@ -112,13 +112,7 @@ class KeyedStack(Stack):
         number = self.tables.index(table)
         numbers = np.arange(params.num_tables) % len(self.tables)  # of every shard one behind the other
         is_own = np.repeat(numbers == number, params.rows.shape[0] // params.num_tables)
-        keys = keys_to_leave(
-            params,
-            lambda params: self.storage.scores(params)[0](params.keys),
-            is_own,
-            **reason,
-            step=int(on_host(step)),
-        )
+        keys = keys_to_leave(params, self.storage.eviction, is_own, **reason, step=int(on_host(step)))
         params, rows = self._taken_out(params, slots, table, number, keys)
         if reason["unused_for"] is not None:
             left = self._programs[number][2](_bare(params), step, np.int32(reason["unused_for"]))
@@ -189,7 +183,6 @@ def _release(
     keys = keys if number is None else keys._replace(table=jnp.full(keys.shape, number, jnp.int32))
     rows = row_map.find(known, keys)
     noted = {"high": known.high, "low": known.low, "last_step": known.last_step, "count": known.counts}
-    noted |= {} if known.first_step is None else {"first_step": known.first_step}
     lanes = dict(zip(noted, api.gather_rows(list(noted.values()), rows), strict=True))
     left = row_map.release(known, rows)
     counters = params.counters.add(evicted=left.num_free - known.num_free)

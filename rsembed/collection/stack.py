@@ -26,7 +26,7 @@ from rsembed.specs import TableSpec
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.storage.protocol import on_host
 
-OF_ROWS = ("keys", "values", "last_step", "count", "first_step", "waiting_keys", "waiting_last_step", "waiting_count")
+OF_ROWS = ("keys", "values", "last_step", "count", "waiting_keys", "waiting_last_step", "waiting_count")
 """Names of the arrays that describe rows by key, beside those of slots."""
 ROWS_PER_BLOCK = 1 << 14
 """Rows of a table that are made of other numbers at once."""

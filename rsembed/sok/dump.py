@@ -26,8 +26,8 @@ from rsembed.storage.logical_rows import array_names, as_dtype, places_by_key, r
 def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
     """All keys with what belongs to them, from all devices, in ascending order of the keys (copies on the host).
 
-    Returns: `keys`, `values`, one `slot_<name>` per optimizer slot; of a hash table `last_step` and `count`, and
-      `first_step` if it evicts by age; with admission by count `waiting_keys`, `waiting_last_step` and `waiting_count`.
+    Returns: `keys`, `values`, one `slot_<name>` per optimizer slot; of a hash table `last_step` and `count`;
+      with admission by count `waiting_keys`, `waiting_last_step` and `waiting_count`.
       Equal tables give equal arrays, whatever the number of devices.
     """
     rows: dict[str, np.ndarray] = variable.table.collection.tables(state_of(variable))[variable.table.spec.name]

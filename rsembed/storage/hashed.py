@@ -22,13 +22,11 @@ from rsembed.specs import TableSpec
 from rsembed.storage import hash_table, hashed_rows, logical_rows, row_map
 from rsembed.storage.hashed_rows import MAX_CAPACITY, DynamicRows, DynamicTable, numbers_of
 from rsembed.storage.protocol import ReadAhead, of_near_sizes
-from rsembed.storage.row_map import Score
+from rsembed.storage.row_map import EVICTIONS, Eviction
 
 ROWS_BY_KEY = "rows by key"
 WhenFull = Literal["error", "grow", "evict", "zero"]
 WHEN_FULL: tuple[WhenFull, ...] = ("error", "grow", "evict", "zero")
-Eviction = Literal["lru", "lfu", "age", "l2"]
-EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu", "age", "l2")
 
 
 class RowsByKey(DynamicRows):
@@ -62,9 +60,8 @@ class Hashed(RowsByKey):
       when_full: what happens to a new key when all rows of its device are taken. "error" leaves it without a row, and
         steps outside `jit` raise; inside, `collection.counts` has them as `failed`. "zero" does the same and never
         raises. "evict" takes a row from another key.
-      eviction: whose: of the key used longest ago ("lru"), or least often ("lfu"), the one that has had its row for
-        longest ("age"), or whose row has the least L2 norm ("l2"), which reads all rows of the device; of equal ones
-        the least key. Never one of the same batch.
+      eviction: whose: of the key used longest ago ("lru"), or least often ("lfu"); of equal ones the least key. Never
+        one of the same batch.
       admission_count: a key gets a row in the first training batch after which it has occurred more often than this;
         until then it reads zeros and is not trained. 0 admits every key at once.
       admission_capacity: how many keys may wait for that at a time on a device; None means as many as have rows.
@@ -132,9 +129,7 @@ class Hashed(RowsByKey):
         """A shard of so many rows, given the table's own key, or those of several tables."""
         del shard  # all begin empty
         num_waiting = [self.admission_capacity or own for own in capacities] if self.admission_count else None
-        return hashed_rows.empty(
-            table, capacities, own_key, num_waiting=num_waiting, with_first_step=self.eviction == "age"
-        )
+        return hashed_rows.empty(table, capacities, own_key, num_waiting=num_waiting)
 
     def read(
         self, params: DynamicTable, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
@@ -224,7 +219,7 @@ class Hashed(RowsByKey):
         self, params: DynamicTable, slots: Slots, keys: Keys, table: TableSpec, number: Array, occurrences: Array
     ) -> tuple[DynamicTable, Slots, Array]:
         """`find` of keys without a row, which may repeat, in step `number`."""
-        evict, forget = self.scores(params) if self.when_full == "evict" else (None, None)
+        evict = self.eviction if self.makes_room else None
         entry_of, keys, _, totals = hash_table.entries(keys, occurrences)
         waiting = params.waiting
         if waiting is not None:
@@ -244,7 +239,7 @@ class Hashed(RowsByKey):
             waiting = row_map.release(waiting, jnp.where(is_left, NO_ROW, waiting_rows))
             waiting = row_map.touch(waiting, jnp.where(is_left, waiting_rows, NO_ROW), number, totals)
             newcomers = keys.only(is_left & (waiting_rows == NO_ROW))
-            waiting, places, happened["forgotten"], _ = row_map.assign(waiting, newcomers, number, totals, evict=forget)
+            waiting, places, happened["forgotten"], _ = row_map.assign(waiting, newcomers, number, totals, evict=evict)
             has_none = (is_admitted & is_left) | (newcomers.is_key & (places == NO_ROW))
             num_failed = hash_table.counts_of(has_none, keys.table, params.num_tables)
         vectors, *kept = hashed_rows.with_initial_values((params.rows, *slots), rows, keys, table, params.own_key)
@@ -257,15 +252,6 @@ class Hashed(RowsByKey):
         if self.admission_probability < 1:
             return is_drawn(params.own_key, keys, number, totals, self.admission_probability)
         return keys.is_key & (totals > self.admission_count) if self.admission_count else keys.is_key
-
-    def scores(self, params: DynamicTable) -> tuple[Score, Score]:
-        """Scores of rows, and of the places of keys that wait for admission and have no rows yet."""
-        of_uses = row_map.score("lfu" if self.eviction == "lfu" else "lru")
-        if self.eviction == "age":
-            return (lambda keys: keys.first_step), of_uses
-        if self.eviction == "l2":
-            return (lambda _: hashed_rows.norms(params.rows)), of_uses
-        return of_uses, of_uses
 
     @property
     def makes_room(self) -> bool:

@@ -105,7 +105,6 @@ def empty(
     key: KeyOrKeys,
     *,
     num_waiting: Sequence[int] | None = None,
-    with_first_step: bool = False,
 ) -> tuple[DynamicTable, Slots]:
     """A shard without keys, and its slots.
 
@@ -114,14 +113,12 @@ def empty(
       capacities: how many of each.
       key: the table's, see `initial_values.table_key`, or one for each of several; the same in all shards.
       num_waiting: how many keys of each may wait for admission; None where every key is admitted at once.
-      with_first_step: note when keys got their rows.
     """
     if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):  # numbers, as keys once were
         key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(key))
     own = key.reshape(-1)
     rows, slots = allocate(table, max(capacities) * len(capacities), fill=0)
-    keys = row_map.empty(*capacities, with_first_step=with_first_step)
-    waiting = None if num_waiting is None else row_map.empty(*num_waiting)
+    keys, waiting = row_map.empty(*capacities), None if num_waiting is None else row_map.empty(*num_waiting)
     return DynamicTable(keys, rows, waiting, Counters.zeros(*Counters._fields, num_tables=len(capacities)), own), slots
 
 
@@ -223,12 +220,6 @@ def _rounding_by_key(params: DynamicTable, step: Step) -> Step:
         return rounding(values, dtype, numbers) if table is None else rounding(values, dtype, numbers, table=table)
 
     return dataclasses.replace(step, rounding=by_key)
-
-
-def norms(rows: Float[Array, "rows dim"]) -> UInt32[Array, " rows"]:
-    """Numbers in the order of the L2 norms of rows; what is not a number comes last."""
-    squares = jnp.sum(jnp.square(rows.astype(jnp.float32)), axis=1)
-    return jax.lax.bitcast_convert_type(squares, jnp.uint32)
 
 
 def forget_older(

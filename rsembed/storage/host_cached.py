@@ -155,9 +155,7 @@ class HostCached(DynamicRows):
         rows = row_map.find(known, distinct)
         touched = row_map.touch(known, rows, now, row_map.add_counts(row_map.count_of(known, rows), uses))
         strangers = distinct.only(rows == NO_ROW)
-        filled, new_rows, evicted, num_without = row_map.assign(
-            touched, strangers, now, uses, evict=row_map.score(self.eviction)
-        )
+        filled, new_rows, evicted, num_without = row_map.assign(touched, strangers, now, uses, evict=self.eviction)
         had_key = touched.last_step.at[new_rows].get(mode="fill", fill_value=row_map.FREE) != row_map.FREE
         left = jnp.where(had_key, touched.low.at[new_rows].get(mode="fill", fill_value=0).astype(jnp.int32), -1)
         moved, count = api.compact(new_rows != NO_ROW, new_rows.shape[0])

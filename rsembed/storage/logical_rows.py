@@ -6,7 +6,7 @@ The shares of the shards lie side by side in every array: row `r` of shard `s` s
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, cast
 
 import jax
@@ -21,10 +21,10 @@ from rsembed.checks import check_type
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys, check_fits, join_keys, local_rows, owners, split_keys
 from rsembed.specs import TableSpec
-from rsembed.storage import hashed_rows, row_map
+from rsembed.storage import row_map
 from rsembed.storage.hashed_rows import DynamicTable
 from rsembed.storage.protocol import Storage, on_host
-from rsembed.storage.row_map import RowMap
+from rsembed.storage.row_map import Eviction, RowMap
 
 ROWS_PER_BLOCK = 1 << 16
 """Rows that are written at once."""
@@ -51,8 +51,7 @@ def export(
     """Everything that belongs to keys, in ascending order of the keys (copies on the host).
 
     Returns: `keys` (of the table's `key_dtype`), `values`, one `slot_<name>` per optimizer slot; of a hash table
-    `last_step` and `count`, and `first_step` if it evicts by age; and with admission `waiting_keys`,
-    `waiting_last_step` and `waiting_count`.
+    `last_step` and `count`; and with admission `waiting_keys`, `waiting_last_step` and `waiting_count`.
 
     Raises: ValueError: a key does not fit `key_dtype`.
     """
@@ -78,7 +77,7 @@ def places_by_key(
 
 def keys_to_leave(
     params: DynamicTable,
-    score: Callable[[DynamicTable], PyTree],
+    policy: Eviction,
     is_own: np.ndarray | bool = True,
     *,
     keep: int | None,
@@ -90,9 +89,9 @@ def keys_to_leave(
 
     Args:
       params: rows of all shards.
-      score: the worth of each row as an unsigned number.
+      policy: by which rows have their worth.
       is_own: which rows are asked about.
-      keep: so many stay, of all; those of the largest score, of equal ones the largest keys. None is no reason.
+      keep: so many stay, of all; those of the largest worth, of equal ones the largest keys. None is no reason.
       unused_for: those go that were not used for more than so many steps.
       norm_below: those go whose rows have a smaller L2 norm.
       step: the one to come.
@@ -103,13 +102,17 @@ def keys_to_leave(
     if unused_for is not None:
         leaves |= is_used & (step - last_step.astype(np.int64) > unused_for)
     if norm_below is not None:
-        squares = on_host(jax.jit(hashed_rows.norms)(params.rows)).view(np.float32)
+        squares = on_host(jax.jit(_squared_norms)(params.rows))
         leaves |= is_used & (squares.astype(np.float64) < float(norm_below) ** 2)
     if keep is not None:
         used = np.flatnonzero(is_used)
-        scores = on_host(jax.jit(score)(params)).astype(np.uint32)
-        leaves[used[np.lexsort((keys[used], scores[used]))[: max(used.size - keep, 0)]]] = True
+        worth = on_host(row_map.worth(params.keys, policy))
+        leaves[used[np.lexsort((keys[used], worth[used]))[: max(used.size - keep, 0)]]] = True
     return keys[leaves]
+
+
+def _squared_norms(rows: Array) -> Array:
+    return jnp.sum(jnp.square(rows.astype(jnp.float32)), axis=1)
 
 
 def check_reason(where: str, **given: float | None) -> None:
@@ -138,8 +141,6 @@ def _keys_of(table: TableSpec, keys: RowMap, prefix: str) -> tuple[np.ndarray, d
     order = np.argsort(joined)
     places = places[order]
     exported = {"keys": joined[order], "last_step": last_step[places], "count": count[places]}
-    if keys.first_step is not None:
-        exported["first_step"] = on_host(keys.first_step)[places]
     return places, {f"{prefix}{name}": array for name, array in exported.items()}
 
 
@@ -157,8 +158,7 @@ def import_rows(
         of numpy.
       slots: their optimizer state.
       exported: as from `export`. Only `keys` and `values` are needed: without them slots start fresh, steps and
-        `count` at 0. `first_step` is dropped where nobody asks for it. Keys that wait for admission are dropped, with
-        a warning, where every key is admitted at once.
+        `count` at 0. Keys that wait for admission are dropped, with a warning, where every key is admitted at once.
       table: whose rows these are.
       num_shards: how many share the keys.
 
@@ -167,7 +167,7 @@ def import_rows(
     """
     names, of_keys = array_names(table, slots), ("keys", "last_step", "count")
     known = {*names, *of_keys, *(f"waiting_{name}" for name in of_keys)}
-    if unknown := sorted(set(exported) - known - {"first_step"}):
+    if unknown := sorted(set(exported) - known):
         raise ValueError(f"table {table.name!r}: cannot import {unknown}; it has {sorted(known)}.")
     where, num_keys = f"table {table.name!r}", len(exported.get("keys", ()))
     _checked(table, exported, "keys", (num_keys,))
@@ -343,9 +343,9 @@ def _place(
 ) -> tuple[RowMap, np.ndarray]:
     """The maps of all shards with these keys in them, and where their rows are."""
     lanes: list[np.ndarray] = []
-    for name in (f"{prefix}last_step", f"{prefix}count", f"{prefix}first_step"):
-        default = lanes[0] if name == "first_step" else np.zeros(keys.shape, np.int32)
-        numbers = np.asarray(_checked(table, exported, name, keys.shape) if name in exported else default)
+    for name in (f"{prefix}last_step", f"{prefix}count"):
+        zeros = np.zeros(keys.shape, np.int32)
+        numbers = np.asarray(_checked(table, exported, name, keys.shape) if name in exported else zeros)
         if numbers.size and (numbers.min() < 0 or numbers.max() > row_map.MAX_COUNT):
             raise ValueError(f"table {table.name!r}: imported {name!r} must lie in [0, {row_map.MAX_COUNT}].")
         lanes.append(numbers.astype(np.int32))

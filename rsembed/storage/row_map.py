@@ -7,12 +7,12 @@ the place of the largest; what others have not is never handed out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PyTree, UInt32
+from jaxtyping import Array, Bool, Int, UInt32
 
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
@@ -24,8 +24,6 @@ from rsembed.storage.hash_table import HashTable
 Eviction = Literal["lru", "lfu"]
 EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu")
 FREE = -1
-Score = Callable[["RowMap"], Array]
-"""Worth of each row as an unsigned number: keys of least worth lose their rows first, of equal ones the least keys."""
 
 
 class RowMap(NamedTuple):
@@ -37,7 +35,6 @@ class RowMap(NamedTuple):
       low: lower half of it.
       last_step: the step that used the row last; `FREE` if it has no key.
       counts: how often its key occurred in training, up to `MAX_COUNT`.
-      first_step: the step that gave the row to its key; None where nobody asks for it.
       free: stack of rows without a key, of each table; the first `num_free` places count, and the last of them is next.
         What stands behind them is nothing.
       num_free: height of each stack.
@@ -48,7 +45,6 @@ class RowMap(NamedTuple):
     low: UInt32[Array, " rows"]
     last_step: Int[Array, " rows"]
     counts: Int[Array, " rows"]
-    first_step: Int[Array, " rows"] | None
     free: Int[Array, " rows"]
     num_free: Int[Array, " tables"]
 
@@ -63,7 +59,7 @@ class RowMap(NamedTuple):
         return self.last_step.shape[0] // self.num_tables
 
 
-def empty(*capacities: int, with_first_step: bool = False) -> RowMap:
+def empty(*capacities: int) -> RowMap:
     """So many rows in each table, all of them free; they will be handed out as 0, 1, 2, ..."""
     most, own = max(capacities), jnp.asarray(capacities, jnp.int32)
     num_rows = (most * len(capacities),)
@@ -73,7 +69,6 @@ def empty(*capacities: int, with_first_step: bool = False) -> RowMap:
         low=api.allocate(num_rows, jnp.uint32, 0),
         last_step=api.allocate(num_rows, jnp.int32, FREE),
         counts=api.allocate(num_rows, jnp.int32, 0),
-        first_step=api.allocate(num_rows, jnp.int32, 0) if with_first_step else None,
         free=jnp.maximum(own[:, None] - 1 - jnp.arange(most, dtype=jnp.int32)[None], 0).reshape(-1),
         num_free=own,
     )
@@ -103,7 +98,7 @@ def assign(
     step: Int[Array, ""],
     occurrences: Int[Array, " nnz"],
     *,
-    evict: Score | None = None,
+    evict: Eviction | None = None,
 ) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, " tables"], Int[Array, " tables"]]:
     """Rows for distinct, unknown keys, in their order.
 
@@ -125,22 +120,17 @@ def assign(
         )
     num_evicted = row_map.num_free - num_before
     rows, num_free, num_without = api.take_rows(row_map.free, row_map.num_free, keys.is_key, keys.table)
-    steps = jnp.broadcast_to(step, rows.shape)
-    given = {"high": keys.high, "low": keys.low, "last_step": steps, "counts": occurrences, "first_step": steps}
+    high, low = api.scatter_rows((row_map.high, row_map.low), rows, (keys.high, keys.low))
     with_row = keys._replace(is_key=rows != NO_ROW)
     hashed = hash_table.insert(row_map.hashed, with_row, _moved(row_map, rows, keys.table, -1))
-    filled = _with_lanes(row_map, rows, given)._replace(hashed=hashed, num_free=num_free)
-    return filled, rows, num_evicted, num_without
+    filled = row_map._replace(hashed=hashed, high=high, low=low, num_free=num_free)
+    return touch(filled, rows, step, occurrences), rows, num_evicted, num_without
 
 
 def find_or_assign(
-    row_map: RowMap,
-    keys: Keys,
-    steps: Int[Array, " nnz"],
-    counts: Int[Array, " nnz"],
-    first_steps: Int[Array, " nnz"],
+    row_map: RowMap, keys: Keys, steps: Int[Array, " nnz"], counts: Int[Array, " nnz"]
 ) -> tuple[RowMap, Int[Array, " nnz"]]:
-    """Rows of distinct keys that are written from outside, with when they were used, how often, and since when.
+    """Rows of distinct keys that are written from outside, with when they were used, and how often.
 
     Returns: the map, and the row of every key, `NO_ROW` for padding and where there was none left.
     """
@@ -148,27 +138,16 @@ def find_or_assign(
     new = keys.only(rows == NO_ROW)
     row_map, new_rows, *_ = assign(row_map, new, jnp.int32(0), counts)
     rows = jnp.where(new.is_key, new_rows, rows)
-    return touch(row_map, rows, steps, counts, first_steps), rows
+    return touch(row_map, rows, steps, counts), rows
 
 
 def touch(
-    row_map: RowMap,
-    rows: Int[Array, " nnz"],
-    step: Int[Array, "*nnz"],
-    occurrences: Int[Array, " nnz"],
-    first_step: Int[Array, " nnz"] | None = None,
+    row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, "*nnz"], occurrences: Int[Array, " nnz"]
 ) -> RowMap:
-    """Notes that distinct `rows` were used by `step`, how often their keys have occurred so far, and since when."""
-    given = {"last_step": jnp.broadcast_to(step, rows.shape), "counts": occurrences, "first_step": first_step}
-    return _with_lanes(row_map, rows, given)
-
-
-def _with_lanes(row_map: RowMap, rows: Int[Array, " nnz"], given: dict[str, PyTree]) -> RowMap:
-    """The map with other numbers of distinct `rows` in those lanes that it has."""
-    kept = {name: lane for name, lane in given.items() if lane is not None and getattr(row_map, name) is not None}
-    lanes = api.scatter_rows([getattr(row_map, name) for name in kept], rows, list(kept.values()))
-    changed: dict[str, PyTree] = dict(zip(kept, lanes, strict=True))
-    return row_map._replace(**changed)
+    """Notes that distinct `rows` were used by `step`, and how often their keys have occurred so far."""
+    given = jnp.broadcast_to(step, rows.shape), occurrences
+    last_step, counts = api.scatter_rows((row_map.last_step, row_map.counts), rows, given)
+    return row_map._replace(last_step=last_step, counts=counts)
 
 
 def use(row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, ""], occurrences: Int[Array, " nnz"]) -> RowMap:
@@ -232,29 +211,32 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
         low=extend(row_map.low, 0),
         last_step=extend(row_map.last_step, FREE),
         counts=extend(row_map.counts, 0),
-        first_step=None if row_map.first_step is None else extend(row_map.first_step, 0),
         free=jnp.concatenate([jnp.arange(capacity - 1, old - 1, -1, dtype=jnp.int32), row_map.free]),
         num_free=row_map.num_free + (capacity - old),
     )
 
 
-def score(policy: Eviction) -> Score:
-    """By the step that used a row last ("lru"), or by how often its key has occurred ("lfu")."""
-    return (lambda row_map: row_map.last_step) if policy == "lru" else (lambda row_map: row_map.counts)
+def worth(row_map: RowMap, policy: Eviction) -> Int[Array, " rows"]:
+    """Worth of each row: the step that used it last ("lru"), or how often its key has occurred ("lfu").
+
+    Keys of least worth lose their rows first, of equal ones the least keys.
+    """
+    return row_map.last_step if policy == "lru" else row_map.counts
 
 
 def _evict_least(
-    row_map: RowMap, num_wanted: Int[Array, " tables"], step: Int[Array, ""], score: Score, most: int
+    row_map: RowMap, num_wanted: Int[Array, " tables"], step: Int[Array, ""], policy: Eviction, most: int
 ) -> RowMap:
     is_candidate = (row_map.last_step != FREE) & (row_map.last_step != step)
-    return release(row_map, api.compact(least(row_map, score, is_candidate, num_wanted), most)[0])
+    leaves = least(row_map, worth(row_map, policy), is_candidate, num_wanted)
+    return release(row_map, api.compact(leaves, most)[0])
 
 
 def least(
-    row_map: RowMap, score: Score, is_candidate: Bool[Array, " rows"], num_wanted: Int[Array, " tables"]
+    row_map: RowMap, worth: Array, is_candidate: Bool[Array, " rows"], num_wanted: Int[Array, " tables"]
 ) -> Bool[Array, " rows"]:
-    """The `num_wanted` candidates of least score of each table, of equal ones the least keys; all if they are fewer."""
-    lanes = score(row_map).astype(jnp.uint32), row_map.high, row_map.low
+    """The `num_wanted` candidates of least worth of each table, of equal ones the least keys; all if they are fewer."""
+    lanes = worth.astype(jnp.uint32), row_map.high, row_map.low
     if row_map.num_tables == 1:
         return _first(lanes, is_candidate, num_wanted[0])
     by_table = [lane.reshape(row_map.num_tables, -1) for lane in (*lanes, is_candidate)]

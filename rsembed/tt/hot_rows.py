@@ -220,7 +220,7 @@ def chosen(
     counted, places = directory.counted, directory.places
     was_cached = directory.is_cached.at[places].get(mode="fill", fill_value=False)
     worth = 2 * jnp.minimum(counted.counts, MOST_READS).astype(jnp.uint32) + was_cached.astype(jnp.uint32)
-    is_cached = row_map.least(counted, lambda _: ~worth, worth > 0, jnp.full(1, capacity, jnp.int32))
+    is_cached = row_map.least(counted, ~worth, worth > 0, jnp.full(1, capacity, jnp.int32))
     is_trained = jnp.any(rows != rows_of(specs, cores, stored_ids(directory)), axis=1)
     return worth, is_cached, ~is_cached & is_trained.at[places].get(mode="fill", fill_value=False)
 
@@ -261,7 +261,7 @@ def populate(
     num_places, is_stored = owners.shape[0], places != NO_ROW
     worth, is_cached, is_spilled = chosen(specs, directory, cores, rows, capacity)
     room = num_places - jnp.sum(is_cached, dtype=jnp.int32, keepdims=True)
-    is_kept = row_map.least(counted, lambda _: ~worth, is_spilled, room)
+    is_kept = row_map.least(counted, ~worth, is_spilled, room)
     stays = is_stored & (is_cached | is_kept)
     is_free = ~stays.at[owners].get(mode="fill", fill_value=False)
     new, num_new = api.compact(is_cached & ~is_stored, capacity)

@@ -211,7 +211,6 @@ class KeyedTable(Table):
         self.admission_probability, self.draw = admission_probability, draw
         self.capacity, self.eviction, self.num_shards = capacity, eviction, num_shards
         self.last_step: dict[int, int] = {}
-        self.first_step: dict[int, int] = {}
         self.occurrences: dict[int, int] = {}
         self.waiting: dict[int, int] = {}
         self.num_inserted = self.num_evicted = 0
@@ -235,7 +234,7 @@ class KeyedTable(Table):
         self._make_room(new)
         for key in new:
             self.rows[key] = np.array(self.initial[key], np.float64), self.steps.fresh_slots(self.dim)
-            self.last_step[key] = self.first_step[key] = self.number
+            self.last_step[key] = self.number
             self.occurrences[key] = self.waiting.pop(key)
             self.num_inserted += 1
 
@@ -246,9 +245,7 @@ class KeyedTable(Table):
 
     def score(self, key: int) -> float:
         """What a key's row is worth."""
-        if self.eviction == "l2":
-            return float(np.sum(self.rows[key][0] ** 2))
-        return {"lru": self.last_step, "lfu": self.occurrences, "age": self.first_step}[self.eviction][key]
+        return {"lru": self.last_step, "lfu": self.occurrences}[self.eviction][key]
 
     def _make_room(self, new: Sequence[int]) -> None:
         if self.capacity is None:
@@ -260,7 +257,7 @@ class KeyedTable(Table):
             gone = worst[: max(num_wanted, 0)]
             assert len(gone) == max(num_wanted, 0), "the batch has more keys than the shard has rows"
             for _, key in gone:
-                del self.rows[key], self.last_step[key], self.first_step[key], self.occurrences[key]
+                del self.rows[key], self.last_step[key], self.occurrences[key]
                 self.num_evicted += 1
 
 

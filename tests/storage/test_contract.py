@@ -64,7 +64,7 @@ WAYS = {
 }
 HERE, ASKED = ("one device", "replicated"), ("row", "row, many rounds")
 # A policy is one of a device's rows, whatever the way to it: each has its own.
-EVICTIONS = dict(zip((*HERE, *ASKED), ({"eviction": name} for name in ("l2", "age", "lfu", "lru")), strict=True))
+EVICTIONS = dict(zip((*HERE, *ASKED), ({"eviction": name} for name in ("lru", "lfu", "lfu", "lru")), strict=True))
 COUNTED, DRAWN = {"admission_count": 4}, {"admission_probability": 0.2}
 ADMISSIONS = {"one device": COUNTED, "replicated": DRAWN, "row": DRAWN, "row, many rounds": COUNTED}
 STORAGES = {

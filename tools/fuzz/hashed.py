@@ -22,7 +22,7 @@ DIM, SAMPLES, CAPACITY, LR = 2, 6, 8, 0.5
 KEYS = np.array([0, 1, 2, 3, 2**31 - 1, 2**32, 2**32 + 1, 5 * 2**33 + 1, 2**40, 2**62 + 2**33, 2**63 - 2, 2**63 - 1])
 NAMES = ("user", "item")
 POLICIES = (
-    *({"when_full": "evict", "eviction": eviction} for eviction in ("lru", "lfu", "age", "l2")),
+    *({"when_full": "evict", "eviction": eviction} for eviction in ("lru", "lfu")),
     {"when_full": "zero", "admission_count": 2},
 )
 
