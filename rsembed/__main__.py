@@ -91,7 +91,7 @@ def replace_parameters(source: str, settings: dict[str, str]) -> str:
 
 
 def _assignments(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
-    """Names and what they are given, of `A = 1` as of `A, B = 1, 2`."""
+    """Pairs of a name and the expression assigned to it, from `A = 1` or `A, B = 1, 2`."""
     if isinstance(target, ast.Name):
         yield target.id, value
     elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
@@ -170,7 +170,7 @@ def execute(notebook: Any, folder: Path, *, beside: Path, after_cell: Callable[.
 
 
 def text_lines(cell: Any) -> Iterator[str]:
-    """Lines that a cell printed, of tables that it shows in Markdown, and of the text form of its result."""
+    """Lines of text in a cell's outputs: what it printed, tables shown as Markdown, and its result as text."""
     for output in cell.get("outputs", []):
         data = output.get("data", {})
         if output.output_type == "stream" and output.name == "stdout":
@@ -192,7 +192,7 @@ def save_pictures(cell: Any, number: int, folder: Path) -> list[Path]:
 
 
 def run(name: str, settings: dict[str, str], output: Path) -> int:
-    """Executes a tutorial with other parameters, tells what it prints and draws at once, and keeps the result.
+    """Executes a tutorial with other parameters, shows its output as it appears, and keeps the result.
 
     Args:
       name: see `find_notebook`.

@@ -78,7 +78,7 @@ class Bags:
 
     @staticmethod
     def from_lengths(values: PyTree, lengths: Any, weights: PyTree = None) -> Bags:
-        """From a jagged pair: all ids, and the number of ids in each bag.
+        """Bags from a jagged pair: all ids, and the number of ids in each bag.
 
         Raises: ValueError: a length is negative, or they do not add up to the number of ids. TypeError: lengths are no
           integers.
@@ -100,7 +100,7 @@ class Bags:
 
     @staticmethod
     def from_dense(ids: PyTree, weights: PyTree = None) -> Bags:
-        """From an array `[bags]` or `[bags, ids per bag]`, in which `-1` stands for no id. Works inside `jit`."""
+        """Bags from an array `[bags]` or `[bags, ids per bag]`; `-1` stands for no id. Works inside `jit`."""
         if not isinstance(ids, (Keys, jax.Array, np.ndarray)):
             raise TypeError(f"dense ids must be an array, got {describe(ids)}; Bags.from_lists takes lists.")
         check_unmasked((ids, weights), "ids or weights")
@@ -118,7 +118,7 @@ class Bags:
 
     @staticmethod
     def from_coo(sample_ids: Any, embedding_ids: Any, gains: Any = None, *, num_samples: int) -> Bags:
-        """From coordinate lists in any order; ids of one sample keep their order.
+        """Bags from coordinate lists in any order; ids of one sample keep their order.
 
         Raises: ValueError: a sample id lies outside `[0, num_samples)`, or the lists differ in length.
         """
@@ -139,7 +139,7 @@ class Bags:
 
     @staticmethod
     def from_sparse_tensor(indices: PyTree, values: PyTree, dense_shape: Sequence[int], weights: PyTree = None) -> Bags:
-        """From `indices [nnz, 2]` (sample, position), `values [nnz]` (ids) and `dense_shape` (samples, positions)."""
+        """Bags from `indices [nnz, 2]` (sample, position), ids `values [nnz]` and `dense_shape` (samples, width)."""
         check_type(indices, Int[np.ndarray, "nnz two"], "indices [nnz, 2]")
         check_type(dense_shape, Int[np.ndarray, "two"], "dense_shape (samples, positions)")
         indices = np.asarray(indices)
@@ -149,7 +149,7 @@ class Bags:
         return Bags.from_coo(indices[:, 0], values, weights, num_samples=int(dense_shape[0]))
 
     def pad_to(self, num_ids: int) -> Bags:
-        """Room for `num_ids` ids, so that batches of different sizes share one compiled program.
+        """Bags with room for `num_ids` ids, so that batches of different sizes share one compiled program.
 
         Raises: ValueError: there are already more ids than that.
         """
@@ -176,12 +176,12 @@ class Bags:
 
 
 def _module_of(ids: PyTree) -> PyTree:
-    """numpy, or jax.numpy."""
+    """The module that computes with `ids`: numpy or jax.numpy."""
     return np if isinstance(jax.tree.leaves(ids)[0], np.ndarray) else jnp
 
 
 def _of_plain_rows(rows: Sequence[PyTree]) -> Bags | None:
-    """Bags of lists of Python's integers, or of arrays, looked at all together: twenty times as fast; else None."""
+    """Bags of rows that are all lists of `int` or all arrays, read in one call, 20 times as fast; else None."""
     kinds = set(map(type, rows))
     if kinds == {np.ndarray}:
         filled = [row for row in rows if row.size]  # an empty list makes an array of floats
@@ -220,7 +220,7 @@ def _flat_ids(row: Any, position: int) -> np.ndarray:
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """All ids, which numpy would make floats of where only some need 64 bits without a sign."""
+    """All ids in one array; numpy alone would turn a mix of int64 and uint64 into floats."""
     given = [array for array in arrays if array.size]
     dtypes = {array.dtype for array in given}
     if np.dtype(np.uint64) not in dtypes or len(dtypes) == 1:
@@ -275,13 +275,13 @@ def as_bags(value: Any, *, feature: str) -> Bags:
 
 
 def _as_array(value: Any) -> PyTree:
-    """What numpy reads as an array of it; an array, and what is none, as it is."""
+    """`value` as a numpy array if it has `__array__`, such as a column of pandas; else `value` unchanged."""
     is_foreign = hasattr(value, "__array__") and not isinstance(value, (Keys, jax.Array, np.ndarray))
     return np.asarray(value) if is_foreign else value
 
 
 def _check_weights_are_floats(weights: PyTree) -> None:
-    """A pair of two samples looks like `(ids, weights)`; integers in the second place would be misread silently."""
+    """Raises: TypeError: weights are integers: two samples in a tuple look like `(ids, weights)`."""
     for leaf in jax.tree.leaves(weights):
         if isinstance(leaf, int) or jnp.issubdtype(getattr(leaf, "dtype", float), jnp.integer):
             raise TypeError(
@@ -291,7 +291,7 @@ def _check_weights_are_floats(weights: PyTree) -> None:
 
 
 def _check_arrays(bags: Bags) -> None:
-    """Raises: TypeError: a field is no array, or one of what it cannot hold. ValueError: ids have several axes."""
+    """Raises: TypeError: a field is not an array, or has a wrong dtype. ValueError: ids have several axes."""
     is_array = isinstance(bags.ids, (Keys, jax.Array, np.ndarray))
     if not is_array or not isinstance(bags.offsets, (jax.Array, np.ndarray)):
         name, found = ("ids", bags.ids) if not is_array else ("offsets", bags.offsets)
@@ -317,7 +317,7 @@ def padded_size(count: int) -> int:
 
 
 def common_width(bags: Bags) -> int:
-    """Ids per bag in an array that holds these bags, and probably those of batches to come.
+    """Width of an array `[bags, ids]` that holds these bags, and probably those of later batches.
 
     A power of two; many bags of one length have that, as such a feature keeps its length.
     """
@@ -328,7 +328,7 @@ def common_width(bags: Bags) -> int:
 
 
 def device_copy(array: PyTree, dtype: DTypeLike) -> Array:
-    """As `jnp.asarray`, of a copy where that is a numpy array.
+    """The array on the device, as from `jnp.asarray`; a numpy array is copied first.
 
     JAX may take over the memory of a numpy array that it is told the dtype of, and loaders write their batches into the
     same memory again; without a dtype it copies, by a program that is compiled for every shape.
@@ -364,18 +364,18 @@ def narrow_ids(ids: PyTree) -> PyTree:
 
 
 def is_traced(tree: PyTree) -> bool:
-    """Whether the values are unknown because they are inside `jit`."""
+    """Whether a leaf of the tree is traced by `jit` or another transformation, so that its value is unknown."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def is_taken(tree: PyTree) -> bool:
-    """Whether a step took arrays over, so that they are no more."""
+    """Whether an array of the tree was donated to a compiled step and is deleted."""
     arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
     return any(not isinstance(array, jax.core.Tracer) and array.is_deleted() for array in arrays)
 
 
 def check_not_taken(tree: PyTree, what: str, way_out: str) -> None:
-    """Raises: RuntimeError: it `is_taken`; the message says what is lost, and how to go on."""
+    """Raises: RuntimeError: `tree` was donated to a step; the message has `what` was lost and the `way_out`."""
     if is_taken(tree):
         raise RuntimeError(f"{what} to a step that took its arrays over: {way_out}.")
 
@@ -417,7 +417,7 @@ def check_values(
 
 
 def check_unmasked(value: Any, name: str) -> None:
-    """Raises: TypeError: a masked array, or rows among which there is one: as arrays, they would lose their masks."""
+    """Raises: TypeError: `value` is a masked array or has one among its rows, whose mask would be lost."""
     is_object = isinstance(value, np.ndarray) and value.dtype.kind == "O"
     rows = value if isinstance(value, (list, tuple)) else value.flat if is_object else ()
     if isinstance(value, np.ma.MaskedArray) or any(isinstance(row, np.ma.MaskedArray) for row in rows):
@@ -425,7 +425,7 @@ def check_unmasked(value: Any, name: str) -> None:
 
 
 def check_bags(bags: Bags, *, feature: str) -> None:
-    """Checks all of concrete bags but their ids. Raises: ValueError: as `check_values`."""
+    """Checks offsets and weights of concrete bags. Raises: ValueError: offsets decrease, or a weight is not finite."""
     offsets, num_ids = np.asarray(bags.offsets), bags.ids.shape[0]
     if bags.dense_shape is None:
         _check_offsets(bags, offsets, feature)

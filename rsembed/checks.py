@@ -40,7 +40,7 @@ _MAX_ENTRIES = 1000  # of a list or mapping, up to which each is checked
 
 
 def validated(function: Function) -> Function:
-    """The function, or class to be made a dataclass, which refuses values that its annotations do not admit.
+    """The function, or the class below `@dataclass`, made to refuse values that its annotations do not admit.
 
     For what is called seldom: to declare, plan, load or save. What runs in every step, or takes `*args`, checks its
     arguments itself. An error reads `plan_stacking: num_shards must be an integer, got '2' (str).`

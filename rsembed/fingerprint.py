@@ -49,7 +49,7 @@ class Fingerprint:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts, for reading and for files."""
+        """The facts as a dictionary that JSON can hold."""
         return json.loads(self.text)
 
     @functools.cached_property
@@ -64,12 +64,12 @@ class Fingerprint:
         return f"Fingerprint({self.digest})"
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """Every fact of this one that the other has otherwise, and what it is there."""
+        """One line for each fact that differs from the other fingerprint, with both values."""
         return [] if self == other else list(_differences(self.facts, other.facts, ""))
 
 
 def check_same(found: Fingerprint, expected: Fingerprint, *, what: str, way_out: str) -> None:
-    """The one comparison of two fingerprints.
+    """Compares two fingerprints; the error lists the facts that differ.
 
     Args:
       found: of what was given.

@@ -32,7 +32,7 @@ def table_key(key: PRNGKeyArray, table_name: str) -> PRNGKeyArray:
 
 
 def table_keys(key: PRNGKeyArray, table_names: Sequence[str]) -> KeyOrKeys:
-    """The keys of some tables, as `table_key` has them, made by one operation."""
+    """The keys that `table_key` gives for several tables, made by one operation."""
     numbers = np.asarray([zlib.crc32(name.encode()) for name in table_names], np.uint32)
     return jax.vmap(functools.partial(jax.random.fold_in, key))(numbers)
 
@@ -129,7 +129,7 @@ def traced_initializer(table: TableSpec, shape: tuple[int, int]) -> ClosedJaxpr:
 
 
 def _has_constants(trace: ClosedJaxpr) -> bool:
-    """Whether arrays are part of it, whose values its text does not tell."""
+    """Whether the trace contains constant arrays, whose values its printed text leaves out."""
     equations = trace.jaxpr.eqns
     operands = (operand for equation in equations for operand in equation.invars)
     inner = (value for equation in equations for value in equation.params.values())

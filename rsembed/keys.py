@@ -96,7 +96,7 @@ def split_keys(keys: PyTree, *, feature: str = "keys") -> Keys:
 
 
 def checked_keys(keys: PyTree, dtype: str, *, feature: str) -> Keys:
-    """Keys that fit into `dtype`, from whatever they come as; those that cannot be seen here lose what does not.
+    """Keys from any accepted form, none larger than `dtype` holds; in traced keys, larger ones become padding.
 
     Raises: TypeError or ValueError: they are no integers, negative (but for -1), or too large.
     """
@@ -111,12 +111,12 @@ def checked_keys(keys: PyTree, dtype: str, *, feature: str) -> Keys:
 
 
 def as_keys(ids: PyTree) -> Keys:
-    """Ids inside a compiled program as keys, whatever they came as."""
+    """Keys from ids inside a compiled program, which are `Keys` or an array."""
     return ids if isinstance(ids, Keys) else split_keys(jnp.asarray(ids))
 
 
 def is_beyond(keys: Keys, dtype: str) -> PyTree:
-    """Which keys are larger than `dtype` can hold."""
+    """Mask of the keys that are larger than `dtype` can hold."""
     most = np.iinfo(dtype).max
     high, low = np.uint32(most >> 32), np.uint32(most & 0xFFFFFFFF)
     return keys.is_key & ((keys.high > high) | ((keys.high == high) & (keys.low > low)))
@@ -135,7 +135,7 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
 
 
 def without_beyond(keys: Keys, dtype: str) -> Keys:
-    """The keys without those larger than `dtype` can hold, which `num_invalid` counts; for keys that nobody sees."""
+    """The keys with those larger than `dtype` can hold made padding, which `num_invalid` counts; for traced keys."""
     lost = is_beyond(keys, dtype)
     high, low = jnp.where(lost, jnp.uint32(0xFFFFFFFF), keys.high), jnp.where(lost, 0, keys.low)
     return keys._replace(high=high, low=low, is_key=keys.is_key & ~lost)
@@ -153,7 +153,7 @@ def _check_not_negative(keys: PyTree, feature: str) -> None:
 
 
 def num_invalid(keys: Keys) -> Int[Array, ""]:
-    """How many negative numbers other than -1 `split_keys` was given, and keys beyond a dtype; works inside `jit`."""
+    """Number of keys that were negative (other than -1) or beyond their dtype; works inside `jit`."""
     ones = jnp.uint32(0xFFFFFFFF)
     return jnp.sum(~keys.is_key & (keys.high == ones) & (keys.low != ones), dtype=jnp.int32)
 

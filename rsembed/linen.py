@@ -99,7 +99,7 @@ class TrainState(struct.PyTreeNode):
     def create(
         cls, *, apply_fn: Callable[..., PyTree], variables: Mapping[str, PyTree], tx: optax.GradientTransformation
     ) -> TrainState:
-        """The state before the first step, of what the model's `init` returned.
+        """The state before the first step, made from the variables that the model's `init` returned.
 
         Raises: ValueError: it has no parameters.
         """
@@ -110,7 +110,7 @@ class TrainState(struct.PyTreeNode):
         return cls(jnp.zeros((), jnp.int32), apply_fn, params, embeddings, others, tx, tx.init(params))
 
     def apply(self, *args: PyTree, **options: Any) -> PyTree:
-        """The model with all its variables; `options` are those of Flax's `apply`."""
+        """Output of the model with all its variables; `options` are those of Flax's `apply`."""
         variables = {"params": self.params, **self.variables, _STATES: _nested(self.embeddings)}
         return self.apply_fn(variables, *args, **options)
 

@@ -28,7 +28,7 @@ class Tables(nnx.Variable):
 
 
 class Guard(nnx.Param):
-    """A number on which no result depends; to differentiate by it is to forget the tables."""
+    """A parameter that no result depends on: a gradient that reaches it would leave the tables untrained."""
 
 
 class Taps(nnx.Variable):
@@ -102,7 +102,7 @@ class Embeddings(nnx.Module):
         return self.tables.get_value()
 
     def set_state(self, state: EmbeddingState) -> None:
-        """Goes on from another state, such as one from a checkpoint.
+        """Replaces the layer's state, for example by one from a checkpoint.
 
         Raises: ValueError: it is not of the layer's collection.
         """
@@ -110,7 +110,7 @@ class Embeddings(nnx.Module):
         self.tables.set_value(state)
 
     def prefetch(self, batch: Batch) -> None:
-        """Brings the rows of a batch near, where tables are on the host; see `EmbeddingCollection.prefetch`."""
+        """Copies the batch's rows of host-cached tables to the device; see `EmbeddingCollection.prefetch`."""
         self.set_state(self.collection.prefetch(self.state, batch))
 
 

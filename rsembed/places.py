@@ -50,14 +50,14 @@ class Place(NamedTuple):
         return self.shards(ids, spread=spread) * rows_per_shard + self.rows_in_shard(ids, spread=spread)
 
     def all_rows(self, count: int, *, spread: int, rows_per_shard: int) -> slice | Int[np.ndarray, " vocab"]:
-        """Index of a whole table of `count` rows in such an array; a slice where they lie in order."""
+        """Index of a whole table of `count` rows in the array of `rows`; a slice where they lie in order."""
         if spread > 1:
             return self.rows(np.arange(count), spread=spread, rows_per_shard=rows_per_shard)
         first = self.rows(0, spread=spread, rows_per_shard=rows_per_shard)
         return slice(first, first + count)
 
     def ids(self, shard: Any, row: Any, *, spread: int) -> PyTree:
-        """The inverse: the id in a row of a shard; outside the table, or -1, where it is none of the table."""
+        """The id in a row of a shard, the inverse of `rows`; outside the table, or -1, in rows of other tables."""
         phase = shard - self.owner
         ids = row * spread + (phase - self.rotation) % spread - self.first
         return _where((phase >= 0) & (phase < spread), ids, -1)

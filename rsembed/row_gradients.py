@@ -67,7 +67,7 @@ class RowGradients:
     """What the values are sums of, if that is known: a pytree that was taken apart may have changed, and forgets it."""
 
     def summed_from(self, summands: Summands) -> RowGradients:
-        """These gradients, of which the summands are known."""
+        """A copy of these gradients that remembers the batch from which their values are summed."""
         found = dataclasses.replace(self)
         object.__setattr__(found, "summands", summands)
         return found
@@ -94,7 +94,7 @@ class RowGradients:
 
 
 def check_gradient(value: Any, name: str) -> None:
-    """Raises: TypeError: a gradient is no array of floats: of integers, a cast has cut them."""
+    """Raises: TypeError: a gradient is not an array of floats; a cast to integers would have cut its values."""
     check_type(value, Num[Array, "..."], name)
     if not jnp.issubdtype(getattr(value, "dtype", None) or np.asarray(value).dtype, jnp.floating):
         raise TypeError(
@@ -103,7 +103,7 @@ def check_gradient(value: Any, name: str) -> None:
 
 
 def check_arrays(row_gradients: RowGradients, axes: Mapping[str, tuple[int, int]] | None = None) -> None:
-    """Raises: TypeError, ValueError: rows and values do not fit each other, or other axes and columns than `axes`."""
+    """Raises: TypeError, ValueError: rows and values do not fit each other, or have other axes than `axes`."""
     check_fields(row_gradients)
     for name, num_rows in row_gradients.num_rows:
         found = row_gradients.rows.get(name)
@@ -130,7 +130,7 @@ def check_belong(
     owner: str,
     way_out: str,
 ) -> None:
-    """Checks row gradients that an `owner` is to apply, who has these rows, and by stack axes of rows and a dim.
+    """Checks that row gradients belong to the `owner` that is about to apply them: its layout, rows and dims.
 
     Raises: TypeError: they are none. ValueError: they count rows otherwise, or a row has not one vector of its dim.
     """
@@ -144,19 +144,19 @@ def check_belong(
 
 
 class SingleUse:
-    """A permit to do once what must not be done twice, such as the step of a backward pass."""
+    """A permit for something that may happen only once, such as the step of a backward pass."""
 
     def __init__(self, refusal: str):
         """`refusal` says what was done already, and what to do instead."""
         self._refusal, self._is_used = refusal, False
 
     def check(self) -> None:
-        """Raises: RuntimeError: it was used."""
+        """Raises: RuntimeError: the permit was used before."""
         if self._is_used:
             raise RuntimeError(self._refusal)
 
     def use(self) -> None:
-        """Uses it. Raises: RuntimeError: it was used before."""
+        """Marks the permit as used. Raises: RuntimeError: it was used before."""
         self.check()
         self._is_used = True
 

@@ -42,7 +42,7 @@ class QuantizationConfig:
             )
 
     def as_tuple(self) -> tuple[float, float, int]:
-        """`(min_value, max_value, num_buckets)`."""
+        """The tuple `(min_value, max_value, num_buckets)`."""
         return self.min_value, self.max_value, self.num_buckets
 
     def quantize(self, values: jax.Array) -> jax.Array:
@@ -116,29 +116,29 @@ class Storage(Protocol):
 
     @property
     def key_dtype(self) -> str | None:
-        """See there."""
+        """Dtype that holds the keys of the table; None where ids are row numbers."""
 
     @property
     def in_files(self) -> str | None:
-        """Description in which a file and the table must agree; None where the file has a row for every id."""
+        """Description that a file and the table must share; None where the file has a row for every id."""
 
     def resolved(self, table: TableSpec) -> Storage:
-        """The storage with every choice resolved that follows from `table`; equal ones give states the same meaning."""
+        """The storage with all choices made that depend on `table`; equal ones give states the same meaning."""
 
     def sharing_key(self, table: TableSpec) -> Hashable:
-        """Equal for tables that one storage may keep; None keeps a table alone."""
+        """Key that is equal for tables which one storage may keep together; None keeps a table alone."""
 
     def sharing_groups(self, tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
         """Tables of equal `sharing_key` in groups that each share one storage."""
 
     def part_sizes(self, table: TableSpec) -> tuple[int, ...] | None:
-        """Rows that it has in each of the parts that are kept, where those of other tables follow; None without."""
+        """Rows of the table in each array that several tables share one after the other; None without such arrays."""
 
     def check(self, table: TableSpec) -> None:
         """Raises: ValueError or NotImplementedError: the table cannot be kept like this."""
 
     def num_values(self, table: TableSpec) -> tuple[int, int]:
-        """Numbers kept in place of rows, and beside them for the optimizer."""
+        """How many numbers are kept for the table, and how many for its optimizer state."""
 
 
 UNCHOSEN_OPTIMIZER = SGD()
@@ -236,7 +236,7 @@ class TableSpec:
 
     @property
     def setting_in_stack(self) -> TableSettingInStack:
-        """Where the table lies; before stacking, alone and unpadded."""
+        """Place of the table in its stack; before stacking, that of a table alone and unpadded."""
         return self._setting_in_stack
 
     @setting_in_stack.setter

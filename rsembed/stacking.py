@@ -224,7 +224,7 @@ class StackingPlan:
         return f"<table><tr>{head}</tr>{body}</table>"
 
     def _cells(self) -> list[tuple[str, ...]]:
-        """Names of the columns, then a row per stack."""
+        """Cells of the printed table: the column names, then one row per stack."""
         stack_columns = ("stack", "tables", "features", "rows", "dim", "dtype", "optimizer")
         rows = [
             (
@@ -245,7 +245,7 @@ class StackingPlan:
 
 
 def place_of(setting: TableSettingInStack, num_shards: int) -> Place:
-    """Where the rows of a table with this setting lie: dealt to all shards."""
+    """The `Place` of a table with this setting, whose rows are dealt to all shards."""
     return Place(0, setting.row_offset_in_shard * num_shards, setting.shard_rotation)
 
 
@@ -298,7 +298,7 @@ def plan_stacking(
 def plan_groups(
     features: Any, groups: Sequence[Sequence[str]], *, num_shards: int, use_short_stack_names: bool = True, **how: Any
 ) -> StackingPlan:
-    """A stack for each group of table names, with what else `plan_stack` takes; other tables have no place."""
+    """The plan of one stack per group of table names; tables outside all groups get no place."""
     names = [stack_name_of(group, use_short_stack_names=use_short_stack_names) for group in groups]
     taken = {name for name in names if names.count(name) > 1}
     stacks = tuple(
@@ -366,7 +366,7 @@ def group_tables(
 
 
 def split_by_memory(groups: Iterable[Sequence[Name]], num_bytes: Mapping[Name, int], limit: int) -> list[list[Name]]:
-    """First-fit split of every group by bytes, or by what else is limited; a table above the limit stands alone."""
+    """Groups split first-fit so that each stays below a limit, such as bytes; a larger table is alone."""
     result: list[list[Name]] = []
     for group in groups:
         subgroups: list[list[Name]] = []
@@ -384,7 +384,7 @@ def split_by_memory(groups: Iterable[Sequence[Name]], num_bytes: Mapping[Name, i
 def settings_in_stack(
     stack_name: str, padded_rows: Sequence[int], padded_dim: int, *, num_shards: int, rotation: int
 ) -> list[TableSettingInStack]:
-    """Where tables of so many rows lie in a stack, one under the other."""
+    """Settings of tables with so many rows each, one under the other in a stack."""
     first_rows = [sum(padded_rows[:k]) // num_shards for k in range(len(padded_rows))]
     return [
         TableSettingInStack(stack_name, rows, padded_dim, first_row, (k * rotation) % num_shards)

@@ -30,7 +30,7 @@ from rsembed.row_gradients import RowGradients, combine
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One lookup of a layer: of the collection, the batch as prepared, and the activations; later their gradients."""
+    """One lookup of a layer: collection, prepared batch, and activations, which their gradients later replace."""
 
     collection: EmbeddingCollection = dataclasses.field(metadata={"static": True})
     batch: Batch
@@ -45,7 +45,7 @@ Taps = tuple[Activations, ...]
 def look_up(
     collection: EmbeddingCollection, state: EmbeddingState, batch: Batch, taps: Taps, earlier: Calls
 ) -> tuple[Activations, Calls]:
-    """Tapped activations of a lookup whose rows will be stepped, and this call behind the earlier ones."""
+    """Activations, with taps added, of a lookup whose rows will be stepped; and all calls up to this one."""
     batch = collection.prepare(batch)
     activations, _ = collection.lookup_vjp(state, batch)
     calls = (*earlier, Call(collection, batch, activations))
@@ -55,7 +55,7 @@ def look_up(
 
 
 def taps_of(calls: Calls) -> Taps:
-    """Zeros like the activations of calls, or of shapes of them."""
+    """Zeros with the shapes and dtypes of the calls' activations."""
     return tuple(jax.tree.map(lambda found: jnp.zeros(found.shape, found.dtype), call.activations) for call in calls)
 
 
@@ -100,7 +100,7 @@ class Gradients:
 
     @staticmethod
     def of(dense: PyTree, recorded: Mapping[str, Calls], d_taps: Mapping[str, Taps]) -> Gradients:
-        """From what layers recorded, and the gradients of their taps."""
+        """Gradients from the calls that layers recorded and the gradients of their taps."""
         calls = {
             name: tuple(dataclasses.replace(call, activations=d) for call, d in zip(own, d_taps[name], strict=True))
             for name, own in recorded.items()
@@ -109,12 +109,12 @@ class Gradients:
 
     @property
     def rows(self) -> dict[str, RowGradients]:
-        """Gradients of distinct rows, by layer; made when asked for, since a step can do without."""
+        """Gradients of distinct rows, by layer; computed on request, since a step does not need them."""
         return {name: self._rows(name) for name in self.calls}
 
     @validated
     def with_rows(self, rows: Mapping[str, RowGradients]) -> Gradients:
-        """The gradients with others in the place of some layers' own, such as clipped or accumulated ones.
+        """A copy in which some layers have other row gradients, such as clipped or accumulated ones.
 
         Raises: ValueError: the loss called no such layer. TypeError: the gradients are no `RowGradients`.
         """
@@ -124,7 +124,7 @@ class Gradients:
         return dataclasses.replace(self, changed={**self.changed, **rows})
 
     def step(self, name: str, state: EmbeddingState) -> EmbeddingState:
-        """The state of a layer after one step; of a single call, one kernel sums gradients and steps rows."""
+        """The state of a layer after one step; after a single call, one kernel sums gradients and steps rows."""
         first, *more = self.calls[name]
         if more or name in self.changed:
             return first.collection.apply(state, self._rows(name))
@@ -155,6 +155,6 @@ def check_layers(gradients: Gradients, layers: Mapping[str, PyTree]) -> None:
 
 
 def check_gradients(gradients: PyTree, way_out: str) -> None:
-    """Raises: TypeError: they are no `Gradients`, and have nothing for the tables."""
+    """Raises: TypeError: `gradients` are not `Gradients`, so they hold none for the tables."""
     if not isinstance(gradients, Gradients):
         raise TypeError(f"gradients are a {type(gradients).__name__}, which has nothing for the tables. {way_out}")

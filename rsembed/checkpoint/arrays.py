@@ -81,7 +81,7 @@ def _are_numbers(dtype: np.dtype[Any]) -> bool:
 def write_arrays(
     path: Path | None, arrays: Sequence[PyTree], *, show: bool | None = None
 ) -> tuple[list[dict[str, PyTree]], OSError | None]:
-    """Writes arrays into folders of their own, and returns their entries and why they could not be written.
+    """Writes each array into a folder of its own; returns manifest entries, and the error if writing failed.
 
     With several processes all gather the rows to the end, whatever the disk of the one that writes them says, so that
     nobody is left waiting.
@@ -103,7 +103,7 @@ def write_arrays(
 
 
 def copied(array: PyTree) -> np.ndarray | None:
-    """A copy in memory of process 0; all processes call this, for an array of `as_saved`."""
+    """Copy of an array of `as_saved` in the memory of process 0, None elsewhere; all processes call this."""
     entry = _described(0, array)
     copy = np.empty(entry["shape"] or [1], array.dtype) if jax.process_index() == 0 else None
     for _, first, last in _chunks(entry):
@@ -126,7 +126,7 @@ def _described(number: int, array: PyTree) -> dict[str, PyTree]:
 
 
 class _Output:
-    """Zarr arrays that are being written, or nothing, with the first failure; checksums join the entries at the end.
+    """Zarr arrays that are being written, and the first failure; at the end, entries receive their checksums.
 
     Everything is under way at once, as far as memory allows: most of the time goes into waiting for the disk.
 
@@ -142,7 +142,7 @@ class _Output:
         self._num_bytes = 0
 
     def write(self, number: int, first: int, rows: np.ndarray) -> None:
-        """Begins to write rows, which nobody may change until the end."""
+        """Begins to write rows; they must not change until the output is closed."""
         if self._path is None or self.failure is not None:
             return
         store = self._tried(_by_row, self._stores[number], self._entries[number])
@@ -181,7 +181,7 @@ class _Output:
 
 
 def _system_error(error: ValueError) -> OSError | None:
-    """The error of the operating system that an error of TensorStore reports, if it does."""
+    """The `OSError` behind an error of TensorStore, None if it reports no code of the operating system."""
     number = re.search(r"os_error_code='(\d+)'", str(error))
     return None if number is None else OSError(int(number[1]), f"{os.strerror(int(number[1]))} ({error})")
 
@@ -196,14 +196,14 @@ def _file_checksum(file: Path) -> str:
 
 
 def _chunk_checksum(file: Path) -> str:
-    """The one that the codec put at the end."""
+    """The CRC32C at the end of a chunk's file, in hexadecimal."""
     with open(file, "rb") as data:
         data.seek(-_CHECKSUM_BYTES, os.SEEK_END)
         return data.read().hex()
 
 
 def _rows(array: PyTree, first: int, count: int) -> np.ndarray:
-    """Rows of a host or global array; every process calls this, and process 0 gets what others hold."""
+    """Some rows of a host or global array, complete in process 0; every process calls this."""
     if isinstance(array, TableRows | PickedRows):
         return _picked(array.array, array.rows(first, count))
     array = array.reshape(1) if array.ndim == 0 else array
@@ -239,7 +239,7 @@ def _host_rows(data: jax.Array, rows: np.ndarray) -> np.ndarray:
 
 
 def _index(rows: np.ndarray) -> np.ndarray | slice:
-    """Neighbouring rows as a slice, which copies nothing."""
+    """A slice for neighbouring rows, which copies nothing; else `rows`."""
     is_run = rows.size > 0 and rows[-1] - rows[0] == rows.size - 1 and (np.diff(rows) == 1).all()
     return slice(int(rows[0]), int(rows[-1]) + 1) if is_run else rows
 
@@ -248,7 +248,7 @@ def _index(rows: np.ndarray) -> np.ndarray | slice:
 
 
 class _Chunk(NamedTuple):
-    """Rows `first` to `last - 1`, and the file that they are in."""
+    """A chunk of rows `first` to `last - 1`, and the file that holds them."""
 
     file: str
     first: int
@@ -256,7 +256,7 @@ class _Chunk(NamedTuple):
 
 
 def _chunks(entry: Mapping[str, PyTree]) -> list[_Chunk]:
-    """In the order of their rows; a number alone is one row, and an array without numbers has no chunk."""
+    """Chunks of an entry's array in the order of rows: one for a scalar, none for an array of size 0."""
     shape, step, rank = entry["shape"] or [1], entry["rows_per_chunk"], len(entry["shape"]) + _has_bytes(entry["dtype"])
     firsts = () if 0 in shape else range(0, shape[0], step)
     keys = [[number, *[0] * rank][:rank] for number in range(len(firsts))]
@@ -267,17 +267,17 @@ def _chunks(entry: Mapping[str, PyTree]) -> list[_Chunk]:
 
 
 def _has_bytes(dtype: str) -> bool:
-    """Whether zarr has no name for such numbers, and gets their bytes, along one more dimension."""
+    """Whether zarr lacks this dtype, so that the bytes of each number are saved along one more axis."""
     return dtype not in _ZARR_DTYPES
 
 
 def _stored(rows: np.ndarray) -> np.ndarray:
-    """The rows as the zarr array has them, in the same memory."""
+    """A view of the rows with the dtype and axes of the zarr array."""
     return rows[..., None].view(np.uint8) if _has_bytes(rows.dtype.name) else rows
 
 
 def _store(path: Path, entry: Mapping[str, PyTree], *, create: bool = False) -> PyTree:
-    """The future of the zarr array of an entry."""
+    """A future of the open zarr array of a manifest entry."""
     name, shape = entry["dtype"], entry["shape"]
     chunk = [entry["rows_per_chunk"], *shape[1:]] if shape else []
     byte = [jnp.dtype(name).itemsize] if _has_bytes(name) else []
@@ -301,7 +301,7 @@ def _store(path: Path, entry: Mapping[str, PyTree], *, create: bool = False) -> 
 
 
 def _by_row(store: Any, entry: Mapping[str, PyTree]) -> PyTree:
-    """The zarr array of a future; of a number alone, an array of one row.
+    """The zarr array of a future, with at least one axis: a scalar is one row.
 
     Raises: ValueError: it cannot be made, or is not there, or another one.
     """
@@ -312,7 +312,7 @@ def _by_row(store: Any, entry: Mapping[str, PyTree]) -> PyTree:
 
 
 def check_entry(entry: Any, number: int) -> None:
-    """Whether a manifest's entry describes one array of the checkpoint's own folder, and a checksum for all of it.
+    """Checks that a manifest entry describes one array in the checkpoint's folder, with all checksums.
 
     Args:
       entry: of the manifest.
@@ -341,7 +341,7 @@ def check_entry(entry: Any, number: int) -> None:
 
 
 def open_array(path: Path, entry: Mapping[str, PyTree], name: str) -> SavedArray:
-    """The array of a checked entry, of which all files are there, with the sizes and checksums of what was written.
+    """The array of a checked entry, once all its files have the sizes and checksums that were written.
 
     Raises: CorruptCheckpointError: they are not.
     """
@@ -371,7 +371,7 @@ def open_array(path: Path, entry: Mapping[str, PyTree], name: str) -> SavedArray
 
 
 def _read(future: Any, folder: Path, entry: Mapping[str, PyTree], name: str, into: np.ndarray | None) -> Blocks:
-    """The rows in order, of which some more are on their way."""
+    """Yields blocks of rows in order, while the next ones are being read."""
     try:
         store = _by_row(future, entry)
     except ValueError as error:

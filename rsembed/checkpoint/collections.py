@@ -25,7 +25,7 @@ def save_collection(
     others: PyTree = None,
     metadata: Mapping[str, PyTree] | None = None,
 ) -> None:
-    """Saves every table and its slots by table name, with step and key, and what else belongs to the instant.
+    """Saves every table and its slots by table name, with step, key and whatever `others` belong to that step.
 
     The arrays are `tables/<table>`, `slots/<table>/<slot>`, `key` and `others/...`. Rows are in the order of ids,
     whatever mesh they lie on, and whether on the device or on the host. A table with keys has `tables/<table>/keys`,
@@ -62,7 +62,7 @@ def contents_of(
 def load_collection(
     path: str | os.PathLike[str], collection: EmbeddingCollection, *, others: PyTree = None, same_rules: bool = True
 ) -> PyTree:
-    """The state of a saved collection, for one with the same tables, stacked and placed as it may be.
+    """The saved state for a collection with the same tables, whatever its stacking, placement or mesh.
 
     Args:
       path: see `load`.
@@ -103,7 +103,7 @@ def load_collection(
 
 
 def _without_step(state: EmbeddingState) -> dict[str, PyTree]:
-    """By table name; the step of a collection is the checkpoint's own."""
+    """The state's tables and slots by table name, without the step, which the manifest has."""
     tree = logical(state)
     del tree["step"]
     return tree

@@ -83,13 +83,13 @@ def manifest(path: str | os.PathLike[str]) -> dict[str, PyTree]:
 
 
 def encoded(body: Mapping[str, PyTree]) -> bytes:
-    """The manifest with its checksum, always with the same bytes, so that a load can compare them all."""
+    """The manifest with its checksum as bytes; equal manifests give equal bytes, which a load compares."""
     checksum = f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
     return json.dumps({"crc32": checksum, "manifest": body}, sort_keys=True, indent=1).encode()
 
 
 def flattened(tree: PyTree) -> dict[tuple[str, ...], Any]:
-    """The leaves by their path."""
+    """Leaves of the tree by path. Raises: ValueError: two leaves have the same path as text."""
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
     leaves = {_parts(keys): leaf for keys, leaf in found}
     if len(leaves) < len(found):
@@ -104,12 +104,12 @@ def _parts(keys: PyTree) -> tuple[str, ...]:
 
 
 def joined(parts: Sequence[str]) -> str:
-    """A path in one word."""
+    """A path as one text, its parts joined by `/`."""
     return "/".join(parts) or "the array"
 
 
 def opened(path: Path, entries: Sequence[Mapping[str, PyTree]]) -> dict[tuple[str, ...], Any]:
-    """The arrays of some entries of a manifest, still on the disk but for PRNG keys."""
+    """Arrays of some manifest entries by path, still on disk except PRNG keys."""
     arrays = {}
     for entry in entries:
         array: PyTree = open_array(path, entry, joined(entry["path"]))
@@ -124,7 +124,7 @@ def _in_memory(array: PyTree) -> PyTree:
 
 
 def nested(path: Path, entries: Sequence[Mapping[str, PyTree]]) -> PyTree:
-    """The arrays of entries, in memory, in dictionaries by the parts of their names."""
+    """Arrays of manifest entries in memory, in nested dictionaries by the parts of their names."""
     from flax.traverse_util import unflatten_dict
 
     arrays = {parts: _in_memory(array) for parts, array in opened(path, entries).items()}
@@ -132,7 +132,7 @@ def nested(path: Path, entries: Sequence[Mapping[str, PyTree]]) -> PyTree:
 
 
 def restored(path: Path, entries: Sequence[Mapping[str, PyTree]], like: PyTree) -> PyTree:
-    """The arrays of some entries of a manifest in the structure of `like`, which has no states in it; see `load`.
+    """Arrays of some manifest entries in the structure of `like`, a tree without states; see `load`.
 
     In place of the rows of tables stand those on the disk, for `with_states`.
     """
@@ -168,7 +168,7 @@ def _would_narrow(array: PyTree, leaf: PyTree) -> bool:
 
 
 def _from_disk(array: PyTree, leaf: PyTree) -> PyTree:
-    """The array where and as what the leaf is; on several devices, without the whole of it in memory of the host."""
+    """As `placed`, but an array for several devices is read in pieces, never whole in host memory."""
     if isinstance(leaf, TableRows):
         return array
     sharding = getattr(leaf, "sharding", None)
@@ -179,7 +179,7 @@ def _from_disk(array: PyTree, leaf: PyTree) -> PyTree:
 
 
 def placed(array: PyTree, leaf: PyTree) -> PyTree:
-    """The array where and as what the leaf is."""
+    """The array with the Python or array type, and on the devices, of the template `leaf`."""
     if isinstance(leaf, (bool, int, float)):
         return type(leaf)(array[()])
     if isinstance(leaf, (np.ndarray, np.generic)):
@@ -197,7 +197,7 @@ Said = TypeVar("Said", bool, int)
 
 
 class Contents(NamedTuple):
-    """Contents of a checkpoint that is going to be written.
+    """Contents of a checkpoint before it is written.
 
     Attributes:
       leaves: arrays by path, each with the implementation of the PRNG keys that it stands for, if any.
@@ -276,12 +276,12 @@ def written(path: Path, contents: Contents, *, show: bool | None = None) -> OSEr
 
 
 def agreed(said: Said) -> Said:
-    """The value that process 0 gave, in every process."""
+    """The value of process 0, returned in every process."""
     return type(said)(multihost_utils.broadcast_one_to_all(np.asarray(said))) if jax.process_count() > 1 else said
 
 
 def already_there(path: Path) -> FileExistsError:
-    """The error of whoever would write over a checkpoint."""
+    """The error for a save to a path that already has a checkpoint."""
     return FileExistsError(f"{path} exists; checkpoints are never replaced: give every step a folder of its own.")
 
 
@@ -302,7 +302,7 @@ def _partial_folder(path: Path) -> tuple[Path, OSError | None]:
 
 
 def hidden_beside(path: Path) -> Path:
-    """A name that no checkpoint has, and that says which process uses it."""
+    """A hidden path beside `path` with the host and process that write there; no checkpoint has such a name."""
     return path.with_name(f".{path.name}.{_HOST}-{os.getpid()}-{_PROCESS}-{secrets.token_hex(4)}.partial")
 
 
@@ -311,7 +311,7 @@ _PROCESS = secrets.token_hex(4)  # process numbers come again: in a container, e
 
 
 def _is_abandoned(partial: Path) -> bool:
-    """Whether the process that wrote a partial folder is no more; of another machine's nothing is known."""
+    """Whether the process that wrote a partial folder has ended; False for a process of another machine."""
     host, *rest = partial.name.split(".")[-2].split("-")
     if host != _HOST or len(rest) != 3:
         return False
@@ -328,7 +328,7 @@ def _is_abandoned(partial: Path) -> bool:
 
 
 def _published(partial: Path, path: Path, manifest_bytes: bytes) -> OSError | None:
-    """Gives a complete folder its name; why that could not be done."""
+    """Renames a complete folder to its final name; returns the error if that failed."""
     try:
         with open(partial / MANIFEST, "wb") as file:
             file.write(manifest_bytes)
@@ -423,7 +423,7 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> Checkpoint:
 
 
 def check_owners(path: Path, found: Mapping[str, PyTree], wanted: Mapping[str, PyTree]) -> None:
-    """Raises: ValueError: what was saved belongs to something else than what is wanted."""
+    """Raises: ValueError: the fingerprint of the saved tree or collection differs from the expected one."""
     check_same(
         Fingerprint.of(found),
         Fingerprint.of(wanted),

@@ -1,4 +1,4 @@
-"""The checkpoints of a long run: written beside the training, as many kept as wanted, the newest good one found again.
+"""Checkpoints of a long run: written during training, the newest kept, the newest undamaged one restored.
 
 ```
 save ──copy──▶ memory ──thread──▶ step_000000100/
@@ -55,7 +55,7 @@ _NAME = re.compile(r"step_(\d{9,})")
 
 
 class CheckpointManager:
-    """Saves, keeps and finds the checkpoints of one run, in a folder that is the run's alone.
+    """Saves, keeps and restores the checkpoints of one run, in a folder that only this run writes to.
 
     `save` copies what it is given and returns; a thread writes the copies while training goes on. With several
     processes all make the same calls; the copies come together in process 0, whose thread writes. Leave the `with`
@@ -128,7 +128,7 @@ class CheckpointManager:
         others: PyTree = None,
         metadata: Mapping[str, PyTree] | None = None,
     ) -> None:
-        """Begins a checkpoint `step_<step>` of one instant; the one before is waited for.
+        """Saves a checkpoint `step_<step>`, unless told otherwise in a thread, after waiting for the one before.
 
         Args:
           tree: a state of the collection, or any tree without one.
@@ -174,7 +174,7 @@ class CheckpointManager:
             self._raise_alike(pending.exception())
 
     def close(self) -> None:
-        """Waits, and lets others write here. Raises: OSError: as `wait_until_finished`."""
+        """Waits for the last write and releases the folder. Raises: OSError: as `wait_until_finished`."""
         self._is_closed = True
         try:
             self.wait_until_finished()
@@ -201,17 +201,17 @@ class CheckpointManager:
     # Reading
 
     def paths(self) -> list[Path]:
-        """The checkpoints, by step."""
+        """Folders of all checkpoints, in ascending order of their steps."""
         found = {path: _NAME.fullmatch(path.name) for path in self.folder.glob("step_*")}
         return sorted((path for path, match in found.items() if match), key=_step)
 
     def latest_step(self) -> int | None:
-        """The step of the newest checkpoint, whatever is in it."""
+        """The step of the newest checkpoint, damaged or not; None without one."""
         paths = self.paths()
         return _step(paths[-1]) if paths else None
 
     def latest_good(self) -> Path | None:
-        """The newest checkpoint of which every byte is what was written; damaged ones are told of and passed over.
+        """The newest checkpoint whose bytes all pass their checksums; a warning names each damaged one before it.
 
         One that is being written is waited for: once it is there, those before it may go.
         """
@@ -230,7 +230,7 @@ class CheckpointManager:
 
     @validated
     def restore(self, like: PyTree = None, *, others: PyTree = None, step: NonNegativeInt | None = None) -> PyTree:
-        """The state that was saved at a step, or that of the largest step whose checkpoint is good.
+        """The state that was saved at `step`, by default at the largest step whose checkpoint is undamaged.
 
         A run that goes back to an earlier step for good removes the folders of later ones.
 
@@ -269,7 +269,7 @@ class CheckpointManager:
 
     @validated
     def metadata(self, step: NonNegativeInt) -> dict[str, PyTree]:
-        """The metadata that `save` was given at a step, such as that of a state that `restore` returned.
+        """The metadata given to `save` at a step, such as the position of the input.
 
         Raises: FileNotFoundError, CorruptCheckpointError: there is no such checkpoint, or its manifest is damaged.
         """
@@ -282,18 +282,18 @@ class CheckpointManager:
         return self.folder / f"step_{step:09d}"
 
     def _newest(self, tried: set[int]) -> int:
-        """The largest step that was not tried, -1 for none. Asked anew each time, as a writer may go on meanwhile."""
+        """The largest step that was not tried, -1 for none; lists the folder anew, since a save may end meanwhile."""
         return max((step for path in self.paths() if (step := _step(path)) not in tried), default=-1)
 
     def _newest_first(self) -> Iterator[Path]:
-        """The checkpoints as process 0 sees them; all processes go on together."""
+        """Checkpoints from the newest on, as process 0 lists them; all processes iterate together."""
         tried: set[int] = set()
         while (step := agreed(self._newest(tried))) >= 0:
             tried.add(step)
             yield self._path(step)
 
     def _is_taken(self, path: Path) -> bool:
-        """Whether there is a checkpoint that must not be replaced; one that is damaged goes."""
+        """Whether the path has a checkpoint that must stay; removes a damaged one."""
         if not path.exists():
             return False
         try:
@@ -318,7 +318,7 @@ class CheckpointManager:
         return Contents.of(tree, belongings(tree), step=step, metadata=metadata)
 
     def _write(self, path: Path, contents: Contents) -> None:
-        """Runs in the thread."""
+        """Writes a checkpoint and removes old ones; runs in the writer's thread."""
         try:
             if (failure := written(path, contents, show=False)) is not None:
                 raise failure
@@ -328,7 +328,7 @@ class CheckpointManager:
             raise
 
     def _remove_old(self, saved: Path) -> None:
-        """Removes what was written before the last `max_to_keep` good ones, of which `saved` is the newest."""
+        """Removes checkpoints older than the last `max_to_keep` undamaged ones; `saved` is the newest of these."""
         if self.max_to_keep is None or jax.process_index() != 0:
             return
         self._verified[saved] = _seen(saved)
@@ -342,7 +342,7 @@ class CheckpointManager:
                 self._verified.pop(path, None)
 
     def _is_good(self, path: Path) -> bool:
-        """Whether every byte is what was written; what was read before is read again where files have changed since."""
+        """Whether all bytes of a checkpoint pass their checksums; read again only if its files have changed."""
         try:
             if self._verified.get(path) != (seen := _seen(path)):
                 verify(path)
@@ -352,7 +352,7 @@ class CheckpointManager:
         return True
 
     def _raise_alike(self, failure: BaseException | None) -> None:
-        """Raises what went wrong in process 0, in all processes."""
+        """Raises the failure of process 0 in all processes."""
         if agreed(failure is not None):
             raise failure or OSError(f"{self.folder}: process 0 could not write; its own error says why.")
 
@@ -362,7 +362,7 @@ def _step(path: Path) -> int:
 
 
 def _when_written(path: Path) -> tuple[int, int]:
-    """By the time of the manifest, which is written last; by the step where that does not tell."""
+    """Sort key of a checkpoint: the time of its manifest, which is written last, then its step."""
     try:
         return (path / MANIFEST).stat().st_mtime_ns, _step(path)
     except OSError:
@@ -388,7 +388,7 @@ def _all_agree(flag: bool) -> bool:
 
 @contextlib.contextmanager
 def _only_writer(folder: Path) -> PyTree:
-    """Holds a folder for this process, until the end of the block or of the process, however it comes.
+    """Locks a folder for this process until the block, or the process, ends.
 
     Raises: RuntimeError: another one holds it.
     """

@@ -24,7 +24,7 @@ from rsembed.storage.protocol import parts
 
 
 class CorruptCheckpointError(ValueError):
-    """The files are not what was written."""
+    """The files of a checkpoint are missing or are not what was written."""
 
 
 Blocks = Iterator[tuple[int, np.ndarray]]
@@ -66,7 +66,7 @@ class SavedArray:
 def sharded(
     shape: tuple[int, ...], dtype: Any, sharding: Any, pieces: Iterable[tuple[np.ndarray, np.ndarray]]
 ) -> jax.Array:
-    """An array on the devices of a sharding, None for the usual one, from rows that come piece by piece.
+    """An array on the devices of a sharding (None: JAX's default device), from rows that arrive in pieces.
 
     The host holds no more of it than its own devices do.
 
@@ -107,7 +107,7 @@ class TableRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of an array of its own."""
+        """Shape of these rows as an array of their own."""
         return (self.count, *self.array.shape[1:])
 
     @property
@@ -116,7 +116,7 @@ class TableRows:
         return self.array.dtype
 
     def rows(self, first: int, count: int) -> np.ndarray:
-        """Where the rows of `count` neighbouring ids lie in the array."""
+        """Row numbers in the array of `count` neighbouring ids."""
         ids = np.arange(first, first + count)
         return self.place.rows(ids, spread=self.spread, rows_per_shard=self.rows_per_shard)
 
@@ -130,7 +130,7 @@ class PickedRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of an array of its own."""
+        """Shape of these rows as an array of their own."""
         return (self.places.size, *self.array.shape[1:])
 
     @property
@@ -139,12 +139,12 @@ class PickedRows:
         return self.array.dtype
 
     def rows(self, first: int, count: int) -> np.ndarray:
-        """Where neighbouring rows lie in the array."""
+        """Row numbers in the array of `count` neighbouring picked rows."""
         return self.places[first : first + count]
 
 
 def is_state(node: Any) -> TypeGuard[EmbeddingState]:
-    """Whether the node is a state that knows its layout."""
+    """Whether the node is an `EmbeddingState` with a layout."""
     return isinstance(node, EmbeddingState) and node.layout is not None
 
 
@@ -154,14 +154,14 @@ def logical(tree: PyTree) -> PyTree:
 
 
 def with_states(like: PyTree, tree: PyTree) -> PyTree:
-    """The inverse of `logical`: the tree with states laid out as those of `like` in place of such dicts."""
+    """The inverse of `logical`: the tree with states, laid out like those of `like`, in place of the dicts."""
     return jax.tree.map(
         lambda node, value: _laid_out(node, value) if is_state(node) else value, like, tree, is_leaf=is_state
     )
 
 
 def belongings(tree: PyTree) -> dict[str, PyTree]:
-    """By path, what states and other owners of a `Fingerprint` in the tree belong to, wherever it lies."""
+    """Facts of the fingerprints of all states and other owners of one in the tree, by path."""
     try:
         leaves, _ = jax.tree_util.tree_flatten_with_path(
             tree, is_leaf=lambda node: isinstance(node, Fingerprint) or _layout_of(node) is not None
@@ -184,18 +184,18 @@ def belongings(tree: PyTree) -> dict[str, PyTree]:
 
 
 def _layout_of(node: Any) -> Fingerprint | None:
-    """The layout that a state, of the core or of a wing, carries."""
+    """The layout fingerprint of a state of the core or a wing; None for other nodes."""
     layout = getattr(node, "layout", None) if isinstance(node, tuple) else None
     return layout if isinstance(layout, Fingerprint) else None
 
 
 def stacks_of(state: EmbeddingState) -> dict[str, PyTree]:
-    """Facts of the layout of a state, by stack."""
+    """Facts of a state's layout by stack; empty without a layout."""
     return {} if state.layout is None else state.layout.facts
 
 
 def tables_of(state: EmbeddingState) -> dict[str, PyTree]:
-    """Facts of the tables in the layout of a state, without the places of their rows."""
+    """Facts of each table in a state's layout, without the places of its rows."""
     tables = {name: table for stack in stacks_of(state).values() for name, table in stack["tables"].items()}
     return {name: _in_files(table) for name, table in tables.items()}
 

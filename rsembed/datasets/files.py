@@ -1,4 +1,4 @@
-"""Files that others publish: found in a place that the user names, in the cache, or on the network; never mistaken."""
+"""Published files: found where the user says, in the cache or on the network, and checked by their hash."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Published:
     known_hash: str
 
     def find(self, path: str | os.PathLike[str] | None, *, download: bool, progress: bool | None) -> Path | None:
-        """The file, or one that takes its place: in `path`, else in `RSEMBED_DATA`, in pooch's cache, or fetched.
+        """The file, or the user's replacement: in `path`, else `RSEMBED_DATA`, pooch's cache, or downloaded; or None.
 
         Args:
           path: a file or folder.
@@ -59,7 +59,7 @@ class Published:
         return cached if cached.is_file() else None
 
     def check(self, file: Path, content: bytes) -> bool:
-        """Whether this is the published file, and no other one of the user's.
+        """Whether `content` is that of the published file, not of a file of the user's own.
 
         Raises: ValueError: it bears the published name, and is another one.
         """
@@ -81,7 +81,7 @@ class Published:
         return self.names[0].endswith(".zip")
 
     def _inside(self, place: Path) -> Path | None:
-        """The file itself, or the published one inside a folder. An archive is no text, nor the reverse."""
+        """`place` if it is a file of the right kind (archive or text), or the published file in it; else None."""
         place = place.expanduser()
         if place.is_file():
             return place if (place.suffix == ".zip") == self._is_archive else None

@@ -74,7 +74,7 @@ def zipf_ids(
 
 
 def _generator(purpose: str, *seeds: int) -> np.random.Generator:
-    """A stream of its own for every purpose, so that one draw never moves another."""
+    """A random generator of its own for each purpose, so that draws for one do not shift those for another."""
     return np.random.Generator(np.random.PCG64([zlib.crc32(purpose.encode()), *seeds]))
 
 
@@ -85,7 +85,7 @@ def _id_of_rank(vocabulary_size: int, *seeds: int) -> np.ndarray:
 def _zipf_ranks(
     generator: np.random.Generator, shape: tuple[int, ...], vocabulary_size: int, exponent: float
 ) -> np.ndarray:
-    """Ranks counted from 0."""
+    """Random ranks, counted from 0, by the bounded Zipf law."""
     distribution = np.cumsum(zipf_probabilities(vocabulary_size, exponent=exponent))
     distribution /= distribution[-1]  # ends at exactly 1, above every uniform number
     return np.searchsorted(distribution, generator.random(shape), side="right").astype(np.int32)

@@ -1,4 +1,4 @@
-"""A log of who rated what when: MovieLens, and a generated one whose law is known."""
+"""Logs of ratings of films: MovieLens, and a generated log whose law is known."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class TasteLaw:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RatingsLog:
-    """Who rated what, how and when, in the order of time, with what is known of the items.
+    """Ratings in the order of time: user, item, stars and time of each, with titles and genres of the items.
 
     Attributes:
       users, items: row numbers from 0, one pair a rating.
@@ -112,17 +112,17 @@ class RatingsLog:
 
     @property
     def is_generated(self) -> bool:
-        """Whether no person rated anything here."""
+        """Whether the log was generated, so that no person gave these ratings."""
         return self.law is not None
 
     @property
     def days(self) -> Float64[np.ndarray, " ratings"]:
-        """When each rating was given, in days from the first; of a generated log from its law's beginning."""
+        """Time of each rating in days since the first, in a generated log since the beginning of its law."""
         start = START_SECONDS if self.is_generated else self.timestamps.min()
         return (self.timestamps - start) / DAY_SECONDS
 
     def is_last(self) -> Bool[np.ndarray, " ratings"]:
-        """Whether a rating is its user's last: leave these out of training, and ask the model for them.
+        """Mask of each user's last rating: leave these out of training, and ask the model for them.
 
         Example:
           >>> log = generated_ratings(10, 80, seed=0)
@@ -222,7 +222,7 @@ def generated_ratings(
 def _law(
     generator: np.random.Generator, num_users: int, num_items: int, exponent: float
 ) -> tuple[TasteLaw, np.ndarray]:
-    """The law, and which genres each item has."""
+    """A random `TasteLaw`, and the genres of each item."""
     centres = _unit(generator.standard_normal((len(GENRES), TASTE_DIM)))
     weights = zipf_probabilities(len(GENRES), exponent=0.5, seed=3)  # dramas are more frequent than westerns
     drawn = np.argsort(-np.log(weights) - generator.gumbel(size=(num_items, len(GENRES))), axis=1)
@@ -399,7 +399,7 @@ _Parsed = tuple[np.ndarray, np.ndarray, tuple[str, ...], np.ndarray, tuple[str, 
 
 
 def _parse_1m(archive: zipfile.ZipFile) -> _Parsed:
-    """`user::film::stars::seconds`, and `film::title::genre|genre`."""
+    """Ratings and films of the 1M files: lines `user::film::stars::seconds` and `film::title::genre|genre`."""
     films = {
         int(film): (title, genres.split("|")) for film, title, genres in _fields(archive, "ml-1m/movies.dat", "::")
     }
@@ -411,7 +411,7 @@ def _parse_1m(archive: zipfile.ZipFile) -> _Parsed:
 
 
 def _parse_100k(archive: zipfile.ZipFile) -> _Parsed:
-    """Ratings between tabs; films as `film|title|date|date|address|0|1|...`, flags in the order of `u.genre`."""
+    """Ratings and films of the 100k files: tabs; and `film|title|date|date|address|0|1|...`, a flag per genre."""
     names = tuple(name for name, _ in _fields(archive, "ml-100k/u.genre", "|"))
     films = {int(film): (title, flags) for film, title, _, _, _, *flags in _fields(archive, "ml-100k/u.item", "|")}
     item_ids = np.array(sorted(films), np.int64)

@@ -172,7 +172,7 @@ def _read(file: Path | None, bundled: str, sentence: str) -> tuple[str, str]:
 
 
 def _rank_words(words: list[str], vocabulary_size: int) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Ids by falling count, from 1; a stable sort keeps words of equal count in order of first appearance."""
+    """Word ids and vocabulary: ids from 1 by falling count, words of equal count by first appearance."""
     counts = Counter(word for word in words if word != UNKNOWN_WORD)
     ranked = sorted(counts, key=lambda word: -counts[word])[: vocabulary_size - 1]
     ids = {word: rank for rank, word in enumerate(ranked, start=1)}
@@ -180,14 +180,14 @@ def _rank_words(words: list[str], vocabulary_size: int) -> tuple[np.ndarray, tup
 
 
 def _describe(content: bytes, file: Path, origin: str) -> str:
-    """Says which text this is, after checking that a file with the corpus' name is the corpus."""
+    """A sentence about the text's origin. Raises: ValueError: a file with the corpus' name is not the corpus."""
     if CORPUS.check(file, content):
         return f"tinyshakespeare, the real corpus (sha256 verified), from {origin}"
     return f"a text of your own, from {origin}"
 
 
 def _bundled_file(name: str) -> Path:
-    """A text inside an installed package, else in the checkout around it."""
+    """Path of a bundled text, inside the installed package or in the checkout around it."""
     package = Path(__file__).resolve().parent.parent
     candidates = [package / "_bundled" / name, package.parent / "datasets" / name]
     for candidate in candidates:

@@ -1,4 +1,4 @@
-"""The contract of everything that collects statistics; clients that keep them in memory or write them to files."""
+"""Clients that collect statistics of batches, in memory or in files, and the interface they share."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class FileFDOClient(FDOClient):
     @staticmethod
     @abc.abstractmethod
     def _decode(content: bytes) -> History:
-        """Raises: ValueError: a file is not of this form."""
+        """The history in a file's content. Raises: ValueError: the content is not of this format."""
 
     @validated
     def __init__(self, base_dir: str | os.PathLike[str], retain_history: bool = True):
@@ -86,7 +86,7 @@ class FileFDOClient(FDOClient):
         return history if self._retain_history else running_maximum(history)
 
     def publish(self) -> None:
-        """Writes everything in one go, and removes the files that it replaces: its own, and those that it has loaded.
+        """Writes all records to one file, and removes the files that it replaces: its own and those it loaded.
 
         What others have published for the same process, earlier or meanwhile, is left alone.
         """
@@ -154,7 +154,7 @@ class FileFDOClient(FDOClient):
         }
 
     def _newest(self) -> dict[Path, _File]:
-        """The newest file of every client of every process, by process."""
+        """The newest file of every client of every process, in the order of processes."""
         files = self._files()
         newest = {(file.process, file.client): path for path, file in sorted(files.items(), key=lambda pair: pair[1])}
         strangers = sorted({process for process, _ in newest if process >= jax.process_count()})

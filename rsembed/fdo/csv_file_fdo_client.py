@@ -14,7 +14,7 @@ HEADER = ["key", "values"]
 
 
 class CSVFileFDOClient(FileFDOClient):
-    """As `NPZFileFDOClient`, in files of lines `<stack>_<statistic>,<values separated by blanks>`, one per record.
+    """Keeps statistics like `NPZFileFDOClient`, in CSV files: `<stack>_<statistic>,<values>`, a line per record.
 
     Args:
       base_dir: the folder; all processes must see it.

@@ -1,4 +1,4 @@
-"""From statistics to new limits: how much room to leave, and how seldom to change.
+"""New limits from statistics: how much room to leave, and how seldom to change them.
 
 Every change of a limit or a buffer size compiles the training step anew. Limits that follow each batch exactly are
 small but never stay; limits in buckets that only grow settle after a few changes.
@@ -25,7 +25,7 @@ _log = logging.getLogger("rsembed")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 @validated
 class LimitsPolicy:
-    """How new limits are made from observed maxima.
+    """Policy that turns observed maxima into new limits.
 
     Attributes:
       headroom_fraction: room on top of what was observed (0.1 = 10 %); raise it if later batches still exceed a limit.

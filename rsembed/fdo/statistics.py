@@ -99,7 +99,7 @@ History = dict[str, np.ndarray]
 
 
 def record_of(statistics: SparseDenseMatmulInputStats) -> History:
-    """The history of one record, which is one-dimensional."""
+    """The history of one record, whose arrays are one-dimensional."""
     check_type(statistics, SparseDenseMatmulInputStats, "the statistics of a batch, which preprocessing returns,")
     return {
         f"{stack}_{suffix}": np.atleast_1d(np.asarray(values)).astype(np.int64)
@@ -109,7 +109,7 @@ def record_of(statistics: SparseDenseMatmulInputStats) -> History:
 
 
 def append_history(history: History, later: History) -> History:
-    """Both histories, one after the other; records become rows where there are several.
+    """Both histories joined: the later records are rows below the earlier ones.
 
     Raises:
       ValueError: a statistic has another length than before: the layout changed under one client.
@@ -131,7 +131,7 @@ def running_maximum(history: Mapping[str, np.ndarray]) -> History:
 
 
 def merge_processes(histories: Iterable[Mapping[str, np.ndarray]]) -> History:
-    """One process: its history as it stands. Several: the elementwise maximum over all their records.
+    """The history of a single process unchanged; of several, the elementwise maximum over all records.
 
     Raises: ValueError: the processes recorded different layouts.
     """
@@ -151,7 +151,7 @@ def merge_processes(histories: Iterable[Mapping[str, np.ndarray]]) -> History:
 
 
 def to_statistics(history: Mapping[str, np.ndarray]) -> SparseDenseMatmulInputStats:
-    """The history as statistics.
+    """Statistics that hold the values of a history.
 
     Raises:
       ValueError: a name ends in none of the known kinds.

@@ -1,4 +1,4 @@
-"""The kernels as everybody calls them: `reference.py` says what they mean, the first implementation that can serves.
+"""Kernels as the rest of the library calls them, computed by the first implementation that can; see `reference.py`.
 
 An implementation is a module with the functions of `reference.py`. It says why it cannot run on this machine through
 `unavailable_because()`, and why it cannot serve one call by raising `NotImplementedError(reason)`. Those of
@@ -57,7 +57,7 @@ def implementation_states() -> list[tuple[str, str]]:
 
 
 def _asked(implementation: str | None) -> list[PyTree]:
-    """The implementation of that name; of callers who name none, those that are no opt-in, when a call is traced."""
+    """Implementations to try for a call: the named one, or all that need no opt-in or are in `RSEMBED_KERNELS`."""
     wanted = [name.strip() for name in os.environ.get("RSEMBED_KERNELS", "").split(",") if name.strip()]
     if unknown := set(wanted) - set(OPT_IN):
         raise ValueError(f"RSEMBED_KERNELS names {', '.join(sorted(unknown))}; it knows {', '.join(OPT_IN)}.")
@@ -68,7 +68,7 @@ def _asked(implementation: str | None) -> list[PyTree]:
 
 
 def check_implementation(implementation: str | None) -> None:
-    """Raises: ValueError: the name is unknown. NotImplementedError: that one cannot run here."""
+    """Raises: ValueError: the name is unknown. NotImplementedError: that implementation cannot run here."""
     if implementation is None:
         return
     known = {module.NAME: module for module in IMPLEMENTATIONS}
@@ -97,7 +97,7 @@ def dispatch(function: str, implementation: str | None, *args: PyTree, **kwargs:
 
 
 def served(meaning: Callable[Params, Result]) -> Callable[Params, Result]:
-    """A function of `reference.py` as the first implementation computes it that can serve a call.
+    """A function like `meaning` of `reference.py` that runs the first implementation able to.
 
     With the keyword `implementation`, as the one of that name does; see `implementation_states`.
     """
@@ -273,7 +273,7 @@ it. Whatever was not tried is *unproven*.
 
 
 def backend_evidence() -> list[tuple[str, str]]:
-    """Backend and what may be said of it on this machine.
+    """Each backend, and what is known about it on this machine.
 
     The test suite makes the statements about simulation, interpretation and lowering; `make test-tpu` and
     `make test-gpu` the ones about compilers. Speed and numbers on a chip stay unproven until `make test-gpu`, or your

@@ -1,4 +1,4 @@
-"""The blocks in which several arrays travel between devices together, in plain JAX."""
+"""Blocks that carry several arrays between devices in one exchange, in plain JAX."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rows = Int[Array, "devices _"] | None
 
 
 def pack_blocks(arrays: Sequence[Array], rows: Sequence[Rows]) -> Shaped[Array, "devices places *row"]:
-    """Blocks of several arrays beside each other, to travel in one exchange.
+    """One array with the blocks of several arrays side by side, to be sent in one exchange.
 
     Args:
       arrays: `[n, ...]`, or blocks `[devices, capacity, ...]`; of one kind: rows of one shape and type, or lanes of 32
@@ -38,7 +38,7 @@ def pack_blocks(arrays: Sequence[Array], rows: Sequence[Rows]) -> Shaped[Array, 
 
 
 def unpack_blocks(packed: Shaped[Array, "devices places *row"], shapes: Sequence[PyTree]) -> tuple[Array, ...]:
-    """The blocks of each array again, given their shapes and types."""
+    """The inverse of `pack_blocks`: the blocks of each array, with the given shapes and dtypes."""
     ends = list(itertools.accumulate(shape.shape[1] for shape in shapes))
     parts = jnp.split(packed, ends[:-1], axis=1)
     return tuple(_from_words(part, shape.dtype) for part, shape in zip(parts, shapes, strict=True))
@@ -63,7 +63,7 @@ class Queue(NamedTuple):
 def block_ends(
     queues: Sequence[Queue],
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
-    """For each owner in each queue: 1 if all entries that are left have places in this round, 0 if not.
+    """Whether the entries left in each queue for each owner fit into this round: 1 if all do, else 0.
 
     Where they have not, what tells the first one without a place from others, as words of the same order: one per lane
     of the queue that has most, of others the last again. Zeros where all fit.
@@ -82,7 +82,7 @@ def block_ends(
 def round_places(
     queues: Sequence[Queue], fit: Int[Array, "queues devices"], cuts: UInt32[Array, "levels queues devices"]
 ) -> tuple[Sequence[Int[Array, "devices _"]], Sequence[Int[Array, " devices"]], Bool[Array, ""]]:
-    """Entries that every queue sends to every owner in a round.
+    """Entries that every queue sends to every owner in one round.
 
     Args:
       queues: of one device.
@@ -108,7 +108,7 @@ def round_places(
 
 
 def _ordered_lanes(queue: Queue, entries: Int[Array, "*places"]) -> list[UInt32[Array, "*places"]]:
-    """Lanes of entries as unsigned words of the same order."""
+    """Lanes of entries as uint32 words that sort in the same order."""
     lanes = [
         lane.at[entries].get(mode="fill", fill_value=0) if lane.shape[0] else jnp.zeros(entries.shape, lane.dtype)
         for lane in queue.lanes
@@ -117,7 +117,7 @@ def _ordered_lanes(queue: Queue, entries: Int[Array, "*places"]) -> list[UInt32[
 
 
 def word_dtype(dtype: np.dtype[Any], is_lane: bool) -> np.dtype[Any]:
-    """Dtype in which an array travels: all lanes of 32 bits as uint32."""
+    """Dtype in which an array is sent: uint32 for every lane of 32 bits."""
     return jnp.dtype(jnp.uint32) if is_lane and dtype.itemsize == 4 else dtype
 
 

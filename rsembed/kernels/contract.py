@@ -1,4 +1,4 @@
-"""Arguments of kernels: ids, gradients of outputs, and how rows are stepped."""
+"""Arguments of kernels: segments and jagged batches of ids, gradients of outputs, and the optimizer step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def as_rows(rows: ArrayLike) -> Int[Array, " nnz"]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """The share of one feature in a kernel call.
+    """Ids of one feature in a kernel call, with their bags, weights and combiner.
 
     Args:
       rows: table row of every entry. A row outside `[0, num_rows)` contributes nothing and is not counted.
@@ -127,7 +127,7 @@ class JaggedBatch:
         return (num_vectors, max(own) if self.combiner == "none" else sum(own))
 
     def output_places(self, dims: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
-        """Size of the flat output, and for each block where its first vector starts and how far apart vectors lie."""
+        """Size of the flat output, and for each block the offset of its first vector and the stride between vectors."""
         own = [dims[block.table] for block in self.blocks]
         if self.combiner == "none":
             return self.ids.shape[0] * max(own), [(0, max(own))] * len(own)
@@ -168,7 +168,7 @@ OutputGradients = SegmentGradients | JaggedGradients
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """How distinct rows are stepped.
+    """Optimizer step of distinct rows: rule, hyperparameters and rounding.
 
     Args:
       hyper: from `rule.get_hyperparameters`.

@@ -26,7 +26,7 @@ TARGETS = {
 
 
 def target_device() -> AbstractDevice:
-    """The device that is traced for: that of the surrounding mesh, or JAX's default."""
+    """The device that the surrounding trace is for: that of its mesh, or JAX's default."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
         return device
@@ -41,7 +41,7 @@ def _default_device(platform: str) -> AbstractDevice:
 
 @contextlib.contextmanager
 def tracing_for(name: str) -> Iterator[None]:
-    """Traces and lowers for a device that need not be here.
+    """Context in which JAX traces and lowers for a device that this machine need not have.
 
     Example:
       >>> with tracing_for("v6e"):
@@ -65,7 +65,7 @@ _num_threads: int | None = None  # of the pool that XLA will make, or has made
 
 
 def provide_threads() -> None:
-    """Sets `NPROC` unless it is set high enough, or JAX has made its devices already; then `check_threads` says so."""
+    """Sets `NPROC`, unless it is high enough or JAX has made its devices; `check_threads` warns of the latter."""
     global _num_threads
     fake = _FAKE_DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
     config: Any = jax.config  # whose settings the stubs of some versions do not know
@@ -102,7 +102,7 @@ def check_threads(mesh: Mesh) -> None:
 
 
 def granted_cores() -> int:
-    """Cores that this process may run on: a container, a batch system or `taskset` may grant fewer than there are."""
+    """Number of cores that this process may run on, which a container or `taskset` may limit."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

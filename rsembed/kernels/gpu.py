@@ -32,7 +32,7 @@ _MAX_COLUMNS = 8192
 
 
 class Tiling(NamedTuple):
-    """How the work of a program is cut. Powers of two, as Triton's blocks have; not yet chosen on a card.
+    """Sizes into which a GPU program cuts its work: powers of two, as Triton's blocks; not yet tuned on a card.
 
     Args:
       max_entries: entries of a bag whose rows are read at once, so that many reads are under way.
@@ -53,7 +53,7 @@ tiling = Tiling()
 
 
 class _Pieces(NamedTuple):
-    """Sums of pieces of long bags, and where in them those of every bag begin; a short bag has none."""
+    """Sums over pieces of long bags, and the number of the first piece of every bag; short bags have none."""
 
     first: Int[Array, " bags_plus_1"]
     sums: Float[Array, "pieces dim"]
@@ -121,7 +121,7 @@ def _check_table(table: Array) -> None:
 
 
 def _operands(segment: Segment) -> list[Array]:
-    """Rows, offsets and, if there are any, weights of a segment; an entry of combiner "none" is a bag of its own."""
+    """Operands of a segment: rows, offsets and any weights; with combiner "none", each entry is a bag."""
     offsets = segment.offsets
     if offsets is None:
         offsets = jnp.arange(segment.rows.shape[0] + 1, dtype=jnp.int32)
@@ -143,7 +143,7 @@ def _sum_bag(
     combiner: str,
     pieces: Sequence[PyTree] = (),
 ) -> Array:
-    """Pooled row of one bag, in a kernel.
+    """Pooled row of one bag, computed inside a kernel.
 
     Args:
       refs: rows of all entries, and their weights if there are any.
@@ -231,7 +231,7 @@ def _pool(table: Array, segment: Segment, pieces: _Pieces | None = None) -> Floa
 def _sum_bags(
     table: Array, operands: Sequence[Array], num_bags: int, combiner: str, *, apart: int = 1, pieces: Any = None
 ) -> Float[Array, "num_bags dim"]:
-    """One program per bag, whose bounds are two neighbours in the second operand, `apart` from those of the next."""
+    """Pooled rows, one program a bag; bag `b` has bounds `apart * b` and `apart * b + 1` of the second operand."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
@@ -270,7 +270,7 @@ def _step(
     *,
     may_be_long: bool = True,
 ) -> tuple[Table, Slots]:
-    """Steps `rows`, whose gradients are what `entries` pool from `d_output`; table and slots stay where they are."""
+    """Steps `rows` in place, with the gradients that `entries` pool from `d_output`."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 

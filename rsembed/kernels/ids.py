@@ -39,7 +39,7 @@ def rows_of_ids(
 def count_ids(
     ids: Sequence[Int[Array, " _"]], offsets: Sequence[Int[Array, " _"]], sizes: Sequence[int]
 ) -> tuple[tuple[Int[Array, ""], Int[Array, ""]], ...]:
-    """Numbers of ids inside and outside of the table of each feature; padding is neither.
+    """How many ids of each feature are inside and outside its table; padding counts as neither.
 
     Entries behind the last offset are neither.
     """
@@ -54,7 +54,7 @@ def count_ids(
 
 
 def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
-    """Groups entries by bag: offsets, and the stable order in which entries belong to bags 0, 1, ...
+    """Offsets of bags, and the stable order that sorts entries by bag.
 
     Entries whose bag lies outside `[0, num_bags)` come last, behind the final offset.
     """

@@ -1,4 +1,4 @@
-"""Meaning of the kernels for keys, in plain JAX: distinct entries, and a hash table of their rows.
+"""Kernels for keys in plain JAX, which define their meaning: distinct entries, and a hash table of rows.
 
 The table is one of open addressing with linear probing. A slot is empty, deleted, claimed, or holds a key and its row.
 All keys of a call probe at the same time; of those that find the same free slot, the first in the call gets it, so
@@ -51,7 +51,7 @@ def mix(high: UInt32[Array, "*shape"], low: UInt32[Array, "*shape"]) -> UInt32[A
 
 
 def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]], num_owners: int) -> Distinct:
-    """Equal entries made one, in the order of their owners and then of their lanes, by a single stable sort.
+    """Distinct entries, sorted by owner and then by lanes, from a single stable sort.
 
     Returns: the lanes of every distinct entry (zeros behind the last one), the entry of every occurrence (`NO_ROW`
     without an owner), the first occurrence of every entry (`NO_ROW` behind the last one), and where each owner's
@@ -93,7 +93,7 @@ def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
 
 
 def _first_occurrences(keys: Keys) -> Int[Array, " nnz"]:
-    """For every key the first position at which it occurs; `NO_ROW` for padding."""
+    """Position at which every key occurs first; `NO_ROW` for padding."""
     num_slots = 1 << (2 * max(keys.low.shape[0], 1) - 1).bit_length()
 
     def probe(lane: Array, seekers: _Seekers, places: Array, active: Array) -> tuple[Array, Array, Array]:
@@ -142,7 +142,7 @@ def ranks(
     num_tables: int,
     tell_apart: Callable[..., Distinct] = distinct,
 ) -> tuple[Int[Array, " n"], Int[Array, " tables"]]:
-    """How many marked entries of its table stand before each marked entry, and how many each table has."""
+    """Rank of each marked entry among those of its table, and the number of marked entries in each table."""
     if table is None:
         return jnp.cumsum(marks, dtype=jnp.int32) - 1, jnp.sum(marks, dtype=jnp.int32)[None]
     owners, places = jnp.where(marks, table, num_tables), jnp.arange(marks.shape[0], dtype=jnp.int32)
@@ -156,7 +156,7 @@ def take_rows(
     wants: Bool[Array, " n"],
     table: Int[Array, " n"] | None = None,
 ) -> tuple[Int[Array, " n"], Int[Array, " tables"], Int[Array, " tables"]]:
-    """Rows from the top of a table's stack, whose first `num_free` places count, for those that want one, in order.
+    """Free rows for the entries that want one, taken in order from the top of their table's stack of free rows.
 
     The stacks of several tables lie one behind the other, as their rows do. What stands in them counts from the first
     row of the table.
@@ -182,7 +182,7 @@ def insert_keys(
     keys: Keys,
     new_rows: Int[Array, " nnz"],
 ) -> tuple[UInt32[Array, "slots 2"], Int[Array, " slots"], Int[Array, " tables"], Int[Array, " tables"]]:
-    """The tables and their counts with distinct, absent keys added; padding is skipped.
+    """Hash tables and their counts after distinct, absent keys are added; padding is skipped.
 
     Keys that would leave less than a quarter of a table's slots empty are left out.
     """
@@ -216,7 +216,7 @@ def count_uses(
     step: Int[Array, ""],
     occurrences: Int[Array, " nnz"],
 ) -> tuple[Int[Array, " rows"], Int[Array, " rows"]]:
-    """Both lanes after `rows` were used by `step`: counts rise up to `MAX_COUNT`. A row may occur several times."""
+    """Last steps and counts of uses after `step` used `rows`, which may repeat; counts end at `MAX_COUNT`."""
     risen = counts.at[rows].add(occurrences, mode="drop")
     now = risen.at[rows].get(mode="fill", fill_value=0)
     risen = risen.at[rows].set(jnp.where(now < 0, MAX_COUNT, now), mode="drop")  # a sum that does not fit wraps
@@ -229,7 +229,7 @@ def row_bits(
     dim: int,
     table: Int[Array, " nnz"] | None = None,
 ) -> UInt32[Array, "nnz dim"]:
-    """Random bits of rows, each from the key that is folded with the row's lanes, one after the other.
+    """Random bits of rows: each row's from `key` folded with the row's lanes, one after the other.
 
     With `table`, `key` has several, of which it says whose is taken.
     """
@@ -243,19 +243,19 @@ def row_bits(
 
 
 def varying_zero(*arrays: Array) -> Int[Array, ""]:
-    """Zero that, inside `shard_map`, varies over all mesh axes that any array varies over, as a loop's carry must."""
+    """A zero that varies over the same mesh axes as the arrays, as the carry of a loop in `shard_map` must."""
     first = [jnp.sum(x.reshape(-1)[:1].astype(jnp.int32), dtype=jnp.int32) for x in arrays]
     return sum(first, start=jnp.int32(0)) * 0
 
 
 def _homes(keys: Keys, size: int) -> Int[Array, " nnz"]:
-    """Where keys begin to search in tables of `size` slots."""
+    """Slot at which each key begins its search, in tables of `size` slots."""
     homes = (mix(keys.high, keys.low) & jnp.uint32(size - 1)).astype(jnp.int32)
     return homes if keys.table is None else homes + keys.table * size
 
 
 class _Seekers(NamedTuple):
-    """Keys that still probe, and where they stand in the call."""
+    """Keys that still search, and their positions in the call."""
 
     lanes: tuple[Array, ...]
     positions: Array
@@ -308,7 +308,7 @@ def _take(arrays: PyTree, places: Array) -> PyTree:
 
 
 def _widths(num_keys: int) -> list[int]:
-    """How many keys probe at a time: fewer and fewer of a large call."""
+    """Numbers of keys that search at a time: an eighth of the number before, while that exceeds `MIN_WIDTH`."""
     widths = [num_keys]
     while widths[-1] > MIN_WIDTH:
         widths.append(widths[-1] // 8)

@@ -1,4 +1,4 @@
-"""The shared library of native kernels: where it is, what it can do here, and how its handlers are called."""
+"""Shared library of native kernels: finding it, its abilities on this machine, and calls of its handlers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _TARGETS = (
 
 
 def library_paths() -> tuple[Path, ...]:
-    """Where the library is looked for, in this order; an editable install keeps it away from the sources."""
+    """Paths at which the library may be, in the order of the search; an editable install keeps it off the sources."""
     if named := os.environ.get(LIBRARY_VARIABLE):
         return (Path(named),)
     folders = [Path(__file__).parent]
@@ -52,7 +52,7 @@ def library_paths() -> tuple[Path, ...]:
 
 @functools.cache
 def shared_library() -> ctypes.CDLL | str:
-    """The library with its handlers registered, or why there is none; does not care about JAX's backend.
+    """The library with its handlers registered, or the reason why there is none, whatever JAX's backend.
 
     Raises: ValueError: `RSEMBED_ISA` names no instruction set, so that its author would measure another one unawares.
     """
@@ -97,13 +97,13 @@ def unavailable_because() -> str | None:
 
 
 def instruction_set() -> str | None:
-    """`baseline`, `avx2` or `avx512`: what the library chose for this processor; None without a library."""
+    """Instruction set that the library chose: `baseline`, `avx2` or `avx512`; None without a library."""
     library = shared_library()
     return None if isinstance(library, str) else library.rsembed_instruction_set().decode()
 
 
 def num_cores() -> int | None:
-    """How many threads of a call the library lets work: the cores granted to this process; None without a library."""
+    """Most threads that work on one call: the cores granted to this process; None without a library."""
     library = shared_library()
     return None if isinstance(library, str) else library.rsembed_num_cores()
 
@@ -138,17 +138,17 @@ def call_handler(
 
 
 def vary_alike(arrays: Sequence[PyTree]) -> list[PyTree]:
-    """The arrays as one operation takes them inside `shard_map`: if some vary over mesh axes, all do."""
+    """The arrays cast so that all vary over the same mesh axes, as one operation in `shard_map` needs them."""
     axes = _varying_axes(*arrays)
     return [_cast_to_varying(array, axes) for array in arrays]
 
 
 def _varying_axes(*arrays: PyTree) -> frozenset[str]:
-    """Mesh axes over which any of them varies inside `shard_map`; none outside."""
+    """Mesh axes over which any of the arrays varies inside `shard_map`; none outside."""
     return frozenset[str]().union(*(jax.typeof(array).mat.varying for array in arrays))
 
 
 def _cast_to_varying(array: PyTree, axes: frozenset[str]) -> PyTree:
-    """JAX does not know that what a call returns differs between devices as soon as one operand does."""
+    """The array marked as varying over `axes`, which JAX does not infer for the results of a foreign call."""
     missing = tuple(sorted(axes - _varying_axes(array)))
     return jax.lax.pcast(array, missing, to="varying") if missing else array

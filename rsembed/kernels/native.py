@@ -116,7 +116,7 @@ def apply_rows(
 def _apply_in_blocks(
     table: Table, slots: Slots, rows: Int[Array, " capacity"], gradients: Float[Array, "capacity dim"], step: Step
 ) -> tuple[Table, Slots]:
-    """The step of a rule that XLA compiles, so many rows at a time, up to the last one that is no padding.
+    """One step by a rule that XLA compiles, `STEP_BLOCK` rows at a time, without blocks of padding.
 
     How XLA rounds within a row follows the shape of the program: sums and roots of three rows may have other last bits
     than those of four. In blocks of one size the bits of a row do not depend on its company.
@@ -194,7 +194,7 @@ def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values:
 
 
 def pack_blocks(arrays: Sequence[Array], rows: Sequence[Rows]) -> Shaped[Array, "devices places *row"]:
-    """Blocks of all arrays beside each other; see `api.pack_blocks`."""
+    """One array with the blocks of all arrays side by side; see `blocks.pack_blocks`."""
     picked = [array if own is None else own for array, own in zip(arrays, rows, strict=True)]
     shape, array = picked[0].shape, arrays[0]
     row = array.shape[2:] if rows[0] is None else array.shape[1:]
@@ -205,14 +205,14 @@ def pack_blocks(arrays: Sequence[Array], rows: Sequence[Rows]) -> Shaped[Array, 
 
 
 def unpack_blocks(packed: Shaped[Array, "devices places *row"], shapes: Sequence[PyTree]) -> tuple[Array, ...]:
-    """The blocks of each array; see `api.unpack_blocks`."""
+    """The blocks of each array; see `blocks.unpack_blocks`."""
     return call_handler("rsembed_unpack_blocks", [(own.shape, own.dtype) for own in shapes], packed)
 
 
 def block_ends(
     queues: Sequence[Queue],
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
-    """Whether all fit, and what comes first behind; see `api.block_ends`."""
+    """Whether all entries fit into a round, and the first one that does not; see `blocks.block_ends`."""
     operands, attributes = _queues(queues)
     size, num_levels = (len(queues), queues[0].cursor.shape[0]), max(len(queue.lanes) for queue in queues)
     results = [(size, jnp.int32), ((num_levels, *size), jnp.uint32)]
@@ -223,7 +223,7 @@ def block_ends(
 def round_places(
     queues: Sequence[Queue], fit: Int[Array, "queues devices"], cuts: UInt32[Array, "levels queues devices"]
 ) -> tuple[tuple[Array, ...], tuple[Array, ...], Bool[Array, ""]]:
-    """Entries that every queue sends in a round; see `blocks.round_places`."""
+    """Entries that every queue sends to every owner in one round; see `blocks.round_places`."""
     operands, attributes = _queues(queues)
     results: list[tuple[tuple[int, ...], Any]] = [((), jnp.bool_)]
     for queue in queues:
@@ -260,7 +260,7 @@ def rows_of_ids(
 def count_ids(
     ids: Sequence[Int[Array, " _"]], offsets: Sequence[Int[Array, " _"]], sizes: Sequence[int]
 ) -> tuple[tuple[Int[Array, ""], Int[Array, ""]], ...]:
-    """Numbers of ids inside and outside of the table of each feature; padding is neither."""
+    """How many ids of each feature are inside and outside its table; padding counts as neither."""
     _check_ids([*ids, *offsets])
     operands = itertools.chain.from_iterable(zip(ids, offsets, strict=True))
     results = [((), jnp.int32)] * (2 * len(ids))
@@ -269,7 +269,7 @@ def count_ids(
 
 
 def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]], num_owners: int) -> Distinct:
-    """Equal entries made one, in the order of their owners and then of their lanes; see `keyed.distinct`."""
+    """Distinct entries, sorted by owner and then by lanes; see `keyed.distinct`."""
     if wrong := [str(lane.dtype) for lane in lanes if lane.dtype not in (jnp.int32, jnp.uint32)]:
         raise NotImplementedError(f"native lanes are int32 or uint32, not {wrong[0]}")
     of_entries: tuple[tuple[int, ...], Any] = owners.shape, jnp.int32
@@ -308,7 +308,7 @@ def take_rows(
     wants: Bool[Array, " n"],
     table: Int[Array, " n"] | None = None,
 ) -> tuple[Int[Array, " n"], Int[Array, " tables"], Int[Array, " tables"]]:
-    """Rows from the top of a table's stack; see `keyed.take_rows`."""
+    """Free rows for the entries that want one; see `keyed.take_rows`."""
     results = [(lane.shape, jnp.int32) for lane in (wants, num_free, num_free)]
     rows, num_left, num_without = call_handler("rsembed_take_rows", results, free, num_free, wants, _tables(table))
     return rows, num_left, num_without
@@ -322,7 +322,7 @@ def insert_keys(
     keys: Keys,
     new_rows: Int[Array, " nnz"],
 ) -> tuple[Array, ...]:
-    """The tables and their counts with distinct, absent keys added, in place where XLA may."""
+    """Hash tables and their counts after distinct, absent keys are added, in place where XLA may."""
     tables = lanes, rows, num_keys, num_deleted
     results, operands = [(array.shape, array.dtype) for array in tables], (*tables, *_operands(keys), new_rows)
     return call_handler("rsembed_insert_keys", results, *operands, aliases={k: k for k in range(4)})
@@ -333,7 +333,7 @@ def _operands(keys: Keys) -> tuple[Array, ...]:
 
 
 def _tables(table: Array | None) -> Array:
-    """As handlers take it: an empty list where there is one table."""
+    """The table of each key as handlers take it: an empty array where there is one table."""
     return jnp.zeros(0, jnp.int32) if table is None else table
 
 
@@ -344,14 +344,14 @@ def count_uses(
     step: Int[Array, ""],
     occurrences: Int[Array, " nnz"],
 ) -> tuple[Array, ...]:
-    """Both lanes after `rows` were used by `step`, in place where XLA may."""
+    """Last steps and counts of uses after `step` used `rows`, in place where XLA may."""
     results = [(lane.shape, lane.dtype) for lane in (last_step, counts)]
     operands = last_step, counts, rows, step, occurrences
     return call_handler("rsembed_count_uses", results, *operands, aliases={0: 0, 1: 1})
 
 
 def entries_by_sample(stacks: Sequence[Partitions]) -> list[SampleEntries]:
-    """Entries of preprocessed buffers; see `partitions.entries_by_sample`."""
+    """Entries that one device looks up in each stack; see `ids.entries_by_sample`."""
     operands, results, numbers = [], [], []
     for own in stacks:
         arrays = own[:3] if own.num_minibatches is None else (*own[:3], own.num_minibatches)
@@ -376,7 +376,7 @@ def row_bits(
     dim: int,
     table: Int[Array, " nnz"] | None = None,
 ) -> UInt32[Array, "nnz dim"]:
-    """Random bits of rows, each from the key that is folded with the row's lanes; see `keyed.row_bits`."""
+    """Random bits of rows: each row's from `key` folded with the row's lanes; see `keyed.row_bits`."""
     config: Any = jax.config  # whose settings its stubs do not know
     if jax.random.key_impl(key) != "threefry2x32" or not config.jax_threefry_partitionable:
         raise NotImplementedError("native random bits are those of threefry2x32 with jax_threefry_partitionable")
@@ -416,7 +416,7 @@ def _check_table(table: Array) -> None:
 
 
 def _gradient_operands(gradients: OutputGradients) -> tuple[str, list[Array], dict[str, PyTree]]:
-    """How the name of a target ends, and what it reads."""
+    """Suffix of the handler's name for these gradients, its operands and its attributes."""
     if isinstance(gradients, JaggedGradients):
         batch, d_output, table, dims = gradients
         return "_jagged", *_jagged_operands(batch, dims, table, d_output)
@@ -426,7 +426,7 @@ def _gradient_operands(gradients: OutputGradients) -> tuple[str, list[Array], di
 def _segment_operands(
     segments: Sequence[Segment], d_outputs: Sequence[Array] | None = None
 ) -> tuple[list[Array], dict[str, PyTree]]:
-    """Operands of segments: all arrays in a row, and one number for each that says which ones it has."""
+    """Operands and attributes for segments: their arrays, and a code of which arrays each segment has."""
     if d_outputs is not None and len(d_outputs) != len(segments):
         raise ValueError(f"got {len(segments)} segments but {len(d_outputs)} output gradients; pass one each.")
     if sum(max(segment.rows.shape[0], segment.num_outputs) for segment in segments) >= NO_ROW:

@@ -53,7 +53,7 @@ NAME = "reference"
 
 
 def unavailable_because() -> str | None:
-    """None: plain JAX runs everywhere."""
+    """None, since plain JAX runs everywhere."""
     return None
 
 
@@ -100,7 +100,7 @@ def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
 
 
 def gradients_of_weights(table: Table, segment: Segment, d_output: Float[Array, "_ dim"]) -> Float[Array, " nnz"]:
-    """Gradients of a segment's weights, of which it must have some."""
+    """Gradients of a segment's weights, which must not be None."""
 
     def pooled(weights: Array) -> Array:
         return lookup(table, [dataclasses.replace(segment, weights=weights)])[0]
@@ -110,7 +110,7 @@ def gradients_of_weights(table: Table, segment: Segment, d_output: Float[Array, 
 
 
 class RowGroups(NamedTuple):
-    """Entries sorted by row: which outputs every looked-up row went into.
+    """Entries sorted by row, with the outputs that every looked-up row went into.
 
     Args:
       rows: distinct rows ascending, `NO_ROW` behind them.
@@ -126,7 +126,7 @@ class RowGroups(NamedTuple):
 
 
 def group_rows(num_rows: int, gradients: OutputGradients) -> RowGroups:
-    """The looked-up rows of a table of `num_rows`. With its entries side by side, a row's gradient is a lookup as well.
+    """Entries of a table of `num_rows`, grouped by row, so that a row's gradient is itself a pooled lookup.
 
     forward    output[b]     = sum of gain * table[row]     over the entries of bag b
     backward   gradient[row] = sum of gain * d_output[b]    over the entries of that row
@@ -158,7 +158,7 @@ def group_rows(num_rows: int, gradients: OutputGradients) -> RowGroups:
 
 
 def is_listed(segment: Segment, num_rows: int) -> Bool[Array, " nnz"]:
-    """Which entries lie in a bag and name a row of the table, whatever their gain."""
+    """Mask of the entries that lie in a bag and name a row of the table, whatever their gain."""
     valid = (segment.rows >= 0) & (segment.rows < num_rows)
     if segment.offsets is None:
         return valid
@@ -184,7 +184,7 @@ def row_gradients(
 
 
 def squared_norm(num_rows: int, gradients: SegmentGradients) -> Float[Array, ""]:
-    """Sum of the squares of all row gradients, in float32, for whoever needs no gradients but their norm."""
+    """Sum of the squares of all row gradients in float32, for callers that need only their norm."""
     return jnp.sum(jnp.square(row_gradients(num_rows, gradients)[1]))
 
 
@@ -261,7 +261,7 @@ def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -
 
 
 def allocate(shape: tuple[int, ...], dtype: DTypeLike, fill: float | None = None) -> Array:
-    """An array of `fill`; unspecified values if that is None."""
+    """An array filled with `fill`; with unspecified values if it is None."""
     return jnp.full(shape, 0 if fill is None else fill, dtype)
 
 
@@ -358,7 +358,7 @@ def weight_gradients(
 
 
 def jagged_segment(batch: JaggedBatch, table: int) -> Segment:
-    """All entries of the batch, those of other tables without a row."""
+    """The batch as one segment of `table`; entries of other tables have row `NO_ROW`."""
     num_bags = batch.offsets.shape[0] - 1
     first_row, num_rows = np.zeros(num_bags + 1, np.int32), np.zeros(num_bags + 1, np.int32)
     for block in batch.blocks:

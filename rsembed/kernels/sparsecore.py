@@ -40,14 +40,14 @@ def unavailable_because() -> str | None:
 
 
 def _tiles() -> PyTree:
-    """The kernels themselves; importing Pallas takes its time, so only those pay who need it."""
+    """The module of the kernels themselves, imported at the first call, since importing Pallas is slow."""
     from rsembed.kernels import sparsecore_tiles
 
     return sparsecore_tiles
 
 
 def row_layout(sharding: Sharding) -> PyTree:
-    """How tables and slots `[rows, dim]` must lie for tiles to read them without a copy of the whole table.
+    """Memory layout of tables and slots `[rows, dim]` that tiles read without a copy of the whole table.
 
     Give it to `jax.jit` in `in_shardings` and `out_shardings`. On other devices rows lie one after another.
 
@@ -137,7 +137,7 @@ def _check_table(table: Array) -> None:
 
 
 def _fill(array: Array, multiple: int, value: float) -> Array:
-    """As many entries of `value` behind the array as its length lacks to a multiple."""
+    """The array with `value` appended until its length is a multiple of `multiple`."""
     missing = -array.shape[0] % multiple
     return jnp.pad(array, [(0, missing), *[(0, 0)] * (array.ndim - 1)], constant_values=value) if missing else array
 
@@ -148,7 +148,7 @@ def _fill_columns(array: Array) -> Array:
 
 
 def _pool(shape: tuple[int, ...], table: Array, segment: Segment) -> Float[Array, "outputs dim"]:
-    """One segment; `table` may have more columns than `shape` says."""
+    """Pooled rows of one segment; `table` may have more columns than `shape` says, as padding."""
     (num_rows, dim), num_outputs, tiles = shape, segment.num_outputs, _tiles()
     if 0 in (num_rows, dim, num_outputs, segment.rows.shape[0]):
         return jnp.zeros((num_outputs, dim), jnp.float32)
@@ -164,7 +164,7 @@ def _pool(shape: tuple[int, ...], table: Array, segment: Segment) -> Float[Array
 
 
 def _chunk_bounds(offsets: Int[Array, " bags_plus_1"], chunk: int, lanes: int) -> Int[Array, " bounds"]:
-    """For every chunk of bags the chunks of entries that it needs: the first, and the one behind the last."""
+    """Chunks of entries that every chunk of bags needs: the first, and the one behind the last."""
     starts = offsets[:-1:chunk] // chunk
     ends = -(-jnp.concatenate([offsets[chunk:-1:chunk], offsets[-1:]]) // chunk)
     return jnp.pad(jnp.stack([starts, ends], axis=1), ((0, 0), (0, lanes - 2))).reshape(-1)

@@ -34,7 +34,7 @@ NO_ID = -1
 
 
 def num_lanes() -> int:
-    """Numbers in a vector of the chip that is traced for. Raises: RuntimeError: it has no SparseCores."""
+    """Numbers in a vector of the target chip. Raises: RuntimeError: the chip has no SparseCores."""
     return plsc.get_sparse_core_info().num_lanes
 
 
@@ -78,7 +78,7 @@ def _repeat(value: Any, dtype: DTypeLike) -> Array:
 
 
 def _lane(vector: Array, lane: int) -> Array:
-    """One lane's number, as a scalar."""
+    """The number in one lane of a vector, as a scalar."""
     return jnp.sum(jnp.where(lax.iota(jnp.int32, num_lanes()) == lane, vector, 0))
 
 
@@ -175,7 +175,7 @@ def step(
     hyper: Float[Array, " hyper"],
     order: Sequence[int],
 ) -> tuple[list[Array], list[Array]]:
-    """One step of distinct rows where they lie.
+    """One optimizer step of distinct rows, in place.
 
     Args:
       traced: the rule, from `traced_rules.trace_rule`.

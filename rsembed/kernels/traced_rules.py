@@ -43,7 +43,7 @@ def trace_rule(
     *,
     elementwise: frozenset[str] = ELEMENTWISE,
 ) -> ClosedJaxpr:
-    """The rule for one row: a jaxpr of row, slots, gradient and hyperparameters.
+    """The rule traced for one row: a jaxpr of row, slots, gradient and hyperparameters.
 
     Args:
       rule: the optimizer.

@@ -25,7 +25,7 @@ Hyperparameters = tuple[PyTree, ...]
 @no_type_check  # wrong values are refused by name in __post_init__
 @dataclasses.dataclass(frozen=True, repr=False)
 class OptimizerSpec(abc.ABC):
-    """How the touched rows of a table are stepped.
+    """Optimizer that steps the rows of a table that a batch has looked up.
 
     Args:
       learning_rate: a number, a callable of nothing, or a callable of the 0-based step.
@@ -46,7 +46,7 @@ class OptimizerSpec(abc.ABC):
 
     @property
     def slot_type(self) -> type:
-        """Named tuple of the slots."""
+        """Named-tuple type of the slots; a plain tuple unless a rule names them."""
         return tuple
 
     @property
@@ -61,7 +61,7 @@ class OptimizerSpec(abc.ABC):
 
     @property
     def moves_all_rows(self) -> bool:
-        """True when a step moves rows without a gradient, too: they get zeros, and one step is made a batch."""
+        """True when a step also moves rows without a gradient; then each batch makes one step of all rows."""
         return False
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class OptimizerSpec(abc.ABC):
         learning_rate_arity(self.learning_rate)
 
     def __repr__(self) -> str:
-        """The short form that specs print; `str(optimizer)` lists the hyperparameters."""
+        """Class name with empty parentheses, as specs print it; `str(optimizer)` lists the hyperparameters."""
         return str(self) if self.tells_all else f"{type(self).__name__}()"
 
     def __str__(self) -> str:
@@ -136,7 +136,7 @@ class OptimizerSpec(abc.ABC):
         return tuple(jnp.full(rows.shape, value, jnp.float32) for value in self.slot_initial_values())
 
     def pack_slots(self, slots: Slots) -> PyTree:
-        """The slots as the named tuple of this optimizer."""
+        """The given slots as the named tuple of this optimizer."""
         return tuple(slots) if self.slot_type is tuple else self.slot_type(*slots)
 
     @abc.abstractmethod
@@ -147,7 +147,7 @@ class OptimizerSpec(abc.ABC):
 
     @abc.abstractmethod
     def short_name(self) -> str:
-        """The name used by files and kernels."""
+        """Short name of the rule, which files and kernels use."""
 
 
 def as_float32(value: Any) -> Array:
@@ -175,7 +175,7 @@ def learning_rate_arity(learning_rate: Any) -> int:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Custom(OptimizerSpec):
-    """Any rule of one row, written as an ordinary JAX function.
+    """A row rule of your own, written as an ordinary JAX function of one row.
 
     Args:
       custom_computation_fn: `fn(gradient, row, *slots, learning_rate) -> row` or `(row, *slots)`, over `[1, dim]`

@@ -52,7 +52,7 @@ class CompactOptimizerSpec(OptimizerSpec):
     @property
     @abc.abstractmethod
     def slot_kinds(self) -> tuple[SlotKind, ...]:
-        """FULL, PER_ROW or ITERATION for each slot."""
+        """Kind of each slot: FULL, PER_ROW or ITERATION."""
 
     @property
     def is_row_wise(self) -> bool:
@@ -75,7 +75,7 @@ class CompactOptimizerSpec(OptimizerSpec):
 
     @abc.abstractmethod
     def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
-        """`step_rows` of slots that have float32 entries, or int32 ones that count steps."""
+        """One step of rows as `step_rows`, whose slots are float32 or int32 step counts."""
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
         """The learning rate and, for a rule that needs the step, `t = step + 1` as an int32.
@@ -101,7 +101,7 @@ def row_norm(values: Array) -> Array:
 
 
 class CountedAdamSlotVariables(NamedTuple):
-    """First and second moment, and how often the row was stepped."""
+    """Slots of Adam with first and second moment, and the number of steps of each row."""
 
     momentum: Any
     velocity: Any
@@ -109,14 +109,14 @@ class CountedAdamSlotVariables(NamedTuple):
 
 
 class LARSSlotVariables(NamedTuple):
-    """The sum of past steps."""
+    """Momentum: the decayed sum of past steps."""
 
     momentum: Any
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class _DecayingAdam(CompactOptimizerSpec):
-    """Moments and decay of AdamW and LAMB; `AdamW` says what the fields mean."""
+    """Base of AdamW and LAMB: moments and decay. `AdamW` describes the fields."""
 
     beta_1: float = within("[0, 1)", default=0.9)
     beta_2: float = within("[0, 1)", default=0.999)

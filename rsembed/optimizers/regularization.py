@@ -1,4 +1,4 @@
-"""How rules use weight decay, counters, clipping and averages: enums, and records that know what they do to tables.
+"""Modes of weight decay, counters, clipping and averages: enums, and records with their effect on tables.
 
 Names, members and defaults are those of FBGEMM. Impossible values are refused here; a rule refuses values that do not
 go together. What a record does to whole tables is pure and traceable; `t` is the step whose lookup comes next, 1 for
@@ -49,7 +49,7 @@ class LearningRateMode(enum.IntEnum):
 
 
 class GradSumDecay(enum.IntEnum):
-    """Decay of the gradient sum; the original accepts CTR_DECAY without any effect, so it is refused."""
+    """Whether COUNTER decays the gradient sum; CTR_DECAY is refused: FBGEMM accepts it without any effect."""
 
     NO_DECAY = -1
     CTR_DECAY = 0

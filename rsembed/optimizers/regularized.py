@@ -29,7 +29,7 @@ from rsembed.optimizers.rules import AdagradSlotVariables
 
 
 class TimedSlotVariables(NamedTuple):
-    """Sum or mean of squared gradients, and the step of the row's last update, 0 before the first."""
+    """Slots with sum or mean of squared gradients, and the step of each row's last update (0: none)."""
 
     accumulator: Any
     prev_iter: Any
@@ -309,7 +309,7 @@ def _gap_of(prev_iter: Array, t: Array) -> Array:
 
 
 def _count(prev_iter: Array, counter: Array, t: Array, halflife: int) -> tuple[Array, Array]:
-    """The gap, and how often the row was seen, this time included; earlier times fade if `halflife > 0`."""
+    """Steps since the last update, and the row's counter with this step; old counts fade if `halflife > 0`."""
     gap = _gap_of(prev_iter, t)
     if halflife > 0:
         return gap, 1.0 + jnp.exp2(-gap / halflife) * counter

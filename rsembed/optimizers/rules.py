@@ -19,45 +19,45 @@ from rsembed.optimizers.base import Hyperparameters, LearningRate, OptimizerSpec
 
 
 class SGDSlotVariables(NamedTuple):
-    """SGD keeps nothing beside the table."""
+    """Slots of SGD, which keeps nothing beside the table."""
 
 
 class AdagradSlotVariables(NamedTuple):
-    """Sum of squared gradients."""
+    """Slot of Adagrad: the sum of squared gradients."""
 
     accumulator: Any
 
 
 class AdagradMomentumSlotVariables(NamedTuple):
-    """Sum (or decayed mean) of squared gradients, and the momentum of preconditioned gradients."""
+    """Slots of Adagrad with momentum: sum (or decayed mean) of squared gradients, and the momentum."""
 
     accumulator: Any
     momentum: Any
 
 
 class AdamSlotVariables(NamedTuple):
-    """First and second moment."""
+    """Slots of Adam: first and second moment."""
 
     momentum: Any
     velocity: Any
 
 
 class FTRLSlotVariables(NamedTuple):
-    """Sum of squared gradients and the linear term."""
+    """Slots of FTRL: sum of squared gradients and the linear term."""
 
     accumulator: Any
     linear: Any
 
 
 class LaPropSlotVariables(NamedTuple):
-    """First moment of normalised gradients, and the second moment."""
+    """Slots of LaProp: first moment of normalised gradients, and the second moment."""
 
     mu: Any
     nu: Any
 
 
 class F2ASlotVariables(NamedTuple):
-    """Sum of squared gradients and how often the row was stepped."""
+    """Slots of F2A: sum of squared gradients, and the number of steps of each row."""
 
     accumulator: Any
     local_step: Any
@@ -195,7 +195,7 @@ class Adam(OptimizerSpec):
 
 
 def adam_step(rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
-    """Adam of touched rows, whose hyperparameters hold the bias corrections."""
+    """One step of Adam for touched rows; `hyper` contains the bias corrections."""
     lr, beta_1, beta_2, epsilon = hyper
     momentum = slots[0] + (1.0 - beta_1) * (gradients - slots[0])
     velocity = slots[1] + (1.0 - beta_2) * (gradients * gradients - slots[1])

@@ -1,4 +1,4 @@
-"""Processes tell each other what they bring to a batch, before one of them waits in a collective for the others.
+"""Comparison of what processes bring to a batch, made before any of them waits in a collective.
 
 ```
 with Agreement(mesh, "the batch", batch) as agreement:   every process, in the same order
@@ -42,7 +42,7 @@ os.register_at_fork(after_in_child=lambda: _used_before_fork.append(has_devices(
 
 
 def check_not_forked(what: str) -> None:
-    """Raises: RuntimeError: JAX had devices when this process was forked; it would wait for threads that it lacks."""
+    """Raises: RuntimeError: this process was forked after JAX made its devices, and lacks JAX's threads."""
     if any(_used_before_fork):
         raise RuntimeError(
             f"{what}: this process was forked from one that uses JAX, whose threads do not exist here. Start it with "
@@ -71,7 +71,7 @@ class Agreement:
         self._widths: dict[str, int] | None = None
 
     def bring(self, name: str, shape: str, *, width: int = 0) -> None:
-        """Notes what this process has for `name`.
+        """Records what this process brings for `name`, to be compared at the end of the block.
 
         Args:
           name: the same in all processes.
@@ -81,7 +81,7 @@ class Agreement:
         self._brought[name] = shape, width
 
     def width(self, name: str) -> int:
-        """The largest `width` that any process brought; after the block."""
+        """The largest `width` that any process brought for `name`; call it after the block."""
         return self._brought[name][1] if self._widths is None else self._widths[name]
 
     def __enter__(self) -> Agreement:
@@ -149,7 +149,7 @@ def _group(processes: tuple[int, ...]) -> str:
 
 
 def say_goodbye() -> None:
-    """Tells processes that bring another batch that this one has ended: a record or verdict of a round without it."""
+    """Tells the other processes that this one has ended, so that their next comparison fails at once."""
     own, error = jax.process_index(), getattr(sys, "last_value", None)
     reason = f"process {own} has ended by {type(error).__name__}; see its own message."
     if error is None:
@@ -169,7 +169,7 @@ def processes_of(mesh: Mesh) -> tuple[int, ...]:
 
 
 def is_global(leaf: PyTree) -> bool:
-    """Whether other processes hold some of it."""
+    """Whether the leaf is a JAX array with shards in other processes."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.is_fully_addressable
 
 

@@ -1,4 +1,4 @@
-"""Questions to the devices that own the rows, in rounds of `all_to_all` that are exact at any capacity.
+"""Requests to the devices that own rows, sent in rounds of `all_to_all`; exact at any capacity.
 
 ```
 ids ──distinct──▶ entries, grouped by owner ──ask──▶ owners answer, and may change what they own
@@ -32,7 +32,7 @@ AxisName = str | tuple[str, ...]
 
 
 def trade(parcels: Sequence[PyTree], axis_name: AxisName, entries: Sequence[Array] | None = None) -> list[PyTree]:
-    """Block `i` of every parcel goes to device `i`, and comes from it.
+    """Exchanges blocks: block `i` of every parcel goes to device `i`, and is replaced by the one from there.
 
     Args:
       parcels: pytrees of arrays, each with a capacity of its own. Arrays of one kind travel together, and all lanes of
@@ -96,7 +96,7 @@ class Wanted(NamedTuple):
 
 
 def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]], *, num_devices: int) -> Wanted:
-    """Equal occurrences made one.
+    """Distinct entries of a batch, grouped by the device that owns them.
 
     Args:
       owners: owner of every occurrence; outside `[0, num_devices)` it asks nobody.
@@ -149,12 +149,12 @@ class Question(NamedTuple):
         return self.wanted.entry_of.shape[0]
 
     def no_replies(self) -> PyTree:
-        """Zeros for every entry."""
+        """Zeros in the form of the replies, one per entry."""
         # To find the shapes by tracing `answer`, as large as a storage's step, took a third of all tracing.
         return jax.tree.map(lambda own: jnp.zeros((self.num_occurrences, *own.shape), own.dtype), self.reply)
 
     def queue(self, cursor: Int[Array, " devices"]) -> Queue:
-        """Its entries, of which so many have travelled."""
+        """The entries as a queue, of which the first `cursor` of each owner have been sent."""
         return Queue(self.wanted.offsets, cursor, self.wanted.lanes, max(self.capacity, 1))
 
 
@@ -177,7 +177,7 @@ Asking: TypeAlias = Generator[Question, Answers, Result]
 
 
 def together(askings: Sequence[Asking[Result]], axis_name: AxisName) -> list[Result]:
-    """Results of functions that have questions; what several ask at the same time travels in one exchange."""
+    """Results of functions that yield questions; those yielded at the same time share one exchange."""
     results: dict[int, Result] = {}
     answers: dict[int, Any] = dict.fromkeys(range(len(askings)))
     while answers:
@@ -267,7 +267,7 @@ def _written(replies: Any, places: Int[Array, "devices capacity"], news: Any) ->
 
 
 def _no_cuts(queues: Sequence[Queue]) -> tuple[Int[Array, "queues devices"], UInt32[Array, "1 queues devices"]]:
-    """Answers to questions whose entries all fit into one round."""
+    """Values of `_cuts` where all entries fit into one round."""
     size = len(queues), queues[0].cursor.shape[0]
     return jnp.ones(size, jnp.int32), jnp.zeros((1, *size), jnp.uint32)
 
@@ -275,7 +275,7 @@ def _no_cuts(queues: Sequence[Queue]) -> tuple[Int[Array, "queues devices"], UIn
 def _cuts(
     queues: Sequence[Queue], axis_name: AxisName
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
-    """Where no device has more than places, and elsewhere the first entries of all that found none."""
+    """Blocks that fit on all devices, and for others the first entry, over all devices, that found no place."""
     fit, behind = api.block_ends(queues)
     # A device without a cut takes no part in the minimum: it has 1 where others have 0.
     lowest = jax.lax.pmin(fit, axis_name)

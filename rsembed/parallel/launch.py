@@ -114,7 +114,7 @@ def _free_port() -> int:
 
 
 def _follow(process: int, child: subprocess.Popen[bytes], ended: list[int]) -> None:
-    """Prints what a process prints until it has ended."""
+    """Copies the output of a process, line by line, until it has ended."""
     with cast(IO[bytes], child.stdout) as lines:
         for line in lines:
             # One write per line, so that lines of different processes do not mix.
@@ -125,7 +125,7 @@ def _follow(process: int, child: subprocess.Popen[bytes], ended: list[int]) -> N
 
 
 def _cause(children: Sequence[subprocess.Popen[bytes]], ended: Sequence[int]) -> int | None:
-    """The process whose failure led to that of others: the first one, but for those that were killed.
+    """The process whose failure caused the others': the first that was killed, else the first that failed.
 
     The system closes the connections of a process before it has ended, and another may have failed for it by then. Who
     aborts found a peer silent.
@@ -136,7 +136,7 @@ def _cause(children: Sequence[subprocess.Popen[bytes]], ended: Sequence[int]) ->
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]], ended: Sequence[int], received: Sequence[int]) -> int:
-    """The status of the run, when all processes are done, or when one has failed and the others had their time."""
+    """Exit status of the run, once all processes have ended, or one has failed and the others' time is up."""
     start, deadline, failed = time.monotonic(), None, None
     while True:
         failed = _cause(children, ended)

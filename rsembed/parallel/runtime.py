@@ -118,7 +118,7 @@ def _connect(
     local_device_ids: Sequence[int] | None,
     timeouts: tuple[int, int, int],
 ) -> bool:
-    """Whether there is a run to connect to; by then it is connected."""
+    """Connects to the other processes of the run; False if there are none."""
     is_asked_for = not (address is None and num_processes is None and process_id is None)
     heartbeat, initialization, shutdown = timeouts
     who = f"init: process {process_id} of {num_processes} at {address}" if is_asked_for else "init: this process"
@@ -166,7 +166,7 @@ def _connect(
 
 
 def _leave() -> None:
-    """Says goodbye, and after an error leaves at once: JAX waits at exit for all processes, which may wait for us."""
+    """Calls `say_goodbye`; after an error it ends the process at once, since JAX would wait for the others."""
     say_goodbye()
     if getattr(sys, "last_value", None) is not None:
         process = f"process {jax.process_index()} of {jax.process_count()}"

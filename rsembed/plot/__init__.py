@@ -1,4 +1,4 @@
-"""Every picture: numbers come from functions of their own, drawing touches only the given axes.
+"""Pictures of tables, buffers and training; each draws only on the given axes, its numbers are computed apart.
 
 Every `plot_…` takes data first and `ax=`, the axes to draw on; None makes a figure. Further keyword arguments go to the
 main artist. It returns the `Axes`.

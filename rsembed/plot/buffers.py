@@ -1,4 +1,4 @@
-"""The input buffer of a device: which places hold ids, for which shard; and its limit, to drag."""
+"""Pictures of a device's input buffer: the shard of each place, and a slider for the limit."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ BYTES_PER_PLACE = 12
 
 
 class Costs(NamedTuple):
-    """Entries above a limit, over all entries; and bytes of the input buffers of all cores that it asks for."""
+    """Costs of a limit: fraction of entries that it drops, and bytes of the input buffers of all cores."""
 
     dropped_fraction: float
     buffer_bytes: int

@@ -28,7 +28,7 @@ from rsembed.stacking import StackingPlan
 
 @validated
 def id_counts(ids: Int[np.ndarray, "*shape"], vocabulary_size: NonNegativeInt) -> Int[np.ndarray, " vocab"]:
-    """How often each id occurs; `-1` is no id.
+    """Number of times that each id occurs; `-1` is no id.
 
     Args:
       ids: any shape.
@@ -52,7 +52,7 @@ def id_counts(ids: Int[np.ndarray, "*shape"], vocabulary_size: NonNegativeInt) -
 
 @validated
 def plot_id_frequency(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
-    """How often ids occur, from the most frequent down, on logarithmic axes; ids never seen are left out.
+    """Plots how often ids occur, most frequent first, on logarithmic axes; ids never seen are left out.
 
     Args:
       counts: occurrences of each id, see `id_counts`.
@@ -83,7 +83,7 @@ class Coverage(NamedTuple):
 
 @validated
 def coverage_curve(counts: Num[np.ndarray, " vocab"]) -> Coverage:
-    """Which share of the lookups the hottest rows serve, for every number of rows from none to all.
+    """Share of the lookups that read the hottest rows, for every number of rows from none to all.
 
     Args:
       counts: lookups of each row, those never looked up included, see `id_counts`; probabilities do as well.
@@ -104,7 +104,7 @@ def coverage_curve(counts: Num[np.ndarray, " vocab"]) -> Coverage:
 
 @validated
 def plot_coverage(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
-    """The hottest x % of the rows serve y % of the lookups; the axis of rows is logarithmic.
+    """Plots the share of lookups that read the hottest rows; the axis of rows is logarithmic.
 
     Call it again with the same `ax` for more curves.
 
@@ -223,7 +223,7 @@ def treemap(
 
 
 def _worst(areas: np.ndarray, side: float) -> float:
-    """The longest side over the shortest of the worst rectangle, when these areas fill one row along `side`."""
+    """Largest ratio of sides among rectangles of these areas that fill one row along `side`."""
     depth = areas.sum() / side
     ratios = areas / depth**2
     return float(np.max(np.maximum(ratios, 1 / np.maximum(ratios, 1e-12))))

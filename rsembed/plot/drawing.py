@@ -29,7 +29,7 @@ _MARKERS = "osD^vP"
 
 
 def check_shares(name: str, values: Any) -> np.ndarray:
-    """Values that are parts of a whole. Raises: ValueError: one is negative or not finite, or none is above 0."""
+    """Parts of a whole as an array. Raises: ValueError: one is negative or not finite, or none is above 0."""
     values = np.asarray(values, np.float64)
     if not (np.isfinite(values).all() and (values >= 0).all() and values.any()):
         raise ValueError(f"{name} must be finite and not negative, and at least one must be above 0.")
@@ -42,7 +42,7 @@ def axes_or_new(ax: Axes | None, size_inches: tuple[float, float] = (6.4, 4.0)) 
 
 
 def with_defaults(given: dict[str, Any], **defaults: Any) -> dict[str, Any]:
-    """The caller's keyword arguments over ours."""
+    """Keyword arguments in which the caller's take precedence over our defaults."""
     return defaults | given
 
 
@@ -62,13 +62,13 @@ def marker_look(number: int) -> dict[str, Any]:
 
 
 def note(ax: Axes, text: str, point: tuple[float, float], **text_kwargs: Any) -> None:
-    """A small muted text to the right of a point."""
+    """Writes a small muted text to the right of a point."""
     look = with_defaults(text_kwargs, xytext=(4, 0), va="center", fontsize=LABEL_POINTS, color=MUTED)
     ax.annotate(text, point, textcoords="offset points", **look)
 
 
 def note_at_height(ax: Axes, text: str, value: float) -> None:
-    """The text to the right of the axes, where no curve runs."""
+    """Writes a text to the right of the axes, where no curve runs."""
     note(ax, text, (1.0, value), xycoords=("axes fraction", "data"))
 
 
@@ -135,7 +135,7 @@ def reference_lines(ax: Axes, references: Mapping[str, float] | None) -> None:
 def finish(
     ax: Axes, xlabel: str, ylabel: str, *, counts_on_x: bool = False, legend: bool = False, **settings: Any
 ) -> Axes:
-    """Writes the labels, makes other settings, puts ticks at whole numbers where x counts; returns the axes."""
+    """Sets axis labels and other `settings`, whole-number ticks if x counts, and the legend; returns the axes."""
     ax.set(xlabel=xlabel, ylabel=ylabel, **settings)
     if counts_on_x:
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -150,7 +150,7 @@ def plot_row_path(
     ax: Axes | None = None,
     **line_kwargs: Any,
 ) -> Axes:
-    """How one row of a table moves under different rules, with a mark at every step that looked it up.
+    """Plots how one row moves under different rules, with a mark at every step that looked it up.
 
     Args:
       paths: values after steps 1, 2, 3, … by the name of the rule.
@@ -313,7 +313,7 @@ def plot_against_bytes(
     ylabel: str = "relative error",
     ax: Axes | None = None,
 ) -> Axes:
-    """Result of each method against its bytes, on a logarithmic axis; its name stands where the bytes are most.
+    """Plots the result of each method against its bytes, on a logarithmic axis, with its name beside the last point.
 
     Args:
       results: `{method: (bytes, value) pairs}`, in any order; such as a reconstruction error or a loss.
@@ -343,7 +343,7 @@ def _bytes_label(num_bytes: float, _: int) -> str:
 
 
 class Work(NamedTuple):
-    """Least work of an operation.
+    """Smallest possible work of an operation: arithmetic and bytes moved.
 
     Attributes:
       flops: additions and multiplications.
@@ -355,7 +355,7 @@ class Work(NamedTuple):
 
     @property
     def intensity(self) -> float:
-        """Operations per byte."""
+        """Arithmetic intensity: operations per byte."""
         return self.flops / self.num_bytes
 
 
@@ -368,7 +368,7 @@ def lookup_work(
     *,
     value_bytes: int = 4,
 ) -> Work:
-    """A pooled lookup: every entry is scaled and added, every distinct row read, every sum written.
+    """Work of a pooled lookup: every entry is scaled and added, every distinct row read, every sum written.
 
     Example:
       >>> lookup_work(num_ids=1000, num_distinct_rows=500, num_bags=100, dim=64).intensity
@@ -382,7 +382,7 @@ def lookup_work(
 def roof(
     intensity: Any, bytes_per_second: Annotated[float, "(0, inf)"], flops_per_second: Annotated[float, "(0, inf)"]
 ) -> Any:
-    """Most operations per second at an intensity: memory limits low ones, arithmetic high ones.
+    """Most operations per second at an arithmetic intensity, limited by memory or by arithmetic.
 
     Source: Williams, Waterman, Patterson (2009).
     """

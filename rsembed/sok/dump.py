@@ -1,4 +1,4 @@
-"""Rows of tables out and in by key: into arrays of numpy, into a checkpoint, onto any number of devices."""
+"""Export and import of tables' rows by key: as numpy arrays, or as a checkpoint for any number of devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rsembed.storage.logical_rows import array_names, as_dtype, places_by_key, r
 
 @validated
 def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
-    """All keys with what belongs to them, from all devices, in ascending order of the keys (copies on the host).
+    """Keys of a table in ascending order, with their rows and optimizer state, from all devices (host copies).
 
     Returns: `keys`, `values`, one `slot_<name>` per optimizer slot; of a hash table `last_step` and `count`;
       with admission by count `waiting_keys`, `waiting_last_step` and `waiting_count`.
@@ -36,7 +36,7 @@ def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
 
 @validated
 def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, PyTree]) -> None:
-    """Writes rows by key: keys that the table has are overwritten, a hash table gets those that it has not.
+    """Writes rows by key: rows of known keys are overwritten, and a hash table admits the others.
 
     Args:
       variable: the table.
@@ -52,7 +52,7 @@ def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, PyTree]) -> None
 
 
 def _make_room(variable: EmbeddingVariable, rows: Mapping[str, PyTree]) -> None:
-    """Makes a table as large as the rows need that it is to take beside its own."""
+    """Enlarges a table until the given rows fit beside its own."""
     spec, num_devices = variable.table.spec, variable.table.context.num_devices
     params = state_of(variable).tables[spec.name]
     num_rows, num_waiting = room_needed(params, rows, spec, num_devices)
@@ -63,7 +63,7 @@ def _make_room(variable: EmbeddingVariable, rows: Mapping[str, PyTree]) -> None:
 
 @validated
 def dump(path: str | os.PathLike[str], variables: PyTree, optimizer: object = None) -> None:
-    """Writes keys, rows, optimizer state and step of tables, all of one instant, as a checksummed checkpoint.
+    """Writes keys, rows, optimizer state and step of tables as one checksummed checkpoint.
 
     Args:
       path: a folder that does not exist yet.
@@ -88,7 +88,7 @@ def dump(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
 
 @validated
 def load(path: str | os.PathLike[str], variables: PyTree, optimizer: object = None) -> None:
-    """Makes tables what they were at the time of a `dump`, on this run's devices, however many there were then.
+    """Restores tables from a `dump` onto this run's devices, whatever number of devices wrote it.
 
     Rows are read a few MiB at a time.
 
@@ -121,7 +121,7 @@ def load(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
 def _loaded(
     variable: EmbeddingVariable, arrays: Mapping[str, PyTree], step: int
 ) -> tuple[VariableTable, EmbeddingState]:
-    """A table as large as the dumped one needs, and its state with the rows of the dump alone."""
+    """A table large enough for the dump, and its state with the dump's rows alone."""
     spec, num_devices = variable.table.spec, variable.table.context.num_devices
     names = array_names(spec, variable.get_value().slots[spec.name])
     of_keys = {name: array.whole() for name, array in arrays.items() if name not in names}
@@ -146,7 +146,7 @@ def _loaded(
 def _check_fits(
     path: str | os.PathLike[str], then: Mapping[str, PyTree], arrays: Mapping[str, PyTree], table: VariableTable
 ) -> None:
-    """Raises: ValueError: the rows of a dump are not those of such a table, or more than it can have."""
+    """Raises: ValueError: the dump is of another kind of table, or has more rows than this one can hold."""
     now, name = _description(table), table.spec.name
     there, here = (jnp.finfo(dtype) for dtype in (arrays["values"].dtype, table.spec.dtype))
     if there.nmant > here.nmant or there.maxexp > here.maxexp:  # a wider one holds every value as it is
@@ -165,7 +165,7 @@ def _check_fits(
 
 
 def _description(table: VariableTable) -> dict[str, PyTree]:
-    """Facts in which a dump and the table that it goes into must agree."""
+    """Facts that must be equal in a dump and in the table that loads it."""
     spec = table.spec
     return {
         "use_hashtable": isinstance(spec.storage, Hashed),

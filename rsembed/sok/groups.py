@@ -1,4 +1,4 @@
-"""Lookups of many tables at once, as DeepRec offers them: a function over lists, and columns made in a scope."""
+"""Group lookups of many tables, as DeepRec offers them: a function over lists, and columns made in a scope."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _look_up_group(
 
 
 def _features_of(params: Sequence[Table], group: str) -> tuple[list[FeatureSpec], dict[int, Array]]:
-    """The features as which the core reads the ids of a group, and its plain tables by position."""
+    """Feature specs by which the core reads a group's ids, and the arrays of plain tables by position."""
     names = [table.table.spec.name for table in params if isinstance(table, EmbeddingVariable)]
     features, plain = [], {}
     for position, table in enumerate(params):
@@ -162,7 +162,7 @@ def _features_of(params: Sequence[Table], group: str) -> tuple[list[FeatureSpec]
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _pool(devices: Devices, combiner: Combiner, values: Array, batch: PyTree) -> Float[Array, "batch dim"]:
-    """Pooled rows of a plain table, which every device reads for its samples."""
+    """Pooled rows of a plain table, of which every device has a copy for its samples."""
 
     def on_device(values: Array, batch: PyTree) -> Array:
         bags = as_bags(batch, feature="samples of this device")
@@ -175,7 +175,7 @@ def _pool(devices: Devices, combiner: Combiner, values: Array, batch: PyTree) ->
 
 
 def _context_of(tables: Sequence[VariableTable], group: str) -> Context | None:
-    """The devices of the tables; None if there are none. Raises: ValueError: they differ."""
+    """Devices that all tables share; None without tables. Raises: ValueError: tables are on different devices."""
     for table in tables:
         first, own = tables[0].context, table.context
         if own.devices != first.devices:
@@ -189,7 +189,7 @@ def _context_of(tables: Sequence[VariableTable], group: str) -> Context | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EmbeddingColumn:
-    """A feature and the table that it is read from.
+    """A feature and the table that its ids are looked up in.
 
     Attributes:
       feature: its name in the batch.
@@ -209,7 +209,7 @@ _open_scopes: list[str] = []
 
 @contextlib.contextmanager
 def group_embedding_column_scope(name: str | None = None) -> Iterator[str]:
-    """Columns made inside belong to one group; `input_layer` looks all of its columns up together, of whatever groups.
+    """Scope whose columns belong to one group; `input_layer` looks up all its columns together, of any groups.
 
     Args:
       name: of the group.

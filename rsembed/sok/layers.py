@@ -26,7 +26,7 @@ Given = tuple[KeysOfBags, WeightsOfKeys]
 
 
 class _Layer(nnx.Module):
-    """A table over the devices, and how a batch of `slot_num` features a sample is read from it."""
+    """Base of both layers: a table over the devices, read by batches of `slot_num` features a sample."""
 
     def __init__(
         self,
@@ -64,10 +64,10 @@ class _Layer(nnx.Module):
 
     @abc.abstractmethod
     def _read(self, given: Given) -> dict[str, Bags]:
-        """The bags of keys and weights by name of the layer, checked."""
+        """Checked bags of keys and weights, under the layer's name."""
 
     def _look_up(self, given: Given, training: bool, *axes: int) -> tuple[Array, StepOnce]:
-        """Rows of keys and weights, with these axes before the rows' own, and the function that trains them."""
+        """Output of a lookup, reshaped to `axes` and the row's own, and the function that trains its rows."""
         table = self.variable.table
         name, devices, features = table.spec.name, table.context.devices, table.collection.features
         what = f"layer {name!r}"
@@ -79,7 +79,7 @@ class _Layer(nnx.Module):
         return output, backward
 
     def _checked(self, bags: Bags) -> dict[str, Bags]:
-        """The bags, of whole samples and none longer than agreed."""
+        """The bags under the layer's name. Raises: ValueError: a sample is not whole, or a bag exceeds max_nnz."""
         context, name = self.variable.table.context, self.name
         if bags.num_bags % self.slot_num:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Lookups of several embedding variables in one exchange, and the step that may follow each of them once.
+"""Lookups of several embedding variables in one exchange, and the one optimizer step that may follow.
 
 What compiled programs do is the engine of the core, over the tables of some variables.
 """
@@ -42,14 +42,14 @@ TRAINED = "backward was called before: a lookup trains once. Look up again for a
 
 
 def checked_combiner(combiner: str, what: str) -> Combiner:
-    """The combiner in small letters. Raises: ValueError: it does not pool; names `what` asked for it."""
+    """The combiner in lower case. Raises: ValueError: `what` is not sum, mean or sqrtn."""
     if str(combiner).lower() not in ("sum", "mean", "sqrtn"):
         raise ValueError(f"{what} must be 'sum', 'mean' or 'sqrtn', got {combiner!r}.")
     return cast(Combiner, combiner.lower())
 
 
 def key_bags(keys: KeysOfBags, weights: WeightsOfKeys, feature: str, devices: Devices) -> Bags:
-    """One bag of keys per leading position of `keys`.
+    """Bags of keys, one for each leading position of `keys`.
 
     Args:
       keys: an integer array or `Keys` `[..., keys per bag]`, in which -1 is no key; `Bags`; or a list of keys per bag.
@@ -79,7 +79,7 @@ def key_bags(keys: KeysOfBags, weights: WeightsOfKeys, feature: str, devices: De
 
 
 def of_any_width(bags: Bags, devices: Devices) -> Bags:
-    """Bags on whose width several processes can agree, as they cannot on that of arrays."""
+    """Bags without a fixed width, so that several processes can agree on one; unchanged in a single process."""
     is_part = devices.num_processes > 1 and not is_unknown(bags)
     return dataclasses.replace(bags, dense_shape=None) if is_part else bags
 
@@ -89,7 +89,7 @@ def of_any_width(bags: Bags, devices: Devices) -> Bags:
 
 @functools.lru_cache(maxsize=256)
 def engine_of(tables: tuple[VariableTable, ...], features: tuple[tuple[int, Combiner], ...]) -> Engine:
-    """The core's engine of some tables, which names them, and the features that read them, by their numbers.
+    """The core's engine for some tables and the features that read them, both named by their numbers.
 
     Args:
       tables: on the same devices.
@@ -111,7 +111,7 @@ def engine_of(tables: tuple[VariableTable, ...], features: tuple[tuple[int, Comb
 
 
 def _numbered(values: Iterable[T]) -> dict[str, T]:
-    """Values by their numbers, as an engine names what they belong to."""
+    """Dictionary of values by their number as text, the names that engines of `engine_of` use."""
     return {str(number): value for number, value in enumerate(values)}
 
 
@@ -140,7 +140,7 @@ def _programs(
 
 
 def _arrays_of(variables: Sequence[EmbeddingVariable]) -> tuple[ByStack, ByStack, ByStack]:
-    """Parameters, slots and number of the step to come, by number of the variable."""
+    """Parameters, slots and step of every variable, each by the variable's number as text."""
     params, slots, steps = ByStack(), ByStack(), ByStack()
     for number, variable in enumerate(variables):
         state, name = state_of(variable), variable.table.spec.name
@@ -156,7 +156,7 @@ def _step(
     batch: Mapping[str, PyTree],
     d_outputs: Mapping[str, Float[Array, "_ _"]],
 ) -> tuple[ByStack, ByStack, ByStack]:
-    """The arrays after one step with gradients of the outputs."""
+    """Parameters, slots and steps after one optimizer step with gradients of the outputs."""
     params, slots, numbers = arrays
     steps = {
         name: Step(stack.rule.get_hyperparameters(numbers[name]), stack.rule, None, numbers[name])
@@ -232,7 +232,7 @@ class StepOnce:
                 raise _full(variable, num_failed)
 
     def _make_room(self, number: int) -> int | None:
-        """Makes room in a table that grows; of another that may not have any, how many keys found none before."""
+        """Enlarges a full table if it may grow; for one with when_full='error', returns the failed keys so far."""
         variable = self.variables[number]
         if variable.table.when_full not in ("error", "grow"):
             return None
@@ -256,7 +256,7 @@ def look_up_variables(
     *,
     training: bool,
 ) -> tuple[list[Float[Array, "_ _"]], StepOnce]:
-    """Rows of several features in one exchange, and the function that trains their tables; nothing changes yet.
+    """Rows of several features from one exchange, and the function that trains their tables.
 
     Args:
       variables: the table of each feature; features may share one.
@@ -290,7 +290,7 @@ def look_up_variables(
 
 
 def _missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices"]:
-    """Places that each device lacks for so many new keys; negative where some are left."""
+    """How many places each device lacks for its new keys; negative where some are left."""
     missing: np.ndarray = on_host(wanted) - on_host(keys.num_free).astype(np.int64)
     return missing
 

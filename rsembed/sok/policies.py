@@ -1,4 +1,4 @@
-"""Who gets a row, who loses one, what rows start from, by the names of DeepRec, SOK and Keras."""
+"""Admission, eviction and initial values of rows, by the names of DeepRec, SOK and Keras."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from jaxtyping import Array, PRNGKeyArray
 
 @dataclasses.dataclass(frozen=True)
 class CounterFilter:
-    """A key gets a row when it has occurred more than `filter_freq` times. Source: DeepRec, `tf.CounterFilter`."""
+    """Admits a key once it has occurred more than `filter_freq` times. Source: DeepRec, `tf.CounterFilter`."""
 
     filter_freq: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class GlobalStepEvict:
-    """Keys go that were not used for more than `steps_to_live` steps. Source: DeepRec, `tf.GlobalStepEvict`."""
+    """Evicts keys not used for more than `steps_to_live` steps. Source: DeepRec, `tf.GlobalStepEvict`."""
 
     steps_to_live: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class L2WeightEvict:
-    """Keys go whose rows have less than this half of a squared L2 norm; none below 0.
+    """Evicts keys whose row has half a squared L2 norm below the threshold; none if that is negative.
 
     Source: DeepRec, `tf.L2WeightEvict`, whose pages say norm and whose code takes half of the sum of squares.
     """
@@ -49,7 +49,7 @@ class EmbeddingVariableOption:
     filter_option: CounterFilter | None = None
 
     def as_policies(self) -> dict[str, float]:
-        """Arguments of `embedding_variable` that ask for what these options ask for."""
+        """The same options as arguments of `embedding_variable`."""
         evict, admit = self.evict_option, self.filter_option
         said: dict[str, float] = {} if admit is None else {"admission_count": admit.filter_freq}
         if isinstance(evict, GlobalStepEvict) and evict.steps_to_live is not None:
@@ -60,7 +60,7 @@ class EmbeddingVariableOption:
 
 
 def core_policies(where: str, option: EmbeddingVariableOption | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`steps_to_live`, `l2_weight_threshold` and arguments of `rsembed.Hashed`, whichever way they were said.
+    """Policies as `steps_to_live`, `l2_weight_threshold` and `rsembed.Hashed` arguments, from any published form.
 
     Args:
       where: names the table in errors.
@@ -106,7 +106,7 @@ _OF_WHOLE_TABLES = re.compile(r"glorot|xavier|he_|lecun|variance_scaling|orthogo
 
 
 def named_initializer(initializer: str | float | Callable[..., Array], table_name: str) -> Callable[..., Array]:
-    """`(key, shape) -> array` from such a function, a name, or a number that all rows start from, also as a text.
+    """An initializer `(key, shape) -> array` from a function, a name, or a constant (a number, or it as text).
 
     Raises: ValueError: the name is unknown, or means values that follow from the number of rows.
     """

@@ -32,7 +32,7 @@ from rsembed.storage import Hashed, RowNumbers, hashed_rows
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The devices that share tables.
+    """Devices that share tables, and the agreed size of the global batch.
 
     Attributes:
       mesh: a mesh with one axis over them.
@@ -46,16 +46,16 @@ class Context:
 
     @property
     def num_devices(self) -> int:
-        """Devices, and so shards of every table."""
+        """Number of devices, which is the number of shards of every table."""
         return self.mesh.shape[self.axis]
 
     @functools.cached_property
     def devices(self) -> Devices:
-        """The devices in the form that the core takes."""
+        """The devices as the core's `Devices`."""
         return Devices.of(self.mesh, self.axis)
 
     def check_batch(self, num_samples: int, name: str) -> None:
-        """Raises: ValueError: the samples of all processes are not as many as agreed."""
+        """Raises: ValueError: the samples of all processes do not add up to `global_batch_size`."""
         processes = self.devices.num_processes
         if self.global_batch_size not in (None, num_samples * processes):
             raise ValueError(
@@ -64,7 +64,7 @@ class Context:
             )
 
     def place(self, tree: PyTree) -> PyTree:
-        """Arrays of this process, cut among the devices of all; copies, since JAX may take over what it is given."""
+        """Global arrays, split over all devices, from copies of this process's arrays."""
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axis))
         place = functools.partial(jax.make_array_from_process_local_data, sharding)
         return jax.tree.map(place, jax.tree.map(np.array, tree))
@@ -77,7 +77,7 @@ _current: Context | None = None
 def Init(
     global_batch_size: PositiveInt | None = None, *, mesh: Mesh | None = None, axis: str = "shard", **distributed: Any
 ) -> Context:
-    """Starts the distributed runtime, if there are several processes, and says which devices share tables.
+    """Connects the processes, if there are several, and chooses the devices that share tables.
 
     Call it once, before any layer is made; a second call changes what later layers get.
 
@@ -141,14 +141,14 @@ class VariableTable:
 
     @functools.cached_property
     def kind(self) -> VariableTable:
-        """The first table that was like this one but for its name: they share what is compiled."""
+        """The first table that was equal to this one but for its name; both share compiled programs."""
         spec = self.spec
         sizes = spec.vocabulary_size, spec.embedding_dim, spec.dtype, self.exchange_capacity
         how = keyed_form(spec.initializer, spec.embedding_dim), spec.optimizer, spec.storage
         return _first_of_kind.setdefault((*sizes, *how, self.context.devices), self)
 
     def init(self, key: PRNGKeyArray) -> EmbeddingState:
-        """An empty table, or a full one without hash table; the state keeps the key, from which its rows follow."""
+        """Initial state: no rows with a hash table, else all of them; it keeps the key that new rows are drawn from."""
         state = self.collection.init(key)
         return state._replace(key=self.context.devices.place(key, PartitionSpec()))
 
@@ -162,7 +162,7 @@ class EmbeddingVariable(nnx.Variable):
 
     @property
     def num_rows(self) -> int:
-        """Keys that have a row, over all devices."""
+        """Number of keys that have a row, over all devices."""
         return int(self.counts()["rows"].sum())
 
     def counts(self) -> dict[str, np.ndarray]:
@@ -173,7 +173,7 @@ class EmbeddingVariable(nnx.Variable):
     def evict(
         self, *, keep: int | None = None, steps_to_live: int | None = None, l2_weight_threshold: float | None = None
     ) -> dict[str, np.ndarray]:
-        """Takes their rows from keys, outside of `jit`, and hands them out.
+        """Evicts keys and returns their rows; works outside of `jit` only.
 
         Args:
           keep: so many keys keep their rows, over all devices: those that `eviction` lets go last.
@@ -230,14 +230,14 @@ class EmbeddingVariable(nnx.Variable):
 
 
 def _norm(l2_weight_threshold: float) -> float:
-    """The L2 norm of which half of the square is a threshold, or the next one below, whose square is not larger."""
+    """The L2 norm whose half square is the threshold, rounded down."""
     squares = 2 * float(l2_weight_threshold)
     norm = math.sqrt(squares)
     return norm if norm * norm <= squares else math.nextafter(norm, 0)
 
 
 def state_of(variable: EmbeddingVariable) -> EmbeddingState:
-    """The variable's value. Raises: ValueError: it is the state of another table. RuntimeError: a step took it over."""
+    """The variable's state. Raises: ValueError: it is another table's. RuntimeError: a step took its arrays over."""
     state, name = variable.get_value(), variable.table.spec.name
     check_type(state, EmbeddingState, f"table {name!r}: its value")
     way_out = (
@@ -255,7 +255,7 @@ def state_of(variable: EmbeddingVariable) -> EmbeddingState:
 
 
 def give_room(variable: EmbeddingVariable, num_rows: int, num_waiting: int) -> None:
-    """Makes a table larger by so many rows and places of keys that wait on every device, or twice as large."""
+    """Enlarges a table on every device by these rows and places of waiting keys, or to twice its size if more."""
     params, num_devices = state_of(variable).tables[variable.table.spec.name], variable.table.context.num_devices
     sizes = [maps.last_step.shape[0] // num_devices for maps in (params.keys, params.waiting) if maps is not None]
     missing = (num_rows, num_waiting)[: len(sizes)]
@@ -264,7 +264,7 @@ def give_room(variable: EmbeddingVariable, num_rows: int, num_waiting: int) -> N
 
 
 def make_larger(variable: EmbeddingVariable, rows_per_device: int, num_waiting: int) -> None:
-    """Room for so many rows, and at least so many keys that wait for one, on every device.
+    """Enlarges a table to this many rows, and at least this many waiting keys, on every device.
 
     Raises: ValueError: it has more rows already.
     """

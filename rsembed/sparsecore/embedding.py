@@ -1,4 +1,4 @@
-"""The published runtime module: everything a training program calls, by its published name."""
+"""Published runtime module: every function that a training program calls, by its published name."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from rsembed.stacking import get_default_limits as get_default_limits
 
 
 class EmbeddingVariablesInitializer(NamedTuple):
-    """Functions `(key, shape)` that make a table and its slots: `EmbeddingVariables` before they are made."""
+    """Initializers `(key, shape) -> array` of a table and its slots, in the form of `EmbeddingVariables`."""
 
     table: CallableTableInitializer
     slot: tuple[CallableTableInitializer, ...]
@@ -104,7 +104,7 @@ def compute_coo_buffer_size_per_device(
     num_sc_per_device: int | None = None,
     enable_minibatching: bool = False,
 ) -> dict[str, int]:
-    """Buffer places that a device has, by stack."""
+    """Size of a device's input buffer, in entries, by stack."""
     layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
     return {name: layout.buffer_size_per_device(enable_minibatching) for name, layout in layouts.items()}
 

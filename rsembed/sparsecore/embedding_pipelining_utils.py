@@ -38,14 +38,14 @@ from rsembed.specs import FeatureSpec, tables_of
 
 
 class CurrentStepInput(NamedTuple):
-    """Batch `i`: what the lookup takes now, and what the dense step takes in the next cycle."""
+    """Batch `i`: ids that this cycle looks up, and inputs of the dense step in the next cycle."""
 
     sparse_inputs: PyTree
     dense_inputs: PyTree
 
 
 class LastStepInput(NamedTuple):
-    """Batch `i - 1`, looked up in the last cycle: what the dense step takes now, and its ids for the update."""
+    """Batch `i - 1`, looked up in the last cycle: inputs of this cycle's dense step, and ids for the update."""
 
     sparse_inputs: PyTree
     embedding_activations: PyTree
@@ -54,7 +54,7 @@ class LastStepInput(NamedTuple):
 
 
 class StepBeforeLastStepInput(NamedTuple):
-    """Batch `i - 2`: ids and gradients for the update."""
+    """Batch `i - 2`: ids and gradients for this cycle's update."""
 
     sparse_inputs: PyTree
     embedding_gradients: PyTree
@@ -81,14 +81,14 @@ class PipelineState(NamedTuple):
 
 @runtime_checkable
 class ScFwdStageFun(Protocol):
-    """The lookup: `(sparse_inputs, embedding_variables) -> (activations, aux for the dense step)`."""
+    """Lookup stage: `(sparse_inputs, embedding_variables) -> (activations, aux for the dense step)`."""
 
     def __call__(self, sparse_inputs: PyTree, embedding_variables: PyTree) -> tuple[PyTree, PyTree]: ...
 
 
 @runtime_checkable
 class TcStageFun(Protocol):
-    """The dense step: returns activation gradients, output, new train state, and aux for the update."""
+    """Dense stage: returns activation gradients, output, new train state, and aux for the update."""
 
     def __call__(
         self, embedding_activations: PyTree, dense_inputs: PyTree, train_state: PyTree, sc_fwd_aux: PyTree
@@ -97,7 +97,7 @@ class TcStageFun(Protocol):
 
 @runtime_checkable
 class ScBwdStageFun(Protocol):
-    """The update: returns new variables and aux for the caller.
+    """Update stage: returns new variables and aux for the caller.
 
     A function with a parameter named `step` also receives the 0-based number of the batch it updates with, and one with
     a parameter named `has_gradients` whether there is such a batch: the first two cycles have none.
@@ -109,7 +109,7 @@ class ScBwdStageFun(Protocol):
 
 
 def get_pipeline_train_steps(num_steps: int) -> int:
-    """Cycles for `num_steps` batches: two more, to fill and to drain the pipeline."""
+    """Number of cycles for `num_steps` batches: two more, to fill and to drain the pipeline."""
     return num_steps + 2
 
 
@@ -212,7 +212,7 @@ def step(
     *,
     fake_tc_step: bool | Array,
 ) -> tuple[PyTree, PyTree, PyTree, PyTree, PipelineState]:
-    """One cycle. Put it into one `jit`, and donate train state, variables and pipeline state.
+    """Runs one cycle. Put it into one `jit`, and donate train state, variables and pipeline state.
 
     Args:
       pipeline_input: batch `i`; in the last two cycles, zeros like any batch.

@@ -157,12 +157,12 @@ class EmbeddingSpecRecord:
     stacked_table_specs: tuple[StackRecord, ...]
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """The record as text."""
+        """The record as JSON text."""
         return json.dumps(dataclasses.asdict(self), indent=indent)
 
     @classmethod
     def from_json(cls, text: str) -> EmbeddingSpecRecord:
-        """The inverse of `to_json`. Raises: ValueError: the text is no record."""
+        """The record from its text, the inverse of `to_json`. Raises: ValueError: the text is no record."""
         try:
             return _restored(cls, json.loads(text))
         except (ValueError, TypeError, AttributeError) as error:
@@ -173,7 +173,7 @@ _NESTED = {"stacked_table_specs": StackRecord, "table_specs": TableRecord, "feat
 
 
 def _restored(record: Callable[..., Record], fields: Mapping[str, PyTree]) -> Record:
-    """The record that became `fields` on its way through JSON, where tuples are lists."""
+    """A record from its fields as JSON returns them, where tuples are lists."""
     values: dict[str, PyTree] = {}
     for name, value in fields.items():
         if name in _NESTED:
@@ -210,7 +210,7 @@ def create_proto_from_feature_specs(
 
 
 def _shared_fields(record: type, source: Any, **recorded: object) -> dict[str, Any]:
-    """Values of a spec under the names of a record's fields; `recorded` has those that take another form there."""
+    """Fields that a record shares with a spec, by name; `recorded` replaces those with another form."""
     names = {field.name for field in dataclasses.fields(record)} & {field.name for field in dataclasses.fields(source)}
     return {name: getattr(source, name) for name in names} | recorded
 
@@ -242,7 +242,7 @@ def get_optimizer_type(optimizer_class: type[OptimizerSpec]) -> int:
 
 
 def get_optimizer_class(type_enum: int) -> type[OptimizerSpec]:
-    """The class behind a code. Raises: ValueError: there is none; custom rules have many."""
+    """The optimizer class of a code. Raises: ValueError: no class has the code, or it is that of custom rules."""
     for optimizer_class, code in _CODES.items():
         if code == type_enum:
             return optimizer_class
@@ -251,7 +251,7 @@ def get_optimizer_class(type_enum: int) -> type[OptimizerSpec]:
 
 @validated
 def optimizer_spec_to_proto(optimizer: OptimizerSpec) -> OptimizerRecord:
-    """The record of an optimizer. Of a function (a custom rule, a schedule), only the name is kept."""
+    """The record of an optimizer, with only the name of any function (a custom rule, a schedule)."""
     learning_rate, tag = optimizer.learning_rate, None
     if callable(learning_rate):
         tag = str(getattr(learning_rate, "__qualname__", type(learning_rate).__name__))

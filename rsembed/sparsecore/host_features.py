@@ -1,4 +1,4 @@
-"""Ids and weights as users hand them over, brought into one form without a copy, and checked.
+"""Ids and weights of a batch, brought from all accepted forms into one without a copy, and checked.
 
 Shapes and kinds are checked here when a batch is read. Values are checked by whoever walks over them anyway: the numpy
 partitioner asks for `HostFeature.ids`, the native one finds a bad value on its way and has `check_values` name it.
@@ -39,7 +39,7 @@ class HostFeature:
 
     @functools.cached_property
     def ids(self) -> Int64[np.ndarray, " nnz"]:
-        """The ids, checked.
+        """Ids as int64, after `check_values`.
 
         Raises: ValueError: an id is outside its table, or a weight is not finite.
         """
@@ -48,12 +48,12 @@ class HostFeature:
 
     @functools.cached_property
     def samples(self) -> Int64[np.ndarray, " nnz"]:
-        """Sample of this process' batch, per entry."""
+        """Number of each entry's sample in this process' batch."""
         return np.repeat(np.arange(len(self.lengths), dtype=np.int64), self.lengths)
 
     @functools.cached_property
     def gains(self) -> Float32[np.ndarray, " nnz"]:
-        """The entry's factor in its sample, before equal entries are added; zeros in a sample whose weights cancel."""
+        """Factor of each entry in its sample, before equal entries merge; zero where a sample's weights cancel."""
         combiner, num_samples = self.spec.table_spec.combiner, len(self.lengths)
         values = np.ones(self.samples.shape, np.float32) if self.weights is None else self.weights
         if combiner == "sum":
@@ -66,7 +66,7 @@ class HostFeature:
         return (wide * inverse[self.samples]).astype(np.float32)
 
     def check_values(self) -> None:
-        """Names the first bad value. Raises: ValueError: an id is outside its table, or a weight is not finite."""
+        """Raises: ValueError: an id is outside its table, or a weight is not finite; names the first one."""
         where, table, ids = f"feature {self.spec.name!r}", self.spec.table_spec, self.raw_ids
         if self.weights is not None and not np.isfinite(self.weights).all():
             entry = int(np.flatnonzero(~np.isfinite(self.weights))[0])
@@ -188,7 +188,7 @@ def _is_pair(leaf: object) -> bool:
 def _own_share(
     ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """This process' part of a global batch: the processes' parts follow each other."""
+    """This process' part of a global batch, in which the processes' parts follow each other."""
     if jax.process_count() == 1:
         return ids, lengths, weights
     num_rows = len(lengths) // jax.process_count()

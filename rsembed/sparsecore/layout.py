@@ -1,4 +1,4 @@
-"""Where things lie: shards, stacks and sizes, read from specs that a stacking function has placed.
+"""Layout of placed specs: shards, stacks and sizes, read from specs that a stacking function has placed.
 
 `D` devices with `C` cores each make `S = D * C` shards. Row `id` of a table lies in shard `(id + rotation) % S`; device
 `k` holds shards `k * C` to `k * C + C - 1` of every stack, one after the other.
@@ -43,7 +43,7 @@ NUM_SC_PER_DEVICE_MAP = {"TPU v5": 4, "TPU v5p": 4, "TPU v6 lite": 2, "TPU v6e":
 
 
 def num_sparsecores_per_device(device: jax.Device | None = None) -> int:
-    """SparseCores of a device: 4 on TPU v5p, 2 on v6e and TPU7x; elsewhere, the number that is laid out as if.
+    """Number of SparseCores of a device: 4 on TPU v5p, 2 on v6e and TPU7x; elsewhere, the emulated number.
 
     CPUs and GPUs are laid out as a TPU v5p, with 4 cores, or with as many as the environment variable
     `RSEMBED_CORES_PER_DEVICE` says. Activations and updates do not depend on it; limits and statistics do.
@@ -68,20 +68,20 @@ def num_sparsecores_per_device(device: jax.Device | None = None) -> int:
 
 
 def resolve_cores(num_sc_per_device: int | None, global_device_count: int) -> int:
-    """`num_sc_per_device`, checked, or the default of this machine."""
+    """Cores per device: `num_sc_per_device`, checked, or the default of this machine."""
     check_type(global_device_count, PositiveInt, "global_device_count")
     check_type(num_sc_per_device, PositiveInt | None, "num_sc_per_device")
     return num_sparsecores_per_device() if num_sc_per_device is None else num_sc_per_device
 
 
 class ShardingStrategy(enum.Enum):
-    """Ways to deal rows to shards."""
+    """Rule that assigns rows to shards; MOD is the only one."""
 
     MOD = "MOD"
 
 
 def sharding_strategy_to_enum(sharding_strategy: str) -> ShardingStrategy:
-    """The strategy of that name, in any case. Raises: ValueError: there is none."""
+    """The strategy of that name, in any case. Raises: ValueError: the name is unknown."""
     if not isinstance(sharding_strategy, str) or sharding_strategy.upper() != "MOD":
         raise ValueError(f"unknown sharding strategy {sharding_strategy!r}; the only one is 'MOD'.")
     return ShardingStrategy.MOD
@@ -89,7 +89,7 @@ def sharding_strategy_to_enum(sharding_strategy: str) -> ShardingStrategy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackLayout:
-    """One stack: its tables, first row first, and the features that read them, first sample first, cut for devices.
+    """A stack on some devices: tables in the order of rows, and their features in the order of samples.
 
     Where nothing but rows matters there are no features, and all shards count as those of one device.
     """
@@ -106,7 +106,7 @@ class StackLayout:
 
     @property
     def num_shards(self) -> int:
-        """Shards over all devices. Raises: ValueError: the stack was made by hand, which does not say."""
+        """Number of shards over all devices. Raises: ValueError: the stack was made by hand, without a number."""
         if not self.spec.num_shards:
             raise ValueError(
                 f"stack {self.name!r} was made by hand, for no number of shards; set stacked_table_spec of a table to "
@@ -116,22 +116,22 @@ class StackLayout:
 
     @property
     def num_cores(self) -> int:
-        """Shards of a device."""
+        """Number of cores, and so of shards, of a device."""
         return self.num_shards // self.num_devices
 
     @property
     def rows_per_shard(self) -> int:
-        """Rows of the physical table in one shard."""
+        """Number of rows of the physical table in one shard."""
         return self.spec.stack_vocab_size // self.num_shards
 
     @property
     def samples_per_core(self) -> int:
-        """Samples of all features together that one core serves."""
+        """Number of samples of all features together that one core handles."""
         return self.spec.total_sample_count // self.num_shards
 
     @property
     def declared_ids(self) -> int | None:
-        """Ids in a device's part of the batch, where all features say how many a sample has."""
+        """Number of ids in a device's part of the batch, if every feature declares its ids per sample; else None."""
         shapes = [feature.input_shape for feature in self.features]
         if any(shape is None or None in shape for shape in shapes):
             return None
@@ -157,7 +157,7 @@ class StackLayout:
         return self.row_layout.all_rows(table.name, table.vocabulary_size)
 
     def checked_activations(self, activations: Array) -> Array:
-        """Stacked activations of one device, or gradients of them. Raises: ValueError: they have another shape."""
+        """One device's stacked activations or gradients, unchanged. Raises: ValueError: they have another shape."""
         shape = (self.samples_per_core * self.num_cores, self.spec.stack_embedding_dim)
         if activations.shape != shape:
             raise ValueError(
@@ -167,7 +167,7 @@ class StackLayout:
         return activations
 
     def buffer_size_per_device(self, enable_minibatching: bool = False) -> int:
-        """Places in a device's input buffer; with room for every minibatch, unless a smaller size is suggested.
+        """Size of a device's input buffer, in entries: room for every minibatch, unless a smaller size is suggested.
 
         Raises: ValueError: the suggested size is more than the limits could ever fill.
         """
@@ -191,7 +191,7 @@ class StackLayout:
 def compute_row_pointers_size_per_device(
     *, global_device_count: int, num_sc_per_device: int | None = None, enable_minibatching: bool = False
 ) -> int:
-    """Row pointers that a device has for one stack: a block of at least 8 per core, or per core and minibatch."""
+    """Number of a device's row pointers for one stack: at least 8 per core, or per core and minibatch."""
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
     return max(global_device_count * num_cores, SUBLANES) * num_cores * (MAX_MINIBATCHES if enable_minibatching else 1)
 
@@ -202,19 +202,19 @@ def compute_theoretical_max_coo_buffer_size(
     num_sc_per_device: int | None = None,
     enable_minibatching: bool = False,
 ) -> int:
-    """Buffer places that a device needs when every partition (of every minibatch) is as full as its limit allows."""
+    """Entries that a device's buffer must hold if every partition (of every minibatch) reaches its limit."""
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
     return coo_buffer_size(max_ids_per_partition, global_device_count, num_cores, enable_minibatching)
 
 
 def coo_buffer_size(max_ids: int, num_devices: int, num_cores: int, enable_minibatching: bool) -> int:
-    """Buffer places for full partitions; checks nothing, as each batch asks it for every stack."""
+    """As `compute_theoretical_max_coo_buffer_size`, without checks: each batch calls it for every stack."""
     num_partitions = num_cores * num_devices * num_cores * (MAX_MINIBATCHES if enable_minibatching else 1)
     return round_up(max_ids, SUBLANES) * num_partitions
 
 
 def cores_from_row_pointers(size_per_device: int, num_devices: int, enable_minibatching: bool = False) -> int:
-    """The cores per device for which a device has that many row pointers.
+    """Number of cores per device that gives a device this many row pointers.
 
     Raises: ValueError: no number of cores fits.
     """
@@ -233,7 +233,7 @@ def cores_from_row_pointers(size_per_device: int, num_devices: int, enable_minib
 
 
 def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: int | None) -> int:
-    """Cores per device that placed tables were laid out for; None asks for whatever they are.
+    """Cores per device that tables were placed for, compared with `num_sc_per_device` unless that is None.
 
     Raises: ValueError: a table has no place yet, or one for another number of shards.
     """
@@ -255,7 +255,7 @@ def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: i
 def stack_layouts(
     feature_specs: Nested[FeatureSpec], *, num_devices: int, num_cores: int | None
 ) -> dict[str, StackLayout]:
-    """The stacks that `feature_specs` read, by name, in leaf order; None takes the cores that they were placed for.
+    """Checked stacks of `feature_specs` by name, in leaf order; num_cores=None takes the placed number.
 
     Raises:
       ValueError: a table was not placed yet, or for another number of shards; features are not those it was placed for.
@@ -282,7 +282,7 @@ def stack_layouts(
 def read_stacks(
     feature_specs: Nested[FeatureSpec], num_devices: int = 1, num_shards: int | None = None
 ) -> dict[str, StackLayout]:
-    """The stacks that `feature_specs` read, by name, in leaf order, as they are; see `stack_layouts`.
+    """Stacks of `feature_specs` by name, in leaf order, without the checks of `stack_layouts`.
 
     Raises: ValueError: a table was not placed yet.
     """
@@ -299,7 +299,7 @@ def read_stacks(
 
 
 def stacks_of(tables: Iterable[TableSpec], *, must_be_whole: bool = True) -> dict[str, StackLayout]:
-    """The stacks that tables form, by name.
+    """Stacks that the tables form, by name, without features.
 
     Raises:
       ValueError: a table was not placed, or tables of its stack are missing that `must_be_whole`.
@@ -318,7 +318,7 @@ def stacks_of(tables: Iterable[TableSpec], *, must_be_whole: bool = True) -> dic
 
 
 def get_table_stacks(table_specs: Nested[TableSpec]) -> dict[str, list[TableSpec]]:
-    """Stack name to its tables, in the order of the given specs."""
+    """Tables of each stack, by its name, in the order of the given specs."""
     stacks: dict[str, list[TableSpec]] = {}
     for table in jax.tree.leaves(table_specs):
         stacks.setdefault(table.setting_in_stack.stack_name, []).append(table)
@@ -326,7 +326,7 @@ def get_table_stacks(table_specs: Nested[TableSpec]) -> dict[str, list[TableSpec
 
 
 def check_places(layouts: Mapping[str, StackLayout]) -> None:
-    """Raises: ValueError: features of a stack are not, one after the other, those that it was placed for."""
+    """Raises: ValueError: a stack's features have other places than those it was placed with."""
     for name, layout in layouts.items():
         end = 0
         for feature in layout.features:
@@ -353,7 +353,7 @@ _PLACE_ANEW = (
 
 
 def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:
-    """The leaves of `tree` in the order of those of `specs`, matched by path: what kind of container is no matter.
+    """Leaves of `tree` in the order of those of `specs`, matched by path whatever the kinds of containers.
 
     Raises: ValueError: something is missing, or left over.
     """
@@ -383,7 +383,7 @@ def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:
 
 
 def check_is_array(table: TableSpec) -> None:
-    """Raises: NotImplementedError: rows are kept by a storage, which partitioned layouts do not know."""
+    """Raises: NotImplementedError: the table has a storage, which partitioned layouts do not support."""
     if table.storage is not None:
         raise NotImplementedError(
             f"table {table.name!r} has storage={type(table.storage).__name__}(...), which partitioned layouts do not "
@@ -392,7 +392,7 @@ def check_is_array(table: TableSpec) -> None:
 
 
 def with_place(table: TableSpec, num_shards: int) -> TableSpec:
-    """The table, or a copy of it with a stack of its own if it has none yet."""
+    """The table, or a copy of it in a stack of its own if it has no stack yet."""
     check_is_array(table)
     stack, setting = table.stacked_table_spec, table.setting_in_stack
     if stack is None:
@@ -406,7 +406,7 @@ def with_place(table: TableSpec, num_shards: int) -> TableSpec:
 
 
 def placed_stack(table: TableSpec) -> StackedTableSpec:
-    """The stack of a table. Raises: ValueError: it has none yet."""
+    """The stack of a table. Raises: ValueError: the table has not been placed."""
     if table.stacked_table_spec is None:
         raise ValueError(
             f"table {table.name!r} has no place in a stack yet; call prepare_feature_specs_for_training on the feature "

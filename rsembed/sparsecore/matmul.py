@@ -1,4 +1,4 @@
-"""Lookup and update of all stacks on one device: from preprocessed buffers, by the engine's way to the rows.
+"""Lookup and update of all stacks on one device, from preprocessed buffers and by the core's engine.
 
 ```
 buffers ──entries by sample──▶ rows, samples, gains ──Rows, AskedRows──▶ activations; tables and slots
@@ -106,7 +106,7 @@ def sparse_dense_matmul_grad(
     embedding_var_limits: Mapping[str, RowLimits] | None = None,
     axis_name: AxisName | None = None,
 ) -> dict[str, PyTree]:
-    """The updated variables: one optimizer step of every row that was looked up, in place when donated.
+    """Variables after one optimizer step of every row that was looked up, in place when donated.
 
     Args:
       activation_gradients: like the activations; `{stack: gradients}` without `perform_stacking`.
@@ -264,7 +264,7 @@ def _stacks(
     enable_minibatching: bool,
     axis_name: AxisName | None,
 ) -> tuple[list[tuple[StackLayout, Occurrences, int]], Devices]:
-    """Stacks with what this device looks up in them and the places for what goes to one owner, and all devices.
+    """Layout, looked-up entries and exchange capacity of each stack on this device; and the devices.
 
     All minibatches are read together: a minibatch exists so that a SparseCore can hold it, and other machines need not.
     """
@@ -331,7 +331,7 @@ def _checked_limits(limits: Mapping[str, RowLimits] | None, stacks: Sequence[str
 
 
 def _rounding(step: Scalar | None, layout: StackLayout) -> Rounding | None:
-    """Rounding whose noise belongs to the step; the engine's to the table and the id, wherever the row lies."""
+    """Stochastic rounding with a key of the step, None if the stack rounds to nearest; the engine adds table and id."""
     if not layout.tables[0].stochastic_rounding:
         return None
     if step is None:
@@ -344,7 +344,7 @@ tpu_sparse_dense_matmul_grad = sparse_dense_matmul_grad
 
 
 def _own_devices(num_devices: int, axis_name: AxisName | None = None) -> Devices:
-    """The devices that share the tables: along those axes of the surrounding `shard_map` that have so many together.
+    """Devices that share the tables: axes of the surrounding `shard_map` with this many devices in all.
 
     Args:
       num_devices: devices that share the tables.

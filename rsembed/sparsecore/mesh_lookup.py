@@ -1,4 +1,4 @@
-"""Lookup and update over a device mesh: the one place that both Flax layers and the pipeline take them from.
+"""Lookup and update over a device mesh, used by both Flax layers and the pipeline.
 
 Tables and batches are cut along some axes of the mesh. Along its other axes they are copied, and every copy does the
 same work, so copies never drift apart.
@@ -30,7 +30,7 @@ from rsembed.specs import FeatureSpec, tables_of
 
 
 def table_mesh(mesh: Mesh | None, sharding_axis: str | tuple[str, ...]) -> Devices:
-    """The devices behind a layer's arguments; `mesh=None` means one axis over all devices.
+    """Devices from a layer's arguments; `mesh=None` means one axis over all devices.
 
     Raises: ValueError: the mesh lacks an axis, or is missing while there are several.
     """
@@ -46,7 +46,7 @@ def table_mesh(mesh: Mesh | None, sharding_axis: str | tuple[str, ...]) -> Devic
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshTables:
-    """The tables that some features read, and where they lie.
+    """Tables that some features read, and the devices that share them.
 
     Attributes:
       feature_specs: placed specs.
@@ -77,7 +77,7 @@ class MeshTables:
         step: Scalar | None,
         inputs: PreprocessedInput,
     ) -> PyTree:
-        """The variables after one optimizer step of every row that `inputs` look up, in the container they came in.
+        """Variables after one optimizer step of every row that `inputs` look up, in the same container as before.
 
         The step counts from 0; None hides it from the optimizers.
         """
@@ -148,7 +148,7 @@ class MeshTables:
 
     @property
     def num_local_devices(self) -> int:
-        """Parts of the tables that lie in this process."""
+        """Number of parts of the tables that lie in this process."""
         mesh: Any = self.devices.mesh
         return math.prod(mesh.local_mesh.shape[axis] for axis in self.devices.axes)
 
@@ -183,7 +183,7 @@ class MeshLayer:
 
     @property
     def num_shards(self) -> int:
-        """Devices that share the tables."""
+        """Number of devices that share the tables."""
         return self._tables().devices.num_devices
 
     @property
@@ -233,7 +233,7 @@ def step_counter(step: Scalar) -> Float[Array, " digits"]:
 
 
 def step_number(counter: Float[Array, "..."] | None) -> Float[Array, ""] | None:
-    """The step that a counter tells, as float32 (exact for 16 million steps); a scalar tells itself, None nothing."""
+    """Step that a counter holds, as float32 (exact for 16 million steps); a scalar or None is returned as is."""
     if counter is None or counter.ndim == 0:
         return counter
     return jnp.sum(counter.astype(jnp.float32) * _PLACES)

@@ -1,4 +1,4 @@
-"""The host partitioner in C++: the same buffers and counts as `partitioner.py`, bit by bit, on all processors.
+"""Host partitioner in C++: bitwise the buffers and counts of `partitioner.py`, on all processors.
 
 One call serves all stacks of a batch. It reads ids where they lie and in their own width, and releases Python's lock
 while it runs, so that a thread can partition the next batch while this one trains.
@@ -63,7 +63,7 @@ class _Stack(ctypes.Structure):
 
 @functools.cache
 def _partition_function() -> Any:
-    """The function of the library, or why there is none."""
+    """The library's partition function, or the reason why there is none."""
     library = native.shared_library()
     if isinstance(library, str):
         return library
@@ -83,7 +83,7 @@ def unavailable_because() -> str | None:
 
 
 def num_threads() -> int:
-    """Threads that partition a large batch.
+    """Number of threads that partition a large batch.
 
     Raises: ValueError: the environment asks for less than one, or for no number.
     """
@@ -129,7 +129,7 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
 
 
 class _Block:
-    """The buffers of all stacks in one piece of memory.
+    """One piece of memory for the buffers of all stacks.
 
     The system hands out fresh memory page by page, which takes as long as sorting the ids. numpy asks for huge pages
     for a large piece, but gets them only for whole ones; what is asked for beyond the need is never touched.
@@ -142,13 +142,13 @@ class _Block:
         self._next = -self._address % unit
 
     def cut(self, size: int, dtype: np.dtype) -> tuple[np.ndarray, int]:
-        """An array whose contents do not matter, and its address."""
+        """A new, uninitialised array in the block, and its address."""
         first, self._next = self._next, self._next + round_up(4 * size, _LINE_BYTES)
         return np.ndarray(size, dtype, self._memory, first), self._address + first
 
 
 class _StackTask:
-    """One stack on its way through the library: keeps what the library reads and writes alive."""
+    """Arguments of the library for one stack; keeps alive the arrays that the library reads and writes."""
 
     def __init__(self, batch: HostBatch, name: str) -> None:
         self.layout = layout = batch.layouts[name]
@@ -210,7 +210,7 @@ class _StackTask:
         self.buffers = StackBuffers(*arrays)
 
     def record(self, batch: HostBatch) -> None:
-        """Puts the counts where the definition puts them."""
+        """Records the library's counts in the batch's statistics, as `partitioner.py` does."""
         partitioner.record_counts(batch, self.layout, self.num_ids, self.num_unique, self.num_ids)
         dropped = {}
         if self.descriptor.drops_something:
@@ -224,5 +224,5 @@ def _bits(count: int) -> int:
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
-    """An array as the library reads it; copied only if they are scattered or of the other byte order."""
+    """The array in native byte order and contiguous, copied only if it is not."""
     return np.ascontiguousarray(array, array.dtype.newbyteorder("="))

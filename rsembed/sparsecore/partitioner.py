@@ -66,38 +66,38 @@ class Entries:
 
     @functools.cached_property
     def is_new_row(self) -> np.ndarray:
-        """Which entries are the first of their row in their partition."""
+        """Mask of the entries that are the first of their row in their partition."""
         return _differs_from_the_last(self.partition, self.row)
 
     @functools.cached_property
     def num_ids(self) -> np.ndarray:
-        """Entries of every partition."""
+        """Number of entries of every partition."""
         return np.bincount(self.partition, minlength=self.num_partitions)
 
     @functools.cached_property
     def num_unique(self) -> np.ndarray:
-        """Distinct rows of every partition."""
+        """Number of distinct rows of every partition."""
         return np.bincount(self.partition[self.is_new_row], minlength=self.num_partitions)
 
     @property
     def rank(self) -> np.ndarray:
-        """Number of every entry in its partition."""
+        """Position of every entry in its partition."""
         return np.arange(self.row.size) - _starts(self.num_ids)[self.partition]
 
     @property
     def row_rank(self) -> np.ndarray:
-        """Number of every entry's row among the distinct rows of its partition."""
+        """Position of every entry's row among the distinct rows of its partition."""
         return np.cumsum(self.is_new_row) - 1 - _starts(self.num_unique)[self.partition]
 
     def take(self, places: np.ndarray) -> Entries:
-        """Some entries, or all in another order."""
+        """The entries at some places, in that order."""
         fields = (self.partition, self.row, self.sample, self.gain, self.multiplicity)
         partition, row, sample, gain, multiplicity = (field[places] for field in fields)
         return Entries(partition, row, sample, gain, multiplicity, self.num_partitions)
 
 
 class HostBatch(NamedTuple):
-    """A batch on its way into buffers.
+    """A batch of ids before partitioning, with the layouts of its stacks and the statistics to fill.
 
     Attributes:
       layouts: the stacks, by name.
@@ -115,7 +115,7 @@ class HostBatch(NamedTuple):
 
 
 def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
-    """Buffers of all stacks; what was observed goes into the statistics.
+    """Buffers of all stacks; fills the batch's statistics.
 
     Raises:
       ValueError: a limit is exceeded, the buffer is too small, or there are too many samples.
@@ -161,7 +161,7 @@ def _differs_from_the_last(partition: np.ndarray, key: np.ndarray) -> np.ndarray
 def lay_out(
     batch: HostBatch, layout: StackLayout, seen: Entries, entries: Entries, num_minibatches: int | None = None
 ) -> StackBuffers:
-    """Buffers that hold what the limits let through; the rest is an error, or counted in the statistics.
+    """Buffers of the entries within the limits; others are an error, or dropped and counted.
 
     Args:
       batch: the batch.
@@ -203,7 +203,7 @@ def lay_out(
 def _sorted_entries(
     layout: StackLayout, features: Sequence[HostFeature], num_partitions: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Partitions, and `(row, sample)` packed into one number, and gains of all raw entries, sorted."""
+    """Partition, packed `(row, sample)` and gain of all raw entries, sorted by the first two."""
     num_shards = layout.num_shards
     partitions, keys, gains = [], [], []
     for feature in features:
@@ -231,7 +231,7 @@ def _sorted_entries(
 def record_counts(
     batch: HostBatch, layout: StackLayout, num_ids: np.ndarray, num_unique: np.ndarray, num_laid_out: np.ndarray
 ) -> None:
-    """Records what limits were compared with, and the places that partitions of `num_laid_out` entries need."""
+    """Records the most ids and distinct ids of a partition, and the buffer size that all of them need."""
     shape = (batch.local_device_count, layout.num_cores, layout.num_shards)
 
     def most_of_any_core(values: np.ndarray) -> np.ndarray:
@@ -269,7 +269,7 @@ def exceeded_limits(layout: StackLayout, entries: Entries, num_blocks_per_core: 
 def _fill(
     layout: StackLayout, entries: Entries, num_devices: int, num_minibatches: int | None
 ) -> tuple[StackBuffers, np.ndarray]:
-    """The buffers, and which entries found a place in their region: the part of a core, or of a device."""
+    """Buffers, and a mask of the entries that fit into the part of their core, or of their device."""
     num_shards, size = layout.num_shards, layout.buffer_size_per_device(num_minibatches is not None) * num_devices
     num_regions, num_blocks, num_pointer_blocks = num_devices * layout.num_cores, 1, 1
     if num_minibatches is not None:
@@ -303,7 +303,7 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 def record_drops(
     statistics: SparseDenseMatmulInputStats, layout: StackLayout, dropped: Mapping[str, tuple[np.ndarray, np.ndarray]]
 ) -> None:
-    """Records what a stack lost, by stack and by table, and warns once per table and limit.
+    """Records dropped entries by stack and by table, and warns once per table and limit.
 
     `dropped` has, by kind (`ids`, `unique_ids`, `buffer`), the rows inside their shard that lost entries, and how many.
     """

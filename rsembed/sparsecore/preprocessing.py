@@ -1,4 +1,4 @@
-"""From a batch on the host to `PreprocessedInput` and its statistics, where it is too large in several minibatches.
+"""Preprocessing of a batch on the host, in several minibatches where it is too large, and its statistics.
 
 The rows of all stacks fall into 64 buckets, by a hash. Neighbouring buckets form a minibatch as long as every partition
 of every core keeps its limits; all stacks, devices and processes cut at the same places. A row lies in one bucket, so
@@ -91,22 +91,22 @@ class PreprocessedInput:
 
     @property
     def lhs_row_pointers(self) -> dict[str, ArrayLike]:
-        """Ends of the partitions."""
+        """Ends of the partitions, by stack."""
         return self.sparse_dense_matmul_input.lhs_row_pointers
 
     @property
     def lhs_embedding_ids(self) -> dict[str, ArrayLike]:
-        """Row inside the shard."""
+        """Row of each entry inside its shard, by stack."""
         return self.sparse_dense_matmul_input.lhs_embedding_ids
 
     @property
     def lhs_sample_ids(self) -> dict[str, ArrayLike]:
-        """Sample of the core."""
+        """Number of each entry's sample in its core, by stack."""
         return self.sparse_dense_matmul_input.lhs_sample_ids
 
     @property
     def lhs_gains(self) -> dict[str, ArrayLike]:
-        """Factor of the row."""
+        """Factor of each entry's row in the sample's activation, by stack."""
         return self.sparse_dense_matmul_input.lhs_gains
 
     def check_layout(self, layouts: Mapping[str, StackLayout]) -> None:
@@ -226,7 +226,7 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
 
 
 def _fingerprint(layouts: Mapping[str, StackLayout]) -> Fingerprint:
-    """Where the rows of all stacks lie, and the samples of all features; limits may change from batch to batch."""
+    """Fingerprint of the places of all rows and samples, without limits, which may change between batches."""
     facts = {}
     for name, layout in layouts.items():
         tables = {
@@ -331,7 +331,7 @@ All processes call it with the same key and number of flags, in the same order; 
 
 
 def agree_through_devices(key: int, flags: Bool[np.ndarray, " flags"]) -> Bool[np.ndarray, " flags"]:
-    """An `AllReduce` through a collective of all devices, so it must not run beside a training step.
+    """Or of the flags of all processes, by a collective of all devices: never call it beside a training step.
 
     A single process agrees with itself.
     """
@@ -393,7 +393,7 @@ def bucket_of(columns: Int[np.ndarray, " nnz"]) -> Int[np.ndarray, " nnz"]:
 
 
 def split_nodes(counts: Int[np.ndarray, "*parts buckets"], limit: int) -> Bool[np.ndarray, "*parts nodes"]:
-    """Where to cut, for every partition: the nodes of a binary tree over the buckets, from the leaf pairs to the root.
+    """Cuts of every partition, as nodes of a binary tree over the buckets, from the leaf pairs to the root.
 
     A node is set if its two halves hold more than the limit together; it is then as full as the fuller half, since
     the cut between them keeps the other one away.
@@ -459,6 +459,6 @@ def _deal(layout: StackLayout, entries: Entries, minibatches: np.ndarray) -> Ent
 def get_all_reduce_interface(
     peer_addresses: object = None, minibatching_port: object = None, host_id: object = None, host_count: object = None
 ) -> AllReduce:
-    """The agreement of this library's processes; addresses and ports of the published one are not needed."""
+    """The `AllReduce` of this library's processes, `agree_through_devices`; all arguments are ignored."""
     del peer_addresses, minibatching_port, host_id, host_count
     return agree_through_devices

@@ -1,4 +1,4 @@
-"""Which tables share a physical table: the published in-place functions over the pure planner `rsembed.stacking`."""
+"""Published in-place functions that stack tables, over the pure planner `rsembed.stacking`."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _checked_sizes(
     num_sc_per_device: int | None,
     rotation: int | None = None,
 ) -> tuple[int, int]:
-    """Shards, and those by which each further table is rotated: one device unless somebody chose."""
+    """Number of shards, and rotation of each further table in shards: one device's shards by default."""
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
     for feature in features_of(features):
         table = feature.table_spec
@@ -405,7 +405,7 @@ def compute_table_to_setting_in_stack(
     num_sc_per_device: int,
     rotation: int,
 ) -> dict[str, TableSettingInStack]:
-    """Where tables of padded sizes lie in a stack, one under the other, by table name.
+    """Setting of each table in a stack, by name, from padded sizes; tables lie one under the other.
 
     Raises: ValueError: the rows of a table are missing.
     """

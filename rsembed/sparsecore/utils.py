@@ -1,4 +1,4 @@
-"""The published helpers: core counts, first guesses of limits, and a single table's shards."""
+"""Published helpers: core counts, first guesses of limits, and a single table's shards."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def estimate_preprocessing_parameters(
 
 
 def embedding_table_format(mesh: Mesh, partition_spec: PartitionSpec) -> Sharding:
-    """The sharding of tables on a mesh; in the published system, with the memory layout of a SparseCore."""
+    """Sharding of tables on a mesh; the published function adds the memory layout of a SparseCore."""
     return embedding_table_format_with_sharding(NamedSharding(mesh, partition_spec))
 
 
 def embedding_table_format_with_sharding(sharding: Sharding) -> Sharding:
-    """The sharding itself: tables lie in memory as any array does."""
+    """The given sharding: tables have the memory layout of any array."""
     return sharding
 
 

@@ -1,4 +1,4 @@
-"""The variables of stacks, all pytrees keyed by stack name: made, compared with specs, read and written by table.
+"""Variables of stacks, as pytrees keyed by stack name: making, checking, and access by table.
 
 Stacking, sharding, rotation and padding are matters of the physical layout; a logical table is `[vocabulary, dim]`. The
 rule that steps the rows of a stack sees no padding.
@@ -45,7 +45,7 @@ RowLimits = tuple[float | None, float | None]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BoundedRowRule(OptimizerSpec):
-    """Another optimizer's rule on the first `num_columns` columns, with the stepped rows clipped.
+    """Rule that applies another optimizer to the first `num_columns` columns, and clips the stepped rows.
 
     The step is part of the rule, so it still happens in place and touches no other row. Slots as wide as what the rule
     sees are padded like the table, so that all arrays of a stack have equal columns.
@@ -99,7 +99,7 @@ class BoundedRowRule(OptimizerSpec):
 
 
 def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerSpec:
-    """The rule that steps a stack's rows.
+    """Optimizer rule that steps a stack's rows, padding excluded where the rule would see it.
 
     Padding columns hold zeros. Rules of single entries keep them zero by themselves; a rule that looks at whole rows (a
     row-wise accumulator, a norm, a custom function) must not see them, or its means would be wrong.
@@ -128,7 +128,7 @@ def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerS
 
 
 def stack_rows(layout: StackLayout, devices: Devices, rule: OptimizerSpec, *, capacity: int | None = None) -> Rows:
-    """The rows of a stack, as the engine knows them: here, or asked from their owners.
+    """Rows of a stack as the engine's `Rows`: here, or asked from the devices that own them.
 
     Args:
       layout: the stack's.
@@ -192,7 +192,7 @@ def initialize(
 
 
 def check_variables(variables: EmbeddingVariables, layout: StackLayout, *, rule: OptimizerSpec | None = None) -> None:
-    """Raises: ValueError: variables have other shapes than those of one device of a stack.
+    """Raises: ValueError: the variables do not have the shapes of one device's part of the stack.
 
     Args:
       variables: of one device.
@@ -325,7 +325,7 @@ def _last_name(path: KeyPath) -> str:
 
 
 def _stacks_in(tree: PyTree, wanted: Mapping[str, StackLayout]) -> dict[str, EmbeddingVariables]:
-    """The variables of every stack, wherever they lie in `tree`."""
+    """Variables of every wanted stack, found anywhere in `tree` by the stack's name."""
     found: dict[str, EmbeddingVariables] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variables):
         name = _last_name(path)

@@ -1,4 +1,4 @@
-"""The arguments of the TBE training module, and one table of what each optimizer has: arguments, states, a row rule.
+"""Arguments of the TBE training module, and a table of each optimizer's arguments, states and row rule.
 
 Combinations that the original accepts and then ignores, or that can only do harm, are refused.
 """
@@ -49,7 +49,7 @@ class SparseType(enum.Enum):
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype that stores it."""
+        """Name of the dtype that stores elements of this type."""
         return {"FP32": "float32", "FP16": "float16", "BF16": "bfloat16"}[self.name]
 
 
@@ -71,12 +71,12 @@ def member(kind: type[Member], given: Member | str | int, argument: str) -> Memb
 
 
 def name_of(optimizer: TableOptimizer) -> str:
-    """A published name, or the name of a rule of the core."""
+    """Name of an optimizer: the published one, or the class name of a rule of the core."""
     return optimizer.name if isinstance(optimizer, EmbOptimType) else type(optimizer).__name__
 
 
 class PoolingMode(enum.IntEnum):
-    """How the rows of a bag become one vector. NONE: one output row per id."""
+    """Pooling of a bag's rows into one vector. NONE: one output row per id."""
 
     SUM = 0
     MEAN = 1
@@ -84,7 +84,7 @@ class PoolingMode(enum.IntEnum):
 
 
 class CacheAlgorithm(enum.IntEnum):
-    """Which cached row makes room: the least recently used or the least frequently used one."""
+    """Eviction policy of a cache: the least recently used row goes, or the least frequently used one."""
 
     LRU = 0
     LFU = 1
@@ -92,7 +92,7 @@ class CacheAlgorithm(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class RecordCacheMetrics:
-    """Which cache misses are counted: of all tables together, and per table."""
+    """Which cache misses are counted: those of all tables together, those per table, or both."""
 
     record_cache_miss_counter: bool = False
     record_tablewise_cache_miss: bool = False
@@ -101,7 +101,7 @@ class RecordCacheMetrics:
 @dataclasses.dataclass(frozen=True)
 @validated
 class MultiPassPrefetchConfig:
-    """A prefetch in up to `num_passes` passes of at least `min_splitable_pass_size` ids, to bound its memory."""
+    """Splits a prefetch into up to `num_passes` passes of at least `min_splitable_pass_size` ids, to save memory."""
 
     num_passes: int = within("[1, inf)", default=12)
     min_splitable_pass_size: int = within("[1, inf)", default=6 * 2**20)
@@ -110,7 +110,7 @@ class MultiPassPrefetchConfig:
 @dataclasses.dataclass(frozen=True)
 @validated
 class TBEStatsReporterConfig:
-    """Figures every `interval` training steps, for `report(step, figures)` or else for the log `rsembed`."""
+    """Reports figures every `interval` training steps, to `report(step, figures)` or else to the log `rsembed`."""
 
     interval: int = within("[1, inf)")
     report: Callable[[int, Mapping[str, float]], None] | None = None
@@ -126,13 +126,13 @@ class BoundsCheckMode(enum.IntEnum):
 
 
 class Arguments(types.SimpleNamespace):
-    """The constructor's arguments by name, and `defaults`: those of its signature. Two are equal if they are one."""
+    """Arguments of the module's constructor by name, and their `defaults`; equal only if the same object."""
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # type: ignore[assignment]
 
     @staticmethod
     def of(given: Mapping[str, Any], signature: inspect.Signature) -> Arguments:
-        """All arguments, with members of enums for their names and values, and the bounds check that is in force.
+        """All arguments, with names and values of enums made members, and the bounds check of the environment.
 
         Raises: ValueError: as `member`.
         """
@@ -158,7 +158,7 @@ class Arguments(types.SimpleNamespace):
 
 
 class OfferedOptimizer(NamedTuple):
-    """An optimizer that is offered, EXACT_ROWWISE_ADAGRAD in one of its modes of weight decay.
+    """Entry of the table of optimizers; EXACT_ROWWISE_ADAGRAD has one for each mode of weight decay.
 
     Args:
       rule: the core's, which takes those arguments that are its fields; None returns row gradients.
@@ -225,7 +225,7 @@ _FIELDS = {
 
 
 def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> OfferedOptimizer:
-    """What an optimizer is and reads in a mode of weight decay; `weight_decay` is unread where it needs a mode.
+    """Entry of an optimizer in a mode of weight decay; it leaves `weight_decay` unread where that needs a mode.
 
     Raises: NotImplementedError: it is of another package.
     """
@@ -244,7 +244,7 @@ def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> Offer
 
 
 def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[str, ...]:
-    """Names of an optimizer's states from those of torch: `momentum1`, `momentum2`, ...; counts keep their names."""
+    """Published names of an optimizer's states, `momentum1`, `momentum2`, ..., from torch's; counts keep theirs."""
     if isinstance(optimizer, OptimizerSpec):
         return tuple(torch_names)
     counts = {"prev_iter", "row_counter"}
@@ -257,7 +257,7 @@ def unread_arguments(optimizer: TableOptimizer, arguments: Arguments) -> frozens
 
 
 def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
-    """Raises: ValueError: arguments do not go together; says what to change."""
+    """Raises: ValueError: arguments contradict each other; the message says what to change."""
     mode = arguments.weight_decay_mode
     offered = offered_optimizer(optimizer, mode)
     if mode in _RECORDS and optimizer != EmbOptimType.EXACT_ROWWISE_ADAGRAD:
@@ -312,7 +312,7 @@ def _rule_of(
 
 
 def trained_by(optimizer: TableOptimizer, learning_rate: LearningRate, arguments: Arguments) -> dict[str, Any]:
-    """The fields of a `TablePlan` that its optimizer decides, from those of the arguments that it reads.
+    """Fields of a `TablePlan` that follow from its optimizer and the arguments that this one reads.
 
     What ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD do to whole tables is up to their records.
 

@@ -1,4 +1,4 @@
-"""Ids as callers have them, checked once and brought into the form that kernels read; outputs in the callers' form.
+"""Batches of a call, checked once and brought into the form that kernels read.
 
 What the caller passed stays as it is: ids and offsets outside their range are repaired in copies.
 """
@@ -53,7 +53,7 @@ def read(
     per_sample_weights: ArrayLike | None = None,
     batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
 ) -> tuple[AnyBatch, Count, str | None]:
-    """A batch (in numpy unless traced), how many ids and offsets WARNING had to correct, and the first in words.
+    """A checked batch (numpy unless traced), the number of ids and offsets that WARNING corrected, and a message.
 
     `TableBatchedEmbeddingBags.__call__` says what the arguments mean. Inside `jit` nothing can be raised: FATAL then
     lets bad ids contribute nothing, and counts them. On a mesh, the batch of such a call is split already.
@@ -78,7 +78,7 @@ def read(
 
 
 def _jagged(plan: TBEPlan, indices: PyTree, offsets: PyTree, weights: PyTree, sizes: PyTree) -> JaggedBatch:
-    """The arguments of a flat call as one batch, whose values nobody has looked at."""
+    """One batch from the arguments of a flat call, of which only types and shapes have been checked."""
     if offsets is None:
         raise TypeError("offsets is missing; pass indices and offsets.")
     ids, ends = _integers(indices, "indices"), _integers(offsets, "offsets")
@@ -150,12 +150,12 @@ def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: JaggedBatch) -> tuple[
 
 
 def feature_starts(offsets: AnyArray, num_bags: Sequence[int]) -> AnyArray:
-    """Where the ids of every feature begin, and where those of the last one end."""
+    """Position of the first id of every feature, and the end of the last feature's ids."""
     return offsets[np.asarray([0, *itertools.accumulate(num_bags)])]
 
 
 def repeat_by_feature(values: AnyArray, starts: AnyArray, num_ids: int) -> AnyArray:
-    """For every id the value of its feature, from `values[1:]`; `values[0]` for those in front of the first bag."""
+    """Value of each id's feature, from `values[1:]`; `values[0]` for ids in front of the first bag."""
     if isinstance(starts, np.ndarray):
         return np.repeat(values, np.concatenate([starts[:1], np.diff(starts)]))
     lengths = jnp.concatenate([starts[:1], jnp.diff(starts)])
@@ -187,7 +187,7 @@ def _repaired(plan: TBEPlan, batch: JaggedBatch) -> tuple[JaggedBatch, Count]:
 
 
 def _first_mistake(plan: TBEPlan, batch: JaggedBatch, *, may_begin_later: bool) -> str | None:
-    """The first mistake in words that name feature, table, bag, position, id and rows; None without one.
+    """Message about the first bad id or offset, with feature, table, bag and position; None without one.
 
     `may_begin_later` lets ids in front of the first bag pass, which belong to nobody.
     """
@@ -226,13 +226,13 @@ def _first_mistake(plan: TBEPlan, batch: JaggedBatch, *, may_begin_later: bool) 
 
 
 def with_room(batch: JaggedBatch) -> JaggedBatch:
-    """The batch with a power of two of ids; those behind the last offset are in no bag."""
+    """The batch padded to a power of two of ids; those behind the last offset are in no bag."""
     bags: Any = Bags(batch.ids, batch.offsets, batch.weights).pad_to(padded_size(batch.ids.shape[0]))
     return dataclasses.replace(batch, ids=bags.ids, weights=bags.weights)
 
 
 def mask_of_ids(plan: TBEPlan, batch: AnyBatch, feature_requires_grad: ArrayLike) -> PyTree:
-    """`feature_requires_grad` by id. Raises: ValueError: it has another length than there are features."""
+    """Mask `feature_requires_grad` of each id's feature. Raises: ValueError: its length is not that of the features."""
     num_features, mask = len(plan.features), jnp.asarray(feature_requires_grad, jnp.float32)
     if mask.shape != (num_features,):
         raise ValueError(f"feature_requires_grad has shape {mask.shape}; give {num_features} numbers.")

@@ -58,12 +58,12 @@ class TBEState(NamedTuple):
     layout: Fingerprint | None = None
 
     def arrays(self, number: int) -> tuple[Array, ...]:
-        """All arrays of a group: weights, slots and, where it has them, resident rows."""
+        """All arrays of a group: weights, slots and, for a cached group, the numbers of its resident rows."""
         resident = self.resident_rows[number]
         return (self.weights[number], *self.slots[number], *(() if resident is None else (resident,)))
 
     def with_arrays(self, number: int, arrays: Sequence[Array]) -> TBEState:
-        """The state with other `arrays` of one group."""
+        """A copy of the state in which one group has other arrays, in the order of `arrays`."""
         weights, *others = arrays
         resident = None if self.resident_rows[number] is None else others.pop()
         changes = (("weights", weights), ("slots", tuple(others)), ("resident_rows", resident))
@@ -73,19 +73,19 @@ class TBEState(NamedTuple):
 
 
 def num_rows(plan: TBEPlan) -> tuple[int, ...]:
-    """Rows of every group's array, those included that only fill up the devices of a mesh."""
+    """Number of rows in every group's array, padding for the devices of a mesh included."""
     if plan.devices is None:
         return tuple(group.num_rows for group in plan.groups)
     return tuple(stack.layout.num_rows for stack in tables_on_mesh(plan).stacks)
 
 
 def everywhere(plan: TBEPlan, tree: PyTree) -> PyTree:
-    """Numbers of a state, where the devices want them."""
+    """The arrays of `tree` replicated over the devices of the plan's mesh; unchanged without a mesh."""
     return tree if plan.devices is None else plan.devices.place(tree, PartitionSpec())
 
 
 def rows_of(plan: TBEPlan, table: int, ids: Int[np.ndarray, " ids"]) -> Int[np.ndarray, " ids"]:
-    """Rows of a table in the arrays of its group."""
+    """Row numbers of a table's ids in the arrays of its group."""
     group, first_row = plan.places[table]
     if plan.devices is None:
         return ids + first_row
@@ -94,14 +94,14 @@ def rows_of(plan: TBEPlan, table: int, ids: Int[np.ndarray, " ids"]) -> Int[np.n
 
 
 def output_shape(plan: TBEPlan, batch: AnyBatch) -> tuple[int, ...]:
-    """Shape of what a lookup returns."""
+    """Shape of the output of `lookup` for this batch."""
     if isinstance(batch, JaggedBatch):
         return batch.output_shape(plan.dims)
     return batch.ids[0].shape[0], sum(plan.tables[t].dim for t in plan.features)
 
 
 def _here(plan: TBEPlan, batch: JaggedBatch) -> JaggedBatch:
-    """A batch for one device. Raises: ValueError: a mesh shares the tables."""
+    """The batch unchanged. Raises: ValueError: the tables are on a mesh, which needs a split batch."""
     if plan.devices is not None:
         raise ValueError("a mesh shares the tables: split the batch by module.prepare.")
     return batch
@@ -136,7 +136,7 @@ def init_state(plan: TBEPlan, key: PRNGKeyArray, num_places: Mapping[int, int] |
 
 
 def check_state(plan: TBEPlan, state: TBEState) -> None:
-    """Raises: ValueError: it is of another plan, whatever its shapes. RuntimeError: a step took its arrays over."""
+    """Raises: ValueError: the state is of another plan. RuntimeError: a step took its arrays over."""
     # Compiled programs for several devices end the process when they are given such arrays.
     check_not_taken(
         (state.weights, state.slots, state.step),
@@ -150,7 +150,7 @@ def check_state(plan: TBEPlan, state: TBEState) -> None:
 
 
 def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
-    """The rate of every group at the step that comes next."""
+    """Learning rate of every group at the next step."""
     check_state(plan, state)
     rates = []
     for group, stored in zip(plan.groups, state.learning_rates, strict=True):
@@ -161,7 +161,7 @@ def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
 
 
 def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
-    """Runs what the next training step does to whole tables before its lookup, once per step."""
+    """State after the passes over whole tables that precede the lookup of the next training step, once a step."""
     check_state(plan, state)
     t = state.step + 1
     is_new = state.passed_step != t
@@ -181,7 +181,7 @@ def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
 
 
 def _parted(group: GroupPlan, slots: Slots) -> tuple[Slots, Slots]:
-    """The slots that the rule of a group reads, and copies of its tables."""
+    """A group's slots in two parts: those that its rule reads, and copies of its tables."""
     num_slots = len(slots) - len(group.table.copy_dtypes)
     return slots[:num_slots], slots[num_slots:]
 
@@ -199,7 +199,7 @@ def lookup(plan: TBEPlan, state: TBEState, batch: AnyBatch, output_dtype: str = 
 
 
 def _flat(d_output: Array, max_gradient: float | None = None) -> Float[Array, " size"]:
-    """The gradient as kernels take it, every entry within `[-max_gradient, max_gradient]`."""
+    """The output's gradient as a flat float32 array, clipped to `[-max_gradient, max_gradient]` if that is given."""
     d_output = d_output.astype(jnp.float32).reshape(-1)
     return d_output if max_gradient is None else jnp.clip(d_output, -max_gradient, max_gradient)
 
@@ -207,7 +207,7 @@ def _flat(d_output: Array, max_gradient: float | None = None) -> Float[Array, " 
 def row_gradients(
     plan: TBEPlan, batch: AnyBatch, d_output: Float[Array, "*output"], *, max_gradient: float | None = None
 ) -> RowGradients:
-    """Gradients of all rows that the batch reads; ids of cached tables are ids here, not places."""
+    """Gradients of all rows that the batch reads, by id also where a table is cached."""
     flat, shardings = _flat(d_output, max_gradient), None
     if isinstance(batch, SplitBatch):
         tables = tables_on_mesh(plan)
@@ -232,7 +232,7 @@ def weight_gradients(
     d_output: Float[Array, "*output"],
     rates: Float[Array, " groups"],
 ) -> PyTree:
-    """Gradients of the weights of the ids, in their form, where rows are those of `state`."""
+    """Gradients of the ids' weights, in the form of the weights, with the rows of `state`."""
     if isinstance(batch, SplitBatch):
         output, pull_back = jax.vjp(
             lambda own: lookup(plan, state, dataclasses.replace(batch, weights=own)), batch.weights
@@ -256,7 +256,7 @@ def cut(gradients: RowGradients, bound: int) -> RowGradients:
 
 
 def row_counts(plan: TBEPlan) -> tuple[tuple[str, int], ...]:
-    """Rows of every group by its name, as `RowGradients` have them."""
+    """Sorted pairs of group name and number of rows, as `RowGradients.num_rows` has them."""
     return tuple(sorted(zip((group.table.name for group in plan.groups), num_rows(plan), strict=True)))
 
 
@@ -301,7 +301,7 @@ def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Fl
 def _stepped(
     plan: TBEPlan, state: TBEState, rates: Float[Array, " groups"], function: Callable[..., PyTree], *gradients: PyTree
 ) -> TBEState:
-    """The state after a step of all groups, by a kernel for each, or by a function of the engine for all."""
+    """State after one step of all groups, by one kernel call each, or on a mesh by one call of the engine."""
     steps = [_step_of(plan, number, state, rate) for number, rate in enumerate(rates)]
     slots, copies = zip(*map(_parted, plan.groups, state.slots), strict=True)
     if plan.devices is None:
@@ -317,7 +317,7 @@ def _stepped(
 
 
 def _step_of(plan: TBEPlan, number: int, state: TBEState, rate: Array) -> Step:
-    """The rule of a group, and its numbers in this step. Raises: ValueError: it has none."""
+    """Rule, hyperparameters and rounding of a group's step. Raises: ValueError: the group has no optimizer."""
     group = plan.groups[number]
     if (rule := group.table.rule) is None:
         raise ValueError(
@@ -351,7 +351,7 @@ _STORE = 2**32 - 2
 
 
 def _rounding(plan: TBEPlan, number: int, state: TBEState, dtype: DTypeLike, *, use: int | None) -> Rounding | None:
-    """How rows of a group become `dtype`; None to nearest. They may be in a cache, whose dtype is not the tables'."""
+    """Stochastic rounding of a group's rows, perhaps cached ones, to `dtype`; None rounds to nearest."""
     group, resident_rows = plan.groups[number], state.resident_rows[number]
     if not group.table.rounds_stochastically or dtype == jnp.float32:
         return None
@@ -371,7 +371,7 @@ def _rounding(plan: TBEPlan, number: int, state: TBEState, dtype: DTypeLike, *, 
 
 
 def stored_rows(plan: TBEPlan, number: int, state: TBEState, places: Int[Array, " n"]) -> tuple[Array, ...]:
-    """Weights and slots of a group at places of its cache, as the host keeps them."""
+    """Weights and slots at some places of a group's cache, in the dtype of the host's store."""
     group, (weights, *slots) = plan.groups[number], api.gather_rows(state.arrays(number)[:-1], places)
     dtype = jnp.dtype(group.table.dtype)
     if weights.dtype != dtype:
@@ -391,7 +391,7 @@ def backward(
     max_gradient: float | None = None,
     wants_weight_gradients: bool = False,
 ) -> tuple[TBEState, PyTree]:
-    """`update`, and before it the gradients of the ids' weights, if somebody reads them."""
+    """State after `update`, and the gradients of the ids' weights if they are wanted."""
     flat = _flat(d_output, max_gradient)
     if not wants_weight_gradients:
         return update(plan, state, batch, flat, rates), None

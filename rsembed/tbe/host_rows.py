@@ -1,4 +1,4 @@
-"""Tables on the host whose rows visit the device: their caches and stores, prefetched batches, counts and reports.
+"""Tables on the host whose rows are cached on the device: caches, stores, prefetches, counts and reports.
 
 Ids are translated to places before the kernels see them, so that these compute the same bits as on a whole table.
 """
@@ -47,7 +47,7 @@ _REFUSAL = (
 
 
 class HostRows:
-    """The rows of all cached tables of a module, and their way to the device and back.
+    """Rows of a module's cached tables, and their transfer between host and device.
 
     Args:
       plan: the tables.
@@ -69,14 +69,14 @@ class HostRows:
         self.generation = Generation(_REFUSAL)
 
     def advanced(self, state: TBEState, *, is_inside: bool = False) -> TBEState:
-        """The state with the present generation; inside `jit`, with the next one."""
+        """The state marked with the present generation; inside `jit`, with the next one."""
         generation = state.generation + 1 if is_inside else self.generation.number  # type: ignore[operator]
         return state._replace(generation=jnp.asarray(generation, jnp.uint32))
 
     # Before a lookup or an update
 
     def bring(self, state: TBEState, batch: JaggedBatch, *, admit: bool = True) -> tuple[TBEState, JaggedBatch]:
-        """Makes every row of the batch addressable, inside `jit` too; `admit` lets rows into the cache.
+        """Copies the batch's rows to the device, inside `jit` too; with `admit`, missing rows enter the cache.
 
         Returns: the state, and the batch with places instead of ids for cached tables.
         """
@@ -97,7 +97,7 @@ class HostRows:
         return state, dataclasses.replace(batch, ids=device_copy(places, jnp.int32), blocks=blocks)
 
     def bring_rows(self, state: TBEState, row_gradients: RowGradients) -> tuple[TBEState, RowGradients]:
-        """Makes the rows of row gradients addressable, and numbers them by their places. Not inside `jit`.
+        """Copies the rows of row gradients to the device, and replaces their numbers by places. Not inside `jit`.
 
         Raises: NotImplementedError: inside `jit`.
         """
@@ -114,7 +114,7 @@ class HostRows:
         return state, dataclasses.replace(row_gradients, rows=rows)
 
     def prefetch(self, state: TBEState, batch: JaggedBatch) -> TBEState:
-        """Fills the cache for a later batch, whose homeless rows will be brought when it is looked up.
+        """Fills the cache for a later batch; rows that find no place are copied when it is looked up.
 
         Raises: RuntimeError: `MAX_PREFETCHES` batches wait already.
         """
@@ -140,7 +140,7 @@ class HostRows:
         return state
 
     def _take_prefetched(self, ids: np.ndarray) -> bool:
-        """Whether the batch was prefetched: then it no longer is, and its places may be taken again."""
+        """Whether the batch was prefetched; if so, removes it from the list and unlocks its places."""
         for number, (prefetched, locked) in enumerate(self.prefetched):
             if np.array_equal(prefetched, ids):
                 del self.prefetched[number]
@@ -150,7 +150,7 @@ class HostRows:
         return False
 
     def _moved(self, state: TBEState, moves: PyTree = None, capacity: int | None = None) -> TBEState:
-        """The state after the moves of all groups, by default those of the last batch."""
+        """State after the moves of rows in all groups, by default those of the last batch."""
         for group, own in zip(self.groups, moves or [group.moves(None) for group in self.groups], strict=True):
             arrays = group.bring(state.arrays(group.number), own, self._leaving(state, group), capacity)
             state = state.with_arrays(group.number, arrays)
@@ -160,7 +160,7 @@ class HostRows:
         return functools.partial(_stored_rows, self.plan, group.number, state)
 
     def write_back(self, state: TBEState) -> TBEState:
-        """Brings the scratch rows of the last `bring` home, after an update has changed them."""
+        """Writes the scratch rows of the last `bring` to the host, after an update has changed them."""
         is_inside = is_traced(state)
         values = [
             group.scratch(state.arrays(group.number), self._leaving(state, group), is_inside=is_inside)
@@ -198,7 +198,7 @@ class HostRows:
     def _find_in_turn(
         self, num_bags: tuple[int, ...], admit: bool, capacity: int | None, generation: Array, *batch: AnyArray
     ) -> tuple[np.ndarray, list[list[np.ndarray]]]:
-        """Ids with places instead of rows, and for every group which places are left and taken."""
+        """Ids with places instead of rows for cached tables, and the moves of every group."""
         self.generation.advance(generation)
         ids, offsets = map(np.asarray, batch)
         admits = admit and not self._take_prefetched(_ids_in_bags(ids, offsets))
@@ -211,7 +211,7 @@ class HostRows:
     def _find(
         self, num_bags: tuple[int, ...], ids: np.ndarray, offsets: np.ndarray, *, admit: bool, **how: bool
     ) -> None:
-        """Finds the rows of a batch their places."""
+        """Assigns cache places to the rows of a batch, in every group."""
         starts = np.asarray(feature_starts(offsets, num_bags))
         for group in self.groups:
             rows = np.full(ids.size, -1, np.int64)
@@ -232,7 +232,7 @@ class HostRows:
         return ()
 
     def _record(self, ids: np.ndarray, starts: np.ndarray) -> None:
-        """Counts a batch once, however many groups its ids belong to."""
+        """Adds a batch to the statistics, as one call, however many groups its ids belong to."""
         admitted = [(group.rows, group.admission) for group in self.groups if group.admission is not None]
         total = CacheCounts(*map(sum, zip(*(admission.counts for _, admission in admitted), strict=True)))
         num_cacheable = sum(int((group.rows < group.cache.num_ids)[group.rows >= 0].sum()) for group in self.groups)
@@ -247,7 +247,7 @@ class HostRows:
 
 
 def _ids_in_bags(ids: AnyArray, offsets: AnyArray) -> np.ndarray:
-    """Ids without the room behind them, which a prepared batch has."""
+    """Ids of the batch without the padding behind the last offset."""
     return np.asarray(ids)[: int(offsets[-1])]
 
 

@@ -1,4 +1,4 @@
-"""The tables of a module over the devices of a mesh: the core's engine, in the form of a table-batched call.
+"""Tables of a module on a mesh: the core's engine behind the interface of a table-batched call.
 
 Samples and rows are split. A batch is what the core makes of it: of each feature an array `[bags, ids]`, filled up with
 -1, because all devices must run one program on equal shapes.
@@ -36,7 +36,7 @@ Group = TypeVar("Group")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SplitBatch:
-    """A batch over the devices of a mesh, which share its bags.
+    """A batch whose bags are split over the devices of a mesh.
 
     Args:
       ids: of each feature; -1 is no id.
@@ -52,7 +52,7 @@ AnyBatch: TypeAlias = JaggedBatch | SplitBatch
 
 
 class MeshTables:
-    """The tables of a plan with devices, each group of them a stack of the core."""
+    """Tables of a plan on a mesh; each of their groups is a stack of the core."""
 
     def __init__(self, plan: TBEPlan):
         if plan.devices is None:
@@ -79,7 +79,7 @@ class MeshTables:
     # Arrays of groups
 
     def empty(self, group: int, shape: Sequence[int], dtype: DTypeLike, fill: float) -> Array:
-        """An array with `shape[1:]` for each row of a group, laid out over the devices."""
+        """An array filled with `fill`, of `shape[1:]` for each row of a group, laid out over the devices."""
         stack = self.stacks[group]
         whole = functools.partial(jnp.full, (stack.layout.num_rows, *shape[1:]), fill, dtype)
         return jax.jit(whole, out_shardings=self.devices.sharding(stack.partition))()
@@ -103,7 +103,7 @@ class MeshTables:
         return SplitBatch(by_feature, tuple(shaped))
 
     def in_order(self, by_feature: Sequence[Array], batch: JaggedBatch) -> Float[Array, " nnz"]:
-        """Values of the ids of a split batch, in the order of the batch before it was split; 0 for ids in no bag."""
+        """Values per id in the order of the batch before it was split; 0 for ids in no bag."""
         offsets, mesh = np.asarray(batch.offsets), self.devices.known_mesh
         local = [global_array_to_host_local_array(own, mesh, self.devices.split) for own in by_feature]  # type: ignore[arg-type]
         found = [jnp.zeros(int(offsets[0]))]
@@ -116,11 +116,11 @@ class MeshTables:
     # What the engine takes and gives
 
     def by_name(self, by_group: Iterable[Group]) -> dict[str, Group]:
-        """Values of groups by the names of their stacks."""
+        """Dictionary of the groups' values by the names of their stacks."""
         return dict(zip(self.names, by_group, strict=True))
 
     def by_group(self, by_name: Mapping[str, Group]) -> list[Group]:
-        """Values of stacks in the order of groups."""
+        """List of the stacks' values in the order of groups."""
         return [by_name[name] for name in self.names]
 
     def lookup(self, weights: Sequence[Array], batch: SplitBatch) -> Float[Array, "bags dims"]:
@@ -129,13 +129,13 @@ class MeshTables:
         return jnp.concatenate([activations[name] for name in self.features], axis=1)
 
     def gradient_shardings(self) -> tuple[tuple[str, NamedSharding, NamedSharding], ...]:
-        """How rows and values of `RowGradients` are split, by name of the group."""
+        """Shardings of rows and values of `RowGradients`, as sorted triples with the group's name."""
         by_stack = {name: (rows, values) for name, rows, values in self.engine.gradient_shardings() or ()}
         found = zip(self.plan.groups, self.by_group(by_stack), strict=True)
         return tuple(sorted((group.table.name, rows, values) for group, (rows, values) in found))
 
     def with_gains(self, batch: SplitBatch) -> dict[str, PyTree]:
-        """The batch as the engine takes it, whose tables add up."""
+        """The batch in the engine's form, with weights that turn the engine's sum into the plan's pooling."""
         weights: Sequence[Array] | None = batch.weights
         if self.plan.pooling == "mean":  # which divides by the number of ids in a bag, whatever the weights
             is_id = [(ids >= 0) & (ids < rows) for ids, rows in zip(batch.ids, self.num_rows, strict=True)]
@@ -147,12 +147,12 @@ class MeshTables:
         return dict(zip(self.features, zip(batch.ids, weights, strict=True), strict=True))
 
     def by_feature(self, d_output: Array) -> dict[str, Float[Array, "bags dim"]]:
-        """Gradients of what features pooled, out of those of the output."""
+        """Gradient of each feature's pooled rows, cut from the gradient of the output."""
         parts = jnp.split(d_output.reshape(-1, sum(self.dims)), np.cumsum(self.dims)[:-1].tolist(), axis=1)
         return dict(zip(self.features, parts, strict=True))
 
 
 @functools.lru_cache(maxsize=64)
 def tables_on_mesh(plan: TBEPlan) -> MeshTables:
-    """The tables of a plan on its devices, looked up and trained by the core's engine."""
+    """The `MeshTables` of a plan, made once per plan."""
     return MeshTables(plan)

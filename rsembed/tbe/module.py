@@ -304,7 +304,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         self.state.set_value(host.prefetch(self.state.get_value(), batch))
 
     def _read(self, *arguments: Any) -> AnyBatch:
-        """The checked batch of a call; the module notes how many ids and offsets had to be corrected."""
+        """The checked batch of a call; `bounds_check_warning` receives the number of corrected ids and offsets."""
         batch, num_corrected, mistake = batches.read(self.plan, self.bounds_check_mode, *arguments)
         # A module that a transformation did not get as an argument cannot be written to inside: the count is lost.
         with contextlib.suppress(TraceContextError):
@@ -343,7 +343,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         return near
 
     def _pooled(self, batch: AnyBatch) -> Array:
-        """The output of a lookup."""
+        """Output of a lookup of a batch that `_brought` has returned."""
         # Arrays of numpy go into compiled functions as they are, which is faster than turning them into JAX's first.
         return _lookup(self.plan, self.state.get_value(), batch, output_dtype=self.output_dtype)
 
@@ -403,7 +403,7 @@ class TablesBackward:
         return None if d_weights is None else self._in_form(d_weights)
 
     def row_gradients(self, d_output: ArrayLike) -> RowGradients:
-        """The summed gradient of every looked-up row, changing nothing: to be clipped, accumulated and applied later.
+        """The summed gradient of every looked-up row, to be clipped, accumulated and applied later; steps nothing.
 
         Args:
           d_output: gradient of what `vjp` returned, in its form.
@@ -421,7 +421,7 @@ class TablesBackward:
         return gradients
 
     def _gradient(self, d_output: ArrayLike) -> Array:
-        """The gradient of a backward that may still be used.
+        """The output's gradient as a JAX array, after checks of its form and of whether this backward may be used.
 
         Raises: TypeError, ValueError: it has another form. RuntimeError: this was used, or the module never trains.
         """
@@ -436,7 +436,7 @@ class TablesBackward:
         return d_output
 
     def _in_form(self, d_weights: PyTree) -> PyTree:
-        """Gradients of weights in the form in which these were given, 0 where the mask is."""
+        """Gradients of the weights in the form in which the caller gave these, 0 where the mask is 0."""
         plan = self._module.plan
         if plan.devices is not None and isinstance(self._batch, JaggedBatch):
             d_weights = tables_on_mesh(plan).in_order(d_weights, self._batch)

@@ -1,4 +1,4 @@
-"""Which tables share an array, and which features read them: the static side of a table-batched module."""
+"""Plan of a table-batched module: which tables share an array, and which features read them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from rsembed.tbe.arguments import Arguments, CacheAlgorithm, EmbOptimType, Pooli
 
 
 class EmbeddingLocation(enum.IntEnum):
-    """Where the rows of a table live: device, host, or host rows behind a cache on the device.
+    """Memory that holds the rows of a table: device, host, or host behind a cache on the device.
 
     MTIA can be named but not used: JAX has no such backend.
     """
@@ -102,21 +102,21 @@ class TablePlan(NamedTuple):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of its optimizer states."""
+        """Published names of the table's optimizer states."""
         return by_name.state_names(self.optimizer, self.torch_state_names)
 
     @property
     def is_cached(self) -> bool:
-        """Whether its rows must be brought to the device."""
+        """Whether the table's rows are on the host, and must be copied to the device for a lookup."""
         return self.placement != "device"
 
     @property
     def global_decay(self) -> GlobalWeightDecayDefinition | None:
-        """The decay that untouched rows owe, and that lookups see."""
+        """Global weight decay, which lookups apply to rows for the steps that did not touch them; None without it."""
         return self.rule.global_weight_decay if isinstance(self.rule, DecayedAdagrad) else None
 
     def contents(self) -> dict[str, object]:
-        """Facts that give the numbers their meaning: they may not change between runs, as hyperparameters may."""
+        """Facts that must stay the same between save and load, which hyperparameters need not."""
         states, own = list(self.state_names), self.optimizer
         optimizer = own.name if isinstance(own, EmbOptimType) else own.identity
         return {"rows": self.num_rows, "dim": self.dim, "optimizer": optimizer, "states": states}
@@ -127,7 +127,7 @@ class TablePlan(NamedTuple):
         return (*map(np.asarray, own), *(np.zeros((1, self.dim), jnp.dtype(dtype)) for dtype in self.copy_dtypes))
 
     def spec(self) -> TableSpec:
-        """The table as the core declares it."""
+        """The table as a `TableSpec` of the core."""
         # Values come from the state, noise of rounding with each step; pooling is that of a sum of gains.
         spec = TableSpec(
             name=self.name,
@@ -157,7 +157,7 @@ class GroupPlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TBEPlan:
-    """The static side of a module: hashable, so that compiled programs are shared by modules that look alike.
+    """Plan of all tables and features of a module; hashable, so that equal modules share compiled programs.
 
     Args:
       tables: logical tables.
@@ -182,7 +182,7 @@ class TBEPlan:
 
     @functools.cached_property
     def groups(self) -> tuple[GroupPlan, ...]:
-        """Tables that have everything but name and size in common; an array holds less than 2**31 - 1 rows."""
+        """Groups of tables that are equal but for name and size; a group has less than 2**31 - 1 rows."""
         alike: dict[TablePlan, list[int]] = {}
         for number, table in enumerate(self.tables):
             alike.setdefault(table._replace(name="", num_rows=0), []).append(number)
@@ -195,7 +195,7 @@ class TBEPlan:
 
     @functools.cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Group of every table, and its first row there."""
+        """Number of every table's group, and its first row in the group's array."""
         found = {
             table: (number, first_row)
             for number, group in enumerate(self.groups)
@@ -210,18 +210,18 @@ class TBEPlan:
 
     @property
     def has_cache(self) -> bool:
-        """Whether rows of some table must be brought to the device first."""
+        """Whether the rows of some table are on the host."""
         return any(table.is_cached for table in self.tables)
 
     @functools.cached_property
     def has_passes(self) -> bool:
-        """Whether training steps begin with what `functional.begin_step` does."""
+        """Whether training steps begin with a pass over whole tables; see `functional.begin_step`."""
         rules = CounterAdagrad
         return any(t.whole_table_mode is not None or isinstance(t.rule, rules) for t in self.tables)
 
     @functools.cached_property
     def row_layout(self) -> Fingerprint:
-        """Fingerprint of row numbers: the place of every table among the groups."""
+        """Fingerprint of row numbers: group, first row and size of every table."""
         return Fingerprint.of({"tables": {table.name: self._place_facts(t) for t, table in enumerate(self.tables)}})
 
     @functools.cached_property
@@ -257,7 +257,7 @@ class TBEPlan:
         weights: Float[Array | np.ndarray, " nnz"] | None,
         sizes: BagSizes | None = None,
     ) -> JaggedBatch:
-        """Ids as the kernels read them.
+        """A jagged batch of these ids, in the form that kernels read.
 
         Args:
           ids: ids of all features, feature after feature.
@@ -272,14 +272,14 @@ class TBEPlan:
         return JaggedBatch(ids, offsets, weights, self.pooling, blocks, layout)  # type: ignore[arg-type]
 
     def bags_of(self, batch: JaggedBatch) -> tuple[int, ...]:
-        """Bags of every feature in a batch."""
+        """Number of bags of every feature in a batch."""
         num_features = len(self.features)
         return tuple(sum(block.num_bags for block in batch.blocks[f::num_features]) for f in range(num_features))
 
 
 @functools.lru_cache(maxsize=256)
 def _blocks(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[Block, ...]:
-    """A block for each feature, of each rank with `sizes`. Raises: ValueError: the number of offsets does not fit."""
+    """Blocks of a batch: one a feature, with `sizes` one a rank too. Raises: ValueError: the offsets do not fit."""
     num_features = len(plan.features)
     by_rank = [((num_offsets - 1) // num_features,)] * num_features if sizes is None else sizes
     bags = [sum(own) for own in by_rank]
@@ -417,7 +417,7 @@ def make_plan(given: Arguments) -> TBEPlan:
 def _check_specs(
     specs: Sequence[EmbeddingSpec], features: Sequence[int], names: Sequence[str], feature_names: Sequence[str]
 ) -> None:
-    """Raises: ValueError: a table or feature cannot be what it is declared as; says which and why."""
+    """Raises: ValueError: the declaration of a table or feature is impossible; names it and says why."""
     if not specs:
         raise ValueError("embedding_specs is empty; a module needs at least one table.")
     for what, given, count in (("table_names", names, len(specs)), ("feature_names", feature_names, len(features))):
@@ -446,7 +446,7 @@ def _check_specs(
 
 
 def _check_trained(table: TablePlan) -> None:
-    """Raises: ValueError, NotImplementedError: its optimizer cannot train the table as it is, or where it is."""
+    """Raises: ValueError, NotImplementedError: the optimizer cannot train a table of this dim or placement."""
     if isinstance(table.whole_table_mode, EmainplaceModeDefinition) and table.dim % 2:
         raise ValueError(
             f"table {table.name!r}: EMAINPLACE_ROWWISE_ADAGRAD needs an even embedding_dim, got {table.dim}."
@@ -462,7 +462,7 @@ def _check_trained(table: TablePlan) -> None:
 
 
 def _check_shared(tables: Sequence[TablePlan], pooling: PoolingMode) -> None:
-    """Raises: ValueError: a table has no rows. NotImplementedError: tables need what one device alone can do."""
+    """Raises: ValueError: a table has no rows. NotImplementedError: the tables need something that a mesh lacks."""
     if pooling == PoolingMode.NONE:
         raise NotImplementedError(
             "PoolingMode.NONE has one row per id, in the order of the ids, which a mesh does not keep; use "

@@ -1,4 +1,4 @@
-"""Whole tables of a module, wherever they live: read, written, drawn, saved and counted."""
+"""Whole tables of a module, on device or host: reading, writing, initialising, saving and counting."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TBEVariable(nnx.Variable):
 
 
 class TrainedTables(nnx.Module):
-    """A module of tables without their lookup: states, optimizers, learning rates. Its subclass makes the parts.
+    """Base of the module: tables, states and learning rates without the lookup; the subclass makes the parts.
 
     Attributes:
       plan: the tables.
@@ -62,14 +62,14 @@ class TrainedTables(nnx.Module):
 
     @property
     def whole_state(self) -> TBEState:
-        """The state, which is there and the module's. Raises: as `functional.check_state`."""
+        """The module's state, checked. Raises: as `functional.check_state`."""
         state: TBEState = self.state.get_value()
         functional.check_state(self.plan, state)
         return state
 
     @property
     def host_rows(self) -> HostRows | None:
-        """The host side of tables that live there, or None; all that runs outside of `jit` reads it here.
+        """Host side of cached tables, None without any; code outside of `jit` must read it here.
 
         Raises: RuntimeError: the module's state is of another time, or of another module.
         """
@@ -101,7 +101,7 @@ class TrainedTables(nnx.Module):
 
     @property
     def step(self) -> Array:
-        """Updates done so far."""
+        """Number of updates so far."""
         return self.whole_state.step + 0  # the array itself goes to the next update
 
     def init_embedding_weights_uniform(
@@ -294,7 +294,7 @@ class TrainedTables(nnx.Module):
         return [array.reshape(entry.shape) for array, entry in zip(arrays, _entries(own).values(), strict=True)]
 
     def _numbers_of(self, given: Mapping[str, ArrayLike]) -> dict[str, Array]:
-        """Numbers of a state dict beside its tables. Raises: ValueError, TypeError: one is of another kind."""
+        """Numbers of a state dict beside its tables. Raises: ValueError, TypeError: one has a wrong type or shape."""
         plan, changes = self.plan, dict[str, Array]()
         for name in _NUMBERS.keys() & set(given):
             check_type(given[name], _NUMBERS[name], repr(name))
@@ -337,7 +337,7 @@ def _rates_of_groups(plan: TBEPlan, learning_rate: float | Sequence[float]) -> F
 
 
 def _entries(table: TablePlan) -> dict[str, jax.ShapeDtypeStruct]:
-    """Weights and states as a state dict has them, by name; row-wise states are flat, as their arrays are not."""
+    """Shapes and dtypes of a table's entries in a state dict, by name; row-wise states are flat there."""
     slots = table._replace(dim=2).first_slots()  # in a table of dim 1, shapes would not tell
     kinds = [(False, table.dtype), *((slot.shape[1] == 1, slot.dtype) for slot in slots)]
     labels = [f"{table.name}.{label}" for label in ("weight", *table.torch_state_names)]

@@ -26,7 +26,7 @@ def create_optimizer_for_sc_model(
 
 
 def apply_updates_for_sc_model(params: PyTree, updates: PyTree) -> PyTree:
-    """New parameters: tables, slots and step counters are replaced by their updates, all others are added to.
+    """Parameters after a step: updates replace tables, slots and counters, and are added to all others.
 
     Args:
       params: the model's parameters.

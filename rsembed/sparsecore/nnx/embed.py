@@ -29,7 +29,7 @@ def is_embedding_variables(path: object, value: object) -> bool:
 
 
 def is_non_embedding_variables(path: object, value: object) -> bool:
-    """Filter of `nnx.state` and friends: everything else."""
+    """Filter of `nnx.state` and friends: everything but the parameters of `SparseCoreEmbed` layers."""
     return not is_embedding_variables(path, value)
 
 
@@ -105,7 +105,7 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
             self.step.set_value(next_step(step))
 
     def _step(self, step: Scalar | None) -> Array | None:
-        """The step to update with, which is also what the counter's gradient is made from."""
+        """Step of the update, as a counter or a number, from which the counter's gradient is also made."""
         counter = None if self.step is None else self.step.get_value()
         if step is None or counter is None:
             return counter if step is None else jnp.asarray(step, jnp.float32)
