@@ -200,20 +200,13 @@ class EmbeddingVariable(nnx.Variable):
             )
         if not isinstance(table.spec.storage, Hashed):
             raise NotImplementedError(f"table {name!r} has no hash table; its keys keep their rows.")
-        for what, value in (("keep", keep), ("steps_to_live", steps_to_live)):
-            check_type(value, NonNegativeInt | None, f"table {name!r}: evict: {what}")
-        check_within("[0, inf)", l2_weight_threshold, f"table {name!r}: evict: l2_weight_threshold")
-        norm = None if l2_weight_threshold is None else _norm(l2_weight_threshold)
-        reasons: dict[str, PyTree] = {"keep": keep, "unused_for": steps_to_live, "norm_below": norm}
-        parts = []
-        for what, value in reasons.items():  # rows that are kept must not make room for those that the others let go
-            if value is not None:
-                state, rows = table.collection.evict(state_of(self), name, **{what: value})
-                self.set_value(state)
-                parts.append(rows)
-        joined = {what: np.concatenate([rows[what] for rows in parts]) for what in parts[0]}
-        order = np.argsort(joined["keys"])
-        return {what: array[order] for what, array in joined.items()}
+        where = f"evict from table {name!r}"
+        check_type(steps_to_live, NonNegativeInt | None, f"{where}: steps_to_live")
+        check_within("[0, inf)", l2_weight_threshold, f"{where}: l2_weight_threshold")
+        norm = None if l2_weight_threshold is None else math.sqrt(2 * l2_weight_threshold)
+        state, rows = table.collection.evict(state_of(self), name, keep=keep, unused_for=steps_to_live, norm_below=norm)
+        self.set_value(state)
+        return rows
 
     @validated
     def grow(self, rows_per_device: PositiveInt) -> None:
@@ -227,13 +220,6 @@ class EmbeddingVariable(nnx.Variable):
         if not isinstance(storage, Hashed):
             raise NotImplementedError(f"table {self.table.spec.name!r} has no hash table; its size is fixed.")
         make_larger(self, rows_per_device, rows_per_device if storage.admission_capacity is None else 0)
-
-
-def _norm(l2_weight_threshold: float) -> float:
-    """The L2 norm of which half of the square is a threshold, or the next one below, whose square is not larger."""
-    squares = 2 * float(l2_weight_threshold)
-    norm = math.sqrt(squares)
-    return norm if norm * norm <= squares else math.nextafter(norm, 0)
 
 
 def state_of(variable: EmbeddingVariable) -> EmbeddingState:

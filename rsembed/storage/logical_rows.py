@@ -104,7 +104,7 @@ def keys_to_leave(
         leaves |= is_used & (step - last_step.astype(np.int64) > unused_for)
     if norm_below is not None:
         squares = on_host(jax.jit(hashed_rows.norms)(params.rows)).view(np.float32)
-        leaves |= is_used & (squares.astype(np.float64) < float(norm_below) ** 2)
+        leaves |= is_used & (np.sqrt(squares.astype(np.float64)) < norm_below)
     if keep is not None:
         used = np.flatnonzero(is_used)
         scores = on_host(jax.jit(score)(params)).astype(np.uint32)
@@ -112,11 +112,11 @@ def keys_to_leave(
     return keys[leaves]
 
 
-def check_reason(where: str, **given: float | None) -> None:
-    """Raises: TypeError or ValueError: not one of the reasons to leave is given, or it is out of range."""
+def check_reasons(where: str, **given: float | None) -> None:
+    """Raises: TypeError or ValueError: none of the reasons to leave is given, or one is out of range."""
     reasons = {name: value for name, value in given.items() if value is not None}
-    if len(reasons) != 1:
-        raise ValueError(f"{where}: give one of {', '.join(given)}, not {len(reasons)} of them.")
+    if not reasons:
+        raise ValueError(f"{where}: give one or more of {', '.join(given)}.")
     for name, value in reasons.items():
         check_type(value, Annotated[float if name == "norm_below" else int, "[0, inf)"], f"{where}: {name}")
 

@@ -71,7 +71,7 @@ def test_eviction_takes_rows_by_steps_and_by_half_of_their_squares():
         variable().evict()
     with pytest.raises(NotImplementedError, match="table 't' has no hash table; its keys keep their rows"):
         variable(use_hashtable=False).evict(keep=1)
-    with pytest.raises(ValueError, match=r"table 't': evict: keep must be in \[0, inf\), got -1"):
+    with pytest.raises(ValueError, match=r"evict from table 't': keep must be in \[0, inf\), got -1"):
         table.evict(keep=-1)
 
 
