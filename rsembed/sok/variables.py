@@ -240,23 +240,19 @@ def state_of(variable: EmbeddingVariable) -> EmbeddingState:
     return state
 
 
-def give_room(variable: EmbeddingVariable, num_rows: int, num_waiting: int) -> None:
-    """Makes a table larger by so many rows and places of keys that wait on every device, or twice as large."""
-    params, num_devices = state_of(variable).tables[variable.table.spec.name], variable.table.context.num_devices
-    sizes = [maps.last_step.shape[0] // num_devices for maps in (params.keys, params.waiting) if maps is not None]
-    missing = (num_rows, num_waiting)[: len(sizes)]
-    new = [max(2 * size, size + more) if more > 0 else size for size, more in zip(sizes, missing, strict=True)]
-    make_larger(variable, *new, *[0] * (2 - len(new)))
-
-
 def make_larger(variable: EmbeddingVariable, rows_per_device: int, num_waiting: int) -> None:
     """Room for so many rows, and at least so many keys that wait for one, on every device.
 
     Raises: ValueError: it has more rows already.
     """
-    table, state, num_devices = variable.table, state_of(variable), variable.table.context.num_devices
-    name = table.spec.name
-    params, slots = _grown(table, rows_per_device, num_waiting, state.tables[name], state.slots[name])
+    table, state = variable.table, state_of(variable)
+    name, devices, num_devices = table.spec.name, table.context.devices, table.context.num_devices
+
+    def on_device(params: PyTree, slots: PyTree) -> PyTree:
+        return hashed_rows.grow(params, slots, table.spec, rows_per_device, num_waiting)
+
+    grow = jax.jit(devices.on_each(on_device, (devices.split, devices.split), (devices.split, devices.split)))
+    params, slots = grow(state.tables[name], state.slots[name])
     storage = table.spec.storage
     if params.waiting is not None:
         storage = dataclasses.replace(storage, admission_capacity=params.waiting.last_step.shape[0] // num_devices)
@@ -264,15 +260,6 @@ def make_larger(variable: EmbeddingVariable, rows_per_device: int, num_waiting: 
     variable.set_metadata(table=dataclasses.replace(table, spec=spec))
     layout = variable.table.collection.layout
     variable.set_value(state._replace(tables={name: params}, slots={name: slots}, layout=layout))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _grown(table: VariableTable, capacity: int, num_waiting: int, params: PyTree, slots: PyTree) -> PyTree:
-    def on_device(params: PyTree, slots: PyTree) -> PyTree:
-        return hashed_rows.grow(params, slots, table.spec, capacity, num_waiting)
-
-    devices = table.context.devices
-    return devices.on_each(on_device, (devices.split, devices.split), (devices.split, devices.split))(params, slots)
 
 
 @validated
