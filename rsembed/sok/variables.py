@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable
+import re
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -25,7 +27,6 @@ from rsembed.kernels.devices import check_threads
 from rsembed.keys import KEY_DTYPES
 from rsembed.optimizers import Adagrad, OptimizerSpec
 from rsembed.parallel import runtime
-from rsembed.sok.policies import EmbeddingVariableOption, core_policies, named_initializer
 from rsembed.specs import FeatureSpec, TableSpec
 from rsembed.storage import Hashed, RowNumbers, hashed_rows
 
@@ -262,6 +263,54 @@ def make_larger(variable: EmbeddingVariable, rows_per_device: int, num_waiting: 
     variable.set_value(state._replace(tables={name: params}, slots={name: slots}, layout=layout))
 
 
+@dataclasses.dataclass(frozen=True)
+class CounterFilter:
+    """A key gets a row when it has occurred more than `filter_freq` times. Source: DeepRec, `tf.CounterFilter`."""
+
+    filter_freq: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalStepEvict:
+    """Keys go that were not used for more than `steps_to_live` steps. Source: DeepRec, `tf.GlobalStepEvict`."""
+
+    steps_to_live: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class L2WeightEvict:
+    """Keys go whose rows have less than this half of a squared L2 norm; none below 0.
+
+    Source: DeepRec, `tf.L2WeightEvict`, whose pages say norm and whose code takes half of the sum of squares.
+    """
+
+    l2_weight_threshold: float = -1.0
+
+
+@dataclasses.dataclass(frozen=True)
+@validated
+class EmbeddingVariableOption:
+    """Options of an embedding variable. Source: DeepRec, `tf.EmbeddingVariableOption`.
+
+    Args:
+      evict_option: which keys `variable.evict()` lets go; None keeps all.
+      filter_option: which keys get rows; None admits every key at once.
+    """
+
+    evict_option: GlobalStepEvict | L2WeightEvict | None = None
+    filter_option: CounterFilter | None = None
+
+    def as_policies(self) -> dict[str, float]:
+        """Arguments of `embedding_variable` that ask for what these options ask for."""
+        evict, admit = self.evict_option, self.filter_option
+        said: dict[str, float] = {} if admit is None else {"admission_count": admit.filter_freq}
+        if isinstance(evict, GlobalStepEvict) and evict.steps_to_live is not None:
+            said["steps_to_live"] = evict.steps_to_live
+        if isinstance(evict, L2WeightEvict) and evict.l2_weight_threshold >= 0:
+            said["l2_weight_threshold"] = evict.l2_weight_threshold
+        return said
+
+
 @validated
 def embedding_variable(
     name: str,
@@ -313,10 +362,12 @@ def embedding_variable(
         raise RuntimeError("call sok.Init() first: it says which devices share the tables. Or pass context=.")
     check_type(rows_per_device, PositiveInt, f"{where}: rows_per_device")
     num_devices = context.num_devices
-    stay = {"steps_to_live": steps_to_live, "l2_weight_threshold": l2_weight_threshold}
-    policies = core_policies(where, ev_option, policies | stay)
+    for what, value in (("steps_to_live", steps_to_live), ("l2_weight_threshold", l2_weight_threshold)):
+        if value is not None:
+            policies[what] = value
+    policies = _core_policies(where, ev_option, policies)
     unused = [] if use_hashtable else list(policies)
-    steps_to_live, l2_weight_threshold = (policies.pop(name, None) for name in stay)
+    steps_to_live, l2_weight_threshold = policies.pop("steps_to_live", None), policies.pop("l2_weight_threshold", None)
     check_type(steps_to_live, NonNegativeInt | None, f"{where}: steps_to_live")
     check_within("[0, inf)", l2_weight_threshold, f"{where}: l2_weight_threshold")
     when_full = policies.get("when_full", "error") if use_hashtable else None
@@ -332,7 +383,7 @@ def embedding_variable(
         name=name,
         vocabulary_size=rows_per_device * num_devices,
         embedding_dim=embedding_dim,
-        initializer=named_initializer(initializer, name),
+        initializer=_named_initializer(initializer, name),
         optimizer=Adagrad() if optimizer is None else optimizer,
         dtype=dtype,
         storage=storage,
@@ -340,6 +391,68 @@ def embedding_variable(
     table = VariableTable(spec, context, exchange_capacity, when_full, steps_to_live, l2_weight_threshold)
     key = (nnx.Rngs(0) if rngs is None else rngs).params()
     return EmbeddingVariable(table.init(key), table=table)
+
+
+def _core_policies(where: str, option: EmbeddingVariableOption | None, policies: Mapping[str, Any]) -> dict[str, Any]:
+    """Policies by the names of `embedding_variable` and `rsembed.Hashed`, from those and from the published ones.
+
+    Raises: ValueError: a strategy has no counterpart, or two arguments say the same.
+    """
+    policies = dict(policies)
+    published: dict[str, dict[str, Any]] = {"ev_option": {} if option is None else option.as_policies()}
+    if (strategy := policies.pop("evict_strategy", None)) is not None:
+        published["evict_strategy"] = {"when_full": "evict", "eviction": str(strategy).lower()}
+        if str(strategy).lower() not in ("lru", "lfu"):
+            raise ValueError(
+                f"{where}: evict_strategy {strategy!r} has no counterpart; choose 'LRU' or 'LFU', or when_full='evict' "
+                "with eviction='age' or 'l2'."
+            )
+    if (ratio := policies.pop("filter_ratio", None)) is not None:
+        published["filter_ratio"] = {"admission_probability": ratio}
+    for source, own in published.items():
+        if both := sorted(set(policies) & set(own)):
+            raise ValueError(f"{where}: {source} says what {', '.join(both)} says, too; leave one of them out.")
+        policies |= own
+    return policies
+
+
+NAMED_INITIALIZERS: dict[str, Callable[..., Array]] = {
+    "uniform": functools.partial(jax.random.uniform, dtype=jnp.float32, minval=-0.05, maxval=0.05),
+    "normal": jax.nn.initializers.normal(0.05, jnp.float32),
+    "truncated_normal": jax.nn.initializers.truncated_normal(0.05, jnp.float32),
+    "zeros": jax.nn.initializers.zeros,
+    "ones": jax.nn.initializers.ones,
+}
+"""Keras' names and scales; `random_uniform`, `RandomUniform`, SOK's `random` and so on mean the same."""
+_ALIASES = {"random": "uniform", "zero": "zeros", "one": "ones"}
+_OF_WHOLE_TABLES = re.compile(r"glorot|xavier|he_|lecun|variance_scaling|orthogonal|identity")
+
+
+def _named_initializer(initializer: str | float | Callable[..., Array], table_name: str) -> Callable[..., Array]:
+    """`(key, shape) -> array` from such a function, a name, or a number that all rows start from, also as a text.
+
+    Raises: ValueError: the name is unknown, or means values that follow from the number of rows.
+    """
+    if callable(initializer):
+        return initializer
+    given = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(initializer)).lower()
+    known = given.removeprefix("random_")
+    known = _ALIASES.get(known, known)
+    if known in NAMED_INITIALIZERS:
+        return NAMED_INITIALIZERS[known]
+    try:
+        return jax.nn.initializers.constant(float(given))
+    except ValueError:
+        pass
+    if _OF_WHOLE_TABLES.match(given):
+        raise ValueError(
+            f"table {table_name!r}: initializer {initializer!r} follows from the number of rows, and rows for keys are "
+            "made one by one; pass a function of (key, shape) with a scale of your own."
+        )
+    raise ValueError(
+        f"table {table_name!r}: unknown initializer {initializer!r}; choose one of {', '.join(NAMED_INITIALIZERS)}, or "
+        "pass a number or a function of (key, shape)."
+    )
 
 
 def split_embedding_variable_from_others(
