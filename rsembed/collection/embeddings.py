@@ -299,7 +299,7 @@ class EmbeddingCollection:
         unused_for: int | None = None,
         norm_below: float | None = None,
     ) -> tuple[EmbeddingState, dict[str, np.ndarray]]:
-        """Takes their rows from keys of a table; not inside `jit`. The state is given away.
+        """Takes their rows from keys of a table, for any of the reasons; not inside `jit`. The state is given away.
 
         Args:
           state: whose.
@@ -312,7 +312,7 @@ class EmbeddingCollection:
         Returns: the state, and what belonged to the keys, as `tables` returns it: for a file, or
           another store. `with_tables` brings it back, as used now.
 
-        Raises: ValueError: not one of the reasons is given, or it is out of range; there is no such table, or it has no
+        Raises: ValueError: none of the reasons is given, or one is out of range; there is no such table, or it has no
           keys. RuntimeError: this is inside `jit`.
         """
         self.check_state(state, parts=["tables"])

@@ -102,7 +102,7 @@ class KeyedStack(Stack):
     # Rows that leave
 
     def evicted(
-        self, params: PyTree, slots: PyTree, table: TableSpec, step: Int[Array, ""], reason: Mapping[str, Any]
+        self, params: PyTree, slots: PyTree, table: TableSpec, step: Int[Array, ""], reasons: Mapping[str, Any]
     ) -> tuple[PyTree, dict[str, np.ndarray]]:
         """The parameters without some keys of a table, and their rows; see `EmbeddingCollection.evict`.
 
@@ -112,10 +112,10 @@ class KeyedStack(Stack):
         number = self.tables.index(table)
         numbers = np.arange(params.num_tables) % len(self.tables)  # of every shard one behind the other
         is_own = np.repeat(numbers == number, params.rows.shape[0] // params.num_tables)
-        keys = keys_to_leave(params, self.storage.eviction, is_own, **reason, step=int(on_host(step)))
+        keys = keys_to_leave(params, self.storage.eviction, is_own, **reasons, step=int(on_host(step)))
         params, rows = self._taken_out(params, slots, table, number, keys)
-        if reason["unused_for"] is not None:
-            left = self._programs[number][2](_bare(params), step, np.int32(reason["unused_for"]))
+        if reasons["unused_for"] is not None:
+            left = self._programs[number][2](_bare(params), step, np.int32(reasons["unused_for"]))
             params = left._replace(rows=params.rows)
         return params, rows
 

@@ -16,7 +16,7 @@ from rsembed.collection.state import ByName, EmbeddingState
 from rsembed.fingerprint import Fingerprint
 from rsembed.specs import TableSpec
 from rsembed.storage import Hashed
-from rsembed.storage.logical_rows import check_reason
+from rsembed.storage.logical_rows import check_reasons
 
 
 class LogicalTables:
@@ -51,9 +51,9 @@ class LogicalTables:
             replaced[name], slots[name] = written
         return state._replace(tables=replaced, slots=slots)
 
-    def evicted(self, state: EmbeddingState, table_name: str, **reason: float | None) -> tuple[EmbeddingState, ByName]:
+    def evicted(self, state: EmbeddingState, table_name: str, **reasons: float | None) -> tuple[EmbeddingState, ByName]:
         """See `EmbeddingCollection.evict`."""
-        check_reason(f"evict from table {table_name!r}", **reason)
+        check_reasons(f"evict from table {table_name!r}", **reasons)
         if is_traced(state):
             raise RuntimeError("evict works beside compiled programs; call it outside of jit, between two steps.")
         self._check_known(table_name)
@@ -64,7 +64,7 @@ class LogicalTables:
                 f"table {table_name!r} is kept as {spec.storage or 'an array'}: rows leave tables of keys, with "
                 "storage=Hashed(...)."
             )
-        params, rows = own.evicted(state.tables[name], state.slots.get(name, ()), spec, state.step, reason)
+        params, rows = own.evicted(state.tables[name], state.slots.get(name, ()), spec, state.step, reasons)
         return state._replace(tables=state.tables | {name: params}), rows
 
     def _check_known(self, table_name: str) -> None:

@@ -17,12 +17,12 @@ from rsembed.sok.groups import input_layer_vjp as input_layer_vjp
 from rsembed.sok.layers import All2AllDenseEmbedding as All2AllDenseEmbedding
 from rsembed.sok.layers import DistributedEmbedding as DistributedEmbedding
 from rsembed.sok.lookups import StepOnce as StepOnce
-from rsembed.sok.policies import CounterFilter as CounterFilter
-from rsembed.sok.policies import EmbeddingVariableOption as EmbeddingVariableOption
-from rsembed.sok.policies import GlobalStepEvict as GlobalStepEvict
-from rsembed.sok.policies import L2WeightEvict as L2WeightEvict
 from rsembed.sok.variables import Context as Context
+from rsembed.sok.variables import CounterFilter as CounterFilter
 from rsembed.sok.variables import EmbeddingVariable as EmbeddingVariable
+from rsembed.sok.variables import EmbeddingVariableOption as EmbeddingVariableOption
+from rsembed.sok.variables import GlobalStepEvict as GlobalStepEvict
 from rsembed.sok.variables import Init as Init
+from rsembed.sok.variables import L2WeightEvict as L2WeightEvict
 from rsembed.sok.variables import embedding_variable as embedding_variable
 from rsembed.sok.variables import split_embedding_variable_from_others as split_embedding_variable_from_others

@@ -274,7 +274,7 @@ class All2AllDenseEmbedding(_Layer):
         output, backward = self._look_up((filled.reshape(-1, 1), None), training, -1)
         if missing and not is_part:
             output = output[:num_keys]
-            backward.shapes = [output.shape]
+            backward.shapes, backward.num_padded = [output.shape], missing
         return output, backward
 
     def _read(self, given: Given) -> dict[str, Bags]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,11 @@ from rsembed.collection.stack import Stack
 from rsembed.kernels.contract import Step
 from rsembed.keys import Keys
 from rsembed.row_gradients import SingleUse, check_gradient
-from rsembed.sok.variables import EmbeddingVariable, VariableTable, give_room, state_of
+from rsembed.sok.variables import EmbeddingVariable, VariableTable, make_larger, state_of
 from rsembed.specs import Combiner, FeatureSpec
 from rsembed.storage.protocol import on_host
 from rsembed.storage.row_map import RowMap
 
-T = TypeVar("T")
 KeysOfBags = Keys | Bags | ArrayLike | Sequence[object]
 """Keys as users have them; see `key_bags`."""
 WeightsOfKeys = ArrayLike | Sequence[object] | None
@@ -106,19 +105,16 @@ def engine_of(tables: tuple[VariableTable, ...], features: tuple[tuple[int, Comb
         )
         layout = dataclasses.replace(own.layout, stack=dataclasses.replace(plan, features=placements))
         stacks[str(number)] = type(own)(layout, own.rows)
-    specs = _numbered(FeatureSpec(str(k), tables[number].spec) for k, (number, _) in enumerate(features))
+    specs = {
+        str(feature): FeatureSpec(str(feature), tables[number].spec) for feature, (number, _) in enumerate(features)
+    }
     return Engine(specs, stacks, tables[0].context.devices)
 
 
-def _numbered(values: Iterable[T]) -> dict[str, T]:
-    """Dictionary of values by their number as text, the names that engines of `engine_of` use."""
-    return {str(number): value for number, value in enumerate(values)}
-
-
 def _programs(
-    variables: Sequence[EmbeddingVariable], features: Sequence[tuple[int, Combiner]]
-) -> Iterator[tuple[Engine, list[int], list[int]]]:
-    """Engines of at most `STACKS_TOGETHER` variables, with the numbers of their variables and of their features.
+    variables: Sequence[EmbeddingVariable], features: Sequence[tuple[EmbeddingVariable, Combiner]]
+) -> Iterator[tuple[Engine, dict[str, int], dict[str, int]]]:
+    """Engines of at most `STACKS_TOGETHER` variables, with the numbers of their variables and features by name.
 
     To compile a program takes time that grows with the square of its tables, and tables that are alike share what is
     compiled: of a hundred like tables, a quarter at a time.
@@ -129,23 +125,23 @@ def _programs(
     like_beside_like = list(itertools.chain.from_iterable(of_kind.values()))
     size = -(-len(variables) // max(-(-len(variables) // STACKS_TOGETHER), 1))
     for first in range(0, len(variables), size or 1):
-        own = like_beside_like[first : first + size]
-        tables = tuple(variables[number].table.kind for number in own)
-        read, pooled = [], []
-        for feature, (number, combiner) in enumerate(features):
-            if number in own:
-                read.append(feature)
-                pooled.append((own.index(number), combiner))
-        yield engine_of(tables, tuple(pooled)), own, read
+        own, kinds, read, pooled = like_beside_like[first : first + size], [], [], []
+        for place, number in enumerate(own):
+            kinds.append(variables[number].table.kind)
+            for feature, (variable, combiner) in enumerate(features):
+                if variable is variables[number]:
+                    read.append(feature)
+                    pooled.append((place, combiner))
+        engine = engine_of(tuple(kinds), tuple(pooled))
+        yield engine, dict(zip(engine.stacks, own, strict=True)), dict(zip(engine.features, read, strict=True))
 
 
-def _arrays_of(variables: Sequence[EmbeddingVariable]) -> tuple[ByStack, ByStack, ByStack]:
-    """Parameters, slots and step of every variable, each by the variable's number as text."""
+def _arrays_of(variables: Sequence[EmbeddingVariable], numbers: Mapping[str, int]) -> tuple[ByStack, ByStack, ByStack]:
+    """Parameters, slots and step of each variable of these numbers, by name of its stack."""
     params, slots, steps = ByStack(), ByStack(), ByStack()
-    for number, variable in enumerate(variables):
-        state, name = state_of(variable), variable.table.spec.name
-        own = str(number)
-        params[own], slots[own], steps[own] = state.tables[name], state.slots[name], state.step
+    for stack, number in numbers.items():
+        state = state_of(variables[number])
+        (params[stack],), (slots[stack],), steps[stack] = state.tables.values(), state.slots.values(), state.step
     return params, slots, steps
 
 
@@ -175,19 +171,19 @@ class StepOnce:
 
     Args:
       variables: distinct ones.
-      features: for each output, the number of its variable, and how its rows were pooled.
+      features: for each output, its variable, and how its rows were pooled.
       batch: keys of each output.
       wanted: by number of the variable, how many of its keys were going to get a row, by device.
-      num_rows: of each output; a gradient may have fewer rows than it, then the last ones have none.
       shapes: of the gradients.
+      num_padded: rows of the outputs, after those of the gradients, that have none.
     """
 
     variables: Sequence[EmbeddingVariable]
-    features: Sequence[tuple[int, Combiner]]
+    features: Sequence[tuple[EmbeddingVariable, Combiner]]
     batch: Sequence[PyTree]
     wanted: Mapping[int, Int[Array, " devices"]]
-    num_rows: Sequence[int]
     shapes: list[tuple[int, ...]]
+    num_padded: int = 0
     permit: SingleUse = dataclasses.field(default_factory=functools.partial(SingleUse, TRAINED))
 
     def __call__(self, *d_outputs: ArrayLike) -> None:
@@ -205,28 +201,25 @@ class StepOnce:
         if len(d_outputs) != len(self.shapes):
             raise ValueError(f"the lookup has {len(self.shapes)} outputs, but {len(d_outputs)} gradients came.")
         gradients: list[Array] = []
-        given = zip(self.features, d_outputs, self.shapes, self.num_rows, strict=True)
-        for (number, _), d_output, shape, num_rows in given:
-            what = f"table {self.variables[number].table.spec.name!r}: the gradient"
+        for (variable, _), d_output, shape in zip(self.features, d_outputs, self.shapes, strict=True):
+            what = f"table {variable.table.spec.name!r}: the gradient"
             check_gradient(d_output, what)
             gradient = device_copy(d_output, jnp.float32)
             if gradient.shape != shape:
                 raise ValueError(f"{what} has shape {gradient.shape}, the output {shape}.")
-            gradient = gradient.reshape(-1, shape[-1])
-            missing = num_rows - gradient.shape[0]
-            gradients.append(jnp.pad(gradient, ((0, missing), (0, 0))) if missing else gradient)
+            gradient, padding = gradient.reshape(-1, shape[-1]), ((0, self.num_padded), (0, 0))
+            gradients.append(jnp.pad(gradient, padding) if self.num_padded else gradient)
         self.permit.use()
         is_eager = not is_traced((self.batch, gradients, [variable.get_value() for variable in self.variables]))
         failed_before = [self._make_room(number) if is_eager else None for number in range(len(self.variables))]
         # A program takes the old arrays away: what it gives is kept before the next one may fail.
         for engine, own, read in _programs(self.variables, self.features):
-            variables = [self.variables[number] for number in own]
-            batch, d_batch = (_numbered(values[feature] for feature in read) for values in (self.batch, gradients))
-            params, slots, steps = _step(engine, _arrays_of(variables), batch, d_batch)
-            for stack, variable in _numbered(variables).items():
-                state, name = variable.get_value(), variable.table.spec.name
+            batch, d_batch = ({name: values[k] for name, k in read.items()} for values in (self.batch, gradients))
+            params, slots, steps = _step(engine, _arrays_of(self.variables, own), batch, d_batch)
+            for stack, number in own.items():
+                state, name = self.variables[number].get_value(), self.variables[number].table.spec.name
                 stepped = state._replace(tables={name: params[stack]}, slots={name: slots[stack]}, step=steps[stack])
-                variable.set_value(stepped)
+                self.variables[number].set_value(stepped)
         for variable, before in zip(self.variables, failed_before, strict=True):
             if before is not None and (num_failed := int(variable.counts()["failed"].sum()) - before):
                 raise _full(variable, num_failed)
@@ -234,18 +227,21 @@ class StepOnce:
     def _make_room(self, number: int) -> int | None:
         """Enlarges a full table if it may grow; for one with when_full='error', returns the failed keys so far."""
         variable = self.variables[number]
-        if variable.table.when_full not in ("error", "grow"):
+        when_full, (params,) = variable.table.when_full, state_of(variable).tables.values()
+        if when_full not in ("error", "grow"):
             return None
-        (params,) = state_of(variable).tables.values()
-        num_rows, num_waiting = int(_missing(params.keys, self.wanted[number]).max()), 0
+        wanted = [(params.keys, self.wanted[number])]
         if params.waiting is not None:  # at most all keys of the batch
-            own = [keys for (of, _), keys in zip(self.features, self.batch, strict=True) if of == number]
-            num_waiting = int(_missing(params.waiting, sum(jax.tree.leaves(keys)[0].size for keys in own)).max())
-        if max(num_rows, num_waiting) <= 0:
+            own = [keys for (of, _), keys in zip(self.features, self.batch, strict=True) if of is variable]
+            wanted.append((params.waiting, sum(jax.tree.leaves(keys)[0].size for keys in own)))
+        missing = [int(_missing(*own).max()) for own in wanted]
+        if max(missing) <= 0:
             return None
-        if variable.table.when_full == "error":
+        if when_full == "error":
             return int(variable.counts()["failed"].sum())
-        give_room(variable, num_rows, num_waiting)
+        sizes = [maps.last_step.shape[0] // variable.table.context.num_devices for maps, _ in wanted]
+        new = [max(2 * size, size + more) if more > 0 else size for size, more in zip(sizes, missing, strict=True)]
+        make_larger(variable, new[0], new[-1])
         return None
 
 
@@ -266,17 +262,17 @@ def look_up_variables(
 
     Raises: RuntimeError: a table has no room for new keys and is to say so. Inside `jit`, `counts` say it later.
     """
-    by_id = {id(variable): variable for variable in variables}
-    distinct, numbers = list(by_id.values()), {own: number for number, own in enumerate(by_id)}
-    features = [(numbers[id(variable)], combiner) for variable, combiner in zip(variables, combiners, strict=True)]
+    distinct = list({id(variable): variable for variable in variables}.values())
+    features = list(zip(variables, combiners, strict=True))
     outputs: dict[int, Array] = {}
     wanted: dict[int, Array] = {}
     for engine, own, read in _programs(distinct, features):
-        params, _, steps = _arrays_of([distinct[number] for number in own])
-        keys = _numbered(batch[feature] for feature in read)
+        params, _, steps = _arrays_of(distinct, own)
+        keys = {name: batch[number] for name, number in read.items()}
         found, statistics = engine.lookup(params, keys, steps if training else None)
-        outputs |= zip(read, found.values(), strict=True)
-        for number, stack in zip(own, params, strict=True):
+        for name, number in read.items():
+            outputs[number] = found[name]
+        for stack, number in own.items():
             wanted[number] = cast(Array, statistics.traffic[stack].num_unknown)
     for number, variable in enumerate(distinct) if training else ():
         if variable.table.when_full != "error" or is_traced(wanted):
@@ -284,9 +280,8 @@ def look_up_variables(
         (own_params,) = variable.get_value().tables.values()
         if (missing := _missing(own_params.keys, wanted[number])).max() > 0:
             raise _full(variable, int(missing.clip(0).sum()))
-    ordered = [outputs[feature] for feature in range(len(features))]
-    shapes = [output.shape for output in ordered]
-    return ordered, StepOnce(distinct, features, batch, wanted, list(map(len, ordered)), shapes)
+    ordered = [outputs[number] for number in range(len(features))]
+    return ordered, StepOnce(distinct, features, batch, wanted, [output.shape for output in ordered])
 
 
 def _missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices"]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable
+import re
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -25,7 +27,6 @@ from rsembed.kernels.devices import check_threads
 from rsembed.keys import KEY_DTYPES
 from rsembed.optimizers import Adagrad, OptimizerSpec
 from rsembed.parallel import runtime
-from rsembed.sok.policies import EmbeddingVariableOption, core_policies, named_initializer
 from rsembed.specs import FeatureSpec, TableSpec
 from rsembed.storage import Hashed, RowNumbers, hashed_rows
 
@@ -200,20 +201,13 @@ class EmbeddingVariable(nnx.Variable):
             )
         if not isinstance(table.spec.storage, Hashed):
             raise NotImplementedError(f"table {name!r} has no hash table; its keys keep their rows.")
-        for what, value in (("keep", keep), ("steps_to_live", steps_to_live)):
-            check_type(value, NonNegativeInt | None, f"table {name!r}: evict: {what}")
-        check_within("[0, inf)", l2_weight_threshold, f"table {name!r}: evict: l2_weight_threshold")
-        norm = None if l2_weight_threshold is None else _norm(l2_weight_threshold)
-        reasons: dict[str, PyTree] = {"keep": keep, "unused_for": steps_to_live, "norm_below": norm}
-        parts = []
-        for what, value in reasons.items():  # rows that are kept must not make room for those that the others let go
-            if value is not None:
-                state, rows = table.collection.evict(state_of(self), name, **{what: value})
-                self.set_value(state)
-                parts.append(rows)
-        joined = {what: np.concatenate([rows[what] for rows in parts]) for what in parts[0]}
-        order = np.argsort(joined["keys"])
-        return {what: array[order] for what, array in joined.items()}
+        where = f"evict from table {name!r}"
+        check_type(steps_to_live, NonNegativeInt | None, f"{where}: steps_to_live")
+        check_within("[0, inf)", l2_weight_threshold, f"{where}: l2_weight_threshold")
+        norm = None if l2_weight_threshold is None else math.sqrt(2 * l2_weight_threshold)
+        state, rows = table.collection.evict(state_of(self), name, keep=keep, unused_for=steps_to_live, norm_below=norm)
+        self.set_value(state)
+        return rows
 
     @validated
     def grow(self, rows_per_device: PositiveInt) -> None:
@@ -227,13 +221,6 @@ class EmbeddingVariable(nnx.Variable):
         if not isinstance(storage, Hashed):
             raise NotImplementedError(f"table {self.table.spec.name!r} has no hash table; its size is fixed.")
         make_larger(self, rows_per_device, rows_per_device if storage.admission_capacity is None else 0)
-
-
-def _norm(l2_weight_threshold: float) -> float:
-    """The L2 norm whose half square is the threshold, rounded down."""
-    squares = 2 * float(l2_weight_threshold)
-    norm = math.sqrt(squares)
-    return norm if norm * norm <= squares else math.nextafter(norm, 0)
 
 
 def state_of(variable: EmbeddingVariable) -> EmbeddingState:
@@ -254,23 +241,19 @@ def state_of(variable: EmbeddingVariable) -> EmbeddingState:
     return state
 
 
-def give_room(variable: EmbeddingVariable, num_rows: int, num_waiting: int) -> None:
-    """Enlarges a table on every device by these rows and places of waiting keys, or to twice its size if more."""
-    params, num_devices = state_of(variable).tables[variable.table.spec.name], variable.table.context.num_devices
-    sizes = [maps.last_step.shape[0] // num_devices for maps in (params.keys, params.waiting) if maps is not None]
-    missing = (num_rows, num_waiting)[: len(sizes)]
-    new = [max(2 * size, size + more) if more > 0 else size for size, more in zip(sizes, missing, strict=True)]
-    make_larger(variable, *new, *[0] * (2 - len(new)))
-
-
 def make_larger(variable: EmbeddingVariable, rows_per_device: int, num_waiting: int) -> None:
     """Enlarges a table to this many rows, and at least this many waiting keys, on every device.
 
     Raises: ValueError: it has more rows already.
     """
-    table, state, num_devices = variable.table, state_of(variable), variable.table.context.num_devices
-    name = table.spec.name
-    params, slots = _grown(table, rows_per_device, num_waiting, state.tables[name], state.slots[name])
+    table, state = variable.table, state_of(variable)
+    name, devices, num_devices = table.spec.name, table.context.devices, table.context.num_devices
+
+    def on_device(params: PyTree, slots: PyTree) -> PyTree:
+        return hashed_rows.grow(params, slots, table.spec, rows_per_device, num_waiting)
+
+    grow = jax.jit(devices.on_each(on_device, (devices.split, devices.split), (devices.split, devices.split)))
+    params, slots = grow(state.tables[name], state.slots[name])
     storage = table.spec.storage
     if params.waiting is not None:
         storage = dataclasses.replace(storage, admission_capacity=params.waiting.last_step.shape[0] // num_devices)
@@ -280,13 +263,52 @@ def make_larger(variable: EmbeddingVariable, rows_per_device: int, num_waiting: 
     variable.set_value(state._replace(tables={name: params}, slots={name: slots}, layout=layout))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _grown(table: VariableTable, capacity: int, num_waiting: int, params: PyTree, slots: PyTree) -> PyTree:
-    def on_device(params: PyTree, slots: PyTree) -> PyTree:
-        return hashed_rows.grow(params, slots, table.spec, capacity, num_waiting)
+@dataclasses.dataclass(frozen=True)
+class CounterFilter:
+    """A key gets a row when it has occurred more than `filter_freq` times. Source: DeepRec, `tf.CounterFilter`."""
 
-    devices = table.context.devices
-    return devices.on_each(on_device, (devices.split, devices.split), (devices.split, devices.split))(params, slots)
+    filter_freq: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalStepEvict:
+    """Keys go that were not used for more than `steps_to_live` steps. Source: DeepRec, `tf.GlobalStepEvict`."""
+
+    steps_to_live: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class L2WeightEvict:
+    """Keys go whose rows have less than this half of a squared L2 norm; none below 0.
+
+    Source: DeepRec, `tf.L2WeightEvict`, whose pages say norm and whose code takes half of the sum of squares.
+    """
+
+    l2_weight_threshold: float = -1.0
+
+
+@dataclasses.dataclass(frozen=True)
+@validated
+class EmbeddingVariableOption:
+    """Options of an embedding variable. Source: DeepRec, `tf.EmbeddingVariableOption`.
+
+    Args:
+      evict_option: which keys `variable.evict()` lets go; None keeps all.
+      filter_option: which keys get rows; None admits every key at once.
+    """
+
+    evict_option: GlobalStepEvict | L2WeightEvict | None = None
+    filter_option: CounterFilter | None = None
+
+    def as_policies(self) -> dict[str, float]:
+        """Arguments of `embedding_variable` that ask for what these options ask for."""
+        evict, admit = self.evict_option, self.filter_option
+        said: dict[str, float] = {} if admit is None else {"admission_count": admit.filter_freq}
+        if isinstance(evict, GlobalStepEvict) and evict.steps_to_live is not None:
+            said["steps_to_live"] = evict.steps_to_live
+        if isinstance(evict, L2WeightEvict) and evict.l2_weight_threshold >= 0:
+            said["l2_weight_threshold"] = evict.l2_weight_threshold
+        return said
 
 
 @validated
@@ -340,10 +362,12 @@ def embedding_variable(
         raise RuntimeError("call sok.Init() first: it says which devices share the tables. Or pass context=.")
     check_type(rows_per_device, PositiveInt, f"{where}: rows_per_device")
     num_devices = context.num_devices
-    stay = {"steps_to_live": steps_to_live, "l2_weight_threshold": l2_weight_threshold}
-    policies = core_policies(where, ev_option, policies | stay)
+    for what, value in (("steps_to_live", steps_to_live), ("l2_weight_threshold", l2_weight_threshold)):
+        if value is not None:
+            policies[what] = value
+    policies = _core_policies(where, ev_option, policies)
     unused = [] if use_hashtable else list(policies)
-    steps_to_live, l2_weight_threshold = (policies.pop(name, None) for name in stay)
+    steps_to_live, l2_weight_threshold = policies.pop("steps_to_live", None), policies.pop("l2_weight_threshold", None)
     check_type(steps_to_live, NonNegativeInt | None, f"{where}: steps_to_live")
     check_within("[0, inf)", l2_weight_threshold, f"{where}: l2_weight_threshold")
     when_full = policies.get("when_full", "error") if use_hashtable else None
@@ -359,7 +383,7 @@ def embedding_variable(
         name=name,
         vocabulary_size=rows_per_device * num_devices,
         embedding_dim=embedding_dim,
-        initializer=named_initializer(initializer, name),
+        initializer=_named_initializer(initializer, name),
         optimizer=Adagrad() if optimizer is None else optimizer,
         dtype=dtype,
         storage=storage,
@@ -367,6 +391,65 @@ def embedding_variable(
     table = VariableTable(spec, context, exchange_capacity, when_full, steps_to_live, l2_weight_threshold)
     key = (nnx.Rngs(0) if rngs is None else rngs).params()
     return EmbeddingVariable(table.init(key), table=table)
+
+
+def _core_policies(where: str, option: EmbeddingVariableOption | None, policies: Mapping[str, Any]) -> dict[str, Any]:
+    """Policies by the names of `embedding_variable` and `rsembed.Hashed`, from those and from the published ones.
+
+    Raises: ValueError: a strategy has no counterpart, or two arguments say the same.
+    """
+    policies = dict(policies)
+    published: dict[str, dict[str, Any]] = {"ev_option": {} if option is None else option.as_policies()}
+    if (strategy := policies.pop("evict_strategy", None)) is not None:
+        published["evict_strategy"] = {"when_full": "evict", "eviction": str(strategy).lower()}
+        if str(strategy).lower() not in ("lru", "lfu"):
+            raise ValueError(f"{where}: evict_strategy {strategy!r} has no counterpart; choose 'LRU' or 'LFU'.")
+    if (ratio := policies.pop("filter_ratio", None)) is not None:
+        published["filter_ratio"] = {"admission_probability": ratio}
+    for source, own in published.items():
+        if both := sorted(set(policies) & set(own)):
+            raise ValueError(f"{where}: {source} says what {', '.join(both)} says, too; leave one of them out.")
+        policies |= own
+    return policies
+
+
+NAMED_INITIALIZERS: dict[str, Callable[..., Array]] = {
+    "uniform": functools.partial(jax.random.uniform, dtype=jnp.float32, minval=-0.05, maxval=0.05),
+    "normal": jax.nn.initializers.normal(0.05, jnp.float32),
+    "truncated_normal": jax.nn.initializers.truncated_normal(0.05, jnp.float32),
+    "zeros": jax.nn.initializers.zeros,
+    "ones": jax.nn.initializers.ones,
+}
+"""Keras' names and scales; `random_uniform`, `RandomUniform`, SOK's `random` and so on mean the same."""
+_ALIASES = {"random": "uniform", "zero": "zeros", "one": "ones"}
+_OF_WHOLE_TABLES = re.compile(r"glorot|xavier|he_|lecun|variance_scaling|orthogonal|identity")
+
+
+def _named_initializer(initializer: str | float | Callable[..., Array], table_name: str) -> Callable[..., Array]:
+    """`(key, shape) -> array` from such a function, a name, or a number that all rows start from, also as a text.
+
+    Raises: ValueError: the name is unknown, or means values that follow from the number of rows.
+    """
+    if callable(initializer):
+        return initializer
+    given = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(initializer)).lower()
+    known = given.removeprefix("random_")
+    known = _ALIASES.get(known, known)
+    if known in NAMED_INITIALIZERS:
+        return NAMED_INITIALIZERS[known]
+    try:
+        return jax.nn.initializers.constant(float(given))
+    except ValueError:
+        pass
+    if _OF_WHOLE_TABLES.match(given):
+        raise ValueError(
+            f"table {table_name!r}: initializer {initializer!r} follows from the number of rows, and rows for keys are "
+            "made one by one; pass a function of (key, shape) with a scale of your own."
+        )
+    raise ValueError(
+        f"table {table_name!r}: unknown initializer {initializer!r}; choose one of {', '.join(NAMED_INITIALIZERS)}, or "
+        "pass a number or a function of (key, shape)."
+    )
 
 
 def split_embedding_variable_from_others(

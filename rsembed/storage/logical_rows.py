@@ -103,7 +103,7 @@ def keys_to_leave(
         leaves |= is_used & (step - last_step.astype(np.int64) > unused_for)
     if norm_below is not None:
         squares = on_host(jax.jit(_squared_norms)(params.rows))
-        leaves |= is_used & (squares.astype(np.float64) < float(norm_below) ** 2)
+        leaves |= is_used & (np.sqrt(squares.astype(np.float64)) < norm_below)
     if keep is not None:
         used = np.flatnonzero(is_used)
         worth = on_host(row_map.worth(params.keys, policy))
@@ -115,11 +115,11 @@ def _squared_norms(rows: Array) -> Array:
     return jnp.sum(jnp.square(rows.astype(jnp.float32)), axis=1)
 
 
-def check_reason(where: str, **given: float | None) -> None:
-    """Raises: TypeError or ValueError: not one of the reasons to leave is given, or it is out of range."""
+def check_reasons(where: str, **given: float | None) -> None:
+    """Raises: TypeError or ValueError: none of the reasons to leave is given, or one is out of range."""
     reasons = {name: value for name, value in given.items() if value is not None}
-    if len(reasons) != 1:
-        raise ValueError(f"{where}: give one of {', '.join(given)}, not {len(reasons)} of them.")
+    if not reasons:
+        raise ValueError(f"{where}: give one or more of {', '.join(given)}.")
     for name, value in reasons.items():
         check_type(value, Annotated[float if name == "norm_below" else int, "[0, inf)"], f"{where}: {name}")
 

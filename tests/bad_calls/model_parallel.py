@@ -106,6 +106,9 @@ BAD = {
         "use_hashtable is False",
     ),
     "an eviction nobody asked for": (lambda: variable().evict(), ValueError, "table 'word'", "steps_to_live"),
+    "an admission in place of an eviction": (
+        lambda: sok.EmbeddingVariableOption(sok.CounterFilter(2)), TypeError, "evict_option", "GlobalStepEvict",
+    ),
     "growth of a table of numbers": (lambda: plain().grow(8), NotImplementedError, "table 'number'", "no hash table"),
     "growth to less": (lambda: variable().grow(2), ValueError, "table 'word'", "2", "4"),
     "one variable to split": (

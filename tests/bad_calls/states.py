@@ -99,9 +99,9 @@ BAD = {
         lambda: with_keys(slot_momentum=np.ones((2,4))),
         ValueError, "table 'client': cannot import ['slot_momentum']; it has",
     ),
-    "an eviction for two reasons": (
-        lambda: evicted(keep=1, unused_for=1),
-        ValueError, "evict from table 'client': give one of keep, unused_for,",
+    "an eviction without a reason": (
+        lambda: evicted(),
+        ValueError, "evict from table 'client': give one or more of keep, unused_for,",
     ),
     "an eviction that keeps half a row": (
         lambda: evicted(keep=1.5),

@@ -5,30 +5,31 @@ import numpy as np
 import pytest
 
 from rsembed import sok
-from rsembed.sok.policies import core_policies
 from tests.sok.training import context
 
 DIM = 2
-COUNTED = sok.EmbeddingVariableOption(filter_option=sok.CounterFilter(2))
+
+
+def option(evict=None, admit=None):
+    return {"ev_option": sok.EmbeddingVariableOption(evict_option=evict, filter_option=admit)}
 
 
 def variable(**options):
     return sok.embedding_variable("t", DIM, **{"rows_per_device": 8, "context": context(1)} | options)
 
 
-def said(evict=None, admit=None, **policies):
-    return core_policies("t", sok.EmbeddingVariableOption(evict_option=evict, filter_option=admit), policies)
-
-
-def test_published_options_say_what_those_of_the_core_say():
-    assert said(sok.GlobalStepEvict(4), sok.CounterFilter(filter_freq=3)) == {"steps_to_live": 4, "admission_count": 3}
-    assert said(sok.L2WeightEvict(0.5)) == {"l2_weight_threshold": 0.5}
-    assert said(sok.L2WeightEvict()) == said(sok.GlobalStepEvict()) == said(filter_ratio=None) == {}
-    assert said(evict_strategy="LFU", filter_ratio=0.2) == {
-        "when_full": "evict", "eviction": "lfu", "admission_probability": 0.2,
-    }  # fmt: skip
-    table = variable(ev_option=sok.EmbeddingVariableOption(sok.GlobalStepEvict(4)), filter_ratio=0.2).table
-    assert (table.steps_to_live, table.spec.storage.admission_probability) == (4, 0.2)
+@pytest.mark.parametrize(
+    ("published", "own"),
+    [
+        (option(sok.GlobalStepEvict(4), sok.CounterFilter(3)), {"steps_to_live": 4, "admission_count": 3}),
+        (option(sok.L2WeightEvict(0.5)), {"l2_weight_threshold": 0.5}),
+        (option(sok.L2WeightEvict()) | {"evict_strategy": None}, {"filter_ratio": None}),
+        (option(sok.GlobalStepEvict(4)) | {"filter_ratio": 0.2}, {"steps_to_live": 4, "admission_probability": 0.2}),
+        ({"evict_strategy": "LFU"}, {"when_full": "evict", "eviction": "lfu"}),
+    ],
+)
+def test_published_options_say_what_those_of_the_core_say(published, own):
+    assert variable(**published).table == variable(**own).table
 
 
 @pytest.mark.parametrize(
@@ -39,10 +40,7 @@ def test_published_options_say_what_those_of_the_core_say():
             {"evict_strategy": "LRU", "eviction": "lfu"},
             "evict_strategy says what eviction says, too; leave one of them",
         ),
-        (
-            {"ev_option": sok.EmbeddingVariableOption(filter_option=sok.CounterFilter(2)), "admission_count": 2},
-            "ev_option",
-        ),
+        (option(admit=sok.CounterFilter(2)) | {"admission_count": 2}, "ev_option"),
         ({"filter_ratio": 1.5}, r"admission_probability must be in \(0, 1\], got 1.5"),
         ({"l2_weight_threshold": -0.5}, r"l2_weight_threshold must be in \[0, inf\), got -0.5"),
         ({"use_hashtable": False, "filter_ratio": 0.5}, "admission_probability concern hash tables"),
@@ -55,7 +53,7 @@ def test_what_has_no_counterpart_or_is_said_twice_is_refused(options, message):
 
 def test_eviction_takes_rows_by_steps_and_by_half_of_their_squares():
     """A row of which this is the threshold itself stays, as in the original."""
-    table = variable(ev_option=sok.EmbeddingVariableOption(sok.L2WeightEvict(1.0)), rows_per_device=16)
+    table = variable(**option(sok.L2WeightEvict(1.0)), rows_per_device=16)
     values = np.asarray([[1, 1], [1, 0.999], [2, 0], [0, 0], [0, 1.5]], np.float32)
     rows = {"keys": np.arange(5) + 2**40, "values": values, "last_step": np.asarray([0, 0, 3, 3, 9])}
     sok.assign_rows(table, rows)
@@ -71,7 +69,7 @@ def test_eviction_takes_rows_by_steps_and_by_half_of_their_squares():
         variable().evict()
     with pytest.raises(NotImplementedError, match="table 't' has no hash table; its keys keep their rows"):
         variable(use_hashtable=False).evict(keep=1)
-    with pytest.raises(ValueError, match=r"table 't': evict: keep must be in \[0, inf\), got -1"):
+    with pytest.raises(ValueError, match=r"evict from table 't': keep must be in \[0, inf\), got -1"):
         table.evict(keep=-1)
 
 

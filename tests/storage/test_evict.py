@@ -48,12 +48,12 @@ ARGUMENTS = {"keep": 20, "unused_for": 3, "norm_below": 1.7}
 
 
 @pytest.mark.parametrize("num_devices", [None, 4])
-@pytest.mark.parametrize("reason", REASONS)
-def test_keys_that_have_a_reason_leave_with_all_that_belongs_to_them_and_come_back(reason, num_devices):
+@pytest.mark.parametrize("reasons", ["keep", "unused_for", "norm_below", "keep unused_for norm_below"])
+def test_keys_that_have_a_reason_leave_with_all_that_belongs_to_them_and_come_back(reasons, num_devices):
     (collection, state), rows = filled(num_devices), some_rows()
-    state, gone = collection.evict(state, "t", **{reason: ARGUMENTS[reason]})
-    leaves = np.isin(np.arange(rows["keys"].size), REASONS[reason](rows))
-    assert 5 < leaves.sum() < leaves.size - 5
+    state, gone = collection.evict(state, "t", **{reason: ARGUMENTS[reason] for reason in reasons.split()})
+    leaves = np.isin(np.arange(rows["keys"].size), np.concatenate([REASONS[own](rows) for own in reasons.split()]))
+    assert 5 < leaves.sum() < leaves.size - 3
     left = collection.tables(state)["t"]
     for name, array in rows.items():
         np.testing.assert_array_equal(gone[name], array[leaves], err_msg=name)
