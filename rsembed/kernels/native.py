@@ -108,8 +108,6 @@ def apply_rows(
     code = _fused_code(table, slots, step)
     if code is not None:
         return _step_in_place("rsembed_apply_rows", code, table, slots, step, [rows, gradients])
-    if step.rule.moves_all_rows:
-        return reference.apply_rows(table, slots, rows, gradients, step)
     return _apply_in_blocks(table, slots, rows, gradients, step)
 
 

@@ -16,10 +16,6 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt32
 
-from rsembed.kernels.blocks import block_ends as block_ends
-from rsembed.kernels.blocks import pack_blocks as pack_blocks
-from rsembed.kernels.blocks import round_places as round_places
-from rsembed.kernels.blocks import unpack_blocks as unpack_blocks
 from rsembed.kernels.contract import (
     NO_ROW,
     JaggedBatch,
@@ -35,18 +31,6 @@ from rsembed.kernels.contract import (
     as_rows,
 )
 from rsembed.kernels.contract import Rounding as Rounding
-from rsembed.kernels.ids import count_ids as count_ids
-from rsembed.kernels.ids import entries_by_sample as entries_by_sample
-from rsembed.kernels.ids import rows_by_bag as rows_by_bag
-from rsembed.kernels.ids import rows_of_ids as rows_of_ids
-from rsembed.kernels.keyed import compact as compact
-from rsembed.kernels.keyed import count_uses as count_uses
-from rsembed.kernels.keyed import distinct as distinct
-from rsembed.kernels.keyed import find_keys as find_keys
-from rsembed.kernels.keyed import insert_keys as insert_keys
-from rsembed.kernels.keyed import row_bits as row_bits
-from rsembed.kernels.keyed import take_rows as take_rows
-from rsembed.kernels.keyed import unique_keys as unique_keys
 from rsembed.optimizers import Slots
 
 NAME = "reference"
