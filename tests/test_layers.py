@@ -15,7 +15,7 @@ BUDGETS = {
     "fingerprint": 176,
     "jax_internals": 18,
     "checks": 250,
-    "optimizers": 1560,
+    "optimizers": 1489,
     "places": 82,
     "specs": 375,
     "stacking": 498,

@@ -38,7 +38,7 @@ optimizers/rules.py  optimizers/test_contract.py optimizers/test_rules.py
     (gradients * gradients - slots[1]) => (gradients - slots[1])
     decay * momentum + direction, momentum) => momentum + direction, momentum)
     jnp.clip(linear, -threshold, threshold) - linear => jnp.clip(linear, -threshold, threshold)
-    beta_1 * slots[0] + (1.0 - beta_1) * gradients => slots[0] + (1.0 - beta_1) * gradients
+    (1.0 - beta_1) * (gradients - slots[0]) => (1.0 - beta_1) * gradients
 places.py  test_places.py
     row * spread + (phase - self.rotation) % spread => row * spread + (phase + self.rotation) % spread
 stacking.py  test_stacking.py
