@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from rsembed.kernels import blocks, gpu, ids, keyed, native, reference, sparsecore
+from rsembed.kernels import gpu, ids, keyed, native, reference, sparsecore
 from rsembed.kernels.contract import (
     NO_ROW,
     JaggedBatch,
@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 IMPLEMENTATIONS: tuple[ModuleType, ...] = (sparsecore, gpu, native, reference)
 """In order of preference."""
 
-MEANINGS = vars(blocks) | vars(ids) | vars(keyed) | vars(reference)
+MEANINGS = vars(ids) | vars(keyed) | vars(reference)
 """Every function in plain JAX, by name: what it means, and what implementations without one of their own compute."""
 
 OPT_IN = (sparsecore.NAME, gpu.NAME)
@@ -133,8 +133,8 @@ rows_by_bag, entries_by_sample = served(ids.rows_by_bag), served(ids.entries_by_
 distinct, unique_keys, row_bits = served(keyed.distinct), served(keyed.unique_keys), served(keyed.row_bits)
 find_keys, insert_keys = served(keyed.find_keys), served(keyed.insert_keys)
 take_rows, count_uses, compact = served(keyed.take_rows), served(keyed.count_uses), served(keyed.compact)
-pack_blocks, unpack_blocks = served(blocks.pack_blocks), served(blocks.unpack_blocks)
-block_ends, round_places = served(blocks.block_ends), served(blocks.round_places)
+pack_blocks, unpack_blocks = served(ids.pack_blocks), served(ids.unpack_blocks)
+block_ends, round_places = served(ids.block_ends), served(ids.round_places)
 
 
 def lookup(
