@@ -27,7 +27,7 @@ MOST_SECONDS = 600
 FAULTS = """
 kernels/reference.py  kernels/test_native.py -k loops
     jnp.sqrt(total) => total
-    position < segment.offsets[-1]) => position <= segment.offsets[-1])
+    & (bag < segment.num_outputs) => & (bag <= segment.num_outputs)
 kernels/native.py  kernels/test_keys.py
     return tuple(own), entry_of, first_of, => return tuple(own), first_of, entry_of,
 kernels/keyed.py  kernels/test_keys.py
@@ -38,7 +38,7 @@ optimizers/rules.py  optimizers/test_contract.py optimizers/test_rules.py
     (gradients * gradients - slots[1]) => (gradients - slots[1])
     decay * momentum + direction, momentum) => momentum + direction, momentum)
     jnp.clip(linear, -threshold, threshold) - linear => jnp.clip(linear, -threshold, threshold)
-    beta_1 * slots[0] + (1.0 - beta_1) * gradients => slots[0] + (1.0 - beta_1) * gradients
+    (1.0 - beta_1) * (gradients - slots[0]) => (1.0 - beta_1) * gradients
 places.py  test_places.py
     row * spread + (phase - self.rotation) % spread => row * spread + (phase + self.rotation) % spread
 stacking.py  test_stacking.py

@@ -1,9 +1,9 @@
 """Kernels as the rest of the library calls them, computed by the first implementation that can; see `reference.py`.
 
-An implementation is a module with the functions of `reference.py`. It says why it cannot run on this machine through
-`unavailable_because()`, and why it cannot serve one call by raising `NotImplementedError(reason)`. Those of
-accelerators serve only where the computation is for one (see `devices.target_device`), and only those who ask for them:
-no chip has run them yet.
+An implementation is a module with functions named as in `MEANINGS`; what it lacks, it takes from there. It says why it
+cannot run on this machine through `unavailable_because()`, and why it cannot serve one call by raising
+`NotImplementedError(reason)`. Those of accelerators serve only where the computation is for one (see
+`devices.target_device`), and only those who ask for them: no chip has run them yet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from rsembed.kernels import gpu, native, reference, sparsecore
+from rsembed.kernels import gpu, ids, keyed, native, reference, sparsecore
 from rsembed.kernels.contract import (
     NO_ROW,
     JaggedBatch,
@@ -42,6 +42,9 @@ Result = TypeVar("Result")
 
 IMPLEMENTATIONS: tuple[ModuleType, ...] = (sparsecore, gpu, native, reference)
 """In order of preference."""
+
+MEANINGS = vars(ids) | vars(keyed) | vars(reference)
+"""Every function in plain JAX, by name: what it means, and what implementations without one of their own compute."""
 
 OPT_IN = (sparsecore.NAME, gpu.NAME)
 """Implementations that serve only when named, by `implementation=` or in `RSEMBED_KERNELS`, separated by commas."""
@@ -89,7 +92,7 @@ def dispatch(function: str, implementation: str | None, *args: PyTree, **kwargs:
     for module in _asked(implementation):
         if (reason := module.unavailable_because()) is None:
             try:
-                return getattr(module, function)(*args, **kwargs)
+                return getattr(module, function, MEANINGS[function])(*args, **kwargs)
             except NotImplementedError as error:
                 reason = str(error)
         reasons.append(f"{module.NAME}: {reason}")
@@ -97,7 +100,7 @@ def dispatch(function: str, implementation: str | None, *args: PyTree, **kwargs:
 
 
 def served(meaning: Callable[Params, Result]) -> Callable[Params, Result]:
-    """A function like `meaning` of `reference.py` that runs the first implementation able to.
+    """A function of `MEANINGS` as the first implementation computes it that can serve a call.
 
     With the keyword `implementation`, as the one of that name does; see `implementation_states`.
     """
@@ -111,17 +114,27 @@ def served(meaning: Callable[Params, Result]) -> Callable[Params, Result]:
     return call
 
 
+def _differentiable(function: str, pull: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """`dispatch` of a function, with `pull(implementation, arguments, d_result)` for the gradients of its arguments."""
+
+    @partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def call(implementation: str | None, *arguments: PyTree) -> PyTree:
+        return dispatch(function, implementation, *arguments)
+
+    call.defvjp(lambda implementation, *arguments: (call(implementation, *arguments), arguments), pull)
+    return call
+
+
 row_gradients, weight_gradients = served(reference.row_gradients), served(reference.weight_gradients)
-squared_norm = served(reference.squared_norm)
+squared_norm, allocate = served(reference.squared_norm), served(reference.allocate)
 gather_rows, scatter_rows = served(reference.gather_rows), served(reference.scatter_rows)
-allocate, row_bits = served(reference.allocate), served(reference.row_bits)
-rows_of_ids, count_ids = served(reference.rows_of_ids), served(reference.count_ids)
-rows_by_bag, entries_by_sample = served(reference.rows_by_bag), served(reference.entries_by_sample)
-distinct, unique_keys = served(reference.distinct), served(reference.unique_keys)
-find_keys, insert_keys = served(reference.find_keys), served(reference.insert_keys)
-take_rows, count_uses, compact = served(reference.take_rows), served(reference.count_uses), served(reference.compact)
-pack_blocks, unpack_blocks = served(reference.pack_blocks), served(reference.unpack_blocks)
-block_ends, round_places = served(reference.block_ends), served(reference.round_places)
+rows_of_ids, count_ids = served(ids.rows_of_ids), served(ids.count_ids)
+rows_by_bag, entries_by_sample = served(ids.rows_by_bag), served(ids.entries_by_sample)
+distinct, unique_keys, row_bits = served(keyed.distinct), served(keyed.unique_keys), served(keyed.row_bits)
+find_keys, insert_keys = served(keyed.find_keys), served(keyed.insert_keys)
+take_rows, count_uses, compact = served(keyed.take_rows), served(keyed.count_uses), served(keyed.compact)
+pack_blocks, unpack_blocks = served(ids.pack_blocks), served(ids.unpack_blocks)
+block_ends, round_places = served(ids.block_ends), served(ids.round_places)
 
 
 def lookup(
@@ -148,17 +161,8 @@ def lookup(
     return tuple(outputs)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _lookup(implementation: str | None, table: Array, segments: tuple[Segment, ...]) -> tuple[Array, ...]:
-    return dispatch("lookup", implementation, table, segments)
-
-
-def _lookup_forward(implementation: str | None, table: Array, segments: tuple[Segment, ...]) -> PyTree:
-    return _lookup(implementation, table, segments), (table, segments)
-
-
-def _lookup_backward(implementation: str | None, saved: PyTree, d_outputs: tuple[Array, ...]) -> PyTree:
-    table, segments = saved
+def _pull_lookup(implementation: str | None, arguments: PyTree, d_outputs: tuple[Array, ...]) -> PyTree:
+    table, segments = arguments
     gradients = SegmentGradients(segments, d_outputs)
     rows, values = dispatch("row_gradients", implementation, table.shape[0], gradients)
     d_table = jnp.zeros_like(table).at[rows].add(values.astype(table.dtype), mode="drop")
@@ -176,7 +180,7 @@ def _no_gradient(integers: Any) -> PyTree:
     return None if integers is None else np.zeros(integers.shape, jax.dtypes.float0)
 
 
-_lookup.defvjp(_lookup_forward, _lookup_backward)
+_lookup = _differentiable("lookup", _pull_lookup)
 
 
 def apply_rows(
@@ -199,12 +203,10 @@ def update(
     table: Table, slots: Slots, gradients: OutputGradients, step: Step, *, implementation: str | None = None
 ) -> tuple[Table, Slots]:
     """Row gradients and one optimizer step per row in one call, in place when the arrays are donated."""
-    stepped: tuple[Table, Slots]
     if step.rule.moves_all_rows:
         rows, sums = dispatch("row_gradients", implementation, table.shape[0], gradients)
-        stepped = reference.apply_rows(table, slots, rows, sums, step)
-    else:
-        stepped = dispatch("update", implementation, table, slots, gradients, step)
+        return reference.apply_rows(table, slots, rows, sums, step)
+    stepped: tuple[Table, Slots] = dispatch("update", implementation, table, slots, gradients, step)
     return stepped
 
 
@@ -218,17 +220,8 @@ def lookup_jagged(
     return _lookup_jagged(implementation, tuple(tables), batch)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _lookup_jagged(implementation: str | None, tables: tuple[Array, ...], batch: JaggedBatch) -> Array:
-    return dispatch("lookup_jagged", implementation, tables, batch)
-
-
-def _lookup_jagged_forward(implementation: str | None, tables: tuple[Array, ...], batch: JaggedBatch) -> PyTree:
-    return _lookup_jagged(implementation, tables, batch), (tables, batch)
-
-
-def _lookup_jagged_backward(implementation: str | None, saved: PyTree, d_output: Array) -> PyTree:
-    tables, batch = saved
+def _pull_lookup_jagged(implementation: str | None, arguments: PyTree, d_output: Array) -> PyTree:
+    tables, batch = arguments
     d_weights = None
     if batch.weights is not None:
         d_weights = dispatch("weight_gradients", implementation, tables, batch, d_output)
@@ -236,25 +229,20 @@ def _lookup_jagged_backward(implementation: str | None, saved: PyTree, d_output:
     return None, dataclasses.replace(batch, weights=d_weights, **integers)
 
 
-_lookup_jagged.defvjp(_lookup_jagged_forward, _lookup_jagged_backward)
+_lookup_jagged = _differentiable("lookup_jagged", _pull_lookup_jagged)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def pair_products(implementation: str | None, vectors: Float[Array, "batch n dim"]) -> Float[Array, "batch pairs"]:
     """Dot products of all pairs of vectors of a sample; see `reference.pair_products`."""
-    products: Array = dispatch("pair_products", implementation, vectors)
+    products: Array = _pair_products(implementation, vectors)
     return products
 
 
-def _pair_products_forward(implementation: str | None, vectors: Array) -> tuple[Array, Array]:
-    return pair_products(implementation, vectors), vectors
+def _pull_pair_products(implementation: str | None, arguments: tuple[Array], d_products: Array) -> tuple[Array]:
+    return (dispatch("pull_pairs", implementation, *arguments, d_products),)
 
 
-def _pair_products_backward(implementation: str | None, vectors: Array, d_products: Array) -> tuple[Array]:
-    return (dispatch("pull_pairs", implementation, vectors, d_products),)
-
-
-pair_products.defvjp(_pair_products_forward, _pair_products_backward)
+_pair_products = _differentiable("pair_products", _pull_pair_products)
 
 
 def stochastic_rounding(key: KeyOrKeys) -> reference.Rounding:

@@ -102,17 +102,6 @@ def _lookup_uneven(table: Table, segments: Sequence[Segment]) -> Outputs:
 
 row_gradients = partial(reference.row_gradients, lookup=_lookup_uneven)
 lookup_jagged = partial(reference.lookup_jagged, lookup=lookup)
-weight_gradients, rows_by_bag, allocate = reference.weight_gradients, reference.rows_by_bag, reference.allocate
-gather_rows, scatter_rows = reference.gather_rows, reference.scatter_rows
-rows_of_ids, count_ids, row_bits = reference.rows_of_ids, reference.count_ids, reference.row_bits
-distinct, unique_keys, count_uses = reference.distinct, reference.unique_keys, reference.count_uses
-find_keys, insert_keys = reference.find_keys, reference.insert_keys
-compact, take_rows = reference.compact, reference.take_rows
-squared_norm = reference.squared_norm
-pair_products, pull_pairs = reference.pair_products, reference.pull_pairs
-pack_blocks, unpack_blocks = reference.pack_blocks, reference.unpack_blocks
-block_ends, round_places = reference.block_ends, reference.round_places
-entries_by_sample = reference.entries_by_sample
 
 
 def _check_table(table: Array) -> None:

@@ -1,15 +1,19 @@
-"""Ids of many features as rows of their stack, and the entries of preprocessed SparseCore batches, in plain JAX."""
+"""Ids on their way to rows, in plain JAX: rows in a stack, entries of preprocessed batches, blocks between devices."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt32
 
 from rsembed.bags import PAD_ID
 from rsembed.kernels.contract import NO_ROW, as_rows
+from rsembed.kernels.reference import gather_rows
 from rsembed.places import Place
 
 ALIGNMENT = 8
@@ -140,3 +144,104 @@ def _entries_by_sample(own: Partitions) -> SampleEntries:
         rows, samples, gains = (field[order] for field in (rows, samples, gains))
     offsets, order = rows_by_bag(samples, own.num_samples)
     return rows[order], offsets, gains[order]
+
+
+Rows = Int[Array, "devices _"] | None
+"""Which rows go into the places of an array's blocks; None where it is blocks already."""
+
+
+def pack_blocks(arrays: Sequence[Array], rows: Sequence[Rows]) -> Shaped[Array, "devices places *row"]:
+    """Blocks of several arrays beside each other, to travel in one exchange.
+
+    Args:
+      arrays: `[n, ...]`, or blocks `[devices, capacity, ...]`; of one kind: rows of one shape and type, or lanes of 32
+        bits, which become uint32.
+      rows: for each array those rows that go into the places of its blocks, or for none. A row outside is an empty
+        place, with `NO_ROW` in int32 arrays and zeros in others.
+    """
+    blocks = []
+    for array, own in zip(arrays, rows, strict=True):
+        block = array if own is None else gather_rows([array], own, NO_ROW)[0]
+        blocks.append(jax.lax.bitcast_convert_type(block, word_dtype(block.dtype, is_lane=block.ndim == 2)))
+    return jnp.concatenate(blocks, axis=1)
+
+
+def unpack_blocks(packed: Shaped[Array, "devices places *row"], shapes: Sequence[PyTree]) -> tuple[Array, ...]:
+    """The blocks of each array again, given their shapes and types."""
+    ends = list(itertools.accumulate(shape.shape[1] for shape in shapes))
+    parts = jnp.split(packed, ends[:-1], axis=1)
+    return tuple(jax.lax.bitcast_convert_type(part, shape.dtype) for part, shape in zip(parts, shapes, strict=True))
+
+
+class Queue(NamedTuple):
+    """Entries that wait to travel, grouped by owner and ascending in each group.
+
+    Attributes:
+      offsets: entries `offsets[d] : offsets[d + 1]` belong to device `d`.
+      cursor: how many of each owner's have travelled.
+      lanes: what tells entries of one owner apart, int32 or uint32, most significant first.
+      capacity: places for each owner in a round.
+    """
+
+    offsets: Int[Array, " devices_plus_1"]
+    cursor: Int[Array, " devices"]
+    lanes: tuple[Shaped[Array, " nnz"], ...]
+    capacity: int
+
+
+def block_ends(
+    queues: Sequence[Queue],
+) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
+    """For each owner in each queue: 1 if all entries that are left have places in this round, 0 if not.
+
+    Where they have not, what tells the first one without a place from others, as words of the same order: one per lane
+    of the queue that has most, of others the last again. Zeros where all fit.
+    """
+    fit, behind = [], []
+    for queue in queues:
+        ends = queue.offsets[:-1] + queue.cursor + queue.capacity
+        own = (ends >= queue.offsets[1:]).astype(jnp.int32)
+        fit.append(own)
+        behind.append([jnp.where(own == 1, jnp.uint32(0), lane) for lane in _ordered_lanes(queue, ends)])
+    num_levels = max(map(len, behind))
+    words = [jnp.stack([lanes[min(level, len(lanes) - 1)] for lanes in behind]) for level in range(num_levels)]
+    return jnp.stack(fit), jnp.stack(words)
+
+
+def round_places(
+    queues: Sequence[Queue], fit: Int[Array, "queues devices"], cuts: UInt32[Array, "levels queues devices"]
+) -> tuple[Sequence[Int[Array, "devices _"]], Sequence[Int[Array, " devices"]], Bool[Array, ""]]:
+    """Entries that every queue sends to every owner in a round.
+
+    Args:
+      queues: of one device.
+      fit: 1 where no device has more entries for an owner than places, 0 where some has.
+      cuts: and then the least entry without a place, in the words of `block_ends`; only those before it travel.
+
+    Returns: of each queue the entries in the places, `NO_ROW` in empty ones, and the cursor behind them; and whether
+      any queue has entries left.
+    """
+    places, cursors, are_left = [], [], []
+    for number, queue in enumerate(queues):
+        ahead = queue.cursor[:, None] + jnp.arange(queue.capacity, dtype=jnp.int32)[None, :]
+        entries, lengths = queue.offsets[:-1, None] + ahead, jnp.diff(queue.offsets)
+        is_below, is_equal = jnp.zeros(entries.shape, bool), jnp.ones(entries.shape, bool)
+        for word, cut in zip(_ordered_lanes(queue, entries), cuts, strict=False):
+            is_below |= is_equal & (word < cut[number][:, None])
+            is_equal &= word == cut[number][:, None]
+        is_sent = (ahead < lengths[:, None]) & (is_below | (fit[number][:, None] == 1))
+        places.append(jnp.where(is_sent, entries, NO_ROW))
+        cursors.append(queue.cursor + jnp.sum(is_sent, axis=1, dtype=jnp.int32))
+        are_left.append(jnp.any(cursors[-1] < lengths))
+    return places, cursors, jnp.any(jnp.stack(are_left))
+
+
+def _ordered_lanes(queue: Queue, entries: Int[Array, "*places"]) -> list[UInt32[Array, "*places"]]:
+    """Lanes of entries as unsigned words of the same order."""
+    lanes = gather_rows(queue.lanes, entries)
+    return [lane if lane.dtype == jnp.uint32 else lane.astype(jnp.uint32) ^ jnp.uint32(2**31) for lane in lanes]
+
+
+def word_dtype(dtype: np.dtype[Any], is_lane: bool) -> np.dtype[Any]:
+    """Dtype in which an array travels: all lanes of 32 bits as uint32."""
+    return jnp.dtype(jnp.uint32) if is_lane and dtype.itemsize == 4 else dtype

@@ -17,7 +17,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt32
 
 from rsembed.kernels import reference
-from rsembed.kernels.blocks import Queue, Rows, word_dtype
 from rsembed.kernels.contract import (
     NO_ROW,
     JaggedBatch,
@@ -32,7 +31,7 @@ from rsembed.kernels.contract import (
     Table,
     as_rows,
 )
-from rsembed.kernels.ids import Partitions, SampleEntries
+from rsembed.kernels.ids import Partitions, Queue, Rows, SampleEntries, word_dtype
 from rsembed.kernels.keyed import Distinct, Unique
 from rsembed.kernels.library import call_handler
 from rsembed.kernels.library import instruction_set as instruction_set
@@ -108,8 +107,6 @@ def apply_rows(
     code = _fused_code(table, slots, step)
     if code is not None:
         return _step_in_place("rsembed_apply_rows", code, table, slots, step, [rows, gradients])
-    if step.rule.moves_all_rows:
-        return reference.apply_rows(table, slots, rows, gradients, step)
     return _apply_in_blocks(table, slots, rows, gradients, step)
 
 
@@ -223,7 +220,7 @@ def block_ends(
 def round_places(
     queues: Sequence[Queue], fit: Int[Array, "queues devices"], cuts: UInt32[Array, "levels queues devices"]
 ) -> tuple[tuple[Array, ...], tuple[Array, ...], Bool[Array, ""]]:
-    """Entries that every queue sends to every owner in one round; see `blocks.round_places`."""
+    """Entries that every queue sends in a round; see `ids.round_places`."""
     operands, attributes = _queues(queues)
     results: list[tuple[tuple[int, ...], Any]] = [((), jnp.bool_)]
     for queue in queues:

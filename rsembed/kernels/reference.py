@@ -16,10 +16,6 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt32
 
-from rsembed.kernels.blocks import block_ends as block_ends
-from rsembed.kernels.blocks import pack_blocks as pack_blocks
-from rsembed.kernels.blocks import round_places as round_places
-from rsembed.kernels.blocks import unpack_blocks as unpack_blocks
 from rsembed.kernels.contract import (
     NO_ROW,
     JaggedBatch,
@@ -35,18 +31,6 @@ from rsembed.kernels.contract import (
     as_rows,
 )
 from rsembed.kernels.contract import Rounding as Rounding
-from rsembed.kernels.ids import count_ids as count_ids
-from rsembed.kernels.ids import entries_by_sample as entries_by_sample
-from rsembed.kernels.ids import rows_by_bag as rows_by_bag
-from rsembed.kernels.ids import rows_of_ids as rows_of_ids
-from rsembed.kernels.keyed import compact as compact
-from rsembed.kernels.keyed import count_uses as count_uses
-from rsembed.kernels.keyed import distinct as distinct
-from rsembed.kernels.keyed import find_keys as find_keys
-from rsembed.kernels.keyed import insert_keys as insert_keys
-from rsembed.kernels.keyed import row_bits as row_bits
-from rsembed.kernels.keyed import take_rows as take_rows
-from rsembed.kernels.keyed import unique_keys as unique_keys
 from rsembed.optimizers import Slots
 
 NAME = "reference"
@@ -57,19 +41,23 @@ def unavailable_because() -> str | None:
     return None
 
 
-def entry_gains(segment: Segment, num_rows: int) -> tuple[Int[Array, " nnz"], Float[Array, " nnz"]]:
-    """Output number and gain of every entry; entries that contribute nothing have gain 0."""
-    num_entries = segment.rows.shape[0]
-    valid = (segment.rows >= 0) & (segment.rows < num_rows)
-    weights = jnp.ones(num_entries, jnp.float32) if segment.weights is None else segment.weights.astype(jnp.float32)
+def _bags_of_entries(segment: Segment, num_rows: int) -> tuple[Int[Array, " nnz"], Bool[Array, " nnz"]]:
+    """Output number of every entry, and which entries lie in a bag and name a row of the table, whatever their gain."""
+    num_entries, is_valid = segment.rows.shape[0], (segment.rows >= 0) & (segment.rows < num_rows)
     if segment.offsets is None:
-        return jnp.arange(num_entries), jnp.where(valid, weights, 0.0)
+        return jnp.arange(num_entries), is_valid
     position = jnp.arange(num_entries, dtype=segment.offsets.dtype)
     bag = jnp.searchsorted(segment.offsets, position, side="right") - 1
-    inside = (bag >= 0) & (bag < segment.num_outputs)
-    bag = jnp.clip(bag, 0, max(segment.num_outputs - 1, 0))
-    gains = jnp.where(valid & inside, weights, 0.0)
-    if segment.combiner == "sum" or segment.num_outputs == 0:
+    is_inside = (bag >= 0) & (bag < segment.num_outputs)
+    return jnp.clip(bag, 0, max(segment.num_outputs - 1, 0)), is_valid & is_inside
+
+
+def entry_gains(segment: Segment, num_rows: int) -> tuple[Int[Array, " nnz"], Float[Array, " nnz"]]:
+    """Output number and gain of every entry; entries that contribute nothing have gain 0."""
+    bag, is_listed = _bags_of_entries(segment, num_rows)
+    weights = jnp.float32(1.0) if segment.weights is None else segment.weights.astype(jnp.float32)
+    gains = jnp.where(is_listed, weights, 0.0)
+    if segment.combiner in ("sum", "none") or segment.num_outputs == 0:
         return bag, gains
     terms = gains if segment.combiner == "mean" else gains * gains
     total = jax.ops.segment_sum(terms, bag, segment.num_outputs)
@@ -136,8 +124,8 @@ def group_rows(num_rows: int, gradients: OutputGradients) -> RowGroups:
     segments, d_outputs = as_segments(gradients)
     all_rows, all_outputs, all_gains, first = [], [], [], 0
     for segment in segments:
-        bag, gain = entry_gains(segment, num_rows)
-        all_rows.append(jnp.where(is_listed(segment, num_rows), as_rows(segment.rows), NO_ROW))
+        (bag, gain), (_, is_listed) = entry_gains(segment, num_rows), _bags_of_entries(segment, num_rows)
+        all_rows.append(jnp.where(is_listed, as_rows(segment.rows), NO_ROW))
         all_outputs.append(bag.astype(jnp.int32) + first)
         all_gains.append(gain)
         first += segment.num_outputs
@@ -155,15 +143,6 @@ def group_rows(num_rows: int, gradients: OutputGradients) -> RowGroups:
     entries = Segment(outputs[order], offsets, gains[order], "sum")
     parts = [d_output.astype(jnp.float32) for d_output in d_outputs]
     return RowGroups(distinct, entries, group_of, parts[0] if len(parts) == 1 else jnp.concatenate(parts))
-
-
-def is_listed(segment: Segment, num_rows: int) -> Bool[Array, " nnz"]:
-    """Mask of the entries that lie in a bag and name a row of the table, whatever their gain."""
-    valid = (segment.rows >= 0) & (segment.rows < num_rows)
-    if segment.offsets is None:
-        return valid
-    position = jnp.arange(segment.rows.shape[0], dtype=segment.offsets.dtype)
-    return valid & (position >= segment.offsets[0]) & (position < segment.offsets[-1])
 
 
 def row_gradients(
@@ -203,14 +182,14 @@ def pull_pairs(
     return jnp.einsum("bij,bjd->bid", half + half.swapaxes(1, 2), vectors, precision="highest")
 
 
-def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], missing: int = 0) -> tuple[Array, ...]:
+def gather_rows(arrays: Sequence[Array], rows: Int[Array, "*places"], missing: int = 0) -> tuple[Array, ...]:
     """Rows `rows` of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
     places = jnp.where(rows < 0, NO_ROW, rows)
     fillers = [missing if array.dtype == jnp.int32 else 0 for array in arrays]
     return tuple(
         array.at[places].get(mode="fill", fill_value=filler)
         if array.shape[0]
-        else jnp.full((rows.shape[0], *array.shape[1:]), filler, array.dtype)
+        else jnp.full((*rows.shape, *array.shape[1:]), filler, array.dtype)
         for array, filler in zip(arrays, fillers, strict=True)
     )
 

@@ -7,9 +7,6 @@ from rsembed.optimizers.base import OptaxOptimizerSpec as OptaxOptimizerSpec
 from rsembed.optimizers.base import OptimizerSpec as OptimizerSpec
 from rsembed.optimizers.base import Slots as Slots
 from rsembed.optimizers.base import from_optax as from_optax
-from rsembed.optimizers.compact import LAMB as LAMB
-from rsembed.optimizers.compact import LARS as LARS
-from rsembed.optimizers.compact import AdamW as AdamW
 from rsembed.optimizers.regularization import (
     CounterBasedRegularizationDefinition as CounterBasedRegularizationDefinition,
 )
@@ -24,6 +21,9 @@ from rsembed.optimizers.regularization import StepMode as StepMode
 from rsembed.optimizers.regularization import TailIdThreshold as TailIdThreshold
 from rsembed.optimizers.regularization import WeightDecayMode as WeightDecayMode
 from rsembed.optimizers.regularization import global_decay_factor as global_decay_factor
+from rsembed.optimizers.regularized import LAMB as LAMB
+from rsembed.optimizers.regularized import LARS as LARS
+from rsembed.optimizers.regularized import AdamW as AdamW
 from rsembed.optimizers.regularized import CounterAdagrad as CounterAdagrad
 from rsembed.optimizers.regularized import CowClipAdagrad as CowClipAdagrad
 from rsembed.optimizers.regularized import DecayedAdagrad as DecayedAdagrad

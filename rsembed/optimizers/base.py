@@ -35,6 +35,8 @@ class OptimizerSpec(abc.ABC):
 
     learning_rate: LearningRate = within("[0, inf)", default=0.001)
 
+    rule_name: ClassVar[str] = ""
+    """What `short_name` gives."""
     rule_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that the rule receives behind the learning rate."""
     slot_fields: ClassVar[tuple[str, ...]] = ()
@@ -133,7 +135,11 @@ class OptimizerSpec(abc.ABC):
 
     def init_slots(self, rows: Float[Array, "rows dim"]) -> Slots:
         """Initial slots of `rows`: arrays whose leading axis counts rows."""
-        return tuple(jnp.full(rows.shape, value, jnp.float32) for value in self.slot_initial_values())
+        # Constant initializers ignore the key; random ones belong to the table's own initializer.
+        return tuple(
+            value(jax.random.key(0), rows.shape) if callable(value) else jnp.full(rows.shape, value, jnp.float32)
+            for value in self.slot_initial_values()
+        )
 
     def pack_slots(self, slots: Slots) -> PyTree:
         """The given slots as the named tuple of this optimizer."""
@@ -145,9 +151,82 @@ class OptimizerSpec(abc.ABC):
     ) -> tuple[Float[Array, "rows dim"], Slots]:
         """One step of distinct rows, in float32."""
 
-    @abc.abstractmethod
     def short_name(self) -> str:
-        """Short name of the rule, which files and kernels use."""
+        """The name used by files and kernels: `rule_name`, or of a class without one the class's."""
+        return self.rule_name or type(self).__name__
+
+
+SlotKind = tuple[bool, str]
+FULL, PER_ROW, ITERATION = (False, "float32"), (True, "float32"), (True, "int32")
+"""Kinds of slot: whether a row has one value or one per column, and the dtype."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class CompactOptimizerSpec(OptimizerSpec):
+    """A rule whose slots all start at zero and may be stored in 16 bits.
+
+    `step` counts from 0, as everywhere; the formulas' `t = step + 1` is the number of the update. Rules compute in
+    float32, whatever the slots are stored in, and never move a row to NaN for being zero or for a zero gradient.
+
+    Args:
+      learning_rate: a number, a callable of nothing, or a callable of the 0-based step.
+      slot_dtypes: dtype of each slot, None for its own; empty for all their own.
+
+    Raises: ValueError: as many dtypes as slots are needed; only float slots can have another, of 16 or 32 bits.
+    """
+
+    slot_dtypes: tuple[str | None, ...] = dataclasses.field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        own = [dtype for _, dtype in self.slot_kinds]
+        allowed = {"float32": (None, "float32", "bfloat16", "float16"), "int32": (None, "int32")}
+        is_allowed = [asked in allowed[dtype] for asked, dtype in zip(self.slot_dtypes, own, strict=False)]
+        if len(self.slot_dtypes) not in (0, len(own)) or not all(is_allowed):
+            raise ValueError(
+                f"{type(self).__name__}: slot_dtypes={self.slot_dtypes} does not fit its slots, which are {own}; give "
+                "one entry each: None for its own, or float32, bfloat16 or float16 for a float32 one."
+            )
+
+    @property
+    @abc.abstractmethod
+    def slot_kinds(self) -> tuple[SlotKind, ...]:
+        """FULL, PER_ROW or ITERATION for each slot."""
+
+    @property
+    def is_row_wise(self) -> bool:
+        return any(per_row for per_row, _ in self.slot_kinds)
+
+    def slot_initial_values(self) -> tuple[PyTree, ...]:
+        return (0.0,) * len(self.slot_kinds)
+
+    def init_slots(self, rows: Array) -> Slots:
+        asked = self.slot_dtypes or (None,) * len(self.slot_kinds)
+        return tuple(
+            jnp.zeros((rows.shape[0], 1 if per_row else rows.shape[1]), dtype or own)
+            for (per_row, own), dtype in zip(self.slot_kinds, asked, strict=True)
+        )
+
+    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        read = tuple(slot if slot.dtype == jnp.int32 else slot.astype(jnp.float32) for slot in slots)
+        rows, stepped = self._step(rows, read, gradients, hyper)
+        return rows, tuple(new.astype(old.dtype) for new, old in zip(stepped, slots, strict=True))
+
+    @abc.abstractmethod
+    def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        """`step_rows` of slots that have float32 entries, or int32 ones that count steps."""
+
+    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
+        """The learning rate and, for a rule that needs the step, `t = step + 1` as an int32.
+
+        Raises: ValueError: no step.
+        """
+        lr = as_float32(self.get_learning_rate(step))
+        if not self.needs_step:
+            return (lr,)
+        if step is None:
+            raise ValueError(f"{type(self).__name__} counts updates; pass step=, the number of updates done so far.")
+        return lr, jnp.asarray(step, jnp.int32) + 1
 
 
 def as_float32(value: Any) -> Array:
@@ -214,13 +293,6 @@ class Custom(OptimizerSpec):
 
     def slot_initial_values(self) -> tuple[PyTree, ...]:
         return tuple(self.slot_variable_initializers_tuple)
-
-    def init_slots(self, rows: Array) -> Slots:
-        key = jax.random.key(0)  # constant initializers ignore it; random ones belong to the table's own initializer
-        return tuple(
-            value(key, rows.shape) if callable(value) else jnp.full(rows.shape, value, jnp.float32)
-            for value in self.slot_initial_values()
-        )
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         def one_row(gradient: Array, row: Array, *row_slots: Array) -> tuple[Array, ...]:

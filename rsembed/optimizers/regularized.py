@@ -1,4 +1,4 @@
-"""Row-wise Adagrad and RMSProp with weight decay, counters, clipping, or bounds.
+"""Rules with weight decay, trust ratios, counters, clipping or bounds, whose slots may be stored in 16 bits.
 
 Source: FBGEMM, optimizers of the TBE training module.
 """
@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from rsembed.checks import within
-from rsembed.optimizers.base import Hyperparameters, Slots, as_float32
-from rsembed.optimizers.compact import FULL, ITERATION, PER_ROW, CompactOptimizerSpec, SlotKind, row_mean, row_norm
+from rsembed.optimizers.base import (
+    FULL,
+    ITERATION,
+    PER_ROW,
+    CompactOptimizerSpec,
+    Hyperparameters,
+    SlotKind,
+    Slots,
+    as_float32,
+)
 from rsembed.optimizers.regularization import (
     CounterBasedRegularizationDefinition,
     CounterWeightDecayMode,
@@ -25,7 +33,7 @@ from rsembed.optimizers.regularization import (
     WeightDecayMode,
     global_decay_factor,
 )
-from rsembed.optimizers.rules import AdagradSlotVariables
+from rsembed.optimizers.rules import AdagradSlotVariables, AdamSlotVariables, one_minus_power
 
 
 class TimedSlotVariables(NamedTuple):
@@ -41,6 +49,135 @@ class CountedSlotVariables(NamedTuple):
     accumulator: Any
     prev_iter: Any
     row_counter: Any
+
+
+def row_mean(values: Array) -> Array:
+    """Mean of each row, `[rows, 1]`."""
+    return jnp.mean(values, axis=-1, keepdims=True)
+
+
+def row_norm(values: Array) -> Array:
+    """Length of each row, `[rows, 1]`."""
+    return jnp.sqrt(jnp.sum(values * values, axis=-1, keepdims=True))
+
+
+class CountedAdamSlotVariables(NamedTuple):
+    """First and second moment, and how often the row was stepped."""
+
+    momentum: Any
+    velocity: Any
+    row_counter: Any
+
+
+class LARSSlotVariables(NamedTuple):
+    """The sum of past steps."""
+
+    momentum: Any
+
+
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+class _DecayingAdam(CompactOptimizerSpec):
+    """Moments and decay of AdamW and LAMB; `AdamW` says what the fields mean."""
+
+    beta_1: float = within("[0, 1)", default=0.9)
+    beta_2: float = within("[0, 1)", default=0.999)
+    epsilon: float = within("(0, inf)", default=1e-8)
+    weight_decay: float = within("[0, inf)", default=0.0)
+    has_row_wise_second_moment: bool = False
+    has_row_wise_bias_correction: bool = False
+    has_trust_ratio: ClassVar[bool]
+    needs_step = True
+
+    @property
+    def slot_type(self) -> type:
+        return CountedAdamSlotVariables if self.has_row_wise_bias_correction else AdamSlotVariables
+
+    @property
+    def is_row_wise(self) -> bool:
+        return self.has_trust_ratio or super().is_row_wise
+
+    @property
+    def slot_kinds(self) -> tuple[SlotKind, ...]:
+        moments = (FULL, PER_ROW if self.has_row_wise_second_moment else FULL)
+        return (*moments, PER_ROW) if self.has_row_wise_bias_correction else moments
+
+    def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        lr, t = hyper
+        first, second, *counters = slots
+        counters = [counter + 1.0 for counter in counters]
+        updates = counters[0] if counters else t.astype(jnp.float32)
+        squares = gradients * gradients
+        squares = row_mean(squares) if self.has_row_wise_second_moment else squares
+        first = self.beta_1 * first + (1.0 - self.beta_1) * gradients
+        second = self.beta_2 * second + (1.0 - self.beta_2) * squares
+        root = jnp.sqrt(second / one_minus_power(self.beta_2, updates)) + self.epsilon
+        direction = first / one_minus_power(self.beta_1, updates) / root + self.weight_decay * rows
+        if self.has_trust_ratio:
+            length, step = row_norm(rows), row_norm(direction)
+            lr = lr * jnp.where((length > 0) & (step > 0), length / jnp.where(step > 0, step, 1.0), 1.0)
+        return rows - lr * direction, (first, second, *counters)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AdamW(_DecayingAdam):
+    """Adam with decoupled weight decay, its second moment per column or per row.
+
+    `m += (1 - beta_1) * (g - m); v += (1 - beta_2) * (g² - v)`, both corrected by `1 - beta**t`;
+    `u = m / (sqrt(v) + epsilon) + weight_decay * w; w -= lr * u`. Rows that are not looked up do not decay.
+
+    Args:
+      beta_1: decay of the first moment, when the row is touched.
+      beta_2: decay of the second moment.
+      epsilon: added to the root.
+      weight_decay: times the learning rate.
+      has_row_wise_second_moment: one moment per row, of `mean(g²)`, which saves nearly half of the state.
+      has_row_wise_bias_correction: corrects by the row's own number of updates, kept in a third slot.
+
+    Source: Kingma, Ba (2015); Loshchilov, Hutter (2019); FBGEMM `ADAM` and `PARTIAL_ROWWISE_ADAM`.
+    """
+
+    rule_name = "adamw"
+    has_trust_ratio: ClassVar[bool] = False
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LAMB(_DecayingAdam):
+    """The direction `u` of `AdamW`, with steps as long as the row: `w -= lr * norm(w) / norm(u) * u`.
+
+    The ratio is 1 if either norm is 0: rows that start at zero could never move otherwise. Arguments are those of
+    AdamW.
+
+    Source: You et al. (2020); FBGEMM `LAMB` and `PARTIAL_ROWWISE_LAMB`.
+    """
+
+    rule_name = "lamb"
+    has_trust_ratio: ClassVar[bool] = True
+
+
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+class LARS(CompactOptimizerSpec):
+    """Momentum of steps whose length follows the row's: `m = momentum * m + a * (g + weight_decay * w); w -= m`.
+
+    `a = lr * eta * norm(w) / (norm(g) + weight_decay * norm(w))`, and `a = lr` if either norm is 0.
+
+    Source: You, Gitman, Ginsburg (2017); FBGEMM `LARS_SGD`.
+    """
+
+    momentum: float = within("[0, 1]", default=0.9)
+    eta: float = within("[0, inf)", default=0.001)
+    weight_decay: float = within("[0, inf)", default=0.0)
+    rule_name = "lars"
+    slot_type = LARSSlotVariables
+    slot_kinds = (FULL,)
+    is_row_wise = True  # norms
+
+    def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        (lr,) = hyper
+        length, slope = row_norm(rows), row_norm(gradients)
+        ratio = self.eta * length / jnp.where(slope > 0, slope + self.weight_decay * length, 1.0)
+        rate = lr * jnp.where((length > 0) & (slope > 0), ratio, 1.0)
+        momentum = self.momentum * slots[0] + rate * (gradients + self.weight_decay * rows)
+        return rows - momentum, (momentum,)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -70,6 +207,7 @@ class DecayedAdagrad(CompactOptimizerSpec):
     max_norm: float = within("[0, inf]", default=0.0)
     global_weight_decay: GlobalWeightDecayDefinition | None = None
     is_per_row: bool = True
+    rule_name = "decayed_adagrad"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,9 +258,6 @@ class DecayedAdagrad(CompactOptimizerSpec):
             rows = rows * (self.max_norm / jnp.maximum(row_norm(rows), self.max_norm))
         return rows, (accumulator, *later_slots)
 
-    def short_name(self) -> str:
-        return "decayed_adagrad"
-
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class RowWiseRMSProp(CompactOptimizerSpec):
@@ -138,6 +273,7 @@ class RowWiseRMSProp(CompactOptimizerSpec):
     ar_alpha: float = within("[0, inf)", default=0.0)
     ema_beta: float = within("[0, 1]", default=0.99)
     min_shrinkage: float = within("[0, 1]", default=0.1)
+    rule_name = "rowwise_rmsprop"
     slot_type = TimedSlotVariables
     slot_kinds = (PER_ROW, ITERATION)
     needs_step = True
@@ -150,12 +286,31 @@ class RowWiseRMSProp(CompactOptimizerSpec):
         rows = jnp.maximum(shrinkage, self.min_shrinkage) * rows - lr / (jnp.sqrt(mean) + self.epsilon) * gradients
         return rows, (mean, jnp.full_like(slots[1], t))
 
-    def short_name(self) -> str:
-        return "rowwise_rmsprop"
+
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+class _CountingAdagrad(CompactOptimizerSpec):
+    """What row-wise Adagrad and its weight decay have in common where rows are counted."""
+
+    epsilon: float = within("(0, inf)", default=1e-8)
+    weight_decay: float = within("[0, inf)", default=0.0)
+    regularization: CounterBasedRegularizationDefinition | CowClipDefinition
+    slot_type = CountedSlotVariables
+    slot_kinds = (PER_ROW, ITERATION, PER_ROW)
+    needs_step = True
+
+    def _summed(self, rows: Array, slots: Slots, gradients: Array, t: Array) -> tuple[Array, Array, Array, Array]:
+        """The gap, how often the row was seen, this time included, the gradient with L2 decay, and the accumulator."""
+        config, gap = self.regularization, _gap_of(slots[1], t)
+        counter = jnp.ones_like(slots[2]) if config.counter_halflife == 0 else slots[2] + 1.0
+        if config.counter_halflife > 0:  # earlier times fade
+            counter = 1.0 + jnp.exp2(-gap / config.counter_halflife) * slots[2]
+        has_decay = config.counter_weight_decay_mode == CounterWeightDecayMode.L2
+        effective = gradients + self.weight_decay * rows if has_decay else gradients
+        return gap, counter, effective, slots[0] + row_mean(effective * effective)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
-class CounterAdagrad(CompactOptimizerSpec):
+class CounterAdagrad(_CountingAdagrad):
     """Row-wise Adagrad whose rates and decay depend on how often a row was seen: `WeightDecayMode.COUNTER`.
 
     With the definition's defaults it is plain row-wise Adagrad that also counts.
@@ -170,15 +325,11 @@ class CounterAdagrad(CompactOptimizerSpec):
     Raises: ValueError: the definition's settings do not go together.
     """
 
-    epsilon: float = within("(0, inf)", default=1e-8)
-    weight_decay: float = within("[0, inf)", default=0.0)
     regularization: CounterBasedRegularizationDefinition = dataclasses.field(
         default_factory=CounterBasedRegularizationDefinition
     )
     max_counter: float | Callable[[], Any] = within("[0, inf)", default=1.0)
-    slot_type = CountedSlotVariables
-    slot_kinds = (PER_ROW, ITERATION, PER_ROW)
-    needs_step = True
+    rule_name = "counter_adagrad"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -203,9 +354,7 @@ class CounterAdagrad(CompactOptimizerSpec):
         lr, t, max_counter = hyper
         config, decay = self.regularization, self.weight_decay
         mode, halflife, bound = config.counter_weight_decay_mode, config.counter_halflife, config.adjustment_ub
-        gap, counter = _count(slots[1], slots[2], t, halflife)
-        effective = gradients + decay * rows if mode == CounterWeightDecayMode.L2 else gradients
-        accumulator = slots[0] + row_mean(effective * effective)
+        gap, counter, _, accumulator = self._summed(rows, slots, gradients, t)
         root = jnp.sqrt(accumulator) + self.epsilon
         plain = lr / root
         tail = config.tail_id_threshold
@@ -239,12 +388,9 @@ class CounterAdagrad(CompactOptimizerSpec):
                 return lr / (jnp.sqrt(bound * counter) + self.epsilon)
         return plain
 
-    def short_name(self) -> str:
-        return "counter_adagrad"
-
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
-class CowClipAdagrad(CompactOptimizerSpec):
+class CowClipAdagrad(_CountingAdagrad):
     """Row-wise Adagrad with gradients clipped by row norm and counter: `WeightDecayMode.COWCLIP`.
 
     A zero gradient is not clipped. A row clipped to zero does not move: see `CowClipDefinition`.
@@ -259,14 +405,10 @@ class CowClipAdagrad(CompactOptimizerSpec):
     Source: Zheng et al., CowClip (2022), in FBGEMM's form.
     """
 
-    epsilon: float = within("(0, inf)", default=1e-8)
-    weight_decay: float = within("[0, inf)", default=0.0)
     regularization: CowClipDefinition = dataclasses.field(
         default_factory=lambda: CowClipDefinition(weight_norm_coefficient=1.0, lower_bound=1e-5)
     )
-    slot_type = CountedSlotVariables
-    slot_kinds = (PER_ROW, ITERATION, PER_ROW)
-    needs_step = True
+    rule_name = "cowclip_adagrad"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -285,32 +427,18 @@ class CowClipAdagrad(CompactOptimizerSpec):
     def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         lr, t = hyper
         config, decay = self.regularization, self.weight_decay
-        mode = config.counter_weight_decay_mode
-        _, counter = _count(slots[1], slots[2], t, config.counter_halflife)
-        effective = gradients + decay * rows if mode == CounterWeightDecayMode.L2 else gradients
-        accumulator = slots[0] + row_mean(effective * effective)
+        _, counter, effective, accumulator = self._summed(rows, slots, gradients, t)
         limit = counter * jnp.maximum(config.weight_norm_coefficient * row_norm(rows), config.lower_bound)
         norm = row_norm(effective)
         clip = jnp.where(norm > 0, jnp.minimum(1.0, limit / jnp.where(norm > 0, norm, 1.0)), 1.0)
         rate = lr / (jnp.sqrt(accumulator) + self.epsilon) * clip
-        if mode == CounterWeightDecayMode.DECOUPLE:
+        if config.counter_weight_decay_mode == CounterWeightDecayMode.DECOUPLE:
             rows = (1.0 - lr * decay) * rows
         # For L2, `effective` holds the decay already.
         return rows - rate * effective, (accumulator, jnp.full_like(slots[1], t), counter)
-
-    def short_name(self) -> str:
-        return "cowclip_adagrad"
 
 
 def _gap_of(prev_iter: Array, t: Array) -> Array:
     """Steps since the row's last update, 1 if there was none."""
     # Subtracted as integers: float32 counts to 2**24 only.
     return jnp.where(prev_iter == 0, 1, t - prev_iter).astype(jnp.float32)
-
-
-def _count(prev_iter: Array, counter: Array, t: Array, halflife: int) -> tuple[Array, Array]:
-    """Steps since the last update, and the row's counter with this step; old counts fade if `halflife > 0`."""
-    gap = _gap_of(prev_iter, t)
-    if halflife > 0:
-        return gap, 1.0 + jnp.exp2(-gap / halflife) * counter
-    return gap, jnp.ones_like(counter) if halflife == 0 else counter + 1.0

@@ -71,15 +71,13 @@ class SGD(OptimizerSpec):
     batch size, although a row sees few samples of a batch: such models want learning rates far above one.
     """
 
+    rule_name = "sgd"
     fused_as: ClassVar[str] = "sgd"
     slot_type = SGDSlotVariables
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         (lr,) = hyper
         return rows - lr * gradients, slots
-
-    def short_name(self) -> str:
-        return "sgd"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -95,15 +93,13 @@ class Adagrad(OptimizerSpec):
     """
 
     initial_accumulator_value: float = within("[0, inf)", default=0.1)
+    rule_name = "adagrad"
     fused_as: ClassVar[str] = "adagrad"
     slot_type = AdagradSlotVariables
     slot_fields = ("initial_accumulator_value",)
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         return _adagrad_step(rows, slots[0], gradients, hyper[0], 0.0)
-
-    def short_name(self) -> str:
-        return "adagrad"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -115,6 +111,7 @@ class TorchAdagrad(OptimizerSpec):
 
     initial_accumulator_value: float = within("[0, inf)", default=0.0)
     epsilon: float = within("[0, inf)", default=1e-8)
+    rule_name = "torch_adagrad"
     fused_as: ClassVar[str] = "adagrad"
     slot_type = AdagradSlotVariables
     rule_fields = ("epsilon",)
@@ -122,9 +119,6 @@ class TorchAdagrad(OptimizerSpec):
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         return _adagrad_step(rows, slots[0], gradients, *hyper)
-
-    def short_name(self) -> str:
-        return "torch_adagrad"
 
 
 def _adagrad_step(rows: Array, old: Array, gradients: Array, lr: Any, epsilon: Any) -> tuple[Array, Slots]:
@@ -144,6 +138,7 @@ class RowWiseAdagrad(OptimizerSpec):
 
     initial_accumulator_value: float = within("[0, inf)", default=0.0)
     epsilon: float = within("[0, inf)", default=1e-8)
+    rule_name = "rowwise_adagrad"
     fused_as: ClassVar[str] = "rowwise_adagrad"
     slot_type = AdagradSlotVariables
     rule_fields = ("epsilon",)
@@ -158,12 +153,37 @@ class RowWiseAdagrad(OptimizerSpec):
         accumulator = slots[0] + jnp.mean(gradients * gradients, axis=-1, keepdims=True)
         return rows - gradients * (lr / (jnp.sqrt(accumulator) + epsilon)), (accumulator,)
 
-    def short_name(self) -> str:
-        return "rowwise_adagrad"
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _BiasCorrectedAdam(OptimizerSpec):
+    """Adam that folds its bias correction, by the global step, into the learning rate, and epsilon if it says so."""
+
+    beta_1: float = within("[0, 1)", default=0.9)
+    beta_2: float = within("[0, 1)", default=0.999)
+    epsilon: float = within("[0, inf)", default=1e-7)
+    corrects_epsilon: ClassVar[bool] = False
+    slot_type = AdamSlotVariables
+    needs_step = True
+
+    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
+        t = as_float32(0 if step is None else step) + 1.0
+        correction, epsilon = jnp.sqrt(one_minus_power(self.beta_2, t)), as_float32(self.epsilon)
+        lr = as_float32(self.get_learning_rate(step)) * correction / one_minus_power(self.beta_1, t)
+        epsilon = epsilon * correction if self.corrects_epsilon else epsilon
+        return lr, as_float32(self.beta_1), as_float32(self.beta_2), epsilon
+
+    def slot_initial_values(self) -> tuple[PyTree, ...]:
+        return (0.0, 0.0)
+
+    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        lr, beta_1, beta_2, epsilon = hyper
+        momentum = slots[0] + (1.0 - beta_1) * (gradients - slots[0])
+        velocity = slots[1] + (1.0 - beta_2) * (gradients * gradients - slots[1])
+        return rows - lr * momentum / (jnp.sqrt(velocity) + epsilon), (momentum, velocity)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Adam(OptimizerSpec):
+class Adam(_BiasCorrectedAdam):
     """Adam with bias correction by the global step; moments decay only when their row is touched ("lazy").
 
     `step=None` means the first step, for ever: what a layer without a step counter computes.
@@ -171,35 +191,39 @@ class Adam(OptimizerSpec):
     Source: Kingma, Ba (2015), with the corrections folded into the learning rate and epsilon.
     """
 
-    beta_1: float = within("[0, 1)", default=0.9)
-    beta_2: float = within("[0, 1)", default=0.999)
     epsilon: float = within("[0, inf)", default=1e-8)
+    corrects_epsilon: ClassVar[bool] = True
+    rule_name = "adam"
     fused_as: ClassVar[str] = "adam"
-    slot_type = AdamSlotVariables
-    needs_step = True
-
-    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
-        t = as_float32(0 if step is None else step) + 1.0
-        correction = jnp.sqrt(one_minus_power(self.beta_2, t))
-        lr = as_float32(self.get_learning_rate(step)) * correction / one_minus_power(self.beta_1, t)
-        return lr, as_float32(self.beta_1), as_float32(self.beta_2), as_float32(self.epsilon) * correction
-
-    def slot_initial_values(self) -> tuple[PyTree, ...]:
-        return (0.0, 0.0)
-
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
-        return adam_step(rows, slots, gradients, hyper)
-
-    def short_name(self) -> str:
-        return "adam"
 
 
-def adam_step(rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
-    """One step of Adam for touched rows; `hyper` contains the bias corrections."""
-    lr, beta_1, beta_2, epsilon = hyper
-    momentum = slots[0] + (1.0 - beta_1) * (gradients - slots[0])
-    velocity = slots[1] + (1.0 - beta_2) * (gradients * gradients - slots[1])
-    return rows - lr * momentum / (jnp.sqrt(velocity) + epsilon), (momentum, velocity)
+@dataclasses.dataclass(frozen=True, repr=False)
+class TensorFlowAdam(_BiasCorrectedAdam):
+    """Adam of all rows: moments decay and every row moves in every step, also without a gradient.
+
+    `m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*g²; w -= lr * sqrt(1-b2^t)/(1-b1^t) * m / (sqrt(v) + epsilon)`
+
+    A step costs as much as reading and writing the whole table and its moments; `LazyAdam` leaves rows
+    alone that a batch did not read.
+
+    Source: the sparse path of `tf.keras.optimizers.Adam`; Kingma, Ba (2015), section 2, end.
+    """
+
+    rule_name = "tf_adam"
+    moves_all_rows = True
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LazyAdam(_BiasCorrectedAdam):
+    """The formula of `TensorFlowAdam` for the rows of a batch: others keep their bits, moments included.
+
+    Differs from `Adam` in where epsilon stands.
+
+    Source: `tfa.optimizers.LazyAdam`.
+    """
+
+    rule_name = "tf_lazy_adam"
+    fused_as: ClassVar[str] = "adam"  # only the epsilon that comes with the hyperparameters is another
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -217,6 +241,7 @@ class AdagradMomentum(OptimizerSpec):
     use_nesterov: bool = False
     initial_accumulator_value: float = within("[0, inf)", default=0.1)
     initial_momentum_value: float = within("(-inf, inf)", default=0.0)
+    rule_name = "adagrad_momentum"
     slot_type = AdagradMomentumSlotVariables
     rule_fields = ("momentum", "beta2", "epsilon", "exponent", "use_nesterov")
     slot_fields = ("initial_accumulator_value", "initial_momentum_value")
@@ -228,9 +253,6 @@ class AdagradMomentum(OptimizerSpec):
         direction = gradients * jnp.power(accumulator + epsilon, -1.0 / exponent)
         momentum = decay * slots[1] + direction
         return rows - lr * jnp.where(nesterov > 0, decay * momentum + direction, momentum), (accumulator, momentum)
-
-    def short_name(self) -> str:
-        return "adagrad_momentum"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -249,6 +271,7 @@ class FTRL(OptimizerSpec):
     initial_accumulator_value: float = within("[0, inf)", default=0.1)
     initial_linear_value: float = within("(-inf, inf)", default=0.0)
     multiply_linear_by_learning_rate: bool = False
+    rule_name = "ftrl"
     slot_type = FTRLSlotVariables
     rule_fields = ("learning_rate_power", "l1_regularization_strength", "l2_regularization_strength", "beta")
     slot_fields = ("initial_accumulator_value", "initial_linear_value")
@@ -273,9 +296,6 @@ class FTRL(OptimizerSpec):
             threshold, denominator = l1, (new_power + beta) / lr + 2.0 * l2
         return (jnp.clip(linear, -threshold, threshold) - linear) / denominator, (accumulator, linear)
 
-    def short_name(self) -> str:
-        return "ftrl"
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LaProp(OptimizerSpec):
@@ -291,6 +311,7 @@ class LaProp(OptimizerSpec):
     eps: float = within("[0, inf)", default=1e-30)
     rms_clip_threshold: float | None = None
     initial_slot_value: float = within("[0, inf)", default=0.0)
+    rule_name = "laprop"
     slot_type = LaPropSlotVariables
     slot_fields = ("initial_slot_value", "initial_slot_value")
     needs_step = True
@@ -321,9 +342,6 @@ class LaProp(OptimizerSpec):
         mu = b1 * slots[0] + jnp.sqrt(1.0 - b1 * b1) * gradients * jax.lax.rsqrt(nu)
         return rows - lr * mu, (mu, nu)
 
-    def short_name(self) -> str:
-        return "laprop"
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class F2A(OptimizerSpec):
@@ -340,6 +358,7 @@ class F2A(OptimizerSpec):
     l1_regularization_strength: float = within("[0, inf)", default=0.0)
     l2_regularization_strength: float = within("[0, inf)", default=0.0)
     max_lr_multiplier: float = within("(0, inf]", default=1e6)
+    rule_name = "f2a"
     slot_type = F2ASlotVariables
     rule_fields = ("rho", "l1_regularization_strength", "l2_regularization_strength", "max_lr_multiplier")
     slot_fields = ("initial_accumulator_value", "initial_local_step_value")
@@ -355,74 +374,9 @@ class F2A(OptimizerSpec):
         direction = ratio * gradients * jax.lax.rsqrt(accumulator) + l1 * jnp.sign(rows) + l2 * rows
         return rows - lr * direction, (accumulator, times_seen)
 
-    def short_name(self) -> str:
-        return "f2a"
-
 
 def one_minus_power(decay: float, exponent: Array) -> Array:
     """`1 - decay**exponent`; the direct form keeps only four digits of `1 - 0.999` in float32."""
     if decay == 0.0:
         return jnp.where(exponent > 0, 1.0, 0.0)
     return -jnp.expm1(exponent * as_float32(math.log(decay)))
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class _EpsilonHatAdam(OptimizerSpec):
-    """Adam whose epsilon stands outside the bias correction ("epsilon hat"); the correction counts global steps."""
-
-    beta_1: float = within("[0, 1)", default=0.9)
-    beta_2: float = within("[0, 1)", default=0.999)
-    epsilon: float = within("[0, inf)", default=1e-7)
-    slot_type = AdamSlotVariables
-    needs_step = True
-
-    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
-        t = as_float32(0 if step is None else step) + 1.0
-        correction = jnp.sqrt(one_minus_power(self.beta_2, t)) / one_minus_power(self.beta_1, t)
-        lr = as_float32(self.get_learning_rate(step)) * correction
-        return lr, as_float32(self.beta_1), as_float32(self.beta_2), as_float32(self.epsilon)
-
-    def slot_initial_values(self) -> tuple[PyTree, ...]:
-        return (0.0, 0.0)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class TensorFlowAdam(_EpsilonHatAdam):
-    """Adam of all rows: moments decay and every row moves in every step, also without a gradient.
-
-    `m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*g²; w -= lr * sqrt(1-b2^t)/(1-b1^t) * m / (sqrt(v) + epsilon)`
-
-    A step costs as much as reading and writing the whole table and its moments; `LazyAdam` leaves rows
-    alone that a batch did not read.
-
-    Source: the sparse path of `tf.keras.optimizers.Adam`; Kingma, Ba (2015), section 2, end.
-    """
-
-    moves_all_rows = True
-
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
-        lr, beta_1, beta_2, epsilon = hyper
-        momentum = beta_1 * slots[0] + (1.0 - beta_1) * gradients
-        velocity = beta_2 * slots[1] + (1.0 - beta_2) * gradients * gradients
-        return rows - lr * momentum / (jnp.sqrt(velocity) + epsilon), (momentum, velocity)
-
-    def short_name(self) -> str:
-        return "tf_adam"
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class LazyAdam(_EpsilonHatAdam):
-    """The formula of `TensorFlowAdam` for the rows of a batch: others keep their bits, moments included.
-
-    Differs from `Adam` in where epsilon stands.
-
-    Source: `tfa.optimizers.LazyAdam`.
-    """
-
-    fused_as: ClassVar[str] = "adam"  # only the epsilon that comes with the hyperparameters is another
-
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
-        return adam_step(rows, slots, gradients, hyper)
-
-    def short_name(self) -> str:
-        return "tf_lazy_adam"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rsembed.kernels import api
-from rsembed.kernels.blocks import Queue
 from rsembed.kernels.contract import NO_ROW
+from rsembed.kernels.ids import Queue
 from tests.kernels.cases import IMPLEMENTATIONS
 
 LANES = (np.int32, np.uint32, np.float32)

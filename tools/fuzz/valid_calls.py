@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import rsembed as rs
-from rsembed.kernels import blocks, ids, keyed, native, reference
-from rsembed.kernels.blocks import Queue
+from rsembed.kernels import ids, keyed, native, reference
 from rsembed.kernels.contract import (
     NO_ROW,
     Block,
@@ -23,7 +22,7 @@ from rsembed.kernels.contract import (
     SegmentGradients,
     Step,
 )
-from rsembed.kernels.ids import Partitions
+from rsembed.kernels.ids import Partitions, Queue
 from rsembed.keys import Keys
 from rsembed.places import Place
 from rsembed.tt.cores import pooled_rows
@@ -270,7 +269,7 @@ def travelling(shapes: Draw, draw: Draw) -> ValidCall:
         queues.append(Queue(*jax.device_put((ends, cursor, (lanes,))), capacity))
     what = shapes.integers(4)
     if what == 0:
-        return ValidCall(native.pack_blocks, blocks.pack_blocks, (arrays, rows))
+        return ValidCall(native.pack_blocks, ids.pack_blocks, (arrays, rows))
     if what == 1:
         sizes = [jax.ShapeDtypeStruct((devices, capacity, *row), jnp.float32) for capacity in capacities]
         each = [functools.partial(module.unpack_blocks, shapes=sizes) for module in (native, blocks)]

@@ -2,7 +2,7 @@
 // and the blocks that travel between devices: XLA FFI handlers.
 //
 // XLA would compile an operation for every feature, and several for every list; these serve all of a call at once. They
-// mean what their namesakes in rsembed/kernels/ids.py, keyed.py and blocks.py mean. The attribute `places` has, per
+// mean what their namesakes in rsembed/kernels/ids.py and keyed.py mean. The attribute `places` has, per
 // feature, the numbers of a Place of rsembed/places.py and the size of its table.
 
 #include <algorithm>
@@ -272,7 +272,7 @@ ffi::Error UnpackBlocks(ffi::ThreadPool pool, ffi::AnyBuffer packed, ffi::Remain
   return ffi::Error::Success();
 }
 
-// Entries that wait to travel, grouped by owner and ascending in each group; see rsembed/kernels/blocks.py.
+// Entries that wait to travel, grouped by owner and ascending in each group; see rsembed/kernels/ids.py.
 struct Queue {
   const int32_t* offsets;
   const int32_t* cursor;
