@@ -27,14 +27,15 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from rsembed.checkpoint.collections import contents_of, load_collection
 from rsembed.checkpoint.files import (
     MANIFEST,
     Contents,
     agreed,
     already_there,
+    contents_of,
     hidden_beside,
     load,
+    load_collection,
     manifest,
     verify,
     written,
