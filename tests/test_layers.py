@@ -32,7 +32,7 @@ BUDGETS = {
     "taps": 160,
     "nnx": 213,
     "linen": 186,
-    "checkpoint": 1652,
+    "checkpoint": 1635,
     "fdo": 685,
     "sparsecore": 4447,
     "tbe": 2822,

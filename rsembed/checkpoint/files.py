@@ -165,9 +165,13 @@ def write(path: Path, contents: Contents) -> None:
     """
     if agreed(path.exists()):
         raise already_there(path)
-    failure = written(path, contents)
+    raise_alike(written(path, contents), path)
+
+
+def raise_alike(failure: BaseException | None, path: Path) -> None:
+    """Raises in all processes what went wrong in process 0, which writes into the path."""
     if agreed(failure is not None):
-        raise failure or OSError(f"checkpoint {path}: process 0 could not write it; its own error says why.")
+        raise failure or OSError(f"{path}: process 0 could not write; its own error says why.")
 
 
 def written(path: Path, contents: Contents, *, show: bool | None = None) -> OSError | None:
@@ -195,7 +199,7 @@ def written(path: Path, contents: Contents, *, show: bool | None = None) -> OSEr
 
 def agreed(said: Said) -> Said:
     """The value that process 0 gave, in every process."""
-    return type(said)(multihost_utils.broadcast_one_to_all(np.asarray(said))) if jax.process_count() > 1 else said
+    return type(said)(multihost_utils.broadcast_one_to_all(np.asarray(said)))
 
 
 def already_there(path: Path) -> FileExistsError:
