@@ -33,7 +33,7 @@ BUDGETS = {
     "nnx": 213,
     "linen": 186,
     "checkpoint": 1635,
-    "fdo": 685,
+    "fdo": 650,
     "sparsecore": 4447,
     "tbe": 2822,
     "tt": 3134,
