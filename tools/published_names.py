@@ -80,9 +80,9 @@ SPARSECORE = System(
         "lib.flax.linen.embed": "sparsecore.linen.embed",
         "lib.flax.linen.embed_optimizer": "sparsecore.linen.embed_optimizer",
         "lib.flax.nnx.embed": "sparsecore.nnx.embed",
-        "lib.fdo.fdo_client": "fdo.client",
-        "lib.fdo.file_fdo_client": "fdo.file_fdo_client",
-        "lib.fdo.csv_file_fdo_client": "fdo.csv_file_fdo_client",
+        "lib.fdo.fdo_client": "fdo",
+        "lib.fdo.file_fdo_client": "fdo",
+        "lib.fdo.csv_file_fdo_client": "fdo",
         "utils.utils": "sparsecore.utils",
     },
     options={

@@ -1,12 +1,12 @@
 """Checkpoints: any pytree in checksummed files, and states of embedding tables in the order of their ids."""
 
-from rsembed.checkpoint.collections import load_collection as load_collection
-from rsembed.checkpoint.collections import save_collection as save_collection
 from rsembed.checkpoint.files import Checkpoint as Checkpoint
 from rsembed.checkpoint.files import latest as latest
 from rsembed.checkpoint.files import load as load
+from rsembed.checkpoint.files import load_collection as load_collection
 from rsembed.checkpoint.files import manifest as manifest
 from rsembed.checkpoint.files import save as save
+from rsembed.checkpoint.files import save_collection as save_collection
 from rsembed.checkpoint.files import verify as verify
 from rsembed.checkpoint.manager import CheckpointManager as CheckpointManager
 from rsembed.checkpoint.states import CorruptCheckpointError as CorruptCheckpointError

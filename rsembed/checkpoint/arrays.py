@@ -30,7 +30,7 @@ import tensorstore
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from rsembed.checkpoint.states import Blocks, CorruptCheckpointError, PickedRows, SavedArray, TableRows
+from rsembed.checkpoint.states import Blocks, CorruptCheckpointError, PickedRows, SavedArray
 from rsembed.progress import progress
 
 CHUNK_BYTES = 1 << 22
@@ -52,7 +52,7 @@ def as_saved(leaf: PyTree, name: str) -> tuple[Any, str | None]:
 
     Raises: TypeError: the leaf is no array of numbers, or more than that.
     """
-    if isinstance(leaf, TableRows | PickedRows):
+    if isinstance(leaf, PickedRows):
         return leaf, None
     if isinstance(leaf, jax.Array):
         if isinstance(leaf, jax.core.Tracer):
@@ -96,7 +96,7 @@ def write_arrays(
         watched = progress(entries, description="saving", show=show, delay=1.0, leave=False)
         for number, (entry, array) in enumerate(zip(watched, arrays, strict=True)):
             for _, first, last in _chunks(entry):
-                output.write(number, first, _rows(array, first, last - first))
+                output.write(number, first, _rows(array, first, last))
                 if output.failure is not None and jax.process_count() == 1:
                     return entries, output.failure
     return entries, output.failure
@@ -107,7 +107,7 @@ def copied(array: PyTree) -> np.ndarray | None:
     entry = _described(0, array)
     copy = np.empty(entry["shape"] or [1], array.dtype) if jax.process_index() == 0 else None
     for _, first, last in _chunks(entry):
-        rows = _rows(array, first, last - first)
+        rows = _rows(array, first, last)
         if copy is not None:
             copy[first:last] = rows
     return None if copy is None else copy.reshape(entry["shape"])
@@ -202,15 +202,12 @@ def _chunk_checksum(file: Path) -> str:
         return data.read().hex()
 
 
-def _rows(array: PyTree, first: int, count: int) -> np.ndarray:
-    """Some rows of a host or global array, complete in process 0; every process calls this."""
-    if isinstance(array, TableRows | PickedRows):
-        return _picked(array.array, array.rows(first, count))
-    array = array.reshape(1) if array.ndim == 0 else array
-    return _picked(array, np.arange(first, first + count))
-
-
-def _picked(array: PyTree, rows: np.ndarray) -> np.ndarray:
+def _rows(array: PyTree, first: int, last: int) -> np.ndarray:
+    """Rows of a host or global array; every process calls this, and process 0 gets what others hold."""
+    rows = np.arange(first, last)
+    if isinstance(array, PickedRows):
+        array, rows = array.array, array.positions(rows)
+    array = array if array.shape else array.reshape(1)
     if isinstance(array, np.ndarray):
         return array[_index(rows)]
     if array.is_fully_replicated:

@@ -40,14 +40,18 @@ from rsembed.checkpoint.arrays import as_saved, check_entry, copied, open_array,
 from rsembed.checkpoint.states import (
     CorruptCheckpointError,
     SavedArray,
-    TableRows,
     belongings,
+    flattened,
+    in_memory,
+    joined,
     logical,
-    sharded,
+    placed,
+    restored,
+    tables_of,
     with_states,
 )
 from rsembed.checks import NonNegativeInt, validated
-from rsembed.collection import EmbeddingCollection
+from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.fingerprint import ELSEWHERE, Fingerprint, check_same
 from rsembed.parallel.agreement import check_not_forked
 
@@ -88,26 +92,6 @@ def encoded(body: Mapping[str, PyTree]) -> bytes:
     return json.dumps({"crc32": checksum, "manifest": body}, sort_keys=True, indent=1).encode()
 
 
-def flattened(tree: PyTree) -> dict[tuple[str, ...], Any]:
-    """Leaves of the tree by path. Raises: ValueError: two leaves have the same path as text."""
-    found = jax.tree_util.tree_flatten_with_path(tree)[0]
-    leaves = {_parts(keys): leaf for keys, leaf in found}
-    if len(leaves) < len(found):
-        names = [joined(_parts(keys)) for keys, _ in found]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"two leaves of the tree are called {repeated}; give them keys that differ as text.")
-    return leaves
-
-
-def _parts(keys: PyTree) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
-
-
-def joined(parts: Sequence[str]) -> str:
-    """A path as one text, its parts joined by `/`."""
-    return "/".join(parts) or "the array"
-
-
 def opened(path: Path, entries: Sequence[Mapping[str, PyTree]]) -> dict[tuple[str, ...], Any]:
     """Arrays of some manifest entries by path, still on disk except PRNG keys."""
     arrays = {}
@@ -119,78 +103,12 @@ def opened(path: Path, entries: Sequence[Mapping[str, PyTree]]) -> dict[tuple[st
     return arrays
 
 
-def _in_memory(array: PyTree) -> PyTree:
-    return array.whole() if isinstance(array, SavedArray) else array
-
-
 def nested(path: Path, entries: Sequence[Mapping[str, PyTree]]) -> PyTree:
     """Arrays of manifest entries in memory, in nested dictionaries by the parts of their names."""
     from flax.traverse_util import unflatten_dict
 
-    arrays = {parts: _in_memory(array) for parts, array in opened(path, entries).items()}
+    arrays = {parts: in_memory(array) for parts, array in opened(path, entries).items()}
     return arrays[()] if () in arrays else unflatten_dict(arrays)
-
-
-def restored(path: Path, entries: Sequence[Mapping[str, PyTree]], like: PyTree) -> PyTree:
-    """Arrays of some manifest entries in the structure of `like`, a tree without states; see `load`.
-
-    In place of the rows of tables stand those on the disk, for `with_states`.
-    """
-    arrays, wanted = opened(path, entries), flattened(like)
-    problems = [f"{joined(parts)!r} is missing" for parts in wanted if parts not in arrays]
-    problems += [f"{joined(parts)!r} is not wanted" for parts in arrays if parts not in wanted]
-    for parts in wanted.keys() & arrays.keys():
-        has, wants = (f"{_native(x.dtype)}{list(x.shape)}" for x in (arrays[parts], _shaped(wanted[parts])))
-        if has != wants:
-            problems.append(f"{joined(parts)!r} is {has}, wanted {wants}")
-        elif _would_narrow(arrays[parts], wanted[parts]):
-            problems.append(
-                f"{joined(parts)!r} is {has}, which a JAX array cannot hold here: give a numpy array as its template, "
-                "or set jax_enable_x64"
-            )
-    if problems:
-        raise ValueError(f"checkpoint {path} does not match: {'; '.join(sorted(problems))}.")
-    leaves = [_from_disk(arrays[parts], leaf) for parts, leaf in wanted.items()]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def _shaped(leaf: PyTree) -> PyTree:
-    return leaf if hasattr(leaf, "shape") else np.asarray(leaf)
-
-
-def _native(dtype: Any) -> PyTree:
-    return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype  # that of a PRNG key has no byte order
-
-
-def _would_narrow(array: PyTree, leaf: PyTree) -> bool:
-    is_for_jax = not isinstance(leaf, (bool, int, float, np.ndarray, np.generic, TableRows))
-    return is_for_jax and isinstance(array, SavedArray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype
-
-
-def _from_disk(array: PyTree, leaf: PyTree) -> PyTree:
-    """As `placed`, but an array for several devices is read in pieces, never whole in host memory."""
-    if isinstance(leaf, TableRows):
-        return array
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None or len(sharding.device_set) == 1 or not isinstance(array, SavedArray) or not array.shape:
-        return placed(_in_memory(array), leaf)
-    pieces = ((np.arange(first, first + len(rows)), rows) for first, rows in array.blocks())
-    return sharded(array.shape, array.dtype, sharding, pieces)
-
-
-def placed(array: PyTree, leaf: PyTree) -> PyTree:
-    """The array with the Python or array type, and on the devices, of the template `leaf`."""
-    if isinstance(leaf, (bool, int, float)):
-        return type(leaf)(array[()])
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return array
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None or not getattr(leaf, "committed", True):
-        return jax.device_put(array)  # tied to no device, as the leaf is, or steps would be compiled anew for it
-    if isinstance(array, jax.Array):  # a PRNG key; device_put knows only devices of this process
-        data = placed(np.asarray(jax.random.key_data(array)), leaf)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 Said = TypeVar("Said", bool, int)
@@ -247,9 +165,13 @@ def write(path: Path, contents: Contents) -> None:
     """
     if agreed(path.exists()):
         raise already_there(path)
-    failure = written(path, contents)
+    raise_alike(written(path, contents), path)
+
+
+def raise_alike(failure: BaseException | None, path: Path) -> None:
+    """Raises in all processes what went wrong in process 0, which writes into the path."""
     if agreed(failure is not None):
-        raise failure or OSError(f"checkpoint {path}: process 0 could not write it; its own error says why.")
+        raise failure or OSError(f"{path}: process 0 could not write; its own error says why.")
 
 
 def written(path: Path, contents: Contents, *, show: bool | None = None) -> OSError | None:
@@ -276,8 +198,8 @@ def written(path: Path, contents: Contents, *, show: bool | None = None) -> OSEr
 
 
 def agreed(said: Said) -> Said:
-    """The value of process 0, returned in every process."""
-    return type(said)(multihost_utils.broadcast_one_to_all(np.asarray(said))) if jax.process_count() > 1 else said
+    """The value that process 0 gave, in every process."""
+    return type(said)(multihost_utils.broadcast_one_to_all(np.asarray(said)))
 
 
 def already_there(path: Path) -> FileExistsError:
@@ -418,8 +340,112 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> Checkpoint:
         return Checkpoint(nested(path, found["arrays"]), found["step"], found["metadata"])
     owners = belongings(like)
     check_owners(path, {name: found["belongs_to"].get(name) for name in owners}, owners)
-    tree = with_states(like, restored(path, found["arrays"], logical(like)))
+    tree = with_states(like, restored(opened(path, found["arrays"]), logical(like), path))
     return Checkpoint(tree, found["step"], found["metadata"])
+
+
+@validated
+def save_collection(
+    path: str | os.PathLike[str],
+    collection: EmbeddingCollection,
+    state: EmbeddingState,
+    *,
+    others: PyTree = None,
+    metadata: Mapping[str, PyTree] | None = None,
+) -> None:
+    """Saves every table and its slots by table name, with step and key, and what else belongs to the instant.
+
+    The arrays are `tables/<table>`, `slots/<table>/<slot>`, `key` and `others/...`. Rows are in the order of ids,
+    whatever mesh they lie on, and whether on the device or on the host. A table with keys has `tables/<table>/keys`,
+    `.../values` and what else belongs to each key; a tensor train its cores.
+
+    Args:
+      path: see `save`.
+      collection: whose state it is.
+      state: of one instant.
+      others: any pytree, such as dense parameters and their optimizer state.
+      metadata: what JSON can hold; `manifest(path)["metadata"]["user"]` returns it.
+
+    Raises:
+      ValueError: the state is not this collection's.
+      FileExistsError, OSError, TypeError: as `save`.
+    """
+    write(Path(path), contents_of(collection, state, others=others, metadata=metadata))
+
+
+def contents_of(
+    collection: EmbeddingCollection, state: EmbeddingState, *, others: PyTree, metadata: Mapping[str, PyTree] | None
+) -> Contents:
+    """Contents of the checkpoint that `save_collection` writes."""
+    collection.check_state(state)
+    owners = {"tables": tables_of(collection.template)}
+    arrays, tables, slots = collection.logical.parted(state._replace(layout=collection.layout))
+    tree = _without_step(arrays) | {"others": others}
+    tree["tables"] |= tables
+    tree["slots"] |= slots
+    return Contents.of(tree, owners, step=int(state.step), metadata={"user": dict(metadata or {})})
+
+
+@validated
+def load_collection(
+    path: str | os.PathLike[str], collection: EmbeddingCollection, *, others: PyTree = None, same_rules: bool = True
+) -> PyTree:
+    """The state of a saved collection, for one with the same tables, stacked and placed as it may be.
+
+    Args:
+      path: see `load`.
+      collection: its tables must be those that were saved; learning rates and other hyperparameters are its own.
+      others: a template for what was saved as `others`, see `like` of `load`; None leaves that alone.
+      same_rules: False takes slots over wherever their names and shapes fit. For rules that are the same under another
+        name: a function that you renamed, a transformation that optax wrote anew.
+
+    Returns: the `EmbeddingState`; with a template, the pair of it and the others.
+
+    Raises:
+      CorruptCheckpointError, FileNotFoundError: as `load`.
+      ValueError: a table is missing or too many, or has another size, dtype, storage or optimizer.
+    """
+    path = Path(path)
+    found, template = manifest(path), collection.template
+    check_owners(path, *_tables(found, collection, same_rules=same_rules))
+    implementation = next(entry["prng"] for entry in found["arrays"] if entry["path"] == ["key"])
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=implementation))
+    template = template._replace(key=key.update(sharding=template.key.sharding))
+    arrays, (tables, slots) = collection.logical.without_apart(template), collection.logical.templates()
+    like = _without_step(arrays) | {"others": logical(others)}
+    like["tables"] |= tables
+    like["slots"] |= slots
+    apart = [table.name for own in collection.logical.apart.values() for table in own.layout.stack.tables]
+    by_key = [name for name in apart if name not in tables]
+    entries: dict[bool, list[PyTree]] = {True: [], False: []}  # how many keys a table has, its file alone knows
+    for entry in found["arrays"]:
+        if others is not None or entry["path"][0] != "others":
+            entries[entry["path"][0] == "tables" and entry["path"][1] in by_key].append(entry)
+    tree = restored(opened(path, entries[False]), like, path)
+    step = placed(np.asarray(found["step"], np.int32), template.step)
+    state = with_states(arrays, tree | {"step": step})
+    if apart:
+        keyed = nested(path, entries[True]).get("tables", {}) if by_key else {}
+        state = collection.logical.whole(state, tree["tables"] | keyed, tree["slots"], collection.layout)
+    return state if others is None else (state, with_states(others, tree["others"]))
+
+
+def _without_step(state: EmbeddingState) -> dict[str, PyTree]:
+    """By table name; the step of a collection is the checkpoint's own."""
+    tree = logical(state)
+    del tree["step"]
+    return tree
+
+
+def _tables(
+    found: Mapping[str, PyTree], collection: EmbeddingCollection, *, same_rules: bool
+) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+    """Facts of the tables in the file, and those of the collection's tables."""
+    saved, expected = found.get("belongs_to", {}).get("tables", {}), tables_of(collection.template)
+    if not same_rules:
+        for name in saved.keys() & expected.keys():
+            expected[name]["optimizer"] = saved[name]["optimizer"]
+    return {"tables": saved}, {"tables": expected}
 
 
 def check_owners(path: Path, found: Mapping[str, PyTree], wanted: Mapping[str, PyTree]) -> None:

@@ -16,7 +16,7 @@ import re
 import shutil
 import socket
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -27,15 +27,17 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from rsembed.checkpoint.collections import contents_of, load_collection
 from rsembed.checkpoint.files import (
     MANIFEST,
     Contents,
     agreed,
     already_there,
+    contents_of,
     hidden_beside,
     load,
+    load_collection,
     manifest,
+    raise_alike,
     verify,
     written,
 )
@@ -115,7 +117,7 @@ class CheckpointManager:
                     shutil.rmtree(torn, ignore_errors=True)
             except (OSError, RuntimeError) as error:
                 failure = error
-        self._raise_alike(failure)
+        raise_alike(failure, self.folder)
 
     # Writing
 
@@ -154,7 +156,7 @@ class CheckpointManager:
         if agreed(jax.process_index() == 0 and self._is_taken(path)):
             raise already_there(path)
         if not self.asynchronous:
-            self._raise_alike(written(path, contents))
+            raise_alike(written(path, contents), path)
             self._remove_old(path)
             return
         contents = contents.in_memory()
@@ -171,7 +173,7 @@ class CheckpointManager:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._raise_alike(pending.exception())
+            raise_alike(pending.exception(), self.folder)
 
     def close(self) -> None:
         """Waits for the last write and releases the folder. Raises: OSError: as `wait_until_finished`."""
@@ -188,15 +190,9 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-            return
-        with contextlib.suppress(Exception):  # the error that is on its way says more; the log has this one
-            pending = self._pending
-            if pending is not None:
-                pending.exception()
-            self._writer.shutdown()
-            self._lock.close()
+        if error is not None:
+            self._pending = None  # its error is in the log; the one that is on its way says more
+        self.close()
 
     # Reading
 
@@ -217,15 +213,12 @@ class CheckpointManager:
         """
         if self._pending is not None:
             self._pending.exception()  # left for `save` and `wait_until_finished` to raise, in all processes alike
-        tried: set[int] = set()
-        while (step := self._newest(tried)) >= 0:
-            path = self._path(step)
+        for path in self._newest_first():
             try:
                 verify(path)
                 return path
             except (OSError, CorruptCheckpointError) as error:
                 warnings.warn(f"{path} is passed over: {error}", stacklevel=2)
-            tried.add(step)
         return None
 
     @validated
@@ -250,7 +243,7 @@ class CheckpointManager:
             raise ValueError("a collection has its own template: give others alone; of a tree, give like alone.")
         self.wait_until_finished()
         failure: Exception = FileNotFoundError(f"{self.folder} has no checkpoint, no folder step_<9 digits>.")
-        for path in self._newest_first() if step is None else [self._path(step)]:
+        for path in self._newest_first(agreed) if step is None else [self._path(step)]:
             found: PyTree = None
             problem: Exception | None = None
             try:
@@ -260,7 +253,7 @@ class CheckpointManager:
                     found = load_collection(path, self.collection, others=others)
             except (OSError, CorruptCheckpointError) as error:
                 problem = error
-            if _all_agree(problem is None):
+            if multihost_utils.process_allgather(np.asarray(problem is None)).all():
                 return found
             failure = problem or CorruptCheckpointError(f"{path}: another process could not read it.")
             if step is None:
@@ -281,14 +274,10 @@ class CheckpointManager:
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:09d}"
 
-    def _newest(self, tried: set[int]) -> int:
-        """The largest step that was not tried, -1 for none; lists the folder anew, since a save may end meanwhile."""
-        return max((step for path in self.paths() if (step := _step(path)) not in tried), default=-1)
-
-    def _newest_first(self) -> Iterator[Path]:
-        """Checkpoints from the newest on, as process 0 lists them; all processes iterate together."""
+    def _newest_first(self, agree: Callable[[int], int] = int) -> Iterator[Path]:
+        """The checkpoints, looked for anew each time, as a writer may go on meanwhile; `agreed` goes by process 0."""
         tried: set[int] = set()
-        while (step := agreed(self._newest(tried))) >= 0:
+        while (step := agree(max({*map(_step, self.paths())} - tried, default=-1))) >= 0:
             tried.add(step)
             yield self._path(step)
 
@@ -351,11 +340,6 @@ class CheckpointManager:
             return False
         return True
 
-    def _raise_alike(self, failure: BaseException | None) -> None:
-        """Raises the failure of process 0 in all processes."""
-        if agreed(failure is not None):
-            raise failure or OSError(f"{self.folder}: process 0 could not write; its own error says why.")
-
 
 def _step(path: Path) -> int:
     return int(path.name[5:])
@@ -380,10 +364,6 @@ def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _all_agree(flag: bool) -> bool:
-    return bool(multihost_utils.process_allgather(np.asarray(flag)).all()) if jax.process_count() > 1 else flag
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ block; loading lays the rows out for the state that is wanted. So no file depend
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -96,51 +97,28 @@ def sharded(
 
 
 @dataclasses.dataclass(frozen=True)
-class TableRows:
-    """The rows of one table inside the array of its stack, in the order of ids: a leaf of the tree that is written."""
+class PickedRows:
+    """Rows of an array, in the order of a file: a leaf of the tree that is written, block by block.
+
+    Attributes:
+      array: that has the rows among others, such as those of a stack.
+      count: how many they are.
+      positions: of rows of the file in the array, by their numbers.
+    """
 
     array: PyTree
-    place: Place
-    spread: int
-    rows_per_shard: int
     count: int
+    positions: Callable[[np.ndarray], np.ndarray]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of these rows as an array of their own."""
+        """Shape of an array of the rows alone."""
         return (self.count, *self.array.shape[1:])
 
     @property
     def dtype(self) -> PyTree:
         """Dtype of the array."""
         return self.array.dtype
-
-    def rows(self, first: int, count: int) -> np.ndarray:
-        """Row numbers in the array of `count` neighbouring ids."""
-        ids = np.arange(first, first + count)
-        return self.place.rows(ids, spread=self.spread, rows_per_shard=self.rows_per_shard)
-
-
-@dataclasses.dataclass(frozen=True)
-class PickedRows:
-    """Rows of an array, in the order of their `places` in it: a leaf of the tree that is written, block by block."""
-
-    array: PyTree
-    places: np.ndarray
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of these rows as an array of their own."""
-        return (self.places.size, *self.array.shape[1:])
-
-    @property
-    def dtype(self) -> PyTree:
-        """Dtype of the array."""
-        return self.array.dtype
-
-    def rows(self, first: int, count: int) -> np.ndarray:
-        """Row numbers in the array of `count` neighbouring picked rows."""
-        return self.places[first : first + count]
 
 
 def is_state(node: Any) -> TypeGuard[EmbeddingState]:
@@ -160,6 +138,84 @@ def with_states(like: PyTree, tree: PyTree) -> PyTree:
     )
 
 
+def flattened(tree: PyTree) -> dict[tuple[str, ...], Any]:
+    """The leaves by their path."""
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    leaves = {_parts(keys): leaf for keys, leaf in found}
+    if len(leaves) < len(found):
+        names = [joined(_parts(keys)) for keys, _ in found]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"two leaves of the tree are called {repeated}; give them keys that differ as text.")
+    return leaves
+
+
+def _parts(keys: PyTree) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+
+
+def joined(parts: Sequence[str]) -> str:
+    """A path in one word."""
+    return "/".join(parts) or "the array"
+
+
+def restored(arrays: Mapping[tuple[str, ...], PyTree], like: PyTree, where: object) -> PyTree:
+    """The arrays of a file in the structure of `like`, which has no states in it; see `load`.
+
+    In place of the rows of tables stand those on the disk, for `with_states`.
+    """
+    wanted = flattened(like)
+    problems = [f"{joined(path)!r} is missing" for path in wanted if path not in arrays]
+    problems += [f"{joined(path)!r} is not wanted" for path in arrays if path not in wanted]
+    for path in wanted.keys() & arrays.keys():
+        array, leaf = arrays[path], wanted[path]
+        has, wants = (f"{_native(x.dtype)}{list(x.shape)}" for x in (array, _shaped(leaf)))
+        is_for_jax = not isinstance(leaf, (bool, int, float, np.ndarray, np.generic, PickedRows))
+        if has != wants:
+            problems.append(f"{joined(path)!r} is {has}, wanted {wants}")
+        elif is_for_jax and isinstance(array, SavedArray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+            problems.append(
+                f"{joined(path)!r} is {has}, which a JAX array cannot hold here: give a numpy array as its template, "
+                "or set jax_enable_x64"
+            )
+    if problems:
+        raise ValueError(f"checkpoint {where} does not match: {'; '.join(sorted(problems))}.")
+    return jax.tree.unflatten(jax.tree.structure(like), [placed(arrays[path], leaf) for path, leaf in wanted.items()])
+
+
+def _shaped(leaf: PyTree) -> PyTree:
+    return leaf if hasattr(leaf, "shape") else np.asarray(leaf)
+
+
+def _native(dtype: Any) -> PyTree:
+    return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype  # that of a PRNG key has no byte order
+
+
+def placed(array: PyTree, leaf: PyTree) -> PyTree:
+    """The array where and as what the leaf is; on several devices, without the whole of it in memory of the host."""
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(leaf, PickedRows):
+        return array
+    if isinstance(array, SavedArray) and array.shape and sharding is not None and len(sharding.device_set) > 1:
+        pieces = ((np.arange(first, first + len(rows)), rows) for first, rows in array.blocks())
+        return sharded(array.shape, array.dtype, sharding, pieces)
+    array = in_memory(array)
+    if isinstance(leaf, (bool, int, float)):
+        return type(leaf)(array[()])
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return array
+    if sharding is None or not getattr(leaf, "committed", True):
+        return jax.device_put(array)  # tied to no device, as the leaf is, or steps would be compiled anew for it
+    if isinstance(array, jax.Array):  # a PRNG key; device_put knows only devices of this process
+        data = placed(np.asarray(jax.random.key_data(array)), leaf)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def in_memory(array: PyTree) -> PyTree:
+    """An array of a file in memory of the host; a PRNG key as it is."""
+    return array.whole() if isinstance(array, SavedArray) else array
+
+
 def belongings(tree: PyTree) -> dict[str, PyTree]:
     """Facts of the fingerprints of all states and other owners of one in the tree, by path."""
     try:
@@ -173,8 +229,7 @@ def belongings(tree: PyTree) -> dict[str, PyTree]:
         name = jax.tree_util.keystr(keys, simple=True, separator="/") or "state"
         if is_state(leaf):
             found[name] = tables_of(leaf)
-            tables = {name: table for stack in stacks_of(leaf).values() for name, table in stack["tables"].items()}
-            if apart := [n for n, t in tables.items() if t["storage"] is not None and t["in_files"] != t["storage"]]:
+            if apart := [n for n, t in _tables_in(leaf).items() if t["storage"] not in (None, t["in_files"])]:
                 found[name][ELSEWHERE] = f"tables {apart} keep rows by key or on the host; use save_collection."
         elif isinstance(leaf, Fingerprint):
             found[name] = leaf.facts
@@ -195,36 +250,36 @@ def stacks_of(state: EmbeddingState) -> dict[str, PyTree]:
 
 
 def tables_of(state: EmbeddingState) -> dict[str, PyTree]:
-    """Facts of each table in a state's layout, without the places of its rows."""
-    tables = {name: table for stack in stacks_of(state).values() for name, table in stack["tables"].items()}
-    return {name: _in_files(table) for name, table in tables.items()}
+    """Facts of the tables in the layout of a state, without the places of their rows."""
+    found = {}
+    for name, table in _tables_in(state).items():
+        facts = {key: fact for key, fact in table.items() if key not in (*Place._fields, "in_files", "part_sizes")}
+        found[name] = facts | {"storage": table["in_files"]}
+        if table["in_files"] == ROWS_BY_KEY:
+            found[name]["vocabulary_size"] = None
+    return found
 
 
-def _in_files(table: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    facts = {key: fact for key, fact in table.items() if key not in (*Place._fields, "in_files", "part_sizes")}
-    facts["storage"] = table["in_files"]
-    return facts | {"vocabulary_size": None} if table["in_files"] == ROWS_BY_KEY else facts
+def _tables_in(state: EmbeddingState) -> dict[str, PyTree]:
+    return {name: table for stack in stacks_of(state).values() for name, table in stack["tables"].items()}
 
 
 def _by_table(state: EmbeddingState) -> dict[str, PyTree]:
     tables, slots = {}, {}
     for stack, facts in stacks_of(state).items():
-        for name, table in facts["tables"].items():
-            if table["storage"] is not None:
-                tables[name], slots[name] = state.tables[stack], state.slots[stack]
-                if "part_sizes" in table:  # of several tables that share a storage
-                    number, sizes = (
-                        list(facts["tables"]).index(name),
-                        [t["part_sizes"] for t in facts["tables"].values()],
-                    )
-                    tables[name], slots[name] = (parts(own, sizes)[number] for own in (tables[name], slots[name]))
-                continue
-            where = Place(table["owner"], table["first"]), facts["spread"], facts["rows_per_shard"]
-            tables[name] = TableRows(state.tables[stack], *where, table["vocabulary_size"])
-            slots[name] = {
-                field: TableRows(slot, *where, table["vocabulary_size"])
-                for field, slot in zip(facts["slots"], state.slots[stack], strict=True)
-            }
+        sizes = [table.get("part_sizes") for table in facts["tables"].values()]
+        for number, (name, table) in enumerate(facts["tables"].items()):
+            params, state_of_rule = state.tables[stack], state.slots[stack]
+            if table["storage"] is None:
+                place, spread = Place(table["owner"], table["first"]), facts["spread"]
+                positions = functools.partial(place.rows, spread=spread, rows_per_shard=facts["rows_per_shard"])
+                params, *own = (
+                    PickedRows(array, table["vocabulary_size"], positions) for array in (params, *state_of_rule)
+                )
+                state_of_rule = dict(zip(facts["slots"], own, strict=True))
+            elif "part_sizes" in table:  # of several tables that share a storage
+                params, state_of_rule = (parts(own, sizes)[number] for own in (params, state_of_rule))
+            tables[name], slots[name] = params, state_of_rule
     return {"tables": tables, "slots": slots, "step": state.step, "key": state.key}
 
 
@@ -240,20 +295,24 @@ def _laid_out(like: EmbeddingState, values: Mapping[str, PyTree]) -> EmbeddingSt
                 for of in ("tables", "slots")
             )
             continue
-        tables[stack] = _array([(wanted["tables"][name], values["tables"][name]) for name in names])
+        tables[stack] = _array([(wanted["tables"][name], values["tables"][name]) for name in names], facts)
         slots[stack] = tuple(
-            _array([(wanted["slots"][name][field], values["slots"][name][field]) for name in names])
+            _array([(wanted["slots"][name][field], values["slots"][name][field]) for name in names], facts)
             for field in facts["slots"]
         )
     return EmbeddingState(tables, slots, values["step"], values["key"], like.layout)
 
 
-def _array(pieces: list[tuple[TableRows, SavedArray]]) -> jax.Array:
+def _array(pieces: list[tuple[PickedRows, SavedArray]], stack: Mapping[str, PyTree]) -> jax.Array:
     """One array with the given rows of its tables; all others are zeros."""
     like = pieces[0][0].array
     sharding = getattr(like, "sharding", None)
-    blocks = ((table.rows(first, len(rows)), rows) for table, saved in pieces for first, rows in saved.blocks())
-    if pieces[0][0].spread > 1 or (sharding is not None and len(sharding.device_set) > 1):
+    blocks = (
+        (table.positions(np.arange(first, first + len(rows))), rows)
+        for table, saved in pieces
+        for first, rows in saved.blocks()
+    )
+    if stack["spread"] > 1 or (sharding is not None and len(sharding.device_set) > 1):
         return sharded(like.shape, like.dtype, sharding, blocks)
     # In memory that is laid out as that of fresh tables.
     is_padded = sum(table.count for table, _ in pieces) < like.shape[0]

@@ -24,23 +24,50 @@ class Published:
       names: what it is called inside a folder; in the cache it has the first name.
       url: where it is fetched.
       known_hash: `algorithm:digest` of its content.
+      source: what `source=` insists on it.
     """
 
     reader: str
     names: tuple[str, ...]
     url: str
     known_hash: str
+    source: str
 
-    def find(self, path: str | os.PathLike[str] | None, *, download: bool, progress: bool | None) -> Path | None:
-        """The file, or the user's replacement: in `path`, else `RSEMBED_DATA`, pooch's cache, or downloaded; or None.
+    def find(
+        self, source: str, path: str | os.PathLike[str] | None, *, download: bool, progress: bool | None
+    ) -> Path | None:
+        """The file, or one that takes its place: in `path`, else in `RSEMBED_DATA`, in pooch's cache, or fetched.
 
         Args:
+          source: "auto" looks for the file, and gives None without one; so does a source that needs no file.
           path: a file or folder.
           download: allow fetching it into the cache. Without an answer within seconds, it was not found.
           progress: show a bar while downloading; None shows it where somebody watches.
 
-        Raises: FileNotFoundError: `path` has no such file.
+        Raises:
+          FileNotFoundError: `path` has no such file, or `source` insists on one, and none was found.
+          ValueError: the source needs no file.
         """
+        if source not in ("auto", self.source):
+            if path is not None or download:
+                raise ValueError(
+                    f"{self.reader}: source={source!r} needs no file; drop path= and download=, or source=."
+                )
+            return None
+        file = self._found(path, download, progress)
+        if file is None and source == self.source:
+            raise FileNotFoundError(f"{self.reader}: source={source!r}, but {self.way_out}.")
+        return file
+
+    @property
+    def way_out(self) -> str:
+        """Sentence about a file that was not found, and how to have it."""
+        return (
+            f"no {self.names[0]} was found: give path=FILE, set RSEMBED_DATA to the file or its folder, allow "
+            "download=True where there is a network, or do without: source='generated'"
+        )
+
+    def _found(self, path: str | os.PathLike[str] | None, download: bool, progress: bool | None) -> Path | None:
         if path is not None:
             if (file := self._inside(Path(path))) is None:
                 raise FileNotFoundError(

@@ -69,7 +69,7 @@ def zipf_ids(
       >>> int(np.bincount(ids).argmax()), ids.dtype
       (0, dtype('int32'))
     """
-    ranks = _zipf_ranks(_generator("zipf ranks", seed), (num_ids,), vocabulary_size, exponent)
+    ranks = _zipf_ranks(_generator("zipf ranks", seed), num_ids, vocabulary_size, exponent)
     return _id_of_rank(vocabulary_size, seed)[ranks] if shuffle else ranks
 
 
@@ -82,13 +82,11 @@ def _id_of_rank(vocabulary_size: int, *seeds: int) -> np.ndarray:
     return _generator("zipf shuffle", *seeds).permutation(vocabulary_size).astype(np.int32)
 
 
-def _zipf_ranks(
-    generator: np.random.Generator, shape: tuple[int, ...], vocabulary_size: int, exponent: float
-) -> np.ndarray:
-    """Random ranks, counted from 0, by the bounded Zipf law."""
+def _zipf_ranks(generator: np.random.Generator, count: int, vocabulary_size: int, exponent: float) -> np.ndarray:
+    """Ranks counted from 0."""
     distribution = np.cumsum(zipf_probabilities(vocabulary_size, exponent=exponent))
     distribution /= distribution[-1]  # ends at exactly 1, above every uniform number
-    return np.searchsorted(distribution, generator.random(shape), side="right").astype(np.int32)
+    return np.searchsorted(distribution, generator.random(count), side="right").astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +98,7 @@ class ClickLog:
     against the drawn `labels` scatters around them by about `1 / sqrt(samples)`.
     """
 
-    sparse: dict[str, Int32[np.ndarray, "samples *ids"]]
+    sparse: dict[str, Int32[np.ndarray, " samples"]]
     dense: Float32[np.ndarray, "samples numbers"]
     labels: Int32[np.ndarray, " samples"]
     click_probability: Float64[np.ndarray, " samples"]
@@ -117,13 +115,12 @@ def synthetic_clicks(
     seed: NonNegativeInt,
     sample_seed: NonNegativeInt = 0,
     exponent: float = 1.05,
-    ids_per_feature: PositiveInt = 1,
     embedding_dim: PositiveInt = 4,
 ) -> ClickLog:
     """A click log with Zipf ids, drawn from a known model: dense weights, id biases and pairs of id vectors.
 
-    The log-odds are `intercept + w·dense + sum_f b_f[id_f] + sum_{f<g} <v_f[id_f], v_g[id_g]>`, where several
-    ids of one feature are summed and divided by the root of their number. Labels are Bernoulli draws.
+    The log-odds are `intercept + w·dense + sum_f b_f[id_f] + sum_{f<g} <v_f[id_f], v_g[id_g]>`. Labels are
+    Bernoulli draws.
 
     Args:
       num_samples: rows to draw; a few hundred for tests, 100_000 to come near `best_log_loss`.
@@ -132,7 +129,6 @@ def synthetic_clicks(
       seed: fixes the true model and which ids are popular, whatever `num_samples` is.
       sample_seed: fixes the rows; draw a test set by changing it and nothing else.
       exponent: Zipf exponent of the ids, see `zipf_probabilities`.
-      ids_per_feature: ids per row and feature; 1 gives vectors, more give `[samples, ids_per_feature]`.
       embedding_dim: length of the true id vectors; models with at least this dimension can fit them.
 
     Raises: ValueError: a count is below 1 (`num_dense`: below 0), or as `zipf_probabilities`.
@@ -154,15 +150,13 @@ def synthetic_clicks(
     sparse, num_features = {}, len(vocabulary_sizes)
     vector_sum, square_sum = np.zeros((num_samples, embedding_dim)), np.zeros((num_samples, embedding_dim))
     for feature, vocabulary_size in enumerate(vocabulary_sizes):
-        ranks = _zipf_ranks(rows, (num_samples, ids_per_feature), vocabulary_size, exponent)
-        ids = _id_of_rank(vocabulary_size, seed, feature)[ranks]
+        ids = _id_of_rank(vocabulary_size, seed, feature)[_zipf_ranks(rows, num_samples, vocabulary_size, exponent)]
         # Column 0 is the id's bias, the others its vector.
         truth = _generator("click ids", seed, feature).standard_normal((vocabulary_size, 1 + embedding_dim))
-        pooled = sum(truth[ids[:, column]] for column in range(ids_per_feature)) / math.sqrt(ids_per_feature)
-        log_odds += CLICK_BIAS_STD / math.sqrt(num_features) * pooled[:, 0]
-        vector_sum += pooled[:, 1:]
-        square_sum += pooled[:, 1:] ** 2
-        sparse[f"sparse_{feature}"] = ids[:, 0] if ids_per_feature == 1 else ids
+        log_odds += CLICK_BIAS_STD / math.sqrt(num_features) * truth[ids, 0]
+        vector_sum += truth[ids, 1:]
+        square_sum += truth[ids, 1:] ** 2
+        sparse[f"sparse_{feature}"] = ids
     num_pairs = max(1, num_features * (num_features - 1) // 2)
     # The sum over pairs f < g is half of (square of the sum - sum of the squares).
     pairs = 0.5 * np.sum(vector_sum**2 - square_sum, axis=1)

@@ -7,7 +7,6 @@ import io
 import logging
 import os
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -285,6 +284,7 @@ ARCHIVES = {
         names=(f"{name}.zip", f"{name}/{name}.zip"),
         url=f"https://files.grouplens.org/datasets/movielens/{name}.zip",
         known_hash=f"md5:{digest}",
+        source="ratings",
     )
     for name, digest in (
         ("ml-100k", "0e33842e24a9c977be4e0107933c0723"),
@@ -347,20 +347,13 @@ def movielens(
     """
     if name not in ARCHIVES or source not in SOURCES:
         raise ValueError(f"movielens: name={name!r} is none of {(*ARCHIVES,)}, or source={source!r} none of {SOURCES}.")
-    if source == "generated" and (path is not None or download):
-        raise ValueError("movielens: source='generated' reads no file; drop path= and download=, or source=.")
-    file = None if source == "generated" else ARCHIVES[name].find(path, download=download, progress=progress)
+    file = ARCHIVES[name].find(source, path, download=download, progress=progress)
     if file is not None:
         log = _read(name, file, max_users)
         _log.info("movielens: %s", log.source)
         return log
-    way_out = (
-        f"give path=FILE, set RSEMBED_DATA to {name}.zip or its folder, or allow download=True where there is a network"
-    )
-    if source == "ratings":
-        raise FileNotFoundError(f"movielens: source='ratings', but {name}.zip was not found; {way_out}.")
     if source == "auto":
-        _log.warning("movielens: no %s.zip was found, so this log is GENERATED, not people's; %s.", name, way_out)
+        _log.warning("movielens: this log is GENERATED, not people's, as %s.", ARCHIVES[name].way_out)
     num_users, num_items, ratings_per_user = SIZES[name]
     num_users = min(num_users, max_users or num_users)
     return generated_ratings(num_users, num_items, ratings_per_user=ratings_per_user, seed=seed)
@@ -372,8 +365,10 @@ def _read(name: str, file: Path, max_users: int | None) -> RatingsLog:
     whose = f"{name} (md5 verified)" if is_published else "an archive of your own"
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            numbers, item_ids, titles, genres, genre_names = _FORMATS[name](archive)
+            numbers, genre_names, films = _parsed(name, archive)
         numbers = numbers[np.argsort(numbers[:, 3], kind="stable")]
+        item_ids = np.array(sorted(films), np.int64)
+        titles, genres = zip(*(films[film] for film in item_ids.tolist()), strict=True)
     except (KeyError, IndexError, ValueError, zipfile.BadZipFile) as error:
         raise ValueError(f"movielens: {file} has not the form of {name}.zip: {error}.") from error
     user_ids = np.unique(numbers[:, 0])[:max_users]
@@ -388,36 +383,30 @@ def _read(name: str, file: Path, max_users: int | None) -> RatingsLog:
         user_ids=user_ids,
         item_ids=item_ids,
         titles=titles,
-        genres=genres,
+        genres=np.array([[name in own for name in genre_names] for own in genres]),
         genre_names=genre_names,
         source=f"MovieLens, {whose}, from {file}",
     )
 
 
-_Parsed = tuple[np.ndarray, np.ndarray, tuple[str, ...], np.ndarray, tuple[str, ...]]
-"""Ratings as `(user, item, stars, seconds)` rows; ids, titles and genres of the films; names of the genres."""
+_Films = dict[int, tuple[str, list[str]]]
 
 
-def _parse_1m(archive: zipfile.ZipFile) -> _Parsed:
-    """Ratings and films of the 1M files: lines `user::film::stars::seconds` and `film::title::genre|genre`."""
+def _parsed(name: str, archive: zipfile.ZipFile) -> tuple[np.ndarray, tuple[str, ...], _Films]:
+    """Ratings as `(user, film, stars, seconds)` rows; names of the genres; titles and genres of the films."""
+    if name == "ml-1m":  # `user::film::stars::seconds`, and `film::title::genre|genre`
+        films: _Films = {
+            int(film): (title, genres.split("|")) for film, title, genres in _fields(archive, "ml-1m/movies.dat", "::")
+        }
+        names = tuple(sorted({genre for _, genres in films.values() for genre in genres}))
+        return _numbers(archive, "ml-1m/ratings.dat", "::"), names, films
+    # Ratings between tabs; films as `film|title|date|date|address|0|1|...`, flags in the order of `u.genre`.
+    names = tuple(genre for genre, _ in _fields(archive, "ml-100k/u.genre", "|"))
     films = {
-        int(film): (title, genres.split("|")) for film, title, genres in _fields(archive, "ml-1m/movies.dat", "::")
+        int(film): (title, [genre for genre, flag in zip(names, flags, strict=True) if flag == "1"])
+        for film, title, _, _, _, *flags in _fields(archive, "ml-100k/u.item", "|")
     }
-    names = tuple(sorted({genre for _, genres in films.values() for genre in genres}))
-    item_ids = np.array(sorted(films), np.int64)
-    titles = tuple(films[film][0] for film in item_ids.tolist())
-    genres = np.array([[name in films[film][1] for name in names] for film in item_ids.tolist()])
-    return _numbers(archive, "ml-1m/ratings.dat", "::"), item_ids, titles, genres, names
-
-
-def _parse_100k(archive: zipfile.ZipFile) -> _Parsed:
-    """Ratings and films of the 100k files: tabs; and `film|title|date|date|address|0|1|...`, a flag per genre."""
-    names = tuple(name for name, _ in _fields(archive, "ml-100k/u.genre", "|"))
-    films = {int(film): (title, flags) for film, title, _, _, _, *flags in _fields(archive, "ml-100k/u.item", "|")}
-    item_ids = np.array(sorted(films), np.int64)
-    titles = tuple(films[film][0] for film in item_ids.tolist())
-    genres = np.array([[flag == "1" for flag in films[film][1]] for film in item_ids.tolist()])
-    return _numbers(archive, "ml-100k/u.data", "\t"), item_ids, titles, genres, names
+    return _numbers(archive, "ml-100k/u.data", "\t"), names, films
 
 
 def _fields(archive: zipfile.ZipFile, member: str, separator: str) -> list[list[str]]:
@@ -428,6 +417,3 @@ def _fields(archive: zipfile.ZipFile, member: str, separator: str) -> list[list[
 def _numbers(archive: zipfile.ZipFile, member: str, separator: str) -> np.ndarray:
     text = archive.read(member).decode("latin-1").replace(separator, " ")
     return np.loadtxt(io.StringIO(text), dtype=np.int64, ndmin=2)
-
-
-_FORMATS: dict[str, Callable[[zipfile.ZipFile], _Parsed]] = {"ml-1m": _parse_1m, "ml-100k": _parse_100k}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ CORPUS = Published(
     names=("tinyshakespeare.txt", "tinyshakespeare/input.txt"),
     url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     known_hash="sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+    source="corpus",
 )
 SOURCES = ("auto", "generated", "pastiche", "corpus")
 BUNDLED = {
@@ -54,11 +54,6 @@ class Text:
     content: str
     best_loss: float | None = None
 
-    @property
-    def unknown_fraction(self) -> float:
-        """Share of the text's words that became id 0."""
-        return float(np.mean(self.word_ids == 0))
-
     @validated
     def encode(self, words: str | Iterable[str]) -> Int32[np.ndarray, " encoded"]:
         """Ids of words; a string is split at white space, and unknown words become 0."""
@@ -80,13 +75,6 @@ class Text:
                 f"0 to {len(self.vocabulary) - 1}. Where a model has more rows than that, mask the rest."
             )
         return " ".join(self.vocabulary[number] for number in flat)
-
-    def verse(self, ids: Int[np.ndarray, "*shape"] | Sequence[int]) -> str:
-        """Words of ids as a play is printed: every speaker on a new line, and stops close to their words.
-
-        Raises: ValueError: an id has no word.
-        """
-        return re.sub(r" (?=[,.?!])", "", re.sub(r" (?=[A-Z]+:)", "\n", self.decode(ids)))
 
 
 @validated
@@ -139,20 +127,18 @@ def shakespeare(
     """
     if source not in SOURCES:
         raise ValueError(f"shakespeare: source={source!r} is none of {SOURCES}.")
-    if source in ("generated", "pastiche") and (path is not None or download):
-        raise ValueError(f"shakespeare: source={source!r} needs no file; drop path= and download=, or source=.")
-
-    file = CORPUS.find(path, download=download, progress=progress) if source in ("auto", "corpus") else None
-    if file is None and source == "corpus":
-        raise FileNotFoundError(
-            f"shakespeare: source='corpus', but no {CORPUS.names[0]} was found. Give path=FILE, set RSEMBED_DATA "
-            f"to the file or its folder, allow download=True, or do without: source='generated'."
-        )
+    file = CORPUS.find(source, path, download=download, progress=progress)
     bundled = "pastiche" if source == "pastiche" else "generated"
     content, sentence = _read(file, *BUNDLED[bundled])
     _log.info("shakespeare: %s", sentence)
-    word_ids, vocabulary = _rank_words(content.split()[:max_words], vocabulary_size)
+    words = content.split()[:max_words]
+    counts = Counter(word for word in words if word != UNKNOWN_WORD)
+    # A stable sort keeps words of equal count in order of first appearance.
+    ranked = sorted(counts, key=lambda word: -counts[word])[: vocabulary_size - 1]
+    ids = {word: rank for rank, word in enumerate(ranked, start=1)}
+    word_ids = np.array([ids.get(word, 0) for word in words], np.int32)
     best_loss = BEST_LOSS if file is None and bundled == "generated" and word_ids.all() else None
+    vocabulary = (UNKNOWN_WORD, *ranked)
     return Text(word_ids=word_ids, vocabulary=vocabulary, source=sentence, content=content, best_loss=best_loss)
 
 
@@ -161,7 +147,9 @@ def _read(file: Path | None, bundled: str, sentence: str) -> tuple[str, str]:
     origin = bundled if file is None else str(file)
     content = (_bundled_file(bundled) if file is None else file).read_bytes()
     if file is not None:
-        sentence = _describe(content, file, origin)
+        is_corpus = CORPUS.check(file, content)
+        whose = "tinyshakespeare, the real corpus (sha256 verified)" if is_corpus else "a text of your own"
+        sentence = f"{whose}, from {origin}"
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -169,21 +157,6 @@ def _read(file: Path | None, bundled: str, sentence: str) -> tuple[str, str]:
     if not text.strip():
         raise ValueError(f"shakespeare: {origin} has no words; give a text with at least one.")
     return text, sentence
-
-
-def _rank_words(words: list[str], vocabulary_size: int) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Word ids and vocabulary: ids from 1 by falling count, words of equal count by first appearance."""
-    counts = Counter(word for word in words if word != UNKNOWN_WORD)
-    ranked = sorted(counts, key=lambda word: -counts[word])[: vocabulary_size - 1]
-    ids = {word: rank for rank, word in enumerate(ranked, start=1)}
-    return np.array([ids.get(word, 0) for word in words], np.int32), (UNKNOWN_WORD, *ranked)
-
-
-def _describe(content: bytes, file: Path, origin: str) -> str:
-    """A sentence about the text's origin. Raises: ValueError: a file with the corpus' name is not the corpus."""
-    if CORPUS.check(file, content):
-        return f"tinyshakespeare, the real corpus (sha256 verified), from {origin}"
-    return f"a text of your own, from {origin}"
 
 
 def _bundled_file(name: str) -> Path:

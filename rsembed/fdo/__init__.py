@@ -1,10 +1,11 @@
 """Feedback-directed optimisation: limits and buffer sizes from the statistics of earlier batches."""
 
+from rsembed.fdo import client
+from rsembed.fdo.client import CSVFileFDOClient as CSVFileFDOClient
 from rsembed.fdo.client import FDOClient as FDOClient
 from rsembed.fdo.client import FileFDOClient as FileFDOClient
 from rsembed.fdo.client import MemoryFDOClient as MemoryFDOClient
-from rsembed.fdo.csv_file_fdo_client import CSVFileFDOClient as CSVFileFDOClient
-from rsembed.fdo.file_fdo_client import NPZFileFDOClient as NPZFileFDOClient
+from rsembed.fdo.client import NPZFileFDOClient as NPZFileFDOClient
 from rsembed.fdo.limits import EXACT as EXACT
 from rsembed.fdo.limits import LimitsPolicy as LimitsPolicy
 from rsembed.fdo.limits import PartitionLimits as PartitionLimits
@@ -12,3 +13,7 @@ from rsembed.fdo.limits import limits_from_statistics as limits_from_statistics
 from rsembed.fdo.limits import report as report
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
 from rsembed.fdo.statistics import TableDrops as TableDrops
+
+# Published names of the modules of these clients.
+file_fdo_client = client
+csv_file_fdo_client = client

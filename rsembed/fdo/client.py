@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import csv
+import io
 import logging
 import os
 import re
@@ -11,7 +13,7 @@ import time
 import zipfile
 import zlib
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -28,6 +30,7 @@ from rsembed.fdo.statistics import (
     to_statistics,
 )
 
+HEADER = ["key", "values"]
 _log = logging.getLogger("rsembed")
 
 
@@ -119,24 +122,24 @@ class FileFDOClient(FDOClient):
         statistics = to_statistics(merged)
         self._history = self._kept(append_history(merged, self._unpublished))
         # Each process replaces its own files alone.
-        self._known = {path for path, file in files.items() if file.process == jax.process_index()}
+        self._known = {path for path, (process, _) in files.items() if process == jax.process_index()}
         return statistics
 
-    def _read(self) -> tuple[dict[Path, _File], list[History]]:
+    def _read(self) -> tuple[dict[Path, tuple[int, str]], list[History]]:
         while True:
             files = self._newest()
             try:
-                return files, [self._checked(path.name, path.read_bytes(), file.crc) for path, file in files.items()]
+                return files, [self._checked(path.name, path.read_bytes(), crc) for path, (_, crc) in files.items()]
             except FileNotFoundError:
                 continue  # a client has just replaced it
             except IsADirectoryError as error:
                 raise ValueError(f"{error.filename} cannot be read: it is a directory; remove it.") from None
 
-    def _checked(self, name: str, content: bytes, crc: int | None) -> History:
-        if crc is not None and zlib.crc32(content) != crc:
+    def _checked(self, name: str, content: bytes, crc: str) -> History:
+        if crc and crc != (actual := f"{zlib.crc32(content):08x}"):
             raise ValueError(
-                f"{name} in {str(self._folder)!r} is damaged: its content has CRC-32 {zlib.crc32(content):08x}, not "
-                f"{crc:08x} as its name says. Remove it; the next publish() of its process writes a new one."
+                f"{name} in {str(self._folder)!r} is damaged: its content has CRC-32 {actual}, not {crc} as its name "
+                "says. Remove it; the next publish() of its process writes a new one."
             )
         try:
             return self._decode(content)
@@ -144,21 +147,15 @@ class FileFDOClient(FDOClient):
             why = str(error) or "it ends too early"
             raise ValueError(f"{name} in {str(self._folder)!r} cannot be read: {why}") from error
 
-    def _files(self) -> dict[Path, _File]:
+    def _newest(self) -> dict[Path, tuple[int, str]]:
+        """Process and CRC, "" without one, of the newest file of every client of every process."""
         pattern = re.compile(rf"fdo_stats_(\d+)_(\d+)(?:_([0-9a-f]{{8}})_([0-9a-f]{{8}}))?\.{self._extension}")
-        matches = ((path, pattern.fullmatch(path.name)) for path in self._folder.iterdir())
-        return {
-            path: _File(int(match[1]), match[3] or "", int(match[2]), None if match[4] is None else int(match[4], 16))
-            for path, match in matches
-            if match is not None
-        }
-
-    def _newest(self) -> dict[Path, _File]:
-        """The newest file of every client of every process, in the order of processes."""
-        files = self._files()
-        newest = {(file.process, file.client): path for path, file in sorted(files.items(), key=lambda pair: pair[1])}
-        strangers = sorted({process for process, _ in newest if process >= jax.process_count()})
-        if strangers:
+        newest: dict[tuple[int, str], tuple[int, str, Path]] = {}
+        for path in self._folder.iterdir():
+            if match := pattern.fullmatch(path.name):
+                client, file = (int(match[1]), match[3] or ""), (int(match[2]), match[4] or "", path)
+                newest[client] = max(newest.get(client, file), file)
+        if strangers := sorted({process for process, _ in newest if process >= jax.process_count()}):
             _log.warning(
                 "rsembed.fdo: %s holds statistics of processes %s, which are not in this run; they are used, too. "
                 "Remove them if they are of a run that does not matter.",
@@ -169,16 +166,77 @@ class FileFDOClient(FDOClient):
             raise FileNotFoundError(
                 f"no fdo_stats_<process>_<time>*.{self._extension} in {str(self._folder)!r}; publish() before load()."
             )
-        return {path: files[path] for path in newest.values()}
+        return {path: (process, crc) for (process, _), (_, crc, path) in sorted(newest.items())}
 
 
-class _File(NamedTuple):
-    """Parts of a file's name; sorts by process, client and time. Published names have no client and no CRC."""
+class NPZFileFDOClient(FileFDOClient):
+    """Keeps one row per recorded batch and exchanges them through files in a shared folder.
 
-    process: int
-    client: str
-    time: int
-    crc: int | None
+    With several processes, `publish` and `load` wait for one another: every process must call both, in the same
+    order. A folder belongs to one run, but whoever reads it, one process or several, gets the maximum of all files.
+
+    Args:
+      base_dir: the folder; all processes must see it.
+      retain_history: keep every record; False keeps the running maximum alone, so that files never grow.
+
+    Example:
+      >>> import tempfile
+      >>> client = NPZFileFDOClient(tempfile.mkdtemp())
+      >>> client.record(SparseDenseMatmulInputStats(max_ids_per_partition={"words": [3, 4]}))
+      >>> client.publish()
+      >>> client.load().max_ids_per_partition["words"].tolist()
+      [3, 4]
+    """
+
+    _extension = "npz"
+
+    @staticmethod
+    def _encode(history: History) -> bytes:
+        content = io.BytesIO()
+        arrays: dict = dict(history)
+        np.savez(content, **arrays)
+        return content.getvalue()
+
+    @staticmethod
+    def _decode(content: bytes) -> History:
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            return {key: arrays[key] for key in arrays.files}
+
+
+class CSVFileFDOClient(FileFDOClient):
+    """As `NPZFileFDOClient`, in files of lines `<stack>_<statistic>,<values separated by blanks>`, one per record.
+
+    Args:
+      base_dir: the folder; all processes must see it.
+      retain_history: keep every record; False keeps the running maximum alone, so that files stay small.
+    """
+
+    _extension = "csv"
+
+    @staticmethod
+    def _encode(history: History) -> bytes:
+        content = io.StringIO(newline="")
+        writer = csv.writer(content, lineterminator="\r\n")
+        writer.writerow(HEADER)
+        for key, values in history.items():
+            writer.writerows([key, " ".join(map(str, row))] for row in np.atleast_2d(values).tolist())
+        return content.getvalue().encode()
+
+    @staticmethod
+    def _decode(content: bytes) -> History:
+        if not content.endswith(b"\n"):
+            raise ValueError("the last line has no end; the file was cut off.")
+        header, *lines = list(csv.reader(io.StringIO(content.decode(), newline=""))) or [[]]
+        if header != HEADER:
+            raise ValueError(f"a statistics file starts with the line {','.join(HEADER)!r}, got {','.join(header)!r}.")
+        rows: dict[str, list[list[int]]] = {}
+        for line in lines:
+            if len(line) != len(HEADER):
+                raise ValueError(f"a line of a statistics file is {','.join(HEADER)!r}, got {','.join(line)!r}.")
+            key, values = line
+            rows.setdefault(key, []).append([int(value) for value in values.split()])
+        arrays = {key: np.asarray(values, np.int64) for key, values in rows.items()}
+        return {key: values[0] if len(values) == 1 else values for key, values in arrays.items()}
 
 
 def _wait_for_all_processes(reason: str) -> None:

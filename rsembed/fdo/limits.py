@@ -45,7 +45,10 @@ class LimitsPolicy:
         # A stack that saw no id at all keeps room for one.
         value = max(1, math.ceil(round(observed * (1 + self.headroom_fraction), 6)))
         if self.bucket is not None:
-            value = _round_up_to_bucket(value, self.bucket)
+            step = SUBLANES
+            while step < value:
+                step = max(step + SUBLANES, round_up(math.ceil(step * self.bucket), SUBLANES))
+            value = step
         return max(value, current) if self.monotone and current is not None else value
 
 
@@ -134,13 +137,6 @@ def _warn_of_other_cores(stack: StackedTableSpec, statistics: SparseDenseMatmulI
             num_sizes,
             num_cores,
         )
-
-
-def _round_up_to_bucket(value: int, growth: float) -> int:
-    step = SUBLANES
-    while step < value:
-        step = max(step + SUBLANES, round_up(math.ceil(step * growth), SUBLANES))
-    return step
 
 
 @validated

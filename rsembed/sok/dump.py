@@ -81,7 +81,7 @@ def dump(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
         params, slots = state.tables[name], state.slots[name]
         places, by_key = places_by_key(params, spec, variable.table.context.num_devices)
         arrays = zip(array_names(spec, slots), (params.rows, *slots), strict=True)
-        tree[name] = by_key | {part: PickedRows(array, places) for part, array in arrays}
+        tree[name] = by_key | {part: PickedRows(array, places.size, places.__getitem__) for part, array in arrays}
         tables[name] = {**_description(variable.table), "step": int(state.step)}
     checkpoint.save(path, tree, step=max(t["step"] for t in tables.values()), metadata={"sok_tables": tables})
 

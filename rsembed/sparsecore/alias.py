@@ -17,8 +17,8 @@ MODULES = {
     "lib.flax.linen.embed_optimizer": "rsembed.sparsecore.linen.embed_optimizer",
     "lib.flax.nnx.embed": "rsembed.sparsecore.nnx.embed",
     "lib.fdo.fdo_client": "rsembed.fdo.client",
-    "lib.fdo.file_fdo_client": "rsembed.fdo.file_fdo_client",
-    "lib.fdo.csv_file_fdo_client": "rsembed.fdo.csv_file_fdo_client",
+    "lib.fdo.file_fdo_client": "rsembed.fdo.client",
+    "lib.fdo.csv_file_fdo_client": "rsembed.fdo.client",
     "utils.utils": "rsembed.sparsecore.utils",
 }
 """Modules below `jax_tpu_embedding.sparsecore`, and what stands in their place."""

@@ -69,7 +69,6 @@ def test_words_are_ranked_by_count_and_ties_by_first_appearance(tmp_path, vocabu
     assert text.word_ids.tolist() == ids
     assert list(text.vocabulary) == vocabulary
     assert text.word_ids.dtype == np.int32
-    assert text.unknown_fraction == ids.count(0) / len(ids)
 
 
 def test_the_word_of_id_0_is_unknown_even_where_a_text_contains_it(tmp_path):
@@ -81,7 +80,6 @@ def test_the_word_of_id_0_is_unknown_even_where_a_text_contains_it(tmp_path):
 def test_encode_and_decode_are_inverse_on_known_words():
     text = datasets.shakespeare(4096, source="pastiche")
     words = text_module._bundled_file("pastiche.txt").read_text().split()
-    assert text.unknown_fraction == 0.0
     assert text.decode(text.word_ids) == " ".join(words)
     np.testing.assert_array_equal(text.encode(words), text.word_ids)
     assert text.encode("the zeppelin").tolist() == [1, 0]
@@ -234,12 +232,6 @@ def test_a_path_without_a_text_is_an_error(tmp_path):
     for place in (tmp_path, tmp_path / "gone.txt"):
         with pytest.raises(FileNotFoundError, match=r"neither a text file nor a folder with tinyshakespeare\.txt"):
             datasets.shakespeare(10, path=place)
-
-
-def test_verse_gives_every_speaker_a_line_and_joins_stops(tmp_path):
-    words = "KING: O fool , why dost thou wait ? Speak ! LADY: I sing ."
-    text = datasets.shakespeare(100, path=own_text(tmp_path, words))
-    assert text.verse(text.word_ids) == "KING: O fool, why dost thou wait? Speak!\nLADY: I sing."
 
 
 def test_a_broken_installation_is_named(monkeypatch, tmp_path):
