@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import logging
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -33,11 +32,9 @@ from rsembed.parallel.agreement import check_not_forked
 from rsembed.specs import TableSpec
 from rsembed.tt import hot_rows
 from rsembed.tt.cores import Cores, Mode, on_copies, on_every_device, segment_of
-from rsembed.tt.hot_rows import SPILLED_ROWS_PER_ROW, Directory
+from rsembed.tt.hot_rows import Directory
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.storage import CachedTrain, TensorTrain, TensorTrains, cores_of
-
-_LOG = logging.getLogger("rsembed")
 
 
 class FusedParam(nnx.Variable):
@@ -130,14 +127,12 @@ def rule_of(optimizer: object, eps: float) -> OptimizerSpec:
     )
 
 
-def storage_of(
-    specs: Sequence[TTSpec], cache: tuple[int, int] | None, max_spilled_rows: int | None, like: dict[str, PyTree]
-) -> TensorTrains:
+def storage_of(specs: Sequence[TTSpec], cache: tuple[int, int] | None, like: dict[str, PyTree]) -> TensorTrains:
     """What keeps a group of tables, given the published `cache_size` and `hashtbl_size` where rows are cached."""
-    tables, sizes = [], {"max_spilled_rows": max_spilled_rows}
+    tables, sizes = [], dict[str, int]()
     if cache is not None:
         counted = hot_rows.sizes(sum(spec.num_embeddings for spec in specs), *cache)
-        sizes |= dict(zip(("cache_rows", "counted_ids"), counted, strict=True))
+        sizes = dict(zip(("cache_rows", "counted_ids"), counted, strict=True))
     for k, spec in enumerate(specs):
         rows, dim = spec.num_embeddings, spec.embedding_dim
         shapes = spec.tt_ranks, spec.tt_p_shapes, spec.tt_q_shapes
@@ -233,39 +228,6 @@ def populated(
 @populated.defjvp
 def _populated_jvp(storage: TensorTrains, how: How, primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
     return populated(storage, how, *primals), tangents[:2]
-
-
-def with_room_to_spill(storage: TensorTrains, how: How, params: PyTree, slots: PyTree) -> tuple[PyTree, PyTree]:
-    """Parameters and slots with places for all rows that the next populate spills; outside of `jit`."""
-    num_spilled, capacity = int(_num_to_spill(storage, how, params)), storage.capacity(storage.tables[0])
-    room = params.rows.shape[0] - capacity
-    if num_spilled <= room:
-        return params, slots
-    if room <= SPILLED_ROWS_PER_ROW * capacity:
-        _LOG.warning(
-            "%d rows were trained in a tensor-train cache of %d and left it; none is dropped, so they now take "
-            "more memory than %d times the cache. Raise cache_size, or bound them with max_spilled_rows.",
-            num_spilled,
-            capacity,
-            SPILLED_ROWS_PER_ROW,
-        )
-    # Twice the room, so that shapes change seldom.
-    wanted = min(max(num_spilled, 2 * room), storage.num_ids(storage.tables[0]) - capacity)
-    enlarged: tuple[PyTree, PyTree] = _enlarged(storage, wanted - room, params, slots)
-    return enlarged
-
-
-@_program
-def _num_to_spill(storage: TensorTrains, how: How, params: PyTree) -> Int[Array, ""]:
-    del how
-    return storage.num_to_spill(params, storage.tables[0])
-
-
-@_program
-def _enlarged(storage: TensorTrains, num_more: int, params: PyTree, slots: PyTree) -> tuple[PyTree, PyTree]:
-    del storage
-    directory, (rows, row_slots) = hot_rows.enlarged(params.directory, (params.rows, slots[1]), num_more)
-    return params._replace(rows=rows, directory=directory), (slots[0], row_slots)
 
 
 @_program

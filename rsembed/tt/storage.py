@@ -69,8 +69,6 @@ class TensorTrain(Storage):
         products. See `hot_rows`.
       counted_ids: ids whose reads are counted, to find these rows; 0 takes 16 per row.
       populate_every: steps after which the rows are chosen anew, and counts are halved.
-      max_spilled_rows: trained rows beside them that were read more once; None makes room for three per cached row.
-        When it is used up, the least read are written back into the cores.
 
     Raises: ValueError: neither or both of ranks and bytes are given, or the distribution is unknown.
 
@@ -92,7 +90,6 @@ class TensorTrain(Storage):
     cache_rows: int = 0
     counted_ids: int = 0
     populate_every: int = 100
-    max_spilled_rows: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("tt_ranks", "tt_p_shapes", "tt_q_shapes"):
@@ -110,7 +107,6 @@ class TensorTrain(Storage):
             ("cache_rows", NonNegativeInt),
             ("counted_ids", NonNegativeInt),
             ("populate_every", PositiveInt),
-            ("max_spilled_rows", NonNegativeInt | None),
         ):
             check_type(getattr(self, name), kind, f"TensorTrain: {name}")
 
@@ -198,14 +194,9 @@ class TensorTrain(Storage):
         if not self.cache_rows:
             return cores, slots
         capacity, num_counts = hot_rows.sizes(self.num_ids(table), self.cache_rows, self.counted_ids)
-        num_spilled = hot_rows.room_for_spilled(self.num_ids(table), capacity, self.max_spilled_rows)
-        rows = jnp.zeros((capacity + num_spilled, table.embedding_dim), jnp.float32)
-        directory = hot_rows.empty(capacity, num_spilled, num_counts)
+        rows = jnp.zeros((capacity, table.embedding_dim), jnp.float32)
+        directory = hot_rows.empty(capacity, num_counts)
         return CachedTrain(cores, rows, directory), (slots, table.optimizer.init_slots(rows))
-
-    def capacity(self, table: TableSpec) -> int:
-        """Rows that are cached at most."""
-        return min(self.cache_rows, self.num_ids(table))
 
     def num_ids(self, table: TableSpec) -> int:
         """Rows of all tables that share the storage, which are numbered through."""
@@ -297,16 +288,8 @@ class TensorTrain(Storage):
     def populate(self, params: CachedTrain, slots: AllSlots, table: TableSpec) -> tuple[CachedTrain, AllSlots]:
         """Caches the most read rows from now on, and halves their counts; see `hot_rows.populate`."""
         stored = params.directory, params.cores, params.rows, slots[1]
-        directory, cores, rows, row_slots = hot_rows.populate(
-            self.specs_of(table), *stored, table.optimizer, self.capacity(table)
-        )
-        return CachedTrain(cores, rows, hot_rows.halved(directory)), (slots[0], row_slots)
-
-    def num_to_spill(self, params: CachedTrain, table: TableSpec) -> Int[Array, ""]:
-        """Rows that are spilled after the next `populate`, if there is room."""
-        stored = params.directory, params.cores, params.rows
-        _, _, is_spilled = hot_rows.chosen(self.specs_of(table), *stored, self.capacity(table))
-        return jnp.sum(is_spilled)
+        directory, rows, row_slots = hot_rows.populate(self.specs_of(table), *stored, table.optimizer)
+        return CachedTrain(params.cores, rows, hot_rows.halved(directory)), (slots[0], row_slots)
 
     def step(
         self,
@@ -392,7 +375,6 @@ class TensorTrain(Storage):
     def num_values(self, table: TableSpec) -> tuple[int, int]:
         """Numbers in the cores and stored rows, and in their slots."""
         spec, rows = self.spec_of(table), min(self.cache_rows, table.vocabulary_size)
-        rows += hot_rows.room_for_spilled(table.vocabulary_size, rows, self.max_spilled_rows) if rows else 0
         arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in spec.core_shapes]
         arrays.append(jax.ShapeDtypeStruct((rows, table.embedding_dim), jnp.float32))
         slots = jax.eval_shape(lambda arrays: init_core_slots(table.optimizer, arrays), arrays)
