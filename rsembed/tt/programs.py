@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +21,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, check_ids_dtype, check_unmasked, check_values, is_traced
 from rsembed.checks import check_type
-from rsembed.kernels.contract import NO_ROW, Step
+from rsembed.kernels.contract import Block, JaggedBatch, Step
+from rsembed.kernels.reference import jagged_segment
 from rsembed.optimizers import (
     SGD,
     Adam,
@@ -240,25 +242,16 @@ def rows_by_group(groups: Sequence[Sequence[int]], tables: tuple[Sequence[int], 
       bags: those of table 0, then as many of table 1, and so on.
     """
     sizes, padding_idx = tables
-    ids, offsets = jnp.asarray(bags.ids), jnp.asarray(bags.offsets).astype(jnp.int32)
+    ids, offsets, blocks = jnp.asarray(bags.ids), jnp.asarray(bags.offsets).astype(jnp.int32), []
     batch = bags.num_bags // len(sizes)
-    ends = offsets[batch::batch] if batch else offsets[:0]
-    table = jnp.searchsorted(ends, jnp.arange(ids.shape[0], dtype=jnp.int32), side="right")
-    first_rows, group_of = np.zeros((2, len(sizes) + 1), np.int32)
-    group_of[-1] = -1  # of ids in no bag
     for g, group in enumerate(groups):
-        group_of[list(group)] = g
-        first_rows[list(group)] = np.cumsum([0, *(sizes[k] for k in group)])[:-1]
-    is_row = (ids >= 0) & (ids < jnp.asarray([*sizes, 0], jnp.int32)[table])
-    is_row = is_row if padding_idx is None else is_row & (ids != padding_idx)
-    rows, own_group = ids + jnp.asarray(first_rows)[table], jnp.asarray(group_of)[table]
-    starts = offsets[:-1].reshape(len(sizes), batch)
+        ends = itertools.accumulate(sizes[k] for k in group)
+        blocks += [Block(k * batch, batch, g, end - sizes[k], sizes[k]) for k, end in zip(group, ends, strict=True)]
+    ids = ids if padding_idx is None else jnp.where(ids == padding_idx, PAD_ID, ids)
+    weights = None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32)
+    every, starts = JaggedBatch(ids, offsets, weights, "sum", tuple(blocks)), offsets[:-1].reshape(len(sizes), batch)
     return [
-        Bags(
-            jnp.where(is_row & (own_group == g), rows, NO_ROW),
-            jnp.concatenate([starts[np.asarray(group)].reshape(-1), offsets[-1:]]),
-            None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32),
-        )
+        Bags(jagged_segment(every, g).rows, jnp.append(starts[np.asarray(group)], offsets[-1]), weights)
         for g, group in enumerate(groups)
     ]
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, cast, no_type_check
+from typing import NamedTuple, cast, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from rsembed.specs import TableSpec
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.storage.protocol import ReadAhead, Storage, on_host, parts
 from rsembed.tt import hot_rows
-from rsembed.tt.cores import Cores, digits_of, entries_of, shared_rows
+from rsembed.tt.cores import Cores, digits_of, entries_of, pooled_rows
 from rsembed.tt.hot_rows import Directory
 from rsembed.tt.new_cores import WEIGHT_DISTRIBUTIONS, init_cores, nearest_cores
 from rsembed.tt.spec import TTSpec
@@ -227,12 +227,13 @@ class TensorTrain(Storage):
         if isinstance(params, CachedTrain):
             places, stored = _stored_segments(params.directory, segments, rows, bags, gains)
             bags = jnp.where(places == NO_ROW, bags, NO_ROW)
-        options: dict[str, Any] = {
-            "slice_shapes": all_specs[0].slice_shapes,
-            "num_bags": sum(sizes),
-            "implementation": implementation,
-        }
-        pooled = shared_rows(axes, cores_of(params), digits, bags, gains, **options)
+        pooled = pooled_rows(
+            *(cores_of(params), digits, bags, gains),
+            slice_shapes=all_specs[0].slice_shapes,
+            num_bags=sum(sizes),
+            axes=axes,
+            implementation=implementation,
+        )
         outputs = jnp.split(pooled, np.cumsum(sizes)[:-1].tolist())
         if not isinstance(params, CachedTrain) or stored is None:
             return outputs
