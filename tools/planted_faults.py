@@ -127,8 +127,7 @@ tbe/host_rows.py  tbe/test_caching.py
 tt/cores.py  tt/test_cores.py
     d_gains + zero => 0 * d_gains + zero
 tt/hot_rows.py  tt/test_hot_rows.py
-    is_cached, ~is_cached & is_trained => is_cached, is_cached & is_trained
-    lambda _: ~worth, is_spilled, room) => lambda _: worth, is_spilled, room)
+    jnp.where(is_cached, directory.places, NO_ROW) => directory.places
     ~worth, worth > 0, => ~worth, worth >= 0,
 tt/spec.py  tt/test_spec.py
     -(-n // power) * power => n // power * power

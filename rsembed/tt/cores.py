@@ -23,6 +23,8 @@ from rsembed.bags import Bags, is_traced, narrow_ids
 from rsembed.checks import check_type
 from rsembed.kernels import native
 from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.kernels.keyed import varying_zero
+from rsembed.kernels.reference import entry_gains, is_listed
 from rsembed.tt.spec import TTSpec
 
 Mode = Literal["sum", "mean"]
@@ -84,24 +86,6 @@ def rows_of(
         num_bags=ids.shape[0],
         implementation=implementation,
     )
-
-
-def squared_norm(specs: Sequence[TTSpec], left: Cores, change: Cores, right: Cores) -> Float[Array, ""]:
-    """Sum of the squares of all numbers of all tables, as `sum over t of left_1 .. left_{t-1} change_t right_{t+1} ..`.
-
-    Of `left` cores and `right = left + change`, these are the changes of the tables; of `left` cores twice, they are
-    linear in `change`. Rows of padding count as well. No row is made: Gram matrices go from core to core.
-    """
-    gram = jnp.zeros((len(specs), 2, 2)).at[:, 0, 0].set(1.0)
-    for t, (above, q, below) in enumerate(specs[0].slice_shapes):
-        table = np.repeat(np.arange(len(specs)), [spec.tt_p_shapes[t] for spec in specs])
-        a, b, c = (cores[t].reshape(-1, above, q, below) for cores in (left, change, right))
-        # Through the first block until a core is a change, through the second one from there on.
-        blocks = jnp.concatenate([jnp.concatenate([a, b], 3), jnp.concatenate([jnp.zeros_like(a), c], 3)], 1)
-        half = jnp.einsum("pij,piqk->pjqk", gram[table], blocks, precision="highest")
-        own = jnp.einsum("pjqk,pjql->pkl", half, blocks, precision="highest")
-        gram = jax.ops.segment_sum(own, table, len(specs))
-    return jnp.sum(gram[:, 1, 1])
 
 
 def bag(
@@ -217,32 +201,13 @@ def entries_of(segments: Sequence[Segment]) -> tuple[Int[Array, " nnz"], Int[Arr
 
     Outputs of all segments are numbered through; that of an entry that contributes nothing is `NO_ROW`.
     """
-    num_entries, starts, numbers = 0, [], list[int]()
-    num_outputs = [segment.num_outputs for segment in segments]
-    for segment, first in zip(segments, itertools.accumulate(num_outputs, initial=0), strict=False):
-        offsets = np.arange(segment.num_outputs + 1) if segment.offsets is None else segment.offsets
-        starts.append(jnp.asarray(offsets).astype(jnp.int32) + num_entries)
-        numbers += [*range(first, first + segment.num_outputs), NO_ROW]  # behind the last bag
-        num_entries += segment.rows.shape[0]
-    rows = jnp.concatenate([segment.rows for segment in segments])
-    is_start = jnp.zeros(num_entries + 1, jnp.int32).at[jnp.concatenate(starts)].add(1)
-    bags = jnp.asarray(numbers, jnp.int32)[jnp.cumsum(is_start[:num_entries]) - 1]
-    bags = jnp.where(rows == NO_ROW, NO_ROW, bags)
-    gains = [jnp.ones(s.rows.shape[0]) if s.weights is None else jnp.asarray(s.weights, jnp.float32) for s in segments]
-    return rows, bags, _normalised(jnp.concatenate(gains), bags, np.repeat([s.combiner for s in segments], num_outputs))
-
-
-def _normalised(gains: Array, bags: Array, combiners: np.ndarray) -> Array:
-    """Gains over what the combiner of their output divides by."""
-    is_mean, is_root = combiners == "mean", combiners == "sqrtn"
-    if not (is_mean | is_root).any():
-        return gains
-    terms = gains if is_mean.all() else jnp.where(jnp.asarray(is_root)[bags], gains * gains, gains)
-    total = jnp.zeros(len(combiners)).at[bags].add(terms, mode="drop")
-    safe = jnp.where(total == 0, 1.0, total)
-    divisor = safe if is_mean.all() else jnp.where(is_root, jnp.sqrt(safe), safe)
-    factor = jnp.where(is_mean | is_root, jnp.where(total == 0, 0.0, 1.0 / divisor), 1.0)
-    return gains * factor.at[bags].get(mode="fill", fill_value=0.0)
+    outputs, gains, first = [], [], 0
+    for segment in segments:
+        bag, gain = entry_gains(segment, NO_ROW)
+        outputs.append(jnp.where(is_listed(segment, NO_ROW), bag + first, NO_ROW))
+        gains.append(gain)
+        first += segment.num_outputs
+    return jnp.concatenate([segment.rows for segment in segments]), jnp.concatenate(outputs), jnp.concatenate(gains)
 
 
 def segment_of(bags: Bags, rows: Int[Array, " nnz"], mode: Mode) -> Segment:
@@ -250,7 +215,7 @@ def segment_of(bags: Bags, rows: Int[Array, " nnz"], mode: Mode) -> Segment:
     offsets = jnp.asarray(bags.offsets)
     if bags.weights is None or mode == "sum":
         return Segment(rows, offsets, cast(Any, bags.weights), mode)
-    _, _, shares = entries_of([Segment(rows, offsets, None, "mean")])
+    _, shares = entry_gains(Segment(rows, offsets, None, "mean"), NO_ROW)
     return Segment(rows, offsets, jnp.asarray(bags.weights, jnp.float32) * shares)
 
 
@@ -289,7 +254,7 @@ def unavailable_because(cores: Sequence[Array] = ()) -> str | None:
     return native.unavailable_because() or (too_many if len(cores) > MAX_CORES else None)
 
 
-@functools.partial(jax.jit, static_argnames=("slice_shapes", "num_bags", "implementation"))
+@functools.partial(jax.jit, static_argnames=("slice_shapes", "num_bags", "axes", "implementation"))
 def pooled_rows(
     cores: Cores,
     digits: tuple[Int[Array, " nnz"], ...],
@@ -298,6 +263,7 @@ def pooled_rows(
     *,
     slice_shapes: SliceShapes,
     num_bags: int,
+    axes: tuple[str, ...] = (),
     implementation: str | None = None,
 ) -> Float[Array, "bags dim"]:
     """Sum of `gain * row` over the lookups of every bag, float32; differentiable in cores and gains.
@@ -309,6 +275,7 @@ def pooled_rows(
       gains: factor of each lookup.
       slice_shapes: `(R_{t-1}, q_t, R_t)` of every core.
       num_bags: bags in the result.
+      axes: of a mesh whose devices have equal arguments; each makes its share of the rows, and pulls gradients back.
       implementation: "native" (CPUs), or "plain", which has forward-mode and second derivatives, too. None takes
         "native" where it can run.
 
@@ -320,23 +287,18 @@ def pooled_rows(
     reason = None if implementation == "plain" else unavailable_because(cores)
     if implementation == "native" and reason is not None:
         raise NotImplementedError(f"implementation 'native' cannot run here: {reason}")
+    if axes:
+        size = -(-bags.shape[0] // jax.lax.axis_size(axes))
+        own = jax.lax.axis_index(axes) * size + jnp.arange(size, dtype=jnp.int32)
+        digits, gains = jax.tree.map(lambda x: x.at[own].get(mode="fill", fill_value=0), (digits, gains))
+        bags = bags.at[own].get(mode="fill", fill_value=NO_ROW)
     zero = varying_zero(*cores, *digits, bags, gains)
     cores, gains = jax.tree.map(lambda x: x + zero.astype(x.dtype), (cores, gains))
     bags = jnp.where(bags < 0, NO_ROW, bags)  # JAX would count negative numbers from the end
     if bags.shape[0] == 0:
         return jnp.full((num_bags, math.prod(q for _, q, _ in slice_shapes)), zero.astype(jnp.float32))
-    if implementation == "plain" or reason is not None:
-        return _plain(slice_shapes, num_bags, cores, digits, bags, gains)
-    return _native(slice_shapes, num_bags, cores, digits, bags, gains)
-
-
-def varying_zero(*arrays: Array) -> Array:
-    """Zero that, inside `shard_map`, varies over all mesh axes that any array varies over, as a loop's result does.
-
-    Whatever is added to it has a gradient that `shard_map` sums over those axes. Outside, XLA removes the addition.
-    """
-    first = [x.reshape(-1)[:1] for x in arrays]
-    return sum((jnp.sum(x != x, dtype=jnp.int32) * 0 for x in first), start=jnp.zeros((), jnp.int32))
+    run = _plain if implementation == "plain" or reason is not None else _native
+    return jax.lax.psum(run(slice_shapes, num_bags, cores, digits, bags, gains), axes)
 
 
 def _plain(
@@ -442,21 +404,3 @@ def split_axes(indices: PyTree) -> tuple[str, ...]:
     if not mesh.axis_names or set(mesh.axis_types) != {AxisType.Explicit} or not spec or spec[0] is None:
         return ()
     return spec[0] if isinstance(spec[0], tuple) else (spec[0],)
-
-
-def shared_rows(
-    axes: tuple[str, ...],
-    cores: Cores,
-    digits: tuple[Int[Array, " nnz"], ...],
-    bags: Int[Array, " nnz"],
-    gains: Float[Array, " nnz"],
-    **options: PyTree,
-) -> Float[Array, "bags dim"]:
-    """`pooled_rows`, of which each device along `axes` makes its share, and pulls their gradients back."""
-    if not axes:
-        return pooled_rows(cores, digits, bags, gains, **options)
-    size = -(-bags.shape[0] // jax.lax.axis_size(axes))
-    own = jax.lax.axis_index(axes) * size + jnp.arange(size, dtype=jnp.int32)
-    digits, gains = jax.tree.map(lambda x: x.at[own].get(mode="fill", fill_value=0), (digits, gains))
-    bags = bags.at[own].get(mode="fill", fill_value=NO_ROW)
-    return jax.lax.psum(pooled_rows(cores, digits, bags, gains, **options), axes)

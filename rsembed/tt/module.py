@@ -44,9 +44,6 @@ class TTEmbeddingBag(TTTables):
       cache_size: rows kept, per group of tables of equal column factors and ranks; 0 takes a thousandth.
       hashtbl_size: ids counted at most; 0, or less than six per cached row, takes 16.
       populate_every: populate before every so many counted lookups; 0 leaves it to you.
-      max_spilled_rows: room beside them, made at once, for trained rows that leave them and go on as they are; when it
-        is used up, the least read are written back into the cores. None makes room for three per row of the cache,
-        which with `sparse=True` grows as needed outside of `jit`.
       rngs: its stream `params` draws the cores; None means `nnx.Rngs(0)`, as the published calls pass none.
 
     Raises:

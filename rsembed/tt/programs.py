@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import logging
+import itertools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, check_ids_dtype, check_unmasked, check_values, is_traced
 from rsembed.checks import check_type
-from rsembed.kernels.contract import NO_ROW, Step
+from rsembed.kernels.contract import Block, JaggedBatch, Step
+from rsembed.kernels.reference import jagged_segment
 from rsembed.optimizers import (
     SGD,
     Adam,
@@ -33,11 +34,9 @@ from rsembed.parallel.agreement import check_not_forked
 from rsembed.specs import TableSpec
 from rsembed.tt import hot_rows
 from rsembed.tt.cores import Cores, Mode, on_copies, on_every_device, segment_of
-from rsembed.tt.hot_rows import SPILLED_ROWS_PER_ROW, Directory
+from rsembed.tt.hot_rows import Directory
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.storage import CachedTrain, TensorTrain, TensorTrains, cores_of
-
-_LOG = logging.getLogger("rsembed")
 
 
 class FusedParam(nnx.Variable):
@@ -130,14 +129,12 @@ def rule_of(optimizer: object, eps: float) -> OptimizerSpec:
     )
 
 
-def storage_of(
-    specs: Sequence[TTSpec], cache: tuple[int, int] | None, max_spilled_rows: int | None, like: dict[str, PyTree]
-) -> TensorTrains:
+def storage_of(specs: Sequence[TTSpec], cache: tuple[int, int] | None, like: dict[str, PyTree]) -> TensorTrains:
     """What keeps a group of tables, given the published `cache_size` and `hashtbl_size` where rows are cached."""
-    tables, sizes = [], {"max_spilled_rows": max_spilled_rows}
+    tables, sizes = [], dict[str, int]()
     if cache is not None:
         counted = hot_rows.sizes(sum(spec.num_embeddings for spec in specs), *cache)
-        sizes |= dict(zip(("cache_rows", "counted_ids"), counted, strict=True))
+        sizes = dict(zip(("cache_rows", "counted_ids"), counted, strict=True))
     for k, spec in enumerate(specs):
         rows, dim = spec.num_embeddings, spec.embedding_dim
         shapes = spec.tt_ranks, spec.tt_p_shapes, spec.tt_q_shapes
@@ -235,39 +232,6 @@ def _populated_jvp(storage: TensorTrains, how: How, primals: PyTree, tangents: P
     return populated(storage, how, *primals), tangents[:2]
 
 
-def with_room_to_spill(storage: TensorTrains, how: How, params: PyTree, slots: PyTree) -> tuple[PyTree, PyTree]:
-    """Parameters and slots with places for all rows that the next populate spills; outside of `jit`."""
-    num_spilled, capacity = int(_num_to_spill(storage, how, params)), storage.capacity(storage.tables[0])
-    room = params.rows.shape[0] - capacity
-    if num_spilled <= room:
-        return params, slots
-    if room <= SPILLED_ROWS_PER_ROW * capacity:
-        _LOG.warning(
-            "%d rows were trained in a tensor-train cache of %d and left it; none is dropped, so they now take "
-            "more memory than %d times the cache. Raise cache_size, or bound them with max_spilled_rows.",
-            num_spilled,
-            capacity,
-            SPILLED_ROWS_PER_ROW,
-        )
-    # Twice the room, so that shapes change seldom.
-    wanted = min(max(num_spilled, 2 * room), storage.num_ids(storage.tables[0]) - capacity)
-    enlarged: tuple[PyTree, PyTree] = _enlarged(storage, wanted - room, params, slots)
-    return enlarged
-
-
-@_program
-def _num_to_spill(storage: TensorTrains, how: How, params: PyTree) -> Int[Array, ""]:
-    del how
-    return storage.num_to_spill(params, storage.tables[0])
-
-
-@_program
-def _enlarged(storage: TensorTrains, num_more: int, params: PyTree, slots: PyTree) -> tuple[PyTree, PyTree]:
-    del storage
-    directory, (rows, row_slots) = hot_rows.enlarged(params.directory, (params.rows, slots[1]), num_more)
-    return params._replace(rows=rows, directory=directory), (slots[0], row_slots)
-
-
 @_program
 def rows_by_group(groups: Sequence[Sequence[int]], tables: tuple[Sequence[int], int | None], bags: Bags) -> list[Bags]:
     """Of every group: rows, numbered from table to table, in the bags of its tables.
@@ -278,25 +242,16 @@ def rows_by_group(groups: Sequence[Sequence[int]], tables: tuple[Sequence[int], 
       bags: those of table 0, then as many of table 1, and so on.
     """
     sizes, padding_idx = tables
-    ids, offsets = jnp.asarray(bags.ids), jnp.asarray(bags.offsets).astype(jnp.int32)
+    ids, offsets, blocks = jnp.asarray(bags.ids), jnp.asarray(bags.offsets).astype(jnp.int32), []
     batch = bags.num_bags // len(sizes)
-    ends = offsets[batch::batch] if batch else offsets[:0]
-    table = jnp.searchsorted(ends, jnp.arange(ids.shape[0], dtype=jnp.int32), side="right")
-    first_rows, group_of = np.zeros((2, len(sizes) + 1), np.int32)
-    group_of[-1] = -1  # of ids in no bag
     for g, group in enumerate(groups):
-        group_of[list(group)] = g
-        first_rows[list(group)] = np.cumsum([0, *(sizes[k] for k in group)])[:-1]
-    is_row = (ids >= 0) & (ids < jnp.asarray([*sizes, 0], jnp.int32)[table])
-    is_row = is_row if padding_idx is None else is_row & (ids != padding_idx)
-    rows, own_group = ids + jnp.asarray(first_rows)[table], jnp.asarray(group_of)[table]
-    starts = offsets[:-1].reshape(len(sizes), batch)
+        ends = itertools.accumulate(sizes[k] for k in group)
+        blocks += [Block(k * batch, batch, g, end - sizes[k], sizes[k]) for k, end in zip(group, ends, strict=True)]
+    ids = ids if padding_idx is None else jnp.where(ids == padding_idx, PAD_ID, ids)
+    weights = None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32)
+    every, starts = JaggedBatch(ids, offsets, weights, "sum", tuple(blocks)), offsets[:-1].reshape(len(sizes), batch)
     return [
-        Bags(
-            jnp.where(is_row & (own_group == g), rows, NO_ROW),
-            jnp.concatenate([starts[np.asarray(group)].reshape(-1), offsets[-1:]]),
-            None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32),
-        )
+        Bags(jagged_segment(every, g).rows, jnp.append(starts[np.asarray(group)], offsets[-1]), weights)
         for g, group in enumerate(groups)
     ]
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, cast, no_type_check
+from typing import NamedTuple, cast, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from rsembed.specs import TableSpec
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.storage.protocol import ReadAhead, Storage, on_host, parts
 from rsembed.tt import hot_rows
-from rsembed.tt.cores import Cores, digits_of, entries_of, shared_rows
+from rsembed.tt.cores import Cores, digits_of, entries_of, pooled_rows
 from rsembed.tt.hot_rows import Directory
 from rsembed.tt.new_cores import WEIGHT_DISTRIBUTIONS, init_cores, nearest_cores
 from rsembed.tt.spec import TTSpec
@@ -69,8 +69,6 @@ class TensorTrain(Storage):
         products. See `hot_rows`.
       counted_ids: ids whose reads are counted, to find these rows; 0 takes 16 per row.
       populate_every: steps after which the rows are chosen anew, and counts are halved.
-      max_spilled_rows: trained rows beside them that were read more once; None makes room for three per cached row.
-        When it is used up, the least read are written back into the cores.
 
     Raises: ValueError: neither or both of ranks and bytes are given, or the distribution is unknown.
 
@@ -92,7 +90,6 @@ class TensorTrain(Storage):
     cache_rows: int = 0
     counted_ids: int = 0
     populate_every: int = 100
-    max_spilled_rows: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("tt_ranks", "tt_p_shapes", "tt_q_shapes"):
@@ -110,7 +107,6 @@ class TensorTrain(Storage):
             ("cache_rows", NonNegativeInt),
             ("counted_ids", NonNegativeInt),
             ("populate_every", PositiveInt),
-            ("max_spilled_rows", NonNegativeInt | None),
         ):
             check_type(getattr(self, name), kind, f"TensorTrain: {name}")
 
@@ -198,14 +194,9 @@ class TensorTrain(Storage):
         if not self.cache_rows:
             return cores, slots
         capacity, num_counts = hot_rows.sizes(self.num_ids(table), self.cache_rows, self.counted_ids)
-        num_spilled = hot_rows.room_for_spilled(self.num_ids(table), capacity, self.max_spilled_rows)
-        rows = jnp.zeros((capacity + num_spilled, table.embedding_dim), jnp.float32)
-        directory = hot_rows.empty(capacity, num_spilled, num_counts)
+        rows = jnp.zeros((capacity, table.embedding_dim), jnp.float32)
+        directory = hot_rows.empty(capacity, num_counts)
         return CachedTrain(cores, rows, directory), (slots, table.optimizer.init_slots(rows))
-
-    def capacity(self, table: TableSpec) -> int:
-        """Rows that are cached at most."""
-        return min(self.cache_rows, self.num_ids(table))
 
     def num_ids(self, table: TableSpec) -> int:
         """Rows of all tables that share the storage, which are numbered through."""
@@ -236,12 +227,13 @@ class TensorTrain(Storage):
         if isinstance(params, CachedTrain):
             places, stored = _stored_segments(params.directory, segments, rows, bags, gains)
             bags = jnp.where(places == NO_ROW, bags, NO_ROW)
-        options: dict[str, Any] = {
-            "slice_shapes": all_specs[0].slice_shapes,
-            "num_bags": sum(sizes),
-            "implementation": implementation,
-        }
-        pooled = shared_rows(axes, cores_of(params), digits, bags, gains, **options)
+        pooled = pooled_rows(
+            *(cores_of(params), digits, bags, gains),
+            slice_shapes=all_specs[0].slice_shapes,
+            num_bags=sum(sizes),
+            axes=axes,
+            implementation=implementation,
+        )
         outputs = jnp.split(pooled, np.cumsum(sizes)[:-1].tolist())
         if not isinstance(params, CachedTrain) or stored is None:
             return outputs
@@ -297,16 +289,8 @@ class TensorTrain(Storage):
     def populate(self, params: CachedTrain, slots: AllSlots, table: TableSpec) -> tuple[CachedTrain, AllSlots]:
         """Caches the most read rows from now on, and halves their counts; see `hot_rows.populate`."""
         stored = params.directory, params.cores, params.rows, slots[1]
-        directory, cores, rows, row_slots = hot_rows.populate(
-            self.specs_of(table), *stored, table.optimizer, self.capacity(table)
-        )
-        return CachedTrain(cores, rows, hot_rows.halved(directory)), (slots[0], row_slots)
-
-    def num_to_spill(self, params: CachedTrain, table: TableSpec) -> Int[Array, ""]:
-        """Rows that are spilled after the next `populate`, if there is room."""
-        stored = params.directory, params.cores, params.rows
-        _, _, is_spilled = hot_rows.chosen(self.specs_of(table), *stored, self.capacity(table))
-        return jnp.sum(is_spilled)
+        directory, rows, row_slots = hot_rows.populate(self.specs_of(table), *stored, table.optimizer)
+        return CachedTrain(params.cores, rows, hot_rows.halved(directory)), (slots[0], row_slots)
 
     def step(
         self,
@@ -392,7 +376,6 @@ class TensorTrain(Storage):
     def num_values(self, table: TableSpec) -> tuple[int, int]:
         """Numbers in the cores and stored rows, and in their slots."""
         spec, rows = self.spec_of(table), min(self.cache_rows, table.vocabulary_size)
-        rows += hot_rows.room_for_spilled(table.vocabulary_size, rows, self.max_spilled_rows) if rows else 0
         arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in spec.core_shapes]
         arrays.append(jax.ShapeDtypeStruct((rows, table.embedding_dim), jnp.float32))
         slots = jax.eval_shape(lambda arrays: init_core_slots(table.optimizer, arrays), arrays)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from rsembed.bags import Bags, check_not_taken, is_traced, narrow_ids
 from rsembed.checks import NonNegativeInt, check_type, check_within, dtype_among, validated
 from rsembed.fingerprint import Fingerprint, check_same, identity
+from rsembed.kernels.contract import NO_ROW
 from rsembed.optimizers import OptimizerSpec
 from rsembed.row_gradients import SingleUse, check_gradient
 from rsembed.specs import MAX_ROWS
@@ -80,7 +81,6 @@ class TTTables(nnx.Module):
         cache_size: NonNegativeInt = 0,
         hashtbl_size: NonNegativeInt = 0,
         populate_every: NonNegativeInt = 0,
-        max_spilled_rows: NonNegativeInt | None = None,
         rngs: nnx.Rngs | None = None,
     ):
         num_rows = [spec.num_embeddings for spec in specs]
@@ -106,11 +106,11 @@ class TTTables(nnx.Module):
         self.optimizer, self.eps = member_of(optimizer), eps
         self.bounds_check, self.include_last_offset = bounds_check, include_last_offset
         self.implementation, self.weight_dist, self.dtype = implementation, weight_dist, dtype
-        self.populate_every, self.max_spilled_rows, self.deterministic = populate_every, max_spilled_rows, False
+        self.populate_every, self.deterministic = populate_every, False
         cache = (cache_size, hashtbl_size) if use_cache else None
         kind = FusedParam if sparse else nnx.Param
         like = {"optimizer": self.rule, "dtype": dtype.name}
-        storages = [programs.storage_of([specs[k] for k in own], cache, max_spilled_rows, like) for own in groups]
+        storages = [programs.storage_of([specs[k] for k in own], cache, like) for own in groups]
         self.storages = nnx.static(tuple(storages))
         drawn = self._draw(weight_dist, rngs)
         self.core_groups = nnx.List([nnx.List([kind(core) for core in cores_of(params)]) for params, _ in drawn])
@@ -280,7 +280,8 @@ class TTTables(nnx.Module):
         if not self.caches:
             return weight
         first, params = sum(self.specs[k].num_embeddings for k in self.groups[g][:number]), self._state(g)[0]
-        return weight.at[hot_rows.stored_ids(params.directory, first)].set(params.rows, mode="drop")
+        ids = params.directory.ids
+        return weight.at[jnp.where(ids < first, NO_ROW, ids - first)].set(params.rows, mode="drop")
 
     def update_cache(self, indices: PyTree, offsets: object = None) -> None:
         """Counts reads without a lookup. A lookup counts as well, except after `eval()`.
@@ -295,10 +296,7 @@ class TTTables(nnx.Module):
         self._count(self._by_group(self._read(indices, offsets, None)))
 
     def cache_populate(self) -> None:
-        """Keeps the most read rows from now on; no output changes. See `hot_rows`.
-
-        Where the fused update steps the rows, outside of `jit` and without `max_spilled_rows`, room for spilled rows
-        grows as needed. Elsewhere the least read are written back into the cores when it is used up.
+        """Keeps the most read rows from now on; those that leave the cache are what their cores give. See `hot_rows`.
 
         Warns where no read was counted, which inside `jit` nobody knows.
         """
@@ -310,10 +308,7 @@ class TTTables(nnx.Module):
     def _populate(self, turns: Int[Array, ""]) -> None:
         """Once or not at all."""
         for g, storage in enumerate(self.storages if self.caches and (is_traced(turns) or int(turns)) else ()):
-            state = self._state(g)
-            if self.sparse and self.max_spilled_rows is None and not is_traced((turns, state)):
-                state = programs.with_room_to_spill(storage, self._how(None), *state)
-            self._put(g, *programs.populated(storage, self._how(None), *state, turns))
+            self._put(g, *programs.populated(storage, self._how(None), *self._state(g), turns))
 
     def _note(self, batch: Sequence[Bags]) -> None:
         """Counts what a lookup reads, and populates the cache when it is time."""
@@ -381,8 +376,7 @@ class TTTables(nnx.Module):
         saved = {name: np.asarray(array) for name, array in state.items()}
         for name, ours in own.items():
             theirs = saved[name]
-            can_grow = self.sparse and self.max_spilled_rows is None and name.startswith("caches/")
-            if ours.shape[can_grow:] != theirs.shape[can_grow:]:
+            if ours.shape != theirs.shape:
                 raise ValueError(f"{name} has shape {theirs.shape} in the state and {ours.shape} in this module.")
             # NumPy files know bfloat16 only as two bytes.
             if theirs.dtype not in (ours.dtype, np.dtype(f"V{ours.dtype.itemsize}")):

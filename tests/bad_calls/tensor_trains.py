@@ -149,7 +149,6 @@ BAD = {
     "eps of NaN": (lambda: module(eps=NAN), ValueError, "eps", "[0, inf)", "nan"),
     "a negative cache": (lambda: module(cache_size=-1), ValueError, "cache_size", "[0, inf)", "-1"),
     "a negative count table": (lambda: module(hashtbl_size=-4), ValueError, "hashtbl_size", "[0, inf)", "-4"),
-    "a negative spill area": (lambda: module(max_spilled_rows=-1), ValueError, "max_spilled_rows", "[0, inf)", "-1"),
     "a negative schedule": (lambda: module(populate_every=-1), ValueError, "populate_every", "[0, inf)", "-1"),
     "a truth value as a number": (
         lambda: module(populate_every=True), TypeError, "populate_every", "an integer", "True",

@@ -245,44 +245,10 @@ def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit(tmp_
         )
         jax.tree.map(np.testing.assert_array_equal, state.tables["t"].cores, cores)  # all that was read is stored
         counts = collection.counts(state)["t"]
-        assert {name: int(own.sum()) for name, own in counts.items()} == {
-            "cached_ids": 4,
-            "spilled_ids": 0,
-            "residual": 0,
-            "residual_elsewhere": 0,
-            "lookups": 36,
-            "hits": 12,
-            "uncounted": 0,
-            "evictions": 0,
-            "spills": 0,
-            "written_back": 0,
-        }
+        expected = {"cached_ids": 4, "lookups": 36, "hits": 12, "uncounted": 0, "evictions": 0}
+        assert {name: int(own.sum()) for name, own in counts.items()} == expected
         results.append(after)
         checkpoint.save_collection(tmp_path / str(devices), collection, state)
         loaded = checkpoint.load_collection(tmp_path / str(devices), collection)
         np.testing.assert_array_equal(collection.tables(loaded)["t"], after)
     np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("devices", [None, 2])
-@pytest.mark.parametrize("max_spilled_rows", [None, 0])
-def test_steps_that_choose_rows_lose_nothing_while_there_is_room(max_spilled_rows, devices):
-    options = {"cache_rows": 4, "populate_every": 1, "max_spilled_rows": max_spilled_rows}
-    storage = TensorTrain((3, 4), (3, 4, 5), (1, 2, 3), **options)
-    collection = split_collection(devices, optimizer=rs.optimizers.SGD(0.1), combiner="sum", storage=storage)
-    state, step = collection.init(jax.random.key(0)), jax.jit(collection.update)
-    changes = []
-    for epoch in range(4):
-        ids = (np.arange(8).reshape(4, 2) % 4 + 4 * epoch).astype(np.int32)
-        batch = collection.prepare({"plain": ids, "weighted": ids})
-        for slope in (0.0, 0.0, 0.1, 0.1):  # steps of nothing populate, too
-            before = np.asarray(collection.tables(state)["t"])
-            state = step(state, batch, {name: jnp.full((4, DIM), slope) for name in batch})
-            if not slope:
-                changes.append(np.abs(collection.tables(state)["t"] - before).max())
-    counts = {name: float(own[0]) for name, own in collection.counts(state)["t"].items()}
-    if max_spilled_rows is None:
-        assert max(changes) == 0 and counts["spilled_ids"] == 12
-    else:
-        assert 0 < max(changes) <= max(counts["residual"], counts["residual_elsewhere"]) * (1 + 1e-6)
-    assert counts["written_back"] == (0 if max_spilled_rows is None else 12)
