@@ -10,17 +10,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from rsembed.checks import PositiveInt, check_type, validated
-from rsembed.sparsecore.embedding_spec import EmbeddingSpecRecord, StackRecord, rows_in_stack
+from rsembed.sparsecore.embedding_spec import EmbeddingSpecRecord
 from rsembed.sparsecore.embedding_spec import compute_physical_row_ids as compute_physical_row_ids
 from rsembed.sparsecore.embedding_spec import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
 from rsembed.sparsecore.embedding_spec import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
 from rsembed.sparsecore.layout import (
     Nested,
-    RowIndex,
     StackLayout,
+    TableRows,
     check_is_array,
     check_places,
     cores_of,
@@ -31,7 +32,7 @@ from rsembed.sparsecore.layout import (
     with_place,
 )
 from rsembed.sparsecore.layout import get_table_stacks as get_table_stacks
-from rsembed.sparsecore.variables import unstacked
+from rsembed.sparsecore.variables import explicit_sharding, unstacked
 from rsembed.specs import (
     DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
     FeatureSpec,
@@ -274,20 +275,24 @@ def _stacked(layout: StackLayout, pad_value: float, *given: Array | np.ndarray) 
     # State that is shared along a row has columns of its own.
     dims = [table.embedding_dim for table in layout.tables]
     columns = layout.spec.stack_embedding_dim if [a.shape[1] for a in arrays] == dims else arrays[0].shape[1]
-    rows = [layout.rows_of(table) for table in layout.tables]
-    flat = _with_rows((layout.spec.stack_vocab_size, columns), rows, arrays, pad_value)
-    return flat.reshape(layout.num_shards, -1, columns)
+    shape = (layout.spec.stack_vocab_size, columns)
+    return _with_rows(shape, layout.table_rows, arrays, pad_value).reshape(layout.num_shards, -1, columns)
 
 
-def _with_rows(shape: tuple[int, int], rows: Sequence[RowIndex], tables: Sequence[Any], pad_value: float) -> Any:
-    """A flat stack with the tables in those rows, and `pad_value` in all other places."""
+def _with_rows(
+    shape: tuple[int, int], places: Mapping[str, TableRows], tables: Sequence[Any], pad_value: float = 0.0
+) -> Any:
+    """A flat stack with the tables in their places, and `pad_value` in all others."""
     xp = np if isinstance(tables[0], np.ndarray) else jnp
-    widths = [((0, 0), (0, shape[1] - table.shape[1])) for table in tables]
-    values = [xp.pad(table, width, constant_values=pad_value) for table, width in zip(tables, widths, strict=True)]
+    rows: Any = np.r_[tuple(place.rows for place in places.values())]
+    # Tables that a mesh of explicit axes splits in ways of their own could not be put together.
+    copies = [explicit_sharding(table, P()) for table in tables]
+    whole = [t if own is None else jax.sharding.reshard(t, own) for t, own in zip(tables, copies, strict=True)]
+    values = [xp.pad(t, ((0, 0), (0, shape[1] - t.shape[1])), constant_values=pad_value) for t in whole]
     flat: Any = xp.full(shape, pad_value, values[0].dtype)
     if xp is jnp:
-        return flat.at[np.r_[tuple(rows)]].set(jnp.concatenate(values))
-    flat[np.r_[tuple(rows)]] = np.concatenate(values)
+        return flat.at[rows].set(jnp.concatenate(values))
+    flat[rows] = np.concatenate(values)
     return flat
 
 
@@ -312,7 +317,8 @@ def unshard_and_unstack_tables(
                     f"stack {name!r}: got shape {leaf.shape}, but its tables were placed in "
                     f"{layout.spec.stack_vocab_size} rows on {num_shards} shards."
                 )
-        result |= unstacked(layout, jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), stacked))
+        flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), stacked)
+        result |= unstacked(flat, layout.spec.stack_embedding_dim, layout.table_rows)
     return jax.tree.unflatten(jax.tree.structure(table_specs), [result[table.name] for table in specs])
 
 
@@ -340,9 +346,8 @@ def stack_and_shard_feature_tables(
     result = {}
     for stack in embedding_specs.stacked_table_specs:
         tables = [jnp.asarray(feature_tables[table.table_name]) for table in stack.table_specs]
-        rows = [rows_in_stack(stack, table, np.arange(table.vocab_size)) for table in stack.table_specs]
         values = [table[:, None] if table.ndim == 1 else table for table in tables]
-        flat = _with_rows((stack.stack_vocab_size, stack.stack_embedding_dim), rows, values, 0.0)
+        flat = _with_rows((stack.stack_vocab_size, stack.stack_embedding_dim), stack.table_rows, values)
         sharding = tables[0].sharding
         result[stack.stack_name] = jax.device_put(flat, sharding if len(sharding.device_set) > 1 else None)
         for given in tables if delete_input else ():
@@ -370,18 +375,13 @@ def unstack_and_unshard_stacked_tables(
         if math.prod(given.shape) != math.prod(shape) or given.shape[-1] != shape[-1]:
             raise ValueError(f"stack {stack.stack_name!r}: got shape {given.shape}, but it was recorded as {shape}.")
     for stack in embedding_specs.stacked_table_specs:
-        result |= _unstack_and_unshard_stacked_table(stacked_tables[stack.stack_name], stack, donate)
-    return result
-
-
-def _unstack_and_unshard_stacked_table(given: Array, stack: StackRecord, donate: bool = False) -> dict[str, Array]:
-    result, rows_of_stack = {}, given.reshape(stack.stack_vocab_size, stack.stack_embedding_dim)
-    for table in stack.table_specs:
-        rows = rows_in_stack(stack, table, np.arange(table.vocab_size))
-        result[table.table_name] = rows_of_stack[rows, : table.embedding_dim]
-    if donate and isinstance(given, jax.Array):
-        jax.block_until_ready(result)
-        given.delete()
+        given = stacked_tables[stack.stack_name]
+        flat = given.reshape(stack.stack_vocab_size, stack.stack_embedding_dim)
+        tables = unstacked(flat, stack.stack_embedding_dim, stack.table_rows)
+        if donate and isinstance(given, jax.Array):
+            jax.block_until_ready(tables)
+            given.delete()
+        result |= tables
     return result
 
 
