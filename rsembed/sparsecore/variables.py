@@ -24,7 +24,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import Array, Num, PRNGKeyArray, PyTree
 
 from rsembed.bags import is_traced
-from rsembed.checks import check_type
+from rsembed.checks import check_type, check_within
 from rsembed.collection.dense_rows import DenseRows
 from rsembed.collection.devices import Devices
 from rsembed.collection.rows import AskedRows, Rows
@@ -98,6 +98,25 @@ class BoundedRowRule(OptimizerSpec):
 
     def short_name(self) -> str:
         return self.inner.short_name()
+
+
+def checked_limits(limits: Mapping[str, RowLimits] | None, stacks: Sequence[str]) -> Mapping[str, RowLimits]:
+    """The limits of all stacks. Raises: ValueError: some do not name every stack, or a minimum is above its maximum."""
+    if limits is None:
+        return dict.fromkeys(stacks, (None, None))
+    if set(limits) != set(stacks):
+        raise ValueError(
+            f"embedding_var_limits must name every stack: got {sorted(limits)}, need {sorted(stacks)}; (None, None) "
+            "sets no limit."
+        )
+    for name, pair in limits.items():
+        check_type(pair, tuple[object, object], f"embedding_var_limits of stack {name!r}: (minimum, maximum)")
+        minimum, maximum = pair
+        for which, limit in (("minimum", minimum), ("maximum", maximum)):
+            check_within("[-inf, inf]", limit, f"embedding_var_limits of stack {name!r}: {which}")
+        if minimum is not None and maximum is not None and minimum > maximum:
+            raise ValueError(f"embedding_var_limits of stack {name!r}: minimum {minimum} is above maximum {maximum}.")
+    return limits
 
 
 def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerSpec:
@@ -191,6 +210,23 @@ def initialize(
         return {name: EmbeddingVariables(table, packed[name](slots)) for name, (table, slots) in made.items()}
 
     return devices.on_each(build, P(), devices.split)(key)
+
+
+def variables_of(
+    embedding_variables: Mapping[str, PyTree], layout: StackLayout, *, rule: OptimizerSpec | None = None
+) -> EmbeddingVariables:
+    """Those of one stack, checked; a plain tuple of a table and its slots is taken, too."""
+    check_type(embedding_variables, Mapping[str, tuple[Any, ...]], "embedding_variables")
+    if layout.name not in embedding_variables:
+        raise ValueError(
+            f"embedding_variables have no stack {layout.name!r}, only {sorted(embedding_variables)}; were they made "
+            "for these feature_specs?"
+        )
+    variables = embedding_variables[layout.name]
+    if not isinstance(variables, EmbeddingVariables):
+        variables = EmbeddingVariables(variables[0], tuple(jax.tree.leaves(tuple(variables[1:]))))
+    check_variables(variables, layout, rule=rule)
+    return variables
 
 
 def check_variables(variables: EmbeddingVariables, layout: StackLayout, *, rule: OptimizerSpec | None = None) -> None:
