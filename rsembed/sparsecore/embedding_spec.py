@@ -29,7 +29,7 @@ from rsembed.optimizers import LearningRate as LearningRate
 from rsembed.optimizers import OptimizerSpec as OptimizerSpec
 from rsembed.optimizers import SGDSlotVariables as SGDSlotVariables
 from rsembed.places import Place
-from rsembed.sparsecore.layout import Nested, stack_layouts
+from rsembed.sparsecore.layout import Nested, TableRows, stack_layouts
 from rsembed.specs import DEFAULT_ACTIVATION_MEM_BYTES_LIMIT as DEFAULT_ACTIVATION_MEM_BYTES_LIMIT
 from rsembed.specs import CallableTableInitializer as CallableTableInitializer
 from rsembed.specs import FeatureIdTransformation as FeatureIdTransformation
@@ -138,6 +138,19 @@ class StackRecord:
     num_sparsecores: int
     activation_mem_bytes_limit: int
     table_specs: tuple[TableRecord, ...]
+
+    @property
+    def table_rows(self) -> dict[str, TableRows]:
+        """Where the rows of each table lie in the flat stacked array, by table name."""
+        return {
+            table.table_name: TableRows(self.rows(table, np.arange(table.vocab_size)), table.embedding_dim)
+            for table in self.table_specs
+        }
+
+    def rows(self, table: TableRecord, ids: Int64[np.ndarray, " ids"]) -> Int64[np.ndarray, " ids"]:
+        """Row of each id of a table in the flat stacked array."""
+        shards, rotation = self.num_sparsecores, table.shard_rotation
+        return compute_physical_row_ids(shards, self.stack_vocab_size, rotation, table.row_offset_in_shard, ids)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -326,13 +339,7 @@ def get_row_ids_in_stacked_table(
         raise ValueError(
             f"table {table_spec.table_name!r}: id {outside[0]} is outside its vocabulary of {table_spec.vocab_size}."
         )
-    return rows_in_stack(stack_table_spec, table_spec, ids).tolist()
-
-
-def rows_in_stack(stack: StackRecord, table: TableRecord, ids: Int64[np.ndarray, " ids"]) -> Int64[np.ndarray, " ids"]:
-    """Row of each id of a table in the flat stacked array."""
-    shards, rows, rotation = stack.num_sparsecores, stack.stack_vocab_size, table.shard_rotation
-    return compute_physical_row_ids(shards, rows, rotation, table.row_offset_in_shard, ids)
+    return stack_table_spec.rows(table_spec, ids).tolist()
 
 
 @validated

@@ -12,7 +12,7 @@ import functools
 import math
 import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, Union
+from typing import Any, NamedTuple, TypeVar, Union
 
 import jax
 import numpy as np
@@ -30,8 +30,6 @@ Nested = Union[T, Sequence[Any], Mapping[Any, Any]]  # noqa: UP007  (X | Y canno
 ArrayLike = jax.Array | np.ndarray
 Scalar = ArrayLike | float
 """A number, traced or not, such as a step."""
-RowIndex = slice | Int[np.ndarray, " _"]
-"""Rows of an array, in the order of a table's ids."""
 MAX_MINIBATCHES = 64
 MAX_SAMPLES_PER_DEVICE = 2**26 - 1
 CORES_VARIABLE = "RSEMBED_CORES_PER_DEVICE"
@@ -72,6 +70,18 @@ def resolve_cores(num_sc_per_device: int | None, global_device_count: int) -> in
     check_type(global_device_count, PositiveInt, "global_device_count")
     check_type(num_sc_per_device, PositiveInt | None, "num_sc_per_device")
     return num_sparsecores_per_device() if num_sc_per_device is None else num_sc_per_device
+
+
+class TableRows(NamedTuple):
+    """Where a logical table lies in the flat array of its stack.
+
+    Attributes:
+      rows: index of its rows, in the order of ids.
+      dim: its columns; those behind them are padding.
+    """
+
+    rows: slice | Int[np.ndarray, " vocab"]
+    dim: int
 
 
 class ShardingStrategy(enum.Enum):
@@ -152,9 +162,11 @@ class StackLayout:
         """The core's layout of the stack's rows."""
         return RowLayout.as_planned(self.plan, self.num_cores)
 
-    def rows_of(self, table: TableSpec) -> RowIndex:
-        """Index of a table's rows in the array of the stack, in the order of ids."""
-        return self.row_layout.all_rows(table.name, table.vocabulary_size)
+    @property
+    def table_rows(self) -> dict[str, TableRows]:
+        """Where the rows of each table lie in the array of the stack, by table name."""
+        layout = self.row_layout
+        return {t.name: TableRows(layout.all_rows(t.name, t.vocabulary_size), t.embedding_dim) for t in self.tables}
 
     def checked_activations(self, activations: Array) -> Array:
         """One device's stacked activations or gradients, unchanged. Raises: ValueError: they have another shape."""

@@ -22,8 +22,8 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from rsembed.checks import check_type
 from rsembed.collection.devices import Devices
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
+from rsembed.sparsecore.embedding import sparse_dense_matmul, sparse_dense_matmul_grad
 from rsembed.sparsecore.layout import Nested, Scalar
-from rsembed.sparsecore.matmul import sparse_dense_matmul, sparse_dense_matmul_grad
 from rsembed.sparsecore.preprocessing import AllReduce, PreprocessedInput, preprocess_sparse_dense_matmul_input
 from rsembed.sparsecore.variables import EmbeddingVariables, initialize
 from rsembed.specs import FeatureSpec, tables_of

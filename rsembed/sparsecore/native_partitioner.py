@@ -18,9 +18,8 @@ from rsembed.fdo.statistics import TableDrops
 from rsembed.kernels import native
 from rsembed.kernels.devices import granted_cores
 from rsembed.sparsecore import partitioner
-from rsembed.sparsecore.host_features import HostFeature
 from rsembed.sparsecore.layout import MAX_SAMPLES_PER_DEVICE
-from rsembed.sparsecore.partitioner import BUFFER_DTYPES, HostBatch, StackBuffers, record_drops
+from rsembed.sparsecore.partitioner import BUFFER_DTYPES, HostBatch, HostFeature, StackBuffers, record_drops
 from rsembed.stacking import SUBLANES, round_up
 
 THREADS_VARIABLE = "SPARSECORE_INPUT_PREPROCESSING_THREADS"

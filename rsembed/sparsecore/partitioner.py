@@ -4,7 +4,18 @@ Layout, per device: each of its `C` cores has a part of the buffer. In it, the e
 then those of shard 1, and so on; every partition starts at a multiple of 8, and its end is a row pointer. Entries are
 ordered by row and sample; entries of one sample with equal rows are merged.
 
-Source: the published behaviour of the JAX SparseCore API.
+Where a batch is too large, it is laid out in several minibatches. The rows of all stacks fall into 64 buckets, by a
+hash. Neighbouring buckets form a minibatch as long as every partition of every core keeps its limits; all stacks,
+devices and processes cut at the same places. A row lies in one bucket, so it is in one minibatch and is stepped once,
+as without minibatches.
+
+```
+buckets      2 5 | 1 6 | 3 4 | 2 0      limit 7: no two neighbouring pairs fit together
+minibatches   1     2     3     4
+```
+
+Source: the published behaviour of the JAX SparseCore API. Its hash is another one (HighwayHash); only which rows share
+a minibatch depends on it.
 """
 
 from __future__ import annotations
@@ -12,15 +23,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Float32, Int, Int64, Integer
 
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats, TableDrops
 from rsembed.places import Place
-from rsembed.sparsecore.host_features import HostFeature
 from rsembed.sparsecore.layout import MAX_MINIBATCHES, MAX_SAMPLES_PER_DEVICE, StackLayout
+from rsembed.specs import FeatureSpec
 from rsembed.stacking import SUBLANES, round_up
 
 PADDING_VALUE = 2**31 - 1
@@ -48,6 +60,67 @@ class StackBuffers(NamedTuple):
 
 BUFFER_DTYPES = tuple(np.dtype(name) for name in ("int32", "int32", "int32", "float32"))
 """Dtypes of the fields of `StackBuffers`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostFeature:
+    """The ids of one feature in this process.
+
+    Attributes:
+      spec: the feature.
+      raw_ids: row of the logical table, per entry, sample after sample, as they were handed over: not yet compared
+        with the vocabulary.
+      lengths: number of ids of every sample of this process' batch.
+      ids_per_sample: that number if it is the same by construction; None if samples may differ.
+      weights: one per entry, not yet known to be finite; None means ones.
+    """
+
+    spec: FeatureSpec
+    raw_ids: Integer[np.ndarray, " nnz"]
+    lengths: Int64[np.ndarray, " samples"]
+    ids_per_sample: int | None = None
+    weights: Float32[np.ndarray, " nnz"] | None = None
+
+    @functools.cached_property
+    def ids(self) -> Int64[np.ndarray, " nnz"]:
+        """The ids, checked.
+
+        Raises: ValueError: an id is outside its table, or a weight is not finite.
+        """
+        self.check_values()
+        return self.raw_ids.astype(np.int64)
+
+    @functools.cached_property
+    def samples(self) -> Int64[np.ndarray, " nnz"]:
+        """Sample of this process' batch, per entry."""
+        return np.repeat(np.arange(len(self.lengths), dtype=np.int64), self.lengths)
+
+    @functools.cached_property
+    def gains(self) -> Float32[np.ndarray, " nnz"]:
+        """The entry's factor in its sample, before equal entries are added; zeros in a sample whose weights cancel."""
+        combiner, num_samples = self.spec.table_spec.combiner, len(self.lengths)
+        values = np.ones(self.samples.shape, np.float32) if self.weights is None else self.weights
+        if combiner == "sum":
+            return values
+        wide = values.astype(np.float64)
+        total = np.bincount(self.samples, wide if combiner == "mean" else wide * wide, minlength=num_samples)
+        total = total.astype(np.float64, copy=False)  # without entries, bincount forgets that weights are floats
+        divisor = total if combiner == "mean" else np.sqrt(total)
+        inverse = np.divide(1.0, divisor, out=np.zeros_like(divisor), where=divisor != 0)
+        return (wide * inverse[self.samples]).astype(np.float32)
+
+    def check_values(self) -> None:
+        """Names the first bad value. Raises: ValueError: an id is outside its table, or a weight is not finite."""
+        where, table, ids = f"feature {self.spec.name!r}", self.spec.table_spec, self.raw_ids
+        if self.weights is not None and not np.isfinite(self.weights).all():
+            entry = int(np.flatnonzero(~np.isfinite(self.weights))[0])
+            raise ValueError(f"{where}: weight {self.weights[entry]} in sample {self.samples[entry]} is not finite.")
+        if ids.size and (ids.min() < 0 or ids.max() >= table.vocabulary_size):
+            worst = int(np.argmin(ids) if ids.min() < 0 else np.argmax(ids))
+            raise ValueError(
+                f"{where}: id {ids[worst]} in sample {self.samples[worst]} is outside table {table.name!r} with "
+                f"vocabulary_size={table.vocabulary_size}; enlarge the table, or hash the ids first."
+            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,10 +163,9 @@ class Entries:
         return np.cumsum(self.is_new_row) - 1 - _starts(self.num_unique)[self.partition]
 
     def take(self, places: np.ndarray) -> Entries:
-        """The entries at some places, in that order."""
-        fields = (self.partition, self.row, self.sample, self.gain, self.multiplicity)
-        partition, row, sample, gain, multiplicity = (field[places] for field in fields)
-        return Entries(partition, row, sample, gain, multiplicity, self.num_partitions)
+        """Some entries, or all in another order."""
+        names = ("partition", "row", "sample", "gain", "multiplicity")
+        return dataclasses.replace(self, **{name: getattr(self, name)[places] for name in names})
 
 
 class HostBatch(NamedTuple):
@@ -140,8 +212,27 @@ def merged_entries(batch: HostBatch, name: str) -> Entries:
             f"stack {layout.name!r} has {layout.samples_per_core * layout.num_cores} samples per device, above the "
             f"limit of {MAX_SAMPLES_PER_DEVICE}; stack fewer features, or use more devices."
         )
-    num_partitions = batch.local_device_count * layout.num_cores * layout.num_shards
-    partition, key, gain = _sorted_entries(layout, batch.readers[name], num_partitions)
+    num_shards, partitions, keys, gains = layout.num_shards, [], [], []
+    for feature in batch.readers[name]:
+        placement = feature.spec.id_transformation
+        place = Place(0, placement.col_offset, placement.col_shift)
+        core, sample = np.divmod(feature.samples, (feature.spec.num_samples or 0) // num_shards)
+        row = place.rows_in_shard(feature.ids, spread=num_shards)
+        partitions.append(core * num_shards + place.shards(feature.ids, spread=num_shards))
+        keys.append(row * layout.samples_per_core + (sample + placement.row_offset // num_shards))
+        gains.append(feature.gains)
+    partition, key, gain = (np.concatenate(arrays) for arrays in (partitions, keys, gains))
+    num_partitions = batch.local_device_count * layout.num_cores * num_shards
+    num_keys = layout.rows_per_shard * layout.samples_per_core
+    if num_partitions * num_keys < 2**63:
+        packed = partition * num_keys + key
+        # Equal keys must keep their order for sums of weights to be reproducible; numpy's fastest sort does not.
+        order = np.argsort(packed, kind="stable")
+        partition, key = np.divmod(packed[order], num_keys)
+    else:
+        order = np.lexsort((key, partition))
+        partition, key = partition[order], key[order]
+    gain = gain[order]
     is_first = _differs_from_the_last(partition, key)
     starts = np.flatnonzero(is_first)
     merged = gain[starts]
@@ -198,34 +289,6 @@ def lay_out(
         dropped["buffer"] = (kept.row[~fits], np.ones(num_lost, np.int64))
     record_drops(batch.statistics, layout, dropped)
     return buffers
-
-
-def _sorted_entries(
-    layout: StackLayout, features: Sequence[HostFeature], num_partitions: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Partition, packed `(row, sample)` and gain of all raw entries, sorted by the first two."""
-    num_shards = layout.num_shards
-    partitions, keys, gains = [], [], []
-    for feature in features:
-        placement = feature.spec.id_transformation
-        place = Place(0, placement.col_offset, placement.col_shift)
-        samples_here = (feature.spec.num_samples or 0) // num_shards
-        core, sample = np.divmod(feature.samples, samples_here)
-        row = place.rows_in_shard(feature.ids, spread=num_shards)
-        partitions.append(core * num_shards + place.shards(feature.ids, spread=num_shards))
-        keys.append(row * layout.samples_per_core + (sample + placement.row_offset // num_shards))
-        gains.append(feature.gains)
-    partition, key, gain = (np.concatenate(arrays) for arrays in (partitions, keys, gains))
-    num_keys = layout.rows_per_shard * layout.samples_per_core
-    if num_partitions * num_keys < 2**63:
-        packed = partition * num_keys + key
-        # Equal keys must keep their order for sums of weights to be reproducible; numpy's fastest sort does not.
-        order = np.argsort(packed, kind="stable")
-        partition, key = np.divmod(packed[order], num_keys)
-    else:
-        order = np.lexsort((key, partition))
-        partition, key = partition[order], key[order]
-    return partition, key, gain[order]
 
 
 def record_counts(
@@ -325,3 +388,107 @@ def record_drops(
                     "id_drops_by_table of the statistics counts them. This is said once per table and limit.",
                     *(table.name, layout.name, count, *limit),
                 )
+
+
+def partition_stacks_in_minibatches(
+    batch: HostBatch, any_process: Callable[[int, np.ndarray], np.ndarray]
+) -> tuple[dict[str, StackBuffers], int]:
+    """Buffers of all stacks, and the number of minibatches in them.
+
+    Statistics are those of the whole batch, so limits that are set from them make minibatches superfluous; only the
+    required buffer size is that of the layout with minibatches. What exceeds a limit in a bucket alone, or the buffer,
+    is dropped or an error, as in a batch without minibatches.
+
+    Args:
+      batch: the stacks and their ids.
+      any_process: `(question, flags)` to the flags that any process sets; question 0 is whether a batch is too large,
+        1 where to cut it.
+    """
+    layouts, buckets = batch.layouts, {}
+    merged = {name: merged_entries(batch, name) for name in layouts}
+    is_needed = np.asarray([any(exceeded_limits(layouts[name], own) for name, own in merged.items())])
+    nodes = np.zeros(MAX_MINIBATCHES - 1, bool)
+    if any_process(0, is_needed).any():
+        for name, layout in layouts.items():
+            own = merged[name]
+            buckets[name] = bucket_of(own.row * layout.num_shards + own.partition % layout.num_shards)
+            nodes |= _nodes_to_split(layout, own, buckets[name])
+        nodes = any_process(1, nodes)
+    minibatches = minibatch_of_bucket(nodes)
+    num_minibatches = int(minibatches[-1]) + 1
+    buffers = {}
+    for name, layout in layouts.items():
+        own = merged[name]
+        dealt = own if num_minibatches == 1 else _deal(layout, own, buckets[name], minibatches)
+        buffers[name] = lay_out(batch, layout, own, dealt, num_minibatches)
+    return buffers, num_minibatches
+
+
+def bucket_of(columns: Int[np.ndarray, " nnz"]) -> Int[np.ndarray, " nnz"]:
+    """The bucket of a row, from its number in the stack.
+
+    Columns of one shard differ by multiples of the shard count, so a weaker mix than this would fill few buckets.
+
+    Source: the finalizer of SplitMix64 (Steele, Lea and Flood 2014), of which the low 6 bits are taken.
+    """
+    mixed = columns.astype(np.uint64)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(MAX_MINIBATCHES)).astype(np.int64)
+
+
+def split_nodes(counts: Int[np.ndarray, "*parts buckets"], limit: int) -> Bool[np.ndarray, "*parts nodes"]:
+    """Where to cut, for every partition: the nodes of a binary tree over the buckets, from the leaf pairs to the root.
+
+    A node is set if its two halves hold more than the limit together; it is then as full as the fuller half, since
+    the cut between them keeps the other one away.
+
+    Example:
+      >>> split_nodes(np.asarray([2, 5, 1, 6, 3, 4, 2, 0]), 7).astype(int).tolist()
+      [0, 0, 0, 0, 1, 1, 1]
+    """
+    levels = []
+    while counts.shape[-1] > 1:
+        left, right = counts[..., ::2], counts[..., 1::2]
+        levels.append(left + right > limit)
+        counts = np.where(levels[-1], np.maximum(left, right), left + right)
+    return np.concatenate(levels, axis=-1)
+
+
+def minibatch_of_bucket(nodes: Bool[np.ndarray, " nodes"]) -> Int[np.ndarray, " buckets"]:
+    """The minibatch of every bucket: a new one begins behind the left half of every node that is set.
+
+    Example:
+      >>> minibatch_of_bucket(np.asarray([0, 0, 0, 0, 1, 1, 1], bool)).tolist()
+      [0, 0, 1, 1, 2, 2, 3, 3]
+    """
+    num_buckets, half, first_node = len(nodes) + 1, 1, 0
+    is_first = np.zeros(num_buckets, bool)
+    while half < num_buckets:
+        num_nodes = num_buckets // (2 * half)
+        is_first[half :: 2 * half] = nodes[first_node : first_node + num_nodes]
+        half, first_node = 2 * half, first_node + num_nodes
+    return np.cumsum(is_first)
+
+
+def _nodes_to_split(layout: StackLayout, entries: Entries, buckets: np.ndarray) -> np.ndarray:
+    """The nodes that any partition of the stack sets, for ids or for distinct ids."""
+    places = entries.partition * MAX_MINIBATCHES + buckets
+    nodes = np.zeros(MAX_MINIBATCHES - 1, bool)
+    for limit, chosen in (
+        (layout.spec.max_ids_per_partition, places),
+        (layout.spec.max_unique_ids_per_partition, places[entries.is_new_row]),
+    ):
+        by_bucket = np.bincount(chosen, minlength=entries.num_partitions * MAX_MINIBATCHES)
+        nodes |= split_nodes(by_bucket.reshape(entries.num_partitions, -1), limit).any(axis=0)
+    return nodes
+
+
+def _deal(layout: StackLayout, entries: Entries, buckets: np.ndarray, minibatches: np.ndarray) -> Entries:
+    """The entries ordered by (core, minibatch, shard, bucket, row, sample)."""
+    num_minibatches = int(minibatches[-1]) + 1
+    core, shard = np.divmod(entries.partition, layout.num_shards)
+    partition = (core * num_minibatches + minibatches[buckets]) * layout.num_shards + shard
+    order = np.argsort(partition * MAX_MINIBATCHES + buckets, kind="stable")
+    num_partitions = entries.num_partitions * num_minibatches
+    return dataclasses.replace(entries, partition=partition, num_partitions=num_partitions).take(order)

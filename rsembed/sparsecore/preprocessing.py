@@ -1,16 +1,7 @@
-"""Preprocessing of a batch on the host, in several minibatches where it is too large, and its statistics.
+"""A batch on the host, read in any of its published forms, checked, and partitioned; see `partitioner`.
 
-The rows of all stacks fall into 64 buckets, by a hash. Neighbouring buckets form a minibatch as long as every partition
-of every core keeps its limits; all stacks, devices and processes cut at the same places. A row lies in one bucket, so
-it is in one minibatch and is stepped once, as without minibatches.
-
-```
-buckets      2 5 | 1 6 | 3 4 | 2 0      limit 7: no two neighbouring pairs fit together
-minibatches   1     2     3     4
-```
-
-Source: the published behaviour of the JAX SparseCore API. Its hash is another one (HighwayHash); only which rows share
-a minibatch depends on it.
+Shapes and kinds are checked here when a batch is read. Values are checked by whoever walks over them anyway: the numpy
+partitioner asks for `HostFeature.ids`, the native one finds a bad value on its way and has `check_values` name it.
 """
 
 from __future__ import annotations
@@ -22,32 +13,24 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jaxtyping import Bool, Int, PyTree
+from jaxtyping import Bool, PyTree
 
+from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, check_ids_dtype, check_unmasked
 from rsembed.checks import check_type
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.sparsecore import native_partitioner, partitioner
-from rsembed.sparsecore.host_features import read_features, sparse_tensors_as_pairs
 from rsembed.sparsecore.layout import (
-    MAX_MINIBATCHES,
     ArrayLike,
     Nested,
     StackLayout,
     compute_row_pointers_size_per_device,
+    leaves_like,
     sharding_strategy_to_enum,
     stack_layouts,
 )
-from rsembed.sparsecore.partitioner import (
-    BUFFER_DTYPES,
-    Entries,
-    HostBatch,
-    StackBuffers,
-    exceeded_limits,
-    lay_out,
-    merged_entries,
-)
-from rsembed.specs import FeatureSpec
+from rsembed.sparsecore.partitioner import BUFFER_DTYPES, HostBatch, HostFeature, partition_stacks_in_minibatches
+from rsembed.specs import FeatureSpec, features_of
 
 
 class SparseDenseMatmulInput(NamedTuple):
@@ -161,10 +144,10 @@ def preprocess_sparse_dense_matmul_input(
       allow_id_dropping: drop and count what exceeds a limit or the buffer; by default that is an error.
       batch_number: number of the batch, the same in all processes; minibatching needs it to agree.
       enable_minibatching: deal a batch that exceeds a limit to several minibatches, instead of raising or dropping;
-        see `rsembed.sparsecore.preprocessing`. Buffers get room for 64 of them unless
+        see `rsembed.sparsecore.partitioner`. Buffers get room for 64 of them unless
         `suggested_coo_buffer_size_per_device` says what is enough. Pass it to lookup and update as well.
-      all_reduce_interface: how several processes agree on minibatches, a `minibatching.AllReduce`; None lets the
-        devices do it, so this function must then not run beside a training step.
+      all_reduce_interface: how several processes agree on minibatches, an `AllReduce`; None lets the devices do it,
+        so this function must then not run beside a training step.
 
     Returns:
       The buffers, and the counts of this batch for `rsembed.fdo`.
@@ -183,8 +166,15 @@ def preprocess_sparse_dense_matmul_input(
     batch = HostBatch(layouts, readers, local_device_count, allow_id_dropping, statistics)
     check_type(allow_id_dropping, bool, "allow_id_dropping")
     check_type(all_reduce_interface, Callable | None, "all_reduce_interface, an AllReduce,")
+
+    def any_process(question: int, flags: np.ndarray) -> np.ndarray:
+        if local_device_count == global_device_count:
+            return flags
+        agree = agree_through_devices if all_reduce_interface is None else all_reduce_interface
+        return np.asarray(agree(2 * batch_number + question, flags), bool)
+
     if enable_minibatching:
-        buffers, num_minibatches = partition_stacks_in_minibatches(batch, batch_number, all_reduce_interface)
+        buffers, num_minibatches = partition_stacks_in_minibatches(batch, any_process)
     else:
         chosen = partitioner if native_partitioner.unavailable_because() else native_partitioner
         buffers = chosen.partition_stacks(batch)
@@ -322,6 +312,117 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), processed)
 
 
+def read_features(
+    feature_specs: Nested[FeatureSpec],
+    features: PyTree,
+    weights: PyTree,
+    local_device_count: int,
+    global_device_count: int,
+) -> list[HostFeature]:
+    """Dense or ragged ids of every feature, checked; `preprocess_sparse_dense_matmul_input` tells their forms.
+
+    Weights inside `Bags` need not be repeated in `weights`, of which a leaf may be None.
+    """
+    specs = features_of(feature_specs)
+    leaves = leaves_like(feature_specs, features, "features")
+    all_weights = [None] * len(specs) if weights is None else leaves_like(feature_specs, weights, "features_weights")
+    result = []
+    for spec, leaf, weight in zip(specs, leaves, all_weights, strict=True):
+        where = f"feature {spec.name!r}"
+        if isinstance(leaf, Bags):
+            check_bags(as_bags(dataclasses.replace(leaf, weights=None), feature=spec.name), feature=spec.name)
+        try:
+            bags = _as_bags(leaf, weight)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{where}: {error}") from error
+        check_ids_dtype(bags, feature=spec.name)
+        lengths = np.diff(np.asarray(bags.offsets)).astype(np.int64)
+        ids, values = np.asarray(bags.ids), None if bags.weights is None else np.asarray(bags.weights, np.float32)
+        if isinstance(leaf, Bags) and (ids == PAD_ID).any():
+            # Here too padding is no id, so that it does not count in means.
+            is_id = ids != PAD_ID
+            lengths = np.bincount(np.repeat(np.arange(len(lengths)), lengths)[is_id], minlength=len(lengths))
+            ids, values = ids[is_id], None if values is None else values[is_id]
+        if len(lengths) == spec.num_samples and jax.process_count() * local_device_count == global_device_count:
+            # The parts of the processes follow each other.
+            num_own = len(lengths) // jax.process_count()
+            first = jax.process_index() * num_own
+            before, lengths = int(lengths[:first].sum()), lengths[first : first + num_own]
+            own = slice(before, before + int(lengths.sum()))
+            ids, values = ids[own], None if values is None else values[own]
+        expected = (spec.num_samples or 0) * local_device_count // global_device_count
+        if len(lengths) != expected:
+            raise ValueError(
+                f"{where}: got {len(lengths)} samples, but this process' share of the declared batch of "
+                f"{spec.num_samples} is {expected} ({local_device_count} of {global_device_count} devices); pass the "
+                "local part of the batch, or declare another input_shape and output_shape."
+            )
+        same = bags.dense_shape[1] if bags.dense_shape is not None and not isinstance(leaf, Bags) else None
+        result.append(HostFeature(spec=spec, raw_ids=ids, lengths=lengths, ids_per_sample=same, weights=values))
+    return result
+
+
+def _as_bags(leaf: PyTree, weights: PyTree) -> Bags:
+    """Ids and weights of a feature in any of the published forms, without what lies behind the last offset."""
+    check_unmasked([leaf, weights], "ids or weights")
+    if isinstance(leaf, Bags):
+        if weights is not None and leaf.weights is not None:
+            raise ValueError("weights are given twice, inside the Bags and in features_weights; keep one.")
+        last = int(np.asarray(leaf.offsets)[-1])
+        weights = leaf.weights if weights is None else weights
+        weights = weights[:last] if _is_flat(weights) else weights
+        leaf = np.asarray(leaf.ids)[:last], np.diff(np.asarray(leaf.offsets))
+    if _is_pair(leaf):
+        (ids, lengths), weights = leaf, weights[0] if _is_pair(weights) else weights
+        if weights is not None and not _is_flat(weights):
+            return Bags.from_lists(np.split(ids, np.cumsum(lengths)[:-1]), list(weights))
+        try:
+            return Bags.from_lengths(ids, lengths, weights)
+        except ValueError as error:
+            raise ValueError(
+                f"a pair of arrays is (values, lengths), and rows are a list, no tuple: {error}"
+            ) from error
+    if isinstance(leaf, (np.ndarray, jax.Array)) and leaf.dtype != object:
+        if leaf.ndim != 2:
+            raise ValueError(
+                f"a dense input is [samples, ids per sample], got {leaf.ndim} dimensions ({leaf.shape}); reshape it to "
+                "(-1, 1) for one id per sample."
+            )
+        return Bags.from_dense(np.asarray(leaf), weights if weights is None else np.asarray(weights))
+    ids, weights = (
+        rows.tolist() if isinstance(rows, np.ndarray) and rows.ndim > 1 else rows for rows in (leaf, weights)
+    )
+    return Bags.from_lists(
+        list(ids) if isinstance(ids, np.ndarray) else ids, weights if weights is None else list(weights)
+    )
+
+
+def sparse_tensors_as_pairs(
+    feature_specs: Nested[FeatureSpec], indices: PyTree, values: PyTree, dense_shapes: PyTree
+) -> PyTree:
+    """Ids at `(sample, position)` coordinates as pairs `(values, lengths)`, which `read_features` takes."""
+    trees = {"indices": indices, "values": values, "dense_shapes": dense_shapes}
+    leaves = [leaves_like(feature_specs, tree, name) for name, tree in trees.items()]
+    pairs = []
+    for spec, index, value, shape in zip(features_of(feature_specs), *leaves, strict=True):
+        check_unmasked([index, value, shape], f"feature {spec.name!r}: a sparse tensor's parts")
+        try:
+            bags = Bags.from_sparse_tensor(index, value, np.asarray(shape).tolist())
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"feature {spec.name!r}: {error}") from error
+        pairs.append((bags.ids, np.diff(bags.offsets)))
+    return jax.tree.unflatten(jax.tree.structure(feature_specs), pairs)
+
+
+def _is_flat(leaf: object) -> bool:
+    return isinstance(leaf, (np.ndarray, jax.Array)) and leaf.ndim == 1 and leaf.dtype != object
+
+
+def _is_pair(leaf: object) -> bool:
+    """Whether a leaf is `(values, lengths)`; two samples are a list."""
+    return isinstance(leaf, tuple) and len(leaf) == 2 and all(map(_is_flat, leaf))
+
+
 AllReduce = Callable[[int, np.ndarray], np.ndarray]
 """Agreement of processes: `(key, flags)` to the elementwise "or" of the flags of all processes.
 
@@ -340,120 +441,6 @@ def agree_through_devices(key: int, flags: Bool[np.ndarray, " flags"]) -> Bool[n
         return flags
     gathered: np.ndarray = np.asarray(multihost_utils.process_allgather(flags.astype(np.uint8)))
     return np.any(gathered, axis=0)
-
-
-def partition_stacks_in_minibatches(
-    batch: HostBatch, batch_number: int, agree: AllReduce | None
-) -> tuple[dict[str, StackBuffers], int]:
-    """Buffers of all stacks, and the number of minibatches in them.
-
-    Statistics are those of the whole batch, so limits that are set from them make minibatches superfluous; only the
-    required buffer size is that of the layout with minibatches. What exceeds a limit in a bucket alone, or the buffer,
-    is dropped or an error, as in a batch without minibatches.
-
-    Args:
-      batch: the stacks and their ids.
-      batch_number: number of the batch, the same in all processes.
-      agree: None means `agree_through_devices`.
-    """
-    ask = agree_through_devices if agree is None else agree
-    layouts, local_device_count = batch.layouts, batch.local_device_count
-    has_all_devices = all(local_device_count == layout.num_devices for layout in layouts.values())
-    merged = {name: merged_entries(batch, name) for name in layouts}
-
-    def any_process(key: int, flags: np.ndarray) -> np.ndarray:
-        return flags if has_all_devices else np.asarray(ask(key, flags), bool)
-
-    is_needed = np.asarray([any(exceeded_limits(layouts[name], entries) for name, entries in merged.items())])
-    nodes = np.zeros(MAX_MINIBATCHES - 1, bool)
-    if any_process(2 * batch_number, is_needed).any():
-        for name, layout in layouts.items():
-            nodes |= _stack_split_nodes(layout, merged[name])
-        nodes = any_process(2 * batch_number + 1, nodes)
-    minibatches = minibatch_of_bucket(nodes)
-    num_minibatches = int(minibatches[-1]) + 1
-    buffers = {}
-    for name, layout in layouts.items():
-        dealt = _deal(layout, merged[name], minibatches)
-        buffers[name] = lay_out(batch, layout, merged[name], dealt, num_minibatches)
-    return buffers, num_minibatches
-
-
-def bucket_of(columns: Int[np.ndarray, " nnz"]) -> Int[np.ndarray, " nnz"]:
-    """The bucket of a row, from its number in the stack.
-
-    Columns of one shard differ by multiples of the shard count, so a weaker mix than this would fill few buckets.
-
-    Source: the finalizer of SplitMix64 (Steele, Lea and Flood 2014), of which the low 6 bits are taken.
-    """
-    mixed = columns.astype(np.uint64)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(MAX_MINIBATCHES)).astype(np.int64)
-
-
-def split_nodes(counts: Int[np.ndarray, "*parts buckets"], limit: int) -> Bool[np.ndarray, "*parts nodes"]:
-    """Cuts of every partition, as nodes of a binary tree over the buckets, from the leaf pairs to the root.
-
-    A node is set if its two halves hold more than the limit together; it is then as full as the fuller half, since
-    the cut between them keeps the other one away.
-
-    Example:
-      >>> split_nodes(np.asarray([2, 5, 1, 6, 3, 4, 2, 0]), 7).astype(int).tolist()
-      [0, 0, 0, 0, 1, 1, 1]
-    """
-    levels = []
-    while counts.shape[-1] > 1:
-        left, right = counts[..., ::2], counts[..., 1::2]
-        levels.append(left + right > limit)
-        counts = np.where(levels[-1], np.maximum(left, right), left + right)
-    return np.concatenate(levels, axis=-1)
-
-
-def minibatch_of_bucket(nodes: Bool[np.ndarray, " nodes"]) -> Int[np.ndarray, " buckets"]:
-    """The minibatch of every bucket: a new one begins behind the left half of every node that is set.
-
-    Example:
-      >>> minibatch_of_bucket(np.asarray([0, 0, 0, 0, 1, 1, 1], bool)).tolist()
-      [0, 0, 1, 1, 2, 2, 3, 3]
-    """
-    num_buckets, half, first_node = len(nodes) + 1, 1, 0
-    is_first = np.zeros(num_buckets, bool)
-    while half < num_buckets:
-        num_nodes = num_buckets // (2 * half)
-        is_first[half :: 2 * half] = nodes[first_node : first_node + num_nodes]
-        half, first_node = 2 * half, first_node + num_nodes
-    return np.cumsum(is_first)
-
-
-def _buckets(layout: StackLayout, entries: Entries) -> np.ndarray:
-    return bucket_of(entries.row * layout.num_shards + entries.partition % layout.num_shards)
-
-
-def _stack_split_nodes(layout: StackLayout, entries: Entries) -> np.ndarray:
-    """The nodes that any partition of the stack sets, for ids or for distinct ids."""
-    places = entries.partition * MAX_MINIBATCHES + _buckets(layout, entries)
-    nodes = np.zeros(MAX_MINIBATCHES - 1, bool)
-    for limit, chosen in (
-        (layout.spec.max_ids_per_partition, places),
-        (layout.spec.max_unique_ids_per_partition, places[entries.is_new_row]),
-    ):
-        by_bucket = np.bincount(chosen, minlength=entries.num_partitions * MAX_MINIBATCHES)
-        nodes |= split_nodes(by_bucket.reshape(entries.num_partitions, -1), limit).any(axis=0)
-    return nodes
-
-
-def _deal(layout: StackLayout, entries: Entries, minibatches: np.ndarray) -> Entries:
-    """The entries ordered by (core, minibatch, shard, bucket, row, sample)."""
-    num_minibatches = int(minibatches[-1]) + 1
-    if num_minibatches == 1:
-        return entries
-    core, shard = np.divmod(entries.partition, layout.num_shards)
-    bucket = _buckets(layout, entries)
-    partition = (core * num_minibatches + minibatches[bucket]) * layout.num_shards + shard
-    order = np.argsort(partition * MAX_MINIBATCHES + bucket, kind="stable")
-    num_partitions = entries.num_partitions * num_minibatches
-    return dataclasses.replace(entries, partition=partition, num_partitions=num_partitions).take(order)
 
 
 def get_all_reduce_interface(

@@ -10,17 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from rsembed.checks import PositiveInt, check_type, validated
-from rsembed.sparsecore.embedding_spec import EmbeddingSpecRecord, StackRecord, rows_in_stack
+from rsembed.checks import PositiveInt, validated
+from rsembed.sparsecore.embedding_spec import EmbeddingSpecRecord
 from rsembed.sparsecore.embedding_spec import compute_physical_row_ids as compute_physical_row_ids
 from rsembed.sparsecore.embedding_spec import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
 from rsembed.sparsecore.embedding_spec import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
 from rsembed.sparsecore.layout import (
     Nested,
-    RowIndex,
-    StackLayout,
+    TableRows,
     check_is_array,
     check_places,
     cores_of,
@@ -31,7 +31,7 @@ from rsembed.sparsecore.layout import (
     with_place,
 )
 from rsembed.sparsecore.layout import get_table_stacks as get_table_stacks
-from rsembed.sparsecore.variables import unstacked
+from rsembed.sparsecore.variables import explicit_sharding, unstacked
 from rsembed.specs import (
     DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
     FeatureSpec,
@@ -55,6 +55,7 @@ from rsembed.stacking import (
 )
 
 
+@validated
 def auto_stack_tables(
     features: Nested[FeatureSpec],
     global_device_count: int,
@@ -64,7 +65,7 @@ def auto_stack_tables(
     stack_to_max_unique_ids_per_partition: LimitsCallable = get_default_limits,
     *,
     use_short_stack_names: bool = True,
-    activation_mem_bytes_limit: int | None = None,
+    activation_mem_bytes_limit: PositiveInt | None = None,
 ) -> None:
     """Stacks all tables that can share one (equal padded dim, optimizer, combiner, quantization), in place.
 
@@ -81,7 +82,7 @@ def auto_stack_tables(
       use_short_stack_names: cut names over 50 characters and add a hash.
       activation_mem_bytes_limit: activations per shard beyond which a group is split; None means 2 MiB.
     """
-    memory_limit = _memory_limit(activation_mem_bytes_limit)
+    memory_limit = activation_mem_bytes_limit or DEFAULT_ACTIVATION_MEM_BYTES_LIMIT
     num_shards, rotation = _checked_sizes(features, global_device_count, num_sc_per_device, rotation)
     tables = tables_of(features)
     groups = group_tables(features, num_shards=num_shards, activation_mem_bytes_limit=memory_limit)
@@ -111,7 +112,7 @@ def stack_tables(
     stack_name: str | None = None,
     fail_on_excess_padding: bool = False,
     *,
-    activation_mem_bytes_limit: int | None = None,
+    activation_mem_bytes_limit: PositiveInt | None = None,
 ) -> None:
     """Stacks the named tables in the given order, in place. Narrower tables are padded to the widest.
 
@@ -131,7 +132,7 @@ def stack_tables(
       ValueError: a table is repeated, unknown or already stacked, the tables disagree, or the name is taken.
     """
     num_shards, rotation = _checked_sizes(features, global_device_count, num_sc_per_device, rotation)
-    memory_limit = _memory_limit(activation_mem_bytes_limit)
+    memory_limit = activation_mem_bytes_limit or DEFAULT_ACTIVATION_MEM_BYTES_LIMIT
     tables = tables_of(features)
     name = stack_name_of(table_names) if stack_name is None else stack_name
     for table in (tables[table_name] for table_name in table_names if table_name in tables):
@@ -228,13 +229,7 @@ def _checked_sizes(
                 f"table {table.name!r}: combiner 'none' has no partitioned layout; use 'sum' and one id per sample "
                 "(ids reshaped to (-1, 1)) for sequences."
             )
-    check_type(rotation, int | None, "rotation (the limits stack_to_max_ids_per_partition=... come after it)")
     return global_device_count * num_cores, num_cores if rotation is None else rotation
-
-
-def _memory_limit(given: int | None) -> int:
-    check_type(given, PositiveInt | None, "activation_mem_bytes_limit")
-    return DEFAULT_ACTIVATION_MEM_BYTES_LIMIT if given is None else given
 
 
 def stack_and_shard_tables(
@@ -257,38 +252,35 @@ def stack_and_shard_tables(
     if not isinstance(tables, Mapping) or not {table.name for table in specs} & set(tables):
         leaves = leaves_like(table_specs, tables, "tables")
         tables = {table.name: leaf for table, leaf in zip(specs, leaves, strict=True)}
+    cores_of(specs, 1, num_shards)
     for name, layout in stacks_of(specs).items():
-        cores_of(layout.tables, 1, num_shards)
         given = [_given(tables, table.name, "tables") for table in layout.tables]
-        result[name] = jax.tree.map(functools.partial(_stacked, layout, pad_value), *given)
+        shape = (num_shards, layout.rows_per_shard, layout.spec.stack_embedding_dim)
+        result[name] = jax.tree.map(functools.partial(_stacked, layout.table_rows, shape, pad_value), *given)
     return result
 
 
-def _stacked(layout: StackLayout, pad_value: float, *given: Array | np.ndarray) -> Array | np.ndarray:
-    arrays = [array[:, None] if array.ndim == 1 else array for array in given]
-    for table, array in zip(layout.tables, arrays, strict=True):
-        if array.shape[0] != table.vocabulary_size:
-            raise ValueError(
-                f"table {table.name!r}: got {array.shape[0]} rows, but vocabulary_size={table.vocabulary_size}."
-            )
+def _stacked(places: Mapping[str, TableRows], shape: tuple[int, int, int], pad_value: float, *given: Any) -> Any:
+    """A stack `[shards, rows, columns]` with the tables in their places, and `pad_value` in all others."""
+    tables = [table[:, None] if table.ndim == 1 else table for table in given]
+    rows = [np.r_[place.rows] for place in places.values()]
+    for name, own, table in zip(places, rows, tables, strict=True):
+        if len(table) != len(own):
+            raise ValueError(f"table {name!r}: got {len(table)} rows, but vocabulary_size={len(own)}.")
     # State that is shared along a row has columns of its own.
-    dims = [table.embedding_dim for table in layout.tables]
-    columns = layout.spec.stack_embedding_dim if [a.shape[1] for a in arrays] == dims else arrays[0].shape[1]
-    rows = [layout.rows_of(table) for table in layout.tables]
-    flat = _with_rows((layout.spec.stack_vocab_size, columns), rows, arrays, pad_value)
-    return flat.reshape(layout.num_shards, -1, columns)
-
-
-def _with_rows(shape: tuple[int, int], rows: Sequence[RowIndex], tables: Sequence[Any], pad_value: float) -> Any:
-    """A flat stack with the tables in those rows, and `pad_value` in all other places."""
+    is_full_width = [table.shape[1] for table in tables] == [place.dim for place in places.values()]
+    columns = shape[-1] if is_full_width else tables[0].shape[1]
+    # Tables that a mesh of explicit axes splits in ways of their own could not be put together.
+    copies = [explicit_sharding(table, P()) for table in tables]
+    whole = [t if own is None else jax.sharding.reshard(t, own) for t, own in zip(tables, copies, strict=True)]
     xp = np if isinstance(tables[0], np.ndarray) else jnp
-    widths = [((0, 0), (0, shape[1] - table.shape[1])) for table in tables]
-    values = [xp.pad(table, width, constant_values=pad_value) for table, width in zip(tables, widths, strict=True)]
-    flat: Any = xp.full(shape, pad_value, values[0].dtype)
+    values = [xp.pad(t, ((0, 0), (0, columns - t.shape[1])), constant_values=pad_value) for t in whole]
+    flat: Any = xp.full((shape[0] * shape[1], columns), pad_value, values[0].dtype)
     if xp is jnp:
-        return flat.at[np.r_[tuple(rows)]].set(jnp.concatenate(values))
-    flat[np.r_[tuple(rows)]] = np.concatenate(values)
-    return flat
+        flat = flat.at[np.concatenate(rows)].set(jnp.concatenate(values))
+    else:
+        flat[np.concatenate(rows)] = np.concatenate(values)
+    return flat.reshape(*shape[:2], columns)
 
 
 @validated
@@ -303,8 +295,8 @@ def unshard_and_unstack_tables(
     """
     result: dict[str, PyTree] = {}
     specs = [with_place(table, num_shards) for table in jax.tree.leaves(table_specs)]
+    cores_of(specs, 1, num_shards)
     for name, layout in stacks_of(specs, must_be_whole=False).items():
-        cores_of(layout.tables, 1, num_shards)
         stacked, shards = _given(stacked_tables, name, "stacked_tables"), (num_shards, layout.rows_per_shard)
         for leaf in jax.tree.leaves(stacked):
             if leaf.shape[:-1] not in (shards, (layout.spec.stack_vocab_size,)):
@@ -312,7 +304,8 @@ def unshard_and_unstack_tables(
                     f"stack {name!r}: got shape {leaf.shape}, but its tables were placed in "
                     f"{layout.spec.stack_vocab_size} rows on {num_shards} shards."
                 )
-        result |= unstacked(layout, jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), stacked))
+        flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), stacked)
+        result |= unstacked(flat, layout.spec.stack_embedding_dim, layout.table_rows)
     return jax.tree.unflatten(jax.tree.structure(table_specs), [result[table.name] for table in specs])
 
 
@@ -340,9 +333,8 @@ def stack_and_shard_feature_tables(
     result = {}
     for stack in embedding_specs.stacked_table_specs:
         tables = [jnp.asarray(feature_tables[table.table_name]) for table in stack.table_specs]
-        rows = [rows_in_stack(stack, table, np.arange(table.vocab_size)) for table in stack.table_specs]
-        values = [table[:, None] if table.ndim == 1 else table for table in tables]
-        flat = _with_rows((stack.stack_vocab_size, stack.stack_embedding_dim), rows, values, 0.0)
+        size = (stack.stack_vocab_size, stack.stack_embedding_dim)
+        flat = _stacked(stack.table_rows, (1, *size), 0.0, *tables).reshape(size)
         sharding = tables[0].sharding
         result[stack.stack_name] = jax.device_put(flat, sharding if len(sharding.device_set) > 1 else None)
         for given in tables if delete_input else ():
@@ -370,18 +362,13 @@ def unstack_and_unshard_stacked_tables(
         if math.prod(given.shape) != math.prod(shape) or given.shape[-1] != shape[-1]:
             raise ValueError(f"stack {stack.stack_name!r}: got shape {given.shape}, but it was recorded as {shape}.")
     for stack in embedding_specs.stacked_table_specs:
-        result |= _unstack_and_unshard_stacked_table(stacked_tables[stack.stack_name], stack, donate)
-    return result
-
-
-def _unstack_and_unshard_stacked_table(given: Array, stack: StackRecord, donate: bool = False) -> dict[str, Array]:
-    result, rows_of_stack = {}, given.reshape(stack.stack_vocab_size, stack.stack_embedding_dim)
-    for table in stack.table_specs:
-        rows = rows_in_stack(stack, table, np.arange(table.vocab_size))
-        result[table.table_name] = rows_of_stack[rows, : table.embedding_dim]
-    if donate and isinstance(given, jax.Array):
-        jax.block_until_ready(result)
-        given.delete()
+        given = stacked_tables[stack.stack_name]
+        flat = given.reshape(stack.stack_vocab_size, stack.stack_embedding_dim)
+        tables = unstacked(flat, stack.stack_embedding_dim, stack.table_rows)
+        if donate and isinstance(given, jax.Array):
+            jax.block_until_ready(tables)
+            given.delete()
+        result |= tables
     return result
 
 

@@ -13,16 +13,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 from jaxtyping import Array, Num, PRNGKeyArray, PyTree
 
 from rsembed.bags import is_traced
-from rsembed.checks import check_type
+from rsembed.checks import check_type, check_within
 from rsembed.collection.dense_rows import DenseRows
 from rsembed.collection.devices import Devices
 from rsembed.collection.rows import AskedRows, Rows
@@ -30,9 +32,9 @@ from rsembed.optimizers import SGD, Hyperparameters, OptimizerSpec, Slots
 from rsembed.sparsecore.layout import (
     ArrayLike,
     Nested,
-    RowIndex,
     Scalar,
     StackLayout,
+    TableRows,
     cores_of,
     placed_stack,
     stacks_of,
@@ -96,6 +98,25 @@ class BoundedRowRule(OptimizerSpec):
 
     def short_name(self) -> str:
         return self.inner.short_name()
+
+
+def checked_limits(limits: Mapping[str, RowLimits] | None, stacks: Sequence[str]) -> Mapping[str, RowLimits]:
+    """The limits of all stacks. Raises: ValueError: some do not name every stack, or a minimum is above its maximum."""
+    if limits is None:
+        return dict.fromkeys(stacks, (None, None))
+    if set(limits) != set(stacks):
+        raise ValueError(
+            f"embedding_var_limits must name every stack: got {sorted(limits)}, need {sorted(stacks)}; (None, None) "
+            "sets no limit."
+        )
+    for name, pair in limits.items():
+        check_type(pair, tuple[object, object], f"embedding_var_limits of stack {name!r}: (minimum, maximum)")
+        minimum, maximum = pair
+        for which, limit in (("minimum", minimum), ("maximum", maximum)):
+            check_within("[-inf, inf]", limit, f"embedding_var_limits of stack {name!r}: {which}")
+        if minimum is not None and maximum is not None and minimum > maximum:
+            raise ValueError(f"embedding_var_limits of stack {name!r}: minimum {minimum} is above maximum {maximum}.")
+    return limits
 
 
 def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerSpec:
@@ -191,6 +212,23 @@ def initialize(
     return devices.on_each(build, P(), devices.split)(key)
 
 
+def variables_of(
+    embedding_variables: Mapping[str, PyTree], layout: StackLayout, *, rule: OptimizerSpec | None = None
+) -> EmbeddingVariables:
+    """Those of one stack, checked; a plain tuple of a table and its slots is taken, too."""
+    check_type(embedding_variables, Mapping[str, tuple[Any, ...]], "embedding_variables")
+    if layout.name not in embedding_variables:
+        raise ValueError(
+            f"embedding_variables have no stack {layout.name!r}, only {sorted(embedding_variables)}; were they made "
+            "for these feature_specs?"
+        )
+    variables = embedding_variables[layout.name]
+    if not isinstance(variables, EmbeddingVariables):
+        variables = EmbeddingVariables(variables[0], tuple(jax.tree.leaves(tuple(variables[1:]))))
+    check_variables(variables, layout, rule=rule)
+    return variables
+
+
 def check_variables(variables: EmbeddingVariables, layout: StackLayout, *, rule: OptimizerSpec | None = None) -> None:
     """Raises: ValueError: the variables do not have the shapes of one device's part of the stack.
 
@@ -243,20 +281,36 @@ def logical_variables(tree: PyTree, feature_specs: Nested[FeatureSpec]) -> dict[
     """`EmbeddingVariables` of every table alone, in the form of `logical_tables`, by table name."""
     stacks = stacks_of(tables_of(feature_specs).values())
     found = _stacks_in(tree, stacks)
-    return {name: own for stack, layout in stacks.items() for name, own in unstacked(layout, found[stack]).items()}
+    logical: dict[str, EmbeddingVariables] = {}
+    for name, layout in stacks.items():
+        logical |= unstacked(found[name], layout.spec.stack_embedding_dim, layout.table_rows)
+    return logical
 
 
-def unstacked(layout: StackLayout, stacked: PyTree) -> dict[str, PyTree]:
-    """The tables of a stack by name, in the order of ids and without padding, out of a tree of flat arrays."""
+def unstacked(stacked: PyTree, num_columns: int, tables: Mapping[str, TableRows]) -> dict[str, PyTree]:
+    """The tables of a stack by name, in the order of ids and without padding.
 
-    def logical_rows(table: TableSpec, rows: RowIndex, array: ArrayLike) -> ArrayLike:
-        is_full_width = array.ndim == 2 and array.shape[1] == layout.spec.stack_embedding_dim
-        return array[rows][:, : table.embedding_dim] if is_full_width else array[rows]
+    Args:
+      stacked: a tree of flat arrays; those of fewer than `num_columns` hold something for every row, and keep theirs.
+      num_columns: columns of the stack.
+      tables: where its tables lie.
+    """
 
-    return {
-        table.name: jax.tree.map(functools.partial(logical_rows, table, layout.rows_of(table)), stacked)
-        for table in layout.tables
-    }
+    def logical_rows(table: TableRows, array: Any) -> ArrayLike:
+        is_full_width = array.ndim == 2 and array.shape[1] == num_columns
+        is_host = isinstance(array, np.ndarray)
+        rows = array[table.rows] if is_host else array.at[table.rows].get(out_sharding=explicit_sharding(array, P()))
+        return rows[:, : table.dim] if is_full_width else rows
+
+    return {name: jax.tree.map(functools.partial(logical_rows, table), stacked) for name, table in tables.items()}
+
+
+def explicit_sharding(array: ArrayLike, spec: P | None = None) -> NamedSharding | None:
+    """How an array, or one of another `spec`, lies on its mesh of explicit axes, as JAX asks for; None on others."""
+    own = jax.typeof(array).sharding
+    if AxisType.Explicit not in own.mesh.axis_types:
+        return None
+    return own if spec is None else NamedSharding(own.mesh, spec)
 
 
 def with_logical_tables(tree: PyTree, feature_specs: Nested[FeatureSpec], tables: Mapping[str, PyTree]) -> PyTree:
@@ -303,17 +357,15 @@ def _with_table(
         raise ValueError(f"{where}: got shape {jnp.shape(new[0])}, its spec says {shape}.")
     if isinstance(given, EmbeddingVariables):
         _check_slots(given.slot, table.optimizer, shape, where=where)
+    rows = layout.table_rows[table.name].rows
     for number, values in enumerate(new):
-        old[number] = _set_rows(old[number], layout.rows_of(table), jnp.asarray(values))
+        array, is_inside = jnp.asarray(old[number]), is_traced((old[number], values))
+        # Outside of `jit`, by way of the host, as they may come from another mesh.
+        values = jnp.asarray(values if is_inside else on_host(values), array.dtype)
+        index = (rows, *(slice(size) for size in values.shape[1:]))
+        changed = array.at[index].set(values, out_sharding=explicit_sharding(array))
+        old[number] = changed if is_inside else jax.device_put(changed, array.sharding)
     return jax.tree.unflatten(structure, old)
-
-
-def _set_rows(array: Array, rows: RowIndex, values: Array) -> Array:
-    if not is_traced((array, values)):  # through the host, as they may come from another mesh
-        values = jnp.asarray(on_host(values))
-    columns = tuple(slice(size) for size in values.shape[1:])
-    changed = jnp.asarray(array).at[(rows, *columns)].set(values.astype(array.dtype))
-    return jax.device_put(changed, array.sharding) if isinstance(array, jax.Array) else changed
 
 
 def _is_variables(value: object) -> bool:

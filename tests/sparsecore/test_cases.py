@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 from rsembed import datasets
 from rsembed.fdo import NPZFileFDOClient, SparseDenseMatmulInputStats
-from rsembed.sparsecore import embedding, embedding_spec, pipelining, table_stacking, utils
-from rsembed.sparsecore.partitioner import PADDING_VALUE
-from rsembed.sparsecore.preprocessing import split_nodes
+from rsembed.sparsecore import embedding, embedding_spec, table_stacking, utils
+from rsembed.sparsecore import embedding_pipelining_utils as pipelining
+from rsembed.sparsecore.partitioner import PADDING_VALUE, split_nodes
 from rsembed.stacking import split_by_memory, stack_name_of
 from tests.sparsecore.case_specs import (
     CASES,

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.core import meta
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from rsembed.sparsecore import embedding, embedding_spec
 from tests.sparsecore import small_world
@@ -26,12 +28,20 @@ def variables_with(specs, fill=0.0):
     return variables
 
 
-@pytest.mark.parametrize("is_stacked", [True, False])
-def test_tables_come_back_as_they_went_in(is_stacked):
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize(("is_stacked", "mesh"), [(True, ()), (False, ()), (True, (4,)), (False, (2, 2))])
+def test_tables_come_back_as_they_went_in(is_stacked, mesh, is_jitted):
+    """Also on the meshes that `jax.make_mesh` makes, whose axes are explicit."""
     specs = small_world.placed_specs(2, 2, is_stacked=is_stacked)
     tables, before = small_world.draw_tables(), variables_with(specs)
-    after = embedding.with_logical_tables(before, specs, tables)
-    jax.tree.map(np.testing.assert_array_equal, embedding.logical_tables(after, specs), tables)
+    if mesh:
+        names = ("x", "y")[: len(mesh)]
+        before = jax.device_put(before, NamedSharding(jax.make_mesh(mesh, names), P(names)))
+    call = jax.jit if is_jitted else lambda function: function
+    after = call(lambda variables, tables: embedding.with_logical_tables(variables, specs, tables))(before, tables)
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, before)
+    found = call(lambda variables: embedding.logical_tables(variables, specs))(after)
+    jax.tree.map(np.testing.assert_array_equal, found, tables)
     changed = {name: np.asarray(before[name].table != after[name].table) for name in before}
     assert sum(mask.sum() for mask in changed.values()) == sum(table.size for table in tables.values())
     assert not any(mask[:, small_world.DIM :].any() for mask in changed.values())

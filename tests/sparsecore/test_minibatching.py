@@ -7,7 +7,7 @@ import pytest
 
 from rsembed.sparsecore import embedding
 from rsembed.sparsecore.linen import embed
-from rsembed.sparsecore.preprocessing import bucket_of
+from rsembed.sparsecore.partitioner import bucket_of
 from tests.sparsecore import minibatch_program as program
 from tests.sparsecore import small_world
 

@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rsembed.optimizers import TensorFlowAdam
-from rsembed.sparsecore import embedding, embedding_spec, mesh_lookup, pipelining
+from rsembed.sparsecore import embedding, embedding_spec, mesh_lookup
+from rsembed.sparsecore import embedding_pipelining_utils as pipelining
 from tests import oracles
 from tests.sparsecore import small_world
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rsembed import Bags
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking
-from rsembed.sparsecore.preprocessing import bucket_of
+from rsembed.sparsecore.partitioner import bucket_of
 from tests.oracles import adagrad_step, sgd_step, stepped_table
 from tests.sparsecore.case_specs import logical_tables, on_devices, variables_of
 

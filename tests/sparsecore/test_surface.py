@@ -104,12 +104,14 @@ def test_sizes_and_places_of_tables_follow_their_formulas():
         table_stacking.compute_table_to_setting_in_stack("s", ["t2"], 8, rows, 2, 2, 3)
 
 
-@pytest.mark.parametrize("dim", [DIM, 1])
-def test_tables_are_stacked_by_a_record_and_come_back(dim):
+@pytest.mark.parametrize(("dim", "mesh"), [(DIM, ()), (1, ()), (DIM, (4, 1))])
+def test_tables_are_stacked_by_a_record_and_come_back(dim, mesh):
     features = new_features(out=dim, dim=dim)
     table_stacking.stack_tables(features, ["t1", "t0"], 2, 2, rotation=3)
     record, tables = embedding.create_proto_from_feature_specs(features, 2, 2), values(dim)
     given = {name: jnp.asarray(table if dim > 1 else table[:, 0]) for name, table in tables.items()}
+    if mesh:  # of explicit axes, which JAX makes by default
+        given["t0"] = jax.device_put(given["t0"], NamedSharding(jax.make_mesh(mesh, ("x", "y")), P(("x", "y"))))
     stacked = table_stacking.stack_and_shard_feature_tables(given, record)
     expected = np.zeros((64, 8), np.float32)
     for name, first, rotation in (("t1", 0, 0), ("t0", 8, 3)):
