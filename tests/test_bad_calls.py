@@ -4,22 +4,19 @@ The tables are in `tests/bad_calls/`. Their calls run once, in a process without
 since users have none.
 """
 
-import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.bad_calls.program import WINGS, rows
+
 ROOT = Path(__file__).parent.parent
-TABLES = {
-    path.stem: importlib.import_module(f"tests.bad_calls.{path.stem}")
-    for path in sorted((ROOT / "tests" / "bad_calls").glob("[a-z]*.py"))
-    if path.stem not in ("annotations", "program", "world")
-}
-BAD = {f"{wing}: {name}": row for wing, table in TABLES.items() for name, row in table.BAD.items()}
-ACCEPTED = [f"{wing}: {name}" for wing, table in TABLES.items() for name in getattr(table, "ACCEPTED", ())]
+BAD = {f"{wing}: {call}": error for wing in WINGS for call, error in rows(wing, "BAD").items()}
+ACCEPTED = [f"{wing}: {call}" for wing in WINGS for call in rows(wing, "ACCEPTED")]
 
 
 @pytest.fixture(scope="module")
@@ -33,23 +30,20 @@ def outcomes():
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_call_is_refused_in_words_that_help(outcomes, name):
-    _, error, *words = BAD[name]
+    error, _, words = BAD[name].partition(": ")
     found = outcomes[name]
     assert found is not None, "accepted in silence"
-    assert error.__name__ in found["errors"], found
-    assert [word for word in words if word not in found["message"]] == [], found["message"]
+    assert error in found["errors"], found
+    assert re.search(".*".join(map(re.escape, words.split(" ... "))), found["message"], re.DOTALL), found["message"]
     assert not found["raised_in"], found  # not by JAX or numpy, deep inside
 
 
 def test_what_an_annotation_does_not_admit_is_refused_by_the_name_of_the_argument(outcomes):
     """Of every public call that `checks.validated` guards; what else its words say is tested in `test_checks.py`."""
-    found = {name: own for name, own in outcomes.items() if name.startswith("annotations: ")}
-    helpful = [
-        name
-        for name, own in found.items()
-        if own and name[:-1].rpartition("(")[2] in own["message"] and "missing" not in own["message"]
-    ]
-    assert len(found) > 400 and sorted(found) == sorted(helpful)
+    messages = {name: own and own["message"] for name, own in outcomes.items() if name.startswith("annotations: ")}
+    arguments = {name: re.search(r"\((\w+)=", name)[1] for name in messages}
+    unhelpful = [name for name, own in messages.items() if not own or arguments[name] not in own or "missing" in own]
+    assert len(messages) > 500 and unhelpful == []
 
 
 @pytest.mark.parametrize("name", ACCEPTED)

@@ -1,7 +1,8 @@
-"""Arguments that annotations check: each gets an object of no kind, alone, since they are checked before all else."""
+"""Arguments that annotations check: each gets bad values alone, since they are checked before all else."""
 
 import importlib.util
 import inspect
+import math
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -28,9 +29,18 @@ def public_calls() -> Iterator[tuple[str, Callable[..., Any]]]:
                 yield f"{name}.{own}", getattr(member, "__func__", member)  # of a static method, or one of the class
 
 
-def refused(call: Callable[..., Any], name: str) -> Callable[[], Any]:
+def refused(call: Callable[..., Any], name: str, value: Any) -> Callable[[], Any]:
     own = [object()] if "self" in inspect.signature(call).parameters else []
-    return lambda: call(*own, **{name: object()})
+    return lambda: call(*own, **{name: value})
+
+
+def bad_values(hint: Any) -> Iterator[Any]:
+    """An object of no kind, and a number just outside of each interval."""
+    yield object()
+    for own in (hint, *get_args(hint)):
+        for interval in getattr(own, "__metadata__", ()):
+            low, high = map(float, interval[1:-1].split(","))
+            yield int(low) - 1 if low > -math.inf else int(high) + 1
 
 
 def is_open(hint: Any, parameter: inspect.Parameter) -> bool:
@@ -40,9 +50,10 @@ def is_open(hint: Any, parameter: inspect.Parameter) -> bool:
     return is_unread or is_rest or hint in (None, Any, object, PyTree)
 
 
-BAD = {
-    f"{path}({name})": (refused(call, name), name)
+CALLS = {
+    f"{path}({name}={type(value).__name__})": refused(call, name, value)
     for call, path in {call: path for path, call in public_calls() if is_validated(call)}.items()
-    for name, parameter in inspect.signature(call).parameters.items()
-    if not is_open(get_type_hints(inspect.unwrap(call)).get(name), parameter)
+    for name, hint in get_type_hints(inspect.unwrap(call), include_extras=True).items()
+    if name != "return" and not is_open(hint, inspect.signature(call).parameters[name])
+    for value in bad_values(hint)
 }

@@ -1,54 +1,113 @@
-"""Bad data sets, pictures and commands."""
+"""Bad calls of pictures, data sets and the command line."""
 
+import contextlib
+import io
+import zipfile
+
+import matplotlib as mpl
 import numpy as np
 
-from rsembed import datasets, plot
-from tests.bad_calls.leaves import CommandError, command
-from tests.bad_calls.world import NAN
+from rsembed import __main__ as cli
+from rsembed import datasets
+from tests.bad_calls.world import FOLDER
 
-BAD = {
-    "zipf huge": (
-        lambda: datasets.zipf_ids(5, 2**40, seed=0),
-        ValueError, "zipf_probabilities: vocabulary_size must be in [1,", "got 1099511627776",
-    ),
-    "zipf exponent inf": (
-        lambda: datasets.zipf_ids(5, 9, seed=0, exponent=float("inf")),
-        ValueError, "zipf_probabilities: exponent must be in [0, inf), got inf.",
-    ),
-    "ratings exponent": (
-        lambda: datasets.generated_ratings(5, 80, exponent=-1.0, seed=0),
-        ValueError, "zipf_probabilities: exponent must be in [0, inf), got -1.0.",
-    ),
-    "movielens path missing": (
-        lambda: datasets.movielens(path="nothing.zip"),
-        FileNotFoundError, "movielens: path='nothing.zip' is neither an archive nor a",
-    ),
-    "freq NaN": (
-        lambda: plot.plot_id_frequency([NAN, 2]),
-        ValueError, "plot_id_frequency: counts must be finite and not negative,",
-    ),
-    "coverage empty": (
-        lambda: plot.coverage_curve([]), ValueError, "coverage_curve: counts must be finite and not negative, and",
-    ),
-    "plane one": (
-        lambda: plot.principal_plane([[1.0, 2.0]]),
-        ValueError, "principal_plane: needs two points of two finite columns,", "got shape (1, 2)",
-    ),
-    "hood num": (
-        lambda: plot.plot_neighbourhoods(np.eye(3), ["a", "b", "c"], num_neighbours=9),
-        ValueError, "nearest_neighbours: k=9 must be from 1 to 2, the other rows",
-    ),
-    "treemap empty": (
-        lambda: plot.treemap([], 1.0, 1.0), ValueError, "treemap: sizes must be finite and not negative, and at",
-    ),
-    "entries uneven": (
-        lambda: plot.partition_entries(np.ones((2,3,1), int), num_shards=2),
-        ValueError, "partition_entries: 3 samples are dealt to 2 cores, which",
-    ),
-    "cmd run none": (lambda: command("run"), CommandError, "usage: rsembed run [-h] [--output OUTPUT] notebook"),
-    "cmd run flag": (
-        lambda: command("run", "01", "--fast"), CommandError, "usage: rsembed [-h] {doctor,run,bench,launch} ...",
-    ),
-    "cmd launch none": (lambda: command("launch"), CommandError, "usage: rsembed launch [-h] [--processes PROCESSES]"),
-    "cmd empty": (lambda: command(""), CommandError, "usage: rsembed [-h] {doctor,run,bench,launch} ..."),
-}  # fmt: skip
+mpl.use("Agg")
+WORDS = np.arange(20)
+
+
+def command(*arguments):
+    """What the command line prints as an error, raised; it returns 2 and ends with 2 where arguments are none."""
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            status = cli.main(list(arguments))
+        except SystemExit as error:
+            status = error.code
+    if status:
+        raise cli.CommandError(errors.getvalue())
+
+
+def archive(rating):
+    with zipfile.ZipFile(FOLDER / "own.zip", "w") as written:
+        written.writestr("ml-1m/movies.dat", "1::A film::Drama\n")
+        written.writestr("ml-1m/ratings.dat", rating + "\n")
+    return FOLDER / "own.zip"
+
+
+def odds(users, days):
+    return datasets.generated_ratings(5, 80, seed=0).law.log_odds(users, np.array(days))
+
+
+def words(**options):
+    return datasets.shakespeare(32, **{"source": "pastiche", "max_words": 200} | options)
+
+
+def windows(**options):
+    return datasets.next_word_batches(WORDS, **{"batch_size": 2, "sequence_length": 3} | options)
+
+
+BAD = r"""
+# Generated data
+datasets.generated_ratings(5, 9, seed=0) => ValueError: generated_ratings: num_items ... [40, inf) ... 9
+datasets.generated_ratings(5, 80, ratings_per_user=99, seed=0) => ValueError: ratings_per_user=99 ... half of num_items
+datasets.zipf_ids(5, 2**40, seed=0)
+    => ValueError: zipf_probabilities: vocabulary_size must be in [1, ... got 1099511627776
+# Texts and ratings
+words(source="folio") => ValueError: shakespeare: source='folio' ... 'pastiche'
+words(path="x.txt") => ValueError: source='pastiche' ... drop path=
+words(source="auto", path="nothing.txt") => FileNotFoundError: nothing.txt
+words(source="auto", path=file("own.txt", b"\xff\xfe\xff")) => ValueError: own.txt ... not UTF-8
+words(source="auto", path=file("empty.txt", b" ")) => ValueError: empty.txt ... no words
+words().decode([99]) => ValueError: Text.decode: id 99 at position 0 ... 0 to 31
+datasets.movielens(path="nothing.zip") => FileNotFoundError: movielens: path='nothing.zip' is neither an archive nor a
+datasets.movielens("ml-2m") => ValueError: movielens: name='ml-2m' ... ml-1m
+datasets.movielens(path=file("own.zip", b"no archive")) => ValueError: own.zip
+datasets.movielens(path=archive("1::1::3")) => ValueError: own.zip has not the form of ml-1m.zip
+odds([5], [1.0]) => ValueError: log_odds ... 0 to 4
+# Batches of words
+datasets.word_id_batches(WORDS + 2**40, 1, 2, 3) => ValueError: word_id_batches: word_ids ... int32
+datasets.word_id_batches(WORDS[:3], 1, 2, 3) => ValueError: 3 words are too few ... seq_len=3
+windows(split="test") => ValueError: next_word_batches: split='test' ... validation
+windows(sequence_length=30) => ValueError: the train part has 18 words ... sequence_length=30
+datasets.unigram_entropy(WORDS[:0], 9) => ValueError: unigram_entropy: no words
+datasets.unigram_entropy(WORDS, 9) => ValueError: unigram_entropy: ids reach from 0 to 19 ... vocabulary_size=9
+# Pictures
+rs.plot.id_counts(WORDS, 9) => ValueError: id_counts: ids reach from 0 to 19 ... vocabulary_size=9
+rs.plot.zipf_exponent(np.array([3])) => ValueError: zipf_exponent ... two rows
+rs.plot.nearest_neighbours(np.eye(3), [9], 1) => ValueError: nearest_neighbours ... 9 ... 0 to 2
+rs.plot.plot_loss([1.0, 2.0], steps=[1]) => ValueError: 1 steps for 2 losses
+rs.plot.plot_limits([1, 2, 3], [1, 2]) => ValueError: 2 limits for 3 batches
+rs.plot.buffer_places(np.array([16, 2, *[16] * 6]), num_shards=2, num_places=24)
+    => ValueError: buffer_places ... must not fall
+rs.plot.plot_id_frequency([NAN, 2]) => ValueError: plot_id_frequency: counts must be finite and not negative,
+rs.plot.coverage_curve([]) => ValueError: coverage_curve: counts must be finite and not negative, and
+rs.plot.principal_plane([[1.0, 2.0]])
+    => ValueError: principal_plane: needs two points of two finite columns, got shape (1, 2)
+rs.plot.plot_neighbourhoods(np.eye(3), ["a", "b", "c"], num_neighbours=9)
+    => ValueError: nearest_neighbours: k=9 must be from 1 to 2, the other rows
+rs.plot.treemap([], 1.0, 1.0) => ValueError: treemap: sizes must be finite and not negative, and at
+rs.plot.partition_entries(np.ones((2,3,1), int), num_shards=2)
+    => ValueError: partition_entries: 3 samples are dealt to 2 cores, which
+# The command line
+command() => CommandError: command
+command("run", "99_nothing") => CommandError: no notebook '99_nothing' ... 01_shakespeare
+cli.find_notebook("0") => CommandError: '0' could mean ... 01_shakespeare
+command("run", "01", "STEPS") => CommandError: 'STEPS' ... NAME=VALUE
+cli.parse_settings(["=3"]) => CommandError: '=3' ... NAME=VALUE
+cli.replace_parameters("STEPS = 2", {"STEP": "3"}) => CommandError: unknown parameter STEP ... STEPS
+cli.replace_parameters("STEPS = 2", {"STEPS": "many"}) => CommandError: STEPS=many ... Python literal
+cli.replace_parameters("%matplotlib inline\nSTEPS = 2", {"STEPS": "3"}) => CommandError: 'parameters' ... no Python
+command("bench", "../rsembed/nnx") => CommandError: no benchmark
+command("bench", "sumary") => CommandError: no benchmark 'sumary' ... summary
+command("launch", "nothing.py") => CommandError: no script 'nothing.py'
+command("launch", "--processes", "0", "x.py") => CommandError: num_processes ... 0
+command("run") => CommandError: usage: rsembed run [-h] [--output OUTPUT] notebook
+command("run", "01", "--fast") => CommandError: usage: rsembed [-h] {doctor,run,bench,launch} ...
+command("launch") => CommandError: usage: rsembed launch [-h] [--processes PROCESSES]
+command("") => CommandError: usage: rsembed [-h] {doctor,run,bench,launch} ...
+"""
+
+ACCEPTED = """
+rs.plot.id_counts([[2, 0], [2, -1]], 4) => rs.plot.id_counts(np.array([[2, 0], [2, -1]]), 4)
+words().encode(["the", "x"]) => words().encode("the x")
+"""

@@ -2,24 +2,45 @@
 
     python -m tests.bad_calls.program
 
-The last line printed is JSON: by row, what a bad call raised and where, and what tells the result of a call accepted on
-purpose from that of the proper call.
+A row of a table is `call => what it raises`, with parts of the message, or `call => the proper call`. What does not fit
+its line goes on below, indented. The last line printed is JSON: by row, what a bad call raised and where, and what
+tells the result of a call accepted on purpose from that of the proper call.
 """
 
 import importlib
 import json
 import os
+import re
 import sys
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-WINGS = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py") if path.stem not in ("program", "world"))
+from tests.bad_calls import annotations, world
+
+NO_TABLES = ("annotations", "program", "world")
+WINGS = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py") if path.stem not in NO_TABLES)
 OWN_FILES = (os.sep + "rsembed" + os.sep, os.sep + "bad_calls" + os.sep)
+
+
+def rows(wing: str, table: str) -> dict[str, str]:
+    """What stands behind the arrow, by the call before it."""
+    text = getattr(importlib.import_module(f"tests.bad_calls.{wing}"), table, "")
+    lines = [line for line in re.sub(r"\n +", " ", text).splitlines() if line and line[0] != "#"]
+    found = dict(line.split(" => ") for line in lines)
+    assert len(found) == len(lines), f"{wing} has a call twice"
+    return found
+
+
+def run(wing: str, call: str) -> Any:
+    """The result of a call, which sees the names of its table and of `world`."""
+    module = importlib.import_module(f"tests.bad_calls.{wing}")
+    return eval(compile(call, str(module.__file__), "eval"), vars(world) | vars(module))
 
 
 def outcome(call: Any) -> dict[str, Any] | None:
@@ -59,9 +80,11 @@ def main(wings: list[str]) -> None:
     warnings.simplefilter("ignore")
     results: dict[str, Any] = {}
     for wing in wings or WINGS:
-        table = importlib.import_module(f"tests.bad_calls.{wing}")
-        results |= {f"{wing}: {name}": outcome(row[0]) for name, row in table.BAD.items()}
-        results |= {f"{wing}: {name}": difference(*row) for name, row in getattr(table, "ACCEPTED", {}).items()}
+        for call in rows(wing, "BAD"):
+            results[f"{wing}: {call}"] = outcome(partial(run, wing, call))
+        for call, proper in rows(wing, "ACCEPTED").items():
+            results[f"{wing}: {call}"] = difference(partial(run, wing, call), partial(run, wing, proper))
+    results |= {f"annotations: {name}": outcome(call) for name, call in annotations.CALLS.items()}
     print(json.dumps(results))
 
 

@@ -1,5 +1,7 @@
 """Bad states, gradients and losses of a collection."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,16 +13,16 @@ from tests.bad_calls.world import (
     collection,
     feature,
     gradients,
+    keyed,
+    keyed_state,
     other,
-    other_row_gradients,
-    other_state,
     row_gradients,
     state,
     table,
 )
 
-NAN = float("nan")
 STATELESS = rs.EmbeddingState({}, {}, jnp.zeros((), jnp.int32), None, None)
+BATCH, GRADIENTS = {"title": [[1]]}, {"title": np.ones((1, 4), np.float32)}
 
 
 def lookup(given, ids=None):
@@ -31,8 +33,28 @@ def update(**changes):
     return collection().update(state(), batch(), gradients(**changes))
 
 
+def stepped(**changes):
+    """A step of a changed state."""
+    return collection().update(state()._replace(**changes), batch(), gradients())
+
+
+def adam_without_slots():
+    made = rs.EmbeddingCollection([feature(table_spec=table(optimizer=rs.optimizers.Adam(0.1)))])
+    return made.update(made.init(KEY(0))._replace(slots={}), BATCH, GRADIENTS)
+
+
+def donated():
+    state = other().init(KEY(0))
+    jax.jit(lambda state: other().update(state, BATCH, GRADIENTS), donate_argnums=0)(state)
+    return state
+
+
 def with_tables(**tables):
     return collection().with_tables(state(), tables)
+
+
+def evicted(**reason):
+    return keyed().evict(keyed().init(KEY(0)), "client", **reason)
 
 
 def reshaped(**tables):
@@ -40,23 +62,9 @@ def reshaped(**tables):
     return state()._replace(tables=state().tables | tables, layout=None)
 
 
-def grad(loss, **options):
-    """The gradients of a loss of parameters and activations."""
-    return rs.value_and_grad(loss, collection(), **options)(jnp.ones(4), state(), batch())
-
-
-def loss_of(params, activations):
-    return jnp.sum(params * activations["title"])
-
-
 def started(initializer, **fields):
     """The state of a table with this initializer."""
     return rs.EmbeddingCollection([feature(table_spec=table(initializer=initializer, **fields))]).init(KEY(0))
-
-
-def by_hand(name, num_rows, dim=4):
-    """Gradients of one row that belong to no collection."""
-    return rs.RowGradients({name: jnp.array([1])}, {name: jnp.ones((1, dim))}, ((name, num_rows),))
 
 
 def as_numpy(tree):
@@ -64,134 +72,129 @@ def as_numpy(tree):
     return tree._replace(tables={name: np.asarray(array) for name, array in tree.tables.items()})
 
 
-BAD = {
-    # init
-    "a seed in place of a key": (lambda: collection().init(0), TypeError, "PRNG key", "0", "jax.random.key(0)"),
-    "several keys": (
-        lambda: collection().init(jax.random.split(KEY(0))), ValueError, "PRNG key", "(2,)", "jax.random.key(0)",
-    ),
-    "an initializer of another shape": (
-        lambda: started(lambda key, shape: jnp.zeros(3)), ValueError, "table 'word'", "initializer", "(3,)", "(9, 4)",
-    ),
-    "an initializer of one argument": (
-        lambda: started(lambda key: key), TypeError, "table 'word'", "initializer(key, (9, 4))", "lambda key, shape",
-    ),
-    "an initializer of None": (
-        lambda: started(lambda key, shape: None), ValueError, "table 'word'", "initializer returned []", "(9, 4)",
-    ),
-    # States
-    "no state": (lambda: lookup(None), TypeError, "EmbeddingState", "NoneType", "collection.init"),
-    "batch and state the wrong way round": (
-        lambda: collection().lookup(batch(), state()), TypeError, "EmbeddingState", "dict",
-    ),
-    "a state without tables": (
-        lambda: lookup(STATELESS), ValueError, "does not belong", "tables are {}", "collection.init",
-    ),
-    "a table of another dtype": (
-        lambda: lookup(reshaped(word_user=jnp.ones((14, 4), jnp.bfloat16))), ValueError, "does not belong",
-        "bfloat16[14, 4]",
-    ),
-    "slots of another optimizer": (
-        lambda: collection().update(reshaped()._replace(slots={"word_user": (jnp.ones(3),)}), batch(), gradients()),
-        ValueError, "does not belong", "slots", "float32[3]",
-    ),
-    # with_tables
-    "a table that is not there": (
-        lambda: with_tables(wrod=np.ones((9, 4))), ValueError, "unknown table 'wrod'", "'word'", "'user'",
-    ),
-    "a row by key outside": (
-        lambda: with_tables(word={"keys": [9], "values": np.ones((1, 4))}), ValueError, "table 'word'", "9 rows",
-        "key 9",
-    ),
-    # Gradients of activations
-    "a missing gradient": (
-        lambda: collection().update(state(), batch(), {"title": np.ones((2, 4))}), ValueError, "gradients",
-        "missing ['author']",
-    ),
-    "a gradient too many": (
-        lambda: update(date=np.ones((2, 4))), ValueError, "activation gradients", "unknown ['date']",
-    ),
-    "gradients as an array": (
-        lambda: collection().update(state(), batch(), np.ones((2, 4))), TypeError, "activation gradients", "mapping",
-        "an array of float64",
-    ),
-    "a gradient of fewer samples": (
-        lambda: update(title=np.ones((1, 4))), ValueError, "feature 'title'", "gradient has shape (1, 4)",
-        "2 vectors of 4",
-    ),
-    "a gradient of one axis": (
-        lambda: update(title=np.ones(8)), ValueError, "feature 'title'", "(8,)", "2 vectors of 4",
-    ),
-    "a gradient of integers": (
-        lambda: update(title=np.ones((2, 4), int)), TypeError, "feature 'title'", "gradient", "floats", "int64",
-    ),
-    "a masked gradient": (
-        lambda: update(title=np.ma.masked_less(np.ones((2, 4)), 0)), TypeError, "feature 'title'", "masked array",
-    ),
-    "a gradient of text": (lambda: update(title="ones"), TypeError, "feature 'title'", "gradient", "str"),
-    # Row gradients
-    "no row gradients": (
-        lambda: collection().apply(state(), None), TypeError, "RowGradients", "NoneType", "lookup_vjp",
-    ),
-    "row gradients of another collection": (
-        lambda: collection().apply(state(), other_row_gradients()), ValueError, "do not belong to this collection",
-        "lookup_vjp",
-    ),
-    "row gradients of another stack": (
-        lambda: collection().apply(state(), by_hand("x", 9)), ValueError, "do not belong to this collection", "x",
-        "word_user", "lookup_vjp",
-    ),
-    "row gradients of another dim": (
-        lambda: collection().apply(state(), by_hand("word_user", 14, dim=3)), ValueError, "'word_user'", "(1, 3)",
-    ),
-    "a factor of NaN": (lambda: rs.scale(row_gradients(), NAN), ValueError, "scale: factor", "nan"),
-    "a negative norm": (
-        lambda: rs.clip_by_global_norm(row_gradients(), -1.0), ValueError, "clip_by_global_norm: max_norm", "-1.0",
-    ),
-    "another norm of NaN": (
-        lambda: rs.clip_by_global_norm(row_gradients(), 1.0, other_norm=NAN), ValueError, "other_norm", "nan",
-    ),
-    "nothing to combine": (lambda: rs.combine(), ValueError, "combine", "at least one RowGradients"),
-    "a list to combine": (lambda: rs.combine([row_gradients()]), TypeError, "combine", "RowGradients", "list"),
-    "gradients of two collections": (
-        lambda: rs.combine(row_gradients(), other_row_gradients()), ValueError, "different collections", "combined",
-    ),
-    # value_and_grad
-    "a loss without its aux": (lambda: grad(loss_of, has_aux=True), TypeError, "loss_fn", "(loss, aux)"),
-    "a loss of vectors": (
-        lambda: grad(lambda params, activations: activations["title"]), TypeError, "scalar", "(2, 4)",
-    ),
-    "a loss of integers": (
-        lambda: grad(lambda params, activations: jnp.sum(activations["title"]).astype(int)), TypeError,
-        "float", "int32",
-    ),
-    # Layers of the package
-    "a module nobody knows": (lambda: rs.sparsecores, AttributeError, "'rsembed'", "'sparsecores'", "'sparsecore'"),
-}  # fmt: skip
+def applied(row_gradients):
+    return collection().apply(state(), row_gradients)
 
-ACCEPTED = {
-    "an old key of two numbers": (
-        lambda: collection().tables(collection().init(jax.random.PRNGKey(3))),
-        lambda: collection().tables(collection().init(KEY(3))),
-    ),
-    "values as lists": (
-        lambda: collection().tables(with_tables(word=[[1.0] * 4] * 9)),
-        lambda: collection().tables(with_tables(word=np.ones((9, 4)))),
-    ),
-    "values of integers": (
-        lambda: collection().tables(with_tables(word=np.ones((9, 4), int))),
-        lambda: collection().tables(with_tables(word=np.ones((9, 4)))),
-    ),
-    "gradients as lists": (
-        lambda: collection().tables(update(title=[[1.0] * 4] * 2)), lambda: collection().tables(update()),
-    ),
-    "gradients of float64": (
-        lambda: collection().tables(update(title=np.ones((2, 4)))), lambda: collection().tables(update()),
-    ),
-    "an integer factor": (lambda: rs.scale(row_gradients(), 2).values, lambda: rs.scale(row_gradients(), 2.0).values),
-    "a norm without bound": (
-        lambda: rs.clip_by_global_norm(row_gradients(), np.inf).values, lambda: row_gradients().values,
-    ),
-    "a state of numpy arrays": (lambda: lookup(as_numpy(state())), lambda: lookup(state())),
-    "a pretrained table under another name": (lambda: other().tables(other_state())["word"].shape, lambda: (7, 4)),
-}  # fmt: skip
+
+def by_hand(rows=None, values=None, num_rows=(("word_user", 14),)):
+    """Gradients of one row that belong to no collection."""
+    rows, values = jnp.array([1]) if rows is None else rows, jnp.ones((1, 4)) if values is None else values
+    return applied(rs.RowGradients({"word_user": rows}, {"word_user": values}, num_rows))
+
+
+def changed(**fields):
+    return applied(dataclasses.replace(row_gradients(), **fields))
+
+
+def changed_keys(**arrays):
+    given = keyed().row_gradients({"who": np.array([5])}, {"who": np.ones((1, 4), np.float32)})
+    return keyed().apply(
+        keyed_state(), dataclasses.replace(given, **{name: {"client": array} for name, array in arrays.items()})
+    )
+
+
+def grad(loss, params=None, **options):
+    """The gradients of a loss of parameters and activations."""
+    params = jnp.ones(4) if params is None else params
+    return rs.value_and_grad(loss, collection(), **options)(params, state(), batch())
+
+
+def loss_of(params, activations):
+    return jnp.sum(params * activations["title"])
+
+
+BAD = """
+# init
+collection().init(0) => TypeError: PRNG key ... jax.random.key(0)
+collection().init(jax.random.split(KEY(0))) => ValueError: PRNG key ... jax.random.key(0) ... (2,)
+started(lambda key, shape: jnp.zeros(3)) => ValueError: table 'word' ... initializer ... (3,) ... (9, 4)
+started(lambda key: key) => TypeError: table 'word' ... initializer(key, (9, 4)) ... lambda key, shape
+started(lambda key, shape: None) => ValueError: table 'word' ... initializer returned [] ... (9, 4)
+# States
+lookup(None) => TypeError: collection.init ... EmbeddingState ... NoneType
+collection().lookup(batch(), state()) => TypeError: EmbeddingState ... dict
+lookup(STATELESS) => ValueError: does not belong ... tables are {} ... collection.init
+lookup(reshaped(word_user=jnp.ones((14, 4), jnp.bfloat16))) => ValueError: does not belong ... bfloat16[14, 4]
+stepped(slots={"word_user": (jnp.ones(3),)}) => ValueError: does not belong ... slots ... float32[3]
+adam_without_slots() => ValueError: the state does not belong to this collection: slots are {},
+near().prefetch(near_state()._replace(slots={}), {"what": [[1]]})
+    => ValueError: table 'item' is on the host, where optimizer state moves
+collection().lookup(state()._replace(tables=[jnp.ones((14,4))]), batch())
+    => ValueError: the state does not belong to this collection: tables are
+stepped(step=None) => ValueError: the state does not belong to this collection: step are
+stepped(step=jnp.ones(())) => ValueError: the state does not belong to this collection: step are
+stepped(step=jnp.zeros(2, jnp.int32)) => ValueError: the state does not belong to this collection: step are
+other().lookup(donated(), BATCH) => RuntimeError: the state has lost its tables to a step that took its
+# with_tables and evict
+with_tables(word="x") => TypeError: table 'word': its values must be an array of numbers, got 'x' (str)
+with_tables(word_user=np.ones((14,4))) => ValueError: unknown table 'word_user' (did you mean 'word'?); the
+evicted(keep=1, unused_for=1) => ValueError: evict from table 'client': give one of keep, unused_for,
+evicted(keep=1.5) => TypeError: evict from table 'client': keep must be an integer, got 1.5 (float)
+evicted(norm_below="1") => TypeError: evict from table 'client': norm_below must be a number, got '1' (str)
+keyed().evict(state(), "client", keep=1) => ValueError: the state does not belong to this collection: client is
+jax.jit(keyed().counts)(keyed_state()) => RuntimeError: rows by key, and counts, come to the host; read them
+jax.jit(keyed().tables)(keyed_state()) => RuntimeError: rows by key, and counts, come to the host; read them
+near().prefetch(near_state(), {"what": [[9]]}) => ValueError: feature 'what': id 9 in sample 0 is outside table 'item'
+with_tables(wrod=np.ones((9, 4))) => ValueError: unknown table 'wrod' ... 'word' ... 'user'
+with_tables(word={"keys": [9], "values": np.ones((1, 4))}) => ValueError: table 'word' ... 9 rows ... key 9
+# Gradients of activations
+collection().update(state(), batch(), {"title": np.ones((2, 4))}) => ValueError: gradients ... missing ['author']
+update(date=np.ones((2, 4))) => ValueError: activation gradients ... unknown ['date']
+collection().update(state(), batch(), np.ones((2, 4)))
+    => TypeError: activation gradients ... mapping ... an array of float64
+update(title=np.ones((1, 4))) => ValueError: feature 'title' ... gradient has shape (1, 4) ... 2 vectors of 4
+update(title=np.ones(8)) => ValueError: feature 'title' ... (8,) ... 2 vectors of 4
+update(title=np.ones((2, 4), int)) => TypeError: feature 'title' ... gradient ... floats ... int64
+update(title=np.ma.masked_less(np.ones((2, 4)), 0)) => TypeError: feature 'title' ... masked array
+update(title="ones") => TypeError: feature 'title' ... gradient ... str
+# Row gradients
+applied(None) => TypeError: lookup_vjp ... RowGradients ... NoneType
+applied(other_row_gradients()) => ValueError: do not belong to this collection ... lookup_vjp
+by_hand(num_rows=(("x", 9),)) => ValueError: do not belong to this collection ... x ... word_user ... lookup_vjp
+by_hand(values=jnp.ones((1, 3))) => ValueError: 'word_user' ... (1, 3)
+by_hand(rows=jnp.array([1.5])) => TypeError: RowGradients: rows['word_user'] must be an array of
+by_hand(rows=jnp.array([[1]])) => ValueError: row gradients of stack 'word_user': rows (1, 1) and values
+by_hand(rows=jnp.array([1, 2])) => ValueError: row gradients of stack 'word_user': rows (2,) and values
+by_hand(rows=[1]) => ValueError: row gradients of stack 'word_user': rows () and values (1,
+by_hand(rows="1") => TypeError: RowGradients: rows['word_user'] must be an array of ... got '1' (str)
+by_hand(values=jnp.ones(4)) => ValueError: row gradients of stack 'word_user': rows (1,) and values
+changed(values={"word_user": None})
+    => TypeError: RowGradients: values['word_user'] must be an array of ... got None (NoneType)
+changed(values={}) => ValueError: row gradients of stack 'word_user': rows (6,) and values ()
+changed(rows={"x": jnp.array([1])}, values={"x": jnp.ones((1,4))})
+    => ValueError: row gradients of stack 'word_user': rows () and values ()
+changed(rows=None) => TypeError: RowGradients: rows must be a mapping (each an array of ... got None (NoneType)
+by_hand(num_rows={"word_user": 14}) => ValueError: the row gradients do not belong to this collection: they
+changed_keys(rows=jnp.array([1])) => ValueError: row gradients of stack 'client': rows (1,) and values (1,
+changed_keys(rows=jnp.ones((1, 1), jnp.uint32)) => ValueError: stack 'client': rows (1, 1)
+changed_keys(values=jnp.ones((1,3))) => ValueError: row gradients of stack 'client': rows (1, 3) and values (1,
+applied(jax.tree.map(lambda x: jnp.stack([x, x]), row_gradients()))
+    => ValueError: row gradients of stack 'word_user': rows (2, 6) and values
+rs.scale(row_gradients(), NAN) => ValueError: scale: factor ... nan
+rs.clip_by_global_norm(row_gradients(), -1.0) => ValueError: clip_by_global_norm: max_norm ... -1.0
+rs.clip_by_global_norm(row_gradients(), 1.0, other_norm=NAN) => ValueError: other_norm ... nan
+rs.combine() => ValueError: combine ... at least one RowGradients
+rs.combine([row_gradients()]) => TypeError: combine ... RowGradients ... list
+rs.combine(row_gradients(), other_row_gradients()) => ValueError: different collections ... combined
+# value_and_grad
+grad(loss_of, has_aux=True) => TypeError: loss_fn ... (loss, aux)
+grad(lambda params, activations: activations["title"]) => TypeError: scalar ... (2, 4)
+grad(lambda params, activations: jnp.sum(activations["title"]).astype(int)) => TypeError: float ... int32
+grad(loss_of, jnp.ones(4, int)) => TypeError: value_and_grad: params must hold floats, got an array of
+grad(lambda params, activations: activations["title"].sum(), {"k": KEY(0)})
+    => TypeError: value_and_grad: params['k'] must hold floats, got an array
+# Layers of the package
+rs.sparsecores => AttributeError: 'rsembed' ... 'sparsecores' ... 'sparsecore'
+"""
+
+ACCEPTED = """
+collection().tables(collection().init(jax.random.PRNGKey(3))) => collection().tables(collection().init(KEY(3)))
+collection().tables(with_tables(word=[[1.0] * 4] * 9)) => collection().tables(with_tables(word=np.ones((9, 4))))
+collection().tables(with_tables(word=np.ones((9, 4), int))) => collection().tables(with_tables(word=np.ones((9, 4))))
+collection().tables(update(title=[[1.0] * 4] * 2)) => collection().tables(update())
+collection().tables(update(title=np.ones((2, 4)))) => collection().tables(update())
+rs.scale(row_gradients(), 2).values => rs.scale(row_gradients(), 2.0).values
+rs.clip_by_global_norm(row_gradients(), np.inf).values => row_gradients().values
+lookup(as_numpy(state())) => lookup(state())
+other().tables(other_state())["word"].shape => (7, 4)
+"""

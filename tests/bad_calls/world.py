@@ -122,3 +122,8 @@ def near_state() -> rs.EmbeddingState:
 def new_path(name: str) -> pathlib.Path:
     """In a folder of its own, which is there."""
     return pathlib.Path(tempfile.mkdtemp(dir=FOLDER)) / name
+
+
+def file(name: str, content: bytes) -> pathlib.Path:
+    (FOLDER / name).write_bytes(content)
+    return FOLDER / name
