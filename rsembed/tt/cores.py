@@ -24,7 +24,7 @@ from rsembed.checks import check_type
 from rsembed.kernels import native
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.kernels.keyed import varying_zero
-from rsembed.kernels.reference import entry_gains, is_listed
+from rsembed.kernels.reference import bags_of_entries, entry_gains
 from rsembed.tt.spec import TTSpec
 
 Mode = Literal["sum", "mean"]
@@ -203,8 +203,8 @@ def entries_of(segments: Sequence[Segment]) -> tuple[Int[Array, " nnz"], Int[Arr
     """
     outputs, gains, first = [], [], 0
     for segment in segments:
-        bag, gain = entry_gains(segment, NO_ROW)
-        outputs.append(jnp.where(is_listed(segment, NO_ROW), bag + first, NO_ROW))
+        (bag, gain), (_, is_listed) = entry_gains(segment, NO_ROW), bags_of_entries(segment, NO_ROW)
+        outputs.append(jnp.where(is_listed, bag + first, NO_ROW))
         gains.append(gain)
         first += segment.num_outputs
     return jnp.concatenate([segment.rows for segment in segments]), jnp.concatenate(outputs), jnp.concatenate(gains)

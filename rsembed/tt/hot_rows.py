@@ -185,7 +185,7 @@ def populate(
     """
     counted, capacity, is_stored = directory.counted, directory.ids.shape[0], directory.places != NO_ROW
     worth = 2 * jnp.minimum(counted.counts, MOST_READS).astype(jnp.uint32) + is_stored.astype(jnp.uint32)
-    is_cached = row_map.least(counted, lambda _: ~worth, worth > 0, jnp.full(1, capacity, jnp.int32))
+    is_cached = row_map.least(counted, ~worth, worth > 0, jnp.full(1, capacity, jnp.int32))
     places = jnp.where(is_cached, directory.places, NO_ROW)
     is_free = jnp.ones(capacity, bool).at[places].set(False, mode="drop")
     new, num_new = api.compact(is_cached & ~is_stored, capacity)
