@@ -61,24 +61,22 @@ def key_bags(keys: KeysOfBags, weights: WeightsOfKeys, feature: str, devices: De
     check_unmasked(keys, f"feature {feature!r}: keys")
     if isinstance(keys, Bags) or (isinstance(keys, (list, tuple)) and not isinstance(keys, Keys)):
         try:
-            return as_bags(keys if isinstance(keys, Bags) and weights is None else (keys, weights), feature=feature)
+            bags = as_bags(keys if isinstance(keys, Bags) and weights is None else (keys, weights), feature=feature)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error} Lists hold one flat list of keys per bag: [[1, 2], [3], []].") from error
-    array = keys if isinstance(keys, (Keys, jax.Array)) else np.asarray(keys)
-    if array.ndim < 2:
-        raise ValueError(
-            f"feature {feature!r}: keys need an axis of bags and one of keys per bag, got shape {array.shape}."
-        )
-    if weights is not None:
-        weights = weights if isinstance(weights, jax.Array) else np.asarray(weights)
-        if weights.shape != array.shape:
-            raise ValueError(f"feature {feature!r}: weights have shape {weights.shape}, keys {array.shape}.")
-        weights = weights.reshape(-1, array.shape[-1])
-    return of_any_width(as_bags((array.reshape(-1, array.shape[-1]), weights), feature=feature), devices)
-
-
-def of_any_width(bags: Bags, devices: Devices) -> Bags:
-    """Bags on whose width several processes can agree, as they cannot on that of arrays."""
+    else:
+        array = keys if isinstance(keys, (Keys, jax.Array)) else np.asarray(keys)
+        if array.ndim < 2:
+            raise ValueError(
+                f"feature {feature!r}: keys need an axis of bags and one of keys per bag, got shape {array.shape}."
+            )
+        if weights is not None:
+            weights = weights if isinstance(weights, jax.Array) else np.asarray(weights)
+            if weights.shape != array.shape:
+                raise ValueError(f"feature {feature!r}: weights have shape {weights.shape}, keys {array.shape}.")
+            weights = weights.reshape(-1, array.shape[-1])
+        bags = as_bags((array.reshape(-1, array.shape[-1]), weights), feature=feature)
+    # Several processes can agree on the width of bags, but not on that of arrays.
     is_part = devices.num_processes > 1 and not is_unknown(bags)
     return dataclasses.replace(bags, dense_shape=None) if is_part else bags
 
