@@ -37,7 +37,7 @@ BUDGETS = {
     "sparsecore": 4447,
     "tbe": 2822,
     "tt": 3134,
-    "sok": 1598,
+    "sok": 1586,
     "plot": 1149,
     "datasets": 1104,
     "__main__": 352,

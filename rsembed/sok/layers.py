@@ -41,8 +41,8 @@ class _Layer(nnx.Module):
         max_feature_num: int | None = None,
         **options: Any,
     ):
-        self.slot_num, self.max_nnz, self.combiner = slot_num, max_nnz, combiner
-        self.max_feature_num = max_feature_num
+        self.name, self.combiner = name, combiner
+        self.slot_num, self.max_nnz, self.max_feature_num = slot_num, max_nnz, max_feature_num
         self.variable: EmbeddingVariable = embedding_variable(
             name,
             embedding_vec_size,
@@ -51,12 +51,7 @@ class _Layer(nnx.Module):
             initializer=embedding_initializer,
             **options,
         )
-        lookups.engine_of((self.variable.table.kind,), ((0, combiner),))  # made here, not in the first step
-
-    @property
-    def name(self) -> str:
-        """The table's name."""
-        return self.variable.table.spec.name
+        lookups.engine_of(((self.variable.table.kind, (combiner,)),))  # made here, not in the first step
 
     @property
     def embedding_variable(self) -> EmbeddingVariable:
