@@ -35,7 +35,7 @@ BUDGETS = {
     "checkpoint": 1693,
     "fdo": 685,
     "sparsecore": 4447,
-    "tbe": 2822,
+    "tbe": 2797,
     "tt": 3134,
     "sok": 1586,
     "plot": 1149,

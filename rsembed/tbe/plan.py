@@ -216,8 +216,7 @@ class TBEPlan:
     @functools.cached_property
     def has_passes(self) -> bool:
         """Whether training steps begin with what `functional.begin_step` does."""
-        rules = CounterAdagrad
-        return any(t.whole_table_mode is not None or isinstance(t.rule, rules) for t in self.tables)
+        return any(t.whole_table_mode is not None or isinstance(t.rule, CounterAdagrad) for t in self.tables)
 
     @functools.cached_property
     def row_layout(self) -> Fingerprint:
