@@ -25,7 +25,7 @@ from rsembed.kernels.contract import Segment
 from rsembed.row_gradients import check_gradient
 from rsembed.sok import lookups
 from rsembed.sok.lookups import KeysOfBags, StepOnce, WeightsOfKeys
-from rsembed.sok.variables import Context, EmbeddingVariable, VariableTable, embedding_variable
+from rsembed.sok.variables import EmbeddingVariable, embedding_variable
 from rsembed.specs import Combiner, FeatureSpec, TableSpec
 
 Table = EmbeddingVariable | Float[Array, "rows dim"] | nnx.Variable
@@ -110,10 +110,9 @@ def _look_up_group(
     if not isinstance(params, (list, tuple)):
         raise TypeError(f"{group}: params must be a list of tables, got {describe(params)}.")
     known = [lookups.checked_combiner(own, f"{group}: combiners[{position}]") for position, own in enumerate(combiners)]
-    variables = {position: own for position, own in enumerate(params) if isinstance(own, EmbeddingVariable)}
-    context = _context_of([variable.table for variable in variables.values()], group)
+    features, variables, plain = _features_of(params, group)
+    context = next((variable.table.context for variable in variables.values()), None)
     devices = Devices() if context is None else context.devices
-    features, plain = _features_of(params, group)
 
     def read(given: tuple[Sequence[KeysOfBags], Sequence[WeightsOfKeys] | None]) -> dict[str, Bags]:
         ids, weights = given[0], [None] * len(params) if given[1] is None else list(given[1])
@@ -121,43 +120,52 @@ def _look_up_group(
         if len(set(lengths.values())) != 1 or not params:
             raise ValueError(f"{group}: the lists must have one entry per table and not be empty, got {lengths}.")
         bags = {}
-        for position, (feature, own, own_weights) in enumerate(zip(features, ids, weights, strict=True)):
-            if position in variables:
-                found = lookups.key_bags(own, own_weights, feature.name, devices)
-            else:
-                pair = own if own_weights is None else (own, own_weights)
-                found = lookups.of_any_width(as_bags(pair, feature=feature.name), devices)
-            if context is not None and not inputs.is_unknown(found):
-                context.check_batch(found.num_bags, f"{group}, {feature.name}")
-            bags[feature.name] = found
+        for name, own, own_weights in zip(features, ids, weights, strict=True):
+            bags[name] = lookups.key_bags(own, own_weights, name, devices)
+            if context is not None and not inputs.is_unknown(bags[name]):
+                context.check_batch(bags[name].num_bags, f"{group}, {name}")
         return bags
 
-    by_name = {feature.name: feature for feature in features}
-    prepared = inputs.prepare(by_name, (sp_ids, sp_weights), devices, bounds_check="raise", what=group, read=read)
-    batch = list(prepared.values())
-    keys, pooling = [batch[position] for position in variables], [known[position] for position in variables]
-    found, backward = lookups.look_up_variables(list(variables.values()), keys, pooling, training=training)
+    batch = inputs.prepare(features, (sp_ids, sp_weights), devices, bounds_check="raise", what=group, read=read)
+    pooling = dict(zip(features, known, strict=True))
+    keys, own_pooling = [batch[name] for name in variables], [pooling[name] for name in variables]
+    found, backward = lookups.look_up_variables(list(variables.values()), keys, own_pooling, training=training)
     outputs = dict(zip(variables, found, strict=True))
-    outputs |= {position: _pool(devices, known[position], own, batch[position]) for position, own in plain.items()}
-    return [outputs[position] for position in range(len(params))], backward
+    outputs |= {name: _pool(devices, pooling[name], values, batch[name]) for name, values in plain.items()}
+    return [outputs[name] for name in features], backward
 
 
-def _features_of(params: Sequence[Table], group: str) -> tuple[list[FeatureSpec], dict[int, Array]]:
-    """Feature specs by which the core reads a group's ids, and the arrays of plain tables by position."""
+def _features_of(
+    params: Sequence[Table], group: str
+) -> tuple[dict[str, FeatureSpec], dict[str, EmbeddingVariable], dict[str, Array]]:
+    """By name, the features as which the core reads the ids of a group, its variables, and its plain tables.
+
+    Raises: TypeError or ValueError: a table is none, or variables are on different devices.
+    """
     names = [table.table.spec.name for table in params if isinstance(table, EmbeddingVariable)]
-    features, plain = [], {}
+    features: dict[str, FeatureSpec] = {}
+    variables: dict[str, EmbeddingVariable] = {}
+    plain: dict[str, Array] = {}
     for position, table in enumerate(params):
         name = f"params[{position}]"
         if isinstance(table, EmbeddingVariable):
             spec = table.table.spec
             name = spec.name if names.count(spec.name) == 1 else f"{name} (table {spec.name!r})"
+            variables[name] = table
+            first, own = next(iter(variables.values())).table.context, table.table.context
+            if own.devices != first.devices:
+                raise ValueError(
+                    f"{group}: table {spec.name!r} lies on the devices {own.mesh.devices.tolist()} (axis "
+                    f"{own.axis!r}), table {names[0]!r} on {first.mesh.devices.tolist()} (axis {first.axis!r}); "
+                    "make them with the same context, or look them up one after the other."
+                )
         else:
             values = table.get_value() if isinstance(table, nnx.Variable) else table
             check_type(values, Float[Array, "rows dim"], f"{group}, {name}")
-            plain[position] = jnp.asarray(values)
+            plain[name] = jnp.asarray(values)
             spec = TableSpec(name, *values.shape)
-        features.append(FeatureSpec(name, spec))
-    return features, plain
+        features[name] = FeatureSpec(name, spec)
+    return features, variables, plain
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -172,19 +180,6 @@ def _pool(devices: Devices, combiner: Combiner, values: Array, batch: PyTree) ->
 
     pooled: Array = devices.on_each(on_device, (PartitionSpec(), devices.split), devices.split)(values, batch)
     return pooled
-
-
-def _context_of(tables: Sequence[VariableTable], group: str) -> Context | None:
-    """Devices that all tables share; None without tables. Raises: ValueError: tables are on different devices."""
-    for table in tables:
-        first, own = tables[0].context, table.context
-        if own.devices != first.devices:
-            raise ValueError(
-                f"{group}: table {table.spec.name!r} lies on the devices {own.mesh.devices.tolist()} (axis "
-                f"{own.axis!r}), table {tables[0].spec.name!r} on {first.mesh.devices.tolist()} (axis {first.axis!r}); "
-                "make them with the same context, or look them up one after the other."
-            )
-    return tables[0].context if tables else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -39,9 +38,11 @@ class _Layer(nnx.Module):
         combiner: Combiner,
         *,
         embedding_initializer: str | float | Callable[..., Array] = "uniform",
+        max_feature_num: int | None = None,
         **options: Any,
     ):
-        self.slot_num, self.max_nnz, self.combiner = slot_num, max_nnz, combiner
+        self.name, self.combiner = name, combiner
+        self.slot_num, self.max_nnz, self.max_feature_num = slot_num, max_nnz, max_feature_num
         self.variable: EmbeddingVariable = embedding_variable(
             name,
             embedding_vec_size,
@@ -50,51 +51,55 @@ class _Layer(nnx.Module):
             initializer=embedding_initializer,
             **options,
         )
-        lookups.engine_of((self.variable.table.kind,), ((0, combiner),))  # made here, not in the first step
-
-    @property
-    def name(self) -> str:
-        """The table's name."""
-        return self.variable.table.spec.name
+        lookups.engine_of(((self.variable.table.kind, (combiner,)),))  # made here, not in the first step
 
     @property
     def embedding_variable(self) -> EmbeddingVariable:
         """The table, by its published name."""
         return self.variable
 
-    @abc.abstractmethod
-    def _read(self, given: Given) -> dict[str, Bags]:
-        """Checked bags of keys and weights, under the layer's name."""
-
-    def _look_up(self, given: Given, training: bool, *axes: int) -> tuple[Array, StepOnce]:
-        """Output of a lookup, reshaped to `axes` and the row's own, and the function that trains its rows."""
-        table = self.variable.table
-        name, devices, features = table.spec.name, table.context.devices, table.collection.features
-        what = f"layer {name!r}"
-        batch = inputs.prepare(features, given, devices, bounds_check="raise", what=what, read=self._read)
-        keys, combiners = [batch[name]], [self.combiner]
-        (output,), backward = lookups.look_up_variables([self.variable], keys, combiners, training=training)
+    def _look_up(
+        self, read: Callable[[Given], dict[str, Bags]], given: Given, training: bool, *axes: int
+    ) -> tuple[Array, StepOnce]:
+        """Rows of keys and weights, with these axes before the rows' own, and the function that trains them."""
+        table, name = self.variable.table, self.name
+        features, devices = table.collection.features, table.context.devices
+        batch = inputs.prepare(features, given, devices, bounds_check="raise", what=f"layer {name!r}", read=read)
+        (output,), backward = lookups.look_up_variables(
+            [self.variable], [batch[name]], [self.combiner], training=training
+        )
         output = output.reshape(*axes, output.shape[-1])
         backward.shapes = [output.shape]
         return output, backward
 
-    def _checked(self, bags: Bags) -> dict[str, Bags]:
-        """The bags under the layer's name. Raises: ValueError: a sample is not whole, or a bag exceeds max_nnz."""
-        context, name = self.variable.table.context, self.name
+    def _read(self, given: Given) -> dict[str, Bags]:
+        """The bags by name of the layer, of whole samples, and none of more keys than agreed."""
+        context, what, max_feature_num = self.variable.table.context, f"layer {self.name!r}", self.max_feature_num
+        bags = lookups.key_bags(*given, self.name, context.devices)
         if bags.num_bags % self.slot_num:
             raise ValueError(
-                f"layer {name!r}: {bags.num_bags} bags do not make samples of slot_num={self.slot_num} each; pass "
+                f"{what}: {bags.num_bags} bags do not make samples of slot_num={self.slot_num} each; pass "
                 "[batch, slot_num, keys] or [batch * slot_num, keys]."
             )
-        if not inputs.is_unknown(bags):
-            lengths = np.diff(np.asarray(bags.offsets))
-            if lengths.max(initial=0) > self.max_nnz:
+        if inputs.is_unknown(bags):
+            return {self.name: bags}
+        offsets = np.asarray(bags.offsets)
+        lengths = np.diff(offsets)
+        if lengths.max(initial=0) > self.max_nnz:
+            raise ValueError(
+                f"{what}: bag {lengths.argmax()} has {lengths.max()} keys, but at most {self.max_nnz} per bag were "
+                "agreed (max_nnz); raise it, or cut the bag."
+            )
+        if max_feature_num is not None:
+            is_key = np.asarray(bags.ids.is_key if isinstance(bags.ids, Keys) else bags.ids != PAD_ID)
+            used = np.diff(np.concatenate([[0], np.cumsum(is_key)])[offsets[:: self.slot_num]])
+            if used.max(initial=0) > max_feature_num:
                 raise ValueError(
-                    f"layer {name!r}: bag {lengths.argmax()} has {lengths.max()} keys, but at most {self.max_nnz} per "
-                    "bag were agreed (max_nnz); raise it, or cut the bag."
+                    f"{what}: sample {used.argmax()} has {used.max()} keys, but at most {max_feature_num=} were "
+                    "agreed; raise it, or cut the sample."
                 )
-            context.check_batch(bags.num_bags // self.slot_num, f"layer {name!r}")
-        return {name: bags}
+        context.check_batch(bags.num_bags // self.slot_num, what)
+        return {self.name: bags}
 
 
 class DistributedEmbedding(_Layer):
@@ -150,8 +155,7 @@ class DistributedEmbedding(_Layer):
     ):
         known = lookups.checked_combiner(combiner, f"layer {name!r}: combiner")
         sizes = max_vocabulary_size_per_gpu, embedding_vec_size, slot_num, max_nnz
-        super().__init__(name, *sizes, use_hashtable, known, **options)
-        self.max_feature_num = slot_num * max_nnz if max_feature_num is None else max_feature_num
+        super().__init__(name, *sizes, use_hashtable, known, max_feature_num=max_feature_num, **options)
 
     def __call__(
         self, keys: KeysOfBags, weights: WeightsOfKeys = None, *, training: bool = False
@@ -169,29 +173,13 @@ class DistributedEmbedding(_Layer):
           TypeError or ValueError: naming table, position and the way out.
           RuntimeError: the table is full, see `when_full` of `rsembed.Hashed`.
         """
-        return self._look_up((keys, weights), training, -1, self.slot_num)[0]
+        return self._look_up(self._read, (keys, weights), training, -1, self.slot_num)[0]
 
     def vjp(
         self, keys: KeysOfBags, weights: WeightsOfKeys = None
     ) -> tuple[Float[Array, "batch slot_num dim"], StepOnce]:
         """The lookup of a training step, and `backward(d_out)`; see `__call__` for the arguments."""
-        return self._look_up((keys, weights), True, -1, self.slot_num)
-
-    def _read(self, given: Given) -> dict[str, Bags]:
-        bags = lookups.key_bags(*given, self.name, self.variable.table.context.devices)
-        checked = self._checked(bags)
-        if self.max_feature_num == self.slot_num * self.max_nnz or inputs.is_unknown(bags):
-            return checked
-        offsets = np.asarray(bags.offsets)
-        is_key = np.asarray(bags.ids.is_key if isinstance(bags.ids, Keys) else bags.ids != PAD_ID)
-        ends = np.concatenate([[0], np.cumsum(is_key)])[offsets[:: self.slot_num]]
-        used = np.diff(ends)
-        if used.max(initial=0) > self.max_feature_num:
-            raise ValueError(
-                f"layer {self.name!r}: sample {int(used.argmax())} has {int(used.max())} keys, but at most "
-                f"max_feature_num={self.max_feature_num} were agreed; raise it, or cut the sample."
-            )
-        return checked
+        return self._look_up(self._read, (keys, weights), True, -1, self.slot_num)
 
 
 class All2AllDenseEmbedding(_Layer):
@@ -257,7 +245,7 @@ class All2AllDenseEmbedding(_Layer):
 
     def _rows(self, keys: KeysOfBags, training: bool) -> tuple[Array, StepOnce]:
         if not self.dynamic_input:
-            return self._look_up((keys, None), training, -1, self.slot_num, self.max_nnz)
+            return self._look_up(self._read_dense, (keys, None), training, -1, self.slot_num, self.max_nnz)
         devices, what = self.variable.table.context.devices, f"layer {self.name!r}"
         # Processes agree on a length first, and then on the keys.
         with Agreement(devices.known_mesh, what, keys) as agreement:
@@ -271,22 +259,21 @@ class All2AllDenseEmbedding(_Layer):
         num_keys, missing = lanes.shape[0], agreement.width("keys") - lanes.shape[0]
         xp: Any = np if isinstance(lanes.low, np.ndarray) else jnp
         filled: Keys = jax.tree.map(lambda lane: xp.pad(lane, (0, missing)), lanes)
-        output, backward = self._look_up((filled.reshape(-1, 1), None), training, -1)
+        bags = {self.name: lookups.key_bags(filled.reshape(-1, 1), None, self.name, devices)}
+        output, backward = self._look_up(lambda _: bags, (filled, None), training, -1)
         if missing and not is_part:
             output = output[:num_keys]
             backward.shapes, backward.num_padded = [output.shape], missing
         return output, backward
 
-    def _read(self, given: Given) -> dict[str, Bags]:
-        keys, devices = self._as_array(given[0]), self.variable.table.context.devices
-        if self.dynamic_input:
-            return {self.name: lookups.key_bags(keys, None, self.name, devices)}
+    def _read_dense(self, given: Given) -> dict[str, Bags]:
+        keys = self._as_array(given[0])
         if keys.shape[1:] != (self.slot_num, self.max_nnz):
             raise ValueError(
                 f"layer {self.name!r}: keys have shape {keys.shape}, but [batch, {self.slot_num}, {self.max_nnz}] were "
                 "agreed (slot_num, nnz_per_slot); pass dynamic_input=True for lists of any length."
             )
-        return self._checked(lookups.key_bags(keys, None, self.name, devices))
+        return self._read((keys, None))
 
     def _as_array(self, keys: KeysOfBags) -> Keys | jax.Array | np.ndarray:
         check_unmasked(keys, f"layer {self.name!r}: keys")

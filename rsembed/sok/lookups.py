@@ -61,24 +61,22 @@ def key_bags(keys: KeysOfBags, weights: WeightsOfKeys, feature: str, devices: De
     check_unmasked(keys, f"feature {feature!r}: keys")
     if isinstance(keys, Bags) or (isinstance(keys, (list, tuple)) and not isinstance(keys, Keys)):
         try:
-            return as_bags(keys if isinstance(keys, Bags) and weights is None else (keys, weights), feature=feature)
+            bags = as_bags(keys if isinstance(keys, Bags) and weights is None else (keys, weights), feature=feature)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error} Lists hold one flat list of keys per bag: [[1, 2], [3], []].") from error
-    array = keys if isinstance(keys, (Keys, jax.Array)) else np.asarray(keys)
-    if array.ndim < 2:
-        raise ValueError(
-            f"feature {feature!r}: keys need an axis of bags and one of keys per bag, got shape {array.shape}."
-        )
-    if weights is not None:
-        weights = weights if isinstance(weights, jax.Array) else np.asarray(weights)
-        if weights.shape != array.shape:
-            raise ValueError(f"feature {feature!r}: weights have shape {weights.shape}, keys {array.shape}.")
-        weights = weights.reshape(-1, array.shape[-1])
-    return of_any_width(as_bags((array.reshape(-1, array.shape[-1]), weights), feature=feature), devices)
-
-
-def of_any_width(bags: Bags, devices: Devices) -> Bags:
-    """Bags without a fixed width, so that several processes can agree on one; unchanged in a single process."""
+    else:
+        array = keys if isinstance(keys, (Keys, jax.Array)) else np.asarray(keys)
+        if array.ndim < 2:
+            raise ValueError(
+                f"feature {feature!r}: keys need an axis of bags and one of keys per bag, got shape {array.shape}."
+            )
+        if weights is not None:
+            weights = weights if isinstance(weights, jax.Array) else np.asarray(weights)
+            if weights.shape != array.shape:
+                raise ValueError(f"feature {feature!r}: weights have shape {weights.shape}, keys {array.shape}.")
+            weights = weights.reshape(-1, array.shape[-1])
+        bags = as_bags((array.reshape(-1, array.shape[-1]), weights), feature=feature)
+    # Several processes can agree on the width of bags, but not on that of arrays.
     is_part = devices.num_processes > 1 and not is_unknown(bags)
     return dataclasses.replace(bags, dense_shape=None) if is_part else bags
 
@@ -87,28 +85,23 @@ def of_any_width(bags: Bags, devices: Devices) -> Bags:
 
 
 @functools.lru_cache(maxsize=256)
-def engine_of(tables: tuple[VariableTable, ...], features: tuple[tuple[int, Combiner], ...]) -> Engine:
-    """The core's engine for some tables and the features that read them, both named by their numbers.
+def engine_of(tables: tuple[tuple[VariableTable, tuple[Combiner, ...]], ...]) -> Engine:
+    """The core's engine of tables on the same devices, each with how the features that read it pool its rows.
 
-    Args:
-      tables: on the same devices.
-      features: for each, the number of its table, and how its rows are pooled.
+    It names tables and features by their place.
     """
     stacks: dict[str, Stack] = {}
-    for number, table in enumerate(tables):
+    features: dict[str, FeatureSpec] = {}
+    for number, (table, combiners) in enumerate(tables):
         own = table.collection.logical.stacks[table.spec.name]
-        plan = own.layout.stack
-        placements = tuple(
-            dataclasses.replace(plan.features[0], name=str(feature), combiner=combiner)
-            for feature, (of_table, combiner) in enumerate(features)
-            if of_table == number
-        )
-        layout = dataclasses.replace(own.layout, stack=dataclasses.replace(plan, features=placements))
+        plan, placements = own.layout.stack, []
+        for place, combiner in enumerate(combiners):
+            name = f"{number}.{place}"
+            features[name] = FeatureSpec(name, table.spec)
+            placements.append(dataclasses.replace(plan.features[0], name=name, combiner=combiner))
+        layout = dataclasses.replace(own.layout, stack=dataclasses.replace(plan, features=tuple(placements)))
         stacks[str(number)] = type(own)(layout, own.rows)
-    specs = {
-        str(feature): FeatureSpec(str(feature), tables[number].spec) for feature, (number, _) in enumerate(features)
-    }
-    return Engine(specs, stacks, tables[0].context.devices)
+    return Engine(features, stacks, tables[0][0].context.devices)
 
 
 def _programs(
@@ -125,14 +118,12 @@ def _programs(
     like_beside_like = list(itertools.chain.from_iterable(of_kind.values()))
     size = -(-len(variables) // max(-(-len(variables) // STACKS_TOGETHER), 1))
     for first in range(0, len(variables), size or 1):
-        own, kinds, read, pooled = like_beside_like[first : first + size], [], [], []
-        for place, number in enumerate(own):
-            kinds.append(variables[number].table.kind)
-            for feature, (variable, combiner) in enumerate(features):
-                if variable is variables[number]:
-                    read.append(feature)
-                    pooled.append((place, combiner))
-        engine = engine_of(tuple(kinds), tuple(pooled))
+        own, tables, read = like_beside_like[first : first + size], [], []
+        for number in own:
+            places = [place for place, (variable, _) in enumerate(features) if variable is variables[number]]
+            tables.append((variables[number].table.kind, tuple(features[place][1] for place in places)))
+            read += places
+        engine = engine_of(tuple(tables))
         yield engine, dict(zip(engine.stacks, own, strict=True)), dict(zip(engine.features, read, strict=True))
 
 
@@ -281,7 +272,7 @@ def look_up_variables(
         if (missing := _missing(own_params.keys, wanted[number])).max() > 0:
             raise _full(variable, int(missing.clip(0).sum()))
     ordered = [outputs[number] for number in range(len(features))]
-    return ordered, StepOnce(distinct, features, batch, wanted, [output.shape for output in ordered])
+    return ordered, StepOnce(distinct, features, batch, wanted, list(map(jnp.shape, ordered)))
 
 
 def _missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices"]:

@@ -152,10 +152,6 @@ class Arguments(types.SimpleNamespace):
         """Names, among `names`, of the arguments that were given and differ from their defaults."""
         return [name for name in names if getattr(self, name) not in (None, self.defaults[name])]
 
-    def with_defaults(self, names: Iterable[str]) -> Arguments:
-        """The arguments with the defaults of those called `names`."""
-        return Arguments(**{**vars(self), **{name: self.defaults[name] for name in names}})
-
 
 class OfferedOptimizer(NamedTuple):
     """Entry of the table of optimizers; EXACT_ROWWISE_ADAGRAD has one for each mode of weight decay.
@@ -318,7 +314,8 @@ def trained_by(optimizer: TableOptimizer, learning_rate: LearningRate, arguments
 
     Raises: ValueError: arguments do not go together.
     """
-    own = arguments.with_defaults(unread_arguments(optimizer, arguments))
+    unread = {name: arguments.defaults[name] for name in unread_arguments(optimizer, arguments)}
+    own = Arguments(**vars(arguments) | unread)
     check_arguments(optimizer, own)
     offered = offered_optimizer(optimizer, own.weight_decay_mode)
     states = offered.states.split()

@@ -225,24 +225,6 @@ def row_gradients(
     return RowGradients(rows, values, row_counts(plan), shardings, plan.row_layout)
 
 
-def weight_gradients(
-    plan: TBEPlan,
-    state: TBEState,
-    batch: AnyBatch,
-    d_output: Float[Array, "*output"],
-    rates: Float[Array, " groups"],
-) -> PyTree:
-    """Gradients of the ids' weights, in the form of the weights, with the rows of `state`."""
-    if isinstance(batch, SplitBatch):
-        output, pull_back = jax.vjp(
-            lambda own: lookup(plan, state, dataclasses.replace(batch, weights=own)), batch.weights
-        )
-        return pull_back(_flat(d_output).reshape(output.shape))[0]
-    d_weights = api.weight_gradients(state.weights, _here(plan, batch), _flat(d_output))
-    factors = _owed_factors(plan, state, batch, rates)
-    return d_weights if factors is None else factors * d_weights
-
-
 def cut(gradients: RowGradients, bound: int) -> RowGradients:
     """The first `bound` rows of every group. Raises: ValueError: there are more."""
     touched = gradients.num_touched()
@@ -395,7 +377,16 @@ def backward(
     flat = _flat(d_output, max_gradient)
     if not wants_weight_gradients:
         return update(plan, state, batch, flat, rates), None
-    d_weights = weight_gradients(plan, state, batch, flat, rates)
+    d_weights: PyTree
+    if isinstance(batch, SplitBatch):
+        output, pull_back = jax.vjp(
+            lambda own: lookup(plan, state, dataclasses.replace(batch, weights=own)), batch.weights
+        )
+        (d_weights,) = pull_back(flat.reshape(output.shape))
+    else:
+        d_weights = api.weight_gradients(state.weights, _here(plan, batch), flat)
+        factors = _owed_factors(plan, state, batch, rates)
+        d_weights = d_weights if factors is None else factors * d_weights
     # Without this dependence, whose sum is 0, the update could be scheduled first, on a copy of the tables.
     total = jnp.nan_to_num(sum(jnp.sum(jnp.abs(own)) for own in jax.tree.leaves(d_weights)))
     return update(plan, state, batch, flat + jnp.minimum(total, 0.0), rates), d_weights

@@ -28,12 +28,7 @@ from rsembed.tbe.arguments import Arguments, TBEStatsReporterConfig
 from rsembed.tbe.batches import AnyArray, feature_starts
 from rsembed.tbe.functional import TBEState
 from rsembed.tbe.meshes import AnyBatch
-from rsembed.tbe.plan import (
-    GroupPlan,
-    TablePlan,
-    TBEPlan,
-    warn_of_no_effect,
-)
+from rsembed.tbe.plan import GroupPlan, TablePlan, TBEPlan, warn_of_no_effect
 
 MAX_PREFETCHES = 100
 
@@ -347,7 +342,15 @@ def report(config: TBEStatsReporterConfig, plan: TBEPlan, state: TBEState, batch
         return
     if (step := int(state.step)) % config.interval:
         return
-    figures = _memory(plan, state)
+    by_table = state_bytes(plan, state)
+    cache = by_table["total"].get("cache", 0)
+    figures: dict[str, float] = {"tbe.hbm.cache": cache}
+    for kind, is_cached in (("hbm", False), ("uvm", True)):
+        own = [by_table[table.name] for table in plan.tables if table.is_cached == is_cached]
+        weights, states = (sum(size[what] for size in own) for what in ("weights", "optimizer_states"))
+        total = weights + states + (0 if is_cached else cache)
+        figures |= {f"tbe.{kind}.embeddings": weights, f"tbe.{kind}.optimizer_states": states}
+        figures |= {f"tbe.{kind}.total_static_sparse": total, f"tbe.total_{kind}_usage": total}
     for name, arrays in (("input", jax.tree.leaves(batch.ids)), ("output", [output])):
         figures[f"tbe.fwd_{name}_count"] = sum(array.size for array in arrays)
         figures[f"tbe.fwd_{name}_size"] = sum(array.nbytes for array in arrays)
@@ -369,16 +372,3 @@ def state_bytes(plan: TBEPlan, state: TBEState) -> dict[str, dict[str, int]]:
         cached = [number for number, group in enumerate(plan.groups) if group.table.is_cached]
         total["cache"] = sum(leaf.nbytes for n in cached for leaf in (state.weights[n], *state.slots[n]))
     return {**found, "total": total}
-
-
-def _memory(plan: TBEPlan, state: TBEState) -> dict[str, float]:
-    by_table = state_bytes(plan, state)
-    cache = by_table["total"].get("cache", 0)
-    figures: dict[str, float] = {"tbe.hbm.cache": cache}
-    for kind, is_cached in (("hbm", False), ("uvm", True)):
-        own = [by_table[table.name] for table in plan.tables if table.is_cached == is_cached]
-        weights, states = (sum(size[what] for size in own) for what in ("weights", "optimizer_states"))
-        total = weights + states + (0 if is_cached else cache)
-        figures |= {f"tbe.{kind}.embeddings": weights, f"tbe.{kind}.optimizer_states": states}
-        figures |= {f"tbe.{kind}.total_static_sparse": total, f"tbe.total_{kind}_usage": total}
-    return figures

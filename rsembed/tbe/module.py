@@ -400,7 +400,14 @@ class TablesBackward:
         module.state.set_value(state if host is None else host.write_back(state))
         if (config := module.arguments.stats_reporter_config) is not None:
             host_rows.report(config, module.plan, module.state.get_value(), self._batch, gradient)
-        return None if d_weights is None else self._in_form(d_weights)
+        if d_weights is None:
+            return None
+        plan = module.plan
+        if plan.devices is not None and isinstance(self._batch, JaggedBatch):
+            d_weights = tables_on_mesh(plan).in_order(d_weights, self._batch)
+        if self._mask is not None:
+            d_weights = jax.tree.map(jnp.multiply, d_weights, self._mask)
+        return dict(zip(plan.feature_names, d_weights, strict=True)) if isinstance(d_weights, tuple) else d_weights
 
     def row_gradients(self, d_output: ArrayLike) -> RowGradients:
         """The summed gradient of every looked-up row, to be clipped, accumulated and applied later; steps nothing.
@@ -434,12 +441,3 @@ class TablesBackward:
         if module.deterministic:
             raise RuntimeError(_EVALUATES)
         return d_output
-
-    def _in_form(self, d_weights: PyTree) -> PyTree:
-        """Gradients of the weights in the form in which the caller gave these, 0 where the mask is 0."""
-        plan = self._module.plan
-        if plan.devices is not None and isinstance(self._batch, JaggedBatch):
-            d_weights = tables_on_mesh(plan).in_order(d_weights, self._batch)
-        if self._mask is not None:
-            d_weights = jax.tree.map(jnp.multiply, d_weights, self._mask)
-        return dict(zip(plan.feature_names, d_weights, strict=True)) if isinstance(d_weights, tuple) else d_weights

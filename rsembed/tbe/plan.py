@@ -215,9 +215,8 @@ class TBEPlan:
 
     @functools.cached_property
     def has_passes(self) -> bool:
-        """Whether training steps begin with a pass over whole tables; see `functional.begin_step`."""
-        rules = CounterAdagrad
-        return any(t.whole_table_mode is not None or isinstance(t.rule, rules) for t in self.tables)
+        """Whether training steps begin with what `functional.begin_step` does."""
+        return any(t.whole_table_mode is not None or isinstance(t.rule, CounterAdagrad) for t in self.tables)
 
     @functools.cached_property
     def row_layout(self) -> Fingerprint:
