@@ -25,7 +25,7 @@ from rsembed.places import Place as Place
 from rsembed.places import tables_and_ids
 from rsembed.specs import MAX_ROWS, TableSpec
 from rsembed.stacking import StackPlan, place_of
-from rsembed.storage.protocol import ReadAhead, Storage
+from rsembed.storage.protocol import Found, ReadAhead, State, Storage, Vectors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,9 +338,7 @@ class DenseRows(Storage):
         """Rows of the whole array."""
         return self.layout.num_rows
 
-    def init(
-        self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
-    ) -> tuple[Array, Slots]:
+    def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
         """Rows and slots of a shard, or its columns of all rows."""
         layout, zero = self.layout, jnp.zeros((), jnp.int32)
         width, num_own = table.embedding_dim // self.num_parts, layout.shards_per_device
@@ -371,9 +369,7 @@ class DenseRows(Storage):
         """Noise that no stack, placement or mesh changes."""
         return self.layout.rounding(rounding, shard)
 
-    def read(
-        self, params: Array, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
-    ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
+    def read(self, params: Array, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
         """Rows as they are stored."""
         del ahead
         return self.vectors(params, self._rows(keys), table), jnp.zeros((), jnp.int32)
@@ -385,38 +381,21 @@ class DenseRows(Storage):
         return cast(Array, vectors)
 
     def find(
-        self, params: Array, slots: Slots, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
-    ) -> tuple[Array, Slots, Int[Array, " nnz"]]:
+        self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step
+    ) -> Found:
         """Every row is there."""
         del table, occurrences, step
         return params, slots, self._rows(keys)
 
-    def step(
-        self,
-        params: Array,
-        slots: Slots,
-        segments: Sequence[Segment],
-        d_outputs: Sequence[Float[Array, "_ dim"]],
-        table: TableSpec,
-        *,
-        step: Step,
-    ) -> tuple[Array, Slots]:
+    def step(self, params: Array, slots: Slots, gradients: SegmentGradients, table: TableSpec, step: Step) -> State:
         """Row gradients and step in one kernel."""
-        gradients = SegmentGradients(segments, d_outputs)
         return api.update(params, slots, gradients, step, implementation=self.implementation)
 
     def step_distinct(
-        self,
-        params: Array,
-        slots: Slots,
-        rows: Int[Array, " n"],
-        gradients: Float[Array, "n dim"],
-        table: TableSpec,
-        *,
-        step: Step,
-    ) -> tuple[Array, Slots]:
+        self, params: Array, slots: Slots, rows: Array, values: Array, table: TableSpec, step: Step
+    ) -> State:
         """One optimizer step of distinct rows; nothing is sorted."""
-        return api.apply_rows(params, slots, rows, gradients, step, implementation=self.implementation)
+        return api.apply_rows(params, slots, rows, values, step, implementation=self.implementation)
 
     def _rows(self, keys: Keys) -> Int[Array, " nnz"]:
         """Rows of the device that owns them."""

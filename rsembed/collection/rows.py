@@ -31,7 +31,7 @@ from rsembed.keys import Keys
 from rsembed.parallel.exchange import Asking, Question, Wanted, default_capacity, distinct
 from rsembed.specs import TableSpec
 from rsembed.storage.hash_table import combine, entries, named, unnamed
-from rsembed.storage.protocol import ReadAhead, Storage
+from rsembed.storage.protocol import Found, ReadAhead, State, Storage
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -126,10 +126,10 @@ class Rows:
         """Number of devices over which the rows are split."""
         return 1
 
-    def init(self, key: PRNGKeyArray) -> tuple[PyTree, PyTree]:
+    def init(self, key: PRNGKeyArray) -> State:
         """Parameters and slots; `key` is the model's."""
         shard = self.devices.index() if self.splits_columns else self._shard
-        return self.storage.init(key, self.table, shard=shard, num_shards=self.num_shards)
+        return self.storage.init(key, self.table, shard, self.num_shards)
 
     @without_questions
     def look_up(self, params: PyTree, batch: Occurrences, number: Int[Array, ""] | None) -> LookupResult:
@@ -144,7 +144,7 @@ class Rows:
         def pool(vectors: Array, places: Array) -> Sequence[Array]:
             return self._pooled(vectors, read_from(places, batch.segments))
 
-        pooled, num_unknown = self.storage.pooled(params, keys, batch.segments, self.table, pool, ahead=ahead)
+        pooled, num_unknown = self.storage.pooled(params, keys, batch.segments, self.table, pool, ahead)
         return pooled, num_unknown, Traffic.of(0, 0)
 
     def _look_up_columns(self, params: PyTree, batch: Occurrences) -> LookupResult:
@@ -159,7 +159,7 @@ class Rows:
         """Distinct ids (of keys: lanes) of the global batch whose rows are here, as in `RowGradients`."""
         batch, d_outputs = batch.of_all(self.devices), self._of_all(d_outputs)
         if batch.keys is None:
-            return self._summed(batch.segments, d_outputs)
+            return self._summed(SegmentGradients(batch.segments, d_outputs), self.storage.num_ids(self.table))
         entry_of, keys, _, counts = entries(batch.keys, jnp.ones(batch.keys.shape, jnp.int32))
         return named(keys, counts), self._of_entries(entry_of, batch, d_outputs)
 
@@ -172,7 +172,7 @@ class Rows:
 
     def weight_gradients(self, params: PyTree, batch: Occurrences, d_outputs: Sequence[Array]) -> Asking[list[Array]]:
         """Gradients of the weights of a batch, or of ones where a segment has none; rows are read as by a lookup."""
-        entries = [row_by_row(segment.rows) for segment in batch.segments]
+        entries = [Segment(segment.rows, None, None, "none") for segment in batch.segments]
         vectors, _, _ = yield from self.look_up(params, batch._replace(segments=entries), None)
         found = []
         for own, segment, d_output in zip(vectors, batch.segments, d_outputs, strict=True):
@@ -186,26 +186,27 @@ class Rows:
     @without_questions
     def update(
         self, params: PyTree, slots: PyTree, batch: Occurrences, d_outputs: Sequence[Array], step: Step
-    ) -> tuple[PyTree, PyTree]:
+    ) -> State:
         """Keys without a row get one, and all rows of the batch are stepped."""
         if self.storage.sums_gradients:
-            return self._step_all(params, slots, batch.segments, d_outputs, step)
+            return self._step_all(params, slots, SegmentGradients(batch.segments, d_outputs), step)
         batch, d_outputs = batch.of_all(self.devices), self._of_all(d_outputs)
         if self.storage.ids_are_rows:
-            return self._step(params, slots, batch.segments, d_outputs, step)
+            return self._step(params, slots, SegmentGradients(batch.segments, d_outputs), step)
         keys = self._after(batch.all_keys(), d_outputs)
-        params, slots, rows = self._find(params, slots, keys, jnp.ones(keys.shape, jnp.int32), step)
-        return self._step(params, slots, _reading(self.storage, rows, batch), d_outputs, step)
+        params, slots, rows = self.storage.find(params, slots, keys, jnp.ones(keys.shape, jnp.int32), self.table, step)
+        return self._step(params, slots, SegmentGradients(_reading(self.storage, rows, batch), d_outputs), step)
 
-    def apply(self, params: PyTree, slots: PyTree, rows: Array, values: Array, step: Step) -> tuple[PyTree, PyTree]:
+    def apply(self, params: PyTree, slots: PyTree, rows: Array, values: Array, step: Step) -> State:
         """One step with the gradients of distinct ids or keys, as `row_gradients` returns them."""
         if self.storage.sums_gradients:  # every device has them all, and takes its share
             is_own = jnp.arange(rows.shape[0]) % self.devices.num_devices == self.devices.index()
-            return self._step_all(params, slots, [row_by_row(jnp.where(is_own, rows, NO_ROW))], [values], step)
+            own = SegmentGradients.of_rows(jnp.where(is_own, rows, NO_ROW), values)
+            return self._step_all(params, slots, own, step)
         keys, occurrences = keys_of_gradients(rows)
         keys = self._after(self._own(keys), [values])
-        params, slots, found = self._find(params, slots, keys, occurrences, step)
-        return self.storage.step_distinct(params, slots, found, values, self.table, step=self._how(step))
+        params, slots, found = self.storage.find(params, slots, keys, occurrences, self.table, step)
+        return self.storage.step_distinct(params, slots, found, values, self.table, self._how(step))
 
     def own_keys(self, batch: Occurrences) -> Keys:
         """The keys of the global batch whose rows are here."""
@@ -236,22 +237,13 @@ class Rows:
         first = sum((gradient.reshape(-1)[:1].sum() for gradient in gradients), start=jnp.zeros((), jnp.float32))
         return keys.only(~((first == jnp.inf) & (first == -jnp.inf)))
 
-    def _find(
-        self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, step: Step
-    ) -> tuple[PyTree, PyTree, Int[Array, " nnz"]]:
-        return self.storage.find(params, slots, keys, self.table, occurrences=occurrences, step=step)
+    def _step(self, params: PyTree, slots: PyTree, gradients: SegmentGradients, step: Step) -> State:
+        return self.storage.step(params, slots, gradients, self.table, self._how(step))
 
-    def _step(
-        self, params: PyTree, slots: PyTree, segments: Sequence[Segment], d_outputs: Sequence[Array], step: Step
-    ) -> tuple[PyTree, PyTree]:
-        return self.storage.step(params, slots, segments, d_outputs, self.table, step=self._how(step))
-
-    def _step_all(
-        self, params: PyTree, slots: PyTree, segments: Sequence[Segment], d_outputs: Sequence[Array], step: Step
-    ) -> tuple[PyTree, PyTree]:
-        """One step of all parameters, with segments of which each device has its own."""
-        gradients = self.devices.total(self.storage.gradients(params, segments, d_outputs, self.table))
-        return self.storage.step_all(params, slots, gradients, self.table, step=self._how(step))
+    def _step_all(self, params: PyTree, slots: PyTree, gradients: SegmentGradients, step: Step) -> State:
+        """One step of all parameters, with gradients of which each device has its own."""
+        total = self.devices.total(self.storage.gradients(params, gradients, self.table))
+        return self.storage.step_all(params, slots, total, self.table, self._how(step))
 
     def _pooled(self, vectors: Array, segments: Sequence[Segment]) -> Sequence[Array]:
         quantization = self.table.quantization_config
@@ -261,14 +253,10 @@ class Rows:
         """Gradients of distinct entries, by number."""
         num_entries, own = entry_of.shape[0], read_from(entry_of, batch.segments)
         # Every entry occurs, so the gradient in place `e` is that of entry `e`.
-        return self._gradients(num_entries, own, d_outputs)[1]
+        return self._summed(SegmentGradients(own, d_outputs), num_entries)[1]
 
-    def _summed(self, segments: Sequence[Segment], d_outputs: Sequence[Array]) -> tuple[Array, Array]:
+    def _summed(self, gradients: SegmentGradients, num_rows: int) -> tuple[Array, Array]:
         """Distinct ids, ascending, and their gradients."""
-        return self._gradients(self.storage.num_ids(self.table), segments, d_outputs)
-
-    def _gradients(self, num_rows: int, segments: Sequence[Segment], d_outputs: Sequence[Array]) -> tuple[Array, Array]:
-        gradients = SegmentGradients(segments, d_outputs)
         summed: tuple[Array, Array] = api.dispatch("row_gradients", self.implementation, num_rows, gradients)
         return summed
 
@@ -313,11 +301,6 @@ def keys_of_rows(rows: Int[Array, " nnz"]) -> Keys:
     return Keys(jnp.zeros(rows.shape, jnp.uint32), rows.astype(jnp.uint32), rows != NO_ROW)
 
 
-def row_by_row(rows: Int[Array, " nnz"]) -> Segment:
-    """A segment that reads every row by itself."""
-    return Segment(rows, None, None, "none")
-
-
 @dataclasses.dataclass(frozen=True)
 class AskedRows(Rows):
     """A row is asked for once, comes back and is pooled where it was asked for; gradients take that way, too.
@@ -344,7 +327,7 @@ class AskedRows(Rows):
         def answer(num_unknown: Array, question: PyTree) -> tuple[Array, Array]:
             keys, occurrences, _ = self._received(question)
             ahead = None if number is None else ReadAhead(occurrences, number)
-            vectors, more = self.storage.read(params, keys, self.table, ahead=ahead)
+            vectors, more = self.storage.read(params, keys, self.table, ahead)
             return num_unknown + more, vectors
 
         wanted = self._distinct(batch.all_keys())
@@ -372,7 +355,8 @@ class AskedRows(Rows):
                 rows, values = combine(keys, occurrences, gradients)
                 is_row = rows[:, 2] > 0
             else:
-                rows, values = self._summed([row_by_row(question)], [gradients])
+                own = SegmentGradients.of_rows(question, gradients)
+                rows, values = self._summed(own, self.storage.num_ids(self.table))
                 is_row = rows != NO_ROW
             # A round brings all of a row, and behind the rows of earlier rounds.
             places = jnp.where(is_row, count + jnp.arange(is_row.shape[0], dtype=jnp.int32), num_places)
@@ -392,13 +376,13 @@ class AskedRows(Rows):
 
     def update(
         self, params: PyTree, slots: PyTree, batch: Occurrences, d_outputs: Sequence[Array], step: Step
-    ) -> Asking[tuple[PyTree, PyTree]]:
+    ) -> Asking[State]:
         """See `Rows`."""
 
         def answer(state: tuple[PyTree, PyTree], arrived: tuple[PyTree, Array]) -> tuple[PyTree, None]:
             question, gradients = arrived
             params, slots, rows = self._find_arrived(*state, question, step)
-            return self._step(params, slots, [row_by_row(rows)], [gradients], step), None
+            return self._step(params, slots, SegmentGradients.of_rows(rows, gradients), step), None
 
         wanted = self._distinct(self._after(batch.all_keys(), d_outputs))
         payload = self._names(wanted), self._of_entries(wanted.entry_of, batch, d_outputs)
@@ -435,15 +419,13 @@ class AskedRows(Rows):
         keys = keys_of_rows(question)
         return keys, keys.is_key.astype(jnp.int32), None
 
-    def _find_arrived(
-        self, params: PyTree, slots: PyTree, question: PyTree, step: Step
-    ) -> tuple[PyTree, PyTree, Int[Array, " nnz"]]:
-        """As `_find`, for keys of all devices, in their order."""
+    def _find_arrived(self, params: PyTree, slots: PyTree, question: PyTree, step: Step) -> Found:
+        """As `Storage.find`, for keys of all devices, in their order."""
         keys, occurrences, first_of = self._received(question)
         if first_of is None:
-            return self._find(params, slots, keys, occurrences, step)
+            return self.storage.find(params, slots, keys, occurrences, self.table, step)
         keys, occurrences, order = self._in_order(keys, occurrences, first_of)
-        params, slots, rows = self._find(params, slots, keys, occurrences, step)
+        params, slots, rows = self.storage.find(params, slots, keys, occurrences, self.table, step)
         return params, slots, api.gather_rows((rows,), order.entry_of)[0]
 
     def _in_order(self, keys: Keys, occurrences: Array, first_of: Array) -> tuple[Keys, Int[Array, " nnz"], Wanted]:

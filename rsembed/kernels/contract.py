@@ -144,6 +144,11 @@ class SegmentGradients(NamedTuple):
     segments: Sequence[Segment]
     d_outputs: Sequence[Float[Array, "_ dim"]]
 
+    @staticmethod
+    def of_rows(rows: Int[Array, " n"], gradients: Float[Array, "n dim"]) -> SegmentGradients:
+        """Gradients of single rows, which may repeat."""
+        return SegmentGradients([Segment(rows, None, None, "none")], [gradients])
+
 
 class JaggedGradients(NamedTuple):
     """The flat gradient of a table-batched call's output, on its way to one of the call's arrays.

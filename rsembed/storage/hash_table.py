@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients
+from rsembed.kernels.contract import NO_ROW, SegmentGradients
 from rsembed.kernels.keyed import DELETED, EMPTY, varying_zero
 from rsembed.keys import Keys
 
@@ -151,7 +151,7 @@ def combine(
     """
     entry_of, own, _, counts = entries(keys, occurrences)
     # Every entry occurs, so the sum in row `e` is that of entry `e`.
-    _, sums = api.row_gradients(entry_of.size, SegmentGradients([Segment(entry_of, None, None, "none")], [values]))
+    _, sums = api.row_gradients(entry_of.size, SegmentGradients.of_rows(entry_of, values))
     return named(own, counts), sums
 
 

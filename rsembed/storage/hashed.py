@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import jax
@@ -14,14 +14,14 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt32
 from rsembed.checks import PositiveInt, check_type
 from rsembed.initial_values import keyed_form, table_key, table_keys
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Segment, Step
+from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Step
 from rsembed.kernels.keyed import varying_zero
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import hash_table, hashed_rows, logical_rows, row_map
 from rsembed.storage.hashed_rows import MAX_CAPACITY, DynamicRows, DynamicTable, numbers_of
-from rsembed.storage.protocol import ReadAhead, of_near_sizes
+from rsembed.storage.protocol import Found, Pool, ReadAhead, Segments, State, Vectors, of_near_sizes
 from rsembed.storage.row_map import EVICTIONS, Eviction
 
 ROWS_BY_KEY = "rows by key"
@@ -35,9 +35,7 @@ class RowsByKey(DynamicRows):
     def rows(self, params: DynamicTable, slots: PyTree, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
         return logical_rows.export(params, slots, table, num_shards)
 
-    def with_rows(
-        self, params: DynamicTable, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int
-    ) -> tuple[PyTree, PyTree]:
+    def with_rows(self, params: PyTree, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int) -> State:
         if not isinstance(rows, Mapping):
             raise ValueError(
                 f"table {table.name!r} has keys: give a dictionary of 'keys' [n] and 'values' "
@@ -117,9 +115,7 @@ class Hashed(RowsByKey):
                 raise ValueError(f"{where}: {field} {getattr(self, field)!r} is not one of {', '.join(allowed)}.")
         hashed_rows.check(table)
 
-    def init(
-        self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
-    ) -> tuple[DynamicTable, Slots]:
+    def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
         capacity = -(-table.vocabulary_size // num_shards)
         return self.start(table_key(key, table.name), table, capacity, shard=shard)
 
@@ -131,9 +127,7 @@ class Hashed(RowsByKey):
         num_waiting = [self.admission_capacity or own for own in capacities] if self.admission_count else None
         return hashed_rows.empty(table, capacities, own_key, num_waiting=num_waiting)
 
-    def read(
-        self, params: DynamicTable, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
-    ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
+    def read(self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
         """As every storage. A key that `find` will meet a full table with reads ahead as what it would start from."""
         rows, num_absent = row_map.search(params.keys, keys)
         if ahead is None:
@@ -174,29 +168,22 @@ class Hashed(RowsByKey):
         return entry_of, own, first_of, self._is_admitted(params, own, totals, ahead.number)
 
     def pooled(
-        self,
-        params: DynamicTable,
-        keys: Keys,
-        segments: Sequence[Segment],
-        table: TableSpec,
-        pool: Callable[[Array, Int[Array, " nnz"]], PyTree],
-        *,
-        ahead: ReadAhead | None = None,
+        self, params: PyTree, keys: Keys, segments: Segments, table: TableSpec, pool: Pool, ahead: ReadAhead | None
     ) -> tuple[PyTree, Int[Array, ""]]:
         """As every storage, from the rows where they lie if all keys have some."""
         rows, num_absent = row_map.search(params.keys, keys)
 
         def with_strangers() -> tuple[PyTree, Array]:
             if ahead is None:
-                return super(Hashed, self).pooled(params, keys, segments, table, pool)
+                return super(Hashed, self).pooled(params, keys, segments, table, pool, None)
             vectors, places, num_new = self._read_ahead(params, keys, rows, table, ahead)
             return pool(vectors, places), num_new
 
         return jax.lax.cond(num_absent == 0, lambda: (pool(params.rows, rows), varying_zero(rows)), with_strangers)
 
     def find(
-        self, params: PyTree, slots: Slots, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
-    ) -> tuple[DynamicTable, Slots, Int[Array, " nnz"]]:
+        self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step
+    ) -> Found:
         """As every storage: new keys get rows in the order of their first occurrence.
 
         Several calls may share a step: none of them evicts a row that another one used.
@@ -304,19 +291,17 @@ class HashedTables(Hashed):
 
     tables: tuple[TableSpec, ...]
 
-    def init(
-        self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
-    ) -> tuple[DynamicTable, Slots]:
+    def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
         keys = table_keys(key, [own.name for own in self.tables])
         return self.start(keys, table, *self._capacities(num_shards), shard=shard)
 
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
         return self.tables
 
-    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[tuple[PyTree, PyTree]]:
+    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[State]:
         return hashed_rows.unstack((params, slots), len(self.tables), num_shards)
 
-    def stack(self, parts: Sequence[tuple[PyTree, PyTree]], like: PyTree, num_shards: int) -> tuple[PyTree, PyTree]:
+    def stack(self, parts: Sequence[State], like: PyTree, num_shards: int) -> State:
         written, slots = hashed_rows.stack(parts, num_shards)
         return written._replace(key=like.key), slots  # as it lies on the devices
 

@@ -24,7 +24,7 @@ from rsembed.keys import KEY_DTYPES, Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import row_map
-from rsembed.storage.protocol import Storage, on_host
+from rsembed.storage.protocol import State, Storage, on_host
 
 MAX_CAPACITY = 2**29
 # New rows are made in blocks of one size, whatever the batch: the work follows their number, and the same program
@@ -266,24 +266,16 @@ class DynamicRows(Storage):
         return read(params, rows)
 
     def step(
-        self,
-        params: DynamicTable,
-        slots: Slots,
-        segments: Sequence[Segment],
-        d_outputs: Sequence[Float[Array, "_ dim"]],
-        table: TableSpec,
-        *,
-        step: Step,
-    ) -> tuple[DynamicTable, Slots]:
-        gradients = SegmentGradients(segments, d_outputs)
+        self, params: DynamicTable, slots: Slots, gradients: SegmentGradients, table: TableSpec, step: Step
+    ) -> State:
         rows, slots = api.update(params.rows, slots, gradients, _rounding_by_key(params, step))
         return params._replace(rows=rows), slots
 
     def step_distinct(
-        self, params: DynamicTable, slots: Slots, rows: Array, gradients: Array, table: TableSpec, *, step: Step
-    ) -> tuple[DynamicTable, Slots]:
+        self, params: DynamicTable, slots: Slots, rows: Array, values: Array, table: TableSpec, step: Step
+    ) -> State:
         """As every storage; nothing is sorted."""
-        stepped, slots = api.apply_rows(params.rows, slots, rows, gradients, _rounding_by_key(params, step))
+        stepped, slots = api.apply_rows(params.rows, slots, rows, values, _rounding_by_key(params, step))
         return params._replace(rows=stepped), slots
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from rsembed.caching.backing import BackingStore
 from rsembed.checks import PositiveInt, check_type
@@ -18,11 +18,10 @@ from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.keys import Keys
-from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import hash_table, hashed_rows, row_map
 from rsembed.storage.hashed_rows import DynamicRows, DynamicTable
-from rsembed.storage.protocol import ReadAhead, on_host
+from rsembed.storage.protocol import Found, ReadAhead, State, Vectors, on_host
 from rsembed.storage.row_map import EVICTIONS, Eviction
 
 
@@ -98,29 +97,18 @@ class HostCached(DynamicRows):
                 "the host; take a rule of the rows of a batch."
             )
 
-    def init(
-        self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
-    ) -> tuple[DynamicTable, Slots]:
+    def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
         del shard  # all begin empty
         empty, slots = hashed_rows.empty(table, [-(-self.cache_rows // num_shards)], table_key(key, table.name))
         return empty._replace(generation=jnp.zeros(1, jnp.uint32)), slots
 
-    def read(
-        self, params: DynamicTable, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
-    ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
+    def read(self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
         del ahead
         return hashed_rows.read(params, _found(params, keys, table.name)), jnp.zeros((), jnp.int32)
 
     def find(
-        self,
-        params: DynamicTable,
-        slots: Slots,
-        keys: Keys,
-        table: TableSpec,
-        *,
-        occurrences: Int[Array, " nnz"],
-        step: Step,
-    ) -> tuple[DynamicTable, Slots, Int[Array, " nnz"]]:
+        self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step
+    ) -> Found:
         del occurrences, step  # uses were counted when the rows came
         return params, slots, _found(params, keys, table.name)
 

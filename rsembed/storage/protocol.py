@@ -6,7 +6,7 @@ import abc
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.bags import is_traced
-from rsembed.kernels.contract import NO_ROW, Rounding, Segment, Step
+from rsembed.kernels.contract import NO_ROW, Rounding, Segment, SegmentGradients, Step
 from rsembed.keys import Keys, checked_keys, owners
 from rsembed.specs import TableSpec
 
@@ -31,6 +31,17 @@ class ReadAhead(NamedTuple):
 
     occurrences: Int[Array, " nnz"]
     number: Int[Array, ""]
+
+
+Segments: TypeAlias = Sequence[Segment]
+State: TypeAlias = tuple[PyTree, PyTree]
+"""Parameters and slots."""
+Found: TypeAlias = tuple[PyTree, PyTree, Int[Array, " nnz"]]
+"""Parameters, slots, and the row of each key; `NO_ROW` where it has none."""
+Vectors: TypeAlias = tuple[Float[Array, "nnz dim"], Int[Array, ""]]
+"""Rows, and how many distinct keys have none."""
+Pool: TypeAlias = Callable[[Array, Int[Array, " nnz"]], PyTree]
+"""From rows, and the place of each key's own among them, to whatever is pooled of them."""
 
 
 class Storage(abc.ABC):
@@ -105,12 +116,12 @@ class Storage(abc.ABC):
         del table
         return None
 
-    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[tuple[PyTree, PyTree]]:
+    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[State]:
         """`params` and slots of all shards as those of each of `tables_of`; of several, outside `jit`."""
         del table, num_shards
         return [(params, slots)]
 
-    def stack(self, parts: Sequence[tuple[PyTree, PyTree]], like: PyTree, num_shards: int) -> tuple[PyTree, PyTree]:
+    def stack(self, parts: Sequence[State], like: PyTree, num_shards: int) -> State:
         """The inverse of `unstack`; `like` are `params` as they were."""
         del like, num_shards
         return parts[0]
@@ -154,15 +165,11 @@ class Storage(abc.ABC):
         return rounding
 
     @abc.abstractmethod
-    def init(
-        self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
-    ) -> tuple[PyTree, PyTree]:
+    def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
         """Initial `params` and slots of one of the shards. `key` is the model's, equal for all of them."""
 
     @abc.abstractmethod
-    def read(
-        self, params: PyTree, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
-    ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
+    def read(self, params: PyTree, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
         """Rows, zeros for what is no key or has no row; and how many distinct keys have none.
 
         `ahead` of a step, keys without a row read as what `find` is going to give them, and those are counted that it
@@ -170,21 +177,14 @@ class Storage(abc.ABC):
         """
 
     def pooled(
-        self,
-        params: PyTree,
-        keys: Keys,
-        segments: Sequence[Segment],
-        table: TableSpec,
-        pool: Callable[[Array, Int[Array, " nnz"]], PyTree],
-        *,
-        ahead: ReadAhead | None = None,
+        self, params: PyTree, keys: Keys, segments: Segments, table: TableSpec, pool: Pool, ahead: ReadAhead | None
     ) -> tuple[PyTree, Int[Array, ""]]:
         """`pool(vectors, row of each key among them)` of what `read` gives, which need not be written down for it.
 
         `segments` read the same ids, where these are row numbers.
         """
         del segments
-        vectors, num_unknown = self.read(params, keys, table, ahead=ahead)
+        vectors, num_unknown = self.read(params, keys, table, ahead)
         return pool(vectors, jnp.where(keys.is_key, jnp.arange(keys.shape[0], dtype=jnp.int32), NO_ROW)), num_unknown
 
     @abc.abstractmethod
@@ -193,15 +193,8 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def find(
-        self,
-        params: PyTree,
-        slots: PyTree,
-        keys: Keys,
-        table: TableSpec,
-        *,
-        occurrences: Int[Array, " nnz"],
-        step: Step,
-    ) -> tuple[PyTree, PyTree, Int[Array, " nnz"]]:
+        self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step
+    ) -> Found:
         """Before a step: the row of every key, after giving one to those without; `NO_ROW` where there is none."""
 
     def hold(self, params: PyTree, keys: Keys, step: Step) -> PyTree:
@@ -210,40 +203,20 @@ class Storage(abc.ABC):
         return params
 
     @abc.abstractmethod
-    def step(
-        self,
-        params: PyTree,
-        slots: PyTree,
-        segments: Sequence[Segment],
-        d_outputs: Sequence[Float[Array, "_ dim"]],
-        table: TableSpec,
-        *,
-        step: Step,
-    ) -> tuple[PyTree, PyTree]:
+    def step(self, params: PyTree, slots: PyTree, gradients: SegmentGradients, table: TableSpec, step: Step) -> State:
         """One optimizer step of the rows that segments read, as `find` gave them, with gradients of their outputs."""
 
     def step_distinct(
-        self,
-        params: PyTree,
-        slots: PyTree,
-        rows: Int[Array, " n"],
-        gradients: Float[Array, "n dim"],
-        table: TableSpec,
-        *,
-        step: Step,
-    ) -> tuple[PyTree, PyTree]:
-        """One optimizer step of rows of which none comes twice."""
-        return self.step(params, slots, [Segment(rows, None, None, "none")], [gradients], table, step=step)
+        self, params: PyTree, slots: PyTree, rows: Array, values: Array, table: TableSpec, step: Step
+    ) -> State:
+        """One optimizer step of rows of which none comes twice, with gradients `values`."""
+        return self.step(params, slots, SegmentGradients.of_rows(rows, values), table, step)
 
-    def gradients(
-        self, params: PyTree, segments: Sequence[Segment], d_outputs: Sequence[Float[Array, "_ dim"]], table: TableSpec
-    ) -> PyTree:
+    def gradients(self, params: PyTree, gradients: SegmentGradients, table: TableSpec) -> PyTree:
         """Where it `sums_gradients`: those of all `params`, float32, from gradients of what segments of ids read."""
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, of which a step touches single rows.")
 
-    def step_all(
-        self, params: PyTree, slots: PyTree, gradients: PyTree, table: TableSpec, *, step: Step
-    ) -> tuple[PyTree, PyTree]:
+    def step_all(self, params: PyTree, slots: PyTree, gradients: PyTree, table: TableSpec, step: Step) -> State:
         """One optimizer step of all `params` with their gradients."""
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, of which a step touches single rows.")
 
@@ -251,9 +224,7 @@ class Storage(abc.ABC):
         """Rows by key with what belongs to them, from all shards, in ascending order of the keys, on the host."""
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, which has no rows to be taken out.")
 
-    def with_rows(
-        self, params: PyTree, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int
-    ) -> tuple[PyTree, PyTree]:
+    def with_rows(self, params: PyTree, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int) -> State:
         """`params` and slots of all shards with some rows written by key, as `rows` returns them; outside `jit`."""
         raise NotImplementedError(
             f"table {table.name!r} is kept as {self}, which cannot take any rows; replace what state.tables holds."

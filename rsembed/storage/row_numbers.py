@@ -8,18 +8,17 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from rsembed.bags import PAD_ID
 from rsembed.initial_values import table_key
 from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.keys import Keys, join_keys, local_rows
-from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import hashed_rows
 from rsembed.storage.hashed import RowsByKey
 from rsembed.storage.hashed_rows import Counters, DynamicTable
-from rsembed.storage.protocol import ReadAhead
+from rsembed.storage.protocol import Found, ReadAhead, State, Vectors
 
 BLOCK_VALUES = 1 << 20
 MAX_KEYS = 2**32
@@ -59,9 +58,7 @@ class RowNumbers(RowsByKey):
                 )
         return keys
 
-    def init(
-        self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
-    ) -> tuple[DynamicTable, Slots]:
+    def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
         """Made block by block: nothing else is as large as the rows."""
         own_key, capacity = table_key(key, table.name), table.vocabulary_size // num_shards
         size = min(capacity, max(1, BLOCK_VALUES // table.embedding_dim))
@@ -80,16 +77,14 @@ class RowNumbers(RowsByKey):
         rows, *slots = jax.lax.fori_loop(0, -(-capacity // size), fill, (rows, *slots))
         return DynamicTable(None, rows, None, Counters(), own_key[None]), tuple(slots)
 
-    def read(
-        self, params: DynamicTable, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
-    ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
+    def read(self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
         del ahead
         rows = self._rows(params, keys)
         return hashed_rows.read(params, rows), jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
 
     def find(
-        self, params: PyTree, slots: Slots, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
-    ) -> tuple[DynamicTable, Slots, Int[Array, " nnz"]]:
+        self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step
+    ) -> Found:
         del table, occurrences, step
         return params, slots, self._rows(params, keys)
 

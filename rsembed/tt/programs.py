@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, check_ids_dtype, check_unmasked, check_values, is_traced
 from rsembed.checks import check_type
-from rsembed.kernels.contract import Block, JaggedBatch, Step
+from rsembed.kernels.contract import Block, JaggedBatch, SegmentGradients, Step
 from rsembed.kernels.reference import jagged_segment
 from rsembed.optimizers import (
     SGD,
@@ -203,8 +203,8 @@ def stepped(
         params: PyTree, slots: PyTree, d_cores: Cores, batch: Bags, d_output: Array, rate: Array, number: Array
     ) -> PyTree:
         hyper = dataclasses.replace(rule, learning_rate=lambda: rate).get_hyperparameters(number)
-        given = [segment_of(batch, batch.ids, how.mode)], [d_output], table
-        return storage.step(params, slots, *given, step=Step(hyper, rule, None, number), gradients=d_cores)
+        gradients = SegmentGradients([segment_of(batch, batch.ids, how.mode)], [d_output])
+        return storage.step(params, slots, gradients, table, Step(hyper, rule, None, number), d_cores)
 
     return *on_copies(own, params, slots, d_cores, batch, d_output, rate, number), d_weights
 

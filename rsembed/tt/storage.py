@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, cast, no_type_check
 
 import jax
@@ -23,7 +23,7 @@ from rsembed.keys import Keys
 from rsembed.optimizers import OptimizerSpec, Slots
 from rsembed.specs import TableSpec
 from rsembed.storage.logical_rows import as_dtype
-from rsembed.storage.protocol import ReadAhead, Storage, on_host, parts
+from rsembed.storage.protocol import Found, Pool, ReadAhead, Segments, State, Storage, Vectors, on_host, parts
 from rsembed.tt import hot_rows
 from rsembed.tt.cores import Cores, digits_of, entries_of, pooled_rows
 from rsembed.tt.hot_rows import Directory
@@ -167,9 +167,7 @@ class TensorTrain(Storage):
         except ValueError as error:
             raise ValueError(f"table {table.name!r}: {error}") from error
 
-    def init(
-        self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
-    ) -> tuple[Params, AllSlots]:
+    def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
         """Random cores, and the slots of each; no stored rows."""
         del shard, num_shards
         tables = self.tables_of(table)
@@ -240,23 +238,14 @@ class TensorTrain(Storage):
         return [own + more for own, more in zip(outputs, api.lookup(params.rows, stored), strict=True)]
 
     def pooled(
-        self,
-        params: Params,
-        keys: Keys,
-        segments: Sequence[Segment],
-        table: TableSpec,
-        pool: Callable[[Array, Int[Array, " nnz"]], PyTree],
-        *,
-        ahead: ReadAhead | None = None,
+        self, params: PyTree, keys: Keys, segments: Segments, table: TableSpec, pool: Pool, ahead: ReadAhead | None
     ) -> tuple[PyTree, Int[Array, ""]]:
         """As every storage; rows are pooled as they are made."""
         if table.quantization_config is not None:
-            return super().pooled(params, keys, segments, table, pool, ahead=ahead)
+            return super().pooled(params, keys, segments, table, pool, ahead)
         return self.look_up(params, segments, table), jnp.zeros((), jnp.int32)
 
-    def read(
-        self, params: Params, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
-    ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
+    def read(self, params: Params, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
         """Rows, float32, made of their slices or stored."""
         del ahead
         return self.vectors(params, _rows(keys), table), jnp.zeros((), jnp.int32)
@@ -266,15 +255,8 @@ class TensorTrain(Storage):
         return self.look_up(params, [Segment(rows, None, None, "none")], table)[0]
 
     def find(
-        self,
-        params: PyTree,
-        slots: PyTree,
-        keys: Keys,
-        table: TableSpec,
-        *,
-        occurrences: Int[Array, " nnz"],
-        step: Step,
-    ) -> tuple[PyTree, PyTree, Int[Array, " nnz"]]:
+        self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step
+    ) -> Found:
         """Every row is there; where some are stored, reads are counted and, now and then, rows chosen."""
         rows = _rows(keys)
         if not self.cache_rows:
@@ -296,46 +278,40 @@ class TensorTrain(Storage):
         self,
         params: Params,
         slots: AllSlots,
-        segments: Sequence[Segment],
-        d_outputs: Sequence[Float[Array, "_ dim"]],
+        gradients: SegmentGradients,
         table: TableSpec,
-        *,
         step: Step,
-        gradients: Cores | None = None,
-    ) -> tuple[Params, AllSlots]:
+        d_cores: Cores | None = None,
+    ) -> State:
         """One step of all cores with the gradients of rows, pulled back, and of the stored rows that were read.
 
-        The other stored rows and their slots keep their bits; `gradients` are those of the cores where they are known.
+        The other stored rows and their slots keep their bits; `d_cores` are the cores' gradients where these are known.
         """
-        gradients = self.gradients(params, segments, d_outputs, table) if gradients is None else gradients
-        cores, core_slots = self.step_all(cores_of(params), self.core_slots(slots), gradients, table, step=step)
+        d_cores = self.gradients(params, gradients, table) if d_cores is None else d_cores
+        cores, core_slots = self.step_all(cores_of(params), self.core_slots(slots), d_cores, table, step)
         if not isinstance(params, CachedTrain):
             return cores, core_slots
-        _, stored = _stored_segments(params.directory, segments, *entries_of(segments))
-        rows, row_slots = api.update(params.rows, slots[1], SegmentGradients(stored, d_outputs), step)
+        _, stored = _stored_segments(params.directory, gradients.segments, *entries_of(gradients.segments))
+        rows, row_slots = api.update(params.rows, slots[1], SegmentGradients(stored, gradients.d_outputs), step)
         return params._replace(cores=cores, rows=rows), (core_slots, row_slots)
 
     def core_slots(self, slots: AllSlots) -> AllSlots:
         """Those of the cores alone."""
         return cast(AllSlots, slots[0]) if self.cache_rows else slots
 
-    def gradients(
-        self, params: Params, segments: Sequence[Segment], d_outputs: Sequence[Float[Array, "_ dim"]], table: TableSpec
-    ) -> Cores:
+    def gradients(self, params: Params, gradients: SegmentGradients, table: TableSpec) -> Cores:
         """Those of all cores."""
 
         def outputs(cores: Cores) -> list[Array]:
             own = params._replace(cores=cores) if isinstance(params, CachedTrain) else cores
-            return self.look_up(own, segments, table)
+            return self.look_up(own, gradients.segments, table)
 
         # Of cores in float32, so that nothing is rounded before it is summed.
         _, pull = jax.vjp(outputs, tuple(core.astype(jnp.float32) for core in cores_of(params)))
-        (d_cores,) = pull([d_output.astype(jnp.float32) for d_output in d_outputs])
+        (d_cores,) = pull([d_output.astype(jnp.float32) for d_output in gradients.d_outputs])
         return tuple(d_cores)
 
-    def step_all(
-        self, params: Cores, slots: AllSlots, gradients: Cores, table: TableSpec, *, step: Step
-    ) -> tuple[Cores, AllSlots]:
+    def step_all(self, params: Cores, slots: AllSlots, gradients: Cores, table: TableSpec, step: Step) -> State:
         """One step of all slices of all cores, in float32, with gradients rounded as the cores are."""
         stepped = [
             table.optimizer.step_rows(
@@ -346,9 +322,7 @@ class TensorTrain(Storage):
         cores = tuple(new.astype(core.dtype) for (new, _), core in zip(stepped, params, strict=True))
         return cores, tuple(kept for _, kept in stepped)
 
-    def with_rows(
-        self, params: Params, slots: AllSlots, rows: PyTree, table: TableSpec, num_shards: int
-    ) -> tuple[Params, AllSlots]:
+    def with_rows(self, params: Params, slots: AllSlots, rows: PyTree, table: TableSpec, num_shards: int) -> State:
         """Cores in a tuple, or in a dictionary as files have them, or those closest to a whole table; slots stay.
 
         No row is stored then.
