@@ -20,9 +20,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, Shaped, UInt32
+from jaxtyping import Array, Bool, Int, PyTree, Shaped, UInt32
 
-from rsembed.kernels.contract import NO_ROW, KeyOrKeys
+from rsembed.kernels.contract import NO_ROW
 from rsembed.kernels.reference import gather_rows
 from rsembed.keys import Keys
 
@@ -222,25 +222,6 @@ def count_uses(
     now = risen.at[rows].get(mode="fill", fill_value=0)
     risen = risen.at[rows].set(jnp.where(now < 0, MAX_COUNT, now), mode="drop")  # a sum that does not fit wraps
     return last_step.at[rows].set(step, mode="drop"), risen
-
-
-def row_bits(
-    key: KeyOrKeys,
-    lanes: Sequence[UInt32[Array, " nnz"]],
-    dim: int,
-    table: Int[Array, " nnz"] | None = None,
-) -> UInt32[Array, "nnz dim"]:
-    """Random bits of rows, each from the key that is folded with the row's lanes, one after the other.
-
-    With `table`, `key` has several, of which it says whose is taken.
-    """
-
-    def one_row(key: PRNGKeyArray, *own: Array) -> Array:
-        return jax.random.bits(functools.reduce(jax.random.fold_in, own, key), (dim,), jnp.uint32)
-
-    if table is None:
-        return jax.vmap(functools.partial(one_row, key))(*lanes)
-    return jax.vmap(one_row)(key.at[table].get(mode="clip"), *lanes)
 
 
 def varying_zero(*arrays: Array) -> Int[Array, ""]:

@@ -347,7 +347,7 @@ def row_bits(
     dim: int,
     table: Int[Array, " nnz"] | None = None,
 ) -> UInt32[Array, "nnz dim"]:
-    """Random bits of rows, each from the key that is folded with the row's lanes; see `keyed.row_bits`."""
+    """Random bits of rows, each from the key that is folded with the row's lanes; see `reference.row_bits`."""
     config: Any = jax.config  # whose settings its stubs do not know
     if jax.random.key_impl(key) != "threefry2x32" or not config.jax_threefry_partitionable:
         raise NotImplementedError("native random bits are those of threefry2x32 with jax_threefry_partitionable")
