@@ -42,6 +42,13 @@ def as_rows(rows: ArrayLike) -> Int[Array, " nnz"]:
     return jnp.where((rows >= 0) & (rows < NO_ROW), rows, NO_ROW).astype(jnp.int32)
 
 
+def as_offsets(offsets: ArrayLike, num_entries: int) -> Int[Array, " bags_plus_1"]:
+    """Offsets as int32; none lies outside `[0, num_entries]`."""
+    offsets = jnp.asarray(offsets)
+    wide = offsets.astype(jnp.int32) if offsets.dtype.itemsize < 4 else offsets
+    return jnp.clip(wide, 0, num_entries).astype(jnp.int32)
+
+
 @no_type_check  # a pytree holds placeholders while JAX transforms it
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

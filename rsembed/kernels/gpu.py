@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.kernels import reference
-from rsembed.kernels.contract import OutputGradients, Outputs, Segment, Step, Table, as_rows
+from rsembed.kernels.contract import OutputGradients, Outputs, Segment, Step, Table, as_offsets, as_rows
 from rsembed.kernels.devices import target_device
 from rsembed.kernels.traced_rules import ELEMENTWISE, Row, evaluate, trace_rule
 from rsembed.optimizers import Slots
@@ -110,13 +110,11 @@ def _check_table(table: Array) -> None:
 
 
 def _operands(segment: Segment) -> list[Array]:
-    """Operands of a segment: rows, offsets and any weights; with combiner "none", each entry is a bag."""
-    offsets = segment.offsets
-    if offsets is None:
-        offsets = jnp.arange(segment.rows.shape[0] + 1, dtype=jnp.int32)
-    offsets = jnp.clip(offsets, 0, segment.rows.shape[0]).astype(jnp.int32)
+    """Rows, offsets and, if there are any, weights of a segment; an entry of combiner "none" is a bag of its own."""
+    num_entries = segment.rows.shape[0]
+    offsets = jnp.arange(num_entries + 1) if segment.offsets is None else segment.offsets
     weights = [] if segment.weights is None else [segment.weights.astype(jnp.float32)]
-    return [as_rows(segment.rows), offsets, *weights]
+    return [as_rows(segment.rows), as_offsets(offsets, num_entries), *weights]
 
 
 def _power_of_two(number: int) -> int:
@@ -124,29 +122,33 @@ def _power_of_two(number: int) -> int:
 
 
 def _sum_bag(
-    refs: Sequence[PyTree],
     table: PyTree,
-    start: Any,
-    stop: Any,
+    refs: Sequence[PyTree],
+    bag: Any,
     columns: Array,
     combiner: str,
-    pieces: Sequence[PyTree] = (),
+    *,
+    apart: int = 1,
+    has_pieces: bool = False,
 ) -> Array:
     """Pooled row of one bag, computed inside a kernel.
 
     Args:
-      refs: rows of all entries, and their weights if there are any.
       table: what is pooled.
-      start: first entry of the bag.
-      stop: the entry behind its last.
+      refs: `_operands`, and `_Pieces` if there are any; entries of a bag that has some are not read.
+      bag: its number.
       columns: which numbers of the rows.
       combiner: of the segment.
-      pieces: sums of pieces, the first that belong to this bag, and the first behind them. Entries of a bag that has
-        any are not read.
+      apart: how far apart the bounds of a bag lie from those of the next.
+      has_pieces: whether `refs` end with pieces.
     """
     from jax.experimental.pallas import triton
 
-    rows_ref, *weights_ref = refs
+    rows_ref, bounds_ref, *weights_ref = refs
+    if has_pieces:
+        *weights_ref, first_ref, sums_ref = weights_ref
+        first, last = first_ref[bag], first_ref[bag + 1]
+    start, stop = bounds_ref[apart * bag], bounds_ref[apart * bag + 1]
     num_rows, dim = table.shape
     width = columns.shape[0]
     block = max(1, min(1 if combiner == "none" else tiling.max_entries, tiling.max_numbers // width))
@@ -173,11 +175,10 @@ def _sum_bag(
         return (jnp.maximum(number, 0) + block - 1) // block
 
     num_blocks, zeros = blocks_of(stop - start), jnp.zeros(width, jnp.float32)
-    if pieces:
-        sums_ref, first, last = pieces
+    if has_pieces:
         num_blocks = jnp.where(last > first, 0, num_blocks)
     total, divisor = jax.lax.fori_loop(0, num_blocks, add_block, (zeros, jnp.zeros((), jnp.float32)))
-    if pieces:
+    if has_pieces:
 
         def add_pieces(number: Any, total: Array) -> Array:
             own = first + number * block + jnp.arange(block, dtype=jnp.int32)
@@ -224,29 +225,34 @@ def _sum_bags(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    dim = table.shape[1]
+    dim, has_pieces = table.shape[1], pieces is not None
     width = min(tiling.max_columns, _power_of_two(dim))
 
-    def kernel(table_ref: Any, rows_ref: Any, bounds_ref: Any, *refs: Any) -> None:
+    def kernel(table_ref: Any, *refs: Any) -> None:
         *others, out_ref = refs
-        bag = pl.program_id(0)
-        columns = pl.program_id(1) * width + jnp.arange(width, dtype=jnp.int32)
-        start, stop, of_bag = bounds_ref[apart * bag], bounds_ref[apart * bag + 1], []
-        if pieces is not None:
-            *others, first_ref, sums_ref = others
-            of_bag = [sums_ref, first_ref[bag], first_ref[bag + 1]]
-        pooled = _sum_bag([rows_ref, *others], table_ref, start, stop, columns, combiner, of_bag)
+        bag, columns = pl.program_id(0), pl.program_id(1) * width + jnp.arange(width, dtype=jnp.int32)
+        pooled = _sum_bag(table_ref, others, bag, columns, combiner, apart=apart, has_pieces=has_pieces)
         triton.store(out_ref.at[bag, columns], pooled, mask=columns < dim)
+
+    out, grid = jax.ShapeDtypeStruct((num_bags, dim), jnp.float32), (num_bags, pl.cdiv(dim, width))
+    return _call(kernel, "rsembed_pool", out, grid, table, *operands, *(pieces or ()))
+
+
+def _call(kernel: Any, name: str, out: Any, grid: tuple[int, ...], *operands: Array, num_stepped: int = 0) -> PyTree:
+    """Runs a program for every place of the grid; the first `num_stepped` operands become results where they lie."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
 
     call = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((num_bags, dim), jnp.float32),
-        grid=(num_bags, pl.cdiv(dim, width)),
+        out_shape=out,
+        grid=grid,
+        input_output_aliases={number: number for number in range(num_stepped)},
         interpret=target_device().platform != "gpu",
-        name="rsembed_pool",
+        name=name,
         compiler_params=triton.CompilerParams(num_warps=tiling.num_warps),
     )
-    return call(table, *operands, *(pieces or ()))
+    return call(*operands)
 
 
 def _step(
@@ -275,14 +281,9 @@ def _step(
 
     def kernel(*refs: Any) -> None:
         old, new = refs[: len(state)], refs[-len(state) :]
-        rows_ref, d_ref, hyper_ref, entries_ref, offsets_ref, *others = refs[len(state) : -len(state)]
-        group, of_group = pl.program_id(0), []
-        if pieces is not None:
-            *others, first_ref, sums_ref = others
-            of_group = [sums_ref, first_ref[group], first_ref[group + 1]]
-        columns = jnp.arange(width, dtype=jnp.int32)
-        start, stop = offsets_ref[group], offsets_ref[group + 1]
-        gradient = _sum_bag([entries_ref, *others], d_ref, start, stop, columns, "sum", of_group)
+        rows_ref, d_ref, hyper_ref, *others = refs[len(state) : -len(state)]
+        group, columns = pl.program_id(0), jnp.arange(width, dtype=jnp.int32)
+        gradient = _sum_bag(d_ref, others, group, columns, "sum", has_pieces=pieces is not None)
         is_row = (rows_ref[group] >= 0) & (rows_ref[group] < num_rows)
         row = jnp.where(is_row, rows_ref[group], 0)
         masks = [is_row & (columns < array.shape[1]) for array in state]
@@ -300,14 +301,7 @@ def _step(
             value = value.pieces[0] if isinstance(value, Row) else value
             triton.store(ref.at[row, columns], value.astype(array.dtype), mask=mask)
 
-    call = pl.pallas_call(
-        kernel,
-        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in state],
-        grid=(rows.shape[0],),
-        input_output_aliases={number: number for number in range(len(state))},
-        interpret=target_device().platform != "gpu",
-        name="rsembed_step",
-        compiler_params=triton.CompilerParams(num_warps=tiling.num_warps),
-    )
-    new_table, *new_slots = call(*state, rows, d_output, step.hyper_vector(), *operands, *(pieces or ()))
+    out = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in state]
+    inputs = (*state, rows, d_output, step.hyper_vector(), *operands, *(pieces or ()))
+    new_table, *new_slots = _call(kernel, "rsembed_step", out, (rows.shape[0],), *inputs, num_stepped=len(state))
     return new_table, tuple(new_slots)

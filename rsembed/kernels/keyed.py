@@ -16,13 +16,14 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, Shaped, UInt32
+from jaxtyping import Array, Bool, Int, PyTree, Shaped, UInt32
 
-from rsembed.kernels.contract import NO_ROW, KeyOrKeys
+from rsembed.kernels.contract import NO_ROW
+from rsembed.kernels.reference import gather_rows
 from rsembed.keys import Keys
 
 EMPTY, DELETED = -1, -2
@@ -96,11 +97,11 @@ def _first_occurrences(keys: Keys) -> Int[Array, " nnz"]:
     """Position at which every key occurs first; `NO_ROW` for padding."""
     num_slots = 1 << (2 * max(keys.low.shape[0], 1) - 1).bit_length()
 
-    def probe(lane: Array, seekers: _Seekers, places: Array, active: Array) -> tuple[Array, Array, Array]:
+    def probe(lane: Array, lanes: Lanes, positions: Array, places: Array, active: Array) -> tuple[Array, Array, Array]:
         is_free = active & (lane[places] == NO_ROW)
-        lane = lane.at[jnp.where(is_free, places, num_slots)].min(seekers.positions, mode="drop")
+        lane = lane.at[jnp.where(is_free, places, num_slots)].min(positions, mode="drop")
         there = lane[places]  # copies of a key probe in step, so it was its first one that claimed the slot
-        same = [lane[there] == own for lane, own in zip(keys.lanes, seekers.lanes, strict=True)]
+        same = [lane[there] == own for lane, own in zip(keys.lanes, lanes, strict=True)]
         return lane, active & functools.reduce(operator.and_, same), there
 
     lane = jnp.full(num_slots, NO_ROW, jnp.int32) + varying_zero(keys.low, keys.is_key)
@@ -117,9 +118,9 @@ def find_keys(
     A key may occur several times.
     """
 
-    def probe(zero: Array, seekers: _Seekers, places: Array, active: Array) -> tuple[Array, Array, Array]:
+    def probe(zero: Array, own: Lanes, _: Array, places: Array, active: Array) -> tuple[Array, Array, Array]:
         found_rows, found = rows[places], lanes[places]
-        high, low = seekers.lanes[-2:]
+        high, low = own[-2:]
         is_hit = active & (found_rows >= 0) & (found[:, 0] == high) & (found[:, 1] == low)
         return zero, is_hit | (active & (found_rows == EMPTY)), jnp.where(is_hit, places, NO_ROW)
 
@@ -191,8 +192,8 @@ def insert_keys(
     room, (rank, num_wanted) = size * 3 // 4 - num_keys - num_deleted, ranks(keys.is_key, keys.table, num_tables)
     keys = keys.only(rank < (room if keys.table is None else room.at[keys.table].get(mode="clip")))
 
-    def probe(lane: Array, seekers: _Seekers, places: Array, active: Array) -> tuple[Array, Array, Array]:
-        state, claim = lane[places], CLAIM + seekers.positions
+    def probe(lane: Array, _: Lanes, positions: Array, places: Array, active: Array) -> tuple[Array, Array, Array]:
+        state, claim = lane[places], CLAIM + positions
         is_free = active & ((state == EMPTY) | (state == DELETED))
         lane = lane.at[jnp.where(is_free, places, num_slots)].min(claim, mode="drop")
         is_won = is_free & (lane[places] == claim)
@@ -223,25 +224,6 @@ def count_uses(
     return last_step.at[rows].set(step, mode="drop"), risen
 
 
-def row_bits(
-    key: KeyOrKeys,
-    lanes: Sequence[UInt32[Array, " nnz"]],
-    dim: int,
-    table: Int[Array, " nnz"] | None = None,
-) -> UInt32[Array, "nnz dim"]:
-    """Random bits of rows: each row's from `key` folded with the row's lanes, one after the other.
-
-    With `table`, `key` has several, of which it says whose is taken.
-    """
-
-    def one_row(key: PRNGKeyArray, *own: Array) -> Array:
-        return jax.random.bits(functools.reduce(jax.random.fold_in, own, key), (dim,), jnp.uint32)
-
-    if table is None:
-        return jax.vmap(functools.partial(one_row, key))(*lanes)
-    return jax.vmap(one_row)(key.at[table].get(mode="clip"), *lanes)
-
-
 def varying_zero(*arrays: Array) -> Int[Array, ""]:
     """A zero that varies over the same mesh axes as the arrays, as the carry of a loop in `shard_map` must."""
     first = [jnp.sum(x.reshape(-1)[:1].astype(jnp.int32), dtype=jnp.int32) for x in arrays]
@@ -254,15 +236,12 @@ def _homes(keys: Keys, size: int) -> Int[Array, " nnz"]:
     return homes if keys.table is None else homes + keys.table * size
 
 
-class _Seekers(NamedTuple):
-    """Keys that still search, and their positions in the call."""
+Lanes = Sequence[Array]
+Probe = Callable[[Any, Lanes, Array, Array, Array], tuple[Any, Array, Array]]
+"""`(state, lanes, positions, places, active) -> (state, is_done, results)`: looks at one slot for every key.
 
-    lanes: tuple[Array, ...]
-    positions: Array
-
-
-Probe = Callable[[Any, _Seekers, Array, Array], tuple[Any, Array, Array]]
-"""`(state, seekers, places, active) -> (state, is_done, results)`: looks at one slot for every seeker."""
+Lanes and positions in the call are those of the keys that still probe.
+"""
 
 
 def _probe_all(
@@ -274,18 +253,20 @@ def _probe_all(
     `NO_ROW` for padding.
     """
     n = keys.low.shape[0]
+    widths = [n]  # how many keys probe at a time: fewer and fewer of a large call
+    while widths[-1] > MIN_WIDTH:
+        widths.append(widths[-1] // 8)
     zero = varying_zero(state, keys.low, keys.is_key)
-    seekers = _Seekers(keys.lanes, jnp.arange(n, dtype=jnp.int32))
-    places = homes + zero
+    lanes, positions, places = [*keys.lanes], jnp.arange(n, dtype=jnp.int32), homes + zero
     active, results = keys.is_key & (zero == 0), jnp.full(n, NO_ROW, jnp.int32)
-    for width, next_width in itertools.pairwise([*_widths(n), 0]):
+    for width, next_width in itertools.pairwise([*widths, 0]):
 
         def is_wide(carry: tuple[PyTree, ...], next_width: int = next_width) -> Array:
             return jnp.sum(carry[2], dtype=jnp.int32) > next_width
 
-        def probe_once(carry: tuple[PyTree, ...], seekers: _Seekers = seekers) -> tuple[PyTree, ...]:
+        def probe_once(carry: PyTree, lanes: Lanes = lanes, positions: Array = positions) -> tuple[PyTree, ...]:
             state, places, active, found = carry
-            state, is_done, result = probe(state, seekers, places, active)
+            state, is_done, result = probe(state, lanes, positions, places, active)
             found = jnp.where(is_done, result, found)
             return state, (places & -size) | ((places + 1) & (size - 1)), active & ~is_done, found
 
@@ -295,21 +276,9 @@ def _probe_all(
             results = found
         else:
             is_done = active & ~still_active
-            results = results.at[jnp.where(is_done, seekers.positions, n)].set(found, mode="drop")
+            results = results.at[jnp.where(is_done, positions, n)].set(found, mode="drop")
         if next_width:
             kept, _ = compact(still_active, next_width)
-            seekers, places = _take((seekers, places), kept)
+            *lanes, positions, places = gather_rows((*lanes, positions, places), kept)
             active = kept != NO_ROW
     return state, results
-
-
-def _take(arrays: PyTree, places: Array) -> PyTree:
-    return jax.tree.map(lambda x: x.at[places].get(mode="fill", fill_value=0), arrays)
-
-
-def _widths(num_keys: int) -> list[int]:
-    """Numbers of keys that search at a time: an eighth of the number before, while that exceeds `MIN_WIDTH`."""
-    widths = [num_keys]
-    while widths[-1] > MIN_WIDTH:
-        widths.append(widths[-1] // 8)
-    return widths

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jaxlib
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from rsembed.kernels.devices import target_device
@@ -114,15 +115,15 @@ def call_handler(
     *operands: Array,
     aliases: dict[int, int] | None = None,
     **attributes: Any,
-) -> tuple[Array, ...]:
-    """Results of a handler of the library.
+) -> PyTree:
+    """Results of a handler of the library, a tuple of arrays.
 
     Args:
       target: its name.
       results: shape and dtype of every result.
       operands: what it reads.
       aliases: operands that it changes where they lie, and the results that they become.
-      attributes: numbers that are known when the call is traced.
+      attributes: numbers that are known when the call is traced; integers of Python, and lists of them, become int64.
 
     Raises: NotImplementedError: the library cannot be used here, or was built from sources without this handler.
     """
@@ -132,7 +133,8 @@ def call_handler(
         raise NotImplementedError(f"the installed {LIBRARY} is older than {target}; reinstall rsembed")
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
     call = jax.ffi.ffi_call(target, shapes, vmap_method="sequential", input_output_aliases=aliases)
-    returned = call(*vary_alike(operands), **attributes)
+    numbers = {name: np.int64(value) if type(value) in (int, list) else value for name, value in attributes.items()}
+    returned = call(*vary_alike(operands), **numbers)
     axes = _varying_axes(*operands)
     return tuple(_cast_to_varying(result, axes) for result in returned)
 

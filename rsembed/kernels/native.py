@@ -29,6 +29,7 @@ from rsembed.kernels.contract import (
     SegmentGradients,
     Step,
     Table,
+    as_offsets,
     as_rows,
 )
 from rsembed.kernels.ids import Partitions, Queue, Rows, SampleEntries, word_dtype
@@ -58,7 +59,7 @@ _MAX_HYPERPARAMETERS = 4  # others are 0, such as the epsilon of an Adagrad that
 
 def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
     """Pooled rows of every segment, float32 `[segment.num_outputs, dim]`."""
-    _check_table(table)
+    _check_tables(table)
     if not segments:
         return ()
     arrays, attributes = _segment_operands(segments)
@@ -75,22 +76,19 @@ def row_gradients(num_rows: int, gradients: OutputGradients) -> RowsAndGradients
         num_entries, dim = sum(segment.rows.shape[0] for segment in gradients.segments), gradients.d_outputs[0].shape[1]
     capacity = min(num_entries, num_rows)
     results = [((capacity,), jnp.int32), ((capacity, dim), jnp.float32)]
-    target = f"rsembed_row_gradients{form}"
-    rows, values = call_handler(target, results, *arrays, **attributes, num_rows=np.int64(num_rows))
-    return rows, values
+    return call_handler(f"rsembed_row_gradients{form}", results, *arrays, **attributes, num_rows=num_rows)
 
 
 def squared_norm(num_rows: int, gradients: SegmentGradients) -> Float[Array, ""]:
     """Sum of the squares of all row gradients; see `reference.squared_norm`."""
     arrays, attributes = _segment_operands(*gradients)
-    attributes |= {"num_rows": np.int64(num_rows), "dim": np.int64(gradients.d_outputs[0].shape[1])}
-    (norm,) = call_handler("rsembed_squared_norm", [((), jnp.float32)], *arrays, **attributes)
-    return norm
+    attributes |= {"num_rows": num_rows, "dim": gradients.d_outputs[0].shape[1]}
+    return call_handler("rsembed_squared_norm", [((), jnp.float32)], *arrays, **attributes)[0]
 
 
 def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -> tuple[Table, Slots]:
     """Row gradients and one optimizer step per distinct row, fused for the rules written in C++."""
-    _check_table(table)
+    _check_tables(table)
     code = _fused_code(table, slots, step)
     if code is None:
         return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
@@ -102,7 +100,7 @@ def apply_rows(
     table: Table, slots: Slots, rows: Int[Array, " capacity"], gradients: Float[Array, "capacity dim"], step: Step
 ) -> tuple[Table, Slots]:
     """One optimizer step of distinct `rows`; rows outside the table are padding."""
-    _check_table(table)
+    _check_tables(table)
     rows, gradients = as_rows(rows), gradients.astype(jnp.float32)
     code = _fused_code(table, slots, step)
     if code is not None:
@@ -139,27 +137,23 @@ def _apply_in_blocks(
 
 def lookup_jagged(tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch) -> Float[Array, " size"]:
     """Pooled rows of every feature of a table-batched call, flat: one call into the library for all tables."""
-    for table in tables:
-        _check_table(table)
+    _check_tables(*tables)
     dims = [table.shape[1] for table in tables]
     arrays, attributes = _jagged_operands(batch, dims)
-    size = batch.output_places(dims)[0]
-    (output,) = call_handler("rsembed_lookup_jagged", [((size,), jnp.float32)], *arrays, *tables, **attributes)
-    return output
+    results = [((batch.output_places(dims)[0],), jnp.float32)]
+    return call_handler("rsembed_lookup_jagged", results, *arrays, *tables, **attributes)[0]
 
 
 def weight_gradients(
     tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch, d_output: Float[Array, " size"]
 ) -> Float[Array, " nnz"]:
     """Gradients of `batch.weights`; 0 for ids that contribute nothing."""
-    for table in tables:
-        _check_table(table)
+    _check_tables(*tables)
     unweighted = dataclasses.replace(batch, weights=None)
     arrays, attributes = _jagged_operands(unweighted, [table.shape[1] for table in tables], None, d_output)
     del attributes["has_weights"]
     results = [(batch.ids.shape, jnp.float32)]
-    (gradients,) = call_handler("rsembed_weight_gradients", results, *arrays, *tables, **attributes)
-    return gradients
+    return call_handler("rsembed_weight_gradients", results, *arrays, *tables, **attributes)[0]
 
 
 def pair_products(vectors: Float[Array, "batch n dim"]) -> Float[Array, "batch pairs"]:
@@ -178,7 +172,7 @@ def pull_pairs(
 def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], missing: int = 0) -> tuple[Array, ...]:
     """Rows `rows` of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
     results = [((rows.shape[0], *array.shape[1:]), array.dtype) for array in arrays]
-    return call_handler("rsembed_gather_rows", results, as_rows(rows), *arrays, missing=np.int64(missing))
+    return call_handler("rsembed_gather_rows", results, as_rows(rows), *arrays, missing=missing)
 
 
 def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values: Sequence[Array]) -> tuple[Array, ...]:
@@ -187,7 +181,7 @@ def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values:
     results = [(array.shape, array.dtype) for array in arrays]
     aliases = {1 + k: k for k in range(len(arrays))}
     operands = as_rows(rows), *arrays, *values
-    return call_handler("rsembed_scatter_rows", results, *operands, aliases=aliases, missing=np.int64(0))
+    return call_handler("rsembed_scatter_rows", results, *operands, aliases=aliases, missing=0)
 
 
 def pack_blocks(arrays: Sequence[Array], rows: Sequence[Rows]) -> Shaped[Array, "devices places *row"]:
@@ -213,8 +207,7 @@ def block_ends(
     operands, attributes = _queues(queues)
     size, num_levels = (len(queues), queues[0].cursor.shape[0]), max(len(queue.lanes) for queue in queues)
     results = [(size, jnp.int32), ((num_levels, *size), jnp.uint32)]
-    fit, behind = call_handler("rsembed_block_ends", results, *operands, **attributes)
-    return fit, behind
+    return call_handler("rsembed_block_ends", results, *operands, **attributes)
 
 
 def round_places(
@@ -222,10 +215,8 @@ def round_places(
 ) -> tuple[tuple[Array, ...], tuple[Array, ...], Bool[Array, ""]]:
     """Entries that every queue sends in a round; see `ids.round_places`."""
     operands, attributes = _queues(queues)
-    results: list[tuple[tuple[int, ...], Any]] = [((), jnp.bool_)]
-    for queue in queues:
-        size = queue.cursor.shape
-        results += [((*size, queue.capacity), jnp.int32), (size, jnp.int32)]
+    shapes = [shape for own in queues for shape in ((*own.cursor.shape, own.capacity), own.cursor.shape)]
+    results = [((), jnp.bool_), *_integers(*shapes)]
     are_left, *found = call_handler("rsembed_round_places", results, fit, cuts, *operands, **attributes)
     return tuple(found[::2]), tuple(found[1::2]), are_left
 
@@ -233,14 +224,12 @@ def round_places(
 def _queues(queues: Sequence[Queue]) -> tuple[list[Array], dict[str, PyTree]]:
     operands = [array for queue in queues for array in (queue.offsets, queue.cursor, *queue.lanes)]
     numbers = {"num_lanes": [len(queue.lanes) for queue in queues], "capacities": [own.capacity for own in queues]}
-    return operands, {name: np.asarray(values, np.int64) for name, values in numbers.items()}
+    return operands, numbers
 
 
 def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
     """Offsets and order that turn unsorted entries into bags; see `reference.rows_by_bag`."""
-    results = [((num_bags + 1,), jnp.int32), ((bags.shape[0],), jnp.int32)]
-    offsets, order = call_handler("rsembed_rows_by_bag", results, as_rows(bags))
-    return offsets, order
+    return call_handler("rsembed_rows_by_bag", _integers((num_bags + 1,), bags.shape), as_rows(bags))
 
 
 def rows_of_ids(
@@ -248,10 +237,9 @@ def rows_of_ids(
 ) -> tuple[Int[Array, " _"], ...]:
     """Row of each id of each feature, `NO_ROW` for ids outside their table."""
     _check_ids(ids)
-    numbers = [(*place, size) for place, size in zip(places, sizes, strict=True)]
-    attributes: dict[str, PyTree] = {"places": np.asarray(numbers, np.int64).reshape(-1)}
-    attributes |= {"spread": np.int64(spread), "rows_per_shard": np.int64(rows_per_shard)}
-    return call_handler("rsembed_rows_of_ids", [(own.shape, jnp.int32) for own in ids], *ids, **attributes)
+    numbers = [number for place, size in zip(places, sizes, strict=True) for number in (*place, size)]
+    attributes: dict[str, PyTree] = {"places": numbers, "spread": spread, "rows_per_shard": rows_per_shard}
+    return call_handler("rsembed_rows_of_ids", _integers(*(own.shape for own in ids)), *ids, **attributes)
 
 
 def count_ids(
@@ -260,8 +248,7 @@ def count_ids(
     """How many ids of each feature are inside and outside its table; padding counts as neither."""
     _check_ids([*ids, *offsets])
     operands = itertools.chain.from_iterable(zip(ids, offsets, strict=True))
-    results = [((), jnp.int32)] * (2 * len(ids))
-    counts = call_handler("rsembed_count_ids", results, *operands, sizes=np.asarray(sizes, np.int64))
+    counts = call_handler("rsembed_count_ids", _integers(*[()] * (2 * len(ids))), *operands, sizes=list(sizes))
     return tuple(zip(counts[::2], counts[1::2], strict=True))
 
 
@@ -269,8 +256,7 @@ def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]],
     """Distinct entries, sorted by owner and then by lanes; see `keyed.distinct`."""
     if wrong := [str(lane.dtype) for lane in lanes if lane.dtype not in (jnp.int32, jnp.uint32)]:
         raise NotImplementedError(f"native lanes are int32 or uint32, not {wrong[0]}")
-    of_entries: tuple[tuple[int, ...], Any] = owners.shape, jnp.int32
-    results = [of_entries, of_entries, ((num_owners + 1,), jnp.int32), of_entries]
+    results = _integers(owners.shape, owners.shape, (num_owners + 1,), owners.shape)
     results += [(lane.shape, lane.dtype) for lane in lanes]
     entry_of, first_of, offsets, counts, *own = call_handler("rsembed_distinct", results, as_rows(owners), *lanes)
     return tuple(own), entry_of, first_of, offsets, counts
@@ -278,25 +264,20 @@ def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]],
 
 def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
     """Distinct keys in the order of their first occurrence; see `keyed.unique_keys`."""
-    results = [(keys.shape, jnp.int32)] * 3
-    entry_of, first_of, counts = call_handler("rsembed_unique_keys", results, *_operands(keys), occurrences)
-    return entry_of, first_of, counts
+    return call_handler("rsembed_unique_keys", _integers(*[keys.shape] * 3), *_operands(keys), occurrences)
 
 
 def find_keys(
     lanes: UInt32[Array, "slots 2"], rows: Int[Array, " slots"], keys: Keys, num_tables: int = 1
 ) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Int[Array, ""]]:
     """Slot and row of every key in its table, `NO_ROW` for absent keys and padding; and how many are absent."""
-    results: list[tuple[tuple[int, ...], Any]] = [(keys.shape, jnp.int32), (keys.shape, jnp.int32), ((), jnp.int32)]
-    operands = lanes, rows, *_operands(keys)
-    slots, found, num_absent = call_handler("rsembed_find_keys", results, *operands, num_tables=np.int64(num_tables))
-    return slots, found, num_absent
+    results, operands = _integers(keys.shape, keys.shape, ()), (lanes, rows, *_operands(keys))
+    return call_handler("rsembed_find_keys", results, *operands, num_tables=num_tables)
 
 
 def compact(mask: Bool[Array, " n"], size: int) -> tuple[Int[Array, " size"], Int[Array, ""]]:
     """Positions of the first `size` True entries, `NO_ROW` behind them; and how many there are."""
-    places, num = call_handler("rsembed_compact", [((size,), jnp.int32), ((), jnp.int32)], mask)
-    return places, num
+    return call_handler("rsembed_compact", _integers((size,), ()), mask)
 
 
 def take_rows(
@@ -305,10 +286,9 @@ def take_rows(
     wants: Bool[Array, " n"],
     table: Int[Array, " n"] | None = None,
 ) -> tuple[Int[Array, " n"], Int[Array, " tables"], Int[Array, " tables"]]:
-    """Free rows for the entries that want one; see `keyed.take_rows`."""
-    results = [(lane.shape, jnp.int32) for lane in (wants, num_free, num_free)]
-    rows, num_left, num_without = call_handler("rsembed_take_rows", results, free, num_free, wants, _tables(table))
-    return rows, num_left, num_without
+    """Rows from the top of a table's stack; see `keyed.take_rows`."""
+    results = _integers(wants.shape, num_free.shape, num_free.shape)
+    return call_handler("rsembed_take_rows", results, free, num_free, wants, _tables(table))
 
 
 def insert_keys(
@@ -356,14 +336,8 @@ def entries_by_sample(stacks: Sequence[Partitions]) -> list[SampleEntries]:
         operands += [*own[:3], own.gains.astype(jnp.float32), *arrays[3:]]
         num_places = own.embedding_ids.shape
         results += [(num_places, jnp.int32), ((own.num_samples + 1,), jnp.int32), (num_places, jnp.float32)]
-        numbers += [
-            own.num_cores,
-            own.num_shards,
-            own.rows_per_shard,
-            own.samples_per_core,
-            own.num_minibatches is not None,
-        ]
-    found = call_handler("rsembed_entries_by_sample", results, *operands, stacks=np.asarray(numbers, np.int64))
+        numbers += [*own[5:], own.num_minibatches is not None]
+    found = call_handler("rsembed_entries_by_sample", results, *operands, stacks=numbers)
     return list(zip(found[::3], found[1::3], found[2::3], strict=True))
 
 
@@ -373,13 +347,12 @@ def row_bits(
     dim: int,
     table: Int[Array, " nnz"] | None = None,
 ) -> UInt32[Array, "nnz dim"]:
-    """Random bits of rows: each row's from `key` folded with the row's lanes; see `keyed.row_bits`."""
+    """Random bits of rows, each from the key that is folded with the row's lanes; see `reference.row_bits`."""
     config: Any = jax.config  # whose settings its stubs do not know
     if jax.random.key_impl(key) != "threefry2x32" or not config.jax_threefry_partitionable:
         raise NotImplementedError("native random bits are those of threefry2x32 with jax_threefry_partitionable")
     keys = jax.random.key_data(key).reshape(-1, 2)
-    (bits,) = call_handler("rsembed_row_bits", [((lanes[0].shape[0], dim), jnp.uint32)], keys, _tables(table), *lanes)
-    return bits
+    return call_handler("rsembed_row_bits", [((*lanes[0].shape, dim), jnp.uint32)], keys, _tables(table), *lanes)[0]
 
 
 def allocate(shape: Sequence[int], dtype: jax.typing.DTypeLike, fill: complex | None = None) -> Array:
@@ -395,9 +368,7 @@ def allocate(shape: Sequence[int], dtype: jax.typing.DTypeLike, fill: complex | 
         raise NotImplementedError(f"native allocation fills elements of at most 8 bytes, not {dtype}")
     element = np.zeros((), dtype) if fill is None else np.asarray(fill).astype(dtype)
     pattern = np.frombuffer(element.tobytes().ljust(8, b"\0"), np.int64)[0]
-    attributes = {"pattern": pattern, "fill": np.bool_(fill is not None)}
-    (array,) = call_handler("rsembed_allocate", [(tuple(shape), dtype)], **attributes)
-    return array
+    return call_handler("rsembed_allocate", [(tuple(shape), dtype)], pattern=pattern, fill=fill is not None)[0]
 
 
 def _check_ids(ids: Sequence[Array]) -> None:
@@ -405,11 +376,17 @@ def _check_ids(ids: Sequence[Array]) -> None:
         raise NotImplementedError(f"native ids and offsets are int32, not {wrong[0]}")
 
 
-def _check_table(table: Array) -> None:
-    if table.dtype not in _TABLE_DTYPES:
-        raise NotImplementedError(f"native tables are float32, bfloat16 or float16, not {table.dtype}")
-    if table.shape[0] > NO_ROW:
-        raise NotImplementedError(f"native tables have less than 2**31 rows, not {table.shape[0]}")
+def _check_tables(*tables: Array) -> None:
+    for table in tables:
+        if table.dtype not in _TABLE_DTYPES:
+            raise NotImplementedError(f"native tables are float32, bfloat16 or float16, not {table.dtype}")
+        if table.shape[0] > NO_ROW:
+            raise NotImplementedError(f"native tables have less than 2**31 rows, not {table.shape[0]}")
+
+
+def _integers(*shapes: tuple[int, ...]) -> list[tuple[tuple[int, ...], Any]]:
+    """Results of int32."""
+    return [(shape, jnp.int32) for shape in shapes]
 
 
 def _gradient_operands(gradients: OutputGradients) -> tuple[str, list[Array], dict[str, PyTree]]:
@@ -434,11 +411,8 @@ def _segment_operands(
         arrays.append(as_rows(segment.rows))
         if segment.offsets is not None:
             flags |= _HAS_OFFSETS
-            arrays.append(
-                jnp.clip(segment.offsets, 0, segment.rows.shape[0]).astype(jnp.int32)
-                if segment.offsets.dtype.itemsize > 4
-                else segment.offsets.astype(jnp.int32)
-            )
+            is_read = segment.offsets.dtype == jnp.int32  # the library clips these itself
+            arrays.append(segment.offsets if is_read else as_offsets(segment.offsets, segment.rows.shape[0]))
         if segment.weights is not None:
             flags |= _HAS_WEIGHTS
             arrays.append(segment.weights.astype(jnp.float32))
@@ -456,21 +430,18 @@ def _jagged_operands(
         raise NotImplementedError("native calls have less than 2**31 entries")
     size, places = batch.output_places(dims)
     blocks = [(block, place) for block, place in zip(batch.blocks, places, strict=True) if table in (None, block.table)]
-    numbers = [
-        (block.first_bag, block.num_bags, 0 if table is not None else block.table, block.first_row, block.num_rows, *at)
-        for block, at in blocks
-    ]
-    arrays = [as_rows(batch.ids), jnp.clip(batch.offsets, 0, batch.ids.shape[0]).astype(jnp.int32)]
+    numbers = [(*(block if table is None else block._replace(table=0)), *at) for block, at in blocks]
+    arrays = [as_rows(batch.ids), as_offsets(batch.offsets, batch.ids.shape[0])]
     if batch.weights is not None:
         arrays.append(batch.weights.astype(jnp.float32))
     attributes: dict[str, PyTree] = {
-        "blocks": np.asarray(numbers, np.int64).reshape(-1),
-        "combiner": np.int64(_JAGGED_COMBINER_CODES[batch.combiner]),
-        "has_weights": np.bool_(batch.weights is not None),
+        "blocks": list(itertools.chain.from_iterable(numbers)),
+        "combiner": _JAGGED_COMBINER_CODES[batch.combiner],
+        "has_weights": batch.weights is not None,
     }
     if d_output is not None:
         arrays.append(d_output.astype(jnp.float32))
-        attributes["output_size"] = np.int64(size)
+        attributes["output_size"] = size
     return arrays, attributes
 
 
@@ -493,5 +464,5 @@ def _step_in_place(
     state, results = (table, *slots), [(array.shape, array.dtype) for array in (table, *slots)]
     operands = (table, step.hyper_vector(_MAX_HYPERPARAMETERS), *slots, *arrays)
     aliases = {0: 0, **{1 + k: k for k in range(1, len(state))}}
-    new_table, *new_slots = call_handler(target, results, *operands, aliases=aliases, **attributes, rule=np.int64(code))
+    new_table, *new_slots = call_handler(target, results, *operands, aliases=aliases, **attributes, rule=code)
     return new_table, tuple(new_slots)

@@ -249,6 +249,25 @@ def allocate(shape: tuple[int, ...], dtype: DTypeLike, fill: float | None = None
     return jnp.full(shape, 0 if fill is None else fill, dtype)
 
 
+def row_bits(
+    key: KeyOrKeys,
+    lanes: Sequence[UInt32[Array, " nnz"]],
+    dim: int,
+    table: Int[Array, " nnz"] | None = None,
+) -> UInt32[Array, "nnz dim"]:
+    """Random bits of rows, each from the key that is folded with the row's lanes, one after the other.
+
+    With `table`, `key` has several, of which it says whose is taken.
+    """
+
+    def one_row(key: PRNGKeyArray, *own: Array) -> Array:
+        return jax.random.bits(functools.reduce(jax.random.fold_in, own, key), (dim,), jnp.uint32)
+
+    if table is None:
+        return jax.vmap(functools.partial(one_row, key))(*lanes)
+    return jax.vmap(one_row)(key.at[table].get(mode="clip"), *lanes)
+
+
 def round_stochastically(
     values: Float[Array, "rows dim"],
     dtype: jnp.dtype,
@@ -261,17 +280,9 @@ def round_stochastically(
     The noise depends on the key, the row number and the column alone, not on where in the batch the row stood. With
     `table`, there is a key for each of several.
     """
-
-    def noise_of(key: PRNGKeyArray, row: Array) -> UInt32[Array, " dim"]:
-        return jax.random.bits(jax.random.fold_in(key, row), values.shape[1:])
-
     if dtype == jnp.float32:
         return values
-    if table is None:
-        words = jax.vmap(functools.partial(noise_of, key))(rows.astype(jnp.uint32))
-    else:
-        words = jax.vmap(noise_of)(key.at[table].get(mode="clip"), rows.astype(jnp.uint32))
-    return round_with_noise(values, words, dtype)
+    return round_with_noise(values, row_bits(key, [rows.astype(jnp.uint32)], values.shape[1], table), dtype)
 
 
 def round_with_noise(

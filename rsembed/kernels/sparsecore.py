@@ -19,7 +19,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.kernels import reference
-from rsembed.kernels.contract import NO_ROW, OutputGradients, Outputs, Segment, Step, Table, as_rows
+from rsembed.kernels.contract import NO_ROW, OutputGradients, Outputs, Segment, Step, Table, as_offsets, as_rows
 from rsembed.kernels.devices import target_device
 from rsembed.kernels.traced_rules import trace_rule
 from rsembed.optimizers import Slots
@@ -147,7 +147,7 @@ def _pool(shape: tuple[int, ...], table: Array, segment: Segment) -> Float[Array
         vectors = tiles.gather(table, _fill(ids, tiles.chunk_rows(table.shape[1], 1), 0))[:num_outputs, :dim]
         return jnp.where(gains[:, None] == 0.0, 0.0, gains[:, None] * vectors)
     chunk = tiles.chunk_rows(table.shape[1], 2)
-    bounds = _chunk_bounds(jnp.clip(segment.offsets, 0, ids.shape[0]).astype(jnp.int32), chunk, tiles.num_lanes())
+    bounds = _chunk_bounds(as_offsets(segment.offsets, ids.shape[0]), chunk, tiles.num_lanes())
     entries = _fill(ids, chunk, 0), _fill(gains, chunk, 0.0), _fill(bags.astype(jnp.int32), chunk, NO_ROW)
     return tiles.pool(table, *entries, bounds, -(-num_outputs // chunk) * chunk)[:num_outputs, :dim]
 
