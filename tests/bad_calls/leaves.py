@@ -72,7 +72,6 @@ BAD = {
         lambda: words(source="auto", path=file("own.txt", b"\xff\xfe\xff")), ValueError, "own.txt", "not UTF-8",
     ),
     "an empty text": (lambda: words(source="auto", path=file("empty.txt", b" ")), ValueError, "empty.txt", "no words"),
-    "an id without a word": (lambda: words().decode([99]), ValueError, "Text.decode: id 99 at position 0", "0 to 31"),
     "ratings nobody has": (lambda: datasets.movielens("ml-2m"), ValueError, "movielens: name='ml-2m'", "ml-1m"),
     "an archive that is none": (
         lambda: datasets.movielens(path=file("own.zip", b"no archive")), ValueError, "own.zip", "zip",
@@ -146,5 +145,4 @@ ACCEPTED = {
     "ids as lists": (
         lambda: plot.id_counts([[2, 0], [2, -1]], 4), lambda: plot.id_counts(np.array([[2, 0], [2, -1]]), 4),
     ),
-    "words as a list": (lambda: words().encode(["the", "x"]), lambda: words().encode("the x")),
 }  # fmt: skip
