@@ -67,7 +67,12 @@ def form(table: TableSpec) -> Hashable:
     shape = (table.vocabulary_size, table.embedding_dim)
     trace, whole = traced_initializer(table, shape), (table.initializer, *shape)
     text = " ".join(str(trace).split())  # where its lines break depends on the length of numbers
-    if _has_constants(trace) or not _is_made_by_rows(trace, shape[0]):
+    if _has_constants(trace):
+        return whole
+    evaluator = _RowEvaluator(jnp.zeros(1, jnp.int32), shape[0], only_cuts=True)
+    try:
+        jax.eval_shape(functools.partial(evaluator.evaluate, trace), jax.random.key(0))
+    except _MixesRowsError:
         return whole
     return shape[1], re.sub(rf"(?<=[\[(]){shape[0]}(?=,)", "rows", text)
 
@@ -138,15 +143,6 @@ def _has_constants(trace: ClosedJaxpr) -> bool:
         or any(isinstance(operand, Literal) and np.ndim(operand.val) for operand in operands)
         or any(_has_constants(value) for value in inner if isinstance(value, ClosedJaxpr))
     )
-
-
-def _is_made_by_rows(trace: ClosedJaxpr, num_rows: int) -> bool:
-    evaluator = _RowEvaluator(jnp.zeros(1, jnp.int32), num_rows, only_cuts=True)
-    try:
-        jax.eval_shape(functools.partial(evaluator.evaluate, trace), jax.random.key(0))
-    except _MixesRowsError:
-        return False
-    return True
 
 
 # Primitives that treat every entry alone.

@@ -120,9 +120,7 @@ class TrainState(struct.PyTreeNode):
         Raises: TypeError: the gradients are those of `jax.grad`, which has nothing for the tables. ValueError: they are
           of another model.
         """
-        taps.check_gradients(gradients, _WAY_OUT)
-        taps.check_layers(gradients, self.embeddings)
-        stepped = {name: gradients.step(name, self.embeddings[name]) for name in gradients.calls}
+        stepped = taps.stepped(gradients, self.embeddings, _WAY_OUT)
         # optax mixes its integer step counts with floats, whatever the user's promotion setting is.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = self.tx.update(gradients.dense, self.opt_state, self.params)

@@ -193,11 +193,10 @@ class Optimizer(nnx.Module):
         Raises: TypeError: the gradients are those of `nnx.grad`, which has nothing for the tables. ValueError: they are
           of another model.
         """
-        taps.check_gradients(gradients, _WAY_OUT)
         layers = _trained_layers(model)
-        taps.check_layers(gradients, layers)
-        for name in gradients.calls:
-            layers[name].set_state(gradients.step(name, layers[name].state))
+        states = {name: layer.state for name, layer in layers.items()}
+        for name, state in taps.stepped(gradients, states, _WAY_OUT).items():
+            layers[name].set_state(state)
         # optax mixes its integer step counts with floats, whatever the user's promotion setting is.
         with jax.numpy_dtype_promotion("standard"):
             self.dense.update(model, gradients.dense, **kwargs)

@@ -145,16 +145,16 @@ def in_another_transformation(layers: Iterable[str]) -> RuntimeError:
     )
 
 
-def check_layers(gradients: Gradients, layers: Mapping[str, PyTree]) -> None:
-    """Raises: ValueError: the gradients are of layers that a model does not train."""
-    if unknown := sorted(set(gradients.calls) - set(layers)):
-        raise ValueError(
-            f"the gradients are of layers {unknown}, but this model trains {sorted(layers)}; take them from the model "
-            "that is stepped."
-        )
+def stepped(gradients: PyTree, states: Mapping[str, EmbeddingState], way_out: str) -> dict[str, EmbeddingState]:
+    """States of the layers that a loss called, after one step by its `Gradients`; `states` are those of all layers.
 
-
-def check_gradients(gradients: PyTree, way_out: str) -> None:
-    """Raises: TypeError: `gradients` are not `Gradients`, so they hold none for the tables."""
+    Raises: TypeError: they are no `Gradients`, and have nothing for the tables. ValueError: they are of other layers.
+    """
     if not isinstance(gradients, Gradients):
         raise TypeError(f"gradients are a {type(gradients).__name__}, which has nothing for the tables. {way_out}")
+    if unknown := sorted(set(gradients.calls) - set(states)):
+        raise ValueError(
+            f"the gradients are of layers {unknown}, but this model trains {sorted(states)}; take them from the model "
+            "that is stepped."
+        )
+    return {name: gradients.step(name, states[name]) for name in gradients.calls}

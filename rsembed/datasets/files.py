@@ -33,16 +33,13 @@ class Published:
     known_hash: str
     source: str
 
-    def find(
-        self, source: str, path: str | os.PathLike[str] | None, *, download: bool, progress: bool | None
-    ) -> Path | None:
+    def find(self, source: str, path: str | os.PathLike[str] | None, *, download: bool) -> Path | None:
         """The file, or one that takes its place: in `path`, else in `RSEMBED_DATA`, in pooch's cache, or fetched.
 
         Args:
           source: "auto" looks for the file, and gives None without one; so does a source that needs no file.
           path: a file or folder.
           download: allow fetching it into the cache. Without an answer within seconds, it was not found.
-          progress: show a bar while downloading; None shows it where somebody watches.
 
         Raises:
           FileNotFoundError: `path` has no such file, or `source` insists on one, and none was found.
@@ -54,7 +51,7 @@ class Published:
                     f"{self.reader}: source={source!r} needs no file; drop path= and download=, or source=."
                 )
             return None
-        file = self._found(path, download, progress)
+        file = self._found(path, download)
         if file is None and source == self.source:
             raise FileNotFoundError(f"{self.reader}: source={source!r}, but {self.way_out}.")
         return file
@@ -67,7 +64,7 @@ class Published:
             "download=True where there is a network, or do without: source='generated'"
         )
 
-    def _found(self, path: str | os.PathLike[str] | None, download: bool, progress: bool | None) -> Path | None:
+    def _found(self, path: str | os.PathLike[str] | None, download: bool) -> Path | None:
         if path is not None:
             if (file := self._inside(Path(path))) is None:
                 raise FileNotFoundError(
@@ -81,7 +78,7 @@ class Published:
             known = self._kind, self.names[0]
             _log.warning("%s: RSEMBED_DATA=%s is not %s and holds no %s; looking on.", self.reader, named, *known)
         if download:  # unless the cache has it
-            return self._fetched(is_watched() if progress is None else progress)
+            return self._fetched()
         cached = _cache_folder() / self.names[0]
         return cached if cached.is_file() else None
 
@@ -114,10 +111,10 @@ class Published:
             return place if (place.suffix == ".zip") == self._is_archive else None
         return next((place / name for name in self.names if (place / name).is_file()), None)
 
-    def _fetched(self, progress: bool) -> Path | None:
+    def _fetched(self) -> Path | None:
         import pooch
 
-        downloader = pooch.HTTPDownloader(timeout=TIMEOUT_SECONDS, progressbar=progress)
+        downloader = pooch.HTTPDownloader(timeout=TIMEOUT_SECONDS, progressbar=is_watched())
         where = self.url, self.known_hash, self.names[0], _cache_folder()
         try:
             return Path(pooch.retrieve(*where, downloader=downloader))

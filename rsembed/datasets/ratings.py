@@ -308,7 +308,6 @@ def movielens(
     download: bool = False,
     max_users: PositiveInt | None = None,
     seed: NonNegativeInt = 0,
-    progress: bool | None = None,
 ) -> RatingsLog:
     """The ratings of MovieLens, or a generated log of the same form and size where they cannot be had.
 
@@ -329,7 +328,6 @@ def movielens(
       download: allow fetching the archive into the cache folder. Without an answer within seconds, it was not found.
       max_users: keep only the first users; a hundred make a test quick.
       seed: of a generated log.
-      progress: show a bar while downloading; None shows it where somebody watches, see `rsembed.progress`.
 
     Returns:
       The log in the order of time; equal times stay in the order of the file.
@@ -347,7 +345,7 @@ def movielens(
     """
     if name not in ARCHIVES or source not in SOURCES:
         raise ValueError(f"movielens: name={name!r} is none of {(*ARCHIVES,)}, or source={source!r} none of {SOURCES}.")
-    file = ARCHIVES[name].find(source, path, download=download, progress=progress)
+    file = ARCHIVES[name].find(source, path, download=download)
     if file is not None:
         log = _read(name, file, max_users)
         _log.info("movielens: %s", log.source)

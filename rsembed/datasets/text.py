@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,28 +54,6 @@ class Text:
     content: str
     best_loss: float | None = None
 
-    @validated
-    def encode(self, words: str | Iterable[str]) -> Int32[np.ndarray, " encoded"]:
-        """Ids of words; a string is split at white space, and unknown words become 0."""
-        ids = {word: number for number, word in enumerate(self.vocabulary)}
-        words = words.split() if isinstance(words, str) else words
-        return np.array([ids.get(word, 0) for word in words], np.int32)
-
-    @validated
-    def decode(self, ids: Int[np.ndarray, "*shape"] | Sequence[int]) -> str:
-        """Words of ids, joined by spaces; arrays are read row by row.
-
-        Raises: ValueError: an id has no word.
-        """
-        flat = np.asarray(ids, np.int64).reshape(-1)
-        bad = np.flatnonzero((flat < 0) | (flat >= len(self.vocabulary)))
-        if bad.size:
-            raise ValueError(
-                f"Text.decode: id {flat[bad[0]]} at position {bad[0]} has no word; this text has the ids "
-                f"0 to {len(self.vocabulary) - 1}. Where a model has more rows than that, mask the rest."
-            )
-        return " ".join(self.vocabulary[number] for number in flat)
-
 
 @validated
 def shakespeare(
@@ -85,7 +63,6 @@ def shakespeare(
     path: str | os.PathLike[str] | None = None,
     download: bool = False,
     max_words: PositiveInt | None = None,
-    progress: bool | None = None,
 ) -> Text:
     """Words of Shakespeare, or of a text of our own in his manner, ranked into ids by how often they occur.
 
@@ -104,7 +81,6 @@ def shakespeare(
       download: allow fetching the corpus (1.1 MB) into the cache folder. Without an answer within seconds, it was not
         found.
       max_words: keep only the first words; a few hundred make a test quick.
-      progress: show a bar while downloading; None shows it where somebody watches, see `rsembed.progress`.
 
     Returns:
       The text; its `source` says what was read.
@@ -122,12 +98,10 @@ def shakespeare(
       >>> text = shakespeare(64, source="pastiche", max_words=2000)
       >>> text.word_ids.shape, len(text.vocabulary), text.vocabulary[:3]
       ((2000,), 64, ('<unk>', 'the', 'I'))
-      >>> text.decode(text.encode("the zeppelin"))
-      'the <unk>'
     """
     if source not in SOURCES:
         raise ValueError(f"shakespeare: source={source!r} is none of {SOURCES}.")
-    file = CORPUS.find(source, path, download=download, progress=progress)
+    file = CORPUS.find(source, path, download=download)
     bundled = "pastiche" if source == "pastiche" else "generated"
     content, sentence = _read(file, *BUNDLED[bundled])
     _log.info("shakespeare: %s", sentence)

@@ -45,33 +45,26 @@ def trade(parcels: Sequence[PyTree], axis_name: AxisName, entries: Sequence[Arra
       int32 arrays, so that owners ignore them, and zeros in others.
     """
     leaves, tree = jax.tree.flatten(list(parcels))
+    arrays = [leaf.astype(jnp.uint32) if leaf.dtype == jnp.bool_ else leaf for leaf in leaves]
     rows: list[PyTree] = [None] * len(leaves)
     if entries is not None:
         rows = [own for parcel, own in zip(parcels, entries, strict=True) for _ in jax.tree.leaves(parcel)]
     found: dict[int, Array] = {}
     kinds: dict[Any, list[int]] = {}
-    for number, (array, own) in enumerate(zip(leaves, rows, strict=True)):
+    for number, (array, own) in enumerate(zip(arrays, rows, strict=True)):
         row = array.shape[1:] if own is not None else array.shape[2:]
-        dtype = jnp.dtype(jnp.uint32) if array.dtype == jnp.bool_ else array.dtype
-        kinds.setdefault((word_dtype(dtype, is_lane=not row), row), []).append(number)
+        kinds.setdefault((word_dtype(array.dtype, is_lane=not row), row), []).append(number)
     for (_, row), numbers in kinds.items():
-        arrays = [_without_bool(leaves[number]) for number in numbers]
-        picked = [rows[number] for number in numbers]
-        arrived = jax.lax.all_to_all(
-            api.pack_blocks(arrays, picked), axis_name, split_axis=0, concat_axis=0, tiled=True
-        )
+        alike, picked = ([own[number] for number in numbers] for own in (arrays, rows))
+        arrived = jax.lax.all_to_all(api.pack_blocks(alike, picked), axis_name, split_axis=0, concat_axis=0, tiled=True)
         shapes = [
             jax.ShapeDtypeStruct((*(array if own is None else own).shape[:2], *row), array.dtype)
-            for array, own in zip(arrays, picked, strict=True)
+            for array, own in zip(alike, picked, strict=True)
         ]
         found |= zip(numbers, api.unpack_blocks(arrived, shapes), strict=True)
     blocks = [found[n] != 0 if leaf.dtype == jnp.bool_ else found[n] for n, leaf in enumerate(leaves)]
     parts: list[PyTree] = jax.tree.unflatten(tree, blocks)
     return parts
-
-
-def _without_bool(array: Array) -> Array:
-    return array.astype(jnp.uint32) if array.dtype == jnp.bool_ else array
 
 
 Result = TypeVar("Result")
@@ -208,12 +201,8 @@ def ask(questions: Sequence[Question], *, axis_name: AxisName) -> list[Answers]:
     return [answers[number] for number in range(len(questions))]
 
 
-class _Progress(NamedTuple):
-    """Progress of one question: how many entries of each owner have travelled, and the answers so far."""
-
-    cursor: Int[Array, " devices"]
-    state: PyTree
-    replies: Any
+_Progress = tuple[Array, list[Array], list[PyTree], list[PyTree], Array]
+"""Number of rounds; by question, entries of each owner that have travelled, state and replies; whether any are left."""
 
 
 def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName) -> list[Answers]:
@@ -226,35 +215,28 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
             replies.append(jax.tree.map(lambda x, shape=own.shape: x.reshape(*shape, *x.shape[1:]), reply))
         return stepped, trade(replies, axis_name)
 
-    def one_round(carry: tuple[Array, list[_Progress], Array]) -> tuple[Array, list[_Progress], Array]:
-        num_rounds, progress, _ = carry
-        queues = [question.queue(own.cursor) for question, own in zip(questions, progress, strict=True)]
-        fit, cuts = _cuts(queues, axis_name) if takes_rounds else _no_cuts(queues)
-        places, cursors, are_left = api.round_places(queues, fit, cuts)
-        states, replies = trade_all([own.state for own in progress], places)
-        after = [
-            _Progress(cursor, state, _written(own.replies, picks, reply))
-            for own, cursor, picks, state, reply in zip(progress, cursors, places, states, replies, strict=True)
-        ]
+    def one_round(carry: _Progress) -> _Progress:
+        num_rounds, cursors, states, replies, _ = carry
+        queues = [question.queue(cursor) for question, cursor in zip(questions, cursors, strict=True)]
+        places, after, are_left = api.round_places(queues, *_cuts(queues, takes_rounds, axis_name))
+        states, news = trade_all(states, places)
+        replies = [_written(*own) for own in zip(replies, places, news, strict=True)]
         any_left = jax.lax.pmax(are_left, axis_name) if takes_rounds else jnp.asarray(False)
-        return num_rounds + 1, after, any_left
+        return num_rounds + 1, list(after), states, replies, any_left
 
     for question in questions:
         if question.capacity < 1 and question.num_occurrences:
             raise ValueError(f"capacity must be at least 1 place per block, got {question.capacity}.")
     cursors = [jnp.zeros(question.wanted.offsets.shape[0] - 1, jnp.int32) for question in questions]
-    progress = [
-        _Progress(cursor, question.state, question.no_replies())
-        for cursor, question in zip(cursors, questions, strict=True)
-    ]
+    own = cursors, [question.state for question in questions], [question.no_replies() for question in questions]
     # Inside a `shard_map` that checks it, what a loop carries varies from its beginning as it does at its end.
-    leaves, tree = jax.tree.flatten(progress)
-    progress = jax.tree.unflatten(tree, vary_alike([*leaves, questions[0].wanted.offsets])[:-1])
+    leaves, tree = jax.tree.flatten(own)
+    own = jax.tree.unflatten(tree, vary_alike([*leaves, questions[0].wanted.offsets])[:-1])
     # A loop from the first round on: what an owner does is a large program, which is compiled once.
-    in_rounds = functools.partial(jax.lax.while_loop, lambda carry: carry[2], one_round)
+    in_rounds = functools.partial(jax.lax.while_loop, lambda carry: carry[-1], one_round)
     run = in_rounds if takes_rounds else one_round
-    num_rounds, progress, _ = run((jnp.zeros((), jnp.int32), progress, jnp.asarray(True)))
-    return [Answers(own.state, own.replies, num_rounds) for own in progress]
+    num_rounds, _, states, replies, _ = run((jnp.zeros((), jnp.int32), *own, jnp.asarray(True)))
+    return [Answers(*own, num_rounds) for own in zip(states, replies, strict=True)]
 
 
 def _written(replies: Any, places: Int[Array, "devices capacity"], news: Any) -> PyTree:
@@ -266,16 +248,13 @@ def _written(replies: Any, places: Int[Array, "devices capacity"], news: Any) ->
     return jax.tree.unflatten(tree, api.scatter_rows(olds, places.reshape(-1), values) if olds else ())
 
 
-def _no_cuts(queues: Sequence[Queue]) -> tuple[Int[Array, "queues devices"], UInt32[Array, "1 queues devices"]]:
-    """Values of `_cuts` where all entries fit into one round."""
-    size = len(queues), queues[0].cursor.shape[0]
-    return jnp.ones(size, jnp.int32), jnp.zeros((1, *size), jnp.uint32)
-
-
 def _cuts(
-    queues: Sequence[Queue], axis_name: AxisName
+    queues: Sequence[Queue], takes_rounds: bool, axis_name: AxisName
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
-    """Blocks that fit on all devices, and for others the first entry, over all devices, that found no place."""
+    """Where no device has more than places, and elsewhere the first entries of all that found none."""
+    if not takes_rounds:
+        size = len(queues), queues[0].cursor.shape[0]
+        return jnp.ones(size, jnp.int32), jnp.zeros((1, *size), jnp.uint32)
     fit, behind = api.block_ends(queues)
     # A device without a cut takes no part in the minimum: it has 1 where others have 0.
     lowest = jax.lax.pmin(fit, axis_name)

@@ -55,7 +55,9 @@ def launch(
     """
     if not os.path.isfile(script):
         raise ValueError(f"launch: there is no script {script!r}.")
-    address = f"127.0.0.1:{_free_port()}"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))  # to a port that is free
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
     children: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
     received: list[int] = []
@@ -107,12 +109,6 @@ def _environment(process: int, num_processes: int, num_devices: int, address: st
     return os.environ | own | devices.thread_settings(num_devices)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _follow(process: int, child: subprocess.Popen[bytes], ended: list[int]) -> None:
     """Copies the output of a process, line by line, until it has ended."""
     with cast(IO[bytes], child.stdout) as lines:
@@ -124,22 +120,16 @@ def _follow(process: int, child: subprocess.Popen[bytes], ended: list[int]) -> N
     ended.append(process)
 
 
-def _cause(children: Sequence[subprocess.Popen[bytes]], ended: Sequence[int]) -> int | None:
-    """The process whose failure caused the others': the first that was killed, else the first that failed.
-
-    The system closes the connections of a process before it has ended, and another may have failed for it by then. Who
-    aborts found a peer silent.
-    """
-    failed = [process for process in ended if children[process].returncode]
-    were_killed = [p for p in failed if children[p].returncode < 0 and children[p].returncode != -signal.SIGABRT]
-    return next(iter(were_killed or failed), None)
-
-
 def _wait(children: Sequence[subprocess.Popen[bytes]], ended: Sequence[int], received: Sequence[int]) -> int:
-    """Exit status of the run, once all processes have ended, or one has failed and the others' time is up."""
-    start, deadline, failed = time.monotonic(), None, None
+    """The status of the run, when all processes are done, or when one has failed and the others had their time."""
+    start, deadline = time.monotonic(), None
     while True:
-        failed = _cause(children, ended)
+        # The failure that led to the others is the first, or the first of those that were killed: the system closes the
+        # connections of a process before it has ended, and another may have failed for it by then. Who aborts found a
+        # peer silent.
+        all_failed = [own for own in ended if children[own].returncode]
+        were_killed = [own for own in all_failed if -signal.SIGABRT != children[own].returncode < 0]
+        failed = next(iter(were_killed or all_failed), None)
         # SIGTERM alone sets no deadline: it announces an end, and a script that listens takes its time to save.
         if deadline is None and (failed is not None or signal.SIGINT in received):
             deadline = time.monotonic() + GRACE_SECONDS
@@ -151,7 +141,7 @@ def _wait(children: Sequence[subprocess.Popen[bytes]], ended: Sequence[int], rec
         return 0 if failed is None and signal.SIGINT not in received else 128 + received[0]
     if failed is None:
         return 0
-    others = "".join(f" Process {own} failed, too." for own in ended if children[own].returncode and own != failed)
+    others = "".join(f" Process {own} failed, too." for own in all_failed if own != failed)
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"failed with exit status {status}"
     print(
         f"rsembed launch: process {failed} of {len(children)} {how}{_HINTS.get(-status, '')} after "

@@ -24,11 +24,6 @@ def test_bytes_of_compiled_collectives(name):
     assert collective_bytes(text, 8) == {name: expected}
 
 
-def test_a_program_without_collectives_sends_nothing():
-    text = jax.jit(lambda x: x + 1).lower(jnp.zeros(8)).compile().as_text()
-    assert collective_bytes(text, 8) == {}
-
-
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
