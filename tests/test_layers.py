@@ -34,7 +34,7 @@ BUDGETS = {
     "linen": 186,
     "checkpoint": 1693,
     "fdo": 685,
-    "sparsecore": 4404,
+    "sparsecore": 4392,
     "tbe": 2822,
     "tt": 3134,
     "sok": 1664,
