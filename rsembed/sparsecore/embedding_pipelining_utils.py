@@ -25,7 +25,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, PyTree
 
@@ -343,7 +342,3 @@ NestedEmbeddingVariables = Nested[EmbeddingVariables]
 DefaultSparseInputs = PreprocessedInput
 DefaultEmbeddingActivations = DefaultEmbeddingGradients = jax.Array | None
 DefaultScFwdAux = DefaultTcAux = DefaultScBwdAux = NoneType
-
-
-def _safe_copy(value: PyTree) -> PyTree:
-    return jnp.copy(value) if isinstance(value, jax.Array | np.ndarray) else value

@@ -206,9 +206,19 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
       ValueError: as for dense input, or the shapes do not describe a sparse tensor.
       TypeError: ids are no integers.
     """
-    pairs = sparse_tensors_as_pairs(feature_specs, indices, values, dense_shapes)
+    trees = {"indices": indices, "values": values, "dense_shapes": dense_shapes}
+    leaves = [leaves_like(feature_specs, tree, name) for name, tree in trees.items()]
+    pairs = []
+    for spec, index, value, shape in zip(features_of(feature_specs), *leaves, strict=True):
+        check_unmasked([index, value, shape], f"feature {spec.name!r}: a sparse tensor's parts")
+        try:
+            bags = Bags.from_sparse_tensor(index, value, np.asarray(shape).tolist())
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"feature {spec.name!r}: {error}") from error
+        pairs.append((bags.ids, np.diff(bags.offsets)))
+    features = jax.tree.unflatten(jax.tree.structure(feature_specs), pairs)
     processed, statistics = preprocess_sparse_dense_matmul_input(
-        pairs, None, feature_specs, local_device_count, global_device_count, **options
+        features, None, feature_specs, local_device_count, global_device_count, **options
     )
     # The published entry points differ in the dtype of this number.
     numbers = processed.num_minibatches.astype(np.int32)
@@ -395,23 +405,6 @@ def _as_bags(leaf: PyTree, weights: PyTree) -> Bags:
     return Bags.from_lists(
         list(ids) if isinstance(ids, np.ndarray) else ids, weights if weights is None else list(weights)
     )
-
-
-def sparse_tensors_as_pairs(
-    feature_specs: Nested[FeatureSpec], indices: PyTree, values: PyTree, dense_shapes: PyTree
-) -> PyTree:
-    """Ids at `(sample, position)` coordinates as pairs `(values, lengths)`, which `read_features` takes."""
-    trees = {"indices": indices, "values": values, "dense_shapes": dense_shapes}
-    leaves = [leaves_like(feature_specs, tree, name) for name, tree in trees.items()]
-    pairs = []
-    for spec, index, value, shape in zip(features_of(feature_specs), *leaves, strict=True):
-        check_unmasked([index, value, shape], f"feature {spec.name!r}: a sparse tensor's parts")
-        try:
-            bags = Bags.from_sparse_tensor(index, value, np.asarray(shape).tolist())
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"feature {spec.name!r}: {error}") from error
-        pairs.append((bags.ids, np.diff(bags.offsets)))
-    return jax.tree.unflatten(jax.tree.structure(feature_specs), pairs)
 
 
 def _is_flat(leaf: object) -> bool:

@@ -119,22 +119,16 @@ def table_values(spec, given=None):
     return values
 
 
-def variables_of(specs, spec, tables):
+def variables_of(specs, tables):
     """Embedding variables that hold the given logical tables, with fresh slots."""
-    table_specs = embedding.get_table_specs(specs)
-    stacked = table_stacking.stack_and_shard_tables(table_specs, tables, spec["devices"] * spec["cores"], 0.0)
-    variables = {}
-    for name, stack in embedding.get_stacked_table_specs(specs).items():
+    stacks, variables = embedding.get_stacked_table_specs(specs), {}
+    num_shards = next(iter(stacks.values())).num_shards
+    stacked = table_stacking.stack_and_shard_tables(embedding.get_table_specs(specs), tables, num_shards, 0.0)
+    for name, stack in stacks.items():
         array = jnp.asarray(stacked[name].reshape(-1, stack.stack_embedding_dim))
         slots = stack.optimizer.init_slots(array)
         variables[name] = embedding.EmbeddingVariables(array, stack.optimizer.pack_slots(slots))
     return variables
-
-
-def logical_tables(specs, spec, arrays):
-    table_specs = embedding.get_table_specs(specs)
-    arrays = {name: np.asarray(array) for name, array in arrays.items()}
-    return table_stacking.unshard_and_unstack_tables(table_specs, arrays, spec["devices"] * spec["cores"])
 
 
 def on_devices(function, num_devices):

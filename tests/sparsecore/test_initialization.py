@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from rsembed.initial_values import initial_rows, table_key
 from rsembed.sparsecore import embedding, embedding_spec
 from tests.sparsecore import small_world
-from tests.sparsecore.case_specs import logical_tables
 
 # The last bit of a normal value's approximation is a compiler's, unless it optimizes.
 pytestmark = pytest.mark.usefixtures("more_optimizations")
@@ -45,8 +44,7 @@ def tables_of(devices, cores, is_stacked, initializer="normal"):
 
 def built_tables(devices, cores, is_stacked, initializer="normal", key=KEY):
     specs, variables = build(devices, cores, is_stacked, initializer, key)
-    arrays = {name: stack.table for name, stack in variables.items()}
-    return specs, logical_tables(specs, {"devices": devices, "cores": cores}, arrays)
+    return specs, jax.tree.map(np.asarray, embedding.logical_tables(variables, specs))
 
 
 @pytest.mark.parametrize(("devices", "cores", "is_stacked"), [(1, 1, True), (1, 4, True), (2, 2, False), (3, 1, True)])

@@ -19,8 +19,7 @@ def drawn(devices, cores, *, highest=None, **fields):
     if highest is not None:
         ids = {name: rows % highest for name, rows in ids.items()}
     processed, _ = small_world.preprocess(specs, ids, devices=devices)
-    variables = variables_of(specs, {"devices": devices, "cores": cores}, small_world.draw_tables())
-    return specs, variables, processed, gradients
+    return specs, variables_of(specs, small_world.draw_tables()), processed, gradients
 
 
 def test_untouched_rows_and_slots_keep_their_bits():

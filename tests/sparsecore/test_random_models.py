@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections import defaultdict
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from rsembed import Bags
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking
 from rsembed.sparsecore.partitioner import bucket_of
 from tests.oracles import adagrad_step, sgd_step, stepped_table
-from tests.sparsecore.case_specs import logical_tables, on_devices, variables_of
+from tests.sparsecore.case_specs import on_devices, variables_of
 
 BATCH = 48
 """A multiple of every shard count below; also of the 6 shards of three devices."""
@@ -275,9 +276,9 @@ def test_everything_equals_loops(model, seed, skew, is_weighted, form):
     assert {table: sum(drops) for table, drops in statistics.id_drops_by_table.items()} == {
         table: by_table[table] for table in model.tables
     }
-    layout = {"devices": model.devices, "cores": model.cores}
-    variables = variables_of(specs, layout, tables)
-    activations, updated = run(processed, variables, [jnp.asarray(gradients[name]) for name in model.features])
+    activations, updated = run(
+        processed, variables_of(specs, tables), [jnp.asarray(gradients[name]) for name in model.features]
+    )
     expected = {name: np.zeros((BATCH, dim)) for name, (_, dim) in model.features.items()}
     row_gradients = {name: {} for name in model.tables}
     for name, sample, number, gain in kept:
@@ -287,7 +288,7 @@ def test_everything_equals_loops(model, seed, skew, is_weighted, form):
         row_gradient[:dim] += gain * gradients[name][sample]
     for (name, wanted), got in zip(expected.items(), activations, strict=True):
         np.testing.assert_allclose(got, wanted, atol=VALUE_TOLERANCE, err_msg=name)
-    after = logical_tables(specs, layout, {name: stack.table for name, stack in updated.items()})
+    after = jax.tree.map(np.asarray, embedding.logical_tables(updated, specs))
     step_row = {"sgd": sgd_step, "adagrad": adagrad_step}[model.optimizer]
     for name, table in tables.items():
         slots = [np.full(table.shape, 0.1)] if model.optimizer == "adagrad" else []
