@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from jaxtyping import Int, Int32
@@ -26,7 +26,7 @@ CORPUS = Published(
     url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     known_hash="sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
 )
-SOURCES = ("auto", "generated", "pastiche", "corpus")
+Source = Literal["auto", "generated", "pastiche", "corpus"]
 BUNDLED = {
     "generated": ("sentences.txt", "generated, short sentences in Shakespeare's manner, bundled with rsembed"),
     "pastiche": ("pastiche.txt", "pastiche, an original text in Shakespeare's manner, bundled with rsembed"),
@@ -93,7 +93,7 @@ class Text:
 def shakespeare(
     vocabulary_size: Annotated[int, "[2, inf)"] = 2048,
     *,
-    source: str = "auto",
+    source: Source = "auto",
     path: str | os.PathLike[str] | None = None,
     download: bool = False,
     max_words: PositiveInt | None = None,
@@ -137,8 +137,6 @@ def shakespeare(
       >>> text.decode(text.encode("the zeppelin"))
       'the <unk>'
     """
-    if source not in SOURCES:
-        raise ValueError(f"shakespeare: source={source!r} is none of {SOURCES}.")
     if source in ("generated", "pastiche") and (path is not None or download):
         raise ValueError(f"shakespeare: source={source!r} needs no file; drop path= and download=, or source=.")
 
@@ -198,7 +196,7 @@ def _bundled_file(name: str) -> Path:
 
 @validated
 def load_shakespeare(
-    vocab_size: PositiveInt, *, source: str = "auto", path: str | os.PathLike[str] | None = None
+    vocab_size: PositiveInt, *, source: Source = "auto", path: str | os.PathLike[str] | None = None
 ) -> Int32[np.ndarray, " words"]:
     """Word ids as the published tutorial numbers them: the most frequent word is 0, and so is every unknown word.
 
@@ -215,9 +213,6 @@ def load_shakespeare(
     """
     ids = shakespeare(vocab_size + 1, source=source, path=path).word_ids
     return np.maximum(ids - np.int32(1), np.int32(0))
-
-
-SPLITS = ("train", "validation")
 
 
 @validated
@@ -270,7 +265,7 @@ def next_word_batches(
     sequence_length: PositiveInt,
     num_batches: PositiveInt | None = None,
     seed: NonNegativeInt = 0,
-    split: str = "train",
+    split: Literal["train", "validation"] = "train",
     validation_fraction: Annotated[float, "[0, 1)"] = 0.1,
 ) -> Iterator[tuple[Int32[np.ndarray, "batch seq"], Int32[np.ndarray, " batch"]]]:
     """Windows of a text with the word that follows each, as `(contexts, labels)` pairs of full batches.
@@ -295,8 +290,6 @@ def next_word_batches(
       >>> contexts.shape, (labels == contexts[:, -1] + 1).all()
       ((4, 3), np.True_)
     """
-    if split not in SPLITS:
-        raise ValueError(f"next_word_batches: split={split!r} is none of {SPLITS}.")
     cut = len(word_ids) - round(len(word_ids) * validation_fraction)
     word_ids = _narrow("next_word_batches", word_ids)
     part = word_ids[:cut] if split == "train" else word_ids[cut:]

@@ -35,7 +35,7 @@ BAD = {
     ),
     "an optimizer by name": (lambda: table(optimizer="adam"), TypeError, "table 'word'", "OptimizerSpec", "from_optax"),
     "an unknown combiner": (
-        lambda: table(combiner="average"), ValueError, "table 'word'", "'average'", "sum, mean, sqrtn, none",
+        lambda: table(combiner="average"), ValueError, "table 'word': combiner must be 'sum' or 'mean' or", "'average'",
     ),
     "an integer dtype": (
         lambda: table(dtype="int8"), ValueError, "table 'word'", "'int8'", "float32, bfloat16, float16",
@@ -132,7 +132,7 @@ BAD = {
         TypeError, "table 'word': embedding_dim must be an integer, got '4'", "got '4' (str)",
     ),
     "a list of combiners": (
-        lambda: table(combiner=["sum"]), ValueError, "table 'word': unknown combiner ['sum']; choose one of sum,",
+        lambda: table(combiner=["sum"]), TypeError, "table 'word': combiner must be 'sum' or 'mean'", "got ['sum']",
     ),
     "no dtype": (lambda: table(dtype=None), ValueError, "table 'word': dtype None is not one of float32, bfloat16,"),
     "a list of dtypes": (

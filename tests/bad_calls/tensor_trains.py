@@ -70,7 +70,7 @@ BAD = {
         lambda: tt.TTSpec.for_budget(9, 4, bytes=999, num_cores=1), ValueError, "num_cores", "[2, inf)", "1",
     ),
     "cores as text": (
-        lambda: tt.TTSpec.for_budget(9, 4, bytes=999, num_cores="two"), TypeError, "num_cores", "a number", "str",
+        lambda: tt.TTSpec.for_budget(9, 4, bytes=999, num_cores="two"), ValueError, "an integer or 'auto', got 'two'",
     ),
     "a dtype of cores nobody knows": (
         lambda: tt.TTSpec.for_budget(9, 4, bytes=999, dtype="flaot"), ValueError, "dtype", "'flaot'", "float32",
