@@ -12,7 +12,7 @@ import numbers
 import os
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +99,7 @@ def check_within(interval: str, value: Any, name: str) -> None:
 
 
 def check_type(value: Any, hint: Any, name: str) -> None:
-    """Raises: TypeError: `hint` does not admit `value`. ValueError: an array has other axes, a number is outside.
+    """Raises: TypeError: `hint` does not admit `value`. ValueError: its axes, its number or its text is not allowed.
 
     More is admitted than a type checker would: any sequence of the right entries where a list or tuple is asked for
     (texts are none), scalars of numpy and JAX as numbers, integers as floats, lists of numbers as arrays.
@@ -154,10 +154,14 @@ def _misfit(value: Any, hint: Any, name: str) -> tuple[type[Exception], str, Any
         if not (inner := _misfit(value, args[0], name)):
             check_within(hint.__metadata__[0], value, name)
         return inner
+    if kind is Literal:  # of texts
+        is_text = isinstance(value, str)
+        return None if is_text and value in args else (ValueError if is_text else TypeError, name, hint, value)
     if kind in (Union, types.UnionType):
         misfits = [_misfit(value, alternative, name) for alternative in args]
         nearest = [own for own in misfits if own and (own[0] is ValueError or own[1] != name)]
-        return None if None in misfits else (nearest or [misfit])[0]
+        first = (nearest or [misfit])[0]
+        return None if None in misfits else first if first[1] != name else (first[0], name, hint, value)
     if _dtypes_of(kind):
         error = _array_error(value, kind)
         return (error, name, hint, value) if error else None
@@ -209,6 +213,8 @@ def _words_for(hint: Any) -> str:
     kind, args = get_origin(hint) or hint, get_args(hint)
     if kind is Annotated:
         return _words_for(args[0])
+    if kind is Literal:
+        return " or ".join(map(repr, args))
     if kind in (Union, types.UnionType):
         if any(_dtypes_of(own) == _KEYS for own in args):  # which arrays of integers may stand for
             args = tuple(own for own in args if _dtypes_of(own) != _INTEGERS)

@@ -15,7 +15,6 @@ from rsembed.optimizers import SGD, OptimizerSpec
 
 DEFAULT_ACTIVATION_MEM_BYTES_LIMIT = 2 * 1024 * 1024
 Combiner = Literal["sum", "mean", "sqrtn", "none"]
-COMBINERS: tuple[Combiner, ...] = ("sum", "mean", "sqrtn", "none")
 TABLE_DTYPES = ("float32", "bfloat16", "float16")
 MAX_ROWS = 2**31 - 1
 """Row numbers are int32; the largest value is the padding row."""
@@ -86,7 +85,7 @@ class StackedTableSpec:
     stack_vocab_size: int
     stack_embedding_dim: int
     optimizer: OptimizerSpec
-    combiner: str
+    combiner: Combiner
     total_sample_count: int
     max_ids_per_partition: int = 256
     max_unique_ids_per_partition: int = 256
@@ -213,8 +212,7 @@ class TableSpec:
             raise TypeError(f"{where}: optimizer must be made first, as in {self.optimizer.__name__}(...).")
         makers = "rsembed.optimizers.Adam(0.01) and its like make one, rsembed.from_optax one of optax's"
         check_type(self.optimizer, OptimizerSpec, f"{where}: optimizer ({makers})")
-        if self.combiner not in COMBINERS:
-            raise ValueError(f"{where}: unknown combiner {self.combiner!r}; choose one of {', '.join(COMBINERS)}.")
+        check_type(self.combiner, Combiner, f"{where}: combiner")
         self.dtype = dtype_among(TABLE_DTYPES, self.dtype, f"{where}: dtype")
         check_type(self.quantization_config, QuantizationConfig | None, f"{where}: quantization_config")
         check_type(self.stochastic_rounding, bool, f"{where}: stochastic_rounding")

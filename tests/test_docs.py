@@ -249,6 +249,11 @@ def test_one_id_goes_the_way_that_the_page_tells():
     np.testing.assert_allclose(names["moved"], np.ones(4), rtol=1e-6)
 
 
+def test_the_program_of_the_page_on_storages_trains_a_table_of_each_kind(capsys):
+    names, count = run_programs("engine.md")
+    assert count == 1 and int(names["state"].step) == 1 and capsys.readouterr().out == "2\n"
+
+
 def test_the_programs_of_the_page_on_long_runs_save_what_they_say(capsys):
     assert run_programs("reliability.md")[1] == 3
     assert capsys.readouterr().out == "step_000000000 {'input': 4096}\n"

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 import rsembed as rs
 from rsembed.initial_values import table_key
 from rsembed.keys import split_keys
-from rsembed.specs import COMBINERS
+from rsembed.specs import Combiner
 from rsembed.tt import TensorTrain
 from tests.optimizers import test_contract as rules
 from tests.storage.oracle import DenseTable, KeyedTable, Read, SideBySide, Steps, TrainTable
@@ -137,7 +137,7 @@ def cells():
         Cell(storage, way, names, combiner)
         for storage, way in RUNS
         for names in rules_of(storage, way)
-        for combiner in COMBINERS
+        for combiner in get_args(Combiner)
     ]
     missing, chosen = set().union(*map(pairs_of, possible)), []
     while missing:
@@ -357,7 +357,7 @@ def test_cells_cover_every_pair_of_storage_way_rule_and_combiner_that_is_not_ref
         for storage, name in itertools.product(STORAGES, MOVING_ALL)
         if STORAGES[storage].refuses_rules_that_move_all_rows
     ]
-    values = {"storage": STORAGES, "way": WAYS, "rule": CONTRACT, "combiner": COMBINERS}
+    values = {"storage": STORAGES, "way": WAYS, "rule": CONTRACT, "combiner": get_args(Combiner)}
     for one, other in itertools.combinations(values, 2):
         for pair in itertools.product(values[one], values[other]):
             named = frozenset(zip((one, other), pair, strict=True))
