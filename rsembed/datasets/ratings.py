@@ -8,7 +8,6 @@ import logging
 import os
 import zipfile
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32, Int64
@@ -295,15 +294,16 @@ ARCHIVES = {
 """With the sums that GroupLens publishes beside the files."""
 SIZES = {"ml-100k": (943, 1682, 106.0), "ml-1m": (6040, 3883, 165.6)}
 """Users, films and ratings per user of each, which a generated log imitates."""
+SOURCES = ("auto", "ratings", "generated")
 
 _log = logging.getLogger("rsembed")
 
 
 @validated
 def movielens(
-    name: Literal["ml-100k", "ml-1m"] = "ml-1m",
+    name: str = "ml-1m",
     *,
-    source: Literal["auto", "ratings", "generated"] = "auto",
+    source: str = "auto",
     path: str | os.PathLike[str] | None = None,
     download: bool = False,
     max_users: PositiveInt | None = None,
@@ -343,9 +343,9 @@ def movielens(
       >>> log.is_generated, len(log.user_ids), len(log.titles)
       (True, 50, 1682)
     """
-    if source == "generated" and (path is not None or download):
-        raise ValueError("movielens: source='generated' reads no file; drop path= and download=, or source=.")
-    file = None if source == "generated" else ARCHIVES[name].find(path, download=download, progress=progress)
+    if name not in ARCHIVES or source not in SOURCES:
+        raise ValueError(f"movielens: name={name!r} is none of {(*ARCHIVES,)}, or source={source!r} none of {SOURCES}.")
+    file = ARCHIVES[name].find(source, path, download=download)
     if file is not None:
         log = _read(name, file, max_users)
         _log.info("movielens: %s", log.source)

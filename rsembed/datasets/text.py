@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Int, Int32
@@ -26,7 +26,7 @@ CORPUS = Published(
     known_hash="sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
     source="corpus",
 )
-Source = Literal["auto", "generated", "pastiche", "corpus"]
+SOURCES = ("auto", "generated", "pastiche", "corpus")
 BUNDLED = {
     "generated": ("sentences.txt", "generated, short sentences in Shakespeare's manner, bundled with rsembed"),
     "pastiche": ("pastiche.txt", "pastiche, an original text in Shakespeare's manner, bundled with rsembed"),
@@ -59,7 +59,7 @@ class Text:
 def shakespeare(
     vocabulary_size: Annotated[int, "[2, inf)"] = 2048,
     *,
-    source: Source = "auto",
+    source: str = "auto",
     path: str | os.PathLike[str] | None = None,
     download: bool = False,
     max_words: PositiveInt | None = None,
@@ -99,15 +99,9 @@ def shakespeare(
       >>> text.word_ids.shape, len(text.vocabulary), text.vocabulary[:3]
       ((2000,), 64, ('<unk>', 'the', 'I'))
     """
-    if source in ("generated", "pastiche") and (path is not None or download):
-        raise ValueError(f"shakespeare: source={source!r} needs no file; drop path= and download=, or source=.")
-
-    file = CORPUS.find(path, download=download, progress=progress) if source in ("auto", "corpus") else None
-    if file is None and source == "corpus":
-        raise FileNotFoundError(
-            f"shakespeare: source='corpus', but no {CORPUS.names[0]} was found. Give path=FILE, set RSEMBED_DATA "
-            f"to the file or its folder, allow download=True, or do without: source='generated'."
-        )
+    if source not in SOURCES:
+        raise ValueError(f"shakespeare: source={source!r} is none of {SOURCES}.")
+    file = CORPUS.find(source, path, download=download)
     bundled = "pastiche" if source == "pastiche" else "generated"
     content, sentence = _read(file, *BUNDLED[bundled])
     _log.info("shakespeare: %s", sentence)
@@ -151,7 +145,7 @@ def _bundled_file(name: str) -> Path:
 
 @validated
 def load_shakespeare(
-    vocab_size: PositiveInt, *, source: Source = "auto", path: str | os.PathLike[str] | None = None
+    vocab_size: PositiveInt, *, source: str = "auto", path: str | os.PathLike[str] | None = None
 ) -> Int32[np.ndarray, " words"]:
     """Word ids as the published tutorial numbers them: the most frequent word is 0, and so is every unknown word.
 
@@ -168,6 +162,9 @@ def load_shakespeare(
     """
     ids = shakespeare(vocab_size + 1, source=source, path=path).word_ids
     return np.maximum(ids - np.int32(1), np.int32(0))
+
+
+SPLITS = ("train", "validation")
 
 
 @validated
@@ -220,7 +217,7 @@ def next_word_batches(
     sequence_length: PositiveInt,
     num_batches: PositiveInt | None = None,
     seed: NonNegativeInt = 0,
-    split: Literal["train", "validation"] = "train",
+    split: str = "train",
     validation_fraction: Annotated[float, "[0, 1)"] = 0.1,
 ) -> Iterator[tuple[Int32[np.ndarray, "batch seq"], Int32[np.ndarray, " batch"]]]:
     """Windows of a text with the word that follows each, as `(contexts, labels)` pairs of full batches.
@@ -245,6 +242,8 @@ def next_word_batches(
       >>> contexts.shape, (labels == contexts[:, -1] + 1).all()
       ((4, 3), np.True_)
     """
+    if split not in SPLITS:
+        raise ValueError(f"next_word_batches: split={split!r} is none of {SPLITS}.")
     cut = len(word_ids) - round(len(word_ids) * validation_fraction)
     word_ids = _narrow("next_word_batches", word_ids)
     part = word_ids[:cut] if split == "train" else word_ids[cut:]
