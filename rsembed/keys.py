@@ -14,6 +14,7 @@ from jaxtyping import Array, Int, PyTree
 from rsembed.specs import MAX_ROWS as NO_ROW
 
 MAX_SHARDS = 65_536
+ALL_BITS = 0xFFFFFFFF
 KEY_DTYPES = ("int32", "int64", "uint32", "uint64")
 
 
@@ -67,14 +68,11 @@ def split_keys(keys: PyTree, *, feature: str = "keys") -> Keys:
     """Keys from an integer array: numpy arrays stay on the host, jax arrays on their device.
 
     Args:
-      keys: any integer dtype; -1 is padding if it is signed. Pass 64-bit keys as numpy arrays: without its 64-bit mode
-        JAX cuts them to 32 bits silently.
+      keys: any integer dtype. If it is signed, -1 is padding, and other negative numbers are the key of their 64 bits.
+        Pass 64-bit keys as numpy arrays: without its 64-bit mode JAX cuts them to 32 bits silently.
       feature: named in errors.
 
-    Raises:
-      TypeError: the keys are not integers.
-      ValueError: a key other than -1 is negative. Values inside `jit` are not known; there such keys become padding,
-        and `num_invalid` counts them.
+    Raises: TypeError: the keys are not integers.
 
     Example:
       >>> split_keys(np.array([2**32 + 5, -1])).high.tolist()
@@ -84,21 +82,20 @@ def split_keys(keys: PyTree, *, feature: str = "keys") -> Keys:
         keys = np.asarray(keys)
     if not jnp.issubdtype(keys.dtype, jnp.integer):
         raise TypeError(f"{feature}: keys must be integers, got {keys.dtype}; convert them, or hash strings first.")
-    if not isinstance(keys, jax.core.Tracer) and getattr(keys, "is_fully_addressable", True):
-        _check_not_negative(keys, feature)
     xp: Any = np if isinstance(keys, np.ndarray) else jnp
-    is_key = keys >= 0  # all of an unsigned array
+    is_signed = jnp.issubdtype(keys.dtype, jnp.signedinteger)
+    is_key = keys != -1 if is_signed else xp.ones(keys.shape, bool)
     if keys.dtype.itemsize < 8:
-        low = keys.astype(np.uint32)
-        return Keys(xp.where(is_key, np.uint32(0), np.uint32(0xFFFFFFFF)), low, is_key)
+        high = xp.where(keys < 0, np.uint32(ALL_BITS), np.uint32(0))
+        return Keys(high, keys.astype(np.int32 if is_signed else np.uint32).astype(np.uint32), is_key)
     bits = keys.astype(np.uint64)
-    return Keys((bits >> np.uint64(32)).astype(np.uint32), (bits & np.uint64(0xFFFFFFFF)).astype(np.uint32), is_key)
+    return Keys((bits >> np.uint64(32)).astype(np.uint32), (bits & np.uint64(ALL_BITS)).astype(np.uint32), is_key)
 
 
 def checked_keys(keys: PyTree, dtype: str, *, feature: str) -> Keys:
-    """Keys from any accepted form, none larger than `dtype` holds; in traced keys, larger ones become padding.
+    """Keys from any accepted form, all of which `dtype` holds; among traced keys, others become padding.
 
-    Raises: TypeError or ValueError: they are no integers, negative (but for -1), or too large.
+    Raises: TypeError or ValueError: they are no integers, or outside `dtype`.
     """
     found = keys if isinstance(keys, Keys) else split_keys(keys, feature=feature)
     if any(
@@ -116,18 +113,21 @@ def as_keys(ids: PyTree) -> Keys:
 
 
 def is_beyond(keys: Keys, dtype: str) -> PyTree:
-    """Mask of the keys that are larger than `dtype` can hold."""
-    most = np.iinfo(dtype).max
-    high, low = np.uint32(most >> 32), np.uint32(most & 0xFFFFFFFF)
-    return keys.is_key & ((keys.high > high) | ((keys.high == high) & (keys.low > low)))
+    """Which keys `dtype` cannot hold: any bits fit into 64, but for those of -1 if it is signed."""
+    if dtype == "uint64":
+        return keys.is_key & False
+    sign = (keys.low >> np.uint32(31)) * np.uint32(ALL_BITS) if dtype == "int32" else np.uint32(0)
+    is_minus_one = (keys.high == np.uint32(ALL_BITS)) & (keys.low == np.uint32(ALL_BITS))
+    return keys.is_key & (is_minus_one if dtype == "int64" else is_minus_one | (keys.high != sign))
 
 
 def check_fits(keys: Keys, dtype: str, feature: str) -> None:
-    """Raises: ValueError: a key, on the host, is larger than `dtype` can hold."""
+    """Raises: ValueError: `dtype` cannot hold a key, on the host."""
     places = np.argwhere(is_beyond(keys, dtype))
     if places.size:
         place = tuple(places[0])
-        (key,) = join_keys(keys.high[place][None], keys.low[place][None])
+        as_number = np.uint64 if dtype.startswith("u") else np.int64
+        (key,) = join_keys(keys.high[place][None], keys.low[place][None], dtype=as_number)
         raise ValueError(
             f"{feature}: key {key} does not fit into key_dtype={dtype!r}; choose one of {', '.join(KEY_DTYPES)} that "
             "holds it."
@@ -135,42 +135,32 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
 
 
 def without_beyond(keys: Keys, dtype: str) -> Keys:
-    """The keys with those larger than `dtype` can hold made padding, which `num_invalid` counts; for traced keys."""
+    """The keys, with those that `dtype` cannot hold made padding, which `num_invalid` counts; for traced keys."""
     lost = is_beyond(keys, dtype)
-    high, low = jnp.where(lost, jnp.uint32(0xFFFFFFFF), keys.high), jnp.where(lost, 0, keys.low)
+    high, low = jnp.where(lost, jnp.uint32(ALL_BITS), keys.high), jnp.where(lost, 0, keys.low)
     return keys._replace(high=high, low=low, is_key=keys.is_key & ~lost)
 
 
-def _check_not_negative(keys: PyTree, feature: str) -> None:
-    host = np.asarray(keys)
-    is_bad = host < -1 if np.issubdtype(host.dtype, np.signedinteger) else np.zeros(host.shape, bool)
-    if is_bad.any():
-        place = tuple(int(i) for i in np.argwhere(is_bad)[0])
-        raise ValueError(
-            f"{feature}: key {int(host[place])} at position {place if len(place) != 1 else place[0]} is negative "
-            f"({int(is_bad.sum())} such keys); -1 stands for no key, and keys with the top bit set must be uint64."
-        )
-
-
 def num_invalid(keys: Keys) -> Int[Array, ""]:
-    """Number of keys that were negative (other than -1) or beyond their dtype; works inside `jit`."""
-    ones = jnp.uint32(0xFFFFFFFF)
+    """Number of keys that `without_beyond` made padding; works inside `jit`."""
+    ones = jnp.uint32(ALL_BITS)
     return jnp.sum(~keys.is_key & (keys.high == ones) & (keys.low != ones), dtype=jnp.int32)
 
 
 def join_keys(high: PyTree, low: PyTree, *, dtype: DTypeLike = np.uint64) -> np.ndarray:
-    """The keys as one number each, on the host.
+    """The keys as one number each, on the host: that whose bits they are.
 
     Raises: ValueError: `dtype` cannot hold a key.
     """
     joined = (np.asarray(high).astype(np.uint64) << np.uint64(32)) | np.asarray(low).astype(np.uint64)
-    if joined.size and int(joined.max()) > np.iinfo(dtype).max:
-        raise ValueError(f"key {int(joined.max())} does not fit into {np.dtype(dtype)}; ask for uint64.")
-    return joined.astype(dtype)
+    numbers = joined.view(np.int64) if np.issubdtype(dtype, np.signedinteger) else joined
+    if (is_lost := numbers.astype(dtype) != numbers).any():
+        raise ValueError(f"key {numbers[is_lost][0]} does not fit into {np.dtype(dtype)}; ask for uint64 or int64.")
+    return numbers.astype(dtype)
 
 
 def owners(keys: Keys, num_shards: int) -> PyTree:
-    """The shard `key % num_shards` of every key, int32; `num_shards` itself for padding.
+    """The shard `key % num_shards` of every key, read as unsigned, int32; `num_shards` itself for padding.
 
     Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`, where the 32-bit arithmetic is exact.
     """

@@ -59,8 +59,9 @@ def _served(values: PyTree, dtype: str | None, table: str) -> ServedTable:
     """What `EmbeddingCollection.tables` returns of a table, as it is served."""
     keys: ServedTable = {}
     if isinstance(values, Mapping):
-        lanes = split_keys(values["keys"])
-        keys, values = {"high": jnp.asarray(lanes.high), "low": jnp.asarray(lanes.low)}, values["values"]
+        order = np.argsort(values["keys"].astype(np.uint64))  # of their bits, as the search takes them
+        lanes = split_keys(values["keys"][order])
+        keys, values = {"high": jnp.asarray(lanes.high), "low": jnp.asarray(lanes.low)}, values["values"][order]
     rows = jnp.asarray(values)
     if dtype is None:
         return {"rows": rows} | keys

@@ -65,7 +65,8 @@ class Hashed(RowsByKey):
       admission_capacity: how many keys may wait for that at a time on a device; None means as many as have rows.
       admission_probability: a key without a row gets one with this probability whenever it occurs in training; nothing
         is kept of those that do not. Draws depend on the model's key, the table's name, the step and the id alone.
-      key_dtype: int32, int64, uint32 or uint64; larger keys are refused.
+      key_dtype: int32, int64, uint32 or uint64; keys that it cannot hold are refused. Signed ones may be negative, but
+        for -1, which is no id.
 
     Raises: ValueError: an argument is unknown or out of range, once a table uses it.
 

@@ -30,7 +30,7 @@ class RowNumbers(RowsByKey):
 
     Args:
       num_shards: how many devices share the keys.
-      key_dtype: what larger keys are refused for.
+      key_dtype: keys that it cannot hold are refused.
     """
 
     num_shards: int
@@ -50,7 +50,7 @@ class RowNumbers(RowsByKey):
         if isinstance(keys.is_key, np.ndarray):
             is_outside = keys.is_key & ((keys.high > 0) | (keys.low >= table.vocabulary_size))
             if is_outside.any():
-                (key,) = join_keys(keys.high[is_outside][:1], keys.low[is_outside][:1])
+                (key,) = join_keys(keys.high[is_outside][:1], keys.low[is_outside][:1], dtype=self.key_dtype)
                 raise ValueError(
                     f"{feature}: key {key} is not below {table.vocabulary_size}, the rows of table {table.name!r} on "
                     f"{self.num_shards} devices ({int(is_outside.sum())} such keys); make the table larger, pass "

@@ -137,7 +137,7 @@ def test_gradients_of_a_key_never_reach_the_next_owner_of_its_row():
     assert rows["keys"].tolist() == [5] and (rows["values"] < 0).all()
 
 
-@pytest.mark.parametrize(("key_dtype", "largest"), [("int32", 2**31 - 1), ("uint32", 2**32 - 1), ("int64", 2**63 - 1)])
+@pytest.mark.parametrize(("key_dtype", "largest"), [("int32", 2**31 - 1), ("uint32", 2**32 - 1)])
 @pytest.mark.parametrize("use_hashtable", [True, False])
 def test_a_key_beyond_the_tables_dtype_is_refused_in_every_form(key_dtype, largest, use_hashtable):
     variable = sok.embedding_variable(
@@ -149,7 +149,7 @@ def test_a_key_beyond_the_tables_dtype_is_refused_in_every_form(key_dtype, large
 
     beyond = np.asarray([[3], [largest + 1]], np.uint64)
     forms = [beyond, sok.split_keys(beyond), Bags(beyond.reshape(-1), np.asarray([0, 1, 2]))]
-    for keys in forms if largest >= 2**62 else [*forms, beyond.astype(np.int64).tolist()]:
+    for keys in [*forms, beyond.astype(np.int64).tolist()]:
         with pytest.raises(ValueError, match=rf"'t': key {largest + 1} does not fit into key_dtype='{key_dtype}'"):
             look_up(keys)
     lanes = jax.tree.map(jnp.asarray, sok.split_keys(beyond))

@@ -29,7 +29,7 @@ from tests.storage.oracle import DenseTable, KeyedTable, Read, SideBySide, Steps
 
 ROWS, SAMPLES, WIDTH, NUM_DEVICES, NUM_STEPS = 10, 8, 3, 4, 4
 # Ids of the storages with keys; below, groups of four, one for each device. Keys of a group differ in their upper half.
-KEYS = np.arange(16) % 4 + np.repeat(np.array([2**40, 5 * 2**38, 2**62 + 2**33, 7 * 2**33], np.int64), 4)
+KEYS = np.arange(16) % 4 + np.repeat(np.array([2**40, 5 * 2**38, 2**33 - 2**62, 7 * 2**33], np.int64), 4)
 # Which groups each step reads. A table of twelve rows must choose whom it gives up for the last group, and then for
 # those that come back; for other storages the last group is the first.
 GROUPS = ((0, 1), (0, 2), (3,), (0, 1))
