@@ -19,9 +19,7 @@ from jaxtyping import Float, Int, PRNGKeyArray
 
 import rsembed as rs
 import rsembed.optimizers as ro
-from rsembed import tbe as rt
 from rsembed.checks import PositiveInt, check_type, check_within, did_you_mean, dtype_among, validated, within
-from rsembed.tbe import EmbOptimType, TableBatchedEmbeddingBags, WeightDecayMode
 
 NAN, INF = math.nan, math.inf
 
@@ -202,35 +200,3 @@ def test_the_edges_of_meaning_still_run(make):
 
 def one_gradient():
     return rs.RowGradients({"t": jnp.asarray([1])}, {"t": jnp.ones((1, 2))}, (("t", 3),))
-
-
-def tables(**options):
-    specs = [(6, 4, rt.EmbeddingLocation.MANAGED_CACHING, rt.ComputeDevice.CPU)]
-    return TableBatchedEmbeddingBags(specs, **{"optimizer": EmbOptimType.EXACT_SGD, **options})
-
-
-LARS = EmbOptimType.LARS_SGD
-DECAYED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay_mode": WeightDecayMode.L2}
-
-
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("FTRL: learning_rate", lambda: rs.optimizers.FTRL(0.0)),  # is divided by
-        ("OptaxOptimizerSpec: learning_rate", lambda: rs.from_optax(optax.sgd(0.1), learning_rate=NAN)),
-        ("cache_sets", lambda: tables(cache_sets=-1)),
-        ("cache_reserved_memory", lambda: tables(cache_reserved_memory=NAN)),
-        ("learning_rate", lambda: tables().set_learning_rate(NAN)),
-        ("max_norm", lambda: tables(**DECAYED, max_norm=-1.0)),
-        ("weight_decay", lambda: tables(**DECAYED, weight_decay=-0.1)),
-        ("momentum", lambda: tables(optimizer=LARS, momentum=1.1)),
-        ("eta", lambda: tables(optimizer=LARS, eta=NAN)),
-        ("init_embedding_weights_uniform: max_val", lambda: tables().init_embedding_weights_uniform(0.1, NAN)),
-        ("EnsembleModeDefinition: step_ema_coef", lambda: rt.EnsembleModeDefinition(step_ema_coef=1.2)),
-        ("CowClipDefinition: lower_bound", lambda: rt.CowClipDefinition(lower_bound=-1.0)),
-        ("GlobalWeightDecayDefinition: lower_bound", lambda: rt.GlobalWeightDecayDefinition(lower_bound=NAN)),
-    ],
-)
-def test_calls_refuse_numbers_without_meaning(name, call):
-    with pytest.raises(ValueError, match=rf"{name} must be in [\[(].*, .*[\])], got "):
-        call()

@@ -2,8 +2,6 @@ import importlib.metadata
 import subprocess
 import sys
 
-import pytest
-
 import rsembed as rs
 
 HEAVY = (
@@ -26,5 +24,3 @@ def test_wings_and_the_version_are_attributes_of_the_package():
     assert rs.__version__ == importlib.metadata.version("rsembed")
     assert {"tbe", "plot", "optimizers", "__version__", "EmbeddingCollection"} <= set(dir(rs))
     assert not {"importlib", "bags", "checks", "stacking"} & set(dir(rs))
-    with pytest.raises(AttributeError, match="'rsembed' has no attribute 'tables'"):
-        _ = rs.tables

@@ -71,18 +71,6 @@ def test_keys_that_a_dtype_cannot_hold_are_told_and_counted(dtype, beyond):
     assert is_beyond(split_keys(np.asarray([2**64 - 1], np.uint64)), dtype).item() == (dtype != "uint64")
 
 
-@pytest.mark.parametrize(
-    ("keys", "error", "message"),
-    [
-        (np.array([1.0]), TypeError, "feature 'ad': keys must be integers, got float64"),
-        (np.array([True]), TypeError, "integers, got bool"),
-    ],
-)
-def test_bad_keys_are_named(keys, error, message):
-    with pytest.raises(error, match=message):
-        split_keys(keys, feature="feature 'ad'")
-
-
 def test_a_key_that_does_not_fit_is_not_cut():
     with pytest.raises(ValueError, match="key 2147483648 does not fit into int32; ask for uint64"):
         join_keys([0], [1 << 31], dtype=np.int32)

@@ -81,12 +81,6 @@ def test_run_says_where_it_cannot_write(notebook_folder, capsys, place):
     assert f"--output {place}: " in message and message.count("\n") == 1
 
 
-def test_a_prefix_of_two_notebooks_lists_both(notebook_folder):
-    (notebook_folder / "01_twin.ipynb").touch()
-    with pytest.raises(command_line.CommandError, match="could mean 01_tiny, 01_twin"):
-        command_line.find_notebook("01")
-
-
 def test_bundled_notebooks_serve_where_there_is_no_checkout(tmp_path, monkeypatch):
     bundled = tmp_path / "rsembed" / "_bundled" / "notebooks"
     bundled.mkdir(parents=True)
@@ -103,8 +97,6 @@ def test_replaced_parameters_keep_comments_and_neighbours():
 def test_parameters_that_are_assigned_together_are_replaced_one_by_one():
     source = "A, B = 1, 'two'  # both\nC = 3\n"
     assert command_line.replace_parameters(source, {"B": "x", "A": "10"}) == "A, B = 10, 'x'  # both\nC = 3\n"
-    with pytest.raises(command_line.CommandError, match="knows A, B, C"):
-        command_line.replace_parameters(source, {"D": "1"})
 
 
 def test_doctor_names_each_kernel_implementation(capsys):
@@ -139,8 +131,6 @@ def test_bench_passes_arguments_and_status_on(tmp_path, monkeypatch, capfd):
     (tmp_path / "benchmarks" / "shared.py").write_text("NUM_BATCHES = 8")
     assert command_line.main(["bench", "lookup", "--quick"]) == 3
     assert "['--quick']" in capfd.readouterr().out
-    assert command_line.main(["bench", "lookdown"]) == 2
-    assert "no benchmark 'lookdown'; known: lookup." in capfd.readouterr().err
 
 
 def test_a_failed_assert_shows_its_line(tmp_path, monkeypatch, capsys):

@@ -217,12 +217,6 @@ def test_labels_find_the_same_places_every_time():
     assert first == second
 
 
-@pytest.mark.parametrize("given", [{"labels": ["one"]}, {"labels": LABELS, "kinds": ["one"]}])
-def test_plot_neighbourhoods_needs_a_text_per_row(given):
-    with pytest.raises(ValueError, match=r"1 (labels|kinds) for 40 rows"):
-        plot.plot_neighbourhoods(VECTORS, **given)
-
-
 def test_measured_shares_are_curves_in_the_order_of_their_sizes():
     ax = plot.plot_miss_ratio({"LRU": {400: 0.2, 50: 0.5}, "LFU": {50: 0.25}})
     assert [line.get_xdata().tolist() for line in ax.lines] == [[50, 400], [50]]

@@ -2,7 +2,6 @@ from pprint import pformat
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import rsembed as rs
@@ -32,14 +31,6 @@ def test_specs_print_field_by_field_in_the_published_order():
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")])
 def test_dtype_is_given_by_name_or_type(dtype):
     assert table(dtype=dtype).dtype == "bfloat16"
-
-
-@pytest.mark.parametrize(
-    "bounds", [(1.0, 1.0, 4), (0.0, 1.0, 1), (-np.inf, np.inf, 4), (0.0, np.inf, 4), (np.nan, 1.0, 4)]
-)
-def test_bad_quantization_is_refused(bounds):
-    with pytest.raises(ValueError, match="QuantizationConfig"):
-        rs.QuantizationConfig(*bounds)
 
 
 def test_features_come_in_leaf_order_and_tables_in_first_seen_order():

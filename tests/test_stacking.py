@@ -101,8 +101,6 @@ def test_shard_load_counts_ids_where_the_plan_puts_them():
     assert plain.describe(hot).splitlines()[1].split()[-3:] == ["15", "0", "4.00"]
     assert rotated.describe(hot).splitlines()[1].split()[-3:] == ["15", "0", "3.20"]
     assert plain.describe() == str(plain)
-    with pytest.raises(ValueError, match=r"shard_load: no feature \['x'\]; the plan has \['f0', 'f1'\]"):
-        plain.shard_load({"x": [1]})
 
 
 def test_shard_load_equals_the_shards_of_the_rows():
@@ -133,8 +131,6 @@ def test_attached_specs_are_frozen_and_show_their_place():
     assert tables[1].is_stacked()
     assert tables[1].setting_in_stack.shard_rotation == 1
     assert features[1].id_transformation.row_offset == 16
-    with pytest.raises(AttributeError, match="table 't1' is already placed in stack 't0_t1'"):
-        tables[1].combiner = "mean"
 
 
 def stacked_tables(sizes, num_shards, rotation, seed):
@@ -181,17 +177,6 @@ def test_tables_on_a_device_are_stacked_like_tables_on_the_host_and_come_back(si
     by_name = {table.name: table for table in specs}
     for name, values in unshard_and_unstack_tables(by_name, stacked, num_shards).items():
         np.testing.assert_array_equal(values, tables[name])
-
-
-def test_repeated_and_unread_tables_and_huge_stacks_are_refused():
-    _, features = tables_and_features((5, 3), (5, 3))
-    with pytest.raises(ValueError, match="a table is repeated"):
-        plan_stack(features, ["t0", "t0"], stack_name="s", num_shards=1)
-    with pytest.raises(ValueError, match=r"no feature reads tables \['x'\]"):
-        plan_stack(features, ["x"], stack_name="s", num_shards=1)
-    _, huge = tables_and_features((2**30, 1), (2**30, 1))
-    with pytest.raises(ValueError, match=r"would have 2147483648 rows.*separate stacks"):
-        rs.plan_stacking(huge, pad=False, groups=[["t0", "t1"]])
 
 
 def test_long_stack_names_are_cut_and_hashed():

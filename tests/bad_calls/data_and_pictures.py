@@ -85,6 +85,8 @@ rs.plot.principal_plane([[1.0, 2.0]])
     => ValueError: principal_plane: needs two points of two finite columns, got shape (1, 2)
 rs.plot.plot_neighbourhoods(np.eye(3), ["a", "b", "c"], num_neighbours=9)
     => ValueError: nearest_neighbours: k=9 must be from 1 to 2, the other rows
+rs.plot.plot_neighbourhoods(np.eye(3), ["one"]) => ValueError: 1 labels for 3 rows
+rs.plot.plot_neighbourhoods(np.eye(3), ["a", "b", "c"], kinds=["one"]) => ValueError: 1 kinds for 3 rows
 rs.plot.treemap([], 1.0, 1.0) => ValueError: treemap: sizes must be finite and not negative, and at
 rs.plot.partition_entries(np.ones((2,3,1), int), num_shards=2)
     => ValueError: partition_entries: 3 samples are dealt to 2 cores, which

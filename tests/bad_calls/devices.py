@@ -16,7 +16,8 @@ def cache():
 
 BAD = """
 # Meshes and processes
-rs.parallel.make_mesh(num_devices=0) => ValueError: make_mesh: 0 devices
+rs.parallel.make_mesh(num_devices=0) => ValueError: make_mesh: 0 devices cannot be taken equally from 1 processes
+rs.parallel.make_mesh(num_devices=9) => ValueError: make_mesh: 9 devices cannot be taken
 rs.parallel.put_global({"ids": np.ones(3)}, mesh()) => ValueError: put_global: array ['ids'] ... (3,) ... 2 devices
 rs.parallel.put_global(3, mesh()) => ValueError: put_global: array given ... ()
 rs.parallel.put_global({"w": np.array(["a", "b"])}, mesh()) => TypeError: put_global: array ['w'] ... <U1

@@ -48,6 +48,9 @@ jax.jit(lambda rate: rs.optimizers.SGD(rate).learning_rate)(0.1)
 rs.optimizers.SGD(lambda step, epoch: 0.1) => ValueError: 'step', 'epoch' ... functools.partial
 rs.optimizers.SGD(lambda step: 0.1 / step).get_learning_rate() => ValueError: SGD ... pass step=
 stepped(rs.optimizers.SGD(lambda step: "0.1")) => TypeError: schedule learning_rate ... str
+rs.optimizers.FTRL(0.0)
+    => ValueError: FTRL: learning_rate must be in (0, inf), got 0.0: the linear term is divided by it
+rs.from_optax(optax.sgd(0.1), learning_rate=NAN) => ValueError: OptaxOptimizerSpec: learning_rate must be in
 rs.optimizers.LaProp(rms_clip_threshold=-1.0) => ValueError: LaProp: rms_clip_threshold ... clip_by_global_norm
 rs.optimizers.AdamW(slot_dtypes=("int8", None))
     => ValueError: AdamW: slot_dtypes=('int8 ... float32, bfloat16 or float16

@@ -143,7 +143,7 @@ embedding.prepare_feature_specs_for_training(embedding_spec.FeatureSpec(name="f"
 placed(made(combiner="none")) => ValueError: table 'word': combiner 'none' ... 'sum'
 run(given=placed(made(batch=7))) => ValueError: feature 'f_word' ... 7 samples ... 2
 stack(["a", "x"]) => ValueError: 'x' ... 'a', 'b'
-stack(["a", "a"]) => ValueError: 'a'
+stack(["a", "a"]) => ValueError: stack 'a_a': a table is repeated in ['a', 'a']
 stack([]) => ValueError: no feature reads tables [] ... 'a'
 stack(["a", "b"], made("a"), made("b", optimizer=embedding_spec.AdamOptimizerSpec()))
     => ValueError: optimizer ... 'a' ... 'b'

@@ -19,6 +19,11 @@ table(stochastic_rounding="no") => TypeError: table 'word': stochastic_rounding 
 table(storage=rs.Hashed) => TypeError: table 'word': storage ... Hashed(...)
 setattr(_placed(), "combiner", "mean") => AttributeError: table 'word' ... 'combiner' ... before stacking
 rs.QuantizationConfig(1.0, 0.0, 4) => ValueError: min_value 1.0 ... max_value
+rs.QuantizationConfig(0.0, 1.0, 1) => ValueError: QuantizationConfig: num_buckets
+rs.QuantizationConfig(1.0, 1.0, 4) => ValueError: QuantizationConfig: min_value
+rs.QuantizationConfig(-np.inf, np.inf, 4) => ValueError: QuantizationConfig: min_value
+rs.QuantizationConfig(0.0, np.inf, 4)
+    => ValueError: QuantizationConfig: min_value 0.0 must be below max_value inf, both finite
 rs.QuantizationConfig(0.0, 1.0, 2.5) => TypeError: num_buckets ... integer ... 2.5
 # FeatureSpec
 feature("") => TypeError: FeatureSpec: name ... non-empty string

@@ -53,6 +53,11 @@ def with_tables(**tables):
     return collection().with_tables(state(), tables)
 
 
+def served(batch):
+    lookup, tables = rs.for_serving(collection(), state())
+    return lookup(tables, batch)
+
+
 def evicted(**reason):
     return keyed().evict(keyed().init(KEY(0)), "client", **reason)
 
@@ -118,7 +123,7 @@ lookup(reshaped(word_user=jnp.ones((14, 4), jnp.bfloat16))) => ValueError: does 
 stepped(slots={"word_user": (jnp.ones(3),)}) => ValueError: does not belong ... slots ... float32[3]
 adam_without_slots() => ValueError: the state does not belong to this collection: slots are {},
 near().prefetch(near_state()._replace(slots={}), {"what": [[1]]})
-    => ValueError: table 'item' is on the host, where optimizer state moves
+    => ValueError: table 'item' is on the host, where optimizer state moves ... keep the slots in the state
 collection().lookup(state()._replace(tables=[jnp.ones((14,4))]), batch())
     => ValueError: the state does not belong to this collection: tables are
 stepped(step=None) => ValueError: the state does not belong to this collection: step are
@@ -129,6 +134,11 @@ other().lookup(donated(), BATCH) => RuntimeError: the state has lost its tables 
 with_tables(word="x") => TypeError: table 'word': its values must be an array of numbers, got 'x' (str)
 with_tables(word_user=np.ones((14,4))) => ValueError: unknown table 'word_user' (did you mean 'word'?); the
 evicted(keep=1, unused_for=1) => ValueError: evict from table 'client': give one of keep, unused_for,
+collection().evict(state(), "word", keep=5)
+    => ValueError: table 'word' is kept as an array: rows leave tables of keys, with storage=Hashed
+keyed().evict(keyed_state(), "e", keep=5) => ValueError: unknown table 'e'
+jax.jit(lambda state: keyed().evict(state, "client", keep=5)[0])(keyed_state()) => RuntimeError: outside of jit
+evicted(keep=-1) => ValueError: evict from table 'client': keep must be in [0, inf), got -1
 evicted(keep=1.5) => TypeError: evict from table 'client': keep must be an integer, got 1.5 (float)
 evicted(norm_below="1") => TypeError: evict from table 'client': norm_below must be a number, got '1' (str)
 keyed().evict(state(), "client", keep=1) => ValueError: the state does not belong to this collection: client is
@@ -136,7 +146,21 @@ jax.jit(keyed().counts)(keyed_state()) => RuntimeError: rows by key, and counts,
 jax.jit(keyed().tables)(keyed_state()) => RuntimeError: rows by key, and counts, come to the host; read them
 near().prefetch(near_state(), {"what": [[9]]}) => ValueError: feature 'what': id 9 in sample 0 is outside table 'item'
 with_tables(wrod=np.ones((9, 4))) => ValueError: unknown table 'wrod' ... 'word' ... 'user'
-with_tables(word={"keys": [9], "values": np.ones((1, 4))}) => ValueError: table 'word' ... 9 rows ... key 9
+with_tables(word={"keys": [9], "values": np.ones((1, 4))})
+    => ValueError: table 'word' has 9 rows, none for key 9 (1 such keys); hash them
+with_tables(word={"keys": [3], "values": np.ones((2, 4))})
+    => ValueError: takes rows by key as 'keys' [n] and 'values' [n, 4]
+with_tables(word={"keys": [1, 1], "values": np.ones((2, 4))}) => ValueError: keys must be distinct, but 1 comes twice
+with_tables(word={"keys": [1, 2], "values": np.ones((2, 4)), "bogus": np.zeros(2)}) => ValueError: cannot take ['bogus']
+jax.jit(lambda values: near().with_tables(near_state(), {"item": values}))(np.ones((9, 4)))
+    => RuntimeError: 'item' is kept as ... with_tables writes its rows beside compiled programs
+jax.jit(lambda values: keyed().with_tables(keyed_state(), {"client": values}))(np.ones((4, 4)))
+    => RuntimeError: 'client' is kept as ... with_tables writes its rows beside compiled programs
+# for_serving
+rs.for_serving(collection(), state(), dtype="int4")
+    => ValueError: for_serving: dtype of table 'word' 'int4' is not one of
+served({"author": [1, 2]}) => ValueError: missing ['title']
+served(batch(title=np.ones((2, 2)))) => TypeError: feature 'title': ids must be integers, got float64
 # Gradients of activations
 collection().update(state(), batch(), {"title": np.ones((2, 4))}) => ValueError: gradients ... missing ['author']
 update(date=np.ones((2, 4))) => ValueError: activation gradients ... unknown ['date']

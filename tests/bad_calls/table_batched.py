@@ -103,6 +103,9 @@ stored_states(tbe.OptimType.EXACT_SGD, momentum1=tbe.SparseType.FP16)
     => ValueError: EXACT_SGD has no state ... leave the argument out
 stored_states(tbe.OptimType.ADAM, momentum1="int8")
     => TypeError: optimizer_state_dtypes['momentum1'] ... SparseType.FP32 ... int8
+tbe.EnsembleModeDefinition(step_ema_coef=1.2) => ValueError: EnsembleModeDefinition: step_ema_coef must be in [0, 1]
+tbe.CowClipDefinition(lower_bound=-1.0) => ValueError: CowClipDefinition: lower_bound must be in [0, inf)
+tbe.GlobalWeightDecayDefinition(lower_bound=NAN) => ValueError: GlobalWeightDecayDefinition: lower_bound must be in
 # Caches
 module(CACHED, cache_algorithm="fifo") => ValueError: CacheAlgorithm ... 'fifo' ... LRU
 module(CACHED, cache_algorithm=tbe.CacheAlgorithm.LFU, prefetch_pipeline=True) => ValueError: prefetch_pipeline ... LRU
@@ -141,7 +144,9 @@ bags().vjp(IDS, OFFSETS, total_unique_indices=1)[1].row_gradients(np.ones((2, 8)
 _twice() => RuntimeError: used already ... vjp
 bags().apply(rs.RowGradients({"t": jnp.array([1])}, {"t": jnp.ones((1, 4))}, (("t", 9),)))
     => ValueError: do not belong to this module ... backward
+bags().set_learning_rate(NAN) => ValueError: learning_rate must be in
 bags().set_learning_rate("0.1") => TypeError: learning_rate ... number ... str
+bags().init_embedding_weights_uniform(0.1, NAN) => ValueError: max_val must be in
 bags().init_embedding_weights_uniform(1.0, 0.0) => ValueError: min_val ... (-inf, 0.0] ... 1.0
 bags().init_embedding_weights_uniform(0.0, "1") => TypeError: max_val ... number ... str
 single().load_state_dict(state_dict(**{"table_0.weight": None})) => ValueError: lacks ['table_0.weight']

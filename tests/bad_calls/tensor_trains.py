@@ -7,7 +7,7 @@ import numpy as np
 
 import rsembed as rs
 from rsembed import tt
-from tests.bad_calls.world import feature, table
+from tests.bad_calls.world import KEY, feature, table
 
 SPEC = tt.TTSpec(9, (3, 3), (2, 2), (2,))
 DENSE = np.ones((9, 4), np.float32)
@@ -35,6 +35,11 @@ def module(**options):
 def stored(*ranks, dtype="float32", **fields):
     spec = table(storage=tt.TensorTrain(*ranks, **fields), dtype=dtype)
     return rs.EmbeddingCollection([feature(table_spec=spec)])
+
+
+def with_table(values):
+    one = stored((2,))
+    return one.with_tables(one.init(KEY(0)), {"word": values})
 
 
 IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2])
@@ -80,6 +85,9 @@ tt.init_cores(KEY(0), SPEC, "gauss") => ValueError: 'gauss' ... normal
 tt.init_cores(KEY(0), tt.TTSpec(9, (3, 3), (2, 2), (1,)), "approx-uniform") => ValueError: ranks of at least 2 ... [1]
 tt.init_cores(KEY(0), SPEC, dtype=jnp.int32) => ValueError: dtype 'int32 ... float32
 # From and to tables
+with_table(np.ones((8, 4))) => ValueError: table 'word' is kept as a tensor train: give a whole table [9, 4]
+with_table(tuple(np.full(shape, 1e300) for shape in SPEC.core_shapes))
+    => ValueError: 'word': ... numbers of imported 'core 0' are too large for float32; clip them
 tt.from_dense(DENSE, ranks=2, max_relative_error=0.1) => ValueError: from_dense ... exactly one
 tt.from_dense(DENSE * np.nan, ranks=2) => ValueError: the table ... (9, 4) ... finite
 tt.from_dense(DENSE, max_relative_error=-0.1) => ValueError: max_relative_error ... -0.1

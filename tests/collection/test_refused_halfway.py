@@ -7,7 +7,6 @@ from jax.sharding import Mesh
 
 import rsembed as rs
 from rsembed import checkpoint
-from rsembed.tt import TensorTrain
 
 ROWS, DIM = 40, 4
 
@@ -89,24 +88,6 @@ def test_numbers_too_large_for_the_dtype_are_refused(storage):
     assert_same(collection.tables(state), before)
 
 
-def test_cores_too_large_for_the_dtype_are_refused():
-    collection = collection_of({"t": TensorTrain((2,))})
-    state = trained(collection)
-    cores = [np.full(core.shape, 1e300) for core in state.tables["t"]]
-    with pytest.raises(ValueError, match=r"'t': .* numbers of imported 'core 0' are too large for float32; clip them"):
-        collection.with_tables(state, {"t": tuple(cores)})
-
-
-def test_rows_by_key_for_a_table_of_rows_are_checked():
-    collection = collection_of({"t": None})
-    state = trained(collection)
-    rows = {"keys": np.asarray([1, 1]), "values": np.zeros((2, DIM))}
-    with pytest.raises(ValueError, match="keys must be distinct, but 1 comes twice"):
-        collection.with_tables(state, {"t": rows})
-    with pytest.raises(ValueError, match=r"cannot take \['bogus'\]"):
-        collection.with_tables(state, {"t": {**rows, "keys": np.asarray([1, 2]), "bogus": np.zeros(2)}})
-
-
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (None, 4), (4, None)])
 def test_tables_move_between_meshes_of_one_process(sizes):
     first, second = (collection_of({"t": None}, mesh=None if n is None else mesh_of(n)) for n in sizes)
@@ -139,16 +120,6 @@ def test_lists_of_keys_with_the_top_bit_keep_all_their_bits():
     state = collection.init(jax.random.key(0))
     state = collection.update(state, {"t": keys}, {"t": np.ones((4, DIM), np.float32)})
     assert collection.tables(state)["t"]["keys"].tolist() == [1, 3, 2**63 + 1, 2**64 - 1]
-
-
-@pytest.mark.parametrize("storage", [rs.HostCached(cache_rows=16), rs.Hashed()], ids=repr)
-def test_tables_that_no_program_can_write_say_so_inside_jit(storage):
-    collection = collection_of({"t": storage})
-    state = trained(collection)
-    before = collection.tables(state)
-    with pytest.raises(RuntimeError, match=r"'t' is kept as .*: with_tables writes its rows beside compiled programs"):
-        jax.jit(lambda values: collection.with_tables(state, {"t": values}))(np.zeros((ROWS, DIM), np.float32))
-    assert_same(collection.tables(state), before)
 
 
 @pytest.mark.parametrize("storage", [None, rs.Hashed(), rs.HostCached(cache_rows=16)])

@@ -104,13 +104,3 @@ def test_a_process_without_the_library_reads_an_exported_lookup_for_any_batch_an
         subprocess.run([sys.executable, "-c", READER, str(tmp_path)], check=True)
         for name, values in np.load(tmp_path / "found.npz").items():
             np.testing.assert_allclose(values, lookup(tables, ids)[name], atol=1e-7)
-
-
-def test_what_cannot_be_served_is_named(trained):
-    with pytest.raises(ValueError, match="for_serving: dtype of table 'sum' 'int4' is not one of"):
-        rs.for_serving(*trained, dtype="int4")
-    lookup, tables = rs.for_serving(*trained)
-    with pytest.raises(ValueError, match="missing \\['sum'\\]"):
-        lookup(tables, {name: ids for name, ids in IDS.items() if name != "sum"})
-    with pytest.raises(TypeError, match="feature 'sum': ids must be integers, got float32"):
-        lookup(tables, IDS | {"sum": np.ones(SHAPE, np.float32)})

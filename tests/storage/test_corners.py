@@ -265,31 +265,24 @@ def test_rows_on_the_host_are_fetched_before_a_compiled_step_or_it_stops():
     state, batch = collection.init(jax.random.key(0)), collection.prepare({"f": np.array([3, 99])})
     with pytest.raises(Exception, match=r"rsembed\.storage: 2 ids of the batch have no row of table 't' on the device"):
         jax.block_until_ready(jax.jit(collection.lookup)(state, batch))
-    with pytest.raises(RuntimeError, match="call it outside of jit"):
-        jax.jit(collection.prefetch)(state, batch)
     expected = collection.lookup(state, batch)  # outside of jit it fetches by itself, and the state stays good
     near = collection.prefetch(state, batch)
     np.testing.assert_array_equal(jax.jit(collection.lookup)(near, batch)["f"], expected["f"])
 
 
-def test_a_state_for_serving_has_keys_and_rows_and_names_what_needs_more():
+def test_a_state_for_serving_has_keys_and_rows():
     collection = keyed(optimizer=rs.optimizers.Adagrad(LR))
     state = collection.init(jax.random.key(0))
     state = collection.update(state, {"f": [[ONE]]}, {"f": jnp.ones((1, DIM))})._replace(slots={})
     assert list(collection.tables(state)["t"]) == ["keys", "last_step", "count", "values"]
-    cached = on_host(2)
-    with pytest.raises(ValueError, match="keep the slots in the state"):
-        cached.lookup(cached.init(jax.random.key(0))._replace(slots={}), {"f": np.array([3])})
 
 
 def test_a_state_from_before_an_exchange_with_the_host_is_refused():
     collection = on_host(2)
     old = collection.init(jax.random.key(0))
-    new = collection.update(old, {"f": np.array([3, 99])}, {"f": jnp.ones((2, DIM))})
+    collection.update(old, {"f": np.array([3, 99])}, {"f": jnp.ones((2, DIM))})
     with pytest.raises(RuntimeError, match=r"table 't': the host no longer holds the rows.*checkpoint"):
         collection.lookup(old, {"f": np.array([3])})
-    with pytest.raises(RuntimeError, match="1 ids of the batch find no place among cache_rows=2"):
-        collection.lookup(new, {"f": np.array([1, 2, 3])})
 
 
 def on_host_beside(other, *, rows=100):

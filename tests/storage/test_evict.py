@@ -78,19 +78,3 @@ def test_evicting_what_was_not_used_forgets_keys_that_wait():
     state, _ = collection.evict(state, "t", unused_for=5)
     assert collection.counts(state)["t"]["forgotten"].tolist() == [1]
     assert collection.tables(state)["t"]["waiting_keys"].tolist() == sorted(KEYS[1:3].tolist())
-
-
-def test_what_cannot_be_evicted_is_refused_by_name():
-    collection, state = filled()
-    dense = rs.TableSpec(name="d", vocabulary_size=8, embedding_dim=DIM)
-    others = rs.EmbeddingCollection([rs.FeatureSpec(name="d", table_spec=dense)])
-    with pytest.raises(
-        ValueError, match=r"table 'd' is kept as an array: rows leave tables of keys, with storage=Hashed"
-    ):
-        others.evict(others.init(jax.random.key(0)), "d", keep=5)
-    with pytest.raises(ValueError, match="unknown table 'e'"):
-        collection.evict(state, "e", keep=5)
-    with pytest.raises(ValueError, match=r"evict from table 't': keep must be in \[0, inf\), got -1"):
-        collection.evict(state, "t", keep=-1)
-    with pytest.raises(RuntimeError, match="outside of jit"):
-        jax.jit(lambda state: collection.evict(state, "t", keep=5)[0])(state)
