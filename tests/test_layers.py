@@ -32,7 +32,7 @@ BUDGETS = {
     "taps": 160,
     "nnx": 212,
     "linen": 184,
-    "checkpoint": 1635,
+    "checkpoint": 1593,
     "fdo": 650,
     "sparsecore": 4392,
     "tbe": 2797,

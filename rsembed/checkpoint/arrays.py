@@ -13,13 +13,14 @@ checksums too, and all files are compared with it before the first is read.
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
 import functools
 import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,27 +80,59 @@ def _are_numbers(dtype: np.dtype[Any]) -> bool:
 
 
 def write_arrays(
-    path: Path | None, arrays: Sequence[PyTree], *, show: bool | None = None
-) -> tuple[list[dict[str, PyTree]], OSError | None]:
-    """Writes each array into a folder of its own; returns manifest entries, and the error if writing failed.
+    path: Path | None, arrays: Sequence[PyTree], failures: list[OSError], *, show: bool | None = None
+) -> list[dict[str, PyTree]]:
+    """Writes arrays into folders of their own, and returns their entries.
 
-    With several processes all gather the rows to the end, whatever the disk of the one that writes them says, so that
-    nobody is left waiting.
+    Everything is under way at once, as far as memory allows: most of the time goes into waiting for the disk. With
+    several processes all gather the rows to the end, whatever the disk of the one that writes them says, so that nobody
+    is left waiting.
 
     Args:
       path: where the folders come; None in processes that do not write.
       arrays: from `as_saved`.
+      failures: gets why they could not be written.
       show: the progress.
     """
     entries = [_described(number, array) for number, array in enumerate(arrays)]
-    with _Output(path, entries) as output:
+    stores = [] if path is None else [_store(path, entry, create=True) for entry in entries]
+    writes: collections.deque[tuple[int, Any]] = collections.deque()
+    try:
         watched = progress(entries, description="saving", show=show, delay=1.0, leave=False)
         for number, (entry, array) in enumerate(zip(watched, arrays, strict=True)):
             for _, first, last in _chunks(entry):
-                output.write(number, first, _rows(array, first, last))
-                if output.failure is not None and jax.process_count() == 1:
-                    return entries, output.failure
-    return entries, output.failure
+                if failures and jax.process_count() == 1:
+                    break
+                rows = _rows(array, first, last)
+                if path is None or failures:
+                    continue
+                with noted(failures):
+                    target = _by_row(stores[number], entry)[first:last]
+                    write = target.write(_stored(rows), can_reference_source_data_indefinitely=True)
+                    writes.append((rows.nbytes, write))
+                    while sum(num_bytes for num_bytes, _ in writes) > _BYTES_IN_FLIGHT:
+                        writes.popleft()[1].result()
+    finally:  # after a failure too: no file may come into a folder that is being removed
+        for future in [*stores, *(write for _, write in writes)]:
+            with noted(failures):
+                future.result()
+    for entry in entries if path is not None and not failures else []:
+        with noted(failures):
+            folder = path / entry["folder"]
+            checksums = [_chunk_checksum(folder / chunk.file) for chunk in _chunks(entry)]
+            entry |= {"metadata_crc32": _file_checksum(folder / _METADATA), "crc32c": checksums}
+    return entries
+
+
+@contextlib.contextmanager
+def noted(failures: list[OSError]) -> Iterator[None]:
+    """Appends what the system refuses inside the block, which ends there, to the failures."""
+    try:
+        yield
+    except OSError as error:
+        failures.append(error)
+    except ValueError as error:  # as which TensorStore says all that the system refuses
+        failures.append(_system_error(error) or OSError(errno.EIO, str(error)))
 
 
 def copied(array: PyTree) -> np.ndarray | None:
@@ -125,70 +158,10 @@ def _described(number: int, array: PyTree) -> dict[str, PyTree]:
     }
 
 
-class _Output:
-    """Zarr arrays that are being written, and the first failure; at the end, entries receive their checksums.
-
-    Everything is under way at once, as far as memory allows: most of the time goes into waiting for the disk.
-
-    Attributes:
-      failure: why something could not be written.
-    """
-
-    def __init__(self, path: Path | None, entries: Sequence[dict[str, PyTree]]):
-        self.failure: OSError | None = None
-        self._path, self._entries = path, entries
-        self._stores = [] if path is None else [_store(path, entry, create=True) for entry in entries]
-        self._writes: collections.deque[tuple[int, Any]] = collections.deque()
-        self._num_bytes = 0
-
-    def write(self, number: int, first: int, rows: np.ndarray) -> None:
-        """Begins to write rows; they must not change until the output is closed."""
-        if self._path is None or self.failure is not None:
-            return
-        store = self._tried(_by_row, self._stores[number], self._entries[number])
-        if store is not None:
-            target = store[first : first + len(rows)]
-            write = target.write(_stored(rows), can_reference_source_data_indefinitely=True)
-            self._writes.append((rows.nbytes, write))
-            self._num_bytes += rows.nbytes
-            self._wait(until=_BYTES_IN_FLIGHT)
-
-    def _wait(self, *, until: int) -> None:
-        while self._writes and self._num_bytes > until:
-            num_bytes, write = self._writes.popleft()
-            self._num_bytes -= num_bytes
-            self._tried(write.result)
-
-    def __enter__(self) -> _Output:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # After a failure too: no file may come into a folder that is being removed.
-        for store in self._stores:
-            self._tried(store.result)
-        self._wait(until=-1)
-        for entry in self._entries:
-            if self._path is not None and self.failure is None:
-                entry.update(self._tried(_checksums, self._path / entry["folder"], entry) or {})
-
-    def _tried(self, call: Callable[..., PyTree], *args: PyTree) -> PyTree:
-        try:
-            return call(*args)
-        except OSError as error:
-            self.failure = self.failure or error
-        except ValueError as error:  # as which TensorStore says all that the system refuses
-            self.failure = self.failure or _system_error(error) or OSError(errno.EIO, str(error))
-
-
 def _system_error(error: ValueError) -> OSError | None:
     """The `OSError` behind an error of TensorStore, None if it reports no code of the operating system."""
     number = re.search(r"os_error_code='(\d+)'", str(error))
     return None if number is None else OSError(int(number[1]), f"{os.strerror(int(number[1]))} ({error})")
-
-
-def _checksums(folder: Path, entry: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    chunks = [_chunk_checksum(folder / chunk.file) for chunk in _chunks(entry)]
-    return {"metadata_crc32": _file_checksum(folder / _METADATA), "crc32c": chunks}
 
 
 def _file_checksum(file: Path) -> str:
@@ -375,25 +348,24 @@ def _read(future: Any, folder: Path, entry: Mapping[str, PyTree], name: str, int
         raise CorruptCheckpointError(f"{folder} does not hold {name!r}: {error}; take an older checkpoint.") from error
     dtype, columns = jnp.dtype(entry["dtype"]), entry["shape"][1:]
     reads: collections.deque[tuple[int, _Chunk, np.ndarray, Any]] = collections.deque()
+
+    def arrived() -> tuple[int, np.ndarray]:
+        number, chunk, rows, read = reads.popleft()
+        try:
+            read.result()
+        except ValueError as error:
+            raise _system_error(error) or _corrupt(folder / chunk.file, number, chunk, name) from error
+        return chunk.first, rows
+
     for number, chunk in enumerate(progress(_chunks(entry), description=f"loading {name}", delay=1.0, leave=False)):
         first, last = chunk.first, chunk.last
         rows = np.empty((last - first, *columns), dtype) if into is None else into[first:last]
         target = tensorstore.array(_stored(rows), copy=False)
         reads.append((number, chunk, rows, target.write(store[first:last])))
         if len(reads) == _CHUNKS_IN_FLIGHT:
-            yield _arrived(folder, name, *reads.popleft())
+            yield arrived()
     while reads:
-        yield _arrived(folder, name, *reads.popleft())
-
-
-def _arrived(
-    folder: Path, name: str, number: int, chunk: _Chunk, rows: np.ndarray, read: Any
-) -> tuple[int, np.ndarray]:
-    try:
-        read.result()
-    except ValueError as error:
-        raise _system_error(error) or _corrupt(folder / chunk.file, number, chunk, name) from error
-    return chunk.first, rows
+        yield arrived()
 
 
 def _corrupt(file: Path, number: int, chunk: _Chunk, name: str) -> CorruptCheckpointError:

@@ -17,7 +17,6 @@ table name, all arrays of an instant or none, and a refusal of files that are mi
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import json
 import os
@@ -36,7 +35,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from rsembed.checkpoint.arrays import as_saved, check_entry, copied, open_array, write_arrays
+from rsembed.checkpoint.arrays import as_saved, check_entry, copied, noted, open_array, write_arrays
 from rsembed.checkpoint.states import (
     CorruptCheckpointError,
     SavedArray,
@@ -103,12 +102,12 @@ def opened(path: Path, entries: Sequence[Mapping[str, PyTree]]) -> dict[tuple[st
     return arrays
 
 
-def nested(path: Path, entries: Sequence[Mapping[str, PyTree]]) -> PyTree:
-    """Arrays of manifest entries in memory, in nested dictionaries by the parts of their names."""
+def nested(arrays: Mapping[tuple[str, ...], PyTree]) -> PyTree:
+    """Arrays of a file, in memory, in dictionaries by the parts of their names."""
     from flax.traverse_util import unflatten_dict
 
-    arrays = {parts: in_memory(array) for parts, array in opened(path, entries).items()}
-    return arrays[()] if () in arrays else unflatten_dict(arrays)
+    found = {parts: in_memory(array) for parts, array in arrays.items()}
+    return found[()] if () in found else unflatten_dict(found)
 
 
 Said = TypeVar("Said", bool, int)
@@ -182,19 +181,23 @@ def written(path: Path, contents: Contents, *, show: bool | None = None) -> OSEr
       contents: with arrays in any place; all processes call this, unless they are `in_memory`.
       show: the progress, see `rsembed.progress`.
     """
-    partial, failure = None, None
-    with contextlib.ExitStack() as cleanup:
-        if jax.process_index() == 0:
-            partial, failure = _partial_folder(path)
-            cleanup.callback(shutil.rmtree, partial, ignore_errors=True)
+    partial, failures, is_writer = hidden_beside(path), list[OSError](), jax.process_index() == 0
+    try:
+        if is_writer:
+            with noted(failures):
+                _remove_abandoned(path)
+                partial.mkdir(parents=True)
         arrays = [array for array, _ in contents.leaves.values()]
-        entries, problem = write_arrays(None if failure else partial, arrays, show=show)
-        failure = failure or problem
-        if partial is not None and failure is None:
+        entries = write_arrays(partial if is_writer and not failures else None, arrays, failures, show=show)
+        if is_writer and not failures:
             for entry, (parts, (_, prng)) in zip(entries, contents.leaves.items(), strict=True):
                 entry |= {"path": list(parts), "prng": prng}
-            failure = _published(partial, path, encoded(contents.body | {"arrays": entries}))
-    return failure
+            with noted(failures):
+                _publish(partial, path, encoded(contents.body | {"arrays": entries}))
+    finally:
+        if is_writer:
+            shutil.rmtree(partial, ignore_errors=True)
+    return failures[0] if failures else None
 
 
 def agreed(said: Said) -> Said:
@@ -207,20 +210,11 @@ def already_there(path: Path) -> FileExistsError:
     return FileExistsError(f"{path} exists; checkpoints are never replaced: give every step a folder of its own.")
 
 
-def _partial_folder(path: Path) -> tuple[Path, OSError | None]:
-    """A hidden folder of this save alone, and why it could not be made.
-
-    Those that interrupted saves of the path left behind go.
-    """
+def _remove_abandoned(path: Path) -> None:
+    """Removes what interrupted saves of the path left behind."""
     for torn in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
         if _is_abandoned(torn):
             shutil.rmtree(torn, ignore_errors=True)
-    partial = hidden_beside(path)
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        return partial, error
-    return partial, None
 
 
 def hidden_beside(path: Path) -> Path:
@@ -249,18 +243,19 @@ def _is_abandoned(partial: Path) -> bool:
     return False
 
 
-def _published(partial: Path, path: Path, manifest_bytes: bytes) -> OSError | None:
-    """Renames a complete folder to its final name; returns the error if that failed."""
+def _publish(partial: Path, path: Path, manifest_bytes: bytes) -> None:
+    """Gives a complete folder its name. Raises: OSError: that could not be done."""
+    with open(partial / MANIFEST, "wb") as file:
+        file.write(manifest_bytes)
+        os.fsync(file.fileno())
+    _sync_folder(partial)
     try:
-        with open(partial / MANIFEST, "wb") as file:
-            file.write(manifest_bytes)
-            os.fsync(file.fileno())
-        _sync_folder(partial)
-        partial.rename(path)  # fails where another save of the path was faster
-        _sync_folder(path.parent)
-    except OSError as error:
-        return already_there(path) if path.exists() and partial.exists() else error
-    return None
+        partial.rename(path)
+    except OSError:
+        if path.exists():  # another save of the path was faster
+            raise already_there(path) from None
+        raise
+    _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -337,7 +332,7 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> Checkpoint:
     path = Path(path)
     found = manifest(path)
     if like is None:
-        return Checkpoint(nested(path, found["arrays"]), found["step"], found["metadata"])
+        return Checkpoint(nested(opened(path, found["arrays"])), found["step"], found["metadata"])
     owners = belongings(like)
     check_owners(path, {name: found["belongs_to"].get(name) for name in owners}, owners)
     tree = with_states(like, restored(opened(path, found["arrays"]), logical(like), path))
@@ -407,7 +402,10 @@ def load_collection(
     """
     path = Path(path)
     found, template = manifest(path), collection.template
-    check_owners(path, *_tables(found, collection, same_rules=same_rules))
+    saved, expected = found.get("belongs_to", {}).get("tables", {}), tables_of(template)
+    for name in saved.keys() & expected.keys() if not same_rules else ():
+        expected[name]["optimizer"] = saved[name]["optimizer"]
+    check_owners(path, {"tables": saved}, {"tables": expected})
     implementation = next(entry["prng"] for entry in found["arrays"] if entry["path"] == ["key"])
     key = jax.eval_shape(lambda: jax.random.key(0, impl=implementation))
     template = template._replace(key=key.update(sharding=template.key.sharding))
@@ -417,16 +415,15 @@ def load_collection(
     like["slots"] |= slots
     apart = [table.name for own in collection.logical.apart.values() for table in own.layout.stack.tables]
     by_key = [name for name in apart if name not in tables]
-    entries: dict[bool, list[PyTree]] = {True: [], False: []}  # how many keys a table has, its file alone knows
-    for entry in found["arrays"]:
-        if others is not None or entry["path"][0] != "others":
-            entries[entry["path"][0] == "tables" and entry["path"][1] in by_key].append(entry)
-    tree = restored(opened(path, entries[False]), like, path)
+    saved_arrays = opened(path, [e for e in found["arrays"] if others is not None or e["path"][0] != "others"])
+    # How many keys a table has, its file alone knows.
+    keyed = {name: saved_arrays.pop(name) for name in [*saved_arrays] if name[0] == "tables" and name[1] in by_key}
+    tree = restored(saved_arrays, like, path)
     step = placed(np.asarray(found["step"], np.int32), template.step)
     state = with_states(arrays, tree | {"step": step})
     if apart:
-        keyed = nested(path, entries[True]).get("tables", {}) if by_key else {}
-        state = collection.logical.whole(state, tree["tables"] | keyed, tree["slots"], collection.layout)
+        tables = tree["tables"] | nested(keyed).get("tables", {})
+        state = collection.logical.whole(state, tables, tree["slots"], collection.layout)
     return state if others is None else (state, with_states(others, tree["others"]))
 
 
@@ -435,17 +432,6 @@ def _without_step(state: EmbeddingState) -> dict[str, PyTree]:
     tree = logical(state)
     del tree["step"]
     return tree
-
-
-def _tables(
-    found: Mapping[str, PyTree], collection: EmbeddingCollection, *, same_rules: bool
-) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
-    """Facts of the tables in the file, and those of the collection's tables."""
-    saved, expected = found.get("belongs_to", {}).get("tables", {}), tables_of(collection.template)
-    if not same_rules:
-        for name in saved.keys() & expected.keys():
-            expected[name]["optimizer"] = saved[name]["optimizer"]
-    return {"tables": saved}, {"tables": expected}
 
 
 def check_owners(path: Path, found: Mapping[str, PyTree], wanted: Mapping[str, PyTree]) -> None:

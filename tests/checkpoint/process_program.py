@@ -11,55 +11,81 @@ import numpy as np
 
 import rsembed as rs
 from rsembed import checkpoint, parallel
-from tests.checkpoint.like_tables import keyed_collection, keyed_step
-
-parallel.init(heartbeat_timeout_seconds=60)
-table = rs.TableSpec(
-    name="item",
-    vocabulary_size=10,
-    embedding_dim=2,
-    initializer=lambda key, shape: jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape),
-    optimizer=rs.optimizers.Adagrad(0.1),
-)
-collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=parallel.make_mesh())
-batch = collection.prepare({"f": np.arange(4, dtype=np.int32).reshape(2, 2) + 4 * jax.process_index()})
 
 
-@jax.jit
-def step(state, batch):
-    return collection.update(state, batch, collection.lookup(state, batch))
+def collection_of(mesh=None):
+    """A table of ten rows."""
+    table = rs.TableSpec(
+        name="item",
+        vocabulary_size=10,
+        embedding_dim=2,
+        initializer=lambda key, shape: jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape),
+        optimizer=rs.optimizers.Adagrad(0.1),
+    )
+    return rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=mesh)
 
 
-state = step(collection.init(jax.random.key(0)), batch)
-checkpoint.save_collection(sys.argv[1], collection, state)
-again = checkpoint.load_collection(sys.argv[1], collection)
-same = [
-    bool(jnp.all(a == b)) for a, b in zip(jax.tree.leaves(again.tables), jax.tree.leaves(state.tables), strict=True)
-]
-alone = checkpoint.load(sys.argv[2], like={"state": collection.template}).tree["state"]
-print("restored", same, "sum", float(jnp.sum(collection.tables(alone)["item"])))
-try:
-    checkpoint.save_collection(sys.argv[1], collection, state)
-except FileExistsError:
-    print("second save refused")
-try:  # a folder that only process 0 tries to make, and cannot
-    checkpoint.save("/proc/nowhere/a", state)
-except OSError as error:
-    print("impossible save refused:", error)
-with checkpoint.CheckpointManager(sys.argv[1] + "-run", collection) as checkpoints:
-    checkpoints.save(state)
-    state = step(state, batch)
-    checkpoints.save(state)
-    again = checkpoints.restore()
-pairs = zip(jax.tree.leaves(again.tables), jax.tree.leaves(state.tables), strict=True)
-print("managed", [bool(jnp.all(a == b)) for a, b in pairs], int(again.step))
-try:
-    checkpoint.CheckpointManager("/proc/nowhere/a", collection)
-except OSError as error:
-    print("impossible folder refused:", error)
-keyed = keyed_collection(parallel.make_mesh())
-keys = np.arange(4).reshape(2, 2) + 2**40 * jax.process_index()
-state = keyed_step(keyed, keyed.init(jax.random.key(0)), keys)
-checkpoint.save_collection(sys.argv[1] + "-keys", keyed, state)
-again = checkpoint.load_collection(sys.argv[1] + "-keys", keyed)
-print("keys", [own["keys"].tolist() for own in keyed.tables(again).values()], keyed.counts(state)["right"]["inserted"])
+def keyed_collection(mesh=None):
+    """Two hashed tables that share a storage, alike but for their names."""
+    same = {"vocabulary_size": 16, "embedding_dim": 2, "initializer": jax.nn.initializers.normal()}
+    same |= {"optimizer": rs.optimizers.Adagrad(0.1), "storage": rs.Hashed()}
+    tables = [rs.TableSpec(name=name, **same) for name in ("left", "right")]
+    return rs.EmbeddingCollection([rs.FeatureSpec(name=table.name, table_spec=table) for table in tables], mesh=mesh)
+
+
+def keys_of(process):
+    """Keys that a process brings for `left`; those of `right` are others."""
+    return np.arange(4).reshape(2, 2) + 2**40 * process
+
+
+def step(collection, state, ids):
+    """One step whose gradient is the activation, with the samples of this process."""
+    batch = collection.prepare({name: ids + number for number, name in enumerate(collection.features)})
+    return jax.jit(lambda state, batch: collection.update(state, batch, collection.lookup_vjp(state, batch)[0]))(
+        state, batch
+    )
+
+
+def same(restored, state):
+    """Whether the arrays of tables are equal."""
+    pairs = zip(jax.tree.leaves(restored.tables), jax.tree.leaves(state.tables), strict=True)
+    return [bool(jnp.all(a == b)) for a, b in pairs]
+
+
+def main(folder, alone):
+    """Prints what test_processes.py compares."""
+    parallel.init(heartbeat_timeout_seconds=60)
+    collection = collection_of(parallel.make_mesh())
+    ids = np.arange(4, dtype=np.int32).reshape(2, 2) + 4 * jax.process_index()
+    state = step(collection, collection.init(jax.random.key(0)), ids)
+    checkpoint.save_collection(folder, collection, state)
+    again = checkpoint.load_collection(folder, collection)
+    read = checkpoint.load(alone, like={"state": collection.template}).tree["state"]
+    print("restored", same(again, state), "sum", float(jnp.sum(collection.tables(read)["item"])))
+    try:
+        checkpoint.save_collection(folder, collection, state)
+    except FileExistsError:
+        print("second save refused")
+    try:  # a folder that only process 0 tries to make, and cannot
+        checkpoint.save("/proc/nowhere/a", state)
+    except OSError as error:
+        print("impossible save refused:", error)
+    with checkpoint.CheckpointManager(f"{folder}-run", collection) as checkpoints:
+        checkpoints.save(state)
+        state = step(collection, state, ids)
+        checkpoints.save(state)
+        again = checkpoints.restore()
+    print("managed", same(again, state), int(again.step))
+    try:
+        checkpoint.CheckpointManager("/proc/nowhere/a", collection)
+    except OSError as error:
+        print("impossible folder refused:", error)
+    keyed = keyed_collection(parallel.make_mesh())
+    state = step(keyed, keyed.init(jax.random.key(0)), keys_of(jax.process_index()))
+    checkpoint.save_collection(f"{folder}-keys", keyed, state)
+    again = keyed.tables(checkpoint.load_collection(f"{folder}-keys", keyed))
+    print("keys", [own["keys"].tolist() for own in again.values()], keyed.counts(state)["right"]["inserted"])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

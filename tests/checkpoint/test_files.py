@@ -10,14 +10,11 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import rsembed as rs
 from rsembed import checkpoint
-from rsembed.tt import TensorTrain
 
 
 def make_tree():
@@ -194,119 +191,3 @@ def test_another_layout_is_refused(tmp_path, monkeypatch):
     assert (
         json.loads((tmp_path / "a" / "manifest.json").read_text())["manifest"]["prng_implementation"] == "threefry2x32"
     )
-
-
-# Collections
-
-SIZES = {"item": 50, "user": 20, "word": 30}
-
-
-def ramp(key, shape):
-    return jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape) / 100
-
-
-def collection_of(names, *, optimizer=None, sizes=SIZES, alone=(), **options):
-    """The tables in the given order; those in `alone` have a learning rate of their own object, hence own stacks."""
-    features = []
-    for name in names:
-        rule = optimizer or rs.optimizers.Adagrad((lambda: 0.1) if name in alone else 0.1)
-        table = rs.TableSpec(
-            name=name, vocabulary_size=sizes[name], embedding_dim=4, initializer=ramp, optimizer=rule, **options
-        )
-        features.append(rs.FeatureSpec(name=f"f_{name}", table_spec=table))
-    return rs.EmbeddingCollection(features)
-
-
-def train(collection, state, steps):
-    """Steps whose gradient is the activation itself; the batch of a step depends on its number alone."""
-
-    @jax.jit
-    def step(state, batch):
-        return collection.update(state, batch, collection.lookup(state, batch))
-
-    for number in range(*steps):
-        rng = np.random.default_rng(number)
-        ids = {name: rng.integers(0, SIZES[name], (6, 3)) for name in SIZES}
-        batch = {f"f_{name}": ids[name] for name in SIZES if f"f_{name}" in collection.features}
-        state = step(state, collection.prepare(batch))
-    return state
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    path = tmp_path_factory.mktemp("collection") / "a"
-    collection = collection_of(["item", "user", "word"])
-    state = train(collection, collection.init(jax.random.key(0)), (0, 4))
-    others = {"dense": np.arange(3.0), "optax": (jnp.int32(4),)}
-    checkpoint.save_collection(path, collection, state, others=others, metadata={"run": 1})
-    return path, collection, state
-
-
-@pytest.mark.parametrize(
-    ("names", "alone"),
-    [(["user", "word", "item"], ["item"]), (["item", "user", "word"], SIZES)],
-)
-def test_training_goes_on_alike_on_another_stacking(trained, names, alone):
-    path, collection, state = trained
-    other = collection_of(names, alone=alone)
-    assert [stack.name for stack in other.plan.stacks] != [stack.name for stack in collection.plan.stacks]
-    restored = checkpoint.load_collection(path, other)
-    assert restored.step == 4 and jax.random.key_data(restored.key).tolist() == jax.random.key_data(state.key).tolist()
-    expected, found = train(collection, state, (4, 7)), train(other, restored, (4, 7))
-    for read in ("tables", "slots"):
-        wanted, got = getattr(collection, read)(expected), getattr(other, read)(found)
-        assert sorted(wanted) == sorted(got)
-        for name in wanted:
-            jax.tree.map(np.testing.assert_array_equal, got[name], wanted[name])
-
-
-def test_dense_parameters_of_the_same_instant_come_back(trained):
-    like = {"dense": np.zeros(3), "optax": (jax.ShapeDtypeStruct((), jnp.int32),)}
-    state, others = checkpoint.load_collection(trained[0], trained[1], others=like)
-    assert state.step == 4 and others["dense"].tolist() == [0, 1, 2] and others["optax"][0] == 4
-    with pytest.raises(ValueError, match="'others/optax/0' is not wanted"):
-        checkpoint.load_collection(trained[0], trained[1], others={"dense": np.zeros(3)})
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: collection_of(["item", "user"]), "tables/word is not expected"),
-        (lambda: collection_of([*SIZES, "new"], sizes={**SIZES, "new": 3}), "tables/new is missing"),
-        (lambda: collection_of(SIZES, sizes={**SIZES, "user": 21}), "user/vocabulary_size is 20, expected 21"),
-        (lambda: collection_of(SIZES, dtype="bfloat16"), 'tables/word/dtype is "float32", expected "bfloat16"'),
-        (lambda: collection_of(SIZES, optimizer=rs.optimizers.Adam(0.1)), 'Adagrad", expected "Adam"'),
-    ],
-)
-def test_another_collection_is_refused_by_name(trained, make, message):
-    with pytest.raises(ValueError, match=f"{message}.*collection.with_tables"):
-        checkpoint.load_collection(trained[0], make())
-
-
-def test_tables_alone_can_move_to_another_optimizer(trained):
-    path, collection, state = trained
-    other = collection_of(SIZES, optimizer=rs.optimizers.SGD(0.1))
-    moved = other.with_tables(jax.jit(other.init)(jax.random.key(1)), checkpoint.load(path).tree["tables"])
-    for name, table in collection.tables(state).items():
-        np.testing.assert_array_equal(other.tables(moved)[name], table)
-
-
-def test_tensor_trains_and_optax_states_come_back(tmp_path):
-    adam = rs.from_optax(optax.adam(0.1))
-    train_table = rs.TableSpec(
-        name="word",
-        vocabulary_size=30,
-        embedding_dim=4,
-        optimizer=rs.optimizers.Adagrad(0.1),
-        storage=TensorTrain((2, 2)),
-    )
-    dense_table = rs.TableSpec(name="item", vocabulary_size=50, embedding_dim=4, initializer=ramp, optimizer=adam)
-    features = [rs.FeatureSpec(name=f"f_{table.name}", table_spec=table) for table in (train_table, dense_table)]
-    collection = rs.EmbeddingCollection(features)
-    state = train(collection, collection.init(jax.random.key(0, impl="rbg")), (0, 2))
-    checkpoint.save_collection(tmp_path / "a", collection, state)
-    other = rs.EmbeddingCollection(features[::-1])
-    restored = checkpoint.load_collection(tmp_path / "a", other)
-    assert_equal_trees(restored, state)
-    with pytest.raises(ValueError, match=r"tables/word/storage is .TensorTrain.*, expected null"):
-        checkpoint.load_collection(tmp_path / "a", collection_of(["word", "item"]))

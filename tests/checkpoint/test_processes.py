@@ -6,25 +6,16 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-import rsembed as rs
 from rsembed import checkpoint
-from tests.checkpoint.like_tables import all_keys, keyed_collection, keyed_step
+from tests.checkpoint.process_program import collection_of, keyed_collection, keys_of, step
 
 PROGRAM = Path(__file__).with_name("process_program.py")
 
 
 def test_processes_write_one_table_and_read_one_of_a_single_process(tmp_path):
-    table = rs.TableSpec(
-        name="item",
-        vocabulary_size=10,
-        embedding_dim=2,
-        initializer=lambda key, shape: jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape),
-        optimizer=rs.optimizers.Adagrad(0.1),
-    )
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+    collection = collection_of()
     state = collection.init(jax.random.key(0))
     checkpoint.save(tmp_path / "alone", {"state": state})
     command = [sys.executable, "-m", "rsembed", "launch", "--processes=2", "--devices-per-process=2", str(PROGRAM)]
@@ -45,8 +36,7 @@ def test_processes_write_one_table_and_read_one_of_a_single_process(tmp_path):
         assert f"[{process}] impossible save refused:" in output
         assert f"[{process}] managed [True] 2" in output
         assert f"[{process}] impossible folder refused:" in output
-    ids = np.arange(8).reshape(4, 2)
-    state = collection.update(state, {"f": ids}, collection.lookup(state, {"f": ids}))
+    state = step(collection, state, np.arange(8).reshape(4, 2))
     restored = checkpoint.load_collection(tmp_path / "shared", collection)
     assert int(restored.step) == 1
     np.testing.assert_allclose(collection.tables(restored)["item"], collection.tables(state)["item"], rtol=1e-6)
@@ -54,9 +44,9 @@ def test_processes_write_one_table_and_read_one_of_a_single_process(tmp_path):
         collection.slots(restored)["item"].accumulator, collection.slots(state)["item"].accumulator, rtol=1e-6
     )
     keyed = keyed_collection(jax.make_mesh((4,), ("device",), devices=jax.devices()[:4]))
-    expected = keyed.tables(keyed_step(keyed, keyed.init(jax.random.key(0)), all_keys()))
+    expected = keyed.tables(step(keyed, keyed.init(jax.random.key(0)), np.concatenate([keys_of(0), keys_of(1)])))
     keys = [own["keys"].tolist() for own in expected.values()]
     assert output.count(f"keys {keys} [2 2 2 2]") == 2, output
-    alone = keyed_collection(None)
+    alone = keyed_collection()
     found = alone.tables(checkpoint.load_collection(f"{tmp_path / 'shared'}-keys", alone))
     jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -23,21 +23,22 @@ def ramp(key, shape):
     return jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape)
 
 
-def collection_of(num_devices=None, placement=None, *, optimizer=None, rows=ROWS, **options):
-    """Tables `item`, `user`, `word`, on one device or a mesh."""
-    rule = optimizer or rs.optimizers.Adagrad(0.1)
-    features = [
-        rs.FeatureSpec(
-            name=f"f_{name}",
-            table_spec=rs.TableSpec(
-                name=name, vocabulary_size=count, embedding_dim=DIM, initializer=ramp, optimizer=rule
-            ),
-        )
-        for name, count in rows.items()
-    ]
-    if num_devices is not None:
-        options |= {"mesh": jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])}
-    return rs.EmbeddingCollection(features, placement=placement, **options)
+def table_of(name, **options):
+    how = {"vocabulary_size": ROWS.get(name), "initializer": ramp, "optimizer": rs.optimizers.Adagrad(0.1)} | options
+    return rs.TableSpec(name=name, embedding_dim=DIM, **how)
+
+
+def collection_of(num_devices=None, placement=None, *, rows=ROWS, alone=(), **options):
+    """Tables of so many rows on one device or a mesh; those in `alone` have a rule of their own, hence own stacks."""
+    own = {name: {"optimizer": rs.optimizers.Adagrad(lambda: 0.1)} for name in alone}
+    tables = [table_of(name, vocabulary_size=count, **own.get(name, {}), **options) for name, count in rows.items()]
+    mesh = None if num_devices is None else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
+    return collection_with(tables, placement=placement, mesh=mesh)
+
+
+def collection_with(tables, **options):
+    features = [rs.FeatureSpec(name=f"f_{table.name}", table_spec=table) for table in tables]
+    return rs.EmbeddingCollection(features, **options)
 
 
 def batch_of(step):
@@ -52,7 +53,8 @@ def one_step(collection, state, batch):
 
 def trained(collection, state, steps):
     for number in range(*steps):
-        state = one_step(collection, state, collection.prepare(batch_of(number)))
+        batch = {name: ids for name, ids in batch_of(number).items() if name in collection.features}
+        state = one_step(collection, state, collection.prepare(batch))
     return state
 
 
@@ -80,7 +82,8 @@ def saved(tmp_path_factory):
     for name, layout in LAYOUTS.items():
         source = collection_of(*layout)
         state = trained(source, source.init(jax.random.key(0)), (0, 2))
-        checkpoint.save_collection(folder / f"{name} collection", source, state)
+        others = {"dense": np.arange(3.0), "optax": (jnp.int32(4),)}
+        checkpoint.save_collection(folder / f"{name} collection", source, state, others=others)
         checkpoint.save(folder / f"{name} tree", {"state": state, "epoch": 3})
     return folder, *expected
 
@@ -114,6 +117,49 @@ def test_training_goes_on_alike_on_another_mesh(saved):
     collection = collection_of(2, "row")
     state = checkpoint.load_collection(folder / "mixed collection", collection)
     assert_holds(collection, trained(collection, state, (2, 3)), expected)
+
+
+@pytest.mark.parametrize(("names", "alone"), [(["user", "word", "item"], ["item"]), (["item", "user", "word"], ROWS)])
+def test_training_goes_on_alike_on_another_stacking(saved, names, alone):
+    folder, _, expected = saved
+    collection, fresh = collection_of(rows={name: ROWS[name] for name in names}, alone=alone), collection_of()
+    assert [stack.name for stack in collection.plan.stacks] != [stack.name for stack in fresh.plan.stacks]
+    state = checkpoint.load_collection(folder / "one collection", collection)
+    keys = (jax.random.key_data(own.key).tolist() for own in (state, fresh.init(jax.random.key(0))))
+    assert state.step == 2 and next(keys) == next(keys)
+    state = trained(collection, state, (2, 3))
+    jax.tree.map(np.testing.assert_array_equal, (collection.tables(state), collection.slots(state)), tuple(expected))
+
+
+def test_dense_parameters_of_the_same_instant_come_back(saved):
+    path, like = saved[0] / "one collection", {"dense": np.zeros(3), "optax": (jax.ShapeDtypeStruct((), jnp.int32),)}
+    state, others = checkpoint.load_collection(path, collection_of(), others=like)
+    assert state.step == 2 and others["dense"].tolist() == [0, 1, 2] and others["optax"][0] == 4
+    with pytest.raises(ValueError, match="'others/optax/0' is not wanted"):
+        checkpoint.load_collection(path, collection_of(), others={"dense": np.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: collection_of(rows={"item": 10, "user": 8}), "tables/word is not expected"),
+        (lambda: collection_of(rows={**ROWS, "new": 3}), "tables/new is missing"),
+        (lambda: collection_of(rows={**ROWS, "user": 21}), "user/vocabulary_size is 8, expected 21"),
+        (lambda: collection_of(dtype="bfloat16"), 'tables/word/dtype is "float32", expected "bfloat16"'),
+        (lambda: collection_of(optimizer=rs.optimizers.Adam(0.1)), 'Adagrad", expected "Adam"'),
+    ],
+)
+def test_another_collection_is_refused_by_name(saved, make, message):
+    with pytest.raises(ValueError, match=f"{message}.*collection.with_tables"):
+        checkpoint.load_collection(saved[0] / "one collection", make())
+
+
+def test_tables_alone_can_move_to_another_optimizer(saved):
+    folder, (tables, _), _ = saved
+    other = collection_of(optimizer=rs.optimizers.SGD(0.1))
+    rows = checkpoint.load(folder / "one collection").tree["tables"]
+    moved = other.with_tables(jax.jit(other.init)(jax.random.key(1)), rows)
+    jax.tree.map(np.testing.assert_array_equal, other.tables(moved), tables)
 
 
 def test_a_template_of_shapes_is_enough_and_says_where_rows_go(saved):
@@ -164,7 +210,7 @@ def test_a_restart_on_fewer_devices_keeps_every_row_even_where_padded_shapes_agr
 def test_slots_of_a_rule_under_another_name_are_taken_over_on_request_only(tmp_path):
     rows = {"user": 8}
     old, new = (collection_of(rows=rows, optimizer=rs.from_optax(rule(0.1))) for rule in (optax.adam, optax.nadam))
-    state = trained_on_users(old, old.init(jax.random.key(0)))
+    state = trained(old, old.init(jax.random.key(0)), (0, 1))
     checkpoint.save_collection(tmp_path / "a", old, state)
     with pytest.raises(ValueError, match=r"user/optimizer is"):
         checkpoint.load_collection(tmp_path / "a", new)
@@ -175,11 +221,6 @@ def test_slots_of_a_rule_under_another_name_are_taken_over_on_request_only(tmp_p
     other = collection_of(rows=rows, optimizer=rs.from_optax(optax.rmsprop(0.1)))
     with pytest.raises(ValueError, match=r"'slots/user/1' is not wanted"):
         checkpoint.load_collection(tmp_path / "a", other, same_rules=False)
-
-
-def trained_on_users(collection, state):
-    batch = {"f_user": np.asarray([[1, 2], [2, 7]], np.int32)}
-    return jax.jit(lambda s: collection.update(s, batch, collection.lookup(s, batch)))(state)
 
 
 def test_state_of_one_optax_rule_is_not_that_of_another(tmp_path):
@@ -204,36 +245,32 @@ def test_a_learning_rate_may_change_between_save_and_load(tmp_path):
     np.testing.assert_array_equal(after.tables(restored)["word"], before.tables(state)["word"])
 
 
-def others_of():
-    return {
-        "more rows": collection_of(rows={**ROWS, "item": 20}),
-        "fewer tables": collection_of(rows={"item": 10, "user": 8}),
-        "another rule": collection_of(optimizer=rs.optimizers.Adam(0.1)),
-        "another mesh": collection_of(4, "row"),
-    }
-
-
-def test_a_state_of_another_collection_is_refused_by_every_method(tmp_path):
-    collection = collection_of()
-    own, batch = collection.init(jax.random.key(0)), collection.prepare(batch_of(0))
-    activations, pullback = collection.lookup_vjp(own, batch)
-    for other in others_of().values():
-        check_refusals(tmp_path, collection, other.init(jax.random.key(0)), batch, activations, pullback)
-
-
-def check_refusals(tmp_path, collection, state, batch, activations, pullback):
-    calls = {
-        "lookup": lambda: collection.lookup(state, batch),
-        "jit": lambda: jax.jit(collection.lookup)(state, collection.prepare(batch)),
-        "vjp": lambda: collection.lookup_vjp(state, batch),
-        "update": lambda: collection.update(state, batch, activations),
-        "apply": lambda: collection.apply(state, pullback(activations)),
-        "tables": lambda: collection.tables(state),
-        "slots": lambda: collection.slots(state),
-        "with_tables": lambda: collection.with_tables(state, {}),
-        "save": lambda: checkpoint.save_collection(tmp_path / "a", collection, state),
-    }
-    for call in calls.values():
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: collection_of(rows={**ROWS, "item": 20}),
+        lambda: collection_of(rows={"item": 10, "user": 8}),
+        lambda: collection_of(optimizer=rs.optimizers.Adam(0.1)),
+        lambda: collection_of(4, "row"),
+    ],
+    ids=["more rows", "fewer tables", "another rule", "another mesh"],
+)
+def test_a_state_of_another_collection_is_refused_by_every_method(tmp_path, make):
+    collection, state = collection_of(), make().init(jax.random.key(0))
+    batch = collection.prepare(batch_of(0))
+    activations, pullback = collection.lookup_vjp(collection.init(jax.random.key(0)), batch)
+    calls = [
+        lambda: collection.lookup(state, batch),
+        lambda: jax.jit(collection.lookup)(state, batch),
+        lambda: collection.lookup_vjp(state, batch),
+        lambda: collection.update(state, batch, activations),
+        lambda: collection.apply(state, pullback(activations)),
+        lambda: collection.tables(state),
+        lambda: collection.slots(state),
+        lambda: collection.with_tables(state, {}),
+        lambda: checkpoint.save_collection(tmp_path / "a", collection, state),
+    ]
+    for call in calls:
         with pytest.raises(ValueError, match=r"the state does not belong to this collection: .* is .*load_collection"):
             call()
     assert checkpoint.latest(tmp_path) is None
@@ -297,25 +334,22 @@ def test_tables_whose_joined_names_meet_have_stacks_of_their_own():
         np.testing.assert_array_equal(np.asarray(found[t.name])[0], ramp(None, (3, t.embedding_dim))[2])
 
 
-def test_trains_and_rounded_tables_keep_their_layout_on_a_mesh(tmp_path):
-    train = rs.TableSpec(
-        name="train",
-        vocabulary_size=30,
-        embedding_dim=4,
-        storage=TensorTrain((2, 2)),
-        optimizer=rs.optimizers.SGD(0.1),
-    )
-    half = rs.TableSpec(
-        name="half", vocabulary_size=6, embedding_dim=4, dtype="bfloat16", stochastic_rounding=True, initializer=ramp
-    )
-    features = [rs.FeatureSpec(name=t.name, table_spec=t) for t in (train, half)]
+def test_trains_rounded_tables_and_states_of_optax_go_to_another_mesh_and_stacking(tmp_path):
+    tables = [
+        rs.TableSpec(name="word", vocabulary_size=30, embedding_dim=DIM, storage=TensorTrain((2, 2))),
+        table_of("user", dtype="bfloat16", stochastic_rounding=True),
+        table_of("item", optimizer=rs.from_optax(optax.adam(0.1))),
+    ]
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
-    source, target = rs.EmbeddingCollection(features, mesh=mesh), rs.EmbeddingCollection(features)
-    state = source.init(jax.random.key(0))
+    source, target = collection_with(tables, mesh=mesh), collection_with(tables[::-1])
+    state = trained(source, source.init(jax.random.key(0, impl="rbg")), (0, 2))
     checkpoint.save_collection(tmp_path / "a", source, state)
     restored = checkpoint.load_collection(tmp_path / "a", target)
-    for name, table in source.tables(state).items():
-        np.testing.assert_array_equal(target.tables(restored)[name], table)
+    assert jax.random.key_data(restored.key).tolist() == jax.random.key_data(state.key).tolist()
+    for found, wanted in ((target.tables, source.tables), (target.slots, source.slots)):
+        jax.tree.map(np.testing.assert_array_equal, found(restored), wanted(state))
+    with pytest.raises(ValueError, match=r"tables/word/storage is .TensorTrain.*, expected null"):
+        checkpoint.load_collection(tmp_path / "a", collection_of())
 
 
 def test_what_carries_a_fingerprint_is_compared_in_any_tree(tmp_path):
