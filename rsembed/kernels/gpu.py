@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from rsembed.kernels import reference
 from rsembed.kernels.contract import OutputGradients, Outputs, Segment, Step, Table, as_offsets, as_rows
 from rsembed.kernels.devices import target_device
-from rsembed.kernels.traced_rules import ELEMENTWISE, Row, evaluate, trace_rule
+from rsembed.kernels.traced_rules import ELEMENTWISE, evaluate, trace_rule
 from rsembed.optimizers import Slots
 
 NAME = "gpu"
@@ -52,11 +52,8 @@ class Tiling(NamedTuple):
 tiling = Tiling()
 
 
-class _Pieces(NamedTuple):
-    """Sums over pieces of long bags, and the number of the first piece of every bag; short bags have none."""
-
-    first: Int[Array, " bags_plus_1"]
-    sums: Float[Array, "pieces dim"]
+_Pieces = tuple[Int[Array, " bags_plus_1"], Float[Array, "pieces dim"]]
+"""Where the pieces of every long bag begin, and the sums of all pieces; a short bag has none."""
 
 
 def unavailable_because() -> str | None:
@@ -208,7 +205,7 @@ def _long_bags(table: Array, segment: Segment) -> _Pieces | None:
     start = offsets[bag] + (piece - first[bag]) * length
     stop = jnp.where(piece < first[-1], jnp.minimum(start + length, offsets[bag + 1]), start)
     bounds = jnp.stack([start, stop], axis=1).reshape(-1)
-    return _Pieces(first, _sum_bags(table, [rows, bounds, *weights], num_pieces, "sum", apart=2))
+    return first, _sum_bags(table, [rows, bounds, *weights], num_pieces, "sum", apart=2)
 
 
 def _pool(table: Array, segment: Segment, pieces: _Pieces | None = None) -> Float[Array, "outputs dim"]:
@@ -292,13 +289,13 @@ def _step(
             for ref, mask in zip(old, masks, strict=True)
         ]
         arguments = [
-            Row((value,)) if array.shape[1] == dim else jnp.full(width, jnp.sum(value), jnp.float32)
+            (value,) if array.shape[1] == dim else jnp.full(width, jnp.sum(value), jnp.float32)
             for array, value in zip(state, values, strict=True)
         ]
         numbers = [jnp.full(width, hyper_ref[k], jnp.float32) for k in range(len(step.hyper))]
-        stepped = evaluate(traced, [*arguments, Row((gradient,)), *numbers], dim=dim)
+        stepped = evaluate(traced, [*arguments, (gradient,), *numbers], dim=dim)
         for ref, array, mask, value in zip(new, state, masks, stepped, strict=True):
-            value = value.pieces[0] if isinstance(value, Row) else value
+            value = value[0] if isinstance(value, tuple) else value
             triton.store(ref.at[row, columns], value.astype(array.dtype), mask=mask)
 
     out = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in state]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -102,29 +102,19 @@ def gradients_of_weights(table: Table, segment: Segment, d_output: Float[Array, 
     return d_weights
 
 
-class RowGroups(NamedTuple):
-    """Entries sorted by row, with the outputs that every looked-up row went into.
-
-    Args:
-      rows: distinct rows ascending, `NO_ROW` behind them.
-      entries: one bag per place in `rows`: its "rows" are outputs, numbered through all segments.
-      group_of: place in `rows` of every entry; behind the last place for entries that count for nothing.
-      d_output: gradients of the outputs, float32.
-    """
-
-    rows: Int[Array, " capacity"]
-    entries: Segment
-    group_of: Int[Array, " nnz"]
-    d_output: Float[Array, "outputs dim"]
-
-
-def group_rows(num_rows: int, gradients: OutputGradients) -> RowGroups:
-    """Entries of a table of `num_rows`, grouped by row, so that a row's gradient is itself a pooled lookup.
+def group_rows(
+    num_rows: int, gradients: OutputGradients
+) -> tuple[Int[Array, " capacity"], Segment, Int[Array, " nnz"], Float[Array, "outputs dim"]]:
+    """The looked-up rows of a table of `num_rows`. With its entries side by side, a row's gradient is a lookup as well.
 
     forward    output[b]     = sum of gain * table[row]     over the entries of bag b
     backward   gradient[row] = sum of gain * d_output[b]    over the entries of that row
 
     The order of additions follows from the batch alone, so equal inputs give equal bits.
+
+    Returns: distinct rows ascending, `NO_ROW` behind them; entries sorted by row, one bag per place there, whose "rows"
+    are outputs, numbered through all segments; the place of every sorted entry's row, behind the last place for entries
+    that count for nothing; and the gradients of the outputs, float32.
     """
     segments, d_outputs = as_segments(gradients)
     all_rows, all_outputs, all_gains, first = [], [], [], 0
@@ -147,7 +137,7 @@ def group_rows(num_rows: int, gradients: OutputGradients) -> RowGroups:
     distinct = jnp.full(capacity, NO_ROW, jnp.int32).at[place].set(in_order, mode="drop")
     entries = Segment(outputs[order], offsets, gains[order], "sum")
     parts = [d_output.astype(jnp.float32) for d_output in d_outputs]
-    return RowGroups(distinct, entries, group_of, parts[0] if len(parts) == 1 else jnp.concatenate(parts))
+    return distinct, entries, group_of, parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def row_gradients(

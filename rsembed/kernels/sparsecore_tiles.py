@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from rsembed.kernels.traced_rules import Row, evaluate
+from rsembed.kernels.traced_rules import evaluate
 
 SUBLANES = 8
 """Copies of rows start at multiples of this."""
@@ -203,9 +203,9 @@ def step(
         (ids_v, gradients_v, hyper_v), state_v, numbers_v = take(3), take(num_state), take(len(numbers))
 
         def step_row(row: Any) -> None:
-            arrays: list[PyTree] = [Row(tuple(v[row, span] for span in _lanes(width))) for v in state_v]
+            arrays: list[PyTree] = [tuple(v[row, span] for span in _lanes(width)) for v in state_v]
             arrays += [v[row, pl.ds(0, lanes)] for v in numbers_v]
-            gradient = Row(tuple(gradients_v[row, span] for span in _lanes(width)))
+            gradient = tuple(gradients_v[row, span] for span in _lanes(width))
             rates = [hyper_v[pl.ds(number * lanes, lanes)] for number in range(num_hyper)]
             inputs = [*(arrays[place] for place in order), gradient, *rates]
             stepped = evaluate(traced, inputs, dim=dim, swaps={"sqrt": square_root, "rsqrt": reciprocal_root})
@@ -213,7 +213,7 @@ def step(
                 if place >= num_state:
                     numbers_v[place - num_state][row, pl.ds(0, lanes)] = value
                     continue
-                pieces = value.pieces if isinstance(value, Row) else (value,) * (width // lanes)
+                pieces = value if isinstance(value, tuple) else (value,) * (width // lanes)
                 for span, part in zip(_lanes(width), pieces, strict=True):
                     state_v[place][row, span] = part
 

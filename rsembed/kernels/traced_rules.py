@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +29,8 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_
 _RESHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "stop_gradient"})
 
 
-class Row(NamedTuple):
-    """Consecutive pieces of one row."""
-
-    pieces: tuple[Array, ...]
+Row = tuple[Array, ...]
+"""Consecutive pieces of one row."""
 
 
 def trace_rule(
@@ -103,16 +101,16 @@ def evaluate(
       dim: entries of the row; the pieces hold more where its length is not a multiple of theirs.
       swaps: what stands in for primitives that the kernel's compiler lacks, by name.
     """
-    piece = next(argument.pieces[0] for argument in arguments if isinstance(argument, Row))
+    piece = next(argument[0] for argument in arguments if isinstance(argument, tuple))
 
     def spread(number: Any, of: Any) -> Array:
         return jnp.full(piece.shape, np.asarray(number).reshape(()), of.aval.dtype)
 
     def add_up(value: Row | Array) -> Array:
-        if not isinstance(value, Row):
+        if not isinstance(value, tuple):
             return value
         total = jnp.zeros(piece.shape, jnp.float32)
-        for number, part in enumerate(value.pieces):
+        for number, part in enumerate(value):
             left = dim - number * piece.shape[0]
             if left < piece.shape[0]:
                 part = jnp.where(jax.lax.iota(jnp.int32, piece.shape[0]) < left, part, 0.0)
@@ -141,11 +139,11 @@ def evaluate(
 
 
 def _map_pieces(function: Callable[..., Array], inputs: Sequence[Row | Array]) -> Row | Array:
-    num_pieces = {len(value.pieces) for value in inputs if isinstance(value, Row)}
+    num_pieces = {len(value) for value in inputs if isinstance(value, tuple)}
     if not num_pieces:
         return function(*inputs)
-    columns = [value.pieces if isinstance(value, Row) else (value,) * max(num_pieces) for value in inputs]
-    return Row(tuple(function(*pieces) for pieces in zip(*columns, strict=True)))
+    columns = [value if isinstance(value, tuple) else (value,) * max(num_pieces) for value in inputs]
+    return tuple(function(*pieces) for pieces in zip(*columns, strict=True))
 
 
 def _elementwise(eqn: Any, swaps: Mapping[str, Callable[[Array], Array]]) -> Callable[..., Array]:

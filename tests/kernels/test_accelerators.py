@@ -11,7 +11,7 @@ from rsembed.kernels import api, gpu, library, reference, sparsecore, sparsecore
 from rsembed.kernels.api import backend_evidence
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, JaggedGradients, Segment, SegmentGradients, Step
 from rsembed.kernels.devices import TARGETS, tracing_for
-from rsembed.kernels.traced_rules import Row, evaluate, trace_rule
+from rsembed.kernels.traced_rules import evaluate, trace_rule
 from tests import oracles
 from tests.kernels.cases import NUM_ROWS, ORACLE_STEPS, RAGGED, RULES, assert_close, draw_gradients, draw_table
 from tests.kernels.simulator import simulate
@@ -175,14 +175,14 @@ def test_a_rule_on_pieces_is_the_rule(name, dim, width):
 
     def pieces(row):
         padded = jnp.pad(row[0], (0, -dim % width), constant_values=7.0)
-        return Row(tuple(padded.reshape(-1, width)))
+        return tuple(padded.reshape(-1, width))
 
     state = [pieces(a) if a.shape[1] == dim else jnp.full(width, a[0, 0]) for a in (table, *slots)]
     inputs = [*state, pieces(gradient), *(jnp.full(width, value) for value in hyper)]
     stepped = jax.jit(lambda inputs: evaluate(traced, inputs, dim=dim))(inputs)
     new, new_slots = jax.jit(rule.step_rows)(table, slots, gradient, hyper)
     for value, want in zip(stepped, (new, *new_slots), strict=True):
-        flat = jnp.concatenate(value.pieces) if isinstance(value, Row) else value
+        flat = jnp.concatenate(value) if isinstance(value, tuple) else value
         np.testing.assert_allclose(flat[: want.shape[1]], want[0], rtol=1e-6)
 
 
