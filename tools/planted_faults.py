@@ -114,11 +114,11 @@ tbe/functional.py  tbe/test_states.py tbe/test_mesh.py
     is_new = state.passed_step != t => is_new = state.passed_step == t
 tbe/meshes.py  tbe/test_mesh.py -k looks_up
     counts = [jnp.maximum(jnp.sum(own => counts = [jnp.maximum(jnp.max(own
-tbe/plan.py  tbe/test_rounding.py
+tbe/plan.py  tbe/test_states.py -k precision
     near_dtype=dtype if placement == "device" else near_dtype, => near_dtype=dtype,
 tbe/module.py  tbe/test_module.py -k without_an_optimizer
     self.state.set_value(state)  # the host => pass  # the host
-tbe/arguments.py  tbe/test_rules.py tbe/test_surface.py tbe/test_cases.py tbe/test_construction.py
+tbe/arguments.py  tbe/test_module.py tbe/test_cases.py tbe/test_construction.py
     fixed={"is_per_row": False} => fixed={"is_per_row": True}
     if has_no_mode else found => if False else found
     EmbOptimType.LAMB: OfferedOptimizer(_LAMB_RULE => EmbOptimType.LAMB: OfferedOptimizer(_ADAM_RULE

@@ -31,8 +31,9 @@ import tensorstore
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from rsembed.checkpoint.states import Blocks, CorruptCheckpointError, PickedRows, SavedArray
+from rsembed.checkpoint.states import CorruptCheckpointError, PickedRows, TableRows
 from rsembed.progress import progress
+from rsembed.storage.logical_rows import Blocks, SavedArray
 
 CHUNK_BYTES = 1 << 22
 _BYTES_IN_FLIGHT = 1 << 24  # what a save needs of memory beside the arrays

@@ -7,8 +7,7 @@ block; loading lays the rows out for the state that is wanted. So no file depend
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
 import jax
@@ -21,47 +20,12 @@ from rsembed.collection.dense_rows import Place
 from rsembed.fingerprint import ELSEWHERE, Fingerprint
 from rsembed.kernels import api
 from rsembed.storage import ROWS_BY_KEY
+from rsembed.storage.logical_rows import SavedArray
 from rsembed.storage.protocol import parts
 
 
 class CorruptCheckpointError(ValueError):
     """The files of a checkpoint are missing or are not what was written."""
-
-
-Blocks = Iterator[tuple[int, np.ndarray]]
-
-
-@dataclasses.dataclass(frozen=True)
-class SavedArray:
-    """An array of a checkpoint: its shape and dtype, and a reader of its numbers, which are still on the disk.
-
-    Attributes:
-      shape: of the array.
-      dtype: of the array.
-      read: reads into rows of an array, given or of its own, and yields those that have arrived, with the first one's
-        number. A number alone counts as one row.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    read: Callable[[np.ndarray | None], Blocks]
-
-    def blocks(self) -> Blocks:
-        """Its rows in order, a few MiB at a time, each with the number of its first row.
-
-        Raises: CorruptCheckpointError: the next ones are not what was written.
-        """
-        return self.read(None)
-
-    def whole(self) -> np.ndarray:
-        """The array in memory of the host.
-
-        Raises: CorruptCheckpointError: it is not what was written.
-        """
-        array = np.empty(self.shape, self.dtype)
-        for _ in self.read(array if self.shape else array.reshape(1)):
-            pass
-        return array
 
 
 def sharded(

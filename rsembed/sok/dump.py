@@ -16,10 +16,9 @@ from rsembed import checkpoint
 from rsembed.checkpoint.files import opened
 from rsembed.checkpoint.states import PickedRows
 from rsembed.checks import validated
-from rsembed.collection import EmbeddingState
 from rsembed.sok.variables import EmbeddingVariable, VariableTable, make_larger, state_of
 from rsembed.storage import Hashed
-from rsembed.storage.logical_rows import array_names, as_dtype, places_by_key, room_needed, with_keys, written
+from rsembed.storage.logical_rows import array_names, places_by_key, room_needed
 
 
 @validated
@@ -111,36 +110,16 @@ def load(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
         entries = [entry for entry in found["arrays"] if entry["path"][0] == name]
         arrays = {parts[1]: array for parts, array in opened(Path(path), entries).items()}
         _check_fits(path, tables[name], arrays, variable.table)
-        states[name] = _loaded(variable, arrays, tables[name]["step"])
+        rows = {part: array if len(array.shape) > 1 else array.whole() for part, array in arrays.items()}
+        copy = EmbeddingVariable(variable.table.init(variable.get_value().key), table=variable.table)
+        assign_rows(copy, rows)
+        state = copy.get_value()
+        step = jax.device_put(jnp.asarray(tables[name]["step"], jnp.int32), state.step.sharding)
+        states[name] = copy.table, state._replace(step=step)
     for name, variable in by_name.items():  # all of them, or none
         table, state = states[name]
         variable.set_metadata(table=table)
         variable.set_value(state)
-
-
-def _loaded(
-    variable: EmbeddingVariable, arrays: Mapping[str, PyTree], step: int
-) -> tuple[VariableTable, EmbeddingState]:
-    """A table large enough for the dump, and its state with the dump's rows alone."""
-    spec, num_devices = variable.table.spec, variable.table.context.num_devices
-    names = array_names(spec, variable.get_value().slots[spec.name])
-    of_keys = {name: array.whole() for name, array in arrays.items() if name not in names}
-    copy = EmbeddingVariable(variable.table.init(variable.get_value().key), table=variable.table)
-    if copy.table.when_full == "grow":
-        _make_room(copy, of_keys)
-    table, state = copy.table, copy.get_value()
-    params, places = with_keys(state.tables[spec.name], of_keys, table.spec, num_devices)
-    kept = []
-    for name, array in zip(names, (params.rows, *state.slots[spec.name]), strict=True):
-        what = f"table {spec.name!r}", name
-        blocks = ((first, as_dtype(rows, array.dtype, *what)) for first, rows in arrays[name].blocks())
-        kept.append(written(array, places, blocks, num_devices))
-    devices = table.context.devices
-    placed, (rows, *slots) = devices.place_from_host((params._replace(rows=kept[0]), kept), devices.split)
-    number = jax.device_put(jnp.asarray(step, jnp.int32), state.step.sharding)
-    return table, state._replace(
-        tables={spec.name: placed._replace(rows=rows)}, slots={spec.name: tuple(slots)}, step=number
-    )
 
 
 def _check_fits(

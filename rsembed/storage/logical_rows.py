@@ -5,9 +5,10 @@ The shares of the shards lie side by side in every array: row `r` of shard `s` s
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,40 @@ ROWS_PER_BLOCK = 1 << 16
 """Rows that are written at once."""
 
 _find_or_assign = jax.jit(row_map.find_or_assign)
+Blocks = Iterator[tuple[int, np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedArray:
+    """An array of a checkpoint: its shape and dtype, and a reader of its numbers, which are still on the disk.
+
+    Attributes:
+      shape: of the array.
+      dtype: of the array.
+      read: reads into rows of an array, given or of its own, and yields those that have arrived, with the first one's
+        number. A number alone counts as one row.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    read: Callable[[np.ndarray | None], Blocks]
+
+    def blocks(self) -> Blocks:
+        """Its rows in order, a few MiB at a time, each with the number of its first row.
+
+        Raises: CorruptCheckpointError: the next ones are not what was written.
+        """
+        return self.read(None)
+
+    def whole(self) -> np.ndarray:
+        """The array in memory of the host.
+
+        Raises: CorruptCheckpointError: it is not what was written.
+        """
+        array = np.empty(self.shape, self.dtype)
+        for _ in self.read(array if self.shape else array.reshape(1)):
+            pass
+        return array
 
 
 def as_dtype(values: ArrayLike, dtype: DTypeLike, where: str, name: str) -> np.ndarray:
@@ -157,8 +192,9 @@ def import_rows(
       params: rows of all shards, not inside `jit`. Rows and slots are written where they are, keys come back as arrays
         of numpy.
       slots: their optimizer state.
-      exported: as from `export`. Only `keys` and `values` are needed: without them slots start fresh, steps and
-        `count` at 0. Keys that wait for admission are dropped, with a warning, where every key is admitted at once.
+      exported: as from `export`; values and slots may still be on the disk. Only `keys` and `values` are needed:
+        without them slots start fresh, steps and `count` at 0. `first_step` is dropped where nobody asks for it. Keys
+        that wait for admission are dropped, with a warning, where every key is admitted at once.
       table: whose rows these are.
       num_shards: how many share the keys.
 
@@ -169,21 +205,22 @@ def import_rows(
     known = {*names, *of_keys, *(f"waiting_{name}" for name in of_keys)}
     if unknown := sorted(set(exported) - known):
         raise ValueError(f"table {table.name!r}: cannot import {unknown}; it has {sorted(known)}.")
-    where, num_keys = f"table {table.name!r}", len(exported.get("keys", ()))
+    where, num_keys, arrays = f"table {table.name!r}", len(exported.get("keys", ())), (params.rows, *slots)
     _checked(table, exported, "keys", (num_keys,))
-    values = _checked(table, exported, "values", (num_keys, table.embedding_dim))
-    values = as_dtype(values, np.float32, where, "values")
-    parts: list[PyTree] = [values, *table.optimizer.init_slots(jnp.asarray(values))]
-    for number, name in enumerate(names):
-        if number and name in exported:
-            given = _checked(table, exported, name, parts[number].shape)
-            parts[number] = as_dtype(given, parts[number].dtype, where, name)
+    parts: dict[str, PyTree] = {}
+    for name, array in zip(names, arrays, strict=True):
+        if name == "values" or name in exported:
+            parts[name] = _checked(table, exported, name, (num_keys, *array.shape[1:]))
+    if len(parts) < len(names):
+        values = parts["values"]
+        values = as_dtype(values.whole() if isinstance(values, SavedArray) else values, np.float32, where, "values")
+        parts = dict(zip(names[1:], table.optimizer.init_slots(jnp.asarray(values)), strict=True)) | parts
     params, places = with_keys(params, exported, table, num_shards)
-    arrays = [
-        written(array, places, _blocks_of(as_dtype(part, array.dtype, where, name)), num_shards)
-        for array, part, name in zip((params.rows, *slots), parts, names, strict=True)
-    ]
-    return params._replace(rows=arrays[0]), tuple(arrays[1:])
+    rows, *kept = (
+        written(array, places, _blocks_of(parts[name], array.dtype, where, name), num_shards)
+        for array, name in zip(arrays, names, strict=True)
+    )
+    return params._replace(rows=rows), tuple(kept)
 
 
 def with_keys(
@@ -213,9 +250,14 @@ def with_keys(
     return params._replace(keys=known_keys, waiting=waiting), places
 
 
-def _blocks_of(values: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    for first in range(0, max(len(values), 1), ROWS_PER_BLOCK):
-        yield first, values[first : first + ROWS_PER_BLOCK]
+def _blocks_of(values: PyTree, dtype: DTypeLike, where: str, name: str) -> Blocks:
+    """Rows in the dtype that keeps them, some at a time, each time with the number of the first."""
+    if isinstance(values, SavedArray):
+        blocks = values.blocks()
+    else:
+        starts = range(0, max(len(values), 1), ROWS_PER_BLOCK)
+        blocks = ((first, values[first : first + ROWS_PER_BLOCK]) for first in starts)
+    return ((first, as_dtype(rows, dtype, where, name)) for first, rows in blocks)
 
 
 def written(

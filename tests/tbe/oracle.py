@@ -1,10 +1,27 @@
 """A table-batched module in numpy float64, written as loops over bags and ids; and how modules are made for tests."""
 
+import functools
+
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from rsembed import tbe as rt
-from tests.tbe.row_formulas import DEFAULTS, LR, rowwise_adagrad
+from tests.tbe.row_formulas import DEFAULTS, LR, VARIANTS, rowwise_adagrad
+
+IDS, OFFSETS = np.array([3, 1, 1, 4, 0, 2, 1]), np.array([0, 3, 3, 4, 7])  # two features of two bags
+CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # float32 sums of a few numbers against float64
+
+
+@functools.cache
+def mesh_of(*sizes):
+    names = ("x", "y")[: len(sizes)]
+    return Mesh(np.asarray(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), names)
+
+
+def variant(name):
+    """Arguments of the module for a row formula."""
+    return {"optimizer": VARIANTS[name][0], **VARIANTS[name][1]}
 
 
 def make(

@@ -8,25 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
 
 from rsembed import clip_by_global_norm, combine
 from rsembed import tbe as rt
 from rsembed.tbe import functional
-from tests.tbe.oracle import assert_same_bits, gradient_like, make, train
-from tests.tbe.row_formulas import VARIANTS
+from tests.tbe.oracle import assert_same_bits, gradient_like, make, mesh_of, train, variant
 
 Optim = rt.OptimType
 SPECS = ((50, 4), (30, 4), (40, 8))
 FEATURES = (0, 1, 2, 0)
 BAGS, DIMS = 8, [SPECS[t][1] for t in FEATURES]
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
-
-
-@functools.cache
-def mesh_of(*sizes):
-    names = ("x", "y")[: len(sizes)]
-    return Mesh(np.asarray(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), names)
 
 
 def draw(seed, *, specs=SPECS, features=FEATURES, bags=BAGS):
@@ -44,10 +36,6 @@ def draw(seed, *, specs=SPECS, features=FEATURES, bags=BAGS):
 def rules(*names, **arguments):
     """An optimizer for each table: all of them travel in one exchange, and one program serves all."""
     return {"optimizer": [Optim[name] for name in names], "eps": 1e-3, **arguments}
-
-
-def variant(name):
-    return {"optimizer": VARIANTS[name][0], **VARIANTS[name][1]}
 
 
 ENSEMBLE = rt.EnsembleModeDefinition(step_ema=1, step_swap=2, step_start=0, step_ema_coef=0.6)
