@@ -31,7 +31,7 @@ import tensorstore
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from rsembed.checkpoint.states import CorruptCheckpointError, PickedRows, TableRows
+from rsembed.checkpoint.states import CorruptCheckpointError, PickedRows
 from rsembed.progress import progress
 from rsembed.storage.logical_rows import Blocks, SavedArray
 

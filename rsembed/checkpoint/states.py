@@ -7,7 +7,8 @@ block; loading lays the rows out for the state that is wanted. So no file depend
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
