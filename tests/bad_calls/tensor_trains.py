@@ -44,6 +44,12 @@ BAD = {
     # Functions of cores
     "a table of a dict": (lambda: tt.full_weight({}, cores()), TypeError, "spec", "TTSpec", "{} (dict)"),
     "a matrix that is none": (lambda: tt.from_tensorly(3), ValueError, "from_tensorly", "cores must be arrays"),
+    "rows of a matrix as text": (
+        lambda: tt.from_tensorly([np.ones((1, 2, 2, 1))] * 2, "4"), TypeError, "num_embeddings", "'4'",
+    ),
+    "a matrix of integers": (
+        lambda: tt.from_tensorly([np.ones((1, 2, 2, 1))] * 2, dtype=int), ValueError, "dtype", "float32, bfloat16",
+    ),
     # TTSpec
     "one core": (lambda: tt.TTSpec(9, (9,), (4,), ()), ValueError, "d >= 2", "tt_p_shapes=[9]"),
     "a rank of zero": (lambda: tt.TTSpec(9, (3, 3), (2, 2), (0,)), ValueError, "tt_ranks", "at least 1", "0"),

@@ -8,19 +8,13 @@ from flax import nnx
 from rsembed import Bags
 from rsembed.tt import FusedParam, OptimType, TableBatchedTTEmbeddingBag, TTEmbeddingBag
 from tests.tbe import row_formulas
-from tests.tt.tt_oracles import CASES, dense_table, pooled
+from tests.tt.tt_oracles import CASES, dense_table, pooled, step, worked_cores
 
 PAGE_IDS, PAGE_OFFSETS = [1, 2, 4, 5, 4, 3, 2, 9], [0, 4]
 
 
 def small(**options):
     return TTEmbeddingBag(10, 3, tt_ranks=[2, 2], **{"sparse": False, "use_cache": False, **options})
-
-
-@nnx.jit
-def step(emb, d_output, bags):
-    output, backward = emb.vjp(bags)
-    return output, backward(d_output)
 
 
 def values(module):
@@ -30,8 +24,7 @@ def values(module):
 def worked(name, **options):
     given = CASES[name]["input"]
     emb = TTEmbeddingBag(24, 8, given["ranks"], given["p"], given["q"], **options)
-    cores = [np.asarray(c, np.float32).reshape(s) for c, s in zip(given["cores"], emb.spec.core_shapes, strict=True)]
-    emb.set_cores([jnp.asarray(core) for core in cores])
+    emb.set_cores(worked_cores(given, emb.spec))
     return emb, given, CASES[name]["expect"]
 
 
@@ -164,7 +157,7 @@ def test_a_new_learning_rate_compiles_nothing():
     emb, ids, num_traces = small(sparse=True), jnp.asarray([[1, 2], [3, -1]]), 0
 
     @nnx.jit
-    def step(emb):
+    def counted_step(emb):
         nonlocal num_traces
         num_traces += 1
         emb.vjp(ids)[1](jnp.ones((2, 3)))
@@ -173,7 +166,7 @@ def test_a_new_learning_rate_compiles_nothing():
     for rate in (0.5, 0.0):
         emb.set_learning_rate(rate)
         before = values(emb)
-        step(emb)
+        counted_step(emb)
         moved.append(any((a != b).any() for a, b in zip(before, values(emb), strict=True)))
     assert (moved, num_traces) == ([True, False], 1)
 
