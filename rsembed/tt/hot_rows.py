@@ -16,20 +16,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
-from rsembed.bags import is_traced
 from rsembed.collection.rows import keys_of_rows
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.optimizers import OptimizerSpec, Slots
 from rsembed.storage import hash_table, row_map
+from rsembed.storage.protocol import on_host
 from rsembed.storage.row_map import FREE, RowMap
 from rsembed.tt.cores import Cores, rows_of
 from rsembed.tt.spec import TTSpec
 
-LEAST_ROWS = 32
-"""Of a cache whose size is not given."""
 COUNTS_PER_ROW = 16
 LEAST_COUNTS_PER_ROW = 6
 MOST_READS = 2**30
@@ -51,6 +49,20 @@ class Directory(NamedTuple):
     places: Int[Array, " counted"]
     ids: Int[Array, " places"]
     totals: UInt32[Array, "totals 2"]
+
+
+class CachedTrain(NamedTuple):
+    """What is kept of trains with stored rows in front of them.
+
+    Attributes:
+      cores: one array per core.
+      rows: the stored rows.
+      directory: whose they are.
+    """
+
+    cores: Cores
+    rows: Float[Array, "places dim"]
+    directory: Directory
 
 
 class CacheReport(NamedTuple):
@@ -79,28 +91,20 @@ class CacheReport(NamedTuple):
 TOTALS = CacheReport._fields[1:]
 
 
-def sizes(num_rows: int, cache_size: int, hashtbl_size: int) -> tuple[int, int]:
-    """Rows to cache and ids to count, of those published; 0 takes a thousandth of the rows, and 16 ids a row.
-
-    Raises: ValueError: fewer counts than rows, or 2^31 rows.
-    """
-    if num_rows >= NO_ROW:
-        raise ValueError(
-            f"a cache takes fewer than {NO_ROW} rows in a group of tables, got {num_rows}; use_cache=False."
-        )
-    capacity = min(num_rows, cache_size or max(LEAST_ROWS, num_rows // 1000))
-    if hashtbl_size and hashtbl_size < capacity:
-        raise ValueError(f"hashtbl_size={hashtbl_size} must be at least cache_size={capacity}.")
-    if hashtbl_size >= LEAST_COUNTS_PER_ROW * capacity:
-        return capacity, hashtbl_size
-    num_counts = 1 << (COUNTS_PER_ROW * capacity - 1).bit_length()
-    if hashtbl_size:
+def num_counts_of(cache_rows: int, counted_ids: int) -> int:
+    """Ids to count for so many cached rows; 0 takes 16 per row. Raises: ValueError: fewer counts than rows."""
+    if counted_ids and counted_ids < cache_rows:
+        raise ValueError(f"hashtbl_size={counted_ids} must be at least cache_size={cache_rows}.")
+    if counted_ids >= LEAST_COUNTS_PER_ROW * cache_rows:
+        return counted_ids
+    num_counts = 1 << (COUNTS_PER_ROW * cache_rows - 1).bit_length()
+    if counted_ids:
         warnings.warn(
-            f"hashtbl_size={hashtbl_size} counts few ids for cache_size={capacity}: below six times as many the hit "
+            f"hashtbl_size={counted_ids} counts few ids for cache_size={cache_rows}: below six times as many the hit "
             f"rate would suffer, so {num_counts} are counted; leave it out, or say at least six times cache_size.",
             stacklevel=5,
         )
-    return capacity, num_counts
+    return num_counts
 
 
 def empty(capacity: int, num_counts: int) -> Directory:
@@ -166,23 +170,13 @@ def halved(directory: Directory) -> Directory:
 
 
 def populate(
-    specs: Sequence[TTSpec],
-    directory: Directory,
-    cores: Cores,
-    rows: Float[Array, "places dim"],
-    slots: Slots,
-    rule: OptimizerSpec,
-) -> tuple[Directory, Float[Array, "places dim"], Slots]:
+    specs: Sequence[TTSpec], params: CachedTrain, slots: Slots, rule: OptimizerSpec
+) -> tuple[CachedTrain, Slots]:
     """Caches the most read rows from now on, of equals those that are cached already, then the lower ones.
 
-    Args:
-      specs: tables whose cores stand one behind the other.
-      directory: which rows are stored.
-      cores: those of all tables.
-      rows: the stored rows.
-      slots: their optimizer state.
-      rule: of the optimizer.
+    Counts are halved. `slots` are those of the stored rows, and `rule` that of the optimizer.
     """
+    cores, rows, directory = params
     counted, capacity, is_stored = directory.counted, directory.ids.shape[0], directory.places != NO_ROW
     worth = 2 * jnp.minimum(counted.counts, MOST_READS).astype(jnp.uint32) + is_stored.astype(jnp.uint32)
     is_cached = row_map.least(counted, ~worth, worth > 0, jnp.full(1, capacity, jnp.int32))
@@ -198,7 +192,7 @@ def populate(
         places=places.at[new].set(free, mode="drop"),
         ids=jnp.where(is_free, NO_ROW, directory.ids).at[free].set(ids, mode="drop"),
     )
-    return directory, rows, tuple(kept)
+    return CachedTrain(cores, rows, halved(directory)), tuple(kept)
 
 
 def forget(directory: Directory, first: int, last: int) -> Directory:
@@ -210,27 +204,7 @@ def forget(directory: Directory, first: int, last: int) -> Directory:
     )
 
 
-def learned(
-    directory: Directory, rows: Float[Array, "places dim"]
-) -> tuple[Int[np.ndarray, " ids"], Float[np.ndarray, "ids dim"]]:
-    """All stored ids, ascending, and their rows, on the host."""
-    ids, vectors = on_host((directory.ids, rows))
-    order = np.argsort(ids)[: np.sum(ids != NO_ROW)]
-    return ids[order].astype(np.int64), vectors[order]
-
-
 def report(directory: Directory) -> CacheReport:
     """Contents and sums, on the host."""
-    ids, totals = on_host((directory.ids, directory.totals))
-    high, low = totals.astype(np.int64).T
-    return CacheReport(int((ids != NO_ROW).sum()), *((high << 32) + low).tolist())
-
-
-def on_host(values: PyTree) -> PyTree:
-    """The values as NumPy arrays. Raises: RuntimeError: they are known only inside `jit`."""
-    if is_traced(values):
-        raise RuntimeError(
-            "a tensor-train cache tells what it holds on the host: call reset_cache and cache_reports outside "
-            "of jit, between compiled steps."
-        )
-    return jax.tree.map(np.asarray, values)
+    high, low = on_host(directory.totals).astype(np.int64).T
+    return CacheReport(int((on_host(directory.ids) != NO_ROW).sum()), *((high << 32) + low).tolist())

@@ -6,9 +6,15 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rsembed.checks import PositiveInt, did_you_mean, validated
+from rsembed.checks import did_you_mean
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.tables import TTTables
+
+AFTER_SIZES = (
+    *("tt_ranks", "tt_p_shapes", "tt_q_shapes", "optimizer", "learning_rate", "eps", "sparse", "use_cache"),
+    *("cache_size", "hashtbl_size", "weight_dist", "enforce_embedding_dim"),
+)
+"""Published arguments by position, behind the sizes of the table."""
 
 
 class TTEmbeddingBag(TTTables):
@@ -61,26 +67,9 @@ class TTEmbeddingBag(TTTables):
 
     is_single = True
 
-    @validated
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *published: object,
-        tt_ranks: Sequence[int] | None = None,
-        tt_p_shapes: Sequence[int] | None = None,
-        tt_q_shapes: Sequence[int] | None = None,
-        enforce_embedding_dim: bool = True,
-        max_norm: float | None = None,
-        scale_grad_by_freq: bool = False,
-        **options: Any,
-    ):
-        del enforce_embedding_dim  # it always is
-        for name, value in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq)):
-            if value:
-                raise NotImplementedError(f"{name}={value!r} is not offered: no row is stored that it could change.")
-        shapes, options = by_name(published, (tt_ranks, tt_p_shapes, tt_q_shapes), options)
-        super().__init__([TTSpec.suggest(num_embeddings, embedding_dim, *shapes)], **{"use_cache": True, **options})
+    def __init__(self, num_embeddings: int, embedding_dim: int, *published: object, **options: Any):
+        given = {"use_cache": True} | by_name(published, options)
+        super().__init__(1, num_embeddings, embedding_dim, **given)
 
     @property
     def spec(self) -> TTSpec:
@@ -117,73 +106,34 @@ class TableBatchedTTEmbeddingBag(TTTables):
 
     is_single = False
 
-    @validated
     def __init__(
         self,
-        num_tables: PositiveInt,
+        num_tables: int,
         num_embeddings: int | Sequence[int],
         embedding_dim: int | Sequence[int],
         *published: object,
-        tt_ranks: Sequence[Any] | None = None,
-        tt_p_shapes: Sequence[Any] | None = None,
-        tt_q_shapes: Sequence[Any] | None = None,
-        enforce_embedding_dim: bool = True,
         **options: Any,
     ):
-        del enforce_embedding_dim  # it always is
-        shapes, options = by_name(published, (tt_ranks, tt_p_shapes, tt_q_shapes), options)
-        per_table = [
-            _per_table("num_embeddings", num_embeddings, num_tables, isinstance(num_embeddings, Sequence)),
-            _per_table("embedding_dim", embedding_dim, num_tables, isinstance(embedding_dim, Sequence)),
-            *(_per_table(name, own, num_tables, _is_nested(own)) for name, own in zip(SHAPES, shapes, strict=True)),
-        ]
-        super().__init__([TTSpec.suggest(*arguments) for arguments in zip(*per_table, strict=True)], **options)
+        super().__init__(num_tables, num_embeddings, embedding_dim, **by_name(published, options))
 
 
-def _is_nested(shapes: Sequence[object] | None) -> bool:
-    return shapes is not None and any(shape is None or isinstance(shape, Sequence) for shape in shapes)
-
-
-def _per_table(name: str, value: Any, num_tables: int, is_per_table: bool) -> list[Any]:
-    if not is_per_table:
-        return [value] * num_tables
-    if len(value) != num_tables:
-        raise ValueError(
-            f"{name} has {len(value)} entries for {num_tables} tables; give one for all, or one per table."
-        )
-    return list(value)
-
-
-SHAPES = ("tt_ranks", "tt_p_shapes", "tt_q_shapes")
-AFTER_SHAPES = (
-    *("optimizer", "learning_rate", "eps", "sparse", "use_cache", "cache_size", "hashtbl_size", "weight_dist"),
-    "enforce_embedding_dim",
-)
-
-
-def by_name(
-    published: Sequence[object], shapes: Sequence[object], options: Mapping[str, object]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Ranks, row and column factors, and all other arguments, of which any may be given by position.
+def by_name(published: Sequence[object], options: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments by name, of which those in `AFTER_SIZES` may be given by position.
 
     Raises: TypeError: one is given twice or unknown, there are too many, or ranks are missing.
     """
-    given = {name: value for name, value in zip(SHAPES, shapes, strict=True) if value is not None} | dict(options)
-    places = [name for name in (*SHAPES, *AFTER_SHAPES) if name != "tt_ranks" or name not in given]
+    options = {name: value for name, value in options.items() if value is not None or name not in AFTER_SIZES[:3]}
+    places = [name for name in AFTER_SIZES if name != "tt_ranks" or name not in options]
     if len(published) > len(places):
         raise TypeError(f"too many arguments by position: {len(published)} for {', '.join(places)}.")
-    for name, value in zip(places, published, strict=False):
-        if value is None:
-            continue
-        if name in given:
-            raise TypeError(f"{name} is given by position and by keyword.")
-        given[name] = value
-    known = {*SHAPES, *inspect.signature(TTTables.__init__).parameters} - {"self", "specs"}
-    if unknown := [name for name in given if name not in known | {"enforce_embedding_dim"}]:
+    given = {name: value for name, value in zip(places, published, strict=False) if value is not None}
+    if twice := [name for name in given if name in options]:
+        raise TypeError(f"{twice[0]} is given by position and by keyword.")
+    known = [*inspect.signature(TTTables.__init__).parameters][4:]  # behind self and the sizes
+    if unknown := [name for name in options if name not in known]:
         raise TypeError(f"there is no argument {unknown[0]!r}{did_you_mean(unknown[0], known)}.")
-    if "tt_ranks" not in given:
+    if "tt_ranks" not in given | options:
         raise TypeError(
             "tt_ranks is missing: one rank per boundary between cores, such as tt_ranks=[16] for two cores."
         )
-    given.pop("enforce_embedding_dim", None)
-    return [given.pop(name, None) for name in SHAPES], given
+    return given | options

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, check_ids_dtype, check_unmasked, check_values, is_traced
 from rsembed.checks import check_type
-from rsembed.kernels.contract import Block, JaggedBatch, SegmentGradients, Step
+from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, Step
 from rsembed.kernels.reference import jagged_segment
 from rsembed.optimizers import (
     SGD,
@@ -32,11 +32,15 @@ from rsembed.optimizers import (
 )
 from rsembed.parallel.agreement import check_not_forked
 from rsembed.specs import TableSpec
+from rsembed.storage.protocol import on_host
 from rsembed.tt import hot_rows
 from rsembed.tt.cores import Cores, Mode, on_copies, on_every_device, segment_of
 from rsembed.tt.hot_rows import Directory
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.storage import CachedTrain, TensorTrain, TensorTrains, cores_of
+
+LEAST_ROWS = 32
+"""Rows of a cache whose size is not given, or a thousandth of the tables' if that is more."""
 
 
 class FusedParam(nnx.Variable):
@@ -79,7 +83,9 @@ class HotRows(nnx.Module):
 
     def learned(self) -> tuple[Int[np.ndarray, " ids"], Float[np.ndarray, "ids dim"]]:
         """All stored ids, ascending, and their rows; ids are row numbers plus the rows of the tables before."""
-        return hot_rows.learned(self.directory.get_value(), self.rows.get_value())
+        ids, rows = on_host(self.directory.get_value().ids), on_host(self.rows.get_value())
+        order = np.argsort(ids)[: np.sum(ids != NO_ROW)]
+        return ids[order].astype(np.int64), rows[order]
 
 
 class OptimType(enum.Enum):
@@ -114,31 +120,28 @@ def rule_of(optimizer: object, eps: float) -> OptimizerSpec:
 
     Raises: NotImplementedError: the rule is not offered. ValueError: there is no such name.
     """
+    rules: dict[str, OptimizerSpec] = {
+        **{"SGD": SGD(), "EXACT_SGD": SGD(), "EXACT_ADAGRAD": TorchAdagrad(1.0, epsilon=eps)},
+        **{"EXACT_ROWWISE_ADAGRAD": RowWiseAdagrad(1.0, epsilon=eps), "ADAM": Adam()},
+    }
     name = member_of(optimizer).name
-    if name in ("SGD", "EXACT_SGD"):
-        return SGD()
-    if name == "EXACT_ADAGRAD":
-        return TorchAdagrad(1.0, epsilon=eps)
-    if name == "EXACT_ROWWISE_ADAGRAD":
-        return RowWiseAdagrad(1.0, epsilon=eps)
-    if name == "ADAM":
-        return Adam()
-    raise NotImplementedError(
-        f"OptimType.{name} has no fused update; use SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD or ADAM, or take "
-        "sparse=False and any optax rule."
-    )
+    if name not in rules:
+        raise NotImplementedError(
+            f"OptimType.{name} has no fused update; use {', '.join(rules)}, or take sparse=False and any optax rule."
+        )
+    return rules[name]
 
 
 def storage_of(specs: Sequence[TTSpec], cache: tuple[int, int] | None, like: dict[str, PyTree]) -> TensorTrains:
     """What keeps a group of tables, given the published `cache_size` and `hashtbl_size` where rows are cached."""
-    tables, sizes = [], dict[str, int]()
+    tables, sizes = [], (0, 0)
     if cache is not None:
-        counted = hot_rows.sizes(sum(spec.num_embeddings for spec in specs), *cache)
-        sizes = dict(zip(("cache_rows", "counted_ids"), counted, strict=True))
+        num_rows = sum(spec.num_embeddings for spec in specs)
+        sizes = min(num_rows, cache[0] or max(LEAST_ROWS, num_rows // 1000)), cache[1]
     for k, spec in enumerate(specs):
         rows, dim = spec.num_embeddings, spec.embedding_dim
         shapes = spec.tt_ranks, spec.tt_p_shapes, spec.tt_q_shapes
-        train = TensorTrain(*shapes, **sizes)  # type: ignore[arg-type]
+        train = TensorTrain(*shapes, cache_rows=sizes[0], counted_ids=sizes[1])
         tables.append(TableSpec(name=f"{k}", vocabulary_size=rows, embedding_dim=dim, storage=train, **like))
     return train.sharing(tables)
 
@@ -175,12 +178,12 @@ def pulled(
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Gradients of cores, of stored rows and of weights."""
 
-    def output(cores: Cores, rows: PyTree, weights: PyTree) -> Array:
-        own = cores if rows is None else params._replace(cores=cores, rows=rows)
-        return looked_up(storage, how, own, dataclasses.replace(batch, weights=weights))
+    def output(params: PyTree, weights: PyTree) -> Array:
+        pooled: Array = looked_up(storage, how, params, dataclasses.replace(batch, weights=weights))
+        return pooled
 
-    rows = params.rows if isinstance(params, CachedTrain) else None
-    return jax.vjp(output, cores_of(params), rows, batch.weights)[1](d_output)
+    d_params, d_weights = jax.vjp(output, params, batch.weights)[1](d_output)
+    return cores_of(d_params), d_params.rows if isinstance(params, CachedTrain) else None, d_weights
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -210,7 +213,7 @@ def stepped(
 
 
 @_program
-def counted(storage: TensorTrains, how: How, directory: Directory, rows: Int[Array, " nnz"]) -> Directory:
+def counted(storage: TensorTrains, how: None, directory: Directory, rows: Int[Array, " nnz"]) -> Directory:
     """See `hot_rows.count`."""
     del storage, how
     return hot_rows.count(directory, rows)
@@ -219,7 +222,7 @@ def counted(storage: TensorTrains, how: How, directory: Directory, rows: Int[Arr
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 @_program
 def populated(
-    storage: TensorTrains, how: How, params: PyTree, slots: PyTree, turns: Int[Array, ""]
+    storage: TensorTrains, how: None, params: PyTree, slots: PyTree, turns: Int[Array, ""]
 ) -> tuple[PyTree, PyTree]:
     """Parameters and slots after one populate or none; a gradient of what lies at a place then is one of that place."""
     del how
@@ -228,7 +231,7 @@ def populated(
 
 
 @populated.defjvp
-def _populated_jvp(storage: TensorTrains, how: How, primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
+def _populated_jvp(storage: TensorTrains, how: None, primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
     return populated(storage, how, *primals), tangents[:2]
 
 

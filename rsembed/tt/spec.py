@@ -259,6 +259,24 @@ def check_one_of(what: str, **given: object) -> None:
             check_within("[0, inf)", value, name)
 
 
+def specs_of_tables(num_tables: int, **given: Any) -> list[TTSpec]:
+    """The spec of each table, by `TTSpec.suggest`, from arguments for all of them or sequences of one per table.
+
+    Raises: ValueError: a sequence has not one entry per table.
+    """
+    columns = []
+    for name, value in given.items():
+        is_per_table = isinstance(value, Sequence) and not isinstance(value, str)
+        if is_per_table and name.startswith("tt_"):  # which is a sequence for one table already
+            is_per_table = any(entry is None or isinstance(entry, Sequence) for entry in value)
+        if is_per_table and len(value) != num_tables:
+            raise ValueError(
+                f"{name} has {len(value)} entries for {num_tables} tables; give one for all, or one per table."
+            )
+        columns.append(value if is_per_table else [value] * num_tables)
+    return [TTSpec.suggest(*arguments) for arguments in zip(*columns, strict=True)]
+
+
 @validated
 def suggested_tt_shapes(n: int, d: int = 3, allow_round_up: bool = True) -> list[int]:
     """The most even way to write `n`, or a slightly larger round number, as a product of `d` integers.

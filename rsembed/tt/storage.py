@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple, cast, no_type_check
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import cast, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed import specs
 from rsembed.bags import is_traced
-from rsembed.checks import NonNegativeInt, PositiveInt, check_type
+from rsembed.checks import NonNegativeInt, PositiveInt, check_fields
 from rsembed.initial_values import table_keys
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
@@ -26,24 +26,9 @@ from rsembed.storage.logical_rows import as_dtype
 from rsembed.storage.protocol import Found, Pool, ReadAhead, Segments, State, Storage, Vectors, on_host, parts
 from rsembed.tt import hot_rows
 from rsembed.tt.cores import Cores, digits_of, entries_of, pooled_rows
-from rsembed.tt.hot_rows import Directory
+from rsembed.tt.hot_rows import CachedTrain, Directory
 from rsembed.tt.new_cores import WEIGHT_DISTRIBUTIONS, init_cores, nearest_cores
 from rsembed.tt.spec import TTSpec
-
-
-class CachedTrain(NamedTuple):
-    """What is kept of trains with stored rows in front of them.
-
-    Attributes:
-      cores: one array per core.
-      rows: the stored rows.
-      directory: whose they are.
-    """
-
-    cores: Cores
-    rows: Float[Array, "places dim"]
-    directory: Directory
-
 
 Params = Cores | CachedTrain
 AllSlots = tuple[PyTree, ...]
@@ -87,14 +72,14 @@ class TensorTrain(Storage):
     tt_q_shapes: tuple[int, ...] | None = None
     bytes: int | None = None
     weight_dist: str = "normal"
-    cache_rows: int = 0
-    counted_ids: int = 0
-    populate_every: int = 100
+    cache_rows: NonNegativeInt = 0
+    counted_ids: NonNegativeInt = 0
+    populate_every: PositiveInt = 100
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("tt_ranks", "tt_p_shapes", "tt_q_shapes"):
             value = getattr(self, name)
-            check_type(value, tuple[int, ...] | None, f"TensorTrain: {name}")
             object.__setattr__(self, name, None if value is None else tuple(value))
         if (self.tt_ranks is None) == (self.bytes is None):
             raise ValueError("TensorTrain needs either tt_ranks or bytes.")
@@ -103,12 +88,6 @@ class TensorTrain(Storage):
         if self.weight_dist not in WEIGHT_DISTRIBUTIONS:
             known = ", ".join(WEIGHT_DISTRIBUTIONS)
             raise ValueError(f"TensorTrain: unknown weight_dist {self.weight_dist!r}; choose one of {known}.")
-        for name, kind in (
-            ("cache_rows", NonNegativeInt),
-            ("counted_ids", NonNegativeInt),
-            ("populate_every", PositiveInt),
-        ):
-            check_type(getattr(self, name), kind, f"TensorTrain: {name}")
 
     def __repr__(self) -> str:
         """What files say of a table's storage: of a cache only where there is one."""
@@ -191,9 +170,9 @@ class TensorTrain(Storage):
         """Parameters and slots of these cores, without stored rows where there may be some."""
         if not self.cache_rows:
             return cores, slots
-        capacity, num_counts = hot_rows.sizes(self.num_ids(table), self.cache_rows, self.counted_ids)
+        capacity = min(self.cache_rows, self.num_ids(table))
         rows = jnp.zeros((capacity, table.embedding_dim), jnp.float32)
-        directory = hot_rows.empty(capacity, num_counts)
+        directory = hot_rows.empty(capacity, hot_rows.num_counts_of(capacity, self.counted_ids))
         return CachedTrain(cores, rows, directory), (slots, table.optimizer.init_slots(rows))
 
     def num_ids(self, table: TableSpec) -> int:
@@ -269,10 +248,9 @@ class TensorTrain(Storage):
         return *jax.lax.fori_loop(0, is_turn, lambda _, state: populate(*state), (params, slots)), rows
 
     def populate(self, params: CachedTrain, slots: AllSlots, table: TableSpec) -> tuple[CachedTrain, AllSlots]:
-        """Caches the most read rows from now on, and halves their counts; see `hot_rows.populate`."""
-        stored = params.directory, params.cores, params.rows, slots[1]
-        directory, rows, row_slots = hot_rows.populate(self.specs_of(table), *stored, table.optimizer)
-        return CachedTrain(params.cores, rows, hot_rows.halved(directory)), (slots[0], row_slots)
+        """Caches the most read rows from now on; see `hot_rows.populate`."""
+        params, row_slots = hot_rows.populate(self.specs_of(table), params, slots[1], table.optimizer)
+        return params, (slots[0], row_slots)
 
     def step(
         self,
@@ -301,15 +279,11 @@ class TensorTrain(Storage):
 
     def gradients(self, params: Params, gradients: SegmentGradients, table: TableSpec) -> Cores:
         """Those of all cores."""
-
-        def outputs(cores: Cores) -> list[Array]:
-            own = params._replace(cores=cores) if isinstance(params, CachedTrain) else cores
-            return self.look_up(own, gradients.segments, table)
-
         # Of cores in float32, so that nothing is rounded before it is summed.
-        _, pull = jax.vjp(outputs, tuple(core.astype(jnp.float32) for core in cores_of(params)))
-        (d_cores,) = pull([d_output.astype(jnp.float32) for d_output in gradients.d_outputs])
-        return tuple(d_cores)
+        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, params)
+        _, pull = jax.vjp(lambda params: self.look_up(params, segments, table), wide)
+        (d_params,) = pull([d_output.astype(jnp.float32) for d_output in d_outputs])
+        return cores_of(d_params)
 
     def step_all(self, params: Cores, slots: AllSlots, gradients: Cores, table: TableSpec, step: Step) -> State:
         """One step of all slices of all cores, in float32, with gradients rounded as the cores are."""

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from flax.errors import TraceContextError
 from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import Bags, check_not_taken, is_traced, narrow_ids
-from rsembed.checks import NonNegativeInt, check_type, check_within, dtype_among, validated
+from rsembed.checks import NonNegativeInt, PositiveInt, check_type, check_within, dtype_among, validated
 from rsembed.fingerprint import Fingerprint, check_same, identity
 from rsembed.kernels.contract import NO_ROW
 from rsembed.optimizers import OptimizerSpec
@@ -37,9 +37,10 @@ from rsembed.tt.cores import (
 )
 from rsembed.tt.hot_rows import CacheReport
 from rsembed.tt.programs import FusedParam, FusedState, HotRows, OptimType, TTGradients, member_of, rule_of
-from rsembed.tt.spec import CORE_DTYPES, TTSpec
+from rsembed.tt.spec import CORE_DTYPES, specs_of_tables
 from rsembed.tt.storage import CachedTrain, cores_of, init_core_slots
 
+Rate = Annotated[float, "[0, inf)"]
 STEPPED = "this backward has already stepped the cores; look the batch up again."
 FINGERPRINT = "fingerprint"
 
@@ -64,12 +65,20 @@ class TTTables(nnx.Module):
     @validated
     def __init__(
         self,
-        specs: Sequence[TTSpec],
+        num_tables: PositiveInt,
+        num_embeddings: int | Sequence[int],
+        embedding_dim: int | Sequence[int],
         *,
+        tt_ranks: Sequence[Any],
+        tt_p_shapes: Sequence[Any] | None = None,
+        tt_q_shapes: Sequence[Any] | None = None,
+        enforce_embedding_dim: bool = True,
+        max_norm: float | None = None,
+        scale_grad_by_freq: bool = False,
         sparse: bool = True,
         optimizer: OptimType | str = OptimType.SGD,
-        learning_rate: float = 0.1,
-        eps: float = 1e-10,
+        learning_rate: Rate = 0.1,
+        eps: Rate = 1e-10,
         weight_dist: str = "normal",
         dtype: Any = jnp.float32,
         mode: str = "sum",
@@ -83,6 +92,13 @@ class TTTables(nnx.Module):
         populate_every: NonNegativeInt = 0,
         rngs: nnx.Rngs | None = None,
     ):
+        del enforce_embedding_dim  # it always is
+        for name, value in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq)):
+            if value:
+                raise NotImplementedError(f"{name}={value!r} is not offered: no row is stored that it could change.")
+        sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
+        shapes = {"tt_ranks": tt_ranks, "tt_p_shapes": tt_p_shapes, "tt_q_shapes": tt_q_shapes}
+        specs = specs_of_tables(num_tables, **sizes, **shapes)
         num_rows = [spec.num_embeddings for spec in specs]
         dtype = jnp.dtype(dtype_among(CORE_DTYPES, dtype, "dtype"))
         check_implementation(implementation)
@@ -91,8 +107,6 @@ class TTTables(nnx.Module):
             raise ValueError(f"bounds_check must be 'raise' or 'ignore', got {bounds_check!r}.")
         if padding_idx is not None and not 0 <= padding_idx < min(num_rows):
             raise ValueError(f"padding_idx={padding_idx} is no row of every table; it must be an id that all have.")
-        for name, number in (("learning_rate", learning_rate), ("eps", eps)):
-            check_within("[0, inf)", number, name)
         by_shape: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
         for k, spec in enumerate(specs):
             by_shape.setdefault(spec.slice_shapes, []).append(k)
@@ -165,22 +179,22 @@ class TTTables(nnx.Module):
             self._put(g, *drawn)
         self.step.set_value(jnp.zeros((), jnp.int32))
 
-    @validated
     def set_learning_rate(self, lr: float | Float[Array, ""]) -> None:
         """Learning rate of the fused updates from now on. Raises: ValueError: it is negative or not finite."""
         check_within("[0, inf)", lr, "learning_rate")
         self.learning_rate.set_value(jnp.asarray(lr, jnp.float32))
 
-    def _place_of(self, table: int) -> tuple[int, int]:
-        """A table's group, and its number there."""
+    def _place_of(self, table: int) -> tuple[int, int, int]:
+        """A table's group, and its number and first row there."""
         if not 0 <= table < len(self.specs):
             raise ValueError(f"there is no table {table}, only {len(self.specs)} tables.")
         ((g, group),) = [(g, group) for g, group in enumerate(self.groups) if table in group]
-        return g, group.index(table)
+        number = group.index(table)
+        return g, number, sum(self.specs[k].num_embeddings for k in group[:number])
 
     def cores_of(self, table: int = 0) -> tuple[Array, ...]:
         """The cores of one table."""
-        g, number = self._place_of(table)
+        g, number, _ = self._place_of(table)
         return tuple(self.storages[g].unstack(*self._state(g), self.storages[g].tables[0], 1)[number][0])
 
     def set_cores(self, cores: AnyCores, table: int = 0) -> None:
@@ -191,7 +205,7 @@ class TTTables(nnx.Module):
 
         Raises: ValueError: their shapes do not fit, or a number is not finite.
         """
-        g, number = self._place_of(table)
+        g, number, first = self._place_of(table)
         new = tuple(core.astype(self.dtype) for core in check_cores(self.specs[table], cores))
         for t, core in enumerate(new):
             if not is_traced(core) and not bool(jnp.isfinite(core).all()):
@@ -203,7 +217,6 @@ class TTTables(nnx.Module):
         if not self.caches:
             self._put(g, all_cores, core_slots)
         else:
-            first = sum(spec.num_embeddings for spec in storage.specs_of(storage.tables[0])[:number])
             directory = hot_rows.forget(params.directory, first, first + self.specs[table].num_embeddings)
             self._put(g, params._replace(cores=all_cores, directory=directory), (core_slots, slots[1]))
         if len(self.specs) == 1:
@@ -275,11 +288,11 @@ class TTTables(nnx.Module):
         """
         if table is None:
             return self._joined([self.full_weight(k) for k in range(len(self.specs))])
-        g, number = self._place_of(table)
+        g, _, first = self._place_of(table)
         weight = full_weight(self.specs[table], self.cores_of(table))
         if not self.caches:
             return weight
-        first, params = sum(self.specs[k].num_embeddings for k in self.groups[g][:number]), self._state(g)[0]
+        params = self._state(g)[0]
         ids = params.directory.ids
         return weight.at[jnp.where(ids < first, NO_ROW, ids - first)].set(params.rows, mode="drop")
 
@@ -300,37 +313,34 @@ class TTTables(nnx.Module):
 
         Warns where no read was counted, which inside `jit` nobody knows.
         """
-        totals = [cache.directory.get_value().totals for cache in self.caches]
-        if self.caches and not is_traced(totals) and not any(np.asarray(own)[0].any() for own in totals):
+        if self.caches and not is_traced(self._leaves()) and not any(own.lookups for own in self.cache_reports()):
             warnings.warn("cache_populate: nothing was counted, so nothing is cached.", stacklevel=2)
         self._populate(jnp.ones((), jnp.int32))
 
     def _populate(self, turns: Int[Array, ""]) -> None:
         """Once or not at all."""
-        for g, storage in enumerate(self.storages if self.caches and (is_traced(turns) or int(turns)) else ()):
-            self._put(g, *programs.populated(storage, self._how(None), *self._state(g), turns))
+        for g, _ in enumerate(self.caches if is_traced(turns) or int(turns) else ()):
+            self._put(g, *programs.populated(self.storages[g], None, *self._state(g), turns))
 
     def _note(self, batch: Sequence[Bags]) -> None:
         """Counts what a lookup reads, and populates the cache when it is time."""
-        if not self.caches or self.deterministic:
-            return
         self._count(batch)
-        if self.populate_every:
+        if self.caches and self.populate_every:
             self.calls.set_value((self.calls.get_value() + 1) % self.populate_every)
             self._populate((self.calls.get_value() == 0).astype(jnp.int32))
 
     def _count(self, batch: Sequence[Bags]) -> None:
-        for storage, cache, own in zip(self.storages if self.caches else (), self.caches, batch, strict=False):
+        for g, cache in enumerate(self.caches):
             self._check_whole(cache.directory.get_value())
-            counted = programs.counted(storage, self._how(None), cache.directory.get_value(), own.ids)
+            counted = programs.counted(self.storages[g], None, cache.directory.get_value(), batch[g].ids)
             with contextlib.suppress(TraceContextError):  # a plain jit that closes over the module changes nothing
                 cache.directory.set_value(counted)
 
     def reset_cache(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Forgets counts and cached rows; returns, per group, the ids and rows that were learned."""
         learned = [cache.learned() for cache in self.caches]
-        for g, storage in enumerate(self.storages if self.caches else ()):
-            params, slots = self._state(g)
+        for g, _ in enumerate(self.caches):
+            (params, slots), storage = self._state(g), self.storages[g]
             self._put(g, *storage.with_no_rows(params.cores, slots[0], storage.tables[0]))
         return learned
 
@@ -370,24 +380,18 @@ class TTTables(nnx.Module):
           optimizer or the sizes of the cache are those of another module; then nothing changes.
         """
         check_type(state, Mapping, "the state")
-        own = self._leaves()
-        if differ := {*own, FINGERPRINT} ^ state.keys():
-            raise ValueError(f"the state is that of another module: {sorted(differ)} are not in both.")
-        saved = {name: np.asarray(array) for name, array in state.items()}
-        for name, ours in own.items():
-            theirs = saved[name]
-            if ours.shape != theirs.shape:
-                raise ValueError(f"{name} has shape {theirs.shape} in the state and {ours.shape} in this module.")
-            # NumPy files know bfloat16 only as two bytes.
-            if theirs.dtype not in (ours.dtype, np.dtype(f"V{ours.dtype.itemsize}")):
-                raise ValueError(f"{name} has dtype {theirs.dtype} in the state and {ours.dtype} in this module.")
+        own, saved = self._leaves(), {name: np.asarray(array) for name, array in state.items()}
         check_same(
-            Fingerprint(saved[FINGERPRINT].tobytes().decode()),
+            Fingerprint(saved.pop(FINGERPRINT, np.frombuffer(b"{}", np.uint8)).tobytes().decode()),
             self._fingerprint(),
             what="the state is that of another module",
             way_out="Make this module with the arguments of the one that was saved.",
         )
-        leaves = [jnp.asarray(saved[name].view(ours.dtype)) for name, ours in own.items()]
+        # NumPy files know bfloat16 only as two bytes.
+        ours, theirs = ({(name, x.shape, x.dtype.itemsize) for name, x in arrays.items()} for arrays in (own, saved))
+        if differ := sorted({name for name, *_ in ours ^ theirs}):
+            raise ValueError(f"the state is that of another module: {differ} are not in both, or of other shapes.")
+        leaves = [jnp.asarray(saved[name].view(x.dtype)) for name, x in own.items()]
         nnx.update(self, jax.tree.unflatten(jax.tree.structure(nnx.state(self)), leaves))
 
     def __call__(
@@ -465,7 +469,8 @@ class TTTables(nnx.Module):
     def _look_up(self, bags: Bags, how: programs.How) -> tuple[list[Array], list[PyTree], list[Bags]]:
         """Pooled rows of every table, and the parameters and the batch of every group that gave them."""
         batch = self._by_group(bags)
-        self._note(batch)
+        if not self.deterministic:
+            self._note(batch)
         params = [self._state(g)[0] for g in range(len(self.groups))]
         by_table: dict[int, Array] = {}
         for group, *given in zip(self.groups, self.storages, params, batch, strict=True):

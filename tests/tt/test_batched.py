@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from rsembed.tt import OptimType, TableBatchedTTEmbeddingBag, full_weight
-from tests.tt.tt_oracles import CASES, core_gradients, dense_row, dense_table, pooled
+from tests.tt.tt_oracles import CASES, core_gradients, dense_row, dense_table, looked_up, pooled, step
 
 SIZES, RANKS = [10, 600, 7, 33], [[2, 3], [4, 4], [2, 3], [2, 3]]
 
@@ -22,17 +22,6 @@ def mixed(**options):
 def unchanged(**options):
     """One that tests may share, since none of them trains it."""
     return mixed(**options)
-
-
-@nnx.jit
-def looked_up(emb, *bags):
-    return emb(*bags)
-
-
-@nnx.jit
-def pulled(emb, d_output, *bags):
-    output, backward = emb.vjp(*bags)
-    return output, backward(d_output)
 
 
 @nnx.jit
@@ -88,12 +77,12 @@ def test_tables_of_different_sizes_and_ranks_agree_with_their_dense_tables(mode)
 
 
 def test_gradients_and_fused_step_are_those_of_each_table_by_itself():
-    emb, step = unchanged(), 0.5
-    fused = mixed(sparse=True, learning_rate=step, optimizer=OptimType.EXACT_ROWWISE_ADAGRAD, eps=1e-3)
+    emb, rate = unchanged(), 0.5
+    fused = mixed(sparse=True, learning_rate=rate, optimizer=OptimType.EXACT_ROWWISE_ADAGRAD, eps=1e-3)
     ids, offsets, weights = batch(1)
     d_output = np.random.default_rng(2).normal(size=(4, 3, 4)).astype(np.float32)
-    _, gradients = pulled(emb, d_output, ids, offsets, weights)
-    pulled(fused, d_output, ids, offsets, weights)
+    _, gradients = step(emb, d_output, ids, offsets, weights)
+    step(fused, d_output, ids, offsets, weights)
     d_cores = jax.tree.map(np.asarray, gradients.cores)
     (_, _, cores), (_, _, stepped) = (jax.tree.map(np.asarray, expanded_and_cores(module)) for module in (emb, fused))
     for k, spec in enumerate(emb.specs):
@@ -107,7 +96,7 @@ def test_gradients_and_fused_step_are_those_of_each_table_by_itself():
             found = d_cores[group][t][start : start + core.shape[0]]
             np.testing.assert_allclose(found, gradient, rtol=1e-4, atol=1e-5)
             total = np.sqrt((gradient**2).mean(1, keepdims=True))
-            np.testing.assert_allclose(stepped[k][t], core - step * gradient / (total + 1e-3), rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(stepped[k][t], core - rate * gradient / (total + 1e-3), rtol=1e-4, atol=1e-4)
 
 
 def test_dimensions_may_differ():
@@ -115,7 +104,7 @@ def test_dimensions_may_differ():
     emb = nnx.jit(lambda: TableBatchedTTEmbeddingBag(2, [5, 9], [3, 8], **options))()
     before, _, _ = jax.tree.map(np.asarray, expanded_and_cores(emb))
     d_outputs = [np.ones((2, 3), np.float32), np.zeros((2, 8), np.float32)]
-    outputs, _ = pulled(emb, d_outputs, np.asarray([[1, 2], [3, -1], [8, 8], [0, 4]]))
+    outputs, _ = step(emb, d_outputs, np.asarray([[1, 2], [3, -1], [8, 8], [0, 4]]))
     assert [output.shape for output in outputs] == [(2, 3), (2, 8)]
     np.testing.assert_allclose(outputs[1][0], 2 * before[1][8], rtol=1e-5, atol=1e-8)
     after, _, _ = jax.tree.map(np.asarray, expanded_and_cores(emb))

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from rsembed import Bags
 from rsembed.tt import TTSpec, bag, full_weight, rows
 from rsembed.tt import cores as tt_cores
-from tests.tt.tt_oracles import CASES, core_gradients, dense_table, expanded, pooled
+from tests.tt.tt_oracles import CASES, core_gradients, dense_table, expanded, pooled, worked_cores
 
 FORMS = ["native", "plain"]
 SPECS = {
@@ -33,14 +33,6 @@ def need(form):
 
 def spec_of(given):
     return TTSpec(given.get("num_embeddings", math.prod(given["p"])), given["p"], given["q"], given["ranks"])
-
-
-def cores_of(given, table=0):
-    spec = spec_of(given)
-    return tuple(
-        jnp.asarray(np.asarray(core[table], np.float32).reshape(shape))
-        for core, shape in zip(given["cores"], spec.core_shapes, strict=True)
-    )
 
 
 def random_cores(spec, seed=0):
@@ -79,7 +71,7 @@ def jitted_rows(spec, form):
 @pytest.mark.parametrize("name", ["full_weight_2core", "full_weight_3core", "full_weight_4core"])
 def test_full_weight_is_the_worked_table(name):
     given, expect = CASES[name]["input"], CASES[name]["expect"]
-    spec, cores = spec_of(given), cores_of(given)
+    spec, cores = spec_of(given), worked_cores(given, spec_of(given))
     np.testing.assert_array_equal(full_weight(spec, cores), expect["weight"])
     for form in (form for form in FORMS if form != "native" or not tt_cores.unavailable_because()):
         np.testing.assert_array_equal(
@@ -91,9 +83,10 @@ def test_full_weight_is_the_worked_table(name):
 def test_ids_outside_the_table_have_rows_of_zeros(form):
     need(form)
     given, expect = CASES["padding_rows"]["input"], CASES["padding_rows"]["expect"]
-    found = rows(spec_of(given), cores_of(given), jnp.asarray(given["indices"]), implementation=form)
+    spec, cores = spec_of(given), worked_cores(given, spec_of(given))
+    found = rows(spec, cores, jnp.asarray(given["indices"]), implementation=form)
     np.testing.assert_array_equal(found, np.where(np.asarray(expect["valid"])[:, None], expect["rows"], 0))
-    assert full_weight(spec_of(given), cores_of(given)).shape == (10, 4)
+    assert full_weight(spec, cores).shape == (10, 4)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -103,7 +96,7 @@ def test_worked_bags_and_their_gradients(form):
     spec = spec_of(given)
     bags = Bags(jnp.asarray(given["indices"]), jnp.asarray(given["offsets"]))
     d_output = np.asarray(given["d_output"], np.float32)
-    output, d_cores, _ = jitted(spec, "sum", form)(cores_of(given), bags, d_output)
+    output, d_cores, _ = jitted(spec, "sum", form)(tuple(worked_cores(given, spec)), bags, d_output)
     np.testing.assert_array_equal(output, CASES["bag_sum_empty_dup"]["expect"]["output"])
     for found, wanted in zip(d_cores, expect["d_cores"], strict=True):
         np.testing.assert_array_equal(found, np.asarray(wanted).reshape(found.shape))
@@ -307,12 +300,3 @@ def test_every_integer_type_of_ids_is_read_right(dtype):
     np.testing.assert_array_equal(
         rows(spec, cores, ids), np.vstack([dense_table(spec, cores)[[0, 99]], np.zeros((2, 12))])
     )
-
-
-def test_cores_may_be_arrays_of_numpy():
-    spec = TTSpec(6, (2, 3), (1, 2), (1,))
-    cores = [np.float32([[1.0], [10.0]]), np.float32([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])]
-    whole = full_weight(spec, cores)
-    np.testing.assert_array_equal(whole, dense_table(spec, cores))
-    np.testing.assert_array_equal(rows(spec, cores, np.arange(6)), whole)
-    np.testing.assert_array_equal(bag(spec, cores, Bags.from_dense(np.arange(6))), whole)

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rsembed import Bags
 from rsembed.tt import TableBatchedTTEmbeddingBag, TTEmbeddingBag, TTSpec, bag, full_weight, init_cores, rows
 from tests.parallel.hlo import collective_bytes
-from tests.tt.tt_oracles import dense_table
+from tests.tt.tt_oracles import dense_table, looked_up
 
 SPEC = TTSpec(200, (14, 15), (2, 2), (3,))
 IDS = np.random.default_rng(0).integers(0, 200, (8, 2))
@@ -54,7 +54,6 @@ def step(emb, ids, d_output):
 
 
 jitted_step = nnx.jit(step)
-looked_up = nnx.jit(lambda emb, ids: emb(ids))
 
 
 @pytest.mark.parametrize("cached", [False, True])

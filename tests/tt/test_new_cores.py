@@ -1,5 +1,4 @@
 import math
-import re
 import sys
 
 import jax
@@ -19,7 +18,6 @@ from rsembed.tt import (
 )
 from tests.tt.tt_oracles import expanded
 
-SPEC = TTSpec(9, (3, 3), (2, 2), (2,))
 SHAPES = {2: ((12, 9), (4, 3)), 3: ((6, 5, 4), (2, 3, 2)), 4: ((4, 3, 3, 3), (2, 1, 3, 2))}
 
 
@@ -154,21 +152,6 @@ def test_an_error_target_that_needs_more_numbers_than_the_table_is_refused():
     with pytest.raises(ValueError, match=r"needs \d+ numbers in cores, more than the 480 of the table"):
         from_dense(noise, max_relative_error=1e-4, num_cores=3)
     assert from_dense(noise, ranks=np.int64(2))[0].tt_ranks == (2,)
-
-
-WRONG = {
-    "cores": lambda wrong: full_weight(SPEC, wrong),
-    "from_tensorly: cores": from_tensorly,
-    "num_embeddings": lambda wrong: from_tensorly([np.ones((1, 2, 2, 1))], wrong),
-    "dtype": lambda wrong: from_tensorly([np.ones((1, 2, 2, 1))] * 2, dtype=wrong),
-}
-
-
-@pytest.mark.parametrize(("name", "call"), WRONG.items(), ids=WRONG)
-def test_functions_of_cores_name_the_argument_that_is_wrong(name, call):
-    for wrong in ("text", -1, math.nan, {}):
-        with pytest.raises((TypeError, ValueError), match=re.escape(name)):
-            call(wrong)
 
 
 def test_ranks_and_factors_may_be_numbers_and_arrays_of_numpy():

@@ -1,11 +1,29 @@
-"""Tensor-train tables in loops over digits and ranks, float64."""
+"""Tensor-train tables in loops over digits and ranks, float64; and modules in one program for all values."""
 
 import json
 from pathlib import Path
 
 import numpy as np
+from flax import nnx
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "tt_cases.json").read_text())["cases"]
+
+
+@nnx.jit
+def looked_up(emb, *batch):
+    return emb(*batch)
+
+
+@nnx.jit
+def step(emb, d_output, *batch):
+    """Outputs, and what `backward` returns: gradients, or none after a fused step."""
+    output, backward = emb.vjp(*batch)
+    return output, backward(d_output)
+
+
+def worked_cores(given, spec):
+    """The cores of a worked case."""
+    return [np.asarray(core, np.float32).reshape(s) for core, s in zip(given["cores"], spec.core_shapes, strict=True)]
 
 
 def digits_of(number: int, radix) -> list[int]:
