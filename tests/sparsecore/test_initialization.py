@@ -1,7 +1,5 @@
 """A logical table is the same wherever its rows lie."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,12 +35,7 @@ def build(devices, cores, is_stacked, initializer="normal", key=KEY):
     return specs, small_world.init(specs, devices, cores, key)
 
 
-@functools.cache
-def tables_of(devices, cores, is_stacked, initializer="normal"):
-    return built_tables(devices, cores, is_stacked, initializer)
-
-
-def built_tables(devices, cores, is_stacked, initializer="normal", key=KEY):
+def tables_of(devices, cores, is_stacked, initializer="normal", key=KEY):
     specs, variables = build(devices, cores, is_stacked, initializer, key)
     return specs, jax.tree.map(np.asarray, embedding.logical_tables(variables, specs))
 
@@ -50,7 +43,7 @@ def built_tables(devices, cores, is_stacked, initializer="normal", key=KEY):
 @pytest.mark.parametrize(("devices", "cores", "is_stacked"), [(1, 1, True), (1, 4, True), (2, 2, False), (3, 1, True)])
 def test_tables_do_not_depend_on_the_layout_or_on_blocks(devices, cores, is_stacked, monkeypatch):
     monkeypatch.setattr("rsembed.collection.dense_rows.INIT_BLOCK_VALUES", 80)
-    specs, tables = built_tables(devices, cores, is_stacked)
+    specs, tables = tables_of(devices, cores, is_stacked)
     for table in embedding.get_table_specs(specs).values():
         wanted = initial_rows(table_key(KEY, table.name), table, jnp.arange(table.vocabulary_size))
         np.testing.assert_array_equal(tables[table.name], wanted)
@@ -91,7 +84,7 @@ def test_three_axes_of_the_sharding_give_a_leading_axis_of_devices():
 
 def test_raw_keys_work_like_typed_ones():
     raw = jax.random.key_data(KEY)
-    jax.tree.map(np.testing.assert_array_equal, tables_of(1, 1, True)[1], built_tables(1, 1, True, key=raw)[1])
+    jax.tree.map(np.testing.assert_array_equal, tables_of(1, 1, True)[1], tables_of(1, 1, True, key=raw)[1])
 
 
 def test_building_needs_little_beside_the_table():
