@@ -21,7 +21,7 @@
 | lookup and update need a TPU; layers fail in their constructor | every test of this folder runs on a CPU |
 | shard counts must be powers of two, one core is refused | `test_cases`, `test_random_models` |
 | sparse tensors have no weights | `test_sparse_input_may_have_weights` here |
-| tables are float32 only | `test_rounding`, `test_surface::test_activations_have_the_dtype_of_the_table` |
+| tables are float32 only | `test_embedding`, `test_surface::test_activations_have_the_dtype_of_the_table` |
 | the statistics example of the documentation is wrong | `test_cases` (`pre_stats_docstring_example`) |
 | zero-argument initializers fail at initialization; `rotation` misnamed | `test_stacking_page` |
 | limits jump up and down with every batch | `fdo/test_limits::test_few_limits_occur...` |
