@@ -7,7 +7,7 @@
 | unknown combiner behaves as sum | `test_specs` (unknown combiner 'max') |
 | weights that cancel give NaN | `test_preprocessing::test_cancelling_weights_give_zero_gains` |
 | the layer hides the step from Adam | `test_cases` (published loss), `test_flax_layers`, `test_surface` |
-| equal-shaped tables start equal; padding is random | `test_initialization` |
+| equal-shaped tables start equal; padding is random | `test_variables` |
 | new limits do not reach a compiled step | `test_new_limits_are_traced_once_each` here |
 | static specs hash without their limits | `test_specs_as_static_arguments_follow_new_limits` here |
 | a full buffer drops silently | `test_preprocessing::test_a_small_buffer...`, `test_drops_are_told_once...` here |
