@@ -307,7 +307,7 @@ def get_default_sc_bwd_function(
     """
     devices = Devices.of(global_mesh, sharding_axis)
     tables = MeshTables(feature_specs=feature_specs, devices=devices, enable_minibatching=enable_minibatching)
-    moves_all_rows = any(table.optimizer.moves_all_rows for table in tables_of(feature_specs).values())
+    optimizers = {table.name: table.optimizer for table in tables_of(feature_specs).values()}
 
     def update(
         sparse_inputs: PyTree,
@@ -318,20 +318,20 @@ def get_default_sc_bwd_function(
         has_gradients: bool | Array = True,
     ) -> tuple[PyTree, None]:
         del tc_aux
-        needing = [] if frozen_step else [t for t in tables_of(feature_specs).values() if t.optimizer.needs_step]
-        if step is None and needing:
-            raise ValueError(
-                f"table {needing[0].name!r}: optimizer {needing[0].optimizer.short_name()!r} depends on the step; pass "
-                "step=, or frozen_step=True to get_default_sc_bwd_function to hide it from all optimizers."
-            )
         number = None if frozen_step or step is None else jnp.asarray(step, jnp.float32)
+        for name, optimizer in optimizers.items():
+            if step is None and optimizer.needs_step and not frozen_step:
+                raise ValueError(
+                    f"table {name!r}: optimizer {optimizer.short_name()!r} depends on the step; pass step=, or "
+                    "frozen_step=True to get_default_sc_bwd_function to hide it from all optimizers."
+                )
 
         def stepped(variables: PyTree) -> PyTree:
             return tables.update(embedding_gradients, variables, number, sparse_inputs)
 
-        if not moves_all_rows:  # without gradients it steps no rows, and needs no branch
-            return stepped(embedding_variables), None
-        return jax.lax.cond(has_gradients, stepped, lambda variables: variables, embedding_variables), None
+        if any(optimizer.moves_all_rows for optimizer in optimizers.values()):
+            return jax.lax.cond(has_gradients, stepped, lambda variables: variables, embedding_variables), None
+        return stepped(embedding_variables), None  # without gradients it steps no rows, and needs no branch
 
     return update
 

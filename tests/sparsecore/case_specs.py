@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking
+from tests.sparsecore.small_world import ragged
 
 CASES = json.loads((Path(__file__).parent.parent / "data" / "sparsecore_cases.json").read_text())
 
@@ -82,12 +83,6 @@ def placed_specs(spec):
 
 def tree_like(features, by_name, convert):
     return jax.tree.map(lambda feature: convert(by_name[feature.name]), features)
-
-
-def ragged(rows):
-    result = np.empty(len(rows), object)
-    result[:] = [np.asarray(row, np.int32) for row in rows]
-    return result
 
 
 def dense_or_ragged(rows):

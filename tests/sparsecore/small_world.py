@@ -46,6 +46,13 @@ def preprocess(specs, ids, weights=None, devices=1, cores=None, local=None, **op
     )
 
 
+def ragged(rows, dtype=np.int32):
+    """Rows of any length as an object array of arrays."""
+    result = np.empty(len(rows), object)
+    result[:] = [np.asarray(row, dtype) for row in rows]
+    return result
+
+
 def mesh_of(devices, axis="x"):
     return Mesh(np.asarray(jax.devices()[:devices]), (axis,))
 

@@ -7,7 +7,7 @@
 | unknown combiner behaves as sum | `test_specs` (unknown combiner 'max') |
 | weights that cancel give NaN | `test_preprocessing::test_cancelling_weights_give_zero_gains` |
 | the layer hides the step from Adam | `test_cases` (published loss), `test_flax_layers`, `test_surface` |
-| equal-shaped tables start equal; padding is random | `test_initialization` |
+| equal-shaped tables start equal; padding is random | `test_variables` |
 | new limits do not reach a compiled step | `test_new_limits_are_traced_once_each` here |
 | static specs hash without their limits | `test_specs_as_static_arguments_follow_new_limits` here |
 | a full buffer drops silently | `test_preprocessing::test_a_small_buffer...`, `test_drops_are_told_once...` here |
@@ -21,7 +21,7 @@
 | lookup and update need a TPU; layers fail in their constructor | every test of this folder runs on a CPU |
 | shard counts must be powers of two, one core is refused | `test_cases`, `test_random_models` |
 | sparse tensors have no weights | `test_sparse_input_may_have_weights` here |
-| tables are float32 only | `test_rounding`, `test_surface::test_activations_have_the_dtype_of_the_table` |
+| tables are float32 only | `test_embedding`, `test_surface::test_activations_have_the_dtype_of_the_table` |
 | the statistics example of the documentation is wrong | `test_cases` (`pre_stats_docstring_example`) |
 | zero-argument initializers fail at initialization; `rotation` misnamed | `test_stacking_page` |
 | limits jump up and down with every batch | `fdo/test_limits::test_few_limits_occur...` |

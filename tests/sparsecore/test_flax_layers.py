@@ -49,9 +49,11 @@ def initial_params(model, inputs):
 
 @functools.cache
 def linen_run(frozen_step=False):
-    specs = small_world.placed_specs(2, CORES, optimizer=ADAM)
-    layer = linen_layer(specs, frozen_step=frozen_step)
+    """In minibatches, as the batch exceeds its limits."""
+    specs = small_world.placed_specs(2, CORES, is_stacked=False, optimizer=ADAM, max_unique_ids_per_partition=8)
+    layer = linen_layer(specs, frozen_step=frozen_step, enable_minibatching=True)
     inputs, _ = layer.prepare_batch(small_world.draw_batch()[0])
+    assert int(inputs.num_minibatches[0]) > 1
     found = [initial_params(layer, inputs)]
     for _ in range(NUM_STEPS):
         found.append(gradient_step(layer, found[-1], inputs))
@@ -92,29 +94,25 @@ def dense_adam(tables, steps):
 def test_linen_autodiff_trains_as_dense_loops(frozen_step):
     _, specs, _, found = linen_run(frozen_step)
     before, after = (embedding.logical_tables(params, specs) for params in (found[0], found[-1]))
-    steps = [0] * NUM_STEPS if frozen_step else range(NUM_STEPS)
-    small_world.assert_close(after, dense_adam(before, steps))
+    small_world.assert_close(after, dense_adam(before, [0] * NUM_STEPS if frozen_step else range(NUM_STEPS)))
     if not frozen_step:
         assert float(linen_embed.step_number(found[-1][linen_embed.STEP_PARAM_NAME])) == NUM_STEPS
 
 
-@pytest.mark.parametrize("frozen_step", [False, True])
-def test_nnx_autodiff_trains_as_dense_loops(frozen_step):
-    layer, _, before, after = nnx_run(frozen_step=frozen_step)
-    steps = [0] * NUM_STEPS if frozen_step else range(NUM_STEPS)
+NNX_RUNS = {
+    "counted": ({}, range(NUM_STEPS), NUM_STEPS),
+    "frozen": ({"frozen_step": True}, [0] * NUM_STEPS, None),
+    "the counter goes on from a given step": ({"steps": (None, 7, None)}, (0, 7, 8), 9),
+    "frozen, but given": ({"steps": (3,), "frozen_step": True}, (3,), None),
+}
+
+
+@pytest.mark.parametrize("case", NNX_RUNS)
+def test_nnx_autodiff_trains_as_dense_loops(case):
+    options, steps, end = NNX_RUNS[case]
+    layer, _, before, after = nnx_run(**options)
     small_world.assert_close(after, dense_adam(before, steps))
-    assert layer.step is None if frozen_step else float(nnx_embed.step_number(layer.step.get_value())) == NUM_STEPS
-
-
-def test_a_given_step_wins_and_the_counter_goes_on_from_it():
-    layer, _, before, after = nnx_run(steps=(None, 7, None))
-    small_world.assert_close(after, dense_adam(before, (0, 7, 8)))
-    assert float(nnx_embed.step_number(layer.step.get_value())) == 9
-
-
-def test_a_frozen_nnx_layer_obeys_a_given_step():
-    _, _, before, after = nnx_run(steps=(3,), frozen_step=True)
-    small_world.assert_close(after, dense_adam(before, (3,)))
+    assert (None if layer.step is None else float(nnx_embed.step_number(layer.step.get_value()))) == end
 
 
 def test_linen_apply_gradient_equals_autodiff():
@@ -166,47 +164,29 @@ class NNXModel(nnx.Module):
         return self.head(self.layer(inputs)["a"])
 
 
-def dense_quantized_and_signed(tables, ids):
-    """Activations of rows rounded to halves in [-1, 1], and tables after one step of size 0.1 along the signs."""
-    rounded = {name: np.clip(np.floor((table + 1) * 2 + 0.5) / 2 - 1, -1, 1) for name, table in tables.items()}
-    activations = small_world.dense_activations(rounded, ids)
+def test_quantized_lookup_with_a_custom_rule():
+    """Rows are looked up as halves in [-1, 1], and stepped as they are: by 0.1 along the signs."""
+    rule = embedding_spec.CustomOptimizerSpec(0.1, lambda g, w, lr: w - lr * jnp.sign(g))
+    config = embedding_spec.QuantizationConfig(-1.0, 1.0, 5)
+    specs = small_world.placed_specs(2, CORES, quantization_config=config, optimizer=rule)
+    layer, (ids, _) = nnx_layer(specs), small_world.draw_batch()
+    before = embedding.logical_tables(nnx.state(layer), specs)
+
+    @nnx.jit
+    def train(layer, inputs):
+        activations = layer(inputs)
+        layer.apply_gradient(activations, inputs)
+        return activations
 
     def sign_step(row, slots, gradient):
         row -= 0.1 * np.sign(gradient)
 
-    return activations, small_world.dense_step(tables, small_world.full_slots(), ids, activations, sign_step)[0]
-
-
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
-def test_quantized_lookup_with_a_custom_rule(kind):
-    specs = small_world.placed_specs(
-        2,
-        CORES,
-        quantization_config=embedding_spec.QuantizationConfig(-1.0, 1.0, 5),
-        optimizer=embedding_spec.CustomOptimizerSpec(0.1, lambda g, w, lr: w - lr * jnp.sign(g)),
-    )
-    layer = linen_layer(specs) if kind == "linen" else nnx_layer(specs)
-    ids, _ = small_world.draw_batch()
-    inputs = layer.preprocess_inputs(0, ids, None)
-    if kind == "linen":
-        params = initial_params(layer, inputs)
-        before = embedding.logical_tables(params, specs)
-        activations = jax.jit(layer.apply)({"params": params}, inputs)
-        after = embedding.logical_tables(gradient_step(layer, params, inputs), specs)
-    else:
-        before = embedding.logical_tables(nnx.state(layer), specs)
-
-        @nnx.jit
-        def train(layer, inputs):
-            activations = layer(inputs)
-            layer.apply_gradient(activations, inputs)
-            return activations
-
-        activations = train(layer, inputs)
-        after = embedding.logical_tables(nnx.state(layer), specs)
-    expected_activations, expected_tables = dense_quantized_and_signed(before, ids)
-    small_world.assert_close(activations, expected_activations)
-    small_world.assert_close(after, expected_tables)
+    activations = train(layer, layer.preprocess_inputs(0, ids, None))
+    rounded = {name: np.clip(np.floor((table + 1) * 2 + 0.5) / 2 - 1, -1, 1) for name, table in before.items()}
+    wanted = small_world.dense_activations(rounded, ids)
+    small_world.assert_close(activations, wanted)
+    after, _ = small_world.dense_step(before, small_world.full_slots(), ids, wanted, sign_step)
+    small_world.assert_close(embedding.logical_tables(nnx.state(layer), specs), after)
 
 
 def test_the_partitioned_optimizers_keep_tables_from_optax():

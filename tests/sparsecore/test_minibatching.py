@@ -1,12 +1,10 @@
 """A batch in minibatches is the same batch."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rsembed.sparsecore import embedding
-from rsembed.sparsecore.linen import embed
 from rsembed.sparsecore.partitioner import bucket_of
 from tests.sparsecore import minibatch_program as program
 from tests.sparsecore import small_world
@@ -130,26 +128,6 @@ def test_shapes_are_known_in_advance(has_leading_dimension, enable_minibatching)
         global_device_count=4, num_sc_per_device=2, enable_minibatching=enable_minibatching
     )
     assert processed.lhs_row_pointers["words"].size == 2 * pointers
-
-
-def test_the_layer_trains_the_same_with_minibatches():
-    mesh = small_world.mesh_of(2)
-
-    def train(enable_minibatching, **limits):
-        specs = program.specs_for(2, **limits)
-        layer = embed.SparseCoreEmbed(
-            feature_specs=specs, mesh=mesh, sharding_axis="x", enable_minibatching=enable_minibatching,
-            num_sc_per_device=1,
-        )  # fmt: skip
-        inputs = layer.preprocess_inputs(0, {"history": program.make_ids()}, None)
-        params = jax.jit(layer.init)(jax.random.key(0), inputs)
-
-        def loss(params):
-            return jnp.sum(layer.apply(params, inputs)["history"] ** 2)
-
-        return jax.jit(jax.grad(loss))(params)["params"]["sc_embedding_variables"]
-
-    jax.tree.map(np.testing.assert_array_equal, train(True, **program.TIGHT), train(False))
 
 
 def test_the_published_way_to_agree_needs_no_addresses():

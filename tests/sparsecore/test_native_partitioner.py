@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsembed.sparsecore import native_partitioner, table_stacking
-from tests.sparsecore.small_world import feature_specs, place, preprocess
+from tests.sparsecore.small_world import feature_specs, place, preprocess, ragged
 
 _reason = native_partitioner.unavailable_because()
 if _reason is not None and os.environ.get("RSEMBED_REQUIRE_NATIVE") == "1":
@@ -94,11 +94,7 @@ def draw_leaf(generator, kind, vocabulary, dtype, num_samples):
     if kind == "dense":
         return draw_ids(generator, vocabulary, dtype, (num_samples, int(generator.integers(0, 6))))
     rows = [draw_ids(generator, vocabulary, dtype, int(generator.integers(0, 7))) for _ in range(num_samples)]
-    if kind == "lists":
-        return [row.tolist() for row in rows]
-    leaf = np.empty(num_samples, object)
-    leaf[:] = rows
-    return leaf
+    return [row.tolist() for row in rows] if kind == "lists" else ragged(rows, dtype)
 
 
 def draw_weights(generator, leaf):

@@ -11,17 +11,11 @@ from rsembed.sparsecore import embedding
 from tests.sparsecore import small_world
 
 
-def ragged(rows, dtype):
-    result = np.empty(len(rows), object)
-    result[:] = [np.asarray(row, dtype) for row in rows]
-    return result
-
-
 @pytest.mark.parametrize("convert", [
     lambda rows: rows,
     lambda rows: [tuple(row) for row in rows],
-    lambda rows: ragged(rows, np.int32),
-    lambda rows: ragged(rows, np.uint64),
+    lambda rows: small_world.ragged(rows, np.int32),
+    lambda rows: small_world.ragged(rows, np.uint64),
     lambda rows: np.asarray(rows, object),
     lambda rows: np.asarray(rows, np.uint8),
     lambda rows: jax.numpy.asarray(rows, np.int32),

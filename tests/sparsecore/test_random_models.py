@@ -19,6 +19,7 @@ from rsembed.sparsecore import embedding, embedding_spec, table_stacking
 from rsembed.sparsecore.partitioner import bucket_of
 from tests.oracles import adagrad_step, sgd_step, stepped_table
 from tests.sparsecore.case_specs import on_devices, variables_of
+from tests.sparsecore.small_world import ragged
 
 BATCH = 48
 """A multiple of every shard count below; also of the 6 shards of three devices."""
@@ -228,7 +229,7 @@ def surviving(model, partitions):
 
 FORMS = {
     "lists": lambda rows, dtype: rows,
-    "objects": lambda rows, dtype: _object_array(rows, dtype),
+    "objects": ragged,
     "pairs": lambda rows, dtype: (_flat(rows, dtype), np.asarray([len(row) for row in rows])),
     "bags": lambda rows, dtype: Bags.from_lists(rows) if dtype == np.int64 else _flat(rows, dtype),
 }
@@ -236,12 +237,6 @@ FORMS = {
 
 def _flat(rows, dtype):
     return np.asarray([value for row in rows for value in row], dtype)
-
-
-def _object_array(rows, dtype):
-    array = np.empty(len(rows), object)
-    array[:] = [np.asarray(row, dtype) for row in rows]
-    return array
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model.devices}x{model.cores}-{model.stacking}")

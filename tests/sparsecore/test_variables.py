@@ -1,4 +1,4 @@
-"""Tables leave and enter the physical layout by name, and nothing else changes."""
+"""A logical table starts the same wherever its rows lie; it leaves and enters the physical layout by name."""
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +6,101 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.core import meta
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from rsembed.initial_values import initial_rows, table_key
 from rsembed.sparsecore import embedding, embedding_spec
 from tests.sparsecore import small_world
+
+# The last bit of a normal value's approximation is a compiler's, unless it optimizes.
+pytestmark = pytest.mark.usefixtures("more_optimizations")
+
+KEY = jax.random.key(3)
+INITIALIZERS = {
+    "normal": jax.nn.initializers.normal(1.0),
+    "lecun": jax.nn.initializers.lecun_uniform(),
+    "orthogonal": jax.nn.initializers.orthogonal(),
+}
+
+
+def build(devices, cores, is_stacked, initializer="normal", key=KEY):
+    tables = {"first": 37, "twin": 37, "other": 70}
+    specs = small_world.feature_specs(
+        tables,
+        {f"of_{name}": (name, 24) for name in tables},
+        embedding_dim=6,
+        initializer=INITIALIZERS[initializer],
+        optimizer=embedding_spec.AdagradOptimizerSpec(initial_accumulator_value=0.5),
+    )
+    small_world.place(specs, devices, cores, rotation=1 if is_stacked else None)
+    return specs, small_world.init(specs, devices, cores, key)
+
+
+def tables_of(devices, cores, is_stacked, initializer="normal", key=KEY):
+    specs, variables = build(devices, cores, is_stacked, initializer, key)
+    return specs, jax.tree.map(np.asarray, embedding.logical_tables(variables, specs))
+
+
+@pytest.mark.parametrize(("devices", "cores", "is_stacked"), [(1, 1, True), (1, 4, True), (2, 2, False), (3, 1, True)])
+def test_tables_do_not_depend_on_the_layout_or_on_blocks(devices, cores, is_stacked, monkeypatch):
+    monkeypatch.setattr("rsembed.collection.dense_rows.INIT_BLOCK_VALUES", 80)
+    specs, tables = tables_of(devices, cores, is_stacked)
+    for table in embedding.get_table_specs(specs).values():
+        wanted = initial_rows(table_key(KEY, table.name), table, jnp.arange(table.vocabulary_size))
+        np.testing.assert_array_equal(tables[table.name], wanted)
+    assert not np.array_equal(tables["first"], tables["twin"])
+
+
+@pytest.mark.parametrize("initializer", ["lecun", "orthogonal"])
+def test_initializers_see_the_logical_shape(initializer):
+    _, alone = tables_of(1, 1, True, initializer)
+    _, spread = tables_of(2, 2, False, initializer)
+    jax.tree.map(np.testing.assert_array_equal, alone, spread)
+    if initializer == "lecun":
+        assert np.abs(alone["first"]).max() <= np.sqrt(3 / 37)
+    if initializer == "orthogonal":
+        np.testing.assert_allclose(alone["first"].T @ alone["first"], np.eye(6), atol=1e-5)
+
+
+def test_padding_is_zero_and_slots_are_full():
+    _, variables = build(2, 2, True)
+    (stack,) = variables.values()
+    table = np.asarray(stack.table)
+    assert not table[:, 6:].any()
+    assert np.count_nonzero(np.abs(table).sum(axis=1)) == 37 + 37 + 70
+    assert (np.asarray(stack.slot.accumulator) == 0.5).all()
+    assert stack.table.sharding.spec == P(("x",)) or stack.table.sharding.spec == P("x")
+
+
+def test_three_axes_of_the_sharding_give_a_leading_axis_of_devices():
+    table = embedding_spec.TableSpec(name="t", vocabulary_size=30, embedding_dim=6)
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("x",))
+    flat, by_device = (
+        embedding.init_embedding_variables(KEY, [table], NamedSharding(mesh, P("x", *rest)), 2)["t"].table
+        for rest in ([None], [None, None])
+    )
+    assert by_device.sharding.spec == P("x", None, None)
+    np.testing.assert_array_equal(by_device, np.asarray(flat).reshape(2, 16, 8))
+
+
+def test_raw_keys_work_like_typed_ones():
+    raw = jax.random.key_data(KEY)
+    jax.tree.map(np.testing.assert_array_equal, tables_of(1, 1, True)[1], tables_of(1, 1, True, key=raw)[1])
+
+
+def test_building_needs_little_beside_the_table():
+    normal = jax.nn.initializers.normal()
+    specs = small_world.feature_specs({"large": 2_000_000}, {"f": ("large", 8)}, embedding_dim=16, initializer=normal)
+    small_world.place(specs, cores=2)
+
+    def build(key):
+        return small_world.init(specs, key=key)
+
+    analysis = jax.jit(build).lower(KEY).compile().memory_analysis()
+    table_bytes = 2_000_000 * 16 * 4
+    assert analysis.output_size_in_bytes >= table_bytes
+    assert analysis.temp_size_in_bytes < 0.1 * table_bytes
 
 
 def variables_with(specs, fill=0.0):

@@ -1,13 +1,18 @@
-"""What lookup and update leave alone, and the meshes they run under; `test_random_models` holds their numbers."""
+"""What lookup and update leave alone, the meshes they run under, rules of whole rows and stochastic rounding.
+
+`test_random_models` holds the numbers of lookup and update.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from rsembed.sparsecore import embedding, embedding_spec, table_stacking
+from rsembed import from_optax
+from rsembed.sparsecore import embedding, embedding_spec, mesh_lookup, table_stacking
 from tests.sparsecore import small_world
 from tests.sparsecore.case_specs import on_devices, variables_of
 
@@ -124,3 +129,118 @@ def test_whole_row_rules_refuse_stacks_of_different_dims():
     variables = {"narrow_wide": embedding.EmbeddingVariables(table, (slot,))}
     with pytest.raises(ValueError, match=r"'rowwise_adagrad' works on whole rows, .*'narrow': 4, 'wide': 12"):
         jax.jit(lambda *given: embedding.sparse_dense_matmul_grad(*given, specs))(gradients, processed, variables)
+
+
+# Rules of whole rows: slots have one shape wherever they come from, and padding never counts.
+
+
+def normed_momentum(gradient, row, momentum, lr):
+    momentum = 0.9 * momentum + gradient / (1 + jnp.linalg.norm(gradient)) + 0.1 * jnp.mean(row)
+    return row - lr * momentum, momentum
+
+
+def normed_momentum_in_numpy(row, slots, gradient):
+    slots[0][:] = 0.9 * slots[0] + gradient / (1 + np.sqrt((gradient**2).sum())) + 0.1 * row.mean()
+    row -= 0.5 * slots[0]
+
+
+RULES = {
+    "custom": embedding_spec.CustomOptimizerSpec(0.5, normed_momentum, (0.25,)),
+    "row-wise": embedding_spec.RowWiseAdagradOptimizerSpec(0.5),
+    "optax": from_optax(optax.sgd(0.5, momentum=0.9)),
+    "entries": embedding_spec.AdamOptimizerSpec(0.5),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_new_and_stacked_variables_have_equal_shapes(name):
+    """The dim, 5, is no multiple of 8."""
+    specs = small_world.placed_specs(1, 4, optimizer=RULES[name])
+    variables = small_world.init(specs)
+    logical = embedding.logical_variables(variables, specs)
+    table_specs = embedding.get_table_specs(specs)
+
+    @jax.jit
+    def flat_stacks(logical):
+        stacked = table_stacking.stack_and_shard_tables(table_specs, logical, 4, 0.0)
+        return jax.tree.map(lambda array: array.reshape(-1, array.shape[-1]), stacked)
+
+    flat = flat_stacks(logical)
+    assert jax.tree.map(jnp.shape, flat) == jax.tree.map(jnp.shape, variables)
+    jax.tree.map(np.testing.assert_array_equal, embedding.logical_variables(flat, specs), logical)
+
+
+@pytest.mark.parametrize("is_from_logical", [True, False])
+def test_a_custom_rule_with_slots_equals_rows_without_padding(is_from_logical):
+    specs = small_world.placed_specs(1, 4, optimizer=RULES["custom"])
+    tables, slots = small_world.draw_tables(), small_world.full_slots(0.25)
+    variables = embedding.with_logical_tables(small_world.init(specs), specs, tables)
+    if is_from_logical:
+        pairs = {name: (table, slots[name][0].astype(np.float32)) for name, table in tables.items()}
+        ((table, slot),) = table_stacking.stack_and_shard_tables(
+            embedding.get_table_specs(specs), pairs, 4
+        ).values()  # NaN everywhere else
+        flat = [jnp.asarray(array.reshape(-1, array.shape[-1])) for array in (table, slot)]
+        (name,) = variables
+        variables = {name: embedding.EmbeddingVariables(flat[0], tuple(flat[1:]))}
+
+    @jax.jit
+    def step(gradients, inputs, variables, step):
+        return embedding.sparse_dense_matmul_grad(gradients, inputs, variables, specs, global_device_count=1, step=step)
+
+    for seed in range(2):
+        ids, gradients = small_world.draw_batch(seed)
+        inputs, _ = small_world.preprocess(specs, ids)
+        variables = step(gradients, inputs, variables, jnp.int32(seed))
+        tables, slots = small_world.dense_step(tables, slots, ids, gradients, normed_momentum_in_numpy)
+    got = embedding.logical_variables(variables, specs)
+    small_world.assert_close({name: pair.table for name, pair in got.items()}, tables)
+    small_world.assert_close(
+        {name: jax.tree.leaves(pair.slot)[0] for name, pair in got.items()}, {name: s[0] for name, s in slots.items()}
+    )
+
+
+# Stochastic rounding draws for a step, a table and an id; where the row lies, and in which stack, does not matter.
+
+ROWS, DIM, BATCH = 32, 8, 64
+
+
+def rounded_specs(devices, cores, *names, rotation=None):
+    specs = small_world.feature_specs(
+        dict.fromkeys(names, ROWS),
+        {name: (name, BATCH) for name in names},
+        initializer=jax.nn.initializers.ones,
+        optimizer=embedding_spec.SGDOptimizerSpec(1.0),
+        dtype="bfloat16",
+        stochastic_rounding=True,
+    )
+    return small_world.place(specs, devices, cores, rotation)
+
+
+def stepped(specs, devices, *, number=0):
+    """Logical tables of ones after one step of every row with the same small gradient."""
+    mesh = small_world.mesh_of(devices)
+    tables = mesh_lookup.MeshTables(feature_specs=specs, devices=mesh_lookup.table_mesh(mesh, "x"))
+    inputs, _ = tables.prepare({name: np.arange(BATCH)[:, None] % ROWS for name in specs})
+    gradients = {name: jnp.full((BATCH, DIM), 2.0**-10) for name in specs}
+    updated = jax.jit(tables.update)(gradients, small_world.init(specs, devices), number, inputs)
+    return {name: np.asarray(table, np.float32) for name, table in embedding.logical_tables(updated, specs).items()}
+
+
+def test_every_row_of_every_table_and_every_step_has_noise_of_its_own():
+    specs = rounded_specs(1, 4, "t", "u")
+    values, later = (np.concatenate(list(stepped(specs, 1, number=number).values())) for number in (0, 1))
+    assert set(np.unique(values)) == {np.float32(1 - 2**-8), np.float32(1)}  # two steps of half the distance
+    # 64 rows of 8 coin tosses: by chance a few of them are equal, not half.
+    assert len({row.tobytes() for row in values}) > 44
+    assert (values != later).any()
+
+
+def test_rounded_tables_are_bit_equal_alone_or_stacked_on_any_number_of_devices_and_cores():
+    wanted = stepped(rounded_specs(1, 4, "t", "u"), 1)
+    for devices, cores in ((1, 4), (4, 1), (2, 4)):
+        jax.tree.map(
+            np.testing.assert_array_equal, stepped(rounded_specs(devices, cores, "t", "u", rotation=1), devices), wanted
+        )
+    alone = stepped(rounded_specs(4, 1, "u"), 4)
+    np.testing.assert_array_equal(alone["u"], wanted["u"])
