@@ -87,8 +87,8 @@ def write_arrays(
     nobody is left waiting.
 
     Args:
-      path: where the folders come; None in processes that do not write.
-      arrays: from `as_saved`.
+      path: parent of the folders; None in processes that do not write.
+      arrays: results of `as_saved`.
       show: the progress.
     """
     entries = [_described(number, array) for number, array in enumerate(arrays)]
@@ -315,8 +315,8 @@ def check_entry(entry: Any, number: int) -> None:
     """Checks that a manifest entry describes one array in the checkpoint's folder, with all checksums.
 
     Args:
-      entry: of the manifest.
-      number: its position.
+      entry: an entry of the manifest.
+      number: position of the entry in the manifest.
 
     Raises: CorruptCheckpointError: it does not.
     """

@@ -33,10 +33,10 @@ def save_collection(
 
     Args:
       path: see `save`.
-      collection: whose state it is.
-      state: of one instant.
+      collection: the collection that the state belongs to.
+      state: the state to save.
       others: any pytree, such as dense parameters and their optimizer state.
-      metadata: what JSON can hold; `manifest(path)["metadata"]["user"]` returns it.
+      metadata: values that JSON can hold; `manifest(path)["metadata"]["user"]` returns it.
 
     Raises:
       ValueError: the state is not this collection's.

@@ -46,7 +46,7 @@ class SavedArray:
     read: Callable[[np.ndarray | None], Blocks]
 
     def blocks(self) -> Blocks:
-        """Its rows in order, a few MiB at a time, each with the number of its first row.
+        """Blocks of rows in order, a few MiB each, with the number of their first row.
 
         Raises: CorruptCheckpointError: the next ones are not what was written.
         """
@@ -73,7 +73,7 @@ def sharded(
     Args:
       shape: of the whole array, with at least one dimension.
       dtype: of the array.
-      sharding: where it goes.
+      sharding: sharding of the result.
       pieces: row numbers, and the rows; rows that never come are zeros.
     """
 
