@@ -41,10 +41,10 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 IMPLEMENTATIONS: tuple[ModuleType, ...] = (sparsecore, gpu, native, reference)
-"""In order of preference."""
+"""All implementations, in order of preference."""
 
 OPT_IN = (sparsecore.NAME, gpu.NAME)
-"""Implementations that serve only when named, by `implementation=` or in `RSEMBED_KERNELS`, separated by commas."""
+"""Implementations that run only when named, by `implementation=` or in `RSEMBED_KERNELS`, separated by commas."""
 
 
 def implementation_states() -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int, PyTree, Shaped, UInt32
 from rsembed.kernels.contract import NO_ROW
 
 Rows = Int[Array, "devices _"] | None
-"""Which rows go into the places of an array's blocks; None where it is blocks already."""
+"""Rows that go into the places of an array's blocks; None for an array of blocks."""
 
 
 def pack_blocks(arrays: Sequence[Array], rows: Sequence[Rows]) -> Shaped[Array, "devices places *row"]:
@@ -49,8 +49,8 @@ class Queue(NamedTuple):
 
     Attributes:
       offsets: entries `offsets[d] : offsets[d + 1]` belong to device `d`.
-      cursor: how many of each owner's have travelled.
-      lanes: what tells entries of one owner apart, int32 or uint32, most significant first.
+      cursor: number of each owner's entries that have been sent.
+      lanes: integers that distinguish the entries of one owner, int32 or uint32, most significant first.
       capacity: places for each owner in a round.
     """
 
@@ -85,7 +85,7 @@ def round_places(
     """Entries that every queue sends to every owner in one round.
 
     Args:
-      queues: of one device.
+      queues: the queues of one device.
       fit: 1 where no device has more entries for an owner than places, 0 where some has.
       cuts: and then the least entry without a place, in the words of `block_ends`; only those before it travel.
 
