@@ -179,7 +179,7 @@ class StepOnce:
       batch: keys of each output.
       wanted: by number of the variable, how many of its keys were going to get a row, by device.
       num_rows: of each output; a gradient may have fewer rows than it, then the last ones have none.
-      shapes: of the gradients.
+      shapes: shapes that gradients must have.
     """
 
     variables: Sequence[EmbeddingVariable]

@@ -64,8 +64,8 @@ def core_policies(where: str, option: EmbeddingVariableOption | None, given: Map
 
     Args:
       where: names the table in errors.
-      option: as DeepRec has it.
-      given: the same without it, or by SOK's `evict_strategy` and `filter_ratio`; of these four, None is not said.
+      option: policies in DeepRec's form.
+      given: policies as arguments, or SOK's `evict_strategy` and `filter_ratio`; None leaves one of these four out.
 
     Raises: ValueError: a strategy has no counterpart, or two arguments say the same.
     """
