@@ -20,7 +20,7 @@ from rsembed.keys import Keys, join_keys
 PAD_ID = -1
 """Stands for "no id" in dense arrays and behind the last bag; contributes nothing and is not counted as a mistake."""
 FEWEST_OF_ONE_LENGTH = 16
-"""From so many bags on, equal lengths are no coincidence."""
+"""Fewest bags whose equal lengths are taken for a fixed length, not for a coincidence."""
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
@@ -53,7 +53,7 @@ class Bags:
 
     @staticmethod
     def from_lists(rows: Sequence[PyTree], weights: Sequence[PyTree] | None = None) -> Bags:
-        """One bag a row, from lists, tuples or one-dimensional arrays of any length (also empty).
+        """Bags from rows of ids, one a bag: lists, tuples or one-dimensional arrays of any length (also empty).
 
         Raises:
           TypeError: a row is not a flat sequence of integers.

@@ -23,7 +23,7 @@ import optax
 
 MAX_DIFFERENCES_SHOWN = 6
 ELSEWHERE = "elsewhere"
-"""The fact that the arrays beside a fingerprint are not all there is, and what to save instead; files refuse those."""
+"""Name of the fact that part of a state is kept elsewhere; its value says what to save, since files refuse it."""
 
 
 @jax.tree_util.register_static
@@ -72,10 +72,10 @@ def check_same(found: Fingerprint, expected: Fingerprint, *, what: str, way_out:
     """Compares two fingerprints; the error lists the facts that differ.
 
     Args:
-      found: of what was given.
-      expected: of what it is to be used with.
+      found: fingerprint of the given thing.
+      expected: fingerprint that it should have.
       what: the sentence's beginning, such as `"the state does not belong to this collection"`.
-      way_out: what to do about it, a whole clause.
+      way_out: a sentence that says what to do about it.
 
     Raises: ValueError: they differ; names the facts.
     """

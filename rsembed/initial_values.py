@@ -171,8 +171,8 @@ class _RowEvaluator:
 
     Args:
       rows: the wanted rows.
-      num_rows: of the arrays.
-      lanes: with which a key is folded to draw for each of the wanted rows; the rows themselves if none are given.
+      num_rows: length of the arrays' leading axis.
+      lanes: numbers folded into the key of each wanted row, one after the other; by default the row's number.
       only_key: if given, that of the initializer: what draws from another one, or makes one of it, cannot be cut.
       table: where there is a key for each of several tables, which of them is folded for each of the wanted rows.
       only_cuts: refuse arrays as long as there are rows that cannot be cut; what follows from one knows their number.

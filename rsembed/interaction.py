@@ -18,7 +18,7 @@ def pairwise_interaction(
     takes several times as long as the tables of a model of 26 features.
 
     Args:
-      vectors: of each feature, such as `jnp.stack([dense, *activations.values()], axis=1)`.
+      vectors: one vector per feature, such as `jnp.stack([dense, *activations.values()], axis=1)`.
       implementation: name of a kernel implementation to insist on; None takes the fastest that can serve.
 
     Raises: TypeError or ValueError: `vectors` is no array of floats, or has not three axes.

@@ -25,7 +25,7 @@ class Keys(NamedTuple):
       high: upper 32 bits, uint32.
       low: lower 32 bits, uint32.
       is_key: False for padding, whose lanes mean nothing.
-      table: which of several tables each belongs to, int32; None where there is one.
+      table: number of each key's table among several, int32; None where there is one.
     """
 
     high: Any

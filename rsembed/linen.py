@@ -37,7 +37,7 @@ class Embeddings(nn.Module):
     which no result depends, tells when somebody differentiates the model and forgets the tables.
 
     Attributes:
-      collection: its tables may be kept in any way, on one device or a mesh.
+      collection: the tables, in any storage, on one device or a mesh.
       frozen: tables are only read.
 
     Example:
@@ -83,7 +83,7 @@ class TrainState(struct.PyTreeNode):
         with those of a checkpoint.
       variables: other variable collections, such as `batch_stats`.
       tx: steps `params`, and never sees a table.
-      opt_state: of `tx`.
+      opt_state: state of `tx`.
     """
 
     step: Any

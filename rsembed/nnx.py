@@ -46,7 +46,7 @@ _WAY_OUT = (
 
 
 _LEFT_BEHIND = re.compile(r"mutate Calls|\['calls'\]\.value")
-"""How Flax and JAX name the record of lookups where one was made inside a transformation of theirs."""
+"""Texts in errors of Flax and JAX about a record of lookups that was made inside a transformation of theirs."""
 _places: ContextVar[list[PyTree]] = ContextVar("places of the lookups of a loss")
 """The trace of each lookup while a loss is recorded: `nnx.scan` drops the record of a model that it only reads."""
 
@@ -58,7 +58,7 @@ class Embeddings(nnx.Module):
     look up before.
 
     Args:
-      collection: its tables may be kept in any way, on one device or a mesh.
+      collection: the tables, in any storage, on one device or a mesh.
       rngs: its stream `params` gives the key of the initial tables.
       frozen: tables are only read. May be set at any time: `layer.frozen = True`, or for all layers
         `model.set_attributes(rs.nnx.Embeddings, frozen=True)`.
@@ -178,8 +178,8 @@ class Optimizer(nnx.Module):
     """Steps tables by their rules, and dense parameters by optax, which never sees a table.
 
     Args:
-      model: with `Embeddings` layers.
-      tx: for the dense parameters.
+      model: a model with `Embeddings` layers.
+      tx: optax transformation for the dense parameters.
       wrt: as for `value_and_grad`.
     """
 

@@ -1,4 +1,4 @@
-"""Where the row of an id lies: the one law that every layout is a setting of.
+"""Place law: the formula for the row of each id, of which every layout is a setting.
 
 ```
 table, id  ──rows──▶  shard * rows_per_shard + row in the shard  ──ids, tables_and_ids──▶  table, id
@@ -23,7 +23,7 @@ from jaxtyping import Int, PyTree
 
 
 class Place(NamedTuple):
-    """Where a table lies: id `i` is row `(first + i) // spread` of shard `owner + (first + rotation + i) % spread`.
+    """Place of a table: id `i` is row `(first + i) // spread` of shard `owner + (first + rotation + i) % spread`.
 
     Args:
       owner: the first of the `spread` shards that have a part of it.

@@ -21,10 +21,10 @@ def progress(
     """The items, one by one, with a bar that tells how many are done and how long the rest takes.
 
     Args:
-      items: what is gone through; a `total=` among the options helps where it has no length.
+      items: any iterable; a `total=` among the options helps where it has no length.
       description: stands before the bar, such as "training".
       show: None shows the bar where somebody watches, see `is_watched`; True and False insist.
-      **bar_options: for tqdm.
+      **bar_options: options of tqdm.
 
     Example:
       >>> sum(progress(range(4), description="adding", show=False))

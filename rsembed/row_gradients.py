@@ -29,8 +29,8 @@ class Summands(NamedTuple):
     writing the sums down, and XLA leaves out what nobody reads.
 
     Attributes:
-      engine: of the collection that read the batch, with `squared_norm` and `update`.
-      batch: by feature.
+      engine: engine of the collection that read the batch, with `squared_norm` and `update`.
+      batch: ids by feature.
       d_outputs: gradients of what each feature pooled, by feature.
     """
 
@@ -52,7 +52,7 @@ class RowGradients:
       values: float32 gradient of each row; zeros in unused places.
       num_rows: rows of each stack's table, as sorted `(stack, rows)` pairs.
       shardings: on a mesh, how rows and values of each stack are split, as sorted `(stack, rows, values)`.
-      layout: of the collection that they belong to, which it compares before it applies them.
+      layout: fingerprint of the collection that they belong to, compared before they are applied.
     """
 
     rows: dict[str, Int[Array, "*capacity"]]
@@ -64,7 +64,7 @@ class RowGradients:
     layout: Fingerprint | None = dataclasses.field(default=None, metadata={"static": True})
 
     summands: ClassVar[Summands | None] = None
-    """What the values are sums of, if that is known: a pytree that was taken apart may have changed, and forgets it."""
+    """Batch from which the values are summed; None where it is unknown, as in a pytree that JAX has rebuilt."""
 
     def summed_from(self, summands: Summands) -> RowGradients:
         """A copy of these gradients that remembers the batch from which their values are summed."""
@@ -173,7 +173,7 @@ def global_norm(row_gradients: RowGradients) -> Float[Array, ""]:
 
 @validated
 def scale(row_gradients: RowGradients, factor: float | Float[Array, ""]) -> RowGradients:
-    """All values times `factor`.
+    """Row gradients with all values multiplied by `factor`.
 
     Raises: ValueError: it is not finite.
     """

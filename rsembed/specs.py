@@ -53,7 +53,7 @@ class QuantizationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FeatureIdTransformation:
-    """Where a feature's samples and ids go inside its stack.
+    """Place of a feature's samples and ids inside its stack.
 
     Args:
       row_offset: first sample of the feature in the stacked batch.
@@ -68,7 +68,7 @@ class FeatureIdTransformation:
 
 @dataclasses.dataclass(frozen=True)
 class TableSettingInStack:
-    """Where a table lies inside its stack; sizes in rows and columns."""
+    """Place of a table inside its stack; sizes in rows and columns."""
 
     stack_name: str
     padded_vocab_size: int
@@ -106,8 +106,8 @@ class Storage(Protocol):
     Frozen and hashable. `rsembed.storage.Storage` says what the engine asks of it beside this.
 
     Attributes:
-      placements: how a mesh may place it, the first being the default: `row`, each key with one owner, or `replicated`.
-      key_dtype: what ids must fit into that are keys, `vocabulary_size` being how many there is room for; None where
+      placements: supported placements on a mesh, the default first: `row`, each key with one owner, or `replicated`.
+      key_dtype: dtype that holds the keys, for which `vocabulary_size` is the room; None where
         ids are row numbers below it.
     """
 
@@ -148,23 +148,23 @@ object.__setattr__(UNCHOSEN_OPTIMIZER, "tells_all", True)
 @no_type_check  # wrong values are refused by name in __post_init__
 @dataclasses.dataclass(unsafe_hash=True)
 class TableSpec:
-    """One embedding table.
+    """Declaration of an embedding table.
 
     Args:
       name: unique among the tables of a model.
       vocabulary_size: rows; ids run from 0 to `vocabulary_size - 1`.
       embedding_dim: columns.
       initializer: called as `(key, shape)` with the logical shape `(vocabulary_size, embedding_dim)`.
-      optimizer: how touched rows are stepped; plain SGD with learning rate 0.001 if left out, of which a log tells.
+      optimizer: rule that steps looked-up rows; if left out, SGD with learning rate 0.001, which is logged.
       combiner: `sum`, `mean`, `sqrtn`, or `none` (one vector per id: sequence output).
       max_ids_per_partition: most entries one core may send to one shard. A layout limit of SparseCores: raise it
         when preprocessing says so, or let feedback-directed optimisation (`rsembed.fdo`) set it.
-      max_unique_ids_per_partition: likewise, for distinct ids.
+      max_unique_ids_per_partition: the same limit for distinct ids.
       suggested_coo_buffer_size_per_device: entries in a device's input buffer; None sizes it for the worst case.
       quantization_config: rounds rows at lookup.
       dtype: `float32`, `bfloat16` or `float16`; sums and optimizers compute in float32 all the same.
       stochastic_rounding: round updated rows of a 16-bit table up or down at random, without bias.
-      storage: what keeps the rows, such as `rsembed.Hashed` or `rsembed.tt.TensorTrain`; None is an array of them.
+      storage: storage of the rows, such as `rsembed.Hashed` or `rsembed.tt.TensorTrain`; None is an array of them.
 
     Once a stacking function has placed the table, its public fields can no longer be set.
     """
@@ -258,7 +258,7 @@ class TableSpec:
 @no_type_check  # wrong values are refused by name in __post_init__
 @dataclasses.dataclass(unsafe_hash=True)
 class FeatureSpec:
-    """One categorical input that reads a table.
+    """Declaration of a categorical input that reads a table.
 
     Args:
       name: unique among the features of a model.
@@ -305,7 +305,7 @@ class FeatureSpec:
 
     @property
     def id_transformation(self) -> FeatureIdTransformation:
-        """Where the feature lies inside its stack."""
+        """Place of the feature inside its stack."""
         return self._id_transformation
 
     @id_transformation.setter

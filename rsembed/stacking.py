@@ -1,4 +1,4 @@
-"""From specs to a plan: which tables share a physical table, and where every row of every table lies.
+"""Stacking plans, made from specs: which tables share a physical table, and where each row lies.
 
 A plan is pure data: frozen, hashable by value (limits included), printable. It is computed here and nowhere else; the
 published in-place functions attach it to specs. Two layouts are settings of one planner and one place law:
@@ -141,7 +141,7 @@ class StackPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackingPlan:
-    """Where every table and feature of a model lies. Equal plans hash equal, limits included."""
+    """Places of all tables and features of a model. Equal plans hash equal, limits included."""
 
     num_shards: int
     stacks: tuple[StackPlan, ...]
@@ -405,7 +405,7 @@ def plan_stack(
     max_unique_ids_per_partition: LimitsCallable = get_default_limits,
     activation_mem_bytes_limit: int = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
 ) -> StackPlan:
-    """One stack of the given tables, in the given order.
+    """Plan of one stack with the given tables, in the given order.
 
     A single table keeps its own limits; several take those of the two callables `(stack_name, total_sample_count)`.
     Where nobody chose a callable, the largest limit that one of the tables declares counts if it is higher. Suggested

@@ -89,8 +89,8 @@ class Gradients:
     """Gradients of a loss: dense ones of parameters, sparse ones of tables.
 
     Args:
-      dense: in the structure of the parameters.
-      calls: by layer that was called, with gradients of activations. A layer's name is its path, `"towers/0/words"`.
+      dense: gradients in the structure of the parameters.
+      calls: calls of each layer, with gradients of activations. A layer's name is its path, `"towers/0/words"`.
       changed: `RowGradients` that somebody put in the place of those that follow from the calls, by layer.
     """
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import rsembed
+from tools.published_names import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -174,17 +175,6 @@ TABLES = [ROOT / "docs" / "migration.md", *(ROOT / "docs").glob("names-*.md")]
 NAMED = [name for page in TABLES for name in re.findall(r"`(rsembed\.[\w.]+)`", page.read_text())]
 
 
-def resolve(name):
-    parts = name.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            module = importlib.import_module(".".join(parts[:length]))
-        except ModuleNotFoundError:
-            continue
-        return functools.reduce(getattr, parts[length:], module)
-    raise AssertionError(name)
-
-
 @pytest.mark.parametrize("name", sorted(set(NAMED)))
 def test_the_calls_of_the_migration_tables_exist(name):
     assert resolve(name) is not None
@@ -252,6 +242,11 @@ def test_one_id_goes_the_way_that_the_page_tells():
 def test_the_program_of_the_page_on_storages_trains_a_table_of_each_kind(capsys):
     names, count = run_programs("engine.md")
     assert count == 1 and int(names["state"].step) == 1 and capsys.readouterr().out == "2\n"
+
+
+def test_the_program_of_the_page_on_checks_is_refused_in_the_words_that_it_shows(capsys):
+    run_programs("checks.md")
+    assert "word/vocabulary_size is 100, expected 200." in capsys.readouterr().out
 
 
 def test_the_programs_of_the_page_on_long_runs_save_what_they_say(capsys):

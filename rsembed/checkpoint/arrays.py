@@ -286,8 +286,8 @@ def check_entry(entry: Any, number: int) -> None:
     """Checks that a manifest entry describes one array in the checkpoint's folder, with all checksums.
 
     Args:
-      entry: of the manifest.
-      number: its position.
+      entry: an entry of the manifest.
+      number: position of the entry in the manifest.
 
     Raises: CorruptCheckpointError: it does not.
     """

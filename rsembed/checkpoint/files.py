@@ -118,7 +118,7 @@ class Contents(NamedTuple):
 
     Attributes:
       leaves: arrays by path, each with the implementation of the PRNG keys that it stands for, if any.
-      body: of the manifest, but for what is said of the arrays.
+      body: body of the manifest without the entries of arrays.
     """
 
     leaves: dict[tuple[str, ...], tuple[Any, str | None]]
@@ -177,8 +177,8 @@ def written(path: Path, contents: Contents, *, show: bool | None = None) -> OSEr
     """Writes a checkpoint, and returns why that could not be done.
 
     Args:
-      path: where.
-      contents: with arrays in any place; all processes call this, unless they are `in_memory`.
+      path: the checkpoint's folder.
+      contents: arrays anywhere; all processes call this, unless the arrays are `in_memory`.
       show: the progress, see `rsembed.progress`.
     """
     partial, failures, is_writer = hidden_beside(path), list[OSError](), jax.process_index() == 0
@@ -298,7 +298,7 @@ def save(
       tree: any pytree of numpy or JAX arrays, numbers and PRNG keys, of one instant. An `EmbeddingState` in it is
         written as `tables/<table>` and `slots/<table>/<slot>`, rows in the order of ids.
       step: number of updates behind the tree; `latest` compares it.
-      metadata: what JSON can hold.
+      metadata: values that JSON can hold.
 
     Raises:
       FileExistsError: `path` exists.

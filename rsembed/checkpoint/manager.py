@@ -64,11 +64,11 @@ class CheckpointManager:
     block, or call `close`, to wait for the last one.
 
     Args:
-      folder: of the run; a second writer is refused.
-      collection: whose states are saved, with whatever stands beside them; None saves any tree.
-      max_to_keep: how many good ones stay, of those that were written last; None keeps all. What is damaged does not
-        count, and goes when so many good ones are newer.
-      keep_period: those whose step is a multiple stay in any case.
+      folder: folder of the run; a second writer is refused.
+      collection: collection whose states are saved, with any `others`; None saves any tree.
+      max_to_keep: number of undamaged checkpoints to keep, the last written; None keeps all. Damaged ones do not
+        count, and go when so many good ones are newer.
+      keep_period: checkpoints whose step is a multiple of it are always kept.
       asynchronous: False writes before `save` returns, and needs no memory for copies.
       read_only: True writes nothing and locks nothing: for a folder that another process writes, or that nobody can.
 
@@ -134,9 +134,9 @@ class CheckpointManager:
 
         Args:
           tree: a state of the collection, or any tree without one.
-          step: of a tree; a state has its own.
-          others: what else belongs to the instant, beside a state: any pytree, such as dense parameters.
-          metadata: what JSON can hold, such as the position of the input (`{"input": iterator.get_state()}`).
+          step: step of a tree; a state has its own.
+          others: any pytree to be saved with a state, such as dense parameters.
+          metadata: values that JSON can hold, such as the position of the input (`{"input": iterator.get_state()}`).
 
         A damaged checkpoint of this step is replaced, which the log says.
 
@@ -230,7 +230,7 @@ class CheckpointManager:
         Args:
           like: a template for a tree, see `load`; a collection has its own.
           others: a template for what was saved beside a state, see `load_collection`.
-          step: of which; None takes the newest whose bytes are those written, and warns of each that it passes over.
+          step: step to restore; None takes the newest undamaged checkpoint, and warns of each damaged one before it.
 
         Returns: what `load_collection` returns, or of a tree the `Checkpoint` that `load` returns.
 

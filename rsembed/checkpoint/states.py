@@ -39,7 +39,7 @@ def sharded(
     Args:
       shape: of the whole array, with at least one dimension.
       dtype: of the array.
-      sharding: where it goes.
+      sharding: sharding of the result.
       pieces: row numbers, and the rows; rows that never come are zeros.
     """
 

@@ -43,10 +43,10 @@ class TasteLaw:
     """Law of a generated log: popularity, tastes that turn, and films that are new for a while.
 
     Attributes:
-      first_tastes, last_tastes: what every user likes on the first and on the last visit.
+      first_tastes, last_tastes: taste vector of every user on the first and on the last visit.
       first_days, last_days: when these are, in days from the beginning of the log.
-      item_vectors: what every item is like.
-      log_popularity: by item.
+      item_vectors: vector of every item, to be compared with tastes.
+      log_popularity: logarithm of every item's popularity.
       release_days: when an item came out; negative for those that were there at the beginning.
     """
 
@@ -91,10 +91,10 @@ class RatingsLog:
       ratings: 1 to 5 stars.
       timestamps: seconds since 1970.
       user_ids, item_ids: what the log calls each row number, in ascending order; there may be gaps.
-      titles: by item.
-      genres: which of `genre_names` an item has; one at least, or none is known.
+      titles: title of every item.
+      genres: mask of each item's `genre_names`, at least one unless none is known.
       source: a sentence about the origin.
-      law: what a generated log was drawn from; None for people's ratings.
+      law: the law that a generated log was drawn from; None for people's ratings.
     """
 
     users: Int32[np.ndarray, " ratings"]
@@ -291,7 +291,7 @@ ARCHIVES = {
         ("ml-1m", "c4d9eecfca2ab87c1945afe126590906"),
     )
 }
-"""With the sums that GroupLens publishes beside the files."""
+"""Archives of MovieLens by name, with the checksums that GroupLens publishes beside the files."""
 SIZES = {"ml-100k": (943, 1682, 106.0), "ml-1m": (6040, 3883, 165.6)}
 """Users, films and ratings per user of each, which a generated log imitates."""
 SOURCES = ("auto", "ratings", "generated")

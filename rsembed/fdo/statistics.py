@@ -34,7 +34,7 @@ class SparseDenseMatmulInputStats:
 
     Attributes:
       max_ids_per_partition: for every (local device, shard), the most entries that one core of the device sends there.
-      max_unique_ids_per_partition: likewise, distinct rows.
+      max_unique_ids_per_partition: the same for distinct rows.
       required_buffer_size_per_sc: buffer places that every core needs; each partition fills whole tiles of 8.
       id_drop_counters: ids dropped, every duplicate counted.
       id_drops_by_table: the same by table and limit; keyed by table, and of one batch only (files do not keep it).
@@ -92,7 +92,7 @@ KINDS: dict[str, str] = {
     "required_buffer_size": "required_buffer_size_per_sc",
     "id_drop_counters": "id_drop_counters",
 }
-"""How the statistics are called in files: `<stack>_<key of this dict>`."""
+"""Names of the statistics in files, where each is called `<stack>_<key of this dict>`."""
 
 History = dict[str, np.ndarray]
 """Every statistic of every stack by its name in files; one row per record once there are several."""

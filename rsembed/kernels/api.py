@@ -41,13 +41,13 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 IMPLEMENTATIONS: tuple[ModuleType, ...] = (sparsecore, gpu, native, reference)
-"""In order of preference."""
+"""All implementations, in order of preference."""
 
 MEANINGS = vars(ids) | vars(keyed) | vars(reference)
 """Every function in plain JAX, by name: what it means, and what implementations without one of their own compute."""
 
 OPT_IN = (sparsecore.NAME, gpu.NAME)
-"""Implementations that serve only when named, by `implementation=` or in `RSEMBED_KERNELS`, separated by commas."""
+"""Implementations that run only when named, by `implementation=` or in `RSEMBED_KERNELS`, separated by commas."""
 
 
 def implementation_states() -> list[tuple[str, str]]:

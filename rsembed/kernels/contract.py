@@ -86,8 +86,8 @@ class Block(NamedTuple):
 
     Args:
       first_bag: number of its first bag.
-      num_bags: how many bags follow each other from there.
-      table: which of the call's arrays holds its table.
+      num_bags: number of consecutive bags.
+      table: number of the call's array that holds the feature's table.
       first_row: row of that array which id 0 means.
       num_rows: ids outside `[0, num_rows)` contribute nothing and are not counted.
     """
@@ -163,7 +163,7 @@ class JaggedGradients(NamedTuple):
     Args:
       batch: ids of all features.
       d_output: gradient of what `lookup_jagged` returned.
-      table: which array of the call.
+      table: number of the call's array whose rows get gradients.
       dims: row length of every array of the call.
     """
 
@@ -183,10 +183,10 @@ class Step:
     """Optimizer step of distinct rows: rule, hyperparameters and rounding.
 
     Args:
-      hyper: from `rule.get_hyperparameters`.
+      hyper: result of `rule.get_hyperparameters`.
       rule: the optimizer.
-      rounding: how stepped rows are brought to the table's dtype.
-      number: of the step, from 0; for storages that note when a row was used.
+      rounding: function that rounds stepped rows to the table's dtype; None rounds to nearest.
+      number: number of the step, from 0; for storages that record when a row was used.
     """
 
     hyper: Hyperparameters

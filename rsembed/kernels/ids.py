@@ -27,7 +27,7 @@ def rows_of_ids(
 
     Args:
       ids: one array per feature.
-      places: where the tables of the features lie.
+      places: the `Place` of each feature's table.
       sizes: ids of these tables.
       spread: shards over which a table is dealt.
       rows_per_shard: rows of every shard.
@@ -79,11 +79,11 @@ class Partitions(NamedTuple):
       embedding_ids: row of every entry in its shard.
       sample_ids: sample of every entry in its core.
       gains: factor of every row in its sample.
-      num_minibatches: how many blocks of a core are in use; None without minibatches.
-      num_cores: of the device.
-      num_shards: of the stack.
-      rows_per_shard: likewise.
-      samples_per_core: likewise.
+      num_minibatches: number of blocks of a core in use; None without minibatches.
+      num_cores: cores of the device.
+      num_shards: shards of the stack.
+      rows_per_shard: rows of the stack in each shard.
+      samples_per_core: samples of the stack on each core.
     """
 
     row_pointers: Int[Array, " pointers"]

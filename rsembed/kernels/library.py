@@ -119,9 +119,9 @@ def call_handler(
     """Results of a handler of the library, a tuple of arrays.
 
     Args:
-      target: its name.
+      target: name of the handler.
       results: shape and dtype of every result.
-      operands: what it reads.
+      operands: arrays that the handler reads.
       aliases: operands that it changes where they lie, and the results that they become.
       attributes: numbers that are known when the call is traced; integers of Python, and lists of them, become int64.
 

@@ -46,8 +46,8 @@ def trace_rule(
     Args:
       rule: the optimizer.
       table: rows, of any float type; rules compute in float32.
-      slots: its state, float32 `[rows, dim]` or `[rows, 1]`.
-      num_hyperparameters: how many numbers the rule is given.
+      slots: the optimizer's state, float32 `[rows, dim]` or `[rows, 1]`.
+      num_hyperparameters: number of the rule's hyperparameters.
       elementwise: primitives the kernel can do.
 
     Raises: NotImplementedError: a slot has another shape, or the rule uses another primitive, which is named.
@@ -96,10 +96,10 @@ def evaluate(
     """Results of a traced rule on pieces.
 
     Args:
-      closed: from `trace_rule`.
+      closed: result of `trace_rule`.
       arguments: one for each input: a row, or a piece that repeats a number.
       dim: entries of the row; the pieces hold more where its length is not a multiple of theirs.
-      swaps: what stands in for primitives that the kernel's compiler lacks, by name.
+      swaps: replacements, by name, of primitives that the kernel's compiler lacks.
     """
     piece = next(argument[0] for argument in arguments if isinstance(argument, tuple))
 

@@ -38,13 +38,13 @@ class OptimizerSpec(abc.ABC):
     rule_name: ClassVar[str] = ""
     """What `short_name` gives."""
     rule_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields that the rule receives behind the learning rate."""
+    """Names of the fields that the rule receives after the learning rate."""
     slot_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields with the initial value of each slot."""
+    """Names of the fields with the initial value of each slot."""
     fused_as: ClassVar[str | None] = None
     """Name of the formula in the native kernels that takes these hyperparameters; a subclass does not inherit it."""
     tells_all: ClassVar[bool] = False
-    """Whether specs print the hyperparameters, too: of the rule that a table has when none was chosen."""
+    """Whether specs print the hyperparameters as well, as for a table whose rule nobody chose."""
 
     @property
     def slot_type(self) -> type:

@@ -58,7 +58,7 @@ class Agreement:
     `check_not_forked`.
 
     Args:
-      mesh: whose processes take part; None if there are no others.
+      mesh: mesh whose processes take part; None if there are no others.
       what: the subject of messages, such as `"the batch"`.
       given: what this process was given; there is nothing to agree on inside `jit`, nor about global arrays alone.
     """
@@ -75,8 +75,8 @@ class Agreement:
 
         Args:
           name: the same in all processes.
-          shape: in words, whatever must be equal.
-          width: a size that the others may have otherwise.
+          shape: text about everything that must be equal.
+          width: a size that may differ between processes.
         """
         self._brought[name] = shape, width
 

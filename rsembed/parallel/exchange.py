@@ -74,7 +74,7 @@ class Wanted(NamedTuple):
     """The distinct entries that this device has questions about, grouped by owner and ascending in each group.
 
     Attributes:
-      lanes: what tells entries of one owner apart, most significant first; zeros behind the last entry.
+      lanes: integers that distinguish entries of one owner, most significant first; zeros behind the last entry.
       entry_of: the entry of every occurrence, `NO_ROW` for occurrences without an owner.
       first_of: the first occurrence of every entry, `NO_ROW` behind the last one.
       offsets: entries `offsets[d] : offsets[d + 1]` belong to device `d`.
@@ -117,7 +117,7 @@ class Question(NamedTuple):
     """A question of a device to the owners of some entries, or news for them.
 
     Attributes:
-      wanted: from `distinct`.
+      wanted: result of `distinct`.
       payload: pytree of arrays `[nnz, ...]`, one value per distinct entry. Empty places of a block hold `NO_ROW` in
         int32 arrays and zeros in others.
       answer: `(state, arrived) -> (state, replies)`, the owner's part, called once a round. Leaves of `arrived` are
@@ -126,7 +126,7 @@ class Question(NamedTuple):
       state: what the owner may change, for example its table.
       capacity: places per block. Few save memory, many save rounds, and with as many as there are occurrences there is
         one. Any number from 1 up gives the same result, if the order of entries does not matter to `answer`.
-      reply: what one entry is answered, a pytree of `jax.ShapeDtypeStruct`; None if `answer` replies nothing.
+      reply: form of the reply to one entry, a pytree of `jax.ShapeDtypeStruct`; None if `answer` replies nothing.
     """
 
     wanted: Wanted
@@ -157,7 +157,7 @@ class Answers(NamedTuple):
     Attributes:
       state: as the owner's part left it.
       replies: one per distinct entry, zeros behind the last one.
-      num_rounds: in which questions travelled.
+      num_rounds: number of rounds in which questions travelled.
     """
 
     state: PyTree

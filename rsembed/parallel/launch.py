@@ -45,8 +45,8 @@ def launch(
 
     Args:
       script: path of a Python file that calls `rsembed.parallel.init()`.
-      arguments: for the script.
-      num_processes: how many to start.
+      arguments: arguments of the script.
+      num_processes: number of processes to start.
       devices_per_process: CPU devices of each.
 
     Returns: 0, the exit status of the first process that failed, or 128 plus the signal that ended it or the run.

@@ -1,4 +1,4 @@
-"""One script on one device, on many, or in many processes: start, mesh, global arrays, an orderly end.
+"""Runs of one script on any number of devices and processes: start, mesh, global arrays, orderly end.
 
 ```
 init()  ─▶  mesh = make_mesh()  ─▶  batch = put_global(local_batch, mesh)  ─▶  your jitted step
@@ -205,8 +205,8 @@ def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
     under which a sharded table can no longer be indexed outside `shard_map`.
 
     Args:
-      axis: its name.
-      num_devices: how many, equally many of every process; None takes all.
+      axis: name of the axis.
+      num_devices: number of devices, equally many of every process; None takes all.
 
     Raises: ValueError: there are not as many, or they cannot be split equally over the processes.
     """

@@ -20,7 +20,7 @@ from rsembed.kernels.devices import granted_cores
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Blue, vermilion, green, purple, orange, sky blue, black, of Okabe and Ito: colour-blind eyes can tell them apart."""
 MUTED = "#6b6b6b"
-"""Dark enough to read on white; for what is not the point of the picture."""
+"""Grey for what is not the point of a picture, dark enough to read on white."""
 LABEL_POINTS = 9.0
 DASHED: dict[str, Any] = {"color": MUTED, "linestyle": "--", "linewidth": 1.2}
 """Look of a line at a known value."""

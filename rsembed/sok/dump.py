@@ -93,7 +93,7 @@ def load(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
 
     Args:
       path: the folder.
-      variables: as for `dump`; keys that the dump does not have start as new.
+      variables: as for `dump`; keys that the dump lacks start as new.
       optimizer: accepted, as published.
 
     Raises:

@@ -50,7 +50,7 @@ def group_embedding_lookup_sparse(
       combiners: "sum", "mean" or "sqrtn" for each.
       partition_strategy: "mod", the only one.
       sp_weights: weights for each, or None where there are none.
-      name: of the group, for messages.
+      name: name of the group, for messages.
       training: new keys of embedding variables read as what their rows are going to start from, else as zeros.
 
     Returns: `[batch, dim]` of each. Where there are several processes, plain tables must be equal in all of them;
@@ -207,7 +207,7 @@ def group_embedding_column_scope(name: str | None = None) -> Iterator[str]:
     """Scope whose columns belong to one group; `input_layer` looks up all its columns together, of any groups.
 
     Args:
-      name: of the group.
+      name: name of the group.
 
     Source: DeepRec, `tf.feature_column.group_embedding_column_scope`.
 
@@ -243,7 +243,7 @@ def embedding_column(
       dimension: length of a row.
       combiner: "sum", "mean" or "sqrtn".
       variable: a table to share; None makes one with the feature's name.
-      **options: for `embedding_variable`.
+      **options: options of `embedding_variable`.
 
     Raises: ValueError: an argument is out of range, or the shared table has other rows. TypeError: one is unknown.
     """

@@ -37,7 +37,7 @@ class Context:
 
     Attributes:
       mesh: a mesh with one axis over them.
-      axis: its name.
+      axis: name of the mesh axis.
       global_batch_size: samples of all devices in a step; None takes any number that the devices divide.
     """
 
@@ -86,7 +86,7 @@ def Init(
       global_batch_size: samples of a step over all devices; buffers need it no longer, so it is only checked.
       mesh: devices with an axis named `axis`, and no other; None takes all.
       axis: name of the mesh axis.
-      **distributed: for `parallel.runtime.init`.
+      **distributed: options of `parallel.init`.
 
     Raises: ValueError: the mesh has other axes, or the batch does not divide among its devices.
     Source: Sparse Operation Kit, `sok.Init`.
@@ -122,9 +122,9 @@ class VariableTable:
       spec: the table of the core, kept as `Hashed` or as `RowNumbers`.
       context: the devices.
       exchange_capacity: see `EmbeddingCollection`.
-      when_full: what happens to new keys of a hash table that find it full; "grow" makes it larger before.
+      when_full: treatment of new keys when a hash table is full; "grow" enlarges the table first.
       steps_to_live: after how many steps without use a key is old; None means never.
-      l2_weight_threshold: of which half of a squared L2 norm a row is too small; None means of none.
+      l2_weight_threshold: half a squared L2 norm below which a row is too small; None means never.
     """
 
     spec: TableSpec
@@ -177,7 +177,7 @@ class EmbeddingVariable(nnx.Variable):
         """Evicts keys and returns their rows; works outside of `jit` only.
 
         Args:
-          keep: so many keys keep their rows, over all devices: those that `eviction` lets go last.
+          keep: number of keys that keep their rows, over all devices: those that `eviction` would evict last.
           steps_to_live: keys go that were not used in training for more than this many steps; those that wait for
             admission are no longer counted.
           l2_weight_threshold: keys go whose rows have less than this half of a squared L2 norm, as DeepRec has it.
@@ -349,7 +349,7 @@ def embedding_variable(
       dtype: of the rows: float32, bfloat16 or float16.
       steps_to_live: `evict` takes rows that were not used in training for more than this many steps; None keeps them.
       l2_weight_threshold: `evict` takes rows of which half of the squared L2 norm is less; None keeps them.
-      ev_option: the same, and admission, as DeepRec has it.
+      ev_option: eviction and admission in DeepRec's form.
       **policies: `when_full`, `eviction`, `admission_count`, `admission_capacity` and `admission_probability` of a hash
         table: see `rsembed.Hashed`. Here `when_full="error"` raises in the lookup, before anything changes, and
         `when_full="grow"` makes the table larger before a step. By the names of SOK, `evict_strategy` ("LRU" or "LFU",

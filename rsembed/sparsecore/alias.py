@@ -21,7 +21,7 @@ MODULES = {
     "lib.fdo.csv_file_fdo_client": "rsembed.fdo.client",
     "utils.utils": "rsembed.sparsecore.utils",
 }
-"""Modules below `jax_tpu_embedding.sparsecore`, and what stands in their place."""
+"""Modules below `jax_tpu_embedding.sparsecore`, and the modules that replace them."""
 ROOT = "jax_tpu_embedding"
 
 

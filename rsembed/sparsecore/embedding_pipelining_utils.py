@@ -68,7 +68,7 @@ class PipelineState(NamedTuple):
       last_step_inputs: the batch that was looked up.
       step_before_last_step_inputs: the batch that has gradients.
       placeholder_output: zeros like the dense step's output, for cycles without one.
-      placeholder_tc_aux: likewise, for what the dense step hands to the update.
+      placeholder_tc_aux: zeros like the aux that the dense step hands to the update.
     """
 
     pipeline_step: PyTree
@@ -134,8 +134,8 @@ def get_initial_state(
       embedding_variables: the tables.
       sc_fwd_function: the lookup.
       tc_function: the dense step.
-      dense_input_sharding: where dense inputs lie; None leaves that to the compiler.
-      sparse_input_sharding: where sparse inputs, activations and their gradients lie; likewise.
+      dense_input_sharding: sharding of dense inputs; None leaves it to the compiler.
+      sparse_input_sharding: sharding of sparse inputs, activations and their gradients, or None.
     """
     shapes = jax.eval_shape(lambda tree: tree, pipeline_input)
     activations, sc_fwd_aux = jax.eval_shape(sc_fwd_function, shapes.sparse_inputs, embedding_variables)
@@ -179,9 +179,9 @@ def get_pipeline_state_sharding(
 
     Args:
       pipeline_state_cls: `PipelineState`.
-      dense_input_sharding: of dense inputs.
-      sparse_input_sharding: of preprocessed ids.
-      pipeline_output_sharding: where the dense step's output lies.
+      dense_input_sharding: sharding of dense inputs.
+      sparse_input_sharding: sharding of preprocessed ids.
+      pipeline_output_sharding: sharding of the dense step's output.
       tc_aux_sharding: sharding of what the dense step hands to the update.
     """
     return pipeline_state_cls(

@@ -155,7 +155,7 @@ class StackRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddingSpecRecord:
-    """All stacks of a model.
+    """Record of all stacks of a model, which JSON can hold.
 
     Example:
       >>> from rsembed.sparsecore import embedding, embedding_spec
@@ -291,7 +291,7 @@ def proto_to_optimizer_spec(
     """The optimizer of a record; a learning rate that was a function comes back as a `CallablePlaceholder`.
 
     Args:
-      record: of `optimizer_spec_to_proto`.
+      record: result of `optimizer_spec_to_proto`.
       custom: the optimizers to take for custom rules, by short name.
 
     Raises: ValueError: a custom rule is not among `custom`.

@@ -23,7 +23,7 @@ from rsembed.sparsecore.partitioner import BUFFER_DTYPES, HostBatch, HostFeature
 from rsembed.stacking import SUBLANES, round_up
 
 THREADS_VARIABLE = "SPARSECORE_INPUT_PREPROCESSING_THREADS"
-"""Names the most threads that partition a batch; by default, one for every processor this process may use."""
+"""Environment variable with the most threads that partition a batch; by default one per available processor."""
 
 # Below this, a thread takes longer to start than the ids to partition.
 _MIN_IDS_PER_THREAD = 16384

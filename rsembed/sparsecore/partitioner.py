@@ -46,7 +46,7 @@ SETTINGS = {
 }
 """The setting that causes each kind of drop, by the field of `TableDrops`."""
 _told: set[tuple[str, str, str]] = set()
-"""Tables, stacks and kinds of which a drop was reported."""
+"""Tables, stacks and kinds of drop that a warning has named."""
 
 
 class StackBuffers(NamedTuple):

@@ -242,7 +242,7 @@ def stack_and_shard_tables(
       tables: `[vocabulary, dim]` (or `[vocabulary]`, for one column) by table name, or in a tree like `table_specs`;
         or trees of such arrays (a table and its slots).
       num_shards: devices times cores.
-      pad_value: what padding rows and columns hold.
+      pad_value: value of padding rows and columns.
 
     Raises:
       ValueError: the tables were placed for another number of shards, some of a stack are missing, or an array has
@@ -317,7 +317,7 @@ def stack_and_shard_feature_tables(
 
     Args:
       feature_tables: `[vocabulary, dim]` (or `[vocabulary]`, for one column) by table name.
-      embedding_specs: of `create_proto_from_feature_specs`.
+      embedding_specs: result of `create_proto_from_feature_specs`.
       delete_input: free the tables of a stack when it is made.
 
     Returns:

@@ -154,7 +154,7 @@ def stack_rows(layout: StackLayout, devices: Devices, rule: OptimizerSpec, *, ca
     Args:
       layout: the stack's.
       devices: devices that share the stack.
-      rule: what steps them.
+      rule: optimizer rule that steps the rows.
       capacity: places per block where they are asked for.
     """
     layout = dataclasses.replace(layout, num_devices=devices.num_devices)
@@ -233,9 +233,9 @@ def check_variables(variables: EmbeddingVariables, layout: StackLayout, *, rule:
     """Raises: ValueError: the variables do not have the shapes of one device's part of the stack.
 
     Args:
-      variables: of one device.
+      variables: variables of one device.
       layout: the stack's.
-      rule: what is going to step the rows; None leaves the slots alone.
+      rule: optimizer rule whose slots are expected; None does not check the slots.
     """
     shape = (layout.rows_per_shard * layout.num_cores, layout.spec.stack_embedding_dim)
     if variables.table.shape != shape:

@@ -158,8 +158,8 @@ class OfferedOptimizer(NamedTuple):
 
     Args:
       rule: the core's, which takes those arguments that are its fields; None returns row gradients.
-      states: what torch's optimizers call its states, apart by spaces.
-      arguments: which of the constructor's arguments it reads.
+      states: names of its states in torch's optimizers, separated by spaces.
+      arguments: names of the constructor's arguments that it reads.
       fixed: fields of `rule` that no argument sets.
       fused: a rule with a native kernel and the same numbers while the fields that it lacks have their defaults.
     """
@@ -217,7 +217,7 @@ _FIELDS = {
     "counter_based_regularization": "regularization",
     "cowclip_regularization": "regularization",
 }
-"""Arguments that rules call otherwise."""
+"""Field of a rule for each argument that has another name there."""
 
 
 def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> OfferedOptimizer:

@@ -37,8 +37,8 @@ class PreparedBatch:
     """A batch that `prepare` of a module made; it goes in place of `indices`.
 
     Args:
-      batch: as the module's tables read it.
-      layout: of the tables that read it, which compare it.
+      batch: ids in the form that the module's tables read.
+      layout: fingerprint of those tables, compared when it is read.
     """
 
     batch: AnyBatch

@@ -41,9 +41,9 @@ class TBEState(NamedTuple):
       passed_step: last step whose passes over whole tables were run.
       learning_rates: one per group.
       max_counter: largest row counter plus 1, of counter-based regularization.
-      key: where stochastic rounding starts from.
+      key: PRNG key of stochastic rounding.
       generation: see `rsembed.caching.Generation`; None without tables on the host.
-      layout: of the plan that it belongs to, which compares it.
+      layout: fingerprint of the plan that it belongs to.
     """
 
     weights: tuple[Float[Array, "rows dim"], ...]
@@ -113,7 +113,7 @@ def init_state(plan: TBEPlan, key: PRNGKeyArray, num_places: Mapping[int, int] |
     Args:
       plan: the tables.
       key: see `TBEState`.
-      num_places: of the caches of groups; the arrays of all others have all rows of their tables.
+      num_places: size of the cache of each cached group; other groups have arrays of all rows.
     """
     weights, slots, resident = [], [], []
     for number, (group, all_rows) in enumerate(zip(plan.groups, num_rows(plan), strict=True)):
@@ -254,7 +254,7 @@ def update(
     Args:
       plan: the tables.
       state: after `begin_step`.
-      batch: what was looked up.
+      batch: the batch that was looked up.
       d_output: gradient of what `lookup` returned.
       rates: learning rate of every group.
     """

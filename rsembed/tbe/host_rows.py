@@ -46,7 +46,7 @@ class HostRows:
 
     Args:
       plan: the tables.
-      caching: how large caches are, and what is counted.
+      caching: arguments that set cache sizes and statistics.
 
     Raises: ValueError: there is no room for a set of each cache.
     """

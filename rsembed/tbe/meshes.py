@@ -39,7 +39,7 @@ class SplitBatch:
     """A batch whose bags are split over the devices of a mesh.
 
     Args:
-      ids: of each feature; -1 is no id.
+      ids: ids of each feature; -1 is no id.
       weights: weight of every id; None means ones.
     """
 
@@ -48,7 +48,7 @@ class SplitBatch:
 
 
 AnyBatch: TypeAlias = JaggedBatch | SplitBatch
-"""On one device, and on a mesh."""
+"""A batch on one device, or on a mesh."""
 
 
 class MeshTables:

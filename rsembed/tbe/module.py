@@ -67,7 +67,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         CPUs they are as DEVICE. MANAGED_CACHING keeps rows and states on the host behind a cache of each group of
         tables with equal dim and optimizer; training gives the same bits as without it.
       feature_table_map: table of every feature, in any order; by default one feature per table.
-      cache_algorithm: which cached row makes room.
+      cache_algorithm: eviction policy of caches.
       cache_load_factor: rows of the cache as a share of all rows of the group.
       cache_sets: sets of 32 rows, instead of the load factor; 0 uses that.
       cache_reserved_memory: GiB of device memory that caches leave alone, where the device tells how much it has; where
@@ -93,7 +93,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
       weight_decay_mode: of row-wise Adagrad.
       eta: trust coefficient of LARS_SGD.
       beta1: of the ADAM and LAMB families.
-      beta2: likewise.
+      beta2: of the ADAM and LAMB families.
       ensemble_mode: of ENSEMBLE_ROWWISE_ADAGRAD.
       counter_based_regularization: if and only if the mode is COUNTER.
       cowclip_regularization: if and only if the mode is COWCLIP.
@@ -349,7 +349,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
 
 SplitTableBatchedEmbeddingBagsCodegen = TableBatchedEmbeddingBags
-"""The original's name."""
+"""FBGEMM's name of `TableBatchedEmbeddingBags`."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)

@@ -65,24 +65,24 @@ BagSizes = tuple[tuple[int, ...], ...]
 
 
 class TablePlan(NamedTuple):
-    """One logical table.
+    """Plan of one logical table.
 
     Args:
-      name: as in messages and state dicts.
-      optimizer: what `rule` was made from.
+      name: name in messages and state dicts.
+      optimizer: optimizer that `rule` was made from.
       num_rows: rows.
       dim: columns.
       learning_rate: initial rate, or a callable of nothing or of the 0-based step.
-      dtype: of the stored rows.
-      near_dtype: of its rows on the device, which in a cache may be another one.
-      rule: how touched rows are stepped; None only returns their gradients.
+      dtype: dtype of the stored rows.
+      near_dtype: dtype of its rows on the device, which may differ in a cache.
+      rule: rule that steps looked-up rows; None only returns their gradients.
       placement: `device`; `cached`, on the host behind a cache on the device; or `host`, where every batch takes its
         rows to the device and back.
       shared_by: how the devices of a mesh share it: `row`, `table`, `column` or `replicated`, as one device has it.
-      rounds_stochastically: how stepped rows are brought to a dtype other than float32.
-      whole_table_mode: what happens to all rows before the lookup of a step.
-      copy_dtypes: of the copies of the table that this keeps, behind the slots of the rule.
-      torch_state_names: what torch's optimizers call its optimizer states.
+      rounds_stochastically: whether stepped rows of a dtype other than float32 are rounded stochastically.
+      whole_table_mode: pass over all rows before the lookup of a step.
+      copy_dtypes: dtypes of the copies of the table that this pass keeps, after the slots of the rule.
+      torch_state_names: names of its optimizer states in torch's optimizers.
     """
 
     name: str
@@ -163,7 +163,7 @@ class TBEPlan:
       tables: logical tables.
       features: table of every feature.
       pooling: `sum`, `mean` or `none`.
-      feature_names: for messages.
+      feature_names: names for messages.
       devices: those of a mesh that share tables and samples; None on one device.
     """
 

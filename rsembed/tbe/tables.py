@@ -136,7 +136,7 @@ class TrainedTables(nnx.Module):
         """Overwrites the weights of one table; optimizer states stay.
 
         Args:
-          table: its number or name.
+          table: number or name of the table.
           weights: `[rows, dim]`, of numpy, JAX or torch.
 
         Raises: ValueError: there is no such table, or it has another shape.
