@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, check_ids_dtype, check_unmasked, check_values, is_traced
 from rsembed.checks import check_type
-from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, Step
+from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, SegmentGradients, Step
 from rsembed.kernels.reference import jagged_segment
 from rsembed.optimizers import (
     SGD,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import cast, no_type_check
 
 import jax
@@ -281,8 +281,8 @@ class TensorTrain(Storage):
         """Those of all cores."""
         # Of cores in float32, so that nothing is rounded before it is summed.
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, params)
-        _, pull = jax.vjp(lambda params: self.look_up(params, segments, table), wide)
-        (d_params,) = pull([d_output.astype(jnp.float32) for d_output in d_outputs])
+        _, pull = jax.vjp(lambda params: self.look_up(params, gradients.segments, table), wide)
+        (d_params,) = pull([d_output.astype(jnp.float32) for d_output in gradients.d_outputs])
         return cores_of(d_params)
 
     def step_all(self, params: Cores, slots: AllSlots, gradients: Cores, table: TableSpec, step: Step) -> State:
