@@ -89,9 +89,6 @@ on_mesh(title=np.array([1, 2, 3])) => ValueError: feature 'title' ... 3 samples 
 jax.jit(lambda bags: on_mesh(title=bags)["title"])(Bags(IDS, OFFSETS))
     => ValueError: feature 'title' ... collection.prepare(batch)
 # Keys
-who(np.array([3, 4, -7, -8])) => ValueError: feature 'who': key -7 at position 2 is negative (2 such keys) ... uint64
-who(np.array([[3], [-2]], np.int32)) => ValueError: feature 'who': key -2 at position 1 is negative
-who(jnp.asarray([-5], jnp.int32)) => ValueError: feature 'who': key -5 at position 0
 who(np.array([True])) => TypeError: feature 'who': keys must be integers, got bool
 who(np.array([1.5])) => TypeError: feature 'who': keys must be integers ... float64
 who(np.array([2**31]), key_dtype="int32") => ValueError: feature 'who': key 2147483648 ... key_dtype='int32'

@@ -58,7 +58,6 @@ words(path="x.txt") => ValueError: source='pastiche' ... drop path=
 words(source="auto", path="nothing.txt") => FileNotFoundError: nothing.txt
 words(source="auto", path=file("own.txt", b"\xff\xfe\xff")) => ValueError: own.txt ... not UTF-8
 words(source="auto", path=file("empty.txt", b" ")) => ValueError: empty.txt ... no words
-words().decode([99]) => ValueError: Text.decode: id 99 at position 0 ... 0 to 31
 datasets.movielens(path="nothing.zip") => FileNotFoundError: movielens: path='nothing.zip' is neither an archive nor a
 datasets.movielens("ml-2m") => ValueError: movielens: name='ml-2m' ... ml-1m
 datasets.movielens(path=file("own.zip", b"no archive")) => ValueError: own.zip
@@ -111,5 +110,4 @@ command("") => CommandError: usage: rsembed [-h] {doctor,run,bench,launch} ...
 
 ACCEPTED = """
 rs.plot.id_counts([[2, 0], [2, -1]], 4) => rs.plot.id_counts(np.array([[2, 0], [2, -1]]), 4)
-words().encode(["the", "x"]) => words().encode("the x")
 """

@@ -103,7 +103,6 @@ layer("max") => ValueError: layer 'distributed_embedding' ... 'sum', 'mean' or '
 call(KEYS / 1) => TypeError: 'distributed_embedding' ... integers ... float64
 call([["a"], ["b"]]) => TypeError: distributed_embedding': row 0 ... integers
 call([[2**70], [1]]) => TypeError: distributed_embedding': row 0 ... 64 bits
-call(np.array([[[1, -5]], [[2, 3]]])) => ValueError: 'distributed_embedding': key -5 ... uint64
 call(np.array([1, 2])) => ValueError: 'distributed_embedding' ... axis of bags ... (2,)
 call(np.ones((2, 1, 3), int)) => ValueError: 3 keys ... at most 2 ... max_nnz
 layer(context=context(2))(np.ones((3, 1, 2), int)) => ValueError: 'distributed_embedding' ... 3 samples ... 2 devices

@@ -12,7 +12,7 @@ table(vocabulary_size="9") => TypeError: table 'word': vocabulary_size ... integ
 table(vocabulary_size=2**31) => ValueError: table 'word' ... 2147483648 exceeds ... split the table
 table(initializer=0.1) => TypeError: table 'word': initializer ... (key, shape) ... 0.1
 table(optimizer="adam") => TypeError: table 'word' ... from_optax ... OptimizerSpec
-table(combiner="average") => ValueError: table 'word' ... 'average' ... sum, mean, sqrtn, none
+table(combiner="average") => ValueError: table 'word' ... 'sum' or 'mean' ... 'average'
 table(dtype="int8") => ValueError: table 'word' ... 'int8' ... float32, bfloat16, float16
 table(quantization_config=(0.0, 1.0, 4)) => TypeError: table 'word': quantization_config ... QuantizationConfig
 table(stochastic_rounding="no") => TypeError: table 'word': stochastic_rounding ... True or False ... 'no'
@@ -63,7 +63,7 @@ plan().table("wrod") => KeyError: 'wrod' ... 's', 't'
 plan().shard_load({"x": [1]}) => ValueError: 'x' ... 'a', 'b'
 plan().shard_load({"a": ["x"]}) => ValueError: feature 'a' ... integers ... 'x'
 table(embedding_dim="4") => TypeError: table 'word': embedding_dim must be an integer, got '4' (str)
-table(combiner=["sum"]) => ValueError: table 'word': unknown combiner ['sum']; choose one of sum,
+table(combiner=["sum"]) => TypeError: table 'word': combiner must be 'sum' or 'mean' ... ['sum']
 table(dtype=None) => ValueError: table 'word': dtype None is not one of float32, bfloat16,
 table(dtype=["float32"]) => ValueError: table 'word': dtype ['float32'] is not one of float32,
 table(optimizer=rs.optimizers.SGD) => TypeError: table 'word': optimizer must be made first, as in

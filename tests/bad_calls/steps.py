@@ -133,7 +133,6 @@ other().lookup(donated(), BATCH) => RuntimeError: the state has lost its tables 
 # with_tables and evict
 with_tables(word="x") => TypeError: table 'word': its values must be an array of numbers, got 'x' (str)
 with_tables(word_user=np.ones((14,4))) => ValueError: unknown table 'word_user' (did you mean 'word'?); the
-evicted(keep=1, unused_for=1) => ValueError: evict from table 'client': give one of keep, unused_for,
 collection().evict(state(), "word", keep=5)
     => ValueError: table 'word' is kept as an array: rows leave tables of keys, with storage=Hashed
 keyed().evict(keyed_state(), "e", keep=5) => ValueError: unknown table 'e'
