@@ -2,9 +2,6 @@
 
 import pytest
 
-import rsembed as rs
-from rsembed import sok, tbe, tt
-from rsembed.sparsecore import embedding
 from tools import published_names
 
 EVERY_SYSTEM = pytest.mark.parametrize("system", published_names.SYSTEMS.values(), ids=list(published_names.SYSTEMS))
@@ -72,35 +69,3 @@ def test_nothing_is_refused_that_was_never_published(system):
         assert any(f".{refused}." in f".{key}." for key in keys), refused
     for told in (*system.places, *system.renamed):
         assert told in keys, told
-
-
-SPECS = [(4, 2, tbe.EmbeddingLocation.DEVICE, tbe.ComputeDevice.CPU)]
-FEATURE = rs.FeatureSpec("f", rs.TableSpec(name="t", vocabulary_size=8, embedding_dim=8), (1, 1), (1, 8))
-TAKES_OPTIONS = {
-    "module": lambda **own: tbe.TableBatchedEmbeddingBags(SPECS, **own),
-    "call": lambda **own: tbe.TableBatchedEmbeddingBags(SPECS)([1], [0, 1], **own),
-    "train": lambda **own: tt.TTEmbeddingBag(8, 2, [1], **own),
-    "trains": lambda **own: tt.TableBatchedTTEmbeddingBag(1, 8, 2, [1], **own),
-    "distributed layer": lambda **own: sok.DistributedEmbedding("sum", 8, 2, 1, 2, context=sok.Init(), **own),
-    "dense layer": lambda **own: sok.All2AllDenseEmbedding(8, 2, 1, 2, context=sok.Init(), **own),
-    "variable": lambda **own: sok.embedding_variable("t", 2, rows_per_device=8, context=sok.Init(), **own),
-    "variable of row numbers": lambda **own: sok.embedding_variable(
-        "t", 2, rows_per_device=8, use_hashtable=False, context=sok.Init(), **own
-    ),
-    "column": lambda **own: sok.embedding_column("t", 2, rows_per_device=8, context=sok.Init(), **own),
-    "column of a table": lambda **own: sok.embedding_column(
-        "t", 2, variable=sok.embedding_variable("t", 2, rows_per_device=8, context=sok.Init()), **own
-    ),
-    "option": lambda **own: sok.EmbeddingVariableOption(**own),
-    "agreement": lambda **own: embedding.get_all_reduce_interface(**own),
-    "stacking": lambda **own: embedding.auto_stack_tables([], 1, **own),
-    "coordinates": lambda **own: embedding.preprocess_sparse_dense_matmul_input_from_sparse_tensor(
-        [[[0, 0]]], [[1]], [[1, 1]], [FEATURE], 1, 1, **own
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TAKES_OPTIONS)
-def test_an_argument_that_does_not_exist_is_a_type_error(name):
-    with pytest.raises(TypeError, match="no_such_argument"):
-        TAKES_OPTIONS[name](no_such_argument=None)

@@ -1,14 +1,11 @@
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import rsembed as rs
-from rsembed.fingerprint import Fingerprint
 from rsembed.kernels.contract import NO_ROW
-from rsembed.row_gradients import SingleUse, check_belong
+from rsembed.row_gradients import SingleUse
 
 
 def gradients(rows, values, num_rows=9, name="t"):
@@ -47,20 +44,6 @@ def test_norm_scale_and_clip_agree_with_optax_on_dense_gradients():
 def test_clipping_zero_gradients_gives_zeros():
     own = rs.clip_by_global_norm(gradients([1], [[0.0]]), 1.0)
     assert own.values["t"].tolist() == [[0.0]]
-
-
-def test_an_owner_refuses_gradients_that_count_other_rows_with_or_without_a_layout():
-    own = Fingerprint.of({"t": 9})
-    given = gradients([2], [[1.0]])
-    how = {"axes": {"t": (1, 1)}, "owner": "module", "way_out": "Take others."}
-    check_belong(given, own, (("t", 9),), **how)
-    with pytest.raises(
-        ValueError, match=r"do not belong to this module: they have rows .*'t', 9.*'t', 8.*Take others\."
-    ):
-        check_belong(given, own, (("t", 8),), **how)
-    foreign = dataclasses.replace(given, layout=Fingerprint.of({"t": 8}))
-    with pytest.raises(ValueError, match=r"do not belong to this module: t is 8, expected 9\. Take others\."):
-        check_belong(foreign, own, (("t", 9),), **how)
 
 
 def test_a_permit_is_good_for_one_use():

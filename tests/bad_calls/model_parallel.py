@@ -92,6 +92,13 @@ made(dim=0) => ValueError: table 'word': embedding_dim ... [1, inf)
 made(key_dtype="int16") => ValueError: table 'word' ... 'int16' ... int64
 made(initializer="gauss") => ValueError: table 'word' ... 'gauss' ... uniform, normal
 made(capacity=4) => TypeError: capacity
+made(use_hashtable=False, no_such_argument=None) => TypeError: no_such_argument
+layer(no_such_argument=None) => TypeError: no_such_argument
+sok.All2AllDenseEmbedding(4, 4, 1, 1, context=context(), no_such_argument=None) => TypeError: no_such_argument
+sok.embedding_column("title", 4, rows_per_device=8, context=context(), no_such_argument=None)
+    => TypeError: no_such_argument
+column(no_such_argument=None) => TypeError: no_such_argument
+sok.EmbeddingVariableOption(no_such_argument=None) => TypeError: no_such_argument
 made(use_hashtable=False, eviction="lru") => ValueError: table 'word': eviction ... use_hashtable is False
 variable().evict() => ValueError: table 'word' ... steps_to_live
 plain().grow(8) => NotImplementedError: table 'number' ... no hash table

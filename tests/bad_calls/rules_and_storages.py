@@ -91,8 +91,7 @@ near().prefetch(near().init(KEY(0)), {"what": [[1, 2, 3]]})
 jax.jit(near().prefetch)(near_state(), {"what": jnp.array([1])}) => RuntimeError: prefetch ... outside of jit
 near().with_tables(near_state(), {"item": np.ones((9, 3))}) => ValueError: table 'item' ... (9, 4) ... (9, 3)
 stored(rs.Hashed(when_full=None)) => ValueError: table 'word': when_full None is not one of error, grow,
-stored(rs.Hashed(when_full="evict", eviction=None))
-    => ValueError: table 'word': eviction None is not one of lru, lfu.
+stored(rs.Hashed(when_full="evict", eviction=None)) => ValueError: table 'word': eviction None is not one of lru, lfu
 stored(rs.Hashed(admission_count=2, admission_capacity=1.5))
     => TypeError: table 'word': admission_capacity must be an integer, got 1.5 (float)
 stored(rs.Hashed(admission_probability=0.0))

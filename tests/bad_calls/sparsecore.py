@@ -127,9 +127,9 @@ def trained():
     return layer()
 
 
-def sparse(indices, values, shape=(8, 4)):
+def sparse(indices, values, shape=(8, 4), **options):
     trees = [[np.asarray(part)] for part in (indices, values, shape)]
-    return embedding.preprocess_sparse_dense_matmul_input_from_sparse_tensor(*trees, specs(), 1, 1)
+    return embedding.preprocess_sparse_dense_matmul_input_from_sparse_tensor(*trees, specs(), 1, 1, **options)
 
 
 BAD = """
@@ -243,7 +243,10 @@ rs.sparsecore.utils.unshard_emb_table(np.zeros((3, 3, 2)), 2) => ValueError: (3,
 embedding.get_optimizer_class(99) => ValueError: optimizer code 99
 embedding.get_optimizer_type("adam") => TypeError: optimizer_class ... str
 embedding_spec.EmbeddingSpecRecord.from_json("{") => ValueError: EmbeddingSpecRecord ... JSON
-table_stacking.auto_stack_tables(None, 1, 1) => TypeError: features must be of type FeatureSpec or a list
+table_stacking.auto_stack_tables(None, 1, 1) => ValueError: features: there is no FeatureSpec in it.
+auto(no_such_argument=None) => TypeError: no_such_argument
+embedding.get_all_reduce_interface(no_such_argument=None) => TypeError: no_such_argument
+sparse([[0, 0]], [1], no_such_argument=None) => TypeError: no_such_argument
 auto(activation_mem_bytes_limit=0) => ValueError: activation_mem_bytes_limit must be in [1, inf), got 0.
 auto(activation_mem_bytes_limit="1") => TypeError: activation_mem_bytes_limit must be an integer or None, got '1' (str)
 embedding.prepare_feature_specs_for_training([made()], None, 1)

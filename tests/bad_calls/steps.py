@@ -172,7 +172,7 @@ update(title=np.ma.masked_less(np.ones((2, 4)), 0)) => TypeError: feature 'title
 update(title="ones") => TypeError: feature 'title' ... gradient ... str
 # Row gradients
 applied(None) => TypeError: lookup_vjp ... RowGradients ... NoneType
-applied(other_row_gradients()) => ValueError: do not belong to this collection ... lookup_vjp
+applied(other_row_gradients()) => ValueError: do not belong to this collection ... expected ... lookup_vjp
 by_hand(num_rows=(("x", 9),)) => ValueError: do not belong to this collection ... x ... word_user ... lookup_vjp
 by_hand(values=jnp.ones((1, 3))) => ValueError: 'word_user' ... (1, 3)
 by_hand(rows=jnp.array([1.5])) => TypeError: RowGradients: rows['word_user'] must be an array of
@@ -206,7 +206,9 @@ grad(lambda params, activations: jnp.sum(activations["title"]).astype(int)) => T
 grad(loss_of, jnp.ones(4, int)) => TypeError: value_and_grad: params must hold floats, got an array of
 grad(lambda params, activations: activations["title"].sum(), {"k": KEY(0)})
     => TypeError: value_and_grad: params['k'] must hold floats, got an array
-# Layers of the package
+# The package
+rs.pairwise_interaction(jnp.ones((3, 2))) => ValueError: vectors
+rs.pairwise_interaction(jnp.ones((1, 2, 2)), implementation="fast") => ValueError: unknown implementation 'fast'
 rs.sparsecores => AttributeError: 'rsembed' ... 'sparsecores' ... 'sparsecore'
 """
 
@@ -219,5 +221,6 @@ collection().tables(update(title=np.ones((2, 4)))) => collection().tables(update
 rs.scale(row_gradients(), 2).values => rs.scale(row_gradients(), 2.0).values
 rs.clip_by_global_norm(row_gradients(), np.inf).values => row_gradients().values
 lookup(as_numpy(state())) => lookup(state())
+rs.pairwise_interaction(jnp.ones((2, 3, 2), int)) => rs.pairwise_interaction(jnp.ones((2, 3, 2)))
 other().tables(other_state())["word"].shape => (7, 4)
 """

@@ -70,6 +70,8 @@ module(table_names=["word"]) => ValueError: table_names ... 2 different names ..
 module(feature_table_map=[0, 2]) => ValueError: feature ... reads table 2 ... there are 2 tables
 module(feature_table_map=[0, 0]) => ValueError: ['table_1'] ... feature_table_map
 # Arguments
+module(no_such_argument=None) => TypeError: no_such_argument
+call(no_such_argument=None) => TypeError: no_such_argument
 module(optimizer="adan") => ValueError: EmbOptimType ... 'adan' ... ADAM
 module(optimizer="shampoo") => ValueError: optimizer ... 'shampoo' ... EXACT_SGD
 module(optimizer=[tbe.OptimType.ADAM] * 3) => ValueError: optimizer ... 3 entries for 2 tables

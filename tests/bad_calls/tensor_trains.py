@@ -106,6 +106,7 @@ module(eps=NAN) => ValueError: eps ... [0, inf) ... nan
 module(use_cache=True, cache_size=4, hashtbl_size=3) => ValueError: hashtbl_size=3 ... cache_size=4
 tt.TTEmbeddingBag(2**31, 1, [1], [2**16, 2**15], [1, 1]) => ValueError: exceeds 2147483647
 module(cache_sise=3) => TypeError: no argument 'cache_sise' (did you mean 'cache_size'?
+tt.TableBatchedTTEmbeddingBag(1, 9, 4, [1], no_such_argument=None) => TypeError: no_such_argument
 module(scale_grad_by_freq=True) => NotImplementedError: scale_grad_by_freq
 module(padding_idx=9) => ValueError: padding_idx=9 ... no row
 module(bounds_check="clip") => ValueError: bounds_check ... 'clip'

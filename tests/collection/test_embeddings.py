@@ -50,17 +50,6 @@ def plain():
     return collection, collection.init(jax.random.key(0))
 
 
-def test_sequence_output_keeps_the_shape_of_dense_ids_and_zeros_where_there_is_no_id():
-    collection = collection_of(table_spec(combiner="none"))
-    state = collection.init(jax.random.key(0))
-    ids = np.array([[1, -1], [4, 4]])
-    table = np.asarray(collection.tables(state)["t"])
-    expected = np.stack([[table[1], np.zeros(DIM)], [table[4], table[4]]])
-    np.testing.assert_array_equal(collection.lookup(state, {"f_t": ids})["f_t"], expected)
-    prepared = collection.prepare({"f_t": ids})
-    np.testing.assert_array_equal(jax.jit(collection.lookup)(state, prepared)["f_t"], expected)
-
-
 def test_micro_batches_accumulate_to_the_large_batch_with_the_same_rows():
     collection = collection_of(table_spec(optimizer=rs.optimizers.Adam(0.1)))
     state = collection.init(jax.random.key(0))

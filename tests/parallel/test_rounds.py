@@ -19,10 +19,14 @@ ROWS = 11
 INTEGER, FLOAT = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.int32, jnp.float32))
 
 
+def mapped(body, num_devices=2):
+    mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("x",))
+    return jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+
+
 @functools.cache
 def program(num_devices, capacity):
     """Owners count visits of each row, answer `100 * row + owner`, and add the squared sum of what arrives."""
-    mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("x",))
 
     def answer(state, arrived):
         visits, squares = state
@@ -42,7 +46,7 @@ def program(num_devices, capacity):
         replies = replies.at[wanted.entry_of].get(mode="fill", fill_value=-1)
         return *(x[None] for x in state), replies, rounds[None]
 
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+    return jax.jit(mapped(body, num_devices))
 
 
 @st.composite
@@ -97,7 +101,6 @@ def test_entries_are_told_apart_by_all_lanes():
 @pytest.mark.parametrize("capacity", [1, 2])
 def test_the_largest_key_is_an_ordinary_entry(capacity):
     """Two lanes of all ones must not be mistaken for "nothing left"."""
-    mesh = Mesh(np.asarray(jax.devices()[:2]), ("x",))
 
     def body(low):
         high = jnp.full(low.shape, 2**32 - 1, jnp.uint32)
@@ -108,44 +111,37 @@ def test_the_largest_key_is_an_ordinary_entry(capacity):
         return replies.at[wanted.entry_of].get(mode="fill", fill_value=0), rounds[None]
 
     low = np.asarray([2**32 - 1, 5, 2**32 - 2, 2**32 - 1, 9, 2**32 - 1], np.uint32)
-    replies, rounds = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))(low)
+    replies, rounds = jax.jit(mapped(body))(low)
     np.testing.assert_array_equal(replies, low)
     assert rounds[0] > 1
 
 
 def test_no_ids_and_no_capacity():
-    mesh = Mesh(np.asarray(jax.devices()[:2]), ("x",))
-
     def body(ids):
         wanted = distinct(ids, [ids], num_devices=2)
         question = Question(wanted, ids, lambda state, rows: (state, rows), None, capacity=0, reply=INTEGER)
         return ask([question], axis_name="x")[0].replies
 
     shape = jax.ShapeDtypeStruct((0,), jnp.int32)
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
-    assert jax.eval_shape(mapped, shape).shape == (0,)
-    assert np.asarray(jax.jit(mapped)(np.zeros(0, np.int32))).shape == (0,)
+    assert jax.eval_shape(mapped(body), shape).shape == (0,)
+    assert np.asarray(jax.jit(mapped(body))(np.zeros(0, np.int32))).shape == (0,)
     with pytest.raises(ValueError, match="capacity must be at least 1"):
-        jax.eval_shape(mapped, jax.ShapeDtypeStruct((4,), jnp.int32))
+        jax.eval_shape(mapped(body), jax.ShapeDtypeStruct((4,), jnp.int32))
 
 
 @pytest.mark.parametrize("reply", [None, (INTEGER, INTEGER), FLOAT])
 def test_an_answer_that_was_not_announced_is_refused(reply):
-    mesh = Mesh(np.asarray(jax.devices()[:2]), ("x",))
-
     def body(ids):
         wanted = distinct(ids % 2, [ids], num_devices=2)
         return ask([Question(wanted, ids, lambda state, rows: (state, rows), None, 2, reply)], axis_name="x")[0].replies
 
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
     with pytest.raises(TypeError, match=r"int32\[\].*reply="):
-        jax.eval_shape(mapped, jax.ShapeDtypeStruct((8,), jnp.int32))
+        jax.eval_shape(mapped(body), jax.ShapeDtypeStruct((8,), jnp.int32))
 
 
 @functools.cache
 def two_tables(num_devices, capacities):
     """Per table a sum at the owner and replies; the second table has keys of two lanes, and asks what it was told."""
-    mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("x",))
 
     def sums(total, arrived):
         rows, values = arrived
@@ -166,7 +162,7 @@ def two_tables(num_devices, capacities):
         own = [asking(first, 1, capacities[0]), asking(second, 2, capacities[1])]
         return together(own, "x")
 
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+    return jax.jit(mapped(body, num_devices))
 
 
 @settings(deadline=None, max_examples=20)

@@ -342,6 +342,7 @@ def test_a_storage_on_a_way_gives_the_numbers_of_loops(storage, way):
             ):
                 for name in cell.features:
                     what = f"{name}, step {number}, {'lookup' if found is looked else 'lookup_vjp'}"
+                    assert found[name].shape == expected[name].shape, what
                     assert_close(found[name], expected[name], what)
             oracles[cell].update(reads, {name: d_activations[name] for name in cell.features})
         for after, by in ((state, "update"), (applied, "apply")):

@@ -22,27 +22,27 @@ def mesh_of(num_devices):
     return Mesh(np.asarray(jax.devices()[:num_devices]), ("device",))
 
 
-def keyed(mesh=None, *, optimizer=None, combiner="sum", dtype="float32", beside=(), **storage):
+SGD = rs.optimizers.SGD(LR)
+
+
+def keyed(mesh=None, *, rows=8, optimizer=SGD, dtype="float32", beside=(), capacity=None, **storage):
     """One table of keys read by one feature, and other features."""
-    optimizer = rs.optimizers.SGD(LR) if optimizer is None else optimizer
-    size = {"vocabulary_size": 8, "embedding_dim": DIM}
-    size |= {"vocabulary_size": storage.pop("rows")} if "rows" in storage else {}
     table = rs.TableSpec(
-        name="t", **size, optimizer=optimizer, combiner=combiner, dtype=dtype, storage=rs.Hashed(**storage),
-        stochastic_rounding=dtype != "float32",
+        name="t", vocabulary_size=rows, embedding_dim=DIM, optimizer=optimizer, dtype=dtype,
+        storage=rs.Hashed(**storage), stochastic_rounding=dtype != "float32",
     )  # fmt: skip
-    return rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table), *beside], mesh=mesh)
+    features = [rs.FeatureSpec(name="f", table_spec=table), *beside]
+    return rs.EmbeddingCollection(features, mesh=mesh, exchange_capacity=capacity)
 
 
 @functools.cache
 def on_mesh():
     """Keys, rows and a train on four devices, with a state and a compiled step that updates, and one that applies."""
-    sgd = rs.optimizers.SGD(LR)
     others = {"d": None, "w": TensorTrain((2,), (2, 4), (2, 2))}
     beside = [
         rs.FeatureSpec(
             name=name,
-            table_spec=rs.TableSpec(name=name, vocabulary_size=8, embedding_dim=DIM, optimizer=sgd, storage=storage),
+            table_spec=rs.TableSpec(name=name, vocabulary_size=8, embedding_dim=DIM, optimizer=SGD, storage=storage),
         )
         for name, storage in others.items()
     ]

@@ -8,19 +8,10 @@ import numpy as np
 import pytest
 
 import rsembed as rs
-from tests.storage.test_corners import mesh_of
+from tests.storage.test_corners import DIM, keyed, mesh_of
 
-DIM = 4
 # Fifteen for each of four devices, which have four rows each.
 KEYS = np.random.default_rng(5).integers(0, 2**60, 60) * 4 + np.arange(60) % 4
-
-
-def collection_of(rows, *, mesh=None, **storage):
-    rule = rs.optimizers.Adagrad(0.3)
-    table = rs.TableSpec(
-        name="t", vocabulary_size=rows, embedding_dim=DIM, optimizer=rule, storage=rs.Hashed(**storage)
-    )
-    return rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=mesh)
 
 
 @functools.cache
@@ -34,7 +25,8 @@ def some_rows():
 
 def filled(num_devices=None, **storage):
     """A table with these rows, before step 9, on one device or four."""
-    collection = collection_of(96, mesh=num_devices and mesh_of(num_devices), eviction="lfu", **storage)
+    mesh, rule = num_devices and mesh_of(num_devices), rs.optimizers.Adagrad(0.3)
+    collection = keyed(mesh, rows=96, optimizer=rule, eviction="lfu", **storage)
     state = collection.with_tables(collection.init(jax.random.key(0)), {"t": some_rows()})
     return collection, state._replace(step=jnp.int32(9))
 

@@ -113,16 +113,6 @@ def assert_each_is_as_if_alone(num_devices=1, placement=None, way="apply", **giv
     return together, state
 
 
-@pytest.mark.parametrize(
-    ("num_devices", "placement", "way"), [(1, None, "combine"), (4, "row", "apply"), (4, "replicated", "update")]
-)
-def test_a_table_has_the_bits_of_one_in_a_collection_of_its_own(num_devices, placement, way):
-    collection, state = assert_each_is_as_if_alone(num_devices, placement, way, when_full="evict")
-    counts = collection.counts(state)
-    assert all(counts[name]["evicted"].sum() > 0 for name in NAMES)
-    assert not np.array_equal(counts["here"]["inserted"], counts["mine"]["inserted"])  # the tables differ
-
-
 @pytest.fixture
 def any_size(monkeypatch):
     """However many rows stay empty."""
@@ -142,14 +132,19 @@ SOME_WAIT = {"when_full": "evict", "admission_count": 1}
 )
 def test_a_table_among_smaller_and_larger_ones_has_the_bits_of_one_alone(any_size, policy, num_devices, placement):
     policy = POLICIES.get(policy, SOME_WAIT)
-    collection, state = assert_each_is_as_if_alone(num_devices, placement, rows=SIZES, **policy)
+    way = {"row": "apply", "replicated": "update", None: "combine"}[placement]
+    collection, state = assert_each_is_as_if_alone(num_devices, placement, way, rows=SIZES, **policy)
     used = {name: own["rows"].sum() for name, own in collection.counts(state).items()}
     assert used == {name: len(rows["keys"]) for name, rows in collection.tables(state).items()}
 
 
 @pytest.mark.parametrize("given", [{"dtype": "bfloat16"}, {"initializer": split_initializer}], ids=["rounded", "split"])
 def test_noise_and_initial_values_belong_to_the_table(given):
-    assert_each_is_as_if_alone(2, when_full="evict", **given)
+    """Here of as many rows as the others; all of them give rows up."""
+    collection, state = assert_each_is_as_if_alone(2, when_full="evict", **given)
+    counts = collection.counts(state)
+    assert all(counts[name]["evicted"].sum() > 0 for name in NAMES)
+    assert not np.array_equal(counts["here"]["inserted"], counts["mine"]["inserted"])  # the tables differ
 
 
 @functools.cache

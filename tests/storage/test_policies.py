@@ -4,27 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
-import rsembed as rs
 from rsembed import checkpoint
+from tests.storage.test_corners import DIM, keyed, mesh_of
 
-DIM, LR, ROWS = 4, 0.5, 8
 # Small numbers come last, so that rows in the order of arrival are not in that of the keys.
 KEYS = 2**40 * np.arange(12)[::-1]
 
 
-def one_table(rule=None, rows=ROWS, mesh=None, capacity=None, **storage):
-    rule = rs.optimizers.SGD(LR) if rule is None else rule
-    table = rs.TableSpec(
-        name="t", vocabulary_size=rows, embedding_dim=DIM, optimizer=rule, storage=rs.Hashed(**storage)
-    )
-    return rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=mesh, exchange_capacity=capacity)
-
-
-@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+@pytest.mark.parametrize("eviction", ["lru", "age"])
 def test_a_table_that_was_taken_out_and_in_goes_on_with_the_same_evictions(eviction):
-    collection, generator = one_table(when_full="evict", eviction=eviction), np.random.default_rng(0)
+    collection, generator = keyed(when_full="evict", eviction=eviction), np.random.default_rng(0)
     state, step = collection.init(jax.random.key(0)), jax.jit(collection.update)
     batches = [generator.choice(KEYS, 4) for _ in range(8)]
     for number, keys in enumerate(batches):
@@ -41,7 +31,7 @@ def test_a_table_that_was_taken_out_and_in_goes_on_with_the_same_evictions(evict
 
 
 def test_rows_that_are_written_count_as_used_now():
-    collection = one_table()
+    collection = keyed(eviction="age")
     state = collection.init(jax.random.key(0))._replace(step=jnp.int32(5))
     rows = {"keys": KEYS[:2], "values": np.ones((2, DIM), np.float32)}
     found = collection.tables(collection.with_tables(state, {"t": rows}))["t"]
@@ -56,16 +46,16 @@ def by_key(rows):
 
 def test_a_table_that_was_full_on_a_mesh_is_told_how_many_rows_it_needs(tmp_path):
     """Each of four devices has a whole number of rows, 11, of a table of 41."""
-    mesh = Mesh(np.asarray(jax.devices()[:4]), "x")
-    collection = one_table(rows=41, mesh=mesh, when_full="evict")
+    mesh = mesh_of(4)
+    collection = keyed(rows=41, mesh=mesh, when_full="evict")
     state, keys = collection.init(jax.random.key(0)), np.arange(48)
     state = collection.update(state, {"f": keys}, {"f": np.ones((48, DIM), np.float32)})
     checkpoint.save_collection(tmp_path / "file", collection, state)
     with pytest.raises(
         ValueError, match=r"44 free rows, but the shard has 41 .* grow the table to vocabulary_size=44,"
     ):
-        checkpoint.load_collection(tmp_path / "file", one_table(rows=41, when_full="evict"))
-    other = one_table(rows=44, when_full="evict")
+        checkpoint.load_collection(tmp_path / "file", keyed(rows=41, when_full="evict"))
+    other = keyed(rows=44, when_full="evict")
     loaded = checkpoint.load_collection(tmp_path / "file", other)
     assert by_key(other.tables(loaded)["t"]) == by_key(collection.tables(state)["t"])
 
@@ -73,8 +63,8 @@ def test_a_table_that_was_full_on_a_mesh_is_told_how_many_rows_it_needs(tmp_path
 @pytest.mark.parametrize("when_full", ["zero", "evict"])
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 def test_the_keys_that_come_first_get_the_last_rows_by_update_and_by_apply(num_devices, when_full):
-    mesh = Mesh(np.asarray(jax.devices()[:num_devices]), "x")
-    collection = one_table(rows=2 * num_devices, mesh=mesh, when_full=when_full)
+    mesh = mesh_of(num_devices)
+    collection = keyed(rows=2 * num_devices, mesh=mesh, when_full=when_full)
     keys = np.random.default_rng(num_devices).permutation(40)[:24].reshape(8, 3)
     owned, wanted = [0] * num_devices, []
     for key in keys.ravel():  # sample by sample, each device has two rows for those keys that are its own
@@ -97,8 +87,8 @@ def test_the_keys_that_come_first_get_the_last_rows_by_update_and_by_apply(num_d
 @pytest.mark.parametrize("capacity", [1, 2, None])
 def test_any_number_of_rounds_admits_what_a_dictionary_does(capacity, when_full):
     """Where there is a row, and a place to wait, for every key."""
-    mesh = Mesh(np.asarray(jax.devices()[:2]), "x")
-    collection = one_table(rows=48, mesh=mesh, capacity=capacity, when_full=when_full, admission_count=2)
+    mesh = mesh_of(2)
+    collection = keyed(rows=48, mesh=mesh, capacity=capacity, when_full=when_full, admission_count=2)
     update, ones = jax.jit(collection.update), {"f": np.ones((8, DIM), np.float32)}
     for seed in range(3):
         generator, state, known = np.random.default_rng(seed), collection.init(jax.random.key(0)), {}
@@ -116,9 +106,9 @@ def test_any_number_of_rounds_admits_what_a_dictionary_does(capacity, when_full)
 @pytest.mark.parametrize("capacity", [1, None])
 def test_keys_that_wait_are_not_forgotten_for_others_of_the_same_batch(capacity):
     """Whichever round brings them."""
-    mesh = Mesh(np.asarray(jax.devices()[:2]), "x")
+    mesh = mesh_of(2)
     policies = {"when_full": "evict", "admission_count": 1, "admission_capacity": 1, "capacity": capacity}
-    collection = one_table(mesh=mesh, **policies)
+    collection = keyed(mesh=mesh, **policies)
     state = collection.init(jax.random.key(0))
     for keys in ([[100, -1], [-1, -1]], [[2, 100], [-1, -1]]):  # key 2 is asked for in an earlier round
         state = collection.update(state, {"f": np.asarray(keys)}, {"f": np.ones((2, DIM), np.float32)})
