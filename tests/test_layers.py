@@ -36,7 +36,7 @@ BUDGETS = {
     "fdo": 685,
     "sparsecore": 4447,
     "tbe": 2822,
-    "tt": 2795,
+    "tt": 2791,
     "sok": 1664,
     "plot": 1149,
     "datasets": 1104,

@@ -181,6 +181,7 @@ BAD = {
     # Their batches
     "a batch without offsets": (lambda: bag()(IDS), ValueError, "(3,)", "need offsets"),
     "a batch of floats": (lambda: bag()(np.array([1.5]), np.array([0])), TypeError, "indices", "integers", "float64"),
+    "lists beside offsets": (lambda: bag()([[1], [2]], OFFSETS), ValueError, "offsets go with flat indices", "(2, 1)"),
     "a batch of None": (lambda: bag()(None, OFFSETS), ValueError, "offsets go with flat indices", "()"),
     "offsets of floats": (lambda: bag()(IDS, np.array([0.0, 2.0])), TypeError, "offsets", "integers", "float64"),
     "offsets that fall": (lambda: bag()(IDS, np.array([0, 3, 2])), ValueError, "offsets", "never fall"),
