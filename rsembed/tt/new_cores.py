@@ -16,15 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from rsembed.checks import dtype_among, validated
 from rsembed.progress import progress
 from rsembed.tt.cores import AnyCores, Cores, check_cores
-from rsembed.tt.spec import CORE_DTYPES, TTSpec, check_one_of, suggested_tt_shapes
+from rsembed.tt.spec import CORE_DTYPES, Integers, TTSpec, check_one_of
 
 WEIGHT_DISTRIBUTIONS = ("normal", "uniform", "approx-normal", "approx-uniform", "naive-uniform")
-Integers = Sequence[int] | Int[np.ndarray, "_"]
 
 MAX_EXACT_SIDE = 2048
 """Above this smaller side a truncated SVD to a known rank is randomised; below, it is exact."""
@@ -181,10 +180,9 @@ def from_dense(
         tt_p_shapes, tt_q_shapes, ranks = spec.tt_p_shapes, spec.tt_q_shapes, spec.tt_ranks
     given = [shapes for shapes in (tt_p_shapes, tt_q_shapes) if shapes is not None]
     d = len(given[0]) if given else num_cores if ranks is None or np.ndim(ranks) == 0 else np.size(ranks) + 1
-    p = tuple(map(int, suggested_tt_shapes(rows, d) if tt_p_shapes is None else tt_p_shapes))
-    q = tuple(map(int, suggested_tt_shapes(dim, d, False) if tt_q_shapes is None else tt_q_shapes))
     caps = _ranks_of(ranks, d)
-    TTSpec.suggest(rows, dim, caps or [1] * (d - 1), p, q)  # refuses factors that do not fit
+    spec = TTSpec.suggest(rows, dim, caps or [1] * (d - 1), tt_p_shapes, tt_q_shapes)
+    p, q = spec.tt_p_shapes, spec.tt_q_shapes
     remainder = _digit_tensor(dense, p, q).reshape(1, -1)
     tail = (max_relative_error or 0.0) * float(np.linalg.norm(dense)) / math.sqrt(d - 1)
     cores = []

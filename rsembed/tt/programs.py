@@ -10,7 +10,7 @@ import enum
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +35,6 @@ from rsembed.specs import TableSpec
 from rsembed.storage.protocol import on_host
 from rsembed.tt import hot_rows
 from rsembed.tt.cores import Cores, Mode, on_copies, on_every_device, segment_of
-from rsembed.tt.hot_rows import Directory
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.storage import CachedTrain, TensorTrain, TensorTrains, cores_of
 
@@ -154,18 +153,21 @@ class How(NamedTuple):
     implementation: str | None
 
 
-def _program(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """A function of two things that are static and of arrays, compiled, and on a mesh with explicit axes on copies."""
+def _program(num_static: int) -> Callable[[Callable[..., PyTree]], Callable[..., PyTree]]:
+    """Compiles functions of so many static arguments and of arrays, which are copies on a mesh with explicit axes."""
 
-    @functools.partial(jax.jit, static_argnums=(0, 1))
-    @functools.wraps(function)
-    def run(first: Hashable, second: Hashable, *arrays: PyTree) -> PyTree:
-        return on_copies(functools.partial(function, first, second), *arrays)
+    def compiled(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        @functools.partial(jax.jit, static_argnums=range(num_static))
+        @functools.wraps(function)
+        def run(*args: Any) -> PyTree:
+            return on_copies(functools.partial(function, *args[:num_static]), *args[num_static:])
 
-    return run
+        return run
+
+    return compiled
 
 
-@_program
+@_program(2)
 def looked_up(storage: TensorTrains, how: How, params: PyTree, batch: Bags) -> Float[Array, "bags dim"]:
     """Pooled rows of a group: stored rows where there are such, chains of products for the others."""
     segment = segment_of(batch, batch.ids, how.mode)
@@ -212,30 +214,23 @@ def stepped(
     return *on_copies(own, params, slots, d_cores, batch, d_output, rate, number), d_weights
 
 
-@_program
-def counted(storage: TensorTrains, how: None, directory: Directory, rows: Int[Array, " nnz"]) -> Directory:
-    """See `hot_rows.count`."""
-    del storage, how
-    return hot_rows.count(directory, rows)
+counted = _program(0)(hot_rows.count)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-@_program
-def populated(
-    storage: TensorTrains, how: None, params: PyTree, slots: PyTree, turns: Int[Array, ""]
-) -> tuple[PyTree, PyTree]:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@_program(1)
+def populated(storage: TensorTrains, params: PyTree, slots: PyTree, turns: Int[Array, ""]) -> tuple[PyTree, PyTree]:
     """Parameters and slots after one populate or none; a gradient of what lies at a place then is one of that place."""
-    del how
     populate = functools.partial(storage.populate, table=storage.tables[0])
     return jax.lax.fori_loop(0, turns, lambda _, state: populate(*state), (params, slots))
 
 
 @populated.defjvp
-def _populated_jvp(storage: TensorTrains, how: None, primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
-    return populated(storage, how, *primals), tangents[:2]
+def _populated_jvp(storage: TensorTrains, primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
+    return populated(storage, *primals), tangents[:2]
 
 
-@_program
+@_program(2)
 def rows_by_group(groups: Sequence[Sequence[int]], tables: tuple[Sequence[int], int | None], bags: Bags) -> list[Bags]:
     """Of every group: rows, numbered from table to table, in the bags of its tables.
 
@@ -294,7 +289,7 @@ def read_bags(
     indices, offsets, weights = (on_every_device(x) if isinstance(x, (jax.Array, Bags)) else x for x in given)
     if isinstance(indices, Bags) and not (offsets is None and weights is None):
         raise ValueError("Bags hold offsets and weights; pass neither beside them.")
-    is_nested = isinstance(indices, (list, tuple)) and any(np.ndim(row) for row in indices)
+    is_nested = offsets is None and isinstance(indices, (list, tuple)) and any(np.ndim(row) for row in indices)
     if not isinstance(indices, (Bags, jax.Array)) and not is_nested:
         indices = np.asarray(indices)
     if offsets is not None:
@@ -328,9 +323,8 @@ def read_bags(
 
 
 def _with_last(offsets: PyTree, num_ids: int, num_tables: int, last: bool | None) -> Array | np.ndarray:
+    check_type(offsets, Int[np.ndarray, " bags"], "offsets")
     offsets = offsets if isinstance(offsets, jax.Array) else np.asarray(offsets)
-    if offsets.ndim != 1 or not jnp.issubdtype(offsets.dtype, jnp.integer):
-        raise TypeError(f"offsets must be a flat array of integers, got {offsets.dtype} of shape {offsets.shape}.")
     if last is None and num_tables > 1:
         last = offsets.shape[0] % num_tables == 1
     elif last is None and is_traced(offsets):
@@ -353,6 +347,6 @@ def _check_ids(bags: Bags, specs: Sequence[TTSpec], name: str, ignores: bool) ->
         own, table = ids[cut[0] : cut[-1]], name if len(specs) == 1 else f"{name} {k}"
         part, size = Bags(own, cut - cut[0]), spec.num_embeddings
         check_values(part, feature="indices", table=table, vocabulary_size=size, allow_out_of_range=ignores)
-        num_outside += int(((own != PAD_ID) & ((own < 0) | (own >= spec.num_embeddings))).sum())
+        num_outside += int(((own < PAD_ID) | (own >= size)).sum())
     if num_outside:
         warnings.warn(f"rsembed.tt: {num_outside} ids outside their table contribute nothing.", stacklevel=5)

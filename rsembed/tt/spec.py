@@ -13,6 +13,7 @@ from typing import Any, Literal, no_type_check
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import Int
 
 from rsembed.checks import PositiveInt, check_type, check_within, dtype_among, validated
 from rsembed.specs import TABLE_DTYPES
@@ -20,6 +21,7 @@ from rsembed.specs import TABLE_DTYPES
 MIN_USEFUL_RANK = 8
 """Below this rank `for_budget` prefers one more core: two cores train best and cost least while they have the rank."""
 CORE_DTYPES = ("float32", "bfloat16")
+Integers = Sequence[int] | Int[np.ndarray, "_"]
 
 
 @no_type_check  # sequences become tuples, and wrong values are refused by name, in __post_init__
@@ -76,9 +78,9 @@ class TTSpec:
     def suggest(
         num_embeddings: PositiveInt,
         embedding_dim: PositiveInt,
-        tt_ranks: Sequence[int],
-        tt_p_shapes: Sequence[int] | None = None,
-        tt_q_shapes: Sequence[int] | None = None,
+        tt_ranks: Integers,
+        tt_p_shapes: Integers | None = None,
+        tt_q_shapes: Integers | None = None,
     ) -> TTSpec:
         """A spec whose missing factors come from `suggested_tt_shapes`; the embedding dimension is never rounded up.
 

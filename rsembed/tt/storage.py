@@ -319,7 +319,9 @@ class TensorTrain(Storage):
                 f"{where} is kept as a tensor train: give a whole table {list(whole)}, for the closest train, "
                 f"or a tuple of cores {list(spec.core_shapes)}."
             )
-        return self.with_no_rows(new, self.core_slots(slots), table)
+        if not isinstance(params, CachedTrain):
+            return new, slots
+        return params._replace(cores=new, directory=hot_rows.forget(params.directory, 0, table.vocabulary_size)), slots
 
     def num_values(self, table: TableSpec) -> tuple[int, int]:
         """Numbers in the cores and stored rows, and in their slots."""

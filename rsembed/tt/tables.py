@@ -320,7 +320,7 @@ class TTTables(nnx.Module):
     def _populate(self, turns: Int[Array, ""]) -> None:
         """Once or not at all."""
         for g, _ in enumerate(self.caches if is_traced(turns) or int(turns) else ()):
-            self._put(g, *programs.populated(self.storages[g], None, *self._state(g), turns))
+            self._put(g, *programs.populated(self.storages[g], *self._state(g), turns))
 
     def _note(self, batch: Sequence[Bags]) -> None:
         """Counts what a lookup reads, and populates the cache when it is time."""
@@ -332,7 +332,7 @@ class TTTables(nnx.Module):
     def _count(self, batch: Sequence[Bags]) -> None:
         for g, cache in enumerate(self.caches):
             self._check_whole(cache.directory.get_value())
-            counted = programs.counted(self.storages[g], None, cache.directory.get_value(), batch[g].ids)
+            counted = programs.counted(cache.directory.get_value(), batch[g].ids)
             with contextlib.suppress(TraceContextError):  # a plain jit that closes over the module changes nothing
                 cache.directory.set_value(counted)
 

@@ -1,5 +1,4 @@
 import contextlib
-import copy
 import pickle
 
 import jax
@@ -175,10 +174,17 @@ def test_cores_of_the_fused_update_change_by_set_cores_alone():
         emb.set_cores([OTHER[0], np.full_like(OTHER[1], np.nan)])
 
 
-@pytest.mark.parametrize(("sparse", "dtype"), [(True, "bfloat16"), (False, "float32")])
-def test_a_saved_module_goes_on_as_if_never_saved(sparse, dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("way", "sparse", "dtype"),
+    [
+        ("file", True, "bfloat16"),
+        ("file", False, "float32"),
+        *((way, True, "float32") for way in ("clone", "pickle", "state")),
+    ],
+)
+def test_a_copy_goes_on_as_if_never_copied_whatever_the_original_does(way, sparse, dtype, tmp_path):
     options = {"sparse": sparse, "dtype": dtype, "optimizer": "adam", "populate_every": 5, "cache_size": 1}
-    emb, other = make(**options), make(rngs=7, **options)
+    emb, alone = make(**options), make(**options)
 
     def go_on(module, k):
         module.update_cache(six_bags([[k + i % 3 for i in range(k)]]))
@@ -186,22 +192,26 @@ def test_a_saved_module_goes_on_as_if_never_saved(sparse, dtype, tmp_path):
         output, backward = module.vjp(six_bags([[k], [k + 1], [5]]))
         backward(output)
 
+    def from_file(emb):
+        np.savez(tmp_path / "module.npz", **emb.state_dict())
+        other = make(rngs=7, **options)
+        with np.load(tmp_path / "module.npz") as state:
+            other.load_state_dict(state)
+        return other
+
+    ways = {"file": from_file, "clone": nnx.clone, "pickle": lambda emb: pickle.loads(pickle.dumps(emb))}
+    ways["state"] = lambda emb: nnx.merge(nnx.graphdef(emb), jax.tree.map(jnp.copy, nnx.state(emb)))
     for k in (4, 16, 28):
-        go_on(emb, k)
-    np.savez(tmp_path / "module.npz", **emb.state_dict())
-    with np.load(tmp_path / "module.npz") as state:
-        other.load_state_dict(state)
-    for module in (emb, other):
-        module.eval()
-    np.testing.assert_array_equal(all_rows(other), all_rows(emb))
-    for module in (emb, other):
-        module.train()
+        for module in (emb, alone):
+            go_on(module, k)
+    twin = ways[way](emb)
+    go_on(emb, 7)  # before the copy is used for the first time
+    for module in (twin, alone):
         go_on(module, 32)
-    one, two = emb.state_dict(), other.state_dict()
-    assert one.keys() == two.keys()
-    for name, value in one.items():
-        np.testing.assert_array_equal(two[name], value, err_msg=name)
-    assert other.cache_reports() == emb.cache_reports()
+    found, expected = twin.state_dict(), alone.state_dict()
+    assert found.keys() == expected.keys() and twin.cache_reports() == alone.cache_reports()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
 def three_tables(**options):
@@ -371,31 +381,3 @@ def test_memory_of_the_default_cache_is_a_hundredth_of_dense():
     emb = TTEmbeddingBag(11_000_000, 64, [32, 32], [200, 220, 250], [4, 4, 4])
     assert sum(array.nbytes for array in jax.tree.leaves(nnx.state(emb))) <= 11_000_000 * 64 * 4 / 100
     assert emb.cache_weight.shape == (11_000, 64)
-
-
-WAYS_TO_COPY = {
-    "clone": nnx.clone,
-    "merge": lambda emb: nnx.merge(*nnx.split(emb), copy=True),
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda emb: pickle.loads(pickle.dumps(emb)),
-    "state": lambda emb: nnx.merge(nnx.graphdef(emb), jax.tree.map(jnp.copy, nnx.state(emb))),
-}
-
-
-@pytest.mark.parametrize("make_copy", WAYS_TO_COPY.values(), ids=WAYS_TO_COPY)
-def test_a_copy_and_its_original_go_their_own_ways(make_copy):
-    def life(emb, epochs):
-        for epoch in epochs:
-            step(emb, np.ones((192, 4), np.float32), jnp.asarray(hot_ids(epoch, 200)))
-
-    emb, alone, other_alone = (make(optimizer="exact_adagrad", populate_every=1) for _ in range(3))
-    life(emb, [0, 1])
-    twin = make_copy(emb)
-    life(emb, [2, 3])  # before the copy is used for the first time
-    life(twin, [5])
-    life(alone, [0, 1, 2, 3])
-    life(other_alone, [0, 1, 5])
-    for module, expected in ((emb, alone), (twin, other_alone)):
-        assert module.cache_reports() == expected.cache_reports()
-        for name, value in expected.state_dict().items():
-            np.testing.assert_array_equal(module.state_dict()[name], value, err_msg=name)
