@@ -32,7 +32,7 @@ BUDGETS = {
     "taps": 160,
     "nnx": 212,
     "linen": 184,
-    "checkpoint": 1586,
+    "checkpoint": 1585,
     "fdo": 650,
     "sparsecore": 4447,
     "tbe": 2822,

@@ -133,15 +133,6 @@ def test_launch_hands_arguments_and_devices_to_every_process(tmp_path, capfd):
     assert lines == ["[0] 0 2 3 ['--steps', '5']", "[1] 1 2 3 ['--steps', '5']"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["missing.py"], "no script 'missing.py'"), (["--processes", "0", __file__], "num_processes must be in [1, inf)")],
-)
-def test_launch_explains_a_wrong_call(arguments, message, capsys):
-    assert command_line.main(["launch", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_the_program_of_the_page_goes_on_after_a_preemption_as_if_there_had_been_none(tmp_path):
     page = (PROGRAM.parents[2] / "docs" / "distributed.md").read_text()
     (tmp_path / "page.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
@@ -275,18 +266,10 @@ def test_a_late_start_is_an_error_where_others_wait(alone, monkeypatch):
     parallel.init()
 
 
-@pytest.mark.parametrize(
-    ("environment", "arguments", "message"),
-    [
-        ({"RSEMBED_NUM_PROCESSES": "two"}, {}, "RSEMBED_NUM_PROCESSES .* must be a number, got 'two'"),
-        ({}, {"heartbeat_timeout_seconds": 0}, r"heartbeat_timeout_seconds must be in \[1, inf\)"),
-    ],
-)
-def test_a_wrong_start_says_what_is_wrong(alone, monkeypatch, environment, arguments, message):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=message):
-        parallel.init(**arguments)
+def test_a_number_of_processes_that_is_none_is_refused(alone, monkeypatch):
+    monkeypatch.setenv("RSEMBED_NUM_PROCESSES", "two")
+    with pytest.raises(ValueError, match=r"RSEMBED_NUM_PROCESSES .* must be a number, got 'two'"):
+        parallel.init()
 
 
 def test_waiting_for_others_that_never_come_is_explained(alone, monkeypatch, caplog):
@@ -311,21 +294,3 @@ def test_meshes_have_auto_axes_and_split_batches():
     np.testing.assert_array_equal(split[0][np.array([5, 0])], table[[5, 0]])
     whole = parallel.put_global(table, mesh, None)
     assert whole.is_fully_replicated
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: parallel.make_mesh(num_devices=0), "0 devices cannot be taken equally from 1 processes with at least"),
-        (lambda: parallel.make_mesh(num_devices=9), "9 devices cannot be taken"),
-        (
-            lambda: parallel.put_global({"x": np.zeros(7)}, parallel.make_mesh()),
-            r"\['x'\] of shape \(7,\) .* 8 dev",
-        ),
-        (lambda: parallel.put_global(np.float32(1), parallel.make_mesh()), r"array given of shape \(\)"),
-        (lambda: parallel.put_global(np.arange(8) << 40, parallel.make_mesh()), "beyond int32, which JAX would cut"),
-    ],
-)
-def test_bad_meshes_and_batches_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
