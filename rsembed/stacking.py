@@ -116,12 +116,6 @@ class StackPlan:
         return self.spec.stack_name
 
     @property
-    def num_slot_values(self) -> int:
-        """Optimizer state values a row, for `dim` columns."""
-        row = jax.ShapeDtypeStruct((1, self.spec.stack_embedding_dim), jnp.float32)
-        return sum(slot.size for slot in jax.eval_shape(self.spec.optimizer.init_slots, row))
-
-    @property
     def table_bytes(self) -> int:
         """Bytes of the physical table over all devices."""
         dense = self.spec.stack_vocab_size * self.spec.stack_embedding_dim
@@ -130,7 +124,11 @@ class StackPlan:
     @property
     def slot_bytes(self) -> int:
         """Bytes of the optimizer state over all devices."""
-        return (self.num_stored_values or (0, self.spec.stack_vocab_size * self.num_slot_values))[1] * 4
+        if self.num_stored_values is not None:
+            return self.num_stored_values[1] * 4
+        row = jax.ShapeDtypeStruct((1, self.spec.stack_embedding_dim), jnp.float32)
+        slots = jax.eval_shape(self.spec.optimizer.init_slots, row)
+        return self.spec.stack_vocab_size * sum(slot.size for slot in slots) * 4
 
     @property
     def padding_fraction(self) -> float:

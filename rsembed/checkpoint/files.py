@@ -137,7 +137,6 @@ class Contents(NamedTuple):
         body: dict[str, PyTree] = {
             "layout_version": LAYOUT_VERSION,
             "step": int(step),
-            "prng_implementation": jax.random.key_impl(jax.random.key(0)),
             "belongs_to": dict(owners),
             "metadata": dict(metadata or {}),
         }

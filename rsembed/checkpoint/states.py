@@ -184,9 +184,7 @@ def in_memory(array: PyTree) -> PyTree:
 def belongings(tree: PyTree) -> dict[str, PyTree]:
     """Facts of the fingerprints of all states and other owners of one in the tree, by path."""
     try:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(
-            tree, is_leaf=lambda node: isinstance(node, Fingerprint) or _layout_of(node) is not None
-        )
+        leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: _fingerprint_of(node) is not None)
     except ValueError as error:
         raise TypeError("checkpoint: keys of one dictionary must have an order; let all of them be texts.") from error
     found = {}
@@ -196,16 +194,14 @@ def belongings(tree: PyTree) -> dict[str, PyTree]:
             found[name] = tables_of(leaf)
             if apart := [n for n, t in _tables_in(leaf).items() if t["storage"] not in (None, t["in_files"])]:
                 found[name][ELSEWHERE] = f"tables {apart} keep rows by key or on the host; use save_collection."
-        elif isinstance(leaf, Fingerprint):
-            found[name] = leaf.facts
-        elif (layout := _layout_of(leaf)) is not None:
-            found[name] = layout.facts
+        elif (fingerprint := _fingerprint_of(leaf)) is not None:
+            found[name] = fingerprint.facts
     return found
 
 
-def _layout_of(node: Any) -> Fingerprint | None:
-    """The layout fingerprint of a state of the core or a wing; None for other nodes."""
-    layout = getattr(node, "layout", None) if isinstance(node, tuple) else None
+def _fingerprint_of(node: Any) -> Fingerprint | None:
+    """The node itself, or the layout that a state, of the core or of a wing, carries."""
+    layout = getattr(node, "layout", None) if isinstance(node, tuple) else node
     return layout if isinstance(layout, Fingerprint) else None
 
 
@@ -282,12 +278,9 @@ def _array(pieces: list[tuple[PickedRows, SavedArray]], stack: Mapping[str, PyTr
     # In memory that is laid out as that of fresh tables.
     is_padded = sum(table.count for table, _ in pieces) < like.shape[0]
     allocate = jax.jit(api.allocate, static_argnums=(0, 1, 2), out_shardings=sharding)
-    write = jax.jit(_with_rows, donate_argnums=0, out_shardings=sharding)
+    update = jax.lax.dynamic_update_slice_in_dim
+    write = jax.jit(update, static_argnums=3, donate_argnums=0, out_shardings=sharding)
     array = allocate(like.shape, like.dtype, 0.0 if is_padded else None)
     for numbers, rows in blocks:
-        array = write(array, rows, np.int32(numbers[0]))
+        array = write(array, rows, np.int32(numbers[0]), 0)
     return array
-
-
-def _with_rows(array: jax.Array, rows: jax.Array, first: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(array, rows, first, 0)

@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32, Int64
 
 from rsembed.checks import NonNegativeInt, PositiveInt, check_within, validated
-from rsembed.datasets.files import Published
 from rsembed.datasets.generated import zipf_probabilities
+from rsembed.datasets.text import Published
 
 GENRES = (
     "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",

@@ -86,11 +86,6 @@ def test_a_file_holds_rows_by_key_and_by_id(saved):
     np.testing.assert_allclose(tree["slots"]["item"]["accumulator"], expected, rtol=1e-6)
 
 
-def test_a_plain_save_of_such_a_state_is_refused_by_name(saved, tmp_path):
-    with pytest.raises(ValueError, match=r"tables \['item', 'user'\] keep rows by key or on the host; use save_coll"):
-        checkpoint.save(tmp_path / "plain", {"state": saved[1]})
-
-
 def test_too_few_rows_for_the_keys_of_a_file_are_refused(saved):
     with pytest.raises(ValueError, match=r"table 'user': .* keys need .* free rows"):
         checkpoint.load_collection(saved[0], collection_of(3, None))

@@ -204,8 +204,6 @@ def test_a_folder_is_read_beside_its_writer_and_where_nothing_can_be_written(tmp
         with CheckpointManager(tmp_path / "run", collection, read_only=True) as reader:
             assert_same_rows(reader.restore(), collection, states[0], collection)
             assert reader.latest_good() == checkpoints.paths()[0] and reader.metadata(1) == {}
-            with pytest.raises(RuntimeError, match="only reads; make one without read_only=True"):
-                reader.save(states[1])
         checkpoints.save(states[1])
     before = sorted(tmp_path.rglob("*"))
     with CheckpointManager(tmp_path / "nowhere", read_only=True) as reader:
@@ -248,8 +246,6 @@ def test_a_save_that_failed_is_heard_of_and_the_next_one_may_succeed(tmp_path, m
         with pytest.raises(FileExistsError, match="step_000000003 exists"):
             checkpoints.save({"x": np.zeros(3)}, step=3)
     assert checkpoints.latest_step() == 3
-    with pytest.raises(RuntimeError, match="are closed"):
-        checkpoints.save({"x": np.zeros(3)}, step=4)
 
 
 def test_two_writers_of_one_folder_are_refused_and_torn_saves_go(tmp_path):
@@ -261,11 +257,3 @@ def test_two_writers_of_one_folder_are_refused_and_torn_saves_go(tmp_path):
     with CheckpointManager(tmp_path) as checkpoints, pytest.raises(FileNotFoundError, match="has no checkpoint"):
         checkpoints.restore()
     assert not torn.exists()
-
-
-def test_a_tree_needs_a_step_and_a_state_has_one(tmp_path, run):
-    collection, _, _, states = run
-    with CheckpointManager(tmp_path / "a") as checkpoints, pytest.raises(ValueError, match="a tree needs step"):
-        checkpoints.save({"x": np.zeros(1)})
-    with CheckpointManager(tmp_path / "b", collection) as checkpoints, pytest.raises(ValueError, match="its own step"):
-        checkpoints.save(states[0], step=3)

@@ -276,27 +276,16 @@ def test_a_state_of_another_collection_is_refused_by_every_method(tmp_path, make
     assert checkpoint.latest(tmp_path) is None
 
 
-def test_a_state_made_by_hand_is_compared_by_its_shapes():
+def test_a_state_made_by_hand_is_compared_by_its_shapes_and_one_without_slots_is_read():
     collection = collection_of()
-    state = collection.init(jax.random.key(0))
-    name = collection.plan.stacks[0].name
+    state, batch = collection.init(jax.random.key(0)), batch_of(0)
+    by_hand = rs.EmbeddingState(state.tables, state.slots, state.step, state.key)
+    for other in (by_hand, state._replace(slots={})):
+        jax.tree.map(np.testing.assert_array_equal, collection.lookup(other, batch), collection.lookup(state, batch))
+        np.testing.assert_array_equal(collection.tables(other)["item"], ramp(None, (10, DIM)))
     for wrong in (jnp.zeros((20, DIM)), jnp.zeros((23, 3)), jnp.zeros((23, DIM), jnp.bfloat16)):
-        by_hand = rs.EmbeddingState({name: wrong}, state.slots, state.step, state.key)
         with pytest.raises(ValueError, match=rf"tables are .*{wrong.dtype}.*, expected .*float32\[23, 4\]"):
-            collection.lookup(by_hand, batch_of(0))
-    right = rs.EmbeddingState(state.tables, state.slots, state.step, state.key)
-    np.testing.assert_array_equal(collection.tables(right)["item"], ramp(None, (10, DIM)))
-
-
-def test_a_state_for_serving_needs_no_slots():
-    collection = collection_of()
-    state = collection.init(jax.random.key(0))
-    serving, batch = state._replace(slots={}), batch_of(0)
-    expected = collection.lookup(state, batch)
-    jax.tree.map(np.testing.assert_array_equal, collection.lookup(serving, batch), expected)
-    np.testing.assert_array_equal(collection.tables(serving)["item"], ramp(None, (10, DIM)))
-    with pytest.raises(ValueError, match=r"slots are \{\}, expected"):
-        collection.update(serving, batch, expected)
+            collection.lookup(by_hand._replace(tables=dict.fromkeys(state.tables, wrong)), batch)
 
 
 def test_row_gradients_of_another_collection_are_refused():

@@ -121,9 +121,6 @@ def test_an_archive_of_another_form_is_refused(tmp_path):
     write_100k(file)
     with pytest.raises(ValueError, match=r"has not the form of ml-1m\.zip"):
         datasets.movielens("ml-1m", path=file)
-    file.write_text("not a zip")
-    with pytest.raises(ValueError, match=r"has not the form of ml-1m\.zip"):
-        datasets.movielens("ml-1m", path=file)
 
 
 def test_films_that_nobody_listed_are_refused(tmp_path, monkeypatch):

@@ -194,12 +194,6 @@ def test_an_insisted_corpus_that_is_missing_lists_the_ways_out():
         datasets.shakespeare(10, source="corpus")
 
 
-def test_a_path_without_a_text_is_an_error(tmp_path):
-    for place in (tmp_path, tmp_path / "gone.txt"):
-        with pytest.raises(FileNotFoundError, match=r"neither a text file nor a folder with tinyshakespeare\.txt"):
-            datasets.shakespeare(10, path=place)
-
-
 def test_a_broken_installation_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(text_module, "__file__", str(tmp_path / "a" / "b" / "text.py"))
     with pytest.raises(FileNotFoundError, match=r"the bundled text is at none of .*reinstall"):

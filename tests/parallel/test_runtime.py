@@ -264,7 +264,7 @@ def test_a_late_start_is_an_error_where_others_wait(alone, monkeypatch):
     parallel.init()
 
 
-def test_a_wrong_number_in_the_environment_is_named(alone, monkeypatch):
+def test_a_number_of_processes_that_is_none_is_refused(alone, monkeypatch):
     monkeypatch.setenv("RSEMBED_NUM_PROCESSES", "two")
     with pytest.raises(ValueError, match=r"RSEMBED_NUM_PROCESSES .* must be a number, got 'two'"):
         parallel.init()
