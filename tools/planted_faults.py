@@ -25,7 +25,7 @@ MOST_SECONDS = 600
 
 # A file of the library, and the tests that are asked; below it faults: a text, and what is planted in its place.
 FAULTS = """
-kernels/reference.py  kernels/test_native.py -k loops
+kernels/reference.py  kernels/test_contract.py -k reference
     jnp.sqrt(total) => total
     & (bag < segment.num_outputs) => & (bag <= segment.num_outputs)
 kernels/native.py  kernels/test_keys.py
