@@ -21,7 +21,7 @@ BUDGETS = {
     "stacking": 498,
     "keys": 206,
     "bags": 457,
-    "kernels": 3026,
+    "kernels": 3019,
     "interaction": 35,
     "initial_values": 256,
     "caching": 609,

@@ -8,7 +8,7 @@ import pytest
 
 import rsembed.optimizers as ro
 from rsembed.kernels import gpu, native, reference, sparsecore
-from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from rsembed.kernels.devices import tracing_for
 from tests import oracles
 from tests.kernels.simulator import simulate
@@ -89,6 +89,21 @@ def step_by_loops(name, table, slots, gradients):
             slot[...] = new[0]
 
     return oracles.stepped_table(table, slots, gradients, step_row)
+
+
+def training_step(module, name, dim=128, dtype="float32"):
+    """A lookup and a step of a table too large to be copied unseen, and shapes of their arguments."""
+    rule, shape = RULES[name], jax.ShapeDtypeStruct
+    table = shape((1 << 20, dim), dtype)
+
+    def train(table, slots, rows, offsets):
+        segments = [Segment(rows, offsets, None, "mean")]
+        (output,) = module.lookup(table, segments)
+        gradients, step = SegmentGradients(segments, (output,)), Step(rule.get_hyperparameters(0), rule)
+        return output, module.update(table, slots, gradients, step)
+
+    slots = jax.eval_shape(rule.init_slots, table)
+    return train, (table, slots, shape((4096,), jnp.int32), shape((513,), jnp.int32))
 
 
 def draw_segment(seed, combiner, lengths, *, weighted=False, outside=True):

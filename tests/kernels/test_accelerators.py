@@ -9,10 +9,10 @@ import rsembed as rs
 import rsembed.optimizers as ro
 from rsembed.kernels import api, gpu, library, sparsecore, sparsecore_tiles
 from rsembed.kernels.api import backend_evidence
-from rsembed.kernels.contract import Segment, SegmentGradients, Step
+from rsembed.kernels.contract import Segment, Step
 from rsembed.kernels.devices import TARGETS, tracing_for
 from rsembed.kernels.traced_rules import evaluate, trace_rule
-from tests.kernels.cases import RULES, draw_table
+from tests.kernels.cases import RULES, draw_table, training_step
 
 pytestmark = [
     # jax 0.12 says so of every copy from a tile's memory that names a semaphore, as `sync_copy` does.
@@ -150,27 +150,11 @@ def test_what_kernels_cannot_do_is_named():
 # Lowering, which needs no accelerator
 
 
-def step_and_shapes(module, name):
-    rule, shape = RULES[name], jax.ShapeDtypeStruct
-    table = shape((1 << 20, 128), jnp.float32)
-    slots = jax.eval_shape(rule.init_slots, table)
-    hyper = rule.get_hyperparameters(0)
-
-    def step(table, slots, rows, offsets, d_output):
-        segments = [Segment(rows, offsets, None, "mean")]
-        (output,) = module.lookup(table, segments)
-        return output, module.update(table, slots, SegmentGradients(segments, [d_output]), Step(hyper, rule))
-
-    return step, (
-        table, slots, shape((4096,), jnp.int32), shape((513,), jnp.int32), shape((512, 128), jnp.float32)
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("target", [name for name in TARGETS if name != "h100"])
 def test_steps_lower_for_every_chip(target, monkeypatch):
     monkeypatch.setattr(sparsecore_tiles, "MAX_CHUNK_ROWS", 64)
     module, platform, call = (gpu, "cuda", "triton") if target == "h200" else (sparsecore, "tpu", "tpu_custom_call")
-    step, shapes = step_and_shapes(module, "rowwise_adagrad")
+    step, shapes = training_step(module, "rowwise_adagrad")
     with tracing_for(target):
         text = jax.jit(step, donate_argnums=(0, 1)).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
     assert text.count(call) >= 2
