@@ -34,7 +34,7 @@ kernels/keyed.py  kernels/test_keys.py
     (found[:, 0] == high) & (found[:, 1] == low) => (found[:, 1] == low)
 kernels/ids.py  kernels/test_ids.py
     < ends[-1] => <= ends[-1]
-optimizers/rules.py  optimizers/test_contract.py optimizers/test_rules.py
+optimizers/rules.py  optimizers/test_contract.py
     (gradients * gradients - slots[1]) => (gradients - slots[1])
     decay * momentum + direction, momentum) => momentum + direction, momentum)
     jnp.clip(linear, -threshold, threshold) - linear => jnp.clip(linear, -threshold, threshold)
