@@ -107,12 +107,11 @@ def rowwise_adagrad(rule, row, slots, gradient, step):
 
 def epsilon_hat_adam(rule, row, slots, gradient, step):
     b1, b2, t = rule.beta_1, rule.beta_2, step + 1
+    rate = rule.learning_rate * (1 - b2**t) ** 0.5 / (1 - b1**t)
     for k, g in enumerate(gradient):
         slots[0][k] = b1 * slots[0][k] + (1 - b1) * g
         slots[1][k] = b2 * slots[1][k] + (1 - b2) * g * g
-        row[k] -= (
-            rule.learning_rate * (1 - b2**t) ** 0.5 / (1 - b1**t) * slots[0][k] / (slots[1][k] ** 0.5 + rule.epsilon)
-        )
+        row[k] -= rate * slots[0][k] / (slots[1][k] ** 0.5 + rule.epsilon)
 
 
 def momentum_of_signs(rule, row, slots, gradient, step):
