@@ -46,7 +46,7 @@ test-tpu: $(VENV)/.installed-dev $(VENV)/.installed-tpu
 	RSEMBED_TEST_TPU=1 JAX_PLATFORMS=cpu $(BIN)/python -m pytest -rsP tests/kernels/test_tpu.py
 
 test-gpu: $(VENV)/.installed-dev $(VENV)/.installed-cuda
-	RSEMBED_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -rsP tests/kernels/test_gpu.py
+	RSEMBED_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -rsP -k gpu tests/kernels
 
 # keras-rs' own tests of its embedding layers on the SparseCore path, on two pretended devices: ten minutes.
 KERAS_RS = 812d35bf0cb2452e66433e52880eb892a99bb8c9

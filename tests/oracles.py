@@ -77,5 +77,5 @@ def stepped_table(table, slots, gradients: dict[int, np.ndarray], step_row, /, *
     table = np.array(table, np.float64)
     slots = [np.array(slot, np.float64) for slot in slots]
     for row, gradient in gradients.items():
-        step_row(table[row], [slot[row] for slot in slots], gradient, **made_of)
+        step_row(table[row], [slot[row, ...] for slot in slots], gradient, **made_of)
     return table, slots

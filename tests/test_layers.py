@@ -21,7 +21,7 @@ BUDGETS = {
     "stacking": 496,
     "keys": 206,
     "bags": 457,
-    "kernels": 3035,
+    "kernels": 3019,
     "interaction": 35,
     "initial_values": 252,
     "caching": 609,

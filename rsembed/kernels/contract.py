@@ -126,12 +126,9 @@ class JaggedBatch:
 
     def output_shape(self, dims: Sequence[int]) -> tuple[int, ...]:
         """Shape of the output, which kernels pass flat, for arrays with these row lengths."""
-        size = self.output_places(dims)[0]
-        if self.combiner != "none" and self.layout == "blocks":
-            return (size,)
-        num_vectors = self.ids.shape[0] if self.combiner == "none" else self.blocks[0].num_bags
-        own = [dims[block.table] for block in self.blocks]
-        return (num_vectors, max(own) if self.combiner == "none" else sum(own))
+        size, [(_, stride), *_] = self.output_places(dims)
+        is_flat = self.combiner != "none" and self.layout == "blocks"
+        return (size,) if is_flat else (size // stride, stride)
 
     def output_places(self, dims: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
         """Size of the flat output, and for each block the offset of its first vector and the stride between vectors."""

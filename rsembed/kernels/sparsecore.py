@@ -67,7 +67,7 @@ def row_layout(sharding: Sharding) -> PyTree:
 def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
     """Pooled rows of every segment, float32 `[segment.num_outputs, dim]`; one kernel per segment."""
     _check_table(table)
-    wide = _fill_columns(table)
+    wide = _fill(table, _tiles().num_lanes(), axis=1)
     return tuple(_pool(table.shape, wide, segment) for segment in segments)
 
 
@@ -88,7 +88,8 @@ def apply_rows(
     is_narrow = np.asarray([array.shape[1] != dim for array in arrays])
     wide_first = np.argsort(is_narrow, kind="stable")
     places = np.argsort(wide_first).tolist()
-    state = [_fill_columns(arrays[k]) for k in wide_first if not is_narrow[k]]
+    fill_columns = partial(_fill, multiple=tiles.num_lanes(), axis=1)
+    state = [fill_columns(arrays[k]) for k in wide_first if not is_narrow[k]]
     narrow = [arrays[k] for k in wide_first if is_narrow[k]]
     rows, chunk = as_rows(rows), tiles.chunk_rows(state[0].shape[1], len(state) + 1)
     is_row = (rows >= 0) & (rows < num_rows)
@@ -101,7 +102,7 @@ def apply_rows(
         state,
         [jnp.broadcast_to(number, columns) for number in old],
         ids,
-        _fill(_fill_columns(gradients.astype(jnp.float32)), chunk, 0.0),
+        _fill(fill_columns(gradients.astype(jnp.float32)), chunk),
         jnp.repeat(step.hyper_vector(), tiles.num_lanes()),
         places,
     )
@@ -125,15 +126,10 @@ def _check_table(table: Array) -> None:
         raise NotImplementedError(f"tables of the SparseCore kernels are float32, not {table.dtype}")
 
 
-def _fill(array: Array, multiple: int, value: float) -> Array:
-    """The array with `value` appended until its length is a multiple of `multiple`."""
-    missing = -array.shape[0] % multiple
-    return jnp.pad(array, [(0, missing), *[(0, 0)] * (array.ndim - 1)], constant_values=value) if missing else array
-
-
-def _fill_columns(array: Array) -> Array:
-    missing = -array.shape[1] % _tiles().num_lanes()
-    return jnp.pad(array, ((0, 0), (0, missing))) if missing else array
+def _fill(array: Array, multiple: int, value: float = 0.0, *, axis: int = 0) -> Array:
+    """As many entries of `value` behind the array as the length of an axis lacks to a multiple."""
+    missing = [-length % multiple if number == axis else 0 for number, length in enumerate(array.shape)]
+    return jnp.pad(array, [(0, own) for own in missing], constant_values=value) if any(missing) else array
 
 
 def _pool(shape: tuple[int, ...], table: Array, segment: Segment) -> Float[Array, "outputs dim"]:

@@ -7,13 +7,43 @@ import optax
 import pytest
 
 import rsembed.optimizers as ro
-from rsembed.kernels import native
-from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.kernels import gpu, native, reference, sparsecore
+from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
+from rsembed.kernels.devices import tracing_for
 from tests import oracles
+from tests.kernels.simulator import simulate
 
 _reason = native.unavailable_because()
 needs_native = pytest.mark.skipif(_reason is not None, reason=f"needs the native kernels: {_reason}")
 IMPLEMENTATIONS = ("reference", pytest.param("native", marks=needs_native))
+
+
+def compiled(function, *args):
+    return jax.jit(function)(*args)
+
+
+def simulated(function, *args, chip="v6e"):
+    with tracing_for(chip):
+        return simulate(function, *args)
+
+
+ALL_IMPLEMENTATIONS = [
+    pytest.param("reference", reference, compiled, id="reference"),
+    pytest.param("native", native, compiled, id="native", marks=needs_native),
+    pytest.param("gpu", gpu, compiled, id="gpu"),
+    pytest.param("sparsecore", sparsecore, simulated, id="sparsecore"),
+]
+"""Name, module, and what runs its functions."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+WIDTHS = (1, 100, 300) if jax.default_backend() == "gpu" else (12,)  # 12 fills neither lanes nor a power of two
+SETTINGS = {
+    "reference": [(dtype, 8) for dtype in DTYPES],
+    "native": [(dtype, dim) for dtype in DTYPES for dim in (12, 1, 17, 64, 130)],
+    "gpu": [(dtype, dim) for dtype in DTYPES for dim in WIDTHS],
+    "sparsecore": [("float32", 12)],
+}
+"""Dtypes and row lengths of tables that an implementation is asked for."""
 
 COMBINERS = ("sum", "mean", "sqrtn", "none")
 NUM_ROWS = 23
@@ -30,15 +60,50 @@ RULES = {
     "custom": ro.Custom(0.3, lambda g, w, count, lr: (w - lr * jnp.sign(g) / (1.0 + count), count + 1.0), (0.0,)),
     "optax": ro.from_optax(optax.adamw(0.3)),
 }
+STEP = 2
 ORACLE_STEPS = {
     "sgd": (oracles.sgd_step, {"learning_rate": 0.3}),
     "adagrad": (oracles.adagrad_step, {"learning_rate": 0.3}),
     "rowwise_adagrad": (oracles.rowwise_adagrad_step, {"learning_rate": 0.3, "epsilon": 1e-8}),
     "adam": (
         oracles.adam_step,
-        {"learning_rate": 0.3, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-8, "step": 2},
+        {"learning_rate": 0.3, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-8, "step": STEP},
     ),
 }
+
+
+def step_by_loops(name, table, slots, gradients):
+    """Table and slots after step `STEP` of each row in `gradients`, by its formula, or else by its rule alone.
+
+    Rules without a formula here have one where rules are tested.
+    """
+    if name in ORACLE_STEPS:
+        step_row, made_of = ORACLE_STEPS[name]
+        return oracles.stepped_table(table, slots, gradients, step_row, **made_of)
+    hyper, step_rows = RULES[name].get_hyperparameters(STEP), jax.jit(RULES[name].step_rows)
+
+    def step_row(row, own, gradient):
+        state = tuple(jnp.asarray(slot[None], old.dtype) for slot, old in zip(own, slots, strict=True))
+        row[:], stepped = step_rows(jnp.float32(row[None]), state, jnp.float32(gradient[None]), hyper)
+        for slot, new in zip(own, stepped, strict=True):
+            slot[...] = new[0]
+
+    return oracles.stepped_table(table, slots, gradients, step_row)
+
+
+def training_step(module, name, dim=128, dtype="float32"):
+    """A lookup and a step of a table too large to be copied unseen, and shapes of their arguments."""
+    rule, shape = RULES[name], jax.ShapeDtypeStruct
+    table = shape((1 << 20, dim), dtype)
+
+    def train(table, slots, rows, offsets):
+        segments = [Segment(rows, offsets, None, "mean")]
+        (output,) = module.lookup(table, segments)
+        gradients, step = SegmentGradients(segments, (output,)), Step(rule.get_hyperparameters(0), rule)
+        return output, module.update(table, slots, gradients, step)
+
+    slots = jax.eval_shape(rule.init_slots, table)
+    return train, (table, slots, shape((4096,), jnp.int32), shape((513,), jnp.int32))
 
 
 def draw_segment(seed, combiner, lengths, *, weighted=False, outside=True):

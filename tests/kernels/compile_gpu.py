@@ -7,15 +7,13 @@ import json
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rsembed.kernels import gpu
-from rsembed.kernels.contract import Segment, SegmentGradients, Step
-from tests.kernels.cases import RULES
+from tests.kernels.cases import training_step
 
 # What the compiler wants to know of a card, from NVIDIA's data sheet; not read from one.
 H100 = """
@@ -29,26 +27,17 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } device_description_
 
 
 def compile_case(mesh, name, dim="128", dtype="float32"):
-    rule, shape = RULES[name], jax.ShapeDtypeStruct
-    table, rows, offsets = shape((1 << 20, int(dim)), dtype), shape((4096,), jnp.int32), shape((513,), jnp.int32)
-    slots = jax.eval_shape(rule.init_slots, table)
-
-    def train(table, slots, rows, offsets):
-        segments = [Segment(rows, offsets, None, "mean")]
-        (output,) = gpu.lookup(table, segments)
-        gradients, step = SegmentGradients(segments, (output,)), Step(rule.get_hyperparameters(0), rule)
-        return output, gpu.update(table, slots, gradients, step)
-
+    train, shapes = training_step(gpu, name, int(dim), dtype)
     whole = NamedSharding(mesh, P())
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         jitted = jax.jit(train, in_shardings=whole, out_shardings=whole, donate_argnums=(0, 1))
-        compiled = jitted.trace(table, slots, rows, offsets).lower(lowering_platforms=("cuda",)).compile()
+        compiled = jitted.trace(*shapes).lower(lowering_platforms=("cuda",)).compile()
     memory = compiled.memory_analysis()
     record = {
         "kernels": compiled.as_text().count("__gpu$xla.gpu.triton"),
         "temporary_bytes": memory.temp_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,
-        "state_bytes": sum(array.size * array.dtype.itemsize for array in (table, *slots)),
+        "state_bytes": sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(shapes[:2])),
     }
     return record
 

@@ -1,4 +1,4 @@
-"""Kernels for GPUs and SparseCores agree with loops over numpy, interpreted or simulated, and lower for the chips."""
+"""Kernels for GPUs and SparseCores: rules inside them, who is chosen and who refuses, and that they lower."""
 
 import jax
 import jax.numpy as jnp
@@ -7,14 +7,12 @@ import pytest
 
 import rsembed as rs
 import rsembed.optimizers as ro
-from rsembed.kernels import api, gpu, library, reference, sparsecore, sparsecore_tiles
+from rsembed.kernels import api, gpu, library, sparsecore, sparsecore_tiles
 from rsembed.kernels.api import backend_evidence
-from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, JaggedGradients, Segment, SegmentGradients, Step
+from rsembed.kernels.contract import Segment, Step
 from rsembed.kernels.devices import TARGETS, tracing_for
 from rsembed.kernels.traced_rules import evaluate, trace_rule
-from tests import oracles
-from tests.kernels.cases import NUM_ROWS, ORACLE_STEPS, RAGGED, RULES, assert_close, draw_gradients, draw_table
-from tests.kernels.simulator import simulate
+from tests.kernels.cases import RULES, draw_table, training_step
 
 pytestmark = [
     # jax 0.12 says so of every copy from a tile's memory that names a semaphore, as `sync_copy` does.
@@ -22,144 +20,6 @@ pytestmark = [
     # From jax 0.11 on; what Pallas offers in its place did not lower with those versions.
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
-
-DIM = 12  # fills neither the lanes of a chip nor a power of two
-
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch):
-    monkeypatch.setattr(sparsecore_tiles, "MAX_CHUNK_ROWS", 8)
-
-
-def interpreted(function, *args):
-    return jax.jit(function)(*args)
-
-
-def simulated(function, *args, chip="v6e"):
-    with tracing_for(chip):
-        return simulate(function, *args)
-
-
-IMPLEMENTATIONS = {"gpu": (gpu, interpreted), "sparsecore": (sparsecore, simulated)}
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def kernels(request):
-    return IMPLEMENTATIONS[request.param]
-
-
-def test_lookup_agrees_with_loops(kernels):
-    """Row 11 holds NaN, and contributes nothing: it is outside, or its weight is 0."""
-    module, run = kernels
-    table, segments = draw_table(DIM).at[11].set(jnp.nan), []
-    for number, s in enumerate([RAGGED["weighted"][k] for k in (0, 2, 3)]):
-        if number:
-            segments.append(Segment(jnp.where(s.rows == 11, NO_ROW, s.rows), s.offsets, s.weights, s.combiner))
-        else:
-            segments.append(Segment(s.rows, s.offsets, jnp.where(s.rows == 11, 0.0, s.weights), s.combiner))
-    segments += [Segment(jnp.asarray([2, 11]), jnp.asarray([0, 0, 2]), jnp.zeros(2), "mean"), *RAGGED["trimmed"]]
-    outputs = run(lambda table: module.lookup(table, segments), table)
-    clean = np.nan_to_num(np.asarray(table, np.float64))
-    for output, segment in zip(outputs, segments, strict=True):
-        assert output.dtype == jnp.float32
-        assert_close(output, oracles.pooled_lookup(clean, segment))
-
-
-def test_nothing_to_look_up_gives_zeros(kernels):
-    module, run = kernels
-    segments = [*RAGGED["no entry"], RAGGED["no bag"][0]]
-    outputs = run(lambda table: module.lookup(table, segments), draw_table(DIM))
-    for output, segment in zip(outputs, segments, strict=True):
-        np.testing.assert_array_equal(output, np.zeros((segment.num_outputs, DIM)))
-
-
-@pytest.mark.parametrize("name", ORACLE_STEPS)
-def test_update_agrees_with_loops(kernels, name):
-    module, run = kernels
-    rule, segments = RULES[name], [RAGGED["weighted"][2]]
-    table, d_outputs = draw_table(DIM), draw_gradients(segments, DIM)
-    slots, hyper = rule.init_slots(table), rule.get_hyperparameters(2)
-    new_table, new_slots = run(
-        lambda t, s, d, h: module.update(t, s, SegmentGradients(segments, d), Step(h, rule)),
-        table,
-        slots,
-        d_outputs,
-        hyper,
-    )
-    gradients = oracles.combined_row_gradients(NUM_ROWS, segments, d_outputs)
-    step, made_of = ORACLE_STEPS[name]
-    want_table, want_slots = oracles.stepped_table(table, slots, gradients, step, **made_of)
-    assert_close(new_table, want_table)
-    for slot, want in zip(new_slots, want_slots, strict=True):
-        assert slot.dtype == jnp.float32
-        assert_close(slot, want)
-    untouched = np.asarray(sorted(set(range(NUM_ROWS)) - set(gradients)), np.int32)
-    np.testing.assert_array_equal(new_table[untouched], table[untouched])
-
-
-def test_apply_rows_skips_padding_and_reads_wide_ids(kernels):
-    module, run = kernels
-    rule, rows = RULES["rowwise_adagrad"], jnp.asarray([3, -1, NUM_ROWS, 22, NO_ROW, 0], jnp.int32)
-    table, gradients = draw_table(DIM), draw_table(DIM, seed=3)[:6]
-    slots, hyper = (draw_table(1, seed=4) ** 2,), rule.get_hyperparameters(0)
-    stepped = run(lambda t, s, g, h: module.apply_rows(t, s, rows, g, Step(h, rule)), table, slots, gradients, hyper)
-    step, made_of = ORACLE_STEPS["rowwise_adagrad"]
-    real = {row: np.asarray(gradients[k], np.float64) for k, row in enumerate(rows.tolist()) if 0 <= row < NUM_ROWS}
-    want_table, want_slots = oracles.stepped_table(table, slots, real, step, **made_of)
-    assert_close(stepped[0], want_table)
-    assert_close(stepped[1][0], want_slots[0])
-
-
-def test_jagged_calls_agree_with_reference():
-    """They are put together from the other kernels, for both accelerators alike."""
-    tables = [draw_table(DIM), draw_table(8, seed=2)]
-    ids, offsets = np.random.default_rng(0).integers(-1, 9, 18), np.asarray([0, 3, 3, 7, 10, 11, 16])
-    blocks = (Block(0, 3, 0, 4, 8), Block(3, 3, 1, 0, 7))
-    batch = JaggedBatch(jnp.asarray(ids, jnp.int32), jnp.asarray(offsets, jnp.int32), None, "mean", blocks)
-    rule, hyper, d_output = RULES["sgd"], (jnp.float32(0.3),), jnp.arange(60, dtype=jnp.float32)
-
-    @jax.jit
-    def both(tables):
-        arguments = (tables[0], (), JaggedGradients(batch, d_output, 0, (DIM, 8)), Step(hyper, rule))
-        return [(m.lookup_jagged(tables, batch), m.update(*arguments)[0]) for m in (gpu, reference)]
-
-    for one, other in zip(*both(tables), strict=True):
-        assert_close(one, other)
-    for module in (gpu, sparsecore):
-        assert module.lookup_jagged.keywords == {"lookup": module.lookup}
-        assert module.row_gradients.keywords["lookup"].__module__ == module.__name__  # that of sums of any length
-
-
-def test_gpu_tables_of_two_bytes_are_rounded_once_per_step():
-    rule, segments = RULES["adagrad"], RAGGED["every combiner"][:1]
-    table, d_outputs = draw_table(DIM, "bfloat16"), draw_gradients(segments, DIM)
-    slots, hyper, rounding = rule.init_slots(draw_table(DIM)), (jnp.float32(0.3),), jax.random.key(5)
-
-    @jax.jit
-    def step(table, slots, d_outputs, key):
-        arguments, to_nearest = (table, slots, SegmentGradients(segments, d_outputs)), Step(hyper, rule)
-        rounded = gpu.update(*arguments, Step(hyper, rule, api.stochastic_rounding(key)))[0]
-        return gpu.update(*arguments, to_nearest)[0], rounded, reference.update(*arguments, to_nearest)[0]
-
-    nearest, rounded, want = step(table, slots, d_outputs, rounding)
-    assert nearest.dtype == rounded.dtype == table.dtype
-    assert_close(nearest, want, "bfloat16")
-    assert_close(rounded, want, "bfloat16")  # up or down: next to the nearest, and not always it
-    assert np.any(rounded != nearest)
-
-
-def test_row_gradients_through_a_lookup_are_the_defined_ones():
-    segments = RAGGED["every combiner"][1:2] + RAGGED["no entry"][:1] + RAGGED["trimmed"]
-    d_outputs = draw_gradients(segments, 3)
-
-    @jax.jit
-    def both(d_outputs):
-        gradients = SegmentGradients(segments, d_outputs)
-        grouped = reference.row_gradients(NUM_ROWS, gradients, lookup=reference.lookup)
-        return grouped, reference.row_gradients(NUM_ROWS, gradients)
-
-    for one, other in zip(*both(d_outputs), strict=True):
-        assert_close(one, other)
 
 
 # Rules inside kernels
@@ -290,27 +150,11 @@ def test_what_kernels_cannot_do_is_named():
 # Lowering, which needs no accelerator
 
 
-def step_and_shapes(module, name):
-    rule, shape = RULES[name], jax.ShapeDtypeStruct
-    table = shape((1 << 20, 128), jnp.float32)
-    slots = jax.eval_shape(rule.init_slots, table)
-    hyper = rule.get_hyperparameters(0)
-
-    def step(table, slots, rows, offsets, d_output):
-        segments = [Segment(rows, offsets, None, "mean")]
-        (output,) = module.lookup(table, segments)
-        return output, module.update(table, slots, SegmentGradients(segments, [d_output]), Step(hyper, rule))
-
-    return step, (
-        table, slots, shape((4096,), jnp.int32), shape((513,), jnp.int32), shape((512, 128), jnp.float32)
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("target", [name for name in TARGETS if name != "h100"])
 def test_steps_lower_for_every_chip(target, monkeypatch):
     monkeypatch.setattr(sparsecore_tiles, "MAX_CHUNK_ROWS", 64)
     module, platform, call = (gpu, "cuda", "triton") if target == "h200" else (sparsecore, "tpu", "tpu_custom_call")
-    step, shapes = step_and_shapes(module, "rowwise_adagrad")
+    step, shapes = training_step(module, "rowwise_adagrad")
     with tracing_for(target):
         text = jax.jit(step, donate_argnums=(0, 1)).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
     assert text.count(call) >= 2

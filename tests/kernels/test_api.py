@@ -8,7 +8,7 @@ import pytest
 from jax.test_util import check_grads
 
 from rsembed.kernels import api, reference
-from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.kernels.contract import Segment
 
 
 def implementation(name, reason=None, refusal=None):
@@ -63,15 +63,6 @@ def test_rows_by_bag_groups_stably_and_puts_strays_last(name):
     assert offsets.tolist() == [0, 2, 3, 5, 5]
     assert order[:5].tolist() == [1, 5, 6, 0, 3]
     assert sorted(order[5:].tolist()) == [2, 4]
-
-
-@pytest.mark.parametrize("name", ["reference", None])
-def test_rows_that_may_not_contribute_may_hold_nan(name):
-    table, rows, offsets = jnp.asarray([[jnp.nan], [1.0], [2.0]]), jnp.asarray([0, 1, NO_ROW]), jnp.asarray([0, 3])
-    zeroed = Segment(rows, offsets, jnp.asarray([0.0, 3.0, 1.0]), "sum")
-    cancelled = Segment(rows, offsets, jnp.asarray([1.0, -1.0, 1.0]), "mean")
-    found = api.lookup(table, [zeroed, cancelled], implementation=name)
-    assert [own.tolist() for own in found] == [[[3.0]], [[0.0]]]
 
 
 def test_autodiff_of_lookup_equals_finite_differences():

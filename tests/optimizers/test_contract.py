@@ -1,4 +1,4 @@
-"""Every public rule in a collection: its published formula in float64, row by row, and rows that keep their bits."""
+"""Every public rule: its published formula in float64, row by row, and rows that keep their bits in any company."""
 
 import functools
 
@@ -7,11 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import rsembed as rs
 import rsembed.optimizers as ro
+from rsembed.kernels import api, native
+from rsembed.kernels.contract import NO_ROW, Step
+from rsembed.sparsecore import embedding
 from tests import oracles
-from tests.optimizers.test_rules import step_in_float64
+from tests.sparsecore import small_world
 from tests.tbe import row_formulas
 from tests.tbe.row_formulas import LR, MAX_COUNTER
 
@@ -20,6 +25,59 @@ NUM_ROWS, DIM = 6, 4
 BATCHES = ([[1, 4, 4], [4, -1, -1]], [[2, 4, -1], [4, 3, 2]], [[1, 4, -1], [3, -1, -1]])
 # A step starts from the numbers that the one before it stored, so one rounding of the table is all that may differ.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2**-8}
+
+
+def step_in_float64(optimizer, row, slots, gradient, step):
+    """One step of one entry, scalar by scalar, straight from the published formulas."""
+    lr = optimizer.learning_rate
+    match optimizer.short_name():
+        case "sgd":
+            return row - lr * gradient, ()
+        case "adagrad":
+            total = slots[0] + gradient**2
+            return row - lr * gradient / total**0.5, (total,)
+        case "torch_adagrad":
+            total = slots[0] + gradient**2
+            return row - lr * gradient / (total**0.5 + optimizer.epsilon), (total,)
+        case "adam":
+            t, b1, b2 = step + 1, optimizer.beta_1, optimizer.beta_2
+            m = b1 * slots[0] + (1 - b1) * gradient
+            v = b2 * slots[1] + (1 - b2) * gradient**2
+            return row - lr * (m / (1 - b1**t)) / ((v / (1 - b2**t)) ** 0.5 + optimizer.epsilon), (m, v)
+        case "adagrad_momentum":
+            b2, momentum = optimizer.beta2, optimizer.momentum
+            total = slots[0] + gradient**2 if b2 == 1 else b2 * slots[0] + (1 - b2) * gradient**2
+            q = gradient * (total + optimizer.epsilon) ** (-1 / optimizer.exponent)
+            m = momentum * slots[1] + q
+            return row - lr * (momentum * m + q if optimizer.use_nesterov else m), (total, m)
+        case "ftrl":
+            k, l1, l2 = -optimizer.learning_rate_power, *_regularization(optimizer)
+            total = slots[0] + gradient**2
+            e = total**k - slots[0] ** k
+            if optimizer.multiply_linear_by_learning_rate:
+                linear = slots[1] + lr * gradient - e * row
+                bound, denominator = lr * l1, total**k + 2 * lr * l2 + optimizer.beta
+            else:
+                linear = slots[1] + gradient - e / lr * row
+                bound, denominator = l1, (total**k + optimizer.beta) / lr + 2 * l2
+            return (min(max(linear, -bound), bound) - linear) / denominator, (total, linear)
+        case "laprop":
+            b1, b2 = optimizer.b1, optimizer.b2
+            d = b2 * (1 - b2**step) / (1 - b2 ** (step + 1))
+            nu = d * slots[1] + (1 - d) * (gradient**2 + optimizer.eps)
+            mu = b1 * slots[0] + (1 - b1**2) ** 0.5 * gradient / nu**0.5
+            return row - lr * mu, (mu, nu)
+        case "f2a":
+            total, seen = slots[0] + gradient**2, slots[1] + 1
+            ratio = min((max(step, 1) / seen) ** optimizer.rho, optimizer.max_lr_multiplier)
+            l1, l2 = _regularization(optimizer)
+            direction = ratio * gradient / total**0.5 + l1 * np.sign(row) + l2 * row
+            return row - lr * direction, (total, seen)
+    raise AssertionError(optimizer)
+
+
+def _regularization(optimizer):
+    return optimizer.l1_regularization_strength, optimizer.l2_regularization_strength
 
 
 def by_entry(rule, row, slots, gradient, step):
@@ -49,10 +107,11 @@ def rowwise_adagrad(rule, row, slots, gradient, step):
 
 def epsilon_hat_adam(rule, row, slots, gradient, step):
     b1, b2, t = rule.beta_1, rule.beta_2, step + 1
+    rate = rule.learning_rate * (1 - b2**t) ** 0.5 / (1 - b1**t)
     for k, g in enumerate(gradient):
         slots[0][k] = b1 * slots[0][k] + (1 - b1) * g
         slots[1][k] = b2 * slots[1][k] + (1 - b2) * g * g
-        row[k] -= LR * (1 - b2**t) ** 0.5 / (1 - b1**t) * slots[0][k] / (slots[1][k] ** 0.5 + rule.epsilon)
+        row[k] -= rate * slots[0][k] / (slots[1][k] ** 0.5 + rule.epsilon)
 
 
 def momentum_of_signs(rule, row, slots, gradient, step):
@@ -85,12 +144,19 @@ adam, adagrad = row_formulas.adam, row_formulas.rowwise_adagrad
 CONTRACT = {
     "sgd": (rs.optimizers.SGD(LR), by_entry),
     "adagrad": (rs.optimizers.Adagrad(LR), by_entry),
-    "torch_adagrad": (rs.optimizers.TorchAdagrad(LR), by_entry),
-    "adam": (rs.optimizers.Adam(LR), by_entry),
-    "adagrad_momentum": (rs.optimizers.AdagradMomentum(LR, use_nesterov=True), by_entry),
+    "torch_adagrad": (rs.optimizers.TorchAdagrad(LR, epsilon=0.05), by_entry),
+    "adam": (rs.optimizers.Adam(LR, beta_1=0.8, beta_2=0.99), by_entry),
+    "adagrad_momentum": (rs.optimizers.AdagradMomentum(LR), by_entry),
+    "nesterov": (rs.optimizers.AdagradMomentum(LR, beta2=0.9, exponent=3.0, use_nesterov=True), by_entry),
     "ftrl": (rs.optimizers.FTRL(LR, l1_regularization_strength=0.05), by_entry),
+    "ftrl_l2": (rs.optimizers.FTRL(LR, learning_rate_power=-0.3, l2_regularization_strength=0.02, beta=0.1), by_entry),
+    "ftrl_by_rate": (
+        rs.optimizers.FTRL(LR, l1_regularization_strength=0.5, multiply_linear_by_learning_rate=True),
+        by_entry,
+    ),
     "laprop": (rs.optimizers.LaProp(LR), by_entry),
-    "f2a": (rs.optimizers.F2A(LR), by_entry),
+    "f2a": (rs.optimizers.F2A(LR, l1_regularization_strength=0.01, l2_regularization_strength=0.02), by_entry),
+    "f2a_capped": (rs.optimizers.F2A(LR, rho=2.0, max_lr_multiplier=1.5), by_entry),
     "row_wise_adagrad": (rs.optimizers.RowWiseAdagrad(LR), rowwise_adagrad),
     "custom": (rs.optimizers.Custom(LR, momentum_of_signs_in_jax, (0.0,)), momentum_of_signs),
     "optax": (rs.from_optax(optax.sgd(LR, momentum=0.9)), momentum_sgd),
@@ -181,3 +247,44 @@ def test_a_rule_that_moves_all_rows_moves_those_that_were_not_looked_up():
     assert (one_step[1] != two_steps[1]).all() and 1 not in np.unique(BATCHES[1])
     _, one_step, two_steps, _ = (state["lazy_adam"][0] for state in states("float32"))
     assert (one_step[1] == two_steps[1]).all()
+
+
+@pytest.mark.usefixtures("more_optimizations")
+@pytest.mark.skipif(native.unavailable_because() is not None, reason="XLA alone rounds as the shapes have it")
+@pytest.mark.parametrize("name", [name for name, (rule, _) in CONTRACT.items() if not rule.moves_all_rows])
+def test_the_bits_of_a_row_are_those_that_it_has_in_any_company(name):
+    rule, num_rows, dim, draw = CONTRACT[name][0], 700, 16, np.random.default_rng(0)
+    table, gradients = (jnp.asarray(draw.normal(size=(num_rows, dim)).astype(np.float32)) for _ in range(2))
+    slots = tuple(slot + jnp.asarray(1, slot.dtype) for slot in rule.init_slots(table))
+    hyper = rule.get_hyperparameters(jnp.int32(3))
+    step = jax.jit(lambda rows, gradients: api.apply_rows(table, slots, rows, gradients, Step(hyper, rule)))
+    of_all = step(jnp.arange(num_rows, dtype=jnp.int32), gradients)
+    for company in (np.arange(5, 8), np.sort(draw.permutation(num_rows)[:139])):
+        padded = np.insert(company, [1, 1], NO_ROW).astype(np.int32)
+        own = step(jnp.asarray(padded), gradients.at[padded].get(mode="clip"))
+        for one, other in zip(jax.tree.leaves(of_all), jax.tree.leaves(own), strict=True):
+            np.testing.assert_array_equal(np.asarray(one)[company], np.asarray(other)[company])
+
+
+@pytest.mark.parametrize("name", ["tensorflow_adam", "lamb", "counter_adagrad"])
+def test_padding_columns_and_other_cores_leave_the_numbers_of_a_rule_alone(name):
+    rule, step_row = CONTRACT[name]
+    specs = small_world.placed_specs(1, 4, optimizer=rule)
+    sharding = NamedSharding(Mesh(np.asarray(jax.devices()[:1]), ("x",)), P("x", None))
+    variables = embedding.init_embedding_variables(jax.random.key(0), embedding.get_table_specs(specs), sharding)
+    grad = functools.partial(embedding.sparse_dense_matmul_grad, feature_specs=specs, global_device_count=1)
+    stepped_by = jax.jit(lambda gradients, inputs, variables, step: grad(gradients, inputs, variables, step=step))
+    wanted = {name: jax.tree.leaves(own) for name, own in embedding.logical_variables(variables, specs).items()}
+    for step in range(2):
+        ids, d_activations = small_world.draw_batch(step)
+        inputs, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 1, 1)
+        variables = stepped_by(d_activations, inputs, variables, np.int32(step))
+        for table, own in small_world.dense_row_gradients(ids, d_activations).items():
+            rows = range(small_world.TABLES[table]) if rule.moves_all_rows else ()
+            own = {row: np.zeros(small_world.DIM) for row in rows} | own
+            first, *slots = wanted[table]
+            stepped, slots = oracles.stepped_table(first, slots, own, functools.partial(step_row, rule), step=step)
+            wanted[table] = [stepped, *slots]
+    for table, own in embedding.logical_variables(variables, specs).items():
+        for array, expected in zip(jax.tree.leaves(own), wanted[table], strict=True):
+            np.testing.assert_allclose(array, expected, rtol=2e-5, atol=small_world.VALUE_TOLERANCE)

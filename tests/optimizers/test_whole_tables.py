@@ -13,21 +13,12 @@ import rsembed.optimizers as ro
 from rsembed.kernels import api, native, reference
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, JaggedGradients, Segment, SegmentGradients, Step
 from rsembed.sparsecore.variables import BoundedRowRule
+from tests import oracles
+from tests.optimizers.test_contract import epsilon_hat_adam
 
 RULE = ro.TensorFlowAdam(0.1, epsilon=0.3)
 HYPER = RULE.get_hyperparameters(4)
 NUM_ROWS, DIM = 5, 4
-
-
-def stepped_in_float64(table, slots, gradients):
-    """Every entry by itself, with the corrections of the fifth step."""
-    table, (m, v) = np.array(table, np.float64), np.array(slots, np.float64)
-    for row in range(NUM_ROWS):
-        for k in range(DIM):
-            g = float(gradients[row][k]) if row in gradients else 0.0
-            m[row, k], v[row, k] = 0.9 * m[row, k] + 0.1 * g, 0.999 * v[row, k] + 0.001 * g * g
-            table[row, k] -= 0.1 * (1 - 0.999**5) ** 0.5 / (1 - 0.9**5) * m[row, k] / (v[row, k] ** 0.5 + 0.3)
-    return table, (m, v)
 
 
 def drawn(dtype="float32"):
@@ -56,8 +47,10 @@ def as_jagged(table, slots, d, **options):
 def test_every_kernel_steps_all_rows_once_and_padding_none(ask, implementation):
     table, slots, d = drawn()
     found = jax.jit(functools.partial(ask, implementation=implementation))(table, slots, d)
-    wanted = stepped_in_float64(table, slots, {3: np.asarray(d)[0], 0: np.asarray(d)[3]})
-    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-6), found, wanted)
+    gradients = dict.fromkeys(range(NUM_ROWS), np.zeros(DIM)) | {3: np.float64(d[0]), 0: np.float64(d[3])}
+    wanted = oracles.stepped_table(table, slots, gradients, functools.partial(epsilon_hat_adam, RULE), step=4)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-6)
 
 
 def test_all_rows_are_rounded_as_asked_each_with_its_own_number():
