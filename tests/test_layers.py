@@ -37,7 +37,7 @@ BUDGETS = {
     "sparsecore": 4447,
     "tbe": 2797,
     "tt": 3134,
-    "sok": 1565,
+    "sok": 1561,
     "plot": 1149,
     "datasets": 1104,
     "__main__": 352,
