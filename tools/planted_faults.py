@@ -134,7 +134,7 @@ tt/spec.py  tt/test_spec.py
 sok/lookups.py  sok/test_layers.py
     name: number + 1 for => name: number for
 sok/dump.py  sok/test_dump.py
-    if num_rows > here or => if
+    and num_rows > table => and num_rows < table
 datasets/generated.py  datasets/test_generated.py
     rows.random(num_samples) < probability => rows.random(num_samples) < rate
 plot/distributions.py  test_plot.py -k frequency

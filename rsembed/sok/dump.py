@@ -44,20 +44,12 @@ def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, PyTree]) -> None
 
     Raises: ValueError: keys repeat, are out of range or find no room, or an array does not fit.
     """
-    if variable.table.when_full == "grow" and "keys" in rows:
-        _make_room(variable, rows)
-    written_state = variable.table.collection.with_tables(state_of(variable), {variable.table.spec.name: rows})
-    variable.set_value(written_state)
-
-
-def _make_room(variable: EmbeddingVariable, rows: Mapping[str, PyTree]) -> None:
-    """Enlarges a table until the given rows fit beside its own."""
-    spec, num_devices = variable.table.spec, variable.table.context.num_devices
-    params = state_of(variable).tables[spec.name]
-    num_rows, num_waiting = room_needed(params, rows, spec, num_devices)
-    here, waiting = spec.vocabulary_size // num_devices, params.waiting
-    if num_rows > here or (waiting is not None and num_waiting > waiting.last_step.shape[0] // num_devices):
-        make_larger(variable, max(num_rows, here), num_waiting)
+    table, state, name = variable.table, state_of(variable), variable.table.spec.name
+    if table.when_full == "grow" and "keys" in rows:
+        num_devices = table.context.num_devices
+        num_rows, num_waiting = room_needed(state.tables[name], rows, table.spec, num_devices)
+        make_larger(variable, max(num_rows, table.spec.vocabulary_size // num_devices), num_waiting)
+    variable.set_value(variable.table.collection.with_tables(state_of(variable), {name: rows}))
 
 
 @validated

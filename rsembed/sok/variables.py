@@ -248,6 +248,10 @@ def make_larger(variable: EmbeddingVariable, rows_per_device: int, num_waiting: 
     """
     table, state = variable.table, state_of(variable)
     name, devices, num_devices = table.spec.name, table.context.devices, table.context.num_devices
+    waiting = state.tables[name].waiting
+    num_places = num_waiting if waiting is None else waiting.last_step.shape[0] // num_devices
+    if rows_per_device == table.spec.vocabulary_size // num_devices and num_waiting <= num_places:
+        return
 
     def on_device(params: PyTree, slots: PyTree) -> PyTree:
         return hashed_rows.grow(params, slots, table.spec, rows_per_device, num_waiting)

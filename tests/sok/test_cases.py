@@ -1,7 +1,4 @@
-"""Worked lookups, gradients and rows of keys, through public calls, on any number of devices.
-
-The contract of storages holds what rows are worth.
-"""
+"""Worked lookups, gradients, rows of keys and steps of optimizers, through public calls, on any number of devices."""
 
 import json
 from pathlib import Path
@@ -11,12 +8,13 @@ import pytest
 
 from rsembed import sok
 from rsembed.keys import join_keys
-from rsembed.optimizers import SGD
+from rsembed.optimizers import SGD, RowWiseAdagrad
 from tests.sok.training import context
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = json.loads((DATA / "sok_lookups.json").read_text())
-INSERTIONS = json.loads((DATA / "sok_cases.json").read_text())["dynamic_insert"]
+OTHERS = json.loads((DATA / "sok_cases.json").read_text())
+STEPS = {case["kind"]: case for case in OTHERS["optimizer"]}
 
 
 def filled(layer, table):
@@ -84,7 +82,7 @@ def places_of(variable, num_shards):
     return {key: [row // capacity, row % capacity] for row, key in enumerate(keys) if used[row]}
 
 
-@pytest.mark.parametrize("case", INSERTIONS, ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", OTHERS["dynamic_insert"], ids=lambda case: case["name"])
 def test_worked_cases_of_insertion(case):
     num_shards, width = case["num_shards"], max(map(len, case["batches"]))
     variable = sok.embedding_variable("t", 2, rows_per_device=case["capacity"], context=context(num_shards))
@@ -102,3 +100,33 @@ def test_worked_cases_of_insertion(case):
         assert counts["failed"].sum() == len(expected["failed"])
     for shard, expected in enumerate(case["expected"].get("final", [])):
         assert {str(key): row for key, (own, row) in places.items() if own == shard} == expected
+
+
+SLOT_NAMES = {"momentum": "m", "velocity": "v", "accumulator": "acc"}
+
+
+def optimizer_of(case):
+    if case["kind"] == "rowwise_adagrad":
+        return RowWiseAdagrad(case["lr"], case["initial_accumulator"], case["epsilon"])
+    kind = {"adam": sok.optimizers.Adam, "lazy_adam": sok.optimizers.LazyAdam}[case["kind"]]
+    return kind(case["lr"], case["beta_1"], case["beta_2"], case["epsilon"])
+
+
+@pytest.mark.parametrize("case", STEPS.values(), ids=STEPS)
+def test_worked_steps_of_adam_as_tensorflow_has_it_and_of_row_wise_adagrad(case):
+    start = np.array(case["table"], np.float32)
+    num_rows, dim = start.shape
+    keys = 2**40 + 7 * np.arange(num_rows)
+    options = {"rows_per_device": 8, "optimizer": optimizer_of(case), "context": context(1)}
+    variable = sok.embedding_variable("t", dim, **options)
+    sok.assign_rows(variable, {"keys": keys, "values": start})
+    for given, expected in zip(case["steps"], case["expected"]["steps"], strict=True):
+        _, backward = sok.group_embedding_lookup_vjp([variable], [keys[given["indices"], None]], ["sum"])
+        backward([np.array(given["grads"], np.float32)])
+        found = sok.export_rows(variable)
+        np.testing.assert_array_equal(found["keys"], keys)
+        np.testing.assert_allclose(found["values"], expected["table"], rtol=2e-6, atol=2e-6)
+        for ours, theirs in SLOT_NAMES.items():
+            if theirs in expected:
+                slot = np.array(expected[theirs]).reshape(num_rows, -1)
+                np.testing.assert_allclose(found[f"slot_{ours}"], slot, rtol=2e-6, atol=2e-6)

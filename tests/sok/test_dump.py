@@ -46,18 +46,6 @@ def test_training_goes_on_elsewhere_as_if_nothing_had_happened(tmp_path, use_has
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-6, err_msg=name)
 
 
-def test_rows_are_assigned_by_key():
-    layer = model(2)
-    keys = np.asarray([2**40, 5, 9])
-    values = np.arange(9, dtype=np.float32).reshape(3, DIM)
-    sok.assign_rows(layer.variable, {"keys": keys, "values": values})
-    np.testing.assert_array_equal(
-        layer(np.asarray([9, 2**40, 5, 6]).reshape(4, 1, 1))[:, 0, 0], [*values[[2, 0, 1]], np.zeros(DIM)]
-    )
-    with pytest.raises(ValueError, match="free rows"):
-        sok.assign_rows(layer.variable, {"keys": np.arange(100) * 2, "values": np.zeros((100, DIM), np.float32)})
-
-
 @pytest.mark.parametrize("use_hashtable", [True, False])
 def test_a_row_is_assigned_where_it_lies_and_a_dump_gathers_block_by_block(tmp_path, monkeypatch, use_hashtable):
     monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", 1 << 18)
@@ -241,13 +229,9 @@ def test_numbers_are_not_rounded_by_a_load_nor_lost_by_an_import(tmp_path):
         sok.load(tmp_path / "wide", narrow)
     sok.load(tmp_path / "narrow", wide)
     np.testing.assert_array_equal(wide(KEYS), narrow(KEYS))
-    half = model(1, dtype="float16")
-    with pytest.raises(ValueError, match="1 numbers of imported 'values' are too large for float16"):
-        sok.assign_rows(half.variable, {"keys": [3, 4], "values": np.asarray([[1e6, 1, 1], [1, np.inf, 1]])})
-    for name, part in (("values", {}), ("slot_momentum", {"slot_momentum": np.full((1, 3), 1e300)})):
-        rows = {"keys": [3], "values": np.full((1, 3), 1.0 if part else 1e300)} | part
-        with pytest.raises(ValueError, match=f"3 numbers of imported '{name}' are too large for float32; clip them"):
-            sok.assign_rows(wide.variable, rows)
+    rows = {"keys": [3], "values": np.ones((1, DIM)), "slot_momentum": np.full((1, DIM), 1e300)}
+    with pytest.raises(ValueError, match="3 numbers of imported 'slot_momentum' are too large for float32; clip them"):
+        sok.assign_rows(wide.variable, rows)
 
 
 @pytest.mark.parametrize("changes", [{"optimizer": rs.from_optax(optax.adamax(0.1))}, {"num_devices": 1, "rows": 32}])

@@ -17,12 +17,12 @@ DEVICE = rt.EmbeddingLocation.DEVICE
 
 
 @pytest.mark.parametrize("location", [DEVICE, CACHED])
-def test_row_gradients_reach_the_rows_of_their_group(location):
+@pytest.mark.parametrize("rule", [Optim.EXACT_SGD, Optim.NONE])
+def test_row_gradients_reach_the_rows_of_their_group_also_from_a_module_with_another_rule(rule, location):
     names, dims = ("b", "a", "c", "d"), (2, 3, 2, 3)
-    specs = tuple((10, dim) for dim in dims)
-    module = make(specs, location=location, table_names=names, uniform=None, learning_rate=1.0)
-    offsets = np.arange(len(names) + 1)
-    output, backward = module.vjp(np.arange(len(names)), offsets)
+    specs, common = tuple((10, dim) for dim in dims), {"location": location, "table_names": names, "uniform": None}
+    source, module = make(specs, optimizer=rule, **common), make(specs, learning_rate=1.0, **common)
+    output, backward = source.vjp(np.arange(len(names)), np.arange(len(names) + 1))
     module.apply(backward.row_gradients(np.ones_like(output)))
     for table, weights in enumerate(tables_of(module)[0]):
         wanted = np.zeros((10, dims[table]))
@@ -37,13 +37,6 @@ def test_row_gradients_of_another_shape_are_refused(entries):
     spoiled = {name: values[entries] for name, values in gradients.values.items()}
     with pytest.raises(ValueError, match=r"stack 'table_0': rows .* and values .* do not fit each other or the table"):
         module.apply(dataclasses.replace(gradients, values=spoiled))
-
-
-def test_row_gradients_of_a_module_with_another_rule_may_be_applied():
-    source, module = make(((10, 4),), optimizer=Optim.NONE), make(((10, 4),), learning_rate=1.0, uniform=None)
-    output, backward = source.vjp(np.array([3]), np.array([0, 1]))
-    module.apply(backward(jnp.ones_like(output)))
-    assert tables_of(module)[0][0].sum(axis=1).tolist() == [-4.0 if row == 3 else 0.0 for row in range(10)]
 
 
 OTHERS = {
