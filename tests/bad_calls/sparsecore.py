@@ -243,7 +243,7 @@ rs.sparsecore.utils.unshard_emb_table(np.zeros((3, 3, 2)), 2) => ValueError: (3,
 embedding.get_optimizer_class(99) => ValueError: optimizer code 99
 embedding.get_optimizer_type("adam") => TypeError: optimizer_class ... str
 embedding_spec.EmbeddingSpecRecord.from_json("{") => ValueError: EmbeddingSpecRecord ... JSON
-table_stacking.auto_stack_tables(None, 1, 1) => ValueError: features: there is no FeatureSpec in it.
+table_stacking.auto_stack_tables(None, 1, 1) => TypeError: features must be of type FeatureSpec or a list
 auto(no_such_argument=None) => TypeError: no_such_argument
 embedding.get_all_reduce_interface(no_such_argument=None) => TypeError: no_such_argument
 sparse([[0, 0]], [1], no_such_argument=None) => TypeError: no_such_argument

@@ -12,7 +12,7 @@ from tests.storage.test_corners import DIM, keyed, mesh_of
 KEYS = 2**40 * np.arange(12)[::-1]
 
 
-@pytest.mark.parametrize("eviction", ["lru", "age"])
+@pytest.mark.parametrize("eviction", ["lru", "lfu"])
 def test_a_table_that_was_taken_out_and_in_goes_on_with_the_same_evictions(eviction):
     collection, generator = keyed(when_full="evict", eviction=eviction), np.random.default_rng(0)
     state, step = collection.init(jax.random.key(0)), jax.jit(collection.update)
@@ -31,7 +31,7 @@ def test_a_table_that_was_taken_out_and_in_goes_on_with_the_same_evictions(evict
 
 
 def test_rows_that_are_written_count_as_used_now():
-    collection = keyed(eviction="age")
+    collection = keyed()
     state = collection.init(jax.random.key(0))._replace(step=jnp.int32(5))
     rows = {"keys": KEYS[:2], "values": np.ones((2, DIM), np.float32)}
     found = collection.tables(collection.with_tables(state, {"t": rows}))["t"]
