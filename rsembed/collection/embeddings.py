@@ -19,8 +19,7 @@ from rsembed.checks import PositiveInt, check_type, validated
 from rsembed.collection import host_stack, inputs
 from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine, all_as_bags, two_dicts
-from rsembed.collection.logical_tables import LogicalTables
-from rsembed.collection.placement import make_stacks, placement_of_tables, plan_placed
+from rsembed.collection.placement import LogicalTables, make_stacks, placement_of_tables, plan_placed
 from rsembed.collection.state import Activations, Batch, ByName, EmbeddingState
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.initial_values import table_keys

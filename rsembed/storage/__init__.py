@@ -4,9 +4,8 @@ A storage holds the rows of one device and knows nothing of others; `TableSpec(s
 in `collection/rows.py` brings ids to it and vectors back, on one device or a mesh.
 
     protocol.py      what every storage must be able to do, and which tables share one
-    hashed.py        rows for keys of 64 bits, handed out as keys appear
+    hashed.py        rows for keys of 64 bits, handed out as keys appear; or for keys below a bound, all there at first
     hashed_rows.py   what a device keeps of them, what a row starts from, and steps
-    row_numbers.py   rows of keys below a bound, which are all there from the start
     host_cached.py   rows on the host, those of late batches on the device
     logical_rows.py  rows out of such a table and into one, by key
     row_map.py       which key has which row: handed out, taken back, counted
@@ -15,6 +14,6 @@ in `collection/rows.py` brings ids to it and vectors back, on one device or a me
 
 from rsembed.storage.hashed import ROWS_BY_KEY as ROWS_BY_KEY
 from rsembed.storage.hashed import Hashed as Hashed
+from rsembed.storage.hashed import RowNumbers as RowNumbers
 from rsembed.storage.host_cached import HostCached as HostCached
 from rsembed.storage.protocol import Storage as Storage
-from rsembed.storage.row_numbers import RowNumbers as RowNumbers

@@ -1,4 +1,4 @@
-"""Keys of 64 bits as ids of a table of the core: `TableSpec(..., storage=Hashed(...))`."""
+"""Keys of 64 bits as ids of a table of the core, `TableSpec(..., storage=Hashed(...))`; and keys that are row numbers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt32
 
+from rsembed.bags import PAD_ID
 from rsembed.checks import PositiveInt, check_type
 from rsembed.initial_values import keyed_form, table_key, table_keys
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Step
 from rsembed.kernels.keyed import varying_zero
-from rsembed.keys import Keys
+from rsembed.keys import Keys, join_keys, local_rows
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import hash_table, hashed_rows, logical_rows, row_map
-from rsembed.storage.hashed_rows import MAX_CAPACITY, DynamicRows, DynamicTable, numbers_of
+from rsembed.storage.hashed_rows import MAX_CAPACITY, Counters, DynamicRows, DynamicTable, numbers_of
 from rsembed.storage.protocol import Found, Pool, ReadAhead, Segments, State, Vectors, of_near_sizes
 from rsembed.storage.row_map import EVICTIONS, Eviction
 
@@ -361,3 +362,76 @@ def _upper_half(one: UInt32[Array, "*n"], other: UInt32[Array, ""]) -> UInt32[Ar
     crossed, across = one_high * other_low, one_low * other_high
     carried = (one_low * other_low >> half) + (crossed & low) + (across & low)
     return one_high * other_high + (crossed >> half) + (across >> half) + (carried >> half)
+
+
+BLOCK_VALUES = 1 << 20
+MAX_KEYS = 2**32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowNumbers(RowsByKey):
+    """The storage of keys that are row numbers; they start from what a hash table would give them.
+
+    Args:
+      num_shards: how many devices share the keys.
+      key_dtype: keys that it cannot hold are refused.
+    """
+
+    num_shards: int
+    key_dtype: str = "int64"
+    placements: ClassVar[tuple[str, ...]] = ("row",)
+
+    def check(self, table: TableSpec) -> None:
+        hashed_rows.check(table)
+        if table.vocabulary_size > MAX_KEYS:
+            raise ValueError(
+                f"table {table.name!r}: {table.vocabulary_size} rows are more than 2**32; keep rows by key as "
+                "rsembed.Hashed."
+            )
+
+    def checked(self, ids: PyTree, table: TableSpec, feature: str) -> Keys:
+        keys = super().checked(ids, table, feature)
+        if isinstance(keys.is_key, np.ndarray):
+            is_outside = keys.is_key & ((keys.high > 0) | (keys.low >= table.vocabulary_size))
+            if is_outside.any():
+                (key,) = join_keys(keys.high[is_outside][:1], keys.low[is_outside][:1], dtype=self.key_dtype)
+                raise ValueError(
+                    f"{feature}: key {key} is not below {table.vocabulary_size}, the rows of table {table.name!r} on "
+                    f"{self.num_shards} devices ({int(is_outside.sum())} such keys); make the table larger, pass "
+                    f"{PAD_ID} for no key, or keep rows by key as rsembed.Hashed."
+                )
+        return keys
+
+    def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
+        """Made block by block: nothing else is as large as the rows."""
+        own_key, capacity = table_key(key, table.name), table.vocabulary_size // num_shards
+        size = min(capacity, max(1, BLOCK_VALUES // table.embedding_dim))
+
+        def fill(number: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+            first = jnp.minimum(number * size, capacity - size)
+            low = (first + jnp.arange(size, dtype=jnp.int32)).astype(jnp.uint32) * jnp.uint32(num_shards)
+            low = low + shard.astype(jnp.uint32)
+            values = hashed_rows.initial_values(table, own_key, Keys(jnp.zeros_like(low), low, jnp.ones(size, bool)))
+            return tuple(
+                jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), first, 0)
+                for array, part in zip(arrays, (values, *table.optimizer.init_slots(values)), strict=True)
+            )
+
+        rows, slots = hashed_rows.allocate(table, capacity, fill=None)
+        rows, *slots = jax.lax.fori_loop(0, -(-capacity // size), fill, (rows, *slots))
+        return DynamicTable(None, rows, None, Counters(), own_key[None]), tuple(slots)
+
+    def read(self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
+        del ahead
+        rows = self._rows(params, keys)
+        return hashed_rows.read(params, rows), jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
+
+    def find(
+        self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step
+    ) -> Found:
+        del table, occurrences, step
+        return params, slots, self._rows(params, keys)
+
+    def _rows(self, params: DynamicTable, keys: Keys) -> Int[Array, " nnz"]:
+        rows: Int[Array, " nnz"] = local_rows(keys, self.num_shards, params.rows.shape[0])
+        return rows
