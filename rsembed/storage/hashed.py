@@ -1,4 +1,4 @@
-"""Keys of 64 bits as ids of a table of the core, `TableSpec(..., storage=Hashed(...))`; and keys that are row numbers."""
+"""Rows for keys of 64 bits, `TableSpec(..., storage=Hashed(...))`, and for keys that are row numbers."""
 
 from __future__ import annotations
 
