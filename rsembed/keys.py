@@ -105,7 +105,10 @@ def checked_keys(keys: PyTree, dtype: str, *, feature: str) -> Keys:
         isinstance(lane, jax.core.Tracer) or not getattr(lane, "is_fully_addressable", True)
         for lane in jax.tree.leaves(found)
     ):
-        return without_beyond(found, dtype)
+        # `num_invalid` counts keys that nobody sees here and that are too large.
+        lost = is_beyond(found, dtype)
+        high, low = jnp.where(lost, jnp.uint32(0xFFFFFFFF), found.high), jnp.where(lost, 0, found.low)
+        return found._replace(high=high, low=low).only(~lost)
     check_fits(jax.tree.map(np.asarray, found), dtype, feature)
     return found
 
@@ -132,13 +135,6 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
             f"{feature}: key {key} does not fit into key_dtype={dtype!r}; choose one of {', '.join(KEY_DTYPES)} that "
             "holds it."
         )
-
-
-def without_beyond(keys: Keys, dtype: str) -> Keys:
-    """The keys without those larger than `dtype` can hold, which `num_invalid` counts; for keys that nobody sees."""
-    lost = is_beyond(keys, dtype)
-    high, low = jnp.where(lost, jnp.uint32(0xFFFFFFFF), keys.high), jnp.where(lost, 0, keys.low)
-    return keys._replace(high=high, low=low, is_key=keys.is_key & ~lost)
 
 
 def _check_not_negative(keys: PyTree, feature: str) -> None:
