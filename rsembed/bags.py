@@ -368,15 +368,10 @@ def is_traced(tree: PyTree) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
-def is_taken(tree: PyTree) -> bool:
-    """Whether an array of the tree was donated to a compiled step and is deleted."""
-    arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
-    return any(not isinstance(array, jax.core.Tracer) and array.is_deleted() for array in arrays)
-
-
 def check_not_taken(tree: PyTree, what: str, way_out: str) -> None:
-    """Raises: RuntimeError: `tree` was donated to a step; the message has `what` was lost and the `way_out`."""
-    if is_taken(tree):
+    """Raises: RuntimeError: a step took arrays over; the message says what is lost, and how to go on."""
+    arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
+    if any(not isinstance(array, jax.core.Tracer) and array.is_deleted() for array in arrays):
         raise RuntimeError(f"{what} to a step that took its arrays over: {way_out}.")
 
 

@@ -102,7 +102,10 @@ def checked_keys(keys: PyTree, dtype: str, *, feature: str) -> Keys:
         isinstance(lane, jax.core.Tracer) or not getattr(lane, "is_fully_addressable", True)
         for lane in jax.tree.leaves(found)
     ):
-        return without_beyond(found, dtype)
+        # `num_invalid` counts keys that nobody sees here and that are too large.
+        lost = is_beyond(found, dtype)
+        high, low = jnp.where(lost, jnp.uint32(0xFFFFFFFF), found.high), jnp.where(lost, 0, found.low)
+        return found._replace(high=high, low=low).only(~lost)
     check_fits(jax.tree.map(np.asarray, found), dtype, feature)
     return found
 
@@ -134,11 +137,15 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
         )
 
 
-def without_beyond(keys: Keys, dtype: str) -> Keys:
-    """The keys, with those that `dtype` cannot hold made padding, which `num_invalid` counts; for traced keys."""
-    lost = is_beyond(keys, dtype)
-    high, low = jnp.where(lost, jnp.uint32(ALL_BITS), keys.high), jnp.where(lost, 0, keys.low)
-    return keys._replace(high=high, low=low, is_key=keys.is_key & ~lost)
+def _check_not_negative(keys: PyTree, feature: str) -> None:
+    host = np.asarray(keys)
+    is_bad = host < -1 if np.issubdtype(host.dtype, np.signedinteger) else np.zeros(host.shape, bool)
+    if is_bad.any():
+        place = tuple(int(i) for i in np.argwhere(is_bad)[0])
+        raise ValueError(
+            f"{feature}: key {int(host[place])} at position {place if len(place) != 1 else place[0]} is negative "
+            f"({int(is_bad.sum())} such keys); -1 stands for no key, and keys with the top bit set must be uint64."
+        )
 
 
 def num_invalid(keys: Keys) -> Int[Array, ""]:

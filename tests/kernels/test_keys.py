@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsembed.kernels import api, keyed, library, native, reference
+from rsembed.kernels import api, keyed, native, reference
 from rsembed.kernels.contract import NO_ROW
 from rsembed.kernels.keyed import DELETED, EMPTY, MAX_COUNT
 from rsembed.keys import Keys, join_keys, split_keys
@@ -277,22 +277,6 @@ def test_bits_of_rows_are_those_of_their_own_keys(dim):
         expected = [jax.random.bits(one, (dim,), jnp.uint32) for one in own]
         np.testing.assert_array_equal(native.row_bits(key, lanes, dim), expected)
         np.testing.assert_array_equal(reference.row_bits(key, lanes, dim), expected)
-    with pytest.raises(NotImplementedError, match="those of threefry2x32"):
-        native.row_bits(jax.random.key(5, impl="rbg"), (low,), dim)
-
-
-@needs_native
-def test_an_older_library_declines_what_it_lacks():
-    with pytest.raises(NotImplementedError, match="older than rsembed_of_tomorrow; reinstall"):
-        library.call_handler("rsembed_of_tomorrow", [((1,), jnp.int32)])
-
-
-@needs_native
-def test_lanes_of_other_types_are_left_to_the_definition():
-    owners, lanes = jnp.asarray([0, 1, 0], jnp.int32), (jnp.asarray([5, 4, 5], jnp.int16),)
-    with pytest.raises(NotImplementedError, match="int32 or uint32, not int16"):
-        native.distinct(owners, lanes, 2)
-    check_distinct(api.distinct(owners, lanes, num_owners=2), owners.tolist(), lanes, 2)
 
 
 def test_no_key_is_no_work():

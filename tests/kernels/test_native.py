@@ -78,15 +78,6 @@ def test_wide_ids_are_not_wrapped_into_the_table():
     np.testing.assert_array_equal(np.asarray(output)[:, 0], [1.0, 0.0, 0.0, 0.0])
 
 
-def test_unserved_calls_say_why():
-    rows = jax.device_put(np.zeros(2, np.int32))
-    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="float32, bfloat16 or float16, not float64"):
-        native.lookup(jax.device_put(np.zeros((3, 2))), [Segment(rows, None, None, "none")])
-    d_output = jax.device_put(np.zeros((2, 2), np.float32))
-    with pytest.raises(ValueError, match="2 segments but 1 output gradients"):
-        native.row_gradients(3, SegmentGradients([Segment(rows, None, None, "none")] * 2, [d_output]))
-
-
 def test_a_library_for_another_jaxlib_is_passed_over(monkeypatch):
     def refuse(*_, **__):
         raise jax.errors.JaxRuntimeError("the handler's API version (0.5) is incompatible")

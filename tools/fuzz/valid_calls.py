@@ -26,7 +26,7 @@ from rsembed.kernels.ids import Partitions, Queue
 from rsembed.keys import Keys
 from rsembed.places import Place
 from rsembed.tt.cores import pooled_rows
-from tests.kernels.test_partitions import draw_partitions
+from tests.kernels.test_ids import draw_partitions
 
 Draw = np.random.Generator
 RULES = (
