@@ -33,7 +33,7 @@ BUDGETS = {
     "nnx": 212,
     "linen": 184,
     "checkpoint": 1585,
-    "fdo": 650,
+    "fdo": 645,
     "sparsecore": 4447,
     "tbe": 2822,
     "tt": 3134,
