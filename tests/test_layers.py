@@ -32,7 +32,7 @@ BUDGETS = {
     "taps": 160,
     "nnx": 212,
     "linen": 184,
-    "checkpoint": 1585,
+    "checkpoint": 1580,
     "fdo": 645,
     "sparsecore": 4447,
     "tbe": 2822,

@@ -159,12 +159,7 @@ class CheckpointManager:
             raise_alike(written(path, contents), path)
             self._remove_old(path)
             return
-        contents = contents.in_memory()
-        if jax.process_index() == 0:
-            self._pending = self._writer.submit(self._write, path, contents)
-        else:
-            self._pending = Future()
-            self._pending.set_result(None)
+        self._pending = self._writer.submit(self._write, path, contents.in_memory())
 
     def wait_until_finished(self) -> None:
         """Waits for the checkpoint that is being written.
@@ -198,13 +193,11 @@ class CheckpointManager:
 
     def paths(self) -> list[Path]:
         """The checkpoints, by step."""
-        found = {path: _NAME.fullmatch(path.name) for path in self.folder.glob("step_*")}
-        return sorted((path for path, match in found.items() if match), key=_step)
+        return sorted((path for path in self.folder.glob("step_*") if _NAME.fullmatch(path.name)), key=_step)
 
     def latest_step(self) -> int | None:
         """The step of the newest checkpoint, whatever is in it."""
-        paths = self.paths()
-        return _step(paths[-1]) if paths else None
+        return max(map(_step, self.paths()), default=None)
 
     def latest_good(self) -> Path | None:
         """The newest checkpoint of which every byte is what was written; damaged ones are told of and passed over.
@@ -308,6 +301,8 @@ class CheckpointManager:
 
     def _write(self, path: Path, contents: Contents) -> None:
         """Runs in the thread."""
+        if jax.process_index() != 0:
+            return
         try:
             if (failure := written(path, contents, show=False)) is not None:
                 raise failure
