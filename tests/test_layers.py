@@ -27,7 +27,7 @@ BUDGETS = {
     "caching": 609,
     "storage": 2185,
     "row_gradients": 271,
-    "parallel": 909,
+    "parallel": 905,
     "collection": 3232,
     "taps": 160,
     "nnx": 212,
