@@ -159,12 +159,7 @@ class CheckpointManager:
             raise_alike(written(path, contents), path)
             self._remove_old(path)
             return
-        contents = contents.in_memory()
-        if jax.process_index() == 0:
-            self._pending = self._writer.submit(self._write, path, contents)
-        else:
-            self._pending = Future()
-            self._pending.set_result(None)
+        self._pending = self._writer.submit(self._write, path, contents.in_memory())
 
     def wait_until_finished(self) -> None:
         """Waits for the checkpoint that is being written.
@@ -197,14 +192,12 @@ class CheckpointManager:
     # Reading
 
     def paths(self) -> list[Path]:
-        """Folders of all checkpoints, in ascending order of their steps."""
-        found = {path: _NAME.fullmatch(path.name) for path in self.folder.glob("step_*")}
-        return sorted((path for path, match in found.items() if match), key=_step)
+        """The checkpoints, by step."""
+        return sorted((path for path in self.folder.glob("step_*") if _NAME.fullmatch(path.name)), key=_step)
 
     def latest_step(self) -> int | None:
-        """The step of the newest checkpoint, damaged or not; None without one."""
-        paths = self.paths()
-        return _step(paths[-1]) if paths else None
+        """The step of the newest checkpoint, whatever is in it."""
+        return max(map(_step, self.paths()), default=None)
 
     def latest_good(self) -> Path | None:
         """The newest checkpoint whose bytes all pass their checksums; a warning names each damaged one before it.
@@ -307,7 +300,9 @@ class CheckpointManager:
         return Contents.of(tree, belongings(tree), step=step, metadata=metadata)
 
     def _write(self, path: Path, contents: Contents) -> None:
-        """Writes a checkpoint and removes old ones; runs in the writer's thread."""
+        """Runs in the thread."""
+        if jax.process_index() != 0:
+            return
         try:
             if (failure := written(path, contents, show=False)) is not None:
                 raise failure

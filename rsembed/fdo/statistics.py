@@ -112,14 +112,15 @@ def append_history(history: History, later: History) -> History:
     """Both histories joined: the later records are rows below the earlier ones.
 
     Raises:
-      ValueError: a statistic has another length than before: the layout changed under one client.
+      ValueError: a statistic has another length than before: the layout changed under one client, or processes differ.
     """
     result = dict(history)
     for key, rows in later.items():
         if key in result and result[key].shape[-1] != rows.shape[-1]:
             raise ValueError(
-                f"statistic {key!r} now has {rows.shape[-1]} values, but was recorded with {result[key].shape[-1]}; "
-                "use a new client (and folder) when the number of devices or cores changes."
+                f"statistic {key!r} has {rows.shape[-1]} values, but was recorded with {result[key].shape[-1]} before "
+                "or in another process; use a new client (and folder) when the number of devices or cores changes, and "
+                "equally many in all processes."
             )
         result[key] = np.vstack([result[key], rows]) if key in result else rows
     return result
@@ -135,18 +136,12 @@ def merge_processes(histories: Iterable[Mapping[str, np.ndarray]]) -> History:
 
     Raises: ValueError: the processes recorded different layouts.
     """
-    histories = list(histories)
-    if len(histories) == 1:
-        return dict(histories[0])
-    merged: History = {}
-    for history in histories:
-        for key, highest in running_maximum(history).items():
-            if key in merged and merged[key].shape != highest.shape:
-                raise ValueError(
-                    f"statistic {key!r} has {highest.size} values in one process and {merged[key].size} in another; "
-                    "a folder belongs to one run, and all its processes have equally many devices and cores."
-                )
-            merged[key] = np.maximum(merged[key], highest) if key in merged else highest
+    first, *others = histories
+    if not others:
+        return dict(first)
+    merged = running_maximum(first)
+    for history in others:
+        merged = running_maximum(append_history(merged, running_maximum(history)))
     return merged
 
 

@@ -131,7 +131,9 @@ class Agreement:
             return verdict
         records = {first: json.loads(json.dumps(record))}
         records |= {other: received(f"{number}/{other}", f"process {other}") for other in self.processes[1:]}
-        verdict = {"problem": _problem(records), "widths": _widths(records)}
+        problem, names = _problem(records), record["brought"]
+        widths = {} if problem else {k: max(own["brought"][k][1] for own in records.values()) for k in names}
+        verdict = {"problem": problem, "widths": widths}
         client.key_value_set(f"{group}/{number}/verdict", json.dumps(verdict))
         if verdict["problem"] is not None:
             present = [other for other in self.processes[1:] if "ended" not in records[other]]
@@ -203,11 +205,3 @@ def _problem(records: dict[int, Any]) -> str | None:
                     "ids."
                 )
     return None
-
-
-def _widths(records: dict[int, Any]) -> dict[str, int]:
-    widths: dict[str, int] = {}
-    for record in records.values():
-        for name, (_, width) in record.get("brought", {}).items():
-            widths[name] = max(width, widths.get(name, 0))
-    return widths

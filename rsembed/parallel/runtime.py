@@ -75,7 +75,11 @@ def init(
       RuntimeError: JAX was used before, a cluster could not be read, or a second call asks for another run.
     """
     global _watches_preemption
-    timeouts = (heartbeat_timeout_seconds, initialization_timeout_seconds, shutdown_timeout_seconds)
+    timeouts = {
+        "heartbeat_timeout_seconds": heartbeat_timeout_seconds,
+        "initialization_timeout": initialization_timeout_seconds,
+        "shutdown_timeout_seconds": shutdown_timeout_seconds,
+    }
     address = coordinator_address or _environment("COORDINATOR_ADDRESS")
     num_processes = _environment_int("NUM_PROCESSES") if num_processes is None else num_processes
     process_id = _environment_int("PROCESS_ID") if process_id is None else process_id
@@ -116,11 +120,11 @@ def _connect(
     num_processes: int | None,
     process_id: int | None,
     local_device_ids: Sequence[int] | None,
-    timeouts: tuple[int, int, int],
+    timeouts: dict[str, Any],
 ) -> bool:
     """Connects to the other processes of the run; False if there are none."""
     is_asked_for = not (address is None and num_processes is None and process_id is None)
-    heartbeat, initialization, shutdown = timeouts
+    initialization = timeouts["initialization_timeout"]
     who = f"init: process {process_id} of {num_processes} at {address}" if is_asked_for else "init: this process"
     # JAX aborts the process when its time is up, without an exception that could explain it.
     explain = threading.Timer(
@@ -138,15 +142,7 @@ def _connect(
         # Slurm's --gpus-per-task=1 shows each task one GPU, which is its number 0; JAX would take the task's number.
         local_device_ids = [0]
     try:
-        jax.distributed.initialize(
-            address,
-            num_processes,
-            process_id,
-            local_device_ids,
-            heartbeat_timeout_seconds=heartbeat,
-            initialization_timeout=initialization,
-            shutdown_timeout_seconds=shutdown,
-        )
+        jax.distributed.initialize(address, num_processes, process_id, local_device_ids, **timeouts)
     except ValueError as error:
         if not is_asked_for and "coordinator_address" in str(error):  # no cluster was detected
             return False

@@ -90,7 +90,7 @@ def test_old_ones_go_but_for_those_of_a_period(tmp_path):
             for step in range(1, 8):
                 checkpoints.save({"x": np.arange(10) + (np.arange(10) == step)}, step=step)
         assert not list(folder.glob(".*.partial"))
-        return [int(path.name[5:]) for path in checkpoints.paths()]
+        return steps_of(checkpoints)
 
     assert steps_after(tmp_path / "a", max_to_keep=2) == [6, 7]
     assert steps_after(tmp_path / "b", max_to_keep=1, keep_period=3) == [3, 6, 7]

@@ -116,7 +116,7 @@ def test_what_earlier_clients_published_stays_until_it_is_loaded(kind, tmp_path)
 
 
 def test_processes_with_other_layouts_are_refused():
-    with pytest.raises(ValueError, match="'t_max_ids' has 2 values in one process and 1 in another"):
+    with pytest.raises(ValueError, match="'t_max_ids' has 2 values, but was recorded with 1 before or in another"):
         merge_processes([{"t_max_ids": np.asarray([1])}, {"t_max_ids": np.asarray([1, 2])}])
 
 

@@ -44,6 +44,7 @@ class Service:
 def service(monkeypatch):
     service, rounds = Service(), threading.local()
     monkeypatch.setattr(agreement, "service_of_processes", lambda: service)
+    monkeypatch.setattr(agreement, "processes_of", lambda mesh: (1, 2, 4))
     monkeypatch.setattr(jax, "process_index", lambda: own_process.number)
 
     class Rounds:  # each process counts for itself
@@ -82,11 +83,6 @@ def run(work, processes=(1, 2, 4)):
     for thread in threads:
         thread.join(20)
     return results
-
-
-@pytest.fixture(autouse=True)
-def three_processes(monkeypatch):
-    monkeypatch.setattr(agreement, "processes_of", lambda mesh: (1, 2, 4))
 
 
 def test_all_processes_get_the_largest_width_round_after_round(service):
