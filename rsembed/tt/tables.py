@@ -16,7 +16,7 @@ from flax.errors import TraceContextError
 from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import Bags, check_not_taken, is_traced, narrow_ids
-from rsembed.checks import NonNegativeInt, PositiveInt, check_type, check_within, dtype_among, validated
+from rsembed.checks import NonNegativeInt, PositiveInt, check_type, dtype_among, validated
 from rsembed.fingerprint import Fingerprint, check_same, identity
 from rsembed.kernels.contract import NO_ROW
 from rsembed.optimizers import OptimizerSpec
@@ -179,9 +179,9 @@ class TTTables(nnx.Module):
             self._put(g, *drawn)
         self.step.set_value(jnp.zeros((), jnp.int32))
 
-    def set_learning_rate(self, lr: float | Float[Array, ""]) -> None:
+    @validated
+    def set_learning_rate(self, lr: Rate | Float[Array, ""]) -> None:
         """Learning rate of the fused updates from now on. Raises: ValueError: it is negative or not finite."""
-        check_within("[0, inf)", lr, "learning_rate")
         self.learning_rate.set_value(jnp.asarray(lr, jnp.float32))
 
     def _place_of(self, table: int) -> tuple[int, int, int]:
