@@ -81,7 +81,7 @@ collection/dense_rows.py  collection/test_mesh.py
     used[owner] += table.rows => used[owner] += 0
 collection/engine.py  collection/test_embeddings.py
     output[:, : feature.output_dim] if => output[:, -feature.output_dim :] if
-collection/stack.py  storage/test_like_tables.py
+collection/keyed_stack.py  storage/test_like_tables.py
     number = names.index(feature.table_name) => number = 0
 parallel/exchange.py  parallel/test_rounds.py
     takes_part &= words == cuts[-1] => takes_part &= words != cuts[-1]
@@ -114,7 +114,7 @@ tbe/functional.py  tbe/test_states.py tbe/test_mesh.py
     is_new = state.passed_step != t => is_new = state.passed_step == t
 tbe/meshes.py  tbe/test_mesh.py -k looks_up
     counts = [jnp.maximum(jnp.sum(own => counts = [jnp.maximum(jnp.max(own
-tbe/plan.py  tbe/test_states.py -k precision
+tbe/plan.py  tbe/test_states.py -k narrower
     near_dtype=dtype if placement == "device" else near_dtype, => near_dtype=dtype,
 tbe/module.py  tbe/test_module.py -k without_an_optimizer
     self.state.set_value(state)  # the host => pass  # the host

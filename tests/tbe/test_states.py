@@ -172,7 +172,8 @@ def test_passes_over_whole_tables_are_run_before_the_lookup_of_their_step_and_on
     for t in range(1, 11):
         ids, offsets = np.array([t % 6, (t * t) % 6]), np.array([0, 2])
         module(ids, offsets)  # evaluation runs none
-        module.vjp(ids, offsets)
+        if t % 4:
+            module.vjp(ids, offsets)
         if t % 2 == 0:
             slow = slow + (1 - (0 if t <= 2 else 0.75)) * (oracle.tables[0] - slow)
             oracle.tables[0] = slow.copy() if t % 4 == 0 else oracle.tables[0]
