@@ -102,9 +102,8 @@ def checked_keys(keys: PyTree, dtype: str, *, feature: str) -> Keys:
         isinstance(lane, jax.core.Tracer) or not getattr(lane, "is_fully_addressable", True)
         for lane in jax.tree.leaves(found)
     ):
-        # `num_invalid` counts keys that nobody sees here and that are too large.
-        lost = is_beyond(found, dtype)
-        high, low = jnp.where(lost, jnp.uint32(0xFFFFFFFF), found.high), jnp.where(lost, 0, found.low)
+        lost = is_beyond(found, dtype)  # nobody sees them here: `num_invalid` counts them
+        high, low = jnp.where(lost, jnp.uint32(ALL_BITS), found.high), jnp.where(lost, 0, found.low)
         return found._replace(high=high, low=low).only(~lost)
     check_fits(jax.tree.map(np.asarray, found), dtype, feature)
     return found
@@ -137,19 +136,8 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
         )
 
 
-def _check_not_negative(keys: PyTree, feature: str) -> None:
-    host = np.asarray(keys)
-    is_bad = host < -1 if np.issubdtype(host.dtype, np.signedinteger) else np.zeros(host.shape, bool)
-    if is_bad.any():
-        place = tuple(int(i) for i in np.argwhere(is_bad)[0])
-        raise ValueError(
-            f"{feature}: key {int(host[place])} at position {place if len(place) != 1 else place[0]} is negative "
-            f"({int(is_bad.sum())} such keys); -1 stands for no key, and keys with the top bit set must be uint64."
-        )
-
-
 def num_invalid(keys: Keys) -> Int[Array, ""]:
-    """Number of keys that `without_beyond` made padding; works inside `jit`."""
+    """Number of keys that `checked_keys` could only make padding; works inside `jit`."""
     ones = jnp.uint32(ALL_BITS)
     return jnp.sum(~keys.is_key & (keys.high == ones) & (keys.low != ones), dtype=jnp.int32)
 

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rsembed.kernels.contract import NO_ROW
-from rsembed.keys import MAX_SHARDS, is_beyond, join_keys, local_rows, num_invalid, owners, split_keys, without_beyond
+from rsembed.keys import MAX_SHARDS, checked_keys, is_beyond, join_keys, local_rows, num_invalid, owners, split_keys
 
 CASES = json.loads((Path(__file__).parent / "data" / "sok_cases.json").read_text())
 EDGES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1]
@@ -66,7 +66,7 @@ def test_keys_that_a_dtype_cannot_hold_are_told_and_counted(dtype, beyond):
     numbers = np.asarray([number % 2**64 for number in [*held, *beyond]], np.uint64)
     keys = split_keys(numbers)
     assert is_beyond(keys, dtype).tolist() == [False] * len(held) + [True] * len(beyond)
-    kept = jax.jit(lambda keys: without_beyond(keys, dtype))(jax.tree.map(jnp.asarray, keys))
+    kept = jax.jit(lambda keys: checked_keys(keys, dtype, feature="f"))(jax.tree.map(jnp.asarray, keys))
     assert kept.is_key.tolist() == [True] * len(held) + [False] * len(beyond) and num_invalid(kept) == len(beyond)
     assert is_beyond(split_keys(np.asarray([2**64 - 1], np.uint64)), dtype).item() == (dtype != "uint64")
 
