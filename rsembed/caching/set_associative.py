@@ -7,7 +7,7 @@ set's ways; its slot is `set * num_ways + way`, the row of the device array that
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Int64, UInt64
@@ -201,7 +201,9 @@ class SetAssociativeCache:
     """
 
     @validated
-    def __init__(self, num_sets: int, *, num_ways: int = NUM_WAYS, algorithm: str = "lru", num_ids: int) -> None:
+    def __init__(
+        self, num_sets: int, *, num_ways: int = NUM_WAYS, algorithm: Literal["lru", "lfu"] = "lru", num_ids: int
+    ) -> None:
         """An empty cache.
 
         Args:
@@ -216,8 +218,6 @@ class SetAssociativeCache:
             raise ValueError(
                 f"num_sets={num_sets} and num_ways={num_ways} must be at least 1, num_ids={num_ids} at least 0."
             )
-        if algorithm not in ("lru", "lfu"):
-            raise ValueError(f"algorithm={algorithm!r} is unknown; use 'lru' or 'lfu'.")
         if algorithm == "lfu" and num_sets >= MAX_LFU_SETS:
             raise ValueError(f"num_sets={num_sets} is too large for 'lfu', which takes fewer than {MAX_LFU_SETS}.")
         self.num_sets, self.num_ways, self.num_ids, self.algorithm = num_sets, num_ways, num_ids, algorithm

@@ -7,6 +7,7 @@ import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -83,10 +84,8 @@ class EmbeddingCollection:
         placement: str | Mapping[str, str] | None = None,
         exchange_capacity: PositiveInt | None = None,
         implementation: str | None = None,
-        bounds_check: str = "raise",
+        bounds_check: Literal["raise", "ignore"] = "raise",
     ):
-        if bounds_check not in ("raise", "ignore"):
-            raise ValueError(f"bounds_check must be 'raise' or 'ignore', got {bounds_check!r}.")
         api.check_implementation(implementation)
         self.features: dict[str, FeatureSpec] = {feature.name: feature for feature in features_of(features)}
         self.table_specs: dict[str, TableSpec] = tables_of(features)

@@ -23,11 +23,10 @@ from rsembed.specs import TableSpec
 from rsembed.storage import hash_table, hashed_rows, logical_rows, row_map
 from rsembed.storage.hashed_rows import MAX_CAPACITY, Counters, DynamicRows, DynamicTable, numbers_of
 from rsembed.storage.protocol import Found, Pool, ReadAhead, Segments, State, Vectors, of_near_sizes
-from rsembed.storage.row_map import EVICTIONS, Eviction
+from rsembed.storage.row_map import Eviction
 
 ROWS_BY_KEY = "rows by key"
 WhenFull = Literal["error", "grow", "evict", "zero"]
-WHEN_FULL: tuple[WhenFull, ...] = ("error", "grow", "evict", "zero")
 
 
 class RowsByKey(DynamicRows):
@@ -112,9 +111,8 @@ class Hashed(RowsByKey):
         check_type(self.admission_probability, Annotated[float, "(0, 1]"], f"{where}: admission_probability")
         if self.admission_count and self.admission_probability < 1:
             raise ValueError(f"{where}: keys are admitted by admission_count or by admission_probability, not by both.")
-        for field, allowed in (("when_full", WHEN_FULL), ("eviction", EVICTIONS)):
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{where}: {field} {getattr(self, field)!r} is not one of {', '.join(allowed)}.")
+        check_type(self.when_full, WhenFull, f"{where}: when_full")
+        check_type(self.eviction, Eviction, f"{where}: eviction")
         hashed_rows.check(table)
 
     def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:

@@ -22,7 +22,7 @@ from rsembed.specs import TableSpec
 from rsembed.storage import hash_table, hashed_rows, row_map
 from rsembed.storage.hashed_rows import DynamicRows, DynamicTable
 from rsembed.storage.protocol import Found, ReadAhead, State, Vectors, on_host
-from rsembed.storage.row_map import EVICTIONS, Eviction
+from rsembed.storage.row_map import Eviction
 
 
 class Moves(NamedTuple):
@@ -89,8 +89,7 @@ class HostCached(DynamicRows):
 
     def check(self, table: TableSpec) -> None:
         check_type(self.cache_rows, PositiveInt, f"table {table.name!r}: cache_rows")
-        if self.eviction not in EVICTIONS:
-            raise ValueError(f"table {table.name!r}: eviction {self.eviction!r} is not one of {', '.join(EVICTIONS)}.")
+        check_type(self.eviction, Eviction, f"table {table.name!r}: eviction")
         if table.optimizer.moves_all_rows:
             raise ValueError(
                 f"table {table.name!r}: {type(table.optimizer).__name__} moves all rows in every step, also those on "

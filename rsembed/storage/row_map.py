@@ -22,7 +22,6 @@ from rsembed.storage import hash_table
 from rsembed.storage.hash_table import HashTable
 
 Eviction = Literal["lru", "lfu"]
-EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu")
 FREE = -1
 
 

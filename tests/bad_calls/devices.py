@@ -33,7 +33,7 @@ rs.parallel.put_global(np.ma.masked_equal([1, 2], 1), mesh(2, "shard"))
 # Caches
 caching.SetAssociativeCache(0, num_ids=9) => ValueError: num_sets=0 ... at least 1
 caching.SetAssociativeCache(2**24 - 1, algorithm="lfu", num_ids=1) => ValueError: fewer than 16777215
-caching.SetAssociativeCache(1, num_ids=9, algorithm="fifo") => ValueError: 'fifo' ... 'lru' or 'lfu'
+caching.SetAssociativeCache(1, num_ids=9, algorithm="fifo") => ValueError: 'lru' or 'lfu', got 'fifo'
 cache().admit(IDS / 1) => TypeError: ids ... integer ... float64
 cache().unlock(np.array([0])) => ValueError: slot 0 is not locked
 cache().unlock(np.array([9])) => ValueError: slots must be 0 to 3 ... 9

@@ -63,9 +63,9 @@ stepped(custom(lambda g, w, lr: (w - lr * g).sum())) => ValueError: custom optim
 stepped(custom(lambda g, w: w - g)) => TypeError: custom optimizer 'custom' ... 3 arguments (gradient, row, *slots, lr)
 custom(lambda g, w, m, lr: (w, m), slot_variable_initializers_tuple=("zeros",))
     => TypeError: slot_variable_initializers_tuple ... a number ... str
-stored(rs.Hashed(when_full="drop")) => ValueError: table 'word': when_full 'drop' ... evict
+stored(rs.Hashed(when_full="drop")) => ValueError: table 'word': when_full must be 'error' or 'grow' ... 'drop'
 stored(rs.Hashed(when_full="grow")) => ValueError: table 'word' ... vocabulary_size
-stored(rs.Hashed(eviction="fifo")) => ValueError: table 'word': eviction 'fifo' ... lru, lfu
+stored(rs.Hashed(eviction="fifo")) => ValueError: table 'word': eviction must be 'lru' or 'lfu', got 'fifo'
 stored(rs.Hashed(admission_capacity=2)) => ValueError: table 'word' ... takes an admission_count
 stored(rs.Hashed(key_dtype=None)) => ValueError: key_dtype None ... uint64
 stored(rs.HostCached(cache_rows="2")) => TypeError: cache_rows ... integer ... '2'
@@ -85,13 +85,15 @@ with_rows(keys=np.arange(5), values=np.ones((5, 4)))
 with_rows(momentum=np.ones((2, 4))) => ValueError: table 'client' ... momentum
 # HostCached
 stored(rs.HostCached(cache_rows=0)) => ValueError: table 'word': cache_rows ... 0
-stored(rs.HostCached(cache_rows=2, eviction="random")) => ValueError: table 'word': eviction 'random' ... lru
+stored(rs.HostCached(cache_rows=2, eviction="random"))
+    => ValueError: table 'word': eviction must be 'lru' or 'lfu', got 'random'
 near().prefetch(near().init(KEY(0)), {"what": [[1, 2, 3]]})
     => RuntimeError: table 'item': 1 ids of the batch ... cache_rows=2
 jax.jit(near().prefetch)(near_state(), {"what": jnp.array([1])}) => RuntimeError: prefetch ... outside of jit
 near().with_tables(near_state(), {"item": np.ones((9, 3))}) => ValueError: table 'item' ... (9, 4) ... (9, 3)
-stored(rs.Hashed(when_full=None)) => ValueError: table 'word': when_full None is not one of error, grow,
-stored(rs.Hashed(when_full="evict", eviction=None)) => ValueError: table 'word': eviction None is not one of lru, lfu
+stored(rs.Hashed(when_full=None))
+    => TypeError: table 'word': when_full must be 'error' or 'grow' or 'evict' or 'zero', got None
+stored(rs.Hashed(when_full="evict", eviction=None)) => TypeError: eviction must be 'lru' or 'lfu', got None
 stored(rs.Hashed(admission_count=2, admission_capacity=1.5))
     => TypeError: table 'word': admission_capacity must be an integer, got 1.5 (float)
 stored(rs.Hashed(admission_probability=0.0))
@@ -100,7 +102,7 @@ stored(rs.Hashed(admission_probability="0.5"))
     => TypeError: table 'word': admission_probability must be a number, got '0.5' (str)
 stored(rs.Hashed(key_dtype=bool)) => ValueError: table 'word': key_dtype 'bool' is not one of int32, int64,
 stored(rs.HostCached(cache_rows=2, eviction=["lru"]))
-    => ValueError: table 'word': eviction ['lru'] is not one of lru, lfu.
+    => TypeError: table 'word': eviction must be 'lru' or 'lfu', got ['lru']
 stored(rs.tt.TensorTrain((0,))) => ValueError: table 'word': tt_ranks must hold integers of at least 1, got 0
 stored(rs.tt.TensorTrain((2.5,))) => TypeError: TensorTrain: tt_ranks[0] must be an integer, got 2.5 (float)
 stored(rs.tt.TensorTrain((2,), tt_q_shapes="22"))
