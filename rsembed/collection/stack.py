@@ -21,15 +21,12 @@ from rsembed.collection.dense_rows import RowLayout
 from rsembed.collection.rows import Occurrences, Rows
 from rsembed.collection.state import ByName
 from rsembed.kernels.contract import NO_ROW, Segment
-from rsembed.keys import as_keys
 from rsembed.specs import TableSpec
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.storage.protocol import on_host
 
 OF_ROWS = ("keys", "values", "last_step", "count", "waiting_keys", "waiting_last_step", "waiting_count")
 """Names of the arrays that describe rows by key, beside those of slots."""
-ROWS_PER_BLOCK = 1 << 14
-"""Rows of a table that are made of other numbers at once."""
 
 
 class Stack(abc.ABC):
@@ -178,7 +175,7 @@ class TrainStack(RowNumberStack):
     def __init__(self, layout: RowLayout, rows: Rows):
         super().__init__(layout, rows)
         everywhere = PartitionSpec()
-        own = [functools.partial(self._all_rows_here, number=number) for number in range(len(self.tables))]
+        own = [functools.partial(self.storage.whole, table=self.table, number=k) for k in range(len(self.tables))]
         self._all_rows = [jax.jit(self.devices.on_each(of_table, everywhere, everywhere)) for of_table in own]
 
     def values(self, params: PyTree, slots: PyTree) -> ByName:
@@ -191,20 +188,6 @@ class TrainStack(RowNumberStack):
 
     def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: PyTree, step: Int[Array, ""]) -> PyTree:
         return values
-
-    def _all_rows_here(self, params: PyTree, *, number: int) -> Array:
-        """One device's part of a program. Blocks of rows are written into one array: nothing else is as large."""
-        sizes, storage = [table.vocabulary_size for table in self.tables], self.storage
-        first_row, num_rows, size = sum(sizes[:number]), sizes[number], min(sizes[number], ROWS_PER_BLOCK)
-
-        def put(block: Array, rows: Array) -> Array:
-            first = jnp.minimum(block * size, num_rows - size)
-            ids = as_keys(first_row + first + jnp.arange(size, dtype=jnp.int32))
-            return jax.lax.dynamic_update_slice_in_dim(rows, storage.read(params, ids, self.table)[0], first, 0)
-
-        nothing = jnp.zeros((num_rows, self.table.embedding_dim), storage.vector_dtype(self.table))
-        rows: Array = jax.lax.fori_loop(0, -(-num_rows // size), put, nothing)
-        return rows
 
 
 def refuse_traced(table: TableSpec, *values: PyTree) -> None:

@@ -224,7 +224,13 @@ class Storage(abc.ABC):
         """Rows by key with what belongs to them, from all shards, in ascending order of the keys, on the host."""
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, which has no rows to be taken out.")
 
-    def with_rows(self, params: PyTree, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int) -> State:
+    def whole(self, params: PyTree, table: TableSpec, number: int) -> Float[Array, "vocab dim"]:
+        """Where it `sums_gradients`: all rows of one of `tables_of`."""
+        raise NotImplementedError(f"table {table.name!r} is kept as {self}, whose rows come by key or by block.")
+
+    def with_rows(
+        self, params: PyTree, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int
+    ) -> tuple[PyTree, PyTree]:
         """`params` and slots of all shards with some rows written by key, as `rows` returns them; outside `jit`."""
         raise NotImplementedError(
             f"table {table.name!r} is kept as {self}, which cannot take any rows; replace what state.tables holds."

@@ -25,7 +25,7 @@ from rsembed.specs import TableSpec
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.storage.protocol import Found, Pool, ReadAhead, Segments, State, Storage, Vectors, on_host, parts
 from rsembed.tt import hot_rows
-from rsembed.tt.cores import Cores, digits_of, entries_of, pooled_rows
+from rsembed.tt.cores import Cores, digits_of, entries_of, full_weight, pooled_rows
 from rsembed.tt.hot_rows import CachedTrain, Directory
 from rsembed.tt.new_cores import WEIGHT_DISTRIBUTIONS, init_cores, nearest_cores
 from rsembed.tt.spec import TTSpec
@@ -232,6 +232,16 @@ class TensorTrain(Storage):
     def vectors(self, params: Params, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
         """Rows, float32, made of their slices or stored."""
         return self.look_up(params, [Segment(rows, None, None, "none")], table)[0]
+
+    def whole(self, params: Params, table: TableSpec, number: int) -> Float[Array, "vocab dim"]:
+        """All rows of one of the tables that share the storage, float32, made of their slices or stored."""
+        specs = self.specs_of(table)
+        first = sum(spec.num_embeddings for spec in specs[:number])
+        made = full_weight(specs[number], parts(cores_of(params), [spec.tt_p_shapes for spec in specs])[number])
+        if not isinstance(params, CachedTrain):
+            return made
+        ids = params.directory.ids
+        return made.at[jnp.where(ids < first, NO_ROW, ids - first)].set(params.rows, mode="drop")
 
     def find(
         self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step

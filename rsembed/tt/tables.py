@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int, PyTree
 from rsembed.bags import Bags, check_not_taken, is_traced, narrow_ids
 from rsembed.checks import NonNegativeInt, PositiveInt, check_type, dtype_among, validated
 from rsembed.fingerprint import Fingerprint, check_same, identity
-from rsembed.kernels.contract import NO_ROW
 from rsembed.optimizers import OptimizerSpec
 from rsembed.row_gradients import SingleUse, check_gradient
 from rsembed.specs import MAX_ROWS
@@ -30,7 +29,6 @@ from rsembed.tt.cores import (
     check_cores,
     check_implementation,
     check_mode,
-    full_weight,
     on_every_device,
     split_axes,
     with_room,
@@ -288,13 +286,9 @@ class TTTables(nnx.Module):
         """
         if table is None:
             return self._joined([self.full_weight(k) for k in range(len(self.specs))])
-        g, _, first = self._place_of(table)
-        weight = full_weight(self.specs[table], self.cores_of(table))
-        if not self.caches:
-            return weight
-        params = self._state(g)[0]
-        ids = params.directory.ids
-        return weight.at[jnp.where(ids < first, NO_ROW, ids - first)].set(params.rows, mode="drop")
+        g, number, _ = self._place_of(table)
+        whole: Array = self.storages[g].whole(self._state(g)[0], self.storages[g].tables[0], number)
+        return whole
 
     def update_cache(self, indices: PyTree, offsets: object = None) -> None:
         """Counts reads without a lookup. A lookup counts as well, except after `eval()`.
