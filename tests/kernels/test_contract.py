@@ -131,3 +131,19 @@ def test_stochastic_rounding_is_the_reference_one(name, module, run):
     # Sums differ in their last bit, which moves an entry whose noise fell just there.
     assert rounded.dtype == table.dtype and np.mean(rounded == defined) > 0.98
     assert np.any(rounded != nearest)
+
+
+@pytest.mark.parametrize(("name", "module", "run"), ALL_IMPLEMENTATIONS[:3])
+def test_ids_of_64_bits_are_not_wrapped_into_the_table(name, module, run):
+    def call(table, slots, d_output):
+        step, gradients = Step(rule.get_hyperparameters(0), rule), SegmentGradients(segments, [d_output])
+        return *module.lookup(table, segments), *module.update(table, slots, gradients, step)
+
+    rule, table = RULES["rowwise_adagrad"], draw_table(12)
+    with jax.enable_x64(True):
+        rows = jax.device_put(np.int64([2, 2**32 + 2, -(2**32) + 2, 2**31 + 2]))
+        segments = [Segment(rows, None, None, "none")]
+        output, stepped, slots = run(call, table, rule.init_slots(table), jnp.ones((4, 12), jnp.float32))
+    assert {array.dtype for array in (output, stepped, *slots)} == {jnp.dtype("float32")}
+    assert np.any(output, axis=1).tolist() == [True, False, False, False]
+    np.testing.assert_array_equal(np.flatnonzero(np.any(stepped != table, axis=1)), [2])

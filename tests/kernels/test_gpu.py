@@ -97,17 +97,6 @@ def test_there_are_places_for_all_pieces(counts, monkeypatch):
     assert total == [count if count > 4 else 0 for count in counts]
 
 
-def test_where_numbers_have_64_bits_the_kernels_keep_to_32():
-    rows, offsets = np.int32([3, NO_ROW, 5, 5]), np.int32([0, 3, 4])
-    table, d_outputs, rule = draw_table(12), [jnp.ones((2, 12))], RULES["rowwise_adagrad"]
-    with jax.enable_x64(True):
-        segments = [Segment(jnp.asarray(rows), jnp.asarray(offsets), None, "mean")]
-        stepped, slots = jax.jit(step_of(segments, rule))(table, rule.init_slots(table), d_outputs)
-        (output,) = jax.jit(gpu.lookup)(table, segments)
-    assert {array.dtype for array in (stepped, *slots, output)} == {jnp.dtype("float32")}
-    assert_close(output, oracles.pooled_lookup(np.asarray(table, np.float64), segments[0]))
-
-
 def test_entries_without_a_bag_step_nothing():
     segments = [Segment(jnp.asarray([1, 2], jnp.int32), jnp.asarray([0]), None, "sum")]
     table, rule = draw_table(12), RULES["sgd"]

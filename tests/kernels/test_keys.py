@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsembed.kernels import api, keyed, native, reference
+from rsembed.kernels import api, keyed, native
 from rsembed.kernels.contract import NO_ROW
 from rsembed.kernels.keyed import DELETED, EMPTY, MAX_COUNT
 from rsembed.keys import Keys, join_keys, split_keys
 from tests.kernels.cases import IMPLEMENTATIONS, needs_native
 
 LARGE = 20_000  # several tasks and digits
+NUM_TABLES, CAPACITY = 3, 8  # of keys in the same arrays
 
 # Loops are compiled once for each size, not in every call.
 defined = {name: jax.jit(getattr(keyed, name)) for name in ("insert_keys", "find_keys", "unique_keys", "take_rows")}
@@ -135,14 +136,16 @@ def python_unique_keys(numbers, is_key, occurrences):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_unique_keys_are_those_of_a_dictionary(kind, implementation):
+def test_unique_keys_are_those_of_a_dictionary_for_each_table(kind, implementation):
     for count in (0, 1, 300, LARGE):
         numbers, is_key = draw_keys(kind, count), GENERATOR.random(count) < 0.9
         occurrences = GENERATOR.integers(0, 5, count, dtype=np.int32)
         occurrences[:1] = MAX_COUNT - 1
-        keys = split_keys(numbers)._replace(is_key=is_key)
-        found = of(implementation, "unique_keys")(jax.tree.map(jnp.asarray, keys), jnp.asarray(occurrences))
-        assert [lane.tolist() for lane in found] == python_unique_keys(numbers.tolist(), is_key, occurrences.tolist())
+        for table in (None, GENERATOR.integers(0, NUM_TABLES, count, dtype=np.int32)):
+            keys = split_keys(numbers)._replace(is_key=is_key, table=table)
+            found = of(implementation, "unique_keys")(jax.tree.map(jnp.asarray, keys), jnp.asarray(occurrences))
+            names = numbers.tolist() if table is None else list(zip(table.tolist(), numbers.tolist(), strict=True))
+            assert [lane.tolist() for lane in found] == python_unique_keys(names, is_key, occurrences.tolist())
 
 
 def empty_table(num_slots):
@@ -267,39 +270,26 @@ def test_tables_of_keys_change_where_they_lie():
     assert table[0].unsafe_buffer_pointer() == address and held(table) == {k: k for k in range(100)}
 
 
-@needs_native
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dim", [1, 7, 33])
-def test_bits_of_rows_are_those_of_their_own_keys(dim):
+def test_bits_of_rows_are_those_of_their_own_keys(dim, implementation):
     high, low = (jnp.asarray(GENERATOR.integers(0, 2**32, 9, dtype=np.uint32)) for _ in range(2))
-    key = jax.random.key(5)
+    keys, table = jax.random.split(jax.random.key(5), NUM_TABLES), GENERATOR.integers(0, NUM_TABLES, 9, dtype=np.int32)
     for lanes in ((low,), (high, low)):
-        own = [functools.reduce(jax.random.fold_in, values, key) for values in zip(*lanes, strict=True)]
-        expected = [jax.random.bits(one, (dim,), jnp.uint32) for one in own]
-        np.testing.assert_array_equal(native.row_bits(key, lanes, dim), expected)
-        np.testing.assert_array_equal(reference.row_bits(key, lanes, dim), expected)
+        for key, of_table in ((keys[1], None), (keys, jnp.asarray(table))):
+            first = keys[np.full(9, 1) if of_table is None else table]
+            own = [
+                functools.reduce(jax.random.fold_in, values, one) for one, *values in zip(first, *lanes, strict=True)
+            ]
+            expected = [jax.random.bits(one, (dim,), jnp.uint32) for one in own]
+            found = api.row_bits(key, lanes, dim, of_table, implementation=implementation)
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_no_key_is_no_work():
     nothing = Keys(jnp.zeros(0, jnp.uint32), jnp.zeros(0, jnp.uint32), jnp.zeros(0, bool))
     table = api.insert_keys(*empty_table(4), nothing, jnp.zeros(0, jnp.int32))
     assert held(table) == {} and api.find_keys(table[0], table[1], nothing)[1].shape == (0,)
-
-
-# Several tables of keys in the same arrays
-
-NUM_TABLES, CAPACITY = 3, 8
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_equal_keys_of_other_tables_are_other_keys(implementation):
-    generator = np.random.default_rng(0)
-    for count in (0, 1, 300 if implementation == "reference" else 20_000):
-        numbers, table = generator.integers(0, 300, count), generator.integers(0, NUM_TABLES, count)
-        is_key, occurrences = generator.random(count) < 0.9, generator.integers(0, 5, count, dtype=np.int32)
-        keys = as_call(numbers, is_key)._replace(table=jnp.asarray(table, jnp.int32))
-        found = of(implementation, "unique_keys")(keys, jnp.asarray(occurrences))
-        pairs = list(zip(table.tolist(), numbers.tolist(), strict=True))
-        assert [lane.tolist() for lane in found] == python_unique_keys(pairs, is_key, occurrences.tolist())
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -316,13 +306,3 @@ def test_rows_come_from_the_stack_of_their_table(implementation):
             expected.append(own * CAPACITY + stacks[own].pop() if want and stacks[own] else NO_ROW)
             lacking[own] += bool(want and expected[-1] == NO_ROW)
         assert (rows.tolist(), left.tolist(), without.tolist()) == (expected, [len(s) for s in stacks], lacking)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_random_bits_are_drawn_with_the_key_of_the_table(implementation):
-    keys, table = jax.random.split(jax.random.key(0), NUM_TABLES), np.array([2, 0, 1, 1, 2])
-    lanes = tuple(jnp.asarray(np.arange(5) + k, jnp.uint32) for k in (7, 2**31))
-    found = api.row_bits(keys, lanes, 3, jnp.asarray(table, jnp.int32), implementation=implementation)
-    for place, own in enumerate(table):
-        one = reference.row_bits(keys[own], [lane[place, None] for lane in lanes], 3)
-        np.testing.assert_array_equal(found[place], one[0])
