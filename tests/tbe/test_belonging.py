@@ -1,6 +1,7 @@
 """States, state dicts and row gradients know which module they belong to; what is refused leaves all as it was."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from rsembed import tbe as rt
 from tests.tbe.oracle import IDS, OFFSETS, make, mesh_of, tables_of, train
 
 Optim, CACHED = rt.OptimType, rt.EmbeddingLocation.MANAGED_CACHING
-DEVICE = rt.EmbeddingLocation.DEVICE
+DEVICE, SPECS = rt.EmbeddingLocation.DEVICE, ((10, 4), (20, 4))
 
 
 @pytest.mark.parametrize("location", [DEVICE, CACHED])
@@ -55,12 +56,15 @@ ENTRIES = {
     "state_dict": lambda module: module.state_dict(),
     "weights": lambda module: module.split_embedding_weights(),
     "uniform": lambda module: module.init_embedding_weights_uniform(0, 1),
+    "new weights": lambda module: module.set_embedding_weights(0, np.zeros(SPECS[0])),
+    "rate": lambda module: module.get_learning_rate(),
+    "new rate": lambda module: module.set_learning_rate(0.5),
 }
 
 
 @pytest.mark.parametrize("fact", OTHERS)
 def test_states_and_row_gradients_of_another_module_are_refused_by_name(fact):
-    arguments = {"specs": ((10, 4), (20, 4)), "optimizer": Optim.ADAM}
+    arguments = {"specs": SPECS, "optimizer": Optim.ADAM}
     other, module = make(**{**arguments, **OTHERS[fact]}), make(**arguments)
     output, backward = other.vjp(IDS, OFFSETS)
     if fact not in ("optimizer", "dtype"):  # rows and dims are the same
@@ -73,7 +77,7 @@ def test_states_and_row_gradients_of_another_module_are_refused_by_name(fact):
 
 
 def test_the_nnx_state_of_a_module_with_equal_tables_is_taken():
-    source, module = (make(((10, 4), (20, 4)), optimizer=Optim.ADAM, uniform=u) for u in ((0, 1), (1, 2)))
+    source, module = (make(SPECS, optimizer=Optim.ADAM, uniform=u) for u in ((0, 1), (1, 2)))
     train(source, IDS, OFFSETS)
     nnx.update(module, jax.tree.map(jnp.copy, nnx.state(source)))
     np.testing.assert_array_equal(module(IDS, OFFSETS), source(IDS, OFFSETS))
@@ -90,14 +94,14 @@ def test_the_state_dict_of_another_optimizer_is_refused_by_name_although_names_a
 
 
 def test_a_checkpoint_of_an_nnx_state_without_its_rows_on_the_host_is_refused(tmp_path):
-    whole, cached = make(((10, 4), (20, 4))), make(((10, 4), (20, 4)), location=CACHED)
+    whole, cached = make(SPECS), make(SPECS, location=CACHED)
     checkpoint.save(tmp_path / "whole", {"model": nnx.state(whole)})
     with pytest.raises(
         ValueError, match=r"not whole: rows of tables \['table_0', 'table_1'\] are on the host.*state_dict"
     ):
         checkpoint.save(tmp_path / "cached", {"model": nnx.state(cached)})
     checkpoint.save(tmp_path / "cached", cached.state_dict())
-    module = make(((10, 4), (20, 4)), location=CACHED, uniform=(2.0, 3.0))
+    module = make(SPECS, location=CACHED, uniform=(2.0, 3.0))
     module.load_state_dict(checkpoint.load(tmp_path / "cached").tree)
     for found, wanted in zip(tables_of(module)[0], tables_of(cached)[0], strict=True):
         np.testing.assert_array_equal(found, wanted)
@@ -106,7 +110,6 @@ def test_a_checkpoint_of_an_nnx_state_without_its_rows_on_the_host_is_refused(tm
 # What a refused call leaves behind, and a copy that trains
 
 
-SPECS = ((50, 4), (30, 4))
 MODES = {
     Optim.ENSEMBLE_ROWWISE_ADAGRAD: {
         "ensemble_mode": rt.EnsembleModeDefinition(step_ema=1, step_swap=1, step_start=0, step_ema_coef=0.6)
@@ -137,18 +140,9 @@ def test_a_module_whose_arrays_a_copy_trains_says_so(num_devices):
     copy = nnx.clone(module)
     train(copy, IDS, OFFSETS)
     saved = copy.state_dict()
-    for call in (
-        lambda: module(IDS, OFFSETS),
-        lambda: module.vjp(IDS, OFFSETS),
-        lambda: backward(gradient),
-        lambda: module.apply(gradients),
-        module.get_learning_rate,
-        module.state_dict,
-        module.split_embedding_weights,
-        lambda: module.set_embedding_weights(0, np.zeros(SPECS[0])),
-        lambda: module.set_learning_rate(0.5),
-        lambda: module.load_state_dict(saved),
-    ):
+    own = [functools.partial(run, module) for name, run in ENTRIES.items() if name != "compiled"]
+    others = [lambda: backward(gradient), lambda: module.apply(gradients), lambda: module.load_state_dict(saved)]
+    for call in own + others:
         with pytest.raises(RuntimeError, match="has lost its tables, perhaps by way of a copy"):
             call()
 
