@@ -86,7 +86,7 @@ collection/keyed_stack.py  storage/test_like_tables.py
 parallel/exchange.py  parallel/test_rounds.py
     takes_part &= words == cuts[-1] => takes_part &= words != cuts[-1]
 parallel/agreement.py  parallel/test_agreement.py
-    max(width, widths.get(name, 0)) => width
+    own["brought"][k][1] for own => record["brought"][k][1] for own
 checkpoint/files.py  checkpoint/test_files.py -k flipped
     encoded(body) == data and => True and
 checkpoint/manager.py  checkpoint/test_manager.py
@@ -101,7 +101,7 @@ fdo/limits.py  fdo/test_limits.py
     max(value, current) if self.monotone => min(value, current) if self.monotone
     else -(-buffer // num_cores) => else buffer
 fdo/statistics.py  fdo/test_clients.py
-    np.maximum(merged[key], highest) => highest
+    merged = running_maximum(append_history(merged, running_maximum(history))) => merged = running_maximum(history)
 sparsecore/partitioner.py  sparsecore/test_native_partitioner.py
     entries.rank < layout.spec.max_ids_per_partition => entries.rank <= layout.spec.max_ids_per_partition
     sample + placement.row_offset // num_shards => sample
