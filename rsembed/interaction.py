@@ -21,7 +21,7 @@ def pairwise_interaction(
       vectors: one vector per feature, such as `jnp.stack([dense, *activations.values()], axis=1)`.
       implementation: name of a kernel implementation to insist on; None takes the fastest that can serve.
 
-    Raises: TypeError or ValueError: `vectors` is no array of floats, or has not three axes.
+    Raises: TypeError or ValueError: `vectors` is no array of numbers, or has not three axes.
 
     Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems", 2019.
 
