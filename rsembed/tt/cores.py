@@ -88,6 +88,24 @@ def rows_of(
     )
 
 
+def squared_norm(specs: Sequence[TTSpec], left: Cores, change: Cores, right: Cores) -> Float[Array, ""]:
+    """Sum of the squares of all numbers of all tables, as `sum over t of left_1 .. left_{t-1} change_t right_{t+1} ..`.
+
+    Of `left` cores and `right = left + change`, these are the changes of the tables; of `left` cores twice, they are
+    linear in `change`. Rows of padding count as well. No row is made: Gram matrices go from core to core.
+    """
+    gram = jnp.zeros((len(specs), 2, 2)).at[:, 0, 0].set(1.0)
+    for t, (above, q, below) in enumerate(specs[0].slice_shapes):
+        table = np.repeat(np.arange(len(specs)), [spec.tt_p_shapes[t] for spec in specs])
+        a, b, c = (cores[t].reshape(-1, above, q, below) for cores in (left, change, right))
+        # Through the first block until a core is a change, through the second one from there on.
+        blocks = jnp.concatenate([jnp.concatenate([a, b], 3), jnp.concatenate([jnp.zeros_like(a), c], 3)], 1)
+        half = jnp.einsum("pij,piqk->pjqk", gram[table], blocks, precision="highest")
+        own = jnp.einsum("pjqk,pjql->pkl", half, blocks, precision="highest")
+        gram = jax.ops.segment_sum(own, table, len(specs))
+    return jnp.sum(gram[:, 1, 1])
+
+
 def bag(
     spec: TTSpec,
     cores: AnyCores,

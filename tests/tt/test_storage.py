@@ -234,7 +234,15 @@ def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit(tmp_
         )
         jax.tree.map(np.testing.assert_array_equal, state.tables["t"].cores, cores)  # all that was read is stored
         counts = collection.counts(state)["t"]
-        expected = {"cached_ids": 4, "lookups": 36, "hits": 12, "uncounted": 0, "evictions": 0}
+        expected = {
+            "cached_ids": 4,
+            "residual": 0,
+            "residual_elsewhere": 0,
+            "lookups": 36,
+            "hits": 12,
+            "uncounted": 0,
+            "evictions": 0,
+        }
         assert {name: int(own.sum()) for name, own in counts.items()} == expected
         results.append(after)
         checkpoint.save_collection(tmp_path / str(devices), collection, state)
