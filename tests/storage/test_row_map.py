@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import split_keys
-from rsembed.storage import hashed_rows, row_map
+from rsembed.storage import row_map
 
 ROWS = 12
 scores = st.one_of(st.integers(0, 3), st.sampled_from([2**31 - 1, 2**31, 2**32 - 1]))
@@ -45,12 +44,3 @@ def test_the_first_of_many_entries_are_found_like_those_of_few(share, length):
         expected = np.flatnonzero(mask)[:30]
         assert found[: expected.size].tolist() == expected.tolist() and set(found[expected.size :].tolist()) <= {NO_ROW}
         assert num == mask.sum()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_norms_are_in_the_order_of_those_of_numpy(dtype):
-    rows = np.random.default_rng(0).normal(size=(64, 5)) * 10.0 ** np.arange(-3, 5).repeat(8)[:, None]
-    rows = np.append(rows, [[0.0] * 5, [np.inf] * 5, [np.nan] * 5], axis=0)
-    rows = jnp.asarray(rows, dtype)
-    found = np.asarray(hashed_rows.norms(rows))
-    np.testing.assert_array_equal(np.argsort(found), np.argsort(np.linalg.norm(np.float64(rows), axis=1)))

@@ -156,7 +156,7 @@ def moves(shapes: Draw, draw: Draw) -> ValidCall:
 
 def rows_by_bag(shapes: Draw, draw: Draw) -> ValidCall:
     count, bags = int(shapes.choice([0, 50, 20_000])), int(shapes.choice([0, 1, 7, 300]))
-    each = [functools.partial(module.rows_by_bag, num_bags=bags) for module in (native, reference)]
+    each = [functools.partial(module.rows_by_bag, num_bags=bags) for module in (native, ids)]
     return ValidCall(*each, (some_rows(draw, count, bags),))
 
 
@@ -272,7 +272,7 @@ def travelling(shapes: Draw, draw: Draw) -> ValidCall:
         return ValidCall(native.pack_blocks, ids.pack_blocks, (arrays, rows))
     if what == 1:
         sizes = [jax.ShapeDtypeStruct((devices, capacity, *row), jnp.float32) for capacity in capacities]
-        each = [functools.partial(module.unpack_blocks, shapes=sizes) for module in (native, blocks)]
+        each = [functools.partial(module.unpack_blocks, shapes=sizes) for module in (native, ids)]
         packed = floats(draw, devices, sum(capacities), *row)
         return ValidCall(*each, (packed if row else jax.lax.bitcast_convert_type(packed, jnp.uint32),))
     arrays_of, sizes = [own[:3] for own in queues], (num_arrays, devices)
@@ -286,10 +286,10 @@ def travelling(shapes: Draw, draw: Draw) -> ValidCall:
         return [*places, *cursors, are_left]
 
     if what == 2:
-        return ValidCall(*(functools.partial(ends_of, module) for module in (native, blocks)), (arrays_of,))
+        return ValidCall(*(functools.partial(ends_of, module) for module in (native, ids)), (arrays_of,))
     fit = jax.device_put(draw.integers(0, 2, sizes).astype(np.int32))
     cuts = jax.device_put(draw.integers(0, 2**32, (1, *sizes), dtype=np.uint32))
-    return ValidCall(*(functools.partial(places_of, module) for module in (native, blocks)), (arrays_of, fit, cuts))
+    return ValidCall(*(functools.partial(places_of, module) for module in (native, ids)), (arrays_of, fit, cuts))
 
 
 def count_uses(shapes: Draw, draw: Draw) -> ValidCall:
@@ -306,7 +306,7 @@ def row_bits(shapes: Draw, draw: Draw) -> ValidCall:
     lanes = some_keys(draw, count, 2**32 - 1)[:2][: shapes.integers(1, 3)]
     num_tables = int(shapes.choice([1, 3]))
     key = jax.random.key(3) if num_tables == 1 else jax.random.split(jax.random.key(3), num_tables)
-    each = [functools.partial(module.row_bits, key, dim=dim) for module in (native, keyed)]
+    each = [functools.partial(module.row_bits, key, dim=dim) for module in (native, reference)]
     lanes, table = tuple(lanes), some_tables(draw, count, num_tables)
     return ValidCall(*(lambda lanes, table, own=own: own(lanes, table=table) for own in each), (lanes, table))
 
