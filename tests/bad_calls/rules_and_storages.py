@@ -54,12 +54,22 @@ rs.from_optax(optax.sgd(0.1), learning_rate=NAN) => ValueError: OptaxOptimizerSp
 rs.optimizers.LaProp(rms_clip_threshold=-1.0) => ValueError: LaProp: rms_clip_threshold ... clip_by_global_norm
 rs.optimizers.AdamW(slot_dtypes=("int8", None))
     => ValueError: AdamW: slot_dtypes=('int8 ... float32, bfloat16 or float16
-rs.optimizers.AdamW(slot_dtypes=("float16",) * 3) => ValueError: slot_dtypes ... 32
+rs.optimizers.AdamW(slot_dtypes=("float16",) * 3)
+    => ValueError: AdamW: slot_dtypes=('float16' ... which are ['float32', 'float32']; give one entry each
+rs.optimizers.RowWiseRMSProp(slot_dtypes=(None, "float32")) => ValueError: RowWiseRMSProp: slot_dtypes= ... 'int32']
+rs.optimizers.AdamW().get_hyperparameters() => ValueError: AdamW counts updates; pass step=
+rs.optimizers.DecayedAdagrad(weight_decay_mode=rs.optimizers.WeightDecayMode.COUNTER)
+    => ValueError: COUNTER is a rule of its own; use CounterAdagrad
+rs.optimizers.DecayedAdagrad(global_weight_decay=rs.optimizers.GlobalWeightDecayDefinition())
+    => ValueError: weight_decay_mode NONE and global_weight_decay= ... set WeightDecayMode.DECOUPLE_GLOBAL
 # Rules of others
 rs.from_optax("adam") => TypeError: from_optax ... GradientTransformation ... str
 of_the_loss() => TypeError: from_optax ... from its gradient alone ... 'value'
+rs.tbe.TableBatchedEmbeddingBags(
+    [(9, 4, rs.tbe.EmbeddingLocation.HOST, rs.tbe.ComputeDevice.CPU)], optimizer=rs.from_optax(optax.adam(0.1)))
+    => NotImplementedError: states of another package have no names here
 custom(None) => TypeError: Custom: custom_computation_fn ... (gradient, row, *slots, lr)
-stepped(custom(lambda g, w, lr: (w - lr * g).sum())) => ValueError: custom optimizer 'custom' ... (1, 4) ... ()
+stepped(custom(lambda g, w, lr: (w - lr * g).sum())) => ValueError: 'custom' ... row and its 0 slots ... (1, 4) ... ()
 stepped(custom(lambda g, w: w - g)) => TypeError: custom optimizer 'custom' ... 3 arguments (gradient, row, *slots, lr)
 custom(lambda g, w, m, lr: (w, m), slot_variable_initializers_tuple=("zeros",))
     => TypeError: slot_variable_initializers_tuple ... a number ... str
@@ -113,6 +123,8 @@ stored(rs.tt.TensorTrain((2,), weight_dist=None)) => TypeError: TensorTrain: wei
 
 ACCEPTED = """
 rs.optimizers.SGD(lambda step: 0.5 * step).get_learning_rate(2) => 1.0
+rs.optimizers.SGD(lambda: 0.5).get_learning_rate(None) => rs.optimizers.SGD(0.5).get_learning_rate()
+rs.optimizers.SGD(optax.linear_schedule(1.0, 0.0, 10)).get_learning_rate(jnp.asarray(5)) => jnp.float32(0.5)
 rs.optimizers.SGD(functools.partial(lambda scale, step: scale * step, 0.5)).get_learning_rate(2) => 1.0
 str(rs.optimizers.SGD(jnp.float32(0.5))) => str(rs.optimizers.SGD(0.5))
 keyed().prepare({"who": [1, 2]}) => keyed().prepare({"who": np.array([1, 2])})

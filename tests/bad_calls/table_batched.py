@@ -5,6 +5,7 @@ import functools
 import numpy as np
 
 from rsembed import tbe
+from tests.bad_calls.world import mesh
 
 HOST, CPU = tbe.EmbeddingLocation.HOST, tbe.ComputeDevice.CPU
 CACHED = (9, 4, tbe.EmbeddingLocation.MANAGED_CACHING, CPU)
@@ -44,6 +45,11 @@ def single():
 
 
 @functools.cache
+def shared():
+    return module(mesh=mesh())
+
+
+@functools.cache
 def cached():
     return module(CACHED, cache_sets=1)
 
@@ -69,6 +75,13 @@ module((9, 4, tbe.EmbeddingLocation.MTIA, CPU)) => ValueError: table 'table_0' .
 module(table_names=["word"]) => ValueError: table_names ... 2 different names ... ['word']
 module(feature_table_map=[0, 2]) => ValueError: feature ... reads table 2 ... there are 2 tables
 module(feature_table_map=[0, 0]) => ValueError: ['table_1'] ... feature_table_map
+module((0, 4, HOST, CPU), mesh=mesh()) => ValueError: 'table_0' has no rows, which a mesh could share
+module(CACHED, mesh=mesh()) => NotImplementedError: 'table_0' cannot be shared ... HostCached
+module(pooling_mode="NONE", mesh=mesh()) => NotImplementedError: PoolingMode.NONE has one row per id
+module(device="cpu", mesh=mesh()) => ValueError: device='cpu' and a mesh do not go together
+row_wise(placement="column", mesh=mesh()) => ValueError: 'table_0', 'table_1' ... 'column': ... steps whole rows
+row_wise(weight_decay_mode="DECOUPLE_GLOBAL", global_weight_decay=tbe.GlobalWeightDecayDefinition(), mesh=mesh())
+    => NotImplementedError: DECOUPLE_GLOBAL owes decay
 # Arguments
 module(no_such_argument=None) => TypeError: no_such_argument
 call(no_such_argument=None) => TypeError: no_such_argument
@@ -109,6 +122,13 @@ tbe.EnsembleModeDefinition(step_ema_coef=1.2) => ValueError: EnsembleModeDefinit
 tbe.CowClipDefinition(lower_bound=-1.0) => ValueError: CowClipDefinition: lower_bound must be in [0, inf)
 tbe.GlobalWeightDecayDefinition(lower_bound=NAN) => ValueError: GlobalWeightDecayDefinition: lower_bound must be in
 # Caches
+module(CACHED, optimizer=tbe.OptimType.ENSEMBLE_ROWWISE_ADAGRAD) => NotImplementedError: goes over whole tables
+module(CACHED, optimizer=tbe.OptimType.EMAINPLACE_ROWWISE_ADAGRAD) => NotImplementedError: goes over whole tables
+module(CACHED, optimizer=tbe.OptimType.EXACT_ROWWISE_ADAGRAD, weight_decay_mode="COUNTER",
+    counter_based_regularization=tbe.CounterBasedRegularizationDefinition())
+    => NotImplementedError: weight_decay_mode COUNTER goes over whole tables
+module(CACHED, optimizer=rs.optimizers.TensorFlowAdam(0.1))
+    => NotImplementedError: TensorFlowAdam goes over whole tables
 module(CACHED, cache_algorithm="fifo") => ValueError: CacheAlgorithm ... 'fifo' ... LRU
 module(CACHED, cache_algorithm=tbe.CacheAlgorithm.LFU, prefetch_pipeline=True) => ValueError: prefetch_pipeline ... LRU
 cached().get_cache_miss_counter() => RuntimeError: record_cache_miss_counter=True
@@ -116,7 +136,19 @@ bags().get_uvm_cache_stats() => RuntimeError: MANAGED_CACHING ... gather_uvm_cac
 # Batches
 bags()(IDS) => TypeError: offsets is missing
 call(IDS + 0.5) => TypeError: indices ... integers ... float64
-call(IDS, OFFSETS[::-1]) => ValueError: offsets begin with 4
+call(IDS, OFFSETS[::-1]) => ValueError: offsets begin with 4, but the first bag must begin at 0
+call(IDS, [0, 2, 1, 3, 4]) => ValueError: feature 'word': bag 1 goes from offset 2 to 1, but offsets must never fall
+call(IDS, [0, 2, 7, 3, 4]) => ValueError: feature 'word': bag 1 goes from offset 2 to 7 ... there are 4 ids
+call(IDS, [0, 1, 2, 3, 3]) => ValueError: the last offset is 3, but there are 4 ids
+call([1, 2, -2, 3]) => ValueError: feature 'user': id -2 at position 0 of bag 0 ... table 'user' with 5 rows
+bags().vjp([1, 2, 3, 5], OFFSETS) => ValueError: 'user': id 5 at position 0 of bag 1 ... table 'user' with 5 rows
+jax.jit(lambda own: shared()(own, OFFSETS))(jnp.asarray(IDS))
+    => ValueError: indices and offsets cannot be split inside jit; ... module.prepare
+jax.jit(lambda own: bags().prepare(own, OFFSETS))(jnp.asarray(IDS)) => RuntimeError: call it outside of jit
+shared()(IDS, OFFSETS, batch_size_per_feature_per_rank=[[2], [2]])
+    => ValueError: got [2, 2]; leave batch_size_per_feature_per_rank out
+shared()([1, 2], [0, 1, 2]) => ValueError: 'table_0': a batch of 1 samples cannot be split over 2 devices
+shared()(shared().prepare(IDS, OFFSETS), OFFSETS) => ValueError: a prepared batch holds offsets
 call(IDS, OFFSETS[:4]) => ValueError: offsets has 4 entries ... 2 features
 call(np.array([1, 9, 3, 4])) => ValueError: feature 'word' ... table 'word' ... 9 rows
 call(IDS, OFFSETS, np.ones(4, int)) => TypeError: per_sample_weights ... floats ... int64
@@ -146,6 +178,7 @@ bags().vjp(IDS, OFFSETS, total_unique_indices=1)[1].row_gradients(np.ones((2, 8)
 _twice() => RuntimeError: used already ... vjp
 bags().apply(rs.RowGradients({"t": jnp.array([1])}, {"t": jnp.ones((1, 4))}, (("t", 9),)))
     => ValueError: do not belong to this module ... backward
+module(learning_rate=lambda step: 0.1).set_learning_rate(1.0) => ValueError: schedule
 bags().set_learning_rate(NAN) => ValueError: learning_rate must be in
 bags().set_learning_rate("0.1") => TypeError: learning_rate ... number ... str
 bags().init_embedding_weights_uniform(0.1, NAN) => ValueError: max_val must be in
@@ -157,6 +190,9 @@ single().load_state_dict(state_dict(**{"table_0.weight": np.ones((9, 5))}))
     => ValueError: 'table_0.weight' ... (9, 5) ... (9, 4)
 single().load_state_dict(state_dict(**{"table_0.weight": np.full((9, 4), "a")}))
     => TypeError: 'table_0.weight' ... numbers ... <U1
+bags().set_embedding_weights(1, np.ones((6, 4)))
+    => ValueError: 'user' has shape (5, 4), the new weights (6, 4)
+bags().set_embedding_weights(3, np.ones((5, 4))) => ValueError: there is no table 3
 single().load_state_dict([1]) => TypeError: the state dict ... a mapping ... [1]
 single().load_state_dict(state_dict(**{"table_0.weight": np.full((9, 4), 1e300)}))
     => ValueError: 'table_0.weight' ... too large for float32; clip them

@@ -85,30 +85,6 @@ def test_a_correction_is_told_once_and_trained_on():
     assert_same_bits(module, reference)
 
 
-MISTAKES = {
-    "too large": ([0, 1, 2, 3, 9, 0], [0, 2, 3, 6], r"'views': id 9 at position 1 of bag 0 .* 'films' with 6 rows"),
-    "negative": ([0, 1, -2, 3, 0, 0], [0, 2, 3, 6], r"'clicks': id -2 at position 0 of bag 1 .* 'ads' with 4 rows"),
-    "of another table": ([5, 1, 2, 3, 0, 0], [0, 2, 3, 6], r"'clicks': id 5 at position 0 of bag 0 .* 'ads'"),
-    "falling": ([0] * 6, [0, 3, 2, 6], r"'clicks': bag 1 goes from offset 3 to 2, but offsets must never fall"),
-    "past the end": ([0] * 6, [0, 3, 7, 6], r"'clicks': bag 1 goes from offset 3 to 7, .*there are 6 ids"),
-    "too few": ([0] * 6, [0, 2, 3, 5], r"the last offset is 5, but there are 6 ids"),
-    "late start": ([0] * 6, [1, 2, 3, 6], r"offsets begin with 1, but the first bag must begin at 0"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_fatal_names_feature_table_bag_position_id_and_rows_and_changes_nothing(mistake):
-    ids, offsets, message = MISTAKES[mistake]
-    given = np.array(ids), np.array(offsets)
-    module = two_features(Mode.FATAL)
-    for call in (module, module.vjp):
-        with pytest.raises(ValueError, match=message):
-            call(*given, **SIZES)
-    assert given[0].tolist() == ids and given[1].tolist() == offsets
-    assert int(module.step) == 0
-    module(np.array([0, 1, 2, -1, 5, 0]), np.array([0, 2, 3, 6]), **SIZES)  # still works
-
-
 def test_without_checks_an_id_outside_its_table_contributes_nothing_not_even_a_huge_one():
     module = make(SPECS, bounds_check_mode=Mode.NONE)
     before = [np.array(w) for w in module.split_embedding_weights()]

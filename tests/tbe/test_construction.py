@@ -203,10 +203,6 @@ def test_one_table_can_be_set_by_number_or_name():
     found = module.split_embedding_weights()
     assert (found[0] == 0).all() and (found[2] == 1).all()
     np.testing.assert_array_equal(found[1], weights)
-    with pytest.raises(ValueError, match=r"'table_1' has shape \(6, 4\), the new weights \(5, 4\)"):
-        module.set_embedding_weights(1, weights[1:])
-    with pytest.raises(ValueError, match="there is no table 3"):
-        module.set_embedding_weights(3, weights)
 
 
 def test_a_table_without_rows_reads_zeros_and_stands_in_nobodys_way():

@@ -204,38 +204,7 @@ def test_rows_and_rates_are_set_and_states_read_as_on_one_device():
     assert many.state_bytes() == one.state_bytes()
 
 
-# What is refused
-
-
-REFUSED = {
-    r"'table_0' cannot be shared.*HostCached": {"location": rt.EmbeddingLocation.MANAGED_CACHING},
-    "PoolingMode.NONE has one row per id": {"pooling_mode": "NONE"},
-    "DECOUPLE_GLOBAL owes decay": variant("global"),
-    "device='cpu' and a mesh do not go together": {"device": "cpu"},
-    r"'table_0', 'table_1'.*'column': .*steps whole rows": variant("rowwise") | {"placement": "column"},
-    "'table_0' has no rows, which a mesh could share": {"specs": ((0, 4),)},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_a_mesh_cannot_do_is_refused_by_name(message):
-    with pytest.raises((NotImplementedError, ValueError), match=message):
-        make(**{"specs": SPECS, "mesh": mesh_of(4), **REFUSED[message]})
-
-
-def test_batches_that_a_mesh_cannot_split_are_refused_by_name():
-    batch = draw(0, features=(0, 1, 2))
-    module = make(SPECS, mesh=mesh_of(4))
-    with pytest.raises(ValueError, match=r"indices and offsets cannot be split inside jit; .*module.prepare"):
-        nnx.jit(lambda module, ids: module(ids, batch[1]))(module, jnp.asarray(batch[0]))
-    with pytest.raises(RuntimeError, match="call it outside of jit"):
-        nnx.jit(lambda module, ids: module.prepare(ids, batch[1]))(make(SPECS), jnp.asarray(batch[0]))
-    with pytest.raises(ValueError, match=r"got \[8, 8, 8\]; leave batch_size_per_feature_per_rank out"):
-        module(*batch, batch_size_per_feature_per_rank=[[8], [8], [8]])
-    with pytest.raises(ValueError, match="'table_0': a batch of 3 samples cannot be split over 4 devices"):
-        module(np.ones(9, int), np.arange(10))
-    with pytest.raises(ValueError, match="a prepared batch holds offsets"):
-        module(module.prepare(*batch), batch[1])
+# Batches without ids, and of other modules
 
 
 def test_a_batch_without_bags_or_ids_changes_nothing():

@@ -56,12 +56,6 @@ def test_a_state_dict_continues_in_another_module(name):
     assert int(module.step) == int(other.step)
 
 
-def test_passes_need_the_whole_table():
-    for rule in ("ensemble", "emainplace", "counter_l2"):
-        with pytest.raises(NotImplementedError, match="goes over whole tables"):
-            make(((40, 4),), location=CACHED, **variant(rule))
-
-
 # Initial values and rounding
 
 
