@@ -30,6 +30,7 @@ rs.parallel.put_global({"a": [[1], [1, 2]]}, mesh(2, "shard"))
     => ValueError: put_global: array ['a'][0][0] of shape () does not split
 rs.parallel.put_global(np.ma.masked_equal([1, 2], 1), mesh(2, "shard"))
     => TypeError: put_global: array given must be a plain array of the host,
+rs.kernels.devices.tracing_for("v9").__enter__() => ValueError: unknown device 'v9'; choose one of v5p
 # Caches
 caching.SetAssociativeCache(0, num_ids=9) => ValueError: num_sets=0 ... at least 1
 caching.SetAssociativeCache(2**24 - 1, algorithm="lfu", num_ids=1) => ValueError: fewer than 16777215

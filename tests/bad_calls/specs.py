@@ -42,6 +42,8 @@ rs.EmbeddingCollection({"a": feature("a"), 1: feature("b")}) => TypeError: featu
 # EmbeddingCollection
 one(bounds_check="clip") => ValueError: bounds_check ... 'raise' or 'ignore' ... 'clip'
 one(implementation="natvie") => ValueError: 'natvie' ... native, reference
+one(implementation="gpu") => NotImplementedError: gpu' cannot run here: ... the computation is for cpu
+one(implementation="sparsecore") => NotImplementedError: sparsecore' cannot run here: ... the computation is for cpu
 one(sharding_axis="shard") => ValueError: sharding_axis='shard' needs a mesh
 one(mesh=mesh(), sharding_axis="shrad") => ValueError: sharding_axis='shrad' ... ('shard',)
 one(mesh=mesh(), sharding_axis=("shard", "shard")) => ValueError: sharding_axis ... once each

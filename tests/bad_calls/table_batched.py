@@ -179,6 +179,10 @@ _twice() => RuntimeError: used already ... vjp
 bags().apply(rs.RowGradients({"t": jnp.array([1])}, {"t": jnp.ones((1, 4))}, (("t", 9),)))
     => ValueError: do not belong to this module ... backward
 module(learning_rate=lambda step: 0.1).set_learning_rate(1.0) => ValueError: schedule
+single().apply(rs.RowGradients({"table_0": jnp.array([1])}, {"table_0": jnp.ones((1, 3))}, (("table_0", 9),)))
+    => ValueError: stack 'table_0': rows (1,) and values (1, 3) do not fit each other or the table
+single().apply(rs.RowGradients({"table_0": jnp.array([1, 2])}, {"table_0": jnp.ones((1, 4))}, (("table_0", 9),)))
+    => ValueError: stack 'table_0': rows (2,) and values (1, 4) do not fit each other or the table
 bags().set_learning_rate(NAN) => ValueError: learning_rate must be in
 bags().set_learning_rate("0.1") => TypeError: learning_rate ... number ... str
 bags().init_embedding_weights_uniform(0.1, NAN) => ValueError: max_val must be in

@@ -50,12 +50,6 @@ def test_when_none_can_serve_one_error_lists_every_reason(monkeypatch):
         api.lookup(TABLE, SEGMENTS, implementation="third")
 
 
-@pytest.mark.parametrize(("offsets", "combiner"), [(None, "sum"), (jnp.asarray([0, 2]), "none")])
-def test_bags_have_offsets_and_single_entries_have_none(offsets, combiner):
-    with pytest.raises(ValueError, match=f"combiner '{combiner}' and offsets do not go together"):
-        Segment(jnp.asarray([1, 2]), offsets, None, combiner)
-
-
 @pytest.mark.parametrize("name", ["reference", None])
 def test_rows_by_bag_groups_stably_and_puts_strays_last(name):
     bags = jnp.asarray([2, 0, -1, 2, 7, 0, 1], jnp.int32)

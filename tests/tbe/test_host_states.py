@@ -30,6 +30,7 @@ def pair(**caching):
 
 @jax.jit
 def one_after(turns):
+    """1, after a while."""
     product = jax.lax.fori_loop(0, turns, lambda _, y: jnp.tanh(y @ y), jnp.full((400, 400), 1e-3))
     return jnp.float32(1) + 0 * product[0, 0]
 
@@ -43,11 +44,6 @@ def turns_of_a_while():
     return max(40, int(40 * 0.33 / (time.perf_counter() - start)))
 
 
-def slow_one():
-    """1, after a while."""
-    return one_after(turns_of_a_while())
-
-
 @nnx.jit
 def compiled_step(module, ids, d_output):
     output, backward = module.vjp(ids, OFFSETS)
@@ -55,15 +51,10 @@ def compiled_step(module, ids, d_output):
     return output
 
 
-def applied_rows(module):
-    output, backward = module.vjp(batch(7), OFFSETS)
-    return module.apply(backward.row_gradients(np.ones_like(output)))
-
-
 ENTRIES = {
     "lookup": lambda module: module(batch(7), OFFSETS),
     "vjp": lambda module: train(module, batch(7), OFFSETS)[0],
-    "apply": applied_rows,
+    "apply": lambda module: module.apply(module.vjp(batch(7), OFFSETS)[1].row_gradients(np.ones((1, 4)))),
     "prefetch": lambda module: module.prefetch(batch(7), OFFSETS),
     "split_embedding_weights": lambda module: [np.array(w) for w in module.split_embedding_weights()],
     "split_optimizer_states": lambda module: np.array(module.split_optimizer_states()[0][0]),
@@ -78,7 +69,7 @@ SUMS = np.ones(ROWS)
 
 
 def start_slow_step(module, seed):
-    one = slow_one()
+    one = one_after(turns_of_a_while())
     compiled_step(module, batch(seed), one)
     assert not one.is_ready(), "the step must still wait for its input, or nothing is tested"
 

@@ -21,11 +21,11 @@ BAGS, DIMS = 8, [SPECS[t][1] for t in FEATURES]
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 
-def draw(seed, *, specs=SPECS, features=FEATURES, bags=BAGS):
+def draw(seed, *, features=FEATURES):
     """Ids (some -1, some equal), offsets (some bags empty) and weights."""
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(0, 5, len(features) * bags)
-    rows = np.repeat([specs[t][0] for t in features], lengths.reshape(len(features), bags).sum(axis=1))
+    lengths = rng.integers(0, 5, len(features) * BAGS)
+    rows = np.repeat([SPECS[t][0] for t in features], lengths.reshape(len(features), BAGS).sum(axis=1))
     ids = rng.integers(-1, rows)
     return ids, np.r_[0, np.cumsum(lengths)], rng.uniform(0.5, 2.0, ids.size).astype(np.float32)
 
