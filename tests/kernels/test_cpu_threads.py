@@ -72,21 +72,21 @@ def test_threads_suffice_for_devices_that_are_asked_for_later(shared_pool, monke
     assert devices.thread_settings(3) == {} and devices.thread_settings(4) == {"NPROC": "16"}
 
 
-@pytest.mark.parametrize("enter", ["collection", "sparsecore", "sok", "make_mesh"])
+FEATURE = FeatureSpec(name="f", table_spec=TableSpec(name="t", vocabulary_size=16, embedding_dim=4))
+ENTRIES = {
+    "collection": lambda mesh: EmbeddingCollection(FEATURE, mesh=mesh),
+    "sparsecore": lambda mesh: table_mesh(mesh, "shard"),
+    "sok": lambda mesh: sok.Init(mesh=mesh),
+    "make_mesh": lambda mesh: make_mesh(),
+}
+
+
+@pytest.mark.parametrize("enter", ENTRIES)
 def test_a_mesh_with_too_few_threads_says_what_to_do(enter, shared_pool, monkeypatch):
     mesh = make_mesh()
     monkeypatch.setattr(devices, "_num_threads", 8)
-    table = TableSpec(name="t", vocabulary_size=16, embedding_dim=4)
-    features = {"f": FeatureSpec(name="f", table_spec=table)}
     with pytest.warns(RuntimeWarning, match="8 CPU devices .* 8 threads.*NPROC=32, or import rsembed and ask"):
-        if enter == "collection":
-            EmbeddingCollection(features, mesh=mesh)
-        elif enter == "sparsecore":
-            table_mesh(mesh, "shard")
-        elif enter == "sok":
-            sok.Init(mesh=mesh)
-        else:
-            make_mesh()
+        ENTRIES[enter](mesh)
 
 
 def test_a_mesh_with_threads_enough_says_nothing(shared_pool, monkeypatch):

@@ -205,17 +205,10 @@ def test_without_an_optimizer_there_are_no_states_and_gradients_cannot_be_applie
 # Row rules, beyond the numbers that `test_random_configurations.py` compares with their formulas
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "core"),
-    [
-        (Optim.EXACT_SGD, rs.optimizers.SGD),
-        (Optim.EXACT_ADAGRAD, rs.optimizers.TorchAdagrad),
-        (Optim.EXACT_ROWWISE_ADAGRAD, rs.optimizers.RowWiseAdagrad),
-        (Optim.ADAM, rs.optimizers.Adam),
-    ],
-)
-def test_rules_with_native_kernels_are_used_where_the_numbers_are_the_same(optimizer, core):
-    assert type(make(((6, 4),), optimizer=optimizer).plan.tables[0].rule) is core
+def test_rules_with_native_kernels_are_used_where_the_numbers_are_the_same():
+    module = make(((6, 4),) * 4, optimizer=[Optim.EXACT_SGD, Optim.EXACT_ADAGRAD, ROWWISE, Optim.ADAM])
+    core = rs.optimizers.SGD, rs.optimizers.TorchAdagrad, rs.optimizers.RowWiseAdagrad, rs.optimizers.Adam
+    assert tuple(type(table.rule) for table in module.plan.tables) == core
 
 
 @pytest.mark.parametrize("rule", ["counter_adagradw_increase", "global"])

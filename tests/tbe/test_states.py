@@ -75,8 +75,7 @@ def test_initial_values_are_uniform_and_independent_of_grouping_caching_and_prec
         make(specs, uniform=(-2, 3), learning_rate=[0.1, 0.2], feature_table_map=[1, 0]),
     ]
     for other in others:
-        for mine, yours in zip(other.split_embedding_weights(), (first, second), strict=True):
-            np.testing.assert_array_equal(mine, yours)
+        jax.tree.map(np.testing.assert_array_equal, tables_of(other)[0], [first, second])
     (half, _) = make(specs, uniform=(-2, 3), weights_precision=Type.FP16).split_embedding_weights()
     np.testing.assert_array_equal(half, np.asarray(first).astype(np.float16))
 
