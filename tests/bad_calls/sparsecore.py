@@ -135,9 +135,6 @@ def sparse(indices, values, shape=(8, 4), **options):
 BAD = """
 # Placing tables
 auto(0, 1) => ValueError: global_device_count ... [1, inf) ... 0
-auto(1, 1.5) => TypeError: num_sc_per_device ... integer ... 1.5
-auto(1, 1, lambda name, size: 8) => TypeError: rotation must be an integer or None ... function
-auto(stack_to_max_ids_per_partition=64) => TypeError: stack_to_max_ids_per_partition ... function ... 64
 embedding.prepare_feature_specs_for_training(embedding_spec.FeatureSpec(name="f", table_spec=made().table_spec), 1, 1)
     => ValueError: feature 'f': declare the global batch
 placed(made(combiner="none")) => ValueError: table 'word': combiner 'none' ... 'sum'
@@ -243,12 +240,9 @@ rs.sparsecore.utils.unshard_emb_table(np.zeros((3, 3, 2)), 2) => ValueError: (3,
 embedding.get_optimizer_class(99) => ValueError: optimizer code 99
 embedding.get_optimizer_type("adam") => TypeError: optimizer_class ... str
 embedding_spec.EmbeddingSpecRecord.from_json("{") => ValueError: EmbeddingSpecRecord ... JSON
-table_stacking.auto_stack_tables(None, 1, 1) => TypeError: features must be of type FeatureSpec or a list
 auto(no_such_argument=None) => TypeError: no_such_argument
 embedding.get_all_reduce_interface(no_such_argument=None) => TypeError: no_such_argument
 sparse([[0, 0]], [1], no_such_argument=None) => TypeError: no_such_argument
-auto(activation_mem_bytes_limit=0) => ValueError: activation_mem_bytes_limit must be in [1, inf), got 0.
-auto(activation_mem_bytes_limit="1") => TypeError: activation_mem_bytes_limit must be an integer or None, got '1' (str)
 embedding.prepare_feature_specs_for_training([made()], None, 1)
     => TypeError: global_device_count must be an integer, got None (NoneType).
 run(IDS, np.full((8,2), np.inf)) => ValueError: feature 'f_word': weight inf in sample 0 is not finite.

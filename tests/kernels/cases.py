@@ -1,5 +1,10 @@
 """What every implementation of the kernels is asked: bags of all kinds, rules, and how close answers must be."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,6 +94,21 @@ def step_by_loops(name, table, slots, gradients):
             slot[...] = new[0]
 
     return oracles.stepped_table(table, slots, gradients, step_row)
+
+
+def run_python(*arguments, environment):
+    """What Python does with these arguments in a process of its own, which finds the library and these tests."""
+    root = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment | {"PYTHONPATH": path},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
 
 
 def training_step(module, name, dim=128, dtype="float32"):

@@ -1,8 +1,6 @@
 """XLA gets threads enough for the CPU devices, or says that it has too few."""
 
 import os
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -12,6 +10,7 @@ from rsembed.kernels import devices
 from rsembed.parallel import make_mesh
 from rsembed.parallel.launch import _environment
 from rsembed.sparsecore.mesh_lookup import table_mesh
+from tests.kernels.cases import run_python
 
 # Programs are in flight while others are dispatched; each has a collective that waits for all devices.
 STEPS_IN_FLIGHT = """
@@ -42,9 +41,7 @@ def shared_pool(monkeypatch):
 
 
 def run(program, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", program], env=PLAIN | environment, capture_output=True, text=True, check=False
-    )
+    return run_python("-c", program, environment=PLAIN | environment)
 
 
 def test_many_steps_in_flight_over_more_devices_than_cores_end():

@@ -5,9 +5,6 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +17,17 @@ from rsembed.kernels import gpu
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from rsembed.tt import TensorTrain
 from tests import oracles
-from tests.kernels.cases import NUM_ROWS, ORACLE_STEPS, RULES, assert_close, draw_gradients, draw_table, step_by_loops
+from tests.kernels.cases import (
+    NUM_ROWS,
+    ORACLE_STEPS,
+    RULES,
+    assert_close,
+    draw_gradients,
+    draw_table,
+    run_python,
+    step_by_loops,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
 HAS_GPU = jax.default_backend() == "gpu"
 
 # From jax 0.11 on.
@@ -175,17 +180,9 @@ COMPILED = (*ORACLE_STEPS, "ftrl", "adagrad 100 bfloat16", "rowwise_adagrad 1", 
 @pytest.fixture(scope="module")
 def compiled():
     """What became of every case, in a process of its own: this one may have settled on a CPU."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_gpu", *COMPILED],
-        env={**environment, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "PYTHONPATH": path},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    environment["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    child = run_python("-m", "tests.kernels.compile_gpu", *COMPILED, environment=environment)
     records = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
     return {record["case"]: record for record in records}, child.stderr[-4000:]
 

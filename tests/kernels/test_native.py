@@ -2,9 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +11,7 @@ import pytest
 import rsembed.optimizers as ro
 from rsembed.kernels import library, native, reference
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
-from tests.kernels.cases import NUM_ROWS, RAGGED, RULES, assert_close, draw_gradients, draw_table
+from tests.kernels.cases import NUM_ROWS, RAGGED, RULES, assert_close, draw_gradients, draw_table, run_python
 
 _reason = native.unavailable_because()
 if _reason is not None and os.environ.get("RSEMBED_REQUIRE_NATIVE") == "1":
@@ -179,15 +176,7 @@ print(json.dumps(found))
 
 def run_child(program, **environment):
     """What a program prints as JSON in a process of its own."""
-    root = Path(native.__file__).parents[2]
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    child = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    child = run_python("-c", program, environment={**os.environ, "JAX_PLATFORMS": "cpu", **environment})
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout)
 

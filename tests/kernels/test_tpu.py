@@ -2,15 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.kernels.cases import run_python
 from tests.kernels.compile_one import TOPOLOGIES
 
-ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ("lookup", "sgd", "adagrad", "rowwise_adagrad", "adam")
 
 pytestmark = pytest.mark.skipif(
@@ -34,16 +31,7 @@ ENVIRONMENT = {
 @pytest.mark.parametrize("case", [*KERNELS, "tutorial"])
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 def test_compiles_for_sparsecores_without_a_copy_of_the_table(chip, case):
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_one", chip, case],
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    child = run_python("-m", "tests.kernels.compile_one", chip, case, environment={**os.environ, **ENVIRONMENT})
     assert child.returncode >= 0, f"the compiler crashed with signal {-child.returncode}:\n{child.stderr[-2000:]}"
     assert child.returncode == 0, child.stderr[-4000:]
     found = json.loads(child.stdout.splitlines()[-1])

@@ -110,8 +110,8 @@ MODES = {
 layouts = pytest.mark.parametrize("num_devices", [None, 2], ids=["one device", "mesh"])
 
 
-def module_of(num_devices=None, specs=SPECS, **options):
-    return make(specs, **options, **({} if num_devices is None else {"mesh": mesh_of(num_devices)}))
+def module_of(num_devices=None, **options):
+    return make(SPECS, **options, **({} if num_devices is None else {"mesh": mesh_of(num_devices)}))
 
 
 @layouts

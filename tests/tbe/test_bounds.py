@@ -15,7 +15,6 @@ from tests.tbe.oracle import assert_same_bits, make, train
 Mode = rt.BoundsCheckMode
 NUM_BAGS, NUM_ROWS, NUM_IDS = (2, 1), (4, 6), 6
 SPECS = ((4, 2), (6, 2))
-NAMES = (["clicks", "views"], ["ads", "films"])
 
 
 def repaired_by_loops(ids, offsets):
@@ -42,7 +41,7 @@ SIZES = {"batch_size_per_feature_per_rank": [[2], [1]]}
 
 @functools.cache
 def two_features(mode):
-    return make(SPECS, bounds_check_mode=mode, table_names=NAMES[1], feature_names=NAMES[0])
+    return make(SPECS, bounds_check_mode=mode)
 
 
 compiled = nnx.jit(lambda module, ids, offsets: module(ids, offsets, **SIZES))
