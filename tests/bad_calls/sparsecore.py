@@ -1,6 +1,7 @@
 """Bad calls of the SparseCore wing: stacking, preprocessing, lookup and update, layers, pipelines."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from rsembed.sparsecore.nnx import embed
 from tests.bad_calls.world import KEY, mesh
 
 IDS = np.arange(16).reshape(8, 2)
+environment = functools.partial(mock.patch.dict, "os.environ")
 
 
 def made(name="word", batch=8, rows=32, **fields):
@@ -251,7 +253,14 @@ auto(activation_mem_bytes_limit=0) => ValueError: activation_mem_bytes_limit mus
 auto(activation_mem_bytes_limit="1") => TypeError: activation_mem_bytes_limit must be an integer or None, got '1' (str)
 embedding.prepare_feature_specs_for_training([made()], None, 1)
     => TypeError: global_device_count must be an integer, got None (NoneType).
-run(IDS, np.full((8,2), np.inf)) => ValueError: feature 'f_word': weight inf in sample 0 is not finite.
+run(IDS, np.where(IDS == 13, -np.inf, 1), given=placed(made(combiner="sqrtn")))
+    => ValueError: feature 'f_word': weight -inf in sample 6 is not finite.
+environment(SPARSECORE_INPUT_PREPROCESSING_THREADS="many")(run)() => ValueError: a number of at least 1, got 'many'
+environment(SPARSECORE_INPUT_PREPROCESSING_THREADS="0")(run)() => ValueError: a number of at least 1, got '0'
+environment(RSEMBED_CORES_PER_DEVICE="many")(auto)(1, None)
+    => ValueError: RSEMBED_CORES_PER_DEVICE must be a number of cores from 1 on ... 'many'
+table_stacking.compute_table_to_setting_in_stack("s", ["t"], 8, {"u": 32}, 2, 2, 3)
+    => ValueError: table_to_padded_vocab_size have no 't'
 run(devices="1") => TypeError: global_device_count must be an integer, got '1' (str).
 run(num_sc_per_device=0) => ValueError: num_sc_per_device must be in [1, inf), got 0.
 run(allow_id_dropping="yes") => TypeError: allow_id_dropping must be True or False, got 'yes' (str).
@@ -275,6 +284,8 @@ embedding_spec.EmbeddingSpecRecord.from_json("3")
 trained()(None) => TypeError: the input of a layer, which its prepare_batch makes, must ... got None (NoneType)
 embedding_spec.get_row_ids_in_stacked_tables(embedding.create_proto_from_feature_specs(specs(), 1, 2), {"wrod": [1]})
     => ValueError: no tables ['wrod'] in the record; it has ['word'].
+embedding_spec.get_row_ids_in_stacked_tables(embedding.create_proto_from_feature_specs(specs(), 1, 2), {"word": [32]})
+    => ValueError: table 'word': id 32 is outside its vocabulary of 32
 """
 
 ACCEPTED = """

@@ -81,9 +81,6 @@ def test_a_device_without_sparsecores_counts_as_a_v5p_or_as_the_environment_says
     assert (utils.num_sparsecores_per_device(jax.devices()[0]), num_shards()) == (4, 8)
     monkeypatch.setenv("RSEMBED_CORES_PER_DEVICE", "2")
     assert (utils.num_sparsecores_per_device(), num_shards()) == (2, 4)
-    monkeypatch.setenv("RSEMBED_CORES_PER_DEVICE", "many")
-    with pytest.raises(ValueError, match=r"RSEMBED_CORES_PER_DEVICE must be a number of cores from 1 on.*'many'"):
-        num_shards()
 
 
 def test_the_limits_of_the_runtime_module_come_fourth_and_fifth_and_hold_whatever_tables_declare():
@@ -100,8 +97,6 @@ def test_sizes_and_places_of_tables_follow_their_formulas():
     settings = table_stacking.compute_table_to_setting_in_stack("s", ["t1", "t0"], 8, rows, 2, 2, 3)
     setting = embedding_spec.TableSettingInStack
     assert settings == {"t1": setting("s", 32, 8, 0, 0), "t0": setting("s", 32, 8, 8, 3)}
-    with pytest.raises(ValueError, match="table_to_padded_vocab_size have no 't2'"):
-        table_stacking.compute_table_to_setting_in_stack("s", ["t2"], 8, rows, 2, 2, 3)
 
 
 @pytest.mark.parametrize(("dim", "mesh"), [(DIM, ()), (1, ()), (DIM, (4, 1))])
@@ -124,10 +119,6 @@ def test_tables_are_stacked_by_a_record_and_come_back(dim, mesh):
     jax.tree.map(np.testing.assert_array_equal, back, tables)
     assert table_stacking.unstack_and_unshard_stacked_tables(stacked, record, donate=True).keys() == tables.keys()
     assert stacked["t1_t0"].is_deleted()
-    with pytest.raises(ValueError, match=r"table 't1': got shape \(3, 2\)"):
-        table_stacking.stack_and_shard_feature_tables(given | {"t1": jnp.zeros((3, 2))}, record)
-    with pytest.raises(ValueError, match=r"stack 't1_t0': got shape \(3, 8\)"):
-        table_stacking.unstack_and_unshard_stacked_tables({"t1_t0": jnp.zeros((3, 8))}, record)
     table_stacking.stack_and_shard_feature_tables(given, record, delete_input=True)
     assert all(table.is_deleted() for table in given.values())
 
@@ -137,12 +128,12 @@ def test_a_table_or_stack_that_is_refused_costs_none_of_the_others():
     embedding.prepare_feature_specs_for_training(features, 1, CORES)
     record, tables = embedding.create_proto_from_feature_specs(features, 1, CORES), values()
     given = jax.tree.map(jnp.asarray, tables)
-    with pytest.raises(ValueError, match="table 't1': got shape"):
+    with pytest.raises(ValueError, match=r"table 't1': got shape \(3, 2\)"):
         table_stacking.stack_and_shard_feature_tables(given | {"t1": jnp.zeros((3, 2))}, record, delete_input=True)
     assert not given["t0"].is_deleted()
     stacked = table_stacking.stack_and_shard_feature_tables(given, record)
     first, last = (stack.stack_name for stack in record.stacked_table_specs)
-    with pytest.raises(ValueError, match=f"stack '{last}': got shape"):
+    with pytest.raises(ValueError, match=rf"stack '{last}': got shape \(3, 8\)"):
         table_stacking.unstack_and_unshard_stacked_tables(stacked | {last: jnp.zeros((3, 8))}, record, donate=True)
     assert not stacked[first].is_deleted()
     back = table_stacking.unstack_and_unshard_stacked_tables(stacked, record, donate=True)
