@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking
+from rsembed.sparsecore.linen import embed as linen_embed
 from rsembed.sparsecore.nnx import embed
 from tests.bad_calls.world import KEY, mesh
 
@@ -37,6 +38,11 @@ def specs():
 def run(ids=IDS, weights=None, *, given=None, local=1, devices=1, **options):
     weights = None if weights is None else [weights]
     return embedding.preprocess_sparse_dense_matmul_input([ids], weights, given or specs(), local, devices, **options)
+
+
+def new_reader(name="f_word", batch=8):
+    """Of the table that has its place."""
+    return embedding_spec.FeatureSpec(name=name, table_spec=specs()[0].table_spec, input_shape=(batch, 2))
 
 
 @functools.cache
@@ -110,14 +116,18 @@ def auto(*sizes, **options):
     return table_stacking.auto_stack_tables([made("a"), made("b")], *(sizes or (1, 1)), **options)
 
 
-def sharding(*axes):
-    return NamedSharding(mesh(1, "x"), P(*axes))
+def sharding(*axes, devices=1):
+    return NamedSharding(mesh(devices, "x"), P(*axes))
 
 
-def init(key=None, given=None, where=None):
+def init(key=None, given=None, where=None, cores=None):
     key, where = KEY(0) if key is None else key, where or sharding("x", None)
     tables = embedding.get_table_specs(specs()) if given is None else given
-    return embedding.init_embedding_variables(key, tables, where)
+    return embedding.init_embedding_variables(key, tables, where, cores)
+
+
+def linen(**options):
+    return linen_embed.SparseCoreEmbed(specs(), "x", mesh(1, "x"), **options)
 
 
 def layer(**options):
@@ -161,7 +171,35 @@ _one_table_in_two_stacks() => ValueError: table 'c' ... already in stack 'b_c'
 run(given=placed(made(suggested_coo_buffer_size_per_device=5000))) => ValueError: 5000 ... above 1024
 placed(made(storage=rs.tt.TensorTrain((4,))))
     => NotImplementedError: table 'word' ... storage=TensorTrain ... EmbeddingCollection
-run(num_sc_per_device=4) => ValueError: table 'word' ... another number of shards
+placed(*specs(), new_reader("g")) => ValueError: feature 'g' does not lie where stack 'word' has room for it
+placed(new_reader(batch=4)) => ValueError: stack 'word' was placed for 8 samples, but features ['f_word'] have 4
+run(IDS[:4], given=[new_reader(batch=4)]) => ValueError: placed for 8 samples, but features ['f_word'] have 4
+embedding.stack_embedding_gradients([jnp.ones((4, 8))], [new_reader(batch=4)], 2, 1)
+    => ValueError: placed for 8 samples, but features ['f_word'] have 4
+# Another number of shards than the placed one
+placed(*specs(), cores=8) => ValueError: table 'word' was laid out for another number of shards: 2, not 8
+init(cores=8) => ValueError: another number of shards: 2, not 8
+init(where=sharding("x", None, devices=4), cores=2) => ValueError: another number of shards: 2, not 8
+init(where=sharding("x", None, devices=4)) => ValueError: another number of shards: 2, not
+run(num_sc_per_device=4) => ValueError: table 'word' ... another number of shards: 2, not 4
+run(local=2, devices=2, num_sc_per_device=2) => ValueError: another number of shards: 2, not 4
+run(num_sc_per_device=8, enable_minibatching=True) => ValueError: another number of shards: 2, not 8
+sparse([[0, 0]], [1], num_sc_per_device=8) => ValueError: another number of shards: 2, not 8
+embedding.eval_preprocess_sparse_dense_matmul_input_shape(specs(), 1, 1, num_sc_per_device=8)
+    => ValueError: another number of shards: 2, not 8
+embedding.compute_coo_buffer_size_per_device(specs(), 2, 4) => ValueError: another number of shards: 2, not 8
+embedding.create_proto_from_feature_specs(specs(), 1, 8) => ValueError: another number of shards: 2, not 8
+table_stacking.stack_and_shard_tables([specs()[0].table_spec], {"word": np.zeros((32, 8))}, 8)
+    => ValueError: another number of shards: 2, not 8
+table_stacking.unshard_and_unstack_tables([specs()[0].table_spec], {"word": np.zeros((8, 4, 8))}, 8)
+    => ValueError: another number of shards: 2, not 8
+embedding.unstack_embedding_activations({"word": jnp.ones((8, 8))}, specs(), 1, 8)
+    => ValueError: another number of shards: 2, not 8
+embedding.stack_embedding_gradients([jnp.ones((8, 8))], specs(), 8, 1)
+    => ValueError: another number of shards: 2, not 8
+layer(num_sc_per_device=8) => ValueError: another number of shards: 2, not 8
+linen(num_sc_per_device=8).init(KEY(0), processed()) => ValueError: another number of shards: 2, not 8
+linen(num_sc_per_device=8).prepare_batch([IDS]) => ValueError: another number of shards: 2, not 8
 run(given=[made()]) => ValueError: table 'word' ... no place in a stack
 # Preprocessing
 embedding.preprocess_sparse_dense_matmul_input({"f": IDS}, None, specs(), 1, 1)
@@ -195,6 +233,8 @@ sparse([[8, 0]], [1]) => ValueError: feature 'f_word': sample id 8
 # Variables
 init(where=sharding()) => ValueError: global_sharding ... PartitionSpec('x', None)
 init(given={"a": _stacked_pair()[0].table_spec}) => ValueError: stack 'a_b' has 64 rows ... have 32
+init(given=embedding.get_table_specs(placed(made(initializer=lambda: jnp.zeros((32, 8))))))
+    => TypeError: table 'word': ... initializer(key, (32, 8)) ... Write it as `lambda key, shape: ...`
 layer(rngs=None) => ValueError: needs rngs ... nnx.Rngs(0)
 layer(sharding_axis="y") => ValueError: 'y' ... axes of the mesh
 layer(sharding_axis=("x", "y"), mesh=None) => ValueError: ('x', 'y') needs a mesh
@@ -211,6 +251,9 @@ look_up(run(enable_minibatching=True)[0])
     => ValueError: enable_minibatching=False ... preprocessed with enable_minibatching=True
 look_up(_of_two_devices(run(enable_minibatching=True)[0]), enable_minibatching=True)
     => ValueError: num_minibatches has 2 numbers, one per device
+rs.sparsecore.embedding_pipelining_utils.get_default_sc_bwd_function(
+    placed(made(optimizer=embedding_spec.AdamOptimizerSpec())), mesh(1, "x"))(None, None, None)
+    => ValueError: table 'word': optimizer 'adam' depends on the step; ... frozen_step=True
 _step_of_halves() => ValueError: needs a new key every step
 update({"f": jnp.ones((8, 8))}) => ValueError: activation gradients ... tree structure
 update([jnp.ones((4, 8))], global_device_count=1) => ValueError: feature 'f_word' ... (4, 8) ... (8, 8)
