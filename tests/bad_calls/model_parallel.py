@@ -3,7 +3,9 @@
 import functools
 
 import numpy as np
+import optax
 
+import rsembed as rs
 from rsembed import sok
 from tests.bad_calls.world import mesh, new_path
 
@@ -74,10 +76,20 @@ def rows(into=None, **changes):
 
 
 @functools.cache
-def dumped():
+def dumped(make=variable):
     path = new_path("dump")
-    sok.dump(path, [variable()])
+    sok.dump(path, [make()])
     return path
+
+
+def of_rule(rule=optax.adam, name="word", **options):
+    return made(name, optimizer=rs.from_optax(rule(0.1)), **options)
+
+
+def with_state_of(other):
+    own = of_rule()
+    own.set_value(other.get_value())
+    return own
 
 
 BAD = """
@@ -147,6 +159,13 @@ group(combiners="sum") => ValueError: group 'embedding': combiners[0] ... got 's
 group(partition_strategy="div") => NotImplementedError: partition_strategy='div' ... 'mod'
 group([variable(), made("user", context=context(2))], [[[1], [2]]] * 2, ["sum"] * 2, name="g")
     => ValueError: group 'g': table 'user' lies on the devices ... table 'word' on ... context
+group([with_state_of(of_rule(optax.adamax))])
+    => ValueError: table 'word' was given a state that is not its own: ... optimizer is ... adamax ... scale_by_adam
+group([with_state_of(of_rule(name="user"))]) => ValueError: not its own: ... user is not expected; word is missing
+group([with_state_of(of_rule(dtype="bfloat16"))]) => ValueError: not its own: ... is "bfloat16", expected "float32"
+group([with_state_of(of_rule(use_hashtable=False, context=context(2)))])
+    => ValueError: not its own: ... num_shards is 2, expected 1
+sok.export_rows(with_state_of(of_rule(name="user"))) => ValueError: table 'word' ... not its own
 group(["word"]) => TypeError: group 'embedding', params[0] ... str
 sok.group_embedding_lookup_vjp([jnp.ones((9, 4))], [[[1]]], ["sum"]) => TypeError: params[0] ... jax.grad
 group([jnp.ones((9, 4))], [[[9], [1]]]) => ValueError: params[0]': id 9 in sample 0
@@ -177,6 +196,8 @@ sok.dump("never", [variable(), made()]) => ValueError: ['word'] ... more than on
 sok.dump(dumped(), [variable()]) => FileExistsError: dump
 sok.load(dumped().parent / "dupm", [variable()]) => FileNotFoundError: dupm ... no checkpoint
 sok.load(dumped(), [other_variable()]) => ValueError: ['word'] ... ['user']
+sok.load(dumped(plain), [made("number", use_hashtable=False, rows_per_device=3)])
+    => ValueError: has 3 rows on 1 devices, but ... has 4; ... at least 4
 sok.load(dumped(), [made(dim=3)]) => ValueError: table 'word' ... embedding_dim ... assign_rows
 """
 

@@ -102,6 +102,23 @@ def _look_up_for_two_devices():
     return look_up(half, given=given, global_device_count=2)
 
 
+def _look_up_on_a_mesh_of_two_axes():
+    given = placed(devices=2)
+    inputs, _ = run(given=given, local=2, devices=2)
+    both = jax.sharding.Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("x", "y"))
+    mapped = functools.partial(look_up, given=given, global_device_count=2)
+    return jax.shard_map(mapped, mesh=both, in_specs=P("x"), out_specs=P("x"), check_vma=False)(inputs)
+
+
+def _step_of_whole_rows_of_two_dims():
+    rule = embedding_spec.RowWiseAdagradOptimizerSpec(0.5)
+    given = [made("a", optimizer=rule), made("b", optimizer=rule, embedding_dim=16)]
+    stack(["a", "b"], *given)
+    inputs, _ = embedding.preprocess_sparse_dense_matmul_input([IDS, IDS], None, given, 1, 1)
+    tables = {"a_b": embedding.EmbeddingVariables(jnp.zeros((64, 16)), (jnp.zeros((64, 1)),))}
+    return embedding.sparse_dense_matmul_grad([jnp.ones((8, 8)), jnp.ones((8, 16))], inputs, tables, given)
+
+
 def _of_two_devices(inputs):
     return jax.tree.map(lambda array: np.concatenate([array, array]), inputs)
 
@@ -147,9 +164,7 @@ def sparse(indices, values, shape=(8, 4), **options):
 BAD = """
 # Placing tables
 auto(0, 1) => ValueError: global_device_count ... [1, inf) ... 0
-auto(1, 1.5) => TypeError: num_sc_per_device ... integer ... 1.5
 auto(1, 1, lambda name, size: 8) => TypeError: rotation must be an integer or None ... function
-auto(stack_to_max_ids_per_partition=64) => TypeError: stack_to_max_ids_per_partition ... function ... 64
 embedding.prepare_feature_specs_for_training(embedding_spec.FeatureSpec(name="f", table_spec=made().table_spec), 1, 1)
     => ValueError: feature 'f': declare the global batch
 placed(made(combiner="none")) => ValueError: table 'word': combiner 'none' ... 'sum'
@@ -207,6 +222,7 @@ embedding.preprocess_sparse_dense_matmul_input({"f": IDS}, None, specs(), 1, 1)
 run(np.ma.masked_equal(IDS, 1)) => TypeError: feature 'f_word' ... masked array ... filled(-1)
 run([np.ma.masked_equal([1, 2], 1)] * 8) => TypeError: feature 'f_word' ... masked array
 run(np.zeros(8, int)) => ValueError: feature 'f_word' ... 1 dimensions ... reshape
+run(np.zeros((8, 1, 1), int)) => ValueError: feature 'f_word': a dense input is ... got 3 dimensions
 run(IDS + 17) => ValueError: feature 'f_word': id 32 in sample 7 ... table 'word' ... vocabulary_size=32
 run(rs.Bags(np.arange(9), np.arange(9))) => ValueError: feature 'f_word' ... offset is 8 ... 9 ids
 run([[2**70, 1]] * 8) => TypeError: feature 'f_word' ... fit 64 bits ... hash
@@ -222,7 +238,8 @@ run(IDS, np.full((8, 2), NAN)) => ValueError: feature 'f_word': weight nan in sa
 run(IDS, np.ones((8, 1))) => ValueError: feature 'f_word' ... (8, 1) ... (8, 2)
 run(local=2) => ValueError: local_device_count=2 ... global_device_count=1
 run(local="1") => TypeError: local_device_count ... integer ... '1'
-run(2 * (IDS % 2), given=placed(made(max_ids_per_partition=3))) => ValueError: word ... max_ids_per_partition=3
+run(2 * (IDS % 2), given=placed(made(max_ids_per_partition=3)))
+    => ValueError: stack 'word' ... max_ids_per_partition=3, but core 0 has 8
 run(given=placed(made(max_unique_ids_per_partition=1))) => ValueError: word ... max_unique_ids_per_partition=1
 run(given=placed(made(suggested_coo_buffer_size_per_device=8)))
     => ValueError: word ... suggested_coo_buffer_size_per_device
@@ -243,6 +260,8 @@ look_up(tables={}) => ValueError: no stack 'word' ... feature_specs
 look_up(tables=jnp.zeros((32, 8))) => TypeError: embedding_variables ... a mapping ... (32, 8)
 look_up(tables=variables(word=embedding.EmbeddingVariables(jnp.zeros((16, 8)), ())))
     => ValueError: stack 'word' ... (16, 8) ... (32, 8)
+_look_up_on_a_mesh_of_two_axes() => ValueError: shard_map has the axes ... name it with axis_name=
+_step_of_whole_rows_of_two_dims() => ValueError: 'rowwise_adagrad' works on whole rows ... 'a': 8, 'b': 16
 _look_up_for_two_devices() => ValueError: inside jax.shard_map
 look_up(given=placed(made("user"))) => ValueError: preprocessed for stacks ['word'] ... ['user']
 look_up(num_sc_per_device=4) => ValueError: num_sc_per_device=4 ... with 2
@@ -288,12 +307,9 @@ rs.sparsecore.utils.unshard_emb_table(np.zeros((3, 3, 2)), 2) => ValueError: (3,
 embedding.get_optimizer_class(99) => ValueError: optimizer code 99
 embedding.get_optimizer_type("adam") => TypeError: optimizer_class ... str
 embedding_spec.EmbeddingSpecRecord.from_json("{") => ValueError: EmbeddingSpecRecord ... JSON
-table_stacking.auto_stack_tables(None, 1, 1) => TypeError: features must be of type FeatureSpec or a list
 auto(no_such_argument=None) => TypeError: no_such_argument
 embedding.get_all_reduce_interface(no_such_argument=None) => TypeError: no_such_argument
 sparse([[0, 0]], [1], no_such_argument=None) => TypeError: no_such_argument
-auto(activation_mem_bytes_limit=0) => ValueError: activation_mem_bytes_limit must be in [1, inf), got 0.
-auto(activation_mem_bytes_limit="1") => TypeError: activation_mem_bytes_limit must be an integer or None, got '1' (str)
 embedding.prepare_feature_specs_for_training([made()], None, 1)
     => TypeError: global_device_count must be an integer, got None (NoneType).
 run(IDS, np.where(IDS == 13, -np.inf, 1), given=placed(made(combiner="sqrtn")))

@@ -164,12 +164,6 @@ def test_a_table_without_hash_table_moves_to_any_number_of_devices(tmp_path, dev
         np.testing.assert_allclose(by_key(here)[key], by_key(there)[key], rtol=1e-6)
 
 
-def test_rows_are_not_left_out(tmp_path):
-    sok.dump(tmp_path / "dump", model(2, use_hashtable=False, rows=8))
-    with pytest.raises(ValueError, match=r"has 12 rows on 4 devices, but .* has 16; .* at least 4"):
-        sok.load(tmp_path / "dump", model(4, use_hashtable=False, rows=3))
-
-
 ADAM, KEYS = optax.adam(0.1), np.asarray([[[3]], [[4]]])
 RULES = {
     "adam": rs.from_optax(ADAM),

@@ -3,12 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
 
-from rsembed import from_optax, sok
+from rsembed import sok
 from rsembed.optimizers import SGD, Adagrad
 from rsembed.sok import lookups
 from tests.sok.training import context
@@ -148,27 +146,6 @@ def test_columns_step_all_or_none():
     backward(np.ones(output.shape, np.float32))
     assert [int(column.variable.get_value().step) for column in columns] == [1, 1]
     assert sok.export_rows(columns[0].variable)["keys"].tolist() == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "difference"),
-    [
-        ("own", {"optimizer": from_optax(optax.adamax(0.1))}, "optimizer is .*scale_by_adamax.*, .*scale_by_adam"),
-        ("other", {}, "other is not expected; own is missing"),
-        ("own", {"dtype": "bfloat16"}, 'dtype is "bfloat16", expected "float32"'),
-        ("own", {"rows_per_device": 40, "use_hashtable": False, "context": None}, "num_shards is 1, expected 2"),
-    ],
-)
-def test_the_state_of_another_table_is_refused(name, options, difference):
-    own = variable("own", 3, optimizer=from_optax(optax.adam(0.1)))
-    if "context" in options:
-        options = options | {"context": sok.Context(Mesh(np.asarray(jax.devices()[:1]), ("shard",)), "shard")}
-    other = variable(name, 3, **{"optimizer": from_optax(optax.adam(0.1))} | options)
-    own.set_value(other.get_value())
-    with pytest.raises(ValueError, match=f"table 'own' was given a state that is not its own: .*({difference})"):
-        sok.group_embedding_lookup_sparse([own], [IDS], ["sum"])
-    with pytest.raises(ValueError, match="not its own"):
-        sok.export_rows(own)
 
 
 def test_embedding_variables_are_told_from_others():
