@@ -87,12 +87,22 @@ def closed():
     return one
 
 
+class Alike(str):
+    def __str__(self):
+        return "alike"
+
+
 BAD = """
 # Saving
 checkpoint.save(arrays(), ARRAYS) => FileExistsError: saved exists ... never replaced
 checkpoint.save("/dev/null/x", ARRAYS) => OSError: /dev/null
 checkpoint.save(fresh(), {"x": "text"}) => TypeError: 'x' ... text
 checkpoint.save(fresh(), {"1": ARRAYS["x"], "a": {}} | {1: ARRAYS["x"]}) => TypeError: keys ... order ... texts
+checkpoint.save(fresh(), {Alike("a"): ARRAYS["x"], Alike("b"): ARRAYS["x"]})
+    => ValueError: two leaves ... called ['alike']
+checkpoint.save(fresh(), {"a": np.zeros(2, [("id", np.int32)])}) => TypeError: 'a' is ... fields of a record
+checkpoint.save(fresh(), {"a": np.zeros(2, "V8")}) => TypeError: leaf 'a' is ... only arrays of numbers
+checkpoint.save(fresh(), {"a": np.asarray(["2026-01-01"], "datetime64[D]")}) => TypeError: leaf 'a' is datetime64
 checkpoint.save(fresh(), ARRAYS, metadata={"x": np.ones(1)}) => TypeError: metadata ... JSON ... ndarray
 checkpoint.save(fresh(), keyed_state()) => ValueError: 'client' ... save_collection
 checkpoint.save_collection(fresh(), collection(), other_state()) => ValueError: does not belong to this collection
@@ -106,10 +116,15 @@ checkpoint.load(damaged(newer)) => ValueError: layout 99 ... version that wrote 
 checkpoint.load(arrays(), like=ARRAYS | {"x": np.ones(7, np.float32)})
     => ValueError: 'x' is float32[6], wanted float32[7]
 checkpoint.load(saved(), like=collection()) => TypeError: like ... collection.template; load_collection
-checkpoint.load_collection(saved(), other()) => ValueError: does not match ... user ... with_tables
+checkpoint.load_collection(saved(), other())
+    => ValueError: tables/user is not expected ... word/vocabulary_size is 9, expected 7 ... collection.with_tables
+load_into(feature(), USER, feature("new", table("new")))
+    => ValueError: tables/new is missing ... collection.with_tables
+load_into(feature(table_spec=table(dtype="bfloat16")), USER)
+    => ValueError: tables/word/dtype is "float32", expected "bfloat16" ... collection.with_tables
 checkpoint.load_collection(arrays(), collection())
     => ValueError: does not match: tables/user is missing ... load(path).tree
-load_into(feature(table_spec=table(optimizer=rs.optimizers.Adam(0.1))), USER) => ValueError: word/optimizer ... Adam
+load_into(feature(table_spec=table(optimizer=rs.optimizers.Adam(0.1))), USER) => ValueError: SGD", expected "Adam"
 load_into(feature(table_spec=table(storage=rs.Hashed())), USER) => ValueError: word/storage ... rows by key
 checkpoint.load_collection(saved(), collection(), others={"w": jnp.ones(4)})
     => ValueError: 'others/w' is float32[3], wanted float32[4]

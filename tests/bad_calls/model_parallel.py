@@ -3,7 +3,9 @@
 import functools
 
 import numpy as np
+import optax
 
+import rsembed as rs
 from rsembed import sok
 from tests.bad_calls.world import mesh, new_path
 
@@ -68,16 +70,26 @@ def layered(features):
     return sok.input_layer(features, [column()])
 
 
-def rows(**changes):
+def rows(into=None, **changes):
     given = {"keys": np.array([1, 2], np.uint64), "values": np.ones((2, 4), np.float32)} | changes
-    return sok.assign_rows(variable(), {name: array for name, array in given.items() if array is not None})
+    return sok.assign_rows(into or variable(), {name: array for name, array in given.items() if array is not None})
 
 
 @functools.cache
-def dumped():
+def dumped(make=variable):
     path = new_path("dump")
-    sok.dump(path, [variable()])
+    sok.dump(path, [make()])
     return path
+
+
+def of_rule(rule=optax.adam, name="word", **options):
+    return made(name, optimizer=rs.from_optax(rule(0.1)), **options)
+
+
+def with_state_of(other):
+    own = of_rule()
+    own.set_value(other.get_value())
+    return own
 
 
 BAD = """
@@ -91,6 +103,14 @@ made(rows_per_device=0) => ValueError: table 'word': rows_per_device ... [1, inf
 made(dim=0) => ValueError: table 'word': embedding_dim ... [1, inf)
 made(key_dtype="int16") => ValueError: table 'word' ... 'int16' ... int64
 made(initializer="gauss") => ValueError: table 'word' ... 'gauss' ... uniform, normal
+made(initializer="glorot_uniform") => ValueError: 'glorot_uniform' follows from the number of rows ... rows for keys
+made(evict_strategy="CUSTOMIZED") => ValueError: evict_strategy 'CUSTOMIZED' has no counterpart ... 'LRU' or 'LFU'
+made(evict_strategy="LRU", eviction="lfu") => ValueError: evict_strategy says what eviction says, too; leave one
+made(ev_option=sok.EmbeddingVariableOption(filter_option=sok.CounterFilter(2)), admission_count=2)
+    => ValueError: ev_option
+made(filter_ratio=1.5) => ValueError: admission_probability must be in (0, 1], got 1.5
+made(l2_weight_threshold=-0.5) => ValueError: l2_weight_threshold must be in [0, inf), got -0.5
+made(use_hashtable=False, filter_ratio=0.5) => ValueError: admission_probability concern hash tables
 made(capacity=4) => TypeError: capacity
 made(use_hashtable=False, no_such_argument=None) => TypeError: no_such_argument
 layer(no_such_argument=None) => TypeError: no_such_argument
@@ -100,7 +120,9 @@ sok.embedding_column("title", 4, rows_per_device=8, context=context(), no_such_a
 column(no_such_argument=None) => TypeError: no_such_argument
 sok.EmbeddingVariableOption(no_such_argument=None) => TypeError: no_such_argument
 made(use_hashtable=False, eviction="lru") => ValueError: table 'word': eviction ... use_hashtable is False
-variable().evict() => ValueError: table 'word' ... steps_to_live
+variable().evict() => ValueError: table 'word': evict needs keep, steps_to_live or l2_weight_threshold
+variable().evict(keep=-1) => ValueError: evict from table 'word': keep must be in [0, inf), got -1
+plain().evict(keep=1) => NotImplementedError: table 'number' has no hash table; its keys keep their rows
 plain().grow(8) => NotImplementedError: table 'number' ... no hash table
 variable().grow(2) => ValueError: table 'word' ... 4 ... 2
 sok.split_embedding_variable_from_others(variable()) => ValueError: list or a tuple ... EmbeddingVariable
@@ -135,6 +157,15 @@ group(combiners=["sum", "sum"]) => ValueError: group 'embedding' ... one entry p
 group(variable()) => TypeError: group 'embedding': params ... list ... EmbeddingVariable
 group(combiners="sum") => ValueError: group 'embedding': combiners[0] ... got 's'
 group(partition_strategy="div") => NotImplementedError: partition_strategy='div' ... 'mod'
+group([variable(), made("user", context=context(2))], [[[1], [2]]] * 2, ["sum"] * 2, name="g")
+    => ValueError: group 'g': table 'user' lies on the devices ... table 'word' on ... context
+group([with_state_of(of_rule(optax.adamax))])
+    => ValueError: table 'word' was given a state that is not its own: ... optimizer is ... adamax ... scale_by_adam
+group([with_state_of(of_rule(name="user"))]) => ValueError: not its own: ... user is not expected; word is missing
+group([with_state_of(of_rule(dtype="bfloat16"))]) => ValueError: not its own: ... is "bfloat16", expected "float32"
+group([with_state_of(of_rule(use_hashtable=False, context=context(2)))])
+    => ValueError: not its own: ... num_shards is 2, expected 1
+sok.export_rows(with_state_of(of_rule(name="user"))) => ValueError: table 'word' ... not its own
 group(["word"]) => TypeError: group 'embedding', params[0] ... str
 sok.group_embedding_lookup_vjp([jnp.ones((9, 4))], [[[1]]], ["sum"]) => TypeError: params[0] ... jax.grad
 group([jnp.ones((9, 4))], [[[9], [1]]]) => ValueError: params[0]': id 9 in sample 0
@@ -154,11 +185,19 @@ rows(last_step=[0, -1]) => ValueError: table 'word' ... 'last_step' ... [0, 2147
 rows(slot_m=np.ones((2, 4))) => ValueError: table 'word': cannot import ['slot_m
 rows(keys=np.array([1, 1], np.uint64)) => ValueError: table 'word' ... distinct
 rows(keys=np.array([1.0, 2.0])) => TypeError: table 'word' ... float64
+rows(keys=[-1, 1]) => ValueError: -1 stands for no key
+rows(made(key_dtype="int32"), keys=[2**40, 1]) => ValueError: does not fit into key_dtype='int32'
+rows(made(admission_count=1), waiting_keys=[3, 4], waiting_count=[1])
+    => ValueError: 'waiting_count' has shape (1,), not (2,)
+rows(slot_accumulator=np.full((2, 4), 1e300))
+    => ValueError: 8 numbers of imported 'slot_accumulator' are too large for float32; clip them
 sok.dump("never", []) => ValueError: dump ... embedding variables
 sok.dump("never", [variable(), made()]) => ValueError: ['word'] ... more than once ... name=
 sok.dump(dumped(), [variable()]) => FileExistsError: dump
 sok.load(dumped().parent / "dupm", [variable()]) => FileNotFoundError: dupm ... no checkpoint
 sok.load(dumped(), [other_variable()]) => ValueError: ['word'] ... ['user']
+sok.load(dumped(plain), [made("number", use_hashtable=False, rows_per_device=3)])
+    => ValueError: has 3 rows on 1 devices, but ... has 4; ... at least 4
 sok.load(dumped(), [made(dim=3)]) => ValueError: table 'word' ... embedding_dim ... assign_rows
 """
 

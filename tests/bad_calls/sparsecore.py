@@ -1,6 +1,7 @@
 """Bad calls of the SparseCore wing: stacking, preprocessing, lookup and update, layers, pipelines."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking
+from rsembed.sparsecore.linen import embed as linen_embed
 from rsembed.sparsecore.nnx import embed
 from tests.bad_calls.world import KEY, mesh
 
 IDS = np.arange(16).reshape(8, 2)
+environment = functools.partial(mock.patch.dict, "os.environ")
 
 
 def made(name="word", batch=8, rows=32, **fields):
@@ -35,6 +38,11 @@ def specs():
 def run(ids=IDS, weights=None, *, given=None, local=1, devices=1, **options):
     weights = None if weights is None else [weights]
     return embedding.preprocess_sparse_dense_matmul_input([ids], weights, given or specs(), local, devices, **options)
+
+
+def new_reader(name="f_word", batch=8):
+    """Of the table that has its place."""
+    return embedding_spec.FeatureSpec(name=name, table_spec=specs()[0].table_spec, input_shape=(batch, 2))
 
 
 @functools.cache
@@ -94,6 +102,23 @@ def _look_up_for_two_devices():
     return look_up(half, given=given, global_device_count=2)
 
 
+def _look_up_on_a_mesh_of_two_axes():
+    given = placed(devices=2)
+    inputs, _ = run(given=given, local=2, devices=2)
+    both = jax.sharding.Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("x", "y"))
+    mapped = functools.partial(look_up, given=given, global_device_count=2)
+    return jax.shard_map(mapped, mesh=both, in_specs=P("x"), out_specs=P("x"), check_vma=False)(inputs)
+
+
+def _step_of_whole_rows_of_two_dims():
+    rule = embedding_spec.RowWiseAdagradOptimizerSpec(0.5)
+    given = [made("a", optimizer=rule), made("b", optimizer=rule, embedding_dim=16)]
+    stack(["a", "b"], *given)
+    inputs, _ = embedding.preprocess_sparse_dense_matmul_input([IDS, IDS], None, given, 1, 1)
+    tables = {"a_b": embedding.EmbeddingVariables(jnp.zeros((64, 16)), (jnp.zeros((64, 1)),))}
+    return embedding.sparse_dense_matmul_grad([jnp.ones((8, 8)), jnp.ones((8, 16))], inputs, tables, given)
+
+
 def _of_two_devices(inputs):
     return jax.tree.map(lambda array: np.concatenate([array, array]), inputs)
 
@@ -108,14 +133,18 @@ def auto(*sizes, **options):
     return table_stacking.auto_stack_tables([made("a"), made("b")], *(sizes or (1, 1)), **options)
 
 
-def sharding(*axes):
-    return NamedSharding(mesh(1, "x"), P(*axes))
+def sharding(*axes, devices=1):
+    return NamedSharding(mesh(devices, "x"), P(*axes))
 
 
-def init(key=None, given=None, where=None):
+def init(key=None, given=None, where=None, cores=None):
     key, where = KEY(0) if key is None else key, where or sharding("x", None)
     tables = embedding.get_table_specs(specs()) if given is None else given
-    return embedding.init_embedding_variables(key, tables, where)
+    return embedding.init_embedding_variables(key, tables, where, cores)
+
+
+def linen(**options):
+    return linen_embed.SparseCoreEmbed(specs(), "x", mesh(1, "x"), **options)
 
 
 def layer(**options):
@@ -156,7 +185,35 @@ _one_table_in_two_stacks() => ValueError: table 'c' ... already in stack 'b_c'
 run(given=placed(made(suggested_coo_buffer_size_per_device=5000))) => ValueError: 5000 ... above 1024
 placed(made(storage=rs.tt.TensorTrain((4,))))
     => NotImplementedError: table 'word' ... storage=TensorTrain ... EmbeddingCollection
-run(num_sc_per_device=4) => ValueError: table 'word' ... another number of shards
+placed(*specs(), new_reader("g")) => ValueError: feature 'g' does not lie where stack 'word' has room for it
+placed(new_reader(batch=4)) => ValueError: stack 'word' was placed for 8 samples, but features ['f_word'] have 4
+run(IDS[:4], given=[new_reader(batch=4)]) => ValueError: placed for 8 samples, but features ['f_word'] have 4
+embedding.stack_embedding_gradients([jnp.ones((4, 8))], [new_reader(batch=4)], 2, 1)
+    => ValueError: placed for 8 samples, but features ['f_word'] have 4
+# Another number of shards than the placed one
+placed(*specs(), cores=8) => ValueError: table 'word' was laid out for another number of shards: 2, not 8
+init(cores=8) => ValueError: another number of shards: 2, not 8
+init(where=sharding("x", None, devices=4), cores=2) => ValueError: another number of shards: 2, not 8
+init(where=sharding("x", None, devices=4)) => ValueError: another number of shards: 2, not
+run(num_sc_per_device=4) => ValueError: table 'word' ... another number of shards: 2, not 4
+run(local=2, devices=2, num_sc_per_device=2) => ValueError: another number of shards: 2, not 4
+run(num_sc_per_device=8, enable_minibatching=True) => ValueError: another number of shards: 2, not 8
+sparse([[0, 0]], [1], num_sc_per_device=8) => ValueError: another number of shards: 2, not 8
+embedding.eval_preprocess_sparse_dense_matmul_input_shape(specs(), 1, 1, num_sc_per_device=8)
+    => ValueError: another number of shards: 2, not 8
+embedding.compute_coo_buffer_size_per_device(specs(), 2, 4) => ValueError: another number of shards: 2, not 8
+embedding.create_proto_from_feature_specs(specs(), 1, 8) => ValueError: another number of shards: 2, not 8
+table_stacking.stack_and_shard_tables([specs()[0].table_spec], {"word": np.zeros((32, 8))}, 8)
+    => ValueError: another number of shards: 2, not 8
+table_stacking.unshard_and_unstack_tables([specs()[0].table_spec], {"word": np.zeros((8, 4, 8))}, 8)
+    => ValueError: another number of shards: 2, not 8
+embedding.unstack_embedding_activations({"word": jnp.ones((8, 8))}, specs(), 1, 8)
+    => ValueError: another number of shards: 2, not 8
+embedding.stack_embedding_gradients([jnp.ones((8, 8))], specs(), 8, 1)
+    => ValueError: another number of shards: 2, not 8
+layer(num_sc_per_device=8) => ValueError: another number of shards: 2, not 8
+linen(num_sc_per_device=8).init(KEY(0), processed()) => ValueError: another number of shards: 2, not 8
+linen(num_sc_per_device=8).prepare_batch([IDS]) => ValueError: another number of shards: 2, not 8
 run(given=[made()]) => ValueError: table 'word' ... no place in a stack
 # Preprocessing
 embedding.preprocess_sparse_dense_matmul_input({"f": IDS}, None, specs(), 1, 1)
@@ -164,6 +221,7 @@ embedding.preprocess_sparse_dense_matmul_input({"f": IDS}, None, specs(), 1, 1)
 run(np.ma.masked_equal(IDS, 1)) => TypeError: feature 'f_word' ... masked array ... filled(-1)
 run([np.ma.masked_equal([1, 2], 1)] * 8) => TypeError: feature 'f_word' ... masked array
 run(np.zeros(8, int)) => ValueError: feature 'f_word' ... 1 dimensions ... reshape
+run(np.zeros((8, 1, 1), int)) => ValueError: feature 'f_word': a dense input is ... got 3 dimensions
 run(IDS + 17) => ValueError: feature 'f_word': id 32 in sample 7 ... table 'word' ... vocabulary_size=32
 run(rs.Bags(np.arange(9), np.arange(9))) => ValueError: feature 'f_word' ... offset is 8 ... 9 ids
 run([[2**70, 1]] * 8) => TypeError: feature 'f_word' ... fit 64 bits ... hash
@@ -179,7 +237,8 @@ run(IDS, np.full((8, 2), NAN)) => ValueError: feature 'f_word': weight nan in sa
 run(IDS, np.ones((8, 1))) => ValueError: feature 'f_word' ... (8, 1) ... (8, 2)
 run(local=2) => ValueError: local_device_count=2 ... global_device_count=1
 run(local="1") => TypeError: local_device_count ... integer ... '1'
-run(2 * (IDS % 2), given=placed(made(max_ids_per_partition=3))) => ValueError: word ... max_ids_per_partition=3
+run(2 * (IDS % 2), given=placed(made(max_ids_per_partition=3)))
+    => ValueError: stack 'word' ... max_ids_per_partition=3, but core 0 has 8
 run(given=placed(made(max_unique_ids_per_partition=1))) => ValueError: word ... max_unique_ids_per_partition=1
 run(given=placed(made(suggested_coo_buffer_size_per_device=8)))
     => ValueError: word ... suggested_coo_buffer_size_per_device
@@ -190,6 +249,8 @@ sparse([[8, 0]], [1]) => ValueError: feature 'f_word': sample id 8
 # Variables
 init(where=sharding()) => ValueError: global_sharding ... PartitionSpec('x', None)
 init(given={"a": _stacked_pair()[0].table_spec}) => ValueError: stack 'a_b' has 64 rows ... have 32
+init(given=embedding.get_table_specs(placed(made(initializer=lambda: jnp.zeros((32, 8))))))
+    => TypeError: table 'word': ... initializer(key, (32, 8)) ... Write it as `lambda key, shape: ...`
 layer(rngs=None) => ValueError: needs rngs ... nnx.Rngs(0)
 layer(sharding_axis="y") => ValueError: 'y' ... axes of the mesh
 layer(sharding_axis=("x", "y"), mesh=None) => ValueError: ('x', 'y') needs a mesh
@@ -198,6 +259,8 @@ look_up(tables={}) => ValueError: no stack 'word' ... feature_specs
 look_up(tables=jnp.zeros((32, 8))) => TypeError: embedding_variables ... a mapping ... (32, 8)
 look_up(tables=variables(word=embedding.EmbeddingVariables(jnp.zeros((16, 8)), ())))
     => ValueError: stack 'word' ... (16, 8) ... (32, 8)
+_look_up_on_a_mesh_of_two_axes() => ValueError: shard_map has the axes ... name it with axis_name=
+_step_of_whole_rows_of_two_dims() => ValueError: 'rowwise_adagrad' works on whole rows ... 'a': 8, 'b': 16
 _look_up_for_two_devices() => ValueError: inside jax.shard_map
 look_up(given=placed(made("user"))) => ValueError: preprocessed for stacks ['word'] ... ['user']
 look_up(num_sc_per_device=4) => ValueError: num_sc_per_device=4 ... with 2
@@ -206,6 +269,9 @@ look_up(run(enable_minibatching=True)[0])
     => ValueError: enable_minibatching=False ... preprocessed with enable_minibatching=True
 look_up(_of_two_devices(run(enable_minibatching=True)[0]), enable_minibatching=True)
     => ValueError: num_minibatches has 2 numbers, one per device
+rs.sparsecore.embedding_pipelining_utils.get_default_sc_bwd_function(
+    placed(made(optimizer=embedding_spec.AdamOptimizerSpec())), mesh(1, "x"))(None, None, None)
+    => ValueError: table 'word': optimizer 'adam' depends on the step; ... frozen_step=True
 _step_of_halves() => ValueError: needs a new key every step
 update({"f": jnp.ones((8, 8))}) => ValueError: activation gradients ... tree structure
 update([jnp.ones((4, 8))], global_device_count=1) => ValueError: feature 'f_word' ... (4, 8) ... (8, 8)
@@ -245,7 +311,14 @@ embedding.get_all_reduce_interface(no_such_argument=None) => TypeError: no_such_
 sparse([[0, 0]], [1], no_such_argument=None) => TypeError: no_such_argument
 embedding.prepare_feature_specs_for_training([made()], None, 1)
     => TypeError: global_device_count must be an integer, got None (NoneType).
-run(IDS, np.full((8,2), np.inf)) => ValueError: feature 'f_word': weight inf in sample 0 is not finite.
+run(IDS, np.where(IDS == 13, -np.inf, 1), given=placed(made(combiner="sqrtn")))
+    => ValueError: feature 'f_word': weight -inf in sample 6 is not finite.
+environment(SPARSECORE_INPUT_PREPROCESSING_THREADS="many")(run)() => ValueError: a number of at least 1, got 'many'
+environment(SPARSECORE_INPUT_PREPROCESSING_THREADS="0")(run)() => ValueError: a number of at least 1, got '0'
+environment(RSEMBED_CORES_PER_DEVICE="many")(auto)(1, None)
+    => ValueError: RSEMBED_CORES_PER_DEVICE must be a number of cores from 1 on ... 'many'
+table_stacking.compute_table_to_setting_in_stack("s", ["t"], 8, {"u": 32}, 2, 2, 3)
+    => ValueError: table_to_padded_vocab_size have no 't'
 run(devices="1") => TypeError: global_device_count must be an integer, got '1' (str).
 run(num_sc_per_device=0) => ValueError: num_sc_per_device must be in [1, inf), got 0.
 run(allow_id_dropping="yes") => TypeError: allow_id_dropping must be True or False, got 'yes' (str).
@@ -269,6 +342,8 @@ embedding_spec.EmbeddingSpecRecord.from_json("3")
 trained()(None) => TypeError: the input of a layer, which its prepare_batch makes, must ... got None (NoneType)
 embedding_spec.get_row_ids_in_stacked_tables(embedding.create_proto_from_feature_specs(specs(), 1, 2), {"wrod": [1]})
     => ValueError: no tables ['wrod'] in the record; it has ['word'].
+embedding_spec.get_row_ids_in_stacked_tables(embedding.create_proto_from_feature_specs(specs(), 1, 2), {"word": [32]})
+    => ValueError: table 'word': id 32 is outside its vocabulary of 32
 """
 
 ACCEPTED = """

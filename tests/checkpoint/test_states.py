@@ -135,23 +135,6 @@ def test_dense_parameters_of_the_same_instant_come_back(saved):
     path, like = saved[0] / "one collection", {"dense": np.zeros(3), "optax": (jax.ShapeDtypeStruct((), jnp.int32),)}
     state, others = checkpoint.load_collection(path, collection_of(), others=like)
     assert state.step == 2 and others["dense"].tolist() == [0, 1, 2] and others["optax"][0] == 4
-    with pytest.raises(ValueError, match="'others/optax/0' is not wanted"):
-        checkpoint.load_collection(path, collection_of(), others={"dense": np.zeros(3)})
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: collection_of(rows={"item": 10, "user": 8}), "tables/word is not expected"),
-        (lambda: collection_of(rows={**ROWS, "new": 3}), "tables/new is missing"),
-        (lambda: collection_of(rows={**ROWS, "user": 21}), "user/vocabulary_size is 8, expected 21"),
-        (lambda: collection_of(dtype="bfloat16"), 'tables/word/dtype is "float32", expected "bfloat16"'),
-        (lambda: collection_of(optimizer=rs.optimizers.Adam(0.1)), 'Adagrad", expected "Adam"'),
-    ],
-)
-def test_another_collection_is_refused_by_name(saved, make, message):
-    with pytest.raises(ValueError, match=f"{message}.*collection.with_tables"):
-        checkpoint.load_collection(saved[0] / "one collection", make())
 
 
 def test_tables_alone_can_move_to_another_optimizer(saved):

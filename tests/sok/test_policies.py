@@ -32,25 +32,6 @@ def test_published_options_say_what_those_of_the_core_say(published, own):
     assert variable(**published).table == variable(**own).table
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"evict_strategy": "CUSTOMIZED"}, "evict_strategy 'CUSTOMIZED' has no counterpart; choose 'LRU' or 'LFU'"),
-        (
-            {"evict_strategy": "LRU", "eviction": "lfu"},
-            "evict_strategy says what eviction says, too; leave one of them",
-        ),
-        (option(admit=sok.CounterFilter(2)) | {"admission_count": 2}, "ev_option"),
-        ({"filter_ratio": 1.5}, r"admission_probability must be in \(0, 1\], got 1.5"),
-        ({"l2_weight_threshold": -0.5}, r"l2_weight_threshold must be in \[0, inf\), got -0.5"),
-        ({"use_hashtable": False, "filter_ratio": 0.5}, "admission_probability concern hash tables"),
-    ],
-)
-def test_what_has_no_counterpart_or_is_said_twice_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        variable(**options)
-
-
 def test_eviction_takes_rows_by_steps_and_by_half_of_their_squares():
     """A row of which this is the threshold itself stays, as in the original."""
     table = variable(**option(sok.L2WeightEvict(1.0)), rows_per_device=16)
@@ -65,12 +46,6 @@ def test_eviction_takes_rows_by_steps_and_by_half_of_their_squares():
     assert (table.evict(steps_to_live=2)["keys"] - 2**40).tolist() == [0, 1]
     assert (table.evict(keep=1)["keys"] - 2**40).tolist() == [2, 3]
     assert table.num_rows == 1
-    with pytest.raises(ValueError, match="table 't': evict needs keep, steps_to_live or l2_weight_threshold"):
-        variable().evict()
-    with pytest.raises(NotImplementedError, match="table 't' has no hash table; its keys keep their rows"):
-        variable(use_hashtable=False).evict(keep=1)
-    with pytest.raises(ValueError, match=r"evict from table 't': keep must be in \[0, inf\), got -1"):
-        table.evict(keep=-1)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +66,3 @@ def test_rows_start_as_the_names_of_keras_say(name, low, high, deviation):
     values = sok.export_rows(table)["values"]
     assert low <= values.min() <= values.max() <= high
     np.testing.assert_allclose(values.std(), deviation, rtol=0.05)
-
-
-def test_initializers_of_whole_tables_are_refused_with_the_reason():
-    with pytest.raises(ValueError, match="'glorot_uniform' follows from the number of rows, and rows for keys are"):
-        variable(initializer="glorot_uniform")
-    with pytest.raises(
-        ValueError, match="unknown initializer 'gauss'; choose one of uniform, normal, truncated_normal"
-    ):
-        variable(initializer="gauss")

@@ -101,44 +101,6 @@ def test_places_made_by_hand_serve_any_number_of_cores_and_planned_ones_stay_wit
     assert planned.table_spec.is_stacked() and not dataclasses.replace(planned.table_spec, name="u").is_stacked()
 
 
-OTHER_COUNTS = {
-    "prepare": lambda specs: embedding.prepare_feature_specs_for_training(specs, 1, 8),
-    "init": lambda specs: init(specs, cores=8),
-    "preprocess": lambda specs: preprocess(specs, cores=8),
-    "preprocess on more devices": lambda specs: preprocess(specs, devices=2, cores=4),
-    "preprocess in minibatches": lambda specs: preprocess(specs, cores=8, enable_minibatching=True),
-    "preprocess sparse tensors": lambda specs: embedding.preprocess_sparse_dense_matmul_input_from_sparse_tensor(
-        [np.zeros((1, 2), int)], [np.zeros(1, int)], [np.array([BATCH, 1])], specs, 1, 1, num_sc_per_device=8
-    ),
-    "shapes": lambda specs: embedding.eval_preprocess_sparse_dense_matmul_input_shape(specs, 1, 1, num_sc_per_device=8),
-    "buffers": lambda specs: embedding.compute_coo_buffer_size_per_device(specs, 2, 4),
-    "record": lambda specs: embedding.create_proto_from_feature_specs(specs, 1, 8),
-    "stack": lambda specs: table_stacking.stack_and_shard_tables(
-        embedding.get_table_specs(specs), {"t": np.zeros((ROWS, DIM), np.float32)}, 8
-    ),
-    "unstack": lambda specs: table_stacking.unshard_and_unstack_tables(
-        embedding.get_table_specs(specs), {"t": np.zeros((8, 8, DIM), np.float32)}, 8
-    ),
-    "activations": lambda specs: embedding.unstack_embedding_activations({"t": jnp.ones((BATCH, DIM))}, specs, 1, 8),
-    "gradients": lambda specs: embedding.stack_embedding_gradients([jnp.ones((BATCH, DIM))], specs, 8, 1),
-    "linen": lambda specs: linen_embed.SparseCoreEmbed(specs, "x", mesh_of(1), num_sc_per_device=8).init(
-        jax.random.key(0), preprocess(specs)
-    ),
-    "linen input": lambda specs: linen_embed.SparseCoreEmbed(specs, "x", mesh_of(1), num_sc_per_device=8).prepare_batch(
-        [IDS]
-    ),
-    "nnx": lambda specs: nnx_embed.SparseCoreEmbed(specs, "x", mesh_of(1), nnx.Rngs(0), num_sc_per_device=8),
-    "a larger mesh": lambda specs: init(specs, 8, 4),
-    "more devices than shards": lambda specs: init(specs, 8),
-}
-
-
-@pytest.mark.parametrize("name", OTHER_COUNTS)
-def test_another_number_of_shards_than_the_placed_one_is_refused(name):
-    with pytest.raises(ValueError, match=r"table 't' was laid out for another number of shards: 4, not (8|32)"):
-        OTHER_COUNTS[name](placed(1, 4))
-
-
 def test_limits_from_statistics_of_other_cores_are_told(caplog):
     """The published call takes them, so they are no error; a buffer that is too small is one."""
     specs = placed(1, 4)
@@ -215,21 +177,6 @@ def test_a_copied_feature_is_not_read_at_the_start_of_its_stack():
         for use in (preprocess, lambda specs: embedding.prepare_feature_specs_for_training(specs, 1, 4)):
             with pytest.raises(ValueError, match=r"feature 'g' does not lie where stack 't_u' has room for it"):
                 use(copied)
-
-
-def test_features_that_are_new_to_placed_tables_are_refused():
-    (first,) = placed(1, 4)
-    added = embedding_spec.FeatureSpec(name="g", table_spec=first.table_spec, output_shape=(BATCH, DIM))
-    smaller = embedding_spec.FeatureSpec(name="f", table_spec=first.table_spec, output_shape=(8, DIM))
-    with pytest.raises(ValueError, match="feature 'g' does not lie where stack 't' has room for it"):
-        embedding.prepare_feature_specs_for_training([first, added], 1, 4)
-    with pytest.raises(ValueError, match=r"stack 't' was placed for 32 samples, but features \['f'\] have 8"):
-        embedding.prepare_feature_specs_for_training([smaller], 1, 4)
-    with pytest.raises(ValueError, match=r"stack 't' was placed for 32 samples, but features \['f'\] have 8"):
-        preprocess([smaller], [IDS[:8]])
-    both = placed(1, 4, ("f", "t", BATCH), ("g", "t", BATCH))
-    with pytest.raises(ValueError, match=r"placed for 64 samples, but features \['f'\] have 32"):
-        embedding.stack_embedding_gradients([jnp.ones((BATCH, DIM))], both[:1], 4, 1)
 
 
 def test_variables_serve_new_specs_with_another_batch_and_a_further_feature():

@@ -16,6 +16,7 @@ from rsembed.sparsecore import embedding, embedding_spec, table_stacking, utils
 from rsembed.sparsecore import embedding_pipelining_utils as pipelining
 from rsembed.sparsecore.partitioner import PADDING_VALUE, split_nodes
 from rsembed.stacking import split_by_memory, stack_name_of
+from tests.sparsecore import small_world
 from tests.sparsecore.case_specs import (
     CASES,
     assert_matches,
@@ -151,28 +152,11 @@ def test_sparse_tensors_fill_the_same_buffers_as_ragged_rows():
     assert processed.num_minibatches.dtype == np.int32
 
 
-def simple_specs(*, batch=8, devices=1, cores=2, **table_fields):
-    table = embedding_spec.TableSpec(name="t", vocabulary_size=32, embedding_dim=8, **table_fields)
-    feature = embedding_spec.FeatureSpec(name="f", table_spec=table, input_shape=(batch, 1), output_shape=(batch, 8))
-    embedding.prepare_feature_specs_for_training([feature], devices, cores)
-    return [feature]
-
-
-CRASHES = {
-    "limit_exceeded": ([np.zeros((8, 1), int)], r"stack 't' .*max_ids_per_partition=2, but core 0 has 4"),
-    "three_dimensions": ([np.zeros((8, 1, 1), int)], "feature 'f': a dense input is .*got 3 dimensions"),
-    "tree_mismatch": ({"f": np.zeros((8, 1), int)}, "features must have the tree structure of feature_specs"),
-}
-
-
 def test_calls_that_crash_the_published_system():
-    assert case("pre_errors")[0]["calls"] == ["shards_not_a_power_of_two", *CRASHES]
-    run = embedding.preprocess_sparse_dense_matmul_input
-    for features, match in CRASHES.values():
-        with pytest.raises(ValueError, match=match):
-            run(features, None, simple_specs(max_ids_per_partition=2), 1, 1, num_sc_per_device=2)
-    specs = simple_specs(batch=12, devices=3)  # works here, for any number of shards
-    processed, _ = run([np.arange(12)[:, None]], None, specs, 3, 3, num_sc_per_device=2)
+    refused = ["limit_exceeded", "three_dimensions", "tree_mismatch"]  # in rows of `tests/bad_calls/sparsecore.py`
+    assert case("pre_errors")[0]["calls"] == ["shards_not_a_power_of_two", *refused]
+    specs = small_world.place(small_world.feature_specs({"t": 32}, {"f": ("t", 12)}), 3, 2)
+    processed, _ = small_world.preprocess(specs, {"f": np.arange(12)[:, None]}, devices=3)  # for any number of shards
     found = set()
     for partition in partitions_of(processed, "t", {"devices": 3, "cores": 2}):
         first_sample = (partition["device"] * 2 + partition["sc"]) * 2

@@ -118,19 +118,6 @@ def test_row_limits_leave_padding_and_untouched_rows_alone():
     assert jax.tree.map(jnp.shape, updated) == jax.tree.map(jnp.shape, variables)
 
 
-def test_whole_row_rules_refuse_stacks_of_different_dims():
-    rule = embedding_spec.RowWiseAdagradOptimizerSpec(0.5)
-    tables = {name: {"vocabulary_size": 8, "embedding_dim": dim} for name, dim in (("narrow", 4), ("wide", 12))}
-    specs = small_world.feature_specs(tables, {"a": ("narrow", 4), "b": ("wide", 4)}, optimizer=rule)
-    table_stacking.stack_tables(specs, ["narrow", "wide"], 1, 1)
-    processed, _ = small_world.preprocess(specs, dict.fromkeys(specs, np.zeros((4, 1), int)))
-    gradients = {"a": np.ones((4, 4), np.float32), "b": np.ones((4, 12), np.float32)}
-    table, slot = np.zeros((16, 16), np.float32), np.zeros((16, 1), np.float32)
-    variables = {"narrow_wide": embedding.EmbeddingVariables(table, (slot,))}
-    with pytest.raises(ValueError, match=r"'rowwise_adagrad' works on whole rows, .*'narrow': 4, 'wide': 12"):
-        jax.jit(lambda *given: embedding.sparse_dense_matmul_grad(*given, specs))(gradients, processed, variables)
-
-
 # Rules of whole rows: slots have one shape wherever they come from, and padding never counts.
 
 

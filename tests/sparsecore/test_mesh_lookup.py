@@ -87,21 +87,3 @@ def test_initial_tables_do_not_depend_on_the_mesh(name):
 def test_the_device_count_is_that_of_the_axes_alone():
     tables = mesh_lookup.MeshTables(feature_specs=(), devices=mesh_lookup.table_mesh(mesh_of((2, 4), "xy"), "y"))
     assert (tables.devices.num_devices, tables.num_local_devices) == (4, 4)
-
-
-def small_variables(inputs):
-    return {name: embedding.EmbeddingVariables(np.zeros((1, 8)), ()) for name in inputs.lhs_gains}
-
-
-def test_an_ambiguous_axis_must_be_named():
-    specs = small_world.placed_specs(2, 1)
-    inputs, _ = small_world.preprocess(specs, small_world.draw_batch()[0], devices=2)
-    spec = jax.sharding.PartitionSpec("x")
-
-    def look_up(inputs):
-        return embedding.sparse_dense_matmul(inputs, variables, specs, global_device_count=2)
-
-    variables = small_variables(inputs)
-    run = jax.shard_map(look_up, mesh=mesh_of((2, 2), "xy"), in_specs=spec, out_specs=spec, check_vma=False)
-    with pytest.raises(ValueError, match=r"shard_map has the axes .*name it with axis_name="):
-        run(inputs)

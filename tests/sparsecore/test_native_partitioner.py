@@ -189,15 +189,6 @@ def test_an_id_outside_its_table_is_named(bad, dtype):
         preprocess(specs, batch, allow_id_dropping=True)
 
 
-@pytest.mark.parametrize(("bad", "combiner"), [(np.nan, "sum"), (np.inf, "mean"), (-np.inf, "sqrtn")])
-def test_a_weight_that_is_not_finite_is_named(bad, combiner):
-    specs = make_specs(1, 2, {"t": (30, combiner)}, {"f": ("t", 8)})
-    weights = np.ones((8, 3), np.float32)
-    weights[6, 2] = bad
-    with pytest.raises(ValueError, match=r"feature 'f': weight .* in sample 6 is not finite"):
-        preprocess(specs, {"f": np.ones((8, 3), np.int32)}, {"f": weights})
-
-
 def test_preprocessing_uses_it():
     specs = make_specs(1, 2, {"t": (30, "sum")}, {"f": ("t", 8)})
     with mock.patch.object(native_partitioner, "partition_stacks", wraps=native_partitioner.partition_stacks) as used:
@@ -246,10 +237,3 @@ def test_the_environment_caps_the_threads(wanted, monkeypatch):
     available = native_partitioner.num_threads()
     monkeypatch.setenv(native_partitioner.THREADS_VARIABLE, wanted)
     assert native_partitioner.num_threads() == min(available, int(wanted))
-
-
-@pytest.mark.parametrize("wanted", ["0", "many"])
-def test_a_senseless_number_of_threads_is_refused(wanted, monkeypatch):
-    monkeypatch.setenv(native_partitioner.THREADS_VARIABLE, wanted)
-    with pytest.raises(ValueError, match=f"must be a number of at least 1, got '{wanted}'"):
-        native_partitioner.num_threads()

@@ -149,13 +149,6 @@ def test_aux_travels_from_stage_to_stage():
     assert seen == [(0, 0), (101, 0), (102, 1001), (103, 1002)]
 
 
-def test_optimizers_that_need_a_step_are_not_frozen_silently():
-    specs = small_world.placed_specs(4, CORES, optimizer=OPTIMIZER)
-    update = pipelining.get_default_sc_bwd_function(specs, mesh())
-    with pytest.raises(ValueError, match=r"table 'first': optimizer 'adam' depends on the step; .*frozen_step=True"):
-        update(None, None, None)
-
-
 def one_table(rows, rule):
     """A table on one device: its specs, its variables, and the stages of a pipeline with gradients of ones."""
     specs = small_world.place(small_world.feature_specs({"t": rows}, {"f": ("t", 8)}, optimizer=rule))

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -53,13 +52,6 @@ def test_both_tables_go_into_one_stack():
     assert (stack.stack_name, stack.stack_vocab_size, stack.stack_embedding_dim) == ("table_a_table_b", 192, 16)
     assert stack.total_sample_count == 48
     assert [spec.id_transformation.row_offset for spec in specs] == [0, 16, 32]
-
-
-def test_the_page_s_initializer_is_refused_with_the_fix():
-    specs = page_specs(no_argument)
-    fix = r"table 'table_a': .*initializer\(key, \(64, 12\)\).*Write it as `lambda key, shape: ...`"
-    with pytest.raises(TypeError, match=fix):
-        embedding.init_embedding_variables(jax.random.key(0), embedding.get_table_specs(specs), sharding(), 4)
 
 
 def test_with_the_fix_the_page_trains():
