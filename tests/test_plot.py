@@ -38,6 +38,18 @@ def texts(ax):
     return [text.get_text() for text in ax.texts]
 
 
+def legend_of(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def boxes_of(ax):
+    """Of the texts, none of which covers another."""
+    ax.figure.draw_without_rendering()
+    boxes = [text.get_window_extent().shrunk(0.98, 0.8) for text in ax.texts]
+    assert not [(a, b) for a in range(len(boxes)) for b in range(a) if boxes[a].overlaps(boxes[b])]
+    return boxes
+
+
 # Every picture
 
 
@@ -113,21 +125,42 @@ def test_principal_plane_of_equal_points_is_a_point():
 
 # Artists
 
+BOTH = {"LRU": {400: 0.2, 50: 0.5}, "LFU": {50: 0.25}}
+CURVES = {
+    "a loss": (PICTURES["loss"], [[(1, 3), (2, 2), (3, 1)], [(0, 0.5), (1, 0.5)]]),
+    "a second loss at its own steps": (
+        lambda: plot.plot_loss([5.0], steps=[10], ax=plot.plot_loss([2.0, 1.0]), color="red"),
+        [[(1, 2), (2, 1)], [(10, 5)]],
+    ),
+    "counts in falling order, without ids never seen": (PICTURES["id_frequency"], [[(1, 9), (2, 5)]]),
+    "limits, with a cross at each batch above its own": (
+        lambda: plot.plot_limits([3, 9, 4, 20], [8, 8, 16, 16]),
+        [[(1, 8), (2, 8), (3, 16), (4, 16)], [(1, 3), (2, 9), (3, 4), (4, 20)], [(2, 9), (4, 20)]],
+    ),
+    "one limit for all batches": (lambda: plot.plot_limits([3, 4], 8), [[(1, 8), (2, 8)], [(1, 3), (2, 4)]]),
+    "shares in the order of sizes, in per cent": (
+        lambda: plot.plot_miss_ratio(BOTH),
+        [[(50, 50), (400, 20)], [(50, 25)]],
+    ),
+}
 
-def test_plot_loss_draws_its_values_and_writes_its_references():
+
+@pytest.mark.parametrize("name", CURVES)
+def test_a_picture_draws_these_curves(name):
+    draw, curves = CURVES[name]
+    lines = draw().lines
+    for line, points in zip(lines, curves, strict=True):
+        np.testing.assert_allclose(line.get_xydata(), points)
+    styles = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}
+    assert len(styles) == len(lines)
+
+
+def test_pictures_name_what_they_draw():
     ax = PICTURES["loss"]()
-    curve, reference = ax.lines
-    assert curve.get_xydata().tolist() == [[1.0, 3.0], [2.0, 2.0], [3.0, 1.0]]
-    assert set(reference.get_ydata()) == {0.5}
-    assert texts(ax) == ["floor\n0.500"]
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["training"]
-
-
-def test_plot_loss_takes_a_second_curve_at_its_own_steps():
-    ax = plot.plot_loss([2.0, 1.0])
-    assert ax.get_legend() is None
-    assert plot.plot_loss([5.0], steps=[10], ax=ax, color="red") is ax
-    assert ax.lines[1].get_xydata().tolist() == [[10.0, 5.0]] and ax.lines[1].get_color() == "red"
+    assert texts(ax) == ["floor\n0.500"] and legend_of(ax) == ["training"]
+    assert texts(plot.plot_loss_against_state({"sgd": (0, 0.6)}, references={"best": 0.45})) == ["best\n0.450", "sgd"]
+    assert legend_of(plot.plot_miss_ratio(BOTH)) == ["LRU", "LFU"]
+    assert {PICTURES[name]().get_xscale() for name in ("id_frequency", "miss_ratio")} == {"log"}
 
 
 def test_plot_row_path_marks_the_steps_that_looked_the_row_up():
@@ -137,31 +170,6 @@ def test_plot_row_path_marks_the_steps_that_looked_the_row_up():
     assert [curve.get_label() for curve in curves] == ["lazy", "dense"]
     assert len({(curve.get_color(), curve.get_linestyle()) for curve in curves}) == 2
     assert "grey" in ax.get_xlabel()
-
-
-def test_plot_loss_against_state_names_every_point():
-    ax = plot.plot_loss_against_state({"sgd": (0, 0.6), "adam": (128, 0.5)}, references={"best": 0.45})
-    assert ax.collections[0].get_offsets().tolist() == [[0.0, 0.6], [128.0, 0.5]]
-    assert texts(ax) == ["best\n0.450", "sgd", "adam"]
-
-
-def test_plot_id_frequency_sorts_counts_and_leaves_out_ids_never_seen():
-    ax = plot.plot_id_frequency(np.array([5, 0, 9]))
-    assert ax.lines[0].get_xydata().tolist() == [[1.0, 9.0], [2.0, 5.0]]
-    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
-
-
-def test_plot_limits_marks_exactly_the_batches_above_the_limit():
-    ax = plot.plot_limits([3, 9, 4, 20], [8, 8, 16, 16])
-    limit, observed, crosses = ax.lines
-    assert limit.get_ydata().tolist() == [8, 8, 16, 16] and observed.get_ydata().tolist() == [3, 9, 4, 20]
-    assert crosses.get_xydata().tolist() == [[2.0, 9.0], [4.0, 20.0]]
-    assert ax.get_ylim()[0] == 0
-
-
-def test_plot_limits_takes_one_limit_for_all_batches():
-    ax = plot.plot_limits([3, 4], 8)
-    assert len(ax.lines) == 2 and ax.lines[0].get_ydata().tolist() == [8, 8]
 
 
 def test_plot_neighbourhoods_joins_nearest_rows_and_labels_every_point():
@@ -199,31 +207,15 @@ def test_plot_neighbourhoods_sees_directions_alone():
 
 def test_labels_cover_neither_each_other_nor_a_point_and_stay_in_the_picture():
     ax = plot.plot_neighbourhoods(VECTORS, LABELS)
-    ax.figure.draw_without_rendering()
-    boxes = [text.get_window_extent().shrunk(0.98, 0.8) for text in ax.texts]
-    assert [(a, b) for a in range(40) for b in range(a) if boxes[a].overlaps(boxes[b])] == []
+    boxes = boxes_of(ax)
     points = ax.transData.transform(ax.collections[1].get_offsets())
     assert [
         text for text, box in zip(LABELS, boxes, strict=True) if any(box.contains(*point) for point in points)
     ] == []
     assert all(ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1 for box in boxes)
     assert all(ax.bbox.y0 <= box.y0 and box.y1 <= ax.bbox.y1 for box in boxes)
-
-
-def test_labels_find_the_same_places_every_time():
-    first, second = (
-        [text.get_position() for text in plot.plot_neighbourhoods(VECTORS, LABELS).texts] for _ in range(2)
-    )
-    assert first == second
-
-
-def test_measured_shares_are_curves_in_the_order_of_their_sizes():
-    ax = plot.plot_miss_ratio({"LRU": {400: 0.2, 50: 0.5}, "LFU": {50: 0.25}})
-    assert [line.get_xdata().tolist() for line in ax.lines] == [[50, 400], [50]]
-    np.testing.assert_allclose(ax.lines[0].get_ydata(), [50.0, 20.0])
-    assert len({(line.get_marker(), line.get_color()) for line in ax.lines}) == 2
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["LRU", "LFU"]
-    assert ax.get_xscale() == "log" and ax.get_ylim()[0] == 0
+    again = plot.plot_neighbourhoods(VECTORS, LABELS)
+    assert [text.get_position() for text in again.texts] == [text.get_position() for text in ax.texts]
 
 
 def test_work_of_a_lookup_is_counted_by_hand():
@@ -266,8 +258,6 @@ def test_results_are_sorted_by_bytes_on_a_logarithmic_axis():
 def test_names_of_curves_that_end_close_together_cover_neither_each_other_nor_an_end():
     results = {f"curve {k}": [(1e3, 0.5 - k / 100), (1e6, 0.4 + k / 1000)] for k in range(4)}
     ax = plot.plot_against_bytes(results)
-    ax.figure.draw_without_rendering()
-    boxes = [text.get_window_extent().shrunk(0.98, 0.8) for text in ax.texts]
-    assert [(a, b) for a in range(4) for b in range(a) if boxes[a].overlaps(boxes[b])] == []
+    boxes = boxes_of(ax)
     ends = ax.transData.transform([points[-1] for points in results.values()])
     assert all(box.x0 > end[0] for box, end in zip(boxes, ends, strict=True))

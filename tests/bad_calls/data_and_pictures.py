@@ -62,6 +62,7 @@ datasets.movielens(path="nothing.zip") => FileNotFoundError: movielens: path='no
 datasets.movielens("ml-2m") => ValueError: movielens: name='ml-2m' ... ml-1m
 datasets.movielens(path=file("own.zip", b"no archive")) => ValueError: own.zip
 datasets.movielens(path=archive("1::1::3")) => ValueError: own.zip has not the form of ml-1m.zip
+datasets.movielens(path=archive("1::2::3::4")) => ValueError: films that it does not list
 odds([5], [1.0]) => ValueError: log_odds ... 0 to 4
 # Batches of words
 datasets.word_id_batches(WORDS + 2**40, 1, 2, 3) => ValueError: word_id_batches: word_ids ... int32
@@ -78,6 +79,13 @@ rs.plot.plot_loss([1.0, 2.0], steps=[1]) => ValueError: 1 steps for 2 losses
 rs.plot.plot_limits([1, 2, 3], [1, 2]) => ValueError: 2 limits for 3 batches
 rs.plot.buffer_places(np.array([16, 2, *[16] * 6]), num_shards=2, num_places=24)
     => ValueError: buffer_places ... must not fall
+rs.plot.buffer_places(np.full(16, 8), num_shards=3, num_places=47) => ValueError: buffer_places:
+rs.plot.buffer_places(np.full(16, 8), num_shards=9, num_places=48) => ValueError: buffer_places:
+rs.plot.buffer_places(np.full(16, 16), num_shards=2, num_places=16) => ValueError: buffer_places:
+rs.plot.plot_buffer(np.zeros((1, 8), int), labels=np.array(["a", "b", "c"])) => ValueError: labels have shape (3,)
+rs.plot.load_skew(np.zeros(4, int)) => ValueError: load_skew: load
+rs.plot.plot_shard_load({}) => ValueError: one number of shards
+rs.plot.plot_shard_load({"two": np.ones(2, int), "three": np.ones(3, int)}) => ValueError: one number of shards
 rs.plot.plot_id_frequency([NAN, 2]) => ValueError: plot_id_frequency: counts must be finite and not negative,
 rs.plot.coverage_curve([]) => ValueError: coverage_curve: counts must be finite and not negative, and
 rs.plot.principal_plane([[1.0, 2.0]])
@@ -89,6 +97,7 @@ rs.plot.plot_neighbourhoods(np.eye(3), ["a", "b", "c"], kinds=["one"]) => ValueE
 rs.plot.treemap([], 1.0, 1.0) => ValueError: treemap: sizes must be finite and not negative, and at
 rs.plot.partition_entries(np.ones((2,3,1), int), num_shards=2)
     => ValueError: partition_entries: 3 samples are dealt to 2 cores, which
+rs.plot.partition_entries(np.full((1, 4, 2), -1), num_shards=4) => ValueError: partition_entries
 # The command line
 command() => CommandError: command
 command("run", "99_nothing") => CommandError: no notebook '99_nothing' ... 01_shakespeare

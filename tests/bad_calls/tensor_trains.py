@@ -4,6 +4,7 @@ import functools
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import rsembed as rs
 from rsembed import tt
@@ -30,6 +31,10 @@ def several():
 
 def module(**options):
     return tt.TTEmbeddingBag(9, 4, **({"tt_ranks": [2], "use_cache": False} | options))
+
+
+def in_jit(ask):
+    return nnx.jit(ask)(module(use_cache=True))
 
 
 def stored(*ranks, dtype="float32", **fields):
@@ -111,7 +116,18 @@ module(padding_idx=9) => ValueError: padding_idx=9 ... no row
 module(bounds_check="clip") => ValueError: bounds_check ... 'clip'
 module(max_norm=1.0) => NotImplementedError: max_norm=1.0
 tt.TableBatchedTTEmbeddingBag(2, [9, 9, 9], 4, tt_ranks=[2]) => ValueError: num_embeddings ... 3 ... 2 tables
+tt.TTEmbeddingBag(9, 4, [2], [3, 3], tt_p_shapes=[3, 3]) => TypeError: tt_p_shapes is given by position and by keyword
+tt.TTEmbeddingBag(9, 4, [2], None, None, "sgd", optimizer="sgd")
+    => TypeError: optimizer is given by position and by keyword
+tt.TTEmbeddingBag(9, 4, [2], *[None] * 12) => TypeError: too many arguments by position: 13 for tt_ranks, tt_p_shapes
+in_jit(lambda one: one.reset_cache()) => RuntimeError: outside of jit
+in_jit(lambda one: one.cache_reports()) => RuntimeError: outside of jit
+module(use_cache=True).tt_cores[0].set_value(np.ones((3, 4), np.float32))
+    => ValueError: cached rows beside them ... use module.set_cores
+bag().set_cores([np.full(shape, NAN, np.float32) for shape in SPEC.core_shapes])
+    => ValueError: core 0 for table 0 has a number that is not finite
 # Their batches
+several().update_cache([7, 9]) => ValueError: need offsets
 bag()(IDS) => ValueError: (3,) need offsets
 bag()(np.array([1.5]), np.array([0])) => TypeError: indices ... integers ... float64
 bag()(None, OFFSETS) => ValueError: offsets go with flat indices ... ()
@@ -131,6 +147,8 @@ bag()(np.ma.masked_equal(IDS, 1), OFFSETS) => TypeError: indices ... masked arra
 bag().vjp(IDS, OFFSETS)[1](None) => TypeError: d_output ... NoneType
 _twice() => RuntimeError: already stepped ... look the batch up again
 bag().load_state_dict(module(tt_ranks=[1]).state_dict()) => ValueError: another module ... tables/0/tt_ranks
+bag().load_state_dict(tt.TTEmbeddingBag(8, 4, tt_ranks=[2], tt_p_shapes=[3, 3], use_cache=False).state_dict())
+    => ValueError: tables/0/num_embeddings is 8, expected 9
 bag().load_state_dict([1, 2]) => TypeError: the state ... a mapping ... [1, 2]
 bag().set_learning_rate(NAN) => ValueError: learning_rate ... nan
 several().cores_of(2) => ValueError: no table 2 ... 2 tables

@@ -1,14 +1,12 @@
 """Checkpoints of collections that several processes share."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from rsembed import checkpoint
+from tests import launching
 from tests.checkpoint.process_program import collection_of, keyed_collection, keys_of, step
 
 PROGRAM = Path(__file__).with_name("process_program.py")
@@ -18,17 +16,8 @@ def test_processes_write_one_table_and_read_one_of_a_single_process(tmp_path):
     collection = collection_of()
     state = collection.init(jax.random.key(0))
     checkpoint.save(tmp_path / "alone", {"state": state})
-    command = [sys.executable, "-m", "rsembed", "launch", "--processes=2", "--devices-per-process=2", str(PROGRAM)]
-    environment = os.environ | {"XLA_FLAGS": os.environ["RSEMBED_TEST_XLA_FLAGS"]}  # see tests/conftest.py
-    environment["PYTHONPATH"] = os.pathsep.join([str(PROGRAM.parents[2]), environment.get("PYTHONPATH", "")])
-    run = subprocess.run(
-        [*command, str(tmp_path / "shared"), str(tmp_path / "alone")],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env=environment,
-    )
-    output = run.stdout + run.stderr
+    run = launching.start(PROGRAM, tmp_path / "shared", tmp_path / "alone")
+    output = launching.printed(run)
     assert run.returncode == 0, output
     for process in range(2):
         assert f"[{process}] restored [True] sum 190.0" in output, output

@@ -71,19 +71,14 @@ def test_click_logs_have_the_declared_shapes():
     assert (clicks.dense.shape, clicks.dense.dtype) == ((50, 3), np.float32)
     assert (clicks.labels.dtype, set(clicks.labels.tolist())) == (np.int32, {0, 1})
     assert datasets.synthetic_clicks(5, num_dense=0, seed=0).dense.shape == (5, 0)
-
-
-def test_click_logs_are_deterministic():
-    first, again = (datasets.synthetic_clicks(200, seed=3, sample_seed=9) for _ in range(2))
-    np.testing.assert_array_equal(first.labels, again.labels)
-    np.testing.assert_array_equal(first.click_probability, again.click_probability)
-    other_rows = datasets.synthetic_clicks(200, seed=3, sample_seed=10)
-    assert (first.dense != other_rows.dense).any()
+    others = datasets.synthetic_clicks(50, vocabulary_sizes=(7, 11), num_dense=3, seed=0, sample_seed=1)
+    assert (clicks.dense != others.dense).any()
 
 
 def test_the_true_model_depends_on_the_seed_alone():
     def probability_of_pairs(**options):
-        clicks = datasets.synthetic_clicks(vocabulary_sizes=(4, 5), num_dense=0, **options)
+        clicks, again = (datasets.synthetic_clicks(vocabulary_sizes=(4, 5), num_dense=0, **options) for _ in range(2))
+        np.testing.assert_array_equal(clicks.labels, again.labels)
         pairs = zip(*(ids.tolist() for ids in clicks.sparse.values()), strict=True)
         return dict(zip(pairs, clicks.click_probability.tolist(), strict=True))
 
@@ -133,7 +128,6 @@ def test_best_and_base_log_loss_are_what_redrawn_labels_give():
     expected = np.array([clicks.best_log_loss, clicks.base_rate_log_loss])
     assert (np.abs(np.mean(losses, axis=0) - expected) < error).all()
     assert clicks.best_log_loss < clicks.base_rate_log_loss - 0.05
-    assert abs(log_loss(clicks.labels, clicks.click_probability) - clicks.best_log_loss) < 5 / math.sqrt(4000)
 
 
 def test_labels_follow_the_click_probability():

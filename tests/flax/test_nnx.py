@@ -291,14 +291,9 @@ def test_tables_on_the_host_train_as_dense_ones():
     world.assert_same_run(world.core_run("dense"), losses, *trained_parts(model))
 
 
-@pytest.fixture
-def trained():
-    """A model and its optimizer after one step, which nobody changes."""
-    return trained_once()
-
-
 @functools.cache
-def trained_once():  # not before the initial values of tests are in place, as a fixture of the module would be
+def trained_once():
+    """A model and its optimizer after one step, which nobody changes."""
     collection, batches, model, optimizer = new(*ALL)
     train_step(model, optimizer, batches[0])
     return collection, batches, model, optimizer
@@ -309,8 +304,8 @@ def go_on(batches, model, optimizer):
     world.assert_same_run(world.core_run(*ALL), losses, *trained_parts(model))
 
 
-def test_training_goes_on_from_files_of_orbax(trained, tmp_path):
-    _, batches, model, optimizer = trained
+def test_training_goes_on_from_files_of_orbax(tmp_path):
+    _, batches, model, optimizer = trained_once()
     _, _, other, other_optimizer = new(*ALL)
     other.embeddings.set_state(other.embeddings.collection.init(jax.random.key(7)))
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
@@ -322,8 +317,8 @@ def test_training_goes_on_from_files_of_orbax(trained, tmp_path):
     go_on(batches, other, other_optimizer)
 
 
-def test_training_goes_on_from_our_files(trained, tmp_path):
-    collection, batches, model, optimizer = trained
+def test_training_goes_on_from_our_files(tmp_path):
+    collection, batches, model, optimizer = trained_once()
     others = nnx.state((model, optimizer), nnx.Not(rs.nnx.Tables))
     checkpoint.save_collection(tmp_path / "saved", collection, model.embeddings.state, others=others)
     _, _, other, other_optimizer = new(*ALL)
@@ -346,8 +341,8 @@ COPIES = {
 
 
 @pytest.mark.parametrize("way", COPIES)
-def test_copies_of_a_model_read_what_it_reads(trained, way):
-    _, batches, model, _ = trained
+def test_copies_of_a_model_read_what_it_reads(way):
+    _, batches, model, _ = trained_once()
     other = COPIES[way](model)
     assert other.embeddings is not model.embeddings
     np.testing.assert_array_equal(other(batches[1]), model(batches[1]))

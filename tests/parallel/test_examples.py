@@ -6,13 +6,13 @@ import socket
 import stat
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from rsembed.parallel.launch import _environment
+from tests import launching
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+EXAMPLES = launching.ROOT / "docs" / "examples"
 pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="examples come with a checkout")
 
 SCRIPT = """
@@ -47,20 +47,8 @@ def free_port(candidates):
     pytest.skip("none of the ports is free")
 
 
-@pytest.fixture
-def environment(tmp_path):
+def test_processes_that_slurm_starts_by_the_batch_file_find_each_other(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    paths = [str(EXAMPLES.parents[1]), os.environ.get("PYTHONPATH", "")]
-    flags = {"XLA_FLAGS": os.environ["RSEMBED_TEST_XLA_FLAGS"]}  # see tests/conftest.py
-    return {**os.environ, **flags, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
-def said(output):
-    """What the script printed; the runtime may print as well."""
-    return sorted(line for line in output.splitlines() if line.startswith("process"))
-
-
-def test_processes_that_slurm_starts_by_the_batch_file_find_each_other(tmp_path, environment):
     srun = tmp_path / "srun"
     srun.write_text(f"#!{sys.executable}\n{SRUN}")
     srun.chmod(srun.stat().st_mode | stat.S_IEXEC)
@@ -69,9 +57,11 @@ def test_processes_that_slurm_starts_by_the_batch_file_find_each_other(tmp_path,
     job = free_port(range(first, 65535)) - first
     of_slurm = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "SLURM_JOB_ID": str(job)}
     command = ["bash", str(EXAMPLES / "train.slurm"), str(tmp_path / "script.py"), "STEPS=3"]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment | of_slurm, timeout=120)
+    environment = launching.environment() | of_slurm
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert run.returncode == 0, run.stderr
-    assert said(run.stdout) == [f"process {process} of 2 [0, 1] ['STEPS=3']" for process in range(2)]
+    said = sorted(line for line in run.stdout.splitlines() if line.startswith("process"))  # the runtime speaks as well
+    assert said == [f"process {process} of 2 [0, 1] ['STEPS=3']" for process in range(2)]
 
 
 def test_pods_of_the_indexed_job_are_told_what_launch_tells_its_processes(monkeypatch):

@@ -16,6 +16,7 @@ import pytest
 from rsembed import __main__ as command_line
 from rsembed import checkpoint, parallel
 from rsembed.parallel import runtime
+from tests import launching
 
 PROGRAM = Path(__file__).with_name("runtime_program.py")
 
@@ -24,17 +25,7 @@ class Launched:
     """A run of runtime_program.py in two processes with two devices each, from the time that both have computed."""
 
     def __init__(self, *arguments):
-        command = [sys.executable, "-m", "rsembed", "launch", "--processes=2", "--devices-per-process=2"]
-        environment = os.environ | {"XLA_FLAGS": os.environ["RSEMBED_TEST_XLA_FLAGS"]}  # see tests/conftest.py
-        root = str(PROGRAM.parents[2])
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-        self.run = subprocess.Popen(
-            [*command, str(PROGRAM), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
+        self.run = launching.start(PROGRAM, *arguments)
         self.lines, self.pids = [], {}
         for line in self.run.stdout:
             self.lines.append(line)
@@ -44,15 +35,11 @@ class Launched:
                 break
 
     def finish(self, timeout):
-        try:
-            rest, _ = self.run.communicate(timeout=timeout)
-        finally:
-            self.run.kill()
-        return "".join(self.lines) + rest
+        return "".join(self.lines) + launching.printed(self.run, timeout)
 
 
 def test_sums_over_processes_and_a_terminated_process_makes_all_save_and_leave_at_one_step(tmp_path):
-    launched = Launched("preempt", str(tmp_path / "a"))
+    launched = Launched("preempt", tmp_path / "a")
     own = np.arange(2 * 6 * 3, dtype=np.float64).reshape(-1, 3)
     batch = np.concatenate([own, own + 1000])
     expected = batch.sum(0).tolist()
@@ -134,12 +121,11 @@ def test_launch_hands_arguments_and_devices_to_every_process(tmp_path, capfd):
 
 
 def test_the_program_of_the_page_goes_on_after_a_preemption_as_if_there_had_been_none(tmp_path):
-    page = (PROGRAM.parents[2] / "docs" / "distributed.md").read_text()
+    page = (launching.ROOT / "docs" / "distributed.md").read_text()
     (tmp_path / "page.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
     (tmp_path / "preempted.py").write_text(PREEMPTED)
     (tmp_path / "both.py").write_text(RESUMED_AND_TWIN)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(PROGRAM.parents[2]), *filter(None, sys.path)])}
-    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 240}
+    options = {"cwd": tmp_path, "env": launching.environment(), "capture_output": True, "text": True, "timeout": 240}
     launched = subprocess.run([sys.executable, "-m", "rsembed", "launch", "preempted.py"], **options)
     assert launched.returncode == os.EX_TEMPFAIL, launched.stdout + launched.stderr
     assert "asks to be started again" in launched.stderr

@@ -40,12 +40,6 @@ def test_used_places_are_those_that_the_partitioner_filled(num_cores):
     np.testing.assert_array_equal(np.bincount(places[is_used]), np.bincount(np.array(distinct) % num_cores))
 
 
-@pytest.mark.parametrize(("num_shards", "num_places"), [(3, 47), (9, 48), (2, 16)])
-def test_numbers_that_are_no_buffer_are_refused(num_shards, num_places):
-    with pytest.raises(ValueError, match="buffer_places: "):
-        plot.buffer_places(POINTERS, num_shards=num_shards, num_places=num_places)
-
-
 def test_every_core_is_a_strip_whose_colours_tell_partitions_from_empty_places():
     ax = plot.plot_buffer(PLACES)
     assert len(ax.collections) == 2
@@ -64,11 +58,6 @@ def test_labels_stand_on_used_places_only():
     ax = plot.plot_buffer(PLACES, labels=labels)
     assert [text.get_text() for text in ax.texts] == labels[PLACES >= 0].tolist()
     assert [text.get_position() for text in ax.texts][3] == (8.5, 0)
-
-
-def test_labels_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match=r"labels have shape \(3,\)"):
-        plot.plot_buffer(PLACES, labels=np.array(["a", "b", "c"]))
 
 
 def test_more_shards_than_colours_and_an_empty_buffer_are_drawn():

@@ -35,12 +35,6 @@ def test_partitions_and_drops_are_those_of_preprocessing():
         assert costs.buffer_bytes == 4 * places
 
 
-@pytest.mark.parametrize("batches", [np.zeros((1, 5, 2), int), np.full((1, 4, 2), -1)])
-def test_streams_without_partitions_are_refused(batches):
-    with pytest.raises(ValueError, match="partition_entries"):
-        plot.partition_entries(batches, num_shards=4)
-
-
 def test_the_dot_stands_on_its_curve():
     ax = plot.plot_limit_choice(ENTRIES, 9)
     costs = plot.limit_costs(ENTRIES, 9)

@@ -1,4 +1,3 @@
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
@@ -17,8 +16,6 @@ def plan(dtype="float32"):
 
 def test_skew_is_the_largest_load_over_the_mean():
     assert [plot.load_skew(load) for load in LOADS.values()] == [2.0, pytest.approx(4 / 3)]
-    with pytest.raises(ValueError, match="load_skew: load"):
-        plot.load_skew(np.zeros(4, np.int64))
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
@@ -45,13 +42,6 @@ def test_loads_stand_side_by_side_around_their_shard():
 def test_the_legend_of_the_loads_tells_the_skew():
     labels = [text.get_text() for text in plot.plot_shard_load(LOADS).get_legend().get_texts()]
     assert "together: busiest 2.00 × mean" in labels and "apart: busiest 1.33 × mean" in labels
-
-
-@pytest.mark.parametrize("loads", [{}, {"two": np.ones(2, int), "three": np.ones(3, int)}])
-def test_loads_of_different_shards_are_refused(loads):
-    with pytest.raises(ValueError, match="one number of shards"):
-        plot.plot_shard_load(loads)
-    assert not plt.get_fignums()
 
 
 def test_padding_follows_the_bytes_in_use_in_megabytes():

@@ -1,14 +1,12 @@
 """Two processes with two devices each learn what one process learns."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rsembed import checkpoint
+from tests import launching
 from tests.sok import training
 
 
@@ -16,15 +14,10 @@ from tests.sok import training
 def launched(tmp_path_factory):
     """What the program prints in two processes with two devices each, and the checkpoint that they write."""
     program, folder = Path(__file__).with_name("seams_program.py"), tmp_path_factory.mktemp("launched") / "learned"
-    environment = os.environ | {"XLA_FLAGS": os.environ["RSEMBED_TEST_XLA_FLAGS"]}  # see tests/conftest.py
-    root = str(Path(training.__file__).parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "rsembed", "launch", "--processes=2", "--devices-per-process=2"]
-    run = subprocess.run(
-        [*command, str(program), str(folder)], capture_output=True, text=True, timeout=240, env=environment, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout, folder
+    run = launching.start(program, folder)
+    output = launching.printed(run)
+    assert run.returncode == 0, output
+    return output, folder
 
 
 def test_processes_agree_on_shapes_or_refuse_together(launched):

@@ -2,19 +2,17 @@
 
 import functools
 import json
-import socket
-import subprocess
-import sys
+import re
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests import launching
 from tests.sparsecore import minibatch_program
 from tests.sparsecore import tutorial_program as tutorial
 
-ROOT = Path(__file__).resolve().parents[2]
 LOSS_TOLERANCE = 1e-4
 """Sums over devices are added in another order; after eight steps that shows in the seventh digit."""
 
@@ -40,23 +38,13 @@ def test_losses_do_not_depend_on_the_number_of_devices():
 
 
 def test_processes_agree_and_compute_what_one_process_does(tmp_path):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    command = [sys.executable, "-m", "tests.sparsecore.tutorial_program", address, "2"]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    printed = launching.printed(launching.start(Path(tutorial.__file__), tmp_path))
+    outputs = re.findall(r"^\[\d\] (\[\[.*)", printed, re.MULTILINE)
+    assert len(outputs) == 2, printed
     wanted, _ = minibatch_program.run_step(4, minibatch_program.TIGHT, enable_minibatching=True)
     assert wanted[0][0] > 1
     for output in outputs:
-        found, *stepped = json.loads(output.splitlines()[-1])
+        found, *stepped = json.loads(output)
         np.testing.assert_allclose(found, losses(4), atol=LOSS_TOLERANCE, rtol=0)
         for got, array in zip(stepped, wanted, strict=True):
             np.testing.assert_array_equal(np.asarray(got, array.dtype), array)

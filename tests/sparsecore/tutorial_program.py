@@ -1,7 +1,7 @@
 """A next-word model over one table, trained with the calls of the published Shakespeare tutorial.
 
-Run as a script it takes part in a run of several processes with two devices each: `tutorial_program.py ADDRESS
-NUM_PROCESSES PROCESS FOLDER` prints, as one line of JSON, the losses of every step, and one step in minibatches.
+Run as a script it takes part in a run of several processes: `tutorial_program.py FOLDER` prints, as one line of JSON,
+the losses of every step, and one step in minibatches.
 """
 
 import functools
@@ -16,6 +16,7 @@ from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from rsembed import parallel
 from rsembed.fdo import file_fdo_client
 from rsembed.sparsecore import embedding, embedding_spec
 from rsembed.sparsecore.linen import embed, embed_optimizer
@@ -143,10 +144,8 @@ def final_loss(batch, *, num_devices, num_steps, frozen_step):
     return losses[-1]
 
 
-def main(address, num_processes, process, folder):
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(address, int(num_processes), int(process))
+def main(folder):
+    parallel.init()
     devices = jax.device_count()
     losses = train(make_batch(synthetic_text()), num_devices=devices, num_steps=NUM_STEPS, fdo_folder=folder)
     options = {"enable_minibatching": True, "batch_number": 7}

@@ -79,29 +79,6 @@ def test_full_weight_is_the_worked_table(name):
         )
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_ids_outside_the_table_have_rows_of_zeros(form):
-    need(form)
-    given, expect = CASES["padding_rows"]["input"], CASES["padding_rows"]["expect"]
-    spec, cores = spec_of(given), worked_cores(given, spec_of(given))
-    found = rows(spec, cores, jnp.asarray(given["indices"]), implementation=form)
-    np.testing.assert_array_equal(found, np.where(np.asarray(expect["valid"])[:, None], expect["rows"], 0))
-    assert full_weight(spec, cores).shape == (10, 4)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_worked_bags_and_their_gradients(form):
-    need(form)
-    given, expect = CASES["grad_dense_3core"]["input"], CASES["grad_dense_3core"]["expect"]
-    spec = spec_of(given)
-    bags = Bags(jnp.asarray(given["indices"]), jnp.asarray(given["offsets"]))
-    d_output = np.asarray(given["d_output"], np.float32)
-    output, d_cores, _ = jitted(spec, "sum", form)(tuple(worked_cores(given, spec)), bags, d_output)
-    np.testing.assert_array_equal(output, CASES["bag_sum_empty_dup"]["expect"]["output"])
-    for found, wanted in zip(d_cores, expect["d_cores"], strict=True):
-        np.testing.assert_array_equal(found, np.asarray(wanted).reshape(found.shape))
-
-
 @pytest.mark.parametrize(
     ("form", "name", "mode"),
     [

@@ -31,14 +31,6 @@ def zipf_ids(num_rows, exponent, num_ids, seed):
     return np.random.default_rng(99).permutation(num_rows)[ranks]
 
 
-def hit_rate(stored, ids):
-    return np.isin(ids, stored).mean()
-
-
-def exact_hit_rate(seen, num_rows, num_kept, ids):
-    return hit_rate(np.argsort(-np.bincount(seen, minlength=num_rows), kind="stable")[:num_kept], ids)
-
-
 def six_bags(ids):
     """The given ones, and empty ones behind them."""
     return Bags.from_lists([*ids, *[[]] * (6 - len(ids))]).pad_to(32)
@@ -166,14 +158,6 @@ def test_new_cores_are_not_hidden_by_old_rows_nor_stepped_with_old_state(give):
     np.testing.assert_array_equal(all_rows(emb), all_rows(fresh))
 
 
-def test_cores_of_the_fused_update_change_by_set_cores_alone():
-    emb = make()
-    with pytest.raises(ValueError, match=r"cached rows beside them.*use module\.set_cores"):
-        emb.tt_cores[0].set_value(OTHER[0])
-    with pytest.raises(ValueError, match="core 1 for table 0 has a number that is not finite"):
-        emb.set_cores([OTHER[0], np.full_like(OTHER[1], np.nan)])
-
-
 @pytest.mark.parametrize(
     ("way", "sparse", "dtype"),
     [
@@ -264,8 +248,6 @@ def test_flat_ids_are_counted_without_offsets_as_published():
         emb.update_cache(ids)
     emb.cache_populate()
     np.testing.assert_array_equal(emb.reset_cache()[0][0], [7, 9])
-    with pytest.raises(ValueError, match="need offsets"):  # nobody says whose rows these are
-        TableBatchedTTEmbeddingBag(2, 60, 4, [2], use_cache=True).update_cache([7, 9])
 
 
 @pytest.mark.parametrize(
@@ -280,7 +262,8 @@ def test_the_cache_hits_as_often_as_with_exact_counts(exponent, batch, hashtbl_s
     emb.cache_populate()
     stored, _ = emb.caches[0].learned()
     assert stored.size <= 1000
-    assert hit_rate(stored, future) > exact_hit_rate(seen, 100_000, 1000, future) - 0.01
+    most_read = np.argsort(-np.bincount(seen, minlength=100_000), kind="stable")[:1000]
+    assert np.isin(future, stored).mean() > np.isin(future, most_read).mean() - 0.01
 
 
 def test_a_batch_with_more_distinct_ids_than_places_keeps_the_most_read_not_the_lowest():
@@ -374,12 +357,6 @@ def test_lookups_count_and_populate_also_inside_jit_but_not_after_eval():
     assert emb.cache_reports()[0] == (2, 0, 0, 4, 0, 0, 0)
     with pytest.warns(UserWarning, match="nothing was counted, so nothing is cached"):
         make().cache_populate()
-
-
-@pytest.mark.parametrize("ask", [lambda emb: emb.reset_cache(), lambda emb: emb.cache_reports()])
-def test_what_the_host_does_is_refused_by_name_inside_jit(ask):
-    with pytest.raises(RuntimeError, match=r"outside of jit"):
-        nnx.jit(ask)(make())
 
 
 def test_memory_of_the_default_cache_is_a_hundredth_of_dense():

@@ -51,19 +51,10 @@ def test_the_published_calls():
     np.testing.assert_array_equal(output, embedding_sum(jnp.asarray(PAGE_IDS), jnp.asarray([0, 4, 8]), warmup=False))
 
 
-def test_shapes_by_position():
+def test_arguments_by_position():
     one = TTEmbeddingBag(10, 3, [2, 4], [2, 5, 1], [1, 3, 1])
     assert (one.spec.tt_ranks, one.spec.tt_p_shapes, one.spec.tt_q_shapes) == ((2, 4), (2, 5, 1), (1, 3, 1))
     assert TTEmbeddingBag(10, 3, [2, 5, 1], [1, 3, 1], tt_ranks=[2, 4]).spec == one.spec
-    with pytest.raises(TypeError, match="tt_p_shapes is given by position and by keyword"):
-        TTEmbeddingBag(10, 3, [2], [5, 2], tt_p_shapes=[5, 2])
-    with pytest.raises(TypeError, match="optimizer is given by position and by keyword"):
-        TTEmbeddingBag(10, 3, [2], None, None, OptimType.SGD, optimizer="sgd")
-    with pytest.raises(TypeError, match="too many arguments by position: 13 for tt_ranks, tt_p_shapes"):
-        TTEmbeddingBag(10, 3, [2], *[None] * 12)
-
-
-def test_all_published_arguments_by_position():
     emb = TTEmbeddingBag(
         10, 3, [2], [5, 2], [1, 3], OptimType.EXACT_ADAGRAD, 0.3, 1e-6, True, False, 0, 0, "uniform", True
     )
@@ -115,20 +106,10 @@ def test_sparse_false_returns_gradients_and_changes_nothing():
     assert all((a == b).all() for a, b in zip(before, values(emb), strict=True))
 
 
-def test_fused_sgd_is_the_worked_step_and_happens_once():
-    emb, given, expect = worked("fused_sgd", sparse=True, learning_rate=7.0)
-    emb.set_learning_rate(given["lr"])
-    output, backward = emb.vjp(jnp.asarray(given["indices"]), jnp.asarray(given["offsets"]))
-    assert backward(jnp.asarray(given["d_output"], jnp.float32)) is None
-    for found, wanted in zip(values(emb), expect["cores"], strict=True):
-        np.testing.assert_allclose(found, np.asarray(wanted).reshape(found.shape), rtol=1e-6, atol=1e-6)
-    with pytest.raises(RuntimeError, match="already stepped"):
-        backward(jnp.zeros_like(output))
-
-
 @pytest.mark.parametrize(
     ("name", "formula", "states", "eps"),
     [
+        ("SGD", row_formulas.sgd, [], 1e-3),
         ("EXACT_ADAGRAD", row_formulas.adagrad, ["momentum1"], 1e-3),
         ("EXACT_ROWWISE_ADAGRAD", row_formulas.rowwise_adagrad, ["momentum1"], 1e-3),
         ("ADAM", row_formulas.adam, ["momentum1", "momentum2"], 1e-8),  # of its own, whatever is given
@@ -262,9 +243,3 @@ def test_the_state_of_another_kind_of_module_is_refused_and_changes_nothing(opti
         other.load_state_dict({"core_groups/0/0/0": before["core_groups/0/0/0"]})
     for name, value in other.state_dict().items():
         np.testing.assert_array_equal(value, before[name], err_msg=name)
-
-
-def test_the_state_of_other_tables_in_cores_of_the_same_shape_is_refused():
-    emb, fewer = (TTEmbeddingBag(rows, 4, [3], [30, 30], [2, 2], use_cache=False) for rows in (900, 899))
-    with pytest.raises(ValueError, match=r"tables/0/num_embeddings is 900, expected 899"):
-        fewer.load_state_dict(emb.state_dict())
