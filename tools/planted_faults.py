@@ -56,7 +56,7 @@ row_gradients.py  test_row_gradients.py
 storage/hashed.py  storage/test_contract.py -k hashed
     totals > self.admission_count) => totals >= self.admission_count)
     jnp.where(strangers.is_key, new_rows, rows) => rows
-    "lfu" if self.eviction == "lfu" else "lru" => "lru"
+    evict = self.eviction if self.makes_room else None => evict = "lru" if self.makes_room else None
 storage/hashed_rows.py  storage/test_corners.py -k stochastic
     mix(*lanes).astype(jnp.int32) => rows
 storage/row_map.py  storage/test_contract.py -k evicting
@@ -68,7 +68,7 @@ storage/hashed.py  storage/test_admission.py
 storage/host_cached.py  storage/test_corners.py -k leave_the_device
     row_map.add_counts(row_map.count_of(known, rows), uses) => uses
 storage/logical_rows.py  storage/test_evict.py
-    np.lexsort((keys[used], scores[used])) => np.lexsort((keys[used], -scores[used]))
+    np.lexsort((keys[used], worth[used])) => np.lexsort((keys[used], -worth[used]))
 collection/rows.py  storage/test_contract.py
     rows=jnp.where(keys.is_key, position, NO_ROW) => rows=position
     entry_gains(s, NO_ROW)[1] if => None if
