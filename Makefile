@@ -11,12 +11,12 @@
 #   make faults        plant faults in the library, one by one, each of which tests must find (WORDS="storage/ tt/")
 #   make soak          train for half an hour: memory stays flat, losses are those of a run that nobody stops
 #   make clean         delete all that was made here
-# Settings: PYTHON=python3.12   VENV=.venv   WORKERS=2 (test processes)   NAME=summary (benchmark)
+# Settings: PYTHON=python3.12   VENV=.venv   WORKERS=3 (test processes)   NAME=summary (benchmark)
 #   EXECUTE=1 (docs: with what the notebooks print; five minutes, then kept)
 
 PYTHON ?= $(or $(shell command -v python3.11 2>/dev/null),$(shell command -v python3 2>/dev/null),python3)
 VENV ?= .venv
-WORKERS ?= 2
+WORKERS ?= 3
 NAME ?= summary
 BIN := $(VENV)/bin
 
@@ -31,7 +31,8 @@ tutorial: $(VENV)/.installed-notebooks
 	$(BIN)/python -m rsembed run 01_shakespeare
 
 # One pytest run, last, so that its closing line counts unit tests, doctests and notebooks together. Notebooks go first:
-# the longest of them at the end would keep one process waiting. A process that crashes ends the run: with the tests of
+# the longest of them at the end would keep one process waiting. On two cores three processes take four fifths of the time
+# of two, as tests of several processes wait for these. A process that crashes ends the run: with the tests of
 # a file in one process, another would wait for it for ever.
 test: lint
 	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0 --no-loadscope-reorder --nbmake notebooks tests rsembed
