@@ -110,8 +110,9 @@ def checked_keys(keys: PyTree, dtype: str, *, feature: str) -> Keys:
 
 
 def as_keys(ids: PyTree) -> Keys:
-    """Keys from ids inside a compiled program, which are `Keys` or an array."""
-    return ids if isinstance(ids, Keys) else split_keys(jnp.asarray(ids))
+    """Keys from ids that are `Keys` or an array; numpy's keep their 64 bits."""
+    keys: Keys = ids if isinstance(ids, Keys) else jax.tree.map(jnp.asarray, split_keys(ids))
+    return keys
 
 
 def is_beyond(keys: Keys, dtype: str) -> PyTree:

@@ -137,7 +137,7 @@ class Storage(Protocol):
         """Raises: ValueError or NotImplementedError: the table cannot be kept like this."""
 
     def num_values(self, table: TableSpec) -> tuple[int, int]:
-        """How many numbers are kept for the table, and how many for its optimizer state."""
+        """Counts of the numbers kept for the table, and of those for its optimizer state."""
 
 
 UNCHOSEN_OPTIMIZER = SGD()

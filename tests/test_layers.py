@@ -19,7 +19,7 @@ BUDGETS = {
     "places": 82,
     "specs": 373,
     "stacking": 496,
-    "keys": 191,
+    "keys": 192,
     "bags": 452,
     "kernels": 3028,
     "interaction": 35,

@@ -43,7 +43,7 @@ def rows_of_ids(
 def count_ids(
     ids: Sequence[Int[Array, " _"]], offsets: Sequence[Int[Array, " _"]], sizes: Sequence[int]
 ) -> tuple[tuple[Int[Array, ""], Int[Array, ""]], ...]:
-    """How many ids of each feature are inside and outside its table; padding counts as neither.
+    """Numbers of ids of each feature inside and outside its table; padding counts as neither.
 
     Entries behind the last offset are neither.
     """

@@ -245,7 +245,7 @@ def rows_of_ids(
 def count_ids(
     ids: Sequence[Int[Array, " _"]], offsets: Sequence[Int[Array, " _"]], sizes: Sequence[int]
 ) -> tuple[tuple[Int[Array, ""], Int[Array, ""]], ...]:
-    """How many ids of each feature are inside and outside its table; padding counts as neither."""
+    """Numbers of ids of each feature inside and outside its table; padding counts as neither."""
     _check_ids([*ids, *offsets])
     operands = itertools.chain.from_iterable(zip(ids, offsets, strict=True))
     counts = call_handler("rsembed_count_ids", _integers(*[()] * (2 * len(ids))), *operands, sizes=list(sizes))

@@ -36,7 +36,7 @@ class OptimizerSpec(abc.ABC):
     learning_rate: LearningRate = within("[0, inf)", default=0.001)
 
     rule_name: ClassVar[str] = ""
-    """What `short_name` gives."""
+    """Short name of the rule, by which files tell rules apart."""
     rule_fields: ClassVar[tuple[str, ...]] = ()
     """Names of the fields that the rule receives after the learning rate."""
     slot_fields: ClassVar[tuple[str, ...]] = ()

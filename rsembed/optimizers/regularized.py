@@ -289,7 +289,7 @@ class RowWiseRMSProp(CompactOptimizerSpec):
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class _CountingAdagrad(CompactOptimizerSpec):
-    """What row-wise Adagrad and its weight decay have in common where rows are counted."""
+    """Base of row-wise Adagrad with counter-based regularization or CowClip, which count the uses of rows."""
 
     epsilon: float = within("(0, inf)", default=1e-8)
     weight_decay: float = within("[0, inf)", default=0.0)

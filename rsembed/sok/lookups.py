@@ -276,7 +276,7 @@ def look_up_variables(
 
 
 def _missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices"]:
-    """How many places each device lacks for its new keys; negative where some are left."""
+    """Number of free places that each device lacks for its new keys; negative where some are left."""
     missing: np.ndarray = on_host(wanted) - on_host(keys.num_free).astype(np.int64)
     return missing
 

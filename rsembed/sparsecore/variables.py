@@ -215,7 +215,7 @@ def initialize(
 def variables_of(
     embedding_variables: Mapping[str, PyTree], layout: StackLayout, *, rule: OptimizerSpec | None = None
 ) -> EmbeddingVariables:
-    """Those of one stack, checked; a plain tuple of a table and its slots is taken, too."""
+    """Checked variables of one stack, from `EmbeddingVariables` or a plain tuple of a table and its slots."""
     check_type(embedding_variables, Mapping[str, tuple[Any, ...]], "embedding_variables")
     if layout.name not in embedding_variables:
         raise ValueError(

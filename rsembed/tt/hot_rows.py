@@ -59,7 +59,7 @@ class Directory(NamedTuple):
 
 
 class CachedTrain(NamedTuple):
-    """What is kept of trains with stored rows in front of them.
+    """Parameters of a train storage with stored rows: cores, these rows, and whose they are.
 
     Attributes:
       cores: one array per core.
