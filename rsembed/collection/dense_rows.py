@@ -254,11 +254,13 @@ def initial_shards(
     parts = [(rows.shape, jnp.dtype(tables[0].spec.dtype))]
     parts += [(slot.shape, slot.dtype) for slot in jax.eval_shape(rule.init_slots, rows)]
     fill = None if is_full else 0.0
-    arrays = tuple(api.dispatch("allocate", implementation, *part, fill) for part in parts)
+    arrays = tuple(api.dispatch("allocate", *part, fill, implementation=implementation) for part in parts)
 
     def write(arrays: tuple[Array, ...], rows: Array, values: Array) -> tuple[Array, ...]:
         with_slots = values, *rule.init_slots(values)
-        return cast(tuple[Array, ...], api.dispatch("scatter_rows", implementation, arrays, rows, with_slots))
+        return cast(
+            tuple[Array, ...], api.dispatch("scatter_rows", arrays, rows, with_slots, implementation=implementation)
+        )
 
     # Tables of one form, and of sizes that one size of blocks suits, are filled by one compiled loop.
     groups: dict[tuple[Hashable, int], list[PlacedTable]] = {}
@@ -377,7 +379,7 @@ class DenseRows(Storage):
     def vectors(self, params: Array, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
         """Rows as they are stored."""
         del table
-        (vectors,) = api.dispatch("gather_rows", self.implementation, (params,), rows)
+        (vectors,) = api.dispatch("gather_rows", (params,), rows, implementation=self.implementation)
         return cast(Array, vectors)
 
     def find(

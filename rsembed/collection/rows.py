@@ -167,7 +167,7 @@ class Rows:
     def squared_norm(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Float[Array, ""]:
         """Sum of the squares of the values of `row_gradients`, where ids are rows that are all here."""
         gradients, num_rows = SegmentGradients(batch.segments, d_outputs), self.storage.num_ids(self.table)
-        norm: Array = api.dispatch("squared_norm", self.implementation, num_rows, gradients)
+        norm: Array = api.dispatch("squared_norm", num_rows, gradients, implementation=self.implementation)
         return norm
 
     def weight_gradients(self, params: PyTree, batch: Occurrences, d_outputs: Sequence[Array]) -> Asking[list[Array]]:
@@ -257,7 +257,9 @@ class Rows:
 
     def _summed(self, gradients: SegmentGradients, num_rows: int) -> tuple[Array, Array]:
         """Distinct ids, ascending, and their gradients."""
-        summed: tuple[Array, Array] = api.dispatch("row_gradients", self.implementation, num_rows, gradients)
+        summed: tuple[Array, Array] = api.dispatch(
+            "row_gradients", num_rows, gradients, implementation=self.implementation
+        )
         return summed
 
     def _of_all(self, d_outputs: Sequence[Array]) -> list[Array]:

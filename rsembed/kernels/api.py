@@ -53,65 +53,54 @@ OPT_IN = (sparsecore.NAME, gpu.NAME)
 def implementation_states() -> list[tuple[str, str]]:
     """Every implementation by name, with "live" or the reason why it is not."""
     opt_in = "opt-in, because no chip has run these kernels yet: pass implementation={0!r} or set RSEMBED_KERNELS={0}"
-    asked = _asked(None)
+    asked = _choices(IMPLEMENTATIONS, None, os.environ.get("RSEMBED_KERNELS", ""))
     return [
         (m.NAME, m.unavailable_because() or ("live" if m in asked else opt_in.format(m.NAME))) for m in IMPLEMENTATIONS
     ]
 
 
-def _asked(implementation: str | None) -> list[PyTree]:
+@functools.cache  # asked in every eager call
+def _choices(implementations: tuple[PyTree, ...], implementation: str | None, opted_in: str) -> list[PyTree]:
     """Implementations to try for a call: the named one, or all that need no opt-in or are in `RSEMBED_KERNELS`."""
-    wanted = [name.strip() for name in os.environ.get("RSEMBED_KERNELS", "").split(",") if name.strip()]
-    if unknown := set(wanted) - set(OPT_IN):
+    wanted = {name.strip() for name in opted_in.split(",") if name.strip()}
+    if unknown := wanted - set(OPT_IN):
         raise ValueError(f"RSEMBED_KERNELS names {', '.join(sorted(unknown))}; it knows {', '.join(OPT_IN)}.")
-    passed_over = set(OPT_IN) - set(wanted)
-    return [
-        m for m in IMPLEMENTATIONS if implementation == m.NAME or (not implementation and m.NAME not in passed_over)
-    ]
+    known = {module.NAME: module for module in implementations}
+    if implementation not in (None, *known):
+        raise ValueError(f"unknown implementation {implementation!r}; choose one of {', '.join(known)}, or None.")
+    passed_over = set(OPT_IN) - wanted
+    return [known[implementation]] if implementation else [m for m in implementations if m.NAME not in passed_over]
 
 
 def check_implementation(implementation: str | None) -> None:
     """Raises: ValueError: the name is unknown. NotImplementedError: that implementation cannot run here."""
-    if implementation is None:
-        return
-    known = {module.NAME: module for module in IMPLEMENTATIONS}
-    if implementation not in known:
-        raise ValueError(f"unknown implementation {implementation!r}; choose one of {', '.join(known)}, or None.")
-    reason = known[implementation].unavailable_because()
-    if reason is not None:
-        raise NotImplementedError(f"implementation {implementation!r} cannot run here: {reason}")
+    if implementation is not None:
+        (named,) = _choices(IMPLEMENTATIONS, implementation, "")
+        if (reason := named.unavailable_because()) is not None:
+            raise NotImplementedError(f"implementation {implementation!r} cannot run here: {reason}")
 
 
-def dispatch(function: str, implementation: str | None, *args: PyTree, **kwargs: Any) -> PyTree:
+def dispatch(function: str, *args: PyTree, implementation: str | None = None, **kwargs: Any) -> PyTree:
     """Result of a call by the first implementation that can serve it, or by the one that is named.
 
     Raises: as `check_implementation`; NotImplementedError: none can, and why.
     """
-    check_implementation(implementation)
     reasons = []
-    for module in _asked(implementation):
+    for module in _choices(IMPLEMENTATIONS, implementation, os.environ.get("RSEMBED_KERNELS", "")):
         if (reason := module.unavailable_because()) is None:
             try:
                 return getattr(module, function, MEANINGS[function])(*args, **kwargs)
             except NotImplementedError as error:
                 reason = str(error)
         reasons.append(f"{module.NAME}: {reason}")
+    check_implementation(implementation)
     raise NotImplementedError(f"no implementation can serve {function}: " + "; ".join(reasons))
 
 
 def served(meaning: Callable[Params, Result]) -> Callable[Params, Result]:
-    """A function of `MEANINGS` as the first implementation computes it that can serve a call.
-
-    With the keyword `implementation`, as the one of that name does; see `implementation_states`.
-    """
-
-    @functools.wraps(meaning)
-    def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
-        implementation = cast(str | None, kwargs.pop("implementation", None))
-        result: Result = dispatch(meaning.__name__, implementation, *args, **kwargs)
-        return result
-
-    return call
+    """`dispatch` of a function of `MEANINGS`, which takes the keyword `implementation` beside its own arguments."""
+    call = functools.wraps(meaning)(partial(dispatch, meaning.__name__))
+    return cast(Callable[Params, Result], call)
 
 
 def _differentiable(function: str, pull: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -119,7 +108,7 @@ def _differentiable(function: str, pull: Callable[..., PyTree]) -> Callable[...,
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
     def call(implementation: str | None, *arguments: PyTree) -> PyTree:
-        return dispatch(function, implementation, *arguments)
+        return dispatch(function, *arguments, implementation=implementation)
 
     call.defvjp(lambda implementation, *arguments: (call(implementation, *arguments), arguments), pull)
     return call
@@ -164,7 +153,7 @@ def lookup(
 def _pull_lookup(implementation: str | None, arguments: PyTree, d_outputs: tuple[Array, ...]) -> PyTree:
     table, segments = arguments
     gradients = SegmentGradients(segments, d_outputs)
-    rows, values = dispatch("row_gradients", implementation, table.shape[0], gradients)
+    rows, values = dispatch("row_gradients", table.shape[0], gradients, implementation=implementation)
     d_table = jnp.zeros_like(table).at[rows].add(values.astype(table.dtype), mode="drop")
     return d_table, tuple(
         _segment_cotangent(table, segment, d_output) for segment, d_output in zip(segments, d_outputs, strict=True)
@@ -195,7 +184,9 @@ def apply_rows(
     """One optimizer step of distinct rows, in place when the arrays are donated."""
     if step.rule.moves_all_rows:  # one pass over whole arrays, entry by entry: no kernel could be faster than XLA
         return reference.apply_rows(table, slots, rows, gradients, step)
-    stepped: tuple[Table, Slots] = dispatch("apply_rows", implementation, table, slots, rows, gradients, step)
+    stepped: tuple[Table, Slots] = dispatch(
+        "apply_rows", table, slots, rows, gradients, step, implementation=implementation
+    )
     return stepped
 
 
@@ -204,9 +195,9 @@ def update(
 ) -> tuple[Table, Slots]:
     """Row gradients and one optimizer step per row in one call, in place when the arrays are donated."""
     if step.rule.moves_all_rows:
-        rows, sums = dispatch("row_gradients", implementation, table.shape[0], gradients)
+        rows, sums = dispatch("row_gradients", table.shape[0], gradients, implementation=implementation)
         return reference.apply_rows(table, slots, rows, sums, step)
-    stepped: tuple[Table, Slots] = dispatch("update", implementation, table, slots, gradients, step)
+    stepped: tuple[Table, Slots] = dispatch("update", table, slots, gradients, step, implementation=implementation)
     return stepped
 
 
@@ -224,7 +215,7 @@ def _pull_lookup_jagged(implementation: str | None, arguments: PyTree, d_output:
     tables, batch = arguments
     d_weights = None
     if batch.weights is not None:
-        d_weights = dispatch("weight_gradients", implementation, tables, batch, d_output)
+        d_weights = dispatch("weight_gradients", tables, batch, d_output, implementation=implementation)
     integers = {"ids": _no_gradient(batch.ids), "offsets": _no_gradient(batch.offsets)}
     return None, dataclasses.replace(batch, weights=d_weights, **integers)
 
@@ -239,7 +230,7 @@ def pair_products(implementation: str | None, vectors: Float[Array, "batch n dim
 
 
 def _pull_pair_products(implementation: str | None, arguments: tuple[Array], d_products: Array) -> tuple[Array]:
-    return (dispatch("pull_pairs", implementation, *arguments, d_products),)
+    return (dispatch("pull_pairs", *arguments, d_products, implementation=implementation),)
 
 
 _pair_products = _differentiable("pair_products", _pull_pair_products)

@@ -111,7 +111,7 @@ def num_cores() -> int | None:
 
 def call_handler(
     target: str,
-    results: Sequence[tuple[tuple[int, ...], Any]],
+    results: Sequence[Array | jax.ShapeDtypeStruct],
     *operands: Array,
     aliases: dict[int, int] | None = None,
     **attributes: Any,
@@ -120,37 +120,29 @@ def call_handler(
 
     Args:
       target: name of the handler.
-      results: shape and dtype of every result.
+      results: anything that has the shape and dtype of each result.
       operands: arrays that the handler reads.
       aliases: operands that it changes where they lie, and the results that they become.
       attributes: numbers that are known when the call is traced; integers of Python, and lists of them, become int64.
 
-    Raises: NotImplementedError: the library cannot be used here, or was built from sources without this handler.
+    Raises: NotImplementedError: the library was built from sources without this handler.
     """
-    if (reason := unavailable_because()) is not None:
-        raise NotImplementedError(reason)
     if getattr(shared_library(), target, None) is None:
         raise NotImplementedError(f"the installed {LIBRARY} is older than {target}; reinstall rsembed")
-    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+    shapes = [jax.ShapeDtypeStruct(own.shape, own.dtype) for own in results]
     call = jax.ffi.ffi_call(target, shapes, vmap_method="sequential", input_output_aliases=aliases)
     numbers = {name: np.int64(value) if type(value) in (int, list) else value for name, value in attributes.items()}
-    returned = call(*vary_alike(operands), **numbers)
-    axes = _varying_axes(*operands)
-    return tuple(_cast_to_varying(result, axes) for result in returned)
+    varying = vary_alike(operands)
+    returned = call(*varying, **numbers)
+    # JAX does not infer for the results of a foreign call over which axes they vary.
+    return tuple(vary_alike([*returned, *varying[:1]])[: len(returned)])
 
 
 def vary_alike(arrays: Sequence[PyTree]) -> list[PyTree]:
     """The arrays cast so that all vary over the same mesh axes, as one operation in `shard_map` needs them."""
-    axes = _varying_axes(*arrays)
-    return [_cast_to_varying(array, axes) for array in arrays]
-
-
-def _varying_axes(*arrays: PyTree) -> frozenset[str]:
-    """Mesh axes over which any of the arrays varies inside `shard_map`; none outside."""
-    return frozenset[str]().union(*(jax.typeof(array).mat.varying for array in arrays))
-
-
-def _cast_to_varying(array: PyTree, axes: frozenset[str]) -> PyTree:
-    """The array marked as varying over `axes`, which JAX does not infer for the results of a foreign call."""
-    missing = tuple(sorted(axes - _varying_axes(array)))
-    return jax.lax.pcast(array, missing, to="varying") if missing else array
+    varying = [jax.typeof(array).mat.varying for array in arrays]
+    axes, alike = frozenset[str]().union(*varying), []
+    for array, own in zip(arrays, varying, strict=True):
+        missing = tuple(sorted(axes - own))
+        alike.append(jax.lax.pcast(array, missing, to="varying") if missing else array)
+    return alike

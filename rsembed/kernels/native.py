@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import ShapeDtypeStruct as Result
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt32
 
 from rsembed.kernels import reference
@@ -63,7 +64,7 @@ def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
     if not segments:
         return ()
     arrays, attributes = _segment_operands(segments)
-    results = [((segment.num_outputs, table.shape[1]), jnp.float32) for segment in segments]
+    results = [Result((segment.num_outputs, table.shape[1]), jnp.float32) for segment in segments]
     return call_handler("rsembed_lookup", results, table, *arrays, **attributes)
 
 
@@ -75,7 +76,7 @@ def row_gradients(num_rows: int, gradients: OutputGradients) -> RowsAndGradients
     else:
         num_entries, dim = sum(segment.rows.shape[0] for segment in gradients.segments), gradients.d_outputs[0].shape[1]
     capacity = min(num_entries, num_rows)
-    results = [((capacity,), jnp.int32), ((capacity, dim), jnp.float32)]
+    results = [Result((capacity,), jnp.int32), Result((capacity, dim), jnp.float32)]
     return call_handler(f"rsembed_row_gradients{form}", results, *arrays, **attributes, num_rows=num_rows)
 
 
@@ -83,7 +84,7 @@ def squared_norm(num_rows: int, gradients: SegmentGradients) -> Float[Array, ""]
     """Sum of the squares of all row gradients; see `reference.squared_norm`."""
     arrays, attributes = _segment_operands(*gradients)
     attributes |= {"num_rows": num_rows, "dim": gradients.d_outputs[0].shape[1]}
-    return call_handler("rsembed_squared_norm", [((), jnp.float32)], *arrays, **attributes)[0]
+    return call_handler("rsembed_squared_norm", [Result((), jnp.float32)], *arrays, **attributes)[0]
 
 
 def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -> tuple[Table, Slots]:
@@ -140,7 +141,7 @@ def lookup_jagged(tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch) -> 
     _check_tables(*tables)
     dims = [table.shape[1] for table in tables]
     arrays, attributes = _jagged_operands(batch, dims)
-    results = [((batch.output_places(dims)[0],), jnp.float32)]
+    results = [Result((batch.output_places(dims)[0],), jnp.float32)]
     return call_handler("rsembed_lookup_jagged", results, *arrays, *tables, **attributes)[0]
 
 
@@ -152,44 +153,44 @@ def weight_gradients(
     unweighted = dataclasses.replace(batch, weights=None)
     arrays, attributes = _jagged_operands(unweighted, [table.shape[1] for table in tables], None, d_output)
     del attributes["has_weights"]
-    results = [(batch.ids.shape, jnp.float32)]
+    results = [Result(batch.ids.shape, jnp.float32)]
     return call_handler("rsembed_weight_gradients", results, *arrays, *tables, **attributes)[0]
 
 
 def pair_products(vectors: Float[Array, "batch n dim"]) -> Float[Array, "batch pairs"]:
     """Dot products of all pairs of vectors; see `reference.pair_products`."""
     batch, n, _ = vectors.shape
-    return call_handler("rsembed_pair_products", [((batch, n * (n - 1) // 2), jnp.float32)], vectors)[0]
+    return call_handler("rsembed_pair_products", [Result((batch, n * (n - 1) // 2), jnp.float32)], vectors)[0]
 
 
 def pull_pairs(
     vectors: Float[Array, "batch n dim"], d_products: Float[Array, "batch pairs"]
 ) -> Float[Array, "batch n dim"]:
     """Gradient of the vectors from that of `pair_products`."""
-    return call_handler("rsembed_pull_pairs", [(vectors.shape, jnp.float32)], vectors, d_products)[0]
+    return call_handler("rsembed_pull_pairs", [Result(vectors.shape, jnp.float32)], vectors, d_products)[0]
 
 
 def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], missing: int = 0) -> tuple[Array, ...]:
     """Rows `rows` of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
-    results = [((rows.shape[0], *array.shape[1:]), array.dtype) for array in arrays]
+    results = [Result((rows.shape[0], *array.shape[1:]), array.dtype) for array in arrays]
     return call_handler("rsembed_gather_rows", results, as_rows(rows), *arrays, missing=missing)
 
 
 def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values: Sequence[Array]) -> tuple[Array, ...]:
     """The arrays with distinct `rows` overwritten, in place where XLA may; rows outside are skipped."""
     values = [new.astype(array.dtype) for array, new in zip(arrays, values, strict=True)]
-    results = [(array.shape, array.dtype) for array in arrays]
     aliases = {1 + k: k for k in range(len(arrays))}
     operands = as_rows(rows), *arrays, *values
-    return call_handler("rsembed_scatter_rows", results, *operands, aliases=aliases, missing=0)
+    return call_handler("rsembed_scatter_rows", arrays, *operands, aliases=aliases, missing=0)
 
 
 def pack_blocks(arrays: Sequence[Array], rows: Sequence[Rows]) -> Shaped[Array, "devices places *row"]:
     """One array with the blocks of all arrays side by side; see `blocks.pack_blocks`."""
     picked = [array if own is None else own for array, own in zip(arrays, rows, strict=True)]
-    shape, array = picked[0].shape, arrays[0]
+    array = arrays[0]
     row = array.shape[2:] if rows[0] is None else array.shape[1:]
-    results = [((shape[0], sum(own.shape[1] for own in picked), *row), word_dtype(array.dtype, is_lane=not row))]
+    shape = (picked[0].shape[0], sum(own.shape[1] for own in picked), *row)
+    results = [Result(shape, word_dtype(array.dtype, is_lane=not row))]
     gathers = rows[0] is not None
     operands = [x for pair in zip(picked, arrays, strict=True) for x in pair] if gathers else arrays
     return call_handler("rsembed_pack_blocks", results, *operands, gathers=gathers)[0]
@@ -197,7 +198,7 @@ def pack_blocks(arrays: Sequence[Array], rows: Sequence[Rows]) -> Shaped[Array, 
 
 def unpack_blocks(packed: Shaped[Array, "devices places *row"], shapes: Sequence[PyTree]) -> tuple[Array, ...]:
     """The blocks of each array; see `blocks.unpack_blocks`."""
-    return call_handler("rsembed_unpack_blocks", [(own.shape, own.dtype) for own in shapes], packed)
+    return call_handler("rsembed_unpack_blocks", shapes, packed)
 
 
 def block_ends(
@@ -206,7 +207,7 @@ def block_ends(
     """Whether all entries fit into a round, and the first one that does not; see `blocks.block_ends`."""
     operands, attributes = _queues(queues)
     size, num_levels = (len(queues), queues[0].cursor.shape[0]), max(len(queue.lanes) for queue in queues)
-    results = [(size, jnp.int32), ((num_levels, *size), jnp.uint32)]
+    results = [Result(size, jnp.int32), Result((num_levels, *size), jnp.uint32)]
     return call_handler("rsembed_block_ends", results, *operands, **attributes)
 
 
@@ -216,7 +217,7 @@ def round_places(
     """Entries that every queue sends in a round; see `ids.round_places`."""
     operands, attributes = _queues(queues)
     shapes = [shape for own in queues for shape in ((*own.cursor.shape, own.capacity), own.cursor.shape)]
-    results = [((), jnp.bool_), *_integers(*shapes)]
+    results = [Result((), jnp.bool_), *_integers(*shapes)]
     are_left, *found = call_handler("rsembed_round_places", results, fit, cuts, *operands, **attributes)
     return tuple(found[::2]), tuple(found[1::2]), are_left
 
@@ -256,8 +257,7 @@ def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]],
     """Distinct entries, sorted by owner and then by lanes; see `keyed.distinct`."""
     if wrong := [str(lane.dtype) for lane in lanes if lane.dtype not in (jnp.int32, jnp.uint32)]:
         raise NotImplementedError(f"native lanes are int32 or uint32, not {wrong[0]}")
-    results = _integers(owners.shape, owners.shape, (num_owners + 1,), owners.shape)
-    results += [(lane.shape, lane.dtype) for lane in lanes]
+    results: list[PyTree] = [*_integers(owners.shape, owners.shape, (num_owners + 1,), owners.shape), *lanes]
     entry_of, first_of, offsets, counts, *own = call_handler("rsembed_distinct", results, as_rows(owners), *lanes)
     return tuple(own), entry_of, first_of, offsets, counts
 
@@ -301,8 +301,8 @@ def insert_keys(
 ) -> tuple[Array, ...]:
     """Hash tables and their counts after distinct, absent keys are added, in place where XLA may."""
     tables = lanes, rows, num_keys, num_deleted
-    results, operands = [(array.shape, array.dtype) for array in tables], (*tables, *_operands(keys), new_rows)
-    return call_handler("rsembed_insert_keys", results, *operands, aliases={k: k for k in range(4)})
+    operands = (*tables, *_operands(keys), new_rows)
+    return call_handler("rsembed_insert_keys", tables, *operands, aliases={k: k for k in range(4)})
 
 
 def _operands(keys: Keys) -> tuple[Array, ...]:
@@ -322,9 +322,8 @@ def count_uses(
     occurrences: Int[Array, " nnz"],
 ) -> tuple[Array, ...]:
     """Last steps and counts of uses after `step` used `rows`, in place where XLA may."""
-    results = [(lane.shape, lane.dtype) for lane in (last_step, counts)]
     operands = last_step, counts, rows, step, occurrences
-    return call_handler("rsembed_count_uses", results, *operands, aliases={0: 0, 1: 1})
+    return call_handler("rsembed_count_uses", (last_step, counts), *operands, aliases={0: 0, 1: 1})
 
 
 def entries_by_sample(stacks: Sequence[Partitions]) -> list[SampleEntries]:
@@ -335,7 +334,7 @@ def entries_by_sample(stacks: Sequence[Partitions]) -> list[SampleEntries]:
         _check_ids(arrays)
         operands += [*own[:3], own.gains.astype(jnp.float32), *arrays[3:]]
         num_places = own.embedding_ids.shape
-        results += [(num_places, jnp.int32), ((own.num_samples + 1,), jnp.int32), (num_places, jnp.float32)]
+        results += [*_integers(num_places, (own.num_samples + 1,)), Result(num_places, jnp.float32)]
         numbers += [*own[5:], own.num_minibatches is not None]
     found = call_handler("rsembed_entries_by_sample", results, *operands, stacks=numbers)
     return list(zip(found[::3], found[1::3], found[2::3], strict=True))
@@ -351,8 +350,8 @@ def row_bits(
     config: Any = jax.config  # whose settings its stubs do not know
     if jax.random.key_impl(key) != "threefry2x32" or not config.jax_threefry_partitionable:
         raise NotImplementedError("native random bits are those of threefry2x32 with jax_threefry_partitionable")
-    keys = jax.random.key_data(key).reshape(-1, 2)
-    return call_handler("rsembed_row_bits", [((*lanes[0].shape, dim), jnp.uint32)], keys, _tables(table), *lanes)[0]
+    keys, results = jax.random.key_data(key).reshape(-1, 2), [Result((*lanes[0].shape, dim), jnp.uint32)]
+    return call_handler("rsembed_row_bits", results, keys, _tables(table), *lanes)[0]
 
 
 def allocate(shape: Sequence[int], dtype: jax.typing.DTypeLike, fill: complex | None = None) -> Array:
@@ -368,7 +367,7 @@ def allocate(shape: Sequence[int], dtype: jax.typing.DTypeLike, fill: complex | 
         raise NotImplementedError(f"native allocation fills elements of at most 8 bytes, not {dtype}")
     element = np.zeros((), dtype) if fill is None else np.asarray(fill).astype(dtype)
     pattern = np.frombuffer(element.tobytes().ljust(8, b"\0"), np.int64)[0]
-    return call_handler("rsembed_allocate", [(tuple(shape), dtype)], pattern=pattern, fill=fill is not None)[0]
+    return call_handler("rsembed_allocate", [Result(tuple(shape), dtype)], pattern=pattern, fill=fill is not None)[0]
 
 
 def _check_ids(ids: Sequence[Array]) -> None:
@@ -384,9 +383,9 @@ def _check_tables(*tables: Array) -> None:
             raise NotImplementedError(f"native tables have less than 2**31 rows, not {table.shape[0]}")
 
 
-def _integers(*shapes: tuple[int, ...]) -> list[tuple[tuple[int, ...], Any]]:
+def _integers(*shapes: tuple[int, ...]) -> list[Result]:
     """Results of int32."""
-    return [(shape, jnp.int32) for shape in shapes]
+    return [Result(shape, jnp.int32) for shape in shapes]
 
 
 def _gradient_operands(gradients: OutputGradients) -> tuple[str, list[Array], dict[str, PyTree]]:
@@ -461,8 +460,8 @@ def _step_in_place(
     target: str, code: int, table: Array, slots: Slots, step: Step, arrays: Sequence[Array], **attributes: Any
 ) -> tuple[Array, Slots]:
     """Calls a target that steps table and slots where they lie."""
-    state, results = (table, *slots), [(array.shape, array.dtype) for array in (table, *slots)]
+    state = (table, *slots)
     operands = (table, step.hyper_vector(_MAX_HYPERPARAMETERS), *slots, *arrays)
     aliases = {0: 0, **{1 + k: k for k in range(1, len(state))}}
-    new_table, *new_slots = call_handler(target, results, *operands, aliases=aliases, **attributes, rule=code)
+    new_table, *new_slots = call_handler(target, state, *operands, aliases=aliases, **attributes, rule=code)
     return new_table, tuple(new_slots)

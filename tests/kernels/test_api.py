@@ -1,6 +1,5 @@
 import inspect
 import re
-import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +16,7 @@ def implementation(name, reason=None, refusal=None):
             raise NotImplementedError(refusal)
         return (jnp.full((1, 1), 42.0),)
 
-    return types.SimpleNamespace(NAME=name, unavailable_because=lambda: reason, lookup=lookup)
+    return type(name, (), {"NAME": name, "unavailable_because": lambda: reason, "lookup": lookup})
 
 
 TABLE = jnp.ones((3, 1))

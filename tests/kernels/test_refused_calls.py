@@ -20,7 +20,7 @@ OVERLAPPING = jnp.tile(jnp.asarray([8, 0], jnp.int32), 4)  # of partitions, agai
 
 def of(*shape, dtype=jnp.int32):
     """A result that a call asks for."""
-    return shape, dtype
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def numbers(*values, **named):
