@@ -424,6 +424,18 @@ class RowNumbers(RowsByKey):
         rows = self._rows(params, keys)
         return hashed_rows.read(params, rows), jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
 
+    def pooled(
+        self, params: PyTree, keys: Keys, segments: Segments, table: TableSpec, pool: Pool, ahead: ReadAhead | None
+    ) -> tuple[PyTree, Int[Array, ""]]:
+        """As every storage, from the rows where they lie if no key is beyond them."""
+        rows = self._rows(params, keys)
+        num_beyond = jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
+
+        def with_zeros() -> tuple[PyTree, Array]:
+            return super(RowNumbers, self).pooled(params, keys, segments, table, pool, ahead)
+
+        return jax.lax.cond(num_beyond == 0, lambda: (pool(params.rows, rows), num_beyond), with_zeros)
+
     def find(
         self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step
     ) -> Found:

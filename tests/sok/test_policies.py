@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from rsembed import sok
 from tests.sok.training import context
@@ -66,3 +67,11 @@ def test_rows_start_as_the_names_of_keras_say(name, low, high, deviation):
     values = sok.export_rows(table)["values"]
     assert low <= values.min() <= values.max() <= high
     np.testing.assert_allclose(values.std(), deviation, rtol=0.05)
+
+
+def test_row_numbers_beyond_the_table_count_in_means_as_keys_without_a_row_do():
+    """Only inside `jit`: outside it they are refused."""
+    table = variable(initializer=2.0, use_hashtable=False)
+    keys = sok.split_keys(np.asarray([[0, 1, -1], [0, 1, 12], [12, 13, 14]]))
+    look_up = nnx.jit(lambda table, keys: sok.group_embedding_lookup_vjp([table], [keys], ["mean"])[0][0])
+    np.testing.assert_allclose(look_up(table, keys)[:, 0], [2, 4 / 3, 0], rtol=1e-6)
