@@ -13,6 +13,7 @@ import os
 from typing import Any
 
 import numpy as np
+from jaxtyping import PyTree
 
 from rsembed.fdo.statistics import TableDrops
 from rsembed.kernels import native
@@ -107,7 +108,7 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
         task.place_buffers(block)
     descriptors = (_Stack * len(served))(*(task.descriptor for task in served))
     readers = [feature for stack in batch.readers.values() for feature in stack]
-    num_ids = sum(feature.raw_ids.size for feature in readers)
+    num_ids = sum(feature.bags.ids.size for feature in readers)
     threads = min(num_threads(), 1 + num_ids // _MIN_IDS_PER_THREAD)
     status = _partition_function()(descriptors, len(served), batch.allow_id_dropping, threads)
     for task, descriptor in zip(served, descriptors, strict=True):
@@ -181,16 +182,14 @@ class _StackTask:
         )
 
     def _describe(self, feature: HostFeature) -> _Feature:
-        placement, num_shards = feature.spec.id_transformation, self.layout.num_shards
-        ids, offsets = _plain(feature.raw_ids), None
-        if feature.ids_per_sample is None:
-            offsets = np.zeros(len(feature.lengths) + 1, np.int64)
-            np.cumsum(feature.lengths, out=offsets[1:])
-        arrays = (ids, offsets, None if feature.weights is None else _plain(feature.weights))
+        bags, placement, num_shards = feature.bags, feature.spec.id_transformation, self.layout.num_shards
+        ids, shape, weights = _plain(bags.ids), bags.dense_shape, bags.weights
+        offsets = np.asarray(bags.offsets, np.int64) if shape is None else None  # samples of one size need none
+        arrays = (ids, offsets, None if weights is None else _plain(weights))
         self.inputs += arrays
         return _Feature(
             *(None if array is None else array.ctypes.data for array in arrays),
-            feature.ids_per_sample or 0,
+            0 if shape is None else shape[1],
             (feature.spec.num_samples or 0) // num_shards,
             feature.spec.table_spec.vocabulary_size,
             placement.col_offset // num_shards,
@@ -222,6 +221,6 @@ def _bits(count: int) -> int:
     return max(count - 1, 0).bit_length()
 
 
-def _plain(array: np.ndarray) -> np.ndarray:
+def _plain(array: PyTree) -> np.ndarray:
     """The array in native byte order and contiguous, copied only if it is not."""
     return np.ascontiguousarray(array, array.dtype.newbyteorder("="))

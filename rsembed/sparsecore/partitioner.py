@@ -27,8 +27,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int, Int64, Integer
+from jaxtyping import Bool, Float32, Int, Int64
 
+from rsembed.bags import Bags
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats, TableDrops
 from rsembed.places import Place
 from rsembed.sparsecore.layout import MAX_MINIBATCHES, MAX_SAMPLES_PER_DEVICE, StackLayout
@@ -68,18 +69,12 @@ class HostFeature:
 
     Attributes:
       spec: the feature.
-      raw_ids: row of the logical table, per entry, sample after sample, as they were handed over: not yet compared
-        with the vocabulary.
-      lengths: number of ids of every sample of this process' batch.
-      ids_per_sample: that number if it is the same by construction; None if samples may differ.
-      weights: one per entry, not yet known to be finite; None means ones.
+      bags: arrays of numpy, with a bag for every sample of this process' batch. Ids are rows of the logical table, not
+        yet compared with the vocabulary; weights are not yet known to be finite.
     """
 
     spec: FeatureSpec
-    raw_ids: Integer[np.ndarray, " nnz"]
-    lengths: Int64[np.ndarray, " samples"]
-    ids_per_sample: int | None = None
-    weights: Float32[np.ndarray, " nnz"] | None = None
+    bags: Bags
 
     @functools.cached_property
     def ids(self) -> Int64[np.ndarray, " nnz"]:
@@ -88,18 +83,18 @@ class HostFeature:
         Raises: ValueError: an id is outside its table, or a weight is not finite.
         """
         self.check_values()
-        return self.raw_ids.astype(np.int64)
+        return self.bags.ids.astype(np.int64)
 
     @functools.cached_property
     def samples(self) -> Int64[np.ndarray, " nnz"]:
         """Sample of this process' batch, per entry."""
-        return np.repeat(np.arange(len(self.lengths), dtype=np.int64), self.lengths)
+        return np.repeat(np.arange(self.bags.num_bags, dtype=np.int64), np.diff(self.bags.offsets))
 
     @functools.cached_property
     def gains(self) -> Float32[np.ndarray, " nnz"]:
         """The entry's factor in its sample, before equal entries are added; zeros in a sample whose weights cancel."""
-        combiner, num_samples = self.spec.table_spec.combiner, len(self.lengths)
-        values = np.ones(self.samples.shape, np.float32) if self.weights is None else self.weights
+        combiner, num_samples, weights = self.spec.table_spec.combiner, self.bags.num_bags, self.bags.weights
+        values = np.ones(self.samples.shape, np.float32) if weights is None else np.asarray(weights)
         if combiner == "sum":
             return values
         wide = values.astype(np.float64)
@@ -111,15 +106,16 @@ class HostFeature:
 
     def check_values(self) -> None:
         """Names the first bad value. Raises: ValueError: an id is outside its table, or a weight is not finite."""
-        where, table, ids = f"feature {self.spec.name!r}", self.spec.table_spec, self.raw_ids
-        if self.weights is not None and not np.isfinite(self.weights).all():
-            entry = int(np.flatnonzero(~np.isfinite(self.weights))[0])
-            raise ValueError(f"{where}: weight {self.weights[entry]} in sample {self.samples[entry]} is not finite.")
+        where, table = f"feature {self.spec.name!r}", self.spec.table_spec
+        ids, weights = self.bags.ids, self.bags.weights
+        if weights is not None and not np.isfinite(weights).all():
+            entry = int(np.flatnonzero(~np.isfinite(weights))[0])
+            raise ValueError(f"{where}: weight {weights[entry]} in sample {self.samples[entry]} is not finite.")
         if ids.size and (ids.min() < 0 or ids.max() >= table.vocabulary_size):
             worst = int(np.argmin(ids) if ids.min() < 0 else np.argmax(ids))
             raise ValueError(
                 f"{where}: id {ids[worst]} in sample {self.samples[worst]} is outside table {table.name!r} with "
-                f"vocabulary_size={table.vocabulary_size}; enlarge the table, or hash the ids first."
+                f"vocabulary_size={table.vocabulary_size}; enlarge the table, hash the ids first, or leave out -1."
             )
 
 

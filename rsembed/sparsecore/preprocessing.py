@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Bool, PyTree
 
-from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, check_ids_dtype, check_unmasked
+from rsembed.bags import Bags, as_bags, check_bags, check_ids_dtype, check_unmasked
 from rsembed.checks import check_type
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.fingerprint import Fingerprint, check_same
@@ -131,10 +131,8 @@ def preprocess_sparse_dense_matmul_input(
 
     Args:
       features: ids, in a tree like `feature_specs`. A leaf is a 2-D integer array `[local samples, ids per sample]`, a
-        1-D object array of 1-D arrays, a list of lists, a pair `(values, lengths)` of arrays, or `rsembed.Bags`. A
-        process that is given the global batch takes its own part.
-      features_weights: weights in the same tree and shapes (flat, one per id, where ids are a pair or `Bags`); None
-        means ones, also for a single feature.
+        1-D object array of 1-D arrays, a list of lists, or `rsembed.Bags`, which hold their weights themselves.
+      features_weights: weights in the same tree and shapes; None means ones, also for a single feature.
       feature_specs: placed specs. Their shapes are those of the global batch.
       local_device_count: devices of this process.
       global_device_count: devices of all processes.
@@ -196,7 +194,7 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
     Args:
       indices: tree of `[n, 2]` coordinates (sample, position).
       values: tree of `[n]` ids.
-      dense_shapes: tree of `[2]` shapes; the first number is the batch size, local or global as for dense input.
+      dense_shapes: tree of `[2]` shapes; the first number is the local batch size.
       feature_specs: placed specs.
       local_device_count: devices of this process.
       global_device_count: devices of all processes.
@@ -208,15 +206,14 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
     """
     trees = {"indices": indices, "values": values, "dense_shapes": dense_shapes}
     leaves = [leaves_like(feature_specs, tree, name) for name, tree in trees.items()]
-    pairs = []
+    bags = []
     for spec, index, value, shape in zip(features_of(feature_specs), *leaves, strict=True):
         check_unmasked([index, value, shape], f"feature {spec.name!r}: a sparse tensor's parts")
         try:
-            bags = Bags.from_sparse_tensor(index, value, np.asarray(shape).tolist())
+            bags.append(Bags.from_sparse_tensor(index, value, np.asarray(shape).tolist()))
         except (TypeError, ValueError) as error:
             raise type(error)(f"feature {spec.name!r}: {error}") from error
-        pairs.append((bags.ids, np.diff(bags.offsets)))
-    features = jax.tree.unflatten(jax.tree.structure(feature_specs), pairs)
+    features = jax.tree.unflatten(jax.tree.structure(feature_specs), bags)
     processed, statistics = preprocess_sparse_dense_matmul_input(
         features, None, feature_specs, local_device_count, global_device_count, **options
     )
@@ -329,46 +326,28 @@ def read_features(
     local_device_count: int,
     global_device_count: int,
 ) -> list[HostFeature]:
-    """Dense or ragged ids of every feature, checked; `preprocess_sparse_dense_matmul_input` tells their forms.
-
-    Weights inside `Bags` need not be repeated in `weights`, of which a leaf may be None.
-    """
+    """Dense or ragged ids of every feature, checked; `preprocess_sparse_dense_matmul_input` tells their forms."""
     specs = features_of(feature_specs)
     leaves = leaves_like(feature_specs, features, "features")
     all_weights = [None] * len(specs) if weights is None else leaves_like(feature_specs, weights, "features_weights")
     result = []
     for spec, leaf, weight in zip(specs, leaves, all_weights, strict=True):
-        where = f"feature {spec.name!r}"
         if isinstance(leaf, Bags):
-            check_bags(as_bags(dataclasses.replace(leaf, weights=None), feature=spec.name), feature=spec.name)
+            check_ids_dtype(leaf, feature=spec.name)
+            check_bags(as_bags(leaf, feature=spec.name), feature=spec.name)
         try:
             bags = _as_bags(leaf, weight)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{where}: {error}") from error
+            raise type(error)(f"feature {spec.name!r}: {error}") from error
         check_ids_dtype(bags, feature=spec.name)
-        lengths = np.diff(np.asarray(bags.offsets)).astype(np.int64)
-        ids, values = np.asarray(bags.ids), None if bags.weights is None else np.asarray(bags.weights, np.float32)
-        if isinstance(leaf, Bags) and (ids == PAD_ID).any():
-            # Here too padding is no id, so that it does not count in means.
-            is_id = ids != PAD_ID
-            lengths = np.bincount(np.repeat(np.arange(len(lengths)), lengths)[is_id], minlength=len(lengths))
-            ids, values = ids[is_id], None if values is None else values[is_id]
-        if len(lengths) == spec.num_samples and jax.process_count() * local_device_count == global_device_count:
-            # The parts of the processes follow each other.
-            num_own = len(lengths) // jax.process_count()
-            first = jax.process_index() * num_own
-            before, lengths = int(lengths[:first].sum()), lengths[first : first + num_own]
-            own = slice(before, before + int(lengths.sum()))
-            ids, values = ids[own], None if values is None else values[own]
         expected = (spec.num_samples or 0) * local_device_count // global_device_count
-        if len(lengths) != expected:
+        if bags.num_bags != expected:
             raise ValueError(
-                f"{where}: got {len(lengths)} samples, but this process' share of the declared batch of "
+                f"feature {spec.name!r}: got {bags.num_bags} samples, but this process' share of the declared batch of "
                 f"{spec.num_samples} is {expected} ({local_device_count} of {global_device_count} devices); pass the "
                 "local part of the batch, or declare another input_shape and output_shape."
             )
-        same = bags.dense_shape[1] if bags.dense_shape is not None and not isinstance(leaf, Bags) else None
-        result.append(HostFeature(spec=spec, raw_ids=ids, lengths=lengths, ids_per_sample=same, weights=values))
+        result.append(HostFeature(spec=spec, bags=jax.tree.map(np.asarray, bags)))
     return result
 
 
@@ -376,22 +355,11 @@ def _as_bags(leaf: PyTree, weights: PyTree) -> Bags:
     """Ids and weights of a feature in any of the published forms, without what lies behind the last offset."""
     check_unmasked([leaf, weights], "ids or weights")
     if isinstance(leaf, Bags):
-        if weights is not None and leaf.weights is not None:
-            raise ValueError("weights are given twice, inside the Bags and in features_weights; keep one.")
-        last = int(np.asarray(leaf.offsets)[-1])
-        weights = leaf.weights if weights is None else weights
-        weights = weights[:last] if _is_flat(weights) else weights
-        leaf = np.asarray(leaf.ids)[:last], np.diff(np.asarray(leaf.offsets))
-    if _is_pair(leaf):
-        (ids, lengths), weights = leaf, weights[0] if _is_pair(weights) else weights
-        if weights is not None and not _is_flat(weights):
-            return Bags.from_lists(np.split(ids, np.cumsum(lengths)[:-1]), list(weights))
-        try:
-            return Bags.from_lengths(ids, lengths, weights)
-        except ValueError as error:
-            raise ValueError(
-                f"a pair of arrays is (values, lengths), and rows are a list, no tuple: {error}"
-            ) from error
+        if weights is not None:
+            raise ValueError("weights of Bags belong inside them, as in Bags.from_lists(ids, weights).")
+        last, weights = int(leaf.offsets[-1]), leaf.weights
+        weights = None if weights is None else weights[:last].astype(np.float32)
+        return Bags(leaf.ids[:last], leaf.offsets, weights)
     if isinstance(leaf, (np.ndarray, jax.Array)) and leaf.dtype != object:
         if leaf.ndim != 2:
             raise ValueError(
@@ -405,15 +373,6 @@ def _as_bags(leaf: PyTree, weights: PyTree) -> Bags:
     return Bags.from_lists(
         list(ids) if isinstance(ids, np.ndarray) else ids, weights if weights is None else list(weights)
     )
-
-
-def _is_flat(leaf: object) -> bool:
-    return isinstance(leaf, (np.ndarray, jax.Array)) and leaf.ndim == 1 and leaf.dtype != object
-
-
-def _is_pair(leaf: object) -> bool:
-    """Whether a leaf is `(values, lengths)`; two samples are a list."""
-    return isinstance(leaf, tuple) and len(leaf) == 2 and all(map(_is_flat, leaf))
 
 
 AllReduce = Callable[[int, np.ndarray], np.ndarray]

@@ -228,11 +228,11 @@ run([[2**70, 1]] * 8) => TypeError: feature 'f_word' ... fit 64 bits ... hash
 run([["a", "b"]] * 8) => TypeError: feature 'f_word' ... integers
 run(list(range(8))) => TypeError: feature 'f_word': row 0 must be a flat list
 run(np.zeros((9, 2), int)) => ValueError: feature 'f_word' ... 9 samples ... batch of 8
-run((np.arange(8), np.full(8, 2))) => ValueError: feature 'f_word' ... (values, lengths) ... 8 ids
+run(rs.Bags.from_dense(np.where(IDS == 13, -1, IDS))) => ValueError: id -1 in sample 6 ... hash ... or leave out -1
 run(IDS, np.full((8, 2), "a")) => TypeError: feature 'f_word' ... weights ... numbers ... <U1
 run(rs.Bags(np.arange(6), np.asarray([0, 9]))) => ValueError: feature 'f_word' ... offset is 9 ... 6 ids
 run(rs.Bags.from_lists(IDS.tolist(), np.ones((8, 2)).tolist()), np.ones(16))
-    => ValueError: feature 'f_word': weights are given twice
+    => ValueError: feature 'f_word': weights of Bags belong inside them
 run(IDS, np.full((8, 2), NAN)) => ValueError: feature 'f_word': weight nan in sample 0
 run(IDS, np.ones((8, 1))) => ValueError: feature 'f_word' ... (8, 1) ... (8, 2)
 run(local=2) => ValueError: local_device_count=2 ... global_device_count=1

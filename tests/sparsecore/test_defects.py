@@ -39,7 +39,7 @@ import pytest
 from rsembed import Bags
 from rsembed.sparsecore import embedding, embedding_spec, partitioner, table_stacking
 from tests.sparsecore import minibatch_program as program
-from tests.sparsecore.small_world import feature_specs, place, preprocess
+from tests.sparsecore.small_world import feature_specs, place, preprocess, ragged
 
 
 def spec_for(name="words", batch=8, **fields):
@@ -173,28 +173,18 @@ def rows_of(flat):
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_jagged_forms_equal_lists(is_weighted):
     spec = prepared(spec_for(combiner="mean"))
-    flat = WEIGHTS if is_weighted else None
-    wanted, _ = preprocess(spec, rows_of(FLAT_IDS), rows_of(WEIGHTS) if is_weighted else None)
-    bags = Bags.from_lengths(FLAT_IDS, LENGTHS)
+    weights = rows_of(WEIGHTS) if is_weighted else None
+    wanted, _ = preprocess(spec, rows_of(FLAT_IDS), weights)
+    bags = Bags.from_lengths(FLAT_IDS, LENGTHS, WEIGHTS if is_weighted else None)
     forms = [
-        ((FLAT_IDS, LENGTHS), flat),
-        ((FLAT_IDS, LENGTHS), None if flat is None else (flat, LENGTHS)),
-        ((jnp.asarray(FLAT_IDS), jnp.asarray(LENGTHS)), flat),
-        (bags, flat),
-        (Bags.from_lengths(FLAT_IDS, LENGTHS, flat), None),
-        (Bags.from_lengths(FLAT_IDS, LENGTHS, flat).pad_to(10), None),
-        (Bags.from_lists(rows_of(FLAT_IDS)), rows_of(WEIGHTS) if is_weighted else None),
+        (bags, None),
+        (bags.pad_to(10), None),
+        (jax.tree.map(jnp.asarray, bags), None),
+        (ragged(rows_of(FLAT_IDS)), weights and ragged(weights, np.float32)),
     ]
-    for ids, weights in forms:
-        got, _ = preprocess(spec, ids, weights)
+    for form, of_form in forms:
+        got, _ = preprocess(spec, form, of_form)
         jax.tree.map(np.testing.assert_array_equal, got, wanted)
-
-
-def test_padding_in_bags_is_no_id():
-    spec = prepared(spec_for(batch=2, combiner="mean"))
-    got, _ = preprocess(spec, Bags.from_dense(np.asarray([[3, -1, 5], [-1, -1, -1]])))
-    wanted, _ = preprocess(spec, [[3, 5], []])
-    jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
 def test_one_feature_may_go_without_weights():

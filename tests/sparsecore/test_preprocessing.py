@@ -41,17 +41,13 @@ def test_processes_together_fill_what_one_process_fills():
     jax.tree.map(np.testing.assert_array_equal, together, whole)
 
 
-@pytest.mark.parametrize("is_global", [True, False])
-def test_sparse_tensors_of_a_global_or_a_local_batch_are_cut_like_dense_ones(is_global, monkeypatch):
+def test_sparse_tensors_are_cut_like_dense_ones():
     specs, (rows, _) = small_world.placed_specs(4, 1), small_world.draw_batch()
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
     for process in range(2):
-        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         own = {name: ids[process * len(ids) // 2 :][: len(ids) // 2] for name, ids in rows.items()}
         wanted = small_world.preprocess(specs, own, devices=4, local=2)[0]
-        given = rows if is_global else own
         indices, values, shapes = (
-            {name: part(ids) for name, ids in given.items()}
+            {name: part(ids) for name, ids in own.items()}
             for part in (lambda ids: np.argwhere(ids >= 0), np.ravel, np.shape)
         )
         found = embedding.preprocess_sparse_dense_matmul_input_from_sparse_tensor(
