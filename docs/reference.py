@@ -21,7 +21,6 @@ PAGES = {
     "kernels": ("Kernels", ["rsembed.kernels.api"]),
     "parallel": ("Devices", ["rsembed.parallel"]),
     "storage": ("Where rows are kept", ["rsembed.storage"]),
-    "caching": ("Caches", ["rsembed.caching"]),
     "fdo": ("Statistics and limits", ["rsembed.fdo"]),
     "checkpoint": ("Checkpoints", ["rsembed.checkpoint"]),
     "sparsecore": (

@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from rsembed.bags import as_bags, padded_size
-from rsembed.caching.backing import Generation
 from rsembed.collection.dense_rows import RowLayout
 from rsembed.collection.rows import Rows, keys_of_gradients
 from rsembed.collection.stack import RowNumberStack, refuse_traced
@@ -18,7 +17,7 @@ from rsembed.collection.state import ByName, EmbeddingState
 from rsembed.kernels import api
 from rsembed.specs import TableSpec
 from rsembed.storage.hashed_rows import DynamicTable
-from rsembed.storage.host_cached import HostCached, Moves
+from rsembed.storage.host_cached import Generation, HostCached, Moves
 from rsembed.storage.protocol import on_host
 
 ROWS_PER_BLOCK = 1 << 16

@@ -42,7 +42,7 @@ class TBEState(NamedTuple):
       learning_rates: one per group.
       max_counter: largest row counter plus 1, of counter-based regularization.
       key: PRNG key of stochastic rounding.
-      generation: see `rsembed.caching.Generation`; None without tables on the host.
+      generation: see `storage.host_cached.Generation`; None without tables on the host.
       layout: fingerprint of the plan that it belongs to.
     """
 

@@ -18,11 +18,11 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from rsembed.bags import device_copy, is_traced
-from rsembed.caching import CacheCounts, CacheStatistics, SetAssociativeCache
-from rsembed.caching.backing import BackingStore, Generation, NearRows, call_host
-from rsembed.caching.set_associative import NUM_WAYS, unique_misses_by_group
 from rsembed.kernels.contract import NO_ROW, JaggedBatch
 from rsembed.row_gradients import RowGradients
+from rsembed.storage import CacheCounts, SetAssociativeCache
+from rsembed.storage.host_cached import BackingStore, Generation
+from rsembed.storage.set_associative import NUM_WAYS, NearRows, call_host
 from rsembed.tbe import functional
 from rsembed.tbe.arguments import Arguments, TBEStatsReporterConfig
 from rsembed.tbe.batches import AnyArray, feature_starts
@@ -48,20 +48,28 @@ class HostRows:
       plan: the tables.
       caching: arguments that set cache sizes and statistics.
 
+    Attributes:
+      counts: sums over all batches.
+      calls_with_a_miss: batches with at least one unique miss.
+      misses_by_feature: sums of the unique misses of each feature, where they are to be recorded.
+
     Raises: ValueError: there is no room for a set of each cache.
     """
 
     def __init__(self, plan: TBEPlan, caching: Arguments):
-        cached = [(number, group) for number, group in enumerate(plan.groups) if group.table.is_cached]
-        caches = _caches_of([group for _, group in cached], caching)
+        cached = {number: group for number, group in enumerate(plan.groups) if group.table.is_cached}
+        caches = zip(cached.items(), _caches_of(list(cached.values()), caching), strict=True)
         self.plan, self.caching = plan, caching
-        self.groups = [
-            NearRows(number, cache, _backing_of(group)) for (number, group), cache in zip(cached, caches, strict=True)
-        ]
-        self.statistics = CacheStatistics(len(plan.features))
+        self.groups = {number: NearRows(cache, _backing_of(group)) for (number, group), cache in caches}
+        self.reset_counts()
         self.prefetched: list[tuple[np.ndarray, list[tuple[SetAssociativeCache, np.ndarray]]]] = []
         """Ids of batches whose rows wait in the cache, and the places that they lock."""
         self.generation = Generation(_REFUSAL)
+
+    def reset_counts(self) -> None:
+        """Starts counting again from zero."""
+        self.counts, self.calls_with_a_miss = CacheCounts(), 0
+        self.misses_by_feature = np.zeros(len(self.plan.features), np.int64)
 
     def advanced(self, state: TBEState, *, is_inside: bool = False) -> TBEState:
         """The state marked with the present generation; inside `jit`, with the next one."""
@@ -80,7 +88,7 @@ class HostRows:
         shapes = None
         if capacity is not None:
             flat = jax.ShapeDtypeStruct((capacity,), jnp.int32)
-            shapes = (flat, [[flat, flat]] * len(self.groups))
+            shapes = (flat, {number: [flat, flat] for number in self.groups})
         places, moves = call_host(find, shapes, state.generation, batch.ids, batch.offsets)
         state = self._moved(self.advanced(state, is_inside=capacity is not None), moves, capacity)
         blocks = tuple(
@@ -100,8 +108,8 @@ class HostRows:
             raise NotImplementedError("row gradients of host tables cannot be applied inside jit; do it outside.")
         rows = dict(row_gradients.rows)
         self.generation.advance(state.generation)
-        for group in self.groups:
-            name = self.plan.groups[group.number].table.name
+        for number, group in self.groups.items():
+            name = self.plan.groups[number].table.name
             own = np.asarray(rows[name]).astype(np.int64)
             group.find(np.where(own == NO_ROW, -1, own), admit=True)
             rows[name] = jnp.asarray(np.where(group.places < 0, NO_ROW, group.places), jnp.int32)
@@ -130,8 +138,8 @@ class HostRows:
             ids, ends = batch.ids[first : first + size], np.clip(offsets - first, 0, size)
             self._find(self.plan.bags_of(batch), np.asarray(ids), ends, admit=True, lock=lock, is_prefetch=True)
             state = self._moved(state)
-            locked += [(group.cache, group.places) for group in self.groups if lock]
-        self.prefetched.append((_ids_in_bags(batch.ids, offsets), locked))
+            locked += [(group.cache, group.places) for group in self.groups.values() if lock]
+        self.prefetched.append((np.asarray(batch.ids)[: offsets[-1]], locked))
         return state
 
     def _take_prefetched(self, ids: np.ndarray) -> bool:
@@ -146,21 +154,22 @@ class HostRows:
 
     def _moved(self, state: TBEState, moves: PyTree = None, capacity: int | None = None) -> TBEState:
         """State after the moves of rows in all groups, by default those of the last batch."""
-        for group, own in zip(self.groups, moves or [group.moves(None) for group in self.groups], strict=True):
-            arrays = group.bring(state.arrays(group.number), own, self._leaving(state, group), capacity)
-            state = state.with_arrays(group.number, arrays)
+        for number, group in self.groups.items():
+            own = group.moves(None) if moves is None else moves[number]
+            arrays = group.bring(state.arrays(number), own, self._leaving(state, number), capacity)
+            state = state.with_arrays(number, arrays)
         return state
 
-    def _leaving(self, state: TBEState, group: NearRows) -> Callable[[Array], tuple[Array, ...]]:
-        return functools.partial(_stored_rows, self.plan, group.number, state)
+    def _leaving(self, state: TBEState, number: int) -> Callable[[Array], tuple[Array, ...]]:
+        return functools.partial(_stored_rows, self.plan, number, state)
 
     def write_back(self, state: TBEState) -> TBEState:
         """Writes the scratch rows of the last `bring` to the host, after an update has changed them."""
         is_inside = is_traced(state)
-        values = [
-            group.scratch(state.arrays(group.number), self._leaving(state, group), is_inside=is_inside)
-            for group in self.groups
-        ]
+        values = {
+            number: group.scratch(state.arrays(number), self._leaving(state, number), is_inside=is_inside)
+            for number, group in self.groups.items()
+        }
         call_host(self._store_scratch, () if is_inside else None, state.generation, values)
         return self.advanced(state, is_inside=is_inside)
 
@@ -168,8 +177,8 @@ class HostRows:
 
     def flush(self, state: TBEState) -> None:
         """Writes all resident rows to the stores; they stay resident."""
-        for group in self.groups:
-            group.flush(self._leaving(state, group))
+        for number, group in self.groups.items():
+            group.flush(self._leaving(state, number))
 
     def forget(self, state: TBEState) -> TBEState:
         """Empties the cache without writing anything back, whatever time the state is of."""
@@ -177,42 +186,37 @@ class HostRows:
         self.generation.advance(self.generation.number)
         while self.prefetched:
             self._take_prefetched(self.prefetched[0][0])
-        for group in self.groups:
+        for number, group in self.groups.items():
             group.cache.reset()
-            nobody = jnp.full(state.weights[group.number].shape[0], NO_ROW, jnp.int32)
-            state = state.with_arrays(group.number, (*state.arrays(group.number)[:-1], nobody))
+            nobody = jnp.full(state.weights[number].shape[0], NO_ROW, jnp.int32)
+            state = state.with_arrays(number, (*state.arrays(number)[:-1], nobody))
         return self.advanced(state)
-
-    def arrays_of(self, table: int) -> tuple[np.ndarray, ...]:
-        """The arrays (weights, then states) that hold a table, and others of its group."""
-        number, _ = self.plan.places[table]
-        return next(group.backing.arrays for group in self.groups if group.number == number)
 
     # On the host
 
     def _find_in_turn(
         self, num_bags: tuple[int, ...], admit: bool, capacity: int | None, generation: Array, *batch: AnyArray
-    ) -> tuple[np.ndarray, list[list[np.ndarray]]]:
+    ) -> tuple[np.ndarray, dict[int, list[np.ndarray]]]:
         """Ids with places instead of rows for cached tables, and the moves of every group."""
         self.generation.advance(generation)
         ids, offsets = map(np.asarray, batch)
-        admits = admit and not self._take_prefetched(_ids_in_bags(ids, offsets))
+        admits = admit and not self._take_prefetched(ids[: offsets[-1]])  # without padding
         self._find(num_bags, ids, offsets, admit=admits)
         translated = ids.astype(np.int32)
-        for group in self.groups:
+        for group in self.groups.values():
             np.copyto(translated, group.places, where=group.rows >= 0, casting="same_kind")
-        return translated, [group.moves(capacity) for group in self.groups]
+        return translated, {number: group.moves(capacity) for number, group in self.groups.items()}
 
     def _find(
         self, num_bags: tuple[int, ...], ids: np.ndarray, offsets: np.ndarray, *, admit: bool, **how: bool
     ) -> None:
         """Assigns cache places to the rows of a batch, in every group."""
         starts = np.asarray(feature_starts(offsets, num_bags))
-        for group in self.groups:
+        for number, group in self.groups.items():
             rows = np.full(ids.size, -1, np.int64)
             for table, (first, last) in zip(self.plan.features, itertools.pairwise(starts.tolist()), strict=True):
-                number, first_row = self.plan.places[table]
-                if number == group.number:
+                of_table, first_row = self.plan.places[table]
+                if of_table == number:
                     own = ids[first:last].astype(np.int64)
                     is_valid = (own >= 0) & (own < self.plan.tables[table].num_rows)
                     rows[first:last] = np.where(is_valid, own + first_row, group.cache.num_ids)
@@ -220,30 +224,25 @@ class HostRows:
         if admit:
             self._record(ids, starts)
 
-    def _store_scratch(self, generation: Array, values: Sequence[PyTree]) -> tuple[()]:
+    def _store_scratch(self, generation: Array, values: dict[int, PyTree]) -> tuple[()]:
         self.generation.advance(generation)
-        for group, own in zip(self.groups, values, strict=True):
-            group.store_scratch(own)
+        for number, own in values.items():
+            self.groups[number].store_scratch(own)
         return ()
 
     def _record(self, ids: np.ndarray, starts: np.ndarray) -> None:
         """Adds a batch to the statistics, as one call, however many groups its ids belong to."""
-        admitted = [(group.rows, group.admission) for group in self.groups if group.admission is not None]
-        total = CacheCounts(*map(sum, zip(*(admission.counts for _, admission in admitted), strict=True)))
-        num_cacheable = sum(int((group.rows < group.cache.num_ids)[group.rows >= 0].sum()) for group in self.groups)
+        groups = self.groups.values()
+        total = CacheCounts(*map(sum, zip(*(group.admission.counts for group in groups), strict=True)))
+        num_cacheable = sum(int((group.rows < group.cache.num_ids)[group.rows >= 0].sum()) for group in groups)
         num_unique = total.unique_hits + total.unique_misses + int(num_cacheable < ids.size)
-        by_feature = None
+        total = total._replace(calls=1, requested_ids=ids.size, unique_ids=num_unique)
+        self.counts = CacheCounts(*map(sum, zip(self.counts, total, strict=True)))
+        self.calls_with_a_miss += total.unique_misses > 0
         if self.caching.record_cache_metrics.record_tablewise_cache_miss:
-            # Ids in front of the first bag belong to nobody and cannot miss.
-            starts = np.asarray([0, *starts[1:-1], ids.size])
-            by_group = [unique_misses_by_group(rows, admission.missed_ids, starts) for rows, admission in admitted]
-            by_feature = np.sum(by_group, axis=0)
-        self.statistics.record(total._replace(calls=1, requested_ids=ids.size, unique_ids=num_unique), by_feature)
-
-
-def _ids_in_bags(ids: AnyArray, offsets: AnyArray) -> np.ndarray:
-    """Ids of the batch without the padding behind the last offset."""
-    return np.asarray(ids)[: int(offsets[-1])]
+            for group in groups:  # ids in front of the first bag belong to nobody and cannot miss
+                parts, missed = np.split(group.rows, starts[1:-1]), group.admission.missed_ids
+                self.misses_by_feature += [np.intersect1d(part, missed).size for part in parts]
 
 
 # Caches and stores
@@ -302,8 +301,8 @@ def _backing_of(group: GroupPlan) -> BackingStore:
 
 def first_state(plan: TBEPlan, key: PRNGKeyArray, host_rows: HostRows | None, device: jax.Device | None) -> TBEState:
     """The state before any training, on `device`."""
-    cached = [] if host_rows is None else host_rows.groups
-    state = functional.init_state(plan, key, {group.number: group.num_places for group in cached})
+    cached = {} if host_rows is None else host_rows.groups
+    state = functional.init_state(plan, key, {number: group.num_places for number, group in cached.items()})
     state = state if host_rows is None else host_rows.advanced(state)
     return state if device is None else jax.device_put(state, device)
 

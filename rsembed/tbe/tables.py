@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Num, PRNGKeyArray
 from numpy.typing import ArrayLike
 
 from rsembed.bags import is_traced
-from rsembed.caching import CacheCounts, CacheStatistics
 from rsembed.checks import NonNegativeInt, check_type, check_within, validated
 from rsembed.fingerprint import Fingerprint, check_same
+from rsembed.storage import CacheCounts
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.tbe import functional
 from rsembed.tbe.arguments import Arguments
@@ -244,25 +244,26 @@ class TrainedTables(nnx.Module):
 
     def get_uvm_cache_stats(self) -> CacheCounts:
         """Counts of all lookups so far. Raises: RuntimeError: `gather_uvm_cache_stats` is off, or nothing is cached."""
-        return self._statistics("gather_uvm_cache_stats").totals
+        return self._counting("gather_uvm_cache_stats").counts
 
     def reset_uvm_cache_stats(self) -> None:
         """Starts counting again from zero. Raises: as `get_uvm_cache_stats`."""
-        self._statistics("gather_uvm_cache_stats").reset()
+        self._counting("gather_uvm_cache_stats").reset_counts()
 
     def get_cache_miss_counter(self) -> tuple[int, int]:
         """Batches with a miss, and unique misses. Raises: RuntimeError: `record_cache_metrics` does not ask for it."""
-        return self._statistics("record_cache_miss_counter").miss_counter
+        rows = self._counting("record_cache_miss_counter")
+        return rows.calls_with_a_miss, rows.counts.unique_misses
 
     def get_table_wise_cache_miss(self) -> np.ndarray:
         """Unique misses of every feature. Raises: RuntimeError: `record_cache_metrics` does not ask for it."""
-        return self._statistics("record_tablewise_cache_miss").unique_misses_by_group.copy()
+        return self._counting("record_tablewise_cache_miss").misses_by_feature.copy()
 
-    def _statistics(self, argument: str) -> CacheStatistics:
+    def _counting(self, argument: str) -> HostRows:
         asked = vars(self.arguments) | vars(self.arguments.record_cache_metrics)
         if self.host_rows is None or not asked[argument]:
             raise RuntimeError(f"needs a table with MANAGED_CACHING, and {argument}=True at construction.")
-        return self.host_rows.statistics
+        return self.host_rows
 
     def _write_table(self, table: int, rows: Callable[[int, int], ArrayLike], *, array: int = 0) -> None:
         """Overwrites a table (or with `array` k its k-th state) with `rows(first, last)`, in blocks."""
@@ -273,7 +274,7 @@ class TrainedTables(nnx.Module):
             state, last = self.whole_state, min(first + ROWS_PER_BLOCK, own.num_rows)
             values = np.array(rows(first, last))
             if own.is_cached:
-                stored = self.host_rows.arrays_of(table)[array]  # type: ignore[union-attr]
+                stored = self.host_rows.groups[number].backing.arrays[array]  # type: ignore[union-attr]
                 stored[first_row + first : first_row + last] = values
             else:
                 arrays = list(state.arrays(number))
@@ -285,7 +286,7 @@ class TrainedTables(nnx.Module):
         state, own, (number, first_row) = self.whole_state, self.plan.tables[table], self.plan.places[table]
         arrays: list[Array | np.ndarray] = []
         if own.is_cached:
-            for stored in self.host_rows.arrays_of(table):  # type: ignore[union-attr]
+            for stored in self.host_rows.groups[number].backing.arrays:  # type: ignore[union-attr]
                 arrays.append(view := stored[first_row : first_row + own.num_rows])
                 view.flags.writeable = False
         else:

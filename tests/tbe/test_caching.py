@@ -10,7 +10,7 @@ import rsembed as rs
 from rsembed import tbe as rt
 from rsembed.tbe import plan
 from rsembed.tbe.host_rows import MAX_PREFETCHES
-from tests.caching.test_set_associative import DumbCache
+from tests.storage.test_set_associative import DumbCache
 from tests.tbe.oracle import assert_same_bits, gradient_like, make, tables_of, train
 from tests.tbe.row_formulas import LR, VARIANTS
 
@@ -181,7 +181,7 @@ def test_a_lookup_that_never_trains_gives_its_places_back():
         cached.vjp(*batch)  # its backward is dropped
     cached.reset_cache_states()
     cached.prefetch(np.arange(200, 232), np.array([0, 32]))
-    (group,) = cached.host_rows.groups
+    (group,) = cached.host_rows.groups.values()
     assert sorted(group.cache.tags.tolist()) == list(range(200, 232))
 
 
@@ -263,7 +263,7 @@ def test_the_caches_of_all_groups_share_what_memory_is_free(monkeypatch):
     dims = (8, 16, 32, 4)
     specs = [(rows, dim, CACHED, rt.ComputeDevice.CPU) for rows, dim in zip([*[100_000] * 3, 40], dims, strict=True)]
     module = rt.TableBatchedEmbeddingBags(specs, cache_load_factor=0.5)
-    sizes = [own.cache.num_sets * 32 * dim * 4 for own, dim in zip(module.host_rows.groups, dims, strict=True)]
+    sizes = [own.cache.num_sets * 32 * dim * 4 for own, dim in zip(module.host_rows.groups.values(), dims, strict=True)]
     assert 0.98 * 4 * 2**20 < sum(sizes) <= 4 * 2**20
     assert sizes[3] == 32 * 4 * 4  # one set, which a table of 40 rows asks for
     with pytest.raises(ValueError, match="not even one set of 32 rows of 240 bytes fits"):

@@ -7,8 +7,8 @@ from typing import Any
 
 import hypothesis
 
-from tests.caching import test_set_associative
 from tests.sparsecore import test_native_partitioner
+from tests.storage import test_set_associative
 
 SETTINGS = hypothesis.settings(
     max_examples=50, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)

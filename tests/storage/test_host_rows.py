@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 
 from rsembed.bags import padded_size
-from rsembed.caching import SetAssociativeCache
-from rsembed.caching.backing import BackingStore, Generation, NearRows
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
+from rsembed.storage import SetAssociativeCache
+from rsembed.storage.host_cached import BackingStore, Generation
+from rsembed.storage.set_associative import NearRows
 
 NUM_ROWS = 90
 
@@ -53,7 +54,7 @@ def test_rows_near_are_those_of_one_array_however_often_they_come_and_go(admits)
     rng = np.random.default_rng(1)
     table, sums = rng.normal(size=(NUM_ROWS, 3)).astype(np.float32), rng.normal(size=(NUM_ROWS, 1)).astype(np.float32)
     backing = BackingStore([table.copy(), sums.copy()])
-    near = NearRows(0, SetAssociativeCache(1, num_ways=8, num_ids=NUM_ROWS), backing)
+    near = NearRows(SetAssociativeCache(1, num_ways=8, num_ids=NUM_ROWS), backing)
     arrays = (jnp.zeros((8, 3)), jnp.zeros((8, 1)), jnp.full(8, NO_ROW, jnp.int32))
     for step in range(8):
         rows = rng.integers(-1, NUM_ROWS + 1, 30)

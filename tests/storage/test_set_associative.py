@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsembed.caching import Admission, CacheStatistics, SetAssociativeCache
-from rsembed.caching.set_associative import set_of
+from rsembed.storage import Admission, CacheCounts, SetAssociativeCache
+from rsembed.storage.set_associative import set_of
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "caching_cases.json").read_text())
 NUM_IDS = 40
@@ -99,13 +99,13 @@ def test_set_of_is_the_64_bit_murmur_finaliser(ids, num_sets):
 def test_lru_trace():
     case = CASES["lru_trace"]
     cache = SetAssociativeCache(case["num_sets"], num_ways=case["num_ways"], num_ids=case["num_ids"])
-    statistics = CacheStatistics()
+    totals = np.zeros(6, int)
     for batch, expected in zip(case["batches"], case["steps"], strict=True):
         admission = cache.admit(np.asarray(batch))
-        statistics.record(admission.counts)
+        totals += admission.counts[:6]
         assert admission.locations.tolist() == expected["locations"]
         assert [i for i in admission.evicted_ids.tolist() if i >= 0] == expected["evicted_ids"]
-        assert list(statistics.totals[:6]) == expected["totals"]
+        assert totals.tolist() == expected["totals"]
     assert cache.tags.reshape(2, 4).tolist() == case["tags"]
 
 
@@ -151,6 +151,21 @@ def test_admission_equals_the_simulation(algorithm, batches, num_sets, num_ways)
                 dumb.slots[number]["locks"] -= 1
     if cache.counts is not None:
         assert cache.counts.tolist() == [dumb.count[i] for i in range(NUM_IDS)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "totals"),
+    [
+        # LRU: 1 and 2 get the slots, both lookups of 3 miss; then 1 and 2 hit, and 4 gets a slot.
+        ("lru", CacheCounts(4, 11, 8, 4, 1, 2, 2)),
+        # LFU: 1 and 3 get the slots, the lookup of 2 misses; then 1 hits and 2 replaces 3, and 4 finds no slot.
+        ("lfu", CacheCounts(4, 11, 8, 5, 2, 2, 1)),
+    ],
+)
+def test_counts_are_exact_for_both_algorithms(algorithm, totals):
+    cache = SetAssociativeCache(1, num_ways=2, algorithm=algorithm, num_ids=10)
+    counts = [cache.admit(np.asarray(ids)).counts for ids in ([1, 1, 2, 3, 3, 10], [1, 2], [10, 11], [4])]
+    assert tuple(map(sum, zip(*counts, strict=True))) == totals
 
 
 def test_a_locked_slot_stays_until_it_is_unlocked():

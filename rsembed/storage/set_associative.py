@@ -1,18 +1,34 @@
-"""Which rows stay in a set-associative cache: exact LRU and LFU for whole batches of ids, without a loop over ids.
+"""Which rows of a table on the host a device has: a set-associative cache, and the rows that move for it.
 
-Ids are linear: the row number plus the rows of all earlier tables. An id hashes to one set and may sit in any of the
-set's ways; its slot is `set * num_ways + way`, the row of the device array that holds it.
+The policy is exact LRU or LFU for whole batches of ids, in numpy, without a loop over ids. An id hashes to one set and
+may sit in any of the set's ways; its slot is `set * num_ways + way`, the row of the device's array that holds it.
+
+Behind the slots, the array of a device (`NearRows`) has a *scratch* area for rows that found none. Rows go back to the
+host when they are evicted or flushed; scratch rows after every update. What belongs to a row, such as its optimizer
+state, lies in arrays beside it and travels with it; the last of these arrays says which row is where.
+
+Outside of `jit` policy and stores are called directly; inside, through ordered callbacks with room for one row per id.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, Int64, UInt64
+from jax.experimental import io_callback
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int, Int64, PyTree, UInt64
+from numpy.typing import ArrayLike
 
-from rsembed.checks import NonNegativeInt, validated
+from rsembed.bags import padded_size
+from rsembed.checks import NonNegativeInt, PositiveInt, validated
+from rsembed.kernels import api
+from rsembed.kernels.contract import NO_ROW
+from rsembed.storage.host_cached import BackingStore
 
 
 class CacheCounts(NamedTuple):
@@ -35,85 +51,6 @@ class CacheCounts(NamedTuple):
     unique_conflict_misses: int = 0
     conflict_misses: int = 0
     unique_hits: int = 0
-
-
-def unique_misses_by_group(
-    ids: Int[np.ndarray, " ids"], missed_ids: Int64[np.ndarray, " missed"], group_offsets: Int[np.ndarray, " offsets"]
-) -> Int64[np.ndarray, " groups"]:
-    """Distinct missed ids in each part of a batch; an id that several parts ask for counts in each of them.
-
-    Args:
-      ids: the batch as it was admitted.
-      missed_ids: `Admission.missed_ids` of it.
-      group_offsets: group `g` (a feature, say) asked for `ids[group_offsets[g] : group_offsets[g + 1]]`.
-
-    Raises: ValueError: the groups do not cover the batch from its start to its end.
-    """
-    sizes = np.diff(group_offsets)
-    if not group_offsets.size or group_offsets[0] != 0 or group_offsets[-1] != ids.size or (sizes < 0).any():
-        raise ValueError(f"group_offsets must rise from 0 to the {ids.size} ids, got {group_offsets.tolist()}.")
-    if not missed_ids.size:
-        return np.zeros(sizes.size, np.int64)
-    place = np.minimum(np.searchsorted(missed_ids, ids), missed_ids.size - 1)
-    is_missed = missed_ids[place] == ids
-    group = np.repeat(np.arange(sizes.size), sizes)
-    pairs = np.unique(group[is_missed] * missed_ids.size + place[is_missed])
-    return np.bincount(pairs // missed_ids.size, minlength=sizes.size).astype(np.int64)
-
-
-class CacheStatistics:
-    """The counts of all batches so far.
-
-    Attributes:
-      totals: sums over all recorded batches; `totals[:6]` are FBGEMM's counters in its order, for LRU and LFU alike.
-      batches_with_a_miss: batches with at least one unique miss.
-      unique_misses_by_group: sums of what `record` was given, one per group.
-
-    Example:
-      >>> statistics = CacheStatistics()
-      >>> statistics.record(CacheCounts(calls=1, requested_ids=9, unique_ids=4, unique_misses=1, unique_hits=3))
-      >>> statistics.miss_counter, statistics.totals.unique_hits
-      ((1, 1), 3)
-    """
-
-    @validated
-    def __init__(self, num_groups: NonNegativeInt = 0) -> None:
-        """Nothing recorded yet, for `num_groups` groups such as features or tables."""
-        self.unique_misses_by_group: Int64[np.ndarray, " groups"] = np.zeros(num_groups, np.int64)
-        self.reset()
-
-    def reset(self) -> None:
-        """Starts again from zero."""
-        self.totals = self._reported = CacheCounts()
-        self.batches_with_a_miss = 0
-        self.unique_misses_by_group[:] = 0
-
-    def record(self, counts: CacheCounts, unique_misses_by_group: Int64[np.ndarray, " groups"] | None = None) -> None:
-        """Adds `Admission.counts` and, where wanted, what `unique_misses_by_group` found for the same batch.
-
-        Raises: ValueError: another number of groups than announced.
-        """
-        if unique_misses_by_group is not None:
-            if unique_misses_by_group.shape != self.unique_misses_by_group.shape:
-                raise ValueError(
-                    f"{unique_misses_by_group.size} groups were given, but the statistics have "
-                    f"num_groups={self.unique_misses_by_group.size}."
-                )
-            self.unique_misses_by_group += unique_misses_by_group
-        self.totals = CacheCounts(*(total + new for total, new in zip(self.totals, counts, strict=True)))
-        self.batches_with_a_miss += counts.unique_misses > 0
-
-    @property
-    def miss_counter(self) -> tuple[int, int]:
-        """Batches with a miss, and unique misses; both as the cache stood before each batch."""
-        return self.batches_with_a_miss, self.totals.unique_misses
-
-    def report(self) -> str:
-        """One line with the calls and the means per call since the last report; starts a new period."""
-        num_calls, *counts = (total - old for total, old in zip(self.totals, self._reported, strict=True))
-        means = zip(CacheCounts._fields[1:], counts, strict=True)
-        self._reported = self.totals
-        return f"{num_calls} calls, on average: " + ", ".join(f"{n} {c / max(1, num_calls):.1f}" for n, c in means)
 
 
 NEVER = np.iinfo(np.int64).max
@@ -144,8 +81,10 @@ def set_of(ids: Int[np.ndarray, " ids"], num_sets: int) -> Int64[np.ndarray, " i
     return (_mixed(ids.astype(np.uint64)) % np.uint64(num_sets)).astype(np.int64)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Admission:
+_NOTHING: Int64[np.ndarray, "0"] = np.zeros(0, np.int64)
+
+
+class Admission(NamedTuple):
     """Changes of the cache by a batch, and the rows that have to be moved for it.
 
     Write back the rows of `evicted_ids` before loading `inserted_ids`: they share the slots.
@@ -160,11 +99,11 @@ class Admission:
     """
 
     locations: Int64[np.ndarray, " ids"]
-    inserted_ids: Int64[np.ndarray, " inserted"]
-    inserted_slots: Int64[np.ndarray, " inserted"]
-    evicted_ids: Int64[np.ndarray, " inserted"]
-    missed_ids: Int64[np.ndarray, " missed"]
-    counts: CacheCounts
+    inserted_ids: Int64[np.ndarray, " inserted"] = _NOTHING
+    inserted_slots: Int64[np.ndarray, " inserted"] = _NOTHING
+    evicted_ids: Int64[np.ndarray, " inserted"] = _NOTHING
+    missed_ids: Int64[np.ndarray, " missed"] = _NOTHING
+    counts: CacheCounts = CacheCounts()
 
 
 NUM_WAYS = 32
@@ -202,7 +141,12 @@ class SetAssociativeCache:
 
     @validated
     def __init__(
-        self, num_sets: int, *, num_ways: int = NUM_WAYS, algorithm: Literal["lru", "lfu"] = "lru", num_ids: int
+        self,
+        num_sets: PositiveInt,
+        *,
+        num_ways: PositiveInt = NUM_WAYS,
+        algorithm: Literal["lru", "lfu"] = "lru",
+        num_ids: NonNegativeInt,
     ) -> None:
         """An empty cache.
 
@@ -214,10 +158,6 @@ class SetAssociativeCache:
 
         Raises: ValueError: a size is too small, the algorithm is unknown, or LFU has 2**24 - 1 sets or more.
         """
-        if num_sets < 1 or num_ways < 1 or num_ids < 0:
-            raise ValueError(
-                f"num_sets={num_sets} and num_ways={num_ways} must be at least 1, num_ids={num_ids} at least 0."
-            )
         if algorithm == "lfu" and num_sets >= MAX_LFU_SETS:
             raise ValueError(f"num_sets={num_sets} is too large for 'lfu', which takes fewer than {MAX_LFU_SETS}.")
         self.num_sets, self.num_ways, self.num_ids, self.algorithm = num_sets, num_ways, num_ids, algorithm
@@ -228,6 +168,7 @@ class SetAssociativeCache:
         self._locks = np.zeros(num_slots, np.int64)
         self._clock = 1
 
+    @validated
     def admit(self, ids: Int[np.ndarray, " ids"], *, lock: bool = False) -> Admission:
         """Lets a batch in.
 
@@ -238,7 +179,7 @@ class SetAssociativeCache:
 
         Raises: TypeError: `ids` is not a flat array of integers.
         """
-        ids, is_cacheable = self._check_ids(ids)
+        ids, is_cacheable = self._cacheable(ids)
         unique, inverse, occurrences = np.unique(ids[is_cacheable], return_inverse=True, return_counts=True)
         if self.counts is not None:
             self.counts[unique] += occurrences
@@ -262,18 +203,12 @@ class SetAssociativeCache:
             conflict_misses=int(occurrences[slots < 0].sum()),
             unique_hits=unique.size - missing.size,
         )
-        return Admission(
-            locations=locations,
-            inserted_ids=unique[inserted],
-            inserted_slots=victims,
-            evicted_ids=evicted_ids,
-            missed_ids=unique[missing],
-            counts=counts,
-        )
+        return Admission(locations, unique[inserted], victims, evicted_ids, unique[missing], counts)
 
+    @validated
     def find(self, ids: Int[np.ndarray, " ids"]) -> Int64[np.ndarray, " ids"]:
         """The slot of each id, -1 where it is not resident; changes nothing. Raises: as `admit`."""
-        ids, is_cacheable = self._check_ids(ids)
+        ids, is_cacheable = self._cacheable(ids)
         locations = np.full(ids.shape, -1, np.int64)
         locations[is_cacheable] = self._slots_of(ids[is_cacheable])
         return locations
@@ -283,12 +218,15 @@ class SetAssociativeCache:
         slots = np.flatnonzero(self.tags >= 0)
         return self.tags[slots], slots
 
+    @validated
     def unlock(self, slots: Int[np.ndarray, " slots"]) -> None:
         """Takes back one `admit(lock=True)` of each of these slots; equal slots count once, -1 is skipped.
 
-        Raises: ValueError: no such slot, or it is not locked; then no slot changes.
+        Raises: TypeError, ValueError: no such slot, or it is not locked; then no slot changes.
         """
-        slots = self._check_slots(slots)
+        slots = np.unique(slots[slots != -1])
+        if slots.size and not 0 <= slots[0] <= slots[-1] < self.tags.size:
+            raise ValueError(f"slots must be 0 to {self.tags.size - 1}, or -1; got {slots[0]} to {slots[-1]}.")
         if not self._locks[slots].all():
             unlocked = int(slots[self._locks[slots].argmin()])
             raise ValueError(f"slot {unlocked} is not locked; unlock the slots of each admitted batch exactly once.")
@@ -329,22 +267,10 @@ class SetAssociativeCache:
             slots[start : start + IDS_PER_SEARCH] = np.where(found, sets * self.num_ways + ways, -1)
         return slots
 
-    def _check_ids(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        ids = np.asarray(ids)
-        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            raise TypeError(f"ids must be a flat integer array, got {ids.dtype} of shape {ids.shape}; convert them.")
-        ids = ids.astype(np.int64)
+    def _cacheable(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of 64 bits, and which of them may have a slot."""
+        ids = np.asarray(ids, np.int64)
         return ids, (ids >= 0) & (ids < self.num_ids)
-
-    def _check_slots(self, slots: np.ndarray) -> np.ndarray:
-        if not np.issubdtype(slots.dtype, np.integer):
-            raise TypeError(f"slots must be an integer array, got {slots.dtype}.")
-        slots = slots[slots != -1]
-        if slots.size and not 0 <= slots.min() <= slots.max() < self.tags.size:
-            raise ValueError(f"slots must be 0 to {self.tags.size - 1}, or -1; got {slots.min()} to {slots.max()}.")
-        is_named = np.zeros(self.tags.size, bool)
-        is_named[slots] = True
-        return np.flatnonzero(is_named)
 
 
 def _by_set(sets: np.ndarray, worth: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -356,3 +282,118 @@ def _by_set(sets: np.ndarray, worth: np.ndarray | None) -> tuple[np.ndarray, np.
     order = np.argsort(sets, kind="stable") if worth is None else np.lexsort((-worth, sets))
     distinct, first, sizes = np.unique(sets[order], return_index=True, return_counts=True)
     return order, distinct, np.repeat(np.arange(distinct.size), sizes), np.arange(sets.size) - np.repeat(first, sizes)
+
+
+_scatter = jax.jit(api.scatter_rows, donate_argnums=0)
+_ROWS_PER_FLUSH = 1 << 16
+Leaving = Callable[[Int[Array, " places"]], Sequence[Array]]
+"""From places to what the host keeps of their rows: all arrays but the last."""
+
+
+class NearRows:
+    """The host side of one array: who is near, where all rows are kept, and what the next exchange moves.
+
+    Attributes:
+      cache: the policy.
+      backing: all rows.
+      rows: those that the last batch asked for, by id: `cache.num_ids` or more if there is no such row, -1 for no id.
+      places: of these rows, -1 for none.
+      admission: what the cache did for the last batch.
+      scratch_rows: those of the last batch without a place in the cache.
+    """
+
+    def __init__(self, cache: SetAssociativeCache, backing: BackingStore):
+        self.cache, self.backing = cache, backing
+        self.rows = self.places = self.scratch_rows = _NOTHING
+        self.admission = Admission(_NOTHING)
+        self._left = self._come = (_NOTHING, _NOTHING)  # rows, and the places that they leave or take
+
+    @property
+    def num_places(self) -> int:
+        """Number of places of the cache."""
+        return self.cache.num_sets * self.cache.num_ways
+
+    def find(
+        self, rows: Int[np.ndarray, " nnz"], *, admit: bool, lock: bool = False, is_prefetch: bool = False
+    ) -> None:
+        """Finds rows a place; those that find none get one behind the cache, unless the batch is yet to come."""
+        self.admission = own = self.cache.admit(rows, lock=lock) if admit else Admission(self.cache.find(rows))
+        self.rows, self.places, self.scratch_rows, was_taken = rows, own.locations, _NOTHING, own.evicted_ids >= 0
+        self._left = own.evicted_ids[was_taken], own.inserted_slots[was_taken]
+        self._come = own.inserted_ids, own.inserted_slots
+        if not is_prefetch:
+            is_homeless = (self.places < 0) & (rows >= 0) & (rows < self.cache.num_ids)
+            self.scratch_rows, inverse = np.unique(rows[is_homeless], return_inverse=True)
+            self.places[is_homeless] = self.num_places + inverse
+            behind = self.num_places + np.arange(self.scratch_rows.size)
+            come, places = self._come
+            self._come = np.concatenate([come, self.scratch_rows]), np.concatenate([places, behind])
+
+    def moves(self, capacity: int | None) -> list[np.ndarray]:
+        """The places that are left and filled, in `capacity` entries or, for None, in few different sizes."""
+        return [_padded(places, capacity) for _, places in (self._left, self._come)]
+
+    def bring(
+        self, arrays: tuple[Array, ...], moves: Sequence[ArrayLike], leaving: Leaving, capacity: int | None
+    ) -> tuple[Array, ...]:
+        """The arrays after the moves, in which all rows of the last batch have places.
+
+        Args:
+          arrays: as much scratch area as the batch needs, or one of `capacity` ids may need, is added to them.
+          moves: what `moves` returned, here or inside a compiled program.
+          leaving: see there.
+          capacity: of `moves`.
+        """
+        (left, come), shapes = map(jnp.asarray, moves), None
+        if not come.size:  # rows leave for others only
+            return arrays
+        num_scratch = len(self.scratch_rows) if capacity is None else min(capacity, self.cache.num_ids)
+        if self.num_places + num_scratch > arrays[0].shape[0]:
+            missing = self.num_places + padded_size(num_scratch) - arrays[0].shape[0]
+            arrays = tuple(jnp.concatenate([a, jnp.zeros((missing, *a.shape[1:]), a.dtype)]) for a in arrays)
+        if capacity is not None:
+            shapes = tuple(jax.ShapeDtypeStruct((capacity, *x.shape[1:]), x.dtype) for x in arrays)
+        exchange = functools.partial(self._exchange, [array.dtype for array in arrays])
+        loaded = call_host(exchange, shapes, come, *leaving(left))
+        brought: tuple[Array, ...] = _scatter(arrays, come, tuple(loaded))
+        return brought
+
+    def _exchange(
+        self, dtypes: Sequence[DTypeLike], places: Array | np.ndarray, *left: ArrayLike
+    ) -> tuple[np.ndarray, ...]:
+        """Writes rows that leave to the stores, then reads those that take places, padded as these are."""
+        rows, room = self._come[0], places.shape[0] - self._come[0].size
+        return tuple(
+            np.concatenate([values.astype(dtype), np.zeros((room, *values.shape[1:]), dtype)])
+            for values, dtype in zip([*self.backing.exchange(self._left[0], left, rows), rows], dtypes, strict=True)
+        )
+
+    def scratch(self, arrays: Sequence[Array], leaving: Leaving, *, is_inside: bool) -> Sequence[Array] | None:
+        """Contents of the scratch area, for `store_scratch`; None if it is empty."""
+        # The area may be larger than its rows: rows behind them are read and left alone.
+        size = arrays[0].shape[0] - self.num_places if is_inside else padded_size(len(self.scratch_rows))
+        return leaving(self.num_places + jnp.arange(size, dtype=jnp.int32)) if size else None
+
+    def store_scratch(self, values: Sequence[ArrayLike] | None) -> None:
+        """Keeps the scratch rows of the last batch."""
+        if values is not None:
+            self.backing.write(self.scratch_rows, values)
+
+    def flush(self, leaving: Leaving) -> None:
+        """Writes all resident rows to the stores; they stay resident."""
+        rows, places = self.cache.resident()
+        for first in range(0, rows.size, _ROWS_PER_FLUSH):
+            some = slice(first, first + _ROWS_PER_FLUSH)
+            self.backing.write(rows[some], leaving(jnp.asarray(_padded(places[some], None))))
+
+
+def call_host(function: Callable[..., PyTree], shapes: PyTree, *operands: PyTree) -> PyTree:
+    """Runs `function` on the host: now, or with result `shapes` in its turn inside a compiled program."""
+    if shapes is None:
+        return function(*operands)
+    return io_callback(function, shapes, *operands, ordered=True)
+
+
+def _padded(places: np.ndarray, size: int | None) -> np.ndarray:
+    missing = (padded_size(places.size) if size is None else size) - places.size
+    return np.concatenate([places, np.full(missing, NO_ROW, np.int64)]).astype(np.int32)
