@@ -31,7 +31,7 @@ BUDGETS = {
     "taps": 160,
     "nnx": 212,
     "linen": 184,
-    "checkpoint": 1546,
+    "checkpoint": 1406,
     "fdo": 645,
     "sparsecore": 4346,
     "tbe": 2797,

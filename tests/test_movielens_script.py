@@ -40,7 +40,7 @@ def test_a_run_with_users_on_the_host_goes_on_where_the_last_one_stopped(script,
     assert "generated" in printed[0]
     assert "2 steps, the last loss" in printed[0]
     assert "1 steps, the last loss" in printed[1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000000002", "step_000000003"]
 
 
 def test_recall_and_auc_are_those_of_a_loop_over_films(script):

@@ -13,7 +13,6 @@ checksums too, and all files are compared with it before the first is read.
 from __future__ import annotations
 
 import collections
-import contextlib
 import errno
 import functools
 import math
@@ -32,7 +31,6 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from rsembed.checkpoint.states import CorruptCheckpointError, PickedRows
-from rsembed.progress import progress
 from rsembed.storage.logical_rows import Blocks, SavedArray
 
 CHUNK_BYTES = 1 << 22
@@ -80,60 +78,58 @@ def _are_numbers(dtype: np.dtype[Any]) -> bool:
     return dtype == np.bool_ or (jnp.issubdtype(dtype, np.number) and not is_time)
 
 
-def write_arrays(
-    path: Path | None, arrays: Sequence[PyTree], failures: list[OSError], *, show: bool | None = None
-) -> list[dict[str, PyTree]]:
+def write_arrays(path: Path | None, arrays: Sequence[PyTree]) -> list[dict[str, PyTree]]:
     """Writes arrays into folders of their own, and returns their entries.
 
     Everything is under way at once, as far as memory allows: most of the time goes into waiting for the disk. With
-    several processes all gather the rows to the end, whatever the disk of the one that writes them says, so that nobody
-    is left waiting.
+    several processes all gather the rows to the end, also where the disk refuses them, so that nobody is left waiting.
 
     Args:
       path: where the folders come; None in processes that do not write.
       arrays: from `as_saved`.
-      failures: gets why they could not be written.
-      show: the progress.
+
+    Raises: OSError: the system refuses to write them.
     """
     entries = [_described(number, array) for number, array in enumerate(arrays)]
-    stores = [] if path is None else [_store(path, entry, create=True) for entry in entries]
-    writes: collections.deque[tuple[int, Any]] = collections.deque()
+    blocks = (
+        (number, chunk.first, _rows(array, chunk.first, chunk.last))
+        for number, (entry, array) in enumerate(zip(entries, arrays, strict=True))
+        for chunk in _chunks(entry)
+    )
     try:
-        watched = progress(entries, description="saving", show=show, delay=1.0, leave=False)
-        for number, (entry, array) in enumerate(zip(watched, arrays, strict=True)):
-            for _, first, last in _chunks(entry):
-                if failures and jax.process_count() == 1:
-                    break
-                rows = _rows(array, first, last)
-                if path is None or failures:
-                    continue
-                with noted(failures):
-                    target = _by_row(stores[number], entry)[first:last]
-                    write = target.write(_stored(rows), can_reference_source_data_indefinitely=True)
-                    writes.append((rows.nbytes, write))
-                    while sum(num_bytes for num_bytes, _ in writes) > _BYTES_IN_FLIGHT:
-                        writes.popleft()[1].result()
-    finally:  # after a failure too: no file may come into a folder that is being removed
-        for future in [*stores, *(write for _, write in writes)]:
-            with noted(failures):
-                future.result()
-    for entry in entries if path is not None and not failures else []:
-        with noted(failures):
-            folder = path / entry["folder"]
-            checksums = [_chunk_checksum(folder / chunk.file) for chunk in _chunks(entry)]
-            entry |= {"metadata_crc32": _file_checksum(folder / _METADATA), "crc32c": checksums}
+        if path is not None:
+            _write_blocks(path, entries, blocks)
+    except ValueError as error:  # as which TensorStore says all that the system refuses
+        raise _system_error(error) or OSError(errno.EIO, str(error)) from error
+    finally:
+        if jax.process_count() > 1:
+            collections.deque(blocks, maxlen=0)
     return entries
 
 
-@contextlib.contextmanager
-def noted(failures: list[OSError]) -> Iterator[None]:
-    """Appends what the system refuses inside the block, which ends there, to the failures."""
+def _write_blocks(
+    path: Path, entries: Sequence[dict[str, PyTree]], blocks: Iterator[tuple[int, int, np.ndarray]]
+) -> None:
+    """Writes blocks of rows, each with the numbers of its array and its first row, and notes all checksums."""
+    path.mkdir(parents=True)
+    stores = [_store(path, entry, create=True) for entry in entries]
+    writes: collections.deque[tuple[int, Any]] = collections.deque()
     try:
-        yield
-    except OSError as error:
-        failures.append(error)
-    except ValueError as error:  # as which TensorStore says all that the system refuses
-        failures.append(_system_error(error) or OSError(errno.EIO, str(error)))
+        for number, first, rows in blocks:
+            target = _by_row(stores[number], entries[number])[first : first + len(rows)]
+            write = target.write(_stored(rows), can_reference_source_data_indefinitely=True)
+            writes.append((rows.nbytes, write))
+            while sum(num_bytes for num_bytes, _ in writes) > _BYTES_IN_FLIGHT:
+                writes.popleft()[1].result()
+        for future in [*stores, *(write for _, write in writes)]:
+            future.result()
+    finally:  # after a failure too: no file may come into a folder that is being removed
+        for future in [*stores, *(write for _, write in writes)]:
+            future.exception()
+    for entry in entries:
+        folder = path / entry["folder"]
+        checksums = [_chunk_checksum(folder / chunk.file) for chunk in _chunks(entry)]
+        entry |= {"metadata_crc32": _file_checksum(folder / _METADATA), "crc32c": checksums}
 
 
 def copied(array: PyTree) -> np.ndarray | None:
@@ -172,7 +168,7 @@ def _file_checksum(file: Path) -> str:
 def _chunk_checksum(file: Path) -> str:
     """The CRC32C at the end of a chunk's file, in hexadecimal."""
     with open(file, "rb") as data:
-        data.seek(-_CHECKSUM_BYTES, os.SEEK_END)
+        data.seek(max(0, os.fstat(data.fileno()).st_size - _CHECKSUM_BYTES))
         return data.read().hex()
 
 
@@ -202,11 +198,7 @@ def _rows(array: PyTree, first: int, last: int) -> np.ndarray:
 def _host_rows(data: jax.Array, rows: np.ndarray) -> np.ndarray:
     if next(iter(data.devices())).platform == "cpu":
         return np.asarray(data)[_index(rows)]
-    # On an accelerator np.asarray would keep a copy of the whole array on the host.
-    first, last = int(rows.min()), int(rows.max())
-    if last - first >= 4 * rows.size:
-        return np.asarray(data[rows.astype(np.int32)])
-    return np.asarray(jax.lax.dynamic_slice_in_dim(data, np.int32(first), last - first + 1))[rows - first]
+    return np.asarray(data[rows.astype(np.int32)])  # np.asarray of all would keep a copy of it on the host
 
 
 def _index(rows: np.ndarray) -> np.ndarray | slice:
@@ -282,37 +274,8 @@ def _by_row(store: Any, entry: Mapping[str, PyTree]) -> PyTree:
 # Reading
 
 
-def check_entry(entry: Any, number: int) -> None:
-    """Checks that a manifest entry describes one array in the checkpoint's folder, with all checksums.
-
-    Args:
-      entry: an entry of the manifest.
-      number: position of the entry in the manifest.
-
-    Raises: CorruptCheckpointError: it does not.
-    """
-    try:
-        shape, checksums = entry["shape"], entry["crc32c"]
-        count = 0 if 0 in shape else [*shape, 1][0]
-        is_sound = (
-            entry["folder"] == f"{number:04d}"
-            and all(isinstance(size, int) and size >= 0 for size in (*shape, entry["rows_per_chunk"] - 1))
-            and len(checksums) == -(-count // entry["rows_per_chunk"])
-            and all(isinstance(part, str) for part in (*entry["path"], *checksums, entry["prng"] or ""))
-            and jnp.dtype(entry["dtype"]).name == entry["dtype"]
-            and _are_numbers(jnp.dtype(entry["dtype"]))
-        )
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-        is_sound = False
-    if not is_sound:
-        raise CorruptCheckpointError(
-            f"entry {number} of the manifest does not describe an array of this checkpoint with a checksum for each of "
-            "its chunks; take an older checkpoint."
-        )
-
-
 def open_array(path: Path, entry: Mapping[str, PyTree], name: str) -> SavedArray:
-    """The array of a checked entry, once all its files have the sizes and checksums that were written.
+    """The array of an entry of a manifest, once all its files are there and have the checksums that were written.
 
     Raises: CorruptCheckpointError: they are not.
     """
@@ -322,22 +285,9 @@ def open_array(path: Path, entry: Mapping[str, PyTree], name: str) -> SavedArray
         raise CorruptCheckpointError(
             f"{metadata} of {name!r} is missing or not what was written (CRC32 differs); take an older checkpoint."
         )
-    num_bytes = entry["rows_per_chunk"] * math.prod(shape[1:]) * dtype.itemsize + _CHECKSUM_BYTES
     for number, (chunk, checksum) in enumerate(zip(chunks, entry["crc32c"], strict=True)):
-        file = folder / chunk.file
-        size = file.stat().st_size if file.is_file() else None
-        if size != num_bytes:
-            was = "missing" if size is None else f"{size} bytes long"
-            raise CorruptCheckpointError(
-                f"{file} is {was}, but chunk {number} of {name!r} has {num_bytes} bytes; take an older checkpoint."
-            )
-        if _chunk_checksum(file) != checksum:
+        if not (file := folder / chunk.file).is_file() or _chunk_checksum(file) != checksum:
             raise _corrupt(file, number, chunk, name)
-    seen = {file.name for file in folder.iterdir() if not file.name.startswith(".")}  # a desktop's notes do no harm
-    if strange := seen - {_METADATA, *(chunk.file for chunk in chunks)}:
-        raise CorruptCheckpointError(
-            f"{folder / min(strange)} is no part of {name!r}; something else wrote here, so take an older checkpoint."
-        )
     return SavedArray(shape, dtype, functools.partial(_read, _store(path, entry), folder, entry, name))
 
 
@@ -358,7 +308,7 @@ def _read(future: Any, folder: Path, entry: Mapping[str, PyTree], name: str, int
             raise _system_error(error) or _corrupt(folder / chunk.file, number, chunk, name) from error
         return chunk.first, rows
 
-    for number, chunk in enumerate(progress(_chunks(entry), description=f"loading {name}", delay=1.0, leave=False)):
+    for number, chunk in enumerate(_chunks(entry)):
         first, last = chunk.first, chunk.last
         rows = np.empty((last - first, *columns), dtype) if into is None else into[first:last]
         target = tensorstore.array(_stored(rows), copy=False)
@@ -370,7 +320,7 @@ def _read(future: Any, folder: Path, entry: Mapping[str, PyTree], name: str, int
 
 
 def _corrupt(file: Path, number: int, chunk: _Chunk, name: str) -> CorruptCheckpointError:
-    why = "CRC32C differs" if file.is_file() else "something removed it meanwhile"
+    why = "CRC32C differs" if file.is_file() else "the file is missing"
     return CorruptCheckpointError(
         f"{file}: chunk {number}, rows {chunk.first} to {chunk.last - 1} of {name!r}, is not what was written ({why}); "
         "take an older checkpoint, and have the storage looked at."

@@ -17,15 +17,13 @@ table name, all arrays of an instant or none, and a refusal of files that are mi
 
 from __future__ import annotations
 
-import glob
+import contextlib
 import json
 import os
 import secrets
 import shutil
-import socket
-import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,7 +33,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from rsembed.checkpoint.arrays import as_saved, check_entry, copied, noted, open_array, write_arrays
+from rsembed.checkpoint.arrays import as_saved, copied, open_array, write_arrays
 from rsembed.checkpoint.states import (
     CorruptCheckpointError,
     SavedArray,
@@ -80,8 +78,6 @@ def manifest(path: str | os.PathLike[str]) -> dict[str, PyTree]:
             f"{path} has layout {body['layout_version']}, but this version of rsembed reads layout "
             f"{LAYOUT_VERSION}; read it with the version that wrote it."
         )
-    for number, entry in enumerate(body["arrays"]):
-        check_entry(entry, number)
     return body
 
 
@@ -163,40 +159,41 @@ def write(path: Path, contents: Contents) -> None:
     """
     if agreed(path.exists()):
         raise already_there(path)
-    raise_alike(written(path, contents), path)
+    with raised_alike(path):
+        write_folder(path, contents)
 
 
-def raise_alike(failure: BaseException | None, path: Path) -> None:
-    """Raises in all processes what went wrong in process 0, which writes into the path."""
-    if agreed(failure is not None):
+@contextlib.contextmanager
+def raised_alike(path: Path) -> Iterator[None]:
+    """Raises in all processes what went wrong inside the block in process 0, which writes into the path."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    if agreed(failure is not None) or failure is not None:
         raise failure or OSError(f"{path}: process 0 could not write; its own error says why.")
 
 
-def written(path: Path, contents: Contents, *, show: bool | None = None) -> OSError | None:
-    """Writes a checkpoint, and returns why that could not be done.
+def write_folder(path: Path, contents: Contents) -> None:
+    """Writes a complete checkpoint folder, or nothing.
 
     Args:
       path: the checkpoint's folder.
       contents: arrays anywhere; all processes call this, unless the arrays are `in_memory`.
-      show: the progress, see `rsembed.progress`.
+
+    Raises: FileExistsError, OSError: in process 0, as `save`.
     """
-    partial, failures, is_writer = hidden_beside(path), list[OSError](), jax.process_index() == 0
+    partial = hidden_beside(path) if jax.process_index() == 0 else None
     try:
-        if is_writer:
-            with noted(failures):
-                _remove_abandoned(path)
-                partial.mkdir(parents=True)
-        arrays = [array for array, _ in contents.leaves.values()]
-        entries = write_arrays(partial if is_writer and not failures else None, arrays, failures, show=show)
-        if is_writer and not failures:
+        entries = write_arrays(partial, [array for array, _ in contents.leaves.values()])
+        if partial is not None:
             for entry, (parts, (_, prng)) in zip(entries, contents.leaves.items(), strict=True):
                 entry |= {"path": list(parts), "prng": prng}
-            with noted(failures):
-                _publish(partial, path, encoded(contents.body | {"arrays": entries}))
+            _publish(partial, path, encoded(contents.body | {"arrays": entries}))
     finally:
-        if is_writer:
+        if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
-    return failures[0] if failures else None
 
 
 def agreed(said: Said) -> Said:
@@ -209,37 +206,9 @@ def already_there(path: Path) -> FileExistsError:
     return FileExistsError(f"{path} exists; checkpoints are never replaced: give every step a folder of its own.")
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Removes what interrupted saves of the path left behind."""
-    for torn in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
-        if _is_abandoned(torn):
-            shutil.rmtree(torn, ignore_errors=True)
-
-
 def hidden_beside(path: Path) -> Path:
-    """A hidden path beside `path` with the host and process that write there; no checkpoint has such a name."""
-    return path.with_name(f".{path.name}.{_HOST}-{os.getpid()}-{_PROCESS}-{secrets.token_hex(4)}.partial")
-
-
-_HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"
-_PROCESS = secrets.token_hex(4)  # process numbers come again: in a container, every time it starts
-
-
-def _is_abandoned(partial: Path) -> bool:
-    """Whether the process that wrote a partial folder has ended; False for a process of another machine."""
-    host, *rest = partial.name.split(".")[-2].split("-")
-    if host != _HOST or len(rest) != 3:
-        return False
-    process_id, process, _ = rest
-    if int(process_id) == os.getpid():
-        return process != _PROCESS
-    try:
-        os.kill(int(process_id), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
+    """A hidden path beside `path` that nobody else has; no checkpoint has such a name."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
 
 
 def _publish(partial: Path, path: Path, manifest_bytes: bytes) -> None:
@@ -291,12 +260,13 @@ def save(
 
     With several processes all call this with the same tree, on storage that process 0 can write: it gathers arrays
     chunk by chunk and writes them. Of several savers of one path the first to finish has it, the others get an error.
+    One that is killed leaves a hidden folder `.<name>.<number>.partial`, which nobody needs.
 
     Args:
       path: a folder that does not exist yet, such as `runs/a/step_001000`.
       tree: any pytree of numpy or JAX arrays, numbers and PRNG keys, of one instant. An `EmbeddingState` in it is
         written as `tables/<table>` and `slots/<table>/<slot>`, rows in the order of ids.
-      step: number of updates behind the tree; `latest` compares it.
+      step: number of updates behind the tree.
       metadata: values that JSON can hold.
 
     Raises:
@@ -455,28 +425,3 @@ def verify(path: str | os.PathLike[str]) -> None:
         if isinstance(array, SavedArray):
             for _ in array.blocks():
                 pass
-
-
-@validated
-def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint in `folder` with the highest step, or None.
-
-    Interrupted saves do not count; a checkpoint whose manifest is damaged is passed over with a warning.
-
-    Example:
-      >>> import tempfile, jax.numpy as jnp
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     for step in (9, 10):
-      ...         save(f"{folder}/step_{step}", {"x": jnp.arange(3)}, step=step)
-      ...     latest(folder).name, load(latest(folder)).tree["x"].tolist()
-      ('step_10', [0, 1, 2])
-    """
-    steps: dict[Path, int] = {}
-    for file in sorted(Path(folder).glob(f"*/{MANIFEST}")):
-        if file.parent.name.startswith("."):
-            continue
-        try:
-            steps[file.parent] = manifest(file.parent)["step"]
-        except (OSError, ValueError) as error:
-            warnings.warn(f"{file.parent} is passed over: {error}", stacklevel=2)
-    return max(steps, key=lambda path: steps[path], default=None)

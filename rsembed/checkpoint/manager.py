@@ -9,6 +9,7 @@ save ──copy──▶ memory ──thread──▶ step_000000100/
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -20,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import jax
 import numpy as np
@@ -37,19 +37,13 @@ from rsembed.checkpoint.files import (
     load,
     load_collection,
     manifest,
-    raise_alike,
+    raised_alike,
     verify,
-    written,
+    write_folder,
 )
 from rsembed.checkpoint.states import CorruptCheckpointError, belongings
 from rsembed.checks import NonNegativeInt, PositiveInt, validated
 from rsembed.collection import EmbeddingCollection
-
-fcntl: Any
-try:
-    import fcntl
-except ImportError:  # a system without such locks
-    fcntl = None
 
 _log = logging.getLogger("rsembed")
 _LOCK = ".writer"
@@ -66,8 +60,7 @@ class CheckpointManager:
     Args:
       folder: folder of the run; a second writer is refused.
       collection: collection whose states are saved, with any `others`; None saves any tree.
-      max_to_keep: number of undamaged checkpoints to keep, the last written; None keeps all. Damaged ones do not
-        count, and go when so many good ones are newer.
+      max_to_keep: number of checkpoints to keep, the last written; None keeps all.
       keep_period: checkpoints whose step is a multiple of it are always kept.
       asynchronous: False writes before `save` returns, and needs no memory for copies.
       read_only: True writes nothing and locks nothing: for a folder that another process writes, or that nobody can.
@@ -103,21 +96,15 @@ class CheckpointManager:
         self.folder, self.collection = Path(folder), collection
         self.max_to_keep, self.keep_period, self.asynchronous = max_to_keep, keep_period, asynchronous
         self.read_only = read_only
-        self._verified: dict[Path, Any] = {}
-        """Sizes and times of the files of good checkpoints, when these were read or written."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="rsembed-checkpoint")
         self._pending: Future[None] | None = None
         self._is_closed, self._lock = False, contextlib.ExitStack()
-        failure: Exception | None = None
-        if jax.process_index() == 0 and not read_only:
-            try:
+        with raised_alike(self.folder):
+            if jax.process_index() == 0 and not read_only:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._lock.enter_context(_only_writer(self.folder))
                 for torn in self.folder.glob(".step_*.partial"):  # of this run, and nobody writes them any more
                     shutil.rmtree(torn, ignore_errors=True)
-            except (OSError, RuntimeError) as error:
-                failure = error
-        raise_alike(failure, self.folder)
 
     # Writing
 
@@ -156,7 +143,8 @@ class CheckpointManager:
         if agreed(jax.process_index() == 0 and self._is_taken(path)):
             raise already_there(path)
         if not self.asynchronous:
-            raise_alike(written(path, contents), path)
+            with raised_alike(path):
+                write_folder(path, contents)
             self._remove_old(path)
             return
         self._pending = self._writer.submit(self._write, path, contents.in_memory())
@@ -168,7 +156,8 @@ class CheckpointManager:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            raise_alike(pending.exception(), self.folder)
+            with raised_alike(self.folder):
+                pending.result()
 
     def close(self) -> None:
         """Waits for the last write and releases the folder. Raises: OSError: as `wait_until_finished`."""
@@ -207,11 +196,9 @@ class CheckpointManager:
         if self._pending is not None:
             self._pending.exception()  # left for `save` and `wait_until_finished` to raise, in all processes alike
         for path in self._newest_first():
-            try:
-                verify(path)
+            if (problem := _problem(path)) is None:
                 return path
-            except (OSError, CorruptCheckpointError) as error:
-                warnings.warn(f"{path} is passed over: {error}", stacklevel=2)
+            warnings.warn(f"{path} is passed over: {problem}", stacklevel=2)
         return None
 
     @validated
@@ -276,16 +263,10 @@ class CheckpointManager:
 
     def _is_taken(self, path: Path) -> bool:
         """Whether the path has a checkpoint that must stay; removes a damaged one."""
-        if not path.exists():
-            return False
-        try:
-            verify(path)
-            return True
-        except (FileNotFoundError, CorruptCheckpointError) as error:
-            _log.warning("%s is damaged and is replaced: %s", path, error)
-        except (OSError, ValueError):  # of what cannot be read now, or by this version, nothing is known
-            return True
-        _remove(path)
+        problem = _problem(path) if path.exists() else None
+        if isinstance(problem, (FileNotFoundError, CorruptCheckpointError)):  # not if it cannot be read now
+            _log.warning("%s is damaged and is replaced: %s", path, problem)
+            _remove(path)
         return path.exists()
 
     def _contents(
@@ -304,36 +285,29 @@ class CheckpointManager:
         if jax.process_index() != 0:
             return
         try:
-            if (failure := written(path, contents, show=False)) is not None:
-                raise failure
+            write_folder(path, contents)
             self._remove_old(path)
         except Exception as error:
             _log.error("checkpoint %s could not be written: %s", path, error)
             raise
 
     def _remove_old(self, saved: Path) -> None:
-        """Removes checkpoints older than the last `max_to_keep` undamaged ones; `saved` is the newest of these."""
+        """Removes checkpoints older than the last `max_to_keep`; `saved` is the newest of these."""
         if self.max_to_keep is None or jax.process_index() != 0:
             return
-        self._verified[saved] = _seen(saved)
-        newest_first = [saved, *sorted(set(self.paths()) - {saved}, key=_when_written, reverse=True)]
-        num_good = 0
-        while newest_first and num_good < self.max_to_keep:
-            num_good += self._is_good(newest_first.pop(0))
-        for path in reversed(newest_first):  # a process that is killed meanwhile leaves the newer ones
+        older = sorted(set(self.paths()) - {saved}, key=_when_written)
+        for path in older[: max(len(older) + 1 - self.max_to_keep, 0)]:  # the oldest first: one may be killed meanwhile
             if self.keep_period is None or _step(path) % self.keep_period:
                 _remove(path)
-                self._verified.pop(path, None)
 
-    def _is_good(self, path: Path) -> bool:
-        """Whether all bytes of a checkpoint pass their checksums; read again only if its files have changed."""
-        try:
-            if self._verified.get(path) != (seen := _seen(path)):
-                verify(path)
-                self._verified[path] = seen
-        except (OSError, ValueError):
-            return False
-        return True
+
+def _problem(path: Path) -> Exception | None:
+    """Why a checkpoint cannot be read; None if all its bytes pass their checksums."""
+    try:
+        verify(path)
+    except (OSError, ValueError) as error:
+        return error
+    return None
 
 
 def _step(path: Path) -> int:
@@ -346,11 +320,6 @@ def _when_written(path: Path) -> tuple[int, int]:
         return (path / MANIFEST).stat().st_mtime_ns, _step(path)
     except OSError:
         return 0, _step(path)
-
-
-def _seen(path: Path) -> PyTree:
-    """Names, sizes and times of the files of a checkpoint."""
-    return sorted((str(file), (facts := file.stat()).st_size, facts.st_mtime_ns) for file in path.rglob("*"))
 
 
 def _remove(path: Path) -> None:
@@ -368,22 +337,18 @@ def _only_writer(folder: Path) -> PyTree:
     Raises: RuntimeError: another one holds it.
     """
     with open(folder / _LOCK, "a+") as file:
+        file.seek(0)
+        holder = file.read() or "it has not said which"
         try:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            holder = file.read() or "it has not said which"
             raise RuntimeError(
                 f"another process writes checkpoints into {folder}: {holder}. Give every run a folder of its own, or "
                 "end the other one."
             ) from None
         except OSError as error:  # a file system without locks
             _log.warning("%s cannot be locked (%s): see to it that no other run writes there.", folder, error)
-        file.seek(0)
-        file.truncate()
+        file.truncate(0)
         file.write(json.dumps({"host": socket.gethostname(), "process": os.getpid()}))
         file.flush()
         yield
-        file.seek(0)
-        file.truncate()

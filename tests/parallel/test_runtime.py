@@ -152,8 +152,8 @@ runpy.run_path("page.py")
 RESUMED_AND_TWIN = """
 import os, runpy
 
-step = os.path.basename(os.listdir("runs")[0])
-assert "step_000014" <= step < "step_000030", step
+(step,) = (name for name in os.listdir("runs") if name.startswith("step_"))
+assert "step_000000014" <= step < "step_000000030", step
 runpy.run_path("page.py")
 os.mkdir("twin")
 os.chdir("twin")
