@@ -96,9 +96,9 @@ command("run", "99_nothing") => CommandError: no notebook '99_nothing' ... 01_sh
 cli.find_notebook("0") => CommandError: '0' could mean ... 01_shakespeare
 command("run", "01", "STEPS") => CommandError: 'STEPS' ... NAME=VALUE
 cli.parse_settings(["=3"]) => CommandError: '=3' ... NAME=VALUE
-cli.replace_parameters("STEPS = 2", {"STEP": "3"}) => CommandError: unknown parameter STEP ... STEPS
-cli.replace_parameters("STEPS = 2", {"STEPS": "many"}) => CommandError: STEPS=many ... Python literal
-cli.replace_parameters("%matplotlib inline\nSTEPS = 2", {"STEPS": "3"}) => CommandError: 'parameters' ... no Python
+cli.with_settings("STEPS = 2", {"STEP": "3"}) => CommandError: unknown parameter STEP ... STEPS
+cli.with_settings("STEPS = 2", {"STEPS": "many"}) => CommandError: STEPS=many ... Python literal
+cli.with_settings("%matplotlib inline\nSTEPS = 2", {"STEPS": "3"}) => CommandError: 'parameters' ... no Python
 command("bench", "../rsembed/nnx") => CommandError: no benchmark
 command("bench", "sumary") => CommandError: no benchmark 'sumary' ... summary
 command("launch", "nothing.py") => CommandError: no script 'nothing.py'
