@@ -68,7 +68,7 @@ def load_task(settings: Settings) -> Task:
     if settings.data == "generated":
         log = datasets.generated_ratings(2_000, 500, seed=settings.seed)
     else:
-        log = datasets.movielens(settings.data, download=True, seed=settings.seed)
+        log = datasets.movielens(settings.data, download=True)
     is_last = log.is_last()
     train = np.flatnonzero(~is_last)
     counts = np.bincount(log.items[train], minlength=len(log.titles))

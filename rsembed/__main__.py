@@ -5,7 +5,6 @@ import ast
 import base64
 import importlib.metadata
 import io
-import json
 import os
 import platform
 import re
@@ -26,14 +25,6 @@ class CommandError(Exception):
     """A failure that the reader can mend; its message is all that is printed."""
 
 
-def notebook_paths() -> dict[str, Path]:
-    """The tutorials at hand, by name: those of the checkout, or those that came with the wheel."""
-    for folder in (_PACKAGE.parent / "notebooks", _PACKAGE / "_bundled" / "notebooks"):
-        if found := sorted(folder.glob("*.ipynb")):
-            return {path.stem: path for path in found}
-    return {}
-
-
 def find_notebook(name: str) -> Path:
     """The path of the notebook that `name` means.
 
@@ -44,7 +35,8 @@ def find_notebook(name: str) -> Path:
     """
     if name.endswith(".ipynb") and Path(name).is_file():
         return Path(name)
-    known = notebook_paths()
+    folders = (_PACKAGE / "_bundled" / "notebooks", _PACKAGE.parent / "notebooks")  # of the wheel, of the checkout
+    known = {path.stem: path for folder in folders for path in sorted(folder.glob("*.ipynb"))}
     matches = [name] if name in known else [stem for stem in known if stem.startswith(name)]
     if len(matches) == 1:
         return known[matches[0]]
@@ -52,11 +44,11 @@ def find_notebook(name: str) -> Path:
     raise CommandError(f"{problem}; known: {', '.join(known) or 'none'}.")
 
 
-def replace_parameters(source: str, settings: dict[str, str]) -> str:
-    """The parameters cell with the values of `settings` in place of its own; comments stay.
+def with_settings(source: str, settings: dict[str, str]) -> str:
+    """The parameters cell with `settings` assigned below its own values.
 
     Args:
-      source: the cell's code; its parameters are the top-level assignments to names, also to several at once.
+      source: the cell's code.
       settings: new values as Python literals. Where the present value is a string, bare words do too.
 
     Raises:
@@ -64,48 +56,29 @@ def replace_parameters(source: str, settings: dict[str, str]) -> str:
         that is no Python literal.
 
     Example:
-      >>> replace_parameters("STEPS = 200  # 5_000 in the docs", {"STEPS": "10"})
-      'STEPS = 10  # 5_000 in the docs'
+      >>> print(with_settings("STEPS = 20  # 5_000 in the docs", {"STEPS": "10"}))
+      STEPS = 20  # 5_000 in the docs
+      STEPS = 10
     """
-    values: dict[str, ast.expr] = {}
     try:
-        statements = ast.parse(source).body
+        tree = ast.parse(source)
     except SyntaxError as error:
         raise CommandError(f"the cell tagged 'parameters' is no Python: {error}.") from None
-    for node in statements:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if len(targets) == 1:
-                values |= dict(_assignments(targets[0], node.value))
-    if unknown := sorted(settings.keys() - values.keys()):
-        known = ", ".join(values) or "none"
+    names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    if unknown := sorted(settings.keys() - set(names)):
+        known = ", ".join(names) or "none"
         raise CommandError(f"unknown parameter {', '.join(unknown)}; this notebook knows {known}.")
-    # `ast` counts columns in bytes; replacing from the end keeps the earlier positions true.
-    lines = source.encode().splitlines(keepends=True)
-    for name in sorted(settings, key=lambda name: (values[name].lineno, values[name].col_offset), reverse=True):
-        old, new = values[name], _literal(name, settings[name], values[name])
-        first, last = old.lineno - 1, (old.end_lineno or old.lineno) - 1
-        tail = lines[last][old.end_col_offset :]
-        lines[first : last + 1] = [lines[first][: old.col_offset] + new.encode() + tail]
-    return b"".join(lines).decode()
-
-
-def _assignments(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
-    """Pairs of a name and the expression assigned to it, from `A = 1` or `A, B = 1, 2`."""
-    if isinstance(target, ast.Name):
-        yield target.id, value
-    elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-        for own, part in zip(target.elts, value.elts, strict=True):
-            yield from _assignments(own, part)
-
-
-def _literal(name: str, text: str, old: ast.expr) -> str:
-    try:
-        return repr(ast.literal_eval(text))
-    except (ValueError, SyntaxError):
-        if isinstance(old, ast.Constant) and isinstance(old.value, str):
-            return repr(text)
-        raise CommandError(f"{name}={text}: the value must be a Python literal, such as 0.1.") from None
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    texts = [ast.unparse(node.targets[0]) for node in assigned if isinstance(getattr(node.value, "value", 0), str)]
+    lines = [source]
+    for name, text in settings.items():
+        try:
+            lines.append(f"{name} = {ast.literal_eval(text)!r}")
+        except (ValueError, SyntaxError):
+            if name not in texts:
+                raise CommandError(f"{name}={text}: the value must be a Python literal, such as 0.1.") from None
+            lines.append(f"{name} = {text!r}")
+    return "\n".join(lines)
 
 
 def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
@@ -122,12 +95,11 @@ def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
     return settings
 
 
-def execute(notebook: Any, folder: Path, *, beside: Path, after_cell: Callable[..., None]) -> str | None:
+def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> str | None:
     """Runs all cells of a notebook, in place, with the interpreter that runs this.
 
     Args:
       notebook: an `nbformat` notebook; it receives the outputs, also those before a failure.
-      folder: the working folder of the cells.
       beside: the folder that the notebook lies in, whose modules its cells import.
       after_cell: called with `cell=` and its number from 0, `cell_index=`, as soon as a code cell has run.
 
@@ -138,25 +110,17 @@ def execute(notebook: Any, folder: Path, *, beside: Path, after_cell: Callable[.
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, DeadKernelError
 
-    # A kernel installed elsewhere under the usual name may belong to another Python: name our own. It is
-    # reached through files that only this user can open, not through network ports.
-    with tempfile.TemporaryDirectory() as folder_name:
-        spec = Path(folder_name) / "rsembed" / "kernel.json"
-        spec.parent.mkdir()
-        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        modules = os.pathsep.join(filter(None, [str(beside.resolve()), os.environ.get("PYTHONPATH")]))
-        described = {"argv": argv, "display_name": "rsembed", "language": "python", "env": {"PYTHONPATH": modules}}
-        spec.write_text(json.dumps(described))
+    modules = os.pathsep.join(filter(None, [str(beside.resolve()), os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory() as folder:
         manager = AsyncKernelManager(
-            kernel_name="rsembed",
-            kernel_spec_manager=KernelSpecManager(kernel_dirs=[folder_name]),
-            connection_file=f"{folder_name}/connection.json",
-            transport="ipc",
+            kernel_name="python3",
+            kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),  # of this Python: in folders may be another's
+            connection_file=f"{folder}/connection.json",
+            transport="ipc",  # files that only this user can open, not network ports
         )
-        where = {"metadata": {"path": str(folder)}}
-        client = NotebookClient(notebook, km=manager, timeout=None, resources=where, on_cell_executed=after_cell)
+        client = NotebookClient(notebook, km=manager, timeout=None, on_cell_executed=after_cell)
         try:
-            client.execute(cleanup_kc=True)
+            client.execute(cleanup_kc=True, env=os.environ | {"PYTHONPATH": modules})
         except CellExecutionError as error:
             kinds = [[output.output_type for output in cell.get("outputs", [])] for cell in notebook.cells]
             number = next(number for number, kind in enumerate(kinds, 1) if "error" in kind)
@@ -196,7 +160,7 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
 
     Args:
       name: see `find_notebook`.
-      settings: see `replace_parameters`.
+      settings: see `with_settings`.
       output: folder for `<notebook>.ipynb` and the pictures under `<notebook>/`.
 
     Returns: 0, or 1 when a cell failed.
@@ -219,7 +183,7 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
     if settings and not cells:
         raise CommandError(f"{path.stem} has no cell tagged 'parameters', so nothing can be set.")
     for cell in cells[:1]:
-        cell.source = replace_parameters(cell.source, settings)
+        cell.source = with_settings(cell.source, settings)
 
     chosen = " ".join(f"{key}={value}" for key, value in settings.items())
     print(f"Running {path.stem}" + (f" with {chosen}" if chosen else "") + " ...", flush=True)
@@ -238,7 +202,7 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
         for picture in save_pictures(cell, cell_index + 1, folder):
             print(f"  {time.monotonic() - start:.0f} s: {picture}", flush=True)
 
-    failure = execute(notebook, Path.cwd(), beside=path.parent, after_cell=tell)
+    failure = execute(notebook, beside=path.parent, after_cell=tell)
     seconds = time.monotonic() - start
     nbformat.write(notebook, executed)
     if failure:

@@ -227,17 +227,14 @@ def combine(*row_gradients: RowGradients) -> RowGradients:
         raise ValueError("combine needs at least one RowGradients.")
     check_type(row_gradients, tuple[RowGradients, ...], "combine: row_gradients")
     first = row_gradients[0]
-    if any(other.num_rows != first.num_rows for other in row_gradients):
-        raise ValueError(
-            f"row gradients of different collections cannot be combined: {[r.num_rows for r in row_gradients]}."
-        )
-    if any(other.shardings != first.shardings for other in row_gradients):
-        raise ValueError("row gradients of different meshes cannot be combined.")
-    if any(other.layout != first.layout for other in row_gradients):
-        raise ValueError(
-            "row gradients of different collections cannot be combined, although their tables have equal sizes."
-        )
     for own in row_gradients:
+        if own.shardings != first.shardings:
+            raise ValueError("row gradients of different meshes cannot be combined.")
+        if (own.num_rows, own.layout) != (first.num_rows, first.layout):
+            raise ValueError(
+                "row gradients of different collections cannot be combined; their tables have "
+                f"{first.num_rows} and {own.num_rows} rows."
+            )
         check_arrays(own)
     shardings = {name: split for name, *split in first.shardings or ()}
     rows, values = {}, {}

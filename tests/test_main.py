@@ -89,14 +89,11 @@ def test_bundled_notebooks_serve_where_there_is_no_checkout(tmp_path, monkeypatc
     assert command_line.find_notebook("01_tiny") == bundled / "01_tiny.ipynb"
 
 
-def test_replaced_parameters_keep_comments_and_neighbours():
-    replaced = command_line.replace_parameters(PARAMETERS, {"rates": "[1]", "SOURCE": "real"})
-    assert replaced == "STEPS = 3  # 5_000 for the docs\nSOURCE = 'real'\nrates: list = [1]  # é\n"
-
-
-def test_parameters_that_are_assigned_together_are_replaced_one_by_one():
-    source = "A, B = 1, 'two'  # both\nC = 3\n"
-    assert command_line.replace_parameters(source, {"B": "x", "A": "10"}) == "A, B = 10, 'x'  # both\nC = 3\n"
+def test_settings_are_assigned_below_the_parameters_also_of_those_assigned_together():
+    source = "A, B = 1, 2\n" + PARAMETERS
+    values = {}
+    exec(command_line.with_settings(source, {"B": "[1]", "SOURCE": "real"}), values)
+    assert [values[name] for name in ("A", "B", "STEPS", "SOURCE", "rates")] == [1, [1], 3, "real", [0.1]]
 
 
 def test_doctor_names_each_kernel_implementation(capsys):

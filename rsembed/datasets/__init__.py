@@ -15,7 +15,5 @@ from rsembed.datasets.ratings import movielens as movielens
 from rsembed.datasets.text import UNKNOWN_WORD as UNKNOWN_WORD
 from rsembed.datasets.text import Text as Text
 from rsembed.datasets.text import load_shakespeare as load_shakespeare
-from rsembed.datasets.text import next_word_batches as next_word_batches
 from rsembed.datasets.text import shakespeare as shakespeare
-from rsembed.datasets.text import unigram_entropy as unigram_entropy
 from rsembed.datasets.text import word_id_batches as word_id_batches

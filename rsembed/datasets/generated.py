@@ -25,14 +25,12 @@ def zipf_probabilities(
     vocabulary_size: Annotated[int, "[1, 2147483648)"],
     *,
     exponent: Annotated[float, "[0, inf)"] = 1.15,
-    seed: NonNegativeInt | None = None,
 ) -> Float64[np.ndarray, " vocab"]:
     """Probabilities of the bounded Zipf law: rank `r = 1, 2, …` has probability `r**-exponent / sum`.
 
     Args:
       vocabulary_size: number of ranks; because it is finite, every exponent from 0 (uniform) up is fine.
       exponent: 1.05 to 1.2 is usual for click logs and words; a larger one concentrates on fewer ids.
-      seed: None gives the order of ranks; a seed the order of ids that `zipf_ids` shuffles to with this seed.
 
     Raises: ValueError: `vocabulary_size` is below 1 or beyond int32, or `exponent` is negative or not finite.
 
@@ -41,12 +39,8 @@ def zipf_probabilities(
       [0.545, 0.273, 0.182]
     """
     weights = np.arange(1, vocabulary_size + 1, dtype=np.float64) ** -float(exponent)
-    by_rank: np.ndarray = weights / weights.sum()
-    if seed is None:
-        return by_rank
-    by_id: np.ndarray = np.empty_like(by_rank)
-    by_id[_id_of_rank(vocabulary_size, seed)] = by_rank
-    return by_id
+    probabilities: np.ndarray = weights / weights.sum()
+    return probabilities
 
 
 @validated
@@ -70,7 +64,7 @@ def zipf_ids(
       (0, dtype('int32'))
     """
     ranks = _zipf_ranks(_generator("zipf ranks", seed), num_ids, vocabulary_size, exponent)
-    return _id_of_rank(vocabulary_size, seed)[ranks] if shuffle else ranks
+    return id_of_rank(vocabulary_size, seed)[ranks] if shuffle else ranks
 
 
 def _generator(purpose: str, *seeds: int) -> np.random.Generator:
@@ -78,7 +72,8 @@ def _generator(purpose: str, *seeds: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64([zlib.crc32(purpose.encode()), *seeds]))
 
 
-def _id_of_rank(vocabulary_size: int, *seeds: int) -> np.ndarray:
+def id_of_rank(vocabulary_size: int, *seeds: int) -> np.ndarray:
+    """The order of ids that a seed shuffles to, the most popular first."""
     return _generator("zipf shuffle", *seeds).permutation(vocabulary_size).astype(np.int32)
 
 
@@ -150,7 +145,7 @@ def synthetic_clicks(
     sparse, num_features = {}, len(vocabulary_sizes)
     vector_sum, square_sum = np.zeros((num_samples, embedding_dim)), np.zeros((num_samples, embedding_dim))
     for feature, vocabulary_size in enumerate(vocabulary_sizes):
-        ids = _id_of_rank(vocabulary_size, seed, feature)[_zipf_ranks(rows, num_samples, vocabulary_size, exponent)]
+        ids = id_of_rank(vocabulary_size, seed, feature)[_zipf_ranks(rows, num_samples, vocabulary_size, exponent)]
         # Column 0 is the id's bias, the others its vector.
         truth = _generator("click ids", seed, feature).standard_normal((vocabulary_size, 1 + embedding_dim))
         log_odds += CLICK_BIAS_STD / math.sqrt(num_features) * truth[ids, 0]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import logging
 import os
 import zipfile
-from pathlib import Path
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32, Int64
 
 from rsembed.checks import NonNegativeInt, PositiveInt, check_within, validated
-from rsembed.datasets.generated import zipf_probabilities
+from rsembed.datasets.generated import id_of_rank, zipf_probabilities
 from rsembed.datasets.text import Published
 
 GENRES = (
@@ -110,14 +108,9 @@ class RatingsLog:
     law: TasteLaw | None = None
 
     @property
-    def is_generated(self) -> bool:
-        """Whether the log was generated, so that no person gave these ratings."""
-        return self.law is not None
-
-    @property
     def days(self) -> Float64[np.ndarray, " ratings"]:
         """Time of each rating in days since the first, in a generated log since the beginning of its law."""
-        start = START_SECONDS if self.is_generated else self.timestamps.min()
+        start = START_SECONDS if self.law is not None else self.timestamps.min()
         return (self.timestamps - start) / DAY_SECONDS
 
     def is_last(self) -> Bool[np.ndarray, " ratings"]:
@@ -180,8 +173,8 @@ def generated_ratings(
 
     Example:
       >>> log = generated_ratings(100, 80, seed=0)
-      >>> log.is_generated, len(log.titles), int(np.bincount(log.users).min()) >= 20
-      (True, 80, True)
+      >>> len(log.titles), int(np.bincount(log.users).min()) >= 20
+      (80, True)
     """
     check_within("[1, inf)", num_users, "generated_ratings: num_users")
     check_within(f"[{2 * FEWEST_RATINGS}, inf)", num_items, "generated_ratings: num_items")
@@ -223,7 +216,8 @@ def _law(
 ) -> tuple[TasteLaw, np.ndarray]:
     """A random `TasteLaw`, and the genres of each item."""
     centres = _unit(generator.standard_normal((len(GENRES), TASTE_DIM)))
-    weights = zipf_probabilities(len(GENRES), exponent=0.5, seed=3)  # dramas are more frequent than westerns
+    ranks = np.argsort(id_of_rank(len(GENRES), 3))  # dramas are more frequent than westerns
+    weights = zipf_probabilities(len(GENRES), exponent=0.5)[ranks]
     drawn = np.argsort(-np.log(weights) - generator.gumbel(size=(num_items, len(GENRES))), axis=1)
     genres = np.zeros((num_items, len(GENRES)), bool)
     for number, how_many in enumerate(1 + generator.integers(0, 3, num_items)):
@@ -281,10 +275,11 @@ def _visits(
 ARCHIVES = {
     name: Published(
         reader="movielens",
-        names=(f"{name}.zip", f"{name}/{name}.zip"),
+        name=f"{name}.zip",
+        kind="an archive",
+        title=f"MovieLens, {name}",
         url=f"https://files.grouplens.org/datasets/movielens/{name}.zip",
         known_hash=f"md5:{digest}",
-        source="ratings",
     )
     for name, digest in (
         ("ml-100k", "0e33842e24a9c977be4e0107933c0723"),
@@ -292,28 +287,20 @@ ARCHIVES = {
     )
 }
 """Archives of MovieLens by name, with the checksums that GroupLens publishes beside the files."""
-SIZES = {"ml-100k": (943, 1682, 106.0), "ml-1m": (6040, 3883, 165.6)}
-"""Users, films and ratings per user of each, which a generated log imitates."""
-SOURCES = ("auto", "ratings", "generated")
-
-_log = logging.getLogger("rsembed")
 
 
 @validated
 def movielens(
     name: str = "ml-1m",
     *,
-    source: str = "auto",
     path: str | os.PathLike[str] | None = None,
     download: bool = False,
     max_users: PositiveInt | None = None,
-    seed: NonNegativeInt = 0,
 ) -> RatingsLog:
-    """The ratings of MovieLens, or a generated log of the same form and size where they cannot be had.
+    """The ratings of MovieLens; `generated_ratings` has the same form where they cannot be had.
 
     The archive is searched in `path`, then in the file or folder named by the environment variable `RSEMBED_DATA`, then
-    in pooch's cache, and fetched only if `download`. A generated log says so: in a warning to the logger "rsembed", in
-    `source` and in `is_generated`.
+    in pooch's cache, and fetched only if `download`.
 
     MovieLens may be used for research, with acknowledgement and without a claim that GroupLens endorses it; it must be
     neither redistributed nor used commercially without their permission. So it does not come with this library.
@@ -321,46 +308,23 @@ def movielens(
     Args:
       name: "ml-100k" (5 MB; 943 users, 1,682 films, 100,000 ratings) or "ml-1m" (6 MB; 6,040 users, 3,883 films, a
         million ratings).
-      source: "auto" takes people's ratings if they are found, else a generated log; "ratings" insists on the former,
-        "generated" on the latter.
       path: the archive, or a folder with `<name>.zip`. An archive of your own may have any other name, and is then read
         without a checksum.
       download: allow fetching the archive into the cache folder. Without an answer within seconds, it was not found.
       max_users: keep only the first users; a hundred make a test quick.
-      seed: of a generated log.
 
     Returns:
       The log in the order of time; equal times stay in the order of the file.
 
     Raises:
       ValueError: an argument is unknown or out of range, or an archive has another checksum or form than published.
-      FileNotFoundError: `path` has no archive, or `source="ratings"` found none.
+      FileNotFoundError: no archive was found.
 
     Source: Harper and Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 5(4), 2015.
-
-    Example:
-      >>> log = movielens("ml-100k", source="generated", max_users=50)
-      >>> log.is_generated, len(log.user_ids), len(log.titles)
-      (True, 50, 1682)
     """
-    if name not in ARCHIVES or source not in SOURCES:
-        raise ValueError(f"movielens: name={name!r} is none of {(*ARCHIVES,)}, or source={source!r} none of {SOURCES}.")
-    file = ARCHIVES[name].find(source, path, download=download)
-    if file is not None:
-        log = _read(name, file, max_users)
-        _log.info("movielens: %s", log.source)
-        return log
-    if source == "auto":
-        _log.warning("movielens: this log is GENERATED, not people's, as %s.", ARCHIVES[name].way_out)
-    num_users, num_items, ratings_per_user = SIZES[name]
-    num_users = min(num_users, max_users or num_users)
-    return generated_ratings(num_users, num_items, ratings_per_user=ratings_per_user, seed=seed)
-
-
-def _read(name: str, file: Path, max_users: int | None) -> RatingsLog:
-    content = file.read_bytes()
-    is_published = ARCHIVES[name].check(file, content)
-    whose = f"{name} (md5 verified)" if is_published else "an archive of your own"
+    if name not in ARCHIVES:
+        raise ValueError(f"movielens: name={name!r} is none of {(*ARCHIVES,)}.")
+    content, origin = ARCHIVES[name].read(path, download=download)
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             numbers, genre_names, films = _parsed(name, archive)
@@ -368,11 +332,11 @@ def _read(name: str, file: Path, max_users: int | None) -> RatingsLog:
         item_ids = np.array(sorted(films), np.int64)
         titles, genres = zip(*(films[film] for film in item_ids.tolist()), strict=True)
     except (KeyError, IndexError, ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"movielens: {file} has not the form of {name}.zip: {error}.") from error
+        raise ValueError(f"movielens: {origin} has not the form of {name}.zip: {error}.") from error
     user_ids = np.unique(numbers[:, 0])[:max_users]
     numbers = numbers[np.isin(numbers[:, 0], user_ids)]
     if not len(numbers) or not np.isin(numbers[:, 1], item_ids).all():
-        raise ValueError(f"movielens: {file} has no ratings, or ratings of films that it does not list.")
+        raise ValueError(f"movielens: {origin} has no ratings, or ratings of films that it does not list.")
     return RatingsLog(
         users=np.searchsorted(user_ids, numbers[:, 0]).astype(np.int32),
         items=np.searchsorted(item_ids, numbers[:, 1]).astype(np.int32),
@@ -383,7 +347,7 @@ def _read(name: str, file: Path, max_users: int | None) -> RatingsLog:
         titles=titles,
         genres=np.array([[name in own for name in genre_names] for own in genres]),
         genre_names=genre_names,
-        source=f"MovieLens, {whose}, from {file}",
+        source=origin,
     )
 
 

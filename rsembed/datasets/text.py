@@ -10,14 +10,13 @@ import hashlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Int, Int32
 
-from rsembed.checks import NonNegativeInt, PositiveInt, validated
+from rsembed.checks import PositiveInt, validated
 from rsembed.progress import is_watched
 
 TIMEOUT_SECONDS = 5.0
@@ -27,116 +26,78 @@ _log = logging.getLogger("rsembed")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Published:
-    """A published file.
+    """A file that others publish, which may be at hand, in the cache or on the network.
 
     Attributes:
-      reader: the function that reads it, which errors name.
-      names: what it is called inside a folder; in the cache it has the first name.
+      reader: the function that reads it, which messages name.
+      name: what it is called inside a folder, the cache among them.
+      kind: "a text file" or "an archive".
+      title: what is in it.
       url: where it is fetched.
       known_hash: `algorithm:digest` of its content.
-      source: what `source=` insists on it.
     """
 
     reader: str
-    names: tuple[str, ...]
+    name: str
+    kind: str
+    title: str
     url: str
     known_hash: str
-    source: str
 
-    def find(self, source: str, path: str | os.PathLike[str] | None, *, download: bool) -> Path | None:
-        """The file, or one that takes its place: in `path`, else in `RSEMBED_DATA`, in pooch's cache, or fetched.
+    def read(self, path: str | os.PathLike[str] | None, *, download: bool) -> tuple[bytes, str]:
+        """Content of the file, or of one of the user's own, and a sentence about its origin.
 
         Args:
-          source: "auto" looks for the file, and gives None without one; so does a source that needs no file.
-          path: a file or folder.
+          path: a file or folder; without it, `RSEMBED_DATA` may name one, else pooch's cache may have the file.
           download: allow fetching it into the cache. Without an answer within seconds, it was not found.
 
         Raises:
-          FileNotFoundError: `path` has no such file, or `source` insists on one, and none was found.
-          ValueError: the source needs no file.
+          FileNotFoundError: `path` has no such file, or none was found.
+          ValueError: a file bears the published name, and is another one.
         """
-        if source not in ("auto", self.source):
-            if path is not None or download:
-                raise ValueError(
-                    f"{self.reader}: source={source!r} needs no file; drop path= and download=, or source=."
-                )
-            return None
         file = self._found(path, download)
-        if file is None and source == self.source:
-            raise FileNotFoundError(f"{self.reader}: source={source!r}, but {self.way_out}.")
-        return file
-
-    @property
-    def way_out(self) -> str:
-        """Sentence about a file that was not found, and how to have it."""
-        return (
-            f"no {self.names[0]} was found: give path=FILE, set RSEMBED_DATA to the file or its folder, allow "
-            "download=True where there is a network, or do without: source='generated'"
-        )
-
-    def _found(self, path: str | os.PathLike[str] | None, download: bool) -> Path | None:
-        if path is not None:
-            if (file := self._inside(Path(path))) is None:
-                raise FileNotFoundError(
-                    f"{self.reader}: path={os.fspath(path)!r} is neither {self._kind} nor a folder with "
-                    f"{' or '.join(self.names)}; correct it, or leave it out."
-                )
-            return file
-        if named := os.environ.get("RSEMBED_DATA"):
-            if (file := self._inside(Path(named))) is not None:
-                return file
-            known = self._kind, self.names[0]
-            _log.warning("%s: RSEMBED_DATA=%s is not %s and holds no %s; looking on.", self.reader, named, *known)
-        if download:  # unless the cache has it
-            return self._fetched()
-        cached = _cache_folder() / self.names[0]
-        return cached if cached.is_file() else None
-
-    def check(self, file: Path, content: bytes) -> bool:
-        """Whether this is the published file, and no other one of the user's.
-
-        Raises: ValueError: it bears the published name, and is another one.
-        """
+        content = file.read_bytes()
         algorithm, known = self.known_hash.split(":")
         digest = hashlib.new(algorithm, content, usedforsecurity=False).hexdigest()
-        if digest != known and any(file.parts[-len(parts) :] == parts for parts in (Path(n).parts for n in self.names)):
+        if digest == known:
+            return content, f"{self.title} ({algorithm} verified) from {file}"
+        if file.name == self.name:
             raise ValueError(
                 f"{self.reader}: checksum mismatch, {file} has {algorithm} {digest}, the published file has {known}. "
                 "Delete a broken download and fetch it again; give a file of your own another name."
             )
-        return digest == known
+        return content, f"{self.kind} of your own from {file}"
 
-    @property
-    def _kind(self) -> str:
-        return "an archive" if self._is_archive else "a text file"
+    def _found(self, path: str | os.PathLike[str] | None, download: bool) -> Path:
+        import pooch
 
-    @property
-    def _is_archive(self) -> bool:
-        return self.names[0].endswith(".zip")
+        place = path if path is not None else os.environ.get("RSEMBED_DATA")
+        if place:
+            if (file := self._inside(Path(place).expanduser())) is not None:
+                return file
+            missing = f"{os.fspath(place)!r} is neither {self.kind} nor a folder with {self.name}"
+            if path is not None:
+                raise FileNotFoundError(f"{self.reader}: path={missing}; correct it, or leave it out.")
+            _log.warning("%s: RSEMBED_DATA=%s; looking on.", self.reader, missing)
+        cached = Path(pooch.os_cache("rsembed")) / self.name
+        if download:  # unless the cache has it
+            downloader = pooch.HTTPDownloader(timeout=TIMEOUT_SECONDS, progressbar=is_watched())
+            try:
+                pooch.retrieve(self.url, self.known_hash, cached.name, cached.parent, downloader=downloader)
+            except OSError as error:  # what requests raises, too
+                _log.warning("%s: could not fetch %s (%s).", self.reader, self.url, type(error).__name__)
+        if not cached.is_file():
+            raise FileNotFoundError(
+                f"{self.reader}: no {self.name} was found: give path=FILE, set RSEMBED_DATA to the file or its folder, "
+                "allow download=True where there is a network, or do with generated data."
+            )
+        return cached
 
     def _inside(self, place: Path) -> Path | None:
         """The file itself, or the published one inside a folder. An archive is no text, nor the reverse."""
-        place = place.expanduser()
         if place.is_file():
-            return place if (place.suffix == ".zip") == self._is_archive else None
-        return next((place / name for name in self.names if (place / name).is_file()), None)
-
-    def _fetched(self) -> Path | None:
-        import pooch
-
-        downloader = pooch.HTTPDownloader(timeout=TIMEOUT_SECONDS, progressbar=is_watched())
-        where = self.url, self.known_hash, self.names[0], _cache_folder()
-        try:
-            return Path(pooch.retrieve(*where, downloader=downloader))
-        except OSError as error:  # what requests raises, too
-            _log.warning("%s: could not fetch %s (%s).", self.reader, self.url, type(error).__name__)
-            return None
-
-
-def _cache_folder() -> Path:
-    import pooch
-
-    return Path(pooch.os_cache("rsembed"))
+            return place if (place.suffix == ".zip") == self.name.endswith(".zip") else None
+        return place / self.name if (place / self.name).is_file() else None
 
 
 UNKNOWN_WORD = "<unk>"
@@ -144,10 +105,11 @@ UNKNOWN_WORD = "<unk>"
 
 CORPUS = Published(
     reader="shakespeare",
-    names=("tinyshakespeare.txt", "tinyshakespeare/input.txt"),
+    name="tinyshakespeare.txt",
+    kind="a text file",
+    title="tinyshakespeare, the real corpus",
     url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     known_hash="sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-    source="corpus",
 )
 SOURCES = ("auto", "generated", "pastiche", "corpus")
 BUNDLED = {
@@ -197,8 +159,8 @@ def shakespeare(
         grammar, speakers' names and stops among them: a small model learns to write such. "pastiche" is a short
         play, written by hand, with as many rare words as any text. Both are bundled. "auto" takes the real corpus if
         it is found, else the generated text, and tells the logger "rsembed" which.
-      path: a text file, or a folder with `tinyshakespeare.txt` or `tinyshakespeare/input.txt`. Your own text
-        may have any other name, and is then read without a checksum.
+      path: a text file, or a folder with `tinyshakespeare.txt`. Your own text may have any other name, and is then
+        read without a checksum.
       download: allow fetching the corpus (1.1 MB) into the cache folder. Without an answer within seconds, it was not
         found.
       max_words: keep only the first words; a few hundred make a test quick.
@@ -222,36 +184,34 @@ def shakespeare(
     """
     if source not in SOURCES:
         raise ValueError(f"shakespeare: source={source!r} is none of {SOURCES}.")
-    file = CORPUS.find(source, path, download=download)
-    bundled = "pastiche" if source == "pastiche" else "generated"
-    content, sentence = _read(file, *BUNDLED[bundled])
-    _log.info("shakespeare: %s", sentence)
-    words = content.split()[:max_words]
+    if source in ("auto", "corpus"):
+        try:
+            content, origin = CORPUS.read(path, download=download)
+        except FileNotFoundError:
+            if source == "corpus" or path is not None:
+                raise
+            source = "generated"
+    elif path is not None or download:
+        raise ValueError(f"shakespeare: source={source!r} needs no file; drop path= and download=, or source=.")
+    if source in BUNDLED:
+        name, origin = BUNDLED[source]
+        content = _bundled_file(name).read_bytes()
+    _log.info("shakespeare: %s", origin)
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"shakespeare: {origin} is not UTF-8 text ({error}); convert it first.") from error
+    words = text.split()[:max_words]
+    if not words:
+        raise ValueError(f"shakespeare: {origin} has no words; give a text with at least one.")
     counts = Counter(word for word in words if word != UNKNOWN_WORD)
     # A stable sort keeps words of equal count in order of first appearance.
     ranked = sorted(counts, key=lambda word: -counts[word])[: vocabulary_size - 1]
     ids = {word: rank for rank, word in enumerate(ranked, start=1)}
     word_ids = np.array([ids.get(word, 0) for word in words], np.int32)
-    best_loss = BEST_LOSS if file is None and bundled == "generated" and word_ids.all() else None
+    best_loss = BEST_LOSS if source == "generated" and word_ids.all() else None
     vocabulary = (UNKNOWN_WORD, *ranked)
-    return Text(word_ids=word_ids, vocabulary=vocabulary, source=sentence, content=content, best_loss=best_loss)
-
-
-def _read(file: Path | None, bundled: str, sentence: str) -> tuple[str, str]:
-    """Content of `file`, or of the bundled text where there is none, and a sentence about its origin."""
-    origin = bundled if file is None else str(file)
-    content = (_bundled_file(bundled) if file is None else file).read_bytes()
-    if file is not None:
-        is_corpus = CORPUS.check(file, content)
-        whose = "tinyshakespeare, the real corpus (sha256 verified)" if is_corpus else "a text of your own"
-        sentence = f"{whose}, from {origin}"
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"shakespeare: {origin} is not UTF-8 text ({error}); convert it first.") from error
-    if not text.strip():
-        raise ValueError(f"shakespeare: {origin} has no words; give a text with at least one.")
-    return text, sentence
+    return Text(word_ids=word_ids, vocabulary=vocabulary, source=origin, content=text, best_loss=best_loss)
 
 
 def _bundled_file(name: str) -> Path:
@@ -265,27 +225,18 @@ def _bundled_file(name: str) -> Path:
 
 
 @validated
-def load_shakespeare(
-    vocab_size: PositiveInt, *, source: str = "auto", path: str | os.PathLike[str] | None = None
-) -> Int32[np.ndarray, " words"]:
+def load_shakespeare(vocab_size: PositiveInt) -> Int32[np.ndarray, " words"]:
     """Word ids as the published tutorial numbers them: the most frequent word is 0, and so is every unknown word.
 
-    `shakespeare` keeps the two apart; use this one to compare with the tutorial.
-
-    Args:
-      vocab_size: number of ids; as many of the most frequent words get one of their own.
-      source: as in `shakespeare`.
-      path: as in `shakespeare`.
+    `shakespeare` keeps the two apart; use this one to compare with the tutorial. It reads the text that
+    `shakespeare()` reads, and gives an id of its own to as many of the most frequent words as `vocab_size`.
 
     Example:
-      >>> load_shakespeare(2048, source="pastiche").dtype
+      >>> load_shakespeare(2048).dtype
       dtype('int32')
     """
-    ids = shakespeare(vocab_size + 1, source=source, path=path).word_ids
+    ids = shakespeare(vocab_size + 1).word_ids
     return np.maximum(ids - np.int32(1), np.int32(0))
-
-
-SPLITS = ("train", "validation")
 
 
 @validated
@@ -323,97 +274,11 @@ def word_id_batches(
             f"word_id_batches: {len(word_ids)} words are too few for windows of seq_len={seq_len} and "
             f"a label; give at least {seq_len + 1} words or a smaller seq_len."
         )
+    narrow = np.asarray(word_ids).astype(np.int32)
+    if (narrow != np.asarray(word_ids)).any():
+        raise ValueError("word_id_batches: word_ids must fit int32; give ids from 0 to below the size of a vocabulary.")
     positions = np.arange(batch_size)[:, None] + np.arange(seq_len + 1)
-    windows = _narrow("word_id_batches", word_ids)[positions % len(word_ids)]
+    windows = narrow[positions % len(word_ids)]
     windows.flags.writeable = False
     features = {f"words_{table}": [windows[:, :-1, None]] * num_steps for table in range(num_tables)}
     return features, [windows[:, -1]] * num_steps
-
-
-@validated
-def next_word_batches(
-    word_ids: Int[np.ndarray, " words"],
-    *,
-    batch_size: PositiveInt,
-    sequence_length: PositiveInt,
-    num_batches: PositiveInt | None = None,
-    seed: NonNegativeInt = 0,
-    split: str = "train",
-    validation_fraction: Annotated[float, "[0, 1)"] = 0.1,
-) -> Iterator[tuple[Int32[np.ndarray, "batch seq"], Int32[np.ndarray, " batch"]]]:
-    """Windows of a text with the word that follows each, as `(contexts, labels)` pairs of full batches.
-
-    The text is cut once: its end is for validation, and no window crosses the cut.
-
-    Args:
-      word_ids: the text.
-      batch_size: windows per batch.
-      sequence_length: context words per window.
-      num_batches: for "train" any number (default: as many as one pass over the text would take); for
-        "validation" at most this many (default: every full batch; a rest smaller than a batch is left out).
-      seed: the training windows are drawn by `Generator(PCG64(seed))`; equal seeds give equal batches.
-      split: "train" draws windows at random with replacement; "validation" goes through them in text order,
-        one word further each time.
-      validation_fraction: share of the words kept for validation, from 0 up to but not including 1.
-
-    Raises: ValueError: an argument is out of range, or the split has too few words.
-
-    Example:
-      >>> contexts, labels = next(next_word_batches(np.arange(100), batch_size=4, sequence_length=3, seed=1))
-      >>> contexts.shape, (labels == contexts[:, -1] + 1).all()
-      ((4, 3), np.True_)
-    """
-    if split not in SPLITS:
-        raise ValueError(f"next_word_batches: split={split!r} is none of {SPLITS}.")
-    cut = len(word_ids) - round(len(word_ids) * validation_fraction)
-    word_ids = _narrow("next_word_batches", word_ids)
-    part = word_ids[:cut] if split == "train" else word_ids[cut:]
-    num_windows = len(part) - sequence_length
-    needed = 1 if split == "train" else batch_size
-    if num_windows < needed:
-        raise ValueError(
-            f"next_word_batches: the {split} part has {len(part)} words, but batch_size={batch_size} and "
-            f"sequence_length={sequence_length} need {sequence_length + needed}; give more words, smaller "
-            f"sizes, or another validation_fraction (now {validation_fraction})."
-        )
-    whole = num_windows // batch_size
-    if split == "train":
-        generator = np.random.Generator(np.random.PCG64(seed))
-        starts = (generator.integers(0, num_windows, size=batch_size) for _ in range(num_batches or max(1, whole)))
-    else:
-        starts = (batch * batch_size + np.arange(batch_size) for batch in range(min(num_batches or whole, whole)))
-    windows = (part[first[:, None] + np.arange(sequence_length + 1)] for first in starts)
-    return ((words[:, :-1], words[:, -1]) for words in windows)
-
-
-def _narrow(where: str, word_ids: Any) -> np.ndarray:
-    narrow = np.asarray(word_ids).astype(np.int32)
-    if (narrow != np.asarray(word_ids)).any():
-        raise ValueError(f"{where}: word_ids must fit int32; give ids from 0 to below the size of a vocabulary.")
-    return narrow
-
-
-@validated
-def unigram_entropy(word_ids: Int[np.ndarray, " words"], vocabulary_size: int) -> float:
-    """Entropy of the words' frequencies, in nats: the loss of a model that knows them and sees no context.
-
-    Args:
-      word_ids: the text.
-      vocabulary_size: number of ids; every id must be below it.
-
-    Raises: ValueError: there is no word, or an id is out of range.
-
-    Example:
-      >>> round(unigram_entropy(np.array([0, 1, 0, 1]), 2), 4)
-      0.6931
-    """
-    if len(word_ids) == 0:
-        raise ValueError("unigram_entropy: no words; give at least one id.")
-    if np.min(word_ids) < 0 or np.max(word_ids) >= vocabulary_size:
-        raise ValueError(
-            f"unigram_entropy: ids reach from {np.min(word_ids)} to {np.max(word_ids)}, outside "
-            f"vocabulary_size={vocabulary_size}; pass the size that the text was loaded with."
-        )
-    counts = np.bincount(word_ids, minlength=vocabulary_size)
-    frequencies = counts[counts > 0] / len(word_ids)
-    return float(-np.sum(frequencies * np.log(frequencies)))

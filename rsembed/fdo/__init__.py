@@ -10,7 +10,6 @@ from rsembed.fdo.limits import EXACT as EXACT
 from rsembed.fdo.limits import LimitsPolicy as LimitsPolicy
 from rsembed.fdo.limits import PartitionLimits as PartitionLimits
 from rsembed.fdo.limits import limits_from_statistics as limits_from_statistics
-from rsembed.fdo.limits import report as report
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
 from rsembed.fdo.statistics import TableDrops as TableDrops
 

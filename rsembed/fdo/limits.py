@@ -16,7 +16,7 @@ import numpy as np
 
 from rsembed.checks import PositiveInt, validated, within
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
-from rsembed.specs import StackedTableSpec, features_of
+from rsembed.specs import StackedTableSpec
 from rsembed.stacking import SUBLANES, round_up
 
 _log = logging.getLogger("rsembed")
@@ -137,50 +137,3 @@ def _warn_of_other_cores(stack: StackedTableSpec, statistics: SparseDenseMatmulI
             num_sizes,
             num_cores,
         )
-
-
-@validated
-def report(feature_specs: Any, statistics: SparseDenseMatmulInputStats, num_sc_per_device: PositiveInt) -> str:
-    """A table of limits, of the largest values seen, and of what was dropped, one line per stack; print it.
-
-    Ids are per partition, buffer places per device. Behind it stand the tables that lost ids, where statistics of a
-    single batch tell them.
-
-    Args:
-      feature_specs: placed specs.
-      statistics: of one or many batches.
-      num_sc_per_device: cores per device.
-    """
-    stacks = {
-        stack.stack_name: stack
-        for feature in features_of(feature_specs)
-        if (stack := feature.table_spec.stacked_table_spec) is not None
-    }
-    rows = [("stack", "ids limit", "seen", "unique limit", "seen", "buffer", "needed", "dropped")]
-    for name, stack in stacks.items():
-        buffer = stack.suggested_coo_buffer_size_per_device
-        rows.append(
-            (
-                name,
-                f"{stack.max_ids_per_partition:,}",
-                _most(statistics.max_ids_per_partition, name),
-                f"{stack.max_unique_ids_per_partition:,}",
-                _most(statistics.max_unique_ids_per_partition, name),
-                "worst case" if buffer is None else f"{buffer:,}",
-                _most(statistics.required_buffer_size_per_sc, name, num_sc_per_device),
-                f"{int(np.sum(statistics.id_drop_counters.get(name, 0))):,}",
-            )
-        )
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
-    lines += [
-        f"table {table} lost {drops.ids:,} ids to max_ids_per_partition, {drops.unique_ids:,} to "
-        f"max_unique_ids_per_partition, {drops.buffer:,} to the buffer"
-        for table, drops in statistics.id_drops_by_table.items()
-        if any(drops)
-    ]
-    return "\n".join(lines)
-
-
-def _most(values: Mapping[str, Any], name: str, factor: int = 1) -> str:
-    return f"{int(np.max(values[name])) * factor:,}" if name in values else "-"

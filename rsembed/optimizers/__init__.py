@@ -27,7 +27,6 @@ from rsembed.optimizers.regularized import AdamW as AdamW
 from rsembed.optimizers.regularized import CounterAdagrad as CounterAdagrad
 from rsembed.optimizers.regularized import CowClipAdagrad as CowClipAdagrad
 from rsembed.optimizers.regularized import DecayedAdagrad as DecayedAdagrad
-from rsembed.optimizers.regularized import RowWiseRMSProp as RowWiseRMSProp
 from rsembed.optimizers.rules import F2A as F2A
 from rsembed.optimizers.rules import FTRL as FTRL
 from rsembed.optimizers.rules import SGD as SGD

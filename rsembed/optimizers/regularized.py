@@ -37,7 +37,7 @@ from rsembed.optimizers.rules import AdagradSlotVariables, AdamSlotVariables, on
 
 
 class TimedSlotVariables(NamedTuple):
-    """Slots with sum or mean of squared gradients, and the step of each row's last update (0: none)."""
+    """Slots with the sum of squared gradients, and the step of each row's last update (0: none)."""
 
     accumulator: Any
     prev_iter: Any
@@ -257,34 +257,6 @@ class DecayedAdagrad(CompactOptimizerSpec):
         if self.max_norm > 0:
             rows = rows * (self.max_norm / jnp.maximum(row_norm(rows), self.max_norm))
         return rows, (accumulator, *later_slots)
-
-
-@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
-class RowWiseRMSProp(CompactOptimizerSpec):
-    """RMSProp with one mean per row, and rows that shrink with the time since their last update.
-
-    `A = ema_beta * A + (1 - ema_beta) * mean(g²); w = shrinkage * w - lr * g / (sqrt(A) + epsilon)` where
-    `shrinkage = max(min_shrinkage, 1 - clip(lr * ar_alpha * gap, 0, 1))`, the gap being 1 for a new row.
-
-    Source: FBGEMM `ROWWISE_RMSPROP_AR`.
-    """
-
-    epsilon: float = within("(0, inf)", default=1e-8)
-    ar_alpha: float = within("[0, inf)", default=0.0)
-    ema_beta: float = within("[0, 1]", default=0.99)
-    min_shrinkage: float = within("[0, 1]", default=0.1)
-    rule_name = "rowwise_rmsprop"
-    slot_type = TimedSlotVariables
-    slot_kinds = (PER_ROW, ITERATION)
-    needs_step = True
-
-    def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
-        lr, t = hyper
-        squares = row_mean(gradients * gradients)
-        mean = self.ema_beta * slots[0] + (1.0 - self.ema_beta) * squares
-        shrinkage = 1.0 - jnp.clip(lr * self.ar_alpha * _gap_of(slots[1], t), 0.0, 1.0)
-        rows = jnp.maximum(shrinkage, self.min_shrinkage) * rows - lr / (jnp.sqrt(mean) + self.epsilon) * gradients
-        return rows, (mean, jnp.full_like(slots[1], t))
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)

@@ -42,10 +42,6 @@ def words(**options):
     return datasets.shakespeare(32, **{"source": "pastiche", "max_words": 200} | options)
 
 
-def windows(**options):
-    return datasets.next_word_batches(WORDS, **{"batch_size": 2, "sequence_length": 3} | options)
-
-
 BAD = r"""
 # Generated data
 datasets.generated_ratings(5, 9, seed=0) => ValueError: generated_ratings: num_items ... [40, inf) ... 9
@@ -67,10 +63,6 @@ odds([5], [1.0]) => ValueError: log_odds ... 0 to 4
 # Batches of words
 datasets.word_id_batches(WORDS + 2**40, 1, 2, 3) => ValueError: word_id_batches: word_ids ... int32
 datasets.word_id_batches(WORDS[:3], 1, 2, 3) => ValueError: 3 words are too few ... seq_len=3
-windows(split="test") => ValueError: next_word_batches: split='test' ... validation
-windows(sequence_length=30) => ValueError: the train part has 18 words ... sequence_length=30
-datasets.unigram_entropy(WORDS[:0], 9) => ValueError: unigram_entropy: no words
-datasets.unigram_entropy(WORDS, 9) => ValueError: unigram_entropy: ids reach from 0 to 19 ... vocabulary_size=9
 # Pictures
 rs.plot.id_counts(WORDS, 9) => ValueError: id_counts: ids reach from 0 to 19 ... vocabulary_size=9
 rs.plot.zipf_exponent(np.array([3])) => ValueError: zipf_exponent ... two rows
@@ -104,9 +96,9 @@ command("run", "99_nothing") => CommandError: no notebook '99_nothing' ... 01_sh
 cli.find_notebook("0") => CommandError: '0' could mean ... 01_shakespeare
 command("run", "01", "STEPS") => CommandError: 'STEPS' ... NAME=VALUE
 cli.parse_settings(["=3"]) => CommandError: '=3' ... NAME=VALUE
-cli.replace_parameters("STEPS = 2", {"STEP": "3"}) => CommandError: unknown parameter STEP ... STEPS
-cli.replace_parameters("STEPS = 2", {"STEPS": "many"}) => CommandError: STEPS=many ... Python literal
-cli.replace_parameters("%matplotlib inline\nSTEPS = 2", {"STEPS": "3"}) => CommandError: 'parameters' ... no Python
+cli.with_settings("STEPS = 2", {"STEP": "3"}) => CommandError: unknown parameter STEP ... STEPS
+cli.with_settings("STEPS = 2", {"STEPS": "many"}) => CommandError: STEPS=many ... Python literal
+cli.with_settings("%matplotlib inline\nSTEPS = 2", {"STEPS": "3"}) => CommandError: 'parameters' ... no Python
 command("bench", "../rsembed/nnx") => CommandError: no benchmark
 command("bench", "sumary") => CommandError: no benchmark 'sumary' ... summary
 command("launch", "nothing.py") => CommandError: no script 'nothing.py'

@@ -56,7 +56,7 @@ rs.optimizers.AdamW(slot_dtypes=("int8", None))
     => ValueError: AdamW: slot_dtypes=('int8 ... float32, bfloat16 or float16
 rs.optimizers.AdamW(slot_dtypes=("float16",) * 3)
     => ValueError: AdamW: slot_dtypes=('float16' ... which are ['float32', 'float32']; give one entry each
-rs.optimizers.RowWiseRMSProp(slot_dtypes=(None, "float32")) => ValueError: RowWiseRMSProp: slot_dtypes= ... 'int32']
+rs.optimizers.CowClipAdagrad(slot_dtypes=(None, "float32", None)) => ValueError: CowClipAdagrad: slot_dtypes= ... int32
 rs.optimizers.AdamW().get_hyperparameters() => ValueError: AdamW counts updates; pass step=
 rs.optimizers.DecayedAdagrad(weight_decay_mode=rs.optimizers.WeightDecayMode.COUNTER)
     => ValueError: COUNTER is a rule of its own; use CounterAdagrad

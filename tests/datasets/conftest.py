@@ -9,5 +9,5 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.delenv("RSEMBED_DATA", raising=False)
     folder = tmp_path / "cache"
     folder.mkdir()
-    monkeypatch.setattr("rsembed.datasets.text._cache_folder", lambda: folder)
+    monkeypatch.setattr("pooch.os_cache", lambda project: folder)
     return folder

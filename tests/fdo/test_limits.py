@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 
 from rsembed import FeatureSpec, TableSpec
-from rsembed.fdo import EXACT, LimitsPolicy, SparseDenseMatmulInputStats, TableDrops, limits_from_statistics, report
+from rsembed.fdo import EXACT, LimitsPolicy, SparseDenseMatmulInputStats, limits_from_statistics
 from rsembed.optimizers import SGD
 from rsembed.sparsecore import embedding
 from rsembed.specs import StackedTableSpec
@@ -88,14 +88,3 @@ def test_the_published_call_stays_exact_and_takes_a_policy():
     embedding.update_preprocessing_parameters(specs, stats([40, 4]), 2, policy=LimitsPolicy())
     embedding.update_preprocessing_parameters(specs, stats([3, 4]), 2, policy=LimitsPolicy())
     assert specs.table_spec.stacked_table_spec.max_ids_per_partition == 56
-
-
-def test_the_report_shows_limits_observations_and_drops():
-    statistics = stats([300, 4], [1, 2], [16, 24])
-    statistics.id_drop_counters["t"] = np.asarray([[3], [1204]])
-    statistics.id_drops_by_table["t"] = TableDrops(ids=7, buffer=2)
-    text = report(specs_for(), statistics, 2).splitlines()
-    assert text[0].split("  ")[0] == "stack"
-    assert text[1].split() == ["t", "256", "300", "256", "2", "worst", "case", "48", "1,207"]
-    assert "table t lost 7 ids to max_ids_per_partition, 0 to max_unique_ids_per_partition, 2 to the buffer" in text
-    assert report(specs_for(), SparseDenseMatmulInputStats(), 2).splitlines()[1].split()[1:3] == ["256", "-"]

@@ -169,10 +169,6 @@ CONTRACT = {
     ),
     "lamb": (rs.optimizers.LAMB(LR, **DECAY), by_row(functools.partial(adam, lamb=True), ADAM, **DECAY)),
     "lars": (rs.optimizers.LARS(LR, eta=0.2, **DECAY), by_row(row_formulas.lars, "momentum1", eta=0.2, **DECAY)),
-    "rmsprop": (
-        ro.RowWiseRMSProp(LR, ar_alpha=2.0),
-        by_row(row_formulas.rmsprop, "momentum1 prev_iter", ar_alpha=2.0),
-    ),
     "decayed_adagrad": (
         ro.DecayedAdagrad(LR, max_norm=0.4, **GLOBAL, **DECAY),
         by_row(adagrad, "momentum1 prev_iter", max_norm=0.4, **GLOBAL, **DECAY),

@@ -124,13 +124,6 @@ def lars(w, g, state, t, a):
     return w - state["momentum1"]
 
 
-def rmsprop(w, g, state, t, a):
-    state["momentum1"] = a["ema_beta"] * state["momentum1"] + (1 - a["ema_beta"]) * np.mean(g**2)
-    shrinkage = 1 - np.clip(LR * a["ar_alpha"] * gap_of(state, t), 0, 1)
-    state["prev_iter"] = t
-    return max(a["min_shrinkage"], shrinkage) * w - LR / (np.sqrt(state["momentum1"]) + a["eps"]) * g
-
-
 ROWWISE, COUNTER, COWCLIP = Optim.EXACT_ROWWISE_ADAGRAD, WeightDecayMode.COUNTER, WeightDecayMode.COWCLIP
 L2, DECOUPLE = {"weight_decay_mode": WeightDecayMode.L2}, {"weight_decay_mode": WeightDecayMode.DECOUPLE}
 GLOBAL = {"weight_decay_mode": WeightDecayMode.DECOUPLE_GLOBAL, "weight_decay": 0.5}
