@@ -33,7 +33,7 @@ BUDGETS = {
     "nnx": 212,
     "linen": 184,
     "checkpoint": 1546,
-    "fdo": 645,
+    "fdo": 659,
     "sparsecore": 4392,
     "tbe": 2797,
     "tt": 2844,
