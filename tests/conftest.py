@@ -1,6 +1,7 @@
 """What every test runs under: eight CPU devices, strict dtypes and ranks, no figure left open."""
 
 import gc
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -100,6 +101,13 @@ def pytest_sessionstart() -> None:
     reason = native.unavailable_because()
     if reason is not None and os.environ.get("RSEMBED_REQUIRE_NATIVE") == "1":
         raise pytest.UsageError(f"RSEMBED_REQUIRE_NATIVE=1, but {reason}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The notebook on Keras is skipped by name where Keras is missing, which nothing else needs."""
+    for item in items:
+        if item.path.name == "14_keras.ipynb" and importlib.util.find_spec("keras_rs") is None:
+            item.add_marker(pytest.mark.skip(reason="needs keras and keras-rs: `make test-clients` runs it"))
 
 
 def sine_waves(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:

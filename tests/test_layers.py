@@ -31,7 +31,7 @@ BUDGETS = {
     "nnx": 212,
     "linen": 184,
     "checkpoint": 1405,
-    "fdo": 597,
+    "fdo": 611,
     "sparsecore": 4346,
     "tbe": 2797,
     "tt": 2844,

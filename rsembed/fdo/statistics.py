@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Num
 
@@ -85,6 +86,19 @@ class SparseDenseMatmulInputStats:
         each = required_buffer_size_per_device / num_sc_per_device
         self.required_buffer_size_per_sc[table_name] = np.full(num_sc_per_device, each)
 
+
+def _flatten(statistics: SparseDenseMatmulInputStats) -> tuple[tuple[Any, ...], None]:
+    return tuple(getattr(statistics, field.name) for field in dataclasses.fields(statistics)), None
+
+
+def _unflatten(_: None, values: Iterable[Any]) -> SparseDenseMatmulInputStats:
+    statistics = object.__new__(SparseDenseMatmulInputStats)  # unchecked: JAX puts placeholders in
+    for field, value in zip(dataclasses.fields(statistics), values, strict=True):
+        object.__setattr__(statistics, field.name, value)
+    return statistics
+
+
+jax.tree_util.register_pytree_node(SparseDenseMatmulInputStats, _flatten, _unflatten)
 
 KINDS: dict[str, str] = {
     "max_ids": "max_ids_per_partition",

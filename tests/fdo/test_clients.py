@@ -246,6 +246,15 @@ def test_a_single_process_keeps_its_history():
     assert merge_processes([history, history])["t_max_ids"].tolist() == [3, 2]
 
 
+def test_statistics_are_a_tree_of_arrays():
+    """As in the published library, where clients take the largest count of each stack by `jax.tree.map`."""
+    counts = stats([3, 9], max_unique=(2, 1), required=(8, 24), dropped=7)
+    largest = jax.tree.map(np.max, counts)
+    assert [largest.max_ids_per_partition, largest.max_unique_ids_per_partition] == [{"t": 9}, {"t": 2}]
+    assert [largest.required_buffer_size_per_sc, largest.id_drop_counters] == [{"t": 24}, {"t": 7}]
+    assert [leaf.tolist() for leaf in jax.tree.leaves(jax.tree.map(np.asarray, counts))] == [[3, 9], [2, 1], [8, 24], 7]
+
+
 def test_buffer_sizes_per_device():
     statistics = stats([3, 4], required=[16, 24])
     assert statistics.get_required_buffer_size_per_device("t") == 48
