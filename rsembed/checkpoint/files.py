@@ -378,21 +378,18 @@ def load_collection(
     implementation = next(entry["prng"] for entry in found["arrays"] if entry["path"] == ["key"])
     key = jax.eval_shape(lambda: jax.random.key(0, impl=implementation))
     template = template._replace(key=key.update(sharding=template.key.sharding))
-    arrays, (tables, slots) = collection.logical.without_apart(template), collection.logical.templates()
+    arrays = collection.logical.without_apart(template)
     like = _without_step(arrays) | {"others": logical(others)}
-    like["tables"] |= tables
-    like["slots"] |= slots
-    apart = [table.name for own in collection.logical.apart.values() for table in own.layout.stack.tables]
-    by_key = [name for name in apart if name not in tables]
+    apart = {table.name for own in collection.logical.apart.values() for table in own.tables}
     saved_arrays = opened(path, [e for e in found["arrays"] if others is not None or e["path"][0] != "others"])
     # How many keys a table has, its file alone knows.
-    keyed = {name: saved_arrays.pop(name) for name in [*saved_arrays] if name[0] == "tables" and name[1] in by_key}
+    names = [name for name in saved_arrays if name[0] in ("tables", "slots") and name[1] in apart]
+    rows = nested({name: saved_arrays.pop(name) for name in names})
     tree = restored(saved_arrays, like, path)
     step = placed(np.asarray(found["step"], np.int32), template.step)
     state = with_states(arrays, tree | {"step": step})
     if apart:
-        tables = tree["tables"] | nested(keyed).get("tables", {})
-        state = collection.logical.whole(state, tables, tree["slots"], collection.layout)
+        state = collection.logical.whole(state, rows.get("tables", {}), rows.get("slots", {}), collection.layout)
     return state if others is None else (state, with_states(others, tree["others"]))
 
 

@@ -7,10 +7,9 @@ embeddings.py   what users call; every method is one function of what a single d
 ├─ engine.py    lookups, row gradients and steps of all stacks, each one function on every device
 ├─ serving.py   lookups that need nothing of this library, for files and other devices
 └─ stack.py     rows of one table or several, the features that read them, and the tables by name
-     keyed_stack.py   of tables with keys
-     host_stack.py    of a table on the host, whose rows travel
-     rows.py          the way to rows that are here, whole or by column, or have an owner each, whom all devices ask
-     dense_rows.py    an array of rows, and where each lies; see `rsembed.storage` for other storages
+     rows.py        the way to rows that are here, whole or by column, or have an owner each, whom all devices ask
+     dense_rows.py  an array of rows, and where each lies; see `rsembed.storage` for other storages
+     host_rows.py   rows on the host, which travel
 ```
 """
 

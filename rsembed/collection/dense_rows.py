@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from rsembed.bags import Bags
+from rsembed.bags import Bags, is_traced
 from rsembed.initial_values import form, initial_rows, table_keys
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Rounding, Segment, SegmentGradients, Step
@@ -23,9 +23,10 @@ from rsembed.keys import Keys
 from rsembed.optimizers import OptimizerSpec, Slots
 from rsembed.places import Place as Place
 from rsembed.places import tables_and_ids
-from rsembed.specs import MAX_ROWS, TableSpec
+from rsembed.specs import MAX_ROWS, Combiner, TableSpec
 from rsembed.stacking import StackPlan, place_of
-from rsembed.storage.protocol import Found, ReadAhead, State, Storage, Vectors
+from rsembed.storage.logical_rows import array_names, as_dtype
+from rsembed.storage.protocol import Found, ReadAhead, State, Storage, Vectors, on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,13 +165,13 @@ class RowLayout:
             spread=self.spread,
             rows_per_shard=self.rows_per_shard,
         )
-        segments = []
-        for feature, rows in zip(features, all_rows, strict=True):
-            own = bags[feature.name]
-            offsets = None if feature.combiner == "none" else jnp.asarray(own.offsets)
-            weights = None if own.weights is None else jnp.asarray(own.weights)
-            segments.append(Segment(rows, offsets, weights, feature.combiner))
-        return segments
+        return [segment_of(rows, bags[f.name], f.combiner) for f, rows in zip(features, all_rows, strict=True)]
+
+
+def segment_of(rows: Int[Array, " nnz"], bags: Bags, combiner: Combiner) -> Segment:
+    """The bags of a feature as a segment whose entries read these rows."""
+    offsets = None if combiner == "none" else jnp.asarray(bags.offsets)
+    return Segment(rows, offsets, None if bags.weights is None else jnp.asarray(bags.weights), combiner)
 
 
 def numbers_of_rows(names: Sequence[str], tables: Int[Array, " rows"], ids: Int[Array, " rows"]) -> Int[Array, " rows"]:
@@ -196,6 +197,20 @@ def table_facts(table: TableSpec) -> dict[str, object]:
         "storage": None if storage is None else repr(storage),
         "in_files": None if storage is None else storage.in_files,
     }
+
+
+def whole_table(values: PyTree, table: TableSpec) -> PyTree:
+    """An array of all rows in the dtype of its table; inside `jit`, `values` unchanged. Raises: ValueError: no fit."""
+    shape = (table.vocabulary_size, table.embedding_dim)
+    if isinstance(values, Mapping):
+        raise ValueError(
+            f"table {table.name!r} has no keys: give it an array of all rows {list(shape)}, not a mapping."
+        )
+    if np.shape(values) != shape:
+        raise ValueError(f"table {table.name!r} has shape {shape}, the new values {np.shape(values)}.")
+    if is_traced(values):
+        return values
+    return as_dtype(on_host(values), table.dtype, f"table {table.name!r}", "values")  # may be of another mesh
 
 
 def read_from(entry_of: Int[Array, " nnz"], segments: Sequence[Segment]) -> list[Segment]:
@@ -340,6 +355,10 @@ class DenseRows(Storage):
         """Rows of the whole array."""
         return self.layout.num_rows
 
+    def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
+        """All that the layout places."""
+        return self.tables
+
     def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
         """Rows and slots of a shard, or its columns of all rows."""
         layout, zero = self.layout, jnp.zeros((), jnp.int32)
@@ -398,6 +417,35 @@ class DenseRows(Storage):
     ) -> State:
         """One optimizer step of distinct rows; nothing is sorted."""
         return api.apply_rows(params, slots, rows, values, step, implementation=self.implementation)
+
+    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[State]:
+        """All rows for each table: `rows` picks its own."""
+        return [(params, slots)] * len(self.tables)
+
+    def rows(self, params: Array, slots: Slots, table: TableSpec, num_shards: int) -> dict[str, Array]:
+        """Copies: indexing by all rows would give an array itself, which a donated step deletes."""
+        arrays = zip(array_names(table, slots), self._copies((params, *slots), table), strict=True)
+        return dict(arrays)
+
+    def optimizer_state(self, params: PyTree, slots: Slots, table: TableSpec, num_shards: int) -> PyTree:
+        """The slots of all rows of a table, in the named tuple of its rule; nothing is read of `params`."""
+        return table.optimizer.pack_slots(self._copies(slots, table))
+
+    def _copies(self, arrays: Sequence[Array], table: TableSpec) -> tuple[Array, ...]:
+        index = self.layout.all_rows(table.name, table.vocabulary_size)
+        return tuple(jnp.copy(own) if (own := array[index]) is array else own for array in arrays)
+
+    def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> PyTree:
+        """A whole table."""
+        return whole_table(values, table)
+
+    def with_tables(
+        self, params: PyTree, slots: PyTree, rows: Mapping[str, PyTree], table: TableSpec, num_shards: int
+    ) -> State:
+        """Works inside `jit`, too."""
+        for name, own in rows.items():
+            params = params.at[self.layout.all_rows(name, len(own))].set(jnp.asarray(own, params.dtype))
+        return params, slots
 
     def _rows(self, keys: Keys) -> Int[Array, " nnz"]:
         """Rows of the device that owns them."""

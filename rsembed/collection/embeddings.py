@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal
@@ -17,7 +16,7 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from rsembed.bags import check_not_taken, is_traced
 from rsembed.checks import PositiveInt, check_type, validated
-from rsembed.collection import host_stack, inputs
+from rsembed.collection import host_rows, inputs
 from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine, all_as_bags, two_dicts
 from rsembed.collection.placement import LogicalTables, make_stacks, placement_of_tables, plan_placed
@@ -30,9 +29,6 @@ from rsembed.parallel.agreement import check_not_forked
 from rsembed.row_gradients import RowGradients, Summands, check_belong
 from rsembed.specs import UNCHOSEN_OPTIMIZER, FeatureSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import StackingPlan
-
-MANY_SIZES = 8
-"""Sizes of a batch inside `jit` after which the cost of compiling is told."""
 
 
 class EmbeddingCollection:
@@ -104,56 +100,19 @@ class EmbeddingCollection:
         )
         inputs.check_output_shapes(self.features, self.devices)
         self.layout = Fingerprint.of({n: stack.layout.facts(self.table_specs) for n, stack in self._stacks.items()})
-        self._traced_sizes: set[tuple[tuple[int, ...], ...]] = set()
-        self._build()
-
-    def _build(self) -> None:
         self._engine = Engine(self.features, self._stacks, self.devices)
         self._num_rows = tuple(sorted((name, stack.layout.num_rows) for name, stack in self._stacks.items()))
         self.logical = LogicalTables(self.table_specs, self._stacks)
         self._on_host = self.logical.on_host
+        made = partial(EmbeddingCollection, mesh=mesh, sharding_axis=sharding_axis, placement=placement)
+        options = {"exchange_capacity": exchange_capacity, "implementation": implementation}
+        self._made_again = partial(made, list(self.features.values()), bounds_check=bounds_check, **options)
 
-    # Pickled for the workers of an input pipeline
-
-    def __getstate__(self) -> dict[str, object]:
-        for name, table in self.table_specs.items():
-            try:
-                pickle.dumps((table.optimizer, table.initializer, table.storage, self.devices))
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                raise TypeError(
-                    f"table {name!r}: its rule, initializer or mesh cannot be pickled ({error}); give input workers "
-                    "collection.for_inputs(), or write the rule with functions of a module."
-                ) from error
-        return {name: value for name, value in vars(self).items() if name not in _OF_THIS_PROCESS}
-
-    def __setstate__(self, values: dict[str, object]) -> None:
-        vars(self).update(values)
-        self._build()
+    def __reduce__(self) -> tuple[object, ...]:
+        return self._made_again, ()  # for the workers of an input pipeline
 
     def __deepcopy__(self, memo: object) -> EmbeddingCollection:
         return self  # all that changes is in the state
-
-    def for_inputs(self) -> EmbeddingCollection:
-        """A collection that prepares the same batches and can always be pickled, for the workers of an input pipeline.
-
-        It has no mesh, no declared shapes and no rules: bring what it prepared to the mesh with `prepare` of the
-        collection that trains.
-        """
-        tables = {
-            name: TableSpec(
-                name=name,
-                vocabulary_size=table.vocabulary_size,
-                embedding_dim=table.embedding_dim,
-                combiner=table.combiner,
-                storage=None if table.storage is None or table.storage.key_dtype is None else table.storage,
-            )
-            for name, table in self.table_specs.items()
-        }
-        features = [
-            FeatureSpec(name=name, table_spec=tables[feature.table_spec.name])
-            for name, feature in self.features.items()
-        ]
-        return EmbeddingCollection(features, bounds_check=self.bounds_check)
 
     def __repr__(self) -> str:
         return f"EmbeddingCollection of {len(self.table_specs)} tables, {len(self.features)} features\n{self.plan}"
@@ -175,7 +134,7 @@ class EmbeddingCollection:
         tables, slots = self._engine.init(key)
         rest = jnp.zeros((), jnp.int32), jax.random.fold_in(key, 0x726F756E)
         step, key = self.devices.place(rest, PartitionSpec())
-        tables |= {name: own.begin(tables[name]) for name, own in self._on_host.items()}
+        tables |= {name: own.stack.begun(tables[name]) for name, own in self._on_host.items()}
         return EmbeddingState(tables, slots, step, key, self.layout)
 
     def prefetch(self, state: EmbeddingState, batch: Batch) -> EmbeddingState:
@@ -192,12 +151,12 @@ class EmbeddingCollection:
         batch = self.prepare(batch)
         if self._on_host and is_traced((state, batch)):
             raise RuntimeError("prefetch works beside compiled programs; call it outside of jit, before the step.")
-        near = host_stack.fetched(self._on_host, state, dict.fromkeys(self._on_host, batch), donates=True)
-        return host_stack.with_new_generation(self._on_host, near)
+        near = host_rows.fetched(self._on_host, state, dict.fromkeys(self._on_host, batch), donates=True)
+        return host_rows.with_new_generation(self._on_host, near)
 
     def _fetched(self, state: EmbeddingState, wanted: Mapping[str, PyTree]) -> EmbeddingState:
         """State whose device memory holds every row that `wanted` reads; unchanged inside `jit`."""
-        return state if is_traced((state, wanted)) else host_stack.fetched(self._on_host, state, wanted, donates=False)
+        return state if is_traced((state, wanted)) else host_rows.fetched(self._on_host, state, wanted, donates=False)
 
     @functools.cached_property
     def template(self) -> EmbeddingState:
@@ -279,8 +238,8 @@ class EmbeddingCollection:
 
         A table with keys takes what `tables` returns of it, and needs only `keys` and `values`: slots that are left out
         start anew, rows of other keys stay, and rows without `last_step` count as used now.
-        Tables move between storages: rows of an array have their numbers for keys, a table without keys takes rows by
-        key, and a tensor train the cores closest to an array.
+        Whole tables move between storages: rows have their numbers for keys, and a tensor train takes the cores closest
+        to an array.
 
         Raises: ValueError: a table is unknown, or values do not fit it. NotImplementedError: its storage takes no rows.
           RuntimeError: inside `jit`, a table has keys, or is on the host.
@@ -347,26 +306,9 @@ class EmbeddingCollection:
         """
         self.check_state(state, parts=["tables"])
         batch = self.prepare(batch)
-        self._note_sizes(batch)
         state = self._fetched(state, dict.fromkeys(self._on_host, batch))
         activations, statistics = self._engine.lookup(state.tables, batch)
         return (activations, statistics) if return_statistics else activations
-
-    def _note_sizes(self, batch: Batch) -> None:
-        """Says once that a step is compiled again and again."""
-        leaves = jax.tree.leaves(batch)
-        if not is_traced(leaves):
-            return
-        sizes = tuple(leaf.shape for leaf in leaves)
-        if sizes in self._traced_sizes:
-            return
-        self._traced_sizes.add(sizes)
-        if len(self._traced_sizes) == MANY_SIZES:
-            logging.getLogger("rsembed").warning(
-                "rsembed.collection: a step was traced for %d different sizes of a batch, and compiled for each; call "
-                "collection.prepare outside jit, which rounds sizes up, or give all batches one size with Bags.pad_to.",
-                MANY_SIZES,
-            )
 
     # Backward
 
@@ -383,7 +325,6 @@ class EmbeddingCollection:
         """
         batch = self.prepare(batch)
         self.check_state(state, parts=["tables"])
-        self._note_sizes(batch)
         state = self._fetched(state, dict.fromkeys(self._on_host, batch))
         numbers = dict.fromkeys(self._stacks, state.step)
         return self._engine.lookup(state.tables, batch, numbers)[0], partial(self.row_gradients, batch)
@@ -453,11 +394,7 @@ class EmbeddingCollection:
                 kept.storage.check_step(state.tables[name], tables[name], kept.table)
         stepped = EmbeddingState(tables, slots, state.step + 1, state.key, state.layout)
         # Nothing can fail any more.
-        return stepped if state is given else host_stack.with_new_generation(self._on_host, stepped)
-
-
-# Made from all else, and nothing that pickle knows; rows on the host belong to this process.
-_OF_THIS_PROCESS = ("_engine", "_on_host", "logical", "template")
+        return stepped if state is given else host_rows.with_new_generation(self._on_host, stepped)
 
 
 _AFTER_A_STEP = (

@@ -20,7 +20,7 @@ from rsembed.collection.stack import Stack
 from rsembed.collection.state import Activations, Batch, ByName, LookupStatistics, Traffic
 from rsembed.kernels import api
 from rsembed.keys import as_keys, num_invalid
-from rsembed.parallel.exchange import Asking, together
+from rsembed.parallel.exchange import Asked, together
 from rsembed.specs import FeatureSpec
 
 Stacks = Mapping[str, Stack]
@@ -122,13 +122,12 @@ class Engine:
         bags = all_as_bags(batch)
         activations: Activations = {}
         traffic: dict[str, Traffic] = {}
-
-        def look_up(name: str, stack: Stack) -> Asking[LookupResult]:
-            return stack.rows.look_up(tables[name], stack.occurrences(bags), None if numbers is None else numbers[name])
-
-        found = self._together(stacks, look_up)
+        asked: list[Asked[LookupResult]] = []
         for name, stack in stacks.items():
-            outputs, num_unknown, traffic[name] = found[name]
+            number = None if numbers is None else numbers[name]
+            asked.append(stack.rows.look_up(tables[name], stack.occurrences(bags), number))
+        for (name, stack), found in zip(stacks.items(), together(asked, self.devices.axes), strict=True):
+            outputs, num_unknown, traffic[name] = found
             if stack.storage.takes_keys:
                 traffic[name] = traffic[name]._replace(num_unknown=self.devices.gather(num_unknown[None]))
             for feature, output in zip(stack.layout.stack.features, outputs, strict=True):
@@ -156,10 +155,7 @@ class Engine:
     def _weight_gradients(
         self, stacks: Stacks, tables: ByName, batch: Batch, d_outputs: ByName
     ) -> dict[str, Float[Array, " nnz"]]:
-        def of_stack(name: str, rows: Rows, occurrences: Occurrences, own: list[Array]) -> Asking[list[Array]]:
-            return rows.weight_gradients(tables[name], occurrences, own)
-
-        found = self._backward(stacks, batch, d_outputs, of_stack)
+        found = self._backward(stacks, batch, d_outputs, lambda n, rows, *own: rows.weight_gradients(tables[n], *own))
         return {
             feature.name: gradient
             for name, stack in stacks.items()
@@ -184,27 +180,20 @@ class Engine:
     def _update(
         self, stacks: Stacks, tables: ByName, slots: ByName, batch: Batch, d_outputs: ByName, steps: ByName
     ) -> tuple[ByName, ByName]:
-        def update(name: str, rows: Rows, own: Occurrences, gradients: list[Array]) -> Asking[tuple[PyTree, PyTree]]:
+        def update(name: str, rows: Rows, own: Occurrences, gradients: list[Array]) -> Asked[tuple[PyTree, PyTree]]:
             return rows.update(tables[name], slots[name], own, gradients, steps[name])
 
         return two_dicts(self._backward(stacks, batch, d_outputs, update))
 
     def _backward(
-        self, stacks: Stacks, batch: Batch, d_outputs: ByName, function: Callable[..., Asking[PyTree]]
+        self, stacks: Stacks, batch: Batch, d_outputs: ByName, function: Callable[..., Asked[PyTree]]
     ) -> ByName:
         """Results of a function of each stack's name, rows, occurrences in the batch, and gradients of its outputs."""
-        bags = all_as_bags(batch)
-
-        def of_stack(name: str, stack: Stack) -> Asking[PyTree]:
+        bags, asked = all_as_bags(batch), []
+        for name, stack in stacks.items():
             own = [d_outputs[feature.name] for feature in stack.layout.stack.features]
-            return function(name, stack.rows, stack.occurrences(bags), own)
-
-        return self._together(stacks, of_stack)
-
-    def _together(self, stacks: Stacks, function: Callable[[str, Stack], Asking[PyTree]]) -> ByName:
-        """Results of a function for all stacks, whose questions to other devices travel together."""
-        askings = [function(name, stack) for name, stack in stacks.items()]
-        return dict(zip(stacks, together(askings, self.devices.axes), strict=True))
+            asked.append(function(name, stack.rows, stack.occurrences(bags), own))
+        return dict(zip(stacks, together(asked, self.devices.axes), strict=True))
 
 
 def _part(tree: PyTree, names: Iterable[str]) -> PyTree:

@@ -12,24 +12,19 @@ from rsembed.bags import is_traced
 from rsembed.checks import check_type, did_you_mean
 from rsembed.collection.dense_rows import DenseRows, RowLayout
 from rsembed.collection.devices import Devices
-from rsembed.collection.host_stack import HostStack
-from rsembed.collection.keyed_stack import KeyedStack
+from rsembed.collection.host_rows import HostRows, Prefetch
 from rsembed.collection.rows import AskedRows, Rows
-from rsembed.collection.stack import ArrayStack, Stack, TrainStack
+from rsembed.collection.stack import Stack
 from rsembed.collection.state import ByName, EmbeddingState
 from rsembed.fingerprint import Fingerprint
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
 from rsembed.storage import Hashed, HostCached
-from rsembed.storage.hashed import RowsByKey
 from rsembed.storage.logical_rows import check_reasons
 from rsembed.storage.protocol import Storage
 
 Placement = Literal["row", "table", "column", "replicated"]
 PLACEMENTS: tuple[Placement, ...] = ("row", "table", "column", "replicated")
-
-
-_OF_STORAGE: dict[type, type[Stack]] = {DenseRows: ArrayStack, RowsByKey: KeyedStack, HostCached: HostStack}
 
 
 def placement_of_tables(
@@ -107,10 +102,11 @@ def make_stacks(
             storage = DenseRows(layout, own, devices.num_devices if splits_columns else 1, implementation)
         elif len(own) > 1:
             storage = storage.sharing(own)
-        kind = next((own for of, own in _OF_STORAGE.items() if isinstance(storage, of)), TrainStack)
+        elif isinstance(storage, HostCached):
+            storage = HostRows(storage, table)
         if is_split:
-            return kind(layout, AskedRows(devices, table, storage, implementation, capacity=exchange_capacity))
-        return kind(layout, Rows(devices, table, storage, implementation, splits_columns))
+            return Stack(layout, AskedRows(devices, table, storage, implementation, capacity=exchange_capacity))
+        return Stack(layout, Rows(devices, table, storage, implementation, splits_columns))
 
     return {stack.name: make(stack) for stack in plan.stacks}
 
@@ -139,8 +135,8 @@ class LogicalTables:
 
     def __init__(self, specs: Mapping[str, TableSpec], stacks: Mapping[str, Stack]):
         self.specs, self.stacks = specs, stacks
-        self.on_host = {name: own for name, own in stacks.items() if isinstance(own, HostStack)}
-        self.apart = {name: own for name, own in stacks.items() if isinstance(own, (KeyedStack, HostStack))}
+        self.on_host = {name: Prefetch(own) for name, own in stacks.items() if isinstance(own.storage, HostRows)}
+        self.apart = {name: own for name, own in stacks.items() if own.storage.rows_on_host}
         """Stacks whose arrays mean nothing to a file: rows found by key, or on the host."""
         self._stack_of = {table.name: name for name, s in stacks.items() for table in s.layout.stack.tables}
 
@@ -152,14 +148,13 @@ class LogicalTables:
             for part, array in _parts(values):
                 check_type(array, Num[np.ndarray, "..."], f"table {table_name!r}: its {part}")
             name = self._stack_of[table_name]
-            given = state.tables[name], state.slots.get(name), self.specs[table_name], values, state.step
-            new.setdefault(name, {})[table_name] = self.stacks[name].checked(*given)
-        replaced, slots = dict(state.tables), dict(state.slots)
+            checked = self.stacks[name].checked(self.specs[table_name], values, state.step)
+            new.setdefault(name, {})[table_name] = checked
+        found, slots = dict(state.tables), dict(state.slots)
         # Rows on the host last, as what is refused must leave their store with the state that it has.
         for name in sorted(new, key=self.on_host.__contains__):
-            written = self.stacks[name].replaced(replaced[name], slots.get(name), new[name])
-            replaced[name], slots[name] = written
-        return state._replace(tables=replaced, slots=slots)
+            found[name], slots[name] = self.stacks[name].replaced(found[name], slots.get(name), new[name])
+        return state._replace(tables=found, slots=slots)
 
     def evicted(self, state: EmbeddingState, table_name: str, **reasons: float | None) -> tuple[EmbeddingState, ByName]:
         """See `EmbeddingCollection.evict`."""
@@ -168,13 +163,13 @@ class LogicalTables:
             raise RuntimeError("evict works beside compiled programs; call it outside of jit, between two steps.")
         self._check_known(table_name)
         name, spec = self._stack_of[table_name], self.specs[table_name]
-        own = self.stacks[name]
-        if not (isinstance(own, KeyedStack) and isinstance(own.storage, Hashed)):
+        if not isinstance(spec.storage, Hashed):
             raise ValueError(
                 f"table {table_name!r} is kept as {spec.storage or 'an array'}: rows leave tables of keys, with "
                 "storage=Hashed(...)."
             )
-        params, rows = own.evicted(state.tables[name], state.slots.get(name, ()), spec, state.step, reasons)
+        given = state.tables[name], state.slots.get(name, ()), spec, state.step, reasons
+        params, rows = self.stacks[name].evicted(*given)
         return state._replace(tables=state.tables | {name: params}), rows
 
     def _check_known(self, table_name: str) -> None:
@@ -186,18 +181,18 @@ class LogicalTables:
 
     def parted(self, state: EmbeddingState) -> tuple[EmbeddingState, ByName, ByName]:
         """The state without stacks that are `apart`, and their tables as files have them: rows, and slots by name."""
-        saved = [own.saved(state.tables[name], state.slots[name]) for name, own in self.apart.items()]
-        return self.without_apart(state), *_united(saved)
+        tables: ByName = {}
+        slots: ByName = {}
+        for name, own in self.apart.items():
+            rows, kept = own.saved(state.tables[name], state.slots[name])
+            tables, slots = tables | rows, slots | kept
+        return self.without_apart(state), tables, slots
 
     def without_apart(self, state: EmbeddingState) -> EmbeddingState:
         """The state, or a template of one, without stacks that are `apart`."""
         parts = state.tables, state.slots, {} if state.layout is None else state.layout.facts
         tables, slots, facts = ({name: own for name, own in p.items() if name not in self.apart} for p in parts)
         return EmbeddingState(tables, slots, state.step, state.key, Fingerprint.of(facts))
-
-    def templates(self) -> tuple[ByName, ByName]:
-        """Shapes of those tables in `parted` of which a file has as many rows as there are ids."""
-        return _united([own.template() for own in self.on_host.values()])
 
     def whole(
         self, state: EmbeddingState, tables: Mapping[str, PyTree], slots: Mapping[str, PyTree], layout: Fingerprint
@@ -207,17 +202,6 @@ class LogicalTables:
         for name in sorted(self.apart, key=self.on_host.__contains__):  # as in `with_tables`
             all_tables[name], all_slots[name] = self.apart[name].restored(tables, slots)
         return EmbeddingState(all_tables, all_slots, state.step, state.key, layout)
-
-
-def _united(
-    pairs: Iterable[tuple[ByName, ByName]],
-) -> tuple[ByName, ByName]:
-    tables: ByName = {}
-    slots: ByName = {}
-    for own_tables, own_slots in pairs:
-        tables |= own_tables
-        slots |= own_slots
-    return tables, slots
 
 
 def _parts(values: PyTree) -> Iterable[tuple[PyTree, PyTree]]:

@@ -5,16 +5,15 @@ ids ──▶ keys ──[distinct, ask]──▶ storage.read ──▶ vectors
 state ◀── storage.step ◀── storage.find ◀──[ask]── keys and gradients of entries ◀──spread── d(activations)
 ```
 
-All functions are those of one device. Some have questions to owners, which they yield, so that all stacks of a model
-ask together (`parallel.together`).
+All functions are those of one device. Those of `AskedRows` yield questions to owners, so that all stacks of a model ask
+together (`parallel.together`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +27,10 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from rsembed.kernels.reference import entry_gains, gradients_of_weights
 from rsembed.keys import Keys
-from rsembed.parallel.exchange import Asking, Question, Wanted, default_capacity, distinct
+from rsembed.parallel.exchange import Asked, Asking, Question, Wanted, default_capacity, distinct
 from rsembed.specs import TableSpec
 from rsembed.storage.hash_table import combine, entries, named, unnamed
 from rsembed.storage.protocol import Found, ReadAhead, State, Storage
-
-Params = ParamSpec("Params")
-Result = TypeVar("Result")
 
 
 class Occurrences(NamedTuple):
@@ -82,17 +78,6 @@ LookupResult: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Traffic]
 """Pooled rows, how many distinct keys had none, and what travelled."""
 
 
-def without_questions(function: Callable[Params, Result]) -> Callable[Params, Asking[Result]]:
-    """A function as one that might have questions to owners."""
-
-    @functools.wraps(function)
-    def asking(*args: Params.args, **kwargs: Params.kwargs) -> Asking[Result]:
-        yield from ()
-        return function(*args, **kwargs)
-
-    return asking
-
-
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """Rows that a storage keeps, and which are here: every device has all of them, or some columns of all.
@@ -128,11 +113,10 @@ class Rows:
 
     def init(self, key: PRNGKeyArray) -> State:
         """Parameters and slots; `key` is the model's."""
-        shard = self.devices.index() if self.splits_columns else self._shard
+        shard = self.devices.index() if self.splits_columns else self.shard
         return self.storage.init(key, self.table, shard, self.num_shards)
 
-    @without_questions
-    def look_up(self, params: PyTree, batch: Occurrences, number: Int[Array, ""] | None) -> LookupResult:
+    def look_up(self, params: PyTree, batch: Occurrences, number: Int[Array, ""] | None) -> Asked[LookupResult]:
         """A lookup that changes nothing; ahead of the step of this number, if there is going to be one."""
         if self.splits_columns:
             return self._look_up_columns(params, batch)
@@ -154,8 +138,7 @@ class Rows:
         traffic = Traffic.of(1, 4 * (self.devices.num_devices - 1) * num_values)
         return [self.devices.rows_of_all(output) for output in outputs], jnp.zeros((), jnp.int32), traffic
 
-    @without_questions
-    def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> tuple[Array, Array]:
+    def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Asked[tuple[Array, Array]]:
         """Distinct ids (of keys: lanes) of the global batch whose rows are here, as in `RowGradients`."""
         batch, d_outputs = batch.of_all(self.devices), self._of_all(d_outputs)
         if batch.keys is None:
@@ -163,7 +146,6 @@ class Rows:
         entry_of, keys, _, counts = entries(batch.keys, jnp.ones(batch.keys.shape, jnp.int32))
         return named(keys, counts), self._of_entries(entry_of, batch, d_outputs)
 
-    @without_questions
     def squared_norm(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Float[Array, ""]:
         """Sum of the squares of the values of `row_gradients`, where ids are rows that are all here."""
         gradients, num_rows = SegmentGradients(batch.segments, d_outputs), self.storage.num_ids(self.table)
@@ -173,7 +155,8 @@ class Rows:
     def weight_gradients(self, params: PyTree, batch: Occurrences, d_outputs: Sequence[Array]) -> Asking[list[Array]]:
         """Gradients of the weights of a batch, or of ones where a segment has none; rows are read as by a lookup."""
         entries = [Segment(segment.rows, None, None, "none") for segment in batch.segments]
-        vectors, _, _ = yield from self.look_up(params, batch._replace(segments=entries), None)
+        looked_up = self.look_up(params, batch._replace(segments=entries), None)
+        vectors, *_ = (yield from looked_up) if isinstance(looked_up, Generator) else looked_up
         found = []
         for own, segment, d_output in zip(vectors, batch.segments, d_outputs, strict=True):
             places = jnp.where(segment.rows == NO_ROW, NO_ROW, jnp.arange(own.shape[0], dtype=jnp.int32))
@@ -183,10 +166,9 @@ class Rows:
             )
         return found
 
-    @without_questions
     def update(
         self, params: PyTree, slots: PyTree, batch: Occurrences, d_outputs: Sequence[Array], step: Step
-    ) -> State:
+    ) -> Asked[State]:
         """Keys without a row get one, and all rows of the batch are stepped."""
         if self.storage.sums_gradients:
             return self._step_all(params, slots, SegmentGradients(batch.segments, d_outputs), step)
@@ -215,7 +197,8 @@ class Rows:
     # Parts of these
 
     @property
-    def _shard(self) -> Int[Array, ""]:
+    def shard(self) -> Int[Array, ""]:
+        """Number of the shard that is here."""
         return jnp.zeros((), jnp.int32)
 
     def _own(self, keys: Keys) -> Keys:
@@ -223,7 +206,7 @@ class Rows:
         return keys
 
     def _how(self, step: Step) -> Step:
-        return dataclasses.replace(step, rounding=self.storage.rounding(step.rounding, self._shard))
+        return dataclasses.replace(step, rounding=self.storage.rounding(step.rounding, self.shard))
 
     def _after(self, keys: Keys, gradients: Sequence[Array]) -> Keys:
         """The keys, made to depend on the gradients, so that new rows are made only after these.
@@ -396,11 +379,12 @@ class AskedRows(Rows):
     # Parts of these
 
     @property
-    def _shard(self) -> Int[Array, ""]:
+    def shard(self) -> Int[Array, ""]:
+        """Number of the shard that is here."""
         return self.devices.index()
 
     def _own(self, keys: Keys) -> Keys:
-        return keys.only(self.storage.owners(keys, self.num_shards) == self._shard)
+        return keys.only(self.storage.owners(keys, self.num_shards) == self.shard)
 
     def _distinct(self, keys: Keys) -> Wanted:
         """Each id once."""

@@ -1,14 +1,11 @@
-"""Stacks: rows of one table or several, the features that read them, and the tables out of them and in again.
-
-The stack of tables with keys is in `keyed_stack.py`, that of a table on the host in `host_stack.py`.
-"""
+"""Stacks: rows of one table or several in one storage, the features that read them, and the tables by name."""
 
 from __future__ import annotations
 
-import abc
-import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,195 +13,192 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from rsembed.bags import Bags, is_traced
-from rsembed.collection.dense_rows import RowLayout
+from rsembed.bags import Bags, is_traced, padded_size
+from rsembed.collection.dense_rows import RowLayout, segment_of
 from rsembed.collection.rows import Occurrences, Rows
 from rsembed.collection.state import ByName
-from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.kernels import api
+from rsembed.kernels.contract import NO_ROW
+from rsembed.keys import as_keys
 from rsembed.specs import TableSpec
-from rsembed.storage.logical_rows import as_dtype
+from rsembed.storage import Hashed, hashed_rows, row_map
+from rsembed.storage.hashed_rows import DynamicTable
+from rsembed.storage.logical_rows import array_names, rows_to_leave
 from rsembed.storage.protocol import on_host
 
-OF_ROWS = ("keys", "values", "last_step", "count", "waiting_keys", "waiting_last_step", "waiting_count")
-"""Names of the arrays that describe rows by key, beside those of slots."""
+MOST_KEYS, LEAST_KEYS = 1 << 16, 1 << 8
+"""Rows that one program takes out at most; and for which there is room in each, so that there are few."""
+FIRST_KEY = "initial_key"
+"""Name in files of the PRNG key from which the rows of new keys follow."""
 
 
-class Stack(abc.ABC):
-    """Rows of one table or several, the features that read them, and the tables by name.
+class Stack:
+    """Rows of one table or several in one storage, the features that read them, and the tables by name.
 
-    Each storage has its own stack. All methods take the parameters and slots of a state; slots are None in a state for
-    serving.
+    All methods take the parameters and slots of a state; slots are None in a state for serving.
 
     Args:
-      layout: where the rows of each table lie.
+      layout: where the rows of each table lie, if one array has them all.
       rows: how devices find, read and step them.
     """
 
     def __init__(self, layout: RowLayout, rows: Rows):
         self.layout, self.rows, self.storage, self.devices = layout, rows, rows.storage, rows.devices
         self.table, self.rule, self.partition = rows.table, rows.table.optimizer, rows.partition
-        self.tables = rows.storage.tables_of(rows.table)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.layout, self.rows)  # programs and stores belong to this process
+        self.tables, self.num_shards = rows.storage.tables_of(rows.table), rows.num_shards
 
     @property
     def gradient_partitions(self) -> tuple[PartitionSpec, PartitionSpec]:
         """How rows and values of `RowGradients` are split."""
         return (PartitionSpec() if self.rows.splits_columns else self.partition), self.partition
 
-    @abc.abstractmethod
     def occurrences(self, bags: Mapping[str, Bags]) -> Occurrences:
         """The ids of the stack's features; those outside their table are none."""
+        stack = self.layout.stack
+        if self.storage.ids_are_rows:
+            return Occurrences(self.layout.segments(bags))
+        # What stands behind the last bag must not be looked for.
+        own = [bags[feature.name] for feature in stack.features]
+        is_used = [jnp.arange(bag.ids.shape[0], dtype=jnp.int32) < bag.offsets[-1] for bag in own]
+        if not self.storage.takes_keys:
+            segments = zip(RowLayout.whole(stack).segments(bags), is_used, strict=True)
+            return Occurrences(
+                [replace(segment, rows=jnp.where(used, segment.rows, NO_ROW)) for segment, used in segments]
+            )
+        found, names = [], [table.name for table in stack.tables]
+        for feature, bag, used in zip(stack.features, own, is_used, strict=True):
+            keys = as_keys(bag.ids).only(used)
+            if len(names) > 1:
+                keys = keys._replace(table=jnp.full(keys.shape, names.index(feature.table_name), jnp.int32))
+            found.append((keys, segment_of(keys.low.astype(jnp.int32), bag, feature.combiner)))
+        return Occurrences.of(found)
 
-    @abc.abstractmethod
     def values(self, params: PyTree, slots: PyTree) -> ByName:
         """The rows of every table, as `EmbeddingCollection.tables` returns them."""
+        if self.storage.takes_keys:
+            return self._by_table(self.storage.rows, params, () if slots is None else slots)
+        return {name: rows["values"] for name, rows in self._by_table(self.storage.rows, params, ()).items()}
 
-    @abc.abstractmethod
     def slots(self, params: PyTree, slots: PyTree) -> ByName:
         """The optimizer state of every table, as `EmbeddingCollection.slots` returns it."""
+        nothing: PyTree = ()
+        return self._by_table(self.storage.optimizer_state, nothing if self.storage.ids_are_rows else params, slots)
 
-    @abc.abstractmethod
-    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: PyTree, step: Int[Array, ""]) -> PyTree:
+    def _by_table(self, read: Callable[..., PyTree], params: PyTree, slots: PyTree) -> ByName:
+        """What a function of the storage reads of every table."""
+        if not self.storage.rows_on_host:
+            params, slots = self.devices.place((params, slots), PartitionSpec())
+        parts = self.storage.unstack(params, slots, self.table, self.num_shards)
+        return {own.name: read(*part, own, self.num_shards) for own, part in zip(self.tables, parts, strict=True)}
+
+    def checked(self, table: TableSpec, values: PyTree, step: Int[Array, ""]) -> PyTree:
         """New rows of a table as `replaced` takes them; nothing has changed yet.
 
         Raises: ValueError: they do not fit. RuntimeError: this is inside `jit`, where the storage cannot take them.
         """
+        if self.storage.rows_on_host and is_traced((values, step)):
+            raise RuntimeError(
+                f"table {table.name!r} is kept as {table.storage}: with_tables writes its rows beside compiled "
+                "programs; call it outside of jit, between two steps."
+            )
+        return self.storage.checked_rows(values, table, step)
 
-    def replaced(self, params: PyTree, slots: PyTree, values: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
+    def replaced(self, params: PyTree, slots: PyTree, rows: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
         """Parameters and slots with what `checked` returned of some tables."""
-        num_shards = self.rows.num_shards
-        parts = self.storage.unstack(params, slots, self.table, num_shards)
-        for number, table in enumerate(self.tables):
-            if table.name in values:
-                parts[number] = self.storage.with_rows(*parts[number], values[table.name], table, num_shards)
-        written = self.storage.stack(parts, params, num_shards)
-        placed: tuple[PyTree, PyTree] = self.devices.place_from_host(written, self.partition)
+        if not self.storage.rows_on_host:
+            params = self.devices.place(params, PartitionSpec())
+        params, slots = self.storage.with_tables(params, slots, rows, self.table, self.num_shards)
+        if not self.storage.rows_on_host:
+            return self.devices.place(params, self.partition), slots
+        placed: tuple[PyTree, PyTree] = self.devices.place_from_host((params, slots), self.partition)
         return placed
 
     def counts(self, params: PyTree) -> dict[str, dict[str, np.ndarray]]:
         """Counters of every device by table; empty for storages that count nothing."""
-        return {self.table.name: self.storage.counts(params, self.rows.num_shards)}
+        counts = self.storage.counts(params, self.num_shards * len(self.tables))
+        return {
+            table.name: {what: numbers.reshape(self.num_shards, -1)[:, k] for what, numbers in counts.items()}
+            for k, table in enumerate(self.tables)
+        }
 
-    def fresh(self) -> tuple[PyTree, PyTree]:
-        """Parameters and slots of a state of which all will be replaced."""
+    def begun(self, params: PyTree) -> PyTree:
+        """Parameters of a fresh state, beside which the host keeps nothing of an earlier one."""
+        return self.devices.place_from_host(self.storage.begun(params, self.num_shards), self.partition)
+
+    # Files
+
+    def saved(self, params: PyTree, slots: PyTree) -> tuple[ByName, ByName]:
+        """Rows and slots of every table as files have them; of tables with keys all that belongs to these in one."""
+        tables = self._by_table(self.storage.rows, params, slots)
+        if not self.storage.takes_keys:
+            parts = {name: {part.removeprefix("slot_"): a for part, a in rows.items()} for name, rows in tables.items()}
+            return {name: own.pop("values") for name, own in parts.items()}, parts
+        keys = on_host(jax.random.key_data(params.key))  # of all shards, which have the same ones
+        impl = jax.random.key_impl(params.key)
+        first = (jax.random.wrap_key_data(jnp.asarray(own), impl=impl) for own in keys)
+        return {name: rows | {FIRST_KEY: next(first)} for name, rows in tables.items()}, {name: {} for name in tables}
+
+    def restored(self, tables: Mapping[str, PyTree], slots: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
+        """Parameters and slots from what `saved` returned. Raises: ValueError: it does not fit them."""
         part = self.partition
         start = self.devices.on_each(self.rows.init, PartitionSpec(), (part, part))
-        made: tuple[PyTree, PyTree] = jax.jit(start)(jax.random.key(0))
-        return made
+        params, fresh_slots = jax.jit(start)(jax.random.key(0))
+        found = {own.name: tables[own.name] for own in self.tables}
+        if self.storage.takes_keys:
+            keys = [rows[FIRST_KEY] for rows in found.values()]
+            data = np.stack([np.asarray(jax.random.key_data(key)) for key in keys] * self.num_shards)
+            (placed,) = self.devices.place_from_host([data], part)
+            params = params._replace(key=jax.random.wrap_key_data(placed, impl=jax.random.key_impl(keys[0])))
+            found = {n: {what: a for what, a in rows.items() if what != FIRST_KEY} for n, rows in found.items()}
+        else:
+            found = {
+                n: {"values": v} | {f"slot_{what}": a for what, a in slots.get(n, {}).items()} for n, v in found.items()
+            }
+        return self.replaced(params, fresh_slots, found)
 
-    # Parts of these
+    # Rows that leave
 
-    def with_rows_of_keys(self, table: TableSpec, whole: np.ndarray, rows: Mapping[str, PyTree]) -> np.ndarray:
-        """A table whose ids are rows, with those that a table with keys has."""
-        keys, values = (np.asarray(rows.get(part, ())) for part in ("keys", "values"))
-        if unknown := sorted(part for part in rows if part not in OF_ROWS and not part.startswith("slot_")):
-            raise ValueError(
-                f"table {table.name!r}: cannot take {unknown} of rows by key; it takes 'keys' and 'values'."
+    def evicted(
+        self, params: DynamicTable, slots: PyTree, table: TableSpec, step: Int[Array, ""], reasons: Mapping[str, Any]
+    ) -> tuple[DynamicTable, dict[str, np.ndarray]]:
+        """The parameters without some keys of a table, and their rows; see `EmbeddingCollection.evict`.
+
+        The parameters are given away. The program does without the rows in what it changes: it would copy them on a
+        mesh.
+        """
+        number, rows_per_shard = self.tables.index(table), params.rows.shape[0] // self.num_shards
+        policy = cast(Hashed, self.storage).eviction
+        tables = np.arange(params.num_tables) % len(self.tables)  # of every shard one behind the other
+        is_own = np.repeat(tables == number, params.rows.shape[0] // params.num_tables)
+        places, found = rows_to_leave(params, table, policy, is_own, **reasons, step=int(on_host(step)))
+        nothing: PyTree = ()
+        left, arrays, taken = params._replace(rows=nothing), (params.rows, *slots), []
+        # Without the reason, none is old enough.
+        unused_for = np.int32(2**31 - 1 if reasons["unused_for"] is None else reasons["unused_for"])
+        for first in range(0, max(places.size, 1), MOST_KEYS):
+            shard, row = np.divmod(places[first : first + MOST_KEYS], rows_per_shard)
+            size, order = padded_size(max(shard.size, LEAST_KEYS)), np.arange(shard.size)
+            shards, rows = (np.pad(lane, (0, size - lane.size)).astype(np.int32) for lane in (shard, row))
+            shards[shard.size :] = self.num_shards  # nobody's
+            left, own = self._take_out(left, arrays, shards, rows, step, unused_for, np.int32(number))
+            taken.append(
+                [on_host(array).reshape(self.num_shards, size, *array.shape[1:])[shard, order] for array in own]
             )
-        if values.shape != (keys.size, whole.shape[1]) or not np.issubdtype(keys.dtype, np.integer):
-            raise ValueError(
-                f"table {table.name!r} takes rows by key as 'keys' [n] and 'values' [n, {whole.shape[1]}], got "
-                f"{ {part: np.shape(array) for part, array in rows.items()} }."
-            )
-        if (is_outside := (keys < 0) | (keys >= len(whole))).any():
-            raise ValueError(
-                f"table {table.name!r} has {len(whole)} rows, none for key {keys[is_outside][0]} "
-                f"({int(is_outside.sum())} such keys); hash them into the table, or keep it as rsembed.Hashed."
-            )
-        distinct, counts = np.unique(keys, return_counts=True)
-        if (counts > 1).any():
-            raise ValueError(f"table {table.name!r}: keys must be distinct, but {distinct[counts > 1][0]} comes twice.")
-        whole[keys] = as_dtype(values, whole.dtype, f"table {table.name!r}", "values")
-        return whole
+        values = map(np.concatenate, zip(*taken, strict=True))
+        return left._replace(rows=params.rows), found | dict(zip(array_names(table, slots), values, strict=True))
 
-    def as_whole(self, params: PyTree, slots: PyTree, table: TableSpec, values: PyTree) -> PyTree:
-        """All rows of a table, from an array of them or from some by key."""
-        if isinstance(values, Mapping):
-            values = self.with_rows_of_keys(table, np.array(self.values(params, slots)[table.name]), values)
-        shape = (table.vocabulary_size, table.embedding_dim)
-        if np.shape(values) != shape:
-            raise ValueError(f"table {table.name!r} has shape {shape}, the new values {np.shape(values)}.")
-        if is_traced(values):
-            return values
-        return as_dtype(on_host(values), table.dtype, f"table {table.name!r}", "values")  # may be of another mesh
+    @functools.cached_property
+    def _take_out(self) -> Callable[..., PyTree]:
+        part, everywhere = self.partition, PartitionSpec()
+        taken_out = self.devices.on_each(self._taken_out, (part, part, *[everywhere] * 5), (part, part))
+        return jax.jit(taken_out, donate_argnums=0)
 
-
-class ArrayStack(Stack):
-    """Tables that lie under each other in one array, as the layout says."""
-
-    def occurrences(self, bags: Mapping[str, Bags]) -> Occurrences:
-        return Occurrences(self.layout.segments(bags))
-
-    def values(self, params: PyTree, slots: PyTree) -> ByName:
-        return self._copies(params)
-
-    def slots(self, params: PyTree, slots: PyTree) -> ByName:
-        copies = [self._copies(slot) for slot in slots]
-        return {t.name: self.rule.pack_slots(tuple(own[t.name] for own in copies)) for t in self.layout.stack.tables}
-
-    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: PyTree, step: Int[Array, ""]) -> PyTree:
-        return self.as_whole(params, slots, table, values)
-
-    def replaced(self, params: PyTree, slots: PyTree, values: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
-        params = self.devices.place(params, PartitionSpec())
-        for name, own in values.items():
-            params = params.at[self.layout.all_rows(name, len(own))].set(jnp.asarray(own, params.dtype))
-        return self.devices.place(params, self.partition), slots
-
-    def _copies(self, array: Array) -> dict[str, Array]:
-        """The rows of each table, on every device."""
-        layout, dense = self.layout, self.devices.place(array, PartitionSpec())
-        return {table.name: _copy_of(dense, layout.all_rows(table.name, table.rows)) for table in layout.stack.tables}
-
-
-class RowNumberStack(Stack):
-    """One table with a storage of its own whose ids are row numbers."""
-
-    def occurrences(self, bags: Mapping[str, Bags]) -> Occurrences:
-        segments = RowLayout.whole(self.layout.stack).segments(bags)
-        # What stands behind the last bag must not be looked for.
-        ends = [bags[feature.name].offsets[-1] for feature in self.layout.stack.features]
-        return Occurrences([_first_rows(segment, end) for segment, end in zip(segments, ends, strict=True)])
-
-
-class TrainStack(RowNumberStack):
-    """Tables whose rows are made of few numbers, equal on all devices: products of the cores of tensor trains."""
-
-    def __init__(self, layout: RowLayout, rows: Rows):
-        super().__init__(layout, rows)
-        everywhere = PartitionSpec()
-        own = [functools.partial(self.storage.whole, table=self.table, number=k) for k in range(len(self.tables))]
-        self._all_rows = [jax.jit(self.devices.on_each(of_table, everywhere, everywhere)) for of_table in own]
-
-    def values(self, params: PyTree, slots: PyTree) -> ByName:
-        return {table.name: rows(params) for table, rows in zip(self.tables, self._all_rows, strict=True)}
-
-    def slots(self, params: PyTree, slots: PyTree) -> ByName:
-        parts = self.storage.unstack(params, slots, self.table, self.rows.num_shards)
-        copies = [self.devices.place(jax.tree.map(jnp.copy, own), PartitionSpec()) for _, own in parts]
-        return dict(zip((table.name for table in self.tables), copies, strict=True))
-
-    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: PyTree, step: Int[Array, ""]) -> PyTree:
-        return values
-
-
-def refuse_traced(table: TableSpec, *values: PyTree) -> None:
-    """Raises: RuntimeError: this is inside `jit`, where rows of the table cannot be written."""
-    if is_traced(values):
-        raise RuntimeError(
-            f"table {table.name!r} is kept as {table.storage}: with_tables writes its rows beside compiled programs; "
-            "call it outside of jit, between two steps."
-        )
-
-
-def _first_rows(segment: Segment, count: Array | np.integer) -> Segment:
-    is_used = jnp.arange(segment.rows.shape[0], dtype=jnp.int32) < count
-    return dataclasses.replace(segment, rows=jnp.where(is_used, segment.rows, NO_ROW))
-
-
-def _copy_of(array: Array, rows: slice | np.ndarray) -> Array:
-    """Some rows; indexing by all of them would give the array itself, which a donated step deletes."""
-    own = array[rows]
-    return jnp.copy(own) if own is array else own
+    def _taken_out(
+        self, params: DynamicTable, arrays: tuple[Array, ...], shards: Array, rows: Array, *forget: Array
+    ) -> tuple[DynamicTable, tuple[Array, ...]]:
+        """The parameters of a device without those of the rows that it has, and what the arrays have in these."""
+        rows, known = jnp.where(shards == self.rows.shard, rows, NO_ROW), params.keys
+        left = row_map.release(known, rows)
+        counters = params.counters.add(evicted=left.num_free - known.num_free)
+        params = hashed_rows.forget_older(params._replace(keys=left, counters=counters), *forget)
+        return params, api.gather_rows(arrays, rows)

@@ -167,21 +167,23 @@ class Answers(NamedTuple):
 
 Asking: TypeAlias = Generator[Question, Answers, Result]
 """A function that yields its questions, so that those of many can be asked together."""
+Asked: TypeAlias = Asking[Result] | Result
+"""Result of a function that may have questions, or such a function."""
 
 
-def together(askings: Sequence[Asking[Result]], axis_name: AxisName) -> list[Result]:
-    """Results of functions that yield questions; those yielded at the same time share one exchange."""
-    results: dict[int, Result] = {}
-    answers: dict[int, Any] = dict.fromkeys(range(len(askings)))
+def together(askings: Sequence[Asked[Result]], axis_name: AxisName) -> list[Result]:
+    """Results of functions that may yield questions; those yielded at the same time share one exchange."""
+    results: list[Any] = list(askings)
+    answers: dict[int, Any] = {number: None for number, own in enumerate(askings) if isinstance(own, Generator)}
     while answers:
         questions: dict[int, Question] = {}
         for number, answer in answers.items():
             try:
-                questions[number] = askings[number].send(answer)
+                questions[number] = askings[number].send(answer)  # type: ignore[union-attr]
             except StopIteration as stop:
                 results[number] = stop.value
         answers = dict(zip(questions, ask(list(questions.values()), axis_name=axis_name), strict=True))
-    return [results[number] for number in range(len(askings))]
+    return results
 
 
 def ask(questions: Sequence[Question], *, axis_name: AxisName) -> list[Answers]:

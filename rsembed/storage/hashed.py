@@ -22,7 +22,7 @@ from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import hash_table, hashed_rows, logical_rows, row_map
 from rsembed.storage.hashed_rows import MAX_CAPACITY, Counters, DynamicRows, DynamicTable, numbers_of
-from rsembed.storage.protocol import Found, Pool, ReadAhead, Segments, State, Vectors, of_near_sizes
+from rsembed.storage.protocol import Found, Pool, ReadAhead, Segments, State, Vectors, of_near_sizes, on_host
 from rsembed.storage.row_map import Eviction
 
 ROWS_BY_KEY = "rows by key"
@@ -35,12 +35,16 @@ class RowsByKey(DynamicRows):
     def rows(self, params: DynamicTable, slots: PyTree, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
         return logical_rows.export(params, slots, table, num_shards)
 
+    def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> PyTree:
+        """Rows of an array have their numbers for keys."""
+        if not isinstance(values, Mapping):
+            values = {"keys": np.arange(len(values)), "values": values}
+        if "last_step" in values:
+            return values
+        # They count as used now: else they would be the first to go.
+        return {**values, "last_step": np.full(np.shape(values.get("keys", ())), int(on_host(step)))}
+
     def with_rows(self, params: PyTree, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int) -> State:
-        if not isinstance(rows, Mapping):
-            raise ValueError(
-                f"table {table.name!r} has keys: give a dictionary of 'keys' [n] and 'values' "
-                f"[n, {table.embedding_dim}], as collection.tables returns it, not {type(rows).__name__}."
-            )
         return logical_rows.import_rows(params, slots, rows, table, num_shards)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -223,11 +223,11 @@ def _rounding_by_key(params: DynamicTable, step: Step) -> Step:
 
 
 def forget_older(
-    params: DynamicTable, step: Int[Array, ""], steps_to_live: int | Int[Array, ""], *, number: int | None = None
+    params: DynamicTable, step: Int[Array, ""], steps_to_live: Int[Array, ""], number: Int[Array, ""]
 ) -> DynamicTable:
-    """The table without keys that wait for admission and did not occur for more than `steps_to_live` steps.
+    """The shard without keys of the table of this number that wait for admission and have not occurred for long.
 
-    Of several tables all, or the one of this `number`.
+    That is for more than `steps_to_live` steps.
     """
     if params.waiting is None:
         return params
@@ -261,6 +261,8 @@ def grow(
 
 class DynamicRows(Storage):
     """A storage whose `params` are a `DynamicTable`; how keys find their rows is left to say."""
+
+    rows_on_host: ClassVar[bool] = True
 
     def vectors(self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
         return read(params, rows)

@@ -110,8 +110,9 @@ def places_by_key(
     return places, exported
 
 
-def keys_to_leave(
+def rows_to_leave(
     params: DynamicTable,
+    table: TableSpec,
     policy: Eviction,
     is_own: np.ndarray | bool = True,
     *,
@@ -119,11 +120,14 @@ def keys_to_leave(
     unused_for: int | None,
     norm_below: float | None,
     step: int,
-) -> np.ndarray:
-    """Keys of all shards, uint64, that any of the reasons lets go, before step `step`.
+) -> tuple[Int[np.ndarray, " n"], dict[str, np.ndarray]]:
+    """Where the rows of keys lie that any of the reasons lets go, and `keys`, `last_step` and `count` of these.
+
+    They come in ascending order of the keys.
 
     Args:
       params: rows of all shards.
+      table: whose keys these are.
       policy: by which rows have their worth.
       is_own: which rows are asked about.
       keep: so many stay, of all; those of the largest worth, of equal ones the largest keys. None is no reason.
@@ -131,9 +135,9 @@ def keys_to_leave(
       norm_below: those go whose rows have a smaller L2 norm.
       step: the one to come.
     """
-    last_step = on_host(params.keys.last_step)
+    known = params.keys
+    high, low, last_step, counts = map(on_host, (known.high, known.low, known.last_step, known.counts))
     is_used, leaves = (last_step != row_map.FREE) & is_own, np.zeros(last_step.shape, bool)
-    keys = join_keys(on_host(params.keys.high), on_host(params.keys.low))
     if unused_for is not None:
         leaves |= is_used & (step - last_step.astype(np.int64) > unused_for)
     if norm_below is not None:
@@ -141,9 +145,13 @@ def keys_to_leave(
         leaves |= is_used & (np.sqrt(squares.astype(np.float64)) < norm_below)
     if keep is not None:
         used = np.flatnonzero(is_used)
-        worth = on_host(row_map.worth(params.keys, policy))
-        leaves[used[np.lexsort((keys[used], worth[used]))[: max(used.size - keep, 0)]]] = True
-    return keys[leaves]
+        lanes = join_keys(high[used], low[used]), on_host(row_map.worth(known, policy))[used]
+        leaves[used[np.lexsort(lanes)[: max(used.size - keep, 0)]]] = True
+    places = np.flatnonzero(leaves)
+    keys = join_keys(high[places], low[places], dtype=_key_dtype(table))
+    order = np.argsort(keys)
+    places = places[order]
+    return places, {"keys": keys[order], "last_step": last_step[places], "count": counts[places]}
 
 
 def _squared_norms(rows: Array) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
@@ -61,6 +61,9 @@ class Storage(abc.ABC):
 
     ids_are_rows: ClassVar[bool] = False
     """Whether `params` is an array and ids are its rows, so that kernels may read and step whole bags."""
+
+    rows_on_host: ClassVar[bool] = False
+    """Whether `rows` and `with_rows` work on the host, outside `jit`; a file then has rows by table, not `params`."""
 
     @property
     def sums_gradients(self) -> bool:
@@ -220,21 +223,46 @@ class Storage(abc.ABC):
         """One optimizer step of all `params` with their gradients."""
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, of which a step touches single rows.")
 
-    def rows(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
-        """Rows by key with what belongs to them, from all shards, in ascending order of the keys, on the host."""
+    # Tables by name; `params` and `slots` are those of all shards
+
+    def begun(self, params: PyTree, num_shards: int) -> PyTree:
+        """`params` of a fresh state, beside which the host keeps nothing of an earlier one."""
+        del num_shards
+        return params
+
+    def rows(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> dict[str, PyTree]:
+        """All rows of a table, `values`, and `slot_<name>` of what `slots` there are, in the order of ids.
+
+        Where ids are keys: in ascending order of `keys`, with what else belongs to these.
+        """
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, which has no rows to be taken out.")
 
-    def whole(self, params: PyTree, table: TableSpec, number: int) -> Float[Array, "vocab dim"]:
-        """Where it `sums_gradients`: all rows of one of `tables_of`."""
-        raise NotImplementedError(f"table {table.name!r} is kept as {self}, whose rows come by key or by block.")
+    def optimizer_state(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> PyTree:
+        """The slots of all rows of a table, in the named tuple of its rule."""
+        rows = self.rows(params, slots, table, num_shards)
+        own = tuple(jnp.asarray(array) for name, array in rows.items() if name.startswith("slot_"))
+        return table.optimizer.pack_slots(own)
 
-    def with_rows(
-        self, params: PyTree, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int
-    ) -> tuple[PyTree, PyTree]:
-        """`params` and slots of all shards with some rows written by key, as `rows` returns them; outside `jit`."""
+    def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> PyTree:
+        """Rows that a user gives for a table as `with_rows` takes them. Raises: ValueError: they do not fit it."""
+        del table, step
+        return values
+
+    def with_rows(self, params: PyTree, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int) -> State:
+        """`params` and slots with rows of a table written, which `checked_rows` or `rows` returned."""
         raise NotImplementedError(
             f"table {table.name!r} is kept as {self}, which cannot take any rows; replace what state.tables holds."
         )
+
+    def with_tables(
+        self, params: PyTree, slots: PyTree, rows: Mapping[str, PyTree], table: TableSpec, num_shards: int
+    ) -> State:
+        """`params` and slots with rows of some of `tables_of` written, by name; see `with_rows`."""
+        parts = self.unstack(params, slots, table, num_shards)
+        for number, own in enumerate(self.tables_of(table)):
+            if own.name in rows:
+                parts[number] = self.with_rows(*parts[number], rows[own.name], own, num_shards)
+        return self.stack(parts, params, num_shards)
 
     def check_step(self, before: PyTree, after: PyTree, table: TableSpec) -> None:
         """Raises: RuntimeError: between two states of a step outside `jit`, something was lost that must not be."""

@@ -187,14 +187,12 @@ def table_of(row_map: RowMap, rows: Int[Array, " nnz"]) -> Int[Array, " nnz"] | 
 
 
 def release_older(
-    row_map: RowMap, step: Int[Array, ""], steps_to_live: int | Int[Array, ""], table: int | None = None
+    row_map: RowMap, step: Int[Array, ""], steps_to_live: Int[Array, ""], table: Int[Array, ""]
 ) -> RowMap:
-    """Takes all rows, or those of one table, that were last used more than `steps_to_live` steps before `step`."""
+    """Takes the rows of one table that were last used more than `steps_to_live` steps before `step`."""
+    rows = jnp.arange(row_map.last_step.shape[0], dtype=jnp.int32)
     is_old = (row_map.last_step != FREE) & (step - row_map.last_step > steps_to_live)
-    rows = jnp.arange(is_old.shape[0], dtype=jnp.int32)
-    if table is not None:
-        is_old &= rows // row_map.rows_per_table == table
-    return release(row_map, jnp.where(is_old, rows, NO_ROW))
+    return release(row_map, jnp.where(is_old & (rows // row_map.rows_per_table == table), rows, NO_ROW))
 
 
 def grow(row_map: RowMap, capacity: int) -> RowMap:

@@ -243,6 +243,15 @@ class TensorTrain(Storage):
         ids = params.directory.ids
         return made.at[jnp.where(ids < first, NO_ROW, ids - first)].set(params.rows, mode="drop")
 
+    def rows(self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int) -> dict[str, Array]:
+        """All rows of a table, made of its own cores or stored, float32."""
+        single = cast(TensorTrain, table.storage)
+        return {"values": jax.jit(single.whole, static_argnames=("table", "number"))(params, table=table, number=0)}
+
+    def optimizer_state(self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int) -> AllSlots:
+        """Copies of the slots of each core."""
+        return jax.tree.map(jnp.copy, slots)
+
     def find(
         self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step
     ) -> Found:

@@ -145,12 +145,8 @@ jax.jit(keyed().counts)(keyed_state()) => RuntimeError: rows by key, and counts,
 jax.jit(keyed().tables)(keyed_state()) => RuntimeError: rows by key, and counts, come to the host; read them
 near().prefetch(near_state(), {"what": [[9]]}) => ValueError: feature 'what': id 9 in sample 0 is outside table 'item'
 with_tables(wrod=np.ones((9, 4))) => ValueError: unknown table 'wrod' ... 'word' ... 'user'
-with_tables(word={"keys": [9], "values": np.ones((1, 4))})
-    => ValueError: table 'word' has 9 rows, none for key 9 (1 such keys); hash them
-with_tables(word={"keys": [3], "values": np.ones((2, 4))})
-    => ValueError: takes rows by key as 'keys' [n] and 'values' [n, 4]
-with_tables(word={"keys": [1, 1], "values": np.ones((2, 4))}) => ValueError: keys must be distinct, but 1 comes twice
-with_tables(word={"keys": [1, 2], "values": np.ones((2, 4)), "bogus": np.zeros(2)}) => ValueError: cannot take ['bogus']
+with_tables(word={"keys": [3], "values": np.ones((1, 4))})
+    => ValueError: table 'word' has no keys: give it an array of all rows [9, 4], not a mapping
 jax.jit(lambda values: near().with_tables(near_state(), {"item": values}))(np.ones((9, 4)))
     => RuntimeError: 'item' is kept as ... with_tables writes its rows beside compiled programs
 jax.jit(lambda values: keyed().with_tables(keyed_state(), {"client": values}))(np.ones((4, 4)))

@@ -1,0 +1,200 @@
+"""Tables on the host: rows of a batch travel to the devices, and those that make room for them back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int, PyTree
+
+from rsembed.bags import as_bags, padded_size
+from rsembed.caching.backing import BackingStore, Generation
+from rsembed.collection.dense_rows import whole_table
+from rsembed.collection.rows import keys_of_gradients
+from rsembed.collection.stack import Stack
+from rsembed.collection.state import EmbeddingState
+from rsembed.kernels import api
+from rsembed.specs import TableSpec
+from rsembed.storage import row_map
+from rsembed.storage.hashed_rows import DynamicTable
+from rsembed.storage.host_cached import HostCached, Moves
+from rsembed.storage.logical_rows import array_names
+from rsembed.storage.protocol import State, on_host
+
+ROWS_PER_BLOCK = 1 << 16
+
+
+class HostRows(HostCached):
+    """A `HostCached` table of one collection, with its rows on the host, which are those of one state at a time.
+
+    Args:
+      storage: the choices.
+      table: whose rows these are.
+    """
+
+    store: BackingStore
+
+    def __init__(self, storage: HostCached, table: TableSpec):
+        super().__init__(cache_rows=storage.cache_rows, eviction=storage.eviction)
+        self.table = table
+        self.generation = Generation(
+            f"table {table.name!r}: the host no longer holds the rows for which this state has no place: rows "
+            "were exchanged since for another state, or the state is another collection's. Go on from the newest "
+            "state, or from a checkpoint."
+        )
+
+    def begun(self, params: DynamicTable, num_shards: int) -> DynamicTable:
+        """Parameters of a fresh state, to which a fresh store belongs."""
+        data, kind = jax.random.key_data(params.key), jax.random.key_impl(params.key)
+        self.store = self.backing_store(self.table, jax.random.wrap_key_data(on_host(data)[0], impl=kind))
+        return self.advanced(params, num_shards)
+
+    def advanced(self, params: DynamicTable, num_shards: int) -> DynamicTable:
+        """The parameters with which alone the store goes on."""
+        self.generation.advance(self.generation.number)
+        generation: PyTree = np.full(num_shards, self.generation.number, np.uint32)
+        return params._replace(generation=generation)
+
+    def check_generation(self, params: DynamicTable) -> None:
+        """Raises: RuntimeError: the state is of another time than the store, or of another collection."""
+        self.generation.check(on_host(params.generation))
+
+    def rows(self, params: DynamicTable, slots: PyTree, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
+        """Rows of the store, but for those that are near."""
+        self.check_generation(params)
+        num_rows, (places, ids) = table.vocabulary_size, self.residents(params)
+        starts = range(0, num_rows, ROWS_PER_BLOCK)
+        blocks = [self.store.read(np.arange(first, min(first + ROWS_PER_BLOCK, num_rows))) for first in starts]
+        found = [np.concatenate(parts) for parts in zip(*blocks, strict=True)][: 1 + len(slots)]
+        for array, near in zip(found, (params.rows, *slots), strict=True):
+            array[ids] = on_host(near)[places]
+        return dict(zip(array_names(table, slots), found, strict=True))
+
+    def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> np.ndarray:
+        """A whole table."""
+        whole: np.ndarray = whole_table(values, table)
+        return whole
+
+    def with_rows(self, params: DynamicTable, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int) -> State:
+        """A fresh store with these values, or rows as `rows` has them; none is near. Raises: ValueError: no fit."""
+        names, arrays = array_names(table, slots), (params.rows, *slots)
+        shapes = {name: (table.vocabulary_size, *own.shape[1:]) for name, own in zip(names, arrays, strict=True)}
+        if not isinstance(rows, Mapping):
+            rows = self.rows(params, slots, table, num_shards) | {"values": rows}
+        if (found := {name: np.shape(own) for name, own in rows.items()}) != shapes:
+            raise ValueError(f"table {table.name!r} takes {shapes}, got {found}.")
+        empty = row_map.empty(params.rows.shape[0] // num_shards)
+        keys = jax.tree.map(lambda leaf: np.concatenate([np.asarray(leaf)] * num_shards), empty)
+        params = self.begun(params._replace(keys=keys), num_shards)
+        self.store.write(np.arange(table.vocabulary_size), [rows[name] for name in names])
+        return params, slots
+
+
+class Prefetch:
+    """The way of rows between the host and the devices.
+
+    Args:
+      stack: of a table on the host.
+
+    Raises: NotImplementedError: several processes would share the rows.
+    """
+
+    def __init__(self, stack: Stack):
+        self.stack, self.storage = stack, cast(HostRows, stack.storage)
+        if stack.devices.num_processes > 1:
+            raise NotImplementedError(
+                f"table {stack.table.name!r} is kept as {stack.table.storage}, whose rows one process must hold; make "
+                "the mesh of one process' devices, or give the table another storage."
+            )
+        part, split, on_each = stack.partition, stack.devices.split, stack.devices.on_each
+        self._of_batch = jax.jit(on_each(self._make_room, (part, split), (part, part)))
+        self._of_rows = jax.jit(on_each(self._make_room, (part, part), (part, part)))
+        self._gather = jax.jit(on_each(api.gather_rows, (part, part), part))
+        scatter = on_each(api.scatter_rows, (part, part, part), part)
+        self._scatter, self._scatter_in_place = jax.jit(scatter), jax.jit(scatter, donate_argnums=0)
+
+    def with_places(
+        self, params: DynamicTable, slots: PyTree, wanted: Mapping[str, PyTree] | Array
+    ) -> tuple[DynamicTable, list[np.ndarray]]:
+        """Parameters with places for the rows of a batch, or for those that row gradients are of, and what must move.
+
+        Nothing has moved yet, and the given parameters stay as they are.
+
+        Raises:
+          RuntimeError: the state is of another time than the store, or there are too few places.
+          ValueError: the state has no slots, which move with their rows.
+        """
+        name = self.stack.table.name
+        if slots is None:
+            raise ValueError(
+                f"table {name!r} is on the host, where optimizer state moves with its row: keep the slots in the "
+                "state, or serve from a checkpoint that a collection without storage= loaded."
+            )
+        self.storage.check_generation(params)
+        make_room = self._of_batch if isinstance(wanted, Mapping) else self._of_rows
+        # Places are made without the rows, which a program on a mesh would copy.
+        without: PyTree = ()
+        found, moves = make_room(params._replace(rows=without), wanted)
+        *moves, num_failed = map(on_host, moves)
+        if num_failed.any():
+            raise RuntimeError(
+                f"table {name!r}: {int(num_failed.sum())} ids of the batch find no place among cache_rows="
+                f"{self.storage.cache_rows}, of which each device has its share; raise it, or make the batch smaller."
+            )
+        return found._replace(rows=params.rows), moves
+
+    def moved(
+        self, params: DynamicTable, slots: PyTree, moves: Sequence[np.ndarray], *, donates: bool
+    ) -> tuple[DynamicTable, PyTree]:
+        """Parameters and slots after the moves that `with_places` returned. `donates` gives the given arrays away.
+
+        Else those from before stay valid, too: rows that leave are written as they stand in them, and nothing else
+        changes, until the store goes on with one state alone (`with_new_generation`).
+        """
+        rows, ids, left, counts = moves
+        if not (most := int(counts.max())):
+            return params, slots
+        size = padded_size(most)
+        rows, ids, left = (lane.reshape(counts.size, -1)[:, :size].reshape(-1) for lane in (rows, ids, left))
+        place, arrays = self.stack.devices.place_from_host, (params.rows, *slots)
+        (rows,), leaves = place([rows], self.stack.partition), left >= 0
+        gone = [on_host(array)[leaves] for array in self._gather(arrays, rows)]
+        come = place(self.storage.store.exchange(left[leaves], gone, np.maximum(ids, 0)), self.stack.partition)
+        near, *kept = (self._scatter_in_place if donates else self._scatter)(arrays, rows, tuple(come))
+        return params._replace(rows=near), tuple(kept)
+
+    def _make_room(self, params: DynamicTable, wanted: PyTree) -> tuple[DynamicTable, Moves]:
+        """As `HostCached.make_room`, on one device."""
+        if not isinstance(wanted, Mapping):
+            return self.storage.make_room(params, keys_of_gradients(wanted)[0])
+        bags = {name: as_bags(value, feature=name) for name, value in wanted.items()}
+        return self.storage.make_room(params, self.stack.rows.own_keys(self.stack.occurrences(bags)))
+
+
+def fetched(
+    on_host: Mapping[str, Prefetch], state: EmbeddingState, wanted: Mapping[str, PyTree], *, donates: bool
+) -> EmbeddingState:
+    """The state with the rows near that a batch, or lanes of row gradients, wants by stack.
+
+    Rows move after those of all stacks have found a place: without one nothing has changed. `donates` gives the arrays
+    of the given state away; else it stays valid, too, until `with_new_generation`.
+    """
+    if not on_host:
+        return state
+    tables, slots, moves = dict(state.tables), dict(state.slots), {}
+    for name, own in on_host.items():
+        tables[name], moves[name] = own.with_places(tables[name], slots.get(name), wanted[name])
+    for name, own in on_host.items():
+        tables[name], slots[name] = own.moved(tables[name], slots[name], moves[name], donates=donates)
+    return state._replace(tables=tables, slots=slots)
+
+
+def with_new_generation(on_host: Mapping[str, Prefetch], state: EmbeddingState) -> EmbeddingState:
+    """The state with which alone the stores go on."""
+    tables = dict(state.tables)
+    for name, own in on_host.items():
+        advanced = own.storage.advanced(tables[name], own.stack.num_shards)
+        tables[name] = own.stack.devices.place_from_host(advanced, own.stack.partition)
+    return state._replace(tables=tables)
