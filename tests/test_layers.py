@@ -26,7 +26,7 @@ BUDGETS = {
     "storage": 2648,
     "row_gradients": 268,
     "parallel": 907,
-    "collection": 2882,
+    "collection": 2881,
     "taps": 160,
     "nnx": 212,
     "linen": 184,

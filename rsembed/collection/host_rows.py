@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from rsembed.bags import as_bags, padded_size
-from rsembed.caching.backing import BackingStore, Generation
 from rsembed.collection.dense_rows import whole_table
 from rsembed.collection.rows import keys_of_gradients
 from rsembed.collection.stack import Stack
@@ -19,7 +18,7 @@ from rsembed.kernels import api
 from rsembed.specs import TableSpec
 from rsembed.storage import row_map
 from rsembed.storage.hashed_rows import DynamicTable
-from rsembed.storage.host_cached import HostCached, Moves
+from rsembed.storage.host_cached import BackingStore, Generation, HostCached, Moves
 from rsembed.storage.logical_rows import array_names
 from rsembed.storage.protocol import State, on_host
 
