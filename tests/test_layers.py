@@ -32,7 +32,7 @@ BUDGETS = {
     "linen": 184,
     "checkpoint": 1402,
     "fdo": 611,
-    "sparsecore": 4346,
+    "sparsecore": 4237,
     "tbe": 2797,
     "tt": 2853,
     "sok": 1558,

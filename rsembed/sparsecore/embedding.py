@@ -39,17 +39,14 @@ from rsembed.sparsecore.layout import (
     MAX_MINIBATCHES,
     Scalar,
     StackLayout,
-    cores_from_row_pointers,
     leaves_like,
     placed_stack,
-    read_stacks,
     resolve_cores,
     stack_layouts,
     with_place,
 )
 from rsembed.sparsecore.layout import ArrayLike as ArrayLike
 from rsembed.sparsecore.layout import Nested as Nested
-from rsembed.sparsecore.layout import ShardingStrategy as ShardingStrategy
 from rsembed.sparsecore.layout import (
     compute_row_pointers_size_per_device as compute_row_pointers_size_per_device,
 )
@@ -116,7 +113,7 @@ def get_table_specs(feature_specs: Nested[FeatureSpec]) -> dict[str, TableSpec]:
 
 def get_stacked_table_specs(feature_specs: Nested[FeatureSpec]) -> dict[str, StackedTableSpec]:
     """The stacks that the features read, by name. Raises: ValueError: a table has no place yet."""
-    return {name: layout.spec for name, layout in read_stacks(feature_specs).items()}
+    return {table.setting_in_stack.stack_name: placed_stack(table) for table in tables_of(feature_specs).values()}
 
 
 def compute_coo_buffer_size_per_device(
@@ -220,7 +217,7 @@ def sparse_dense_matmul(
       feature_specs: placed specs.
       global_device_count: devices that share the tables.
       sharding_strategy: "MOD".
-      num_sc_per_device: None reads it off the input.
+      num_sc_per_device: cores per device; None takes the number that the specs were placed for.
       enable_minibatching: as given to the preprocessing.
       perform_unstacking: False returns `{stack: activations}` as they are laid out.
       use_activation_unstack_primitive: ignored; a TPU detail.
@@ -275,7 +272,7 @@ def sparse_dense_matmul_grad(
       sharding_strategy: "MOD".
       label: ignored; it names a TPU program.
       step: 0-based step, for optimizers and learning rates that depend on it; None is the first step, for ever.
-      num_sc_per_device: None reads it off the input.
+      num_sc_per_device: cores per device; None takes the number that the specs were placed for.
       enable_minibatching: as given to the preprocessing.
       perform_stacking: False expects gradients as they are laid out.
       use_gradient_stacking_primitive: ignored; a TPU detail.
@@ -290,12 +287,14 @@ def sparse_dense_matmul_grad(
     """
     del label, use_gradient_stacking_primitive
     sharding_strategy_to_enum(sharding_strategy)
-    num_devices = global_device_count or _num_devices(activation_gradients, feature_specs, perform_stacking)
+    if perform_stacking:
+        cut = (num_sc_per_device, global_device_count)
+        activation_gradients = stack_embedding_gradients(activation_gradients, feature_specs, *cut)
+    stack = placed_stack(features_of(feature_specs)[0].table_spec)
+    num_devices = global_device_count or _num_devices(activation_gradients[stack.stack_name], stack.total_sample_count)
     cut = (num_devices, num_sc_per_device)
     stacks, devices = _stacks(preprocessed_inputs, feature_specs, *cut, enable_minibatching, axis_name)
     limits = checked_limits(embedding_var_limits, [layout.name for layout, *_ in stacks])
-    if perform_stacking:
-        activation_gradients = stack_embedding_gradients(activation_gradients, feature_specs, *cut[::-1])
     askings = []
     for layout, occurrences, capacity in stacks:
         rule = rule_of(layout, limits[layout.name])
@@ -304,7 +303,8 @@ def sparse_dense_matmul_grad(
         d_activations = layout.checked_activations(activation_gradients[layout.name]).astype(jnp.float32)
         how = Step(layout.spec.optimizer.get_hyperparameters(step), rule, _rounding(step, layout))
         rows = stack_rows(layout, devices, rule, capacity=capacity)
-        askings.append(rows.update(variables.table, variables.slots(), occurrences, [d_activations], how))
+        table, *slots = jax.tree.leaves(variables)
+        askings.append(rows.update(table, tuple(slots), occurrences, [d_activations], how))
     updated = {}
     for (layout, *_), (table, slots) in zip(stacks, together(askings, devices.axes), strict=True):
         structure = jax.tree.structure(embedding_variables[layout.name])
@@ -354,10 +354,13 @@ def stack_embedding_gradients(
       ValueError: the tree differs from `feature_specs`, or a gradient has another number of samples.
     """
     del use_gradient_stacking_primitive  # a TPU detail
-    num_devices = global_device_count or _num_devices(activation_gradients, feature_specs, True)
+    features = features_of(feature_specs)
+    leaves = leaves_like(feature_specs, activation_gradients, "activation gradients")
+    for feature, leaf in zip(features, leaves, strict=True):
+        check_gradient(leaf, f"feature {feature.name!r}: activation gradients")
+    num_devices = global_device_count or _num_devices(leaves[0], features[0].num_samples)
     layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_sc_per_device)
-    leaves = _gradient_leaves(activation_gradients, feature_specs)
-    by_name = {feature.name: leaf for feature, leaf in zip(features_of(feature_specs), leaves, strict=True)}
+    by_name = {feature.name: jnp.asarray(leaf) for feature, leaf in zip(features, leaves, strict=True)}
     result = {}
     for name, layout in layouts.items():
         pieces, width = [], layout.spec.stack_embedding_dim
@@ -376,28 +379,10 @@ def stack_embedding_gradients(
     return result
 
 
-def _gradient_leaves(activation_gradients: PyTree, feature_specs: Nested[FeatureSpec]) -> list[Array]:
-    leaves = leaves_like(feature_specs, activation_gradients, "activation gradients")
-    for feature, leaf in zip(features_of(feature_specs), leaves, strict=True):
-        check_gradient(leaf, f"feature {feature.name!r}: activation gradients")
-    return [jnp.asarray(leaf) for leaf in leaves]
-
-
-def _num_devices(activation_gradients: PyTree, feature_specs: Nested[FeatureSpec], perform_stacking: bool) -> int:
-    feature, stack = features_of(feature_specs)[0], placed_stack(features_of(feature_specs)[0].table_spec)
-    if perform_stacking:
-        where, declared = f"feature {feature.name!r}", feature.num_samples or 0
-        gradient = _gradient_leaves(activation_gradients, feature_specs)[0]
-    else:
-        where, declared = f"stack {stack.stack_name!r}", stack.total_sample_count
-        gradient = activation_gradients[stack.stack_name]
-    found = gradient.size // max(1, gradient.shape[-1])
-    if not found or declared % found:
-        raise ValueError(
-            f"{where}: activation gradients have shape {gradient.shape}, but the global batch has {declared} "
-            "samples, of which each device has an equal part; give the gradients of this device's activations."
-        )
-    return declared // found
+def _num_devices(gradients: ArrayLike, num_samples: int | None) -> int:
+    """Number of devices that split a global batch into parts of as many samples as these gradients; 1 if none does."""
+    num_own = gradients.size // max(1, gradients.shape[-1])
+    return 1 if not (num_samples and num_own) or num_samples % num_own else num_samples // num_own
 
 
 def _stacks(
@@ -415,11 +400,8 @@ def _stacks(
     if isinstance(inputs, SparseDenseMatmulInput):
         inputs = PreprocessedInput(inputs)
     check_type(inputs, PreprocessedInput, "preprocessed_inputs")
-    if inputs.has_minibatches not in (None, enable_minibatching):
-        raise ValueError(
-            f"enable_minibatching={enable_minibatching}, but the input was preprocessed with "
-            f"enable_minibatching={inputs.has_minibatches}; pass the same to both."
-        )
+    layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_sc_per_device)
+    inputs.check_layout(layouts, enable_minibatching)
     num_minibatches = None
     if enable_minibatching:
         numbers = jnp.asarray(inputs.num_minibatches)
@@ -429,16 +411,19 @@ def _stacks(
                 "axis that shards the input."
             )
         num_minibatches = numbers.reshape(()).astype(jnp.int32)
-    size = next(iter(inputs.lhs_row_pointers.values())).size
-    num_cores = cores_from_row_pointers(size, num_devices, enable_minibatching)
-    if num_sc_per_device not in (None, num_cores):
-        raise ValueError(f"num_sc_per_device={num_sc_per_device}, but the input was preprocessed with {num_cores}.")
-    layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_cores)
-    inputs.check_layout(layouts)
     partitions = []
     for name, layout in layouts.items():
         fields = (jnp.asarray(field[name]).reshape(-1) for field in inputs.sparse_dense_matmul_input)
         pointers, ids, samples, gains = fields
+        num_pointers = compute_row_pointers_size_per_device(
+            global_device_count=num_devices, num_sc_per_device=layout.num_cores, enable_minibatching=enable_minibatching
+        )
+        if pointers.size != num_pointers:
+            raise ValueError(
+                f"stack {name!r}: the input has {pointers.size} row pointers, expected {num_pointers} on each of "
+                f"{num_devices} devices with {layout.num_cores} cores; was it preprocessed for another "
+                "global_device_count, or passed without shard_map?"
+            )
         sizes = layout.num_cores, layout.num_shards, layout.rows_per_shard, layout.samples_per_core
         partitions.append(Partitions(pointers, ids, samples, gains, num_minibatches, *sizes))
     found, stacks = api.entries_by_sample(partitions), []
@@ -450,7 +435,7 @@ def _stacks(
             num_ids = min(num_ids, layout.declared_ids)
         capacity = default_capacity(num_ids, num_devices)
         if max_ids is not None:  # no more than the limits allow
-            num_blocks = num_cores**2 * (MAX_MINIBATCHES if enable_minibatching else 1)
+            num_blocks = layout.num_cores**2 * (MAX_MINIBATCHES if enable_minibatching else 1)
             capacity = min(capacity, num_blocks * max_ids)
         stacks.append((layout, occurrences, capacity))
     return stacks, _own_devices(num_devices, axis_name)

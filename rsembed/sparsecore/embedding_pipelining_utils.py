@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from types import NoneType
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,33 +79,17 @@ class PipelineState(NamedTuple):
     placeholder_tc_aux: PyTree
 
 
-@runtime_checkable
-class ScFwdStageFun(Protocol):
-    """Lookup stage: `(sparse_inputs, embedding_variables) -> (activations, aux for the dense step)`."""
+ScFwdStageFun = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+"""Lookup stage: `(sparse_inputs, embedding_variables) -> (activations, aux for the dense step)`."""
+TcStageFun = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree, PyTree]]
+"""Dense stage: `(embedding_activations, dense_inputs, train_state, sc_fwd_aux) -> (activation gradients, output, new
+train state, aux for the update)`."""
+ScBwdStageFun = Callable[..., tuple[PyTree, PyTree]]
+"""Update stage: `(sparse_inputs, embedding_gradients, embedding_variables, tc_aux) -> (new variables, aux)`.
 
-    def __call__(self, sparse_inputs: PyTree, embedding_variables: PyTree) -> tuple[PyTree, PyTree]: ...
-
-
-@runtime_checkable
-class TcStageFun(Protocol):
-    """Dense stage: returns activation gradients, output, new train state, and aux for the update."""
-
-    def __call__(
-        self, embedding_activations: PyTree, dense_inputs: PyTree, train_state: PyTree, sc_fwd_aux: PyTree
-    ) -> tuple[PyTree, PyTree, PyTree, PyTree]: ...
-
-
-@runtime_checkable
-class ScBwdStageFun(Protocol):
-    """Update stage: returns new variables and aux for the caller.
-
-    A function with a parameter named `step` also receives the 0-based number of the batch it updates with, and one with
-    a parameter named `has_gradients` whether there is such a batch: the first two cycles have none.
-    """
-
-    def __call__(
-        self, sparse_inputs: PyTree, embedding_gradients: PyTree, embedding_variables: PyTree, tc_aux: PyTree
-    ) -> tuple[PyTree, PyTree]: ...
+A function with a parameter named `step` also receives the 0-based number of the batch it updates with, and one with a
+parameter named `has_gradients` whether there is such a batch: the first two cycles have none.
+"""
 
 
 def get_pipeline_train_steps(num_steps: int) -> int:

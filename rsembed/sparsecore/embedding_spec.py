@@ -14,10 +14,11 @@ from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
-from jaxtyping import Int64, PyTree
+from jaxtyping import PyTree
 
 from rsembed import optimizers
 from rsembed.checks import check_type, validated
+from rsembed.collection.dense_rows import RowLayout
 from rsembed.optimizers import AdagradMomentumSlotVariables as AdagradMomentumSlotVariables
 from rsembed.optimizers import AdagradSlotVariables as AdagradSlotVariables
 from rsembed.optimizers import AdamSlotVariables as AdamSlotVariables
@@ -29,7 +30,7 @@ from rsembed.optimizers import LearningRate as LearningRate
 from rsembed.optimizers import OptimizerSpec as OptimizerSpec
 from rsembed.optimizers import SGDSlotVariables as SGDSlotVariables
 from rsembed.places import Place
-from rsembed.sparsecore.layout import Nested, TableRows, stack_layouts
+from rsembed.sparsecore.layout import Nested, stack_layouts
 from rsembed.specs import DEFAULT_ACTIVATION_MEM_BYTES_LIMIT as DEFAULT_ACTIVATION_MEM_BYTES_LIMIT
 from rsembed.specs import CallableTableInitializer as CallableTableInitializer
 from rsembed.specs import FeatureIdTransformation as FeatureIdTransformation
@@ -38,6 +39,7 @@ from rsembed.specs import QuantizationConfig as QuantizationConfig
 from rsembed.specs import StackedTableSpec as StackedTableSpec
 from rsembed.specs import TableSettingInStack as TableSettingInStack
 from rsembed.specs import TableSpec as TableSpec
+from rsembed.stacking import StackPlan, TablePlacement
 
 AdagradMomentumOptimizerSpec = optimizers.AdagradMomentum
 AdagradOptimizerSpec = optimizers.Adagrad
@@ -140,17 +142,23 @@ class StackRecord:
     table_specs: tuple[TableRecord, ...]
 
     @property
-    def table_rows(self) -> dict[str, TableRows]:
-        """Where the rows of each table lie in the flat stacked array, by table name."""
-        return {
-            table.table_name: TableRows(self.rows(table, np.arange(table.vocab_size)), table.embedding_dim)
+    def row_layout(self) -> RowLayout:
+        """The core's layout of the rows of the flat stacked array."""
+        tables = tuple(
+            TablePlacement(
+                **_shared_fields(TablePlacement, table),
+                name=table.table_name,
+                rows=table.vocab_size,
+                dim=table.embedding_dim,
+                setting=TableSettingInStack(self.stack_name, **_shared_fields(TableSettingInStack, table)),
+            )
             for table in self.table_specs
-        }
-
-    def rows(self, table: TableRecord, ids: Int64[np.ndarray, " ids"]) -> Int64[np.ndarray, " ids"]:
-        """Row of each id of a table in the flat stacked array."""
-        shards, rotation = self.num_sparsecores, table.shard_rotation
-        return compute_physical_row_ids(shards, self.stack_vocab_size, rotation, table.row_offset_in_shard, ids)
+        )
+        # Nothing here depends on the optimizer.
+        fields = _shared_fields(StackedTableSpec, self, optimizer=SGDOptimizerSpec(), combiner="sum")
+        spec = StackedTableSpec(**fields, num_shards=self.num_sparsecores)
+        plan = StackPlan(spec=spec, dtype=self.table_specs[0].dtype, tables=tables, features=())
+        return RowLayout.as_planned(plan, self.num_sparsecores)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -339,7 +347,7 @@ def get_row_ids_in_stacked_table(
         raise ValueError(
             f"table {table_spec.table_name!r}: id {outside[0]} is outside its vocabulary of {table_spec.vocab_size}."
         )
-    return stack_table_spec.rows(table_spec, ids).tolist()
+    return stack_table_spec.row_layout.rows(table_spec.table_name, ids).tolist()
 
 
 @validated

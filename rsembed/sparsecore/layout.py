@@ -12,11 +12,11 @@ import functools
 import math
 import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, Union
+from typing import Any, TypeVar, Union
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, PyTree
 
 from rsembed.checks import PositiveInt, check_type
 from rsembed.collection.dense_rows import RowLayout
@@ -72,18 +72,6 @@ def resolve_cores(num_sc_per_device: int | None, global_device_count: int) -> in
     return num_sparsecores_per_device() if num_sc_per_device is None else num_sc_per_device
 
 
-class TableRows(NamedTuple):
-    """Where a logical table lies in the flat array of its stack.
-
-    Attributes:
-      rows: index of its rows, in the order of ids.
-      dim: its columns; those behind them are padding.
-    """
-
-    rows: slice | Int[np.ndarray, " vocab"]
-    dim: int
-
-
 class ShardingStrategy(enum.Enum):
     """Rule that assigns rows to shards; MOD is the only one."""
 
@@ -95,6 +83,13 @@ def sharding_strategy_to_enum(sharding_strategy: str) -> ShardingStrategy:
     if not isinstance(sharding_strategy, str) or sharding_strategy.upper() != "MOD":
         raise ValueError(f"unknown sharding strategy {sharding_strategy!r}; the only one is 'MOD'.")
     return ShardingStrategy.MOD
+
+
+_PLACE_ANEW = (
+    "A stack serves just the features that it was placed with, all of them, unchanged and not copied. For other batch "
+    "sizes or more features, make new TableSpecs and FeatureSpecs of all and place them by the same calls: variables "
+    "go with both."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,11 +157,30 @@ class StackLayout:
         """The core's layout of the stack's rows."""
         return RowLayout.as_planned(self.plan, self.num_cores)
 
-    @property
-    def table_rows(self) -> dict[str, TableRows]:
-        """Where the rows of each table lie in the array of the stack, by table name."""
-        layout = self.row_layout
-        return {t.name: TableRows(layout.all_rows(t.name, t.vocabulary_size), t.embedding_dim) for t in self.tables}
+    def check_features(self) -> None:
+        """Raises: ValueError: the features lie elsewhere than they were placed, or cannot be cut into equal parts."""
+        end = 0
+        for feature in self.features:
+            samples, found = feature.num_samples or 0, feature.id_transformation
+            table = place_of(feature.table_spec.setting_in_stack, self.num_shards)
+            place = FeatureIdTransformation(end, table.first, table.rotation)
+            if found != place:
+                raise ValueError(
+                    f"feature {feature.name!r} does not lie where stack {self.name!r} has room for it: it has {found}, "
+                    f"but {place} comes next. {_PLACE_ANEW}"
+                )
+            if not samples or samples % self.num_shards:
+                raise ValueError(
+                    f"feature {feature.name!r}: its global batch of {samples} samples cannot be cut into "
+                    f"{self.num_shards} equal parts ({self.num_devices} devices x {self.num_cores} cores); use a "
+                    f"multiple of {self.num_shards}, or lay tables out with a smaller num_sc_per_device."
+                )
+            end += samples
+        if end != self.spec.total_sample_count:
+            raise ValueError(
+                f"stack {self.name!r} was placed for {self.spec.total_sample_count} samples, but features "
+                f"{[feature.name for feature in self.features]} have {end}. {_PLACE_ANEW}"
+            )
 
     def checked_activations(self, activations: Array) -> Array:
         """One device's stacked activations or gradients, unchanged. Raises: ValueError: they have another shape."""
@@ -225,25 +239,6 @@ def coo_buffer_size(max_ids: int, num_devices: int, num_cores: int, enable_minib
     return round_up(max_ids, SUBLANES) * num_partitions
 
 
-def cores_from_row_pointers(size_per_device: int, num_devices: int, enable_minibatching: bool = False) -> int:
-    """Number of cores per device that gives a device this many row pointers.
-
-    Raises: ValueError: no number of cores fits.
-    """
-    size = functools.partial(
-        compute_row_pointers_size_per_device, global_device_count=num_devices, enable_minibatching=enable_minibatching
-    )
-    num_cores = 1
-    while size(num_sc_per_device=num_cores) < size_per_device:
-        num_cores += 1
-    if size(num_sc_per_device=num_cores) != size_per_device:
-        raise ValueError(
-            f"{size_per_device} row pointers per device do not fit {num_devices} devices with any number of cores; was "
-            "the input preprocessed for another global_device_count, or passed without shard_map?"
-        )
-    return num_cores
-
-
 def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: int | None) -> int:
     """Cores per device that tables were placed for, compared with `num_sc_per_device` unless that is None.
 
@@ -270,43 +265,28 @@ def stack_layouts(
     """Checked stacks of `feature_specs` by name, in leaf order; num_cores=None takes the placed number.
 
     Raises:
-      ValueError: a table was not placed yet, or for another number of shards; features are not those it was placed for.
+      ValueError: a table was not placed yet, or for another number of shards; features are not those it was placed for,
+        or cannot be cut into equal parts.
     """
-    num_cores = cores_of(list(tables_of(feature_specs).values()), num_devices, num_cores)
-    layouts = read_stacks(feature_specs, num_devices, num_devices * num_cores)
-    for name, layout in layouts.items():
-        if any(placed_stack(table) != placed_stack(layout.tables[0]) for table in layout.tables):
-            raise ValueError(
-                f"stack {name!r} has different settings in the tables that form it; change limits with "
-                "update_preprocessing_parameters, which changes all of them."
-            )
-        for feature in layout.features:
-            if feature.num_samples is None or feature.num_samples % layout.num_shards:
-                raise ValueError(
-                    f"feature {feature.name!r}: its global batch of {feature.num_samples} samples cannot be cut into "
-                    f"{layout.num_shards} equal parts ({num_devices} devices x {num_cores} cores); use a multiple of "
-                    f"{layout.num_shards}, or lay tables out with a smaller num_sc_per_device."
-                )
-    check_places(layouts)
-    return layouts
-
-
-def read_stacks(
-    feature_specs: Nested[FeatureSpec], num_devices: int = 1, num_shards: int | None = None
-) -> dict[str, StackLayout]:
-    """Stacks of `feature_specs` by name, in leaf order, without the checks of `stack_layouts`.
-
-    Raises: ValueError: a table was not placed yet.
-    """
+    num_shards = num_devices * cores_of(list(tables_of(feature_specs).values()), num_devices, num_cores)
     layouts = stacks_of(tables_of(feature_specs).values(), must_be_whole=False)
     readers: dict[str, list[FeatureSpec]] = {name: [] for name in layouts}
     for feature in features_of(feature_specs):
         readers[feature.table_spec.setting_in_stack.stack_name].append(feature)
     for name, layout in layouts.items():
+        if any(placed_stack(table) != layout.spec for table in layout.tables):
+            raise ValueError(
+                f"stack {name!r} has different settings in the tables that form it; change limits with "
+                "update_preprocessing_parameters, which changes all of them."
+            )
         features = sorted(readers[name], key=lambda feature: feature.id_transformation.row_offset)
-        is_same = num_shards in (None, layout.spec.num_shards)
-        spec = layout.spec if is_same else layout.spec.replace(num_shards=num_shards)
-        layouts[name] = StackLayout(spec=spec, tables=layout.tables, features=tuple(features), num_devices=num_devices)
+        layouts[name] = dataclasses.replace(
+            layout,
+            spec=layout.spec.replace(num_shards=num_shards),  # which a stack made by hand does not have
+            features=tuple(features),
+            num_devices=num_devices,
+        )
+        layouts[name].check_features()
     return layouts
 
 
@@ -335,33 +315,6 @@ def get_table_stacks(table_specs: Nested[TableSpec]) -> dict[str, list[TableSpec
     for table in jax.tree.leaves(table_specs):
         stacks.setdefault(table.setting_in_stack.stack_name, []).append(table)
     return stacks
-
-
-def check_places(layouts: Mapping[str, StackLayout]) -> None:
-    """Raises: ValueError: a stack's features have other places than those it was placed with."""
-    for name, layout in layouts.items():
-        end = 0
-        for feature in layout.features:
-            found, table = feature.id_transformation, place_of(feature.table_spec.setting_in_stack, layout.num_shards)
-            place = FeatureIdTransformation(end, table.first, table.rotation)
-            if found != place:
-                raise ValueError(
-                    f"feature {feature.name!r} does not lie where stack {name!r} has room for it: it has {found}, but "
-                    f"{place} comes next. {_PLACE_ANEW}"
-                )
-            end += feature.num_samples or 0
-        if end != layout.spec.total_sample_count:
-            raise ValueError(
-                f"stack {name!r} was placed for {layout.spec.total_sample_count} samples, but features "
-                f"{[feature.name for feature in layout.features]} have {end}. {_PLACE_ANEW}"
-            )
-
-
-_PLACE_ANEW = (
-    "A stack serves just the features that it was placed with, all of them, unchanged and not copied. For other batch "
-    "sizes or more features, make new TableSpecs and FeatureSpecs of all and place them by the same calls: variables "
-    "go with both."
-)
 
 
 def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:

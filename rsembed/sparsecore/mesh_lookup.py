@@ -126,11 +126,12 @@ class MeshTables:
 
         `features`, `features_weights` and options are those of `embedding.preprocess_sparse_dense_matmul_input`.
         """
+        mesh: Any = self.devices.mesh
         return preprocess_sparse_dense_matmul_input(
             features,
             features_weights,
             self.feature_specs,
-            local_device_count=self.num_local_devices,
+            local_device_count=math.prod(mesh.local_mesh.shape[axis] for axis in self.devices.axes),
             global_device_count=self.devices.num_devices,
             num_sc_per_device=self.num_sc_per_device,
             enable_minibatching=self.enable_minibatching,
@@ -145,12 +146,6 @@ class MeshTables:
         sharding = self.devices.sharding(self.devices.split)
         place = functools.partial(jax.make_array_from_process_local_data, sharding)
         return jax.tree.map(place, processed), statistics
-
-    @property
-    def num_local_devices(self) -> int:
-        """Number of parts of the tables that lie in this process."""
-        mesh: Any = self.devices.mesh
-        return math.prod(mesh.local_mesh.shape[axis] for axis in self.devices.axes)
 
     def _options(self) -> dict[str, Any]:
         return {
@@ -180,21 +175,6 @@ class MeshLayer:
     mesh: Mesh | None
     num_sc_per_device: int | None
     enable_minibatching: bool
-
-    @property
-    def num_shards(self) -> int:
-        """Number of devices that share the tables."""
-        return self._tables().devices.num_devices
-
-    @property
-    def embedding_table_partition(self) -> P:
-        """Partition spec of the tables: rows are cut."""
-        return P(self.sharding_axis, None)
-
-    @property
-    def data_partition(self) -> P:
-        """Partition spec of batches and activations."""
-        return P(self.sharding_axis)
 
     def preprocess_inputs(
         self, step: int, features: PyTree, features_weights: PyTree, all_reduce_interface: AllReduce | None = None
@@ -232,15 +212,12 @@ def step_counter(step: Scalar) -> Float[Array, " digits"]:
     return jnp.floor(jnp.asarray(step, jnp.float32) / _PLACES) % _PLACES[1]
 
 
-def step_number(counter: Float[Array, "..."] | None) -> Float[Array, ""] | None:
-    """Step that a counter holds, as float32 (exact for 16 million steps); a scalar or None is returned as is."""
-    if counter is None or counter.ndim == 0:
-        return counter
-    return jnp.sum(counter.astype(jnp.float32) * _PLACES)
+def step_number(counter: Float[Array, " digits"] | None) -> Float[Array, ""] | None:
+    """Step that a counter holds, as float32 (exact for 16 million steps); None for a hidden step."""
+    return None if counter is None else jnp.sum(counter.astype(jnp.float32) * _PLACES)
 
 
-def next_step(counter: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
-    """The counter after one step, of the same kind; a hidden step stays hidden."""
-    if counter is None or counter.ndim == 0:
-        return None if counter is None else counter + 1.0
-    return step_counter(jnp.sum(counter.astype(jnp.float32) * _PLACES) + 1.0).astype(counter.dtype)
+def next_step(counter: Float[Array, " digits"] | None) -> Float[Array, " digits"] | None:
+    """The counter after one step, of the same dtype; a hidden step stays hidden."""
+    number = step_number(counter)
+    return None if counter is None or number is None else step_counter(number + 1.0).astype(counter.dtype)

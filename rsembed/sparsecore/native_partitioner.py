@@ -96,11 +96,13 @@ def num_threads() -> int:
 
 
 def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
-    """Buffers of all stacks, as `partitioner.partition_stacks` lays them out.
+    """Buffers of all stacks, as `partitioner.partition_stack` lays them out, which serves where this cannot.
 
     Raises:
       ValueError: an id or a weight is bad, a limit is exceeded, a buffer is too small, or there are too many samples.
     """
+    if unavailable_because():
+        return {name: partitioner.partition_stack(batch, name) for name in batch.layouts}
     tasks = {name: _StackTask(batch, name) for name in batch.layouts}
     served = [task for task in tasks.values() if task.is_served]
     block = _Block(sum(task.num_bytes for task in served))

@@ -182,17 +182,12 @@ class HostBatch(NamedTuple):
     statistics: SparseDenseMatmulInputStats
 
 
-def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
-    """Buffers of all stacks; fills the batch's statistics.
+def partition_stack(batch: HostBatch, name: str) -> StackBuffers:
+    """Buffers of one stack; fills the batch's statistics.
 
     Raises:
       ValueError: a limit is exceeded, the buffer is too small, or there are too many samples.
     """
-    return {name: partition_stack(batch, name) for name in batch.layouts}
-
-
-def partition_stack(batch: HostBatch, name: str) -> StackBuffers:
-    """Buffers of one stack; see `partition_stacks`."""
     entries = merged_entries(batch, name)
     return lay_out(batch, batch.layouts[name], entries, entries)
 

@@ -19,7 +19,7 @@ from rsembed.bags import Bags, as_bags, check_bags, check_ids_dtype, check_unmas
 from rsembed.checks import check_type
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.fingerprint import Fingerprint, check_same
-from rsembed.sparsecore import native_partitioner, partitioner
+from rsembed.sparsecore import native_partitioner
 from rsembed.sparsecore.layout import (
     ArrayLike,
     Nested,
@@ -62,14 +62,12 @@ class PreprocessedInput:
       limits: the name of every stack, and the ids and distinct ids that a partition of it may hold. They belong to the
         tree's structure, so a jitted step is traced anew when they change, whatever holds the specs. Empty means
         unknown: buffers are then taken as completely full.
-      has_minibatches: whether the buffers are laid out for minibatches; None means that nobody told.
-      layout: the places of rows and samples that it was partitioned for, likewise.
+      layout: the places of rows and samples that it was partitioned for, and whether for minibatches; likewise.
     """
 
     sparse_dense_matmul_input: SparseDenseMatmulInput
     num_minibatches: PyTree = dataclasses.field(default_factory=lambda: np.array(1))
     limits: tuple[tuple[str, int, int], ...] = dataclasses.field(default=(), metadata={"static": True})
-    has_minibatches: bool | None = dataclasses.field(default=None, metadata={"static": True})
     layout: Fingerprint | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
@@ -92,8 +90,8 @@ class PreprocessedInput:
         """Factor of each entry's row in the sample's activation, by stack."""
         return self.sparse_dense_matmul_input.lhs_gains
 
-    def check_layout(self, layouts: Mapping[str, StackLayout]) -> None:
-        """Raises: ValueError: the batch was preprocessed for other stacks or places than these."""
+    def check_layout(self, layouts: Mapping[str, StackLayout], enable_minibatching: bool) -> None:
+        """Raises: ValueError: the batch was preprocessed for other stacks, places or minibatches than these."""
         if set(layouts) != set(self.lhs_row_pointers):
             raise ValueError(
                 f"the input was preprocessed for stacks {sorted(self.lhs_row_pointers)}, but feature_specs have "
@@ -102,9 +100,9 @@ class PreprocessedInput:
         if self.layout is not None:
             check_same(
                 self.layout,
-                _fingerprint(layouts),
+                _fingerprint(layouts, enable_minibatching),
                 what="the input was preprocessed for other specs",
-                way_out="Preprocess it with the feature specs that are given here.",
+                way_out="Preprocess it with the feature specs and enable_minibatching that are given here.",
             )
 
     def max_ids_per_partition(self, stack_name: str) -> int | None:
@@ -174,8 +172,7 @@ def preprocess_sparse_dense_matmul_input(
     if enable_minibatching:
         buffers, num_minibatches = partition_stacks_in_minibatches(batch, any_process)
     else:
-        chosen = partitioner if native_partitioner.unavailable_because() else native_partitioner
-        buffers = chosen.partition_stacks(batch)
+        buffers = native_partitioner.partition_stacks(batch)
     numbers = np.full(local_device_count, num_minibatches, np.int64)
     return _processed(layouts, buffers, numbers, has_leading_dimension, enable_minibatching), statistics
 
@@ -222,7 +219,7 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
     return dataclasses.replace(processed, num_minibatches=numbers), statistics
 
 
-def _fingerprint(layouts: Mapping[str, StackLayout]) -> Fingerprint:
+def _fingerprint(layouts: Mapping[str, StackLayout], enable_minibatching: bool) -> Fingerprint:
     """Fingerprint of the places of all rows and samples, without limits, which may change between batches."""
     facts = {}
     for name, layout in layouts.items():
@@ -237,7 +234,7 @@ def _fingerprint(layouts: Mapping[str, StackLayout]) -> Fingerprint:
         }
         size = {"shards": layout.num_shards, "rows": layout.spec.stack_vocab_size}
         facts[name] = size | {"tables": tables, "features": features, "combiner": layout.spec.combiner}
-    return Fingerprint.of(facts)
+    return Fingerprint.of({"enable_minibatching": enable_minibatching, "stacks": facts})
 
 
 def _layouts(
@@ -270,8 +267,7 @@ def _processed(
         SparseDenseMatmulInput(*fields),
         num_minibatches,
         limits,
-        has_minibatches=enable_minibatching,
-        layout=_fingerprint(layouts),
+        layout=_fingerprint(layouts, enable_minibatching),
     )
     if not has_leading_dimension:
         return processed

@@ -14,19 +14,18 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from rsembed.checks import PositiveInt, validated
+from rsembed.collection.dense_rows import RowLayout
 from rsembed.sparsecore.embedding_spec import EmbeddingSpecRecord
 from rsembed.sparsecore.embedding_spec import compute_physical_row_ids as compute_physical_row_ids
 from rsembed.sparsecore.embedding_spec import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
 from rsembed.sparsecore.embedding_spec import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
 from rsembed.sparsecore.layout import (
     Nested,
-    TableRows,
     check_is_array,
-    check_places,
     cores_of,
     leaves_like,
-    read_stacks,
     resolve_cores,
+    stack_layouts,
     stacks_of,
     with_place,
 )
@@ -172,7 +171,7 @@ def prepare_feature_specs_for_training(
 
     Raises:
       ValueError: a name is used twice, a feature declares no batch, a table's combiner is "none", tables were placed
-        for another number of shards, or features are new to placed tables.
+        for another number of shards, features are new to placed tables, or a batch cannot be cut into equal parts.
     """
     tables = tables_of(feature_specs).values()
     placed = [table for table in tables if table.stacked_table_spec is not None]
@@ -182,7 +181,7 @@ def prepare_feature_specs_for_training(
     alone = [[table.name] for table in tables if table.stacked_table_spec is None]
     how = {"use_short_stack_names": False, "sort_features_by_name": True}
     attach_placement(feature_specs, plan_groups(feature_specs, alone, num_shards=num_shards, **how))
-    check_places(read_stacks(feature_specs))
+    stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
 
 
 def attach_placement(features: Nested[FeatureSpec], plan: StackingPlan) -> None:
@@ -255,32 +254,31 @@ def stack_and_shard_tables(
     cores_of(specs, 1, num_shards)
     for name, layout in stacks_of(specs).items():
         given = [_given(tables, table.name, "tables") for table in layout.tables]
-        shape = (num_shards, layout.rows_per_shard, layout.spec.stack_embedding_dim)
-        result[name] = jax.tree.map(functools.partial(_stacked, layout.table_rows, shape, pad_value), *given)
+        result[name] = jax.tree.map(functools.partial(_stacked, layout.row_layout, pad_value), *given)
     return result
 
 
-def _stacked(places: Mapping[str, TableRows], shape: tuple[int, int, int], pad_value: float, *given: Any) -> Any:
+def _stacked(layout: RowLayout, pad_value: float, *given: Any) -> Any:
     """A stack `[shards, rows, columns]` with the tables in their places, and `pad_value` in all others."""
-    tables = [table[:, None] if table.ndim == 1 else table for table in given]
-    rows = [np.r_[place.rows] for place in places.values()]
-    for name, own, table in zip(places, rows, tables, strict=True):
-        if len(table) != len(own):
-            raise ValueError(f"table {name!r}: got {len(table)} rows, but vocabulary_size={len(own)}.")
+    tables, placed = [table[:, None] if table.ndim == 1 else table for table in given], layout.stack.tables
+    for own, table in zip(placed, tables, strict=True):
+        if len(table) != own.rows:
+            raise ValueError(f"table {own.name!r}: got {len(table)} rows, but vocabulary_size={own.rows}.")
+    rows = [np.r_[layout.all_rows(own.name, own.rows)] for own in placed]
     # State that is shared along a row has columns of its own.
-    is_full_width = [table.shape[1] for table in tables] == [place.dim for place in places.values()]
-    columns = shape[-1] if is_full_width else tables[0].shape[1]
+    is_full_width = [table.shape[1] for table in tables] == [own.dim for own in placed]
+    columns = layout.stack.spec.stack_embedding_dim if is_full_width else tables[0].shape[1]
     # Tables that a mesh of explicit axes splits in ways of their own could not be put together.
     copies = [explicit_sharding(table, P()) for table in tables]
     whole = [t if own is None else jax.sharding.reshard(t, own) for t, own in zip(tables, copies, strict=True)]
     xp = np if isinstance(tables[0], np.ndarray) else jnp
     values = [xp.pad(t, ((0, 0), (0, columns - t.shape[1])), constant_values=pad_value) for t in whole]
-    flat: Any = xp.full((shape[0] * shape[1], columns), pad_value, values[0].dtype)
+    flat: Any = xp.full((layout.num_rows, columns), pad_value, values[0].dtype)
     if xp is jnp:
         flat = flat.at[np.concatenate(rows)].set(jnp.concatenate(values))
     else:
         flat[np.concatenate(rows)] = np.concatenate(values)
-    return flat.reshape(*shape[:2], columns)
+    return flat.reshape(layout.num_shards, layout.rows_per_shard, columns)
 
 
 @validated
@@ -305,7 +303,7 @@ def unshard_and_unstack_tables(
                     f"{layout.spec.stack_vocab_size} rows on {num_shards} shards."
                 )
         flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), stacked)
-        result |= unstacked(flat, layout.spec.stack_embedding_dim, layout.table_rows)
+        result |= unstacked(flat, layout.row_layout)
     return jax.tree.unflatten(jax.tree.structure(table_specs), [result[table.name] for table in specs])
 
 
@@ -333,8 +331,7 @@ def stack_and_shard_feature_tables(
     result = {}
     for stack in embedding_specs.stacked_table_specs:
         tables = [jnp.asarray(feature_tables[table.table_name]) for table in stack.table_specs]
-        size = (stack.stack_vocab_size, stack.stack_embedding_dim)
-        flat = _stacked(stack.table_rows, (1, *size), 0.0, *tables).reshape(size)
+        flat = _stacked(stack.row_layout, 0.0, *tables).reshape(stack.stack_vocab_size, -1)
         sharding = tables[0].sharding
         result[stack.stack_name] = jax.device_put(flat, sharding if len(sharding.device_set) > 1 else None)
         for given in tables if delete_input else ():
@@ -364,7 +361,7 @@ def unstack_and_unshard_stacked_tables(
     for stack in embedding_specs.stacked_table_specs:
         given = stacked_tables[stack.stack_name]
         flat = given.reshape(stack.stack_vocab_size, stack.stack_embedding_dim)
-        tables = unstacked(flat, stack.stack_embedding_dim, stack.table_rows)
+        tables = unstacked(flat, stack.row_layout)
         if donate and isinstance(given, jax.Array):
             jax.block_until_ready(tables)
             given.delete()
@@ -413,5 +410,5 @@ def stacking_plan(feature_specs: Nested[FeatureSpec]) -> StackingPlan:
 
     Raises: ValueError: a table has no place yet, or tables were placed for different numbers of shards.
     """
-    stacks = tuple(layout.plan for layout in read_stacks(feature_specs).values())
-    return StackingPlan(num_shards=cores_of(list(tables_of(feature_specs).values()), 1, None), stacks=stacks)
+    layouts = stack_layouts(feature_specs, num_devices=1, num_cores=None).values()
+    return StackingPlan(num_shards=next(iter(layouts)).num_shards, stacks=tuple(layout.plan for layout in layouts))

@@ -25,7 +25,7 @@ from jaxtyping import Array, Num, PRNGKeyArray, PyTree
 
 from rsembed.bags import is_traced
 from rsembed.checks import check_type, check_within
-from rsembed.collection.dense_rows import DenseRows
+from rsembed.collection.dense_rows import DenseRows, RowLayout
 from rsembed.collection.devices import Devices
 from rsembed.collection.rows import AskedRows, Rows
 from rsembed.optimizers import SGD, Hyperparameters, OptimizerSpec, Slots
@@ -34,12 +34,12 @@ from rsembed.sparsecore.layout import (
     Nested,
     Scalar,
     StackLayout,
-    TableRows,
     cores_of,
     placed_stack,
     stacks_of,
 )
 from rsembed.specs import FeatureSpec, TableSpec, tables_of
+from rsembed.stacking import TablePlacement
 from rsembed.storage.protocol import on_host
 
 RowLimits = tuple[float | None, float | None]
@@ -181,10 +181,6 @@ class EmbeddingVariables(NamedTuple):
     table: PyTree
     slot: PyTree
 
-    def slots(self) -> Slots:
-        """The slots as a plain tuple, as kernels take them."""
-        return tuple(jax.tree.leaves(self.slot))
-
 
 def initialize(
     key: PRNGKeyArray, tables: Sequence[TableSpec], devices: Devices, *, num_cores: int | None = None
@@ -283,26 +279,26 @@ def logical_variables(tree: PyTree, feature_specs: Nested[FeatureSpec]) -> dict[
     found = _stacks_in(tree, stacks)
     logical: dict[str, EmbeddingVariables] = {}
     for name, layout in stacks.items():
-        logical |= unstacked(found[name], layout.spec.stack_embedding_dim, layout.table_rows)
+        logical |= unstacked(found[name], layout.row_layout)
     return logical
 
 
-def unstacked(stacked: PyTree, num_columns: int, tables: Mapping[str, TableRows]) -> dict[str, PyTree]:
+def unstacked(stacked: PyTree, layout: RowLayout) -> dict[str, PyTree]:
     """The tables of a stack by name, in the order of ids and without padding.
 
     Args:
-      stacked: a tree of flat arrays; those of fewer than `num_columns` hold something for every row, and keep theirs.
-      num_columns: columns of the stack.
-      tables: where its tables lie.
+      stacked: a tree of flat arrays; those of fewer columns than the stack hold something for every row, and keep them.
+      layout: where its tables lie.
     """
 
-    def logical_rows(table: TableRows, array: Any) -> ArrayLike:
-        is_full_width = array.ndim == 2 and array.shape[1] == num_columns
-        is_host = isinstance(array, np.ndarray)
-        rows = array[table.rows] if is_host else array.at[table.rows].get(out_sharding=explicit_sharding(array, P()))
+    def logical_rows(table: TablePlacement, array: Any) -> ArrayLike:
+        is_full_width = array.ndim == 2 and array.shape[1] == layout.stack.spec.stack_embedding_dim
+        index, is_host = layout.all_rows(table.name, table.rows), isinstance(array, np.ndarray)
+        rows = array[index] if is_host else array.at[index].get(out_sharding=explicit_sharding(array, P()))
         return rows[:, : table.dim] if is_full_width else rows
 
-    return {name: jax.tree.map(functools.partial(logical_rows, table), stacked) for name, table in tables.items()}
+    tables = layout.stack.tables
+    return {table.name: jax.tree.map(functools.partial(logical_rows, table), stacked) for table in tables}
 
 
 def explicit_sharding(array: ArrayLike, spec: P | None = None) -> NamedSharding | None:
@@ -357,7 +353,7 @@ def _with_table(
         raise ValueError(f"{where}: got shape {jnp.shape(new[0])}, its spec says {shape}.")
     if isinstance(given, EmbeddingVariables):
         _check_slots(given.slot, table.optimizer, shape, where=where)
-    rows = layout.table_rows[table.name].rows
+    rows = layout.row_layout.all_rows(table.name, table.vocabulary_size)
     for number, values in enumerate(new):
         array, is_inside = jnp.asarray(old[number]), is_traced((old[number], values))
         # Outside of `jit`, by way of the host, as they may come from another mesh.

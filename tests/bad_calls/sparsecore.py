@@ -262,11 +262,12 @@ look_up(tables=variables(word=embedding.EmbeddingVariables(jnp.zeros((16, 8)), (
 _look_up_on_a_mesh_of_two_axes() => ValueError: shard_map has the axes ... name it with axis_name=
 _step_of_whole_rows_of_two_dims() => ValueError: 'rowwise_adagrad' works on whole rows ... 'a': 8, 'b': 16
 _look_up_for_two_devices() => ValueError: inside jax.shard_map
+look_up(_of_two_devices(processed())) => ValueError: 32 row pointers, expected 16 ... without shard_map
 look_up(given=placed(made("user"))) => ValueError: preprocessed for stacks ['word'] ... ['user']
-look_up(num_sc_per_device=4) => ValueError: num_sc_per_device=4 ... with 2
-look_up(enable_minibatching=True) => ValueError: enable_minibatching=True ... preprocessed
+look_up(num_sc_per_device=4) => ValueError: another number of shards: 2, not 4
+look_up(enable_minibatching=True) => ValueError: enable_minibatching is false, expected true
 look_up(run(enable_minibatching=True)[0])
-    => ValueError: enable_minibatching=False ... preprocessed with enable_minibatching=True
+    => ValueError: preprocessed for other specs: enable_minibatching is true, expected false
 look_up(_of_two_devices(run(enable_minibatching=True)[0]), enable_minibatching=True)
     => ValueError: num_minibatches has 2 numbers, one per device
 rs.sparsecore.embedding_pipelining_utils.get_default_sc_bwd_function(
@@ -277,7 +278,7 @@ update({"f": jnp.ones((8, 8))}) => ValueError: activation gradients ... tree str
 update([jnp.ones((4, 8))], global_device_count=1) => ValueError: feature 'f_word' ... (4, 8) ... (8, 8)
 update([jnp.ones((8, 8), int)]) => TypeError: feature 'f_word' ... gradients ... floats ... int32
 update({"word": jnp.ones((16, 8))}, perform_stacking=False)
-    => ValueError: stack 'word' ... (16, 8) ... global batch has 8
+    => ValueError: stack 'word': activations ... (16, 8), expected (8, 8) on each of 1 devices
 update({"word": jnp.ones((8, 8), int)}, perform_stacking=False) => TypeError: stack 'word' ... floats
 update(embedding_var_limits={"word": (NAN, None)}) => ValueError: stack 'word': minimum ... nan
 update(embedding_var_limits={"word": (2, 1)}) => ValueError: minimum 2 ... maximum 1

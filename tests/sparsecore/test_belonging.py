@@ -41,10 +41,11 @@ def preprocess(specs, ids=None, **options):
     return small_world.preprocess(specs, ids, **options)[0]
 
 
-def look_up(specs, inputs, variables):
-    return jax.jit(lambda *given: embedding.sparse_dense_matmul(*given, specs, global_device_count=1))(
-        inputs, variables
-    )
+def look_up(specs, inputs, variables, cores=None):
+    def on_device(*given):
+        return embedding.sparse_dense_matmul(*given, specs, global_device_count=1, num_sc_per_device=cores)
+
+    return jax.jit(on_device)(inputs, variables)
 
 
 def step(specs, inputs, variables):
@@ -94,7 +95,7 @@ def test_places_made_by_hand_serve_any_number_of_cores_and_planned_ones_stay_wit
     for cores in (2, 4):
         variables = init(specs, cores=cores)
         wanted = np.broadcast_to(IDS.sum(axis=1)[:, None], (BATCH, DIM))
-        np.testing.assert_array_equal(look_up(specs, preprocess(specs, cores=cores), variables)[0], wanted)
+        np.testing.assert_array_equal(look_up(specs, preprocess(specs, cores=cores), variables, cores)[0], wanted)
     with pytest.raises(ValueError, match="stack 't' was made by hand, for no number of shards"):
         embedding.logical_tables(variables, specs)
     assert placed(1, 4)[0].table_spec != placed(1, 8)[0].table_spec  # of as many rows, at other places

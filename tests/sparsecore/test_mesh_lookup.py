@@ -82,8 +82,3 @@ def test_updated_tables_keep_their_names_in_any_container():
 @pytest.mark.parametrize("name", MESHES)
 def test_initial_tables_do_not_depend_on_the_mesh(name):
     jax.tree.map(np.testing.assert_array_equal, trained(name)[0][0], trained("one device")[0][0])
-
-
-def test_the_device_count_is_that_of_the_axes_alone():
-    tables = mesh_lookup.MeshTables(feature_specs=(), devices=mesh_lookup.table_mesh(mesh_of((2, 4), "xy"), "y"))
-    assert (tables.devices.num_devices, tables.num_local_devices) == (4, 4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -105,10 +104,10 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
             self.step.set_value(next_step(step))
 
     def _step(self, step: Scalar | None) -> Array | None:
-        """Step of the update, as a counter or a number, from which the counter's gradient is also made."""
+        """Counter of the update's step, from which the gradient of the layer's own is also made."""
         counter = None if self.step is None else self.step.get_value()
         if step is None or counter is None:
-            return counter if step is None else jnp.asarray(step, jnp.float32)
+            return counter if step is None else step_counter(step)
         return counter + jax.lax.stop_gradient(step_counter(step).astype(counter.dtype) - counter)
 
 
