@@ -37,7 +37,7 @@ BUDGETS = {
     "sparsecore": 4392,
     "tbe": 2797,
     "tt": 2844,
-    "sok": 1558,
+    "sok": 1509,
     "plot": 1149,
     "datasets": 1031,
     "__main__": 352,
