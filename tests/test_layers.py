@@ -27,7 +27,7 @@ BUDGETS = {
     "caching": 609,
     "storage": 2098,
     "row_gradients": 271,
-    "parallel": 905,
+    "parallel": 897,
     "collection": 3154,
     "taps": 160,
     "nnx": 212,
