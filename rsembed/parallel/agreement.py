@@ -65,7 +65,8 @@ class Agreement:
 
     def __init__(self, mesh: Mesh | None, what: str, given: PyTree):
         check_not_forked(what)
-        self.processes = () if mesh is None or not _has_own(given) else processes_of(mesh)
+        processes = () if mesh is None else processes_of(mesh)
+        self.processes = processes if len(processes) > 1 and _has_own(given) else ()
         self.what = what
         self._brought: dict[str, tuple[str, int]] = {}
         self._widths: dict[str, int] | None = None
@@ -90,7 +91,7 @@ class Agreement:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        is_alone = len(self.processes) < 2 or jax.process_index() not in self.processes
+        is_alone = jax.process_index() not in self.processes
         if is_alone or not (error is None or isinstance(error, Exception)):  # Ctrl-C ends the run at once
             return
         reason = None if error is None else f"{type(error).__name__}: {error}"

@@ -192,8 +192,6 @@ def ask(questions: Sequence[Question], *, axis_name: AxisName) -> list[Answers]:
     Args:
       questions: any number, whose blocks travel beside each other.
       axis_name: the mesh axis, or axes whose sizes multiply to the number of devices.
-
-    Raises: ValueError: a capacity below 1.
     """
     answers: dict[int, Answers] = {}
     for takes_rounds in (False, True):
@@ -226,9 +224,6 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
         any_left = jax.lax.pmax(are_left, axis_name) if takes_rounds else jnp.asarray(False)
         return num_rounds + 1, list(after), states, replies, any_left
 
-    for question in questions:
-        if question.capacity < 1 and question.num_occurrences:
-            raise ValueError(f"capacity must be at least 1 place per block, got {question.capacity}.")
     cursors = [jnp.zeros(question.wanted.offsets.shape[0] - 1, jnp.int32) for question in questions]
     own = cursors, [question.state for question in questions], [question.no_replies() for question in questions]
     # Inside a `shard_map` that checks it, what a loop carries varies from its beginning as it does at its end.
@@ -244,9 +239,6 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
 def _written(replies: Any, places: Int[Array, "devices capacity"], news: Any) -> PyTree:
     olds, tree = jax.tree.flatten(replies)
     values = [x.reshape(-1, *x.shape[2:]) for x in jax.tree.leaves(news)]
-    found, announced = ([f"{x.dtype}{list(x.shape[1:])}" for x in arrays] for arrays in (values, olds))
-    if found != announced:
-        raise TypeError(f"answer replies {found} an entry, the question says reply={announced}.")
     return jax.tree.unflatten(tree, api.scatter_rows(olds, places.reshape(-1), values) if olds else ())
 
 

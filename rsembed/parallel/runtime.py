@@ -209,16 +209,15 @@ def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
     provide_threads()
     devices, num_processes = jax.devices(), jax.process_count()
     if num_devices is not None:
-        per_process, rest = divmod(num_devices, num_processes)
-        fewest = min(sum(d.process_index == process for d in devices) for process in range(num_processes))
-        if num_devices < 1 or rest or per_process > fewest:
+        share = num_devices // num_processes
+        own = [[d for d in devices if d.process_index == process][:share] for process in range(num_processes)]
+        devices = [device for some in own for device in some]
+        if num_devices < 1 or len(devices) != num_devices:
             raise ValueError(
-                f"make_mesh: {num_devices} devices cannot be taken equally from {num_processes} processes with at "
-                f"least {fewest} devices each; for more CPU devices set JAX_NUM_CPU_DEVICES, or use "
+                f"make_mesh: {num_devices} devices cannot be taken equally from {num_processes} processes with "
+                f"{jax.device_count()} devices in all; for more CPU devices set JAX_NUM_CPU_DEVICES, or use "
                 "`python -m rsembed launch --devices-per-process`."
             )
-        own = [[d for d in devices if d.process_index == process][:per_process] for process in range(num_processes)]
-        devices = [device for some in own for device in some]
     mesh = Mesh(np.asarray(devices), (axis,), axis_types=(AxisType.Auto,))
     check_threads(mesh)
     return mesh

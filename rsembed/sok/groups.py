@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -190,21 +190,15 @@ class EmbeddingColumn:
       feature: its name in the batch.
       variable: the table.
       combiner: "sum", "mean" or "sqrtn".
-      group: name of the scope in which the column was made, None outside.
     """
 
     feature: str
     variable: EmbeddingVariable
     combiner: Combiner
-    group: str | None
 
 
-_open_scopes: list[str] = []
-
-
-@contextlib.contextmanager
-def group_embedding_column_scope(name: str | None = None) -> Iterator[str]:
-    """Scope whose columns belong to one group; `input_layer` looks up all its columns together, of any groups.
+def group_embedding_column_scope(name: str | None = None) -> contextlib.AbstractContextManager[str]:
+    """Scope in which columns are made, as published; `input_layer` looks up all its columns together, of any scope.
 
     Args:
       name: name of the group.
@@ -220,11 +214,7 @@ def group_embedding_column_scope(name: str | None = None) -> Iterator[str]:
       >>> sok.input_layer(batch, columns).shape
       (8, 8)
     """
-    _open_scopes.append(name or "group")
-    try:
-        yield _open_scopes[-1]
-    finally:
-        _open_scopes.pop()
+    return contextlib.nullcontext(name or "group")
 
 
 @validated
@@ -257,8 +247,7 @@ def embedding_column(
             f"column {feature!r}: dimension={dimension}, but the shared table has rows of "
             f"{variable.table.spec.embedding_dim}."
         )
-    group = _open_scopes[-1] if _open_scopes else None
-    return EmbeddingColumn(feature, variable, known, group)
+    return EmbeddingColumn(feature, variable, known)
 
 
 def input_layer(features: Mapping[str, KeysOfBags], columns: Sequence[EmbeddingColumn]) -> Float[Array, "batch _"]:

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rsembed.bags import PAD_ID, Bags, check_unmasked
+from rsembed.bags import Bags, check_unmasked
 from rsembed.checks import PositiveInt, validated
 from rsembed.collection import inputs
 from rsembed.keys import Keys, split_keys
@@ -38,11 +38,9 @@ class _Layer(nnx.Module):
         combiner: Combiner,
         *,
         embedding_initializer: str | float | Callable[..., Array] = "uniform",
-        max_feature_num: int | None = None,
         **options: Any,
     ):
-        self.name, self.combiner = name, combiner
-        self.slot_num, self.max_nnz, self.max_feature_num = slot_num, max_nnz, max_feature_num
+        self.name, self.combiner, self.slot_num, self.max_nnz = name, combiner, slot_num, max_nnz
         self.variable: EmbeddingVariable = embedding_variable(
             name,
             embedding_vec_size,
@@ -74,7 +72,7 @@ class _Layer(nnx.Module):
 
     def _read(self, given: Given) -> dict[str, Bags]:
         """The bags by name of the layer, of whole samples, and none of more keys than agreed."""
-        context, what, max_feature_num = self.variable.table.context, f"layer {self.name!r}", self.max_feature_num
+        context, what = self.variable.table.context, f"layer {self.name!r}"
         bags = lookups.key_bags(*given, self.name, context.devices)
         if bags.num_bags % self.slot_num:
             raise ValueError(
@@ -83,21 +81,12 @@ class _Layer(nnx.Module):
             )
         if inputs.is_unknown(bags):
             return {self.name: bags}
-        offsets = np.asarray(bags.offsets)
-        lengths = np.diff(offsets)
+        lengths = np.diff(np.asarray(bags.offsets))
         if lengths.max(initial=0) > self.max_nnz:
             raise ValueError(
                 f"{what}: bag {lengths.argmax()} has {lengths.max()} keys, but at most {self.max_nnz} per bag were "
                 "agreed (max_nnz); raise it, or cut the bag."
             )
-        if max_feature_num is not None:
-            is_key = np.asarray(bags.ids.is_key if isinstance(bags.ids, Keys) else bags.ids != PAD_ID)
-            used = np.diff(np.concatenate([[0], np.cumsum(is_key)])[offsets[:: self.slot_num]])
-            if used.max(initial=0) > max_feature_num:
-                raise ValueError(
-                    f"{what}: sample {used.argmax()} has {used.max()} keys, but at most {max_feature_num=} were "
-                    "agreed; raise it, or cut the sample."
-                )
         context.check_batch(bags.num_bags // self.slot_num, what)
         return {self.name: bags}
 
@@ -116,8 +105,7 @@ class DistributedEmbedding(_Layer):
       embedding_vec_size: length of a row; any.
       slot_num: features of a sample. They share the keys: encode the feature into the key where they should not.
       max_nnz: most keys of a slot.
-      max_feature_num: most keys of a sample, checked on the host; None means `slot_num * max_nnz`. It is
-        `exchange_capacity` that sizes buffers.
+      max_feature_num: most keys of a sample, accepted as published; it is `exchange_capacity` that sizes buffers.
       use_hashtable: keys of any size get rows when they are first trained; else keys are numbers below
         `max_vocabulary_size_per_gpu * devices`.
       name: of the table, for messages, initial rows and dumps.
@@ -153,9 +141,10 @@ class DistributedEmbedding(_Layer):
         name: str = "distributed_embedding",
         **options: Any,
     ):
+        del max_feature_num
         known = lookups.checked_combiner(combiner, f"layer {name!r}: combiner")
         sizes = max_vocabulary_size_per_gpu, embedding_vec_size, slot_num, max_nnz
-        super().__init__(name, *sizes, use_hashtable, known, max_feature_num=max_feature_num, **options)
+        super().__init__(name, *sizes, use_hashtable, known, **options)
 
     def __call__(
         self, keys: KeysOfBags, weights: WeightsOfKeys = None, *, training: bool = False

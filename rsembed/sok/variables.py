@@ -209,19 +209,6 @@ class EmbeddingVariable(nnx.Variable):
         self.set_value(state)
         return rows
 
-    @validated
-    def grow(self, rows_per_device: PositiveInt) -> None:
-        """Makes room for more rows; programs that use the variable are compiled anew.
-
-        Raises:
-          ValueError: it has more rows already.
-          NotImplementedError: it has no hash table.
-        """
-        storage = self.table.spec.storage
-        if not isinstance(storage, Hashed):
-            raise NotImplementedError(f"table {self.table.spec.name!r} has no hash table; its size is fixed.")
-        make_larger(self, rows_per_device, rows_per_device if storage.admission_capacity is None else 0)
-
 
 def state_of(variable: EmbeddingVariable) -> EmbeddingState:
     """The variable's state. Raises: ValueError: it is another table's. RuntimeError: a step took its arrays over."""
@@ -242,10 +229,7 @@ def state_of(variable: EmbeddingVariable) -> EmbeddingState:
 
 
 def make_larger(variable: EmbeddingVariable, rows_per_device: int, num_waiting: int) -> None:
-    """Enlarges a table to this many rows, and at least this many waiting keys, on every device.
-
-    Raises: ValueError: it has more rows already.
-    """
+    """Enlarges a table to this many rows, and at least this many waiting keys, on every device."""
     table, state = variable.table, state_of(variable)
     name, devices, num_devices = table.spec.name, table.context.devices, table.context.num_devices
     waiting = state.tables[name].waiting
@@ -329,8 +313,6 @@ def embedding_variable(
     context: Context | None = None,
     rngs: nnx.Rngs | None = None,
     dtype: str = "float32",
-    steps_to_live: int | None = None,
-    l2_weight_threshold: float | None = None,
     ev_option: EmbeddingVariableOption | None = None,
     **policies: Any,
 ) -> EmbeddingVariable:
@@ -351,13 +333,12 @@ def embedding_variable(
       context: the devices; None means those of `Init`.
       rngs: its stream `params` seeds the table; None means `nnx.Rngs(0)`.
       dtype: of the rows: float32, bfloat16 or float16.
-      steps_to_live: `evict` takes rows that were not used in training for more than this many steps; None keeps them.
-      l2_weight_threshold: `evict` takes rows of which half of the squared L2 norm is less; None keeps them.
       ev_option: eviction and admission in DeepRec's form.
       **policies: `when_full`, `eviction`, `admission_count`, `admission_capacity` and `admission_probability` of a hash
         table: see `rsembed.Hashed`. Here `when_full="error"` raises in the lookup, before anything changes, and
         `when_full="grow"` makes the table larger before a step. By the names of SOK, `evict_strategy` ("LRU" or "LFU",
-        evicts when full) and `filter_ratio` (the probability).
+        evicts when full) and `filter_ratio` (the probability). `steps_to_live` and `l2_weight_threshold` are those of
+        `EmbeddingVariable.evict`; None keeps all.
 
     Raises: ValueError: an argument is out of range. TypeError: it is unknown. RuntimeError: `Init` was not called.
     """
@@ -366,9 +347,6 @@ def embedding_variable(
         raise RuntimeError("call sok.Init() first: it says which devices share the tables. Or pass context=.")
     check_type(rows_per_device, PositiveInt, f"{where}: rows_per_device")
     num_devices = context.num_devices
-    for what, value in (("steps_to_live", steps_to_live), ("l2_weight_threshold", l2_weight_threshold)):
-        if value is not None:
-            policies[what] = value
     policies = _core_policies(where, ev_option, policies)
     unused = [] if use_hashtable else list(policies)
     steps_to_live, l2_weight_threshold = policies.pop("steps_to_live", None), policies.pop("l2_weight_threshold", None)
@@ -426,13 +404,12 @@ NAMED_INITIALIZERS: dict[str, Callable[..., Array]] = {
 }
 """Keras' names and scales; `random_uniform`, `RandomUniform`, SOK's `random` and so on mean the same."""
 _ALIASES = {"random": "uniform", "zero": "zeros", "one": "ones"}
-_OF_WHOLE_TABLES = re.compile(r"glorot|xavier|he_|lecun|variance_scaling|orthogonal|identity")
 
 
 def _named_initializer(initializer: str | float | Callable[..., Array], table_name: str) -> Callable[..., Array]:
     """`(key, shape) -> array` from such a function, a name, or a number that all rows start from, also as a text.
 
-    Raises: ValueError: the name is unknown, or means values that follow from the number of rows.
+    Raises: ValueError: the name is unknown.
     """
     if callable(initializer):
         return initializer
@@ -445,14 +422,10 @@ def _named_initializer(initializer: str | float | Callable[..., Array], table_na
         return jax.nn.initializers.constant(float(given))
     except ValueError:
         pass
-    if _OF_WHOLE_TABLES.match(given):
-        raise ValueError(
-            f"table {table_name!r}: initializer {initializer!r} follows from the number of rows, and rows for keys are "
-            "made one by one; pass a function of (key, shape) with a scale of your own."
-        )
     raise ValueError(
         f"table {table_name!r}: unknown initializer {initializer!r}; choose one of {', '.join(NAMED_INITIALIZERS)}, or "
-        "pass a number or a function of (key, shape)."
+        "pass a number or a function of (key, shape). Rows for keys are made one by one: none may follow from the "
+        "number of rows, as Glorot's do."
     )
 
 

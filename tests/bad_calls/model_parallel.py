@@ -103,7 +103,7 @@ made(rows_per_device=0) => ValueError: table 'word': rows_per_device ... [1, inf
 made(dim=0) => ValueError: table 'word': embedding_dim ... [1, inf)
 made(key_dtype="int16") => ValueError: table 'word' ... 'int16' ... int64
 made(initializer="gauss") => ValueError: table 'word' ... 'gauss' ... uniform, normal
-made(initializer="glorot_uniform") => ValueError: 'glorot_uniform' follows from the number of rows ... rows for keys
+made(initializer="glorot_uniform") => ValueError: 'glorot_uniform' ... none may follow from the number of rows
 made(evict_strategy="CUSTOMIZED") => ValueError: evict_strategy 'CUSTOMIZED' has no counterpart ... 'LRU' or 'LFU'
 made(evict_strategy="LRU", eviction="lfu") => ValueError: evict_strategy says what eviction says, too; leave one
 made(ev_option=sok.EmbeddingVariableOption(filter_option=sok.CounterFilter(2)), admission_count=2)
@@ -123,8 +123,6 @@ made(use_hashtable=False, eviction="lru") => ValueError: table 'word': eviction 
 variable().evict() => ValueError: table 'word': evict needs keep, steps_to_live or l2_weight_threshold
 variable().evict(keep=-1) => ValueError: evict from table 'word': keep must be in [0, inf), got -1
 plain().evict(keep=1) => NotImplementedError: table 'number' has no hash table; its keys keep their rows
-plain().grow(8) => NotImplementedError: table 'number' ... no hash table
-variable().grow(2) => ValueError: table 'word' ... 4 ... 2
 sok.split_embedding_variable_from_others(variable()) => ValueError: list or a tuple ... EmbeddingVariable
 # Layers
 layer("max") => ValueError: layer 'distributed_embedding' ... 'sum', 'mean' or 'sqrtn' ... 'max'

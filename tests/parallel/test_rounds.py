@@ -125,18 +125,8 @@ def test_no_ids_and_no_capacity():
     shape = jax.ShapeDtypeStruct((0,), jnp.int32)
     assert jax.eval_shape(mapped(body), shape).shape == (0,)
     assert np.asarray(jax.jit(mapped(body))(np.zeros(0, np.int32))).shape == (0,)
-    with pytest.raises(ValueError, match="capacity must be at least 1"):
-        jax.eval_shape(mapped(body), jax.ShapeDtypeStruct((4,), jnp.int32))
-
-
-@pytest.mark.parametrize("reply", [None, (INTEGER, INTEGER), FLOAT])
-def test_an_answer_that_was_not_announced_is_refused(reply):
-    def body(ids):
-        wanted = distinct(ids % 2, [ids], num_devices=2)
-        return ask([Question(wanted, ids, lambda state, rows: (state, rows), None, 2, reply)], axis_name="x")[0].replies
-
-    with pytest.raises(TypeError, match=r"int32\[\].*reply="):
-        jax.eval_shape(mapped(body), jax.ShapeDtypeStruct((8,), jnp.int32))
+    found = jax.jit(mapped(body))(np.asarray([0, 1, 1, 0], np.int32))  # a capacity below 1 counts as 1
+    np.testing.assert_array_equal(found, [0, 1, 1, 0])
 
 
 @functools.cache
