@@ -34,7 +34,7 @@ BUDGETS = {
     "fdo": 611,
     "sparsecore": 4237,
     "tbe": 2797,
-    "tt": 2853,
+    "tt": 2636,
     "sok": 1509,
     "plot": 1149,
     "datasets": 853,

@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Integer, PyTree
 
 from rsembed.bags import Bags, is_traced, narrow_ids
@@ -63,8 +62,7 @@ def rows(
       [[3.0, 4.0], [10.0, 20.0]]
     """
     check_type(ids, Int[Array, "..."], "rows: ids")
-    arrays, ids = on_every_device((check_cores(spec, cores), ids))
-    found = rows_of((spec,), arrays, ids.reshape(-1), implementation=implementation)
+    found = rows_of((spec,), check_cores(spec, cores), ids.reshape(-1), implementation=implementation)
     return found.reshape(*ids.shape, spec.embedding_dim)
 
 
@@ -88,24 +86,6 @@ def rows_of(
     )
 
 
-def squared_norm(specs: Sequence[TTSpec], left: Cores, change: Cores, right: Cores) -> Float[Array, ""]:
-    """Sum of the squares of all numbers of all tables, as `sum over t of left_1 .. left_{t-1} change_t right_{t+1} ..`.
-
-    Of `left` cores and `right = left + change`, these are the changes of the tables; of `left` cores twice, they are
-    linear in `change`. Rows of padding count as well. No row is made: Gram matrices go from core to core.
-    """
-    gram = jnp.zeros((len(specs), 2, 2)).at[:, 0, 0].set(1.0)
-    for t, (above, q, below) in enumerate(specs[0].slice_shapes):
-        table = np.repeat(np.arange(len(specs)), [spec.tt_p_shapes[t] for spec in specs])
-        a, b, c = (cores[t].reshape(-1, above, q, below) for cores in (left, change, right))
-        # Through the first block until a core is a change, through the second one from there on.
-        blocks = jnp.concatenate([jnp.concatenate([a, b], 3), jnp.concatenate([jnp.zeros_like(a), c], 3)], 1)
-        half = jnp.einsum("pij,piqk->pjqk", gram[table], blocks, precision="highest")
-        own = jnp.einsum("pjqk,pjql->pkl", half, blocks, precision="highest")
-        gram = jax.ops.segment_sum(own, table, len(specs))
-    return jnp.sum(gram[:, 1, 1])
-
-
 def bag(
     spec: TTSpec,
     cores: AnyCores,
@@ -127,8 +107,7 @@ def bag(
     """
     check_type(bags, Bags, "bag: bags, which Bags.from_lists makes of lists,")
     check_mode(mode)
-    cores, bags = on_every_device((check_cores(spec, cores), bags))
-    bags = with_room(bags)
+    cores, bags = check_cores(spec, cores), with_room(bags)
     digits, valid = digits_of((spec,), bags.ids)
     valid = valid if padding_idx is None else valid & (bags.ids != padding_idx)
     _, outputs, gains = entries_of([segment_of(bags, jnp.where(valid, 0, NO_ROW), mode)])
@@ -138,7 +117,7 @@ def bag(
 
 def full_weight(spec: TTSpec, cores: AnyCores) -> Float[Array, "vocab dim"]:
     """The whole table, written block after block of equal first digits; needs the table and one block of memory."""
-    whole: Array = _full_weight(spec, on_every_device(check_cores(spec, cores)))
+    whole: Array = _full_weight(spec, check_cores(spec, cores))
     return whole
 
 
@@ -272,7 +251,7 @@ def unavailable_because(cores: Sequence[Array] = ()) -> str | None:
     return native.unavailable_because() or (too_many if len(cores) > MAX_CORES else None)
 
 
-@functools.partial(jax.jit, static_argnames=("slice_shapes", "num_bags", "axes", "implementation"))
+@functools.partial(jax.jit, static_argnames=("slice_shapes", "num_bags", "implementation"))
 def pooled_rows(
     cores: Cores,
     digits: tuple[Int[Array, " nnz"], ...],
@@ -281,7 +260,6 @@ def pooled_rows(
     *,
     slice_shapes: SliceShapes,
     num_bags: int,
-    axes: tuple[str, ...] = (),
     implementation: str | None = None,
 ) -> Float[Array, "bags dim"]:
     """Sum of `gain * row` over the lookups of every bag, float32; differentiable in cores and gains.
@@ -293,7 +271,6 @@ def pooled_rows(
       gains: factor of each lookup.
       slice_shapes: `(R_{t-1}, q_t, R_t)` of every core.
       num_bags: bags in the result.
-      axes: of a mesh whose devices have equal arguments; each makes its share of the rows, and pulls gradients back.
       implementation: "native" (CPUs), or "plain", which has forward-mode and second derivatives, too. None takes
         "native" where it can run.
 
@@ -305,18 +282,13 @@ def pooled_rows(
     reason = None if implementation == "plain" else unavailable_because(cores)
     if implementation == "native" and reason is not None:
         raise NotImplementedError(f"implementation 'native' cannot run here: {reason}")
-    if axes:
-        size = -(-bags.shape[0] // jax.lax.axis_size(axes))
-        own = jax.lax.axis_index(axes) * size + jnp.arange(size, dtype=jnp.int32)
-        digits, gains = jax.tree.map(lambda x: x.at[own].get(mode="fill", fill_value=0), (digits, gains))
-        bags = bags.at[own].get(mode="fill", fill_value=NO_ROW)
     zero = varying_zero(*cores, *digits, bags, gains)
     cores, gains = jax.tree.map(lambda x: x + zero.astype(x.dtype), (cores, gains))
     bags = jnp.where(bags < 0, NO_ROW, bags)  # JAX would count negative numbers from the end
     if bags.shape[0] == 0:
         return jnp.full((num_bags, math.prod(q for _, q, _ in slice_shapes)), zero.astype(jnp.float32))
     run = _plain if implementation == "plain" or reason is not None else _native
-    return jax.lax.psum(run(slice_shapes, num_bags, cores, digits, bags, gains), axes)
+    return run(slice_shapes, num_bags, cores, digits, bags, gains)
 
 
 def _plain(
@@ -379,46 +351,3 @@ def _operands(cores: Cores, digits: Sequence[Array]) -> list[Array]:
 def _attributes(shapes: SliceShapes) -> dict[str, np.ndarray | np.int64]:
     sizes = [math.prod(shape) for shape in shapes]
     return {"slice_shapes": np.asarray(shapes, np.int64).reshape(-1), "grouped": np.int64(np.argmax(sizes))}
-
-
-# Arrays on a mesh with explicit axes, which is what `jax.make_mesh` gives by default, have types that say how they are
-# split, and most operations then want to be told how their result is. Here nobody knows, so functions and modules work
-# on copies on every device. Modules make the rows, which takes almost all of the time, on the devices over which the
-# type of the ids splits them.
-
-
-def on_every_device(tree: PyTree) -> PyTree:
-    """The tree, in which arrays lie whole on every device of a mesh with explicit axes: their own, or that is set."""
-    return jax.tree.map(_whole, tree)
-
-
-def _whole(array: PyTree) -> PyTree:
-    if not isinstance(array, jax.Array):
-        return array
-    sharding = jax.typeof(array).sharding
-    mesh = jax.sharding.get_abstract_mesh() if sharding.mesh.empty else sharding.mesh
-    if AxisType.Explicit not in mesh.axis_types or (mesh is sharding.mesh and not any(sharding.spec)):
-        return array
-    return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec()))
-
-
-def on_copies(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """`function(*args)`; on a mesh with explicit axes, each device calls it with copies. Inside `jit`."""
-    args = on_every_device(args)
-    meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array))
-    mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
-    if mesh is None:
-        return function(*args)
-    whole = PartitionSpec()
-    return jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)(*args)
-
-
-def split_axes(indices: PyTree) -> tuple[str, ...]:
-    """The axes of a mesh over which the type of ids splits them by position; none where there are no ids."""
-    ids = indices.ids if isinstance(indices, Bags) else indices
-    if not isinstance(ids, jax.Array) or ids.size == 0:
-        return ()
-    mesh, spec = jax.typeof(ids).sharding.mesh, jax.typeof(ids).sharding.spec
-    if not mesh.axis_names or set(mesh.axis_types) != {AxisType.Explicit} or not spec or spec[0] is None:
-        return ()
-    return spec[0] if isinstance(spec[0], tuple) else (spec[0],)

@@ -2,8 +2,8 @@
 
 A lookup of such a row takes its stored vector instead of a chain of products, and sends its gradient there. Which rows
 are cached changes only in `populate`, which follows the counts of recent reads: a row that stays keeps its place and
-its bits, and one that enters starts as what its cores give. Rows that leave are *written back*: the cores take the step
-that brings the whole table closest to what it was, and what changes nevertheless is reported.
+its bits, and one that enters starts as what its cores give. Rows that leave are *written back*: the first core takes
+the step that brings the whole table closest to what it was, and what changes nevertheless is reported.
 All functions are pure and work inside `jit`, but for those that say "on the host".
 """
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from rsembed.collection.rows import keys_of_rows
 from rsembed.kernels import api
@@ -27,16 +27,15 @@ from rsembed.optimizers import OptimizerSpec, Slots
 from rsembed.storage import hash_table, row_map
 from rsembed.storage.protocol import on_host
 from rsembed.storage.row_map import FREE, RowMap
-from rsembed.tt.cores import Cores, rows_of, squared_norm
+from rsembed.tt.cores import Cores, rows_of
 from rsembed.tt.spec import TTSpec
 
 COUNTS_PER_ROW = 16
 LEAST_COUNTS_PER_ROW = 6
 MOST_READS = 2**30
 """Beyond it, counts are equal."""
-SOLVER_STEPS = 8
 DAMPING = 1e-3
-"""Of least squares, as a part of their curvature along the gradient."""
+"""Of least squares, as a part of their mean curvature."""
 
 
 class Directory(NamedTuple):
@@ -47,14 +46,14 @@ class Directory(NamedTuple):
         none left make room: so old reads fade, the faster the more ids are read.
       places: where the row of each counted id is stored; `NO_ROW` for others.
       ids: of each place's row; `NO_ROW` for a free place.
-      residuals: those of a `CacheReport`.
+      residual: that of a `CacheReport`.
       totals: what a `CacheReport` sums up, of 64 bits, as a high and a low lane.
     """
 
     counted: RowMap
     places: Int[Array, " counted"]
     ids: Int[Array, " places"]
-    residuals: Float[Array, "2"]
+    residual: Float[Array, ""]
     totals: UInt32[Array, "totals 2"]
 
 
@@ -77,8 +76,8 @@ class CacheReport(NamedTuple):
 
     Attributes:
       cached_ids: rows in the cache now.
-      residual: largest change of a number in a row when it left and was written back.
-      residual_elsewhere: no number in any other row changed by more at once; a bound from the norm of all changes.
+      residual: no number in any row changed by more when rows left and were written back: of those rows the largest
+        change, of all others a bound from the norm of all changes.
       lookups: ids counted.
       hits: those that were stored at that time.
       uncounted: reads whose ids found no place among the counts.
@@ -87,7 +86,6 @@ class CacheReport(NamedTuple):
 
     cached_ids: int
     residual: float
-    residual_elsewhere: float
     lookups: int
     hits: int
     uncounted: int
@@ -99,7 +97,7 @@ class CacheReport(NamedTuple):
         return self.hits / self.lookups if self.lookups else math.nan
 
 
-TOTALS = CacheReport._fields[3:]
+TOTALS = CacheReport._fields[2:]
 
 
 def num_counts_of(cache_rows: int, counted_ids: int) -> int:
@@ -122,7 +120,7 @@ def empty(capacity: int, num_counts: int) -> Directory:
     """Nothing counted, nothing stored; stored ids are counted as well and leave room for others."""
     places, ids = (jnp.full(size, NO_ROW, jnp.int32) for size in (num_counts, capacity))
     totals = jnp.zeros((len(TOTALS), 2), jnp.uint32)
-    return Directory(row_map.empty(num_counts), places, ids, jnp.zeros(2, jnp.float32), totals)
+    return Directory(row_map.empty(num_counts), places, ids, jnp.zeros((), jnp.float32), totals)
 
 
 def find(directory: Directory, ids: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
@@ -200,15 +198,15 @@ def populate(
     vectors = rows_of(specs, cores, ids)
     gone = jnp.where(is_free, directory.ids, NO_ROW)
     # A loop of one turn or none keeps arrays where they lie, a branch may not.
-    num_turns, start = jnp.any(gone != NO_ROW).astype(jnp.int32), (cores, directory.residuals)
+    num_turns, start = jnp.any(gone != NO_ROW).astype(jnp.int32), (cores, directory.residual)
     write = functools.partial(written_back, specs, gone, jnp.where((gone != NO_ROW)[:, None], rows, 0.0))
-    cores, residuals = jax.lax.fori_loop(0, num_turns, lambda _, state: write(*state), start)
+    cores, residual = jax.lax.fori_loop(0, num_turns, lambda _, state: write(*state), start)
     rows, *kept = api.scatter_rows((rows, *slots), free, (vectors, *rule.init_slots(vectors)))
     directory = _summed(directory, evictions=jnp.sum(is_stored & ~is_cached, dtype=jnp.int32))
     directory = directory._replace(
         places=places.at[new].set(free, mode="drop"),
         ids=jnp.where(is_free, NO_ROW, directory.ids).at[free].set(ids, mode="drop"),
-        residuals=residuals,
+        residual=residual,
     )
     return CachedTrain(cores, rows, halved(directory)), tuple(kept)
 
@@ -218,37 +216,39 @@ def written_back(
     ids: Int[Array, " n"],
     targets: Float[Array, "n dim"],
     cores: Cores,
-    residuals: Float[Array, "2"],
-) -> tuple[Cores, Float[Array, "2"]]:
-    """Cores whose table is closer to the old one with `targets` as rows of `ids`, and the residuals after that.
+    residual: Float[Array, ""],
+) -> tuple[Cores, Float[Array, ""]]:
+    """Cores whose table is as close to the old one with `targets` as rows of `ids` as the first core can make it.
 
-    That is a Gauss-Newton step of the squared error of all rows. Cores stay as they are if it does not lessen it.
+    A table is linear in its first core, so this is one least-squares problem of all rows: those of `ids` move to their
+    targets, the others stay where they are.
+
+    Returns: the cores, and the `residual` after that.
     """
-    wide = tuple(core.astype(jnp.float32) for core in cores)
-    old, pull = jax.vjp(lambda cores: rows_of(specs, cores, ids), wide)
-    (downhill,) = pull(targets - old)
-    curvature = jax.grad(lambda change: squared_norm(specs, wide, change, wide) / 2)
-    along = _dot(downhill, curvature(downhill)) / jnp.maximum(_dot(downhill, downhill), jnp.finfo(jnp.float32).tiny)
+    first, *others = (core.astype(jnp.float32) for core in cores)
+    old, pull = jax.vjp(lambda first: rows_of(specs, (first, *others), ids), first)
+    shapes, gram = specs[0].slice_shapes, jnp.ones((len(specs), 1, 1))
+    for t in range(len(others), 0, -1):  # the Gram matrices of what each table's first core is multiplied by
+        core, table = others[t - 1].reshape(-1, *shapes[t]), _table_of_slices(specs, t)
+        squares = jnp.einsum("piqk,pkl,pjql->pij", core, gram[table], core, precision="highest")
+        gram = jax.ops.segment_sum(squares, table, len(specs))
+    mean = jnp.trace(gram, axis1=1, axis2=2) / gram.shape[1]
+    damping = jnp.maximum(DAMPING * mean, jnp.finfo(jnp.float32).tiny)[:, None, None]
+    inverse, table = jnp.linalg.inv(gram + damping * jnp.eye(gram.shape[1])[None]), _table_of_slices(specs, 0)
+    downhill = pull(targets - old)[0].reshape(-1, *shapes[0][1:])
+    change = jnp.einsum("pqi,pij->pqj", downhill, inverse[table], precision="highest").reshape(first.shape)
+    # A row that is not finite is lost, and does not spread.
+    new = (first + jnp.where(jnp.isfinite(change), change, 0.0)).astype(cores[0].dtype)
+    change = (new.astype(jnp.float32) - first).reshape(downhill.shape)
+    everywhere = jnp.sum(jnp.einsum("pqi,pij->pqj", change, gram[table], precision="highest") * change)
+    written = (new, *cores[1:])
+    left = jnp.max(jnp.abs(rows_of(specs, written, ids) - targets))
+    return written, jnp.maximum(residual, jnp.maximum(left, jnp.sqrt(everywhere)))
 
-    def normal(change: Cores) -> Cores:
-        return jax.tree.map(lambda own, more: own + DAMPING * along * more, curvature(change), change)
 
-    change, _ = jax.scipy.sparse.linalg.cg(normal, downhill, maxiter=SOLVER_STEPS)
-    new = tuple((own + more).astype(core.dtype) for own, more, core in zip(wide, change, cores, strict=True))
-    change = tuple(after.astype(jnp.float32) - before for after, before in zip(new, wide, strict=True))
-    everywhere = squared_norm(specs, wide, change, tuple(own + more for own, more in zip(wide, change, strict=True)))
-    found = rows_of(specs, new, ids)
-    error = everywhere - _dot(found - old, found - old) + _dot(found - targets, found - targets)
-    helps = error < _dot(old - targets, old - targets)
-    left = jnp.max(jnp.abs(jnp.where(helps, found, old) - targets))
-    measured = jnp.stack([left, jnp.where(helps, jnp.sqrt(everywhere), 0.0)])
-    return jax.tree.map(lambda new, old: jnp.where(helps, new, old), new, cores), jnp.maximum(residuals, measured)
-
-
-def _dot(one: PyTree, other: PyTree) -> Array:
-    """Sum of the products of all numbers."""
-    products = jax.tree.map(lambda a, b: jnp.sum(a * b), one, other)
-    return sum(jax.tree.leaves(products), start=jnp.zeros((), jnp.float32))
+def _table_of_slices(specs: Sequence[TTSpec], t: int) -> Int[np.ndarray, " slices"]:
+    """The table to which each slice of core `t` belongs."""
+    return np.repeat(np.arange(len(specs)), [spec.tt_p_shapes[t] for spec in specs])
 
 
 def forget(directory: Directory, first: int, last: int) -> Directory:
@@ -263,5 +263,5 @@ def forget(directory: Directory, first: int, last: int) -> Directory:
 def report(directory: Directory) -> CacheReport:
     """Contents and sums, on the host."""
     high, low = on_host(directory.totals).astype(np.int64).T
-    residuals, num_cached = on_host(directory.residuals).tolist(), int((on_host(directory.ids) != NO_ROW).sum())
-    return CacheReport(num_cached, *residuals, *((high << 32) + low).tolist())
+    num_cached = int((on_host(directory.ids) != NO_ROW).sum())
+    return CacheReport(num_cached, float(on_host(directory.residual)), *((high << 32) + low).tolist())

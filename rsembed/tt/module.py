@@ -49,7 +49,6 @@ class TTEmbeddingBag(TTTables):
         True here and False for many tables, as published.
       cache_size: rows kept, per group of tables of equal column factors and ranks; 0 takes a thousandth.
       hashtbl_size: ids counted at most; 0, or less than six per cached row, takes 16.
-      populate_every: populate before every so many counted lookups; 0 leaves it to you.
       rngs: its stream `params` draws the cores; None means `nnx.Rngs(0)`, as the published calls pass none.
 
     Raises:

@@ -25,9 +25,6 @@ from rsembed.tt.spec import CORE_DTYPES, Integers, TTSpec, check_one_of
 
 WEIGHT_DISTRIBUTIONS = ("normal", "uniform", "approx-normal", "approx-uniform", "naive-uniform")
 
-MAX_EXACT_SIDE = 2048
-"""Above this smaller side a truncated SVD to a known rank is randomised; below, it is exact."""
-
 
 def target_std(spec: TTSpec) -> float:
     """Standard deviation of the table's entries: that of the uniform distribution on `±1/sqrt(num_embeddings)`.
@@ -303,27 +300,11 @@ def _digit_tensor(
 
 def _truncated(matrix: np.ndarray, rank: int | None, tail: float) -> tuple[np.ndarray, np.ndarray]:
     """`basis @ rest` close to the matrix: at most `rank` columns, or as few as leave out at most the norm `tail`."""
-    side = min(matrix.shape)
-    if rank is not None and side > max(MAX_EXACT_SIDE, 2 * rank):
-        import tensorly
-        from tensorly.tenalg.svd import randomized_svd
-
-        with tensorly.backend_context("numpy"):
-            basis = randomized_svd(matrix, n_eigenvecs=rank, n_iter=4, random_state=0)[0]
-        return basis, basis.T @ matrix
-    wide: np.ndarray = matrix.astype(np.float64)
-    squares: np.ndarray
-    if matrix.shape[0] <= matrix.shape[1]:
-        squares, basis = np.linalg.eigh(wide @ wide.T)
-    else:
-        squares, right = np.linalg.eigh(wide.T @ wide)
-        basis, _ = np.linalg.qr(wide @ right[:, ::-1])  # the leading columns span what the leading ones spanned
-        basis = basis[:, ::-1]
-    discarded = np.sqrt(np.cumsum(np.clip(squares, 0, None)))  # squares ascend
-    least = max(1, side - int(np.searchsorted(discarded, tail, side="right")))
-    kept = least if rank is None else min(rank, side)
-    basis = basis[:, ::-1][:, :kept]
-    return basis.astype(matrix.dtype), (basis.T @ wide).astype(matrix.dtype)
+    basis, values, rest = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
+    discarded = np.sqrt(np.cumsum(values[::-1] ** 2))
+    least = max(1, values.size - int(np.searchsorted(discarded, tail, side="right")))
+    kept = least if rank is None else min(rank, values.size)
+    return basis[:, :kept].astype(matrix.dtype), (values[:kept, None] * rest[:kept]).astype(matrix.dtype)
 
 
 def _unstored(spec: TTSpec, cores: Cores) -> list[np.ndarray]:

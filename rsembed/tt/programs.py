@@ -10,31 +10,26 @@ import enum
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, check_ids_dtype, check_unmasked, check_values, is_traced
 from rsembed.checks import check_type
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, SegmentGradients, Step
 from rsembed.kernels.reference import jagged_segment
-from rsembed.optimizers import (
-    SGD,
-    Adam,
-    OptimizerSpec,
-    RowWiseAdagrad,
-    TorchAdagrad,
-)
+from rsembed.optimizers import SGD, Adam, OptimizerSpec, RowWiseAdagrad, TorchAdagrad
 from rsembed.parallel.agreement import check_not_forked
 from rsembed.specs import TableSpec
 from rsembed.storage.protocol import on_host
 from rsembed.tt import hot_rows
-from rsembed.tt.cores import Cores, Mode, on_copies, on_every_device, segment_of
+from rsembed.tt.cores import Mode, segment_of
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.storage import CachedTrain, TensorTrain, TensorTrains, cores_of
 
@@ -100,35 +95,34 @@ class OptimType(enum.Enum):
     PARTIAL_ROWWISE_ADAM = "partial_row_wise_adam"
     PARTIAL_ROWWISE_LAMB = "partial_row_wise_lamb"
 
+    @classmethod
+    def _missing_(cls, value: object) -> OptimType:
+        """A member by its name. Raises: ValueError: there is no such name."""
+        if str(value).upper() in cls.__members__:
+            return cls[str(value).upper()]
+        names = ", OptimType.".join(cls.__members__)
+        raise ValueError(f"unknown optimizer {value!r}; choose one of OptimType.{names}.")
 
-def member_of(optimizer: object) -> OptimType:
-    """A member, given as itself, by name or by value. Raises: ValueError: there is no such name."""
-    for member in OptimType:
-        if optimizer is member or str(optimizer).lower() in (member.value, member.name.lower()):
-            return member
-    names = ", OptimType.".join(member.name for member in OptimType)
-    raise ValueError(f"unknown optimizer {optimizer!r}; choose one of OptimType.{names}.")
 
-
-def rule_of(optimizer: object, eps: float) -> OptimizerSpec:
+def rule_of(optimizer: OptimType, eps: float) -> OptimizerSpec:
     """The row rule of a published name; its learning rate is given at every step.
 
     Args:
-      optimizer: an `OptimType`, or its name.
+      optimizer: the name.
       eps: added to the denominator of both Adagrads. Adam keeps its own, 1e-8.
 
-    Raises: NotImplementedError: the rule is not offered. ValueError: there is no such name.
+    Raises: NotImplementedError: the rule is not offered.
     """
     rules: dict[str, OptimizerSpec] = {
         **{"SGD": SGD(), "EXACT_SGD": SGD(), "EXACT_ADAGRAD": TorchAdagrad(1.0, epsilon=eps)},
         **{"EXACT_ROWWISE_ADAGRAD": RowWiseAdagrad(1.0, epsilon=eps), "ADAM": Adam()},
     }
-    name = member_of(optimizer).name
-    if name not in rules:
+    if optimizer.name not in rules:
         raise NotImplementedError(
-            f"OptimType.{name} has no fused update; use {', '.join(rules)}, or take sparse=False and any optax rule."
+            f"OptimType.{optimizer.name} has no fused update; use {', '.join(rules)}, or take sparse=False and any "
+            "optax rule."
         )
-    return rules[name]
+    return rules[optimizer.name]
 
 
 def storage_of(specs: Sequence[TTSpec], cache: tuple[int, int] | None, like: dict[str, PyTree]) -> TensorTrains:
@@ -145,53 +139,35 @@ def storage_of(specs: Sequence[TTSpec], cache: tuple[int, int] | None, like: dic
     return train.sharing(tables)
 
 
-class How(NamedTuple):
-    """What is static in a call, beside the storage."""
-
-    mode: Mode
-    axes: tuple[str, ...]
-    implementation: str | None
-
-
-def _program(num_static: int) -> Callable[[Callable[..., PyTree]], Callable[..., PyTree]]:
-    """Compiles functions of so many static arguments and of arrays, which are copies on a mesh with explicit axes."""
-
-    def compiled(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        @functools.partial(jax.jit, static_argnums=range(num_static))
-        @functools.wraps(function)
-        def run(*args: Any) -> PyTree:
-            return on_copies(functools.partial(function, *args[:num_static]), *args[num_static:])
-
-        return run
-
-    return compiled
-
-
-@_program(2)
-def looked_up(storage: TensorTrains, how: How, params: PyTree, batch: Bags) -> Float[Array, "bags dim"]:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def looked_up(
+    storage: TensorTrains, mode: Mode, implementation: str | None, params: PyTree, batch: Bags
+) -> Float[Array, "bags dim"]:
     """Pooled rows of a group: stored rows where there are such, chains of products for the others."""
-    segment = segment_of(batch, batch.ids, how.mode)
-    return storage.look_up(params, [segment], storage.tables[0], axes=how.axes, implementation=how.implementation)[0]
+    segment = segment_of(batch, batch.ids, mode)
+    return storage.look_up(params, [segment], storage.tables[0], implementation=implementation)[0]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def pulled(
-    storage: TensorTrains, how: How, params: PyTree, batch: Bags, d_output: Array
+    storage: TensorTrains, mode: Mode, implementation: str | None, params: PyTree, batch: Bags, d_output: Array
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Gradients of cores, of stored rows and of weights."""
 
     def output(params: PyTree, weights: PyTree) -> Array:
-        pooled: Array = looked_up(storage, how, params, dataclasses.replace(batch, weights=weights))
+        weighted = dataclasses.replace(batch, weights=weights)
+        pooled: Array = looked_up(storage, mode, implementation, params, weighted)
         return pooled
 
     d_params, d_weights = jax.vjp(output, params, batch.weights)[1](d_output)
     return cores_of(d_params), d_params.rows if isinstance(params, CachedTrain) else None, d_weights
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def stepped(
     storage: TensorTrains,
-    how: How,
+    mode: Mode,
+    implementation: str | None,
     params: PyTree,
     slots: PyTree,
     then: PyTree,
@@ -202,44 +178,33 @@ def stepped(
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Parameters and slots after a step with the gradients of a lookup in parameters `then`; gradients of weights."""
     table, rule = storage.tables[0], storage.tables[0].optimizer
-    d_cores, _, d_weights = pulled(storage, how, then, batch, d_output)
-
-    def own(
-        params: PyTree, slots: PyTree, d_cores: Cores, batch: Bags, d_output: Array, rate: Array, number: Array
-    ) -> PyTree:
-        hyper = dataclasses.replace(rule, learning_rate=lambda: rate).get_hyperparameters(number)
-        gradients = SegmentGradients([segment_of(batch, batch.ids, how.mode)], [d_output])
-        return storage.step(params, slots, gradients, table, Step(hyper, rule, None, number), d_cores)
-
-    return *on_copies(own, params, slots, d_cores, batch, d_output, rate, number), d_weights
+    d_cores, _, d_weights = pulled(storage, mode, implementation, then, batch, d_output)
+    hyper = dataclasses.replace(rule, learning_rate=lambda: rate).get_hyperparameters(number)
+    gradients = SegmentGradients([segment_of(batch, batch.ids, mode)], [d_output])
+    return *storage.step(params, slots, gradients, table, Step(hyper, rule, None, number), d_cores), d_weights
 
 
-counted = _program(0)(hot_rows.count)
+counted = jax.jit(hot_rows.count)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-@_program(1)
-def populated(storage: TensorTrains, params: PyTree, slots: PyTree, turns: Int[Array, ""]) -> tuple[PyTree, PyTree]:
-    """Parameters and slots after one populate or none; a gradient of what lies at a place then is one of that place."""
-    populate = functools.partial(storage.populate, table=storage.tables[0])
-    return jax.lax.fori_loop(0, turns, lambda _, state: populate(*state), (params, slots))
+@functools.partial(jax.jit, static_argnums=0)
+def populated(storage: TensorTrains, params: PyTree, slots: PyTree) -> tuple[PyTree, PyTree]:
+    """Parameters and slots after the most read rows were chosen anew."""
+    return storage.populate(params, slots, storage.tables[0])
 
 
-@populated.defjvp
-def _populated_jvp(storage: TensorTrains, primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
-    return populated(storage, *primals), tangents[:2]
-
-
-@_program(2)
-def rows_by_group(groups: Sequence[Sequence[int]], tables: tuple[Sequence[int], int | None], bags: Bags) -> list[Bags]:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def rows_by_group(
+    groups: Sequence[Sequence[int]], sizes: Sequence[int], padding_idx: int | None, bags: Bags
+) -> list[Bags]:
     """Of every group: rows, numbered from table to table, in the bags of its tables.
 
     Args:
       groups: tables of every group.
-      tables: rows of every table, and an id that contributes nothing.
+      sizes: rows of every table.
+      padding_idx: an id that contributes nothing.
       bags: those of table 0, then as many of table 1, and so on.
     """
-    sizes, padding_idx = tables
     ids, offsets, blocks = jnp.asarray(bags.ids), jnp.asarray(bags.offsets).astype(jnp.int32), []
     batch = bags.num_bags // len(sizes)
     for g, group in enumerate(groups):
@@ -258,7 +223,7 @@ def read_bags(
     specs: Sequence[TTSpec],
     indices: Any,
     offsets: Any,
-    per_sample_weights: Any,
+    weights: Any,
     *,
     name: str,
     last: bool | None,
@@ -271,7 +236,7 @@ def read_bags(
       indices: flat ids with `offsets`; or, without, a dense array `[tables * batch, ids per bag]` where -1 stands for
         no id, `Bags`, or a list of lists.
       offsets: start of each bag; the end of the last may follow.
-      per_sample_weights: one per id, in the form of `indices`.
+      weights: one per id, in the form of `indices`.
       name: of the module, for messages.
       last: whether `offsets` end with the end of the last bag. None finds out: with several tables from the number of
         offsets, with one from the last offset being the number of ids, which needs its value.
@@ -285,27 +250,31 @@ def read_bags(
     check_not_forked(name)
     for given, what in (((indices, offsets), "indices or offsets"), (indices, "indices")):
         check_unmasked(given, what)
-    given = (indices, offsets, per_sample_weights)
-    indices, offsets, weights = (on_every_device(x) if isinstance(x, (jax.Array, Bags)) else x for x in given)
+    shardings = [
+        jax.typeof(leaf).sharding for leaf in jax.tree.leaves((indices, offsets)) if isinstance(leaf, jax.Array)
+    ]
+    if any(AxisType.Explicit in own.mesh.axis_types and any(own.spec) for own in shardings):
+        raise ValueError(
+            f"{name}: ids are split over explicit axes of a mesh; call it inside jax.sharding.auto_axes, or train the "
+            "table in an EmbeddingCollection(mesh=...), with storage=TensorTrain(...)."
+        )
     if isinstance(indices, Bags) and not (offsets is None and weights is None):
         raise ValueError("Bags hold offsets and weights; pass neither beside them.")
-    is_nested = offsets is None and isinstance(indices, (list, tuple)) and any(np.ndim(row) for row in indices)
-    if not isinstance(indices, (Bags, jax.Array)) and not is_nested:
-        indices = np.asarray(indices)
     if offsets is not None:
+        indices = indices if isinstance(indices, jax.Array) else np.asarray(indices)
         if indices.ndim != 1:
             raise ValueError(f"offsets go with flat indices, got shape {indices.shape}; leave them out for dense ids.")
         check_type(weights, Float[np.ndarray, " nnz"] | None, "per_sample_weights")
         weights = np.asarray(weights, np.float32) if isinstance(weights, (list, tuple)) else weights
         bags = Bags(indices, _with_last(offsets, indices.shape[0], len(specs), last), weights)
-    elif is_nested:
-        bags = Bags.from_lists(indices, weights)
     elif isinstance(indices, Bags):
         bags = as_bags(indices, feature="indices")
-    elif indices.ndim != 2:
-        raise ValueError(f"indices of shape {indices.shape} need offsets; only dense ids [bags, ids per bag] do not.")
     else:
-        bags = Bags.from_dense(indices, weights)
+        bags = as_bags((indices, weights), feature="indices")
+        if bags.dense_shape is not None and len(bags.dense_shape) != 2:
+            raise ValueError(
+                f"indices of shape {bags.dense_shape} need offsets; only dense ids [bags, ids per bag] do not."
+            )
     if bags.weights is not None and bags.weights.shape != bags.ids.shape:
         raise ValueError(f"per_sample_weights have {bags.weights.size} numbers for {bags.ids.size} indices.")
     if bags.num_bags % len(specs):
@@ -314,9 +283,6 @@ def read_bags(
             "then as many of table 1, and so on."
         )
     check_ids_dtype(bags, feature="indices")
-    if bags.ids.shape[0] == 0:  # of nothing, no program would know on which devices it is
-        weights = None if bags.weights is None else np.zeros(0, np.float32)
-        return Bags(np.zeros(0, np.int32), np.zeros(bags.num_bags + 1, np.int32), weights)
     if not is_traced(bags):
         _check_ids(bags, specs, name, ignores)
     return bags

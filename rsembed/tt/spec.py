@@ -309,19 +309,25 @@ def suggested_tt_shapes(n: int, d: int = 3, allow_round_up: bool = True) -> list
     return [(small if t % 2 == 0 and small else large).pop(0) for t in range(d)]
 
 
+_SLACK = 1e-9  # roots are not exact
+
+
 def _most_even_factors(n: int, d: int) -> tuple[float, tuple[int, ...]]:
     """Greatest entropy and its ascending factors; of equals the lexicographically largest.
 
     A factor is 1 only where there are fewer primes than factors, which then are the primes.
     """
-    primes = _primes(n)
+    tried = np.arange(1, math.isqrt(n) + 1)
+    small = tried[n % tried == 0].tolist()
+    divisors = sorted({*small, *(n // factor for factor in small)})
+    primes, rest = [], n
+    for factor in divisors[1:]:  # ascending: what divides the rest still is a prime
+        while rest % factor == 0:
+            primes.append(factor)
+            rest //= factor
     if len(primes) <= d:
-        factors = (*[1] * (d - len(primes)), *sorted(primes))
+        factors = (*[1] * (d - len(primes)), *primes)
         return _entropy(factors), factors
-    products = {1}
-    for prime in primes:
-        products |= {prime * product for product in products}
-    divisors = sorted(products)
     best: tuple[float, tuple[int, ...]] = (-1.0, ())
 
     def search(chosen: tuple[int, ...], left: int) -> None:
@@ -344,24 +350,6 @@ def _most_even_factors(n: int, d: int) -> tuple[float, tuple[int, ...]]:
 
     search((), n)
     return best
-
-
-def _primes(n: int) -> list[int]:
-    """Twos and fives, of which round numbers have many, are divided out before anything is tried."""
-    primes, rest = [], n
-    for prime in (2, 5):
-        while rest % prime == 0:
-            primes.append(prime)
-            rest //= prime
-    tried = np.arange(3, math.isqrt(rest) + 1, 2)
-    for factor in tried[rest % tried == 0].tolist():  # ascending: what divides the rest still is a prime
-        while rest % factor == 0:
-            primes.append(factor)
-            rest //= factor
-    return primes if rest == 1 else [*primes, rest]
-
-
-_SLACK = 1e-9  # roots are not exact
 
 
 def _entropy(factors: tuple[float, ...]) -> float:

@@ -185,7 +185,6 @@ class TensorTrain(Storage):
         segments: Sequence[Segment],
         table: TableSpec,
         *,
-        axes: tuple[str, ...] = (),
         implementation: str | None = None,
     ) -> list[Float[Array, "_ dim"]]:
         """Pooled rows of every segment, float32; differentiable in cores, stored rows and weights.
@@ -194,7 +193,6 @@ class TensorTrain(Storage):
           params: as `init` returns them.
           segments: of row numbers.
           table: one of those that share the storage.
-          axes: of a mesh whose devices each have copies, and each make a share of the rows.
           implementation: see `cores.pooled_rows`.
         """
         all_specs, sizes = self.specs_of(table), [segment.num_outputs for segment in segments]
@@ -208,7 +206,6 @@ class TensorTrain(Storage):
             *(cores_of(params), digits, bags, gains),
             slice_shapes=all_specs[0].slice_shapes,
             num_bags=sum(sizes),
-            axes=axes,
             implementation=implementation,
         )
         outputs = jnp.split(pooled, np.cumsum(sizes)[:-1].tolist())

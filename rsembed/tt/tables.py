@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, cast
 
 import jax
@@ -13,34 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from rsembed.bags import Bags, check_not_taken, is_traced, narrow_ids
-from rsembed.checks import NonNegativeInt, PositiveInt, check_type, dtype_among, validated
-from rsembed.fingerprint import Fingerprint, check_same, identity
+from rsembed.checks import NonNegativeInt, PositiveInt, dtype_among, validated
 from rsembed.optimizers import OptimizerSpec
 from rsembed.row_gradients import SingleUse, check_gradient
 from rsembed.specs import MAX_ROWS
 from rsembed.stacking import split_by_memory
 from rsembed.tt import hot_rows, programs
-from rsembed.tt.cores import (
-    AnyCores,
-    Mode,
-    check_cores,
-    check_implementation,
-    check_mode,
-    on_every_device,
-    split_axes,
-    with_room,
-)
+from rsembed.tt.cores import AnyCores, Mode, check_cores, check_implementation, check_mode, with_room
 from rsembed.tt.hot_rows import CacheReport
-from rsembed.tt.programs import FusedParam, FusedState, HotRows, OptimType, TTGradients, member_of, rule_of
+from rsembed.tt.programs import FusedParam, FusedState, HotRows, OptimType, TTGradients, rule_of
 from rsembed.tt.spec import CORE_DTYPES, specs_of_tables
 from rsembed.tt.storage import CachedTrain, cores_of, init_core_slots
 
 Rate = Annotated[float, "[0, inf)"]
 STEPPED = "this backward has already stepped the cores; look the batch up again."
-FINGERPRINT = "fingerprint"
 
 
 class TTTables(nnx.Module):
@@ -87,7 +76,6 @@ class TTTables(nnx.Module):
         use_cache: bool = False,
         cache_size: NonNegativeInt = 0,
         hashtbl_size: NonNegativeInt = 0,
-        populate_every: NonNegativeInt = 0,
         rngs: nnx.Rngs | None = None,
     ):
         del enforce_embedding_dim  # it always is
@@ -111,14 +99,14 @@ class TTTables(nnx.Module):
         groups = split_by_memory(by_shape.values(), dict(enumerate(num_rows)), MAX_ROWS)
         self.specs = nnx.static(tuple(specs))
         self.groups = nnx.static(tuple(map(tuple, groups)))
-        rule = rule_of(optimizer, eps)
+        self.optimizer, self.eps = OptimType(optimizer), eps
+        rule = rule_of(self.optimizer, eps)
         # An optimizer outside has slots of its own.
         self.rule: OptimizerSpec = nnx.static(rule if sparse else rule_of(OptimType.SGD, eps))
-        self.sparse, self.mode, self.padding_idx = sparse, mode, padding_idx
-        self.optimizer, self.eps = member_of(optimizer), eps
+        self.sparse, self.mode, self.padding_idx = sparse, cast(Mode, mode), padding_idx
         self.bounds_check, self.include_last_offset = bounds_check, include_last_offset
         self.implementation, self.weight_dist, self.dtype = implementation, weight_dist, dtype
-        self.populate_every, self.deterministic = populate_every, False
+        self.deterministic = False
         cache = (cache_size, hashtbl_size) if use_cache else None
         kind = FusedParam if sparse else nnx.Param
         like = {"optimizer": self.rule, "dtype": dtype.name}
@@ -129,7 +117,6 @@ class TTTables(nnx.Module):
         self.slots = nnx.List([FusedState(slots[0] if use_cache else slots) for _, slots in drawn])
         self.learning_rate = FusedState(jnp.asarray(learning_rate, jnp.float32))
         self.step = FusedState(jnp.zeros((), jnp.int32))
-        self.calls = FusedState(jnp.zeros((), jnp.int32))
         self.caches = nnx.List([HotRows(params, slots[1], kind) for params, slots in drawn] if use_cache else [])
 
     def _draw(self, weight_dist: str, rngs: nnx.Rngs | None) -> list[tuple[PyTree, PyTree]]:
@@ -140,7 +127,7 @@ class TTTables(nnx.Module):
         return [storage.start(keys[np.asarray(own)], storage.tables[0], weight_dist) for storage, own in groups]
 
     def _state(self, g: int) -> tuple[PyTree, PyTree]:
-        """Parameters and slots of a group, as its storage has them, whole on every device.
+        """Parameters and slots of a group, as its storage has them.
 
         Raises: RuntimeError: a step took arrays of the module over.
         """
@@ -150,8 +137,12 @@ class TTTables(nnx.Module):
             cache = self.caches[g]
             stored = CachedTrain(cores, cache.rows.get_value(), cache.directory.get_value())
             state = stored, (slots, cache.state.get_value())
-        self._check_whole(state)
-        return on_every_device(state)
+        way_out = (
+            "where an error or Ctrl-C broke that step off, nnx.update(module, state) with the nnx.state that was saved "
+            "last; where a copy that shared the arrays took it, go on with the copy"
+        )
+        check_not_taken(state, f"{type(self).__name__} has lost its cores", way_out)
+        return state
 
     def _put(self, g: int, params: PyTree, slots: PyTree) -> None:
         """The inverse of `_state`."""
@@ -162,14 +153,6 @@ class TTTables(nnx.Module):
             nnx.Variable.set_value(self.caches[g].rows, params.rows)
             self.caches[g].state.set_value(slots[1])
             self.caches[g].directory.set_value(params.directory)
-
-    def _check_whole(self, values: PyTree) -> None:
-        """Raises: RuntimeError: a step took arrays of the module over."""
-        way_out = (
-            "where an error or Ctrl-C broke that step off, load_state_dict of the latest checkpoint; where a copy that "
-            "shared the arrays took it, go on with the copy"
-        )
-        check_not_taken(values, f"{type(self).__name__} has lost its cores", way_out)
 
     def reset_parameters(self, weight_dist: str | None = None, *, rngs: nnx.Rngs | None = None) -> None:
         """Draws all cores anew, by default as the constructor did; forgets optimizer state, counts and cached rows."""
@@ -307,26 +290,15 @@ class TTTables(nnx.Module):
 
         Warns where no read was counted, which inside `jit` nobody knows.
         """
-        if self.caches and not is_traced(self._leaves()) and not any(own.lookups for own in self.cache_reports()):
+        directories = [cache.directory.get_value() for cache in self.caches]
+        if directories and not is_traced(directories) and not any(own.lookups for own in self.cache_reports()):
             warnings.warn("cache_populate: nothing was counted, so nothing is cached.", stacklevel=2)
-        self._populate(jnp.ones((), jnp.int32))
-
-    def _populate(self, turns: Int[Array, ""]) -> None:
-        """Once or not at all."""
-        for g, _ in enumerate(self.caches if is_traced(turns) or int(turns) else ()):
-            self._put(g, *programs.populated(self.storages[g], *self._state(g), turns))
-
-    def _note(self, batch: Sequence[Bags]) -> None:
-        """Counts what a lookup reads, and populates the cache when it is time."""
-        self._count(batch)
-        if self.caches and self.populate_every:
-            self.calls.set_value((self.calls.get_value() + 1) % self.populate_every)
-            self._populate((self.calls.get_value() == 0).astype(jnp.int32))
+        for g, _ in enumerate(self.caches):
+            self._put(g, *programs.populated(self.storages[g], *self._state(g)))
 
     def _count(self, batch: Sequence[Bags]) -> None:
         for g, cache in enumerate(self.caches):
-            self._check_whole(cache.directory.get_value())
-            counted = programs.counted(cache.directory.get_value(), batch[g].ids)
+            counted = programs.counted(self._state(g)[0].directory, batch[g].ids)
             with contextlib.suppress(TraceContextError):  # a plain jit that closes over the module changes nothing
                 cache.directory.set_value(counted)
 
@@ -341,52 +313,6 @@ class TTTables(nnx.Module):
     def cache_reports(self) -> list[CacheReport]:
         """Contents, hits and evictions, per group of tables."""
         return [hot_rows.report(cache.directory.get_value()) for cache in self.caches]
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """All there is to save, as a flat dictionary of NumPy arrays: cores, optimizer state, cached rows, counts.
-
-        It is `nnx.state` by names, and what kind of module it belongs to. `np.savez`, `rsembed.checkpoint` and Orbax
-        take it.
-        """
-        self._check_whole(nnx.state(self))
-        arrays = {name: np.asarray(leaf) for name, leaf in self._leaves().items()}
-        return arrays | {FINGERPRINT: np.frombuffer(self._fingerprint().text.encode(), np.uint8)}
-
-    def _leaves(self) -> dict[str, Array]:
-        """The arrays of all variables, by path and number of leaf."""
-        return {
-            f"{'/'.join(map(str, path))}/{k}": x
-            for path, leaf in nnx.to_flat_state(nnx.state(self))
-            for k, x in enumerate(jax.tree.leaves(leaf.get_value()))
-        }
-
-    def _fingerprint(self) -> Fingerprint:
-        """What the arrays of a state mean."""
-        tables = {str(k): dataclasses.asdict(spec) for k, spec in enumerate(self.specs)}
-        caches = [[storage.cache_rows, storage.counted_ids] for storage in self.storages]
-        rule = identity(self.rule) if self.sparse else "outside"
-        return Fingerprint.of({"tables": tables, "dtype": str(self.dtype), "optimizer": rule, "caches": caches})
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Goes on, bit by bit, where the module of a `state_dict` stood; both were made with the same arguments.
-
-        Raises: TypeError: it is no mapping. ValueError: the names, the shape or dtype of an array, the tables, the
-          optimizer or the sizes of the cache are those of another module; then nothing changes.
-        """
-        check_type(state, Mapping, "the state")
-        own, saved = self._leaves(), {name: np.asarray(array) for name, array in state.items()}
-        check_same(
-            Fingerprint(saved.pop(FINGERPRINT, np.frombuffer(b"{}", np.uint8)).tobytes().decode()),
-            self._fingerprint(),
-            what="the state is that of another module",
-            way_out="Make this module with the arguments of the one that was saved.",
-        )
-        # NumPy files know bfloat16 only as two bytes.
-        ours, theirs = ({(name, x.shape, x.dtype.itemsize) for name, x in arrays.items()} for arrays in (own, saved))
-        if differ := sorted({name for name, *_ in ours ^ theirs}):
-            raise ValueError(f"the state is that of another module: {differ} are not in both, or of other shapes.")
-        leaves = [jnp.asarray(saved[name].view(x.dtype)) for name, x in own.items()]
-        nnx.update(self, jax.tree.unflatten(jax.tree.structure(nnx.state(self)), leaves))
 
     def __call__(
         self, indices: object, offsets: object = None, per_sample_weights: object = None, warmup: bool = True
@@ -409,7 +335,7 @@ class TTTables(nnx.Module):
         """
         del warmup
         bags = self._read(indices, offsets, per_sample_weights)
-        return self._joined(self._look_up(bags, self._how(indices))[0])
+        return self._joined(self._look_up(bags)[0])
 
     def vjp(
         self, indices: object, offsets: object = None, per_sample_weights: object = None
@@ -420,8 +346,8 @@ class TTTables(nnx.Module):
         returns `TTGradients`.
         """
         bags = self._read(indices, offsets, per_sample_weights)
-        how, permit = self._how(indices), SingleUse(STEPPED)
-        outputs, params, batch = self._look_up(bags, how)
+        how, permit = (self.mode, self.implementation), SingleUse(STEPPED)
+        outputs, params, batch = self._look_up(bags)
         shapes = [output.shape for output in outputs]
 
         def backward(d_output: PyTree) -> TTGradients | None:
@@ -430,19 +356,19 @@ class TTTables(nnx.Module):
                 check_gradient(own, f"d_output of table {table}")
                 if np.shape(own) != shape:
                     raise ValueError(f"d_output of table {table} has shape {np.shape(own)}, its output {shape}.")
-            every = [jnp.asarray(on_every_device(d), jnp.float32) for d in d_outputs]
+            every = [jnp.asarray(d, jnp.float32) for d in d_outputs]
             by_group = [jnp.concatenate([every[k] for k in group]) for group in self.groups]
             given = zip(self.storages, params, batch, by_group, strict=True)
             if self.sparse:
                 permit.use()
                 pulled, rate, number = [], self.learning_rate.get_value(), self.step.get_value()
                 for g, (storage, *own) in enumerate(given):
-                    *new, d_weights = programs.stepped(storage, how, *self._state(g), *own, rate, number)
+                    *new, d_weights = programs.stepped(storage, *how, *self._state(g), *own, rate, number)
                     self._put(g, *new)
                     pulled.append(((), (), d_weights))
                 self.step.set_value(number + 1)
             else:
-                pulled = [programs.pulled(storage, how, *own) for storage, *own in given]
+                pulled = [programs.pulled(storage, *how, *own) for storage, *own in given]
             d_cores, d_rows, d_weights = zip(*pulled, strict=True)
             d_weight = None if bags.weights is None else sum(d_weights)[: bags.ids.shape[0]]
             if not self.sparse:
@@ -457,18 +383,15 @@ class TTTables(nnx.Module):
             return tables[0]
         return jnp.stack(tables) if len({table.shape for table in tables}) == 1 else tables
 
-    def _how(self, indices: object) -> programs.How:
-        return programs.How(cast(Mode, self.mode), split_axes(indices), self.implementation)
-
-    def _look_up(self, bags: Bags, how: programs.How) -> tuple[list[Array], list[PyTree], list[Bags]]:
+    def _look_up(self, bags: Bags) -> tuple[list[Array], list[PyTree], list[Bags]]:
         """Pooled rows of every table, and the parameters and the batch of every group that gave them."""
         batch = self._by_group(bags)
         if not self.deterministic:
-            self._note(batch)
+            self._count(batch)
         params = [self._state(g)[0] for g in range(len(self.groups))]
         by_table: dict[int, Array] = {}
         for group, *given in zip(self.groups, self.storages, params, batch, strict=True):
-            pooled = programs.looked_up(given[0], how, *given[1:])
+            pooled = programs.looked_up(given[0], self.mode, self.implementation, *given[1:])
             by_table.update(zip(group, pooled.reshape(len(group), -1, pooled.shape[1]), strict=True))
         return [by_table[k] for k in range(len(self.specs))], params, batch
 
@@ -476,7 +399,7 @@ class TTTables(nnx.Module):
         """What a batch asks every group for: rows, numbered from table to table, in the bags of its tables."""
         sizes = tuple(spec.num_embeddings for spec in self.specs)
         bags = with_room(dataclasses.replace(bags, ids=narrow_ids(bags.ids)))
-        return programs.rows_by_group(self.groups, (sizes, self.padding_idx), bags)
+        return programs.rows_by_group(self.groups, sizes, self.padding_idx, bags)
 
     def _read(self, *given: PyTree) -> Bags:
         """Checked bags, those of table 0 first."""

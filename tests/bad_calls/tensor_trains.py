@@ -2,9 +2,11 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import rsembed as rs
 from rsembed import tt
@@ -35,6 +37,11 @@ def module(**options):
 
 def in_jit(ask):
     return nnx.jit(ask)(module(use_cache=True))
+
+
+def on_explicit_axes(ids):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    return jax.device_put(ids, NamedSharding(mesh, PartitionSpec("data")))
 
 
 def stored(*ranks, dtype="float32", **fields):
@@ -130,6 +137,7 @@ bag().set_cores([np.full(shape, NAN, np.float32) for shape in SPEC.core_shapes])
 several().update_cache([7, 9]) => ValueError: need offsets
 bag()(IDS) => ValueError: (3,) need offsets
 bag()(np.array([1.5]), np.array([0])) => TypeError: indices ... integers ... float64
+bag()(on_explicit_axes(np.zeros((8, 2), np.int32))) => ValueError: explicit axes ... EmbeddingCollection(mesh=
 bag()(None, OFFSETS) => ValueError: offsets go with flat indices ... ()
 bag()(IDS, np.array([0.0, 2.0])) => TypeError: offsets ... integers ... float64
 bag()(IDS, np.array([0, 3, 2])) => ValueError: offsets ... never fall
@@ -146,10 +154,6 @@ bag().vjp(IDS, OFFSETS)[1](np.ones((2, 4), int)) => TypeError: d_output ... floa
 bag()(np.ma.masked_equal(IDS, 1), OFFSETS) => TypeError: indices ... masked array
 bag().vjp(IDS, OFFSETS)[1](None) => TypeError: d_output ... NoneType
 _twice() => RuntimeError: already stepped ... look the batch up again
-bag().load_state_dict(module(tt_ranks=[1]).state_dict()) => ValueError: another module ... tables/0/tt_ranks
-bag().load_state_dict(tt.TTEmbeddingBag(8, 4, tt_ranks=[2], tt_p_shapes=[3, 3], use_cache=False).state_dict())
-    => ValueError: tables/0/num_embeddings is 8, expected 9
-bag().load_state_dict([1, 2]) => TypeError: the state ... a mapping ... [1, 2]
 bag().set_learning_rate(NAN) => ValueError: learning_rate ... nan
 several().cores_of(2) => ValueError: no table 2 ... 2 tables
 several().full_weight(2) => ValueError: no table 2 ... 2 tables

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rsembed import Bags
+from rsembed import Bags, checkpoint
 from rsembed.tt import TableBatchedTTEmbeddingBag, TTEmbeddingBag
 from tests.tt.tt_oracles import CASES, core_gradients, dense_table, looked_up, step, worked_cores
 
@@ -167,7 +167,7 @@ def test_new_cores_are_not_hidden_by_old_rows_nor_stepped_with_old_state(give):
     ],
 )
 def test_a_copy_goes_on_as_if_never_copied_whatever_the_original_does(way, sparse, dtype, tmp_path):
-    options = {"sparse": sparse, "dtype": dtype, "optimizer": "adam", "populate_every": 5, "cache_size": 1}
+    options = {"sparse": sparse, "dtype": dtype, "optimizer": "adam", "cache_size": 1}
     emb, alone = make(**options), make(**options)
 
     def go_on(module, k):
@@ -177,10 +177,9 @@ def test_a_copy_goes_on_as_if_never_copied_whatever_the_original_does(way, spars
         backward(output)
 
     def from_file(emb):
-        np.savez(tmp_path / "module.npz", **emb.state_dict())
+        checkpoint.save(tmp_path / "module", nnx.state(emb))
         other = make(rngs=7, **options)
-        with np.load(tmp_path / "module.npz") as state:
-            other.load_state_dict(state)
+        nnx.update(other, checkpoint.load(tmp_path / "module", nnx.state(other)).tree)
         return other
 
     ways = {"file": from_file, "clone": nnx.clone, "pickle": lambda emb: pickle.loads(pickle.dumps(emb))}
@@ -192,10 +191,8 @@ def test_a_copy_goes_on_as_if_never_copied_whatever_the_original_does(way, spars
     go_on(emb, 7)  # before the copy is used for the first time
     for module in (twin, alone):
         go_on(module, 32)
-    found, expected = twin.state_dict(), alone.state_dict()
-    assert found.keys() == expected.keys() and twin.cache_reports() == alone.cache_reports()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    assert twin.cache_reports() == alone.cache_reports()
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(twin), nnx.state(alone))
 
 
 def three_tables(**options):
@@ -282,16 +279,22 @@ def hot_ids(epoch, num_rows=900, width=24):
 
 @pytest.mark.parametrize("sparse", [True, False])
 def test_under_endless_drift_the_cache_hits_like_a_fresh_one_inside_jit(sparse):
-    emb = TTEmbeddingBag(900, 4, [3], [30, 30], [2, 2], sparse=sparse, cache_size=32, populate_every=1)
+    emb = TTEmbeddingBag(900, 4, [3], [30, 30], [2, 2], sparse=sparse, cache_size=32)
     hit_rates = []
     for epoch in range(30):  # read by thirty times as many ids as there is room for
         for _ in range(2):
             before = emb.cache_reports()[0]
             take_step(emb, jnp.asarray(hot_ids(epoch)), np.full((192, 4), 0.01, np.float32))
+            populate(emb)
             after = emb.cache_reports()[0]
         hit_rates.append((after.hits - before.hits) / (after.lookups - before.lookups))
     assert after.lookups == 30 * 2 * 192 and after.cached_ids == 32 and after.evictions > 500
     assert np.mean(hit_rates) > 0.85 and min(hit_rates) > 0.7  # half of what was read before counts as well
+
+
+@nnx.jit
+def populate(emb):
+    emb.cache_populate()
 
 
 @nnx.jit
@@ -306,7 +309,7 @@ def take_step(emb, bags, d_output):
 
 
 @pytest.mark.parametrize("options", [{"optimizer": "adam"}, {"sparse": False}])
-def test_rows_that_stay_keep_place_and_state_and_the_residuals_bound_what_others_change(options):
+def test_rows_that_stay_keep_place_and_state_and_the_residual_bounds_what_others_change(options):
     emb, reads, cached, num_gone = make(cache_size=2, **options), np.zeros(200, int), [], 0
     for many, some in (([1, 2], []), ([3, 4], []), ([4, 6], [2]), ([6, 8], [4]), ([9, 10], [6] * 5), ([6, 9], [])):
         ids = [*9 * many, *some, *cached]
@@ -321,8 +324,7 @@ def test_rows_that_stay_keep_place_and_state_and_the_residuals_bound_what_others
         after, report = all_rows(emb), emb.cache_reports()[0]
         np.testing.assert_allclose(after[gone], dense_table(emb.spec, emb.cores_of())[gone], rtol=1e-5, atol=1e-6)
         change = np.abs(after - before)
-        assert change[gone].max(initial=0) <= report.residual + 1e-6
-        assert np.delete(change, gone, axis=0).max() <= report.residual_elsewhere + 1e-6
+        assert change.max() <= report.residual + 1e-6
         np.testing.assert_array_equal(after[now], before[now])  # those that entered started as they were
         assert np.square(change).sum() <= np.square(cores - before)[gone].sum() * (1 + 1e-5)  # better than to forget
         assert emb.caches[0].learned()[0].tolist() == sorted(now)
@@ -334,9 +336,10 @@ def test_rows_that_stay_keep_place_and_state_and_the_residuals_bound_what_others
     assert emb.cache_reports()[0].evictions == num_gone > 3
 
 
-def test_nnx_grad_reaches_the_rows_that_a_lookup_populates_and_the_cores_of_others():
-    emb = make(sparse=False, populate_every=1, cache_size=2)
-    ids = jnp.asarray([[4], [9], [4], [9], [4], [30]])
+def test_nnx_grad_reaches_the_cached_rows_and_the_cores_of_others():
+    emb, ids = make(sparse=False, cache_size=2), jnp.asarray([[4], [9], [4], [9], [4], [30]])
+    emb.update_cache(ids)
+    emb.cache_populate()
     gradients = nnx.jit(nnx.grad(lambda m, ids: jnp.sum(m(ids))))(emb, ids)
     places, rows = directory_of(emb)[1], gradients.caches[0].rows.get_value()
     np.testing.assert_array_equal(rows[np.asarray([places[4], places[9]])], [[3.0] * 4, [2.0] * 4])
@@ -346,7 +349,7 @@ def test_nnx_grad_reaches_the_rows_that_a_lookup_populates_and_the_cores_of_othe
 
 
 def test_lookups_count_and_populate_also_inside_jit_but_not_after_eval():
-    emb = make(populate_every=3)
+    emb = make()
     emb(six_bags([[4, 4, -1]]))
     step(emb, np.zeros((6, 4), np.float32), six_bags([[9]]))
     assert (emb.cache_reports()[0].cached_ids, emb.cache_reports()[0].lookups) == (0, 3)
@@ -354,7 +357,8 @@ def test_lookups_count_and_populate_also_inside_jit_but_not_after_eval():
     looked_up(emb, six_bags([[4]]))
     emb.train()
     looked_up(emb, six_bags([[4]]))
-    assert emb.cache_reports()[0] == (2, 0, 0, 4, 0, 0, 0)
+    populate(emb)
+    assert emb.cache_reports()[0] == (2, 0, 4, 0, 0, 0)
     with pytest.warns(UserWarning, match="nothing was counted, so nothing is cached"):
         make().cache_populate()
 

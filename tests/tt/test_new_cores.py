@@ -12,7 +12,6 @@ from rsembed.tt import (
     from_tensorly,
     full_weight,
     init_cores,
-    new_cores,
     round_cores,
     to_tensorly,
 )
@@ -86,15 +85,6 @@ def test_tensorly_finds_the_same_error_at_the_same_ranks():
     spec, cores = from_dense(table, ranks=[4, 5], tt_p_shapes=p, tt_q_shapes=q)
     theirs = tensor_train_matrix(table.reshape(*p, *q), rank=[1, 4, 5, 1])
     assert error(spec, cores, table) == pytest.approx(error(*from_tensorly(theirs), table), rel=1e-3)
-
-
-def test_a_randomised_step_comes_close_to_the_exact_one(monkeypatch):
-    table = random_table(400, 12, decay=0.5)
-    exact = error(*from_dense(table, ranks=6), table)
-    monkeypatch.setattr(new_cores, "MAX_EXACT_SIDE", 16)
-    again = [from_dense(table, ranks=6) for _ in range(2)]
-    assert error(*again[0], table) == pytest.approx(exact, rel=0.02)
-    assert all((a == b).all() for a, b in zip(again[0][1], again[1][1], strict=True))
 
 
 def test_bytes_bound_the_cores():

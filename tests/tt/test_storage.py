@@ -237,7 +237,6 @@ def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit(tmp_
         expected = {
             "cached_ids": 4,
             "residual": 0,
-            "residual_elsewhere": 0,
             "lookups": 36,
             "hits": 12,
             "uncounted": 0,
