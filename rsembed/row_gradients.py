@@ -18,8 +18,8 @@ from rsembed.checks import check_fields, check_type, check_within, describe, val
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients
-from rsembed.storage.hash_table import combine as combine_by_key
-from rsembed.storage.hash_table import unnamed
+from rsembed.storage.row_map import combine as combine_by_key
+from rsembed.storage.row_map import unnamed
 
 
 class Summands(NamedTuple):

@@ -23,7 +23,7 @@ BUDGETS = {
     "bags": 452,
     "kernels": 3031,
     "initial_values": 252,
-    "storage": 2648,
+    "storage": 2570,
     "row_gradients": 268,
     "parallel": 899,
     "collection": 2881,

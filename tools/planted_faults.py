@@ -61,8 +61,8 @@ storage/hashed_rows.py  storage/test_corners.py -k stochastic
     mix(*lanes).astype(jnp.int32) => rows
 storage/row_map.py  storage/test_contract.py -k evicting
     (row_map.last_step != FREE) & (row_map.last_step != step) => row_map.last_step != FREE
-storage/row_map.py  storage/test_evict.py
-    step - row_map.last_step > steps_to_live => step - row_map.last_step >= steps_to_live
+storage/hashed_rows.py  storage/test_evict.py
+    step - waiting.last_step > steps_to_live => step - waiting.last_step >= steps_to_live
 storage/hashed.py  storage/test_admission.py
     (drawn >= _power(1.0 - probability, occurrences)) => (drawn >= _power(probability, occurrences))
 storage/host_cached.py  storage/test_corners.py -k leave_the_device

@@ -29,8 +29,8 @@ from rsembed.kernels.reference import entry_gains, gradients_of_weights
 from rsembed.keys import Keys
 from rsembed.parallel.exchange import Asked, Asking, Question, Wanted, default_capacity, distinct
 from rsembed.specs import TableSpec
-from rsembed.storage.hash_table import combine, entries, named, unnamed
 from rsembed.storage.protocol import Found, ReadAhead, State, Storage
+from rsembed.storage.row_map import combine, entries, named, unnamed
 
 
 class Occurrences(NamedTuple):

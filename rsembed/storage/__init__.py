@@ -9,8 +9,7 @@ in `collection/rows.py` brings ids to it and vectors back, on one device or a me
     host_cached.py   rows on the host, those of late batches on the device
     set_associative.py   which of them those are, decided on the host
     logical_rows.py  rows out of such a table and into one, by key
-    row_map.py       which key has which row: handed out, taken back, counted
-    hash_table.py    from keys to numbers by open addressing, inside `jit`
+    row_map.py       which key has which row: found by open addressing, handed out, taken back, counted
 """
 
 from rsembed.storage.hashed import ROWS_BY_KEY as ROWS_BY_KEY

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt32
+from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt32
 
 from rsembed.bags import PAD_ID
 from rsembed.checks import PositiveInt, check_type
-from rsembed.initial_values import keyed_form, table_key, table_keys
+from rsembed.initial_values import keyed_form, keyed_rows, table_key, table_keys
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Step
 from rsembed.kernels.keyed import varying_zero
 from rsembed.keys import Keys, join_keys, local_rows
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
-from rsembed.storage import hash_table, hashed_rows, logical_rows, row_map
+from rsembed.storage import hashed_rows, logical_rows, row_map
 from rsembed.storage.hashed_rows import MAX_CAPACITY, Counters, DynamicRows, DynamicTable, numbers_of
 from rsembed.storage.protocol import Found, Pool, ReadAhead, Segments, State, Vectors, of_near_sizes, on_host
 from rsembed.storage.row_map import Eviction
@@ -133,57 +133,56 @@ class Hashed(RowsByKey):
 
     def read(self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
         """As every storage. A key that `find` will meet a full table with reads ahead as what it would start from."""
-        rows, num_absent = row_map.search(params.keys, keys)
-        if ahead is None:
-            return hashed_rows.read(params, rows), hash_table.num_distinct(keys.only(rows == NO_ROW))
 
-        def with_strangers() -> tuple[Array, Array]:
-            vectors, places, num_new = self._read_ahead(params, keys, rows, table, ahead)
-            return api.gather_rows((vectors,), places)[0].astype(jnp.float32), num_new
+        def gather(vectors: Array, places: Array) -> Array:
+            return api.gather_rows((vectors,), places)[0].astype(jnp.float32)
 
-        # Late in training most batches have no strangers, and need none of their work.
-        return jax.lax.cond(
-            num_absent > 0, with_strangers, lambda: (hashed_rows.read(params, rows), varying_zero(rows))
-        )
-
-    def _read_ahead(
-        self, params: DynamicTable, keys: Keys, rows: Int[Array, " nnz"], table: TableSpec, ahead: ReadAhead
-    ) -> tuple[Float[Array, "nnz dim"], Int[Array, " nnz"], Int[Array, ""]]:
-        """Vectors as they are stored, in which of them each key finds its own, and how many keys want a row.
-
-        Nothing as large is kept beside them: memory that a program needs beyond 32 MB comes from the system in every
-        call, and its pages one by one, whether a batch has strangers or not.
-        """
-        entry_of, own, first_of, starts = self.newcomers(params, keys.only(rows == NO_ROW), ahead)
-        vectors = hashed_rows.read(params, rows).astype(params.rows.dtype)  # as a new row is going to be stored
-        new = jnp.where(starts, first_of, NO_ROW), own, table, params.own_key
-        (vectors,) = hashed_rows.with_initial_values((vectors,), *new, slots=False)
-        (first,) = api.gather_rows((first_of,), entry_of, missing=NO_ROW)
-        places = jnp.where(first == NO_ROW, jnp.arange(keys.shape[0], dtype=jnp.int32), first)
-        return vectors, jnp.where(keys.is_key, places, NO_ROW), jnp.sum(starts, dtype=jnp.int32)
-
-    def newcomers(
-        self, params: DynamicTable, strangers: Keys, ahead: ReadAhead
-    ) -> tuple[Int[Array, " nnz"], Keys, Int[Array, " nnz"], Bool[Array, " nnz"]]:
-        """Distinct keys without a row: number of each key given, the keys, their first places, and which get a row."""
-        entry_of, own, first_of, totals = hash_table.entries(strangers, ahead.occurrences)
-        if params.waiting is not None:
-            totals = row_map.add_counts(totals, row_map.count_of(params.waiting, row_map.find(params.waiting, own)))
-        return entry_of, own, first_of, self._is_admitted(params, own, totals, ahead.number)
+        return self.pooled(params, keys, (), table, gather, ahead)
 
     def pooled(
         self, params: PyTree, keys: Keys, segments: Segments, table: TableSpec, pool: Pool, ahead: ReadAhead | None
     ) -> tuple[PyTree, Int[Array, ""]]:
-        """As every storage, from the rows where they lie if all keys have some."""
+        """As every storage, from the rows where they lie if all keys have some.
+
+        Else nothing as large as the vectors is kept beside them: memory that a program needs beyond 32 MB comes from
+        the system in every call, and its pages one by one.
+        """
         rows, num_absent = row_map.search(params.keys, keys)
 
         def with_strangers() -> tuple[PyTree, Array]:
+            strangers, places = keys.only(rows == NO_ROW), jnp.arange(keys.shape[0], dtype=jnp.int32)
+            vectors = self.vectors(params, rows, table).astype(params.rows.dtype)  # as a new row is going to be stored
             if ahead is None:
-                return super(Hashed, self).pooled(params, keys, segments, table, pool, None)
-            vectors, places, num_new = self._read_ahead(params, keys, rows, table, ahead)
-            return pool(vectors, places), num_new
+                _, own, _, _ = row_map.entries(strangers, jnp.ones(keys.shape, jnp.int32))
+                return pool(vectors, jnp.where(keys.is_key, places, NO_ROW)), jnp.sum(own.is_key, dtype=jnp.int32)
+            entry_of, own, first_of, _, _, starts = self._newcomers(params, strangers, *ahead)
+            new = jnp.where(starts, first_of, NO_ROW), own, table, params.own_key
+            (vectors,) = hashed_rows.with_initial_values((vectors,), *new, slots=False)
+            (first,) = api.gather_rows((first_of,), entry_of, missing=NO_ROW)
+            places = jnp.where(first == NO_ROW, places, first)
+            return pool(vectors, jnp.where(keys.is_key, places, NO_ROW)), jnp.sum(starts, dtype=jnp.int32)
 
+        # Late in training most batches have no strangers, and need none of their work.
         return jax.lax.cond(num_absent == 0, lambda: (pool(params.rows, rows), varying_zero(rows)), with_strangers)
+
+    def _newcomers(
+        self, params: DynamicTable, strangers: Keys, occurrences: Array, number: Array
+    ) -> tuple[Int[Array, " nnz"], Keys, Int[Array, " nnz"], Int[Array, " nnz"], PyTree, Bool[Array, " nnz"]]:
+        """Distinct keys without a row, in step `number`.
+
+        Returns: number of each key given, the keys, their first places, how often they have occurred so far, where they
+          wait for admission (None if nobody does), and which of them get a row.
+        """
+        entry_of, own, first_of, totals = row_map.entries(strangers, occurrences)
+        waiting_rows = None
+        if params.waiting is not None:
+            waiting_rows = row_map.find(params.waiting, own)
+            totals = row_map.add_counts(totals, row_map.count_of(params.waiting, waiting_rows))
+        if self.admission_probability < 1:
+            is_admitted = is_drawn(params.own_key, own, number, totals, self.admission_probability)
+        else:
+            is_admitted = own.is_key & (totals > self.admission_count)
+        return entry_of, own, first_of, totals, waiting_rows, is_admitted
 
     def find(
         self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step
@@ -192,7 +191,7 @@ class Hashed(RowsByKey):
 
         Several calls may share a step: none of them evicts a row that another one used.
         """
-        number, (rows, num_absent) = _number(step), row_map.search(params.keys, keys)
+        number, (rows, num_absent) = cast(Array, step.number), row_map.search(params.keys, keys)
         params = params._replace(keys=row_map.use(params.keys, rows, number, occurrences))
 
         def admit(_: Array, state: tuple[DynamicTable, Slots, Array]) -> tuple[DynamicTable, Slots, Array]:
@@ -211,20 +210,15 @@ class Hashed(RowsByKey):
     ) -> tuple[DynamicTable, Slots, Array]:
         """`find` of keys without a row, which may repeat, in step `number`."""
         evict = self.eviction if self.makes_room else None
-        entry_of, keys, _, totals = hash_table.entries(keys, occurrences)
-        waiting = params.waiting
-        if waiting is not None:
-            waiting_rows = row_map.find(waiting, keys)
-            totals = row_map.add_counts(totals, row_map.count_of(waiting, waiting_rows))
-        is_admitted = self._is_admitted(params, keys, totals, number)
+        entry_of, keys, _, totals, waiting_rows, is_admitted = self._newcomers(params, keys, occurrences, number)
         assigned = row_map.assign(params.keys, keys.only(is_admitted), number, totals, evict=evict)
-        known, rows, evicted, num_failed = assigned
+        (known, rows, evicted, num_failed), waiting = assigned, params.waiting
         # What cannot happen is not counted: every counter is a loop of its own in the program.
         happened = {"inserted": params.keys.num_free - known.num_free}
         if evict is not None:
             happened = {"inserted": happened["inserted"] + evicted, "evicted": evicted}
         if self.admission_count or self.admission_probability < 1:
-            happened["not_admitted"] = hash_table.counts_of(keys.is_key & ~is_admitted, keys.table, params.num_tables)
+            happened["not_admitted"] = row_map.counts_of(keys.is_key & ~is_admitted, keys.table, params.num_tables)
         if waiting is not None:
             is_left = keys.is_key & (rows == NO_ROW)
             waiting = row_map.release(waiting, jnp.where(is_left, NO_ROW, waiting_rows))
@@ -232,17 +226,11 @@ class Hashed(RowsByKey):
             newcomers = keys.only(is_left & (waiting_rows == NO_ROW))
             waiting, places, happened["forgotten"], _ = row_map.assign(waiting, newcomers, number, totals, evict=evict)
             has_none = (is_admitted & is_left) | (newcomers.is_key & (places == NO_ROW))
-            num_failed = hash_table.counts_of(has_none, keys.table, params.num_tables)
+            num_failed = row_map.counts_of(has_none, keys.table, params.num_tables)
         vectors, *kept = hashed_rows.with_initial_values((params.rows, *slots), rows, keys, table, params.own_key)
         counters = params.counters.add(failed=num_failed, **happened)
         params = DynamicTable(known, vectors, waiting, counters, params.key)
         return params, tuple(kept), api.gather_rows((rows,), entry_of, missing=NO_ROW)[0]
-
-    def _is_admitted(self, params: DynamicTable, keys: Keys, totals: Array, number: Array) -> Bool[Array, " nnz"]:
-        """Which of these keys get a row in step `number`; those that wait are counted in `totals`."""
-        if self.admission_probability < 1:
-            return is_drawn(params.own_key, keys, number, totals, self.admission_probability)
-        return keys.is_key & (totals > self.admission_count) if self.admission_count else keys.is_key
 
     @property
     def makes_room(self) -> bool:
@@ -250,7 +238,7 @@ class Hashed(RowsByKey):
 
     def hold(self, params: DynamicTable, keys: Keys, step: Step) -> DynamicTable:
         def used(maps: row_map.RowMap) -> row_map.RowMap:
-            last_step = maps.last_step.at[row_map.find(maps, keys)].set(_number(step), mode="drop")
+            last_step = maps.last_step.at[row_map.find(maps, keys)].set(step.number, mode="drop")
             return maps._replace(last_step=last_step)
 
         waiting = None if params.waiting is None else used(params.waiting)
@@ -318,12 +306,6 @@ class HashedTables(Hashed):
     def _capacities(self, num_shards: int) -> list[int]:
         """Rows of each table in a shard."""
         return [-(-own.vocabulary_size // num_shards) for own in self.tables]
-
-
-def _number(step: Step) -> Int[Array, ""]:
-    if step.number is None:
-        raise ValueError("a hashed table notes when a row was used: the step needs its number.")
-    return step.number
 
 
 DRAWS = 0x61646D74
@@ -413,7 +395,8 @@ class RowNumbers(RowsByKey):
             first = jnp.minimum(number * size, capacity - size)
             low = (first + jnp.arange(size, dtype=jnp.int32)).astype(jnp.uint32) * jnp.uint32(num_shards)
             low = low + shard.astype(jnp.uint32)
-            values = hashed_rows.initial_values(table, own_key, Keys(jnp.zeros_like(low), low, jnp.ones(size, bool)))
+            lanes = jnp.zeros_like(low), low
+            values = keyed_rows(own_key, table.initializer, lanes, table.embedding_dim)
             return tuple(
                 jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), first, 0)
                 for array, part in zip(arrays, (values, *table.optimizer.init_slots(values)), strict=True)
@@ -426,7 +409,7 @@ class RowNumbers(RowsByKey):
     def read(self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
         del ahead
         rows = self._rows(params, keys)
-        return hashed_rows.read(params, rows), jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
+        return self.vectors(params, rows, table), jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
 
     def pooled(
         self, params: PyTree, keys: Keys, segments: Segments, table: TableSpec, pool: Pool, ahead: ReadAhead | None

@@ -51,11 +51,6 @@ class Counters(NamedTuple):
     not_admitted: UInt32[Array, "tables 2"] | None = None
     forgotten: UInt32[Array, "tables 2"] | None = None
 
-    @classmethod
-    def zeros(cls, *names: str, num_tables: int = 1) -> Counters:
-        """These counters at 0."""
-        return cls(**{name: jnp.zeros((num_tables, 2), jnp.uint32) for name in names})
-
     def add(self, **numbers: Array) -> Counters:
         """Counters with some of them raised, by less than 2**32, one number for each table."""
         raised = {}
@@ -119,7 +114,8 @@ def empty(
     own = key.reshape(-1)
     rows, slots = allocate(table, max(capacities) * len(capacities), fill=0)
     keys, waiting = row_map.empty(*capacities), None if num_waiting is None else row_map.empty(*num_waiting)
-    return DynamicTable(keys, rows, waiting, Counters.zeros(*Counters._fields, num_tables=len(capacities)), own), slots
+    counters = Counters(*(jnp.zeros((len(capacities), 2), jnp.uint32) for _ in Counters._fields))
+    return DynamicTable(keys, rows, waiting, counters, own), slots
 
 
 def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
@@ -170,11 +166,6 @@ def check(table: TableSpec) -> None:
     traced_initializer(table, (1, table.embedding_dim))
 
 
-def initial_values(table: TableSpec, key: KeyOrKeys, keys: Keys) -> Float[Array, "nnz dim"]:
-    """Initial rows of `keys`; `key` is the table's PRNG key, or has one for each of several tables."""
-    return keyed_rows(key, table.initializer, (keys.high, keys.low), table.embedding_dim, keys.table)
-
-
 def with_initial_values(
     arrays: tuple[Array, ...],
     rows: Int[Array, " nnz"],
@@ -194,18 +185,14 @@ def with_initial_values(
     def fill_block(i: Array | int, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         entries = jax.lax.dynamic_slice_in_dim(order, i * INITIAL_BLOCK, INITIAL_BLOCK)
         own, *lanes = api.gather_rows((rows, *keys.lanes), entries, missing=NO_ROW)
-        values = initial_values(table, key, Keys.of_lanes(lanes, entries != NO_ROW))
+        lane = Keys.of_lanes(lanes, entries != NO_ROW)
+        values = keyed_rows(key, table.initializer, (lane.high, lane.low), table.embedding_dim, lane.table)
         parts = (values, *(table.optimizer.init_slots(values) if slots else ()))
         return api.scatter_rows(arrays, own, parts)
 
     if num_blocks == 1:
         return fill_block(0, arrays)
     return jax.lax.fori_loop(0, num_used, fill_block, arrays)
-
-
-def read(params: DynamicTable, rows: Int[Array, " nnz"]) -> Float[Array, "nnz dim"]:
-    """Rows, float32; zeros for `NO_ROW`."""
-    return api.lookup(params.rows, [Segment(rows, None, None, "none")])[0]
 
 
 def _rounding_by_key(params: DynamicTable, step: Step) -> Step:
@@ -229,11 +216,13 @@ def forget_older(
 
     That is for more than `steps_to_live` steps.
     """
-    if params.waiting is None:
+    if (waiting := params.waiting) is None:
         return params
-    waiting = row_map.release_older(params.waiting, step, steps_to_live, number)
-    counters = params.counters.add(forgotten=waiting.num_free - params.waiting.num_free)
-    return params._replace(waiting=waiting, counters=counters)
+    rows = jnp.arange(waiting.last_step.shape[0], dtype=jnp.int32)
+    is_old = (waiting.last_step != row_map.FREE) & (step - waiting.last_step > steps_to_live)
+    is_old &= rows // waiting.rows_per_table == number
+    left = row_map.release(waiting, jnp.where(is_old, rows, NO_ROW))
+    return params._replace(waiting=left, counters=params.counters.add(forgotten=left.num_free - waiting.num_free))
 
 
 def grow(
@@ -265,7 +254,9 @@ class DynamicRows(Storage):
     rows_on_host: ClassVar[bool] = True
 
     def vectors(self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
-        return read(params, rows)
+        """Float32, as they are read."""
+        del table
+        return api.lookup(params.rows, [Segment(rows, None, None, "none")])[0]
 
     def step(
         self, params: DynamicTable, slots: Slots, gradients: SegmentGradients, table: TableSpec, step: Step

@@ -23,7 +23,7 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.keys import Keys
 from rsembed.specs import TableSpec
-from rsembed.storage import hash_table, hashed_rows, row_map
+from rsembed.storage import hashed_rows, row_map
 from rsembed.storage.hashed_rows import DynamicRows, DynamicTable
 from rsembed.storage.protocol import Found, ReadAhead, State, Vectors, on_host
 from rsembed.storage.row_map import Eviction
@@ -198,7 +198,7 @@ class HostCached(DynamicRows):
 
     def read(self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
         del ahead
-        return hashed_rows.read(params, _found(params, keys, table.name)), jnp.zeros((), jnp.int32)
+        return self.vectors(params, _found(params, keys, table.name), table), jnp.zeros((), jnp.int32)
 
     def find(
         self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step
@@ -233,7 +233,7 @@ class HostCached(DynamicRows):
         """
         known = params.keys
         now = jnp.max(known.last_step) + 1
-        _, distinct, _, uses = hash_table.entries(keys, jnp.ones(keys.shape, jnp.int32))
+        _, distinct, _, uses = row_map.entries(keys, jnp.ones(keys.shape, jnp.int32))
         rows = row_map.find(known, distinct)
         touched = row_map.touch(known, rows, now, row_map.add_counts(row_map.count_of(known, rows), uses))
         strangers = distinct.only(rows == NO_ROW)

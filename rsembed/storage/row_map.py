@@ -1,5 +1,9 @@
 """Which key has which row: rows are handed out, remembered, taken back and handed out again.
 
+Rows are found by open addressing with linear probing, inside `jit`. Of the slots at most half hold keys and at most a
+quarter more are deleted, so every search meets an empty slot; `kernels/keyed.py` says what a slot holds and which one a
+key gets.
+
 Several tables may lie one behind the other in all arrays, with rows of their own for their own keys; row numbers go
 through all of them, but for those that the arrays hold, which count from the first row of the table. Every table takes
 the place of the largest; what others have not is never handed out.
@@ -7,22 +11,98 @@ the place of the largest; what others have not is never handed out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW
-from rsembed.kernels.keyed import MAX_COUNT, ranks, varying_zero
+from rsembed.kernels.contract import NO_ROW, SegmentGradients
+from rsembed.kernels.keyed import DELETED, EMPTY, MAX_COUNT, ranks, varying_zero
 from rsembed.keys import Keys
-from rsembed.storage import hash_table
-from rsembed.storage.hash_table import HashTable
 
 Eviction = Literal["lru", "lfu"]
 FREE = -1
+REBUILD_BLOCK = 16_384
+
+
+class HashTable(NamedTuple):
+    """Slots; of each table their number is a power of two.
+
+    Attributes:
+      keys: high and low lane of the key in every slot.
+      rows: its row, `EMPTY` or `DELETED`.
+      num_keys: how many slots of each table hold a key.
+      num_deleted: how many slots of each table are deleted.
+    """
+
+    keys: UInt32[Array, "slots 2"]
+    rows: Int[Array, " slots"]
+    num_keys: Int[Array, " tables"]
+    num_deleted: Int[Array, " tables"]
+
+    @staticmethod
+    def empty(max_keys: int, num_tables: int = 1) -> HashTable:
+        """Tables for at most `max_keys` keys each."""
+        num_slots = num_tables << (2 * max(max_keys, 1) - 1).bit_length()
+        lanes, rows = api.allocate((num_slots, 2), jnp.uint32, 0), api.allocate((num_slots,), jnp.int32, EMPTY)
+        return HashTable(lanes, rows, jnp.zeros(num_tables, jnp.int32), jnp.zeros(num_tables, jnp.int32))
+
+    def insert(self, keys: Keys, rows: Int[Array, " nnz"]) -> HashTable:
+        """The table with distinct, absent keys added; padding is skipped.
+
+        The caller sees to it that there are no more keys than the table was made for; far beyond, keys are left out.
+        """
+        return HashTable(*api.insert_keys(*self, keys, rows))
+
+    def remove(self, keys: Keys) -> HashTable:
+        """The table without these distinct keys; absent keys and padding are skipped."""
+        num_tables = self.num_keys.shape[0]
+        slots = api.find_keys(self.keys, self.rows, keys, num_tables)[0]
+        num_removed = counts_of(slots != NO_ROW, keys.table, num_tables)
+        left = self._replace(
+            rows=api.scatter_rows((self.rows,), slots, (jnp.full_like(slots, DELETED),))[0],
+            num_keys=self.num_keys - num_removed,
+            num_deleted=self.num_deleted + num_removed,
+        )
+        size = self.rows.shape[0] // num_tables
+        is_crowded = left.num_deleted > size // 4
+
+        def rebuilt() -> HashTable:
+            is_new = jnp.repeat(is_crowded, size)
+            kept = HashTable(
+                jnp.where(is_new[:, None], jnp.uint32(0), left.keys),
+                jnp.where(is_new, EMPTY, left.rows),
+                jnp.where(is_crowded, 0, left.num_keys),
+                jnp.where(is_crowded, 0, left.num_deleted),
+            )
+            return kept.with_keys_of(left, is_new)
+
+        return jax.lax.cond(jnp.any(is_crowded), rebuilt, lambda: left)
+
+    def with_keys_of(self, other: HashTable, marks: Bool[Array, " slots"]) -> HashTable:
+        """The table with the keys that are in marked slots of another one added."""
+        num_slots, size = other.rows.shape[0], other.rows.shape[0] // other.num_keys.shape[0]
+        block = math.gcd(num_slots, REBUILD_BLOCK)  # most tables have none to move, most blocks belong to one table
+        blocks, num_blocks = api.compact(jnp.any(marks.reshape(-1, block), axis=1), num_slots // block)
+
+        def add_block(i: Array, table: HashTable) -> HashTable:
+            first = blocks[i] * block
+            rows, lanes, own = (jax.lax.dynamic_slice_in_dim(x, first, block) for x in (other.rows, other.keys, marks))
+            number = None if size == num_slots else (first + jnp.arange(block, dtype=jnp.int32)) // size
+            return table.insert(Keys(lanes[:, 0], lanes[:, 1], own & (rows >= 0), number), rows)
+
+        return jax.lax.fori_loop(0, num_blocks, add_block, self)
+
+
+def counts_of(marks: Bool[Array, " n"], table: Int[Array, " n"] | None, num_tables: int) -> Int[Array, " tables"]:
+    """How many marked entries each table has."""
+    if table is None:
+        return jnp.sum(marks, dtype=jnp.int32)[None]
+    return jnp.zeros(num_tables, jnp.int32).at[jnp.where(marks, table, num_tables)].add(1, mode="drop")
 
 
 class RowMap(NamedTuple):
@@ -63,7 +143,7 @@ def empty(*capacities: int) -> RowMap:
     most, own = max(capacities), jnp.asarray(capacities, jnp.int32)
     num_rows = (most * len(capacities),)
     return RowMap(
-        hashed=hash_table.empty(most, len(capacities)),
+        hashed=HashTable.empty(most, len(capacities)),
         high=api.allocate(num_rows, jnp.uint32, 0),
         low=api.allocate(num_rows, jnp.uint32, 0),
         last_step=api.allocate(num_rows, jnp.int32, FREE),
@@ -80,7 +160,7 @@ def find(row_map: RowMap, keys: Keys) -> Int[Array, " nnz"]:
 
 def search(row_map: RowMap, keys: Keys) -> tuple[Int[Array, " nnz"], Int[Array, ""]]:
     """Row of each key as `find` returns it, and the number of keys without one."""
-    rows, num_absent = hash_table.find(row_map.hashed, keys)
+    _, rows, num_absent = api.find_keys(row_map.hashed.keys, row_map.hashed.rows, keys, row_map.num_tables)
     return _moved(row_map, rows, keys.table, 1), num_absent
 
 
@@ -113,7 +193,7 @@ def assign(
     """
     num_before = row_map.num_free
     if evict is not None:
-        short = hash_table.counts_of(keys.is_key, keys.table, row_map.num_tables) - num_before
+        short = counts_of(keys.is_key, keys.table, row_map.num_tables) - num_before
         row_map = jax.lax.cond(
             jnp.any(short > 0), lambda m: _evict_least(m, short, step, evict, keys.low.shape[0]), lambda m: m, row_map
         )
@@ -121,7 +201,7 @@ def assign(
     rows, num_free, num_without = api.take_rows(row_map.free, row_map.num_free, keys.is_key, keys.table)
     high, low = api.scatter_rows((row_map.high, row_map.low), rows, (keys.high, keys.low))
     with_row = keys._replace(is_key=rows != NO_ROW)
-    hashed = hash_table.insert(row_map.hashed, with_row, _moved(row_map, rows, keys.table, -1))
+    hashed = row_map.hashed.insert(with_row, _moved(row_map, rows, keys.table, -1))
     filled = row_map._replace(hashed=hashed, high=high, low=low, num_free=num_free)
     return touch(filled, rows, step, occurrences), rows, num_evicted, num_without
 
@@ -174,7 +254,7 @@ def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
     places = (num_free if table is None else num_free.at[table].get(mode="clip")) - 1 - rank
     free = jnp.where(is_row, _moved(row_map, places, table, 1), NO_ROW)
     return row_map._replace(
-        hashed=hash_table.remove(row_map.hashed, Keys(high, low, is_row, table)),
+        hashed=row_map.hashed.remove(Keys(high, low, is_row, table)),
         last_step=row_map.last_step.at[rows].set(FREE, mode="drop"),
         free=row_map.free.at[free].set(_moved(row_map, rows, table, -1), mode="drop"),
         num_free=num_free,
@@ -186,15 +266,6 @@ def table_of(row_map: RowMap, rows: Int[Array, " nnz"]) -> Int[Array, " nnz"] | 
     return None if row_map.num_tables == 1 else rows // row_map.rows_per_table
 
 
-def release_older(
-    row_map: RowMap, step: Int[Array, ""], steps_to_live: Int[Array, ""], table: Int[Array, ""]
-) -> RowMap:
-    """Takes the rows of one table that were last used more than `steps_to_live` steps before `step`."""
-    rows = jnp.arange(row_map.last_step.shape[0], dtype=jnp.int32)
-    is_old = (row_map.last_step != FREE) & (step - row_map.last_step > steps_to_live)
-    return release(row_map, jnp.where(is_old & (rows // row_map.rows_per_table == table), rows, NO_ROW))
-
-
 def grow(row_map: RowMap, capacity: int) -> RowMap:
     """The map of one table with more rows, which are handed out after those that are free now."""
     old = row_map.last_step.shape[0]
@@ -202,8 +273,10 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
     def extend(lane: Array, value: int) -> Array:
         return jnp.concatenate([lane, jnp.full(capacity - old, value, lane.dtype)])
 
+    hashed, zero = row_map.hashed, varying_zero(row_map.hashed.rows)
+    fresh: HashTable = jax.tree.map(lambda x: x + zero.astype(x.dtype), HashTable.empty(capacity))
     return RowMap(
-        hashed=hash_table.enlarged(row_map.hashed, capacity),
+        hashed=fresh.with_keys_of(hashed, jnp.ones(hashed.rows.shape, bool)),
         high=extend(row_map.high, 0),
         low=extend(row_map.low, 0),
         last_step=extend(row_map.last_step, FREE),
@@ -276,3 +349,44 @@ def _bound(lane: UInt32[Array, " rows"], is_candidate: Bool[Array, " rows"], num
     start = num_bits - 1, most & ~differs, is_found
     bound: Array = jax.lax.while_loop(lambda state: (state[0] >= 0) & ~state[2], look, start)[1]
     return bound
+
+
+# Keys of a batch
+
+
+def entries(
+    keys: Keys, occurrences: Int[Array, " nnz"]
+) -> tuple[Int[Array, " nnz"], Keys, Int[Array, " nnz"], Int[Array, " nnz"]]:
+    """Distinct keys in the order of their first occurrence.
+
+    Returns: which of them every key is, `NO_ROW` for padding; these keys, with padding behind the last one; where each
+      occurs first, `NO_ROW` for padding; and the sum of its occurrences.
+    """
+    entry_of, first_of, counts = api.unique_keys(keys, occurrences)
+    lanes = api.gather_rows(keys.lanes, first_of)
+    return entry_of, Keys.of_lanes(lanes, first_of != NO_ROW), first_of, counts
+
+
+def named(keys: Keys, counts: Int[Array, " nnz"]) -> UInt32[Array, "nnz lanes"]:
+    """Distinct keys as `RowGradients` has them: `(high, low, occurrences)`, and which of several tables; then zeros."""
+    lanes = [keys.high, keys.low, counts.astype(jnp.uint32)]
+    return jnp.stack(lanes if keys.table is None else [*lanes, keys.table.astype(jnp.uint32)], axis=1)
+
+
+def unnamed(lanes: UInt32[Array, "nnz lanes"]) -> tuple[Keys, Int[Array, " nnz"]]:
+    """The inverse of `named`: keys, and how often each occurred."""
+    table = lanes[:, 3].astype(jnp.int32) if lanes.shape[1] > 3 else None
+    return Keys(lanes[:, 0], lanes[:, 1], lanes[:, 2] > 0, table), lanes[:, 2].astype(jnp.int32)
+
+
+def combine(
+    keys: Keys, occurrences: Int[Array, " nnz"], values: Float[Array, "nnz dim"]
+) -> tuple[UInt32[Array, "nnz lanes"], Float[Array, "nnz dim"]]:
+    """Distinct keys as `named` gives them, in the order of their first occurrence, and sums of their values.
+
+    Behind the last one there are zeros.
+    """
+    entry_of, own, _, counts = entries(keys, occurrences)
+    # Every entry occurs, so the sum in row `e` is that of entry `e`.
+    _, sums = api.row_gradients(entry_of.size, SegmentGradients.of_rows(entry_of, values))
+    return named(own, counts), sums

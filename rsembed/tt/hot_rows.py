@@ -24,7 +24,7 @@ from rsembed.collection.rows import keys_of_rows
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.optimizers import OptimizerSpec, Slots
-from rsembed.storage import hash_table, row_map
+from rsembed.storage import row_map
 from rsembed.storage.protocol import on_host
 from rsembed.storage.row_map import FREE, RowMap
 from rsembed.tt.cores import Cores, rows_of
@@ -136,7 +136,7 @@ def count(directory: Directory, ids: Int[Array, " nnz"], occurrences: Int[Array,
     """Counts reads of ids, which may repeat; `NO_ROW` is none."""
     keys = keys_of_rows(ids)
     ones = jnp.ones(ids.shape, jnp.int32)
-    _, own, _, reads = hash_table.entries(keys, ones if occurrences is None else occurrences)
+    _, own, _, reads = row_map.entries(keys, ones if occurrences is None else occurrences)
     numbers = row_map.find(directory.counted, own)
     is_hit = _place_of(directory, numbers) != NO_ROW
     counted = row_map.use(directory.counted, numbers, jnp.zeros((), jnp.int32), reads)

@@ -8,10 +8,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.kernels.keyed import DELETED
 from rsembed.keys import join_keys, split_keys
-from rsembed.storage import hash_table
+from rsembed.storage.row_map import HashTable
 
 MAX_KEYS, NUM_SLOTS = 8, 16
 CALL = 6  # keys per call
@@ -38,9 +39,9 @@ def padded(numbers, length=CALL):
     return keys._replace(is_key=np.arange(length) < len(numbers))
 
 
-insert, remove = map(jax.jit, (hash_table.insert, hash_table.remove))
-find = jax.jit(lambda table, keys: hash_table.find(table, keys)[0])
-empty = functools.cache(hash_table.empty)
+insert, remove = map(jax.jit, (HashTable.insert, HashTable.remove))
+find = jax.jit(lambda table, keys: api.find_keys(table.keys, table.rows, keys, 1)[1])
+empty = functools.cache(HashTable.empty)
 calls = st.lists(
     st.tuples(st.sampled_from(["insert", "remove", "find"]), st.lists(st.sampled_from(POOL), max_size=CALL)),
     max_size=14,
