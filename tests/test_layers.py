@@ -21,7 +21,7 @@ BUDGETS = {
     "stacking": 496,
     "keys": 192,
     "bags": 452,
-    "kernels": 3049,
+    "kernels": 3038,
     "initial_values": 252,
     "caching": 609,
     "storage": 2098,
