@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 from rsembed.kernels import api
 from rsembed.kernels.contract import KeyOrKeys
-from rsembed.kernels.library import vary_alike
+from rsembed.kernels.devices import vary_alike
 from rsembed.specs import TableSpec
 
 

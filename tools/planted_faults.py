@@ -97,10 +97,10 @@ linen.py  flax/test_linen.py
     self.embeddings | stepped => stepped | self.embeddings
 nnx.py  flax/test_nnx.py -k several
     self.taps.get_value(), self.calls.get_value() => self.taps.get_value(), ()
-fdo/limits.py  fdo/test_limits.py
+fdo/statistics.py  fdo/test_statistics.py
     max(value, current) if self.monotone => min(value, current) if self.monotone
     else -(-buffer // num_cores) => else buffer
-fdo/statistics.py  fdo/test_clients.py
+fdo/client.py  fdo/test_clients.py
     merged = running_maximum(append_history(merged, running_maximum(history))) => merged = running_maximum(history)
 sparsecore/partitioner.py  sparsecore/test_native_partitioner.py
     entries.rank < layout.spec.max_ids_per_partition => entries.rank <= layout.spec.max_ids_per_partition

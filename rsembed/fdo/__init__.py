@@ -6,12 +6,12 @@ from rsembed.fdo.client import FDOClient as FDOClient
 from rsembed.fdo.client import FileFDOClient as FileFDOClient
 from rsembed.fdo.client import MemoryFDOClient as MemoryFDOClient
 from rsembed.fdo.client import NPZFileFDOClient as NPZFileFDOClient
-from rsembed.fdo.limits import EXACT as EXACT
-from rsembed.fdo.limits import LimitsPolicy as LimitsPolicy
-from rsembed.fdo.limits import PartitionLimits as PartitionLimits
-from rsembed.fdo.limits import limits_from_statistics as limits_from_statistics
+from rsembed.fdo.statistics import EXACT as EXACT
+from rsembed.fdo.statistics import LimitsPolicy as LimitsPolicy
+from rsembed.fdo.statistics import PartitionLimits as PartitionLimits
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
 from rsembed.fdo.statistics import TableDrops as TableDrops
+from rsembed.fdo.statistics import limits_from_statistics as limits_from_statistics
 
 # Published names of the modules of these clients.
 file_fdo_client = client

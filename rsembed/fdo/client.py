@@ -12,6 +12,7 @@ import secrets
 import time
 import zipfile
 import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,19 +20,77 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from rsembed.checks import validated
-from rsembed.fdo.statistics import (
-    History,
-    SparseDenseMatmulInputStats,
-    append_history,
-    merge_processes,
-    record_of,
-    running_maximum,
-    to_statistics,
-)
+from rsembed.checks import check_type, validated
+from rsembed.fdo.statistics import KINDS, SparseDenseMatmulInputStats
 
 HEADER = ["key", "values"]
 _log = logging.getLogger("rsembed")
+
+
+History = dict[str, np.ndarray]
+"""Every statistic of every stack by its name in files; one row per record once there are several."""
+
+
+def record_of(statistics: SparseDenseMatmulInputStats) -> History:
+    """The history of one record, whose arrays are one-dimensional."""
+    check_type(statistics, SparseDenseMatmulInputStats, "the statistics of a batch, which preprocessing returns,")
+    return {
+        f"{stack}_{suffix}": np.atleast_1d(np.asarray(values)).astype(np.int64)
+        for suffix, field in KINDS.items()
+        for stack, values in getattr(statistics, field).items()
+    }
+
+
+def append_history(history: History, later: History) -> History:
+    """Both histories joined: the later records are rows below the earlier ones.
+
+    Raises:
+      ValueError: a statistic has another length than before: the layout changed under one client, or processes differ.
+    """
+    result = dict(history)
+    for key, rows in later.items():
+        if key in result and result[key].shape[-1] != rows.shape[-1]:
+            raise ValueError(
+                f"statistic {key!r} has {rows.shape[-1]} values, but was recorded with {result[key].shape[-1]} before "
+                "or in another process; use a new client (and folder) when the number of devices or cores changes, and "
+                "equally many in all processes."
+            )
+        result[key] = np.vstack([result[key], rows]) if key in result else rows
+    return result
+
+
+def running_maximum(history: Mapping[str, np.ndarray]) -> History:
+    """The elementwise maximum of all records: a history whose size does not grow."""
+    return {key: np.max(np.atleast_2d(values), axis=0) for key, values in history.items()}
+
+
+def merge_processes(histories: Iterable[Mapping[str, np.ndarray]]) -> History:
+    """The history of a single process unchanged; of several, the elementwise maximum over all records.
+
+    Raises: ValueError: the processes recorded different layouts.
+    """
+    first, *others = histories
+    if not others:
+        return dict(first)
+    merged = running_maximum(first)
+    for history in others:
+        merged = running_maximum(append_history(merged, running_maximum(history)))
+    return merged
+
+
+def to_statistics(history: Mapping[str, np.ndarray]) -> SparseDenseMatmulInputStats:
+    """Statistics that hold the values of a history.
+
+    Raises:
+      ValueError: a name ends in none of the known kinds.
+    """
+    statistics = SparseDenseMatmulInputStats()
+    for key, values in history.items():
+        suffix = next((suffix for suffix in KINDS if key.endswith(f"_{suffix}")), None)
+        if suffix is None:
+            raise ValueError(f"statistic {key!r} ends in none of {', '.join('_' + suffix for suffix in KINDS)}.")
+        getattr(statistics, KINDS[suffix])[key.removesuffix(f"_{suffix}")] = values
+    return statistics
 
 
 class FDOClient(abc.ABC):

@@ -1,8 +1,14 @@
-"""Statistics of a preprocessed batch by stack, from which limits and buffer sizes follow."""
+"""Statistics of preprocessed batches by stack, and the limits and buffer sizes that follow from them.
+
+Every change of a limit or a buffer size compiles the training step anew. Limits that follow each batch exactly are
+small but never stay; limits in buckets that only grow settle after a few changes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +16,11 @@ import jax
 import numpy as np
 from jaxtyping import Num
 
-from rsembed.checks import PositiveInt, check_fields, check_type, describe, validated
+from rsembed.checks import PositiveInt, check_fields, check_type, describe, validated, within
+from rsembed.specs import StackedTableSpec
+from rsembed.stacking import SUBLANES, round_up
+
+_log = logging.getLogger("rsembed")
 
 
 class TableDrops(NamedTuple):
@@ -108,67 +118,119 @@ KINDS: dict[str, str] = {
 }
 """Names of the statistics in files, where each is called `<stack>_<key of this dict>`."""
 
-History = dict[str, np.ndarray]
-"""Every statistic of every stack by its name in files; one row per record once there are several."""
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@validated
+class LimitsPolicy:
+    """Policy that turns observed maxima into new limits.
 
-def record_of(statistics: SparseDenseMatmulInputStats) -> History:
-    """The history of one record, whose arrays are one-dimensional."""
-    check_type(statistics, SparseDenseMatmulInputStats, "the statistics of a batch, which preprocessing returns,")
-    return {
-        f"{stack}_{suffix}": np.atleast_1d(np.asarray(values)).astype(np.int64)
-        for suffix, field in KINDS.items()
-        for stack, values in getattr(statistics, field).items()
-    }
+    Attributes:
+      headroom_fraction: room on top of what was observed (0.1 = 10 %); raise it if later batches still exceed a limit.
+      monotone: never lower a limit, also not below what the specs declared.
+      bucket: round up to a ladder of multiples of 8 that grows by this factor, so that few different limits occur: at
+        most 12 between 100 and 1000 with 1.25, 4 with 2.0. None keeps exact numbers.
 
-
-def append_history(history: History, later: History) -> History:
-    """Both histories joined: the later records are rows below the earlier ones.
-
-    Raises:
-      ValueError: a statistic has another length than before: the layout changed under one client, or processes differ.
+    Raises: ValueError: a negative headroom, or a factor that does not grow.
     """
-    result = dict(history)
-    for key, rows in later.items():
-        if key in result and result[key].shape[-1] != rows.shape[-1]:
-            raise ValueError(
-                f"statistic {key!r} has {rows.shape[-1]} values, but was recorded with {result[key].shape[-1]} before "
-                "or in another process; use a new client (and folder) when the number of devices or cores changes, and "
-                "equally many in all processes."
-            )
-        result[key] = np.vstack([result[key], rows]) if key in result else rows
-    return result
+
+    headroom_fraction: float = within("[0, inf)", default=0.1)
+    monotone: bool = True
+    bucket: float | None = within("(1, inf)", default=1.25)
+
+    def limit(self, observed: float, current: int | None) -> int:
+        """The limit for a maximum of `observed`, in place of `current` (None: there was none)."""
+        # A stack that saw no id at all keeps room for one.
+        value = max(1, math.ceil(round(observed * (1 + self.headroom_fraction), 6)))
+        if self.bucket is not None:
+            step = SUBLANES
+            while step < value:
+                step = max(step + SUBLANES, round_up(math.ceil(step * self.bucket), SUBLANES))
+            value = step
+        return max(value, current) if self.monotone and current is not None else value
 
 
-def running_maximum(history: Mapping[str, np.ndarray]) -> History:
-    """The elementwise maximum of all records: a history whose size does not grow."""
-    return {key: np.max(np.atleast_2d(values), axis=0) for key, values in history.items()}
+EXACT = LimitsPolicy(headroom_fraction=0.0, monotone=False, bucket=None)
+"""The published policy: limits are what was observed, and may shrink."""
 
 
-def merge_processes(histories: Iterable[Mapping[str, np.ndarray]]) -> History:
-    """The history of a single process unchanged; of several, the elementwise maximum over all records.
+class PartitionLimits(NamedTuple):
+    """The settings of a stack that statistics decide."""
 
-    Raises: ValueError: the processes recorded different layouts.
+    max_ids_per_partition: int
+    max_unique_ids_per_partition: int
+    suggested_coo_buffer_size_per_device: int | None
+
+
+@validated
+def limits_from_statistics(
+    stacks: Iterable[StackedTableSpec],
+    statistics: SparseDenseMatmulInputStats,
+    num_sc_per_device: PositiveInt,
+    *,
+    policy: LimitsPolicy | None = None,
+) -> dict[str, PartitionLimits]:
+    """New limits and buffer sizes, by stack name; changes nothing.
+
+    Args:
+      stacks: the stacks with their present limits.
+      statistics: of one or many batches, as loaded by a client. What it does not mention keeps its setting.
+      num_sc_per_device: cores per device.
+      policy: None means `LimitsPolicy()`: headroom, never shrinking, in buckets.
+
+    Warns: statistics or number of cores are of another layout than the stacks.
+
+    Example:
+      >>> from rsembed.optimizers import SGD
+      >>> stack = StackedTableSpec("words", 64, 8, SGD(), "sum", 8, max_ids_per_partition=50, num_shards=2)
+      >>> seen = SparseDenseMatmulInputStats(max_ids_per_partition={"words": [61, 70]})
+      >>> limits_from_statistics([stack], seen, 2)["words"].max_ids_per_partition
+      96
     """
-    first, *others = histories
-    if not others:
-        return dict(first)
-    merged = running_maximum(first)
-    for history in others:
-        merged = running_maximum(append_history(merged, running_maximum(history)))
-    return merged
+    policy = LimitsPolicy() if policy is None else policy
+    return {stack.stack_name: _stack_limits(stack, statistics, num_sc_per_device, policy) for stack in stacks}
 
 
-def to_statistics(history: Mapping[str, np.ndarray]) -> SparseDenseMatmulInputStats:
-    """Statistics that hold the values of a history.
+def _stack_limits(
+    stack: StackedTableSpec, statistics: SparseDenseMatmulInputStats, num_cores: int, policy: LimitsPolicy
+) -> PartitionLimits:
+    name, buffer = stack.stack_name, stack.suggested_coo_buffer_size_per_device
+    if stack.num_shards:  # a stack that was made by hand fits any number of cores
+        _warn_of_other_cores(stack, statistics, num_cores)
 
-    Raises:
-      ValueError: a name ends in none of the known kinds.
-    """
-    statistics = SparseDenseMatmulInputStats()
-    for key, values in history.items():
-        suffix = next((suffix for suffix in KINDS if key.endswith(f"_{suffix}")), None)
-        if suffix is None:
-            raise ValueError(f"statistic {key!r} ends in none of {', '.join('_' + suffix for suffix in KINDS)}.")
-        getattr(statistics, KINDS[suffix])[key.removesuffix(f"_{suffix}")] = values
-    return statistics
+    def new_limit(seen: Mapping[str, Any], current: int) -> int:
+        return policy.limit(float(np.max(seen[name])), current) if name in seen else current
+
+    max_ids = new_limit(statistics.max_ids_per_partition, stack.max_ids_per_partition)
+    max_unique = new_limit(statistics.max_unique_ids_per_partition, stack.max_unique_ids_per_partition)
+    if name in statistics.required_buffer_size_per_sc:
+        per_core = None if buffer is None else -(-buffer // num_cores)
+        observed = float(np.max(statistics.required_buffer_size_per_sc[name]))
+        buffer = policy.limit(observed, per_core) * num_cores
+        largest = round_up(max_ids, SUBLANES) * num_cores * stack.num_shards  # places that full partitions need
+        if stack.num_shards and buffer > largest >= observed * num_cores:
+            buffer = largest
+    return PartitionLimits(max_ids, max_unique, buffer)
+
+
+def _warn_of_other_cores(stack: StackedTableSpec, statistics: SparseDenseMatmulInputStats, num_cores: int) -> None:
+    name, num_shards = stack.stack_name, stack.num_shards
+    num_values, num_sizes = (
+        np.shape(np.atleast_1d(seen.get(name, 0)))[-1]
+        for seen in (statistics.max_ids_per_partition, statistics.required_buffer_size_per_sc)
+    )
+    num_devices, rest = divmod(num_values, num_shards)
+    is_whole = name in statistics.required_buffer_size_per_sc and num_devices and not rest  # others were made by hand
+    # Buffer sizes are one per core of every local device, or were set for the cores of one.
+    fits = num_sizes in (num_cores, num_devices * num_cores) and num_devices * num_cores <= num_shards
+    if num_shards % num_cores or (is_whole and not fits):
+        # The published call takes any number, and buffers that are too small are an error of their own later.
+        _log.warning(
+            "rsembed.fdo: stack %r has %d shards, and its statistics %d partitions and %d buffer sizes, which does not "
+            "fit num_sc_per_device=%d; its new buffer size is a guess. Pass the number of cores that it was placed "
+            "for, and statistics of batches that were preprocessed for it.",
+            name,
+            num_shards,
+            num_values,
+            num_sizes,
+            num_cores,
+        )

@@ -33,14 +33,14 @@ from rsembed.kernels.contract import (
     as_offsets,
     as_rows,
 )
+from rsembed.kernels.devices import call_handler
+from rsembed.kernels.devices import instruction_set as instruction_set
+from rsembed.kernels.devices import library_paths as library_paths
+from rsembed.kernels.devices import num_cores as num_cores
+from rsembed.kernels.devices import shared_library as shared_library
+from rsembed.kernels.devices import unavailable_because as unavailable_because
 from rsembed.kernels.ids import Partitions, Queue, Rows, SampleEntries, word_dtype
 from rsembed.kernels.keyed import Distinct, Unique
-from rsembed.kernels.library import call_handler
-from rsembed.kernels.library import instruction_set as instruction_set
-from rsembed.kernels.library import library_paths as library_paths
-from rsembed.kernels.library import num_cores as num_cores
-from rsembed.kernels.library import shared_library as shared_library
-from rsembed.kernels.library import unavailable_because as unavailable_because
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.places import Place

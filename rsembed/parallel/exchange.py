@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree, Shaped, UInt32
 
 from rsembed.kernels import api
+from rsembed.kernels.devices import vary_alike
 from rsembed.kernels.ids import Queue, word_dtype
-from rsembed.kernels.library import vary_alike
 
 AxisName = str | tuple[str, ...]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rsembed.fdo import CSVFileFDOClient, MemoryFDOClient, NPZFileFDOClient, SparseDenseMatmulInputStats
-from rsembed.fdo.statistics import merge_processes, record_of, to_statistics
+from rsembed.fdo.client import merge_processes, record_of, to_statistics
 
 
 def stats(max_ids, max_unique=(1, 1), required=(8, 8), dropped=0, stack="t"):

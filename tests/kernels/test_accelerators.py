@@ -10,7 +10,7 @@ import pytest
 
 import rsembed as rs
 import rsembed.optimizers as ro
-from rsembed.kernels import api, gpu, library, sparsecore, sparsecore_tiles
+from rsembed.kernels import api, devices, gpu, sparsecore, sparsecore_tiles
 from rsembed.kernels.api import backend_evidence
 from rsembed.kernels.contract import Segment, Step
 from rsembed.kernels.devices import TARGETS, tracing_for
@@ -89,7 +89,7 @@ def test_an_implementation_that_does_not_serve_here_says_why(monkeypatch):
     assert states["gpu"] == "the Triton kernels run on NVIDIA GPUs, but the computation is for cpu"
     monkeypatch.setenv("RSEMBED_KERNELS", "sparsecore")
     with tracing_for("v5p"):
-        reason = library.shared_library()  # why there is none, where there is none
+        reason = devices.shared_library()  # why there is none, where there is none
         other = reason if isinstance(reason, str) else "the computation is for tpu"
         assert dict(api.implementation_states())["native"].endswith(other)
         assert dict(api.implementation_states())["sparsecore"] == "live"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rsembed.optimizers as ro
-from rsembed.kernels import library, native, reference
+from rsembed.kernels import devices, native, reference
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from tests.kernels.cases import NUM_ROWS, RAGGED, RULES, assert_close, draw_gradients, draw_table, run_python
 
@@ -73,7 +73,7 @@ def test_a_library_for_another_jaxlib_is_passed_over(monkeypatch):
         raise jax.errors.JaxRuntimeError("the handler's API version (0.5) is incompatible")
 
     monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
-    reason = library.shared_library.__wrapped__()
+    reason = devices.shared_library.__wrapped__()
     assert "was not made for jaxlib" in reason and "API version (0.5)" in reason and "PIP_CONSTRAINT" in reason
 
 
@@ -199,7 +199,7 @@ print(json.dumps([native.num_cores(), native.instruction_set()]))
 
 
 def test_an_environment_that_asks_for_what_there_is_not_is_told(monkeypatch):
-    load = library.shared_library.__wrapped__  # it keeps what it finds
+    load = devices.shared_library.__wrapped__  # it keeps what it finds
     monkeypatch.setenv("RSEMBED_ISA", "avx-512")
     with pytest.raises(ValueError, match="'avx-512' names no instruction set; it knows baseline, avx2, avx512"):
         load()

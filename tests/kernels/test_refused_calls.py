@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsembed.kernels import api, library, native
+from rsembed.kernels import api, devices, native
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, JaggedGradients, Segment, SegmentGradients
 from rsembed.places import Place
 from tests.kernels.cases import needs_native
@@ -81,7 +81,7 @@ REFUSED = [
 @pytest.mark.parametrize(("complaint", "target", "results", "operands", "attributes"), REFUSED)
 def test_a_call_whose_parts_do_not_fit_is_refused(complaint, target, results, operands, attributes):
     with pytest.raises(jax.errors.JaxRuntimeError, match=complaint):
-        jax.block_until_ready(library.call_handler(f"rsembed_{target}", results, *operands, **attributes))
+        jax.block_until_ready(devices.call_handler(f"rsembed_{target}", results, *operands, **attributes))
 
 
 # Numbers of a block: its first bag and how many, its table, the first row and how many, its output and the stride.
@@ -109,7 +109,7 @@ def test_a_jagged_call_whose_numbers_lead_outside_or_wrap_around_is_refused(comp
     attributes = {"blocks": block, "combiner": np.int64(changes["combiner"]), "has_weights": np.bool_(False)}
     with pytest.raises(jax.errors.JaxRuntimeError, match=complaint):
         results = [of(16, dtype=jnp.float32)]
-        jax.block_until_ready(library.call_handler("rsembed_lookup_jagged", results, *operands, **attributes))
+        jax.block_until_ready(devices.call_handler("rsembed_lookup_jagged", results, *operands, **attributes))
 
 
 NO_BAGS, SMALL = Segment(ROWS, None, None, "none"), jnp.asarray([3, -1, 9], jnp.int8)
@@ -118,7 +118,7 @@ FALLING = JaggedBatch(
     *(tuple(Block(bag, 1, 0, 0, 4) for bag in range(3)), "blocks"),
 )
 DECLINED = [
-    ("older than rsembed_of_tomorrow; reinstall", lambda: library.call_handler("rsembed_of_tomorrow", [FOUR])),
+    ("older than rsembed_of_tomorrow; reinstall", lambda: devices.call_handler("rsembed_of_tomorrow", [FOUR])),
     ("lanes are int32 or uint32, not int16", lambda: native.distinct(ROWS, (ROWS.astype(jnp.int16),), 2)),
     ("ids and offsets are int32, not int8", lambda: native.rows_of_ids([SMALL], [Place(0, 5)], [8], 1, 64)),
     ("those of threefry2x32", lambda: native.row_bits(jax.random.key(5, impl="rbg"), (WORDS,), 3)),

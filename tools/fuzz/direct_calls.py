@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rsembed.kernels.library import shared_library
+from rsembed.kernels.devices import shared_library
 
 # Of XLA_FFI_DataType in xla/ffi/api/c_api.h.
 DTYPES = {

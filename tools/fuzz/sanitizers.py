@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rsembed.kernels.library import LIBRARY, LIBRARY_VARIABLE
+from rsembed.kernels.devices import LIBRARY, LIBRARY_VARIABLE
 
 DRIVER_VARIABLE, ONLY_VALID_VARIABLE = "RSEMBED_FUZZ_DRIVER", "RSEMBED_FUZZ_ONLY_VALID"
 HERE = Path(__file__).parent
