@@ -34,7 +34,7 @@ BUDGETS = {
     "linen": 184,
     "checkpoint": 1546,
     "fdo": 645,
-    "sparsecore": 4237,
+    "sparsecore": 4226,
     "tbe": 2797,
     "tt": 2844,
     "sok": 1558,
