@@ -32,7 +32,7 @@ BUDGETS = {
     "linen": 184,
     "checkpoint": 1402,
     "fdo": 593,
-    "sparsecore": 4237,
+    "sparsecore": 4226,
     "tbe": 2797,
     "tt": 2636,
     "sok": 1509,

@@ -200,8 +200,7 @@ def _restored(record: Callable[..., Record], fields: Mapping[str, PyTree]) -> Re
         if name in _NESTED:
             value = tuple(_restored(_NESTED[name], one) for one in value)
         elif name == "optimizer":
-            # Older records have this name.
-            value = OptimizerRecord(**{"type" if key == "type_enum" else key: one for key, one in value.items()})
+            value = OptimizerRecord(**value)
         values[name] = tuple(value) if isinstance(value, list) else value
     return record(**values)
 

@@ -322,29 +322,23 @@ def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:
 
     Raises: ValueError: something is missing, or left over.
     """
-
-    def inside(paths: list[tuple[Hashable, ...]], tree: PyTree, where: str) -> list[PyTree]:
-        if paths == [()]:
-            return [tree]
-        keys = list(dict.fromkeys(path[0] for path in paths))
-        found = tree if isinstance(tree, Mapping) else dict(enumerate(tree)) if isinstance(tree, list | tuple) else None
-        if found is None or set(found) != set(keys):
-            has = f"{type(tree).__name__}" if found is None else f"{sorted(map(str, found))}"
-            raise ValueError(
-                f"{where} must have the tree structure of feature_specs, with {sorted(map(str, keys))}; got {has}."
-            )
-        parts = [([path[1:] for path in paths if path[0] == key], found[key], f"{where}[{key!r}]") for key in keys]
-        return [leaf for part in parts for leaf in inside(*part)]
+    structure: jax.tree_util.PyTreeDef = jax.tree.structure(specs)
+    try:
+        return structure.flatten_up_to(tree)
+    except (ValueError, TypeError, KeyError):  # other kinds of containers, or another tree
+        children = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda node: node is not specs)
 
     def key_of(step: object) -> Hashable:
         return getattr(step, "key", getattr(step, "idx", getattr(step, "name", None)))
 
-    structure: jax.tree_util.PyTreeDef = jax.tree.structure(specs)
-    try:
-        return structure.flatten_up_to(tree)
-    except (ValueError, TypeError, KeyError):
-        paths = [tuple(map(key_of, path)) for path, _ in jax.tree_util.tree_leaves_with_path(specs)]
-        return inside(paths, tree, name)
+    wanted = {key_of(path[0]): child for path, child in children}
+    found = tree if isinstance(tree, Mapping) else dict(enumerate(tree)) if isinstance(tree, list | tuple) else None
+    if found is None or set(found) != set(wanted):
+        has = type(tree).__name__ if found is None else f"{sorted(map(str, found))}"
+        raise ValueError(
+            f"{name} must have the tree structure of feature_specs, with {sorted(map(str, wanted))}; got {has}."
+        )
+    return [leaf for key, child in wanted.items() for leaf in leaves_like(child, found[key], f"{name}[{key!r}]")]
 
 
 def check_is_array(table: TableSpec) -> None:

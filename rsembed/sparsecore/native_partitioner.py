@@ -19,7 +19,7 @@ from rsembed.fdo.statistics import TableDrops
 from rsembed.kernels import native
 from rsembed.kernels.devices import granted_cores
 from rsembed.sparsecore import partitioner
-from rsembed.sparsecore.layout import MAX_SAMPLES_PER_DEVICE
+from rsembed.sparsecore.layout import MAX_SAMPLES_PER_DEVICE, StackLayout
 from rsembed.sparsecore.partitioner import BUFFER_DTYPES, HostBatch, HostFeature, StackBuffers, record_drops
 from rsembed.stacking import SUBLANES, round_up
 
@@ -101,19 +101,18 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
     Raises:
       ValueError: an id or a weight is bad, a limit is exceeded, a buffer is too small, or there are too many samples.
     """
-    if unavailable_because():
+    if unavailable_because() or not all(map(_fits_keys, batch.layouts.values())):
         return {name: partitioner.partition_stack(batch, name) for name in batch.layouts}
     tasks = {name: _StackTask(batch, name) for name in batch.layouts}
-    served = [task for task in tasks.values() if task.is_served]
-    block = _Block(sum(task.num_bytes for task in served))
-    for task in served:
+    block = _Block(sum(task.num_bytes for task in tasks.values()))
+    for task in tasks.values():
         task.place_buffers(block)
-    descriptors = (_Stack * len(served))(*(task.descriptor for task in served))
+    descriptors = (_Stack * len(tasks))(*(task.descriptor for task in tasks.values()))
     readers = [feature for stack in batch.readers.values() for feature in stack]
     num_ids = sum(feature.bags.ids.size for feature in readers)
     threads = min(num_threads(), 1 + num_ids // _MIN_IDS_PER_THREAD)
-    status = _partition_function()(descriptors, len(served), batch.allow_id_dropping, threads)
-    for task, descriptor in zip(served, descriptors, strict=True):
+    status = _partition_function()(descriptors, len(tasks), batch.allow_id_dropping, threads)
+    for task, descriptor in zip(tasks.values(), descriptors, strict=True):
         task.descriptor = descriptor  # an array of structs holds copies
     if status == _BAD_ENTRY:
         for feature in readers:
@@ -122,10 +121,10 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
         raise MemoryError("no memory to partition a batch; use smaller batches or fewer threads.")
     buffers = {}
     for name, task in tasks.items():
-        if task.is_served and (batch.allow_id_dropping or not task.descriptor.drops_something):
+        if batch.allow_id_dropping or not task.descriptor.drops_something:
             task.record(batch)
             buffers[name] = task.buffers
-        else:  # for the definition to lay out, or to refuse with a reason
+        else:  # for the definition to refuse with a reason
             buffers[name] = partitioner.partition_stack(batch, name)
     return buffers
 
@@ -155,12 +154,6 @@ class _StackTask:
     def __init__(self, batch: HostBatch, name: str) -> None:
         self.layout = layout = batch.layouts[name]
         num_cores, num_shards = batch.local_device_count * layout.num_cores, layout.num_shards
-        self.is_served = (
-            layout.samples_per_core * layout.num_cores <= MAX_SAMPLES_PER_DEVICE
-            and _bits(num_shards) + _bits(layout.rows_per_shard) + _bits(layout.samples_per_core) <= 64
-        )
-        if not self.is_served:
-            return
         # Features of one table follow each other, in the order of their samples.
         readers = sorted(batch.readers[name], key=operator.attrgetter(*_TABLE_AND_SAMPLE))
         self.inputs: list[np.ndarray | None] = []
@@ -219,8 +212,11 @@ class _StackTask:
         record_drops(batch.statistics, self.layout, dropped)
 
 
-def _bits(count: int) -> int:
-    return max(count - 1, 0).bit_length()
+def _fits_keys(layout: StackLayout) -> bool:
+    """Whether shard, row and sample of an entry fit a key of 64 bits, and a device's samples the limit."""
+    counts = layout.num_shards, layout.rows_per_shard, layout.samples_per_core
+    is_allowed = layout.samples_per_core * layout.num_cores <= MAX_SAMPLES_PER_DEVICE
+    return is_allowed and sum(max(count - 1, 0).bit_length() for count in counts) <= 64
 
 
 def _plain(array: PyTree) -> np.ndarray:
