@@ -166,7 +166,7 @@ class StackLayout:
     def table_rows(self) -> dict[str, TableRows]:
         """Where the rows of each table lie in the array of the stack, by table name."""
         layout = self.row_layout
-        return {t.name: TableRows(layout.all_rows(t.name, t.vocabulary_size), t.embedding_dim) for t in self.tables}
+        return {t.name: TableRows(layout.all_rows(t), t.embedding_dim) for t in self.tables}
 
     def checked_activations(self, activations: Array) -> Array:
         """One device's stacked activations or gradients, unchanged. Raises: ValueError: they have another shape."""
