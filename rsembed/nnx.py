@@ -18,8 +18,8 @@ from jaxtyping import PyTree
 from rsembed import taps
 from rsembed.checks import validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
+from rsembed.collection.embeddings import check_loss
 from rsembed.collection.state import Activations, Batch
-from rsembed.collection.training import check_loss
 from rsembed.taps import Gradients as Gradients
 
 

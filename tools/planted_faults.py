@@ -81,8 +81,8 @@ collection/dense_rows.py  collection/test_mesh.py
     used[owner] += table.rows => used[owner] += 0
 collection/engine.py  collection/test_embeddings.py
     output[:, : feature.output_dim] if => output[:, -feature.output_dim :] if
-collection/keyed_stack.py  storage/test_like_tables.py
-    number = names.index(feature.table_name) => number = 0
+collection/stack.py  storage/test_like_tables.py
+    names.index(feature.table_name) => 0
 parallel/exchange.py  parallel/test_rounds.py
     takes_part &= words == cuts[-1] => takes_part &= words != cuts[-1]
 parallel/agreement.py  parallel/test_agreement.py

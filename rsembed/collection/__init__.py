@@ -14,7 +14,7 @@ embeddings.py   what users call; every method is one function of what a single d
 """
 
 from rsembed.collection.embeddings import EmbeddingCollection as EmbeddingCollection
+from rsembed.collection.embeddings import value_and_grad as value_and_grad
 from rsembed.collection.serving import for_serving as for_serving
 from rsembed.collection.state import EmbeddingState as EmbeddingState
 from rsembed.collection.state import LookupStatistics as LookupStatistics
-from rsembed.collection.training import value_and_grad as value_and_grad

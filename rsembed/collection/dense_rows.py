@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import ClassVar, NamedTuple, cast
+from collections.abc import Hashable, Mapping, Sequence
+from typing import ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -101,38 +101,41 @@ class RowLayout:
 
     def facts(self, tables: Mapping[str, TableSpec]) -> dict[str, object]:
         """All on which the meaning of a state's arrays depends, as `EmbeddingState.layout` keeps it."""
-        optimizer = self.stack.spec.optimizer
-        slots = getattr(optimizer.slot_type, "_fields", None) or map(str, range(optimizer.slot_variables_count()))
-        return {
-            **{"num_shards": self.num_shards, "rows_per_shard": self.rows_per_shard, "spread": self.spread},
-            "slots": list(slots),
-            "tables": {
-                table.name: {"owner": place.owner, "first": place.first, **self._parts(tables[table.name])}
-                | table_facts(tables[table.name])
-                for table, place in zip(self.stack.tables, self.places, strict=True)
-            },
-        }
-
-    def _parts(self, table: TableSpec) -> dict[str, list[int]]:
-        """Rows of each array that belong to a table whose arrays those of others follow."""
-        sizes = None if table.storage is None or len(self.stack.tables) == 1 else table.storage.part_sizes(table)
-        return {} if sizes is None else {"part_sizes": list(sizes)}
-
-    def place(self, table_name: str) -> Place:
-        """Where a table starts."""
-        return self._place_of[table_name]
+        found: dict[str, dict[str, object]] = {}
+        for placed, place in zip(self.stack.tables, self.places, strict=True):
+            table = tables[placed.name]
+            storage = None if table.storage is None else table.storage.resolved(table)
+            found[table.name] = {
+                "owner": place.owner,
+                "first": place.first,
+                "vocabulary_size": table.vocabulary_size,
+                "embedding_dim": table.embedding_dim,
+                "dtype": table.dtype,
+                "optimizer": table.optimizer.identity,  # learning rates may change
+                "storage": None if storage is None else repr(storage),
+                "in_files": None if storage is None else storage.in_files,
+            }
+            # Rows of each array that belong to a table whose arrays those of others follow.
+            sizes = None if storage is None or len(self.stack.tables) == 1 else storage.part_sizes(table)
+            if sizes is not None:
+                found[table.name]["part_sizes"] = list(sizes)
+        rule = self.stack.spec.optimizer
+        slots = list(getattr(rule.slot_type, "_fields", None) or map(str, range(rule.slot_variables_count())))
+        law = {"num_shards": self.num_shards, "rows_per_shard": self.rows_per_shard, "spread": self.spread}
+        return {**law, "slots": slots, "tables": found}
 
     @functools.cached_property
-    def _place_of(self) -> dict[str, Place]:
-        return dict(zip((table.name for table in self.stack.tables), self.places, strict=True))
+    def place_of(self) -> dict[str, Place]:
+        """Where each table starts."""
+        return {table.name: place for table, place in zip(self.stack.tables, self.places, strict=True)}
 
     def rows(self, table_name: str, ids: PyTree) -> PyTree:
         """Row of each id in the array; ids must lie inside the table."""
-        return self.place(table_name).rows(ids, spread=self.spread, rows_per_shard=self.rows_per_shard)
+        return self.place_of[table_name].rows(ids, spread=self.spread, rows_per_shard=self.rows_per_shard)
 
     def all_rows(self, table_name: str, vocabulary_size: int) -> slice | Int[np.ndarray, " vocab"]:
         """Index of a whole table in the array."""
-        place = self.place(table_name)
+        place = self.place_of[table_name]
         return place.all_rows(vocabulary_size, spread=self.spread, rows_per_shard=self.rows_per_shard)
 
     def rounding(self, rounding: Rounding | None, device: Int[Array, ""] | int) -> Rounding | None:
@@ -160,7 +163,7 @@ class RowLayout:
         names = [feature.table_name for feature in features]
         all_rows = api.rows_of_ids(
             [jnp.asarray(bags[feature.name].ids) for feature in features],
-            [self.place(name) for name in names],
+            [self.place_of[name] for name in names],
             [sizes[name] for name in names],
             spread=self.spread,
             rows_per_shard=self.rows_per_shard,
@@ -184,19 +187,6 @@ def numbers_of_rows(names: Sequence[str], tables: Int[Array, " rows"], ids: Int[
     """
     of_names = np.asarray([zlib.crc32(name.encode()) for name in names], np.uint32)
     return mix(ids.astype(jnp.uint32), jnp.asarray(of_names)[tables]).astype(jnp.int32)
-
-
-def table_facts(table: TableSpec) -> dict[str, object]:
-    """Facts of a table that must be equal wherever its rows and optimizer state are used; learning rates may change."""
-    storage = None if table.storage is None else table.storage.resolved(table)
-    return {
-        "vocabulary_size": table.vocabulary_size,
-        "embedding_dim": table.embedding_dim,
-        "dtype": table.dtype,
-        "optimizer": table.optimizer.identity,
-        "storage": None if storage is None else repr(storage),
-        "in_files": None if storage is None else storage.in_files,
-    }
 
 
 def whole_table(values: PyTree, table: TableSpec) -> PyTree:
@@ -225,110 +215,6 @@ def read_from(entry_of: Int[Array, " nnz"], segments: Sequence[Segment]) -> list
 
 # Tables are filled block by block, so that the random numbers of a block are all that init needs beside the table.
 INIT_BLOCK_VALUES = 1 << 18
-
-
-class OwnShards(NamedTuple):
-    """The shards of one device: `num_own` from `first` on, with tables dealt to `spread` of all shards."""
-
-    first: Int[Array, ""]
-    num_own: int
-    rows_per_shard: int
-    spread: int
-
-
-class PlacedTable(NamedTuple):
-    """A table, where it lies, and the rows that it has there; those behind its vocabulary hold zeros."""
-
-    spec: TableSpec
-    place: Place
-    num_rows: int
-
-
-def initial_shards(
-    key: PRNGKeyArray,
-    tables: Sequence[PlacedTable],
-    shards: OwnShards,
-    *,
-    rule: OptimizerSpec,
-    columns: tuple[Int[Array, ""] | int, int],
-    is_full: bool = False,
-    implementation: str | None = None,
-) -> tuple[Array, Slots]:
-    """Rows and slots, which depend on `key`, the tables' names and their initializers alone.
-
-    Args:
-      key: the model's key.
-      tables: those of a stack.
-      shards: where to build them.
-      rule: whose slots they are.
-      columns: the first one to keep, and how many; columns that a table does not have hold zeros.
-      is_full: the tables have all rows of all shards, so that nothing needs to be written twice.
-      implementation: who allocates and writes.
-    """
-    rows = jax.ShapeDtypeStruct((shards.num_own * shards.rows_per_shard, columns[1]), jnp.float32)
-    parts = [(rows.shape, jnp.dtype(tables[0].spec.dtype))]
-    parts += [(slot.shape, slot.dtype) for slot in jax.eval_shape(rule.init_slots, rows)]
-    fill = None if is_full else 0.0
-    arrays = tuple(api.dispatch("allocate", *part, fill, implementation=implementation) for part in parts)
-
-    def write(arrays: tuple[Array, ...], rows: Array, values: Array) -> tuple[Array, ...]:
-        with_slots = values, *rule.init_slots(values)
-        return cast(
-            tuple[Array, ...], api.dispatch("scatter_rows", arrays, rows, with_slots, implementation=implementation)
-        )
-
-    # Tables of one form, and of sizes that one size of blocks suits, are filled by one compiled loop.
-    groups: dict[tuple[Hashable, int], list[PlacedTable]] = {}
-    forms: dict[Hashable, Hashable] = {}
-    for table in tables:
-        alike = table.spec.initializer, table.spec.vocabulary_size, table.spec.embedding_dim
-        if alike not in forms:
-            forms[alike] = form(table.spec)
-        groups.setdefault((forms[alike], _block_of(table, shards)), []).append(table)
-    for (_, block), group in groups.items():
-        arrays = _filled(arrays, key, group, block, shards, columns, write)
-    return arrays[0], arrays[1:]
-
-
-def _block_of(table: PlacedTable, shards: OwnShards) -> int:
-    """Rows that are made at a time: a power of four that holds all that a shard has, up to those of a full block."""
-    most = max(1, INIT_BLOCK_VALUES // table.spec.embedding_dim)
-    bits = max(-(-table.num_rows // shards.spread) - 1, 0).bit_length()
-    return min(most, 1 << (bits + bits % 2))
-
-
-def _filled(
-    arrays: tuple[Array, ...],
-    key: PRNGKeyArray,
-    tables: Sequence[PlacedTable],
-    block: int,
-    shards: OwnShards,
-    columns: tuple[Int[Array, ""] | int, int],
-    write: Callable[[tuple[Array, ...], Array, Array], tuple[Array, ...]],
-) -> tuple[Array, ...]:
-    spec, keys = tables[0].spec, table_keys(key, [table.spec.name for table in tables])
-    places = Place(*jnp.asarray([table.place for table in tables], jnp.int32).T)
-    num_blocks = np.asarray([-(-table.num_rows // (shards.spread * block)) for table in tables], np.int32)
-    num_rows = jnp.asarray([table.num_rows for table in tables], jnp.int32)
-    num_ids = jnp.asarray([table.spec.vocabulary_size for table in tables], jnp.int32)
-    ends = np.cumsum(num_blocks * shards.num_own, dtype=np.int32)
-
-    def fill_block(number: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-        table = jnp.searchsorted(jnp.asarray(ends), number, side="right")
-        own, blocks = number - (jnp.asarray(ends) - num_blocks * shards.num_own)[table], jnp.asarray(num_blocks)[table]
-        shard, first = own // blocks, own % blocks * block
-        place = jax.tree.map(lambda field: field[table], places)
-        where = shards.first + shard
-        rows = place.first_row(where, spread=shards.spread) + first + jnp.arange(block, dtype=jnp.int32)
-        ids = place.ids(where, rows, spread=shards.spread)
-        values = initial_rows(keys[table], spec, jnp.clip(ids, 0, num_ids[table] - 1))
-        values = jnp.where((ids < num_ids[table])[:, None], values, 0.0)
-        values = jnp.pad(values, ((0, 0), (0, max(0, columns[1] - spec.embedding_dim))))
-        values = jax.lax.dynamic_slice_in_dim(values, *columns, axis=1)
-        is_own = (ids >= 0) & (ids < num_rows[table])
-        return write(arrays, jnp.where(is_own, shard * shards.rows_per_shard + rows, NO_ROW), values)
-
-    return jax.lax.fori_loop(0, int(ends[-1]), fill_block, arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,23 +246,75 @@ class DenseRows(Storage):
         return self.tables
 
     def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
-        """Rows and slots of a shard, or its columns of all rows."""
-        layout, zero = self.layout, jnp.zeros((), jnp.int32)
-        width, num_own = table.embedding_dim // self.num_parts, layout.shards_per_device
-        placed = [
-            PlacedTable(spec, place, own.setting.padded_vocab_size)
-            for spec, place, own in zip(self.tables, layout.places, layout.stack.tables, strict=True)
-        ]
-        first = zero if self.num_parts > 1 else shard * num_own
-        return initial_shards(
-            key,
-            placed,
-            OwnShards(first, num_own, layout.rows_per_shard, layout.spread),
-            rule=table.optimizer,
-            columns=(shard * width if self.num_parts > 1 else zero, width),
-            is_full=layout.num_rows == layout.stack.spec.stack_vocab_size,
-            implementation=self.implementation,
-        )
+        """Rows and slots of a device, or its columns of all rows; what lies behind a vocabulary holds zeros.
+
+        They depend on `key`, the tables' names and their initializers alone.
+        """
+        layout, width = self.layout, table.embedding_dim // self.num_parts
+        rows = jax.ShapeDtypeStruct((layout.rows_per_device, width), jnp.float32)
+        parts = [(rows.shape, jnp.dtype(table.dtype))]
+        parts += [(slot.shape, slot.dtype) for slot in jax.eval_shape(table.optimizer.init_slots, rows)]
+        # Where tables have all rows of all shards, nothing needs to be written twice.
+        fill = None if layout.num_rows == layout.stack.spec.stack_vocab_size else 0.0
+        arrays = tuple(api.dispatch("allocate", *part, fill, implementation=self.implementation) for part in parts)
+        # Tables of one form, and of sizes that one size of blocks suits, are filled by one compiled loop.
+        groups: dict[tuple[Hashable, int], list[int]] = {}
+        forms: dict[Hashable, Hashable] = {}
+        for number, spec in enumerate(self.tables):
+            alike = spec.initializer, spec.vocabulary_size, spec.embedding_dim
+            if alike not in forms:
+                forms[alike] = form(spec)
+            # A power of four that holds all rows that a shard has, up to those of a full block.
+            bits = max(-(-self._num_rows(number) // layout.spread) - 1, 0).bit_length()
+            block = min(max(1, INIT_BLOCK_VALUES // spec.embedding_dim), 1 << (bits + bits % 2))
+            groups.setdefault((forms[alike], block), []).append(number)
+        for (_, block), numbers in groups.items():
+            arrays = self._filled(arrays, table.optimizer, key, numbers, block, shard)
+        return arrays[0], arrays[1:]
+
+    def _num_rows(self, number: int) -> int:
+        """Rows of a table, with those behind its vocabulary."""
+        return self.layout.stack.tables[number].setting.padded_vocab_size
+
+    def _filled(
+        self,
+        arrays: tuple[Array, ...],
+        rule: OptimizerSpec,
+        key: PRNGKeyArray,
+        numbers: Sequence[int],
+        block: int,
+        shard: Int[Array, ""],
+    ) -> tuple[Array, ...]:
+        """The arrays with the rows and slots of some tables of one form, so many at a time."""
+        layout, specs = self.layout, [self.tables[number] for number in numbers]
+        spec, keys, width = specs[0], table_keys(key, [own.name for own in specs]), arrays[0].shape[1]
+        places = Place(*jnp.asarray([layout.places[number] for number in numbers], jnp.int32).T)
+        padded = np.asarray([self._num_rows(number) for number in numbers], np.int32)
+        num_rows, num_ids = jnp.asarray(padded), jnp.asarray([own.vocabulary_size for own in specs], jnp.int32)
+        num_own, num_blocks = layout.shards_per_device, -(-padded // (layout.spread * block))
+        ends = np.cumsum(num_blocks * num_own, dtype=np.int32)
+        zero = jnp.zeros((), jnp.int32)
+        first_shard, first_column = (zero, shard * width) if self.num_parts > 1 else (shard * num_own, zero)
+
+        def fill_block(number: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+            table = jnp.searchsorted(jnp.asarray(ends), number, side="right")
+            own, blocks = number - (jnp.asarray(ends) - num_blocks * num_own)[table], jnp.asarray(num_blocks)[table]
+            shard, first = own // blocks, own % blocks * block
+            place = jax.tree.map(lambda field: field[table], places)
+            where = first_shard + shard
+            rows = place.first_row(where, spread=layout.spread) + first + jnp.arange(block, dtype=jnp.int32)
+            ids = place.ids(where, rows, spread=layout.spread)
+            values = initial_rows(keys[table], spec, jnp.clip(ids, 0, num_ids[table] - 1))
+            values = jnp.where((ids < num_ids[table])[:, None], values, 0.0)
+            values = jnp.pad(values, ((0, 0), (0, max(0, width - spec.embedding_dim))))
+            values = jax.lax.dynamic_slice_in_dim(values, first_column, width, axis=1)
+            is_own = (ids >= 0) & (ids < num_rows[table])
+            rows = jnp.where(is_own, shard * layout.rows_per_shard + rows, NO_ROW)
+            with_slots = values, *rule.init_slots(values)
+            written = api.dispatch("scatter_rows", arrays, rows, with_slots, implementation=self.implementation)
+            return cast(tuple[Array, ...], written)
+
+        return jax.lax.fori_loop(0, int(ends[-1]), fill_block, arrays)
 
     def owners(self, keys: Keys, num_shards: int) -> Int[Array, " nnz"]:
         """The shard of every row."""
@@ -443,8 +381,11 @@ class DenseRows(Storage):
         self, params: PyTree, slots: PyTree, rows: Mapping[str, PyTree], table: TableSpec, num_shards: int
     ) -> State:
         """Works inside `jit`, too."""
-        for name, own in rows.items():
-            params = params.at[self.layout.all_rows(name, len(own))].set(jnp.asarray(own, params.dtype))
+        for own in self.tables:
+            if own.name in rows:
+                params = params.at[self.layout.all_rows(own.name, own.vocabulary_size)].set(
+                    jnp.asarray(rows[own.name], params.dtype)
+                )
         return params, slots
 
     def _rows(self, keys: Keys) -> Int[Array, " nnz"]:

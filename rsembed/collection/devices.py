@@ -14,6 +14,7 @@ from jaxtyping import Array, PyTree
 
 from rsembed.kernels.contract import Segment
 from rsembed.kernels.devices import check_threads
+from rsembed.parallel.agreement import processes_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Devices:
     def num_processes(self) -> int:
         """Processes that each bring their own samples."""
         mesh = self.known_mesh
-        return 1 if mesh is None else len({device.process_index for device in mesh.devices.flat})
+        return 1 if mesh is None else len(processes_of(mesh))
 
     @property
     def split(self) -> PartitionSpec:
@@ -142,15 +143,15 @@ class Devices:
         """Segments of the global batch, samples in order; on a mesh, all bags of a segment have the same length."""
         if self.mesh is None:
             return list(segments)
-        return [self._gather_segment(segment) for segment in segments]
-
-    def _gather_segment(self, segment: Segment) -> Segment:
-        rows, offsets = self.gather(segment.rows), segment.offsets
-        if offsets is not None:
-            num_bags = segment.num_outputs * self.num_devices
-            offsets = jnp.arange(num_bags + 1, dtype=jnp.int32) * (rows.shape[0] // max(num_bags, 1))
-        weights = None if segment.weights is None else self.gather(segment.weights)
-        return Segment(rows, offsets, weights, segment.combiner)
+        found = []
+        for segment in segments:
+            rows, offsets = self.gather(segment.rows), segment.offsets
+            if offsets is not None:
+                num_bags = segment.num_outputs * self.num_devices
+                offsets = jnp.arange(num_bags + 1, dtype=jnp.int32) * (rows.shape[0] // max(num_bags, 1))
+            weights = None if segment.weights is None else self.gather(segment.weights)
+            found.append(Segment(rows, offsets, weights, segment.combiner))
+        return found
 
 
 def _same(tree: PyTree) -> PyTree:

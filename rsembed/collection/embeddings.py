@@ -1,4 +1,4 @@
-"""EmbeddingCollection: all tables of a model behind three functional calls: init, lookup, update."""
+"""EmbeddingCollection: all tables of a model behind three functional calls, and gradients of a model that reads it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from rsembed.bags import check_not_taken, is_traced
-from rsembed.checks import PositiveInt, check_type, validated
+from rsembed.bags import as_bags, check_not_taken, is_traced
+from rsembed.checks import PositiveInt, check_type, describe, validated
 from rsembed.collection import host_rows, inputs
 from rsembed.collection.devices import Devices
-from rsembed.collection.engine import Engine, all_as_bags, two_dicts
+from rsembed.collection.engine import Engine, two_dicts
 from rsembed.collection.placement import LogicalTables, make_stacks, placement_of_tables, plan_placed
 from rsembed.collection.state import Activations, Batch, ByName, EmbeddingState
 from rsembed.fingerprint import Fingerprint, check_same
@@ -156,23 +156,23 @@ class EmbeddingCollection:
 
     def _fetched(self, state: EmbeddingState, wanted: Mapping[str, PyTree]) -> EmbeddingState:
         """State whose device memory holds every row that `wanted` reads; unchanged inside `jit`."""
-        return state if is_traced((state, wanted)) else host_rows.fetched(self._on_host, state, wanted, donates=False)
+        if not self._on_host or is_traced((state, wanted)):
+            return state
+        return host_rows.fetched(self._on_host, state, wanted, donates=False)
 
     @functools.cached_property
     def template(self) -> EmbeddingState:
         """A state of shapes and shardings instead of arrays, which `checkpoint.load(path, like=...)` fills."""
         tables, slots = jax.eval_shape(self._engine.init, jax.random.key(0))
-        rest: PyTree = jax.ShapeDtypeStruct((), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
-        if self.devices.mesh is not None:
-            sharding = self.devices.sharding
-            placed = {name: sharding(stack.partition) for name, stack in self._stacks.items()}
-            tables, slots = (
-                {name: jax.tree.map(partial(_placed_shape, placed[name]), part[name]) for name in part}
-                for part in (tables, slots)
-            )
-            rest = jax.tree.map(partial(_placed_shape, sharding(PartitionSpec())), rest)
-        step, key = rest
-        return EmbeddingState(tables, slots, step, key, self.layout)
+        step, key = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
+        state = EmbeddingState(tables, slots, step, key, self.layout)
+        if self.devices.mesh is None:
+            return state
+        everywhere: PyTree = self.devices.sharding(PartitionSpec())
+        own = {name: self.devices.sharding(stack.partition) for name, stack in self._stacks.items()}
+        shardings = EmbeddingState(own, own, everywhere, everywhere, self.layout)
+        placed: EmbeddingState = jax.tree.map(_placed_shapes, shardings, state)
+        return placed
 
     def check_state(self, state: EmbeddingState, *, parts: Sequence[str] = ("tables", "slots", "step")) -> None:
         """Whether a state is this collection's; every method that takes one asks.
@@ -198,14 +198,12 @@ class EmbeddingCollection:
         for part in parts:
             found, expected = getattr(state, part), getattr(self.template, part)
             check_not_taken(found, f"the state has lost its {part}", _AFTER_A_STEP)
-            kinds, wanted = (jax.tree.map(_shape_and_kind, tree) for tree in (found, expected))
-            if kinds == wanted:
-                continue
-            shown = (jax.tree.map(_shown, tree) for tree in (found, expected))
-            raise ValueError(
-                f"the state does not belong to this collection: {part} are {next(shown)}, expected {next(shown)}; use "
-                "a state of collection.init, or load one with load_collection."
-            )
+            if jax.tree.map(_shape_and_kind, found) != jax.tree.map(_shape_and_kind, expected):
+                shown, wanted = jax.tree.map(_shown, found), jax.tree.map(_shown, expected)
+                raise ValueError(
+                    f"the state does not belong to this collection: {part} are {shown}, expected {wanted}; use a state "
+                    "of collection.init, or load one with load_collection."
+                )
 
     def tables(self, state: EmbeddingState) -> ByName:
         """The logical tables by name (copies; on a mesh, every device gets one).
@@ -362,9 +360,8 @@ class EmbeddingCollection:
 
     def _d_outputs(self, batch: Batch, d_activations: Mapping[str, PyTree]) -> dict[str, Array]:
         inputs.check_names(self.features, d_activations, "the activation gradients")
-        bags = all_as_bags(batch)
         return {
-            name: inputs.as_d_output(feature, bags[name], d_activations[name])
+            name: inputs.as_d_output(feature, as_bags(batch[name], feature=name), d_activations[name])
             for name, feature in self.features.items()
         }
 
@@ -428,5 +425,61 @@ def _shown(leaf: object) -> str:
     return f"{getattr(kind, '__name__', kind)}{list(shape)}"
 
 
-def _placed_shape(sharding: NamedSharding, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+def _placed_shapes(sharding: NamedSharding, shapes: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf.update(sharding=sharding), shapes)
+
+
+@validated
+def value_and_grad(
+    loss_fn: Callable[..., Any], collection: EmbeddingCollection, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Value and gradients of a loss, with sparse gradients for the tables.
+
+    Args:
+      loss_fn: `loss_fn(params, activations, *args)` returns the loss, or `(loss, aux)` with `has_aux=True`.
+      collection: looks up `activations`.
+      has_aux: as in `jax.value_and_grad`.
+
+    Returns: a function `(params, state, batch, *args) -> (value, (dense_grads, row_gradients))`.
+
+    Raises: TypeError: with `has_aux` a loss comes alone, or it is no number.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, rsembed as rs
+      >>> table = rs.TableSpec(name="t", vocabulary_size=9, embedding_dim=2)
+      >>> collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+      >>> state = collection.init(jax.random.key(0))
+      >>> def loss_fn(params, activations):
+      ...     return jnp.sum(params * activations["f"])
+      >>> step = value_and_grad(loss_fn, collection)
+      >>> loss, (dense_grads, row_gradients) = step(jnp.ones(()), state, {"f": [[4], [7]]})
+      >>> state = collection.apply(state, row_gradients)
+    """
+
+    def checked_loss(*args: Any) -> Any:
+        return check_loss(loss_fn(*args), has_aux=has_aux)
+
+    def with_gradients(params: PyTree, state: EmbeddingState, batch: Batch, *args: Any) -> Any:
+        activations, pullback = collection.lookup_vjp(state, batch)
+        for path, leaf in jax.tree.leaves_with_path(params):
+            if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact):
+                where = f"value_and_grad: params{jax.tree_util.keystr(path)}"
+                raise TypeError(f"{where} must hold floats, got {describe(leaf)}; pass it to loss_fn behind the batch.")
+        value, (d_params, d_activations) = jax.value_and_grad(checked_loss, argnums=(0, 1), has_aux=has_aux)(
+            params, activations, *args
+        )
+        return value, (d_params, pullback(d_activations))
+
+    return with_gradients
+
+
+def check_loss(result: Any, *, has_aux: bool) -> Any:
+    """The result of a loss function. Raises: TypeError: it is no number, or with `has_aux` no pair."""
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError("value_and_grad: with has_aux=True, loss_fn must return (loss, aux).")
+    loss = result[0] if has_aux else result
+    if isinstance(loss, tuple) and not has_aux:
+        raise TypeError("value_and_grad: loss_fn returns a tuple; for (loss, aux), pass has_aux=True.")
+    if getattr(loss, "shape", ()) or not jnp.issubdtype(getattr(loss, "dtype", type(loss)), jnp.floating):
+        raise TypeError(f"value_and_grad: the loss must be a scalar of floats, got {describe(loss)}; take its mean.")
+    return result

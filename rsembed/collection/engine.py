@@ -52,6 +52,7 @@ class Engine:
 
     def __init__(self, features: Mapping[str, FeatureSpec], stacks: Mapping[str, Stack], devices: Devices):
         self.features, self.stacks, self.devices = features, stacks, devices
+        self._has_all_rows = all(stack.storage.ids_are_rows for stack in stacks.values())
         everywhere, split = PartitionSpec(), devices.split
         state = {name: stack.partition for name, stack in stacks.items()}
         gradients = {name: stack.gradient_partitions for name, stack in stacks.items()}
@@ -67,8 +68,8 @@ class Engine:
         self, tables: ByName, batch: Batch, numbers: ByName | None = None
     ) -> tuple[Activations, LookupStatistics]:
         """Activations of all features, and what travelled; ahead of the steps of these numbers, if there are any."""
-        if all(stack.storage.ids_are_rows for stack in self.stacks.values()):
-            numbers = None  # all rows are there already, so that one program serves both
+        if self._has_all_rows:
+            numbers = None  # so that one program serves both
         activations, statistics = self._look_up(tables, numbers, batch)
         return {name: activations[name] for name in self.features}, statistics
 
@@ -119,7 +120,7 @@ class Engine:
     def _lookup(
         self, stacks: Stacks, tables: ByName, numbers: ByName | None, batch: Batch
     ) -> tuple[Activations, LookupStatistics]:
-        bags = all_as_bags(batch)
+        bags = {name: as_bags(value, feature=name) for name, value in batch.items()}
         activations: Activations = {}
         traffic: dict[str, Traffic] = {}
         asked: list[Asked[LookupResult]] = []
@@ -131,25 +132,26 @@ class Engine:
             if stack.storage.takes_keys:
                 traffic[name] = traffic[name]._replace(num_unknown=self.devices.gather(num_unknown[None]))
             for feature, output in zip(stack.layout.stack.features, outputs, strict=True):
-                activations[feature.name] = _to_activation(self.features[feature.name], bags[feature.name], output)
+                activations[feature.name] = to_activation(self.features[feature.name], bags[feature.name], output)
         num_ids, num_out_of_range = self.devices.total(self._counts(bags))
         return activations, LookupStatistics(num_ids, num_out_of_range, traffic)
 
     def _counts(self, bags: Mapping[str, Bags]) -> tuple[dict[str, Array], dict[str, Array]]:
-        num_ids, num_out_of_range = {}, {}
-        tables = {name: self.features[name].table_spec for name in bags}
-        with_rows = [name for name, table in tables.items() if table.storage is None or table.storage.key_dtype is None]
-        counts = api.count_ids(
-            [jnp.asarray(bags[name].ids) for name in with_rows],
-            [jnp.asarray(bags[name].offsets) for name in with_rows],
-            [tables[name].vocabulary_size for name in with_rows],
-        )
-        for name, (num_inside, num_outside) in zip(with_rows, counts, strict=True):
-            num_ids[name], num_out_of_range[name] = num_inside, num_outside
-        for name in sorted(set(bags) - set(with_rows)):
-            own = bags[name]
+        num_ids, num_out_of_range, with_rows = {}, {}, dict[str, Bags]()
+        for name, own in bags.items():
+            storage = self.features[name].table_spec.storage
+            if storage is None or storage.key_dtype is None:
+                with_rows[name] = own
+                continue
             keys = as_keys(own.ids).only(jnp.arange(own.ids.shape[0], dtype=jnp.int32) < own.offsets[-1])
             num_ids[name], num_out_of_range[name] = jnp.sum(keys.is_key, dtype=jnp.int32), num_invalid(keys)
+        counts = api.count_ids(
+            [jnp.asarray(own.ids) for own in with_rows.values()],
+            [jnp.asarray(own.offsets) for own in with_rows.values()],
+            [self.features[name].table_spec.vocabulary_size for name in with_rows],
+        )
+        for name, count in zip(with_rows, counts, strict=True):
+            num_ids[name], num_out_of_range[name] = count
         return num_ids, num_out_of_range
 
     def _weight_gradients(
@@ -189,7 +191,7 @@ class Engine:
         self, stacks: Stacks, batch: Batch, d_outputs: ByName, function: Callable[..., Asked[PyTree]]
     ) -> ByName:
         """Results of a function of each stack's name, rows, occurrences in the batch, and gradients of its outputs."""
-        bags, asked = all_as_bags(batch), []
+        bags, asked = {name: as_bags(value, feature=name) for name, value in batch.items()}, []
         for name, stack in stacks.items():
             own = [d_outputs[feature.name] for feature in stack.layout.stack.features]
             asked.append(function(name, stack.rows, stack.occurrences(bags), own))
@@ -211,17 +213,13 @@ def _union(found: Sequence[PyTree]) -> PyTree:
     return type(found[0])(*parts) if hasattr(found[0], "_fields") else tuple(parts)
 
 
-def all_as_bags(batch: Batch) -> dict[str, Bags]:
-    """A batch of any form as bags."""
-    return {name: as_bags(value, feature=name) for name, value in batch.items()}
-
-
 def two_dicts(pairs: Mapping[str, tuple[PyTree, PyTree]]) -> tuple[ByName, ByName]:
     """A dictionary of pairs as a pair of dictionaries."""
     return {name: first for name, (first, _) in pairs.items()}, {name: second for name, (_, second) in pairs.items()}
 
 
-def _to_activation(feature: FeatureSpec, bags: Bags, output: Array) -> Array:
+def to_activation(feature: FeatureSpec, bags: Bags, output: Array) -> Array:
+    """Pooled rows `[outputs, dim]` of a feature in the shape of its activations."""
     output = output[:, : feature.output_dim] if feature.output_dim < output.shape[1] else output
     if feature.output_shape is not None:
         return output.reshape(-1, *feature.output_shape[1:])

@@ -180,8 +180,6 @@ def fetched(
     Rows move after those of all stacks have found a place: without one nothing has changed. `donates` gives the arrays
     of the given state away; else it stays valid, too, until `with_new_generation`.
     """
-    if not on_host:
-        return state
     tables, slots, moves = dict(state.tables), dict(state.slots), {}
     for name, own in on_host.items():
         tables[name], moves[name] = own.with_places(tables[name], slots.get(name), wanted[name])

@@ -59,20 +59,20 @@ def prepare(
     *,
     bounds_check: str,
     what: str = "the batch",
-    read: Callable[[PyTree], Batch] = lambda batch: batch,
+    read: Callable[[PyTree], Batch] | None = None,
 ) -> ByName:
     """The batch in canonical form; see `EmbeddingCollection.prepare`.
 
     Args:
       features: by name.
-      given: the batch, or whatever `read` makes one of.
+      given: the batch, or what `read` makes one of.
       devices: the mesh.
       bounds_check: see the collection.
       what: the subject of messages of what processes disagree in.
       read: a wing's own checks, which refuse in all processes together.
     """
     with Agreement(devices.known_mesh, what, given) as agreement:
-        batch = read(given)
+        batch = given if read is None else read(given)
         check_names(features, batch, "batch")
         bags = {name: _checked(feature, batch[name], bounds_check) for name, feature in features.items()}
         if devices.mesh is None:
@@ -81,7 +81,8 @@ def prepare(
             canonical = on_device([_canonical(features[name], own) for name, own in bags.items()])
             return dict(zip(bags, canonical, strict=True))  # a tree would sort them
         for name, own in bags.items():
-            agreement.bring(f"feature {name!r}", _shape(own), width=_width(name, own))
+            form, width = _form_and_width(name, own)
+            agreement.bring(f"feature {name!r}", form, width=width)
             _check_split(features[name], own, devices)
     return {name: _split(own, agreement.width(f"feature {name!r}"), devices) for name, own in bags.items()}
 
@@ -109,8 +110,7 @@ def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
 
 def is_unknown(given: PyTree) -> bool:
     """Whether values cannot be read here: inside `jit`, or because other processes hold some of them."""
-    arrays = [leaf for leaf in jax.tree.leaves(given) if isinstance(leaf, jax.Array)]
-    return bool(arrays) and (is_traced(arrays) or any(map(is_global, arrays)))
+    return is_traced(given) or any(map(is_global, jax.tree.leaves(given)))
 
 
 def _canonical(feature: FeatureSpec, bags: Bags) -> PyTree:
@@ -120,16 +120,12 @@ def _canonical(feature: FeatureSpec, bags: Bags) -> PyTree:
     per id, get no more room.
     """
     if bags.dense_shape is not None:
-        return _arrays(*padded(bags, 0))
+        return _padded(bags, 0)
     is_exact = not is_traced(bags) and int(np.asarray(bags.offsets)[-1]) == bags.ids.shape[0]
     if is_exact and feature.table_spec.combiner != "none":
         bags = bags.pad_to(max(padded_size(bags.ids.shape[0]), 1))
     weights = None if bags.weights is None else bags.weights.astype(np.float32)
     return dataclasses.replace(bags, ids=narrow_ids(bags.ids), offsets=bags.offsets.astype(np.int32), weights=weights)
-
-
-def _arrays(ids: PyTree, weights: PyTree) -> PyTree:
-    return ids if weights is None else (ids, weights)
 
 
 def _check_batch_size(feature: FeatureSpec, bags: Bags, num_samples: int) -> None:
@@ -146,24 +142,18 @@ def _check_batch_size(feature: FeatureSpec, bags: Bags, num_samples: int) -> Non
 # On a mesh
 
 
-def _shape(bags: Bags) -> str:
-    """The part of a batch's form in which all processes must agree."""
+def _form_and_width(name: str, bags: Bags) -> tuple[str, int]:
+    """The part of a feature's form in which all processes must agree; and ids per sample, 0 where an array says it."""
     if is_unknown(bags):
-        return "its part of a global array"
+        if bags.dense_shape is None:
+            raise ValueError(
+                f"feature {name!r}: on a mesh, bags of any length cannot be split inside jit; bring the batch into "
+                "canonical form before, with batch = collection.prepare(batch), or pass a padded array [batch, ids]."
+            )
+        return "its part of a global array", 0
     form = "bags" if bags.dense_shape is None else f"samples of an array {list(bags.dense_shape)}"
-    return f"{bags.num_bags} {form} {'without' if bags.weights is None else 'with'} weights"
-
-
-def _width(name: str, bags: Bags) -> int:
-    """Ids per sample that the bags of a feature need; 0 where an array says it."""
-    if bags.dense_shape is not None:
-        return 0
-    if is_unknown(bags):
-        raise ValueError(
-            f"feature {name!r}: on a mesh, bags of any length cannot be split inside jit; bring the batch into "
-            "canonical form before, with batch = collection.prepare(batch), or pass a padded array [batch, ids]."
-        )
-    return common_width(bags)
+    form = f"{bags.num_bags} {form} {'without' if bags.weights is None else 'with'} weights"
+    return form, common_width(bags) if bags.dense_shape is None else 0
 
 
 def _check_split(feature: FeatureSpec, bags: Bags, devices: Devices) -> None:
@@ -178,19 +168,20 @@ def _check_split(feature: FeatureSpec, bags: Bags, devices: Devices) -> None:
 
 def _split(bags: Bags, width: int, devices: Devices) -> PyTree:
     """The padded array (and weights) of a feature, split by sample."""
-    arrays = _arrays(*padded(bags, width))
+    arrays = _padded(bags, width)
     if is_unknown(bags):
         return arrays
     sharding = devices.sharding(devices.split)
     return jax.tree.map(lambda array: jax.make_array_from_process_local_data(sharding, np.asarray(array)), arrays)
 
 
-def padded(bags: Bags, width: int) -> tuple[PyTree, PyTree]:
-    """Ids `[bags, width]` (or of the shape they had) filled up with `-1`, and weights filled up with 0."""
+def _padded(bags: Bags, width: int) -> PyTree:
+    """Ids `[bags, width]` (or of the shape they had) filled up with `-1`; in a pair with weights, filled up with 0."""
     ids = narrow_ids(bags.ids)
     weights = None if bags.weights is None else bags.weights.astype(np.float32)
     if bags.dense_shape is not None:
-        return ids.reshape(*bags.dense_shape), None if weights is None else weights.reshape(bags.dense_shape)
+        shaped = ids.reshape(*bags.dense_shape)
+        return shaped if weights is None else (shaped, weights.reshape(bags.dense_shape))
     offsets = np.asarray(bags.offsets)
     lengths = np.diff(offsets)
     if lengths.max(initial=0) > width:
@@ -203,7 +194,7 @@ def padded(bags: Bags, width: int) -> tuple[PyTree, PyTree]:
         return dense
 
     spread_ids = jax.tree.map(lambda lane: spread(lane, 0), ids) if isinstance(ids, Keys) else spread(ids, PAD_ID)
-    return spread_ids, None if weights is None else spread(weights, 0.0)
+    return spread_ids if weights is None else (spread_ids, spread(weights, 0.0))
 
 
 def check_output_shapes(features: Mapping[str, FeatureSpec], devices: Devices) -> None:

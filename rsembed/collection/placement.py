@@ -36,11 +36,9 @@ def placement_of_tables(
     """
     if placement is not None and devices.mesh is None:
         raise ValueError(f"placement={placement!r} needs a mesh; pass mesh=jax.make_mesh(...).")
+    known = {name: PLACEMENTS if table.storage is None else table.storage.placements for name, table in tables.items()}
     given = dict(placement) if isinstance(placement, Mapping) else {}
     if isinstance(placement, str):  # what a storage cannot do is an error only where its table is named
-        known = {
-            name: PLACEMENTS if table.storage is None else table.storage.placements for name, table in tables.items()
-        }
         given = {name: placement for name in tables if placement not in PLACEMENTS or placement in known[name]}
     unknown = sorted(set(given) - set(tables))
     if unknown:
@@ -49,14 +47,12 @@ def placement_of_tables(
     for name, kind in given.items():
         if kind not in PLACEMENTS:
             raise ValueError(f"table {name!r}: placement {kind!r} is not one of {', '.join(PLACEMENTS)}.")
-        storage = tables[name].storage
-        if storage is not None and kind not in storage.placements:
+        if kind not in known[name]:
             raise ValueError(
-                f"table {name!r} is kept as {storage}, which cannot be placed {kind!r}, only "
-                f"{' or '.join(map(repr, storage.placements))}; leave it out of placement."
+                f"table {name!r} is kept as {tables[name].storage}, which cannot be placed {kind!r}, only "
+                f"{' or '.join(map(repr, known[name]))}; leave it out of placement."
             )
-    default = {name: "row" if table.storage is None else table.storage.placements[0] for name, table in tables.items()}
-    return {name: "replicated" if devices.mesh is None else given.get(name, default[name]) for name in tables}
+    return {name: "replicated" if devices.mesh is None else given.get(name, known[name][0]) for name in tables}
 
 
 def plan_placed(features: PyTree, placements: Mapping[str, str]) -> StackingPlan:
@@ -83,32 +79,32 @@ def make_stacks(
     implementation: str | None,
 ) -> dict[str, Stack]:
     """The stacks of a plan by name, each with the rows of its storage and placement."""
-    tables, load = tables_of(features), [0] * devices.num_devices
-
-    def make(stack: StackPlan) -> Stack:
+    tables, load, stacks = tables_of(features), [0] * devices.num_devices, dict[str, Stack]()
+    for stack in plan.stacks:
         own = tuple(tables[table.name] for table in stack.tables)
-        table, storage, placement = own[0], cast(Storage | None, own[0].storage), placements[own[0].name]
+        table, storage = own[0], cast(Storage | None, own[0].storage)
         # One device has all rows and asks nobody.
-        is_split = devices.num_devices > 1 and placement in ("row", "table")
+        placement = placements[table.name] if devices.num_devices > 1 else "replicated"
         layout = RowLayout.whole(stack)
-        if is_split and placement == "row":
+        if placement == "row":
             layout = RowLayout.row_wise(stack, devices.num_devices)
-        elif is_split:
+        elif placement == "table":
             layout = RowLayout.table_wise(stack, devices.num_devices, load)
-        splits_columns = placement == "column" and devices.num_devices > 1
-        if splits_columns:
+        elif placement == "column":
             _check_columns(stack, devices.num_devices)
         if storage is None:
-            storage = DenseRows(layout, own, devices.num_devices if splits_columns else 1, implementation)
+            num_parts = devices.num_devices if placement == "column" else 1
+            storage = DenseRows(layout, own, num_parts, implementation)
         elif len(own) > 1:
             storage = storage.sharing(own)
         elif isinstance(storage, HostCached):
             storage = HostRows(storage, table)
-        if is_split:
-            return Stack(layout, AskedRows(devices, table, storage, implementation, capacity=exchange_capacity))
-        return Stack(layout, Rows(devices, table, storage, implementation, splits_columns))
-
-    return {stack.name: make(stack) for stack in plan.stacks}
+        if placement in ("row", "table"):
+            rows: Rows = AskedRows(devices, table, storage, implementation, capacity=exchange_capacity)
+        else:
+            rows = Rows(devices, table, storage, implementation, placement == "column")
+        stacks[stack.name] = Stack(layout, rows)
+    return stacks
 
 
 def _check_columns(stack: StackPlan, num_devices: int) -> None:

@@ -12,7 +12,7 @@ together (`parallel.together`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -29,7 +29,7 @@ from rsembed.kernels.reference import entry_gains, gradients_of_weights
 from rsembed.keys import Keys
 from rsembed.parallel.exchange import Asked, Asking, Question, Wanted, default_capacity, distinct
 from rsembed.specs import TableSpec
-from rsembed.storage.protocol import Found, ReadAhead, State, Storage
+from rsembed.storage.protocol import ReadAhead, State, Storage
 from rsembed.storage.row_map import combine, entries, named, unnamed
 
 
@@ -47,12 +47,13 @@ class Occurrences(NamedTuple):
     @staticmethod
     def of(features: Sequence[tuple[Keys, Segment]]) -> Occurrences:
         """From each feature's keys and a segment whose rows are yet to be said."""
-        segments, first = [], 0
+        segments, all_keys, first = [], [], 0
         for keys, segment in features:
             position = first + jnp.arange(keys.shape[0], dtype=jnp.int32)
             segments.append(dataclasses.replace(segment, rows=jnp.where(keys.is_key, position, NO_ROW)))
+            all_keys.append(keys)
             first += keys.shape[0]
-        return Occurrences(segments, jax.tree.map(lambda *lanes: jnp.concatenate(lanes), *(k for k, _ in features)))
+        return Occurrences(segments, jax.tree.map(lambda *lanes: jnp.concatenate(lanes), *all_keys))
 
     def all_keys(self) -> Keys:
         """The ids as keys, whichever they are."""
@@ -317,7 +318,10 @@ class AskedRows(Rows):
 
         wanted = self._distinct(batch.all_keys())
         zero = jnp.zeros((), jnp.int32)
-        num_unknown, vectors, rounds = yield self._question(wanted, self._names(wanted), answer, zero, reply=self._row)
+        row = jax.ShapeDtypeStruct((self.table.embedding_dim,), self.storage.vector_dtype(self.table))
+        num_unknown, vectors, rounds = yield Question(
+            wanted, self._names(wanted), answer, zero, self._capacity(wanted), row
+        )
         # Of a key its lanes, its count and its first place go, else a row; a vector comes.
         num_lanes = len(wanted.lanes) + (2 if self.storage.takes_keys else 0)
         bytes_per_place = 4 * num_lanes + vectors.shape[1] * vectors.dtype.itemsize
@@ -355,7 +359,7 @@ class AskedRows(Rows):
             no_rows = jnp.zeros((num_places, len(wanted.lanes) + 1), jnp.uint32)
         nothing = jnp.zeros((), jnp.int32), no_rows, jnp.zeros((num_places, self.table.embedding_dim), jnp.float32)
         payload = self._names(wanted), self._of_entries(wanted.entry_of, batch, d_outputs)
-        answers = yield self._question(wanted, payload, collect, nothing)
+        answers = yield Question(wanted, payload, collect, nothing, self._capacity(wanted))
         _, rows, values = answers.state
         return rows, values
 
@@ -366,13 +370,18 @@ class AskedRows(Rows):
 
         def answer(state: tuple[PyTree, PyTree], arrived: tuple[PyTree, Array]) -> tuple[PyTree, None]:
             question, gradients = arrived
-            params, slots, rows = self._find_arrived(*state, question, step)
+            keys, occurrences, first_of = self._received(question)
+            if first_of is not None:
+                keys, occurrences, order = self._in_order(keys, occurrences, first_of)
+            params, slots, rows = self.storage.find(*state, keys, occurrences, self.table, step)
+            if first_of is not None:
+                (rows,) = api.gather_rows((rows,), order.entry_of)
             return self._step(params, slots, SegmentGradients.of_rows(rows, gradients), step), None
 
         wanted = self._distinct(self._after(batch.all_keys(), d_outputs))
         payload = self._names(wanted), self._of_entries(wanted.entry_of, batch, d_outputs)
         params = yield from self._held(params, wanted, step)
-        answers = yield self._question(wanted, payload, answer, (params, slots))
+        answers = yield Question(wanted, payload, answer, (params, slots), self._capacity(wanted))
         stepped: tuple[PyTree, PyTree] = answers.state
         return stepped
 
@@ -405,15 +414,6 @@ class AskedRows(Rows):
         keys = keys_of_rows(question)
         return keys, keys.is_key.astype(jnp.int32), None
 
-    def _find_arrived(self, params: PyTree, slots: PyTree, question: PyTree, step: Step) -> Found:
-        """As `Storage.find`, for keys of all devices, in their order."""
-        keys, occurrences, first_of = self._received(question)
-        if first_of is None:
-            return self.storage.find(params, slots, keys, occurrences, self.table, step)
-        keys, occurrences, order = self._in_order(keys, occurrences, first_of)
-        params, slots, rows = self.storage.find(params, slots, keys, occurrences, self.table, step)
-        return params, slots, api.gather_rows((rows,), order.entry_of)[0]
-
     def _in_order(self, keys: Keys, occurrences: Array, first_of: Array) -> tuple[Keys, Int[Array, " nnz"], Wanted]:
         """Keys of all devices in the order in which these, one after the other, met them; and where each came from.
 
@@ -428,11 +428,11 @@ class AskedRows(Rows):
 
     def _held(self, params: PyTree, wanted: Wanted, step: Step) -> Asking[PyTree]:
         """Parameters in which no key of this batch can lose its row to a key of an earlier round."""
-        if not self.storage.makes_room or self._capacity(wanted) == wanted.entry_of.shape[0]:
+        capacity = self._capacity(wanted)
+        if not self.storage.makes_room or capacity == wanted.entry_of.shape[0]:
             return params
-        held = yield self._question(
-            wanted, keys_of(wanted), lambda p, keys: (self.storage.hold(p, keys, step), None), params
-        )
+        keys = Keys.of_lanes(wanted.lanes, wanted.first_of != NO_ROW)
+        held = yield Question(wanted, keys, lambda p, own: (self.storage.hold(p, own, step), None), params, capacity)
         return held.state
 
     def _capacity(self, wanted: Wanted) -> int:
@@ -440,17 +440,3 @@ class AskedRows(Rows):
         if self.table.optimizer.moves_all_rows:
             return num_entries  # one round: rows without a gradient move once
         return min(self.capacity or default_capacity(num_entries, self.num_shards), num_entries)
-
-    @property
-    def _row(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.table.embedding_dim,), self.storage.vector_dtype(self.table))
-
-    def _question(
-        self, wanted: Wanted, payload: PyTree, answer: Callable[..., PyTree], state: PyTree, *, reply: PyTree = None
-    ) -> Question:
-        return Question(wanted, payload, answer, state, self._capacity(wanted), reply)
-
-
-def keys_of(wanted: Wanted) -> Keys:
-    """The distinct keys that a device has questions about."""
-    return Keys.of_lanes(wanted.lanes, wanted.first_of != NO_ROW)

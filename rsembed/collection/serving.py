@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 from rsembed.bags import Bags, as_bags, check_ids_dtype
 from rsembed.checks import dtype_among, validated
 from rsembed.collection.embeddings import EmbeddingCollection
+from rsembed.collection.engine import to_activation
 from rsembed.collection.inputs import check_names
 from rsembed.collection.state import Activations, Batch, EmbeddingState
 from rsembed.kernels import reference
@@ -86,7 +87,9 @@ def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Py
         rows, is_id = _rows_of_keys(table, as_keys(bags.ids))
     else:
         check_ids_dtype(bags, feature=feature.name)
-        rows, is_id = _rows_of_ids(table, bags.ids)
+        rows = jnp.asarray(bags.ids)
+        is_id = (rows >= 0) & (rows < table["rows"].shape[0])
+        rows = jnp.where(is_id, rows, NO_ROW).astype(jnp.int32)
     (vectors,) = reference.gather_rows((table["rows"],), rows)
     vectors = vectors.astype(jnp.float32)
     if "scales" in table:
@@ -95,11 +98,12 @@ def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Py
     gains = jnp.where(is_id & is_inside, 1.0 if bags.weights is None else jnp.asarray(bags.weights), 0.0)
     terms = gains[:, None] * vectors
     if combiner == "none":
-        return terms if bags.dense_shape is None else terms.reshape(*bags.dense_shape, terms.shape[1])
-    if combiner == "sum":
-        return pool(terms)
-    divisor = pool(gains) if combiner == "mean" else jnp.sqrt(pool(gains * gains))
-    return pool(terms) * jnp.where(divisor == 0.0, 0.0, 1.0 / jnp.where(divisor == 0.0, 1.0, divisor))[:, None]
+        return to_activation(feature, bags, terms)
+    pooled = pool(terms)
+    if combiner != "sum":
+        divisor = pool(gains) if combiner == "mean" else jnp.sqrt(pool(gains * gains))
+        pooled = pooled * jnp.where(divisor == 0.0, 0.0, 1.0 / jnp.where(divisor == 0.0, 1.0, divisor))[:, None]
+    return to_activation(feature, bags, pooled)
 
 
 def _pooling(bags: Bags) -> tuple[Callable[[Array], Array], Array | bool]:
@@ -111,13 +115,6 @@ def _pooling(bags: Bags) -> tuple[Callable[[Array], Array], Array | bool]:
     bag = jnp.cumsum(jnp.zeros_like(position).at[offsets[:-1]].add(1, mode="drop")) - 1
     is_inside = (bag >= 0) & (position < offsets[-1])
     return lambda terms: jax.ops.segment_sum(terms, bag, bags.num_bags), is_inside
-
-
-def _rows_of_ids(table: ServedTable, ids: PyTree) -> tuple[Int[Array, " nnz"], Bool[Array, " nnz"]]:
-    """The row of each id, and which ids have one."""
-    ids = jnp.asarray(ids)
-    is_id = (ids >= 0) & (ids < table["rows"].shape[0])
-    return jnp.where(is_id, ids, NO_ROW).astype(jnp.int32), is_id
 
 
 def _rows_of_keys(table: ServedTable, keys: Keys) -> tuple[Int[Array, " nnz"], Bool[Array, " nnz"]]:

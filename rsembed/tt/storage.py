@@ -242,8 +242,7 @@ class TensorTrain(Storage):
 
     def rows(self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int) -> dict[str, Array]:
         """All rows of a table, made of its own cores or stored, float32."""
-        single = cast(TensorTrain, table.storage)
-        return {"values": jax.jit(single.whole, static_argnames=("table", "number"))(params, table=table, number=0)}
+        return {"values": cast(TensorTrain, table.storage).whole(params, table, 0)}
 
     def optimizer_state(self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int) -> AllSlots:
         """Copies of the slots of each core."""
@@ -371,11 +370,11 @@ class TensorTrains(TensorTrain):
     def unstack(
         self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int
     ) -> list[tuple[Cores, AllSlots]]:
-        """Cores and slots of each table."""
+        """Cores and slots of each table, of those slots that there are."""
         del num_shards
         sizes = [spec.tt_p_shapes for spec in self.specs_of(table)]
-        trees = cores_of(params), self.core_slots(slots)
-        return list(zip(*(parts(tree, sizes) for tree in trees), strict=True))
+        cores = parts(cores_of(params), sizes)
+        return list(zip(cores, parts(self.core_slots(slots), sizes) if slots else [()] * len(cores), strict=True))
 
     def stack(self, parts: Sequence[tuple[Cores, AllSlots]], like: Params, num_shards: int) -> tuple[Cores, AllSlots]:
         """The inverse of `unstack`, of trains without stored rows."""

@@ -107,3 +107,15 @@ def test_a_process_without_the_library_reads_an_exported_lookup_for_any_batch_an
         subprocess.run([sys.executable, "-c", READER, str(tmp_path)], check=True)
         for name, values in np.load(tmp_path / "found.npz").items():
             np.testing.assert_allclose(values, lookup(tables, ids)[name], atol=1e-7)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "none"])
+def test_activations_have_the_columns_and_shape_that_a_feature_declares(combiner):
+    table = rs.TableSpec(name="t", vocabulary_size=ROWS, embedding_dim=4, combiner=combiner)
+    shape = (2, 3) if combiner == "sum" else (2, 3, 3)
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table, output_shape=shape)])
+    state, batch = collection.init(jax.random.key(0)), {"f": np.array([[1, 2, -1], [3, -1, 4]])}
+    lookup, tables = rs.for_serving(collection, state)
+    expected = collection.lookup(state, batch)["f"]
+    np.testing.assert_allclose(lookup(tables, batch)["f"], expected, rtol=1e-6)
+    assert expected.shape == shape
