@@ -133,8 +133,8 @@ tt/spec.py  tt/test_spec.py
     -(-n // power) * power => n // power * power
 sok/lookups.py  sok/test_layers.py
     name: number + 1 for => name: number for
-sok/dump.py  sok/test_dump.py
-    and num_rows > table => and num_rows < table
+sok/dump.py  sok/test_dump.py -k rounded
+    there.nmant > here.nmant => there.nmant < here.nmant
 datasets/generated.py  datasets/test_generated.py
     rows.random(num_samples) < probability => rows.random(num_samples) < rate
 plot/distributions.py  test_plot.py -k frequency

@@ -138,7 +138,14 @@ class CheckpointManager:
         if self._is_closed:
             raise RuntimeError(f"the checkpoints of {self.folder} are closed; make another CheckpointManager.")
         self.wait_until_finished()
-        contents = self._contents(tree, step, others, metadata)
+        if self.collection is not None:
+            if step is not None:
+                raise ValueError("a state has its own step; leave step out.")
+            contents = contents_of(self.collection, tree, others=others, metadata=metadata)
+        else:
+            if step is None or others is not None:
+                raise ValueError("a tree needs step, and everything of the instant in it: no others.")
+            contents = Contents.of(tree, belongings(tree), step=step, metadata=metadata)
         path = self._path(contents.body["step"])
         if agreed(jax.process_index() == 0 and self._is_taken(path)):
             raise already_there(path)
@@ -268,17 +275,6 @@ class CheckpointManager:
             _log.warning("%s is damaged and is replaced: %s", path, problem)
             _remove(path)
         return path.exists()
-
-    def _contents(
-        self, tree: PyTree, step: int | None, others: PyTree, metadata: Mapping[str, PyTree] | None
-    ) -> Contents:
-        if self.collection is not None:
-            if step is not None:
-                raise ValueError("a state has its own step; leave step out.")
-            return contents_of(self.collection, tree, others=others, metadata=metadata)
-        if step is None or others is not None:
-            raise ValueError("a tree needs step, and everything of the instant in it: no others.")
-        return Contents.of(tree, belongings(tree), step=step, metadata=metadata)
 
     def _write(self, path: Path, contents: Contents) -> None:
         """Runs in the thread."""

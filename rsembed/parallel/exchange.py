@@ -146,10 +146,6 @@ class Question(NamedTuple):
         # To find the shapes by tracing `answer`, as large as a storage's step, took a third of all tracing.
         return jax.tree.map(lambda own: jnp.zeros((self.num_occurrences, *own.shape), own.dtype), self.reply)
 
-    def queue(self, cursor: Int[Array, " devices"]) -> Queue:
-        """The entries as a queue, of which the first `cursor` of each owner have been sent."""
-        return Queue(self.wanted.offsets, cursor, self.wanted.lanes, max(self.capacity, 1))
-
 
 class Answers(NamedTuple):
     """Answers to a question.
@@ -217,7 +213,10 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
 
     def one_round(carry: _Progress) -> _Progress:
         num_rounds, cursors, states, replies, _ = carry
-        queues = [question.queue(cursor) for question, cursor in zip(questions, cursors, strict=True)]
+        queues = [
+            Queue(question.wanted.offsets, cursor, question.wanted.lanes, max(question.capacity, 1))
+            for question, cursor in zip(questions, cursors, strict=True)
+        ]
         places, after, are_left = api.round_places(queues, *_cuts(queues, takes_rounds, axis_name))
         states, news = trade_all(states, places)
         replies = [_written(*own) for own in zip(replies, places, news, strict=True)]

@@ -117,7 +117,7 @@ def load(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
 def _check_fits(
     path: str | os.PathLike[str], then: Mapping[str, PyTree], arrays: Mapping[str, PyTree], table: VariableTable
 ) -> None:
-    """Raises: ValueError: the dump is of another kind of table, or has more rows than this one can hold."""
+    """Raises: ValueError: the dump is of another kind of table."""
     now, name = _description(table), table.spec.name
     there, here = (jnp.finfo(dtype) for dtype in (arrays["values"].dtype, table.spec.dtype))
     if there.nmant > here.nmant or there.maxexp > here.maxexp:  # a wider one holds every value as it is
@@ -126,12 +126,6 @@ def _check_fits(
         raise ValueError(
             f"table {name!r} differs from {path} in {differs} (there, here); make it as it was, or take over keys and "
             "values alone, with assign_rows."
-        )
-    num_rows, devices = arrays["values"].shape[0], table.context.num_devices
-    if not then["use_hashtable"] and num_rows > table.spec.vocabulary_size:
-        raise ValueError(
-            f"table {name!r} has {table.spec.vocabulary_size} rows on {devices} devices, but {path} has {num_rows}; "
-            f"make max_vocabulary_size_per_gpu at least {-(-num_rows // devices)}."
         )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from rsembed.bags import Bags, as_bags, check_unmasked, device_copy, is_traced
+from rsembed.bags import Bags, as_bags, device_copy, is_traced
 from rsembed.collection.devices import Devices
 from rsembed.collection.engine import STACKS_TOGETHER, Engine
 from rsembed.collection.inputs import is_unknown
@@ -58,20 +58,19 @@ def key_bags(keys: KeysOfBags, weights: WeightsOfKeys, feature: str, devices: De
 
     Raises: TypeError or ValueError, naming the feature.
     """
-    check_unmasked(keys, f"feature {feature!r}: keys")
     if isinstance(keys, Bags) or (isinstance(keys, (list, tuple)) and not isinstance(keys, Keys)):
         try:
             bags = as_bags(keys if isinstance(keys, Bags) and weights is None else (keys, weights), feature=feature)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error} Lists hold one flat list of keys per bag: [[1, 2], [3], []].") from error
     else:
-        array = keys if isinstance(keys, (Keys, jax.Array)) else np.asarray(keys)
+        array = keys if isinstance(keys, (Keys, jax.Array)) else np.asanyarray(keys)
         if array.ndim < 2:
             raise ValueError(
                 f"feature {feature!r}: keys need an axis of bags and one of keys per bag, got shape {array.shape}."
             )
         if weights is not None:
-            weights = weights if isinstance(weights, jax.Array) else np.asarray(weights)
+            weights = weights if isinstance(weights, jax.Array) else np.asanyarray(weights)
             if weights.shape != array.shape:
                 raise ValueError(f"feature {feature!r}: weights have shape {weights.shape}, keys {array.shape}.")
             weights = weights.reshape(-1, array.shape[-1])

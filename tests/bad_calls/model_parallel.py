@@ -145,7 +145,8 @@ sok.All2AllDenseEmbedding(4, 4, 1, 1, True, context=context())(np.ones((2, 1), i
     => ValueError: dynamic_input ... (2, 1)
 pooled().vjp(KEYS)[1](np.ones((3, 1, 4), np.float32))
     => ValueError: table 'distributed_embedding' ... (3, 1, 4) ... (2, 1, 4)
-pooled()(np.ma.masked_equal(KEYS, 1)) => TypeError: 'distributed_embedding': keys ... masked array ... filled(-1)
+call(KEYS, np.ma.masked_equal(np.ones((2, 1, 2)), 0)) => TypeError: 'distributed_embedding': ... weights ... masked
+pooled()(np.ma.masked_equal(KEYS, 1)) => TypeError: 'distributed_embedding': ids ... masked array ... filled(-1)
 pooled().vjp(KEYS)[1](np.ones((2, 1, 4), int)) => TypeError: table 'distributed_embedding' ... floats
 pooled().vjp(KEYS)[1]("ones") => TypeError: table 'distributed_embedding' ... gradient
 pooled().vjp(KEYS)[1](np.ones((2, 1, 4)), np.ones((2, 1, 4))) => ValueError: 1 outputs ... 2 gradients
@@ -195,7 +196,7 @@ sok.dump(dumped(), [variable()]) => FileExistsError: dump
 sok.load(dumped().parent / "dupm", [variable()]) => FileNotFoundError: dupm ... no checkpoint
 sok.load(dumped(), [other_variable()]) => ValueError: ['word'] ... ['user']
 sok.load(dumped(plain), [made("number", use_hashtable=False, rows_per_device=3)])
-    => ValueError: has 3 rows on 1 devices, but ... has 4; ... at least 4
+    => ValueError: table 'number': imported keys must be below 3, the number of rows, got 3
 sok.load(dumped(), [made(dim=3)]) => ValueError: table 'word' ... embedding_dim ... assign_rows
 """
 
