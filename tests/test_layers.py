@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parent.parent
 BUDGETS = {
     "progress": 37,
     "fingerprint": 166,
-    "jax_internals": 18,
     "checks": 256,
     "optimizers": 1460,
     "places": 82,
@@ -21,7 +20,7 @@ BUDGETS = {
     "stacking": 496,
     "keys": 192,
     "bags": 452,
-    "kernels": 3020,
+    "kernels": 3033,
     "initial_values": 252,
     "storage": 2570,
     "row_gradients": 268,

@@ -1,4 +1,7 @@
-"""What a computation runs on: devices, here or only compiled for, threads of CPU devices, the native library."""
+"""What a computation runs on: devices, here or only compiled for, threads of CPU devices, the native library.
+
+It is the only file that reaches into JAX, for two facts that have no public name.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ from typing import Any
 import jax
 import jaxlib
 import numpy as np
+from jax._src import distributed
+from jax._src.xla_bridge import backends_are_initialized
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jaxtyping import Array, PyTree
-
-from rsembed.jax_internals import has_devices
 
 TARGETS = {
     "v5p": AbstractDevice(device_kind="TPU v5", num_cores=2, platform="tpu"),
@@ -29,6 +32,16 @@ TARGETS = {
     "h200": AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"),
 }
 """Devices by short name, as JAX describes them."""
+
+
+def has_devices() -> bool:
+    """Whether JAX has made its devices, after which settings of theirs come too late."""
+    return backends_are_initialized()
+
+
+def service_of_processes() -> Any:
+    """The key-value service through which processes found each other, or None in a single process."""
+    return distributed.global_state.client
 
 
 def target_device() -> AbstractDevice:

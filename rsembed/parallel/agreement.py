@@ -30,7 +30,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from rsembed.jax_internals import has_devices, service_of_processes
+from rsembed.kernels.devices import has_devices, service_of_processes
 
 # As long as others wait in collectives: a process may read data or write a checkpoint alone for a while.
 TIMEOUT_SECONDS = 1800
