@@ -28,7 +28,7 @@ BUDGETS = {
     "storage": 2138,
     "row_gradients": 271,
     "parallel": 907,
-    "collection": 2768,
+    "collection": 2764,
     "taps": 160,
     "nnx": 212,
     "linen": 184,
