@@ -25,7 +25,7 @@ BUDGETS = {
     "storage": 2570,
     "row_gradients": 268,
     "parallel": 898,
-    "collection": 2772,
+    "collection": 2768,
     "taps": 160,
     "nnx": 212,
     "linen": 184,

@@ -138,25 +138,6 @@ class RowLayout:
         place = self.place_of[table_name]
         return place.all_rows(vocabulary_size, spread=self.spread, rows_per_shard=self.rows_per_shard)
 
-    def rounding(self, rounding: Rounding | None, device: Int[Array, ""] | int) -> Rounding | None:
-        """The rounding of a device's rows, with noise that no stack, placement or mesh changes.
-
-        Rows are told apart by a number for the table's name and the id, wherever they lie.
-        """
-        if rounding is None:
-            return None
-        names = [table.name for table in self.stack.tables]
-
-        def round_rows(values: Array, dtype: DTypeLike, rows: Array) -> Array:
-            sizes, shard, row = [table.rows for table in self.stack.tables], device, rows
-            if self.shards_per_device > 1:
-                own, row = jnp.divmod(rows, self.rows_per_shard)
-                shard = device * self.shards_per_device + own
-            tables, ids = tables_and_ids(self.places, sizes, shard, row, spread=self.spread)
-            return rounding(values, dtype, numbers_of_rows(names, tables, ids))
-
-        return round_rows
-
     def segments(self, bags: Mapping[str, Bags]) -> list[Segment]:
         """Ids of the stack's features as rows of the array; ids outside their table become `NO_ROW`."""
         features, sizes = self.stack.features, {table.name: table.rows for table in self.stack.tables}
@@ -325,8 +306,23 @@ class DenseRows(Storage):
         return jnp.dtype(table.dtype)
 
     def rounding(self, rounding: Rounding | None, shard: Int[Array, ""] | int) -> Rounding | None:
-        """Noise that no stack, placement or mesh changes."""
-        return self.layout.rounding(rounding, shard)
+        """Noise that no stack, placement or mesh changes.
+
+        Rows are told apart by a number for the table's name and the id, wherever they lie.
+        """
+        if rounding is None:
+            return None
+        layout, names = self.layout, [table.name for table in self.layout.stack.tables]
+
+        def round_rows(values: Array, dtype: DTypeLike, rows: Array) -> Array:
+            sizes, own, row = [table.rows for table in layout.stack.tables], shard, rows
+            if layout.shards_per_device > 1:
+                number, row = jnp.divmod(rows, layout.rows_per_shard)
+                own = shard * layout.shards_per_device + number
+            tables, ids = tables_and_ids(layout.places, sizes, own, row, spread=layout.spread)
+            return rounding(values, dtype, numbers_of_rows(names, tables, ids))
+
+        return round_rows
 
     def read(self, params: Array, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
         """Rows as they are stored."""
