@@ -34,7 +34,7 @@ BUDGETS = {
     "linen": 184,
     "checkpoint": 1546,
     "fdo": 645,
-    "sparsecore": 4226,
+    "sparsecore": 4228,
     "tbe": 2797,
     "tt": 2844,
     "sok": 1558,
