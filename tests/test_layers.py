@@ -31,7 +31,7 @@ BUDGETS = {
     "linen": 184,
     "checkpoint": 1388,
     "fdo": 593,
-    "sparsecore": 4226,
+    "sparsecore": 4228,
     "tbe": 2797,
     "tt": 2635,
     "sok": 1502,

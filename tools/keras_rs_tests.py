@@ -7,7 +7,7 @@ import functools
 
 import jax
 
-from rsembed.sparsecore import install_as_jax_tpu_embedding
+from rsembed.sparsecore.alias import install_as_jax_tpu_embedding
 
 install_as_jax_tpu_embedding()
 
