@@ -36,7 +36,7 @@ BUDGETS = {
     "fdo": 645,
     "sparsecore": 4392,
     "tbe": 2797,
-    "tt": 2627,
+    "tt": 2508,
     "sok": 1558,
     "plot": 1149,
     "datasets": 1031,
