@@ -154,7 +154,7 @@ def test_code_in_a_text_leads_to_the_one_entry_that_it_names(code, entry):
             ["LARS.short_name", "OptimizerSpec.short_name"],
         ),
         ("rsembed.tbe.SplitTableBatchedEmbeddingBagsCodegen.flush", ["TableBatchedEmbeddingBags.flush"]),
-        ("rsembed.tt.TTEmbeddingBag.__call__", ["TTEmbeddingBag.__call__"]),
+        ("rsembed.tt.TTEmbeddingBag.__call__", ["TTEmbeddingBag.__call__", "TableBatchedTTEmbeddingBag.__call__"]),
         ("rsembed.plot.nothing", None),
     ],
 )
@@ -165,11 +165,11 @@ def test_a_member_without_an_entry_leads_to_a_base_class_or_to_its_class(member,
 
 def test_an_entry_has_what_bases_without_an_entry_give_it():
     options = dict(re.findall(r"^\.\. autoclass:: (\S+)\n   :members:\n   :inherited-members: (.*)$", BAGS, re.M))
-    bag = options["rsembed.tt.TTEmbeddingBag"].split(", ")
-    assert "Module" in bag and "object" in bag and "TTTables" not in bag
+    bag = options["rsembed.tbe.TableBatchedEmbeddingBags"].split(", ")
+    assert "Module" in bag and "object" in bag and "TrainedTables" not in bag
 
 
-BAGS = reference.page("tt")
+BAGS = reference.page("tbe")
 
 TABLES = [ROOT / "docs" / "migration.md", *(ROOT / "docs").glob("names-*.md")]
 NAMED = [name for page in TABLES for name in re.findall(r"`(rsembed\.[\w.]+)`", page.read_text())]

@@ -33,7 +33,7 @@ BUDGETS = {
     "fdo": 593,
     "sparsecore": 4228,
     "tbe": 2797,
-    "tt": 2635,
+    "tt": 2516,
     "sok": 1502,
     "plot": 1149,
     "datasets": 853,

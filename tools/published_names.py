@@ -107,7 +107,7 @@ TT = System(
     "tt",
     here={"tt_embeddings_ops": "tt"},
     places={f"tt_embeddings_ops.{name}.forward": f"rsembed.tt.{name}.__call__" for name in _TRAINS},
-    options={f"rsembed.tt.{name}": "rsembed.tt.tables.TTTables" for name in _TRAINS},
+    options={"rsembed.tt.TTEmbeddingBag": "rsembed.tt.TableBatchedTTEmbeddingBag"},
 )
 _ADAM = "tf.keras.optimizers"
 _SOK_LAYERS = ("DistributedEmbedding", "All2AllDenseEmbedding")

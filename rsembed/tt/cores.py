@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer, PyTree
 
-from rsembed.bags import Bags, is_traced, narrow_ids
+from rsembed.bags import Bags, is_traced, narrow_ids, padded_size
 from rsembed.checks import check_type
 from rsembed.kernels import native
 from rsembed.kernels.contract import NO_ROW, Segment
@@ -27,9 +27,9 @@ from rsembed.kernels.reference import bags_of_entries, entry_gains
 from rsembed.tt.spec import TTSpec
 
 Mode = Literal["sum", "mean"]
+Implementation = Literal["native", "plain"]
 
-SMALLEST_ROOM_BITS = 5
-IMPLEMENTATIONS = ("native", "plain")
+LEAST_ROOM = 32
 MAX_CORES = 16
 """Most cores of a train that the C++ kernels multiply."""
 TILE_BYTES = 2**21
@@ -106,7 +106,7 @@ def bag(
       implementation: see `cores.pooled_rows`.
     """
     check_type(bags, Bags, "bag: bags, which Bags.from_lists makes of lists,")
-    check_mode(mode)
+    check_type(mode, Mode, "mode")
     cores, bags = check_cores(spec, cores), with_room(bags)
     digits, valid = digits_of((spec,), bags.ids)
     valid = valid if padding_idx is None else valid & (bags.ids != padding_idx)
@@ -216,33 +216,18 @@ def segment_of(bags: Bags, rows: Int[Array, " nnz"], mode: Mode) -> Segment:
     return Segment(rows, offsets, jnp.asarray(bags.weights, jnp.float32) * shares)
 
 
-def check_mode(mode: str) -> None:
-    """Raises: ValueError: there is none of this name."""
-    if mode not in ("sum", "mean"):
-        raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}; max is not a linear function of the cores.")
-
-
 def with_room(bags: Bags) -> Bags:
     """Bags of any lengths with room for a power of two of ids, so that few programs serve all batches.
 
-    What the room holds is in no bag. Left as they are: dense arrays, bags that somebody padded, what is inside `jit`,
-    and what lies on several devices.
+    What the room holds is in no bag. Left as they are: dense arrays, what is inside `jit`, and what lies on several
+    devices.
     """
     if bags.dense_shape is not None or is_traced(bags):
         return bags
     if any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in jax.tree.leaves(bags)):
         return bags
-    ids, offsets = np.asarray(bags.ids), np.asarray(bags.offsets)
-    if offsets[-1] != ids.size:
-        return bags
-    weights = None if bags.weights is None else np.asarray(bags.weights)
-    return Bags(ids, offsets, weights).pad_to(1 << max(SMALLEST_ROOM_BITS, (ids.size - 1).bit_length()))
-
-
-def check_implementation(implementation: str | None) -> None:
-    """Raises: ValueError: there is none of this name."""
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"unknown implementation {implementation!r}; choose one of {', '.join(IMPLEMENTATIONS)}.")
+    bags_on_host: Bags = jax.tree.map(np.asarray, bags)
+    return bags_on_host.pad_to(max(LEAST_ROOM, padded_size(bags.ids.shape[0])))
 
 
 def unavailable_because(cores: Sequence[Array] = ()) -> str | None:
@@ -278,7 +263,7 @@ def pooled_rows(
       ValueError: the implementation is unknown.
       NotImplementedError: it is "native", which cannot run here.
     """
-    check_implementation(implementation)
+    check_type(implementation, Implementation | None, "implementation")
     reason = None if implementation == "plain" else unavailable_because(cores)
     if implementation == "native" and reason is not None:
         raise NotImplementedError(f"implementation 'native' cannot run here: {reason}")

@@ -25,6 +25,7 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.optimizers import OptimizerSpec, Slots
 from rsembed.storage import row_map
+from rsembed.storage.hashed_rows import numbers_of
 from rsembed.storage.protocol import on_host
 from rsembed.storage.row_map import FREE, RowMap
 from rsembed.tt.cores import Cores, rows_of
@@ -140,23 +141,20 @@ def count(directory: Directory, ids: Int[Array, " nnz"], occurrences: Int[Array,
     numbers = row_map.find(directory.counted, own)
     is_hit = _place_of(directory, numbers) != NO_ROW
     counted = row_map.use(directory.counted, numbers, jnp.zeros((), jnp.int32), reads)
-    new = own.only(numbers == NO_ROW)
+    new, as_given = own.only(numbers == NO_ROW), jnp.arange(ids.shape[0])
 
     def add(_: object, state: tuple[Directory, Array]) -> tuple[Directory, Array]:
         directory, _ = state
-        num_new = jnp.sum(new.is_key, dtype=jnp.int32)
-        is_short = num_new > directory.counted.num_free[0]
-        directory = jax.lax.cond(is_short, halved, lambda directory: directory, directory)
-        # If there still is no room for all, the most read come first, of equals the lower id.
-        order = jax.lax.cond(num_new > directory.counted.num_free[0], by_reads, lambda: jnp.arange(ids.shape[0]))
+        is_short = jnp.sum(new.is_key, dtype=jnp.int32) > directory.counted.num_free[0]
+        directory, order = jax.lax.cond(is_short, with_room, lambda directory: (directory, as_given), directory)
         wanting = jax.tree.map(lambda lane: lane[order], new)
         counted, rows, _, _ = row_map.assign(directory.counted, wanting, jnp.zeros((), jnp.int32), reads[order])
         left_out = jnp.sum(jnp.where(wanting.is_key & (rows == NO_ROW), reads[order], 0), dtype=jnp.int32)
         return directory._replace(counted=counted), left_out
 
-    def by_reads() -> Array:
-        order = jnp.arange(ids.shape[0])
-        return jax.lax.sort((jnp.where(new.is_key, -reads, 1), new.low, order), num_keys=2)[2]
+    def with_room(directory: Directory) -> tuple[Directory, Array]:
+        # If there still is no room for all, the most read come first, of equals the lower id.
+        return halved(directory), jax.lax.sort((jnp.where(new.is_key, -reads, 1), new.low, as_given), num_keys=2)[2]
 
     # A loop of one turn or none keeps arrays where they lie, a branch may not.
     num_turns, start = jnp.any(new.is_key).astype(jnp.int32), (directory._replace(counted=counted), jnp.int32(0))
@@ -262,6 +260,5 @@ def forget(directory: Directory, first: int, last: int) -> Directory:
 
 def report(directory: Directory) -> CacheReport:
     """Contents and sums, on the host."""
-    high, low = on_host(directory.totals).astype(np.int64).T
     num_cached = int((on_host(directory.ids) != NO_ROW).sum())
-    return CacheReport(num_cached, float(on_host(directory.residual)), *((high << 32) + low).tolist())
+    return CacheReport(num_cached, float(on_host(directory.residual)), *numbers_of(directory.totals).tolist())

@@ -2,30 +2,59 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from rsembed.checks import did_you_mean
-from rsembed.tt.spec import TTSpec
-from rsembed.tt.tables import TTTables
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.errors import TraceContextError
+from jaxtyping import Array, Float, PyTree
 
-AFTER_SIZES = (
-    *("tt_ranks", "tt_p_shapes", "tt_q_shapes", "optimizer", "learning_rate", "eps", "sparse", "use_cache"),
-    *("cache_size", "hashtbl_size", "weight_dist", "enforce_embedding_dim"),
-)
-"""Published arguments by position, behind the sizes of the table."""
+from rsembed.bags import Bags, check_not_taken, is_traced, narrow_ids
+from rsembed.checks import NonNegativeInt, PositiveInt, dtype_among, validated
+from rsembed.optimizers import OptimizerSpec
+from rsembed.row_gradients import SingleUse, check_gradient
+from rsembed.specs import MAX_ROWS
+from rsembed.stacking import split_by_memory
+from rsembed.tt import hot_rows, programs
+from rsembed.tt.cores import AnyCores, Implementation, Mode, check_cores, with_room
+from rsembed.tt.hot_rows import CacheReport
+from rsembed.tt.new_cores import WeightDistribution
+from rsembed.tt.programs import FusedParam, FusedState, HotRows, OptimType, TTGradients, rule_of
+from rsembed.tt.spec import CORE_DTYPES, TTSpec, specs_of_tables
+from rsembed.tt.storage import CachedTrain, cores_of, init_core_slots
+
+Rate = Annotated[float, "[0, inf)"]
 
 
-class TTEmbeddingBag(TTTables):
-    """An embedding bag over a table of `num_embeddings` rows that is never stored, only its tensor-train cores.
+def _of_all(values: list[Any]) -> Any:
+    """One value, if it is the same for all tables, or one for each."""
+    if len(values) > 1 and (isinstance(values[0], Array) or any(value != values[0] for value in values)):
+        return values
+    return values[0]
+
+
+def _of_tables(read: Callable[[TTSpec], Any], doc: str) -> property:
+    """A published attribute: one value where all tables have the same, else a list of one for each."""
+    return property(lambda self: _of_all([read(spec) for spec in self.specs]), doc=doc)
+
+
+class TableBatchedTTEmbeddingBag(nnx.Module):
+    """Embedding bags over several tables that are never stored, only their tensor-train cores.
+
+    Sizes, dimensions, ranks and factors are those of all tables, or sequences of one per table. Tables with equal
+    column factors and ranks form a group, whose cores stand one behind the other along their first axis: one lookup
+    serves the group, whatever the tables' sizes.
 
     Args:
+      num_tables: number of tables.
       num_embeddings: rows.
       embedding_dim: any length of row.
-      published: by position, as published: `tt_ranks, tt_p_shapes, tt_q_shapes, optimizer, learning_rate, eps, sparse,
-        use_cache, cache_size, hashtbl_size, weight_dist, enforce_embedding_dim`; without those given by keyword before
-        them, as in `TTEmbeddingBag(10, 3, None, None, tt_ranks=[2, 2])`.
       tt_ranks: one per boundary between cores, so `d - 1` of them make `d` cores.
       tt_p_shapes: row factors, of product at least `num_embeddings`; None takes `suggested_tt_shapes`.
       tt_q_shapes: column factors, of product `embedding_dim`; None takes `suggested_tt_shapes` without rounding up.
@@ -46,14 +75,385 @@ class TTEmbeddingBag(TTTables):
       scale_grad_by_freq: not supported.
       implementation: see `cores.pooled_rows`.
       use_cache: keep the most read rows uncompressed and train them by themselves, from the first `cache_populate` on.
-        True here and False for many tables, as published.
+        None is False, and True of a `TTEmbeddingBag`, as published.
       cache_size: rows kept, per group of tables of equal column factors and ranks; 0 takes a thousandth.
       hashtbl_size: ids counted at most; 0, or less than six per cached row, takes 16.
       rngs: its stream `params` draws the cores; None means `nnx.Rngs(0)`, as the published calls pass none.
 
+    Attributes:
+      is_single: whether one table comes and goes without an axis of tables.
+      specs: one per table.
+      groups: tables of every group.
+      storages: what keeps each group.
+      core_groups: per group, one variable `[sum of p_t over its tables, R_{t-1} * q_t * R_t]` per core.
+      learning_rate: of the fused update; a variable, so changing it compiles nothing.
+
     Raises:
-      ValueError: shapes do not fit, or an option is unknown.
+      ValueError: shapes do not fit, a sequence has not one entry per table, or an option is unknown.
       NotImplementedError: the optimizer or option is not offered.
+
+    Source: FBTT-Embedding, `TableBatchedTTEmbeddingBag`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> tables = TableBatchedTTEmbeddingBag(2, [10, 600], 4, tt_ranks=[2], sparse=False)
+      >>> tables(jnp.asarray([[1, 2], [3, -1], [599, 0], [7, 7]])).shape  # two bags a table
+      (2, 2, 4)
+    """
+
+    is_single: ClassVar[bool] = False
+
+    @validated
+    def __init__(
+        self,
+        num_tables: PositiveInt,
+        num_embeddings: int | Sequence[int],
+        embedding_dim: int | Sequence[int],
+        tt_ranks: Sequence[Any] | None = None,
+        tt_p_shapes: Sequence[Any] | None = None,
+        tt_q_shapes: Sequence[Any] | None = None,
+        optimizer: OptimType | str = OptimType.SGD,
+        learning_rate: Rate = 0.1,
+        eps: Rate = 1e-10,
+        sparse: bool = True,
+        use_cache: bool | None = None,
+        cache_size: NonNegativeInt = 0,
+        hashtbl_size: NonNegativeInt = 0,
+        weight_dist: WeightDistribution = "normal",
+        enforce_embedding_dim: bool = True,
+        *,
+        max_norm: float | None = None,
+        scale_grad_by_freq: bool = False,
+        dtype: Any = jnp.float32,
+        mode: Mode = "sum",
+        padding_idx: int | None = None,
+        bounds_check: Literal["raise", "ignore"] = "raise",
+        include_last_offset: bool | None = None,
+        implementation: Implementation | None = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        del enforce_embedding_dim  # it always is
+        for name, value in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq)):
+            if value:
+                raise NotImplementedError(f"{name}={value!r} is not offered: no row is stored that it could change.")
+        if tt_ranks is None:
+            raise TypeError(
+                "tt_ranks is missing: one rank per boundary between cores, such as tt_ranks=[16] for two cores."
+            )
+        use_cache = self.is_single if use_cache is None else use_cache
+        sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
+        shapes = {"tt_ranks": tt_ranks, "tt_p_shapes": tt_p_shapes, "tt_q_shapes": tt_q_shapes}
+        specs = specs_of_tables(num_tables, **sizes, **shapes)
+        num_rows = [spec.num_embeddings for spec in specs]
+        dtype = jnp.dtype(dtype_among(CORE_DTYPES, dtype, "dtype"))
+        if padding_idx is not None and not 0 <= padding_idx < min(num_rows):
+            raise ValueError(f"padding_idx={padding_idx} is no row of every table; it must be an id that all have.")
+        by_shape: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
+        for k, spec in enumerate(specs):
+            by_shape.setdefault(spec.slice_shapes, []).append(k)
+        groups = split_by_memory(by_shape.values(), dict(enumerate(num_rows)), MAX_ROWS)
+        self.specs = nnx.static(tuple(specs))
+        self.groups = nnx.static(tuple(map(tuple, groups)))
+        self.optimizer, self.eps = OptimType(optimizer), eps
+        rule = rule_of(self.optimizer, eps)
+        # An optimizer outside has slots of its own.
+        self.rule: OptimizerSpec = nnx.static(rule if sparse else rule_of(OptimType.SGD, eps))
+        self.sparse, self.mode, self.padding_idx = sparse, mode, padding_idx
+        self.bounds_check, self.include_last_offset = bounds_check, include_last_offset
+        self.implementation, self.weight_dist, self.dtype = implementation, weight_dist, dtype
+        self.deterministic = False
+        cache = (cache_size, hashtbl_size) if use_cache else None
+        kind = FusedParam if sparse else nnx.Param
+        like = {"optimizer": self.rule, "dtype": dtype.name}
+        storages = [programs.storage_of([specs[k] for k in own], cache, like) for own in groups]
+        self.storages = nnx.static(tuple(storages))
+        drawn = self._draw(weight_dist, rngs)
+        self.core_groups = nnx.List([nnx.List([kind(core) for core in cores_of(params)]) for params, _ in drawn])
+        self.slots = nnx.List([FusedState(slots[0] if use_cache else slots) for _, slots in drawn])
+        self.learning_rate = FusedState(jnp.asarray(learning_rate, jnp.float32))
+        self.step = FusedState(jnp.zeros((), jnp.int32))
+        self.caches = nnx.List([HotRows(params, slots[1], kind) for params, slots in drawn] if use_cache else [])
+
+    def _draw(self, weight_dist: WeightDistribution, rngs: nnx.Rngs | None) -> list[tuple[PyTree, PyTree]]:
+        """Initial parameters and slots of every group."""
+        key, num_tables = (rngs or nnx.Rngs(0)).params(), len(self.specs)
+        keys = jax.random.split(key, num_tables) if num_tables > 1 else key[None]
+        groups = zip(self.storages, self.groups, strict=True)
+        return [storage.start(keys[np.asarray(own)], storage.tables[0], weight_dist) for storage, own in groups]
+
+    def _state(self, g: int) -> tuple[PyTree, PyTree]:
+        """Parameters and slots of a group, as its storage has them.
+
+        Raises: RuntimeError: a step took arrays of the module over.
+        """
+        cores, slots = tuple(core.get_value() for core in self.core_groups[g]), self.slots[g].get_value()
+        state: PyTree = cores, slots
+        if self.caches:
+            cache = self.caches[g]
+            stored = CachedTrain(cores, cache.rows.get_value(), cache.directory.get_value())
+            state = stored, (slots, cache.state.get_value())
+        way_out = (
+            "where an error or Ctrl-C broke that step off, nnx.update(module, state) with the nnx.state that was saved "
+            "last; where a copy that shared the arrays took it, go on with the copy"
+        )
+        check_not_taken(state, f"{type(self).__name__} has lost its cores", way_out)
+        return state
+
+    def _put(self, g: int, params: PyTree, slots: PyTree) -> None:
+        """The inverse of `_state`."""
+        for variable, core in zip(self.core_groups[g], cores_of(params), strict=True):
+            nnx.Variable.set_value(variable, core)
+        self.slots[g].set_value(self.storages[g].core_slots(slots))
+        if self.caches:
+            nnx.Variable.set_value(self.caches[g].rows, params.rows)
+            self.caches[g].state.set_value(slots[1])
+            self.caches[g].directory.set_value(params.directory)
+
+    def reset_parameters(self, weight_dist: WeightDistribution | None = None, *, rngs: nnx.Rngs | None = None) -> None:
+        """Draws all cores anew, by default as the constructor did; forgets optimizer state, counts and cached rows."""
+        for g, drawn in enumerate(self._draw(weight_dist or self.weight_dist, rngs)):
+            self._put(g, *drawn)
+        self.step.set_value(jnp.zeros((), jnp.int32))
+
+    @validated
+    def set_learning_rate(self, lr: Rate | Float[Array, ""]) -> None:
+        """Learning rate of the fused updates from now on. Raises: ValueError: it is negative or not finite."""
+        self.learning_rate.set_value(jnp.asarray(lr, jnp.float32))
+
+    def _place_of(self, table: int) -> tuple[int, int, int]:
+        """A table's group, and its number and first row there."""
+        if not 0 <= table < len(self.specs):
+            raise ValueError(f"there is no table {table}, only {len(self.specs)} tables.")
+        ((g, group),) = [(g, group) for g, group in enumerate(self.groups) if table in group]
+        number = group.index(table)
+        return g, number, sum(self.specs[k].num_embeddings for k in group[:number])
+
+    def cores_of(self, table: int = 0) -> tuple[Array, ...]:
+        """The cores of one table."""
+        g, number, _ = self._place_of(table)
+        return tuple(self.storages[g].unstack(*self._state(g), self.storages[g].tables[0], 1)[number][0])
+
+    def set_cores(self, cores: AnyCores, table: int = 0) -> None:
+        """Puts cores in place of those of a table, such as those of `from_dense`.
+
+        The optimizer state of the old cores and the cached rows of the table are forgotten; read counts stay, and so
+        does the number of steps where there are other tables.
+
+        Raises: ValueError: their shapes do not fit, or a number is not finite.
+        """
+        g, number, first = self._place_of(table)
+        new = tuple(core.astype(self.dtype) for core in check_cores(self.specs[table], cores))
+        for t, core in enumerate(new):
+            if not is_traced(core) and not bool(jnp.isfinite(core).all()):
+                raise ValueError(f"core {t} for table {table} has a number that is not finite; clean the cores first.")
+        storage, (params, slots) = self.storages[g], self._state(g)
+        parts = storage.unstack(params, slots, storage.tables[0], 1)
+        parts[number] = new, init_core_slots(self.rule, new)
+        all_cores, core_slots = storage.stack(parts, params, 1)
+        if not self.caches:
+            self._put(g, all_cores, core_slots)
+        else:
+            directory = hot_rows.forget(params.directory, first, first + self.specs[table].num_embeddings)
+            self._put(g, params._replace(cores=all_cores, directory=directory), (core_slots, slots[1]))
+        if len(self.specs) == 1:
+            self.step.set_value(jnp.zeros((), jnp.int32))
+
+    def get_params(self) -> list[Array]:
+        """The values of all cores, group after group, then those of cached rows; changes nothing."""
+        return [core.get_value() for core in [*self.tt_cores, *(cache.rows for cache in self.caches)]]
+
+    @property
+    def num_tables(self) -> int:
+        """Number of tables."""
+        return len(self.specs)
+
+    num_embeddings = _of_tables(lambda spec: spec.num_embeddings, "Rows.")
+    embedding_dim = _of_tables(lambda spec: spec.embedding_dim, "Length of a row.")
+    tt_p_shapes = _of_tables(lambda spec: list(spec.tt_p_shapes), "Row factors.")
+    tt_q_shapes = _of_tables(lambda spec: list(spec.tt_q_shapes), "Column factors.")
+    tt_ranks = _of_tables(lambda spec: list(spec.ranks), "All ranks, from 1 to 1.")
+    tt_ndim = _of_tables(lambda spec: spec.num_cores, "Number of cores.")
+
+    @property
+    def tt_cores(self) -> list[nnx.Variable]:
+        """The cores' variables, group after group; tables of a group stand one behind the other."""
+        return [core for group in self.core_groups for core in group]
+
+    @property
+    def optimizer_state(self) -> list[Array]:
+        """The state of the fused update, one array per core and slot."""
+        return [leaf for own in self.slots for leaf in jax.tree.leaves(own.get_value())]
+
+    @property
+    def use_cache(self) -> bool:
+        """Whether rows may be cached."""
+        return bool(self.caches)
+
+    @property
+    def cache_weight(self) -> Any:
+        """All places of stored rows `[places, dim]`, in a list of one per group of tables; None without a cache."""
+        return _of_all([cache.rows.get_value() for cache in self.caches]) if self.caches else None
+
+    def full_weight(self, table: int | None = None) -> PyTree:
+        """One table, expanded, cached rows included; or all: `[tables, vocab, dim]` when they are of one size.
+
+        Tables of different sizes come as a list, and a module of one table has that alone.
+        """
+        if table is None:
+            return self._joined([self.full_weight(k) for k in range(len(self.specs))])
+        g, number, _ = self._place_of(table)
+        whole: Array = self.storages[g].whole(self._state(g)[0], self.storages[g].tables[0], number)
+        return whole
+
+    def update_cache(self, indices: PyTree, offsets: object = None) -> None:
+        """Counts reads without a lookup. A lookup counts as well, except after `eval()`.
+
+        Args:
+          indices: ids as for a lookup; of one table also flat ids without offsets.
+          offsets: as for a lookup.
+        """
+        if offsets is None and len(self.specs) == 1 and not isinstance(indices, Bags):
+            flat = jnp.asarray(indices) if all(np.ndim(own) == 0 for own in indices) else None
+            indices = indices if flat is None else flat.reshape(-1, 1)
+        self._count(self._by_group(self._read(indices, offsets, None)))
+
+    def cache_populate(self) -> None:
+        """Keeps the most read rows from now on; those that leave the cache are what their cores give. See `hot_rows`.
+
+        Warns where no read was counted, which inside `jit` nobody knows.
+        """
+        directories = [cache.directory.get_value() for cache in self.caches]
+        if directories and not is_traced(directories) and not any(own.lookups for own in self.cache_reports()):
+            warnings.warn("cache_populate: nothing was counted, so nothing is cached.", stacklevel=2)
+        for g, _ in enumerate(self.caches):
+            self._put(g, *programs.populated(self.storages[g], *self._state(g)))
+
+    def _count(self, batch: Sequence[Bags]) -> None:
+        for g, cache in enumerate(self.caches):
+            counted = programs.counted(self._state(g)[0].directory, batch[g].ids)
+            with contextlib.suppress(TraceContextError):  # a plain jit that closes over the module changes nothing
+                cache.directory.set_value(counted)
+
+    def reset_cache(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Forgets counts and cached rows; returns, per group, the ids and rows that were learned."""
+        learned = [cache.learned() for cache in self.caches]
+        for g, _ in enumerate(self.caches):
+            (params, slots), storage = self._state(g), self.storages[g]
+            self._put(g, *storage.with_no_rows(params.cores, slots[0], storage.tables[0]))
+        return learned
+
+    def cache_reports(self) -> list[CacheReport]:
+        """Contents, hits and evictions, per group of tables."""
+        return [hot_rows.report(cache.directory.get_value()) for cache in self.caches]
+
+    def __call__(
+        self, indices: object, offsets: object = None, per_sample_weights: object = None, warmup: bool = True
+    ) -> PyTree:
+        """Pooled rows of every bag, of which an empty one gives zeros.
+
+        They are `[batch, dim]` of `TTEmbeddingBag`, `[tables, batch, dim]` of `TableBatchedTTEmbeddingBag`, and there
+        one array per table when their dimensions differ.
+
+        Args:
+          indices: flat ids; or a dense array `[bags, ids per bag]`, -1 for no id; or `Bags`; or lists of ids. The bags
+            of table 0 come first, then as many of table 1, and so on.
+          offsets: start of each bag of flat ids; the end of the last may follow. Of one table, a last entry equal to
+            the number of ids is taken for that end unless `include_last_offset=False` says that an empty bag starts
+            there.
+          per_sample_weights: one float per id.
+          warmup: accepted, without effect.
+
+        Raises: ValueError or TypeError: naming the id, bag or offset that is wrong.
+        """
+        del warmup
+        bags = self._read(indices, offsets, per_sample_weights)
+        return self._joined(self._look_up(bags)[0])
+
+    def vjp(
+        self, indices: object, offsets: object = None, per_sample_weights: object = None
+    ) -> tuple[PyTree, Callable[[PyTree], TTGradients | None]]:
+        """Pooled rows, and `backward(d_output)`.
+
+        With `sparse=True` backward steps the cores, once, and returns None. With `sparse=False` it changes nothing and
+        returns `TTGradients`.
+        """
+        bags = self._read(indices, offsets, per_sample_weights)
+        how, permit = (
+            (self.mode, self.implementation),
+            SingleUse("this backward has already stepped the cores; look the batch up again."),
+        )
+        outputs, params, batch = self._look_up(bags)
+        shapes = [output.shape for output in outputs]
+
+        def backward(d_output: PyTree) -> TTGradients | None:
+            d_outputs = [d_output] if self.is_single else list(d_output)
+            for table, (own, shape) in enumerate(zip(d_outputs, shapes, strict=True)):
+                check_gradient(own, f"d_output of table {table}")
+                if np.shape(own) != shape:
+                    raise ValueError(f"d_output of table {table} has shape {np.shape(own)}, its output {shape}.")
+            every = [jnp.asarray(d, jnp.float32) for d in d_outputs]
+            by_group = [jnp.concatenate([every[k] for k in group]) for group in self.groups]
+            given = zip(self.storages, params, batch, by_group, strict=True)
+            if self.sparse:
+                permit.use()
+                pulled, rate, number = [], self.learning_rate.get_value(), self.step.get_value()
+                for g, (storage, *own) in enumerate(given):
+                    *new, d_weights = programs.stepped(storage, *how, *self._state(g), *own, rate, number)
+                    self._put(g, *new)
+                    pulled.append(((), (), d_weights))
+                self.step.set_value(number + 1)
+            else:
+                pulled = [programs.pulled(storage, *how, *own) for storage, *own in given]
+            d_cores, d_rows, d_weights = zip(*pulled, strict=True)
+            d_weight = None if bags.weights is None else sum(d_weights)[: bags.ids.shape[0]]
+            if not self.sparse:
+                return TTGradients(d_cores, d_rows if self.caches else (), d_weight)
+            return None if d_weight is None else TTGradients((), (), d_weight)
+
+        return self._joined(outputs), backward
+
+    def _joined(self, tables: list[Array]) -> PyTree:
+        """What is of every table, in the form of the module."""
+        if self.is_single:
+            return tables[0]
+        return jnp.stack(tables) if len({table.shape for table in tables}) == 1 else tables
+
+    def _look_up(self, bags: Bags) -> tuple[list[Array], list[PyTree], list[Bags]]:
+        """Pooled rows of every table, and the parameters and the batch of every group that gave them."""
+        batch = self._by_group(bags)
+        if not self.deterministic:
+            self._count(batch)
+        params = [self._state(g)[0] for g in range(len(self.groups))]
+        by_table: dict[int, Array] = {}
+        for group, *given in zip(self.groups, self.storages, params, batch, strict=True):
+            pooled = programs.looked_up(given[0], self.mode, self.implementation, *given[1:])
+            by_table.update(zip(group, pooled.reshape(len(group), -1, pooled.shape[1]), strict=True))
+        return [by_table[k] for k in range(len(self.specs))], params, batch
+
+    def _by_group(self, bags: Bags) -> list[Bags]:
+        """What a batch asks every group for: rows, numbered from table to table, in the bags of its tables."""
+        sizes = tuple(spec.num_embeddings for spec in self.specs)
+        bags = with_room(dataclasses.replace(bags, ids=narrow_ids(bags.ids)))
+        return programs.rows_by_group(self.groups, sizes, self.padding_idx, bags)
+
+    def _read(self, *given: PyTree) -> Bags:
+        """Checked bags, those of table 0 first."""
+        name, ignores = type(self).__name__, self.bounds_check == "ignore"
+        return programs.read_bags(self.specs, *given, name=name, last=self.include_last_offset, ignores=ignores)
+
+
+class TTEmbeddingBag(TableBatchedTTEmbeddingBag):
+    """An embedding bag over one table of `num_embeddings` rows, kept as tensor-train cores, and cached by default.
+
+    Args:
+      num_embeddings: rows.
+      embedding_dim: any length of row.
+      published: by position, as published: `tt_ranks, tt_p_shapes, tt_q_shapes, optimizer, learning_rate, eps, sparse,
+        use_cache, cache_size, hashtbl_size, weight_dist, enforce_embedding_dim`; from `tt_p_shapes` on where `tt_ranks`
+        is a keyword, as in the example.
+      options: the arguments of `TableBatchedTTEmbeddingBag` by keyword.
+
+    Raises: as `TableBatchedTTEmbeddingBag`.
 
     Source: FBTT-Embedding, `TTEmbeddingBag`.
 
@@ -66,73 +466,12 @@ class TTEmbeddingBag(TTTables):
 
     is_single = True
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, *published: object, **options: Any):
-        given = {"use_cache": True} | by_name(published, options)
-        super().__init__(1, num_embeddings, embedding_dim, **given)
+    def __init__(self, num_embeddings: int, embedding_dim: int, *published: Any, **options: Any):
+        if "tt_ranks" in options:
+            published = options.pop("tt_ranks"), *published
+        super().__init__(1, num_embeddings, embedding_dim, *published, **options)
 
     @property
     def spec(self) -> TTSpec:
         """Rows, factors and ranks."""
         return self.specs[0]
-
-
-class TableBatchedTTEmbeddingBag(TTTables):
-    """Embedding bags over several tables; tables with equal column factors and ranks share one lookup.
-
-    Sizes, dimensions, ranks and factors are those of all tables, or sequences of one per table.
-
-    Args:
-      num_tables: number of tables.
-      num_embeddings: rows.
-      embedding_dim: length of a row.
-      published: by position, as for `TTEmbeddingBag`.
-      tt_ranks: ranks, or one sequence of ranks per table.
-      tt_p_shapes: row factors or None, or one of these per table.
-      tt_q_shapes: column factors or None, or one of these per table.
-      enforce_embedding_dim: accepted; the dimension is always enforced.
-      options: those of `TTEmbeddingBag`.
-
-    Raises: as `TTEmbeddingBag`; ValueError: a sequence has not one entry per table.
-
-    Source: FBTT-Embedding, `TableBatchedTTEmbeddingBag`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> tables = TableBatchedTTEmbeddingBag(2, [10, 600], 4, tt_ranks=[2], sparse=False)
-      >>> tables(jnp.asarray([[1, 2], [3, -1], [599, 0], [7, 7]])).shape  # two bags a table
-      (2, 2, 4)
-    """
-
-    is_single = False
-
-    def __init__(
-        self,
-        num_tables: int,
-        num_embeddings: int | Sequence[int],
-        embedding_dim: int | Sequence[int],
-        *published: object,
-        **options: Any,
-    ):
-        super().__init__(num_tables, num_embeddings, embedding_dim, **by_name(published, options))
-
-
-def by_name(published: Sequence[object], options: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by name, of which those in `AFTER_SIZES` may be given by position.
-
-    Raises: TypeError: one is given twice or unknown, there are too many, or ranks are missing.
-    """
-    options = {name: value for name, value in options.items() if value is not None or name not in AFTER_SIZES[:3]}
-    places = [name for name in AFTER_SIZES if name != "tt_ranks" or name not in options]
-    if len(published) > len(places):
-        raise TypeError(f"too many arguments by position: {len(published)} for {', '.join(places)}.")
-    given = {name: value for name, value in zip(places, published, strict=False) if value is not None}
-    if twice := [name for name in given if name in options]:
-        raise TypeError(f"{twice[0]} is given by position and by keyword.")
-    known = [*inspect.signature(TTTables.__init__).parameters][4:]  # behind self and the sizes
-    if unknown := [name for name in options if name not in known]:
-        raise TypeError(f"there is no argument {unknown[0]!r}{did_you_mean(unknown[0], known)}.")
-    if "tt_ranks" not in given | options:
-        raise TypeError(
-            "tt_ranks is missing: one rank per boundary between cores, such as tt_ranks=[16] for two cores."
-        )
-    return given | options

@@ -10,7 +10,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,13 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from rsembed.checks import dtype_among, validated
+from rsembed.checks import NonNegativeInt, dtype_among, validated
 from rsembed.progress import progress
 from rsembed.tt.cores import AnyCores, Cores, check_cores
 from rsembed.tt.spec import CORE_DTYPES, Integers, TTSpec, check_one_of
 
-WEIGHT_DISTRIBUTIONS = ("normal", "uniform", "approx-normal", "approx-uniform", "naive-uniform")
+WeightDistribution = Literal["normal", "uniform", "approx-normal", "approx-uniform", "naive-uniform"]
+RelativeError = Annotated[float, "[0, inf)"]
 
 
 def target_std(spec: TTSpec) -> float:
@@ -44,7 +45,7 @@ def core_std(spec: TTSpec) -> float:
 
 @validated
 def init_cores(
-    key: PRNGKeyArray, spec: TTSpec, weight_dist: str = "normal", *, dtype: Any = jnp.float32
+    key: PRNGKeyArray, spec: TTSpec, weight_dist: WeightDistribution = "normal", *, dtype: Any = jnp.float32
 ) -> tuple[Array, ...]:
     """Random cores.
 
@@ -79,10 +80,8 @@ def init_cores(
             stacklevel=2,
         )
         cores = _split(spec, jax.random.uniform(key, (spec.num_params,), maxval=1 / math.sqrt(spec.num_embeddings)))
-    elif weight_dist == "approx-uniform":
-        cores = _triangle_wave_cores(key, spec)
     else:
-        raise ValueError(f"unknown weight_dist {weight_dist!r}; choose one of {', '.join(WEIGHT_DISTRIBUTIONS)}.")
+        cores = _triangle_wave_cores(key, spec)
     return tuple(core.reshape(shape).astype(dtype) for core, shape in zip(cores, spec.core_shapes, strict=True))
 
 
@@ -141,8 +140,8 @@ def from_dense(
     table: Float[Array | np.ndarray, "vocab dim"],
     *,
     ranks: Integers | int | np.integer | None = None,
-    max_relative_error: float | None = None,
-    bytes: int | None = None,
+    max_relative_error: RelativeError | None = None,
+    bytes: NonNegativeInt | None = None,
     num_cores: int = 2,
     tt_p_shapes: Integers | None = None,
     tt_q_shapes: Integers | None = None,
@@ -180,7 +179,10 @@ def from_dense(
     caps = _ranks_of(ranks, d)
     spec = TTSpec.suggest(rows, dim, caps or [1] * (d - 1), tt_p_shapes, tt_q_shapes)
     p, q = spec.tt_p_shapes, spec.tt_q_shapes
-    remainder = _digit_tensor(dense, p, q).reshape(1, -1)
+    padded = np.zeros((math.prod(p), dim), np.float32)
+    padded[:rows] = dense
+    # An axis per digit, of which those of row and column take turns.
+    remainder = padded.reshape(*p, *q).transpose([axis for t in range(d) for axis in (t, d + t)]).reshape(1, -1)
     tail = (max_relative_error or 0.0) * float(np.linalg.norm(dense)) / math.sqrt(d - 1)
     cores = []
     for t in progress(range(d - 1), description="TT-SVD", delay=1.0, leave=False):
@@ -202,7 +204,7 @@ def round_cores(
     cores: AnyCores,
     *,
     ranks: Integers | int | np.integer | None = None,
-    max_relative_error: float | None = None,
+    max_relative_error: RelativeError | None = None,
 ) -> tuple[TTSpec, Cores]:
     """A table at lower ranks, from its cores alone; the table is never built.
 
@@ -286,16 +288,6 @@ def from_tensorly(
         raise ValueError(f"from_tensorly: cores must be arrays [R, p, q, R], got shapes {shapes}.")
     num_rows = math.prod(core.shape[1] for core in parts) if num_embeddings is None else num_embeddings
     return _stored(num_rows, parts, dtype)
-
-
-def _digit_tensor(
-    table: Float[np.ndarray, "vocab dim"], tt_p_shapes: Sequence[int], tt_q_shapes: Sequence[int]
-) -> Float[np.ndarray, "..."]:
-    """The table, rows of zeros behind it, with an axis per digit: those of row and column take turns."""
-    d = len(tt_p_shapes)
-    padded = np.zeros((math.prod(tt_p_shapes), table.shape[1]), table.dtype)
-    padded[: len(table)] = table
-    return padded.reshape(*tt_p_shapes, *tt_q_shapes).transpose([axis for t in range(d) for axis in (t, d + t)])
 
 
 def _truncated(matrix: np.ndarray, rank: int | None, tail: float) -> tuple[np.ndarray, np.ndarray]:

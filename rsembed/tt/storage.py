@@ -27,7 +27,7 @@ from rsembed.storage.protocol import Found, Pool, ReadAhead, Segments, State, St
 from rsembed.tt import hot_rows
 from rsembed.tt.cores import Cores, digits_of, entries_of, full_weight, pooled_rows
 from rsembed.tt.hot_rows import CachedTrain, Directory
-from rsembed.tt.new_cores import WEIGHT_DISTRIBUTIONS, init_cores, nearest_cores
+from rsembed.tt.new_cores import WeightDistribution, init_cores, nearest_cores
 from rsembed.tt.spec import TTSpec
 
 Params = Cores | CachedTrain
@@ -71,7 +71,7 @@ class TensorTrain(Storage):
     tt_p_shapes: tuple[int, ...] | None = None
     tt_q_shapes: tuple[int, ...] | None = None
     bytes: int | None = None
-    weight_dist: str = "normal"
+    weight_dist: WeightDistribution = "normal"
     cache_rows: NonNegativeInt = 0
     counted_ids: NonNegativeInt = 0
     populate_every: PositiveInt = 100
@@ -85,9 +85,6 @@ class TensorTrain(Storage):
             raise ValueError("TensorTrain needs either tt_ranks or bytes.")
         if self.bytes is not None and (self.tt_p_shapes or self.tt_q_shapes):
             raise ValueError("TensorTrain: bytes chooses the factors too; leave tt_p_shapes and tt_q_shapes out.")
-        if self.weight_dist not in WEIGHT_DISTRIBUTIONS:
-            known = ", ".join(WEIGHT_DISTRIBUTIONS)
-            raise ValueError(f"TensorTrain: unknown weight_dist {self.weight_dist!r}; choose one of {known}.")
 
     def __repr__(self) -> str:
         """What files say of a table's storage: of a cache only where there is one."""
@@ -152,9 +149,11 @@ class TensorTrain(Storage):
         tables = self.tables_of(table)
         return self.start(table_keys(key, [own.name for own in tables]), table)
 
-    def start(self, keys: PRNGKeyArray, table: TableSpec, weight_dist: str | None = None) -> tuple[Params, AllSlots]:
+    def start(
+        self, keys: PRNGKeyArray, table: TableSpec, weight_dist: WeightDistribution | None = None
+    ) -> tuple[Params, AllSlots]:
         """The same, given the key of each table; `weight_dist` is of all, or each table's own."""
-        tables, by_kind = self.tables_of(table), dict[tuple[TTSpec, str], list[int]]()
+        tables, by_kind = self.tables_of(table), dict[tuple[TTSpec, WeightDistribution], list[int]]()
         for number, own in enumerate(tables):
             storage = cast(TensorTrain, own.storage)
             by_kind.setdefault((storage.spec_of(own), weight_dist or storage.weight_dist), []).append(number)

@@ -117,7 +117,8 @@ stored(rs.tt.TensorTrain((0,))) => ValueError: table 'word': tt_ranks must hold 
 stored(rs.tt.TensorTrain((2.5,))) => TypeError: TensorTrain: tt_ranks[0] must be an integer, got 2.5 (float)
 stored(rs.tt.TensorTrain((2,), tt_q_shapes="22"))
     => TypeError: TensorTrain: tt_q_shapes must be a list (each an integer) ... got '22' (str)
-stored(rs.tt.TensorTrain((2,), weight_dist=None)) => TypeError: TensorTrain: weight_dist must be a text, got None
+stored(rs.tt.TensorTrain((2,), weight_dist=None))
+    => TypeError: TensorTrain: weight_dist must be 'normal' or ... got None
 """
 
 

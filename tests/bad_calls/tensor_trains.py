@@ -76,12 +76,12 @@ tt.TTSpec.for_budget(9, 4, ratio=0) => ValueError: ratio ... (0, inf)
 tt.TTSpec.for_budget(9, 4, bytes=999, num_cores=1) => ValueError: num_cores ... [2, inf) ... 1
 tt.TTSpec.for_budget(9, 4, bytes=999, num_cores="two") => ValueError: num_cores ... an integer or 'auto'
 tt.TTSpec.for_budget(9, 4, bytes=999, dtype="flaot") => ValueError: dtype 'flaot' ... float32
-tt.suggested_tt_shapes(0, 3) => ValueError: suggested_tt_shapes ... n=0
+tt.suggested_tt_shapes(0, 3) => ValueError: suggested_tt_shapes: n ... [1, inf) ... 0
 # Storage
 stored() => ValueError: TensorTrain ... tt_ranks or bytes
 stored(bytes=999, tt_p_shapes=(3, 3)) => ValueError: leave tt_p_shapes
 stored(2) => TypeError: TensorTrain: tt_ranks ... each an integer ... got 2
-stored((2,), weight_dist="gauss") => ValueError: weight_dist 'gauss' ... normal
+stored((2,), weight_dist="gauss") => ValueError: weight_dist ... 'normal' ... 'gauss'
 stored((2,), tt_p_shapes=(2, 2)) => ValueError: table 'word' ... make 4 rows ... num_embeddings=9
 stored(bytes=8) => ValueError: table 'word': 8 bytes
 stored((2,), dtype="float16") => ValueError: table 'word' ... float32 or bfloat16
@@ -89,11 +89,11 @@ stored((2,), dtype="float16") => ValueError: table 'word' ... float32 or bfloat1
 tt.rows(tt.TTSpec(9, (3, 3), (4, 1), (2,)), cores(), jnp.array([1])) => ValueError: cores have shapes
 tt.rows((9, 4), cores(), jnp.array([1])) => TypeError: TTSpec ... tuple
 tt.rows(SPEC, cores(), jnp.array([1.5])) => TypeError: ids ... integers ... float32
-tt.rows(SPEC, cores(), jnp.array([1]), implementation="fast") => ValueError: 'fast' ... plain
+tt.rows(SPEC, cores(), jnp.array([1]), implementation="fast") => ValueError: implementation ... 'plain' ... 'fast'
 tt.bag(SPEC, cores(), rs.Bags.from_lists([[1]]), mode="max") => ValueError: mode ... 'sum' or 'mean' ... 'max'
 tt.bag(SPEC, cores(), [[1]]) => TypeError: Bags.from_lists
 tt.full_weight(SPEC, cores()[:1]) => ValueError: cores have shapes ... spec asks for
-tt.init_cores(KEY(0), SPEC, "gauss") => ValueError: 'gauss' ... normal
+tt.init_cores(KEY(0), SPEC, "gauss") => ValueError: weight_dist ... 'normal' ... 'gauss'
 tt.init_cores(KEY(0), tt.TTSpec(9, (3, 3), (2, 2), (1,)), "approx-uniform") => ValueError: ranks of at least 2 ... [1]
 tt.init_cores(KEY(0), SPEC, dtype=jnp.int32) => ValueError: dtype 'int32 ... float32
 # From and to tables
@@ -117,16 +117,17 @@ module(learning_rate=-1.0) => ValueError: learning_rate ... -1.0
 module(eps=NAN) => ValueError: eps ... [0, inf) ... nan
 module(use_cache=True, cache_size=4, hashtbl_size=3) => ValueError: hashtbl_size=3 ... cache_size=4
 tt.TTEmbeddingBag(2**31, 1, [1], [2**16, 2**15], [1, 1]) => ValueError: exceeds 2147483647
-module(cache_sise=3) => TypeError: no argument 'cache_sise' (did you mean 'cache_size'?
+module(cache_sise=3) => TypeError: unexpected keyword argument 'cache_sise'
 module(scale_grad_by_freq=True) => NotImplementedError: scale_grad_by_freq
 module(padding_idx=9) => ValueError: padding_idx=9 ... no row
 module(bounds_check="clip") => ValueError: bounds_check ... 'clip'
 module(max_norm=1.0) => NotImplementedError: max_norm=1.0
 tt.TableBatchedTTEmbeddingBag(2, [9, 9, 9], 4, tt_ranks=[2]) => ValueError: num_embeddings ... 3 ... 2 tables
-tt.TTEmbeddingBag(9, 4, [2], [3, 3], tt_p_shapes=[3, 3]) => TypeError: tt_p_shapes is given by position and by keyword
+tt.TTEmbeddingBag(9, 4, [2], [3, 3], tt_p_shapes=[3, 3]) => TypeError: multiple values for argument 'tt_p_shapes'
 tt.TTEmbeddingBag(9, 4, [2], None, None, "sgd", optimizer="sgd")
-    => TypeError: optimizer is given by position and by keyword
-tt.TTEmbeddingBag(9, 4, [2], *[None] * 12) => TypeError: too many arguments by position: 13 for tt_ranks, tt_p_shapes
+    => TypeError: multiple values for argument 'optimizer'
+tt.TTEmbeddingBag(9, 4, [2], None, None, "sgd", 0.1, 1e-9, True, False, 0, 0, "normal", True, None)
+    => TypeError: takes from 4 to 16 positional arguments but 17
 in_jit(lambda one: one.reset_cache()) => RuntimeError: outside of jit
 in_jit(lambda one: one.cache_reports()) => RuntimeError: outside of jit
 module(use_cache=True).tt_cores[0].set_value(np.ones((3, 4), np.float32))
