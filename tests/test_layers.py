@@ -24,7 +24,7 @@ BUDGETS = {
     "kernels": 3028,
     "interaction": 35,
     "initial_values": 252,
-    "storage": 2517,
+    "storage": 2443,
     "row_gradients": 271,
     "parallel": 905,
     "collection": 3154,
