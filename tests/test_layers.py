@@ -22,7 +22,7 @@ BUDGETS = {
     "bags": 452,
     "kernels": 3033,
     "initial_values": 252,
-    "storage": 2570,
+    "storage": 2496,
     "row_gradients": 268,
     "parallel": 898,
     "collection": 2768,

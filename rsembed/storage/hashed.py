@@ -12,12 +12,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt32
 
 from rsembed.bags import PAD_ID
-from rsembed.checks import PositiveInt, check_type
-from rsembed.initial_values import keyed_form, keyed_rows, table_key, table_keys
+from rsembed.checks import PositiveInt, check_type, dtype_among
+from rsembed.initial_values import keyed_form, table_key, table_keys, traced_initializer
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Step
 from rsembed.kernels.keyed import varying_zero
-from rsembed.keys import Keys, join_keys, local_rows
+from rsembed.keys import KEY_DTYPES, Keys, join_keys, local_rows
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import hashed_rows, logical_rows, row_map
@@ -117,19 +117,16 @@ class Hashed(RowsByKey):
             raise ValueError(f"{where}: keys are admitted by admission_count or by admission_probability, not by both.")
         check_type(self.when_full, WhenFull, f"{where}: when_full")
         check_type(self.eviction, Eviction, f"{where}: eviction")
-        hashed_rows.check(table)
+        dtype_among(KEY_DTYPES, self.key_dtype, f"{where}: key_dtype")
+        traced_initializer(table, (1, table.embedding_dim))
 
     def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
-        capacity = -(-table.vocabulary_size // num_shards)
-        return self.start(table_key(key, table.name), table, capacity, shard=shard)
-
-    def start(
-        self, own_key: KeyOrKeys, table: TableSpec, *capacities: int, shard: Int[Array, ""]
-    ) -> tuple[DynamicTable, Slots]:
-        """A shard of so many rows, given the table's own key, or those of several tables."""
         del shard  # all begin empty
+        tables = self.tables_of(table)
+        capacities = [-(-own.vocabulary_size // num_shards) for own in tables]
         num_waiting = [self.admission_capacity or own for own in capacities] if self.admission_count else None
-        return hashed_rows.empty(table, capacities, own_key, num_waiting=num_waiting)
+        keys = table_keys(key, [own.name for own in tables])
+        return hashed_rows.empty(table, capacities, keys, num_waiting=num_waiting)
 
     def read(self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
         """As every storage. A key that `find` will meet a full table with reads ahead as what it would start from."""
@@ -283,29 +280,21 @@ class HashedTables(Hashed):
 
     tables: tuple[TableSpec, ...]
 
-    def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
-        keys = table_keys(key, [own.name for own in self.tables])
-        return self.start(keys, table, *self._capacities(num_shards), shard=shard)
-
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
         return self.tables
 
     def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[State]:
-        return hashed_rows.unstack((params, slots), len(self.tables), num_shards)
+        return hashed_rows.unstack((params._replace(key=None), slots), len(self.tables), num_shards)
 
     def stack(self, parts: Sequence[State], like: PyTree, num_shards: int) -> State:
         written, slots = hashed_rows.stack(parts, num_shards)
         return written._replace(key=like.key), slots  # as it lies on the devices
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
-        capacities = np.asarray(self._capacities(num_shards // len(self.tables)))
-        empty = np.tile(capacities.max() - capacities, num_shards // len(self.tables))
+        num_devices = num_shards // len(self.tables)
+        capacities = np.asarray([-(-own.vocabulary_size // num_devices) for own in self.tables])
         found = super().counts(params, num_shards)
-        return found | {"rows": found["rows"] - empty}
-
-    def _capacities(self, num_shards: int) -> list[int]:
-        """Rows of each table in a shard."""
-        return [-(-own.vocabulary_size // num_shards) for own in self.tables]
+        return found | {"rows": found["rows"] - np.tile(capacities.max() - capacities, num_devices)}
 
 
 DRAWS = 0x61646D74
@@ -348,7 +337,6 @@ def _upper_half(one: UInt32[Array, "*n"], other: UInt32[Array, ""]) -> UInt32[Ar
     return one_high * other_high + (crossed >> half) + (across >> half) + (carried >> half)
 
 
-BLOCK_VALUES = 1 << 20
 MAX_KEYS = 2**32
 
 
@@ -366,7 +354,8 @@ class RowNumbers(RowsByKey):
     placements: ClassVar[tuple[str, ...]] = ("row",)
 
     def check(self, table: TableSpec) -> None:
-        hashed_rows.check(table)
+        dtype_among(KEY_DTYPES, self.key_dtype, f"table {table.name!r}: key_dtype")
+        traced_initializer(table, (1, table.embedding_dim))
         if table.vocabulary_size > MAX_KEYS:
             raise ValueError(
                 f"table {table.name!r}: {table.vocabulary_size} rows are more than 2**32; keep rows by key as "
@@ -387,24 +376,13 @@ class RowNumbers(RowsByKey):
         return keys
 
     def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
-        """Made block by block: nothing else is as large as the rows."""
         own_key, capacity = table_key(key, table.name), table.vocabulary_size // num_shards
-        size = min(capacity, max(1, BLOCK_VALUES // table.embedding_dim))
-
-        def fill(number: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-            first = jnp.minimum(number * size, capacity - size)
-            low = (first + jnp.arange(size, dtype=jnp.int32)).astype(jnp.uint32) * jnp.uint32(num_shards)
-            low = low + shard.astype(jnp.uint32)
-            lanes = jnp.zeros_like(low), low
-            values = keyed_rows(own_key, table.initializer, lanes, table.embedding_dim)
-            return tuple(
-                jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), first, 0)
-                for array, part in zip(arrays, (values, *table.optimizer.init_slots(values)), strict=True)
-            )
-
         rows, slots = hashed_rows.allocate(table, capacity, fill=None)
-        rows, *slots = jax.lax.fori_loop(0, -(-capacity // size), fill, (rows, *slots))
-        return DynamicTable(None, rows, None, Counters(), own_key[None]), tuple(slots)
+        places = jnp.arange(capacity, dtype=jnp.int32)
+        low = places.astype(jnp.uint32) * jnp.uint32(num_shards) + shard.astype(jnp.uint32)
+        keys = Keys(jnp.zeros_like(low), low, jnp.ones(capacity, bool))
+        rows, *filled = hashed_rows.with_initial_values((rows, *slots), places, keys, table, own_key)
+        return DynamicTable(None, rows, None, Counters(), own_key[None]), tuple(filled)
 
     def read(self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
         del ahead

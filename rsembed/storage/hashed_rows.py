@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,11 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree, UInt32
 
-from rsembed.checks import dtype_among
-from rsembed.initial_values import keyed_rows, traced_initializer
+from rsembed.initial_values import keyed_rows
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Segment, SegmentGradients, Step
 from rsembed.kernels.keyed import mix
-from rsembed.keys import KEY_DTYPES, Keys
+from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import row_map
@@ -91,7 +90,7 @@ class DynamicTable(NamedTuple):
     @property
     def own_key(self) -> KeyOrKeys:
         """The key of the one table there is, or all keys."""
-        return self.key[0] if self.num_tables == 1 else self.key
+        return self.key[0] if self.key.shape[0] == 1 else self.key
 
 
 def empty(
@@ -111,25 +110,15 @@ def empty(
     """
     if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):  # numbers, as keys once were
         key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(key))
-    own = key.reshape(-1)
     rows, slots = allocate(table, max(capacities) * len(capacities), fill=0)
     keys, waiting = row_map.empty(*capacities), None if num_waiting is None else row_map.empty(*num_waiting)
     counters = Counters(*(jnp.zeros((len(capacities), 2), jnp.uint32) for _ in Counters._fields))
-    return DynamicTable(keys, rows, waiting, counters, own), slots
+    return DynamicTable(keys, rows, waiting, counters, key.reshape(-1)), slots
 
 
 def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
-    """Parameters or slots of all shards, on the host, as those of each table."""
-
-    def parted(leaf: PyTree) -> PyTree:
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            data = on_host(jax.random.key_data(leaf))
-            leaf = jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaf))
-        else:
-            leaf = on_host(leaf)
-        return leaf.reshape(num_shards, num_tables, -1, *leaf.shape[1:])
-
-    tree = jax.tree.map(parted, tree)
+    """Arrays of all shards, on the host, as those of each table."""
+    tree = jax.tree.map(lambda leaf: on_host(leaf).reshape(num_shards, num_tables, -1, *leaf.shape[1:]), tree)
     return [
         jax.tree.map(lambda leaf, number=number: leaf[:, number].reshape(-1, *leaf.shape[3:]), tree)
         for number in range(num_tables)
@@ -139,10 +128,8 @@ def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
 def stack(trees: Sequence[PyTree], num_shards: int) -> PyTree:
     """The inverse of `unstack`."""
 
-    def joined(*leaves: PyTree) -> PyTree:
-        by_shard = [leaf.reshape(num_shards, -1, *leaf.shape[1:]) for leaf in leaves]
-        is_key = jax.dtypes.issubdtype(leaves[0].dtype, jax.dtypes.prng_key)
-        stacked = (jnp if is_key else np).concatenate(by_shard, axis=1)
+    def joined(*leaves: PyTree) -> np.ndarray:
+        stacked = np.concatenate([leaf.reshape(num_shards, -1, *leaf.shape[1:]) for leaf in leaves], axis=1)
         return stacked.reshape(-1, *stacked.shape[2:])
 
     return jax.tree.map(joined, *trees)
@@ -158,12 +145,6 @@ def allocate(table: TableSpec, capacity: int, *, fill: int | None) -> tuple[Arra
     slots = jax.eval_shape(table.optimizer.init_slots, jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32))
     rows = api.allocate((capacity, table.embedding_dim), jnp.dtype(table.dtype), fill)
     return rows, tuple(api.allocate((capacity, *slot.shape[1:]), slot.dtype, fill) for slot in slots)
-
-
-def check(table: TableSpec) -> None:
-    """Raises: TypeError, ValueError: the type of the keys is unknown, or the initializer does not make single rows."""
-    dtype_among(KEY_DTYPES, cast(Storage, table.storage).key_dtype, f"table {table.name!r}: key_dtype")
-    traced_initializer(table, (1, table.embedding_dim))
 
 
 def with_initial_values(

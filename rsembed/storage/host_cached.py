@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import secrets
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -120,22 +119,11 @@ class BackingStore:
         return self.read(come)
 
 
-class Moves(NamedTuple):
-    """Which rows of a cache change their owners, the first `count` of each shard.
-
-    Attributes:
-      rows: places of the cache.
-      ids: who comes.
-      left: who leaves, -1 where the place was free.
-      num_moved: how many.
-      num_failed: ids of the batch for which there was no place.
-    """
-
-    rows: Int[Array, " batch"]
-    ids: Int[Array, " batch"]
-    left: Int[Array, " batch"]
-    num_moved: Int[Array, "1"]
-    num_failed: Int[Array, "1"]
+Moves: TypeAlias = tuple[
+    Int[Array, " batch"], Int[Array, " batch"], Int[Array, " batch"], Int[Array, "1"], Int[Array, "1"]
+]
+"""Places of a shard, ids that come to them and ids that leave them (-1 where a place was free); how many of these move;
+and for how many ids there was no place."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,7 +196,11 @@ class HostCached(DynamicRows):
 
     def backing_store(self, table: TableSpec, key: PRNGKeyArray) -> BackingStore:
         """A store without rows; `key` is the table's, from which its initial rows follow."""
-        first_values = functools.partial(_initial_rows_and_slots, table, key)
+
+        def first_values(ids: Int[Array, " ids"]) -> tuple[Array, ...]:
+            values = initial_rows(key, table, ids)
+            return values.astype(table.dtype), *table.optimizer.init_slots(values)
+
         one_row = jax.eval_shape(first_values, jax.ShapeDtypeStruct((1,), jnp.int32))
         shapes = [((table.vocabulary_size, *array.shape[1:]), array.dtype) for array in one_row]
         return BackingStore([np.zeros(shape, dtype) for shape, dtype in shapes], jax.jit(first_values))
@@ -246,19 +238,9 @@ class HostCached(DynamicRows):
             return lane.at[moved].get(mode="fill", fill_value=fill)
 
         counters = params.counters.add(inserted=count, evicted=evicted)
-        moves = Moves(
-            first_ones(new_rows, NO_ROW),
-            first_ones(distinct.low.astype(jnp.int32), -1),
-            first_ones(left, -1),
-            count.reshape(1),
-            num_without.reshape(1),
-        )
+        come = first_ones(distinct.low.astype(jnp.int32), -1)
+        moves = first_ones(new_rows, NO_ROW), come, first_ones(left, -1), count.reshape(1), num_without.reshape(1)
         return params._replace(keys=filled, counters=counters), moves
-
-
-def _initial_rows_and_slots(table: TableSpec, key: PRNGKeyArray, ids: Int[Array, " ids"]) -> tuple[Array, ...]:
-    values = initial_rows(key, table, ids)
-    return values.astype(table.dtype), *table.optimizer.init_slots(values)
 
 
 def _found(params: DynamicTable, keys: Keys, table_name: str) -> Int[Array, " nnz"]:

@@ -23,14 +23,14 @@ from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys, check_fits, join_keys, local_rows, owners, split_keys
 from rsembed.specs import TableSpec
 from rsembed.storage import row_map
-from rsembed.storage.hashed_rows import DynamicTable
+from rsembed.storage.hashed_rows import DynamicTable, stack, unstack
 from rsembed.storage.protocol import Storage, on_host
 from rsembed.storage.row_map import Eviction, RowMap
 
 ROWS_PER_BLOCK = 1 << 16
 """Rows that are written at once."""
 
-_find_or_assign = jax.jit(row_map.find_or_assign)
+_find_or_assign, _release = jax.jit(row_map.find_or_assign), jax.jit(row_map.release)
 Blocks = Iterator[tuple[int, np.ndarray]]
 
 
@@ -244,8 +244,8 @@ def with_keys(
         places = _fixed_places(table, keys, params.rows.shape[0], num_shards)
     else:
         known_keys, places = _place(table, known_keys, keys, exported, "", num_shards)
-    if waiting is not None and np.isin(still := _present(waiting), numbers := _numbers(keys)).any():
-        waiting = _only(waiting, np.setdiff1d(still, numbers), num_shards)  # those that have a row now
+    if waiting is not None:
+        waiting = _without(waiting, _numbers(keys), num_shards)  # they have a row now
     if waiting is not None and "waiting_keys" in exported:
         waiting_keys = _checked_keys(table, exported, "waiting_")
         waiting, _ = _place(table, waiting, waiting_keys, exported, "waiting_", num_shards)
@@ -362,30 +362,15 @@ def _present(maps: RowMap) -> np.ndarray:
     return join_keys(high, low)[last_step != row_map.FREE]
 
 
-def _only(maps: RowMap, kept: np.ndarray, num_shards: int) -> RowMap:
-    """The maps of all shards without other keys than these."""
+def _without(maps: RowMap, gone: np.ndarray, num_shards: int) -> RowMap:
+    """The maps of all shards without these keys."""
     high, low, last_step = map(on_host, (maps.high, maps.low, maps.last_step))
-    is_gone = (last_step != row_map.FREE) & ~np.isin(join_keys(high, low), kept)
-    parts = zip(_parted(maps, num_shards), is_gone.reshape(num_shards, -1), strict=True)
-    return _joined([_released(own_map, gone) for own_map, gone in parts])
-
-
-def _parted(maps: RowMap, num_shards: int) -> list[RowMap]:
-    """The map of each shard."""
-    parted = jax.tree.map(lambda leaf: on_host(leaf).reshape(num_shards, -1, *leaf.shape[1:]), maps)
-    return [jax.tree.map(lambda leaf, shard=shard: leaf[shard], parted) for shard in range(num_shards)]
-
-
-def _joined(maps: Sequence[RowMap]) -> RowMap:
-    """The inverse of `_parted`."""
-    joined: RowMap = jax.tree.map(lambda *leaves: np.concatenate(leaves), *maps)
-    return joined
-
-
-@jax.jit
-def _released(keys_of_rows: RowMap, is_gone: Array) -> RowMap:
-    rows = jnp.arange(is_gone.shape[0], dtype=jnp.int32)
-    return row_map.release(keys_of_rows, jnp.where(is_gone, rows, NO_ROW))
+    is_gone = (last_step != row_map.FREE) & np.isin(join_keys(high, low), gone)
+    if not is_gone.any():
+        return maps
+    by_shard = is_gone.reshape(num_shards, -1)
+    rows = np.where(by_shard, np.arange(by_shard.shape[1]), NO_ROW).astype(np.int32)
+    return stack(list(map(_release, unstack(maps, num_shards, 1), rows)), 1)
 
 
 def _place(
@@ -401,7 +386,7 @@ def _place(
         lanes.append(numbers.astype(np.int32))
     capacity, owner = maps.last_step.shape[0] // num_shards, owners(keys, num_shards)
     places, placed = np.zeros(keys.shape, np.int64), []
-    for shard, own_map in enumerate(_parted(maps, num_shards)):
+    for shard, own_map in enumerate(unstack(maps, num_shards, 1)):
         is_own, free = owner == shard, int(own_map.num_free[0])
         own_map, found = _find_or_assign(own_map, *jax.tree.map(lambda lane, own=is_own: lane[own], (keys, *lanes)))
         rows = np.asarray(found)
@@ -417,4 +402,4 @@ def _place(
             )
         places[is_own] = shard * capacity + rows
         placed.append(own_map)
-    return _joined(placed), places
+    return stack(placed, 1), places
