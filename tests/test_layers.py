@@ -38,7 +38,7 @@ BUDGETS = {
     "tbe": 2797,
     "tt": 2844,
     "sok": 1558,
-    "plot": 1149,
+    "plot": 1155,
     "datasets": 1031,
     "__main__": 352,
 }
