@@ -71,6 +71,30 @@ def test_every_wing_whose_compiling_is_timed_trains(scripts, monkeypatch):
         assert any((one != other).any() for one, other in zip(before, after, strict=True)), name
 
 
+def test_tables_made_small_are_as_small_as_they_say_and_learn(scripts, monkeypatch, tmp_path):
+    import smaller
+
+    monkeypatch.setattr(smaller, "RATIOS", (10,))
+    monkeypatch.setattr(smaller, "RATES", (0.006,))
+    monkeypatch.setattr(smaller, "BATCH", 128)
+    monkeypatch.setitem(smaller.LOGS, "clicks", lambda seed: smaller.clicks(seed, num_samples=6_000))
+    with jax.numpy_dtype_promotion("standard"):  # which optax needs
+        records = list(smaller.study(["clicks"], 1))
+    smaller.draw(records, "a machine", tmp_path / "picture.png")
+    assert [record["method"] for record in records] == ["dense", *smaller.METHODS]
+    dense, *others = records
+    assert dense["bytes"] == 4 * 16 * 120_000 and all(own["bytes"] <= dense["bytes"] / 10 for own in others)
+    assert all(own["AUC"] > 0.55 and own["loss"] < 0.7 for own in records)
+
+
+def test_the_area_under_the_curve_is_the_share_of_pairs_in_order(scripts):
+    import smaller
+
+    scores, labels = np.array([0.1, 0.7, 0.3, 0.9, 0.2]), np.array([0, 1, 1, 0, 0])
+    pairs = [(a, b) for a in scores[labels == 1] for b in scores[labels == 0]]
+    assert smaller.area_under_curve(scores, labels) == sum(a > b for a, b in pairs) / len(pairs)
+
+
 def test_the_trial_of_faults_tells_older_checkpoints_from_wrong_ones(scripts, monkeypatch):
     import faults
 

@@ -1,6 +1,9 @@
 import importlib.metadata
+import re
 import subprocess
 import sys
+
+import pytest
 
 import rsembed as rs
 
@@ -24,3 +27,18 @@ def test_wings_and_the_version_are_attributes_of_the_package():
     assert rs.__version__ == importlib.metadata.version("rsembed")
     assert {"tbe", "plot", "optimizers", "__version__", "EmbeddingCollection"} <= set(dir(rs))
     assert not {"importlib", "bags", "checks", "stacking"} & set(dir(rs))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("AdamOptimizerSpec", "; use rsembed.optimizers.Adam"),
+        ("RowWiseAdagrad", "; use rsembed.optimizers.RowWiseAdagrad"),
+        ("TableSpecs", " (did you mean 'TableSpec'?)"),
+        ("nothing", ""),
+    ],
+)
+def test_a_name_that_is_elsewhere_is_told_with_its_place(name, hint):
+    message = f"module 'rsembed' has no attribute {name!r}{hint}"
+    with pytest.raises(AttributeError, match=f"^{re.escape(message)}$"):
+        getattr(rs, name)

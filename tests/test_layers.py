@@ -35,7 +35,7 @@ BUDGETS = {
     "tbe": 2797,
     "tt": 2516,
     "sok": 1502,
-    "plot": 1149,
+    "plot": 1155,
     "datasets": 853,
     "__main__": 316,
 }

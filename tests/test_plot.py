@@ -255,6 +255,15 @@ def test_results_are_sorted_by_bytes_on_a_logarithmic_axis():
     assert [label(value, 0) for value in (4e6, 2e3, 2.8e9, 10)] == ["4 MB", "2 kB", "2.8 GB", "10 B"]
 
 
+def test_values_of_several_seeds_become_their_mean_and_a_line_between_the_outer_ones():
+    ax = plot.plot_against_bytes({"tt": [(4e3, 0.5), (1e3, 0.7), (4e3, 0.2), (4e3, 0.8)]})
+    assert ax.lines[0].get_xdata().tolist() == [1e3, 4e3] and ax.lines[0].get_ydata().tolist() == [0.7, 0.5]
+    assert [segment.tolist() for segment in ax.collections[0].get_segments()] == [
+        [[1e3, 0.7], [1e3, 0.7]],
+        [[4e3, 0.2], [4e3, 0.8]],
+    ]
+
+
 def test_names_of_curves_that_end_close_together_cover_neither_each_other_nor_an_end():
     results = {f"curve {k}": [(1e3, 0.5 - k / 100), (1e6, 0.4 + k / 1000)] for k in range(4)}
     ax = plot.plot_against_bytes(results)

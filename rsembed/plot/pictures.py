@@ -316,22 +316,28 @@ def plot_against_bytes(
     """Plots the result of each method against its bytes, on a logarithmic axis, with its name beside the last point.
 
     Args:
-      results: `{method: (bytes, value) pairs}`, in any order; such as a reconstruction error or a loss.
+      results: `{method: (bytes, value) pairs}`, in any order; such as a reconstruction error or a loss. Of several
+        values for the same bytes, such as three seeds', the mean is drawn, and a line from the least to the largest.
       references: `{name: value}`, drawn as dashed lines across.
       ylabel: what the values are, with their unit.
       ax: None makes a figure.
     """
     ax = axes_or_new(ax)
-    curves = [np.array(sorted(points), np.float64).T for points in results.values()]
-    for number, (name, curve) in enumerate(zip(results, curves, strict=True)):
-        ax.plot(*curve, **marker_look(number), linewidth=1.5, label=name)
+    curves = []
+    for number, (name, points) in enumerate(results.items()):
+        num_bytes, values = np.array(points, np.float64).T
+        sizes = np.unique(num_bytes)
+        means, least, largest = ([of(values[num_bytes == size]) for size in sizes] for of in (np.mean, np.min, np.max))
+        ax.vlines(sizes, least, largest, color=colour_of(number), linewidth=1.5)
+        ax.plot(sizes, means, **marker_look(number), linewidth=1.5, label=name)
+        curves.append((sizes, np.array(means)))
     reference_lines(ax, references)
     ax.set_xscale("log")  # sets a formatter of its own
     ax.margins(x=0.25)
     ax.xaxis.set_major_formatter(FuncFormatter(_bytes_label))
     finish(ax, "table (bytes)", ylabel)
-    colours, lines = [colour_of(number) for number in range(len(results))], [(own[0], own[1]) for own in curves]
-    label_ends(ax, [(own[0, -1], own[1, -1]) for own in curves], list(results), colours=colours, curves=lines)
+    colours, ends = [colour_of(number) for number in range(len(results))], [(x[-1], y[-1]) for x, y in curves]
+    label_ends(ax, ends, list(results), colours=colours, curves=curves)
     return ax
 
 
