@@ -228,15 +228,11 @@ def surviving(model, partitions):
 
 
 FORMS = {
-    "lists": lambda rows, dtype: rows,
-    "objects": ragged,
-    "pairs": lambda rows, dtype: (_flat(rows, dtype), np.asarray([len(row) for row in rows])),
-    "bags": lambda rows, dtype: Bags.from_lists(rows) if dtype == np.int64 else _flat(rows, dtype),
+    "lists": lambda rows, weights: (rows, weights),
+    "objects": lambda rows, weights: (ragged(rows, np.int64), weights and ragged(weights, np.float32)),
+    "bags": lambda rows, weights: (Bags.from_lists(rows, weights), None),
 }
-
-
-def _flat(rows, dtype):
-    return np.asarray([value for row in rows for value in row], dtype)
+"""Ids and weights of a feature as users have them."""
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model.devices}x{model.cores}-{model.stacking}")
@@ -250,9 +246,10 @@ def _flat(rows, dtype):
 def test_everything_equals_loops(model, seed, skew, is_weighted, form):
     specs, run = compiled(model)
     tables, ids, weights, gradients = draw(model, seed, skew)
+    batch = [FORMS[form](ids[name], weights[name] if is_weighted else None) for name in model.features]
     processed, statistics = embedding.preprocess_sparse_dense_matmul_input(
-        [FORMS[form](ids[name], np.int64) for name in model.features],
-        [FORMS[form](weights[name], np.float32) for name in model.features] if is_weighted else None,
+        [own for own, _ in batch],
+        [own for _, own in batch] if is_weighted else None,
         specs,
         model.devices,
         model.devices,
