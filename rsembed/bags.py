@@ -252,8 +252,9 @@ def as_bags(value: Any, *, feature: str) -> Bags:
             _check_arrays(value)
             return value
         ids, weights = map(_as_array, value if isinstance(value, tuple) and len(value) == 2 else (value, None))
-        _check_weights_are_floats(weights)
-        if weights is not None and not isinstance(weights, (list, tuple, jax.Array, np.ndarray)):
+        if weights is not None:
+            _check_weights_are_floats(weights)
+        if not isinstance(weights, (list, tuple, jax.Array, np.ndarray, type(None))):
             raise TypeError(f"weights must be in the form of the ids, got {describe(weights)}.")
         if isinstance(ids, Keys) or (isinstance(ids, (jax.Array, np.ndarray)) and ids.dtype != object):
             weights = _floats(weights, "a pair") if isinstance(weights, (list, tuple)) else weights
@@ -415,7 +416,7 @@ def check_unmasked(value: Any, name: str) -> None:
     """Raises: TypeError: `value` is a masked array or has one among its rows, whose mask would be lost."""
     is_object = isinstance(value, np.ndarray) and value.dtype.kind == "O"
     rows = value if isinstance(value, (list, tuple)) else value.flat if is_object else ()
-    if isinstance(value, np.ma.MaskedArray) or any(isinstance(row, np.ma.MaskedArray) for row in rows):
+    if np.ma.isMaskedArray(value) or any(map(np.ma.isMaskedArray, rows)):
         raise TypeError(f"{name} are in a masked array, whose mask has no meaning here; fill it, as in ids.filled(-1).")
 
 

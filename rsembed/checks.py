@@ -178,8 +178,8 @@ def _misfit(value: Any, hint: Any, name: str) -> tuple[type[Exception], str, Any
         is_admitted = is_scalar or (is_number and (kind is bool or not isinstance(value, bool)))
     else:
         is_admitted = kind is Any or not isinstance(kind, type) or isinstance(value, kind)
-    if not is_admitted:
-        return misfit
+    if not (args and is_admitted):
+        return None if is_admitted else misfit
     misfits = [_misfit(entry, own, f"{name}[{place!r}]") for place, entry, own in _entries(value, hint)]
     return next(filter(None, misfits), None)
 
@@ -187,7 +187,7 @@ def _misfit(value: Any, hint: Any, name: str) -> tuple[type[Exception], str, Any
 def _entries(value: Any, hint: Any) -> Iterable[tuple[Any, Any, Any]]:
     """Places and entries of a list or mapping that is not long, each with its own annotation."""
     args = get_args(hint)
-    if not args or not isinstance(value, (list, tuple, Mapping)) or len(value) > _MAX_ENTRIES:
+    if not isinstance(value, (list, tuple, Mapping)) or len(value) > _MAX_ENTRIES:
         return []
     if isinstance(value, Mapping):
         return [(place, entry, args[1]) for place, entry in value.items()]

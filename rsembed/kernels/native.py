@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -385,7 +386,7 @@ def _check_tables(*tables: Array) -> None:
 
 def _integers(*shapes: tuple[int, ...]) -> list[Result]:
     """Results of int32."""
-    return [Result(shape, jnp.int32) for shape in shapes]
+    return list(map(partial(Result, dtype=jnp.int32), shapes))
 
 
 def _gradient_operands(gradients: OutputGradients) -> tuple[str, list[Array], dict[str, PyTree]]:
@@ -402,9 +403,7 @@ def _segment_operands(
     """Operands and attributes for segments: their arrays, and a code of which arrays each segment has."""
     if d_outputs is not None and len(d_outputs) != len(segments):
         raise ValueError(f"got {len(segments)} segments but {len(d_outputs)} output gradients; pass one each.")
-    if sum(max(segment.rows.shape[0], segment.num_outputs) for segment in segments) >= NO_ROW:
-        raise NotImplementedError("native calls have less than 2**31 entries and outputs")
-    layout, arrays = [], []
+    layout, arrays, size = [], [], 0
     for position, segment in enumerate(segments):
         flags = _COMBINER_CODES[segment.combiner]
         arrays.append(as_rows(segment.rows))
@@ -418,6 +417,9 @@ def _segment_operands(
         if d_outputs is not None:
             arrays.append(d_outputs[position].astype(jnp.float32))
         layout.append(flags)
+        size += max(segment.rows.shape[0], segment.num_outputs)
+    if size >= NO_ROW:
+        raise NotImplementedError("native calls have less than 2**31 entries and outputs")
     return arrays, {"segments": np.asarray(layout, np.int32)}
 
 
