@@ -151,7 +151,7 @@ _TARGETS = (
     *("rsembed_compact", "rsembed_take_rows", "rsembed_pack_blocks", "rsembed_unpack_blocks"),
     *("rsembed_block_ends", "rsembed_round_places", "rsembed_entries_by_sample"),
     *("rsembed_pair_products", "rsembed_pull_pairs"),
-    *("rsembed_train_rows", "rsembed_train_pull"),  # called by rsembed/tt/chain.py
+    *("rsembed_train_rows", "rsembed_train_pull"),  # called by rsembed/tt/cores.py
 )
 
 

@@ -3,7 +3,7 @@
 // Lookups are sorted by the slice of the grouped core, and within such a group by all others, so that equal rows are
 // neighbours and made once. Tiles of rows bound the memory; within a tile threads first make rows (or the gradients of
 // slices), then add them up in the order of the lookups, each thread those of its own outputs: the sums have one order.
-// rsembed/tt/chain.py is the only caller.
+// rsembed/tt/cores.py is the only caller.
 
 #include <algorithm>
 #include <cstdint>
