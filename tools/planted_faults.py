@@ -68,7 +68,7 @@ storage/hashed.py  storage/test_admission.py
 storage/host_cached.py  storage/test_corners.py -k leave_the_device
     row_map.add_counts(row_map.count_of(known, rows), uses) => uses
 storage/logical_rows.py  storage/test_evict.py
-    np.lexsort((keys[used], worth[used])) => np.lexsort((keys[used], -worth[used]))
+    np.lexsort(lanes) => np.lexsort((lanes[0], -lanes[1]))
 collection/rows.py  storage/test_contract.py
     rows=jnp.where(keys.is_key, position, NO_ROW) => rows=position
     entry_gains(s, NO_ROW)[1] if => None if
@@ -76,7 +76,7 @@ collection/rows.py  storage/test_contract.py -k many
     count + jnp.sum(is_row, dtype=jnp.int32), => count,
     if self.table.optimizer.moves_all_rows: => if False:
 collection/rows.py  storage/test_policies.py
-    order.entry_of)[0] => order.first_of)[0]
+    (rows,), order.entry_of) => (rows,), order.first_of)
 collection/dense_rows.py  collection/test_mesh.py
     used[owner] += table.rows => used[owner] += 0
 collection/engine.py  collection/test_embeddings.py
@@ -88,7 +88,7 @@ parallel/exchange.py  parallel/test_rounds.py
 parallel/agreement.py  parallel/test_agreement.py
     own["brought"][k][1] for own => record["brought"][k][1] for own
 checkpoint/files.py  checkpoint/test_files.py -k flipped
-    encoded(body) == data and => True and
+    is_intact = encoded(body) == data => is_intact = True
 checkpoint/manager.py  checkpoint/test_manager.py
     _step(path) % self.keep_period => not _step(path) % self.keep_period
 taps.py  flax/test_nnx.py
