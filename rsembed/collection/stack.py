@@ -85,7 +85,7 @@ class Stack:
         return self._by_table(self.storage.optimizer_state, nothing if self.storage.ids_are_rows else params, slots)
 
     def _by_table(self, read: Callable[..., PyTree], params: PyTree, slots: PyTree) -> ByName:
-        """What a function of the storage reads of every table."""
+        """Results, by the name of each table, of a function of the storage that reads one table."""
         if not self.storage.rows_on_host:
             params, slots = self.devices.place((params, slots), PartitionSpec())
         parts = self.storage.unstack(params, slots, self.table, self.num_shards)

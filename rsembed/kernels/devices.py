@@ -1,4 +1,4 @@
-"""What a computation runs on: devices, here or only compiled for, threads of CPU devices, the native library.
+"""The devices that a computation is for, the threads of CPU devices, and the shared library of native kernels.
 
 It is the only file that reaches into JAX, for two facts that have no public name.
 """

@@ -32,6 +32,14 @@ WhenFull = Literal["error", "grow", "evict", "zero"]
 class RowsByKey(DynamicRows):
     """A storage of rows that come out and go in by key; how keys find their rows is left to say."""
 
+    def read(self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
+        """As every storage. A key that `find` will meet a full table with reads ahead as what it would start from."""
+
+        def gather(vectors: Array, places: Array) -> Array:
+            return api.gather_rows((vectors,), places)[0].astype(jnp.float32)
+
+        return self.pooled(params, keys, (), table, gather, ahead)
+
     def rows(self, params: DynamicTable, slots: PyTree, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
         return logical_rows.export(params, slots, table, num_shards)
 
@@ -127,14 +135,6 @@ class Hashed(RowsByKey):
         num_waiting = [self.admission_capacity or own for own in capacities] if self.admission_count else None
         keys = table_keys(key, [own.name for own in tables])
         return hashed_rows.empty(table, capacities, keys, num_waiting=num_waiting)
-
-    def read(self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
-        """As every storage. A key that `find` will meet a full table with reads ahead as what it would start from."""
-
-        def gather(vectors: Array, places: Array) -> Array:
-            return api.gather_rows((vectors,), places)[0].astype(jnp.float32)
-
-        return self.pooled(params, keys, (), table, gather, ahead)
 
     def pooled(
         self, params: PyTree, keys: Keys, segments: Segments, table: TableSpec, pool: Pool, ahead: ReadAhead | None
@@ -384,22 +384,17 @@ class RowNumbers(RowsByKey):
         rows, *filled = hashed_rows.with_initial_values((rows, *slots), places, keys, table, own_key)
         return DynamicTable(None, rows, None, Counters(), own_key[None]), tuple(filled)
 
-    def read(self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
-        del ahead
-        rows = self._rows(params, keys)
-        return self.vectors(params, rows, table), jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
-
     def pooled(
         self, params: PyTree, keys: Keys, segments: Segments, table: TableSpec, pool: Pool, ahead: ReadAhead | None
     ) -> tuple[PyTree, Int[Array, ""]]:
         """As every storage, from the rows where they lie if no key is beyond them."""
-        rows = self._rows(params, keys)
+        rows, places = self._rows(params, keys), jnp.arange(keys.shape[0], dtype=jnp.int32)
+
+        def with_zeros() -> PyTree:
+            return pool(self.vectors(params, rows, table), jnp.where(keys.is_key, places, NO_ROW))
+
         num_beyond = jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
-
-        def with_zeros() -> tuple[PyTree, Array]:
-            return super(RowNumbers, self).pooled(params, keys, segments, table, pool, ahead)
-
-        return jax.lax.cond(num_beyond == 0, lambda: (pool(params.rows, rows), num_beyond), with_zeros)
+        return jax.lax.cond(num_beyond == 0, lambda: pool(params.rows, rows), with_zeros), num_beyond
 
     def find(
         self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step

@@ -99,7 +99,7 @@ class HashTable(NamedTuple):
 
 
 def counts_of(marks: Bool[Array, " n"], table: Int[Array, " n"] | None, num_tables: int) -> Int[Array, " tables"]:
-    """How many marked entries each table has."""
+    """Number of marked entries of each table; `table` says whose each entry is, None that there is one table."""
     if table is None:
         return jnp.sum(marks, dtype=jnp.int32)[None]
     return jnp.zeros(num_tables, jnp.int32).at[jnp.where(marks, table, num_tables)].add(1, mode="drop")

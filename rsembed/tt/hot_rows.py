@@ -36,7 +36,7 @@ LEAST_COUNTS_PER_ROW = 6
 MOST_READS = 2**30
 """Beyond it, counts are equal."""
 DAMPING = 1e-3
-"""Of least squares, as a part of their mean curvature."""
+"""Damping of the step of `written_back`, as a share of the mean of its Gram matrix' diagonal."""
 
 
 class Directory(NamedTuple):

@@ -413,7 +413,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return self._joined(outputs), backward
 
     def _joined(self, tables: list[Array]) -> PyTree:
-        """What is of every table, in the form of the module."""
+        """The arrays of all tables as the module returns them; of equal shape, they are stacked."""
         if self.is_single:
             return tables[0]
         return jnp.stack(tables) if len({table.shape for table in tables}) == 1 else tables
@@ -431,7 +431,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return [by_table[k] for k in range(len(self.specs))], params, batch
 
     def _by_group(self, bags: Bags) -> list[Bags]:
-        """What a batch asks every group for: rows, numbered from table to table, in the bags of its tables."""
+        """The batch as one `Bags` per group of like tables, whose ids are numbered on from each table to the next."""
         sizes = tuple(spec.num_embeddings for spec in self.specs)
         bags = with_room(dataclasses.replace(bags, ids=narrow_ids(bags.ids)))
         return programs.rows_by_group(self.groups, sizes, self.padding_idx, bags)
