@@ -151,21 +151,23 @@ def kernel_contestant(module: Any, workload: Workload, inputs: Inputs, rule: ro.
     state = {"table": table, "slots": rule.init_slots(table)}
     del table
 
+    # Bounds are an argument: XLA works out what depends on a constant alone, for a minute, when it compiles for a GPU.
+    segments = [Segment(own, bounds, None, "sum") for own in rows]
+
     @jax.jit
-    def lookup(table: Any, rows: Any) -> Any:
-        return module.lookup(table, [Segment(rows, bounds, None, "sum")])[0]
+    def lookup(table: Any, segment: Segment) -> Any:
+        return module.lookup(table, [segment])[0]
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(table: Any, slots: Any, rows: Any, gradient: Any) -> Any:
-        gradients = SegmentGradients([Segment(rows, bounds, None, "sum")], [gradient])
-        return module.update(table, slots, gradients, Step(hyper, rule))
+    def step(table: Any, slots: Any, segment: Segment, gradient: Any) -> Any:
+        return module.update(table, slots, SegmentGradients([segment], [gradient]), Step(hyper, rule))
 
     def train(k: int) -> Any:
-        lookup(state["table"], rows[k])  # whose outputs the loss would read
-        state["table"], state["slots"] = step(state["table"], state["slots"], rows[k], gradient)
+        lookup(state["table"], segments[k])  # whose outputs the loss would read
+        state["table"], state["slots"] = step(state["table"], state["slots"], segments[k], gradient)
         return state["table"]
 
-    return Contestant(lambda k: lookup(state["table"], rows[k]), train, jax.block_until_ready)
+    return Contestant(lambda k: lookup(state["table"], segments[k]), train, jax.block_until_ready)
 
 
 def xla_contestant(workload: Workload, inputs: Inputs, rule: ro.OptimizerSpec) -> Contestant | None:

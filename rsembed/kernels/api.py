@@ -47,7 +47,7 @@ IMPLEMENTATIONS: tuple[ModuleType, ...] = (sparsecore, gpu, native, reference)
 MEANINGS = vars(ids) | vars(keyed) | vars(reference)
 """Every function in plain JAX, by name: what it means, and what implementations without one of their own compute."""
 
-OPT_IN = (sparsecore.NAME, gpu.NAME)
+OPT_IN = (sparsecore.NAME,)
 """Implementations that run only when named, by `implementation=` or in `RSEMBED_KERNELS`, separated by commas."""
 
 
@@ -263,7 +263,7 @@ def stochastic_rounding(key: KeyOrKeys) -> reference.Rounding:
 
 
 SPARSECORE = "lowers for v5p, v6e and TPU7x SparseCore; simulated numerics agree with the reference"
-GPU = "lowers for CUDA; interpret-mode numerics agree with the reference"
+GPU = "ran on an H100 (docs/accelerators.md); interpret-mode numerics agree with the reference"
 """Evidence for the kernels of each backend.
 
 *Runs*: the numbers of this process come from them. *Compiles*: the vendor's compiler made a program. *Simulated*,
@@ -280,7 +280,7 @@ def backend_evidence() -> list[tuple[str, str]]:
     own run, has seen that chip.
     """
     platform = target_device().platform
-    reference = f"runs here ({platform})" + ("" if platform == "cpu" else "; numerics unproven there")
+    reference = f"runs here ({platform})" + ("; numerics unproven there" if platform == "tpu" else "")
     reason = native.unavailable_because()
     runs = f"runs here, {native.instruction_set()}, cores: {native.num_cores()}"
     cpu = runs if reason is None else f"does not run here: {reason}"
@@ -290,11 +290,11 @@ def backend_evidence() -> list[tuple[str, str]]:
         compiler = "make test-tpu compiles them" if _is_installed("libtpu") else "compiling unproven here: no libtpu"
         tpu = f"{SPARSECORE}; {compiler}; running on a TPU unproven"
     if gpu.unavailable_because() is None:
-        card = f"opt-in here (implementation= or RSEMBED_KERNELS); {GPU}; make test-gpu checks the numbers on this card"
+        card = f"runs here; {GPU}; make test-gpu checks the numbers on this card"
     else:
         has_compiler = _is_installed("jax_cuda12_plugin") or _is_installed("jax_cuda13_plugin")
         compiler = "make test-gpu compiles them" if has_compiler else "compiling unproven here: no CUDA plugin"
-        card = f"{GPU}; {compiler}; running on a GPU unproven"
+        card = f"{GPU}; {compiler}"
     return [("reference", reference), ("native", cpu), ("sparsecore", tpu), ("gpu", card)]
 
 

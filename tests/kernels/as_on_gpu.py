@@ -1,9 +1,8 @@
 """A pytest plugin that serves calls as a GPU would, on a machine without one: a dry run of the suite for a card.
 
-    export XLA_FLAGS=--xla_force_host_platform_device_count=1 RSEMBED_KERNELS=gpu
-    python -m pytest -p tests.kernels.as_on_gpu ...
+    XLA_FLAGS=--xla_force_host_platform_device_count=1 python -m pytest -p tests.kernels.as_on_gpu ...
 
-There is one device, no native kernel, and GPU kernels that are asked for run in Pallas' interpreter.
+There is one device, no native kernel, and GPU kernels run in Pallas' interpreter.
 """
 
 

@@ -71,7 +71,7 @@ def test_weights_of_entries_without_a_row_may_be_anything():
 @pytest.mark.parametrize("name", ["sgd", "rowwise_adagrad"])
 def test_rows_that_many_entries_share_are_summed_in_pieces(name, monkeypatch):
     """Row 7 has 41 entries, row 2 as many as make a piece, row 9 one more; the others have few."""
-    monkeypatch.setattr(gpu, "tiling", gpu.Tiling(max_entries=2, piece_entries=4))
+    monkeypatch.setattr(gpu, "tiling", gpu.Tiling(num_ahead=2, piece_entries=4))
     rows = np.int32([7] * 41 + [2] * 4 + [9] * 5 + [0, 1, 3, 3, NO_ROW])
     np.random.default_rng(0).shuffle(rows)
     weights = np.random.default_rng(1).uniform(0.5, 2.0, rows.size).astype(np.float32)
@@ -89,17 +89,15 @@ def test_rows_that_many_entries_share_are_summed_in_pieces(name, monkeypatch):
         assert_close(gradient, gradients.get(row, np.zeros(12)))
 
 
-@pytest.mark.parametrize("counts", [[9], [5, 5, 5], [4, 4, 4], [16, 3, 1], [8, 5, 7]])
-def test_there_are_places_for_all_pieces(counts, monkeypatch):
+@pytest.mark.parametrize("counts", [[9], [5, 5, 5], [4, 4, 4], [16, 3, 1], [8, 5, 7], [1, 3, 2]])
+def test_pieces_and_the_entries_around_them_are_the_whole(counts, monkeypatch):
+    """Of rows that begin and end on and off the border of a piece of four entries."""
     monkeypatch.setattr(gpu, "tiling", gpu.Tiling(piece_entries=4))
-    offsets = np.cumsum([0, *counts])
-    entries = Segment(jnp.zeros(offsets[-1], jnp.int32), jnp.asarray(offsets), None, "sum")
-    first, sums = gpu._long_bags(jnp.ones((1, 2)), entries)
-    needed = [-(-count // 4) if count > 4 else 0 for count in counts]
-    np.testing.assert_array_equal(first, np.cumsum([0, *needed]))
-    assert sums.shape[0] >= sum(needed)
-    total = [np.sum(sums[first[bag] : first[bag + 1], 0]) for bag in range(len(counts))]
-    assert total == [count if count > 4 else 0 for count in counts]
+    rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    d_output = np.arange(1.0, rows.size + 1, dtype=np.float32)[:, None] * np.ones(3, np.float32)
+    gradients = SegmentGradients.of_rows(jnp.asarray(rows), jnp.asarray(d_output))
+    found = gpu.row_gradients(NUM_ROWS, gradients)[1][: len(counts), 0]
+    np.testing.assert_array_equal(found, [d_output[rows == row, 0].sum() for row in range(len(counts))])
 
 
 def test_entries_without_a_bag_step_nothing():
@@ -140,7 +138,7 @@ def test_rows_of_a_table_of_more_than_two_to_the_31_numbers_are_found():
     num_rows, dim = 21_000_000, 128
     assert num_rows * dim > 2**31
     rows = jnp.asarray([0, 1, num_rows // 2, 2**24 - 1, 2**24, 2**24 + 1, num_rows - 1], jnp.int32)
-    marks = jnp.arange(1, 8, dtype=jnp.bfloat16)[:, None] * jnp.ones(dim, jnp.bfloat16)
+    marks = jnp.arange(1, 8, dtype=jnp.bfloat16)[:, None] * jnp.ones((1, dim), jnp.bfloat16)
 
     @jax.jit
     def run():
