@@ -29,7 +29,7 @@ BUDGETS = {
     "taps": 160,
     "nnx": 212,
     "linen": 184,
-    "checkpoint": 1388,
+    "checkpoint": 1298,
     "fdo": 593,
     "sparsecore": 4228,
     "tbe": 2797,
