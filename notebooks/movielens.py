@@ -314,8 +314,8 @@ def fit(task: Task, settings: Settings) -> tuple[rs.EmbeddingCollection, Model, 
     """A trained model and the losses on the way; with a folder, it goes on from the latest checkpoint there."""
     collection = make_collection(task, settings)
     batches, model = make_batches(task, settings, collection), init_model(settings, collection)
-    if settings.folder and (path := checkpoint.CheckpointManager(settings.folder, read_only=True).latest_good()):
-        model = restore(path, collection, model, batches)
+    if settings.folder and (paths := checkpoint.CheckpointManager(settings.folder, read_only=True).paths()):
+        model = restore(paths[-1], collection, model, batches)
     model, losses = train(task, settings, collection, model, batches, settings.steps - int(model.state.step))
     if settings.folder and len(losses):
         save(Path(settings.folder) / f"step_{settings.steps:09}", collection, model, batches)

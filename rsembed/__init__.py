@@ -34,11 +34,8 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"{__name__}.{name}")
     if name == "__version__":
         return importlib.metadata.version(__name__)
-    rule = name.removesuffix("OptimizerSpec")  # as other systems and older programs call Adam and its like
-    if rule in vars(importlib.import_module(f"{__name__}.optimizers")):
-        near = f"; use rsembed.optimizers.{rule}"
-    else:
-        near = importlib.import_module(f"{__name__}.checks").did_you_mean(name, __dir__())
+    near = importlib.import_module(f"{__name__}.optimizers")._place_of_rule(name)
+    near = near or importlib.import_module(f"{__name__}.checks").did_you_mean(name, __dir__())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near}")
 
 

@@ -142,7 +142,6 @@ class Storage(Protocol):
 
 UNCHOSEN_OPTIMIZER = SGD()
 """Optimizer of a table that was given none, as in the published system; recognised by identity."""
-object.__setattr__(UNCHOSEN_OPTIMIZER, "tells_all", True)
 
 
 @no_type_check  # wrong values are refused by name in __post_init__

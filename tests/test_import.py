@@ -42,3 +42,9 @@ def test_a_name_that_is_elsewhere_is_told_with_its_place(name, hint):
     message = f"module 'rsembed' has no attribute {name!r}{hint}"
     with pytest.raises(AttributeError, match=f"^{re.escape(message)}$"):
         getattr(rs, name)
+
+
+def test_the_room_of_rules_knows_the_names_of_other_systems_too():
+    message = "module 'rsembed.optimizers' has no attribute 'AdamOptimizerSpec'; use rsembed.optimizers.Adam"
+    with pytest.raises(AttributeError, match=f"^{re.escape(message)}$"):
+        rs.optimizers.AdamOptimizerSpec  # noqa: B018

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rsembed import checkpoint
 from tools import soak
 
 
@@ -19,7 +20,7 @@ def test_a_run_that_is_thrown_away_repeats_the_losses_of_one_that_is_not(run):
     for what in ("advance", "advance", "advance", "save"):
         getattr(run, what)()
     run.manager.close()
-    assert run.manager.latest_good() == run.manager.paths()[-1]
+    checkpoint.verify(run.manager.paths()[-1])
     assert (run.twin.number, run.num_repeated, run.num_saves, run.num_restores) == (5, 5, 3, 2)
     assert not run.complaints
 

@@ -22,7 +22,6 @@ def test_specs_print_field_by_field_in_the_published_order():
         "row_offset_in_shard", "shard_rotation",
     ]  # fmt: skip
     assert "optimizer=Adam()," in pformat(spec)
-    assert "optimizer=SGD(learning_rate=0.001)," in pformat(table())  # nobody chose it, so it is told
     feature = rs.FeatureSpec(name="f", table_spec=spec, input_shape=(8, 1), output_shape=(8, 4))
     tail = " ".join(pformat(feature).split())[-90:]
     assert tail.endswith("_id_transformation=FeatureIdTransformation(row_offset=0, col_offset=0, col_shift=0))")

@@ -6,6 +6,8 @@
   c.0.0, c.1.0 ... a chunk each: its rows, the last one filled up, and the CRC32C of all that
 ```
 
+A number alone is an array of one row.
+
 Zarr takes a missing chunk for one of zeros, and knows nothing of chunks that changed places. So the manifest has the
 checksums too, and all files are compared with it before the first is read.
 """
@@ -21,7 +23,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +40,6 @@ _BYTES_IN_FLIGHT = 1 << 24  # what a save needs of memory beside the arrays
 _CHUNKS_IN_FLIGHT = 4  # and a load
 _CHECKSUM_BYTES = 4
 _METADATA = "zarr.json"
-_ZARR_DTYPES = (
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
-)
 
 
 # Writing
@@ -60,22 +58,16 @@ def as_saved(leaf: PyTree, name: str) -> tuple[Any, str | None]:
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.random.key_data(leaf), str(jax.random.key_impl(leaf))
         return leaf, None
-    if isinstance(leaf, np.ma.MaskedArray):
-        raise TypeError(
-            f"checkpoint: leaf {name!r} is a masked array, whose mask would be lost; save .data and .mask as leaves."
-        )
     array = np.asarray(leaf)
-    if not _are_numbers(array.dtype):
+    is_number = array.dtype == np.bool_ or jnp.issubdtype(array.dtype, np.number)
+    is_number &= array.dtype.char not in "mMgG"  # times, which numpy counts among integers, and long doubles
+    if isinstance(leaf, np.ma.MaskedArray) or not is_number:
         raise TypeError(
-            f"checkpoint: leaf {name!r} is {array.dtype}, made of a {type(leaf).__name__}; only arrays of numbers can "
-            "be saved. Save fields of a record as leaves of their own, texts as metadata, of a collection its state."
+            f"checkpoint: leaf {name!r} is {array.dtype}, made of a {type(leaf).__name__}; only arrays of numbers that "
+            "zarr has can be saved. Save fields of a record, and data and mask, as leaves of their own, texts as "
+            "metadata, of a collection its state."
         )
     return array.astype(array.dtype.newbyteorder("="), copy=False), None
-
-
-def _are_numbers(dtype: np.dtype[Any]) -> bool:
-    is_time = dtype.kind in "mM"  # which numpy counts among the integers
-    return dtype == np.bool_ or (jnp.issubdtype(dtype, np.number) and not is_time)
 
 
 def write_arrays(path: Path | None, arrays: Sequence[PyTree]) -> list[dict[str, PyTree]]:
@@ -92,9 +84,9 @@ def write_arrays(path: Path | None, arrays: Sequence[PyTree]) -> list[dict[str, 
     """
     entries = [_described(number, array) for number, array in enumerate(arrays)]
     blocks = (
-        (number, chunk.first, _rows(array, chunk.first, chunk.last))
+        (number, first, _rows(array, first, last))
         for number, (entry, array) in enumerate(zip(entries, arrays, strict=True))
-        for chunk in _chunks(entry)
+        for _, first, last in _chunks(entry)
     )
     try:
         if path is not None:
@@ -116,8 +108,8 @@ def _write_blocks(
     writes: collections.deque[tuple[int, Any]] = collections.deque()
     try:
         for number, first, rows in blocks:
-            target = _by_row(stores[number], entries[number])[first : first + len(rows)]
-            write = target.write(_stored(rows), can_reference_source_data_indefinitely=True)
+            target = stores[number].result()[first : first + len(rows)]
+            write = target.write(rows, can_reference_source_data_indefinitely=True)
             writes.append((rows.nbytes, write))
             while sum(num_bytes for num_bytes, _ in writes) > _BYTES_IN_FLIGHT:
                 writes.popleft()[1].result()
@@ -128,7 +120,7 @@ def _write_blocks(
             future.exception()
     for entry in entries:
         folder = path / entry["folder"]
-        checksums = [_chunk_checksum(folder / chunk.file) for chunk in _chunks(entry)]
+        checksums = [_chunk_checksum(folder / file) for file, _, _ in _chunks(entry)]
         entry |= {"metadata_crc32": _file_checksum(folder / _METADATA), "crc32c": checksums}
 
 
@@ -210,44 +202,21 @@ def _index(rows: np.ndarray) -> np.ndarray | slice:
 # The zarr array
 
 
-class _Chunk(NamedTuple):
-    """A chunk of rows `first` to `last - 1`, and the file that holds them."""
-
-    file: str
-    first: int
-    last: int
-
-
-def _chunks(entry: Mapping[str, PyTree]) -> list[_Chunk]:
-    """Chunks of an entry's array in the order of rows: one for a scalar, none for an array of size 0."""
-    shape, step, rank = entry["shape"] or [1], entry["rows_per_chunk"], len(entry["shape"]) + _has_bytes(entry["dtype"])
-    firsts = () if 0 in shape else range(0, shape[0], step)
-    keys = [[number, *[0] * rank][:rank] for number in range(len(firsts))]
-    return [
-        _Chunk(".".join(map(str, ["c", *key])), first, min(first + step, shape[0]))
-        for key, first in zip(keys, firsts, strict=True)
-    ]
-
-
-def _has_bytes(dtype: str) -> bool:
-    """Whether zarr lacks this dtype, so that the bytes of each number are saved along one more axis."""
-    return dtype not in _ZARR_DTYPES
-
-
-def _stored(rows: np.ndarray) -> np.ndarray:
-    """A view of the rows with the dtype and axes of the zarr array."""
-    return rows[..., None].view(np.uint8) if _has_bytes(rows.dtype.name) else rows
+def _chunks(entry: Mapping[str, PyTree]) -> list[tuple[str, int, int]]:
+    """Each chunk's file, first row and the one behind its last, in the order of rows; none for an array of size 0."""
+    shape, step = entry["shape"] or [1], entry["rows_per_chunk"]
+    firsts, columns = () if 0 in shape else range(0, shape[0], step), ".0" * (len(shape) - 1)
+    return [(f"c.{number}{columns}", first, min(first + step, shape[0])) for number, first in enumerate(firsts)]
 
 
 def _store(path: Path, entry: Mapping[str, PyTree], *, create: bool = False) -> PyTree:
     """A future of the open zarr array of a manifest entry."""
-    name, shape = entry["dtype"], entry["shape"]
-    chunk = [entry["rows_per_chunk"], *shape[1:]] if shape else []
-    byte = [jnp.dtype(name).itemsize] if _has_bytes(name) else []
+    shape = entry["shape"] or [1]
+    chunk = [entry["rows_per_chunk"], *(max(1, size) for size in shape[1:])]
     metadata = {
-        "shape": [*shape, *byte],
-        "data_type": "uint8" if byte else name,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [max(1, n) for n in (*chunk, *byte)]}},
+        "shape": shape,
+        "data_type": entry["dtype"],
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
     }
@@ -261,14 +230,6 @@ def _store(path: Path, entry: Mapping[str, PyTree], *, create: bool = False) -> 
     # A folder of one save alone needs no locks; with sync, what was written is on the disk.
     context = tensorstore.Context({"file_io_locking": {"mode": "none"}, "file_io_sync": True})
     return tensorstore.open(spec, context=context, create=create, open=not create)
-
-
-def _by_row(store: Any, entry: Mapping[str, PyTree]) -> PyTree:
-    """The zarr array of a future, with at least one axis: a scalar is one row.
-
-    Raises: ValueError: it cannot be made, or is not there, or another one.
-    """
-    return store.result() if entry["shape"] else store.result()[tensorstore.newaxis]
 
 
 # Reading
@@ -286,42 +247,42 @@ def open_array(path: Path, entry: Mapping[str, PyTree], name: str) -> SavedArray
             f"{metadata} of {name!r} is missing or not what was written (CRC32 differs); take an older checkpoint."
         )
     for number, (chunk, checksum) in enumerate(zip(chunks, entry["crc32c"], strict=True)):
-        if not (file := folder / chunk.file).is_file() or _chunk_checksum(file) != checksum:
-            raise _corrupt(file, number, chunk, name)
+        if not (file := folder / chunk[0]).is_file() or _chunk_checksum(file) != checksum:
+            raise _corrupt(folder, number, chunk, name)
     return SavedArray(shape, dtype, functools.partial(_read, _store(path, entry), folder, entry, name))
 
 
 def _read(future: Any, folder: Path, entry: Mapping[str, PyTree], name: str, into: np.ndarray | None) -> Blocks:
     """Yields blocks of rows in order, while the next ones are being read."""
     try:
-        store = _by_row(future, entry)
+        store = future.result()
     except ValueError as error:
         raise CorruptCheckpointError(f"{folder} does not hold {name!r}: {error}; take an older checkpoint.") from error
     dtype, columns = jnp.dtype(entry["dtype"]), entry["shape"][1:]
-    reads: collections.deque[tuple[int, _Chunk, np.ndarray, Any]] = collections.deque()
+    reads: collections.deque[tuple[int, tuple[str, int, int], np.ndarray, Any]] = collections.deque()
 
     def arrived() -> tuple[int, np.ndarray]:
         number, chunk, rows, read = reads.popleft()
         try:
             read.result()
         except ValueError as error:
-            raise _system_error(error) or _corrupt(folder / chunk.file, number, chunk, name) from error
-        return chunk.first, rows
+            raise _system_error(error) or _corrupt(folder, number, chunk, name) from error
+        return chunk[1], rows
 
     for number, chunk in enumerate(_chunks(entry)):
-        first, last = chunk.first, chunk.last
+        _, first, last = chunk
         rows = np.empty((last - first, *columns), dtype) if into is None else into[first:last]
-        target = tensorstore.array(_stored(rows), copy=False)
-        reads.append((number, chunk, rows, target.write(store[first:last])))
+        reads.append((number, chunk, rows, tensorstore.array(rows, copy=False).write(store[first:last])))
         if len(reads) == _CHUNKS_IN_FLIGHT:
             yield arrived()
     while reads:
         yield arrived()
 
 
-def _corrupt(file: Path, number: int, chunk: _Chunk, name: str) -> CorruptCheckpointError:
-    why = "CRC32C differs" if file.is_file() else "the file is missing"
+def _corrupt(folder: Path, number: int, chunk: tuple[str, int, int], name: str) -> CorruptCheckpointError:
+    file, first, last = chunk
+    why = "CRC32C differs" if (folder / file).is_file() else "the file is missing"
     return CorruptCheckpointError(
-        f"{file}: chunk {number}, rows {chunk.first} to {chunk.last - 1} of {name!r}, is not what was written ({why}); "
+        f"{folder / file}: chunk {number}, rows {first} to {last - 1} of {name!r}, is not what was written ({why}); "
         "take an older checkpoint, and have the storage looked at."
     )

@@ -52,7 +52,7 @@ from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.fingerprint import ELSEWHERE, Fingerprint, check_same
 from rsembed.parallel.agreement import check_not_forked
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 MANIFEST = "manifest.json"
 
 
@@ -184,10 +184,21 @@ def write_folder(path: Path, contents: Contents) -> None:
     partial = hidden_beside(path) if jax.process_index() == 0 else None
     try:
         entries = write_arrays(partial, [array for array, _ in contents.leaves.values()])
-        if partial is not None:
-            for entry, (parts, (_, prng)) in zip(entries, contents.leaves.items(), strict=True):
-                entry |= {"path": list(parts), "prng": prng}
-            _publish(partial, path, encoded(contents.body | {"arrays": entries}))
+        if partial is None:
+            return
+        for entry, (parts, (_, prng)) in zip(entries, contents.leaves.items(), strict=True):
+            entry |= {"path": list(parts), "prng": prng}
+        with open(partial / MANIFEST, "wb") as file:
+            file.write(encoded(contents.body | {"arrays": entries}))
+            os.fsync(file.fileno())
+        _sync_folder(partial)
+        try:
+            partial.rename(path)
+        except OSError:
+            if path.exists():  # another save of the path was faster
+                raise already_there(path) from None
+            raise
+        _sync_folder(path.parent)
     finally:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
@@ -206,21 +217,6 @@ def already_there(path: Path) -> FileExistsError:
 def hidden_beside(path: Path) -> Path:
     """A hidden path beside `path` that nobody else has; no checkpoint has such a name."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-
-
-def _publish(partial: Path, path: Path, manifest_bytes: bytes) -> None:
-    """Gives a complete folder its name. Raises: OSError: that could not be done."""
-    with open(partial / MANIFEST, "wb") as file:
-        file.write(manifest_bytes)
-        os.fsync(file.fileno())
-    _sync_folder(partial)
-    try:
-        partial.rename(path)
-    except OSError:
-        if path.exists():  # another save of the path was faster
-            raise already_there(path) from None
-        raise
-    _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -349,17 +345,13 @@ def contents_of(
 
 
 @validated
-def load_collection(
-    path: str | os.PathLike[str], collection: EmbeddingCollection, *, others: PyTree = None, same_rules: bool = True
-) -> PyTree:
+def load_collection(path: str | os.PathLike[str], collection: EmbeddingCollection, *, others: PyTree = None) -> PyTree:
     """The state of a saved collection, for one with the same tables, stacked and placed as it may be.
 
     Args:
       path: see `load`.
       collection: its tables must be those that were saved; learning rates and other hyperparameters are its own.
       others: a template for what was saved as `others`, see `like` of `load`; None leaves that alone.
-      same_rules: False takes slots over wherever their names and shapes fit. For rules that are the same under another
-        name: a function that you renamed, a transformation that optax wrote anew.
 
     Returns: the `EmbeddingState`; with a template, the pair of it and the others.
 
@@ -370,8 +362,6 @@ def load_collection(
     path = Path(path)
     found, template = manifest(path), collection.template
     saved, expected = found.get("belongs_to", {}).get("tables", {}), tables_of(template)
-    for name in saved.keys() & expected.keys() if not same_rules else ():
-        expected[name]["optimizer"] = saved[name]["optimizer"]
     check_owners(path, {"tables": saved}, {"tables": expected})
     arrays = collection.logical.without_apart(template)
     like = logical(arrays) | {"others": logical(others)}

@@ -17,7 +17,7 @@ import re
 import shutil
 import socket
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -60,9 +60,8 @@ class CheckpointManager:
     Args:
       folder: folder of the run; a second writer is refused.
       collection: collection whose states are saved, with any `others`; None saves any tree.
-      max_to_keep: number of checkpoints to keep, the last written; None keeps all.
+      max_to_keep: number of checkpoints to keep, the last written; what `restore` passed over goes first. None for all.
       keep_period: checkpoints whose step is a multiple of it are always kept.
-      asynchronous: False writes before `save` returns, and needs no memory for copies.
       read_only: True writes nothing and locks nothing: for a folder that another process writes, or that nobody can.
 
     Raises:
@@ -90,14 +89,13 @@ class CheckpointManager:
         *,
         max_to_keep: PositiveInt | None = None,
         keep_period: PositiveInt | None = None,
-        asynchronous: bool = True,
         read_only: bool = False,
     ):
         self.folder, self.collection = Path(folder), collection
-        self.max_to_keep, self.keep_period, self.asynchronous = max_to_keep, keep_period, asynchronous
-        self.read_only = read_only
+        self.max_to_keep, self.keep_period, self.read_only = max_to_keep, keep_period, read_only
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="rsembed-checkpoint")
         self._pending: Future[None] | None = None
+        self._passed_over: set[Path] = set()
         self._is_closed, self._lock = False, contextlib.ExitStack()
         with raised_alike(self.folder):
             if jax.process_index() == 0 and not read_only:
@@ -117,7 +115,7 @@ class CheckpointManager:
         others: PyTree = None,
         metadata: Mapping[str, PyTree] | None = None,
     ) -> None:
-        """Saves a checkpoint `step_<step>`, unless told otherwise in a thread, after waiting for the one before.
+        """Saves a checkpoint `step_<step>` in a thread, after waiting for the one before.
 
         Args:
           tree: a state of the collection, or any tree without one.
@@ -149,11 +147,6 @@ class CheckpointManager:
         path = self._path(contents.body["step"])
         if agreed(jax.process_index() == 0 and self._is_taken(path)):
             raise already_there(path)
-        if not self.asynchronous:
-            with raised_alike(path):
-                write_folder(path, contents)
-            self._remove_old(path)
-            return
         self._pending = self._writer.submit(self._write, path, contents.in_memory())
 
     def wait_until_finished(self) -> None:
@@ -191,23 +184,6 @@ class CheckpointManager:
         """The checkpoints, by step."""
         return sorted((path for path in self.folder.glob("step_*") if _NAME.fullmatch(path.name)), key=_step)
 
-    def latest_step(self) -> int | None:
-        """The step of the newest checkpoint, whatever is in it."""
-        return max(map(_step, self.paths()), default=None)
-
-    def latest_good(self) -> Path | None:
-        """The newest checkpoint whose bytes all pass their checksums; a warning names each damaged one before it.
-
-        One that is being written is waited for: once it is there, those before it may go.
-        """
-        if self._pending is not None:
-            self._pending.exception()  # left for `save` and `wait_until_finished` to raise, in all processes alike
-        for path in self._newest_first():
-            if (problem := _problem(path)) is None:
-                return path
-            warnings.warn(f"{path} is passed over: {problem}", stacklevel=2)
-        return None
-
     @validated
     def restore(self, like: PyTree = None, *, others: PyTree = None, step: NonNegativeInt | None = None) -> PyTree:
         """The state that was saved at `step`, by default at the largest step whose checkpoint is undamaged.
@@ -230,7 +206,7 @@ class CheckpointManager:
             raise ValueError("a collection has its own template: give others alone; of a tree, give like alone.")
         self.wait_until_finished()
         failure: Exception = FileNotFoundError(f"{self.folder} has no checkpoint, no folder step_<9 digits>.")
-        for path in self._newest_first(agreed) if step is None else [self._path(step)]:
+        for path in self._newest_first() if step is None else [self._path(step)]:
             found: PyTree = None
             problem: Exception | None = None
             try:
@@ -244,6 +220,7 @@ class CheckpointManager:
                 return found
             failure = problem or CorruptCheckpointError(f"{path}: another process could not read it.")
             if step is None:
+                self._passed_over.add(path)
                 warnings.warn(f"{path} is passed over: {failure}", stacklevel=2)
         raise failure
 
@@ -261,56 +238,49 @@ class CheckpointManager:
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:09d}"
 
-    def _newest_first(self, agree: Callable[[int], int] = int) -> Iterator[Path]:
-        """The checkpoints, looked for anew each time, as a writer may go on meanwhile; `agreed` goes by process 0."""
+    def _newest_first(self) -> Iterator[Path]:
+        """The checkpoints that process 0 sees, looked for anew each time, as a writer may go on meanwhile."""
         tried: set[int] = set()
-        while (step := agree(max({*map(_step, self.paths())} - tried, default=-1))) >= 0:
+        while (step := agreed(max({*map(_step, self.paths())} - tried, default=-1))) >= 0:
             tried.add(step)
             yield self._path(step)
 
     def _is_taken(self, path: Path) -> bool:
         """Whether the path has a checkpoint that must stay; removes a damaged one."""
-        problem = _problem(path) if path.exists() else None
-        if isinstance(problem, (FileNotFoundError, CorruptCheckpointError)):  # not if it cannot be read now
+        if not path.exists():
+            return False
+        try:
+            verify(path)
+        except (FileNotFoundError, CorruptCheckpointError) as problem:
             _log.warning("%s is damaged and is replaced: %s", path, problem)
             _remove(path)
+        except (OSError, ValueError):
+            _log.warning("%s cannot be read now, so it stays.", path)
         return path.exists()
 
     def _write(self, path: Path, contents: Contents) -> None:
-        """Runs in the thread."""
+        """Writes a checkpoint and removes older ones than the last `max_to_keep`; runs in the thread."""
         if jax.process_index() != 0:
             return
         try:
             write_folder(path, contents)
-            self._remove_old(path)
+            self._passed_over.discard(path)
+            if self.max_to_keep is not None:
+                # Those that a restore passed over first, then the oldest: the process may be killed meanwhile.
+                older = sorted({*self.paths()} - {path}, key=lambda own: (own not in self._passed_over, _written(own)))
+                for own in older[: max(len(older) + 1 - self.max_to_keep, 0)]:
+                    if self.keep_period is None or _step(own) % self.keep_period:
+                        _remove(own)
         except Exception as error:
             _log.error("checkpoint %s could not be written: %s", path, error)
             raise
-
-    def _remove_old(self, saved: Path) -> None:
-        """Removes checkpoints older than the last `max_to_keep`; `saved` is the newest of these."""
-        if self.max_to_keep is None or jax.process_index() != 0:
-            return
-        older = sorted(set(self.paths()) - {saved}, key=_when_written)
-        for path in older[: max(len(older) + 1 - self.max_to_keep, 0)]:  # the oldest first: one may be killed meanwhile
-            if self.keep_period is None or _step(path) % self.keep_period:
-                _remove(path)
-
-
-def _problem(path: Path) -> Exception | None:
-    """Why a checkpoint cannot be read; None if all its bytes pass their checksums."""
-    try:
-        verify(path)
-    except (OSError, ValueError) as error:
-        return error
-    return None
 
 
 def _step(path: Path) -> int:
     return int(path.name[5:])
 
 
-def _when_written(path: Path) -> tuple[int, int]:
+def _written(path: Path) -> tuple[int, int]:
     """Sort key of a checkpoint: the time of its manifest, which is written last, then its step."""
     try:
         return (path / MANIFEST).stat().st_mtime_ns, _step(path)

@@ -106,16 +106,12 @@ def with_states(like: PyTree, tree: PyTree) -> PyTree:
 def flattened(tree: PyTree) -> dict[tuple[str, ...], Any]:
     """The leaves by their path."""
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
-    leaves = {_parts(keys): leaf for keys, leaf in found}
+    leaves = {tuple(jax.tree_util.keystr((key,), simple=True) for key in keys): leaf for keys, leaf in found}
     if len(leaves) < len(found):
-        names = [joined(_parts(keys)) for keys, _ in found]
+        names = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in found]
         repeated = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"two leaves of the tree are called {repeated}; give them keys that differ as text.")
     return leaves
-
-
-def _parts(keys: PyTree) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
 
 
 def joined(parts: Sequence[str]) -> str:
@@ -133,7 +129,8 @@ def restored(arrays: Mapping[tuple[str, ...], PyTree], like: PyTree, where: obje
     problems += [f"{joined(path)!r} is not wanted" for path in arrays if path not in wanted]
     for path in wanted.keys() & arrays.keys():
         array, leaf = arrays[path], wanted[path]
-        has, wants = (f"{_native(x.dtype)}{list(x.shape)}" for x in (array, _shaped(leaf)))
+        shaped = leaf if hasattr(leaf, "shape") else np.asarray(leaf)
+        has, wants = (f"{x.dtype.name}{list(x.shape)}" for x in (array, shaped))  # whatever the order of bytes
         is_for_jax = not isinstance(leaf, (bool, int, float, np.ndarray, np.generic, PickedRows))
         if has != wants:
             problems.append(f"{joined(path)!r} is {has}, wanted {wants}")
@@ -145,14 +142,6 @@ def restored(arrays: Mapping[tuple[str, ...], PyTree], like: PyTree, where: obje
     if problems:
         raise ValueError(f"checkpoint {where} does not match: {'; '.join(sorted(problems))}.")
     return jax.tree.unflatten(jax.tree.structure(like), [placed(arrays[path], leaf) for path, leaf in wanted.items()])
-
-
-def _shaped(leaf: PyTree) -> PyTree:
-    return leaf if hasattr(leaf, "shape") else np.asarray(leaf)
-
-
-def _native(dtype: Any) -> PyTree:
-    return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype  # that of a PRNG key has no byte order
 
 
 def placed(array: PyTree, leaf: PyTree) -> PyTree:

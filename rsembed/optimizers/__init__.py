@@ -45,3 +45,13 @@ from rsembed.optimizers.rules import RowWiseAdagrad as RowWiseAdagrad
 from rsembed.optimizers.rules import SGDSlotVariables as SGDSlotVariables
 from rsembed.optimizers.rules import TensorFlowAdam as TensorFlowAdam
 from rsembed.optimizers.rules import TorchAdagrad as TorchAdagrad
+
+
+def _place_of_rule(name: str) -> str:
+    """Where a rule is that other systems and older programs call `AdamOptimizerSpec`, as the end of a sentence."""
+    rule = name.removesuffix("OptimizerSpec")
+    return f"; use {__name__}.{rule}" if rule in globals() else ""
+
+
+def __getattr__(name: str) -> object:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_place_of_rule(name)}")

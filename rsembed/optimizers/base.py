@@ -40,11 +40,9 @@ class OptimizerSpec(abc.ABC):
     rule_fields: ClassVar[tuple[str, ...]] = ()
     """Names of the fields that the rule receives after the learning rate."""
     slot_fields: ClassVar[tuple[str, ...]] = ()
-    """Names of the fields with the initial value of each slot."""
+    """Names of the fields with the initial value of each slot; without them named slots start at zero."""
     fused_as: ClassVar[str | None] = None
     """Name of the formula in the native kernels that takes these hyperparameters; a subclass does not inherit it."""
-    tells_all: ClassVar[bool] = False
-    """Whether specs print the hyperparameters as well, as for a table whose rule nobody chose."""
 
     @property
     def slot_type(self) -> type:
@@ -69,19 +67,18 @@ class OptimizerSpec(abc.ABC):
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, (jax.Array, np.ndarray, np.generic)) and not isinstance(value, jax.core.Tracer):
-                if np.ndim(value) == 0:
-                    object.__setattr__(self, field.name, np.asarray(value).item())
-            elif isinstance(value, jax.core.Tracer):
+            if isinstance(value, jax.core.Tracer):
                 raise TypeError(
                     f"{type(self).__name__}: {field.name} is a traced value; specs are static. Pass a callable of step."
                 )
+            if isinstance(value, (jax.Array, np.ndarray, np.generic)) and np.ndim(value) == 0:
+                object.__setattr__(self, field.name, np.asarray(value).item())
         check_fields(self)
         learning_rate_arity(self.learning_rate)
 
     def __repr__(self) -> str:
         """Class name with empty parentheses, as specs print it; `str(optimizer)` lists the hyperparameters."""
-        return str(self) if self.tells_all else f"{type(self).__name__}()"
+        return f"{type(self).__name__}()"
 
     def __str__(self) -> str:
         fields = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
@@ -101,15 +98,12 @@ class OptimizerSpec(abc.ABC):
         """
         if not callable(self.learning_rate):
             return self.learning_rate
-        if learning_rate_arity(self.learning_rate) == 0:
-            return self._scheduled(self.learning_rate())  # type: ignore[call-arg]
-        if step is None:
+        takes_step = learning_rate_arity(self.learning_rate) == 1
+        if takes_step and step is None:
             raise ValueError(
                 f"{type(self).__name__}: the learning rate depends on the step, but step is None; pass step=."
             )
-        return self._scheduled(self.learning_rate(step))  # type: ignore[call-arg]
-
-    def _scheduled(self, rate: Any) -> PyTree:
+        rate = self.learning_rate(*[step] * takes_step)
         check_type(rate, float, f"{type(self).__name__}: what the schedule learning_rate gives")
         return rate
 
@@ -121,7 +115,8 @@ class OptimizerSpec(abc.ABC):
 
     def slot_initial_values(self) -> tuple[PyTree, ...]:
         """One number (or initializer of `(key, shape)`) per slot, in the order of `slot_type`."""
-        return tuple(getattr(self, name) for name in self.slot_fields)
+        initial = tuple(getattr(self, name) for name in self.slot_fields)
+        return initial or (0.0,) * len(getattr(self.slot_type, "_fields", ()))
 
     def slot_variables_count(self) -> int:
         """Number of arrays kept beside the table."""
@@ -330,6 +325,7 @@ class OptaxOptimizerSpec(OptimizerSpec):
 
     learning_rate: LearningRate = within("(-inf, inf)", default=1.0)
     transformation: Any = None
+    rule_name = "optax"
     is_row_wise = True
 
     def __post_init__(self) -> None:
@@ -363,9 +359,6 @@ class OptaxOptimizerSpec(OptimizerSpec):
         with jax.numpy_dtype_promotion("standard"):
             updates, state = jax.vmap(self.transformation.update)(gradients, state, rows)
         return rows + lr * updates, tuple(jax.tree.leaves(state))
-
-    def short_name(self) -> str:
-        return "optax"
 
 
 def from_optax(transformation: Any, *, learning_rate: LearningRate = 1.0) -> OptaxOptimizerSpec:

@@ -6,8 +6,9 @@ Source: FBGEMM, optimizers of the TBE training module.
 from __future__ import annotations
 
 import dataclasses
+from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -35,20 +36,11 @@ from rsembed.optimizers.regularization import (
 )
 from rsembed.optimizers.rules import AdagradSlotVariables, AdamSlotVariables, one_minus_power
 
-
-class TimedSlotVariables(NamedTuple):
-    """Slots with the sum of squared gradients, and the step of each row's last update (0: none)."""
-
-    accumulator: Any
-    prev_iter: Any
-
-
-class CountedSlotVariables(NamedTuple):
-    """Slots of Adagrad, and how often the row was seen."""
-
-    accumulator: Any
-    prev_iter: Any
-    row_counter: Any
+# `prev_iter` is the step of the row's last update (0: none), `row_counter` how often the row was seen.
+TimedSlotVariables = namedtuple("TimedSlotVariables", "accumulator prev_iter")
+CountedSlotVariables = namedtuple("CountedSlotVariables", "accumulator prev_iter row_counter")
+CountedAdamSlotVariables = namedtuple("CountedAdamSlotVariables", "momentum velocity row_counter")
+LARSSlotVariables = namedtuple("LARSSlotVariables", "momentum")
 
 
 def row_mean(values: Array) -> Array:
@@ -61,20 +53,6 @@ def row_norm(values: Array) -> Array:
     return jnp.sqrt(jnp.sum(values * values, axis=-1, keepdims=True))
 
 
-class CountedAdamSlotVariables(NamedTuple):
-    """First and second moment, and how often the row was stepped."""
-
-    momentum: Any
-    velocity: Any
-    row_counter: Any
-
-
-class LARSSlotVariables(NamedTuple):
-    """The sum of past steps."""
-
-    momentum: Any
-
-
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class _DecayingAdam(CompactOptimizerSpec):
     """Moments and decay of AdamW and LAMB; `AdamW` says what the fields mean."""
@@ -85,7 +63,7 @@ class _DecayingAdam(CompactOptimizerSpec):
     weight_decay: float = within("[0, inf)", default=0.0)
     has_row_wise_second_moment: bool = False
     has_row_wise_bias_correction: bool = False
-    has_trust_ratio: ClassVar[bool]
+    has_trust_ratio: ClassVar[bool] = False
     needs_step = True
 
     @property
@@ -137,7 +115,6 @@ class AdamW(_DecayingAdam):
     """
 
     rule_name = "adamw"
-    has_trust_ratio: ClassVar[bool] = False
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -271,8 +248,10 @@ class _CountingAdagrad(CompactOptimizerSpec):
     needs_step = True
 
     def _summed(self, rows: Array, slots: Slots, gradients: Array, t: Array) -> tuple[Array, Array, Array, Array]:
-        """The gap, how often the row was seen, this time included, the gradient with L2 decay, and the accumulator."""
-        config, gap = self.regularization, _gap_of(slots[1], t)
+        """Steps since the row's last update (1: none), its uses with this one, its gradient with L2 decay, its sum."""
+        config = self.regularization
+        # Subtracted as integers: float32 counts to 2**24 only.
+        gap = jnp.where(slots[1] == 0, 1, t - slots[1]).astype(jnp.float32)
         counter = jnp.ones_like(slots[2]) if config.counter_halflife == 0 else slots[2] + 1.0
         if config.counter_halflife > 0:  # earlier times fade
             counter = 1.0 + jnp.exp2(-gap / config.counter_halflife) * slots[2]
@@ -297,9 +276,7 @@ class CounterAdagrad(_CountingAdagrad):
     Raises: ValueError: the definition's settings do not go together.
     """
 
-    regularization: CounterBasedRegularizationDefinition = dataclasses.field(
-        default_factory=CounterBasedRegularizationDefinition
-    )
+    regularization: CounterBasedRegularizationDefinition = CounterBasedRegularizationDefinition()
     max_counter: float | Callable[[], Any] = within("[0, inf)", default=1.0)
     rule_name = "counter_adagrad"
 
@@ -377,9 +354,7 @@ class CowClipAdagrad(_CountingAdagrad):
     Source: Zheng et al., CowClip (2022), in FBGEMM's form.
     """
 
-    regularization: CowClipDefinition = dataclasses.field(
-        default_factory=lambda: CowClipDefinition(weight_norm_coefficient=1.0, lower_bound=1e-5)
-    )
+    regularization: CowClipDefinition = CowClipDefinition(weight_norm_coefficient=1.0, lower_bound=1e-5)
     rule_name = "cowclip_adagrad"
 
     def __post_init__(self) -> None:
@@ -408,9 +383,3 @@ class CowClipAdagrad(_CountingAdagrad):
             rows = (1.0 - lr * decay) * rows
         # For L2, `effective` holds the decay already.
         return rows - rate * effective, (accumulator, jnp.full_like(slots[1], t), counter)
-
-
-def _gap_of(prev_iter: Array, t: Array) -> Array:
-    """Steps since the row's last update, 1 if there was none."""
-    # Subtracted as integers: float32 counts to 2**24 only.
-    return jnp.where(prev_iter == 0, 1, t - prev_iter).astype(jnp.float32)

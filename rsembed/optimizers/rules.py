@@ -8,59 +8,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple
+from collections import namedtuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from rsembed.checks import within
 from rsembed.optimizers.base import Hyperparameters, LearningRate, OptimizerSpec, Slots, as_float32
 
-
-class SGDSlotVariables(NamedTuple):
-    """Slots of SGD, which keeps nothing beside the table."""
-
-
-class AdagradSlotVariables(NamedTuple):
-    """Slot of Adagrad: the sum of squared gradients."""
-
-    accumulator: Any
-
-
-class AdagradMomentumSlotVariables(NamedTuple):
-    """Slots of Adagrad with momentum: sum (or decayed mean) of squared gradients, and the momentum."""
-
-    accumulator: Any
-    momentum: Any
-
-
-class AdamSlotVariables(NamedTuple):
-    """Slots of Adam: first and second moment."""
-
-    momentum: Any
-    velocity: Any
-
-
-class FTRLSlotVariables(NamedTuple):
-    """Slots of FTRL: sum of squared gradients and the linear term."""
-
-    accumulator: Any
-    linear: Any
-
-
-class LaPropSlotVariables(NamedTuple):
-    """Slots of LaProp: first moment of normalised gradients, and the second moment."""
-
-    mu: Any
-    nu: Any
-
-
-class F2ASlotVariables(NamedTuple):
-    """Slots of F2A: sum of squared gradients, and the number of steps of each row."""
-
-    accumulator: Any
-    local_step: Any
+SGDSlotVariables = namedtuple("SGDSlotVariables", ())
+SGDSlotVariables.__doc__ = "Slots of SGD, which keeps nothing beside the table."
+AdagradSlotVariables = namedtuple("AdagradSlotVariables", "accumulator")
+AdagradSlotVariables.__doc__ = "Slot of Adagrad: the sum of squared gradients."
+AdagradMomentumSlotVariables = namedtuple("AdagradMomentumSlotVariables", "accumulator momentum")
+AdagradMomentumSlotVariables.__doc__ = "Slots of Adagrad with momentum: sum or mean of squared gradients, and momentum."
+AdamSlotVariables = namedtuple("AdamSlotVariables", "momentum velocity")
+AdamSlotVariables.__doc__ = "Slots of Adam: first and second moment."
+FTRLSlotVariables = namedtuple("FTRLSlotVariables", "accumulator linear")
+FTRLSlotVariables.__doc__ = "Slots of FTRL: sum of squared gradients and the linear term."
+LaPropSlotVariables = namedtuple("LaPropSlotVariables", "mu nu")
+LaPropSlotVariables.__doc__ = "Slots of LaProp: first moment of normalised gradients, and the second moment."
+F2ASlotVariables = namedtuple("F2ASlotVariables", "accumulator local_step")
+F2ASlotVariables.__doc__ = "Slots of F2A: sum of squared gradients, and the number of steps of each row."
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -171,9 +142,6 @@ class _BiasCorrectedAdam(OptimizerSpec):
         lr = as_float32(self.get_learning_rate(step)) * correction / one_minus_power(self.beta_1, t)
         epsilon = epsilon * correction if self.corrects_epsilon else epsilon
         return lr, as_float32(self.beta_1), as_float32(self.beta_2), epsilon
-
-    def slot_initial_values(self) -> tuple[PyTree, ...]:
-        return (0.0, 0.0)
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         lr, beta_1, beta_2, epsilon = hyper

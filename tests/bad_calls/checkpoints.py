@@ -70,13 +70,14 @@ def manager(folder=None, **options):
 
 @functools.cache
 def kept():
-    return manager(FOLDER / "kept", asynchronous=False)
+    return manager(FOLDER / "kept")
 
 
 def of_one_step(name):
     """Of a folder whose one checkpoint somebody renamed."""
-    one = manager(asynchronous=False)
+    one = manager()
     one.save(ARRAYS, step=5)
+    one.wait_until_finished()
     (one.folder / "step_000000005").rename(one.folder / name)
     return one
 
@@ -141,7 +142,8 @@ manager(read_only=True).save(ARRAYS, step=1) => RuntimeError: only reads ... wit
 closed().save(ARRAYS, step=1) => RuntimeError: closed ... another CheckpointManager
 checkpoint.save(fresh(), {"x": np.array([None])}) => TypeError: checkpoint: leaf 'x' is object, made of a ndarray; only
 checkpoint.save(fresh(), {"x": np.ma.masked_equal([1,2], 1)})
-    => TypeError: checkpoint: leaf 'x' is a masked array, whose mask would be
+    => TypeError: checkpoint: leaf 'x' is int64, made of a MaskedArray; only ... data and mask
+checkpoint.save(fresh(), {"x": np.zeros(2, np.longdouble)}) => TypeError: leaf 'x' is ... only arrays ... zarr
 checkpoint.save(fresh(), ARRAYS, metadata={"x": {1}})
     => TypeError: checkpoint: metadata must be what JSON can hold: Object of
 checkpoint.save_collection(fresh(), collection(), state()._replace(slots={}))

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import rsembed as rs
-from rsembed import checkpoint
 from rsembed.checkpoint import CheckpointManager, CorruptCheckpointError, files, manager
 
 
@@ -71,19 +70,6 @@ def test_what_was_given_is_written_though_training_goes_on_in_its_memory(tmp_pat
     assert others["host"].tolist() == [0, 1, 2, 3] and int(state.step) == 2
 
 
-def test_the_newest_good_one_is_not_the_one_that_a_save_in_progress_removes(tmp_path, monkeypatch):
-    with CheckpointManager(tmp_path, max_to_keep=1) as checkpoints:
-        checkpoints.save({"x": np.zeros(3)}, step=1)
-        checkpoints.wait_until_finished()
-        write, may_write = checkpoints._write, threading.Event()
-        monkeypatch.setattr(checkpoints, "_write", lambda *args: may_write.wait(60) and write(*args))
-        checkpoints.save({"x": np.ones(3)}, step=2)
-        threading.Timer(0.2, may_write.set).start()
-        good = checkpoints.latest_good()
-        checkpoints.wait_until_finished()
-        assert checkpoint.load(good).tree["x"].tolist() == [1, 1, 1]
-
-
 def test_old_ones_go_but_for_those_of_a_period(tmp_path):
     def steps_after(folder, **options):
         with CheckpointManager(folder, **options) as checkpoints:
@@ -94,7 +80,6 @@ def test_old_ones_go_but_for_those_of_a_period(tmp_path):
 
     assert steps_after(tmp_path / "a", max_to_keep=2) == [6, 7]
     assert steps_after(tmp_path / "b", max_to_keep=1, keep_period=3) == [3, 6, 7]
-    assert steps_after(tmp_path / "d", asynchronous=False, max_to_keep=3) == [5, 6, 7]
 
 
 def damage(path, name="0000"):
@@ -116,9 +101,6 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
             found = checkpoints.restore(trees[0])
         assert found.step == 1 and found.tree["x"].tolist() == trees[1]["x"].tolist()
         assert len(told) == 2
-        with pytest.warns(UserWarning, match="passed over"):
-            good = checkpoints.latest_good()
-        assert good == checkpoints.paths()[1]
         with pytest.raises(CorruptCheckpointError, match="is not what was written"):
             checkpoints.restore(trees[0], step=3)
 
@@ -136,13 +118,12 @@ def lose_the_manifest(path):
 
 
 @pytest.mark.parametrize("harm", [damage, lose_the_manifest])
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_run_that_goes_back_behind_a_damaged_checkpoint_saves_that_step_again(tmp_path, caplog, harm, asynchronous):
-    with CheckpointManager(tmp_path, asynchronous=asynchronous) as checkpoints:
+def test_a_run_that_goes_back_behind_a_damaged_checkpoint_saves_that_step_again(tmp_path, caplog, harm):
+    with CheckpointManager(tmp_path) as checkpoints:
         for step in (10, 20, 30):
             checkpoints.save(x(step), step=step)
     harm(checkpoints.paths()[-1])
-    with CheckpointManager(tmp_path, asynchronous=asynchronous) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         with pytest.warns(UserWarning, match="passed over"):
             assert checkpoints.restore(x(0)).step == 20
         with pytest.raises(FileExistsError, match="step_000000020 exists"):
@@ -151,6 +132,21 @@ def test_a_run_that_goes_back_behind_a_damaged_checkpoint_saves_that_step_again(
         assert "step_000000030 is damaged and is replaced" in caplog.text
         assert checkpoints.restore(x(0)).tree["x"].tolist() == [31] * 4
     assert not list(tmp_path.glob(".*.partial"))
+
+
+@pytest.mark.parametrize("harm", [damage, lose_the_manifest])
+def test_a_damaged_checkpoint_goes_before_a_good_one(tmp_path, harm):
+    with CheckpointManager(tmp_path) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(x(step), step=step)
+    harm(checkpoints.paths()[-1])
+    with CheckpointManager(tmp_path, max_to_keep=3) as checkpoints:
+        with pytest.warns(UserWarning, match="step_000000030 is passed over"):
+            assert checkpoints.restore(x(0)).step == 20
+        for step, kept in ((25, [10, 20, 25]), (30, [20, 25, 30]), (35, [25, 30, 35])):
+            checkpoints.save(x(step), step=step)
+            checkpoints.wait_until_finished()
+            assert steps_of(checkpoints) == kept
 
 
 def test_those_written_last_are_kept_and_not_those_of_the_largest_step(tmp_path):
@@ -183,13 +179,12 @@ def test_a_folder_is_read_beside_its_writer_and_where_nothing_can_be_written(tmp
         checkpoints.wait_until_finished()
         with CheckpointManager(tmp_path / "run", collection, read_only=True) as reader:
             assert_same_rows(reader.restore(), collection, states[0], collection)
-            assert reader.latest_good() == checkpoints.paths()[0] and reader.metadata(1) == {}
+            assert reader.paths() == checkpoints.paths() and reader.metadata(1) == {}
         checkpoints.save(states[1])
     before = sorted(tmp_path.rglob("*"))
-    with CheckpointManager(tmp_path / "nowhere", read_only=True) as reader:
-        assert reader.latest_good() is None
-        with pytest.raises(FileNotFoundError, match="has no checkpoint"):
-            reader.restore()
+    reader = CheckpointManager(tmp_path / "nowhere", read_only=True)
+    with reader, pytest.raises(FileNotFoundError, match="has no checkpoint"):
+        reader.restore()
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -227,7 +222,7 @@ def test_a_save_that_failed_is_heard_of_and_the_next_one_may_succeed(tmp_path, m
         checkpoints.save({"x": np.zeros(3)}, step=3)
         with pytest.raises(FileExistsError, match="step_000000003 exists"):
             checkpoints.save({"x": np.zeros(3)}, step=3)
-    assert checkpoints.latest_step() == 3
+    assert steps_of(checkpoints) == [3]
 
 
 def test_two_writers_of_one_folder_are_refused_and_torn_saves_go(tmp_path):

@@ -190,22 +190,6 @@ def test_a_restart_on_fewer_devices_keeps_every_row_even_where_padded_shapes_agr
     np.testing.assert_array_equal(two.tables(found.tree)["user"], ramp(None, (8, DIM)))
 
 
-def test_slots_of_a_rule_under_another_name_are_taken_over_on_request_only(tmp_path):
-    rows = {"user": 8}
-    old, new = (collection_of(rows=rows, optimizer=rs.from_optax(rule(0.1))) for rule in (optax.adam, optax.nadam))
-    state = trained(old, old.init(jax.random.key(0)), (0, 1))
-    checkpoint.save_collection(tmp_path / "a", old, state)
-    with pytest.raises(ValueError, match=r"user/optimizer is"):
-        checkpoint.load_collection(tmp_path / "a", new)
-    restored = checkpoint.load_collection(tmp_path / "a", new, same_rules=False)
-    for read in ("tables", "slots"):
-        found, wanted = getattr(new, read)(restored)["user"], getattr(old, read)(state)["user"]
-        jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    other = collection_of(rows=rows, optimizer=rs.from_optax(optax.rmsprop(0.1)))
-    with pytest.raises(ValueError, match=r"'slots/user/1' is not wanted"):
-        checkpoint.load_collection(tmp_path / "a", other, same_rules=False)
-
-
 def test_state_of_one_optax_rule_is_not_that_of_another(tmp_path):
     adam, other = (collection_of(optimizer=rs.from_optax(rule(0.1))) for rule in (optax.adam, optax.nadam))
     state = adam.init(jax.random.key(0))

@@ -46,15 +46,15 @@ class Files(Machine):
         self.tree = {name: self.draw.integers(0, 2, (20, 3)).astype(name) for name in DTYPES}
         self.tree |= {"one": np.int32(0), "none": np.zeros((0, 4)), "table": {}}
         self.change()
-        self.open(max_to_keep=None, asynchronous=True)
+        self.open(max_to_keep=None)
 
-    @rule(max_to_keep=st.sampled_from([None, 1, 3]), asynchronous=st.booleans())
-    def open(self, **options):
+    @rule(max_to_keep=st.sampled_from([None, 1, 3]))
+    def open(self, max_to_keep):
         """As a process does that is started again."""
         if self.manager is not None:
             self.manager.close()
-        self.max_to_keep = options["max_to_keep"]
-        self.manager = CheckpointManager(self.folder, **options)
+        self.max_to_keep = max_to_keep
+        self.manager = CheckpointManager(self.folder, max_to_keep=max_to_keep)
 
     @rule()
     def change(self):
@@ -143,8 +143,7 @@ class Files(Machine):
         assert steps == sorted(steps) and set(steps) <= set(self.saved)
         if most is None and not self.damaged:
             assert steps[-1:] == sorted(self.saved)[-1:]
-        good = self.manager.latest_good()
-        assert good is not None or self.damaged or not self.saved
+        assert any(map(self.is_good, steps)) or self.damaged or not self.saved
 
     def teardown(self):
         if getattr(self, "manager", None) is not None:
