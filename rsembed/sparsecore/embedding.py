@@ -41,9 +41,7 @@ from rsembed.sparsecore.layout import (
     StackLayout,
     leaves_like,
     placed_stack,
-    resolve_cores,
     stack_layouts,
-    with_place,
 )
 from rsembed.sparsecore.layout import ArrayLike as ArrayLike
 from rsembed.sparsecore.layout import Nested as Nested
@@ -70,9 +68,6 @@ from rsembed.sparsecore.table_stacking import prepare_feature_specs_for_training
 from rsembed.sparsecore.table_stacking import stack_tables as stack_tables
 from rsembed.sparsecore.variables import EmbeddingVariables as EmbeddingVariables
 from rsembed.sparsecore.variables import RowLimits, checked_limits, initialize, rule_of, stack_rows, variables_of
-from rsembed.sparsecore.variables import logical_tables as logical_tables
-from rsembed.sparsecore.variables import logical_variables as logical_variables
-from rsembed.sparsecore.variables import with_logical_tables as with_logical_tables
 from rsembed.specs import CallableTableInitializer, FeatureSpec, StackedTableSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import LimitsCallable as LimitsCallable
 from rsembed.stacking import get_default_limits as get_default_limits
@@ -161,9 +156,7 @@ def init_embedding_variables(
         )
     mesh: Any = global_sharding.mesh  # an abstract one serves as well
     devices = Devices(mesh, (axis,) if isinstance(axis, str) else tuple(axis))
-    num_shards = devices.num_devices * resolve_cores(num_sparsecore_per_device, devices.num_devices)
-    tables = [with_place(table, num_shards) for table in jax.tree.leaves(table_specs)]
-    variables = initialize(rng, tables, devices, num_cores=num_sparsecore_per_device)
+    variables = initialize(rng, jax.tree.leaves(table_specs), devices, num_cores=num_sparsecore_per_device)
     if len(global_sharding.spec) < 3:
         return variables
     by_device = functools.partial(jax.tree.map, lambda rows: rows.reshape(devices.num_devices, -1, rows.shape[-1]))

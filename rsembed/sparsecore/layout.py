@@ -111,12 +111,7 @@ class StackLayout:
 
     @property
     def num_shards(self) -> int:
-        """Number of shards over all devices. Raises: ValueError: the stack was made by hand, without a number."""
-        if not self.spec.num_shards:
-            raise ValueError(
-                f"stack {self.name!r} was made by hand, for no number of shards; set stacked_table_spec of a table to "
-                "stack.replace(num_shards=...)."
-            )
+        """Number of shards over all devices."""
         return self.spec.num_shards
 
     @property

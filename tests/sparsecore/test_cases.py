@@ -227,7 +227,7 @@ def test_update_steps_every_touched_row_once(name):
 
     gradients = tree_like(specs, inputs["activation_grads"], lambda rows: jnp.asarray(rows, jnp.float32))
     updated = jax.jit(update)(gradients, processed, variables_of(specs, before))
-    after = jax.tree.map(np.asarray, embedding.logical_tables(updated, specs))
+    after = jax.tree.map(np.asarray, small_world.logical_tables(updated, specs))
     for table, rows in expected["updated_rows"].items():
         touched = sorted(map(int, rows))
         assert_matches(after[table][touched], [rows[str(row)]["table"] for row in touched], tolerance)

@@ -50,7 +50,7 @@ def pipelined_run():
     variables = embedding.init_embedding_variables(
         jax.random.key(1), embedding.get_table_specs(specs), NamedSharding(mesh(), P(("x", "y"), None)), CORES
     )
-    before = embedding.logical_tables(variables, specs)
+    before = small_world.logical_tables(variables, specs)
     look_up = pipelining.get_default_sc_fwd_function(specs, mesh())
     update = pipelining.get_default_sc_bwd_function(specs, mesh())
 
@@ -80,7 +80,7 @@ def pipelined_run():
         losses.append(float(loss))
     assert int(state.pipeline_step) == NUM_BATCHES + 2
     small_world.assert_padding_is_zero(specs, variables)
-    return losses, before, embedding.logical_variables(variables, specs), jax.tree.map(float, train_state)
+    return losses, before, small_world.logical_variables(variables, specs), jax.tree.map(float, train_state)
 
 
 def sequential_run(tables, delay):
@@ -172,10 +172,10 @@ def test_cycles_without_gradients_move_no_rows_also_of_rules_that_move_all():
     variables = tables.update({"f": jnp.ones((8, 8))}, variables, 0, inputs[0])  # there is momentum
     given = pipelining.CurrentStepInput(inputs[1], None)
     state = pipelining.get_initial_state(given, None, variables, *stages[:2])
-    found = [np.asarray(embedding.logical_tables(variables, specs)["t"])]
+    found = [np.asarray(small_world.logical_tables(variables, specs)["t"])]
     for cycle in range(3):
         *_, variables, state = pipelining.step(given, None, variables, state, *stages, fake_tc_step=cycle == 0)
-        found.append(np.asarray(embedding.logical_tables(variables, specs)["t"]))
+        found.append(np.asarray(small_world.logical_tables(variables, specs)["t"]))
     np.testing.assert_array_equal(found[1], found[0])
     np.testing.assert_array_equal(found[2], found[0])
     assert (found[3] != found[0]).any()
