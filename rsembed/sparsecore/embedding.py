@@ -420,16 +420,17 @@ def _stacks(
         sizes = layout.num_cores, layout.num_shards, layout.rows_per_shard, layout.samples_per_core
         partitions.append(Partitions(pointers, ids, samples, gains, num_minibatches, *sizes))
     found, stacks = api.entries_by_sample(partitions), []
+    most_ids = {name: max_ids for name, max_ids, _ in inputs.limits}
     for layout, own, (rows, offsets, gains) in zip(layouts.values(), partitions, found, strict=True):
         # One feature, whose ids are rows of the physical table and whose samples lie as the buffers have them.
         occurrences = Occurrences([Segment(rows, offsets, gains, "sum")])
-        num_ids, max_ids = own.embedding_ids.size, inputs.max_ids_per_partition(layout.name)
+        num_ids = own.embedding_ids.size
         if layout.declared_ids is not None:  # buffers may have room for more
             num_ids = min(num_ids, layout.declared_ids)
         capacity = default_capacity(num_ids, num_devices)
-        if max_ids is not None:  # no more than the limits allow
+        if layout.name in most_ids:  # no more than the limits allow
             num_blocks = layout.num_cores**2 * (MAX_MINIBATCHES if enable_minibatching else 1)
-            capacity = min(capacity, num_blocks * max_ids)
+            capacity = min(capacity, num_blocks * most_ids[layout.name])
         stacks.append((layout, occurrences, capacity))
     return stacks, _own_devices(num_devices, axis_name)
 
