@@ -21,7 +21,7 @@ from rsembed.collection.dense_rows import DenseRows
 from rsembed.collection.devices import Devices
 from rsembed.collection.rows import AskedRows, Rows
 from rsembed.optimizers import SGD, Hyperparameters, OptimizerSpec, Slots
-from rsembed.sparsecore.layout import Scalar, StackLayout, cores_of, resolve_cores, stacks_of, with_place
+from rsembed.sparsecore.layout import StackLayout, cores_of, resolve_cores, stacks_of, with_place
 from rsembed.specs import TableSpec
 
 RowLimits = tuple[float | None, float | None]
@@ -50,21 +50,12 @@ class BoundedRowRule(OptimizerSpec):
     def moves_all_rows(self) -> bool:
         return self.inner.moves_all_rows
 
-    def get_hyperparameters(self, step: Scalar | None = None) -> Hyperparameters:
-        return self.inner.get_hyperparameters(step)
-
-    def slot_initial_values(self) -> tuple[PyTree, ...]:
-        return self.inner.slot_initial_values()
-
     def init_slots(self, rows: Array) -> Slots:
         end, width = self.num_columns or rows.shape[1], rows.shape[1]
         return tuple(
             jnp.pad(slot, ((0, 0), (0, width - end))) if slot.shape[1:] == (end,) else slot
             for slot in self.inner.init_slots(rows[:, :end])
         )
-
-    def pack_slots(self, slots: Slots) -> PyTree:
-        return self.inner.pack_slots(slots)
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         end, width = self.num_columns or rows.shape[1], rows.shape[1]
@@ -77,9 +68,6 @@ class BoundedRowRule(OptimizerSpec):
             return stepped if stepped.shape == old.shape else jnp.concatenate([stepped, old[:, end:]], axis=1)
 
         return whole(new, rows), tuple(map(whole, new_slots, slots))
-
-    def short_name(self) -> str:
-        return self.inner.short_name()
 
 
 def checked_limits(limits: Mapping[str, RowLimits] | None, stacks: Sequence[str]) -> Mapping[str, RowLimits]:
@@ -221,14 +209,14 @@ def variables_of(
         )
     if rule is None:
         return variables
-    rows = jax.ShapeDtypeStruct(shape, jnp.float32)
-    expected = jax.eval_shape(lambda rows: rule.pack_slots(rule.init_slots(rows)), rows)
+    rows, optimizer = jax.ShapeDtypeStruct(shape, jnp.float32), layout.spec.optimizer
+    expected = jax.eval_shape(lambda rows: optimizer.pack_slots(rule.init_slots(rows)), rows)
     found, wanted = ([leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (variables.slot, expected))
     structure: jax.tree_util.PyTreeDef = jax.tree.structure(expected)
     is_named = type(variables.slot) is not tuple  # a plain tuple tells nothing but its length
     if found != wanted or (is_named and structure != jax.tree.structure(variables.slot)):
         raise ValueError(
-            f"stack {layout.name!r}: its optimizer {rule.short_name()!r} keeps slots {type(expected).__name__} of "
+            f"stack {layout.name!r}: its optimizer {optimizer.short_name()!r} keeps slots {type(expected).__name__} of "
             f"shapes {wanted}, but got {type(variables.slot).__name__} of shapes {found}; use variables of this "
             "optimizer, or its init_slots."
         )

@@ -271,8 +271,7 @@ look_up(run(enable_minibatching=True)[0])
 look_up(_of_two_devices(run(enable_minibatching=True)[0]), enable_minibatching=True)
     => ValueError: num_minibatches has 2 numbers, one per device
 rs.sparsecore.embedding_pipelining_utils.get_default_sc_bwd_function(
-    placed(made(optimizer=embedding_spec.AdamOptimizerSpec())), mesh(1, "x"))(None, None, None)
-    => ValueError: table 'word': optimizer 'adam' depends on the step; ... frozen_step=True
+    specs(), mesh(1, "x"))(None, None, None) => TypeError: missing 1 required keyword-only argument: 'step'
 _step_of_halves() => ValueError: needs a new key every step
 update({"f": jnp.ones((8, 8))}) => ValueError: activation gradients ... tree structure
 update([jnp.ones((4, 8))], global_device_count=1) => ValueError: feature 'f_word' ... (4, 8) ... (8, 8)

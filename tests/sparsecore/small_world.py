@@ -70,6 +70,11 @@ def placed_specs(devices, cores, *, is_stacked=True, rotation=1, **fields):
     return place(specs, devices, cores, rotation if is_stacked else None)
 
 
+def prepare(tables, ids):
+    """A batch on the devices of some `MeshTables`, split over them."""
+    return jax.device_put(tables.preprocess(ids)[0], tables.devices.sharding(tables.devices.split))
+
+
 def logical_variables(tree, specs):
     """Variables of every table alone, by name, out of a tree that holds those of its stack, like a layer's state."""
 

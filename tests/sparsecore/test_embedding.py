@@ -208,7 +208,7 @@ def stepped(specs, devices, *, number=0):
     """Logical tables of ones after one step of every row with the same small gradient."""
     mesh = small_world.mesh_of(devices)
     tables = mesh_lookup.MeshTables(feature_specs=specs, devices=mesh_lookup.table_mesh(mesh, "x"))
-    inputs, _ = tables.prepare({name: np.arange(BATCH)[:, None] % ROWS for name in specs})
+    inputs = small_world.prepare(tables, {name: np.arange(BATCH)[:, None] % ROWS for name in specs})
     gradients = {name: jnp.full((BATCH, DIM), 2.0**-10) for name in specs}
     updated = jax.jit(tables.update)(gradients, small_world.init(specs, devices), number, inputs)
     return {name: np.asarray(table, np.float32) for name, table in small_world.logical_tables(updated, specs).items()}

@@ -38,9 +38,9 @@ def nnx_layer(specs, seed=0, **options):
     return nnx_embed.SparseCoreEmbed(specs, "model", mesh(), nnx.Rngs(seed), num_sc_per_device=CORES, **options)
 
 
-def gradient_step(layer, params, inputs):
+def gradient_step(layer, params, inputs, step=None):
     """The Linen layer's own parameters after one step of autodiff."""
-    return jax.jit(jax.grad(lambda params: squared_error(layer.apply({"params": params}, inputs))))(params)
+    return jax.jit(jax.grad(lambda params: squared_error(layer.apply({"params": params}, inputs, step))))(params)
 
 
 def initial_params(model, inputs):
@@ -48,22 +48,22 @@ def initial_params(model, inputs):
 
 
 @functools.cache
-def linen_run(frozen_step=False):
+def linen_run(steps=(None,) * NUM_STEPS):
     """In minibatches, as the batch exceeds its limits."""
     specs = small_world.placed_specs(2, CORES, is_stacked=False, optimizer=ADAM, max_unique_ids_per_partition=8)
-    layer = linen_layer(specs, frozen_step=frozen_step, enable_minibatching=True)
+    layer = linen_layer(specs, enable_minibatching=True)
     inputs, _ = layer.prepare_batch(small_world.draw_batch()[0])
     assert int(inputs.num_minibatches[0]) > 1
     found = [initial_params(layer, inputs)]
-    for _ in range(NUM_STEPS):
-        found.append(gradient_step(layer, found[-1], inputs))
+    for step in steps:
+        found.append(gradient_step(layer, found[-1], inputs, step))
     return layer, specs, inputs, found
 
 
 @functools.cache
-def nnx_run(steps=(None,) * NUM_STEPS, frozen_step=False):
+def nnx_run(steps=(None,) * NUM_STEPS):
     specs = small_world.placed_specs(2, CORES, optimizer=ADAM)
-    layer = nnx_layer(specs, frozen_step=frozen_step)
+    layer = nnx_layer(specs)
     inputs, _ = layer.prepare_batch(small_world.draw_batch()[0])
     before = small_world.logical_tables(nnx.state(layer), specs)
 
@@ -90,29 +90,29 @@ def dense_adam(tables, steps):
     return tables
 
 
-@pytest.mark.parametrize("frozen_step", [False, True])
-def test_linen_autodiff_trains_as_dense_loops(frozen_step):
-    _, specs, _, found = linen_run(frozen_step)
-    before, after = (small_world.logical_tables(params, specs) for params in (found[0], found[-1]))
-    small_world.assert_close(after, dense_adam(before, [0] * NUM_STEPS if frozen_step else range(NUM_STEPS)))
-    if not frozen_step:
-        assert float(linen_embed.step_number(found[-1][linen_embed.STEP_PARAM_NAME])) == NUM_STEPS
-
-
-NNX_RUNS = {
-    "counted": ({}, range(NUM_STEPS), NUM_STEPS),
-    "frozen": ({"frozen_step": True}, [0] * NUM_STEPS, None),
-    "the counter goes on from a given step": ({"steps": (None, 7, None)}, (0, 7, 8), 9),
-    "frozen, but given": ({"steps": (3,), "frozen_step": True}, (3,), None),
+RUNS = {
+    "counted": ((None,) * NUM_STEPS, range(NUM_STEPS), NUM_STEPS),
+    "in the first step for ever": ((0,) * NUM_STEPS, [0] * NUM_STEPS, 1),
+    "the counter goes on from a given step": ((None, 7, None), (0, 7, 8), 9),
 }
+"""Steps that calls are given, those that the optimizer is in, and the counter at the end."""
 
 
-@pytest.mark.parametrize("case", NNX_RUNS)
-def test_nnx_autodiff_trains_as_dense_loops(case):
-    options, steps, end = NNX_RUNS[case]
-    layer, _, before, after = nnx_run(**options)
+@pytest.mark.parametrize("case", RUNS)
+def test_linen_autodiff_trains_as_dense_loops(case):
+    given, steps, end = RUNS[case]
+    _, specs, _, found = linen_run(given)
+    before, after = (small_world.logical_tables(params, specs) for params in (found[0], found[-1]))
     small_world.assert_close(after, dense_adam(before, steps))
-    assert (None if layer.step is None else float(nnx_embed.step_number(layer.step.get_value()))) == end
+    assert float(linen_embed.step_number(found[-1][linen_embed.STEP_PARAM_NAME])) == end
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_nnx_autodiff_trains_as_dense_loops(case):
+    given, steps, end = RUNS[case]
+    layer, _, before, after = nnx_run(given)
+    small_world.assert_close(after, dense_adam(before, steps))
+    assert float(nnx_embed.step_number(layer.step.get_value())) == end
 
 
 def test_linen_apply_gradient_equals_autodiff():

@@ -44,7 +44,7 @@ def trained(name):
     found = [(small_world.logical_tables(variables, specs), None)]
     for seed in range(3):
         ids, gradients = small_world.draw_batch(seed)
-        inputs, _ = tables.prepare(ids)
+        inputs = small_world.prepare(tables, ids)
         activations, variables = run(variables, inputs, gradients)
         small_world.assert_padding_is_zero(specs, variables)
         found.append((small_world.logical_tables(variables, specs), activations))
@@ -68,7 +68,7 @@ def test_updated_tables_keep_their_names_in_any_container():
         feature_specs=specs, devices=mesh_lookup.table_mesh(mesh_of((2,), "x"), "x"), num_sc_per_device=2
     )
     ids, gradients = small_world.draw_batch(0)
-    inputs, variables = tables.prepare(ids)[0], tables.init(jax.random.key(5))
+    inputs, variables = small_world.prepare(tables, ids), tables.init(jax.random.key(5))
     update = jax.jit(lambda variables: tables.update(gradients, variables, None, inputs))
     wanted = update(variables)
     for container in (collections.OrderedDict, FrozenDict):
