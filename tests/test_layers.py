@@ -31,7 +31,7 @@ BUDGETS = {
     "linen": 184,
     "checkpoint": 1298,
     "fdo": 593,
-    "sparsecore": 4228,
+    "sparsecore": 3990,
     "tbe": 2797,
     "tt": 2516,
     "sok": 1502,

@@ -14,13 +14,13 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from rsembed.sparsecore import alias, table_stacking
+from rsembed.sparsecore import install_as_jax_tpu_embedding, table_stacking
 from rsembed.sparsecore.embedding_spec import EmbeddingSpecRecord
 
-alias.install_as_jax_tpu_embedding()
+install_as_jax_tpu_embedding()
 # Helpers of the tests, and modules that the wing has not, are those of the checkout.
 for name, module in list(sys.modules.items()):
-    if name.split(".")[0] == alias.ROOT and getattr(module, "__path__", None) == []:
+    if name.split(".")[0] == "jax_tpu_embedding" and getattr(module, "__path__", None) == []:
         module.__path__.append(str(Path(*name.split(".")).absolute()))
 
 

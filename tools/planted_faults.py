@@ -106,7 +106,7 @@ sparsecore/partitioner.py  sparsecore/test_native_partitioner.py
     entries.rank < layout.spec.max_ids_per_partition => entries.rank <= layout.spec.max_ids_per_partition
     sample + placement.row_offset // num_shards => sample
 sparsecore/mesh_lookup.py  sparsecore/test_flax_layers.py
-    inputs), next_step(step), None => inputs), step, None
+    inputs), next_step(counter), None => inputs), counter, None
 tbe/batches.py  tbe/test_bounds.py tbe/test_mesh.py
     batch = batch if is_fatal else repaired => batch = repaired
     ends = xp.where(is_last, => ends = xp.where(~is_last,

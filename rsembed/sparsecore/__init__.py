@@ -4,4 +4,60 @@ Modules keep the published names: `embedding`, `embedding_spec`, `table_stacking
 `linen.embed_optimizer`, `nnx.embed` and `embedding_pipelining_utils`.
 """
 
-from rsembed.sparsecore.alias import install_as_jax_tpu_embedding as install_as_jax_tpu_embedding
+import contextlib
+import importlib.machinery
+import sys
+import types
+
+__all__ = ["install_as_jax_tpu_embedding"]
+_MODULES = {
+    "lib.nn.embedding": "rsembed.sparsecore.embedding",
+    "lib.nn.embedding_spec": "rsembed.sparsecore.embedding_spec",
+    "lib.nn.table_stacking": "rsembed.sparsecore.table_stacking",
+    "lib.nn.embedding_pipelining_utils": "rsembed.sparsecore.embedding_pipelining_utils",
+    "lib.flax.linen.embed": "rsembed.sparsecore.linen.embed",
+    "lib.flax.linen.embed_optimizer": "rsembed.sparsecore.linen.embed_optimizer",
+    "lib.flax.nnx.embed": "rsembed.sparsecore.nnx.embed",
+    "lib.fdo.fdo_client": "rsembed.fdo.client",
+    "lib.fdo.file_fdo_client": "rsembed.fdo.client",
+    "lib.fdo.csv_file_fdo_client": "rsembed.fdo.client",
+    "utils.utils": "rsembed.sparsecore.utils",
+}
+"""Modules below `jax_tpu_embedding.sparsecore`, and the modules that replace them."""
+
+
+def install_as_jax_tpu_embedding() -> contextlib.ExitStack:
+    """From now on, `import jax_tpu_embedding.sparsecore...` finds this wing, in this process.
+
+    For libraries that are clients of the JAX SparseCore API, such as `keras_rs.layers.DistributedEmbedding`: call it
+    before they are imported. A script need not be changed, `python -m rsembed.sparsecore SCRIPT` runs it so.
+
+    Returns: a context that takes the modules away again where it ends; without `with`, they stay.
+
+    Raises: RuntimeError: the original was imported before.
+
+    Example:
+      >>> with install_as_jax_tpu_embedding():
+      ...     from jax_tpu_embedding.sparsecore.lib.nn import embedding_spec
+      >>> embedding_spec.__name__
+      'rsembed.sparsecore.embedding_spec'
+    """
+    if original := sys.modules.get("jax_tpu_embedding"):
+        raise RuntimeError(
+            f"jax_tpu_embedding was imported before, from {getattr(original, '__file__', None) or 'this alias'}; call "
+            "install_as_jax_tpu_embedding first, and once."
+        )
+    modules, undo = {}, contextlib.ExitStack()
+    for path, own in _MODULES.items():
+        name = f"jax_tpu_embedding.sparsecore.{path}"
+        modules[name] = importlib.import_module(own)
+        while (name := name.rpartition(".")[0]) and name not in modules:
+            modules[name] = made = types.ModuleType(name, "A package, of which rsembed has modules.")
+            made.__path__, made.__spec__ = [], importlib.machinery.ModuleSpec(name, None, is_package=True)
+    for name, module in modules.items():
+        sys.modules[name] = module
+        undo.callback(sys.modules.pop, name, None)
+        package, _, own_name = name.rpartition(".")
+        if package:
+            setattr(modules[package], own_name, module)
+    return undo

@@ -4,7 +4,7 @@ import os
 import runpy
 import sys
 
-from rsembed.sparsecore.alias import install_as_jax_tpu_embedding
+from rsembed.sparsecore import install_as_jax_tpu_embedding
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]

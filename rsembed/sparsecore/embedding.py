@@ -41,9 +41,7 @@ from rsembed.sparsecore.layout import (
     StackLayout,
     leaves_like,
     placed_stack,
-    resolve_cores,
     stack_layouts,
-    with_place,
 )
 from rsembed.sparsecore.layout import ArrayLike as ArrayLike
 from rsembed.sparsecore.layout import Nested as Nested
@@ -70,9 +68,6 @@ from rsembed.sparsecore.table_stacking import prepare_feature_specs_for_training
 from rsembed.sparsecore.table_stacking import stack_tables as stack_tables
 from rsembed.sparsecore.variables import EmbeddingVariables as EmbeddingVariables
 from rsembed.sparsecore.variables import RowLimits, checked_limits, initialize, rule_of, stack_rows, variables_of
-from rsembed.sparsecore.variables import logical_tables as logical_tables
-from rsembed.sparsecore.variables import logical_variables as logical_variables
-from rsembed.sparsecore.variables import with_logical_tables as with_logical_tables
 from rsembed.specs import CallableTableInitializer, FeatureSpec, StackedTableSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import LimitsCallable as LimitsCallable
 from rsembed.stacking import get_default_limits as get_default_limits
@@ -161,9 +156,7 @@ def init_embedding_variables(
         )
     mesh: Any = global_sharding.mesh  # an abstract one serves as well
     devices = Devices(mesh, (axis,) if isinstance(axis, str) else tuple(axis))
-    num_shards = devices.num_devices * resolve_cores(num_sparsecore_per_device, devices.num_devices)
-    tables = [with_place(table, num_shards) for table in jax.tree.leaves(table_specs)]
-    variables = initialize(rng, tables, devices, num_cores=num_sparsecore_per_device)
+    variables = initialize(rng, jax.tree.leaves(table_specs), devices, num_cores=num_sparsecore_per_device)
     if len(global_sharding.spec) < 3:
         return variables
     by_device = functools.partial(jax.tree.map, lambda rows: rows.reshape(devices.num_devices, -1, rows.shape[-1]))
@@ -427,16 +420,17 @@ def _stacks(
         sizes = layout.num_cores, layout.num_shards, layout.rows_per_shard, layout.samples_per_core
         partitions.append(Partitions(pointers, ids, samples, gains, num_minibatches, *sizes))
     found, stacks = api.entries_by_sample(partitions), []
+    most_ids = {name: max_ids for name, max_ids, _ in inputs.limits}
     for layout, own, (rows, offsets, gains) in zip(layouts.values(), partitions, found, strict=True):
         # One feature, whose ids are rows of the physical table and whose samples lie as the buffers have them.
         occurrences = Occurrences([Segment(rows, offsets, gains, "sum")])
-        num_ids, max_ids = own.embedding_ids.size, inputs.max_ids_per_partition(layout.name)
+        num_ids = own.embedding_ids.size
         if layout.declared_ids is not None:  # buffers may have room for more
             num_ids = min(num_ids, layout.declared_ids)
         capacity = default_capacity(num_ids, num_devices)
-        if max_ids is not None:  # no more than the limits allow
+        if layout.name in most_ids:  # no more than the limits allow
             num_blocks = layout.num_cores**2 * (MAX_MINIBATCHES if enable_minibatching else 1)
-            capacity = min(capacity, num_blocks * max_ids)
+            capacity = min(capacity, num_blocks * most_ids[layout.name])
         stacks.append((layout, occurrences, capacity))
     return stacks, _own_devices(num_devices, axis_name)
 

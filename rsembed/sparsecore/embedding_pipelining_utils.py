@@ -87,8 +87,8 @@ train state, aux for the update)`."""
 ScBwdStageFun = Callable[..., tuple[PyTree, PyTree]]
 """Update stage: `(sparse_inputs, embedding_gradients, embedding_variables, tc_aux) -> (new variables, aux)`.
 
-A function with a parameter named `step` also receives the 0-based number of the batch it updates with, and one with a
-parameter named `has_gradients` whether there is such a batch: the first two cycles have none.
+A function with a parameter named `step` also receives the 0-based number of the batch it updates with. The number is
+negative in the first two cycles, which have no such batch.
 """
 
 
@@ -214,14 +214,23 @@ def step(
       and the state for the next cycle.
     """
     last, before = pipeline_state.last_step_inputs, pipeline_state.step_before_last_step_inputs
-    number = pipeline_state.pipeline_step - 2
-    told = {"step": jnp.maximum(number, 0), "has_gradients": number >= 0}
-    options = {name: told[name] for name in told if name in inspect.signature(sc_bwd_function).parameters}
+    takes_step = "step" in inspect.signature(sc_bwd_function).parameters
+    options = {"step": pipeline_state.pipeline_step - 2} if takes_step else {}
     embedding_variables, sc_bwd_aux = sc_bwd_function(
         before.sparse_inputs, before.embedding_gradients, embedding_variables, before.tc_aux, **options
     )
     activations, sc_fwd_aux = sc_fwd_function(pipeline_input.sparse_inputs, embedding_variables)
-    gradients, output, tc_train_state, tc_aux = _dense_step(tc_function, tc_train_state, pipeline_state, fake_tc_step)
+    inputs = (last.embedding_activations, last.dense_inputs, tc_train_state, last.sc_fwd_aux)
+
+    def skipped() -> tuple[PyTree, PyTree, PyTree, PyTree]:
+        gradients, *_ = jax.eval_shape(tc_function, *inputs)
+        return _zeros(gradients), pipeline_state.placeholder_output, inputs[2], pipeline_state.placeholder_tc_aux
+
+    if isinstance(fake_tc_step, bool):
+        dense = skipped() if fake_tc_step else tc_function(*inputs)
+    else:
+        dense = jax.lax.cond(fake_tc_step, skipped, lambda: tc_function(*inputs))
+    gradients, output, tc_train_state, tc_aux = dense
     looked_up = LastStepInput(pipeline_input.sparse_inputs, activations, pipeline_input.dense_inputs, sc_fwd_aux)
     state = pipeline_state._replace(
         pipeline_step=pipeline_state.pipeline_step + 1,
@@ -229,21 +238,6 @@ def step(
         step_before_last_step_inputs=StepBeforeLastStepInput(last.sparse_inputs, gradients, tc_aux),
     )
     return output, sc_bwd_aux, tc_train_state, embedding_variables, state
-
-
-def _dense_step(
-    tc_function: TcStageFun, train_state: PyTree, state: PipelineState, is_fake: bool | Array
-) -> tuple[PyTree, PyTree, PyTree, PyTree]:
-    last = state.last_step_inputs
-    inputs = (last.embedding_activations, last.dense_inputs, train_state, last.sc_fwd_aux)
-
-    def fake() -> tuple[PyTree, PyTree, PyTree, PyTree]:
-        gradients, *_ = jax.eval_shape(tc_function, *inputs)
-        return _zeros(gradients), state.placeholder_output, train_state, state.placeholder_tc_aux
-
-    if isinstance(is_fake, bool):
-        return fake() if is_fake else tc_function(*inputs)
-    return jax.lax.cond(is_fake, fake, lambda: tc_function(*inputs))
 
 
 def get_default_sc_fwd_function(
@@ -276,46 +270,31 @@ def get_default_sc_bwd_function(
     *,
     sharding_axis: str | tuple[str, ...] | None = None,
     enable_minibatching: bool = False,
-    frozen_step: bool = False,
 ) -> ScBwdStageFun:
-    """The update of all tables over a mesh, without aux; it takes the step that `step` of this module gives it.
+    """The update of all tables over a mesh, without aux, for the arguments of `get_default_sc_fwd_function`.
 
-    Args:
-      feature_specs: placed specs.
-      global_mesh: the devices.
-      sharding_axis: mesh axis (or axes) along which tables and batch are cut; None means all of them.
-      enable_minibatching: whether batches are preprocessed with it.
-      frozen_step: hide the step from the optimizers, as the published function does.
-
-    Raises (when called without a step):
-      ValueError: an optimizer needs one and `frozen_step` is False.
+    It needs the step, which `step` of this module gives it.
     """
     devices = Devices.of(global_mesh, sharding_axis)
     tables = MeshTables(feature_specs=feature_specs, devices=devices, enable_minibatching=enable_minibatching)
-    optimizers = {table.name: table.optimizer for table in tables_of(feature_specs).values()}
+    moves_all_rows = any(table.optimizer.moves_all_rows for table in tables_of(feature_specs).values())
 
     def update(
         sparse_inputs: PyTree,
         embedding_gradients: PyTree,
         embedding_variables: PyTree,
         tc_aux: PyTree = None,
-        step: Scalar | None = None,
-        has_gradients: bool | Array = True,
+        *,
+        step: Scalar,
     ) -> tuple[PyTree, None]:
         del tc_aux
-        number = None if frozen_step or step is None else jnp.asarray(step, jnp.float32)
-        for name, optimizer in optimizers.items():
-            if step is None and optimizer.needs_step and not frozen_step:
-                raise ValueError(
-                    f"table {name!r}: optimizer {optimizer.short_name()!r} depends on the step; pass step=, or "
-                    "frozen_step=True to get_default_sc_bwd_function to hide it from all optimizers."
-                )
+        number = jnp.maximum(jnp.asarray(step, jnp.float32), 0.0)
 
         def stepped(variables: PyTree) -> PyTree:
             return tables.update(embedding_gradients, variables, number, sparse_inputs)
 
-        if any(optimizer.moves_all_rows for optimizer in optimizers.values()):
-            return jax.lax.cond(has_gradients, stepped, lambda variables: variables, embedding_variables), None
+        if moves_all_rows:
+            return jax.lax.cond(step >= 0, stepped, lambda variables: variables, embedding_variables), None
         return stepped(embedding_variables), None  # without gradients it steps no rows, and needs no branch
 
     return update

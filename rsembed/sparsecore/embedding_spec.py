@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -68,19 +68,6 @@ _CODES: dict[type[OptimizerSpec], int] = {
     RowWiseAdagradOptimizerSpec: 9,
 }
 CUSTOM_CODE = 7
-
-
-@dataclasses.dataclass(frozen=True)
-class CallablePlaceholder:
-    """Stands for a learning rate that was a function: a record keeps only its tag. Calling it raises."""
-
-    tag: str
-
-    def __call__(self, step: object) -> NoReturn:
-        raise RuntimeError(
-            f"the learning rate {self.tag!r} was a function, which a record cannot hold; give the optimizer a new one "
-            "with dataclasses.replace(optimizer, learning_rate=...)."
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,8 +262,6 @@ def optimizer_spec_to_proto(optimizer: OptimizerSpec) -> OptimizerRecord:
     learning_rate, tag = optimizer.learning_rate, None
     if callable(learning_rate):
         tag = str(getattr(learning_rate, "__qualname__", type(learning_rate).__name__))
-    if isinstance(learning_rate, CallablePlaceholder):
-        tag = learning_rate.tag
     values: dict[str, float] = {}
     if type(optimizer) in _CODES:
         names = [field.name for field in dataclasses.fields(optimizer) if field.name != "learning_rate"]
@@ -292,29 +277,19 @@ def optimizer_spec_to_proto(optimizer: OptimizerSpec) -> OptimizerRecord:
 
 
 @validated
-def proto_to_optimizer_spec(
-    record: OptimizerRecord, custom: Mapping[str, OptimizerSpec] | None = None
-) -> OptimizerSpec:
-    """The optimizer of a record; a learning rate that was a function comes back as a `CallablePlaceholder`.
+def proto_to_optimizer_spec(record: OptimizerRecord) -> OptimizerSpec:
+    """The optimizer of a record.
 
-    Args:
-      record: result of `optimizer_spec_to_proto`.
-      custom: the optimizers to take for custom rules, by short name.
-
-    Raises: ValueError: a custom rule is not among `custom`.
+    Raises: ValueError: its rule or its learning rate was a function, of which a record holds the name alone.
     """
-    if record.type == CUSTOM_CODE:
-        if custom is None or record.short_name not in custom:
-            raise ValueError(
-                f"optimizer {record.short_name!r} is a function, which a record cannot hold; pass "
-                f"custom={{{record.short_name!r}: optimizer}}."
-            )
-        return custom[record.short_name]
-    learning_rate: LearningRate | None = record.learning_rate
-    if learning_rate is None:
-        learning_rate = CallablePlaceholder(record.learning_rate_tag or "function")
+    if record.type == CUSTOM_CODE or record.learning_rate is None:
+        what = "rule" if record.type == CUSTOM_CODE else f"learning rate, {record.learning_rate_tag!r}"
+        raise ValueError(
+            f"optimizer {record.short_name!r} has a function as its {what}, which a record cannot hold; make it anew, "
+            "as in get_optimizer_class(record.type)(schedule, **record.float_params)."
+        )
     parameters: dict[str, float] = {**record.float_params, **record.bool_params}
-    return get_optimizer_class(record.type)(learning_rate, **parameters)
+    return get_optimizer_class(record.type)(record.learning_rate, **parameters)
 
 
 @validated

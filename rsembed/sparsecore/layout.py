@@ -72,10 +72,8 @@ def resolve_cores(num_sc_per_device: int | None, global_device_count: int) -> in
     return num_sparsecores_per_device() if num_sc_per_device is None else num_sc_per_device
 
 
-class ShardingStrategy(enum.Enum):
-    """Rule that assigns rows to shards; MOD is the only one."""
-
-    MOD = "MOD"
+ShardingStrategy = enum.Enum("ShardingStrategy", "MOD")
+"""Rules that assign rows to shards."""
 
 
 def sharding_strategy_to_enum(sharding_strategy: str) -> ShardingStrategy:
@@ -111,12 +109,7 @@ class StackLayout:
 
     @property
     def num_shards(self) -> int:
-        """Number of shards over all devices. Raises: ValueError: the stack was made by hand, without a number."""
-        if not self.spec.num_shards:
-            raise ValueError(
-                f"stack {self.name!r} was made by hand, for no number of shards; set stacked_table_spec of a table to "
-                "stack.replace(num_shards=...)."
-            )
+        """Number of shards over all devices."""
         return self.spec.num_shards
 
     @property

@@ -67,8 +67,7 @@ class MeshTables:
 
     def look_up(self, variables: Mapping[str, EmbeddingVariables], inputs: PreprocessedInput) -> PyTree:
         """Activations of the global batch, in a tree like the feature specs."""
-        look_up = functools.partial(sparse_dense_matmul, feature_specs=self.feature_specs, **self._options())
-        return self._sharded(look_up, self.devices.split, self.devices.split)(inputs, variables)
+        return self._on_devices(sparse_dense_matmul, self.devices.split, self.devices.split)(inputs, variables)
 
     def update(
         self,
@@ -89,35 +88,34 @@ class MeshTables:
                     f"{shards} devices cannot split; give that of the activations."
                 )
 
-        def on_device(d_activations: PyTree, inputs: PreprocessedInput, variables: PyTree, step: PyTree) -> PyTree:
-            specs = self.feature_specs
-            return sparse_dense_matmul_grad(d_activations, inputs, variables, specs, step=step, **self._options())
+        def on_device(step: PyTree, *given: Any, **options: Any) -> PyTree:
+            return sparse_dense_matmul_grad(*given, step=step, **options)
 
-        updated = self._sharded(on_device, part, part, part, P())(d_activations, inputs, variables, step)
+        updated = self._on_devices(on_device, P(), part, part, part)(step, d_activations, inputs, variables)
         # A FrozenDict of tuples comes back as one: autodiff asks for gradients of the very structure it was given.
         leaves = {name: iter(jax.tree.leaves(own)) for name, own in updated.items()}
         return jax.tree_util.tree_map_with_path(lambda path, _: next(leaves[path[0].key]), variables)
 
-    def train(self, variables: PyTree, step: Scalar | None, inputs: PreprocessedInput) -> PyTree:
-        """A lookup whose "gradients" are the variables and the step after one update.
+    def train(self, variables: PyTree, counter: Array, inputs: PreprocessedInput) -> PyTree:
+        """A lookup whose "gradients" are the variables and the step counter after one update.
 
-        The step is a counter of floats, or autodiff would not ask for its gradient.
+        The counter is of floats, or autodiff would not ask for its gradient.
         """
         check_type(inputs, PreprocessedInput, "the input of a layer, which its prepare_batch makes,")
 
         @jax.custom_vjp
-        def lookup(variables: PyTree, step: Array | None, inputs: PreprocessedInput) -> PyTree:
+        def lookup(variables: PyTree, counter: Array, inputs: PreprocessedInput) -> PyTree:
             return self.look_up(variables, inputs)
 
-        def forward(variables: PyTree, step: Array | None, inputs: PreprocessedInput) -> PyTree:
-            return self.look_up(variables, inputs), (variables, step, inputs)
+        def forward(variables: PyTree, counter: Array, inputs: PreprocessedInput) -> PyTree:
+            return self.look_up(variables, inputs), (variables, counter, inputs)
 
         def backward(saved: PyTree, d_activations: PyTree) -> PyTree:
-            variables, step, inputs = saved
-            return self.update(d_activations, variables, step_number(step), inputs), next_step(step), None
+            variables, counter, inputs = saved
+            return self.update(d_activations, variables, step_number(counter), inputs), next_step(counter), None
 
         lookup.defvjp(forward, backward)
-        return lookup(variables, step, inputs)
+        return lookup(variables, counter, inputs)
 
     def preprocess(
         self, features: PyTree, features_weights: PyTree = None, **options: Any
@@ -138,25 +136,17 @@ class MeshTables:
             **options,
         )
 
-    def prepare(
-        self, features: PyTree, features_weights: PyTree = None, **options: Any
-    ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-        """A preprocessed batch as global arrays on the devices, cut along the leading axis, and its statistics."""
-        processed, statistics = self.preprocess(features, features_weights, **options)
-        sharding = self.devices.sharding(self.devices.split)
-        place = functools.partial(jax.make_array_from_process_local_data, sharding)
-        return jax.tree.map(place, processed), statistics
-
-    def _options(self) -> dict[str, Any]:
-        return {
-            "global_device_count": self.devices.num_devices,
-            "enable_minibatching": self.enable_minibatching,
-            "axis_name": self.devices.axes,
-        }
-
-    def _sharded(self, function: Callable[..., PyTree], *in_specs: P) -> Callable[..., PyTree]:
+    def _on_devices(self, function: Callable[..., PyTree], *in_specs: P) -> Callable[..., PyTree]:
+        """A function of one device's parts of its arguments as a function of the whole ones."""
+        own = functools.partial(
+            function,
+            feature_specs=self.feature_specs,
+            global_device_count=self.devices.num_devices,
+            enable_minibatching=self.enable_minibatching,
+            axis_name=self.devices.axes,
+        )
         split = self.devices.split
-        return jax.shard_map(function, mesh=self.devices.mesh, in_specs=in_specs, out_specs=split, check_vma=False)
+        return jax.shard_map(own, mesh=self.devices.mesh, in_specs=in_specs, out_specs=split, check_vma=False)
 
 
 class MeshLayer:
@@ -193,7 +183,11 @@ class MeshLayer:
           features_weights: weights in the same tree, or None.
           options: of `embedding.preprocess_sparse_dense_matmul_input`, such as `allow_id_dropping` and `batch_number`.
         """
-        return self._tables().prepare(features, features_weights, **options)
+        tables = self._tables()
+        processed, statistics = tables.preprocess(features, features_weights, **options)
+        sharding = tables.devices.sharding(tables.devices.split)
+        place = functools.partial(jax.make_array_from_process_local_data, sharding)
+        return jax.tree.map(place, processed), statistics
 
     def _tables(self) -> MeshTables:
         return MeshTables(
@@ -212,12 +206,18 @@ def step_counter(step: Scalar) -> Float[Array, " digits"]:
     return jnp.floor(jnp.asarray(step, jnp.float32) / _PLACES) % _PLACES[1]
 
 
-def step_number(counter: Float[Array, " digits"] | None) -> Float[Array, ""] | None:
-    """Step that a counter holds, as float32 (exact for 16 million steps); None for a hidden step."""
-    return None if counter is None else jnp.sum(counter.astype(jnp.float32) * _PLACES)
+def step_number(counter: Float[Array, " digits"]) -> Float[Array, ""]:
+    """Step that a counter holds, as float32 (exact for 16 million steps)."""
+    return jnp.sum(counter.astype(jnp.float32) * _PLACES)
 
 
-def next_step(counter: Float[Array, " digits"] | None) -> Float[Array, " digits"] | None:
-    """The counter after one step, of the same dtype; a hidden step stays hidden."""
-    number = step_number(counter)
-    return None if counter is None or number is None else step_counter(number + 1.0).astype(counter.dtype)
+def next_step(counter: Float[Array, " digits"]) -> Float[Array, " digits"]:
+    """The counter after one step, of the same dtype."""
+    return step_counter(step_number(counter) + 1.0).astype(counter.dtype)
+
+
+def counter_at(counter: Float[Array, " digits"], step: Scalar | None) -> Float[Array, " digits"]:
+    """The counter set to a step, of which autodiff sees the counter itself; None leaves it where it is."""
+    if step is None:
+        return counter
+    return counter + jax.lax.stop_gradient(step_counter(step).astype(counter.dtype) - counter)

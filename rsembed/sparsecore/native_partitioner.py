@@ -142,7 +142,7 @@ class _Block:
         self._address = self._memory.ctypes.data
         self._next = -self._address % unit
 
-    def cut(self, size: int, dtype: np.dtype) -> tuple[np.ndarray, int]:
+    def cut(self, size: int, dtype: str) -> tuple[np.ndarray, int]:
         """A new, uninitialised array in the block, and its address."""
         first, self._next = self._next, self._next + round_up(4 * size, _LINE_BYTES)
         return np.ndarray(size, dtype, self._memory, first), self._address + first
@@ -195,12 +195,10 @@ class _StackTask:
 
     def place_buffers(self, block: _Block) -> None:
         """Cuts this stack's buffers from a block of memory."""
-        arrays = []
-        for field, size, dtype in zip(StackBuffers._fields, self.sizes, BUFFER_DTYPES, strict=True):
-            array, address = block.cut(size, dtype)
-            arrays.append(array)
+        self.buffers: StackBuffers = {}
+        for (field, dtype), size in zip(BUFFER_DTYPES.items(), self.sizes, strict=True):
+            self.buffers[field], address = block.cut(size, dtype)
             setattr(self.descriptor, field, address)
-        self.buffers = StackBuffers(*arrays)
 
     def record(self, batch: HostBatch) -> None:
         """Records the library's counts in the batch's statistics, as `partitioner.py` does."""

@@ -48,19 +48,9 @@ SETTINGS = {
 """The setting that causes each kind of drop, by the field of `TableDrops`."""
 _told: set[tuple[str, str, str]] = set()
 """Tables, stacks and kinds of drop that a warning has named."""
-
-
-class StackBuffers(NamedTuple):
-    """The flat buffers of one stack in this process."""
-
-    row_pointers: np.ndarray
-    embedding_ids: np.ndarray
-    sample_ids: np.ndarray
-    gains: np.ndarray
-
-
-BUFFER_DTYPES = tuple(np.dtype(name) for name in ("int32", "int32", "int32", "float32"))
-"""Dtypes of the fields of `StackBuffers`."""
+BUFFER_DTYPES = {"row_pointers": "int32", "embedding_ids": "int32", "sample_ids": "int32", "gains": "float32"}
+StackBuffers = dict[str, np.ndarray]
+"""The flat buffers of one stack in this process, by the names in `BUFFER_DTYPES`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,15 +65,6 @@ class HostFeature:
 
     spec: FeatureSpec
     bags: Bags
-
-    @functools.cached_property
-    def ids(self) -> Int64[np.ndarray, " nnz"]:
-        """The ids, checked.
-
-        Raises: ValueError: an id is outside its table, or a weight is not finite.
-        """
-        self.check_values()
-        return self.bags.ids.astype(np.int64)
 
     @functools.cached_property
     def samples(self) -> Int64[np.ndarray, " nnz"]:
@@ -195,7 +176,7 @@ def partition_stack(batch: HostBatch, name: str) -> StackBuffers:
 def merged_entries(batch: HostBatch, name: str) -> Entries:
     """Entries that the cores of this process look up, equal rows of one sample merged.
 
-    Raises: ValueError: a device has too many samples.
+    Raises: ValueError: an id is outside its table, a weight is not finite, or a device has too many samples.
     """
     layout = batch.layouts[name]
     if layout.samples_per_core * layout.num_cores > MAX_SAMPLES_PER_DEVICE:
@@ -205,11 +186,12 @@ def merged_entries(batch: HostBatch, name: str) -> Entries:
         )
     num_shards, partitions, keys, gains = layout.num_shards, [], [], []
     for feature in batch.readers[name]:
-        placement = feature.spec.id_transformation
+        feature.check_values()
+        ids, placement = feature.bags.ids.astype(np.int64), feature.spec.id_transformation
         place = Place(0, placement.col_offset, placement.col_shift)
         core, sample = np.divmod(feature.samples, (feature.spec.num_samples or 0) // num_shards)
-        row = place.rows_in_shard(feature.ids, spread=num_shards)
-        partitions.append(core * num_shards + place.shards(feature.ids, spread=num_shards))
+        row = place.rows_in_shard(ids, spread=num_shards)
+        partitions.append(core * num_shards + place.shards(ids, spread=num_shards))
         keys.append(row * layout.samples_per_core + (sample + placement.row_offset // num_shards))
         gains.append(feature.gains)
     partition, key, gain = (np.concatenate(arrays) for arrays in (partitions, keys, gains))
@@ -271,7 +253,7 @@ def lay_out(
         num_lost = int(np.count_nonzero(~fits))
         if not batch.allow_id_dropping:
             needed = int(batch.statistics.required_buffer_size_per_sc[layout.name].max()) * layout.num_cores
-            size = buffers.gains.size // batch.local_device_count
+            size = buffers["gains"].size // batch.local_device_count
             raise ValueError(
                 f"stack {layout.name!r}: {num_lost} entries do not fit the buffer of {size} places per device, "
                 f"{needed} are needed; raise suggested_coo_buffer_size_per_device to {needed} (or leave it None), or "
@@ -347,7 +329,8 @@ def _fill(
     sample_ids = np.full(size, PADDING_VALUE, np.int32)
     gains = np.full(size, np.nan, np.float32)
     embedding_ids[place], sample_ids[place], gains[place] = entries.row[fits], entries.sample[fits], entries.gain[fits]
-    return StackBuffers(pointers.reshape(-1), embedding_ids, sample_ids, gains), fits
+    buffers = pointers.reshape(-1), embedding_ids, sample_ids, gains
+    return dict(zip(BUFFER_DTYPES, buffers, strict=True)), fits
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:

@@ -1,13 +1,13 @@
 """A batch on the host, read in any of its published forms, checked, and partitioned; see `partitioner`.
 
 Shapes and kinds are checked here when a batch is read. Values are checked by whoever walks over them anyway: the numpy
-partitioner asks for `HostFeature.ids`, the native one finds a bad value on its way and has `check_values` name it.
+partitioner calls `HostFeature.check_values`, the native one finds a bad value on its way and lets it name that one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,13 @@ from rsembed.sparsecore.layout import (
     sharding_strategy_to_enum,
     stack_layouts,
 )
-from rsembed.sparsecore.partitioner import BUFFER_DTYPES, HostBatch, HostFeature, partition_stacks_in_minibatches
+from rsembed.sparsecore.partitioner import (
+    BUFFER_DTYPES,
+    HostBatch,
+    HostFeature,
+    StackBuffers,
+    partition_stacks_in_minibatches,
+)
 from rsembed.specs import FeatureSpec, features_of
 
 
@@ -104,10 +110,6 @@ class PreprocessedInput:
                 what="the input was preprocessed for other specs",
                 way_out="Preprocess it with the feature specs and enable_minibatching that are given here.",
             )
-
-    def max_ids_per_partition(self, stack_name: str) -> int | None:
-        """The limit that a stack's buffer was laid out with, or None if unknown."""
-        return {name: max_ids for name, max_ids, _ in self.limits}.get(stack_name)
 
 
 def preprocess_sparse_dense_matmul_input(
@@ -251,13 +253,13 @@ def _layouts(
 
 def _processed(
     layouts: dict[str, StackLayout],
-    buffers: Mapping[str, Sequence[np.ndarray]],
+    buffers: Mapping[str, StackBuffers],
     num_minibatches: np.ndarray,
     has_leading_dimension: bool,
     enable_minibatching: bool,
 ) -> PreprocessedInput:
     fields: list[dict[str, ArrayLike]] = [
-        {name: stack[k] for name, stack in buffers.items()} for k in range(len(SparseDenseMatmulInput._fields))
+        {name: own[field] for name, own in buffers.items()} for field in BUFFER_DTYPES
     ]
     limits = tuple(
         (name, layout.spec.max_ids_per_partition, layout.spec.max_unique_ids_per_partition)
@@ -298,7 +300,7 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
     """
     layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device)
 
-    def empty(size: int, dtype: np.dtype) -> np.ndarray:
+    def empty(size: int, dtype: str) -> np.ndarray:
         return np.broadcast_to(np.zeros((), dtype), local_device_count * size)  # no memory behind it
 
     buffers = {}
@@ -309,7 +311,8 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
             enable_minibatching=enable_minibatching,
         )
         sizes = (pointers, *[layout.buffer_size_per_device(enable_minibatching)] * 3)
-        buffers[name] = [empty(size, dtype) for size, dtype in zip(sizes, BUFFER_DTYPES, strict=True)]
+        named = zip(BUFFER_DTYPES.items(), sizes, strict=True)
+        buffers[name] = {field: empty(size, dtype) for (field, dtype), size in named}
     numbers = np.ones(local_device_count, np.int64)
     processed = _processed(layouts, buffers, numbers, has_leading_dimension, enable_minibatching)
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), processed)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
@@ -20,6 +21,7 @@ from rsembed.sparsecore.embedding_spec import compute_physical_row_ids as comput
 from rsembed.sparsecore.embedding_spec import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
 from rsembed.sparsecore.embedding_spec import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
 from rsembed.sparsecore.layout import (
+    ArrayLike,
     Nested,
     check_is_array,
     cores_of,
@@ -30,7 +32,6 @@ from rsembed.sparsecore.layout import (
     with_place,
 )
 from rsembed.sparsecore.layout import get_table_stacks as get_table_stacks
-from rsembed.sparsecore.variables import explicit_sharding, unstacked
 from rsembed.specs import (
     DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
     FeatureSpec,
@@ -43,6 +44,7 @@ from rsembed.stacking import (
     SUBLANES,
     LimitsCallable,
     StackingPlan,
+    TablePlacement,
     get_default_limits,
     group_tables,
     plan_groups,
@@ -258,6 +260,12 @@ def stack_and_shard_tables(
     return result
 
 
+def _replicated(array: ArrayLike) -> NamedSharding | None:
+    """A copy on every device of an array's mesh, as JAX asks for where its axes are explicit; None elsewhere."""
+    mesh = jax.typeof(array).sharding.mesh
+    return NamedSharding(mesh, P()) if AxisType.Explicit in mesh.axis_types else None
+
+
 def _stacked(layout: RowLayout, pad_value: float, *given: Any) -> Any:
     """A stack `[shards, rows, columns]` with the tables in their places, and `pad_value` in all others."""
     tables, placed = [table[:, None] if table.ndim == 1 else table for table in given], layout.stack.tables
@@ -269,7 +277,7 @@ def _stacked(layout: RowLayout, pad_value: float, *given: Any) -> Any:
     is_full_width = [table.shape[1] for table in tables] == [own.dim for own in placed]
     columns = layout.stack.spec.stack_embedding_dim if is_full_width else tables[0].shape[1]
     # Tables that a mesh of explicit axes splits in ways of their own could not be put together.
-    copies = [explicit_sharding(table, P()) for table in tables]
+    copies = [_replicated(table) for table in tables]
     whole = [t if own is None else jax.sharding.reshard(t, own) for t, own in zip(tables, copies, strict=True)]
     xp = np if isinstance(tables[0], np.ndarray) else jnp
     values = [xp.pad(t, ((0, 0), (0, columns - t.shape[1])), constant_values=pad_value) for t in whole]
@@ -279,6 +287,24 @@ def _stacked(layout: RowLayout, pad_value: float, *given: Any) -> Any:
     else:
         flat[np.concatenate(rows)] = np.concatenate(values)
     return flat.reshape(layout.num_shards, layout.rows_per_shard, columns)
+
+
+def _unstacked(stacked: PyTree, layout: RowLayout) -> dict[str, PyTree]:
+    """The tables of a stack by name, in the order of ids and without padding.
+
+    Args:
+      stacked: a tree of flat arrays; those of fewer columns than the stack hold something for every row, and keep them.
+      layout: where its tables lie.
+    """
+
+    def logical_rows(table: TablePlacement, array: Any) -> ArrayLike:
+        is_full_width = array.ndim == 2 and array.shape[1] == layout.stack.spec.stack_embedding_dim
+        index, is_host = layout.all_rows(table.name, table.rows), isinstance(array, np.ndarray)
+        rows = array[index] if is_host else array.at[index].get(out_sharding=_replicated(array))
+        return rows[:, : table.dim] if is_full_width else rows
+
+    tables = layout.stack.tables
+    return {table.name: jax.tree.map(functools.partial(logical_rows, table), stacked) for table in tables}
 
 
 @validated
@@ -303,7 +329,7 @@ def unshard_and_unstack_tables(
                     f"{layout.spec.stack_vocab_size} rows on {num_shards} shards."
                 )
         flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), stacked)
-        result |= unstacked(flat, layout.row_layout)
+        result |= _unstacked(flat, layout.row_layout)
     return jax.tree.unflatten(jax.tree.structure(table_specs), [result[table.name] for table in specs])
 
 
@@ -361,7 +387,7 @@ def unstack_and_unshard_stacked_tables(
     for stack in embedding_specs.stacked_table_specs:
         given = stacked_tables[stack.stack_name]
         flat = given.reshape(stack.stack_vocab_size, stack.stack_embedding_dim)
-        tables = unstacked(flat, stack.row_layout)
+        tables = _unstacked(flat, stack.row_layout)
         if donate and isinstance(given, jax.Array):
             jax.block_until_ready(tables)
             given.delete()

@@ -271,8 +271,7 @@ look_up(run(enable_minibatching=True)[0])
 look_up(_of_two_devices(run(enable_minibatching=True)[0]), enable_minibatching=True)
     => ValueError: num_minibatches has 2 numbers, one per device
 rs.sparsecore.embedding_pipelining_utils.get_default_sc_bwd_function(
-    placed(made(optimizer=embedding_spec.AdamOptimizerSpec())), mesh(1, "x"))(None, None, None)
-    => ValueError: table 'word': optimizer 'adam' depends on the step; ... frozen_step=True
+    specs(), mesh(1, "x"))(None, None, None) => TypeError: missing 1 required keyword-only argument: 'step'
 _step_of_halves() => ValueError: needs a new key every step
 update({"f": jnp.ones((8, 8))}) => ValueError: activation gradients ... tree structure
 update([jnp.ones((4, 8))], global_device_count=1) => ValueError: feature 'f_word' ... (4, 8) ... (8, 8)
@@ -286,19 +285,10 @@ update(embedding_var_limits={"word": 1.0}) => TypeError: stack 'word': (minimum,
 embedding.unstack_embedding_activations({"word": jnp.ones((4, 8))}, specs(), 1) => ValueError: word ... (4, 8)
 embedding.unstack_embedding_activations({}, specs(), 1) => ValueError: activations ... 'word'
 # Tables by name
-embedding.logical_tables(jnp.ones(3), specs()) => ValueError: no EmbeddingVariables ... 'word'
-embedding.with_logical_tables(variables(), specs(), {"wrod": jnp.ones((32, 8))}) => ValueError: ['wrod'] ... ['word']
-embedding.with_logical_tables(variables(), specs(), {"word": jnp.ones((31, 8))})
-    => ValueError: table 'word' ... (31, 8) ... (32, 8)
-embedding.with_logical_tables(variables(), placed(made(optimizer=embedding_spec.AdagradOptimizerSpec())), variables())
-    => ValueError: table 'word' ... AdagradSlotVariables ... got tuple
-embedding.logical_tables({"a": variables(), "b": variables()}, specs()) => ValueError: stack 'word' ... there twice
 table_stacking.stack_and_shard_tables([specs()[0].table_spec], {"word": np.ones((16, 8))}, 2)
     => ValueError: table 'word' ... 16 rows ... vocabulary_size=32
 table_stacking.unshard_and_unstack_tables([specs()[0].table_spec], {"word": np.ones((2, 8, 8))}, 2)
     => ValueError: stack 'word' ... (2, 8, 8) ... 32 rows on 2 shards
-embedding.with_logical_tables(variables(), specs(), {"word": np.full((32, 8), "a")})
-    => TypeError: table 'word' ... numbers ... <U1
 table_stacking.stack_and_shard_tables([specs()[0].table_spec], {}, 2)
     => ValueError: tables ... tree structure of feature_specs
 table_stacking.unshard_and_unstack_tables([specs()[0].table_spec], {}, 2) => ValueError: stacked_tables ... 'word'

@@ -21,9 +21,8 @@ from jax.sharding import Mesh
 import rsembed as rs
 from rsembed import sok, tbe, tt
 from rsembed.kernels import native
-from rsembed.sparsecore import embedding
 from rsembed.sparsecore.nnx import embed
-from tests.sparsecore.small_world import draw_batch, placed_specs, squared_error
+from tests.sparsecore.small_world import draw_batch, logical_tables, logical_variables, placed_specs, squared_error
 
 RECORD = Path(__file__).parents[1] / "data" / "net.npz"
 STEPS, BATCH, DIM = 2, 8, 4
@@ -121,7 +120,7 @@ def sparsecore(*, devices, cores, rule="adagrad", **options):
     specs = placed_specs(devices, cores, optimizer=RULES[rule], **options)
     mesh = Mesh(np.asarray(jax.devices()[:devices]), ("x",))
     layer = embed.SparseCoreEmbed(specs, "x", mesh, nnx.Rngs(3), num_sc_per_device=cores)
-    found = named(embedding.logical_tables(nnx.state(layer), specs), "before/")
+    found = named(logical_tables(nnx.state(layer), specs), "before/")
 
     @nnx.jit
     def train(layer, inputs):
@@ -135,7 +134,7 @@ def sparsecore(*, devices, cores, rule="adagrad", **options):
         if step == 0:
             found |= named(inputs, "inputs/")
         found |= named(train(layer, inputs), f"outputs {step}/")
-    variables = embedding.logical_variables(nnx.state(layer), specs)
+    variables = logical_variables(nnx.state(layer), specs)
     return found | named({name: tuple(own) for name, own in variables.items()}, "after/")
 
 

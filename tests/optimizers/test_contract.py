@@ -270,7 +270,7 @@ def test_padding_columns_and_other_cores_leave_the_numbers_of_a_rule_alone(name)
     variables = embedding.init_embedding_variables(jax.random.key(0), embedding.get_table_specs(specs), sharding)
     grad = functools.partial(embedding.sparse_dense_matmul_grad, feature_specs=specs, global_device_count=1)
     stepped_by = jax.jit(lambda gradients, inputs, variables, step: grad(gradients, inputs, variables, step=step))
-    wanted = {name: jax.tree.leaves(own) for name, own in embedding.logical_variables(variables, specs).items()}
+    wanted = {name: jax.tree.leaves(own) for name, own in small_world.logical_variables(variables, specs).items()}
     for step in range(2):
         ids, d_activations = small_world.draw_batch(step)
         inputs, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 1, 1)
@@ -281,6 +281,6 @@ def test_padding_columns_and_other_cores_leave_the_numbers_of_a_rule_alone(name)
             first, *slots = wanted[table]
             stepped, slots = oracles.stepped_table(first, slots, own, functools.partial(step_row, rule), step=step)
             wanted[table] = [stepped, *slots]
-    for table, own in embedding.logical_variables(variables, specs).items():
+    for table, own in small_world.logical_variables(variables, specs).items():
         for array, expected in zip(jax.tree.leaves(own), wanted[table], strict=True):
             np.testing.assert_allclose(array, expected, rtol=2e-5, atol=small_world.VALUE_TOLERANCE)

@@ -70,6 +70,27 @@ def placed_specs(devices, cores, *, is_stacked=True, rotation=1, **fields):
     return place(specs, devices, cores, rotation if is_stacked else None)
 
 
+def prepare(tables, ids):
+    """A batch on the devices of some `MeshTables`, split over them."""
+    return jax.device_put(tables.preprocess(ids)[0], tables.devices.sharding(tables.devices.split))
+
+
+def logical_variables(tree, specs):
+    """Variables of every table alone, by name, out of a tree that holds those of its stack, like a layer's state."""
+
+    def is_variables(node):
+        return isinstance(node, embedding.EmbeddingVariables)
+
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variables)
+    by_stack = {path[-1].key: own for path, own in found if is_variables(own)}
+    num_shards = next(iter(embedding.get_stacked_table_specs(specs).values())).num_shards
+    return table_stacking.unshard_and_unstack_tables(embedding.get_table_specs(specs), by_stack, num_shards)
+
+
+def logical_tables(tree, specs):
+    return {name: own.table for name, own in logical_variables(tree, specs).items()}
+
+
 def draw_tables(seed=0):
     rng = np.random.default_rng(seed)
     return {name: rng.normal(size=(rows, DIM)).astype(np.float32) for name, rows in TABLES.items()}

@@ -66,7 +66,7 @@ def test_whoever_names_no_number_of_cores_gets_the_placed_one():
     variables = init(specs)
     wanted = np.broadcast_to(IDS.sum(axis=1)[:, None], (BATCH, DIM))
     np.testing.assert_array_equal(look_up(specs, preprocess(specs), variables)[0], wanted)
-    np.testing.assert_array_equal(embedding.logical_tables(variables, specs)["t"][:, 0], np.arange(ROWS))
+    np.testing.assert_array_equal(small_world.logical_tables(variables, specs)["t"][:, 0], np.arange(ROWS))
     forward = embedding_pipelining_utils.get_default_sc_fwd_function(specs, mesh_of(1))
     np.testing.assert_array_equal(jax.jit(forward)(preprocess(specs), variables)[0][0], wanted)
     linen = linen_embed.SparseCoreEmbed(specs, "x", mesh_of(1))
@@ -96,8 +96,6 @@ def test_places_made_by_hand_serve_any_number_of_cores_and_planned_ones_stay_wit
         variables = init(specs, cores=cores)
         wanted = np.broadcast_to(IDS.sum(axis=1)[:, None], (BATCH, DIM))
         np.testing.assert_array_equal(look_up(specs, preprocess(specs, cores=cores), variables, cores)[0], wanted)
-    with pytest.raises(ValueError, match="stack 't' was made by hand, for no number of shards"):
-        embedding.logical_tables(variables, specs)
     assert placed(1, 4)[0].table_spec != placed(1, 8)[0].table_spec  # of as many rows, at other places
     assert planned.table_spec.is_stacked() and not dataclasses.replace(planned.table_spec, name="u").is_stacked()
 
@@ -150,15 +148,8 @@ def test_slots_of_another_optimizer_are_looked_up_but_never_stepped(name):
     theirs, own = (placed(1, 4, optimizer=optimizer) for optimizer in OPTIMIZERS[name])
     variables, inputs = init(theirs), preprocess(own)
     assert look_up(own, inputs, variables)[0].shape == (BATCH, DIM)
-    moved = embedding.logical_variables(variables, own)
-    for use, where in (
-        (lambda: step(own, inputs, variables), "stack"),
-        (lambda: embedding.with_logical_tables(init(own), own, moved), "table"),
-    ):
-        with pytest.raises(
-            ValueError, match=rf"{where} 't': its optimizer .* keeps slots .* but got .*Slot|got \d slots"
-        ):
-            use()
+    with pytest.raises(ValueError, match=r"stack 't': its optimizer .* keeps slots .* but got .*Slot"):
+        step(own, inputs, variables)
 
 
 def test_the_same_rule_with_other_numbers_goes_on():
@@ -185,7 +176,7 @@ def test_variables_serve_new_specs_with_another_batch_and_a_further_feature():
     serving = placed(1, 4, ("f", "t", 8), ("g", "u", 8), ("h", "u", 16), rotation=1, initializer=rows_by_number)
     variables = step(training, preprocess(training), init(training))
     ids = [IDS[:8], IDS[8:16] + 3, IDS[16:]]
-    tables = embedding.logical_tables(variables, training)
+    tables = small_world.logical_tables(variables, training)
     for got, name, rows in zip(look_up(serving, preprocess(serving, ids), variables), "tuu", ids, strict=True):
         np.testing.assert_allclose(got, np.asarray(tables[name])[rows].sum(axis=1), rtol=1e-6)
 

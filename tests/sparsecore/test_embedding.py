@@ -144,7 +144,7 @@ def test_new_and_stacked_variables_have_equal_shapes(name):
     """The dim, 5, is no multiple of 8."""
     specs = small_world.placed_specs(1, 4, optimizer=RULES[name])
     variables = small_world.init(specs)
-    logical = embedding.logical_variables(variables, specs)
+    logical = small_world.logical_variables(variables, specs)
     table_specs = embedding.get_table_specs(specs)
 
     @jax.jit
@@ -154,14 +154,14 @@ def test_new_and_stacked_variables_have_equal_shapes(name):
 
     flat = flat_stacks(logical)
     assert jax.tree.map(jnp.shape, flat) == jax.tree.map(jnp.shape, variables)
-    jax.tree.map(np.testing.assert_array_equal, embedding.logical_variables(flat, specs), logical)
+    jax.tree.map(np.testing.assert_array_equal, small_world.logical_variables(flat, specs), logical)
 
 
 @pytest.mark.parametrize("is_from_logical", [True, False])
 def test_a_custom_rule_with_slots_equals_rows_without_padding(is_from_logical):
     specs = small_world.placed_specs(1, 4, optimizer=RULES["custom"])
     tables, slots = small_world.draw_tables(), small_world.full_slots(0.25)
-    variables = embedding.with_logical_tables(small_world.init(specs), specs, tables)
+    variables = variables_of(specs, tables)
     if is_from_logical:
         pairs = {name: (table, slots[name][0].astype(np.float32)) for name, table in tables.items()}
         ((table, slot),) = table_stacking.stack_and_shard_tables(
@@ -180,7 +180,7 @@ def test_a_custom_rule_with_slots_equals_rows_without_padding(is_from_logical):
         inputs, _ = small_world.preprocess(specs, ids)
         variables = step(gradients, inputs, variables, jnp.int32(seed))
         tables, slots = small_world.dense_step(tables, slots, ids, gradients, normed_momentum_in_numpy)
-    got = embedding.logical_variables(variables, specs)
+    got = small_world.logical_variables(variables, specs)
     small_world.assert_close({name: pair.table for name, pair in got.items()}, tables)
     small_world.assert_close(
         {name: jax.tree.leaves(pair.slot)[0] for name, pair in got.items()}, {name: s[0] for name, s in slots.items()}
@@ -208,10 +208,10 @@ def stepped(specs, devices, *, number=0):
     """Logical tables of ones after one step of every row with the same small gradient."""
     mesh = small_world.mesh_of(devices)
     tables = mesh_lookup.MeshTables(feature_specs=specs, devices=mesh_lookup.table_mesh(mesh, "x"))
-    inputs, _ = tables.prepare({name: np.arange(BATCH)[:, None] % ROWS for name in specs})
+    inputs = small_world.prepare(tables, {name: np.arange(BATCH)[:, None] % ROWS for name in specs})
     gradients = {name: jnp.full((BATCH, DIM), 2.0**-10) for name in specs}
     updated = jax.jit(tables.update)(gradients, small_world.init(specs, devices), number, inputs)
-    return {name: np.asarray(table, np.float32) for name, table in embedding.logical_tables(updated, specs).items()}
+    return {name: np.asarray(table, np.float32) for name, table in small_world.logical_tables(updated, specs).items()}
 
 
 def test_every_row_of_every_table_and_every_step_has_noise_of_its_own():

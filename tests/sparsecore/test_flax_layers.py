@@ -12,7 +12,7 @@ from flax import nnx
 from flax.core import meta
 from jax.sharding import Mesh
 
-from rsembed.sparsecore import embedding, embedding_spec
+from rsembed.sparsecore import embedding_spec
 from rsembed.sparsecore.linen import embed as linen_embed
 from rsembed.sparsecore.linen import embed_optimizer
 from rsembed.sparsecore.nnx import embed as nnx_embed
@@ -38,9 +38,9 @@ def nnx_layer(specs, seed=0, **options):
     return nnx_embed.SparseCoreEmbed(specs, "model", mesh(), nnx.Rngs(seed), num_sc_per_device=CORES, **options)
 
 
-def gradient_step(layer, params, inputs):
+def gradient_step(layer, params, inputs, step=None):
     """The Linen layer's own parameters after one step of autodiff."""
-    return jax.jit(jax.grad(lambda params: squared_error(layer.apply({"params": params}, inputs))))(params)
+    return jax.jit(jax.grad(lambda params: squared_error(layer.apply({"params": params}, inputs, step))))(params)
 
 
 def initial_params(model, inputs):
@@ -48,24 +48,24 @@ def initial_params(model, inputs):
 
 
 @functools.cache
-def linen_run(frozen_step=False):
+def linen_run(steps=(None,) * NUM_STEPS):
     """In minibatches, as the batch exceeds its limits."""
     specs = small_world.placed_specs(2, CORES, is_stacked=False, optimizer=ADAM, max_unique_ids_per_partition=8)
-    layer = linen_layer(specs, frozen_step=frozen_step, enable_minibatching=True)
+    layer = linen_layer(specs, enable_minibatching=True)
     inputs, _ = layer.prepare_batch(small_world.draw_batch()[0])
     assert int(inputs.num_minibatches[0]) > 1
     found = [initial_params(layer, inputs)]
-    for _ in range(NUM_STEPS):
-        found.append(gradient_step(layer, found[-1], inputs))
+    for step in steps:
+        found.append(gradient_step(layer, found[-1], inputs, step))
     return layer, specs, inputs, found
 
 
 @functools.cache
-def nnx_run(steps=(None,) * NUM_STEPS, frozen_step=False):
+def nnx_run(steps=(None,) * NUM_STEPS):
     specs = small_world.placed_specs(2, CORES, optimizer=ADAM)
-    layer = nnx_layer(specs, frozen_step=frozen_step)
+    layer = nnx_layer(specs)
     inputs, _ = layer.prepare_batch(small_world.draw_batch()[0])
-    before = embedding.logical_tables(nnx.state(layer), specs)
+    before = small_world.logical_tables(nnx.state(layer), specs)
 
     @nnx.jit(static_argnames="step")
     def train(layer, inputs, step):
@@ -74,7 +74,7 @@ def nnx_run(steps=(None,) * NUM_STEPS, frozen_step=False):
 
     for step in steps:
         train(layer, inputs, step)
-    return layer, specs, before, embedding.logical_tables(nnx.state(layer), specs)
+    return layer, specs, before, small_world.logical_tables(nnx.state(layer), specs)
 
 
 def dense_adam(tables, steps):
@@ -90,29 +90,29 @@ def dense_adam(tables, steps):
     return tables
 
 
-@pytest.mark.parametrize("frozen_step", [False, True])
-def test_linen_autodiff_trains_as_dense_loops(frozen_step):
-    _, specs, _, found = linen_run(frozen_step)
-    before, after = (embedding.logical_tables(params, specs) for params in (found[0], found[-1]))
-    small_world.assert_close(after, dense_adam(before, [0] * NUM_STEPS if frozen_step else range(NUM_STEPS)))
-    if not frozen_step:
-        assert float(linen_embed.step_number(found[-1][linen_embed.STEP_PARAM_NAME])) == NUM_STEPS
-
-
-NNX_RUNS = {
-    "counted": ({}, range(NUM_STEPS), NUM_STEPS),
-    "frozen": ({"frozen_step": True}, [0] * NUM_STEPS, None),
-    "the counter goes on from a given step": ({"steps": (None, 7, None)}, (0, 7, 8), 9),
-    "frozen, but given": ({"steps": (3,), "frozen_step": True}, (3,), None),
+RUNS = {
+    "counted": ((None,) * NUM_STEPS, range(NUM_STEPS), NUM_STEPS),
+    "in the first step for ever": ((0,) * NUM_STEPS, [0] * NUM_STEPS, 1),
+    "the counter goes on from a given step": ((None, 7, None), (0, 7, 8), 9),
 }
+"""Steps that calls are given, those that the optimizer is in, and the counter at the end."""
 
 
-@pytest.mark.parametrize("case", NNX_RUNS)
-def test_nnx_autodiff_trains_as_dense_loops(case):
-    options, steps, end = NNX_RUNS[case]
-    layer, _, before, after = nnx_run(**options)
+@pytest.mark.parametrize("case", RUNS)
+def test_linen_autodiff_trains_as_dense_loops(case):
+    given, steps, end = RUNS[case]
+    _, specs, _, found = linen_run(given)
+    before, after = (small_world.logical_tables(params, specs) for params in (found[0], found[-1]))
     small_world.assert_close(after, dense_adam(before, steps))
-    assert (None if layer.step is None else float(nnx_embed.step_number(layer.step.get_value()))) == end
+    assert float(linen_embed.step_number(found[-1][linen_embed.STEP_PARAM_NAME])) == end
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_nnx_autodiff_trains_as_dense_loops(case):
+    given, steps, end = RUNS[case]
+    layer, _, before, after = nnx_run(given)
+    small_world.assert_close(after, dense_adam(before, steps))
+    assert float(nnx_embed.step_number(layer.step.get_value())) == end
 
 
 def test_linen_apply_gradient_equals_autodiff():
@@ -139,12 +139,12 @@ def test_nnx_apply_gradient_equals_autodiff():
         layer.apply_gradient(layer(inputs), inputs)
 
     train(layer, inputs)
-    small_world.assert_close(embedding.logical_tables(nnx.state(layer), specs), expected)
+    small_world.assert_close(small_world.logical_tables(nnx.state(layer), specs), expected)
     assert float(nnx_embed.step_number(layer.step.get_value())) == 1
 
     with pytest.raises(ValueError, match=r"the gradient of feature \[.*2 devices cannot split"):
         layer.apply_gradient({name: gradient[1:] for name, gradient in gradients.items()}, inputs)
-    small_world.assert_close(embedding.logical_tables(nnx.state(layer), specs), expected)
+    small_world.assert_close(small_world.logical_tables(nnx.state(layer), specs), expected)
 
 
 class LinenModel(nn.Module):
@@ -170,7 +170,7 @@ def test_quantized_lookup_with_a_custom_rule():
     config = embedding_spec.QuantizationConfig(-1.0, 1.0, 5)
     specs = small_world.placed_specs(2, CORES, quantization_config=config, optimizer=rule)
     layer, (ids, _) = nnx_layer(specs), small_world.draw_batch()
-    before = embedding.logical_tables(nnx.state(layer), specs)
+    before = small_world.logical_tables(nnx.state(layer), specs)
 
     @nnx.jit
     def train(layer, inputs):
@@ -186,7 +186,7 @@ def test_quantized_lookup_with_a_custom_rule():
     wanted = small_world.dense_activations(rounded, ids)
     small_world.assert_close(activations, wanted)
     after, _ = small_world.dense_step(before, small_world.full_slots(), ids, wanted, sign_step)
-    small_world.assert_close(embedding.logical_tables(nnx.state(layer), specs), after)
+    small_world.assert_close(small_world.logical_tables(nnx.state(layer), specs), after)
 
 
 def test_the_partitioned_optimizers_keep_tables_from_optax():
@@ -198,8 +198,10 @@ def test_the_partitioned_optimizers_keep_tables_from_optax():
     params = initial_params(linen_model, inputs)
 
     # The same model twice: tables and head of the NNX one go into the Linen one.
-    tables = embedding.logical_tables(nnx.state(nnx_model), specs)
-    params = embedding.with_logical_tables(params, specs, tables)
+    tables = nnx_model.layer.embedding_table.get_value()
+    params["layer"][linen_embed.EMBEDDING_PARAM_NAME] = params["layer"][linen_embed.EMBEDDING_PARAM_NAME].replace(
+        value=jax.tree.map(jnp.copy, tables)  # the NNX step donates its own
+    )
     params["Dense_0"] = {"kernel": nnx_model.head.kernel.get_value(), "bias": nnx_model.head.bias.get_value()}
 
     tx = embed_optimizer.create_optimizer_for_sc_model(params, optax.sgd(0.05))
@@ -228,7 +230,7 @@ def test_the_partitioned_optimizers_keep_tables_from_optax():
         np.testing.assert_allclose(nnx_step(nnx_model, optimizer, inputs), loss, rtol=1e-5)
     assert losses[2] < losses[0]
     small_world.assert_close(
-        embedding.logical_tables(nnx.state(nnx_model), specs), embedding.logical_tables(params, specs)
+        small_world.logical_tables(nnx.state(nnx_model), specs), small_world.logical_tables(params, specs)
     )
     np.testing.assert_allclose(nnx_model.head.kernel.get_value(), params["Dense_0"]["kernel"], rtol=1e-5)
 

@@ -9,7 +9,7 @@ import pytest
 from flax.core import FrozenDict
 from jax.sharding import Mesh
 
-from rsembed.sparsecore import embedding, mesh_lookup
+from rsembed.sparsecore import mesh_lookup
 from tests import oracles
 from tests.sparsecore import small_world
 
@@ -41,13 +41,13 @@ def trained(name):
         activations = tables.look_up(variables, inputs)
         return activations, tables.update(gradients, variables, None, inputs)
 
-    found = [(embedding.logical_tables(variables, specs), None)]
+    found = [(small_world.logical_tables(variables, specs), None)]
     for seed in range(3):
         ids, gradients = small_world.draw_batch(seed)
-        inputs, _ = tables.prepare(ids)
+        inputs = small_world.prepare(tables, ids)
         activations, variables = run(variables, inputs, gradients)
         small_world.assert_padding_is_zero(specs, variables)
-        found.append((embedding.logical_tables(variables, specs), activations))
+        found.append((small_world.logical_tables(variables, specs), activations))
     return [jax.tree.map(np.asarray, pair) for pair in found]
 
 
@@ -68,7 +68,7 @@ def test_updated_tables_keep_their_names_in_any_container():
         feature_specs=specs, devices=mesh_lookup.table_mesh(mesh_of((2,), "x"), "x"), num_sc_per_device=2
     )
     ids, gradients = small_world.draw_batch(0)
-    inputs, variables = tables.prepare(ids)[0], tables.init(jax.random.key(5))
+    inputs, variables = small_world.prepare(tables, ids), tables.init(jax.random.key(5))
     update = jax.jit(lambda variables: tables.update(gradients, variables, None, inputs))
     wanted = update(variables)
     for container in (collections.OrderedDict, FrozenDict):

@@ -50,13 +50,13 @@ def pipelined_run():
     variables = embedding.init_embedding_variables(
         jax.random.key(1), embedding.get_table_specs(specs), NamedSharding(mesh(), P(("x", "y"), None)), CORES
     )
-    before = embedding.logical_tables(variables, specs)
+    before = small_world.logical_tables(variables, specs)
     look_up = pipelining.get_default_sc_fwd_function(specs, mesh())
     update = pipelining.get_default_sc_bwd_function(specs, mesh())
 
     def input_of(number):
         ids, targets = batch(number)
-        processed, _ = tables.prepare(ids)
+        processed = small_world.prepare(tables, ids)
         return pipelining.CurrentStepInput(processed, jax.device_put(targets, data))
 
     first = input_of(0)
@@ -80,7 +80,7 @@ def pipelined_run():
         losses.append(float(loss))
     assert int(state.pipeline_step) == NUM_BATCHES + 2
     small_world.assert_padding_is_zero(specs, variables)
-    return losses, before, embedding.logical_variables(variables, specs), jax.tree.map(float, train_state)
+    return losses, before, small_world.logical_variables(variables, specs), jax.tree.map(float, train_state)
 
 
 def sequential_run(tables, delay):
@@ -168,14 +168,14 @@ def one_table(rows, rule):
 
 def test_cycles_without_gradients_move_no_rows_also_of_rules_that_move_all():
     specs, tables, variables, stages = one_table(16, TensorFlowAdam(0.1))
-    inputs = [tables.prepare({"f": [[i, (i + k) % 16] for i in range(8)]})[0] for k in (1, 5)]
+    inputs = [small_world.prepare(tables, {"f": [[i, (i + k) % 16] for i in range(8)]}) for k in (1, 5)]
     variables = tables.update({"f": jnp.ones((8, 8))}, variables, 0, inputs[0])  # there is momentum
     given = pipelining.CurrentStepInput(inputs[1], None)
     state = pipelining.get_initial_state(given, None, variables, *stages[:2])
-    found = [np.asarray(embedding.logical_tables(variables, specs)["t"])]
+    found = [np.asarray(small_world.logical_tables(variables, specs)["t"])]
     for cycle in range(3):
         *_, variables, state = pipelining.step(given, None, variables, state, *stages, fake_tc_step=cycle == 0)
-        found.append(np.asarray(embedding.logical_tables(variables, specs)["t"]))
+        found.append(np.asarray(small_world.logical_tables(variables, specs)["t"]))
     np.testing.assert_array_equal(found[1], found[0])
     np.testing.assert_array_equal(found[2], found[0])
     assert (found[3] != found[0]).any()
@@ -185,7 +185,7 @@ def test_cycles_without_gradients_move_no_rows_also_of_rules_that_move_all():
 def test_a_cycle_with_or_without_gradients_steps_donated_tables_where_they_lie(rule):
     """Also where a branch tells cycles apart: beside its arrays it holds the gradient of a table at most."""
     _, tables, variables, stages = one_table(1 << 14, rule)
-    inputs = pipelining.CurrentStepInput(tables.prepare({"f": [[i] for i in range(8)]})[0], None)
+    inputs = pipelining.CurrentStepInput(small_world.prepare(tables, {"f": [[i] for i in range(8)]}), None)
 
     def cycle(variables, state):
         return pipelining.step(inputs, None, variables, state, *stages, fake_tc_step=False)[3:]

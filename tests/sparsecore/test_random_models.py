@@ -19,7 +19,7 @@ from rsembed.sparsecore import embedding, embedding_spec, table_stacking
 from rsembed.sparsecore.partitioner import bucket_of
 from tests.oracles import adagrad_step, sgd_step, stepped_table
 from tests.sparsecore.case_specs import on_devices, variables_of
-from tests.sparsecore.small_world import ragged
+from tests.sparsecore.small_world import logical_tables, ragged
 
 BATCH = 48
 """A multiple of every shard count below; also of the 6 shards of three devices."""
@@ -280,7 +280,7 @@ def test_everything_equals_loops(model, seed, skew, is_weighted, form):
         row_gradient[:dim] += gain * gradients[name][sample]
     for (name, wanted), got in zip(expected.items(), activations, strict=True):
         np.testing.assert_allclose(got, wanted, atol=VALUE_TOLERANCE, err_msg=name)
-    after = jax.tree.map(np.asarray, embedding.logical_tables(updated, specs))
+    after = jax.tree.map(np.asarray, logical_tables(updated, specs))
     step_row = {"sgd": sgd_step, "adagrad": adagrad_step}[model.optimizer]
     for name, table in tables.items():
         slots = [np.full(table.shape, 0.1)] if model.optimizer == "adagrad" else []

@@ -7,6 +7,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking
+from tests.sparsecore.small_world import logical_tables
 
 
 def page_specs(initializer, **options):
@@ -76,7 +77,7 @@ def test_with_the_fix_the_page_trains():
     activations, by_hand, updated, again = train(inputs, variables)
     jax.tree.map(np.testing.assert_array_equal, activations, by_hand)
     jax.tree.map(np.testing.assert_array_equal, updated, again)
-    tables = embedding.logical_tables(updated, specs)
+    tables = logical_tables(updated, specs)
     expected = np.zeros((120, 10), np.float32)
     for rows in ids[1:]:
         np.add.at(expected, rows[:, 0], -0.001)

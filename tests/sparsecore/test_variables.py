@@ -1,16 +1,16 @@
 """A logical table starts the same wherever its rows lie; it leaves and enters the physical layout by name."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from flax.core import meta
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rsembed.initial_values import initial_rows, table_key
-from rsembed.sparsecore import embedding, embedding_spec
+from rsembed.sparsecore import embedding, embedding_spec, table_stacking
 from tests.sparsecore import small_world
 
 # The last bit of a normal value's approximation is a compiler's, unless it optimizes.
@@ -39,7 +39,7 @@ def build(devices, cores, is_stacked, initializer="normal", key=KEY):
 
 def tables_of(devices, cores, is_stacked, initializer="normal", key=KEY):
     specs, variables = build(devices, cores, is_stacked, initializer, key)
-    return specs, jax.tree.map(np.asarray, embedding.logical_tables(variables, specs))
+    return specs, jax.tree.map(np.asarray, small_world.logical_tables(variables, specs))
 
 
 @pytest.mark.parametrize(("devices", "cores", "is_stacked"), [(1, 1, True), (1, 4, True), (2, 2, False), (3, 1, True)])
@@ -103,12 +103,12 @@ def test_building_needs_little_beside_the_table():
     assert analysis.temp_size_in_bytes < 0.1 * table_bytes
 
 
-def variables_with(specs, fill=0.0):
+def variables_with(specs):
     """Arrays in which every entry, padding and slots included, is different."""
     variables = {}
     for name, stack in embedding.get_stacked_table_specs(specs).items():
         shape = (stack.stack_vocab_size, stack.stack_embedding_dim)
-        table = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape) + fill
+        table = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
         slots = stack.optimizer.init_slots(table)
         slots = tuple(
             slot + 0.5 + jnp.arange(slot.shape[0], dtype=jnp.float32).reshape(-1, *[1] * (slot.ndim - 1))
@@ -120,52 +120,38 @@ def variables_with(specs, fill=0.0):
 
 @pytest.mark.parametrize("is_jitted", [False, True])
 @pytest.mark.parametrize(("is_stacked", "mesh"), [(True, ()), (False, ()), (True, (4,)), (False, (2, 2))])
-def test_tables_come_back_as_they_went_in(is_stacked, mesh, is_jitted):
+def test_a_table_comes_out_of_the_rows_of_its_plan_and_goes_back(is_stacked, mesh, is_jitted):
     """Also on the meshes that `jax.make_mesh` makes, whose axes are explicit."""
     specs = small_world.placed_specs(2, 2, is_stacked=is_stacked)
-    tables, before = small_world.draw_tables(), variables_with(specs)
+    plan, before = table_stacking.stacking_plan(specs), variables_with(specs)
     if mesh:
         names = ("x", "y")[: len(mesh)]
         before = jax.device_put(before, NamedSharding(jax.make_mesh(mesh, names), P(names)))
-    call = jax.jit if is_jitted else lambda function: function
-    after = call(lambda variables, tables: embedding.with_logical_tables(variables, specs, tables))(before, tables)
-    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, before)
-    found = call(lambda variables: embedding.logical_tables(variables, specs))(after)
-    jax.tree.map(np.testing.assert_array_equal, found, tables)
-    changed = {name: np.asarray(before[name].table != after[name].table) for name in before}
-    assert sum(mask.sum() for mask in changed.values()) == sum(table.size for table in tables.values())
-    assert not any(mask[:, small_world.DIM :].any() for mask in changed.values())
-    for name in before:
-        jax.tree.map(np.testing.assert_array_equal, before[name].slot, after[name].slot)
 
+    def out_and_back(variables):
+        found = small_world.logical_variables(variables, specs)
+        return found, table_stacking.stack_and_shard_tables(embedding.get_table_specs(specs), found, 4)
 
-def test_one_table_of_a_stack_can_be_replaced_alone():
-    specs = small_world.placed_specs(2, 2)
-    before = variables_with(specs)
-    after = embedding.logical_tables(
-        embedding.with_logical_tables(before, specs, {"second": np.ones((50, small_world.DIM))}), specs
-    )
-    np.testing.assert_array_equal(after["second"], 1.0)
-    np.testing.assert_array_equal(after["first"], embedding.logical_tables(before, specs)["first"])
+    found, again = (jax.jit(out_and_back) if is_jitted else out_and_back)(before)
+    for stack in plan.stacks:
+        given = jax.tree.map(np.asarray, before[stack.name])
+        seen = np.full(given.table.shape, np.nan, np.float32)
+        for table in stack.tables:
+            rows = plan.flat_rows(table.name, np.arange(table.rows))
+            seen[rows, : table.dim] = given.table[rows, : table.dim]
+            own = jax.tree.map(operator.itemgetter((rows, slice(table.dim))), given)
+            jax.tree.map(np.testing.assert_array_equal, found[table.name], own)
+        np.testing.assert_array_equal(again[stack.name].table.reshape(seen.shape), seen)
 
 
 @pytest.mark.parametrize("optimizer", [embedding_spec.F2AOptimizerSpec(), embedding_spec.RowWiseAdagradOptimizerSpec()])
 def test_tables_move_with_their_slots_to_another_layout(optimizer):
     one = small_world.placed_specs(1, 4, optimizer=optimizer)
     other = small_world.placed_specs(3, 2, optimizer=optimizer, is_stacked=False)
-    moved = embedding.logical_variables(variables_with(one), one)
-    there = embedding.with_logical_tables(variables_with(other, 1e4), other, moved)
-    jax.tree.map(np.testing.assert_array_equal, embedding.logical_variables(there, other), moved)
-
-
-def test_tables_are_found_in_models_of_both_kinds():
-    specs = small_world.placed_specs(1, 2)
-    variables = variables_with(specs)
-    tables = embedding.logical_tables(variables, specs)
-    linen = {"dense": {"kernel": jnp.ones(3)}, "layer": {"sc_embedding_variables": meta.Partitioned(variables, ("x",))}}
-    state = nnx.State({"dense": nnx.Param(jnp.ones(3)), "layer": {"embedding_table": nnx.Param(variables)}})
-    for tree in (linen, state):
-        jax.tree.map(np.testing.assert_array_equal, embedding.logical_tables(tree, specs), tables)
-        new = embedding.with_logical_tables(tree, specs, {"first": np.zeros((20, small_world.DIM))})
-        assert jax.tree.structure(new) == jax.tree.structure(tree)
-        assert not embedding.logical_tables(new, specs)["first"].any()
+    tables = small_world.logical_variables(variables_with(one), one)
+    stacked = table_stacking.stack_and_shard_tables(embedding.get_table_specs(other), tables, 6, 0.0)
+    there = jax.tree.map(lambda rows: rows.reshape(-1, rows.shape[-1]), stacked)
+    wanted = jax.eval_shape(lambda: variables_with(other))
+    assert jax.tree.structure(there) == jax.tree.structure(wanted)
+    assert jax.tree.map(jnp.shape, there) == jax.tree.map(jnp.shape, wanted)
+    jax.tree.map(np.testing.assert_array_equal, small_world.logical_variables(there, other), tables)

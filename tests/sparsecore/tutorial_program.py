@@ -43,14 +43,12 @@ def synthetic_text():
 class NextWord(nn.Module):
     specs: embedding.Nested[embedding_spec.FeatureSpec]
     mesh: Mesh
-    frozen_step: bool
+    step: int | None  # None reads the layer's counter
 
     @nn.compact
     def __call__(self, inputs):
-        layer = embed.SparseCoreEmbed(
-            feature_specs=self.specs, mesh=self.mesh, sharding_axis="device", frozen_step=self.frozen_step
-        )
-        context = layer(inputs)[FEATURE].reshape(BATCH, LENGTH * DIM)
+        layer = embed.SparseCoreEmbed(feature_specs=self.specs, mesh=self.mesh, sharding_axis="device")
+        context = layer(inputs, self.step)[FEATURE].reshape(BATCH, LENGTH * DIM)
         context = jax.lax.with_sharding_constraint(context, NamedSharding(self.mesh, P("device")))
         return nn.Dense(VOCABULARY)(nn.Dense(DIM)(context))
 
@@ -75,13 +73,13 @@ def word_specs(num_devices, num_cores):
     return specs
 
 
-def train(batch, *, num_devices, num_steps, frozen_step=False, fdo_folder=None, fdo_every=5):
+def train(batch, *, num_devices, num_steps, step=None, fdo_folder=None, fdo_every=5):
     """Loss of every step; limits follow the statistics, as in the tutorial."""
     mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("device",))
     data = NamedSharding(mesh, P("device"))
     num_cores = SHARDS // num_devices
     specs = word_specs(num_devices, num_cores)
-    model = NextWord(specs, mesh, frozen_step)
+    model = NextWord(specs, mesh, step)
     share = BATCH // jax.process_count()
     contexts, labels = (array[jax.process_index() * share :][:share] for array in batch)
     contexts = contexts.reshape(-1, 1)
@@ -138,9 +136,9 @@ def train(batch, *, num_devices, num_steps, frozen_step=False, fdo_folder=None, 
     return losses
 
 
-def final_loss(batch, *, num_devices, num_steps, frozen_step):
+def final_loss(batch, *, num_devices, num_steps, step=None):
     with tempfile.TemporaryDirectory() as folder:
-        losses = train(batch, num_devices=num_devices, num_steps=num_steps, frozen_step=frozen_step, fdo_folder=folder)
+        losses = train(batch, num_devices=num_devices, num_steps=num_steps, step=step, fdo_folder=folder)
     return losses[-1]
 
 

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from rsembed.sparsecore import embedding
 from rsembed.sparsecore.layout import Scalar, cores_of, sharding_strategy_to_enum
-from rsembed.sparsecore.mesh_lookup import MeshLayer, next_step, step_counter, table_mesh
+from rsembed.sparsecore.mesh_lookup import MeshLayer, counter_at, next_step, step_counter, table_mesh
 from rsembed.sparsecore.mesh_lookup import step_number as step_number
 from rsembed.sparsecore.variables import EmbeddingVariables
 from rsembed.specs import FeatureSpec, tables_of
@@ -35,12 +35,10 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
       mesh: the devices; None means all of them.
       table_sharding_strategy: "MOD".
       enable_minibatching: split batches that exceed a limit, instead of refusing them.
-      frozen_step: hide the step from the optimizers: Adam corrects its bias as in the first step for ever, and
-        learning rates that depend on the step fail. So does the published layer; by default a counter beside the
-        tables keeps the true step, which `step_number` reads; a cast of all parameters leaves it exact.
       num_sc_per_device: cores per device; None (or -1) takes the number that the specs were placed for.
 
-    A layer fills in mesh and num_sc_per_device.
+    A layer fills in mesh and num_sc_per_device. A counter beside the tables, `sc_embedding_step`, keeps the step, which
+    `step_number` reads; a cast of all parameters leaves it exact.
     """
 
     feature_specs: embedding.Nested[FeatureSpec]
@@ -48,7 +46,6 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
     mesh: Mesh | None = None
     table_sharding_strategy: str = "MOD"
     enable_minibatching: bool = False
-    frozen_step: bool = False
     num_sc_per_device: int | None = None
 
     def __post_init__(self) -> None:
@@ -67,17 +64,19 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
         return meta.unbox(self.get_variable("params", EMBEDDING_PARAM_NAME))
 
     @nn.compact
-    def __call__(self, embedding_lookup_inputs: embedding.PreprocessedInput) -> PyTree:
+    def __call__(self, embedding_lookup_inputs: embedding.PreprocessedInput, step: Scalar | None = None) -> PyTree:
         """Activations `[global samples, output dim]` in a tree like `feature_specs`.
 
         Args:
           embedding_lookup_inputs: a preprocessed batch of all devices.
+          step: 0-based step of the update that autodiff will ask for; the counter goes on from it. None reads the
+            counter. The published layer is in step 0 for ever: Adam corrects its bias as in the first step.
         """
         tables = self._tables()
         axes: PyTree = (tables.devices.axes,)  # one entry of a partition spec may be several mesh axes
         variables = self.param(EMBEDDING_PARAM_NAME, with_sparsecore_layout(tables.init, axes))
-        step = None if self.frozen_step else self.param(STEP_PARAM_NAME, lambda key: step_counter(0))
-        return tables.train(variables, step, embedding_lookup_inputs)
+        counter = self.param(STEP_PARAM_NAME, lambda key: step_counter(0))
+        return tables.train(variables, counter_at(counter, step), embedding_lookup_inputs)
 
     def apply_gradient(
         self, gradients: PyTree, embedding_lookup_inputs: embedding.PreprocessedInput, step: Scalar | None = None
@@ -90,13 +89,10 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
         Args:
           gradients: gradients of the activations, in a tree like `feature_specs`.
           embedding_lookup_inputs: the batch that was looked up.
-          step: 0-based step; None reads the layer's own counter (or hides the step, if it is frozen).
+          step: as for a call.
         """
-        counter = None if step is None else step_counter(step)
-        if counter is None and not self.frozen_step:
-            counter = self.get_variable("params", STEP_PARAM_NAME)
-        variables, number = self.embedding_table, step_number(counter)
-        result = {EMBEDDING_PARAM_NAME: self._tables().update(gradients, variables, number, embedding_lookup_inputs)}
-        if not self.frozen_step:
-            result[STEP_PARAM_NAME] = next_step(counter)
+        variables = self.embedding_table
+        counter = counter_at(self.get_variable("params", STEP_PARAM_NAME), step)
+        updated = self._tables().update(gradients, variables, step_number(counter), embedding_lookup_inputs)
+        result = {EMBEDDING_PARAM_NAME: updated, STEP_PARAM_NAME: next_step(counter)}
         return {"/".join((*self.path, name)): value for name, value in result.items()}

@@ -7,11 +7,11 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from rsembed.checks import validated
 from rsembed.sparsecore.layout import Nested, Scalar, cores_of, sharding_strategy_to_enum
-from rsembed.sparsecore.mesh_lookup import MeshLayer, next_step, step_counter, table_mesh
+from rsembed.sparsecore.mesh_lookup import MeshLayer, counter_at, next_step, step_counter, table_mesh
 from rsembed.sparsecore.mesh_lookup import step_number as step_number
 from rsembed.sparsecore.preprocessing import PreprocessedInput
 from rsembed.specs import FeatureSpec, tables_of
@@ -46,10 +46,10 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
       rngs: its stream `params` gives the key of the initial tables.
       enable_minibatching: split batches that exceed a limit, instead of refusing them.
       table_sharding_strategy: "MOD".
-      frozen_step: hide the step from the optimizers unless a call names it: Adam corrects its bias as in the first
-        step for ever. By default a counter beside the tables keeps the true step, which `step_number` reads; a
-        cast of all parameters leaves it exact.
       num_sc_per_device: cores per device; None takes the number that the specs were placed for, which the layer tells.
+
+    A counter beside the tables, `step`, keeps the step, which `step_number` reads; a cast of all parameters leaves it
+    exact.
     """
 
     @validated
@@ -62,7 +62,6 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
         *,
         enable_minibatching: bool = False,
         table_sharding_strategy: str = "MOD",
-        frozen_step: bool = False,
         num_sc_per_device: int | None = None,
     ):
         sharding_strategy_to_enum(table_sharding_strategy)
@@ -77,7 +76,7 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
         self.enable_minibatching = enable_minibatching
         variables = self._tables().init(rngs.params())
         self.embedding_table = EmbeddingVariablesParam(variables, table_axes=devices.axes)
-        self.step = None if frozen_step else EmbeddingVariablesParam(step_counter(0))
+        self.step = EmbeddingVariablesParam(step_counter(0))
 
     def __call__(self, embedding_lookup_inputs: PreprocessedInput, step: Scalar | None = None) -> PyTree:
         """Activations `[global samples, output dim]` in a tree like `feature_specs`.
@@ -85,9 +84,10 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
         Args:
           embedding_lookup_inputs: a preprocessed batch of all devices.
           step: 0-based step of the update that autodiff will ask for; the counter goes on from it. None reads the
-            counter.
+            counter. With 0 in every call, Adam corrects its bias as in the first step for ever.
         """
-        return self._tables().train(self.embedding_table.get_value(), self._step(step), embedding_lookup_inputs)
+        counter = counter_at(self.step.get_value(), step)
+        return self._tables().train(self.embedding_table.get_value(), counter, embedding_lookup_inputs)
 
     def apply_gradient(self, gradients: PyTree, inputs: PreprocessedInput, step: Scalar | None = None) -> None:
         """Updates tables, slots and counter in place: what autodiff and `PartitionedOptimizer` do, without them.
@@ -97,18 +97,9 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
           inputs: the batch that was looked up.
           step: as for a call.
         """
-        step = self._step(step)
-        variables = self.embedding_table.get_value()
-        self.embedding_table.set_value(self._tables().update(gradients, variables, step_number(step), inputs))
-        if self.step is not None:
-            self.step.set_value(next_step(step))
-
-    def _step(self, step: Scalar | None) -> Array | None:
-        """Counter of the update's step, from which the gradient of the layer's own is also made."""
-        counter = None if self.step is None else self.step.get_value()
-        if step is None or counter is None:
-            return counter if step is None else step_counter(step)
-        return counter + jax.lax.stop_gradient(step_counter(step).astype(counter.dtype) - counter)
+        counter, variables = counter_at(self.step.get_value(), step), self.embedding_table.get_value()
+        self.embedding_table.set_value(self._tables().update(gradients, variables, step_number(counter), inputs))
+        self.step.set_value(next_step(counter))
 
 
 def embedding_lookup(
@@ -130,11 +121,10 @@ def embedding_lookup_bwd(res: PyTree, g: PyTree) -> PyTree:
     """
     (layer, inputs, step), ((state, *others), d_activations) = res, g
     updated = jax.tree.map(lambda leaf: leaf, state)
-    counter = layer._step(step)
+    counter = counter_at(layer.step.get_value(), step)
     variables = layer._tables().update(d_activations, layer.embedding_table.get_value(), step_number(counter), inputs)
     updated["embedding_table"] = updated["embedding_table"].replace(variables)
-    if layer.step is not None and "step" in updated:
-        updated["step"] = updated["step"].replace(next_step(counter))
+    updated["step"] = updated["step"].replace(next_step(counter))
     return updated, *others
 
 
