@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A room imports only from rooms further up this list. The page docs/architecture.md tells the reasons.
 BUDGETS = {
-    "progress": 37,
+    "progress": 34,
     "fingerprint": 166,
     "checks": 256,
     "optimizers": 1460,
@@ -37,7 +37,7 @@ BUDGETS = {
     "sok": 1502,
     "plot": 1155,
     "datasets": 853,
-    "__main__": 316,
+    "__main__": 267,
 }
 """Most lines that each room may have; lower a number when a room gets smaller."""
 ROOMS = list(BUDGETS)

@@ -24,7 +24,7 @@ def command(*arguments):
         except SystemExit as error:
             status = error.code
     if status:
-        raise cli.CommandError(errors.getvalue())
+        raise ValueError(errors.getvalue())
 
 
 def archive(rating):
@@ -91,22 +91,20 @@ rs.plot.partition_entries(np.ones((2,3,1), int), num_shards=2)
     => ValueError: partition_entries: 3 samples are dealt to 2 cores, which
 rs.plot.partition_entries(np.full((1, 4, 2), -1), num_shards=4) => ValueError: partition_entries
 # The command line
-command() => CommandError: command
-command("run", "99_nothing") => CommandError: no notebook '99_nothing' ... 01_shakespeare
-cli.find_notebook("0") => CommandError: '0' could mean ... 01_shakespeare
-command("run", "01", "STEPS") => CommandError: 'STEPS' ... NAME=VALUE
-cli.parse_settings(["=3"]) => CommandError: '=3' ... NAME=VALUE
-cli.with_settings("STEPS = 2", {"STEP": "3"}) => CommandError: unknown parameter STEP ... STEPS
-cli.with_settings("STEPS = 2", {"STEPS": "many"}) => CommandError: STEPS=many ... Python literal
-cli.with_settings("%matplotlib inline\nSTEPS = 2", {"STEPS": "3"}) => CommandError: 'parameters' ... no Python
-command("bench", "../rsembed/nnx") => CommandError: no benchmark
-command("bench", "sumary") => CommandError: no benchmark 'sumary' ... summary
-command("launch", "nothing.py") => CommandError: no script 'nothing.py'
-command("launch", "--processes", "0", "x.py") => CommandError: num_processes ... 0
-command("run") => CommandError: usage: rsembed run [-h] [--output OUTPUT] notebook
-command("run", "01", "--fast") => CommandError: usage: rsembed [-h] {doctor,run,bench,launch} ...
-command("launch") => CommandError: usage: rsembed launch [-h] [--processes PROCESSES]
-command("") => CommandError: usage: rsembed [-h] {doctor,run,bench,launch} ...
+command() => ValueError: command
+command("run", "99_nothing") => ValueError: no notebook '99_nothing' ... 01_shakespeare
+cli.find_notebook("0") => ValueError: '0' could mean ... 01_shakespeare
+command("run", "01", "STEPS") => ValueError: 'STEPS' ... NAME=VALUE
+cli.parse_settings(["=3"]) => ValueError: '=3' ... NAME=VALUE
+cli.with_settings("STEPS = 2", {"STEP": "3"}) => ValueError: unknown parameter STEP ... STEPS
+cli.with_settings("STEPS = 2", {"STEPS": "many"}) => ValueError: STEPS=many ... Python literal
+cli.with_settings("%matplotlib inline\nSTEPS = 2", {"STEPS": "3"}) => ValueError: 'parameters' ... no Python
+command("launch", "nothing.py") => ValueError: no script 'nothing.py'
+command("launch", "--processes", "0", "x.py") => ValueError: num_processes ... 0
+command("run") => ValueError: usage: rsembed run [-h] [--output OUTPUT] notebook
+command("run", "01", "--fast") => ValueError: usage: rsembed [-h] {doctor,run,launch} ...
+command("launch") => ValueError: usage: rsembed launch [-h] [--processes PROCESSES]
+command("") => ValueError: usage: rsembed [-h] {doctor,run,launch} ...
 """
 
 ACCEPTED = """
