@@ -54,8 +54,7 @@ words(path="x.txt") => ValueError: source='pastiche' ... drop path=
 words(source="auto", path="nothing.txt") => FileNotFoundError: nothing.txt
 words(source="auto", path=file("own.txt", b"\xff\xfe\xff")) => ValueError: own.txt ... not UTF-8
 words(source="auto", path=file("empty.txt", b" ")) => ValueError: empty.txt ... no words
-datasets.movielens(path="nothing.zip") => FileNotFoundError: movielens: path='nothing.zip' is neither an archive nor a
-datasets.movielens("ml-2m") => ValueError: movielens: name='ml-2m' ... ml-1m
+datasets.movielens(path="nothing.zip") => FileNotFoundError: movielens: path='nothing.zip' is no file of this kind
 datasets.movielens(path=file("own.zip", b"no archive")) => ValueError: own.zip
 datasets.movielens(path=archive("1::1::3")) => ValueError: own.zip has not the form of ml-1m.zip
 datasets.movielens(path=archive("1::2::3::4")) => ValueError: films that it does not list
@@ -82,10 +81,7 @@ rs.plot.plot_id_frequency([NAN, 2]) => ValueError: plot_id_frequency: counts mus
 rs.plot.coverage_curve([]) => ValueError: coverage_curve: counts must be finite and not negative, and
 rs.plot.principal_plane([[1.0, 2.0]])
     => ValueError: principal_plane: needs two points of two finite columns, got shape (1, 2)
-rs.plot.plot_neighbourhoods(np.eye(3), ["a", "b", "c"], num_neighbours=9)
-    => ValueError: nearest_neighbours: k=9 must be from 1 to 2, the other rows
-rs.plot.plot_neighbourhoods(np.eye(3), ["one"]) => ValueError: 1 labels for 3 rows
-rs.plot.plot_neighbourhoods(np.eye(3), ["a", "b", "c"], kinds=["one"]) => ValueError: 1 kinds for 3 rows
+rs.plot.nearest_neighbours(np.eye(3), [0], 9) => ValueError: nearest_neighbours: k=9 must be from 1 to 2, the other rows
 rs.plot.treemap([], 1.0, 1.0) => ValueError: treemap: sizes must be finite and not negative, and at
 rs.plot.partition_entries(np.ones((2,3,1), int), num_shards=2)
     => ValueError: partition_entries: 3 samples are dealt to 2 cores, which
