@@ -20,7 +20,7 @@ BUDGETS = {
     "stacking": 496,
     "keys": 192,
     "bags": 453,
-    "kernels": 3035,
+    "kernels": 2975,
     "initial_values": 252,
     "storage": 2491,
     "row_gradients": 268,
