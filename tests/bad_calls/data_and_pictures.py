@@ -49,7 +49,7 @@ datasets.generated_ratings(5, 80, ratings_per_user=99, seed=0) => ValueError: ra
 datasets.zipf_ids(5, 2**40, seed=0)
     => ValueError: zipf_probabilities: vocabulary_size must be in [1, ... got 1099511627776
 # Texts and ratings
-words(source="folio") => ValueError: shakespeare: source='folio' ... 'pastiche'
+words(source="folio") => ValueError: shakespeare: source must be ... 'pastiche' ... got 'folio'
 words(path="x.txt") => ValueError: source='pastiche' ... drop path=
 words(source="auto", path="nothing.txt") => FileNotFoundError: nothing.txt
 words(source="auto", path=file("own.txt", b"\xff\xfe\xff")) => ValueError: own.txt ... not UTF-8
