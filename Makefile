@@ -92,7 +92,7 @@ docs: $(VENV)/.installed-docs $(if $(EXECUTE),$(VENV)/.installed-notebooks)
 	$(if $(EXECUTE),RSEMBED_DOCS_EXECUTE=1) $(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env -b html docs docs/_build/html
 
 bench: $(VENV)/.installed-bench
-	$(BIN)/python -m rsembed bench $(NAME)
+	$(BIN)/python benchmarks/$(NAME).py
 
 fuzz: MINUTES ?= 1
 fuzz: $(VENV)/.installed-dev

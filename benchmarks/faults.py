@@ -1,6 +1,6 @@
 """What a fault costs a run: each is done many times to checkpoints of rsembed and, beside it, of Orbax and torch.
 
-    rsembed bench faults --times 20
+    python benchmarks/faults.py --times 20
 
 An outcome is one of: `newest` (the newest save came back to the bit), `older` (the one before did), `refused` (an
 error, nothing came back), `WRONG` (something else came back, without an error).

@@ -57,9 +57,13 @@ def clicks(seed: int, num_samples: int = 1_000_000) -> Log:
     return Log(parts, sizes, ("sparse_0", "sparse_1"))
 
 
-def films(seed: int, max_users: int | None = None) -> Log:
+def films(seed: int, num_users: int = 6_040) -> Log:
     """Pairs of user and film, half of them ratings, the others with the film of any rating."""
-    log, generator = datasets.movielens(seed=seed, max_users=max_users), np.random.default_rng(seed)
+    try:
+        log = datasets.movielens(max_users=num_users)
+    except FileNotFoundError:
+        log = datasets.generated_ratings(num_users, 3_883, ratings_per_user=165.6, seed=seed)
+    generator = np.random.default_rng(seed)
     count = len(log.users)
     pairs = {"user": np.tile(log.users, 2), "film": np.concatenate([log.items, generator.permutation(log.items)])}
     every = {**pairs, "numbers": np.zeros((2 * count, 0)), "labels": np.repeat([1, 0], count)}

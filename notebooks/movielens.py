@@ -35,7 +35,7 @@ DAYS_PER_MONTH = 30
 class Settings:
     """What a run can be asked to do otherwise; every field is an option of the command line."""
 
-    data: str = "generated"  # or ml-100k, ml-1m: found or fetched
+    data: str = "generated"  # or ml-1m, MovieLens, found or fetched
     tables: str = "dense"  # how users and films are kept: one of TABLES
     devices: int = 1
     steps: int = 300
@@ -68,7 +68,7 @@ def load_task(settings: Settings) -> Task:
     if settings.data == "generated":
         log = datasets.generated_ratings(2_000, 500, seed=settings.seed)
     else:
-        log = datasets.movielens(settings.data, download=True)
+        log = datasets.movielens(download=True)
     is_last = log.is_last()
     train = np.flatnonzero(~is_last)
     counts = np.bincount(log.items[train], minlength=len(log.titles))

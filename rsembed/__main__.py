@@ -1,4 +1,4 @@
-"""The command line: `python -m rsembed doctor | run NOTEBOOK [NAME=VALUE ...] | bench [NAME] | launch SCRIPT`."""
+"""The command line: `python -m rsembed doctor | run NOTEBOOK [NAME=VALUE ...] | launch SCRIPT`."""
 
 import argparse
 import ast
@@ -8,11 +8,10 @@ import io
 import os
 import platform
 import re
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,13 @@ _COLOUR_CODES = re.compile(r"\x1b\[[0-9;]*m")
 _FAILED_LINE = re.compile(r"^-+>\s*\d+(.*)$", re.MULTILINE)
 
 
-class CommandError(Exception):
-    """A failure that the reader can mend; its message is all that is printed."""
-
-
 def find_notebook(name: str) -> Path:
     """The path of the notebook that `name` means.
 
     Args:
       name: a path ending in `.ipynb`, a tutorial's name, or the beginning of exactly one (`01`).
 
-    Raises: CommandError: no tutorial, or more than one, begins like that; the message lists them.
+    Raises: ValueError: no tutorial, or more than one, begins like that; the message lists them.
     """
     if name.endswith(".ipynb") and Path(name).is_file():
         return Path(name)
@@ -41,7 +36,7 @@ def find_notebook(name: str) -> Path:
     if len(matches) == 1:
         return known[matches[0]]
     problem = f"{name!r} could mean {', '.join(matches)}" if matches else f"there is no notebook {name!r}"
-    raise CommandError(f"{problem}; known: {', '.join(known) or 'none'}.")
+    raise ValueError(f"{problem}; known: {', '.join(known) or 'none'}.")
 
 
 def with_settings(source: str, settings: dict[str, str]) -> str:
@@ -52,7 +47,7 @@ def with_settings(source: str, settings: dict[str, str]) -> str:
       settings: new values as Python literals. Where the present value is a string, bare words do too.
 
     Raises:
-      CommandError: a name that the cell does not assign (the message lists those it does), or a value
+      ValueError: a name that the cell does not assign (the message lists those it does), or a value
         that is no Python literal.
 
     Example:
@@ -63,11 +58,11 @@ def with_settings(source: str, settings: dict[str, str]) -> str:
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
-        raise CommandError(f"the cell tagged 'parameters' is no Python: {error}.") from None
+        raise ValueError(f"the cell tagged 'parameters' is no Python: {error}.") from None
     names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     if unknown := sorted(settings.keys() - set(names)):
         known = ", ".join(names) or "none"
-        raise CommandError(f"unknown parameter {', '.join(unknown)}; this notebook knows {known}.")
+        raise ValueError(f"unknown parameter {', '.join(unknown)}; this notebook knows {known}.")
     assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
     texts = [ast.unparse(node.targets[0]) for node in assigned if isinstance(getattr(node.value, "value", 0), str)]
     lines = [source]
@@ -76,7 +71,7 @@ def with_settings(source: str, settings: dict[str, str]) -> str:
             lines.append(f"{name} = {ast.literal_eval(text)!r}")
         except (ValueError, SyntaxError):
             if name not in texts:
-                raise CommandError(f"{name}={text}: the value must be a Python literal, such as 0.1.") from None
+                raise ValueError(f"{name}={text}: the value must be a Python literal, such as 0.1.") from None
             lines.append(f"{name} = {text!r}")
     return "\n".join(lines)
 
@@ -84,13 +79,13 @@ def with_settings(source: str, settings: dict[str, str]) -> str:
 def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
     """`NAME=VALUE` arguments as a dictionary of texts.
 
-    Raises: CommandError: an argument is not of the form `NAME=VALUE`.
+    Raises: ValueError: an argument is not of the form `NAME=VALUE`.
     """
     settings = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if not (equals and name.isidentifier()) or name in settings:
-            raise CommandError(f"{argument!r} is not of the form NAME=VALUE, such as STEPS=500, each NAME once.")
+            raise ValueError(f"{argument!r} is not of the form NAME=VALUE, such as STEPS=500, each NAME once.")
         settings[name] = value
     return settings
 
@@ -133,28 +128,6 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
     return None
 
 
-def text_lines(cell: Any) -> Iterator[str]:
-    """Lines of text in a cell's outputs: what it printed, tables shown as Markdown, and its result as text."""
-    for output in cell.get("outputs", []):
-        data = output.get("data", {})
-        if output.output_type == "stream" and output.name == "stdout":
-            yield from output.text.splitlines()
-        elif "text/markdown" in data:
-            yield from data["text/markdown"].splitlines()
-        elif output.output_type == "execute_result" and "image/png" not in data:
-            yield from data.get("text/plain", "").splitlines()
-
-
-def save_pictures(cell: Any, number: int, folder: Path) -> list[Path]:
-    """Writes each picture of cell `number` as `cell-<number>-<picture>.png`; returns the files."""
-    pictures = (output.get("data", {}).get("image/png") for output in cell.get("outputs", []))
-    written = []
-    for count, picture in enumerate(filter(None, pictures), 1):
-        written.append(folder / f"cell-{number:02d}-{count}.png")
-        written[-1].write_bytes(base64.b64decode(picture))
-    return written
-
-
 def run(name: str, settings: dict[str, str], output: Path) -> int:
     """Executes a tutorial with other parameters, shows its output as it appears, and keeps the result.
 
@@ -164,24 +137,24 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
       output: folder for `<notebook>.ipynb` and the pictures under `<notebook>/`.
 
     Returns: 0, or 1 when a cell failed.
-    Raises: CommandError: unknown notebook or parameter, a file that is no notebook, a folder that cannot be written, or
+    Raises: ValueError: unknown notebook or parameter, a file that is no notebook, a folder that cannot be written, or
       the `notebooks` extra is not installed.
     """
     try:
         import nbclient  # noqa: F401
         import nbformat
     except ImportError as error:
-        raise CommandError(f"{error}; install the extra: pip install 'rsembed[notebooks]'.") from None
+        raise ValueError(f"{error}; install the extra: pip install 'rsembed[notebooks]'.") from None
 
     path = find_notebook(name)
     try:
         notebook = nbformat.read(path, as_version=4)
         nbformat.validate(notebook)
     except (ValueError, TypeError, AttributeError, KeyError, nbformat.ValidationError) as error:
-        raise CommandError(f"{path} is no notebook: {_first_line(error)}") from None
+        raise ValueError(f"{path} is no notebook: {_first_line(error)}") from None
     cells = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     if settings and not cells:
-        raise CommandError(f"{path.stem} has no cell tagged 'parameters', so nothing can be set.")
+        raise ValueError(f"{path.stem} has no cell tagged 'parameters', so nothing can be set.")
     for cell in cells[:1]:
         cell.source = with_settings(cell.source, settings)
 
@@ -194,13 +167,24 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
         for picture in folder.glob("cell-*.png"):  # of an earlier run
             picture.unlink()
     except OSError as error:
-        raise CommandError(f"--output {output}: {error}; name a folder that can be written.") from None
+        raise ValueError(f"--output {output}: {error}; name a folder that can be written.") from None
 
     def tell(*, cell: Any, cell_index: int, **_: Any) -> None:
-        for line in text_lines(cell):
-            print(f"  {line}", flush=True)
-        for picture in save_pictures(cell, cell_index + 1, folder):
-            print(f"  {time.monotonic() - start:.0f} s: {picture}", flush=True)
+        """Prints what the cell printed or has as its result; writes its pictures as `cell-<number>-<picture>.png`."""
+        num_pictures = 0
+        for output in cell.get("outputs", []):
+            data, text = output.get("data", {}), ""
+            if "image/png" in data:
+                num_pictures += 1
+                picture = folder / f"cell-{cell_index + 1:02d}-{num_pictures}.png"
+                picture.write_bytes(base64.b64decode(data["image/png"]))
+                text = f"{time.monotonic() - start:.0f} s: {picture}"
+            elif output.output_type == "stream" and output.name == "stdout":
+                text = output.text
+            elif output.output_type == "execute_result" or "text/markdown" in data:
+                text = data.get("text/markdown", data.get("text/plain", ""))
+            for line in text.splitlines():
+                print(f"  {line}", flush=True)
 
     failure = execute(notebook, beside=path.parent, after_cell=tell)
     seconds = time.monotonic() - start
@@ -221,7 +205,7 @@ def _first_line(error: Exception) -> str:
 def doctor() -> int:
     """Prints versions, devices, which kernels are live or why they are not, and what is known of each backend.
 
-    Raises: CommandError: the environment asks for devices or kernels that there are not.
+    Raises: ValueError: the environment asks for devices or kernels that there are not.
     """
     import jax
 
@@ -236,46 +220,15 @@ def doctor() -> int:
     try:
         devices = jax.devices()
     except RuntimeError as error:
-        raise CommandError(f"JAX finds no device: {_first_line(error)}") from None
+        raise ValueError(f"JAX finds no device: {_first_line(error)}") from None
     print(f"{'devices':<12}{len(devices)} × {devices[0].device_kind} ({devices[0].platform})")
-    try:
-        states, evidence = implementation_states(), backend_evidence()
-    except ValueError as error:
-        raise CommandError(str(error)) from None
     print("kernels")
-    for name, state in states:
+    for name, state in implementation_states():
         print(f"  {name:<12}{state}")
     print("backends")
-    for name, words in evidence:
+    for name, words in backend_evidence():
         print(f"  {name:<18}{words}")
     return 0
-
-
-def bench(name: str, arguments: Sequence[str]) -> int:
-    """Runs `benchmarks/<name>.py` of the checkout with `arguments`, and returns its exit status.
-
-    Raises: CommandError: there is no such benchmark; the message lists those there are.
-    """
-    folder = _PACKAGE.parent / "benchmarks"
-    scripts = {path.stem: path for path in sorted(folder.glob("*.py")) if "\ndef main(" in path.read_text()}
-    if (stem := name.removesuffix(".py")) not in scripts:
-        known = ", ".join(scripts) or "none (they come with a checkout)"
-        raise CommandError(f"no benchmark {name!r}; known: {known}.")
-    return subprocess.run([sys.executable, str(scripts[stem]), *arguments], check=False).returncode
-
-
-def start_processes(options: argparse.Namespace) -> int:
-    """Runs `rsembed.parallel.launch` with the options of the command line, and returns its exit status.
-
-    Raises: CommandError: there is no such script, or a count is below 1.
-    """
-    from rsembed.parallel import launch
-
-    counts = {"num_processes": options.processes, "devices_per_process": options.devices_per_process}
-    try:
-        return launch(options.script, options.arguments, **counts)
-    except ValueError as error:
-        raise CommandError(str(error)) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -287,9 +240,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     runner.add_argument("notebook", help="name or its beginning, such as 01_shakespeare or 01; or a path")
     runner.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="parameter, such as STEPS=500")
     runner.add_argument("--output", type=Path, default=Path("executed"), help="folder of the results")
-    timer = commands.add_parser("bench", help="time the kernels against other systems")
-    timer.add_argument("name", nargs="?", default="summary", help="file under benchmarks/ (default: summary)")
-    timer.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the benchmark")
     launcher = commands.add_parser("launch", help="start a script in several processes on this machine")
     launcher.add_argument("--processes", type=int, default=2, help="how many (default: 2)")
     launcher.add_argument("--devices-per-process", type=int, default=1, help="CPU devices of each (default: 1)")
@@ -301,13 +251,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal without some sign gets a question mark, not a traceback
     try:
         if options.command == "launch":
-            return start_processes(options)
+            from rsembed.parallel import launch
+
+            counts = {"num_processes": options.processes, "devices_per_process": options.devices_per_process}
+            return launch(options.script, options.arguments, **counts)
         if options.command == "run":
             return run(options.notebook, parse_settings(options.settings), options.output)
-        if options.command == "bench":
-            return bench(options.name, options.arguments)
         return doctor()
-    except CommandError as error:
+    except ValueError as error:  # what the reader can mend; all else shows its traceback
         print(f"rsembed: {error}", file=sys.stderr)
         return 2
 

@@ -15,22 +15,19 @@ def is_watched() -> bool:
     return hasattr(shell, "kernel") or (sys.stderr is not None and sys.stderr.isatty())
 
 
-def progress(
-    items: Iterable[Item], *, description: str, show: bool | None = None, **bar_options: Any
-) -> Iterable[Item]:
-    """The items, one by one, with a bar that tells how many are done and how long the rest takes.
+def progress(items: Iterable[Item], *, description: str, **bar_options: Any) -> Iterable[Item]:
+    """The items, one by one; where somebody watches, a bar tells how many are done and how long the rest takes.
 
     Args:
       items: any iterable; a `total=` among the options helps where it has no length.
       description: stands before the bar, such as "training".
-      show: None shows the bar where somebody watches, see `is_watched`; True and False insist.
       **bar_options: options of tqdm.
 
     Example:
-      >>> sum(progress(range(4), description="adding", show=False))
+      >>> sum(progress(range(4), description="adding"))
       6
     """
-    if not (is_watched() if show is None else show):
+    if not is_watched():
         return items
     from tqdm import tqdm
 

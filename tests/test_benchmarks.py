@@ -87,6 +87,14 @@ def test_tables_made_small_are_as_small_as_they_say_and_learn(scripts, monkeypat
     assert all(own["AUC"] > 0.55 and own["loss"] < 0.7 for own in records)
 
 
+def test_films_are_rated_and_others_in_equal_parts(scripts):
+    import smaller
+
+    log = smaller.films(0, num_users=20)
+    labels = np.concatenate([part["labels"] for part in log.parts])
+    assert labels.mean() == 0.5 and len(labels) >= 800 and log.vocabularies["user"] == 20
+
+
 def test_the_area_under_the_curve_is_the_share_of_pairs_in_order(scripts):
     import smaller
 

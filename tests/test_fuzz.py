@@ -5,13 +5,14 @@ import re
 import subprocess
 
 import hypothesis
+import jax
 import numpy as np
 import pytest
 
 from rsembed.checkpoint import arrays
 from rsembed.kernels import native
 from tools.fuzz import __main__ as fuzz
-from tools.fuzz import collection, files, machines, native_calls, properties, sanitizers, valid_calls
+from tools.fuzz import collection, direct_calls, files, machines, native_calls, properties, sanitizers, valid_calls
 
 PLANTED = """
 #include <thread>
@@ -62,6 +63,18 @@ def test_a_kernel_that_is_wrong_by_one_is_found(monkeypatch):
     monkeypatch.setattr(native, "rows_by_bag", lambda *args, **options: [x + 1 for x in right(*args, **options)])
     with pytest.raises(AssertionError):
         native_calls.valid_call(kind)
+
+
+@pytest.mark.skipif(native.unavailable_because() is not None, reason="needs the native kernels")
+def test_a_driver_in_the_place_of_xla_gets_arrays_from_every_valid_call(monkeypatch):
+    driver = object.__new__(direct_calls.Driver)  # without a library of its own
+    driver.before = lambda call: None
+    driver.made = lambda call: [np.zeros(*result) for result in call.results]
+    monkeypatch.setattr(jax.ffi, "ffi_call", driver.ffi_call)
+    for make in valid_calls.CALLS:
+        for seed in range(4):
+            call = make(np.random.default_rng(seed), np.random.default_rng(seed))
+            call.native(*call.arguments)
 
 
 IN_PYTHON = [name for name, target in fuzz.TARGETS.items() if target.sanitizer is None]

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A room imports only from rooms further up this list. The page docs/architecture.md tells the reasons.
 BUDGETS = {
-    "progress": 37,
+    "progress": 34,
     "fingerprint": 166,
     "checks": 256,
     "optimizers": 1400,
@@ -20,7 +20,7 @@ BUDGETS = {
     "stacking": 496,
     "keys": 192,
     "bags": 453,
-    "kernels": 3051,
+    "kernels": 2991,
     "initial_values": 252,
     "storage": 2491,
     "row_gradients": 268,
@@ -35,9 +35,9 @@ BUDGETS = {
     "tbe": 2797,
     "tt": 2516,
     "sok": 1502,
-    "plot": 1155,
-    "datasets": 853,
-    "__main__": 316,
+    "plot": 1099,
+    "datasets": 800,
+    "__main__": 267,
 }
 """Most lines that each room may have; lower a number when a room gets smaller."""
 ROOMS = list(BUDGETS)

@@ -120,16 +120,6 @@ def test_doctor_speaks_to_a_terminal_that_lacks_its_signs(monkeypatch):
     assert b"8 ? cpu" in terminal.buffer.getvalue()
 
 
-def test_bench_passes_arguments_and_status_on(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(command_line, "_PACKAGE", tmp_path / "rsembed")
-    (tmp_path / "benchmarks").mkdir()
-    script = "import sys\n\ndef main():\n    print(sys.argv[1:])\n    return 3\n\nsys.exit(main())"
-    (tmp_path / "benchmarks" / "lookup.py").write_text(script)
-    (tmp_path / "benchmarks" / "shared.py").write_text("NUM_BATCHES = 8")
-    assert command_line.main(["bench", "lookup", "--quick"]) == 3
-    assert "['--quick']" in capfd.readouterr().out
-
-
 def test_a_failed_assert_shows_its_line(tmp_path, monkeypatch, capsys):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("x = 1\nassert x > 2")])
     nbformat.write(notebook, tmp_path / "claim.ipynb")

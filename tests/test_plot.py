@@ -3,7 +3,6 @@ import datetime
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from matplotlib.colors import to_rgba_array
 
 from rsembed import plot
 from rsembed.kernels.devices import granted_cores
@@ -11,7 +10,6 @@ from rsembed.kernels.devices import granted_cores
 RNG = np.random.default_rng(0)
 VECTORS = RNG.normal(size=(40, 8))
 ENTRIES = plot.partition_entries(RNG.integers(0, 9, (2, 4, 3)), num_shards=2)
-LABELS = [f"word{i}" for i in range(40)]
 
 PICTURES = {
     "loss": lambda **kw: plot.plot_loss([3.0, 2.0, 1.0], references={"floor": 0.5}, label="training", **kw),
@@ -19,7 +17,6 @@ PICTURES = {
     "loss_against_state": lambda **kw: plot.plot_loss_against_state({"sgd": (0, 0.6), "adam": (128, 0.5)}, **kw),
     "id_frequency": lambda **kw: plot.plot_id_frequency(np.array([5, 0, 9]), **kw),
     "limits": lambda **kw: plot.plot_limits([3, 9, 4], [8, 8, 16], **kw),
-    "neighbourhoods": lambda **kw: plot.plot_neighbourhoods(VECTORS, LABELS, **kw),
     "coverage": lambda **kw: plot.plot_coverage(np.array([5, 0, 9]), **kw),
     "shard_load": lambda **kw: plot.plot_shard_load({"plain": np.array([5, 3]), "turned": np.array([4, 4])}, **kw),
     "stack_bytes": lambda **kw: plot.plot_stack_bytes({"a": (4000, 100), "b": (2000, 0)}, **kw),
@@ -172,49 +169,17 @@ def test_plot_row_path_marks_the_steps_that_looked_the_row_up():
     assert "grey" in ax.get_xlabel()
 
 
-def test_plot_neighbourhoods_joins_nearest_rows_and_labels_every_point():
-    ax = plot.plot_neighbourhoods(VECTORS, LABELS, num_neighbours=2)
-    nearest, _ = plot.nearest_neighbours(VECTORS, range(40), 2)
-    pairs = {frozenset((a, int(b))) for a in range(40) for b in nearest[a]}
-    lines, dots = ax.collections
-    points = dots.get_offsets()
-    drawn = {
-        frozenset(int(np.linalg.norm(points - end, axis=1).argmin()) for end in line) for line in lines.get_segments()
-    }
-    assert drawn == pairs
-    assert texts(ax) == LABELS
-    assert len(plot.plot_neighbourhoods(VECTORS, LABELS, num_neighbours=0).collections) == 1
-
-
-def test_plot_neighbourhoods_colours_rows_and_labels_by_kind():
-    kinds = ["even", "odd"] * 20
-    ax = plot.plot_neighbourhoods(VECTORS, LABELS, kinds=kinds, num_neighbours=0)
-    legend = {
-        text.get_text(): line.get_color()
-        for text, line in zip(ax.get_legend().get_texts(), ax.get_legend().get_lines(), strict=True)
-    }
-    assert legend == {"even": plot.COLOURS[0], "odd": plot.COLOURS[1]}
-    wanted = [legend[kind] for kind in kinds]
-    assert [text.get_color() for text in ax.texts] == wanted
-    assert np.array_equal(ax.collections[0].get_facecolors(), to_rgba_array(wanted))
-
-
-def test_plot_neighbourhoods_sees_directions_alone():
-    stretched = VECTORS * RNG.uniform(1, 5, size=(40, 1))
-    first, second = (plot.plot_neighbourhoods(v, LABELS).collections[1].get_offsets() for v in (VECTORS, stretched))
-    np.testing.assert_allclose(first, second, atol=1e-9)
-
-
 def test_labels_cover_neither_each_other_nor_a_point_and_stay_in_the_picture():
-    ax = plot.plot_neighbourhoods(VECTORS, LABELS)
+    results = {f"rule {number}": tuple(point) for number, point in enumerate(RNG.uniform(1, 9, (20, 2)))}
+    ax = plot.plot_loss_against_state(results)
     boxes = boxes_of(ax)
-    points = ax.transData.transform(ax.collections[1].get_offsets())
-    assert [
-        text for text, box in zip(LABELS, boxes, strict=True) if any(box.contains(*point) for point in points)
-    ] == []
+    points = ax.transData.transform(ax.collections[0].get_offsets())
+    assert texts(ax) == list(results) and not [
+        text for text, box in zip(results, boxes, strict=True) if any(box.contains(*point) for point in points)
+    ]
     assert all(ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1 for box in boxes)
     assert all(ax.bbox.y0 <= box.y0 and box.y1 <= ax.bbox.y1 for box in boxes)
-    again = plot.plot_neighbourhoods(VECTORS, LABELS)
+    again = plot.plot_loss_against_state(results)
     assert [text.get_position() for text in again.texts] == [text.get_position() for text in ax.texts]
 
 

@@ -34,11 +34,3 @@ def test_a_notebook_watches_and_a_plain_shell_without_terminal_does_not(monkeypa
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setitem(sys.modules, "IPython", shell(**attributes))
     assert is_watched() is expected
-
-
-def test_showing_and_hiding_can_be_insisted_on(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    list(progress(range(2), description="shown", show=True))
-    assert "shown" in sys.stderr.getvalue()
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    assert list(progress(range(2), description="hidden", show=False)) == [0, 1] and sys.stderr.getvalue() == ""

@@ -272,32 +272,20 @@ def _visits(
     return users, items, seconds
 
 
-ARCHIVES = {
-    name: Published(
-        reader="movielens",
-        name=f"{name}.zip",
-        kind="an archive",
-        title=f"MovieLens, {name}",
-        url=f"https://files.grouplens.org/datasets/movielens/{name}.zip",
-        known_hash=f"md5:{digest}",
-    )
-    for name, digest in (
-        ("ml-100k", "0e33842e24a9c977be4e0107933c0723"),
-        ("ml-1m", "c4d9eecfca2ab87c1945afe126590906"),
-    )
-}
-"""Archives of MovieLens by name, with the checksums that GroupLens publishes beside the files."""
+ARCHIVE = Published(
+    reader="movielens",
+    name="ml-1m.zip",
+    title="MovieLens, ml-1m",
+    url="https://files.grouplens.org/datasets/movielens/ml-1m.zip",
+    known_hash="md5:c4d9eecfca2ab87c1945afe126590906",  # as GroupLens publishes it beside the file
+)
 
 
 @validated
 def movielens(
-    name: str = "ml-1m",
-    *,
-    path: str | os.PathLike[str] | None = None,
-    download: bool = False,
-    max_users: PositiveInt | None = None,
+    *, path: str | os.PathLike[str] | None = None, download: bool = False, max_users: PositiveInt | None = None
 ) -> RatingsLog:
-    """The ratings of MovieLens; `generated_ratings` has the same form where they cannot be had.
+    """MovieLens: a million ratings of 3,883 films by 6,040 users; `generated_ratings` has the same form without a file.
 
     The archive is searched in `path`, then in the file or folder named by the environment variable `RSEMBED_DATA`, then
     in pooch's cache, and fetched only if `download`.
@@ -306,76 +294,47 @@ def movielens(
     neither redistributed nor used commercially without their permission. So it does not come with this library.
 
     Args:
-      name: "ml-100k" (5 MB; 943 users, 1,682 films, 100,000 ratings) or "ml-1m" (6 MB; 6,040 users, 3,883 films, a
-        million ratings).
-      path: the archive, or a folder with `<name>.zip`. An archive of your own may have any other name, and is then read
+      path: the archive, or a folder with `ml-1m.zip`. An archive of your own may have any other name, and is then read
         without a checksum.
-      download: allow fetching the archive into the cache folder. Without an answer within seconds, it was not found.
+      download: allow fetching the archive (6 MB) into the cache folder. Without an answer within seconds, it was not
+        found.
       max_users: keep only the first users; a hundred make a test quick.
 
     Returns:
       The log in the order of time; equal times stay in the order of the file.
 
     Raises:
-      ValueError: an argument is unknown or out of range, or an archive has another checksum or form than published.
+      ValueError: `max_users` is below 1, or an archive has another checksum or form than published.
       FileNotFoundError: no archive was found.
 
     Source: Harper and Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 5(4), 2015.
     """
-    if name not in ARCHIVES:
-        raise ValueError(f"movielens: name={name!r} is none of {(*ARCHIVES,)}.")
-    content, origin = ARCHIVES[name].read(path, download=download)
+    content, origin = ARCHIVE.read(path, download=download)
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            numbers, genre_names, films = _parsed(name, archive)
+            ratings, films = (archive.read(f"ml-1m/{name}.dat").decode("latin-1") for name in ("ratings", "movies"))
+        # `user::film::stars::seconds`, and `film::title::genre|genre`.
+        numbers = np.loadtxt(io.StringIO(ratings.replace("::", " ")), dtype=np.int64, ndmin=2)
+        fields = [line.split("::") for line in films.splitlines() if line.strip()]
+        listed = sorted((int(film), title, genres.split("|")) for film, title, genres in fields)
         numbers = numbers[np.argsort(numbers[:, 3], kind="stable")]
-        item_ids = np.array(sorted(films), np.int64)
-        titles, genres = zip(*(films[film] for film in item_ids.tolist()), strict=True)
+        item_ids, titles, genres = zip(*listed, strict=True)
     except (KeyError, IndexError, ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"movielens: {origin} has not the form of {name}.zip: {error}.") from error
+        raise ValueError(f"movielens: {origin} has not the form of {ARCHIVE.name}: {error}.") from error
     user_ids = np.unique(numbers[:, 0])[:max_users]
     numbers = numbers[np.isin(numbers[:, 0], user_ids)]
     if not len(numbers) or not np.isin(numbers[:, 1], item_ids).all():
         raise ValueError(f"movielens: {origin} has no ratings, or ratings of films that it does not list.")
+    genre_names = tuple(sorted({name for own in genres for name in own}))
     return RatingsLog(
         users=np.searchsorted(user_ids, numbers[:, 0]).astype(np.int32),
         items=np.searchsorted(item_ids, numbers[:, 1]).astype(np.int32),
         ratings=numbers[:, 2].astype(np.int32),
         timestamps=numbers[:, 3],
         user_ids=user_ids,
-        item_ids=item_ids,
+        item_ids=np.array(item_ids, np.int64),
         titles=titles,
         genres=np.array([[name in own for name in genre_names] for own in genres]),
         genre_names=genre_names,
         source=origin,
     )
-
-
-_Films = dict[int, tuple[str, list[str]]]
-
-
-def _parsed(name: str, archive: zipfile.ZipFile) -> tuple[np.ndarray, tuple[str, ...], _Films]:
-    """Ratings as `(user, film, stars, seconds)` rows; names of the genres; titles and genres of the films."""
-    if name == "ml-1m":  # `user::film::stars::seconds`, and `film::title::genre|genre`
-        films: _Films = {
-            int(film): (title, genres.split("|")) for film, title, genres in _fields(archive, "ml-1m/movies.dat", "::")
-        }
-        names = tuple(sorted({genre for _, genres in films.values() for genre in genres}))
-        return _numbers(archive, "ml-1m/ratings.dat", "::"), names, films
-    # Ratings between tabs; films as `film|title|date|date|address|0|1|...`, flags in the order of `u.genre`.
-    names = tuple(genre for genre, _ in _fields(archive, "ml-100k/u.genre", "|"))
-    films = {
-        int(film): (title, [genre for genre, flag in zip(names, flags, strict=True) if flag == "1"])
-        for film, title, _, _, _, *flags in _fields(archive, "ml-100k/u.item", "|")
-    }
-    return _numbers(archive, "ml-100k/u.data", "\t"), names, films
-
-
-def _fields(archive: zipfile.ZipFile, member: str, separator: str) -> list[list[str]]:
-    lines = archive.read(member).decode("latin-1").splitlines()
-    return [line.split(separator) for line in lines if line.strip()]
-
-
-def _numbers(archive: zipfile.ZipFile, member: str, separator: str) -> np.ndarray:
-    text = archive.read(member).decode("latin-1").replace(separator, " ")
-    return np.loadtxt(io.StringIO(text), dtype=np.int64, ndmin=2)

@@ -11,15 +11,13 @@ import logging
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 from jaxtyping import Int, Int32
 
 from rsembed.checks import PositiveInt, validated
 from rsembed.progress import is_watched
-
-TIMEOUT_SECONDS = 5.0
 
 _log = logging.getLogger("rsembed")
 
@@ -31,7 +29,6 @@ class Published:
     Attributes:
       reader: the function that reads it, which messages name.
       name: what it is called inside a folder, the cache among them.
-      kind: "a text file" or "an archive".
       title: what is in it.
       url: where it is fetched.
       known_hash: `algorithm:digest` of its content.
@@ -39,7 +36,6 @@ class Published:
 
     reader: str
     name: str
-    kind: str
     title: str
     url: str
     known_hash: str
@@ -66,22 +62,24 @@ class Published:
                 f"{self.reader}: checksum mismatch, {file} has {algorithm} {digest}, the published file has {known}. "
                 "Delete a broken download and fetch it again; give a file of your own another name."
             )
-        return content, f"{self.kind} of your own from {file}"
+        return content, f"a file of your own, {file}"
 
     def _found(self, path: str | os.PathLike[str] | None, download: bool) -> Path:
         import pooch
 
         place = path if path is not None else os.environ.get("RSEMBED_DATA")
         if place:
-            if (file := self._inside(Path(place).expanduser())) is not None:
+            file = Path(place).expanduser()
+            file = file / self.name if file.is_dir() else file
+            if file.is_file() and (file.suffix == ".zip") == self.name.endswith(".zip"):  # an archive is no text
                 return file
-            missing = f"{os.fspath(place)!r} is neither {self.kind} nor a folder with {self.name}"
+            missing = f"{os.fspath(place)!r} is no file of this kind, and no folder with {self.name}"
             if path is not None:
                 raise FileNotFoundError(f"{self.reader}: path={missing}; correct it, or leave it out.")
             _log.warning("%s: RSEMBED_DATA=%s; looking on.", self.reader, missing)
         cached = Path(pooch.os_cache("rsembed")) / self.name
         if download:  # unless the cache has it
-            downloader = pooch.HTTPDownloader(timeout=TIMEOUT_SECONDS, progressbar=is_watched())
+            downloader = pooch.HTTPDownloader(timeout=5.0, progressbar=is_watched())
             try:
                 pooch.retrieve(self.url, self.known_hash, cached.name, cached.parent, downloader=downloader)
             except OSError as error:  # what requests raises, too
@@ -93,12 +91,6 @@ class Published:
             )
         return cached
 
-    def _inside(self, place: Path) -> Path | None:
-        """The file itself, or the published one inside a folder. An archive is no text, nor the reverse."""
-        if place.is_file():
-            return place if (place.suffix == ".zip") == self.name.endswith(".zip") else None
-        return place / self.name if (place / self.name).is_file() else None
-
 
 UNKNOWN_WORD = "<unk>"
 """The word of id 0, which stands for every word outside the vocabulary."""
@@ -106,12 +98,10 @@ UNKNOWN_WORD = "<unk>"
 CORPUS = Published(
     reader="shakespeare",
     name="tinyshakespeare.txt",
-    kind="a text file",
     title="tinyshakespeare, the real corpus",
     url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     known_hash="sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
 )
-SOURCES = ("auto", "generated", "pastiche", "corpus")
 BUNDLED = {
     "generated": ("sentences.txt", "generated, short sentences in Shakespeare's manner, bundled with rsembed"),
     "pastiche": ("pastiche.txt", "pastiche, an original text in Shakespeare's manner, bundled with rsembed"),
@@ -142,7 +132,7 @@ class Text:
 def shakespeare(
     vocabulary_size: Annotated[int, "[2, inf)"] = 2048,
     *,
-    source: str = "auto",
+    source: Literal["auto", "generated", "pastiche", "corpus"] = "auto",
     path: str | os.PathLike[str] | None = None,
     download: bool = False,
     max_words: PositiveInt | None = None,
@@ -182,8 +172,6 @@ def shakespeare(
       >>> text.word_ids.shape, len(text.vocabulary), text.vocabulary[:3]
       ((2000,), 64, ('<unk>', 'the', 'I'))
     """
-    if source not in SOURCES:
-        raise ValueError(f"shakespeare: source={source!r} is none of {SOURCES}.")
     if source in ("auto", "corpus"):
         try:
             content, origin = CORPUS.read(path, download=download)

@@ -125,7 +125,7 @@ class LimitsPolicy:
     """Policy that turns observed maxima into new limits.
 
     Attributes:
-      headroom_fraction: room on top of what was observed (0.1 = 10 %); raise it if later batches still exceed a limit.
+      headroom_fraction: room on top of what was observed (0.1 = 10%); raise it if later batches still exceed a limit.
       monotone: never lower a limit, also not below what the specs declared.
       bucket: round up to a ladder of multiples of 8 that grows by this factor, so that few different limits occur: at
         most 12 between 100 and 1000 with 1.25, 4 with 2.0. None keeps exact numbers.

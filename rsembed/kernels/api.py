@@ -156,14 +156,11 @@ def _pull_lookup(implementation: str | None, arguments: PyTree, d_outputs: tuple
     gradients = SegmentGradients(segments, d_outputs)
     rows, values = dispatch("row_gradients", table.shape[0], gradients, implementation=implementation)
     d_table = jnp.zeros_like(table).at[rows].add(values.astype(table.dtype), mode="drop")
-    return d_table, tuple(
-        _segment_cotangent(table, segment, d_output) for segment, d_output in zip(segments, d_outputs, strict=True)
-    )
-
-
-def _segment_cotangent(table: Array, segment: Segment, d_output: Array) -> Segment:
-    d_weights = None if segment.weights is None else reference.gradients_of_weights(table, segment, d_output)
-    return Segment(_no_gradient(segment.rows), _no_gradient(segment.offsets), d_weights, segment.combiner)
+    d_segments = []
+    for own, d_output in zip(segments, d_outputs, strict=True):
+        d_weights = None if own.weights is None else reference.gradients_of_weights(table, own, d_output)
+        d_segments.append(Segment(_no_gradient(own.rows), _no_gradient(own.offsets), d_weights, own.combiner))
+    return d_table, tuple(d_segments)
 
 
 def _no_gradient(integers: Any) -> PyTree:
@@ -250,11 +247,9 @@ def pairwise_interaction(
     return products
 
 
-def _pull_pair_products(implementation: str | None, arguments: tuple[Array], d_products: Array) -> tuple[Array]:
-    return (dispatch("pull_pairs", *arguments, d_products, implementation=implementation),)
-
-
-_pair_products = _differentiable("pair_products", _pull_pair_products)
+_pair_products = _differentiable(
+    "pair_products", lambda chosen, arguments, d: (dispatch("pull_pairs", *arguments, d, implementation=chosen),)
+)
 
 
 def stochastic_rounding(key: KeyOrKeys) -> reference.Rounding:

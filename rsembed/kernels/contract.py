@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, Int, Shaped
 from rsembed.optimizers import Hyperparameters, OptimizerSpec
 from rsembed.specs import Combiner
 
-Layout = Literal["columns", "blocks"]
 Table = Float[Array, "num_rows dim"]
 Outputs = tuple[Float[Array, "_ dim"], ...]
 RowsAndGradients = tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]
@@ -122,7 +121,7 @@ class JaggedBatch:
     weights: Float[Array, " nnz"] | None
     combiner: Literal["sum", "mean", "none"] = dataclasses.field(metadata={"static": True})
     blocks: tuple[Block, ...] = dataclasses.field(metadata={"static": True})
-    layout: Layout = dataclasses.field(default="columns", metadata={"static": True})
+    layout: Literal["columns", "blocks"] = dataclasses.field(default="columns", metadata={"static": True})
 
     def output_shape(self, dims: Sequence[int]) -> tuple[int, ...]:
         """Shape of the output, which kernels pass flat, for arrays with these row lengths."""

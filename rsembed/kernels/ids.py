@@ -111,39 +111,35 @@ def entries_by_sample(stacks: Sequence[Partitions]) -> list[SampleEntries]:
 
     Entries are those that the row pointers delimit; the ones of a sample come in the order of their rows.
     """
-    return [_entries_by_sample(own) for own in stacks]
-
-
-def _entries_by_sample(own: Partitions) -> SampleEntries:
-    num_parts = own.num_cores if own.num_minibatches is None else 1
-    places_per_part = own.embedding_ids.shape[0] // num_parts
-    blocks = own.row_pointers.reshape(num_parts, -1, max(own.num_shards, ALIGNMENT))
-    ends = blocks[:, :, : own.num_shards].reshape(num_parts, -1)
-    starts = jnp.pad(-(-ends[:, :-1] // ALIGNMENT) * ALIGNMENT, ((0, 0), (1, 0)))
-    if own.num_minibatches is not None:
-        num_used = own.num_cores * own.num_minibatches * own.num_shards
-        starts = jnp.where(jnp.arange(ends.size, dtype=jnp.int32)[None, :] < num_used, starts, places_per_part)
-    # Counting the partitions that start up to a place tells its partition: the last of those, if some are empty.
-    part = jnp.arange(num_parts, dtype=jnp.int32)[:, None]
-    started = jnp.zeros((num_parts, places_per_part), jnp.int32).at[part, starts].add(1, mode="drop")
-    partition = jnp.cumsum(started, axis=1) - 1
-    place = jnp.arange(places_per_part, dtype=jnp.int32)[None, :]
-    is_entry = (place < jnp.take_along_axis(ends, partition, axis=1)).reshape(-1)
-    if own.num_minibatches is None:
-        cores, shards = jnp.repeat(part.reshape(-1), places_per_part), partition.reshape(-1)
-    else:
-        cores, shards = partition[0] // (own.num_minibatches * own.num_shards), partition[0] % own.num_shards
-
-    def used(values: Array) -> Array:
-        return jnp.where(is_entry, values, NO_ROW)
-
-    rows = used(shards * own.rows_per_shard + own.embedding_ids)
-    samples, gains = used(cores * own.samples_per_core + own.sample_ids), jnp.where(is_entry, own.gains, 0.0)
-    if own.num_minibatches is not None:
-        order = jnp.lexsort((samples, rows))
-        rows, samples, gains = (field[order] for field in (rows, samples, gains))
-    offsets, order = rows_by_bag(samples, own.num_samples)
-    return rows[order], offsets, gains[order]
+    found = []
+    for own in stacks:
+        num_parts = own.num_cores if own.num_minibatches is None else 1
+        places_per_part = own.embedding_ids.shape[0] // num_parts
+        blocks = own.row_pointers.reshape(num_parts, -1, max(own.num_shards, ALIGNMENT))
+        ends = blocks[:, :, : own.num_shards].reshape(num_parts, -1)
+        starts = jnp.pad(-(-ends[:, :-1] // ALIGNMENT) * ALIGNMENT, ((0, 0), (1, 0)))
+        if own.num_minibatches is not None:
+            num_used = own.num_cores * own.num_minibatches * own.num_shards
+            starts = jnp.where(jnp.arange(ends.size, dtype=jnp.int32)[None, :] < num_used, starts, places_per_part)
+        # Counting the partitions that start up to a place tells its partition: the last of those, if some are empty.
+        part = jnp.arange(num_parts, dtype=jnp.int32)[:, None]
+        started = jnp.zeros((num_parts, places_per_part), jnp.int32).at[part, starts].add(1, mode="drop")
+        partition = jnp.cumsum(started, axis=1) - 1
+        place = jnp.arange(places_per_part, dtype=jnp.int32)[None, :]
+        is_entry = (place < jnp.take_along_axis(ends, partition, axis=1)).reshape(-1)
+        if own.num_minibatches is None:
+            cores, shards = jnp.repeat(part.reshape(-1), places_per_part), partition.reshape(-1)
+        else:
+            cores, shards = partition[0] // (own.num_minibatches * own.num_shards), partition[0] % own.num_shards
+        rows = jnp.where(is_entry, shards * own.rows_per_shard + own.embedding_ids, NO_ROW)
+        samples = jnp.where(is_entry, cores * own.samples_per_core + own.sample_ids, NO_ROW)
+        gains = jnp.where(is_entry, own.gains, 0.0)
+        if own.num_minibatches is not None:
+            order = jnp.lexsort((samples, rows))
+            rows, samples, gains = (field[order] for field in (rows, samples, gains))
+        offsets, order = rows_by_bag(samples, own.num_samples)
+        found.append((rows[order], offsets, gains[order]))
+    return found
 
 
 Rows = Int[Array, "devices _"] | None
@@ -188,6 +184,11 @@ class Queue(NamedTuple):
     lanes: tuple[Shaped[Array, " nnz"], ...]
     capacity: int
 
+    def ordered_lanes(self, entries: Int[Array, "*places"]) -> list[UInt32[Array, "*places"]]:
+        """Lanes of entries as unsigned words of the same order."""
+        lanes = gather_rows(self.lanes, entries)
+        return [lane if lane.dtype == jnp.uint32 else lane.astype(jnp.uint32) ^ jnp.uint32(2**31) for lane in lanes]
+
 
 def block_ends(
     queues: Sequence[Queue],
@@ -202,7 +203,7 @@ def block_ends(
         ends = queue.offsets[:-1] + queue.cursor + queue.capacity
         own = (ends >= queue.offsets[1:]).astype(jnp.int32)
         fit.append(own)
-        behind.append([jnp.where(own == 1, jnp.uint32(0), lane) for lane in _ordered_lanes(queue, ends)])
+        behind.append([jnp.where(own == 1, jnp.uint32(0), lane) for lane in queue.ordered_lanes(ends)])
     num_levels = max(map(len, behind))
     words = [jnp.stack([lanes[min(level, len(lanes) - 1)] for lanes in behind]) for level in range(num_levels)]
     return jnp.stack(fit), jnp.stack(words)
@@ -226,7 +227,7 @@ def round_places(
         ahead = queue.cursor[:, None] + jnp.arange(queue.capacity, dtype=jnp.int32)[None, :]
         entries, lengths = queue.offsets[:-1, None] + ahead, jnp.diff(queue.offsets)
         is_below, is_equal = jnp.zeros(entries.shape, bool), jnp.ones(entries.shape, bool)
-        for word, cut in zip(_ordered_lanes(queue, entries), cuts, strict=False):
+        for word, cut in zip(queue.ordered_lanes(entries), cuts, strict=False):
             is_below |= is_equal & (word < cut[number][:, None])
             is_equal &= word == cut[number][:, None]
         is_sent = (ahead < lengths[:, None]) & (is_below | (fit[number][:, None] == 1))
@@ -234,12 +235,6 @@ def round_places(
         cursors.append(queue.cursor + jnp.sum(is_sent, axis=1, dtype=jnp.int32))
         are_left.append(jnp.any(cursors[-1] < lengths))
     return places, cursors, jnp.any(jnp.stack(are_left))
-
-
-def _ordered_lanes(queue: Queue, entries: Int[Array, "*places"]) -> list[UInt32[Array, "*places"]]:
-    """Lanes of entries as unsigned words of the same order."""
-    lanes = gather_rows(queue.lanes, entries)
-    return [lane if lane.dtype == jnp.uint32 else lane.astype(jnp.uint32) ^ jnp.uint32(2**31) for lane in lanes]
 
 
 def word_dtype(dtype: np.dtype[Any], is_lane: bool) -> np.dtype[Any]:

@@ -84,18 +84,8 @@ def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
     Returns: which distinct key every key is, `NO_ROW` for padding; where each occurs first, `NO_ROW` behind the last
       one; and the sum of its `occurrences`, up to `MAX_COUNT`, 0 behind the last one.
     """
-    first, position = _first_occurrences(keys), jnp.arange(keys.low.shape[0], dtype=jnp.int32)
-    is_first = first == position
-    number = jnp.cumsum(is_first, dtype=jnp.int32) - 1
-    entry_of = number.at[first].get(mode="fill", fill_value=NO_ROW)
-    first_of = compact(is_first, position.shape[0])[0]
-    counts = jnp.zeros_like(entry_of).at[entry_of].add(occurrences, mode="drop")
-    return entry_of, first_of, jnp.where(counts < 0, MAX_COUNT, counts)  # a sum that does not fit wraps
-
-
-def _first_occurrences(keys: Keys) -> Int[Array, " nnz"]:
-    """Position at which every key occurs first; `NO_ROW` for padding."""
-    num_slots = 1 << (2 * max(keys.low.shape[0], 1) - 1).bit_length()
+    num_keys = keys.low.shape[0]
+    num_slots = 1 << (2 * max(num_keys, 1) - 1).bit_length()
 
     def probe(lane: Array, lanes: Lanes, positions: Array, places: Array, active: Array) -> tuple[Array, Array, Array]:
         is_free = active & (lane[places] == NO_ROW)
@@ -107,7 +97,13 @@ def _first_occurrences(keys: Keys) -> Int[Array, " nnz"]:
     lane = jnp.full(num_slots, NO_ROW, jnp.int32) + varying_zero(keys.low, keys.is_key)
     high = keys.high if keys.table is None else keys.high ^ (keys.table.astype(jnp.uint32) * jnp.uint32(0x9E3779B1))
     homes = (mix(high, keys.low) & jnp.uint32(num_slots - 1)).astype(jnp.int32)
-    return _probe_all(probe, lane, keys, homes, num_slots)[1]
+    first = _probe_all(probe, lane, keys, homes, num_slots)[1]  # position at which every key occurs first
+    is_first = first == jnp.arange(num_keys, dtype=jnp.int32)
+    number = jnp.cumsum(is_first, dtype=jnp.int32) - 1
+    entry_of = number.at[first].get(mode="fill", fill_value=NO_ROW)
+    counts = jnp.zeros_like(entry_of).at[entry_of].add(occurrences, mode="drop")
+    # A sum that does not fit wraps.
+    return entry_of, compact(is_first, num_keys)[0], jnp.where(counts < 0, MAX_COUNT, counts)
 
 
 def find_keys(

@@ -36,7 +36,6 @@ from rsembed.kernels.contract import (
 )
 from rsembed.kernels.devices import call_handler
 from rsembed.kernels.devices import instruction_set as instruction_set
-from rsembed.kernels.devices import library_paths as library_paths
 from rsembed.kernels.devices import num_cores as num_cores
 from rsembed.kernels.devices import shared_library as shared_library
 from rsembed.kernels.devices import unavailable_because as unavailable_because
@@ -91,8 +90,7 @@ def squared_norm(num_rows: int, gradients: SegmentGradients) -> Float[Array, ""]
 def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -> tuple[Table, Slots]:
     """Row gradients and one optimizer step per distinct row, fused for the rules written in C++."""
     _check_tables(table)
-    code = _fused_code(table, slots, step)
-    if code is None:
+    if (code := _fused_code(table, slots, step)) is None:
         return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
     form, arrays, attributes = _gradient_operands(gradients)
     return _step_in_place(f"rsembed_update{form}", code, table, slots, step, arrays, **attributes)
@@ -101,23 +99,16 @@ def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -
 def apply_rows(
     table: Table, slots: Slots, rows: Int[Array, " capacity"], gradients: Float[Array, "capacity dim"], step: Step
 ) -> tuple[Table, Slots]:
-    """One optimizer step of distinct `rows`; rows outside the table are padding."""
+    """One optimizer step of distinct `rows`; rows outside the table are padding.
+
+    A rule without a kernel is compiled by XLA and steps `STEP_BLOCK` rows at a time, without blocks of padding. How XLA
+    rounds within a row follows the shape of the program: sums and roots of three rows may have other last bits than
+    those of four. In blocks of one size the bits of a row do not depend on its company.
+    """
     _check_tables(table)
     rows, gradients = as_rows(rows), gradients.astype(jnp.float32)
-    code = _fused_code(table, slots, step)
-    if code is not None:
+    if (code := _fused_code(table, slots, step)) is not None:
         return _step_in_place("rsembed_apply_rows", code, table, slots, step, [rows, gradients])
-    return _apply_in_blocks(table, slots, rows, gradients, step)
-
-
-def _apply_in_blocks(
-    table: Table, slots: Slots, rows: Int[Array, " capacity"], gradients: Float[Array, "capacity dim"], step: Step
-) -> tuple[Table, Slots]:
-    """One step by a rule that XLA compiles, `STEP_BLOCK` rows at a time, without blocks of padding.
-
-    How XLA rounds within a row follows the shape of the program: sums and roots of three rows may have other last bits
-    than those of four. In blocks of one size the bits of a row do not depend on its company.
-    """
     num_blocks = -(-rows.shape[0] // STEP_BLOCK)
     if not num_blocks:
         return table, slots
@@ -186,7 +177,7 @@ def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values:
 
 
 def pack_blocks(arrays: Sequence[Array], rows: Sequence[Rows]) -> Shaped[Array, "devices places *row"]:
-    """One array with the blocks of all arrays side by side; see `blocks.pack_blocks`."""
+    """One array with the blocks of all arrays side by side; see `ids.pack_blocks`."""
     picked = [array if own is None else own for array, own in zip(arrays, rows, strict=True)]
     array = arrays[0]
     row = array.shape[2:] if rows[0] is None else array.shape[1:]
@@ -198,14 +189,14 @@ def pack_blocks(arrays: Sequence[Array], rows: Sequence[Rows]) -> Shaped[Array, 
 
 
 def unpack_blocks(packed: Shaped[Array, "devices places *row"], shapes: Sequence[PyTree]) -> tuple[Array, ...]:
-    """The blocks of each array; see `blocks.unpack_blocks`."""
+    """The blocks of each array; see `ids.unpack_blocks`."""
     return call_handler("rsembed_unpack_blocks", shapes, packed)
 
 
 def block_ends(
     queues: Sequence[Queue],
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
-    """Whether all entries fit into a round, and the first one that does not; see `blocks.block_ends`."""
+    """Whether all entries fit into a round, and the first one that does not; see `ids.block_ends`."""
     operands, attributes = _queues(queues)
     size, num_levels = (len(queues), queues[0].cursor.shape[0]), max(len(queue.lanes) for queue in queues)
     results = [Result(size, jnp.int32), Result((num_levels, *size), jnp.uint32)]
@@ -230,7 +221,7 @@ def _queues(queues: Sequence[Queue]) -> tuple[list[Array], dict[str, PyTree]]:
 
 
 def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
-    """Offsets and order that turn unsorted entries into bags; see `reference.rows_by_bag`."""
+    """Offsets and order that turn unsorted entries into bags; see `ids.rows_by_bag`."""
     return call_handler("rsembed_rows_by_bag", _integers((num_bags + 1,), bags.shape), as_rows(bags))
 
 
@@ -358,10 +349,7 @@ def row_bits(
 def allocate(shape: Sequence[int], dtype: jax.typing.DTypeLike, fill: complex | None = None) -> Array:
     """A new array on huge pages where the system has them, which makes random access to big tables twice as fast.
 
-    Args:
-      shape: any shape.
-      dtype: an element type of at most 8 bytes.
-      fill: every element's value; None leaves whatever the memory held, for arrays that are overwritten anyway.
+    See `reference.allocate`. Elements have at most 8 bytes.
     """
     dtype = np.dtype(dtype)
     if dtype.itemsize > 8:

@@ -41,54 +41,45 @@ def unavailable_because() -> str | None:
     return None
 
 
-def bags_of_entries(segment: Segment, num_rows: int) -> tuple[Int[Array, " nnz"], Bool[Array, " nnz"]]:
-    """Output number of every entry, and which entries lie in a bag and name a row of the table, whatever their gain."""
-    num_entries, is_valid = segment.rows.shape[0], (segment.rows >= 0) & (segment.rows < num_rows)
-    if segment.offsets is None:
-        return jnp.arange(num_entries), is_valid
-    bag = _bag_of_entries(segment.offsets, num_entries)
-    is_inside = (bag >= 0) & (bag < segment.num_outputs)
-    return jnp.clip(bag, 0, max(segment.num_outputs - 1, 0)), is_valid & is_inside
-
-
 def _bag_of_entries(offsets: Int[Array, " bags_plus_1"], num_entries: int) -> Int[Array, " nnz"]:
     """Bag of every entry: -1 before the first bag, the number of bags behind the last."""
     # Counting the bags that start up to an entry takes a third of the time of a search for each.
     return jnp.cumsum(jnp.zeros(num_entries, jnp.int32).at[offsets].add(1, mode="drop")) - 1
 
 
-def entry_gains(segment: Segment, num_rows: int) -> tuple[Int[Array, " nnz"], Float[Array, " nnz"]]:
-    """Output number and gain of every entry; entries that contribute nothing have gain 0."""
-    bag, is_listed = bags_of_entries(segment, num_rows)
+def entry_gains(
+    segment: Segment, num_rows: int
+) -> tuple[Int[Array, " nnz"], Float[Array, " nnz"], Bool[Array, " nnz"]]:
+    """Output number and gain of every entry, and which entries lie in a bag and name a row of the table.
+
+    Entries that contribute nothing have gain 0.
+    """
+    num_entries, is_listed = segment.rows.shape[0], (segment.rows >= 0) & (segment.rows < num_rows)
+    bag = jnp.arange(num_entries)
+    if segment.offsets is not None:
+        bag = _bag_of_entries(segment.offsets, num_entries)
+        is_listed = is_listed & (bag >= 0) & (bag < segment.num_outputs)
+        bag = jnp.clip(bag, 0, max(segment.num_outputs - 1, 0))
     weights = jnp.float32(1.0) if segment.weights is None else segment.weights.astype(jnp.float32)
     gains = jnp.where(is_listed, weights, 0.0)
     if segment.combiner in ("sum", "none") or segment.num_outputs == 0:
-        return bag, gains
+        return bag, gains, is_listed
     terms = gains if segment.combiner == "mean" else gains * gains
     total = jax.ops.segment_sum(terms, bag, segment.num_outputs)
     divisor = total if segment.combiner == "mean" else jnp.sqrt(total)
     safe = jnp.where(divisor == 0.0, 1.0, divisor)
-    return bag, gains * jnp.where(divisor == 0.0, 0.0, 1.0 / safe)[bag]
-
-
-def _vectors(table: Table, segment: Segment) -> Float[Array, "nnz dim"]:
-    """The row of every entry, zeros where there is none."""
-    (vectors,) = gather_rows((table,), segment.rows)
-    return vectors.astype(jnp.float32)
+    return bag, gains * jnp.where(divisor == 0.0, 0.0, 1.0 / safe)[bag], is_listed
 
 
 def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
     """Pooled rows of every segment, float32 `[segment.num_outputs, dim]`."""
     outputs = []
     for segment in segments:
-        bag, gains = entry_gains(segment, table.shape[0])
-        vectors = _vectors(table, segment)
+        bag, gains, _ = entry_gains(segment, table.shape[0])
+        vectors = gather_rows((table,), segment.rows)[0].astype(jnp.float32)
         # A row that must not contribute may hold anything, NaN included: select, do not multiply by zero.
         terms = jnp.where(gains[:, None] == 0.0, 0.0, gains[:, None] * vectors)
-        if segment.offsets is None:
-            outputs.append(terms)
-        else:
-            outputs.append(jax.ops.segment_sum(terms, bag, segment.num_outputs))
+        outputs.append(terms if segment.offsets is None else jax.ops.segment_sum(terms, bag, segment.num_outputs))
     return tuple(outputs)
 
 
@@ -119,7 +110,7 @@ def group_rows(
     segments, d_outputs = as_segments(gradients)
     all_rows, all_outputs, all_gains, first = [], [], [], 0
     for segment in segments:
-        (bag, gain), (_, is_listed) = entry_gains(segment, num_rows), bags_of_entries(segment, num_rows)
+        bag, gain, is_listed = entry_gains(segment, num_rows)
         all_rows.append(jnp.where(is_listed, as_rows(segment.rows), NO_ROW))
         all_outputs.append(bag.astype(jnp.int32) + first)
         all_gains.append(gain)
@@ -212,21 +203,17 @@ def apply_rows(
 ) -> tuple[Table, Slots]:
     """One optimizer step of distinct `rows`, others with zeros if the rule moves them; rows outside are padding."""
     if step.rule.moves_all_rows:
-        return _step_all_rows(table, slots, rows, gradients, step)
-    old, *old_slots = gather((table, *slots), rows)
+        (gradients,) = scatter_rows((jnp.zeros(table.shape, jnp.float32),), rows, (gradients,))
+        rows, old, old_slots = jnp.arange(table.shape[0], dtype=jnp.int32), table, [*slots]
+    else:
+        old, *old_slots = gather((table, *slots), rows)
     new, new_slots = step.rule.step_rows(old.astype(jnp.float32), tuple(old_slots), gradients, step.hyper)
     if step.rounding is not None:
         new = step.rounding(new, table.dtype, rows)
+    if step.rule.moves_all_rows:
+        return new.astype(table.dtype), tuple(own.astype(old.dtype) for own, old in zip(new_slots, slots, strict=True))
     new_table, *stepped_slots = scatter((table, *slots), rows, (new, *new_slots))
     return new_table, tuple(stepped_slots)
-
-
-def _step_all_rows(table: Table, slots: Slots, rows: Array, gradients: Array, step: Step) -> tuple[Table, Slots]:
-    (of_all,) = scatter_rows((jnp.zeros(table.shape, jnp.float32),), rows, (gradients,))
-    new, new_slots = step.rule.step_rows(table.astype(jnp.float32), slots, of_all, step.hyper)
-    if step.rounding is not None:
-        new = step.rounding(new, table.dtype, jnp.arange(table.shape[0], dtype=jnp.int32))
-    return new.astype(table.dtype), tuple(own.astype(old.dtype) for own, old in zip(new_slots, slots, strict=True))
 
 
 def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -> tuple[Table, Slots]:
@@ -335,8 +322,8 @@ def weight_gradients(
     total = jnp.zeros(batch.ids.shape[0], jnp.float32)
     for number, table in enumerate(tables):
         ((segment,), (d_bags,)) = as_segments(JaggedGradients(batch, d_output, number, dims))
-        bag, gains = entry_gains(dataclasses.replace(segment, weights=None), table.shape[0])
-        vectors = _vectors(table, segment)
+        bag, gains, _ = entry_gains(dataclasses.replace(segment, weights=None), table.shape[0])
+        vectors = gather_rows((table,), segment.rows)[0].astype(jnp.float32)
         products = jnp.sum(vectors * d_bags[bag], axis=-1)
         total = total + jnp.where(gains == 0.0, 0.0, products)
     return total
@@ -361,7 +348,7 @@ def _bag_scales(batch: JaggedBatch, table: int) -> Float[Array, " bags"]:
     if batch.combiner != "mean":
         return jnp.ones(batch.offsets.shape[0] - 1, jnp.float32)
     segment = jagged_segment(batch, table)
-    bag, ones = entry_gains(dataclasses.replace(segment, weights=None), NO_ROW)
+    bag, ones, _ = entry_gains(dataclasses.replace(segment, weights=None), NO_ROW)
     counts = jax.ops.segment_sum(ones, bag, segment.num_outputs)
     return jnp.where(counts > 0, 1.0 / jnp.maximum(counts, 1.0), 0.0)
 

@@ -131,19 +131,15 @@ def evaluate(
             elif name == "reduce_sum":
                 outputs = [add_up(inputs[0])]
             else:
-                outputs = [_map_pieces(_elementwise(eqn, swaps or {}), inputs)]
+                function = _elementwise(eqn, swaps or {})
+                num_pieces = max((len(value) for value in inputs if isinstance(value, tuple)), default=0)
+                columns = [value if isinstance(value, tuple) else (value,) * num_pieces for value in inputs]
+                pieces = tuple(function(*own) for own in zip(*columns, strict=True))
+                outputs = [pieces if num_pieces else function(*inputs)]
             known |= dict(zip(eqn.outvars, outputs, strict=True))
         return [spread(v.val, v) if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
 
     return run(closed.jaxpr, closed.consts, arguments)
-
-
-def _map_pieces(function: Callable[..., Array], inputs: Sequence[Row | Array]) -> Row | Array:
-    num_pieces = {len(value) for value in inputs if isinstance(value, tuple)}
-    if not num_pieces:
-        return function(*inputs)
-    columns = [value if isinstance(value, tuple) else (value,) * max(num_pieces) for value in inputs]
-    return tuple(function(*pieces) for pieces in zip(*columns, strict=True))
 
 
 def _elementwise(eqn: Any, swaps: Mapping[str, Callable[[Array], Array]]) -> Callable[..., Array]:

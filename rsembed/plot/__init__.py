@@ -4,7 +4,6 @@ Every `plot_…` takes data first and `ax=`, the axes to draw on; None makes a f
 main artist. It returns the `Axes`.
 """
 
-from rsembed.plot.buffers import Costs as Costs
 from rsembed.plot.buffers import buffer_places as buffer_places
 from rsembed.plot.buffers import explore as explore
 from rsembed.plot.buffers import limit_costs as limit_costs
@@ -34,7 +33,6 @@ from rsembed.plot.pictures import plot_limits as plot_limits
 from rsembed.plot.pictures import plot_loss as plot_loss
 from rsembed.plot.pictures import plot_loss_against_state as plot_loss_against_state
 from rsembed.plot.pictures import plot_miss_ratio as plot_miss_ratio
-from rsembed.plot.pictures import plot_neighbourhoods as plot_neighbourhoods
 from rsembed.plot.pictures import plot_roofline as plot_roofline
 from rsembed.plot.pictures import plot_row_path as plot_row_path
 from rsembed.plot.pictures import principal_plane as principal_plane

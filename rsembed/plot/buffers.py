@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -118,13 +118,6 @@ BYTES_PER_PLACE = 12
 """Bytes of an entry of an input buffer: id, sample and gain, 4 each."""
 
 
-class Costs(NamedTuple):
-    """Costs of a limit: fraction of entries that it drops, and bytes of the input buffers of all cores."""
-
-    dropped_fraction: float
-    buffer_bytes: int
-
-
 @validated
 def partition_entries(
     batches: Int[np.ndarray, "batches samples ids"], *, num_shards: PositiveInt
@@ -157,11 +150,16 @@ def partition_entries(
 
 
 @validated
-def limit_costs(entries: Int[np.ndarray, "batches cores shards"], max_ids_per_partition: PositiveInt) -> Costs:
-    """Bytes and drops under this limit; see `partition_entries`. A suggested buffer size may be smaller."""
+def limit_costs(
+    entries: Int[np.ndarray, "batches cores shards"], max_ids_per_partition: PositiveInt
+) -> tuple[float, int]:
+    """Fraction of the entries that a limit drops, and bytes of the input buffers of all cores.
+
+    See `partition_entries`. A suggested buffer size may be smaller.
+    """
     dropped = np.maximum(entries - max_ids_per_partition, 0).sum() / entries.sum()
     places = entries.shape[1] * entries.shape[2] * round_up(max_ids_per_partition, SUBLANES)
-    return Costs(float(dropped), places * BYTES_PER_PLACE)
+    return float(dropped), places * BYTES_PER_PLACE
 
 
 @validated
@@ -185,10 +183,10 @@ def plot_limit_choice(
     limits = SUBLANES * np.unique(np.ceil(np.linspace(1, max(largest, 1), 120)).astype(int))  # buffers have no others
     dropped, buffers = np.array([limit_costs(entries, int(limit)) for limit in limits]).T
     ax.plot(buffers / 1e3, 100 * dropped, **with_defaults(line_kwargs, color=COLOURS[0], linewidth=2.0))
-    here = limit_costs(entries, max_ids_per_partition)
-    ax.plot(here.buffer_bytes / 1e3, 100 * here.dropped_fraction, "o", color=COLOURS[1], markersize=9, zorder=3)
+    fraction, num_bytes = limit_costs(entries, max_ids_per_partition)
+    ax.plot(num_bytes / 1e3, 100 * fraction, "o", color=COLOURS[1], markersize=9, zorder=3)
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    title = f"limit {max_ids_per_partition:,}: {here.buffer_bytes / 1e3:,.0f} kB, {here.dropped_fraction:.2%} dropped"
+    title = f"limit {max_ids_per_partition:,}: {num_bytes / 1e3:,.0f} kB, {fraction:.2%} dropped"
     return finish(ax, "input buffers (kB)", "entries dropped (%)", ylim=(-3.0, None), title=title)
 
 

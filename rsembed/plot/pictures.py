@@ -8,8 +8,6 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, Num
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from rsembed.checks import NonNegativeInt, PositiveInt, validated
@@ -234,57 +232,7 @@ def plot_limits(
     return finish(ax, "training step", ylabel, counts_on_x=True, legend=True, ylim=(0, top))
 
 
-# Tables
-
-
-@validated
-def plot_neighbourhoods(
-    vectors: Float[np.ndarray, "points dim"],
-    labels: Sequence[str],
-    *,
-    kinds: Sequence[str] | None = None,
-    num_neighbours: NonNegativeInt = 1,
-    ax: Axes | None = None,
-    **scatter_kwargs: Any,
-) -> Axes:
-    """Rows of a table in the plane in which they differ most, coloured by kind or tied to their nearest neighbours.
-
-    Rows are scaled to norm one first: the picture is about directions. Lines join rows whose cosine, taken in
-    all dimensions, is largest; a long line says that the plane does not show all there is.
-
-    Args:
-      vectors: the rows, the most important first: labels are placed in this order. About 80
-        stay legible.
-      labels: one text per row.
-      kinds: what kind of thing each row is, if that is known: one colour each, in a legend beside the picture.
-      num_neighbours: neighbours to join to each row; 0 draws no lines.
-      ax: None makes a figure.
-      **scatter_kwargs: for the points.
-
-    Raises: ValueError: there are not as many labels or kinds as rows.
-    """
-    for name, texts in (("labels", labels), ("kinds", kinds)):
-        if texts is not None and len(texts) != len(vectors):
-            raise ValueError(
-                f"plot_neighbourhoods: {len(texts)} {name} for {len(vectors)} rows; give one text per row."
-            )
-    ax = axes_or_new(ax, (8.0, 6.0))
-    points, shares = principal_plane(unit_rows(vectors))
-    if num_neighbours:
-        nearest, _ = nearest_neighbours(vectors, np.arange(len(vectors)), num_neighbours)
-        pairs = sorted({(min(a, b), max(a, b)) for a, row in enumerate(nearest.tolist()) for b in row})
-        ax.add_collection(LineCollection(list(points[np.array(pairs)]), colors=COLOURS[5], linewidths=1.0, zorder=1))
-    colours = {kind: colour_of(number) for number, kind in enumerate(dict.fromkeys([] if kinds is None else kinds))}
-    of_rows = None if kinds is None else [colours[kind] for kind in kinds]
-    ax.scatter(*points.T, **with_defaults(scatter_kwargs, color=of_rows or COLOURS[0], s=16, zorder=2))
-    ax.margins(0.06)
-    first = f"first principal axis of unit rows ({shares[0]:.0%} of variance)"
-    finish(ax, first, f"second principal axis ({shares[1]:.0%})")
-    if colours:
-        dots = [Line2D([], [], color=colour, marker="o", linestyle="", label=kind) for kind, colour in colours.items()]
-        ax.legend(handles=dots, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    label_points(ax, points, labels, colours=of_rows, min_distance=0.006)  # many, and small dots
-    return ax
+# Caches, bytes and speed
 
 
 @validated

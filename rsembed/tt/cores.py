@@ -23,7 +23,7 @@ from rsembed.checks import check_type
 from rsembed.kernels import native
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.kernels.keyed import varying_zero
-from rsembed.kernels.reference import bags_of_entries, entry_gains
+from rsembed.kernels.reference import entry_gains
 from rsembed.tt.spec import TTSpec
 
 Mode = Literal["sum", "mean"]
@@ -200,7 +200,7 @@ def entries_of(segments: Sequence[Segment]) -> tuple[Int[Array, " nnz"], Int[Arr
     """
     outputs, gains, first = [], [], 0
     for segment in segments:
-        (bag, gain), (_, is_listed) = entry_gains(segment, NO_ROW), bags_of_entries(segment, NO_ROW)
+        bag, gain, is_listed = entry_gains(segment, NO_ROW)
         outputs.append(jnp.where(is_listed, bag + first, NO_ROW))
         gains.append(gain)
         first += segment.num_outputs
@@ -212,7 +212,7 @@ def segment_of(bags: Bags, rows: Int[Array, " nnz"], mode: Mode) -> Segment:
     offsets = jnp.asarray(bags.offsets)
     if bags.weights is None or mode == "sum":
         return Segment(rows, offsets, cast(Any, bags.weights), mode)
-    _, shares = entry_gains(Segment(rows, offsets, None, "mean"), NO_ROW)
+    _, shares, _ = entry_gains(Segment(rows, offsets, None, "mean"), NO_ROW)
     return Segment(rows, offsets, jnp.asarray(bags.weights, jnp.float32) * shares)
 
 

@@ -24,43 +24,24 @@ FILMS = {10: ("Émile (1999)", ["Comedy", "Drama"]), 30: ("A: B (1950)", ["War"]
 GENRES = ["Comedy", "Drama", "War"]
 
 
-def write_1m(file):
+@pytest.fixture
+def published(monkeypatch, tmp_path):
+    """A stand-in for the archive whose checksum is the expected one."""
+    file = tmp_path / "somewhere" / "ml-1m.zip"
+    file.parent.mkdir()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("ml-1m/ratings.dat", "".join("::".join(map(str, row)) + "\n" for row in RATINGS))
         films = "".join(f"{film}::{title}::{'|'.join(genres)}\n" for film, (title, genres) in FILMS.items())
         archive.writestr("ml-1m/movies.dat", films.encode("latin-1"))
-
-
-def write_100k(file):
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("ml-100k/u.data", "".join("\t".join(map(str, row)) + "\n" for row in RATINGS))
-        films = "".join(
-            "|".join([str(film), title, "01-Jan-1999", "", "http://x", *(str(int(g in genres)) for g in GENRES)]) + "\n"
-            for film, (title, genres) in FILMS.items()
-        )
-        archive.writestr("ml-100k/u.item", films.encode("latin-1"))
-        archive.writestr("ml-100k/u.genre", "".join(f"{name}|{i}\n" for i, name in enumerate(GENRES)) + "\n")
-
-
-WRITE = {"ml-1m": write_1m, "ml-100k": write_100k}
-
-
-@pytest.fixture(params=WRITE)
-def published(request, monkeypatch, tmp_path):
-    """A name, and a stand-in for its archive whose checksum is the expected one."""
-    file = tmp_path / "somewhere" / f"{request.param}.zip"
-    file.parent.mkdir()
-    WRITE[request.param](file)
-    known = dataclasses.replace(
-        movielens_module.ARCHIVES[request.param], known_hash=f"md5:{hashlib.md5(file.read_bytes()).hexdigest()}"
+    known_hash = f"md5:{hashlib.md5(file.read_bytes()).hexdigest()}"
+    monkeypatch.setattr(
+        movielens_module, "ARCHIVE", dataclasses.replace(movielens_module.ARCHIVE, known_hash=known_hash)
     )
-    monkeypatch.setitem(movielens_module.ARCHIVES, request.param, known)
-    return request.param, file
+    return file
 
 
 def test_the_published_form_is_read_in_the_order_of_time(published):
-    name, file = published
-    log = datasets.movielens(name, path=file)
+    log = datasets.movielens(path=published)
     assert log.timestamps.tolist() == [990, 1_000, 1_000, 1_020, 1_050]
     assert log.user_ids[log.users].tolist() == [7, 7, 7, 2, 2]
     assert log.item_ids[log.items].tolist() == [50, 30, 10, 50, 10]
@@ -74,15 +55,13 @@ def test_the_published_form_is_read_in_the_order_of_time(published):
 
 
 def test_a_download_with_another_checksum_is_refused(monkeypatch, published):
-    name, file = published
-
     def other_content(url, output_file, pooch):
         with open(output_file, "wb") as out:
-            out.write(file.read_bytes() + b"?")
+            out.write(published.read_bytes() + b"?")
 
     monkeypatch.setattr("pooch.HTTPDownloader", lambda **kwargs: other_content)
     with pytest.raises(ValueError, match="hash"):
-        datasets.movielens(name, download=True)
+        datasets.movielens(download=True)
 
 
 def test_a_network_that_does_not_answer_is_reported_within_seconds(monkeypatch, caplog):
@@ -98,16 +77,15 @@ def test_a_network_that_does_not_answer_is_reported_within_seconds(monkeypatch, 
     monkeypatch.setattr("pooch.HTTPDownloader", downloader)
     with (
         caplog.at_level(logging.WARNING, logger="rsembed"),
-        pytest.raises(FileNotFoundError, match=r"no ml-100k\.zip was"),
+        pytest.raises(FileNotFoundError, match=r"no ml-1m\.zip was"),
     ):
-        datasets.movielens("ml-100k", download=True)
+        datasets.movielens(download=True)
     assert asked["timeout"] <= 10
     assert "could not fetch" in caplog.text
 
 
 def test_only_the_first_users_are_kept(published):
-    name, file = published
-    log = datasets.movielens(name, path=file, max_users=1)
+    log = datasets.movielens(path=published, max_users=1)
     assert log.user_ids.tolist() == [2]
     assert log.items.tolist() == [2, 0]
 

@@ -152,7 +152,7 @@ def test_path_wins_over_the_variable_and_a_text_of_ours_over_both(monkeypatch, c
     monkeypatch.setenv("RSEMBED_DATA", str(corpus))
     own = own_text(tmp_path, "one two two")
     text = datasets.shakespeare(10, path=own)
-    assert text.source == f"a text file of your own from {own}"
+    assert text.source == f"a file of your own, {own}"
     assert text.vocabulary == ("<unk>", "two", "one")
     assert "pastiche" in datasets.shakespeare(10, source="pastiche").source
     assert "generated" in datasets.shakespeare(10, source="generated", max_words=5).source
@@ -161,7 +161,7 @@ def test_path_wins_over_the_variable_and_a_text_of_ours_over_both(monkeypatch, c
 def test_a_variable_that_leads_nowhere_is_reported_and_passed_over(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("RSEMBED_DATA", str(tmp_path / "gone"))
     assert "generated" in datasets.shakespeare(10, max_words=5).source
-    assert re.search(r"RSEMBED_DATA=.*gone. is neither a text file", caplog.text)
+    assert re.search(r"RSEMBED_DATA=.*gone. is no file of this kind", caplog.text)
 
 
 def test_the_variable_may_name_what_another_reader_wants(monkeypatch, tmp_path, caplog):
@@ -171,7 +171,7 @@ def test_the_variable_may_name_what_another_reader_wants(monkeypatch, tmp_path, 
     assert "generated" in datasets.shakespeare(10, max_words=5).source
     monkeypatch.setenv("RSEMBED_DATA", str(own_text(tmp_path, "one two")))
     with pytest.raises(FileNotFoundError, match=r"no ml-1m\.zip"):
-        datasets.movielens("ml-1m")
+        datasets.movielens()
     assert len(re.findall("looking on", caplog.text)) == 2
 
 

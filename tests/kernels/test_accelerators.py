@@ -10,7 +10,7 @@ import pytest
 
 import rsembed as rs
 import rsembed.optimizers as ro
-from rsembed.kernels import api, devices, gpu, sparsecore, sparsecore_tiles
+from rsembed.kernels import api, devices, gpu, sparsecore
 from rsembed.kernels.api import backend_evidence
 from rsembed.kernels.contract import Segment, Step
 from rsembed.kernels.devices import TARGETS, tracing_for
@@ -52,9 +52,9 @@ def test_a_rule_on_pieces_is_the_rule(name, dim, width):
 def test_square_roots_without_a_square_root():
     x = jnp.asarray(np.geomspace(1e-37, 1e37, 4001), jnp.float32)
     exact = np.sqrt(np.asarray(x, np.float64))
-    np.testing.assert_allclose(sparsecore_tiles.square_root(x), exact, rtol=3e-7)
-    np.testing.assert_allclose(sparsecore_tiles.reciprocal_root(x), 1 / exact, rtol=3e-7)
-    edges = sparsecore_tiles.square_root(jnp.asarray([0.0, -1.0]))
+    np.testing.assert_allclose(sparsecore.square_root(x), exact, rtol=3e-7)
+    np.testing.assert_allclose(sparsecore.reciprocal_root(x), 1 / exact, rtol=3e-7)
+    edges = sparsecore.square_root(jnp.asarray([0.0, -1.0]))
     assert edges[0] == 0.0 and np.isnan(edges[1])
 
 
@@ -130,7 +130,7 @@ def test_what_kernels_cannot_do_is_named():
 
 @pytest.mark.parametrize("target", [name for name in TARGETS if name != "h100"])
 def test_steps_lower_for_every_chip(target, monkeypatch):
-    monkeypatch.setattr(sparsecore_tiles, "MAX_CHUNK_ROWS", 64)
+    monkeypatch.setattr(sparsecore, "MAX_CHUNK_ROWS", 64)
     module, platform, call = (gpu, "cuda", "triton") if target == "h200" else (sparsecore, "tpu", "tpu_custom_call")
     step, shapes = training_step(module, "rowwise_adagrad")
     with tracing_for(target):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsembed.kernels import api, reference, sparsecore_tiles
+from rsembed.kernels import api, reference, sparsecore
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from tests import oracles
 from tests.kernels.cases import (
@@ -37,7 +37,7 @@ every_implementation = pytest.mark.parametrize(("name", "module", "run"), ALL_IM
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    monkeypatch.setattr(sparsecore_tiles, "MAX_CHUNK_ROWS", 8)
+    monkeypatch.setattr(sparsecore, "MAX_CHUNK_ROWS", 8)
 
 
 @every_implementation

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import rsembed.optimizers as ro
-from rsembed.kernels import sparsecore_tiles
+from rsembed.kernels import sparsecore
 from rsembed.kernels.devices import tracing_for
 from rsembed.kernels.traced_rules import trace_rule
 from tests.kernels.simulator import KernelError, simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore:Destination semaphore is ignored")
 
-SOURCE = Path(sparsecore_tiles.__file__).read_text().replace("MAX_CHUNK_ROWS = 64", "MAX_CHUNK_ROWS = 8")
+SOURCE = Path(sparsecore.__file__).read_text().replace("MAX_CHUNK_ROWS = 64", "MAX_CHUNK_ROWS = 8")
 # More chunks than the 32 tiles of the chip, unevenly: with one chunk each, a wrong stride would pass unnoticed.
 NUM_ROWS, DIM, CHUNKS = 320, 16, 37
 DRAWS = np.random.default_rng(0)
@@ -61,7 +61,7 @@ def step_is_right(tiles):
     arguments = TABLE, wide, np.repeat(narrow[DISTINCT], 8, axis=1), DISTINCT, VALUES, np.full(8, rate, np.float32)
 
     def step(table, wide, numbers, ids, gradients, hyper):
-        return tiles.step(traced, DIM, [table, wide], [numbers], ids, gradients, hyper, [0, 1, 2])
+        return tiles.step_rows(traced, DIM, [table, wide], [numbers], ids, gradients, hyper, [0, 1, 2])
 
     (new_table, new_wide), (new_numbers,) = simulate(step, *arguments)
     real = DISTINCT >= 0
@@ -84,7 +84,7 @@ PLANTED = {
         "rows_v)",
     ),
     "ids not loaded": ("gather", "pltpu.sync_copy(ids_hbm.at[_span(number, chunk)], ids_v)\n", "\n"),
-    "output not cleared": ("pool", "out_v[bag, span] = _repeat(0.0, jnp.float32)", "pass"),
+    "output not cleared": ("pool", "out_v[bag, span] = jnp.zeros(lanes, jnp.float32)", "pass"),
     "entry off by one": ("pool", "gain * rows_v[entry, span]", "gain * rows_v[entry + 1, span]"),
     "stored instead of added": ("pool", "plsc.addupdate_scatter", "plsc.store_scatter"),
     "columns shifted": ("pool", "lax.iota(jnp.int32, lanes) + start", "lax.iota(jnp.int32, lanes)"),
@@ -125,7 +125,7 @@ def test_repeated_rows_of_an_update_are_a_race():
     repeated = jnp.zeros(512, jnp.int32)
     with tracing_for("v6e"), pytest.raises(KernelError, match="race: tile 1 reads what tile 0 wrote"):
         simulate(
-            lambda table: sparsecore_tiles.step(
+            lambda table: sparsecore.step_rows(
                 trace_rule(ro.SGD(), table, (), 1),
                 DIM, [table], [], repeated, jnp.zeros((512, DIM)), jnp.zeros(8), [0],
             )[0],
