@@ -16,7 +16,7 @@ BUDGETS = {
     "checks": 256,
     "optimizers": 1460,
     "places": 82,
-    "specs": 373,
+    "specs": 350,
     "stacking": 496,
     "keys": 192,
     "bags": 453,
