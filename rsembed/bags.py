@@ -422,9 +422,19 @@ def check_unmasked(value: Any, name: str) -> None:
 
 def check_bags(bags: Bags, *, feature: str) -> None:
     """Checks offsets and weights of concrete bags. Raises: ValueError: offsets decrease, or a weight is not finite."""
-    offsets, num_ids = np.asarray(bags.offsets), bags.ids.shape[0]
+    ids, offsets, num_ids = bags.ids, np.asarray(bags.offsets), bags.ids.shape[0]
     if bags.dense_shape is None:
-        _check_offsets(bags, offsets, feature)
+        if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
+            raise ValueError(f"feature {feature!r}: offsets must start at 0 and never fall, got {offsets[:8]}...")
+        last = int(offsets[-1])
+        if last > num_ids:
+            raise ValueError(f"feature {feature!r}: the last offset is {last}, but there are {num_ids} ids.")
+        is_id = np.asarray(ids.is_key)[last:] if isinstance(ids, Keys) else np.asarray(ids)[last:] != PAD_ID
+        if is_id.any():  # behind the last offset only room for ids may be
+            raise ValueError(
+                f"feature {feature!r}: the last offset is {last}, but there are {num_ids} ids, of which "
+                f"{int(is_id.sum())} would be in no bag; end the offsets with the number of ids, or fill up with -1."
+            )
     if bags.weights is not None:
         weights = np.asarray(bags.weights)
         if weights.shape != (num_ids,):
@@ -436,18 +446,3 @@ def check_bags(bags: Bags, *, feature: str) -> None:
             raise ValueError(
                 f"feature {feature!r}: weight {float(weights[place])} in sample {bag} is not finite; clean the weights."
             )
-
-
-def _check_offsets(bags: Bags, offsets: np.ndarray, feature: str) -> None:
-    num_ids = bags.ids.shape[0]
-    if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
-        raise ValueError(f"feature {feature!r}: offsets must start at 0 and never fall, got {offsets[:8].tolist()}...")
-    if offsets[-1] > num_ids:
-        raise ValueError(f"feature {feature!r}: the last offset is {int(offsets[-1])}, but there are {num_ids} ids.")
-    ids, last = bags.ids, int(offsets[-1])  # behind which only room for ids may be
-    is_id = np.asarray(ids.is_key)[last:] if isinstance(ids, Keys) else np.asarray(ids)[last:] != PAD_ID
-    if is_id.any():
-        raise ValueError(
-            f"feature {feature!r}: the last offset is {last}, but there are {ids.shape[0]} ids, of which "
-            f"{int(is_id.sum())} would be in no bag; end the offsets with the number of ids, or fill up with {PAD_ID}."
-        )
