@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUDGETS = {
     "progress": 37,
     "fingerprint": 149,
-    "checks": 256,
+    "checks": 250,
     "optimizers": 1460,
     "places": 82,
     "specs": 350,
