@@ -19,7 +19,7 @@ BUDGETS = {
     "specs": 350,
     "stacking": 496,
     "keys": 192,
-    "bags": 448,
+    "bags": 441,
     "kernels": 3035,
     "initial_values": 240,
     "storage": 2491,
