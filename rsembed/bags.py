@@ -252,8 +252,12 @@ def as_bags(value: Any, *, feature: str) -> Bags:
             _check_arrays(value)
             return value
         ids, weights = map(_as_array, value if isinstance(value, tuple) and len(value) == 2 else (value, None))
-        if weights is not None:
-            _check_weights_are_floats(weights)
+        given = jax.tree.leaves(weights)
+        if any(isinstance(own, int) or jnp.issubdtype(getattr(own, "dtype", float), jnp.integer) for own in given):
+            raise TypeError(
+                "a pair means (ids, weights), and weights must be floats; pass two samples as a list instead of a "
+                "tuple, or convert the weights."
+            )
         if not isinstance(weights, (list, tuple, jax.Array, np.ndarray, type(None))):
             raise TypeError(f"weights must be in the form of the ids, got {describe(weights)}.")
         if isinstance(ids, Keys) or (isinstance(ids, (jax.Array, np.ndarray)) and ids.dtype != object):
@@ -279,16 +283,6 @@ def _as_array(value: Any) -> PyTree:
     """`value` as a numpy array if it has `__array__`, such as a column of pandas; else `value` unchanged."""
     is_foreign = hasattr(value, "__array__") and not isinstance(value, (Keys, jax.Array, np.ndarray))
     return np.asarray(value) if is_foreign else value
-
-
-def _check_weights_are_floats(weights: PyTree) -> None:
-    """Raises: TypeError: weights are integers: two samples in a tuple look like `(ids, weights)`."""
-    for leaf in jax.tree.leaves(weights):
-        if isinstance(leaf, int) or jnp.issubdtype(getattr(leaf, "dtype", float), jnp.integer):
-            raise TypeError(
-                "a pair means (ids, weights), and weights must be floats; pass two samples as a list instead of a "
-                "tuple, or convert the weights."
-            )
 
 
 def _check_arrays(bags: Bags) -> None:
@@ -348,9 +342,7 @@ def on_device(tree: PyTree) -> PyTree:
         return _returned(tree)
 
 
-@jax.jit
-def _returned(tree: PyTree) -> PyTree:
-    return tree
+_returned = jax.jit(lambda tree: tree)
 
 
 def narrow_ids(ids: PyTree) -> PyTree:
@@ -422,9 +414,20 @@ def check_unmasked(value: Any, name: str) -> None:
 
 def check_bags(bags: Bags, *, feature: str) -> None:
     """Checks offsets and weights of concrete bags. Raises: ValueError: offsets decrease, or a weight is not finite."""
-    offsets, num_ids = np.asarray(bags.offsets), bags.ids.shape[0]
+    ids, offsets, num_ids = bags.ids, np.asarray(bags.offsets), bags.ids.shape[0]
     if bags.dense_shape is None:
-        _check_offsets(bags, offsets, feature)
+        if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
+            first = offsets[:8].tolist()
+            raise ValueError(f"feature {feature!r}: offsets must start at 0 and never fall, got {first}...")
+        last = int(offsets[-1])
+        if last > num_ids:
+            raise ValueError(f"feature {feature!r}: the last offset is {last}, but there are {num_ids} ids.")
+        is_id = np.asarray(ids.is_key)[last:] if isinstance(ids, Keys) else np.asarray(ids)[last:] != PAD_ID
+        if is_id.any():  # behind the last offset only room for ids may be
+            raise ValueError(
+                f"feature {feature!r}: the last offset is {last}, but there are {num_ids} ids, of which "
+                f"{int(is_id.sum())} would be in no bag; end the offsets with the number of ids, or fill up with -1."
+            )
     if bags.weights is not None:
         weights = np.asarray(bags.weights)
         if weights.shape != (num_ids,):
@@ -436,18 +439,3 @@ def check_bags(bags: Bags, *, feature: str) -> None:
             raise ValueError(
                 f"feature {feature!r}: weight {float(weights[place])} in sample {bag} is not finite; clean the weights."
             )
-
-
-def _check_offsets(bags: Bags, offsets: np.ndarray, feature: str) -> None:
-    num_ids = bags.ids.shape[0]
-    if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
-        raise ValueError(f"feature {feature!r}: offsets must start at 0 and never fall, got {offsets[:8].tolist()}...")
-    if offsets[-1] > num_ids:
-        raise ValueError(f"feature {feature!r}: the last offset is {int(offsets[-1])}, but there are {num_ids} ids.")
-    ids, last = bags.ids, int(offsets[-1])  # behind which only room for ids may be
-    is_id = np.asarray(ids.is_key)[last:] if isinstance(ids, Keys) else np.asarray(ids)[last:] != PAD_ID
-    if is_id.any():
-        raise ValueError(
-            f"feature {feature!r}: the last offset is {last}, but there are {ids.shape[0]} ids, of which "
-            f"{int(is_id.sum())} would be in no bag; end the offsets with the number of ids, or fill up with {PAD_ID}."
-        )

@@ -180,18 +180,12 @@ def _misfit(value: Any, hint: Any, name: str) -> tuple[type[Exception], str, Any
         is_admitted = kind is Any or not isinstance(kind, type) or isinstance(value, kind)
     if not (args and is_admitted):
         return None if is_admitted else misfit
-    misfits = [_misfit(entry, own, f"{name}[{place!r}]") for place, entry, own in _entries(value, hint)]
-    return next(filter(None, misfits), None)
-
-
-def _entries(value: Any, hint: Any) -> Iterable[tuple[Any, Any, Any]]:
-    """Places and entries of a list or mapping that is not long, each with its own annotation."""
-    args = get_args(hint)
     if not isinstance(value, (list, tuple, Mapping)) or len(value) > _MAX_ENTRIES:
-        return []
-    if isinstance(value, Mapping):
-        return [(place, entry, args[1]) for place, entry in value.items()]
-    return zip(range(len(value)), value, args if _is_record(hint) else (args[0],) * len(value), strict=True)
+        return None
+    entries: Iterable[Any] = value.items() if isinstance(value, Mapping) else enumerate(value)
+    hints = args if _is_record(hint) else (args[kind in _MAPPINGS],) * len(value)
+    misfits = [_misfit(entry, own, f"{name}[{place!r}]") for (place, entry), own in zip(entries, hints, strict=True)]
+    return next(filter(None, misfits), None)
 
 
 def _array_error(value: Any, hint: Any) -> type[Exception] | None:

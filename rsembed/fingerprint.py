@@ -13,8 +13,8 @@ import functools
 import hashlib
 import json
 import numbers
-from collections.abc import Callable, Iterator, Mapping
-from types import FunctionType
+from collections.abc import Iterator, Mapping
+from types import CellType, FunctionType
 from typing import Any
 
 import jax
@@ -94,10 +94,6 @@ def identity(value: Any) -> str:
     return _identity(value, frozenset())
 
 
-# Wrappers that change the signature of a transformation, not what it does; versions of optax add and remove them.
-_TRANSPARENT = ("with_extra_args_support.update",)
-
-
 def _identity(value: Any, above: frozenset[int]) -> str:
     if value is None or isinstance(value, (bool, str, type, np.dtype, np.bool_)):
         return value.__qualname__ if isinstance(value, type) else str(value)
@@ -119,16 +115,13 @@ def _identity(value: Any, above: frozenset[int]) -> str:
         return _call(type(value).__qualname__, fields)
     if hasattr(value, "__wrapped__"):
         return inside(value.__wrapped__)
-    if isinstance(value, FunctionType):
-        return _function_identity(value, inside)
-    return type(value).__qualname__
-
-
-def _function_identity(function: FunctionType, inside: Callable[[Any], str]) -> str:
-    code, cells = function.__code__, function.__closure__ or ()
-    closed = {name: inside(_content(cell)) for name, cell in zip(code.co_freevars, cells, strict=True)}
-    name = function.__qualname__.replace(".<locals>", "").removesuffix(".update_fn")
-    if name in _TRANSPARENT:
+    if not isinstance(value, FunctionType):
+        return type(value).__qualname__
+    code, cells = value.__code__, zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+    # A cell is empty while the function that it is to hold is being made.
+    closed = {name: inside(cell.cell_contents) for name, cell in cells if cell != CellType()}
+    name = value.__qualname__.replace(".<locals>", "").removesuffix(".update_fn")
+    if name == "with_extra_args_support.update":  # versions of optax wrap other functions than others in it
         return next(iter(closed.values()), name)
     if name.endswith("<lambda>"):
         name = f"lambda {' '.join(code.co_varnames[: code.co_argcount])}: {' '.join(code.co_names)}"
@@ -138,13 +131,6 @@ def _function_identity(function: FunctionType, inside: Callable[[Any], str]) -> 
 def _call(name: str, arguments: Mapping[str, str]) -> str:
     shown = [f"{key}={value}" for key, value in sorted(arguments.items()) if value != "number"]
     return f"{name}({', '.join(shown)})" if shown else name
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a recursive function that is still being made
-        return None
 
 
 def _differences(own: Any, other: Any, path: str) -> Iterator[str]:
@@ -158,9 +144,6 @@ def _differences(own: Any, other: Any, path: str) -> Iterator[str]:
             else:
                 yield from _differences(own[key], other[key], where)
     elif own != other:
-        yield f"{path} is {_short(own)}, expected {_short(other)}"
-
-
-def _short(fact: Any) -> str:
-    text = json.dumps(fact)
-    return text if len(text) <= 120 else f"{text[:117]}..."
+        texts = map(json.dumps, (own, other))
+        short, other_short = (text if len(text) <= 120 else f"{text[:117]}..." for text in texts)
+        yield f"{path} is {short}, expected {other_short}"

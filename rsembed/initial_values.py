@@ -12,7 +12,7 @@ import functools
 import re
 import zlib
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ def keyed_rows(
 
     With `table`, `key` has several, of which it says whose is folded.
     """
-    trace = _keyed_trace(initializer, dim)
+    trace = jax.make_jaxpr(lambda key: initializer(key, (1, dim)))(jax.random.key(0))
     evaluator = _RowEvaluator(jnp.zeros(lanes[0].shape, jnp.int32), 1, lanes=lanes, only_key=key, table=table)
     try:
         return evaluator.evaluate(trace, key).astype(jnp.float32)
@@ -104,12 +104,8 @@ def keyed_rows(
 
 def keyed_form(initializer: Callable[..., PyTree], dim: int) -> Hashable:
     """Key that is equal for initializers that make the same rows in `keyed_rows`."""
-    trace = _keyed_trace(initializer, dim)
+    trace = jax.make_jaxpr(lambda key: initializer(key, (1, dim)))(jax.random.key(0))
     return (initializer if _has_constants(trace) else str(trace)), dim
-
-
-def _keyed_trace(initializer: Callable[..., PyTree], dim: int) -> ClosedJaxpr:
-    return jax.make_jaxpr(lambda key: initializer(key, (1, dim)))(jax.random.key(0))
 
 
 def traced_initializer(table: TableSpec, shape: tuple[int, int]) -> ClosedJaxpr:
@@ -145,25 +141,22 @@ def _has_constants(trace: ClosedJaxpr) -> bool:
     )
 
 
-# Primitives that treat every entry alone.
-_ELEMENTWISE_NAMES = """
+_ELEMENTWISE = """
     abs add and atan2 bitcast_convert_type cbrt ceil clamp convert_element_type copy copy_p cos div eq erf
     erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne
     neg nextafter not or pow rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical
     sign sin sqrt square stop_gradient sub tan tanh xor
 """
-_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
+"""Primitives that treat every entry alone."""
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+
+
+_Value = tuple[PyTree, bool]
+"""An array, and whether it has only the wanted rows of one whose leading axis counts all rows."""
 
 
 class _MixesRowsError(Exception):
     """The computation cannot be cut into rows."""
-
-
-class _Cut(NamedTuple):
-    """The wanted rows of an array whose leading axis counts all rows."""
-
-    array: Array
 
 
 class _RowEvaluator:
@@ -193,52 +186,47 @@ class _RowEvaluator:
         self.lanes = [rows.astype(jnp.uint32)] if lanes is None else lanes
 
     def evaluate(self, trace: ClosedJaxpr, key: KeyOrKeys) -> Array:
-        (result,) = self._run(trace.jaxpr, trace.consts, [key])
-        return result.array if isinstance(result, _Cut) else jnp.asarray(result)[self.rows]
+        ((result, is_cut),) = self._run(trace.jaxpr, trace.consts, [(key, False)])
+        return result if is_cut else jnp.asarray(result)[self.rows]
 
-    def _run(self, jaxpr: Jaxpr, consts: Sequence[PyTree], inputs: Sequence[PyTree]) -> list[PyTree]:
-        values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+    def _run(self, jaxpr: Jaxpr, consts: Sequence[PyTree], inputs: Sequence[_Value]) -> list[_Value]:
+        given = [*((const, False) for const in consts), *inputs]
+        values: dict[Any, _Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
 
-        def value(variable: Any) -> PyTree:
-            return variable.val if isinstance(variable, Literal) else values[variable]
+        def value(variable: Any) -> _Value:
+            return (variable.val, False) if isinstance(variable, Literal) else values[variable]
 
         for equation in jaxpr.eqns:
             results = self._equation(equation, [value(v) for v in equation.invars])
             values.update(zip(equation.outvars, results, strict=True))
         return [value(v) for v in jaxpr.outvars]
 
-    def _equation(self, equation: Any, inputs: list[PyTree]) -> list[PyTree]:
-        name, params = equation.primitive.name, equation.params
+    def _equation(self, equation: Any, inputs: list[_Value]) -> list[_Value]:
+        name, params, bind = equation.primitive.name, equation.params, equation.primitive.bind
         if name in _CALLS:
-            inner = params[_CALLS[name]]
-            if isinstance(inner, ClosedJaxpr):
-                return self._run(inner.jaxpr, inner.consts, inputs)
-            return self._run(inner, (), inputs)
-        if any(isinstance(x, _Cut) for x in inputs):
-            return [self._elementwise(equation, inputs)]
+            inner: ClosedJaxpr = params[_CALLS[name]]
+            return self._run(inner.jaxpr, inner.consts, inputs)
+        arrays = [array for array, _ in inputs]
+        if any(is_cut for _, is_cut in inputs):
+            spans_rows = any(not is_cut and jnp.ndim(x) > 0 and jnp.shape(x)[0] != 1 for x, is_cut in inputs)
+            if name not in _ELEMENTWISE.split() or spans_rows:
+                raise _MixesRowsError
+            return [(bind(*vary_alike(arrays), **params), True)]
         shape = params.get("shape", ())
         cuts = len(shape) == 2 and shape[0] == self.num_rows
         draws = cuts and name == "random_bits"
         # Numbers of 16 bits come out otherwise where XLA fuses them otherwise.
-        if draws and (self.only_key is None or (inputs[0] is self.only_key and params["bit_width"] == 32)):
-            return [_Cut(_row_bits(inputs[0], self.lanes, params["bit_width"], shape[1], self.table))]
-        if self.only_key is not None and any(x is self.only_key for x in inputs):
+        if draws and (self.only_key is None or (arrays[0] is self.only_key and params["bit_width"] == 32)):
+            return [(_row_bits(arrays[0], self.lanes, params["bit_width"], shape[1], self.table), True)]
+        if self.only_key is not None and any(x is self.only_key for x in arrays):
             raise _MixesRowsError
         if cuts and name == "broadcast_in_dim" and 0 not in params["broadcast_dimensions"]:
-            cut_shape = (self.rows.shape[0], shape[1])
-            return [_Cut(equation.primitive.bind(*inputs, **{**params, "shape": cut_shape}))]
-        results = equation.primitive.bind(*inputs, **params)
+            return [(bind(*arrays, **{**params, "shape": (self.rows.shape[0], shape[1])}), True)]
+        results = bind(*arrays, **params)
         results = list(results) if equation.primitive.multiple_results else [results]
         if self.only_cuts and any(self.num_rows in jnp.shape(result) for result in results):
             raise _MixesRowsError
-        return results
-
-    def _elementwise(self, equation: Any, inputs: list[PyTree]) -> _Cut:
-        spans_rows = [not isinstance(x, _Cut) and jnp.ndim(x) > 0 and jnp.shape(x)[0] != 1 for x in inputs]
-        if equation.primitive.name not in _ELEMENTWISE or any(spans_rows):
-            raise _MixesRowsError
-        arrays = [x.array if isinstance(x, _Cut) else x for x in inputs]
-        return _Cut(equation.primitive.bind(*vary_alike(arrays), **equation.params))
+        return [(result, False) for result in results]
 
 
 def _row_bits(key: Array, lanes: Sequence[Array], bit_width: int, dim: int, table: Array | None) -> Array:

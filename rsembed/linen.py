@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, no_type_check
 
 import jax
@@ -10,8 +11,6 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from flax import struct, traverse_util
-from flax.core.scope import union_filters
-from jax.extend.core import get_opaque_trace_state
 from jaxtyping import PyTree
 
 from rsembed import taps
@@ -20,14 +19,6 @@ from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.embeddings import check_loss
 from rsembed.collection.state import Activations, Batch
 from rsembed.taps import Gradients as Gradients
-
-# Variable collections in which a layer has `tables`; the last two only while `value_and_grad` runs.
-_STATES, _TAPS, _CALLS = "embeddings", "embedding_taps", "embedding_calls"
-_WAY_OUT = (
-    "Use loss, gradients = rs.linen.value_and_grad(loss_fn)(train_state, ...) and "
-    "rs.linen.TrainState.apply_gradients(gradients); or, to leave the tables as they are, make the layer with "
-    "frozen=True."
-)
 
 
 class Embeddings(nn.Module):
@@ -59,16 +50,11 @@ class Embeddings(nn.Module):
         Raises: RuntimeError: the model is differentiated in a way that forgets the tables.
         """
         check_fields(self)
-        state = self.variable(_STATES, "tables", lambda: self.collection.init(self.make_rng("params"))).value
+        state = self.variable("embeddings", "tables", lambda: self.collection.init(self.make_rng("params"))).value
         guard = self.param("guard", lambda _: jnp.zeros(()))
         if self.frozen:
             return self.collection.lookup(state, batch)
-        if not self.has_variable(_TAPS, "tables"):
-            return taps.look_up_guarded(self.collection, state, batch, guard, _WAY_OUT)
-        own: taps.Taps = self.get_variable(_TAPS, "tables")
-        calls = self.variable(_CALLS, "tables", tuple)
-        activations, calls.value = taps.look_up(self.collection, state, batch, own, calls.value)
-        return activations
+        return taps.look_up("/".join(self.path), self.collection, state, batch, guard)
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
@@ -105,13 +91,16 @@ class TrainState(struct.PyTreeNode):
         """
         if "params" not in variables:
             raise ValueError(f"variables of a model's init have 'params', these have {sorted(variables)}.")
-        params, embeddings = variables["params"], _by_layer(variables.get(_STATES, {}))
-        others = {name: own for name, own in variables.items() if name not in ("params", _STATES)}
+        flat = traverse_util.flatten_dict(variables.get("embeddings", {}), sep="/")
+        params, embeddings = variables["params"], {path.rpartition("/")[0]: own for path, own in flat.items()}
+        others = {name: own for name, own in variables.items() if name not in ("params", "embeddings")}
         return cls(jnp.zeros((), jnp.int32), apply_fn, params, embeddings, others, tx, tx.init(params))
 
     def apply(self, *args: PyTree, **options: Any) -> PyTree:
         """Output of the model with all its variables; `options` are those of Flax's `apply`."""
-        variables = {"params": self.params, **self.variables, _STATES: _nested(self.embeddings)}
+        flat = {f"{layer}/tables".lstrip("/"): own for layer, own in self.embeddings.items()}
+        embeddings = traverse_util.unflatten_dict(flat, sep="/")
+        variables = {"params": self.params, **self.variables, "embeddings": embeddings}
         return self.apply_fn(variables, *args, **options)
 
     def apply_gradients(self, gradients: PyTree, **replacements: Any) -> TrainState:
@@ -120,7 +109,7 @@ class TrainState(struct.PyTreeNode):
         Raises: TypeError: the gradients are those of `jax.grad`, which has nothing for the tables. ValueError: they are
           of another model.
         """
-        stepped = taps.stepped(gradients, self.embeddings, _WAY_OUT)
+        stepped = taps.stepped(gradients, self.embeddings)
         # optax mixes its integer step counts with floats, whatever the user's promotion setting is.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = self.tx.update(gradients.dense, self.opt_state, self.params)
@@ -134,51 +123,28 @@ def value_and_grad(loss_fn: Callable[..., PyTree], *, has_aux: bool = False) -> 
     """Value and gradients of a loss by the parameters and tables of a model.
 
     Args:
-      loss_fn: `loss_fn(apply, ...)` returns the loss, or `(loss, aux)`; `apply` is that of the train state, and must
-        not be called inside another transformation of JAX. It is traced twice.
+      loss_fn: `loss_fn(apply, ...)` returns the loss, or `(loss, aux)`, and is traced twice; `apply` is that of the
+        train state.
       has_aux: as for `jax.value_and_grad`.
 
     Returns: a function `(train_state, ...) -> (value, gradients)`.
 
-    Raises: RuntimeError: the loss calls `apply` inside another transformation.
+    Raises: RuntimeError: the loss calls a layer inside another transformation, where that cannot be recorded.
     """
 
-    def with_gradients(state: TrainState, *args: PyTree) -> tuple[Any, Gradients]:
+    def with_gradients(state: TrainState, *args: PyTree, **kwargs: Any) -> tuple[Any, Gradients]:
         check_type(state, TrainState, "value_and_grad: the first argument, which rs.linen.TrainState.create makes,")
 
-        def run(params: PyTree, own_taps: dict[str, taps.Taps], embeddings: Any) -> tuple[PyTree, PyTree]:
-            calls: dict[str, PyTree] = {}  # nested, as later calls of `apply` go on from it
-            trace = get_opaque_trace_state(convention="flax")
-            variables = state.variables | {_TAPS: _nested(own_taps)}
-            tapped = state.replace(params=params, embeddings=embeddings, variables=variables | {_CALLS: calls})
+        def recorded(params: PyTree, own_taps: list[Activations], embeddings: Any) -> Any:
+            recording = taps.Recording({name: name for name in embeddings}, own_taps)
+            apply = partial(recording.run, state.replace(params=params, embeddings=embeddings).apply)
+            result = check_loss(loss_fn(apply, *args, **kwargs), has_aux=has_aux)
+            return result[0] if has_aux else result, (result, recording.calls)
 
-            def apply(*inputs: Any, mutable: Any = False, **options: Any) -> PyTree:
-                if get_opaque_trace_state(convention="flax") != trace:
-                    raise taps.in_another_transformation(state.embeddings)
-                outputs, changed = tapped.apply(*inputs, mutable=union_filters(mutable, [_CALLS]), **options)
-                calls.update(changed.pop(_CALLS, {}))
-                return outputs if mutable is False else (outputs, changed)
-
-            result = check_loss(loss_fn(apply, *args), has_aux=has_aux)
-            loss, aux = result if has_aux else (result, None)
-            return loss, (aux, _by_layer(calls))
-
-        none: dict[str, taps.Taps] = dict.fromkeys(state.embeddings, ())
-        _, (_, recorded) = jax.eval_shape(run, state.params, none, state.embeddings)
-        zeros = none | {name: taps.taps_of(calls) for name, calls in recorded.items()}
-        differentiated = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
-        (loss, (aux, calls)), (dense, d_taps) = differentiated(state.params, zeros, state.embeddings)
-        return (loss, aux) if has_aux else loss, Gradients.of(dense, calls, d_taps)
+        calls = jax.eval_shape(lambda *own: recorded(*own)[1][1], state.params, [], state.embeddings)
+        zeros = [jax.tree.map(jnp.zeros_like, call.activations) for call in calls]
+        differentiated = jax.value_and_grad(recorded, argnums=(0, 1), has_aux=True)
+        (_, (value, calls)), (dense, d_taps) = differentiated(state.params, zeros, state.embeddings)
+        return value, Gradients.of(dense, calls, d_taps)
 
     return with_gradients
-
-
-def _by_layer(variables: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    """The variable of every layer in a variable collection, by the layer's path."""
-    flat = traverse_util.flatten_dict(variables, sep="/")
-    return {path.rpartition("/")[0]: own for path, own in flat.items()}
-
-
-def _nested(by_layer: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    """The inverse of `_by_layer`."""
-    return traverse_util.unflatten_dict({f"{name}/tables".lstrip("/"): own for name, own in by_layer.items()}, sep="/")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from flax.errors import TraceContextError
-from jax.extend.core import get_opaque_trace_state
 from jaxtyping import PyTree
 
 from rsembed import taps
@@ -31,31 +27,11 @@ class Guard(nnx.Param):
     """A parameter that no result depends on: a gradient that reaches it would leave the tables untrained."""
 
 
-class Taps(nnx.Variable):
-    """Zeros that `value_and_grad` adds to activations while it runs; no model has them elsewhere."""
-
-
-class Calls(nnx.Variable):
-    """Record of the lookups of a layer while `value_and_grad` runs; no model has it elsewhere."""
-
-
-_WAY_OUT = (
-    "Use loss, gradients = rs.nnx.value_and_grad(loss_fn)(model, ...) and rs.nnx.Optimizer(...).update(model, "
-    "gradients); or, to leave the tables as they are, set layer.frozen = True."
-)
-
-
-_LEFT_BEHIND = re.compile(r"mutate Calls|\['calls'\]\.value")
-"""Texts in errors of Flax and JAX about a record of lookups that was made inside a transformation of theirs."""
-_places: ContextVar[list[PyTree]] = ContextVar("places of the lookups of a loss")
-"""The trace of each lookup while a loss is recorded: `nnx.scan` drops the record of a model that it only reads."""
-
-
 class Embeddings(nnx.Module):
     """The tables of a collection, as a layer that `rs.nnx.value_and_grad` and `rs.nnx.Optimizer` train.
 
-    Several calls in a loss are one step of the summed gradients. Inside a loop or branch of JAX a loss cannot call it;
-    look up before.
+    Several calls in a loss are one step of the summed gradients. Inside a transformation of JAX, such as a loop or
+    `nnx.remat`, a loss cannot call it; look up before.
 
     Args:
       collection: the tables, in any storage, on one device or a mesh.
@@ -78,8 +54,6 @@ class Embeddings(nnx.Module):
         self.frozen = frozen
         self.tables = Tables(collection.init(rngs.params()))
         self.guard = Guard(jnp.zeros(()))
-        self.taps: Any = nnx.data(None)
-        self.calls: Any = nnx.data(None)
 
     def __call__(self, batch: Batch) -> Activations:
         """Activations of every feature; see `EmbeddingCollection.lookup`.
@@ -88,13 +62,7 @@ class Embeddings(nnx.Module):
         """
         if self.frozen:
             return self.collection.lookup(self.state, batch)
-        if self.taps is None:
-            return taps.look_up_guarded(self.collection, self.state, batch, self.guard.get_value(), _WAY_OUT)
-        _places.get().append(get_opaque_trace_state(convention="nnx"))
-        own, earlier = self.taps.get_value(), self.calls.get_value()
-        activations, calls = taps.look_up(self.collection, self.state, batch, own, earlier)
-        self.calls.set_value(calls)
-        return activations
+        return taps.look_up(id(self), self.collection, self.state, batch, self.guard.get_value())
 
     @property
     def state(self) -> EmbeddingState:
@@ -127,49 +95,23 @@ def value_and_grad(
 
     Returns: a function `(model, ...) -> (value, gradients)`.
 
-    Raises: RuntimeError: the loss calls a layer in a scan, a branch or a `vmap`, where that cannot be recorded.
+    Raises: RuntimeError: the loss calls a layer inside another transformation, where that cannot be recorded.
     """
 
     def with_gradients(model: Any, *args: PyTree, **kwargs: Any) -> tuple[Any, Gradients]:
-        graphdef, variables = nnx.split(model)
+        def recorded(model: Any, own_taps: list[Activations], *args: PyTree, **kwargs: Any) -> Any:
+            layers = {id(layer): name for name, layer in _trained_layers(model).items()}
+            recording = taps.Recording(layers, own_taps)
+            result = check_loss(recording.run(loss_fn, model, *args, **kwargs), has_aux=has_aux)
+            return result[0] if has_aux else result, (result, recording.calls)
 
-        def record(variables: Any) -> dict[str, taps.Calls]:
-            # On clones: what the loss changes here must not be seen outside.
-            copy, (more, named) = nnx.merge(graphdef, variables), nnx.clone((args, kwargs))
-            layers = _trained_layers(copy)
-            for layer in layers.values():
-                layer.taps, layer.calls = Taps(()), Calls(())
-            _places.set([])
-            here = get_opaque_trace_state(convention="nnx")
-            check_loss(loss_fn(copy, *more, **named), has_aux=has_aux)
-            recorded = {name: layer.calls.get_value() for name, layer in layers.items()}
-            num_inside = sum(place != here for place in _places.get())
-            if num_inside and sum(map(len, recorded.values())) <= len(_places.get()) - num_inside:
-                raise taps.in_another_transformation(layers)
-            return recorded
-
-        layers = _trained_layers(model)
-        if any(layer.taps is not None for layer in layers.values()):
-            raise RuntimeError("value_and_grad of a model inside its own value_and_grad would lose gradients of rows.")
-        try:
-            recorded = jax.eval_shape(record, variables)
-        except (TraceContextError, TypeError, ValueError) as error:
-            if not _LEFT_BEHIND.search(str(error)):
-                raise
-            raise taps.in_another_transformation(layers) from error
-        by = nnx.DiffState(0, nnx.Any(wrt, Taps))
-        differentiated = nnx.value_and_grad(loss_fn, argnums=by, has_aux=has_aux, graph=True, graph_updates=True)
-        try:
-            for name, layer in layers.items():
-                layer.taps, layer.calls = Taps(taps.taps_of(recorded[name])), Calls(())
-            value, gradients = differentiated(model, *args, **kwargs)
-            calls = {name: layer.calls.get_value() for name, layer in layers.items()}
-        finally:
-            for layer in layers.values():
-                layer.taps = layer.calls = None
-        d_taps, dense = nnx.split_state(gradients, Taps, ...)
-        of_layer = {_name(path[:-1]): own.get_value() for path, own in nnx.to_flat_state(d_taps)}
-        return value, Gradients.of(dense, calls, of_layer)
+        # On clones: what the loss changes here must not be seen outside.
+        calls = nnx.eval_shape(lambda copy: recorded(copy, [], *nnx.clone(args), **nnx.clone(kwargs))[1][1], model)
+        zeros = [jax.tree.map(jnp.zeros_like, call.activations) for call in calls]
+        by = (nnx.DiffState(0, wrt), 1)
+        differentiated = nnx.value_and_grad(recorded, argnums=by, has_aux=True, graph=True, graph_updates=True)
+        (_, (value, calls)), (dense, d_taps) = differentiated(model, zeros, *args, **kwargs)
+        return value, Gradients.of(dense, calls, d_taps)
 
     return with_gradients
 
@@ -195,7 +137,7 @@ class Optimizer(nnx.Module):
         """
         layers = _trained_layers(model)
         states = {name: layer.state for name, layer in layers.items()}
-        for name, state in taps.stepped(gradients, states, _WAY_OUT).items():
+        for name, state in taps.stepped(gradients, states).items():
             layers[name].set_state(state)
         # optax mixes its integer step counts with floats, whatever the user's promotion setting is.
         with jax.numpy_dtype_promotion("standard"):
@@ -204,9 +146,5 @@ class Optimizer(nnx.Module):
 
 def _trained_layers(model: Any) -> dict[str, Embeddings]:
     """The layers that are not frozen, by path."""
-    found = {_name(path): module for path, module in nnx.iter_modules(model) if isinstance(module, Embeddings)}
-    return {name: layer for name, layer in found.items() if not layer.frozen}
-
-
-def _name(path: tuple[PyTree, ...]) -> str:
-    return "/".join(map(str, path))
+    modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+    return {name: layer for name, layer in modules.items() if isinstance(layer, Embeddings) and not layer.frozen}

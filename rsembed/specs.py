@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Protocol, no_type_check, runtime_checkable
+from collections.abc import Callable, Hashable
+from typing import Annotated, Any, Literal, Protocol, no_type_check, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -104,34 +104,14 @@ class Storage(Protocol):
     """A storage, as `TableSpec(storage=...)` takes it: how the rows of a table are kept.
 
     Frozen and hashable. `rsembed.storage.Storage` says what the engine asks of it beside this.
-
-    Attributes:
-      placements: supported placements on a mesh, the default first: `row`, each key with one owner, or `replicated`.
-      key_dtype: dtype that holds the keys, for which `vocabulary_size` is the room; None where
-        ids are row numbers below it.
     """
-
-    placements: ClassVar[tuple[str, ...]]
 
     @property
     def key_dtype(self) -> str | None:
-        """Dtype that holds the keys of the table; None where ids are row numbers."""
-
-    @property
-    def in_files(self) -> str | None:
-        """Description that a file and the table must share; None where the file has a row for every id."""
-
-    def resolved(self, table: TableSpec) -> Storage:
-        """The storage with all choices made that depend on `table`; equal ones give states the same meaning."""
+        """Dtype of the keys, for which `vocabulary_size` is the room; None where ids are row numbers below it."""
 
     def sharing_key(self, table: TableSpec) -> Hashable:
         """Key that is equal for tables which one storage may keep together; None keeps a table alone."""
-
-    def sharing_groups(self, tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
-        """Tables of equal `sharing_key` in groups that each share one storage."""
-
-    def part_sizes(self, table: TableSpec) -> tuple[int, ...] | None:
-        """Rows of the table in each array that several tables share one after the other; None without such arrays."""
 
     def check(self, table: TableSpec) -> None:
         """Raises: ValueError or NotImplementedError: the table cannot be kept like this."""
@@ -190,8 +170,8 @@ class TableSpec:
             raise TypeError(f"TableSpec: name must be a non-empty string, got {self.name!r}.")
         where = f"table {self.name!r}"
         stack, self._stacked_table_spec = self._stacked_table_spec, None
-        self.vocabulary_size = _positive_int(self.vocabulary_size, where, "vocabulary_size")
-        self.embedding_dim = _positive_int(self.embedding_dim, where, "embedding_dim")
+        for field in ("vocabulary_size", "embedding_dim", "max_ids_per_partition", "max_unique_ids_per_partition"):
+            setattr(self, field, _positive_int(getattr(self, field), where, field))
         if isinstance(self.storage, type):
             raise TypeError(f"{where}: storage must be made first, as in {self.storage.__name__}(...).")
         check_type(self.storage, Storage | None, f"{where}: storage, such as rsembed.Hashed(...),")
@@ -201,8 +181,6 @@ class TableSpec:
                 f"{where}: vocabulary_size={self.vocabulary_size} exceeds {MAX_ROWS}, the most rows that 32-bit ids "
                 "reach; split the table, or hash the ids into fewer rows."
             )
-        for limit in ("max_ids_per_partition", "max_unique_ids_per_partition"):
-            _positive_int(getattr(self, limit), where, limit)
         if self.suggested_coo_buffer_size_per_device is not None:
             _positive_int(self.suggested_coo_buffer_size_per_device, where, "suggested_coo_buffer_size_per_device")
         if not callable(self.initializer):
@@ -284,10 +262,9 @@ class FeatureSpec:
             shape = getattr(self, field)
             check_type(shape, tuple | None, f"{where}: {field}")
             if shape is not None:
-                is_open = [field == "input_shape" and place > 0 and size is None for place, size in enumerate(shape)]
                 sizes = tuple(
-                    None if free else _positive_int(size, where, field)
-                    for size, free in zip(shape, is_open, strict=True)
+                    None if field == "input_shape" and place > 0 and size is None else _positive_int(size, where, field)
+                    for place, size in enumerate(shape)
                 )
                 if not sizes:
                     raise ValueError(f"{where}: {field} must have sizes, such as (8, 4), got ().")

@@ -12,63 +12,94 @@ layer guards its activations: whoever differentiates a loss by the layer's param
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Float, PyTree
 
-from rsembed.checks import did_you_mean, validated
+from rsembed.checks import validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.state import Activations, Batch
 from rsembed.row_gradients import RowGradients, combine
+
+_WAY_OUT = (
+    "Use rs.nnx.value_and_grad and rs.nnx.Optimizer, or rs.linen.value_and_grad and apply_gradients of "
+    "rs.linen.TrainState; or, to leave the tables as they are, make the layer with frozen=True."
+)
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One lookup of a layer: collection, prepared batch, and activations, which their gradients later replace."""
+    """One lookup of the layer of that name: its prepared batch, and activations, which their gradients replace."""
 
+    layer: str = dataclasses.field(metadata={"static": True})
     collection: EmbeddingCollection = dataclasses.field(metadata={"static": True})
     batch: Batch
     activations: Activations
 
+    def row_gradients(self) -> RowGradients:
+        """Gradients of the rows that were looked up, where `activations` are gradients."""
+        return self.collection.row_gradients(self.batch, self.activations)
 
-Calls = tuple[Call, ...]
-Taps = tuple[Activations, ...]
-"""Zeros that are added to the activations of each call of one layer."""
+
+class Recording:
+    """The lookups of a loss in the layers whose rows will be stepped.
+
+    Args:
+      layers: names of these layers, by what each calls itself in `look_up`.
+      taps: zeros to be added to the activations of each lookup; empty while their shapes are unknown.
+
+    Raises: RuntimeError: lookups of another loss, around this one, are recorded.
+    """
+
+    def __init__(self, layers: Mapping[Any, str], taps: Sequence[Activations]):
+        if _recording.get() is not None:
+            raise RuntimeError("value_and_grad in the loss of another value_and_grad would lose gradients of rows.")
+        self.layers, self.taps, self.calls = layers, taps, list[Call]()
+        self.trace = get_opaque_trace_state(convention="flax")
+
+    def run(self, function: Callable[..., PyTree], *args: PyTree, **kwargs: Any) -> PyTree:
+        """The function's result; its lookups are recorded."""
+        token = _recording.set(self)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _recording.reset(token)
+
+
+_recording: ContextVar[Recording | None] = ContextVar("lookups of a loss", default=None)
 
 
 def look_up(
-    collection: EmbeddingCollection, state: EmbeddingState, batch: Batch, taps: Taps, earlier: Calls
-) -> tuple[Activations, Calls]:
-    """Activations, with taps added, of a lookup whose rows will be stepped; and all calls up to this one."""
-    batch = collection.prepare(batch)
-    activations, _ = collection.lookup_vjp(state, batch)
-    calls = (*earlier, Call(collection, batch, activations))
-    if len(earlier) < len(taps):
-        activations = jax.tree.map(jnp.add, activations, taps[len(earlier)])
-    return activations, calls
-
-
-def taps_of(calls: Calls) -> Taps:
-    """Zeros with the shapes and dtypes of the calls' activations."""
-    return tuple(jax.tree.map(lambda found: jnp.zeros(found.shape, found.dtype), call.activations) for call in calls)
-
-
-def look_up_guarded(
-    collection: EmbeddingCollection, state: EmbeddingState, batch: Batch, guard: Float[Array, ""], way_out: str
+    layer: Hashable, collection: EmbeddingCollection, state: EmbeddingState, batch: Batch, guard: Float[Array, ""]
 ) -> Activations:
-    """Activations of a lookup whose rows nobody will step.
+    """Activations of a layer that is not frozen; with taps added where a loss is recorded.
 
-    Raises: RuntimeError: a function of them is differentiated by the guard.
+    Raises: RuntimeError: they are differentiated by the guard, but nobody will step the rows; or a loss looks them up
+      inside another transformation of JAX, from where no record comes back.
     """
-    layer = f"the Embeddings layer of tables {', '.join(map(repr, collection.table_specs))}"
-    refusal = f"{layer} would stay untrained, silently: its rows are no parameters of this gradient. {way_out}"
-    return _guarded(collection.lookup(state, batch), guard, refusal)
+    recording = _recording.get()
+    if recording is not None and get_opaque_trace_state(convention="flax") != recording.trace:
+        raise RuntimeError(
+            f"the loss looks up rows of the layers {sorted(recording.layers.values())}, or of some, in a scan, a "
+            "branch, a vmap, a remat or a jit, from where no gradients of rows come back; call the layer before it, "
+            "and hand the activations in."
+        )
+    if recording is None or layer not in recording.layers:
+        tables = ", ".join(map(repr, collection.table_specs))
+        refusal = f"the Embeddings layer of tables {tables} would stay untrained, silently: its rows are no parameters"
+        return _guarded(collection.lookup(state, batch), guard, f"{refusal} of this gradient. {_WAY_OUT}")
+    batch, number = collection.prepare(batch), len(recording.calls)
+    activations, _ = collection.lookup_vjp(state, batch)
+    recording.calls.append(Call(recording.layers[layer], collection, batch, activations))
+    return jax.tree.map(jnp.add, activations, recording.taps[number]) if recording.taps else activations
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -95,17 +126,16 @@ class Gradients:
     """
 
     dense: PyTree
-    calls: dict[str, Calls]
+    calls: dict[str, list[Call]]
     changed: dict[str, RowGradients] = dataclasses.field(default_factory=dict)
 
     @staticmethod
-    def of(dense: PyTree, recorded: Mapping[str, Calls], d_taps: Mapping[str, Taps]) -> Gradients:
-        """Gradients from the calls that layers recorded and the gradients of their taps."""
-        calls = {
-            name: tuple(dataclasses.replace(call, activations=d) for call, d in zip(own, d_taps[name], strict=True))
-            for name, own in recorded.items()
-        }
-        return Gradients(dense, {name: own for name, own in calls.items() if own})
+    def of(dense: PyTree, recorded: Sequence[Call], d_taps: Sequence[Activations]) -> Gradients:
+        """Gradients from the recorded calls and the gradients of their taps."""
+        calls: dict[str, list[Call]] = {}
+        for call, gradients in zip(recorded, d_taps, strict=True):
+            calls.setdefault(call.layer, []).append(dataclasses.replace(call, activations=gradients))
+        return Gradients(dense, calls)
 
     @property
     def rows(self) -> dict[str, RowGradients]:
@@ -119,8 +149,7 @@ class Gradients:
         Raises: ValueError: the loss called no such layer. TypeError: the gradients are no `RowGradients`.
         """
         if unknown := sorted(set(rows) - set(self.calls)):
-            near = did_you_mean(unknown[0], self.calls)
-            raise ValueError(f"the loss called no layers {unknown}{near}, only {sorted(self.calls)}.")
+            raise ValueError(f"the loss called no layers {unknown}, only {sorted(self.calls)}.")
         return dataclasses.replace(self, changed={**self.changed, **rows})
 
     def step(self, name: str, state: EmbeddingState) -> EmbeddingState:
@@ -133,28 +162,17 @@ class Gradients:
     def _rows(self, name: str) -> RowGradients:
         if name in self.changed:
             return self.changed[name]
-        each = [call.collection.row_gradients(call.batch, call.activations) for call in self.calls[name]]
+        each = [call.row_gradients() for call in self.calls[name]]
         return each[0] if len(each) == 1 else combine(*each)
 
 
-def in_another_transformation(layers: Iterable[str]) -> RuntimeError:
-    """The error of a loss that looks up rows where their gradients cannot be recorded."""
-    return RuntimeError(
-        f"the loss looks up rows of the layers {sorted(layers)}, or of some, in a scan, a branch or a vmap, from where "
-        "no gradients of rows come back; call the layer before it, and hand the activations in."
-    )
-
-
-def stepped(gradients: PyTree, states: Mapping[str, EmbeddingState], way_out: str) -> dict[str, EmbeddingState]:
+def stepped(gradients: PyTree, states: Mapping[str, EmbeddingState]) -> dict[str, EmbeddingState]:
     """States of the layers that a loss called, after one step by its `Gradients`; `states` are those of all layers.
 
     Raises: TypeError: they are no `Gradients`, and have nothing for the tables. ValueError: they are of other layers.
     """
     if not isinstance(gradients, Gradients):
-        raise TypeError(f"gradients are a {type(gradients).__name__}, which has nothing for the tables. {way_out}")
+        raise TypeError(f"gradients are a {type(gradients).__name__}, which has nothing for the tables. {_WAY_OUT}")
     if unknown := sorted(set(gradients.calls) - set(states)):
-        raise ValueError(
-            f"the gradients are of layers {unknown}, but this model trains {sorted(states)}; take them from the model "
-            "that is stepped."
-        )
+        raise ValueError(f"gradients are of layers {unknown}, but the model trains {sorted(states)}; step their model.")
     return {name: gradients.step(name, states[name]) for name in gradients.calls}

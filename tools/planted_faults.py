@@ -93,10 +93,9 @@ checkpoint/manager.py  checkpoint/test_manager.py
     _step(own) % self.keep_period => not _step(own) % self.keep_period
 taps.py  flax/test_nnx.py
     each[0] if len(each) == 1 else combine(*each) => each[0]
+    recording.taps[number]) if => recording.taps[0]) if
 linen.py  flax/test_linen.py
     self.embeddings | stepped => stepped | self.embeddings
-nnx.py  flax/test_nnx.py -k several
-    self.taps.get_value(), self.calls.get_value() => self.taps.get_value(), ()
 fdo/statistics.py  fdo/test_statistics.py
     max(value, current) if self.monotone => min(value, current) if self.monotone
     else -(-buffer // num_cores) => else buffer

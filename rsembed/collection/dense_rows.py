@@ -104,7 +104,7 @@ class RowLayout:
         found: dict[str, dict[str, object]] = {}
         for placed, place in zip(self.stack.tables, self.places, strict=True):
             table = tables[placed.name]
-            storage = None if table.storage is None else table.storage.resolved(table)
+            storage = None if table.storage is None else cast(Storage, table.storage).resolved(table)
             found[table.name] = {
                 "owner": place.owner,
                 "first": place.first,

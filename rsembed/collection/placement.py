@@ -36,12 +36,12 @@ def placement_of_tables(
     """
     if placement is not None and devices.mesh is None:
         raise ValueError(f"placement={placement!r} needs a mesh; pass mesh=jax.make_mesh(...).")
-    known = {name: PLACEMENTS if table.storage is None else table.storage.placements for name, table in tables.items()}
+    storages = {name: cast(Storage | None, table.storage) for name, table in tables.items()}
+    known = {name: PLACEMENTS if storage is None else storage.placements for name, storage in storages.items()}
     given = dict(placement) if isinstance(placement, Mapping) else {}
     if isinstance(placement, str):  # what a storage cannot do is an error only where its table is named
         given = {name: placement for name in tables if placement not in PLACEMENTS or placement in known[name]}
-    unknown = sorted(set(given) - set(tables))
-    if unknown:
+    if unknown := sorted(set(given) - set(tables)):
         near = did_you_mean(unknown[0], tables)
         raise ValueError(f"placement names unknown tables {unknown}{near}; the collection has {sorted(tables)}.")
     for name, kind in given.items():
@@ -49,7 +49,7 @@ def placement_of_tables(
             raise ValueError(f"table {name!r}: placement {kind!r} is not one of {', '.join(PLACEMENTS)}.")
         if kind not in known[name]:
             raise ValueError(
-                f"table {name!r} is kept as {tables[name].storage}, which cannot be placed {kind!r}, only "
+                f"table {name!r} is kept as {storages[name]}, which cannot be placed {kind!r}, only "
                 f"{' or '.join(map(repr, known[name]))}; leave it out of placement."
             )
     return {name: "replicated" if devices.mesh is None else given.get(name, known[name][0]) for name in tables}
@@ -64,7 +64,7 @@ def plan_placed(features: PyTree, placements: Mapping[str, str]) -> StackingPlan
     groups: list[list[str]] = []
     for names in placed.values():
         storage = tables[names[0]].storage
-        parts = None if storage is None else storage.sharing_groups([tables[name] for name in names])
+        parts = None if storage is None else cast(Storage, storage).sharing_groups([tables[name] for name in names])
         groups += [names] if parts is None else [[table.name for table in part] for part in parts]
     return plan_stacking(features, groups=groups, pad=False)
 

@@ -94,7 +94,7 @@ linen.value_and_grad(lambda apply, given: apply(given).sum())(variables(), batch
 nnx.value_and_grad(mapped_loss)(model(), batch())
     => RuntimeError: the loss looks up rows of the layers ['words'], or of some,
 nnx.value_and_grad(lambda m, g: nnx.value_and_grad(loss_of)(m, g)[0])(model(), batch())
-    => RuntimeError: value_and_grad of a model inside its own value_and_grad
+    => RuntimeError: value_and_grad in the loss of another value_and_grad
 linen.Embeddings(collection(), frozen="no").init(KEY(0), batch())
     => TypeError: Embeddings: frozen must be True or False, got 'no' (str).
 linen.value_and_grad(scanned)(train_state(), batch())

@@ -72,13 +72,13 @@ def test_a_model_trains_as_the_functional_core(on_mesh):
 
 
 class Normalized(nn.Module):
-    """Tables behind a rematerialized layer, and statistics of batches."""
+    """Tables, and statistics of batches."""
 
     collection: rs.EmbeddingCollection
 
     @nn.compact
     def __call__(self, ids, *, train):
-        found = nn.remat(rs.linen.Embeddings)(self.collection, name="words")({"dense": ids})["dense"]
+        found = rs.linen.Embeddings(self.collection, name="words")({"dense": ids})["dense"]
         return nn.BatchNorm(use_running_average=not train)(found)
 
 
@@ -123,6 +123,34 @@ def test_gradients_that_forget_the_tables_are_refused():
     _, (batch, *_), _, state = new("dense")
     with pytest.raises(RuntimeError, match=r"layer of tables 'dense' would stay untrained.* rs\.linen\.value_and_grad"):
         jax.grad(lambda params: jnp.sum(state.replace(params=params).apply(batch)))(state.params)
+
+
+def test_a_lookup_in_a_transformation_inside_the_model_is_refused_by_name():
+    class Rematerialized(nn.Module):
+        @nn.compact
+        def __call__(self, ids):
+            return world.joined(nn.remat(rs.linen.Embeddings)(world.collection("dense"), name="words")(ids))
+
+    ids, model = {"dense": np.arange(4).reshape(2, 2)}, Rematerialized()
+    variables = model.init(jax.random.key(0), ids)
+    state = rs.linen.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.sgd(0.1))
+    assert state.apply(ids).shape == (2, world.DIM)
+    with pytest.raises(RuntimeError, match=r"rows of the layers \['words'\].* call the layer before it"):
+        rs.linen.value_and_grad(lambda apply, ids: jnp.sum(apply(ids)))(state, ids)
+
+
+def test_tables_of_another_model_are_read_by_a_loss():
+    """The teacher has its layer at the same path, and stays as it is."""
+    collection, (batch, *_), _, student = new("dense")
+    teacher = student.replace(embeddings={"words": collection.init(jax.random.key(7))})
+
+    def distilled(apply, *, ids):
+        return loss_fn(apply, ids) + loss_fn(teacher.apply, ids)
+
+    loss, gradients = rs.linen.value_and_grad(distilled)(student, ids=batch)
+    alone, wanted = rs.linen.value_and_grad(loss_fn)(student, batch)
+    np.testing.assert_allclose(loss - alone, loss_fn(teacher.apply, batch), rtol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, gradients.rows, wanted.rows)
 
 
 def test_a_model_that_is_only_a_layer_has_a_name_too():
