@@ -81,8 +81,10 @@ class _Layer(nnx.Module):
             )
         if bags.dense_shape is not None:  # known inside `jit`, too
             lengths = np.full(bags.num_bags, math.prod(bags.dense_shape[1:]))
+        elif inputs.is_unknown(bags):
+            return {self.name: bags}  # which the core refuses
         else:
-            lengths = np.zeros(0, int) if inputs.is_unknown(bags) else np.diff(np.asarray(bags.offsets))
+            lengths = np.diff(np.asarray(bags.offsets))
         is_wrong, limit = lengths > self.max_nnz, "at most {} per bag were agreed (max_nnz)"
         if self.combiner == "none":
             is_wrong, limit = lengths != self.max_nnz, "exactly {} per slot were agreed (nnz_per_slot)"
@@ -238,8 +240,8 @@ class All2AllDenseEmbedding(_Layer):
         if not self.dynamic_input:
             return self._look_up(self._read, (keys, None), training, -1, self.slot_num, self.max_nnz)
         output, backward = self._look_up(self._read_list, (keys, None), training, -1)
-        if self.variable.table.context.devices.num_processes == 1:
-            num_keys = lookups.key_bags(keys, None, self.name).num_bags
+        num_keys = lookups.key_bags(keys, None, self.name).num_bags
+        if self.variable.table.context.devices.num_processes == 1 and output.shape[0] > num_keys:
             backward.num_padded, output = output.shape[0] - num_keys, output[:num_keys]
             backward.shapes = [output.shape]
         return output, backward

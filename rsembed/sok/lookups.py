@@ -22,7 +22,7 @@ from rsembed.collection.engine import STACKS_TOGETHER, Engine
 from rsembed.collection.stack import Stack
 from rsembed.kernels.contract import Step
 from rsembed.keys import Keys
-from rsembed.row_gradients import SingleUse, check_gradient
+from rsembed.row_gradients import check_gradient
 from rsembed.sok.variables import EmbeddingVariable, VariableTable, make_larger, state_of
 from rsembed.specs import Combiner, FeatureSpec
 from rsembed.storage.protocol import on_host
@@ -32,10 +32,6 @@ KeysOfBags = Keys | Bags | ArrayLike | Sequence[object]
 """Keys as users have them; see `key_bags`."""
 WeightsOfKeys = ArrayLike | Sequence[object] | None
 ByStack = dict[str, PyTree]
-TRAINED = "backward was called before: a lookup trains once. Look up again for another step."
-
-
-# Batches
 
 
 def checked_combiner(combiner: str, what: str) -> Combiner:
@@ -62,9 +58,6 @@ def key_bags(keys: KeysOfBags, weights: WeightsOfKeys, feature: str) -> Bags:
         if getattr(part, "ndim", 0) > 2:  # samples and slots are one axis of bags
             given[place] = part.reshape(-1, part.shape[-1])
     return as_bags(tuple(given), feature=feature)
-
-
-# Programs
 
 
 @functools.lru_cache(maxsize=256)
@@ -136,9 +129,6 @@ def _step(
     return stepped, stepped_slots, {name: number + 1 for name, number in numbers.items()}
 
 
-# Lookups
-
-
 @dataclasses.dataclass(eq=False)
 class StepOnce:
     """Trains the tables of a lookup with the gradients of its outputs, once.
@@ -150,6 +140,7 @@ class StepOnce:
       wanted: by number of the variable, how many of its keys were going to get a row, by device.
       shapes: of the gradients.
       num_padded: rows of the outputs, after those of the gradients, that have none.
+      is_used: whether they were trained.
     """
 
     variables: Sequence[EmbeddingVariable]
@@ -158,7 +149,7 @@ class StepOnce:
     wanted: Mapping[int, Int[Array, " devices"]]
     shapes: list[tuple[int, ...]]
     num_padded: int = 0
-    permit: SingleUse = dataclasses.field(default_factory=lambda: SingleUse(TRAINED))
+    is_used: bool = False
 
     def __call__(self, *d_outputs: ArrayLike) -> None:
         """One optimizer step of every row that the lookup read; new keys get theirs.
@@ -183,7 +174,9 @@ class StepOnce:
                 raise ValueError(f"{what} has shape {gradient.shape}, the output {shape}.")
             gradient, padding = gradient.reshape(-1, shape[-1]), ((0, self.num_padded), (0, 0))
             gradients.append(jnp.pad(gradient, padding) if self.num_padded else gradient)
-        self.permit.use()
+        if self.is_used:
+            raise RuntimeError("backward was called before: a lookup trains once. Look up again for another step.")
+        self.is_used = True
         is_eager = not is_traced((self.batch, gradients, [variable.get_value() for variable in self.variables]))
         failed_before = [self._make_room(number) if is_eager else None for number in range(len(self.variables))]
         # A program takes the old arrays away: what it gives is kept before the next one may fail.
