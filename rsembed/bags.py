@@ -272,7 +272,7 @@ def as_bags(value: Any, *, feature: str) -> Bags:
                 if (array := np.asarray(ids)).dtype == object:
                     raise TypeError(f"ids must fit 64 bits, got {max(ids, key=abs)}; hash them.")
                 return Bags.from_dense(array, None if weights is None else _floats(weights, "a pair"))
-            rows = [[row] if np.ndim(row) == 0 else row for row in ids]
+            rows = [[row] if not isinstance(row, (list, tuple)) and np.ndim(row) == 0 else row for row in ids]
             return Bags.from_lists(rows, cast(Any, weights))
     except (TypeError, ValueError) as error:
         raise type(error)(f"feature {feature!r}: {error}") from error

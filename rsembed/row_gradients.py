@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, ClassVar, NamedTuple, no_type_check
+from typing import Any, ClassVar, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +19,6 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients
 from rsembed.storage.row_map import combine as combine_by_key
 from rsembed.storage.row_map import unnamed
-
-
-class Summands(NamedTuple):
-    """The batch of one device from which row gradients are summed, while a program is traced.
-
-    Sums are as large as all occurrences, and a step needs them only row by row: whoever has the summands steps without
-    writing the sums down, and XLA leaves out what nobody reads.
-
-    Attributes:
-      engine: engine of the collection that read the batch, with `squared_norm` and `update`.
-      batch: ids by feature.
-      d_outputs: gradients of what each feature pooled, by feature.
-    """
-
-    engine: Any
-    batch: Mapping[str, PyTree]
-    d_outputs: Mapping[str, Float[Array, "outputs dim"]]
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
@@ -63,49 +45,56 @@ class RowGradients:
     )
     layout: Fingerprint | None = dataclasses.field(default=None, metadata={"static": True})
 
-    summands: ClassVar[Summands | None] = None
-    """Batch from which the values are summed; None where it is unknown, as in a pytree that JAX has rebuilt."""
+    summands: ClassVar[tuple[Any, Mapping[str, PyTree], Mapping[str, Array]] | None] = None
+    """Engine of the collection, batch, and gradients of what features pooled, from which the values are summed.
 
-    def summed_from(self, summands: Summands) -> RowGradients:
-        """A copy of these gradients that remembers the batch from which their values are summed."""
+    They are known where they were made, while a program is traced: a step takes them in place of the sums, which are as
+    large as all occurrences and which XLA leaves out then.
+    """
+
+    def summed_from(self, engine: Any, batch: Mapping[str, PyTree], d_outputs: Mapping[str, Array]) -> RowGradients:
+        """A copy of these gradients that has these `summands`."""
         found = dataclasses.replace(self)
-        object.__setattr__(found, "summands", summands)
+        object.__setattr__(found, "summands", (engine, batch, d_outputs))
         return found
 
     def num_touched(self) -> dict[str, Int[Array, ""]]:
         """Number of distinct rows with a gradient, per stack."""
-        return {
-            name: jnp.sum(rows != NO_ROW) if rows.ndim == 1 else jnp.sum(rows[:, 2] > 0)
-            for name, rows in self.rows.items()
-        }
-
-    def to_dense(self) -> dict[str, Float[Array, "rows dim"]]:
-        """Gradients as large as the tables, in the order of the state's arrays; for tests and small models.
-
-        Raises: NotImplementedError: a table has keys, whose number is not known.
-        """
-        keyed = [name for name, rows in self.rows.items() if rows.ndim > 1]
-        if keyed:
-            raise NotImplementedError(f"gradients of tables {keyed} belong to keys of 64 bits; read rows and values.")
-        return {
-            name: jnp.zeros((rows, self.values[name].shape[-1])).at[self.rows[name]].add(self.values[name], mode="drop")
-            for name, rows in self.num_rows
-        }
+        return {name: jnp.sum(rows != NO_ROW if rows.ndim == 1 else rows[:, 2] > 0) for name, rows in self.rows.items()}
 
 
 def check_gradient(value: Any, name: str) -> None:
     """Raises: TypeError: a gradient is not an array of floats; a cast to integers would have cut its values."""
     check_type(value, Num[Array, "..."], name)
     if not jnp.issubdtype(getattr(value, "dtype", None) or np.asarray(value).dtype, jnp.floating):
-        raise TypeError(
-            f"{name} must be an array of floats, got {describe(value)}; convert it with .astype('float32')."
-        )
+        raise TypeError(f"{name} must be an array of floats, got {describe(value)}; cast it with .astype('float32').")
 
 
-def check_arrays(row_gradients: RowGradients, axes: Mapping[str, tuple[int, int]] | None = None) -> None:
-    """Raises: TypeError, ValueError: rows and values do not fit each other, or have other axes than `axes`."""
+def check_belong(
+    row_gradients: RowGradients,
+    layout: Fingerprint | None,
+    num_rows: tuple[tuple[str, int], ...],
+    axes: Mapping[str, tuple[int, int]] | None = None,
+) -> None:
+    """Checks that row gradients fit the tables that take them.
+
+    Args:
+      row_gradients: whatever is used as some.
+      layout: of the tables.
+      num_rows: of each stack.
+      axes: number of axes of rows, and length of values, of each stack; None admits any.
+
+    Raises: TypeError: they are none. ValueError: they count rows otherwise, or a row has not one vector of its dim.
+    """
+    check_type(row_gradients, RowGradients, "row gradients, which lookup_vjp and backward passes make,")
+    what = "the row gradients belong to another collection or module"
+    way_out = "Apply or combine those that one lookup_vjp or backward made."
+    if row_gradients.layout is not None and layout is not None:
+        check_same(row_gradients.layout, layout, what=what, way_out=way_out)
+    if row_gradients.num_rows != num_rows:
+        raise ValueError(f"{what}: they have rows {row_gradients.num_rows}, expected {num_rows}. {way_out}")
     check_fields(row_gradients)
-    for name, num_rows in row_gradients.num_rows:
+    for name, most in num_rows:
         found = row_gradients.rows.get(name)
         rows, values = (getattr(own, "shape", ()) for own in (found, row_gradients.values.get(name)))
         fits = len(values) > 1 and rows[: len(values) - 1] == values[:-1]
@@ -113,59 +102,20 @@ def check_arrays(row_gradients: RowGradients, axes: Mapping[str, tuple[int, int]
         fits = fits and (axes is None or (len(rows), *values[-1:]) == axes[name])
         if fits and row_gradients.layout is None and len(rows) == 1 and not is_traced(found):
             numbers = np.asarray(found, np.int64)
-            fits = bool((np.diff(numbers[numbers != NO_ROW], prepend=-1, append=num_rows) > 0).all())
+            fits = bool((np.diff(numbers[numbers != NO_ROW], prepend=-1, append=most) > 0).all())
         if not fits:
             raise ValueError(
                 f"row gradients of stack {name!r}: rows {rows} and values {values} do not fit each other or the table, "
-                f"or rows do not ascend from 0 to {num_rows - 1}; rs.combine adds gradients of several batches."
+                f"or rows do not ascend from 0 to {most - 1}; rs.combine adds gradients of several batches."
             )
-
-
-def check_belong(
-    row_gradients: RowGradients,
-    layout: Fingerprint,
-    num_rows: tuple[tuple[str, int], ...],
-    axes: Mapping[str, tuple[int, int]],
-    *,
-    owner: str,
-    way_out: str,
-) -> None:
-    """Checks that row gradients belong to the `owner` that is about to apply them: its layout, rows and dims.
-
-    Raises: TypeError: they are none. ValueError: they count rows otherwise, or a row has not one vector of its dim.
-    """
-    check_type(row_gradients, RowGradients, "row gradients, which lookup_vjp and backward passes make,")
-    what = f"the row gradients do not belong to this {owner}"
-    if row_gradients.layout is not None:
-        check_same(row_gradients.layout, layout, what=what, way_out=way_out)
-    if row_gradients.num_rows != num_rows:
-        raise ValueError(f"{what}: they have rows {row_gradients.num_rows}, it has {num_rows}. {way_out}")
-    check_arrays(row_gradients, axes)
-
-
-class SingleUse:
-    """A permit for something that may happen only once, such as the step of a backward pass."""
-
-    def __init__(self, refusal: str):
-        """`refusal` says what was done already, and what to do instead."""
-        self._refusal, self._is_used = refusal, False
-
-    def check(self) -> None:
-        """Raises: RuntimeError: the permit was used before."""
-        if self._is_used:
-            raise RuntimeError(self._refusal)
-
-    def use(self) -> None:
-        """Marks the permit as used. Raises: RuntimeError: it was used before."""
-        self.check()
-        self._is_used = True
 
 
 @validated
 def global_norm(row_gradients: RowGradients) -> Float[Array, ""]:
     """Euclidean norm over all rows of all stacks; equals the norm of the dense gradients."""
-    if (own := row_gradients.summands) is not None:
-        squares = own.engine.squared_norm(own.batch, own.d_outputs)
+    if row_gradients.summands is not None:
+        engine, *given = row_gradients.summands
+        squares = engine.squared_norm(*given)
     else:
         squares = {name: jnp.sum(values * values) for name, values in row_gradients.values.items()}
     return jnp.sqrt(sum(squares.values(), start=jnp.zeros(())))
@@ -180,12 +130,14 @@ def scale(row_gradients: RowGradients, factor: float | Float[Array, ""]) -> RowG
     if not isinstance(factor, jax.Array):  # nobody waits for a number of a device
         check_within("(-inf, inf)", factor, "scale: factor")
 
-    def scaled(arrays: Mapping[str, Array]) -> dict[str, Array]:
-        return {name: array * jnp.asarray(factor, array.dtype) for name, array in arrays.items()}
+    def scaled(arrays: PyTree) -> PyTree:
+        return jax.tree.map(lambda array: array * jnp.asarray(factor, array.dtype), arrays)
 
     found = dataclasses.replace(row_gradients, values=scaled(row_gradients.values))
-    own = row_gradients.summands
-    return found if own is None else found.summed_from(own._replace(d_outputs=scaled(own.d_outputs)))
+    if row_gradients.summands is None:
+        return found
+    engine, batch, d_outputs = row_gradients.summands
+    return found.summed_from(engine, batch, scaled(d_outputs))
 
 
 @validated
@@ -208,61 +160,41 @@ def clip_by_global_norm(
     return scale(row_gradients, jnp.where(norm > max_norm, max_norm / jnp.maximum(norm, 1e-38), 1.0))
 
 
-def combine(*row_gradients: RowGradients) -> RowGradients:
+@validated
+def combine(first: RowGradients, *others: RowGradients) -> RowGradients:
     """The sum of several row gradients, equal rows added up: gradient accumulation over micro-batches.
 
     A `lax.scan` over micro-batches stacks its results along a leading axis; such stacked gradients are accepted too.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from rsembed.row_gradients import RowGradients, combine
-      >>> one = RowGradients({"t": jnp.asarray([2, 5])}, {"t": jnp.ones((2, 1))}, (("t", 9),))
-      >>> two = RowGradients({"t": jnp.asarray([5, 7])}, {"t": jnp.ones((2, 1))}, (("t", 9),))
-      >>> combine(one, two).rows["t"].tolist()[:3]
-      [2, 5, 7]
-
-    Raises: ValueError: none is given, or they belong to different collections.
+    Raises: ValueError: they belong to different collections.
     """
-    if not row_gradients:
-        raise ValueError("combine needs at least one RowGradients.")
-    check_type(row_gradients, tuple[RowGradients, ...], "combine: row_gradients")
-    first = row_gradients[0]
-    for own in row_gradients:
-        if own.shardings != first.shardings:
-            raise ValueError("row gradients of different meshes cannot be combined.")
-        if (own.num_rows, own.layout) != (first.num_rows, first.layout):
-            raise ValueError(
-                "row gradients of different collections cannot be combined; their tables have "
-                f"{first.num_rows} and {own.num_rows} rows."
-            )
-        check_arrays(own)
+    for own in (first, *others):
+        check_belong(own, first.layout, first.num_rows)
     shardings = {name: split for name, *split in first.shardings or ()}
     rows, values = {}, {}
     for name, num_rows in first.num_rows:
-        parts = [(r.rows[name], r.values[name]) for r in row_gradients]
+        parts = [(r.rows[name], r.values[name]) for r in (first, *others)]
         rows[name], values[name] = _combine_stack(num_rows, parts, shardings.get(name))
-    return RowGradients(rows, values, first.num_rows, first.shardings, first.layout)
+    return dataclasses.replace(first, rows=rows, values=values)
 
 
 def _combine_stack(
     num_rows: int, parts: list[tuple[Array, Array]], split: list[NamedSharding] | None
 ) -> tuple[Array, Array]:
-    if split is None:
-        return _combined(num_rows, num_rows, parts)
-    bound = split[0].shard_shape((num_rows,))[0]  # rows of one device
+    bound = split[0].shard_shape((num_rows,))[0] if split else num_rows  # of one device
+
+    def on_device(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+        flat_values = [values.reshape(-1, values.shape[-1]) for _, values in parts]
+        if parts[0][0].dtype == jnp.uint32:
+            lanes = jnp.concatenate([rows.reshape(-1, rows.shape[-1]) for rows, _ in parts])
+            return combine_by_key(*unnamed(lanes), jnp.concatenate(flat_values))
+        segments = [Segment(rows.reshape(-1), None, None, "none") for rows, _ in parts]
+        rows, values = api.row_gradients(num_rows, SegmentGradients(segments, flat_values))
+        return rows[:bound], values[:bound]
+
+    if not split:
+        return on_device(parts)
     specs = tuple(sharding.spec for sharding in split)
     behind = [tuple(PartitionSpec(*[None] * (values.ndim - 2), *spec) for spec in specs) for _, values in parts]
-    combine_share = jax.shard_map(
-        partial(_combined, num_rows, bound), mesh=split[0].mesh, in_specs=(behind,), out_specs=specs, check_vma=False
-    )
-    return combine_share(parts)
-
-
-def _combined(num_rows: int, bound: int, parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
-    flat_values = [values.reshape(-1, values.shape[-1]) for _, values in parts]
-    if parts[0][0].dtype == jnp.uint32:
-        lanes = jnp.concatenate([rows.reshape(-1, rows.shape[-1]) for rows, _ in parts])
-        return combine_by_key(*unnamed(lanes), jnp.concatenate(flat_values))
-    segments = [Segment(rows.reshape(-1), None, None, "none") for rows, _ in parts]
-    rows, values = api.row_gradients(num_rows, SegmentGradients(segments, flat_values))
-    return rows[:bound], values[:bound]
+    on_each = jax.shard_map(on_device, mesh=split[0].mesh, in_specs=(behind,), out_specs=specs, check_vma=False)
+    return on_each(parts)

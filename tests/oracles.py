@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -45,6 +46,16 @@ def combined_row_gradients(num_rows: int, segments, d_outputs) -> dict[int, np.n
 
 
 # One step of one row, in place. Arguments: the row, its slots, its gradient, then what the rule is made of.
+
+
+def dense_gradients(row_gradients) -> dict:
+    """Row gradients as large as the tables, in the order of the state's arrays; inside `jit`, too."""
+    found = {}
+    for name, num_rows in row_gradients.num_rows:
+        values = row_gradients.values[name]
+        dense = jnp.zeros((num_rows, values.shape[-1]))
+        found[name] = dense.at[row_gradients.rows[name]].add(values, mode="drop")
+    return found
 
 
 def sgd_step(row, slots, gradient, *, learning_rate):

@@ -52,7 +52,7 @@ bags.py  collection/test_embeddings.py -k out_of_range
     xp.clip(ids, lowest, 2**31 - 1) => ids
 row_gradients.py  test_row_gradients.py
     max_norm / jnp.maximum(norm, 1e-38), 1.0) => max_norm / jnp.maximum(norm, 1e-38), 0.5)
-    (r.rows[name], r.values[name]) for r in row_gradients] => (r.rows[name], r.values[name]) for r in [first]]
+    (r.rows[name], r.values[name]) for r in (first, *others)] => (r.rows[name], r.values[name]) for r in [first]]
 storage/hashed.py  storage/test_contract.py -k hashed
     totals > self.admission_count) => totals >= self.admission_count)
     jnp.where(strangers.is_key, new_rows, rows) => rows

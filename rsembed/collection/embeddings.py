@@ -26,7 +26,7 @@ from rsembed.initial_values import table_keys
 from rsembed.kernels import api
 from rsembed.kernels.contract import Step
 from rsembed.parallel.agreement import check_not_forked
-from rsembed.row_gradients import RowGradients, Summands, check_belong
+from rsembed.row_gradients import RowGradients, check_belong
 from rsembed.specs import UNCHOSEN_OPTIMIZER, FeatureSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import StackingPlan
 
@@ -318,8 +318,9 @@ class EmbeddingCollection:
           >>> table = rs.TableSpec(name="t", vocabulary_size=9, embedding_dim=2)
           >>> collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
           >>> activations, pullback = collection.lookup_vjp(collection.init(jax.random.key(0)), {"f": [[4, 4], [7]]})
-          >>> pullback({"f": jnp.ones((2, 2))}).to_dense()["t"][4].tolist()
-          [2.0, 2.0]
+          >>> row_gradients = pullback({"f": jnp.ones((2, 2))})
+          >>> row_gradients.rows["t"][0].item(), row_gradients.values["t"][0].tolist()
+          (4, [2.0, 2.0])
         """
         batch = self.prepare(batch)
         self.check_state(state, parts=["tables"])
@@ -334,20 +335,19 @@ class EmbeddingCollection:
         rows, values = two_dicts(self._engine.row_gradients(batch, d_outputs))
         found = RowGradients(rows, values, self._num_rows, self._engine.gradient_shardings(), self.layout)
         all_here = self.devices.mesh is None and all(own.storage.ids_are_rows for own in self._stacks.values())
-        return found.summed_from(Summands(self._engine, batch, d_outputs)) if all_here and is_traced(rows) else found
+        return found.summed_from(self._engine, batch, d_outputs) if all_here and is_traced(rows) else found
 
     def apply(self, state: EmbeddingState, row_gradients: RowGradients) -> EmbeddingState:
         """One optimizer step for every row in `row_gradients`, and only for those.
 
         Raises: ValueError: the gradients are another collection's.
         """
-        way_out = "Take them from lookup_vjp of the collection that applies them."
         axes = {name: (1 + own.storage.takes_keys, own.table.embedding_dim) for name, own in self._stacks.items()}
-        check_belong(row_gradients, self.layout, self._num_rows, axes, owner="collection", way_out=way_out)
+        check_belong(row_gradients, self.layout, self._num_rows, axes)
         self.check_state(state)
-        if (summands := row_gradients.summands) is not None:
-            update: Callable[..., PyTree] = summands.engine.update
-            return self._stepped(state, {}, update, summands.batch, summands.d_outputs)
+        if row_gradients.summands is not None:
+            engine, *given = row_gradients.summands
+            return self._stepped(state, {}, engine.update, *given)
         gradients = {name: (row_gradients.rows[name], row_gradients.values[name]) for name in self._stacks}
         return self._stepped(state, row_gradients.rows, self._engine.apply, gradients)
 

@@ -46,9 +46,9 @@ def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, PyTree]) -> None
     """
     table, state, name = variable.table, state_of(variable), variable.table.spec.name
     if table.when_full == "grow" and "keys" in rows:
-        num_devices = table.context.num_devices
-        num_rows, num_waiting = room_needed(state.tables[name], rows, table.spec, num_devices)
-        make_larger(variable, max(num_rows, table.spec.vocabulary_size // num_devices), num_waiting)
+        num_rows = room_needed(state.tables[name], rows, table.spec, table.context.num_devices)
+        if num_rows > table.rows_per_device:
+            make_larger(variable, num_rows)
     variable.set_value(variable.table.collection.with_tables(state_of(variable), {name: rows}))
 
 

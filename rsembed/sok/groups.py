@@ -121,7 +121,7 @@ def _look_up_group(
             raise ValueError(f"{group}: the lists must have one entry per table and not be empty, got {lengths}.")
         bags = {}
         for name, own, own_weights in zip(features, ids, weights, strict=True):
-            bags[name] = lookups.key_bags(own, own_weights, name, devices)
+            bags[name] = lookups.key_bags(own, own_weights, name)
             if context is not None and not inputs.is_unknown(bags[name]):
                 context.check_batch(bags[name].num_bags, f"{group}, {name}")
         return bags
@@ -142,22 +142,21 @@ def _features_of(
 
     Raises: TypeError or ValueError: a table is none, or variables are on different devices.
     """
-    names = [table.table.spec.name for table in params if isinstance(table, EmbeddingVariable)]
     features: dict[str, FeatureSpec] = {}
     variables: dict[str, EmbeddingVariable] = {}
     plain: dict[str, Array] = {}
     for position, table in enumerate(params):
         name = f"params[{position}]"
         if isinstance(table, EmbeddingVariable):
-            spec = table.table.spec
-            name = spec.name if names.count(spec.name) == 1 else f"{name} (table {spec.name!r})"
+            spec, own = table.table.spec, table.table.context
+            name = f"{name} (table {spec.name!r})"
             variables[name] = table
-            first, own = next(iter(variables.values())).table.context, table.table.context
-            if own.devices != first.devices:
+            first_name, first = next(iter(variables.items()))
+            if own.devices != (there := first.table.context).devices:
                 raise ValueError(
-                    f"{group}: table {spec.name!r} lies on the devices {own.mesh.devices.tolist()} (axis "
-                    f"{own.axis!r}), table {names[0]!r} on {first.mesh.devices.tolist()} (axis {first.axis!r}); "
-                    "make them with the same context, or look them up one after the other."
+                    f"{group}: {name} lies on the devices {own.mesh.devices.tolist()}, {first_name} on "
+                    f"{there.mesh.devices.tolist()}; make them with the same context, or look them up one after the "
+                    "other."
                 )
         else:
             values = table.get_value() if isinstance(table, nnx.Variable) else table
@@ -222,32 +221,20 @@ def embedding_column(
     feature: str,
     dimension: int,
     combiner: str = "mean",
-    *,
-    variable: EmbeddingVariable | None = None,
     **options: Any,
 ) -> EmbeddingColumn:
-    """A column that reads `feature` from a table.
+    """A column that reads `feature` from a new table of that name; `EmbeddingColumn` makes one of a table there is.
 
     Args:
       feature: its name in the batch.
       dimension: length of a row.
       combiner: "sum", "mean" or "sqrtn".
-      variable: a table to share; None makes one with the feature's name.
       **options: options of `embedding_variable`.
 
-    Raises: ValueError: an argument is out of range, or the shared table has other rows. TypeError: one is unknown.
+    Raises: ValueError: an argument is out of range. TypeError: one is unknown.
     """
     known = lookups.checked_combiner(combiner, f"column {feature!r}: combiner")
-    if variable is None:
-        variable = embedding_variable(feature, dimension, **options)
-    elif options:
-        raise TypeError(f"column {feature!r}: {', '.join(options)} would make a table, but variable= shares one.")
-    elif variable.table.spec.embedding_dim != dimension:
-        raise ValueError(
-            f"column {feature!r}: dimension={dimension}, but the shared table has rows of "
-            f"{variable.table.spec.embedding_dim}."
-        )
-    return EmbeddingColumn(feature, variable, known)
+    return EmbeddingColumn(feature, embedding_variable(feature, dimension, **options), known)
 
 
 def input_layer(features: Mapping[str, KeysOfBags], columns: Sequence[EmbeddingColumn]) -> Float[Array, "batch _"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rsembed.bags import Bags, check_unmasked
-from rsembed.checks import PositiveInt, validated
+from rsembed.bags import Bags
+from rsembed.checks import PositiveInt, describe, validated
 from rsembed.collection import inputs
 from rsembed.keys import Keys, split_keys
-from rsembed.parallel.agreement import Agreement
 from rsembed.sok import lookups
 from rsembed.sok.lookups import KeysOfBags, StepOnce, WeightsOfKeys
 from rsembed.sok.variables import EmbeddingVariable, embedding_variable
@@ -71,23 +71,28 @@ class _Layer(nnx.Module):
         return output, backward
 
     def _read(self, given: Given) -> dict[str, Bags]:
-        """The bags by name of the layer, of whole samples, and none of more keys than agreed."""
+        """The bags by name of the layer: of whole samples, with as many keys as agreed."""
         context, what = self.variable.table.context, f"layer {self.name!r}"
-        bags = lookups.key_bags(*given, self.name, context.devices)
+        bags = lookups.key_bags(*given, self.name)
         if bags.num_bags % self.slot_num:
             raise ValueError(
                 f"{what}: {bags.num_bags} bags do not make samples of slot_num={self.slot_num} each; pass "
                 "[batch, slot_num, keys] or [batch * slot_num, keys]."
             )
-        if inputs.is_unknown(bags):
-            return {self.name: bags}
-        lengths = np.diff(np.asarray(bags.offsets))
-        if lengths.max(initial=0) > self.max_nnz:
-            raise ValueError(
-                f"{what}: bag {lengths.argmax()} has {lengths.max()} keys, but at most {self.max_nnz} per bag were "
-                "agreed (max_nnz); raise it, or cut the bag."
-            )
-        context.check_batch(bags.num_bags // self.slot_num, what)
+        if bags.dense_shape is not None:  # known inside `jit`, too
+            lengths = np.full(bags.num_bags, math.prod(bags.dense_shape[1:]))
+        elif inputs.is_unknown(bags):
+            return {self.name: bags}  # which the core refuses
+        else:
+            lengths = np.diff(np.asarray(bags.offsets))
+        is_wrong, limit = lengths > self.max_nnz, "at most {} per bag were agreed (max_nnz)"
+        if self.combiner == "none":
+            is_wrong, limit = lengths != self.max_nnz, "exactly {} per slot were agreed (nnz_per_slot)"
+        if is_wrong.any():
+            place, agreed = int(is_wrong.argmax()), limit.format(self.max_nnz)
+            raise ValueError(f"{what}: bag {place} has {lengths[place]} keys, but {agreed}; change one of them.")
+        if not inputs.is_unknown(bags):
+            context.check_batch(bags.num_bags // self.slot_num, what)
         return {self.name: bags}
 
 
@@ -105,12 +110,12 @@ class DistributedEmbedding(_Layer):
       embedding_vec_size: length of a row; any.
       slot_num: features of a sample. They share the keys: encode the feature into the key where they should not.
       max_nnz: most keys of a slot.
-      max_feature_num: most keys of a sample, accepted as published; it is `exchange_capacity` that sizes buffers.
+      max_feature_num: most keys of a sample, accepted as published; no buffer has its size.
       use_hashtable: keys of any size get rows when they are first trained; else keys are numbers below
         `max_vocabulary_size_per_gpu * devices`.
       name: of the table, for messages, initial rows and dumps.
-      **options: `key_dtype`, `embedding_initializer`, `optimizer`, `exchange_capacity`, `context`, `rngs` and
-        policies, see `embedding_variable`.
+      **options: `key_dtype`, `embedding_initializer`, `optimizer`, `context`, `rngs` and policies, see
+        `embedding_variable`.
 
     Raises: ValueError: an argument is out of range or unknown.
     Source: Sparse Operation Kit, `sok.DistributedEmbedding`.
@@ -175,9 +180,8 @@ class All2AllDenseEmbedding(_Layer):
     """One row per key, without pooling, from a table that is spread over all devices.
 
     Used like `DistributedEmbedding`. With `dynamic_input`, keys are a list of any length, such as the result of a
-    `unique`, and rows come back in its order. Where there are several processes, each may have a list of another
-    length: all are filled up to the longest, and the result holds the rows of the first process, then its zeros, then
-    those of the second.
+    `unique`, and rows come back in its order. Where there are several processes, their lists are equally long (-1 fills
+    one up), and so are their parts of the result, in which zeros follow where the devices do not divide the keys.
 
     Args:
       max_vocabulary_size_per_gpu: rows on each device.
@@ -234,45 +238,21 @@ class All2AllDenseEmbedding(_Layer):
 
     def _rows(self, keys: KeysOfBags, training: bool) -> tuple[Array, StepOnce]:
         if not self.dynamic_input:
-            return self._look_up(self._read_dense, (keys, None), training, -1, self.slot_num, self.max_nnz)
-        devices, what = self.variable.table.context.devices, f"layer {self.name!r}"
-        # Processes agree on a length first, and then on the keys.
-        with Agreement(devices.known_mesh, what, keys) as agreement:
-            keys = self._as_array(keys)
-            if keys.ndim != 1:
-                raise ValueError(f"{what}: dynamic_input takes a list of keys, got shape {keys.shape}.")
-            lanes = keys if isinstance(keys, Keys) else split_keys(keys, feature=f"{what}: keys")
-            is_part = devices.num_processes > 1 and not inputs.is_unknown(lanes)
-            shares = devices.num_devices // (devices.num_processes if is_part else 1)
-            agreement.bring("keys", "a list of keys", width=-(-lanes.shape[0] // shares) * shares)
-        num_keys, missing = lanes.shape[0], agreement.width("keys") - lanes.shape[0]
-        xp: Any = np if isinstance(lanes.low, np.ndarray) else jnp
-        filled: Keys = jax.tree.map(lambda lane: xp.pad(lane, (0, missing)), lanes)
-        bags = {self.name: lookups.key_bags(filled.reshape(-1, 1), None, self.name, devices)}
-        output, backward = self._look_up(lambda _: bags, (filled, None), training, -1)
-        if missing and not is_part:
-            output = output[:num_keys]
-            backward.shapes, backward.num_padded = [output.shape], missing
+            return self._look_up(self._read, (keys, None), training, -1, self.slot_num, self.max_nnz)
+        output, backward = self._look_up(self._read_list, (keys, None), training, -1)
+        num_keys = lookups.key_bags(keys, None, self.name).num_bags
+        if self.variable.table.context.devices.num_processes == 1 and output.shape[0] > num_keys:
+            backward.num_padded, output = output.shape[0] - num_keys, output[:num_keys]
+            backward.shapes = [output.shape]
         return output, backward
 
-    def _read_dense(self, given: Given) -> dict[str, Bags]:
-        keys = self._as_array(given[0])
-        if keys.shape[1:] != (self.slot_num, self.max_nnz):
-            raise ValueError(
-                f"layer {self.name!r}: keys have shape {keys.shape}, but [batch, {self.slot_num}, {self.max_nnz}] were "
-                "agreed (slot_num, nnz_per_slot); pass dynamic_input=True for lists of any length."
-            )
-        return self._read((keys, None))
-
-    def _as_array(self, keys: KeysOfBags) -> Keys | jax.Array | np.ndarray:
-        check_unmasked(keys, f"layer {self.name!r}: keys")
-        if isinstance(keys, (Keys, jax.Array)):
-            return keys
-        try:
-            array = np.asarray(keys)
-        except ValueError as error:
-            raise ValueError(
-                f"layer {self.name!r}: all slots need equally many keys; fill them up with -1, or use "
-                "DistributedEmbedding for ragged ones."
-            ) from error
-        return array if array.size else array.astype(np.int64)  # of no keys, numpy makes floats
+    def _read_list(self, given: Given) -> dict[str, Bags]:
+        """One bag for each key, and empty ones up to a number that divides among the devices."""
+        devices, bags = self.variable.table.context.devices, lookups.key_bags(*given, self.name)
+        if bags.num_bags and bags.dense_shape != (bags.num_bags,):
+            raise ValueError(f"layer {self.name!r}: dynamic_input takes a flat list of keys, got {describe(given[0])}.")
+        keys = bags.ids if isinstance(bags.ids, Keys) else split_keys(bags.ids, feature=f"feature {self.name!r}")
+        num_shares = devices.num_devices // (1 if inputs.is_unknown(bags) else devices.num_processes)
+        xp: Any = np if isinstance(keys.low, np.ndarray) else jnp
+        filled = jax.tree.map(lambda lane: xp.pad(lane, (0, -lane.shape[0] % num_shares)), keys)
+        return {self.name: lookups.key_bags(filled, None, self.name)}

@@ -18,13 +18,11 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import Bags, as_bags, device_copy, is_traced
-from rsembed.collection.devices import Devices
 from rsembed.collection.engine import STACKS_TOGETHER, Engine
-from rsembed.collection.inputs import is_unknown
 from rsembed.collection.stack import Stack
 from rsembed.kernels.contract import Step
 from rsembed.keys import Keys
-from rsembed.row_gradients import SingleUse, check_gradient
+from rsembed.row_gradients import check_gradient
 from rsembed.sok.variables import EmbeddingVariable, VariableTable, make_larger, state_of
 from rsembed.specs import Combiner, FeatureSpec
 from rsembed.storage.protocol import on_host
@@ -34,10 +32,6 @@ KeysOfBags = Keys | Bags | ArrayLike | Sequence[object]
 """Keys as users have them; see `key_bags`."""
 WeightsOfKeys = ArrayLike | Sequence[object] | None
 ByStack = dict[str, PyTree]
-TRAINED = "backward was called before: a lookup trains once. Look up again for another step."
-
-
-# Batches
 
 
 def checked_combiner(combiner: str, what: str) -> Combiner:
@@ -47,40 +41,23 @@ def checked_combiner(combiner: str, what: str) -> Combiner:
     return cast(Combiner, combiner.lower())
 
 
-def key_bags(keys: KeysOfBags, weights: WeightsOfKeys, feature: str, devices: Devices) -> Bags:
+def key_bags(keys: KeysOfBags, weights: WeightsOfKeys, feature: str) -> Bags:
     """Bags of keys, one for each leading position of `keys`.
 
     Args:
-      keys: an integer array or `Keys` `[..., keys per bag]`, in which -1 is no key; `Bags`; or a list of keys per bag.
+      keys: an integer array or `Keys` `[..., keys per bag]`, in which -1 is no key; or what `as_bags` takes.
       weights: one float per key, in the same form, or None.
       feature: named in errors.
-      devices: those of the table.
 
     Raises: TypeError or ValueError, naming the feature.
     """
-    if isinstance(keys, Bags) or (isinstance(keys, (list, tuple)) and not isinstance(keys, Keys)):
-        try:
-            bags = as_bags(keys if isinstance(keys, Bags) and weights is None else (keys, weights), feature=feature)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{error} Lists hold one flat list of keys per bag: [[1, 2], [3], []].") from error
-    else:
-        array = keys if isinstance(keys, (Keys, jax.Array)) else np.asanyarray(keys)
-        if array.ndim < 2:
-            raise ValueError(
-                f"feature {feature!r}: keys need an axis of bags and one of keys per bag, got shape {array.shape}."
-            )
-        if weights is not None:
-            weights = weights if isinstance(weights, jax.Array) else np.asanyarray(weights)
-            if weights.shape != array.shape:
-                raise ValueError(f"feature {feature!r}: weights have shape {weights.shape}, keys {array.shape}.")
-            weights = weights.reshape(-1, array.shape[-1])
-        bags = as_bags((array.reshape(-1, array.shape[-1]), weights), feature=feature)
-    # Several processes can agree on the width of bags, but not on that of arrays.
-    is_part = devices.num_processes > 1 and not is_unknown(bags)
-    return dataclasses.replace(bags, dense_shape=None) if is_part else bags
-
-
-# Programs
+    if isinstance(keys, Bags) and weights is None:
+        return as_bags(keys, feature=feature)
+    given: list[PyTree] = [keys, weights]
+    for place, part in enumerate(given):
+        if getattr(part, "ndim", 0) > 2:  # samples and slots are one axis of bags
+            given[place] = part.reshape(-1, part.shape[-1])
+    return as_bags(tuple(given), feature=feature)
 
 
 @functools.lru_cache(maxsize=256)
@@ -152,9 +129,6 @@ def _step(
     return stepped, stepped_slots, {name: number + 1 for name, number in numbers.items()}
 
 
-# Lookups
-
-
 @dataclasses.dataclass(eq=False)
 class StepOnce:
     """Trains the tables of a lookup with the gradients of its outputs, once.
@@ -166,6 +140,7 @@ class StepOnce:
       wanted: by number of the variable, how many of its keys were going to get a row, by device.
       shapes: of the gradients.
       num_padded: rows of the outputs, after those of the gradients, that have none.
+      is_used: whether they were trained.
     """
 
     variables: Sequence[EmbeddingVariable]
@@ -174,7 +149,7 @@ class StepOnce:
     wanted: Mapping[int, Int[Array, " devices"]]
     shapes: list[tuple[int, ...]]
     num_padded: int = 0
-    permit: SingleUse = dataclasses.field(default_factory=functools.partial(SingleUse, TRAINED))
+    is_used: bool = False
 
     def __call__(self, *d_outputs: ArrayLike) -> None:
         """One optimizer step of every row that the lookup read; new keys get theirs.
@@ -199,7 +174,9 @@ class StepOnce:
                 raise ValueError(f"{what} has shape {gradient.shape}, the output {shape}.")
             gradient, padding = gradient.reshape(-1, shape[-1]), ((0, self.num_padded), (0, 0))
             gradients.append(jnp.pad(gradient, padding) if self.num_padded else gradient)
-        self.permit.use()
+        if self.is_used:
+            raise RuntimeError("backward was called before: a lookup trains once. Look up again for another step.")
+        self.is_used = True
         is_eager = not is_traced((self.batch, gradients, [variable.get_value() for variable in self.variables]))
         failed_before = [self._make_room(number) if is_eager else None for number in range(len(self.variables))]
         # A program takes the old arrays away: what it gives is kept before the next one may fail.
@@ -215,24 +192,19 @@ class StepOnce:
                 raise _full(variable, num_failed)
 
     def _make_room(self, number: int) -> int | None:
-        """Enlarges a full table if it may grow; for one with when_full='error', returns the failed keys so far."""
-        variable = self.variables[number]
-        when_full, (params,) = variable.table.when_full, state_of(variable).tables.values()
-        if when_full not in ("error", "grow"):
+        """Enlarges a full table if it may grow; returns how many keys failed so far, if some may fail now."""
+        variable, table = self.variables[number], self.variables[number].table
+        (params,) = state_of(variable).tables.values()
+        if table.when_full not in ("error", "grow"):
             return None
-        wanted = [(params.keys, self.wanted[number])]
-        if params.waiting is not None:  # at most all keys of the batch
+        missing, size = int(_missing(params.keys, self.wanted[number]).max()), table.rows_per_device
+        if table.when_full == "grow" and missing > 0:
+            make_larger(variable, max(2 * size, size + missing))
+            missing = 0
+        if missing <= 0 and params.waiting is not None:  # for admission, at most all keys of the batch
             own = [keys for (of, _), keys in zip(self.features, self.batch, strict=True) if of is variable]
-            wanted.append((params.waiting, sum(jax.tree.leaves(keys)[0].size for keys in own)))
-        missing = [int(_missing(*own).max()) for own in wanted]
-        if max(missing) <= 0:
-            return None
-        if when_full == "error":
-            return int(variable.counts()["failed"].sum())
-        sizes = [maps.last_step.shape[0] // variable.table.context.num_devices for maps, _ in wanted]
-        new = [max(2 * size, size + more) if more > 0 else size for size, more in zip(sizes, missing, strict=True)]
-        make_larger(variable, new[0], new[-1])
-        return None
+            missing = int(_missing(params.waiting, sum(jax.tree.leaves(keys)[0].size for keys in own)).max())
+        return int(variable.counts()["failed"].sum()) if missing > 0 else None
 
 
 def look_up_variables(
@@ -283,6 +255,7 @@ def _missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices"]:
 def _full(variable: EmbeddingVariable, num_failed: int) -> RuntimeError:
     return RuntimeError(
         f"table {variable.table.spec.name!r} is full: {num_failed} new keys find no room; the devices use "
-        f"{variable.counts()['rows'].tolist()} rows. Make max_vocabulary_size_per_gpu (or admission_capacity) larger, "
-        "or choose when_full='grow', 'evict' (which spares the rows of the same step) or 'zero'."
+        f"{variable.counts()['rows'].tolist()} rows. Make max_vocabulary_size_per_gpu (of keys that wait for a row, "
+        "admission_capacity) larger, or choose when_full='grow', 'evict' (which spares the rows of the same step) or "
+        "'zero'."
     )

@@ -6,19 +6,19 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from rsembed.bags import check_not_taken
-from rsembed.checks import NonNegativeInt, PositiveInt, check_type, check_within, dtype_among, validated
+from rsembed.checks import NonNegativeInt, PositiveInt, check_type, dtype_among, validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.devices import Devices
 from rsembed.fingerprint import check_same
@@ -36,24 +36,22 @@ class Context:
     """Devices that share tables, and the agreed size of the global batch.
 
     Attributes:
-      mesh: a mesh with one axis over them.
-      axis: name of the mesh axis.
+      mesh: all of its devices share the tables.
       global_batch_size: samples of all devices in a step; None takes any number that the devices divide.
     """
 
     mesh: Mesh
-    axis: str
     global_batch_size: int | None = None
 
     @property
     def num_devices(self) -> int:
         """Number of devices, which is the number of shards of every table."""
-        return self.mesh.shape[self.axis]
+        return self.mesh.size
 
     @functools.cached_property
     def devices(self) -> Devices:
         """The devices as the core's `Devices`."""
-        return Devices.of(self.mesh, self.axis)
+        return Devices.of(self.mesh, None)
 
     def check_batch(self, num_samples: int, name: str) -> None:
         """Raises: ValueError: the samples of all processes do not add up to `global_batch_size`."""
@@ -66,7 +64,7 @@ class Context:
 
     def place(self, tree: PyTree) -> PyTree:
         """Global arrays, split over all devices, from copies of this process's arrays."""
-        sharding = NamedSharding(self.mesh, PartitionSpec(self.axis))
+        sharding = self.devices.sharding(self.devices.split)
         place = functools.partial(jax.make_array_from_process_local_data, sharding)
         return jax.tree.map(place, jax.tree.map(np.array, tree))
 
@@ -75,20 +73,17 @@ _current: Context | None = None
 
 
 @validated
-def Init(
-    global_batch_size: PositiveInt | None = None, *, mesh: Mesh | None = None, axis: str = "shard", **distributed: Any
-) -> Context:
+def Init(global_batch_size: PositiveInt | None = None, *, mesh: Mesh | None = None, **distributed: Any) -> Context:
     """Connects the processes, if there are several, and chooses the devices that share tables.
 
     Call it once, before any layer is made; a second call changes what later layers get.
 
     Args:
       global_batch_size: samples of a step over all devices; buffers need it no longer, so it is only checked.
-      mesh: devices with an axis named `axis`, and no other; None takes all.
-      axis: name of the mesh axis.
+      mesh: the devices, along all of its axes; None takes all there are.
       **distributed: options of `parallel.init`.
 
-    Raises: ValueError: the mesh has other axes, or the batch does not divide among its devices.
+    Raises: ValueError: the batch does not divide among the devices.
     Source: Sparse Operation Kit, `sok.Init`.
 
     Example:
@@ -98,11 +93,9 @@ def Init(
     """
     global _current
     runtime.init(**distributed)
-    mesh = runtime.make_mesh(axis) if mesh is None else mesh
-    if mesh.axis_names != (axis,):
-        raise ValueError(f"sok.Init: the mesh must have the one axis {axis!r}, got {mesh.axis_names}; pass axis=.")
+    mesh = runtime.make_mesh() if mesh is None else mesh
     check_threads(mesh)
-    context = Context(mesh, axis, global_batch_size)
+    context = Context(mesh, global_batch_size)
     if global_batch_size is not None and global_batch_size % context.num_devices:
         raise ValueError(
             f"sok.Init: global_batch_size={global_batch_size} does not divide among {context.num_devices} devices."
@@ -121,30 +114,31 @@ class VariableTable:
     Attributes:
       spec: the table of the core, kept as `Hashed` or as `RowNumbers`.
       context: the devices.
-      exchange_capacity: see `EmbeddingCollection`.
       when_full: treatment of new keys when a hash table is full; "grow" enlarges the table first.
-      steps_to_live: after how many steps without use a key is old; None means never.
-      l2_weight_threshold: half a squared L2 norm below which a row is too small; None means never.
+      evict_option: which keys `EmbeddingVariable.evict` lets go unless it is told; None means none.
     """
 
     spec: TableSpec
     context: Context
-    exchange_capacity: int | None = None
     when_full: str | None = None
-    steps_to_live: int | None = None
-    l2_weight_threshold: float | None = None
+    evict_option: GlobalStepEvict | L2WeightEvict | None = None
+
+    @property
+    def rows_per_device(self) -> int:
+        """Number of rows for which each device has room."""
+        return self.spec.vocabulary_size // self.context.num_devices
 
     @functools.cached_property
     def collection(self) -> EmbeddingCollection:
         """The collection of this one table, whose methods take the variable's value."""
         feature = FeatureSpec(name=self.spec.name, table_spec=self.spec)
-        return EmbeddingCollection([feature], mesh=self.context.mesh, exchange_capacity=self.exchange_capacity)
+        return EmbeddingCollection([feature], mesh=self.context.mesh)
 
     @functools.cached_property
     def kind(self) -> VariableTable:
         """The first table that was equal to this one but for its name; both share compiled programs."""
         spec = self.spec
-        sizes = spec.vocabulary_size, spec.embedding_dim, spec.dtype, self.exchange_capacity
+        sizes = spec.vocabulary_size, spec.embedding_dim, spec.dtype
         how = keyed_form(spec.initializer, spec.embedding_dim), spec.optimizer, spec.storage
         return _first_of_kind.setdefault((*sizes, *how, self.context.devices), self)
 
@@ -172,40 +166,32 @@ class EmbeddingVariable(nnx.Variable):
 
     @validated
     def evict(
-        self, *, keep: int | None = None, steps_to_live: int | None = None, l2_weight_threshold: float | None = None
+        self, option: GlobalStepEvict | L2WeightEvict | None = None, *, keep: NonNegativeInt | None = None
     ) -> dict[str, np.ndarray]:
         """Evicts keys and returns their rows; works outside of `jit` only.
 
         Args:
+          option: which keys go; without it and `keep`, the `evict_option` that the table was made with decides.
           keep: number of keys that keep their rows, over all devices: those that `eviction` would evict last.
-          steps_to_live: keys go that were not used in training for more than this many steps; those that wait for
-            admission are no longer counted.
-          l2_weight_threshold: keys go whose rows have less than this half of a squared L2 norm, as DeepRec has it.
-
-        Without any of these, what the table was made with decides.
 
         Returns: the rows, as `export_rows` returns them; `assign_rows` brings them back.
 
         Raises:
-          TypeError or ValueError: nothing says who goes, or a number is out of range.
+          ValueError: nothing says who goes, or `keep` is negative.
           NotImplementedError: the table has no hash table.
           RuntimeError: this is inside `jit`.
         """
         table, name = self.table, self.table.spec.name
-        if keep is None and steps_to_live is None and l2_weight_threshold is None:
-            steps_to_live, l2_weight_threshold = table.steps_to_live, table.l2_weight_threshold
-        if keep is None and steps_to_live is None and l2_weight_threshold is None:
-            raise ValueError(
-                f"table {name!r}: evict needs keep, steps_to_live or l2_weight_threshold; pass one, or make the table "
-                "with one."
-            )
         if not isinstance(table.spec.storage, Hashed):
             raise NotImplementedError(f"table {name!r} has no hash table; its keys keep their rows.")
-        where = f"evict from table {name!r}"
-        check_type(steps_to_live, NonNegativeInt | None, f"{where}: steps_to_live")
-        check_within("[0, inf)", l2_weight_threshold, f"{where}: l2_weight_threshold")
-        norm = None if l2_weight_threshold is None else math.sqrt(2 * l2_weight_threshold)
-        state, rows = table.collection.evict(state_of(self), name, keep=keep, unused_for=steps_to_live, norm_below=norm)
+        option = table.evict_option if option is None and keep is None else option
+        reasons = {} if option is None else option.reasons()
+        if keep is None and not reasons:
+            raise ValueError(
+                f"evict from table {name!r}: pass keep=, sok.GlobalStepEvict(...) or sok.L2WeightEvict(...), or make "
+                "the table with one of these in ev_option."
+            )
+        state, rows = table.collection.evict(state_of(self), name, keep=keep, **reasons)
         self.set_value(state)
         return rows
 
@@ -228,30 +214,25 @@ def state_of(variable: EmbeddingVariable) -> EmbeddingState:
     return state
 
 
-def make_larger(variable: EmbeddingVariable, rows_per_device: int, num_waiting: int) -> None:
-    """Enlarges a table to this many rows, and at least this many waiting keys, on every device."""
+def make_larger(variable: EmbeddingVariable, rows_per_device: int) -> None:
+    """Enlarges a hash table to this many rows on every device; as many keys can wait, unless their number was given."""
     table, state = variable.table, state_of(variable)
-    name, devices, num_devices = table.spec.name, table.context.devices, table.context.num_devices
-    waiting = state.tables[name].waiting
-    num_places = num_waiting if waiting is None else waiting.last_step.shape[0] // num_devices
-    if rows_per_device == table.spec.vocabulary_size // num_devices and num_waiting <= num_places:
-        return
+    name, devices, storage = table.spec.name, table.context.devices, cast(Hashed, table.spec.storage)
+    num_waiting = storage.admission_capacity or rows_per_device
 
     def on_device(params: PyTree, slots: PyTree) -> PyTree:
         return hashed_rows.grow(params, slots, table.spec, rows_per_device, num_waiting)
 
     grow = jax.jit(devices.on_each(on_device, (devices.split, devices.split), (devices.split, devices.split)))
     params, slots = grow(state.tables[name], state.slots[name])
-    storage = table.spec.storage
-    if params.waiting is not None:
-        storage = dataclasses.replace(storage, admission_capacity=params.waiting.last_step.shape[0] // num_devices)
-    spec = dataclasses.replace(table.spec, vocabulary_size=rows_per_device * num_devices, storage=storage)
+    spec = dataclasses.replace(table.spec, vocabulary_size=rows_per_device * devices.num_devices)
     variable.set_metadata(table=dataclasses.replace(table, spec=spec))
     layout = variable.table.collection.layout
     variable.set_value(state._replace(tables={name: params}, slots={name: slots}, layout=layout))
 
 
 @dataclasses.dataclass(frozen=True)
+@validated
 class CounterFilter:
     """A key gets a row when it has occurred more than `filter_freq` times. Source: DeepRec, `tf.CounterFilter`."""
 
@@ -259,13 +240,22 @@ class CounterFilter:
 
 
 @dataclasses.dataclass(frozen=True)
+@validated
 class GlobalStepEvict:
-    """Keys go that were not used for more than `steps_to_live` steps. Source: DeepRec, `tf.GlobalStepEvict`."""
+    """Keys go that were not used for more than `steps_to_live` steps, also of those that wait for admission.
 
-    steps_to_live: int | None = None
+    Source: DeepRec, `tf.GlobalStepEvict`.
+    """
+
+    steps_to_live: NonNegativeInt | None = None
+
+    def reasons(self) -> dict[str, float]:
+        """Arguments of `EmbeddingCollection.evict`."""
+        return {} if self.steps_to_live is None else {"unused_for": self.steps_to_live}
 
 
 @dataclasses.dataclass(frozen=True)
+@validated
 class L2WeightEvict:
     """Keys go whose rows have less than this half of a squared L2 norm; none below 0.
 
@@ -273,6 +263,10 @@ class L2WeightEvict:
     """
 
     l2_weight_threshold: float = -1.0
+
+    def reasons(self) -> dict[str, float]:
+        """Arguments of `EmbeddingCollection.evict`."""
+        return {} if self.l2_weight_threshold < 0 else {"norm_below": math.sqrt(2 * self.l2_weight_threshold)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,16 +282,6 @@ class EmbeddingVariableOption:
     evict_option: GlobalStepEvict | L2WeightEvict | None = None
     filter_option: CounterFilter | None = None
 
-    def as_policies(self) -> dict[str, float]:
-        """Arguments of `embedding_variable` that ask for what these options ask for."""
-        evict, admit = self.evict_option, self.filter_option
-        said: dict[str, float] = {} if admit is None else {"admission_count": admit.filter_freq}
-        if isinstance(evict, GlobalStepEvict) and evict.steps_to_live is not None:
-            said["steps_to_live"] = evict.steps_to_live
-        if isinstance(evict, L2WeightEvict) and evict.l2_weight_threshold >= 0:
-            said["l2_weight_threshold"] = evict.l2_weight_threshold
-        return said
-
 
 @validated
 def embedding_variable(
@@ -309,11 +293,10 @@ def embedding_variable(
     key_dtype: DTypeLike = "int64",
     initializer: str | float | Callable[..., Array] = "uniform",
     optimizer: OptimizerSpec | None = None,
-    exchange_capacity: PositiveInt | None = None,
     context: Context | None = None,
     rngs: nnx.Rngs | None = None,
     dtype: str = "float32",
-    ev_option: EmbeddingVariableOption | None = None,
+    ev_option: EmbeddingVariableOption = EmbeddingVariableOption(),
     **policies: Any,
 ) -> EmbeddingVariable:
     """A table whose row of key `k` lies on device `k % n`.
@@ -326,19 +309,16 @@ def embedding_variable(
         `rows_per_device * n`.
       key_dtype: int32, int64, uint32 or uint64.
       initializer: `(key, shape) -> array`, called for single rows; or "uniform" (from -0.05 to 0.05), "normal" (0.05),
-        "truncated_normal", "zeros", "ones", by any name that Keras has for them; or a number. A key's first row depends
-        on `rngs`, the table's name and the key alone.
+        "truncated_normal", "zeros", "ones", or as the classes of Keras are called; or a number. A key's first row
+        depends on `rngs`, the table's name and the key alone.
       optimizer: steps the rows that a batch looked up; None is Adagrad. `sok.optimizers` has those of the original.
-      exchange_capacity: see `EmbeddingCollection`.
       context: the devices; None means those of `Init`.
       rngs: its stream `params` seeds the table; None means `nnx.Rngs(0)`.
       dtype: of the rows: float32, bfloat16 or float16.
       ev_option: eviction and admission in DeepRec's form.
       **policies: `when_full`, `eviction`, `admission_count`, `admission_capacity` and `admission_probability` of a hash
         table: see `rsembed.Hashed`. Here `when_full="error"` raises in the lookup, before anything changes, and
-        `when_full="grow"` makes the table larger before a step. By the names of SOK, `evict_strategy` ("LRU" or "LFU",
-        evicts when full) and `filter_ratio` (the probability). `steps_to_live` and `l2_weight_threshold` are those of
-        `EmbeddingVariable.evict`; None keeps all.
+        `when_full="grow"` makes the table larger before a step.
 
     Raises: ValueError: an argument is out of range. TypeError: it is unknown. RuntimeError: `Init` was not called.
     """
@@ -347,19 +327,19 @@ def embedding_variable(
         raise RuntimeError("call sok.Init() first: it says which devices share the tables. Or pass context=.")
     check_type(rows_per_device, PositiveInt, f"{where}: rows_per_device")
     num_devices = context.num_devices
-    policies = _core_policies(where, ev_option, policies)
-    unused = [] if use_hashtable else list(policies)
-    steps_to_live, l2_weight_threshold = policies.pop("steps_to_live", None), policies.pop("l2_weight_threshold", None)
-    check_type(steps_to_live, NonNegativeInt | None, f"{where}: steps_to_live")
-    check_within("[0, inf)", l2_weight_threshold, f"{where}: l2_weight_threshold")
+    if ev_option.filter_option is not None:
+        if "admission_count" in policies:
+            raise ValueError(f"{where}: ev_option and admission_count say the same; leave one of them out.")
+        policies["admission_count"] = ev_option.filter_option.filter_freq
+    unused = [*policies, *(["evict_option"] if ev_option.evict_option is not None else [])]
     when_full = policies.get("when_full", "error") if use_hashtable else None
     if when_full == "grow":
-        policies = policies | {"when_full": "error"}  # until the variable has more room
+        policies["when_full"] = "error"  # until the variable has more room
     key_dtype = dtype_among(KEY_DTYPES, key_dtype, f"{where}: key_dtype")
     storage: Hashed | RowNumbers = Hashed(key_dtype=key_dtype, **policies)
-    if unused:
-        raise ValueError(f"{where}: {', '.join(unused)} concern hash tables; use_hashtable is False.")
     if not use_hashtable:
+        if unused:
+            raise ValueError(f"{where}: {', '.join(unused)} concern hash tables; use_hashtable is False.")
         storage = RowNumbers(key_dtype=key_dtype, num_shards=num_devices)
     spec = TableSpec(
         name=name,
@@ -370,29 +350,9 @@ def embedding_variable(
         dtype=dtype,
         storage=storage,
     )
-    table = VariableTable(spec, context, exchange_capacity, when_full, steps_to_live, l2_weight_threshold)
+    table = VariableTable(spec, context, when_full, ev_option.evict_option)
     key = (nnx.Rngs(0) if rngs is None else rngs).params()
     return EmbeddingVariable(table.init(key), table=table)
-
-
-def _core_policies(where: str, option: EmbeddingVariableOption | None, policies: Mapping[str, Any]) -> dict[str, Any]:
-    """Policies by the names of `embedding_variable` and `rsembed.Hashed`, from those and from the published ones.
-
-    Raises: ValueError: a strategy has no counterpart, or two arguments say the same.
-    """
-    policies = dict(policies)
-    published: dict[str, dict[str, Any]] = {"ev_option": {} if option is None else option.as_policies()}
-    if (strategy := policies.pop("evict_strategy", None)) is not None:
-        published["evict_strategy"] = {"when_full": "evict", "eviction": str(strategy).lower()}
-        if str(strategy).lower() not in ("lru", "lfu"):
-            raise ValueError(f"{where}: evict_strategy {strategy!r} has no counterpart; choose 'LRU' or 'LFU'.")
-    if (ratio := policies.pop("filter_ratio", None)) is not None:
-        published["filter_ratio"] = {"admission_probability": ratio}
-    for source, own in published.items():
-        if both := sorted(set(policies) & set(own)):
-            raise ValueError(f"{where}: {source} says what {', '.join(both)} says, too; leave one of them out.")
-        policies |= own
-    return policies
 
 
 NAMED_INITIALIZERS: dict[str, Callable[..., Array]] = {
@@ -402,26 +362,21 @@ NAMED_INITIALIZERS: dict[str, Callable[..., Array]] = {
     "zeros": jax.nn.initializers.zeros,
     "ones": jax.nn.initializers.ones,
 }
-"""Keras' names and scales; `random_uniform`, `RandomUniform`, SOK's `random` and so on mean the same."""
-_ALIASES = {"random": "uniform", "zero": "zeros", "one": "ones"}
+"""Keras' names and scales; `random_uniform`, `RandomUniform` and so on mean the same."""
 
 
 def _named_initializer(initializer: str | float | Callable[..., Array], table_name: str) -> Callable[..., Array]:
-    """`(key, shape) -> array` from such a function, a name, or a number that all rows start from, also as a text.
+    """`(key, shape) -> array` from such a function, a name, or a number that all rows start from.
 
     Raises: ValueError: the name is unknown.
     """
     if callable(initializer):
         return initializer
-    given = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(initializer)).lower()
-    known = given.removeprefix("random_")
-    known = _ALIASES.get(known, known)
+    if not isinstance(initializer, str):
+        return jax.nn.initializers.constant(initializer)
+    known = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", initializer).lower().removeprefix("random_")
     if known in NAMED_INITIALIZERS:
         return NAMED_INITIALIZERS[known]
-    try:
-        return jax.nn.initializers.constant(float(given))
-    except ValueError:
-        pass
     raise ValueError(
         f"table {table_name!r}: unknown initializer {initializer!r}; choose one of {', '.join(NAMED_INITIALIZERS)}, or "
         "pass a number or a function of (key, shape). Rows for keys are made one by one: none may follow from the "

@@ -300,18 +300,10 @@ def _put(num_shards: int, array: Array, shard: Array, row: Array, values: Array)
     return by_shard.at[shard, row].set(values, mode="drop").reshape(array.shape)
 
 
-def room_needed(
-    params: DynamicTable, exported: Mapping[str, PyTree], table: TableSpec, num_shards: int
-) -> tuple[int, int]:
-    """Rows, and places of keys that wait, that the fullest shard of a hash table needs for `import_rows` of these."""
-
-    def most(maps: RowMap | None, prefix: str) -> int:
-        if maps is None or f"{prefix}keys" not in exported:
-            return 0
-        coming = _numbers(_checked_keys(table, exported, prefix))
-        return _most(np.concatenate([coming, _present(maps)]), num_shards)
-
-    return most(params.keys, ""), most(params.waiting, "waiting_")
+def room_needed(params: DynamicTable, exported: Mapping[str, PyTree], table: TableSpec, num_shards: int) -> int:
+    """Rows that the fullest shard of a hash table needs for `import_rows` of these."""
+    coming = _numbers(_checked_keys(table, exported, ""))
+    return _most(np.concatenate([coming, _present(params.keys)]), num_shards)
 
 
 def _numbers(keys: Keys) -> np.ndarray:

@@ -22,7 +22,7 @@ from rsembed.bags import is_traced
 from rsembed.checks import NonNegativeInt, validated
 from rsembed.kernels.contract import JaggedBatch
 from rsembed.optimizers import WeightDecayMode
-from rsembed.row_gradients import RowGradients, SingleUse, check_belong, check_gradient
+from rsembed.row_gradients import RowGradients, check_belong, check_gradient
 from rsembed.tbe import arguments, batches, functional, host_rows
 from rsembed.tbe import plan as plans
 from rsembed.tbe.arguments import Arguments, BoundsCheckMode, CacheAlgorithm, EmbOptimType, PoolingMode, SparseType
@@ -254,8 +254,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         """
         rows, tables = functional.row_counts(self.plan), [group.table for group in self.plan.groups]
         axes = {table.name: (1, table.dim) for table in tables}
-        way_out = "Apply them to the module whose backward made them."
-        check_belong(row_gradients, self.plan.row_layout, rows, axes, owner="module", way_out=way_out)
+        check_belong(row_gradients, self.plan.row_layout, rows, axes)
         state, host = self.whole_state, self.host_rows
         rates = learning_rates(self.plan, state)
         if host is not None:
@@ -366,7 +365,7 @@ class TablesBackward:
         # The rate of this step is the one that its lookup saw.
         self._rates = learning_rates(self._module.plan, self._module.whole_state)
         self._generation = self._module.state.get_value().generation
-        self._permit = SingleUse("this backward was used already; a second step needs its own vjp.")
+        self._is_used = False
 
     def __call__(self, d_output: ArrayLike, *, per_sample_weights_grad: bool = True) -> PyTree:
         """One optimizer step of every row that was looked up, with its gradients summed over the whole call.
@@ -385,7 +384,7 @@ class TablesBackward:
             return self.row_gradients(d_output)
         gradient = self._gradient(d_output)
         functional.check_state(module.plan, module.state.get_value())
-        self._permit.use()
+        self._is_used = True
         if module.state.get_value().generation is not self._generation:  # other batches may have moved rows since
             self._near = module._brought(self._batch, admit=False)
         state, d_weights = _backward(
@@ -424,7 +423,7 @@ class TablesBackward:
         batch = self._batch if module.plan.devices is None else self._near
         gradients = _row_gradients(module.plan, batch, gradient, max_gradient=module.max_gradient)
         gradients = gradients if self._bound is None else functional.cut(gradients, self._bound)
-        self._permit.use()
+        self._is_used = True
         return gradients
 
     def _gradient(self, d_output: ArrayLike) -> Array:
@@ -437,7 +436,8 @@ class TablesBackward:
         d_output = jnp.asarray(d_output)
         if d_output.shape != shape:
             raise ValueError(f"the gradient has shape {d_output.shape}, but the output has {shape}.")
-        self._permit.check()
+        if self._is_used:
+            raise RuntimeError("this backward was used already; a second step needs its own vjp.")
         if module.deterministic:
             raise RuntimeError(_EVALUATES)
         return d_output

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PyTree
 from rsembed.bags import Bags, check_not_taken, is_traced, narrow_ids
 from rsembed.checks import NonNegativeInt, PositiveInt, dtype_among, validated
 from rsembed.optimizers import OptimizerSpec
-from rsembed.row_gradients import SingleUse, check_gradient
+from rsembed.row_gradients import check_gradient
 from rsembed.specs import MAX_ROWS
 from rsembed.stacking import split_by_memory
 from rsembed.tt import hot_rows, programs
@@ -378,14 +378,12 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         returns `TTGradients`.
         """
         bags = self._read(indices, offsets, per_sample_weights)
-        how, permit = (
-            (self.mode, self.implementation),
-            SingleUse("this backward has already stepped the cores; look the batch up again."),
-        )
+        how, is_used = (self.mode, self.implementation), False
         outputs, params, batch = self._look_up(bags)
         shapes = [output.shape for output in outputs]
 
         def backward(d_output: PyTree) -> TTGradients | None:
+            nonlocal is_used
             d_outputs = [d_output] if self.is_single else list(d_output)
             for table, (own, shape) in enumerate(zip(d_outputs, shapes, strict=True)):
                 check_gradient(own, f"d_output of table {table}")
@@ -395,7 +393,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             by_group = [jnp.concatenate([every[k] for k in group]) for group in self.groups]
             given = zip(self.storages, params, batch, by_group, strict=True)
             if self.sparse:
-                permit.use()
+                if is_used:
+                    raise RuntimeError("this backward has already stepped the cores; look the batch up again.")
+                is_used = True
                 pulled, rate, number = [], self.learning_rate.get_value(), self.step.get_value()
                 for g, (storage, *own) in enumerate(given):
                     *new, d_weights = programs.stepped(storage, *how, *self._state(g), *own, rate, number)

@@ -62,12 +62,8 @@ def group(params=None, ids=None, combiners=None, **options):
     return sok.group_embedding_lookup_sparse(params, ids, ["sum"] if combiners is None else combiners, **options)
 
 
-def column(**options):
-    return sok.embedding_column("title", 4, **{"variable": variable()} | options)
-
-
 def layered(features):
-    return sok.input_layer(features, [column()])
+    return sok.input_layer(features, [sok.EmbeddingColumn("title", variable(), "mean")])
 
 
 def rows(into=None, **changes):
@@ -95,7 +91,6 @@ def with_state_of(other):
 BAD = """
 # Init
 sok.embedding_variable("word", 4, rows_per_device=4) => RuntimeError: sok.Init() ... context=
-sok.Init(mesh=mesh(2, "x")) => ValueError: sok.Init ... axis 'shard' ... ('x',)
 sok.Init(3, mesh=mesh()) => ValueError: sok.Init: global_batch_size=3 ... 2 devices
 sok.Init(batch_size=4, mesh=mesh()) => TypeError: batch_size
 # Variables
@@ -104,24 +99,25 @@ made(dim=0) => ValueError: table 'word': embedding_dim ... [1, inf)
 made(key_dtype="int16") => ValueError: table 'word' ... 'int16' ... int64
 made(initializer="gauss") => ValueError: table 'word' ... 'gauss' ... uniform, normal
 made(initializer="glorot_uniform") => ValueError: 'glorot_uniform' ... none may follow from the number of rows
-made(evict_strategy="CUSTOMIZED") => ValueError: evict_strategy 'CUSTOMIZED' has no counterpart ... 'LRU' or 'LFU'
-made(evict_strategy="LRU", eviction="lfu") => ValueError: evict_strategy says what eviction says, too; leave one
 made(ev_option=sok.EmbeddingVariableOption(filter_option=sok.CounterFilter(2)), admission_count=2)
-    => ValueError: ev_option
-made(filter_ratio=1.5) => ValueError: admission_probability must be in (0, 1], got 1.5
-made(l2_weight_threshold=-0.5) => ValueError: l2_weight_threshold must be in [0, inf), got -0.5
-made(use_hashtable=False, filter_ratio=0.5) => ValueError: admission_probability concern hash tables
+    => ValueError: table 'word': ev_option and admission_count say the same; leave one
+made(admission_probability=1.5) => ValueError: admission_probability must be in (0, 1], got 1.5
+sok.GlobalStepEvict(-1) => ValueError: GlobalStepEvict: steps_to_live must be in [0, inf), got -1
+sok.L2WeightEvict("small") => TypeError: L2WeightEvict: l2_weight_threshold must be a number, got 'small'
+made(use_hashtable=False, admission_probability=0.5) => ValueError: admission_probability concern hash tables
+made(use_hashtable=False, ev_option=sok.EmbeddingVariableOption(sok.GlobalStepEvict(2)))
+    => ValueError: evict_option concern hash tables
 made(capacity=4) => TypeError: capacity
 made(use_hashtable=False, no_such_argument=None) => TypeError: no_such_argument
 layer(no_such_argument=None) => TypeError: no_such_argument
 sok.All2AllDenseEmbedding(4, 4, 1, 1, context=context(), no_such_argument=None) => TypeError: no_such_argument
 sok.embedding_column("title", 4, rows_per_device=8, context=context(), no_such_argument=None)
     => TypeError: no_such_argument
-column(no_such_argument=None) => TypeError: no_such_argument
 sok.EmbeddingVariableOption(no_such_argument=None) => TypeError: no_such_argument
 made(use_hashtable=False, eviction="lru") => ValueError: table 'word': eviction ... use_hashtable is False
-variable().evict() => ValueError: table 'word': evict needs keep, steps_to_live or l2_weight_threshold
-variable().evict(keep=-1) => ValueError: evict from table 'word': keep must be in [0, inf), got -1
+variable().evict() => ValueError: evict from table 'word': pass keep=, sok.GlobalStepEvict(...) or ... ev_option
+variable().evict(keep=-1) => ValueError: keep must be in [0, inf), got -1
+variable().evict(3) => TypeError: evict: option must be of type GlobalStepEvict or of type L2WeightEvict or None, got 3
 plain().evict(keep=1) => NotImplementedError: table 'number' has no hash table; its keys keep their rows
 sok.split_embedding_variable_from_others(variable()) => ValueError: list or a tuple ... EmbeddingVariable
 # Layers
@@ -130,17 +126,16 @@ layer("max") => ValueError: layer 'distributed_embedding' ... 'sum', 'mean' or '
 call(KEYS / 1) => TypeError: 'distributed_embedding' ... integers ... float64
 call([["a"], ["b"]]) => TypeError: distributed_embedding': row 0 ... integers
 call([[2**70], [1]]) => TypeError: distributed_embedding': row 0 ... 64 bits
-call(np.array([1, 2])) => ValueError: 'distributed_embedding' ... axis of bags ... (2,)
 call(np.ones((2, 1, 3), int)) => ValueError: 3 keys ... at most 2 ... max_nnz
 layer(context=context(2))(np.ones((3, 1, 2), int)) => ValueError: 'distributed_embedding' ... 3 samples ... 2 devices
-call(KEYS, np.ones((2, 1))) => ValueError: 'distributed_embedding': weights ... (2, 1) ... (2, 1, 2)
+call(KEYS, np.ones((2, 1))) => ValueError: 'distributed_embedding': weights ... (2, 1) ... (2, 2)
 call(KEYS, np.full((2, 1, 2), NAN, np.float32)) => ValueError: 'distributed_embedding': weight nan in sample 0
 call(KEYS, np.full((2, 1, 2), "a")) => TypeError: 'distributed_embedding' ... weights ... numbers ... <U1
 sok.group_embedding_lookup_sparse([plain()], [[[8], [1]]], ["sum"]) => ValueError: key 8 ... below 4 ... table 'number'
 _overfull() => RuntimeError: table 'distributed_embedding' is full ... max_vocabulary_size_per_gpu
-dense()(np.ones((2, 1, 3), int)) => ValueError: layer 'all2all_dense_embedding' ... (2, 1, 3) ... [batch, 1, 1]
-layer(slots=2)([[[1, 2], [3]], [[], [4]]]) => ValueError: one flat list of keys per bag
-dense()([[[1]], [[1, 2]]]) => ValueError: layer 'all2all_dense_embedding' ... equally many keys ... DistributedEmbedding
+dense()(np.ones((2, 1, 3), int)) => ValueError: layer 'all2all_dense_embedding': bag 0 has 3 keys, but exactly 1
+layer(slots=2)([[[1, 2], [3]], [[], [4]]]) => TypeError: row 0 must be a flat list ... nested too deeply
+dense()([[1], [1, 2]]) => ValueError: layer 'all2all_dense_embedding': bag 1 has 2 keys, but exactly 1 per slot
 sok.All2AllDenseEmbedding(4, 4, 1, 1, True, context=context())(np.ones((2, 1), int))
     => ValueError: dynamic_input ... (2, 1)
 pooled().vjp(KEYS)[1](np.ones((3, 1, 4), np.float32))
@@ -174,8 +169,7 @@ sok.input_layer({}, None) => TypeError: input_layer: columns ... list ... None
 sok.group_embedding_lookup_vjp(None, [], []) => TypeError: group 'embedding': params ... list ... None
 layered([[1], [2]]) => TypeError: input_layer ... mapping ... list
 sok.input_layer({"title": [[1]]}, ["title"]) => TypeError: input_layer: columns[0] ... str
-sok.embedding_column("title", 3, variable=variable()) => ValueError: column 'title': dimension=3 ... rows of 4
-sok.embedding_column("title", 4, "max", variable=variable()) => ValueError: column 'title' ... 'max'
+sok.embedding_column("title", 4, "max", rows_per_device=8) => ValueError: column 'title' ... 'max'
 # Rows in and out
 rows(values=None) => ValueError: table 'word' ... 'values'
 rows(values=np.ones((2, 3))) => ValueError: table 'word' ... (2, 3) ... (2, 4)

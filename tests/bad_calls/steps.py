@@ -168,8 +168,8 @@ update(title=np.ma.masked_less(np.ones((2, 4)), 0)) => TypeError: feature 'title
 update(title="ones") => TypeError: feature 'title' ... gradient ... str
 # Row gradients
 applied(None) => TypeError: lookup_vjp ... RowGradients ... NoneType
-applied(other_row_gradients()) => ValueError: do not belong to this collection ... expected ... lookup_vjp
-by_hand(num_rows=(("x", 9),)) => ValueError: do not belong to this collection ... x ... word_user ... lookup_vjp
+applied(other_row_gradients()) => ValueError: belong to another collection ... expected ... lookup_vjp
+by_hand(num_rows=(("x", 9),)) => ValueError: belong to another collection ... x ... word_user ... lookup_vjp
 by_hand(values=jnp.ones((1, 3))) => ValueError: 'word_user' ... (1, 3)
 by_hand(rows=jnp.array([1.5])) => TypeError: RowGradients: rows['word_user'] must be an array of
 by_hand(rows=jnp.array([[1]])) => ValueError: row gradients of stack 'word_user': rows (1, 1) and values
@@ -183,7 +183,7 @@ changed(values={}) => ValueError: row gradients of stack 'word_user': rows (6,) 
 changed(rows={"x": jnp.array([1])}, values={"x": jnp.ones((1,4))})
     => ValueError: row gradients of stack 'word_user': rows () and values ()
 changed(rows=None) => TypeError: RowGradients: rows must be a mapping (each an array of ... got None (NoneType)
-by_hand(num_rows={"word_user": 14}) => ValueError: the row gradients do not belong to this collection: they
+by_hand(num_rows={"word_user": 14}) => ValueError: the row gradients belong to another collection or module: they
 changed_keys(rows=jnp.array([1])) => ValueError: row gradients of stack 'client': rows (1,) and values (1,
 changed_keys(rows=jnp.ones((1, 1), jnp.uint32)) => ValueError: stack 'client': rows (1, 1)
 changed_keys(values=jnp.ones((1,3))) => ValueError: row gradients of stack 'client': rows (1, 3) and values (1,
@@ -192,9 +192,9 @@ applied(jax.tree.map(lambda x: jnp.stack([x, x]), row_gradients()))
 rs.scale(row_gradients(), NAN) => ValueError: scale: factor ... nan
 rs.clip_by_global_norm(row_gradients(), -1.0) => ValueError: clip_by_global_norm: max_norm ... -1.0
 rs.clip_by_global_norm(row_gradients(), 1.0, other_norm=NAN) => ValueError: other_norm ... nan
-rs.combine() => ValueError: combine ... at least one RowGradients
+rs.combine() => TypeError: combine() missing 1 required positional argument
 rs.combine([row_gradients()]) => TypeError: combine ... RowGradients ... list
-rs.combine(row_gradients(), other_row_gradients()) => ValueError: different collections ... combined
+rs.combine(row_gradients(), other_row_gradients()) => ValueError: belong to another collection ... combine
 # value_and_grad
 grad(loss_of, has_aux=True) => TypeError: loss_fn ... (loss, aux)
 grad(lambda params, activations: activations["title"]) => TypeError: scalar ... (2, 4)

@@ -177,7 +177,7 @@ bags().vjp(IDS, OFFSETS, total_unique_indices=1)[1].row_gradients(np.ones((2, 8)
     => ValueError: total_unique_indices is 1
 _twice() => RuntimeError: used already ... vjp
 bags().apply(rs.RowGradients({"t": jnp.array([1])}, {"t": jnp.ones((1, 4))}, (("t", 9),)))
-    => ValueError: do not belong to this module ... backward
+    => ValueError: belong to another collection or module ... backward
 module(learning_rate=lambda step: 0.1).set_learning_rate(1.0) => ValueError: schedule
 single().apply(rs.RowGradients({"table_0": jnp.array([1])}, {"table_0": jnp.ones((1, 3))}, (("table_0", 9),)))
     => ValueError: stack 'table_0': rows (1,) and values (1, 3) do not fit each other or the table

@@ -8,6 +8,7 @@ import pytest
 
 import rsembed as rs
 from rsembed.kernels import native
+from tests.oracles import dense_gradients
 
 VOCABULARY, DIM = 11, 3
 
@@ -53,8 +54,8 @@ def test_micro_batches_accumulate_to_the_large_batch_with_the_same_rows():
         combined = rs.combine(*(row_gradients(ids[i : i + 2], d_activations[i : i + 2]) for i in (0, 2, 4)))
         micro = ids.reshape(3, 2, 2), d_activations.reshape(3, 2, DIM)
         _, stacked = jax.lax.scan(lambda _, inputs: (None, row_gradients(*inputs)), None, micro)
-        found = [(g.rows["t"], g.num_touched()["t"], g.to_dense()["t"]) for g in (whole, combined)]
-        return *found, rs.combine(stacked).to_dense()["t"]
+        found = [(g.rows["t"], g.num_touched()["t"], dense_gradients(g)["t"]) for g in (whole, combined)]
+        return *found, dense_gradients(rs.combine(stacked))["t"]
 
     whole, combined, of_scan = each(ids, d_activations)
     (rows, touched, dense), (combined_rows, combined_touched, combined_dense) = whole, combined
@@ -84,7 +85,7 @@ def test_gradients_straight_from_a_batch_step_clip_and_read_as_those_that_were_w
         gradients = keep(collection.lookup_vjp(state, batch)[1](d_activations))
         clipped = keep(rs.clip_by_global_norm(keep(rs.scale(gradients, 0.5)), 2.0))
         norms = rs.global_norm(gradients), rs.global_norm(clipped)
-        return [collection.apply(state, own).tables for own in (gradients, clipped)], norms, clipped.to_dense()
+        return [collection.apply(state, own).tables for own in (gradients, clipped)], norms, dense_gradients(clipped)
 
     fused = jax.jit(functools.partial(steps, lambda gradients: gradients))(state, d_activations)
     for one, two in zip(
@@ -118,7 +119,7 @@ def test_value_and_grad_returns_loss_aux_dense_and_row_gradients():
     np.testing.assert_allclose(loss, (errors**2).sum(), rtol=1e-5)
     np.testing.assert_allclose(dense, 2 * (gains @ table).T @ errors, rtol=1e-5)
     expected = gains.T @ (2 * errors[:, None] * np.ones((1, DIM)))
-    np.testing.assert_allclose(row_gradients.to_dense()["t"], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dense_gradients(row_gradients)["t"], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_ordinary_autodiff_through_lookup_gives_dense_gradients_of_tables_and_weights():
@@ -228,7 +229,7 @@ def test_output_dim_below_the_table_dim_returns_and_trains_leading_columns():
     @jax.jit
     def both(state, gradient):
         activations, pullback = collection.lookup_vjp(state, batch)
-        return activations["f"], pullback({"f": gradient}).to_dense()["t"]
+        return activations["f"], dense_gradients(pullback({"f": gradient}))["t"]
 
     activations, dense = map(np.asarray, both(state, np.ones((2, 2), np.float32)))
     np.testing.assert_array_equal(activations, np.asarray(state.tables["t"])[[1, 2], :2])

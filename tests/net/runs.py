@@ -22,6 +22,7 @@ import rsembed as rs
 from rsembed import sok, tbe, tt
 from rsembed.kernels import native
 from rsembed.sparsecore.nnx import embed
+from tests.oracles import dense_gradients
 from tests.sparsecore.small_world import draw_batch, logical_tables, logical_variables, placed_specs, squared_error
 
 RECORD = Path(__file__).parents[1] / "data" / "net.npz"
@@ -97,7 +98,7 @@ def core(rule, *, mesh=None, placement=None, combiner="sum", weighted=False, is_
         activations, pullback = collection.lookup_vjp(state, batch)
         gradients = pullback(loss_gradient(activations))
         fused = collection.update(state, batch, loss_gradient(activations))
-        return activations, gradients.to_dense(), collection.apply(state, gradients), fused
+        return activations, dense_gradients(gradients), collection.apply(state, gradients), fused
 
     for number in range(STEPS):
         batch = {}

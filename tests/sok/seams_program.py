@@ -117,16 +117,13 @@ def main():
     backward(jnp.ones_like(out))
     np.testing.assert_allclose(by_key(layer.variable)[5], known[5] - 3, rtol=1e-6)
 
-    # One row per key, from lists of other lengths
+    # One row per key, from lists
     layer = sok.All2AllDenseEmbedding(40, 3, 1, 1, dynamic_input=True, optimizer=SGD, name="lists")
-    lists = [np.asarray([5, 2**40, 7]), np.asarray([9, 5, 1, 2, 3])]
+    lists = np.asarray([[5, 2**40, 7, -1, -1], [9, 5, 1, 2, 3]])
     out, backward = inserted(layer.vjp, lists[process])
     known = by_key(layer.variable)
-    assert out.shape == (12, 3)  # both are filled up to 6, so that each of the devices has 3
-    places = np.asarray([0, 1, 2, 6, 7, 8, 9, 10])
-    expected = np.zeros((12, 3), np.float32)
-    expected[places] = rows_of(known, np.concatenate(lists))
-    np.testing.assert_array_equal(whole(out), expected)
+    filled = np.pad(lists, ((0, 0), (0, 1)), constant_values=-1)  # so that each of the devices has 3
+    np.testing.assert_array_equal(whole(out), rows_of(known, filled).reshape(12, 3))
     backward(jnp.ones_like(out))
     after = by_key(layer.variable)
     for key, times in ((5, 2), (2**40, 1), (3, 1)):
@@ -156,18 +153,20 @@ def main():
     pooled_layer = sok.DistributedEmbedding("sum", 20, 3, 1, 4, optimizer=SGD, name="pooled")
     both = "process 1 brings 8 (samples|bags) .*, process 0 4 (samples|bags)"
     refused(both, lambda: pooled_layer(np.ones((8 if process else 4, 1, 2), int)))
-    refused("process 1 brings 4 bags .*, process 0 0 bags", lambda: pooled_layer(np.ones((4 * process, 1, 2), int)))
+    refused("process 1 brings 4 samples .*, process 0 0 ", lambda: pooled_layer(np.ones((4 * process, 1, 2), int)))
+    refused("4 samples of an array .4, 3. .* 0 4 .* .4, 2.", lambda: pooled_layer(np.ones((4, 1, 2 + process), int)))
+    refused("process 1 brings 6 samples", lambda: layer([1, 2, 3, 4, 5, 6][: 4 + process]))
     weights = np.ones((4, 1, 2), np.float32) if process else None
-    refused("4 bags with weights, process 0 4 bags without", lambda: pooled_layer(np.ones((4, 1, 2), int), weights))
+    refused(".4, 2. with weights, process 0 .* without", lambda: pooled_layer(np.ones((4, 1, 2), int), weights))
     message = "keys must be integers" if process else r"process 1 refused what it was given \(TypeError: .*keys must be"
     refused(message, lambda: pooled_layer(np.full((4, 1, 2), 7.0 if process else 7)))
-    message = "process 1 brings layer 'lists' with keys, process 0 layer 'pooled' with feature 'pooled'; all"
+    message = "process 1 brings layer 'lists' with feature 'lists', process 0 layer 'pooled' with feature 'pooled'; all"
     refused(message, lambda: layer([1, 2]) if process else pooled_layer(np.ones((4, 1, 2), int)))
     refused(
-        r"feature 'hashed': process 1 brings 4 bags",
+        r"\(table 'hashed'\)\": process 1 brings 4 bags",
         lambda: sok.group_embedding_lookup_sparse([variable], [[[1]] * (4 if process else 2)], ["sum"]),
     )
-    out, _ = inserted(pooled_layer.vjp, np.full((2, 1, 1 + process), 5))  # as many samples, of other widths
+    out, _ = inserted(pooled_layer.vjp, [[5] * (1 + process)] * 2)  # as many samples, of other widths
     np.testing.assert_allclose(whole(out)[[0, 2], 0], [by_key(pooled_layer.variable)[5] * n for n in (1, 2)], rtol=1e-6)
 
     # A collection reads batches with the same checks

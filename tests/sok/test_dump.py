@@ -99,11 +99,11 @@ def test_a_table_that_grows_takes_rows_and_waiting_keys_of_a_larger_one(tmp_path
     for name, array in sok.export_rows(variable).items():
         np.testing.assert_array_equal(sok.export_rows(again)[name], array, err_msg=name)
 
-    waits = grows(num_devices, admission_count=1)
+    waits = grows(num_devices, admission_count=1, admission_capacity=10)
     train_keys(waits, [*range(1, 21)])
     train_keys(waits, [1, 2])  # a second time
     sok.dump(tmp_path / "c", [waits])
-    again = grows(num_devices, admission_count=1)
+    again = grows(num_devices, admission_count=1, admission_capacity=10)
     sok.load(tmp_path / "c", [again])
     rows = sok.export_rows(again)
     assert len(rows["waiting_keys"]) + len(rows["keys"]) == 20

@@ -140,7 +140,7 @@ def test_columns_step_all_or_none():
         with pytest.raises(ValueError, match="input_layer: the gradient has shape"):
             backward(np.ones(shape, np.float32))
     assert [int(column.variable.get_value().step) for column in columns] == [0, 0]
-    with pytest.raises(TypeError, match=r"'y': .*integers"):
+    with pytest.raises(TypeError, match=r"'y'.*integers"):
         sok.input_layer_vjp({"x": [[11, 12]] * 8, "y": np.full((8, 1), 0.5)}, columns)
     backward(np.ones(output.shape, np.float32))
     assert [int(column.variable.get_value().step) for column in columns] == [1, 1]
