@@ -4,4 +4,3 @@ from rsembed.parallel.launch import launch as launch
 from rsembed.parallel.runtime import init as init
 from rsembed.parallel.runtime import make_mesh as make_mesh
 from rsembed.parallel.runtime import preempted as preempted
-from rsembed.parallel.runtime import put_global as put_global

@@ -1,8 +1,7 @@
-"""Runs of one script on any number of devices and processes: start, mesh, global arrays, orderly end.
+"""Runs of one script on any number of devices and processes: start, mesh, orderly end.
 
 ```
-init()  ─▶  mesh = make_mesh()  ─▶  batch = put_global(local_batch, mesh)  ─▶  your jitted step
-                                    preempted(step): save and leave
+init()  ─▶  mesh = make_mesh()  ─▶  your jitted step  ─▶  preempted(step): save and leave
 ```
 
 Where a process finds the others is no business of the script: see `init`. docs/distributed.md tells how to start it.
@@ -20,13 +19,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+from jax.sharding import AxisType, Mesh
 
-from rsembed.checks import NonNegativeInt, PositiveInt, check_type, describe, validated
+from rsembed.checks import NonNegativeInt, PositiveInt, validated
 from rsembed.kernels.devices import check_threads, provide_threads
 from rsembed.parallel.agreement import say_goodbye
 
@@ -221,52 +218,3 @@ def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
     mesh = Mesh(np.asarray(devices), (axis,), axis_types=(AxisType.Auto,))
     check_threads(mesh)
     return mesh
-
-
-def put_global(tree: PyTree, mesh: Mesh, axis: str | None = "shard") -> PyTree:
-    """Global arrays from what each process holds: its own samples, in the order of the processes.
-
-    Args:
-      tree: host arrays; the first dimension counts the samples of this process, equally many in every process.
-      mesh: see `make_mesh`.
-      axis: the axis to split the first dimension along; None replicates, and then all processes pass equal arrays.
-
-    Returns: the same structure with `jax.Array`s whose first dimension counts the samples of all processes.
-
-    Raises: ValueError: the mesh has no such axis, or an array is global already, or does not split over the local
-      devices, or its integers do not fit JAX's 32 bits. TypeError: it holds no numbers.
-    """
-    check_type(mesh, Mesh, "put_global: mesh")
-    if axis not in (None, *mesh.axis_names):
-        raise ValueError(f"put_global: axis {axis!r} is not in the mesh, which has {mesh.axis_names}.")
-    sharding = NamedSharding(mesh, PartitionSpec(axis))
-    own_devices = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
-
-    def put(path: Any, leaf: PyTree) -> jax.Array:
-        name = f"put_global: array {jax.tree_util.keystr(path) or 'given'}"
-        if isinstance(leaf, jax.core.Tracer) or np.ma.isMaskedArray(leaf):
-            raise TypeError(f"{name} must be a plain array of the host, outside of jit, got {describe(leaf)}.")
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            raise ValueError(
-                f"{name} is global already: give what this process alone holds, or leave put_global out for a batch "
-                "that collection.prepare has made."
-            )
-        array = np.asarray(leaf)
-        if not jnp.issubdtype(array.dtype, np.number) and array.dtype != bool:
-            raise TypeError(f"{name} holds {array.dtype}; only numbers can be put on devices.")
-        if axis is not None and (array.ndim == 0 or array.shape[0] % own_devices):
-            raise ValueError(
-                f"{name} of shape {array.shape} does not split over the {own_devices} devices of this process; pad "
-                "its first dimension to a multiple."
-            )
-        narrow = jax.dtypes.canonicalize_dtype(array.dtype)
-        if array.dtype.kind in "iu" and narrow != array.dtype and array.size:
-            info = np.iinfo(narrow)
-            if array.min() < info.min or array.max() > info.max:
-                raise ValueError(
-                    f"{name} holds integers beyond {narrow.name}, which JAX would cut off silently; pass keys of 64 "
-                    "bits as two arrays of 32."
-                )
-        return jax.make_array_from_process_local_data(sharding, array.astype(narrow, copy=False))
-
-    return jax.tree_util.tree_map_with_path(put, tree)
