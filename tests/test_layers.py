@@ -22,7 +22,7 @@ BUDGETS = {
     "bags": 453,
     "kernels": 3035,
     "initial_values": 252,
-    "storage": 2491,
+    "storage": 2396,
     "row_gradients": 268,
     "parallel": 845,
     "collection": 2768,
