@@ -24,7 +24,7 @@ BUDGETS = {
     "initial_values": 252,
     "storage": 2396,
     "row_gradients": 268,
-    "parallel": 845,
+    "parallel": 832,
     "collection": 2768,
     "taps": 160,
     "nnx": 212,

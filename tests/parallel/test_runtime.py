@@ -1,6 +1,5 @@
 """Processes find each other, compute together, and leave together: when told to, and when one of them dies."""
 
-import importlib
 import os
 import re
 import signal
@@ -70,7 +69,7 @@ def test_a_silent_process_ends_the_run_after_the_heartbeat_timeout():
 
 
 def test_launch_reports_the_first_failure(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("rsembed.parallel.launch"), "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(runtime, "GRACE_SECONDS", 0.2)
     script = tmp_path / "script.py"
     script.write_text("import os, sys, time\nif os.environ['RSEMBED_PROCESS_ID'] == '0': time.sleep(60)\nsys.exit(7)\n")
     assert command_line.main(["launch", "--processes", "3", str(script)]) == 7
