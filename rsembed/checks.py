@@ -70,12 +70,12 @@ def within(interval: str, *, default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={"interval": interval})
 
 
-def check_fields(record: Any) -> None:
-    """Raises: TypeError, ValueError: the annotation or the interval of a field does not admit its value."""
+def check_fields(record: Any, where: str | None = None) -> None:
+    """Raises: TypeError, ValueError, of `where` or the class: a field's annotation or interval refuses its value."""
     kind: Any = type(record)
-    hints = _hints(kind)
+    hints, where = _hints(kind), where or kind.__name__
     for field in dataclasses.fields(record):
-        value, name = getattr(record, field.name), f"{kind.__name__}: {field.name}"
+        value, name = getattr(record, field.name), f"{where}: {field.name}"
         if interval := field.metadata.get("interval"):
             check_within(interval, value, name)
         if field.name in hints:

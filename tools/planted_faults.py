@@ -64,7 +64,7 @@ storage/row_map.py  storage/test_contract.py -k evicting
 storage/hashed_rows.py  storage/test_evict.py
     step - waiting.last_step > steps_to_live => step - waiting.last_step >= steps_to_live
 storage/hashed.py  storage/test_admission.py
-    (drawn >= _power(1.0 - probability, occurrences)) => (drawn >= _power(probability, occurrences))
+    (1.0 - probability) ** (2**bit) => probability ** (2**bit)
 storage/host_cached.py  storage/test_corners.py -k leave_the_device
     row_map.add_counts(row_map.count_of(known, rows), uses) => uses
 storage/logical_rows.py  storage/test_evict.py

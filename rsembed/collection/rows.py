@@ -29,7 +29,7 @@ from rsembed.kernels.reference import entry_gains, gradients_of_weights
 from rsembed.keys import Keys
 from rsembed.parallel.exchange import Asked, Asking, Question, Wanted, default_capacity, distinct
 from rsembed.specs import TableSpec
-from rsembed.storage.protocol import ReadAhead, State, Storage
+from rsembed.storage.protocol import State, Storage
 from rsembed.storage.row_map import combine, entries, named, unnamed
 
 
@@ -124,7 +124,7 @@ class Rows:
         if self.storage.ids_are_rows:
             return self._pooled(params, batch.segments), jnp.zeros((), jnp.int32), Traffic.of(0, 0)
         keys = batch.all_keys()
-        ahead = None if number is None else ReadAhead(self._occurrences_of_all(batch), number)
+        ahead = None if number is None else (self._occurrences_of_all(batch), number)
 
         def pool(vectors: Array, places: Array) -> Sequence[Array]:
             return self._pooled(vectors, read_from(places, batch.segments))
@@ -312,7 +312,7 @@ class AskedRows(Rows):
 
         def answer(num_unknown: Array, question: PyTree) -> tuple[Array, Array]:
             keys, occurrences, _ = self._received(question)
-            ahead = None if number is None else ReadAhead(occurrences, number)
+            ahead = None if number is None else (occurrences, number)
             vectors, more = self.storage.read(params, keys, self.table, ahead)
             return num_unknown + more, vectors
 

@@ -9,28 +9,30 @@ from typing import Annotated, ClassVar, Literal, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.bags import PAD_ID
-from rsembed.checks import PositiveInt, check_type, dtype_among
+from rsembed.checks import PositiveInt, check_fields, dtype_among
 from rsembed.initial_values import keyed_form, table_key, table_keys, traced_initializer
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Step
+from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Segment, SegmentGradients, Step
 from rsembed.kernels.keyed import varying_zero
 from rsembed.keys import KEY_DTYPES, Keys, join_keys, local_rows
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import hashed_rows, logical_rows, row_map
-from rsembed.storage.hashed_rows import MAX_CAPACITY, Counters, DynamicRows, DynamicTable, numbers_of
-from rsembed.storage.protocol import Found, Pool, ReadAhead, Segments, State, Vectors, of_near_sizes, on_host
+from rsembed.storage.hashed_rows import MAX_CAPACITY, Counters, DynamicTable, numbers_of
+from rsembed.storage.protocol import Found, Pool, ReadAhead, Segments, State, Storage, Vectors, of_near_sizes, on_host
 from rsembed.storage.row_map import Eviction
 
 ROWS_BY_KEY = "rows by key"
 WhenFull = Literal["error", "grow", "evict", "zero"]
 
 
-class RowsByKey(DynamicRows):
-    """A storage of rows that come out and go in by key; how keys find their rows is left to say."""
+class DynamicRows(Storage):
+    """A storage whose `params` are a `DynamicTable`; how keys find their rows is left to say."""
+
+    rows_on_host: ClassVar[bool] = True
 
     def read(self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
         """As every storage. A key that `find` will meet a full table with reads ahead as what it would start from."""
@@ -40,8 +42,36 @@ class RowsByKey(DynamicRows):
 
         return self.pooled(params, keys, (), table, gather, ahead)
 
+    def vectors(self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
+        """Float32, as they are read."""
+        del table
+        return api.lookup(params.rows, [Segment(rows, None, None, "none")])[0]
+
+    def step(
+        self, params: DynamicTable, slots: Slots, gradients: SegmentGradients, table: TableSpec, step: Step
+    ) -> State:
+        rows, slots = api.update(params.rows, slots, gradients, hashed_rows.rounding_by_key(params, step))
+        return params._replace(rows=rows), slots
+
+    def step_distinct(
+        self, params: DynamicTable, slots: Slots, rows: Array, values: Array, table: TableSpec, step: Step
+    ) -> State:
+        """As every storage; nothing is sorted."""
+        step = hashed_rows.rounding_by_key(params, step)
+        stepped, slots = api.apply_rows(params.rows, slots, rows, values, step)
+        return params._replace(rows=stepped), slots
+
+    def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
+        """Rows in use and all counters of each shard, int64."""
+        num_free = 0 if params.keys is None else on_host(params.keys.num_free).astype(np.int64)
+        found = {"rows": params.rows.shape[0] // num_shards - num_free + np.zeros(num_shards, np.int64)}
+        counters = params.counters._asdict().items()
+        return found | {name: numbers_of(lanes) for name, lanes in counters if lanes is not None}
+
     def rows(self, params: DynamicTable, slots: PyTree, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
-        return logical_rows.export(params, slots, table, num_shards)
+        places, found = logical_rows.places_by_key(params, table, num_shards)
+        arrays = zip(logical_rows.array_names(table, slots), (params.rows, *slots), strict=True)
+        return found | {name: on_host(array)[places] for name, array in arrays}
 
     def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> PyTree:
         """Rows of an array have their numbers for keys."""
@@ -57,7 +87,7 @@ class RowsByKey(DynamicRows):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hashed(RowsByKey):
+class Hashed(DynamicRows):
     """Any number of 64 bits is an id: a key gets a row when it is first trained, and keeps it while there is room.
 
     The table's `vocabulary_size` is the number of rows, over all devices; on a mesh, key `k` belongs to device
@@ -95,9 +125,9 @@ class Hashed(RowsByKey):
 
     when_full: WhenFull = "error"
     eviction: Eviction = "lru"
-    admission_count: int = 0
-    admission_capacity: int | None = None
-    admission_probability: float = 1.0
+    admission_count: Annotated[int, "[0, 2147483648)"] = 0
+    admission_capacity: PositiveInt | None = None
+    admission_probability: Annotated[float, "(0, 1]"] = 1.0
     key_dtype: str = "int64"
     placements: ClassVar[tuple[str, ...]] = ("row", "replicated")
 
@@ -108,24 +138,20 @@ class Hashed(RowsByKey):
 
     def check(self, table: TableSpec) -> None:
         where = f"table {table.name!r}"
+        dtype_among(KEY_DTYPES, self.key_dtype, f"{where}: key_dtype")
+        check_fields(self, where)
         if self.when_full == "grow":
             raise ValueError(
                 f"{where}: when_full='grow' needs arrays that change their size, which a state of a "
                 "collection never does; take a larger vocabulary_size, to which load_collection brings saved rows."
             )
-        check_type(self.admission_count, Annotated[int, "[0, 2147483648)"], f"{where}: admission_count")
         if self.admission_capacity is not None:
-            check_type(self.admission_capacity, PositiveInt, f"{where}: admission_capacity")
             if not self.admission_count:
                 raise ValueError(f"{where}: admission_capacity is of keys that wait, which takes an admission_count.")
             if self.admission_capacity > MAX_CAPACITY:
                 raise ValueError(f"{where}: at most {MAX_CAPACITY} keys can wait on a device; use more devices.")
-        check_type(self.admission_probability, Annotated[float, "(0, 1]"], f"{where}: admission_probability")
         if self.admission_count and self.admission_probability < 1:
             raise ValueError(f"{where}: keys are admitted by admission_count or by admission_probability, not by both.")
-        check_type(self.when_full, WhenFull, f"{where}: when_full")
-        check_type(self.eviction, Eviction, f"{where}: eviction")
-        dtype_among(KEY_DTYPES, self.key_dtype, f"{where}: key_dtype")
         traced_initializer(table, (1, table.embedding_dim))
 
     def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
@@ -308,40 +334,25 @@ def is_drawn(
 
     A key draws one number of 32 bits a step, from `key` (where there are several, that of its table) folded with
     `DRAWS`, the step and the key's lanes. Below the chance that none of its occurrences is lucky, in units of 2**-32,
-    it stays outside; the chance is a product of integers, so that no compiler rounds it otherwise.
+    it stays outside; the chance is a product of float32 numbers and nothing else, which no compiler rounds otherwise.
     """
     own = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, DRAWS), number))(key.reshape(-1))
     drawn = api.row_bits(own if key.ndim else own[0], (keys.high, keys.low), 1, keys.table)[:, 0]
-    return keys.is_key & (drawn >= _power(1.0 - probability, occurrences))
+    squares = jnp.asarray([(1.0 - probability) ** (2**bit) for bit in range(31)], jnp.float32)
 
+    def multiply(bit: Array, chance: Array) -> Array:
+        return jnp.where((occurrences >> bit) & 1 == 1, chance * squares[bit], chance)
 
-def _power(base: float, exponents: Int[Array, " nnz"]) -> UInt32[Array, " nnz"]:
-    """`base**exponents` in units of 2**-32, for a base below 1 and positive exponents."""
-    squares = jnp.asarray([min(int(base ** (2**bit) * 2**32), 2**32 - 1) for bit in range(31)], jnp.uint32)
-
-    def multiply(bit: Array, product: Array) -> Array:
-        is_set = (exponents >> bit) & 1 == 1
-        return jnp.where(is_set, _upper_half(product, squares[bit]), product)
-
-    start = jnp.full(exponents.shape, 0xFFFFFFFF, jnp.uint32) + varying_zero(exponents).astype(jnp.uint32)
-    product: Array = jax.lax.fori_loop(0, 31, multiply, start)
-    return product
-
-
-def _upper_half(one: UInt32[Array, "*n"], other: UInt32[Array, ""]) -> UInt32[Array, "*n"]:
-    """The upper 32 bits of a product of two 32-bit numbers."""
-    half, low = jnp.uint32(16), jnp.uint32(0xFFFF)
-    one_high, one_low, other_high, other_low = one >> half, one & low, other >> half, other & low
-    crossed, across = one_high * other_low, one_low * other_high
-    carried = (one_low * other_low >> half) + (crossed & low) + (across & low)
-    return one_high * other_high + (crossed >> half) + (across >> half) + (carried >> half)
+    start = jnp.ones(keys.shape, jnp.float32) + varying_zero(occurrences).astype(jnp.float32)
+    unlucky = jax.lax.fori_loop(0, 31, multiply, start)
+    return keys.is_key & (drawn.astype(jnp.float32) * 2.0**-32 >= unlucky)
 
 
 MAX_KEYS = 2**32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RowNumbers(RowsByKey):
+class RowNumbers(DynamicRows):
     """The storage of keys that are row numbers; they start from what a hash table would give them.
 
     Args:

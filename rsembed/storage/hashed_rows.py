@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,13 @@ from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from rsembed.initial_values import keyed_rows
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Segment, SegmentGradients, Step
+from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Step
 from rsembed.kernels.keyed import mix
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import row_map
-from rsembed.storage.protocol import State, Storage, on_host
+from rsembed.storage.protocol import on_host
 
 MAX_CAPACITY = 2**29
 # New rows are made in blocks of one size, whatever the batch: the work follows their number, and the same program
@@ -176,7 +176,7 @@ def with_initial_values(
     return jax.lax.fori_loop(0, num_used, fill_block, arrays)
 
 
-def _rounding_by_key(params: DynamicTable, step: Step) -> Step:
+def rounding_by_key(params: DynamicTable, step: Step) -> Step:
     """A step whose 16-bit rows are rounded with noise that belongs to the key, whichever row it has."""
     if step.rounding is None:
         return step
@@ -227,37 +227,6 @@ def grow(
     if waiting is not None and waiting.last_step.shape[0] < num_waiting:
         waiting = row_map.grow(waiting, num_waiting)
     return params._replace(keys=row_map.grow(params.keys, capacity), rows=rows, waiting=waiting), slots
-
-
-class DynamicRows(Storage):
-    """A storage whose `params` are a `DynamicTable`; how keys find their rows is left to say."""
-
-    rows_on_host: ClassVar[bool] = True
-
-    def vectors(self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
-        """Float32, as they are read."""
-        del table
-        return api.lookup(params.rows, [Segment(rows, None, None, "none")])[0]
-
-    def step(
-        self, params: DynamicTable, slots: Slots, gradients: SegmentGradients, table: TableSpec, step: Step
-    ) -> State:
-        rows, slots = api.update(params.rows, slots, gradients, _rounding_by_key(params, step))
-        return params._replace(rows=rows), slots
-
-    def step_distinct(
-        self, params: DynamicTable, slots: Slots, rows: Array, values: Array, table: TableSpec, step: Step
-    ) -> State:
-        """As every storage; nothing is sorted."""
-        stepped, slots = api.apply_rows(params.rows, slots, rows, values, _rounding_by_key(params, step))
-        return params._replace(rows=stepped), slots
-
-    def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
-        """Rows in use and all counters of each shard, int64."""
-        num_free = 0 if params.keys is None else on_host(params.keys.num_free).astype(np.int64)
-        found = {"rows": params.rows.shape[0] // num_shards - num_free + np.zeros(num_shards, np.int64)}
-        counters = params.counters._asdict().items()
-        return found | {name: numbers_of(lanes) for name, lanes in counters if lanes is not None}
 
 
 def numbers_of(lanes: Array) -> np.ndarray:

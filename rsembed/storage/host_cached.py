@@ -16,14 +16,15 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 from numpy.typing import ArrayLike
 
 from rsembed.bags import padded_size
-from rsembed.checks import PositiveInt, check_type
+from rsembed.checks import PositiveInt, check_fields
 from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.keys import Keys
 from rsembed.specs import TableSpec
 from rsembed.storage import hashed_rows, row_map
-from rsembed.storage.hashed_rows import DynamicRows, DynamicTable
+from rsembed.storage.hashed import DynamicRows
+from rsembed.storage.hashed_rows import DynamicTable
 from rsembed.storage.protocol import Found, ReadAhead, State, Vectors, on_host
 from rsembed.storage.row_map import Eviction
 
@@ -158,7 +159,7 @@ class HostCached(DynamicRows):
       (2, 8)
     """
 
-    cache_rows: int
+    cache_rows: PositiveInt
     eviction: Eviction = "lru"
     placements: ClassVar[tuple[str, ...]] = ("row", "replicated")
 
@@ -171,8 +172,7 @@ class HostCached(DynamicRows):
         return self.cache_rows
 
     def check(self, table: TableSpec) -> None:
-        check_type(self.cache_rows, PositiveInt, f"table {table.name!r}: cache_rows")
-        check_type(self.eviction, Eviction, f"table {table.name!r}: eviction")
+        check_fields(self, f"table {table.name!r}")
         if table.optimizer.moves_all_rows:
             raise ValueError(
                 f"table {table.name!r}: {type(table.optimizer).__name__} moves all rows in every step, also those on "
@@ -213,10 +213,6 @@ class HostCached(DynamicRows):
         """Places in use, over all shards, and whose they are."""
         places = np.flatnonzero(on_host(params.keys.last_step) != row_map.FREE)
         return places, on_host(params.keys.low)[places]
-
-    def emptied(self, params: DynamicTable) -> DynamicTable:
-        """The parameters with no row near."""
-        return params._replace(keys=row_map.empty(params.rows.shape[0]))
 
     def make_room(self, params: DynamicTable, keys: Keys) -> tuple[DynamicTable, Moves]:
         """Places for those of the keys that have none; their rows must follow before anything else.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, cast
 
 import jax
@@ -24,13 +24,14 @@ from rsembed.keys import Keys, check_fits, join_keys, local_rows, owners, split_
 from rsembed.specs import TableSpec
 from rsembed.storage import row_map
 from rsembed.storage.hashed_rows import DynamicTable, stack, unstack
-from rsembed.storage.protocol import Storage, on_host
+from rsembed.storage.protocol import State, Storage, on_host
 from rsembed.storage.row_map import Eviction, RowMap
 
 ROWS_PER_BLOCK = 1 << 16
 """Rows that are written at once."""
 
 _find_or_assign, _release = jax.jit(row_map.find_or_assign), jax.jit(row_map.release)
+_squared_norms = jax.jit(lambda rows: jnp.sum(jnp.square(rows.astype(jnp.float32)), axis=1))
 Blocks = Iterator[tuple[int, np.ndarray]]
 
 
@@ -80,34 +81,23 @@ def as_dtype(values: ArrayLike, dtype: DTypeLike, where: str, name: str) -> np.n
     return fitting
 
 
-def export(
-    params: DynamicTable, slots: Sequence[PyTree], table: TableSpec, num_shards: int = 1
-) -> dict[str, np.ndarray]:
-    """Everything that belongs to keys, in ascending order of the keys (copies on the host).
-
-    Returns: `keys` (of the table's `key_dtype`), `values`, one `slot_<name>` per optimizer slot; of a hash table
-    `last_step` and `count`; and with admission `waiting_keys`, `waiting_last_step` and `waiting_count`.
-
-    Raises: ValueError: a key does not fit `key_dtype`.
-    """
-    places, exported = places_by_key(params, table, num_shards)
-    for name, array in zip(array_names(table, slots), (params.rows, *slots), strict=True):
-        exported[name] = on_host(array)[places]
-    return exported
-
-
 def places_by_key(
     params: DynamicTable, table: TableSpec, num_shards: int
 ) -> tuple[Int[np.ndarray, " n"], dict[str, np.ndarray]]:
-    """Where the rows of keys lie, in ascending order of the keys; and what `export` returns but for their contents."""
+    """Where the rows of keys lie, in ascending order of the keys; and what is known of the keys but for their rows.
+
+    Returns: the places; and `keys` (of the table's `key_dtype`), of a hash table `last_step` and `count`, and with
+      admission `waiting_keys`, `waiting_last_step` and `waiting_count`.
+
+    Raises: ValueError: a key does not fit `key_dtype`.
+    """
     if params.keys is None:
         keys = np.arange(params.rows.shape[0])
         places = _fixed_places(table, split_keys(keys), keys.size, num_shards)
         return places, {"keys": keys.astype(_key_dtype(table))}
-    places, exported = _keys_of(table, params.keys, "")
-    if params.waiting is not None:
-        exported |= _keys_of(table, params.waiting, "waiting_")[1]
-    return places, exported
+    places, known = _by_key(table, params.keys)
+    waiting = {} if params.waiting is None else _by_key(table, params.waiting)[1]
+    return places, known | {f"waiting_{name}": array for name, array in waiting.items()}
 
 
 def rows_to_leave(
@@ -135,27 +125,19 @@ def rows_to_leave(
       norm_below: those go whose rows have a smaller L2 norm.
       step: the one to come.
     """
-    known = params.keys
-    high, low, last_step, counts = map(on_host, (known.high, known.low, known.last_step, known.counts))
+    known, last_step = params.keys, on_host(params.keys.last_step)
     is_used, leaves = (last_step != row_map.FREE) & is_own, np.zeros(last_step.shape, bool)
     if unused_for is not None:
         leaves |= is_used & (step - last_step.astype(np.int64) > unused_for)
     if norm_below is not None:
-        squares = on_host(jax.jit(_squared_norms)(params.rows))
+        squares = on_host(_squared_norms(params.rows))
         leaves |= is_used & (np.sqrt(squares.astype(np.float64)) < norm_below)
     if keep is not None:
         used = np.flatnonzero(is_used)
-        lanes = join_keys(high[used], low[used]), on_host(row_map.worth(known, policy))[used]
+        high, low, worth = (on_host(lane)[used] for lane in (known.high, known.low, row_map.worth(known, policy)))
+        lanes = join_keys(high, low), worth
         leaves[used[np.lexsort(lanes)[: max(used.size - keep, 0)]]] = True
-    places = np.flatnonzero(leaves)
-    keys = join_keys(high[places], low[places], dtype=_key_dtype(table))
-    order = np.argsort(keys)
-    places = places[order]
-    return places, {"keys": keys[order], "last_step": last_step[places], "count": counts[places]}
-
-
-def _squared_norms(rows: Array) -> Array:
-    return jnp.sum(jnp.square(rows.astype(jnp.float32)), axis=1)
+    return _by_key(table, known, leaves)
 
 
 def check_reasons(where: str, **given: float | None) -> None:
@@ -177,32 +159,30 @@ def array_names(table: TableSpec, slots: Sequence[PyTree]) -> list[str]:
     return ["values", *(f"slot_{name}" for name in names)][: 1 + len(slots)]  # a state for serving has none
 
 
-def _keys_of(table: TableSpec, keys: RowMap, prefix: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    high, low, last_step, count = map(on_host, (keys.high, keys.low, keys.last_step, keys.counts))
-    places = np.flatnonzero(last_step != row_map.FREE)
-    joined = join_keys(high[places], low[places], dtype=_key_dtype(table))
-    order = np.argsort(joined)
+def _by_key(
+    table: TableSpec, maps: RowMap, marks: np.ndarray | bool = True
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Places of marked rows that have a key, in ascending order of the keys, which are returned with their notes."""
+    high, low, last_step, count = map(on_host, (maps.high, maps.low, maps.last_step, maps.counts))
+    places = np.flatnonzero((last_step != row_map.FREE) & marks)
+    keys = join_keys(high[places], low[places], dtype=_key_dtype(table))
+    order = np.argsort(keys)
     places = places[order]
-    exported = {"keys": joined[order], "last_step": last_step[places], "count": count[places]}
-    return places, {f"{prefix}{name}": array for name, array in exported.items()}
+    return places, {"keys": keys[order], "last_step": last_step[places], "count": count[places]}
 
 
 def import_rows(
-    params: DynamicTable,
-    slots: Sequence[PyTree],
-    exported: Mapping[str, PyTree],
-    table: TableSpec,
-    num_shards: int = 1,
-) -> tuple[DynamicTable, tuple[PyTree, ...]]:
+    params: DynamicTable, slots: Sequence[PyTree], exported: Mapping[str, PyTree], table: TableSpec, num_shards: int
+) -> State:
     """The table with the rows of `exported`; keys that it has already are overwritten, new ones get free rows.
 
     Args:
       params: rows of all shards, not inside `jit`. Rows and slots are written where they are, keys come back as arrays
         of numpy.
       slots: their optimizer state.
-      exported: as from `export`; values and slots may still be on the disk. Only `keys` and `values` are needed:
-        without them slots start fresh, steps and `count` at 0. `first_step` is dropped where nobody asks for it. Keys
-        that wait for admission are dropped, with a warning, where every key is admitted at once.
+      exported: as `DynamicRows.rows` returns them; values and slots may still be on the disk. Only `keys` and `values`
+        are needed: without them slots start fresh, steps and `count` at 0. Keys that wait for admission are dropped,
+        with a warning, where every key is admitted at once.
       table: whose rows these are.
       num_shards: how many share the keys.
 
@@ -224,10 +204,8 @@ def import_rows(
         values = as_dtype(values.whole() if isinstance(values, SavedArray) else values, np.float32, where, "values")
         parts = dict(zip(names[1:], table.optimizer.init_slots(jnp.asarray(values)), strict=True)) | parts
     params, places = with_keys(params, exported, table, num_shards)
-    rows, *kept = (
-        written(array, places, _blocks_of(parts[name], array.dtype, where, name), num_shards)
-        for array, name in zip(arrays, names, strict=True)
-    )
+    own = zip(names, arrays, strict=True)
+    rows, *kept = (_written(array, places, parts[name], num_shards, where, name) for name, array in own)
     return params._replace(rows=rows), tuple(kept)
 
 
@@ -245,7 +223,7 @@ def with_keys(
     else:
         known_keys, places = _place(table, known_keys, keys, exported, "", num_shards)
     if waiting is not None:
-        waiting = _without(waiting, _numbers(keys), num_shards)  # they have a row now
+        waiting = _without(waiting, keys, num_shards)  # they have a row now
     if waiting is not None and "waiting_keys" in exported:
         waiting_keys = _checked_keys(table, exported, "waiting_")
         waiting, _ = _place(table, waiting, waiting_keys, exported, "waiting_", num_shards)
@@ -258,36 +236,24 @@ def with_keys(
     return params._replace(keys=known_keys, waiting=waiting), places
 
 
-def _blocks_of(values: PyTree, dtype: DTypeLike, where: str, name: str) -> Blocks:
-    """Rows in the dtype that keeps them, some at a time, each time with the number of the first."""
+def _written(
+    array: PyTree, places: Int[np.ndarray, " n"], values: PyTree, num_shards: int, where: str, name: str
+) -> PyTree:
+    """A copy of the array of all shards with `values` in some places, made where the array lies, block by block."""
     if isinstance(values, SavedArray):
         blocks = values.blocks()
     else:
         starts = range(0, max(len(values), 1), ROWS_PER_BLOCK)
         blocks = ((first, values[first : first + ROWS_PER_BLOCK]) for first in starts)
-    return ((first, as_dtype(rows, dtype, where, name)) for first, rows in blocks)
-
-
-def written(
-    array: PyTree, places: Int[np.ndarray, " n"], blocks: Iterable[tuple[int, np.ndarray]], num_shards: int
-) -> PyTree:
-    """A copy of the array of all shards with rows in some places, made where the array lies.
-
-    Args:
-      array: of all shards.
-      places: of all rows that come; a row whose place is behind the array is left out.
-      blocks: the rows in order, each block with the number of its first.
-      num_shards: how many share the array.
-    """
     if isinstance(array, np.ndarray):
-        copy = array.copy()
-        for first, rows in blocks:
-            copy[places[first : first + len(rows)]] = rows
-        return copy
+        array = array.copy()
     for first, rows in blocks:
-        shard, row = np.divmod(places[first : first + len(rows)], array.shape[0] // num_shards)
-        size = padded_size(max(len(rows), 1))
-        padding = (0, size - shard.size)
+        rows, own = as_dtype(rows, array.dtype, where, name), places[first : first + len(rows)]
+        if isinstance(array, np.ndarray):
+            array[own] = rows
+            continue
+        shard, row = np.divmod(own, array.shape[0] // num_shards)
+        padding = (0, padded_size(max(own.size, 1)) - own.size)
         shard = np.pad(shard, padding, constant_values=num_shards).astype(np.int32)
         block = np.pad(rows, [padding, *[(0, 0)] * (rows.ndim - 1)])
         put = jax.jit(_put, static_argnums=0, donate_argnums=1 if first else (), out_shardings=array.sharding)
@@ -302,17 +268,15 @@ def _put(num_shards: int, array: Array, shard: Array, row: Array, values: Array)
 
 def room_needed(params: DynamicTable, exported: Mapping[str, PyTree], table: TableSpec, num_shards: int) -> int:
     """Rows that the fullest shard of a hash table needs for `import_rows` of these."""
-    coming = _numbers(_checked_keys(table, exported, ""))
-    return _most(np.concatenate([coming, _present(params.keys)]), num_shards)
+    return _most(params.keys, _checked_keys(table, exported, ""), num_shards)
 
 
-def _numbers(keys: Keys) -> np.ndarray:
-    return join_keys(keys.high, keys.low)
-
-
-def _most(numbers: np.ndarray, num_shards: int) -> int:
-    """Largest number of distinct keys, among these, that one shard owns."""
-    return int(np.bincount(owners(split_keys(np.unique(numbers)), num_shards), minlength=1).max())
+def _most(maps: RowMap, keys: Keys, num_shards: int) -> int:
+    """Largest number of keys that one shard owns, of those in the maps of all shards and these."""
+    high, low, last_step = map(on_host, (maps.high, maps.low, maps.last_step))
+    present = join_keys(high, low)[last_step != row_map.FREE]
+    distinct = split_keys(np.union1d(present, join_keys(keys.high, keys.low)))
+    return int(np.bincount(owners(distinct, num_shards), minlength=1).max())
 
 
 def _checked_keys(table: TableSpec, exported: Mapping[str, PyTree], prefix: str) -> Keys:
@@ -348,16 +312,10 @@ def _fixed_places(table: TableSpec, keys: Keys, num_rows: int, num_shards: int) 
     return owners(keys, num_shards).astype(np.int64) * capacity + rows
 
 
-def _present(maps: RowMap) -> np.ndarray:
-    """The keys of all shards."""
-    high, low, last_step = map(on_host, (maps.high, maps.low, maps.last_step))
-    return join_keys(high, low)[last_step != row_map.FREE]
-
-
-def _without(maps: RowMap, gone: np.ndarray, num_shards: int) -> RowMap:
+def _without(maps: RowMap, gone: Keys, num_shards: int) -> RowMap:
     """The maps of all shards without these keys."""
     high, low, last_step = map(on_host, (maps.high, maps.low, maps.last_step))
-    is_gone = (last_step != row_map.FREE) & np.isin(join_keys(high, low), gone)
+    is_gone = (last_step != row_map.FREE) & np.isin(join_keys(high, low), join_keys(gone.high, gone.low))
     if not is_gone.any():
         return maps
     by_shard = is_gone.reshape(num_shards, -1)
@@ -385,7 +343,7 @@ def _place(
         if num_left := int(np.sum(rows == NO_ROW)):
             num_rows = free + int((own_map.last_step != row_map.FREE).sum()) - (rows.size - num_left)
             what = f"admission_capacity={num_rows}" if prefix else f"capacity={num_rows}"
-            most = _most(np.concatenate([_present(maps), _numbers(keys)]), num_shards)
+            most = _most(maps, keys, num_shards)
             # On a mesh each device has a whole number of rows, together perhaps more than vocabulary_size.
             enough = f"admission_capacity={most}" if prefix else f"vocabulary_size={most * num_shards}"
             raise ValueError(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import abc
 import itertools
-from collections import Counter
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +20,8 @@ from rsembed.kernels.contract import NO_ROW, Rounding, Segment, SegmentGradients
 from rsembed.keys import Keys, checked_keys, owners
 from rsembed.specs import TableSpec
 
-
-class ReadAhead(NamedTuple):
-    """Facts of the step that will follow a lookup.
-
-    Attributes:
-      occurrences: how often each key occurred in the batch.
-      number: of the step that will follow.
-    """
-
-    occurrences: Int[Array, " nnz"]
-    number: Int[Array, ""]
-
-
+ReadAhead: TypeAlias = tuple[Int[Array, " nnz"], Int[Array, ""]]
+"""How often each key of a lookup occurred in the batch, and the number of the step that will follow."""
 Segments: TypeAlias = Sequence[Segment]
 State: TypeAlias = tuple[PyTree, PyTree]
 """Parameters and slots."""
@@ -298,27 +287,21 @@ def of_near_sizes(tables: Sequence[TableSpec], *, most_rows: int, num_waiting: i
       most_rows: place for so many in a group, or for one table.
       num_waiting: keys that may wait for a row in each table; there is place for `most_rows` in a group, too.
     """
-    found = sorted(Counter(table.vocabulary_size for table in tables).items())
-    sizes, counts = [size for size, _ in found], [count for _, count in found]
-    room = MOST_EMPTY * sum(table.vocabulary_size for table in tables)
-    while len(sizes) > 1:
-        costs = [
-            count * (larger - size) for count, (size, larger) in zip(counts, itertools.pairwise(sizes), strict=False)
-        ]
-        place = min(range(len(costs)), key=costs.__getitem__)
-        if costs[place] > room:
+    size = operator.attrgetter("vocabulary_size")
+    groups = [list(own) for _, own in itertools.groupby(sorted(tables, key=size), key=size)]
+    room = MOST_EMPTY * sum(map(size, tables))
+    while len(groups) > 1:
+        costs = [len(own) * (size(larger[-1]) - size(own[-1])) for own, larger in itertools.pairwise(groups)]
+        if (cost := min(costs)) > room:
             break
-        room -= costs[place]
-        counts[place + 1] += counts[place]
-        del sizes[place], counts[place]
-    groups: dict[tuple[int, int], list[TableSpec]] = {}
-    joined = Counter[int]()
-    for table in tables:
-        size = next(size for size in sizes if size >= table.vocabulary_size)
-        most_tables = max(most_rows // max(size, num_waiting), 1)
-        groups.setdefault((size, joined[size] // most_tables), []).append(table)
-        joined[size] += 1
-    return list(groups.values())
+        room, place = room - cost, costs.index(cost)
+        groups[place : place + 2] = [groups[place] + groups[place + 1]]
+    found: list[list[TableSpec]] = []
+    for group in groups:
+        most_tables = max(most_rows // max(size(group[-1]), num_waiting), 1)
+        own = [table for table in tables if table in group]
+        found += [own[first : first + most_tables] for first in range(0, len(own), most_tables)]
+    return found
 
 
 def parts(trees: tuple[PyTree, ...], sizes: Sequence[Sequence[int]]) -> list[tuple[PyTree, ...]]:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int, Int64, PyTree, UInt64
+from jaxtyping import Array, Int, Int64, PyTree
 from numpy.typing import ArrayLike
 
 from rsembed.bags import padded_size
@@ -62,23 +62,19 @@ MAX_LFU_SETS = 2**24 - 1
 """FBGEMM packs the set number beside a 40-bit count; the limit is kept so that a configuration works in both."""
 
 
-def _mixed(values: UInt64[np.ndarray, " ids"]) -> UInt64[np.ndarray, " ids"]:
-    """The values, scrambled by a bijection of 64-bit numbers. Source: Appleby, MurmurHash3, finaliser `f_mixed`."""
-    values = values ^ (values >> np.uint64(33))
-    values *= np.uint64(0xFF51AFD7ED558CCD)
-    values ^= values >> np.uint64(33)
-    values *= np.uint64(0xC4CEB9FE1A85EC53)
-    return values ^ (values >> np.uint64(33))
-
-
 def set_of(ids: Int[np.ndarray, " ids"], num_sets: int) -> Int64[np.ndarray, " ids"]:
-    """The set of each id: its scrambled bits modulo the number of sets.
+    """The set of each id: its bits, scrambled by a bijection of 64-bit numbers, modulo the number of sets.
+
+    Source: Appleby, MurmurHash3, finaliser `fmix64`.
 
     Example:
       >>> set_of(np.array([0, 1, 2, 10**12]), 1000).tolist()
       [0, 604, 447, 300]
     """
-    return (_mixed(ids.astype(np.uint64)) % np.uint64(num_sets)).astype(np.int64)
+    bits = ids.astype(np.uint64)
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        bits = (bits ^ (bits >> np.uint64(33))) * np.uint64(factor)
+    return ((bits ^ (bits >> np.uint64(33))) % np.uint64(num_sets)).astype(np.int64)
 
 
 _NOTHING: Int64[np.ndarray, "0"] = np.zeros(0, np.int64)
@@ -241,9 +237,12 @@ class SetAssociativeCache:
             self.counts[:] = 0
 
     def _choose_victims(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of the missing ids, by place and grouped by set, get which slot."""
-        worth = None if self.counts is None else self.counts[ids]
-        order, sets, group, rank = _by_set(set_of(ids, self.num_sets), worth)
+        """Which of the ascending, missing ids, by place and grouped by set, get which slot."""
+        worth, own_set = None if self.counts is None else self.counts[ids], set_of(ids, self.num_sets)
+        # Set by set, the worthiest id first, of equal ones the lower.
+        order = np.argsort(own_set, kind="stable") if worth is None else np.lexsort((-worth, own_set))
+        sets, first, sizes = np.unique(own_set[order], return_index=True, return_counts=True)
+        group, rank = np.repeat(np.arange(sets.size), sizes), np.arange(ids.size) - np.repeat(first, sizes)
         slots = sets[:, None] * self.num_ways + np.arange(self.num_ways)
         tags, last_used = self.tags[slots], self._last_used[slots]
         key = last_used if self.counts is None else np.where(tags < 0, -1, self.counts[tags])
@@ -271,17 +270,6 @@ class SetAssociativeCache:
         """Ids of 64 bits, and which of them may have a slot."""
         ids = np.asarray(ids, np.int64)
         return ids, (ids >= 0) & (ids < self.num_ids)
-
-
-def _by_set(sets: np.ndarray, worth: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Groups ascending ids by their set, the worthiest first; without worth, or where it is equal, the lower id first.
-
-    Returns: the order of the ids, the distinct sets and, in that order, the place of each id's set among them and the
-      id's rank inside its set.
-    """
-    order = np.argsort(sets, kind="stable") if worth is None else np.lexsort((-worth, sets))
-    distinct, first, sizes = np.unique(sets[order], return_index=True, return_counts=True)
-    return order, distinct, np.repeat(np.arange(distinct.size), sizes), np.arange(sets.size) - np.repeat(first, sizes)
 
 
 _scatter = jax.jit(api.scatter_rows, donate_argnums=0)

@@ -105,11 +105,12 @@ stored(rs.Hashed(when_full=None))
     => TypeError: table 'word': when_full must be 'error' or 'grow' or 'evict' or 'zero', got None
 stored(rs.Hashed(when_full="evict", eviction=None)) => TypeError: eviction must be 'lru' or 'lfu', got None
 stored(rs.Hashed(admission_count=2, admission_capacity=1.5))
-    => TypeError: table 'word': admission_capacity must be an integer, got 1.5 (float)
+    => TypeError: table 'word': admission_capacity must be an integer or None, got 1.5 (float)
 stored(rs.Hashed(admission_probability=0.0))
     => ValueError: table 'word': admission_probability must be in (0, 1], got 0.0
 stored(rs.Hashed(admission_probability="0.5"))
     => TypeError: table 'word': admission_probability must be a number, got '0.5' (str)
+stored(rs.Hashed(key_dtype=np.uint64)) => TypeError: table 'word': key_dtype must be a text, got ... type
 stored(rs.Hashed(key_dtype=bool)) => ValueError: table 'word': key_dtype 'bool' is not one of int32, int64,
 stored(rs.HostCached(cache_rows=2, eviction=["lru"]))
     => TypeError: table 'word': eviction must be 'lru' or 'lfu', got ['lru']

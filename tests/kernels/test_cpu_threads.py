@@ -8,7 +8,7 @@ import pytest
 from rsembed import EmbeddingCollection, FeatureSpec, TableSpec, sok
 from rsembed.kernels import devices
 from rsembed.parallel import make_mesh
-from rsembed.parallel.launch import _environment
+from rsembed.parallel.runtime import _environment_of
 from rsembed.sparsecore.mesh_lookup import table_mesh
 from tests.kernels.cases import run_python
 
@@ -95,6 +95,6 @@ def test_a_mesh_with_threads_enough_says_nothing(shared_pool, monkeypatch):
 
 def test_launched_processes_get_threads_for_their_devices(shared_pool, monkeypatch):
     monkeypatch.setenv("NPROC", "4")
-    assert int(_environment(0, 2, 12, "127.0.0.1:1")["NPROC"]) >= 24
-    assert _environment(0, 2, 2, "127.0.0.1:1")["NPROC"] == "4"
+    assert int(_environment_of(0, 2, 12, "127.0.0.1:1")["NPROC"]) >= 24
+    assert _environment_of(0, 2, 2, "127.0.0.1:1")["NPROC"] == "4"
     assert jax.device_count() == 8  # asking changed nothing here

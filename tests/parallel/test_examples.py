@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rsembed.parallel.launch import _environment
+from rsembed.parallel.runtime import _environment_of
 from tests import launching
 
 EXAMPLES = launching.ROOT / "docs" / "examples"
@@ -78,4 +78,4 @@ def test_pods_of_the_indexed_job_are_told_what_launch_tells_its_processes(monkey
     assert pod["subdomain"] == name
     assert int(given["RSEMBED_NUM_PROCESSES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
     assert container["command"] == ["python", "script.py"]
-    assert given.keys() == {name for name in _environment(0, 4, 1, "") if name.startswith("RSEMBED_")}
+    assert given.keys() == {name for name in _environment_of(0, 4, 1, "") if name.startswith("RSEMBED_")}

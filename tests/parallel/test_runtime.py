@@ -1,6 +1,5 @@
 """Processes find each other, compute together, and leave together: when told to, and when one of them dies."""
 
-import importlib
 import os
 import re
 import signal
@@ -70,7 +69,7 @@ def test_a_silent_process_ends_the_run_after_the_heartbeat_timeout():
 
 
 def test_launch_reports_the_first_failure(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("rsembed.parallel.launch"), "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(runtime, "GRACE_SECONDS", 0.2)
     script = tmp_path / "script.py"
     script.write_text("import os, sys, time\nif os.environ['RSEMBED_PROCESS_ID'] == '0': time.sleep(60)\nsys.exit(7)\n")
     assert command_line.main(["launch", "--processes", "3", str(script)]) == 7
@@ -267,14 +266,10 @@ def test_waiting_for_others_that_never_come_is_explained(alone, monkeypatch, cap
     assert "process 1 of 2 at host:1 still waits for the others, and will be ended after 1 s" in caplog.text
 
 
-def test_meshes_have_auto_axes_and_split_batches():
+def test_meshes_have_auto_axes():
     mesh = parallel.make_mesh("data", 4)
     assert mesh.shape == {"data": 4} and mesh.axis_types == (jax.sharding.AxisType.Auto,)
     table = np.arange(24.0, dtype=np.float32).reshape(8, 3)
-    split = parallel.put_global({"t": [table, np.arange(4)]}, mesh, "data")["t"]
-    assert [shard.data.shape for shard in split[0].addressable_shards] == [(2, 3)] * 4
-    assert split[1].dtype == np.int32
+    split = jax.device_put(table, jax.NamedSharding(mesh, jax.P("data")))
     # Indexing a sharded table works outside shard_map, which an Explicit axis would refuse.
-    np.testing.assert_array_equal(split[0][np.array([5, 0])], table[[5, 0]])
-    whole = parallel.put_global(table, mesh, None)
-    assert whole.is_fully_replicated
+    np.testing.assert_array_equal(split[np.array([5, 0])], table[[5, 0]])

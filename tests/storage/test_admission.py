@@ -27,11 +27,12 @@ def test_each_occurrence_has_its_chance(occurrences, probability):
 
 
 def test_the_chance_of_no_luck_is_that_of_exact_numbers():
-    """To a part in 2**32 of the draw: whoever drew less stays outside, whoever drew more gets in."""
+    """To the rounding of float32: whoever drew less stays outside, whoever drew more gets in."""
     counts = np.arange(1, 20_001, dtype=np.int32)
     found = np.asarray(drawn(KEY, KEYS, jnp.int32(0), jnp.asarray(counts), 0.01))
     own = jax.random.fold_in(jax.random.fold_in(KEY, 0x61646D74), 0)
     fold = jax.vmap(lambda high, low: jax.random.bits(jax.random.fold_in(jax.random.fold_in(own, high), low), (1,))[0])
     lucky = np.float64(fold(KEYS.high, KEYS.low)) - 0.99 ** np.float64(counts) * 2**32
-    np.testing.assert_array_equal(found[np.abs(lucky) > 40], lucky[np.abs(lucky) > 40] > 0)
-    assert (np.abs(lucky) > 40).mean() > 0.999
+    is_clear = np.abs(lucky) > 2**13  # of 2**32, of which 30 products of float32 lose less
+    np.testing.assert_array_equal(found[is_clear], lucky[is_clear] > 0)
+    assert is_clear.mean() > 0.999
