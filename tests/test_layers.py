@@ -22,7 +22,7 @@ BUDGETS = {
     "bags": 441,
     "kernels": 2991,
     "initial_values": 240,
-    "storage": 2403,
+    "storage": 2388,
     "row_gradients": 200,
     "parallel": 832,
     "collection": 2768,
