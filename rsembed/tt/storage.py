@@ -27,7 +27,7 @@ from rsembed.storage.protocol import Found, Pool, ReadAhead, Segments, State, St
 from rsembed.tt import hot_rows
 from rsembed.tt.cores import Cores, digits_of, entries_of, full_weight, pooled_rows
 from rsembed.tt.hot_rows import CachedTrain, Directory
-from rsembed.tt.new_cores import WeightDistribution, init_cores, nearest_cores
+from rsembed.tt.new_cores import WeightDistribution, from_dense, init_cores
 from rsembed.tt.spec import TTSpec
 
 Params = Cores | CachedTrain
@@ -327,7 +327,7 @@ class TensorTrain(Storage):
                 cores = [as_dtype(on_host(core), dtype, where, f"core {k}") for k, core in enumerate(cores)]
             new = tuple(jnp.asarray(core, dtype) for core in cores)
         elif not isinstance(rows, (Mapping, tuple)) and np.shape(rows) == whole:
-            new = nearest_cores(spec, as_dtype(cores, np.float32, where, "values"), dtype)
+            new = from_dense(spec, as_dtype(cores, np.float32, where, "values"), dtype=dtype)
         else:
             raise ValueError(
                 f"{where} is kept as a tensor train: give a whole table {list(whole)}, for the closest train, "
@@ -389,7 +389,7 @@ def joined(parts: Sequence[tuple[PyTree, ...]]) -> PyTree:
 @functools.cache
 def _train_of(storage: TensorTrain, rows: int, dim: int, dtype: str) -> TTSpec:
     if storage.tt_ranks is None:
-        return TTSpec.for_budget(rows, dim, bytes=storage.bytes, dtype=dtype)
+        return TTSpec.for_budget(rows, dim, bytes=cast(int, storage.bytes), dtype=dtype)
     return TTSpec.suggest(rows, dim, storage.tt_ranks, storage.tt_p_shapes, storage.tt_q_shapes)
 
 

@@ -70,11 +70,9 @@ tt.TTSpec(9, (3, 3.5), (2, 2), (2,)) => TypeError: tt_p_shapes[1] ... integer ..
 tt.TTSpec(0, (3, 3), (2, 2), (2,)) => ValueError: num_embeddings ... at least 1 ... 0
 tt.TTSpec("9", (3, 3), (2, 2), (2,)) => TypeError: num_embeddings ... '9'
 tt.TTSpec.suggest(9, 4, [2], tt_q_shapes=[2, 3]) => ValueError: tt_q_shapes ... multiply to 6 ... embedding_dim=4
-tt.TTSpec.for_budget(9, 4, bytes=99, ratio=2.0) => ValueError: exactly one ... bytes= ... ratio=
-tt.TTSpec.for_budget(9, 4, bytes=8) => ValueError: 8 bytes ... 9 x 4 ... rank 1
-tt.TTSpec.for_budget(9, 4, ratio=0) => ValueError: ratio ... (0, inf)
+tt.TTSpec.for_budget(9, 4, bytes=8) => ValueError: 8 bytes ... 9 x 4 ... rank 1 ... num_cores=2
 tt.TTSpec.for_budget(9, 4, bytes=999, num_cores=1) => ValueError: num_cores ... [2, inf) ... 1
-tt.TTSpec.for_budget(9, 4, bytes=999, num_cores="two") => ValueError: num_cores ... an integer or 'auto'
+tt.TTSpec.for_budget(9, 4, bytes=999, num_cores="two") => TypeError: num_cores ... an integer ... 'two'
 tt.TTSpec.for_budget(9, 4, bytes=999, dtype="flaot") => ValueError: dtype 'flaot' ... float32
 tt.suggested_tt_shapes(0, 3) => ValueError: suggested_tt_shapes: n ... [1, inf) ... 0
 # Storage
@@ -100,11 +98,11 @@ tt.init_cores(KEY(0), SPEC, dtype=jnp.int32) => ValueError: dtype 'int32 ... flo
 with_table(np.ones((8, 4))) => ValueError: table 'word' is kept as a tensor train: give a whole table [9, 4]
 with_table(tuple(np.full(shape, 1e300) for shape in SPEC.core_shapes))
     => ValueError: 'word': ... numbers of imported 'core 0' are too large for float32; clip them
-tt.from_dense(DENSE, ranks=2, max_relative_error=0.1) => ValueError: from_dense ... exactly one
-tt.from_dense(DENSE * np.nan, ranks=2) => ValueError: the table ... (9, 4) ... finite
-tt.from_dense(DENSE, max_relative_error=-0.1) => ValueError: max_relative_error ... -0.1
-tt.round_cores(SPEC, cores()) => ValueError: round_cores ... exactly one
-tt.round_cores(SPEC, cores(), ranks=[1, 1]) => ValueError: ranks: [1, 1] ... each boundary of 2 cores
+tt.from_dense(SPEC, DENSE * np.nan) => ValueError: the table ... (9, 4) ... finite
+tt.from_dense(SPEC, DENSE[:8]) => ValueError: (8, 4) ... 9 x 4
+tt.from_dense(DENSE, DENSE) => TypeError: spec ... TTSpec
+tt.round_cores(SPEC, cores(), max_relative_error=-0.1) => ValueError: max_relative_error ... -0.1
+tt.round_cores(SPEC, cores(), ranks=[1, 1]) => ValueError: d - 1 ranks ... tt_ranks=[1, 1]
 tt.from_tensorly(np.ones((3, 3))) => ValueError: from_tensorly ... [R, p, q, R] ... (3,), (3,)
 # Modules
 module(tt_ranks=None) => TypeError: tt_ranks is missing ... tt_ranks=[16]
