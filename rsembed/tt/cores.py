@@ -92,7 +92,6 @@ def bag(
     bags: Bags,
     *,
     mode: Mode = "sum",
-    padding_idx: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "bags dim"]:
     """Weighted sums or means of the rows of every bag, float32; an empty bag gives zeros.
@@ -102,14 +101,12 @@ def bag(
       cores: its cores.
       bags: ids and optional weights; ids outside the table, -1 among them, contribute nothing and are not counted.
       mode: "sum", or "mean", which divides by the number of ids and not by the sum of weights.
-      padding_idx: an id that contributes nothing either.
       implementation: see `cores.pooled_rows`.
     """
     check_type(bags, Bags, "bag: bags, which Bags.from_lists makes of lists,")
     check_type(mode, Mode, "mode")
     cores, bags = check_cores(spec, cores), with_room(bags)
     digits, valid = digits_of((spec,), bags.ids)
-    valid = valid if padding_idx is None else valid & (bags.ids != padding_idx)
     _, outputs, gains = entries_of([segment_of(bags, jnp.where(valid, 0, NO_ROW), mode)])
     shapes = {"slice_shapes": spec.slice_shapes, "num_bags": bags.num_bags}
     return pooled_rows(cores, digits, outputs, gains, **shapes, implementation=implementation)

@@ -54,6 +54,8 @@ class TensorTrain(Storage):
         products. See `hot_rows`.
       counted_ids: ids whose reads are counted, to find these rows; 0 takes 16 per row.
       populate_every: steps after which the rows are chosen anew, and counts are halved.
+      tables: set by a collection: those whose cores, of equal slices, stand one behind the other, as do their rows'
+        numbers.
 
     Raises: ValueError: neither or both of ranks and bytes are given, or the distribution is unknown.
 
@@ -75,6 +77,7 @@ class TensorTrain(Storage):
     cache_rows: NonNegativeInt = 0
     counted_ids: NonNegativeInt = 0
     populate_every: PositiveInt = 100
+    tables: tuple[TableSpec, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -88,8 +91,8 @@ class TensorTrain(Storage):
 
     def __repr__(self) -> str:
         """What files say of a table's storage: of a cache only where there is one."""
-        names = [field.name for field in dataclasses.fields(TensorTrain)]
-        shown = (f"{name}={getattr(self, name)!r}" for name in (names if self.cache_rows else names[:5]))
+        names = [field.name for field in dataclasses.fields(self)]
+        shown = (f"{name}={getattr(self, name)!r}" for name in names[: 8 if self.cache_rows else 5])
         return f"TensorTrain({', '.join(shown)})"
 
     @property
@@ -119,10 +122,29 @@ class TensorTrain(Storage):
         """Trains whose cores have equal slices stand one behind the other, but for those with stored rows."""
         return None if self.cache_rows else self.spec_of(table).slice_shapes
 
-    def sharing(self, tables: Sequence[TableSpec]) -> TensorTrains:
+    def sharing(self, tables: Sequence[TableSpec]) -> TensorTrain:
         """One storage for tables with equal slices, and stored rows as this one has."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(TensorTrain)}
-        return TensorTrains(**fields, tables=tuple(tables))
+        return dataclasses.replace(self, tables=tuple(tables))
+
+    def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
+        """All that share the storage."""
+        return self.tables or (table,)
+
+    def unstack(
+        self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int
+    ) -> list[tuple[Params, AllSlots]]:
+        """Cores and slots of each table, of those slots that there are; of one that shares nothing, all as it is."""
+        del num_shards
+        if not self.tables:
+            return [(params, slots)]
+        sizes = [spec.tt_p_shapes for spec in self.specs_of(table)]
+        cores = parts(cores_of(params), sizes)
+        return list(zip(cores, parts(self.core_slots(slots), sizes) if slots else [()] * len(cores), strict=True))
+
+    def stack(self, parts: Sequence[tuple[Params, AllSlots]], like: Params, num_shards: int) -> State:
+        """The inverse of `unstack`, of trains without stored rows where several share."""
+        del like, num_shards
+        return joined([cores for cores, _ in parts]), joined([slots for _, slots in parts])
 
     def check(self, table: TableSpec) -> None:
         """Raises: ValueError: the factors do not fit the table, or it asks for what trains of cores cannot do."""
@@ -350,35 +372,6 @@ class TensorTrain(Storage):
         if not isinstance(params, CachedTrain):
             return {}
         return {name: np.full(num_shards, value) for name, value in hot_rows.report(params.directory)._asdict().items()}
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class TensorTrains(TensorTrain):
-    """Several trains with equal slices: their cores stand one behind the other, and so do their rows' numbers.
-
-    Args:
-      tables: in that order.
-    """
-
-    tables: tuple[TableSpec, ...] = ()
-
-    def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
-        """All of them."""
-        return self.tables
-
-    def unstack(
-        self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int
-    ) -> list[tuple[Cores, AllSlots]]:
-        """Cores and slots of each table, of those slots that there are."""
-        del num_shards
-        sizes = [spec.tt_p_shapes for spec in self.specs_of(table)]
-        cores = parts(cores_of(params), sizes)
-        return list(zip(cores, parts(self.core_slots(slots), sizes) if slots else [()] * len(cores), strict=True))
-
-    def stack(self, parts: Sequence[tuple[Cores, AllSlots]], like: Params, num_shards: int) -> tuple[Cores, AllSlots]:
-        """The inverse of `unstack`, of trains without stored rows."""
-        del like, num_shards
-        return joined([cores for cores, _ in parts]), joined([slots for _, slots in parts])
 
 
 def joined(parts: Sequence[tuple[PyTree, ...]]) -> PyTree:
