@@ -33,7 +33,7 @@ BUDGETS = {
     "fdo": 593,
     "sparsecore": 4228,
     "tbe": 2797,
-    "tt": 2343,
+    "tt": 2294,
     "sok": 1502,
     "plot": 1155,
     "datasets": 853,

@@ -227,12 +227,6 @@ def with_room(bags: Bags) -> Bags:
     return bags_on_host.pad_to(max(LEAST_ROOM, padded_size(bags.ids.shape[0])))
 
 
-def unavailable_because(cores: Sequence[Array] = ()) -> str | None:
-    """Why the C++ kernels cannot run here, or cannot serve these cores; None if they can."""
-    too_many = f"the native kernels take up to {MAX_CORES} cores, not {len(cores)}"
-    return native.unavailable_because() or (too_many if len(cores) > MAX_CORES else None)
-
-
 @functools.partial(jax.jit, static_argnames=("slice_shapes", "num_bags", "implementation"))
 def pooled_rows(
     cores: Cores,
@@ -261,7 +255,8 @@ def pooled_rows(
       NotImplementedError: it is "native", which cannot run here.
     """
     check_type(implementation, Implementation | None, "implementation")
-    reason = None if implementation == "plain" else unavailable_because(cores)
+    too_many = f"the native kernels take up to {MAX_CORES} cores, not {len(cores)}"
+    reason = native.unavailable_because() or (too_many if len(cores) > MAX_CORES else None)
     if implementation == "native" and reason is not None:
         raise NotImplementedError(f"implementation 'native' cannot run here: {reason}")
     zero = varying_zero(*cores, *digits, bags, gains)

@@ -21,8 +21,8 @@ from rsembed.optimizers import OptimizerSpec
 from rsembed.row_gradients import SingleUse, check_gradient
 from rsembed.specs import MAX_ROWS
 from rsembed.stacking import split_by_memory
-from rsembed.tt import hot_rows, programs
-from rsembed.tt.cores import AnyCores, Implementation, Mode, check_cores, with_room
+from rsembed.tt import programs
+from rsembed.tt.cores import AnyCores, Mode, check_cores, with_room
 from rsembed.tt.hot_rows import CacheReport
 from rsembed.tt.new_cores import WeightDistribution
 from rsembed.tt.programs import FusedParam, FusedState, OptimType, TTGradients, rule_of
@@ -68,7 +68,6 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
       mode: "sum" or "mean", which divides by the number of ids.
       include_last_offset: see `__call__`; must be said under `jit`.
       enforce_embedding_dim: accepted; the dimension is always enforced.
-      implementation: see `cores.pooled_rows`.
       use_cache: keep the most read rows uncompressed and train them by themselves, from the first `cache_populate` on.
         None is False, and True of a `TTEmbeddingBag`, as published.
       cache_size: rows kept, per group of tables of equal column factors and ranks; 0 takes a thousandth.
@@ -121,7 +120,6 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         dtype: Any = jnp.float32,
         mode: Mode = "sum",
         include_last_offset: bool | None = None,
-        implementation: Implementation | None = None,
         rngs: nnx.Rngs | None = None,
     ):
         del enforce_embedding_dim  # it always is
@@ -145,8 +143,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         # An optimizer outside has slots of its own.
         self.rule: OptimizerSpec = nnx.static(rule if sparse else rule_of(OptimType.SGD, eps))
         self.sparse, self.mode, self.include_last_offset = sparse, mode, include_last_offset
-        self.implementation, self.weight_dist, self.dtype = implementation, weight_dist, dtype
-        self.deterministic = False
+        self.weight_dist, self.dtype, self.deterministic = weight_dist, dtype, False
         cache = (cache_size, hashtbl_size) if use_cache else None
         kind = FusedParam if sparse else nnx.Param
         like = {"optimizer": self.rule, "dtype": dtype.name}
@@ -241,7 +238,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         if not self.caches:
             self._put(g, all_cores, core_slots)
         else:
-            directory = hot_rows.forget(params.directory, first, first + self.specs[table].num_embeddings)
+            directory = params.directory.forget(first, first + self.specs[table].num_embeddings)
             self._put(g, params._replace(cores=all_cores, directory=directory), (core_slots, slots[1]))
         if len(self.specs) == 1:
             self.step.set_value(jnp.zeros((), jnp.int32))
@@ -330,7 +327,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
     def cache_reports(self) -> list[CacheReport]:
         """Contents, hits and evictions, per group of tables."""
-        return [hot_rows.report(cache.directory.get_value()) for cache in self.caches]
+        return [cache.directory.get_value().report() for cache in self.caches]
 
     def __call__(
         self, indices: object, offsets: object = None, per_sample_weights: object = None, warmup: bool = True
@@ -364,10 +361,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         returns `TTGradients`.
         """
         bags = self._read(indices, offsets, per_sample_weights)
-        how, permit = (
-            (self.mode, self.implementation),
-            SingleUse("this backward has already stepped the cores; look the batch up again."),
-        )
+        permit = SingleUse("this backward has already stepped the cores; look the batch up again.")
         outputs, params, batch = self._look_up(bags)
         shapes = [output.shape for output in outputs]
 
@@ -384,12 +378,12 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
                 permit.use()
                 pulled, rate, number = [], self.learning_rate.get_value(), self.step.get_value()
                 for g, (storage, *own) in enumerate(given):
-                    *new, d_weights = programs.stepped(storage, *how, *self._state(g), *own, rate, number)
+                    *new, d_weights = programs.stepped(storage, self.mode, *self._state(g), *own, rate, number)
                     self._put(g, *new)
                     pulled.append(((), (), d_weights))
                 self.step.set_value(number + 1)
             else:
-                pulled = [programs.pulled(storage, *how, *own) for storage, *own in given]
+                pulled = [programs.pulled(storage, self.mode, *own) for storage, *own in given]
             d_cores, d_rows, d_weights = zip(*pulled, strict=True)
             d_weight = None if bags.weights is None else sum(d_weights)[: bags.ids.shape[0]]
             if not self.sparse:
@@ -412,7 +406,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         params = [self._state(g)[0] for g in range(len(self.groups))]
         by_table: dict[int, Array] = {}
         for group, *given in zip(self.groups, self.storages, params, batch, strict=True):
-            pooled = programs.looked_up(given[0], self.mode, self.implementation, *given[1:])
+            pooled = programs.looked_up(given[0], self.mode, *given[1:])
             by_table.update(zip(group, pooled.reshape(len(group), -1, pooled.shape[1]), strict=True))
         return [by_table[k] for k in range(len(self.specs))], params, batch
 

@@ -116,35 +116,32 @@ def storage_of(specs: Sequence[TTSpec], cache: tuple[int, int] | None, like: dic
     return train.sharing(tables)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def looked_up(
-    storage: TensorTrain, mode: Mode, implementation: str | None, params: PyTree, batch: Bags
-) -> Float[Array, "bags dim"]:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def looked_up(storage: TensorTrain, mode: Mode, params: PyTree, batch: Bags) -> Float[Array, "bags dim"]:
     """Pooled rows of a group: stored rows where there are such, chains of products for the others."""
     segment = segment_of(batch, batch.ids, mode)
-    return storage.look_up(params, [segment], storage.tables[0], implementation=implementation)[0]
+    return storage.look_up(params, [segment], storage.tables[0])[0]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def pulled(
-    storage: TensorTrain, mode: Mode, implementation: str | None, params: PyTree, batch: Bags, d_output: Array
+    storage: TensorTrain, mode: Mode, params: PyTree, batch: Bags, d_output: Array
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Gradients of cores, of stored rows and of weights."""
 
     def output(params: PyTree, weights: PyTree) -> Array:
         weighted = dataclasses.replace(batch, weights=weights)
-        pooled: Array = looked_up(storage, mode, implementation, params, weighted)
+        pooled: Array = looked_up(storage, mode, params, weighted)
         return pooled
 
     d_params, d_weights = jax.vjp(output, params, batch.weights)[1](d_output)
     return cores_of(d_params), d_params.rows if isinstance(params, CachedTrain) else None, d_weights
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def stepped(
     storage: TensorTrain,
     mode: Mode,
-    implementation: str | None,
     params: PyTree,
     slots: PyTree,
     then: PyTree,
@@ -155,7 +152,7 @@ def stepped(
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Parameters and slots after a step with the gradients of a lookup in parameters `then`; gradients of weights."""
     table, rule = storage.tables[0], storage.tables[0].optimizer
-    d_cores, _, d_weights = pulled(storage, mode, implementation, then, batch, d_output)
+    d_cores, _, d_weights = pulled(storage, mode, then, batch, d_output)
     hyper = dataclasses.replace(rule, learning_rate=lambda: rate).get_hyperparameters(number)
     gradients = SegmentGradients([segment_of(batch, batch.ids, mode)], [d_output])
     return *storage.step(params, slots, gradients, table, Step(hyper, rule, None, number), d_cores), d_weights

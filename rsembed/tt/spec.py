@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Int
 
-from rsembed.checks import NonNegativeInt, PositiveInt, check_type, dtype_among, validated
+from rsembed.checks import NonNegativeInt, PositiveInt, check_fields, dtype_among, validated
 
 CORE_DTYPES = ("float32", "bfloat16")
 Integers = Sequence[int] | Int[np.ndarray, "_"]
@@ -48,16 +48,17 @@ class TTSpec:
       (958720, 36864)
     """
 
-    num_embeddings: int
-    tt_p_shapes: tuple[int, ...]
-    tt_q_shapes: tuple[int, ...]
-    tt_ranks: tuple[int, ...]
+    num_embeddings: PositiveInt
+    tt_p_shapes: tuple[PositiveInt, ...]
+    tt_q_shapes: tuple[PositiveInt, ...]
+    tt_ranks: tuple[PositiveInt, ...]
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("tt_p_shapes", "tt_q_shapes", "tt_ranks"):
-            check_type(getattr(self, name), tuple[int, ...], f"TTSpec: {name}")
-            object.__setattr__(self, name, tuple(_whole_number(name, value) for value in getattr(self, name)))
-        object.__setattr__(self, "num_embeddings", _whole_number("num_embeddings", self.num_embeddings))
+            object.__setattr__(self, name, tuple(np.asarray(getattr(self, name), object).tolist()))
+        object.__setattr__(self, "num_embeddings", int(self.num_embeddings))
+        check_fields(self)  # again, for the numbers of what were arrays
         d = len(self.tt_p_shapes)
         if d < 2 or len(self.tt_q_shapes) != d or len(self.tt_ranks) != d - 1:
             raise ValueError(
@@ -171,11 +172,6 @@ class TTSpec:
         return sum(p * size for p, size in self.core_shapes)
 
     @property
-    def compression_ratio(self) -> float:
-        """Numbers of the dense table over numbers in the cores."""
-        return self.num_embeddings * self.embedding_dim / self.num_params
-
-    @property
     def flops_per_lookup(self) -> int:
         """Multiplications and additions of one row's chain of products; a training step about three times as many."""
         q = self.tt_q_shapes
@@ -187,19 +183,13 @@ class TTSpec:
 
     def __str__(self) -> str:
         p, q, ranks = ("·".join(map(str, x)) for x in (self.tt_p_shapes, self.tt_q_shapes, self.tt_ranks))
+        ratio = self.num_embeddings * self.embedding_dim / self.num_params
         return (
             f"TTSpec of {self.num_embeddings:,} x {self.embedding_dim}: p {p}, q {q}, ranks {ranks}\n"
-            f"{self.num_params:,} numbers, {self.num_bytes() / 1e6:.2f} MB in float32, {self.compression_ratio:.3g} "
+            f"{self.num_params:,} numbers, {self.num_bytes() / 1e6:.2f} MB in float32, {ratio:.3g} "
             f"times fewer than dense; {self.flops_per_lookup:,} FLOP per lookup; "
             f"{math.prod(self.tt_p_shapes) - self.num_embeddings:,} rows unused"
         )
-
-
-def _whole_number(name: str, value: int | np.integer) -> int:
-    check_type(value, int, f"TTSpec: {name}")
-    if int(value) < 1:
-        raise ValueError(f"{name} must hold integers of at least 1, got {value!r}.")
-    return int(value)
 
 
 def _equal_rank(rows: int, dim: int, d: int, rank: int) -> TTSpec:

@@ -200,22 +200,8 @@ class TensorTrain(Storage):
         """Rows of all tables that share the storage, which are numbered through."""
         return sum(own.vocabulary_size for own in self.tables_of(table))
 
-    def look_up(
-        self,
-        params: Params,
-        segments: Sequence[Segment],
-        table: TableSpec,
-        *,
-        implementation: str | None = None,
-    ) -> list[Float[Array, "_ dim"]]:
-        """Pooled rows of every segment, float32; differentiable in cores, stored rows and weights.
-
-        Args:
-          params: as `init` returns them.
-          segments: of row numbers.
-          table: one of those that share the storage.
-          implementation: see `cores.pooled_rows`.
-        """
+    def look_up(self, params: Params, segments: Sequence[Segment], table: TableSpec) -> list[Float[Array, "_ dim"]]:
+        """Pooled rows of every segment, float32; differentiable in cores, stored rows and weights."""
         all_specs, sizes = self.specs_of(table), [segment.num_outputs for segment in segments]
         rows, bags, gains = entries_of(segments)
         digits, is_row = digits_of(all_specs, rows)
@@ -227,7 +213,6 @@ class TensorTrain(Storage):
             *(cores_of(params), digits, bags, gains),
             slice_shapes=all_specs[0].slice_shapes,
             num_bags=sum(sizes),
-            implementation=implementation,
         )
         outputs = jnp.split(pooled, np.cumsum(sizes)[:-1].tolist())
         if not isinstance(params, CachedTrain) or stored is None:
@@ -357,7 +342,7 @@ class TensorTrain(Storage):
             )
         if not isinstance(params, CachedTrain):
             return new, slots
-        return params._replace(cores=new, directory=hot_rows.forget(params.directory, 0, table.vocabulary_size)), slots
+        return params._replace(cores=new, directory=params.directory.forget(0, table.vocabulary_size)), slots
 
     def num_values(self, table: TableSpec) -> tuple[int, int]:
         """Numbers in the cores and stored rows, and in their slots."""
@@ -371,7 +356,7 @@ class TensorTrain(Storage):
         """What a cache has done, on each shard; see `CacheReport`."""
         if not isinstance(params, CachedTrain):
             return {}
-        return {name: np.full(num_shards, value) for name, value in hot_rows.report(params.directory)._asdict().items()}
+        return {name: np.full(num_shards, value) for name, value in params.directory.report()._asdict().items()}
 
 
 def joined(parts: Sequence[tuple[PyTree, ...]]) -> PyTree:
@@ -400,7 +385,7 @@ def _stored_segments(
     directory: Directory, segments: Sequence[Segment], rows: Array, bags: Array, gains: Array
 ) -> tuple[Int[Array, " nnz"], list[Segment]]:
     """Places of entries, see `entries_of`, and the segments that read them with the gains that they have among all."""
-    places = hot_rows.find(directory, jnp.where(bags == NO_ROW, NO_ROW, rows))
+    places = directory.find(jnp.where(bags == NO_ROW, NO_ROW, rows))
     ends = np.cumsum([segment.rows.shape[0] for segment in segments])[:-1].tolist()
     pairs = zip(segments, jnp.split(places, ends), jnp.split(gains, ends), strict=True)
     return places, [

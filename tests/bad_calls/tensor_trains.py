@@ -62,12 +62,12 @@ tt.full_weight({}, cores()) => TypeError: spec ... TTSpec ... {} (dict)
 tt.from_tensorly(3) => ValueError: from_tensorly: cores must be arrays
 # TTSpec
 tt.TTSpec(9, (9,), (4,), ()) => ValueError: d >= 2 ... tt_p_shapes=[9]
-tt.TTSpec(9, (3, 3), (2, 2), (0,)) => ValueError: tt_ranks ... at least 1 ... 0
+tt.TTSpec(9, (3, 3), (2, 2), (0,)) => ValueError: tt_ranks[0] ... [1, inf) ... 0
 tt.TTSpec(9, (3, 3), (2, 2), (2.5,)) => TypeError: tt_ranks[0] ... an integer ... 2.5
 tt.TTSpec(10, (3, 3), (2, 2), (2,)) => ValueError: make 9 rows ... num_embeddings=10
-tt.TTSpec(9, (3, 3), (2, 0), (2,)) => ValueError: tt_q_shapes ... at least 1 ... 0
+tt.TTSpec(9, (3, 3), (2, 0), (2,)) => ValueError: tt_q_shapes[1] ... [1, inf) ... 0
 tt.TTSpec(9, (3, 3.5), (2, 2), (2,)) => TypeError: tt_p_shapes[1] ... integer ... 3.5
-tt.TTSpec(0, (3, 3), (2, 2), (2,)) => ValueError: num_embeddings ... at least 1 ... 0
+tt.TTSpec(0, (3, 3), (2, 2), (2,)) => ValueError: num_embeddings ... [1, inf) ... 0
 tt.TTSpec("9", (3, 3), (2, 2), (2,)) => TypeError: num_embeddings ... '9'
 tt.TTSpec.suggest(9, 4, [2], tt_q_shapes=[2, 3]) => ValueError: tt_q_shapes ... multiply to 6 ... embedding_dim=4
 tt.TTSpec.for_budget(9, 4, bytes=8) => ValueError: 8 bytes ... 9 x 4 ... rank 1 ... num_cores=2
@@ -118,9 +118,9 @@ tt.TTEmbeddingBag(2**31, 1, [1], [2**16, 2**15], [1, 1]) => ValueError: exceeds 
 module(cache_sise=3) => TypeError: unexpected keyword argument 'cache_sise'
 tt.TableBatchedTTEmbeddingBag(2, [9, 9, 9], 4, tt_ranks=[2]) => ValueError: num_embeddings ... 3 ... 2 tables
 tt.TTEmbeddingBag(9, 4, [2], [3, 3], tt_p_shapes=[3, 3]) => TypeError: multiple values for argument 'tt_p_shapes'
-tt.TTEmbeddingBag(9, 4, [2], None, None, "sgd", optimizer="sgd")
+tt.TTEmbeddingBag(9, 4, [2], None, None, tt.OptimType.SGD, optimizer=tt.OptimType.SGD)
     => TypeError: multiple values for argument 'optimizer'
-tt.TTEmbeddingBag(9, 4, [2], None, None, "sgd", 0.1, 1e-9, True, False, 0, 0, "normal", True, None)
+tt.TTEmbeddingBag(9, 4, [2], None, None, tt.OptimType.SGD, 0.1, 1e-9, True, False, 0, 0, "normal", True, None)
     => TypeError: takes from 4 to 16 positional arguments but 17
 in_jit(lambda one: one.cache_reports()) => RuntimeError: outside of jit
 module(use_cache=True).tt_cores[0].set_value(np.ones((3, 4), np.float32))

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from rsembed import Bags
+from rsembed.kernels import native
 from rsembed.tt import TTSpec, bag, full_weight, rows
 from rsembed.tt import cores as tt_cores
 from tests.tt.tt_oracles import CASES, core_gradients, dense_table, expanded, pooled, worked_cores
@@ -27,7 +28,7 @@ SPECS = {
 
 
 def need(form):
-    if form == "native" and (reason := tt_cores.unavailable_because()):
+    if form == "native" and (reason := native.unavailable_because()):
         pytest.skip(reason)
 
 
@@ -73,7 +74,7 @@ def test_full_weight_is_the_worked_table(name):
     given, expect = CASES[name]["input"], CASES[name]["expect"]
     spec, cores = spec_of(given), worked_cores(given, spec_of(given))
     np.testing.assert_array_equal(full_weight(spec, cores), expect["weight"])
-    for form in (form for form in FORMS if form != "native" or not tt_cores.unavailable_because()):
+    for form in (form for form in FORMS if form != "native" or not native.unavailable_because()):
         np.testing.assert_array_equal(
             rows(spec, cores, jnp.arange(spec.num_embeddings), implementation=form), expect["weight"]
         )
