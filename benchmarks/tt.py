@@ -7,7 +7,7 @@ eight batches, on the same ids and the same gradient of the outputs; times are m
 is a lookup, the gradient and one SGD update.
 
 * ours: `rsembed.tt.TTEmbeddingBag` with the fused update, without a cache.
-* ours, each: the same in plain JAX (`implementation="plain"`), where every lookup makes its own row, as published.
+* ours, each: `rsembed.tt.bag` in plain JAX (`implementation="plain"`): every lookup makes its own row, as published.
 * ours d=2: two cores with at most as many numbers.
 * ours cached: with 1 % of the rows cached, chosen from as many ids as are timed, of other batches of the same law.
 * plain: slices of every core gathered per lookup, two einsums, `jax.grad`.
@@ -32,7 +32,8 @@ import numpy as np
 from flax import nnx
 from timing import NUM_BATCHES, Run, ids_by_law, make_parser, race, write_records
 
-from rsembed.tt import TTEmbeddingBag, TTSpec, init_cores, suggested_tt_shapes
+from rsembed import Bags
+from rsembed.tt import TTEmbeddingBag, TTSpec, bag, init_cores, suggested_tt_shapes
 
 LEARNING_RATE = 0.01
 RANK = 32
@@ -74,9 +75,7 @@ def compiled_runs(workload: Workload, state: Any, lookup: Callable, step: Callab
     return {"lookup": lambda k: jax.block_until_ready(lookup(held["state"], batches[k])), "step": run_step}
 
 
-def module_contestant(
-    workload: Workload, spec: TTSpec, *, cached_fraction: float = 0.0, implementation: str | None = None
-) -> dict[str, Run]:
+def module_contestant(workload: Workload, spec: TTSpec, *, cached_fraction: float = 0.0) -> dict[str, Run]:
     """Lookup and fused step of a module."""
     cache_size = int(cached_fraction * spec.num_embeddings)
     emb = TTEmbeddingBag(
@@ -88,7 +87,6 @@ def module_contestant(
         learning_rate=LEARNING_RATE,
         use_cache=cache_size > 0,
         cache_size=cache_size,
-        implementation=implementation,
     )
     if cache_size:
         emb.update_cache(workload.draw_ids(seed=4).reshape(-1, workload.ids_per_bag))
@@ -111,7 +109,7 @@ def module_contestant(
 
 def plain_contestant(workload: Workload) -> dict[str, Run]:
     """Lookup and SGD step of gathered slices and einsums."""
-    spec, gradient = workload.spec, jnp.asarray(workload.draw_gradient())
+    spec = workload.spec
 
     def pooled(cores, ids):
         flat = ids.reshape(-1)
@@ -121,12 +119,19 @@ def plain_contestant(workload: Workload) -> dict[str, Run]:
             product = jnp.einsum("ncr,nrqs->ncqs", product, slices).reshape(flat.size, -1, shape[2])
         return product.reshape(*ids.shape, spec.embedding_dim).sum(1)
 
+    return function_contestant(workload, pooled)
+
+
+def function_contestant(workload: Workload, pooled: Callable[[Any, Any], Any]) -> dict[str, Run]:
+    """Lookup and SGD step of a function of cores and ids."""
+    gradient = jnp.asarray(workload.draw_gradient())
+
     def step(cores, ids):
         output, pull = jax.vjp(lambda c: pooled(c, ids), cores)
         (d_cores,) = pull(gradient)
         return output, jax.tree.map(lambda c, g: c - LEARNING_RATE * g, cores, d_cores)
 
-    return compiled_runs(workload, init_cores(jax.random.key(0), spec), pooled, step)
+    return compiled_runs(workload, init_cores(jax.random.key(0), workload.spec), pooled, step)
 
 
 def dense_contestant(workload: Workload) -> dict[str, Run]:
@@ -202,7 +207,9 @@ def measure(workload: Workload, num_rounds: int, dense_rows: int) -> list[dict]:
     }
     contestants = {
         "ours": module_contestant(workload, spec),
-        "ours, each": module_contestant(workload, spec, implementation="plain"),
+        "ours, each": function_contestant(
+            workload, lambda cores, ids: bag(spec, cores, Bags.from_dense(ids), implementation="plain")
+        ),
         "ours d=2": module_contestant(workload, two_cores),
         "ours cached": module_contestant(workload, spec, cached_fraction=0.01),
         "plain": plain_contestant(workload),

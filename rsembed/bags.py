@@ -400,7 +400,7 @@ def check_values(
     raise ValueError(
         f"feature {feature!r}: id {int(used[place])} in sample {bag} is outside table {table!r} with "
         f"vocabulary_size={vocabulary_size} ({int(bad.sum())} such ids in the batch); enlarge the table, hash the "
-        f"ids first, use {PAD_ID} for missing ids, or pass bounds_check='ignore' to drop and count them."
+        f"ids first, use {PAD_ID} for missing ids, or let EmbeddingCollection(bounds_check='ignore') drop them."
     )
 
 

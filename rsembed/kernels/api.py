@@ -41,7 +41,7 @@ from rsembed.specs import QuantizationConfig
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
-IMPLEMENTATIONS: tuple[ModuleType, ...] = (sparsecore, gpu, native, reference)
+IMPLEMENTATIONS: tuple[ModuleType, ...] = (native, sparsecore, gpu, reference)
 """All implementations, in order of preference."""
 
 MEANINGS = vars(ids) | vars(keyed) | vars(reference)

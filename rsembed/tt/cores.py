@@ -92,7 +92,6 @@ def bag(
     bags: Bags,
     *,
     mode: Mode = "sum",
-    padding_idx: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "bags dim"]:
     """Weighted sums or means of the rows of every bag, float32; an empty bag gives zeros.
@@ -102,14 +101,12 @@ def bag(
       cores: its cores.
       bags: ids and optional weights; ids outside the table, -1 among them, contribute nothing and are not counted.
       mode: "sum", or "mean", which divides by the number of ids and not by the sum of weights.
-      padding_idx: an id that contributes nothing either.
       implementation: see `cores.pooled_rows`.
     """
     check_type(bags, Bags, "bag: bags, which Bags.from_lists makes of lists,")
     check_type(mode, Mode, "mode")
     cores, bags = check_cores(spec, cores), with_room(bags)
     digits, valid = digits_of((spec,), bags.ids)
-    valid = valid if padding_idx is None else valid & (bags.ids != padding_idx)
     _, outputs, gains = entries_of([segment_of(bags, jnp.where(valid, 0, NO_ROW), mode)])
     shapes = {"slice_shapes": spec.slice_shapes, "num_bags": bags.num_bags}
     return pooled_rows(cores, digits, outputs, gains, **shapes, implementation=implementation)
@@ -230,12 +227,6 @@ def with_room(bags: Bags) -> Bags:
     return bags_on_host.pad_to(max(LEAST_ROOM, padded_size(bags.ids.shape[0])))
 
 
-def unavailable_because(cores: Sequence[Array] = ()) -> str | None:
-    """Why the C++ kernels cannot run here, or cannot serve these cores; None if they can."""
-    too_many = f"the native kernels take up to {MAX_CORES} cores, not {len(cores)}"
-    return native.unavailable_because() or (too_many if len(cores) > MAX_CORES else None)
-
-
 @functools.partial(jax.jit, static_argnames=("slice_shapes", "num_bags", "implementation"))
 def pooled_rows(
     cores: Cores,
@@ -264,7 +255,8 @@ def pooled_rows(
       NotImplementedError: it is "native", which cannot run here.
     """
     check_type(implementation, Implementation | None, "implementation")
-    reason = None if implementation == "plain" else unavailable_because(cores)
+    too_many = f"the native kernels take up to {MAX_CORES} cores, not {len(cores)}"
+    reason = native.unavailable_because() or (too_many if len(cores) > MAX_CORES else None)
     if implementation == "native" and reason is not None:
         raise NotImplementedError(f"implementation 'native' cannot run here: {reason}")
     zero = varying_zero(*cores, *digits, bags, gains)

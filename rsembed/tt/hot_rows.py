@@ -10,7 +10,6 @@ All functions are pure and work inside `jit`, but for those that say "on the hos
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -57,6 +56,22 @@ class Directory(NamedTuple):
     residual: Float[Array, ""]
     totals: UInt32[Array, "totals 2"]
 
+    def find(self, ids: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
+        """Place of every id's row, `NO_ROW` where it is not stored."""
+        return _place_of(self, row_map.find(self.counted, keys_of_rows(ids)))
+
+    def forget(self, first: int, last: int) -> Directory:
+        """No row of the ids from `first` to before `last` is stored any more; they are counted on."""
+        is_old = (self.ids >= first) & (self.ids < last)
+        is_gone = is_old.at[self.places].get(mode="fill", fill_value=False)
+        places, ids = jnp.where(is_gone, NO_ROW, self.places), jnp.where(is_old, NO_ROW, self.ids)
+        return self._replace(places=places, ids=ids)
+
+    def report(self) -> CacheReport:
+        """Contents and sums, on the host."""
+        num_cached = int((on_host(self.ids) != NO_ROW).sum())
+        return CacheReport(num_cached, float(on_host(self.residual)), *numbers_of(self.totals).tolist())
+
 
 class CachedTrain(NamedTuple):
     """Parameters of a train storage with stored rows: cores, these rows, and whose they are.
@@ -92,11 +107,6 @@ class CacheReport(NamedTuple):
     uncounted: int
     evictions: int
 
-    @property
-    def hit_rate(self) -> float:
-        """Share of counted ids that were stored, nan before the first."""
-        return self.hits / self.lookups if self.lookups else math.nan
-
 
 TOTALS = CacheReport._fields[2:]
 
@@ -122,11 +132,6 @@ def empty(capacity: int, num_counts: int) -> Directory:
     places, ids = (jnp.full(size, NO_ROW, jnp.int32) for size in (num_counts, capacity))
     totals = jnp.zeros((len(TOTALS), 2), jnp.uint32)
     return Directory(row_map.empty(num_counts), places, ids, jnp.zeros((), jnp.float32), totals)
-
-
-def find(directory: Directory, ids: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
-    """Place of every id's row, `NO_ROW` where it is not stored."""
-    return _place_of(directory, row_map.find(directory.counted, keys_of_rows(ids)))
 
 
 def _place_of(directory: Directory, numbers: Array) -> Array:
@@ -247,18 +252,3 @@ def written_back(
 def _table_of_slices(specs: Sequence[TTSpec], t: int) -> Int[np.ndarray, " slices"]:
     """The table to which each slice of core `t` belongs."""
     return np.repeat(np.arange(len(specs)), [spec.tt_p_shapes[t] for spec in specs])
-
-
-def forget(directory: Directory, first: int, last: int) -> Directory:
-    """No row of the ids from `first` to before `last` is stored any more; they are counted on."""
-    is_old = (directory.ids >= first) & (directory.ids < last)
-    is_gone = is_old.at[directory.places].get(mode="fill", fill_value=False)
-    return directory._replace(
-        places=jnp.where(is_gone, NO_ROW, directory.places), ids=jnp.where(is_old, NO_ROW, directory.ids)
-    )
-
-
-def report(directory: Directory) -> CacheReport:
-    """Contents and sums, on the host."""
-    num_cached = int((on_host(directory.ids) != NO_ROW).sum())
-    return CacheReport(num_cached, float(on_host(directory.residual)), *numbers_of(directory.totals).tolist())

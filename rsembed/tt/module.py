@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,11 @@ from rsembed.optimizers import OptimizerSpec
 from rsembed.row_gradients import check_gradient
 from rsembed.specs import MAX_ROWS
 from rsembed.stacking import split_by_memory
-from rsembed.tt import hot_rows, programs
-from rsembed.tt.cores import AnyCores, Implementation, Mode, check_cores, with_room
+from rsembed.tt import programs
+from rsembed.tt.cores import AnyCores, Mode, check_cores, with_room
 from rsembed.tt.hot_rows import CacheReport
 from rsembed.tt.new_cores import WeightDistribution
-from rsembed.tt.programs import FusedParam, FusedState, HotRows, OptimType, TTGradients, rule_of
+from rsembed.tt.programs import FusedParam, FusedState, OptimType, TTGradients, rule_of
 from rsembed.tt.spec import CORE_DTYPES, TTSpec, specs_of_tables
 from rsembed.tt.storage import CachedTrain, cores_of, init_core_slots
 
@@ -66,14 +66,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
       weight_dist: see `init_cores`.
       dtype: of the cores, float32 or bfloat16. Rows and sums are float32.
       mode: "sum" or "mean", which divides by the number of ids.
-      padding_idx: an id that contributes nothing and is not counted.
-      bounds_check: "raise" refuses ids outside the table, except -1 for "no id"; "ignore" drops them with a warning.
-        Inside `jit` they are always dropped.
       include_last_offset: see `__call__`; must be said under `jit`.
       enforce_embedding_dim: accepted; the dimension is always enforced.
-      max_norm: not supported, as renormalised rows would have to be written back.
-      scale_grad_by_freq: not supported.
-      implementation: see `cores.pooled_rows`.
       use_cache: keep the most read rows uncompressed and train them by themselves, from the first `cache_populate` on.
         None is False, and True of a `TTEmbeddingBag`, as published.
       cache_size: rows kept, per group of tables of equal column factors and ranks; 0 takes a thousandth.
@@ -86,6 +80,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
       groups: tables of every group.
       storages: what keeps each group.
       core_groups: per group, one variable `[sum of p_t over its tables, R_{t-1} * q_t * R_t]` per core.
+      caches: per group, `rows` of all places, their optimizer `state`, and the `directory` of whose they are.
       learning_rate: of the fused update; a variable, so changing it compiles nothing.
 
     Raises:
@@ -112,7 +107,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         tt_ranks: Sequence[Any] | None = None,
         tt_p_shapes: Sequence[Any] | None = None,
         tt_q_shapes: Sequence[Any] | None = None,
-        optimizer: OptimType | str = OptimType.SGD,
+        optimizer: OptimType = OptimType.SGD,
         learning_rate: Rate = 0.1,
         eps: Rate = 1e-10,
         sparse: bool = True,
@@ -122,20 +117,12 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         weight_dist: WeightDistribution = "normal",
         enforce_embedding_dim: bool = True,
         *,
-        max_norm: float | None = None,
-        scale_grad_by_freq: bool = False,
         dtype: Any = jnp.float32,
         mode: Mode = "sum",
-        padding_idx: int | None = None,
-        bounds_check: Literal["raise", "ignore"] = "raise",
         include_last_offset: bool | None = None,
-        implementation: Implementation | None = None,
         rngs: nnx.Rngs | None = None,
     ):
         del enforce_embedding_dim  # it always is
-        for name, value in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq)):
-            if value:
-                raise NotImplementedError(f"{name}={value!r} is not offered: no row is stored that it could change.")
         if tt_ranks is None:
             raise TypeError(
                 "tt_ranks is missing: one rank per boundary between cores, such as tt_ranks=[16] for two cores."
@@ -144,24 +131,19 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
         shapes = {"tt_ranks": tt_ranks, "tt_p_shapes": tt_p_shapes, "tt_q_shapes": tt_q_shapes}
         specs = specs_of_tables(num_tables, **sizes, **shapes)
-        num_rows = [spec.num_embeddings for spec in specs]
         dtype = jnp.dtype(dtype_among(CORE_DTYPES, dtype, "dtype"))
-        if padding_idx is not None and not 0 <= padding_idx < min(num_rows):
-            raise ValueError(f"padding_idx={padding_idx} is no row of every table; it must be an id that all have.")
         by_shape: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
         for k, spec in enumerate(specs):
             by_shape.setdefault(spec.slice_shapes, []).append(k)
-        groups = split_by_memory(by_shape.values(), dict(enumerate(num_rows)), MAX_ROWS)
+        groups = split_by_memory(by_shape.values(), {k: spec.num_embeddings for k, spec in enumerate(specs)}, MAX_ROWS)
         self.specs = nnx.static(tuple(specs))
         self.groups = nnx.static(tuple(map(tuple, groups)))
-        self.optimizer, self.eps = OptimType(optimizer), eps
-        rule = rule_of(self.optimizer, eps)
+        self.optimizer, self.eps = optimizer, eps
+        rule = rule_of(optimizer, eps)
         # An optimizer outside has slots of its own.
         self.rule: OptimizerSpec = nnx.static(rule if sparse else rule_of(OptimType.SGD, eps))
-        self.sparse, self.mode, self.padding_idx = sparse, mode, padding_idx
-        self.bounds_check, self.include_last_offset = bounds_check, include_last_offset
-        self.implementation, self.weight_dist, self.dtype = implementation, weight_dist, dtype
-        self.deterministic = False
+        self.sparse, self.mode, self.include_last_offset = sparse, mode, include_last_offset
+        self.weight_dist, self.dtype, self.deterministic = weight_dist, dtype, False
         cache = (cache_size, hashtbl_size) if use_cache else None
         kind = FusedParam if sparse else nnx.Param
         like = {"optimizer": self.rule, "dtype": dtype.name}
@@ -172,7 +154,10 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         self.slots = nnx.List([FusedState(slots[0] if use_cache else slots) for _, slots in drawn])
         self.learning_rate = FusedState(jnp.asarray(learning_rate, jnp.float32))
         self.step = FusedState(jnp.zeros((), jnp.int32))
-        self.caches = nnx.List([HotRows(params, slots[1], kind) for params, slots in drawn] if use_cache else [])
+        self.caches = nnx.List(
+            nnx.Dict(rows=kind(params.rows), state=FusedState(slots[1]), directory=FusedState(params.directory))
+            for params, slots in (drawn if use_cache else [])
+        )
 
     def _draw(self, weight_dist: WeightDistribution, rngs: nnx.Rngs | None) -> list[tuple[PyTree, PyTree]]:
         """Initial parameters and slots of every group."""
@@ -231,7 +216,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     def cores_of(self, table: int = 0) -> tuple[Array, ...]:
         """The cores of one table."""
         g, number, _ = self._place_of(table)
-        return tuple(self.storages[g].unstack(*self._state(g), self.storages[g].tables[0], 1)[number][0])
+        return cores_of(self.storages[g].unstack(*self._state(g), self.storages[g].tables[0], 1)[number][0])
 
     def set_cores(self, cores: AnyCores, table: int = 0) -> None:
         """Puts cores in place of those of a table, such as those of `from_dense`.
@@ -253,7 +238,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         if not self.caches:
             self._put(g, all_cores, core_slots)
         else:
-            directory = hot_rows.forget(params.directory, first, first + self.specs[table].num_embeddings)
+            directory = params.directory.forget(first, first + self.specs[table].num_embeddings)
             self._put(g, params._replace(cores=all_cores, directory=directory), (core_slots, slots[1]))
         if len(self.specs) == 1:
             self.step.set_value(jnp.zeros((), jnp.int32))
@@ -334,17 +319,15 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             with contextlib.suppress(TraceContextError):  # a plain jit that closes over the module changes nothing
                 cache.directory.set_value(counted)
 
-    def reset_cache(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Forgets counts and cached rows; returns, per group, the ids and rows that were learned."""
-        learned = [cache.learned() for cache in self.caches]
+    def reset_cache(self) -> None:
+        """Forgets counts and cached rows, and what these have learned; `full_weight` has it before."""
         for g, _ in enumerate(self.caches):
             (params, slots), storage = self._state(g), self.storages[g]
             self._put(g, *storage.with_no_rows(params.cores, slots[0], storage.tables[0]))
-        return learned
 
     def cache_reports(self) -> list[CacheReport]:
         """Contents, hits and evictions, per group of tables."""
-        return [hot_rows.report(cache.directory.get_value()) for cache in self.caches]
+        return [cache.directory.get_value().report() for cache in self.caches]
 
     def __call__(
         self, indices: object, offsets: object = None, per_sample_weights: object = None, warmup: bool = True
@@ -378,7 +361,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         returns `TTGradients`.
         """
         bags = self._read(indices, offsets, per_sample_weights)
-        how, is_used = (self.mode, self.implementation), False
+        is_used = False
         outputs, params, batch = self._look_up(bags)
         shapes = [output.shape for output in outputs]
 
@@ -398,12 +381,12 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
                 is_used = True
                 pulled, rate, number = [], self.learning_rate.get_value(), self.step.get_value()
                 for g, (storage, *own) in enumerate(given):
-                    *new, d_weights = programs.stepped(storage, *how, *self._state(g), *own, rate, number)
+                    *new, d_weights = programs.stepped(storage, self.mode, *self._state(g), *own, rate, number)
                     self._put(g, *new)
                     pulled.append(((), (), d_weights))
                 self.step.set_value(number + 1)
             else:
-                pulled = [programs.pulled(storage, *how, *own) for storage, *own in given]
+                pulled = [programs.pulled(storage, self.mode, *own) for storage, *own in given]
             d_cores, d_rows, d_weights = zip(*pulled, strict=True)
             d_weight = None if bags.weights is None else sum(d_weights)[: bags.ids.shape[0]]
             if not self.sparse:
@@ -426,7 +409,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         params = [self._state(g)[0] for g in range(len(self.groups))]
         by_table: dict[int, Array] = {}
         for group, *given in zip(self.groups, self.storages, params, batch, strict=True):
-            pooled = programs.looked_up(given[0], self.mode, self.implementation, *given[1:])
+            pooled = programs.looked_up(given[0], self.mode, *given[1:])
             by_table.update(zip(group, pooled.reshape(len(group), -1, pooled.shape[1]), strict=True))
         return [by_table[k] for k in range(len(self.specs))], params, batch
 
@@ -434,12 +417,11 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         """The batch as one `Bags` per group of like tables, whose ids are numbered on from each table to the next."""
         sizes = tuple(spec.num_embeddings for spec in self.specs)
         bags = with_room(dataclasses.replace(bags, ids=narrow_ids(bags.ids)))
-        return programs.rows_by_group(self.groups, sizes, self.padding_idx, bags)
+        return programs.rows_by_group(self.groups, sizes, bags)
 
     def _read(self, *given: PyTree) -> Bags:
         """Checked bags, those of table 0 first."""
-        name, ignores = type(self).__name__, self.bounds_check == "ignore"
-        return programs.read_bags(self.specs, *given, name=name, last=self.include_last_offset, ignores=ignores)
+        return programs.read_bags(self.specs, *given, name=type(self).__name__, last=self.include_last_offset)
 
 
 class TTEmbeddingBag(TableBatchedTTEmbeddingBag):

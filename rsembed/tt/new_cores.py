@@ -6,6 +6,7 @@ JAX backend would switch the whole process to 64 bits.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import warnings
@@ -18,29 +19,13 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from rsembed.checks import NonNegativeInt, dtype_among, validated
+from rsembed.checks import dtype_among, validated
 from rsembed.progress import progress
 from rsembed.tt.cores import AnyCores, Cores, check_cores
-from rsembed.tt.spec import CORE_DTYPES, Integers, TTSpec, check_one_of
+from rsembed.tt.spec import CORE_DTYPES, Integers, TTSpec
 
 WeightDistribution = Literal["normal", "uniform", "approx-normal", "approx-uniform", "naive-uniform"]
 RelativeError = Annotated[float, "[0, inf)"]
-
-
-def target_std(spec: TTSpec) -> float:
-    """Standard deviation of the table's entries: that of the uniform distribution on `±1/sqrt(num_embeddings)`.
-
-    Source: Yin et al. (2021), "TT-Rec", section on initialisation.
-    """
-    return 1 / math.sqrt(3 * spec.num_embeddings)
-
-
-def core_std(spec: TTSpec) -> float:
-    """Standard deviation of independent core entries that gives the table `target_std`, for any cores and ranks.
-
-    An entry of the table is a sum over all inner places of products of `d` core entries.
-    """
-    return (target_std(spec) ** 2 / math.prod(spec.tt_ranks)) ** (1 / (2 * spec.num_cores))
 
 
 @validated
@@ -53,16 +38,19 @@ def init_cores(
       key: equal keys give equal cores.
       spec: the table.
       weight_dist: of the cores: "normal" or "uniform", independent entries of mean zero and standard deviation
-        `core_std`. Of the table: "approx-normal", exactly normal entries for up to three cores; "approx-uniform",
+        that follows. Of the table: "approx-normal", exactly normal entries for up to three cores; "approx-uniform",
         uniform ones, uncorrelated, closer the larger the ranks (at least 2). All four give the table the standard
-        deviation `target_std`. "naive-uniform" draws cores from `[0, 1/sqrt(num_embeddings)]`, as published; its table
-        is nearly zero, which is warned about.
+        deviation of the uniform distribution on `±1/sqrt(num_embeddings)`. "naive-uniform" draws cores from
+        `[0, 1/sqrt(num_embeddings)]`, as published; its table is nearly zero, which is warned about.
       dtype: of the cores.
 
     Raises: ValueError: the distribution is unknown, or the ranks are too small for it.
+    Source: Yin et al. (2021), "TT-Rec", section on initialisation.
     """
     dtype_among(CORE_DTYPES, dtype, "init_cores: dtype")
-    std = core_std(spec)
+    # An entry of the table is a sum over all inner places of products of one entry per core.
+    table_std = 1 / math.sqrt(3 * spec.num_embeddings)
+    std = (table_std**2 / math.prod(spec.tt_ranks)) ** (1 / (2 * spec.num_cores))
     if weight_dist in ("normal", "approx-normal"):
         cores = _split(spec, std * jax.random.normal(key, (spec.num_params,)))
         if weight_dist == "approx-normal":
@@ -136,75 +124,42 @@ def _triangle_wave_cores(key: PRNGKeyArray, spec: TTSpec) -> list[Array]:
 
 
 @validated
-def from_dense(
-    table: Float[Array | np.ndarray, "vocab dim"],
-    *,
-    ranks: Integers | int | np.integer | None = None,
-    max_relative_error: RelativeError | None = None,
-    bytes: NonNegativeInt | None = None,
-    num_cores: int = 2,
-    tt_p_shapes: Integers | None = None,
-    tt_q_shapes: Integers | None = None,
-    dtype: Any = jnp.float32,
-) -> tuple[TTSpec, Cores]:
-    """The cores of a tensor train close to a table, by TT-SVD.
+def from_dense(spec: TTSpec, table: Float[Array | np.ndarray, "vocab dim"], *, dtype: Any = jnp.float32) -> Cores:
+    """Cores whose table is close to a given one, by TT-SVD.
 
     A trained table is seldom close to a small tensor train. Train the cores on to win some of it back: `set_cores` of a
     `TTEmbeddingBag` takes them.
 
     Args:
+      spec: factors and ranks, such as those of `TTSpec.suggest` or `TTSpec.for_budget`; what a rank has above the need
+        of the table is zeros. At `max_ranks` the train is exact, and `round_cores` lowers ranks to an error.
       table: float table.
-      ranks: inner ranks, or one for all boundaries; a rank above what the table needs is lowered.
-      max_relative_error: or: the largest `norm(table - train) / norm(table)`; ranks follow.
-      bytes: or: the bytes of all cores; factors and ranks are those of `TTSpec.for_budget`.
-      num_cores: unless factors are given.
-      tt_p_shapes: row factors; None takes `suggested_tt_shapes`.
-      tt_q_shapes: column factors; None takes `suggested_tt_shapes`.
       dtype: of the cores.
 
-    Raises: ValueError: not exactly one of `ranks`, `max_relative_error` and `bytes`, or the error is negative or not
-      finite, or needs cores larger than the table, or the table is not finite.
+    Raises: ValueError: the table has another shape, or is not finite.
     Source: Oseledets (2011), "Tensor-train decomposition", algorithm 1.
     """
-    check_one_of("from_dense", ranks=ranks, max_relative_error=max_relative_error, bytes=bytes)
-    dense = np.asarray(table, np.float32)
-    if not dense.size or not np.isfinite(dense).all():
-        raise ValueError(f"the table of shape {dense.shape} must hold numbers that are finite; clean it before.")
-    rows, dim = dense.shape
-    if bytes is not None:
-        spec = TTSpec.for_budget(rows, dim, bytes=bytes, num_cores=num_cores, dtype=dtype)
-        tt_p_shapes, tt_q_shapes, ranks = spec.tt_p_shapes, spec.tt_q_shapes, spec.tt_ranks
-    given = [shapes for shapes in (tt_p_shapes, tt_q_shapes) if shapes is not None]
-    d = len(given[0]) if given else num_cores if ranks is None or np.ndim(ranks) == 0 else np.size(ranks) + 1
-    caps = _ranks_of(ranks, d)
-    spec = TTSpec.suggest(rows, dim, caps or [1] * (d - 1), tt_p_shapes, tt_q_shapes)
-    p, q = spec.tt_p_shapes, spec.tt_q_shapes
-    padded = np.zeros((math.prod(p), dim), np.float32)
-    padded[:rows] = dense
+    dense, (p, q, d) = np.asarray(table, np.float32), (spec.tt_p_shapes, spec.tt_q_shapes, spec.num_cores)
+    if dense.shape != (spec.num_embeddings, spec.embedding_dim) or not np.isfinite(dense).all():
+        raise ValueError(
+            f"the table of shape {dense.shape} must hold {spec.num_embeddings} x {spec.embedding_dim} numbers that are "
+            "finite; clean it before, or choose another spec."
+        )
+    padded = np.zeros((math.prod(p), spec.embedding_dim), np.float32)
+    padded[: spec.num_embeddings] = dense
     # An axis per digit, of which those of row and column take turns.
     remainder = padded.reshape(*p, *q).transpose([axis for t in range(d) for axis in (t, d + t)]).reshape(1, -1)
-    tail = (max_relative_error or 0.0) * float(np.linalg.norm(dense)) / math.sqrt(d - 1)
     cores = []
     for t in progress(range(d - 1), description="TT-SVD", delay=1.0, leave=False):
         left = remainder.shape[0]
-        basis, remainder = _truncated(remainder.reshape(left * p[t] * q[t], -1), caps[t] if caps else None, tail)
+        basis, remainder = _truncated(remainder.reshape(left * p[t] * q[t], -1), spec.tt_ranks[t], 0.0)
         cores.append(basis.reshape(left, p[t], q[t], -1))
-    cores.append(remainder.reshape(-1, p[-1], q[-1], 1))
-    if max_relative_error is not None and (size := sum(core.size for core in cores)) > dense.size:
-        raise ValueError(
-            f"max_relative_error={max_relative_error} needs {size} numbers in cores, more than the {dense.size} of the "
-            "table: it is not close to a small train. Allow a larger error, or say ranks."
-        )
-    return _stored(rows, cores, dtype)
+    return _stored(spec, [*cores, remainder.reshape(-1, p[-1], q[-1], 1)], dtype)
 
 
 @validated
 def round_cores(
-    spec: TTSpec,
-    cores: AnyCores,
-    *,
-    ranks: Integers | int | np.integer | None = None,
-    max_relative_error: RelativeError | None = None,
+    spec: TTSpec, cores: AnyCores, *, ranks: Integers | None = None, max_relative_error: RelativeError = 0.0
 ) -> tuple[TTSpec, Cores]:
     """A table at lower ranks, from its cores alone; the table is never built.
 
@@ -213,52 +168,28 @@ def round_cores(
     Args:
       spec: the table.
       cores: its cores.
-      ranks: inner ranks at most, or one for all boundaries.
-      max_relative_error: or: what the padded table may lose, relative to its norm.
+      ranks: inner ranks at most, one per boundary between cores.
+      max_relative_error: what the padded table may lose, relative to its norm, where `ranks` leave it that much.
 
-    Raises: ValueError: not exactly one of `ranks` and `max_relative_error`, the error is negative or not finite, or
-      there are too many ranks or too few.
+    Raises: ValueError: the error is negative or not finite, or there are too many ranks or too few.
     Source: Oseledets (2011), "Tensor-train decomposition", algorithm 2.
     """
-    check_one_of("round_cores", ranks=ranks, max_relative_error=max_relative_error)
-    caps = _ranks_of(ranks, spec.num_cores)
-    if caps is not None and len(caps) != spec.num_cores - 1:
-        raise ValueError(f"ranks: {list(caps)} are not one for each boundary of {spec.num_cores} cores.")
     arrays = check_cores(spec, cores)
+    caps = spec.tt_ranks if ranks is None else dataclasses.replace(spec, tt_ranks=tuple(ranks)).tt_ranks
     parts = [core.astype(np.float64) for core in _unstored(spec, arrays)]
     for t in range(spec.num_cores - 1, 0, -1):  # rows of every core but the first become orthonormal
         left, p, q, right = parts[t].shape
         basis, factor = np.linalg.qr(parts[t].reshape(left, -1).T)
         parts[t] = basis.T.reshape(-1, p, q, right)
         parts[t - 1] = parts[t - 1] @ factor.T
-    tail = (max_relative_error or 0.0) * float(np.linalg.norm(parts[0])) / math.sqrt(spec.num_cores - 1)
+    tail = max_relative_error * float(np.linalg.norm(parts[0])) / math.sqrt(spec.num_cores - 1)
     for t in progress(range(spec.num_cores - 1), description="rounding", delay=1.0, leave=False):
         left, p, q, right = parts[t].shape
-        basis, rest = _truncated(parts[t].reshape(-1, right), caps[t] if caps else None, tail)
+        basis, rest = _truncated(parts[t].reshape(-1, right), caps[t], tail)
         parts[t] = basis.reshape(left, p, q, -1)
         parts[t + 1] = np.tensordot(rest, parts[t + 1], 1)
-    return _stored(spec.num_embeddings, parts, arrays[0].dtype)
-
-
-def _ranks_of(ranks: Integers | int | np.integer | None, num_cores: int) -> list[int] | None:
-    """One rank per boundary, of one for all or one each."""
-    if ranks is None:
-        return None
-    values: list[int] = np.atleast_1d(ranks).tolist()
-    return values * (num_cores - 1) if np.ndim(ranks) == 0 else values
-
-
-def nearest_cores(spec: TTSpec, table: Float[Array | np.ndarray, "vocab dim"], dtype: DTypeLike = jnp.float32) -> Cores:
-    """Cores of a given train close to a table, see `from_dense`; ranks above its need are filled with zeros."""
-    found, cores = from_dense(
-        table, ranks=spec.tt_ranks, tt_p_shapes=spec.tt_p_shapes, tt_q_shapes=spec.tt_q_shapes, dtype=dtype
-    )
-    ranks = (1, *spec.tt_ranks, 1)
-    parts = [
-        np.pad(part, ((0, ranks[t] - part.shape[0]), (0, 0), (0, 0), (0, ranks[t + 1] - part.shape[3])))
-        for t, part in enumerate(_unstored(found, cores))
-    ]
-    return _stored(spec.num_embeddings, parts, dtype)[1]
+    rounded = dataclasses.replace(spec, tt_ranks=tuple(part.shape[3] for part in parts[:-1]))
+    return rounded, _stored(rounded, parts, arrays[0].dtype)
 
 
 def to_tensorly(spec: TTSpec, cores: AnyCores) -> Any:
@@ -286,16 +217,16 @@ def from_tensorly(
     if not parts or any(part.ndim != 4 for part in parts):
         shapes = [part.shape for part in parts]
         raise ValueError(f"from_tensorly: cores must be arrays [R, p, q, R], got shapes {shapes}.")
-    num_rows = math.prod(core.shape[1] for core in parts) if num_embeddings is None else num_embeddings
-    return _stored(num_rows, parts, dtype)
+    _, p, q, ranks = zip(*(part.shape for part in parts), strict=True)
+    spec = TTSpec(math.prod(p) if num_embeddings is None else num_embeddings, p, q, ranks[:-1])
+    return spec, _stored(spec, parts, dtype)
 
 
-def _truncated(matrix: np.ndarray, rank: int | None, tail: float) -> tuple[np.ndarray, np.ndarray]:
-    """`basis @ rest` close to the matrix: at most `rank` columns, or as few as leave out at most the norm `tail`."""
+def _truncated(matrix: np.ndarray, rank: int, tail: float) -> tuple[np.ndarray, np.ndarray]:
+    """`basis @ rest` close to the matrix: at most `rank` columns, and as few as leave out less than the norm `tail`."""
     basis, values, rest = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
-    discarded = np.sqrt(np.cumsum(values[::-1] ** 2))
-    least = max(1, values.size - int(np.searchsorted(discarded, tail, side="right")))
-    kept = least if rank is None else min(rank, values.size)
+    num_small = int(np.searchsorted(np.sqrt(np.cumsum(values[::-1] ** 2)), tail))
+    kept = max(1, min(rank, values.size - num_small))
     return basis[:, :kept].astype(matrix.dtype), (values[:kept, None] * rest[:kept]).astype(matrix.dtype)
 
 
@@ -305,9 +236,11 @@ def _unstored(spec: TTSpec, cores: Cores) -> list[np.ndarray]:
     return [np.asarray(core, np.float32).reshape(p, *shape).transpose(1, 0, 2, 3) for core, p, shape in shapes]
 
 
-def _stored(num_embeddings: int, parts: Sequence[np.ndarray], dtype: DTypeLike) -> tuple[TTSpec, Cores]:
+def _stored(spec: TTSpec, parts: Sequence[np.ndarray], dtype: DTypeLike) -> Cores:
+    """The inverse of `_unstored`; where `parts` have lower ranks than the spec, the rest is zeros."""
     dtype_among(CORE_DTYPES, dtype, "dtype")
-    p, q = (tuple(part.shape[axis] for part in parts) for axis in (1, 2))
-    spec = TTSpec(num_embeddings, p, q, tuple(part.shape[3] for part in parts[:-1]))
-    arrays = (part.transpose(1, 0, 2, 3).reshape(shape) for part, shape in zip(parts, spec.core_shapes, strict=True))
-    return spec, tuple(jnp.asarray(array, dtype) for array in arrays)
+    arrays = []
+    for part, (left, _, right), shape in zip(parts, spec.slice_shapes, spec.core_shapes, strict=True):
+        whole = np.pad(part, ((0, left - part.shape[0]), (0, 0), (0, 0), (0, right - part.shape[3])))
+        arrays.append(jnp.asarray(whole.transpose(1, 0, 2, 3).reshape(shape), dtype))
+    return tuple(arrays)

@@ -9,7 +9,6 @@ import dataclasses
 import enum
 import functools
 import itertools
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,18 +19,17 @@ from flax import nnx
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, PyTree
 
-from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, check_ids_dtype, check_unmasked, check_values, is_traced
+from rsembed.bags import Bags, as_bags, check_bags, check_ids_dtype, check_unmasked, check_values, is_traced
 from rsembed.checks import check_type
-from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, SegmentGradients, Step
+from rsembed.kernels.contract import Block, JaggedBatch, SegmentGradients, Step
 from rsembed.kernels.reference import jagged_segment
 from rsembed.optimizers import SGD, Adam, OptimizerSpec, RowWiseAdagrad, TorchAdagrad
 from rsembed.parallel.agreement import check_not_forked
 from rsembed.specs import TableSpec
-from rsembed.storage.protocol import on_host
 from rsembed.tt import hot_rows
 from rsembed.tt.cores import Mode, segment_of
 from rsembed.tt.spec import TTSpec
-from rsembed.tt.storage import CachedTrain, TensorTrain, TensorTrains, cores_of
+from rsembed.tt.storage import CachedTrain, TensorTrain, cores_of
 
 LEAST_ROWS = 32
 """Rows of a cache whose size is not given, or a thousandth of the tables' if that is more."""
@@ -69,19 +67,6 @@ class TTGradients(NamedTuple):
     per_sample_weights: Float[Array, " nnz"] | None
 
 
-class HotRows(nnx.Module):
-    """The stored rows of one group of tables, their optimizer state, and whose they are."""
-
-    def __init__(self, params: CachedTrain, slots: PyTree, kind: type):
-        self.rows, self.state, self.directory = kind(params.rows), FusedState(slots), FusedState(params.directory)
-
-    def learned(self) -> tuple[Int[np.ndarray, " ids"], Float[np.ndarray, "ids dim"]]:
-        """All stored ids, ascending, and their rows; ids are row numbers plus the rows of the tables before."""
-        ids, rows = on_host(self.directory.get_value().ids), on_host(self.rows.get_value())
-        order = np.argsort(ids)[: np.sum(ids != NO_ROW)]
-        return ids[order].astype(np.int64), rows[order]
-
-
 class OptimType(enum.Enum):
     """The published names."""
 
@@ -94,14 +79,6 @@ class OptimType(enum.Enum):
     LARS_SGD = "lars_sgd"
     PARTIAL_ROWWISE_ADAM = "partial_row_wise_adam"
     PARTIAL_ROWWISE_LAMB = "partial_row_wise_lamb"
-
-    @classmethod
-    def _missing_(cls, value: object) -> OptimType:
-        """A member by its name. Raises: ValueError: there is no such name."""
-        if str(value).upper() in cls.__members__:
-            return cls[str(value).upper()]
-        names = ", OptimType.".join(cls.__members__)
-        raise ValueError(f"unknown optimizer {value!r}; choose one of OptimType.{names}.")
 
 
 def rule_of(optimizer: OptimType, eps: float) -> OptimizerSpec:
@@ -125,7 +102,7 @@ def rule_of(optimizer: OptimType, eps: float) -> OptimizerSpec:
     return rules[optimizer.name]
 
 
-def storage_of(specs: Sequence[TTSpec], cache: tuple[int, int] | None, like: dict[str, PyTree]) -> TensorTrains:
+def storage_of(specs: Sequence[TTSpec], cache: tuple[int, int] | None, like: dict[str, PyTree]) -> TensorTrain:
     """What keeps a group of tables, given the published `cache_size` and `hashtbl_size` where rows are cached."""
     tables, sizes = [], (0, 0)
     if cache is not None:
@@ -139,35 +116,32 @@ def storage_of(specs: Sequence[TTSpec], cache: tuple[int, int] | None, like: dic
     return train.sharing(tables)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def looked_up(
-    storage: TensorTrains, mode: Mode, implementation: str | None, params: PyTree, batch: Bags
-) -> Float[Array, "bags dim"]:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def looked_up(storage: TensorTrain, mode: Mode, params: PyTree, batch: Bags) -> Float[Array, "bags dim"]:
     """Pooled rows of a group: stored rows where there are such, chains of products for the others."""
     segment = segment_of(batch, batch.ids, mode)
-    return storage.look_up(params, [segment], storage.tables[0], implementation=implementation)[0]
+    return storage.look_up(params, [segment], storage.tables[0])[0]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def pulled(
-    storage: TensorTrains, mode: Mode, implementation: str | None, params: PyTree, batch: Bags, d_output: Array
+    storage: TensorTrain, mode: Mode, params: PyTree, batch: Bags, d_output: Array
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Gradients of cores, of stored rows and of weights."""
 
     def output(params: PyTree, weights: PyTree) -> Array:
         weighted = dataclasses.replace(batch, weights=weights)
-        pooled: Array = looked_up(storage, mode, implementation, params, weighted)
+        pooled: Array = looked_up(storage, mode, params, weighted)
         return pooled
 
     d_params, d_weights = jax.vjp(output, params, batch.weights)[1](d_output)
     return cores_of(d_params), d_params.rows if isinstance(params, CachedTrain) else None, d_weights
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def stepped(
-    storage: TensorTrains,
+    storage: TensorTrain,
     mode: Mode,
-    implementation: str | None,
     params: PyTree,
     slots: PyTree,
     then: PyTree,
@@ -178,7 +152,7 @@ def stepped(
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Parameters and slots after a step with the gradients of a lookup in parameters `then`; gradients of weights."""
     table, rule = storage.tables[0], storage.tables[0].optimizer
-    d_cores, _, d_weights = pulled(storage, mode, implementation, then, batch, d_output)
+    d_cores, _, d_weights = pulled(storage, mode, then, batch, d_output)
     hyper = dataclasses.replace(rule, learning_rate=lambda: rate).get_hyperparameters(number)
     gradients = SegmentGradients([segment_of(batch, batch.ids, mode)], [d_output])
     return *storage.step(params, slots, gradients, table, Step(hyper, rule, None, number), d_cores), d_weights
@@ -188,21 +162,18 @@ counted = jax.jit(hot_rows.count)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def populated(storage: TensorTrains, params: PyTree, slots: PyTree) -> tuple[PyTree, PyTree]:
+def populated(storage: TensorTrain, params: PyTree, slots: PyTree) -> tuple[PyTree, PyTree]:
     """Parameters and slots after the most read rows were chosen anew."""
     return storage.populate(params, slots, storage.tables[0])
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def rows_by_group(
-    groups: Sequence[Sequence[int]], sizes: Sequence[int], padding_idx: int | None, bags: Bags
-) -> list[Bags]:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def rows_by_group(groups: Sequence[Sequence[int]], sizes: Sequence[int], bags: Bags) -> list[Bags]:
     """Of every group: rows, numbered from table to table, in the bags of its tables.
 
     Args:
       groups: tables of every group.
       sizes: rows of every table.
-      padding_idx: an id that contributes nothing.
       bags: those of table 0, then as many of table 1, and so on.
     """
     ids, offsets, blocks = jnp.asarray(bags.ids), jnp.asarray(bags.offsets).astype(jnp.int32), []
@@ -210,7 +181,6 @@ def rows_by_group(
     for g, group in enumerate(groups):
         ends = itertools.accumulate(sizes[k] for k in group)
         blocks += [Block(k * batch, batch, g, end - sizes[k], sizes[k]) for k, end in zip(group, ends, strict=True)]
-    ids = ids if padding_idx is None else jnp.where(ids == padding_idx, PAD_ID, ids)
     weights = None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32)
     every, starts = JaggedBatch(ids, offsets, weights, "sum", tuple(blocks)), offsets[:-1].reshape(len(sizes), batch)
     return [
@@ -220,14 +190,7 @@ def rows_by_group(
 
 
 def read_bags(
-    specs: Sequence[TTSpec],
-    indices: Any,
-    offsets: Any,
-    weights: Any,
-    *,
-    name: str,
-    last: bool | None,
-    ignores: bool,
+    specs: Sequence[TTSpec], indices: Any, offsets: Any, weights: Any, *, name: str, last: bool | None
 ) -> Bags:
     """Checked bags, of which bag `b` belongs to table `b // batch`, `batch` being an equal share of them.
 
@@ -240,7 +203,6 @@ def read_bags(
       name: of the module, for messages.
       last: whether `offsets` end with the end of the last bag. None finds out: with several tables from the number of
         offsets, with one from the last offset being the number of ids, which needs its value.
-      ignores: warns of ids outside their table instead of refusing them.
 
     Raises:
       TypeError: ids or offsets are not integers.
@@ -283,8 +245,14 @@ def read_bags(
             "then as many of table 1, and so on."
         )
     check_ids_dtype(bags, feature="indices")
-    if not is_traced(bags):
-        _check_ids(bags, specs, name, ignores)
+    if is_traced(bags):
+        return bags
+    check_bags(bags, feature="indices")
+    ids, offsets, batch = np.asarray(bags.ids), np.asarray(bags.offsets), bags.num_bags // len(specs)
+    for k, spec in enumerate(specs):
+        cut = offsets[k * batch : (k + 1) * batch + 1]
+        own, table = Bags(ids[cut[0] : cut[-1]], cut - cut[0]), name if len(specs) == 1 else f"{name} {k}"
+        check_values(own, feature="indices", table=table, vocabulary_size=spec.num_embeddings)
     return bags
 
 
@@ -302,17 +270,3 @@ def _with_last(offsets: PyTree, num_ids: int, num_tables: int, last: bool | None
         return offsets
     xp: Any = np if isinstance(offsets, np.ndarray) else jnp
     return xp.concatenate([offsets, xp.full(1, num_ids, offsets.dtype)])
-
-
-def _check_ids(bags: Bags, specs: Sequence[TTSpec], name: str, ignores: bool) -> None:
-    check_bags(bags, feature="indices")
-    ids, offsets, num_outside = np.asarray(bags.ids), np.asarray(bags.offsets), 0
-    batch = bags.num_bags // len(specs)
-    for k, spec in enumerate(specs):
-        cut = offsets[k * batch : (k + 1) * batch + 1]
-        own, table = ids[cut[0] : cut[-1]], name if len(specs) == 1 else f"{name} {k}"
-        part, size = Bags(own, cut - cut[0]), spec.num_embeddings
-        check_values(part, feature="indices", table=table, vocabulary_size=size, allow_out_of_range=ignores)
-        num_outside += int(((own < PAD_ID) | (own >= size)).sum())
-    if num_outside:
-        warnings.warn(f"rsembed.tt: {num_outside} ids outside their table contribute nothing.", stacklevel=5)

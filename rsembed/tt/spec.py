@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, no_type_check
+from typing import Annotated, Any, no_type_check
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Int
 
-from rsembed.checks import NonNegativeInt, PositiveInt, check_type, dtype_among, validated
-from rsembed.specs import TABLE_DTYPES
+from rsembed.checks import NonNegativeInt, PositiveInt, check_fields, dtype_among, validated
 
-MIN_USEFUL_RANK = 8
-"""Below this rank `for_budget` prefers one more core: two cores train best and cost least while they have the rank."""
 CORE_DTYPES = ("float32", "bfloat16")
 Integers = Sequence[int] | Int[np.ndarray, "_"]
 
@@ -50,16 +48,17 @@ class TTSpec:
       (958720, 36864)
     """
 
-    num_embeddings: int
-    tt_p_shapes: tuple[int, ...]
-    tt_q_shapes: tuple[int, ...]
-    tt_ranks: tuple[int, ...]
+    num_embeddings: PositiveInt
+    tt_p_shapes: tuple[PositiveInt, ...]
+    tt_q_shapes: tuple[PositiveInt, ...]
+    tt_ranks: tuple[PositiveInt, ...]
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("tt_p_shapes", "tt_q_shapes", "tt_ranks"):
-            check_type(getattr(self, name), tuple[int, ...], f"TTSpec: {name}")
-            object.__setattr__(self, name, tuple(_whole_number(name, value) for value in getattr(self, name)))
-        object.__setattr__(self, "num_embeddings", _whole_number("num_embeddings", self.num_embeddings))
+            object.__setattr__(self, name, tuple(np.asarray(getattr(self, name), object).tolist()))
+        object.__setattr__(self, "num_embeddings", int(self.num_embeddings))
+        check_fields(self)  # again, for the numbers of what were arrays
         d = len(self.tt_p_shapes)
         if d < 2 or len(self.tt_q_shapes) != d or len(self.tt_ranks) != d - 1:
             raise ValueError(
@@ -101,9 +100,8 @@ class TTSpec:
         rows: PositiveInt,
         dim: PositiveInt,
         *,
-        bytes: NonNegativeInt | None = None,
-        ratio: Annotated[float, "(0, inf)"] | None = None,
-        num_cores: Annotated[int, "[2, inf)"] | Literal["auto"] = "auto",
+        bytes: NonNegativeInt,
+        num_cores: Annotated[int, "[2, inf)"] = 2,
         dtype: Any = jnp.float32,
     ) -> TTSpec:
         """The greatest equal ranks that fit a budget, with the row factors that cost least.
@@ -112,36 +110,25 @@ class TTSpec:
           rows: rows of the table.
           dim: embedding dimension.
           bytes: the cores may take this many, optimizer state not counted.
-          ratio: or: they may take the dense table's bytes divided by this.
-          num_cores: "auto" takes two unless their rank would fall below `MIN_USEFUL_RANK`; then the fewest up to four
-            that reach it, else the number that reaches the greatest rank.
-          dtype: of the cores, and of the dense table that `ratio` speaks of.
+          num_cores: two train best and cost least while ranks stay above about 8; more fit a smaller budget.
+          dtype: of the cores.
 
-        Raises: ValueError: not exactly one budget is given, or rank one does not fit; the message says what would.
+        Raises: ValueError: rank one does not fit; the message says what would.
 
         Example:
           >>> print(TTSpec.for_budget(11_000_000, 64, bytes=4_000_000))
           TTSpec of 11,000,000 x 64: p 3315·3319, q 8·8, ranks 18
           955,296 numbers, 3.82 MB in float32, 737 times fewer than dense; 2,304 FLOP per lookup; 2,485 rows unused
         """
-        check_one_of("for_budget", bytes=bytes, ratio=ratio)
-        item_bytes = jnp.dtype(dtype_among(TABLE_DTYPES, dtype, "dtype")).itemsize
-        num_numbers = int(rows * dim / ratio) if ratio is not None else int(bytes or 0) // item_bytes
-        choices = (2, 3, 4) if num_cores == "auto" else (num_cores,)
-        best: TTSpec | None = None
-        for d in choices:
-            spec = _greatest_rank(rows, dim, d, num_numbers)
-            if spec is not None and (best is None or max(spec.tt_ranks) > max(best.tt_ranks)):
-                best = spec
-            if best is not None and (max(best.tt_ranks) >= MIN_USEFUL_RANK or best.tt_ranks == best.max_ranks):
-                break
-        if best is None:
-            least = min(_equal_rank(rows, dim, d, 1).num_params for d in choices) * item_bytes
+        of_rank = functools.partial(_equal_rank, rows, dim, num_cores)
+        most, ranks = int(bytes) // jnp.dtype(dtype_among(CORE_DTYPES, dtype, "dtype")).itemsize, range(max(rows, dim))
+        rank = bisect.bisect_right(ranks, most, key=lambda rank: of_rank(rank + 1).num_params)
+        if not rank:
             raise ValueError(
-                f"{num_numbers * item_bytes} bytes cannot hold {rows} x {dim} even at rank 1; that takes {least} bytes "
-                f"with num_cores {' or '.join(map(str, choices))}."
+                f"{bytes} bytes cannot hold {rows} x {dim} even at rank 1; that takes {of_rank(1).num_bytes(dtype)} "
+                f"bytes with num_cores={num_cores}."
             )
-        return best
+        return of_rank(rank)
 
     @property
     def num_cores(self) -> int:
@@ -185,11 +172,6 @@ class TTSpec:
         return sum(p * size for p, size in self.core_shapes)
 
     @property
-    def compression_ratio(self) -> float:
-        """Numbers of the dense table over numbers in the cores."""
-        return self.num_embeddings * self.embedding_dim / self.num_params
-
-    @property
     def flops_per_lookup(self) -> int:
         """Multiplications and additions of one row's chain of products; a training step about three times as many."""
         q = self.tt_q_shapes
@@ -201,19 +183,13 @@ class TTSpec:
 
     def __str__(self) -> str:
         p, q, ranks = ("·".join(map(str, x)) for x in (self.tt_p_shapes, self.tt_q_shapes, self.tt_ranks))
+        ratio = self.num_embeddings * self.embedding_dim / self.num_params
         return (
             f"TTSpec of {self.num_embeddings:,} x {self.embedding_dim}: p {p}, q {q}, ranks {ranks}\n"
-            f"{self.num_params:,} numbers, {self.num_bytes() / 1e6:.2f} MB in float32, {self.compression_ratio:.3g} "
+            f"{self.num_params:,} numbers, {self.num_bytes() / 1e6:.2f} MB in float32, {ratio:.3g} "
             f"times fewer than dense; {self.flops_per_lookup:,} FLOP per lookup; "
             f"{math.prod(self.tt_p_shapes) - self.num_embeddings:,} rows unused"
         )
-
-
-def _whole_number(name: str, value: int | np.integer) -> int:
-    check_type(value, int, f"TTSpec: {name}")
-    if int(value) < 1:
-        raise ValueError(f"{name} must hold integers of at least 1, got {value!r}.")
-    return int(value)
 
 
 def _equal_rank(rows: int, dim: int, d: int, rank: int) -> TTSpec:
@@ -227,23 +203,6 @@ def _equal_rank(rows: int, dim: int, d: int, rank: int) -> TTSpec:
         if capped == ranks:
             return spec
         ranks = capped
-
-
-def _greatest_rank(rows: int, dim: int, d: int, num_numbers: int) -> TTSpec | None:
-    """By bisection; None when rank one is too much."""
-    ranks = range(1, max(rows, dim) + 1)
-    rank = bisect.bisect_right(ranks, num_numbers, key=lambda rank: _equal_rank(rows, dim, d, rank).num_params)
-    return _equal_rank(rows, dim, d, rank) if rank else None
-
-
-def check_one_of(what: str, **given: object) -> None:
-    """Raises: ValueError: `what` was not given exactly one of these."""
-    names = [f"{name}=" for name in given]
-    if sum(value is not None for value in given.values()) != 1:
-        raise ValueError(
-            f"{what} needs exactly one of {', '.join(names[:-1])} and {names[-1]}, got "
-            f"{', '.join(map(str, given.values()))}."
-        )
 
 
 def specs_of_tables(num_tables: int, **given: Any) -> list[TTSpec]:
@@ -303,14 +262,6 @@ def _most_even_factors(n: int, d: int) -> tuple[float, tuple[int, ...]]:
     tried = np.arange(1, math.isqrt(n) + 1)
     small = tried[n % tried == 0].tolist()
     divisors = sorted({*small, *(n // factor for factor in small)})
-    primes, rest = [], n
-    for factor in divisors[1:]:  # ascending: what divides the rest still is a prime
-        while rest % factor == 0:
-            primes.append(factor)
-            rest //= factor
-    if len(primes) <= d:
-        factors = (*[1] * (d - len(primes)), *primes)
-        return _entropy(factors), factors
     best: tuple[float, tuple[int, ...]] = (-1.0, ())
 
     def search(chosen: tuple[int, ...], left: int) -> None:
@@ -332,7 +283,8 @@ def _most_even_factors(n: int, d: int) -> tuple[float, tuple[int, ...]]:
             search((*chosen, factor), rest)
 
     search((), n)
-    return best
+    factors = best[1] or (1, *_most_even_factors(n, d - 1)[1])
+    return _entropy(factors), factors
 
 
 def _entropy(factors: tuple[float, ...]) -> float:

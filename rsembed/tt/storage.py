@@ -27,7 +27,7 @@ from rsembed.storage.protocol import Found, Pool, ReadAhead, Segments, State, St
 from rsembed.tt import hot_rows
 from rsembed.tt.cores import Cores, digits_of, entries_of, full_weight, pooled_rows
 from rsembed.tt.hot_rows import CachedTrain, Directory
-from rsembed.tt.new_cores import WeightDistribution, init_cores, nearest_cores
+from rsembed.tt.new_cores import WeightDistribution, from_dense, init_cores
 from rsembed.tt.spec import TTSpec
 
 Params = Cores | CachedTrain
@@ -54,6 +54,8 @@ class TensorTrain(Storage):
         products. See `hot_rows`.
       counted_ids: ids whose reads are counted, to find these rows; 0 takes 16 per row.
       populate_every: steps after which the rows are chosen anew, and counts are halved.
+      tables: set by a collection: those whose cores, of equal slices, stand one behind the other, as do their rows'
+        numbers.
 
     Raises: ValueError: neither or both of ranks and bytes are given, or the distribution is unknown.
 
@@ -75,6 +77,7 @@ class TensorTrain(Storage):
     cache_rows: NonNegativeInt = 0
     counted_ids: NonNegativeInt = 0
     populate_every: PositiveInt = 100
+    tables: tuple[TableSpec, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -88,8 +91,8 @@ class TensorTrain(Storage):
 
     def __repr__(self) -> str:
         """What files say of a table's storage: of a cache only where there is one."""
-        names = [field.name for field in dataclasses.fields(TensorTrain)]
-        shown = (f"{name}={getattr(self, name)!r}" for name in (names if self.cache_rows else names[:5]))
+        names = [field.name for field in dataclasses.fields(self)]
+        shown = (f"{name}={getattr(self, name)!r}" for name in names[: 8 if self.cache_rows else 5])
         return f"TensorTrain({', '.join(shown)})"
 
     @property
@@ -119,10 +122,29 @@ class TensorTrain(Storage):
         """Trains whose cores have equal slices stand one behind the other, but for those with stored rows."""
         return None if self.cache_rows else self.spec_of(table).slice_shapes
 
-    def sharing(self, tables: Sequence[TableSpec]) -> TensorTrains:
+    def sharing(self, tables: Sequence[TableSpec]) -> TensorTrain:
         """One storage for tables with equal slices, and stored rows as this one has."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(TensorTrain)}
-        return TensorTrains(**fields, tables=tuple(tables))
+        return dataclasses.replace(self, tables=tuple(tables))
+
+    def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
+        """All that share the storage."""
+        return self.tables or (table,)
+
+    def unstack(
+        self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int
+    ) -> list[tuple[Params, AllSlots]]:
+        """Cores and slots of each table, of those slots that there are; of one that shares nothing, all as it is."""
+        del num_shards
+        if not self.tables:
+            return [(params, slots)]
+        sizes = [spec.tt_p_shapes for spec in self.specs_of(table)]
+        cores = parts(cores_of(params), sizes)
+        return list(zip(cores, parts(self.core_slots(slots), sizes) if slots else [()] * len(cores), strict=True))
+
+    def stack(self, parts: Sequence[tuple[Params, AllSlots]], like: Params, num_shards: int) -> State:
+        """The inverse of `unstack`, of trains without stored rows where several share."""
+        del like, num_shards
+        return joined([cores for cores, _ in parts]), joined([slots for _, slots in parts])
 
     def check(self, table: TableSpec) -> None:
         """Raises: ValueError: the factors do not fit the table, or it asks for what trains of cores cannot do."""
@@ -178,22 +200,8 @@ class TensorTrain(Storage):
         """Rows of all tables that share the storage, which are numbered through."""
         return sum(own.vocabulary_size for own in self.tables_of(table))
 
-    def look_up(
-        self,
-        params: Params,
-        segments: Sequence[Segment],
-        table: TableSpec,
-        *,
-        implementation: str | None = None,
-    ) -> list[Float[Array, "_ dim"]]:
-        """Pooled rows of every segment, float32; differentiable in cores, stored rows and weights.
-
-        Args:
-          params: as `init` returns them.
-          segments: of row numbers.
-          table: one of those that share the storage.
-          implementation: see `cores.pooled_rows`.
-        """
+    def look_up(self, params: Params, segments: Sequence[Segment], table: TableSpec) -> list[Float[Array, "_ dim"]]:
+        """Pooled rows of every segment, float32; differentiable in cores, stored rows and weights."""
         all_specs, sizes = self.specs_of(table), [segment.num_outputs for segment in segments]
         rows, bags, gains = entries_of(segments)
         digits, is_row = digits_of(all_specs, rows)
@@ -205,7 +213,6 @@ class TensorTrain(Storage):
             *(cores_of(params), digits, bags, gains),
             slice_shapes=all_specs[0].slice_shapes,
             num_bags=sum(sizes),
-            implementation=implementation,
         )
         outputs = jnp.split(pooled, np.cumsum(sizes)[:-1].tolist())
         if not isinstance(params, CachedTrain) or stored is None:
@@ -327,7 +334,7 @@ class TensorTrain(Storage):
                 cores = [as_dtype(on_host(core), dtype, where, f"core {k}") for k, core in enumerate(cores)]
             new = tuple(jnp.asarray(core, dtype) for core in cores)
         elif not isinstance(rows, (Mapping, tuple)) and np.shape(rows) == whole:
-            new = nearest_cores(spec, as_dtype(cores, np.float32, where, "values"), dtype)
+            new = from_dense(spec, as_dtype(cores, np.float32, where, "values"), dtype=dtype)
         else:
             raise ValueError(
                 f"{where} is kept as a tensor train: give a whole table {list(whole)}, for the closest train, "
@@ -335,7 +342,7 @@ class TensorTrain(Storage):
             )
         if not isinstance(params, CachedTrain):
             return new, slots
-        return params._replace(cores=new, directory=hot_rows.forget(params.directory, 0, table.vocabulary_size)), slots
+        return params._replace(cores=new, directory=params.directory.forget(0, table.vocabulary_size)), slots
 
     def num_values(self, table: TableSpec) -> tuple[int, int]:
         """Numbers in the cores and stored rows, and in their slots."""
@@ -349,36 +356,7 @@ class TensorTrain(Storage):
         """What a cache has done, on each shard; see `CacheReport`."""
         if not isinstance(params, CachedTrain):
             return {}
-        return {name: np.full(num_shards, value) for name, value in hot_rows.report(params.directory)._asdict().items()}
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class TensorTrains(TensorTrain):
-    """Several trains with equal slices: their cores stand one behind the other, and so do their rows' numbers.
-
-    Args:
-      tables: in that order.
-    """
-
-    tables: tuple[TableSpec, ...] = ()
-
-    def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
-        """All of them."""
-        return self.tables
-
-    def unstack(
-        self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int
-    ) -> list[tuple[Cores, AllSlots]]:
-        """Cores and slots of each table, of those slots that there are."""
-        del num_shards
-        sizes = [spec.tt_p_shapes for spec in self.specs_of(table)]
-        cores = parts(cores_of(params), sizes)
-        return list(zip(cores, parts(self.core_slots(slots), sizes) if slots else [()] * len(cores), strict=True))
-
-    def stack(self, parts: Sequence[tuple[Cores, AllSlots]], like: Params, num_shards: int) -> tuple[Cores, AllSlots]:
-        """The inverse of `unstack`, of trains without stored rows."""
-        del like, num_shards
-        return joined([cores for cores, _ in parts]), joined([slots for _, slots in parts])
+        return {name: np.full(num_shards, value) for name, value in params.directory.report()._asdict().items()}
 
 
 def joined(parts: Sequence[tuple[PyTree, ...]]) -> PyTree:
@@ -389,7 +367,7 @@ def joined(parts: Sequence[tuple[PyTree, ...]]) -> PyTree:
 @functools.cache
 def _train_of(storage: TensorTrain, rows: int, dim: int, dtype: str) -> TTSpec:
     if storage.tt_ranks is None:
-        return TTSpec.for_budget(rows, dim, bytes=storage.bytes, dtype=dtype)
+        return TTSpec.for_budget(rows, dim, bytes=cast(int, storage.bytes), dtype=dtype)
     return TTSpec.suggest(rows, dim, storage.tt_ranks, storage.tt_p_shapes, storage.tt_q_shapes)
 
 
@@ -407,7 +385,7 @@ def _stored_segments(
     directory: Directory, segments: Sequence[Segment], rows: Array, bags: Array, gains: Array
 ) -> tuple[Int[Array, " nnz"], list[Segment]]:
     """Places of entries, see `entries_of`, and the segments that read them with the gains that they have among all."""
-    places = hot_rows.find(directory, jnp.where(bags == NO_ROW, NO_ROW, rows))
+    places = directory.find(jnp.where(bags == NO_ROW, NO_ROW, rows))
     ends = np.cumsum([segment.rows.shape[0] for segment in segments])[:-1].tolist()
     pairs = zip(segments, jnp.split(places, ends), jnp.split(gains, ends), strict=True)
     return places, [

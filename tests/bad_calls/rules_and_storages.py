@@ -114,7 +114,7 @@ stored(rs.Hashed(key_dtype=np.uint64)) => TypeError: table 'word': key_dtype mus
 stored(rs.Hashed(key_dtype=bool)) => ValueError: table 'word': key_dtype 'bool' is not one of int32, int64,
 stored(rs.HostCached(cache_rows=2, eviction=["lru"]))
     => TypeError: table 'word': eviction must be 'lru' or 'lfu', got ['lru']
-stored(rs.tt.TensorTrain((0,))) => ValueError: table 'word': tt_ranks must hold integers of at least 1, got 0
+stored(rs.tt.TensorTrain((0,))) => ValueError: table 'word': TTSpec: tt_ranks[0] must be in [1, inf), got 0
 stored(rs.tt.TensorTrain((2.5,))) => TypeError: TensorTrain: tt_ranks[0] must be an integer, got 2.5 (float)
 stored(rs.tt.TensorTrain((2,), tt_q_shapes="22"))
     => TypeError: TensorTrain: tt_q_shapes must be a list (each an integer) ... got '22' (str)

@@ -62,19 +62,17 @@ tt.full_weight({}, cores()) => TypeError: spec ... TTSpec ... {} (dict)
 tt.from_tensorly(3) => ValueError: from_tensorly: cores must be arrays
 # TTSpec
 tt.TTSpec(9, (9,), (4,), ()) => ValueError: d >= 2 ... tt_p_shapes=[9]
-tt.TTSpec(9, (3, 3), (2, 2), (0,)) => ValueError: tt_ranks ... at least 1 ... 0
+tt.TTSpec(9, (3, 3), (2, 2), (0,)) => ValueError: tt_ranks[0] ... [1, inf) ... 0
 tt.TTSpec(9, (3, 3), (2, 2), (2.5,)) => TypeError: tt_ranks[0] ... an integer ... 2.5
 tt.TTSpec(10, (3, 3), (2, 2), (2,)) => ValueError: make 9 rows ... num_embeddings=10
-tt.TTSpec(9, (3, 3), (2, 0), (2,)) => ValueError: tt_q_shapes ... at least 1 ... 0
+tt.TTSpec(9, (3, 3), (2, 0), (2,)) => ValueError: tt_q_shapes[1] ... [1, inf) ... 0
 tt.TTSpec(9, (3, 3.5), (2, 2), (2,)) => TypeError: tt_p_shapes[1] ... integer ... 3.5
-tt.TTSpec(0, (3, 3), (2, 2), (2,)) => ValueError: num_embeddings ... at least 1 ... 0
+tt.TTSpec(0, (3, 3), (2, 2), (2,)) => ValueError: num_embeddings ... [1, inf) ... 0
 tt.TTSpec("9", (3, 3), (2, 2), (2,)) => TypeError: num_embeddings ... '9'
 tt.TTSpec.suggest(9, 4, [2], tt_q_shapes=[2, 3]) => ValueError: tt_q_shapes ... multiply to 6 ... embedding_dim=4
-tt.TTSpec.for_budget(9, 4, bytes=99, ratio=2.0) => ValueError: exactly one ... bytes= ... ratio=
-tt.TTSpec.for_budget(9, 4, bytes=8) => ValueError: 8 bytes ... 9 x 4 ... rank 1
-tt.TTSpec.for_budget(9, 4, ratio=0) => ValueError: ratio ... (0, inf)
+tt.TTSpec.for_budget(9, 4, bytes=8) => ValueError: 8 bytes ... 9 x 4 ... rank 1 ... num_cores=2
 tt.TTSpec.for_budget(9, 4, bytes=999, num_cores=1) => ValueError: num_cores ... [2, inf) ... 1
-tt.TTSpec.for_budget(9, 4, bytes=999, num_cores="two") => ValueError: num_cores ... an integer or 'auto'
+tt.TTSpec.for_budget(9, 4, bytes=999, num_cores="two") => TypeError: num_cores ... an integer ... 'two'
 tt.TTSpec.for_budget(9, 4, bytes=999, dtype="flaot") => ValueError: dtype 'flaot' ... float32
 tt.suggested_tt_shapes(0, 3) => ValueError: suggested_tt_shapes: n ... [1, inf) ... 0
 # Storage
@@ -100,16 +98,16 @@ tt.init_cores(KEY(0), SPEC, dtype=jnp.int32) => ValueError: dtype 'int32 ... flo
 with_table(np.ones((8, 4))) => ValueError: table 'word' is kept as a tensor train: give a whole table [9, 4]
 with_table(tuple(np.full(shape, 1e300) for shape in SPEC.core_shapes))
     => ValueError: 'word': ... numbers of imported 'core 0' are too large for float32; clip them
-tt.from_dense(DENSE, ranks=2, max_relative_error=0.1) => ValueError: from_dense ... exactly one
-tt.from_dense(DENSE * np.nan, ranks=2) => ValueError: the table ... (9, 4) ... finite
-tt.from_dense(DENSE, max_relative_error=-0.1) => ValueError: max_relative_error ... -0.1
-tt.round_cores(SPEC, cores()) => ValueError: round_cores ... exactly one
-tt.round_cores(SPEC, cores(), ranks=[1, 1]) => ValueError: ranks: [1, 1] ... each boundary of 2 cores
+tt.from_dense(SPEC, DENSE * np.nan) => ValueError: the table ... (9, 4) ... finite
+tt.from_dense(SPEC, DENSE[:8]) => ValueError: (8, 4) ... 9 x 4
+tt.from_dense(DENSE, DENSE) => TypeError: spec ... TTSpec
+tt.round_cores(SPEC, cores(), max_relative_error=-0.1) => ValueError: max_relative_error ... -0.1
+tt.round_cores(SPEC, cores(), ranks=[1, 1]) => ValueError: d - 1 ranks ... tt_ranks=[1, 1]
 tt.from_tensorly(np.ones((3, 3))) => ValueError: from_tensorly ... [R, p, q, R] ... (3,), (3,)
 # Modules
 module(tt_ranks=None) => TypeError: tt_ranks is missing ... tt_ranks=[16]
 tt.TTEmbeddingBag(9, 4, [2], [3, 3], [2, 2], [2]) => TypeError: optimizer ... got [2]
-module(optimizer="adma") => ValueError: optimizer 'adma' ... ADAM
+module(optimizer="adam") => TypeError: optimizer ... OptimType.SGD ... 'adam'
 module(optimizer=tt.OptimType.LAMB) => NotImplementedError: OptimType.LAMB has no fused update
 module(dtype="float16") => ValueError: 'float16' ... float32, bfloat16
 module(dtype="flaot32") => ValueError: dtype 'flaot32' ... float32, bfloat16
@@ -118,17 +116,12 @@ module(eps=NAN) => ValueError: eps ... [0, inf) ... nan
 module(use_cache=True, cache_size=4, hashtbl_size=3) => ValueError: hashtbl_size=3 ... cache_size=4
 tt.TTEmbeddingBag(2**31, 1, [1], [2**16, 2**15], [1, 1]) => ValueError: exceeds 2147483647
 module(cache_sise=3) => TypeError: unexpected keyword argument 'cache_sise'
-module(scale_grad_by_freq=True) => NotImplementedError: scale_grad_by_freq
-module(padding_idx=9) => ValueError: padding_idx=9 ... no row
-module(bounds_check="clip") => ValueError: bounds_check ... 'clip'
-module(max_norm=1.0) => NotImplementedError: max_norm=1.0
 tt.TableBatchedTTEmbeddingBag(2, [9, 9, 9], 4, tt_ranks=[2]) => ValueError: num_embeddings ... 3 ... 2 tables
 tt.TTEmbeddingBag(9, 4, [2], [3, 3], tt_p_shapes=[3, 3]) => TypeError: multiple values for argument 'tt_p_shapes'
-tt.TTEmbeddingBag(9, 4, [2], None, None, "sgd", optimizer="sgd")
+tt.TTEmbeddingBag(9, 4, [2], None, None, tt.OptimType.SGD, optimizer=tt.OptimType.SGD)
     => TypeError: multiple values for argument 'optimizer'
-tt.TTEmbeddingBag(9, 4, [2], None, None, "sgd", 0.1, 1e-9, True, False, 0, 0, "normal", True, None)
+tt.TTEmbeddingBag(9, 4, [2], None, None, tt.OptimType.SGD, 0.1, 1e-9, True, False, 0, 0, "normal", True, None)
     => TypeError: takes from 4 to 16 positional arguments but 17
-in_jit(lambda one: one.reset_cache()) => RuntimeError: outside of jit
 in_jit(lambda one: one.cache_reports()) => RuntimeError: outside of jit
 module(use_cache=True).tt_cores[0].set_value(np.ones((3, 4), np.float32))
     => ValueError: cached rows beside them ... use module.set_cores
@@ -176,7 +169,6 @@ ACCEPTED = """
 str(tt.TTSpec(9, [3, 3], [2, 2], [2])) => str(SPEC)
 str(tt.TTSpec(np.int64(9), np.array([3, 3]), (2, 2), (2,))) => str(SPEC)
 looked_up([1, 2, 3], [0, 2]) => looked_up(IDS, OFFSETS)
-str(module(optimizer="adam").rule) => str(module(optimizer=tt.OptimType.ADAM).rule)
 module(learning_rate=1).learning_rate.get_value() => module(learning_rate=1.0).learning_rate.get_value()
 str(module(dtype="bfloat16").dtype) => str(module(dtype=jnp.bfloat16).dtype)
 """

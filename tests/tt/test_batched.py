@@ -135,7 +135,9 @@ def test_a_hundred_published_tables():
 
 
 def test_published_attributes_are_one_for_all_tables_or_one_for_each():
-    alike = TableBatchedTTEmbeddingBag(2, 60, 8, [3], [6, 10], [2, 4], optimizer="exact_adagrad", use_cache=True)
+    alike = TableBatchedTTEmbeddingBag(
+        2, 60, 8, [3], [6, 10], [2, 4], optimizer=OptimType.EXACT_ADAGRAD, use_cache=True
+    )
     tables = np.stack([full_weight(spec, alike.cores_of(k)) for k, spec in enumerate(alike.specs)])
     assert abs(np.corrcoef(tables[0].ravel(), tables[1].ravel())[0, 1]) < 0.3
     assert (alike.num_tables, alike.num_embeddings, alike.embedding_dim, alike.tt_ndim) == (2, 60, 8, 2)

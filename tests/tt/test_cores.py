@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from rsembed import Bags
+from rsembed.kernels import native
 from rsembed.tt import TTSpec, bag, full_weight, rows
 from rsembed.tt import cores as tt_cores
 from tests.tt.tt_oracles import CASES, core_gradients, dense_table, expanded, pooled, worked_cores
@@ -27,7 +28,7 @@ SPECS = {
 
 
 def need(form):
-    if form == "native" and (reason := tt_cores.unavailable_because()):
+    if form == "native" and (reason := native.unavailable_because()):
         pytest.skip(reason)
 
 
@@ -43,14 +44,14 @@ def random_cores(spec, seed=0):
 
 
 @functools.cache
-def jitted(spec, mode, form, padding_idx=None):
+def jitted(spec, mode, form):
     """Bags, and what comes back to cores and weights: one program for all values."""
 
     @jax.jit
     def run(cores, bags, d_output):
         def lookup(cores, weights):
             bags_of_weights = Bags(bags.ids, bags.offsets, weights)
-            return bag(spec, cores, bags_of_weights, mode=mode, padding_idx=padding_idx, implementation=form)
+            return bag(spec, cores, bags_of_weights, mode=mode, implementation=form)
 
         output, pull = jax.vjp(lookup, cores, bags.weights)
         return output, *pull(d_output)
@@ -73,7 +74,7 @@ def test_full_weight_is_the_worked_table(name):
     given, expect = CASES[name]["input"], CASES[name]["expect"]
     spec, cores = spec_of(given), worked_cores(given, spec_of(given))
     np.testing.assert_array_equal(full_weight(spec, cores), expect["weight"])
-    for form in (form for form in FORMS if form != "native" or not tt_cores.unavailable_because()):
+    for form in (form for form in FORMS if form != "native" or not native.unavailable_because()):
         np.testing.assert_array_equal(
             rows(spec, cores, jnp.arange(spec.num_embeddings), implementation=form), expect["weight"]
         )
@@ -125,16 +126,6 @@ def test_many_tiles_make_the_same_bits_as_native_kernels(name, monkeypatch):
     given = cores, Bags(ids, jnp.asarray([0, 0, 100, 100, 499])), np.ones((4, spec.embedding_dim), np.float32)
     found, wanted = (jitted(spec, "sum", form)(*given) for form in FORMS)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
-
-
-def test_padding_idx_contributes_nothing_and_is_not_counted():
-    spec, cores = SPECS["d2"], random_cores(SPECS["d2"])
-    with_padding = Bags.from_lists([[3, 0, 5], [0], [0, 2]])
-    without = Bags.from_lists([[3, 5], [], [2]])
-    d_output = np.ones((3, spec.embedding_dim), np.float32)
-    for mode in ("sum", "mean"):
-        found = jitted(spec, mode, None, 0)(cores, with_padding, d_output)
-        jax.tree.map(np.testing.assert_array_equal, found, jitted(spec, mode, None)(cores, without, d_output))
 
 
 @pytest.mark.parametrize("form", FORMS)

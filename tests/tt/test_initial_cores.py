@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from rsembed.tt import TTSpec, init_cores
-from rsembed.tt.new_cores import core_std, target_std
 from tests.tt.tt_oracles import CASES, expanded
 
 SPECS = {
@@ -17,6 +16,16 @@ SPECS = {
     "d3": TTSpec(3000, (15, 20, 10), (4, 4, 2), (8, 12)),
     "d4": TTSpec(3000, (8, 6, 8, 8), (2, 4, 2, 2), (8, 8, 8)),
 }
+
+
+def target_std(spec):
+    """That of the uniform distribution on one over the root of the rows, and less."""
+    return 1 / math.sqrt(3 * spec.num_embeddings)
+
+
+def core_std(spec):
+    """Of independent entries of all cores, of which an entry of the table sums products over all inner places."""
+    return (target_std(spec) ** 2 / math.prod(spec.tt_ranks)) ** (0.5 / spec.num_cores)
 
 
 @functools.cache

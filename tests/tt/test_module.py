@@ -60,7 +60,7 @@ def test_arguments_by_position():
     )
     assert (emb.optimizer, emb.eps, emb.sparse, emb.use_cache) == (OptimType.EXACT_ADAGRAD, 1e-6, True, False)
     assert float(emb.learning_rate.get_value()) == pytest.approx(0.3) and emb.weight_dist == "uniform"
-    assert TTEmbeddingBag(10, 3, [5, 2], [1, 3], "adam", tt_ranks=[2]).optimizer is OptimType.ADAM
+    assert TTEmbeddingBag(10, 3, [5, 2], [1, 3], OptimType.ADAM, tt_ranks=[2]).optimizer is OptimType.ADAM
     batched = TableBatchedTTEmbeddingBag(2, 10, 3, [2], [5, 2], [1, 3], OptimType.SGD, 0.3, 1e-6, False)
     assert batched.num_tables == 2 and not batched.sparse and not batched.use_cache
 
@@ -183,7 +183,7 @@ def test_a_module_that_an_interrupted_step_took_over_says_how_to_go_on_and_does(
 
 
 def test_get_params_and_reset_parameters():
-    emb = small(sparse=True, optimizer="exact_adagrad")
+    emb = small(sparse=True, optimizer=OptimType.EXACT_ADAGRAD)
     assert len(emb.get_params()) == len(emb.get_params()) == 3
     cached = small(sparse=True, use_cache=True, cache_size=4)
     assert [own.shape for own in cached.get_params()[3:]] == [(4, 3)]
@@ -194,13 +194,6 @@ def test_get_params_and_reset_parameters():
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(emb.slots[0].get_value()))
     emb.reset_parameters("uniform")
     assert not any((a == b).any() for a, b in zip(first, values(emb), strict=True))
-
-
-def test_ignored_ids_are_warned_about_and_dropped():
-    emb = small(bounds_check="ignore")
-    with pytest.warns(UserWarning, match="2 ids outside their table contribute nothing"):
-        found = emb(jnp.asarray([[3, 10, -7, -1]]))
-    np.testing.assert_array_equal(found, emb(jnp.asarray([[3, -1, -1, -1]])))
 
 
 def test_gradients_of_weights_are_returned_by_fused_steps_too():
