@@ -33,7 +33,7 @@ BUDGETS = {
     "fdo": 593,
     "sparsecore": 3990,
     "tbe": 2797,
-    "tt": 2301,
+    "tt": 2297,
     "sok": 1397,
     "plot": 1099,
     "datasets": 800,
