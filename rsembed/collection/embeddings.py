@@ -18,7 +18,7 @@ from rsembed.bags import as_bags, check_not_taken, is_traced
 from rsembed.checks import PositiveInt, check_type, describe, validated
 from rsembed.collection import host_rows, inputs
 from rsembed.collection.devices import Devices
-from rsembed.collection.engine import Engine, two_dicts
+from rsembed.collection.engine import Engine, unzip_dict
 from rsembed.collection.placement import LogicalTables, make_stacks, placement_of_tables, plan_placed
 from rsembed.collection.state import Activations, Batch, ByName, EmbeddingState
 from rsembed.fingerprint import Fingerprint, check_same
@@ -331,7 +331,7 @@ class EmbeddingCollection:
         """The gradients of distinct rows that follow from those of a batch's activations; no table is read."""
         batch = self.prepare(batch)
         d_outputs = self._d_outputs(batch, d_activations)
-        rows, values = two_dicts(self._engine.row_gradients(batch, d_outputs))
+        rows, values = unzip_dict(self._engine.row_gradients(batch, d_outputs))
         found = RowGradients(rows, values, self._num_rows, self._engine.gradient_shardings(), self.layout)
         all_here = self.devices.mesh is None and all(own.storage.ids_are_rows for own in self._stacks.values())
         return found.summed_from(Summands(self._engine, batch, d_outputs)) if all_here and is_traced(rows) else found

@@ -12,7 +12,7 @@ together (`parallel.together`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -25,7 +25,7 @@ from rsembed.collection.devices import Devices
 from rsembed.collection.state import Traffic
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
-from rsembed.kernels.reference import entry_gains, gradients_of_weights
+from rsembed.kernels.reference import entry_gains
 from rsembed.keys import Keys
 from rsembed.parallel.exchange import Asked, Asking, Question, Wanted, default_capacity, distinct
 from rsembed.specs import TableSpec
@@ -152,20 +152,6 @@ class Rows:
         gradients, num_rows = SegmentGradients(batch.segments, d_outputs), self.storage.num_ids(self.table)
         norm: Array = api.dispatch("squared_norm", num_rows, gradients, implementation=self.implementation)
         return norm
-
-    def weight_gradients(self, params: PyTree, batch: Occurrences, d_outputs: Sequence[Array]) -> Asking[list[Array]]:
-        """Gradients of the weights of a batch, or of ones where a segment has none; rows are read as by a lookup."""
-        entries = [Segment(segment.rows, None, None, "none") for segment in batch.segments]
-        looked_up = self.look_up(params, batch._replace(segments=entries), None)
-        vectors, *_ = (yield from looked_up) if isinstance(looked_up, Generator) else looked_up
-        found = []
-        for own, segment, d_output in zip(vectors, batch.segments, d_outputs, strict=True):
-            places = jnp.where(segment.rows == NO_ROW, NO_ROW, jnp.arange(own.shape[0], dtype=jnp.int32))
-            weights = jnp.ones(own.shape[0]) if segment.weights is None else segment.weights
-            found.append(
-                gradients_of_weights(own, dataclasses.replace(segment, rows=places, weights=weights), d_output)
-            )
-        return found
 
     def update(
         self, params: PyTree, slots: PyTree, batch: Occurrences, d_outputs: Sequence[Array], step: Step

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import Bags, as_bags, device_copy, is_traced
 from rsembed.collection.devices import Devices
-from rsembed.collection.engine import STACKS_TOGETHER, Engine
+from rsembed.collection.engine import Engine
 from rsembed.collection.inputs import is_unknown
 from rsembed.collection.stack import Stack
 from rsembed.kernels.contract import Step
@@ -34,6 +34,7 @@ KeysOfBags = Keys | Bags | ArrayLike | Sequence[object]
 """Keys as users have them; see `key_bags`."""
 WeightsOfKeys = ArrayLike | Sequence[object] | None
 ByStack = dict[str, PyTree]
+STACKS_TOGETHER = 25
 TRAINED = "backward was called before: a lookup trains once. Look up again for another step."
 
 
