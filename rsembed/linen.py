@@ -18,7 +18,7 @@ from rsembed import taps
 from rsembed.checks import check_fields, check_type, validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.embeddings import check_loss
-from rsembed.collection.state import Activations, Batch
+from rsembed.collection.stack import Activations, Batch
 from rsembed.taps import Gradients as Gradients
 
 # Variable collections in which a layer has `tables`; the last two only while `value_and_grad` runs.

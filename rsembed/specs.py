@@ -141,7 +141,7 @@ class Storage(Protocol):
 
 
 UNCHOSEN_OPTIMIZER = SGD()
-"""Optimizer of a table that was given none, as in the published system; recognised by identity."""
+"""Optimizer of a table that was given none, as in the published system."""
 object.__setattr__(UNCHOSEN_OPTIMIZER, "tells_all", True)
 
 
@@ -155,7 +155,7 @@ class TableSpec:
       vocabulary_size: rows; ids run from 0 to `vocabulary_size - 1`.
       embedding_dim: columns.
       initializer: called as `(key, shape)` with the logical shape `(vocabulary_size, embedding_dim)`.
-      optimizer: rule that steps looked-up rows; if left out, SGD with learning rate 0.001, which is logged.
+      optimizer: rule that steps looked-up rows; if left out, SGD with learning rate 0.001.
       combiner: `sum`, `mean`, `sqrtn`, or `none` (one vector per id: sequence output).
       max_ids_per_partition: most entries one core may send to one shard. A layout limit of SparseCores: raise it
         when preprocessing says so, or let feedback-directed optimisation (`rsembed.fdo`) set it.

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, PyTree
 
 from rsembed.checks import did_you_mean, validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
-from rsembed.collection.state import Activations, Batch
+from rsembed.collection.stack import Activations, Batch
 from rsembed.row_gradients import RowGradients, combine
 
 

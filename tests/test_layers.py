@@ -25,7 +25,7 @@ BUDGETS = {
     "storage": 2491,
     "row_gradients": 268,
     "parallel": 898,
-    "collection": 2680,
+    "collection": 2537,
     "taps": 160,
     "nnx": 212,
     "linen": 184,

@@ -6,21 +6,38 @@ The collection checks what users give and hands canonical batches over; stacks d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, PRNGKeyArray, PyTree
+from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from rsembed.bags import Bags, as_bags
 from rsembed.collection.devices import Devices
 from rsembed.collection.rows import LookupResult, Occurrences, Rows
-from rsembed.collection.stack import Stack
-from rsembed.collection.state import Activations, Batch, ByName, LookupStatistics, Traffic
+from rsembed.collection.stack import Activations, Batch, ByName, Stack
 from rsembed.kernels import api
 from rsembed.keys import as_keys, num_invalid
 from rsembed.parallel.exchange import Asked, together
 from rsembed.specs import FeatureSpec
+
+
+class LookupStatistics(NamedTuple):
+    """Counts of one lookup, over the global batch.
+
+    Args:
+      num_ids: ids that contributed, per feature.
+      num_out_of_range: ids outside their table, which contributed nothing, per feature.
+      num_unknown: per stack of tables with keys, distinct keys without a row, by device that looked for them. Ahead of
+        a step, those that it is going to give a row.
+      num_rounds: per stack, rounds in which devices asked the owners of rows; 0 where nothing is asked.
+    """
+
+    num_ids: dict[str, Int[Array, ""]]
+    num_out_of_range: dict[str, Int[Array, ""]]
+    num_unknown: dict[str, Int[Array, " devices"]]
+    num_rounds: dict[str, Int[Array, ""]]
 
 
 class Engine:
@@ -62,7 +79,7 @@ class Engine:
     def lookup(
         self, tables: ByName, batch: Batch, numbers: ByName | None = None
     ) -> tuple[Activations, LookupStatistics]:
-        """Activations of all features, and what travelled; ahead of the steps of these numbers, if there are any."""
+        """Activations of all features, and counts; ahead of the steps of these numbers, if there are any."""
         if self._has_all_rows:
             numbers = None  # so that one program serves both
         activations, statistics = self._look_up(tables, numbers, batch)
@@ -84,19 +101,19 @@ class Engine:
     def _lookup(self, tables: ByName, numbers: ByName | None, batch: Batch) -> tuple[Activations, LookupStatistics]:
         bags = {name: as_bags(value, feature=name) for name, value in batch.items()}
         activations: Activations = {}
-        traffic: dict[str, Traffic] = {}
+        unknown, rounds = dict[str, Array](), dict[str, Array]()
         asked: list[Asked[LookupResult]] = []
         for name, stack in self.stacks.items():
             number = None if numbers is None else numbers[name]
             asked.append(stack.rows.look_up(tables[name], stack.occurrences(bags), number))
         for (name, stack), found in zip(self.stacks.items(), together(asked, self.devices.axes), strict=True):
-            outputs, num_unknown, traffic[name] = found
+            outputs, num_unknown, rounds[name] = found
             if stack.storage.takes_keys:
-                traffic[name] = traffic[name]._replace(num_unknown=self.devices.gather(num_unknown[None]))
+                unknown[name] = self.devices.gather(num_unknown[None])
             for feature, output in zip(stack.layout.stack.features, outputs, strict=True):
                 activations[feature.name] = to_activation(self.features[feature.name], bags[feature.name], output)
         num_ids, num_out_of_range = self.devices.total(self._counts(bags))
-        return activations, LookupStatistics(num_ids, num_out_of_range, traffic)
+        return activations, LookupStatistics(num_ids, num_out_of_range, unknown, rounds)
 
     def _counts(self, bags: Mapping[str, Bags]) -> tuple[dict[str, Array], dict[str, Array]]:
         num_ids, num_out_of_range, with_rows = {}, {}, dict[str, Bags]()

@@ -17,7 +17,7 @@ from rsembed.collection.dense_rows import segment_of
 from rsembed.collection.embeddings import EmbeddingCollection
 from rsembed.collection.engine import to_activation
 from rsembed.collection.inputs import check_names
-from rsembed.collection.state import Activations, Batch, EmbeddingState
+from rsembed.collection.stack import Activations, Batch, EmbeddingState
 from rsembed.kernels import reference
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys, as_keys, split_keys

@@ -264,7 +264,7 @@ def look_up_variables(
         for name, number in read.items():
             outputs[number] = found[name]
         for stack, number in own.items():
-            wanted[number] = cast(Array, statistics.traffic[stack].num_unknown)
+            wanted[number] = statistics.num_unknown[stack]
     for number, variable in enumerate(distinct) if training else ():
         if variable.table.when_full != "error" or is_traced(wanted):
             continue

@@ -99,7 +99,7 @@ class Hashed(RowsByKey):
     admission_capacity: int | None = None
     admission_probability: float = 1.0
     key_dtype: str = "int64"
-    placements: ClassVar[tuple[str, ...]] = ("row", "replicated")
+    placements: ClassVar[tuple[str, ...]] = ("row",)
 
     @property
     def in_files(self) -> str:

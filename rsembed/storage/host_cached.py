@@ -160,7 +160,7 @@ class HostCached(DynamicRows):
 
     cache_rows: int
     eviction: Eviction = "lru"
-    placements: ClassVar[tuple[str, ...]] = ("row", "replicated")
+    placements: ClassVar[tuple[str, ...]] = ("row",)
 
     @property
     def in_files(self) -> None:
