@@ -18,8 +18,8 @@ one device:
 
 All devices and processes share the cores of this machine, so the rows of a batch are read and stepped in the time that
 one device takes, and the rest is what finding owners, travelling and waiting for each other costs: the share of the
-exchange. Bytes are those that all devices send for an id, padding included: a lookup tells its own, and an update sends
-as many. A lookup of trains sends nothing.
+exchange. Bytes are those that all devices send for an id, padding included; a lookup and an update send equally
+many. A lookup of trains sends nothing.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from flax import nnx  # noqa: E402
 
 import rsembed as rs  # noqa: E402
 from rsembed import parallel, sok, tbe  # noqa: E402
+from rsembed.parallel.exchange import default_capacity  # noqa: E402
 from rsembed.sparsecore import embedding, embedding_spec  # noqa: E402
 from rsembed.tt import TensorTrain  # noqa: E402
 
@@ -115,6 +116,8 @@ class Contestant:
         collection = self.collection
         self.step, self.init = make_step(collection), jax.jit(collection.init)
         self.has_new_keys, self.num_calls = has_new_keys, 0
+        # An id travels as a row number; or as both halves of a key, its table, its count and its first place.
+        self.num_lanes = 5 if isinstance(storage, rs.Hashed) else 1
         self.state = jax.block_until_ready(self.init(jax.random.key(0)))
         if has_new_keys:  # keys of other batches have another upper half
             ids = np.stack([own.astype(np.int64) + (k << 32) for k, own in enumerate(ids)])
@@ -135,10 +138,12 @@ class Contestant:
         return self.state
 
     def bytes_per_id(self) -> float:
-        """What all devices send for an id in a step of the first batch."""
+        """What all devices send for an id in a step of the first batch, by the formula of docs/distributed.md."""
         _, statistics = self.collection.lookup(self.state, self.batches[0], return_statistics=True)
-        sent = sum(float(traffic.num_bytes) for traffic in statistics.traffic.values())
-        return 2 * self.num_devices * sent / (NUM_TABLES * BATCH * IDS)
+        num_rounds = max(map(int, statistics.num_rounds.values()))  # of the stack that all tables share
+        num_ids = NUM_TABLES * BATCH * IDS // self.num_devices
+        places = num_rounds * (self.num_devices - 1) * default_capacity(num_ids, self.num_devices)
+        return 2 * 4 * places * (self.num_lanes + DIM) / num_ids
 
 
 class SparseCoreContestant:

@@ -17,7 +17,7 @@ from rsembed import taps
 from rsembed.checks import check_fields, check_type, validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.embeddings import check_loss
-from rsembed.collection.state import Activations, Batch
+from rsembed.collection.stack import Activations, Batch
 from rsembed.taps import Gradients as Gradients
 
 

@@ -120,10 +120,6 @@ class Storage(Protocol):
         """Counts of the numbers kept for the table, and of those for its optimizer state."""
 
 
-UNCHOSEN_OPTIMIZER = SGD()
-"""Optimizer of a table that was given none, as in the published system; recognised by identity."""
-
-
 @no_type_check  # wrong values are refused by name in __post_init__
 @dataclasses.dataclass(unsafe_hash=True)
 class TableSpec:
@@ -134,7 +130,7 @@ class TableSpec:
       vocabulary_size: rows; ids run from 0 to `vocabulary_size - 1`.
       embedding_dim: columns.
       initializer: called as `(key, shape)` with the logical shape `(vocabulary_size, embedding_dim)`.
-      optimizer: rule that steps looked-up rows; if left out, SGD with learning rate 0.001, which is logged.
+      optimizer: rule that steps looked-up rows; if left out, SGD with learning rate 0.001.
       combiner: `sum`, `mean`, `sqrtn`, or `none` (one vector per id: sequence output).
       max_ids_per_partition: most entries one core may send to one shard. A layout limit of SparseCores: raise it
         when preprocessing says so, or let feedback-directed optimisation (`rsembed.fdo`) set it.
@@ -152,7 +148,7 @@ class TableSpec:
     vocabulary_size: int
     embedding_dim: int
     initializer: CallableTableInitializer = dataclasses.field(default_factory=lambda: default_initializer)
-    optimizer: OptimizerSpec = dataclasses.field(default_factory=lambda: UNCHOSEN_OPTIMIZER)
+    optimizer: OptimizerSpec = dataclasses.field(default_factory=SGD)
     combiner: Combiner = "sum"
     max_ids_per_partition: int = 256
     max_unique_ids_per_partition: int = 256

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, PyTree
 
 from rsembed.checks import validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
-from rsembed.collection.state import Activations, Batch
+from rsembed.collection.stack import Activations, Batch
 from rsembed.row_gradients import RowGradients, combine
 
 _WAY_OUT = (

@@ -70,8 +70,7 @@ storage/host_cached.py  storage/test_corners.py -k leave_the_device
 storage/logical_rows.py  storage/test_evict.py
     np.lexsort(lanes) => np.lexsort((lanes[0], -lanes[1]))
 collection/rows.py  storage/test_contract.py
-    rows=jnp.where(keys.is_key, position, NO_ROW) => rows=position
-    entry_gains(s, NO_ROW)[1] if => None if
+    gains = entry_gains(given, NO_ROW)[1] => gains = given.weights
 collection/rows.py  storage/test_contract.py -k many
     count + jnp.sum(is_row, dtype=jnp.int32), => count,
     if self.table.optimizer.moves_all_rows: => if False:
@@ -81,6 +80,8 @@ collection/dense_rows.py  collection/test_mesh.py
     used[owner] += table.rows => used[owner] += 0
 collection/engine.py  collection/test_embeddings.py
     output[:, : feature.output_dim] if => output[:, -feature.output_dim :] if
+collection/stack.py  storage/test_contract.py
+    jnp.where(keys.is_key, position, NO_ROW), bag => position, bag
 collection/stack.py  storage/test_like_tables.py
     names.index(feature.table_name) => 0
 parallel/exchange.py  parallel/test_rounds.py

@@ -20,7 +20,7 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Rounding, Segment, SegmentGradients, Step
 from rsembed.kernels.keyed import mix
 from rsembed.keys import Keys
-from rsembed.optimizers import OptimizerSpec, Slots
+from rsembed.optimizers import Slots
 from rsembed.places import Place as Place
 from rsembed.places import tables_and_ids
 from rsembed.specs import MAX_ROWS, Combiner, TableSpec
@@ -237,7 +237,7 @@ class DenseRows(Storage):
         parts += [(slot.shape, slot.dtype) for slot in jax.eval_shape(table.optimizer.init_slots, rows)]
         # Where tables have all rows of all shards, nothing needs to be written twice.
         fill = None if layout.num_rows == layout.stack.spec.stack_vocab_size else 0.0
-        arrays = tuple(api.dispatch("allocate", *part, fill, implementation=self.implementation) for part in parts)
+        arrays = tuple(api.allocate(*part, fill) for part in parts)
         # Tables of one form, and of sizes that one size of blocks suits, are filled by one compiled loop.
         groups: dict[tuple[Hashable, int], list[int]] = {}
         forms: dict[Hashable, Hashable] = {}
@@ -250,7 +250,7 @@ class DenseRows(Storage):
             block = min(max(1, INIT_BLOCK_VALUES // spec.embedding_dim), 1 << (bits + bits % 2))
             groups.setdefault((forms[alike], block), []).append(number)
         for (_, block), numbers in groups.items():
-            arrays = self._filled(arrays, table.optimizer, key, numbers, block, shard)
+            arrays = self._filled(arrays, numbers, block, key, shard)
         return arrays[0], arrays[1:]
 
     def _num_rows(self, number: int) -> int:
@@ -258,13 +258,7 @@ class DenseRows(Storage):
         return self.layout.stack.tables[number].setting.padded_vocab_size
 
     def _filled(
-        self,
-        arrays: tuple[Array, ...],
-        rule: OptimizerSpec,
-        key: PRNGKeyArray,
-        numbers: Sequence[int],
-        block: int,
-        shard: Int[Array, ""],
+        self, arrays: tuple[Array, ...], numbers: Sequence[int], block: int, key: PRNGKeyArray, shard: Int[Array, ""]
     ) -> tuple[Array, ...]:
         """The arrays with the rows and slots of some tables of one form, so many at a time."""
         layout, specs = self.layout, [self.tables[number] for number in numbers]
@@ -291,9 +285,8 @@ class DenseRows(Storage):
             values = jax.lax.dynamic_slice_in_dim(values, first_column, width, axis=1)
             is_own = (ids >= 0) & (ids < num_rows[table])
             rows = jnp.where(is_own, shard * layout.rows_per_shard + rows, NO_ROW)
-            with_slots = values, *rule.init_slots(values)
-            written = api.dispatch("scatter_rows", arrays, rows, with_slots, implementation=self.implementation)
-            return cast(tuple[Array, ...], written)
+            with_slots = values, *spec.optimizer.init_slots(values)
+            return api.scatter_rows(arrays, rows, with_slots)
 
         return jax.lax.fori_loop(0, int(ends[-1]), fill_block, arrays)
 
@@ -315,10 +308,9 @@ class DenseRows(Storage):
         layout, names = self.layout, [table.name for table in self.layout.stack.tables]
 
         def round_rows(values: Array, dtype: DTypeLike, rows: Array) -> Array:
-            sizes, own, row = [table.rows for table in layout.stack.tables], shard, rows
-            if layout.shards_per_device > 1:
-                number, row = jnp.divmod(rows, layout.rows_per_shard)
-                own = shard * layout.shards_per_device + number
+            sizes = [table.rows for table in layout.stack.tables]
+            number, row = jnp.divmod(rows, layout.rows_per_shard)
+            own = shard * layout.shards_per_device + number
             tables, ids = tables_and_ids(layout.places, sizes, own, row, spread=layout.spread)
             return rounding(values, dtype, numbers_of_rows(names, tables, ids))
 
@@ -332,8 +324,7 @@ class DenseRows(Storage):
     def vectors(self, params: Array, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
         """Rows as they are stored."""
         del table
-        (vectors,) = api.dispatch("gather_rows", (params,), rows, implementation=self.implementation)
-        return cast(Array, vectors)
+        return api.gather_rows((params,), rows)[0]
 
     def find(
         self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step
@@ -358,8 +349,7 @@ class DenseRows(Storage):
 
     def rows(self, params: Array, slots: Slots, table: TableSpec, num_shards: int) -> dict[str, Array]:
         """Copies: indexing by all rows would give an array itself, which a donated step deletes."""
-        arrays = zip(array_names(table, slots), self._copies((params, *slots), table), strict=True)
-        return dict(arrays)
+        return dict(zip(array_names(table, slots), self._copies((params, *slots), table), strict=True))
 
     def optimizer_state(self, params: PyTree, slots: Slots, table: TableSpec, num_shards: int) -> PyTree:
         """The slots of all rows of a table, in the named tuple of its rule; nothing is read of `params`."""
@@ -379,9 +369,8 @@ class DenseRows(Storage):
         """Works inside `jit`, too."""
         for own in self.tables:
             if own.name in rows:
-                params = params.at[self.layout.all_rows(own.name, own.vocabulary_size)].set(
-                    jnp.asarray(rows[own.name], params.dtype)
-                )
+                index = self.layout.all_rows(own.name, own.vocabulary_size)
+                params = params.at[index].set(jnp.asarray(rows[own.name], params.dtype))
         return params, slots
 
     def _rows(self, keys: Keys) -> Int[Array, " nnz"]:

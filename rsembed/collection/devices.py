@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from rsembed.kernels.contract import Segment
 from rsembed.kernels.devices import check_threads
 from rsembed.parallel.agreement import processes_of
 
@@ -138,20 +137,6 @@ class Devices:
     def rows_of_all(self, array: Array) -> Array:
         """From own columns of all rows to all columns of own rows."""
         return jax.lax.all_to_all(array, self.axes, split_axis=0, concat_axis=1, tiled=True)
-
-    def gather_segments(self, segments: Sequence[Segment]) -> list[Segment]:
-        """Segments of the global batch, samples in order; on a mesh, all bags of a segment have the same length."""
-        if self.mesh is None:
-            return list(segments)
-        found = []
-        for segment in segments:
-            rows, offsets = self.gather(segment.rows), segment.offsets
-            if offsets is not None:
-                num_bags = segment.num_outputs * self.num_devices
-                offsets = jnp.arange(num_bags + 1, dtype=jnp.int32) * (rows.shape[0] // max(num_bags, 1))
-            weights = None if segment.weights is None else self.gather(segment.weights)
-            found.append(Segment(rows, offsets, weights, segment.combiner))
-        return found
 
 
 def _same(tree: PyTree) -> PyTree:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -11,23 +10,23 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, PRNGKeyArray, PyTree
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import PRNGKeyArray, PyTree
 
-from rsembed.bags import as_bags, check_not_taken, is_traced
+from rsembed.bags import check_not_taken, is_traced
 from rsembed.checks import PositiveInt, check_type, describe, validated
 from rsembed.collection import host_rows, inputs
 from rsembed.collection.devices import Devices
-from rsembed.collection.engine import Engine, two_dicts
+from rsembed.collection.engine import Engine, unzip_dict
 from rsembed.collection.placement import LogicalTables, make_stacks, placement_of_tables, plan_placed
-from rsembed.collection.state import Activations, Batch, ByName, EmbeddingState
+from rsembed.collection.stack import Activations, Batch, ByName, EmbeddingState
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.initial_values import table_keys
 from rsembed.kernels import api
 from rsembed.kernels.contract import Step
 from rsembed.parallel.agreement import check_not_forked
 from rsembed.row_gradients import RowGradients, check_belong
-from rsembed.specs import UNCHOSEN_OPTIMIZER, FeatureSpec, TableSpec, features_of, tables_of
+from rsembed.specs import FeatureSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import StackingPlan
 
 
@@ -134,8 +133,10 @@ class EmbeddingCollection:
         tables, slots = self._engine.init(key)
         rest = jnp.zeros((), jnp.int32), jax.random.fold_in(key, 0x726F756E)
         step, key = self.devices.place(rest, PartitionSpec())
-        tables |= {name: own.stack.begun(tables[name]) for name, own in self._on_host.items()}
-        return EmbeddingState(tables, slots, step, key, self.layout)
+        for name, own in self._on_host.items():
+            own.storage.begin(tables[name])
+        fresh = EmbeddingState(tables, slots, step, key, self.layout)
+        return host_rows.with_new_generation(self._on_host, fresh)
 
     def prefetch(self, state: EmbeddingState, batch: Batch) -> EmbeddingState:
         """The state with the rows of a batch near, where tables are on the host; not inside `jit`.
@@ -171,7 +172,9 @@ class EmbeddingCollection:
         everywhere: PyTree = self.devices.sharding(PartitionSpec())
         own = {name: self.devices.sharding(stack.partition) for name, stack in self._stacks.items()}
         shardings = EmbeddingState(own, own, everywhere, everywhere, self.layout)
-        placed: EmbeddingState = jax.tree.map(_placed_shapes, shardings, state)
+        placed: EmbeddingState = jax.tree.map(
+            lambda sharding, shapes: jax.tree.map(lambda leaf: leaf.update(sharding=sharding), shapes), shardings, state
+        )
         return placed
 
     def check_state(self, state: EmbeddingState, *, parts: Sequence[str] = ("tables", "slots", "step")) -> None:
@@ -195,9 +198,13 @@ class EmbeddingCollection:
                 way_out="Save it with the collection that made it and load it with load_collection, or take over "
                 "tables alone with collection.with_tables(collection.init(key), tables).",
             )
+        way_out = (
+            "go on with the state that the step returned or, where an error or Ctrl-C kept it from returning one, load "
+            "the latest checkpoint"
+        )
         for part in parts:
             found, expected = getattr(state, part), getattr(self.template, part)
-            check_not_taken(found, f"the state has lost its {part}", _AFTER_A_STEP)
+            check_not_taken(found, f"the state has lost its {part}", way_out)
             if jax.tree.map(_shape_and_kind, found) != jax.tree.map(_shape_and_kind, expected):
                 shown, wanted = jax.tree.map(_shown, found), jax.tree.map(_shown, expected)
                 raise ValueError(
@@ -331,8 +338,8 @@ class EmbeddingCollection:
     def row_gradients(self, batch: Batch, d_activations: Mapping[str, PyTree]) -> RowGradients:
         """The gradients of distinct rows that follow from those of a batch's activations; no table is read."""
         batch = self.prepare(batch)
-        d_outputs = self._d_outputs(batch, d_activations)
-        rows, values = two_dicts(self._engine.row_gradients(batch, d_outputs))
+        d_outputs = inputs.d_outputs(self.features, batch, d_activations)
+        rows, values = unzip_dict(self._engine.row_gradients(batch, d_outputs))
         found = RowGradients(rows, values, self._num_rows, self._engine.gradient_shardings(), self.layout)
         all_here = self.devices.mesh is None and all(own.storage.ids_are_rows for own in self._stacks.values())
         return found.summed_from(self._engine, batch, d_outputs) if all_here and is_traced(rows) else found
@@ -354,16 +361,9 @@ class EmbeddingCollection:
     def update(self, state: EmbeddingState, batch: Batch, d_activations: Mapping[str, PyTree]) -> EmbeddingState:
         """Row gradients and optimizer step in one kernel: the same numbers as `apply(state, pullback(...))`."""
         batch = self.prepare(batch)
-        d_outputs = self._d_outputs(batch, d_activations)
+        d_outputs = inputs.d_outputs(self.features, batch, d_activations)
         self.check_state(state)
         return self._stepped(state, dict.fromkeys(self._on_host, batch), self._engine.update, batch, d_outputs)
-
-    def _d_outputs(self, batch: Batch, d_activations: Mapping[str, PyTree]) -> dict[str, Array]:
-        inputs.check_names(self.features, d_activations, "the activation gradients")
-        return {
-            name: inputs.as_d_output(feature, as_bags(batch[name], feature=name), d_activations[name])
-            for name, feature in self.features.items()
-        }
 
     def _stepped(
         self,
@@ -373,7 +373,6 @@ class EmbeddingCollection:
         *gradients: PyTree,
     ) -> EmbeddingState:
         state = self._fetched(given, wanted)
-        _tell_of(tuple(name for name, table in self.table_specs.items() if table.optimizer is UNCHOSEN_OPTIMIZER))
         steps = {}
         for stack in self.plan.stacks:
             rule, rounding = stack.spec.optimizer, None
@@ -394,24 +393,6 @@ class EmbeddingCollection:
         return stepped if state is given else host_rows.with_new_generation(self._on_host, stepped)
 
 
-_AFTER_A_STEP = (
-    "go on with the state that the step returned or, where an error or Ctrl-C kept it from returning one, load the "
-    "latest checkpoint"
-)
-
-
-@functools.cache
-def _tell_of(unchosen: tuple[str, ...]) -> None:
-    """Says once which tables train by a rule that nobody chose."""
-    if unchosen:
-        logging.getLogger("rsembed").warning(
-            "rsembed.collection: plain SGD with learning rate 0.001 trains the tables %s, whose optimizer was left "
-            "out; for ids of uneven frequency TableSpec(optimizer=rs.optimizers.RowWiseAdagrad(0.1)) is a usual "
-            "start.",
-            ", ".join(map(repr, unchosen)),
-        )
-
-
 def _shape_and_kind(leaf: object) -> tuple[tuple[int, ...], object]:
     """Shape and kind of an array; PRNG keys are one kind, whichever generator made them."""
     if not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
@@ -423,10 +404,6 @@ def _shape_and_kind(leaf: object) -> tuple[tuple[int, ...], object]:
 def _shown(leaf: object) -> str:
     shape, kind = _shape_and_kind(leaf)
     return f"{getattr(kind, '__name__', kind)}{list(shape)}"
-
-
-def _placed_shapes(sharding: NamedSharding, shapes: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf.update(sharding=sharding), shapes)
 
 
 @validated

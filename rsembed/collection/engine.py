@@ -5,34 +5,45 @@ The collection checks what users give and hands canonical batches over; stacks d
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from rsembed.bags import Bags, as_bags
 from rsembed.collection.devices import Devices
 from rsembed.collection.rows import LookupResult, Occurrences, Rows
-from rsembed.collection.stack import Stack
-from rsembed.collection.state import Activations, Batch, ByName, LookupStatistics, Traffic
+from rsembed.collection.stack import Activations, Batch, ByName, Stack
 from rsembed.kernels import api
 from rsembed.keys import as_keys, num_invalid
 from rsembed.parallel.exchange import Asked, together
 from rsembed.specs import FeatureSpec
 
-Stacks = Mapping[str, Stack]
-STACKS_TOGETHER = 25
-"""How many stacks ask together on a mesh."""
+
+class LookupStatistics(NamedTuple):
+    """Counts of one lookup, over the global batch.
+
+    Args:
+      num_ids: ids that contributed, per feature.
+      num_out_of_range: ids outside their table, which contributed nothing, per feature.
+      num_unknown: per stack of tables with keys, distinct keys without a row, by device that looked for them. Ahead of
+        a step, those that it is going to give a row.
+      num_rounds: per stack, rounds in which devices asked the owners of rows; 0 where nothing is asked.
+    """
+
+    num_ids: dict[str, Int[Array, ""]]
+    num_out_of_range: dict[str, Int[Array, ""]]
+    num_unknown: dict[str, Int[Array, " devices"]]
+    num_rounds: dict[str, Int[Array, ""]]
 
 
 class Engine:
     """Init, lookup, row gradients and steps of all stacks, each one function on every device of a mesh.
 
-    Stacks ask their owners together, so many at a time: what XLA does to let a function run on a mesh grows with the
-    square of the arrays that it takes. With 100 tables of keys it took most of the time of compiling.
+    All stacks ask their owners together.
 
     Args:
       features: by name.
@@ -41,8 +52,6 @@ class Engine:
 
     Attributes:
       init: `(key)` to tables and slots of all stacks.
-      weight_gradients: `(tables, batch, d_outputs)` to gradients of the weights of all ids of a batch, whether it has
-        some or counts each once, by feature.
       row_gradients: `(batch, d_outputs)` to rows and values of `RowGradients`, by stack.
       squared_norm: `(batch, d_outputs)` to the sum of the squares of the values of `row_gradients`, by stack, on one
         device that has all rows in arrays.
@@ -56,18 +65,21 @@ class Engine:
         everywhere, split = PartitionSpec(), devices.split
         state = {name: stack.partition for name, stack in stacks.items()}
         gradients = {name: stack.gradient_partitions for name, stack in stacks.items()}
-        self.init = self._on_each(self._init, (everywhere,), (state, state))
-        self._look_up = self._on_each(self._lookup, (state, everywhere, split), (split, everywhere))
-        self.weight_gradients = self._on_each(self._weight_gradients, (state, split, split), split)
-        self.row_gradients = self._on_each(self._row_gradients, (split, split), gradients)
-        self.squared_norm = self._on_each(self._squared_norm, (split, split), everywhere)
-        self.apply = self._on_each(self._apply, (state, state, gradients, everywhere), (state, state))
-        self.update = self._on_each(self._update, (state, state, split, split, everywhere), (state, state))
+
+        def on_each(function: Callable[..., PyTree], partitions: PyTree, results: PyTree) -> Callable[..., PyTree]:
+            return jax.jit(devices.on_each(function, partitions, results))
+
+        self.init = on_each(self._init, (everywhere,), (state, state))
+        self._look_up = on_each(self._lookup, (state, everywhere, split), (split, everywhere))
+        self.row_gradients = on_each(self._row_gradients, (split, split), gradients)
+        self.squared_norm = on_each(self._squared_norm, (split, split), everywhere)
+        self.apply = on_each(self._apply, (state, state, gradients, everywhere), (state, state))
+        self.update = on_each(self._update, (state, state, split, split, everywhere), (state, state))
 
     def lookup(
         self, tables: ByName, batch: Batch, numbers: ByName | None = None
     ) -> tuple[Activations, LookupStatistics]:
-        """Activations of all features, and what travelled; ahead of the steps of these numbers, if there are any."""
+        """Activations of all features, and counts; ahead of the steps of these numbers, if there are any."""
         if self._has_all_rows:
             numbers = None  # so that one program serves both
         activations, statistics = self._look_up(tables, numbers, batch)
@@ -81,60 +93,27 @@ class Engine:
         sharding = self.devices.sharding
         return tuple((name, sharding(rows), sharding(values)) for name, rows, values in partitions)
 
-    def _on_each(
-        self, function: Callable[..., PyTree], partitions: Sequence[PyTree], results: PyTree
-    ) -> Callable[..., PyTree]:
-        """A function of one device and some stacks as one of everything, group by group of the stacks.
-
-        Args:
-          function: takes the stacks by name, and its part of each argument.
-          partitions: of the other arguments. Those that are split by sample are dictionaries by feature, and all other
-            dictionaries are by stack.
-          results: of what it returns.
-        """
-        most = STACKS_TOGETHER if self.devices.num_devices > 1 else max(len(self.stacks), 1)
-        all_stacks, programs = list(self.stacks.items()), []
-        for first in range(0, max(len(all_stacks), 1), most):
-            stacks = dict(all_stacks[first : first + most])
-            own = functools.update_wrapper(functools.partial(function, stacks), function)
-            *specs, found = (_part(spec, stacks) for spec in (*partitions, results))
-            programs.append((stacks, jax.jit(self.devices.on_each(own, tuple(specs), found))))
-        if len(programs) == 1:
-            return programs[0][1]
-
-        def on_all(*args: PyTree) -> PyTree:
-            found = []
-            for stacks, program in programs:
-                features = [own.name for stack in stacks.values() for own in stack.layout.stack.features]
-                names = [features if partition == self.devices.split else stacks for partition in partitions]
-                found.append(program(*map(_part, args, names)))
-            return _union(found)
-
-        return on_all
-
     # On one device
 
-    def _init(self, stacks: Stacks, key: PRNGKeyArray) -> tuple[ByName, ByName]:
-        return two_dicts({name: stack.rows.init(key) for name, stack in stacks.items()})
+    def _init(self, key: PRNGKeyArray) -> tuple[ByName, ByName]:
+        return unzip_dict({name: stack.rows.init(key) for name, stack in self.stacks.items()})
 
-    def _lookup(
-        self, stacks: Stacks, tables: ByName, numbers: ByName | None, batch: Batch
-    ) -> tuple[Activations, LookupStatistics]:
+    def _lookup(self, tables: ByName, numbers: ByName | None, batch: Batch) -> tuple[Activations, LookupStatistics]:
         bags = {name: as_bags(value, feature=name) for name, value in batch.items()}
         activations: Activations = {}
-        traffic: dict[str, Traffic] = {}
+        unknown, rounds = dict[str, Array](), dict[str, Array]()
         asked: list[Asked[LookupResult]] = []
-        for name, stack in stacks.items():
+        for name, stack in self.stacks.items():
             number = None if numbers is None else numbers[name]
             asked.append(stack.rows.look_up(tables[name], stack.occurrences(bags), number))
-        for (name, stack), found in zip(stacks.items(), together(asked, self.devices.axes), strict=True):
-            outputs, num_unknown, traffic[name] = found
+        for (name, stack), found in zip(self.stacks.items(), together(asked, self.devices.axes), strict=True):
+            outputs, num_unknown, rounds[name] = found
             if stack.storage.takes_keys:
-                traffic[name] = traffic[name]._replace(num_unknown=self.devices.gather(num_unknown[None]))
+                unknown[name] = self.devices.gather(num_unknown[None])
             for feature, output in zip(stack.layout.stack.features, outputs, strict=True):
                 activations[feature.name] = to_activation(self.features[feature.name], bags[feature.name], output)
         num_ids, num_out_of_range = self.devices.total(self._counts(bags))
-        return activations, LookupStatistics(num_ids, num_out_of_range, traffic)
+        return activations, LookupStatistics(num_ids, num_out_of_range, unknown, rounds)
 
     def _counts(self, bags: Mapping[str, Bags]) -> tuple[dict[str, Array], dict[str, Array]]:
         num_ids, num_out_of_range, with_rows = {}, {}, dict[str, Bags]()
@@ -154,66 +133,39 @@ class Engine:
             num_ids[name], num_out_of_range[name] = count
         return num_ids, num_out_of_range
 
-    def _weight_gradients(
-        self, stacks: Stacks, tables: ByName, batch: Batch, d_outputs: ByName
-    ) -> dict[str, Float[Array, " nnz"]]:
-        found = self._backward(stacks, batch, d_outputs, lambda n, rows, *own: rows.weight_gradients(tables[n], *own))
-        return {
-            feature.name: gradient
-            for name, stack in stacks.items()
-            for feature, gradient in zip(stack.layout.stack.features, found[name], strict=True)
-        }
+    def _row_gradients(self, batch: Batch, d_outputs: ByName) -> dict[str, tuple[Array, Array]]:
+        return self._backward(batch, d_outputs, lambda _, rows, *own: rows.row_gradients(*own))
 
-    def _row_gradients(self, stacks: Stacks, batch: Batch, d_outputs: ByName) -> dict[str, tuple[Array, Array]]:
-        return self._backward(stacks, batch, d_outputs, lambda _, rows, *own: rows.row_gradients(*own))
-
-    def _squared_norm(self, stacks: Stacks, batch: Batch, d_outputs: ByName) -> dict[str, Array]:
-        return self._backward(stacks, batch, d_outputs, lambda _, rows, *own: rows.squared_norm(*own))
+    def _squared_norm(self, batch: Batch, d_outputs: ByName) -> dict[str, Array]:
+        return self._backward(batch, d_outputs, lambda _, rows, *own: rows.squared_norm(*own))
 
     def _apply(
-        self, stacks: Stacks, tables: ByName, slots: ByName, gradients: Mapping[str, tuple[Array, Array]], steps: ByName
+        self, tables: ByName, slots: ByName, gradients: Mapping[str, tuple[Array, Array]], steps: ByName
     ) -> tuple[ByName, ByName]:
         stepped = {
             name: stack.rows.apply(tables[name], slots[name], *gradients[name], steps[name])
-            for name, stack in stacks.items()
+            for name, stack in self.stacks.items()
         }
-        return two_dicts(stepped)
+        return unzip_dict(stepped)
 
     def _update(
-        self, stacks: Stacks, tables: ByName, slots: ByName, batch: Batch, d_outputs: ByName, steps: ByName
+        self, tables: ByName, slots: ByName, batch: Batch, d_outputs: ByName, steps: ByName
     ) -> tuple[ByName, ByName]:
         def update(name: str, rows: Rows, own: Occurrences, gradients: list[Array]) -> Asked[tuple[PyTree, PyTree]]:
             return rows.update(tables[name], slots[name], own, gradients, steps[name])
 
-        return two_dicts(self._backward(stacks, batch, d_outputs, update))
+        return unzip_dict(self._backward(batch, d_outputs, update))
 
-    def _backward(
-        self, stacks: Stacks, batch: Batch, d_outputs: ByName, function: Callable[..., Asked[PyTree]]
-    ) -> ByName:
+    def _backward(self, batch: Batch, d_outputs: ByName, function: Callable[..., Asked[PyTree]]) -> ByName:
         """Results of a function of each stack's name, rows, occurrences in the batch, and gradients of its outputs."""
         bags, asked = {name: as_bags(value, feature=name) for name, value in batch.items()}, []
-        for name, stack in stacks.items():
+        for name, stack in self.stacks.items():
             own = [d_outputs[feature.name] for feature in stack.layout.stack.features]
             asked.append(function(name, stack.rows, stack.occurrences(bags), own))
-        return dict(zip(stacks, together(asked, self.devices.axes), strict=True))
+        return dict(zip(self.stacks, together(asked, self.devices.axes), strict=True))
 
 
-def _part(tree: PyTree, names: Iterable[str]) -> PyTree:
-    """A dictionary, or each one of a tuple, cut down to the entries called `names`; any other tree unchanged."""
-    if type(tree) is tuple:
-        return tuple(_part(own, names) for own in tree)
-    return {name: tree[name] for name in names} if isinstance(tree, dict) else tree
-
-
-def _union(found: Sequence[PyTree]) -> PyTree:
-    """One dictionary of several, or one tuple of several tuples of such."""
-    if isinstance(found[0], dict):
-        return {name: value for own in found for name, value in own.items()}
-    parts = [_union(own) for own in zip(*found, strict=True)]
-    return type(found[0])(*parts) if hasattr(found[0], "_fields") else tuple(parts)
-
-
-def two_dicts(pairs: Mapping[str, tuple[PyTree, PyTree]]) -> tuple[ByName, ByName]:
+def unzip_dict(pairs: Mapping[str, tuple[PyTree, PyTree]]) -> tuple[ByName, ByName]:
     """A dictionary of pairs as a pair of dictionaries."""
     return {name: first for name, (first, _) in pairs.items()}, {name: second for name, (_, second) in pairs.items()}
 

@@ -12,8 +12,7 @@ from jaxtyping import Array, Int, PyTree
 from rsembed.bags import as_bags, padded_size
 from rsembed.collection.dense_rows import whole_table
 from rsembed.collection.rows import keys_of_gradients
-from rsembed.collection.stack import Stack
-from rsembed.collection.state import EmbeddingState
+from rsembed.collection.stack import EmbeddingState, Stack
 from rsembed.kernels import api
 from rsembed.specs import TableSpec
 from rsembed.storage import row_map
@@ -44,11 +43,10 @@ class HostRows(HostCached):
             "state, or from a checkpoint."
         )
 
-    def begun(self, params: DynamicTable, num_shards: int) -> DynamicTable:
-        """Parameters of a fresh state, to which a fresh store belongs."""
+    def begin(self, params: DynamicTable) -> None:
+        """Makes a fresh store, of which the given parameters have no row yet; `advanced` ones belong to it."""
         data, kind = jax.random.key_data(params.key), jax.random.key_impl(params.key)
         self.store = self.backing_store(self.table, jax.random.wrap_key_data(on_host(data)[0], impl=kind))
-        return self.advanced(params, num_shards)
 
     def advanced(self, params: DynamicTable, num_shards: int) -> DynamicTable:
         """The parameters with which alone the store goes on."""
@@ -56,13 +54,9 @@ class HostRows(HostCached):
         generation: PyTree = np.full(num_shards, self.generation.number, np.uint32)
         return params._replace(generation=generation)
 
-    def check_generation(self, params: DynamicTable) -> None:
-        """Raises: RuntimeError: the state is of another time than the store, or of another collection."""
-        self.generation.check(on_host(params.generation))
-
     def rows(self, params: DynamicTable, slots: PyTree, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
         """Rows of the store, but for those that are near."""
-        self.check_generation(params)
+        self.generation.check(on_host(params.generation))
         num_rows, (places, ids) = table.vocabulary_size, self.residents(params)
         starts = range(0, num_rows, ROWS_PER_BLOCK)
         blocks = [self.store.read(np.arange(first, min(first + ROWS_PER_BLOCK, num_rows))) for first in starts]
@@ -71,10 +65,9 @@ class HostRows(HostCached):
             array[ids] = on_host(near)[places]
         return dict(zip(array_names(table, slots), found, strict=True))
 
-    def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> np.ndarray:
+    def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> PyTree:
         """A whole table."""
-        whole: np.ndarray = whole_table(values, table)
-        return whole
+        return whole_table(values, table)
 
     def with_rows(self, params: DynamicTable, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int) -> State:
         """A fresh store with these values, or rows as `rows` has them; none is near. Raises: ValueError: no fit."""
@@ -86,7 +79,8 @@ class HostRows(HostCached):
             raise ValueError(f"table {table.name!r} takes {shapes}, got {found}.")
         empty = row_map.empty(params.rows.shape[0] // num_shards)
         keys = jax.tree.map(lambda leaf: np.concatenate([np.asarray(leaf)] * num_shards), empty)
-        params = self.begun(params._replace(keys=keys), num_shards)
+        params = self.advanced(params._replace(keys=keys), num_shards)
+        self.begin(params)
         self.store.write(np.arange(table.vocabulary_size), [rows[name] for name in names])
         return params, slots
 
@@ -108,8 +102,7 @@ class Prefetch:
                 "the mesh of one process' devices, or give the table another storage."
             )
         part, split, on_each = stack.partition, stack.devices.split, stack.devices.on_each
-        self._of_batch = jax.jit(on_each(self._make_room, (part, split), (part, part)))
-        self._of_rows = jax.jit(on_each(self._make_room, (part, part), (part, part)))
+        self._place = jax.jit(on_each(self._make_room, (part, split), (part, part)))
         self._gather = jax.jit(on_each(api.gather_rows, (part, part), part))
         scatter = on_each(api.scatter_rows, (part, part, part), part)
         self._scatter, self._scatter_in_place = jax.jit(scatter), jax.jit(scatter, donate_argnums=0)
@@ -131,11 +124,10 @@ class Prefetch:
                 f"table {name!r} is on the host, where optimizer state moves with its row: keep the slots in the "
                 "state, or serve from a checkpoint that a collection without storage= loaded."
             )
-        self.storage.check_generation(params)
-        make_room = self._of_batch if isinstance(wanted, Mapping) else self._of_rows
+        self.storage.generation.check(on_host(params.generation))
         # Places are made without the rows, which a program on a mesh would copy.
         without: PyTree = ()
-        found, moves = make_room(params._replace(rows=without), wanted)
+        found, moves = self._place(params._replace(rows=without), wanted)
         *moves, num_failed = map(on_host, moves)
         if num_failed.any():
             raise RuntimeError(

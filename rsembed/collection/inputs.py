@@ -8,13 +8,14 @@ mesh it is always such an array, padded, because all devices must run the same p
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from rsembed.bags import (
     PAD_ID,
@@ -32,7 +33,7 @@ from rsembed.bags import (
 )
 from rsembed.checks import check_type, did_you_mean
 from rsembed.collection.devices import Devices
-from rsembed.collection.state import Batch, ByName
+from rsembed.collection.stack import Batch, ByName
 from rsembed.keys import Keys
 from rsembed.parallel.agreement import Agreement, is_global
 from rsembed.row_gradients import check_gradient
@@ -83,29 +84,44 @@ def prepare(
         for name, own in bags.items():
             form, width = _form_and_width(name, own)
             agreement.bring(f"feature {name!r}", form, width=width)
-            _check_split(features[name], own, devices)
-    return {name: _split(own, agreement.width(f"feature {name!r}"), devices) for name, own in bags.items()}
+            num_samples = own.num_bags * (1 if is_unknown(own) else devices.num_processes)
+            _check_batch_size(features[name], own, num_samples)
+            if num_samples % devices.num_devices:
+                raise ValueError(
+                    f"feature {name!r}: a batch of {num_samples} samples cannot be split over {devices.num_devices} "
+                    "devices; leave some samples out, or add samples without ids."
+                )
+    place = functools.partial(jax.make_array_from_process_local_data, devices.sharding(devices.split))
+    found: ByName = {}
+    for name, own in bags.items():
+        arrays = _padded(own, agreement.width(f"feature {name!r}"))
+        found[name] = arrays if is_unknown(own) else jax.tree.map(lambda array: place(np.asarray(array)), arrays)
+    return found
 
 
 def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
-    bags, storage = as_bags(value, feature=feature.name), feature.table_spec.storage
+    """Bags of a feature with ids and weights in the dtypes of the canonical form."""
+    bags, table = as_bags(value, feature=feature.name), feature.table_spec
     # Whoever differentiates by weights hides these alone.
     visible = dataclasses.replace(bags, weights=None) if isinstance(bags.weights, jax.core.Tracer) else bags
-    if storage is not None and storage.key_dtype is not None:
+    ids: PyTree
+    if table.storage is not None and table.storage.key_dtype is not None:
         if not is_unknown(visible):
             check_bags(visible, feature=feature.name)
-        keys: PyTree = cast(Storage, storage).checked(bags.ids, feature.table_spec, f"feature {feature.name!r}")
-        return dataclasses.replace(bags, ids=keys)
-    check_ids_dtype(bags, feature=feature.name)
-    if not is_unknown(visible):
-        check_values(
-            visible,
-            feature=feature.name,
-            table=feature.table_spec.name,
-            vocabulary_size=feature.table_spec.vocabulary_size,
-            allow_out_of_range=bounds_check == "ignore",
-        )
-    return bags
+        ids = cast(Storage, table.storage).checked(bags.ids, table, f"feature {feature.name!r}")
+    else:
+        check_ids_dtype(bags, feature=feature.name)
+        if not is_unknown(visible):
+            check_values(
+                visible,
+                feature=feature.name,
+                table=table.name,
+                vocabulary_size=table.vocabulary_size,
+                allow_out_of_range=bounds_check == "ignore",
+            )
+        ids = narrow_ids(bags.ids)
+    weights = None if bags.weights is None else bags.weights.astype(np.float32)
+    return dataclasses.replace(bags, ids=ids, weights=weights)
 
 
 def is_unknown(given: PyTree) -> bool:
@@ -124,8 +140,7 @@ def _canonical(feature: FeatureSpec, bags: Bags) -> PyTree:
     is_exact = not is_traced(bags) and int(np.asarray(bags.offsets)[-1]) == bags.ids.shape[0]
     if is_exact and feature.table_spec.combiner != "none":
         bags = bags.pad_to(max(padded_size(bags.ids.shape[0]), 1))
-    weights = None if bags.weights is None else bags.weights.astype(np.float32)
-    return dataclasses.replace(bags, ids=narrow_ids(bags.ids), offsets=bags.offsets.astype(np.int32), weights=weights)
+    return dataclasses.replace(bags, offsets=bags.offsets.astype(np.int32))
 
 
 def _check_batch_size(feature: FeatureSpec, bags: Bags, num_samples: int) -> None:
@@ -156,37 +171,14 @@ def _form_and_width(name: str, bags: Bags) -> tuple[str, int]:
     return form, common_width(bags) if bags.dense_shape is None else 0
 
 
-def _check_split(feature: FeatureSpec, bags: Bags, devices: Devices) -> None:
-    num_samples = bags.num_bags * (1 if is_unknown(bags) else devices.num_processes)
-    _check_batch_size(feature, bags, num_samples)
-    if num_samples % devices.num_devices:
-        raise ValueError(
-            f"feature {feature.name!r}: a batch of {num_samples} samples cannot be split over {devices.num_devices} "
-            "devices; leave some samples out, or add samples without ids."
-        )
-
-
-def _split(bags: Bags, width: int, devices: Devices) -> PyTree:
-    """The padded array (and weights) of a feature, split by sample."""
-    arrays = _padded(bags, width)
-    if is_unknown(bags):
-        return arrays
-    sharding = devices.sharding(devices.split)
-    return jax.tree.map(lambda array: jax.make_array_from_process_local_data(sharding, np.asarray(array)), arrays)
-
-
 def _padded(bags: Bags, width: int) -> PyTree:
     """Ids `[bags, width]` (or of the shape they had) filled up with `-1`; in a pair with weights, filled up with 0."""
-    ids = narrow_ids(bags.ids)
-    weights = None if bags.weights is None else bags.weights.astype(np.float32)
+    ids, weights = bags.ids, bags.weights
     if bags.dense_shape is not None:
         shaped = ids.reshape(*bags.dense_shape)
         return shaped if weights is None else (shaped, weights.reshape(bags.dense_shape))
     offsets = np.asarray(bags.offsets)
-    lengths = np.diff(offsets)
-    if lengths.max(initial=0) > width:
-        raise ValueError(f"bags hold up to {int(lengths.max())} ids, which is more than {width}.")
-    is_used = np.arange(width)[None, :] < lengths[:, None]
+    is_used = np.arange(width)[None, :] < np.diff(offsets)[:, None]
 
     def spread(values: PyTree, fill: float) -> np.ndarray:
         dense = np.full(is_used.shape, fill, values.dtype)
@@ -210,20 +202,24 @@ def check_output_shapes(features: Mapping[str, FeatureSpec], devices: Devices) -
 # Gradients
 
 
-def as_d_output(feature: FeatureSpec, bags: Bags, d_activation: PyTree) -> Array:
-    """The gradient of a feature's activations as one float32 row `[outputs, dim]` per output of its kernel call.
+def d_outputs(features: Mapping[str, FeatureSpec], batch: Batch, d_activations: Mapping[str, PyTree]) -> ByName:
+    """Gradients of features' activations, each as one float32 row `[outputs, dim]` per output of its kernel call.
 
-    Raises: ValueError: it has another shape than the activations. TypeError: it is no array of floats.
+    Raises: ValueError: one has another shape than its activations. TypeError: one is no array of floats.
     """
-    check_gradient(d_activation, f"feature {feature.name!r}: the activation gradient")
-    gradient = device_copy(d_activation, jnp.float32)
-    columns = feature.output_dim
-    num_outputs = bags.ids.shape[0] if feature.table_spec.combiner == "none" else bags.num_bags
-    if gradient.ndim < 2 or gradient.shape[-1] != columns or gradient.size != num_outputs * columns:
-        raise ValueError(
-            f"feature {feature.name!r}: the activation gradient has shape {gradient.shape}, but the activations hold "
-            f"{num_outputs} vectors of {columns}."
-        )
-    gradient = gradient.reshape(num_outputs, columns)
-    missing = feature.table_spec.embedding_dim - columns
-    return jnp.pad(gradient, ((0, 0), (0, missing))) if missing else gradient
+    check_names(features, d_activations, "the activation gradients")
+    found: ByName = {}
+    for name, feature in features.items():
+        bags, columns = as_bags(batch[name], feature=name), feature.output_dim
+        check_gradient(d_activations[name], f"feature {name!r}: the activation gradient")
+        gradient = device_copy(d_activations[name], jnp.float32)
+        num_outputs = bags.ids.shape[0] if feature.table_spec.combiner == "none" else bags.num_bags
+        if gradient.ndim < 2 or gradient.shape[-1] != columns or gradient.size != num_outputs * columns:
+            raise ValueError(
+                f"feature {name!r}: the activation gradient has shape {gradient.shape}, but the activations hold "
+                f"{num_outputs} vectors of {columns}."
+            )
+        missing = feature.table_spec.embedding_dim - columns
+        gradient = gradient.reshape(num_outputs, columns)
+        found[name] = jnp.pad(gradient, ((0, 0), (0, missing))) if missing else gradient
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 from jaxtyping import Num, PyTree
@@ -14,8 +14,7 @@ from rsembed.collection.dense_rows import DenseRows, RowLayout
 from rsembed.collection.devices import Devices
 from rsembed.collection.host_rows import HostRows, Prefetch
 from rsembed.collection.rows import AskedRows, Rows
-from rsembed.collection.stack import Stack
-from rsembed.collection.state import ByName, EmbeddingState
+from rsembed.collection.stack import ByName, EmbeddingState, Stack
 from rsembed.fingerprint import Fingerprint
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
@@ -23,8 +22,7 @@ from rsembed.storage import Hashed, HostCached
 from rsembed.storage.logical_rows import check_reasons
 from rsembed.storage.protocol import Storage
 
-Placement = Literal["row", "table", "column", "replicated"]
-PLACEMENTS: tuple[Placement, ...] = ("row", "table", "column", "replicated")
+PLACEMENTS = ("row", "table", "column", "replicated")
 
 
 def placement_of_tables(
@@ -109,16 +107,15 @@ def make_stacks(
 
 def _check_columns(stack: StackPlan, num_devices: int) -> None:
     """Raises: ValueError: the stack cannot be split by column."""
-    problem = None
-    if stack.spec.stack_embedding_dim % num_devices:
-        problem = f"embedding_dim={stack.spec.stack_embedding_dim} is not divisible by {num_devices} devices"
-    elif stack.spec.optimizer.is_row_wise:
-        problem = f"{type(stack.spec.optimizer).__name__} steps whole rows"
-    elif stack.tables[0].stochastic_rounding:
-        problem = "stochastic rounding draws for whole rows"
-    if problem is not None:
+    rule, dim = stack.spec.optimizer, stack.spec.stack_embedding_dim
+    problems = {
+        f"embedding_dim={dim} is not divisible by {num_devices} devices": dim % num_devices > 0,
+        f"{type(rule).__name__} steps whole rows": rule.is_row_wise,
+        "stochastic rounding draws for whole rows": stack.tables[0].stochastic_rounding,
+    }
+    if found := [problem for problem, is_there in problems.items() if is_there]:
         tables = [table.name for table in stack.tables]
-        raise ValueError(f"tables {tables} cannot be placed 'column': {problem}; place them 'row'.")
+        raise ValueError(f"tables {tables} cannot be placed 'column': {' and '.join(found)}; place them 'row'.")
 
 
 class LogicalTables:
@@ -143,9 +140,14 @@ class LogicalTables:
             self._check_known(table_name)
             for part, array in _parts(values):
                 check_type(array, Num[np.ndarray, "..."], f"table {table_name!r}: its {part}")
-            name = self._stack_of[table_name]
-            checked = self.stacks[name].checked(self.specs[table_name], values, state.step)
-            new.setdefault(name, {})[table_name] = checked
+            name, table = self._stack_of[table_name], self.specs[table_name]
+            storage = self.stacks[name].storage
+            if storage.rows_on_host and is_traced((values, state.step)):
+                raise RuntimeError(
+                    f"table {table_name!r} is kept as {table.storage}: with_tables writes its rows beside compiled "
+                    "programs; call it outside of jit, between two steps."
+                )
+            new.setdefault(name, {})[table_name] = storage.checked_rows(values, table, state.step)
         found, slots = dict(state.tables), dict(state.slots)
         # Rows on the host last, as what is refused must leave their store with the state that it has.
         for name in sorted(new, key=self.on_host.__contains__):

@@ -12,7 +12,7 @@ together (`parallel.together`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -22,10 +22,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.collection.dense_rows import read_from
 from rsembed.collection.devices import Devices
-from rsembed.collection.state import Traffic
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
-from rsembed.kernels.reference import entry_gains, gradients_of_weights
+from rsembed.kernels.reference import entry_gains
 from rsembed.keys import Keys
 from rsembed.parallel.exchange import Asked, Asking, Question, Wanted, default_capacity, distinct
 from rsembed.specs import TableSpec
@@ -44,17 +43,6 @@ class Occurrences(NamedTuple):
     segments: Sequence[Segment]
     keys: Keys | None = None
 
-    @staticmethod
-    def of(features: Sequence[tuple[Keys, Segment]]) -> Occurrences:
-        """From each feature's keys and a segment whose rows are yet to be said."""
-        segments, all_keys, first = [], [], 0
-        for keys, segment in features:
-            position = first + jnp.arange(keys.shape[0], dtype=jnp.int32)
-            segments.append(dataclasses.replace(segment, rows=jnp.where(keys.is_key, position, NO_ROW)))
-            all_keys.append(keys)
-            first += keys.shape[0]
-        return Occurrences(segments, jax.tree.map(lambda *lanes: jnp.concatenate(lanes), *all_keys))
-
     def all_keys(self) -> Keys:
         """The ids as keys, whichever they are."""
         if self.keys is not None:
@@ -62,21 +50,22 @@ class Occurrences(NamedTuple):
         return keys_of_rows(jnp.concatenate([segment.rows for segment in self.segments]))
 
     def of_all(self, devices: Devices) -> Occurrences:
-        """The samples of all devices, in order."""
-        segments = devices.gather_segments(self.segments)
-        if self.keys is None:
-            return Occurrences(segments)
-        features, first = [], 0
-        for own, segment in zip(self.segments, segments, strict=True):
-            last = first + own.rows.shape[0]
-            of_feature = jax.tree.map(lambda lane, own=slice(first, last): devices.gather(lane[own]), self.keys)
-            features.append((of_feature, segment))
-            first = last
-        return Occurrences.of(features)
+        """The samples of all devices, in order; of several devices, ids are no keys."""
+        if devices.num_devices == 1:
+            return self
+        segments = []
+        for segment in self.segments:
+            rows, offsets = devices.gather(segment.rows), segment.offsets
+            if offsets is not None:  # all bags of a segment have the same length
+                num_bags = segment.num_outputs * devices.num_devices
+                offsets = jnp.arange(num_bags + 1, dtype=jnp.int32) * (rows.shape[0] // max(num_bags, 1))
+            weights = None if segment.weights is None else devices.gather(segment.weights)
+            segments.append(Segment(rows, offsets, weights, segment.combiner))
+        return Occurrences(segments)
 
 
-LookupResult: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Traffic]
-"""Pooled rows, how many distinct keys had none, and what travelled."""
+LookupResult: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Int[Array, ""]]
+"""Pooled rows, how many distinct keys had none, and the number of rounds in which owners were asked."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,30 +103,24 @@ class Rows:
 
     def init(self, key: PRNGKeyArray) -> State:
         """Parameters and slots; `key` is the model's."""
-        shard = self.devices.index() if self.splits_columns else self.shard
-        return self.storage.init(key, self.table, shard, self.num_shards)
+        return self.storage.init(key, self.table, self.shard, self.num_shards)
 
     def look_up(self, params: PyTree, batch: Occurrences, number: Int[Array, ""] | None) -> Asked[LookupResult]:
         """A lookup that changes nothing; ahead of the step of this number, if there is going to be one."""
+        none = jnp.zeros((), jnp.int32)
         if self.splits_columns:
-            return self._look_up_columns(params, batch)
+            outputs = self._pooled(params, batch.of_all(self.devices).segments)
+            return list(map(self.devices.rows_of_all, outputs)), none, none
         if self.storage.ids_are_rows:
-            return self._pooled(params, batch.segments), jnp.zeros((), jnp.int32), Traffic.of(0, 0)
+            return self._pooled(params, batch.segments), none, none
         keys = batch.all_keys()
-        ahead = None if number is None else (self._occurrences_of_all(batch), number)
+        ahead = None if number is None else (jnp.ones(keys.shape, jnp.int32), number)
 
         def pool(vectors: Array, places: Array) -> Sequence[Array]:
             return self._pooled(vectors, read_from(places, batch.segments))
 
         pooled, num_unknown = self.storage.pooled(params, keys, batch.segments, self.table, pool, ahead)
-        return pooled, num_unknown, Traffic.of(0, 0)
-
-    def _look_up_columns(self, params: PyTree, batch: Occurrences) -> LookupResult:
-        outputs = self._pooled(params, self.devices.gather_segments(batch.segments))
-        num_values = sum(own.rows.size * (1 if own.weights is None else 2) for own in batch.segments)
-        num_values += sum(output.size for output in outputs) // self.devices.num_devices
-        traffic = Traffic.of(1, 4 * (self.devices.num_devices - 1) * num_values)
-        return [self.devices.rows_of_all(output) for output in outputs], jnp.zeros((), jnp.int32), traffic
+        return pooled, num_unknown, none
 
     def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Asked[tuple[Array, Array]]:
         """Distinct ids (of keys: lanes) of the global batch whose rows are here, as in `RowGradients`."""
@@ -153,20 +136,6 @@ class Rows:
         norm: Array = api.dispatch("squared_norm", num_rows, gradients, implementation=self.implementation)
         return norm
 
-    def weight_gradients(self, params: PyTree, batch: Occurrences, d_outputs: Sequence[Array]) -> Asking[list[Array]]:
-        """Gradients of the weights of a batch, or of ones where a segment has none; rows are read as by a lookup."""
-        entries = [Segment(segment.rows, None, None, "none") for segment in batch.segments]
-        looked_up = self.look_up(params, batch._replace(segments=entries), None)
-        vectors, *_ = (yield from looked_up) if isinstance(looked_up, Generator) else looked_up
-        found = []
-        for own, segment, d_output in zip(vectors, batch.segments, d_outputs, strict=True):
-            places = jnp.where(segment.rows == NO_ROW, NO_ROW, jnp.arange(own.shape[0], dtype=jnp.int32))
-            weights = jnp.ones(own.shape[0]) if segment.weights is None else segment.weights
-            found.append(
-                gradients_of_weights(own, dataclasses.replace(segment, rows=places, weights=weights), d_output)
-            )
-        return found
-
     def update(
         self, params: PyTree, slots: PyTree, batch: Occurrences, d_outputs: Sequence[Array], step: Step
     ) -> Asked[State]:
@@ -178,7 +147,13 @@ class Rows:
             return self._step(params, slots, SegmentGradients(batch.segments, d_outputs), step)
         keys = self._after(batch.all_keys(), d_outputs)
         params, slots, rows = self.storage.find(params, slots, keys, jnp.ones(keys.shape, jnp.int32), self.table, step)
-        return self._step(params, slots, SegmentGradients(_reading(self.storage, rows, batch), d_outputs), step)
+        segments = read_from(rows, batch.segments)
+        for number, given in enumerate(batch.segments if self.storage.takes_keys else ()):
+            # Keys that got no row count all the same, as they did when they were read.
+            if given.combiner in ("mean", "sqrtn"):
+                gains = entry_gains(given, NO_ROW)[1]
+                segments[number] = dataclasses.replace(segments[number], weights=gains, combiner="sum")
+        return self._step(params, slots, SegmentGradients(segments, d_outputs), step)
 
     def apply(self, params: PyTree, slots: PyTree, rows: Array, values: Array, step: Step) -> State:
         """One step with the gradients of distinct ids or keys, as `row_gradients` returns them."""
@@ -199,8 +174,8 @@ class Rows:
 
     @property
     def shard(self) -> Int[Array, ""]:
-        """Number of the shard that is here."""
-        return jnp.zeros((), jnp.int32)
+        """Number of the shard that is here, of rows or of columns."""
+        return self.devices.index() if self.splits_columns else jnp.zeros((), jnp.int32)
 
     def _own(self, keys: Keys) -> Keys:
         """Those whose rows are here."""
@@ -249,29 +224,6 @@ class Rows:
     def _of_all(self, d_outputs: Sequence[Array]) -> list[Array]:
         """Gradients of the global batch, in the columns that are here."""
         return list(map(self.devices.columns_of_all if self.splits_columns else self.devices.gather, d_outputs))
-
-    def _occurrences_of_all(self, batch: Occurrences) -> Int[Array, " nnz"]:
-        """How often each key occurs in the batches of all devices, where it occurs here first."""
-        keys = batch.all_keys()
-        if self.devices.num_devices == 1 or not self.storage.takes_keys:
-            return jnp.ones(keys.shape, jnp.int32)
-        num_own, of_all = keys.shape[0], self.own_keys(batch)
-        both = jax.tree.map(lambda *lanes: jnp.concatenate(lanes), keys, of_all)
-        is_of_all = (jnp.arange(both.shape[0]) >= num_own).astype(jnp.int32)
-        _, first_of, counts = api.unique_keys(both, is_of_all)
-        return jnp.zeros(num_own, jnp.int32).at[first_of].set(counts, mode="drop")
-
-
-def _reading(storage: Storage, rows: Array, batch: Occurrences) -> list[Segment]:
-    """The batch, reading rows; keys that got none count in means all the same, as they did when they were read."""
-    reading = read_from(rows, batch.segments)
-    if not storage.takes_keys:
-        return reading
-    gains = [entry_gains(s, NO_ROW)[1] if s.combiner in ("mean", "sqrtn") else None for s in batch.segments]
-    return [
-        own if gain is None else dataclasses.replace(own, weights=gain, combiner="sum")
-        for own, gain in zip(reading, gains, strict=True)
-    ]
 
 
 def keys_of_gradients(rows: Array) -> tuple[Keys, Int[Array, " capacity"]]:
@@ -322,11 +274,7 @@ class AskedRows(Rows):
         num_unknown, vectors, rounds = yield Question(
             wanted, self._names(wanted), answer, zero, self._capacity(wanted), row
         )
-        # Of a key its lanes, its count and its first place go, else a row; a vector comes.
-        num_lanes = len(wanted.lanes) + (2 if self.storage.takes_keys else 0)
-        bytes_per_place = 4 * num_lanes + vectors.shape[1] * vectors.dtype.itemsize
-        traffic = Traffic.of(rounds, (self.num_shards - 1) * self._capacity(wanted) * bytes_per_place)
-        return self._pooled(vectors, read_from(wanted.entry_of, batch.segments)), num_unknown, traffic
+        return self._pooled(vectors, read_from(wanted.entry_of, batch.segments)), num_unknown, rounds
 
     def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Asking[tuple[Array, Array]]:
         """See `Rows`."""
@@ -380,8 +328,15 @@ class AskedRows(Rows):
 
         wanted = self._distinct(self._after(batch.all_keys(), d_outputs))
         payload = self._names(wanted), self._of_entries(wanted.entry_of, batch, d_outputs)
-        params = yield from self._held(params, wanted, step)
-        answers = yield Question(wanted, payload, answer, (params, slots), self._capacity(wanted))
+        capacity = self._capacity(wanted)
+        if self.storage.makes_room and capacity < wanted.entry_of.shape[0]:
+            # No key of this batch may lose its row to a key of an earlier round.
+            keys = Keys.of_lanes(wanted.lanes, wanted.first_of != NO_ROW)
+            held = yield Question(
+                wanted, keys, lambda p, own: (self.storage.hold(p, own, step), None), params, capacity
+            )
+            params = held.state
+        answers = yield Question(wanted, payload, answer, (params, slots), capacity)
         stepped: tuple[PyTree, PyTree] = answers.state
         return stepped
 
@@ -425,15 +380,6 @@ class AskedRows(Rows):
         order = distinct(device.reshape(-1), [first_of, place], num_devices=self.num_shards)
         is_key, occurrences, *lanes = api.gather_rows((keys.is_key, occurrences, *keys.lanes), order.first_of)
         return Keys.of_lanes(lanes, is_key), occurrences, order
-
-    def _held(self, params: PyTree, wanted: Wanted, step: Step) -> Asking[PyTree]:
-        """Parameters in which no key of this batch can lose its row to a key of an earlier round."""
-        capacity = self._capacity(wanted)
-        if not self.storage.makes_room or capacity == wanted.entry_of.shape[0]:
-            return params
-        keys = Keys.of_lanes(wanted.lanes, wanted.first_of != NO_ROW)
-        held = yield Question(wanted, keys, lambda p, own: (self.storage.hold(p, own, step), None), params, capacity)
-        return held.state
 
     def _capacity(self, wanted: Wanted) -> int:
         num_entries = wanted.entry_of.shape[0]

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
-from rsembed.bags import Bags, as_bags, check_ids_dtype
+from rsembed.bags import as_bags, check_ids_dtype
 from rsembed.checks import dtype_among, validated
+from rsembed.collection.dense_rows import segment_of
 from rsembed.collection.embeddings import EmbeddingCollection
 from rsembed.collection.engine import to_activation
 from rsembed.collection.inputs import check_names
-from rsembed.collection.state import Activations, Batch, EmbeddingState
+from rsembed.collection.stack import Activations, Batch, EmbeddingState
 from rsembed.kernels import reference
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys, as_keys, split_keys
@@ -94,27 +95,17 @@ def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Py
     vectors = vectors.astype(jnp.float32)
     if "scales" in table:
         vectors = vectors * reference.gather_rows((table["scales"],), rows)[0][:, None]
-    pool, is_inside = _pooling(bags)
-    gains = jnp.where(is_id & is_inside, 1.0 if bags.weights is None else jnp.asarray(bags.weights), 0.0)
+    # A key without a row reads zeros, and counts in means all the same.
+    counted = jnp.where(is_id, jnp.int32(0), NO_ROW)
+    bag, gains, _ = reference.entry_gains(segment_of(counted, bags, combiner), 1)
     terms = gains[:, None] * vectors
     if combiner == "none":
         return to_activation(feature, bags, terms)
-    pooled = pool(terms)
-    if combiner != "sum":
-        divisor = pool(gains) if combiner == "mean" else jnp.sqrt(pool(gains * gains))
-        pooled = pooled * jnp.where(divisor == 0.0, 0.0, 1.0 / jnp.where(divisor == 0.0, 1.0, divisor))[:, None]
-    return to_activation(feature, bags, pooled)
-
-
-def _pooling(bags: Bags) -> tuple[Callable[[Array], Array], Array | bool]:
-    """Sums over the entries of each bag, and which entries lie in one; without a call that needs a known size."""
-    if bags.dense_shape is not None:
-        shape = (bags.dense_shape[0], math.prod(bags.dense_shape[1:]))
-        return lambda terms: jnp.sum(terms.reshape(*shape, *terms.shape[1:]), axis=1), True
-    offsets, position = jnp.asarray(bags.offsets), jnp.arange(bags.ids.shape[0], dtype=jnp.int32)
-    bag = jnp.cumsum(jnp.zeros_like(position).at[offsets[:-1]].add(1, mode="drop")) - 1
-    is_inside = (bag >= 0) & (position < offsets[-1])
-    return lambda terms: jax.ops.segment_sum(terms, bag, bags.num_bags), is_inside
+    if bags.dense_shape is None:
+        return to_activation(feature, bags, jax.ops.segment_sum(terms, bag, bags.num_bags))
+    # Bags of one length are summed while their rows are read.
+    width = math.prod(bags.dense_shape[1:])
+    return to_activation(feature, bags, jnp.sum(terms.reshape(bags.dense_shape[0], width, terms.shape[1]), axis=1))
 
 
 def _rows_of_keys(table: ServedTable, keys: Keys) -> tuple[Int[Array, " nnz"], Bool[Array, " nnz"]]:

@@ -1,23 +1,22 @@
-"""Stacks: rows of one table or several in one storage, the features that read them, and the tables by name."""
+"""State of a collection, and stacks: rows of one table or several in one storage, the features that read them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from rsembed.bags import Bags, is_traced, padded_size
+from rsembed.bags import Bags, padded_size
 from rsembed.collection.dense_rows import RowLayout, segment_of
 from rsembed.collection.rows import Occurrences, Rows
-from rsembed.collection.state import ByName
-from rsembed.kernels import api
+from rsembed.fingerprint import Fingerprint
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import as_keys
 from rsembed.specs import TableSpec
@@ -26,10 +25,34 @@ from rsembed.storage.hashed_rows import DynamicTable
 from rsembed.storage.logical_rows import array_names, rows_to_leave
 from rsembed.storage.protocol import on_host
 
-MOST_KEYS, LEAST_KEYS = 1 << 16, 1 << 8
-"""Rows that one program takes out at most; and for which there is room in each, so that there are few."""
+MOST_KEYS = 1 << 16
+"""Rows that one program reads out at most."""
 FIRST_KEY = "initial_key"
 """Name in files of the PRNG key from which the rows of new keys follow."""
+Activations = dict[str, Float[Array, "..."]]
+Batch = Mapping[str, PyTree]
+ByName = dict[str, PyTree]
+"""Trees by the name of a table, a stack or a feature."""
+
+
+class EmbeddingState(NamedTuple):
+    """Everything that training changes; donate it to your step.
+
+    Args:
+      tables: one array `[rows, dim]` per stack, or what the storage of its tables keeps instead. On a mesh, rows lie
+        shard after shard; `EmbeddingCollection.tables` brings them into logical order.
+      slots: optimizer state beside each table.
+      step: number of updates so far.
+      key: randomness of stochastic rounding; unused otherwise.
+      layout: which row of which table, with which rule, every row of the arrays is: `RowLayout.facts` by stack. Files
+        are written by it, and a collection compares it with its own. None, in a state made by hand, is not compared.
+    """
+
+    tables: ByName
+    slots: ByName
+    step: Int[Array, ""]
+    key: PRNGKeyArray
+    layout: Fingerprint | None = None
 
 
 class Stack:
@@ -65,13 +88,16 @@ class Stack:
             return Occurrences(
                 [replace(segment, rows=jnp.where(used, segment.rows, NO_ROW)) for segment, used in segments]
             )
-        found, names = [], [table.name for table in stack.tables]
+        names, found, all_keys, first = [table.name for table in stack.tables], [], [], 0
         for feature, bag, used in zip(stack.features, own, is_used, strict=True):
             keys = as_keys(bag.ids).only(used)
             if len(names) > 1:
                 keys = keys._replace(table=jnp.full(keys.shape, names.index(feature.table_name), jnp.int32))
-            found.append((keys, segment_of(keys.low.astype(jnp.int32), bag, feature.combiner)))
-        return Occurrences.of(found)
+            position = first + jnp.arange(keys.shape[0], dtype=jnp.int32)
+            found.append(segment_of(jnp.where(keys.is_key, position, NO_ROW), bag, feature.combiner))
+            all_keys.append(keys)
+            first += keys.shape[0]
+        return Occurrences(found, jax.tree.map(lambda *lanes: jnp.concatenate(lanes), *all_keys))
 
     def values(self, params: PyTree, slots: PyTree) -> ByName:
         """The rows of every table, as `EmbeddingCollection.tables` returns them."""
@@ -91,20 +117,8 @@ class Stack:
         parts = self.storage.unstack(params, slots, self.table, self.num_shards)
         return {own.name: read(*part, own, self.num_shards) for own, part in zip(self.tables, parts, strict=True)}
 
-    def checked(self, table: TableSpec, values: PyTree, step: Int[Array, ""]) -> PyTree:
-        """New rows of a table as `replaced` takes them; nothing has changed yet.
-
-        Raises: ValueError: they do not fit. RuntimeError: this is inside `jit`, where the storage cannot take them.
-        """
-        if self.storage.rows_on_host and is_traced((values, step)):
-            raise RuntimeError(
-                f"table {table.name!r} is kept as {table.storage}: with_tables writes its rows beside compiled "
-                "programs; call it outside of jit, between two steps."
-            )
-        return self.storage.checked_rows(values, table, step)
-
     def replaced(self, params: PyTree, slots: PyTree, rows: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
-        """Parameters and slots with what `checked` returned of some tables."""
+        """Parameters and slots with rows of some tables written, which the storage has checked."""
         if not self.storage.rows_on_host:
             params = self.devices.place(params, PartitionSpec())
         params, slots = self.storage.with_tables(params, slots, rows, self.table, self.num_shards)
@@ -120,10 +134,6 @@ class Stack:
             table.name: {what: numbers.reshape(self.num_shards, -1)[:, k] for what, numbers in counts.items()}
             for k, table in enumerate(self.tables)
         }
-
-    def begun(self, params: PyTree) -> PyTree:
-        """Parameters of a fresh state, beside which the host keeps nothing of an earlier one."""
-        return self.devices.place_from_host(self.storage.begun(params, self.num_shards), self.partition)
 
     # Files
 
@@ -166,39 +176,39 @@ class Stack:
         The parameters are given away. The program does without the rows in what it changes: it would copy them on a
         mesh.
         """
-        number, rows_per_shard = self.tables.index(table), params.rows.shape[0] // self.num_shards
-        policy = cast(Hashed, self.storage).eviction
+        number, policy = self.tables.index(table), cast(Hashed, self.storage).eviction
         tables = np.arange(params.num_tables) % len(self.tables)  # of every shard one behind the other
         is_own = np.repeat(tables == number, params.rows.shape[0] // params.num_tables)
         places, found = rows_to_leave(params, table, policy, is_own, **reasons, step=int(on_host(step)))
+        padded = np.pad(places, (0, padded_size(places.size) - places.size))
+        blocks = np.split(padded, range(MOST_KEYS, padded.size, MOST_KEYS))
+        values = [
+            np.concatenate([on_host(_picked(array, block)) for block in blocks])[: places.size]
+            for array in (params.rows, *slots)
+        ]
+        leaves = np.zeros(is_own.shape, bool)
+        leaves[places] = True
+        (leaves,) = self.devices.place_from_host([leaves], self.partition)
         nothing: PyTree = ()
-        left, arrays, taken = params._replace(rows=nothing), (params.rows, *slots), []
         # Without the reason, none is old enough.
         unused_for = np.int32(2**31 - 1 if reasons["unused_for"] is None else reasons["unused_for"])
-        for first in range(0, max(places.size, 1), MOST_KEYS):
-            shard, row = np.divmod(places[first : first + MOST_KEYS], rows_per_shard)
-            size, order = padded_size(max(shard.size, LEAST_KEYS)), np.arange(shard.size)
-            shards, rows = (np.pad(lane, (0, size - lane.size)).astype(np.int32) for lane in (shard, row))
-            shards[shard.size :] = self.num_shards  # nobody's
-            left, own = self._take_out(left, arrays, shards, rows, step, unused_for, np.int32(number))
-            taken.append(
-                [on_host(array).reshape(self.num_shards, size, *array.shape[1:])[shard, order] for array in own]
-            )
-        values = map(np.concatenate, zip(*taken, strict=True))
+        left = self._without(params._replace(rows=nothing), leaves, step, unused_for, np.int32(number))
         return left._replace(rows=params.rows), found | dict(zip(array_names(table, slots), values, strict=True))
 
     @functools.cached_property
-    def _take_out(self) -> Callable[..., PyTree]:
+    def _without(self) -> Callable[..., DynamicTable]:
         part, everywhere = self.partition, PartitionSpec()
-        taken_out = self.devices.on_each(self._taken_out, (part, part, *[everywhere] * 5), (part, part))
-        return jax.jit(taken_out, donate_argnums=0)
+        return jax.jit(self.devices.on_each(_without, (part, part, *[everywhere] * 3), part), donate_argnums=0)
 
-    def _taken_out(
-        self, params: DynamicTable, arrays: tuple[Array, ...], shards: Array, rows: Array, *forget: Array
-    ) -> tuple[DynamicTable, tuple[Array, ...]]:
-        """The parameters of a device without those of the rows that it has, and what the arrays have in these."""
-        rows, known = jnp.where(shards == self.rows.shard, rows, NO_ROW), params.keys
-        left = row_map.release(known, rows)
-        counters = params.counters.add(evicted=left.num_free - known.num_free)
-        params = hashed_rows.forget_older(params._replace(keys=left, counters=counters), *forget)
-        return params, api.gather_rows(arrays, rows)
+
+@jax.jit
+def _picked(array: Array, places: Int[Array, " n"]) -> Array:
+    return array[places]
+
+
+def _without(params: DynamicTable, leaves: Bool[Array, " rows"], *forget: Array) -> DynamicTable:
+    """The parameters of a device without the keys of some rows, nor those that waited for too long."""
+    known, rows = params.keys, jnp.arange(leaves.shape[0], dtype=jnp.int32)
+    left = row_map.release(known, jnp.where(leaves, rows, NO_ROW))
+    counters = params.counters.add(evicted=left.num_free - known.num_free)
+    return hashed_rows.forget_older(params._replace(keys=left, counters=counters), *forget)

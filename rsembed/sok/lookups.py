@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import Bags, as_bags, device_copy, is_traced
-from rsembed.collection.engine import STACKS_TOGETHER, Engine
+from rsembed.collection.engine import Engine
 from rsembed.collection.stack import Stack
 from rsembed.kernels.contract import Step
 from rsembed.keys import Keys
@@ -32,6 +32,8 @@ KeysOfBags = Keys | Bags | ArrayLike | Sequence[object]
 """Keys as users have them; see `key_bags`."""
 WeightsOfKeys = ArrayLike | Sequence[object] | None
 ByStack = dict[str, PyTree]
+STACKS_TOGETHER = 25
+"""Most variables whose lookups are one program."""
 
 
 def checked_combiner(combiner: str, what: str) -> Combiner:
@@ -235,7 +237,7 @@ def look_up_variables(
         for name, number in read.items():
             outputs[number] = found[name]
         for stack, number in own.items():
-            wanted[number] = cast(Array, statistics.traffic[stack].num_unknown)
+            wanted[number] = statistics.num_unknown[stack]
     for number, variable in enumerate(distinct) if training else ():
         if variable.table.when_full != "error" or is_traced(wanted):
             continue

@@ -129,7 +129,7 @@ class Hashed(DynamicRows):
     admission_capacity: PositiveInt | None = None
     admission_probability: Annotated[float, "(0, 1]"] = 1.0
     key_dtype: str = "int64"
-    placements: ClassVar[tuple[str, ...]] = ("row", "replicated")
+    placements: ClassVar[tuple[str, ...]] = ("row",)
 
     @property
     def in_files(self) -> str:

@@ -161,7 +161,7 @@ class HostCached(DynamicRows):
 
     cache_rows: PositiveInt
     eviction: Eviction = "lru"
-    placements: ClassVar[tuple[str, ...]] = ("row", "replicated")
+    placements: ClassVar[tuple[str, ...]] = ("row",)
 
     @property
     def in_files(self) -> None:

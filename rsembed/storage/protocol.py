@@ -214,11 +214,6 @@ class Storage(abc.ABC):
 
     # Tables by name; `params` and `slots` are those of all shards
 
-    def begun(self, params: PyTree, num_shards: int) -> PyTree:
-        """`params` of a fresh state, beside which the host keeps nothing of an earlier one."""
-        del num_shards
-        return params
-
     def rows(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> dict[str, PyTree]:
         """All rows of a table, `values`, and `slot_<name>` of what `slots` there are, in the order of ids.
 

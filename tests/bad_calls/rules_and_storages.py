@@ -84,7 +84,7 @@ stored(rs.Hashed(admission_count=1.5)) => TypeError: table 'word': admission_cou
 stored(rs.Hashed(key_dtype="int16")) => ValueError: table 'word' ... 'int16' ... int32 ... uint64
 stored(rs.Hashed(), rows=2**40) => ValueError: 1099511627776 rows ... 2147483647 ... ['word']
 stored(rs.Hashed(), mesh=mesh(), placement={"word": "table"})
-    => ValueError: table 'word' ... 'table' ... 'row' or 'replicated'
+    => ValueError: table 'word' ... 'table' ... only 'row'
 keyed().with_tables(keyed_state(), {"client": np.ones((4, 3))}) => ValueError: table 'client' ... (4, 3) ... (4, 4)
 keyed().with_tables(keyed_state(), {"client": {"values": np.ones((2, 4))}}) => ValueError: table 'client' ... 'keys'
 with_rows(keys=np.array([1, 1], np.uint64)) => ValueError: table 'client' ... distinct ... 1 is not

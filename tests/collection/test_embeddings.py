@@ -257,17 +257,3 @@ def test_a_prepared_batch_stays_though_its_memory_is_written_again(num_devices):
     for array in given:
         array[...] = 0
     jax.tree.map(np.testing.assert_array_equal, prepared, before)
-
-
-def test_a_step_by_a_rule_that_nobody_chose_is_told_once(caplog):
-    unchosen = rs.TableSpec(name="left to itself", vocabulary_size=4, embedding_dim=2)
-    chosen = table_spec("chosen")
-    collection = collection_of(unchosen, chosen)
-    state, batch = collection.init(jax.random.key(0)), {"f_left to itself": [1, 2], "f_chosen": [1, 2]}
-    activations = collection.lookup(state, batch)
-    assert not caplog.records
-    for _ in range(2):
-        state = collection.update(state, batch, activations)
-    (record,) = caplog.records
-    assert "'left to itself'" in record.getMessage()
-    assert "chosen" not in record.getMessage().replace("unchosen", "")

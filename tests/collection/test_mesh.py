@@ -78,7 +78,7 @@ def test_a_mesh_of_one_device_asks_nobody_and_gives_the_bits_of_no_mesh(storage)
             state = update(state, collection.prepare(batch), {"f": np.ones((BATCH, DIM), np.float32)})
         lookup = jax.jit(functools.partial(collection.lookup, return_statistics=True))
         outputs, statistics = lookup(state, collection.prepare(batch))
-        assert (int(statistics.traffic["t"].num_rounds), float(statistics.traffic["t"].num_bytes)) == (0, 0.0)
+        assert int(statistics.num_rounds["t"]) == 0
         found.append((outputs, collection.tables(state)))
     jax.tree.map(np.testing.assert_array_equal, *found)
 

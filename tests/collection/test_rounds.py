@@ -27,7 +27,7 @@ def trained(storage, rule, capacity):
         else:
             state = collection.update(state, batch, d_activations)
         _, statistics = collection.lookup(state, batch, return_statistics=True)
-        seen.append((activations, int(statistics.traffic["t"].num_rounds)))
+        seen.append((activations, int(statistics.num_rounds["t"])))
     return [rounds for _, rounds in seen], [own for own, _ in seen], collection.tables(state)["t"]
 
 

@@ -62,18 +62,18 @@ WAYS = {
     "column": Way("column"),
     "replicated": Way("replicated"),
 }
-HERE, ASKED = ("one device", "replicated"), ("row", "row, many rounds")
+OWNED = ("one device", "row", "row, many rounds")
 # A policy is one of a device's rows, whatever the way to it: each has its own.
-EVICTIONS = dict(zip((*HERE, *ASKED), ({"eviction": name} for name in ("lru", "lfu", "lfu", "lru")), strict=True))
+EVICTIONS = dict(zip(OWNED, ({"eviction": name} for name in ("lru", "lfu", "lru")), strict=True))
 COUNTED, DRAWN = {"admission_count": 4}, {"admission_probability": 0.2}
-ADMISSIONS = {"one device": COUNTED, "replicated": DRAWN, "row": DRAWN, "row, many rounds": COUNTED}
+ADMISSIONS = {"one device": COUNTED, "row": DRAWN, "row, many rounds": COUNTED}
 STORAGES = {
     "dense": Storage(None, tuple(WAYS)),
-    "hashed": Storage(rs.Hashed(), (*HERE, *ASKED), True),
-    "hashed, evicting": Storage(rs.Hashed(when_full="evict"), (*HERE, *ASKED), True, {"capacity": 12}, EVICTIONS),
-    "hashed, admitting": Storage(rs.Hashed(), (*HERE, *ASKED), True, policies=ADMISSIONS),
-    "host-cached": Storage(rs.HostCached(cache_rows=8), (*HERE, *ASKED), refuses_rules_that_move_all_rows=True),
-    "train": Storage(TensorTrain((11,)), HERE),
+    "hashed": Storage(rs.Hashed(), OWNED, True),
+    "hashed, evicting": Storage(rs.Hashed(when_full="evict"), OWNED, True, {"capacity": 12}, EVICTIONS),
+    "hashed, admitting": Storage(rs.Hashed(), OWNED, True, policies=ADMISSIONS),
+    "host-cached": Storage(rs.HostCached(cache_rows=8), OWNED, refuses_rules_that_move_all_rows=True),
+    "train": Storage(TensorTrain((11,)), ("one device", "replicated")),
 }
 RUNS = [(storage, way) for storage in STORAGES for way in STORAGES[storage].ways]
 REFUSED = [(storage, way) for storage in STORAGES for way in WAYS if way not in STORAGES[storage].ways]

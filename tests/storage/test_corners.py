@@ -241,7 +241,7 @@ def test_keys_without_a_row_are_counted():
     state = collection.init(jax.random.key(0))
     state = collection.update(state, {"f": [[ONE]]}, {"f": jnp.ones((1, DIM))})
     _, statistics = collection.lookup(state, {"f": [[ONE, OTHER, OTHER, THIRD]]}, return_statistics=True)
-    assert int(statistics.traffic["t"].num_unknown.sum()) == 2 and int(statistics.num_ids["f"]) == 4
+    assert int(statistics.num_unknown["t"].sum()) == 2 and int(statistics.num_ids["f"]) == 4
 
 
 def on_host(cache_rows, eviction="lru"):

@@ -127,12 +127,12 @@ SOME_WAIT = {"when_full": "evict", "admission_count": 1}
     [
         *((policy, 4, "row") for policy in ("full", "lru", "count")),
         *((policy, 1, None) for policy in ("lfu", "probability", "as many wait as have rows")),
-        ("count", 4, "replicated"),
+        ("count", 1, None),
     ],
 )
 def test_a_table_among_smaller_and_larger_ones_has_the_bits_of_one_alone(any_size, policy, num_devices, placement):
     policy = POLICIES.get(policy, SOME_WAIT)
-    way = {"row": "apply", "replicated": "update", None: "combine"}[placement]
+    way = {"row": "apply", None: "combine"}[placement]
     collection, state = assert_each_is_as_if_alone(num_devices, placement, way, rows=SIZES, **policy)
     used = {name: own["rows"].sum() for name, own in collection.counts(state).items()}
     assert used == {name: len(rows["keys"]) for name, rows in collection.tables(state).items()}
