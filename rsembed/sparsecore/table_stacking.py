@@ -21,7 +21,6 @@ from rsembed.sparsecore.embedding_spec import compute_physical_row_ids as comput
 from rsembed.sparsecore.embedding_spec import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
 from rsembed.sparsecore.embedding_spec import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
 from rsembed.sparsecore.layout import (
-    ArrayLike,
     Nested,
     check_is_array,
     cores_of,
@@ -260,7 +259,7 @@ def stack_and_shard_tables(
     return result
 
 
-def _replicated(array: ArrayLike) -> NamedSharding | None:
+def _replicated(array: Array | np.ndarray) -> NamedSharding | None:
     """A copy on every device of an array's mesh, as JAX asks for where its axes are explicit; None elsewhere."""
     mesh = jax.typeof(array).sharding.mesh
     return NamedSharding(mesh, P()) if AxisType.Explicit in mesh.axis_types else None
@@ -297,7 +296,7 @@ def _unstacked(stacked: PyTree, layout: RowLayout) -> dict[str, PyTree]:
       layout: where its tables lie.
     """
 
-    def logical_rows(table: TablePlacement, array: Any) -> ArrayLike:
+    def logical_rows(table: TablePlacement, array: Any) -> Array | np.ndarray:
         is_full_width = array.ndim == 2 and array.shape[1] == layout.stack.spec.stack_embedding_dim
         index, is_host = layout.all_rows(table.name, table.rows), isinstance(array, np.ndarray)
         rows = array[index] if is_host else array.at[index].get(out_sharding=_replicated(array))

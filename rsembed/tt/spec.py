@@ -56,7 +56,7 @@ class TTSpec:
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("tt_p_shapes", "tt_q_shapes", "tt_ranks"):
-            object.__setattr__(self, name, tuple(np.asarray(getattr(self, name), object).tolist()))
+            object.__setattr__(self, name, tuple(np.asarray(getattr(self, name)).tolist()))
         object.__setattr__(self, "num_embeddings", int(self.num_embeddings))
         check_fields(self)  # again, for the numbers of what were arrays
         d = len(self.tt_p_shapes)

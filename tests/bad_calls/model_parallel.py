@@ -152,7 +152,7 @@ group(variable()) => TypeError: group 'embedding': params ... list ... Embedding
 group(combiners="sum") => ValueError: group 'embedding': combiners[0] ... got 's'
 group(partition_strategy="div") => NotImplementedError: partition_strategy='div' ... 'mod'
 group([variable(), made("user", context=context(2))], [[[1], [2]]] * 2, ["sum"] * 2, name="g")
-    => ValueError: group 'g': table 'user' lies on the devices ... table 'word' on ... context
+    => ValueError: group 'g': params[1] (table 'user') lies on the devices ... (table 'word') on ... context
 group([with_state_of(of_rule(optax.adamax))])
     => ValueError: table 'word' was given a state that is not its own: ... optimizer is ... adamax ... scale_by_adam
 group([with_state_of(of_rule(name="user"))]) => ValueError: not its own: ... user is not expected; word is missing

@@ -41,7 +41,7 @@ rs.EmbeddingCollection([feature("a"), feature("b", table(embedding_dim=5))]) => 
 rs.EmbeddingCollection({"a": feature("a"), 1: feature("b")}) => TypeError: features: keys ... order ... texts
 # EmbeddingCollection
 one(bounds_check="clip") => ValueError: bounds_check ... 'raise' or 'ignore' ... 'clip'
-one(implementation="natvie") => ValueError: 'natvie' ... native, reference
+one(implementation="natvie") => ValueError: 'natvie' ... native, sparsecore, gpu, reference
 one(implementation="gpu") => NotImplementedError: gpu' cannot run here: ... the computation is for cpu
 one(implementation="sparsecore") => NotImplementedError: sparsecore' cannot run here: ... the computation is for cpu
 one(sharding_axis="shard") => ValueError: sharding_axis='shard' needs a mesh
