@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, TypeAlias, cast, no_type_check
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,36 +19,20 @@ from numpy.typing import ArrayLike
 from rsembed.bags import PAD_ID, Bags, check_unmasked, is_traced, narrow_ids, padded_size
 from rsembed.checks import check_type
 from rsembed.collection.inputs import is_unknown
-from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels.contract import JaggedBatch
 from rsembed.parallel.agreement import Agreement
 from rsembed.tbe.arguments import BoundsCheckMode
-from rsembed.tbe.meshes import AnyBatch, SplitBatch
+from rsembed.tbe.meshes import AnyBatch
 from rsembed.tbe.plan import TBEPlan
 
 AnyArray: TypeAlias = Array | np.ndarray
 Count: TypeAlias = int | np.integer | Array
 
 
-@no_type_check  # a pytree holds placeholders while JAX transforms it
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PreparedBatch:
-    """A batch that `prepare` of a module made; it goes in place of `indices`.
-
-    Args:
-      batch: ids in the form that the module's tables read.
-      layout: fingerprint of those tables, compared when it is read.
-    """
-
-    batch: AnyBatch
-    layout: Fingerprint = dataclasses.field(metadata={"static": True})
-
-
 def read(
     plan: TBEPlan,
     mode: BoundsCheckMode,
-    indices: ArrayLike | PreparedBatch,
+    indices: ArrayLike | AnyBatch,
     offsets: ArrayLike | None,
     per_sample_weights: ArrayLike | None = None,
     batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
@@ -63,18 +47,27 @@ def read(
     given = (indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
     # A process that refuses its part tells the others.
     with Agreement(None if plan.devices is None else plan.devices.known_mesh, "the batch", given):
-        if isinstance(indices, PreparedBatch):
+        if isinstance(indices, (JaggedBatch, dict)):
             if any(own is not None for own in given[1:]):
                 raise ValueError("a prepared batch holds offsets, weights and sizes; pass none of them beside it.")
-            what = "the batch was prepared for other tables than the module's"
-            check_same(indices.layout, plan.row_layout, what=what, way_out="Prepare it by the module that reads it.")
-            return indices.batch, 0, None
+            if not _is_of(plan, indices):
+                raise ValueError("the batch was prepared for other tables than the module's; prepare it by the latter.")
+            return indices, 0, None
         if plan.devices is not None and is_unknown(given[:3]):
             raise ValueError(
                 "on a mesh, indices and offsets cannot be split inside jit; bring them into form before, with batch = "
                 "module.prepare(indices, offsets), and pass batch in their place."
             )
         return _checked(plan, mode, _jagged(plan, *given))
+
+
+def _is_of(plan: TBEPlan, batch: AnyBatch) -> bool:
+    """Whether a prepared batch fits the plan's devices, features, rows and pooling."""
+    if isinstance(batch, dict):
+        return plan.devices is not None and batch.keys() == set(plan.feature_names)
+    places = [(*plan.places[t], plan.tables[t].num_rows) for t in plan.features]
+    own = (batch.combiner, [block[2:] for block in batch.blocks])
+    return plan.devices is None and own == (plan.pooling, places)
 
 
 def _jagged(plan: TBEPlan, indices: PyTree, offsets: PyTree, weights: PyTree, sizes: PyTree) -> JaggedBatch:
@@ -236,8 +229,8 @@ def mask_of_ids(plan: TBEPlan, batch: AnyBatch, feature_requires_grad: ArrayLike
     num_features, mask = len(plan.features), jnp.asarray(feature_requires_grad, jnp.float32)
     if mask.shape != (num_features,):
         raise ValueError(f"feature_requires_grad has shape {mask.shape}; give {num_features} numbers.")
-    if isinstance(batch, SplitBatch):
-        return tuple(mask)
+    if isinstance(batch, dict):
+        return dict(zip(plan.feature_names, mask, strict=True))
     num_bags = plan.bags_of(batch)
     starts = feature_starts(jnp.asarray(batch.offsets), num_bags)
     return repeat_by_feature(jnp.concatenate([jnp.zeros(1), mask]), starts, batch.ids.shape[0])

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from rsembed.kernels.contract import NO_ROW, JaggedBatch, JaggedGradients, Step
 from rsembed.kernels.reference import Rounding, jagged_segment
 from rsembed.optimizers import CounterAdagrad, Slots, global_decay_factor
 from rsembed.row_gradients import RowGradients
-from rsembed.tbe.meshes import AnyBatch, SplitBatch, tables_on_mesh
+from rsembed.tbe.meshes import AnyBatch, tables_on_mesh
 from rsembed.tbe.plan import GroupPlan, TBEPlan
 
 
@@ -97,7 +97,7 @@ def output_shape(plan: TBEPlan, batch: AnyBatch) -> tuple[int, ...]:
     """Shape of the output of `lookup` for this batch."""
     if isinstance(batch, JaggedBatch):
         return batch.output_shape(plan.dims)
-    return batch.ids[0].shape[0], sum(plan.tables[t].dim for t in plan.features)
+    return jax.tree.leaves(batch)[0].shape[0], sum(plan.tables[t].dim for t in plan.features)
 
 
 def _here(plan: TBEPlan, batch: JaggedBatch) -> JaggedBatch:
@@ -188,7 +188,7 @@ def _parted(group: GroupPlan, slots: Slots) -> tuple[Slots, Slots]:
 
 def lookup(plan: TBEPlan, state: TBEState, batch: AnyBatch, output_dtype: str = "float32") -> Float[Array, "*output"]:
     """Pooled rows, `[bags, sum of dims]`, `[nnz, longest dim]` or flat; differentiable in the weights of the ids."""
-    if isinstance(batch, SplitBatch):
+    if isinstance(batch, dict):
         check_state(plan, state)
         return tables_on_mesh(plan).lookup(state.weights, batch).astype(output_dtype)
     factors = _owed_factors(plan, state, _here(plan, batch), learning_rates(plan, state))
@@ -209,7 +209,7 @@ def row_gradients(
 ) -> RowGradients:
     """Gradients of all rows that the batch reads, by id also where a table is cached."""
     flat, shardings = _flat(d_output, max_gradient), None
-    if isinstance(batch, SplitBatch):
+    if isinstance(batch, dict):
         tables = tables_on_mesh(plan)
         by_stack = tables.engine.row_gradients(tables.with_gains(batch), tables.by_feature(flat))
         found, shardings = tables.by_group(by_stack), tables.gradient_shardings()
@@ -259,7 +259,7 @@ def update(
       rates: learning rate of every group.
     """
     flat = _flat(d_output)
-    if isinstance(batch, SplitBatch):
+    if isinstance(batch, dict):
         tables = tables_on_mesh(plan)
         return _stepped(plan, state, rates, tables.engine.update, tables.with_gains(batch), tables.by_feature(flat))
     batch = _here(plan, batch)
@@ -373,15 +373,21 @@ def backward(
     max_gradient: float | None = None,
     wants_weight_gradients: bool = False,
 ) -> tuple[TBEState, PyTree]:
-    """State after `update`, and the gradients of the ids' weights if they are wanted."""
-    flat = _flat(d_output, max_gradient)
-    if not wants_weight_gradients:
+    """State after `update`, and the gradients of the ids' weights if there are any and they are wanted."""
+    flat, weights = _flat(d_output, max_gradient), cast(PyTree, None)
+    if isinstance(batch, JaggedBatch):
+        weights = batch.weights
+    else:
+        weights = {name: own[1] for name, own in batch.items() if isinstance(own, tuple)}
+    if not wants_weight_gradients or not jax.tree.leaves(weights):
         return update(plan, state, batch, flat, rates), None
     d_weights: PyTree
-    if isinstance(batch, SplitBatch):
-        output, pull_back = jax.vjp(
-            lambda own: lookup(plan, state, dataclasses.replace(batch, weights=own)), batch.weights
-        )
+    if isinstance(batch, dict):
+
+        def weighted(weights: PyTree) -> Array:
+            return lookup(plan, state, batch | {name: (batch[name][0], own) for name, own in weights.items()})
+
+        output, pull_back = jax.vjp(weighted, weights)
         (d_weights,) = pull_back(flat.reshape(output.shape))
     else:
         d_weights = api.weight_gradients(state.weights, _here(plan, batch), flat)

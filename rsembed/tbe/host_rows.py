@@ -350,7 +350,8 @@ def report(config: TBEStatsReporterConfig, plan: TBEPlan, state: TBEState, batch
         total = weights + states + (0 if is_cached else cache)
         figures |= {f"tbe.{kind}.embeddings": weights, f"tbe.{kind}.optimizer_states": states}
         figures |= {f"tbe.{kind}.total_static_sparse": total, f"tbe.total_{kind}_usage": total}
-    for name, arrays in (("input", jax.tree.leaves(batch.ids)), ("output", [output])):
+    ids = [batch.ids] if isinstance(batch, JaggedBatch) else [jax.tree.leaves(own)[0] for own in batch.values()]
+    for name, arrays in (("input", ids), ("output", [output])):
         figures[f"tbe.fwd_{name}_count"] = sum(array.size for array in arrays)
         figures[f"tbe.fwd_{name}_size"] = sum(array.nbytes for array in arrays)
     if config.report is not None:

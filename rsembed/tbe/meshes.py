@@ -6,10 +6,9 @@ Samples and rows are split. A batch is what the core makes of it: of each featur
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias, TypeVar, no_type_check
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ import numpy as np
 from jax.experimental.multihost_utils import global_array_to_host_local_array
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from rsembed.bags import Bags
 from rsembed.collection import inputs
@@ -32,23 +31,8 @@ from rsembed.tbe.plan import TBEPlan
 Group = TypeVar("Group")
 
 
-@no_type_check  # a pytree holds placeholders while JAX transforms it
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SplitBatch:
-    """A batch whose bags are split over the devices of a mesh.
-
-    Args:
-      ids: ids of each feature; -1 is no id.
-      weights: weight of every id; None means ones.
-    """
-
-    ids: tuple[Int[Array, "bags _"], ...]
-    weights: tuple[Float[Array, "bags _"], ...] | None
-
-
-AnyBatch: TypeAlias = JaggedBatch | SplitBatch
-"""A batch on one device, or on a mesh."""
+AnyBatch: TypeAlias = JaggedBatch | dict[str, Any]
+"""A batch on one device; or on a mesh, by feature ids `[bags, ids]` or a pair of these and of their weights."""
 
 
 class MeshTables:
@@ -86,7 +70,7 @@ class MeshTables:
 
     # Batches
 
-    def of_jagged(self, batch: JaggedBatch) -> SplitBatch:
+    def of_jagged(self, batch: JaggedBatch) -> dict[str, PyTree]:
         """A checked batch of this process, outside `jit`, split by sample. Raises: as `prepare` of the core."""
         ids, offsets, bags = np.asarray(batch.ids), np.asarray(batch.offsets), dict[str, Bags]()
         for name, block in zip(self.features, batch.blocks, strict=True):
@@ -95,17 +79,14 @@ class MeshTables:
             weights = None if batch.weights is None else np.asarray(batch.weights[own])
             bags[name] = Bags(ids[own], ends - ends[0], weights)
         given = inputs.prepare(self.features, bags, self.devices, bounds_check="ignore")
-        pairs = [own if isinstance(own, tuple) else (own, None) for own in map(given.__getitem__, self.features)]
-        by_feature = tuple(ids if ids.ndim == 2 else ids[:, None] for ids, _ in pairs)
-        if batch.weights is None:
-            return SplitBatch(by_feature, None)
-        shaped = [weights.reshape(ids.shape) for ids, (_, weights) in zip(by_feature, pairs, strict=True)]
-        return SplitBatch(by_feature, tuple(shaped))
+        return {
+            name: jax.tree.map(lambda own: own if own.ndim == 2 else own[:, None], own) for name, own in given.items()
+        }
 
-    def in_order(self, by_feature: Sequence[Array], batch: JaggedBatch) -> Float[Array, " nnz"]:
+    def in_order(self, by_feature: Mapping[str, Array], batch: JaggedBatch) -> Float[Array, " nnz"]:
         """Values per id in the order of the batch before it was split; 0 for ids in no bag."""
         offsets, mesh = np.asarray(batch.offsets), self.devices.known_mesh
-        local = [global_array_to_host_local_array(own, mesh, self.devices.split) for own in by_feature]  # type: ignore[arg-type]
+        local = [global_array_to_host_local_array(by_feature[name], mesh, self.devices.split) for name in self.features]  # type: ignore[arg-type]
         found = [jnp.zeros(int(offsets[0]))]
         for own, block in zip(local, batch.blocks, strict=True):
             ends = offsets[block.first_bag : block.first_bag + block.num_bags + 1]
@@ -123,7 +104,7 @@ class MeshTables:
         """List of the stacks' values in the order of groups."""
         return [by_name[name] for name in self.names]
 
-    def lookup(self, weights: Sequence[Array], batch: SplitBatch) -> Float[Array, "bags dims"]:
+    def lookup(self, weights: Sequence[Array], batch: Mapping[str, PyTree]) -> Float[Array, "bags dims"]:
         """Pooled rows, features side by side; differentiable in the weights of the ids."""
         activations, _ = self.engine.lookup(self.by_name(weights), self.with_gains(batch))
         return jnp.concatenate([activations[name] for name in self.features], axis=1)
@@ -134,17 +115,16 @@ class MeshTables:
         found = zip(self.plan.groups, self.by_group(by_stack), strict=True)
         return tuple(sorted((group.table.name, rows, values) for group, (rows, values) in found))
 
-    def with_gains(self, batch: SplitBatch) -> dict[str, PyTree]:
-        """The batch in the engine's form, with weights that turn the engine's sum into the plan's pooling."""
-        weights: Sequence[Array] | None = batch.weights
-        if self.plan.pooling == "mean":  # which divides by the number of ids in a bag, whatever the weights
-            is_id = [(ids >= 0) & (ids < rows) for ids, rows in zip(batch.ids, self.num_rows, strict=True)]
-            counts = [jnp.maximum(jnp.sum(own, axis=1, keepdims=True), 1).astype(jnp.float32) for own in is_id]
-            ones = [jnp.ones(ids.shape) for ids in batch.ids]
-            weights = [own / count for own, count in zip(weights or ones, counts, strict=True)]
-        if weights is None:
-            return dict(zip(self.features, batch.ids, strict=True))
-        return dict(zip(self.features, zip(batch.ids, weights, strict=True), strict=True))
+    def with_gains(self, batch: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
+        """The batch with weights that turn the engine's sum into the plan's pooling."""
+        if self.plan.pooling != "mean":  # which divides by the number of ids in a bag, whatever the weights
+            return batch
+        found = {}
+        for name, num_rows in zip(self.features, self.num_rows, strict=True):
+            ids, weights = own if isinstance(own := batch[name], tuple) else (own, jnp.ones(own.shape))
+            count = jnp.sum((ids >= 0) & (ids < num_rows), axis=1, keepdims=True)
+            found[name] = (ids, weights / jnp.maximum(count, 1).astype(jnp.float32))
+        return found
 
     def by_feature(self, d_output: Array) -> dict[str, Float[Array, "bags dim"]]:
         """Gradient of each feature's pooled rows, cut from the gradient of the output."""

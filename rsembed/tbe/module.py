@@ -26,9 +26,8 @@ from rsembed.row_gradients import RowGradients, check_belong, check_gradient
 from rsembed.tbe import arguments, batches, functional, host_rows
 from rsembed.tbe import plan as plans
 from rsembed.tbe.arguments import Arguments, BoundsCheckMode, CacheAlgorithm, EmbOptimType, PoolingMode, SparseType
-from rsembed.tbe.batches import PreparedBatch
 from rsembed.tbe.host_rows import HostRows
-from rsembed.tbe.meshes import AnyBatch, SplitBatch, tables_on_mesh
+from rsembed.tbe.meshes import AnyBatch, tables_on_mesh
 from rsembed.tbe.tables import TBEVariable, TrainedTables, learning_rates
 
 _lookup = jax.jit(functional.lookup, static_argnums=0, static_argnames="output_dtype")
@@ -196,7 +195,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
     def __call__(
         self,
-        indices: ArrayLike | PreparedBatch,
+        indices: ArrayLike | AnyBatch,
         offsets: ArrayLike | None = None,
         per_sample_weights: ArrayLike | None = None,
         feature_requires_grad: ArrayLike | None = None,
@@ -223,7 +222,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
     def vjp(
         self,
-        indices: ArrayLike | PreparedBatch,
+        indices: ArrayLike | AnyBatch,
         offsets: ArrayLike | None = None,
         per_sample_weights: ArrayLike | None = None,
         feature_requires_grad: ArrayLike | None = None,
@@ -263,9 +262,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         state = _apply(self.plan, state, row_gradients, rates)
         self.state.set_value(state if host is None else host.write_back(state))
 
-    def prepare(
-        self, indices: ArrayLike, offsets: ArrayLike, per_sample_weights: ArrayLike | None = None
-    ) -> PreparedBatch:
+    def prepare(self, indices: ArrayLike, offsets: ArrayLike, per_sample_weights: ArrayLike | None = None) -> AnyBatch:
         """Checks a batch on the host and brings it to the devices: goes in place of `indices`, into `jit` too.
 
         On a mesh its samples are split, which inside `jit` cannot be done, and each process gives its own. On one
@@ -279,7 +276,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             batch = self._brought(batch)
         elif isinstance(batch, JaggedBatch):
             batch = jax.tree.map(jnp.asarray, batch if self.plan.pooling == "none" else batches.with_room(batch))
-        return PreparedBatch(batch, self.plan.row_layout)
+        return batch
 
     def prefetch(
         self,
@@ -314,7 +311,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
                 )
                 warnings.warn(message, stacklevel=3)
                 self._has_warned = True
-            if not isinstance(arguments[0], PreparedBatch) and self.bounds_check_mode != BoundsCheckMode.NONE:
+            if not isinstance(arguments[0], (JaggedBatch, dict)) and self.bounds_check_mode != BoundsCheckMode.NONE:
                 self.bounds_check_warning.set_value(jnp.asarray(num_corrected, jnp.int32))
         return batch
 
@@ -324,7 +321,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         Their rows are brought; `admit` lets them into the cache.
         """
         functional.check_state(self.plan, self.state.get_value())
-        if isinstance(batch, SplitBatch):
+        if isinstance(batch, dict):
             return batch
         if self.plan.devices is not None:
             return tables_on_mesh(self.plan).of_jagged(batch)
@@ -394,7 +391,7 @@ class TablesBackward:
             gradient,
             self._rates,
             max_gradient=module.max_gradient,
-            wants_weight_gradients=per_sample_weights_grad and self._batch.weights is not None,
+            wants_weight_gradients=per_sample_weights_grad,
         )
         module.state.set_value(state if host is None else host.write_back(state))
         if (config := module.arguments.stats_reporter_config) is not None:
@@ -406,7 +403,7 @@ class TablesBackward:
             d_weights = tables_on_mesh(plan).in_order(d_weights, self._batch)
         if self._mask is not None:
             d_weights = jax.tree.map(jnp.multiply, d_weights, self._mask)
-        return dict(zip(plan.feature_names, d_weights, strict=True)) if isinstance(d_weights, tuple) else d_weights
+        return d_weights
 
     def row_gradients(self, d_output: ArrayLike) -> RowGradients:
         """The summed gradient of every looked-up row, to be clipped, accumulated and applied later; steps nothing.

@@ -1,6 +1,5 @@
 """A module whose tables and samples a mesh shares: the numbers of one device, and of loops in float64."""
 
-import dataclasses
 import functools
 
 import jax
@@ -133,22 +132,19 @@ def test_gradients_of_weights_come_in_the_form_of_the_weights_and_are_those_of_a
 
     batch, names = many.prepare(ids, offsets, weights), many.feature_names
     by_feature = many.vjp(batch, None, None, mask)[1](gradient)
-    assert {name: own.shape for name, own in by_feature.items()} == {
-        name: own.shape for name, own in zip(names, batch.batch.ids, strict=True)
-    }
+    assert {name: own.shape for name, own in by_feature.items()} == {name: batch[name][0].shape for name in names}
     lengths = np.diff(offsets).reshape(3, BAGS)
     flat = [
-        np.asarray(own)[b, :n] for own, ns in zip(by_feature.values(), lengths, strict=True) for b, n in enumerate(ns)
+        np.asarray(by_feature[name])[b, :n] for name, ns in zip(names, lengths, strict=True) for b, n in enumerate(ns)
     ]
     np.testing.assert_allclose(np.concatenate(flat), expected, **CLOSE)
 
     def loss(weights):
-        split = dataclasses.replace(batch, batch=dataclasses.replace(batch.batch, weights=weights))
-        return jnp.vdot(many(split), gradient)
+        return jnp.vdot(many({name: (batch[name][0], weights[name]) for name in names}), gradient)
 
-    autodiff = jax.grad(loss)(batch.batch.weights)
-    for own, d_weights, is_asked in zip(autodiff, by_feature.values(), mask, strict=True):
-        np.testing.assert_allclose(np.asarray(own) * is_asked, d_weights, **CLOSE)
+    autodiff = jax.grad(loss)({name: batch[name][1] for name in names})
+    for name, is_asked in zip(names, mask, strict=True):
+        np.testing.assert_allclose(np.asarray(autodiff[name]) * is_asked, by_feature[name], **CLOSE)
 
 
 # Compiled steps
@@ -181,7 +177,7 @@ def test_prepared_batches_on_one_device_have_few_sizes_and_the_same_numbers():
     for seed in range(6):
         ids, offsets, weights = draw(seed, features=(0, 1, 2))
         batch = module.prepare(ids, offsets, weights)
-        sizes.add(batch.batch.ids.shape)
+        sizes.add(batch.ids.shape)
         output, _ = train(module, batch, None)
         np.testing.assert_array_equal(output, train(again, ids, offsets, weights)[0])
     assert_same_bits(module, again)
@@ -218,9 +214,10 @@ def test_a_batch_without_bags_or_ids_changes_nothing():
 def test_prepared_batches_belong_to_where_they_were_prepared():
     one, many = make(SPECS), make(SPECS, mesh=mesh_of(4))
     batch = draw(0, features=(0, 1, 2))
-    others = [(one, many), (many, one), (many, make(SPECS, mesh=mesh_of(2))), (one, make(((50, 4), (30, 4), (41, 8))))]
+    others = [(one, many), (many, one), (one, make(((50, 4), (30, 4), (41, 8))))]
+    others += [(one, make(SPECS, pooling_mode="MEAN")), (many, make(SPECS, mesh=mesh_of(4), feature_names=list("xyz")))]
     for module, other in others:
         with pytest.raises(ValueError, match="prepared for other tables than the module's"):
             module(other.prepare(*batch))
     with pytest.raises(ValueError, match=r"a mesh shares the tables: split the batch"):
-        functional.lookup(many.plan, many.state.get_value(), one.prepare(*batch).batch)
+        functional.lookup(many.plan, many.state.get_value(), one.prepare(*batch))
