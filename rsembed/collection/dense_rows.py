@@ -295,7 +295,7 @@ class DenseRows(Storage):
         return jnp.where(keys.is_key, keys.low.astype(jnp.int32) // self.layout.rows_per_device, num_shards)
 
     def vector_dtype(self, table: TableSpec) -> DTypeLike:
-        """That of the table: half as many bytes travel."""
+        """The table's own dtype: of a 16-bit table half as many bytes travel between devices."""
         return jnp.dtype(table.dtype)
 
     def rounding(self, rounding: Rounding | None, shard: Int[Array, ""] | int) -> Rounding | None:

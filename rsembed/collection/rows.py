@@ -178,7 +178,7 @@ class Rows:
         return self.devices.index() if self.splits_columns else jnp.zeros((), jnp.int32)
 
     def _own(self, keys: Keys) -> Keys:
-        """Those whose rows are here."""
+        """The keys whose rows are on this device; others become no key."""
         return keys
 
     def _how(self, step: Step) -> Step:

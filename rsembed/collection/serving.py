@@ -58,7 +58,7 @@ def for_serving(
 
 
 def _served(values: PyTree, dtype: str | None, table: str) -> ServedTable:
-    """What `EmbeddingCollection.tables` returns of a table, as it is served."""
+    """A table of `EmbeddingCollection.tables` in the form that a served lookup reads."""
     keys: ServedTable = {}
     if isinstance(values, Mapping):
         order = np.argsort(values["keys"].astype(np.uint64))  # of their bits, as the search takes them

@@ -191,7 +191,7 @@ def digits_of(specs: Sequence[TTSpec], ids: Any) -> tuple[tuple[Int[Array, " nnz
 
 
 def entries_of(segments: Sequence[Segment]) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Float[Array, " nnz"]]:
-    """Of the entries of all segments: the row, the output that it goes into, and its gain.
+    """Row of each entry of all segments, the output that it goes into, and its gain.
 
     Outputs of all segments are numbered through; that of an entry that contributes nothing is `NO_ROW`.
     """

@@ -88,7 +88,7 @@ class CachedTrain(NamedTuple):
 
 
 class CacheReport(NamedTuple):
-    """What a cache has done since it was made or reset.
+    """Numbers of a cache since it was made or reset.
 
     Attributes:
       cached_ids: rows in the cache now.

@@ -50,11 +50,11 @@ class FusedParam(nnx.Variable):
 
 
 class FusedState(nnx.Variable):
-    """What no optimizer outside trains: states, counts, step counter and learning rate of the fused update."""
+    """A variable of the fused update (states, counts, steps, learning rate), which optimizers outside leave alone."""
 
 
 class TTGradients(NamedTuple):
-    """What `backward` returns with `sparse=False`, and for weights with `sparse=True`, too.
+    """Gradients that `backward` returns: all with `sparse=False`, those of weights with `sparse=True`, too.
 
     Attributes:
       cores: in the structure of `core_groups`: per group of tables, one array per core; empty with `sparse=True`.
@@ -103,7 +103,7 @@ def rule_of(optimizer: OptimType, eps: float) -> OptimizerSpec:
 
 
 def storage_of(specs: Sequence[TTSpec], cache: tuple[int, int] | None, like: dict[str, PyTree]) -> TensorTrain:
-    """What keeps a group of tables, given the published `cache_size` and `hashtbl_size` where rows are cached."""
+    """Storage of a group of tables, given the published `cache_size` and `hashtbl_size` where rows are cached."""
     tables, sizes = [], (0, 0)
     if cache is not None:
         num_rows = sum(spec.num_embeddings for spec in specs)
@@ -169,7 +169,7 @@ def populated(storage: TensorTrain, params: PyTree, slots: PyTree) -> tuple[PyTr
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def rows_by_group(groups: Sequence[Sequence[int]], sizes: Sequence[int], bags: Bags) -> list[Bags]:
-    """Of every group: rows, numbered from table to table, in the bags of its tables.
+    """Bags of every group, with rows numbered from table to table.
 
     Args:
       groups: tables of every group.

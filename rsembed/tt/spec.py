@@ -1,4 +1,4 @@
-"""What a tensor-train table is: rows, row and column factors, ranks, what they cost, and how to choose them."""
+"""Shape of a tensor-train table: rows, row and column factors, ranks, what they cost, and how to choose them."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from rsembed.tt.spec import TTSpec
 
 Params = Cores | CachedTrain
 AllSlots = tuple[PyTree, ...]
-"""Of each core; of stored rows, a pair of these and of the rows' slots."""
+"""Slots of each core; with stored rows a pair: the slots of the cores, and those of the rows."""
 
 
 @no_type_check  # sequences become tuples in __post_init__
@@ -90,7 +90,7 @@ class TensorTrain(Storage):
             raise ValueError("TensorTrain: bytes chooses the factors too; leave tt_p_shapes and tt_q_shapes out.")
 
     def __repr__(self) -> str:
-        """What files say of a table's storage: of a cache only where there is one."""
+        """Description of the storage that files keep; a cache is in it only where there is one."""
         names = [field.name for field in dataclasses.fields(self)]
         shown = (f"{name}={getattr(self, name)!r}" for name in names[: 8 if self.cache_rows else 5])
         return f"TensorTrain({', '.join(shown)})"
@@ -295,11 +295,11 @@ class TensorTrain(Storage):
         return params._replace(cores=cores, rows=rows), (core_slots, row_slots)
 
     def core_slots(self, slots: AllSlots) -> AllSlots:
-        """Those of the cores alone."""
+        """Slots of the cores, without those of stored rows."""
         return cast(AllSlots, slots[0]) if self.cache_rows else slots
 
     def gradients(self, params: Params, gradients: SegmentGradients, table: TableSpec) -> Cores:
-        """Those of all cores."""
+        """Gradients of all cores."""
         # Of cores in float32, so that nothing is rounded before it is summed.
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, params)
         _, pull = jax.vjp(lambda params: self.look_up(params, gradients.segments, table), wide)
@@ -353,14 +353,14 @@ class TensorTrain(Storage):
         return spec.num_params + rows * table.embedding_dim, sum(leaf.size for leaf in jax.tree.leaves(slots))
 
     def counts(self, params: Params, num_shards: int) -> dict[str, np.ndarray]:
-        """What a cache has done, on each shard; see `CacheReport`."""
+        """Numbers of the cache on each shard, by the names of `CacheReport`."""
         if not isinstance(params, CachedTrain):
             return {}
         return {name: np.full(num_shards, value) for name, value in params.directory.report()._asdict().items()}
 
 
 def joined(parts: Sequence[tuple[PyTree, ...]]) -> PyTree:
-    """What belongs to each core of several tables, one behind the other."""
+    """Arrays of each core, those of several tables one behind the other."""
     return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 
@@ -377,7 +377,7 @@ def init_core_slots(rule: OptimizerSpec, cores: Sequence[PyTree]) -> tuple[Slots
 
 
 def cores_of(params: Params) -> Cores:
-    """Those of trains with or without stored rows."""
+    """Cores of a train, with or without stored rows."""
     return params.cores if isinstance(params, CachedTrain) else params
 
 
