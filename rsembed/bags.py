@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -343,6 +344,18 @@ def on_device(tree: PyTree) -> PyTree:
 
 
 _returned = jax.jit(lambda tree: tree)
+
+
+def cut_on_device(values: np.ndarray, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
+    """Arrays of these shapes on the device, from a flat array that holds one behind the other."""
+    with jax.transfer_guard_host_to_device("allow"):
+        return _cut(values, shapes)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _cut(values: Array, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    return [own.reshape(shape) for own, shape in zip(jnp.split(values, ends[:-1]), shapes, strict=True)]
 
 
 def narrow_ids(ids: PyTree) -> PyTree:

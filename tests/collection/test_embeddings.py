@@ -257,3 +257,27 @@ def test_a_prepared_batch_stays_though_its_memory_is_written_again(num_devices):
     for array in given:
         array[...] = 0
     jax.tree.map(np.testing.assert_array_equal, prepared, before)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint64, jnp.int32])
+def test_arrays_of_one_batch_become_int32_in_their_shapes_and_stay_where_they_are_that(dtype):
+    collection = collection_of(*(table_spec(name, vocabulary_size=n) for name, n in (("b", 3), ("a", 5), ("c", 9))))
+    ids = [np.asarray([2, 0]), np.asarray([[4, 1], [0, 3]]), np.zeros((2, 0), int)]
+    make = jnp.asarray if dtype is jnp.int32 else np.asarray
+    batch = dict(zip(collection.features, [make(own.astype(dtype)) for own in ids], strict=True))
+    prepared = collection.prepare(batch)
+    assert list(prepared) == list(collection.features)
+    for own, (name, found) in zip(ids, prepared.items(), strict=True):
+        assert isinstance(found, jax.Array) and found.dtype == np.int32 and found.shape == own.shape
+        np.testing.assert_array_equal(found, own)
+        assert found is batch[name] or dtype is not jnp.int32
+    with pytest.raises(ValueError, match=r"'f_b': id 3 in sample 1 is outside table 'b' with vocabulary_size=3"):
+        collection.prepare(batch | {"f_b": make(np.asarray([2, 3], dtype))})
+
+
+def test_ids_beyond_int32_are_those_of_no_row_where_they_are_let_pass():
+    collection = collection_of(table_spec(vocabulary_size=3), bounds_check="ignore")
+    state, table = collection.init(jax.random.key(0)), collection_of(table_spec(vocabulary_size=3)).tables
+    ids = np.asarray([[2, 2**32 + 1], [-(2**32), 0]])
+    found, expected = collection.lookup(state, {"f_t": ids}), np.asarray(table(state)["t"])[[2, 0]]
+    np.testing.assert_allclose(found["f_t"], expected, rtol=1e-6)
