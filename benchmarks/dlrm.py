@@ -7,6 +7,8 @@ numbers a sample; an MLP of 512, 256 and 64 below, pairs of all 27 vectors, one 
 step by SGD, tables by row-wise Adagrad. Contestants take turns of eight distinct batches.
 
 * core, nnx: an `EmbeddingCollection` under one `jax.jit`; the same as a layer of an `nnx` model.
+* hashed, host-cached: as core, with ids as keys; or with a tenth of the rows of large tables near, and all on the host.
+* table-batched: the module in one `nnx.jit`. SparseCore: that wing's functions, preprocessing included, full Adagrad.
 * core, own pairs: as core, with the pairs of plain JAX in place of `rs.pairwise_interaction`.
 * plain JAX: tables are arrays, `table[ids]`, and optax steps everything by SGD with dense gradients.
 * torch + FBGEMM: FBGEMM's module on the host and torch's dense layers, if both can be imported.
@@ -28,8 +30,10 @@ import timing
 from flax import nnx
 
 import rsembed as rs
+from rsembed import tbe
 from rsembed.kernels import reference
 from rsembed.plot import measured_on
+from rsembed.sparsecore import embedding, embedding_spec
 
 CARDINALITIES = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
@@ -101,8 +105,8 @@ def dense_params() -> dict[str, Any]:
     return jax.tree.map(jnp.asarray, {"below": layers(BELOW, 1), "above": layers(ABOVE, 2)})
 
 
-def collection_of(sizes: list[int]) -> rs.EmbeddingCollection:
-    """One feature and table for each size."""
+def collection_of(sizes: list[int], storage_of: Callable[[int], Any] = lambda size: None) -> rs.EmbeddingCollection:
+    """One feature and table for each size, kept as `storage_of` says of a size."""
     rule = rs.optimizers.RowWiseAdagrad(TABLE_RATE)
     start = jax.nn.initializers.constant(0.01)
     return rs.EmbeddingCollection(
@@ -110,7 +114,12 @@ def collection_of(sizes: list[int]) -> rs.EmbeddingCollection:
             rs.FeatureSpec(
                 name=f"t{k}",
                 table_spec=rs.TableSpec(
-                    name=f"t{k}", vocabulary_size=size, embedding_dim=DIM, initializer=start, optimizer=rule
+                    name=f"t{k}",
+                    vocabulary_size=size,
+                    embedding_dim=DIM,
+                    initializer=start,
+                    optimizer=rule,
+                    storage=storage_of(size),
                 ),
             )
             for k, size in enumerate(sizes)
@@ -118,9 +127,11 @@ def collection_of(sizes: list[int]) -> rs.EmbeddingCollection:
     )
 
 
-def core_contestant(sizes: list[int], batches: list[Batch], pairs: Callable = rs.pairwise_interaction) -> Run:
+def core_contestant(
+    sizes: list[int], batches: list[Batch], pairs: Callable = rs.pairwise_interaction, **storage: Callable[[int], Any]
+) -> Run:
     """Functions over an `EmbeddingCollection`."""
-    collection, loss_fn = collection_of(sizes), functools.partial(loss_of, pairs)
+    collection, loss_fn = collection_of(sizes, **storage), functools.partial(loss_of, pairs)
     held = [dense_params(), collection.init(jax.random.key(0))]
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -131,8 +142,86 @@ def core_contestant(sizes: list[int], batches: list[Batch], pairs: Callable = rs
         return params, collection.apply(state, row_gradients), loss
 
     def run(k: int) -> object:
+        own, ids = batches[k], collection.prepare(batches[k].ids)
+        held[1] = collection.prefetch(held[1], ids)  # rows that are on the host
+        held[0], held[1], loss = step(*held, ids, own.dense, own.labels)
+        return jax.block_until_ready(loss)
+
+    return run
+
+
+def table_batched_contestant(sizes: list[int], batches: list[Batch]) -> Run:
+    """The table-batched module, in one compiled step."""
+    specs = [(size, DIM, tbe.EmbeddingLocation.DEVICE, tbe.ComputeDevice.CPU) for size in sizes]
+    module = tbe.TableBatchedEmbeddingBags(specs, optimizer="exact_rowwise_adagrad", learning_rate=TABLE_RATE)
+    module.init_embedding_weights_uniform(0.01, 0.01)
+    params, ends = nnx.Param(dense_params()), np.arange(len(sizes) * len(batches[0].labels) + 1)
+
+    def loss_fn(params, output, dense, labels):
+        by_table = dict(enumerate(jnp.split(output, len(sizes), axis=1)))
+        return loss_of(rs.pairwise_interaction, params, by_table, dense, labels)
+
+    @functools.partial(nnx.jit, donate_argnums=(0, 1))
+    def step(module, params, batch, dense, labels):
+        output, backward = module.vjp(batch)
+        loss, (gradients, d_output) = jax.value_and_grad(loss_fn, (0, 1))(params.get_value(), output, dense, labels)
+        params.set_value(jax.tree.map(lambda p, g: p - DENSE_RATE * g, params.get_value(), gradients))
+        backward(d_output)
+        return loss
+
+    def run(k: int) -> object:
         own = batches[k]
-        held[0], held[1], loss = step(*held, collection.prepare(own.ids), own.dense, own.labels)
+        batch = module.prepare(np.concatenate([*own.ids.values()]), ends)
+        return jax.block_until_ready(step(module, params, batch, own.dense, own.labels))
+
+    return run
+
+
+def sparsecore_contestant(sizes: list[int], batches: list[Batch]) -> Run:
+    """Functions of the SparseCore wing."""
+    size = len(batches[0].labels)
+    specs = {
+        f"t{k}": embedding_spec.FeatureSpec(
+            name=f"t{k}",
+            table_spec=embedding_spec.TableSpec(
+                name=f"t{k}",
+                vocabulary_size=rows,
+                embedding_dim=DIM,
+                initializer=jax.nn.initializers.constant(0.01),
+                optimizer=embedding_spec.AdagradOptimizerSpec(TABLE_RATE),
+                max_ids_per_partition=size,
+                max_unique_ids_per_partition=size,
+            ),
+            input_shape=(size, 1),
+            output_shape=(size, DIM),
+        )
+        for k, rows in enumerate(sizes)
+    }
+    embedding.prepare_feature_specs_for_training(specs, 1)
+    mesh = jax.make_mesh((1,), ("shard",), devices=jax.devices()[:1])
+    split, whole = jax.sharding.PartitionSpec("shard"), jax.sharding.PartitionSpec()
+    sharding = jax.sharding.NamedSharding(mesh, split)
+    state = embedding.init_embedding_variables(jax.random.key(0), embedding.get_table_specs(specs), sharding)
+
+    def on_device(variables, params, batch, dense, labels):
+        vectors = embedding.sparse_dense_matmul(batch, variables, specs, global_device_count=1)
+        loss_fn = functools.partial(loss_of, rs.pairwise_interaction)
+        loss, (gradients, d_vectors) = jax.value_and_grad(loss_fn, (0, 1))(params, vectors, dense, labels)
+        params = jax.tree.map(lambda p, g: p - DENSE_RATE * g, params, gradients)
+        variables = embedding.sparse_dense_matmul_grad(d_vectors, batch, variables, specs, global_device_count=1)
+        return variables, params, loss
+
+    in_specs, out_specs = (split, whole, split, split, split), (split, whole, whole)
+    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    step, held = jax.jit(mapped, donate_argnums=(0, 1)), [state, dense_params()]
+
+    def run(k: int) -> object:
+        own = batches[k]
+        ids = {name: values[:, None] for name, values in own.ids.items()}
+        batch, _ = embedding.preprocess_sparse_dense_matmul_input(
+            ids, features_weights=None, feature_specs=specs, local_device_count=1, global_device_count=1
+        )
+        held[0], held[1], loss = step(*held, *jax.device_put((batch, own.dense, own.labels), sharding))
         return jax.block_until_ready(loss)
 
     return run
@@ -247,6 +336,13 @@ def main() -> int:
         "core": core_contestant,
         "core, own pairs": functools.partial(core_contestant, pairs=reference.pair_products),
         "nnx": nnx_contestant,
+        "table-batched": table_batched_contestant,
+        "SparseCore": sparsecore_contestant,
+        "hashed": functools.partial(core_contestant, storage_of=lambda size: rs.Hashed()),
+        "host-cached": functools.partial(
+            core_contestant,
+            storage_of=lambda size: rs.HostCached(cache_rows=size // 10) if size > 10 * options.batch else None,
+        ),
         "plain JAX": plain_contestant,
         "torch + FBGEMM": fbgemm_contestant,
     }
