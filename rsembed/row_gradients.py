@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from typing import Any, ClassVar, no_type_check
 
@@ -45,17 +46,22 @@ class RowGradients:
     )
     layout: Fingerprint | None = dataclasses.field(default=None, metadata={"static": True})
 
-    summands: ClassVar[tuple[Any, Mapping[str, PyTree], Mapping[str, Array]] | None] = None
-    """Engine of the collection, batch, and gradients of what features pooled, from which the values are summed.
+    _made: ClassVar[tuple[list[Array], PyTree]] = ([], None)
 
-    They are known where they were made, while a program is traced: a step takes them in place of the sums, which are as
-    large as all occurrences and which XLA leaves out then.
-    """
+    @property
+    def summands(self) -> tuple[Any, Mapping[str, PyTree], Mapping[str, Array]] | None:
+        """Engine of the collection, batch, and gradients of what features pooled, from which the values are summed.
+
+        They are known where they were made, while a program is traced: a step takes them in place of the sums, which
+        are as large as all occurrences and which XLA leaves out then. None once somebody put other arrays in.
+        """
+        arrays, summands = self._made
+        return summands if all(map(operator.is_, arrays, jax.tree.leaves(self))) else None
 
     def summed_from(self, engine: Any, batch: Mapping[str, PyTree], d_outputs: Mapping[str, Array]) -> RowGradients:
         """A copy of these gradients that has these `summands`."""
         found = dataclasses.replace(self)
-        object.__setattr__(found, "summands", (engine, batch, d_outputs))
+        object.__setattr__(found, "_made", (jax.tree.leaves(found), (engine, batch, d_outputs)))
         return found
 
     def num_touched(self) -> dict[str, Int[Array, ""]]:

@@ -187,7 +187,7 @@ def test_rules_refuse_numbers_without_meaning(rule):
         lambda: rs.optimizers.SGD(lambda step: -1.0),  # a function is known only later
         lambda: rs.optimizers.SGD(jnp.float32(0.1)),
         lambda: rs.optimizers.Adagrad(initial_accumulator_value=0.0),
-        lambda: rs.optimizers.Adam(beta_1=0.0, epsilon=0.0),
+        lambda: rs.optimizers.Adam(beta_1=0.0, beta_2=0.0),
         lambda: rs.optimizers.AdagradMomentum(momentum=1.0, beta2=1.0),
         lambda: rs.optimizers.F2A(max_lr_multiplier=INF),
         lambda: rs.from_optax(optax.scale_by_adam(), learning_rate=-0.1),  # its updates point uphill

@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -43,3 +44,21 @@ def test_norm_scale_and_clip_agree_with_optax_on_dense_gradients():
 def test_clipping_zero_gradients_gives_zeros():
     own = rs.clip_by_global_norm(gradients([1], [[0.0]]), 1.0)
     assert own.values["t"].tolist() == [[0.0]]
+
+
+def test_what_somebody_puts_into_row_gradients_is_applied_inside_jit_too():
+    table = rs.TableSpec("t", 9, 2, optimizer=rs.optimizers.SGD(1.0))
+    collection = rs.EmbeddingCollection([rs.FeatureSpec("f", table)])
+    state, batch = collection.init(jax.random.key(0)), collection.prepare({"f": [[1, 2], [2]]})
+
+    def step(state, batch):
+        _, pullback = collection.lookup_vjp(state, batch)
+        own = pullback({"f": jnp.ones((2, 2))})
+        own.values["t"] = jnp.where(own.rows["t"][:, None] == 1, own.values["t"], 0.0)  # row 2 is not to be trained
+        return collection.apply(state, own), rs.global_norm(own)
+
+    eager, compiled = step(state, batch), jax.jit(step)(state, batch)
+    for stepped, norm in (eager, compiled):
+        moved = collection.tables(state)["t"] - collection.tables(stepped)["t"]
+        np.testing.assert_allclose(moved, np.eye(9)[:, [1, 1]], rtol=1e-6)
+        np.testing.assert_allclose(norm, 2**0.5, rtol=1e-6)

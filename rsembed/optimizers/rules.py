@@ -94,7 +94,7 @@ class TorchAdagrad(OptimizerSpec):
 
 def _adagrad_step(rows: Array, old: Array, gradients: Array, lr: Any, epsilon: Any) -> tuple[Array, Slots]:
     accumulator = old + gradients * gradients
-    root = jnp.sqrt(jnp.where(accumulator > 0, accumulator, 1.0)) + epsilon
+    root = jnp.sqrt(_positive(accumulator)) + epsilon
     return rows - jnp.where(accumulator > 0, lr * gradients / root, 0.0), (accumulator,)
 
 
@@ -108,7 +108,7 @@ class RowWiseAdagrad(OptimizerSpec):
     """
 
     initial_accumulator_value: float = within("[0, inf)", default=0.0)
-    epsilon: float = within("[0, inf)", default=1e-8)
+    epsilon: float = within("(0, inf)", default=1e-8)
     rule_name = "rowwise_adagrad"
     fused_as: ClassVar[str] = "rowwise_adagrad"
     slot_type = AdagradSlotVariables
@@ -131,7 +131,7 @@ class _BiasCorrectedAdam(OptimizerSpec):
 
     beta_1: float = within("[0, 1)", default=0.9)
     beta_2: float = within("[0, 1)", default=0.999)
-    epsilon: float = within("[0, inf)", default=1e-7)
+    epsilon: float = within("(0, inf)", default=1e-7)
     corrects_epsilon: ClassVar[bool] = False
     slot_type = AdamSlotVariables
     needs_step = True
@@ -159,7 +159,7 @@ class Adam(_BiasCorrectedAdam):
     Source: Kingma, Ba (2015), with the corrections folded into the learning rate and epsilon.
     """
 
-    epsilon: float = within("[0, inf)", default=1e-8)
+    epsilon: float = within("(0, inf)", default=1e-8)
     corrects_epsilon: ClassVar[bool] = True
     rule_name = "adam"
     fused_as: ClassVar[str] = "adam"
@@ -218,7 +218,7 @@ class AdagradMomentum(OptimizerSpec):
         lr, decay, beta2, epsilon, exponent, nesterov = hyper
         square = gradients * gradients
         accumulator = jnp.where(beta2 == 1.0, slots[0] + square, beta2 * slots[0] + (1.0 - beta2) * square)
-        direction = gradients * jnp.power(accumulator + epsilon, -1.0 / exponent)
+        direction = gradients * jnp.power(_positive(accumulator + epsilon), -1.0 / exponent)
         momentum = decay * slots[1] + direction
         return rows - lr * jnp.where(nesterov > 0, decay * momentum + direction, momentum), (accumulator, momentum)
 
@@ -262,7 +262,7 @@ class FTRL(OptimizerSpec):
         else:
             linear = slots[1] + gradients - (new_power - old_power) / lr * rows
             threshold, denominator = l1, (new_power + beta) / lr + 2.0 * l2
-        return (jnp.clip(linear, -threshold, threshold) - linear) / denominator, (accumulator, linear)
+        return (jnp.clip(linear, -threshold, threshold) - linear) / _positive(denominator), (accumulator, linear)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -307,7 +307,7 @@ class LaProp(OptimizerSpec):
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         lr, b1, decay, eps = hyper
         nu = decay * slots[1] + (1.0 - decay) * (gradients * gradients + eps)
-        mu = b1 * slots[0] + jnp.sqrt(1.0 - b1 * b1) * gradients * jax.lax.rsqrt(nu)
+        mu = b1 * slots[0] + jnp.sqrt(1.0 - b1 * b1) * gradients * jax.lax.rsqrt(_positive(nu))
         return rows - lr * mu, (mu, nu)
 
 
@@ -339,8 +339,13 @@ class F2A(OptimizerSpec):
         lr, rho, l1, l2, cap, step = hyper
         accumulator, times_seen = slots[0] + gradients * gradients, slots[1] + 1.0
         ratio = jnp.minimum(jnp.power(jnp.maximum(step, 1.0) / times_seen, rho), cap)
-        direction = ratio * gradients * jax.lax.rsqrt(accumulator) + l1 * jnp.sign(rows) + l2 * rows
+        direction = ratio * gradients * jax.lax.rsqrt(_positive(accumulator)) + l1 * jnp.sign(rows) + l2 * rows
         return rows - lr * direction, (accumulator, times_seen)
+
+
+def _positive(values: Array) -> Array:
+    """The values, and 1 for 0: an entry that never had a gradient stays finite, though the bare formula is 0/0."""
+    return jnp.where(values == 0, 1.0, values)
 
 
 def one_minus_power(decay: float, exponent: Array) -> Array:

@@ -164,14 +164,14 @@ def _repaired(plan: TBEPlan, batch: JaggedBatch) -> tuple[JaggedBatch, Count]:
     Source: FBGEMM, BoundsCheckMode.WARNING.
     """
     xp: Any = jnp if is_traced((batch.ids, batch.offsets)) else np
-    ids, offsets, num_ids = xp.asarray(batch.ids), xp.asarray(batch.offsets), batch.ids.shape[0]
+    ids, offsets, num_ids = narrow_ids(xp.asarray(batch.ids)), xp.asarray(batch.offsets), batch.ids.shape[0]
     ends: Any = xp.clip(offsets, 0, num_ids)
     is_last = xp.arange(ends.shape[0]) == ends.shape[0] - 1
     ends = xp.where(is_last, xp.asarray(num_ids, ends.dtype), ends)
     ends = np.maximum.accumulate(ends) if xp is np else jax.lax.cummax(ends)
     starts = feature_starts(ends, plan.bags_of(batch))
     limits = [np.iinfo(np.int32).max, *(plan.tables[t].num_rows for t in plan.features)]
-    limit = repeat_by_feature(xp.asarray(np.asarray(limits, np.int64 if xp is np else np.int32)), starts, num_ids)
+    limit = repeat_by_feature(xp.asarray(np.asarray(limits, np.int32)), starts, num_ids)
     is_in_bag = xp.arange(num_ids) >= starts[0]
     is_outside = is_in_bag & (((ids < 0) & (ids != PAD_ID)) | (ids >= limit))
     fixed = xp.where(is_outside, xp.zeros_like(ids), ids)

@@ -78,7 +78,11 @@ class MeshTables:
             own = slice(int(ends[0]), int(ends[-1]))
             weights = None if batch.weights is None else np.asarray(batch.weights[own])
             bags[name] = Bags(ids[own], ends - ends[0], weights)
-        given = inputs.prepare(self.features, bags, self.devices, bounds_check="ignore")
+        return self.split(bags, bounds_check="ignore")
+
+    def split(self, batch: Mapping[str, PyTree], *, bounds_check: str) -> dict[str, PyTree]:
+        """A batch by feature as the engine reads it; one that is so already stays. Raises: as `prepare` of the core."""
+        given = inputs.prepare(self.features, batch, self.devices, bounds_check=bounds_check)
         return {
             name: jax.tree.map(lambda own: own if own.ndim == 2 else own[:, None], own) for name, own in given.items()
         }

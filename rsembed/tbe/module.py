@@ -321,8 +321,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
         Their rows are brought; `admit` lets them into the cache.
         """
         functional.check_state(self.plan, self.state.get_value())
-        if isinstance(batch, dict):
-            return batch
+        if isinstance(batch, dict):  # perhaps of another module
+            checks = "ignore" if self.bounds_check_mode == BoundsCheckMode.NONE else "raise"
+            return tables_on_mesh(self.plan).split(batch, bounds_check=checks)
         if self.plan.devices is not None:
             return tables_on_mesh(self.plan).of_jagged(batch)
         if (host := self.host_rows) is None:

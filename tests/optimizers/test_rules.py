@@ -9,13 +9,24 @@ import rsembed.optimizers as ro
 from rsembed.optimizers import AdamSlotVariables
 
 
-def test_adagrad_entries_without_history_and_gradient_stay_put():
-    optimizer = rs.optimizers.Adagrad(0.1, initial_accumulator_value=0.0)
+@pytest.mark.parametrize(
+    ("optimizer", "unmoved"),
+    [
+        (ro.Adagrad(0.1, initial_accumulator_value=0.0), 1.0),
+        (ro.TorchAdagrad(0.1, epsilon=0.0), 1.0),
+        (ro.AdagradMomentum(0.1, initial_accumulator_value=0.0, epsilon=0.0), 1.0),
+        (ro.LaProp(0.1, b1=0.0, eps=0.0), 1.0),
+        (ro.F2A(0.1, initial_accumulator_value=0.0), 1.0),
+        (ro.FTRL(0.1, initial_accumulator_value=0.0), 0.0),  # which makes rows anew from their linear term, here 0
+    ],
+    ids=lambda own: type(own).__name__,
+)
+def test_entries_without_history_and_gradient_stay_put(optimizer, unmoved):
     row = jnp.ones((1, 2))
     new, _ = optimizer.step_rows(
         row, optimizer.init_slots(row), jnp.asarray([[0.0, 1.0]]), optimizer.get_hyperparameters(0)
     )
-    np.testing.assert_allclose(new, [[1.0, 0.9]], rtol=1e-6)
+    np.testing.assert_allclose(new, [[unmoved, 0.9]], rtol=1e-6)
 
 
 def test_schedule_reaches_the_update_through_the_state_step():

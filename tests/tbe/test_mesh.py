@@ -219,5 +219,7 @@ def test_prepared_batches_belong_to_where_they_were_prepared():
     for module, other in others:
         with pytest.raises(ValueError, match="prepared for other tables than the module's"):
             module(other.prepare(*batch))
+    with pytest.raises(ValueError, match=r"id 40 .* outside table 'table_2' with vocabulary_size=40"):
+        many(make(((50, 4), (30, 4), (41, 8)), mesh=mesh_of(4)).prepare([0] * 8 + [40] * 4, range(13)))
     with pytest.raises(ValueError, match=r"a mesh shares the tables: split the batch"):
         functional.lookup(many.plan, many.state.get_value(), one.prepare(*batch))
