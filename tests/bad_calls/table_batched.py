@@ -127,7 +127,7 @@ module(CACHED, optimizer=tbe.OptimType.EMAINPLACE_ROWWISE_ADAGRAD) => NotImpleme
 module(CACHED, optimizer=tbe.OptimType.EXACT_ROWWISE_ADAGRAD, weight_decay_mode="COUNTER",
     counter_based_regularization=tbe.CounterBasedRegularizationDefinition())
     => NotImplementedError: weight_decay_mode COUNTER goes over whole tables
-module(CACHED, optimizer=rs.optimizers.TensorFlowAdam(0.1))
+module(CACHED, optimizer=rs.sok.optimizers.Adam(0.1))
     => NotImplementedError: TensorFlowAdam goes over whole tables
 module(CACHED, cache_algorithm="fifo") => ValueError: CacheAlgorithm ... 'fifo' ... LRU
 module(CACHED, cache_algorithm=tbe.CacheAlgorithm.LFU, prefetch_pipeline=True) => ValueError: prefetch_pipeline ... LRU
