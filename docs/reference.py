@@ -41,6 +41,11 @@ PAGES = {
     "collection": ("Collections", ["rsembed.collection"]),
     "progress": ("Progress", ["rsembed.progress"]),
 }
+GROUPS = {
+    "The library": ["rsembed", "optimizers", "nnx", "linen", "parallel", "datasets", "plot", "checkpoint", "fdo"],
+    "For programs written for another system": ["sparsecore", "tbe", "tt", "sok"],
+    "For those who extend the library": ["collection", "storage", "kernels", "progress"],
+}
 MODULES = [module for _, modules in PAGES.values() for module in modules]
 
 
@@ -86,7 +91,26 @@ def entries() -> dict[str, str]:
             where[f"{module}.{name}"] = first.setdefault(key, f"{module}.{name}")
             if key is value:
                 where[f"{value.__module__}.{name}"] = first[key]
+    for module in ["rsembed.optimizers", *MODULES]:
+        where |= {name: name for name in records(module) if name not in where}
     return where
+
+
+@functools.cache
+def records(module: str) -> list[str]:
+    """Places of classes that users of a module get and need not name: functions return them, or records hold them."""
+    given = []
+    for name in public_names(module):
+        value = found(f"{module}.{name}")
+        if kind(value) == "data":
+            continue
+        origin: Any = inspect.unwrap(value)  # type: ignore[arg-type]
+        told = getattr(origin, "__annotations__", {})
+        types = told.values() if inspect.isclass(value) else [told["return"]]
+        known = vars(importlib.import_module(origin.__module__))
+        given += [value, *(known.get(word) for word in re.findall(r"\b[A-Z]\w+", " ".join(map(str, types))))]
+    ours = {own for own in given if inspect.isclass(own) and own.__doc__ and own.__module__.startswith("rsembed.")}
+    return sorted(f"{own.__module__}.{own.__name__}" for own in ours if own.__module__ not in MODULES)
 
 
 def summary(value: object) -> str:
@@ -176,7 +200,9 @@ def where_described(member: str) -> Iterator[str]:
 def page(room: str) -> str:
     """The page of a room, for Sphinx."""
     title, modules = PAGES[room]
-    return "\n".join([title, "=" * len(title), "", *(line for module in modules for line in _part(module))])
+    (purpose,) = (group for group, rooms in GROUPS.items() if room in rooms)
+    head = [title, "=" * len(title), "", f"*{purpose}.*", ""]
+    return "\n".join([*head, *(line for module in modules for line in _part(module))])
 
 
 def _part(module: str) -> Iterator[str]:
@@ -187,7 +213,8 @@ def _part(module: str) -> Iterator[str]:
     for name in names:
         yield from (f"   * - :py:obj:`~{entries()[name]}`", f"     - {summary(found(name))}")
     yield ""
-    for name in names:
+    earlier = {name for other in MODULES[: MODULES.index(module)] for name in records(other)}
+    for name in [*names, *(name for name in records(module) if name not in earlier)]:
         if entries()[name] == name:
             value = found(name)
             options = (
@@ -211,7 +238,8 @@ def write(folder: Path) -> None:
     for room in PAGES:
         (folder / f"{room}.rst").write_text(page(room))
     text = (
-        "# Reference\n\nEvery public name, by room. Shapes stand in the signatures, in the notation of jaxtyping: "
+        "# Reference\n\nEvery public name, by room. Shapes are in the signatures, in the notation of jaxtyping: "
         '`Float[Array, "rows dim"]` is an array of floats with two axes; equal names are equal sizes.\n'
     )
-    (folder / "index.md").write_text("\n".join([text, "```{toctree}", ":maxdepth: 1", "", *PAGES, "```", ""]))
+    trees = [["```{toctree}", f":caption: {name}", ":maxdepth: 1", "", *own, "```", ""] for name, own in GROUPS.items()]
+    (folder / "index.md").write_text("\n".join([text, *(line for tree in trees for line in tree)]))

@@ -6,7 +6,6 @@ import importlib.metadata
 from rsembed.bags import Bags as Bags
 from rsembed.collection import EmbeddingCollection as EmbeddingCollection
 from rsembed.collection import EmbeddingState as EmbeddingState
-from rsembed.collection import LookupStatistics as LookupStatistics
 from rsembed.collection import for_serving as for_serving
 from rsembed.collection import value_and_grad as value_and_grad
 from rsembed.kernels.api import pairwise_interaction as pairwise_interaction
@@ -20,7 +19,6 @@ from rsembed.row_gradients import scale as scale
 from rsembed.specs import FeatureSpec as FeatureSpec
 from rsembed.specs import QuantizationConfig as QuantizationConfig
 from rsembed.specs import TableSpec as TableSpec
-from rsembed.stacking import StackingPlan as StackingPlan
 from rsembed.stacking import plan_stacking as plan_stacking
 from rsembed.storage import Hashed as Hashed
 from rsembed.storage import HostCached as HostCached

@@ -152,9 +152,9 @@ def test_names_and_dtypes_near_by_are_offered():
         dtype_among(("float32", "bfloat16"), "flaot32", "dtype")
 
 
-RULES = [rule for rule in vars(ro).values() if isinstance(rule, type) and issubclass(rule, ro.OptimizerSpec)]
-RULES.remove(ro.OptimizerSpec)
-FREE = (rs.optimizers.Custom, ro.OptaxOptimizerSpec)  # need a function or a transformation
+CLASSES = [own for module in (ro.base, ro.rules, ro.regularized) for own in vars(module).values()]
+RULES = {own for own in CLASSES if hasattr(own, "step_rows") and not inspect.isabstract(own) and own.__name__[0] != "_"}
+FREE = (rs.optimizers.Custom, ro.base.OptaxOptimizerSpec)  # need a function or a transformation
 OUTSIDE = {  # a number just outside, by the beginning of the field's name; NaN is outside of all
     **dict.fromkeys(
         ("learning_rate", "initial_acc", "initial_slot", "initial_local", "eps", "l1_", "l2_", "rho"), -1e-3
@@ -167,7 +167,7 @@ OUTSIDE = {  # a number just outside, by the beginning of the field's name; NaN 
 }
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in FREE])
+@pytest.mark.parametrize("rule", sorted(RULES - {*FREE}, key=lambda rule: rule.__name__))
 def test_rules_refuse_numbers_without_meaning(rule):
     for field in dataclasses.fields(rule):
         if "float" in str(field.type) or "LearningRate" in str(field.type):
@@ -188,8 +188,8 @@ def test_rules_refuse_numbers_without_meaning(rule):
         lambda: rs.optimizers.SGD(jnp.float32(0.1)),
         lambda: rs.optimizers.Adagrad(initial_accumulator_value=0.0),
         lambda: rs.optimizers.Adam(beta_1=0.0, beta_2=0.0),
-        lambda: rs.optimizers.AdagradMomentum(momentum=1.0, beta2=1.0),
-        lambda: rs.optimizers.F2A(max_lr_multiplier=INF),
+        lambda: rs.optimizers.rules.AdagradMomentum(momentum=1.0, beta2=1.0),
+        lambda: rs.optimizers.rules.F2A(max_lr_multiplier=INF),
         lambda: rs.from_optax(optax.scale_by_adam(), learning_rate=-0.1),  # its updates point uphill
         lambda: jax.jit(lambda g, norm: rs.clip_by_global_norm(g, norm))(one_gradient(), 1.0),
     ],

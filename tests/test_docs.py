@@ -55,6 +55,13 @@ def test_the_reference_has_every_function_and_class_that_a_published_module_defi
     assert own - set(reference.public_names(name)) == set()
 
 
+def test_every_public_object_has_one_entry_on_one_page():
+    pages = "".join(reference.page(room) for rooms in reference.GROUPS.values() for room in rooms)
+    named = re.findall(r"^\.\. auto(?:class|function|data):: (\S+)$", pages, re.M)
+    assert sorted(named) == sorted({*reference.entries().values()})
+    assert {"rsembed.datasets.text.Text", "rsembed.optimizers.rules.F2A"} <= {*named}  # which users are given
+
+
 @functools.cache
 def objects(kind):
     """Classes or functions of the reference, by name."""

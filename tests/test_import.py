@@ -1,4 +1,5 @@
 import importlib.metadata
+import inspect
 import re
 import subprocess
 import sys
@@ -34,6 +35,7 @@ def test_wings_and_the_version_are_attributes_of_the_package():
     [
         ("AdamOptimizerSpec", "; use rsembed.optimizers.Adam"),
         ("RowWiseAdagrad", "; use rsembed.optimizers.RowWiseAdagrad"),
+        ("CowClipDefinition", "; use rsembed.optimizers.regularization.CowClipDefinition"),
         ("TableSpecs", " (did you mean 'TableSpec'?)"),
         ("nothing", ""),
     ],
@@ -48,3 +50,11 @@ def test_the_room_of_rules_knows_the_names_of_other_systems_too():
     message = "module 'rsembed.optimizers' has no attribute 'AdamOptimizerSpec'; use rsembed.optimizers.Adam"
     with pytest.raises(AttributeError, match=f"^{re.escape(message)}$"):
         rs.optimizers.AdamOptimizerSpec  # noqa: B018
+
+
+def test_the_front_door_is_small():
+    rooms = [rs, *(getattr(rs, name) for name in ("optimizers", "datasets", "plot", "checkpoint", "fdo"))]
+    names = [
+        name for room in rooms for name in dir(room) if name[0] != "_" and not inspect.ismodule(getattr(room, name))
+    ]
+    assert len(names) <= 82

@@ -6,6 +6,7 @@ import pytest
 
 from rsembed import plot
 from rsembed.kernels.devices import granted_cores
+from rsembed.plot.pictures import Work, roof
 
 RNG = np.random.default_rng(0)
 VECTORS = RNG.normal(size=(40, 8))
@@ -25,7 +26,7 @@ PICTURES = {
     "stack_treemap": lambda **kw: plot.plot_stack_treemap({"a": (4000, 100), "b": (2000, 0)}, **kw),
     "limit_choice": lambda **kw: plot.plot_limit_choice(ENTRIES, 2, **kw),
     "roofline": lambda **kw: plot.plot_roofline(
-        plot.Work(2e9, 4e9), {"fast": 0.5}, bytes_per_second=1e10, flops_per_second=1e11, **kw
+        Work(2e9, 4e9), {"fast": 0.5}, bytes_per_second=1e10, flops_per_second=1e11, **kw
     ),
     "against_bytes": lambda **kw: plot.plot_against_bytes({"int8": [(1e3, 0.01), (2e3, 0.005)]}, **kw),
 }
@@ -190,19 +191,19 @@ def test_work_of_a_lookup_is_counted_by_hand():
 
 
 def test_the_roof_has_its_ridge_where_memory_and_arithmetic_meet():
-    np.testing.assert_allclose(plot.roof([0.5, 2.0, 10.0], 1e9, 4e9), [0.5e9, 2e9, 4e9])
+    np.testing.assert_allclose(roof([0.5, 2.0, 10.0], 1e9, 4e9), [0.5e9, 2e9, 4e9])
 
 
 def test_programs_stand_at_the_speed_they_reached():
-    work = plot.Work(flops=2e9, num_bytes=4e9)
+    work = Work(flops=2e9, num_bytes=4e9)
     ax = plot.plot_roofline(work, {"slow": 2.0, "fast": 0.5}, bytes_per_second=1e10, flops_per_second=1e11)
     points = {line.get_label(): line.get_xydata()[0] for line in ax.lines if line.get_linestyle() == "None"}
     assert points == {
         "slow: 20% of the roof": pytest.approx([0.5, 1.0]),
         "fast: 80% of the roof": pytest.approx([0.5, 4.0]),
     }
-    roof = ax.lines[0].get_xydata()
-    assert roof[:, 1].max() == pytest.approx(100.0) and (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    line = ax.lines[0].get_xydata()
+    assert line[:, 1].max() == pytest.approx(100.0) and (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
 
 
 def test_results_are_sorted_by_bytes_on_a_logarithmic_axis():

@@ -1,6 +1,5 @@
 """Checkpoints: any pytree in checksummed files, and states of embedding tables in the order of their ids."""
 
-from rsembed.checkpoint.files import Checkpoint as Checkpoint
 from rsembed.checkpoint.files import load as load
 from rsembed.checkpoint.files import load_collection as load_collection
 from rsembed.checkpoint.files import manifest as manifest

@@ -20,7 +20,7 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Rounding, Segment, SegmentGradients, Step
 from rsembed.kernels.keyed import mix
 from rsembed.keys import Keys
-from rsembed.optimizers import Slots
+from rsembed.optimizers.base import Slots
 from rsembed.places import Place as Place
 from rsembed.places import tables_and_ids
 from rsembed.specs import MAX_ROWS, Combiner, TableSpec

@@ -4,16 +4,10 @@ Everything works offline and is deterministic. Arrays are numpy; each loader has
 (`max_words`, `num_batches`, `num_ids`, `num_samples`, `max_users`).
 """
 
-from rsembed.datasets.generated import ClickLog as ClickLog
 from rsembed.datasets.generated import synthetic_clicks as synthetic_clicks
 from rsembed.datasets.generated import zipf_ids as zipf_ids
-from rsembed.datasets.generated import zipf_probabilities as zipf_probabilities
 from rsembed.datasets.ratings import RatingsLog as RatingsLog
-from rsembed.datasets.ratings import TasteLaw as TasteLaw
 from rsembed.datasets.ratings import generated_ratings as generated_ratings
 from rsembed.datasets.ratings import movielens as movielens
-from rsembed.datasets.text import UNKNOWN_WORD as UNKNOWN_WORD
-from rsembed.datasets.text import Text as Text
-from rsembed.datasets.text import load_shakespeare as load_shakespeare
 from rsembed.datasets.text import shakespeare as shakespeare
 from rsembed.datasets.text import word_id_batches as word_id_batches

@@ -35,7 +35,7 @@ from rsembed.kernels.contract import (
     Table,
 )
 from rsembed.kernels.devices import target_device
-from rsembed.optimizers import Slots
+from rsembed.optimizers.base import Slots
 from rsembed.specs import QuantizationConfig
 
 Params = ParamSpec("Params")

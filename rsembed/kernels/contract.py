@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from rsembed.optimizers import Hyperparameters, OptimizerSpec
+from rsembed.optimizers.base import Hyperparameters, OptimizerSpec
 from rsembed.specs import Combiner
 
 Table = Float[Array, "num_rows dim"]

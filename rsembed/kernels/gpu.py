@@ -32,7 +32,7 @@ from rsembed.kernels.contract import (
 )
 from rsembed.kernels.devices import target_device
 from rsembed.kernels.traced_rules import ELEMENTWISE, evaluate, trace_rule
-from rsembed.optimizers import Slots
+from rsembed.optimizers.base import Slots
 
 NAME = "gpu"
 

@@ -42,7 +42,7 @@ from rsembed.kernels.devices import unavailable_because as unavailable_because
 from rsembed.kernels.ids import Partitions, Queue, Rows, SampleEntries, word_dtype
 from rsembed.kernels.keyed import Distinct, Unique
 from rsembed.keys import Keys
-from rsembed.optimizers import Slots
+from rsembed.optimizers.base import Slots
 from rsembed.places import Place
 
 NAME = "native"

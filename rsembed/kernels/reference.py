@@ -31,7 +31,7 @@ from rsembed.kernels.contract import (
     as_rows,
 )
 from rsembed.kernels.contract import Rounding as Rounding
-from rsembed.optimizers import Slots
+from rsembed.optimizers.base import Slots
 
 NAME = "reference"
 

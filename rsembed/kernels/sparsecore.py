@@ -31,7 +31,7 @@ from rsembed.kernels import reference
 from rsembed.kernels.contract import NO_ROW, OutputGradients, Outputs, Segment, Step, Table, as_offsets, as_rows
 from rsembed.kernels.devices import target_device
 from rsembed.kernels.traced_rules import evaluate, trace_rule
-from rsembed.optimizers import Slots
+from rsembed.optimizers.base import Slots
 
 NAME = "sparsecore"
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jaxtyping import Array, PyTree
 
-from rsembed.optimizers import OptimizerSpec, Slots
+from rsembed.optimizers.base import OptimizerSpec, Slots
 
 ELEMENTWISE = frozenset(
     {"add", "sub", "mul", "div", "neg", "abs", "sign", "max", "min", "exp", "sqrt", "rsqrt", "square", "integer_pow"}

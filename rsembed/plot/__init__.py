@@ -6,26 +6,19 @@ main artist. It returns the `Axes`.
 
 from rsembed.plot.buffers import buffer_places as buffer_places
 from rsembed.plot.buffers import explore as explore
-from rsembed.plot.buffers import limit_costs as limit_costs
 from rsembed.plot.buffers import partition_entries as partition_entries
 from rsembed.plot.buffers import plot_buffer as plot_buffer
 from rsembed.plot.buffers import plot_limit_choice as plot_limit_choice
-from rsembed.plot.distributions import Coverage as Coverage
-from rsembed.plot.distributions import coverage_curve as coverage_curve
-from rsembed.plot.distributions import id_counts as id_counts
-from rsembed.plot.distributions import load_skew as load_skew
 from rsembed.plot.distributions import plot_coverage as plot_coverage
 from rsembed.plot.distributions import plot_id_frequency as plot_id_frequency
 from rsembed.plot.distributions import plot_shard_load as plot_shard_load
 from rsembed.plot.distributions import plot_stack_bytes as plot_stack_bytes
 from rsembed.plot.distributions import plot_stack_treemap as plot_stack_treemap
 from rsembed.plot.distributions import stack_bytes as stack_bytes
-from rsembed.plot.distributions import treemap as treemap
 from rsembed.plot.distributions import zipf_exponent as zipf_exponent
 from rsembed.plot.drawing import COLOURS as COLOURS
 from rsembed.plot.drawing import MUTED as MUTED
 from rsembed.plot.drawing import measured_on as measured_on
-from rsembed.plot.pictures import Work as Work
 from rsembed.plot.pictures import lookup_work as lookup_work
 from rsembed.plot.pictures import nearest_neighbours as nearest_neighbours
 from rsembed.plot.pictures import plot_against_bytes as plot_against_bytes
@@ -36,6 +29,4 @@ from rsembed.plot.pictures import plot_miss_ratio as plot_miss_ratio
 from rsembed.plot.pictures import plot_roofline as plot_roofline
 from rsembed.plot.pictures import plot_row_path as plot_row_path
 from rsembed.plot.pictures import principal_plane as principal_plane
-from rsembed.plot.pictures import roof as roof
 from rsembed.plot.pictures import running_mean as running_mean
-from rsembed.plot.pictures import unit_rows as unit_rows

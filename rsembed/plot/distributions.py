@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int, Num
@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import StrMethodFormatter
 
-from rsembed.checks import NonNegativeInt, validated
+from rsembed.checks import validated
 from rsembed.plot.drawing import (
     COLOURS,
     DASHED,
@@ -27,35 +27,11 @@ from rsembed.stacking import StackingPlan
 
 
 @validated
-def id_counts(ids: Int[np.ndarray, "*shape"], vocabulary_size: NonNegativeInt) -> Int[np.ndarray, " vocab"]:
-    """Number of times that each id occurs; `-1` is no id.
-
-    Args:
-      ids: any shape.
-      vocabulary_size: number of ids.
-
-    Raises: ValueError: an id is outside the vocabulary.
-
-    Example:
-      >>> id_counts(np.array([[2, 0], [2, -1]]), 4).tolist()
-      [1, 0, 2, 0]
-    """
-    flat = np.asarray(ids).reshape(-1)
-    flat = flat[flat != -1]
-    if flat.size and (flat.min() < 0 or flat.max() >= vocabulary_size):
-        raise ValueError(
-            f"id_counts: ids reach from {flat.min()} to {flat.max()}, outside "
-            f"vocabulary_size={vocabulary_size}; pass the size of the table that they address."
-        )
-    return np.bincount(flat, minlength=vocabulary_size)
-
-
-@validated
 def plot_id_frequency(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
     """Plots how often ids occur, most frequent first, on logarithmic axes; ids never seen are left out.
 
     Args:
-      counts: occurrences of each id, see `id_counts`.
+      counts: occurrences of each id, such as `np.bincount` gives.
       ax: None makes a figure.
       **line_kwargs: for the curve.
     """
@@ -66,42 +42,6 @@ def plot_id_frequency(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = No
     return finish(ax, "rank of the id (1 = most frequent)", "occurrences")
 
 
-class Coverage(NamedTuple):
-    """Shares of rows, hottest first, and the shares of lookups that these rows serve; both run from 0 to 1."""
-
-    row_fractions: Float[np.ndarray, " points"]
-    lookup_fractions: Float[np.ndarray, " points"]
-
-    @validated
-    def of_rows(self, row_fraction: Annotated[float, "[0, 1]"]) -> float:
-        """The share of lookups that the hottest `row_fraction` of the rows serve.
-
-        Raises: ValueError: `row_fraction` is no share.
-        """
-        return float(np.interp(row_fraction, self.row_fractions, self.lookup_fractions))
-
-
-@validated
-def coverage_curve(counts: Num[np.ndarray, " vocab"]) -> Coverage:
-    """Share of the lookups that read the hottest rows, for every number of rows from none to all.
-
-    Args:
-      counts: lookups of each row, those never looked up included, see `id_counts`; probabilities do as well.
-
-    Raises: ValueError: a count is negative, or no row is looked up.
-
-    Example:
-      >>> curve = coverage_curve(np.array([1, 6, 0, 3]))
-      >>> curve.row_fractions.tolist(), curve.lookup_fractions.tolist()
-      ([0.0, 0.25, 0.5, 0.75, 1.0], [0.0, 0.6, 0.9, 1.0, 1.0])
-      >>> curve.of_rows(0.25)
-      0.6
-    """
-    hottest_first = np.sort(check_shares("coverage_curve: counts", counts))[::-1]
-    served = np.concatenate([[0.0], np.cumsum(hottest_first)])
-    return Coverage(np.linspace(0.0, 1.0, len(served)), served / served[-1])
-
-
 @validated
 def plot_coverage(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
     """Plots the share of lookups that read the hottest rows; the axis of rows is logarithmic.
@@ -109,14 +49,15 @@ def plot_coverage(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, 
     Call it again with the same `ax` for more curves.
 
     Args:
-      counts: lookups of each row, see `coverage_curve`, which computes the numbers.
+      counts: lookups of each row, those never looked up included; probabilities do as well.
       ax: None makes a figure.
       **line_kwargs: for the curve, such as `label=`; with it, a legend appears.
     """
     ax = axes_or_new(ax)
-    curve = coverage_curve(counts)
+    hottest_first = np.sort(check_shares("plot_coverage: counts", counts))[::-1]
+    served = np.cumsum(hottest_first) / hottest_first.sum()
     look = with_defaults(line_kwargs, color=COLOURS[0], linewidth=2.0)
-    ax.semilogx(100 * curve.row_fractions[1:], 100 * curve.lookup_fractions[1:], **look)
+    ax.semilogx(100 * np.arange(1, len(served) + 1) / len(served), 100 * served, **look)
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     labels = "hottest rows (% of the table)", "lookups they serve (%)"
     return finish(ax, *labels, legend="label" in line_kwargs, ylim=(0, 103))
@@ -130,7 +71,7 @@ def zipf_exponent(counts: Num[np.ndarray, " vocab"]) -> float:
     (a few lookups per row) somewhat too large.
 
     Args:
-      counts: lookups of each row, those never looked up included, see `id_counts`.
+      counts: lookups of each row, those never looked up included.
 
     Raises: ValueError: fewer than two rows, a negative count, or no lookup.
     Source: Clauset, Shalizi, Newman, "Power-law distributions in empirical data", SIAM Review 2009, for bounded ranks:
@@ -156,20 +97,6 @@ def zipf_exponent(counts: Num[np.ndarray, " vocab"]) -> float:
 PADDING_COLOUR = "#d0d0d0"
 
 # Numbers
-
-
-@validated
-def load_skew(load: Int[np.ndarray, " shards"]) -> float:
-    """The largest load over the mean: 1 is even, and the busiest shard is late by this factor.
-
-    Raises: ValueError: there is no load.
-
-    Example:
-      >>> load_skew(np.array([6, 2, 2, 2]))
-      2.0
-    """
-    shares = check_shares("load_skew: load", load)
-    return float(shares.max() * len(shares) / shares.sum())
 
 
 @validated
@@ -239,12 +166,12 @@ def plot_shard_load(
     """Ids that every shard looks up, bars side by side for each layout, and the even load as a line.
 
     Args:
-      loads: one array per layout of the same ids, see `StackingPlan.shard_load`; the names and their `load_skew` make
-        the legend.
+      loads: one array per layout of the same ids, see `StackingPlan.shard_load`; the legend tells how many times the
+        mean load the busiest shard has.
       ax: None makes a figure.
       **bar_kwargs: for all bars.
 
-    Raises: ValueError: there is no load, or the layouts have different numbers of shards.
+    Raises: ValueError: a layout has no load, or the layouts have different numbers of shards.
     """
     num_shards = {len(load) for load in loads.values()}
     if len(num_shards) != 1:
@@ -253,7 +180,8 @@ def plot_shard_load(
     shards, width = np.arange(num_shards.pop()), 0.8 / len(loads)
     for number, (name, load) in enumerate(loads.items()):
         left = shards + (number - (len(loads) - 1) / 2) * width
-        label = f"{name}: busiest {load_skew(load):.2f} × mean"
+        shares = check_shares("plot_shard_load: load", load)
+        label = f"{name}: busiest {shares.max() / shares.mean():.2f} × mean"
         ax.bar(left, load, **with_defaults(bar_kwargs, width=width, color=colour_of(number), label=label))
     ax.axhline(float(np.mean(list(loads.values()))), **DASHED, label="mean")
     ax.legend(frameon=False, fontsize=LABEL_POINTS)

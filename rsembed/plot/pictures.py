@@ -46,16 +46,6 @@ def running_mean(values: Num[np.ndarray, " steps"], window: PositiveInt) -> Floa
 
 
 @validated
-def unit_rows(table: Float[np.ndarray, "rows dim"]) -> Float[np.ndarray, "rows dim"]:
-    """The rows scaled to norm one; rows of zeros stay zero. Raises: ValueError: a number is not finite."""
-    table = np.asarray(table, np.float64)
-    if not np.isfinite(table).all():
-        raise ValueError("unit_rows: the table has numbers that are not finite; leave their rows out.")
-    norms = np.linalg.norm(table, axis=1, keepdims=True)
-    return table / np.where(norms > 0, norms, 1.0)
-
-
-@validated
 def nearest_neighbours(
     table: Float[np.ndarray, "rows dim"], ids: Int[np.ndarray, " queries"] | Sequence[int], k: PositiveInt
 ) -> tuple[Int[np.ndarray, "queries k"], Float[np.ndarray, "queries k"]]:
@@ -66,7 +56,7 @@ def nearest_neighbours(
       ids: rows of `table`.
       k: neighbours per row, fewer than the table has rows.
 
-    Raises: ValueError: `k` is out of range, or an id is no row.
+    Raises: ValueError: `k` is out of range, an id is no row, or the table has numbers that are not finite.
 
     Example:
       >>> ids, cosines = nearest_neighbours(np.array([[1.0, 0.0], [0.0, 1.0], [2.0, 1.0]]), [0], 1)
@@ -75,7 +65,10 @@ def nearest_neighbours(
     """
     if not k < len(table):
         raise ValueError(f"nearest_neighbours: k={k} must be from 1 to {len(table) - 1}, the other rows of the table.")
-    queries, unit = np.asarray(ids, np.int64), unit_rows(table)
+    if not np.isfinite(table).all():
+        raise ValueError("nearest_neighbours: the table has numbers that are not finite; leave their rows out.")
+    norms = np.linalg.norm(np.asarray(table, np.float64), axis=1, keepdims=True)
+    queries, unit = np.asarray(ids, np.int64), table / np.where(norms > 0, norms, 1.0)
     if len(outside := queries[(queries < 0) | (queries >= len(table))]):
         raise ValueError(f"nearest_neighbours: id {outside[0]} is none of the rows 0 to {len(table) - 1} of the table.")
     cosines = unit[queries] @ unit.T

@@ -2,5 +2,5 @@
 
 from rsembed import optimizers
 
-Adam = optimizers.TensorFlowAdam
+Adam = optimizers.rules.TensorFlowAdam
 LazyAdam = optimizers.LazyAdam

@@ -19,16 +19,16 @@ from jaxtyping import PyTree
 from rsembed import optimizers
 from rsembed.checks import check_type, validated
 from rsembed.collection.dense_rows import RowLayout
-from rsembed.optimizers import AdagradMomentumSlotVariables as AdagradMomentumSlotVariables
-from rsembed.optimizers import AdagradSlotVariables as AdagradSlotVariables
-from rsembed.optimizers import AdamSlotVariables as AdamSlotVariables
-from rsembed.optimizers import F2ASlotVariables as F2ASlotVariables
-from rsembed.optimizers import FTRLSlotVariables as FTRLSlotVariables
-from rsembed.optimizers import Hyperparameters
-from rsembed.optimizers import LaPropSlotVariables as LaPropSlotVariables
-from rsembed.optimizers import LearningRate as LearningRate
-from rsembed.optimizers import OptimizerSpec as OptimizerSpec
-from rsembed.optimizers import SGDSlotVariables as SGDSlotVariables
+from rsembed.optimizers.base import Hyperparameters
+from rsembed.optimizers.base import LearningRate as LearningRate
+from rsembed.optimizers.base import OptimizerSpec as OptimizerSpec
+from rsembed.optimizers.rules import AdagradMomentumSlotVariables as AdagradMomentumSlotVariables
+from rsembed.optimizers.rules import AdagradSlotVariables as AdagradSlotVariables
+from rsembed.optimizers.rules import AdamSlotVariables as AdamSlotVariables
+from rsembed.optimizers.rules import F2ASlotVariables as F2ASlotVariables
+from rsembed.optimizers.rules import FTRLSlotVariables as FTRLSlotVariables
+from rsembed.optimizers.rules import LaPropSlotVariables as LaPropSlotVariables
+from rsembed.optimizers.rules import SGDSlotVariables as SGDSlotVariables
 from rsembed.places import Place
 from rsembed.sparsecore.layout import Nested, stack_layouts
 from rsembed.specs import DEFAULT_ACTIVATION_MEM_BYTES_LIMIT as DEFAULT_ACTIVATION_MEM_BYTES_LIMIT
@@ -41,11 +41,11 @@ from rsembed.specs import TableSettingInStack as TableSettingInStack
 from rsembed.specs import TableSpec as TableSpec
 from rsembed.stacking import StackPlan, TablePlacement
 
-AdagradMomentumOptimizerSpec = optimizers.AdagradMomentum
+AdagradMomentumOptimizerSpec = optimizers.rules.AdagradMomentum
 AdagradOptimizerSpec = optimizers.Adagrad
 AdamOptimizerSpec = optimizers.Adam
 CustomOptimizerSpec = optimizers.Custom
-F2AOptimizerSpec = optimizers.F2A
+F2AOptimizerSpec = optimizers.rules.F2A
 FTRLOptimizerSpec = optimizers.FTRL
 LaPropOptimizerSpec = optimizers.LaProp
 RowWiseAdagradOptimizerSpec = optimizers.RowWiseAdagrad

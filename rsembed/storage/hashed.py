@@ -18,7 +18,7 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Segment, SegmentGradients, Step
 from rsembed.kernels.keyed import varying_zero
 from rsembed.keys import KEY_DTYPES, Keys, join_keys, local_rows
-from rsembed.optimizers import Slots
+from rsembed.optimizers.base import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import hashed_rows, logical_rows, row_map
 from rsembed.storage.hashed_rows import MAX_CAPACITY, Counters, DynamicTable, numbers_of

@@ -20,7 +20,7 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Step
 from rsembed.kernels.keyed import mix
 from rsembed.keys import Keys
-from rsembed.optimizers import Slots
+from rsembed.optimizers.base import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import row_map
 from rsembed.storage.protocol import on_host

@@ -1,16 +1,21 @@
 """Table-batched embeddings: FBGEMM's TBE training module on any JAX backend."""
 
-from rsembed.optimizers import CounterBasedRegularizationDefinition as CounterBasedRegularizationDefinition
-from rsembed.optimizers import CounterWeightDecayMode as CounterWeightDecayMode
-from rsembed.optimizers import CowClipDefinition as CowClipDefinition
-from rsembed.optimizers import EmainplaceModeDefinition as EmainplaceModeDefinition
-from rsembed.optimizers import EnsembleModeDefinition as EnsembleModeDefinition
-from rsembed.optimizers import GlobalWeightDecayDefinition as GlobalWeightDecayDefinition
-from rsembed.optimizers import GradSumDecay as GradSumDecay
-from rsembed.optimizers import LearningRateMode as LearningRateMode
-from rsembed.optimizers import StepMode as StepMode
-from rsembed.optimizers import TailIdThreshold as TailIdThreshold
-from rsembed.optimizers import WeightDecayMode as WeightDecayMode
+from rsembed.optimizers.regularization import (
+    CounterBasedRegularizationDefinition as CounterBasedRegularizationDefinition,
+)
+from rsembed.optimizers.regularization import CounterWeightDecayMode as CounterWeightDecayMode
+from rsembed.optimizers.regularization import CowClipDefinition as CowClipDefinition
+from rsembed.optimizers.regularization import EmainplaceModeDefinition as EmainplaceModeDefinition
+from rsembed.optimizers.regularization import EnsembleModeDefinition as EnsembleModeDefinition
+from rsembed.optimizers.regularization import GlobalWeightDecayDefinition as GlobalWeightDecayDefinition
+from rsembed.optimizers.regularization import GradSumDecay as GradSumDecay
+from rsembed.optimizers.regularization import LearningRateMode as LearningRateMode
+from rsembed.optimizers.regularization import StepMode as StepMode
+from rsembed.optimizers.regularization import TailIdThreshold as TailIdThreshold
+from rsembed.optimizers.regularization import WeightDecayMode as WeightDecayMode
+from rsembed.optimizers.regularized import CounterAdagrad as CounterAdagrad
+from rsembed.optimizers.regularized import CowClipAdagrad as CowClipAdagrad
+from rsembed.optimizers.regularized import DecayedAdagrad as DecayedAdagrad
 from rsembed.tbe.arguments import BoundsCheckMode as BoundsCheckMode
 from rsembed.tbe.arguments import CacheAlgorithm as CacheAlgorithm
 from rsembed.tbe.arguments import EmbOptimType as EmbOptimType

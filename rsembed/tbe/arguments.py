@@ -16,7 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import rsembed.optimizers as core
 from rsembed.checks import validated, within
-from rsembed.optimizers import LearningRate, OptimizerSpec, WeightDecayMode
+from rsembed.optimizers.base import LearningRate, OptimizerSpec
+from rsembed.optimizers.regularization import EmainplaceModeDefinition, EnsembleModeDefinition, WeightDecayMode
+from rsembed.optimizers.regularized import CounterAdagrad, CowClipAdagrad, DecayedAdagrad
 
 
 class EmbOptimType(enum.Enum):
@@ -176,7 +178,7 @@ _RECORDS = {
     WeightDecayMode.COWCLIP: "cowclip_regularization",
     WeightDecayMode.DECOUPLE_GLOBAL: "global_weight_decay",
 }
-_ADAGRAD, _ADAM_RULE, _LAMB_RULE = core.DecayedAdagrad, core.AdamW, core.LAMB
+_ADAGRAD, _ADAM_RULE, _LAMB_RULE = DecayedAdagrad, core.AdamW, core.LAMB
 _FUSED_ROWWISE, _LARS = core.RowWiseAdagrad, core.LARS
 _ADAM = {"eps", "beta1", "beta2", "weight_decay"}
 _COUNTED = {"eps", "weight_decay", "weight_decay_mode", *_RECORDS.values()}
@@ -202,13 +204,13 @@ _OPTIMIZERS = {
     EmbOptimType.NONE: OfferedOptimizer(None),
 }
 _MODES = {
-    WeightDecayMode.COUNTER: OfferedOptimizer(core.CounterAdagrad, "sum prev_iter row_counter", _COUNTED),
-    WeightDecayMode.COWCLIP: OfferedOptimizer(core.CowClipAdagrad, "sum prev_iter row_counter", _COUNTED),
+    WeightDecayMode.COUNTER: OfferedOptimizer(CounterAdagrad, "sum prev_iter row_counter", _COUNTED),
+    WeightDecayMode.COWCLIP: OfferedOptimizer(CowClipAdagrad, "sum prev_iter row_counter", _COUNTED),
     WeightDecayMode.DECOUPLE_GLOBAL: OfferedOptimizer(_ADAGRAD, "sum prev_iter", _ROWWISE | _COUNTED),
 }
 """EXACT_ROWWISE_ADAGRAD with the modes of weight decay that need a record and keep more states."""
 _OF_OPTIMIZERS = frozenset[str]().union(*(own.arguments for own in _OPTIMIZERS.values()))
-_WHOLE_TABLES = {"ensemble_mode": core.EnsembleModeDefinition(), "emainplace_mode": core.EmainplaceModeDefinition()}
+_WHOLE_TABLES = {"ensemble_mode": EnsembleModeDefinition(), "emainplace_mode": EmainplaceModeDefinition()}
 """Arguments that say what happens to all rows before the lookup of a step, and what they are by default."""
 _FIELDS = {
     "eps": "epsilon",

@@ -24,7 +24,9 @@ from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, JaggedBatch, JaggedGradients, Step
 from rsembed.kernels.reference import Rounding, jagged_segment
-from rsembed.optimizers import CounterAdagrad, Slots, global_decay_factor
+from rsembed.optimizers.base import Slots
+from rsembed.optimizers.regularization import global_decay_factor
+from rsembed.optimizers.regularized import CounterAdagrad
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe.meshes import AnyBatch, tables_on_mesh
 from rsembed.tbe.plan import GroupPlan, TBEPlan

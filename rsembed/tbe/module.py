@@ -17,11 +17,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, PyTree
 from numpy.typing import ArrayLike
 
-from rsembed import optimizers as core
 from rsembed.bags import is_traced
 from rsembed.checks import NonNegativeInt, validated
 from rsembed.kernels.contract import JaggedBatch
-from rsembed.optimizers import WeightDecayMode
+from rsembed.optimizers import regularization
+from rsembed.optimizers.regularization import WeightDecayMode
 from rsembed.row_gradients import RowGradients, check_belong, check_gradient
 from rsembed.tbe import arguments, batches, functional, host_rows
 from rsembed.tbe import plan as plans
@@ -156,9 +156,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
         eta: Annotated[float, "[0, inf)"] = 0.001,
         beta1: Annotated[float, "[0, 1)"] = 0.9,
         beta2: Annotated[float, "[0, 1)"] = 0.999,
-        ensemble_mode: core.EnsembleModeDefinition | None = None,
-        counter_based_regularization: core.CounterBasedRegularizationDefinition | None = None,
-        cowclip_regularization: core.CowClipDefinition | None = None,
+        ensemble_mode: regularization.EnsembleModeDefinition | None = None,
+        counter_based_regularization: regularization.CounterBasedRegularizationDefinition | None = None,
+        cowclip_regularization: regularization.CowClipDefinition | None = None,
         pooling_mode: PoolingMode | str | int = PoolingMode.SUM,
         device: jax.Device | str | int | None = None,
         bounds_check_mode: BoundsCheckMode | str | int = BoundsCheckMode.WARNING,
@@ -169,10 +169,10 @@ class TableBatchedEmbeddingBags(TrainedTables):
         table_names: Sequence[str] | None = None,
         optimizer_state_dtypes: Mapping[str, SparseType] | None = None,
         multipass_prefetch_config: arguments.MultiPassPrefetchConfig | None = None,
-        global_weight_decay: core.GlobalWeightDecayDefinition | None = None,
+        global_weight_decay: regularization.GlobalWeightDecayDefinition | None = None,
         uvm_host_mapped: bool = False,
         *,
-        emainplace_mode: core.EmainplaceModeDefinition | None = None,
+        emainplace_mode: regularization.EmainplaceModeDefinition | None = None,
         feature_names: Sequence[str] | None = None,
         mesh: Mesh | None = None,
         sharding_axis: str | Sequence[str] | None = None,

@@ -20,15 +20,13 @@ from rsembed.collection.devices import Devices
 from rsembed.collection.placement import placement_of_tables
 from rsembed.fingerprint import ELSEWHERE, Fingerprint
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch
-from rsembed.optimizers import (
-    CounterAdagrad,
-    DecayedAdagrad,
+from rsembed.optimizers.base import LearningRate, OptimizerSpec
+from rsembed.optimizers.regularization import (
     EmainplaceModeDefinition,
     EnsembleModeDefinition,
     GlobalWeightDecayDefinition,
-    LearningRate,
-    OptimizerSpec,
 )
+from rsembed.optimizers.regularized import CounterAdagrad, DecayedAdagrad
 from rsembed.specs import TableSpec
 from rsembed.stacking import split_by_memory
 from rsembed.tbe import arguments as by_name

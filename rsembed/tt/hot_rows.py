@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from rsembed.collection.rows import keys_of_rows
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
-from rsembed.optimizers import OptimizerSpec, Slots
+from rsembed.optimizers.base import OptimizerSpec, Slots
 from rsembed.storage import row_map
 from rsembed.storage.hashed_rows import numbers_of
 from rsembed.storage.protocol import on_host

@@ -20,7 +20,7 @@ from rsembed.initial_values import table_keys
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from rsembed.keys import Keys
-from rsembed.optimizers import OptimizerSpec, Slots
+from rsembed.optimizers.base import OptimizerSpec, Slots
 from rsembed.specs import TableSpec
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.storage.protocol import Found, Pool, ReadAhead, Segments, State, Storage, Vectors, on_host, parts

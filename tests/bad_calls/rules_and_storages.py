@@ -56,11 +56,11 @@ rs.optimizers.AdamW(slot_dtypes=("int8", None))
     => ValueError: AdamW: slot_dtypes=('int8 ... float32, bfloat16 or float16
 rs.optimizers.AdamW(slot_dtypes=("float16",) * 3)
     => ValueError: AdamW: slot_dtypes=('float16' ... which are ['float32', 'float32']; give one entry each
-rs.optimizers.CowClipAdagrad(slot_dtypes=(None, "float32", None)) => ValueError: CowClipAdagrad: slot_dtypes= ... int32
+rs.tbe.CowClipAdagrad(slot_dtypes=(None, "float32", None)) => ValueError: CowClipAdagrad: slot_dtypes= ... int32
 rs.optimizers.AdamW().get_hyperparameters() => ValueError: AdamW counts updates; pass step=
-rs.optimizers.DecayedAdagrad(weight_decay_mode=rs.optimizers.WeightDecayMode.COUNTER)
+rs.tbe.DecayedAdagrad(weight_decay_mode=rs.tbe.WeightDecayMode.COUNTER)
     => ValueError: COUNTER is a rule of its own; use CounterAdagrad
-rs.optimizers.DecayedAdagrad(global_weight_decay=rs.optimizers.GlobalWeightDecayDefinition())
+rs.tbe.DecayedAdagrad(global_weight_decay=rs.tbe.GlobalWeightDecayDefinition())
     => ValueError: weight_decay_mode NONE and global_weight_decay= ... set WeightDecayMode.DECOUPLE_GLOBAL
 # Rules of others
 rs.from_optax("adam") => TypeError: from_optax ... GradientTransformation ... str

@@ -127,7 +127,7 @@ module(CACHED, optimizer=tbe.OptimType.EMAINPLACE_ROWWISE_ADAGRAD) => NotImpleme
 module(CACHED, optimizer=tbe.OptimType.EXACT_ROWWISE_ADAGRAD, weight_decay_mode="COUNTER",
     counter_based_regularization=tbe.CounterBasedRegularizationDefinition())
     => NotImplementedError: weight_decay_mode COUNTER goes over whole tables
-module(CACHED, optimizer=rs.optimizers.TensorFlowAdam(0.1))
+module(CACHED, optimizer=rs.sok.optimizers.Adam(0.1))
     => NotImplementedError: TensorFlowAdam goes over whole tables
 module(CACHED, cache_algorithm="fifo") => ValueError: CacheAlgorithm ... 'fifo' ... LRU
 module(CACHED, cache_algorithm=tbe.CacheAlgorithm.LFU, prefetch_pipeline=True) => ValueError: prefetch_pipeline ... LRU
@@ -163,7 +163,7 @@ call(batch_size_per_feature_per_rank=[[2], [1]])
 call(batch_size_per_feature_per_rank=[2, 2]) => TypeError: batch_size_per_feature_per_rank [feature][rank] ... 2
 module((9, 4, HOST, CPU), pooling_mode=tbe.PoolingMode.NONE)(IDS, OFFSETS, batch_size_per_feature_per_rank=[[4]])
     => ValueError: needs pooled bags
-bags()({"word": [[1]], "user": [[1]]}, OFFSETS) => TypeError: indices ... integers
+bags()({"word": [[1]], "user": [[1]]}, OFFSETS) => ValueError: a prepared batch holds offsets, weights and sizes
 # Gradients and states
 backward(np.ones((3, 8), np.float32)) => ValueError: gradient ... (3, 8) ... (2, 8)
 backward(np.ones((2, 8), int)) => TypeError: gradient ... floats ... int64

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import rsembed as rs
+from rsembed.stacking import StackingPlan
 
 cached = functools.cache
 _folder = tempfile.TemporaryDirectory(prefix="rsembed-bad-calls-")
@@ -42,7 +43,7 @@ def one(**options: Any) -> rs.EmbeddingCollection:
     return rs.EmbeddingCollection([feature()], **options)
 
 
-def plan(**options: Any) -> rs.StackingPlan:
+def plan(**options: Any) -> StackingPlan:
     """A plan of two features, each with a table of its own."""
     return rs.plan_stacking([feature("a", table("s")), feature("b", table("t"))], **options)
 

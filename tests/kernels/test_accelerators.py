@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.mark.parametrize(("name", "dim", "width"), [("rowwise_adagrad", 12, 8), ("f2a", 16, 16), ("adam", 1, 8)])
 def test_a_rule_on_pieces_is_the_rule(name, dim, width):
-    rule = ro.F2A(0.1) if name == "f2a" else RULES[name]
+    rule = ro.rules.F2A(0.1) if name == "f2a" else RULES[name]
     table, gradient = draw_table(dim)[:1], draw_table(dim, seed=1)[:1]
     slots = tuple(slot + 0.5 for slot in rule.init_slots(table))
     hyper = rule.get_hyperparameters(3)

@@ -65,11 +65,11 @@ RULES = {
     "adagrad": rs.optimizers.Adagrad(0.1),
     "torch_adagrad": rs.optimizers.TorchAdagrad(0.1),
     "row_wise_adagrad": rs.optimizers.RowWiseAdagrad(0.1),
-    "adagrad_momentum": rs.optimizers.AdagradMomentum(0.1),
+    "adagrad_momentum": rs.optimizers.rules.AdagradMomentum(0.1),
     "adam": rs.optimizers.Adam(lambda step: 0.1 / (1.0 + jnp.float32(step))),
     "ftrl": rs.optimizers.FTRL(0.1, l1_regularization_strength=0.01),
     "laprop": rs.optimizers.LaProp(0.1),
-    "f2a": rs.optimizers.F2A(0.1),
+    "f2a": rs.optimizers.rules.F2A(0.1),
     "custom": rs.optimizers.Custom(0.1, lambda g, w, m, lr: (w - lr * (m + g), 0.9 * m + g), (0.0,)),
     "optax_adam": rs.from_optax(optax.adam(0.1)),
 }

@@ -1,6 +1,7 @@
 """Every public rule: its published formula in float64, row by row, and rows that keep their bits in any company."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -131,13 +132,17 @@ def momentum_sgd(rule, row, slots, gradient, step):
 
 DECAY = {"weight_decay": 0.3}
 GLOBAL = {
-    "weight_decay_mode": ro.WeightDecayMode.DECOUPLE_GLOBAL,
-    "global_weight_decay": ro.GlobalWeightDecayDefinition(),
+    "weight_decay_mode": rs.tbe.WeightDecayMode.DECOUPLE_GLOBAL,
+    "global_weight_decay": rs.tbe.GlobalWeightDecayDefinition(),
 }
-COUNTING = ro.CounterBasedRegularizationDefinition(
-    ro.CounterWeightDecayMode.L2, counter_halflife=4, learning_rate_mode=ro.LearningRateMode.TAIL_ID_LR_INCREASE
+COUNTING = rs.tbe.CounterBasedRegularizationDefinition(
+    rs.tbe.CounterWeightDecayMode.L2,
+    counter_halflife=4,
+    learning_rate_mode=rs.tbe.LearningRateMode.TAIL_ID_LR_INCREASE,
 )
-CLIPPING = ro.CowClipDefinition(ro.CounterWeightDecayMode.DECOUPLE, weight_norm_coefficient=0.5, lower_bound=0.1)
+CLIPPING = rs.tbe.CowClipDefinition(
+    rs.tbe.CounterWeightDecayMode.DECOUPLE, weight_norm_coefficient=0.5, lower_bound=0.1
+)
 ADAM, COUNTED = "momentum1 momentum2", "momentum1 prev_iter row_counter"
 adam, adagrad = row_formulas.adam, row_formulas.rowwise_adagrad
 
@@ -146,8 +151,8 @@ CONTRACT = {
     "adagrad": (rs.optimizers.Adagrad(LR), by_entry),
     "torch_adagrad": (rs.optimizers.TorchAdagrad(LR, epsilon=0.05), by_entry),
     "adam": (rs.optimizers.Adam(LR, beta_1=0.8, beta_2=0.99), by_entry),
-    "adagrad_momentum": (rs.optimizers.AdagradMomentum(LR), by_entry),
-    "nesterov": (rs.optimizers.AdagradMomentum(LR, beta2=0.9, exponent=3.0, use_nesterov=True), by_entry),
+    "adagrad_momentum": (ro.rules.AdagradMomentum(LR), by_entry),
+    "nesterov": (ro.rules.AdagradMomentum(LR, beta2=0.9, exponent=3.0, use_nesterov=True), by_entry),
     "ftrl": (rs.optimizers.FTRL(LR, l1_regularization_strength=0.05), by_entry),
     "ftrl_l2": (rs.optimizers.FTRL(LR, learning_rate_power=-0.3, l2_regularization_strength=0.02, beta=0.1), by_entry),
     "ftrl_by_rate": (
@@ -155,12 +160,12 @@ CONTRACT = {
         by_entry,
     ),
     "laprop": (rs.optimizers.LaProp(LR), by_entry),
-    "f2a": (rs.optimizers.F2A(LR, l1_regularization_strength=0.01, l2_regularization_strength=0.02), by_entry),
-    "f2a_capped": (rs.optimizers.F2A(LR, rho=2.0, max_lr_multiplier=1.5), by_entry),
+    "f2a": (ro.rules.F2A(LR, l1_regularization_strength=0.01, l2_regularization_strength=0.02), by_entry),
+    "f2a_capped": (ro.rules.F2A(LR, rho=2.0, max_lr_multiplier=1.5), by_entry),
     "row_wise_adagrad": (rs.optimizers.RowWiseAdagrad(LR), rowwise_adagrad),
     "custom": (rs.optimizers.Custom(LR, momentum_of_signs_in_jax, (0.0,)), momentum_of_signs),
     "optax": (rs.from_optax(optax.sgd(LR, momentum=0.9)), momentum_sgd),
-    "tensorflow_adam": (ro.TensorFlowAdam(LR, epsilon=0.01), epsilon_hat_adam),
+    "tensorflow_adam": (ro.rules.TensorFlowAdam(LR, epsilon=0.01), epsilon_hat_adam),
     "lazy_adam": (ro.LazyAdam(LR, epsilon=0.01), epsilon_hat_adam),
     "adamw": (rs.optimizers.AdamW(LR, **DECAY), by_row(adam, ADAM, **DECAY)),
     "adamw_by_row": (
@@ -170,25 +175,24 @@ CONTRACT = {
     "lamb": (rs.optimizers.LAMB(LR, **DECAY), by_row(functools.partial(adam, lamb=True), ADAM, **DECAY)),
     "lars": (rs.optimizers.LARS(LR, eta=0.2, **DECAY), by_row(row_formulas.lars, "momentum1", eta=0.2, **DECAY)),
     "decayed_adagrad": (
-        ro.DecayedAdagrad(LR, max_norm=0.4, **GLOBAL, **DECAY),
+        ro.regularized.DecayedAdagrad(LR, max_norm=0.4, **GLOBAL, **DECAY),
         by_row(adagrad, "momentum1 prev_iter", max_norm=0.4, **GLOBAL, **DECAY),
     ),
     "counter_adagrad": (
-        ro.CounterAdagrad(LR, regularization=COUNTING, max_counter=MAX_COUNTER, **DECAY),
+        ro.regularized.CounterAdagrad(LR, regularization=COUNTING, max_counter=MAX_COUNTER, **DECAY),
         by_row(row_formulas.counter_adagrad, COUNTED, counter_based_regularization=COUNTING, **DECAY),
     ),
     "cowclip_adagrad": (
-        ro.CowClipAdagrad(LR, regularization=CLIPPING, **DECAY),
+        ro.regularized.CowClipAdagrad(LR, regularization=CLIPPING, **DECAY),
         by_row(row_formulas.cowclip_adagrad, COUNTED, cowclip_regularization=CLIPPING, **DECAY),
     ),
 }
 
 
-def test_the_contract_lists_every_public_rule():
-    public = {rule for rule in vars(ro).values() if isinstance(rule, type) and issubclass(rule, rs.OptimizerSpec)}
-    public.remove(rs.OptimizerSpec)
-    assert {type(rule) for rule, _ in CONTRACT.values()} == public
-    assert {value for name, value in vars(rs).items() if name.endswith("OptimizerSpec")} - {rs.OptimizerSpec} <= public
+def test_the_contract_lists_every_rule():
+    classes = [own for module in (ro.base, ro.rules, ro.regularized) for own in vars(module).values()]
+    rules = {own for own in classes if hasattr(own, "step_rows") and not inspect.isabstract(own)}
+    assert {type(rule) for rule, _ in CONTRACT.values()} == {rule for rule in rules if rule.__name__[0] != "_"}
 
 
 def d_activations(step):

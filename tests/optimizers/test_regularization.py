@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsembed import optimizers as records
-from rsembed.optimizers import global_decay_factor
+from rsembed.optimizers import regularization as records
+from rsembed.optimizers.regularization import global_decay_factor
 
 ROWS, DIM = 3, 4
 steps = st.integers(1, 24)

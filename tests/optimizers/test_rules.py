@@ -6,7 +6,7 @@ import pytest
 
 import rsembed as rs
 import rsembed.optimizers as ro
-from rsembed.optimizers import AdamSlotVariables
+from rsembed.optimizers.rules import AdamSlotVariables
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_specs_compare_by_class_and_value_and_print_short():
         (rs.optimizers.AdamW(has_row_wise_bias_correction=True), True),
         (rs.optimizers.LAMB(), True),
         (rs.optimizers.LARS(), True),
-        (ro.DecayedAdagrad(is_per_row=False), False),
-        (ro.DecayedAdagrad(is_per_row=False, max_norm=1.0), True),
-        (ro.CounterAdagrad(), True),
+        (ro.regularized.DecayedAdagrad(is_per_row=False), False),
+        (ro.regularized.DecayedAdagrad(is_per_row=False, max_norm=1.0), True),
+        (ro.regularized.CounterAdagrad(), True),
         (ro.LazyAdam(), False),
     ],
 )

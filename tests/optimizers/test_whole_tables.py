@@ -16,7 +16,7 @@ from rsembed.sparsecore.variables import BoundedRowRule
 from tests import oracles
 from tests.optimizers.test_contract import epsilon_hat_adam
 
-RULE = ro.TensorFlowAdam(0.1, epsilon=0.3)
+RULE = ro.rules.TensorFlowAdam(0.1, epsilon=0.3)
 HYPER = RULE.get_hyperparameters(4)
 NUM_ROWS, DIM = 5, 4
 

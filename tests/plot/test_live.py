@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from rsembed import plot
+from rsembed.plot.buffers import limit_costs
 from rsembed.sparsecore import embedding, embedding_spec
 
 NUM_CORES = 4
@@ -29,7 +30,7 @@ def test_partitions_and_drops_are_those_of_preprocessing():
             inputs, seen = preprocess(ids, limit)
             assert seen.max_ids_per_partition["t"].tolist() == entries.max(axis=0).tolist()
             dropped += int(np.sum(seen.id_drop_counters["t"]))
-        fraction, num_bytes = plot.limit_costs(ENTRIES, limit)
+        fraction, num_bytes = limit_costs(ENTRIES, limit)
         assert fraction == pytest.approx(dropped / ENTRIES.sum())
         places = inputs.lhs_embedding_ids["t"].size + inputs.lhs_sample_ids["t"].size + inputs.lhs_gains["t"].size
         assert num_bytes == 4 * places
@@ -37,7 +38,7 @@ def test_partitions_and_drops_are_those_of_preprocessing():
 
 def test_the_dot_stands_on_its_curve():
     ax = plot.plot_limit_choice(ENTRIES, 9)
-    fraction, num_bytes = plot.limit_costs(ENTRIES, 9)
+    fraction, num_bytes = limit_costs(ENTRIES, 9)
     assert ax.lines[1].get_xydata().tolist() == [[num_bytes / 1e3, 100 * fraction]]
 
 

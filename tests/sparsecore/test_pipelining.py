@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rsembed.optimizers import TensorFlowAdam
+from rsembed.optimizers.rules import TensorFlowAdam
 from rsembed.sparsecore import embedding, embedding_spec, mesh_lookup
 from rsembed.sparsecore import embedding_pipelining_utils as pipelining
 from tests import oracles
