@@ -109,8 +109,9 @@ def records(module: str) -> list[str]:
         types = told.values() if inspect.isclass(value) else [told["return"]]
         known = vars(importlib.import_module(origin.__module__))
         given += [value, *(known.get(word) for word in re.findall(r"\b[A-Z]\w+", " ".join(map(str, types))))]
-    ours = {own for own in given if inspect.isclass(own) and own.__doc__ and own.__module__.startswith("rsembed.")}
-    return sorted(f"{own.__module__}.{own.__name__}" for own in ours if own.__module__ not in MODULES)
+    classes = {own for own in given if inspect.isclass(own) and own.__doc__ and not getattr(own, "_is_protocol", False)}
+    places = {f"{own.__module__}.{own.__name__}" for own in classes if own.__module__ not in MODULES}
+    return sorted(place for place in places if place.startswith("rsembed."))
 
 
 def summary(value: object) -> str:
