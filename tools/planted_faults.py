@@ -113,7 +113,7 @@ tbe/batches.py  tbe/test_bounds.py tbe/test_mesh.py
 tbe/functional.py  tbe/test_states.py tbe/test_mesh.py
     is_new = state.passed_step != t => is_new = state.passed_step == t
 tbe/meshes.py  tbe/test_mesh.py -k looks_up
-    counts = [jnp.maximum(jnp.sum(own => counts = [jnp.maximum(jnp.max(own
+    count = jnp.sum((ids => count = jnp.max((ids
 tbe/plan.py  tbe/test_states.py -k narrower
     near_dtype=dtype if placement == "device" else near_dtype, => near_dtype=dtype,
 tbe/module.py  tbe/test_module.py -k without_an_optimizer
