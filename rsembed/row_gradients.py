@@ -28,6 +28,8 @@ from rsembed.storage.row_map import unnamed
 class RowGradients:
     """Gradients of distinct rows, per stack.
 
+    `combine` adds and `scale` multiplies them: `jax.tree.map(jnp.add, ...)` would add the numbers of rows as well.
+
     Args:
       rows: distinct row numbers in ascending order; `NO_ROW` marks unused places at the end. On a mesh, this is true of
         the part of every device. Of a table with keys uint32 `[capacity, 3]`: the upper and lower half of each key, and

@@ -119,6 +119,8 @@ def _refuse(refusal: str, primals: Any, tangents: Any) -> PyTree:
 class Gradients:
     """Gradients of a loss: dense ones of parameters, sparse ones of tables.
 
+    To accumulate them, `with_rows` takes what `rs.combine` adds: `jax.tree.map(jnp.add, ...)` would add ids as well.
+
     Args:
       dense: gradients in the structure of the parameters.
       calls: calls of each layer, with gradients of activations. A layer's name is its path, `"towers/0/words"`.

@@ -137,6 +137,23 @@ def test_duplicates_are_one_step_and_only_rows_that_were_read_move():
     np.testing.assert_array_equal(all_rows(emb)[[9, 30]], after[[9, 30]])
 
 
+@pytest.mark.parametrize("id", [5, 9])
+def test_rows_that_come_or_go_between_lookup_and_backward_are_stepped_once(id):
+    late, early, reads = make(cache_size=1), make(cache_size=1), [[5] * 4, [9] * 9]
+    for emb in (late, early):  # 5 is cached first, then 9, which is read more
+        emb([reads[0]])
+        emb.cache_populate()
+        emb([reads[1], [id]])
+    outputs, backward = late.vjp([[id]])
+    late.cache_populate()
+    backward(jnp.ones_like(outputs))
+    early.cache_populate()
+    before = np.asarray(early.full_weight())
+    early.vjp([[id]])[1](jnp.ones_like(outputs))
+    np.testing.assert_allclose(late.full_weight(), early.full_weight(), atol=1e-6)
+    assert np.abs(np.asarray(early.full_weight())[id] - before[id]).max() > 0.01
+
+
 def test_reset_forgets_counts_and_rows():
     emb = make()
     emb.update_cache(six_bags([[4, 9]]))
