@@ -4,7 +4,7 @@
 #   make bench         time the kernels                  make lint    ruff and mypy only
 #   make test-browser  run a tutorial in JupyterLab in a headless Chromium
 #   make test-tpu      compile for TPUs without one      make test-gpu   run on an NVIDIA GPU, or compile for it
-#   make test-clients  tests of keras-rs and of jax-tpu-embedding on this library, and a Keras notebook
+#   make test-clients  tests of keras-rs, RecML and jax-tpu-embedding on this library, and a Keras notebook
 #   make test-matrix   test wheels: Pythons, jax old and new, no compiler
 #   make wheel         build a wheel that needs no compiler, under dist
 #   make fuzz          random calls under sanitizers, random lives of tables and files: a minute each (MINUTES=10)
@@ -49,21 +49,24 @@ test-tpu: $(VENV)/.installed-dev $(VENV)/.installed-tpu
 test-gpu: $(VENV)/.installed-dev $(VENV)/.installed-cuda
 	RSEMBED_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -rsP -k gpu tests/kernels
 
-# Libraries that are written for jax-tpu-embedding: the Keras model of the page and of the notebook, tests of keras-rs, and
-# jax-tpu-embedding's own tests, some of which fail by design (docs/migration.md says which). Half an hour. A folder of clones
-# serves in the place of GitHub: CLIENTS=/folder, with keras-team/keras-rs and jax-ml/jax-tpu-embedding in it.
+# Libraries that are written for jax-tpu-embedding: the Keras model of the page and of the notebook, tests of keras-rs and
+# RecML, and jax-tpu-embedding's own tests, some of which fail by design (docs/migration.md says which). Half an hour. A folder
+# of clones serves in the place of GitHub: CLIENTS=/folder, with keras-team/keras-rs and the others in it.
 CLIENTS ?= https://github.com
 KERAS_RS = 812d35bf0cb2452e66433e52880eb892a99bb8c9
+RECML = c1d33cb79cdc044fc70c781bdc9c82119be85c0b
 JAX_TPU_EMBEDDING = 84e4d88b98a624f7370ecbc9693c6645a813d29c
 CHECK_OUT = rm -rf build/$(1) && git init -q build/$(1) && git -C build/$(1) fetch -q --depth 1 $(CLIENTS)/$(1) $(2) \
   && git -C build/$(1) checkout -q FETCH_HEAD && cd build/$(1)
 CLIENT_TESTS = KERAS_BACKEND=jax TPU_NAME=none JAX_PLATFORMS=cpu PYTHONPATH=.:$(CURDIR) $(abspath $(BIN))/python -m pytest \
   -p tools.client_tests
 test-clients: $(VENV)/.installed-dev
-	$(PIP) keras keras-rs tensorflow-cpu absl-py chex einops portpicker
+	$(PIP) keras keras-rs keras-hub tensorflow-cpu tensorflow-datasets tensorboard absl-py chex clu einops fiddle portpicker
 	$(BIN)/python -m pytest --nbmake notebooks/14_keras.ipynb tests/sparsecore/test_alias.py
 	$(call CHECK_OUT,keras-team/keras-rs,$(KERAS_RS)) && XLA_FLAGS=--xla_force_host_platform_device_count=2 $(CLIENT_TESTS) \
 	  keras_rs/src/layers/embedding/jax keras_rs/src/layers/embedding/distributed_embedding_test.py
+	$(call CHECK_OUT,AI-Hypercomputer/RecML,$(RECML)) && XLA_FLAGS=--xla_force_host_platform_device_count=2 $(CLIENT_TESTS) \
+	  --rootdir=. -c /dev/null recml/layers/linen/sparsecore_test.py recml/examples/dlrm_experiment_test.py
 	-$(call CHECK_OUT,jax-ml/jax-tpu-embedding,$(JAX_TPU_EMBEDDING)) \
 	  && $(abspath $(BIN))/python -m pip download --quiet --no-deps --dest . jax-tpu-embedding==0.1.0 \
 	  && $(abspath $(BIN))/python -m zipfile -e jax_tpu_embedding-*.whl . \

@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from rsembed.checks import NonNegativeInt, check_type, describe
+from rsembed.checks import NonNegativeInt, check_type, describe, foreign_to_numpy
 from rsembed.keys import Keys, join_keys
 
 PAD_ID = -1
@@ -252,7 +252,7 @@ def as_bags(value: Any, *, feature: str) -> Bags:
         if isinstance(value, Bags):
             _check_arrays(value)
             return value
-        ids, weights = map(_as_array, value if isinstance(value, tuple) and len(value) == 2 else (value, None))
+        ids, weights = map(foreign_to_numpy, value if isinstance(value, tuple) and len(value) == 2 else (value, None))
         given = jax.tree.leaves(weights)
         if any(isinstance(own, int) or jnp.issubdtype(getattr(own, "dtype", float), jnp.integer) for own in given):
             raise TypeError(
@@ -275,15 +275,9 @@ def as_bags(value: Any, *, feature: str) -> Bags:
                 return Bags.from_dense(array, None if weights is None else _floats(weights, "a pair"))
             rows = [[row] if not isinstance(row, (list, tuple)) and np.ndim(row) == 0 else row for row in ids]
             return Bags.from_lists(rows, cast(Any, weights))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # the last is what torch raises
         raise type(error)(f"feature {feature!r}: {error}") from error
     raise TypeError(f"feature {feature!r}: ids must be Bags, an integer array or lists, got {type(ids).__name__}.")
-
-
-def _as_array(value: Any) -> PyTree:
-    """`value` as a numpy array if it has `__array__`, such as a column of pandas; else `value` unchanged."""
-    is_foreign = hasattr(value, "__array__") and not isinstance(value, (Keys, jax.Array, np.ndarray))
-    return np.asarray(value) if is_foreign else value
 
 
 def _check_arrays(bags: Bags) -> None:

@@ -109,6 +109,12 @@ def check_type(value: Any, hint: Any, name: str) -> None:
         raise error(f"{place} must be {_words_for(wanted)}, got {describe(entry)}.")
 
 
+def foreign_to_numpy(value: Any) -> Any:
+    """`value` as a numpy array if it has `__array__`, as columns of pandas and tensors do; else `value` unchanged."""
+    is_foreign = hasattr(value, "__array__") and not isinstance(value, (jax.Array, np.ndarray))
+    return np.asarray(value) if is_foreign else value
+
+
 def describe(value: Any) -> str:
     """The value as errors show it: itself where that is short, else its type."""
     if hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple):
@@ -190,7 +196,7 @@ def _misfit(value: Any, hint: Any, name: str) -> tuple[type[Exception], str, Any
 
 def _array_error(value: Any, hint: Any) -> type[Exception] | None:
     try:
-        array = np.asarray(value) if isinstance(value, (list, tuple)) else value
+        array = np.asarray(value) if isinstance(value, (list, tuple)) else foreign_to_numpy(value)
         dtype, shape = array.dtype, tuple(array.shape)
     except (ValueError, AttributeError, TypeError):  # rows of other lengths; no array
         return TypeError

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Num, PyTree
 
 from rsembed.bags import is_traced
-from rsembed.checks import check_fields, check_type, check_within, describe, validated
+from rsembed.checks import check_fields, check_type, check_within, describe, foreign_to_numpy, validated
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients
@@ -74,7 +74,7 @@ class RowGradients:
 def check_gradient(value: Any, name: str) -> None:
     """Raises: TypeError: a gradient is not an array of floats; a cast to integers would have cut its values."""
     check_type(value, Num[Array, "..."], name)
-    if not jnp.issubdtype(getattr(value, "dtype", None) or np.asarray(value).dtype, jnp.floating):
+    if not jnp.issubdtype(getattr(foreign_to_numpy(value), "dtype", None) or np.asarray(value).dtype, jnp.floating):
         raise TypeError(f"{name} must be an array of floats, got {describe(value)}; cast it with .astype('float32').")
 
 

@@ -3,6 +3,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from rsembed.bags import Bags, as_bags
 
@@ -28,7 +29,9 @@ def test_every_form_of_input_gives_the_same_bags():
     same(Bags.from_lists(ROWS), ROWS)
     same(Bags.from_lists([np.asarray(row, np.int64) for row in ROWS]), ROWS)
     same(Bags.from_lengths(flat, lengths), ROWS)
+    same(Bags.from_lengths(Column(flat), Column(lengths)), ROWS)
     same(Bags.from_coo([0, 0, 2, 3, 3, 3], flat, num_samples=4), ROWS)
+    same(Bags.from_coo(Column([0, 0, 2, 3, 3, 3]), Column(flat), num_samples=4), ROWS)
     same(Bags.from_coo([3, 2, 0, 3, 0, 3], [2, 4, 3, 2, 1, 0], num_samples=4), ROWS)
     same(Bags.from_sparse_tensor([[0, 0], [0, 1], [2, 0], [3, 0], [3, 1], [3, 2]], flat, (4, 3)), ROWS)
     dense = np.asarray([[3, 1, -1], [-1, -1, -1], [4, -1, -1], [2, 2, 0]])
@@ -40,6 +43,15 @@ def test_every_form_of_input_gives_the_same_bags():
     same(as_bags(Column(dense), feature="f"), ROWS)
     same(as_bags(Column(np.asarray(ROWS, dtype=object)), feature="f"), ROWS)
     same(jax.jit(Bags.from_dense)(jnp.asarray(dense)), ROWS)
+
+
+def test_a_column_that_numpy_cannot_read_is_refused_by_the_name_of_its_feature():
+    class Tensor:  # of torch, with a gradient or a sign to be resolved
+        def __array__(self, dtype=None, copy=None):
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
+
+    with pytest.raises(RuntimeError, match="feature 'f': Can't call numpy"):
+        as_bags(Tensor(), feature="f")
 
 
 def test_weights_follow_their_ids():

@@ -3,12 +3,16 @@
 CPUs pass for devices with SparseCores, and this wing for their library. `make test-clients` runs, in checkouts:
 
     python -m pytest -p tools.client_tests keras_rs/src/layers/embedding/jax
+    python -m pytest -p tools.client_tests recml/layers/linen/sparsecore_test.py
     python -m pytest -p tools.client_tests jax_tpu_embedding/sparsecore/lib/nn
 """
 
 import functools
 import importlib.util
+import os
+import re
 import sys
+import unittest
 from pathlib import Path
 
 import jax
@@ -43,5 +47,13 @@ def _of_any_platform(function):
     return functools.wraps(function)(lambda backend=None: function(None if backend == "tpu" else backend))
 
 
+def pytest_runtest_setup(item):
+    """Six tests of jax-tpu-embedding hold numbers of devices of 2 cores."""
+    has_two = re.search(r"matmul_two_(tables|chips_sharded)\d", item.name)
+    os.environ["RSEMBED_CORES_PER_DEVICE"] = "2" if has_two else "4"
+
+
+_skip = unittest.TestCase.skipTest
+unittest.TestCase.skipTest = lambda test, reason: None if "supported on TPUs" in reason else _skip(test, reason)
 jax.devices, jax.device_count = _of_any_platform(jax.devices), _of_any_platform(jax.device_count)
 flags.FLAGS(["pytest"])

@@ -2,6 +2,9 @@
 
 import json
 import os
+import shutil
+import subprocess
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +20,14 @@ _reason = native.unavailable_because()
 if _reason is not None and os.environ.get("RSEMBED_REQUIRE_NATIVE") == "1":
     raise RuntimeError(f"RSEMBED_REQUIRE_NATIVE=1, but {_reason}")
 pytestmark = pytest.mark.skipif(_reason is not None, reason=f"needs the native kernels: {_reason}")
+
+
+@pytest.mark.skipif(not shutil.which("aarch64-linux-gnu-g++"), reason="needs Debian's g++-aarch64-linux-gnu")
+@pytest.mark.parametrize("source", ["pairs.cc", "random_bits.cc", "row_kernels.cc", "train_kernels.cc"])
+def test_what_differs_by_processor_compiles_for_arm(source):
+    path = Path(__file__).parents[2] / "rsembed" / "kernels" / "csrc" / source
+    options = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
+    subprocess.run(["aarch64-linux-gnu-g++", *options, path], check=True)
 
 
 def step_at(rule, number):

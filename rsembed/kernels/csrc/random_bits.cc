@@ -5,6 +5,7 @@
 #include "row_kernels.h"
 
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -4,6 +4,7 @@
 #include "train_kernels.h"
 
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
