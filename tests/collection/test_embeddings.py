@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -257,3 +258,10 @@ def test_a_prepared_batch_stays_though_its_memory_is_written_again(num_devices):
     for array in given:
         array[...] = 0
     jax.tree.map(np.testing.assert_array_equal, prepared, before)
+
+
+def test_the_loop_that_fills_tables_has_no_loop_inside():
+    """XLA for GPUs of jax 0.11 refuses a search by halves there: "depends on parameters to its parent computation"."""
+    collection = collection_of(table_spec("a"), table_spec("b"))
+    program = str(jax.make_jaxpr(collection.init)(jax.random.key(0)))
+    assert len(re.findall(r"= (?:while|scan)\[", program)) == 1
