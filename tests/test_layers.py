@@ -20,7 +20,7 @@ BUDGETS = {
     "stacking": 496,
     "keys": 192,
     "bags": 448,
-    "kernels": 2991,
+    "kernels": 3012,
     "initial_values": 240,
     "storage": 2383,
     "row_gradients": 208,

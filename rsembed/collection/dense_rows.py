@@ -272,7 +272,7 @@ class DenseRows(Storage):
         first_shard, first_column = (zero, shard * width) if self.num_parts > 1 else (shard * num_own, zero)
 
         def fill_block(number: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-            table = jnp.searchsorted(jnp.asarray(ends), number, side="right")
+            table = jnp.searchsorted(jnp.asarray(ends), number, side="right", method="compare_all")
             own, blocks = number - (jnp.asarray(ends) - num_blocks * num_own)[table], jnp.asarray(num_blocks)[table]
             shard, first = own // blocks, own % blocks * block
             place = jax.tree.map(lambda field: field[table], places)

@@ -3,7 +3,7 @@
 An implementation is a module with functions named as in `MEANINGS`; what it lacks, it takes from there. It says why it
 cannot run on this machine through `unavailable_because()`, and why it cannot serve one call by raising
 `NotImplementedError(reason)`. Those of accelerators serve only where the computation is for one (see
-`devices.target_device`), and only those who ask for them: no chip has run them yet.
+`devices.target_device`).
 """
 
 from __future__ import annotations
@@ -86,11 +86,16 @@ def dispatch(function: str, *args: PyTree, implementation: str | None = None, **
 
     Raises: as `check_implementation`; NotImplementedError: none can, and why.
     """
-    reasons = []
+    reasons, meaning = [], MEANINGS[function]
     for module in _choices(IMPLEMENTATIONS, implementation, os.environ.get("RSEMBED_KERNELS", "")):
         if (reason := module.unavailable_because()) is None:
+            kernel = getattr(module, function, meaning)
             try:
-                return getattr(module, function, MEANINGS[function])(*args, **kwargs)
+                if module is not gpu or kernel is meaning or target_device().platform != "gpu":
+                    return kernel(*args, **kwargs)
+                # Arrays may be on the CPU beside a GPU, which is known only when a program is compiled for them.
+                serve, default = (partial(own, *args, **kwargs) for own in (kernel, meaning))
+                return jax.lax.platform_dependent(cuda=serve, default=default)
             except NotImplementedError as error:
                 reason = str(error)
         reasons.append(f"{module.NAME}: {reason}")

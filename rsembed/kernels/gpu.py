@@ -1,11 +1,11 @@
 """Kernels for NVIDIA GPUs in Pallas, compiled by Triton. Equal inputs give equal bits: nothing is added atomically.
 
-A program of `lookup` sums some bags side by side, a program of `update` sums the gradient of one distinct row and steps
-it where it lies. Rows that very many entries share are summed in pieces first, so that no program works long after the
-others: with Zipf ids a tenth of a batch can be one row. Where the computation is for no GPU, a direct call runs in
-Pallas' interpreter, which is for tests: it is slow.
+A program of `lookup` sums some bags side by side, a program of `update` sums the gradients of some distinct rows and
+steps them where they lie. Rows that very many entries share are summed in pieces first, so that no program works long
+after the others: with Zipf ids a tenth of a batch can be one row. Where the computation is for no GPU, a direct call
+runs in Pallas' interpreter, which is for tests: it is slow.
 
-Source: one program per distinct row of the sorted batch, as in FBGEMM's TBE kernels.
+Source: steps of the distinct rows of the sorted batch, as in FBGEMM's TBE kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rsembed.kernels.contract import (
     as_offsets,
     as_rows,
 )
-from rsembed.kernels.devices import target_device
+from rsembed.kernels.devices import target_device, vary_alike
 from rsembed.kernels.traced_rules import ELEMENTWISE, evaluate, trace_rule
 from rsembed.optimizers.base import Slots
 
@@ -46,10 +46,10 @@ class Tiling(NamedTuple):
 
     Args:
       num_bags: bags that one program of a lookup sums, and more of them where rows are short.
-      num_numbers: numbers that it reads at once at the least.
+      num_numbers: numbers that it reads at once at the least; a program of a step has rows of as many, or one row.
       num_ahead: rows of every bag whose reads are under way before the first is added.
       max_columns: numbers of a row that one program of a lookup sums.
-      num_warps: threads of such a program, in units of 32.
+      num_warps: threads for so many numbers, in units of 32.
       piece_entries: sorted entries are cut into pieces of so many; pieces of a single row are summed first.
     """
 
@@ -84,7 +84,7 @@ def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
 
 def row_gradients(num_rows: int, gradients: OutputGradients) -> RowsAndGradients:
     """Gradient of every looked-up row, equal rows combined, as `reference.row_gradients` gives it."""
-    rows, entries, group_of, d_output = reference.group_rows(num_rows, gradients)
+    rows, entries, group_of, d_output = reference.group_rows(num_rows, gradients, lookup)
     pieces = _pieces(d_output, entries, group_of)
     return rows, _pool(d_output, [*_operands(entries), *pieces], rows.shape[0], "sum", has_pieces=bool(pieces))
 
@@ -93,7 +93,7 @@ def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -
     """Row gradients and one optimizer step per distinct row, fused: the gradients are never written to memory."""
     if step.rounds(table):
         return reference.apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
-    rows, entries, group_of, d_output = reference.group_rows(table.shape[0], gradients)
+    rows, entries, group_of, d_output = reference.group_rows(table.shape[0], gradients, lookup)
     return _step(table, slots, rows, entries, d_output, step, _pieces(d_output, entries, group_of))
 
 
@@ -109,6 +109,7 @@ def apply_rows(
 
 
 lookup_jagged = partial(reference.lookup_jagged, lookup=lookup)
+squared_norm = partial(reference.squared_norm, row_gradients=row_gradients)
 
 
 def _check_table(table: Array) -> None:
@@ -215,8 +216,9 @@ def _pieces(d_output: Array, entries: Segment, group_of: Int[Array, " nnz"]) -> 
         return ()
     in_pieces = group_of[: num_pieces * length].reshape(num_pieces, length)
     start = jnp.arange(num_pieces, dtype=jnp.int32) * length
-    stop = jnp.where(in_pieces[:, 0] == in_pieces[:, -1], start + length, start)
-    rows, _, *weights = _operands(entries)
+    rows, offsets, *weights = _operands(entries)
+    is_of_one_row = (in_pieces[:, 0] == in_pieces[:, -1]) & (start < offsets[-1])
+    stop = jnp.where(is_of_one_row, start + length, start)
     bounds = jnp.stack([start, stop], axis=1).reshape(-1)
     return (_pool(d_output, [rows, bounds, *weights], num_pieces, "sum", stride=2),)
 
@@ -253,16 +255,18 @@ def _call(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
+    varied = vary_alike(operands)
+    varying = jax.typeof(varied[0]).mat
     call = pl.pallas_call(
         kernel,
-        out_shape=out,
+        out_shape=jax.tree.map(lambda own: jax.ShapeDtypeStruct(own.shape, own.dtype, manual_axis_type=varying), out),
         grid=grid,
         input_output_aliases={number: number for number in range(num_stepped)},
         interpret=target_device().platform != "gpu",
         name=name,
         compiler_params=triton.CompilerParams(num_warps=num_warps),
     )
-    return call(*operands)
+    return call(*varied)
 
 
 def _step(
@@ -286,35 +290,39 @@ def _step(
     width = _power_of_two(dim)
     if width > _MAX_COLUMNS:
         raise NotImplementedError(f"the GPU step holds rows of up to {_MAX_COLUMNS} numbers, not {dim}")
-    num_groups = rows.shape[0]
+    num_groups, height = rows.shape[0], max(1, tiling.num_numbers // width)
+
+    def step_row(gradient: Array, hyper: Sequence[Array], *values: Array) -> list[Array]:
+        # A slot of one number is repeated over the row.
+        arguments = [
+            (value,) if array.shape[1] == dim else jnp.full(width, jnp.sum(value))
+            for array, value in zip(state, values, strict=True)
+        ]
+        numbers = [jnp.full(width, number) for number in hyper]
+        results = evaluate(traced, [*arguments, (gradient,), *numbers], dim=dim)
+        return [result[0] if isinstance(result, tuple) else result for result in results]
 
     def kernel(*refs: Any) -> None:
         old, new = refs[: len(state)], refs[-len(state) :]
         rows_ref, d_ref, hyper_ref, *others = refs[len(state) : -len(state)]
-        group, columns = pl.program_id(0), jnp.arange(width, dtype=jnp.int32)
-        own = jnp.full(1, group, jnp.int32)
-        gradient = _sum_bags(d_ref, others, own, columns, "sum", num_bags=num_groups, has_pieces=bool(pieces))
-        is_row = (rows_ref[group] >= 0) & (rows_ref[group] < num_rows)
-        row = jnp.where(is_row, rows_ref[group], 0)
-        masks = [is_row & (columns < array.shape[1]) for array in state]
+        groups = pl.program_id(0) * height + jnp.arange(height, dtype=jnp.int32)
+        columns = jnp.arange(width, dtype=jnp.int32)
+        gradients = _sum_bags(d_ref, others, groups, columns, "sum", num_bags=num_groups, has_pieces=bool(pieces))
+        rows = triton.load(rows_ref.at[groups], mask=groups < num_groups, other=-1)
+        is_row = (rows >= 0) & (rows < num_rows)
+        places = jnp.where(is_row, rows, num_rows)[:, None], columns[None, :]  # others are not read or written
+        masks = [is_row[:, None] & (columns < array.shape[1])[None, :] for array in state]
         values = [
-            triton.load(ref.at[row, columns], mask=mask, other=0.0).astype(jnp.float32)
+            triton.load(ref.at[places], mask=mask, other=0.0).astype(jnp.float32)
             for ref, mask in zip(old, masks, strict=True)
         ]
-        arguments = [
-            (value,) if array.shape[1] == dim else jnp.full(width, jnp.sum(value), jnp.float32)
-            for array, value in zip(state, values, strict=True)
-        ]
-        numbers = [jnp.full(width, hyper_ref[k], jnp.float32) for k in range(len(step.hyper))]
-        stepped = evaluate(traced, [*arguments, (gradient.reshape(width),), *numbers], dim=dim)
-        for ref, array, mask, value in zip(new, state, masks, stepped, strict=True):
-            value = value[0] if isinstance(value, tuple) else value
-            triton.store(ref.at[row, columns], value.astype(array.dtype), mask=mask)
+        hyper = [hyper_ref[k] for k in range(len(step.hyper))]
+        results = jax.vmap(step_row, in_axes=(0, None, *(0 for _ in state)))(gradients, hyper, *values)
+        for ref, array, mask, value in zip(new, state, masks, results, strict=True):
+            triton.store(ref.at[places], value.astype(array.dtype), mask=mask)
 
     out = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in state]
     inputs = (*state, rows, d_output, step.hyper_vector(), *_operands(entries), *pieces)
-    num_warps = min(max(width // 256, 1), 16)
-    new_table, *new_slots = _call(
-        kernel, "rsembed_step", out, (num_groups,), num_warps, *inputs, num_stepped=len(state)
-    )
+    grid, num_warps = (pl.cdiv(num_groups, height),), min(height * width * tiling.num_warps // tiling.num_numbers, 16)
+    new_table, *new_slots = _call(kernel, "rsembed_step", out, grid, num_warps, *inputs, num_stepped=len(state))
     return new_table, tuple(new_slots)

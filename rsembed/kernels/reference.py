@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -48,11 +47,11 @@ def _bag_of_entries(offsets: Int[Array, " bags_plus_1"], ids: Int[Array, " nnz"]
 
 
 def entry_gains(
-    segment: Segment, num_rows: int
+    segment: Segment, num_rows: int, lookup: Callable[..., PyTree] | None = None
 ) -> tuple[Int[Array, " nnz"], Float[Array, " nnz"], Bool[Array, " nnz"]]:
     """Output number and gain of every entry, and which entries lie in a bag and name a row of the table.
 
-    Entries that contribute nothing have gain 0.
+    Entries that contribute nothing have gain 0. A `lookup` adds weights of a bag in their order, XLA in any.
     """
     num_entries, is_listed = segment.rows.shape[0], (segment.rows >= 0) & (segment.rows < num_rows)
     bag = jnp.arange(num_entries)
@@ -65,7 +64,11 @@ def entry_gains(
     if segment.combiner in ("sum", "none") or segment.num_outputs == 0:
         return bag, gains, is_listed
     terms = gains if segment.combiner == "mean" else gains * gains
-    total = jax.ops.segment_sum(terms, bag, segment.num_outputs)
+    if lookup is None or segment.weights is None:
+        total = jax.ops.segment_sum(terms, bag, segment.num_outputs)
+    else:
+        every = Segment(jnp.arange(num_entries, dtype=jnp.int32), segment.offsets, None, "sum")
+        total = lookup(terms[:, None], [every])[0][:, 0]
     divisor = total if segment.combiner == "mean" else jnp.sqrt(total)
     safe = jnp.where(divisor == 0.0, 1.0, divisor)
     return bag, gains * jnp.where(divisor == 0.0, 0.0, 1.0 / safe)[bag], is_listed
@@ -94,7 +97,7 @@ def gradients_of_weights(table: Table, segment: Segment, d_output: Float[Array, 
 
 
 def group_rows(
-    num_rows: int, gradients: OutputGradients
+    num_rows: int, gradients: OutputGradients, lookup: Callable[..., PyTree] | None = None
 ) -> tuple[Int[Array, " capacity"], Segment, Int[Array, " nnz"], Float[Array, "outputs dim"]]:
     """The looked-up rows of a table of `num_rows`. With its entries side by side, a row's gradient is a lookup as well.
 
@@ -104,29 +107,32 @@ def group_rows(
     The order of additions follows from the batch alone, so equal inputs give equal bits.
 
     Returns: distinct rows ascending, `NO_ROW` behind them; entries sorted by row, one bag per place there, whose "rows"
-    are outputs, numbered through all segments; the place of every sorted entry's row, behind the last place for entries
-    that count for nothing; and the gradients of the outputs, float32.
+    are outputs, numbered through all segments, without weights where all are ones; the place of every sorted entry's
+    row, behind the last place for entries that count for nothing; and the gradients of the outputs, float32.
     """
     segments, d_outputs = as_segments(gradients)
     all_rows, all_outputs, all_gains, first = [], [], [], 0
     for segment in segments:
-        bag, gain, is_listed = entry_gains(segment, num_rows)
+        bag, gain, is_listed = entry_gains(segment, num_rows, lookup)
         all_rows.append(jnp.where(is_listed, as_rows(segment.rows), NO_ROW))
         all_outputs.append(bag.astype(jnp.int32) + first)
         all_gains.append(gain)
         first += segment.num_outputs
     rows, outputs, gains = map(jnp.concatenate, (all_rows, all_outputs, all_gains))
     num_entries, capacity = rows.shape[0], min(rows.shape[0], num_rows)
-    order = jnp.argsort(rows, stable=True)
-    in_order = rows[order]
+    position = jnp.arange(num_entries, dtype=jnp.int32)
+    if all(segment.weights is None and segment.combiner in ("sum", "none") for segment in segments):
+        (in_order, outputs), weights = jax.lax.sort_key_val(rows, outputs), None
+    else:
+        in_order, order = jax.lax.sort_key_val(rows, position)
+        outputs, weights = outputs[order], gains[order]
     is_real = in_order != NO_ROW
     is_first = is_real & (in_order != jnp.concatenate([jnp.full(min(num_entries, 1), -1, jnp.int32), in_order[:-1]]))
     group_of = jnp.where(is_real, jnp.cumsum(is_first) - 1, capacity)
     place = jnp.where(is_first, group_of, capacity + 1)
-    position = jnp.arange(num_entries, dtype=jnp.int32)
     offsets = jnp.full(capacity + 1, jnp.sum(is_real, dtype=jnp.int32), jnp.int32).at[place].set(position, mode="drop")
     distinct = jnp.full(capacity, NO_ROW, jnp.int32).at[place].set(in_order, mode="drop")
-    entries = Segment(outputs[order], offsets, gains[order], "sum")
+    entries = Segment(outputs, offsets, weights, "sum")
     parts = [d_output.astype(jnp.float32) for d_output in d_outputs]
     return distinct, entries, group_of, parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
@@ -144,11 +150,13 @@ def row_gradients(
     if lookup is not None:
         return rows, lookup(d_output, [entries])[0]
     vectors = d_output[entries.rows] if d_output.shape[0] else jnp.zeros((1, d_output.shape[1]))
-    terms = cast(Array, entries.weights)[:, None] * vectors
+    terms = vectors if entries.weights is None else entries.weights[:, None] * vectors
     return rows, jax.ops.segment_sum(terms, group_of, rows.shape[0], indices_are_sorted=True)
 
 
-def squared_norm(num_rows: int, gradients: SegmentGradients) -> Float[Array, ""]:
+def squared_norm(
+    num_rows: int, gradients: SegmentGradients, *, row_gradients: Callable[..., PyTree] = row_gradients
+) -> Float[Array, ""]:
     """Sum of the squares of all row gradients in float32, for callers that need only their norm."""
     return jnp.sum(jnp.square(row_gradients(num_rows, gradients)[1]))
 

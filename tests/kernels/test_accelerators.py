@@ -15,7 +15,7 @@ from rsembed.kernels.api import backend_evidence
 from rsembed.kernels.contract import Segment, Step
 from rsembed.kernels.devices import TARGETS, tracing_for
 from rsembed.kernels.traced_rules import evaluate, trace_rule
-from tests.kernels.cases import RULES, draw_table, training_step
+from tests.kernels.cases import RULES, assert_close, draw_table, training_step
 
 pytestmark = [
     # jax 0.12 says so of every copy from a tile's memory that names a semaphore, as `sync_copy` does.
@@ -126,6 +126,27 @@ def test_what_kernels_cannot_do_is_named():
 
 
 # Lowering, which needs no accelerator
+
+
+def test_a_program_traced_for_gpus_runs_on_a_cpu_where_its_arrays_are_there():
+    """JAX chooses the device when it compiles; by then a kernel was traced, and the definition beside it."""
+    step, shapes = training_step(api, "rowwise_adagrad")
+    given = jnp.ones((8, 128)), (jnp.ones((8, 1)),), jnp.arange(16, dtype=jnp.int32) % 5, jnp.arange(0, 17, 4)
+    assert jax.tree.structure(shapes) == jax.tree.structure(given)
+    expected = jax.jit(step)(*given)
+    with tracing_for("h100"):
+        assert "triton" in jax.jit(step).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+        found = jax.jit(step)(*given)
+    jax.tree.map(assert_close, found, expected)
+
+
+def test_a_shard_map_may_check_what_varies_over_a_mesh_of_gpus():
+    step, shapes = training_step(api, "rowwise_adagrad")
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), auto, abstract_device=TARGETS["h100"])
+    specs = jax.P(), jax.P(), jax.P("x"), jax.P()
+    checked = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=jax.P("x")))
+    assert "triton" in checked.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("target", [name for name in TARGETS if name != "h100"])

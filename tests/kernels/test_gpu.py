@@ -5,6 +5,7 @@
 
 import json
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import pytest
 
 import rsembed as rs
 import rsembed.optimizers as ro
-from rsembed.kernels import gpu
+from rsembed.kernels import api, gpu
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from rsembed.tt import TensorTrain
 from tests import oracles
@@ -129,7 +130,53 @@ def test_collections_train_alike_with_and_without_the_kernels(storage, monkeypat
     np.testing.assert_allclose(*outputs, rtol=2e-3 if HAS_GPU and storage else 1e-5, atol=1e-6)
 
 
+def test_no_float_is_added_in_the_order_of_arrival():
+    """XLA's scatter on a GPU adds so, and the last bits of a sum would differ from run to run."""
+    rows, weights = jnp.asarray([3, 1, 3, 0], jnp.int32), jnp.asarray([0.5, 2.0, 0.7, 1.0])
+    for combiner in ("sum", "mean", "sqrtn"):
+        segments = [Segment(rows, jnp.asarray([0, 3, 4]), weights, combiner)]
+        table, d_outputs, rule = draw_table(12), draw_gradients(segments, 12), RULES["adagrad"]
+        step = jax.make_jaxpr(step_of(segments, rule))(table, rule.init_slots(table), d_outputs)
+        norm = jax.make_jaxpr(lambda d, own=segments: gpu.squared_norm(NUM_ROWS, SegmentGradients(own, d)))(d_outputs)
+        for program in (step, norm):
+            assert "pallas_call" in str(program)
+            assert not re.findall(r":f32.* = scatter-add", str(program))
+
+
 # On a card
+
+
+@needs_gpu
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_bits_repeat(combiner):
+    """Of bags of hundreds of entries, one row in a tenth of them, and weights whose sums are not exact."""
+    generator = np.random.default_rng(0)
+    rows = jnp.asarray(generator.zipf(1.2, 200_000) % 5000, jnp.int32)
+    weights = jnp.asarray(generator.uniform(0.5, 2.0, rows.size), jnp.float32)
+    segments = [Segment(rows, jnp.arange(0, 200_001, 400, dtype=jnp.int32), weights, combiner)]
+    table, d_outputs, rule = jnp.ones((5000, 40)), draw_gradients(segments, 40), RULES["adagrad"]
+    step = jax.jit(step_of(segments, rule))
+    norm = jax.jit(lambda d_outputs: gpu.squared_norm(5000, SegmentGradients(segments, d_outputs)))
+    first, *others = [(step(table, rule.init_slots(table), d_outputs), norm(d_outputs)) for _ in range(8)]
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, other, first)
+
+
+@needs_gpu
+def test_arrays_on_the_cpu_beside_a_gpu_are_served_there():
+    rows, rule = jnp.asarray([3, 1, 3], jnp.int32), RULES["adagrad"]
+    segments = [Segment(rows, jnp.asarray([0, 2, 3]), None, "mean")]
+    of_step = Step(rule.get_hyperparameters(0), rule)
+
+    def step(table, slots, segments):
+        (output,) = api.lookup(table, segments)
+        return output, api.update(table, slots, SegmentGradients(segments, [output]), of_step)
+
+    table, cpu = draw_table(12), jax.devices("cpu")[0]
+    given = table, rule.init_slots(table), segments
+    found = jax.jit(step)(*jax.device_put(given, cpu))
+    assert found[0].devices() == {cpu}
+    jax.tree.map(assert_close, found, jax.jit(step)(*given))
 
 
 @needs_gpu
@@ -180,7 +227,7 @@ def compiled():
     """What became of every case, in a process of its own: this one may have settled on a CPU."""
     environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
     environment["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    child = run_python("-m", "tests.kernels.compile_gpu", *COMPILED, environment=environment)
+    child = run_python("-m", "tests.kernels.compile_gpu", *COMPILED, "init", environment=environment)
     records = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
     return {record["case"]: record for record in records}, child.stderr[-4000:]
 
@@ -194,3 +241,9 @@ def test_compiles_for_hopper_without_a_copy_of_the_table(case, compiled):
     print(found)
     assert found["kernels"] == 3 and found["aliased_bytes"] == found["state_bytes"]
     assert found["temporary_bytes"] < found["state_bytes"] / 10
+
+
+@needs_compiler
+def test_tables_of_one_form_are_made_on_a_gpu(compiled):
+    records, errors = compiled
+    assert "init" in records, errors
