@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from rsembed.checks import NonNegativeInt, check_type, describe, foreign_to_numpy
+from rsembed.checks import NonNegativeInt, check_type, describe
 from rsembed.keys import Keys, join_keys
 
 PAD_ID = -1
@@ -278,6 +278,12 @@ def as_bags(value: Any, *, feature: str) -> Bags:
     except (TypeError, ValueError, RuntimeError) as error:  # the last is what torch raises
         raise type(error)(f"feature {feature!r}: {error}") from error
     raise TypeError(f"feature {feature!r}: ids must be Bags, an integer array or lists, got {type(ids).__name__}.")
+
+
+def foreign_to_numpy(value: Any) -> Any:
+    """`value` as a numpy array if it has `__array__`, as columns of pandas and tensors do; else `value` unchanged."""
+    is_foreign = hasattr(value, "__array__") and not isinstance(value, (jax.Array, np.ndarray))
+    return np.asarray(value) if is_foreign else value
 
 
 def _check_arrays(bags: Bags) -> None:

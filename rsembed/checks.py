@@ -109,12 +109,6 @@ def check_type(value: Any, hint: Any, name: str) -> None:
         raise error(f"{place} must be {_words_for(wanted)}, got {describe(entry)}.")
 
 
-def foreign_to_numpy(value: Any) -> Any:
-    """`value` as a numpy array if it has `__array__`, as columns of pandas and tensors do; else `value` unchanged."""
-    is_foreign = hasattr(value, "__array__") and not isinstance(value, (jax.Array, np.ndarray))
-    return np.asarray(value) if is_foreign else value
-
-
 def describe(value: Any) -> str:
     """The value as errors show it: itself where that is short, else its type."""
     if hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple):
@@ -196,7 +190,8 @@ def _misfit(value: Any, hint: Any, name: str) -> tuple[type[Exception], str, Any
 
 def _array_error(value: Any, hint: Any) -> type[Exception] | None:
     try:
-        array = np.asarray(value) if isinstance(value, (list, tuple)) else foreign_to_numpy(value)
+        is_foreign = hasattr(value, "__array__") and not isinstance(value, (jax.Array, np.ndarray))
+        array = np.asarray(value) if is_foreign or isinstance(value, (list, tuple)) else value
         dtype, shape = array.dtype, tuple(array.shape)
     except (ValueError, AttributeError, TypeError):  # rows of other lengths; no array
         return TypeError
@@ -204,8 +199,7 @@ def _array_error(value: Any, hint: Any) -> type[Exception] | None:
     is_untyped = dtypes == _INTEGERS and 0 in shape  # an empty list has no dtype yet
     if np.ma.isMaskedArray(array) or not _is_among(dtype, _REALS if is_untyped else dtypes):
         return TypeError
-    has_axes = any(axis[0] in "*." for axis in axes) or len(shape) == len(axes)
-    return None if has_axes else ValueError
+    return None if any(axis[0] in "*." for axis in axes) or len(shape) == len(axes) else ValueError
 
 
 def _words_for(hint: Any) -> str:

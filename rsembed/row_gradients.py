@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Num, PyTree
 
-from rsembed.bags import is_traced
-from rsembed.checks import check_fields, check_type, check_within, describe, foreign_to_numpy, validated
+from rsembed.bags import foreign_to_numpy, is_traced
+from rsembed.checks import check_fields, check_type, check_within, describe, validated
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients
