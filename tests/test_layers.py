@@ -31,7 +31,7 @@ BUDGETS = {
     "linen": 150,
     "checkpoint": 1297,
     "fdo": 590,
-    "sparsecore": 3990,
+    "sparsecore": 3989,
     "tbe": 2786,
     "tt": 2300,
     "sok": 1399,

@@ -162,6 +162,48 @@ class HostBatch(NamedTuple):
     allow_id_dropping: bool
     statistics: SparseDenseMatmulInputStats
 
+    def merged_entries(self, name: str) -> Entries:
+        """Entries that the cores of this process look up, equal rows of one sample merged.
+
+        Raises: ValueError: an id is outside its table, a weight is not finite, or a device has too many samples.
+        """
+        layout = self.layouts[name]
+        if layout.samples_per_core * layout.num_cores > MAX_SAMPLES_PER_DEVICE:
+            raise ValueError(
+                f"stack {layout.name!r} has {layout.samples_per_core * layout.num_cores} samples per device, above the "
+                f"limit of {MAX_SAMPLES_PER_DEVICE}; stack fewer features, or use more devices."
+            )
+        num_shards, partitions, keys, gains = layout.num_shards, [], [], []
+        for feature in self.readers[name]:
+            feature.check_values()
+            ids, placement = feature.bags.ids.astype(np.int64), feature.spec.id_transformation
+            place = Place(0, placement.col_offset, placement.col_shift)
+            core, sample = np.divmod(feature.samples, (feature.spec.num_samples or 0) // num_shards)
+            row = place.rows_in_shard(ids, spread=num_shards)
+            partitions.append(core * num_shards + place.shards(ids, spread=num_shards))
+            keys.append(row * layout.samples_per_core + (sample + placement.row_offset // num_shards))
+            gains.append(feature.gains)
+        partition, key, gain = (np.concatenate(arrays) for arrays in (partitions, keys, gains))
+        num_partitions = self.local_device_count * layout.num_cores * num_shards
+        num_keys = layout.rows_per_shard * layout.samples_per_core
+        if num_partitions * num_keys < 2**63:
+            packed = partition * num_keys + key
+            # Equal keys must keep their order for sums of weights to be reproducible; numpy's fastest sort does not.
+            order = np.argsort(packed, kind="stable")
+            partition, key = np.divmod(packed[order], num_keys)
+        else:
+            order = np.lexsort((key, partition))
+            partition, key = partition[order], key[order]
+        gain = gain[order]
+        is_first = _differs_from_the_last(partition, key)
+        starts = np.flatnonzero(is_first)
+        merged = gain[starts]
+        # One after the other in the order of the batch; reduceat would add in an order of its own.
+        np.add.at(merged, np.cumsum(is_first)[~is_first] - 1, gain[~is_first])
+        multiplicity = np.diff(np.append(starts, key.size))
+        row, sample = np.divmod(key[starts], layout.samples_per_core)
+        return Entries(partition[starts], row, sample, merged, multiplicity, num_partitions)
+
 
 def partition_stack(batch: HostBatch, name: str) -> StackBuffers:
     """Buffers of one stack; fills the batch's statistics.
@@ -169,51 +211,8 @@ def partition_stack(batch: HostBatch, name: str) -> StackBuffers:
     Raises:
       ValueError: a limit is exceeded, the buffer is too small, or there are too many samples.
     """
-    entries = merged_entries(batch, name)
+    entries = batch.merged_entries(name)
     return lay_out(batch, batch.layouts[name], entries, entries)
-
-
-def merged_entries(batch: HostBatch, name: str) -> Entries:
-    """Entries that the cores of this process look up, equal rows of one sample merged.
-
-    Raises: ValueError: an id is outside its table, a weight is not finite, or a device has too many samples.
-    """
-    layout = batch.layouts[name]
-    if layout.samples_per_core * layout.num_cores > MAX_SAMPLES_PER_DEVICE:
-        raise ValueError(
-            f"stack {layout.name!r} has {layout.samples_per_core * layout.num_cores} samples per device, above the "
-            f"limit of {MAX_SAMPLES_PER_DEVICE}; stack fewer features, or use more devices."
-        )
-    num_shards, partitions, keys, gains = layout.num_shards, [], [], []
-    for feature in batch.readers[name]:
-        feature.check_values()
-        ids, placement = feature.bags.ids.astype(np.int64), feature.spec.id_transformation
-        place = Place(0, placement.col_offset, placement.col_shift)
-        core, sample = np.divmod(feature.samples, (feature.spec.num_samples or 0) // num_shards)
-        row = place.rows_in_shard(ids, spread=num_shards)
-        partitions.append(core * num_shards + place.shards(ids, spread=num_shards))
-        keys.append(row * layout.samples_per_core + (sample + placement.row_offset // num_shards))
-        gains.append(feature.gains)
-    partition, key, gain = (np.concatenate(arrays) for arrays in (partitions, keys, gains))
-    num_partitions = batch.local_device_count * layout.num_cores * num_shards
-    num_keys = layout.rows_per_shard * layout.samples_per_core
-    if num_partitions * num_keys < 2**63:
-        packed = partition * num_keys + key
-        # Equal keys must keep their order for sums of weights to be reproducible; numpy's fastest sort does not.
-        order = np.argsort(packed, kind="stable")
-        partition, key = np.divmod(packed[order], num_keys)
-    else:
-        order = np.lexsort((key, partition))
-        partition, key = partition[order], key[order]
-    gain = gain[order]
-    is_first = _differs_from_the_last(partition, key)
-    starts = np.flatnonzero(is_first)
-    merged = gain[starts]
-    # One after the other in the order of the batch; reduceat would add in an order of its own.
-    np.add.at(merged, np.cumsum(is_first)[~is_first] - 1, gain[~is_first])
-    multiplicity = np.diff(np.append(starts, key.size))
-    row, sample = np.divmod(key[starts], layout.samples_per_core)
-    return Entries(partition[starts], row, sample, merged, multiplicity, num_partitions)
 
 
 def _differs_from_the_last(partition: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -379,7 +378,7 @@ def partition_stacks_in_minibatches(
         1 where to cut it.
     """
     layouts, buckets = batch.layouts, {}
-    merged = {name: merged_entries(batch, name) for name in layouts}
+    merged = {name: batch.merged_entries(name) for name in layouts}
     is_needed = np.asarray([any(exceeded_limits(layouts[name], own) for name, own in merged.items())])
     nodes = np.zeros(MAX_MINIBATCHES - 1, bool)
     if any_process(0, is_needed).any():
