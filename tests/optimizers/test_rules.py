@@ -14,9 +14,9 @@ from rsembed.optimizers.rules import AdamSlotVariables
     [
         (ro.Adagrad(0.1, initial_accumulator_value=0.0), 1.0),
         (ro.TorchAdagrad(0.1, epsilon=0.0), 1.0),
-        (ro.AdagradMomentum(0.1, initial_accumulator_value=0.0, epsilon=0.0), 1.0),
+        (ro.rules.AdagradMomentum(0.1, initial_accumulator_value=0.0, epsilon=0.0), 1.0),
         (ro.LaProp(0.1, b1=0.0, eps=0.0), 1.0),
-        (ro.F2A(0.1, initial_accumulator_value=0.0), 1.0),
+        (ro.rules.F2A(0.1, initial_accumulator_value=0.0), 1.0),
         (ro.FTRL(0.1, initial_accumulator_value=0.0), 0.0),  # which makes rows anew from their linear term, here 0
     ],
     ids=lambda own: type(own).__name__,
