@@ -59,7 +59,7 @@ storage/hashed.py  storage/test_contract.py -k hashed
     evict = self.eviction if self.makes_room else None => evict = "lru" if self.makes_room else None
 storage/hashed_rows.py  storage/test_corners.py -k stochastic
     mix(*lanes).astype(jnp.int32) => rows
-storage/row_map.py  storage/test_contract.py -k evicting
+storage/row_map.py  storage/test_policies.py -k never_lose
     (row_map.last_step != FREE) & (row_map.last_step != step) => row_map.last_step != FREE
 storage/hashed_rows.py  storage/test_evict.py
     step - waiting.last_step > steps_to_live => step - waiting.last_step >= steps_to_live

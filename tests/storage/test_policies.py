@@ -30,6 +30,17 @@ def test_a_table_that_was_taken_out_and_in_goes_on_with_the_same_evictions(evict
     assert collection.counts(other)["t"]["evicted"].sum() >= 2
 
 
+@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+def test_keys_of_a_step_never_lose_their_rows_to_new_keys_of_the_same_step(eviction):
+    """Key 1 occurs least and is used now; key 2 has to go, and where even that is not enough, a new key gets no row."""
+    collection = keyed(rows=2, when_full="evict", eviction=eviction)
+    state = collection.init(jax.random.key(0))
+    for keys, left in (([1, 2, 2, 2], [1, 2]), ([1, 3], [1, 3]), ([1, 4, 5], [1, 4])):
+        batch = collection.prepare({"f": np.asarray(keys)})
+        state = collection.update(state, batch, {"f": np.ones((len(keys), DIM), np.float32)})
+        assert collection.tables(state)["t"]["keys"].tolist() == left
+
+
 def test_rows_that_are_written_count_as_used_now():
     collection = keyed()
     state = collection.init(jax.random.key(0))._replace(step=jnp.int32(5))
