@@ -33,7 +33,7 @@ BUDGETS = {
     "fdo": 590,
     "sparsecore": 3989,
     "tbe": 2786,
-    "tt": 2300,
+    "tt": 2299,
     "sok": 1399,
     "plot": 1011,
     "datasets": 794,

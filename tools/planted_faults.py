@@ -137,7 +137,7 @@ sok/dump.py  sok/test_dump.py -k rounded
     there.nmant > here.nmant => there.nmant < here.nmant
 datasets/generated.py  datasets/test_generated.py
     rows.random(num_samples) < probability => rows.random(num_samples) < rate
-plot/distributions.py  test_plot.py -k frequency
+plot/distributions.py  test_plot.py -k falling
     shares[shares > 0])[::-1] => shares[shares > 0])
 """
 # What a copy's own tests import is the copy, although an editable installation puts a finder in front of all folders.

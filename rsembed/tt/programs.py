@@ -152,10 +152,9 @@ def stepped(
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Parameters and slots after a step with the gradients of a lookup in parameters `then`; gradients of weights."""
     table, rule = storage.tables[0], storage.tables[0].optimizer
-    *_, d_weights = pulled(storage, mode, then, batch, d_output)
-    # Rows that were stored or let go since train where they lie now.
-    here = then._replace(directory=params.directory) if isinstance(then, CachedTrain) else then
-    d_cores, *_ = pulled(storage, mode, here, batch, d_output)
+    d_cores, _, d_weights = pulled(storage, mode, then, batch, d_output)
+    if isinstance(then, CachedTrain):  # rows that were stored or let go since train where they lie now
+        d_cores, *_ = pulled(storage, mode, then._replace(directory=params.directory), batch, d_output)
     hyper = dataclasses.replace(rule, learning_rate=lambda: rate).get_hyperparameters(number)
     gradients = SegmentGradients([segment_of(batch, batch.ids, mode)], [d_output])
     return *storage.step(params, slots, gradients, table, Step(hyper, rule, None, number), d_cores), d_weights
