@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, Integer, PyTree
 
 from rsembed.checks import check_type
 from rsembed.collection.devices import Devices
@@ -249,7 +249,7 @@ class TBEPlan:
 
     def batch(
         self,
-        ids: Int[Array | np.ndarray, " nnz"],
+        ids: Integer[Array | np.ndarray, " nnz"],
         offsets: Int[Array | np.ndarray, " bags_plus_1"],
         weights: Float[Array | np.ndarray, " nnz"] | None,
         sizes: BagSizes | None = None,

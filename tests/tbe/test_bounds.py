@@ -103,3 +103,13 @@ def test_inside_jit_fatal_drops_ids_and_counts_them():
     found = nnx.jit(lambda module, ids, offsets: module(ids, offsets))(module, ids, offsets)
     np.testing.assert_array_equal(found[0], [*before[0][1], *before[1][3]])
     assert int(module.bounds_check_warning.get_value()) == 2
+
+
+def test_inside_jit_the_largest_unsigned_id_is_outside_its_table_as_it_is_outside_of_jit():
+    """Its bits are those of -1, which is no id."""
+    eager, compiled = make(SPECS), make(SPECS)
+    ids, offsets = np.asarray([2**32 - 1, 3], np.uint32), np.asarray([0, 1, 2])
+    with pytest.warns(UserWarning, match="4294967295"):
+        expected = eager(ids, offsets)
+    np.testing.assert_array_equal(nnx.jit(lambda module, *batch: module(*batch))(compiled, ids, offsets), expected)
+    assert int(compiled.bounds_check_warning) == int(eager.bounds_check_warning) == 1
