@@ -112,7 +112,7 @@ def _of_arrays(features: Mapping[str, FeatureSpec], batch: Batch, bounds_check: 
     specs = [feature.table_spec for feature in features.values() if feature.num_samples is None]
     takes_keys = any(spec.storage is not None and spec.storage.key_dtype is not None for spec in specs)
     is_array = [type(own) is np.ndarray or isinstance(own, jax.Array) for own in given.values()]
-    if takes_keys or len(specs) < len(given) or not all(is_array) or is_traced(given):
+    if takes_keys or len(specs) < len(given) or not all(is_array) or is_unknown(given):
         return None
     if any(own.dtype not in (np.int32, np.int64) or own.ndim not in (1, 2) for own in given.values()):
         return None
