@@ -11,7 +11,8 @@ step by SGD, tables by row-wise Adagrad. Contestants take turns of eight distinc
 * table-batched: the module in one `nnx.jit`. SparseCore: that wing's functions, preprocessing included, full Adagrad.
 * core, own pairs: as core, with the pairs of plain JAX in place of `rs.pairwise_interaction`.
 * plain JAX: tables are arrays, `table[ids]`, and optax steps everything by SGD with dense gradients.
-* torch + FBGEMM: FBGEMM's module on the host and torch's dense layers, if both can be imported.
+* torch: its dense layers over `EmbeddingBag`s and full Adagrad, on a GPU if JAX has one. torch + FBGEMM, TorchRec: over
+  FBGEMM's module on the host, or TorchRec's around it. Those that can be imported.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def draw_batches(sizes: list[int], batch_size: int) -> list[Batch]:
     return [
         Batch(
             {
-                f"t{k}": timing.ids_by_law("zipf", size, (batch_size,), int(ranks.integers(1 << 30)), exponent=1.05)
+                f"t{k:02}": timing.ids_by_law("zipf", size, (batch_size,), int(ranks.integers(1 << 30)), exponent=1.05)
                 for k, size in enumerate(sizes)
             },
             rng.standard_normal((batch_size, NUM_DENSE), dtype=np.float32),
@@ -112,9 +113,9 @@ def collection_of(sizes: list[int], storage_of: Callable[[int], Any] = lambda si
     return rs.EmbeddingCollection(
         [
             rs.FeatureSpec(
-                name=f"t{k}",
+                name=f"t{k:02}",
                 table_spec=rs.TableSpec(
-                    name=f"t{k}",
+                    name=f"t{k:02}",
                     vocabulary_size=size,
                     embedding_dim=DIM,
                     initializer=start,
@@ -181,10 +182,10 @@ def sparsecore_contestant(sizes: list[int], batches: list[Batch]) -> Run:
     """Functions of the SparseCore wing."""
     size = len(batches[0].labels)
     specs = {
-        f"t{k}": embedding_spec.FeatureSpec(
-            name=f"t{k}",
+        f"t{k:02}": embedding_spec.FeatureSpec(
+            name=f"t{k:02}",
             table_spec=embedding_spec.TableSpec(
-                name=f"t{k}",
+                name=f"t{k:02}",
                 vocabulary_size=rows,
                 embedding_dim=DIM,
                 initializer=jax.nn.initializers.constant(0.01),
@@ -259,7 +260,7 @@ def nnx_contestant(sizes: list[int], batches: list[Batch]) -> Run:
 
 def plain_contestant(sizes: list[int], batches: list[Batch]) -> Run:
     """JAX and optax alone."""
-    tables = {f"t{k}": jnp.full((size, DIM), 0.01, jnp.float32) for k, size in enumerate(sizes)}
+    tables = {f"t{k:02}": jnp.full((size, DIM), 0.01, jnp.float32) for k, size in enumerate(sizes)}
     held, tx = [(dense_params(), tables)], optax.sgd(DENSE_RATE)
 
     def loss_fn(given, ids, dense, labels):
@@ -278,20 +279,11 @@ def plain_contestant(sizes: list[int], batches: list[Batch]) -> Run:
     return run
 
 
-def fbgemm_contestant(sizes: list[int], batches: list[Batch]) -> Run:
-    """FBGEMM's tables under torch's layers; raises ImportError without them."""
+def torch_layers(batches: list[Batch], vectors_of: Callable[[Batch], Any], tables: Any = None) -> Run:
+    """Torch's dense layers over vectors `[batch, 26, dim]`, whose tables step in the backward pass or are given."""
     import torch
-    from fbgemm_gpu import split_table_batched_embeddings_ops_training as fbgemm
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation
 
-    tbe = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
-        [(size, DIM, EmbeddingLocation.HOST, fbgemm.ComputeDevice.CPU) for size in sizes],
-        optimizer=fbgemm.OptimType.EXACT_ROWWISE_ADAGRAD,
-        learning_rate=TABLE_RATE,
-        bounds_check_mode=BoundsCheckMode.NONE,
-    )
-    for table in tbe.split_embedding_weights():
-        table.fill_(0.01)
+    device = torch_device()
 
     def torch_mlp(widths: tuple[int, ...], seed: int) -> Any:
         parts: list[Any] = []
@@ -299,29 +291,111 @@ def fbgemm_contestant(sizes: list[int], batches: list[Batch]) -> Run:
             linear = torch.nn.Linear(*weight.shape)
             linear.weight.data, linear.bias.data = torch.from_numpy(weight.T.copy()), torch.from_numpy(bias)
             parts += [linear, torch.nn.ReLU()]
-        return torch.nn.Sequential(*parts[:-1])
+        return torch.nn.Sequential(*parts[:-1]).to(device)
 
     below, above = torch_mlp(BELOW, 1), torch_mlp(ABOVE, 2)
-    optimizer = torch.optim.SGD([*below.parameters(), *above.parameters()], lr=DENSE_RATE)
-    first, second = np.triu_indices(27, 1)
-    size = len(batches[0].labels)
-    offsets = torch.arange(len(sizes) * size + 1)
+    optimizers = [torch.optim.SGD([*below.parameters(), *above.parameters()], lr=DENSE_RATE)]
+    if tables is not None:
+        optimizers.append(torch.optim.Adagrad(tables.parameters(), lr=TABLE_RATE))
+    first, second = (torch.from_numpy(own).to(device) for own in np.triu_indices(27, 1))
 
     def run(k: int) -> object:
         own = batches[k]
-        ids = torch.from_numpy(np.concatenate([*own.ids.values()]).astype(np.int64))
-        vectors = tbe(ids, offsets).reshape(size, len(sizes), DIM)
-        optimizer.zero_grad(set_to_none=True)
-        dense = below(torch.from_numpy(own.dense))
+        vectors = vectors_of(own)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        dense = below(torch.from_numpy(own.dense).to(device))
         every = torch.cat([dense[:, None], vectors], dim=1)
         products = torch.bmm(every, every.transpose(1, 2))[:, first, second]
         logits = above(torch.cat([dense, products], dim=1))[:, 0]
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.from_numpy(own.labels))
+        labels = torch.from_numpy(own.labels).to(device)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
         loss.backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         return loss.item()
 
     return run
+
+
+def torch_device() -> str:
+    """Where torch runs, if it can: beside JAX."""
+    import torch
+
+    return "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
+
+
+def torch_contestant(sizes: list[int], batches: list[Batch]) -> Run:
+    """Torch alone: a bag for each table, sparse gradients and elementwise Adagrad; raises ImportError without it."""
+    import torch
+
+    device = torch_device()
+    bags = torch.nn.ModuleList(
+        torch.nn.EmbeddingBag(rows, DIM, mode="sum", sparse=True, device=device) for rows in sizes
+    )
+    for table in bags.parameters():
+        table.data.fill_(0.01)
+    offsets = torch.arange(len(batches[0].labels), device=device)
+
+    def vectors_of(own: Batch) -> Any:
+        ids = torch.from_numpy(np.stack([*own.ids.values()])).to(device)
+        return torch.stack([bag(its, offsets) for bag, its in zip(bags, ids.long(), strict=True)], dim=1)
+
+    return torch_layers(batches, vectors_of, bags)
+
+
+def fbgemm_contestant(sizes: list[int], batches: list[Batch]) -> Run:
+    """FBGEMM's tables under torch's layers; raises ImportError without them."""
+    import torch
+    from fbgemm_gpu import split_table_batched_embeddings_ops_training as fbgemm
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation
+
+    tables = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
+        [(size, DIM, EmbeddingLocation.HOST, fbgemm.ComputeDevice.CPU) for size in sizes],
+        optimizer=fbgemm.OptimType.EXACT_ROWWISE_ADAGRAD,
+        learning_rate=TABLE_RATE,
+        bounds_check_mode=BoundsCheckMode.NONE,
+    )
+    for table in tables.split_embedding_weights():
+        table.fill_(0.01)
+    size = len(batches[0].labels)
+    offsets = torch.arange(len(sizes) * size + 1)
+
+    def vectors_of(own: Batch) -> Any:
+        ids = torch.from_numpy(np.concatenate([*own.ids.values()]).astype(np.int64))
+        return tables(ids, offsets).reshape(size, len(sizes), DIM)
+
+    return torch_layers(batches, vectors_of)
+
+
+def torchrec_contestant(sizes: list[int], batches: list[Batch]) -> Run:
+    """TorchRec's fused collection under torch's layers; raises ImportError without it."""
+    import torch
+    import torchrec
+    from torchrec.modules import fused_embedding_modules
+    from torchrec.optim import RowWiseAdagrad
+
+    names = [f"t{k:02}" for k in range(len(sizes))]
+    tables = fused_embedding_modules.FusedEmbeddingBagCollection(
+        [
+            torchrec.EmbeddingBagConfig(name=name, num_embeddings=size, embedding_dim=DIM, feature_names=[name])
+            for name, size in zip(names, sizes, strict=True)
+        ],
+        optimizer_type=RowWiseAdagrad,
+        optimizer_kwargs={"lr": TABLE_RATE},
+        device=torch.device("cpu"),
+    )
+    for weights in tables.parameters():
+        weights.data.fill_(0.01)
+    size = len(batches[0].labels)
+    lengths = torch.ones(len(sizes) * size, dtype=torch.int64)
+
+    def vectors_of(own: Batch) -> Any:
+        ids = torch.from_numpy(np.concatenate([*own.ids.values()]).astype(np.int64))
+        every = tables(torchrec.KeyedJaggedTensor.from_lengths_sync(names, ids, lengths))
+        return every.values().reshape(size, len(sizes), DIM)
+
+    return torch_layers(batches, vectors_of)
 
 
 def main() -> int:
@@ -330,7 +404,7 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=4.0, help="all tables together")
     parser.add_argument("--batch", type=int, default=2048, help="samples")
     parser.add_argument("--rounds", type=int, default=4, help="times that all batches are run")
-    parser.add_argument("--without", default="", help="contestants to leave out, separated by commas")
+    parser.add_argument("--without", default="", help="contestants to leave out, separated by semicolons")
     options = parser.parse_args()
     makers: dict[str, Callable] = {
         "core": core_contestant,
@@ -344,13 +418,15 @@ def main() -> int:
             storage_of=lambda size: rs.HostCached(cache_rows=size // 10) if size > 10 * options.batch else None,
         ),
         "plain JAX": plain_contestant,
+        "torch": torch_contestant,
         "torch + FBGEMM": fbgemm_contestant,
+        "TorchRec": torchrec_contestant,
     }
     sizes = table_sizes(options.gigabytes)
     batches, runs = draw_batches(sizes, options.batch), {}
     for name, make in makers.items():
         try:
-            if name not in options.without.split(","):
+            if name not in options.without.split(";"):
                 runs[name] = make(sizes, batches)
         except ImportError as error:
             print(f"without {name}: {error}")

@@ -158,6 +158,8 @@ class Bags:
         missing = num_ids - self.ids.shape[0]
         if missing < 0:
             raise ValueError(f"the bags hold {self.ids.shape[0]} ids and cannot be padded to {num_ids}; raise num_ids.")
+        if missing == 0 and self.dense_shape is None:
+            return self
         xp = _module_of(self.ids)
         if isinstance(self.ids, Keys):
             ids: PyTree = jax.tree.map(lambda lane: xp.concatenate([lane, xp.zeros(missing, lane.dtype)]), self.ids)
@@ -333,17 +335,19 @@ def device_copy(array: PyTree, dtype: DTypeLike) -> Array:
 
 
 def on_device(tree: PyTree) -> PyTree:
-    """All arrays of a tree on the device, copied: loaders write their batches into the same memory again.
+    """The tree with numpy's arrays on the device, copied: loaders write their batches into the same memory again.
 
     Arguments of a compiled function are copied in one go, in a third of the time that `device_put` takes for 26 arrays.
     """
     if is_traced(tree):
         return tree
+    leaves, form = jax.tree.flatten(tree)
     with jax.transfer_guard_host_to_device("allow"):  # whoever prepares a batch asks for it
-        return _returned(tree)
+        copies = iter(_returned([leaf for leaf in leaves if isinstance(leaf, np.ndarray)]))
+    return jax.tree.unflatten(form, [next(copies) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])
 
 
-_returned = jax.jit(lambda tree: tree)
+_returned = jax.jit(lambda arrays: arrays)
 
 
 def cut_on_device(values: np.ndarray, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:

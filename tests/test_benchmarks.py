@@ -133,3 +133,16 @@ def test_everybody_on_a_gpu_would_train_the_same_tables(scripts, monkeypatch):
         assert 0 < record["best_milliseconds"] <= record["milliseconds"] < np.inf
     with pytest.raises(AssertionError, match=r"ours and the reference differ by 1\.0e-01"):
         gpu.check_agreement(np.full((2, 2), 1.1), np.ones((2, 2)), "ours")
+
+
+def test_models_lose_alike_however_their_tables_are_kept(scripts):
+    import dlrm
+
+    sizes = dlrm.table_sizes(0.001)
+    batches = dlrm.draw_batches(sizes, 16)
+    makers = (dlrm.core_contestant, dlrm.nnx_contestant, dlrm.table_batched_contestant)
+    with jax.numpy_rank_promotion("allow"):
+        core, *others = ([float(run(k)) for k in range(4)] for run in (make(sizes, batches) for make in makers))
+    assert len(set(core)) == 4
+    for losses in others:
+        np.testing.assert_allclose(losses, core, rtol=1e-5)

@@ -140,14 +140,14 @@ def test_pages_of_activations_are_used_again_unless_the_user_chose_what_the_allo
 
 
 HEAPS = """
-import ctypes, resource, threading
+import ctypes, resource, sys, threading
 from rsembed.kernels import native
 
 assert not isinstance(native.shared_library(), str)
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes, libc.memset.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-SIZE, faults = 14 << 20, []
+SIZE, faults = int(sys.argv[1]) << 20, []
 
 def results():
     others = [libc.malloc(SIZE) for _ in range(4)]  # fill a heap, so that the next one needs a heap of its own
@@ -165,10 +165,11 @@ print((faults[-1] - faults[0]) / 9 / (SIZE >> 12))
 
 
 @pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="speaks to the allocator of glibc")
-def test_pages_of_results_of_other_threads_are_used_again():
+@pytest.mark.parametrize("megabytes", (14, 48))
+def test_pages_of_results_of_other_threads_are_used_again(megabytes):
     if (reason := native.unavailable_because()) is not None:
         pytest.skip(f"the native library speaks to the allocator: {reason}")
-    command = [sys.executable, "-c", HEAPS]
+    command = [sys.executable, "-c", HEAPS, str(megabytes)]
     output = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert output.returncode == 0, output.stderr
     assert float(output.stdout) < 0.1

@@ -149,8 +149,10 @@ class EmbeddingCollection:
           inside `jit`; then the given state is as it was.
         """
         self.check_state(state, parts=["tables"])
+        if not self._on_host:
+            return state
         batch = self.prepare(batch)
-        if self._on_host and is_traced((state, batch)):
+        if is_traced((state, batch)):
             raise RuntimeError("prefetch works beside compiled programs; call it outside of jit, before the step.")
         near = host_rows.fetched(self._on_host, state, dict.fromkeys(self._on_host, batch), donates=True)
         return host_rows.with_new_generation(self._on_host, near)

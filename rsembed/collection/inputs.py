@@ -76,13 +76,16 @@ def prepare(
     with Agreement(devices.known_mesh, what, given) as agreement:
         batch = given if read is None else read(given)
         check_names(features, batch, "batch")
+        for leaf in jax.tree.leaves([own for own in batch.values() if isinstance(own, (Bags, jax.Array))]):
+            if isinstance(leaf, jax.Array) and not is_unknown(leaf):
+                leaf.copy_to_host_async()  # all at once, where an accelerator holds them; they are read one by one
         if devices.mesh is None and (plain := _of_arrays(features, batch, bounds_check)) is not None:
             return plain
         bags = {name: _checked(feature, batch[name], bounds_check) for name, feature in features.items()}
         if devices.mesh is None:
             for name, own in bags.items():
                 _check_batch_size(features[name], own, own.num_bags)
-            canonical = on_device([_canonical(features[name], own) for name, own in bags.items()])
+            canonical = on_device([_canonical(features[name], own, batch[name]) for name, own in bags.items()])
             return dict(zip(bags, canonical, strict=True))  # a tree would sort them
         for name, own in bags.items():
             form, width = _form_and_width(name, own)
@@ -128,6 +131,8 @@ def _of_arrays(features: Mapping[str, FeatureSpec], batch: Batch, bounds_check: 
 
 def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
     """Bags of a feature with ids and weights in the dtypes of the canonical form."""
+    if isinstance(value, jax.Array) and not is_unknown(value):
+        value = np.asarray(value)  # numpy needs no program for a check
     bags, table = as_bags(value, feature=feature.name), feature.table_spec
     # Whoever differentiates by weights hides these alone.
     visible = dataclasses.replace(bags, weights=None) if isinstance(bags.weights, jax.core.Tracer) else bags
@@ -156,14 +161,15 @@ def is_unknown(given: PyTree) -> bool:
     return is_traced(given) or any(map(is_global, jax.tree.leaves(given)))
 
 
-def _canonical(feature: FeatureSpec, bags: Bags) -> PyTree:
-    """An array, or bags of any length with room for a power of two of ids, so that few programs serve all batches.
+def _canonical(feature: FeatureSpec, bags: Bags, given: PyTree) -> PyTree:
+    """What was `given` if that is an array of the device; else an array, or bags of any length.
 
-    Bags that somebody padded, what is inside `jit`, and features without a combiner, whose activations have one vector
-    per id, get no more room.
+    Bags have room for a power of two of ids, so that few programs serve all batches. Those that somebody padded, what
+    is inside `jit`, and features without a combiner, whose activations have one vector per id, get no more room.
     """
     if bags.dense_shape is not None:
-        return _padded(bags, 0)
+        is_there = isinstance(given, jax.Array) and not isinstance(bags.ids, Keys) and given.dtype == bags.ids.dtype
+        return given if is_there else _padded(bags, 0)
     is_exact = not is_traced(bags) and int(np.asarray(bags.offsets)[-1]) == bags.ids.shape[0]
     if is_exact and feature.table_spec.combiner != "none":
         bags = bags.pad_to(max(padded_size(bags.ids.shape[0]), 1))

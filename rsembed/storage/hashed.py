@@ -167,7 +167,7 @@ class Hashed(DynamicRows):
     ) -> tuple[PyTree, Int[Array, ""]]:
         """As every storage, from the rows where they lie if all keys have some.
 
-        Else nothing as large as the vectors is kept beside them: memory that a program needs beyond 32 MB comes from
+        Else nothing as large as the vectors is kept beside them: memory that a program needs beyond 64 MB comes from
         the system in every call, and its pages one by one.
         """
         rows, num_absent = row_map.search(params.keys, keys)

@@ -260,6 +260,15 @@ def test_a_prepared_batch_stays_though_its_memory_is_written_again(num_devices):
     jax.tree.map(np.testing.assert_array_equal, prepared, before)
 
 
+def test_what_was_prepared_is_not_copied_when_it_is_prepared_again():
+    collection = collection_of(table_spec("a", vocabulary_size=5), table_spec("b", vocabulary_size=9))
+    prepared = collection.prepare({"f_a": np.asarray([[4, 1], [0, 3]]), "f_b": [[8, 2, 2], [5]]})
+    again = collection.prepare(prepared)
+    pairs = zip(jax.tree.leaves(again), jax.tree.leaves(prepared), strict=True)
+    assert all(own.unsafe_buffer_pointer() == before.unsafe_buffer_pointer() for own, before in pairs)
+    assert again["f_b"].to_lists() == [[8, 2, 2], [5]] and again["f_a"].tolist() == [[4, 1], [0, 3]]
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint64, jnp.int32])
 def test_arrays_of_one_batch_become_int32_in_their_shapes_and_stay_where_they_are_that(dtype):
     collection = collection_of(*(table_spec(name, vocabulary_size=n) for name, n in (("b", 3), ("a", 5), ("c", 9))))

@@ -487,9 +487,9 @@ extern "C" bool rsembed_advise_huge_pages(void* data, size_t bytes) { return Adv
 // most that a result may want of it.
 extern "C" bool rsembed_keep_freed_memory([[maybe_unused]] size_t bytes) {
 #if defined(M_TRIM_THRESHOLD) && defined(M_MMAP_THRESHOLD) && defined(M_TOP_PAD)
-  constexpr int kMostOfOneResult = 32 << 20;  // all that glibc takes from a heap
-  return mallopt(M_MMAP_THRESHOLD, kMostOfOneResult) != 0 && mallopt(M_TOP_PAD, kMostOfOneResult) != 0 &&
-         mallopt(M_TRIM_THRESHOLD, static_cast<int>(bytes)) != 0;
+  constexpr int kMostOfOneResult = 64 << 20;  // what a heap can hold; older versions of glibc refuse more than half
+  return (mallopt(M_MMAP_THRESHOLD, kMostOfOneResult) != 0 || mallopt(M_MMAP_THRESHOLD, kMostOfOneResult / 2) != 0) &&
+         mallopt(M_TOP_PAD, kMostOfOneResult) != 0 && mallopt(M_TRIM_THRESHOLD, static_cast<int>(bytes)) != 0;
 #else
   return false;
 #endif
