@@ -5,7 +5,8 @@
 Every curve starts from four tables of 1M rows of 64, batch 4096, 10 ids a feature by Zipf 1.05, and changes one of
 these: ids a step, the length of a row, rows of a single table (up to 8 GB), the number of tables at the same number of
 ids, the skew, and the cores of the process. A step is lookup and update by row-wise Adagrad, compiled, with donated
-state. `keys` gives a hashed table of 32 numbers a row batches in which every key is new. Needs about 9 GB of memory.
+state. `keys` gives a hashed table of 32 numbers a row batches in which every key is new, and so a dictionary of rows in
+numpy. Needs about 9 GB of memory.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def time_point(workload: Workload, exponent: float, num_rounds: int) -> Record:
 
 
 def time_new_keys(num_keys: int, num_rounds: int) -> Record:
-    """Millions of keys a second that get a row in a table of keys, and are stepped."""
+    """Millions of keys a second that get a row in a table of keys, and are stepped; and with a dictionary of rows."""
     rule, capacity = rs.optimizers.RowWiseAdagrad(0.01), 2 * timing.NUM_BATCHES * num_keys
     table = rs.TableSpec(
         name="user", vocabulary_size=capacity, embedding_dim=32, optimizer=rule, storage=rs.Hashed(when_full="zero")
@@ -76,7 +77,18 @@ def time_new_keys(num_keys: int, num_rounds: int) -> Record:
             start = time.perf_counter()
             state = jax.block_until_ready(update(state, batch, gradients))
             seconds.append(time.perf_counter() - start)
-    return {"million keys a second": num_keys / np.median(seconds) / 1e6}
+    dictionary, in_dictionary = np.empty((capacity, 32), np.float32), []
+    for _ in range(num_rounds):
+        row_of: dict[int, int] = {}
+        rng = np.random.default_rng(0)
+        for k in range(timing.NUM_BATCHES):
+            keys = np.arange(num_keys) + k * num_keys
+            start = time.perf_counter()
+            rows = np.fromiter((row_of.setdefault(key, len(row_of)) for key in keys.tolist()), np.int64, num_keys)
+            dictionary[rows] = rng.standard_normal((num_keys, 32), dtype=np.float32) - np.float32(0.01)
+            in_dictionary.append(time.perf_counter() - start)
+    both = {"million keys a second": seconds, "with a dictionary": in_dictionary}
+    return {what: num_keys / np.median(own) / 1e6 for what, own in both.items()}
 
 
 def on_cores(num_cores: int, num_rounds: int) -> Record:
@@ -120,7 +132,8 @@ def show(name: str, records: dict[float, Record]) -> None:
     """The rows of one curve."""
     for place, record in records.items():
         if "million keys a second" in record:
-            print(f"{name:<12}{place:>12,g}{record['million keys a second']:>12.2f} million new keys a second")
+            ours, dictionary = record["million keys a second"], record["with a dictionary"]
+            print(f"{name:<12}{place:>12,g}{ours:>12.2f} million new keys a second, with a dictionary {dictionary:.2f}")
             continue
         cells = [f"{record[what]['ns per id']:.1f} ({record[what]['best']:.1f})" for what in ("lookup", STEP)]
         print(f"{name:<12}{place:>12,g}{cells[0]:>18}{cells[1]:>18}{record['first step s']:>10.1f}", flush=True)
@@ -154,6 +167,8 @@ def draw(records: dict[str, dict[float, Record]], path: Path) -> None:
         places, points = list(records[name]), list(records[name].values())
         if name == "keys":
             axes.plot(places, [point["million keys a second"] for point in points], "o-", color="C2")
+            axes.plot(places, [point["with a dictionary"] for point in points], "o-", color="0.6")
+            axes.annotate("a dictionary", (places[-1], points[-1]["with a dictionary"]), ha="right", va="bottom")
             axes.set(ylabel="million a second")
         else:
             for what, label in (("lookup", "lookup"), (STEP, "lookup and update")):

@@ -57,7 +57,16 @@ def test_every_point_of_the_curves_is_a_time(workload):
     record = curves.time_point(workload, 1.05, 1)
     for what in ("lookup", curves.STEP):
         assert 0 < record[what]["best"] <= record[what]["ns per id"] < np.inf
-    assert curves.time_new_keys(8, 1)["million keys a second"] > 0
+    assert all(rate > 0 for rate in curves.time_new_keys(8, 1).values())
+
+
+def test_contestants_of_serving_look_up_the_same_vectors(scripts, monkeypatch):
+    import serving
+
+    monkeypatch.setattr(serving, "ROWS", 50)
+    expected, *others = [run(1) for run in serving.our_contestants(serving.draw_batches(3)).values()]
+    for vectors in others:
+        jax.tree.map(np.testing.assert_array_equal, vectors, expected)
 
 
 def test_every_wing_whose_compiling_is_timed_trains(scripts, monkeypatch):
