@@ -33,7 +33,7 @@ from flax import nnx
 import rsembed as rs
 from rsembed import tbe
 from rsembed.kernels import reference
-from rsembed.plot import measured_on
+from rsembed.plot.drawing import measured_on
 from rsembed.sparsecore import embedding, embedding_spec
 
 CARDINALITIES = (

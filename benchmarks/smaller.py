@@ -28,6 +28,7 @@ import timing
 
 import rsembed as rs
 from rsembed import datasets, plot, tt
+from rsembed.plot.drawing import measured_on
 
 DIM, BATCH, PASSES, RATES, RATIOS = 16, 2048, 2, (0.001, 0.002, 0.006, 0.015), (4, 10, 40, 100)
 METHODS = ("hashed", "train, 2 cores", "train, 3 cores")
@@ -192,7 +193,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--picture", type=Path, help="also draw loss and AUC into this file")
     parser.add_argument("--logs", default=",".join(LOGS), help="separated by commas")
-    options, machine, records = parser.parse_args(), plot.measured_on(), []
+    options, machine, records = parser.parse_args(), measured_on(), []
     print(f"{machine}\n{'log':11}{'method':16}{'ratio':>6}{'seed':>6}{'bytes':>12}{'rate':>8}{'loss':>9}{'AUC':>9}")
     for own in study(options.logs.split(","), options.seeds):
         records.append(own)

@@ -24,7 +24,7 @@ import timing
 from timing import Times
 
 from rsembed.kernels import native
-from rsembed.plot import measured_on
+from rsembed.plot.drawing import measured_on
 
 OURS, PEERS = "ours, jit", ("FBGEMM", "torch")
 RULES = {"EXACT_SGD": ("SGD", "step, SGD"), "EXACT_ROWWISE_ADAGRAD": ("Adagrad", "step, row-wise Adagrad")}

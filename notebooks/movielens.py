@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import rsembed as rs
 from rsembed import checkpoint, datasets
+from rsembed.datasets.ratings import RatingsLog
 from rsembed.progress import progress
 from rsembed.tt import TensorTrain
 
@@ -55,7 +56,7 @@ class Settings:
 class Task(NamedTuple):
     """The log and what follows from it: a user's last film is asked for, the earlier ones are for training."""
 
-    log: datasets.RatingsLog
+    log: RatingsLog
     histories: np.ndarray  # [ratings, history]
     months: np.ndarray  # [ratings]
     genres: np.ndarray  # [films, most genres of one], -1 where it has fewer

@@ -7,10 +7,12 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import sys
 import textwrap
 import tomllib
 from pathlib import Path
 from typing import TypeVar
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -256,9 +258,15 @@ def test_the_program_of_the_page_on_checks_is_refused_in_the_words_that_it_shows
     assert "word/vocabulary_size is 100, expected 200." in capsys.readouterr().out
 
 
-def test_the_programs_of_the_page_on_long_runs_save_what_they_say(capsys):
-    assert run_programs("reliability.md")[1] == 3
+def test_the_programs_of_the_page_on_long_runs_save_and_log_what_they_say(capsys, monkeypatch):
+    library = mock.MagicMock()  # in the place of tensorboardX
+    monkeypatch.setitem(sys.modules, "tensorboardX", library)
+    assert run_programs("reliability.md")[1] == 4
     assert capsys.readouterr().out == "step_000000000 {'input': 4096}\n"
+    written = library.SummaryWriter.return_value.__enter__.return_value.add_scalar.call_args_list
+    curves = {call.args[0]: call.args[1] for call in written}
+    assert curves.pop("loss") > 0 and {"visitor/inserted", "visitor/evicted"} < set(curves)
+    assert not any(curves.values()) and {call.kwargs["global_step"] for call in written} == {0}
 
 
 def test_the_programs_of_the_page_on_troubleshooting_find_a_way_out_of_what_they_show():

@@ -6,11 +6,13 @@ import pytest
 
 from rsembed import plot
 from rsembed.kernels.devices import granted_cores
-from rsembed.plot.pictures import Work, roof
+from rsembed.plot.buffers import partition_entries
+from rsembed.plot.drawing import measured_on
+from rsembed.plot.pictures import Work, lookup_work, nearest_neighbours, principal_plane, roof, running_mean
 
 RNG = np.random.default_rng(0)
 VECTORS = RNG.normal(size=(40, 8))
-ENTRIES = plot.partition_entries(RNG.integers(0, 9, (2, 4, 3)), num_shards=2)
+ENTRIES = partition_entries(RNG.integers(0, 9, (2, 4, 3)), num_shards=2)
 
 PICTURES = {
     "loss": lambda **kw: plot.plot_loss([3.0, 2.0, 1.0], references={"floor": 0.5}, label="training", **kw),
@@ -73,7 +75,7 @@ def test_a_picture_makes_one_figure_names_both_of_its_axes_and_changes_no_settin
 
 
 def test_times_can_be_told_with_processor_and_date():
-    processor, cores, date = plot.measured_on().rsplit(", ", 2)
+    processor, cores, date = measured_on().rsplit(", ", 2)
     assert len(processor) > 2 and cores == f"{granted_cores()} cores"
     assert datetime.date.fromisoformat(date) <= datetime.date.today()
 
@@ -84,11 +86,12 @@ def test_times_can_be_told_with_processor_and_date():
 def test_running_mean_averages_what_there_is_at_the_beginning():
     values = RNG.normal(size=30)
     expected = [np.mean(values[max(0, i - 6) : i + 1]) for i in range(30)]
-    np.testing.assert_allclose(plot.running_mean(values, 7), expected)
+    np.testing.assert_allclose(running_mean(values, 7), expected)
+    np.testing.assert_allclose(plot.plot_loss(values, window=7).lines[0].get_ydata(), expected)
 
 
 def test_nearest_neighbours_are_those_of_an_exhaustive_search():
-    nearest, cosines = plot.nearest_neighbours(VECTORS, [3, 17], 4)
+    nearest, cosines = nearest_neighbours(VECTORS, [3, 17], 4)
     for row, query in enumerate([3, 17]):
         cosine = {
             i: v @ VECTORS[query] / np.linalg.norm(v) / np.linalg.norm(VECTORS[query])
@@ -101,14 +104,14 @@ def test_nearest_neighbours_are_those_of_an_exhaustive_search():
 
 
 def test_nearest_neighbours_of_a_zero_row_have_cosine_zero():
-    _, cosines = plot.nearest_neighbours(np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), [0], 2)
+    _, cosines = nearest_neighbours(np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), [0], 2)
     assert cosines.tolist() == [[0.0, 0.0]]
 
 
 def test_principal_plane_finds_the_plane_in_which_the_points_lie():
     flat = RNG.normal(size=(50, 2)) * [5.0, 1.0]
     basis = np.linalg.qr(RNG.normal(size=(6, 2)))[0]
-    coordinates, shares = plot.principal_plane(flat @ basis.T + 3.0)
+    coordinates, shares = principal_plane(flat @ basis.T + 3.0)
     assert shares.sum() == pytest.approx(1.0)
     distances = np.linalg.norm(flat[:, None] - flat[None], axis=-1)
     np.testing.assert_allclose(np.linalg.norm(coordinates[:, None] - coordinates[None], axis=-1), distances)
@@ -116,7 +119,7 @@ def test_principal_plane_finds_the_plane_in_which_the_points_lie():
 
 
 def test_principal_plane_of_equal_points_is_a_point():
-    coordinates, shares = plot.principal_plane(np.ones((5, 3)))
+    coordinates, shares = principal_plane(np.ones((5, 3)))
     np.testing.assert_allclose(coordinates, 0.0, atol=1e-12)
     assert np.isfinite(shares).all()
 
@@ -185,7 +188,7 @@ def test_labels_cover_neither_each_other_nor_a_point_and_stay_in_the_picture():
 
 
 def test_work_of_a_lookup_is_counted_by_hand():
-    work = plot.lookup_work(num_ids=6, num_distinct_rows=4, num_bags=2, dim=8, value_bytes=2)
+    work = lookup_work(num_ids=6, num_distinct_rows=4, num_bags=2, dim=8, value_bytes=2)
     assert work.flops == 6 * 8 * 2
     assert work.num_bytes == 4 * 8 * 2 + 6 * 4 + 2 * 8 * 4
 

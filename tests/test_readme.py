@@ -17,18 +17,28 @@ def quick_initial_values() -> None:
     """None: the lines run as for whoever copies them."""
 
 
-def test_the_programs_run_as_printed(tmp_path, monkeypatch):
+def test_the_program_runs_as_printed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    ten_lines, clicks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names = {}
-    exec(compile(ten_lines, "README.md", "exec"), names)
-    before, after = (names["collection"].tables(s)["item"] for s in (names["collection"].init(KEY), names["state"]))
-    assert np.flatnonzero((np.asarray(before) != np.asarray(after)).any(axis=1)).tolist() == [4, 17, 99, 123_456]
-    assert int(names["state"].step) == 1
-    exec(compile(clicks, "README.md", "exec"), names)
-    assert sorted(names["collection"].tables(names["state"])["user"]["keys"].tolist()) == [-7, 2**40 + 1]
-    again = names["collection"].lookup(names["state"], names["batch"])
-    jax.tree.map(np.testing.assert_array_equal, again, names["activations"])
+    exec(compile(program, "README.md", "exec"), names)
+    collection, state, batch = (names[name] for name in ("collection", "state", "batch"))
+    first = collection.init(KEY)
+    before, after = (collection.tables(own) for own in (first, state))
+    rows = np.flatnonzero((np.asarray(before["item"]) != np.asarray(after["item"])).any(axis=1))
+    assert rows.tolist() == [4, 17, 99, 123_456]
+    assert before["user"]["keys"].tolist() == [] and sorted(after["user"]["keys"].tolist()) == [-7, 2**40 + 1]
+    assert int(state.step) == 1
+
+    history = np.stack([np.asarray(before["item"])[ids].mean(axis=0) for ids in ([17, 4, 99], [123_456])])
+    users = np.asarray(collection.lookup_vjp(first, batch)[0]["user"])
+    logits = np.sum(history * users, axis=1)
+    losses = -np.log([1 / (1 + np.exp(-logits[0])), 1 / (1 + np.exp(logits[1]))])  # a click, and none
+    assert float(names["loss"]) == pytest.approx(losses.mean(), rel=1e-6)
+    d_logits = (1 / (1 + np.exp(-logits)) - [1.0, 0.0]) / 2
+    np.testing.assert_allclose(names["params"], 1 - 0.1 * d_logits @ (history * users), rtol=1e-6)
+
+    jax.tree.map(np.testing.assert_array_equal, collection.lookup(state, batch), names["activations"])
 
 
 def test_rooms_named_on_the_architecture_page_exist():

@@ -6,7 +6,6 @@ Everything works offline and is deterministic. Arrays are numpy; each loader has
 
 from rsembed.datasets.generated import synthetic_clicks as synthetic_clicks
 from rsembed.datasets.generated import zipf_ids as zipf_ids
-from rsembed.datasets.ratings import RatingsLog as RatingsLog
 from rsembed.datasets.ratings import generated_ratings as generated_ratings
 from rsembed.datasets.ratings import movielens as movielens
 from rsembed.datasets.text import shakespeare as shakespeare

@@ -5,7 +5,6 @@ from rsembed.fdo.client import CSVFileFDOClient as CSVFileFDOClient
 from rsembed.fdo.client import FDOClient as FDOClient
 from rsembed.fdo.client import MemoryFDOClient as MemoryFDOClient
 from rsembed.fdo.client import NPZFileFDOClient as NPZFileFDOClient
-from rsembed.fdo.statistics import EXACT as EXACT
 from rsembed.fdo.statistics import LimitsPolicy as LimitsPolicy
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
 from rsembed.fdo.statistics import limits_from_statistics as limits_from_statistics

@@ -1,12 +1,10 @@
 """Pictures of tables, buffers and training; each draws only on the given axes, its numbers are computed apart.
 
 Every `plot_…` takes data first and `ax=`, the axes to draw on; None makes a figure. Further keyword arguments go to the
-main artist. It returns the `Axes`.
+main artist. It returns the `Axes`. Functions that compute what some pictures show are imported from the modules below.
 """
 
-from rsembed.plot.buffers import buffer_places as buffer_places
 from rsembed.plot.buffers import explore as explore
-from rsembed.plot.buffers import partition_entries as partition_entries
 from rsembed.plot.buffers import plot_buffer as plot_buffer
 from rsembed.plot.buffers import plot_limit_choice as plot_limit_choice
 from rsembed.plot.distributions import plot_coverage as plot_coverage
@@ -14,13 +12,8 @@ from rsembed.plot.distributions import plot_id_frequency as plot_id_frequency
 from rsembed.plot.distributions import plot_shard_load as plot_shard_load
 from rsembed.plot.distributions import plot_stack_bytes as plot_stack_bytes
 from rsembed.plot.distributions import plot_stack_treemap as plot_stack_treemap
-from rsembed.plot.distributions import stack_bytes as stack_bytes
-from rsembed.plot.distributions import zipf_exponent as zipf_exponent
 from rsembed.plot.drawing import COLOURS as COLOURS
 from rsembed.plot.drawing import MUTED as MUTED
-from rsembed.plot.drawing import measured_on as measured_on
-from rsembed.plot.pictures import lookup_work as lookup_work
-from rsembed.plot.pictures import nearest_neighbours as nearest_neighbours
 from rsembed.plot.pictures import plot_against_bytes as plot_against_bytes
 from rsembed.plot.pictures import plot_limits as plot_limits
 from rsembed.plot.pictures import plot_loss as plot_loss
@@ -28,5 +21,3 @@ from rsembed.plot.pictures import plot_loss_against_state as plot_loss_against_s
 from rsembed.plot.pictures import plot_miss_ratio as plot_miss_ratio
 from rsembed.plot.pictures import plot_roofline as plot_roofline
 from rsembed.plot.pictures import plot_row_path as plot_row_path
-from rsembed.plot.pictures import principal_plane as principal_plane
-from rsembed.plot.pictures import running_mean as running_mean

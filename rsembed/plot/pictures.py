@@ -104,6 +104,7 @@ def plot_loss(
     losses: Num[np.ndarray, " points"] | Sequence[float],
     *,
     steps: Num[np.ndarray, " points"] | Sequence[int] | None = None,
+    window: PositiveInt = 1,
     references: Mapping[str, float] | None = None,
     ylabel: str = "loss (nats)",
     ax: Axes | None = None,
@@ -116,6 +117,7 @@ def plot_loss(
     Args:
       losses: one value per point.
       steps: where they were measured; None means after steps 1, 2, 3, ….
+      window: losses of which each point shows the mean: its own and those before it.
       references: losses of things known, such as `{"unigram entropy": 5.3}`, by the text written at the line.
       ylabel: what the loss is, with its unit.
       ax: None makes a figure.
@@ -124,7 +126,7 @@ def plot_loss(
     Raises: ValueError: there are not as many steps as losses.
     """
     ax = axes_or_new(ax)
-    values = np.asarray(losses, np.float64)
+    values = running_mean(np.asarray(losses, np.float64), window)
     if steps is not None and len(steps) != len(values):
         raise ValueError(f"plot_loss: {len(steps)} steps for {len(values)} losses; give one for each.")
     ax.plot(np.arange(1, len(values) + 1) if steps is None else np.asarray(steps), values, **line_kwargs)

@@ -63,28 +63,29 @@ odds([5], [1.0]) => ValueError: log_odds ... 0 to 4
 datasets.word_id_batches(WORDS + 2**40, 1, 2, 3) => ValueError: word_id_batches: word_ids ... int32
 datasets.word_id_batches(WORDS[:3], 1, 2, 3) => ValueError: 3 words are too few ... seq_len=3
 # Pictures
-rs.plot.zipf_exponent(np.array([3])) => ValueError: zipf_exponent ... two rows
-rs.plot.nearest_neighbours(np.eye(3), [9], 1) => ValueError: nearest_neighbours ... 9 ... 0 to 2
+rs.plot.distributions.zipf_exponent(np.array([3])) => ValueError: zipf_exponent ... two rows
+rs.plot.pictures.nearest_neighbours(np.eye(3), [9], 1) => ValueError: nearest_neighbours ... 9 ... 0 to 2
 rs.plot.plot_loss([1.0, 2.0], steps=[1]) => ValueError: 1 steps for 2 losses
 rs.plot.plot_limits([1, 2, 3], [1, 2]) => ValueError: 2 limits for 3 batches
-rs.plot.buffer_places(np.array([16, 2, *[16] * 6]), num_shards=2, num_places=24)
+rs.plot.buffers.buffer_places(np.array([16, 2, *[16] * 6]), num_shards=2, num_places=24)
     => ValueError: buffer_places ... must not fall
-rs.plot.buffer_places(np.full(16, 8), num_shards=3, num_places=47) => ValueError: buffer_places:
-rs.plot.buffer_places(np.full(16, 8), num_shards=9, num_places=48) => ValueError: buffer_places:
-rs.plot.buffer_places(np.full(16, 16), num_shards=2, num_places=16) => ValueError: buffer_places:
+rs.plot.buffers.buffer_places(np.full(16, 8), num_shards=3, num_places=47) => ValueError: buffer_places:
+rs.plot.buffers.buffer_places(np.full(16, 8), num_shards=9, num_places=48) => ValueError: buffer_places:
+rs.plot.buffers.buffer_places(np.full(16, 16), num_shards=2, num_places=16) => ValueError: buffer_places:
 rs.plot.plot_buffer(np.zeros((1, 8), int), labels=np.array(["a", "b", "c"])) => ValueError: labels have shape (3,)
 rs.plot.plot_shard_load({"idle": np.zeros(4, int)}) => ValueError: plot_shard_load: load
 rs.plot.plot_shard_load({}) => ValueError: one number of shards
 rs.plot.plot_shard_load({"two": np.ones(2, int), "three": np.ones(3, int)}) => ValueError: one number of shards
 rs.plot.plot_id_frequency([NAN, 2]) => ValueError: plot_id_frequency: counts must be finite and not negative,
 rs.plot.plot_coverage([]) => ValueError: plot_coverage: counts must be finite and not negative, and
-rs.plot.principal_plane([[1.0, 2.0]])
+rs.plot.pictures.principal_plane([[1.0, 2.0]])
     => ValueError: principal_plane: needs two points of two finite columns, got shape (1, 2)
-rs.plot.nearest_neighbours(np.eye(3), [0], 9) => ValueError: nearest_neighbours: k=9 must be from 1 to 2, the other rows
+rs.plot.pictures.nearest_neighbours(np.eye(3), [0], 9)
+    => ValueError: nearest_neighbours: k=9 must be from 1 to 2, the other rows
 rs.plot.plot_stack_treemap({}) => ValueError: treemap: sizes must be finite and not negative, and at
-rs.plot.partition_entries(np.ones((2,3,1), int), num_shards=2)
+rs.plot.buffers.partition_entries(np.ones((2,3,1), int), num_shards=2)
     => ValueError: partition_entries: 3 samples are dealt to 2 cores, which
-rs.plot.partition_entries(np.full((1, 4, 2), -1), num_shards=4) => ValueError: partition_entries
+rs.plot.buffers.partition_entries(np.full((1, 4, 2), -1), num_shards=4) => ValueError: partition_entries
 # The command line
 command() => ValueError: command
 command("run", "99_nothing") => ValueError: no notebook '99_nothing' ... 01_shakespeare
@@ -103,5 +104,5 @@ command("") => ValueError: usage: rsembed [-h] {doctor,run,launch} ...
 """
 
 ACCEPTED = """
-rs.plot.zipf_exponent([3, 1]) => rs.plot.zipf_exponent(np.array([3, 1]))
+rs.plot.distributions.zipf_exponent([3, 1]) => rs.plot.distributions.zipf_exponent(np.array([3, 1]))
 """

@@ -30,8 +30,9 @@ SETTINGS = {
 }
 LIVE_CELL = """\
 from rsembed import datasets, plot
+from rsembed.plot.buffers import partition_entries
 batches = datasets.zipf_ids(4 * 64 * 4, 500, exponent=1.0, seed=0).reshape(4, 64, 4)
-plot.explore(plot.partition_entries(batches, num_shards=4))
+plot.explore(partition_entries(batches, num_shards=4))
 """
 
 

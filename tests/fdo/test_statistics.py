@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 
 from rsembed import FeatureSpec, TableSpec
-from rsembed.fdo import EXACT, LimitsPolicy, SparseDenseMatmulInputStats, limits_from_statistics
+from rsembed.fdo import LimitsPolicy, SparseDenseMatmulInputStats, limits_from_statistics
+from rsembed.fdo.statistics import EXACT
 from rsembed.optimizers import SGD
 from rsembed.sparsecore import embedding
 from rsembed.specs import StackedTableSpec

@@ -5,13 +5,13 @@ import pytest
 from matplotlib.colors import to_hex
 
 from rsembed import plot
-from rsembed.plot.buffers import GAP, TAIL
+from rsembed.plot.buffers import GAP, TAIL, buffer_places
 from rsembed.plot.pictures import COLOURS
 from rsembed.sparsecore import embedding, embedding_spec
 
 POINTERS = np.array([3, 9, *[16] * 6, 8, 8, *[8] * 6])
 """Two cores and two shards: 3 and 1 ids, then 8 and none."""
-PLACES = plot.buffer_places(POINTERS, num_shards=2, num_places=48)
+PLACES = buffer_places(POINTERS, num_shards=2, num_places=48)
 
 
 def legend_texts(ax):
@@ -33,7 +33,7 @@ def test_used_places_are_those_that_the_partitioner_filled(num_cores):
     ids = np.random.default_rng(0).integers(0, 100, (16, 5))
     processed, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, spec, 1, 1, num_sc_per_device=num_cores)
     rows = processed.lhs_embedding_ids["t"]
-    places = plot.buffer_places(processed.lhs_row_pointers["t"], num_shards=num_cores, num_places=len(rows))
+    places = buffer_places(processed.lhs_row_pointers["t"], num_shards=num_cores, num_places=len(rows))
     is_used = rows.reshape(num_cores, -1) != np.iinfo(np.int32).max
     np.testing.assert_array_equal(places >= 0, is_used)
     distinct = [sample_id for row in ids for sample_id in set(row.tolist())]

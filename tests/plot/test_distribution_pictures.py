@@ -3,6 +3,7 @@ import pytest
 
 from rsembed import plot
 from rsembed.datasets.generated import zipf_probabilities
+from rsembed.plot.distributions import zipf_exponent
 
 COUNTS = np.array([1, 6, 0, 3])
 
@@ -39,7 +40,7 @@ def test_coverage_curves_on_one_picture_are_told_apart_by_a_legend():
 
 @pytest.mark.parametrize("exponent", [0.0, 0.6, 1.0, 1.7])
 def test_the_fit_finds_the_exponent_of_a_law(exponent):
-    assert plot.zipf_exponent(zipf_probabilities(500, exponent=exponent)) == pytest.approx(exponent, abs=1e-6)
+    assert zipf_exponent(zipf_probabilities(500, exponent=exponent)) == pytest.approx(exponent, abs=1e-6)
 
 
 def test_the_fit_is_the_maximum_of_the_likelihood():
@@ -49,5 +50,5 @@ def test_the_fit_is_the_maximum_of_the_likelihood():
         law = np.arange(1.0, 101.0) ** -exponent
         return np.sort(counts)[::-1] @ np.log(law / law.sum())
 
-    best = plot.zipf_exponent(counts)
+    best = zipf_exponent(counts)
     assert log_likelihood(best) > max(log_likelihood(best - 0.01), log_likelihood(best + 0.01))

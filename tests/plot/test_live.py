@@ -2,14 +2,14 @@ import numpy as np
 import pytest
 
 from rsembed import plot
-from rsembed.plot.buffers import limit_costs
+from rsembed.plot.buffers import limit_costs, partition_entries
 from rsembed.sparsecore import embedding, embedding_spec
 
 NUM_CORES = 4
 # Distinct ids in every sample, so that merged entries and ids are one.
 RNG = np.random.default_rng(0)
 BATCHES = np.argsort(RNG.exponential(size=(3, 32, 60)) * np.arange(1, 61), axis=2)[:, :, :5]
-ENTRIES = plot.partition_entries(BATCHES, num_shards=NUM_CORES)
+ENTRIES = partition_entries(BATCHES, num_shards=NUM_CORES)
 
 
 def preprocess(ids, limit):

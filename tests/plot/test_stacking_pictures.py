@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from rsembed import FeatureSpec, TableSpec, plan_stacking, plot
-from rsembed.plot.distributions import treemap
+from rsembed.plot.distributions import stack_bytes, treemap
 
 LOADS = {"together": np.array([6, 2, 2, 2]), "apart": np.array([3, 3, 4, 2])}
 SHAPES = {"a": 10, "b": 16, "c": 32}
@@ -17,7 +17,7 @@ def plan(dtype="float32"):
 
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
 def test_bytes_used_and_padding_add_up_to_the_physical_table(dtype, width):
-    sizes = plot.stack_bytes(plan(dtype))
+    sizes = stack_bytes(plan(dtype))
     # Rows are padded to 16, columns from 6 to 8.
     assert sizes == {"a_b": (26 * 6 * width, (32 * 8 - 26 * 6) * width), "c": (32 * 6 * width, 32 * 2 * width)}
     for stack in plan(dtype).stacks:
