@@ -18,7 +18,7 @@ import numpy as np
 import timing
 
 import rsembed as rs
-from rsembed.plot import measured_on
+from rsembed.plot.drawing import measured_on
 
 NUM_TABLES, ROWS, DIM = 26, 100_000, 64
 Batches = list[dict[str, np.ndarray]]
