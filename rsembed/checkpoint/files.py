@@ -386,8 +386,8 @@ def check_owners(path: Path, found: Mapping[str, PyTree], wanted: Mapping[str, P
         Fingerprint.of(found),
         Fingerprint.of(wanted),
         what=f"checkpoint {path} does not match",
-        way_out="Load it into what it was saved from, or take over tables alone: load(path).tree has them as arrays, "
-        "and collection.with_tables takes them.",
+        way_out="Load it into what it was saved from, or take over tables alone: load(path).tree has them as arrays "
+        "(keys and trains: collection.tables of what it was saved from), and collection.with_tables takes them.",
     )
 
 

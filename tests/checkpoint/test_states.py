@@ -304,8 +304,35 @@ def test_trains_rounded_tables_and_states_of_optax_go_to_another_mesh_and_stacki
     assert jax.random.key_data(restored.key).tolist() == jax.random.key_data(state.key).tolist()
     for found, wanted in ((target.tables, source.tables), (target.slots, source.slots)):
         jax.tree.map(np.testing.assert_array_equal, found(restored), wanted(state))
-    with pytest.raises(ValueError, match=r"tables/word/storage is .TensorTrain.*, expected null"):
-        checkpoint.load_collection(tmp_path / "a", collection_of())
+
+
+def test_a_train_with_kept_rows_becomes_a_dense_table_as_the_refusal_to_load_it_says(tmp_path):
+    kept = TensorTrain((2, 2), cache_rows=4, populate_every=1)
+    source, target = (collection_with([table_of("item", storage=storage)]) for storage in (kept, None))
+    state = trained(source, source.init(jax.random.key(0)), (0, 4))
+    checkpoint.save_collection(tmp_path / "a", source, state)
+    refusal = r"tables/item/storage is .TensorTrain.*, expected null.*trains: collection.tables of what it was saved"
+    with pytest.raises(ValueError, match=refusal):
+        checkpoint.load_collection(tmp_path / "a", target)
+    restored = checkpoint.load_collection(tmp_path / "a", source)
+    moved = target.with_tables(target.init(jax.random.key(1)), source.tables(restored))
+    assert source.counts(state)["item"]["cached_ids"] == 4
+    rows = source.lookup(state, {"f_item": np.arange(ROWS["item"])})["f_item"]
+    np.testing.assert_allclose(target.tables(moved)["item"], rows, rtol=1e-6, atol=1e-7)
+
+
+def test_keys_move_to_another_rule_as_the_refusal_to_load_them_says(tmp_path):
+    rules = rs.optimizers.Adagrad(0.1), rs.optimizers.SGD(0.1)
+    source, target = (collection_with([table_of("item", storage=rs.Hashed(), optimizer=rule)]) for rule in rules)
+    state = trained(source, source.init(jax.random.key(0)), (0, 4))
+    checkpoint.save_collection(tmp_path / "a", source, state)
+    with pytest.raises(ValueError, match=r"expected .SGD.*keys and trains: collection.tables of what it was saved"):
+        checkpoint.load_collection(tmp_path / "a", target)
+    found = source.tables(checkpoint.load_collection(tmp_path / "a", source))["item"]
+    rows = {name: found[name] for name in ("keys", "values")}
+    moved = target.with_tables(target.init(jax.random.key(1)), {"item": rows})
+    ids = {"f_item": np.arange(ROWS["item"])}
+    np.testing.assert_array_equal(target.lookup(moved, ids)["f_item"], source.lookup(state, ids)["f_item"])
 
 
 def test_what_carries_a_fingerprint_is_compared_in_any_tree(tmp_path):
