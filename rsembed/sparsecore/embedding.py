@@ -151,8 +151,8 @@ def init_embedding_variables(
     axis, *others = (*global_sharding.spec, None)
     if axis is None or any(others) or len(others) > 3:
         raise ValueError(
-            "global_sharding must be of rows alone, PartitionSpec('x', None), or for jax.pmap PartitionSpec('x', None, "
-            f"None); got {global_sharding.spec}."
+            "global_sharding must split rows alone: the PartitionSpec of the global sharding either needs to be in the "
+            f"format ('x', None) or, for jax.pmap, ('x', None, None); got {global_sharding.spec}."
         )
     mesh: Any = global_sharding.mesh  # an abstract one serves as well
     devices = Devices(mesh, (axis,) if isinstance(axis, str) else tuple(axis))

@@ -82,6 +82,8 @@ def auto_stack_tables(
       use_short_stack_names: cut names over 50 characters and add a hash.
       activation_mem_bytes_limit: activations per shard beyond which a group is split; None means 2 MiB.
     """
+    if isinstance(features, list):  # one that is listed twice has one place
+        features = [*{id(own): own for own in features}.values()]
     memory_limit = activation_mem_bytes_limit or DEFAULT_ACTIVATION_MEM_BYTES_LIMIT
     num_shards, rotation = _checked_sizes(features, global_device_count, num_sc_per_device, rotation)
     tables = tables_of(features)

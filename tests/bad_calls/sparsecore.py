@@ -247,7 +247,7 @@ sparse([[0, 0, 0]], [1]) => ValueError: feature 'f_word': indices ... [nnz, 2] .
 sparse([[0.5, 0]], [1]) => TypeError: feature 'f_word': indices ... integers ... float64
 sparse([[8, 0]], [1]) => ValueError: feature 'f_word': sample id 8
 # Variables
-init(where=sharding()) => ValueError: global_sharding ... PartitionSpec('x', None)
+init(where=sharding()) => ValueError: global_sharding ... the format ('x', None)
 init(given={"a": _stacked_pair()[0].table_spec}) => ValueError: stack 'a_b' has 64 rows ... have 32
 init(given=embedding.get_table_specs(placed(made(initializer=lambda: jnp.zeros((32, 8))))))
     => TypeError: table 'word': ... initializer(key, (32, 8)) ... Write it as `lambda key, shape: ...`

@@ -49,6 +49,15 @@ def variables_of(features, tables):
 # Stacking
 
 
+def test_a_spec_that_is_listed_twice_has_one_place():
+    (twice, other), (alone, beside) = (list(new_features().values()) for _ in range(2))
+    embedding.auto_stack_tables([twice, other, twice], 1, CORES)
+    embedding.auto_stack_tables([alone, beside], 1, CORES)
+    assert [twice, other] == [alone, beside]
+    with pytest.raises(ValueError, match="feature names must be unique"):
+        embedding.auto_stack_tables([alone, *new_features().values()], 1, CORES)
+
+
 def test_no_limit_of_memory_means_the_published_one():
     def stacks(**options):
         features = [
