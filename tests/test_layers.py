@@ -31,7 +31,7 @@ BUDGETS = {
     "linen": 150,
     "checkpoint": 1297,
     "fdo": 590,
-    "sparsecore": 3989,
+    "sparsecore": 3988,
     "tbe": 2786,
     "tt": 2299,
     "sok": 1399,

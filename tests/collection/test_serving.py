@@ -61,7 +61,7 @@ def test_activations_are_those_of_the_collection_up_to_what_the_dtype_can_hold(t
 
 def test_ragged_bags_with_weights_and_ids_outside_pool_as_numpy_does(trained):
     lookup, tables = rs.for_serving(*trained)
-    ids, offsets = np.array([3, 60, 7, -1, 7, 2], np.int32), np.array([0, 2, 2, 5])
+    ids, offsets = np.array([3, 2**32 + 60, 7, 2**32 + 3, 7, 2]), np.array([0, 2, 2, 5])
     weights = np.array([0.5, 1.0, 2.0, 1.0, -1.0, 9.0], np.float32)
     found = lookup(tables, dict.fromkeys(COMBINERS, rs.Bags(ids, offsets, weights)))
     for name in ("sum", "mean", "sqrtn"):
