@@ -11,6 +11,7 @@ from jax import export
 
 import rsembed as rs
 from rsembed.kernels.contract import Segment
+from rsembed.sok import Keys
 from rsembed.tt import TensorTrain
 from tests.oracles import pooled_lookup
 
@@ -80,6 +81,11 @@ def test_keys_of_64_bits_are_found_by_both_lanes_and_unknown_ones_read_zeros(tra
         lookup(tables, IDS | {"keys": keys}),
     ):
         np.testing.assert_array_equal(found["keys"], np.concatenate([values, np.zeros((1, 4))]))
+    by_halves = jax.jit(lambda *lanes: lookup(tables, IDS | {"keys": Keys(*lanes)})["keys"])
+    shapes = [jax.ShapeDtypeStruct(keys.shape, dtype) for dtype in ("uint32", "uint32", "bool")]
+    halves = keys.astype(np.uint64) >> 32, keys.astype(np.uint64) & 0xFFFFFFFF
+    found = export.export(by_halves)(*shapes).call(*(half.astype(np.uint32) for half in halves), np.arange(4) != 1)
+    np.testing.assert_array_equal(found, np.stack([values[0], np.zeros(4), values[2], np.zeros(4)]))
 
 
 READER = """
