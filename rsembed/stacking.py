@@ -468,8 +468,8 @@ def plan_stack(
 def _checked_tables(
     all_tables: Mapping[str, TableSpec], table_names: Sequence[str], stack_name: str, *, share_combiner: bool
 ) -> list[TableSpec]:
-    if len(set(table_names)) != len(table_names):
-        raise ValueError(f"stack {stack_name!r}: a table is repeated in {list(table_names)}.")
+    if repeated := [name for name in table_names if list(table_names).count(name) > 1]:
+        raise ValueError(f"stack {stack_name!r}: Table {repeated[0]} is repeated in group {list(table_names)}.")
     unknown = [name for name in table_names if name not in all_tables]
     if unknown or not table_names:
         raise ValueError(f"stack {stack_name!r}: no feature reads tables {unknown}; known are {list(all_tables)}.")

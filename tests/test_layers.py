@@ -31,7 +31,7 @@ BUDGETS = {
     "linen": 150,
     "checkpoint": 1297,
     "fdo": 589,
-    "sparsecore": 3991,
+    "sparsecore": 3990,
     "tbe": 2786,
     "tt": 2299,
     "sok": 1399,

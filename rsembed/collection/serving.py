@@ -88,7 +88,7 @@ def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Py
         rows, is_id = _rows_of_keys(table, as_keys(bags.ids))
     else:
         check_ids_dtype(bags, feature=feature.name)
-        rows = jnp.asarray(bags.ids)
+        rows = bags.ids  # of 64 bits where they come from numpy, of which JAX would keep the lower half
         is_id = (rows >= 0) & (rows < table["rows"].shape[0])
         rows = jnp.where(is_id, rows, NO_ROW).astype(jnp.int32)
     (vectors,) = reference.gather_rows((table["rows"],), rows)

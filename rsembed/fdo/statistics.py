@@ -89,8 +89,8 @@ class SparseDenseMatmulInputStats:
         if num_sc_per_device is None:
             if table_name not in self.required_buffer_size_per_sc:
                 raise ValueError(
-                    f"stack {table_name!r} has no recorded buffer size, so its cores are unknown; pass "
-                    "num_sc_per_device."
+                    f"stack {table_name!r} has no recorded buffer size, which would tell its cores; num_sc_per_device "
+                    "must be provided if the table is not present."
                 )
             num_sc_per_device = len(self.required_buffer_size_per_sc[table_name])
         each = required_buffer_size_per_device / num_sc_per_device

@@ -140,7 +140,7 @@ def stack_tables(
     for table in (tables[table_name] for table_name in table_names if table_name in tables):
         own = table.setting_in_stack.stack_name
         if own != table.name:
-            raise ValueError(f"table {table.name!r} is already in stack {own!r}; a table has one place.")
+            raise ValueError(f"Table {table.name} is already stacked, in {own!r}; a table has one place.")
     stack = plan_stack(
         features,
         table_names,

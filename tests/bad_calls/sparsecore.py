@@ -169,7 +169,7 @@ embedding.prepare_feature_specs_for_training(embedding_spec.FeatureSpec(name="f"
 placed(made(combiner="none")) => ValueError: table 'word': combiner 'none' ... 'sum'
 run(given=placed(made(batch=7))) => ValueError: feature 'f_word' ... 7 samples ... 2
 stack(["a", "x"]) => ValueError: 'x' ... 'a', 'b'
-stack(["a", "a"]) => ValueError: stack 'a_a': a table is repeated in ['a', 'a']
+stack(["a", "a"]) => ValueError: stack 'a_a': Table a is repeated in group ['a', 'a']
 stack([]) => ValueError: no feature reads tables [] ... 'a'
 stack(["a", "b"], made("a"), made("b", optimizer=embedding_spec.AdamOptimizerSpec()))
     => ValueError: optimizer ... 'a' ... 'b'
@@ -181,7 +181,7 @@ _two_stacks_of_one_name() => ValueError: stack name 'x' ... already used
 stack(stack_to_max_ids_per_partition=lambda *_: None) => TypeError: stack 'a_b' ... integer ... None
 stack(stack_to_max_ids_per_partition=lambda *_: 0) => ValueError: limit of ids ... [1, inf)
 _stacked_again() => ValueError: table 'a' ... another number of shards: 4, not 8 (devices times cores
-_one_table_in_two_stacks() => ValueError: table 'c' ... already in stack 'b_c'
+_one_table_in_two_stacks() => ValueError: Table c is already stacked, in 'b_c'
 run(given=placed(made(suggested_coo_buffer_size_per_device=5000))) => ValueError: 5000 ... above 1024
 placed(made(storage=rs.tt.TensorTrain((4,))))
     => NotImplementedError: table 'word' ... storage=TensorTrain ... EmbeddingCollection

@@ -11,6 +11,7 @@ from jax import export
 
 import rsembed as rs
 from rsembed.kernels.contract import Segment
+from rsembed.sok import Keys
 from rsembed.tt import TensorTrain
 from tests.oracles import pooled_lookup
 
@@ -61,7 +62,7 @@ def test_activations_are_those_of_the_collection_up_to_what_the_dtype_can_hold(t
 
 def test_ragged_bags_with_weights_and_ids_outside_pool_as_numpy_does(trained):
     lookup, tables = rs.for_serving(*trained)
-    ids, offsets = np.array([3, 60, 7, -1, 7, 2], np.int32), np.array([0, 2, 2, 5])
+    ids, offsets = np.array([3, 2**32 + 60, 7, 2**32 + 3, 7, 2]), np.array([0, 2, 2, 5])
     weights = np.array([0.5, 1.0, 2.0, 1.0, -1.0, 9.0], np.float32)
     found = lookup(tables, dict.fromkeys(COMBINERS, rs.Bags(ids, offsets, weights)))
     for name in ("sum", "mean", "sqrtn"):
@@ -80,6 +81,11 @@ def test_keys_of_64_bits_are_found_by_both_lanes_and_unknown_ones_read_zeros(tra
         lookup(tables, IDS | {"keys": keys}),
     ):
         np.testing.assert_array_equal(found["keys"], np.concatenate([values, np.zeros((1, 4))]))
+    by_halves = jax.jit(lambda *lanes: lookup(tables, IDS | {"keys": Keys(*lanes)})["keys"])
+    shapes = [jax.ShapeDtypeStruct(keys.shape, dtype) for dtype in ("uint32", "uint32", "bool")]
+    halves = keys.astype(np.uint64) >> 32, keys.astype(np.uint64) & 0xFFFFFFFF
+    found = export.export(by_halves)(*shapes).call(*(half.astype(np.uint32) for half in halves), np.arange(4) != 1)
+    np.testing.assert_array_equal(found, np.stack([values[0], np.zeros(4), values[2], np.zeros(4)]))
 
 
 READER = """

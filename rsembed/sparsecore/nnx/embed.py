@@ -120,12 +120,11 @@ def embedding_lookup_bwd(res: PyTree, g: PyTree) -> PyTree:
       The state with updated tables and counter in it, and the other two as they came.
     """
     (layer, inputs, step), ((state, *others), d_activations) = res, g
-    updated = jax.tree.map(lambda leaf: leaf, state)
     counter = counter_at(layer.step.get_value(), step)
     variables = layer._tables().update(d_activations, layer.embedding_table.get_value(), step_number(counter), inputs)
-    updated["embedding_table"] = updated["embedding_table"].replace(variables)
-    updated["step"] = updated["step"].replace(next_step(counter))
-    return updated, *others
+    new = {"embedding_table": variables, "step": next_step(counter)}
+    # The state of a program that was written for the published layer holds the tables alone.
+    return type(state)({name: param.replace(new[name]) for name, param in state.items()}), *others
 
 
 class PartitionedOptimizer(nnx.Module):
