@@ -131,7 +131,7 @@ def _of_arrays(features: Mapping[str, FeatureSpec], batch: Batch, bounds_check: 
 
 def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
     """Bags of a feature with ids and weights in the dtypes of the canonical form."""
-    if isinstance(value, jax.Array) and not is_unknown(value):
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, np.integer) and not is_unknown(value):
         value = np.asarray(value)  # numpy needs no program for a check
     bags, table = as_bags(value, feature=feature.name), feature.table_spec
     # Whoever differentiates by weights hides these alone.
@@ -162,10 +162,11 @@ def is_unknown(given: PyTree) -> bool:
 
 
 def _canonical(feature: FeatureSpec, bags: Bags, given: PyTree) -> PyTree:
-    """What was `given` if that is an array of the device; else an array, or bags of any length.
+    """The checked bags of a feature as compiled programs take them: as an array, or as bags of any length.
 
-    Bags have room for a power of two of ids, so that few programs serve all batches. Those that somebody padded, what
-    is inside `jit`, and features without a combiner, whose activations have one vector per id, get no more room.
+    What was `given` is taken itself where it is such an array already. Bags have room for a power of two of ids, so
+    that few programs serve all batches. Those that somebody padded, what is inside `jit`, and features without a
+    combiner, whose activations have one vector per id, get no more room.
     """
     if bags.dense_shape is not None:
         is_there = isinstance(given, jax.Array) and not isinstance(bags.ids, Keys) and given.dtype == bags.ids.dtype

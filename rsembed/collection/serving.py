@@ -41,7 +41,8 @@ def for_serving(
       dtype: "float32", "bfloat16", "float16" or "int8", which has a scale for each row; None keeps that of the tables.
 
     Returns: `lookup(tables, batch)`, which gives the activations of `collection.lookup`, and these tables: one copy of
-      each, trains and rows on the host written out. Ids outside their table contribute nothing.
+      each, trains and rows on the host written out. Ids outside their table contribute nothing; under `jax.jit`, JAX
+      has cut numpy's ids of 64 bits to their lower half before.
 
     Raises: TypeError or ValueError: `dtype` is unknown, or the state is not the collection's.
 

@@ -72,7 +72,8 @@ def auto_stack_tables(
     Tables that `stack_tables` placed before stay where they are.
 
     Args:
-      features: specs of all features; their tables are changed.
+      features: specs of all features; their tables are changed. A list or tuple may hold a spec twice, as published
+        programs do, for which it is placed once; batches name it once.
       global_device_count: devices of all processes.
       num_sc_per_device: cores per device; None means `utils.num_sparsecores_per_device()`.
       rotation: shards by which each further table of a stack is rotated; None means one device.
@@ -82,7 +83,7 @@ def auto_stack_tables(
       use_short_stack_names: cut names over 50 characters and add a hash.
       activation_mem_bytes_limit: activations per shard beyond which a group is split; None means 2 MiB.
     """
-    if isinstance(features, list):  # one that is listed twice has one place
+    if isinstance(features, (list, tuple)):
         features = [*{id(own): own for own in features}.values()]
     memory_limit = activation_mem_bytes_limit or DEFAULT_ACTIVATION_MEM_BYTES_LIMIT
     num_shards, rotation = _checked_sizes(features, global_device_count, num_sc_per_device, rotation)

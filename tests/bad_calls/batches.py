@@ -65,6 +65,7 @@ collection().prepare(batch(title=who(np.array([2**40]))["who"]))
 title(None) => TypeError: feature 'title' ... Bags, an integer array or lists ... NoneType
 title(i for i in (1, 2)) => TypeError: feature 'title' ... generator
 title(np.array([[1.0], [2.0]])) => TypeError: feature 'title' ... integers ... float64
+title(jax.random.split(jax.random.key(0), 2)) => TypeError: feature 'title': ids must be integers, got key<fry>
 title([["a"], ["b"]]) => TypeError: feature 'title': row 0 ... integers
 title(np.zeros((2, 1, 1), int)) => ValueError: feature 'title' ... two axes ... (2, 1, 1)
 title([[1], [2**70]]) => TypeError: feature 'title': row 1 ... 64 bits

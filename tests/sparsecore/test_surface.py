@@ -49,9 +49,10 @@ def variables_of(features, tables):
 # Stacking
 
 
-def test_a_spec_that_is_listed_twice_has_one_place():
+@pytest.mark.parametrize("sequence", [list, tuple])
+def test_a_spec_that_is_listed_twice_has_one_place(sequence):
     (twice, other), (alone, beside) = (list(new_features().values()) for _ in range(2))
-    embedding.auto_stack_tables([twice, other, twice], 1, CORES)
+    embedding.auto_stack_tables(sequence([twice, other, twice]), 1, CORES)
     embedding.auto_stack_tables([alone, beside], 1, CORES)
     assert [twice, other] == [alone, beside]
     with pytest.raises(ValueError, match="feature names must be unique"):
