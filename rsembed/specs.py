@@ -241,12 +241,16 @@ class FeatureSpec:
       output_shape: `(..., dim)` of the global activations, `prod(output_shape[:-1])` samples. `dim` may be below the
         table's `embedding_dim`: the leading columns are returned. In padded layouts it may be the dim rounded up to 8:
         the columns behind the table's are zero. None follows the input.
+      combiner: `sum`, `mean`, `sqrtn` or `none`, for this feature alone; None takes the table's. So one
+        feature can pool a table and another read it as a sequence. SparseCore layouts take only None.
     """
 
     name: str
     table_spec: TableSpec
     input_shape: tuple[Any, ...] | None = None  # sizes, or None
     output_shape: tuple[int, ...] | None = None
+    # The spec prints as the published system's does.
+    combiner: Combiner | None = dataclasses.field(default=None, repr=False, kw_only=True)
     _id_transformation: FeatureIdTransformation = dataclasses.field(default_factory=FeatureIdTransformation)
 
     def __post_init__(self) -> None:
@@ -254,6 +258,7 @@ class FeatureSpec:
             raise TypeError(f"FeatureSpec: name must be a non-empty string, got {self.name!r}.")
         where = f"feature {self.name!r}"
         check_type(self.table_spec, TableSpec, f"{where}: table_spec")
+        check_type(self.combiner, Combiner | None, f"{where}: combiner")
         for field in ("input_shape", "output_shape"):
             shape = getattr(self, field)
             check_type(shape, tuple | None, f"{where}: {field}")
@@ -283,6 +288,20 @@ class FeatureSpec:
     @id_transformation.setter
     def id_transformation(self, value: FeatureIdTransformation) -> None:
         self._id_transformation = value
+
+    @property
+    def pooling(self) -> Combiner:
+        """The feature's combiner, or the table's where the feature has none."""
+        return self.table_spec.combiner if self.combiner is None else self.combiner
+
+    def check_pooled_as_table(self) -> None:
+        """Raises: ValueError: the feature has a combiner that its table has not; a padded stack has one for all."""
+        if self.pooling != self.table_spec.combiner:
+            raise ValueError(
+                f"feature {self.name!r}: combiner={self.combiner!r} differs from {self.table_spec.combiner!r} of table "
+                f"{self.table_spec.name!r}, but a SparseCore stack has one combiner; leave it out of the feature, or "
+                "train the table with EmbeddingCollection."
+            )
 
     @property
     def num_samples(self) -> int | None:

@@ -93,7 +93,7 @@ class FeaturePlacement:
         return cls(
             name=feature.name,
             table_name=feature.table_spec.name,
-            combiner=feature.table_spec.combiner,
+            combiner=feature.pooling,
             num_samples=feature.num_samples,
             transformation=transformation,
         )
@@ -426,6 +426,9 @@ def plan_stack(
     settings = settings_in_stack(stack_name, padded_rows, dim, num_shards=num_shards, rotation=rotation)
     placements = tuple(TablePlacement.of(*pair) for pair in zip(tables, settings, strict=True))
     readers = [f for f in features_of(features) if f.table_spec.name in set(table_names)]
+    if pad:
+        for feature in readers:
+            feature.check_pooled_as_table()
     wide = [f.name for f in readers if f.output_dim > f.table_spec.embedding_dim]
     if wide and not pad:
         raise ValueError(f"features {wide}: output_shape has more columns than the table, which no layout here pads.")

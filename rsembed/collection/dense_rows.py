@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.bags import Bags, is_traced
 from rsembed.initial_values import form, initial_rows, table_keys
@@ -152,9 +152,18 @@ class RowLayout:
         return [segment_of(rows, bags[f.name], f.combiner) for f, rows in zip(features, all_rows, strict=True)]
 
 
+def in_some_bag(bags: Bags) -> Bool[Array, " nnz"]:
+    """Which ids belong to a bag: those between the first offset and the last."""
+    place = jnp.arange(bags.ids.shape[0], dtype=jnp.int32)
+    return (place >= bags.offsets[0]) & (place < bags.offsets[-1])
+
+
 def segment_of(rows: Int[Array, " nnz"], bags: Bags, combiner: Combiner) -> Segment:
-    """The bags of a feature as a segment whose entries read these rows."""
+    """The bags of a feature as a segment whose entries read these rows; entries in no bag read none."""
     offsets = None if combiner == "none" else jnp.asarray(bags.offsets)
+    if combiner == "none" and bags.dense_shape is None:
+        # Such a segment has no offsets, which would leave out the entries after the last bag.
+        rows = jnp.where(in_some_bag(bags), rows, NO_ROW)
     return Segment(rows, offsets, None if bags.weights is None else jnp.asarray(bags.weights), combiner)
 
 

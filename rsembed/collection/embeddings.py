@@ -53,8 +53,9 @@ class EmbeddingCollection:
         new keys of one batch that meet a full hashed table, or no more room to wait for admission, do the rounds decide
         which get the last rows and places: those of earlier rounds do, and a key that is admitted leaves its place to
         later rounds only.
-      implementation: name of a kernel implementation to insist on; None takes the fastest that can serve. What a
-        storage does by itself (finding, reading and stepping its rows) takes the fastest.
+      implementation: name of a kernel implementation to insist on; None takes the fastest that can serve. With
+        "reference", lookups and steps are plain JAX throughout. Other names say how rows are pooled and stepped;
+        finding keys and exchanging rows take the fastest.
       bounds_check: outside `jit`, `raise` turns an id outside its table into an error, `ignore` lets it contribute
         nothing, as it does inside `jit`; `lookup(..., return_statistics=True)` counts such ids.
 
@@ -99,7 +100,7 @@ class EmbeddingCollection:
         )
         inputs.check_output_shapes(self.features, self.devices)
         self.layout = Fingerprint.of({n: stack.layout.facts(self.table_specs) for n, stack in self._stacks.items()})
-        self._engine = Engine(self.features, self._stacks, self.devices)
+        self._engine = Engine(self.features, self._stacks, self.devices, implementation)
         self._num_rows = tuple(sorted((name, stack.layout.num_rows) for name, stack in self._stacks.items()))
         self.logical = LogicalTables(self.table_specs, self._stacks)
         self._on_host = self.logical.on_host

@@ -5,6 +5,7 @@ The collection checks what users give and hands canonical batches over; stacks d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -49,6 +50,8 @@ class Engine:
       features: by name.
       stacks: by name.
       devices: the mesh.
+      implementation: "reference" runs nothing but plain JAX, in storages and exchanges as well. Others say
+        only how rows are pooled and stepped, which each stack knows.
 
     Attributes:
       init: `(key)` to tables and slots of all stacks.
@@ -59,7 +62,13 @@ class Engine:
       update: `(tables, slots, batch, d_outputs, steps)` to tables and slots after a step with the gradients of a batch.
     """
 
-    def __init__(self, features: Mapping[str, FeatureSpec], stacks: Mapping[str, Stack], devices: Devices):
+    def __init__(
+        self,
+        features: Mapping[str, FeatureSpec],
+        stacks: Mapping[str, Stack],
+        devices: Devices,
+        implementation: str | None = None,
+    ):
         self.features, self.stacks, self.devices = features, stacks, devices
         self._has_all_rows = all(stack.storage.ids_are_rows for stack in stacks.values())
         everywhere, split = PartitionSpec(), devices.split
@@ -67,7 +76,12 @@ class Engine:
         gradients = {name: stack.gradient_partitions for name, stack in stacks.items()}
 
         def on_each(function: Callable[..., PyTree], partitions: PyTree, results: PyTree) -> Callable[..., PyTree]:
-            return jax.jit(devices.on_each(function, partitions, results))
+            @functools.wraps(function)
+            def traced(*args: PyTree) -> PyTree:
+                with api.by_default("reference" if implementation == "reference" else None):
+                    return function(*args)
+
+            return jax.jit(devices.on_each(traced, partitions, results))
 
         self.init = on_each(self._init, (everywhere,), (state, state))
         self._look_up = on_each(self._lookup, (state, everywhere, split), (split, everywhere))
@@ -175,6 +189,6 @@ def to_activation(feature: FeatureSpec, bags: Bags, output: Array) -> Array:
     output = output[:, : feature.output_dim] if feature.output_dim < output.shape[1] else output
     if feature.output_shape is not None:
         return output.reshape(-1, *feature.output_shape[1:])
-    if feature.table_spec.combiner == "none" and bags.dense_shape is not None:
+    if feature.pooling == "none" and bags.dense_shape is not None:
         return output.reshape(*bags.dense_shape, output.shape[1])
     return output

@@ -172,14 +172,14 @@ def _canonical(feature: FeatureSpec, bags: Bags, given: PyTree) -> PyTree:
         is_there = isinstance(given, jax.Array) and not isinstance(bags.ids, Keys) and given.dtype == bags.ids.dtype
         return given if is_there else _padded(bags, 0)
     is_exact = not is_traced(bags) and int(np.asarray(bags.offsets)[-1]) == bags.ids.shape[0]
-    if is_exact and feature.table_spec.combiner != "none":
+    if is_exact and feature.pooling != "none":
         bags = bags.pad_to(max(padded_size(bags.ids.shape[0]), 1))
     return dataclasses.replace(bags, offsets=bags.offsets.astype(np.int32))
 
 
 def _check_batch_size(feature: FeatureSpec, bags: Bags, num_samples: int) -> None:
     expected, got, unit = feature.num_samples, num_samples, "samples"
-    if feature.table_spec.combiner == "none" and feature.output_shape is not None:
+    if feature.pooling == "none" and feature.output_shape is not None:
         got, unit = bags.ids.shape[0] * num_samples // max(bags.num_bags, 1), "ids"
     if expected is not None and expected != got:
         raise ValueError(
@@ -247,7 +247,7 @@ def d_outputs(features: Mapping[str, FeatureSpec], batch: Batch, d_activations: 
         bags, columns = as_bags(batch[name], feature=name), feature.output_dim
         check_gradient(d_activations[name], f"feature {name!r}: the activation gradient")
         gradient = device_copy(d_activations[name], jnp.float32)
-        num_outputs = bags.ids.shape[0] if feature.table_spec.combiner == "none" else bags.num_bags
+        num_outputs = bags.ids.shape[0] if feature.pooling == "none" else bags.num_bags
         if gradient.ndim < 2 or gradient.shape[-1] != columns or gradient.size != num_outputs * columns:
             raise ValueError(
                 f"feature {name!r}: the activation gradient has shape {gradient.shape}, but the activations hold "

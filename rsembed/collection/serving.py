@@ -84,7 +84,7 @@ def lookup(features: Mapping[str, FeatureSpec], tables: Mapping[str, ServedTable
 
 def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: PyTree) -> Array:
     bags = as_bags(ids, feature=feature.name)
-    combiner, table = feature.table_spec.combiner, tables[feature.table_spec.name]
+    combiner, table = feature.pooling, tables[feature.table_spec.name]
     if "high" in table:
         rows, is_id = _rows_of_keys(table, as_keys(bags.ids))
     else:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.bags import Bags, padded_size
-from rsembed.collection.dense_rows import RowLayout, segment_of
+from rsembed.collection.dense_rows import RowLayout, in_some_bag, segment_of
 from rsembed.collection.rows import Occurrences, Rows
 from rsembed.fingerprint import Fingerprint
 from rsembed.kernels.contract import NO_ROW
@@ -80,9 +80,9 @@ class Stack:
         stack = self.layout.stack
         if self.storage.ids_are_rows:
             return Occurrences(self.layout.segments(bags))
-        # What stands behind the last bag must not be looked for.
+        # Ids that are in no bag must not be looked for.
         own = [bags[feature.name] for feature in stack.features]
-        is_used = [jnp.arange(bag.ids.shape[0], dtype=jnp.int32) < bag.offsets[-1] for bag in own]
+        is_used = [in_some_bag(bag) for bag in own]
         if not self.storage.takes_keys:
             segments = zip(RowLayout.whole(stack).segments(bags), is_used, strict=True)
             return Occurrences(

@@ -12,7 +12,9 @@ import dataclasses
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, cast
@@ -51,6 +53,24 @@ OPT_IN = (sparsecore.NAME,)
 """Implementations that run only when named, by `implementation=` or in `RSEMBED_KERNELS`, separated by commas."""
 
 
+_default: ContextVar[str | None] = ContextVar("default implementation", default=None)
+
+
+@contextmanager
+def by_default(implementation: str | None) -> Iterator[None]:
+    """Within it, calls that name no implementation take this one; None leaves them the fastest."""
+    token = _default.set(implementation)
+    try:
+        yield
+    finally:
+        _default.reset(token)
+
+
+def default_implementation() -> str | None:
+    """Name of the implementation that calls take which name none; None is the fastest."""
+    return _default.get()
+
+
 def implementation_states() -> list[tuple[str, str]]:
     """Every implementation by name, with "live" or the reason why it is not."""
     opt_in = "opt-in, because no chip has run these kernels yet: pass implementation={0!r} or set RSEMBED_KERNELS={0}"
@@ -87,6 +107,7 @@ def dispatch(function: str, *args: PyTree, implementation: str | None = None, **
     Raises: as `check_implementation`; NotImplementedError: none can, and why.
     """
     reasons, meaning = [], MEANINGS[function]
+    implementation = implementation or default_implementation()
     for module in _choices(IMPLEMENTATIONS, implementation, os.environ.get("RSEMBED_KERNELS", "")):
         if (reason := module.unavailable_because()) is None:
             kernel = getattr(module, function, meaning)

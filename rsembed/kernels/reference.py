@@ -63,6 +63,8 @@ def entry_gains(
     gains = jnp.where(is_listed, weights, 0.0)
     if segment.combiner in ("sum", "none") or segment.num_outputs == 0:
         return bag, gains, is_listed
+    if segment.weights is not None:
+        gains = gains * _inverse_magnitudes(gains, bag, segment.num_outputs)[bag]
     terms = gains if segment.combiner == "mean" else gains * gains
     if lookup is None or segment.weights is None:
         total = jax.ops.segment_sum(terms, bag, segment.num_outputs)
@@ -72,6 +74,19 @@ def entry_gains(
     divisor = total if segment.combiner == "mean" else jnp.sqrt(total)
     safe = jnp.where(divisor == 0.0, 1.0, divisor)
     return bag, gains * jnp.where(divisor == 0.0, 0.0, 1.0 / safe)[bag], is_listed
+
+
+def _inverse_magnitudes(weights: Float[Array, " nnz"], bag: Int[Array, " nnz"], num_bags: int) -> Float[Array, " bags"]:
+    """Power of two for each bag that brings its largest weight near 1.
+
+    Sums and squares of the scaled weights neither overflow nor vanish. A factor that is a power of
+    two changes no bit of a mean, in which it cancels.
+    """
+    largest = jax.ops.segment_max(jnp.abs(jax.lax.stop_gradient(weights)), bag, num_bags)
+    bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
+    one_step = 1 << 23  # the lowest bit of a float32's exponent
+    exponent = jnp.clip(bits >> 23, 1, 253)  # the reciprocal of 2**127 would not be a normal number
+    return jax.lax.bitcast_convert_type((254 - exponent) * one_step, jnp.float32)
 
 
 def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:

@@ -154,6 +154,7 @@ class StackLayout:
         """Raises: ValueError: the features lie elsewhere than they were placed, or cannot be cut into equal parts."""
         end = 0
         for feature in self.features:
+            feature.check_pooled_as_table()
             samples, found = feature.num_samples or 0, feature.id_transformation
             table = place_of(feature.table_spec.setting_in_stack, self.num_shards)
             place = FeatureIdTransformation(end, table.first, table.rotation)

@@ -209,10 +209,13 @@ class TensorTrain(Storage):
         if isinstance(params, CachedTrain):
             places, stored = _stored_segments(params.directory, segments, rows, bags, gains)
             bags = jnp.where(places == NO_ROW, bags, NO_ROW)
+        # The choice is an argument of the compiled function, which would otherwise remember the first one.
+        implementation = "plain" if api.default_implementation() == "reference" else None
         pooled = pooled_rows(
             *(cores_of(params), digits, bags, gains),
             slice_shapes=all_specs[0].slice_shapes,
             num_bags=sum(sizes),
+            implementation=implementation,
         )
         outputs = jnp.split(pooled, np.cumsum(sizes)[:-1].tolist())
         if not isinstance(params, CachedTrain) or stored is None:

@@ -28,6 +28,9 @@ rs.QuantizationConfig(0.0, 1.0, 2.5) => TypeError: num_buckets ... integer ... 2
 # FeatureSpec
 feature("") => TypeError: FeatureSpec: name ... non-empty string
 feature(table_spec="word") => TypeError: feature 'title': table_spec ... TableSpec ... str
+feature(combiner="average") => ValueError: feature 'title': combiner ... 'sum' or 'mean' ... 'average'
+rs.plan_stacking(feature(combiner="none"), num_shards=1)
+    => ValueError: feature 'title': combiner='none' differs from 'sum' of table 'word' ... EmbeddingCollection
 feature(input_shape=8) => TypeError: feature 'title': input_shape ... list ... got 8
 feature(input_shape=(8, 0)) => ValueError: feature 'title': input_shape ... got 0
 feature(output_shape=(8.0, 4)) => TypeError: feature 'title': output_shape ... 8.0

@@ -9,6 +9,7 @@ import pytest
 
 import rsembed as rs
 from rsembed.kernels import native
+from rsembed.tt import TensorTrain
 from tests.oracles import dense_gradients
 
 VOCABULARY, DIM = 11, 3
@@ -298,3 +299,96 @@ def test_the_loop_that_fills_tables_has_no_loop_inside():
     collection = collection_of(table_spec("a"), table_spec("b"))
     program = str(jax.make_jaxpr(collection.init)(jax.random.key(0)))
     assert len(re.findall(r"= (?:while|scan)\[", program)) == 1
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+def test_weights_with_squares_and_sums_beyond_float32_keep_their_means(combiner, implementation):
+    spec = table_spec(combiner=combiner)
+    collection = collection_of(spec, implementation=implementation)
+    state = collection.init(jax.random.key(0))
+    table = np.asarray(collection.tables(state)["t"], np.float64)
+    ids = [[1, 2], [3, 3, 4], [5]]
+    for size in (1.0, 1e-20, 1e-37, 2e19, 1e30):
+        weights = [[size, 3 * size], [size, size, 2 * size], [7 * size]]
+        batch = {"f_t": (ids, weights)}
+        for sample, activation in enumerate(np.asarray(collection.lookup(state, batch)["f_t"])):
+            gains = np.asarray(weights[sample], np.float64)
+            divisor = gains.sum() if combiner == "mean" else np.sqrt((gains**2).sum())
+            expected = (gains / divisor) @ table[ids[sample]]
+            np.testing.assert_allclose(activation, expected, rtol=1e-5, atol=1e-6)
+        trained = collection.update(state, batch, {"f_t": jnp.ones((3, DIM))})
+        step = table - np.asarray(collection.tables(trained)["t"], np.float64)
+        gain = weights[2][0] / (weights[2][0] if combiner == "mean" else abs(weights[2][0]))
+        np.testing.assert_allclose(step[5], 0.1 * gain, rtol=1e-4)
+        np.testing.assert_allclose(step[[0, 6]], 0.0)
+
+
+@pytest.mark.parametrize("storage", [None, rs.Hashed(), rs.HostCached(cache_rows=VOCABULARY)])
+def test_ids_after_the_last_offset_are_neither_read_nor_trained_without_a_combiner(storage):
+    spec = table_spec(combiner="none", storage=storage, optimizer=rs.optimizers.SGD(1.0))
+    collection = collection_of(spec)
+    everything = {"f_t": np.arange(VOCABULARY)[:, None]}
+    state = collection.prefetch(collection.init(jax.random.key(0)), everything)
+    state = collection.update(state, everything, {"f_t": jnp.zeros((VOCABULARY, 1, DIM))})
+    before = np.asarray(collection.lookup(state, everything)["f_t"]).reshape(VOCABULARY, DIM)
+    ids = np.asarray([1, 2, 3, 4])
+    prepared = collection.prepare({"f_t": rs.Bags(ids, np.asarray([0, 2, 4], np.int32))})["f_t"]
+    shortened = dataclasses.replace(prepared, offsets=jnp.asarray([1, 2, 3], jnp.int32))
+    read = jax.jit(collection.lookup)(state, {"f_t": shortened})["f_t"]
+    np.testing.assert_allclose(read, np.stack([0 * before[0], before[2], before[3], 0 * before[0]]))
+    state = jax.jit(collection.update)(state, {"f_t": shortened}, {"f_t": jnp.ones((4, DIM))})
+    after = np.asarray(collection.lookup(state, everything)["f_t"]).reshape(VOCABULARY, DIM)
+    is_trained = np.isin(np.arange(VOCABULARY), [2, 3])
+    np.testing.assert_allclose(before - after, np.repeat(is_trained[:, None], DIM, 1), atol=1e-6)
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize(
+    "storage",
+    [None, rs.Hashed(), rs.HostCached(cache_rows=64), TensorTrain(tt_ranks=(2, 2))],
+    ids=["dense", "hashed", "host-cached", "train"],
+)
+def test_the_reference_implementation_calls_no_native_kernel(storage, num_devices):
+    mesh = None if num_devices == 1 else jax.make_mesh((num_devices,), ("x",))
+    spec = table_spec(vocabulary_size=64, storage=storage, embedding_dim=4)
+    collection = collection_of(spec, implementation="reference", mesh=mesh)
+    state = collection.init(jax.random.key(0))
+    batch = collection.prepare({"f_t": np.arange(16).reshape(8, 2)})
+    state = collection.prefetch(state, batch)
+
+    def steps(state):
+        activations, pullback = collection.lookup_vjp(state, batch)
+        state = collection.apply(state, rs.clip_by_global_norm(pullback(activations), 1.0))
+        return collection.update(state, batch, activations), collection.lookup(state, batch)
+
+    assert "rsembed_" not in jax.jit(steps).lower(state).as_text()
+    if native.unavailable_because() is None:
+        fastest = collection_of(spec, mesh=mesh)
+        assert "rsembed_" in jax.jit(lambda s: fastest.lookup(s, batch)).lower(state).as_text()
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("storage", [None, rs.Hashed()], ids=["dense", "hashed"])
+def test_features_of_one_table_pool_it_each_in_their_own_way(storage, num_devices):
+    mesh = None if num_devices == 1 else jax.make_mesh((num_devices,), ("x",))
+    table = table_spec(combiner="mean", storage=storage, optimizer=rs.optimizers.SGD(1.0))
+    specs = [rs.FeatureSpec("pooled", table)]
+    specs += [rs.FeatureSpec(combiner, table, combiner=combiner) for combiner in ("sum", "sqrtn", "none")]
+    collection = rs.EmbeddingCollection(specs, mesh=mesh)
+    ids = np.arange(8).reshape(4, 2)
+    batch = {spec.name: ids for spec in specs}
+    state = collection.init(jax.random.key(0))
+    zeros = {name: jnp.zeros((4, DIM)) for name in ("pooled", "sum", "sqrtn")} | {"none": jnp.zeros((4, 2, DIM))}
+    state = collection.update(state, batch, zeros)  # hashed keys get their rows
+    rows = np.asarray(collection.lookup(state, batch)["none"], np.float64)
+    factors = {"pooled": 1 / 2, "sum": 1.0, "sqrtn": 1 / np.sqrt(2)}
+    activations = collection.lookup(state, batch)
+    for name, factor in factors.items():
+        np.testing.assert_allclose(activations[name], factor * rows.sum(axis=1), rtol=1e-5, atol=1e-6)
+    serve, served = rs.for_serving(collection, state)
+    for name, activation in serve(served, batch).items():
+        np.testing.assert_allclose(activation, activations[name], rtol=1e-5, atol=1e-6)
+    ones = jax.tree.map(jnp.ones_like, zeros)
+    stepped = collection.lookup(collection.update(state, batch, ones), batch)["none"]
+    np.testing.assert_allclose(rows - np.asarray(stepped), sum(factors.values()) + 1, rtol=1e-4)

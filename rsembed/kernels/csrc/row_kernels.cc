@@ -120,13 +120,14 @@ struct TableRows {
   uint32_t num_rows;
   int64_t dim;
   int64_t entries_ahead;
+  float factor = 1.0f;
 
   // A negative row is a huge one without its sign.
   const T* row(int64_t i) const {
     const bool contributes = static_cast<uint32_t>(rows[i]) < num_rows && (!kWeighted || weights[i] != 0.0f);
     return contributes ? table + rows[i] * dim : nullptr;
   }
-  float gain(int64_t i) const { return kWeighted ? weights[i] : 1.0f; }
+  float gain(int64_t i) const { return kWeighted ? weights[i] * factor : 1.0f; }
   template <int64_t kColumns>
   RSEMBED_PREFETCHING void prefetch(int64_t i) const {
     const int64_t ahead = i + entries_ahead;
@@ -147,8 +148,41 @@ inline EntryRange bag_entries(const Segment& segment, int64_t output) {
   return {first, clamp(segment.offsets[output + 1] - segment.first_id, first, segment.num_entries)};
 }
 
-inline float bag_scale(const Segment& segment, EntryRange bag) {
-  if (segment.offsets == nullptr || segment.combiner == kSum) return 1.0f;
+// What turns the sum of a bag's rows into its mean: every weight is multiplied by `before`, and their sum by `after`.
+struct BagScale {
+  float before;
+  float after;
+};
+
+// The scale of a bag whose sum of weights, or of their squares, may leave the range of float: `before` is a power of two
+// that brings the largest weight near 1, as in `_inverse_magnitudes` of kernels/reference.py.
+__attribute__((noinline)) BagScale bag_scale_of_extremes(const Segment& segment, EntryRange bag) {
+  const auto weight_of = [&](int64_t i) {
+    const bool is_listed = static_cast<uint32_t>(segment.rows[i]) < static_cast<uint32_t>(segment.num_rows);
+    return is_listed ? segment.weights[i] : 0.0f;
+  };
+  float largest = 0.0f;
+  for (int64_t i = bag.first; i < bag.last; ++i) {
+    const float magnitude = __builtin_fabsf(weight_of(i));
+    if (!(magnitude <= largest)) largest = magnitude;
+  }
+  uint32_t bits;
+  memcpy(&bits, &largest, sizeof(bits));
+  const uint32_t exponent = static_cast<uint32_t>(clamp(bits >> 23, 1, 253));
+  bits = (254 - exponent) << 23;
+  float inverse;
+  memcpy(&inverse, &bits, sizeof(inverse));
+  float total = 0.0f;
+  for (int64_t i = bag.first; i < bag.last; ++i) {
+    const float weight = weight_of(i) * inverse;
+    total += segment.combiner == kSqrtN ? weight * weight : weight;
+  }
+  const float divisor = segment.combiner == kSqrtN ? __builtin_sqrtf(total) : total;
+  return {inverse, divisor == 0.0f ? 0.0f : 1.0f / divisor};
+}
+
+inline BagScale bag_scale(const Segment& segment, EntryRange bag) {
+  if (segment.offsets == nullptr || segment.combiner == kSum) return {1.0f, 1.0f};
   const bool counts = segment.weights == nullptr || segment.combiner == kMeanByCount;
   float total = 0.0f;
   for (int64_t i = bag.first; i < bag.last; ++i) {
@@ -156,13 +190,21 @@ inline float bag_scale(const Segment& segment, EntryRange bag) {
     const float weight = counts ? 1.0f : segment.weights[i];
     total += segment.combiner == kSqrtN ? weight * weight : weight;
   }
+  if (!counts) {
+    const float magnitude = __builtin_fabsf(total);
+    if (!(magnitude > 1e-30f && magnitude < 1e30f)) return bag_scale_of_extremes(segment, bag);
+  }
   const float divisor = segment.combiner == kSqrtN ? __builtin_sqrtf(total) : total;
-  return divisor == 0.0f ? 0.0f : 1.0f / divisor;
+  return {1.0f, divisor == 0.0f ? 0.0f : 1.0f / divisor};
 }
 
+// A factor that is no normal float, of weights near the largest number, is NaN rather than a silent zero.
 void bag_scales(const Segment& segment, int64_t first_output, int64_t last_output, float* scales) {
   for (int64_t output = first_output; output < last_output; ++output) {
-    *scales++ = bag_scale(segment, bag_entries(segment, output));
+    const BagScale scale = bag_scale(segment, bag_entries(segment, output));
+    const float factor = scale.before * scale.after;
+    const bool is_lost = scale.after != 0.0f && !(__builtin_fabsf(factor) >= 0x1p-126f);
+    *scales++ = is_lost ? __builtin_nanf("") : factor;
   }
 }
 
@@ -184,18 +226,19 @@ void pool_segment(const Table& table, const Segment& segment, int64_t first_outp
   const uint32_t num_rows = static_cast<uint32_t>(segment.num_rows);
   const int64_t row_bytes = table.dim * static_cast<int64_t>(sizeof(T));
   const int64_t entries_ahead = rows_ahead(row_bytes, 16 << 10, 1, 64);
-  const TableRows<T, kWeighted> source = {rows_of<T>(table, segment), segment.rows, segment.weights,
+  TableRows<T, kWeighted> source = {rows_of<T>(table, segment), segment.rows, segment.weights,
                                           segment.num_entries, num_rows, table.dim, entries_ahead};
   for (int64_t output = first_output; output < last_output; ++output) {
     EntryRange bag = bag_entries(segment, output);
-    const float scale = bag_scale(segment, bag);
-    if (scale == 0.0f) bag.last = bag.first;  // rows that must not contribute may hold NaN
+    const BagScale scale = bag_scale(segment, bag);
+    source.factor = scale.before;
+    if (scale.after == 0.0f) bag.last = bag.first;  // rows that must not contribute may hold NaN
     float* const to = segment.output + output * segment.output_stride;
     if (!kWeighted && segment.streams_copies && bag.last == bag.first + 1) {
       source.template prefetch<0>(bag.first);
       if (stream_copy(source.row(bag.first), table.dim, to)) continue;
     }
-    sum_rows(source, bag.first, bag.last, table.dim, scale, to);
+    sum_rows(source, bag.first, bag.last, table.dim, scale.after, to);
   }
 }
 
@@ -212,7 +255,8 @@ void weight_gradients(const Table& table, const Segment& segment, int64_t first_
   const T* const values = rows_of<T>(table, segment);
   for (int64_t output = first_output; output < last_output; ++output) {
     const EntryRange bag = bag_entries(segment, output);
-    const float scale = bag_scale(segment, bag);
+    const BagScale of_bag = bag_scale(segment, bag);
+    const float scale = of_bag.before * of_bag.after;
     const float* const d_output = segment.d_output + output * segment.output_stride;
     for (int64_t i = bag.first; i < bag.last; ++i) {
       if (static_cast<uint32_t>(segment.rows[i]) >= static_cast<uint32_t>(segment.num_rows)) continue;
