@@ -28,11 +28,11 @@ from rsembed.checks import check_type
 from rsembed.kernels import gpu, ids, keyed, native, reference, sparsecore
 from rsembed.kernels.contract import (
     NO_ROW,
-    JaggedBatch,
+    Call,
+    CallGradients,
+    IdList,
     KeyOrKeys,
-    OutputGradients,
-    Segment,
-    SegmentGradients,
+    Outputs,
     Step,
     Table,
 )
@@ -154,39 +154,43 @@ block_ends, round_places = served(ids.block_ends), served(ids.round_places)
 
 
 def lookup(
-    table: Float[Array, "num_rows dim"],
-    segments: Sequence[Segment],
+    tables: Sequence[Float[Array, "_ _"]],
+    call: Call,
     *,
     quantization: QuantizationConfig | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "_ dim"], ...]:
-    """Pooled rows of every segment, float32; see `reference.lookup` for the meaning.
+) -> Outputs:
+    """Pooled rows of every segment, float32, laid out as the call says; see `reference.lookup` for the meaning.
 
-    Differentiable in the table and the weights (dense gradients); training uses `row_gradients` or `update` instead.
+    Differentiable in the tables and the weights (dense gradients); training uses `row_gradients` or `update` instead.
     """
     if quantization is None:
-        return _lookup(implementation, table, tuple(segments))
-    outputs: list[Array] = []
-    for segment in segments:  # quantization acts on single rows, before they are combined
-        entries = Segment(segment.rows, None, None, "none")
-        (vectors,) = _lookup(implementation, table, (entries,))
-        valid = (segment.rows >= 0) & (segment.rows < table.shape[0])
-        places = jnp.where(valid, jnp.arange(segment.rows.shape[0], dtype=jnp.int32), NO_ROW)
-        pooled = Segment(places, segment.offsets, segment.weights, segment.combiner)
-        outputs.extend(_lookup(implementation, quantization.quantize(vectors), (pooled,)))
-    return tuple(outputs)
+        return _lookup(implementation, tuple(tables), call)
+    (table,) = tables
+    # Quantization acts on single rows, before they are combined.
+    rows = jnp.concatenate([reference.rows_of_list(call, k, 0, table.shape[0]) for k in range(len(call.lists))])
+    (vectors,) = _lookup(implementation, (table,), Call.of([IdList.single(rows)], ["sum"]))
+    is_valid = (rows >= 0) & (rows < table.shape[0])
+    entries = jnp.where(is_valid, jnp.arange(rows.shape[0], dtype=jnp.int32), NO_ROW)
+    return _lookup(implementation, (quantization.quantize(vectors),), call.with_ids(entries))
 
 
-def _pull_lookup(implementation: str | None, arguments: PyTree, d_outputs: tuple[Array, ...]) -> PyTree:
-    table, segments = arguments
-    gradients = SegmentGradients(segments, d_outputs)
-    rows, values = dispatch("row_gradients", table.shape[0], gradients, implementation=implementation)
-    d_table = jnp.zeros_like(table).at[rows].add(values.astype(table.dtype), mode="drop")
-    d_segments = []
-    for own, d_output in zip(segments, d_outputs, strict=True):
-        d_weights = None if own.weights is None else reference.gradients_of_weights(table, own, d_output)
-        d_segments.append(Segment(_no_gradient(own.rows), _no_gradient(own.offsets), d_weights, own.combiner))
-    return d_table, tuple(d_segments)
+def _pull_lookup(implementation: str | None, arguments: PyTree, d_outputs: Outputs) -> PyTree:
+    tables, call = arguments
+    dims = tuple(table.shape[1] for table in tables)
+    d_tables = []
+    for number, table in enumerate(tables):
+        gradients = CallGradients(call, tuple(d_outputs), dims, number)
+        rows, values = dispatch("row_gradients", table.shape[0], gradients, implementation=implementation)
+        d_tables.append(jnp.zeros_like(table).at[rows].add(values.astype(table.dtype), mode="drop"))
+    d_weights: Sequence[Array | None] = [None] * len(call.lists)
+    if any(own.weights is not None for own in call.lists):
+        d_weights = dispatch("weight_gradients", tables, call, d_outputs, implementation=implementation)
+    d_lists = []
+    for id_list, own in zip(call.lists, d_weights, strict=True):
+        integers = {"ids": _no_gradient(id_list.ids), "offsets": _no_gradient(id_list.offsets)}
+        d_lists.append(dataclasses.replace(id_list, weights=own, **integers))
+    return tuple(d_tables), dataclasses.replace(call, lists=tuple(d_lists))
 
 
 def _no_gradient(integers: Any) -> PyTree:
@@ -215,7 +219,7 @@ def apply_rows(
 
 
 def update(
-    table: Table, slots: Slots, gradients: OutputGradients, step: Step, *, implementation: str | None = None
+    table: Table, slots: Slots, gradients: CallGradients, step: Step, *, implementation: str | None = None
 ) -> tuple[Table, Slots]:
     """Row gradients and one optimizer step per row in one call, in place when the arrays are donated."""
     if step.rule.moves_all_rows:
@@ -223,28 +227,6 @@ def update(
         return reference.apply_rows(table, slots, rows, sums, step)
     stepped: tuple[Table, Slots] = dispatch("update", table, slots, gradients, step, implementation=implementation)
     return stepped
-
-
-def lookup_jagged(
-    tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch, *, implementation: str | None = None
-) -> Float[Array, " size"]:
-    """Pooled rows of every feature of a table-batched call, float32 and flat; see `reference.lookup_jagged`.
-
-    Differentiable in the weights alone: `row_gradients_jagged` and `update_jagged` train the tables.
-    """
-    return _lookup_jagged(implementation, tuple(tables), batch)
-
-
-def _pull_lookup_jagged(implementation: str | None, arguments: PyTree, d_output: Array) -> PyTree:
-    tables, batch = arguments
-    d_weights = None
-    if batch.weights is not None:
-        d_weights = dispatch("weight_gradients", tables, batch, d_output, implementation=implementation)
-    integers = {"ids": _no_gradient(batch.ids), "offsets": _no_gradient(batch.offsets)}
-    return None, dataclasses.replace(batch, weights=d_weights, **integers)
-
-
-_lookup_jagged = _differentiable("lookup_jagged", _pull_lookup_jagged)
 
 
 def pairwise_interaction(

@@ -1,4 +1,4 @@
-"""Arguments of kernels: segments and jagged batches of ids, gradients of outputs, and the optimizer step."""
+"""Arguments of kernels: lists of ids, the calls that read them, output gradients, and the step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from rsembed.optimizers.base import Hyperparameters, OptimizerSpec
-from rsembed.specs import Combiner
 
 Table = Float[Array, "num_rows dim"]
-Outputs = tuple[Float[Array, "_ dim"], ...]
+Outputs = tuple[Float[Array, "..."], ...]
 RowsAndGradients = tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]
 
 KeyOrKeys = Shaped[Array, "*tables"]
@@ -27,7 +26,7 @@ Rounding = Callable[..., Array]
 
 Rows of keyed tables that share one storage are told apart by a fourth argument, `table`."""
 
-# Row number that no table has. Sorts behind every real row, so padding gathers at the end.
+# Row number that no table has. It sorts after every real row, so padding gathers at the end.
 NO_ROW = 2**31 - 1
 
 
@@ -48,128 +47,203 @@ def as_offsets(offsets: ArrayLike, num_entries: int) -> Int[Array, " bags_plus_1
     return jnp.clip(wide, 0, num_entries).astype(jnp.int32)
 
 
-@no_type_check  # a pytree holds placeholders while JAX transforms it
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """Ids of one feature in a kernel call, with their bags, weights and combiner.
+Combiner = Literal["sum", "mean", "sqrtn", "none", "mean_by_count"]
+"""How the rows of a bag become one output.
 
-    Args:
-      rows: table row of every entry. A row outside `[0, num_rows)` contributes nothing and is not counted.
-      offsets: entries `offsets[b] : offsets[b + 1]` belong to bag `b`; entries behind the last offset are ignored.
-        None with combiner "none", where every entry is a bag.
-      weights: weight of every entry; None means ones.
-      combiner: `sum` adds `weight * row`; `mean` divides by the sum of weights, `sqrtn` by the root of the sum of
-        squared weights (of entries with a valid row; a zero divisor gives zeros); `none` returns every entry by itself.
-    """
+`sum` adds `weight * row`. `mean` divides by the sum of weights, `sqrtn` by the root of the sum of
+squared weights, `mean_by_count` by the number of entries, weighted or not; only entries with a valid
+row count, and a zero divisor gives zeros. `none` returns every entry by itself.
+"""
 
-    rows: Int[Array, " nnz"]
-    offsets: Int[Array, " bags_plus_1"] | None
-    weights: Float[Array, " nnz"] | None
-    combiner: Combiner = dataclasses.field(default="sum", metadata={"static": True})
+Layout = Literal["each", "columns", "blocks"]
+"""Where a call writes its outputs.
 
-    def __post_init__(self) -> None:
-        if (self.offsets is None) != (self.combiner == "none"):
-            raise ValueError(
-                f"combiner {self.combiner!r} and offsets do not go together: `none`, and only it, has none."
-            )
-
-    @property
-    def num_outputs(self) -> int:
-        """Rows of this segment's output: bags, or entries for combiner "none"."""
-        return self.rows.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
-
-
-class Block(NamedTuple):
-    """A feature's bags in a jagged batch, and the rows of its table.
-
-    Args:
-      first_bag: number of its first bag.
-      num_bags: number of consecutive bags.
-      table: number of the call's array that holds the feature's table.
-      first_row: row of that array which id 0 means.
-      num_rows: ids outside `[0, num_rows)` contribute nothing and are not counted.
-    """
-
-    first_bag: int
-    num_bags: int
-    table: int
-    first_row: int
-    num_rows: int
+`each`: one array a segment, `[bags, dim]`, or `[entries, dim]` with combiner `none`. `columns`: one
+array `[bags, sum of dims]` with the segments side by side; all have equally many bags. `blocks`: one
+flat array with `[bags, dim]` of each segment after the other. With combiner `none`, `columns` and
+`blocks` both mean one array `[entries, longest dim]`, where shorter rows are filled up with zeros.
+"""
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class JaggedBatch:
-    """All features of a call in one list of ids, feature after feature: what table-batched kernels read.
+class IdList:
+    """Ids of one feature or of many, bag after bag.
 
     Args:
-      ids: id in the feature's own table, of every entry.
-      offsets: entries `offsets[b] : offsets[b + 1]` belong to bag `b`; they never fall.
+      ids: id of every entry, in the table of the entry's feature.
+      offsets: entries `offsets[b] : offsets[b + 1]` belong to bag `b`. Entries before the first
+        offset or after the last belong to no bag. None: all bags are equally long, as `shape` says.
       weights: weight of every entry; None means ones.
-      combiner: `sum`; `mean`, which divides by the number of valid ids, weighted or not; `none`, which returns every
-        entry by itself, shorter rows filled up with zeros.
-      blocks: one per feature, in the order of the output; no two share a bag.
-      layout: `columns` sets the features of a bag side by side, `[bags, sum of dims]`, and needs equally many bags of
-        each; `blocks` sets `[num_bags, dim]` after `[num_bags, dim]`. Combiner `none` gives `[nnz, longest dim]` and
-        has no use for it. Outputs and their gradients are passed flat.
+      shape: number of bags and entries of every bag, where there are no offsets.
     """
 
     ids: Int[Array, " nnz"]
-    offsets: Int[Array, " bags_plus_1"]
-    weights: Float[Array, " nnz"] | None
-    combiner: Literal["sum", "mean", "none"] = dataclasses.field(metadata={"static": True})
-    blocks: tuple[Block, ...] = dataclasses.field(metadata={"static": True})
-    layout: Literal["columns", "blocks"] = dataclasses.field(default="columns", metadata={"static": True})
-
-    def output_shape(self, dims: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the output, which kernels pass flat, for arrays with these row lengths."""
-        size, [(_, stride), *_] = self.output_places(dims)
-        is_flat = self.combiner != "none" and self.layout == "blocks"
-        return (size,) if is_flat else (size // stride, stride)
-
-    def output_places(self, dims: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
-        """Size of the flat output, and for each block the offset of its first vector and the stride between vectors."""
-        own = [dims[block.table] for block in self.blocks]
-        if self.combiner == "none":
-            return self.ids.shape[0] * max(own), [(0, max(own))] * len(own)
-        if self.layout == "blocks":
-            sizes = [block.num_bags * dim for block, dim in zip(self.blocks, own, strict=True)]
-            return sum(sizes), list(zip(itertools.accumulate(sizes, initial=0), own, strict=False))
-        starts = itertools.accumulate(own, initial=0)
-        return self.blocks[0].num_bags * sum(own), [(start, sum(own)) for start, _ in zip(starts, own, strict=False)]
-
-
-class SegmentGradients(NamedTuple):
-    """Gradients of the outputs of segments that read one table."""
-
-    segments: Sequence[Segment]
-    d_outputs: Sequence[Float[Array, "_ dim"]]
+    offsets: Int[Array, " bags_plus_1"] | None = None
+    weights: Float[Array, " nnz"] | None = None
+    shape: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
 
     @staticmethod
-    def of_rows(rows: Int[Array, " n"], gradients: Float[Array, "n dim"]) -> SegmentGradients:
-        """Gradients of single rows, which may repeat."""
-        return SegmentGradients([Segment(rows, None, None, "none")], [gradients])
+    def single(ids: Int[Array, " nnz"], weights: Float[Array, " nnz"] | None = None) -> IdList:
+        """A list in which every entry is a bag."""
+        return IdList(ids, None, weights, (ids.shape[0], 1))
+
+    @property
+    def num_entries(self) -> int:
+        """Number of entries, with those that belong to no bag."""
+        return self.ids.shape[0]
+
+    @property
+    def num_bags(self) -> int:
+        """Number of bags."""
+        return self.offsets.shape[0] - 1 if self.shape is None else self.shape[0]
+
+    def all_offsets(self) -> Int[Array, " bags_plus_1"]:
+        """Offsets of the bags, computed from `shape` where the list has none."""
+        if self.shape is None:
+            return self.offsets
+        num_bags, width = self.shape
+        return jnp.arange(num_bags + 1, dtype=jnp.int32) * width
 
 
-class JaggedGradients(NamedTuple):
-    """The flat gradient of a table-batched call's output, on its way to one of the call's arrays.
+class Segment(NamedTuple):
+    """The part of a list that one feature reads, and the rows of its table. Static.
 
     Args:
-      batch: ids of all features.
-      d_output: gradient of what `lookup_jagged` returned.
-      table: number of the call's array whose rows get gradients.
-      dims: row length of every array of the call.
+      list: number of the call's list.
+      first_bag: number of the first bag in that list.
+      num_bags: number of consecutive bags. No two segments share a bag.
+      combiner: how rows are pooled.
+      table: number of the call's table.
+      first_row: row of that table which id 0 means.
+      num_rows: ids outside `[0, num_rows)` contribute nothing and are not counted. `NO_ROW` admits
+        all rows from `first_row` on.
     """
 
-    batch: JaggedBatch
-    d_output: Float[Array, " size"]
-    table: int
-    dims: Sequence[int]
+    list: int
+    first_bag: int
+    num_bags: int
+    combiner: Combiner = "sum"
+    table: int = 0
+    first_row: int = 0
+    num_rows: int = NO_ROW
+
+    def rows_in(self, table_rows: int) -> int:
+        """Number of rows that ids can mean in a table of `table_rows`."""
+        return min(self.num_rows, table_rows - self.first_row)
 
 
-OutputGradients = SegmentGradients | JaggedGradients
+class Place(NamedTuple):
+    """Where the vectors of a segment are in the outputs: number of the output, first number in it, and stride."""
+
+    output: int
+    start: int
+    stride: int
+
+
+@no_type_check  # a pytree holds placeholders while JAX transforms it
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One kernel call: lists of ids, and the segments that read them from tables.
+
+    Args:
+      lists: ids with bags and weights.
+      segments: one per feature, in the order of the outputs.
+      layout: where outputs are written.
+    """
+
+    lists: tuple[IdList, ...]
+    segments: tuple[Segment, ...] = dataclasses.field(metadata={"static": True})
+    layout: Layout = dataclasses.field(default="each", metadata={"static": True})
+
+    @staticmethod
+    def of(lists: Sequence[IdList], combiners: Sequence[Combiner]) -> Call:
+        """A call in which each list is one feature of one table."""
+        segments = []
+        for number, (ids, combiner) in enumerate(zip(lists, combiners, strict=True)):
+            segments.append(Segment(number, 0, ids.num_bags, combiner))
+        return Call(tuple(lists), tuple(segments))
+
+    @property
+    def num_entries(self) -> int:
+        """Number of entries of all lists."""
+        return sum(ids.num_entries for ids in self.lists)
+
+    def with_ids(self, entries: Int[Array, " nnz"]) -> Call:
+        """The call with other ids, of all lists one after the other; they are rows of one table."""
+        lists = []
+        first = 0
+        for ids in self.lists:
+            last = first + ids.num_entries
+            lists.append(dataclasses.replace(ids, ids=entries[first:last]))
+            first = last
+        segments = [own._replace(table=0, first_row=0, num_rows=NO_ROW) for own in self.segments]
+        return Call(tuple(lists), tuple(segments), self.layout)
+
+    def outputs(self, dims: Sequence[int]) -> tuple[list[tuple[int, ...]], list[Place]]:
+        """Shapes of the outputs, and the place of each segment's vectors, for tables of these dims."""
+        columns = [dims[segment.table] for segment in self.segments]
+        if self.layout == "each":
+            shapes = []
+            for segment, dim in zip(self.segments, columns, strict=True):
+                is_pooled = segment.combiner != "none"
+                size = segment.num_bags if is_pooled else self.lists[segment.list].num_entries
+                shapes.append((size, dim))
+            places = [Place(number, 0, dim) for number, dim in enumerate(columns)]
+            return shapes, places
+        if self.segments[0].combiner == "none":
+            longest = max(columns)
+            return [(self.lists[0].num_entries, longest)], [Place(0, 0, longest)] * len(columns)
+        if self.layout == "columns":
+            starts = itertools.accumulate(columns, initial=0)
+            total = sum(columns)
+            places = [Place(0, start, total) for start, _ in zip(starts, columns, strict=False)]
+            return [(self.segments[0].num_bags, total)], places
+        sizes = [own.num_bags * dim for own, dim in zip(self.segments, columns, strict=True)]
+        starts = itertools.accumulate(sizes, initial=0)
+        places = [Place(0, start, dim) for start, dim in zip(starts, columns, strict=False)]
+        return [(sum(sizes),)], places
+
+
+@no_type_check  # a pytree holds placeholders while JAX transforms it
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CallGradients:
+    """Gradients of the outputs of a call, on their way to the rows of one of its tables.
+
+    Args:
+      call: what was looked up.
+      d_outputs: one array for each output, in its shape or flat.
+      dims: row length of every table of the call.
+      table: number of the table whose rows get gradients.
+    """
+
+    call: Call
+    d_outputs: tuple[Float[Array, "..."], ...]
+    dims: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    table: int = dataclasses.field(default=0, metadata={"static": True})
+
+    @staticmethod
+    def of_rows(rows: Int[Array, " n"], gradients: Float[Array, "n dim"]) -> CallGradients:
+        """Gradients of single rows, which may repeat."""
+        call = Call.of([IdList.single(rows)], ["sum"])
+        return CallGradients(call, (gradients,), (gradients.shape[1],))
+
+    @property
+    def dim(self) -> int:
+        """Length of the rows that get gradients."""
+        return self.dims[self.table]
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of the lists that the table's segments read: the most rows that can get a gradient."""
+        return sum(self.call.lists[number].num_entries for number in self.lists_read())
+
+    def lists_read(self) -> list[int]:
+        """Numbers of the lists that the table's segments read, ascending."""
+        return sorted({own.list for own in self.call.segments if own.table == self.table})
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it

@@ -20,17 +20,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.kernels import reference
-from rsembed.kernels.contract import (
-    OutputGradients,
-    Outputs,
-    RowsAndGradients,
-    Segment,
-    Step,
-    Table,
-    as_offsets,
-    as_rows,
-)
+from rsembed.kernels.contract import CallGradients, RowsAndGradients, Step, Table, as_offsets, as_rows
 from rsembed.kernels.devices import target_device, vary_alike
+from rsembed.kernels.reference import Entries
 from rsembed.kernels.traced_rules import ELEMENTWISE, evaluate, trace_rule
 from rsembed.optimizers.base import Slots
 
@@ -76,24 +68,27 @@ def unavailable_because() -> str | None:
     return None
 
 
-def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
-    """Pooled rows of every segment, float32 `[segment.num_outputs, dim]`; one kernel per segment."""
+def pool(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
+    """Pooled rows of every bag, float32: one kernel for a list of ids."""
     _check_table(table)
-    return tuple(_pool(table, _operands(own), own.num_outputs, own.combiner) for own in segments)
+    return _pool(table, _operands(entries), entries.num_outputs, entries.combiner)
 
 
-def row_gradients(num_rows: int, gradients: OutputGradients) -> RowsAndGradients:
+lookup = partial(reference.lookup, pool=pool)
+
+
+def row_gradients(num_rows: int, gradients: CallGradients) -> RowsAndGradients:
     """Gradient of every looked-up row, equal rows combined, as `reference.row_gradients` gives it."""
-    rows, entries, group_of, d_output = reference.group_rows(num_rows, gradients, lookup)
+    rows, entries, group_of, d_output = reference.group_rows(num_rows, gradients, pool)
     pieces = _pieces(d_output, entries, group_of)
     return rows, _pool(d_output, [*_operands(entries), *pieces], rows.shape[0], "sum", has_pieces=bool(pieces))
 
 
-def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -> tuple[Table, Slots]:
+def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
     """Row gradients and one optimizer step per distinct row, fused: the gradients are never written to memory."""
     if step.rounds(table):
         return reference.apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
-    rows, entries, group_of, d_output = reference.group_rows(table.shape[0], gradients, lookup)
+    rows, entries, group_of, d_output = reference.group_rows(table.shape[0], gradients, pool)
     return _step(table, slots, rows, entries, d_output, step, _pieces(d_output, entries, group_of))
 
 
@@ -104,11 +99,10 @@ def apply_rows(
     if step.rounds(table):
         return reference.apply_rows(table, slots, rows, gradients, step)
     each = jnp.arange(rows.shape[0] + 1, dtype=jnp.int32)
-    entries = Segment(each[:-1], each, None, "sum")
+    entries = Entries(each[:-1], each, None)
     return _step(table, slots, as_rows(rows), entries, gradients.astype(jnp.float32), step, ())
 
 
-lookup_jagged = partial(reference.lookup_jagged, lookup=lookup)
 squared_norm = partial(reference.squared_norm, row_gradients=row_gradients)
 
 
@@ -117,12 +111,12 @@ def _check_table(table: Array) -> None:
         raise NotImplementedError(f"tables of the GPU kernels are float32, bfloat16 or float16, not {table.dtype}")
 
 
-def _operands(segment: Segment) -> list[Array]:
-    """Rows, offsets and, if there are any, weights of a segment; an entry of combiner "none" is a bag of its own."""
-    num_entries = segment.rows.shape[0]
-    offsets = jnp.arange(num_entries + 1) if segment.offsets is None else segment.offsets
-    weights = [] if segment.weights is None else [segment.weights.astype(jnp.float32)]
-    return [as_rows(segment.rows), as_offsets(offsets, num_entries), *weights]
+def _operands(entries: Entries) -> list[Array]:
+    """Rows, offsets and, if there are any, weights; without offsets, every entry is a bag."""
+    num_entries = entries.rows.shape[0]
+    offsets = jnp.arange(num_entries + 1) if entries.offsets is None else entries.offsets
+    weights = [] if entries.weights is None else [entries.weights.astype(jnp.float32)]
+    return [as_rows(entries.rows), as_offsets(offsets, num_entries), *weights]
 
 
 def _power_of_two(number: int) -> int:
@@ -147,7 +141,7 @@ def _sum_bags(
       refs: `_operands`, and `_pieces` if there are any.
       bags: their numbers.
       columns: which numbers of the rows.
-      combiner: of the segment.
+      combiner: how the rows of a bag are pooled.
       num_bags: bags from this number on are empty.
       stride: how far apart the bounds of a bag lie from those of the next.
       has_pieces: whether `refs` end with the sums of pieces, whose entries are not read.
@@ -205,7 +199,7 @@ def _sum_bags(
     return jnp.where(divisor == 0.0, 0.0, total / jnp.where(divisor == 0.0, 1.0, divisor))
 
 
-def _pieces(d_output: Array, entries: Segment, group_of: Int[Array, " nnz"]) -> tuple[Float[Array, "pieces dim"], ...]:
+def _pieces(d_output: Array, entries: Entries, group_of: Int[Array, " nnz"]) -> tuple[Float[Array, "pieces dim"], ...]:
     """Sums of the pieces of sorted entries that belong to one row; none where a batch is too small to have such.
 
     Other pieces are not summed. Rows of less than `piece_entries` entries have none, as have rows that lie across two.
@@ -273,7 +267,7 @@ def _step(
     table: Table,
     slots: Slots,
     rows: Int[Array, " capacity"],
-    entries: Segment,
+    entries: Entries,
     d_output: Array,
     step: Step,
     pieces: tuple[Array, ...],

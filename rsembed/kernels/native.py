@@ -21,14 +21,14 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt32
 from rsembed.kernels import reference
 from rsembed.kernels.contract import (
     NO_ROW,
-    JaggedBatch,
-    JaggedGradients,
+    Call,
+    CallGradients,
+    IdList,
     KeyOrKeys,
-    OutputGradients,
     Outputs,
+    Place,
     RowsAndGradients,
     Segment,
-    SegmentGradients,
     Step,
     Table,
     as_offsets,
@@ -43,14 +43,13 @@ from rsembed.kernels.ids import Partitions, Queue, Rows, SampleEntries, word_dty
 from rsembed.kernels.keyed import Distinct, Unique
 from rsembed.keys import Keys
 from rsembed.optimizers.base import Slots
-from rsembed.places import Place
+from rsembed.places import Place as TablePlace
 
 NAME = "native"
 _TABLE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 # Numbers shared with csrc/row_kernels.h and csrc/ffi.cc.
-_COMBINER_CODES = {"sum": 0, "mean": 1, "sqrtn": 2, "none": 0}
-_JAGGED_COMBINER_CODES = {"sum": 0, "mean": 3, "none": -1}
-_HAS_OFFSETS, _HAS_WEIGHTS = 4, 8
+_COMBINER_CODES = {"sum": 0, "mean": 1, "sqrtn": 2, "mean_by_count": 3, "none": -1}
+_HAS_OFFSETS, _HAS_WEIGHTS = 1, 2
 _FUSED_RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
 _NUM_SLOTS = (0, 1, 1, 2)
 STEP_BLOCK = 512
@@ -58,42 +57,39 @@ STEP_BLOCK = 512
 _MAX_HYPERPARAMETERS = 4  # others are 0, such as the epsilon of an Adagrad that has none
 
 
-def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
-    """Pooled rows of every segment, float32 `[segment.num_outputs, dim]`."""
-    _check_tables(table)
-    if not segments:
+def lookup(tables: Sequence[Float[Array, "_ _"]], call: Call) -> Outputs:
+    """Pooled rows of every segment, float32: one call into the library for all tables."""
+    _check_tables(*tables)
+    if not call.segments:
         return ()
-    arrays, attributes = _segment_operands(segments)
-    results = [Result((segment.num_outputs, table.shape[1]), jnp.float32) for segment in segments]
-    return call_handler("rsembed_lookup", results, table, *arrays, **attributes)
+    dims = [table.shape[1] for table in tables]
+    arrays, attributes = _operands_of(call, dims, [table.shape[0] for table in tables])
+    results = [Result(shape, jnp.float32) for shape in call.outputs(dims)[0]]
+    return call_handler("rsembed_lookup", results, *arrays, *tables, **attributes)
 
 
-def row_gradients(num_rows: int, gradients: OutputGradients) -> RowsAndGradients:
-    """Gradient of every looked-up row, equal rows combined: distinct rows ascending, `NO_ROW` and zeros behind."""
-    form, arrays, attributes = _gradient_operands(gradients)
-    if isinstance(gradients, JaggedGradients):
-        num_entries, dim = gradients.batch.ids.shape[0], gradients.dims[gradients.table]
-    else:
-        num_entries, dim = sum(segment.rows.shape[0] for segment in gradients.segments), gradients.d_outputs[0].shape[1]
-    capacity = min(num_entries, num_rows)
-    results = [Result((capacity,), jnp.int32), Result((capacity, dim), jnp.float32)]
-    return call_handler(f"rsembed_row_gradients{form}", results, *arrays, **attributes, num_rows=num_rows)
+def row_gradients(num_rows: int, gradients: CallGradients) -> RowsAndGradients:
+    """Gradient of every looked-up row, equal rows combined: distinct rows ascending, then `NO_ROW` and zeros."""
+    arrays, attributes = _gradient_operands(gradients, num_rows)
+    capacity = min(gradients.num_entries, num_rows)
+    results = [Result((capacity,), jnp.int32), Result((capacity, gradients.dim), jnp.float32)]
+    return call_handler("rsembed_row_gradients", results, *arrays, **attributes, num_rows=num_rows)
 
 
-def squared_norm(num_rows: int, gradients: SegmentGradients) -> Float[Array, ""]:
+def squared_norm(num_rows: int, gradients: CallGradients) -> Float[Array, ""]:
     """Sum of the squares of all row gradients; see `reference.squared_norm`."""
-    arrays, attributes = _segment_operands(*gradients)
-    attributes |= {"num_rows": num_rows, "dim": gradients.d_outputs[0].shape[1]}
+    arrays, attributes = _gradient_operands(gradients, num_rows)
+    attributes |= {"num_rows": num_rows, "dim": gradients.dim}
     return call_handler("rsembed_squared_norm", [Result((), jnp.float32)], *arrays, **attributes)[0]
 
 
-def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -> tuple[Table, Slots]:
+def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
     """Row gradients and one optimizer step per distinct row, fused for the rules written in C++."""
     _check_tables(table)
     if (code := _fused_code(table, slots, step)) is None:
         return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
-    form, arrays, attributes = _gradient_operands(gradients)
-    return _step_in_place(f"rsembed_update{form}", code, table, slots, step, arrays, **attributes)
+    arrays, attributes = _gradient_operands(gradients, table.shape[0])
+    return _step_in_place("rsembed_update", code, table, slots, step, arrays, **attributes)
 
 
 def apply_rows(
@@ -128,25 +124,24 @@ def apply_rows(
     return stepped
 
 
-def lookup_jagged(tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch) -> Float[Array, " size"]:
-    """Pooled rows of every feature of a table-batched call, flat: one call into the library for all tables."""
-    _check_tables(*tables)
-    dims = [table.shape[1] for table in tables]
-    arrays, attributes = _jagged_operands(batch, dims)
-    results = [Result((batch.output_places(dims)[0],), jnp.float32)]
-    return call_handler("rsembed_lookup_jagged", results, *arrays, *tables, **attributes)[0]
-
-
 def weight_gradients(
-    tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch, d_output: Float[Array, " size"]
-) -> Float[Array, " nnz"]:
-    """Gradients of `batch.weights`; 0 for ids that contribute nothing."""
+    tables: Sequence[Float[Array, "_ _"]], call: Call, d_outputs: Outputs
+) -> tuple[Float[Array, " nnz"] | None, ...]:
+    """Gradients of the weights of each list, None for lists without; 0 for ids that contribute nothing."""
     _check_tables(*tables)
-    unweighted = dataclasses.replace(batch, weights=None)
-    arrays, attributes = _jagged_operands(unweighted, [table.shape[1] for table in tables], None, d_output)
-    del attributes["has_weights"]
-    results = [Result(batch.ids.shape, jnp.float32)]
-    return call_handler("rsembed_weight_gradients", results, *arrays, *tables, **attributes)[0]
+    weighted = [number for number, ids in enumerate(call.lists) if ids.weights is not None]
+    combiners = {segment.combiner for segment in call.segments if segment.list in weighted}
+    if not weighted or not combiners <= {"sum", "none", "mean_by_count"}:
+        return reference.weight_gradients(tables, call, d_outputs)
+    dims = [table.shape[1] for table in tables]
+    unweighted = [dataclasses.replace(ids, weights=None) for ids in call.lists]
+    without = dataclasses.replace(call, lists=tuple(unweighted))
+    arrays, attributes = _operands_of(without, dims, [table.shape[0] for table in tables])
+    arrays += [d_output.astype(jnp.float32) for d_output in d_outputs]
+    results = [Result(ids.ids.shape, jnp.float32) for ids in call.lists]
+    attributes["num_outputs"] = len(d_outputs)
+    found = call_handler("rsembed_weight_gradients", results, *arrays, *tables, **attributes)
+    return tuple(own if number in weighted else None for number, own in enumerate(found))
 
 
 def pair_products(vectors: Float[Array, "batch n dim"]) -> Float[Array, "batch pairs"]:
@@ -226,7 +221,11 @@ def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " n
 
 
 def rows_of_ids(
-    ids: Sequence[Int[Array, " _"]], places: Sequence[Place], sizes: Sequence[int], spread: int, rows_per_shard: int
+    ids: Sequence[Int[Array, " _"]],
+    places: Sequence[TablePlace],
+    sizes: Sequence[int],
+    spread: int,
+    rows_per_shard: int,
 ) -> tuple[Int[Array, " _"], ...]:
     """Row of each id of each feature, `NO_ROW` for ids outside their table."""
     _check_ids(ids)
@@ -377,61 +376,62 @@ def _integers(*shapes: tuple[int, ...]) -> list[Result]:
     return list(map(partial(Result, dtype=jnp.int32), shapes))
 
 
-def _gradient_operands(gradients: OutputGradients) -> tuple[str, list[Array], dict[str, PyTree]]:
-    """Suffix of the handler's name for these gradients, its operands and its attributes."""
-    if isinstance(gradients, JaggedGradients):
-        batch, d_output, table, dims = gradients
-        return "_jagged", *_jagged_operands(batch, dims, table, d_output)
-    return "", *_segment_operands(*gradients)
+def _gradient_operands(gradients: CallGradients, num_rows: int) -> tuple[list[Array], dict[str, PyTree]]:
+    """Operands and attributes of the segments that read the gradients' table, and of nothing else."""
+    call, numbers = gradients.call, gradients.lists_read()
+    shapes, places = call.outputs(gradients.dims)
+    own = [place for segment, place in zip(call.segments, places, strict=True) if segment.table == gradients.table]
+    outputs = sorted({place.output for place in own})
+    if len(gradients.d_outputs) != len(shapes):
+        raise ValueError(f"got {len(shapes)} outputs but {len(gradients.d_outputs)} gradients; pass one each.")
+    arrays, forms = _list_operands([call.lists[number] for number in numbers])
+    segments = []
+    for segment, place in zip(call.segments, places, strict=True):
+        if segment.table == gradients.table:
+            segment = segment._replace(list=numbers.index(segment.list), table=0)
+            segments += _numbers(segment, place._replace(output=outputs.index(place.output)), num_rows)
+    arrays += [gradients.d_outputs[output].astype(jnp.float32) for output in outputs]
+    return arrays, {"lists": forms, "segments": segments, "num_outputs": len(outputs)}
 
 
-def _segment_operands(
-    segments: Sequence[Segment], d_outputs: Sequence[Array] | None = None
-) -> tuple[list[Array], dict[str, PyTree]]:
-    """Operands and attributes for segments: their arrays, and a code of which arrays each segment has."""
-    if d_outputs is not None and len(d_outputs) != len(segments):
-        raise ValueError(f"got {len(segments)} segments but {len(d_outputs)} output gradients; pass one each.")
-    layout, arrays, size = [], [], 0
-    for position, segment in enumerate(segments):
-        flags = _COMBINER_CODES[segment.combiner]
-        arrays.append(as_rows(segment.rows))
-        if segment.offsets is not None:
+def _operands_of(call: Call, dims: Sequence[int], table_rows: Sequence[int]) -> tuple[list[Array], dict[str, PyTree]]:
+    """Operands and attributes of all lists and segments of a call."""
+    arrays, forms = _list_operands(call.lists)
+    segments: list[int] = []
+    for segment, place in zip(call.segments, call.outputs(dims)[1], strict=True):
+        segments += _numbers(segment, place, table_rows[segment.table])
+    return arrays, {"lists": forms, "segments": segments}
+
+
+def _list_operands(lists: Sequence[IdList]) -> tuple[list[Array], list[int]]:
+    """The arrays of some lists, and for each its flags, bags and width, as `Lists` of csrc/arguments.h reads them."""
+    arrays: list[Array] = []
+    forms: list[int] = []
+    size = 0
+    for ids in lists:
+        flags = 0
+        arrays.append(as_rows(ids.ids))
+        if ids.offsets is not None:
             flags |= _HAS_OFFSETS
-            is_read = segment.offsets.dtype == jnp.int32  # the library clips these itself
-            arrays.append(segment.offsets if is_read else as_offsets(segment.offsets, segment.rows.shape[0]))
-        if segment.weights is not None:
+            is_read = ids.offsets.dtype == jnp.int32  # the library clips these itself
+            arrays.append(ids.offsets if is_read else as_offsets(ids.offsets, ids.num_entries))
+        if ids.weights is not None:
             flags |= _HAS_WEIGHTS
-            arrays.append(segment.weights.astype(jnp.float32))
-        if d_outputs is not None:
-            arrays.append(d_outputs[position].astype(jnp.float32))
-        layout.append(flags)
-        size += max(segment.rows.shape[0], segment.num_outputs)
+            arrays.append(ids.weights.astype(jnp.float32))
+        width = 0 if ids.shape is None else ids.shape[1]
+        forms += [flags, ids.num_bags, width]
+        size += max(ids.num_entries, ids.num_bags)
     if size >= NO_ROW:
         raise NotImplementedError("native calls have less than 2**31 entries and outputs")
-    return arrays, {"segments": np.asarray(layout, np.int32)}
+    return arrays, forms
 
 
-def _jagged_operands(
-    batch: JaggedBatch, dims: Sequence[int], table: int | None = None, d_output: Array | None = None
-) -> tuple[list[Array], dict[str, PyTree]]:
-    """Operands and attributes of a jagged batch. With `table`, only those of that table's blocks."""
-    if batch.ids.shape[0] >= NO_ROW:
-        raise NotImplementedError("native calls have less than 2**31 entries")
-    size, places = batch.output_places(dims)
-    blocks = [(block, place) for block, place in zip(batch.blocks, places, strict=True) if table in (None, block.table)]
-    numbers = [(*(block if table is None else block._replace(table=0)), *at) for block, at in blocks]
-    arrays = [as_rows(batch.ids), as_offsets(batch.offsets, batch.ids.shape[0])]
-    if batch.weights is not None:
-        arrays.append(batch.weights.astype(jnp.float32))
-    attributes: dict[str, PyTree] = {
-        "blocks": list(itertools.chain.from_iterable(numbers)),
-        "combiner": _JAGGED_COMBINER_CODES[batch.combiner],
-        "has_weights": batch.weights is not None,
-    }
-    if d_output is not None:
-        arrays.append(d_output.astype(jnp.float32))
-        attributes["output_size"] = size
-    return arrays, attributes
+def _numbers(segment: Segment, place: Place, table_rows: int) -> list[int]:
+    """A segment in the numbers that `Segments` of csrc/arguments.h reads."""
+    combiner = _COMBINER_CODES[segment.combiner]
+    num_rows = segment.rows_in(table_rows)
+    bags = [segment.list, segment.first_bag, segment.num_bags, combiner]
+    return [*bags, segment.table, segment.first_row, num_rows, *place]
 
 
 def _fused_code(table: Array, slots: Slots, step: Step) -> int | None:

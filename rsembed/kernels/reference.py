@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +18,14 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 from rsembed.kernels.contract import (
     NO_ROW,
-    JaggedBatch,
-    JaggedGradients,
+    Call,
+    CallGradients,
+    Combiner,
+    IdList,
     KeyOrKeys,
-    OutputGradients,
     Outputs,
     RowsAndGradients,
     Segment,
-    SegmentGradients,
     Step,
     Table,
     as_rows,
@@ -40,38 +41,142 @@ def unavailable_because() -> str | None:
     return None
 
 
-def _bag_of_entries(offsets: Int[Array, " bags_plus_1"], ids: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
-    """Bag of every entry: -1 before the first bag, the number of bags behind the last."""
+class Entries(NamedTuple):
+    """The entries of one list that read one table, with their bags: what implementations pool.
+
+    Args:
+      rows: table row of every entry. A row outside `[0, num_rows)` contributes nothing.
+      offsets: entries `offsets[b] : offsets[b + 1]` belong to bag `b`. None: every entry is a bag.
+      weights: weight of every entry; None means ones.
+      combiner: `sum`, `mean` or `sqrtn`.
+    """
+
+    rows: Int[Array, " nnz"]
+    offsets: Int[Array, " bags_plus_1"] | None
+    weights: Float[Array, " nnz"] | None
+    combiner: Combiner = "sum"
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of bags, or of entries where every entry is a bag."""
+        return self.rows.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
+
+
+def entries_of(
+    call: Call, number: int, table: int, table_rows: int, pool: Callable[..., PyTree] | None = None
+) -> Entries:
+    """The entries of list `number` that read rows of table `table`; others read `NO_ROW`.
+
+    The bags of the result are those of the list. Combiners that `Entries` has not become weights; see
+    `entry_gains` for `pool`.
+    """
+    ids = call.lists[number]
+    segments = [own for own in call.segments if (own.list, own.table) == (number, table)]
+    combiners = {own.combiner for own in segments}
+    if len(combiners) > 1 and "none" in combiners:
+        raise ValueError("segments without a combiner share no list with others.")
+    rows = rows_of_list(call, number, table, table_rows)
+    if combiners == {"none"}:
+        if ids.offsets is not None:
+            bag = bag_of_entries(ids)
+            rows = jnp.where((bag >= 0) & (bag < ids.num_bags), rows, NO_ROW)
+        return Entries(rows, None, ids.weights)
+    is_single = ids.shape is not None and ids.shape[1] == 1
+    offsets = None if is_single else ids.all_offsets()
+    if len(combiners) == 1:
+        (combiner,) = combiners
+        if combiner == "mean_by_count" and ids.weights is None:
+            combiner = "mean"
+        if combiner != "mean_by_count" and not (is_single and combiner != "sum"):
+            return Entries(rows, offsets, ids.weights, combiner)
+    offsets = ids.all_offsets()
+    gains = jnp.zeros(ids.num_entries, jnp.float32)
+    for combiner in sorted(combiners):
+        shares = _shares(Entries(rows, offsets, ids.weights), combiner, table_rows, pool)
+        chosen = [own.combiner == combiner for own in segments]
+        gains = jnp.where(_by_bag(ids, segments, chosen, False), shares, gains)
+    return Entries(rows, None if is_single else offsets, gains)
+
+
+def rows_of_list(call: Call, number: int, table: int, table_rows: int) -> Int[Array, " nnz"]:
+    """Row of table `table` that each entry of list `number` reads; none of the table for entries that read none."""
+    ids = call.lists[number]
+    segments = [own for own in call.segments if (own.list, own.table) == (number, table)]
+    is_whole = sum(own.num_bags for own in segments) == ids.num_bags
+    bounds = {(own.first_row, own.rows_in(table_rows)) for own in segments}
+    rows = as_rows(ids.ids)
+    if is_whole and bounds == {(0, table_rows)}:
+        return rows
+    first_rows = _by_bag(ids, segments, [own.first_row for own in segments], 0)
+    num_rows = _by_bag(ids, segments, [own.rows_in(table_rows) for own in segments], 0)
+    return jnp.where((rows >= 0) & (rows < num_rows), rows + first_rows, NO_ROW)
+
+
+def _shares(
+    entries: Entries, combiner: Combiner, num_rows: int, pool: Callable[..., PyTree] | None
+) -> Float[Array, " nnz"]:
+    """Gain of every entry under a combiner."""
+    if combiner != "mean_by_count":
+        return entry_gains(entries._replace(combiner=combiner), num_rows, pool)[1]
+    shares = entry_gains(entries._replace(weights=None, combiner="mean"), num_rows)[1]
+    return shares if entries.weights is None else shares * entries.weights
+
+
+def _by_bag(ids: IdList, segments: Sequence[Segment], values: Sequence[Any], other: Any) -> Array:
+    """Value of each entry's segment, `other` for entries of no segment; one number where all agree."""
+    numbers = np.full(ids.num_bags + 1, other)
+    for segment, value in zip(segments, values, strict=True):
+        numbers[segment.first_bag : segment.first_bag + segment.num_bags] = value
+    dtype = jnp.bool_ if numbers.dtype == np.bool_ else jnp.int32
+    if ids.num_bags and ids.offsets is None and (numbers[:-1] == numbers[0]).all():
+        return jnp.asarray(numbers[0], dtype)
+    bag = bag_of_entries(ids)
+    # The last number is that of entries outside all bags, for which `bag` is -1 or the number of bags.
+    return jnp.asarray(numbers, dtype)[bag]
+
+
+def bag_of_entries(ids: IdList) -> Int[Array, " nnz"]:
+    """Bag of every entry: -1 before the first bag, the number of bags after the last."""
+    if ids.offsets is not None:
+        return _bag_of_entries(ids.offsets, ids.num_entries)
+    return jnp.arange(ids.num_entries, dtype=jnp.int32) // max(ids.shape[1], 1)
+
+
+def _bag_of_entries(offsets: Int[Array, " bags_plus_1"], num_entries: int) -> Int[Array, " nnz"]:
     # Counting the bags that start up to an entry takes a third of the time of a search for each.
-    return jnp.cumsum(jnp.zeros(ids.shape[0], jnp.int32).at[offsets].add(1, mode="drop")) - 1
+    return jnp.cumsum(jnp.zeros(num_entries, jnp.int32).at[offsets].add(1, mode="drop")) - 1
 
 
 def entry_gains(
-    segment: Segment, num_rows: int, lookup: Callable[..., PyTree] | None = None
+    entries: Entries, num_rows: int, pool: Callable[..., PyTree] | None = None
 ) -> tuple[Int[Array, " nnz"], Float[Array, " nnz"], Bool[Array, " nnz"]]:
-    """Output number and gain of every entry, and which entries lie in a bag and name a row of the table.
+    """Output number and gain of every entry, and which entries are in a bag and name a row of the table.
 
-    Entries that contribute nothing have gain 0. A `lookup` adds weights of a bag in their order, XLA in any.
+    Entries that contribute nothing have gain 0. A `pool` adds weights of a bag in their order, XLA in
+    any order.
     """
-    num_entries, is_listed = segment.rows.shape[0], (segment.rows >= 0) & (segment.rows < num_rows)
+    num_entries = entries.rows.shape[0]
+    is_listed = (entries.rows >= 0) & (entries.rows < num_rows)
     bag = jnp.arange(num_entries)
-    if segment.offsets is not None:
-        bag = _bag_of_entries(segment.offsets, segment.rows)
-        is_listed = is_listed & (bag >= 0) & (bag < segment.num_outputs)
-        bag = jnp.clip(bag, 0, max(segment.num_outputs - 1, 0))
-    weights = jnp.float32(1.0) if segment.weights is None else segment.weights.astype(jnp.float32)
+    if entries.offsets is not None:
+        bag = _bag_of_entries(entries.offsets, num_entries)
+        is_listed = is_listed & (bag >= 0) & (bag < entries.num_outputs)
+        bag = jnp.clip(bag, 0, max(entries.num_outputs - 1, 0))
+    weights = jnp.float32(1.0)
+    if entries.weights is not None:
+        weights = entries.weights.astype(jnp.float32)
     gains = jnp.where(is_listed, weights, 0.0)
-    if segment.combiner in ("sum", "none") or segment.num_outputs == 0:
+    if entries.combiner in ("sum", "none") or entries.num_outputs == 0:
         return bag, gains, is_listed
-    if segment.weights is not None:
-        gains = gains * _inverse_magnitudes(gains, bag, segment.num_outputs)[bag]
-    terms = gains if segment.combiner == "mean" else gains * gains
-    if lookup is None or segment.weights is None:
-        total = jax.ops.segment_sum(terms, bag, segment.num_outputs)
+    if entries.weights is not None:
+        gains = gains * _inverse_magnitudes(gains, bag, entries.num_outputs)[bag]
+    terms = gains if entries.combiner == "mean" else gains * gains
+    if pool is None or entries.weights is None:
+        total = jax.ops.segment_sum(terms, bag, entries.num_outputs)
     else:
-        every = Segment(jnp.arange(num_entries, dtype=jnp.int32), segment.offsets, None, "sum")
-        total = lookup(terms[:, None], [every])[0][:, 0]
-    divisor = total if segment.combiner == "mean" else jnp.sqrt(total)
+        every = Entries(jnp.arange(num_entries, dtype=jnp.int32), entries.offsets, None)
+        total = pool(terms[:, None], every)[:, 0]
+    divisor = total if entries.combiner == "mean" else jnp.sqrt(total)
     safe = jnp.where(divisor == 0.0, 1.0, divisor)
     return bag, gains * jnp.where(divisor == 0.0, 0.0, 1.0 / safe)[bag], is_listed
 
@@ -89,31 +194,104 @@ def _inverse_magnitudes(weights: Float[Array, " nnz"], bag: Int[Array, " nnz"], 
     return jax.lax.bitcast_convert_type((254 - exponent) * one_step, jnp.float32)
 
 
-def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
-    """Pooled rows of every segment, float32 `[segment.num_outputs, dim]`."""
-    outputs = []
-    for segment in segments:
-        bag, gains, _ = entry_gains(segment, table.shape[0])
-        vectors = gather_rows((table,), segment.rows)[0].astype(jnp.float32)
-        # A row that must not contribute may hold anything, NaN included: select, do not multiply by zero.
-        terms = jnp.where(gains[:, None] == 0.0, 0.0, gains[:, None] * vectors)
-        outputs.append(terms if segment.offsets is None else jax.ops.segment_sum(terms, bag, segment.num_outputs))
-    return tuple(outputs)
+def pooled(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
+    """Pooled rows of every bag, float32."""
+    bag, gains, _ = entry_gains(entries, table.shape[0])
+    vectors = gather_rows((table,), entries.rows)[0].astype(jnp.float32)
+    # A row that must not contribute may hold anything, NaN included: select, do not multiply by zero.
+    terms = jnp.where(gains[:, None] == 0.0, 0.0, gains[:, None] * vectors)
+    if entries.offsets is None:
+        return terms
+    return jax.ops.segment_sum(terms, bag, entries.num_outputs)
 
 
-def gradients_of_weights(table: Table, segment: Segment, d_output: Float[Array, "_ dim"]) -> Float[Array, " nnz"]:
-    """Gradients of a segment's weights, which must not be None."""
+def lookup(tables: Sequence[Float[Array, "_ _"]], call: Call, *, pool: Callable[..., PyTree] | None = None) -> Outputs:
+    """Pooled rows of every segment, float32, laid out as the call says; through an accelerator's `pool` if given."""
+    vectors: list[Array] = [jnp.zeros(0)] * len(call.segments)
+    for number, ids in enumerate(call.lists):
+        for table in sorted({own.table for own in call.segments if own.list == number}):
+            entries = entries_of(call, number, table, tables[table].shape[0], pool)
+            of_list = (pool or pooled)(tables[table], entries)
+            for place, segment in enumerate(call.segments):
+                if (segment.list, segment.table) != (number, table):
+                    continue
+                last_bag = segment.first_bag + segment.num_bags
+                if segment.combiner == "none":
+                    is_whole = segment.num_bags == ids.num_bags
+                    vectors[place] = of_list if is_whole else _of_bags(of_list, ids, segment)
+                else:
+                    vectors[place] = of_list[segment.first_bag : last_bag]
+    return _joined(vectors, call, [table.shape[1] for table in tables])
 
-    def pooled(weights: Array) -> Array:
-        return lookup(table, [dataclasses.replace(segment, weights=weights)])[0]
 
-    d_weights: Array = jax.vjp(pooled, segment.weights)[1](d_output)[0]
-    return d_weights
+def _of_bags(vectors: Float[Array, "nnz dim"], ids: IdList, segment: Segment) -> Float[Array, "nnz dim"]:
+    """Vectors of the entries of a segment's bags; zeros for other entries."""
+    bag = bag_of_entries(ids)
+    is_own = (bag >= segment.first_bag) & (bag < segment.first_bag + segment.num_bags)
+    return jnp.where(is_own[:, None], vectors, 0.0)
+
+
+def _joined(vectors: Sequence[Array], call: Call, dims: Sequence[int]) -> Outputs:
+    """The outputs of a call from the vectors of each segment."""
+    if call.layout == "each":
+        return tuple(vectors)
+    if call.segments[0].combiner == "none":
+        longest = max(dims[own.table] for own in call.segments)
+        padded = [jnp.pad(own, ((0, 0), (0, longest - own.shape[1]))) for own in vectors]
+        return (sum(padded[1:], start=padded[0]),)
+    if call.layout == "columns":
+        return (jnp.concatenate(vectors, axis=1),)
+    return (jnp.concatenate([own.reshape(-1) for own in vectors]),)
+
+
+def bag_gradients(gradients: CallGradients, number: int) -> Float[Array, "outputs dim"]:
+    """Gradients of the outputs of list `number`, one row per bag, or per entry with combiner `none`.
+
+    Bags that read other tables have zeros.
+    """
+    call, dim = gradients.call, gradients.dim
+    ids = call.lists[number]
+    shapes, places = call.outputs(gradients.dims)
+    parts: list[tuple[Segment, Array]] = []
+    for segment, place in zip(call.segments, places, strict=True):
+        if (segment.list, segment.table) != (number, gradients.table):
+            continue
+        d_output = gradients.d_outputs[place.output].astype(jnp.float32)
+        if len(shapes[place.output]) == 1:
+            part = d_output.reshape(-1)[place.start : place.start + segment.num_bags * dim].reshape(-1, dim)
+        else:
+            columns = d_output.reshape(shapes[place.output])
+            part = columns[:, place.start : place.start + dim] if columns.shape[1] != dim else columns
+        parts.append((segment, part))
+    if len(parts) == 1 and (parts[0][0].num_bags == ids.num_bags or parts[0][0].combiner == "none"):
+        return parts[0][1]
+    if parts[0][0].combiner == "none":
+        masked = [_of_bags(part, ids, segment) for segment, part in parts]
+        return masked[0] if call.layout != "each" and len(masked) == 1 else sum(masked[1:], start=masked[0])
+    d_bags = jnp.zeros((ids.num_bags, dim), jnp.float32)
+    for segment, part in parts:
+        d_bags = d_bags.at[segment.first_bag : segment.first_bag + segment.num_bags].set(part)
+    return d_bags
+
+
+def weight_gradients(
+    tables: Sequence[Float[Array, "_ _"]], call: Call, d_outputs: Outputs
+) -> tuple[Float[Array, " nnz"] | None, ...]:
+    """Gradients of the weights of each list, None for lists without; 0 for ids that contribute nothing."""
+
+    def outputs(weights: Sequence[PyTree]) -> Outputs:
+        lists = [dataclasses.replace(own, weights=w) for own, w in zip(call.lists, weights, strict=True)]
+        return lookup(tables, dataclasses.replace(call, lists=tuple(lists)))
+
+    shapes, _ = call.outputs([table.shape[1] for table in tables])
+    d_outputs = tuple(d.astype(jnp.float32).reshape(shape) for d, shape in zip(d_outputs, shapes, strict=True))
+    d_weights: tuple[Array | None, ...] = jax.vjp(outputs, [own.weights for own in call.lists])[1](d_outputs)[0]
+    return tuple(d_weights)
 
 
 def group_rows(
-    num_rows: int, gradients: OutputGradients, lookup: Callable[..., PyTree] | None = None
-) -> tuple[Int[Array, " capacity"], Segment, Int[Array, " nnz"], Float[Array, "outputs dim"]]:
+    num_rows: int, gradients: CallGradients, pool: Callable[..., PyTree] | None = None
+) -> tuple[Int[Array, " capacity"], Entries, Int[Array, " nnz"], Float[Array, "outputs dim"]]:
     """The looked-up rows of a table of `num_rows`. With its entries side by side, a row's gradient is a lookup as well.
 
     forward    output[b]     = sum of gain * table[row]     over the entries of bag b
@@ -121,22 +299,25 @@ def group_rows(
 
     The order of additions follows from the batch alone, so equal inputs give equal bits.
 
-    Returns: distinct rows ascending, `NO_ROW` behind them; entries sorted by row, one bag per place there, whose "rows"
-    are outputs, numbered through all segments, without weights where all are ones; the place of every sorted entry's
-    row, behind the last place for entries that count for nothing; and the gradients of the outputs, float32.
+    Returns: distinct rows ascending, followed by `NO_ROW`; entries sorted by row, one bag per place there, whose "rows"
+    are outputs, numbered through all lists, without weights where all are ones; the place of every sorted entry's
+    row, after the last place for entries that count for nothing; and the gradients of the outputs, float32.
     """
-    segments, d_outputs = as_segments(gradients)
-    all_rows, all_outputs, all_gains, first = [], [], [], 0
-    for segment in segments:
-        bag, gain, is_listed = entry_gains(segment, num_rows, lookup)
-        all_rows.append(jnp.where(is_listed, as_rows(segment.rows), NO_ROW))
+    all_rows, all_outputs, all_gains, parts, first = [], [], [], [], 0
+    is_plain = True
+    for number in gradients.lists_read():
+        entries = entries_of(gradients.call, number, gradients.table, num_rows, pool)
+        bag, gain, is_listed = entry_gains(entries, num_rows, pool)
+        all_rows.append(jnp.where(is_listed, as_rows(entries.rows), NO_ROW))
         all_outputs.append(bag.astype(jnp.int32) + first)
         all_gains.append(gain)
-        first += segment.num_outputs
+        parts.append(bag_gradients(gradients, number))
+        first += entries.num_outputs
+        is_plain = is_plain and entries.weights is None and entries.combiner in ("sum", "none")
     rows, outputs, gains = map(jnp.concatenate, (all_rows, all_outputs, all_gains))
     num_entries, capacity = rows.shape[0], min(rows.shape[0], num_rows)
     position = jnp.arange(num_entries, dtype=jnp.int32)
-    if all(segment.weights is None and segment.combiner in ("sum", "none") for segment in segments):
+    if is_plain:
         (in_order, outputs), weights = jax.lax.sort_key_val(rows, outputs), None
     else:
         in_order, order = jax.lax.sort_key_val(rows, position)
@@ -147,30 +328,29 @@ def group_rows(
     place = jnp.where(is_first, group_of, capacity + 1)
     offsets = jnp.full(capacity + 1, jnp.sum(is_real, dtype=jnp.int32), jnp.int32).at[place].set(position, mode="drop")
     distinct = jnp.full(capacity, NO_ROW, jnp.int32).at[place].set(in_order, mode="drop")
-    entries = Segment(outputs, offsets, weights, "sum")
-    parts = [d_output.astype(jnp.float32) for d_output in d_outputs]
-    return distinct, entries, group_of, parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    sorted_entries = Entries(outputs, offsets, weights)
+    return distinct, sorted_entries, group_of, parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def row_gradients(
-    num_rows: int, gradients: OutputGradients, *, lookup: Callable[..., PyTree] | None = None
+    num_rows: int, gradients: CallGradients, *, pool: Callable[..., PyTree] | None = None
 ) -> RowsAndGradients:
-    """Gradient of every looked-up row, equal rows combined; through an accelerator's `lookup` if one is given.
+    """Gradient of every looked-up row, equal rows combined; through an accelerator's `pool` if one is given.
 
     Returns: distinct rows in ascending order and their float32 gradients; unused places at the end hold row `NO_ROW`
     and zeros. The capacity is the number of entries, or `num_rows` if that is less. A row that was looked up is
     listed even when its gradient is zero.
     """
     rows, entries, group_of, d_output = group_rows(num_rows, gradients)
-    if lookup is not None:
-        return rows, lookup(d_output, [entries])[0]
+    if pool is not None:
+        return rows, pool(d_output, entries)
     vectors = d_output[entries.rows] if d_output.shape[0] else jnp.zeros((1, d_output.shape[1]))
     terms = vectors if entries.weights is None else entries.weights[:, None] * vectors
     return rows, jax.ops.segment_sum(terms, group_of, rows.shape[0], indices_are_sorted=True)
 
 
 def squared_norm(
-    num_rows: int, gradients: SegmentGradients, *, row_gradients: Callable[..., PyTree] = row_gradients
+    num_rows: int, gradients: CallGradients, *, row_gradients: Callable[..., PyTree] = row_gradients
 ) -> Float[Array, ""]:
     """Sum of the squares of all row gradients in float32, for callers that need only their norm."""
     return jnp.sum(jnp.square(row_gradients(num_rows, gradients)[1]))
@@ -239,7 +419,7 @@ def apply_rows(
     return new_table, tuple(stepped_slots)
 
 
-def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -> tuple[Table, Slots]:
+def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
     """Row gradients and one optimizer step per distinct row in one call."""
     return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
 
@@ -315,85 +495,3 @@ def round_with_noise(
         rounded = jnp.where(jnp.abs(values) < smallest_normal, subnormal, rounded)
     # Not `>`: NaN must take the branch of nearest rounding too.
     return jnp.where(jnp.abs(values) <= float(jnp.finfo(dtype).max), rounded, values).astype(dtype)
-
-
-def lookup_jagged(
-    tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch, *, lookup: Callable[..., PyTree] = lookup
-) -> Float[Array, " size"]:
-    """Pooled rows of every feature of a table-batched call, flat, through an implementation's `lookup`."""
-    size, places = batch.output_places([table.shape[1] for table in tables])
-    output = jnp.zeros(size, jnp.float32)
-    for number, table in enumerate(tables):
-        (vectors,) = lookup(table, [jagged_segment(batch, number)])
-        if batch.combiner == "none":
-            width = places[0][1]
-            output = output + jnp.pad(vectors, ((0, 0), (0, width - table.shape[1]))).reshape(-1)
-            continue
-        vectors = vectors * _bag_scales(batch, number)[:, None]
-        for block, (start, stride) in zip(batch.blocks, places, strict=True):
-            if block.table == number:
-                own = vectors[block.first_bag : block.first_bag + block.num_bags]
-                output = output.at[_vector_places(block.num_bags, table.shape[1], start, stride)].set(own)
-    return output
-
-
-def weight_gradients(
-    tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch, d_output: Float[Array, " size"]
-) -> Float[Array, " nnz"]:
-    """Gradients of `batch.weights`; 0 for ids that contribute nothing."""
-    dims = [table.shape[1] for table in tables]
-    total = jnp.zeros(batch.ids.shape[0], jnp.float32)
-    for number, table in enumerate(tables):
-        ((segment,), (d_bags,)) = as_segments(JaggedGradients(batch, d_output, number, dims))
-        bag, gains, _ = entry_gains(dataclasses.replace(segment, weights=None), table.shape[0])
-        vectors = gather_rows((table,), segment.rows)[0].astype(jnp.float32)
-        products = jnp.sum(vectors * d_bags[bag], axis=-1)
-        total = total + jnp.where(gains == 0.0, 0.0, products)
-    return total
-
-
-def jagged_segment(batch: JaggedBatch, table: int) -> Segment:
-    """The batch as one segment of `table`; entries of other tables have row `NO_ROW`."""
-    num_bags = batch.offsets.shape[0] - 1
-    first_row, num_rows = np.zeros(num_bags + 1, np.int32), np.zeros(num_bags + 1, np.int32)
-    for block in batch.blocks:
-        if block.table == table:
-            first_row[block.first_bag : block.first_bag + block.num_bags] = block.first_row
-            num_rows[block.first_bag : block.first_bag + block.num_bags] = block.num_rows
-    bag = _bag_of_entries(batch.offsets, batch.ids)
-    valid = (bag >= 0) & (batch.ids >= 0) & (batch.ids < jnp.asarray(num_rows)[bag])
-    rows = jnp.where(valid, batch.ids + jnp.asarray(first_row)[bag], NO_ROW)
-    per_entry = batch.combiner == "none"
-    return Segment(rows, None if per_entry else batch.offsets, batch.weights, "none" if per_entry else "sum")
-
-
-def _bag_scales(batch: JaggedBatch, table: int) -> Float[Array, " bags"]:
-    if batch.combiner != "mean":
-        return jnp.ones(batch.offsets.shape[0] - 1, jnp.float32)
-    segment = jagged_segment(batch, table)
-    bag, ones, _ = entry_gains(dataclasses.replace(segment, weights=None), NO_ROW)
-    counts = jax.ops.segment_sum(ones, bag, segment.num_outputs)
-    return jnp.where(counts > 0, 1.0 / jnp.maximum(counts, 1.0), 0.0)
-
-
-def as_segments(gradients: OutputGradients) -> SegmentGradients:
-    """Gradients in the form of segments; a table-batched call becomes one segment that holds all bags.
-
-    Bags of other tables have zeros.
-    """
-    if isinstance(gradients, SegmentGradients):
-        return gradients
-    batch, d_output, table, dims = gradients
-    segment, d_output, dim = jagged_segment(batch, table), d_output.astype(jnp.float32), dims[table]
-    if batch.combiner == "none":
-        return SegmentGradients((segment,), (d_output.reshape(batch.ids.shape[0], -1)[:, :dim],))
-    d_bags = jnp.zeros((batch.offsets.shape[0] - 1, dim), jnp.float32)
-    for block, (start, stride) in zip(batch.blocks, batch.output_places(dims)[1], strict=True):
-        if block.table == table:
-            own = d_output[_vector_places(block.num_bags, dim, start, stride)]
-            d_bags = d_bags.at[block.first_bag : block.first_bag + block.num_bags].set(own)
-    return SegmentGradients((segment,), (d_bags * _bag_scales(batch, table)[:, None],))
-
-
-def _vector_places(num_vectors: int, dim: int, start: int, stride: int) -> np.ndarray:
-    return start + stride * np.arange(num_vectors)[:, None] + np.arange(dim)

@@ -28,8 +28,9 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.kernels import reference
-from rsembed.kernels.contract import NO_ROW, OutputGradients, Outputs, Segment, Step, Table, as_offsets, as_rows
+from rsembed.kernels.contract import NO_ROW, CallGradients, Step, Table, as_offsets, as_rows
 from rsembed.kernels.devices import target_device
+from rsembed.kernels.reference import Entries
 from rsembed.kernels.traced_rules import evaluate, trace_rule
 from rsembed.optimizers.base import Slots
 
@@ -74,11 +75,13 @@ def row_layout(sharding: Sharding) -> PyTree:
     return Format(Layout(major_to_minor=(0, 1), tiling=((8,),) if is_tpu else None), sharding)
 
 
-def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
-    """Pooled rows of every segment, float32 `[segment.num_outputs, dim]`; one kernel per segment."""
+def pool(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
+    """Pooled rows of every bag, float32: one kernel for a list of ids."""
     _check_table(table)
-    wide = _fill(table, num_lanes(), axis=1)
-    return tuple(_pooled(table.shape, wide, segment) for segment in segments)
+    return _pooled(table.shape, _fill(table, num_lanes(), axis=1), entries)
+
+
+lookup = partial(reference.lookup, pool=pool)
 
 
 def apply_rows(
@@ -122,13 +125,12 @@ def apply_rows(
     return new_table, tuple(new_slots)
 
 
-def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -> tuple[Table, Slots]:
+def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
     """Row gradients and one optimizer step per distinct row: two kernels."""
     return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
 
 
-row_gradients = partial(reference.row_gradients, lookup=lookup)
-lookup_jagged = partial(reference.lookup_jagged, lookup=lookup)
+row_gradients = partial(reference.row_gradients, pool=pool)
 
 
 def _check_table(table: Array) -> None:
@@ -142,23 +144,23 @@ def _fill(array: Array, multiple: int, value: float = 0.0, *, axis: int = 0) -> 
     return jnp.pad(array, [(0, own) for own in missing], constant_values=value) if any(missing) else array
 
 
-def _pooled(shape: tuple[int, ...], table: Array, segment: Segment) -> Float[Array, "outputs dim"]:
-    """Pooled rows of one segment; `table` may have more columns than `shape` says, as padding."""
-    (num_rows, dim), num_outputs = shape, segment.num_outputs
-    if 0 in (num_rows, dim, num_outputs, segment.rows.shape[0]):
+def _pooled(shape: tuple[int, ...], table: Array, listed: Entries) -> Float[Array, "outputs dim"]:
+    """Pooled rows of every bag; `table` may have more columns than `shape` says, as padding."""
+    (num_rows, dim), num_outputs = shape, listed.num_outputs
+    if 0 in (num_rows, dim, num_outputs, listed.rows.shape[0]):
         return jnp.zeros((num_outputs, dim), jnp.float32)
-    bags, gains, _ = reference.entry_gains(segment, num_rows)
-    ids = jnp.where(gains == 0.0, 0, as_rows(segment.rows))
-    if segment.offsets is None:
+    bags, gains, _ = reference.entry_gains(listed, num_rows)
+    ids = jnp.where(gains == 0.0, 0, as_rows(listed.rows))
+    if listed.offsets is None:
         vectors = gather(table, _fill(ids, chunk_rows(table.shape[1], 1), 0))[:num_outputs, :dim]
         return jnp.where(gains[:, None] == 0.0, 0.0, gains[:, None] * vectors)
     chunk = chunk_rows(table.shape[1], 2)
     # Chunks of entries that every chunk of bags needs: the first, and the one behind the last.
-    offsets = as_offsets(segment.offsets, ids.shape[0])
+    offsets = as_offsets(listed.offsets, ids.shape[0])
     ends = -(-jnp.concatenate([offsets[chunk:-1:chunk], offsets[-1:]]) // chunk)
     bounds = _fill(jnp.stack([offsets[:-1:chunk] // chunk, ends], axis=1), num_lanes(), 0, axis=1).reshape(-1)
     entries = _fill(ids, chunk, 0), _fill(gains, chunk, 0.0), _fill(bags.astype(jnp.int32), chunk, NO_ROW)
-    return pool(table, *entries, bounds, -(-num_outputs // chunk) * chunk)[:num_outputs, :dim]
+    return pool_on_tiles(table, *entries, bounds, -(-num_outputs // chunk) * chunk)[:num_outputs, :dim]
 
 
 def _pallas() -> PyTree:
@@ -236,7 +238,7 @@ def gather(table: Float[Array, "rows dim"], ids: Int[Array, " nnz"]) -> Float[Ar
     return _on_tiles(body, out=out, scratch=scratch)(table, ids)
 
 
-def pool(
+def pool_on_tiles(
     table: Float[Array, "rows dim"],
     ids: Int[Array, " nnz"],
     gains: Float[Array, " nnz"],

@@ -36,6 +36,20 @@ inline bool VectorsLieIn(int64_t first, int64_t count, int64_t stride, int64_t d
   return stride >= 0 && !wraps && LiesIn(first, length, size);
 }
 
+// A list of ids with its bags, see IdList in rsembed/kernels/contract.py.
+struct List {
+  const int32_t* ids;
+  const int32_t* offsets;  // null: every bag has `width` entries
+  const float* weights;    // null: ones
+  int64_t num_ids, num_bags, width;
+};
+
+// An output of a call, or its gradient.
+struct Output {
+  float* data;
+  int64_t size;
+};
+
 // Reads buffers one after the other and keeps the first complaint; what is read after one must not be used.
 class Reader {
  public:
@@ -57,101 +71,127 @@ class Reader {
     return data;
   }
 
-  std::vector<Segment> Segments(ffi::Span<const int32_t> layout, int64_t num_rows, int64_t dim, bool with_gradients) {
-    std::vector<Segment> segments;
-    int64_t num_entries = 0, num_outputs = 0;
-    for (const int32_t flags : layout) {
-      Segment s = {};
-      s.first_entry = num_entries;
-      s.first_output = num_outputs;
-      s.combiner = static_cast<Combiner>(flags & 3);
-      s.rows = static_cast<int32_t*>(Next("rows", ffi::S32, &s.num_entries));
-      s.num_outputs = s.num_entries;
-      if (flags & 4) {
-        s.offsets = static_cast<int32_t*>(Next("offsets", ffi::S32, &s.num_outputs));
-        if (--s.num_outputs < 0) Fail("offsets must not be empty");
+  // The lists of a call. `forms` has three numbers for each: flags (1 with offsets, 2 with weights), the number of bags,
+  // and the entries of a bag where there are no offsets. The arrays of a list follow each other.
+  std::vector<List> Lists(ffi::Span<const int64_t> forms) {
+    std::vector<List> lists;
+    if (forms.size() % 3 != 0) Fail("unreadable lists");
+    for (size_t at = 0; at + 3 <= forms.size() && !Failed(); at += 3) {
+      const int64_t flags = forms[at];
+      List list = {};
+      list.num_bags = forms[at + 1];
+      list.width = forms[at + 2];
+      list.ids = static_cast<int32_t*>(Next("ids", ffi::S32, &list.num_ids));
+      if (flags & 1) {
+        int64_t num_offsets = 0;
+        list.offsets = static_cast<int32_t*>(Next("offsets", ffi::S32, &num_offsets));
+        if (num_offsets < 1 || num_offsets - 1 != list.num_bags) Fail("wrong number of offsets");
+      } else if (list.num_bags < 0 || list.width < 0 || Times(list.num_bags, list.width) != list.num_ids) {
+        Fail("bags of one length do not fill their list");
       }
-      s.num_rows = num_rows;
-      s.output_stride = dim;
-      if (flags & 8) s.weights = static_cast<float*>(Next("weights", ffi::F32, s.num_entries));
-      if (with_gradients) s.d_output = static_cast<float*>(Next("d_output", ffi::F32, Times(s.num_outputs, dim)));
-      num_entries += s.num_entries;
-      num_outputs += s.num_outputs;
-      segments.push_back(s);
+      if (flags & 2) list.weights = static_cast<float*>(Next("weights", ffi::F32, list.num_ids));
+      if (list.num_ids > kNoRow) Fail("too many entries for one call");
+      lists.push_back(list);
     }
-    if (std::max(num_entries, num_outputs) > kNoRow) Fail("too many entries for one call");
-    return segments;
+    return lists;
   }
 
-  // One segment per block of a jagged batch: ids, offsets and weights are those of all blocks together. The numbers of
-  // a block are those of Block in rsembed/kernels/contract.py, in its order, and where its vectors lie in the output.
-  // The output is null in a call that only has its gradient.
-  std::vector<Segment> Blocks(ffi::Span<const int64_t> blocks, int64_t combiner, bool has_weights,
-                              const std::vector<Table>& tables, float* output, int64_t output_size,
-                              bool with_gradients) {
-    constexpr size_t kNumbers = 7;
+  // Gradients of `count` outputs.
+  std::vector<Output> Gradients(int64_t count) {
+    std::vector<Output> outputs;
+    for (int64_t k = 0; k < count && !Failed(); ++k) {
+      Output output = {};
+      output.data = static_cast<float*>(Next("gradient of an output", ffi::F32, &output.size));
+      outputs.push_back(output);
+    }
+    return outputs;
+  }
+
+  // The segments of a call. `numbers` has ten for each: those of Segment in rsembed/kernels/contract.py, in its order,
+  // where combiner -1 is none, and those of its Place. A call writes its outputs or, `with_gradients`, reads them.
+  std::vector<Segment> Segments(ffi::Span<const int64_t> numbers, const std::vector<List>& lists,
+                                const std::vector<Table>& tables, const std::vector<Output>& outputs,
+                                bool with_gradients) {
+    constexpr size_t kNumbers = 10;
     std::vector<Segment> segments;
-    Segment all = {};
-    int64_t num_offsets = 0, num_entries = 0, num_outputs = 0;
-    all.rows = static_cast<int32_t*>(Next("ids", ffi::S32, &all.num_entries));
-    all.offsets = static_cast<int32_t*>(Next("offsets", ffi::S32, &num_offsets));
-    num_ids_ = all.num_entries;
-    if (has_weights) all.weights = static_cast<float*>(Next("weights", ffi::F32, all.num_entries));
-    if (with_gradients) all.d_output = static_cast<float*>(Next("d_output", ffi::F32, output_size));
-    if (blocks.size() % kNumbers != 0 || combiner > kMeanByCount) Fail("unreadable blocks");
-    for (size_t at = 0; at + kNumbers <= blocks.size() && !Failed(); at += kNumbers) {
-      const int64_t* const block = blocks.begin() + at;
-      const int64_t first_bag = block[0], num_bags = block[1];
-      if (!LiesIn(first_bag, num_bags, num_offsets - 1)) Fail("blocks lie outside the offsets");
-      const bool has_table = block[2] >= 0 && block[2] < static_cast<int64_t>(tables.size());
-      if (!has_table || !LiesIn(block[3], block[4], tables[block[2]].num_rows)) Fail("blocks lie outside the tables");
+    std::vector<int64_t> num_read(lists.size(), 0);
+    int64_t num_entries = 0, num_outputs = 0;
+    const auto is_number_of = [](int64_t number, const auto& array) {
+      return number >= 0 && number < static_cast<int64_t>(array.size());
+    };
+    if (numbers.size() % kNumbers != 0) Fail("unreadable segments");
+    for (size_t at = 0; at + kNumbers <= numbers.size() && !Failed(); at += kNumbers) {
+      const int64_t* const own = numbers.begin() + at;
+      const int64_t first_bag = own[1], num_bags = own[2], combiner = own[3];
+      if (!is_number_of(own[0], lists) || !is_number_of(own[4], tables) || !is_number_of(own[7], outputs)) {
+        Fail("a segment lies outside the call");
+        break;
+      }
+      const List& list = lists[own[0]];
+      const Table& table = tables[own[4]];
+      const Output& output = outputs[own[7]];
+      if (!LiesIn(first_bag, num_bags, list.num_bags)) Fail("segments lie outside the bags");
+      if (!LiesIn(own[5], own[6], table.num_rows)) Fail("segments lie outside the tables");
+      if (combiner < -1 || combiner > kMeanByCount) Fail("unknown combiner");
       if (Failed()) break;
-      const auto clamped = [&](int64_t bag) { return std::clamp<int64_t>(all.offsets[bag], 0, all.num_entries); };
-      const int64_t first_entry = clamped(first_bag), last_entry = clamped(first_bag + num_bags);
-      Segment s = all;
-      s.num_entries = std::max<int64_t>(last_entry - first_entry, 0);
-      s.rows += first_entry;
-      s.offsets += first_bag;
+      int64_t first_entry = first_bag * list.width, last_entry = (first_bag + num_bags) * list.width;
+      if (list.offsets != nullptr) {
+        first_entry = std::clamp<int64_t>(list.offsets[first_bag], 0, list.num_ids);
+        last_entry = std::clamp<int64_t>(list.offsets[first_bag + num_bags], 0, list.num_ids);
+      }
+      Segment s = {};
+      s.rows = list.ids + first_entry;
       s.first_id = first_entry;
-      if (s.weights != nullptr) s.weights += first_entry;
-      s.combiner = static_cast<Combiner>(std::max<int64_t>(combiner, 0));
+      s.num_entries = std::max<int64_t>(last_entry - first_entry, 0);
+      s.list = own[0];
+      if (list.offsets != nullptr) s.offsets = list.offsets + first_bag;
+      if (list.weights != nullptr) s.weights = list.weights + first_entry;
+      s.width = list.width;
       s.num_outputs = num_bags;
-      s.table = block[2];
-      s.first_row = block[3];
-      s.num_rows = block[4];
-      s.output_stride = block[6];
-      int64_t first_number = block[5], skipped = 0;
-      if (combiner < 0) {  // every entry has a vector of its own, which lies where the entry does
+      s.combiner = static_cast<Combiner>(std::max<int64_t>(combiner, 0));
+      s.table = own[4];
+      s.first_row = own[5];
+      s.num_rows = own[6];
+      s.output_stride = own[9];
+      int64_t first_number = own[8], skipped = 0;
+      if (combiner < 0) {  // every entry has a vector of its own, at the entry's place among those of the list
         s.offsets = nullptr;
+        s.width = 1;
         s.num_outputs = s.num_entries;
         skipped = Times(first_entry, s.output_stride);
       }
       if (s.num_outputs > 0) {  // else it has no place in the output
         const bool wraps = __builtin_add_overflow(first_number, skipped, &first_number);
-        if (wraps || !VectorsLieIn(first_number, s.num_outputs, s.output_stride, tables[s.table].dim, output_size)) {
-          Fail("blocks lie outside the output");
+        if (wraps || !VectorsLieIn(first_number, s.num_outputs, s.output_stride, table.dim, output.size)) {
+          Fail("segments lie outside the output");
           break;
         }
-        if (output != nullptr) s.output = output + first_number;
-        if (with_gradients) s.d_output = all.d_output + first_number;
+        if (with_gradients) {
+          s.d_output = output.data + first_number;
+        } else {
+          s.output = output.data + first_number;
+        }
       }
       s.first_entry = num_entries;
       s.first_output = num_outputs;
       num_entries += s.num_entries;
       num_outputs += s.num_outputs;
+      num_read[own[0]] += s.num_entries;
       segments.push_back(s);
     }
-    // Falling offsets would make blocks share entries, and promise more rows than the caller has room for.
-    if (num_entries > all.num_entries) Fail("offsets must not fall");
+    // Falling offsets would make segments share entries, and promise more rows than the caller has room for.
+    for (size_t k = 0; k < lists.size(); ++k) {
+      if (num_read[k] > lists[k].num_ids) Fail("offsets must not fall, nor segments share bags");
+    }
     if (std::max(num_entries, num_outputs) > kNoRow) Fail("too many entries for one call");
     return segments;
   }
 
-  // The last `count` buffers, which follow `first` others.
-  std::vector<Table> TablesBehind(int64_t first, int64_t count) {
+  // All buffers that are left.
+  std::vector<Table> Tables() {
     std::vector<Table> tables;
-    for (int64_t k = 0; k < count && !Failed(); ++k) {
-      const auto buffer = args_.get<ffi::AnyBuffer>(first + k);
+    while (at_ < args_.size() && !Failed()) {
+      const auto buffer = args_.get<ffi::AnyBuffer>(at_++);
       if (!buffer.has_value()) {
         Fail("missing table");
       } else {
@@ -176,9 +216,6 @@ class Reader {
     return table;
   }
 
-  // Ids of the jagged batch that Blocks has read.
-  int64_t num_ids() const { return num_ids_; }
-
   void* Fail(const std::string& complaint) {
     if (complaint_.empty()) complaint_ = complaint;
     return nullptr;
@@ -189,7 +226,6 @@ class Reader {
  private:
   ffi::RemainingArgs args_;
   size_t at_ = 0;
-  int64_t num_ids_ = 0;
   std::string complaint_;
 };
 

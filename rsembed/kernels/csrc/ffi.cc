@@ -1,9 +1,7 @@
 // The doors between XLA and the kernels: XLA FFI handlers, and the choice of the instruction set.
 //
-// Handlers take one variable list of buffers, so that a call serves any number of features. An attribute `segments`
-// describes the list: per feature the combiner in the low two bits, 4 if it has offsets, 8 if it has weights. The
-// buffers of a feature follow each other: rows, offsets, weights, gradient of the output. Jagged calls have one set of
-// buffers for all features and describe each by a block.
+// Handlers take one variable list of buffers, so that a call serves any number of features: the arrays of its lists of
+// ids, gradients of outputs, and tables. The attributes `lists` and `segments` describe them, see Reader in arguments.h.
 // rsembed/kernels/native.py is the only caller; it checks values, the handlers check what memory safety needs.
 
 #include <sys/mman.h>
@@ -18,6 +16,7 @@
 #include <numeric>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "arguments.h"
@@ -93,66 +92,66 @@ void PoolSegments(ffi::ThreadPool pool, const std::vector<Table>& tables, std::v
   });
 }
 
-ffi::Error Lookup(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                  ffi::Span<const int32_t> layout) {
+using Numbers = ffi::Span<const int64_t>;
+
+ffi::Error Lookup(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, Numbers forms,
+                  Numbers numbers) {
   Reader reader(args);
-  const Table table = reader.TableOf(values);
-  if (reader.Failed()) return reader.Complaint();
-  std::vector<Segment> segments = reader.Segments(layout, table.num_rows, table.dim, false);
-  for (size_t i = 0; i < segments.size(); ++i) {
-    auto output = rets.get<ffi::AnyBuffer>(i);
-    const int64_t size = Times(segments[i].num_outputs, table.dim);
-    if (!output.has_value() || static_cast<int64_t>((*output)->element_count()) != size) {
-      reader.Fail("wrong size of output");
+  const std::vector<List> lists = reader.Lists(forms);
+  const std::vector<Table> tables = reader.Tables();
+  std::vector<Output> outputs;
+  for (size_t k = 0; k < rets.size() && !reader.Failed(); ++k) {
+    auto output = rets.get<ffi::AnyBuffer>(k);
+    if (!output.has_value() || (*output)->element_type() != ffi::F32) {
+      reader.Fail("outputs are float32");
       break;
     }
-    segments[i].output = static_cast<float*>((*output)->untyped_data());
+    outputs.push_back({static_cast<float*>((*output)->untyped_data()), static_cast<int64_t>((*output)->element_count())});
   }
   if (reader.Failed()) return reader.Complaint();
-  PoolSegments(pool, {table}, segments);
-  return ffi::Error::Success();
-}
-
-ffi::Error LookupJagged(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::BufferR1<ffi::F32>> out,
-                        ffi::Span<const int64_t> blocks, int64_t combiner, bool has_weights) {
-  Reader reader(args);
-  float* const output = out->typed_data();
-  const int64_t size = out->element_count(), num_tables = args.size() - 2 - has_weights;
-  const std::vector<Table> tables = reader.TablesBehind(2 + has_weights, num_tables);
+  std::vector<Segment> segments = reader.Segments(numbers, lists, tables, outputs, false);
   if (reader.Failed()) return reader.Complaint();
-  std::vector<Segment> segments = reader.Blocks(blocks, combiner, has_weights, tables, output, size, false);
-  if (reader.Failed()) return reader.Complaint();
-  // New memory of this size comes without pages: large ones are faulted in sooner.
-  if (size * 4 >= kStreamedBytes) AdviseHugePages(output, size * 4, false);
-  // Without bags, nobody writes for ids outside of all blocks, or behind the rows of the shorter tables.
-  bool has_gaps = false;
-  int64_t num_ids_in_bags = 0;
-  for (const Segment& segment : segments) {
-    num_ids_in_bags += segment.num_entries;
-    has_gaps |= tables[segment.table].dim < segment.output_stride;
+  std::vector<int64_t> num_written(outputs.size(), 0);
+  for (size_t k = 0; k < segments.size(); ++k) {
+    const int64_t output = numbers[10 * k + 7];
+    num_written[output] += Times(segments[k].num_outputs, tables[segments[k].table].dim);
   }
-  has_gaps |= num_ids_in_bags < reader.num_ids();
-  if (combiner < 0 && has_gaps) std::fill(output, output + size, 0.0f);
+  for (size_t k = 0; k < outputs.size(); ++k) {
+    // New memory of this size comes without pages: large ones are faulted in sooner.
+    if (outputs[k].size * 4 >= kStreamedBytes) AdviseHugePages(outputs[k].data, outputs[k].size * 4, false);
+    // No segment writes for entries outside of all bags, nor after the rows of the shorter tables.
+    if (num_written[k] < outputs[k].size) std::fill(outputs[k].data, outputs[k].data + outputs[k].size, 0.0f);
+  }
   PoolSegments(pool, tables, segments);
   return ffi::Error::Success();
 }
 
-// The gradients of the weights of a jagged batch, one per id; 0 for ids that contribute nothing.
-ffi::Error WeightGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::BufferR1<ffi::F32>> out,
-                           ffi::Span<const int64_t> blocks, int64_t combiner, int64_t output_size) {
+// The gradients of the weights of every list, one per id; 0 for ids that contribute nothing.
+ffi::Error WeightGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, Numbers forms,
+                           Numbers numbers, int64_t num_outputs) {
   Reader reader(args);
-  const std::vector<Table> tables = reader.TablesBehind(3, args.size() - 3);
+  const std::vector<List> lists = reader.Lists(forms);
+  const std::vector<Output> outputs = reader.Gradients(num_outputs);
+  const std::vector<Table> tables = reader.Tables();
   if (reader.Failed()) return reader.Complaint();
-  std::vector<Segment> segments = reader.Blocks(blocks, combiner, false, tables, nullptr, output_size, true);
-  if (reader.num_ids() != static_cast<int64_t>(out->element_count())) reader.Fail("wrong size of the gradients");
-  if (reader.Failed()) return reader.Complaint();
-  int64_t num_outputs = 0;
-  for (Segment& segment : segments) {
-    segment.d_weights = out->typed_data() + segment.first_id;
-    num_outputs += segment.num_outputs;
+  std::vector<Segment> segments = reader.Segments(numbers, lists, tables, outputs, true);
+  std::vector<float*> d_weights;
+  for (size_t k = 0; k < lists.size(); ++k) {
+    auto result = rets.get<ffi::BufferR1<ffi::F32>>(k);
+    if (!result.has_value() || static_cast<int64_t>((*result)->element_count()) != lists[k].num_ids) {
+      reader.Fail("wrong size of the gradients");
+      break;
+    }
+    d_weights.push_back((*result)->typed_data());
+    std::fill(d_weights[k], d_weights[k] + lists[k].num_ids, 0.0f);
   }
-  std::fill(out->typed_data(), out->typed_data() + out->element_count(), 0.0f);
-  Workers(pool).ForEachRange(num_outputs, kItemsPerBlock, [&](int64_t first, int64_t last) {
+  if (reader.Failed()) return reader.Complaint();
+  int64_t num_vectors = 0;
+  for (Segment& segment : segments) {
+    segment.d_weights = d_weights[segment.list] + segment.first_id;
+    num_vectors += segment.num_outputs;
+  }
+  Workers(pool).ForEachRange(num_vectors, kItemsPerBlock, [&](int64_t first, int64_t last) {
     ForEachPart<&Segment::first_output, &Segment::num_outputs>(
         segments, first, last, [&](const Segment& segment, int64_t begin, int64_t end) {
           const Table& table = tables[segment.table];
@@ -160,6 +159,13 @@ ffi::Error WeightGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::R
         });
   });
   return ffi::Error::Success();
+}
+
+// Entries of all lists: the most rows that can get a gradient.
+int64_t NumEntries(const std::vector<List>& lists) {
+  int64_t num_entries = 0;
+  for (const List& list : lists) num_entries += list.num_ids;
+  return num_entries;
 }
 
 using GradientRows = ffi::Result<ffi::BufferR1<ffi::S32>>;
@@ -203,20 +209,32 @@ ffi::Error CombineSegments(ffi::ThreadPool pool, Reader& reader, const std::vect
   });
 }
 
+// A table of which only the sizes matter.
+Table TableOfSize(int64_t num_rows, int64_t dim) {
+  Table table = {};
+  table.num_rows = num_rows;
+  table.dim = dim;
+  return table;
+}
+
 ffi::Error RowGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, GradientRows rows, GradientValues gradients,
-                        ffi::Span<const int32_t> layout, int64_t num_rows) {
+                        Numbers forms, Numbers numbers, int64_t num_outputs, int64_t num_rows) {
   Reader reader(args);
-  const std::vector<Segment> segments = reader.Segments(layout, num_rows, gradients->dimensions()[1], true);
-  int64_t num_entries = 0;
-  for (const Segment& segment : segments) num_entries += segment.num_entries;
-  return CombineSegments(pool, reader, segments, num_entries, num_rows, rows, gradients);
+  const std::vector<List> lists = reader.Lists(forms);
+  const std::vector<Output> outputs = reader.Gradients(num_outputs);
+  const Table table = TableOfSize(num_rows, gradients->dimensions()[1]);
+  const std::vector<Segment> segments = reader.Segments(numbers, lists, {table}, outputs, true);
+  return CombineSegments(pool, reader, segments, NumEntries(lists), num_rows, rows, gradients);
 }
 
 // The sum of the squares of all row gradients, which are not written down; the same on any number of threads.
 ffi::Error SquaredNorm(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::BufferR0<ffi::F32>> out,
-                       ffi::Span<const int32_t> layout, int64_t num_rows, int64_t dim) {
+                       Numbers forms, Numbers numbers, int64_t num_outputs, int64_t num_rows, int64_t dim) {
   Reader reader(args);
-  const std::vector<Segment> segments = reader.Segments(layout, num_rows, dim, true);
+  const std::vector<List> lists = reader.Lists(forms);
+  const std::vector<Output> outputs = reader.Gradients(num_outputs);
+  const std::vector<Segment> segments =
+      reader.Segments(numbers, lists, {TableOfSize(num_rows, dim)}, outputs, true);
   if (num_rows < 0 || num_rows > kNoRow) reader.Fail("num_rows does not fit");
   if (reader.Failed()) return reader.Complaint();
   return WithMemory([&] {
@@ -229,18 +247,6 @@ ffi::Error SquaredNorm(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Resul
     });
     *out->typed_data() = static_cast<float>(std::accumulate(of_block.begin(), of_block.end(), 0.0));
   });
-}
-
-ffi::Error RowGradientsJagged(ffi::ThreadPool pool, ffi::RemainingArgs args, GradientRows rows,
-                              GradientValues gradients, ffi::Span<const int64_t> blocks, int64_t combiner,
-                              bool has_weights, int64_t output_size, int64_t num_rows) {
-  Reader reader(args);
-  Table table = {};
-  table.num_rows = num_rows;
-  table.dim = gradients->dimensions()[1];
-  const std::vector<Segment> segments =
-      reader.Blocks(blocks, combiner, has_weights, {table}, nullptr, output_size, true);
-  return CombineSegments(pool, reader, segments, reader.num_ids(), num_rows, rows, gradients);
 }
 
 constexpr int kNumSlots[kNumRules] = {0, 1, 1, 2};
@@ -278,21 +284,13 @@ ffi::Error StepSegments(ffi::ThreadPool pool, const Table& table, const std::vec
 }
 
 ffi::Error Update(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                  ffi::Span<const int32_t> layout, int64_t rule) {
+                  Numbers forms, Numbers numbers, int64_t num_outputs, int64_t rule) {
   Reader reader(args);
   const Table table = ReadTable(reader, values, rets, rule);
-  const std::vector<Segment> segments = reader.Segments(layout, table.num_rows, table.dim, true);
-  return reader.Failed() ? reader.Complaint() : StepSegments(pool, table, segments, rule);
-}
-
-ffi::Error UpdateJagged(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                        ffi::Span<const int64_t> blocks, int64_t combiner, bool has_weights, int64_t output_size,
-                        int64_t rule) {
-  Reader reader(args);
-  const Table table = ReadTable(reader, values, rets, rule);
+  const std::vector<List> lists = reader.Lists(forms);
+  const std::vector<Output> outputs = reader.Gradients(num_outputs);
   if (reader.Failed()) return reader.Complaint();
-  const std::vector<Segment> segments =
-      reader.Blocks(blocks, combiner, has_weights, {table}, nullptr, output_size, true);
+  const std::vector<Segment> segments = reader.Segments(numbers, lists, {table}, outputs, true);
   return reader.Failed() ? reader.Complaint() : StepSegments(pool, table, segments, rule);
 }
 
@@ -402,11 +400,14 @@ ffi::Error Allocate(ffi::ThreadPool pool, ffi::Result<ffi::AnyBuffer> out, int64
 using Any = ffi::AnyBuffer;
 using Int32s = ffi::BufferR1<ffi::S32>;
 using Float = ffi::BufferR0<ffi::F32>;
-using Floats1D = ffi::BufferR1<ffi::F32>;
 using Floats2D = ffi::BufferR2<ffi::F32>;
 
 auto Bind() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(); }
 auto BindLists() { return Bind().Arg<Any>().RemainingArgs().RemainingRets(); }
+template <typename Binding>
+auto BindCall(Binding&& binding) {
+  return std::move(binding).template Attr<Numbers>("lists").template Attr<Numbers>("segments");
+}
 auto BindRows() { return Bind().Arg<Int32s>().RemainingArgs().RemainingRets().Attr<int64_t>("missing"); }
 
 }  // namespace
@@ -414,55 +415,23 @@ auto BindRows() { return Bind().Arg<Int32s>().RemainingArgs().RemainingRets().At
 // Nothing else of the library is visible: its symbols must not meet those of jaxlib.
 #pragma GCC visibility push(default)
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_lookup, Lookup, BindLists().Attr<ffi::Span<const int32_t>>("segments"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_lookup, Lookup, BindCall(Bind().RemainingArgs().RemainingRets()));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_weight_gradients, WeightGradients,
+                              BindCall(Bind().RemainingArgs().RemainingRets()).Attr<int64_t>("num_outputs"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     rsembed_row_gradients, RowGradients,
-    Bind().RemainingArgs().Ret<Int32s>().Ret<Floats2D>().Attr<ffi::Span<const int32_t>>("segments").Attr<int64_t>(
-        "num_rows"));
+    BindCall(Bind().RemainingArgs().Ret<Int32s>().Ret<Floats2D>()).Attr<int64_t>("num_outputs").Attr<int64_t>("num_rows"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    rsembed_squared_norm, SquaredNorm,
-    Bind().RemainingArgs().Ret<Float>().Attr<ffi::Span<const int32_t>>("segments").Attr<int64_t>("num_rows").Attr<int64_t>(
-        "dim"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_squared_norm, SquaredNorm,
+                              BindCall(Bind().RemainingArgs().Ret<Float>())
+                                  .Attr<int64_t>("num_outputs")
+                                  .Attr<int64_t>("num_rows")
+                                  .Attr<int64_t>("dim"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_update, Update,
-                              BindLists().Attr<ffi::Span<const int32_t>>("segments").Attr<int64_t>("rule"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_lookup_jagged, LookupJagged,
-                              Bind()
-                                  .RemainingArgs()
-                                  .Ret<Floats1D>()
-                                  .Attr<ffi::Span<const int64_t>>("blocks")
-                                  .Attr<int64_t>("combiner")
-                                  .Attr<bool>("has_weights"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_weight_gradients, WeightGradients,
-                              Bind()
-                                  .RemainingArgs()
-                                  .Ret<Floats1D>()
-                                  .Attr<ffi::Span<const int64_t>>("blocks")
-                                  .Attr<int64_t>("combiner")
-                                  .Attr<int64_t>("output_size"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_row_gradients_jagged, RowGradientsJagged,
-                              Bind()
-                                  .RemainingArgs()
-                                  .Ret<Int32s>()
-                                  .Ret<Floats2D>()
-                                  .Attr<ffi::Span<const int64_t>>("blocks")
-                                  .Attr<int64_t>("combiner")
-                                  .Attr<bool>("has_weights")
-                                  .Attr<int64_t>("output_size")
-                                  .Attr<int64_t>("num_rows"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_update_jagged, UpdateJagged,
-                              BindLists()
-                                  .Attr<ffi::Span<const int64_t>>("blocks")
-                                  .Attr<int64_t>("combiner")
-                                  .Attr<bool>("has_weights")
-                                  .Attr<int64_t>("output_size")
-                                  .Attr<int64_t>("rule"));
+                              BindCall(BindLists()).Attr<int64_t>("num_outputs").Attr<int64_t>("rule"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_apply_rows, ApplyRows, BindLists().Attr<int64_t>("rule"));
 

@@ -143,7 +143,7 @@ struct EntryRange {
 };
 
 inline EntryRange bag_entries(const Segment& segment, int64_t output) {
-  if (segment.offsets == nullptr) return {output, output + 1};
+  if (segment.offsets == nullptr) return {output * segment.width, (output + 1) * segment.width};
   const int64_t first = clamp(segment.offsets[output] - segment.first_id, 0, segment.num_entries);
   return {first, clamp(segment.offsets[output + 1] - segment.first_id, first, segment.num_entries)};
 }
@@ -182,7 +182,7 @@ __attribute__((noinline)) BagScale bag_scale_of_extremes(const Segment& segment,
 }
 
 inline BagScale bag_scale(const Segment& segment, EntryRange bag) {
-  if (segment.offsets == nullptr || segment.combiner == kSum) return {1.0f, 1.0f};
+  if (segment.combiner == kSum) return {1.0f, 1.0f};
   const bool counts = segment.weights == nullptr || segment.combiner == kMeanByCount;
   float total = 0.0f;
   for (int64_t i = bag.first; i < bag.last; ++i) {

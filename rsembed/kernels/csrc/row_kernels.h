@@ -12,12 +12,13 @@ enum ElementType { kFloat32, kBFloat16, kFloat16, kNumElementTypes };
 enum Rule { kSGD, kAdagrad, kRowWiseAdagrad, kAdam, kNumRules };
 enum Combiner { kSum, kMean, kSqrtN, kMeanByCount };
 
-// One feature's entries. Entries offsets[b] .. offsets[b + 1] make up output b; without offsets every entry is an
-// output of its own. Neither rows nor offsets are trusted: both may hold any number.
+// One feature's entries. Entries offsets[b] .. offsets[b + 1] make up output b; without offsets every output has `width`
+// entries. Neither rows nor offsets are trusted: both may hold any number.
 struct Segment {
   const int32_t* rows;
   int64_t first_id;        // what offsets and the caller call the first entry
-  const int32_t* offsets;  // null: one output per entry
+  const int32_t* offsets;  // null: `width` entries for each output
+  int64_t width;
   const float* weights;    // null: ones
   int64_t num_entries;
   int64_t num_outputs;
@@ -30,6 +31,7 @@ struct Segment {
   int64_t output_stride;
   bool streams_copies;     // the whole output is too large to stay in a cache
   float* d_weights;        // gradients of the weights, one per entry
+  int64_t list;            // number of the list that the entries are in
   int64_t first_entry;     // numbers of this segment's first entry and output in the whole call
   int64_t first_output;
 };

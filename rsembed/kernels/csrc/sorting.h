@@ -168,7 +168,7 @@ class SortedSegments {
       for (const Segment& segment : segments) {
         num_entries += segment.num_entries;
         num_outputs += segment.num_outputs;
-        has_gains |= segment.weights != nullptr || (segment.offsets != nullptr && segment.combiner != kSum);
+        has_gains |= segment.weights != nullptr || segment.combiner != kSum;
       }
     }
   };
@@ -176,7 +176,10 @@ class SortedSegments {
   // Walks entries and offsets side by side. Each entry is written at most once, whatever the offsets hold.
   Item* Emit(const Segment& segment, int64_t entry, int64_t last_entry, Item* items) const {
     if (segment.offsets == nullptr) {
-      for (; entry < last_entry; ++entry) items = EmitOne(segment, entry, entry, items);
+      for (int64_t output = entry / std::max<int64_t>(segment.width, 1); entry < last_entry; ++output) {
+        const int64_t stop = std::min(last_entry, (output + 1) * segment.width);
+        for (; entry < stop; ++entry) items = EmitOne(segment, entry, output, items);
+      }
       return items;
     }
     const int32_t* const ends = segment.offsets + segment.num_outputs + 1;
