@@ -17,7 +17,7 @@ from rsembed.bags import foreign_to_numpy, is_traced
 from rsembed.checks import check_fields, check_type, check_within, describe, validated
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients
+from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList
 from rsembed.storage.row_map import combine as combine_by_key
 from rsembed.storage.row_map import unnamed
 
@@ -196,8 +196,10 @@ def _combine_stack(
         if parts[0][0].dtype == jnp.uint32:
             lanes = jnp.concatenate([rows.reshape(-1, rows.shape[-1]) for rows, _ in parts])
             return combine_by_key(*unnamed(lanes), jnp.concatenate(flat_values))
-        segments = [Segment(rows.reshape(-1), None, None, "none") for rows, _ in parts]
-        rows, values = api.row_gradients(num_rows, SegmentGradients(segments, flat_values))
+        lists = [IdList.single(rows.reshape(-1)) for rows, _ in parts]
+        call = Call.of(lists, ["sum"] * len(lists))
+        gradients = CallGradients(call, tuple(flat_values), (flat_values[0].shape[1],))
+        rows, values = api.row_gradients(num_rows, gradients)
         return rows[:bound], values[:bound]
 
     if not split:

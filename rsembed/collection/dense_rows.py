@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import ClassVar, cast
@@ -17,13 +18,13 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 from rsembed.bags import Bags, is_traced
 from rsembed.initial_values import form, initial_rows, table_keys
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Rounding, Segment, SegmentGradients, Step
+from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Rounding, Segment, Step
 from rsembed.kernels.keyed import mix
 from rsembed.keys import Keys
 from rsembed.optimizers.base import Slots
 from rsembed.places import Place as Place
 from rsembed.places import tables_and_ids
-from rsembed.specs import MAX_ROWS, Combiner, TableSpec
+from rsembed.specs import MAX_ROWS, TableSpec
 from rsembed.stacking import StackPlan, place_of
 from rsembed.storage.logical_rows import array_names, as_dtype
 from rsembed.storage.protocol import Found, ReadAhead, State, Storage, Vectors, on_host
@@ -138,33 +139,44 @@ class RowLayout:
         place = self.place_of[table_name]
         return place.all_rows(vocabulary_size, spread=self.spread, rows_per_shard=self.rows_per_shard)
 
-    def segments(self, bags: Mapping[str, Bags]) -> list[Segment]:
-        """Ids of the stack's features as rows of the array; ids outside their table become `NO_ROW`."""
-        features, sizes = self.stack.features, {table.name: table.rows for table in self.stack.tables}
-        names = [feature.table_name for feature in features]
-        all_rows = api.rows_of_ids(
-            [jnp.asarray(bags[feature.name].ids) for feature in features],
-            [self.place_of[name] for name in names],
-            [sizes[name] for name in names],
-            spread=self.spread,
-            rows_per_shard=self.rows_per_shard,
-        )
-        return [segment_of(rows, bags[f.name], f.combiner) for f, rows in zip(features, all_rows, strict=True)]
+    def call(self, bags: Mapping[str, Bags]) -> Call:
+        """The ids of the stack's features as a call that reads the array; ids outside their table read nothing."""
+        features = self.stack.features
+        sizes = {table.name: table.rows for table in self.stack.tables}
+        lists = [list_of(bags[feature.name]) for feature in features]
+        segments = []
+        for number, (feature, ids) in enumerate(zip(features, lists, strict=True)):
+            place, num_rows = self.place_of[feature.table_name], sizes[feature.table_name]
+            segment = Segment(number, 0, ids.num_bags, feature.combiner)
+            if self.spread == 1:  # the rows of a table follow each other
+                first_row = place.owner * self.rows_per_shard + place.first
+                segment = segment._replace(first_row=first_row, num_rows=num_rows)
+            segments.append(segment)
+        if self.spread > 1:
+            all_rows = api.rows_of_ids(
+                [ids.ids for ids in lists],
+                [self.place_of[feature.table_name] for feature in features],
+                [sizes[feature.table_name] for feature in features],
+                spread=self.spread,
+                rows_per_shard=self.rows_per_shard,
+            )
+            lists = [dataclasses.replace(ids, ids=rows) for ids, rows in zip(lists, all_rows, strict=True)]
+        return Call(tuple(lists), tuple(segments))
+
+
+def list_of(bags: Bags, ids: Int[Array, " nnz"] | None = None) -> IdList:
+    """The bags of a feature as kernels take them, with other ids in their place if given."""
+    ids = jnp.asarray(bags.ids) if ids is None else ids
+    weights = None if bags.weights is None else jnp.asarray(bags.weights)
+    if bags.dense_shape is not None:
+        return IdList(ids, None, weights, (bags.dense_shape[0], math.prod(bags.dense_shape[1:])))
+    return IdList(ids, jnp.asarray(bags.offsets), weights)
 
 
 def in_some_bag(bags: Bags) -> Bool[Array, " nnz"]:
     """Which ids belong to a bag: those between the first offset and the last."""
     place = jnp.arange(bags.ids.shape[0], dtype=jnp.int32)
     return (place >= bags.offsets[0]) & (place < bags.offsets[-1])
-
-
-def segment_of(rows: Int[Array, " nnz"], bags: Bags, combiner: Combiner) -> Segment:
-    """The bags of a feature as a segment whose entries read these rows; entries in no bag read none."""
-    offsets = None if combiner == "none" else jnp.asarray(bags.offsets)
-    if combiner == "none" and bags.dense_shape is None:
-        # Such a segment has no offsets, which would leave out the entries after the last bag.
-        rows = jnp.where(in_some_bag(bags), rows, NO_ROW)
-    return Segment(rows, offsets, None if bags.weights is None else jnp.asarray(bags.weights), combiner)
 
 
 def numbers_of_rows(names: Sequence[str], tables: Int[Array, " rows"], ids: Int[Array, " rows"]) -> Int[Array, " rows"]:
@@ -191,16 +203,6 @@ def whole_table(values: PyTree, table: TableSpec) -> PyTree:
     if is_traced(values):
         return values
     return as_dtype(on_host(values), table.dtype, f"table {table.name!r}", "values")  # may be of another mesh
-
-
-def read_from(entry_of: Int[Array, " nnz"], segments: Sequence[Segment]) -> list[Segment]:
-    """The segments, reading from the entries of all segments instead of rows."""
-    result, first = [], 0
-    for segment in segments:
-        last = first + segment.rows.shape[0]
-        result.append(dataclasses.replace(segment, rows=entry_of[first:last]))
-        first = last
-    return result
 
 
 # Tables are filled block by block, so that the random numbers of a block are all that init needs beside the table.
@@ -342,7 +344,7 @@ class DenseRows(Storage):
         del table, occurrences, step
         return params, slots, self._rows(keys)
 
-    def step(self, params: Array, slots: Slots, gradients: SegmentGradients, table: TableSpec, step: Step) -> State:
+    def step(self, params: Array, slots: Slots, gradients: CallGradients, table: TableSpec, step: Step) -> State:
         """Row gradients and step in one kernel."""
         return api.update(params, slots, gradients, step, implementation=self.implementation)
 

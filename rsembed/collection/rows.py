@@ -20,11 +20,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from rsembed.collection.dense_rows import read_from
 from rsembed.collection.devices import Devices
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
-from rsembed.kernels.reference import entry_gains
+from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Step
+from rsembed.kernels.reference import entries_of, entry_gains, rows_of_list
 from rsembed.keys import Keys
 from rsembed.parallel.exchange import Asked, Asking, Question, Wanted, default_capacity, distinct
 from rsembed.specs import TableSpec
@@ -36,32 +35,34 @@ class Occurrences(NamedTuple):
     """The ids of a batch, feature after feature.
 
     Attributes:
-      segments: their rows are the ids, `NO_ROW` for none; of keys, the positions among them.
+      call: the ids with their bags; of keys, the positions among them, `NO_ROW` for none.
       keys: of tables that have some, else None.
     """
 
-    segments: Sequence[Segment]
+    call: Call
     keys: Keys | None = None
 
     def all_keys(self) -> Keys:
         """The ids as keys, whichever they are."""
         if self.keys is not None:
             return self.keys
-        return keys_of_rows(jnp.concatenate([segment.rows for segment in self.segments]))
+        lists = range(len(self.call.lists))
+        return keys_of_rows(jnp.concatenate([rows_of_list(self.call, number, 0, NO_ROW) for number in lists]))
 
     def of_all(self, devices: Devices) -> Occurrences:
         """The samples of all devices, in order; of several devices, ids are no keys."""
         if devices.num_devices == 1:
             return self
-        segments = []
-        for segment in self.segments:
-            rows, offsets = devices.gather(segment.rows), segment.offsets
-            if offsets is not None:  # all bags of a segment have the same length
-                num_bags = segment.num_outputs * devices.num_devices
-                offsets = jnp.arange(num_bags + 1, dtype=jnp.int32) * (rows.shape[0] // max(num_bags, 1))
-            weights = None if segment.weights is None else devices.gather(segment.weights)
-            segments.append(Segment(rows, offsets, weights, segment.combiner))
-        return Occurrences(segments)
+        lists, segments = [], []
+        for ids, segment in zip(self.call.lists, self.call.segments, strict=True):
+            if ids.shape is None:
+                raise ValueError("only bags of one length can be gathered from all devices.")
+            num_bags, width = ids.shape
+            weights = None if ids.weights is None else devices.gather(ids.weights)
+            num_bags *= devices.num_devices
+            lists.append(IdList(devices.gather(ids.ids), None, weights, (num_bags, width)))
+            segments.append(segment._replace(num_bags=num_bags))
+        return Occurrences(Call(tuple(lists), tuple(segments)))
 
 
 LookupResult: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Int[Array, ""]]
@@ -109,30 +110,30 @@ class Rows:
         """A lookup that changes nothing; ahead of the step of this number, if there is going to be one."""
         none = jnp.zeros((), jnp.int32)
         if self.splits_columns:
-            outputs = self._pooled(params, batch.of_all(self.devices).segments)
+            outputs = self._pooled(params, batch.of_all(self.devices).call)
             return list(map(self.devices.rows_of_all, outputs)), none, none
         if self.storage.ids_are_rows:
-            return self._pooled(params, batch.segments), none, none
+            return self._pooled(params, batch.call), none, none
         keys = batch.all_keys()
         ahead = None if number is None else (jnp.ones(keys.shape, jnp.int32), number)
 
         def pool(vectors: Array, places: Array) -> Sequence[Array]:
-            return self._pooled(vectors, read_from(places, batch.segments))
+            return self._pooled(vectors, batch.call.with_ids(places))
 
-        pooled, num_unknown = self.storage.pooled(params, keys, batch.segments, self.table, pool, ahead)
+        pooled, num_unknown = self.storage.pooled(params, keys, batch.call, self.table, pool, ahead)
         return pooled, num_unknown, none
 
     def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Asked[tuple[Array, Array]]:
         """Distinct ids (of keys: lanes) of the global batch whose rows are here, as in `RowGradients`."""
         batch, d_outputs = batch.of_all(self.devices), self._of_all(d_outputs)
         if batch.keys is None:
-            return self._summed(SegmentGradients(batch.segments, d_outputs), self.storage.num_ids(self.table))
+            return self._summed(gradients_of(batch.call, d_outputs), self.storage.num_ids(self.table))
         entry_of, keys, _, counts = entries(batch.keys, jnp.ones(batch.keys.shape, jnp.int32))
         return named(keys, counts), self._of_entries(entry_of, batch, d_outputs)
 
     def squared_norm(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Float[Array, ""]:
         """Sum of the squares of the values of `row_gradients`, where ids are rows that are all here."""
-        gradients, num_rows = SegmentGradients(batch.segments, d_outputs), self.storage.num_ids(self.table)
+        gradients, num_rows = gradients_of(batch.call, d_outputs), self.storage.num_ids(self.table)
         norm: Array = api.dispatch("squared_norm", num_rows, gradients, implementation=self.implementation)
         return norm
 
@@ -141,25 +142,29 @@ class Rows:
     ) -> Asked[State]:
         """Keys without a row get one, and all rows of the batch are stepped."""
         if self.storage.sums_gradients:
-            return self._step_all(params, slots, SegmentGradients(batch.segments, d_outputs), step)
+            return self._step_all(params, slots, gradients_of(batch.call, d_outputs), step)
         batch, d_outputs = batch.of_all(self.devices), self._of_all(d_outputs)
         if self.storage.ids_are_rows:
-            return self._step(params, slots, SegmentGradients(batch.segments, d_outputs), step)
+            return self._step(params, slots, gradients_of(batch.call, d_outputs), step)
         keys = self._after(batch.all_keys(), d_outputs)
         params, slots, rows = self.storage.find(params, slots, keys, jnp.ones(keys.shape, jnp.int32), self.table, step)
-        segments = read_from(rows, batch.segments)
-        for number, given in enumerate(batch.segments if self.storage.takes_keys else ()):
+        call = batch.call.with_ids(rows)
+        if self.storage.takes_keys:
             # Keys that got no row count all the same, as they did when they were read.
-            if given.combiner in ("mean", "sqrtn"):
-                gains = entry_gains(given, NO_ROW)[1]
-                segments[number] = dataclasses.replace(segments[number], weights=gains, combiner="sum")
-        return self._step(params, slots, SegmentGradients(segments, d_outputs), step)
+            lists, segments = list(call.lists), list(call.segments)
+            for number, segment in enumerate(segments):
+                if segment.combiner in ("mean", "sqrtn"):
+                    gains = entry_gains(entries_of(batch.call, segment.list, 0, NO_ROW), NO_ROW)[1]
+                    lists[segment.list] = dataclasses.replace(lists[segment.list], weights=gains)
+                    segments[number] = segment._replace(combiner="sum")
+            call = Call(tuple(lists), tuple(segments))
+        return self._step(params, slots, gradients_of(call, d_outputs), step)
 
     def apply(self, params: PyTree, slots: PyTree, rows: Array, values: Array, step: Step) -> State:
         """One step with the gradients of distinct ids or keys, as `row_gradients` returns them."""
         if self.storage.sums_gradients:  # every device has them all, and takes its share
             is_own = jnp.arange(rows.shape[0]) % self.devices.num_devices == self.devices.index()
-            own = SegmentGradients.of_rows(jnp.where(is_own, rows, NO_ROW), values)
+            own = CallGradients.of_rows(jnp.where(is_own, rows, NO_ROW), values)
             return self._step_all(params, slots, own, step)
         keys, occurrences = keys_of_gradients(rows)
         keys = self._after(self._own(keys), [values])
@@ -196,25 +201,25 @@ class Rows:
         first = sum((gradient.reshape(-1)[:1].sum() for gradient in gradients), start=jnp.zeros((), jnp.float32))
         return keys.only(~((first == jnp.inf) & (first == -jnp.inf)))
 
-    def _step(self, params: PyTree, slots: PyTree, gradients: SegmentGradients, step: Step) -> State:
+    def _step(self, params: PyTree, slots: PyTree, gradients: CallGradients, step: Step) -> State:
         return self.storage.step(params, slots, gradients, self.table, self._how(step))
 
-    def _step_all(self, params: PyTree, slots: PyTree, gradients: SegmentGradients, step: Step) -> State:
+    def _step_all(self, params: PyTree, slots: PyTree, gradients: CallGradients, step: Step) -> State:
         """One step of all parameters, with gradients of which each device has its own."""
         total = self.devices.total(self.storage.gradients(params, gradients, self.table))
         return self.storage.step_all(params, slots, total, self.table, self._how(step))
 
-    def _pooled(self, vectors: Array, segments: Sequence[Segment]) -> Sequence[Array]:
+    def _pooled(self, vectors: Array, call: Call) -> Sequence[Array]:
         quantization = self.table.quantization_config
-        return api.lookup(vectors, segments, quantization=quantization, implementation=self.implementation)
+        return api.lookup((vectors,), call, quantization=quantization, implementation=self.implementation)
 
     def _of_entries(self, entry_of: Array, batch: Occurrences, d_outputs: Sequence[Array]) -> Array:
         """Gradients of distinct entries, by number."""
-        num_entries, own = entry_of.shape[0], read_from(entry_of, batch.segments)
+        num_entries = entry_of.shape[0]
         # Every entry occurs, so the gradient in place `e` is that of entry `e`.
-        return self._summed(SegmentGradients(own, d_outputs), num_entries)[1]
+        return self._summed(gradients_of(batch.call.with_ids(entry_of), d_outputs), num_entries)[1]
 
-    def _summed(self, gradients: SegmentGradients, num_rows: int) -> tuple[Array, Array]:
+    def _summed(self, gradients: CallGradients, num_rows: int) -> tuple[Array, Array]:
         """Distinct ids, ascending, and their gradients."""
         summed: tuple[Array, Array] = api.dispatch(
             "row_gradients", num_rows, gradients, implementation=self.implementation
@@ -224,6 +229,11 @@ class Rows:
     def _of_all(self, d_outputs: Sequence[Array]) -> list[Array]:
         """Gradients of the global batch, in the columns that are here."""
         return list(map(self.devices.columns_of_all if self.splits_columns else self.devices.gather, d_outputs))
+
+
+def gradients_of(call: Call, d_outputs: Sequence[Array]) -> CallGradients:
+    """Gradients of the outputs of a call that reads one table, of which these may be some columns."""
+    return CallGradients(call, tuple(d_outputs), (d_outputs[0].shape[-1],))
 
 
 def keys_of_gradients(rows: Array) -> tuple[Keys, Int[Array, " capacity"]]:
@@ -274,7 +284,7 @@ class AskedRows(Rows):
         num_unknown, vectors, rounds = yield Question(
             wanted, self._names(wanted), answer, zero, self._capacity(wanted), row
         )
-        return self._pooled(vectors, read_from(wanted.entry_of, batch.segments)), num_unknown, rounds
+        return self._pooled(vectors, batch.call.with_ids(wanted.entry_of)), num_unknown, rounds
 
     def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Asking[tuple[Array, Array]]:
         """See `Rows`."""
@@ -292,7 +302,7 @@ class AskedRows(Rows):
                 rows, values = combine(keys, occurrences, gradients)
                 is_row = rows[:, 2] > 0
             else:
-                own = SegmentGradients.of_rows(question, gradients)
+                own = CallGradients.of_rows(question, gradients)
                 rows, values = self._summed(own, self.storage.num_ids(self.table))
                 is_row = rows != NO_ROW
             # A round brings all of a row, and behind the rows of earlier rounds.
@@ -324,7 +334,7 @@ class AskedRows(Rows):
             params, slots, rows = self.storage.find(*state, keys, occurrences, self.table, step)
             if first_of is not None:
                 (rows,) = api.gather_rows((rows,), order.entry_of)
-            return self._step(params, slots, SegmentGradients.of_rows(rows, gradients), step), None
+            return self._step(params, slots, CallGradients.of_rows(rows, gradients), step), None
 
         wanted = self._distinct(self._after(batch.all_keys(), d_outputs))
         payload = self._names(wanted), self._of_entries(wanted.entry_of, batch, d_outputs)

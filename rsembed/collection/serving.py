@@ -13,13 +13,13 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from rsembed.bags import as_bags, check_ids_dtype
 from rsembed.checks import dtype_among, validated
-from rsembed.collection.dense_rows import segment_of
+from rsembed.collection.dense_rows import list_of
 from rsembed.collection.embeddings import EmbeddingCollection
 from rsembed.collection.engine import to_activation
 from rsembed.collection.inputs import check_names
 from rsembed.collection.stack import Activations, Batch, EmbeddingState
 from rsembed.kernels import reference
-from rsembed.kernels.contract import NO_ROW
+from rsembed.kernels.contract import NO_ROW, Call
 from rsembed.keys import Keys, as_keys, split_keys
 from rsembed.specs import FeatureSpec
 
@@ -98,9 +98,10 @@ def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Py
         vectors = vectors * reference.gather_rows((table["scales"],), rows)[0][:, None]
     # A key without a row reads zeros, and counts in means all the same.
     counted = jnp.where(is_id, jnp.int32(0), NO_ROW)
-    bag, gains, _ = reference.entry_gains(segment_of(counted, bags, combiner), 1)
+    entries = reference.entries_of(Call.of([list_of(bags, counted)], [combiner]), 0, 0, 1)
+    bag, gains, _ = reference.entry_gains(entries, 1)
     terms = gains[:, None] * vectors
-    if combiner == "none":
+    if combiner == "none" or entries.offsets is None:
         return to_activation(feature, bags, terms)
     if bags.dense_shape is None:
         return to_activation(feature, bags, jax.ops.segment_sum(terms, bag, bags.num_bags))

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.bags import Bags, padded_size
-from rsembed.collection.dense_rows import RowLayout, in_some_bag, segment_of
+from rsembed.collection.dense_rows import RowLayout, in_some_bag, list_of
 from rsembed.collection.rows import Occurrences, Rows
 from rsembed.fingerprint import Fingerprint
-from rsembed.kernels.contract import NO_ROW
+from rsembed.kernels.contract import NO_ROW, Call
 from rsembed.keys import as_keys
 from rsembed.specs import TableSpec
 from rsembed.storage import Hashed, hashed_rows, row_map
@@ -79,25 +79,27 @@ class Stack:
         """The ids of the stack's features; those outside their table are none."""
         stack = self.layout.stack
         if self.storage.ids_are_rows:
-            return Occurrences(self.layout.segments(bags))
+            return Occurrences(self.layout.call(bags))
         # Ids that are in no bag must not be looked for.
         own = [bags[feature.name] for feature in stack.features]
         is_used = [in_some_bag(bag) for bag in own]
         if not self.storage.takes_keys:
-            segments = zip(RowLayout.whole(stack).segments(bags), is_used, strict=True)
-            return Occurrences(
-                [replace(segment, rows=jnp.where(used, segment.rows, NO_ROW)) for segment, used in segments]
-            )
-        names, found, all_keys, first = [table.name for table in stack.tables], [], [], 0
+            call = RowLayout.whole(stack).call(bags)
+            lists = []
+            for ids, used in zip(call.lists, is_used, strict=True):
+                lists.append(replace(ids, ids=jnp.where(used, ids.ids, NO_ROW)))
+            return Occurrences(replace(call, lists=tuple(lists)))
+        names, lists, all_keys, first = [table.name for table in stack.tables], [], [], 0
         for feature, bag, used in zip(stack.features, own, is_used, strict=True):
             keys = as_keys(bag.ids).only(used)
             if len(names) > 1:
                 keys = keys._replace(table=jnp.full(keys.shape, names.index(feature.table_name), jnp.int32))
             position = first + jnp.arange(keys.shape[0], dtype=jnp.int32)
-            found.append(segment_of(jnp.where(keys.is_key, position, NO_ROW), bag, feature.combiner))
+            lists.append(list_of(bag, jnp.where(keys.is_key, position, NO_ROW)))
             all_keys.append(keys)
             first += keys.shape[0]
-        return Occurrences(found, jax.tree.map(lambda *lanes: jnp.concatenate(lanes), *all_keys))
+        call = Call.of(lists, [feature.combiner for feature in stack.features])
+        return Occurrences(call, jax.tree.map(lambda *lanes: jnp.concatenate(lanes), *all_keys))
 
     def values(self, params: PyTree, slots: PyTree) -> ByName:
         """The rows of every table, as `EmbeddingCollection.tables` returns them."""

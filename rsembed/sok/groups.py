@@ -21,7 +21,7 @@ from rsembed.checks import check_type, describe, validated
 from rsembed.collection import inputs
 from rsembed.collection.devices import Devices
 from rsembed.kernels import api
-from rsembed.kernels.contract import Segment
+from rsembed.kernels.contract import Call, IdList
 from rsembed.row_gradients import check_gradient
 from rsembed.sok import lookups
 from rsembed.sok.lookups import KeysOfBags, StepOnce, WeightsOfKeys
@@ -174,8 +174,8 @@ def _pool(devices: Devices, combiner: Combiner, values: Array, batch: PyTree) ->
     def on_device(values: Array, batch: PyTree) -> Array:
         bags = as_bags(batch, feature="samples of this device")
         weights = None if bags.weights is None else jnp.asarray(bags.weights)
-        segment = Segment(jnp.asarray(bags.ids), jnp.asarray(bags.offsets), weights, combiner)
-        return api.lookup(values, [segment])[0]
+        ids = IdList(jnp.asarray(bags.ids), jnp.asarray(bags.offsets), weights)
+        return api.lookup((values,), Call.of([ids], [combiner]))[0]
 
     pooled: Array = devices.on_each(on_device, (PartitionSpec(), devices.split), devices.split)(values, batch)
     return pooled

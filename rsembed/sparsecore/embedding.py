@@ -25,7 +25,7 @@ from rsembed.collection.rows import Occurrences
 from rsembed.fdo.statistics import EXACT, LimitsPolicy, limits_from_statistics
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
 from rsembed.kernels import api
-from rsembed.kernels.contract import Rounding, Segment, Step
+from rsembed.kernels.contract import Call, IdList, Rounding, Step
 from rsembed.kernels.ids import Partitions
 from rsembed.parallel.exchange import AxisName, default_capacity, together
 from rsembed.row_gradients import check_gradient
@@ -423,7 +423,7 @@ def _stacks(
     most_ids = {name: max_ids for name, max_ids, _ in inputs.limits}
     for layout, own, (rows, offsets, gains) in zip(layouts.values(), partitions, found, strict=True):
         # One feature, whose ids are rows of the physical table and whose samples lie as the buffers have them.
-        occurrences = Occurrences([Segment(rows, offsets, gains, "sum")])
+        occurrences = Occurrences(Call.of([IdList(rows, offsets, gains)], ["sum"]))
         num_ids = own.embedding_ids.size
         if layout.declared_ids is not None:  # buffers may have room for more
             num_ids = min(num_ids, layout.declared_ids)

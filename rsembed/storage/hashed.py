@@ -15,14 +15,14 @@ from rsembed.bags import PAD_ID
 from rsembed.checks import PositiveInt, check_fields, dtype_among
 from rsembed.initial_values import keyed_form, table_key, table_keys, traced_initializer
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Segment, SegmentGradients, Step
+from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, KeyOrKeys, Step
 from rsembed.kernels.keyed import varying_zero
 from rsembed.keys import KEY_DTYPES, Keys, join_keys, local_rows
 from rsembed.optimizers.base import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import hashed_rows, logical_rows, row_map
 from rsembed.storage.hashed_rows import MAX_CAPACITY, Counters, DynamicTable, numbers_of
-from rsembed.storage.protocol import Found, Pool, ReadAhead, Segments, State, Storage, Vectors, of_near_sizes, on_host
+from rsembed.storage.protocol import Found, Pool, ReadAhead, State, Storage, Vectors, of_near_sizes, on_host
 from rsembed.storage.row_map import Eviction
 
 ROWS_BY_KEY = "rows by key"
@@ -40,16 +40,14 @@ class DynamicRows(Storage):
         def gather(vectors: Array, places: Array) -> Array:
             return api.gather_rows((vectors,), places)[0].astype(jnp.float32)
 
-        return self.pooled(params, keys, (), table, gather, ahead)
+        return self.pooled(params, keys, Call((), ()), table, gather, ahead)
 
     def vectors(self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
         """Float32, as they are read."""
         del table
-        return api.lookup(params.rows, [Segment(rows, None, None, "none")])[0]
+        return api.lookup((params.rows,), Call.of([IdList.single(rows)], ["sum"]))[0]
 
-    def step(
-        self, params: DynamicTable, slots: Slots, gradients: SegmentGradients, table: TableSpec, step: Step
-    ) -> State:
+    def step(self, params: DynamicTable, slots: Slots, gradients: CallGradients, table: TableSpec, step: Step) -> State:
         rows, slots = api.update(params.rows, slots, gradients, hashed_rows.rounding_by_key(params, step))
         return params._replace(rows=rows), slots
 
@@ -163,7 +161,7 @@ class Hashed(DynamicRows):
         return hashed_rows.empty(table, capacities, keys, num_waiting=num_waiting)
 
     def pooled(
-        self, params: PyTree, keys: Keys, segments: Segments, table: TableSpec, pool: Pool, ahead: ReadAhead | None
+        self, params: PyTree, keys: Keys, call: Call, table: TableSpec, pool: Pool, ahead: ReadAhead | None
     ) -> tuple[PyTree, Int[Array, ""]]:
         """As every storage, from the rows where they lie if all keys have some.
 
@@ -396,7 +394,7 @@ class RowNumbers(DynamicRows):
         return DynamicTable(None, rows, None, Counters(), own_key[None]), tuple(filled)
 
     def pooled(
-        self, params: PyTree, keys: Keys, segments: Segments, table: TableSpec, pool: Pool, ahead: ReadAhead | None
+        self, params: PyTree, keys: Keys, call: Call, table: TableSpec, pool: Pool, ahead: ReadAhead | None
     ) -> tuple[PyTree, Int[Array, ""]]:
         """As every storage, from the rows where they lie if no key is beyond them."""
         rows, places = self._rows(params, keys), jnp.arange(keys.shape[0], dtype=jnp.int32)

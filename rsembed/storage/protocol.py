@@ -16,13 +16,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.bags import is_traced
-from rsembed.kernels.contract import NO_ROW, Rounding, Segment, SegmentGradients, Step
+from rsembed.kernels.contract import NO_ROW, Call, CallGradients, Rounding, Step
 from rsembed.keys import Keys, checked_keys, owners
 from rsembed.specs import TableSpec
 
 ReadAhead: TypeAlias = tuple[Int[Array, " nnz"], Int[Array, ""]]
 """How often each key of a lookup occurred in the batch, and the number of the step that will follow."""
-Segments: TypeAlias = Sequence[Segment]
 State: TypeAlias = tuple[PyTree, PyTree]
 """Parameters and slots."""
 Found: TypeAlias = tuple[PyTree, PyTree, Int[Array, " nnz"]]
@@ -169,13 +168,13 @@ class Storage(abc.ABC):
         """
 
     def pooled(
-        self, params: PyTree, keys: Keys, segments: Segments, table: TableSpec, pool: Pool, ahead: ReadAhead | None
+        self, params: PyTree, keys: Keys, call: Call, table: TableSpec, pool: Pool, ahead: ReadAhead | None
     ) -> tuple[PyTree, Int[Array, ""]]:
         """`pool(vectors, row of each key among them)` of what `read` gives, which need not be written down for it.
 
-        `segments` read the same ids, where these are row numbers.
+        `call` reads the same ids, where these are row numbers.
         """
-        del segments
+        del call
         vectors, num_unknown = self.read(params, keys, table, ahead)
         return pool(vectors, jnp.where(keys.is_key, jnp.arange(keys.shape[0], dtype=jnp.int32), NO_ROW)), num_unknown
 
@@ -195,16 +194,16 @@ class Storage(abc.ABC):
         return params
 
     @abc.abstractmethod
-    def step(self, params: PyTree, slots: PyTree, gradients: SegmentGradients, table: TableSpec, step: Step) -> State:
-        """One optimizer step of the rows that segments read, as `find` gave them, with gradients of their outputs."""
+    def step(self, params: PyTree, slots: PyTree, gradients: CallGradients, table: TableSpec, step: Step) -> State:
+        """One optimizer step of the rows that a call read, as `find` gave them, with gradients of their outputs."""
 
     def step_distinct(
         self, params: PyTree, slots: PyTree, rows: Array, values: Array, table: TableSpec, step: Step
     ) -> State:
         """One optimizer step of rows of which none comes twice, with gradients `values`."""
-        return self.step(params, slots, SegmentGradients.of_rows(rows, values), table, step)
+        return self.step(params, slots, CallGradients.of_rows(rows, values), table, step)
 
-    def gradients(self, params: PyTree, gradients: SegmentGradients, table: TableSpec) -> PyTree:
+    def gradients(self, params: PyTree, gradients: CallGradients, table: TableSpec) -> PyTree:
         """Where it `sums_gradients`: those of all `params`, float32, from gradients of what segments of ids read."""
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, of which a step touches single rows.")
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, SegmentGradients
+from rsembed.kernels.contract import NO_ROW, CallGradients
 from rsembed.kernels.keyed import DELETED, EMPTY, MAX_COUNT, ranks, varying_zero
 from rsembed.keys import Keys
 
@@ -388,5 +388,5 @@ def combine(
     """
     entry_of, own, _, counts = entries(keys, occurrences)
     # Every entry occurs, so the sum in row `e` is that of entry `e`.
-    _, sums = api.row_gradients(entry_of.size, SegmentGradients.of_rows(entry_of, values))
+    _, sums = api.row_gradients(entry_of.size, CallGradients.of_rows(entry_of, values))
     return named(own, counts), sums

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,9 @@ from jaxtyping import Array, Float, Int, Integer, PyTree
 
 from rsembed.bags import Bags, is_traced, narrow_ids, padded_size
 from rsembed.checks import check_type
-from rsembed.kernels import native
-from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.kernels import native, reference
+from rsembed.kernels.contract import NO_ROW, Call, IdList
 from rsembed.kernels.keyed import varying_zero
-from rsembed.kernels.reference import entry_gains
 from rsembed.tt.spec import TTSpec
 
 Mode = Literal["sum", "mean"]
@@ -107,7 +106,7 @@ def bag(
     check_type(mode, Mode, "mode")
     cores, bags = check_cores(spec, cores), with_room(bags)
     digits, valid = digits_of((spec,), bags.ids)
-    _, outputs, gains = entries_of([segment_of(bags, jnp.where(valid, 0, NO_ROW), mode)])
+    _, outputs, gains = entries_of(call_of(bags, jnp.where(valid, 0, NO_ROW), mode))
     shapes = {"slice_shapes": spec.slice_shapes, "num_bags": bags.num_bags}
     return pooled_rows(cores, digits, outputs, gains, **shapes, implementation=implementation)
 
@@ -190,27 +189,28 @@ def digits_of(specs: Sequence[TTSpec], ids: Any) -> tuple[tuple[Int[Array, " nnz
     return tuple(jnp.asarray(digit, jnp.int32) for digit in digits), valid
 
 
-def entries_of(segments: Sequence[Segment]) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Float[Array, " nnz"]]:
-    """Row of each entry of all segments, the output that it goes into, and its gain.
+def entries_of(call: Call) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Float[Array, " nnz"]]:
+    """Row of each entry of all lists, the output that it goes into, and its gain.
 
-    Outputs of all segments are numbered through; that of an entry that contributes nothing is `NO_ROW`.
+    Outputs are the bags of all lists, numbered through; that of an entry that contributes nothing is `NO_ROW`. Lists
+    without a combiner have an output an entry.
     """
-    outputs, gains, first = [], [], 0
-    for segment in segments:
-        bag, gain, is_listed = entry_gains(segment, NO_ROW)
+    rows, outputs, gains, first = [], [], [], 0
+    for number in range(len(call.lists)):
+        entries = reference.entries_of(call, number, 0, NO_ROW)
+        bag, gain, is_listed = reference.entry_gains(entries, NO_ROW)
+        rows.append(entries.rows)
         outputs.append(jnp.where(is_listed, bag + first, NO_ROW))
         gains.append(gain)
-        first += segment.num_outputs
-    return jnp.concatenate([segment.rows for segment in segments]), jnp.concatenate(outputs), jnp.concatenate(gains)
+        first += entries.num_outputs
+    return jnp.concatenate(rows), jnp.concatenate(outputs), jnp.concatenate(gains)
 
 
-def segment_of(bags: Bags, rows: Int[Array, " nnz"], mode: Mode) -> Segment:
-    """Bags that read `rows`. Their mean divides by the number of ids; that of a segment by the sum of weights."""
-    offsets = jnp.asarray(bags.offsets)
-    if bags.weights is None or mode == "sum":
-        return Segment(rows, offsets, cast(Any, bags.weights), mode)
-    _, shares, _ = entry_gains(Segment(rows, offsets, None, "mean"), NO_ROW)
-    return Segment(rows, offsets, jnp.asarray(bags.weights, jnp.float32) * shares)
+def call_of(bags: Bags, rows: Int[Array, " nnz"], mode: Mode) -> Call:
+    """A call of bags that read `rows`; their mean divides by the number of ids, weighted or not."""
+    weights = None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32)
+    ids = IdList(rows, jnp.asarray(bags.offsets), weights)
+    return Call.of([ids], ["mean_by_count" if mode == "mean" else mode])
 
 
 def with_room(bags: Bags) -> Bags:

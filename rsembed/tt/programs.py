@@ -21,13 +21,13 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import Bags, as_bags, check_bags, check_ids_dtype, check_unmasked, check_values, is_traced
 from rsembed.checks import check_type
-from rsembed.kernels.contract import Block, JaggedBatch, SegmentGradients, Step
-from rsembed.kernels.reference import jagged_segment
+from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Segment, Step
+from rsembed.kernels.reference import rows_of_list
 from rsembed.optimizers import SGD, Adam, OptimizerSpec, RowWiseAdagrad, TorchAdagrad
 from rsembed.parallel.agreement import check_not_forked
 from rsembed.specs import TableSpec
 from rsembed.tt import hot_rows
-from rsembed.tt.cores import Mode, segment_of
+from rsembed.tt.cores import Mode, call_of
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.storage import CachedTrain, TensorTrain, cores_of
 
@@ -119,8 +119,7 @@ def storage_of(specs: Sequence[TTSpec], cache: tuple[int, int] | None, like: dic
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def looked_up(storage: TensorTrain, mode: Mode, params: PyTree, batch: Bags) -> Float[Array, "bags dim"]:
     """Pooled rows of a group: stored rows where there are such, chains of products for the others."""
-    segment = segment_of(batch, batch.ids, mode)
-    return storage.look_up(params, [segment], storage.tables[0])[0]
+    return storage.look_up(params, call_of(batch, batch.ids, mode), storage.tables[0])[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -156,7 +155,7 @@ def stepped(
     if isinstance(then, CachedTrain):  # rows that were stored or let go since train where they lie now
         d_cores, *_ = pulled(storage, mode, then._replace(directory=params.directory), batch, d_output)
     hyper = dataclasses.replace(rule, learning_rate=lambda: rate).get_hyperparameters(number)
-    gradients = SegmentGradients([segment_of(batch, batch.ids, mode)], [d_output])
+    gradients = CallGradients(call_of(batch, batch.ids, mode), (d_output,), (d_output.shape[1],))
     return *storage.step(params, slots, gradients, table, Step(hyper, rule, None, number), d_cores), d_weights
 
 
@@ -178,17 +177,21 @@ def rows_by_group(groups: Sequence[Sequence[int]], sizes: Sequence[int], bags: B
       sizes: rows of every table.
       bags: those of table 0, then as many of table 1, and so on.
     """
-    ids, offsets, blocks = jnp.asarray(bags.ids), jnp.asarray(bags.offsets).astype(jnp.int32), []
+    ids, offsets = jnp.asarray(bags.ids), jnp.asarray(bags.offsets).astype(jnp.int32)
+    segments = []
     batch = bags.num_bags // len(sizes)
     for g, group in enumerate(groups):
         ends = itertools.accumulate(sizes[k] for k in group)
-        blocks += [Block(k * batch, batch, g, end - sizes[k], sizes[k]) for k, end in zip(group, ends, strict=True)]
+        for k, end in zip(group, ends, strict=True):
+            segments.append(Segment(0, k * batch, batch, "sum", g, end - sizes[k], sizes[k]))
     weights = None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32)
-    every, starts = JaggedBatch(ids, offsets, weights, "sum", tuple(blocks)), offsets[:-1].reshape(len(sizes), batch)
-    return [
-        Bags(jagged_segment(every, g).rows, jnp.append(starts[np.asarray(group)], offsets[-1]), weights)
-        for g, group in enumerate(groups)
-    ]
+    every = Call((IdList(ids, offsets, weights),), tuple(segments))
+    starts = offsets[:-1].reshape(len(sizes), batch)
+    by_group = []
+    for g, group in enumerate(groups):
+        rows = rows_of_list(every, 0, g, NO_ROW)
+        by_group.append(Bags(rows, jnp.append(starts[np.asarray(group)], offsets[-1]), weights))
+    return by_group
 
 
 def read_bags(

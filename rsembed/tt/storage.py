@@ -18,12 +18,12 @@ from rsembed.bags import is_traced
 from rsembed.checks import NonNegativeInt, PositiveInt, check_fields
 from rsembed.initial_values import table_keys
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
+from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Step
 from rsembed.keys import Keys
 from rsembed.optimizers.base import OptimizerSpec, Slots
 from rsembed.specs import TableSpec
 from rsembed.storage.logical_rows import as_dtype
-from rsembed.storage.protocol import Found, Pool, ReadAhead, Segments, State, Storage, Vectors, on_host, parts
+from rsembed.storage.protocol import Found, Pool, ReadAhead, State, Storage, Vectors, on_host, parts
 from rsembed.tt import hot_rows
 from rsembed.tt.cores import Cores, digits_of, entries_of, full_weight, pooled_rows
 from rsembed.tt.hot_rows import CachedTrain, Directory
@@ -200,14 +200,14 @@ class TensorTrain(Storage):
         """Rows of all tables that share the storage, which are numbered through."""
         return sum(own.vocabulary_size for own in self.tables_of(table))
 
-    def look_up(self, params: Params, segments: Sequence[Segment], table: TableSpec) -> list[Float[Array, "_ dim"]]:
-        """Pooled rows of every segment, float32; differentiable in cores, stored rows and weights."""
-        all_specs, sizes = self.specs_of(table), [segment.num_outputs for segment in segments]
-        rows, bags, gains = entries_of(segments)
+    def look_up(self, params: Params, call: Call, table: TableSpec) -> list[Float[Array, "_ dim"]]:
+        """Pooled rows of every list, float32; differentiable in cores, stored rows and weights."""
+        all_specs, sizes = self.specs_of(table), [shape[0] for shape in call.outputs([table.embedding_dim])[0]]
+        rows, bags, gains = entries_of(call)
         digits, is_row = digits_of(all_specs, rows)
         bags, stored = jnp.where(is_row, bags, NO_ROW), None
         if isinstance(params, CachedTrain):
-            places, stored = _stored_segments(params.directory, segments, rows, bags, gains)
+            places, stored = _stored_call(params.directory, call, rows, bags, gains)
             bags = jnp.where(places == NO_ROW, bags, NO_ROW)
         # The choice is an argument of the compiled function, which would otherwise remember the first one.
         implementation = "plain" if api.default_implementation() == "reference" else None
@@ -220,15 +220,15 @@ class TensorTrain(Storage):
         outputs = jnp.split(pooled, np.cumsum(sizes)[:-1].tolist())
         if not isinstance(params, CachedTrain) or stored is None:
             return outputs
-        return [own + more for own, more in zip(outputs, api.lookup(params.rows, stored), strict=True)]
+        return [own + more for own, more in zip(outputs, api.lookup((params.rows,), stored), strict=True)]
 
     def pooled(
-        self, params: PyTree, keys: Keys, segments: Segments, table: TableSpec, pool: Pool, ahead: ReadAhead | None
+        self, params: PyTree, keys: Keys, call: Call, table: TableSpec, pool: Pool, ahead: ReadAhead | None
     ) -> tuple[PyTree, Int[Array, ""]]:
         """As every storage; rows are pooled as they are made."""
         if table.quantization_config is not None:
-            return super().pooled(params, keys, segments, table, pool, ahead)
-        return self.look_up(params, segments, table), jnp.zeros((), jnp.int32)
+            return super().pooled(params, keys, call, table, pool, ahead)
+        return self.look_up(params, call, table), jnp.zeros((), jnp.int32)
 
     def read(self, params: Params, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
         """Rows, float32, made of their slices or stored."""
@@ -237,7 +237,7 @@ class TensorTrain(Storage):
 
     def vectors(self, params: Params, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
         """Rows, float32, made of their slices or stored."""
-        return self.look_up(params, [Segment(rows, None, None, "none")], table)[0]
+        return self.look_up(params, Call.of([IdList.single(rows)], ["sum"]), table)[0]
 
     def whole(self, params: Params, table: TableSpec, number: int) -> Float[Array, "vocab dim"]:
         """All rows of one of the tables that share the storage, float32, made of their slices or stored."""
@@ -280,7 +280,7 @@ class TensorTrain(Storage):
         self,
         params: Params,
         slots: AllSlots,
-        gradients: SegmentGradients,
+        gradients: CallGradients,
         table: TableSpec,
         step: Step,
         d_cores: Cores | None = None,
@@ -293,19 +293,19 @@ class TensorTrain(Storage):
         cores, core_slots = self.step_all(cores_of(params), self.core_slots(slots), d_cores, table, step)
         if not isinstance(params, CachedTrain):
             return cores, core_slots
-        _, stored = _stored_segments(params.directory, gradients.segments, *entries_of(gradients.segments))
-        rows, row_slots = api.update(params.rows, slots[1], SegmentGradients(stored, gradients.d_outputs), step)
+        _, stored = _stored_call(params.directory, gradients.call, *entries_of(gradients.call))
+        rows, row_slots = api.update(params.rows, slots[1], dataclasses.replace(gradients, call=stored), step)
         return params._replace(cores=cores, rows=rows), (core_slots, row_slots)
 
     def core_slots(self, slots: AllSlots) -> AllSlots:
         """Slots of the cores, without those of stored rows."""
         return cast(AllSlots, slots[0]) if self.cache_rows else slots
 
-    def gradients(self, params: Params, gradients: SegmentGradients, table: TableSpec) -> Cores:
+    def gradients(self, params: Params, gradients: CallGradients, table: TableSpec) -> Cores:
         """Gradients of all cores."""
         # Of cores in float32, so that nothing is rounded before it is summed.
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, params)
-        _, pull = jax.vjp(lambda params: self.look_up(params, gradients.segments, table), wide)
+        _, pull = jax.vjp(lambda params: self.look_up(params, gradients.call, table), wide)
         (d_params,) = pull([d_output.astype(jnp.float32) for d_output in gradients.d_outputs])
         return cores_of(d_params)
 
@@ -384,17 +384,20 @@ def cores_of(params: Params) -> Cores:
     return params.cores if isinstance(params, CachedTrain) else params
 
 
-def _stored_segments(
-    directory: Directory, segments: Sequence[Segment], rows: Array, bags: Array, gains: Array
-) -> tuple[Int[Array, " nnz"], list[Segment]]:
-    """Places of entries, see `entries_of`, and the segments that read them with the gains that they have among all."""
+def _stored_call(
+    directory: Directory, call: Call, rows: Array, bags: Array, gains: Array
+) -> tuple[Int[Array, " nnz"], Call]:
+    """Places of entries, see `entries_of`, and the call that reads them with the gains that they have among all."""
     places = directory.find(jnp.where(bags == NO_ROW, NO_ROW, rows))
-    ends = np.cumsum([segment.rows.shape[0] for segment in segments])[:-1].tolist()
-    pairs = zip(segments, jnp.split(places, ends), jnp.split(gains, ends), strict=True)
-    return places, [
-        dataclasses.replace(segment, rows=own, weights=gain, combiner="none" if segment.offsets is None else "sum")
-        for segment, own, gain in pairs
-    ]
+    stored = call.with_ids(places)
+    lists = []
+    first = 0
+    for ids in stored.lists:
+        last = first + ids.num_entries
+        lists.append(dataclasses.replace(ids, weights=gains[first:last]))
+        first = last
+    segments = [own._replace(combiner="none" if own.combiner == "none" else "sum") for own in call.segments]
+    return places, Call(tuple(lists), tuple(segments))
 
 
 def _rows(keys: Keys) -> Int[Array, " nnz"]:
