@@ -14,6 +14,7 @@ BUDGETS = {
     "progress": 34,
     "fingerprint": 149,
     "checks": 250,
+    "opaque": 104,
     "optimizers": 1379,
     "places": 82,
     "specs": 345,
