@@ -18,7 +18,15 @@ from jax.extend.random import define_prng_impl
 from jaxtyping import Array, Integer, PyTree
 
 DTYPES = {"row": jnp.int32, "place": jnp.int32, "id": jnp.int32, "key_lane": jnp.uint32}
-"""Each kind of number, as an error of JAX names it (`key<row>`), and the dtype of its numbers."""
+"""Each kind of number, and the dtype of its numbers."""
+
+_IN_ERRORS = {
+    "row": "row number: add row gradients by + or rs.combine",
+    "place": "place of a row: add row gradients, not states",
+    "id": "id: add gradients by +",
+    "key_lane": "key: add row gradients by + or rs.combine, not states",
+}
+"""How JAX names a kind in its errors: `add does not accept dtype key<row number: ...>`."""
 
 
 def _refuse(*arguments: Any, **options: Any) -> Any:
@@ -33,7 +41,7 @@ _IMPLEMENTATIONS = {
         random_bits=_refuse,
         fold_in=_refuse,
         name=f"rsembed_{kind}",
-        tag=kind,
+        tag=_IN_ERRORS[kind],
     )
     for kind in DTYPES
 }
