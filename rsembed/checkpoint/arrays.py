@@ -32,6 +32,7 @@ import tensorstore
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
+from rsembed import opaque
 from rsembed.checkpoint.states import CorruptCheckpointError, PickedRows
 from rsembed.storage.logical_rows import Blocks, SavedArray
 
@@ -46,7 +47,7 @@ _METADATA = "zarr.json"
 
 
 def as_saved(leaf: PyTree, name: str) -> tuple[Any, str | None]:
-    """The array of numbers that stands for a leaf, and the implementation of a PRNG key.
+    """The array of numbers that stands for a leaf, and the implementation of a PRNG key, or the kind of opaque numbers.
 
     Raises: TypeError: the leaf is no array of numbers, or more than that.
     """
@@ -56,7 +57,8 @@ def as_saved(leaf: PyTree, name: str) -> tuple[Any, str | None]:
         if isinstance(leaf, jax.core.Tracer):
             raise RuntimeError(f"checkpoint: leaf {name!r} is traced; save outside of jit, what a step returned.")
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.key_data(leaf), str(jax.random.key_impl(leaf))
+            implementation = opaque.kind_of(leaf) or str(jax.random.key_impl(leaf))
+            return jax.random.key_data(leaf), implementation
         return leaf, None
     array = np.asarray(leaf)
     is_number = array.dtype == np.bool_ or jnp.issubdtype(array.dtype, np.number)

@@ -33,6 +33,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
+from rsembed import opaque
 from rsembed.checkpoint.arrays import as_saved, copied, open_array, write_arrays
 from rsembed.checkpoint.states import (
     CorruptCheckpointError,
@@ -88,12 +89,13 @@ def encoded(body: Mapping[str, PyTree]) -> bytes:
 
 
 def opened(path: Path, entries: Sequence[Mapping[str, PyTree]]) -> dict[tuple[str, ...], Any]:
-    """Arrays of some manifest entries by path, still on disk except PRNG keys."""
+    """Arrays of some manifest entries by path, still on disk except PRNG keys and opaque numbers."""
     arrays = {}
     for entry in entries:
         array: PyTree = open_array(path, entry, joined(entry["path"]))
         if entry["prng"] is not None:
-            array = jax.random.wrap_key_data(jnp.asarray(array.whole()), impl=entry["prng"])
+            key_data = jnp.asarray(array.whole())
+            array = jax.random.wrap_key_data(key_data, impl=opaque.implementation(entry["prng"]))
         arrays[tuple(entry["path"])] = array
     return arrays
 

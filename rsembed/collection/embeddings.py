@@ -358,8 +358,9 @@ class EmbeddingCollection:
         if row_gradients.summands is not None:
             engine, *given = row_gradients.summands
             return self._stepped(state, {}, engine.update, *given)
-        gradients = {name: (row_gradients.rows[name], row_gradients.values[name]) for name in self._stacks}
-        return self._stepped(state, row_gradients.rows, self._engine.apply, gradients)
+        rows = row_gradients.rows
+        gradients = {name: (rows[name], row_gradients.values[name]) for name in self._stacks}
+        return self._stepped(state, rows, self._engine.apply, gradients)
 
     def update(self, state: EmbeddingState, batch: Batch, d_activations: Mapping[str, PyTree]) -> EmbeddingState:
         """Row gradients and optimizer step in one kernel: the same numbers as `apply(state, pullback(...))`."""
