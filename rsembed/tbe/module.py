@@ -316,7 +316,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
                 )
                 warnings.warn(message, stacklevel=3)
                 self._has_warned = True
-            if not isinstance(arguments[0], (JaggedBatch, dict)) and self.bounds_check_mode != BoundsCheckMode.NONE:
+            if num_corrected is not None and self.bounds_check_mode != BoundsCheckMode.NONE:
                 self.bounds_check_warning.set_value(jnp.asarray(num_corrected, jnp.int32))
         return batch
 
