@@ -156,8 +156,12 @@ class FileFDOClient(FDOClient):
         name = f"fdo_stats_{process}_{time.time_ns()}_{self._client}_{zlib.crc32(content):08x}.{self._extension}"
         path = self._folder / name
         partial = path.with_suffix(".partial")
-        partial.write_bytes(content)
-        partial.replace(path)
+        try:
+            partial.write_bytes(content)
+            partial.replace(path)
+        except BaseException:  # a full disk or Ctrl-C: the torn file gives its space back
+            partial.unlink(missing_ok=True)
+            raise
         for other in self._known - {path}:
             other.unlink(missing_ok=True)
         self._known, self._unpublished = {path}, {}

@@ -250,5 +250,16 @@ def _found(params: DynamicTable, keys: Keys, table_name: str) -> Int[Array, " nn
             "call collection.prefetch(state, batch) before the compiled step, with the batch that it reads."
         )
 
-    jax.lax.cond(num_missing > 0, lambda: io_callback(stop, None, num_missing), lambda: None)
-    return rows
+    # `vmap` makes a branch run for every sample, which a call of the host cannot: one branch serves all samples.
+    @jax.custom_batching.custom_vmap
+    def checked(rows: Array, num_missing: Array) -> Array:
+        jax.lax.cond(num_missing > 0, lambda: io_callback(stop, None, num_missing), lambda: None)
+        return rows
+
+    @checked.def_vmap
+    def checked_of_all(size: int, is_batched: Sequence[bool], rows: Array, num_missing: Array) -> tuple[Array, bool]:
+        del size
+        return checked(rows, jnp.sum(num_missing)), is_batched[0]
+
+    found: Int[Array, " nnz"] = checked(rows, num_missing)
+    return found

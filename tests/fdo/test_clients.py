@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import resource
 from pathlib import Path
 
 import jax
@@ -79,6 +80,22 @@ def test_a_client_leaves_one_file_however_often_it_publishes(kind, tmp_path):
         client.publish()
     (path,) = tmp_path.iterdir()
     assert path.match(f"fdo_stats_0_*.{kind}")
+
+
+@pytest.mark.parametrize("kind", ["npz_maximum", "csv_maximum"])
+def test_a_full_disk_leaves_no_torn_file_and_the_next_publish_has_all_records(kind, tmp_path):
+    client = CLIENTS[kind](str(tmp_path))
+    client.record(stats(np.arange(10_000)))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            client.publish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+    client.publish()
+    np.testing.assert_array_equal(client.load().max_ids_per_partition["t"], np.arange(10_000))
 
 
 @pytest.mark.parametrize("kind", ["npz_maximum", "csv_maximum"])
