@@ -22,6 +22,7 @@ _MODULES = {
     "lib.fdo.file_fdo_client": "rsembed.fdo.client",
     "lib.fdo.csv_file_fdo_client": "rsembed.fdo.client",
     "utils.utils": "rsembed.sparsecore.utils",
+    "examples.models.shakespeare.dataset": "rsembed.datasets.text",
 }
 """Modules below `jax_tpu_embedding.sparsecore`, and the modules that replace them."""
 
