@@ -25,7 +25,7 @@ import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from rsembed.checkpoint.arrays import as_saved, copied, open_array, write_arrays
+from rsembed.checkpoint.resizing import accepted_facts, resized
 from rsembed.checkpoint.states import (
     CorruptCheckpointError,
     SavedArray,
@@ -344,34 +345,56 @@ def contents_of(
     return Contents.of(tree, owners, step=int(state.step), metadata={"user": dict(metadata or {})})
 
 
+Resize = bool | Literal["shrink"]
+
+
 @validated
-def load_collection(path: str | os.PathLike[str], collection: EmbeddingCollection, *, others: PyTree = None) -> PyTree:
+def load_collection(
+    path: str | os.PathLike[str],
+    collection: EmbeddingCollection,
+    *,
+    others: PyTree = None,
+    resize: Resize = False,
+) -> PyTree:
     """The state of a saved collection, for one with the same tables, stacked and placed as it may be.
 
     Args:
       path: see `load`.
       collection: its tables must be those that were saved; learning rates and other hyperparameters are its own.
       others: a template for what was saved as `others`, see `like` of `load`; None leaves that alone.
+      resize: True lets tables have more rows than in the file, or another dtype; slots, step and key go on. A new row
+        and its slots are those of `collection.init(state.key)`, where `state` is the one that this returns. Values
+        are rounded to the nearest of a narrower dtype. "shrink" leaves out rows beyond a smaller `vocabulary_size`,
+        too. False, the default, refuses all that, as a wrong size is more often a mistake. Tables with keys take as
+        many keys as they have room for in any case, and lose none. A tensor train has a new size where only its first
+        row factor differs: give it the old `tt_p_shapes` with another first number.
 
     Returns: the `EmbeddingState`; with a template, the pair of it and the others.
 
     Raises:
       CorruptCheckpointError, FileNotFoundError: as `load`.
-      ValueError: a table is missing or too many, or has another size, dtype, storage or optimizer.
+      ValueError: a table is missing or too many, or has another storage or optimizer, or another size or dtype than
+        `resize` allows; or numbers are too large for a narrower dtype.
     """
     path = Path(path)
     found, template = manifest(path), collection.template
     saved, expected = found.get("belongs_to", {}).get("tables", {}), tables_of(template)
-    check_owners(path, {"tables": saved}, {"tables": expected})
+    specs, accepted = collection.table_specs, saved
+    if resize:
+        accepted = accepted_facts(saved, specs, expected, shrinks=resize == "shrink")
+    check_owners(path, {"tables": accepted}, {"tables": expected})
     arrays = collection.logical.without_apart(template)
     like = logical(arrays) | {"others": logical(others)}
     del like["step"], like["key"]  # the step is the checkpoint's own, the key of any implementation
     apart = {table.name for own in collection.logical.apart.values() for table in own.tables}
     saved_arrays = opened(path, [e for e in found["arrays"] if others is not None or e["path"][0] != "others"])
+    saved_key = saved_arrays.pop(("key",))
+    if resize:
+        saved_arrays = resized(saved_arrays, specs, saved, saved_key)
     # How many keys a table has, its file alone knows.
     names = [name for name in saved_arrays if name[0] in ("tables", "slots") and name[1] in apart]
     rows = nested({name: saved_arrays.pop(name) for name in names})
-    key = placed(saved_arrays.pop(("key",)), template.key)
+    key = placed(saved_key, template.key)
     step = placed(np.asarray(found["step"], np.int32), template.step)
     tree = restored(saved_arrays, like, path)
     state = with_states(arrays, tree | {"step": step, "key": key})
@@ -386,8 +409,10 @@ def check_owners(path: Path, found: Mapping[str, PyTree], wanted: Mapping[str, P
         Fingerprint.of(found),
         Fingerprint.of(wanted),
         what=f"checkpoint {path} does not match",
-        way_out="Load it into what it was saved from, or take over tables alone: load(path).tree has them as arrays "
-        "(keys and trains: collection.tables of what it was saved from), and collection.with_tables takes them.",
+        way_out="Load it into what it was saved from. load_collection(..., resize=True) takes another size or dtype of "
+        "a table. To take over tables and slots alone, load(path).tree has them as arrays (keys and trains: "
+        "collection.tables of what it was saved from), and collection.with_tables(state, tables, slots=slots) takes "
+        "them.",
     )
 
 
