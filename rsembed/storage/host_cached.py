@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import secrets
 from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeAlias
@@ -17,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from rsembed.bags import padded_size
 from rsembed.checks import PositiveInt, check_fields
-from rsembed.initial_values import initial_rows, table_key
+from rsembed.initial_values import fresh_rows, table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.keys import Keys
@@ -196,11 +197,7 @@ class HostCached(DynamicRows):
 
     def backing_store(self, table: TableSpec, key: PRNGKeyArray) -> BackingStore:
         """A store without rows; `key` is the table's, from which its initial rows follow."""
-
-        def first_values(ids: Int[Array, " ids"]) -> tuple[Array, ...]:
-            values = initial_rows(key, table, ids)
-            return values.astype(table.dtype), *table.optimizer.init_slots(values)
-
+        first_values = functools.partial(fresh_rows, key, table=table)
         one_row = jax.eval_shape(first_values, jax.ShapeDtypeStruct((1,), jnp.int32))
         shapes = [((table.vocabulary_size, *array.shape[1:]), array.dtype) for array in one_row]
         return BackingStore([np.zeros(shape, dtype) for shape, dtype in shapes], jax.jit(first_values))
