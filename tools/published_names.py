@@ -76,6 +76,7 @@ SPARSECORE = System(
         "lib.nn.embedding": "sparsecore.embedding",
         "lib.nn.embedding_spec": "sparsecore.embedding_spec",
         "lib.nn.table_stacking": "sparsecore.table_stacking",
+        "lib.nn.embedding_proto_utils": "sparsecore.embedding",
         "lib.nn.embedding_pipelining_utils": "sparsecore.embedding_pipelining_utils",
         "lib.flax.linen.embed": "sparsecore.linen.embed",
         "lib.flax.linen.embed_optimizer": "sparsecore.linen.embed_optimizer",

@@ -32,6 +32,8 @@ import tensorstore
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
+from rsembed import opaque
+from rsembed.checkpoint.entries import chunk_bytes
 from rsembed.checkpoint.states import CorruptCheckpointError, PickedRows
 from rsembed.storage.logical_rows import Blocks, SavedArray
 
@@ -46,7 +48,7 @@ _METADATA = "zarr.json"
 
 
 def as_saved(leaf: PyTree, name: str) -> tuple[Any, str | None]:
-    """The array of numbers that stands for a leaf, and the implementation of a PRNG key.
+    """The array of numbers that stands for a leaf, and the implementation of a PRNG key, or the kind of opaque numbers.
 
     Raises: TypeError: the leaf is no array of numbers, or more than that.
     """
@@ -56,7 +58,8 @@ def as_saved(leaf: PyTree, name: str) -> tuple[Any, str | None]:
         if isinstance(leaf, jax.core.Tracer):
             raise RuntimeError(f"checkpoint: leaf {name!r} is traced; save outside of jit, what a step returned.")
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.key_data(leaf), str(jax.random.key_impl(leaf))
+            implementation = opaque.kind_of(leaf) or str(jax.random.key_impl(leaf))
+            return jax.random.key_data(leaf), implementation
         return leaf, None
     array = np.asarray(leaf)
     is_number = array.dtype == np.bool_ or jnp.issubdtype(array.dtype, np.number)
@@ -246,10 +249,18 @@ def open_array(path: Path, entry: Mapping[str, PyTree], name: str) -> SavedArray
         raise CorruptCheckpointError(
             f"{metadata} of {name!r} is missing or not what was written (CRC32 differs); take an older checkpoint."
         )
+    num_bytes = chunk_bytes(entry) + _CHECKSUM_BYTES
     for number, (chunk, checksum) in enumerate(zip(chunks, entry["crc32c"], strict=True)):
-        if not (file := folder / chunk[0]).is_file() or _chunk_checksum(file) != checksum:
+        file = folder / chunk[0]
+        # A file of the declared size bounds what a reader allocates by what is on the disk.
+        is_whole = file.is_file() and file.stat().st_size == num_bytes
+        if not is_whole or _chunk_checksum(file) != checksum:
             raise _corrupt(folder, number, chunk, name)
-    return SavedArray(shape, dtype, functools.partial(_read, _store(path, entry), folder, entry, name))
+    try:
+        store = _store(path, entry)
+    except ValueError as error:  # no array of zarr can be what the entry says
+        raise CorruptCheckpointError(f"{folder} does not hold {name!r}: {error}; take an older checkpoint.") from error
+    return SavedArray(shape, dtype, functools.partial(_read, store, folder, entry, name))
 
 
 def _read(future: Any, folder: Path, entry: Mapping[str, PyTree], name: str, into: np.ndarray | None) -> Blocks:

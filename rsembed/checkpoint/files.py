@@ -25,7 +25,7 @@ import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
+from rsembed import opaque
 from rsembed.checkpoint.arrays import as_saved, copied, open_array, write_arrays
+from rsembed.checkpoint.entries import check_body, refuse
+from rsembed.checkpoint.resizing import accepted_facts, resized
 from rsembed.checkpoint.states import (
     CorruptCheckpointError,
     SavedArray,
@@ -49,6 +52,7 @@ from rsembed.checkpoint.states import (
 )
 from rsembed.checks import NonNegativeInt, validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
+from rsembed.collection.stack import FIRST_KEY
 from rsembed.fingerprint import ELSEWHERE, Fingerprint, check_same
 from rsembed.parallel.agreement import check_not_forked
 
@@ -69,15 +73,16 @@ def manifest(path: str | os.PathLike[str]) -> dict[str, PyTree]:
     try:
         body = json.loads(data)["manifest"]
         is_intact = encoded(body) == data
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         is_intact = False
-    if not is_intact:
+    if not is_intact or not isinstance(body, dict) or not isinstance(body.get("layout_version"), int):
         raise CorruptCheckpointError(f"{file} is not what was written; take an older checkpoint.")
     if body["layout_version"] != LAYOUT_VERSION:
         raise ValueError(
             f"{path} has layout {body['layout_version']}, but this version of rsembed reads layout "
             f"{LAYOUT_VERSION}; read it with the version that wrote it."
         )
+    check_body(file, body)
     return body
 
 
@@ -88,20 +93,35 @@ def encoded(body: Mapping[str, PyTree]) -> bytes:
 
 
 def opened(path: Path, entries: Sequence[Mapping[str, PyTree]]) -> dict[tuple[str, ...], Any]:
-    """Arrays of some manifest entries by path, still on disk except PRNG keys."""
+    """Arrays of some manifest entries by path, still on disk except PRNG keys and opaque numbers."""
     arrays = {}
     for entry in entries:
-        array: PyTree = open_array(path, entry, joined(entry["path"]))
+        name = joined(entry["path"])
+        array: PyTree = open_array(path, entry, name)
         if entry["prng"] is not None:
-            array = jax.random.wrap_key_data(jnp.asarray(array.whole()), impl=entry["prng"])
+            try:
+                key_data = jnp.asarray(array.whole())
+                array = jax.random.wrap_key_data(key_data, impl=opaque.implementation(entry["prng"]))
+            except (TypeError, ValueError) as error:
+                if isinstance(error, CorruptCheckpointError):
+                    raise
+                refuse(path / MANIFEST, f"{name!r} holds no PRNG keys of {entry['prng']!r}: {error}")
         arrays[tuple(entry["path"])] = array
     return arrays
 
 
-def nested(arrays: Mapping[tuple[str, ...], PyTree]) -> PyTree:
-    """Arrays of a file, in memory, in dictionaries by the parts of their names."""
+def nested(arrays: Mapping[tuple[str, ...], PyTree], path: Path) -> PyTree:
+    """Arrays of a file, in memory, in dictionaries by the parts of their names.
+
+    Raises: CorruptCheckpointError: an array has the name of a dictionary with others.
+    """
     from flax.traverse_util import unflatten_dict
 
+    for parts in arrays:
+        for length in range(len(parts)):
+            if parts[:length] in arrays:
+                names = joined(parts[:length]), joined(parts)
+                refuse(path / MANIFEST, f"{names[0]!r} is an array, and so is {names[1]!r}")
     found = {parts: in_memory(array) for parts, array in arrays.items()}
     return found[()] if () in found else unflatten_dict(found)
 
@@ -294,7 +314,7 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> Checkpoint:
     path = Path(path)
     found = manifest(path)
     if like is None:
-        return Checkpoint(nested(opened(path, found["arrays"])), found["step"], found["metadata"])
+        return Checkpoint(nested(opened(path, found["arrays"]), path), found["step"], found["metadata"])
     owners = belongings(like)
     check_owners(path, {name: found["belongs_to"].get(name) for name in owners}, owners)
     tree = with_states(like, restored(opened(path, found["arrays"]), logical(like), path))
@@ -344,40 +364,95 @@ def contents_of(
     return Contents.of(tree, owners, step=int(state.step), metadata={"user": dict(metadata or {})})
 
 
+Resize = bool | Literal["shrink"]
+
+
 @validated
-def load_collection(path: str | os.PathLike[str], collection: EmbeddingCollection, *, others: PyTree = None) -> PyTree:
+def load_collection(
+    path: str | os.PathLike[str],
+    collection: EmbeddingCollection,
+    *,
+    others: PyTree = None,
+    resize: Resize = False,
+) -> PyTree:
     """The state of a saved collection, for one with the same tables, stacked and placed as it may be.
 
     Args:
       path: see `load`.
       collection: its tables must be those that were saved; learning rates and other hyperparameters are its own.
       others: a template for what was saved as `others`, see `like` of `load`; None leaves that alone.
+      resize: True lets tables have more rows than in the file, or another dtype; slots, step and key go on. A new row
+        and its slots are those of `collection.init(state.key)`, where `state` is the one that this returns. Values
+        are rounded to the nearest of a narrower dtype. "shrink" leaves out rows beyond a smaller `vocabulary_size`,
+        too. False, the default, refuses all that, as a wrong size is more often a mistake. Tables with keys take as
+        many keys as they have room for in any case, and lose none. A tensor train has a new size where only its first
+        row factor differs: give it the old `tt_p_shapes` with another first number.
 
     Returns: the `EmbeddingState`; with a template, the pair of it and the others.
 
     Raises:
       CorruptCheckpointError, FileNotFoundError: as `load`.
-      ValueError: a table is missing or too many, or has another size, dtype, storage or optimizer.
+      ValueError: a table is missing or too many, or has another storage or optimizer, or another size or dtype than
+        `resize` allows; or numbers are too large for a narrower dtype.
     """
     path = Path(path)
     found, template = manifest(path), collection.template
-    saved, expected = found.get("belongs_to", {}).get("tables", {}), tables_of(template)
-    check_owners(path, {"tables": saved}, {"tables": expected})
+    saved, expected = found["belongs_to"].get("tables", {}), tables_of(template)
+    if not isinstance(saved, dict):
+        refuse(path / MANIFEST, f"tables of belongs_to must be an object, got {saved!r:.60}")
+    specs, accepted = collection.table_specs, saved
+    if resize:
+        accepted = accepted_facts(saved, specs, expected, shrinks=resize == "shrink")
+    check_owners(path, {"tables": accepted}, {"tables": expected})
     arrays = collection.logical.without_apart(template)
     like = logical(arrays) | {"others": logical(others)}
     del like["step"], like["key"]  # the step is the checkpoint's own, the key of any implementation
     apart = {table.name for own in collection.logical.apart.values() for table in own.tables}
-    saved_arrays = opened(path, [e for e in found["arrays"] if others is not None or e["path"][0] != "others"])
+    entries = [e for e in found["arrays"] if others is not None or e["path"][:1] != ["others"]]
+    saved_arrays = opened(path, entries)
+    saved_key = saved_arrays.pop(("key",), None)
+    if not is_one_key(saved_key):
+        refuse(path / MANIFEST, "the array 'key' must be one PRNG key")
+    if found["step"] > np.iinfo(np.int32).max:
+        refuse(path / MANIFEST, f"step must fit 32 bits, got {found['step']}")
+    if resize:
+        saved_arrays = resized(saved_arrays, specs, saved, saved_key)
     # How many keys a table has, its file alone knows.
-    names = [name for name in saved_arrays if name[0] in ("tables", "slots") and name[1] in apart]
-    rows = nested({name: saved_arrays.pop(name) for name in names})
-    key = placed(saved_arrays.pop(("key",)), template.key)
+    names = [name for name in saved_arrays if len(name) > 1 and name[0] in ("tables", "slots") and name[1] in apart]
+    rows = nested({name: saved_arrays.pop(name) for name in names}, path)
+    check_apart(path, collection, rows)
+    key = placed(saved_key, template.key)
     step = placed(np.asarray(found["step"], np.int32), template.step)
     tree = restored(saved_arrays, like, path)
     state = with_states(arrays, tree | {"step": step, "key": key})
     if apart:
-        state = collection.logical.whole(state, rows.get("tables", {}), rows.get("slots", {}), collection.layout)
+        try:
+            state = collection.logical.whole(state, rows.get("tables", {}), rows.get("slots", {}), collection.layout)
+        except ValueError as error:  # which names the table alone
+            raise ValueError(f"checkpoint {path} does not match: {error}") from error
     return state if others is None else (state, with_states(others, tree["others"]))
+
+
+def is_one_key(array: PyTree) -> bool:
+    """Whether this is a single PRNG key."""
+    is_key = isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return is_key and array.shape == ()
+
+
+def check_apart(path: Path, collection: EmbeddingCollection, rows: Mapping[str, PyTree]) -> None:
+    """Raises: CorruptCheckpointError: arrays of a table with keys, or on the host, are missing; names file, table."""
+    tables, slots = rows.get("tables", {}), rows.get("slots", {})
+    for stack in collection.logical.apart.values():
+        for table in stack.tables:
+            found = tables.get(table.name)
+            if not stack.storage.takes_keys:
+                if not isinstance(found, np.ndarray) or not isinstance(slots.get(table.name, {}), dict):
+                    refuse(path / MANIFEST, f"table {table.name!r} must have one array of rows, and slots by name")
+                continue
+            parts = found if isinstance(found, dict) else {}
+            has_arrays = all(isinstance(parts.get(name), np.ndarray) for name in ("keys", "values"))
+            if not has_arrays or not is_one_key(parts.get(FIRST_KEY)):
+                refuse(path / MANIFEST, f"table {table.name!r} must have arrays keys, values and a PRNG {FIRST_KEY}")
 
 
 def check_owners(path: Path, found: Mapping[str, PyTree], wanted: Mapping[str, PyTree]) -> None:
@@ -386,8 +461,10 @@ def check_owners(path: Path, found: Mapping[str, PyTree], wanted: Mapping[str, P
         Fingerprint.of(found),
         Fingerprint.of(wanted),
         what=f"checkpoint {path} does not match",
-        way_out="Load it into what it was saved from, or take over tables alone: load(path).tree has them as arrays "
-        "(keys and trains: collection.tables of what it was saved from), and collection.with_tables takes them.",
+        way_out="Load it into what it was saved from. load_collection(..., resize=True) takes another size or dtype of "
+        "a table. To take over tables and slots alone, load(path).tree has them as arrays (keys and trains: "
+        "collection.tables of what it was saved from), and collection.with_tables(state, tables, slots=slots) takes "
+        "them.",
     )
 
 

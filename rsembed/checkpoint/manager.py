@@ -30,6 +30,7 @@ from jaxtyping import PyTree
 from rsembed.checkpoint.files import (
     MANIFEST,
     Contents,
+    Resize,
     agreed,
     already_there,
     contents_of,
@@ -185,7 +186,14 @@ class CheckpointManager:
         return sorted((path for path in self.folder.glob("step_*") if _NAME.fullmatch(path.name)), key=_step)
 
     @validated
-    def restore(self, like: PyTree = None, *, others: PyTree = None, step: NonNegativeInt | None = None) -> PyTree:
+    def restore(
+        self,
+        like: PyTree = None,
+        *,
+        others: PyTree = None,
+        step: NonNegativeInt | None = None,
+        resize: Resize = False,
+    ) -> PyTree:
         """The state that was saved at `step`, by default at the largest step whose checkpoint is undamaged.
 
         A run that goes back to an earlier step for good removes the folders of later ones.
@@ -194,6 +202,7 @@ class CheckpointManager:
           like: a template for a tree, see `load`; a collection has its own.
           others: a template for what was saved beside a state, see `load_collection`.
           step: step to restore; None takes the newest undamaged checkpoint, and warns of each damaged one before it.
+          resize: lets tables of a collection have another size or dtype, see `load_collection`.
 
         Returns: what `load_collection` returns, or of a tree the `Checkpoint` that `load` returns.
 
@@ -204,6 +213,8 @@ class CheckpointManager:
         """
         if (others if self.collection is None else like) is not None:
             raise ValueError("a collection has its own template: give others alone; of a tree, give like alone.")
+        if resize and self.collection is None:
+            raise ValueError("restore: resize is of a collection's tables; leave it out for a tree.")
         self.wait_until_finished()
         failure: Exception = FileNotFoundError(f"{self.folder} has no checkpoint, no folder step_<9 digits>.")
         for path in self._newest_first() if step is None else [self._path(step)]:
@@ -213,7 +224,7 @@ class CheckpointManager:
                 if self.collection is None:
                     found = load(path, like)
                 else:
-                    found = load_collection(path, self.collection, others=others)
+                    found = load_collection(path, self.collection, others=others, resize=resize)
             except (OSError, CorruptCheckpointError) as error:
                 problem = error
             if multihost_utils.process_allgather(np.asarray(problem is None)).all():

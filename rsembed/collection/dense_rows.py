@@ -375,13 +375,22 @@ class DenseRows(Storage):
         return whole_table(values, table)
 
     def with_tables(
-        self, params: PyTree, slots: PyTree, rows: Mapping[str, PyTree], table: TableSpec, num_shards: int
+        self,
+        params: PyTree,
+        slots: PyTree,
+        rows: Mapping[str, PyTree],
+        table: TableSpec,
+        num_shards: int,
+        new_slots: Mapping[str, PyTree],
     ) -> State:
         """Works inside `jit`, too."""
         for own in self.tables:
+            index = self.layout.all_rows(own.name, own.vocabulary_size)
             if own.name in rows:
-                index = self.layout.all_rows(own.name, own.vocabulary_size)
                 params = params.at[index].set(jnp.asarray(rows[own.name], params.dtype))
+            if own.name in new_slots:
+                leaves = jax.tree.leaves(new_slots[own.name])
+                slots = tuple(slot.at[index].set(new) for slot, new in zip(slots, leaves, strict=True))
         return params, slots
 
     def _rows(self, keys: Keys) -> Int[Array, " nnz"]:

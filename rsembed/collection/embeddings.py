@@ -198,8 +198,9 @@ class EmbeddingCollection:
                 state.layout,
                 self.layout,
                 what="the state does not belong to this collection",
-                way_out="Save it with the collection that made it and load it with load_collection, or take over "
-                "tables alone with collection.with_tables(collection.init(key), tables).",
+                way_out="Save it with the collection that made it and load it with load_collection (resize=True for "
+                "tables of another size or dtype), or take over tables and optimizer state with "
+                "collection.with_tables(collection.init(key), tables, slots=slots).",
             )
         way_out = (
             "go on with the state that the step returned or, where an error or Ctrl-C kept it from returning one, load "
@@ -241,19 +242,33 @@ class EmbeddingCollection:
         return {name: slots for own in found for name, slots in own.items()}
 
     @validated
-    def with_tables(self, state: EmbeddingState, tables: Mapping[str, PyTree]) -> EmbeddingState:
-        """The state with some tables replaced, for example by pretrained vectors; slots stay as they are.
+    def with_tables(
+        self,
+        state: EmbeddingState,
+        tables: Mapping[str, PyTree],
+        *,
+        slots: Mapping[str, PyTree] | None = None,
+    ) -> EmbeddingState:
+        """The state with some tables replaced, for example by pretrained vectors; other tables and slots stay.
 
         A table with keys takes what `tables` returns of it, and needs only `keys` and `values`: slots that are left out
         start anew, rows of other keys stay, and rows without `last_step` count as used now.
         Whole tables move between storages: rows have their numbers for keys, and a tensor train takes the cores closest
         to an array.
 
-        Raises: ValueError: a table is unknown, or values do not fit it. NotImplementedError: its storage takes no rows.
-          RuntimeError: inside `jit`, a table has keys, or is on the host.
+        Args:
+          state: from `init`. Its step stays, so that rules which count steps, such as Adam, begin at its number;
+            `state._replace(step=jnp.int32(int(old_state.step)))` takes over another one.
+          tables: new values by table name.
+          slots: new optimizer state by table name, of equal shape and dtype: what `slots` returns of a table, or the
+            dictionary that `load(path).tree["slots"]` has of it. A table with keys has them in the order of its `keys`
+            in `tables`, or else of those in the state. None keeps the slots of the state.
+
+        Raises: ValueError: a table is unknown, or values or slots do not fit it. NotImplementedError: its storage takes
+          no rows. RuntimeError: inside `jit`, a table has keys, or is on the host.
         """
         self.check_state(state)
-        return self.logical.with_tables(state, tables)
+        return self.logical.with_tables(state, tables, slots or {})
 
     def evict(
         self,
@@ -358,8 +373,9 @@ class EmbeddingCollection:
         if row_gradients.summands is not None:
             engine, *given = row_gradients.summands
             return self._stepped(state, {}, engine.update, *given)
-        gradients = {name: (row_gradients.rows[name], row_gradients.values[name]) for name in self._stacks}
-        return self._stepped(state, row_gradients.rows, self._engine.apply, gradients)
+        rows = row_gradients.rows
+        gradients = {name: (rows[name], row_gradients.values[name]) for name in self._stacks}
+        return self._stepped(state, rows, self._engine.apply, gradients)
 
     def update(self, state: EmbeddingState, batch: Batch, d_activations: Mapping[str, PyTree]) -> EmbeddingState:
         """Row gradients and optimizer step in one kernel: the same numbers as `apply(state, pullback(...))`."""

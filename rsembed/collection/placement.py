@@ -19,7 +19,7 @@ from rsembed.fingerprint import Fingerprint
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
 from rsembed.storage import Hashed, HostCached
-from rsembed.storage.logical_rows import check_reasons
+from rsembed.storage.logical_rows import check_reasons, checked_slots
 from rsembed.storage.protocol import Storage
 
 PLACEMENTS = ("row", "table", "column", "replicated")
@@ -133,26 +133,46 @@ class LogicalTables:
         """Stacks whose arrays mean nothing to a file: rows found by key, or on the host."""
         self._stack_of = {table.name: name for name, s in stacks.items() for table in s.layout.stack.tables}
 
-    def with_tables(self, state: EmbeddingState, tables: Mapping[str, PyTree]) -> EmbeddingState:
+    def with_tables(
+        self, state: EmbeddingState, tables: Mapping[str, PyTree], slots: Mapping[str, PyTree]
+    ) -> EmbeddingState:
         """See `EmbeddingCollection.with_tables`."""
-        new: dict[str, ByName] = {}
+        new: dict[str, ByName] = {name: {} for name in self.stacks}
+        new_slots: dict[str, ByName] = {name: {} for name in self.stacks}
         for table_name, values in tables.items():
             self._check_known(table_name)
             for part, array in _parts(values):
                 check_type(array, Num[np.ndarray, "..."], f"table {table_name!r}: its {part}")
             name, table = self._stack_of[table_name], self.specs[table_name]
-            storage = self.stacks[name].storage
-            if storage.rows_on_host and is_traced((values, state.step)):
-                raise RuntimeError(
-                    f"table {table_name!r} is kept as {table.storage}: with_tables writes its rows beside compiled "
-                    "programs; call it outside of jit, between two steps."
-                )
-            new.setdefault(name, {})[table_name] = storage.checked_rows(values, table, state.step)
-        found, slots = dict(state.tables), dict(state.slots)
+            self._check_outside_jit(table, (values, state.step))
+            new[name][table_name] = self.stacks[name].storage.checked_rows(values, table, state.step)
+        for table_name, own_slots in slots.items():
+            self._check_known(table_name)
+            name, table = self._stack_of[table_name], self.specs[table_name]
+            self._check_outside_jit(table, (own_slots, state.step))
+            stack, arrays = self.stacks[name], (state.tables[name], state.slots[name])
+            if stack.storage.rows_on_host:
+                rows = new[name].get(table_name)
+                new[name][table_name] = stack.rows_with_slots(*arrays, table, rows, own_slots)
+            else:
+                template = stack.slot_shapes(*arrays, table, table.vocabulary_size)
+                new_slots[name][table_name] = checked_slots(own_slots, template, table)
+        all_tables, all_slots = dict(state.tables), dict(state.slots)
         # Rows on the host last, as what is refused must leave their store with the state that it has.
-        for name in sorted(new, key=self.on_host.__contains__):
-            found[name], slots[name] = self.stacks[name].replaced(found[name], slots.get(name), new[name])
-        return state._replace(tables=found, slots=slots)
+        for name in sorted(self.stacks, key=self.on_host.__contains__):
+            if new[name] or new_slots[name]:
+                arrays = all_tables[name], all_slots[name]
+                written = self.stacks[name].replaced(*arrays, new[name], new_slots[name])
+                all_tables[name], all_slots[name] = written
+        return state._replace(tables=all_tables, slots=all_slots)
+
+    def _check_outside_jit(self, table: TableSpec, values: PyTree) -> None:
+        """Raises: RuntimeError: rows of the table are written on the host, and this is inside `jit`."""
+        if self.stacks[self._stack_of[table.name]].storage.rows_on_host and is_traced(values):
+            raise RuntimeError(
+                f"table {table.name!r} is kept as {table.storage}: with_tables writes its rows beside compiled "
+                "programs; call it outside of jit, between two steps."
+            )
 
     def evicted(self, state: EmbeddingState, table_name: str, **reasons: float | None) -> tuple[EmbeddingState, ByName]:
         """See `EmbeddingCollection.evict`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -22,7 +23,7 @@ from rsembed.keys import as_keys
 from rsembed.specs import TableSpec
 from rsembed.storage import Hashed, hashed_rows, row_map
 from rsembed.storage.hashed_rows import DynamicTable
-from rsembed.storage.logical_rows import array_names, rows_to_leave
+from rsembed.storage.logical_rows import array_names, checked_slots, rows_to_leave
 from rsembed.storage.protocol import on_host
 
 MOST_KEYS = 1 << 16
@@ -119,15 +120,63 @@ class Stack:
         parts = self.storage.unstack(params, slots, self.table, self.num_shards)
         return {own.name: read(*part, own, self.num_shards) for own, part in zip(self.tables, parts, strict=True)}
 
-    def replaced(self, params: PyTree, slots: PyTree, rows: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
-        """Parameters and slots with rows of some tables written, which the storage has checked."""
+    def replaced(
+        self,
+        params: PyTree,
+        slots: PyTree,
+        rows: Mapping[str, PyTree],
+        new_slots: Mapping[str, PyTree] = MappingProxyType({}),
+    ) -> tuple[PyTree, PyTree]:
+        """Parameters and slots with rows and slots of some tables written, which were checked.
+
+        Where `rows_on_host`, the rows have the slots with them, and `new_slots` are empty.
+        """
+        devices, shards = self.devices, self.num_shards
+        if self.storage.rows_on_host:
+            written = self.storage.with_tables(params, slots, rows, self.table, shards, {})
+            placed: tuple[PyTree, PyTree] = devices.place_from_host(written, self.partition)
+            return placed
+        everywhere = PartitionSpec()
+        if rows:
+            params = devices.place(params, everywhere)
+        if new_slots:
+            slots = devices.place(slots, everywhere)
+        params, slots = self.storage.with_tables(params, slots, rows, self.table, shards, new_slots)
+        if rows:
+            params = devices.place(params, self.partition)
+        if new_slots:
+            slots = devices.place(slots, self.partition)
+        return params, slots
+
+    def slot_shapes(self, params: PyTree, slots: PyTree, table: TableSpec, num_rows: int) -> PyTree:
+        """Shapes and dtypes of what `slots` returns of one table, which has this number of rows."""
         if not self.storage.rows_on_host:
-            params = self.devices.place(params, PartitionSpec())
-        params, slots = self.storage.with_tables(params, slots, rows, self.table, self.num_shards)
-        if not self.storage.rows_on_host:
-            return self.devices.place(params, self.partition), slots
-        placed: tuple[PyTree, PyTree] = self.devices.place_from_host((params, slots), self.partition)
-        return placed
+            return jax.eval_shape(self.slots, params, slots)[table.name]
+        shapes = [jax.ShapeDtypeStruct((num_rows, *slot.shape[1:]), slot.dtype) for slot in slots]
+        return table.optimizer.pack_slots(tuple(shapes))
+
+    def rows_with_slots(
+        self, params: PyTree, slots: PyTree, table: TableSpec, rows: PyTree, new_slots: PyTree
+    ) -> dict[str, PyTree]:
+        """Rows and slots of a table that `rows_on_host`, as `replaced` takes them.
+
+        Args:
+          params: of the state.
+          slots: of the state.
+          table: whose rows these are.
+          rows: new rows, which the storage has checked; None keeps those of the state.
+          new_slots: slots of the new rows, or of the state's. Keyed tables have them in the order of the keys.
+
+        Raises: ValueError, TypeError: slots do not fit the table.
+        """
+        given = rows if rows is None or isinstance(rows, Mapping) else {"values": rows}
+        whole: dict[str, PyTree] = {}
+        if given is None or not self.storage.takes_keys:
+            whole |= self._by_table(self.storage.rows, params, slots)[table.name]
+        whole |= given or {}
+        template = self.slot_shapes(params, slots, table, len(whole.get("values", ())))
+        arrays = jax.tree.leaves(checked_slots(new_slots, template, table))
+        return whole | dict(zip(array_names(table, slots)[1:], arrays, strict=True))
 
     def counts(self, params: PyTree) -> dict[str, dict[str, np.ndarray]]:
         """Counters of every device by table; empty for storages that count nothing."""

@@ -10,3 +10,4 @@ from rsembed.datasets.ratings import generated_ratings as generated_ratings
 from rsembed.datasets.ratings import movielens as movielens
 from rsembed.datasets.text import shakespeare as shakespeare
 from rsembed.datasets.text import word_id_batches as word_id_batches
+from rsembed.datasets.vectors import word_vectors as word_vectors

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-import zipfile
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32, Int64
 
+from rsembed.archives import unpacked
 from rsembed.checks import NonNegativeInt, PositiveInt, check_within, validated
 from rsembed.datasets.generated import id_of_rank, zipf_probabilities
 from rsembed.datasets.text import Published
@@ -272,6 +272,7 @@ def _visits(
     return users, items, seconds
 
 
+RATINGS_FILE, FILMS_FILE = "ml-1m/ratings.dat", "ml-1m/movies.dat"
 ARCHIVE = Published(
     reader="movielens",
     name="ml-1m.zip",
@@ -295,7 +296,8 @@ def movielens(
 
     Args:
       path: the archive, or a folder with `ml-1m.zip`. An archive of your own may have any other name, and is then read
-        without a checksum.
+        without a checksum. Its titles may be in UTF-8, or in Latin-1 as published. It may unpack to 256 MiB, or to its
+        own size where that is more.
       download: allow fetching the archive (6 MB) into the cache folder. Without an answer within seconds, it was not
         found.
       max_users: keep only the first users; a hundred make a test quick.
@@ -311,16 +313,15 @@ def movielens(
     """
     content, origin = ARCHIVE.read(path, download=download)
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            ratings, films = (archive.read(f"ml-1m/{name}.dat").decode("latin-1") for name in ("ratings", "movies"))
-        # `user::film::stars::seconds`, and `film::title::genre|genre`.
-        numbers = np.loadtxt(io.StringIO(ratings.replace("::", " ")), dtype=np.int64, ndmin=2)
-        fields = [line.split("::") for line in films.splitlines() if line.strip()]
-        listed = sorted((int(film), title, genres.split("|")) for film, title, genres in fields)
+        texts = {name: _decoded(text) for name, text in unpacked(content, [RATINGS_FILE, FILMS_FILE]).items()}
+        lines = io.StringIO(texts[RATINGS_FILE].replace("::", " "))  # `user::film::stars::seconds`
+        numbers = np.loadtxt(lines, dtype=np.int64, ndmin=2)
         numbers = numbers[np.argsort(numbers[:, 3], kind="stable")]
-        item_ids, titles, genres = zip(*listed, strict=True)
-    except (KeyError, IndexError, ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"movielens: {origin} has not the form of {ARCHIVE.name}: {error}.") from error
+        item_ids, titles, genres = zip(*_films(texts[FILMS_FILE]), strict=True)
+        item_numbers = np.array(item_ids, np.int64)
+    except (IndexError, ValueError, OverflowError) as error:
+        why = str(error).rstrip(".")
+        raise ValueError(f"movielens: {origin} has not the form of {ARCHIVE.name}: {why}.") from error
     user_ids = np.unique(numbers[:, 0])[:max_users]
     numbers = numbers[np.isin(numbers[:, 0], user_ids)]
     if not len(numbers) or not np.isin(numbers[:, 1], item_ids).all():
@@ -332,9 +333,38 @@ def movielens(
         ratings=numbers[:, 2].astype(np.int32),
         timestamps=numbers[:, 3],
         user_ids=user_ids,
-        item_ids=np.array(item_ids, np.int64),
+        item_ids=item_numbers,
         titles=titles,
         genres=np.array([[name in own for name in genre_names] for own in genres]),
         genre_names=genre_names,
         source=origin,
     )
+
+
+def _decoded(content: bytes) -> str:
+    """Text in UTF-8, as people save it, or else in Latin-1, as ml-1m is published.
+
+    Names in Latin-1 are hardly ever UTF-8 by chance: a letter with an accent would have to be followed by a sign.
+    """
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return content.decode("latin-1")
+
+
+def _films(text: str) -> list[tuple[int, str, list[str]]]:
+    """Number, title and genres of the films in lines `film::title::genre|genre`, by number.
+
+    Raises: ValueError: a line has another form; names it.
+    """
+    films = []
+    # Not `splitlines`, which takes a byte of an "Å" in another encoding for the end of a line.
+    for number, line in enumerate(text.split("\n"), 1):
+        fields = line.rstrip("\r").split("::")
+        if fields == [""]:
+            continue
+        if len(fields) != 3 or not fields[0].isdecimal():
+            raise ValueError(f"line {number} of {FILMS_FILE} is {line!r:.80}, not film::title::genre|genre")
+        film, title, genres = fields
+        films.append((int(film), title, genres.split("|")))
+    return sorted(films)

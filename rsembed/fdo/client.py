@@ -6,20 +6,21 @@ import abc
 import csv
 import io
 import logging
+import math
 import os
 import re
 import secrets
 import time
-import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from rsembed.archives import unpacked
 from rsembed.checks import check_type, validated
 from rsembed.fdo.statistics import KINDS, SparseDenseMatmulInputStats
 
@@ -156,8 +157,12 @@ class FileFDOClient(FDOClient):
         name = f"fdo_stats_{process}_{time.time_ns()}_{self._client}_{zlib.crc32(content):08x}.{self._extension}"
         path = self._folder / name
         partial = path.with_suffix(".partial")
-        partial.write_bytes(content)
-        partial.replace(path)
+        try:
+            partial.write_bytes(content)
+            partial.replace(path)
+        except BaseException:  # a full disk or Ctrl-C: the torn file gives its space back
+            partial.unlink(missing_ok=True)
+            raise
         for other in self._known - {path}:
             other.unlink(missing_ok=True)
         self._known, self._unpublished = {path}, {}
@@ -202,9 +207,8 @@ class FileFDOClient(FDOClient):
             )
         try:
             return self._decode(content)
-        except (ValueError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-            why = str(error) or "it ends too early"
-            raise ValueError(f"{name} in {str(self._folder)!r} cannot be read: {why}") from error
+        except (ValueError, OverflowError, csv.Error) as error:
+            raise ValueError(f"{name} in {str(self._folder)!r} cannot be read: {error}") from error
 
     def _newest(self) -> dict[Path, tuple[int, str]]:
         """Process and CRC, "" without one, of the newest file of every client of every process."""
@@ -258,8 +262,32 @@ class NPZFileFDOClient(FileFDOClient):
 
     @staticmethod
     def _decode(content: bytes) -> History:
-        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            return {key: arrays[key] for key in arrays.files}
+        return {name.removesuffix(".npy"): _array_of(name, data) for name, data in unpacked(content).items()}
+
+
+def _array_of(name: str, data: bytes) -> np.ndarray:
+    """The array of a member of an npz file.
+
+    `np.load` would allocate what the header declares before it looks for the numbers.
+
+    Raises: ValueError: the content is no array of numbers, or has fewer or more of them than it declares.
+    """
+    file = io.BytesIO(data)
+    read_header = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    try:
+        shape, is_transposed, dtype = read_header[np.lib.format.read_magic(file)](file)
+    except (KeyError, ValueError, SyntaxError, RecursionError, MemoryError) as error:  # Python parses the header
+        raise ValueError(f"{name!r} has no header of an array: {error}") from error
+    numbers = data[file.tell() :]
+    if dtype.kind not in "biuf" or len(shape) > 2:
+        raise ValueError(f"{name!r} is {dtype}{list(shape)}, no list or table of numbers.")
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(numbers):
+        raise ValueError(f"{name!r} declares {dtype}{list(shape)}, but has {len(numbers)} bytes of numbers.")
+    order: Literal["F", "C"] = "F" if is_transposed else "C"
+    return np.frombuffer(numbers, dtype).reshape(shape, order=order).copy()
 
 
 class CSVFileFDOClient(FileFDOClient):

@@ -331,6 +331,8 @@ class OptaxOptimizerSpec(OptimizerSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         name = "from_optax: transformation, as optax.adam(...) makes one,"
+        if isinstance(self.transformation, optax.MultiSteps):
+            raise TypeError(f"{name} is a MultiSteps object; give its gradient_transformation().")
         check_type(self.transformation, optax.GradientTransformation, name)
         row = jax.ShapeDtypeStruct((1, 1), jnp.float32)
         try:

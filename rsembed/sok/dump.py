@@ -13,7 +13,8 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from rsembed import checkpoint
-from rsembed.checkpoint.files import opened
+from rsembed.checkpoint.entries import refuse
+from rsembed.checkpoint.files import MANIFEST, opened
 from rsembed.checkpoint.states import PickedRows
 from rsembed.checks import validated
 from rsembed.sok.variables import EmbeddingVariable, VariableTable, make_larger, state_of
@@ -95,12 +96,14 @@ def load(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
     """
     del optimizer
     by_name, found, states = _by_name(variables), checkpoint.manifest(path), {}
-    tables = found["metadata"].get("sok_tables", {})
+    tables = _dumped_tables(Path(path), found)
     if set(tables) != set(by_name):
         raise ValueError(f"{path} holds the tables {sorted(tables)}, the model has {sorted(by_name)}.")
     for name, variable in by_name.items():
-        entries = [entry for entry in found["arrays"] if entry["path"][0] == name]
-        arrays = {parts[1]: array for parts, array in opened(Path(path), entries).items()}
+        entries = [entry for entry in found["arrays"] if entry["path"][:1] == [name]]
+        if not {(name, "keys"), (name, "values")} <= {tuple(entry["path"]) for entry in entries}:
+            refuse(Path(path) / MANIFEST, f"table {name!r} must have arrays keys and values")
+        arrays = {"/".join(parts[1:]): array for parts, array in opened(Path(path), entries).items()}
         _check_fits(path, tables[name], arrays, variable.table)
         rows = {part: array if len(array.shape) > 1 else array.whole() for part, array in arrays.items()}
         copy = EmbeddingVariable(variable.table.init(variable.get_value().key), table=variable.table)
@@ -112,6 +115,19 @@ def load(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
         table, state = states[name]
         variable.set_metadata(table=table)
         variable.set_value(state)
+
+
+def _dumped_tables(path: Path, found: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """Facts of the tables in a dump. Raises: CorruptCheckpointError: one of them is no fact of a table."""
+    tables = found["metadata"].get("sok_tables", {})
+    names = {"use_hashtable", "embedding_dim", "optimizer", "rule", "step"}
+    is_right = isinstance(tables, dict)
+    for facts in tables.values() if is_right else ():
+        is_right &= isinstance(facts, dict) and names <= facts.keys() and isinstance(facts["step"], int)
+        is_right = is_right and 0 <= facts["step"] <= np.iinfo(np.int32).max
+    if not is_right:
+        refuse(path / MANIFEST, f"sok_tables of metadata must have {sorted(names)} of each table, got {tables!r:.200}")
+    return dict(tables)
 
 
 def _check_fits(

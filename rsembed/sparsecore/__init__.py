@@ -14,6 +14,7 @@ _MODULES = {
     "lib.nn.embedding": "rsembed.sparsecore.embedding",
     "lib.nn.embedding_spec": "rsembed.sparsecore.embedding_spec",
     "lib.nn.table_stacking": "rsembed.sparsecore.table_stacking",
+    "lib.nn.embedding_proto_utils": "rsembed.sparsecore.embedding",
     "lib.nn.embedding_pipelining_utils": "rsembed.sparsecore.embedding_pipelining_utils",
     "lib.flax.linen.embed": "rsembed.sparsecore.linen.embed",
     "lib.flax.linen.embed_optimizer": "rsembed.sparsecore.linen.embed_optimizer",
@@ -22,6 +23,7 @@ _MODULES = {
     "lib.fdo.file_fdo_client": "rsembed.fdo.client",
     "lib.fdo.csv_file_fdo_client": "rsembed.fdo.client",
     "utils.utils": "rsembed.sparsecore.utils",
+    "examples.models.shakespeare.dataset": "rsembed.datasets.text",
 }
 """Modules below `jax_tpu_embedding.sparsecore`, and the modules that replace them."""
 

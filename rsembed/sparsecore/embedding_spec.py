@@ -248,27 +248,27 @@ def get_optimizer_type(optimizer_class: type[OptimizerSpec]) -> int:
     return _CODES.get(optimizer_class, CUSTOM_CODE)
 
 
-def get_optimizer_class(type_enum: int) -> type[OptimizerSpec]:
+def get_optimizer_class(optimizer_type: int) -> type[OptimizerSpec]:
     """The optimizer class of a code. Raises: ValueError: no class has the code, or it is that of custom rules."""
     for optimizer_class, code in _CODES.items():
-        if code == type_enum:
+        if code == optimizer_type:
             return optimizer_class
-    raise ValueError(f"optimizer code {type_enum} names no class; known are {sorted(_CODES.values())}.")
+    raise ValueError(f"optimizer code {optimizer_type} names no class; known are {sorted(_CODES.values())}.")
 
 
 @validated
-def optimizer_spec_to_proto(optimizer: OptimizerSpec) -> OptimizerRecord:
+def optimizer_spec_to_proto(opt: OptimizerSpec) -> OptimizerRecord:
     """The record of an optimizer, with only the name of any function (a custom rule, a schedule)."""
-    learning_rate, tag = optimizer.learning_rate, None
+    learning_rate, tag = opt.learning_rate, None
     if callable(learning_rate):
         tag = str(getattr(learning_rate, "__qualname__", type(learning_rate).__name__))
     values: dict[str, float] = {}
-    if type(optimizer) in _CODES:
-        names = [field.name for field in dataclasses.fields(optimizer) if field.name != "learning_rate"]
-        values = {name: getattr(optimizer, name) for name in names if getattr(optimizer, name) is not None}
+    if type(opt) in _CODES:
+        names = [field.name for field in dataclasses.fields(opt) if field.name != "learning_rate"]
+        values = {name: getattr(opt, name) for name in names if getattr(opt, name) is not None}
     return OptimizerRecord(
-        type=get_optimizer_type(type(optimizer)),
-        short_name=optimizer.short_name(),
+        type=get_optimizer_type(type(opt)),
+        short_name=opt.short_name(),
         learning_rate=None if callable(learning_rate) else float(learning_rate),
         learning_rate_tag=tag,
         float_params={name: float(value) for name, value in values.items() if not isinstance(value, bool)},
@@ -277,19 +277,19 @@ def optimizer_spec_to_proto(optimizer: OptimizerSpec) -> OptimizerRecord:
 
 
 @validated
-def proto_to_optimizer_spec(record: OptimizerRecord) -> OptimizerSpec:
+def proto_to_optimizer_spec(proto: OptimizerRecord) -> OptimizerSpec:
     """The optimizer of a record.
 
     Raises: ValueError: its rule or its learning rate was a function, of which a record holds the name alone.
     """
-    if record.type == CUSTOM_CODE or record.learning_rate is None:
-        what = "rule" if record.type == CUSTOM_CODE else f"learning rate, {record.learning_rate_tag!r}"
+    if proto.type == CUSTOM_CODE or proto.learning_rate is None:
+        what = "rule" if proto.type == CUSTOM_CODE else f"learning rate, {proto.learning_rate_tag!r}"
         raise ValueError(
-            f"optimizer {record.short_name!r} has a function as its {what}, which a record cannot hold; make it anew, "
-            "as in get_optimizer_class(record.type)(schedule, **record.float_params)."
+            f"optimizer {proto.short_name!r} has a function as its {what}, which a record cannot hold; make it anew, "
+            "as in get_optimizer_class(proto.type)(schedule, **proto.float_params)."
         )
-    parameters: dict[str, float] = {**record.float_params, **record.bool_params}
-    return get_optimizer_class(record.type)(record.learning_rate, **parameters)
+    parameters: dict[str, float] = {**proto.float_params, **proto.bool_params}
+    return get_optimizer_class(proto.type)(proto.learning_rate, **parameters)
 
 
 @validated

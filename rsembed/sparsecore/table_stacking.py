@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,10 +40,12 @@ from rsembed.specs import (
     features_of,
     tables_of,
 )
+from rsembed.specs import StackedTableSpec as StackedTableSpec
 from rsembed.stacking import (
     SUBLANES,
     LimitsCallable,
     StackingPlan,
+    StackPlan,
     TablePlacement,
     get_default_limits,
     group_tables,
@@ -53,6 +56,8 @@ from rsembed.stacking import (
     split_by_memory,
     stack_name_of,
 )
+
+_log = logging.getLogger("rsembed")
 
 
 @validated
@@ -78,7 +83,7 @@ def auto_stack_tables(
       num_sc_per_device: cores per device; None means `utils.num_sparsecores_per_device()`.
       rotation: shards by which each further table of a stack is rotated; None means one device.
       stack_to_max_ids_per_partition: `(stack name, samples) -> limit` for stacks of several tables, whatever
-        those declare; left out, 256, or the highest that one of the tables declares.
+        those declare; left out, 256. A table that declares another limit is then named by the logger "rsembed".
       stack_to_max_unique_ids_per_partition: likewise, for distinct ids.
       use_short_stack_names: cut names over 50 characters and add a hash.
       activation_mem_bytes_limit: activations per shard beyond which a group is split; None means 2 MiB.
@@ -100,6 +105,8 @@ def auto_stack_tables(
         max_unique_ids_per_partition=stack_to_max_unique_ids_per_partition,
         activation_mem_bytes_limit=memory_limit,
     )
+    for stack in plan.stacks:
+        _tell_ignored_limits(tables, stack, stack_to_max_ids_per_partition, stack_to_max_unique_ids_per_partition)
     attach_placement(features, plan)
 
 
@@ -125,7 +132,8 @@ def stack_tables(
       global_device_count: devices of all processes.
       num_sc_per_device: cores per device; None means `utils.num_sparsecores_per_device()`.
       rotation: shards by which each further table is rotated; None means one device.
-      stack_to_max_ids_per_partition: `(stack name, samples) -> limit`, if there are several tables.
+      stack_to_max_ids_per_partition: `(stack name, samples) -> limit`, if there are several tables; left out, 256, as
+        for `auto_stack_tables`.
       stack_to_max_unique_ids_per_partition: likewise, for distinct ids.
       stack_name: None joins the table names.
       fail_on_excess_padding: raise if a table is narrower than the widest one.
@@ -159,7 +167,26 @@ def stack_tables(
             f"stack {name!r}: padding to {columns} columns adds {sum(excess.values())} values ({excess}); stack tables "
             "of equal dim, or pass fail_on_excess_padding=False."
         )
+    _tell_ignored_limits(tables, stack, stack_to_max_ids_per_partition, stack_to_max_unique_ids_per_partition)
     attach_placement(features, StackingPlan(num_shards=num_shards, stacks=(stack,)))
+
+
+def _tell_ignored_limits(
+    tables: Mapping[str, TableSpec], stack: StackPlan, max_ids: LimitsCallable, max_unique_ids: LimitsCallable
+) -> None:
+    """Warns of limits that tables declare and a stack of several ignores, unless the user chose the stack's limits."""
+    if len(stack.tables) == 1:
+        return
+    chosen = {"max_ids_per_partition": max_ids, "max_unique_ids_per_partition": max_unique_ids}
+    for name, limits in chosen.items():
+        limit = getattr(stack.spec, name)
+        declared = {table.name: getattr(tables[table.name], name) for table in stack.tables}
+        if limits is get_default_limits and set(declared.values()) != {limit}:
+            _log.warning(
+                "stack %r has %s=%d, the default of stacks of several tables; that of its tables is ignored: %s. "
+                "Choose one by stack_to_%s, or after stacking by update_preprocessing_parameters.",
+                *(stack.spec.stack_name, name, limit, declared, name),
+            )
 
 
 def prepare_feature_specs_for_training(
@@ -413,8 +440,7 @@ def compute_table_to_setting_in_stack(
     table_names: Sequence[str],
     padded_embedding_dim: int,
     table_to_padded_vocab_size: Mapping[str, int],
-    global_device_count: int,
-    num_sc_per_device: int,
+    num_shards: PositiveInt,
     rotation: int,
 ) -> dict[str, TableSettingInStack]:
     """Setting of each table in a stack, by name, from padded sizes; tables lie one under the other.
@@ -422,7 +448,6 @@ def compute_table_to_setting_in_stack(
     Raises: ValueError: the rows of a table are missing.
     """
     rows = [_given(table_to_padded_vocab_size, name, "table_to_padded_vocab_size") for name in table_names]
-    num_shards = global_device_count * num_sc_per_device
     settings = settings_in_stack(stack_name, rows, padded_embedding_dim, num_shards=num_shards, rotation=rotation)
     return dict(zip(table_names, settings, strict=True))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import secrets
 from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeAlias
@@ -17,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from rsembed.bags import padded_size
 from rsembed.checks import PositiveInt, check_fields
-from rsembed.initial_values import initial_rows, table_key
+from rsembed.initial_values import fresh_rows, table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.keys import Keys
@@ -196,11 +197,7 @@ class HostCached(DynamicRows):
 
     def backing_store(self, table: TableSpec, key: PRNGKeyArray) -> BackingStore:
         """A store without rows; `key` is the table's, from which its initial rows follow."""
-
-        def first_values(ids: Int[Array, " ids"]) -> tuple[Array, ...]:
-            values = initial_rows(key, table, ids)
-            return values.astype(table.dtype), *table.optimizer.init_slots(values)
-
+        first_values = functools.partial(fresh_rows, key, table=table)
         one_row = jax.eval_shape(first_values, jax.ShapeDtypeStruct((1,), jnp.int32))
         shapes = [((table.vocabulary_size, *array.shape[1:]), array.dtype) for array in one_row]
         return BackingStore([np.zeros(shape, dtype) for shape, dtype in shapes], jax.jit(first_values))
@@ -250,5 +247,16 @@ def _found(params: DynamicTable, keys: Keys, table_name: str) -> Int[Array, " nn
             "call collection.prefetch(state, batch) before the compiled step, with the batch that it reads."
         )
 
-    jax.lax.cond(num_missing > 0, lambda: io_callback(stop, None, num_missing), lambda: None)
-    return rows
+    # `vmap` makes a branch run for every sample, which a call of the host cannot: one branch serves all samples.
+    @jax.custom_batching.custom_vmap
+    def checked(rows: Array, num_missing: Array) -> Array:
+        jax.lax.cond(num_missing > 0, lambda: io_callback(stop, None, num_missing), lambda: None)
+        return rows
+
+    @checked.def_vmap
+    def checked_of_all(size: int, is_batched: Sequence[bool], rows: Array, num_missing: Array) -> tuple[Array, bool]:
+        del size
+        return checked(rows, jnp.sum(num_missing)), is_batched[0]
+
+    found: Int[Array, " nnz"] = checked(rows, num_missing)
+    return found

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int, Num, PyTree
 from numpy.typing import ArrayLike
 
-from rsembed.bags import padded_size
+from rsembed.bags import is_traced, padded_size
 from rsembed.checks import check_type
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys, check_fits, join_keys, local_rows, owners, split_keys
@@ -79,6 +79,49 @@ def as_dtype(values: ArrayLike, dtype: DTypeLike, where: str, name: str) -> np.n
             "wider dtype."
         )
     return fitting
+
+
+def checked_slots(given: PyTree, template: PyTree, table: TableSpec) -> PyTree:
+    """Slots that a user gives for a table, on the host unless traced, in the structure of `template`.
+
+    Args:
+      given: what `EmbeddingCollection.slots` returns of a table, or the dictionary of slots by name that a file has.
+      template: shapes and dtypes that fit the table.
+      table: its name and rule are in the errors.
+
+    Raises:
+      TypeError: a slot is no array of numbers.
+      ValueError: slots are missing or too many, or one has another shape or dtype; names table and slot.
+    """
+    where, wanted, found = f"table {table.name!r}", _by_path(template), _by_path(given)
+    if found.keys() != wanted.keys():  # files number the slots of a rule that has no names for them
+        by_number = {str(number): leaf for number, leaf in enumerate(wanted.values())}
+        if found.keys() != by_number.keys():
+            raise ValueError(
+                f"{where}: its slots must be {list(wanted)}, those of {type(table.optimizer).__name__}, got "
+                f"{list(found)}; give them as collection.slots(state) returns them."
+            )
+        wanted = by_number
+    arrays = []
+    for name, shaped in wanted.items():
+        array = found[name]
+        check_type(array, Num[np.ndarray, "..."], f"{where}: its slot {name!r}")
+        if not is_traced(array):
+            array = on_host(array)  # may be of another mesh
+        has, wants = (f"{x.dtype.name}{list(x.shape)}" for x in (array, shaped))
+        if has != wants:
+            raise ValueError(
+                f"{where}: its slot {name!r} must be {wants}, got {has}. Slots have a row for each row of the table; "
+                "load_collection(..., resize=True) makes those of new rows."
+            )
+        arrays.append(array)
+    return jax.tree.unflatten(jax.tree.structure(template), arrays)
+
+
+def _by_path(tree: PyTree) -> dict[str, PyTree]:
+    """The leaves by their path as text, in which a field and a key of the same name are one."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def places_by_key(

@@ -77,6 +77,14 @@ class Storage(abc.ABC):
         """Description in which a file and the table must agree; None where the file has a row for every id."""
         return repr(self)
 
+    def resizable(self, table: TableSpec, saved: str) -> tuple[tuple[str, ...], ...] | None:
+        """Paths of arrays in a file that `table` can take with another length of their leading axis.
+
+        `saved` is `in_files` of the storage that the file is of. None: arrays of its size do not fit `table`.
+        """
+        del table, saved
+        return None
+
     def resolved(self, table: TableSpec) -> Storage:
         """The storage with every choice resolved that follows from `table`; equal ones give states the same meaning."""
         del table
@@ -238,13 +246,26 @@ class Storage(abc.ABC):
         )
 
     def with_tables(
-        self, params: PyTree, slots: PyTree, rows: Mapping[str, PyTree], table: TableSpec, num_shards: int
+        self,
+        params: PyTree,
+        slots: PyTree,
+        rows: Mapping[str, PyTree],
+        table: TableSpec,
+        num_shards: int,
+        new_slots: Mapping[str, PyTree],
     ) -> State:
-        """`params` and slots with rows of some of `tables_of` written, by name; see `with_rows`."""
+        """`params` and slots with rows of some of `tables_of` written, by name; see `with_rows`.
+
+        `new_slots` replace the slots of some tables, in the form of `optimizer_state`. Where `rows_on_host`, `rows`
+        have them instead.
+        """
         parts = self.unstack(params, slots, table, num_shards)
         for number, own in enumerate(self.tables_of(table)):
             if own.name in rows:
                 parts[number] = self.with_rows(*parts[number], rows[own.name], own, num_shards)
+            if own.name in new_slots:
+                own_params, _ = parts[number]
+                parts[number] = own_params, new_slots[own.name]
         return self.stack(parts, params, num_shards)
 
     def check_step(self, before: PyTree, after: PyTree, table: TableSpec) -> None:

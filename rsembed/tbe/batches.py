@@ -36,8 +36,11 @@ def read(
     offsets: ArrayLike | None,
     per_sample_weights: ArrayLike | None = None,
     batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
-) -> tuple[AnyBatch, Count, str | None]:
+) -> tuple[AnyBatch, Count | None, str | None]:
     """A checked batch (numpy unless traced), the number of ids and offsets that WARNING corrected, and a message.
+
+    The number is None for a prepared batch, which needs no count. Only ids that a mesh's batch brings into `jit`, where
+    it may be another module's, are counted again.
 
     `TableBatchedEmbeddingBags.__call__` says what the arguments mean. Inside `jit` nothing can be raised: FATAL then
     lets bad ids contribute nothing, and counts them. On a mesh, the batch of such a call is split already.
@@ -52,7 +55,9 @@ def read(
                 raise ValueError("a prepared batch holds offsets, weights and sizes; pass none of them beside it.")
             if not _is_of(plan, indices):
                 raise ValueError("the batch was prepared for other tables than the module's; prepare it by the latter.")
-            return indices, 0, None
+            if isinstance(indices, dict) and mode != BoundsCheckMode.NONE and is_traced(indices):
+                return *_repaired_on_mesh(plan, mode, indices), None
+            return indices, None, None
         if plan.devices is not None and is_unknown(given[:3]):
             raise ValueError(
                 "on a mesh, indices and offsets cannot be split inside jit; bring them into form before, with batch = "
@@ -177,6 +182,24 @@ def _repaired(plan: TBEPlan, batch: JaggedBatch) -> tuple[JaggedBatch, Count]:
     fixed = xp.where(is_outside, xp.zeros_like(ids), ids)
     num_changed = xp.sum(is_outside) + xp.sum(ends != offsets)
     return dataclasses.replace(batch, ids=fixed, offsets=ends.astype(offsets.dtype)), num_changed
+
+
+def _repaired_on_mesh(
+    plan: TBEPlan, mode: BoundsCheckMode, batch: dict[str, PyTree]
+) -> tuple[dict[str, PyTree], Count]:
+    """A mesh's batch inside `jit`, with ids outside their tables as `_repaired` has them, and how many these are.
+
+    FATAL, which cannot raise here, leaves them to contribute nothing. IGNORE does not count them.
+    """
+    repaired, num_outside = {}, cast(Count, 0)
+    for name, t in zip(plan.feature_names, plan.features, strict=True):
+        ids, *weights = batch[name] if isinstance(batch[name], tuple) else (batch[name],)
+        is_outside = (ids < PAD_ID) | (ids >= plan.tables[t].num_rows)
+        if mode != BoundsCheckMode.FATAL:
+            ids = jnp.where(is_outside, 0, ids)
+        repaired[name] = (ids, *weights) if weights else ids
+        num_outside += jnp.sum(is_outside, dtype=jnp.int32)
+    return repaired, 0 if mode == BoundsCheckMode.IGNORE else num_outside
 
 
 def _first_mistake(plan: TBEPlan, batch: JaggedBatch, *, may_begin_later: bool) -> str | None:

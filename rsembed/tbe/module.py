@@ -241,8 +241,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             raise RuntimeError(_EVALUATES)
         batch = self._read(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
         mask = None if feature_requires_grad is None else batches.mask_of_ids(self.plan, batch, feature_requires_grad)
-        if self.plan.has_passes:  # a batch that is refused leaves the tables as they are
-            self.state.set_value(_begin_step(self.plan, self.whole_state))
+        self._begin_step()  # a batch that is refused leaves the tables as they are
         near = self._brought(batch)
         return self._pooled(near), TablesBackward(self, batch, near, mask, total_unique_indices)
 
@@ -254,6 +253,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         rows, tables = functional.row_counts(self.plan), [group.table for group in self.plan.groups]
         axes = {table.name: (1, table.dim) for table in tables}
         check_belong(row_gradients, self.plan.row_layout, rows, axes)
+        self._begin_step()
         state, host = self.whole_state, self.host_rows
         rates = learning_rates(self.plan, state)
         if host is not None:
@@ -299,6 +299,11 @@ class TableBatchedEmbeddingBags(TrainedTables):
             raise RuntimeError("prefetch works beside compiled programs; call it outside of jit.")
         self.state.set_value(host.prefetch(self.state.get_value(), batch))
 
+    def _begin_step(self) -> None:
+        """Runs the passes over whole tables that the next step still owes, for example after a second `vjp`."""
+        if self.plan.has_passes:
+            self.state.set_value(_begin_step(self.plan, self.whole_state))
+
     def _read(self, *arguments: Any) -> AnyBatch:
         """The checked batch of a call; `bounds_check_warning` receives the number of corrected ids and offsets."""
         batch, num_corrected, mistake = batches.read(self.plan, self.bounds_check_mode, *arguments)
@@ -311,7 +316,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
                 )
                 warnings.warn(message, stacklevel=3)
                 self._has_warned = True
-            if not isinstance(arguments[0], (JaggedBatch, dict)) and self.bounds_check_mode != BoundsCheckMode.NONE:
+            if num_corrected is not None and self.bounds_check_mode != BoundsCheckMode.NONE:
                 self.bounds_check_warning.set_value(jnp.asarray(num_corrected, jnp.int32))
         return batch
 
@@ -383,6 +388,7 @@ class TablesBackward:
         gradient = self._gradient(d_output)
         functional.check_state(module.plan, module.state.get_value())
         self._is_used = True
+        module._begin_step()
         if module.state.get_value().generation is not self._generation:  # other batches may have moved rows since
             self._near = module._brought(self._batch, admit=False)
         state, d_weights = _backward(

@@ -22,6 +22,7 @@ from rsembed.fingerprint import ELSEWHERE, Fingerprint
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch
 from rsembed.optimizers.base import LearningRate, OptimizerSpec
 from rsembed.optimizers.regularization import (
+    CounterWeightDecayMode,
     EmainplaceModeDefinition,
     EnsembleModeDefinition,
     GlobalWeightDecayDefinition,
@@ -112,6 +113,13 @@ class TablePlan(NamedTuple):
     def global_decay(self) -> GlobalWeightDecayDefinition | None:
         """Global weight decay, which lookups apply to rows for the steps that did not touch them; None without it."""
         return self.rule.global_weight_decay if isinstance(self.rule, DecayedAdagrad) else None
+
+    @property
+    def has_iter(self) -> bool:
+        """Whether FBGEMM lists the number of steps, `iter`, among the table's optimizer states."""
+        if isinstance(self.rule, CounterAdagrad):
+            return self.rule.regularization.counter_weight_decay_mode == CounterWeightDecayMode.ADAGRADW
+        return self.global_decay is not None
 
     def contents(self) -> dict[str, object]:
         """Facts that must stay the same between save and load, which hyperparameters need not."""

@@ -165,12 +165,11 @@ class TrainedTables(nnx.Module):
     def get_optimizer_state(self) -> list[dict[str, Array | np.ndarray]]:
         """Optimizer states by the names of torch's optimizers, such as `sum`, `exp_avg` and `exp_avg_sq`.
 
-        Where there is `prev_iter`, which is counted in them, the number of steps is there, too, as `iter`.
+        `iter`, the number of steps, is there where FBGEMM has it: for DECOUPLE_GLOBAL, and for COUNTER with ADAGRADW.
         """
         by_table = zip(self.plan.tables, self.split_optimizer_states(), strict=True)
         return [
-            dict(zip(table.torch_state_names, states, strict=True))
-            | ({"iter": self.step} if "prev_iter" in table.state_names else {})
+            dict(zip(table.torch_state_names, states, strict=True)) | ({"iter": self.step} if table.has_iter else {})
             for table, states in by_table
         ]
 

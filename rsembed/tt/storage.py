@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from typing import cast, no_type_check
 
@@ -30,6 +31,7 @@ from rsembed.tt.hot_rows import CachedTrain, Directory
 from rsembed.tt.new_cores import WeightDistribution, from_dense, init_cores
 from rsembed.tt.spec import TTSpec
 
+_FIRST_FACTOR = re.compile(r"(?<=tt_p_shapes=\()\d+")
 Params = Cores | CachedTrain
 AllSlots = tuple[PyTree, ...]
 """Slots of each core; with stored rows a pair: the slots of the cores, and those of the rows."""
@@ -113,6 +115,18 @@ class TensorTrain(Storage):
         spec = self.spec_of(table)
         factors = {"tt_p_shapes": spec.tt_p_shapes, "tt_q_shapes": spec.tt_q_shapes}
         return dataclasses.replace(self, tt_ranks=spec.tt_ranks, **factors, bytes=None, weight_dist="normal")  # type: ignore[arg-type]
+
+    def resizable(self, table: TableSpec, saved: str) -> tuple[tuple[str, ...], ...] | None:
+        """The first core and its slots, where trains differ in the first row factor alone.
+
+        It is the most significant digit of an id, so that slices at the end of the core add rows at the end.
+        """
+        here = repr(self.resolved(table))
+        if _FIRST_FACTOR.sub("", saved) != _FIRST_FACTOR.sub("", here):
+            return None
+        if self.cache_rows:
+            return ("tables", table.name, "cores", "0"), ("slots", table.name, "0", "0")
+        return ("tables", table.name, "0"), ("slots", table.name, "0")
 
     def part_sizes(self, table: TableSpec) -> tuple[int, ...]:
         """Its rows in each core."""

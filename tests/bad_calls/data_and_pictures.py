@@ -49,6 +49,17 @@ datasets.generated_ratings(5, 80, ratings_per_user=99, seed=0) => ValueError: ra
 datasets.zipf_ids(5, 2**40, seed=0)
     => ValueError: zipf_probabilities: vocabulary_size must be in [1, ... got 1099511627776
 # Texts and ratings
+datasets.word_vectors("nothing.txt", ["a"], dim=2) => FileNotFoundError: nothing.txt
+datasets.word_vectors(b"a 1 2", ["a"], dim=2) => TypeError: word_vectors: source must be ... type bytes
+datasets.word_vectors([3], ["a"], dim=2) => TypeError: word_vectors: source[0] must be ... got 3 (int)
+datasets.word_vectors(iter([3]), ["a"], dim=2) => TypeError: word_vectors: line 1 must be text or bytes, got 3
+datasets.word_vectors(["a 1 2"], "a", dim=2) => TypeError: word_vectors: words must be a list (each a text)
+datasets.word_vectors(["a 1 2"], ["a", 5], dim=2) => TypeError: word_vectors: words[1] must be a text, got 5 (int)
+datasets.word_vectors(["a 1 2"], ["a"], dim=0) => ValueError: word_vectors: dim ... 0
+datasets.word_vectors(["9 300", "a 1 2"], ["a"], dim=2) => ValueError: line 1: the header says 300 ... give dim=300
+datasets.word_vectors(["2 2", "a 1 2"], ["a"], dim=2) => ValueError: has 1 vectors, its header says 2
+datasets.word_vectors(["a 1 2", "b 1"], ["a"], dim=2)
+    => ValueError: line 2: it has not a word and 2 numbers, 'b 1' ... bad_lines="skip"
 words(source="folio") => ValueError: shakespeare: source must be ... 'pastiche' ... got 'folio'
 words(path="x.txt") => ValueError: source='pastiche' ... drop path=
 words(source="auto", path="nothing.txt") => FileNotFoundError: nothing.txt

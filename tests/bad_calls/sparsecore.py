@@ -308,7 +308,7 @@ environment(SPARSECORE_INPUT_PREPROCESSING_THREADS="many")(run)() => ValueError:
 environment(SPARSECORE_INPUT_PREPROCESSING_THREADS="0")(run)() => ValueError: a number of at least 1, got '0'
 environment(RSEMBED_CORES_PER_DEVICE="many")(auto)(1, None)
     => ValueError: RSEMBED_CORES_PER_DEVICE must be a number of cores from 1 on ... 'many'
-table_stacking.compute_table_to_setting_in_stack("s", ["t"], 8, {"u": 32}, 2, 2, 3)
+table_stacking.compute_table_to_setting_in_stack("s", ["t"], 8, {"u": 32}, 4, 3)
     => ValueError: table_to_padded_vocab_size have no 't'
 run(devices="1") => TypeError: global_device_count must be an integer, got '1' (str).
 run(num_sc_per_device=0) => ValueError: num_sc_per_device must be in [1, inf), got 0.

@@ -1,10 +1,13 @@
 """Files that somebody damaged or raced for, and leaves that are more than numbers."""
 
 import errno
+import functools
+import json
 import os
 import resource
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -12,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rsembed as rs
 from rsembed import checkpoint
 
 # Leaves
@@ -77,6 +81,136 @@ def test_what_is_removed_during_a_load_is_refused_and_not_taken_for_zeros(tmp_pa
     monkeypatch.setattr(checkpoint.states.SavedArray, "whole", remove_before)
     with pytest.raises(checkpoint.CorruptCheckpointError, match=r"the file is missing|does not hold 'x'"):
         checkpoint.load(tmp_path / "a")
+
+
+# Manifests whose checksum is right
+
+
+def forged(path, change):
+    """Changes the body of a manifest, and its checksum with it."""
+    file = path / "manifest.json"
+    body = json.loads(file.read_bytes())["manifest"]
+    change(body)
+    file.write_bytes(checkpoint.files.encoded(body))
+
+
+ABSENT = object()
+TOP_FIELDS = {
+    "step": [ABSENT, "3", None, -1, 1.5, float("nan"), True, [3], {}],
+    "layout_version": [ABSENT, "4", None, [], 4.5],
+    "belongs_to": [ABSENT, None, [], "x", 3],
+    "metadata": [ABSENT, None, [], "x", 3],
+    "arrays": [ABSENT, None, {}, "x", 3, [3], [None], [[]], ["x"], [{}]],
+}
+ENTRY_FIELDS = {
+    "folder": [ABSENT, None, 3, [], "0001", "../0000", "/tmp", "", "0000/."],
+    "path": [ABSENT, None, "y", [3], {}, [["x"]], ["y"]],
+    "shape": [
+        ABSENT, None, 6, "6", {}, [None], ["6"], [6.0], [-6], [True], [2**40], [2**40, 4], [6, 2**40], [2**80], [3, 2],
+        [5], [7], [1] * 33, [0, 2**62, 2**62], [],
+    ],
+    "dtype": [
+        ABSENT, None, 3, [], {}, "nonsense", "object", "f4", "float32,int8", "f4,(", "datetime64", "str", "longdouble",
+        "float64", "int8",
+    ],
+    "rows_per_chunk": [ABSENT, None, 0, -1, "6", 6.0, True, [], 2**40, 7, 2],
+    "metadata_crc32": [ABSENT, None, 3, [], "", "00000000", "x" * 8],
+    "crc32c": [ABSENT, None, 3, {}, "", [], [3], [None], ["00000000"], ["x"], ["00000000"] * 2],
+    "prng": [ABSENT, 3, [], {}, "nonsense", "threefry2x32"],
+}  # fmt: skip
+
+
+def with_field(fields, name, value):
+    if value is ABSENT:
+        del fields[name]
+    else:
+        fields[name] = value
+
+
+def test_forged_fields_of_a_manifest_are_refused_by_file_before_anything_is_allocated(tmp_path):
+    """One error class for all of them; none of them makes a list or an array of the size that it declares."""
+    tree = {"x": np.arange(6.0, dtype=np.float32), "y": np.ones((2, 2), np.float32)}
+    checkpoint.save(tmp_path / "a", tree, step=3)
+    intact = (tmp_path / "a" / "manifest.json").read_bytes()
+    number = 0
+    for fields, of_entry in ((TOP_FIELDS, False), (ENTRY_FIELDS, True)):
+        for name, values in fields.items():
+            for value in values:
+                body = json.loads(intact)["manifest"]
+                with_field(body["arrays"][0] if of_entry else body, name, value)
+                (tmp_path / "a" / "manifest.json").write_bytes(checkpoint.files.encoded(body))
+                for read in (checkpoint.load, checkpoint.verify, lambda path: checkpoint.load(path, tree)):
+                    start = time.perf_counter()
+                    with pytest.raises(checkpoint.CorruptCheckpointError, match=str(tmp_path / "a")):
+                        read(tmp_path / "a")
+                    assert time.perf_counter() - start < 2.0, (name, value)
+                (tmp_path / "a" / "manifest.json").write_bytes(intact)
+                number += 1
+    assert number > 80
+    np.testing.assert_array_equal(checkpoint.load(tmp_path / "a").tree["x"], tree["x"])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"{", b"null", b'{"manifest": []}', b"[" * 200_000, b"\xff\xfe", b'{"manifest": {}, "crc32": "0"}'],
+)
+def test_a_manifest_that_is_no_manifest_is_refused_by_its_name(tmp_path, content):
+    checkpoint.save(tmp_path / "a", {"x": np.arange(3)})
+    (tmp_path / "a" / "manifest.json").write_bytes(content)
+    with pytest.raises(checkpoint.CorruptCheckpointError, match=r"manifest\.json is not what was written"):
+        checkpoint.load(tmp_path / "a")
+
+
+def test_arrays_in_the_place_of_dictionaries_are_refused(tmp_path):
+    checkpoint.save(tmp_path / "a", {"x": np.arange(3), "y": {"z": np.arange(3)}})
+    forged(tmp_path / "a", functools.partial(rename, 0, ["y"]))
+    with pytest.raises(checkpoint.CorruptCheckpointError, match=r"manifest\.json .*'y' is an array, and so is 'y/z'"):
+        checkpoint.load(tmp_path / "a")
+
+
+def collection_of_all_kinds():
+    how = {"embedding_dim": 4, "vocabulary_size": 6, "optimizer": rs.optimizers.Adagrad(0.1)}
+    storages = {"dense": None, "keyed": rs.Hashed(), "host": rs.HostCached(cache_rows=4)}
+    tables = [rs.TableSpec(name=name, storage=storage, **how) for name, storage in storages.items()]
+    return rs.EmbeddingCollection([rs.FeatureSpec(name=table.name, table_spec=table) for table in tables])
+
+
+def rename(number, path, body):
+    body["arrays"][number]["path"] = path
+
+
+@pytest.mark.parametrize("resize", [False, True])
+def test_a_collection_whose_manifest_was_forged_is_refused_by_file(tmp_path, resize):
+    collection = collection_of_all_kinds()
+    checkpoint.save_collection(tmp_path / "a", collection, collection.init(jax.random.key(0)))
+    intact = (tmp_path / "a" / "manifest.json").read_bytes()
+    body = json.loads(intact)["manifest"]
+    changes = [
+        functools.partial(rename, number, path)
+        for number in range(len(body["arrays"]))
+        for path in ([], ["tables"], ["slots"], ["elsewhere"], ["tables", "host", "x"])
+    ]
+    changes += [
+        lambda body: body.update(step=2**31),
+        lambda body: body["belongs_to"].update(tables=3),
+        lambda body: body["belongs_to"].update(tables=None),
+        lambda body: body["belongs_to"].update(tables=[]),
+        lambda body: body["belongs_to"]["tables"].update(dense=3),
+        lambda body: body["belongs_to"]["tables"]["dense"].update(vocabulary_size="6"),
+        lambda body: body["belongs_to"]["tables"]["dense"].update(vocabulary_size=5),
+        lambda body: body["belongs_to"]["tables"]["dense"].pop("dtype"),
+        lambda body: body["belongs_to"].pop("tables"),
+    ]
+    for change in changes:
+        forged(tmp_path / "a", change)
+        try:
+            state = checkpoint.load_collection(tmp_path / "a", collection, resize=resize)
+        except ValueError as error:  # corrupt, or of other tables
+            assert str(tmp_path / "a") in str(error)
+        else:  # what was renamed was not missed: a fact that a resize accepts
+            assert resize and state.step == 0
+        (tmp_path / "a" / "manifest.json").write_bytes(intact)
+    assert int(checkpoint.load_collection(tmp_path / "a", collection, resize=resize).step) == 0
 
 
 # Savers

@@ -4,12 +4,13 @@ import dataclasses
 import hashlib
 import importlib
 import logging
+import tracemalloc
 import zipfile
 
 import numpy as np
 import pytest
 
-from rsembed import datasets
+from rsembed import archives, datasets
 
 movielens_module = importlib.import_module("rsembed.datasets.ratings")  # the package has a function of this name
 
@@ -88,6 +89,87 @@ def test_only_the_first_users_are_kept(published):
     log = datasets.movielens(path=published, max_users=1)
     assert log.user_ids.tolist() == [2]
     assert log.items.tolist() == [2, 0]
+
+
+def of_own(folder, ratings, films, compression=zipfile.ZIP_DEFLATED):
+    with zipfile.ZipFile(folder / "mine.zip", "w", compression) as archive:
+        archive.writestr("ml-1m/ratings.dat", ratings)
+        archive.writestr("ml-1m/movies.dat", films)
+    return folder / "mine.zip"
+
+
+ONE_RATING = "7::30::5::1000\n"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "latin-1"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_titles_are_read_in_utf8_and_as_published(tmp_path, encoding, end):
+    """An "Å" in UTF-8 has a byte that Latin-1 takes for the end of a line."""
+    titles = ["Ångström & Söhne (1999)", "Émile\x85? (1950)", "Плава (2000)"][: 2 if encoding == "latin-1" else 3]
+    films = "".join(f"{30 + number}::{title}::War|Drama{end}" for number, title in enumerate(titles))
+    log = datasets.movielens(path=of_own(tmp_path, ONE_RATING.replace("\n", end), films.encode(encoding)))
+    assert log.titles == tuple(titles)
+    assert log.genre_names == ("Drama", "War")
+
+
+@pytest.mark.parametrize(
+    ("ratings", "films", "message"),
+    [
+        (ONE_RATING, "30::A (1)::War\n31::B\n", r"line 2 of ml-1m/movies\.dat is '31::B', not film::title::genre"),
+        (ONE_RATING, "30::A::B::War\n", r"line 1 of ml-1m/movies\.dat"),
+        (ONE_RATING, "x30::A::War\n", r"line 1 of ml-1m/movies\.dat"),
+        (ONE_RATING, f"30::A::War\n{10**30}::B::War\n", "has not the form"),
+        ("7::30::3.5::1000\n", "30::A::War\n", "has not the form"),
+        ("7::30\n", "30::A::War\n", "has not the form"),
+    ],
+)
+def test_a_line_of_another_form_is_refused_by_its_number(tmp_path, ratings, films, message):
+    with pytest.raises(ValueError, match=rf"movielens: a file of your own, .*mine\.zip .*{message}"):
+        datasets.movielens(path=of_own(tmp_path, ratings, films))
+
+
+def test_archives_are_read_within_a_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr(archives, "MOST_UNPACKED_BYTES", 1 << 20)
+    zeros = bytes(16 << 20)
+    with pytest.raises(
+        ValueError, match=r"mine\.zip .*hold more than 1048576 bytes \('ml-1m/ratings.dat' declares 16777216"
+    ):
+        datasets.movielens(path=of_own(tmp_path, zeros, "30::A::War\n"))
+    # What an archive declares too small is bounded by what comes out.
+    packed = bytearray(of_own(tmp_path, zeros, "30::A::War\n").read_bytes())
+    place = packed.find((16 << 20).to_bytes(4, "little"), packed.find(b"PK\x01\x02"))
+    packed[place : place + 4] = (100).to_bytes(4, "little")
+    (tmp_path / "mine.zip").write_bytes(packed)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"mine\.zip .*cannot be read: Bad CRC"):
+        datasets.movielens(path=tmp_path / "mine.zip")
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    tracemalloc.stop()
+    with pytest.raises(ValueError, match="neither stored nor deflated"):
+        datasets.movielens(path=of_own(tmp_path, ONE_RATING, "30::A::War\n", zipfile.ZIP_BZIP2))
+    # An archive that is larger than the bound may hold as much as it has.
+    noise = np.random.default_rng(0).integers(0, 256, 2 << 20, np.uint8).tobytes()
+    with pytest.raises(ValueError, match=r"has not the form of .*int64"):
+        datasets.movielens(path=of_own(tmp_path, noise, "30::A::War\n", zipfile.ZIP_STORED))
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "no zip", "encrypted", "missing"])
+def test_a_damaged_archive_is_refused_by_name(tmp_path, damage):
+    file = of_own(tmp_path, ONE_RATING * 1000, "30::A::War\n")
+    content = bytearray(file.read_bytes())
+    if damage == "flipped":
+        content[60] ^= 255
+    elif damage == "cut":
+        del content[-30:]
+    elif damage == "no zip":
+        content = bytearray(b"text")
+    elif damage == "encrypted":
+        content[content.find(b"PK\x01\x02") + 8] |= 1
+    else:
+        content = content.replace(b"movies", b"moVies")
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"movielens: .*mine\.zip has not the form of ml-1m\.zip: "):
+        datasets.movielens(path=file)
 
 
 # What is generated

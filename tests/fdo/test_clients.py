@@ -2,12 +2,16 @@
 
 import concurrent.futures
 import contextlib
+import io
+import resource
+import zipfile
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from rsembed import archives
 from rsembed.fdo import CSVFileFDOClient, MemoryFDOClient, NPZFileFDOClient, SparseDenseMatmulInputStats
 from rsembed.fdo.client import merge_processes, record_of, to_statistics
 
@@ -79,6 +83,22 @@ def test_a_client_leaves_one_file_however_often_it_publishes(kind, tmp_path):
         client.publish()
     (path,) = tmp_path.iterdir()
     assert path.match(f"fdo_stats_0_*.{kind}")
+
+
+@pytest.mark.parametrize("kind", ["npz_maximum", "csv_maximum"])
+def test_a_full_disk_leaves_no_torn_file_and_the_next_publish_has_all_records(kind, tmp_path):
+    client = CLIENTS[kind](str(tmp_path))
+    client.record(stats(np.arange(10_000)))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            client.publish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+    client.publish()
+    np.testing.assert_array_equal(client.load().max_ids_per_partition["t"], np.arange(10_000))
 
 
 @pytest.mark.parametrize("kind", ["npz_maximum", "csv_maximum"])
@@ -212,6 +232,42 @@ def test_files_with_published_names_load_if_they_are_whole(kind, tmp_path):
     published.mkdir()
     with pytest.raises(ValueError, match=rf"fdo_stats_0_17.{kind} cannot be read: it is a directory"):
         client.load()
+
+
+def test_arrays_that_declare_more_than_they_have_are_refused_before_they_are_allocated(tmp_path, monkeypatch):
+    monkeypatch.setattr(archives, "MOST_UNPACKED_BYTES", 1 << 20)
+    name = "fdo_stats_0_1.npz"
+
+    def refused(members, message, compression=zipfile.ZIP_STORED):
+        with zipfile.ZipFile(tmp_path / name, "w", compression) as archive:
+            for member, content in members.items():
+                archive.writestr(f"{member}_max_ids.npy", content)
+        with pytest.raises(ValueError, match=rf"{name} in .* cannot be read: .*{message}"):
+            NPZFileFDOClient(tmp_path).load()
+
+    def array(shape, descr="<i8", numbers=bytes(32)):
+        file = io.BytesIO()
+        np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+        return file.getvalue() + numbers
+
+    for shape in ((2**40,), (2**40, 2**10), (5,), (3,), (2**80,), (-4,)):
+        refused({"words": array(shape)}, r"declares int64\[.*\], but has 32 bytes")
+    refused({"words": array((4, 1, 1))}, "no list or table")
+    refused({"words": array((4,), "|O")}, "no list or table")
+    refused({"words": b"\x93NUMPY\x03\x00" + array((4,))[8:]}, "no header")
+    refused({"words": array((4,))[:20]}, "words")
+    refused({"words": bytes(3 << 20)}, "hold more than 1048576 bytes", zipfile.ZIP_DEFLATED)
+    refused({key: bytes(1 << 19) for key in "abc"}, "'b_max_ids.npy'|hold more", zipfile.ZIP_DEFLATED)
+    with zipfile.ZipFile(tmp_path / name, "w") as archive:
+        archive.writestr("words_max_ids.npy", array((4,)))
+    assert NPZFileFDOClient(tmp_path)._decode((tmp_path / name).read_bytes())["words_max_ids"].tolist() == [0] * 4
+
+
+def test_numbers_and_lines_that_do_not_fit_are_refused_by_file(tmp_path):
+    for values in (str(10**30), "1" * 200_000, "x"):
+        (tmp_path / "fdo_stats_0_1.csv").write_bytes(f"key,values\r\nwords_max_ids,{values}\r\n".encode())
+        with pytest.raises(ValueError, match=r"fdo_stats_0_1\.csv in .* cannot be read"):
+            CSVFileFDOClient(tmp_path).load()
 
 
 def test_csv_files_have_the_published_form(tmp_path):

@@ -22,6 +22,7 @@ import numpy as np
 
 assert importlib.util.find_spec("jax_tpu_embedding") is not None
 import jax_tpu_embedding.sparsecore.lib.fdo.file_fdo_client
+from jax_tpu_embedding.sparsecore.examples.models.shakespeare import dataset
 from jax_tpu_embedding.sparsecore.lib.flax.nnx import embed
 from jax_tpu_embedding.sparsecore.lib.nn import embedding, embedding_spec
 from jax_tpu_embedding.sparsecore.lib.nn.table_stacking import stack_and_shard_tables
@@ -38,6 +39,9 @@ inputs, _ = embedding.preprocess_sparse_dense_matmul_input(
     *given, [spec], local_device_count=1, global_device_count=1, num_sc_per_device=utils.num_sparsecores_per_device(),
     sharding_strategy="MOD",
 )
+word_ids = dataset.load_shakespeare(vocab_size=64)
+features, labels = dataset.word_id_batches(list(word_ids), num_steps=2, batch_size=4, seq_len=3, num_tables=1)
+assert features["words_0"][1].shape == (4, 3, 1) and labels[1].tolist() == list(word_ids[3:7])
 assert callable(stack_and_shard_tables) and list(inputs.lhs_row_pointers) == ["word"]
 print(sys.argv[1:], embed.SparseCoreEmbed.__module__, __name__)
 """
@@ -61,6 +65,17 @@ def test_a_context_takes_the_names_away_again():
             install_as_jax_tpu_embedding()
     assert not [name for name in sys.modules if name.startswith("jax_tpu_embedding")]
     assert embedding.__name__ == embedding.__spec__.name == "rsembed.sparsecore.embedding"
+
+
+def test_the_page_names_the_modules_that_a_program_can_import():
+    prefix = "jax_tpu_embedding.sparsecore."
+    with install_as_jax_tpu_embedding():
+        names = [name for name in sys.modules if name.startswith(prefix)]
+        modules = {name.removeprefix(prefix) for name in names if not hasattr(sys.modules[name], "__path__")}
+    page = (ROOT / "docs" / "sparsecore.md").read_text()
+    table = page.split("|---|---|\n")[1].split("\n\n")[0]
+    published = [row.split("|")[1] for row in table.splitlines()]
+    assert set(re.findall(r"`([\w.]+)`", "".join(published))) == modules
 
 
 def test_no_program_is_no_program():

@@ -93,10 +93,44 @@ def test_the_limits_of_the_runtime_module_come_fourth_and_fifth_and_hold_whateve
     assert (stack.max_ids_per_partition, stack.max_unique_ids_per_partition) == (2 * BATCH, 7)
 
 
+@pytest.mark.parametrize(("way", "name"), [("auto", "t0_t1"), ("named", "both")])
+def test_a_stack_of_several_tables_has_the_published_default_limit_and_says_what_it_ignores(way, name, caplog):
+    features = new_features(max_ids_per_partition=300)
+    if way == "auto":
+        embedding.auto_stack_tables(features, 1, CORES)
+    else:
+        table_stacking.stack_tables(features, ["t0", "t1"], 1, CORES, stack_name=name)
+    stack = features["f1"].table_spec.stacked_table_spec
+    assert (stack.max_ids_per_partition, stack.max_unique_ids_per_partition) == (256, 256)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"stack {name!r} has max_ids_per_partition=256" in record.message
+    assert "ignored: {'t0': 300, 't1': 300}" in record.message
+    assert "stack_to_max_ids_per_partition, or after stacking by update_preprocessing_parameters" in record.message
+
+
+@pytest.mark.parametrize("table_names", [["t0"], ["t0", "t1"]])
+def test_no_warning_tells_of_limits_that_are_kept_or_chosen(table_names, caplog):
+    features = new_features(max_ids_per_partition=300)
+    chosen = {} if len(table_names) == 1 else {"stack_to_max_ids_per_partition": lambda name, samples: 40}
+    table_stacking.stack_tables(features, table_names, 1, CORES, **chosen)
+    wanted = 300 if len(table_names) == 1 else 40
+    assert features["f0"].table_spec.stacked_table_spec.max_ids_per_partition == wanted
+    assert caplog.records == []
+
+
+def test_records_of_optimizers_take_the_published_keywords():
+    adam = embedding_spec.AdamOptimizerSpec(0.5)
+    record = embedding.optimizer_spec_to_proto(opt=adam)
+    assert embedding.proto_to_optimizer_spec(proto=record) == adam
+    assert embedding.get_optimizer_class(optimizer_type=record.type) is embedding_spec.AdamOptimizerSpec
+    assert table_stacking.StackedTableSpec is embedding_spec.StackedTableSpec
+
+
 def test_sizes_and_places_of_tables_follow_their_formulas():
     dims, rows = table_stacking.round_up_dim_and_vocab_size(embedding.get_table_specs(new_features()), 4)
     assert (dims, rows) == ({"t0": 8, "t1": 8}, {"t0": 32, "t1": 32})
-    settings = table_stacking.compute_table_to_setting_in_stack("s", ["t1", "t0"], 8, rows, 2, 2, 3)
+    settings = table_stacking.compute_table_to_setting_in_stack("s", ["t1", "t0"], 8, rows, num_shards=4, rotation=3)
     setting = embedding_spec.TableSettingInStack
     assert settings == {"t1": setting("s", 32, 8, 0, 0), "t0": setting("s", 32, 8, 8, 3)}
 

@@ -269,6 +269,29 @@ def test_rows_on_the_host_are_fetched_before_a_compiled_step_or_it_stops():
     np.testing.assert_array_equal(jax.jit(collection.lookup)(near, batch)["f"], expected["f"])
 
 
+@pytest.mark.parametrize("way", ["vmap", "jit of vmap", "vmap of jit", "vmap of vmap"])
+def test_vmap_reads_rows_on_the_host_and_stops_where_one_is_missing(way):
+    collection = on_host(20)
+    ids = np.arange(12).reshape(3, 2, 2)
+    state = collection.prefetch(collection.init(jax.random.key(0)), {"f": ids.reshape(6, 2)})
+    table = collection.tables(state)["t"]
+
+    def lookup(ids):
+        return collection.lookup(state, {"f": ids})["f"]
+
+    ways = {
+        "vmap": jax.vmap(lookup),
+        "jit of vmap": jax.jit(jax.vmap(lookup)),
+        "vmap of jit": jax.vmap(jax.jit(lookup)),
+        "vmap of vmap": jax.vmap(jax.vmap(lookup)),
+    }
+    found, rows = ways[way](ids), table[ids]
+    expected = rows if way == "vmap of vmap" else rows.sum(axis=2)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    with pytest.raises(Exception, match=r"1 ids of the batch have no row of table 't' on the device"):
+        jax.block_until_ready(ways[way](np.where(ids == 7, 99, ids)))
+
+
 def test_a_state_for_serving_has_keys_and_rows():
     collection = keyed(optimizer=rs.optimizers.Adagrad(LR))
     state = collection.init(jax.random.key(0))

@@ -216,7 +216,8 @@ def test_a_table_without_rows_reads_zeros_and_stands_in_nobodys_way():
     ("options", "names"),
     [
         (variant("counter_adagradw"), "sum prev_iter row_counter iter"),
-        (variant("cowclip"), "sum prev_iter row_counter iter"),
+        (variant("counter_decouple"), "sum prev_iter row_counter"),
+        (variant("cowclip"), "sum prev_iter row_counter"),
         (variant("global"), "sum prev_iter iter"),
         (variant("adam"), "exp_avg exp_avg_sq"),
         (variant("ensemble"), "sum sparse_ema"),

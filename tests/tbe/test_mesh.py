@@ -223,3 +223,22 @@ def test_prepared_batches_belong_to_where_they_were_prepared():
         many(make(((50, 4), (30, 4), (41, 8)), mesh=mesh_of(4)).prepare([0] * 8 + [40] * 4, range(13)))
     with pytest.raises(ValueError, match=r"a mesh shares the tables: split the batch"):
         functional.lookup(many.plan, many.state.get_value(), one.prepare(*batch))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("mode", ["WARNING", "IGNORE", "FATAL", "NONE"])
+def test_ids_of_a_larger_module_s_batch_are_corrected_and_counted_inside_jit_as_on_one_device(mode, weighted):
+    """A batch that was prepared by its own module counts nothing."""
+    larger = make(((50, 4), (30, 4), (41, 8)), mesh=mesh_of(4))
+    ids, offsets = np.array([0, 1, -1, 3, 29, 2, 29, 0, 40, 40, 39, 3]), np.arange(13)
+    weights = np.arange(1, 13, dtype=np.float32) if weighted else None
+    compiled = nnx.jit(lambda module, *batch: module(*batch))
+    one, many = (make(SPECS, bounds_check_mode=mode, mesh=mesh) for mesh in (None, mesh_of(4)))
+    given = (ids.astype(np.int32), offsets.astype(np.int32)) if weights is None else (ids, offsets, weights)
+    expected = compiled(one, *given)
+    found = compiled(many, larger.prepare(ids, offsets, weights))
+    np.testing.assert_array_equal(found, expected)
+    count = int(many.bounds_check_warning.get_value())
+    assert count == int(one.bounds_check_warning.get_value()) == {"WARNING": 2, "FATAL": 2}.get(mode, 0)
+    compiled(many, many.prepare(np.minimum(ids, 9), offsets, weights))
+    assert int(many.bounds_check_warning.get_value()) == 0

@@ -8,7 +8,7 @@ from flax import nnx
 
 from rsembed import tbe as rt
 from tests.tbe.oracle import CLOSE, Oracle, assert_same_bits, make, mesh_of, tables_of, train, variant
-from tests.tbe.row_formulas import rowwise_adagrad
+from tests.tbe.row_formulas import LR, rowwise_adagrad
 
 Optim, Location, Type = rt.OptimType, rt.EmbeddingLocation, rt.SparseType
 FP32, FP16, BF16 = Type.FP32, Type.FP16, Type.BF16
@@ -156,6 +156,50 @@ def test_the_decay_that_a_lookup_saw_is_that_of_its_gradient():
     output, backward = module.vjp(np.array([1]), ONE_BAG, np.ones(1, np.float32))
     module.set_learning_rate(0.9)
     np.testing.assert_allclose(backward(np.ones((1, 4), np.float32)), output.sum(axis=1), rtol=1e-6)
+
+
+MODES = {
+    "ensemble": (Optim.ENSEMBLE_ROWWISE_ADAGRAD, {"ensemble_mode": rt.EnsembleModeDefinition(1, 2, 0, 0.75)}),
+    "emainplace": (Optim.EMAINPLACE_ROWWISE_ADAGRAD, {"emainplace_mode": rt.EmainplaceModeDefinition(1, 0, 0.75)}),
+}
+
+
+def after_steps(weights, mode, gradients):
+    """Weights after row-wise Adagrad, by loops: before each step the pass of `mode`, then one step of each row."""
+    weights, slow, sums = weights.astype(np.float64), np.zeros(weights.shape), np.zeros(len(weights))
+    half = weights.shape[1] // 2
+    for t, gradient in enumerate(gradients, start=1):
+        if mode == "ensemble":
+            slow += 0.25 * (weights - slow)
+            weights = slow.copy() if t % 2 == 0 else weights
+        else:
+            weights[:, half:] += 0.75 * (weights[:, :half] - weights[:, half:])
+        for row, own in gradient.items():
+            sums[row] += np.mean(np.square(own))
+            weights[row] -= LR * own / (np.sqrt(sums[row]) + 0.1)
+    return weights
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", ["backward", "apply", "compiled"])
+def test_no_step_misses_its_pass_however_many_lookups_wait_for_their_backward(mode, way):
+    optimizer, arguments = MODES[mode]
+    module = make(((6, 4),), optimizer=optimizer, eps=0.1, **arguments)
+    weights, rows = np.asarray(module.split_embedding_weights()[0]), (1, 4, 1, 2, 5)
+    gradients = [np.full((1, 4), 0.5 + row, np.float32) for row in rows]
+
+    def steps(module):
+        waiting = [module.vjp(np.array([row]), ONE_BAG)[1] for row in rows]
+        for backward, gradient in zip(waiting, gradients, strict=True):
+            if way == "apply":
+                module.apply(backward.row_gradients(gradient))
+            else:
+                backward(gradient)
+
+    nnx.jit(steps)(module) if way == "compiled" else steps(module)
+    expected = after_steps(weights, mode, [{row: own[0]} for row, own in zip(rows, gradients, strict=True)])
+    np.testing.assert_allclose(module.split_embedding_weights()[0], expected, **CLOSE)
+    assert int(module.step) == len(rows)
 
 
 def test_passes_over_whole_tables_are_run_before_the_lookup_of_their_step_and_once():

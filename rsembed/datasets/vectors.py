@@ -1,0 +1,261 @@
+"""Word vectors from the text files of word2vec, GloVe and fastText, read line by line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import numpy as np
+from jaxtyping import Bool, Float32
+
+from rsembed.checks import PositiveInt, describe, validated
+
+MAX_WORD_BYTES = 65_536
+"""Most bytes of a word in a file."""
+MAX_NUMBER_BYTES = 64
+"""Most bytes of one number with its space. Both bound the memory that a line of a file can take."""
+MAX_DIGITS = 19
+"""Digits beyond which an integer in the first line is no count of vectors."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WordVectors:
+    """Vectors of the words that were asked for, and counts of what the file had.
+
+    Attributes:
+      values: vector of each word; zeros where the file has none.
+      is_found: whether the file has a vector for the word.
+      num_vectors: vectors in the file, also of words that were not asked for.
+      num_duplicates: further vectors of a word that was asked for; the first one counts.
+      num_bad_lines: lines that were skipped; 0 unless `bad_lines="skip"`.
+      num_announced: number of vectors in the file's header; None without a header.
+    """
+
+    values: Float32[np.ndarray, "words dim"]
+    is_found: Bool[np.ndarray, " words"]
+    num_vectors: int
+    num_duplicates: int
+    num_bad_lines: int
+    num_announced: int | None
+
+
+@validated
+def word_vectors(
+    source: str | os.PathLike[str] | Iterable[str | bytes],
+    words: Iterable[str],
+    *,
+    dim: PositiveInt,
+    bad_lines: Literal["raise", "skip"] = "raise",
+) -> WordVectors:
+    """Pretrained vectors of some words, from a text file of word2vec, GloVe or fastText.
+
+    Each line is a word and `dim` numbers. A first line of two integers is a header, as word2vec and fastText write
+    it. The word may contain spaces, as some do in GloVe 840B. Lines are read one at a time, so memory is that of the
+    result. The numbers of words that are not asked for are counted, and not all are read.
+
+    Args:
+      source: path of a UTF-8 text file, which gzip may have compressed; or an iterable of lines.
+      words: words to find, one for each row of the result. A word may be listed twice.
+      dim: numbers in each line. A header that says another number is an error.
+      bad_lines: "raise" stops at the first bad line. "skip" leaves bad lines out and counts them. A line is bad with
+        too few or too many numbers, with a word that is not UTF-8, and with a number that float32 cannot hold. The
+        last line of a file is bad without an end of line: it may have been cut inside a number.
+
+    Returns:
+      The vectors, and which words have one: `np.where(found.is_found[:, None], found.values, initial)` keeps initial
+      values for the others.
+
+    Raises:
+      TypeError: a line is neither text nor bytes, or a word is no text.
+      ValueError: a line is bad; the message has its number. Or the header says another `dim` or, with
+        `bad_lines="raise"`, another number of vectors; or a compressed file is damaged.
+
+    Example:
+      >>> found = word_vectors(["2 3", "the 0.5 1 2", "New York 1 1 1"], ["New York", "cat"], dim=3)
+      >>> found.values.tolist(), found.is_found.tolist()
+      ([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]], [True, False])
+    """
+    rows_of_word = _rows_of_word(words)
+    num_words = sum(len(rows) for rows in rows_of_word.values())
+    values = np.zeros((num_words, dim), np.float32)
+    is_found = np.zeros(num_words, bool)
+    name = "lines"
+    if isinstance(source, (str, os.PathLike)):
+        name = os.fspath(source)
+        lines = _lines_of_file(Path(source).expanduser(), dim)
+    else:
+        lines = _lines_of(source)
+    num_announced: int | None = None
+    num_vectors = num_duplicates = num_bad_lines = 0
+    for number, (line, has_end) in enumerate(lines, start=1):
+        if number == 1:
+            line = line.removeprefix(BYTE_ORDER_MARK)
+            num_announced = _announced(line, dim, name)
+            if num_announced is not None:
+                continue
+        try:
+            if not has_end:
+                raise ValueError("the last line has no end of line, so it may be cut")
+            word, numbers = _split(line, dim)
+            rows = rows_of_word.get(word)
+            vector = None if rows is None else _vector(numbers)
+        except ValueError as error:
+            if bad_lines == "raise":
+                raise ValueError(
+                    f"word_vectors: {name}, line {number}: {error}; mend the file, or skip and count such lines by "
+                    'bad_lines="skip".'
+                ) from error
+            num_bad_lines += 1
+            continue
+        num_vectors += 1
+        if rows is None:
+            continue
+        if is_found[rows[0]]:
+            num_duplicates += 1
+            continue
+        values[rows] = vector
+        is_found[rows] = True
+    if bad_lines == "raise" and num_announced not in (None, num_vectors):
+        raise ValueError(
+            f"word_vectors: {name} has {num_vectors} vectors, its header says {num_announced}; get the whole file, or "
+            'take what there is by bad_lines="skip".'
+        )
+    return WordVectors(
+        values=values,
+        is_found=is_found,
+        num_vectors=num_vectors,
+        num_duplicates=num_duplicates,
+        num_bad_lines=num_bad_lines,
+        num_announced=num_announced,
+    )
+
+
+def _rows_of_word(words: Iterable[str]) -> dict[bytes, list[int]]:
+    """Rows of the result that belong to each word, by the word's UTF-8 bytes."""
+    if isinstance(words, str):
+        raise TypeError(f"word_vectors: words must be a list of texts, got {describe(words)}.")
+    rows_of_word: dict[bytes, list[int]] = {}
+    for row, word in enumerate(words):
+        if not isinstance(word, str):
+            raise TypeError(f"word_vectors: words[{row}] must be a text, got {describe(word)}.")
+        rows_of_word.setdefault(word.encode("utf-8", "surrogatepass"), []).append(row)
+    return rows_of_word
+
+
+def _lines_of(lines: Iterable[str | bytes]) -> Iterator[tuple[bytes, bool]]:
+    """Lines as bytes without their ends; each one counts as complete."""
+    for number, line in enumerate(lines, start=1):
+        if isinstance(line, str):
+            line = line.encode("utf-8", "surrogatepass")
+        elif not isinstance(line, bytes):
+            raise TypeError(f"word_vectors: line {number} must be text or bytes, got {describe(line)}.")
+        yield line.rstrip(b"\r\n"), True
+
+
+def _lines_of_file(path: Path, dim: int) -> Iterator[tuple[bytes, bool]]:
+    """Lines of a file, which gzip may have compressed, and whether each has its end of line; read within a bound.
+
+    Raises: ValueError: the file is a zip archive, a damaged gzip file, or has a line beyond the bound.
+    """
+    most = MAX_WORD_BYTES + dim * MAX_NUMBER_BYTES
+    with contextlib.ExitStack() as stack:
+        file: BinaryIO = stack.enter_context(path.open("rb"))
+        start = file.read(4)
+        file.seek(0)
+        if start == b"PK\x03\x04":
+            raise ValueError(
+                f"word_vectors: {path} is a zip archive, which may have several files; give the lines of one: "
+                "zipfile.ZipFile(path).open(name)."
+            )
+        if start[:2] == b"\x1f\x8b":
+            file = stack.enter_context(gzip.open(file))  # type: ignore[assignment]
+        number = 0
+        while True:
+            number += 1
+            try:
+                line = file.readline(most)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise ValueError(
+                    f"word_vectors: {path}, line {number}: the gzip file is damaged or cut ({error}); get it again."
+                ) from error
+            if not line:
+                return
+            if len(line) == most:
+                raise ValueError(
+                    f"word_vectors: {path}, line {number} has {most} bytes and no end; a text file of vectors has a "
+                    "word and its numbers in each line."
+                )
+            yield line.rstrip(b"\r\n"), line.endswith(b"\n")
+
+
+def _announced(line: bytes, dim: int, name: str) -> int | None:
+    """Number of vectors that a header announces; None where the line is no header.
+
+    Raises: ValueError: the header says another number of dimensions.
+    """
+    pieces = line.split()
+    if len(pieces) != 2 or not all(piece.isdigit() and len(piece) < MAX_DIGITS for piece in pieces):
+        return None
+    if int(pieces[1]) != dim:
+        raise ValueError(
+            f"word_vectors: {name}, line 1: the header says {int(pieces[1])} numbers a line, dim={dim}; give "
+            f"dim={int(pieces[1])}, or another file."
+        )
+    return int(pieces[0])
+
+
+def _split(line: bytes, dim: int) -> tuple[bytes, bytes]:
+    """The word of a line, and its numbers. Raises: ValueError: the line is bad, and why."""
+    stripped = line.rstrip(b" ")
+    num_spaces = stripped.count(b" ")
+    # Most lines are of other words than those that are asked for: their numbers are not taken apart.
+    word = stripped.partition(b" ")[0] if num_spaces == dim else stripped.rsplit(b" ", dim)[0]
+    numbers = stripped[len(word) + 1 :]
+    first = numbers.partition(b" ")[0]
+    last = numbers.rpartition(b" ")[2]
+    # Where a number is missing, a piece of a word with spaces is in its place, or the word itself.
+    if num_spaces < dim or not _is_number(first) or not _is_number(last):
+        raise ValueError(f"it has not a word and {dim} numbers, {_shown(line)}")
+    last_of_word = word.rpartition(b" ")[2]
+    if b" " in word and (not last_of_word or _is_number(last_of_word)):
+        raise ValueError(f"it has more than a word and {dim} numbers, {_shown(line)}")
+    try:
+        word.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the word is not UTF-8 ({error.reason} at byte {error.start}), {_shown(line)}") from error
+    return word, numbers
+
+
+def _vector(text: bytes) -> np.ndarray:
+    """The numbers of a line. Raises: ValueError: one is no number, or float32 cannot hold it."""
+    numbers = text.split(b" ")
+    for place, number in enumerate(numbers):
+        if not _is_number(number):
+            raise ValueError(f"number {place + 1} is {_shown(number)}")
+    with np.errstate(over="ignore"):
+        vector = np.array([float(number) for number in numbers], np.float64).astype(np.float32)
+    if not np.isfinite(vector).all():
+        place = int(np.isfinite(vector).argmin())
+        raise ValueError(f"number {place + 1} is {_shown(numbers[place])}, which float32 cannot hold")
+    return vector
+
+
+def _is_number(piece: bytes) -> bool:
+    try:
+        float(piece)
+    except ValueError:
+        return False
+    return b"_" not in piece  # Python reads 1_0 as 10
+
+
+def _shown(line: bytes) -> str:
+    """The beginning of a line, as errors show it."""
+    text = line[:40].decode("utf-8", "replace")
+    return repr(text) + ("..." if len(line) > 40 else "")

@@ -1,0 +1,110 @@
+"""Numbers that are names (of rows, ids and keys), in arrays that refuse arithmetic.
+
+Programs add, scale and average pytrees leaf by leaf. The sum of two row numbers is the number of
+another row, so a tree of plain row numbers is silently wrong after `jax.tree.map(jnp.add, ...)`.
+JAX has arrays that refuse this: those of its random keys. An array made by `wrap` is one of them.
+It can be moved, indexed, joined, compared, carried through loops and split over a mesh; `jnp.add`
+of it is a `TypeError`, inside `jit` as well.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.random import define_prng_impl
+from jaxtyping import Array, Integer, PyTree
+
+DTYPES = {"row": jnp.int32, "place": jnp.int32, "id": jnp.int32, "key_lane": jnp.uint32}
+"""Each kind of number, and the dtype of its numbers."""
+
+_IN_ERRORS = {
+    "row": "row number: add row gradients by + or rs.combine",
+    "place": "place of a row: add row gradients, not states",
+    "id": "id: add gradients by +",
+    "key_lane": "key: add row gradients by + or rs.combine, not states",
+}
+"""How JAX names a kind in its errors: `add does not accept dtype key<row number: ...>`."""
+
+
+def _refuse(*arguments: Any, **options: Any) -> Any:
+    raise TypeError("these are numbers of rows, ids or keys of rsembed, not keys of a random number generator.")
+
+
+_IMPLEMENTATIONS = {
+    kind: define_prng_impl(
+        key_shape=(1,),
+        seed=_refuse,
+        split=_refuse,
+        random_bits=_refuse,
+        fold_in=_refuse,
+        name=f"rsembed_{kind}",
+        tag=_IN_ERRORS[kind],
+    )
+    for kind in DTYPES
+}
+_KINDS = {implementation: kind for kind, implementation in _IMPLEMENTATIONS.items()}
+
+
+@partial(jax.jit, static_argnames="kind", inline=True)
+def wrap(numbers: Array, kind: str) -> Array:
+    """The numbers as an array of the same shape that refuses arithmetic; no bit of them changes.
+
+    Args:
+      numbers: array of the dtype that the kind has.
+      kind: one of `DTYPES`; JAX names it in its errors.
+
+    Raises: TypeError: the numbers have another dtype.
+    """
+    if numbers.dtype != DTYPES[kind]:
+        wanted = jnp.dtype(DTYPES[kind])
+        raise TypeError(f"numbers of kind {kind!r} are {wanted}, got {numbers.dtype}; cast them first.")
+    bits = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
+    return jax.random.wrap_key_data(bits[..., None], impl=_IMPLEMENTATIONS[kind])
+
+
+@partial(jax.jit, static_argnames="kind", inline=True)
+def _numbers(array: Array, kind: str) -> Integer[Array, "*shape"]:
+    bits = jax.random.key_data(array)[..., 0]
+    return jax.lax.bitcast_convert_type(bits, DTYPES[kind])
+
+
+def kind_of(array: Any) -> str | None:
+    """The kind of numbers in an array that `wrap` made; None for everything else."""
+    if not isinstance(array, jax.Array) or not jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return None
+    return _KINDS.get(jax.random.key_impl(array))
+
+
+def unwrap(array: Any) -> Any:
+    """The numbers in an array that `wrap` made; anything else comes back unchanged, JAX's placeholders as well."""
+    kind = kind_of(array)
+    if kind is None:
+        return array
+    return _numbers(array, kind)
+
+
+def wrap_integers(tree: PyTree) -> PyTree:
+    """The tree with every array of 32-bit integers wrapped: int32 as ids, uint32 as lanes of keys."""
+
+    def wrapped(leaf: Any) -> Any:
+        dtype = getattr(leaf, "dtype", None)
+        if dtype == jnp.int32:
+            return wrap(leaf, "id")
+        if dtype == jnp.uint32:
+            return wrap(leaf, "key_lane")
+        return leaf
+
+    return jax.tree.map(wrapped, tree)
+
+
+def unwrap_all(tree: PyTree) -> PyTree:
+    """The tree with the numbers of every array that `wrap` made."""
+    return jax.tree.map(unwrap, tree)
+
+
+def implementation(name: str) -> Any:
+    """What `jax.random.wrap_key_data` takes as `impl` for arrays of a kind, or of a random number generator of JAX."""
+    return _IMPLEMENTATIONS.get(name, name)

@@ -1,0 +1,166 @@
+"""Arrays that hold names of things travel everywhere and are never added up."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from rsembed import opaque
+
+NUMBERS = {kind: np.array([0, 7, 5, 2**31 - 1], opaque.DTYPES[kind]) for kind in opaque.DTYPES}
+ROWS = NUMBERS["row"]
+LOOP = {
+    "scan": lambda add, x: jax.lax.scan(lambda sum, _: (add(sum, x), None), x, None, length=2),
+    "while": lambda add, x: jax.lax.while_loop(lambda _: True, lambda sum: add(sum, x), x),
+    "fori": lambda add, x: jax.lax.fori_loop(0, 2, lambda _, sum: add(sum, x), x),
+    "vmap": lambda add, x: jax.vmap(add)(x[None], x[None]),
+    "cond": lambda add, x: jax.lax.cond(True, add, lambda first, _: first, x, x),
+    "jit": lambda add, x: jax.jit(add)(x, x),
+    "eager": lambda add, x: add(x, x),
+}
+
+
+def rows():
+    return opaque.wrap(jnp.asarray(ROWS), "row")
+
+
+@pytest.mark.parametrize("kind", opaque.DTYPES)
+def test_numbers_come_back_with_dtype_and_shape(kind):
+    for numbers in (NUMBERS[kind], NUMBERS[kind].reshape(2, 2), NUMBERS[kind][0], NUMBERS[kind][:0]):
+        for wrap, unwrap in (
+            (opaque.wrap, opaque.unwrap),
+            (jax.jit(opaque.wrap, static_argnums=1), jax.jit(opaque.unwrap)),
+        ):
+            wrapped = wrap(jnp.asarray(numbers), kind)
+            assert (opaque.kind_of(wrapped), wrapped.shape) == (kind, numbers.shape)
+            found = unwrap(wrapped)
+            assert (found.dtype, found.tolist()) == (numbers.dtype, numbers.tolist())
+
+
+@pytest.mark.parametrize("loop", LOOP)
+@pytest.mark.parametrize(
+    "arithmetic",
+    [
+        jnp.add,
+        jnp.subtract,
+        jnp.multiply,
+        jnp.maximum,
+        lambda one, two: one + two,
+        lambda one, _: 2 * one,
+        lambda one, _: one * 0.5,
+        lambda one, _: one / 2,
+        lambda one, _: -one,
+        lambda one, two: sum([one, two]),
+        optax.tree.add,
+        optax.apply_updates,
+        lambda one, _: optax.tree.scale(2.0, one),
+        lambda one, two: optax.incremental_update(one, two, 0.5),
+        lambda one, two: optax.tree.add_scale(one, 2.0, two),
+        lambda one, _: jnp.sum(one),
+        lambda one, _: jnp.mean(one),
+        lambda one, _: jnp.cumsum(one),
+        lambda one, _: one.at[0].add(one[0]),
+    ],
+)
+def test_arithmetic_is_a_type_error(loop, arithmetic):
+    with pytest.raises(
+        (TypeError, ValueError), match=r"key<row number: add row gradients by \+ or rs\.combine>|dtype|data type|scalar"
+    ):
+        LOOP[loop](arithmetic, rows())
+
+
+def test_no_collective_adds_them():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    for collective in (jax.lax.psum, jax.lax.pmean):
+        summed = jax.shard_map(
+            lambda x, do=collective: do(x, "d"), mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec()
+        )
+        with pytest.raises(TypeError, match="key<row number"):
+            summed(rows())
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda x: jax.lax.scan(lambda carry, _: (carry, carry), x, None, length=2)[1][1],
+        lambda x: jax.lax.cond(jnp.asarray(True), lambda own: own, lambda own: own[::-1], x),
+        lambda x: jax.vmap(lambda own: own[None])(x)[:, 0],
+        lambda x: jax.jit(lambda own: own, donate_argnums=0)(jax.tree.map(jnp.copy, x)),
+        lambda x: jnp.concatenate([x[:2], x[2:]]),
+        lambda x: jnp.where(jnp.asarray(True), x, x[::-1]),
+        lambda x: jnp.stack([x, x])[1],
+        lambda x: x[jnp.arange(4)],
+        lambda x: x.reshape(2, 2).ravel(),
+        lambda x: jax.device_put(x, NamedSharding(jax.make_mesh((4,), ("d",)), PartitionSpec("d"))),
+        lambda x: jax.device_get(x),
+        lambda x: pickle.loads(pickle.dumps(x)),
+        copy.deepcopy,
+        jax.lax.stop_gradient,
+        lambda x: jax.value_and_grad(lambda v: (v, x), has_aux=True)(1.0)[0][1],
+    ],
+)
+def test_they_travel_unchanged(moved):
+    found = moved(rows())
+    assert opaque.kind_of(found) == "row"
+    assert opaque.unwrap(found).tolist() == ROWS.tolist()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_parts_stay_on_their_devices(kind):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
+    split = NamedSharding(mesh, PartitionSpec("d"))
+    wrapped = opaque.wrap(jax.device_put(jnp.asarray(ROWS), split), "row")
+    assert wrapped.sharding == opaque.unwrap(wrapped).sharding == split
+
+    def added(own):
+        return opaque.wrap(opaque.unwrap(own) - 1, "row")
+
+    on_each = jax.shard_map(added, mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d"))
+    assert opaque.unwrap(jax.jit(on_each)(wrapped)).tolist() == (ROWS - 1).tolist()
+
+
+def test_another_process_knows_the_numbers_again(tmp_path):
+    (tmp_path / "rows").write_bytes(pickle.dumps(rows()))
+    program = (
+        "import pickle, sys; from rsembed import opaque; print(opaque.unwrap(pickle.load(open(sys.argv[1], 'rb'))))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "rows"], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == str(jnp.asarray(ROWS))
+
+
+def test_only_integers_of_a_tree_are_wrapped():
+    tree = {
+        "ids": jnp.asarray(ROWS),
+        "keys": jnp.ones(2, jnp.uint32),
+        "gains": jnp.ones(2),
+        "mask": jnp.ones(2, bool),
+        "none": None,
+    }
+    wrapped = opaque.wrap_integers(tree)
+    assert {name: opaque.kind_of(leaf) for name, leaf in wrapped.items()} == {
+        "ids": "id",
+        "keys": "key_lane",
+        "gains": None,
+        "mask": None,
+        "none": None,
+    }
+    jax.tree.map(np.testing.assert_array_equal, opaque.unwrap_all(wrapped), tree)
+
+
+def test_what_is_no_such_array_is_left_alone():
+    key = jax.random.key(0)
+    for other in (None, 3, object(), key, jnp.ones(2), jax.eval_shape(rows)):
+        assert opaque.unwrap(other) is other
+    with pytest.raises(TypeError, match="kind 'row' are int32, got float32"):
+        opaque.wrap(jnp.ones(2), "row")
+    with pytest.raises(TypeError, match="not keys of a random number generator"):
+        jax.random.split(rows()[0])
