@@ -5,7 +5,6 @@ What the caller passed stays as it is: ids and offsets outside their range are r
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
@@ -19,11 +18,11 @@ from numpy.typing import ArrayLike
 from rsembed.bags import PAD_ID, Bags, check_unmasked, is_traced, narrow_ids, padded_size
 from rsembed.checks import check_type
 from rsembed.collection.inputs import is_unknown
-from rsembed.kernels.contract import JaggedBatch
+from rsembed.kernels.contract import Call
 from rsembed.parallel.agreement import Agreement
 from rsembed.tbe.arguments import BoundsCheckMode
 from rsembed.tbe.meshes import AnyBatch
-from rsembed.tbe.plan import TBEPlan
+from rsembed.tbe.plan import TBEPlan, with_list
 
 AnyArray: TypeAlias = Array | np.ndarray
 Count: TypeAlias = int | np.integer | Array
@@ -50,7 +49,7 @@ def read(
     given = (indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
     # A process that refuses its part tells the others.
     with Agreement(None if plan.devices is None else plan.devices.known_mesh, "the batch", given):
-        if isinstance(indices, (JaggedBatch, dict)):
+        if isinstance(indices, (Call, dict)):
             if any(own is not None for own in given[1:]):
                 raise ValueError("a prepared batch holds offsets, weights and sizes; pass none of them beside it.")
             if not _is_of(plan, indices):
@@ -70,12 +69,11 @@ def _is_of(plan: TBEPlan, batch: AnyBatch) -> bool:
     """Whether a prepared batch fits the plan's devices, features, rows and pooling."""
     if isinstance(batch, dict):
         return plan.devices is not None and batch.keys() == set(plan.feature_names)
-    places = [(*plan.places[t], plan.tables[t].num_rows) for t in plan.features]
-    own = (batch.combiner, [block[2:] for block in batch.blocks])
-    return plan.devices is None and own == (plan.pooling, places)
+    places = [(plan.combiner, *plan.places[t], plan.tables[t].num_rows) for t in plan.features]
+    return plan.devices is None and [segment[3:] for segment in batch.segments] == places
 
 
-def _jagged(plan: TBEPlan, indices: PyTree, offsets: PyTree, weights: PyTree, sizes: PyTree) -> JaggedBatch:
+def _jagged(plan: TBEPlan, indices: PyTree, offsets: PyTree, weights: PyTree, sizes: PyTree) -> Call:
     """One batch from the arguments of a flat call, of which only types and shapes have been checked."""
     if offsets is None:
         raise TypeError("offsets is missing; pass indices and offsets.")
@@ -123,11 +121,11 @@ def _integers(values: ArrayLike, what: str) -> AnyArray:
     return array
 
 
-def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: JaggedBatch) -> tuple[JaggedBatch, Count, str | None]:
-    is_known, mistake = not is_traced((batch.ids, batch.offsets)), None
+def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> tuple[Call, Count, str | None]:
+    is_known, mistake = not is_traced((batch.lists[0].ids, batch.lists[0].offsets)), None
     is_fatal, num_corrected = mode == BoundsCheckMode.FATAL, cast(Count, 0)
-    if is_known and is_fatal and batch.weights is not None and not is_traced(batch.weights):
-        weights = np.asarray(batch.weights)
+    if is_known and is_fatal and batch.lists[0].weights is not None and not is_traced(batch.lists[0].weights):
+        weights = np.asarray(batch.lists[0].weights)
         if not np.isfinite(weights).all():
             place = int(np.isfinite(weights).argmin())
             wrong = f"{weights[place]} at index {place} is not finite"
@@ -139,7 +137,7 @@ def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: JaggedBatch) -> tuple[
     if mode != BoundsCheckMode.NONE and (mistake or not is_known):
         repaired, num_corrected = _repaired(plan, batch)
         batch = batch if is_fatal else repaired
-    batch = dataclasses.replace(batch, ids=narrow_ids(batch.ids), offsets=narrow_ids(batch.offsets))
+    batch = with_list(batch, ids=narrow_ids(batch.lists[0].ids), offsets=narrow_ids(batch.lists[0].offsets))
     warns = mode == BoundsCheckMode.WARNING
     return batch, num_corrected if warns or is_fatal else 0, mistake if warns else None
 
@@ -160,7 +158,7 @@ def repeat_by_feature(values: AnyArray, starts: AnyArray, num_ids: int) -> AnyAr
     return jnp.repeat(values, lengths, total_repeat_length=num_ids)
 
 
-def _repaired(plan: TBEPlan, batch: JaggedBatch) -> tuple[JaggedBatch, Count]:
+def _repaired(plan: TBEPlan, batch: Call) -> tuple[Call, Count]:
     """The batch with ids and offsets inside their range, and how many of them had to be changed.
 
     The last offset becomes the number of ids, the others are clipped to it and never fall; an id outside its table
@@ -168,8 +166,10 @@ def _repaired(plan: TBEPlan, batch: JaggedBatch) -> tuple[JaggedBatch, Count]:
 
     Source: FBGEMM, BoundsCheckMode.WARNING.
     """
-    xp: Any = jnp if is_traced((batch.ids, batch.offsets)) else np
-    ids, offsets, num_ids = narrow_ids(xp.asarray(batch.ids)), xp.asarray(batch.offsets), batch.ids.shape[0]
+    (listed,) = batch.lists
+    num_ids = listed.num_entries
+    xp: Any = jnp if is_traced((listed.ids, listed.offsets)) else np
+    ids, offsets = narrow_ids(xp.asarray(listed.ids)), xp.asarray(listed.offsets)
     ends: Any = xp.clip(offsets, 0, num_ids)
     is_last = xp.arange(ends.shape[0]) == ends.shape[0] - 1
     ends = xp.where(is_last, xp.asarray(num_ids, ends.dtype), ends)
@@ -181,7 +181,7 @@ def _repaired(plan: TBEPlan, batch: JaggedBatch) -> tuple[JaggedBatch, Count]:
     is_outside = is_in_bag & (((ids < 0) & (ids != PAD_ID)) | (ids >= limit))
     fixed = xp.where(is_outside, xp.zeros_like(ids), ids)
     num_changed = xp.sum(is_outside) + xp.sum(ends != offsets)
-    return dataclasses.replace(batch, ids=fixed, offsets=ends.astype(offsets.dtype)), num_changed
+    return with_list(batch, ids=fixed, offsets=ends.astype(offsets.dtype)), num_changed
 
 
 def _repaired_on_mesh(
@@ -202,12 +202,12 @@ def _repaired_on_mesh(
     return repaired, 0 if mode == BoundsCheckMode.IGNORE else num_outside
 
 
-def _first_mistake(plan: TBEPlan, batch: JaggedBatch, *, may_begin_later: bool) -> str | None:
+def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str | None:
     """Message about the first bad id or offset, with feature, table, bag and position; None without one.
 
     `may_begin_later` lets ids in front of the first bag pass, which belong to nobody.
     """
-    ids, offsets = np.asarray(batch.ids), np.asarray(batch.offsets)
+    ids, offsets = np.asarray(batch.lists[0].ids), np.asarray(batch.lists[0].offsets)
     if offsets[0] < 0 or (offsets[0] and not may_begin_later):
         return f"offsets begin with {int(offsets[0])}, but the first bag must begin at 0."
     first_bags = [0, *itertools.accumulate(plan.bags_of(batch))]
@@ -241,10 +241,11 @@ def _first_mistake(plan: TBEPlan, batch: JaggedBatch, *, may_begin_later: bool) 
 # The callers' form
 
 
-def with_room(batch: JaggedBatch) -> JaggedBatch:
+def with_room(batch: Call) -> Call:
     """The batch padded to a power of two of ids; those behind the last offset are in no bag."""
-    bags: Any = Bags(batch.ids, batch.offsets, batch.weights).pad_to(padded_size(batch.ids.shape[0]))
-    return dataclasses.replace(batch, ids=bags.ids, weights=bags.weights)
+    (listed,) = batch.lists
+    bags: Any = Bags(listed.ids, listed.offsets, listed.weights).pad_to(padded_size(listed.num_entries))
+    return with_list(batch, ids=bags.ids, weights=bags.weights)
 
 
 def mask_of_ids(plan: TBEPlan, batch: AnyBatch, feature_requires_grad: ArrayLike) -> PyTree:
@@ -255,5 +256,5 @@ def mask_of_ids(plan: TBEPlan, batch: AnyBatch, feature_requires_grad: ArrayLike
     if isinstance(batch, dict):
         return dict(zip(plan.feature_names, mask, strict=True))
     num_bags = plan.bags_of(batch)
-    starts = feature_starts(jnp.asarray(batch.offsets), num_bags)
-    return repeat_by_feature(jnp.concatenate([jnp.zeros(1), mask]), starts, batch.ids.shape[0])
+    starts = feature_starts(jnp.asarray(batch.lists[0].offsets), num_bags)
+    return repeat_by_feature(jnp.concatenate([jnp.zeros(1), mask]), starts, batch.lists[0].ids.shape[0])

@@ -22,14 +22,14 @@ from rsembed.bags import check_not_taken, is_traced
 from rsembed.collection.dense_rows import numbers_of_rows
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, JaggedBatch, JaggedGradients, Step
-from rsembed.kernels.reference import Rounding, jagged_segment
+from rsembed.kernels.contract import NO_ROW, Call, CallGradients, Step
+from rsembed.kernels.reference import Rounding, rows_of_list
 from rsembed.optimizers.base import Slots
 from rsembed.optimizers.regularization import global_decay_factor
 from rsembed.optimizers.regularized import CounterAdagrad
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe.meshes import AnyBatch, tables_on_mesh
-from rsembed.tbe.plan import GroupPlan, TBEPlan
+from rsembed.tbe.plan import GroupPlan, TBEPlan, with_list
 
 
 class TBEState(NamedTuple):
@@ -97,12 +97,12 @@ def rows_of(plan: TBEPlan, table: int, ids: Int[np.ndarray, " ids"]) -> Int[np.n
 
 def output_shape(plan: TBEPlan, batch: AnyBatch) -> tuple[int, ...]:
     """Shape of the output of `lookup` for this batch."""
-    if isinstance(batch, JaggedBatch):
-        return batch.output_shape(plan.dims)
+    if isinstance(batch, Call):
+        return batch.outputs(plan.dims)[0][0]
     return jax.tree.leaves(batch)[0].shape[0], sum(plan.tables[t].dim for t in plan.features)
 
 
-def _here(plan: TBEPlan, batch: JaggedBatch) -> JaggedBatch:
+def _here(plan: TBEPlan, batch: Call) -> Call:
     """The batch unchanged. Raises: ValueError: the tables are on a mesh, which needs a split batch."""
     if plan.devices is not None:
         raise ValueError("a mesh shares the tables: split the batch by module.prepare.")
@@ -195,9 +195,10 @@ def lookup(plan: TBEPlan, state: TBEState, batch: AnyBatch, output_dtype: str = 
         return tables_on_mesh(plan).lookup(state.weights, batch).astype(output_dtype)
     factors = _owed_factors(plan, state, _here(plan, batch), learning_rates(plan, state))
     if factors is not None:
-        batch = dataclasses.replace(batch, weights=factors if batch.weights is None else factors * batch.weights)
-    output = api.lookup_jagged(state.weights, batch)
-    return output.astype(output_dtype).reshape(output_shape(plan, batch))
+        weights = batch.lists[0].weights
+        batch = with_list(batch, weights=factors if weights is None else factors * weights)
+    (output,) = api.lookup(state.weights, batch)
+    return output.astype(output_dtype)
 
 
 def _flat(d_output: Array, max_gradient: float | None = None) -> Float[Array, " size"]:
@@ -218,7 +219,7 @@ def row_gradients(
     else:
         batch = _here(plan, batch)
         found = [
-            api.row_gradients(group.num_rows, JaggedGradients(batch, flat, number, plan.dims))
+            api.row_gradients(group.num_rows, CallGradients(batch, (flat,), plan.dims, number))
             for number, group in enumerate(plan.groups)
         ]
     rows, values = (
@@ -265,7 +266,7 @@ def update(
         tables = tables_on_mesh(plan)
         return _stepped(plan, state, rates, tables.engine.update, tables.with_gains(batch), tables.by_feature(flat))
     batch = _here(plan, batch)
-    gradients = [JaggedGradients(batch, flat, number, plan.dims) for number in range(len(plan.groups))]
+    gradients = [CallGradients(batch, (flat,), plan.dims, number) for number in range(len(plan.groups))]
     return _stepped(plan, state, rates, api.update, gradients)
 
 
@@ -316,13 +317,13 @@ def _step_of(plan: TBEPlan, number: int, state: TBEState, rate: Array) -> Step:
 
 
 def _owed_factors(
-    plan: TBEPlan, state: TBEState, batch: JaggedBatch, rates: Float[Array, " groups"]
+    plan: TBEPlan, state: TBEState, batch: Call, rates: Float[Array, " groups"]
 ) -> Float[Array, " nnz"] | None:
     """Factors by which lookups multiply the row of each id; None if no table decays globally."""
     factors = None
     for number, group in enumerate(plan.groups):
         if group.table.global_decay is not None:
-            rows = jagged_segment(batch, number).rows
+            rows = rows_of_list(batch, 0, number, state.weights[number].shape[0])
             prev_iter = state.slots[number][1].at[rows].get(mode="fill", fill_value=0)[:, 0]
             weight_decay = group.table.rule.weight_decay  # type: ignore[union-attr]
             own = global_decay_factor(prev_iter, state.step + 1, rates[number], weight_decay, group.table.global_decay)
@@ -377,8 +378,8 @@ def backward(
 ) -> tuple[TBEState, PyTree]:
     """State after `update`, and the gradients of the ids' weights if there are any and they are wanted."""
     flat, weights = _flat(d_output, max_gradient), cast(PyTree, None)
-    if isinstance(batch, JaggedBatch):
-        weights = batch.weights
+    if isinstance(batch, Call):
+        weights = batch.lists[0].weights
     else:
         weights = {name: own[1] for name, own in batch.items() if isinstance(own, tuple)}
     if not wants_weight_gradients or not jax.tree.leaves(weights):
@@ -392,7 +393,7 @@ def backward(
         output, pull_back = jax.vjp(weighted, weights)
         (d_weights,) = pull_back(flat.reshape(output.shape))
     else:
-        d_weights = api.weight_gradients(state.weights, _here(plan, batch), flat)
+        (d_weights,) = api.weight_gradients(state.weights, _here(plan, batch), (flat,))
         factors = _owed_factors(plan, state, batch, rates)
         d_weights = d_weights if factors is None else factors * d_weights
     # Without this dependence, whose sum is 0, the update could be scheduled first, on a copy of the tables.

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from rsembed.bags import device_copy, is_traced
-from rsembed.kernels.contract import NO_ROW, JaggedBatch
+from rsembed.kernels.contract import NO_ROW, Call
 from rsembed.row_gradients import RowGradients
 from rsembed.storage import CacheCounts, SetAssociativeCache
 from rsembed.storage.host_cached import BackingStore, Generation
@@ -28,7 +28,7 @@ from rsembed.tbe.arguments import Arguments, TBEStatsReporterConfig
 from rsembed.tbe.batches import AnyArray, feature_starts
 from rsembed.tbe.functional import TBEState
 from rsembed.tbe.meshes import AnyBatch
-from rsembed.tbe.plan import GroupPlan, TablePlan, TBEPlan, warn_of_no_effect
+from rsembed.tbe.plan import GroupPlan, TablePlan, TBEPlan, warn_of_no_effect, with_list
 
 MAX_PREFETCHES = 100
 
@@ -78,26 +78,27 @@ class HostRows:
 
     # Before a lookup or an update
 
-    def bring(self, state: TBEState, batch: JaggedBatch, *, admit: bool = True) -> tuple[TBEState, JaggedBatch]:
+    def bring(self, state: TBEState, batch: Call, *, admit: bool = True) -> tuple[TBEState, Call]:
         """Copies the batch's rows to the device, inside `jit` too; with `admit`, missing rows enter the cache.
 
         Returns: the state, and the batch with places instead of ids for cached tables.
         """
-        capacity = batch.ids.shape[0] if is_traced((batch.ids, batch.offsets, state)) else None
+        (listed,) = batch.lists
+        capacity = listed.num_entries if is_traced((listed.ids, listed.offsets, state)) else None
         find = functools.partial(self._find_in_turn, self.plan.bags_of(batch), admit, capacity)
         shapes = None
         if capacity is not None:
             flat = jax.ShapeDtypeStruct((capacity,), jnp.int32)
             shapes = (flat, {number: [flat, flat] for number in self.groups})
-        places, moves = call_host(find, shapes, state.generation, batch.ids, batch.offsets)
+        places, moves = call_host(find, shapes, state.generation, listed.ids, listed.offsets)
         state = self._moved(self.advanced(state, is_inside=capacity is not None), moves, capacity)
-        blocks = tuple(
-            block._replace(first_row=0, num_rows=state.weights[block.table].shape[0])
-            if self.plan.groups[block.table].table.is_cached
-            else block
-            for block in batch.blocks
-        )
-        return state, dataclasses.replace(batch, ids=device_copy(places, jnp.int32), blocks=blocks)
+        segments = []
+        for segment in batch.segments:
+            if self.plan.groups[segment.table].table.is_cached:
+                segment = segment._replace(first_row=0, num_rows=state.weights[segment.table].shape[0])
+            segments.append(segment)
+        batch = with_list(batch, ids=device_copy(places, jnp.int32))
+        return state, dataclasses.replace(batch, segments=tuple(segments))
 
     def bring_rows(self, state: TBEState, row_gradients: RowGradients) -> tuple[TBEState, RowGradients]:
         """Copies the rows of row gradients to the device, and replaces their numbers by places. Not inside `jit`.
@@ -116,7 +117,7 @@ class HostRows:
         state = self._moved(self.advanced(state))
         return state, dataclasses.replace(row_gradients, rows=rows)
 
-    def prefetch(self, state: TBEState, batch: JaggedBatch) -> TBEState:
+    def prefetch(self, state: TBEState, batch: Call) -> TBEState:
         """Fills the cache for a later batch; rows that find no place are copied when it is looked up.
 
         Raises: RuntimeError: `MAX_PREFETCHES` batches wait already.
@@ -128,18 +129,18 @@ class HostRows:
             )
         locked: list[tuple[SetAssociativeCache, np.ndarray]] = []
         config, lock = self.caching.multipass_prefetch_config, self.caching.prefetch_pipeline
-        num_ids, offsets = len(batch.ids), np.asarray(batch.offsets)
+        num_ids, offsets = len(batch.lists[0].ids), np.asarray(batch.lists[0].offsets)
         size = max(num_ids, 1)
         if config is not None:
             size = max(-(-num_ids // config.num_passes), config.min_splitable_pass_size)
         self.generation.advance(state.generation)
         state = self.advanced(state)
         for first in range(0, max(num_ids, 1), size):
-            ids, ends = batch.ids[first : first + size], np.clip(offsets - first, 0, size)
+            ids, ends = batch.lists[0].ids[first : first + size], np.clip(offsets - first, 0, size)
             self._find(self.plan.bags_of(batch), np.asarray(ids), ends, admit=True, lock=lock, is_prefetch=True)
             state = self._moved(state)
             locked += [(group.cache, group.places) for group in self.groups.values() if lock]
-        self.prefetched.append((np.asarray(batch.ids)[: offsets[-1]], locked))
+        self.prefetched.append((np.asarray(batch.lists[0].ids)[: offsets[-1]], locked))
         return state
 
     def _take_prefetched(self, ids: np.ndarray) -> bool:
@@ -350,7 +351,7 @@ def report(config: TBEStatsReporterConfig, plan: TBEPlan, state: TBEState, batch
         total = weights + states + (0 if is_cached else cache)
         figures |= {f"tbe.{kind}.embeddings": weights, f"tbe.{kind}.optimizer_states": states}
         figures |= {f"tbe.{kind}.total_static_sparse": total, f"tbe.total_{kind}_usage": total}
-    ids = [batch.ids] if isinstance(batch, JaggedBatch) else [jax.tree.leaves(own)[0] for own in batch.values()]
+    ids = [batch.lists[0].ids] if isinstance(batch, Call) else [jax.tree.leaves(own)[0] for own in batch.values()]
     for name, arrays in (("input", ids), ("output", [output])):
         figures[f"tbe.fwd_{name}_count"] = sum(array.size for array in arrays)
         figures[f"tbe.fwd_{name}_size"] = sum(array.nbytes for array in arrays)

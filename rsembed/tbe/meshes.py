@@ -23,7 +23,7 @@ from rsembed.collection import inputs
 from rsembed.collection.engine import Engine
 from rsembed.collection.placement import make_stacks
 from rsembed.collection.stack import Stack
-from rsembed.kernels.contract import JaggedBatch
+from rsembed.kernels.contract import Call
 from rsembed.specs import FeatureSpec
 from rsembed.stacking import plan_stacking
 from rsembed.tbe.plan import TBEPlan
@@ -31,7 +31,7 @@ from rsembed.tbe.plan import TBEPlan
 Group = TypeVar("Group")
 
 
-AnyBatch: TypeAlias = JaggedBatch | dict[str, Any]
+AnyBatch: TypeAlias = Call | dict[str, Any]
 """A batch on one device; or on a mesh, by feature ids `[bags, ids]` or a pair of these and of their weights."""
 
 
@@ -70,13 +70,13 @@ class MeshTables:
 
     # Batches
 
-    def of_jagged(self, batch: JaggedBatch) -> dict[str, PyTree]:
+    def of_jagged(self, batch: Call) -> dict[str, PyTree]:
         """A checked batch of this process, outside `jit`, split by sample. Raises: as `prepare` of the core."""
-        ids, offsets, bags = np.asarray(batch.ids), np.asarray(batch.offsets), dict[str, Bags]()
-        for name, block in zip(self.features, batch.blocks, strict=True):
+        ids, offsets, bags = np.asarray(batch.lists[0].ids), np.asarray(batch.lists[0].offsets), dict[str, Bags]()
+        for name, block in zip(self.features, batch.segments, strict=True):
             ends = offsets[block.first_bag : block.first_bag + block.num_bags + 1]
             own = slice(int(ends[0]), int(ends[-1]))
-            weights = None if batch.weights is None else np.asarray(batch.weights[own])
+            weights = None if batch.lists[0].weights is None else np.asarray(batch.lists[0].weights[own])
             bags[name] = Bags(ids[own], ends - ends[0], weights)
         return self.split(bags, bounds_check="ignore")
 
@@ -87,16 +87,16 @@ class MeshTables:
             name: jax.tree.map(lambda own: own if own.ndim == 2 else own[:, None], own) for name, own in given.items()
         }
 
-    def in_order(self, by_feature: Mapping[str, Array], batch: JaggedBatch) -> Float[Array, " nnz"]:
+    def in_order(self, by_feature: Mapping[str, Array], batch: Call) -> Float[Array, " nnz"]:
         """Values per id in the order of the batch before it was split; 0 for ids in no bag."""
-        offsets, mesh = np.asarray(batch.offsets), self.devices.known_mesh
+        offsets, mesh = np.asarray(batch.lists[0].offsets), self.devices.known_mesh
         local = [global_array_to_host_local_array(by_feature[name], mesh, self.devices.split) for name in self.features]  # type: ignore[arg-type]
         found = [jnp.zeros(int(offsets[0]))]
-        for own, block in zip(local, batch.blocks, strict=True):
+        for own, block in zip(local, batch.segments, strict=True):
             ends = offsets[block.first_bag : block.first_bag + block.num_bags + 1]
             bag = np.repeat(np.arange(block.num_bags), np.diff(ends))
             found.append(own[bag, np.arange(ends[0], ends[-1]) - ends[:-1][bag]])
-        return jnp.concatenate([*found, jnp.zeros(batch.ids.shape[0] - int(offsets[-1]))])
+        return jnp.concatenate([*found, jnp.zeros(batch.lists[0].ids.shape[0] - int(offsets[-1]))])
 
     # What the engine takes and gives
 

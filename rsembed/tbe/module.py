@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from rsembed.bags import is_traced
 from rsembed.checks import NonNegativeInt, validated
-from rsembed.kernels.contract import JaggedBatch
+from rsembed.kernels.contract import Call
 from rsembed.optimizers import regularization
 from rsembed.optimizers.regularization import WeightDecayMode
 from rsembed.row_gradients import RowGradients, check_belong, check_gradient
@@ -274,7 +274,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             raise RuntimeError("prepare brings a batch to the devices before a compiled step; call it outside of jit.")
         if self.plan.devices is not None:
             batch = self._brought(batch)
-        elif isinstance(batch, JaggedBatch):
+        elif isinstance(batch, Call):
             batch = jax.tree.map(jnp.asarray, batch if self.plan.pooling == "none" else batches.with_room(batch))
         return batch
 
@@ -295,7 +295,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         if (host := self.host_rows) is None:
             return
         batch = self._read(indices, offsets, None, batch_size_per_feature_per_rank)
-        if not isinstance(batch, JaggedBatch) or is_traced((batch.ids, batch.offsets)):
+        if not isinstance(batch, Call) or is_traced((batch.lists[0].ids, batch.lists[0].offsets)):
             raise RuntimeError("prefetch works beside compiled programs; call it outside of jit.")
         self.state.set_value(host.prefetch(self.state.get_value(), batch))
 
@@ -406,7 +406,7 @@ class TablesBackward:
         if d_weights is None:
             return None
         plan = module.plan
-        if plan.devices is not None and isinstance(self._batch, JaggedBatch):
+        if plan.devices is not None and isinstance(self._batch, Call):
             d_weights = tables_on_mesh(plan).in_order(d_weights, self._batch)
         if self._mask is not None:
             d_weights = jax.tree.map(jnp.multiply, d_weights, self._mask)

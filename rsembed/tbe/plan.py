@@ -8,7 +8,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from rsembed.checks import check_type
 from rsembed.collection.devices import Devices
 from rsembed.collection.placement import placement_of_tables
 from rsembed.fingerprint import ELSEWHERE, Fingerprint
-from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch
+from rsembed.kernels.contract import NO_ROW, Call, Combiner, IdList, Segment
 from rsembed.optimizers.base import LearningRate, OptimizerSpec
 from rsembed.optimizers.regularization import (
     CounterWeightDecayMode,
@@ -209,6 +209,11 @@ class TBEPlan:
         }
         return tuple(found[table] for table in range(len(self.tables)))
 
+    @property
+    def combiner(self) -> Combiner:
+        """The pooling as kernels name it: FBGEMM's mean divides by the number of ids, weighted or not."""
+        return "mean_by_count" if self.pooling == "mean" else cast(Combiner, self.pooling)
+
     @functools.cached_property
     def dims(self) -> tuple[int, ...]:
         """Columns of every group's array."""
@@ -261,8 +266,8 @@ class TBEPlan:
         offsets: Int[Array | np.ndarray, " bags_plus_1"],
         weights: Float[Array | np.ndarray, " nnz"] | None,
         sizes: BagSizes | None = None,
-    ) -> JaggedBatch:
-        """A jagged batch of these ids, in the form that kernels read.
+    ) -> Call:
+        """A call with one list of these ids.
 
         Args:
           ids: ids of all features, feature after feature.
@@ -273,18 +278,18 @@ class TBEPlan:
         Raises: ValueError: the length of the offsets does not fit.
         """
         layout = "columns" if sizes is None else "blocks"
-        blocks = _blocks(self, offsets.shape[0], sizes)
-        return JaggedBatch(ids, offsets, weights, self.pooling, blocks, layout)  # type: ignore[arg-type]
+        segments = _segments(self, offsets.shape[0], sizes)
+        return Call((IdList(ids, offsets, weights),), segments, layout)  # type: ignore[arg-type]
 
-    def bags_of(self, batch: JaggedBatch) -> tuple[int, ...]:
+    def bags_of(self, batch: Call) -> tuple[int, ...]:
         """Number of bags of every feature in a batch."""
         num_features = len(self.features)
-        return tuple(sum(block.num_bags for block in batch.blocks[f::num_features]) for f in range(num_features))
+        return tuple(sum(segment.num_bags for segment in batch.segments[f::num_features]) for f in range(num_features))
 
 
 @functools.lru_cache(maxsize=256)
-def _blocks(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[Block, ...]:
-    """Blocks of a batch: one a feature, with `sizes` one a rank too. Raises: ValueError: the offsets do not fit."""
+def _segments(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[Segment, ...]:
+    """Segments of a batch: one a feature, with `sizes` one a rank too. Raises: ValueError: the offsets do not fit."""
     num_features = len(plan.features)
     by_rank = [((num_offsets - 1) // num_features,)] * num_features if sizes is None else sizes
     bags = [sum(own) for own in by_rank]
@@ -304,11 +309,19 @@ def _blocks(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[Bl
             "offset per bag, feature after feature, and the end of the last bag."
         )
     *first_bags, _ = itertools.accumulate(bags, initial=0)
-    return tuple(
-        Block(first_bag + sum(own[:rank]), own[rank], *plan.places[table], plan.tables[table].num_rows)
-        for rank in range(len(by_rank[0]))
-        for table, first_bag, own in zip(plan.features, first_bags, by_rank, strict=True)
-    )
+    segments = []
+    for rank in range(len(by_rank[0])):
+        for table, first_bag, own in zip(plan.features, first_bags, by_rank, strict=True):
+            first = first_bag + sum(own[:rank])
+            group, first_row = plan.places[table]
+            num_rows = plan.tables[table].num_rows
+            segments.append(Segment(0, first, own[rank], plan.combiner, group, first_row, num_rows))
+    return tuple(segments)
+
+
+def with_list(batch: Call, **changes: Any) -> Call:
+    """The batch with other `ids`, `offsets` or `weights` in its one list."""
+    return dataclasses.replace(batch, lists=(dataclasses.replace(batch.lists[0], **changes),))
 
 
 def per_table(value: PyTree, num_tables: int, what: str) -> list[PyTree]:
