@@ -46,7 +46,7 @@ from timing import Workload, make_parser, write_records
 
 import rsembed.optimizers as ro
 from rsembed.kernels import gpu, reference
-from rsembed.kernels.contract import Segment, SegmentGradients, Step
+from rsembed.kernels.contract import Call, CallGradients, IdList, Step
 
 NUM_BATCHES = 4
 LEARNING_RATE, EPSILON, INITIAL_WEIGHT = 0.01, 1e-8, 0.01
@@ -152,22 +152,23 @@ def kernel_contestant(module: Any, workload: Workload, inputs: Inputs, rule: ro.
     del table
 
     # Bounds are an argument: XLA works out what depends on a constant alone, for a minute, when it compiles for a GPU.
-    segments = [Segment(own, bounds, None, "sum") for own in rows]
+    calls = [Call.of([IdList(own, bounds)], ["sum"]) for own in rows]
 
     @jax.jit
-    def lookup(table: Any, segment: Segment) -> Any:
-        return module.lookup(table, [segment])[0]
+    def lookup(table: Any, call: Call) -> Any:
+        return module.lookup((table,), call)[0]
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(table: Any, slots: Any, segment: Segment, gradient: Any) -> Any:
-        return module.update(table, slots, SegmentGradients([segment], [gradient]), Step(hyper, rule))
+    def step(table: Any, slots: Any, call: Call, gradient: Any) -> Any:
+        gradients = CallGradients(call, (gradient,), (workload.embedding_dim,))
+        return module.update(table, slots, gradients, Step(hyper, rule))
 
     def train(k: int) -> Any:
-        lookup(state["table"], segments[k])  # whose outputs the loss would read
-        state["table"], state["slots"] = step(state["table"], state["slots"], segments[k], gradient)
+        lookup(state["table"], calls[k])  # the loss would read its outputs
+        state["table"], state["slots"] = step(state["table"], state["slots"], calls[k], gradient)
         return state["table"]
 
-    return Contestant(lambda k: lookup(state["table"], segments[k]), train, jax.block_until_ready)
+    return Contestant(lambda k: lookup(state["table"], calls[k]), train, jax.block_until_ready)
 
 
 def xla_contestant(workload: Workload, inputs: Inputs, rule: ro.OptimizerSpec) -> Contestant | None:

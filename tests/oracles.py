@@ -2,50 +2,167 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import NamedTuple
+
 import jax.numpy as jnp
 import numpy as np
 
+from rsembed.kernels.contract import Call
 
-def bag_gains(segment, num_rows: int) -> list[tuple[int, int, float]]:
-    """`(row, output, gain)` of every entry that contributes, in order."""
-    rows = np.asarray(segment.rows).tolist()
-    weights = [1.0] * len(rows) if segment.weights is None else np.asarray(segment.weights, np.float64).tolist()
-    if segment.offsets is None:
-        return [(row, k, weights[k]) for k, row in enumerate(rows) if 0 <= row < num_rows]
-    offsets = np.asarray(segment.offsets).tolist()
+
+class Entry(NamedTuple):
+    """An entry of a call that contributes: it adds `gain * tables[table][row]` to a vector of a segment."""
+
+    segment: int
+    list: int
+    number: int  # in its list
+    table: int
+    row: int
+    vector: int
+    weight: float
+    divisor: float
+
+    @property
+    def gain(self) -> float:
+        return self.weight / self.divisor if self.divisor else 0.0
+
+
+def bags_of(ids) -> list[range]:
+    """Numbers of the entries of each bag of a list."""
+    num_entries = len(np.asarray(ids.ids))
+    if ids.shape is not None:
+        num_bags, width = ids.shape
+        return [range(bag * width, (bag + 1) * width) for bag in range(num_bags)]
+    ends = np.clip(np.asarray(ids.offsets), 0, num_entries).tolist()
+    return [range(first, last) for first, last in itertools.pairwise(ends)]
+
+
+def divisor_of(combiner, weights) -> float:
+    """What the sum of a bag is divided by."""
+    if combiner == "mean":
+        return sum(weights)
+    if combiner == "sqrtn":
+        return sum(weight**2 for weight in weights) ** 0.5
+    if combiner == "mean_by_count":
+        return len(weights)
+    return 1.0
+
+
+def entries_of_call(call, table_rows) -> list[Entry]:
+    """Every entry that contributes, segment by segment and in its order there."""
     found = []
-    for bag in range(len(offsets) - 1):
-        entries = [k for k in range(offsets[bag], offsets[bag + 1]) if 0 <= rows[k] < num_rows]
-        divisor = 1.0
-        if segment.combiner == "mean":
-            divisor = sum(weights[k] for k in entries)
-        if segment.combiner == "sqrtn":
-            divisor = sum(weights[k] ** 2 for k in entries) ** 0.5
-        found += [(rows[k], bag, weights[k] / divisor if divisor else 0.0) for k in entries]
+    for number, segment in enumerate(call.segments):
+        own = call.lists[segment.list]
+        ids = np.asarray(own.ids).tolist()
+        weights = [1.0] * len(ids)
+        if own.weights is not None:
+            weights = np.asarray(own.weights, np.float64).tolist()
+        num_rows = min(segment.num_rows, table_rows[segment.table] - segment.first_row)
+        last_bag = segment.first_bag + segment.num_bags
+        for place, bag in enumerate(bags_of(own)[segment.first_bag : last_bag]):
+            entries = [entry for entry in bag if 0 <= ids[entry] < num_rows]
+            divisor = divisor_of(segment.combiner, [weights[entry] for entry in entries])
+            for entry in entries:
+                vector = entry if segment.combiner == "none" else place
+                row = segment.first_row + ids[entry]
+                about = (number, segment.list, entry, segment.table, row, vector)
+                found.append(Entry(*about, weights[entry], divisor))
     return found
 
 
-def pooled_lookup(table: np.ndarray, segment) -> np.ndarray:
-    """Pooled rows of one segment, `[num_outputs, dim]`."""
-    table = np.asarray(table, np.float64)
-    pooled = np.zeros((segment.num_outputs, table.shape[1]))
-    for row, output, gain in bag_gains(segment, table.shape[0]):
-        if gain:
-            pooled[output] += gain * table[row]
-    return pooled
+def sizes_of_vectors(call, dims) -> list[tuple[int, int]]:
+    """Number and length of the vectors of each segment."""
+    sizes = []
+    for segment in call.segments:
+        count = segment.num_bags
+        if segment.combiner == "none":
+            count = len(np.asarray(call.lists[segment.list].ids))
+        sizes.append((count, dims[segment.table]))
+    return sizes
 
 
-def combined_row_gradients(num_rows: int, segments, d_outputs) -> dict[int, np.ndarray]:
-    """Gradient of every row that was looked up, by row."""
-    gradients: dict[int, np.ndarray] = {}
-    for segment, d_output in zip(segments, d_outputs, strict=True):
-        d_output = np.asarray(d_output, np.float64)
-        for row, output, gain in bag_gains(segment, num_rows):
-            gradients[row] = gradients.get(row, 0.0) + gain * d_output[output]
+def laid_out(call, vectors) -> list[np.ndarray]:
+    """The outputs of a call that consist of these vectors of its segments."""
+    if call.layout == "each":
+        return vectors
+    if call.segments[0].combiner == "none":
+        longest = max(own.shape[1] for own in vectors)
+        output = np.zeros((len(vectors[0]), longest))
+        for own in vectors:
+            output[:, : own.shape[1]] += own
+        return [output]
+    if call.layout == "columns":
+        return [np.concatenate(vectors, axis=1)]
+    return [np.concatenate([own.reshape(-1) for own in vectors])]
+
+
+def taken_apart(call, dims, outputs) -> list[np.ndarray]:
+    """The vectors of each segment, from the outputs of a call."""
+    outputs = [np.asarray(output, np.float64) for output in outputs]
+    sizes = sizes_of_vectors(call, dims)
+    if call.layout == "each":
+        return [output.reshape(size) for output, size in zip(outputs, sizes, strict=True)]
+    (output,) = outputs
+    if call.segments[0].combiner == "none":
+        output = output.reshape(sizes[0][0], max(dim for _, dim in sizes))
+        return [output[:, :dim] for _, dim in sizes]
+    if call.layout == "columns":
+        output = output.reshape(sizes[0][0], sum(dim for _, dim in sizes))
+        return np.split(output, np.cumsum([dim for _, dim in sizes])[:-1], axis=1)
+    flat = np.split(output.reshape(-1), np.cumsum([count * dim for count, dim in sizes])[:-1])
+    return [own.reshape(size) for own, size in zip(flat, sizes, strict=True)]
+
+
+def lookup(tables, call) -> list[np.ndarray]:
+    """The outputs of a call."""
+    tables = [np.asarray(table, np.float64) for table in tables]
+    sizes = sizes_of_vectors(call, [table.shape[1] for table in tables])
+    vectors = [np.zeros(size) for size in sizes]
+    for entry in entries_of_call(call, [len(table) for table in tables]):
+        if entry.gain:
+            vectors[entry.segment][entry.vector] += entry.gain * tables[entry.table][entry.row]
+    return laid_out(call, vectors)
+
+
+def pooled_lookup(table, ids, combiner) -> np.ndarray:
+    """Pooled rows of one list."""
+    (vectors,) = lookup([table], Call.of([ids], [combiner]))
+    return vectors
+
+
+def row_gradients(call, table_rows, dims, d_outputs) -> list[dict[int, np.ndarray]]:
+    """Of every table, the gradient of every row that was looked up, by row."""
+    gradients: list[dict[int, np.ndarray]] = [{} for _ in table_rows]
+    d_vectors = taken_apart(call, dims, d_outputs)
+    for entry in entries_of_call(call, table_rows):
+        of_table = gradients[entry.table]
+        d_vector = d_vectors[entry.segment][entry.vector]
+        of_table[entry.row] = of_table.get(entry.row, 0.0) + entry.gain * d_vector
     return gradients
 
 
-# One step of one row, in place. Arguments: the row, its slots, its gradient, then what the rule is made of.
+def weight_gradients(tables, call, d_outputs) -> list[np.ndarray | None]:
+    """The gradients of the weights of each list, None for lists without."""
+    tables = [np.asarray(table, np.float64) for table in tables]
+    dims = [table.shape[1] for table in tables]
+    entries = entries_of_call(call, [len(table) for table in tables])
+    vectors = taken_apart(call, dims, lookup(tables, call))
+    d_vectors = taken_apart(call, dims, d_outputs)
+    found = [None if ids.weights is None else np.zeros(len(np.asarray(ids.ids))) for ids in call.lists]
+    for entry in entries:
+        if found[entry.list] is None or not entry.divisor:
+            continue
+        d_vector = d_vectors[entry.segment][entry.vector]
+        slope = d_vector @ tables[entry.table][entry.row]
+        pooled = d_vector @ vectors[entry.segment][entry.vector]
+        combiner = call.segments[entry.segment].combiner
+        if combiner == "mean":
+            slope -= pooled
+        if combiner == "sqrtn":
+            slope -= pooled * entry.weight / entry.divisor
+        found[entry.list][entry.number] = slope / entry.divisor
+    return found
 
 
 def dense_gradients(row_gradients) -> dict:
@@ -56,6 +173,9 @@ def dense_gradients(row_gradients) -> dict:
         dense = jnp.zeros((num_rows, values.shape[-1]))
         found[name] = dense.at[row_gradients.rows[name]].add(values, mode="drop")
     return found
+
+
+# One step of one row, in place. Arguments: the row, its slots, its gradient, then what the rule is made of.
 
 
 def sgd_step(row, slots, gradient, *, learning_rate):

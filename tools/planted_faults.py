@@ -26,8 +26,12 @@ MOST_SECONDS = 600
 # A file of the library, and the tests that are asked; below it faults: a text, and what is planted in its place.
 FAULTS = """
 kernels/reference.py  kernels/test_contract.py -k reference
-    jnp.sqrt(total) => total
-    & (bag < segment.num_outputs) => & (bag <= segment.num_outputs)
+    divisor = jnp.sqrt(divisor) => pass
+    & (bag < entries.num_outputs) => & (bag <= entries.num_outputs)
+    rows + first_rows, NO_ROW) => rows, NO_ROW)
+    jnp.where(_by_bag(ids, segments, chosen, False), shares, gains) => shares
+kernels/contract.py  kernels/test_contract.py -k reference
+    starts = itertools.accumulate(columns, initial=0) => starts = [0] * len(columns)
 kernels/native.py  kernels/test_keys.py
     return tuple(own), entry_of, first_of, => return tuple(own), first_of, entry_of,
 kernels/keyed.py  kernels/test_keys.py

@@ -176,9 +176,11 @@ def entry_gains(
     else:
         every = Entries(jnp.arange(num_entries, dtype=jnp.int32), entries.offsets, None)
         total = pool(terms[:, None], every)[:, 0]
-    divisor = total if entries.combiner == "mean" else jnp.sqrt(total)
-    safe = jnp.where(divisor == 0.0, 1.0, divisor)
-    return bag, gains * jnp.where(divisor == 0.0, 0.0, 1.0 / safe)[bag], is_listed
+    is_zero = total == 0.0
+    divisor = jnp.where(is_zero, 1.0, total)  # before the root, which has no slope at zero
+    if entries.combiner == "sqrtn":
+        divisor = jnp.sqrt(divisor)
+    return bag, gains * jnp.where(is_zero, 0.0, 1.0 / divisor)[bag], is_listed
 
 
 def _inverse_magnitudes(weights: Float[Array, " nnz"], bag: Int[Array, " nnz"], num_bags: int) -> Float[Array, " bags"]:
@@ -200,6 +202,17 @@ def pooled(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
     vectors = gather_rows((table,), entries.rows)[0].astype(jnp.float32)
     # A row that must not contribute may hold anything, NaN included: select, do not multiply by zero.
     terms = jnp.where(gains[:, None] == 0.0, 0.0, gains[:, None] * vectors)
+    if entries.offsets is None:
+        return terms
+    return jax.ops.segment_sum(terms, bag, entries.num_outputs)
+
+
+def _pooled_with_slopes(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
+    """As `pooled`, for the gradients of weights: also a weight of zero has a slope, which the row says."""
+    bag, gains, is_listed = entry_gains(entries, table.shape[0])
+    vectors = gather_rows((table,), entries.rows)[0].astype(jnp.float32)
+    is_read = is_listed[:, None] & ((gains[:, None] != 0.0) | jnp.isfinite(vectors))
+    terms = gains[:, None] * jnp.where(is_read, vectors, 0.0)
     if entries.offsets is None:
         return terms
     return jax.ops.segment_sum(terms, bag, entries.num_outputs)
@@ -281,7 +294,7 @@ def weight_gradients(
 
     def outputs(weights: Sequence[PyTree]) -> Outputs:
         lists = [dataclasses.replace(own, weights=w) for own, w in zip(call.lists, weights, strict=True)]
-        return lookup(tables, dataclasses.replace(call, lists=tuple(lists)))
+        return lookup(tables, dataclasses.replace(call, lists=tuple(lists)), pool=_pooled_with_slopes)
 
     shapes, _ = call.outputs([table.shape[1] for table in tables])
     d_outputs = tuple(d.astype(jnp.float32).reshape(shape) for d, shape in zip(d_outputs, shapes, strict=True))
@@ -303,7 +316,12 @@ def group_rows(
     are outputs, numbered through all lists, without weights where all are ones; the place of every sorted entry's
     row, after the last place for entries that count for nothing; and the gradients of the outputs, float32.
     """
-    all_rows, all_outputs, all_gains, parts, first = [], [], [], [], 0
+    # The empty arrays are the entries of a table that no segment reads.
+    all_rows = [jnp.zeros(0, jnp.int32)]
+    all_outputs = [jnp.zeros(0, jnp.int32)]
+    all_gains = [jnp.zeros(0, jnp.float32)]
+    parts = []
+    first = 0
     is_plain = True
     for number in gradients.lists_read():
         entries = entries_of(gradients.call, number, gradients.table, num_rows, pool)
@@ -329,6 +347,8 @@ def group_rows(
     offsets = jnp.full(capacity + 1, jnp.sum(is_real, dtype=jnp.int32), jnp.int32).at[place].set(position, mode="drop")
     distinct = jnp.full(capacity, NO_ROW, jnp.int32).at[place].set(in_order, mode="drop")
     sorted_entries = Entries(outputs, offsets, weights)
+    if not parts:
+        parts = [jnp.zeros((0, gradients.dim), jnp.float32)]
     return distinct, sorted_entries, group_of, parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 

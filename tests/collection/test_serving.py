@@ -10,7 +10,7 @@ import pytest
 from jax import export
 
 import rsembed as rs
-from rsembed.kernels.contract import Segment
+from rsembed.kernels.contract import IdList
 from rsembed.sok import Keys
 from rsembed.tt import TensorTrain
 from tests.oracles import pooled_lookup
@@ -66,7 +66,7 @@ def test_ragged_bags_with_weights_and_ids_outside_pool_as_numpy_does(trained):
     weights = np.array([0.5, 1.0, 2.0, 1.0, -1.0, 9.0], np.float32)
     found = lookup(tables, dict.fromkeys(COMBINERS, rs.Bags(ids, offsets, weights)))
     for name in ("sum", "mean", "sqrtn"):
-        expected = pooled_lookup(tables[name]["rows"], Segment(ids, offsets, weights, name))
+        expected = pooled_lookup(tables[name]["rows"], IdList(ids, offsets, weights), name)
         np.testing.assert_allclose(found[name], expected, atol=1e-6)
 
 

@@ -1,5 +1,6 @@
 """What every implementation of the kernels is asked: bags of all kinds, rules, and how close answers must be."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 import rsembed.optimizers as ro
 from rsembed.kernels import gpu, native, reference, sparsecore
-from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
+from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Segment, Step
 from rsembed.kernels.devices import tracing_for
 from tests import oracles
 from tests.kernels.simulator import simulate
@@ -50,7 +51,7 @@ SETTINGS = {
 }
 """Dtypes and row lengths of tables that an implementation is asked for."""
 
-COMBINERS = ("sum", "mean", "sqrtn", "none")
+COMBINERS = ("sum", "mean", "sqrtn", "mean_by_count", "none")
 NUM_ROWS = 23
 # float32: sums of a few dozen terms in another order. The table is rounded once per step to its own type, and a
 # sum that differs in its last bit may round to the neighbour: 8 bits of bfloat16, 11 of float16.
@@ -117,52 +118,241 @@ def training_step(module, name, dim=128, dtype="float32"):
     table = shape((1 << 20, dim), dtype)
 
     def train(table, slots, rows, offsets):
-        segments = [Segment(rows, offsets, None, "mean")]
-        (output,) = module.lookup(table, segments)
-        gradients, step = SegmentGradients(segments, (output,)), Step(rule.get_hyperparameters(0), rule)
+        call = Call.of([IdList(rows, offsets)], ["mean"])
+        (output,) = module.lookup((table,), call)
+        gradients, step = CallGradients(call, (output,), (dim,)), Step(rule.get_hyperparameters(0), rule)
         return output, module.update(table, slots, gradients, step)
 
     slots = jax.eval_shape(rule.init_slots, table)
     return train, (table, slots, shape((4096,), jnp.int32), shape((513,), jnp.int32))
 
 
-def draw_segment(seed, combiner, lengths, *, weighted=False, outside=True):
-    """Bags of the given lengths: duplicates are certain, and some rows lie outside the table."""
-    generator = np.random.default_rng(seed)
-    num_entries = sum(lengths)
-    rows = generator.integers(0, NUM_ROWS, num_entries).astype(np.int32)
-    if outside:
-        rows[1::7], rows[3::7], rows[4::11] = -1, NUM_ROWS, NO_ROW
-    weights = jax.device_put(generator.uniform(0.5, 2.0, num_entries).astype(np.float32)) if weighted else None
-    offsets = None if combiner == "none" else jax.device_put(np.cumsum([0, *lengths]).astype(np.int32))
-    return Segment(jax.device_put(rows), offsets, weights, combiner)
-
-
 def draw_table(dim, dtype="float32", seed=0):
     return jax.device_put(np.random.default_rng(seed).standard_normal((NUM_ROWS, dim)).astype(jnp.dtype(dtype)))
 
 
-def draw_gradients(segments, dim, seed=1):
+def draw_gradients(call, dims, seed=1):
+    """Gradients of the outputs of a call."""
     generator = np.random.default_rng(seed)
-    return [jax.device_put(generator.standard_normal((s.num_outputs, dim), np.float32)) for s in segments]
+    shapes, _ = call.outputs(dims)
+    return tuple(jax.device_put(generator.standard_normal(shape, np.float32)) for shape in shapes)
 
 
-RAGGED = {
-    "every combiner": [draw_segment(k, c, [3, 0, 5, 1, 9]) for k, c in enumerate(COMBINERS)],
-    "weighted": [draw_segment(k, c, [0, 4, 7, 0], weighted=True) for k, c in enumerate(COMBINERS)],
-    "no entry": [draw_segment(0, "sum", [0, 0, 0]), draw_segment(0, "none", [])],
-    "no bag": [draw_segment(0, "mean", []), draw_segment(1, "sum", [2])],
-    "no weight": [Segment(*map(jax.device_put, (np.int32([1, 2]), np.int32([0, 2]), np.zeros(2, np.float32))), "mean")],
-    "one row only": [
-        Segment(jax.device_put(np.full(40, 7, np.int32)), jax.device_put(np.arange(0, 41, 4, np.int32)), None)
-    ]
-    * 2,
-    "trimmed": [
-        Segment(jax.device_put(np.arange(9, dtype=np.int32)), jax.device_put(np.int32([2, 4, 6])), None, "mean")
-    ],
+# Calls of one table of NUM_ROWS rows.
+
+
+def draw_list(seed, lengths, *, weighted=False, outside=True, single=False):
+    """Bags of the given lengths: duplicates are certain, row 11 is never read, and some rows lie outside the table."""
+    generator = np.random.default_rng(seed)
+    num_entries = sum(lengths)
+    rows = generator.integers(0, NUM_ROWS, num_entries).astype(np.int32)
+    rows[rows == 11] = NUM_ROWS - 1
+    if outside:
+        rows[1::7], rows[3::7], rows[4::11] = -1, NUM_ROWS, NO_ROW
+    weights = jax.device_put(generator.uniform(0.5, 2.0, num_entries).astype(np.float32)) if weighted else None
+    if single:
+        return IdList.single(jax.device_put(rows), weights)
+    return IdList(jax.device_put(rows), jax.device_put(np.cumsum([0, *lengths]).astype(np.int32)), weights)
+
+
+def _every_combiner(lengths, **how):
+    lists = [draw_list(k, lengths, **how) for k in range(len(COMBINERS))]
+    return lists, COMBINERS
+
+
+def _one_list(ids, offsets, weights=None):
+    weights = None if weights is None else jax.device_put(np.float32(weights))
+    return IdList(jax.device_put(np.int32(ids)), jax.device_put(np.int32(offsets)), weights)
+
+
+def _together(*parts):
+    lists, combiners = [], []
+    for own_lists, own_combiners in parts:
+        lists += own_lists
+        combiners += own_combiners
+    return Call.of(lists, combiners)
+
+
+ONE_TABLE = {
+    "every combiner": Call.of(*_every_combiner([3, 0, 5, 1, 9])),
+    "weighted": Call.of(*_every_combiner([0, 4, 7, 0], weighted=True)),
+    "no entry": Call.of([draw_list(0, [0, 0, 0]), draw_list(0, [], single=True)], ["sum", "mean"]),
+    "no bag": Call.of([draw_list(0, []), draw_list(1, [2])], ["mean", "sum"]),
+    "no weight": Call.of([_one_list([1, 2], [0, 2], [0, 0])] * 2, ["mean", "sqrtn"]),
+    "one row only": Call.of([_one_list([7] * 40, range(0, 41, 4))] * 2, ["sum", "sum"]),
+    "trimmed": Call.of([_one_list(range(9), [2, 4, 6])], ["mean"]),
 }
+EVERY_BAG = _together(
+    _every_combiner([3, 0, 5, 1, 9]),
+    _every_combiner([0, 4, 7, 0], weighted=True),
+    ([draw_list(9, [1] * 8, weighted=True, single=True)], ["sum"]),
+)
+"""Bags of all kinds, for steps of one table."""
+
+
+# Calls of several tables: what is fixed, and numbers that are drawn for each seed.
+
+TABLES = ((9, 5, "float32"), (14, 8, "bfloat16"), (6, 12, "float16"))
+"""Rows, row length and dtype of every table."""
+
+
+def ragged(generator, num_bags, num_entries, *, weighted=False):
+    """Some bags are empty, and some entries stand in front of the first bag or after the last."""
+    ends = generator.integers(2, num_entries - 1, num_bags - 1) if num_entries else np.zeros(num_bags - 1)
+    first, last = (2, num_entries - 2) if num_entries else (0, 0)
+    offsets = np.concatenate([[first], np.clip(np.sort(ends), first, last), [last]])
+    return IdList(_ids(generator, num_entries), np.int32(offsets), _weights(generator, num_entries, weighted))
+
+
+def arrays(generator, num_bags, width, *, weighted=False):
+    """A list of equally long bags."""
+    num_entries = num_bags * width
+    weights = _weights(generator, num_entries, weighted)
+    return IdList(_ids(generator, num_entries), None, weights, (num_bags, width))
+
+
+def _ids(generator, num_entries):
+    ids = generator.integers(-2, 13, num_entries).astype(np.int32)
+    ids[5::9], ids[7::13] = NO_ROW, -(2**31)
+    return ids
+
+
+def _weights(generator, num_entries, weighted):
+    if not weighted:
+        return None
+    weights = generator.uniform(0.5, 2.0, num_entries) * generator.choice([-1.0, 1.0, 1.0, 1.0], num_entries)
+    weights[3::8] = 0.0
+    return weights.astype(np.float32)
+
+
+def _mixed(layout, *combiners, bags=(3, 3, 3, 3)):
+    """Four features in one list: two share rows, one reads a second table; others read other windows."""
+
+    def draw(generator):
+        first = np.cumsum([0, *bags]).tolist()
+        windows = [(0, 0, 4), (1, 3, 11), (0, 4, 5), (0, 0, 4)]
+        segments = [Segment(0, first[k], bags[k], combiners[k], *windows[k]) for k in range(4)]
+        if layout == "blocks":  # the output has another order than the ids
+            segments = [segments[k] for k in (2, 0, 3, 1)]
+        return Call((ragged(generator, sum(bags), 60, weighted=True),), tuple(segments), layout)
+
+    return draw
+
+
+def _kinds_of_lists(generator):
+    """Ragged lists, arrays, single ids, with weights and without; some bags are in no segment."""
+    lists = (
+        ragged(generator, 7, 30),
+        arrays(generator, 5, 3, weighted=True),
+        arrays(generator, 8, 1, weighted=True),
+        arrays(generator, 4, 2),
+        arrays(generator, 6, 1),
+        ragged(generator, 3, 20, weighted=True),
+        ragged(generator, 4, 20, weighted=True),
+    )
+    segments = (
+        Segment(0, 1, 3, "sqrtn", 0, 0, 4),
+        Segment(1, 0, 2, "mean", 1, 3, 11),
+        Segment(0, 5, 2, "mean", 1),
+        Segment(1, 3, 2, "sqrtn", 0, 4, 5),
+        Segment(2, 0, 4, "sqrtn", 2, 1, 5),
+        Segment(2, 4, 4, "mean", 0),
+        Segment(3, 1, 3, "mean_by_count", 2),
+        Segment(4, 0, 3, "none", 2, 0, 6),
+        Segment(4, 4, 2, "none", 0, 2),
+        Segment(5, 0, 3, "none", 1, 2, 9),
+        Segment(6, 0, 4, "sum", 1, 2, 9),
+    )
+    return Call(lists, segments)
+
+
+def _nothing(generator):
+    """Lists without entries, bags of no entry, segments of no bag, windows without rows, a table that none reads."""
+    lists = (
+        ragged(generator, 3, 0, weighted=True),
+        arrays(generator, 4, 0),
+        arrays(generator, 0, 3, weighted=True),
+        ragged(generator, 4, 30),
+    )
+    segments = (
+        Segment(0, 0, 3, "mean"),
+        Segment(1, 1, 2, "sqrtn"),
+        Segment(1, 3, 1, "sum"),
+        Segment(2, 0, 0, "sum"),
+        Segment(3, 0, 1, "mean", 1, 4, 0),
+        Segment(3, 1, 0, "sum", 1),
+        Segment(3, 2, 1, "sum", 1, 14),
+        Segment(3, 3, 1, "mean", 1, 13),
+    )
+    return Call(lists, segments)
+
+
+def _none(layout):
+    def draw(generator):
+        segments = tuple(Segment(0, first, 2, "none", table, table, 5) for first, table in [(0, 1), (3, 0), (5, 1)])
+        return Call((ragged(generator, 8, 40, weighted=True),), segments, layout)
+
+    return draw
+
+
+def _scaled(factor):
+    """Weights whose sums or squares leave the range of float32."""
+
+    def draw(generator):
+        lists, segments = [], []
+        for number, combiner in enumerate(("mean", "sqrtn", "mean_by_count")):
+            for own in (ragged(generator, 4, 30, weighted=True), arrays(generator, 3, 1, weighted=True)):
+                weights = np.abs(own.weights) * np.float32(factor)
+                segments.append(Segment(len(lists), 0, own.num_bags, combiner, number))
+                lists.append(dataclasses.replace(own, weights=weights))
+        return Call(tuple(lists), tuple(segments))
+
+    return draw
+
+
+def _extremes_beside_others(generator):
+    """Segments of several combiners in one list of tiny weights."""
+    own = ragged(generator, 6, 50, weighted=True)
+    own = dataclasses.replace(own, weights=own.weights * np.float32(1e-20))
+    return Call((own,), (Segment(0, 0, 3, "mean", 0), Segment(0, 3, 3, "sqrtn", 1)))
+
+
+SEVERAL_TABLES = {
+    "columns": _mixed("columns", "sum", "sum", "sum", "sum"),
+    "blocks": _mixed("blocks", *["mean_by_count"] * 4, bags=(3, 0, 4, 1)),
+    "mixed combiners": _mixed("each", "mean", "sqrtn", "mean_by_count", "sum", bags=(2, 4, 3, 3)),
+    "mixed columns": _mixed("columns", "mean_by_count", "mean", "sqrtn", "mean"),
+    "kinds of lists": _kinds_of_lists,
+    "nothing": _nothing,
+    "none in columns": _none("columns"),
+    "none in each": _none("each"),
+    "tiny weights": _scaled(1e-20),
+    "huge weights": _scaled(1e19),
+    "tiny weights of two combiners": _extremes_beside_others,
+}
+
+
+def draw_call(name, seed):
+    """A call of several tables."""
+    return jax.device_put(SEVERAL_TABLES[name](np.random.default_rng(seed)))
+
+
+def draw_tables(seed, dtype=None):
+    """The tables that those calls read, all of one dtype if it is named."""
+    generator = np.random.default_rng(seed)
+    tables = []
+    for num_rows, dim, own in TABLES:
+        tables.append(jax.device_put(generator.standard_normal((num_rows, dim)).astype(jnp.dtype(dtype or own))))
+    return tuple(tables)
 
 
 def assert_close(actual, desired, dtype="float32"):
     rtol = RELATIVE_TOLERANCE[str(dtype)]
     np.testing.assert_allclose(np.asarray(actual, np.float64), np.asarray(desired, np.float64), rtol=rtol, atol=rtol)
+
+
+def assert_near(actual, desired):
+    """Close as a share of the largest number, which may be far from 1."""
+    desired = np.asarray(desired, np.float64)
+    scale = np.abs(desired).max(initial=0.0) or 1.0
+    assert_close(np.asarray(actual, np.float64) / scale, desired / scale)

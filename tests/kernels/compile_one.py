@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rsembed.kernels import sparsecore
-from rsembed.kernels.contract import Segment, SegmentGradients, Step
+from rsembed.kernels.contract import Call, CallGradients, IdList, Step
 from rsembed.sparsecore import embedding
 from rsembed.sparsecore.linen import embed_optimizer
 from tests.kernels.cases import RULES
@@ -35,13 +35,13 @@ ROWS, OFFSETS = Shape((NUM_IDS,), jnp.int32), Shape((NUM_BAGS + 1,), jnp.int32)
 
 
 def lookup(table, rows, offsets):
-    segments = [Segment(rows, offsets, None, "mean"), Segment(rows, None, None, "none")]
-    return sparsecore.lookup(table, segments)
+    call = Call.of([IdList(rows, offsets), IdList.single(rows)], ["mean", "sum"])
+    return sparsecore.lookup((table,), call)
 
 
 def update_with(rule):
     def update(table, slots, rows, offsets, d_output):
-        gradients = SegmentGradients((Segment(rows, offsets, None, "sum"),), (d_output,))
+        gradients = CallGradients(Call.of([IdList(rows, offsets)], ["sum"]), (d_output,), (DIM,))
         return sparsecore.update(table, slots, gradients, Step(rule.get_hyperparameters(0), rule))
 
     return update, (TABLE, jax.eval_shape(rule.init_slots, TABLE), ROWS, OFFSETS, Shape((NUM_BAGS, DIM), jnp.float32))

@@ -12,7 +12,7 @@ import rsembed as rs
 import rsembed.optimizers as ro
 from rsembed.kernels import api, devices, gpu, sparsecore
 from rsembed.kernels.api import backend_evidence
-from rsembed.kernels.contract import Segment, Step
+from rsembed.kernels.contract import Call, IdList, Step
 from rsembed.kernels.devices import TARGETS, tracing_for
 from rsembed.kernels.traced_rules import evaluate, trace_rule
 from tests.kernels.cases import RULES, assert_close, draw_table, training_step
@@ -63,9 +63,9 @@ def test_square_roots_without_a_square_root():
 
 def chosen_for(target=None, implementation=None):
     """The kernels that a lookup is traced to, by the primitives that call them."""
-    segments = [Segment(jnp.zeros(3, jnp.int32), None, None, "none")]
+    call = Call.of([IdList.single(jnp.zeros(3, jnp.int32))], ["sum"])
     with tracing_for(target) if target else contextlib.nullcontext():
-        lookup = jax.make_jaxpr(lambda table: api.lookup(table, segments, implementation=implementation))
+        lookup = jax.make_jaxpr(lambda table: api.lookup((table,), call, implementation=implementation))
         return {"mpmd_map", "pallas_call"} & set(re.findall(r"\w+", str(lookup(jnp.zeros((8, 16))))))
 
 
@@ -108,7 +108,7 @@ def test_a_chip_without_sparsecores_falls_back():
 
 def test_what_kernels_cannot_do_is_named():
     table, rows = jnp.zeros((8, 16)), jnp.zeros(3, jnp.int32)
-    ftrl = RULES["ftrl"]
+    call, ftrl = Call.of([IdList.single(rows)], ["sum"]), RULES["ftrl"]
     arguments = ((table, table), rows, jnp.zeros((3, 16)), Step(ftrl.get_hyperparameters(0), ftrl))
     with tracing_for("v6e"):
         with pytest.raises(NotImplementedError, match="row rule ftrl uses the primitive `pow`"):
@@ -116,9 +116,9 @@ def test_what_kernels_cannot_do_is_named():
         with pytest.raises(NotImplementedError, match=r"no implementation can serve apply_rows: sparsecore: .*`pow`"):
             api.apply_rows(table, *arguments, implementation="sparsecore")
         with pytest.raises(NotImplementedError, match="are float32, not bfloat16"):
-            sparsecore.lookup(table.astype(jnp.bfloat16), [])
+            sparsecore.lookup((table.astype(jnp.bfloat16),), call)
         with pytest.raises(NotImplementedError, match="1 buffers of 8 rows of 8192 numbers do not fit"):
-            sparsecore.lookup(jnp.zeros((2, 8192)), [Segment(rows, None, None, "none")])
+            sparsecore.lookup((jnp.zeros((2, 8192)),), call)
     with pytest.raises(NotImplementedError, match=r"slot 0 of sgd is int32\[8, 1\]"):
         gpu.apply_rows(table, (jnp.zeros((8, 1), jnp.int32),), rows, table[:3], Step((0.1,), RULES["sgd"]))
     with pytest.raises(NotImplementedError, match="holds rows of up to 8192 numbers, not 9000"):

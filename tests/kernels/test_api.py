@@ -7,7 +7,7 @@ import pytest
 from jax.test_util import check_grads
 
 from rsembed.kernels import api, reference
-from rsembed.kernels.contract import Segment
+from rsembed.kernels.contract import Call, IdList
 
 
 def implementation(name, reason=None, refusal=None):
@@ -21,7 +21,7 @@ def implementation(name, reason=None, refusal=None):
 
 TABLE = jnp.ones((3, 1))
 CALLS = sorted(set(re.findall(r'(?:\bdispatch\("|_differentiable\("|served\(\w+\.)(\w+)', inspect.getsource(api))))
-SEGMENTS = [Segment(jnp.asarray([1, 2]), jnp.asarray([0, 2]), None, "sum")]
+CALL = Call.of([IdList(jnp.asarray([1, 2]), jnp.asarray([0, 2]))], ["sum"])
 
 
 def test_every_call_has_a_meaning():
@@ -31,8 +31,8 @@ def test_every_call_has_a_meaning():
 def test_the_first_implementation_that_can_serve_is_taken(monkeypatch):
     able = implementation("able")
     monkeypatch.setattr(api, "IMPLEMENTATIONS", (implementation("broken", reason="no compiler"), able, reference))
-    assert float(api.lookup(TABLE, SEGMENTS)[0][0, 0]) == 42.0
-    assert float(api.lookup(TABLE, SEGMENTS, implementation="reference")[0][0, 0]) == 2.0
+    assert float(api.lookup((TABLE,), CALL)[0][0, 0]) == 42.0
+    assert float(api.lookup((TABLE,), CALL, implementation="reference")[0][0, 0]) == 2.0
     assert api.implementation_states() == [("broken", "no compiler"), ("able", "live"), ("reference", "live")]
 
 
@@ -42,11 +42,11 @@ def test_when_none_can_serve_one_error_lists_every_reason(monkeypatch):
     with pytest.raises(
         NotImplementedError, match="no implementation can serve lookup: first: no compiler; second: odd dtype"
     ):
-        api.lookup(TABLE, SEGMENTS)
+        api.lookup((TABLE,), CALL)
     with pytest.raises(NotImplementedError, match="implementation 'first' cannot run here: no compiler"):
-        api.lookup(TABLE, SEGMENTS, implementation="first")
+        api.lookup((TABLE,), CALL, implementation="first")
     with pytest.raises(ValueError, match="unknown implementation 'third'; choose one of first, second"):
-        api.lookup(TABLE, SEGMENTS, implementation="third")
+        api.lookup((TABLE,), CALL, implementation="third")
 
 
 @pytest.mark.parametrize("name", ["reference", None])
@@ -63,8 +63,9 @@ def test_autodiff_of_lookup_equals_finite_differences():
     rows, offsets = jnp.asarray([1, 2, 1, 3]), jnp.asarray([0, 3, 4])
 
     def total(table, weights):
-        segment = Segment(rows, offsets, jnp.asarray(weights), "sqrtn")  # finite differences come as numpy arrays
-        (out,) = api.lookup(jnp.asarray(table), [segment])
+        # Finite differences come as numpy arrays.
+        call = Call.of([IdList(rows, offsets, jnp.asarray(weights))], ["sqrtn"])
+        (out,) = api.lookup((jnp.asarray(table),), call)
         return jnp.sum(out**3)
 
     check_grads(total, (table, jnp.asarray([1.0, 2.0, 0.5, 1.5])), order=1, modes=["rev"], rtol=2e-2)

@@ -3,6 +3,7 @@
 `make test-gpu` runs this file with JAX's CUDA plugin. The sizes that only a card can hold are skipped without one.
 """
 
+import functools
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import pytest
 import rsembed as rs
 import rsembed.optimizers as ro
 from rsembed.kernels import api, gpu
-from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
+from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Step
 from rsembed.tt import TensorTrain
 from tests import oracles
 from tests.kernels.cases import (
@@ -46,11 +47,12 @@ needs_compiler = pytest.mark.skipif(
 # On a card or in the interpreter
 
 
-def step_of(segments, rule, number=2):
+def step_of(call, rule, number=2):
     hyper = rule.get_hyperparameters(number)
 
     def step(table, slots, d_outputs):
-        return gpu.update(table, slots, SegmentGradients(segments, d_outputs), Step(hyper, rule))
+        gradients = CallGradients(call, d_outputs, (table.shape[1],))
+        return gpu.update(table, slots, gradients, Step(hyper, rule))
 
     return step
 
@@ -61,10 +63,10 @@ def test_weights_of_entries_without_a_row_may_be_anything():
     weights = jnp.asarray([2.0, np.nan, np.inf, 0.5, -np.inf])
     table, seen = draw_table(12), []
     for combiner in ("sum", "mean", "sqrtn"):
-        segment = Segment(rows, jnp.asarray([0, 3, 5]), weights, combiner)
-        (output,) = jax.jit(gpu.lookup)(table, [segment])
-        clean = Segment(rows, segment.offsets, jnp.nan_to_num(weights, posinf=0.0, neginf=0.0), combiner)
-        assert_close(output, oracles.pooled_lookup(np.asarray(table, np.float64), clean))
+        ids = IdList(rows, jnp.asarray([0, 3, 5]), weights)
+        (output,) = jax.jit(gpu.lookup)((table,), Call.of([ids], [combiner]))
+        clean = IdList(rows, ids.offsets, jnp.nan_to_num(weights, posinf=0.0, neginf=0.0))
+        assert_close(output, oracles.pooled_lookup(table, clean, combiner))
         seen.append(output)
     assert np.all(np.isfinite(seen))
 
@@ -76,16 +78,17 @@ def test_rows_that_many_entries_share_are_summed_in_pieces(name, monkeypatch):
     rows = np.int32([7] * 41 + [2] * 4 + [9] * 5 + [0, 1, 3, 3, NO_ROW])
     np.random.default_rng(0).shuffle(rows)
     weights = np.random.default_rng(1).uniform(0.5, 2.0, rows.size).astype(np.float32)
-    segments = [Segment(jnp.asarray(rows), jnp.asarray(np.arange(0, rows.size + 1, 5)), jnp.asarray(weights), "mean")]
-    table, d_outputs, rule = draw_table(12), draw_gradients(segments, 12), RULES[name]
-    step, slots = jax.jit(step_of(segments, rule)), rule.init_slots(table)
+    ids = IdList(jnp.asarray(rows), jnp.asarray(np.arange(0, rows.size + 1, 5)), jnp.asarray(weights))
+    call = Call.of([ids], ["mean"])
+    table, d_outputs, rule = draw_table(12), draw_gradients(call, [12]), RULES[name]
+    step, slots = jax.jit(step_of(call, rule)), rule.init_slots(table)
     stepped, again = step(table, slots, d_outputs), step(table, slots, d_outputs)
     jax.tree.map(np.testing.assert_array_equal, stepped, again)  # on a card, too
-    gradients = oracles.combined_row_gradients(NUM_ROWS, segments, d_outputs)
+    (gradients,) = oracles.row_gradients(call, [NUM_ROWS], [12], d_outputs)
     want_table, want_slots = step_by_loops(name, table, slots, gradients)
     for one, other in zip(jax.tree.leaves(stepped), [want_table, *want_slots], strict=True):
         assert_close(one, other)
-    of_rows = jax.jit(lambda d: gpu.row_gradients(NUM_ROWS, SegmentGradients(segments, d)))(d_outputs)
+    of_rows = jax.jit(lambda d: gpu.row_gradients(NUM_ROWS, CallGradients(call, d, (12,))))(d_outputs)
     for row, gradient in zip(of_rows[0].tolist(), of_rows[1], strict=True):
         assert_close(gradient, gradients.get(row, np.zeros(12)))
 
@@ -96,15 +99,15 @@ def test_pieces_and_the_entries_around_them_are_the_whole(counts, monkeypatch):
     monkeypatch.setattr(gpu, "tiling", gpu.Tiling(piece_entries=4))
     rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     d_output = np.arange(1.0, rows.size + 1, dtype=np.float32)[:, None] * np.ones(3, np.float32)
-    gradients = SegmentGradients.of_rows(jnp.asarray(rows), jnp.asarray(d_output))
+    gradients = CallGradients.of_rows(jnp.asarray(rows), jnp.asarray(d_output))
     found = gpu.row_gradients(NUM_ROWS, gradients)[1][: len(counts), 0]
     np.testing.assert_array_equal(found, [d_output[rows == row, 0].sum() for row in range(len(counts))])
 
 
 def test_entries_without_a_bag_step_nothing():
-    segments = [Segment(jnp.asarray([1, 2], jnp.int32), jnp.asarray([0]), None, "sum")]
+    call = Call.of([IdList(jnp.asarray([1, 2], jnp.int32), jnp.asarray([0]))], ["sum"])
     table, rule = draw_table(12), RULES["sgd"]
-    stepped, _ = jax.jit(step_of(segments, rule))(table, (), [jnp.zeros((0, 12))])
+    stepped, _ = jax.jit(step_of(call, rule))(table, (), (jnp.zeros((0, 12)),))
     np.testing.assert_array_equal(stepped, table)
 
 
@@ -134,10 +137,11 @@ def test_no_float_is_added_in_the_order_of_arrival():
     """XLA's scatter on a GPU adds so, and the last bits of a sum would differ from run to run."""
     rows, weights = jnp.asarray([3, 1, 3, 0], jnp.int32), jnp.asarray([0.5, 2.0, 0.7, 1.0])
     for combiner in ("sum", "mean", "sqrtn"):
-        segments = [Segment(rows, jnp.asarray([0, 3, 4]), weights, combiner)]
-        table, d_outputs, rule = draw_table(12), draw_gradients(segments, 12), RULES["adagrad"]
-        step = jax.make_jaxpr(step_of(segments, rule))(table, rule.init_slots(table), d_outputs)
-        norm = jax.make_jaxpr(lambda d, own=segments: gpu.squared_norm(NUM_ROWS, SegmentGradients(own, d)))(d_outputs)
+        call = Call.of([IdList(rows, jnp.asarray([0, 3, 4]), weights)], [combiner])
+        table, d_outputs, rule = draw_table(12), draw_gradients(call, [12]), RULES["adagrad"]
+        step = jax.make_jaxpr(step_of(call, rule))(table, rule.init_slots(table), d_outputs)
+        norm_of = functools.partial(gpu.squared_norm, NUM_ROWS)
+        norm = jax.make_jaxpr(norm_of)(CallGradients(call, d_outputs, (12,)))
         for program in (step, norm):
             assert "pallas_call" in str(program)
             assert not re.findall(r":f32.* = scatter-add", str(program))
@@ -153,10 +157,10 @@ def test_bits_repeat(combiner):
     generator = np.random.default_rng(0)
     rows = jnp.asarray(generator.zipf(1.2, 200_000) % 5000, jnp.int32)
     weights = jnp.asarray(generator.uniform(0.5, 2.0, rows.size), jnp.float32)
-    segments = [Segment(rows, jnp.arange(0, 200_001, 400, dtype=jnp.int32), weights, combiner)]
-    table, d_outputs, rule = jnp.ones((5000, 40)), draw_gradients(segments, 40), RULES["adagrad"]
-    step = jax.jit(step_of(segments, rule))
-    norm = jax.jit(lambda d_outputs: gpu.squared_norm(5000, SegmentGradients(segments, d_outputs)))
+    call = Call.of([IdList(rows, jnp.arange(0, 200_001, 400, dtype=jnp.int32), weights)], [combiner])
+    table, d_outputs, rule = jnp.ones((5000, 40)), draw_gradients(call, [40]), RULES["adagrad"]
+    step = jax.jit(step_of(call, rule))
+    norm = jax.jit(lambda d_outputs: gpu.squared_norm(5000, CallGradients(call, d_outputs, (40,))))
     first, *others = [(step(table, rule.init_slots(table), d_outputs), norm(d_outputs)) for _ in range(8)]
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, other, first)
@@ -165,15 +169,15 @@ def test_bits_repeat(combiner):
 @needs_gpu
 def test_arrays_on_the_cpu_beside_a_gpu_are_served_there():
     rows, rule = jnp.asarray([3, 1, 3], jnp.int32), RULES["adagrad"]
-    segments = [Segment(rows, jnp.asarray([0, 2, 3]), None, "mean")]
+    call = Call.of([IdList(rows, jnp.asarray([0, 2, 3]))], ["mean"])
     of_step = Step(rule.get_hyperparameters(0), rule)
 
-    def step(table, slots, segments):
-        (output,) = api.lookup(table, segments)
-        return output, api.update(table, slots, SegmentGradients(segments, [output]), of_step)
+    def step(table, slots, call):
+        (output,) = api.lookup((table,), call)
+        return output, api.update(table, slots, CallGradients(call, (output,), (12,)), of_step)
 
     table, cpu = draw_table(12), jax.devices("cpu")[0]
-    given = table, rule.init_slots(table), segments
+    given = table, rule.init_slots(table), call
     found = jax.jit(step)(*jax.device_put(given, cpu))
     assert found[0].devices() == {cpu}
     jax.tree.map(assert_close, found, jax.jit(step)(*given))
@@ -190,7 +194,7 @@ def test_rows_of_a_table_of_more_than_two_to_the_31_numbers_are_found():
     @jax.jit
     def run():
         table = jnp.zeros((num_rows, dim), jnp.bfloat16).at[rows].set(marks, unique_indices=True)
-        (found,) = gpu.lookup(table, [Segment(rows, None, None, "none")])
+        (found,) = gpu.lookup((table,), Call.of([IdList.single(rows)], ["sum"]))
         stepped, _ = gpu.apply_rows(table, (), rows, found, Step((jnp.float32(0.5),), RULES["sgd"]))
         return found, stepped[rows], jnp.sum(stepped, dtype=jnp.float32)
 
@@ -205,11 +209,12 @@ def test_rows_of_a_table_of_more_than_two_to_the_31_numbers_are_found():
 def test_a_donated_table_is_stepped_where_it_lies(name):
     """A copy of the table would be 1 GiB more than what the card ever held."""
     rule, shape = RULES[name], (1 << 21, 128)
-    segments = [Segment(jnp.arange(4096, dtype=jnp.int32) * 7, jnp.arange(0, 4097, 8, dtype=jnp.int32), None, "mean")]
+    ids = IdList(jnp.arange(4096, dtype=jnp.int32) * 7, jnp.arange(0, 4097, 8, dtype=jnp.int32))
+    call = Call.of([ids], ["mean"])
     table = jnp.zeros(shape)
-    slots, d_outputs = rule.init_slots(table), [jnp.ones((512, 128))]
+    slots, d_outputs = rule.init_slots(table), (jnp.ones((512, 128)),)
     state_bytes = sum(array.nbytes for array in jax.tree.leaves((table, slots)))
-    compiled = jax.jit(step_of(segments, rule), donate_argnums=(0, 1)).lower(table, slots, d_outputs).compile()
+    compiled = jax.jit(step_of(call, rule), donate_argnums=(0, 1)).lower(table, slots, d_outputs).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == state_bytes and memory.temp_size_in_bytes < state_bytes / 100
     place = table.unsafe_buffer_pointer()

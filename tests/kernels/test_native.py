@@ -13,8 +13,8 @@ import pytest
 
 import rsembed.optimizers as ro
 from rsembed.kernels import devices, native, reference
-from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
-from tests.kernels.cases import NUM_ROWS, RAGGED, RULES, assert_close, draw_gradients, draw_table, run_python
+from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Step
+from tests.kernels.cases import NUM_ROWS, ONE_TABLE, RULES, assert_close, draw_gradients, draw_table, run_python
 
 _reason = native.unavailable_because()
 if _reason is not None and os.environ.get("RSEMBED_REQUIRE_NATIVE") == "1":
@@ -39,9 +39,9 @@ def test_slots_of_any_shape_and_type_follow_a_traced_rule():
         def step_rows(self, rows, slots, gradients, hyper):
             return rows - hyper[0] * gradients, (slots[0] + 1, slots[1] | True)
 
-    segments = RAGGED["every combiner"]
+    call = ONE_TABLE["every combiner"]
     table, slots = draw_table(4), (np.zeros(NUM_ROWS, np.int32), np.zeros((NUM_ROWS, 2, 3), bool))
-    gradients = SegmentGradients(segments, draw_gradients(segments, 4))
+    gradients = CallGradients(call, draw_gradients(call, [4]), (4,))
     arguments = (table, slots, gradients, Step((np.float32(0.1),), Counting()))
     stepped, defined = jax.jit(lambda *given: (native.update(*given), reference.update(*given)))(*arguments)
     for one, other in zip(jax.tree.leaves(stepped), jax.tree.leaves(defined), strict=True):
@@ -52,7 +52,7 @@ def test_slots_of_any_shape_and_type_follow_a_traced_rule():
 @pytest.mark.parametrize("bits", [np.uint16(0x0001), np.uint16(0x03FF), np.uint16(0x0400)])
 def test_float16_subnormals_keep_their_value(bits):
     table = jax.device_put(np.full((2, 9), bits.view(np.float16)))
-    (output,) = native.lookup(table, [Segment(jax.device_put(np.int32([1])), None, None, "none")])
+    (output,) = native.lookup((table,), Call.of([IdList.single(jax.device_put(np.int32([1])))], ["sum"]))
     np.testing.assert_array_equal(np.asarray(output)[0], np.full(9, np.float32(bits.view(np.float16))))
 
 
@@ -71,11 +71,13 @@ def test_rounding_to_the_table_is_to_nearest_even(dtype):
 
 @pytest.mark.parametrize("offsets", [[0, 99, 3], [-5, 2, 1000], [7, 3, 1], [NO_ROW, -NO_ROW, 6], [0, 0, 0]])
 def test_malformed_offsets_touch_nothing_outside(offsets):
-    segment = Segment(jax.device_put(np.arange(6, dtype=np.int32)), jax.device_put(np.int32(offsets)), None, "mean")
+    ids = IdList(jax.device_put(np.arange(6, dtype=np.int32)), jax.device_put(np.int32(offsets)))
+    call = Call.of([ids], ["mean"])
     table, d_output = (jax.device_put(np.ones((rows, 8), np.float32)) for rows in (NUM_ROWS, 2))
-    (output,) = native.lookup(table, [segment])
+    (output,) = native.lookup((table,), call)
     assert output.shape == (2, 8) and set(np.unique(output)) <= {0.0, 1.0}
-    new, _ = native.update(table, (), SegmentGradients([segment], [d_output]), step_at(RULES["sgd"], 0))
+    gradients = CallGradients(call, (d_output,), (8,))
+    new, _ = native.update(table, (), gradients, step_at(RULES["sgd"], 0))
     np.testing.assert_array_equal(np.asarray(new)[6:], np.asarray(table)[6:])
 
 
@@ -94,9 +96,10 @@ def test_a_donated_table_is_stepped_in_place_under_scan(name):
 
     def step(state, rows):
         table, slots = state
-        segments = [Segment(rows, jnp.arange(0, 101, 10, dtype=jnp.int32), None, "sum")]
-        (output,) = native.lookup(table, segments)
-        return native.update(table, slots, SegmentGradients(segments, [output - 1.0]), step_at(rule, 0)), output
+        call = Call.of([IdList(rows, jnp.arange(0, 101, 10, dtype=jnp.int32))], ["sum"])
+        (output,) = native.lookup((table,), call)
+        gradients = CallGradients(call, (output - 1.0,), (dim,))
+        return native.update(table, slots, gradients, step_at(rule, 0)), output
 
     table = jax.ShapeDtypeStruct((num_rows, dim), jnp.float32)
     slots = jax.eval_shape(rule.init_slots, table)
@@ -120,7 +123,7 @@ def test_shards_are_served_on_their_own_devices():
     spec = jax.sharding.PartitionSpec("shard")
 
     def lookup(table, rows):
-        return native.lookup(table, [Segment(rows, None, None, "none")])[0]
+        return native.lookup((table,), Call.of([IdList.single(rows)], ["sum"]))[0]
 
     sharded = jax.jit(jax.shard_map(lookup, mesh=mesh, in_specs=(spec, spec), out_specs=spec))
     table = np.arange(4 * len(jax.devices()), dtype=np.float32)[:, None]
@@ -141,7 +144,7 @@ import hashlib, json, sys
 import jax, jax.numpy as jnp, numpy as np
 import rsembed.optimizers as ro
 from rsembed.kernels import native
-from rsembed.kernels.contract import Segment, SegmentGradients, Step
+from rsembed.kernels.contract import Call, CallGradients, IdList, Step
 from rsembed.keys import Keys
 
 def digest(arrays):
@@ -153,14 +156,15 @@ def digest(arrays):
 generator = np.random.default_rng(0)
 num_rows, dim, bags = 5000, 33, 900
 table = jax.device_put(generator.standard_normal((num_rows, dim), np.float32) * np.float32(1e-20))
-segments, d_outputs = [], []
-for combiner in ("sum", "mean", "sqrtn"):
+lists, d_outputs, combiners = [], [], ("sum", "mean", "sqrtn")
+for combiner in combiners:
     rows = jnp.asarray((num_rows * generator.random(bags * 30) ** 4).astype(np.int32))
     weights = jax.device_put(generator.random(bags * 30, np.float32)) if combiner == "sqrtn" else None
-    segments.append(Segment(rows, jax.device_put(np.arange(bags + 1, dtype=np.int32) * 30), weights, combiner))
+    lists.append(IdList(rows, jax.device_put(np.arange(bags + 1, dtype=np.int32) * 30), weights))
     d_outputs.append(jax.device_put(generator.standard_normal((bags, dim), np.float32)))
-gradients = SegmentGradients(segments, d_outputs)
-found = {"lookup": digest(native.lookup(table, segments))}
+call = Call.of(lists, combiners)
+gradients = CallGradients(call, tuple(d_outputs), (dim,))
+found = {"lookup": digest(native.lookup((table,), call))}
 found["row_gradients"] = digest(native.row_gradients(num_rows, gradients))
 for rule in (ro.RowWiseAdagrad(0.1), ro.FTRL(0.1)):  # native, and traced
     step = Step(rule.get_hyperparameters(0), rule)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsembed.kernels import api, devices, native
-from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, JaggedGradients, Segment, SegmentGradients
+from rsembed.kernels import api, devices, native, reference
+from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Segment
 from rsembed.places import Place
 from tests.kernels.cases import needs_native
 
@@ -84,49 +84,148 @@ def test_a_call_whose_parts_do_not_fit_is_refused(complaint, target, results, op
         jax.block_until_ready(devices.call_handler(f"rsembed_{target}", results, *operands, **attributes))
 
 
-# Numbers of a block: its first bag and how many, its table, the first row and how many, its output and the stride.
+# A call of two lists: eight ids in bags that offsets bound, and six with weights in three bags of two. Of a segment the
+# numbers are its list, first bag, how many bags, combiner, table, first row, how many rows, output, first number there,
+# and stride.
+LISTS = [1, 3, 0, 2, 3, 2]
+SEGMENTS = [[0, 1, 2, 0, 0, 1, 3, 0, 0, 2], [1, 0, 2, 1, 0, 0, 4, 1, 0, 2]]
+OFFSETS = [0, 2, 5, 7]
+PAIRS = jnp.zeros((2, 2), jnp.float32)
+
+
+def call_parts(changes):
+    """Operands and attributes of that call, with other numbers at some places."""
+    lists, segments = np.int64(LISTS), np.int64(SEGMENTS)
+    offsets = changes.get("offsets", OFFSETS)
+    for place, number in changes.get("lists", {}).items():
+        lists[place] = number
+    for place, number in changes.get("segments", {}).items():
+        segments[place] = number
+    arrays = [
+        jnp.zeros(8, jnp.int32),
+        jnp.asarray(offsets, jnp.int32),
+        jnp.zeros(changes.get("ids", 6), jnp.int32),
+        jnp.ones(changes.get("weights", 6), jnp.float32),
+    ]
+    lists = lists[: changes.get("num_lists", 6)]
+    numbers = segments.reshape(-1)[: changes.get("num_numbers", 20)]
+    return arrays, {"lists": lists, "segments": numbers}
+
+
+def call_of(target, changes):
+    """One of the handlers that read lists and segments."""
+    arrays, attributes = call_parts(changes)
+    outputs = changes.get("outputs", (4, 4))
+    shapes = [of(size, dtype=jnp.float32) for size in outputs]
+    if target == "lookup":
+        return [*shapes], (*arrays, TABLE), attributes, {}
+    arrays += [jnp.zeros(size, jnp.float32) for size in outputs]
+    attributes["num_outputs"] = np.int64(changes.get("num_outputs", 2))
+    if target == "weight_gradients":
+        results = [of(8, dtype=jnp.float32), of(6, dtype=jnp.float32)]
+        return results, (*arrays, TABLE), attributes, {}
+    if target == "update":
+        attributes["rule"] = np.int64(0)
+        return [TABLE], (TABLE, jnp.ones(4), *arrays), attributes, {"aliases": {0: 0}}
+    attributes["num_rows"] = np.int64(changes.get("num_rows", 4))
+    if target == "squared_norm":
+        attributes["dim"] = np.int64(changes.get("dim", 2))
+        return [of(dtype=jnp.float32)], arrays, attributes, {}
+    return [of(4), of(4, 2, dtype=jnp.float32)], arrays, attributes, {}
+
+
+CALLED = ("lookup", "row_gradients", "squared_norm", "update", "weight_gradients")
+READING = CALLED[1:]
+HUGE = (2**63 - 1, 2**62, 2**31, -1, -(2**63))
+
+
+def at_segment(place, *numbers):
+    """Changes of one number of the first segment."""
+    return [{"segments": {(0, place): number}} for number in numbers]
+
+
+FIRST_AND_LAST = {(0, 1): 0, (0, 2): 1, (1, 0): 0, (1, 1): 2, (1, 2): 1}  # bags of the list with offsets
 UNREADABLE = [
-    ("outside the offsets", [0, 1], {}),
-    ("outside the tables", None, {3: 2}),
-    ("outside the offsets", None, {0: 2**63 - 1}),
-    ("outside the offsets", None, {1: 2**63 - 1}),
-    ("outside the tables", None, {3: 2**63 - 1}),
-    ("outside the tables", None, {4: 2**63 - 1}),
-    ("outside the output", None, {5: 2**63 - 1}),
-    ("outside the output", None, {5: 2**63 - 1, "combiner": -1}),
-    ("outside the output", None, {6: 2**62}),
-    ("outside the output", None, {6: 2**62, "combiner": -1}),
-    ("unreadable blocks", None, {6: 0, "combiner": 2**40}),
+    # lists
+    ("unreadable lists", CALLED, [{"num_lists": 5}]),
+    ("wrong number of offsets", CALLED, [{"lists": {1: number}} for number in (2, 4, *HUGE)]),
+    ("wrong number of offsets", CALLED, [{"offsets": [0, 7]}, {"offsets": []}]),
+    ("do not fill their list", CALLED, [{"ids": 5}, {"lists": {4: -3, 5: -2}}, {"lists": {4: 2**33, 5: 2**31}}]),
+    ("do not fill their list", CALLED, [{"lists": {5: number}} for number in HUGE]),
+    ("wrong size of weights", CALLED, [{"weights": 5}]),
+    ("wrong element type of weights", CALLED, [{"lists": {0: 3}}]),
+    ("too many entries", CALLED, [{"ids": 0, "weights": 0, "lists": {4: 2**62, 5: 0}}]),
+    # segments
+    ("unreadable segments", CALLED, [{"num_numbers": 19}]),
+    ("outside the call", CALLED, at_segment(0, 2, *HUGE) + at_segment(4, 1, *HUGE) + at_segment(7, 2, *HUGE)),
+    ("outside the bags", CALLED, at_segment(1, 2, *HUGE) + at_segment(2, 3, *HUGE)),
+    ("outside the tables", CALLED, at_segment(5, 2, *HUGE) + at_segment(6, 4, *HUGE)),
+    ("unknown combiner", CALLED, at_segment(3, 4, 2**40, -2, -(2**63))),
+    ("outside the output", CALLED, at_segment(8, 1, *HUGE) + at_segment(9, 3, *HUGE)),
+    ("outside the output", CALLED, [{"outputs": (3, 4)}, {"outputs": (0, 4)}]),
+    # with combiner none, whose vectors are those of all entries
+    ("outside the output", CALLED, [{"segments": {(0, 3): -1}}]),
+    ("outside the output", CALLED, [{"segments": {(0, 3): -1, (0, 9): number}} for number in HUGE]),
+    ("outside the output", CALLED, [{"segments": {(0, 3): -1, (0, 8): number}} for number in HUGE]),
+    # entries in two segments
+    ("must not fall", CALLED, [{"segments": {(1, 0): 0, (1, 1): number}} for number in (0, 1)]),
+    (
+        "must not fall",
+        CALLED,
+        [{"offsets": [2, 7, 0, 8], "segments": {(0, 1): 0, (0, 2): 1, (1, 0): 0, (1, 1): 2, (1, 2): 1}}],
+    ),
+    # gradients
+    (
+        "missing gradient",
+        ("row_gradients", "squared_norm", "update"),
+        [{"num_outputs": number} for number in (3, 2**62)],
+    ),
+    ("outside the call", READING, [{"num_outputs": number} for number in (0, 1, -1, -(2**63))]),
+    ("wrong capacity", ("row_gradients",), [{"num_rows": 3, "segments": {(0, 6): 1, (1, 6): 2}}, {"num_rows": 5}]),
+    ("outside the output", ("squared_norm",), [{"dim": number} for number in (3, *HUGE)]),
+    ("outside the output", ("squared_norm",), [{"dim": -1, "segments": {(0, 9): 1, (1, 9): 1}}]),
+    ("num_rows does not fit", ("squared_norm",), [{"num_rows": 2**31}, {"num_rows": 2**63 - 1}]),
+    ("outside the tables", ("row_gradients", "squared_norm"), [{"num_rows": number} for number in (0, -1, -(2**63))]),
 ]
 
 
 @needs_native
-@pytest.mark.parametrize(("complaint", "offsets", "changes"), UNREADABLE)
-def test_a_jagged_call_whose_numbers_lead_outside_or_wrap_around_is_refused(complaint, offsets, changes):
-    changes = {"combiner": 0} | changes
-    block = np.int64([changes.get(place, number) for place, number in enumerate([1, 2, 0, 1, 3, 0, 2])])
-    operands = jnp.zeros(8, jnp.int32), jnp.asarray(offsets or [0, 2, 5, 7], jnp.int32), TABLE
-    attributes = {"blocks": block, "combiner": np.int64(changes["combiner"]), "has_weights": np.bool_(False)}
-    with pytest.raises(jax.errors.JaxRuntimeError, match=complaint):
-        results = [of(16, dtype=jnp.float32)]
-        jax.block_until_ready(devices.call_handler("rsembed_lookup_jagged", results, *operands, **attributes))
+@pytest.mark.parametrize("target", CALLED)
+def test_a_call_whose_numbers_lead_outside_or_wrap_around_is_refused(target):
+    def made(changes):
+        results, operands, attributes, options = call_of(target, changes)
+        return jax.block_until_ready(
+            devices.call_handler(f"rsembed_{target}", results, *operands, **attributes, **options)
+        )
+
+    made({})  # what is changed below is no fault
+    made({"lists": {2: 2**62}})  # means nothing beside offsets
+    for complaint, targets, changes in UNREADABLE:
+        if target not in targets:
+            continue
+        for change in changes:
+            with pytest.raises(jax.errors.JaxRuntimeError, match=complaint):
+                made(change)
+                print(f"{complaint}: {change} was not refused")
 
 
-NO_BAGS, SMALL = Segment(ROWS, None, None, "none"), jnp.asarray([3, -1, 9], jnp.int8)
-FALLING = JaggedBatch(
-    *(jnp.zeros(10, jnp.int32), jnp.asarray([0, 9, 3, 9], jnp.int32), None, "sum"),
-    *(tuple(Block(bag, 1, 0, 0, 4) for bag in range(3)), "blocks"),
+ONES, SMALL = IdList.single(ROWS), jnp.asarray([3, -1, 9], jnp.int8)
+FALLING = Call(
+    (IdList(jnp.zeros(10, jnp.int32), jnp.asarray([0, 9, 3, 9], jnp.int32)),),
+    tuple(Segment(0, bag, 1, "sum", 0, 0, 4) for bag in range(3)),
+    "blocks",
 )
+TWICE = Call.of([ONES, ONES], ["sum", "sum"])
+MIXED = Call((IdList(ROWS, jnp.asarray([0, 1, 4])),), (Segment(0, 0, 1, "none"), Segment(0, 1, 1, "sum")))
 DECLINED = [
     ("older than rsembed_of_tomorrow; reinstall", lambda: devices.call_handler("rsembed_of_tomorrow", [FOUR])),
     ("lanes are int32 or uint32, not int16", lambda: native.distinct(ROWS, (ROWS.astype(jnp.int16),), 2)),
     ("ids and offsets are int32, not int8", lambda: native.rows_of_ids([SMALL], [Place(0, 5)], [8], 1, 64)),
     ("those of threefry2x32", lambda: native.row_bits(jax.random.key(5, impl="rbg"), (WORDS,), 3)),
-    ("offsets must not fall", lambda: native.row_gradients(4, JaggedGradients(FALLING, jnp.ones(9), 0, [3]))),
-    ("2 segments but 1 output", lambda: native.row_gradients(3, SegmentGradients([NO_BAGS] * 2, [TABLE]))),
-    ("combiner 'sum' and offsets do not go together", lambda: Segment(ROWS, None, None, "sum")),
-    ("combiner 'none' and offsets do not go together", lambda: Segment(ROWS, ONE, None, "none")),
-    ("float32, bfloat16 or float16, not float8", lambda: native.lookup(TABLE.astype(jnp.float8_e5m2), [NO_BAGS])),
+    ("offsets must not fall", lambda: native.row_gradients(4, CallGradients(FALLING, (jnp.ones(9),), (3,)))),
+    ("got 2 outputs but 1 gradients", lambda: native.row_gradients(3, CallGradients(TWICE, (TABLE,), (2,)))),
+    ("without a combiner share no list", lambda: reference.lookup((TABLE,), MIXED)),
+    ("float32, bfloat16 or float16, not float8", lambda: native.lookup((TABLE.astype(jnp.float8_e5m2),), TWICE)),
 ]
 
 

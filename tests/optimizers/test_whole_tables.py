@@ -11,7 +11,7 @@ import pytest
 import rsembed as rs
 import rsembed.optimizers as ro
 from rsembed.kernels import api, native, reference
-from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, JaggedGradients, Segment, SegmentGradients, Step
+from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Segment, Step
 from rsembed.sparsecore.variables import BoundedRowRule
 from tests import oracles
 from tests.optimizers.test_contract import epsilon_hat_adam
@@ -31,19 +31,21 @@ def as_rows(table, slots, d, rounding=None, **options):
     return api.apply_rows(table, slots, jnp.asarray([3, -1, NO_ROW, 0]), d, Step(HYPER, RULE, rounding), **options)
 
 
-def as_segments(table, slots, d, **options):
-    segments = [Segment(jnp.asarray([3, NUM_ROWS]), None, None, "none"), Segment(jnp.asarray([0]), None, None, "none")]
-    return api.update(table, slots, SegmentGradients(segments, [d[:2], d[3:]]), Step(HYPER, RULE), **options)
+def as_lists(table, slots, d, **options):
+    lists = [IdList.single(jnp.asarray([3, NUM_ROWS])), IdList.single(jnp.asarray([0]))]
+    gradients = CallGradients(Call.of(lists, ["sum", "sum"]), (d[:2], d[3:]), (DIM,))
+    return api.update(table, slots, gradients, Step(HYPER, RULE), **options)
 
 
-def as_jagged(table, slots, d, **options):
-    batch = JaggedBatch(jnp.asarray([3, 0]), jnp.arange(3), None, "sum", (Block(0, 2, 0, 0, NUM_ROWS),))
-    d_output = jnp.concatenate([d[0], d[3]])
-    return api.update(table, slots, JaggedGradients(batch, d_output, 0, [DIM]), Step(HYPER, RULE), **options)
+def as_segments_of_one_list(table, slots, d, **options):
+    segments = (Segment(0, 0, 1, "sum", 1, 0, NUM_ROWS), Segment(0, 1, 1, "sum", 1, 0, NUM_ROWS))
+    call = Call((IdList(jnp.asarray([3, 0]), jnp.arange(3)),), segments, "blocks")
+    gradients = CallGradients(call, (jnp.concatenate([d[0], d[3]]),), (1, DIM), 1)
+    return api.update(table, slots, gradients, Step(HYPER, RULE), **options)
 
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
-@pytest.mark.parametrize("ask", [as_rows, as_segments, as_jagged])
+@pytest.mark.parametrize("ask", [as_rows, as_lists, as_segments_of_one_list])
 def test_every_kernel_steps_all_rows_once_and_padding_none(ask, implementation):
     table, slots, d = drawn()
     found = jax.jit(functools.partial(ask, implementation=implementation))(table, slots, d)
@@ -88,8 +90,8 @@ def test_a_rule_is_fused_under_the_formula_that_its_own_class_names(rule, is_fus
     table, slots, d = drawn()
 
     def step(table, slots, d):
-        segment = Segment(jnp.asarray([1, 2, 1, 0]), None, None, "none")
-        return api.update(table, slots, SegmentGradients([segment], [d]), Step(rule.get_hyperparameters(2), rule))
+        gradients = CallGradients.of_rows(jnp.asarray([1, 2, 1, 0]), d)
+        return api.update(table, slots, gradients, Step(rule.get_hyperparameters(2), rule))
 
     assert ("rsembed_update" in str(jax.make_jaxpr(step)(table, slots, d))) == is_fused
     if is_fused:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,16 +12,7 @@ import numpy as np
 
 import rsembed as rs
 from rsembed.kernels import ids, keyed, native, reference
-from rsembed.kernels.contract import (
-    NO_ROW,
-    Block,
-    JaggedBatch,
-    JaggedGradients,
-    OutputGradients,
-    Segment,
-    SegmentGradients,
-    Step,
-)
+from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Segment, Step
 from rsembed.kernels.ids import Partitions, Queue
 from rsembed.keys import Keys
 from rsembed.places import Place
@@ -64,56 +55,74 @@ def some_table(shapes: Draw, draw: Draw) -> jax.Array:
     return floats(draw, num_rows, dim, dtype=shapes.choice(["float32", "bfloat16", "float16"]))
 
 
-def some_segments(shapes: Draw, draw: Draw, num_rows: int) -> list[Segment]:
-    segments = []
-    for _ in range(shapes.integers(1, 4)):
-        combiner = str(shapes.choice(["sum", "mean", "sqrtn", "none"]))
-        count, bags = int(shapes.choice([0, 1, 40, 6000])), int(shapes.choice([0, 1, 5, 2000]))
-        weights = jax.device_put(draw.uniform(0.5, 2.0, count).astype(np.float32)) if shapes.random() < 0.4 else None
-        ends = None if combiner == "none" else offsets(draw, bags, count)
-        segments.append(Segment(some_rows(draw, count, num_rows), ends, weights, combiner))  # type: ignore[arg-type]
-    return segments
+def some_list(shapes: Draw, draw: Draw, num_bags: int, num_rows: int) -> IdList:
+    """Bags of all lengths, or of one, with weights or without."""
+    count, width = int(shapes.choice([0, 1, 40, 6000])), None
+    if shapes.random() < 0.4:
+        width = int(shapes.choice([0, 1, 1, 3]))
+        count = num_bags * width
+    weights = jax.device_put(draw.uniform(0.5, 2.0, count).astype(np.float32)) if shapes.random() < 0.4 else None
+    rows = some_rows(draw, count, num_rows)
+    if width is None:
+        return IdList(rows, offsets(draw, num_bags, count), weights)
+    return IdList(rows, None, weights, (num_bags, width))
 
 
-def some_gradients(shapes: Draw, draw: Draw) -> tuple[jax.Array, OutputGradients]:
-    """A table and gradients for it, of either kind of call."""
-    if shapes.random() < 0.5:
-        tables, batch = some_jagged(shapes, draw)
-        dims = [table.shape[1] for table in tables]
-        number = int(shapes.integers(len(tables)))
-        return tables[number], JaggedGradients(batch, floats(draw, batch.output_places(dims)[0]), number, dims)
-    table = some_table(shapes, draw)
-    segments = some_segments(shapes, draw, table.shape[0])
-    return table, SegmentGradients(segments, [floats(draw, s.num_outputs, table.shape[1]) for s in segments])
+def some_call(shapes: Draw, draw: Draw) -> tuple[tuple[jax.Array, ...], Call]:
+    """Tables, and a call that reads several features of them in each list, or in one."""
+    tables = tuple(some_table(shapes, draw) for _ in range(shapes.integers(1, 4)))
+    layout = str(shapes.choice(["each", "columns", "blocks"]))
+    is_pooled = shapes.random() < 0.8
+    num_lists = int(shapes.integers(1, 4)) if layout == "each" or is_pooled else 1
+    bags = int(shapes.choice([0, 1, 3, 1200]))
+    lists, segments = [], []
+    for number in range(num_lists):
+        num_features, between = int(shapes.integers(1, 5)), int(shapes.integers(2))
+        of_list = []
+        for feature in range(num_features):
+            combiner = "none"
+            if is_pooled:
+                combiner = str(shapes.choice(["sum", "mean", "sqrtn", "mean_by_count"]))
+            table = int(shapes.integers(len(tables)))
+            first_row = int(shapes.integers(tables[table].shape[0]))
+            num_rows = int(shapes.integers(1, tables[table].shape[0] - first_row + 1))
+            if shapes.random() < 0.3:
+                num_rows = NO_ROW  # all from the first on
+            first_bag = feature * (bags + between)
+            of_list.append(Segment(number, first_bag, bags, combiner, table, first_row, num_rows))  # type: ignore[arg-type]
+        if shapes.random() < 0.3:
+            of_list.reverse()
+        most = max(own.rows_in(tables[own.table].shape[0]) for own in of_list)
+        lists.append(some_list(shapes, draw, num_features * (bags + between), most))
+        segments += of_list
+    return tables, Call(tuple(lists), tuple(segments), layout)  # type: ignore[arg-type]
 
 
-def some_jagged(shapes: Draw, draw: Draw) -> tuple[list[jax.Array], JaggedBatch]:
-    tables = [some_table(shapes, draw) for _ in range(shapes.integers(1, 3))]
-    num_features, bags = int(shapes.integers(1, 5)), int(shapes.choice([1, 3, 1200]))
-    count = int(shapes.choice([0, 40, 9000]))
-    blocks = []
-    for feature in range(num_features):
-        table = int(shapes.integers(len(tables)))
-        first_row = int(shapes.integers(tables[table].shape[0]))
-        num_rows = int(shapes.integers(1, tables[table].shape[0] - first_row + 1))
-        blocks.append(Block(feature * bags, bags, table, first_row, num_rows))
-    if shapes.random() < 0.3:
-        blocks.reverse()
-    weights = floats(draw, count) if shapes.random() < 0.4 else None
-    most = max(block.num_rows for block in blocks)
-    lists = some_rows(draw, count, most), offsets(draw, bags * num_features, count), weights
-    combiner, layout = str(shapes.choice(["sum", "mean", "none"])), str(shapes.choice(["columns", "blocks"]))
-    return tables, JaggedBatch(*lists, combiner, tuple(blocks), layout)  # type: ignore[arg-type]
+def some_outputs(draw: Draw, tables: Sequence[jax.Array], call: Call) -> tuple[jax.Array, ...]:
+    """Gradients of the outputs of a call."""
+    return tuple(floats(draw, *shape) for shape in call.outputs([table.shape[1] for table in tables])[0])
+
+
+def some_gradients(shapes: Draw, draw: Draw) -> tuple[jax.Array, CallGradients]:
+    """A table and gradients for it."""
+    tables, call = some_call(shapes, draw)
+    number = int(shapes.integers(len(tables)))
+    dims = tuple(table.shape[1] for table in tables)
+    return tables[number], CallGradients(call, some_outputs(draw, tables, call), dims, number)
 
 
 def lookup(shapes: Draw, draw: Draw) -> ValidCall:
-    table = some_table(shapes, draw)
-    return ValidCall(native.lookup, reference.lookup, (table, some_segments(shapes, draw, table.shape[0])))
+    return ValidCall(native.lookup, reference.lookup, some_call(shapes, draw))
 
 
 def row_gradients(shapes: Draw, draw: Draw) -> ValidCall:
     table, gradients = some_gradients(shapes, draw)
     return ValidCall(native.row_gradients, reference.row_gradients, (table.shape[0], gradients))
+
+
+def squared_norm(shapes: Draw, draw: Draw) -> ValidCall:
+    table, gradients = some_gradients(shapes, draw)
+    return ValidCall(native.squared_norm, reference.squared_norm, (table.shape[0], gradients))
 
 
 def update(shapes: Draw, draw: Draw) -> ValidCall:
@@ -128,14 +137,10 @@ def update(shapes: Draw, draw: Draw) -> ValidCall:
     return ValidCall(native.update, reference.update, (table, slots, gradients, step))
 
 
-def lookup_jagged(shapes: Draw, draw: Draw) -> ValidCall:
-    return ValidCall(native.lookup_jagged, reference.lookup_jagged, some_jagged(shapes, draw))
-
-
 def weight_gradients(shapes: Draw, draw: Draw) -> ValidCall:
-    tables, batch = some_jagged(shapes, draw)
-    d_output = floats(draw, batch.output_places([table.shape[1] for table in tables])[0])
-    return ValidCall(native.weight_gradients, reference.weight_gradients, (tables, batch, d_output))
+    tables, call = some_call(shapes, draw)
+    d_outputs = some_outputs(draw, tables, call)
+    return ValidCall(native.weight_gradients, reference.weight_gradients, (tables, call, d_outputs))
 
 
 def moves(shapes: Draw, draw: Draw) -> ValidCall:
@@ -342,6 +347,6 @@ def trains(shapes: Draw, draw: Draw) -> ValidCall:
 
 
 CALLS = (
-    *(lookup, row_gradients, update, lookup_jagged, weight_gradients, moves, rows_by_bag, rows_of_ids, count_ids),
+    *(lookup, row_gradients, squared_norm, update, weight_gradients, moves, rows_by_bag, rows_of_ids, count_ids),
     *(entries_by_sample, distinct, key_table, lists, travelling, count_uses, row_bits, allocate, trains),
 )

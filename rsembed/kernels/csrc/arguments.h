@@ -33,7 +33,7 @@ inline bool LiesIn(int64_t first, int64_t count, int64_t size) {
 inline bool VectorsLieIn(int64_t first, int64_t count, int64_t stride, int64_t dim, int64_t size) {
   int64_t length;  // from the first number to behind the last
   const bool wraps = __builtin_mul_overflow(count - 1, stride, &length) || __builtin_add_overflow(length, dim, &length);
-  return stride >= 0 && !wraps && LiesIn(first, length, size);
+  return stride >= 0 && dim >= 0 && !wraps && LiesIn(first, length, size);
 }
 
 // A list of ids with its bags, see IdList in rsembed/kernels/contract.py.
@@ -49,6 +49,26 @@ struct Output {
   float* data;
   int64_t size;
 };
+
+// Whether some entry is in two segments: in a bag of both, or because offsets fall.
+inline bool ShareEntries(const std::vector<Segment>& segments) {
+  struct Range {
+    int64_t list, first, last;
+  };
+  std::vector<Range> ranges;
+  for (const Segment& segment : segments) {
+    if (segment.num_entries > 0) {
+      ranges.push_back({segment.list, segment.first_id, segment.first_id + segment.num_entries});
+    }
+  }
+  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) {
+    return a.list != b.list ? a.list < b.list : a.first < b.first;
+  });
+  for (size_t k = 1; k < ranges.size(); ++k) {
+    if (ranges[k].list == ranges[k - 1].list && ranges[k].first < ranges[k - 1].last) return true;
+  }
+  return false;
+}
 
 // Reads buffers one after the other and keeps the first complaint; what is read after one must not be used.
 class Reader {
@@ -86,11 +106,13 @@ class Reader {
         int64_t num_offsets = 0;
         list.offsets = static_cast<int32_t*>(Next("offsets", ffi::S32, &num_offsets));
         if (num_offsets < 1 || num_offsets - 1 != list.num_bags) Fail("wrong number of offsets");
+        list.width = 0;  // means nothing, and may be anything
       } else if (list.num_bags < 0 || list.width < 0 || Times(list.num_bags, list.width) != list.num_ids) {
         Fail("bags of one length do not fill their list");
       }
       if (flags & 2) list.weights = static_cast<float*>(Next("weights", ffi::F32, list.num_ids));
-      if (list.num_ids > kNoRow) Fail("too many entries for one call");
+      // Bags without entries take no memory that would limit their number.
+      if (std::max(list.num_ids, list.num_bags) > kNoRow) Fail("too many entries for one call");
       lists.push_back(list);
     }
     return lists;
@@ -114,7 +136,6 @@ class Reader {
                                 bool with_gradients) {
     constexpr size_t kNumbers = 10;
     std::vector<Segment> segments;
-    std::vector<int64_t> num_read(lists.size(), 0);
     int64_t num_entries = 0, num_outputs = 0;
     const auto is_number_of = [](int64_t number, const auto& array) {
       return number >= 0 && number < static_cast<int64_t>(array.size());
@@ -176,13 +197,10 @@ class Reader {
       s.first_output = num_outputs;
       num_entries += s.num_entries;
       num_outputs += s.num_outputs;
-      num_read[own[0]] += s.num_entries;
       segments.push_back(s);
     }
-    // Falling offsets would make segments share entries, and promise more rows than the caller has room for.
-    for (size_t k = 0; k < lists.size(); ++k) {
-      if (num_read[k] > lists[k].num_ids) Fail("offsets must not fall, nor segments share bags");
-    }
+    // They would have more rows than the caller has room for, and threads would write the same numbers.
+    if (ShareEntries(segments)) Fail("offsets must not fall, nor segments share bags");
     if (std::max(num_entries, num_outputs) > kNoRow) Fail("too many entries for one call");
     return segments;
   }
