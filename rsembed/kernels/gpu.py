@@ -71,7 +71,18 @@ def unavailable_because() -> str | None:
 def pool(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
     """Pooled rows of every bag, float32: one kernel for a list of ids."""
     _check_table(table)
+    entries = _with_safe_weights(entries, table.shape[0])
     return _pool(table, _operands(entries), entries.num_outputs, entries.combiner)
+
+
+def _with_safe_weights(entries: Entries, num_rows: int) -> Entries:
+    """The weights of each bag times a power of two, where sums or squares of them could leave float32's range."""
+    is_divided = entries.combiner in ("mean", "sqrtn") and entries.weights is not None
+    if not is_divided or entries.num_outputs == 0:
+        return entries
+    bag, gains, _ = reference.entry_gains(entries._replace(combiner="sum"), num_rows)
+    scales = reference._inverse_magnitudes(gains, bag, entries.num_outputs)
+    return entries._replace(weights=gains * scales[bag])
 
 
 lookup = partial(reference.lookup, pool=pool)

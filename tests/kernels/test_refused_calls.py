@@ -135,7 +135,6 @@ def call_of(target, changes):
 
 
 CALLED = ("lookup", "row_gradients", "squared_norm", "update", "weight_gradients")
-READING = CALLED[1:]
 HUGE = (2**63 - 1, 2**62, 2**31, -1, -(2**63))
 
 
@@ -180,7 +179,8 @@ UNREADABLE = [
         ("row_gradients", "squared_norm", "update"),
         [{"num_outputs": number} for number in (3, 2**62)],
     ),
-    ("outside the call", READING, [{"num_outputs": number} for number in (0, 1, -1, -(2**63))]),
+    ("outside the call", CALLED[1:4], [{"num_outputs": number} for number in (0, 1, -1, -(2**63))]),
+    ("a table has two axes", ("weight_gradients",), [{"num_outputs": number} for number in (0, 1, -1, -(2**63))]),
     ("wrong capacity", ("row_gradients",), [{"num_rows": 3, "segments": {(0, 6): 1, (1, 6): 2}}, {"num_rows": 5}]),
     ("outside the output", ("squared_norm",), [{"dim": number} for number in (3, *HUGE)]),
     ("outside the output", ("squared_norm",), [{"dim": -1, "segments": {(0, 9): 1, (1, 9): 1}}]),
