@@ -314,6 +314,12 @@ def padded_size(count: int) -> int:
     return 1 << (count - 1).bit_length() if count else 0
 
 
+def size_of_list(count: int) -> int:
+    """The least size of a series that holds `count` ids: eight sizes an octave, so that at most 1/8 stays empty."""
+    step = 1 << max((count - 1).bit_length() - 4, 0)
+    return max(-(-count // step) * step, 8)
+
+
 def common_width(bags: Bags) -> int:
     """Width of an array `[bags, ids]` that holds these bags, and probably those of later batches.
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 from rsembed.specs import MAX_ROWS as NO_ROW
 
@@ -137,10 +137,15 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
         )
 
 
+def is_invalid(keys: Keys) -> Bool[Array, " nnz"]:
+    """Which keys `checked_keys` could only make padding; works inside `jit`."""
+    ones = jnp.uint32(ALL_BITS)
+    return ~keys.is_key & (keys.high == ones) & (keys.low != ones)
+
+
 def num_invalid(keys: Keys) -> Int[Array, ""]:
     """Number of keys that `checked_keys` could only make padding; works inside `jit`."""
-    ones = jnp.uint32(ALL_BITS)
-    return jnp.sum(~keys.is_key & (keys.high == ones) & (keys.low != ones), dtype=jnp.int32)
+    return jnp.sum(is_invalid(keys), dtype=jnp.int32)
 
 
 def join_keys(high: PyTree, low: PyTree, *, dtype: DTypeLike = np.uint64) -> np.ndarray:

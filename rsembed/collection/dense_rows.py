@@ -139,20 +139,24 @@ class RowLayout:
         place = self.place_of[table_name]
         return place.all_rows(vocabulary_size, spread=self.spread, rows_per_shard=self.rows_per_shard)
 
-    def call(self, bags: Mapping[str, Bags]) -> Call:
-        """The ids of the stack's features as a call that reads the array; ids outside their table read nothing."""
+    def call(self, bags: Sequence[Bags], readers: Sequence[Segment]) -> Call:
+        """A call that reads the array; ids outside their table read nothing.
+
+        Args:
+          bags: one or several features each.
+          readers: for each feature of the stack, the bags that are its own.
+        """
         features = self.stack.features
         sizes = {table.name: table.rows for table in self.stack.tables}
-        lists = [list_of(bags[feature.name]) for feature in features]
+        lists = [list_of(own) for own in bags]
         segments = []
-        for number, (feature, ids) in enumerate(zip(features, lists, strict=True)):
+        for feature, segment in zip(features, readers, strict=True):
             place, num_rows = self.place_of[feature.table_name], sizes[feature.table_name]
-            segment = Segment(number, 0, ids.num_bags, feature.combiner)
             if self.spread == 1:  # the rows of a table follow each other
                 first_row = place.owner * self.rows_per_shard + place.first
                 segment = segment._replace(first_row=first_row, num_rows=num_rows)
             segments.append(segment)
-        if self.spread > 1:
+        if self.spread > 1:  # on a mesh, where every feature has a list of its own
             all_rows = api.rows_of_ids(
                 [ids.ids for ids in lists],
                 [self.place_of[feature.table_name] for feature in features],

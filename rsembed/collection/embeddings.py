@@ -19,6 +19,7 @@ from rsembed.collection import host_rows, inputs
 from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine, unzip_dict
 from rsembed.collection.placement import LogicalTables, make_stacks, placement_of_tables, plan_placed
+from rsembed.collection.prepared import PreparedBatch, identity_of
 from rsembed.collection.stack import Activations, Batch, ByName, EmbeddingState
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.initial_values import table_keys
@@ -101,6 +102,8 @@ class EmbeddingCollection:
         inputs.check_output_shapes(self.features, self.devices)
         self.layout = Fingerprint.of({n: stack.layout.facts(self.table_specs) for n, stack in self._stacks.items()})
         self._engine = Engine(self.features, self._stacks, self.devices, implementation)
+        self._list_of_feature = {f.name: stack.name for stack in self.plan.stacks for f in stack.features}
+        self._made_for = identity_of(self.features, self._list_of_feature, self.devices, bounds_check)
         self._num_rows = tuple(sorted((name, stack.layout.num_rows) for name, stack in self._stacks.items()))
         self.logical = LogicalTables(self.table_specs, self._stacks)
         self._on_host = self.logical.on_host
@@ -300,7 +303,7 @@ class EmbeddingCollection:
 
     # Forward
 
-    def prepare(self, batch: Batch) -> ByName:
+    def prepare(self, batch: Batch) -> PreparedBatch:
         """Checks a batch on the host and brings it into canonical form, ready for a jitted step.
 
         Do this before `jit`: inside it, ids are int32 and cannot be checked, only counted. Arrays stay arrays, all
@@ -315,7 +318,14 @@ class EmbeddingCollection:
 
         Raises: TypeError or ValueError, naming feature, sample, id, table and the way out.
         """
-        return inputs.prepare(self.features, batch, self.devices, bounds_check=self.bounds_check)
+        return inputs.prepare(
+            self.features,
+            batch,
+            self.devices,
+            bounds_check=self.bounds_check,
+            lists=self._list_of_feature,
+            made_for=self._made_for,
+        )
 
     def lookup(self, state: EmbeddingState, batch: Batch, *, return_statistics: bool = False) -> PyTree:
         """Activations of every feature, float32; on a mesh, split by sample.

@@ -15,11 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from rsembed.bags import Bags, as_bags
+from rsembed.collection.dense_rows import in_some_bag
 from rsembed.collection.devices import Devices
+from rsembed.collection.prepared import PreparedBatch
 from rsembed.collection.rows import LookupResult, Occurrences, Rows
 from rsembed.collection.stack import Activations, Batch, ByName, Stack
 from rsembed.kernels import api
-from rsembed.keys import as_keys, num_invalid
+from rsembed.keys import Keys, as_keys, is_invalid, num_invalid
 from rsembed.parallel.exchange import Asked, together
 from rsembed.specs import FeatureSpec
 
@@ -113,31 +115,41 @@ class Engine:
         return unzip_dict({name: stack.rows.init(key) for name, stack in self.stacks.items()})
 
     def _lookup(self, tables: ByName, numbers: ByName | None, batch: Batch) -> tuple[Activations, LookupStatistics]:
-        bags = {name: as_bags(value, feature=name) for name, value in batch.items()}
+        batch = PreparedBatch.of(batch)
         activations: Activations = {}
         unknown, rounds = dict[str, Array](), dict[str, Array]()
         asked: list[Asked[LookupResult]] = []
         for name, stack in self.stacks.items():
             number = None if numbers is None else numbers[name]
-            asked.append(stack.rows.look_up(tables[name], stack.occurrences(bags), number))
+            asked.append(stack.rows.look_up(tables[name], stack.occurrences(batch), number))
         for (name, stack), found in zip(self.stacks.items(), together(asked, self.devices.axes), strict=True):
             outputs, num_unknown, rounds[name] = found
             if stack.storage.takes_keys:
                 unknown[name] = self.devices.gather(num_unknown[None])
             for feature, output in zip(stack.layout.stack.features, outputs, strict=True):
-                activations[feature.name] = to_activation(self.features[feature.name], bags[feature.name], output)
-        num_ids, num_out_of_range = self.devices.total(self._counts(bags))
+                spec, dense_shape = self.features[feature.name], None
+                if spec.pooling == "none":
+                    dense_shape = as_bags(batch[feature.name], feature=feature.name).dense_shape
+                activations[feature.name] = to_activation(spec, dense_shape, output)
+        num_ids, num_out_of_range = self.devices.total(self._counts(batch))
         return activations, LookupStatistics(num_ids, num_out_of_range, unknown, rounds)
 
-    def _counts(self, bags: Mapping[str, Bags]) -> tuple[dict[str, Array], dict[str, Array]]:
+    def _counts(self, batch: PreparedBatch) -> tuple[dict[str, Array], dict[str, Array]]:
         num_ids, num_out_of_range, with_rows = {}, {}, dict[str, Bags]()
-        for name, own in bags.items():
-            storage = self.features[name].table_spec.storage
+        running = {name: _running_counts(bags) for name, bags in batch.lists.items() if isinstance(bags.ids, Keys)}
+        for name in self.features:
+            place, storage = batch.place(name), self.features[name].table_spec.storage
             if storage is None or storage.key_dtype is None:
-                with_rows[name] = own
-                continue
-            keys = as_keys(own.ids).only(jnp.arange(own.ids.shape[0], dtype=jnp.int32) < own.offsets[-1])
-            num_ids[name], num_out_of_range[name] = jnp.sum(keys.is_key, dtype=jnp.int32), num_invalid(keys)
+                with_rows[name] = as_bags(batch[name], feature=name)
+            elif place is not None:
+                offsets = batch.lists[place.list].offsets
+                first, last = offsets[place.first_bag], offsets[place.first_bag + place.num_bags]
+                num_keys, num_bad = running[place.list]
+                num_ids[name], num_out_of_range[name] = num_keys[last] - num_keys[first], num_bad[last] - num_bad[first]
+            else:
+                own = as_bags(batch[name], feature=name)
+                keys = as_keys(own.ids).only(in_some_bag(own))
+                num_ids[name], num_out_of_range[name] = jnp.sum(keys.is_key, dtype=jnp.int32), num_invalid(keys)
         counts = api.count_ids(
             [jnp.asarray(own.ids) for own in with_rows.values()],
             [jnp.asarray(own.offsets) for own in with_rows.values()],
@@ -172,11 +184,19 @@ class Engine:
 
     def _backward(self, batch: Batch, d_outputs: ByName, function: Callable[..., Asked[PyTree]]) -> ByName:
         """Results of a function of each stack's name, rows, occurrences in the batch, and gradients of its outputs."""
-        bags, asked = {name: as_bags(value, feature=name) for name, value in batch.items()}, []
+        batch, asked = PreparedBatch.of(batch), []
         for name, stack in self.stacks.items():
             own = [d_outputs[feature.name] for feature in stack.layout.stack.features]
-            asked.append(function(name, stack.rows, stack.occurrences(bags), own))
+            asked.append(function(name, stack.rows, stack.occurrences(batch), own))
         return dict(zip(self.stacks, together(asked, self.devices.axes), strict=True))
+
+
+def _running_counts(bags: Bags) -> tuple[Int[Array, " nnz_plus_1"], Int[Array, " nnz_plus_1"]]:
+    """Numbers of keys, and of ids that no key can be, before each place of a list."""
+    counts = []
+    for is_counted in (bags.ids.is_key, is_invalid(bags.ids)):
+        counts.append(jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(is_counted, dtype=jnp.int32)]))
+    return counts[0], counts[1]
 
 
 def unzip_dict(pairs: Mapping[str, tuple[PyTree, PyTree]]) -> tuple[ByName, ByName]:
@@ -184,11 +204,11 @@ def unzip_dict(pairs: Mapping[str, tuple[PyTree, PyTree]]) -> tuple[ByName, ByNa
     return {name: first for name, (first, _) in pairs.items()}, {name: second for name, (_, second) in pairs.items()}
 
 
-def to_activation(feature: FeatureSpec, bags: Bags, output: Array) -> Array:
-    """Pooled rows `[outputs, dim]` of a feature in the shape of its activations."""
+def to_activation(feature: FeatureSpec, dense_shape: tuple[int, ...] | None, output: Array) -> Array:
+    """Pooled rows `[outputs, dim]` of a feature in the shape of its activations; `dense_shape` is that of its ids."""
     output = output[:, : feature.output_dim] if feature.output_dim < output.shape[1] else output
     if feature.output_shape is not None:
         return output.reshape(-1, *feature.output_shape[1:])
-    if feature.pooling == "none" and bags.dense_shape is not None:
-        return output.reshape(*bags.dense_shape, output.shape[1])
+    if feature.pooling == "none" and dense_shape is not None:
+        return output.reshape(*dense_shape, output.shape[1])
     return output

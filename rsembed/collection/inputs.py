@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import cast
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from rsembed.bags import (
 )
 from rsembed.checks import check_type, did_you_mean
 from rsembed.collection.devices import Devices
+from rsembed.collection.prepared import Listed, PreparedBatch, joined
 from rsembed.collection.stack import Batch, ByName
 from rsembed.keys import Keys
 from rsembed.parallel.agreement import Agreement, is_global
@@ -62,7 +64,9 @@ def prepare(
     bounds_check: str,
     what: str = "the batch",
     read: Callable[[PyTree], Batch] | None = None,
-) -> ByName:
+    lists: Mapping[str, str] | None = None,
+    made_for: str | None = None,
+) -> PreparedBatch:
     """The batch in canonical form; see `EmbeddingCollection.prepare`.
 
     Args:
@@ -72,21 +76,31 @@ def prepare(
       bounds_check: see the collection.
       what: the subject of messages of what processes disagree in.
       read: a wing's own checks, which refuse in all processes together.
+      lists: by feature, name of the list that takes its bags where they are ragged; None leaves every feature alone.
+      made_for: identity of features and tables; a batch that was prepared for the same comes back as it is.
     """
+    is_prepared = isinstance(given, PreparedBatch) and None not in (made_for, given.made_for)
+    if is_prepared and given.made_for == made_for and devices.mesh is None:
+        return given
+    lists = {} if lists is None else lists
     with Agreement(devices.known_mesh, what, given) as agreement:
         batch = given if read is None else read(given)
         check_names(features, batch, "batch")
         for leaf in jax.tree.leaves([own for own in batch.values() if isinstance(own, (Bags, jax.Array))]):
             if isinstance(leaf, jax.Array) and not is_unknown(leaf):
                 leaf.copy_to_host_async()  # all at once, where an accelerator holds them; they are read one by one
-        if devices.mesh is None and (plain := _of_arrays(features, batch, bounds_check)) is not None:
-            return plain
+        if devices.mesh is None:
+            plain = _of_arrays(features, batch, bounds_check)
+            if plain is not None:
+                return PreparedBatch({}, plain, (), tuple(features), made_for)
+            quick = _in_one_pass(features, batch, lists, bounds_check)
+            if quick is not None:
+                return dataclasses.replace(on_device(quick), made_for=made_for)
         bags = {name: _checked(feature, batch[name], bounds_check) for name, feature in features.items()}
         if devices.mesh is None:
             for name, own in bags.items():
                 _check_batch_size(features[name], own, own.num_bags)
-            canonical = on_device([_canonical(features[name], own, batch[name]) for name, own in bags.items()])
-            return dict(zip(bags, canonical, strict=True))  # a tree would sort them
+            return dataclasses.replace(on_device(_in_lists(features, bags, batch, lists)), made_for=made_for)
         for name, own in bags.items():
             form, width = _form_and_width(name, own)
             agreement.bring(f"feature {name!r}", form, width=width)
@@ -102,7 +116,117 @@ def prepare(
     for name, own in bags.items():
         arrays = _padded(own, agreement.width(f"feature {name!r}"))
         found[name] = arrays if is_unknown(own) else jax.tree.map(lambda array: place(np.asarray(array)), arrays)
-    return found
+    return PreparedBatch({}, found, (), tuple(features), made_for)
+
+
+def _in_lists(
+    features: Mapping[str, FeatureSpec], bags: Mapping[str, Bags], given: Mapping[str, PyTree], lists: Mapping[str, str]
+) -> PreparedBatch:
+    """Checked bags on the host, the ragged ones of each list joined; inside `jit`, every feature is by itself."""
+    members: dict[str, list[str]] = {}
+    arrays: ByName = {}
+    for name, own in bags.items():
+        is_ragged = own.dense_shape is None and features[name].pooling != "none" and not is_traced(own)
+        if is_ragged and name in lists:
+            members.setdefault(lists[name], []).append(name)
+        else:
+            arrays[name] = _canonical(features[name], own, given[name])
+    return PreparedBatch(
+        {stack: joined([bags[name] for name in names]) for stack, names in members.items()},
+        arrays,
+        _places(members, {name: own.num_bags for name, own in bags.items()}),
+        tuple(features),
+    )
+
+
+def _places(members: Mapping[str, Sequence[str]], num_bags: Mapping[str, int]) -> tuple[tuple[str, Listed], ...]:
+    """Sorted pairs of features and their places in lists, in which they follow each other."""
+    places = {}
+    for stack, names in members.items():
+        first_bag = 0
+        for name in names:
+            places[name] = Listed(stack, first_bag, num_bags[name])
+            first_bag += num_bags[name]
+    return tuple(sorted(places.items()))
+
+
+def _in_one_pass(
+    features: Mapping[str, FeatureSpec], batch: Batch, lists: Mapping[str, str], bounds_check: str
+) -> PreparedBatch | None:
+    """The batch with all its ids checked and joined together, on the host; None where a feature needs a closer look.
+
+    That is so of tables with keys, declared batch sizes, features without a combiner, data that is not in numpy or in
+    lists of integers, and of every mistake, which the way of single features then names.
+    """
+    for name, feature in features.items():
+        storage = feature.table_spec.storage
+        takes_keys = storage is not None and storage.key_dtype is not None
+        if takes_keys or feature.num_samples is not None or feature.pooling == "none" or name not in lists:
+            return None
+    bags = _plain_bags({name: batch[name] for name in features})
+    if bags is None:
+        return None
+    ids = np.concatenate([own.ids for own in bags.values()])
+    limits = [feature.table_spec.vocabulary_size for feature in features.values()]
+    least_bad: Any = limits[0]
+    if len(set(limits)) > 1:
+        least_bad = np.repeat(limits, [own.ids.size for own in bags.values()])
+    if bounds_check != "ignore" and ((ids < PAD_ID) | (ids >= least_bad)).any():
+        return None
+    members: dict[str, list[str]] = {}
+    for name in features:
+        members.setdefault(lists[name], []).append(name)
+    joined_lists = {}
+    for stack, names in members.items():
+        narrow = [dataclasses.replace(bags[name], ids=narrow_ids(bags[name].ids)) for name in names]
+        joined_lists[stack] = joined(narrow)
+    places = _places(members, {name: own.num_bags for name, own in bags.items()})
+    return PreparedBatch(joined_lists, {}, places, tuple(features))
+
+
+def _plain_bags(values: ByName) -> dict[str, Bags] | None:
+    """Bags of every feature, if all are sound `Bags` in numpy or lists of lists of integers; else None."""
+    are_lists = {type(value) is list for value in values.values()}
+    if are_lists == {True}:
+        return _bags_of_lists(values)
+    for value in values.values():
+        if type(value) is not Bags or value.dense_shape is not None or value.weights is not None:
+            return None
+        ids, offsets = value.ids, value.offsets
+        if type(ids) is not np.ndarray or ids.dtype not in (np.int32, np.int64) or ids.ndim != 1:
+            return None
+        if type(offsets) is not np.ndarray or offsets.dtype not in (np.int32, np.int64) or offsets.ndim != 1:
+            return None
+        if not offsets.size or offsets[0] != 0 or offsets[-1] != ids.size:
+            return None
+    # Offsets rise from 0 to the number of ids, so only those inside can fall.
+    steps = np.diff(np.concatenate([own.offsets for own in values.values()]))
+    ends = np.cumsum([own.offsets.size for own in values.values()])[:-1] - 1
+    steps[ends] = 0
+    return None if (steps < 0).any() else values
+
+
+def _bags_of_lists(values: ByName) -> dict[str, Bags] | None:
+    """Bags of features that are all lists of lists of `int`, read in one call for all of them; else None."""
+    rows = list(itertools.chain.from_iterable(values.values()))
+    if set(map(type, rows)) != {list}:
+        return None
+    flat = list(itertools.chain.from_iterable(rows))
+    if not set(map(type, flat)) <= {int}:
+        return None
+    try:
+        ids = np.asarray(flat, np.int64)
+    except OverflowError:  # some need 64 bits without a sign, or more
+        return None
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=offsets[1:])
+    bags = {}
+    first_row = 0
+    for name, own in values.items():
+        of_feature = offsets[first_row : first_row + len(own) + 1]
+        bags[name] = Bags(ids[of_feature[0] : of_feature[-1]], of_feature - of_feature[0])
+        first_row += len(own)
+    return bags
 
 
 def _of_arrays(features: Mapping[str, FeatureSpec], batch: Batch, bounds_check: str) -> ByName | None:
@@ -241,13 +365,19 @@ def d_outputs(features: Mapping[str, FeatureSpec], batch: Batch, d_activations: 
 
     Raises: ValueError: one has another shape than its activations. TypeError: one is no array of floats.
     """
+    batch = PreparedBatch.of(batch)
     check_names(features, d_activations, "the activation gradients")
     found: ByName = {}
     for name, feature in features.items():
-        bags, columns = as_bags(batch[name], feature=name), feature.output_dim
+        columns = feature.output_dim
         check_gradient(d_activations[name], f"feature {name!r}: the activation gradient")
         gradient = device_copy(d_activations[name], jnp.float32)
-        num_outputs = bags.ids.shape[0] if feature.pooling == "none" else bags.num_bags
+        place = batch.place(name)
+        if place is not None:
+            num_outputs = place.num_bags
+        else:
+            bags = as_bags(batch.arrays[name], feature=name)
+            num_outputs = bags.ids.shape[0] if feature.pooling == "none" else bags.num_bags
         if gradient.ndim < 2 or gradient.shape[-1] != columns or gradient.size != num_outputs * columns:
             raise ValueError(
                 f"feature {name!r}: the activation gradient has shape {gradient.shape}, but the activations hold "

@@ -102,12 +102,14 @@ def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Py
     bag, gains, _ = reference.entry_gains(entries, 1)
     terms = gains[:, None] * vectors
     if combiner == "none" or entries.offsets is None:
-        return to_activation(feature, bags, terms)
+        return to_activation(feature, bags.dense_shape, terms)
     if bags.dense_shape is None:
-        return to_activation(feature, bags, jax.ops.segment_sum(terms, bag, bags.num_bags))
+        return to_activation(feature, bags.dense_shape, jax.ops.segment_sum(terms, bag, bags.num_bags))
     # Bags of one length are summed while their rows are read.
     width = math.prod(bags.dense_shape[1:])
-    return to_activation(feature, bags, jnp.sum(terms.reshape(bags.dense_shape[0], width, terms.shape[1]), axis=1))
+    return to_activation(
+        feature, bags.dense_shape, jnp.sum(terms.reshape(bags.dense_shape[0], width, terms.shape[1]), axis=1)
+    )
 
 
 def _rows_of_keys(table: ServedTable, keys: Keys) -> tuple[Int[Array, " nnz"], Bool[Array, " nnz"]]:

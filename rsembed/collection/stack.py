@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -14,11 +14,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from rsembed.bags import Bags, padded_size
+from rsembed.bags import Bags, as_bags, padded_size
 from rsembed.collection.dense_rows import RowLayout, in_some_bag, list_of
+from rsembed.collection.prepared import PreparedBatch
 from rsembed.collection.rows import Occurrences, Rows
 from rsembed.fingerprint import Fingerprint
-from rsembed.kernels.contract import NO_ROW, Call
+from rsembed.kernels.contract import NO_ROW, Call, Segment
+from rsembed.kernels.reference import bag_of_entries
 from rsembed.keys import as_keys
 from rsembed.specs import TableSpec
 from rsembed.storage import Hashed, hashed_rows, row_map
@@ -76,31 +78,61 @@ class Stack:
         """How rows and values of `RowGradients` are split."""
         return (PartitionSpec() if self.rows.splits_columns else self.partition), self.partition
 
-    def occurrences(self, bags: Mapping[str, Bags]) -> Occurrences:
+    def occurrences(self, batch: PreparedBatch) -> Occurrences:
         """The ids of the stack's features; those outside their table are none."""
-        stack = self.layout.stack
+        bags, segments = self._bags_of(batch)
         if self.storage.ids_are_rows:
-            return Occurrences(self.layout.call(bags))
+            return Occurrences(self.layout.call(bags, segments))
         # Ids that are in no bag must not be looked for.
-        own = [bags[feature.name] for feature in stack.features]
-        is_used = [in_some_bag(bag) for bag in own]
+        is_used = [in_some_bag(own) for own in bags]
         if not self.storage.takes_keys:
-            call = RowLayout.whole(stack).call(bags)
+            call = RowLayout.whole(self.layout.stack).call(bags, segments)
             lists = []
             for ids, used in zip(call.lists, is_used, strict=True):
                 lists.append(replace(ids, ids=jnp.where(used, ids.ids, NO_ROW)))
             return Occurrences(replace(call, lists=tuple(lists)))
-        names, lists, all_keys, first = [table.name for table in stack.tables], [], [], 0
-        for feature, bag, used in zip(stack.features, own, is_used, strict=True):
-            keys = as_keys(bag.ids).only(used)
-            if len(names) > 1:
-                keys = keys._replace(table=jnp.full(keys.shape, names.index(feature.table_name), jnp.int32))
+        lists, all_keys, first = [], [], 0
+        for number, (own, used) in enumerate(zip(bags, is_used, strict=True)):
+            keys = as_keys(own.ids).only(used)
+            keys = keys._replace(table=self._tables_of_keys(number, own, segments))
             position = first + jnp.arange(keys.shape[0], dtype=jnp.int32)
-            lists.append(list_of(bag, jnp.where(keys.is_key, position, NO_ROW)))
+            lists.append(list_of(own, jnp.where(keys.is_key, position, NO_ROW)))
             all_keys.append(keys)
             first += keys.shape[0]
-        call = Call.of(lists, [feature.combiner for feature in stack.features])
-        return Occurrences(call, jax.tree.map(lambda *lanes: jnp.concatenate(lanes), *all_keys))
+        return Occurrences(
+            Call(tuple(lists), tuple(segments)), jax.tree.map(lambda *lanes: jnp.concatenate(lanes), *all_keys)
+        )
+
+    def _bags_of(self, batch: PreparedBatch) -> tuple[list[Bags], list[Segment]]:
+        """Bags of one or several features each, and which of them each feature of the stack reads."""
+        bags: list[Bags] = []
+        segments: list[Segment] = []
+        number_of: dict[str, int] = {}
+        for feature in self.layout.stack.features:
+            place = batch.place(feature.name)
+            if place is None:
+                own = as_bags(batch.arrays[feature.name], feature=feature.name)
+                segments.append(Segment(len(bags), 0, own.num_bags, feature.combiner))
+                bags.append(own)
+                continue
+            if place.list not in number_of:
+                number_of[place.list] = len(bags)
+                bags.append(batch.lists[place.list])
+            segments.append(Segment(number_of[place.list], place.first_bag, place.num_bags, feature.combiner))
+        return bags, segments
+
+    def _tables_of_keys(self, number: int, bags: Bags, segments: Sequence[Segment]) -> Int[Array, " nnz"] | None:
+        """Number of the table that each key of a list is for; None where the stack has one table."""
+        names = [table.name for table in self.layout.stack.tables]
+        if len(names) == 1:
+            return None
+        of_bag = np.zeros(bags.num_bags + 1, np.int32)
+        for feature, segment in zip(self.layout.stack.features, segments, strict=True):
+            if segment.list == number:
+                of_bag[segment.first_bag : segment.first_bag + segment.num_bags] = names.index(feature.table_name)
+        if (of_bag[:-1] == of_bag[0]).all():
+            return jnp.full(bags.ids.shape, of_bag[0], jnp.int32)
+        return jnp.asarray(of_bag)[bag_of_entries(list_of(bags, jnp.zeros(bags.ids.shape, jnp.int32)))]
 
     def values(self, params: PyTree, slots: PyTree) -> ByName:
         """The rows of every table, as `EmbeddingCollection.tables` returns them."""

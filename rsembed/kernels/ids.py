@@ -45,11 +45,12 @@ def count_ids(
 ) -> tuple[tuple[Int[Array, ""], Int[Array, ""]], ...]:
     """Numbers of ids of each feature inside and outside its table; padding counts as neither.
 
-    Entries behind the last offset are neither.
+    Entries before the first offset or after the last are neither.
     """
     counts = []
     for own, ends, size in zip(ids, offsets, sizes, strict=True):
-        is_used = jnp.arange(own.shape[0], dtype=jnp.int32) < ends[-1]
+        place = jnp.arange(own.shape[0], dtype=jnp.int32)
+        is_used = (place >= ends[0]) & (place < ends[-1])
         is_inside = (own >= 0) & (own < size)
         is_outside = ~is_inside & (own != PAD_ID)
         num_inside, num_outside = (jnp.sum(is_used & what, dtype=jnp.int32) for what in (is_inside, is_outside))

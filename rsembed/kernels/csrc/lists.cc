@@ -90,7 +90,7 @@ ffi::Error RowsOfIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaini
   return ffi::Error::Success();
 }
 
-// Of every feature: ids inside its table, and ids outside that are no padding; entries behind the last bag are neither.
+// Of every feature: ids inside its table, and ids outside that are no padding; entries in no bag are neither.
 ffi::Error CountIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                     ffi::Span<const int64_t> sizes) {
   Reader reader(args);
@@ -104,7 +104,9 @@ ffi::Error CountIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
     const int32_t* const offsets = static_cast<int32_t*>(reader.Next("offsets", ffi::S32, &num_offsets));
     if (num_offsets < 1) reader.Fail("offsets must not be empty");
     if (reader.Failed()) break;
-    feature.num_entries = std::clamp<int64_t>(offsets[num_offsets - 1], 0, feature.num_entries);
+    const int64_t first = std::clamp<int64_t>(offsets[0], 0, feature.num_entries);
+    feature.num_entries = std::clamp<int64_t>(offsets[num_offsets - 1], first, feature.num_entries) - first;
+    feature.ids += first;
     feature.place.num_ids = sizes[k];
     features.push_back(feature);
     for (size_t result = 2 * k; result < 2 * k + 2; ++result) {

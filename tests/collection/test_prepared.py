@@ -1,0 +1,173 @@
+"""Prepared batches: one list of ids for the ragged features of a stack, and the numbers of single features."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rsembed as rs
+
+BATCH, DIM = 6, 4
+SIZES = {"a": 11, "b": 7, "c": 30, "d": 9}
+
+
+def collection_of(storage=None, **options):
+    """Four ragged features of three tables in one stack, one of other dim, one of arrays, and one without a combiner."""
+    rule = rs.optimizers.Adagrad(0.3)
+    tables = {}
+    for name, size in SIZES.items():
+        tables[name] = rs.TableSpec(name, size, DIM, combiner="mean", optimizer=rule, storage=storage)
+    other = rs.TableSpec("other", 12, 2 * DIM, combiner="sqrtn", optimizer=rule)
+    features = [rs.FeatureSpec(name, tables[name]) for name in "abc"]
+    features += [rs.FeatureSpec("c_again", tables["c"], combiner="sum"), rs.FeatureSpec("other", other)]
+    features += [rs.FeatureSpec("dense", tables["d"]), rs.FeatureSpec("sequence", tables["b"], combiner="none")]
+    return rs.EmbeddingCollection(features, **options)
+
+
+def draw_batch(seed, *, most=5):
+    rng = np.random.default_rng(seed)
+
+    def lists(size):
+        return [rng.integers(0, size, rng.integers(0, most)).tolist() for _ in range(BATCH)]
+
+    batch = {name: lists(SIZES[name]) for name in "abc"}
+    ids = lists(SIZES["c"])
+    batch["c_again"] = (ids, [[float(w) for w in rng.uniform(0.5, 2.0, len(own))] for own in ids])
+    batch["other"] = rs.Bags.from_lists(lists(12))
+    batch["dense"] = rng.integers(-1, SIZES["d"], (BATCH, 2))
+    batch["sequence"] = rng.integers(-1, SIZES["b"], (BATCH, 3))
+    return batch
+
+
+def by_themselves(batch):
+    """The batch in a form in which no two features share a list."""
+    return {name: rs.bags.as_bags(value, feature=name) for name, value in batch.items()}
+
+
+def gradients_like(activations, seed):
+    rng = np.random.default_rng(seed)
+    return {name: jnp.asarray(rng.normal(size=own.shape), jnp.float32) for name, own in activations.items()}
+
+
+@pytest.mark.parametrize("storage", [None, rs.Hashed(), rs.HostCached(cache_rows=64)], ids=["dense", "keys", "host"])
+def test_joined_features_have_the_numbers_of_single_ones(storage):
+    collection = collection_of(storage)
+    # A batch size that is declared nowhere, and features that each come alone: no list is shared.
+    apart = [rs.EmbeddingCollection([feature]) for feature in collection.features.values()]
+    state = collection.init(jax.random.key(0))
+    for seed in range(4):
+        batch = draw_batch(seed)
+        prepared = collection.prepare(batch)
+        state = collection.prefetch(state, prepared)
+        tables = collection.tables(state)
+        activations, statistics = collection.lookup(state, prepared, return_statistics=True)
+        for single in apart:
+            (name,) = single.features
+            own = single.init(jax.random.key(0))
+            own = single.with_tables(own, {t: tables[t] for t in single.table_specs})
+            own = single.prefetch(own, {name: batch[name]})
+            expected, counts = single.lookup(own, {name: batch[name]}, return_statistics=True)
+            np.testing.assert_array_equal(activations[name], expected[name])
+            assert statistics.num_ids[name] == counts.num_ids[name]
+            assert statistics.num_out_of_range[name] == counts.num_out_of_range[name] == 0
+        d_activations = gradients_like(activations, seed)
+        fused = collection.update(state, prepared, d_activations)
+        _, pullback = collection.lookup_vjp(state, prepared)
+        applied = collection.apply(state, pullback(d_activations))
+        for one, other in zip(
+            jax.tree.leaves(collection.tables(fused)), jax.tree.leaves(collection.tables(applied)), strict=True
+        ):
+            np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
+        state = fused
+
+
+def test_the_step_of_a_joined_batch_is_that_of_loops():
+    collection = rs.EmbeddingCollection(
+        [
+            rs.FeatureSpec(n, rs.TableSpec(n, SIZES[n], DIM, combiner="mean", optimizer=rs.optimizers.SGD(1.0)))
+            for n in "abc"
+        ]
+    )
+    state = collection.init(jax.random.key(0))
+    batch = {name: own for name, own in draw_batch(3).items() if name in "abc"}
+    before = {name: np.asarray(own, np.float64) for name, own in collection.tables(state).items()}
+    d_activations = gradients_like(collection.lookup(state, batch), 5)
+    for name, rows in batch.items():
+        for sample, ids in enumerate(rows):
+            for i in ids:
+                before[name][i] -= np.asarray(d_activations[name][sample], np.float64) / len(ids)
+    after = collection.tables(jax.jit(collection.update)(state, collection.prepare(batch), d_activations))
+    for name, expected in before.items():
+        np.testing.assert_allclose(after[name], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_stream_of_ragged_batches_needs_few_programs():
+    table = rs.TableSpec("t", 50, DIM, combiner="mean")
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(f"f{k}", table) for k in range(8)])
+    state, num_traced = collection.init(jax.random.key(0)), 0
+
+    @jax.jit
+    def step(state, batch):
+        nonlocal num_traced
+        num_traced += 1
+        return collection.update(state, batch, collection.lookup(state, batch))
+
+    rng = np.random.default_rng(0)
+    for _ in range(25):  # counts of every feature are near a power of two
+        counts = rng.integers(1, 8, (8, 32))
+        batch = {f"f{k}": [rng.integers(0, 50, n).tolist() for n in own] for k, own in enumerate(counts)}
+        state = step(state, collection.prepare(batch))
+    assert num_traced <= 3
+
+
+def test_a_prepared_batch_reads_as_a_mapping_and_travels_as_a_pytree():
+    collection = collection_of()
+    batch = draw_batch(1)
+    prepared = collection.prepare(batch)
+    assert list(prepared) == list(collection.features) and len(prepared) == 7
+    assert prepared["b"].to_lists() == batch["b"]
+    assert prepared["c_again"].to_lists() == batch["c_again"][0]
+    np.testing.assert_array_equal(prepared["dense"], batch["dense"])
+    lists = {name: own.ids.shape for name, own in prepared.lists.items()}
+    assert len(lists) == 2  # one for each stack
+    assert "ragged features" in repr(prepared) and "room for" in repr(prepared)
+    assert collection.prepare(prepared) is prepared
+    again = pickle.loads(pickle.dumps(jax.tree.map(np.asarray, prepared)))
+    assert again["a"].to_lists() == batch["a"]
+
+    state = collection.init(jax.random.key(0))
+    stacked = jax.tree.map(lambda *own: jnp.stack(own), prepared, prepared)
+    _, activations = jax.lax.scan(lambda _, own: (None, collection.lookup(state, own)), None, stacked)
+    expected = collection.lookup(state, batch)
+    for name, own in expected.items():
+        np.testing.assert_array_equal(activations[name][1], own)
+
+
+def test_a_batch_of_another_collection_is_checked_again():
+    small, large = (
+        rs.EmbeddingCollection([rs.FeatureSpec(n, rs.TableSpec(n, size, DIM)) for n in "ab"]) for size in (4, 100)
+    )
+    prepared = large.prepare({"a": [[3], [50]], "b": [[1], []]})
+    with pytest.raises(ValueError, match=r"feature 'a': id 50 in sample 1 is outside table 'a' with vocabulary_size=4"):
+        small.prepare(prepared)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ([[1], [2, 70]], "feature 'b': id 70 in sample 1 is outside table 'b'"),
+        ([[1], [2, -2]], "feature 'b': id -2 in sample 1"),
+        ([[1], [2, 2**70]], "feature 'b': row 1 holds ids that do not fit 64 bits"),
+        (rs.Bags(np.arange(4), np.asarray([0, 3, 2])), "feature 'b': offsets must start at 0 and never fall"),
+        (rs.Bags(np.arange(4), np.asarray([1, 2, 4])), "feature 'b': offsets must start at 0"),
+        (rs.Bags(np.arange(4), np.asarray([0, 2, 9])), "feature 'b': the last offset is 9"),
+    ],
+)
+def test_mistakes_in_one_of_many_features_are_named(wrong, message):
+    tables = {name: rs.TableSpec(name, 9, DIM) for name in "abc"}
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(n, t) for n, t in tables.items()])
+    sound = [[1], [2, 3]] if isinstance(wrong, list) else rs.Bags.from_lists([[1], [2, 3]])
+    with pytest.raises((ValueError, TypeError), match=message):
+        collection.prepare({"a": sound, "b": wrong, "c": sound})
