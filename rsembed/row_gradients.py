@@ -103,6 +103,7 @@ class RowGradients:
     num_rows: tuple[tuple[str, int], ...]
     shardings: tuple[tuple[str, NamedSharding, NamedSharding], ...] | None = None
     layout: Fingerprint | None = None
+    opaque_rows: Any = dataclasses.field(init=False, repr=False, compare=False)  # what `rows` reads and sets
 
     _made: ClassVar[tuple[list[Array], PyTree]] = ([], None)
     __array_ufunc__: ClassVar[None] = None  # `np.float32(2) * gradients` then asks `__rmul__`
