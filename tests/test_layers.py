@@ -25,7 +25,7 @@ BUDGETS = {
     "kernels": 3012,
     "initial_values": 240,
     "storage": 2383,
-    "row_gradients": 338,
+    "row_gradients": 340,
     "parallel": 832,
     "collection": 2575,
     "taps": 288,

@@ -195,6 +195,13 @@ rs.clip_by_global_norm(row_gradients(), 1.0, other_norm=NAN) => ValueError: othe
 rs.combine() => TypeError: combine() missing 1 required positional argument
 rs.combine([row_gradients()]) => TypeError: combine ... RowGradients ... list
 rs.combine(row_gradients(), other_row_gradients()) => ValueError: belong to another collection ... combine
+row_gradients() + other_row_gradients() => ValueError: belong to another collection ... combine
+row_gradients() + 1 => TypeError: RowGradients
+row_gradients() * row_gradients() => TypeError: RowGradients
+row_gradients() * NAN => ValueError: factor of gradients ... nan
+row_gradients() * "2" => TypeError: factor of gradients must be a number, got '2'
+row_gradients() / jnp.ones(3) => ValueError: factor of gradients must be a number, got an array
+row_gradients().rows.__setitem__("word_user", 1) => TypeError: rows['word_user'] ... copy ... dataclasses.replace
 # value_and_grad
 grad(loss_of, has_aux=True) => TypeError: loss_fn ... (loss, aux)
 grad(lambda params, activations: activations["title"]) => TypeError: scalar ... (2, 4)
