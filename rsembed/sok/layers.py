@@ -49,7 +49,7 @@ class _Layer(nnx.Module):
             initializer=embedding_initializer,
             **options,
         )
-        lookups.engine_of(((self.variable.table.kind, (combiner,)),))  # made here, not in the first step
+        lookups.engine_of(((self.variable.table.kind, (combiner,), False),))  # made here, not in the first step
 
     @property
     def embedding_variable(self) -> EmbeddingVariable:

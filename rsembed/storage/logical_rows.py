@@ -135,7 +135,7 @@ def rows_to_leave(
     if keep is not None:
         used = np.flatnonzero(is_used)
         high, low, worth = (on_host(lane)[used] for lane in (known.high, known.low, row_map.worth(known, policy)))
-        lanes = join_keys(high, low), worth
+        lanes = join_keys(high, low, dtype=_key_dtype(table)), worth
         leaves[used[np.lexsort(lanes)[: max(used.size - keep, 0)]]] = True
     return _by_key(table, known, leaves)
 

@@ -27,6 +27,7 @@ from rsembed.keys import Keys
 Eviction = Literal["lru", "lfu"]
 FREE = -1
 REBUILD_BLOCK = 16_384
+SIGN_BIT = 1 << 31
 
 
 class HashTable(NamedTuple):
@@ -178,6 +179,7 @@ def assign(
     occurrences: Int[Array, " nnz"],
     *,
     evict: Eviction | None = None,
+    is_signed: bool = False,
 ) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, " tables"], Int[Array, " tables"]]:
     """Rows for distinct, unknown keys, in their order.
 
@@ -187,6 +189,7 @@ def assign(
       step: number of the current step, at least 0. Rows last used by this very step are not evicted.
       occurrences: how often every key has occurred so far.
       evict: whose rows to take when there are too few free ones. None takes none.
+      is_signed: keys are signed numbers, which decides which of several equally due keys is the least.
 
     Returns: the map, the row of every key (`NO_ROW` where there was none left); and of each table, the number of
       evicted keys, and for how many there was none left.
@@ -195,7 +198,10 @@ def assign(
     if evict is not None:
         short = counts_of(keys.is_key, keys.table, row_map.num_tables) - num_before
         row_map = jax.lax.cond(
-            jnp.any(short > 0), lambda m: _evict_least(m, short, step, evict, keys.low.shape[0]), lambda m: m, row_map
+            jnp.any(short > 0),
+            lambda known: _evict_least(known, short, step, evict, keys.low.shape[0], is_signed),
+            lambda known: known,
+            row_map,
         )
     num_evicted = row_map.num_free - num_before
     rows, num_free, num_without = api.take_rows(row_map.free, row_map.num_free, keys.is_key, keys.table)
@@ -294,19 +300,72 @@ def worth(row_map: RowMap, policy: Eviction) -> Int[Array, " rows"]:
     return row_map.last_step if policy == "lru" else row_map.counts
 
 
+def _may_leave(row_map: RowMap, step: Int[Array, ""]) -> Bool[Array, " rows"]:
+    """Which rows have a key that this step did not use."""
+    return (row_map.last_step != FREE) & (row_map.last_step != step)
+
+
+def room(row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, ""], *, evicts: bool) -> Int[Array, " tables"]:
+    """Number of new keys of each table that `assign` can give a row in a step that uses `rows`, which may repeat."""
+    if not evicts:
+        return row_map.num_free
+    is_left = _may_leave(row_map, step).at[rows].set(False, mode="drop")
+    num_left = jnp.sum(is_left.reshape(row_map.num_tables, -1), axis=1, dtype=jnp.int32)
+    return row_map.num_free + num_left
+
+
+def first_marked(
+    marks: Bool[Array, " n"],
+    arrival: Int[Array, " n"] | None,
+    table: Int[Array, " n"] | None,
+    most: Int[Array, " tables"],
+) -> Bool[Array, " n"]:
+    """The `most` first marked entries of each table.
+
+    Args:
+      marks: which entries count.
+      arrival: number that says which entry comes first; None means that they are in order.
+      table: table of each entry, or None where there is one.
+      most: number of entries to keep, by table.
+    """
+    order = None
+    if arrival is not None:
+        places = jax.lax.broadcasted_iota(jnp.int32, arrival.shape, 0)
+        _, order = jax.lax.sort((arrival, places), num_keys=1)
+        marks = marks[order]
+        table = None if table is None else table[order]
+    rank, _ = ranks(marks, table, most.shape[0], api.distinct)
+    limit = most if table is None else most.at[table].get(mode="clip")
+    is_first = marks & (rank < limit)
+    if order is None:
+        return is_first
+    return jnp.zeros_like(is_first).at[order].set(is_first)
+
+
 def _evict_least(
-    row_map: RowMap, num_wanted: Int[Array, " tables"], step: Int[Array, ""], policy: Eviction, most: int
+    row_map: RowMap,
+    num_wanted: Int[Array, " tables"],
+    step: Int[Array, ""],
+    policy: Eviction,
+    most: int,
+    is_signed: bool,
 ) -> RowMap:
-    is_candidate = (row_map.last_step != FREE) & (row_map.last_step != step)
-    leaves = least(row_map, worth(row_map, policy), is_candidate, num_wanted)
+    leaves = least(row_map, worth(row_map, policy), _may_leave(row_map, step), num_wanted, is_signed)
     return release(row_map, api.compact(leaves, most)[0])
 
 
 def least(
-    row_map: RowMap, worth: Array, is_candidate: Bool[Array, " rows"], num_wanted: Int[Array, " tables"]
+    row_map: RowMap,
+    worth: Array,
+    is_candidate: Bool[Array, " rows"],
+    num_wanted: Int[Array, " tables"],
+    is_signed: bool = False,
 ) -> Bool[Array, " rows"]:
     """The `num_wanted` candidates of least worth of each table, of equal ones the least keys; all if they are fewer."""
-    lanes = worth.astype(jnp.uint32), row_map.high, row_map.low
+    high = row_map.high
+    if is_signed:
+        high = high ^ jnp.uint32(SIGN_BIT)  # brings negative keys before the others
+    lanes = worth.astype(jnp.uint32), high, row_map.low
     if row_map.num_tables == 1:
         return _first(lanes, is_candidate, num_wanted[0])
     by_table = [lane.reshape(row_map.num_tables, -1) for lane in (*lanes, is_candidate)]
