@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from rsembed.bags import PAD_ID
+from rsembed.bags import PAD_ID, is_traced
 from rsembed.checks import PositiveInt, check_fields, dtype_among
 from rsembed.initial_values import keyed_form, table_key, table_keys, traced_initializer
 from rsembed.kernels import api
@@ -173,10 +173,13 @@ class Hashed(DynamicRows):
         the system in every call, and its pages one by one.
         """
         rows, num_absent = row_map.search(params.keys, keys)
+        is_bound = hashed_rows.is_bound(params)
 
         def with_strangers() -> tuple[PyTree, Array]:
             strangers, places = keys.only(rows == NO_ROW), jnp.arange(keys.shape[0], dtype=jnp.int32)
             vectors = self.vectors(params, rows, table).astype(params.rows.dtype)  # as a new row is going to be stored
+            # Inside `jit` nothing can be raised, and rows of other keys must not pass for these.
+            vectors = jnp.where(is_bound, vectors, jnp.asarray(jnp.nan, vectors.dtype))
             if ahead is None:
                 _, own, _, _ = row_map.entries(strangers, jnp.ones(keys.shape, jnp.int32))
                 return pool(vectors, jnp.where(keys.is_key, places, NO_ROW)), jnp.sum(own.is_key, dtype=jnp.int32)
@@ -192,7 +195,8 @@ class Hashed(DynamicRows):
             return pool(vectors, jnp.where(keys.is_key, places, NO_ROW)), jnp.sum(starts, dtype=jnp.int32)
 
         # Late in training most batches have no strangers, and need none of their work.
-        return jax.lax.cond(num_absent == 0, lambda: (pool(params.rows, rows), varying_zero(rows)), with_strangers)
+        has_all = (num_absent == 0) & is_bound
+        return jax.lax.cond(has_all, lambda: (pool(params.rows, rows), varying_zero(rows)), with_strangers)
 
     def _with_room(
         self,
@@ -294,7 +298,7 @@ class Hashed(DynamicRows):
             num_failed = row_map.counts_of(has_none, keys.table, params.num_tables)
         vectors, *kept = hashed_rows.with_initial_values((params.rows, *slots), rows, keys, table, params.own_key)
         counters = params.counters.add(failed=num_failed, **happened)
-        params = DynamicTable(known, vectors, waiting, counters, params.key)
+        params = hashed_rows.with_keys(params, known)._replace(rows=vectors, waiting=waiting, counters=counters)
         return params, tuple(kept), api.gather_rows((rows,), entry_of, missing=NO_ROW)[0]
 
     @property
@@ -308,6 +312,22 @@ class Hashed(DynamicRows):
 
         waiting = None if params.waiting is None else used(params.waiting)
         return params._replace(keys=used(params.keys), waiting=waiting)
+
+    def check_params(self, params: DynamicTable, table: TableSpec) -> None:
+        if params.bond is None:
+            return
+        whole = [params.bond, params.keys.signature]
+        is_array = all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in whole)
+        if not is_array or is_traced(whole) or not all(getattr(leaf, "is_fully_addressable", True) for leaf in whole):
+            return  # lookups read NaN
+        keys = params.keys._replace(signature=np.asarray(params.keys.signature))
+        if not hashed_rows.is_bound(params._replace(keys=keys, bond=np.asarray(params.bond))):
+            names = ", ".join(own.name for own in self.tables_of(table))
+            raise ValueError(
+                f"table {names!r}: the rows of this state do not belong to its keys. An average of two states, taken "
+                "array by array, mixes the rows of different keys, because the same key has different rows in both; "
+                "average collection.tables(state) key by key, and write that with collection.with_tables."
+            )
 
     def check_step(self, before: DynamicTable, after: DynamicTable, table: TableSpec) -> None:
         if self.when_full != "error":

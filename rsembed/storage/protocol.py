@@ -249,6 +249,10 @@ class Storage(abc.ABC):
                 parts[number] = self.with_rows(*parts[number], rows[own.name], own, num_shards)
         return self.stack(parts, params, num_shards)
 
+    def check_params(self, params: PyTree, table: TableSpec) -> None:
+        """Raises: ValueError: parts of `params` do not belong together."""
+        del params, table
+
     def check_step(self, before: PyTree, after: PyTree, table: TableSpec) -> None:
         """Raises: RuntimeError: between two states of a step outside `jit`, something was lost that must not be."""
         del before, after, table

@@ -21,13 +21,14 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, SegmentGradients
-from rsembed.kernels.keyed import DELETED, EMPTY, MAX_COUNT, ranks, varying_zero
+from rsembed.kernels.keyed import DELETED, EMPTY, MAX_COUNT, mix, ranks, varying_zero
 from rsembed.keys import Keys
 
 Eviction = Literal["lru", "lfu"]
 FREE = -1
 REBUILD_BLOCK = 16_384
 SIGN_BIT = 1 << 31
+ROW_FACTOR = 0x9E3779B9  # odd, so that no two rows of a key give one number
 
 
 class HashTable(NamedTuple):
@@ -118,6 +119,7 @@ class RowMap(NamedTuple):
       free: stack of rows without a key, of each table; the first `num_free` places count, and the last of them is next.
         What stands behind them is nothing.
       num_free: height of each stack.
+      signature: number that follows from which key has which row, for each table; equal maps have equal ones.
     """
 
     hashed: HashTable
@@ -127,6 +129,7 @@ class RowMap(NamedTuple):
     counts: Int[Array, " rows"]
     free: Int[Array, " rows"]
     num_free: Int[Array, " tables"]
+    signature: UInt32[Array, " tables"]
 
     @property
     def num_tables(self) -> int:
@@ -151,6 +154,7 @@ def empty(*capacities: int) -> RowMap:
         counts=api.allocate(num_rows, jnp.int32, 0),
         free=jnp.maximum(own[:, None] - 1 - jnp.arange(most, dtype=jnp.int32)[None], 0).reshape(-1),
         num_free=own,
+        signature=jnp.zeros(len(capacities), jnp.uint32),
     )
 
 
@@ -207,9 +211,21 @@ def assign(
     rows, num_free, num_without = api.take_rows(row_map.free, row_map.num_free, keys.is_key, keys.table)
     high, low = api.scatter_rows((row_map.high, row_map.low), rows, (keys.high, keys.low))
     with_row = keys._replace(is_key=rows != NO_ROW)
-    hashed = row_map.hashed.insert(with_row, _moved(row_map, rows, keys.table, -1))
-    filled = row_map._replace(hashed=hashed, high=high, low=low, num_free=num_free)
+    own_rows = _moved(row_map, rows, keys.table, -1)
+    hashed = row_map.hashed.insert(with_row, own_rows)
+    signature = row_map.signature + _signature(with_row, own_rows, row_map.num_tables)
+    filled = row_map._replace(hashed=hashed, high=high, low=low, num_free=num_free, signature=signature)
     return touch(filled, rows, step, occurrences), rows, num_evicted, num_without
+
+
+def _signature(keys: Keys, rows: Int[Array, " nnz"], num_tables: int) -> UInt32[Array, " tables"]:
+    """What these keys with these rows of their tables add to the signature of each table."""
+    bits = mix(keys.high, keys.low + rows.astype(jnp.uint32) * jnp.uint32(ROW_FACTOR))
+    bits = jnp.where(keys.is_key, bits, jnp.uint32(0))
+    if keys.table is None:
+        return jnp.sum(bits, dtype=jnp.uint32)[None]
+    table = jnp.where(keys.is_key, keys.table, num_tables)
+    return jnp.zeros(num_tables, jnp.uint32).at[table].add(bits, mode="drop")
 
 
 def find_or_assign(
@@ -259,11 +275,13 @@ def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
     num_free = row_map.num_free + num_released
     places = (num_free if table is None else num_free.at[table].get(mode="clip")) - 1 - rank
     free = jnp.where(is_row, _moved(row_map, places, table, 1), NO_ROW)
+    keys, own_rows = Keys(high, low, is_row, table), _moved(row_map, rows, table, -1)
     return row_map._replace(
-        hashed=row_map.hashed.remove(Keys(high, low, is_row, table)),
+        hashed=row_map.hashed.remove(keys),
         last_step=row_map.last_step.at[rows].set(FREE, mode="drop"),
-        free=row_map.free.at[free].set(_moved(row_map, rows, table, -1), mode="drop"),
+        free=row_map.free.at[free].set(own_rows, mode="drop"),
         num_free=num_free,
+        signature=row_map.signature - _signature(keys, own_rows, row_map.num_tables),
     )
 
 
@@ -289,6 +307,7 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
         counts=extend(row_map.counts, 0),
         free=jnp.concatenate([jnp.arange(capacity - 1, old - 1, -1, dtype=jnp.int32), row_map.free]),
         num_free=row_map.num_free + (capacity - old),
+        signature=row_map.signature,
     )
 
 
