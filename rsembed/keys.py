@@ -45,8 +45,8 @@ class Keys(NamedTuple):
         return Keys(high, low, is_key, *table)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The axes of all lanes."""
+    def shape(self) -> tuple[Any, ...]:
+        """Sizes of the axes, which all lanes have; symbols in a program that is exported for any size."""
         return self.is_key.shape
 
     @property
@@ -95,8 +95,9 @@ def split_keys(keys: PyTree, *, feature: str = "keys") -> Keys:
 def checked_keys(keys: PyTree, dtype: str, *, feature: str) -> Keys:
     """Keys from any accepted form, all of which `dtype` holds; among traced keys, others become padding.
 
-    Raises: TypeError or ValueError: they are no integers, or outside `dtype`.
+    Raises: TypeError or ValueError: they are no integers, or outside `dtype`; or JAX may have cut them.
     """
+    check_not_cut(keys, dtype, feature)
     found = keys if isinstance(keys, Keys) else split_keys(keys, feature=feature)
     if any(
         isinstance(lane, jax.core.Tracer) or not getattr(lane, "is_fully_addressable", True)
@@ -107,6 +108,27 @@ def checked_keys(keys: PyTree, dtype: str, *, feature: str) -> Keys:
         return found._replace(high=high, low=low).only(~lost)
     check_fits(jax.tree.map(np.asarray, found), dtype, feature)
     return found
+
+
+def check_not_cut(keys: PyTree, dtype: str, feature: str) -> None:
+    """Raises: TypeError: a traced array of 32 bits for a table of 64-bit keys: JAX may have cut it where `jit` began.
+
+    Args:
+      keys: as users give them. `Keys`, and arrays outside of `jit`, have all their bits.
+      dtype: `key_dtype` of the table.
+      feature: named in the error.
+    """
+    is_wide = np.dtype(dtype).itemsize == 8
+    if not is_wide or isinstance(keys, Keys) or not isinstance(keys, jax.core.Tracer):
+        return
+    if keys.dtype in (np.int32, np.uint32):
+        narrow = dtype.replace("64", "32")
+        raise TypeError(
+            f"{feature}: inside jit its keys are an array of {keys.dtype}, but the table has key_dtype={dtype!r}: JAX "
+            "cuts 64-bit integers to 32 bits where they enter jit, so that different keys become one. Prepare the "
+            "batch before jit, with collection.prepare(batch) or rsembed.keys.split_keys(keys), or give the table "
+            f"key_dtype={narrow!r} if all keys fit into it."
+        )
 
 
 def as_keys(ids: PyTree) -> Keys:

@@ -215,6 +215,9 @@ class EmbeddingCollection:
                     f"the state does not belong to this collection: {part} are {shown}, expected {wanted}; use a state "
                     "of collection.init, or load one with load_collection."
                 )
+        if "tables" in parts:
+            for name, stack in self._stacks.items():
+                stack.storage.check_params(state.tables[name], stack.table)
 
     def tables(self, state: EmbeddingState) -> ByName:
         """The logical tables by name (copies; on a mesh, every device gets one).

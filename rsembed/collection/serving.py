@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,9 @@ from rsembed.collection.inputs import check_names
 from rsembed.collection.stack import Activations, Batch, EmbeddingState
 from rsembed.kernels import reference
 from rsembed.kernels.contract import NO_ROW
-from rsembed.keys import Keys, as_keys, split_keys
+from rsembed.keys import Keys, as_keys, check_not_cut, split_keys
 from rsembed.specs import FeatureSpec
+from rsembed.storage import Storage
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 
@@ -41,8 +43,9 @@ def for_serving(
       dtype: "float32", "bfloat16", "float16" or "int8", which has a scale for each row; None keeps that of the tables.
 
     Returns: `lookup(tables, batch)`, which gives the activations of `collection.lookup`, and these tables: one copy of
-      each, trains and rows on the host written out. Ids outside their table contribute nothing; under `jax.jit`, JAX
-      has cut numpy's ids of 64 bits to their lower half before.
+      each, trains and rows on the host written out. Ids outside their table contribute nothing. Under `jax.jit`, JAX
+      cuts numpy's integers of 64 bits to 32 before the lookup sees them: ids of a dense table must fit into int32,
+      and 64-bit keys come as `rsembed.keys.split_keys(keys)`; an array of int32 for them is refused.
 
     Raises: TypeError or ValueError: `dtype` is unknown, or the state is not the collection's.
 
@@ -86,6 +89,8 @@ def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Py
     bags = as_bags(ids, feature=feature.name)
     combiner, table = feature.pooling, tables[feature.table_spec.name]
     if "high" in table:
+        storage = cast(Storage, feature.table_spec.storage)
+        check_not_cut(bags.ids, storage.key_dtype, f"feature {feature.name!r}")
         rows, is_id = _rows_of_keys(table, as_keys(bags.ids))
     else:
         check_ids_dtype(bags, feature=feature.name)

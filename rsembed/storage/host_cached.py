@@ -183,7 +183,8 @@ class HostCached(DynamicRows):
     def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
         del shard  # all begin empty
         empty, slots = hashed_rows.empty(table, [-(-self.cache_rows // num_shards)], table_key(key, table.name))
-        return empty._replace(generation=jnp.zeros(1, jnp.uint32)), slots
+        # States of another time are refused by their generation.
+        return empty._replace(generation=jnp.zeros(1, jnp.uint32), bond=None), slots
 
     def read(self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
         del ahead

@@ -87,6 +87,7 @@ title((IDS, IDS, IDS, 1.5)) => TypeError: feature 'title': row 3 ... float64
 # Sizes
 declared(np.zeros((7, 1), int)) => ValueError: feature 'title' ... 7 samples ... declares 8
 on_mesh(title=np.array([1, 2, 3])) => ValueError: feature 'title' ... 3 samples ... 2 devices
+jax.jit(who)(np.array([2**40 + 7])) => TypeError: feature 'who' ... int32 ... key_dtype='int64' ... collection.prepare
 jax.jit(lambda bags: on_mesh(title=bags)["title"])(Bags(IDS, OFFSETS))
     => ValueError: feature 'title' ... collection.prepare(batch)
 # Keys
