@@ -127,10 +127,13 @@ class EmbeddingCollection:
         A table's values depend on `key`, the table's name and its initializer alone, not on the other tables, nor on
         the number of devices.
 
-        Raises: TypeError: `key` is no PRNG key.
+        Raises: TypeError: `key` is no PRNG key. ValueError: an initializer of yours gives a number that is not finite;
+          inside `jit`, and for rows of keys, which are drawn later, that is not seen (for keys one row is tried).
         """
         check_type(key, PRNGKeyArray, "init: key")
         tables, slots = self._engine.init(key)
+        for name, stack in self._stacks.items():
+            stack.check_start(tables[name], slots[name])
         rest = jnp.zeros((), jnp.int32), jax.random.fold_in(key, 0x726F756E)
         step, key = self.devices.place(rest, PartitionSpec())
         for name, own in self._on_host.items():
@@ -240,7 +243,9 @@ class EmbeddingCollection:
         return {name: slots for own in found for name, slots in own.items()}
 
     @validated
-    def with_tables(self, state: EmbeddingState, tables: Mapping[str, PyTree]) -> EmbeddingState:
+    def with_tables(
+        self, state: EmbeddingState, tables: Mapping[str, PyTree], *, allow_nonfinite: bool = False
+    ) -> EmbeddingState:
         """The state with some tables replaced, for example by pretrained vectors; slots stay as they are.
 
         A table with keys takes what `tables` returns of it, and needs only `keys` and `values`: slots that are left out
@@ -248,11 +253,17 @@ class EmbeddingCollection:
         Whole tables move between storages: rows have their numbers for keys, and a tensor train takes the cores closest
         to an array.
 
-        Raises: ValueError: a table is unknown, or values do not fit it. NotImplementedError: its storage takes no rows.
-          RuntimeError: inside `jit`, a table has keys, or is on the host.
+        Args:
+          state: state to replace tables in.
+          tables: new values by table name.
+          allow_nonfinite: whether NaN, infinity and negative sums of squares are taken as they are. By default they are
+            refused, since one NaN spreads to all that reads its row. Inside `jit` nothing is checked.
+
+        Raises: ValueError: a table is unknown, or values do not fit it or are not finite. NotImplementedError: its
+          storage takes no rows. RuntimeError: inside `jit`, a table has keys, or is on the host.
         """
         self.check_state(state)
-        return self.logical.with_tables(state, tables)
+        return self.logical.with_tables(state, tables, allow_nonfinite=allow_nonfinite)
 
     def evict(
         self,

@@ -8,8 +8,8 @@ from typing import cast
 import numpy as np
 from jaxtyping import Num, PyTree
 
-from rsembed.bags import is_traced
-from rsembed.checks import check_type, did_you_mean
+from rsembed.bags import foreign_to_numpy, is_traced
+from rsembed.checks import check_finite, check_type, did_you_mean
 from rsembed.collection.dense_rows import DenseRows, RowLayout
 from rsembed.collection.devices import Devices
 from rsembed.collection.host_rows import HostRows, Prefetch
@@ -19,7 +19,7 @@ from rsembed.fingerprint import Fingerprint
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
 from rsembed.storage import Hashed, HostCached
-from rsembed.storage.logical_rows import check_reasons
+from rsembed.storage.logical_rows import SavedArray, check_reasons
 from rsembed.storage.protocol import Storage
 
 PLACEMENTS = ("row", "table", "column", "replicated")
@@ -133,13 +133,21 @@ class LogicalTables:
         """Stacks whose arrays mean nothing to a file: rows found by key, or on the host."""
         self._stack_of = {table.name: name for name, s in stacks.items() for table in s.layout.stack.tables}
 
-    def with_tables(self, state: EmbeddingState, tables: Mapping[str, PyTree]) -> EmbeddingState:
+    def with_tables(
+        self, state: EmbeddingState, tables: Mapping[str, PyTree], *, allow_nonfinite: bool = False
+    ) -> EmbeddingState:
         """See `EmbeddingCollection.with_tables`."""
         new: dict[str, ByName] = {}
         for table_name, values in tables.items():
             self._check_known(table_name)
+            values = _of_numpy(values)
+            of_squares = [f"slot_{slot}" for slot in self.specs[table_name].optimizer.non_negative_slots]
             for part, array in _parts(values):
-                check_type(array, Num[np.ndarray, "..."], f"table {table_name!r}: its {part}")
+                where = f"table {table_name!r}: its {part}"
+                check_type(array, Num[np.ndarray, "..."], where)
+                # What a file of ours holds was saved so, and is read later.
+                if not allow_nonfinite and not isinstance(array, SavedArray):
+                    check_finite(array, where, may_be_negative=part not in of_squares)
             name, table = self._stack_of[table_name], self.specs[table_name]
             storage = self.stacks[name].storage
             if storage.rows_on_host and is_traced((values, state.step)):
@@ -200,6 +208,15 @@ class LogicalTables:
         for name in sorted(self.apart, key=self.on_host.__contains__):  # as in `with_tables`
             all_tables[name], all_slots[name] = self.apart[name].restored(tables, slots)
         return EmbeddingState(all_tables, all_slots, state.step, state.key, layout)
+
+
+def _of_numpy(values: PyTree) -> PyTree:
+    """A table from outside, of which columns and tensors of other libraries have become arrays of numpy."""
+    if isinstance(values, Mapping):
+        return {name: foreign_to_numpy(part) for name, part in values.items()}
+    if isinstance(values, tuple):
+        return tuple(foreign_to_numpy(part) for part in values)
+    return foreign_to_numpy(values)
 
 
 def _parts(values: PyTree) -> Iterable[tuple[PyTree, PyTree]]:
