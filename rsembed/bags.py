@@ -212,14 +212,32 @@ def _flat_ids(row: Any, position: int) -> np.ndarray:
         array = np.zeros((0, 0))
     if array.dtype.kind == "f" and all(isinstance(own, int) for own in row):  # as large as only 64 bits without sign
         array = _joined([np.asarray([own]) for own in row])
-    if array.dtype == object and all(isinstance(own, int) for own in array.ravel()):
-        raise TypeError(f"row {position} holds ids that do not fit 64 bits, such as {max(array, key=abs)}; hash them.")
+    if array.dtype == object and array.ndim == 1 and _are_integers(array):
+        array = _joined_integers(array, f"row {position} holds ids that do not fit 64 bits, such as")
     if array.ndim != 1 or array.dtype == object:
         wrong = "a missing value is -1" if None in array.ravel() else "the input is nested too deeply"
         raise TypeError(f"row {position} must be a flat list of ids, got {row!r}; {wrong}.")
     if not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"row {position} holds {array.dtype} values; ids must be integers, so hash strings first.")
     return array
+
+
+def _are_integers(values: Any) -> bool:
+    """Whether every entry of a list or array of Python objects is an integer; True and False are none."""
+    return all(isinstance(value, (int, np.integer)) and not isinstance(value, bool) for value in values)
+
+
+def _joined_integers(values: Any, complaint: str) -> np.ndarray:
+    """Integers of Python in one array of 64 bits. Raises: TypeError: one does not fit; it follows `complaint`."""
+    numbers = [int(value) for value in values]
+    largest = max(numbers, key=abs)
+    if not -(2**63) <= min(numbers) <= max(numbers) < 2**64:
+        raise TypeError(f"{complaint} {largest}; hash them.")
+    signed = np.asarray([number for number in numbers if number < 2**63], np.int64)
+    if signed.size == len(numbers):
+        return signed
+    _joined([signed, np.asarray([largest], np.uint64)])  # refuses a negative number beside one of 64 bits
+    return np.asarray(numbers, np.uint64)
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -271,9 +289,8 @@ def as_bags(value: Any, *, feature: str) -> Bags:
         if isinstance(ids, (list, tuple, np.ndarray)):
             if is_traced(ids):
                 raise TypeError("inside jit ids are one array, not lists of them; call collection.prepare before jit.")
-            if len(ids) and all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in ids):
-                if (array := np.asarray(ids)).dtype == object:
-                    raise TypeError(f"ids must fit 64 bits, got {max(ids, key=abs)}; hash them.")
+            if len(ids) and _are_integers(ids):
+                array = _joined_integers(ids, "ids must fit 64 bits, got")
                 return Bags.from_dense(array, None if weights is None else _floats(weights, "a pair"))
             rows = [[row] if not isinstance(row, (list, tuple)) and np.ndim(row) == 0 else row for row in ids]
             return Bags.from_lists(rows, cast(Any, weights))
@@ -284,8 +301,15 @@ def as_bags(value: Any, *, feature: str) -> Bags:
 
 def foreign_to_numpy(value: Any) -> Any:
     """`value` as a numpy array if it has `__array__`, as columns of pandas and tensors do; else `value` unchanged."""
-    is_foreign = hasattr(value, "__array__") and not isinstance(value, (jax.Array, np.ndarray))
-    return np.asarray(value) if is_foreign else value
+    if not hasattr(value, "__array__") or isinstance(value, (jax.Array, np.ndarray)):
+        return value
+    try:
+        return np.asarray(value)
+    except TypeError:
+        # A torch tensor of bfloat16, a dtype that numpy alone does not have.
+        if not hasattr(value, "__dlpack__"):
+            raise
+        return np.asarray(jnp.from_dlpack(value))
 
 
 def _check_arrays(bags: Bags) -> None:
@@ -397,9 +421,23 @@ def check_ids_dtype(bags: Bags, *, feature: str) -> None:
 
 
 def check_values(
-    bags: Bags, *, feature: str, table: str, vocabulary_size: int, allow_out_of_range: bool = False
+    bags: Bags,
+    *,
+    feature: str,
+    table: str,
+    vocabulary_size: int,
+    allow_out_of_range: bool = False,
+    way_to_drop: str | None = None,
 ) -> None:
     """Checks concrete bags on the host.
+
+    Args:
+      bags: ids, offsets and weights.
+      feature: name of the feature, for messages.
+      table: name of its table, for messages.
+      vocabulary_size: rows of the table.
+      allow_out_of_range: whether ids outside the table are admitted.
+      way_to_drop: words for the option that drops such ids; None where the caller offers none.
 
     Raises: ValueError: an id lies outside the table, offsets are not increasing, or a weight is not finite. The
       message names the feature, the bag, the value, the table and the way out.
@@ -414,10 +452,12 @@ def check_values(
     bad = (used != PAD_ID) & ((used < 0) | (used >= vocabulary_size))
     place = int(bad.argmax())
     bag = int(np.searchsorted(offsets, place, side="right")) - 1
+    ways_out = f"enlarge the table, hash the ids first, or use {PAD_ID} for missing ids"
+    if way_to_drop is not None:
+        ways_out = f"enlarge the table, hash the ids first, use {PAD_ID} for missing ids, or {way_to_drop}"
     raise ValueError(
         f"feature {feature!r}: id {int(used[place])} in sample {bag} is outside table {table!r} with "
-        f"vocabulary_size={vocabulary_size} ({int(bad.sum())} such ids in the batch); enlarge the table, hash the "
-        f"ids first, use {PAD_ID} for missing ids, or let EmbeddingCollection(bounds_check='ignore') drop them."
+        f"vocabulary_size={vocabulary_size} ({int(bad.sum())} such ids in the batch); {ways_out}."
     )
 
 

@@ -151,10 +151,13 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
     places = np.argwhere(is_beyond(keys, dtype))
     if places.size:
         place = tuple(places[0])
-        as_number = np.uint64 if dtype.startswith("u") else np.int64
-        (key,) = join_keys(keys.high[place][None], keys.low[place][None], dtype=as_number)
+        (key,) = join_keys(keys.high[place][None], keys.low[place][None])
+        key = int(key)
+        shown = str(key)
+        if 2**63 <= key < 2**64 - 1:  # keys have no sign of their own; -1 is padding and never comes here
+            shown = f"{key} (of signed numbers: {key - 2**64})"
         raise ValueError(
-            f"{feature}: key {key} does not fit into key_dtype={dtype!r}; choose one of {', '.join(KEY_DTYPES)} that "
+            f"{feature}: key {shown} does not fit into key_dtype={dtype!r}; choose one of {', '.join(KEY_DTYPES)} that "
             "holds it."
         )
 

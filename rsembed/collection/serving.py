@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
 from rsembed.bags import as_bags, check_ids_dtype
-from rsembed.checks import dtype_among, validated
+from rsembed.checks import check_finite, dtype_among, validated
 from rsembed.collection.dense_rows import segment_of
 from rsembed.collection.embeddings import EmbeddingCollection
 from rsembed.collection.engine import to_activation
@@ -33,7 +33,11 @@ ServedTable = dict[str, Array]
 
 @validated
 def for_serving(
-    collection: EmbeddingCollection, state: EmbeddingState, *, dtype: str | None = None
+    collection: EmbeddingCollection,
+    state: EmbeddingState,
+    *,
+    dtype: str | None = None,
+    allow_nonfinite: bool = False,
 ) -> tuple[Callable[..., Activations], dict[str, ServedTable]]:
     """A lookup of plain JAX and the tables that it reads, for `jax.export` and for processes without this library.
 
@@ -41,13 +45,15 @@ def for_serving(
       collection: whose features.
       state: whose tables, on any mesh. Not inside `jit`.
       dtype: "float32", "bfloat16", "float16" or "int8", which has a scale for each row; None keeps that of the tables.
+      allow_nonfinite: whether rows may hold NaN or infinity, or become infinite because `dtype` is too narrow. By
+        default they are refused: with "int8", one NaN would make its whole row NaN.
 
     Returns: `lookup(tables, batch)`, which gives the activations of `collection.lookup`, and these tables: one copy of
       each, trains and rows on the host written out. Ids outside their table contribute nothing. Under `jax.jit`, JAX
       cuts numpy's integers of 64 bits to 32 before the lookup sees them: ids of a dense table must fit into int32,
       and 64-bit keys come as `rsembed.keys.split_keys(keys)`; an array of int32 for them is refused.
 
-    Raises: TypeError or ValueError: `dtype` is unknown, or the state is not the collection's.
+    Raises: TypeError or ValueError: `dtype` is unknown, the state is not the collection's, or a number is not finite.
 
     Example:
       >>> import jax, jax.numpy as jnp, rsembed as rs
@@ -57,11 +63,13 @@ def for_serving(
       >>> lookup(tables, {"context": jnp.array([[1, 2], [3, -1]])})["context"].shape
       (2, 4)
     """
-    tables = {name: _served(values, dtype, name) for name, values in collection.tables(state).items()}
+    tables = {}
+    for name, values in collection.tables(state).items():
+        tables[name] = _served(values, dtype, name, allow_nonfinite)
     return partial(lookup, collection.features), tables
 
 
-def _served(values: PyTree, dtype: str | None, table: str) -> ServedTable:
+def _served(values: PyTree, dtype: str | None, table: str, allow_nonfinite: bool) -> ServedTable:
     """A table of `EmbeddingCollection.tables` in the form that a served lookup reads."""
     keys: ServedTable = {}
     if isinstance(values, Mapping):
@@ -69,10 +77,17 @@ def _served(values: PyTree, dtype: str | None, table: str) -> ServedTable:
         lanes = split_keys(values["keys"][order])
         keys, values = {"high": jnp.asarray(lanes.high), "low": jnp.asarray(lanes.low)}, values["values"][order]
     rows = jnp.asarray(values)
+    where = f"for_serving: table {table!r}"
+    if not allow_nonfinite:
+        check_finite(rows, where)
     if dtype is None:
         return {"rows": rows} | keys
     if dtype_among(DTYPES, dtype, f"for_serving: dtype of table {table!r}") != "int8":
-        return {"rows": rows.astype(dtype)} | keys
+        narrow = rows.astype(dtype)
+        if not allow_nonfinite:
+            way_out = 'its numbers are too large; take dtype="bfloat16", "float32" or "int8", or allow_nonfinite=True'
+            check_finite(narrow, f"{where} in {dtype}", way_out=way_out)
+        return {"rows": narrow} | keys
     rows = rows.astype(jnp.float32)
     scales = jnp.max(jnp.abs(rows), axis=1) / 127.0
     steps = jnp.round(rows / jnp.where(scales == 0.0, 1.0, scales)[:, None])

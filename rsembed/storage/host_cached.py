@@ -17,12 +17,12 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 from numpy.typing import ArrayLike
 
 from rsembed.bags import padded_size
-from rsembed.checks import PositiveInt, check_fields
+from rsembed.checks import PositiveInt, check_fields, check_finite
 from rsembed.initial_values import fresh_rows, table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.keys import Keys
-from rsembed.specs import TableSpec
+from rsembed.specs import TableSpec, default_initializer
 from rsembed.storage import hashed_rows, row_map
 from rsembed.storage.hashed import DynamicRows
 from rsembed.storage.hashed_rows import DynamicTable
@@ -201,7 +201,16 @@ class HostCached(DynamicRows):
         first_values = functools.partial(fresh_rows, key, table=table)
         one_row = jax.eval_shape(first_values, jax.ShapeDtypeStruct((1,), jnp.int32))
         shapes = [((table.vocabulary_size, *array.shape[1:]), array.dtype) for array in one_row]
-        return BackingStore([np.zeros(shape, dtype) for shape, dtype in shapes], jax.jit(first_values))
+        compiled = jax.jit(first_values)
+
+        def checked_values(ids: Rows) -> Sequence[Array]:
+            arrays: Sequence[Array] = compiled(ids)
+            if table.initializer is not default_initializer:
+                where = f"table {table.name!r}: what its initializer gives for {len(ids)} of its rows"
+                check_finite(arrays[0], where, way_out="give one that makes finite numbers of the table's dtype")
+            return arrays
+
+        return BackingStore([np.zeros(shape, dtype) for shape, dtype in shapes], checked_values)
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
         counts = super().counts(params, num_shards)

@@ -13,8 +13,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from rsembed.bags import is_traced
-from rsembed.checks import NonNegativeInt, check_type, check_within, validated
+from rsembed.bags import foreign_to_numpy, is_traced
+from rsembed.checks import NonNegativeInt, check_finite, check_type, check_within, validated
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.storage import CacheCounts
 from rsembed.storage.logical_rows import as_dtype
@@ -28,7 +28,17 @@ ROWS_PER_BLOCK = 1 << 16
 _STEP = Annotated[int, f"[0, {np.iinfo(np.int32).max}]"]
 _NUMBERS: dict[str, object] = {"step": _STEP, "passed_step": _STEP, "max_counter": Annotated[float, "[0, inf)"]}
 _OPTIONAL = {*_NUMBERS, "learning_rate", "key", "contents"}
-learning_rates = jax.jit(functional.learning_rates, static_argnums=0)
+_learning_rates = jax.jit(functional.learning_rates, static_argnums=0)
+
+
+def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
+    """Learning rate of every group at the next step. Raises: ValueError: a schedule gives none that is finite."""
+    rates: Float[Array, " groups"] = _learning_rates(plan, state)
+    if any(callable(group.table.learning_rate) for group in plan.groups):
+        check_finite(
+            rates, "what the schedule learning_rate gives", way_out="let it give a finite number at every step"
+        )
+    return rates
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -132,23 +142,29 @@ class TrainedTables(nnx.Module):
         self.flush()
         return [self._read_table(table)[0] for table in range(len(self.plan.tables))]
 
-    def set_embedding_weights(self, table: int | str, weights: ArrayLike) -> None:
+    def set_embedding_weights(self, table: int | str, weights: ArrayLike, *, allow_nonfinite: bool = False) -> None:
         """Overwrites the weights of one table; optimizer states stay.
 
         Args:
           table: number or name of the table.
           weights: `[rows, dim]`, of numpy, JAX or torch.
+          allow_nonfinite: whether NaN and infinity are taken as they are; by default they are refused.
 
-        Raises: ValueError: there is no such table, or it has another shape.
+        Raises: ValueError: there is no such table, it has another shape, or a weight is not finite.
         """
         names = [own.name for own in self.plan.tables]
         number = names.index(table) if table in names else table
         if not isinstance(number, int) or not 0 <= number < len(names):
             raise ValueError(f"there is no table {table!r}; there are {names}.")
-        values, shape = np.asarray(weights), (self.plan.tables[number].num_rows, self.plan.tables[number].dim)
+        values, shape = (
+            np.asarray(foreign_to_numpy(weights)),
+            (self.plan.tables[number].num_rows, self.plan.tables[number].dim),
+        )
         check_type(values, Num[np.ndarray, "rows dim"], f"weights of table {names[number]!r}")
         if values.shape != shape:
             raise ValueError(f"table {names[number]!r} has shape {shape}, the new weights {values.shape}.")
+        if not allow_nonfinite:
+            check_finite(values, f"weights of table {names[number]!r}")
         values = as_dtype(values, self.plan.tables[number].dtype, f"table {names[number]!r}", "weights")
         self._write_table(number, lambda first, last: values[first:last])
 
@@ -192,16 +208,24 @@ class TrainedTables(nnx.Module):
         found["contents"] = np.frombuffer(plan.contents.text.encode(), np.uint8)  # numbers, which any file can hold
         return found
 
-    def load_state_dict(self, state_dict: Mapping[str, ArrayLike]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, ArrayLike], *, allow_nonfinite: bool = False) -> None:
         """Takes over a `state_dict`, of a module with other hyperparameters, precision or placement too.
 
-        Raises: ValueError: an entry is missing, unknown, of another shape or out of range, or `contents` has other
-          optimizers. TypeError: it is no mapping, or an entry no array of numbers. Then nothing changes.
+        Args:
+          state_dict: arrays by name, as `state_dict` returns them.
+          allow_nonfinite: whether NaN, infinity and negative sums of squares are taken as they are; by default they are
+            refused.
+
+        Raises: ValueError: an entry is missing, unknown, of another shape, out of range or not finite, or `contents`
+          has other optimizers. TypeError: it is no mapping, or an entry no array of numbers. Then nothing changes.
         """
         check_type(state_dict, Mapping, "the state dict")
         plan, given, expected = self.plan, state_dict, dict[str, jax.ShapeDtypeStruct]()
+        of_squares: set[str] = set()
         for table in plan.tables:
             expected |= _entries(table)
+            of_squares |= _non_negative_entries(table)
+        given = {name: foreign_to_numpy(array) for name, array in given.items()}
         missing, unknown = sorted(set(expected) - set(given)), sorted(set(given) - set(expected) - _OPTIONAL)
         if missing or unknown:
             raise ValueError(f"the state dict lacks {missing} and has unknown entries {unknown}.")
@@ -209,6 +233,8 @@ class TrainedTables(nnx.Module):
             check_type(given[name], Num[np.ndarray, "..."], repr(name))
             if np.shape(given[name]) != entry.shape:
                 raise ValueError(f"{name!r} has shape {np.shape(given[name])}, but the module has {entry.shape}.")
+            if not allow_nonfinite:
+                check_finite(given[name], f"the state dict: {name!r}", may_be_negative=name not in of_squares)
             as_dtype(given[name], entry.dtype, "the state dict", name)
         if "contents" in given:
             found = Fingerprint(np.asarray(given["contents"], np.uint8).tobytes().decode())
@@ -334,6 +360,15 @@ def _rates_of_groups(plan: TBEPlan, learning_rate: float | Sequence[float]) -> F
             )
         rates.append(own.pop())
     return jnp.asarray(rates, jnp.float32)
+
+
+def _non_negative_entries(table: TablePlan) -> set[str]:
+    """Names of a table's entries in a state dict that its rule never makes negative."""
+    if table.rule is None:
+        return set()
+    # The slots of the rule come first, then copies of the table.
+    names = zip(getattr(table.rule.slot_type, "_fields", ()), table.torch_state_names, strict=False)
+    return {f"{table.name}.{label}" for slot, label in names if slot in table.rule.non_negative_slots}
 
 
 def _entries(table: TablePlan) -> dict[str, jax.ShapeDtypeStruct]:

@@ -69,6 +69,8 @@ title(jax.random.split(jax.random.key(0), 2)) => TypeError: feature 'title': ids
 title([["a"], ["b"]]) => TypeError: feature 'title': row 0 ... integers
 title(np.zeros((2, 1, 1), int)) => ValueError: feature 'title' ... two axes ... (2, 1, 1)
 title([[1], [2**70]]) => TypeError: feature 'title': row 1 ... 64 bits
+title(np.array([1, 2**70], object)) => TypeError: feature 'title': ids must fit 64 bits, got 1180591620717411303424
+title(np.array([-1, 2**64 - 1], object)) => TypeError: no integers of 64 bits hold both -1 and 18446744073709551615
 # Ids outside their table
 title([[1], [9]]) => ValueError: feature 'title': id 9 in sample 1 ... table 'word' ... vocabulary_size=9 ... hash
 title([[1], [-2]]) => ValueError: feature 'title': id -2 in sample 1 ... table 'word' ... -1

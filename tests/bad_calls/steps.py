@@ -108,6 +108,13 @@ def loss_of(params, activations):
     return jnp.sum(params * activations["title"])
 
 
+def damaged():
+    """The state with a number in a row that is not finite."""
+    values = np.ones((9, 4), np.float32)
+    values[3, 1] = np.nan
+    return collection().with_tables(state(), {"word": values}, allow_nonfinite=True)
+
+
 BAD = """
 # init
 collection().init(0) => TypeError: PRNG key ... jax.random.key(0)
@@ -132,6 +139,9 @@ stepped(step=jnp.zeros(2, jnp.int32)) => ValueError: the state does not belong t
 other().lookup(donated(), BATCH) => RuntimeError: the state has lost its tables to a step that took its
 # with_tables and evict
 with_tables(word="x") => TypeError: table 'word': its values must be an array of numbers, got 'x' (str)
+with_tables(word=np.where(np.arange(36).reshape(9, 4) == 22, NAN, 1.0))
+    => ValueError: table 'word': its values: nan in row 5 is not finite; clean the numbers, or pass allow_nonfinite=True
+with_tables(word=jnp.full((9, 4), -jnp.inf)) => ValueError: table 'word': its values: -inf in row 0 is not finite
 with_tables(word_user=np.ones((14,4))) => ValueError: unknown table 'word_user' (did you mean 'word'?); the
 collection().evict(state(), "word", keep=5)
     => ValueError: table 'word' is kept as an array: rows leave tables of keys, with storage=Hashed
@@ -152,6 +162,10 @@ jax.jit(lambda values: near().with_tables(near_state(), {"item": values}))(np.on
 jax.jit(lambda values: keyed().with_tables(keyed_state(), {"client": values}))(np.ones((4, 4)))
     => RuntimeError: 'client' is kept as ... with_tables writes its rows beside compiled programs
 # for_serving
+rs.for_serving(collection(), with_tables(word=np.full((9, 4), 1e6)), dtype="float16")
+    => ValueError: for_serving: table 'word' in float16: inf in row 0 ... too large; take dtype="bfloat16"
+rs.for_serving(collection(), damaged(), dtype="int8") => ValueError: for_serving: table 'word': nan in row 3
+rs.for_serving(collection(), damaged()) => ValueError: for_serving: table 'word': nan in row 3 ... allow_nonfinite
 rs.for_serving(collection(), state(), dtype="int4")
     => ValueError: for_serving: dtype of table 'word' 'int4' is not one of
 served({"author": [1, 2]}) => ValueError: missing ['title']

@@ -149,6 +149,9 @@ def test_a_key_beyond_the_tables_dtype_is_refused_in_every_form(key_dtype, large
     for keys in [*forms, beyond.astype(np.int64).tolist()]:
         with pytest.raises(ValueError, match=rf"'t'.*: key {largest + 1} does not fit into key_dtype='{key_dtype}'"):
             look_up(keys)
+    negative = np.asarray([[3], [-(2**40)]])
+    with pytest.raises(ValueError, match=rf"key {2**64 - 2**40} \(of signed numbers: -{2**40}\) does not fit"):
+        look_up(negative)
     lanes = jax.tree.map(jnp.asarray, sok.split_keys(beyond))
     out = nnx.jit(lambda variable, keys: sok.group_embedding_lookup_sparse([variable], [keys], ["sum"])[0])(
         variable, lanes
