@@ -20,7 +20,7 @@ BUDGETS = {
     "stacking": 496,
     "keys": 336,
     "bags": 468,
-    "kernels": 3012,
+    "kernels": 3032,
     "initial_values": 240,
     "storage": 2383,
     "row_gradients": 208,
