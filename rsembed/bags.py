@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.checks import NonNegativeInt, check_type, describe
-from rsembed.keys import Keys, join_keys
+from rsembed.keys import FILL, HASH, Keys, is_missing, join_keys, words_for_no_ids
 
 PAD_ID = -1
 """Stands for "no id" in dense arrays and behind the last bag; contributes nothing and is not counted as a mistake."""
@@ -206,6 +206,8 @@ def _flat_ids(row: Any, position: int) -> np.ndarray:
     if isinstance(row, str) or not hasattr(row, "__len__"):
         raise TypeError(f"row {position} must be a flat list of ids, got {row!r}; give one list of ids for each bag.")
     check_unmasked(row, f"the ids of row {position}")
+    if isinstance(row, np.ndarray) and row.dtype == object:
+        row = row.tolist()  # of which numpy makes integers, where all values are
     try:
         array = np.asarray(row) if len(row) else np.zeros(0, np.int64)  # an empty list would become float64
     except ValueError:  # lists of other lengths
@@ -214,12 +216,16 @@ def _flat_ids(row: Any, position: int) -> np.ndarray:
         array = _joined([np.asarray([own]) for own in row])
     if array.dtype == object and array.ndim == 1 and _are_integers(array):
         array = _joined_integers(array, f"row {position} holds ids that do not fit 64 bits, such as")
+    if array.ndim == 1 and np.issubdtype(array.dtype, np.integer):
+        return array
+    for value in row:
+        if is_missing(value):
+            raise TypeError(f"row {position} has a missing value ({value}); {FILL}")
+        if isinstance(value, (str, bytes)):
+            raise TypeError(f"row {position} holds texts ({value!r}), but ids must be integers; {HASH}")
     if array.ndim != 1 or array.dtype == object:
-        wrong = "a missing value is -1" if None in array.ravel() else "the input is nested too deeply"
-        raise TypeError(f"row {position} must be a flat list of ids, got {row!r}; {wrong}.")
-    if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"row {position} holds {array.dtype} values; ids must be integers, so hash strings first.")
-    return array
+        raise TypeError(f"row {position} must be a flat list of ids, got {row!r}; the input is nested too deeply.")
+    raise TypeError(f"row {position} holds {array.dtype} values, but ids must be integers; convert them.")
 
 
 def _are_integers(values: Any) -> bool:
@@ -273,6 +279,8 @@ def as_bags(value: Any, *, feature: str) -> Bags:
             _check_arrays(value)
             return value
         ids, weights = map(foreign_to_numpy, value if isinstance(value, tuple) and len(value) == 2 else (value, None))
+        if isinstance(ids, np.ndarray) and ids.dtype == object and not np.ma.isMaskedArray(ids):
+            ids = ids.tolist()
         given = jax.tree.leaves(weights)
         if any(isinstance(own, int) or jnp.issubdtype(getattr(own, "dtype", float), jnp.integer) for own in given):
             raise TypeError(
@@ -281,12 +289,15 @@ def as_bags(value: Any, *, feature: str) -> Bags:
             )
         if not isinstance(weights, (list, tuple, jax.Array, np.ndarray, type(None))):
             raise TypeError(f"weights must be in the form of the ids, got {describe(weights)}.")
-        if isinstance(ids, Keys) or (isinstance(ids, (jax.Array, np.ndarray)) and ids.dtype != object):
+        if isinstance(ids, (Keys, jax.Array, np.ndarray)):
+            check_unmasked(ids, "ids")
+            if isinstance(ids, np.ndarray) and not jnp.issubdtype(ids.dtype, jnp.integer):
+                raise TypeError(words_for_no_ids(ids))
             weights = _floats(weights, "a pair") if isinstance(weights, (list, tuple)) else weights
             return Bags.from_dense(ids, weights)
         if isinstance(ids, list) and weights is None and (plain := _of_plain_rows(ids)) is not None:
             return plain
-        if isinstance(ids, (list, tuple, np.ndarray)):
+        if isinstance(ids, (list, tuple)):
             if is_traced(ids):
                 raise TypeError("inside jit ids are one array, not lists of them; call collection.prepare before jit.")
             if len(ids) and _are_integers(ids):
@@ -321,6 +332,8 @@ def _check_arrays(bags: Bags) -> None:
             f"{name} of Bags must be an array, got {describe(found)}; Bags.from_lists makes Bags from lists."
         )
     check_unmasked(bags.ids, "ids of Bags")
+    if isinstance(bags.ids, np.ndarray) and not jnp.issubdtype(bags.ids.dtype, jnp.integer):
+        raise TypeError(words_for_no_ids(bags.ids, bags.offsets))
     if bags.ids.ndim != 1 or not jnp.issubdtype(bags.offsets.dtype, np.integer):
         check_type(bags.offsets, Int[np.ndarray, "..."], "offsets of Bags")
         raise ValueError(f"ids of Bags must have one axis, got shape {bags.ids.shape}; Bags.from_dense takes two.")
@@ -414,10 +427,7 @@ def check_ids_dtype(bags: Bags, *, feature: str) -> None:
     if isinstance(bags.ids, Keys):
         raise TypeError(f"feature {feature!r}: its table has no storage that takes Keys; give it rsembed.Hashed.")
     if not jnp.issubdtype(bags.ids.dtype, jnp.integer):
-        raise TypeError(
-            f"feature {feature!r}: ids must be integers, got {bags.ids.dtype}; convert them (a missing value is -1), "
-            "or hash strings."
-        )
+        raise TypeError(f"feature {feature!r}: {words_for_no_ids(bags.ids, bags.offsets)}")
 
 
 def check_values(

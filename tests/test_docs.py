@@ -224,6 +224,8 @@ def test_the_loaders_of_the_page_bring_what_a_step_takes(loader):
                 pytest.skip(f"not installed: {error.name}")
     if "activations" in names:
         assert {name: a.shape for name, a in names["activations"].items()} == {"user": (128, 8), "seen": (128, 8)}
+    elif "vectors" in names:
+        assert {name: a.shape for name, a in names["vectors"].items()} == {"user": (3, 8), "tags": (3, 8)}
     else:
         np.testing.assert_array_equal(names["collection"].tables(names["state"])["film"][7], np.ones(8))
 

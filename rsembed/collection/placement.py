@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import cast
 
+import jax
 import numpy as np
 from jaxtyping import Num, PyTree
 
