@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
 from rsembed.bags import as_bags, check_ids_dtype
-from rsembed.checks import dtype_among, validated
+from rsembed.checks import describe, dtype_among, validated
 from rsembed.collection.dense_rows import segment_of
 from rsembed.collection.embeddings import EmbeddingCollection
 from rsembed.collection.engine import to_activation
@@ -77,9 +77,39 @@ def _served(values: PyTree, dtype: str | None, table: str) -> ServedTable:
 
 
 def lookup(features: Mapping[str, FeatureSpec], tables: Mapping[str, ServedTable], batch: Batch) -> Activations:
-    """Activations of every feature, as `EmbeddingCollection.lookup` has them; ids outside contribute nothing."""
+    """Activations of every feature, as `EmbeddingCollection.lookup` has them; ids outside contribute nothing.
+
+    Raises: TypeError, ValueError: the batch lacks a feature, or the tables are those of another collection.
+    """
     check_names(features, batch, "batch")
+    _check_tables(features, tables)
     return {name: _activation(feature, tables, batch[name]) for name, feature in features.items()}
+
+
+def _check_tables(features: Mapping[str, FeatureSpec], tables: Mapping[str, ServedTable]) -> None:
+    """Raises: TypeError, ValueError: a table that the features read is missing, or has another size or kind."""
+    way_out = "give the tables that for_serving returned beside this lookup"
+    if not isinstance(tables, Mapping):
+        raise TypeError(f"lookup: the tables must be a mapping, got {describe(tables)}; {way_out}.")
+    for feature in features.values():
+        spec = feature.table_spec
+        if spec.name not in tables:
+            raise ValueError(
+                f"lookup: feature {feature.name!r} reads table {spec.name!r}, which the tables {sorted(tables)} lack; "
+                f"{way_out}."
+            )
+        table, rows = tables[spec.name], None
+        if isinstance(table, Mapping):
+            rows = table.get("rows")
+        has_keys = isinstance(table, Mapping) and "high" in table
+        takes_keys = spec.storage is not None and spec.storage.takes_keys
+        wanted = "as many rows as there are keys, and keys"
+        is_right = has_keys and np.shape(rows)[1:] == (spec.embedding_dim,)
+        if not takes_keys:
+            wanted = f"rows {[spec.vocabulary_size, spec.embedding_dim]}"
+            is_right = not has_keys and np.shape(rows) == (spec.vocabulary_size, spec.embedding_dim)
+        if not is_right:
+            raise ValueError(f"lookup: table {spec.name!r} must have {wanted}, got {describe(rows)}; {way_out}.")
 
 
 def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: PyTree) -> Array:
