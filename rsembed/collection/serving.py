@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from rsembed.kernels import reference
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys, as_keys, split_keys
 from rsembed.specs import FeatureSpec
+from rsembed.storage.protocol import Storage
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 
@@ -98,16 +100,18 @@ def _check_tables(features: Mapping[str, FeatureSpec], tables: Mapping[str, Serv
                 f"lookup: feature {feature.name!r} reads table {spec.name!r}, which the tables {sorted(tables)} lack; "
                 f"{way_out}."
             )
-        table, rows = tables[spec.name], None
+        storage, table = cast(Storage | None, spec.storage), tables[spec.name]
+        rows: Any = None
+        has_keys = False
         if isinstance(table, Mapping):
-            rows = table.get("rows")
-        has_keys = isinstance(table, Mapping) and "high" in table
-        takes_keys = spec.storage is not None and spec.storage.takes_keys
-        wanted = "as many rows as there are keys, and keys"
-        is_right = has_keys and np.shape(rows)[1:] == (spec.embedding_dim,)
-        if not takes_keys:
-            wanted = f"rows {[spec.vocabulary_size, spec.embedding_dim]}"
-            is_right = not has_keys and np.shape(rows) == (spec.vocabulary_size, spec.embedding_dim)
+            rows, has_keys = table.get("rows"), "high" in table
+        if storage is not None and storage.takes_keys:
+            wanted = f"keys, and rows of {spec.embedding_dim} columns"
+            is_right = has_keys and np.shape(rows)[1:] == (spec.embedding_dim,)
+        else:
+            shape = (spec.vocabulary_size, spec.embedding_dim)
+            wanted = f"rows {list(shape)}"
+            is_right = not has_keys and np.shape(rows) == shape
         if not is_right:
             raise ValueError(f"lookup: table {spec.name!r} must have {wanted}, got {describe(rows)}; {way_out}.")
 
