@@ -263,7 +263,9 @@ def test_the_program_of_the_page_on_checks_is_refused_in_the_words_that_it_shows
 def test_the_programs_of_the_page_on_long_runs_save_and_log_what_they_say(capsys, monkeypatch):
     library = mock.MagicMock()  # in the place of tensorboardX
     monkeypatch.setitem(sys.modules, "tensorboardX", library)
-    assert run_programs("reliability.md")[1] == 4
+    names, count = run_programs("reliability.md")
+    assert count == 6
+    assert names["grown"].tables["word"].shape == (1_200, 8)
     assert capsys.readouterr().out == "step_000000000 {'input': 4096}\n"
     written = library.SummaryWriter.return_value.__enter__.return_value.add_scalar.call_args_list
     curves = {call.args[0]: call.args[1] for call in written}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
 from rsembed.bags import as_bags, check_ids_dtype
-from rsembed.checks import check_finite, dtype_among, validated
+from rsembed.checks import check_finite, describe, dtype_among, validated
 from rsembed.collection.dense_rows import segment_of
 from rsembed.collection.embeddings import EmbeddingCollection
 from rsembed.collection.engine import to_activation
@@ -23,7 +23,7 @@ from rsembed.kernels import reference
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys, as_keys, check_not_cut, split_keys
 from rsembed.specs import FeatureSpec
-from rsembed.storage import Storage
+from rsembed.storage.protocol import Storage
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 
@@ -95,9 +95,41 @@ def _served(values: PyTree, dtype: str | None, table: str, allow_nonfinite: bool
 
 
 def lookup(features: Mapping[str, FeatureSpec], tables: Mapping[str, ServedTable], batch: Batch) -> Activations:
-    """Activations of every feature, as `EmbeddingCollection.lookup` has them; ids outside contribute nothing."""
+    """Activations of every feature, as `EmbeddingCollection.lookup` has them; ids outside contribute nothing.
+
+    Raises: TypeError, ValueError: the batch lacks a feature, or the tables are those of another collection.
+    """
     check_names(features, batch, "batch")
+    _check_tables(features, tables)
     return {name: _activation(feature, tables, batch[name]) for name, feature in features.items()}
+
+
+def _check_tables(features: Mapping[str, FeatureSpec], tables: Mapping[str, ServedTable]) -> None:
+    """Raises: TypeError, ValueError: a table that the features read is missing, or has another size or kind."""
+    way_out = "give the tables that for_serving returned beside this lookup"
+    if not isinstance(tables, Mapping):
+        raise TypeError(f"lookup: the tables must be a mapping, got {describe(tables)}; {way_out}.")
+    for feature in features.values():
+        spec = feature.table_spec
+        if spec.name not in tables:
+            raise ValueError(
+                f"lookup: feature {feature.name!r} reads table {spec.name!r}, which the tables {sorted(tables)} lack; "
+                f"{way_out}."
+            )
+        storage, table = cast(Storage | None, spec.storage), tables[spec.name]
+        rows: Any = None
+        has_keys = False
+        if isinstance(table, Mapping):
+            rows, has_keys = table.get("rows"), "high" in table
+        if storage is not None and storage.takes_keys:
+            wanted = f"keys, and rows of {spec.embedding_dim} columns"
+            is_right = has_keys and np.shape(rows)[1:] == (spec.embedding_dim,)
+        else:
+            shape = (spec.vocabulary_size, spec.embedding_dim)
+            wanted = f"rows {list(shape)}"
+            is_right = not has_keys and np.shape(rows) == shape
+        if not is_right:
+            raise ValueError(f"lookup: table {spec.name!r} must have {wanted}, got {describe(rows)}; {way_out}.")
 
 
 def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: PyTree) -> Array:

@@ -151,8 +151,8 @@ class Stack:
         """Shapes and dtypes of what `slots` returns of one table, which has this number of rows."""
         if not self.storage.rows_on_host:
             return jax.eval_shape(self.slots, params, slots)[table.name]
-        shapes = [jax.ShapeDtypeStruct((num_rows, *slot.shape[1:]), slot.dtype) for slot in slots]
-        return table.optimizer.pack_slots(tuple(shapes))
+        shapes: PyTree = tuple(jax.ShapeDtypeStruct((num_rows, *slot.shape[1:]), slot.dtype) for slot in slots)
+        return table.optimizer.pack_slots(shapes)
 
     def rows_with_slots(
         self, params: PyTree, slots: PyTree, table: TableSpec, rows: PyTree, new_slots: PyTree

@@ -271,9 +271,20 @@ def _missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices"]:
 
 
 def _full(variable: EmbeddingVariable, num_failed: int) -> RuntimeError:
-    return RuntimeError(
-        f"table {variable.table.spec.name!r} is full: {num_failed} new keys find no room; the devices use "
-        f"{variable.counts()['rows'].tolist()} rows. Make max_vocabulary_size_per_gpu (of keys that wait for a row, "
-        "admission_capacity) larger, or choose when_full='grow', 'evict' (which spares the rows of the same step) or "
-        "'zero'."
-    )
+    """The error for new keys without room, whose way out is none that the table has taken already."""
+    table, storage = variable.table, cast(Hashed, variable.table.spec.storage)
+    rooms = f"the devices use {variable.counts()['rows'].tolist()} rows"
+    if table.when_full == "grow":  # then rows have room, and only the keys that wait for one may have none
+        rooms += f" and have room for {storage.admission_capacity or table.rows_per_device} keys that wait for one"
+        way_out = "Make admission_capacity larger than the new keys of a batch, or admission_count 0"
+    elif storage.admission_count:
+        way_out = (
+            "Make max_vocabulary_size_per_gpu (for keys that wait for a row, admission_capacity) larger, or choose "
+            "when_full='grow' (for rows), 'evict' (which spares the rows of the same step) or 'zero'"
+        )
+    else:
+        way_out = (
+            "Make max_vocabulary_size_per_gpu larger, or choose when_full='grow', 'evict' (which spares the rows of "
+            "the same step) or 'zero'"
+        )
+    return RuntimeError(f"table {table.spec.name!r} is full: {num_failed} new keys find no room; {rooms}. {way_out}.")

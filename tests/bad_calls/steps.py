@@ -53,9 +53,12 @@ def with_tables(**tables):
     return collection().with_tables(state(), tables)
 
 
-def served(batch):
-    lookup, tables = rs.for_serving(collection(), state())
-    return lookup(tables, batch)
+def served(batch, *, tables=None, of=None):
+    """A served lookup of tables as they are, replaced by others, or of another collection."""
+    lookup, own = rs.for_serving(collection(), state())
+    if of is not None:
+        _, own = rs.for_serving(of, of.init(KEY(0)))
+    return lookup(own if tables is None else tables, batch)
 
 
 def evicted(**reason):
@@ -161,6 +164,10 @@ jax.jit(lambda values: near().with_tables(near_state(), {"item": values}))(np.on
     => RuntimeError: 'item' is kept as ... with_tables writes its rows beside compiled programs
 jax.jit(lambda values: keyed().with_tables(keyed_state(), {"client": values}))(np.ones((4, 4)))
     => RuntimeError: 'client' is kept as ... with_tables writes its rows beside compiled programs
+collection().with_tables(state(), {}, slots={"wrod": ()}) => ValueError: unknown table 'wrod' ... 'word'
+collection().with_tables(state(), {}, slots=[()]) => TypeError: slots must be a mapping
+collection().with_tables(state(), {}, slots={"word": {"mu": np.ones((9, 4))}})
+    => ValueError: table 'word': its slots must be [], those of SGD, got ['mu']; give them as collection.slots(state)
 # for_serving
 rs.for_serving(collection(), with_tables(word=np.full((9, 4), 1e6)), dtype="float16")
     => ValueError: for_serving: table 'word' in float16: inf in row 0 ... too large; take dtype="bfloat16"
@@ -169,6 +176,10 @@ rs.for_serving(collection(), damaged()) => ValueError: for_serving: table 'word'
 rs.for_serving(collection(), state(), dtype="int4")
     => ValueError: for_serving: dtype of table 'word' 'int4' is not one of
 served({"author": [1, 2]}) => ValueError: missing ['title']
+served(batch(), of=other()) => ValueError: table 'word' must have rows [9, 4], got an array of float32 with shape (7, 4)
+served(batch(), of=keyed()) => ValueError: reads table 'word' ... ['client'] lack; ... for_serving returned
+served(batch(), tables=[]) => TypeError: tables must be a mapping, got [] (list); give the tables that for_serving
+served(batch(), tables={"word": {}, "user": {}}) => ValueError: table 'word' must have rows [9, 4], got None
 served(batch(title=np.ones((2, 2)))) => TypeError: feature 'title': ids must be integers, got float64
 # Gradients of activations
 collection().update(state(), batch(), {"title": np.ones((2, 4))}) => ValueError: gradients ... missing ['author']
