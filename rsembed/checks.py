@@ -124,7 +124,8 @@ def check_finite(values: Any, name: str, *, may_be_negative: bool = True, way_ou
     if not jnp.issubdtype(array.dtype, np.floating) and (may_be_negative or array.dtype.kind not in "i"):
         return
     if isinstance(array, jax.Array):
-        if bool(_all_are_good(array, may_be_negative)):
+        # Asked for in so many words, which a guard against transfers allows.
+        if bool(jax.device_get(_all_are_good(array, may_be_negative))):
             return
         if not array.is_fully_addressable:
             raise ValueError(

@@ -109,7 +109,8 @@ class OptimizerSpec(abc.ABC):
         rate = self.learning_rate(*[step] * takes_step)
         where = f"{type(self).__name__}: what the schedule learning_rate gives"
         check_type(rate, float, where)
-        check_within("(-inf, inf)", rate, f"{where} at step {step}")
+        if not isinstance(rate, jax.core.Tracer):
+            check_within("(-inf, inf)", jax.device_get(rate), f"{where} at step {step}")
         return rate
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
