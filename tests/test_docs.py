@@ -233,7 +233,7 @@ def test_the_loaders_of_the_page_bring_what_a_step_takes(loader):
 def test_a_model_of_torch_is_taken_over_trained_and_given_back():
     pytest.importorskip("torch")
     names, count = run_programs("torch.md")
-    assert count == 3 and names["loss"] < 0.6 and np.abs(names["after"] - names["before"]).max() > 0.1
+    assert count == 4 and names["loss"] < 0.6 and np.abs(names["after"] - names["before"]).max() > 0.1
 
 
 def test_the_programs_of_the_page_on_optimizers_run_as_printed():
