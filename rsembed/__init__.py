@@ -9,6 +9,7 @@ from rsembed.collection import EmbeddingState as EmbeddingState
 from rsembed.collection import for_serving as for_serving
 from rsembed.collection import value_and_grad as value_and_grad
 from rsembed.kernels.api import pairwise_interaction as pairwise_interaction
+from rsembed.keys import hash_keys as hash_keys
 from rsembed.optimizers import OptimizerSpec as OptimizerSpec
 from rsembed.optimizers import from_optax as from_optax
 from rsembed.row_gradients import RowGradients as RowGradients

@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, cast, no_type_check
 
 import jax
@@ -16,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.checks import NonNegativeInt, check_type, describe
-from rsembed.keys import Keys, join_keys
+from rsembed.keys import FILL, HASH, Keys, is_missing, join_keys, words_for_no_ids
 
 PAD_ID = -1
 """Stands for "no id" in dense arrays and behind the last bag; contributes nothing and is not counted as a mistake."""
@@ -206,20 +208,44 @@ def _flat_ids(row: Any, position: int) -> np.ndarray:
     if isinstance(row, str) or not hasattr(row, "__len__"):
         raise TypeError(f"row {position} must be a flat list of ids, got {row!r}; give one list of ids for each bag.")
     check_unmasked(row, f"the ids of row {position}")
+    if isinstance(row, np.ndarray) and row.dtype == object:
+        row = row.tolist()  # of which numpy makes integers, where all values are
     try:
         array = np.asarray(row) if len(row) else np.zeros(0, np.int64)  # an empty list would become float64
     except ValueError:  # lists of other lengths
         array = np.zeros((0, 0))
     if array.dtype.kind == "f" and all(isinstance(own, int) for own in row):  # as large as only 64 bits without sign
         array = _joined([np.asarray([own]) for own in row])
-    if array.dtype == object and all(isinstance(own, int) for own in array.ravel()):
-        raise TypeError(f"row {position} holds ids that do not fit 64 bits, such as {max(array, key=abs)}; hash them.")
+    if array.dtype == object and array.ndim == 1 and _are_integers(array):
+        array = _joined_integers(array, f"row {position} holds ids that do not fit 64 bits, such as")
+    if array.ndim == 1 and np.issubdtype(array.dtype, np.integer):
+        return array
+    for value in row:
+        if is_missing(value):
+            raise TypeError(f"row {position} has a missing value ({value}); {FILL}")
+        if isinstance(value, (str, bytes)):
+            raise TypeError(f"row {position} holds texts ({value!r}), but ids must be integers; {HASH}")
     if array.ndim != 1 or array.dtype == object:
-        wrong = "a missing value is -1" if None in array.ravel() else "the input is nested too deeply"
-        raise TypeError(f"row {position} must be a flat list of ids, got {row!r}; {wrong}.")
-    if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"row {position} holds {array.dtype} values; ids must be integers, so hash strings first.")
-    return array
+        raise TypeError(f"row {position} must be a flat list of ids, got {row!r}; the input is nested too deeply.")
+    raise TypeError(f"row {position} holds {array.dtype} values, but ids must be integers; convert them.")
+
+
+def _are_integers(values: Any) -> bool:
+    """Whether every entry of a list or array of Python objects is an integer; True and False are none."""
+    return all(isinstance(value, (int, np.integer)) and not isinstance(value, bool) for value in values)
+
+
+def _joined_integers(values: Any, complaint: str) -> np.ndarray:
+    """Integers of Python in one array of 64 bits. Raises: TypeError: one does not fit; it follows `complaint`."""
+    numbers = [int(value) for value in values]
+    largest = max(numbers, key=abs)
+    if not -(2**63) <= min(numbers) <= max(numbers) < 2**64:
+        raise TypeError(f"{complaint} {largest}; hash them.")
+    signed = np.asarray([number for number in numbers if number < 2**63], np.int64)
+    if signed.size == len(numbers):
+        return signed
+    _joined([signed, np.asarray([largest], np.uint64)])  # refuses a negative number beside one of 64 bits
+    return np.asarray(numbers, np.uint64)
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -255,6 +281,8 @@ def as_bags(value: Any, *, feature: str) -> Bags:
             _check_arrays(value)
             return value
         ids, weights = map(foreign_to_numpy, value if isinstance(value, tuple) and len(value) == 2 else (value, None))
+        if isinstance(ids, np.ndarray) and ids.dtype == object and not np.ma.isMaskedArray(ids):
+            ids = ids.tolist()
         given = jax.tree.leaves(weights)
         if any(isinstance(own, int) or jnp.issubdtype(getattr(own, "dtype", float), jnp.integer) for own in given):
             raise TypeError(
@@ -263,17 +291,19 @@ def as_bags(value: Any, *, feature: str) -> Bags:
             )
         if not isinstance(weights, (list, tuple, jax.Array, np.ndarray, type(None))):
             raise TypeError(f"weights must be in the form of the ids, got {describe(weights)}.")
-        if isinstance(ids, Keys) or (isinstance(ids, (jax.Array, np.ndarray)) and ids.dtype != object):
+        if isinstance(ids, (Keys, jax.Array, np.ndarray)):
+            check_unmasked(ids, "ids")
+            if isinstance(ids, np.ndarray) and not jnp.issubdtype(ids.dtype, jnp.integer):
+                raise TypeError(words_for_no_ids(ids))
             weights = _floats(weights, "a pair") if isinstance(weights, (list, tuple)) else weights
             return Bags.from_dense(ids, weights)
         if isinstance(ids, list) and weights is None and (plain := _of_plain_rows(ids)) is not None:
             return plain
-        if isinstance(ids, (list, tuple, np.ndarray)):
+        if isinstance(ids, (list, tuple)):
             if is_traced(ids):
                 raise TypeError("inside jit ids are one array, not lists of them; call collection.prepare before jit.")
-            if len(ids) and all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in ids):
-                if (array := np.asarray(ids)).dtype == object:
-                    raise TypeError(f"ids must fit 64 bits, got {max(ids, key=abs)}; hash them.")
+            if len(ids) and _are_integers(ids):
+                array = _joined_integers(ids, "ids must fit 64 bits, got")
                 return Bags.from_dense(array, None if weights is None else _floats(weights, "a pair"))
             rows = [[row] if not isinstance(row, (list, tuple)) and np.ndim(row) == 0 else row for row in ids]
             return Bags.from_lists(rows, cast(Any, weights))
@@ -284,8 +314,15 @@ def as_bags(value: Any, *, feature: str) -> Bags:
 
 def foreign_to_numpy(value: Any) -> Any:
     """`value` as a numpy array if it has `__array__`, as columns of pandas and tensors do; else `value` unchanged."""
-    is_foreign = hasattr(value, "__array__") and not isinstance(value, (jax.Array, np.ndarray))
-    return np.asarray(value) if is_foreign else value
+    if not hasattr(value, "__array__") or isinstance(value, (jax.Array, np.ndarray)):
+        return value
+    try:
+        return np.asarray(value)
+    except TypeError:
+        # A torch tensor of bfloat16, a dtype that numpy alone does not have.
+        if not hasattr(value, "__dlpack__"):
+            raise
+        return np.asarray(jnp.from_dlpack(value))
 
 
 def _check_arrays(bags: Bags) -> None:
@@ -297,6 +334,8 @@ def _check_arrays(bags: Bags) -> None:
             f"{name} of Bags must be an array, got {describe(found)}; Bags.from_lists makes Bags from lists."
         )
     check_unmasked(bags.ids, "ids of Bags")
+    if isinstance(bags.ids, np.ndarray) and not jnp.issubdtype(bags.ids.dtype, jnp.integer):
+        raise TypeError(words_for_no_ids(bags.ids, bags.offsets))
     if bags.ids.ndim != 1 or not jnp.issubdtype(bags.offsets.dtype, np.integer):
         check_type(bags.offsets, Int[np.ndarray, "..."], "offsets of Bags")
         raise ValueError(f"ids of Bags must have one axis, got shape {bags.ids.shape}; Bags.from_dense takes two.")
@@ -391,21 +430,63 @@ def check_not_taken(tree: PyTree, what: str, way_out: str) -> None:
         raise RuntimeError(f"{what} to a step that took its arrays over: {way_out}.")
 
 
+class _CtrlCLater:
+    """Holds Ctrl-C back until the end of a `with` block; in the main thread, where alone it arrives."""
+
+    def __enter__(self) -> None:
+        self._signals: list[tuple[int, Any]] = []
+        self._handler: Any = None
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._handler = handler
+                signal.signal(signal.SIGINT, lambda *given: self._signals.append(given))
+
+    def __exit__(self, *error: object) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            if self._signals:
+                self._handler(*self._signals[-1])
+
+
+def kept(keep: Callable[[PyTree], None], program: Callable[..., PyTree], *operands: PyTree) -> PyTree:
+    """Result of a program that takes arrays over; `keep` has received it before Ctrl-C can come in between.
+
+    Without that, KeyboardInterrupt could be raised between the program and the assignment of its result, and the arrays
+    that the program has taken over would be lost for good. Ctrl-C waits for the program, and for its compilation.
+    """
+    with _CtrlCLater():
+        result = program(*operands)
+        keep(result)
+    return result
+
+
 def check_ids_dtype(bags: Bags, *, feature: str) -> None:
     """Raises: TypeError: ids are not integers."""
     if isinstance(bags.ids, Keys):
         raise TypeError(f"feature {feature!r}: its table has no storage that takes Keys; give it rsembed.Hashed.")
     if not jnp.issubdtype(bags.ids.dtype, jnp.integer):
-        raise TypeError(
-            f"feature {feature!r}: ids must be integers, got {bags.ids.dtype}; convert them (a missing value is -1), "
-            "or hash strings."
-        )
+        raise TypeError(f"feature {feature!r}: {words_for_no_ids(bags.ids, bags.offsets)}")
 
 
 def check_values(
-    bags: Bags, *, feature: str, table: str, vocabulary_size: int, allow_out_of_range: bool = False
+    bags: Bags,
+    *,
+    feature: str,
+    table: str,
+    vocabulary_size: int,
+    allow_out_of_range: bool = False,
+    way_to_drop: str | None = None,
 ) -> None:
     """Checks concrete bags on the host.
+
+    Args:
+      bags: ids, offsets and weights.
+      feature: name of the feature, for messages.
+      table: name of its table, for messages.
+      vocabulary_size: rows of the table.
+      allow_out_of_range: whether ids outside the table are admitted.
+      way_to_drop: words for the option that drops such ids; None where the caller offers none.
 
     Raises: ValueError: an id lies outside the table, offsets are not increasing, or a weight is not finite. The
       message names the feature, the bag, the value, the table and the way out.
@@ -420,10 +501,12 @@ def check_values(
     bad = (used != PAD_ID) & ((used < 0) | (used >= vocabulary_size))
     place = int(bad.argmax())
     bag = int(np.searchsorted(offsets, place, side="right")) - 1
+    ways_out = f"enlarge the table, hash the ids first, or use {PAD_ID} for missing ids"
+    if way_to_drop is not None:
+        ways_out = f"enlarge the table, hash the ids first, use {PAD_ID} for missing ids, or {way_to_drop}"
     raise ValueError(
         f"feature {feature!r}: id {int(used[place])} in sample {bag} is outside table {table!r} with "
-        f"vocabulary_size={vocabulary_size} ({int(bad.sum())} such ids in the batch); enlarge the table, hash the "
-        f"ids first, use {PAD_ID} for missing ids, or let EmbeddingCollection(bounds_check='ignore') drop them."
+        f"vocabulary_size={vocabulary_size} ({int(bad.sum())} such ids in the batch); {ways_out}."
     )
 
 

@@ -8,6 +8,7 @@ import difflib
 import enum
 import functools
 import inspect
+import math
 import numbers
 import os
 import types
@@ -96,6 +97,61 @@ def check_within(interval: str, value: Any, name: str) -> None:
     is_below = number <= high if interval[-1] == "]" else number < high
     if not (is_above and is_below):
         raise ValueError(f"{name} must be in {interval}, got {value}.")
+
+
+_BYTES_PER_BLOCK = 1 << 22
+"""Bytes of a host array that are compared at once, so that the answers need little memory."""
+ALLOW_NONFINITE = "clean the numbers, or pass allow_nonfinite=True"
+
+
+def check_finite(values: Any, name: str, *, may_be_negative: bool = True, way_out: str = ALLOW_NONFINITE) -> None:
+    """Refuses an array from outside that has NaN, infinity or, where it means nothing, a number below 0.
+
+    One pass over the array where it is: on its device, or block by block on the host. Traced values pass, as they are
+    known only later; integers are finite.
+
+    Args:
+      values: array or nested list of numbers.
+      name: words for the array, with which the message begins.
+      may_be_negative: False for sums of squares, counts and other numbers that a rule never makes negative.
+      way_out: end of the message.
+
+    Raises: ValueError: naming the first such number and its row.
+    """
+    if isinstance(values, jax.core.Tracer):
+        return
+    array: Any = values if isinstance(values, (jax.Array, np.ndarray)) else np.asarray(values)
+    if not jnp.issubdtype(array.dtype, np.floating) and (may_be_negative or array.dtype.kind not in "i"):
+        return
+    if isinstance(array, jax.Array):
+        # Asked for in so many words, which a guard against transfers allows.
+        if bool(jax.device_get(_all_are_good(array, may_be_negative))):
+            return
+        if not array.is_fully_addressable:
+            raise ValueError(
+                f"{name}: there are numbers that are not finite, or negative where none may be; {way_out}."
+            )
+    array = np.atleast_1d(np.asarray(array))
+    rows_per_block = max(1, _BYTES_PER_BLOCK * len(array) // max(array.nbytes, 1))
+    for first in range(0, len(array), rows_per_block):
+        block = array[first : first + rows_per_block]
+        is_good = _are_good(np, block, may_be_negative)
+        if is_good.all():
+            continue
+        place = np.unravel_index(int(is_good.argmin()), block.shape)
+        number = float(block[place])
+        complaint = "is negative" if math.isfinite(number) else "is not finite"
+        raise ValueError(f"{name}: {number} in row {first + int(place[0])} {complaint}; {way_out}.")
+
+
+def _are_good(xp: Any, array: Any, may_be_negative: bool) -> Any:
+    is_good = xp.isfinite(array)
+    return is_good if may_be_negative else is_good & (array >= 0)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _all_are_good(array: jax.Array, may_be_negative: bool) -> jax.Array:
+    return jnp.all(_are_good(jnp, array, may_be_negative))
 
 
 def check_type(value: Any, hint: Any, name: str) -> None:

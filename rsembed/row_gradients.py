@@ -103,6 +103,7 @@ class RowGradients:
     num_rows: tuple[tuple[str, int], ...]
     shardings: tuple[tuple[str, NamedSharding, NamedSharding], ...] | None = None
     layout: Fingerprint | None = None
+    opaque_rows: Any = dataclasses.field(init=False, repr=False, compare=False)  # what `rows` reads and sets
 
     _made: ClassVar[tuple[list[Array], PyTree]] = ([], None)
     __array_ufunc__: ClassVar[None] = None  # `np.float32(2) * gradients` then asks `__rmul__`
@@ -305,13 +306,14 @@ def combine(first: RowGradients, *others: RowGradients) -> RowGradients:
 
     Raises: ValueError: they belong to different collections.
     """
-    for own in (first, *others):
+    every = (first, *others)
+    for own in every:
         check_belong(own, first.layout, first.num_rows)
     shardings = {name: split for name, *split in first.shardings or ()}
+    all_rows = [own.rows for own in every]
     rows, values = {}, {}
-    all_rows = [own.rows for own in (first, *others)]
     for name, num_rows in first.num_rows:
-        parts = [(own[name], r.values[name]) for own, r in zip(all_rows, (first, *others), strict=True)]
+        parts = [(own_rows[name], own.values[name]) for own_rows, own in zip(all_rows, every, strict=True)]
         rows[name], values[name] = _combine_stack(num_rows, parts, shardings.get(name))
     return dataclasses.replace(first, rows=rows, values=values)
 

@@ -351,9 +351,18 @@ def features_of(features: Any) -> list[FeatureSpec]:
         table = tables.setdefault(feature.table_spec.name, feature.table_spec)
         if table is not feature.table_spec and table != feature.table_spec:
             raise ValueError(
-                f"two different tables are named {table.name!r} (one is read by feature {feature.name!r})."
+                f"two different tables are named {table.name!r} (one is read by feature {feature.name!r}); they "
+                f"differ in {_differing_fields(table, feature.table_spec)}. Give them different names, or give one "
+                "TableSpec to all features that share the table."
             )
     return leaves
+
+
+def _differing_fields(table: TableSpec, other: TableSpec) -> str:
+    """Names of the fields in which two tables differ, as a list in words."""
+    names = [field.name for field in dataclasses.fields(table) if not field.name.startswith("_")]
+    differing = [name for name in names if getattr(table, name) != getattr(other, name)]
+    return ", ".join(differing) or "their place in a stack"
 
 
 def tables_of(features: Any) -> dict[str, TableSpec]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -96,11 +97,18 @@ if not IS_LEAST:
 
 def pytest_sessionstart() -> None:
     """Tests of the native kernels may skip where there are none, but not where they were required."""
-    from rsembed.kernels import native  # by now the hook that checks shapes is in place
+    from rsembed.kernels import devices, native  # by now the hook that checks shapes is in place
 
     reason = native.unavailable_because()
-    if reason is not None and os.environ.get("RSEMBED_REQUIRE_NATIVE") == "1":
+    if reason is None:
+        return
+    if os.environ.get("RSEMBED_REQUIRE_NATIVE") == "1":
         raise pytest.UsageError(f"RSEMBED_REQUIRE_NATIVE=1, but {reason}")
+    with (
+        warnings.catch_warnings()
+    ):  # it is said once in a process, and would be an error in the first test that computes
+        warnings.simplefilter("ignore")
+        devices.warn_of_slow_cpu()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

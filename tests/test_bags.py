@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rsembed as rs
 from rsembed.bags import Bags, as_bags
 
 ROWS = [[3, 1], [], [4], [2, 2, 0]]
@@ -40,6 +41,9 @@ def test_every_form_of_input_gives_the_same_bags():
     same(as_bags(np.asarray(ROWS, dtype=object), feature="f"), ROWS)
     same(as_bags(dense, feature="f"), ROWS)
     same(as_bags([3, 1], feature="f"), [[3], [1]])
+    same(as_bags(np.array([3, 1], object), feature="f"), [[3], [1]])
+    same(as_bags([np.array([3, 1], object), np.array([np.int64(4)], object)], feature="f"), [[3, 1], [4]])
+    same(as_bags(np.array([2**64 - 1, 5], object), feature="f"), [[2**64 - 1], [5]])
     same(as_bags(Column(dense), feature="f"), ROWS)
     same(as_bags(Column(np.asarray(ROWS, dtype=object)), feature="f"), ROWS)
     same(jax.jit(Bags.from_dense)(jnp.asarray(dense)), ROWS)
@@ -52,6 +56,35 @@ def test_a_column_that_numpy_cannot_read_is_refused_by_the_name_of_its_feature()
 
     with pytest.raises(RuntimeError, match="feature 'f': Can't call numpy"):
         as_bags(Tensor(), feature="f")
+
+
+class Bfloat16Tensor:
+    """A tensor of torch in bfloat16, as numpy and JAX see it."""
+
+    def __init__(self, values):
+        self._array = jnp.asarray(values, jnp.bfloat16)
+
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+def test_bfloat16_tensors_of_torch_are_weights_and_tables():
+    weights = Bfloat16Tensor([[1.5, 2.0], [0.25, 4.0]])
+    pair = as_bags((np.ones((2, 2), int), weights), feature="f")
+    np.testing.assert_array_equal(pair.weights, np.float32([1.5, 2.0, 0.25, 4.0]))
+    table = rs.TableSpec("t", 2, 2, dtype="bfloat16")
+    collection = rs.EmbeddingCollection([rs.FeatureSpec("f", table)])
+    state = collection.with_tables(collection.init(jax.random.key(0)), {"t": weights})
+    np.testing.assert_array_equal(collection.tables(state)["t"], weights._array)
+    module = rs.tbe.TableBatchedEmbeddingBags([(2, 2, rs.tbe.EmbeddingLocation.HOST, rs.tbe.ComputeDevice.CPU)])
+    module.set_embedding_weights(0, weights)
+    np.testing.assert_array_equal(module.split_embedding_weights()[0], np.float32(weights._array))
 
 
 def test_weights_follow_their_ids():

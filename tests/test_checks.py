@@ -15,11 +15,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 from jaxtyping import Float, Int, PRNGKeyArray
 
 import rsembed as rs
 import rsembed.optimizers as ro
-from rsembed.checks import PositiveInt, check_type, check_within, did_you_mean, dtype_among, validated, within
+from rsembed import checkpoint, sok
+from rsembed.checks import (
+    PositiveInt,
+    check_finite,
+    check_type,
+    check_within,
+    did_you_mean,
+    dtype_among,
+    validated,
+    within,
+)
 
 NAN, INF = math.nan, math.inf
 
@@ -200,3 +211,93 @@ def test_the_edges_of_meaning_still_run(make):
 
 def one_gradient():
     return rs.RowGradients({"t": jnp.asarray([1])}, {"t": jnp.ones((1, 2))}, (("t", 3),))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16, np.int32])
+@pytest.mark.parametrize("make", [np.array, jnp.array])
+def test_the_first_number_that_is_not_finite_is_named_by_its_row(make, dtype):
+    """Against a loop over all rows, in arrays of many blocks and of one number."""
+    generator = np.random.default_rng(0)
+    for shape in ((), (3,), (70_000, 40), (5, 0, 2)):
+        clean = make(np.ones(shape), dtype)
+        check_finite(clean, "x", may_be_negative=False)
+        if 0 in shape:
+            continue
+        for number, may_be_negative in ((-1.0, False), (NAN, True), (-INF, True)):
+            if dtype == np.int32 and not math.isfinite(number):
+                continue
+            rows = sorted(generator.integers(0, shape[0] if shape else 1, 2))
+            spoilt = np.array(clean)
+            spoilt.reshape(shape[0] if shape else 1, -1)[rows, -1] = number
+            with pytest.raises(ValueError, match=rf"x: {number} in row {rows[0]} is (not finite|negative); give it up"):
+                check_finite(make(spoilt, dtype), "x", may_be_negative=may_be_negative, way_out="give it up")
+    jax.jit(lambda values: check_finite(values, "x"))(np.float32(NAN))  # known later
+
+
+def spoilt_rows():
+    values = np.ones((6, 4), np.float32)
+    values[2, 1], values[4, 3] = NAN, -INF
+    return values
+
+
+def test_numbers_that_are_not_finite_are_taken_where_the_caller_allows_it():
+    values, table = spoilt_rows(), rs.TableSpec("t", 6, 4, optimizer=ro.Adagrad(0.1))
+    collection = rs.EmbeddingCollection([rs.FeatureSpec("f", table)])
+    state = collection.with_tables(collection.init(jax.random.key(0)), {"t": values}, allow_nonfinite=True)
+    np.testing.assert_array_equal(collection.tables(state)["t"], values)
+    traced = jax.jit(lambda rows: collection.tables(collection.with_tables(state, {"t": rows}))["t"])
+    np.testing.assert_array_equal(traced(values), values)
+    _, served = rs.for_serving(collection, state, dtype="float16", allow_nonfinite=True)
+    np.testing.assert_array_equal(served["t"]["rows"], values.astype(np.float16))
+    keyed = rs.EmbeddingCollection([rs.FeatureSpec("f", dataclasses.replace(table, storage=rs.Hashed()))])
+    rows = {"keys": np.arange(6), "values": values, "slot_accumulator": -values}
+    written = keyed.with_tables(keyed.init(jax.random.key(0)), {"t": rows}, allow_nonfinite=True)
+    found = keyed.tables(written)["t"]
+    np.testing.assert_array_equal(found["values"], values)
+    np.testing.assert_array_equal(found["slot_accumulator"], -values)
+    tables = [(6, 4, rs.tbe.EmbeddingLocation.HOST, rs.tbe.ComputeDevice.CPU)]
+    module = rs.tbe.TableBatchedEmbeddingBags(tables, optimizer=rs.tbe.OptimType.EXACT_ADAGRAD)
+    module.set_embedding_weights(0, values, allow_nonfinite=True)
+    twin = rs.tbe.TableBatchedEmbeddingBags(tables, optimizer=rs.tbe.OptimType.EXACT_ADAGRAD)
+    with pytest.raises(ValueError, match="nan in row 2 is not finite"):
+        twin.load_state_dict(module.state_dict())
+    twin.load_state_dict(module.state_dict(), allow_nonfinite=True)
+    np.testing.assert_array_equal(twin.split_embedding_weights()[0], values)
+
+
+def test_a_file_of_ours_gives_back_what_was_saved_finite_or_not(tmp_path):
+    values = spoilt_rows()
+    for name, storage in {"dense": None, "keyed": rs.Hashed(), "near": rs.HostCached(cache_rows=4)}.items():
+        table = rs.TableSpec("t", 6, 4, optimizer=ro.Adagrad(0.1), storage=storage)
+        collection = rs.EmbeddingCollection([rs.FeatureSpec("f", table)])
+        state = collection.with_tables(collection.init(jax.random.key(0)), {"t": values}, allow_nonfinite=True)
+        checkpoint.save_collection(tmp_path / name, collection, state)
+        found = collection.tables(checkpoint.load_collection(tmp_path / name, collection))["t"]
+        np.testing.assert_array_equal(found["values"] if name == "keyed" else found, values)
+    devices = sok.Init(mesh=Mesh(np.asarray(jax.devices()[:1]), ("shard",)))
+    variable, other = (sok.embedding_variable("t", 4, rows_per_device=8, context=devices) for _ in range(2))
+    rows = {"keys": np.arange(6), "values": values}
+    with pytest.raises(ValueError, match="its values: nan in row 2 is not finite"):
+        sok.assign_rows(variable, rows)
+    sok.assign_rows(variable, rows, allow_nonfinite=True)
+    sok.dump(tmp_path / "dump", [variable])
+    sok.load(tmp_path / "dump", [other])
+    np.testing.assert_array_equal(sok.export_rows(other)["values"], values)
+
+
+def test_every_rule_names_slots_that_it_has_and_never_makes_these_negative():
+    generator = np.random.default_rng(0)
+    named = 0
+    for rule in (own(learning_rate=0.1) for own in RULES - {*FREE}):
+        fields = getattr(rule.slot_type, "_fields", ())
+        assert set(rule.non_negative_slots) - {"row_counter", "prev_iter"} <= set(fields)
+        rows = jnp.asarray(generator.normal(size=(5, 4)), jnp.float32)
+        slots = rule.init_slots(rows)
+        for step in range(3):
+            gradients = jnp.asarray(generator.normal(size=(5, 4)), jnp.float32)
+            rows, slots = rule.step_rows(rows, slots, gradients, rule.get_hyperparameters(step))
+        for name, slot in zip(fields, slots, strict=False):
+            if name in rule.non_negative_slots:
+                assert np.asarray(slot).min() >= 0, (rule, name)
+                named += 1
+    assert named > 10

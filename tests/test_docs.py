@@ -224,6 +224,8 @@ def test_the_loaders_of_the_page_bring_what_a_step_takes(loader):
                 pytest.skip(f"not installed: {error.name}")
     if "activations" in names:
         assert {name: a.shape for name, a in names["activations"].items()} == {"user": (128, 8), "seen": (128, 8)}
+    elif "vectors" in names:
+        assert {name: a.shape for name, a in names["vectors"].items()} == {"user": (3, 8), "tags": (3, 8)}
     else:
         np.testing.assert_array_equal(names["collection"].tables(names["state"])["film"][7], np.ones(8))
 
@@ -231,7 +233,7 @@ def test_the_loaders_of_the_page_bring_what_a_step_takes(loader):
 def test_a_model_of_torch_is_taken_over_trained_and_given_back():
     pytest.importorskip("torch")
     names, count = run_programs("torch.md")
-    assert count == 3 and names["loss"] < 0.6 and np.abs(names["after"] - names["before"]).max() > 0.1
+    assert count == 4 and names["loss"] < 0.6 and np.abs(names["after"] - names["before"]).max() > 0.1
 
 
 def test_the_programs_of_the_page_on_optimizers_run_as_printed():
@@ -261,7 +263,9 @@ def test_the_program_of_the_page_on_checks_is_refused_in_the_words_that_it_shows
 def test_the_programs_of_the_page_on_long_runs_save_and_log_what_they_say(capsys, monkeypatch):
     library = mock.MagicMock()  # in the place of tensorboardX
     monkeypatch.setitem(sys.modules, "tensorboardX", library)
-    assert run_programs("reliability.md")[1] == 4
+    names, count = run_programs("reliability.md")
+    assert count == 6
+    assert names["grown"].tables["word"].shape == (1_200, 8)
     assert capsys.readouterr().out == "step_000000000 {'input': 4096}\n"
     written = library.SummaryWriter.return_value.__enter__.return_value.add_scalar.call_args_list
     curves = {call.args[0]: call.args[1] for call in written}

@@ -1,6 +1,9 @@
 """64-bit keys keep their bits, and their owner and row are those of ordinary integer division."""
 
+import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -10,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import rsembed as rs
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import MAX_SHARDS, checked_keys, is_beyond, join_keys, local_rows, num_invalid, owners, split_keys
 
@@ -124,3 +128,132 @@ def test_worked_case_of_valid_keys_without_an_index():
         return local_rows(split_keys(numbers), case["num_shards"], case["rows_per_shard"]) != NO_ROW
 
     assert is_valid(np.array(case["keys"], np.int32)).tolist() == case["expected"]["valid"]
+
+
+# Keys of texts
+
+
+class NA:
+    """As pandas.NA: no comparison has a truth value."""
+
+    def __bool__(self):
+        raise TypeError("boolean value of NA is ambiguous")
+
+    def __ne__(self, other):
+        return self
+
+    __eq__, __hash__ = __ne__, object.__hash__
+
+
+class Column:
+    """As columns of pandas, polars and Arrow: an iterable that numpy reads as an array of objects."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __iter__(self):
+        return iter(self.values)
+
+    def __array__(self, dtype=None, copy=None):
+        array = np.empty(len(self.values), object)
+        array[:] = self.values
+        return array
+
+
+def key_of(text):
+    """BLAKE2b, read byte by byte; -1 is no key."""
+    content = text.encode() if isinstance(text, str) else text
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    number = sum(byte << (8 * place) for place, byte in enumerate(digest))
+    return number - 2**64 if number >= 2**63 else number
+
+
+TEXTS = ["apple", "pear", "", "größe", "apple", "e\u0301", "a\0"]
+CONTAINERS = {
+    "list": list,
+    "tuple": tuple,
+    "numpy": np.array,
+    "numpy objects": lambda texts: np.array(texts, object),
+    "numpy texts of any length": lambda texts: np.array(texts, np.dtypes.StringDType()),
+    "column": Column,
+    "masked": lambda texts: np.ma.array(texts, mask=False, dtype=object),
+    "iterator": iter,
+    "bytes": lambda texts: [text.encode() for text in texts],
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_a_text_has_the_same_key_in_every_container(kind):
+    texts = TEXTS[:-1] if kind == "numpy" else TEXTS  # which cuts a zero at the end of a text
+    keys = rs.hash_keys(CONTAINERS[kind](texts))
+    assert keys.dtype == np.int64 and keys.tolist() == [key_of(text) for text in texts]
+
+
+def test_keys_of_texts_are_those_of_another_process():
+    program = "import rsembed as rs; print(rs.hash_keys(['apple', 'pear']).tolist())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[-2328654269316264298, -1411252022289735552]"  # as in all releases
+
+
+def test_keys_of_texts_keep_the_shape_and_lists_stay_lists():
+    square = np.array([["a", "b"], ["b", "c"]])
+    assert rs.hash_keys(square).tolist() == [[key_of(text) for text in row] for row in square]
+    assert rs.hash_keys(np.array([], object)).shape == rs.hash_keys([]).shape == (0,)
+    for column in ([["a"], [], ["b", "a"]], Column([np.array(["a"], object), [], np.array(["b", "a"])])):
+        rows = rs.hash_keys(column)
+        assert [row.tolist() for row in rows] == [[key_of("a")], [], [key_of("b"), key_of("a")]]
+        assert {row.dtype for row in rows} == {np.dtype(np.int64)}
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), np.nan, np.datetime64("NaT"), NA()])
+@pytest.mark.parametrize("kind", [list, Column, lambda texts: np.array(texts, object)])
+def test_a_missing_text_is_an_error_with_its_row_or_gets_the_key_that_is_given(missing, kind):
+    column = kind(["a", "b", missing, "c", missing])
+    with pytest.raises(ValueError, match=r"row 2 has a missing value \(.*\); give missing=-1"):
+        rs.hash_keys(column)
+    wanted = [key_of("a"), key_of("b"), -1, key_of("c"), -1]
+    assert rs.hash_keys(column, missing=-1).tolist() == wanted
+    rows = rs.hash_keys(kind([["a"], ["b", missing], missing]), missing=7)
+    assert [row.tolist() for row in rows] == [[key_of("a")], [key_of("b"), 7], [7]]
+    masked = np.ma.array(["a", "b", "x"], mask=[False, False, True], dtype=object)
+    assert rs.hash_keys(masked, missing=-1).tolist() == [key_of("a"), key_of("b"), -1]
+
+
+def test_keys_of_texts_train_a_hashed_table():
+    user = rs.TableSpec("user", 64, 4, storage=rs.Hashed(), optimizer=rs.optimizers.SGD(0.1))
+    tag = rs.TableSpec("tag", 64, 4, storage=rs.Hashed(), combiner="sum", optimizer=rs.optimizers.SGD(0.1))
+    collection = rs.EmbeddingCollection([rs.FeatureSpec("user", user), rs.FeatureSpec("tags", tag)])
+    names, tags = ["ann", "bob", "ann"], [["x", "y"], [], ["y"]]
+    batch = collection.prepare({"user": rs.hash_keys(names), "tags": rs.hash_keys(tags)})
+    state = collection.init(jax.random.key(0))
+    _, (_, gradients) = rs.value_and_grad(lambda _, activations: activations["tags"].sum(), collection)(
+        {}, state, batch
+    )
+    keys = collection.tables(collection.apply(state, gradients))["tag"]["keys"]
+    assert sorted(keys.tolist()) == sorted([key_of("x"), key_of("y")])
+    vectors = collection.lookup(state, batch)["user"]
+    np.testing.assert_array_equal(vectors[0], vectors[2])
+
+
+@pytest.mark.parametrize("storage", [None, rs.Hashed()])
+@pytest.mark.parametrize("missing", [None, float("nan"), NA()])
+@pytest.mark.parametrize(
+    ("column", "row"),
+    [
+        (lambda missing: Column([1, missing, 3]), 1),
+        (lambda missing: [1, 2, missing], 2),
+        (lambda missing: Column([[1], [2, missing]]), 1),
+        (lambda missing: [[1, missing], [2]], 0),
+        (lambda missing: Column([[1], missing, [2]]), 1),
+        (lambda missing: [[1], [2], missing], 2),
+        (lambda missing: np.array([[1, 2], [3, missing]], object), 1),
+        (lambda missing: np.array([1, 2, missing], float if isinstance(missing, float) else object), 2),
+        (lambda missing: rs.Bags(np.array([1.0, 2.0, np.nan]), np.array([0, 2, 3], np.int32)), 1),
+    ],
+)
+def test_a_missing_id_is_called_missing_with_its_row_in_every_container(column, row, missing, storage):
+    table = rs.TableSpec("user", 64, 4, storage=storage, combiner="sum", optimizer=rs.optimizers.SGD(0.1))
+    collection = rs.EmbeddingCollection([rs.FeatureSpec("user", table)])
+    words = rf"feature 'user': row {row} has a missing value \(.*\); fill missing values with -1, which is no id"
+    with pytest.raises(TypeError, match=words):
+        collection.prepare({"user": column(missing)})

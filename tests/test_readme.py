@@ -17,11 +17,16 @@ def quick_initial_values() -> None:
     """None: the lines run as for whoever copies them."""
 
 
-def test_the_program_runs_as_printed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def run_of_the_program():
     (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names = {}
     exec(compile(program, "README.md", "exec"), names)
+    return names
+
+
+def test_the_program_runs_as_printed_and_goes_on_when_it_runs_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run_of_the_program()
     collection, state, batch = (names[name] for name in ("collection", "state", "batch"))
     first = collection.init(KEY)
     before, after = (collection.tables(own) for own in (first, state))
@@ -39,6 +44,14 @@ def test_the_program_runs_as_printed(tmp_path, monkeypatch):
     np.testing.assert_allclose(names["params"], 1 - 0.1 * d_logits @ (history * users), rtol=1e-6)
 
     jax.tree.map(np.testing.assert_array_equal, collection.lookup(state, batch), names["activations"])
+
+    again = run_of_the_program()
+    step = jax.jit(names["step"].__wrapped__)
+    params, expected, loss = step(names["params"], state, batch, np.array([1.0, 0.0], np.float32))
+    assert int(again["state"].step) == 2 and float(again["loss"]) == float(loss) < float(names["loss"])
+    np.testing.assert_array_equal(again["params"], params)
+    jax.tree.map(np.testing.assert_array_equal, collection.tables(again["state"]), collection.tables(expected))
+    assert [path.name for path in again["checkpoints"].paths()] == ["step_000000001", "step_000000002"]
 
 
 def test_rooms_named_on_the_architecture_page_exist():

@@ -56,7 +56,8 @@ bags.py  collection/test_embeddings.py -k out_of_range
     xp.clip(ids, lowest, 2**31 - 1) => ids
 row_gradients.py  test_row_gradients.py
     max_norm / jnp.maximum(norm, 1e-38), 1.0) => max_norm / jnp.maximum(norm, 1e-38), 0.5)
-    (r.rows[name], r.values[name]) for r in (first, *others)] => (r.rows[name], r.values[name]) for r in [first]]
+    every = (first, *others) => every = (first,)
+    opaque.wrap(numbers ^ np.int32(NO_ROW), "row") => opaque.wrap(numbers, "row")
 storage/hashed.py  storage/test_contract.py -k hashed
     totals > self.admission_count) => totals >= self.admission_count)
     jnp.where(strangers.is_key, new_rows, rows) => rows
@@ -99,6 +100,8 @@ checkpoint/manager.py  checkpoint/test_manager.py
 taps.py  flax/test_nnx.py
     each[0] if len(each) == 1 else combine(*each) => each[0]
     recording.taps[number]) if => recording.taps[0]) if
+taps.py  flax/test_wrappers.py -k outside
+    rows[name] = combine(rows[name], other_rows) => rows[name] = other_rows
 linen.py  flax/test_linen.py
     self.embeddings | stepped => stepped | self.embeddings
 fdo/statistics.py  fdo/test_statistics.py

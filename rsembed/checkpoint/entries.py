@@ -62,7 +62,8 @@ def chunk_bytes(entry: Mapping[str, PyTree]) -> int:
 def _check_entry(file: Path, number: int, entry: Mapping[str, PyTree]) -> None:
     where = f" of entry {number} of arrays"
     path, shape, dtype = entry.get("path"), entry.get("shape"), entry.get("dtype")
-    rows_per_chunk, checksums = entry.get("rows_per_chunk"), entry.get("crc32c")
+    rows_per_chunk: Any = entry.get("rows_per_chunk")
+    checksums = entry.get("crc32c")
     is_folder = entry.get("folder") == f"{number:04d}"
     _check(file, entry, "folder", is_folder, f"the folder {number:04d}", where)
     is_path = isinstance(path, list) and all(isinstance(part, str) for part in path)

@@ -231,7 +231,11 @@ def agreed(number: int) -> int:
 
 def already_there(path: Path) -> FileExistsError:
     """The error for a save to a path that already has a checkpoint."""
-    return FileExistsError(f"{path} exists; checkpoints are never replaced: give every step a folder of its own.")
+    return FileExistsError(
+        f"{path} exists; checkpoints are never replaced: give every step a folder of its own. Go on from what is there "
+        "with checkpoint.load or load_collection, or remove it; a CheckpointManager names the folders by step, and its "
+        "restore goes on from the newest."
+    )
 
 
 def hidden_beside(path: Path) -> Path:

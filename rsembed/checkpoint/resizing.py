@@ -109,7 +109,7 @@ def _rows_of_table(table: TableSpec, key: PRNGKeyArray) -> Wanted:
     names = array_names(table, shapes[1:])
     wanted: Wanted = {}
     for number, (name, shape) in enumerate(zip(names, shapes, strict=True)):
-        path = ("tables", table.name)
+        path: Path = ("tables", table.name)
         if number > 0:
             path = ("slots", table.name, name.removeprefix("slot_"))
         one_array = functools.partial(_nth_fresh, table=table, number=number)
@@ -138,8 +138,12 @@ def _slices_of_train(table: TableSpec, storage: Storage, description: str, key: 
             own_path = (part, table.name, *path)
             if part == "tables" or any(own_path[: len(prefix)] == prefix for prefix in prefixes):
                 array = np.asarray(leaf)
-                wanted[own_path] = array.shape, array.dtype, lambda first, last, array=array: array[first:last]
+                wanted[own_path] = array.shape, array.dtype, functools.partial(_part, array)
     return wanted
+
+
+def _part(array: np.ndarray, first: int, last: int) -> np.ndarray:
+    return array[first:last]
 
 
 def _read(

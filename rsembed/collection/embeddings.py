@@ -131,10 +131,13 @@ class EmbeddingCollection:
         A table's values depend on `key`, the table's name and its initializer alone, not on the other tables, nor on
         the number of devices.
 
-        Raises: TypeError: `key` is no PRNG key.
+        Raises: TypeError: `key` is no PRNG key. ValueError: an initializer of yours gives a number that is not finite;
+          inside `jit`, and for rows of keys, which are drawn later, that is not seen (for keys one row is tried).
         """
         check_type(key, PRNGKeyArray, "init: key")
         tables, slots = self._engine.init(key)
+        for name, stack in self._stacks.items():
+            stack.check_start(tables[name], slots[name])
         rest = jnp.zeros((), jnp.int32), jax.random.fold_in(key, 0x726F756E)
         step, key = self.devices.place(rest, PartitionSpec())
         for name, own in self._on_host.items():
@@ -218,6 +221,9 @@ class EmbeddingCollection:
                     f"the state does not belong to this collection: {part} are {shown}, expected {wanted}; use a state "
                     "of collection.init, or load one with load_collection."
                 )
+        if "tables" in parts:
+            for name, stack in self._stacks.items():
+                stack.storage.check_params(state.tables[name], stack.table)
 
     def tables(self, state: EmbeddingState) -> ByName:
         """The logical tables by name (copies; on a mesh, every device gets one).
@@ -251,6 +257,7 @@ class EmbeddingCollection:
         tables: Mapping[str, PyTree],
         *,
         slots: Mapping[str, PyTree] | None = None,
+        allow_nonfinite: bool = False,
     ) -> EmbeddingState:
         """The state with some tables replaced, for example by pretrained vectors; other tables and slots stay.
 
@@ -266,12 +273,14 @@ class EmbeddingCollection:
           slots: new optimizer state by table name, of equal shape and dtype: what `slots` returns of a table, or the
             dictionary that `load(path).tree["slots"]` has of it. A table with keys has them in the order of its `keys`
             in `tables`, or else of those in the state. None keeps the slots of the state.
+          allow_nonfinite: whether NaN, infinity and negative sums of squares are taken as they are. By default they are
+            refused, since one NaN spreads to all that reads its row. Inside `jit` nothing is checked.
 
-        Raises: ValueError: a table is unknown, or values or slots do not fit it. NotImplementedError: its storage takes
-          no rows. RuntimeError: inside `jit`, a table has keys, or is on the host.
+        Raises: ValueError: a table is unknown, or values or slots do not fit it or are not finite. NotImplementedError:
+          its storage takes no rows. RuntimeError: inside `jit`, a table has keys, or is on the host.
         """
         self.check_state(state)
-        return self.logical.with_tables(state, tables, slots or {})
+        return self.logical.with_tables(state, tables, slots or {}, allow_nonfinite=allow_nonfinite)
 
     def evict(
         self,

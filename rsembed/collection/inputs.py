@@ -274,6 +274,7 @@ def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
                 table=table.name,
                 vocabulary_size=table.vocabulary_size,
                 allow_out_of_range=bounds_check == "ignore",
+                way_to_drop="let EmbeddingCollection(bounds_check='ignore') drop them",
             )
         ids = narrow_ids(bags.ids)
     weights = None if bags.weights is None else bags.weights.astype(np.float32)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import cast
 
+import jax
 import numpy as np
 from jaxtyping import Num, PyTree
 
-from rsembed.bags import is_traced
-from rsembed.checks import check_type, did_you_mean
+from rsembed.bags import foreign_to_numpy, is_traced
+from rsembed.checks import check_finite, check_type, did_you_mean
 from rsembed.collection.dense_rows import DenseRows, RowLayout
 from rsembed.collection.devices import Devices
 from rsembed.collection.host_rows import HostRows, Prefetch
@@ -19,7 +20,7 @@ from rsembed.fingerprint import Fingerprint
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
 from rsembed.storage import Hashed, HostCached
-from rsembed.storage.logical_rows import check_reasons, checked_slots
+from rsembed.storage.logical_rows import SavedArray, check_reasons, checked_slots
 from rsembed.storage.protocol import Storage
 
 PLACEMENTS = ("row", "table", "column", "replicated")
@@ -134,15 +135,23 @@ class LogicalTables:
         self._stack_of = {table.name: name for name, s in stacks.items() for table in s.layout.stack.tables}
 
     def with_tables(
-        self, state: EmbeddingState, tables: Mapping[str, PyTree], slots: Mapping[str, PyTree]
+        self,
+        state: EmbeddingState,
+        tables: Mapping[str, PyTree],
+        slots: Mapping[str, PyTree],
+        *,
+        allow_nonfinite: bool = False,
     ) -> EmbeddingState:
         """See `EmbeddingCollection.with_tables`."""
         new: dict[str, ByName] = {name: {} for name in self.stacks}
         new_slots: dict[str, ByName] = {name: {} for name in self.stacks}
         for table_name, values in tables.items():
             self._check_known(table_name)
+            values = _of_numpy(values)
             for part, array in _parts(values):
                 check_type(array, Num[np.ndarray, "..."], f"table {table_name!r}: its {part}")
+            if not allow_nonfinite:
+                self._check_finite(table_name, _parts(values))
             name, table = self._stack_of[table_name], self.specs[table_name]
             self._check_outside_jit(table, (values, state.step))
             new[name][table_name] = self.stacks[name].storage.checked_rows(values, table, state.step)
@@ -150,6 +159,8 @@ class LogicalTables:
             self._check_known(table_name)
             name, table = self._stack_of[table_name], self.specs[table_name]
             self._check_outside_jit(table, (own_slots, state.step))
+            if not allow_nonfinite:
+                self._check_finite(table_name, _slots_by_name(own_slots))
             stack, arrays = self.stacks[name], (state.tables[name], state.slots[name])
             if stack.storage.rows_on_host:
                 rows = new[name].get(table_name)
@@ -165,6 +176,15 @@ class LogicalTables:
                 written = self.stacks[name].replaced(*arrays, new[name], new_slots[name])
                 all_tables[name], all_slots[name] = written
         return state._replace(tables=all_tables, slots=all_slots)
+
+    def _check_finite(self, table_name: str, parts: Iterable[tuple[str, PyTree]]) -> None:
+        """Raises: ValueError: a part of a table is not finite, or a sum of squares is negative."""
+        of_squares = [f"slot_{slot}" for slot in self.specs[table_name].optimizer.non_negative_slots]
+        for part, array in parts:
+            # What a file of ours holds was saved so, and is read later.
+            if not isinstance(array, SavedArray):
+                where = f"table {table_name!r}: its {part}"
+                check_finite(array, where, may_be_negative=part not in of_squares)
 
     def _check_outside_jit(self, table: TableSpec, values: PyTree) -> None:
         """Raises: RuntimeError: rows of the table are written on the host, and this is inside `jit`."""
@@ -220,6 +240,25 @@ class LogicalTables:
         for name in sorted(self.apart, key=self.on_host.__contains__):  # as in `with_tables`
             all_tables[name], all_slots[name] = self.apart[name].restored(tables, slots)
         return EmbeddingState(all_tables, all_slots, state.step, state.key, layout)
+
+
+def _of_numpy(values: PyTree) -> PyTree:
+    """A table from outside, of which columns and tensors of other libraries have become arrays of numpy."""
+    if isinstance(values, Mapping):
+        return {name: foreign_to_numpy(part) for name, part in values.items()}
+    if isinstance(values, tuple):
+        return tuple(foreign_to_numpy(part) for part in values)
+    return foreign_to_numpy(values)
+
+
+def _slots_by_name(slots: PyTree) -> list[tuple[str, PyTree]]:
+    """The arrays of a table's slots that hold numbers, each with the name of its slot."""
+    parts = []
+    for path, leaf in jax.tree.leaves_with_path(slots):
+        if isinstance(leaf, (jax.Array, np.ndarray)):
+            name = jax.tree_util.keystr(path[-1:], simple=True)
+            parts.append((f"slot_{name}", leaf))
+    return parts
 
 
 def _parts(values: PyTree) -> Iterable[tuple[PyTree, PyTree]]:

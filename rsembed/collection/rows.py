@@ -115,7 +115,7 @@ class Rows:
         if self.storage.ids_are_rows:
             return self._pooled(params, batch.call), none, none
         keys = batch.all_keys()
-        ahead = None if number is None else (jnp.ones(keys.shape, jnp.int32), number)
+        ahead = None if number is None else (jnp.ones(keys.shape, jnp.int32), number, None)
 
         def pool(vectors: Array, places: Array) -> Sequence[Array]:
             return self._pooled(vectors, batch.call.with_ids(places))
@@ -273,8 +273,11 @@ class AskedRows(Rows):
         """See `Rows`."""
 
         def answer(num_unknown: Array, question: PyTree) -> tuple[Array, Array]:
-            keys, occurrences, _ = self._received(question)
-            ahead = None if number is None else (occurrences, number)
+            keys, occurrences, first_of = self._received(question)
+            ahead = None
+            if number is not None:
+                arrival = None if first_of is None else self._arrival(first_of, wanted.entry_of.shape[0])
+                ahead = occurrences, number, arrival
             vectors, more = self.storage.read(params, keys, self.table, ahead)
             return num_unknown + more, vectors
 
@@ -379,15 +382,24 @@ class AskedRows(Rows):
         keys = keys_of_rows(question)
         return keys, keys.is_key.astype(jnp.int32), None
 
+    def _devices_of(self, messages: Array) -> Int[Array, " nnz"]:
+        """The device from which each entry of the messages came to this owner."""
+        blocks = self.num_shards, messages.shape[0] // self.num_shards
+        return jax.lax.broadcasted_iota(jnp.int32, blocks, 0).reshape(-1)
+
+    def _arrival(self, first_of: Int[Array, " nnz"], num_entries: int) -> Int[Array, " nnz"]:
+        """Numbers in the order of `_in_order`; a device has `num_entries` ids."""
+        numbers = self._devices_of(first_of) * num_entries + first_of
+        return jnp.where(first_of == NO_ROW, NO_ROW, numbers)
+
     def _in_order(self, keys: Keys, occurrences: Array, first_of: Array) -> tuple[Keys, Int[Array, " nnz"], Wanted]:
         """Keys of all devices in the order in which these, one after the other, met them; and where each came from.
 
         When rows are few, this decides which keys get one: `update` and `apply` must agree.
         """
         place = jnp.arange(first_of.shape[0], dtype=jnp.int32)
-        device = jax.lax.broadcasted_iota(jnp.int32, (self.num_shards, place.shape[0] // self.num_shards), 0)
         # Places tell all entries apart.
-        order = distinct(device.reshape(-1), [first_of, place], num_devices=self.num_shards)
+        order = distinct(self._devices_of(place), [first_of, place], num_devices=self.num_shards)
         is_key, occurrences, *lanes = api.gather_rows((keys.is_key, occurrences, *keys.lanes), order.first_of)
         return Keys.of_lanes(lanes, is_key), occurrences, order
 

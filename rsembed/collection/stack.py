@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from rsembed.bags import Bags, as_bags, padded_size
+from rsembed.bags import Bags, as_bags, is_traced, padded_size
+from rsembed.checks import check_finite
 from rsembed.collection.dense_rows import RowLayout, in_some_bag, list_of
 from rsembed.collection.prepared import PreparedBatch
 from rsembed.collection.rows import Occurrences, Rows
@@ -22,7 +23,7 @@ from rsembed.fingerprint import Fingerprint
 from rsembed.kernels.contract import NO_ROW, Call, Segment
 from rsembed.kernels.reference import bag_of_entries
 from rsembed.keys import as_keys
-from rsembed.specs import TableSpec
+from rsembed.specs import TableSpec, default_initializer
 from rsembed.storage import Hashed, hashed_rows, row_map
 from rsembed.storage.hashed_rows import DynamicTable
 from rsembed.storage.logical_rows import array_names, checked_slots, rows_to_leave
@@ -184,8 +185,8 @@ class Stack:
         """Shapes and dtypes of what `slots` returns of one table, which has this number of rows."""
         if not self.storage.rows_on_host:
             return jax.eval_shape(self.slots, params, slots)[table.name]
-        shapes = [jax.ShapeDtypeStruct((num_rows, *slot.shape[1:]), slot.dtype) for slot in slots]
-        return table.optimizer.pack_slots(tuple(shapes))
+        shapes: PyTree = tuple(jax.ShapeDtypeStruct((num_rows, *slot.shape[1:]), slot.dtype) for slot in slots)
+        return table.optimizer.pack_slots(shapes)
 
     def rows_with_slots(
         self, params: PyTree, slots: PyTree, table: TableSpec, rows: PyTree, new_slots: PyTree
@@ -217,6 +218,26 @@ class Stack:
             table.name: {what: numbers.reshape(self.num_shards, -1)[:, k] for what, numbers in counts.items()}
             for k, table in enumerate(self.tables)
         }
+
+    def check_start(self, params: PyTree, slots: PyTree) -> None:
+        """Raises: ValueError: an initializer that a user gave made a number that is not finite."""
+        draws_slots = any(map(callable, self.rule.slot_initial_values())) if self.storage.ids_are_rows else False
+        given = [table for table in self.tables if table.initializer is not default_initializer]
+        if is_traced((params, slots)) or not (given or draws_slots):
+            return
+        way_out = "give one that makes finite numbers of the table's dtype"
+        if not self.storage.ids_are_rows:
+            for table in given if self.storage.takes_keys else ():  # rows are drawn one by one, in steps
+                row = table.initializer(jax.random.key(0), (1, table.embedding_dim))
+                check_finite(row, f"table {table.name!r}: what its initializer gives for a row", way_out=way_out)
+            return
+        try:
+            for array in (params, *slots):
+                check_finite(array, f"stack {self.layout.stack.name!r}", way_out=way_out)
+        except ValueError:  # which table it is, is worth a copy
+            for table_name, values in self.values(params, slots).items():
+                check_finite(values, f"table {table_name!r}: what its initializer gives", way_out=way_out)
+            raise
 
     # Files
 
@@ -294,4 +315,4 @@ def _without(params: DynamicTable, leaves: Bool[Array, " rows"], *forget: Array)
     known, rows = params.keys, jnp.arange(leaves.shape[0], dtype=jnp.int32)
     left = row_map.release(known, jnp.where(leaves, rows, NO_ROW))
     counters = params.counters.add(evicted=left.num_free - known.num_free)
-    return hashed_rows.forget_older(params._replace(keys=left, counters=counters), *forget)
+    return hashed_rows.forget_older(hashed_rows.with_keys(params, left)._replace(counters=counters), *forget)

@@ -36,7 +36,7 @@ from rsembed.kernels.contract import (
     Step,
     Table,
 )
-from rsembed.kernels.devices import target_device
+from rsembed.kernels.devices import target_device, warn_of_slow_cpu
 from rsembed.optimizers.base import Slots
 from rsembed.specs import QuantizationConfig
 
@@ -119,6 +119,8 @@ def dispatch(function: str, *args: PyTree, implementation: str | None = None, **
                 return jax.lax.platform_dependent(cuda=serve, default=default)
             except NotImplementedError as error:
                 reason = str(error)
+        elif module is native and implementation is None:
+            warn_of_slow_cpu()
         reasons.append(f"{module.NAME}: {reason}")
     check_implementation(implementation)
     raise NotImplementedError(f"no implementation can serve {function}: " + "; ".join(reasons))

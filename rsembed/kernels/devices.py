@@ -210,6 +210,24 @@ def unavailable_because() -> str | None:
     return None
 
 
+def warn_of_slow_cpu() -> None:
+    """Warns once, where a computation for the CPU does without the native kernels since there is no library."""
+    library = shared_library()
+    if isinstance(library, str) and target_device().platform == "cpu":
+        _warn_of_no_library(library)
+
+
+@functools.cache
+def _warn_of_no_library(reason: str) -> None:
+    warnings.warn(
+        f"rsembed computes without its native CPU kernels, correctly but slower: {reason}. "
+        "`rsembed doctor` says whether they are live. With RSEMBED_REQUIRE_NATIVE=1 in the environment, pip stops "
+        "at what the compiler says.",
+        RuntimeWarning,
+        stacklevel=1,  # of one place, so that it is shown once
+    )
+
+
 def instruction_set() -> str | None:
     """Instruction set that the library chose: `baseline`, `avx2` or `avx512`; None without a library."""
     library = shared_library()

@@ -41,6 +41,8 @@ class OptimizerSpec(abc.ABC):
     """Names of the fields that the rule receives after the learning rate."""
     slot_fields: ClassVar[tuple[str, ...]] = ()
     """Names of the fields with the initial value of each slot; without them named slots start at zero."""
+    non_negative_slots: ClassVar[tuple[str, ...]] = ()
+    """Names of slots that the rule never makes negative, such as sums of squares; a table that has such is refused."""
     fused_as: ClassVar[str | None] = None
     """Name of the formula in the native kernels that takes these hyperparameters; a subclass does not inherit it."""
 
@@ -94,7 +96,8 @@ class OptimizerSpec(abc.ABC):
     def get_learning_rate(self, step: Any = None) -> PyTree:
         """Learning rate at `step` (0-based).
 
-        Raises: ValueError: the learning rate is a callable of step and `step` is None. TypeError: it gives no scalar.
+        Raises: ValueError: the learning rate is a callable of step and `step` is None, or it gives a number that is not
+          finite, which inside `jit` is not seen. TypeError: it gives no scalar.
         """
         if not callable(self.learning_rate):
             return self.learning_rate
@@ -104,7 +107,10 @@ class OptimizerSpec(abc.ABC):
                 f"{type(self).__name__}: the learning rate depends on the step, but step is None; pass step=."
             )
         rate = self.learning_rate(*[step] * takes_step)
-        check_type(rate, float, f"{type(self).__name__}: what the schedule learning_rate gives")
+        where = f"{type(self).__name__}: what the schedule learning_rate gives"
+        check_type(rate, float, where)
+        if not isinstance(rate, jax.core.Tracer):
+            check_within("(-inf, inf)", jax.device_get(rate), f"{where} at step {step}")
         return rate
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
@@ -318,9 +324,14 @@ class OptaxOptimizerSpec(OptimizerSpec):
     Clip the gradient of the whole batch with `rsembed.clip_by_global_norm` instead.
 
     Args:
-      transformation: anything with optax's `init` and `update`.
+      transformation: of optax. Refused by name are those that need the loss or the function (`lbfgs`, `polyak_sgd`,
+        line searches, `optax.contrib.momo`, `sophia`, `reduce_on_plateau`), those that keep a random key (`noisy_sgd`,
+        `add_noise`, `optax.contrib.dpsgd`: all rows would get the same noise), and `lookahead`, which keeps two copies
+        of its parameters.
       learning_rate: multiplies the transformation's updates; use a callable of step for a schedule over global steps.
         Negative for transformations that give the direction of the gradient, such as `optax.scale_by_adam`.
+
+    Raises: TypeError: the transformation is of another kind, or cannot step a row from its gradient alone.
     """
 
     learning_rate: LearningRate = within("(-inf, inf)", default=1.0)
@@ -332,13 +343,29 @@ class OptaxOptimizerSpec(OptimizerSpec):
         super().__post_init__()
         name = "from_optax: transformation, as optax.adam(...) makes one,"
         if isinstance(self.transformation, optax.MultiSteps):
-            raise TypeError(f"{name} is a MultiSteps object; give its gradient_transformation().")
+            raise TypeError(
+                f"{name} is a bare optax.MultiSteps; give its .gradient_transformation(), which counts the "
+                "lookups of each row, or add the gradients of batches with rsembed.combine before one step."
+            )
         check_type(self.transformation, optax.GradientTransformation, name)
+        maker = getattr(self.transformation.init, "__qualname__", "").partition(".")[0]
+        if maker == "lookahead":  # optax would take rows for the fast copy in `init`, and fail in `update`
+            raise TypeError(
+                "from_optax: optax.lookahead keeps two copies of its parameters (optax.LookaheadParams), and a row is "
+                "one; give the transformation inside it, or write a rule with a slot for the slow copy (Custom)."
+            )
         row = jax.ShapeDtypeStruct((1, 1), jnp.float32)
         try:
+            slots = jax.eval_shape(self.init_slots, row)
             jax.eval_shape(lambda row: self.step_rows(row, self.init_slots(row), row, (1.0,)), row)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, AttributeError) as error:
             raise TypeError(f"{name} cannot step a row from its gradient alone: {error}") from error
+        if any(jnp.issubdtype(slot.dtype, jax.dtypes.prng_key) for slot in slots):
+            raise TypeError(
+                f"{name} keeps a random key in its state, as optax.noisy_sgd, add_noise and dpsgd do; every row would "
+                "start from the same key and get the same noise. Leave the noise out, or add noise of your own to the "
+                "gradients before the step."
+            )
 
     def _state_structure(self, dim: int) -> PyTree:
         row = jax.ShapeDtypeStruct((dim,), jnp.float32)
@@ -364,7 +391,7 @@ class OptaxOptimizerSpec(OptimizerSpec):
 
 
 def from_optax(transformation: Any, *, learning_rate: LearningRate = 1.0) -> OptaxOptimizerSpec:
-    """A row rule from any optax transformation; see `OptaxOptimizerSpec` for what "per row" means.
+    """A row rule from an optax transformation; see `OptaxOptimizerSpec` for what "per row" means and what is refused.
 
     Example:
       >>> import optax, rsembed as rs

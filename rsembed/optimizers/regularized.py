@@ -65,6 +65,7 @@ class _DecayingAdam(CompactOptimizerSpec):
     has_row_wise_bias_correction: bool = False
     has_trust_ratio: ClassVar[bool] = False
     needs_step = True
+    non_negative_slots = ("velocity", "row_counter")
 
     @property
     def slot_type(self) -> type:
@@ -185,6 +186,7 @@ class DecayedAdagrad(CompactOptimizerSpec):
     global_weight_decay: GlobalWeightDecayDefinition | None = None
     is_per_row: bool = True
     rule_name = "decayed_adagrad"
+    non_negative_slots = ("accumulator", "prev_iter")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -244,6 +246,7 @@ class _CountingAdagrad(CompactOptimizerSpec):
     weight_decay: float = within("[0, inf)", default=0.0)
     regularization: CounterBasedRegularizationDefinition | CowClipDefinition
     slot_type = CountedSlotVariables
+    non_negative_slots = ("accumulator", "prev_iter", "row_counter")
     slot_kinds = (PER_ROW, ITERATION, PER_ROW)
     needs_step = True
 

@@ -67,6 +67,7 @@ class Adagrad(OptimizerSpec):
     rule_name = "adagrad"
     fused_as: ClassVar[str] = "adagrad"
     slot_type = AdagradSlotVariables
+    non_negative_slots = ("accumulator",)
     slot_fields = ("initial_accumulator_value",)
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
@@ -85,6 +86,7 @@ class TorchAdagrad(OptimizerSpec):
     rule_name = "torch_adagrad"
     fused_as: ClassVar[str] = "adagrad"
     slot_type = AdagradSlotVariables
+    non_negative_slots = ("accumulator",)
     rule_fields = ("epsilon",)
     slot_fields = ("initial_accumulator_value",)
 
@@ -112,6 +114,7 @@ class RowWiseAdagrad(OptimizerSpec):
     rule_name = "rowwise_adagrad"
     fused_as: ClassVar[str] = "rowwise_adagrad"
     slot_type = AdagradSlotVariables
+    non_negative_slots = ("accumulator",)
     rule_fields = ("epsilon",)
     slot_fields = ("initial_accumulator_value",)
     is_row_wise = True
@@ -134,6 +137,7 @@ class _BiasCorrectedAdam(OptimizerSpec):
     epsilon: float = within("(0, inf)", default=1e-7)
     corrects_epsilon: ClassVar[bool] = False
     slot_type = AdamSlotVariables
+    non_negative_slots = ("velocity",)
     needs_step = True
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
@@ -211,6 +215,7 @@ class AdagradMomentum(OptimizerSpec):
     initial_momentum_value: float = within("(-inf, inf)", default=0.0)
     rule_name = "adagrad_momentum"
     slot_type = AdagradMomentumSlotVariables
+    non_negative_slots = ("accumulator",)
     rule_fields = ("momentum", "beta2", "epsilon", "exponent", "use_nesterov")
     slot_fields = ("initial_accumulator_value", "initial_momentum_value")
 
@@ -241,6 +246,7 @@ class FTRL(OptimizerSpec):
     multiply_linear_by_learning_rate: bool = False
     rule_name = "ftrl"
     slot_type = FTRLSlotVariables
+    non_negative_slots = ("accumulator",)
     rule_fields = ("learning_rate_power", "l1_regularization_strength", "l2_regularization_strength", "beta")
     slot_fields = ("initial_accumulator_value", "initial_linear_value")
 
@@ -281,6 +287,7 @@ class LaProp(OptimizerSpec):
     initial_slot_value: float = within("[0, inf)", default=0.0)
     rule_name = "laprop"
     slot_type = LaPropSlotVariables
+    non_negative_slots = ("nu",)
     slot_fields = ("initial_slot_value", "initial_slot_value")
     needs_step = True
 
@@ -328,6 +335,7 @@ class F2A(OptimizerSpec):
     max_lr_multiplier: float = within("(0, inf]", default=1e6)
     rule_name = "f2a"
     slot_type = F2ASlotVariables
+    non_negative_slots = ("accumulator", "local_step")
     rule_fields = ("rho", "l1_regularization_strength", "l2_regularization_strength", "max_lr_multiplier")
     slot_fields = ("initial_accumulator_value", "initial_local_step_value")
     needs_step = True

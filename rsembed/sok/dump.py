@@ -35,22 +35,24 @@ def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
 
 
 @validated
-def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, PyTree]) -> None:
+def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, PyTree], *, allow_nonfinite: bool = False) -> None:
     """Writes rows by key: rows of known keys are overwritten, and a hash table admits the others.
 
     Args:
       variable: the table.
       rows: `keys [n]` and `values [n, dim]`, and what else `export_rows` returns; slots that are missing start fresh.
         Without `last_step` they count as used now.
+      allow_nonfinite: see `EmbeddingCollection.with_tables`.
 
-    Raises: ValueError: keys repeat, are out of range or find no room, or an array does not fit.
+    Raises: ValueError: a number is not finite, keys repeat, are out of range or find no room, or an array does not fit.
     """
     table, state, name = variable.table, state_of(variable), variable.table.spec.name
     if table.when_full == "grow" and "keys" in rows:
         num_rows = room_needed(state.tables[name], rows, table.spec, table.context.num_devices)
         if num_rows > table.rows_per_device:
             make_larger(variable, num_rows)
-    variable.set_value(variable.table.collection.with_tables(state_of(variable), {name: rows}))
+    collection = variable.table.collection
+    variable.set_value(collection.with_tables(state_of(variable), {name: rows}, allow_nonfinite=allow_nonfinite))
 
 
 @validated
@@ -107,7 +109,7 @@ def load(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
         _check_fits(path, tables[name], arrays, variable.table)
         rows = {part: array if len(array.shape) > 1 else array.whole() for part, array in arrays.items()}
         copy = EmbeddingVariable(variable.table.init(variable.get_value().key), table=variable.table)
-        assign_rows(copy, rows)
+        assign_rows(copy, rows, allow_nonfinite=True)  # as they were dumped
         state = copy.get_value()
         step = jax.device_put(jnp.asarray(tables[name]["step"], jnp.int32), state.step.sharding)
         states[name] = copy.table, state._replace(step=step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from rsembed.bags import Bags
 from rsembed.checks import PositiveInt, describe, validated
 from rsembed.collection import inputs
-from rsembed.keys import Keys, split_keys
+from rsembed.keys import Keys, check_not_cut, split_keys
 from rsembed.sok import lookups
 from rsembed.sok.lookups import KeysOfBags, StepOnce, WeightsOfKeys
 from rsembed.sok.variables import EmbeddingVariable, embedding_variable
@@ -49,7 +49,7 @@ class _Layer(nnx.Module):
             initializer=embedding_initializer,
             **options,
         )
-        lookups.engine_of(((self.variable.table.kind, (combiner,)),))  # made here, not in the first step
+        lookups.engine_of(((self.variable.table.kind, (combiner,), False),))  # made here, not in the first step
 
     @property
     def embedding_variable(self) -> EmbeddingVariable:
@@ -251,7 +251,10 @@ class All2AllDenseEmbedding(_Layer):
         devices, bags = self.variable.table.context.devices, lookups.key_bags(*given, self.name)
         if bags.num_bags and bags.dense_shape != (bags.num_bags,):
             raise ValueError(f"layer {self.name!r}: dynamic_input takes a flat list of keys, got {describe(given[0])}.")
-        keys = bags.ids if isinstance(bags.ids, Keys) else split_keys(bags.ids, feature=f"feature {self.name!r}")
+        keys, what = bags.ids, f"feature {self.name!r}"
+        if not isinstance(keys, Keys):
+            check_not_cut(keys, cast(str, self.variable.table.spec.storage.key_dtype), what)
+            keys = split_keys(keys, feature=what)
         num_shares = devices.num_devices // (1 if inputs.is_unknown(bags) else devices.num_processes)
         xp: Any = np if isinstance(keys.low, np.ndarray) else jnp
         filled = jax.tree.map(lambda lane: xp.pad(lane, (0, -lane.shape[0] % num_shares)), keys)

@@ -25,6 +25,7 @@ from rsembed.keys import Keys
 from rsembed.row_gradients import check_gradient
 from rsembed.sok.variables import EmbeddingVariable, VariableTable, make_larger, state_of
 from rsembed.specs import Combiner, FeatureSpec
+from rsembed.storage.hashed import GrowingKeys, Hashed
 from rsembed.storage.protocol import on_host
 from rsembed.storage.row_map import RowMap
 
@@ -63,14 +64,15 @@ def key_bags(keys: KeysOfBags, weights: WeightsOfKeys, feature: str) -> Bags:
 
 
 @functools.lru_cache(maxsize=256)
-def engine_of(tables: tuple[tuple[VariableTable, tuple[Combiner, ...]], ...]) -> Engine:
+def engine_of(tables: tuple[tuple[VariableTable, tuple[Combiner, ...], bool], ...]) -> Engine:
     """The core's engine of tables on the same devices, each with how the features that read it pool its rows.
 
-    It names tables and features by their place.
+    It names tables and features by their place. The flag of a table says that it gets room for new keys between a
+    lookup and its step.
     """
     stacks: dict[str, Stack] = {}
     features: dict[str, FeatureSpec] = {}
-    for number, (table, combiners) in enumerate(tables):
+    for number, (table, combiners, grows) in enumerate(tables):
         own = table.collection.logical.stacks[table.spec.name]
         plan, placements = own.layout.stack, []
         for place, combiner in enumerate(combiners):
@@ -78,14 +80,23 @@ def engine_of(tables: tuple[tuple[VariableTable, tuple[Combiner, ...]], ...]) ->
             features[name] = FeatureSpec(name, table.spec)
             placements.append(dataclasses.replace(plan.features[0], name=name, combiner=combiner))
         layout = dataclasses.replace(own.layout, stack=dataclasses.replace(plan, features=tuple(placements)))
-        stacks[str(number)] = type(own)(layout, own.rows)
+        rows = own.rows
+        if grows:
+            settings = {field.name: getattr(own.storage, field.name) for field in dataclasses.fields(Hashed)}
+            rows = dataclasses.replace(rows, storage=GrowingKeys(**settings))
+        stacks[str(number)] = type(own)(layout, rows)
     return Engine(features, stacks, tables[0][0].context.devices)
 
 
 def _programs(
-    variables: Sequence[EmbeddingVariable], features: Sequence[tuple[EmbeddingVariable, Combiner]]
+    variables: Sequence[EmbeddingVariable],
+    features: Sequence[tuple[EmbeddingVariable, Combiner]],
+    *,
+    grow: Sequence[bool],
 ) -> Iterator[tuple[Engine, dict[str, int], dict[str, int]]]:
     """Engines of at most `STACKS_TOGETHER` variables, with the numbers of their variables and features by name.
+
+    `grow` says which variables get room for new keys between this lookup and its step.
 
     To compile a program takes time that grows with the square of its tables, and tables that are alike share what is
     compiled: of a hundred like tables, a quarter at a time.
@@ -99,7 +110,8 @@ def _programs(
         own, tables, read = like_beside_like[first : first + size], [], []
         for number in own:
             places = [place for place, (variable, _) in enumerate(features) if variable is variables[number]]
-            tables.append((variables[number].table.kind, tuple(features[place][1] for place in places)))
+            combiners = tuple(features[place][1] for place in places)
+            tables.append((variables[number].table.kind, combiners, grow[number]))
             read += places
         engine = engine_of(tuple(tables))
         yield engine, dict(zip(engine.stacks, own, strict=True)), dict(zip(engine.features, read, strict=True))
@@ -181,8 +193,9 @@ class StepOnce:
         self.is_used = True
         is_eager = not is_traced((self.batch, gradients, [variable.get_value() for variable in self.variables]))
         failed_before = [self._make_room(number) if is_eager else None for number in range(len(self.variables))]
+        never = [False] * len(self.variables)  # they have grown
         # A program takes the old arrays away: what it gives is kept before the next one may fail.
-        for engine, own, read in _programs(self.variables, self.features):
+        for engine, own, read in _programs(self.variables, self.features, grow=never):
             batch, d_batch = ({name: values[k] for name, k in read.items()} for values in (self.batch, gradients))
             params, slots, steps = _step(engine, _arrays_of(self.variables, own), batch, d_batch)
             for stack, number in own.items():
@@ -222,7 +235,8 @@ def look_up_variables(
       variables: the table of each feature; features may share one.
       batch: keys `[bags, width]` of each feature, cut among devices by bag; or a pair of them and their weights.
       combiners: of each feature; "none" gives `[bags * width, dim]`.
-      training: new keys read as what their rows are going to start from, else zeros.
+      training: new keys read as what their rows are going to start from, else zeros. Keys for which no row is left
+        read zeros in both cases.
 
     Raises: RuntimeError: a table has no room for new keys and is to say so. Inside `jit`, `counts` say it later.
     """
@@ -230,7 +244,9 @@ def look_up_variables(
     features = list(zip(variables, combiners, strict=True))
     outputs: dict[int, Array] = {}
     wanted: dict[int, Array] = {}
-    for engine, own, read in _programs(distinct, features):
+    is_eager = not is_traced((list(batch), [variable.get_value() for variable in distinct]))
+    grow = [training and is_eager and variable.table.when_full == "grow" for variable in distinct]
+    for engine, own, read in _programs(distinct, features, grow=grow):
         params, _, steps = _arrays_of(distinct, own)
         keys = {name: batch[number] for name, number in read.items()}
         found, statistics = engine.lookup(params, keys, steps if training else None)
@@ -255,9 +271,20 @@ def _missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices"]:
 
 
 def _full(variable: EmbeddingVariable, num_failed: int) -> RuntimeError:
-    return RuntimeError(
-        f"table {variable.table.spec.name!r} is full: {num_failed} new keys find no room; the devices use "
-        f"{variable.counts()['rows'].tolist()} rows. Make max_vocabulary_size_per_gpu (of keys that wait for a row, "
-        "admission_capacity) larger, or choose when_full='grow', 'evict' (which spares the rows of the same step) or "
-        "'zero'."
-    )
+    """The error for new keys without room, whose way out is none that the table has taken already."""
+    table, storage = variable.table, cast(Hashed, variable.table.spec.storage)
+    rooms = f"the devices use {variable.counts()['rows'].tolist()} rows"
+    if table.when_full == "grow":  # then rows have room, and only the keys that wait for one may have none
+        rooms += f" and have room for {storage.admission_capacity or table.rows_per_device} keys that wait for one"
+        way_out = "Make admission_capacity larger than the new keys of a batch, or admission_count 0"
+    elif storage.admission_count:
+        way_out = (
+            "Make max_vocabulary_size_per_gpu (for keys that wait for a row, admission_capacity) larger, or choose "
+            "when_full='grow' (for rows), 'evict' (which spares the rows of the same step) or 'zero'"
+        )
+    else:
+        way_out = (
+            "Make max_vocabulary_size_per_gpu larger, or choose when_full='grow', 'evict' (which spares the rows of "
+            "the same step) or 'zero'"
+        )
+    return RuntimeError(f"table {table.spec.name!r} is full: {num_failed} new keys find no room; {rooms}. {way_out}.")

@@ -28,7 +28,7 @@ from rsembed.keys import KEY_DTYPES
 from rsembed.optimizers import Adagrad, OptimizerSpec
 from rsembed.parallel import runtime
 from rsembed.specs import FeatureSpec, TableSpec
-from rsembed.storage import Hashed, RowNumbers, hashed_rows
+from rsembed.storage import Hashed, RowNumbers, Storage, hashed_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,6 +211,8 @@ def state_of(variable: EmbeddingVariable) -> EmbeddingState:
         what=f"table {name!r} was given a state that is not its own",
         way_out="Take rows over by key, with export_rows and assign_rows, or with dump and load.",
     )
+    for params in state.tables.values():
+        cast(Storage, variable.table.spec.storage).check_params(params, variable.table.spec)
     return state
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from rsembed.checks import PositiveInt, validated
+from rsembed.checks import PositiveInt, check_finite, validated
 from rsembed.collection.dense_rows import RowLayout
 from rsembed.sparsecore.embedding_spec import EmbeddingSpecRecord
 from rsembed.sparsecore.embedding_spec import compute_physical_row_ids as compute_physical_row_ids
@@ -263,7 +263,12 @@ def _checked_sizes(
 
 
 def stack_and_shard_tables(
-    table_specs: Nested[TableSpec], tables: PyTree, num_shards: int, pad_value: float = np.nan
+    table_specs: Nested[TableSpec],
+    tables: PyTree,
+    num_shards: int,
+    pad_value: float = np.nan,
+    *,
+    allow_nonfinite: bool = False,
 ) -> dict[str, PyTree]:
     """Logical tables to stacked arrays `[num_shards, rows per shard, columns]`, padding filled with `pad_value`.
 
@@ -273,10 +278,12 @@ def stack_and_shard_tables(
         or trees of such arrays (a table and its slots).
       num_shards: devices times cores.
       pad_value: value of padding rows and columns.
+      allow_nonfinite: whether NaN, infinity and negative sums of squares are taken as they are; by default they are
+        refused.
 
     Raises:
-      ValueError: the tables were placed for another number of shards, some of a stack are missing, or an array has
-        another number of rows than its table.
+      ValueError: the tables were placed for another number of shards, some of a stack are missing, an array has another
+        number of rows than its table, or a number is not finite.
     """
     result, specs = {}, [with_place(table, num_shards) for table in jax.tree.leaves(table_specs)]
     if not isinstance(tables, Mapping) or not {table.name for table in specs} & set(tables):
@@ -285,8 +292,19 @@ def stack_and_shard_tables(
     cores_of(specs, 1, num_shards)
     for name, layout in stacks_of(specs).items():
         given = [_given(tables, table.name, "tables") for table in layout.tables]
+        for table, tree in zip(layout.tables, given, strict=True):
+            if not allow_nonfinite:
+                _check_finite(tree, table)
         result[name] = jax.tree.map(functools.partial(_stacked, layout.row_layout, pad_value), *given)
     return result
+
+
+def _check_finite(tree: PyTree, table: TableSpec) -> None:
+    """Raises: ValueError: a table or one of its slots has a number that is not finite, or is negative where none is."""
+    for path, array in jax.tree.leaves_with_path(tree):
+        slot = jax.tree_util.keystr(path[-1:], simple=True)
+        may_be_negative = slot not in table.optimizer.non_negative_slots
+        check_finite(array, f"table {table.name!r}{jax.tree_util.keystr(path)}", may_be_negative=may_be_negative)
 
 
 def _replicated(array: Array | np.ndarray) -> NamedSharding | None:
@@ -364,7 +382,11 @@ def unshard_and_unstack_tables(
 
 @validated
 def stack_and_shard_feature_tables(
-    feature_tables: Mapping[str, Array | np.ndarray], embedding_specs: EmbeddingSpecRecord, delete_input: bool = False
+    feature_tables: Mapping[str, Array | np.ndarray],
+    embedding_specs: EmbeddingSpecRecord,
+    delete_input: bool = False,
+    *,
+    allow_nonfinite: bool = False,
 ) -> dict[str, Array]:
     """Logical tables to flat stacked arrays `[shards * rows, columns]` as a record tells, padding filled with zeros.
 
@@ -372,17 +394,20 @@ def stack_and_shard_feature_tables(
       feature_tables: `[vocabulary, dim]` (or `[vocabulary]`, for one column) by table name.
       embedding_specs: result of `create_proto_from_feature_specs`.
       delete_input: free the tables of a stack when it is made.
+      allow_nonfinite: whether NaN and infinity are taken as they are; by default they are refused.
 
     Returns:
       An array per stack, sharded as its first table.
 
-    Raises: ValueError: a table is missing, or has another shape than it was recorded with.
+    Raises: ValueError: a table is missing, has another shape than it was recorded with, or is not finite.
     """
     for record in (table for stack in embedding_specs.stacked_table_specs for table in stack.table_specs):
         found = np.shape(_given(feature_tables, record.table_name, "feature_tables"))  # all, before one is freed
         shape = (record.vocab_size, record.embedding_dim)
         if (found if len(found) > 1 else (*found, 1)) != shape:
             raise ValueError(f"table {record.table_name!r}: got shape {found}, but it was recorded as {shape}.")
+        if not allow_nonfinite:
+            check_finite(feature_tables[record.table_name], f"table {record.table_name!r}")
     result = {}
     for stack in embedding_specs.stacked_table_specs:
         tables = [jnp.asarray(feature_tables[table.table_name]) for table in stack.table_specs]

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from rsembed.checks import check_type, check_within
+from rsembed.checks import check_finite, check_type, check_within
 from rsembed.collection.dense_rows import DenseRows
 from rsembed.collection.devices import Devices
 from rsembed.collection.rows import AskedRows, Rows
 from rsembed.optimizers import SGD
 from rsembed.optimizers.base import Hyperparameters, OptimizerSpec, Slots
 from rsembed.sparsecore.layout import StackLayout, cores_of, resolve_cores, stacks_of, with_place
-from rsembed.specs import TableSpec
+from rsembed.specs import TableSpec, default_initializer
 
 RowLimits = tuple[float | None, float | None]
 
@@ -164,7 +164,8 @@ def initialize(
       devices: devices that rows are dealt to.
       num_cores: cores per device; None takes the number that the tables were placed for.
 
-    Raises: ValueError: a table was placed for another number of shards; tables of a stack are missing.
+    Raises: ValueError: a table was placed for another number of shards; tables of a stack are missing; outside `jit`,
+      an initializer of yours gives a number that is not finite.
     """
     num_shards = devices.num_devices * resolve_cores(num_cores, devices.num_devices)
     tables = [with_place(table, num_shards) for table in tables]
@@ -178,7 +179,12 @@ def initialize(
         packed = {name: own.spec.optimizer.pack_slots for name, own in stacks.items()}
         return {name: EmbeddingVariables(table, packed[name](slots)) for name, (table, slots) in made.items()}
 
-    return devices.on_each(build, P(), devices.split)(key)
+    variables: dict[str, EmbeddingVariables] = devices.on_each(build, P(), devices.split)(key)
+    for name, own in stacks.items():
+        if any(table.initializer is not default_initializer for table in own.tables):
+            way_out = "give initializers that make finite numbers"
+            check_finite(variables[name].table, f"stack {name!r}: what its initializers give", way_out=way_out)
+    return variables
 
 
 def variables_of(

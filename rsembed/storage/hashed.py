@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from rsembed.bags import PAD_ID
+from rsembed.bags import PAD_ID, is_traced
 from rsembed.checks import PositiveInt, check_fields, dtype_among
 from rsembed.initial_values import keyed_form, table_key, table_keys, traced_initializer
 from rsembed.kernels import api
@@ -35,7 +35,7 @@ class DynamicRows(Storage):
     rows_on_host: ClassVar[bool] = True
 
     def read(self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
-        """As every storage. A key that `find` will meet a full table with reads ahead as what it would start from."""
+        """See `Storage.read`."""
 
         def gather(vectors: Array, places: Array) -> Array:
             return api.gather_rows((vectors,), places)[0].astype(jnp.float32)
@@ -92,14 +92,15 @@ class Hashed(DynamicRows):
     `k % num_devices`, each of which has an equal share of the rows. A row starts from the table's `initializer`, called
     as `(key, (1, embedding_dim))` with a PRNG key that belongs to the model, the table and the id, so that neither
     company nor devices change it. `lookup` reads zeros for keys without a row, which count in means; `lookup_vjp` reads
-    what they will start from, and the step that follows gives them their rows.
+    what they will start from, and the step that follows gives them their rows. A new key for which no row is left
+    reads zeros in both.
 
     Args:
       when_full: what happens to a new key when all rows of its device are taken. "error" leaves it without a row, and
         steps outside `jit` raise; inside, `collection.counts` has them as `failed`. "zero" does the same and never
         raises. "evict" takes a row from another key.
-      eviction: whose: of the key used longest ago ("lru"), or least often ("lfu"); of equal ones the least key. Never
-        one of the same batch.
+      eviction: whose: of the key used longest ago ("lru"), or least often ("lfu"); of equal ones the least key, a
+        negative one before a positive one. Never one of the same batch.
       admission_count: a key gets a row in the first training batch after which it has occurred more often than this;
         until then it reads zeros and is not trained. 0 admits every key at once.
       admission_capacity: how many keys may wait for that at a time on a device; None means as many as have rows.
@@ -128,6 +129,7 @@ class Hashed(DynamicRows):
     admission_probability: Annotated[float, "(0, 1]"] = 1.0
     key_dtype: str = "int64"
     placements: ClassVar[tuple[str, ...]] = ("row",)
+    always_has_room: ClassVar[bool] = False
 
     @property
     def in_files(self) -> str:
@@ -169,22 +171,64 @@ class Hashed(DynamicRows):
         the system in every call, and its pages one by one.
         """
         rows, num_absent = row_map.search(params.keys, keys)
+        is_bound = hashed_rows.is_bound(params)
 
         def with_strangers() -> tuple[PyTree, Array]:
             strangers, places = keys.only(rows == NO_ROW), jnp.arange(keys.shape[0], dtype=jnp.int32)
             vectors = self.vectors(params, rows, table).astype(params.rows.dtype)  # as a new row is going to be stored
+            # Inside `jit` nothing can be raised, and rows of other keys must not pass for these.
+            vectors = jnp.where(is_bound, vectors, jnp.asarray(jnp.nan, vectors.dtype))
             if ahead is None:
                 _, own, _, _ = row_map.entries(strangers, jnp.ones(keys.shape, jnp.int32))
                 return pool(vectors, jnp.where(keys.is_key, places, NO_ROW)), jnp.sum(own.is_key, dtype=jnp.int32)
-            entry_of, own, first_of, _, _, starts = self._newcomers(params, strangers, *ahead)
-            new = jnp.where(starts, first_of, NO_ROW), own, table, params.own_key
+            occurrences, number, arrival = ahead
+            entry_of, own, first_of, _, _, starts = self._newcomers(params, strangers, occurrences, number)
+            gets_row = starts
+            if not self.always_has_room:
+                gets_row = self._with_room(params, rows, own, starts, entry_of, number, arrival)
+            new = jnp.where(gets_row, first_of, NO_ROW), own, table, params.own_key
             (vectors,) = hashed_rows.with_initial_values((vectors,), *new, slots=False)
             (first,) = api.gather_rows((first_of,), entry_of, missing=NO_ROW)
             places = jnp.where(first == NO_ROW, places, first)
             return pool(vectors, jnp.where(keys.is_key, places, NO_ROW)), jnp.sum(starts, dtype=jnp.int32)
 
         # Late in training most batches have no strangers, and need none of their work.
-        return jax.lax.cond(num_absent == 0, lambda: (pool(params.rows, rows), varying_zero(rows)), with_strangers)
+        has_all = (num_absent == 0) & is_bound
+        return jax.lax.cond(has_all, lambda: (pool(params.rows, rows), varying_zero(rows)), with_strangers)
+
+    def _with_room(
+        self,
+        params: DynamicTable,
+        rows: Int[Array, " nnz"],
+        newcomers: Keys,
+        starts: Bool[Array, " nnz"],
+        entry_of: Int[Array, " nnz"],
+        number: Array,
+        arrival: Int[Array, " nnz"] | None,
+    ) -> Bool[Array, " nnz"]:
+        """Which of the newcomers that are to start in step `number` will find a row: `find` serves the first ones.
+
+        Args:
+          params: the table before the step.
+          rows: of the keys of the lookup, `NO_ROW` for those without one.
+          newcomers: distinct keys without a row.
+          starts: which of them are admitted.
+          entry_of: newcomer that each key of the lookup is.
+          number: of the step.
+          arrival: see `ReadAhead`.
+        """
+        known = params.keys
+        num_wanted = row_map.counts_of(starts, newcomers.table, params.num_tables)
+
+        def first_ones() -> Bool[Array, " nnz"]:
+            earliest = None
+            if arrival is not None:
+                latest = jnp.full_like(arrival, NO_ROW)
+                earliest = latest.at[entry_of].min(arrival, mode="drop")
+            room = row_map.room(known, rows, number, evicts=self.makes_room)
+            return row_map.first_marked(starts, earliest, newcomers.table, room)
+
+        return jax.lax.cond(jnp.any(num_wanted > known.num_free), first_ones, lambda: starts)
 
     def _newcomers(
         self, params: DynamicTable, strangers: Keys, occurrences: Array, number: Array
@@ -232,7 +276,9 @@ class Hashed(DynamicRows):
         """`find` of keys without a row, which may repeat, in step `number`."""
         evict = self.eviction if self.makes_room else None
         entry_of, keys, _, totals, waiting_rows, is_admitted = self._newcomers(params, keys, occurrences, number)
-        assigned = row_map.assign(params.keys, keys.only(is_admitted), number, totals, evict=evict)
+        is_signed = not self.key_dtype.startswith("u")
+        how = {"evict": evict, "is_signed": is_signed}
+        assigned = row_map.assign(params.keys, keys.only(is_admitted), number, totals, **how)
         (known, rows, evicted, num_failed), waiting = assigned, params.waiting
         # What cannot happen is not counted: every counter is a loop of its own in the program.
         happened = {"inserted": params.keys.num_free - known.num_free}
@@ -245,12 +291,12 @@ class Hashed(DynamicRows):
             waiting = row_map.release(waiting, jnp.where(is_left, NO_ROW, waiting_rows))
             waiting = row_map.touch(waiting, jnp.where(is_left, waiting_rows, NO_ROW), number, totals)
             newcomers = keys.only(is_left & (waiting_rows == NO_ROW))
-            waiting, places, happened["forgotten"], _ = row_map.assign(waiting, newcomers, number, totals, evict=evict)
+            waiting, places, happened["forgotten"], _ = row_map.assign(waiting, newcomers, number, totals, **how)
             has_none = (is_admitted & is_left) | (newcomers.is_key & (places == NO_ROW))
             num_failed = row_map.counts_of(has_none, keys.table, params.num_tables)
         vectors, *kept = hashed_rows.with_initial_values((params.rows, *slots), rows, keys, table, params.own_key)
         counters = params.counters.add(failed=num_failed, **happened)
-        params = DynamicTable(known, vectors, waiting, counters, params.key)
+        params = hashed_rows.with_keys(params, known)._replace(rows=vectors, waiting=waiting, counters=counters)
         return params, tuple(kept), api.gather_rows((rows,), entry_of, missing=NO_ROW)[0]
 
     @property
@@ -264,6 +310,22 @@ class Hashed(DynamicRows):
 
         waiting = None if params.waiting is None else used(params.waiting)
         return params._replace(keys=used(params.keys), waiting=waiting)
+
+    def check_params(self, params: DynamicTable, table: TableSpec) -> None:
+        if params.bond is None:
+            return
+        whole = [params.bond, params.keys.signature]
+        is_array = all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in whole)
+        if not is_array or is_traced(whole) or not all(getattr(leaf, "is_fully_addressable", True) for leaf in whole):
+            return  # lookups read NaN
+        keys = params.keys._replace(signature=np.asarray(params.keys.signature))
+        if not hashed_rows.is_bound(params._replace(keys=keys, bond=np.asarray(params.bond))):
+            names = ", ".join(own.name for own in self.tables_of(table))
+            raise ValueError(
+                f"table {names!r}: the rows of this state do not belong to its keys. An average of two states, taken "
+                "array by array, mixes the rows of different keys, because the same key has different rows in both; "
+                "average collection.tables(state) key by key, and write that with collection.with_tables."
+            )
 
     def check_step(self, before: DynamicTable, after: DynamicTable, table: TableSpec) -> None:
         if self.when_full != "error":
@@ -290,6 +352,13 @@ class Hashed(DynamicRows):
     def sharing(self, tables: Sequence[TableSpec]) -> HashedTables:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Hashed)}
         return HashedTables(**fields, tables=tuple(tables))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GrowingKeys(Hashed):
+    """A table of keys that is enlarged between a lookup and its step, so that every new key gets a row."""
+
+    always_has_room: ClassVar[bool] = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

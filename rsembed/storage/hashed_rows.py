@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from rsembed.optimizers.base import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import row_map
 from rsembed.storage.protocol import on_host
+from rsembed.storage.row_map import RowMap
 
 MAX_CAPACITY = 2**29
 # New rows are made in blocks of one size, whatever the batch: the work follows their number, and the same program
@@ -73,6 +74,8 @@ class DynamicTable(NamedTuple):
       counters: what happened so far.
       key: PRNG key of each table.
       generation: how often rows were exchanged with the host, from a random number on; None where none are there.
+      bond: signature of `keys`, byte by byte as floats; None where rows have fixed keys. Programs average the floats of
+        two states, rows among them, and take the keys of one: then the bond is no longer that of the keys.
     """
 
     keys: PyTree
@@ -81,6 +84,7 @@ class DynamicTable(NamedTuple):
     counters: Counters
     key: KeyOrKeys
     generation: UInt32[Array, "1"] | None = None
+    bond: Float[Array, "tables 4"] | None = None
 
     @property
     def num_tables(self) -> int:
@@ -113,7 +117,31 @@ def empty(
     rows, slots = allocate(table, max(capacities) * len(capacities), fill=0)
     keys, waiting = row_map.empty(*capacities), None if num_waiting is None else row_map.empty(*num_waiting)
     counters = Counters(*(jnp.zeros((len(capacities), 2), jnp.uint32) for _ in Counters._fields))
-    return DynamicTable(keys, rows, waiting, counters, key.reshape(-1)), slots
+    return DynamicTable(keys, rows, waiting, counters, key.reshape(-1), bond=bond_of(keys)), slots
+
+
+MOST_ROUNDING = 0.25
+"""Largest error of a bond that comes from rounding, where equal bonds were averaged."""
+
+
+def bond_of(keys: RowMap) -> PyTree:
+    """The signature of each table, byte by byte as floats."""
+    xp: Any = np if isinstance(keys.signature, np.ndarray) else jnp
+    parts = [(keys.signature >> np.uint32(shift)) & np.uint32(255) for shift in (0, 8, 16, 24)]
+    return xp.stack(parts, axis=1).astype(np.float32)
+
+
+def with_keys(params: DynamicTable, keys: RowMap) -> DynamicTable:
+    """The shard with other keys, in which the rows are theirs."""
+    bond = None if params.bond is None else bond_of(keys)
+    return params._replace(keys=keys, bond=bond)
+
+
+def is_bound(params: DynamicTable) -> PyTree:
+    """Whether the rows belong to the keys: False in an average of states whose keys have different rows."""
+    if params.bond is None:
+        return np.bool_(True)
+    return (abs(params.bond - bond_of(params.keys)) < MOST_ROUNDING).all()
 
 
 def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
@@ -226,7 +254,8 @@ def grow(
     waiting = params.waiting
     if waiting is not None and waiting.last_step.shape[0] < num_waiting:
         waiting = row_map.grow(waiting, num_waiting)
-    return params._replace(keys=row_map.grow(params.keys, capacity), rows=rows, waiting=waiting), slots
+    grown = with_keys(params, row_map.grow(params.keys, capacity))
+    return grown._replace(rows=rows, waiting=waiting), slots
 
 
 def numbers_of(lanes: Array) -> np.ndarray:

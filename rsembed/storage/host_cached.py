@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeAlias
 
@@ -17,12 +18,12 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 from numpy.typing import ArrayLike
 
 from rsembed.bags import padded_size
-from rsembed.checks import PositiveInt, check_fields
+from rsembed.checks import PositiveInt, check_fields, check_finite
 from rsembed.initial_values import fresh_rows, table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.keys import Keys
-from rsembed.specs import TableSpec
+from rsembed.specs import TableSpec, default_initializer
 from rsembed.storage import hashed_rows, row_map
 from rsembed.storage.hashed import DynamicRows
 from rsembed.storage.hashed_rows import DynamicTable
@@ -31,6 +32,29 @@ from rsembed.storage.row_map import Eviction
 
 Rows = Int[np.ndarray, "..."]
 FIRST_VALUES_BLOCK = 4096
+
+
+class Lock:
+    """A lock that one thread may take again while it holds it; a copy of its owner gets a lock of its own.
+
+    Example:
+      >>> lock = Lock()
+      >>> with lock, lock:
+      ...     print("mine")
+      mine
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Lock, ()
 
 
 class Generation:
@@ -52,6 +76,7 @@ class Generation:
     def __init__(self, refusal: str):
         """`refusal` says what is wrong with a state of another generation, and the way out."""
         self.number, self._refusal = secrets.randbits(31), refusal
+        self._lock = Lock()
 
     def check(self, found: ArrayLike | None) -> None:
         """Raises: RuntimeError: a number is not the present one."""
@@ -60,8 +85,10 @@ class Generation:
 
     def advance(self, found: ArrayLike | None) -> None:
         """Begins a change of host and device. Raises: as `check`."""
-        self.check(found)
-        self.number = (self.number + 1) % 2**32
+        found = np.asarray(found)
+        with self._lock:  # of two threads with one state, one is refused
+            self.check(found)
+            self.number = (self.number + 1) % 2**32
 
 
 class BackingStore:
@@ -183,7 +210,8 @@ class HostCached(DynamicRows):
     def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
         del shard  # all begin empty
         empty, slots = hashed_rows.empty(table, [-(-self.cache_rows // num_shards)], table_key(key, table.name))
-        return empty._replace(generation=jnp.zeros(1, jnp.uint32)), slots
+        # States of another time are refused by their generation.
+        return empty._replace(generation=jnp.zeros(1, jnp.uint32), bond=None), slots
 
     def read(self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
         del ahead
@@ -200,7 +228,16 @@ class HostCached(DynamicRows):
         first_values = functools.partial(fresh_rows, key, table=table)
         one_row = jax.eval_shape(first_values, jax.ShapeDtypeStruct((1,), jnp.int32))
         shapes = [((table.vocabulary_size, *array.shape[1:]), array.dtype) for array in one_row]
-        return BackingStore([np.zeros(shape, dtype) for shape, dtype in shapes], jax.jit(first_values))
+        compiled = jax.jit(first_values)
+
+        def checked_values(ids: Rows) -> Sequence[Array]:
+            arrays: Sequence[Array] = compiled(ids)
+            if table.initializer is not default_initializer:
+                where = f"table {table.name!r}: what its initializer gives for {len(ids)} of its rows"
+                check_finite(arrays[0], where, way_out="give one that makes finite numbers of the table's dtype")
+            return arrays
+
+        return BackingStore([np.zeros(shape, dtype) for shape, dtype in shapes], checked_values)
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
         counts = super().counts(params, num_shards)

@@ -24,6 +24,7 @@ from rsembed.keys import Keys, check_fits, join_keys, local_rows, owners, split_
 from rsembed.specs import TableSpec
 from rsembed.storage import row_map
 from rsembed.storage.hashed_rows import DynamicTable, stack, unstack
+from rsembed.storage.hashed_rows import with_keys as with_map
 from rsembed.storage.protocol import State, Storage, on_host
 from rsembed.storage.row_map import Eviction, RowMap
 
@@ -178,7 +179,7 @@ def rows_to_leave(
     if keep is not None:
         used = np.flatnonzero(is_used)
         high, low, worth = (on_host(lane)[used] for lane in (known.high, known.low, row_map.worth(known, policy)))
-        lanes = join_keys(high, low), worth
+        lanes = join_keys(high, low, dtype=_key_dtype(table)), worth
         leaves[used[np.lexsort(lanes)[: max(used.size - keep, 0)]]] = True
     return _by_key(table, known, leaves)
 
@@ -276,7 +277,9 @@ def with_keys(
             "admission are dropped. They have no rows yet.",
             stacklevel=2,
         )
-    return params._replace(keys=known_keys, waiting=waiting), places
+    if known_keys is not None:
+        params = with_map(params, known_keys)
+    return params._replace(waiting=waiting), places
 
 
 def _written(

@@ -20,8 +20,9 @@ from rsembed.kernels.contract import NO_ROW, Call, CallGradients, Rounding, Step
 from rsembed.keys import Keys, checked_keys, owners
 from rsembed.specs import TableSpec
 
-ReadAhead: TypeAlias = tuple[Int[Array, " nnz"], Int[Array, ""]]
-"""How often each key of a lookup occurred in the batch, and the number of the step that will follow."""
+ReadAhead: TypeAlias = tuple[Int[Array, " nnz"], Int[Array, ""], Int[Array, " nnz"] | None]
+"""How often each key of a lookup occurred in the batch; the number of the step that will follow; and a number for each
+key that says in which order `find` will serve them, None where that is the order of the lookup."""
 State: TypeAlias = tuple[PyTree, PyTree]
 """Parameters and slots."""
 Found: TypeAlias = tuple[PyTree, PyTree, Int[Array, " nnz"]]
@@ -267,6 +268,10 @@ class Storage(abc.ABC):
                 own_params, _ = parts[number]
                 parts[number] = own_params, new_slots[own.name]
         return self.stack(parts, params, num_shards)
+
+    def check_params(self, params: PyTree, table: TableSpec) -> None:
+        """Raises: ValueError: parts of `params` do not belong together."""
+        del params, table
 
     def check_step(self, before: PyTree, after: PyTree, table: TableSpec) -> None:
         """Raises: RuntimeError: between two states of a step outside `jit`, something was lost that must not be."""

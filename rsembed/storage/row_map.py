@@ -21,12 +21,14 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, CallGradients
-from rsembed.kernels.keyed import DELETED, EMPTY, MAX_COUNT, ranks, varying_zero
+from rsembed.kernels.keyed import DELETED, EMPTY, MAX_COUNT, mix, ranks, varying_zero
 from rsembed.keys import Keys
 
 Eviction = Literal["lru", "lfu"]
 FREE = -1
 REBUILD_BLOCK = 16_384
+SIGN_BIT = 1 << 31
+ROW_FACTOR = 0x9E3779B9  # odd, so that no two rows of a key give one number
 
 
 class HashTable(NamedTuple):
@@ -117,6 +119,7 @@ class RowMap(NamedTuple):
       free: stack of rows without a key, of each table; the first `num_free` places count, and the last of them is next.
         What stands behind them is nothing.
       num_free: height of each stack.
+      signature: number that follows from which key has which row, for each table; equal maps have equal ones.
     """
 
     hashed: HashTable
@@ -126,6 +129,7 @@ class RowMap(NamedTuple):
     counts: Int[Array, " rows"]
     free: Int[Array, " rows"]
     num_free: Int[Array, " tables"]
+    signature: UInt32[Array, " tables"]
 
     @property
     def num_tables(self) -> int:
@@ -150,6 +154,7 @@ def empty(*capacities: int) -> RowMap:
         counts=api.allocate(num_rows, jnp.int32, 0),
         free=jnp.maximum(own[:, None] - 1 - jnp.arange(most, dtype=jnp.int32)[None], 0).reshape(-1),
         num_free=own,
+        signature=jnp.zeros(len(capacities), jnp.uint32),
     )
 
 
@@ -178,6 +183,7 @@ def assign(
     occurrences: Int[Array, " nnz"],
     *,
     evict: Eviction | None = None,
+    is_signed: bool = False,
 ) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, " tables"], Int[Array, " tables"]]:
     """Rows for distinct, unknown keys, in their order.
 
@@ -187,6 +193,7 @@ def assign(
       step: number of the current step, at least 0. Rows last used by this very step are not evicted.
       occurrences: how often every key has occurred so far.
       evict: whose rows to take when there are too few free ones. None takes none.
+      is_signed: keys are signed numbers, which decides which of several equally due keys is the least.
 
     Returns: the map, the row of every key (`NO_ROW` where there was none left); and of each table, the number of
       evicted keys, and for how many there was none left.
@@ -195,15 +202,30 @@ def assign(
     if evict is not None:
         short = counts_of(keys.is_key, keys.table, row_map.num_tables) - num_before
         row_map = jax.lax.cond(
-            jnp.any(short > 0), lambda m: _evict_least(m, short, step, evict, keys.low.shape[0]), lambda m: m, row_map
+            jnp.any(short > 0),
+            lambda known: _evict_least(known, short, step, evict, keys.low.shape[0], is_signed),
+            lambda known: known,
+            row_map,
         )
     num_evicted = row_map.num_free - num_before
     rows, num_free, num_without = api.take_rows(row_map.free, row_map.num_free, keys.is_key, keys.table)
     high, low = api.scatter_rows((row_map.high, row_map.low), rows, (keys.high, keys.low))
     with_row = keys._replace(is_key=rows != NO_ROW)
-    hashed = row_map.hashed.insert(with_row, _moved(row_map, rows, keys.table, -1))
-    filled = row_map._replace(hashed=hashed, high=high, low=low, num_free=num_free)
+    own_rows = _moved(row_map, rows, keys.table, -1)
+    hashed = row_map.hashed.insert(with_row, own_rows)
+    signature = row_map.signature + _signature(with_row, own_rows, row_map.num_tables)
+    filled = row_map._replace(hashed=hashed, high=high, low=low, num_free=num_free, signature=signature)
     return touch(filled, rows, step, occurrences), rows, num_evicted, num_without
+
+
+def _signature(keys: Keys, rows: Int[Array, " nnz"], num_tables: int) -> UInt32[Array, " tables"]:
+    """What these keys with these rows of their tables add to the signature of each table."""
+    bits = mix(keys.high, keys.low + rows.astype(jnp.uint32) * jnp.uint32(ROW_FACTOR))
+    bits = jnp.where(keys.is_key, bits, jnp.uint32(0))
+    if keys.table is None:
+        return jnp.sum(bits, dtype=jnp.uint32)[None]
+    table = jnp.where(keys.is_key, keys.table, num_tables)
+    return jnp.zeros(num_tables, jnp.uint32).at[table].add(bits, mode="drop")
 
 
 def find_or_assign(
@@ -253,11 +275,13 @@ def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
     num_free = row_map.num_free + num_released
     places = (num_free if table is None else num_free.at[table].get(mode="clip")) - 1 - rank
     free = jnp.where(is_row, _moved(row_map, places, table, 1), NO_ROW)
+    keys, own_rows = Keys(high, low, is_row, table), _moved(row_map, rows, table, -1)
     return row_map._replace(
-        hashed=row_map.hashed.remove(Keys(high, low, is_row, table)),
+        hashed=row_map.hashed.remove(keys),
         last_step=row_map.last_step.at[rows].set(FREE, mode="drop"),
-        free=row_map.free.at[free].set(_moved(row_map, rows, table, -1), mode="drop"),
+        free=row_map.free.at[free].set(own_rows, mode="drop"),
         num_free=num_free,
+        signature=row_map.signature - _signature(keys, own_rows, row_map.num_tables),
     )
 
 
@@ -283,6 +307,7 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
         counts=extend(row_map.counts, 0),
         free=jnp.concatenate([jnp.arange(capacity - 1, old - 1, -1, dtype=jnp.int32), row_map.free]),
         num_free=row_map.num_free + (capacity - old),
+        signature=row_map.signature,
     )
 
 
@@ -294,19 +319,72 @@ def worth(row_map: RowMap, policy: Eviction) -> Int[Array, " rows"]:
     return row_map.last_step if policy == "lru" else row_map.counts
 
 
+def _may_leave(row_map: RowMap, step: Int[Array, ""]) -> Bool[Array, " rows"]:
+    """Which rows have a key that this step did not use."""
+    return (row_map.last_step != FREE) & (row_map.last_step != step)
+
+
+def room(row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, ""], *, evicts: bool) -> Int[Array, " tables"]:
+    """Number of new keys of each table that `assign` can give a row in a step that uses `rows`, which may repeat."""
+    if not evicts:
+        return row_map.num_free
+    is_left = _may_leave(row_map, step).at[rows].set(False, mode="drop")
+    num_left = jnp.sum(is_left.reshape(row_map.num_tables, -1), axis=1, dtype=jnp.int32)
+    return row_map.num_free + num_left
+
+
+def first_marked(
+    marks: Bool[Array, " n"],
+    arrival: Int[Array, " n"] | None,
+    table: Int[Array, " n"] | None,
+    most: Int[Array, " tables"],
+) -> Bool[Array, " n"]:
+    """The `most` first marked entries of each table.
+
+    Args:
+      marks: which entries count.
+      arrival: number that says which entry comes first; None means that they are in order.
+      table: table of each entry, or None where there is one.
+      most: number of entries to keep, by table.
+    """
+    order = None
+    if arrival is not None:
+        places = jax.lax.broadcasted_iota(jnp.int32, arrival.shape, 0)
+        _, order = jax.lax.sort((arrival, places), num_keys=1)
+        marks = marks[order]
+        table = None if table is None else table[order]
+    rank, _ = ranks(marks, table, most.shape[0], api.distinct)
+    limit = most if table is None else most.at[table].get(mode="clip")
+    is_first = marks & (rank < limit)
+    if order is None:
+        return is_first
+    return jnp.zeros_like(is_first).at[order].set(is_first)
+
+
 def _evict_least(
-    row_map: RowMap, num_wanted: Int[Array, " tables"], step: Int[Array, ""], policy: Eviction, most: int
+    row_map: RowMap,
+    num_wanted: Int[Array, " tables"],
+    step: Int[Array, ""],
+    policy: Eviction,
+    most: int,
+    is_signed: bool,
 ) -> RowMap:
-    is_candidate = (row_map.last_step != FREE) & (row_map.last_step != step)
-    leaves = least(row_map, worth(row_map, policy), is_candidate, num_wanted)
+    leaves = least(row_map, worth(row_map, policy), _may_leave(row_map, step), num_wanted, is_signed)
     return release(row_map, api.compact(leaves, most)[0])
 
 
 def least(
-    row_map: RowMap, worth: Array, is_candidate: Bool[Array, " rows"], num_wanted: Int[Array, " tables"]
+    row_map: RowMap,
+    worth: Array,
+    is_candidate: Bool[Array, " rows"],
+    num_wanted: Int[Array, " tables"],
+    is_signed: bool = False,
 ) -> Bool[Array, " rows"]:
     """The `num_wanted` candidates of least worth of each table, of equal ones the least keys; all if they are fewer."""
-    lanes = worth.astype(jnp.uint32), row_map.high, row_map.low
+    high = row_map.high
+    if is_signed:
+        high = high ^ jnp.uint32(SIGN_BIT)  # brings negative keys before the others
+    lanes = worth.astype(jnp.uint32), high, row_map.low
     if row_map.num_tables == 1:
         return _first(lanes, is_candidate, num_wanted[0])
     by_table = [lane.reshape(row_map.num_tables, -1) for lane in (*lanes, is_candidate)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated
 
 import jax
@@ -13,9 +14,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from rsembed.bags import is_traced
-from rsembed.checks import NonNegativeInt, check_type, check_within, validated
+from rsembed.bags import foreign_to_numpy, is_traced, kept
+from rsembed.checks import NonNegativeInt, check_finite, check_type, check_within, validated
 from rsembed.fingerprint import Fingerprint, check_same
+from rsembed.parallel.agreement import check_not_forked
 from rsembed.storage import CacheCounts
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.tbe import functional
@@ -28,7 +30,17 @@ ROWS_PER_BLOCK = 1 << 16
 _STEP = Annotated[int, f"[0, {np.iinfo(np.int32).max}]"]
 _NUMBERS: dict[str, object] = {"step": _STEP, "passed_step": _STEP, "max_counter": Annotated[float, "[0, inf)"]}
 _OPTIONAL = {*_NUMBERS, "learning_rate", "key", "contents"}
-learning_rates = jax.jit(functional.learning_rates, static_argnums=0)
+_learning_rates = jax.jit(functional.learning_rates, static_argnums=0)
+
+
+def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
+    """Learning rate of every group at the next step. Raises: ValueError: a schedule gives none that is finite."""
+    rates: Float[Array, " groups"] = _learning_rates(plan, state)
+    if any(callable(group.table.learning_rate) for group in plan.groups):
+        check_finite(
+            rates, "what the schedule learning_rate gives", way_out="let it give a finite number at every step"
+        )
+    return rates
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -74,10 +86,34 @@ class TrainedTables(nnx.Module):
         Raises: RuntimeError: the module's state is of another time, or of another module.
         """
         if self._host_rows is not None:
+            check_not_forked("the module")
             jax.effects_barrier()  # until compiled programs are done here
-            if not is_traced(generation := self.state.get_value().generation):
-                self._host_rows.generation.check(generation)
+            if not is_traced(self.state.get_value().generation):
+                with self._host_rows.lock:
+                    self._resume()
+                    self._host_rows.generation.check(self.whole_state.generation)
         return self._host_rows
+
+    def _resume(self) -> None:
+        """Lets host and device go on after a call that an error or Ctrl-C stopped halfway."""
+        if self._host_rows is not None and self._host_rows.begun is not None:
+            self.state.set_value(self._host_rows.resumed(self.whole_state))
+            self._host_rows.end()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keeps other threads from tables on the host; a call that stops halfway leaves host and device in step."""
+        check_not_forked("the module")
+        if self._host_rows is None:
+            yield
+            return
+        with self._host_rows.lock:
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the next call says what is lost
+                    self._resume()
+                raise
 
     def set_learning_rate(self, lr: float | Sequence[float]) -> None:
         """Sets the rate of all tables, or one each. A lookup keeps the rate that it saw for its backward pass.
@@ -129,26 +165,33 @@ class TrainedTables(nnx.Module):
 
     def split_embedding_weights(self) -> list[Array | np.ndarray]:
         """The weights of every table, `[rows, dim]`: copies; of tables on the host, read-only views of the store."""
-        self.flush()
-        return [self._read_table(table)[0] for table in range(len(self.plan.tables))]
+        with self._alone():
+            self.flush()
+            return [self._read_table(table)[0] for table in range(len(self.plan.tables))]
 
-    def set_embedding_weights(self, table: int | str, weights: ArrayLike) -> None:
+    def set_embedding_weights(self, table: int | str, weights: ArrayLike, *, allow_nonfinite: bool = False) -> None:
         """Overwrites the weights of one table; optimizer states stay.
 
         Args:
           table: number or name of the table.
           weights: `[rows, dim]`, of numpy, JAX or torch.
+          allow_nonfinite: whether NaN and infinity are taken as they are; by default they are refused.
 
-        Raises: ValueError: there is no such table, or it has another shape.
+        Raises: ValueError: there is no such table, it has another shape, or a weight is not finite.
         """
         names = [own.name for own in self.plan.tables]
         number = names.index(table) if table in names else table
         if not isinstance(number, int) or not 0 <= number < len(names):
             raise ValueError(f"there is no table {table!r}; there are {names}.")
-        values, shape = np.asarray(weights), (self.plan.tables[number].num_rows, self.plan.tables[number].dim)
+        values, shape = (
+            np.asarray(foreign_to_numpy(weights)),
+            (self.plan.tables[number].num_rows, self.plan.tables[number].dim),
+        )
         check_type(values, Num[np.ndarray, "rows dim"], f"weights of table {names[number]!r}")
         if values.shape != shape:
             raise ValueError(f"table {names[number]!r} has shape {shape}, the new weights {values.shape}.")
+        if not allow_nonfinite:
+            check_finite(values, f"weights of table {names[number]!r}")
         values = as_dtype(values, self.plan.tables[number].dtype, f"table {names[number]!r}", "weights")
         self._write_table(number, lambda first, last: values[first:last])
 
@@ -159,8 +202,9 @@ class TrainedTables(nnx.Module):
         """
         if self.plan.tables[0].rule is None:
             raise NotImplementedError("OptimType.NONE keeps no optimizer states.")
-        self.flush()
-        return [self._read_table(table)[1:] for table in range(len(self.plan.tables))]
+        with self._alone():
+            self.flush()
+            return [self._read_table(table)[1:] for table in range(len(self.plan.tables))]
 
     def get_optimizer_state(self) -> list[dict[str, Array | np.ndarray]]:
         """Optimizer states by the names of torch's optimizers, such as `sum`, `exp_avg` and `exp_avg_sq`.
@@ -178,10 +222,12 @@ class TrainedTables(nnx.Module):
 
         `contents` tells what it belongs to, for `load_state_dict` to compare.
         """
-        state, plan, found = self.whole_state, self.plan, dict[str, np.ndarray]()
-        self.flush()
-        for number, table in enumerate(plan.tables):
-            found |= zip(_entries(table), map(np.array, self._read_table(number)), strict=True)
+        plan, found = self.plan, dict[str, np.ndarray]()
+        with self._alone():
+            self.flush()
+            state = self.whole_state
+            for number, table in enumerate(plan.tables):
+                found |= zip(_entries(table), map(np.array, self._read_table(number)), strict=True)
         rates = np.asarray(state.learning_rates)
         found["step"] = np.asarray(state.step)
         if plan.has_passes and state.passed_step != state.step:  # a lookup to be trained has begun the next step
@@ -192,16 +238,24 @@ class TrainedTables(nnx.Module):
         found["contents"] = np.frombuffer(plan.contents.text.encode(), np.uint8)  # numbers, which any file can hold
         return found
 
-    def load_state_dict(self, state_dict: Mapping[str, ArrayLike]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, ArrayLike], *, allow_nonfinite: bool = False) -> None:
         """Takes over a `state_dict`, of a module with other hyperparameters, precision or placement too.
 
-        Raises: ValueError: an entry is missing, unknown, of another shape or out of range, or `contents` has other
-          optimizers. TypeError: it is no mapping, or an entry no array of numbers. Then nothing changes.
+        Args:
+          state_dict: arrays by name, as `state_dict` returns them.
+          allow_nonfinite: whether NaN, infinity and negative sums of squares are taken as they are; by default they are
+            refused.
+
+        Raises: ValueError: an entry is missing, unknown, of another shape, out of range or not finite, or `contents`
+          has other optimizers. TypeError: it is no mapping, or an entry no array of numbers. Then nothing changes.
         """
         check_type(state_dict, Mapping, "the state dict")
         plan, given, expected = self.plan, state_dict, dict[str, jax.ShapeDtypeStruct]()
+        of_squares: set[str] = set()
         for table in plan.tables:
             expected |= _entries(table)
+            of_squares |= _non_negative_entries(table)
+        given = {name: foreign_to_numpy(array) for name, array in given.items()}
         missing, unknown = sorted(set(expected) - set(given)), sorted(set(given) - set(expected) - _OPTIONAL)
         if missing or unknown:
             raise ValueError(f"the state dict lacks {missing} and has unknown entries {unknown}.")
@@ -209,6 +263,8 @@ class TrainedTables(nnx.Module):
             check_type(given[name], Num[np.ndarray, "..."], repr(name))
             if np.shape(given[name]) != entry.shape:
                 raise ValueError(f"{name!r} has shape {np.shape(given[name])}, but the module has {entry.shape}.")
+            if not allow_nonfinite:
+                check_finite(given[name], f"the state dict: {name!r}", may_be_negative=name not in of_squares)
             as_dtype(given[name], entry.dtype, "the state dict", name)
         if "contents" in given:
             found = Fingerprint(np.asarray(given["contents"], np.uint8).tobytes().decode())
@@ -231,15 +287,18 @@ class TrainedTables(nnx.Module):
 
     def flush(self) -> None:
         """Writes all cached rows and states to the host; they stay cached."""
-        if (host_rows := self.host_rows) is not None:
-            host_rows.flush(self.state.get_value())
+        with self._alone():
+            if (host_rows := self.host_rows) is not None:
+                host_rows.flush(self.state.get_value())
 
     def reset_cache_states(self, *, discard: bool = False) -> None:
         """Empties the cache. With `discard`, what training did to the rows in it is lost, as in the original."""
-        if self._host_rows is not None:
-            if not discard:
-                self.flush()
-            self.state.set_value(self._host_rows.forget(self.state.get_value()))
+        with self._alone():
+            if self._host_rows is not None:
+                if not discard:
+                    self.flush()
+                self.state.set_value(self._host_rows.forget(self.state.get_value(), discard=discard))
+                self._host_rows.end()
 
     def get_uvm_cache_stats(self) -> CacheCounts:
         """Counts of all lookups so far. Raises: RuntimeError: `gather_uvm_cache_stats` is off, or nothing is cached."""
@@ -267,18 +326,27 @@ class TrainedTables(nnx.Module):
     def _write_table(self, table: int, rows: Callable[[int, int], ArrayLike], *, array: int = 0) -> None:
         """Overwrites a table (or with `array` k its k-th state) with `rows(first, last)`, in blocks."""
         own, (number, first_row) = self.plan.tables[table], self.plan.places[table]
-        if own.is_cached:
-            self.reset_cache_states()
-        for first in range(0, own.num_rows, ROWS_PER_BLOCK):
-            state, last = self.whole_state, min(first + ROWS_PER_BLOCK, own.num_rows)
-            values = np.array(rows(first, last))
+        with self._alone():
             if own.is_cached:
-                stored = self.host_rows.groups[number].backing.arrays[array]  # type: ignore[union-attr]
-                stored[first_row + first : first_row + last] = values
-            else:
-                arrays = list(state.arrays(number))
-                arrays[array] = _put_rows(arrays[array], values, rows_of(self.plan, table, np.arange(first, last)))
-                self.state.set_value(state.with_arrays(number, arrays))
+                self.reset_cache_states()
+            for first in range(0, own.num_rows, ROWS_PER_BLOCK):
+                state, last = self.whole_state, min(first + ROWS_PER_BLOCK, own.num_rows)
+                values = np.array(rows(first, last))
+                if own.is_cached:
+                    stored = self.host_rows.groups[number].backing.arrays[array]  # type: ignore[union-attr]
+                    stored[first_row + first : first_row + last] = values
+                else:
+                    self._put(state, number, array, values, rows_of(self.plan, table, np.arange(first, last)))
+
+    def _put(self, state: TBEState, number: int, array: int, values: np.ndarray, rows: np.ndarray) -> None:
+        """Overwrites rows of one array of a group on the device."""
+        arrays = list(state.arrays(number))
+
+        def keep(changed: Array) -> None:
+            arrays[array] = changed
+            self.state.set_value(state.with_arrays(number, arrays))
+
+        kept(keep, _put_rows, arrays[array], values, rows)
 
     def _read_table(self, table: int) -> list[Array | np.ndarray]:
         """Weights and states of one table in the form of a state dict, after `flush`."""
@@ -334,6 +402,15 @@ def _rates_of_groups(plan: TBEPlan, learning_rate: float | Sequence[float]) -> F
             )
         rates.append(own.pop())
     return jnp.asarray(rates, jnp.float32)
+
+
+def _non_negative_entries(table: TablePlan) -> set[str]:
+    """Names of a table's entries in a state dict that its rule never makes negative."""
+    if table.rule is None:
+        return set()
+    # The slots of the rule come first, then copies of the table.
+    names = zip(getattr(table.rule.slot_type, "_fields", ()), table.torch_state_names, strict=False)
+    return {f"{table.name}.{label}" for slot, label in names if slot in table.rule.non_negative_slots}
 
 
 def _entries(table: TablePlan) -> dict[str, jax.ShapeDtypeStruct]:

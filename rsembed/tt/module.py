@@ -16,7 +16,7 @@ from flax.errors import TraceContextError
 from jaxtyping import Array, Float, PyTree
 
 from rsembed.bags import Bags, check_not_taken, is_traced, narrow_ids
-from rsembed.checks import NonNegativeInt, PositiveInt, dtype_among, validated
+from rsembed.checks import NonNegativeInt, PositiveInt, check_finite, dtype_among, validated
 from rsembed.optimizers import OptimizerSpec
 from rsembed.row_gradients import check_gradient
 from rsembed.specs import MAX_ROWS
@@ -39,6 +39,17 @@ def _of_all(values: list[Any]) -> Any:
     return values[0]
 
 
+def _no_cache(module: str) -> NotImplementedError:
+    """The error for a cache in a module that an optimizer outside trains."""
+    return NotImplementedError(
+        f"{module}: sparse=False has no cache of rows. An optimizer outside keeps its state by place in the cache, and "
+        "cache_populate gives places to other rows, which would then move by what the rows before them have learned. "
+        "Take sparse=True, which moves the state with the row, or use_cache=False; or train the table with any optax "
+        "rule and a cache in the core: TableSpec(optimizer=rsembed.from_optax(...), "
+        "storage=rsembed.tt.TensorTrain(tt_ranks, cache_rows=...))."
+    )
+
+
 def _of_tables(read: Callable[[TTSpec], Any], doc: str) -> property:
     """A published attribute: one value where all tables have the same, else a list of one for each."""
     return property(lambda self: _of_all([read(spec) for spec in self.specs]), doc=doc)
@@ -59,7 +70,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
       tt_p_shapes: row factors, of product at least `num_embeddings`; None takes `suggested_tt_shapes`.
       tt_q_shapes: column factors, of product `embedding_dim`; None takes `suggested_tt_shapes` without rounding up.
       sparse: True steps the cores in `backward` (see `vjp`) with `optimizer` and hides them from `nnx.grad`; False
-        makes them `nnx.Param`s that any optax rule trains.
+        makes them `nnx.Param`s that any optax rule trains, without a cache.
       optimizer: of the fused step: SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD (one state per core slice) or ADAM.
       learning_rate: of the fused step.
       eps: added to the denominator, both Adagrads only.
@@ -69,7 +80,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
       include_last_offset: see `__call__`; must be said under `jit`.
       enforce_embedding_dim: accepted; the dimension is always enforced.
       use_cache: keep the most read rows uncompressed and train them by themselves, from the first `cache_populate` on.
-        None is False, and True of a `TTEmbeddingBag`, as published.
+        None is True for a `TTEmbeddingBag` with `sparse=True`, as published, and False otherwise. With `sparse=False`
+        a cache is refused: an optimizer outside keeps its state by place, and places change their rows.
       cache_size: rows kept, per group of tables of equal column factors and ranks; 0 takes a thousandth.
       hashtbl_size: ids counted at most; 0, or less than six per cached row, takes 16.
       rngs: its stream `params` draws the cores; None means `nnx.Rngs(0)`, as the published calls pass none.
@@ -85,7 +97,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
     Raises:
       ValueError: shapes do not fit, a sequence has not one entry per table, or an option is unknown.
-      NotImplementedError: the optimizer or option is not offered.
+      NotImplementedError: the optimizer or option is not offered, or `use_cache=True` meets `sparse=False`.
 
     Source: FBTT-Embedding, `TableBatchedTTEmbeddingBag`.
 
@@ -127,7 +139,10 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             raise TypeError(
                 "tt_ranks is missing: one rank per boundary between cores, such as tt_ranks=[16] for two cores."
             )
-        use_cache = self.is_single if use_cache is None else use_cache
+        if use_cache is None:
+            use_cache = self.is_single and sparse
+        if use_cache and not sparse:
+            raise _no_cache(type(self).__name__)
         sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
         shapes = {"tt_ranks": tt_ranks, "tt_p_shapes": tt_p_shapes, "tt_q_shapes": tt_q_shapes}
         specs = specs_of_tables(num_tables, **sizes, **shapes)
@@ -155,7 +170,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         self.learning_rate = FusedState(jnp.asarray(learning_rate, jnp.float32))
         self.step = FusedState(jnp.zeros((), jnp.int32))
         self.caches = nnx.List(
-            nnx.Dict(rows=kind(params.rows), state=FusedState(slots[1]), directory=FusedState(params.directory))
+            nnx.Dict(rows=FusedParam(params.rows), state=FusedState(slots[1]), directory=FusedState(params.directory))
             for params, slots in (drawn if use_cache else [])
         )
 
@@ -229,8 +244,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         g, number, first = self._place_of(table)
         new = tuple(core.astype(self.dtype) for core in check_cores(self.specs[table], cores))
         for t, core in enumerate(new):
-            if not is_traced(core) and not bool(jnp.isfinite(core).all()):
-                raise ValueError(f"core {t} for table {table} has a number that is not finite; clean the cores first.")
+            check_finite(core, f"core {t} for table {table}", way_out="clean the cores first")
         storage, (params, slots) = self.storages[g], self._state(g)
         parts = storage.unstack(params, slots, storage.tables[0], 1)
         parts[number] = new, init_core_slots(self.rule, new)
@@ -296,7 +310,10 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         Args:
           indices: ids as for a lookup; of one table also flat ids without offsets.
           offsets: as for a lookup.
+
+        Raises: NotImplementedError: the module was made with `sparse=False`, which has no cache.
         """
+        self._check_may_cache()
         if offsets is None and len(self.specs) == 1 and not isinstance(indices, Bags):
             flat = jnp.asarray(indices) if all(np.ndim(own) == 0 for own in indices) else None
             indices = indices if flat is None else flat.reshape(-1, 1)
@@ -305,13 +322,20 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     def cache_populate(self) -> None:
         """Keeps the most read rows from now on; those that leave the cache are what their cores give. See `hot_rows`.
 
-        Warns where no read was counted, which inside `jit` nobody knows.
+        Warns if no read was counted; inside `jit` that is unknown.
+
+        Raises: NotImplementedError: the module was made with `sparse=False`, which has no cache.
         """
+        self._check_may_cache()
         directories = [cache.directory.get_value() for cache in self.caches]
         if directories and not is_traced(directories) and not any(own.lookups for own in self.cache_reports()):
             warnings.warn("cache_populate: nothing was counted, so nothing is cached.", stacklevel=2)
         for g, _ in enumerate(self.caches):
             self._put(g, *programs.populated(self.storages[g], *self._state(g)))
+
+    def _check_may_cache(self) -> None:
+        if not self.sparse:
+            raise _no_cache(type(self).__name__)
 
     def _count(self, batch: Sequence[Bags]) -> None:
         for g, cache in enumerate(self.caches):
@@ -383,15 +407,15 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
                 for g, (storage, *own) in enumerate(given):
                     *new, d_weights = programs.stepped(storage, self.mode, *self._state(g), *own, rate, number)
                     self._put(g, *new)
-                    pulled.append(((), (), d_weights))
+                    pulled.append(((), d_weights))
                 self.step.set_value(number + 1)
             else:
                 pulled = [programs.pulled(storage, self.mode, *own) for storage, *own in given]
-            d_cores, d_rows, d_weights = zip(*pulled, strict=True)
+            d_cores, d_weights = zip(*pulled, strict=True)
             d_weight = None if bags.weights is None else sum(d_weights)[: bags.ids.shape[0]]
             if not self.sparse:
-                return TTGradients(d_cores, d_rows if self.caches else (), d_weight)
-            return None if d_weight is None else TTGradients((), (), d_weight)
+                return TTGradients(d_cores, d_weight)
+            return None if d_weight is None else TTGradients((), d_weight)
 
         return self._joined(outputs), backward
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from rsembed.checks import dtype_among, validated
+from rsembed.checks import check_finite, dtype_among, validated
 from rsembed.progress import progress
 from rsembed.tt.cores import AnyCores, Cores, check_cores
 from rsembed.tt.spec import CORE_DTYPES, Integers, TTSpec
@@ -140,11 +140,12 @@ def from_dense(spec: TTSpec, table: Float[Array | np.ndarray, "vocab dim"], *, d
     Source: Oseledets (2011), "Tensor-train decomposition", algorithm 1.
     """
     dense, (p, q, d) = np.asarray(table, np.float32), (spec.tt_p_shapes, spec.tt_q_shapes, spec.num_cores)
-    if dense.shape != (spec.num_embeddings, spec.embedding_dim) or not np.isfinite(dense).all():
+    if dense.shape != (spec.num_embeddings, spec.embedding_dim):
         raise ValueError(
-            f"the table of shape {dense.shape} must hold {spec.num_embeddings} x {spec.embedding_dim} numbers that are "
-            "finite; clean it before, or choose another spec."
+            f"the table of shape {dense.shape} must hold {spec.num_embeddings} x {spec.embedding_dim} numbers; choose "
+            "another spec."
         )
+    check_finite(dense, "from_dense: the table", way_out="clean it before")
     padded = np.zeros((math.prod(p), spec.embedding_dim), np.float32)
     padded[: spec.num_embeddings] = dense
     # An axis per digit, of which those of row and column take turns.

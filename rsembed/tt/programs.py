@@ -58,12 +58,10 @@ class TTGradients(NamedTuple):
 
     Attributes:
       cores: in the structure of `core_groups`: per group of tables, one array per core; empty with `sparse=True`.
-      cached_rows: per group those of the cached rows; empty without a cache, and with `sparse=True`.
       per_sample_weights: of the weights, None without.
     """
 
     cores: tuple[tuple[Array, ...], ...]
-    cached_rows: tuple[Array, ...]
     per_sample_weights: Float[Array, " nnz"] | None
 
 
@@ -123,10 +121,8 @@ def looked_up(storage: TensorTrain, mode: Mode, params: PyTree, batch: Bags) -> 
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def pulled(
-    storage: TensorTrain, mode: Mode, params: PyTree, batch: Bags, d_output: Array
-) -> tuple[PyTree, PyTree, PyTree]:
-    """Gradients of cores, of stored rows and of weights."""
+def pulled(storage: TensorTrain, mode: Mode, params: PyTree, batch: Bags, d_output: Array) -> tuple[PyTree, PyTree]:
+    """Gradients of cores and of weights."""
 
     def output(params: PyTree, weights: PyTree) -> Array:
         weighted = dataclasses.replace(batch, weights=weights)
@@ -134,7 +130,7 @@ def pulled(
         return pooled
 
     d_params, d_weights = jax.vjp(output, params, batch.weights)[1](d_output)
-    return cores_of(d_params), d_params.rows if isinstance(params, CachedTrain) else None, d_weights
+    return cores_of(d_params), d_weights
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -151,9 +147,9 @@ def stepped(
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Parameters and slots after a step with the gradients of a lookup in parameters `then`; gradients of weights."""
     table, rule = storage.tables[0], storage.tables[0].optimizer
-    d_cores, _, d_weights = pulled(storage, mode, then, batch, d_output)
+    d_cores, d_weights = pulled(storage, mode, then, batch, d_output)
     if isinstance(then, CachedTrain):  # rows that were stored or let go since train where they lie now
-        d_cores, *_ = pulled(storage, mode, then._replace(directory=params.directory), batch, d_output)
+        d_cores, _ = pulled(storage, mode, then._replace(directory=params.directory), batch, d_output)
     hyper = dataclasses.replace(rule, learning_rate=lambda: rate).get_hyperparameters(number)
     gradients = CallGradients(call_of(batch, batch.ids, mode), (d_output,), (d_output.shape[1],))
     return *storage.step(params, slots, gradients, table, Step(hyper, rule, None, number), d_cores), d_weights

@@ -28,7 +28,12 @@ BAD = """
 Bags.from_lists("ab") => TypeError: rows, one list of ids for each bag ... 'ab'
 Bags.from_lists([[1], [1.5]]) => TypeError: row 1 ... float64 ... integers
 Bags.from_lists([[[1]]]) => TypeError: row 0 ... nested too deeply
-title([[1, None]]) => TypeError: row 0 ... [1, None]; a missing value is -1
+title([[1, None]]) => TypeError: feature 'title': row 0 has a missing value (None); fill ... with -1
+title([[1], None]) => TypeError: feature 'title': row 1 has a missing value (None); fill ... with -1
+title(np.array([1.0, np.nan])) => TypeError: feature 'title': row 1 has a missing value (nan); fill ... with -1
+title(np.array([[1, 2], [3, None]], object)) => TypeError: feature 'title': row 1 has a missing value (None)
+title(np.array(["a", "b"])) => TypeError: feature 'title': ids must be integers, got <U1; rs.hash_keys
+title(np.array(["a", "b"], object)) => TypeError: feature 'title': row 0 holds texts ('a') ... rs.hash_keys
 Bags.from_lists([[2**70]]) => TypeError: row 0 ... 64 bits ... 1180591620717411303424
 Bags.from_lists([[1], [2]], [[1.0]]) => ValueError: 1 rows, ids 2
 Bags.from_lists([[1, 2]], [[1.0]]) => ValueError: row 0 ... 2 ids ... 1 weights
@@ -56,6 +61,19 @@ Bags.from_sparse_tensor(np.zeros((2, 3), int), [1, 2, 3], (2, 2)) => ValueError:
 Bags.from_sparse_tensor([[0, 0]], [1], 2) => TypeError: dense_shape (samples, positions) ... 2
 Bags(IDS, OFFSETS).pad_to(2) => ValueError: 3 ids ... padded to 2 ... num_ids
 Bags(IDS, OFFSETS).pad_to(4.5) => TypeError: num_ids ... integer ... 4.5
+# Keys of texts
+rs.hash_keys("apple") => TypeError: hash_keys: column must be a column or list of texts, got 'apple'
+rs.hash_keys(5) => TypeError: hash_keys: column must be a column or list of texts, got 5
+rs.hash_keys(IDS) => TypeError: hash_keys: integers are keys already; pass them as they are.
+rs.hash_keys(["a", 5]) => TypeError: hash_keys: row 1 has 5 (int), neither text nor bytes; integers are keys already.
+rs.hash_keys(["a", 1.5]) => TypeError: hash_keys: row 1 has 1.5 (float) ... convert it
+rs.hash_keys(["a", None]) => ValueError: hash_keys: row 1 has a missing value (None); give missing=-1
+rs.hash_keys(np.array([["a", "b"], ["c", None]], object)) => ValueError: hash_keys: row 1 has a missing value
+rs.hash_keys([["a"], ["b", None]]) => ValueError: hash_keys: row 1 has a missing value (None)
+rs.hash_keys([["a"], [["b"]]]) => TypeError: hash_keys: ... nested too deeply ... flatten it
+rs.hash_keys(["a", "\\udc80"]) => ValueError: hash_keys: row 1 has '\\udc80', which is not Unicode
+rs.hash_keys(["a"], missing=2**63) => ValueError: hash_keys: missing=9223372036854775808 does not fit 64 bits
+rs.hash_keys(["a"], missing="none") => TypeError: hash_keys: missing must be an integer ... 'none'
 # Forms of a batch
 collection().prepare([[1], [2]]) => TypeError: batch ... 'title' ... mapping ... list
 collection().prepare({"title": IDS}) => ValueError: missing ['author'], unknown []
@@ -66,9 +84,11 @@ title(None) => TypeError: feature 'title' ... Bags, an integer array or lists ..
 title(i for i in (1, 2)) => TypeError: feature 'title' ... generator
 title(np.array([[1.0], [2.0]])) => TypeError: feature 'title' ... integers ... float64
 title(jax.random.split(jax.random.key(0), 2)) => TypeError: feature 'title': ids must be integers, got key<fry>
-title([["a"], ["b"]]) => TypeError: feature 'title': row 0 ... integers
+title([["a"], ["b"]]) => TypeError: feature 'title': row 0 holds texts ('a') ... integers; rs.hash_keys
 title(np.zeros((2, 1, 1), int)) => ValueError: feature 'title' ... two axes ... (2, 1, 1)
 title([[1], [2**70]]) => TypeError: feature 'title': row 1 ... 64 bits
+title(np.array([1, 2**70], object)) => TypeError: feature 'title': ids must fit 64 bits, got 1180591620717411303424
+title(np.array([-1, 2**64 - 1], object)) => TypeError: no integers of 64 bits hold both -1 and 18446744073709551615
 # Ids outside their table
 title([[1], [9]]) => ValueError: feature 'title': id 9 in sample 1 ... table 'word' ... vocabulary_size=9 ... hash
 title([[1], [-2]]) => ValueError: feature 'title': id -2 in sample 1 ... table 'word' ... -1
@@ -87,18 +107,19 @@ title((IDS, IDS, IDS, 1.5)) => TypeError: feature 'title': row 3 ... float64
 # Sizes
 declared(np.zeros((7, 1), int)) => ValueError: feature 'title' ... 7 samples ... declares 8
 on_mesh(title=np.array([1, 2, 3])) => ValueError: feature 'title' ... 3 samples ... 2 devices
+jax.jit(who)(np.array([2**40 + 7])) => TypeError: feature 'who' ... int32 ... key_dtype='int64' ... collection.prepare
 jax.jit(lambda bags: on_mesh(title=bags)["title"])(Bags(IDS, OFFSETS))
     => ValueError: feature 'title' ... collection.prepare(batch)
 # Keys
-who(np.array([True])) => TypeError: feature 'who': keys must be integers, got bool
-who(np.array([1.5])) => TypeError: feature 'who': keys must be integers ... float64
+who(np.array([True])) => TypeError: feature 'who': ids must be integers, got bool
+who(np.array([1.5])) => TypeError: feature 'who': ids must be integers ... float64
 who(np.array([2**31]), key_dtype="int32") => ValueError: feature 'who': key 2147483648 ... key_dtype='int32'
 collection().lookup(state(), None) => TypeError: batch, with one entry for each of ['author', 'title'], must
 title(Bags(None, None)) => TypeError: feature 'title': ids of Bags must be an array, got None
 title(Bags(IDS, "03")) => TypeError: feature 'title': offsets of Bags must be an array, got '03'
 title(Bags(IDS, OFFSETS, "abc")) => TypeError: feature 'title': weights of Bags must be an array of ... got 'abc' (str)
 title([Bags.from_lists([[1, 2], [3]])] * 2) => TypeError: feature 'title': row 0 must be a flat list of ids, got
-Bags.from_lists([[True]]) => TypeError: row 0 holds bool values; ids must be integers, so hash
+Bags.from_lists([[True]]) => TypeError: row 0 holds bool values, but ids must be integers
 Bags.from_lists([[1]], 1.0) => TypeError: weights, one list for each bag, must be a list, got 1.0 (float)
 Bags.from_dense(np.ones((2,2), int), "x") => ValueError: weights have shape (), ids (2, 2); they must be equal.
 jax.jit(lambda x: on_mesh(title=[[x],[x]])["title"])(1)

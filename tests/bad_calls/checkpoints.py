@@ -64,6 +64,10 @@ def load_into(*features):
 USER = feature("author", table("user", vocabulary_size=5))
 
 
+def small():
+    return rs.EmbeddingCollection([feature(table_spec=table(vocabulary_size=8)), USER])
+
+
 def manager(folder=None, **options):
     return checkpoint.CheckpointManager(fresh() if folder is None else folder, **options)
 
@@ -95,7 +99,8 @@ class Alike(str):
 
 BAD = """
 # Saving
-checkpoint.save(arrays(), ARRAYS) => FileExistsError: saved exists ... never replaced
+checkpoint.save(arrays(), ARRAYS)
+    => FileExistsError: saved exists ... never replaced ... load_collection ... CheckpointManager
 checkpoint.save("/dev/null/x", ARRAYS) => OSError: /dev/null
 checkpoint.save(fresh(), {"x": "text"}) => TypeError: 'x' ... text
 checkpoint.save(fresh(), {"1": ARRAYS["x"], "a": {}} | {1: ARRAYS["x"]}) => TypeError: keys ... order ... texts
@@ -126,6 +131,13 @@ load_into(feature(table_spec=table(dtype="bfloat16")), USER)
 checkpoint.load_collection(arrays(), collection())
     => ValueError: does not match: tables/user is missing ... load(path).tree
 load_into(feature(table_spec=table(optimizer=rs.optimizers.Adam(0.1))), USER) => ValueError: SGD", expected "Adam"
+checkpoint.load_collection(saved(), collection(), resize="grow")
+    => ValueError: resize must be True or False or 'shrink', got 'grow'
+load_into(feature(table_spec=table(vocabulary_size=10)), USER)
+    => ValueError: vocabulary_size is 9, expected 10 ... load_collection(..., resize=True) ... slots=slots
+checkpoint.load_collection(saved(), small(), resize=True)
+    => ValueError: table 'word' has vocabulary_size=9 in the file and 8 here; ... resize='shrink' ... last 1 rows
+kept().restore(resize=True) => ValueError: restore: resize is of a collection's tables; leave it out for a tree
 load_into(feature(table_spec=table(storage=rs.Hashed())), USER) => ValueError: word/storage ... rows by key
 checkpoint.load_collection(saved(), collection(), others={"w": jnp.ones(4)})
     => ValueError: 'others/w' is float32[3], wanted float32[4]

@@ -86,8 +86,19 @@ optimizer().update(model(), None) => TypeError: gradients ... NoneType ... rs.nn
 optimizer().update(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)), gradients())
     => ValueError: gradients ... layers ['words'
 gradients().with_rows({"wrods": row_gradients()}) => ValueError: ['wrods'] ... ['words']
+gradients() + 1 => TypeError: Gradients
+gradients() * gradients() => TypeError: Gradients
+gradients() * NAN => ValueError: factor of gradients ... nan
+gradients() * "2" => TypeError: factor of gradients must be a number, got '2'
+nnx.Optimizer(model(), None) => TypeError: rs.nnx.Optimizer: tx must be ... GradientTransformation
+nnx.Optimizer(model(), optax.MultiSteps(optax.sgd(0.1), 2)) => TypeError: tx has optax.MultiSteps ... rs.combine
+nnx.Optimizer(model(), optax.apply_if_finite(optax.sgd(0.1), 2))
+    => ValueError: rs.nnx.Optimizer: tx has optax.apply_if_finite ... jax.lax.cond ... rs.global_norm
 # Linen
 linen.Embeddings("word").init(KEY(0), batch()) => TypeError: collection ... EmbeddingCollection ... 'word'
+create(tx=None) => TypeError: rs.linen.TrainState: tx must be ... GradientTransformation
+create(tx=optax.chain(optax.apply_if_finite(optax.sgd(0.1), 2)))
+    => ValueError: rs.linen.TrainState: tx has optax.apply_if_finite ... jax.lax.cond ... rs.global_norm
 create(variables={}) => ValueError: variables ... init ... 'params'
 train_state().apply_gradients(None) => TypeError: gradients ... NoneType ... rs.linen.value_and_grad
 linen.value_and_grad(lambda apply, given: apply(given).sum())(variables(), batch()) => TypeError: TrainState ... dict

@@ -179,6 +179,9 @@ rows(slot_m=np.ones((2, 4))) => ValueError: table 'word': cannot import ['slot_m
 rows(keys=np.array([1, 1], np.uint64)) => ValueError: table 'word' ... distinct
 rows(keys=np.array([1.0, 2.0])) => TypeError: table 'word' ... float64
 rows(keys=[-1, 1]) => ValueError: -1 stands for no key
+rows(values=np.full((2, 4), NAN)) => ValueError: its values: nan in row 0 is not finite ... allow_nonfinite
+rows(made(optimizer=sok.optimizers.Adam()), slot_velocity=np.full((2, 4), -1.0))
+    => ValueError: its slot_velocity: -1.0 in row 0 is negative
 rows(made(key_dtype="int32"), keys=[2**40, 1]) => ValueError: does not fit into key_dtype='int32'
 rows(made(admission_count=1), waiting_keys=[3, 4], waiting_count=[1])
     => ValueError: 'waiting_count' has shape (1,), not (2,)

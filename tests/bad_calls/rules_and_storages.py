@@ -1,8 +1,10 @@
 """Bad optimizers, and bad places for rows."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 
 import rsembed as rs
 from tests.bad_calls.world import (
@@ -41,12 +43,49 @@ def with_rows(**rows):
     return keyed().with_tables(keyed_state(), {"client": given})
 
 
+def nan_like(key, shape):
+    return jnp.full(shape, jnp.nan)
+
+
+def started(**changes):
+    return rs.EmbeddingCollection([feature(table_spec=table(**changes))]).init(KEY(0))
+
+
+def host_read(initializer):
+    spec = table(storage=rs.HostCached(cache_rows=4), initializer=initializer)
+    one = rs.EmbeddingCollection([feature(table_spec=spec)])
+    return one.lookup(one.init(KEY(0)), {"title": [[1]]})
+
+
+def with_slot(rule, **rows):
+    """A keyed table of a rule with these rows and slots written."""
+    one = rs.EmbeddingCollection([feature(table_spec=table(storage=rs.Hashed(), optimizer=rule))])
+    given = {"keys": np.array([1, 2]), "values": np.ones((2, 4), np.float32)} | rows
+    return one.with_tables(one.init(KEY(0)), {"word": given})
+
+
 BAD = """
 # Hyperparameters
 jax.jit(lambda rate: rs.optimizers.SGD(rate).learning_rate)(0.1)
     => TypeError: SGD: learning_rate ... traced ... callable of step
 rs.optimizers.SGD(lambda step, epoch: 0.1) => ValueError: 'step', 'epoch' ... functools.partial
 rs.optimizers.SGD(lambda step: 0.1 / step).get_learning_rate() => ValueError: SGD ... pass step=
+rs.optimizers.SGD(lambda step: NAN).get_learning_rate(3)
+    => ValueError: SGD: what the schedule learning_rate gives at step 3 must be in (-inf, inf), got nan
+started(initializer=lambda key, shape: jnp.full(shape, NAN))
+    => ValueError: table 'word': what its initializer gives: nan in row 0 is not finite
+started(initializer=lambda key, shape: jnp.zeros(shape).at[7, 2].set(1e6), dtype="float16")
+    => ValueError: table 'word': what its initializer gives: inf in row 7 is not finite ... dtype
+started(initializer=lambda key, shape: jnp.full(shape, NAN), storage=rs.Hashed())
+    => ValueError: table 'word': what its initializer gives for a row: nan
+started(optimizer=custom(lambda g, w, m, lr: (w, m), slot_variable_initializers_tuple=(nan_like,)))
+    => ValueError: nan in row 0 is not finite
+host_read(lambda key, shape: jnp.full(shape, NAN))
+    => ValueError: table 'word': what its initializer gives for ... of its rows: nan
+with_slot(rs.optimizers.Adagrad(0.1), slot_accumulator=np.full((2, 4), -1.0))
+    => ValueError: table 'word': its slot_accumulator: -1.0 in row 0 is negative ... allow_nonfinite=True
+with_slot(rs.optimizers.Adam(0.1), slot_momentum=np.ones((2, 4)), slot_velocity=np.full((2, 4), np.inf))
+    => ValueError: table 'word': its slot_velocity: inf in row 0 is not finite
 stepped(rs.optimizers.SGD(lambda step: "0.1")) => TypeError: schedule learning_rate ... str
 rs.optimizers.FTRL(0.0)
     => ValueError: FTRL: learning_rate must be in (0, inf), got 0.0: the linear term is divided by it
@@ -65,6 +104,11 @@ rs.tbe.DecayedAdagrad(global_weight_decay=rs.tbe.GlobalWeightDecayDefinition())
 # Rules of others
 rs.from_optax("adam") => TypeError: from_optax ... GradientTransformation ... str
 of_the_loss() => TypeError: from_optax ... from its gradient alone ... 'value'
+rs.from_optax(optax.lookahead(optax.sgd(0.1), 5, 0.5)) => TypeError: from_optax: optax.lookahead keeps two copies
+rs.from_optax(optax.noisy_sgd(0.1, key=0)) => TypeError: from_optax ... random key ... every row ... same noise
+rs.from_optax(optax.contrib.dpsgd(0.1, 1.0, 1.0, 0)) => TypeError: from_optax ... random key
+rs.from_optax(optax.MultiSteps(optax.sgd(0.1), 4))
+    => TypeError: from_optax ... gradient_transformation() ... rsembed.combine
 rs.tbe.TableBatchedEmbeddingBags(
     [(9, 4, rs.tbe.EmbeddingLocation.HOST, rs.tbe.ComputeDevice.CPU)], optimizer=rs.from_optax(optax.adam(0.1)))
     => NotImplementedError: states of another package have no names here

@@ -289,6 +289,8 @@ table_stacking.stack_and_shard_tables([specs()[0].table_spec], {"word": np.ones(
     => ValueError: table 'word' ... 16 rows ... vocabulary_size=32
 table_stacking.unshard_and_unstack_tables([specs()[0].table_spec], {"word": np.ones((2, 8, 8))}, 2)
     => ValueError: stack 'word' ... (2, 8, 8) ... 32 rows on 2 shards
+table_stacking.stack_and_shard_tables([specs()[0].table_spec], {"word": np.full((32, 8), NAN)}, 2)
+    => ValueError: table 'word': nan in row 0 is not finite
 table_stacking.stack_and_shard_tables([specs()[0].table_spec], {}, 2)
     => ValueError: tables ... tree structure of feature_specs
 table_stacking.unshard_and_unstack_tables([specs()[0].table_spec], {}, 2) => ValueError: stacked_tables ... 'word'

@@ -40,7 +40,8 @@ feature(output_shape=(8, 5)) => ValueError: feature 'title' ... 5 columns ... ta
 rs.EmbeddingCollection([]) => ValueError: no FeatureSpec
 rs.EmbeddingCollection(["title"]) => TypeError: FeatureSpec ... str
 rs.EmbeddingCollection([feature(), feature()]) => ValueError: unique ... 'title'
-rs.EmbeddingCollection([feature("a"), feature("b", table(embedding_dim=5))]) => ValueError: 'word' ... 'b'
+rs.EmbeddingCollection([feature(), feature("a", table(vocabulary_size=7, dtype="float16"))])
+    => ValueError: 'word' (one is read by feature 'a'); they differ in vocabulary_size, dtype. ... one TableSpec
 rs.EmbeddingCollection({"a": feature("a"), 1: feature("b")}) => TypeError: features: keys ... order ... texts
 # EmbeddingCollection
 one(bounds_check="clip") => ValueError: bounds_check ... 'raise' or 'ignore' ... 'clip'

@@ -53,9 +53,12 @@ def with_tables(**tables):
     return collection().with_tables(state(), tables)
 
 
-def served(batch):
-    lookup, tables = rs.for_serving(collection(), state())
-    return lookup(tables, batch)
+def served(batch, *, tables=None, of=None):
+    """A served lookup of tables as they are, replaced by others, or of another collection."""
+    lookup, own = rs.for_serving(collection(), state())
+    if of is not None:
+        _, own = rs.for_serving(of, of.init(KEY(0)))
+    return lookup(own if tables is None else tables, batch)
 
 
 def evicted(**reason):
@@ -108,6 +111,13 @@ def loss_of(params, activations):
     return jnp.sum(params * activations["title"])
 
 
+def damaged():
+    """The state with a number in a row that is not finite."""
+    values = np.ones((9, 4), np.float32)
+    values[3, 1] = np.nan
+    return collection().with_tables(state(), {"word": values}, allow_nonfinite=True)
+
+
 BAD = """
 # init
 collection().init(0) => TypeError: PRNG key ... jax.random.key(0)
@@ -132,6 +142,9 @@ stepped(step=jnp.zeros(2, jnp.int32)) => ValueError: the state does not belong t
 other().lookup(donated(), BATCH) => RuntimeError: the state has lost its tables to a step that took its
 # with_tables and evict
 with_tables(word="x") => TypeError: table 'word': its values must be an array of numbers, got 'x' (str)
+with_tables(word=np.where(np.arange(36).reshape(9, 4) == 22, NAN, 1.0))
+    => ValueError: table 'word': its values: nan in row 5 is not finite; clean the numbers, or pass allow_nonfinite=True
+with_tables(word=jnp.full((9, 4), -jnp.inf)) => ValueError: table 'word': its values: -inf in row 0 is not finite
 with_tables(word_user=np.ones((14,4))) => ValueError: unknown table 'word_user' (did you mean 'word'?); the
 collection().evict(state(), "word", keep=5)
     => ValueError: table 'word' is kept as an array: rows leave tables of keys, with storage=Hashed
@@ -151,10 +164,22 @@ jax.jit(lambda values: near().with_tables(near_state(), {"item": values}))(np.on
     => RuntimeError: 'item' is kept as ... with_tables writes its rows beside compiled programs
 jax.jit(lambda values: keyed().with_tables(keyed_state(), {"client": values}))(np.ones((4, 4)))
     => RuntimeError: 'client' is kept as ... with_tables writes its rows beside compiled programs
+collection().with_tables(state(), {}, slots={"wrod": ()}) => ValueError: unknown table 'wrod' ... 'word'
+collection().with_tables(state(), {}, slots=[()]) => TypeError: slots must be a mapping
+collection().with_tables(state(), {}, slots={"word": {"mu": np.ones((9, 4))}})
+    => ValueError: table 'word': its slots must be [], those of SGD, got ['mu']; give them as collection.slots(state)
 # for_serving
+rs.for_serving(collection(), with_tables(word=np.full((9, 4), 1e6)), dtype="float16")
+    => ValueError: for_serving: table 'word' in float16: inf in row 0 ... too large; take dtype="bfloat16"
+rs.for_serving(collection(), damaged(), dtype="int8") => ValueError: for_serving: table 'word': nan in row 3
+rs.for_serving(collection(), damaged()) => ValueError: for_serving: table 'word': nan in row 3 ... allow_nonfinite
 rs.for_serving(collection(), state(), dtype="int4")
     => ValueError: for_serving: dtype of table 'word' 'int4' is not one of
 served({"author": [1, 2]}) => ValueError: missing ['title']
+served(batch(), of=other()) => ValueError: table 'word' must have rows [9, 4], got an array of float32 with shape (7, 4)
+served(batch(), of=keyed()) => ValueError: reads table 'word' ... ['client'] lack; ... for_serving returned
+served(batch(), tables=[]) => TypeError: tables must be a mapping, got [] (list); give the tables that for_serving
+served(batch(), tables={"word": {}, "user": {}}) => ValueError: table 'word' must have rows [9, 4], got None
 served(batch(title=np.ones((2, 2)))) => TypeError: feature 'title': ids must be integers, got float64
 # Gradients of activations
 collection().update(state(), batch(), {"title": np.ones((2, 4))}) => ValueError: gradients ... missing ['author']
@@ -195,6 +220,13 @@ rs.clip_by_global_norm(row_gradients(), 1.0, other_norm=NAN) => ValueError: othe
 rs.combine() => TypeError: combine() missing 1 required positional argument
 rs.combine([row_gradients()]) => TypeError: combine ... RowGradients ... list
 rs.combine(row_gradients(), other_row_gradients()) => ValueError: belong to another collection ... combine
+row_gradients() + other_row_gradients() => ValueError: belong to another collection ... combine
+row_gradients() + 1 => TypeError: RowGradients
+row_gradients() * row_gradients() => TypeError: RowGradients
+row_gradients() * NAN => ValueError: factor of gradients ... nan
+row_gradients() * "2" => TypeError: factor of gradients must be a number, got '2'
+row_gradients() / jnp.ones(3) => ValueError: factor of gradients must be a number, got an array
+row_gradients().rows.__setitem__("word_user", 1) => TypeError: rows['word_user'] ... copy ... dataclasses.replace
 # value_and_grad
 grad(loss_of, has_aux=True) => TypeError: loss_fn ... (loss, aux)
 grad(lambda params, activations: activations["title"]) => TypeError: scalar ... (2, 4)

@@ -200,6 +200,13 @@ bags().set_embedding_weights(3, np.ones((5, 4))) => ValueError: there is no tabl
 single().load_state_dict([1]) => TypeError: the state dict ... a mapping ... [1]
 single().load_state_dict(state_dict(**{"table_0.weight": np.full((9, 4), 1e300)}))
     => ValueError: 'table_0.weight' ... too large for float32; clip them
+single().set_embedding_weights(0, np.full((9, 4), NAN)) => ValueError: weights of table 'table_0': nan in row 0
+single().load_state_dict(state_dict(**{"table_0.weight": np.full((9, 4), -np.inf)}))
+    => ValueError: the state dict: 'table_0.weight': -inf in row 0 is not finite ... allow_nonfinite
+single().load_state_dict(state_dict(**{"table_0.sum": np.full((9, 4), -1.0)}))
+    => ValueError: the state dict: 'table_0.sum': -1.0 in row 0 is negative
+module((9, 4, HOST, CPU), learning_rate=lambda step: step * NAN).get_learning_rate()
+    => ValueError: what the schedule learning_rate gives: nan
 single().set_embedding_weights(0, np.full((9, 4), 1e300))
     => ValueError: 'table_0' ... 'weights' ... too large for float32
 single().load_state_dict(module((9, 4, HOST, CPU), optimizer=tbe.OptimType.ADAM).state_dict()) => ValueError: exp_avg

@@ -98,7 +98,8 @@ tt.init_cores(KEY(0), SPEC, dtype=jnp.int32) => ValueError: dtype 'int32 ... flo
 with_table(np.ones((8, 4))) => ValueError: table 'word' is kept as a tensor train: give a whole table [9, 4]
 with_table(tuple(np.full(shape, 1e300) for shape in SPEC.core_shapes))
     => ValueError: 'word': ... numbers of imported 'core 0' are too large for float32; clip them
-tt.from_dense(SPEC, DENSE * np.nan) => ValueError: the table ... (9, 4) ... finite
+tt.from_dense(SPEC, DENSE * np.nan) => ValueError: from_dense: the table: nan in row 0 is not finite
+tt.from_dense(SPEC, DENSE[1:]) => ValueError: the table of shape (8, 4) must hold 9 x 4 numbers
 tt.from_dense(SPEC, DENSE[:8]) => ValueError: (8, 4) ... 9 x 4
 tt.from_dense(DENSE, DENSE) => TypeError: spec ... TTSpec
 tt.round_cores(SPEC, cores(), max_relative_error=-0.1) => ValueError: max_relative_error ... -0.1
@@ -126,7 +127,7 @@ in_jit(lambda one: one.cache_reports()) => RuntimeError: outside of jit
 module(use_cache=True).tt_cores[0].set_value(np.ones((3, 4), np.float32))
     => ValueError: cached rows beside them ... use module.set_cores
 bag().set_cores([np.full(shape, NAN, np.float32) for shape in SPEC.core_shapes])
-    => ValueError: core 0 for table 0 has a number that is not finite
+    => ValueError: core 0 for table 0: nan in row 0 is not finite; clean the cores first
 # Their batches
 several().update_cache([7, 9]) => ValueError: need offsets
 bag()(IDS) => ValueError: (3,) need offsets
@@ -135,7 +136,10 @@ bag()(on_explicit_axes(np.zeros((8, 2), np.int32))) => ValueError: explicit axes
 bag()(None, OFFSETS) => ValueError: offsets go with flat indices ... ()
 bag()(IDS, np.array([0.0, 2.0])) => TypeError: offsets ... integers ... float64
 bag()(IDS, np.array([0, 3, 2])) => ValueError: offsets ... never fall
-bag()(np.array([9]), np.array([0])) => ValueError: id 9 in sample 0 ... TTEmbeddingBag ... vocabulary_size=9
+bag()(np.array([9]), np.array([0]))
+    => ValueError: id 9 in sample 0 ... TTEmbeddingBag ... vocabulary_size=9 ... or use -1 for missing ids.
+module(use_cache=True, sparse=False) => NotImplementedError: TTEmbeddingBag: sparse=False has no cache ... sparse=True
+module(sparse=False).cache_populate() => NotImplementedError: TTEmbeddingBag: sparse=False has no cache ... from_optax
 several()(np.array([[1], [9]])) => ValueError: id 9 in sample 0 ... table 'TableBatchedTTEmbeddingBag 1'
 bag()(rs.Bags.from_lists([[1]]), OFFSETS) => ValueError: neither beside them
 bag()(rs.Bags(IDS, np.array([0, 2]))) => ValueError: last offset is 2 ... 1 would be in no bag

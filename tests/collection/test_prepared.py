@@ -14,7 +14,7 @@ SIZES = {"a": 11, "b": 7, "c": 30, "d": 9}
 
 
 def collection_of(storage=None, **options):
-    """Four ragged features of three tables in one stack, one of other dim, one of arrays, and one without a combiner."""
+    """Ragged features of tables in one stack and of another dim, one of arrays, and one without a combiner."""
     rule = rs.optimizers.Adagrad(0.3)
     tables = {}
     for name, size in SIZES.items():

@@ -11,12 +11,14 @@ from jax import export
 
 import rsembed as rs
 from rsembed.kernels.contract import IdList
+from rsembed.keys import split_keys
 from rsembed.sok import Keys
 from rsembed.tt import TensorTrain
 from tests.oracles import pooled_lookup
 
 ROWS, SHAPE = 50, (6, 3)
 STORAGES = {"keys": rs.Hashed(), "host": rs.HostCached(cache_rows=20), "train": TensorTrain((2,))}
+LANES = {"high": "uint32", "low": "uint32", "is_key": "bool"}
 COMBINERS = {"sum": "sum", "mean": "mean", "sqrtn": "sqrtn", "none": "none"} | dict.fromkeys(STORAGES, "mean")
 IDS = {
     name: np.random.default_rng(number).integers(-1, ROWS, SHAPE).astype(np.int32)
@@ -51,7 +53,7 @@ def trained():
 def test_activations_are_those_of_the_collection_up_to_what_the_dtype_can_hold(trained, dtype):
     collection, state = trained
     lookup, tables = rs.for_serving(collection, state, dtype=dtype)
-    found = jax.jit(lookup)(tables, IDS)
+    found = jax.jit(lookup)(tables, collection.prepare(IDS))
     for name, expected in collection.lookup(state, IDS).items():
         largest = np.abs(np.asarray(tables[name]["rows"], np.float32)).max()
         largest = largest if dtype != "int8" else 127 * np.asarray(tables[name]["scales"]).max()
@@ -104,12 +106,20 @@ def test_a_process_without_the_library_reads_an_exported_lookup_for_any_batch_an
     lookup, tables = rs.for_serving(*trained)
     (batch,) = export.symbolic_shape("batch")
     shapes = dict.fromkeys(COMBINERS, jax.ShapeDtypeStruct((batch, SHAPE[1]), jnp.int32))
-    exported = export.export(jax.jit(lambda ids: lookup(tables, ids)), platforms=("cpu", "cuda", "tpu"))(shapes)
+    del shapes["keys"]
+    shapes |= {lane: jax.ShapeDtypeStruct((batch, SHAPE[1]), dtype) for lane, dtype in LANES.items()}
+
+    def of_lanes(arrays):
+        keys = Keys(*(arrays[lane] for lane in LANES))
+        return lookup(tables, {name: array for name, array in arrays.items() if name not in LANES} | {"keys": keys})
+
+    exported = export.export(jax.jit(of_lanes), platforms=("cpu", "cuda", "tpu"))(shapes)
     assert "rsembed" not in exported.mlir_module()
     (tmp_path / "lookup.bin").write_bytes(exported.serialize())
     for count in (1, 6):
         ids = {name: own[:count] for name, own in IDS.items()}
-        np.savez(tmp_path / "ids.npz", **ids)
+        lanes = dict(zip(LANES, split_keys(ids["keys"])[:3], strict=True))
+        np.savez(tmp_path / "ids.npz", **{name: own for name, own in ids.items() if name != "keys"}, **lanes)
         subprocess.run([sys.executable, "-c", READER, str(tmp_path)], check=True)
         for name, values in np.load(tmp_path / "found.npz").items():
             np.testing.assert_allclose(values, lookup(tables, ids)[name], atol=1e-7)

@@ -1,4 +1,5 @@
 import inspect
+import os
 import re
 
 import jax.numpy as jnp
@@ -6,8 +7,9 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from rsembed.kernels import api, reference
+from rsembed.kernels import api, native, reference
 from rsembed.kernels.contract import Call, IdList
+from tests.kernels.cases import run_python
 
 
 def implementation(name, reason=None, refusal=None):
@@ -69,3 +71,41 @@ def test_autodiff_of_lookup_equals_finite_differences():
         return jnp.sum(out**3)
 
     check_grads(total, (table, jnp.asarray([1.0, 2.0, 0.5, 1.5])), order=1, modes=["rev"], rtol=2e-2)
+
+
+_LOOKUPS = """
+import warnings
+warnings.simplefilter("always")
+import numpy as np, jax, rsembed as rs
+table = rs.TableSpec("t", 8, 4, combiner="sum", optimizer=rs.optimizers.SGD(0.1))
+collection = rs.EmbeddingCollection([rs.FeatureSpec("f", table)])
+state = collection.init(jax.random.key(0))
+batch = collection.prepare({"f": np.array([[1, 2]])})
+for _ in range(2):
+    collection.lookup(state, batch)
+    jax.jit(collection.lookup)(state, batch)
+rs.pairwise_interaction(np.ones((1, 2, 4), np.float32))
+"""
+_REFERENCE = """
+import warnings
+warnings.simplefilter("error")
+import numpy as np, rsembed as rs
+rs.pairwise_interaction(np.ones((1, 2, 4), np.float32), implementation="reference")
+"""
+
+
+def test_a_cpu_without_native_kernels_is_told_once_with_the_way_out():
+    missing = os.environ | {"JAX_PLATFORMS": "cpu", "RSEMBED_NATIVE_LIBRARY": "/nowhere/kernels.so"}
+    child = run_python("-c", _LOOKUPS, environment=missing)
+    assert child.returncode == 0, child.stderr
+    assert child.stderr.count("Warning") == child.stderr.count("RuntimeWarning: rsembed computes without its") == 1
+    for words in ("/nowhere/kernels.so, which is no file", "rsembed doctor", "RSEMBED_REQUIRE_NATIVE=1"):
+        assert words in child.stderr
+    chosen = run_python("-c", _REFERENCE, environment=missing)
+    assert chosen.returncode == 0, chosen.stderr
+
+
+@pytest.mark.skipif(native.unavailable_because() is not None, reason="needs the native kernels")
+def test_a_cpu_with_native_kernels_is_told_nothing():
+    child = run_python("-c", _LOOKUPS, environment=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert (child.returncode, child.stderr) == (0, "")

@@ -1,7 +1,11 @@
+import inspect
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
 import rsembed as rs
@@ -62,6 +66,42 @@ def test_optax_state_made_from_parameters_starts_from_the_rows_themselves():
     collection = rs.EmbeddingCollection(rs.FeatureSpec(name="f", table_spec=table))
     state = collection.init(jax.random.key(0))
     np.testing.assert_array_equal(state.slots["t"][0], state.tables["t"])
+
+
+REFUSED = ["dpsgd", "lbfgs", "lookahead", "momo", "momo_adam", "noisy_sgd", "polyak_sgd", "sophia"]
+"""Optimizers of optax that cannot be row rules, by name; the page on optimizers has their reasons."""
+GIVEN = {"learning_rate": 0.1, "l2_norm_clip": 1.0, "noise_multiplier": 1.0, "key": 0, "seed": 0}
+GIVEN |= {"base_optimizer": optax.sgd(0.1), "fast_optimizer": optax.sgd(0.1), "sync_period": 5, "slow_step_size": 0.5}
+
+
+def optimizers_of_optax():
+    """Every optimizer that optax and optax.contrib export, made with as few arguments as it takes."""
+    for module in (optax, optax.contrib):
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            parameters = inspect.signature(function).parameters
+            if not {"learning_rate", "max_learning_rate", "fast_optimizer"} & set(parameters):
+                continue
+            if name.startswith(("_", "scale_by_")):
+                continue
+            required = [own.name for own in parameters.values() if own.default is own.empty]
+            wanted = {"learning_rate", "key", *required} & set(parameters) & set(GIVEN)
+            yield name, function(**{parameter: GIVEN[parameter] for parameter in wanted})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_optimizer_of_optax_is_a_row_rule_or_refused_by_its_name():
+    refused, taken = [], []
+    for name, transformation in optimizers_of_optax():
+        try:
+            rs.from_optax(transformation)
+        except TypeError as error:
+            assert str(error).startswith("from_optax: ")
+            refused.append(name)
+        else:
+            taken.append(name)
+    assert sorted(refused) == REFUSED and len(taken) >= 40
+    page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+    assert [name for name in REFUSED if f"`{name}`" not in page] == []
 
 
 def test_custom_rules_see_one_row_at_a_time():

@@ -158,7 +158,7 @@ def main():
     refused("process 1 brings 6 samples", lambda: layer([1, 2, 3, 4, 5, 6][: 4 + process]))
     weights = np.ones((4, 1, 2), np.float32) if process else None
     refused(".4, 2. with weights, process 0 .* without", lambda: pooled_layer(np.ones((4, 1, 2), int), weights))
-    message = "keys must be integers" if process else r"process 1 refused what it was given \(TypeError: .*keys must be"
+    message = "ids must be integers" if process else r"process 1 refused what it was given \(TypeError: .*ids must be"
     refused(message, lambda: pooled_layer(np.full((4, 1, 2), 7.0 if process else 7)))
     message = "process 1 brings layer 'lists' with feature 'lists', process 0 layer 'pooled' with feature 'pooled'; all"
     refused(message, lambda: layer([1, 2]) if process else pooled_layer(np.ones((4, 1, 2), int)))

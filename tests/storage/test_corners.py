@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh
 
 import rsembed as rs
+from rsembed import sok
 from rsembed.kernels import native
+from rsembed.keys import split_keys
 from rsembed.tt import TensorTrain
 
 DIM, LR = 4, 0.5
@@ -360,3 +363,66 @@ def test_a_compiled_step_holds_one_copy_of_a_hashed_table(storage, mesh):
     # Where XLA sorts the uses of all rows, lists of them take more than half of what a copy of the table would.
     share = 0.5 if native.unavailable_because() is None else 0.9
     assert compiled.memory_analysis().temp_size_in_bytes < share * 40_000 * 32 * 4 / (mesh or 1)
+
+
+WIDE = np.array([[2**40 + 7, 7]])
+"""Keys of which JAX, where they enter `jit`, makes 7 and 7."""
+
+
+def doors(key_dtype):
+    """Each way by which keys reach a table inside `jit`: a function of the keys."""
+    collection = keyed(key_dtype=key_dtype)
+    state = collection.init(jax.random.key(0))
+    ones = {"f": jnp.ones((1, DIM))}
+    loss_fn = rs.value_and_grad(lambda _, activations: jnp.sum(activations["f"]), collection)
+    layer = rs.nnx.Embeddings(collection, rngs=nnx.Rngs(0))
+    module = rs.linen.Embeddings(collection)
+    variables = module.init(jax.random.key(0), collection.prepare({"f": WIDE % 2**20}))
+    served, tables = rs.for_serving(collection, state)
+    context = sok.Init(mesh=mesh_of(1))
+    pooled = sok.DistributedEmbedding("sum", 8, DIM, 1, 2, context=context, key_dtype=key_dtype)
+    listed = sok.All2AllDenseEmbedding(8, DIM, 1, 1, dynamic_input=True, context=context, key_dtype=key_dtype)
+    plain = sok.embedding_variable(
+        "p", DIM, rows_per_device=8, use_hashtable=False, context=context, key_dtype=key_dtype
+    )
+    return {
+        "lookup": lambda keys: collection.lookup(state, {"f": keys}),
+        "lookup_vjp": lambda keys: collection.lookup_vjp(state, {"f": keys})[0],
+        "update": lambda keys: collection.update(state, {"f": keys}, ones).step,
+        "row_gradients": lambda keys: collection.row_gradients({"f": keys}, ones).values,
+        "value_and_grad": lambda keys: loss_fn(jnp.ones(()), state, {"f": keys})[0],
+        "scan": lambda keys: jax.lax.scan(
+            lambda s, own: (s, collection.lookup(s, {"f": own})), state, jax.tree.map(lambda lane: lane[None], keys)
+        )[1],
+        "nnx": lambda keys: layer({"f": keys}),
+        "linen": lambda keys: module.apply(variables, {"f": keys}),
+        "served": lambda keys: served(tables, {"f": keys}),
+        "model-parallel, pooled": lambda keys: pooled(keys),
+        "model-parallel, list": lambda keys: listed(keys.reshape(-1)),
+        "model-parallel, group": lambda keys: sok.group_embedding_lookup_sparse([plain], [keys], ["sum"]),
+    }  # fmt: skip
+
+
+def test_keys_that_jax_may_have_cut_are_refused_inside_jit_at_every_door():
+    for name, door in doors("int64").items():
+        with pytest.raises(TypeError, match=r"array of int32.*key_dtype='int64'.*collection\.prepare.*split_keys"):
+            jax.jit(door)(WIDE)
+        with pytest.raises(TypeError, match="key_dtype='int32' if all keys fit"):
+            jax.jit(door)(jnp.asarray([[7, 8]]))
+        if name != "model-parallel, list":
+            jax.jit(door)(jax.tree.map(jnp.asarray, split_keys(np.array([[5, 7]]))))
+        if name != "scan":  # which traces
+            jax.block_until_ready(door(np.array([[5, 7]], np.int32)))  # nothing was cut
+    for door in doors("int32").values():
+        jax.jit(door)(np.array([[5, 7]], np.int32))
+
+
+def test_keys_of_64_bits_enter_jit_as_they_are_where_jax_has_them():
+    with jax.enable_x64(True):
+        collection = keyed()
+        state = collection.init(jax.random.key(0))
+        state = collection.update(state, {"f": WIDE[0]}, {"f": np.ones((2, DIM), np.float32)})
+        found = np.asarray(jax.jit(collection.lookup)(state, {"f": WIDE[0]})["f"])
+        rows = collection.tables(state)["t"]
+    assert rows["keys"].tolist() == [7, 2**40 + 7]
+    np.testing.assert_array_equal(found, rows["values"][::-1])

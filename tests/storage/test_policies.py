@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rsembed as rs
 from rsembed import checkpoint
 from tests.storage.test_corners import DIM, keyed, mesh_of
 
@@ -124,3 +125,70 @@ def test_keys_that_wait_are_not_forgotten_for_others_of_the_same_batch(capacity)
     for keys in ([[100, -1], [-1, -1]], [[2, 100], [-1, -1]]):  # key 2 is asked for in an earlier round
         state = collection.update(state, {"f": np.asarray(keys)}, {"f": np.ones((2, DIM), np.float32)})
     assert collection.tables(state)["t"]["keys"].tolist() == [100]
+
+
+def test_of_equally_due_keys_the_least_signed_number_goes():
+    """A table of a dtype of unsigned numbers takes the same bits for the largest keys."""
+    for key_dtype, left in (("int64", [2, 3, 7]), ("int32", [2, 3, 7]), ("uint64", [2**64 - 5, 3, 7])):
+        keys = np.array([2**64 - 5, 2, 3], np.uint64)
+        new = np.array([7], np.uint64)
+        if key_dtype != "uint64":
+            keys, new = keys.astype(np.int64), new.astype(np.int64)
+        collection = keyed(rows=3, when_full="evict", key_dtype=key_dtype)
+        state = collection.init(jax.random.key(0))
+        taken = collection.update(state, {"f": keys}, {"f": np.ones((3, DIM), np.float32)})
+        state = collection.update(taken, {"f": new}, {"f": np.ones((1, DIM), np.float32)})
+        assert sorted(collection.tables(state)["t"]["keys"].tolist()) == sorted(left), key_dtype
+        again = collection.update(collection.init(jax.random.key(0)), {"f": keys}, {"f": np.ones((3, DIM), np.float32)})
+        after, gone = collection.evict(again, "t", keep=2)
+        assert gone["keys"].tolist() == (keys[1:2] if key_dtype == "uint64" else keys[:1]).tolist()
+        assert len(collection.tables(after)["t"]["keys"]) == 2
+
+
+@pytest.mark.parametrize("when_full", ["zero", "evict", "error"])
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+@pytest.mark.parametrize("num_tables", [1, 2])
+def test_keys_that_will_find_no_row_read_zeros_in_training_as_in_serving(num_devices, when_full, num_tables):
+    """What training reads is what it steps: a key's row after the step is what was read, less its gradient."""
+    tables = [
+        rs.TableSpec(
+            name=f"t{number}",
+            vocabulary_size=4 * num_devices,
+            embedding_dim=DIM,
+            optimizer=rs.optimizers.SGD(0.25),
+            storage=rs.Hashed(when_full=when_full),
+        )
+        for number in range(num_tables)
+    ]
+    features = [rs.FeatureSpec(name=f"f{number}", table_spec=table) for number, table in enumerate(tables)]
+    collection = rs.EmbeddingCollection(features, mesh=mesh_of(num_devices))
+    generator, state = np.random.default_rng(num_devices), collection.init(jax.random.key(1))
+    look_up = jax.jit(lambda state, batch: collection.lookup_vjp(state, batch)[0])
+    update = jax.jit(collection.update)
+    num_without = 0
+    for _ in range(3):
+        most = 20 * num_devices
+        keys = {feature.name: generator.integers(-most, most, 16 * num_devices) for feature in features}
+        batch = collection.prepare(keys)
+        read = jax.tree.map(np.asarray, look_up(state, batch))
+        known_before = collection.tables(state)
+        served = jax.tree.map(np.asarray, collection.lookup(state, batch))
+        state = update(state, batch, jax.tree.map(np.ones_like, read))
+        for number, feature in enumerate(features):
+            rows = collection.tables(state)[f"t{number}"]
+            values = dict(zip(rows["keys"].tolist(), rows["values"], strict=True))
+            before = known_before[f"t{number}"]["keys"].tolist()
+            own = keys[feature.name]
+            for place, key in enumerate(own.tolist()):
+                if key == -1:
+                    continue
+                if key in before:
+                    np.testing.assert_array_equal(read[feature.name][place], served[feature.name][place])
+                if key not in values:
+                    num_without += 1
+                    assert not read[feature.name][place].any() and not served[feature.name][place].any()
+                else:
+                    stepped = read[feature.name][place] - 0.25 * np.sum(own == key)
+                    np.testing.assert_allclose(values[key], stepped, rtol=1e-6)
+                    assert read[feature.name][place].any()
+    assert num_without > 8
