@@ -75,7 +75,7 @@ storage/host_cached.py  storage/test_corners.py -k leave_the_device
 storage/logical_rows.py  storage/test_evict.py
     np.lexsort(lanes) => np.lexsort((lanes[0], -lanes[1]))
 collection/rows.py  storage/test_contract.py
-    gains = entry_gains(given, NO_ROW)[1] => gains = given.weights
+    gains = entry_gains(entries, NO_ROW)[1] => gains = ids.weights
 collection/rows.py  storage/test_contract.py -k many
     count + jnp.sum(is_row, dtype=jnp.int32), => count,
     if self.table.optimizer.moves_all_rows: => if False:
@@ -86,7 +86,7 @@ collection/dense_rows.py  collection/test_mesh.py
 collection/engine.py  collection/test_embeddings.py
     output[:, : feature.output_dim] if => output[:, -feature.output_dim :] if
 collection/stack.py  storage/test_contract.py
-    jnp.where(keys.is_key, position, NO_ROW), bag => position, bag
+    list_of(own, jnp.where(keys.is_key, position, NO_ROW)) => list_of(own, position)
 collection/stack.py  storage/test_like_tables.py
     names.index(feature.table_name) => 0
 parallel/exchange.py  parallel/test_rounds.py

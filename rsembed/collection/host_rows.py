@@ -9,8 +9,9 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
-from rsembed.bags import as_bags, padded_size
+from rsembed.bags import padded_size
 from rsembed.collection.dense_rows import whole_table
+from rsembed.collection.prepared import PreparedBatch
 from rsembed.collection.rows import keys_of_gradients
 from rsembed.collection.stack import EmbeddingState, Stack
 from rsembed.kernels import api
@@ -160,8 +161,8 @@ class Prefetch:
         """As `HostCached.make_room`, on one device."""
         if not isinstance(wanted, Mapping):
             return self.storage.make_room(params, keys_of_gradients(wanted)[0])
-        bags = {name: as_bags(value, feature=name) for name, value in wanted.items()}
-        return self.storage.make_room(params, self.stack.rows.own_keys(self.stack.occurrences(bags)))
+        occurrences = self.stack.occurrences(PreparedBatch.of(wanted))
+        return self.storage.make_room(params, self.stack.rows.own_keys(occurrences))
 
 
 def fetched(

@@ -150,15 +150,26 @@ class Rows:
         params, slots, rows = self.storage.find(params, slots, keys, jnp.ones(keys.shape, jnp.int32), self.table, step)
         call = batch.call.with_ids(rows)
         if self.storage.takes_keys:
-            # Keys that got no row count all the same, as they did when they were read.
-            lists, segments = list(call.lists), list(call.segments)
-            for number, segment in enumerate(segments):
-                if segment.combiner in ("mean", "sqrtn"):
-                    gains = entry_gains(entries_of(batch.call, segment.list, 0, NO_ROW), NO_ROW)[1]
-                    lists[segment.list] = dataclasses.replace(lists[segment.list], weights=gains)
-                    segments[number] = segment._replace(combiner="sum")
-            call = Call(tuple(lists), tuple(segments))
+            call = self._with_gains(call, batch.call)
         return self._step(params, slots, gradients_of(call, d_outputs), step)
+
+    def _with_gains(self, call: Call, keys: Call) -> Call:
+        """The call with the gains that its entries have in `keys`, in which keys without a row count, too.
+
+        A key that got no row counts in a mean, as it did when it was read.
+        """
+        lists = list(call.lists)
+        segments = list(call.segments)
+        for number, ids in enumerate(lists):
+            readers = [place for place, own in enumerate(segments) if own.list == number]
+            if not {segments[place].combiner for place in readers} & {"mean", "sqrtn"}:
+                continue
+            entries = entries_of(keys, number, 0, NO_ROW)
+            gains = entry_gains(entries, NO_ROW)[1]
+            lists[number] = dataclasses.replace(ids, weights=gains)
+            for place in readers:
+                segments[place] = segments[place]._replace(combiner="sum")
+        return Call(tuple(lists), tuple(segments))
 
     def apply(self, params: PyTree, slots: PyTree, rows: Array, values: Array, step: Step) -> State:
         """One step with the gradients of distinct ids or keys, as `row_gradients` returns them."""
