@@ -354,9 +354,14 @@ def padded_size(count: int) -> int:
 
 
 def size_of_list(count: int) -> int:
-    """The least size of a series that holds `count` ids: eight sizes an octave, so that at most 1/8 stays empty."""
-    step = 1 << max((count - 1).bit_length() - 4, 0)
-    return max(-(-count // step) * step, 8)
+    """The least size of a series that holds `count` ids, so that a stream of batches needs few compiled programs.
+
+    Powers of two from 8 to 64, then eight sizes an octave, of which at most 1/8 stays empty.
+    """
+    if count <= 64:
+        return max(padded_size(count), 8)
+    step = 1 << ((count - 1).bit_length() - 4)
+    return -(-count // step) * step
 
 
 def common_width(bags: Bags) -> int:

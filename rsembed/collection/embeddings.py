@@ -313,13 +313,17 @@ class EmbeddingCollection:
     # Forward
 
     def prepare(self, batch: Batch) -> PreparedBatch:
-        """Checks a batch on the host and brings it into canonical form, ready for a jitted step.
+        """The batch checked on the host and brought to the device, ready for a jitted step.
 
-        Do this before `jit`: inside it, ids are int32 and cannot be checked, only counted. Arrays stay arrays, all
-        else becomes `Bags`. On a mesh, the canonical form is one padded array `[batch, ids]` (or a pair of it and
-        weights) split by sample. Each process gives its own samples, equally many, and gets the global batch. Bags of
-        any length get room for a power of two of ids, so that few programs are compiled; a feature without a combiner
-        keeps its number of ids on one device, and bags of one length keep that on a mesh.
+        Do this before `jit`: inside it, ids are int32 and cannot be checked, only counted.
+
+        Arrays stay arrays. On one device, the bags of all ragged features that share a stack of tables become one list
+        of ids, which has one of few sizes: a stream of batches needs few compiled programs. A feature without a
+        combiner keeps its number of ids. The result is a pytree that reads as a mapping by feature.
+
+        On a mesh, every feature becomes a padded array `[batch, ids]` (or a pair of it and weights) split by sample;
+        its width is a power of two, or the length of all bags where they have one. Each process gives its own samples,
+        equally many, and gets the global batch.
 
         Args:
           batch: for every feature `Bags`, an integer array `[batch]` or `[batch, ids]` (`-1` is no id), nested lists,
