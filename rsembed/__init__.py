@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 
 from rsembed.bags import Bags as Bags
+from rsembed.bags import Jagged as Jagged
 from rsembed.collection import EmbeddingCollection as EmbeddingCollection
 from rsembed.collection import EmbeddingState as EmbeddingState
 from rsembed.collection import for_serving as for_serving

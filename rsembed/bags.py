@@ -8,7 +8,7 @@ import itertools
 import math
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast, no_type_check
 
 import jax
@@ -178,6 +178,62 @@ class Bags:
         is_id = np.asarray(ids.is_key if isinstance(ids, Keys) else ids != PAD_ID)
         numbers = join_keys(ids.high, ids.low) if isinstance(ids, Keys) else np.asarray(ids)
         return [[int(i) for i in numbers[a:b][is_id[a:b]]] for a, b in itertools.pairwise(offsets)]
+
+
+class Jagged(Mapping[str, Bags]):
+    """Bags of several features in one pair of arrays; reads as a mapping from features to their `Bags`.
+
+    This is the form of TorchRec's KeyedJaggedTensor: `rs.Jagged(kjt.values(), kjt.lengths(), features=kjt.keys())`.
+    `collection.prepare` takes it, as every mapping. Nothing is copied before.
+
+    Args:
+      values: ids `[n]`, feature after feature, and in each feature sample after sample; a tensor in host memory, too.
+      lengths: number of ids of each sample, `[features * samples]`, in the same order.
+      features: names of the features.
+      weights: one per id, floats `[n]`; None means ones.
+
+    Raises:
+      TypeError: `values` or `lengths` are no arrays of integers, or weights no floats.
+      ValueError: a feature is named twice, lengths are negative, do not divide by features or do not add up.
+
+    Example:
+      >>> import rsembed as rs
+      >>> batch = rs.Jagged([3, 1, 4, 5], [2, 0, 1, 1], features=["a", "b"])
+      >>> batch["b"].to_lists()
+      [[4], [5]]
+    """
+
+    def __init__(self, values: Any, lengths: Any, *, features: Sequence[str], weights: Any = None):
+        names = list(features)
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"Jagged: features must be names of features, each once, got {names}.")
+        everything = Bags.from_lengths(foreign_to_numpy(values), foreign_to_numpy(lengths), foreign_to_numpy(weights))
+        if everything.num_bags % len(names):
+            raise ValueError(
+                f"Jagged: there are {everything.num_bags} lengths, which {len(names)} features cannot share equally; "
+                "give one length for each sample of each feature."
+            )
+        self._everything, self._names = everything, names
+
+    def __getitem__(self, feature: str) -> Bags:
+        if feature not in self._names:
+            raise KeyError(f"Jagged has no feature {feature!r}, only {self._names}.")
+        bags, num_samples = self._everything, self._everything.num_bags // len(self._names)
+        first = self._names.index(feature) * num_samples
+        offsets = bags.offsets[first : first + num_samples + 1]
+        ids = slice(int(offsets[0]), int(offsets[-1]))
+        weights = None if bags.weights is None else bags.weights[ids]
+        return Bags(bags.ids[ids], offsets - offsets[0], weights)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        num_samples = self._everything.num_bags // len(self._names)
+        return f"Jagged({', '.join(self._names)}: {num_samples} samples, {self._everything.ids.shape[0]} ids)"
 
 
 def _module_of(ids: PyTree) -> PyTree:

@@ -174,3 +174,31 @@ def test_mistakes_in_one_of_many_features_are_named(wrong, message):
     sound = [[1], [2, 3]] if isinstance(wrong, list) else rs.Bags.from_lists([[1], [2, 3]])
     with pytest.raises((ValueError, TypeError), match=message):
         collection.prepare({"a": sound, "b": wrong, "c": sound})
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_jagged_pair_of_all_features_is_a_batch(weighted):
+    tables = {name: rs.TableSpec(name, 9, DIM, combiner="mean") for name in "abc"}
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(n, t) for n, t in tables.items()])
+    rng = np.random.default_rng(2)
+    lengths = rng.integers(0, 4, 3 * BATCH)
+    values = rng.integers(0, 9, lengths.sum())
+    weights = rng.uniform(0.5, 2.0, values.size).astype(np.float32) if weighted else None
+    # In an order that is not that of the collection.
+    jagged = rs.Jagged(values, lengths, features=["c", "a", "b"], weights=weights)
+    assert list(jagged) == ["c", "a", "b"] and len(jagged) == 3
+    state = collection.init(jax.random.key(0))
+    found = collection.lookup(state, jagged)
+    table_values, first = {n: np.asarray(t, np.float64) for n, t in collection.tables(state).items()}, 0
+    for name, own in zip("cab", lengths.reshape(3, BATCH), strict=True):
+        for sample, length in enumerate(own):
+            part = slice(first, first + length)
+            gains = np.ones(length) if weights is None else np.asarray(weights[part], np.float64)
+            expected = np.zeros(DIM)
+            if length:
+                expected = gains @ table_values[name][values[part]] / gains.sum()
+            np.testing.assert_allclose(found[name][sample], expected, rtol=1e-5, atol=1e-6)
+            first += length
+    wrong = rs.Jagged(np.where(np.arange(values.size) == 5, 70, values), lengths, features=["c", "a", "b"])
+    with pytest.raises(ValueError, match="feature 'c': id 70 in sample"):
+        collection.prepare(wrong)
