@@ -22,7 +22,7 @@ BUDGETS = {
     "bags": 458,
     "kernels": 3012,
     "initial_values": 240,
-    "storage": 2570,
+    "storage": 2571,
     "row_gradients": 208,
     "parallel": 832,
     "collection": 2594,
