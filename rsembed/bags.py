@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, cast, no_type_check
 
 import jax
@@ -383,6 +385,37 @@ def check_not_taken(tree: PyTree, what: str, way_out: str) -> None:
     arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
     if any(not isinstance(array, jax.core.Tracer) and array.is_deleted() for array in arrays):
         raise RuntimeError(f"{what} to a step that took its arrays over: {way_out}.")
+
+
+class _CtrlCLater:
+    """Holds Ctrl-C back until the end of a `with` block; in the main thread, where alone it arrives."""
+
+    def __enter__(self) -> None:
+        self._signals: list[tuple[int, Any]] = []
+        self._handler: Any = None
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._handler = handler
+                signal.signal(signal.SIGINT, lambda *given: self._signals.append(given))
+
+    def __exit__(self, *error: object) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            if self._signals:
+                self._handler(*self._signals[-1])
+
+
+def kept(keep: Callable[[PyTree], None], program: Callable[..., PyTree], *operands: PyTree) -> PyTree:
+    """Result of a program that takes arrays over; `keep` has received it before Ctrl-C can come in between.
+
+    Without that, KeyboardInterrupt could be raised between the program and the assignment of its result, and the arrays
+    that the program has taken over would be lost for good. Ctrl-C waits for the program, and for its compilation.
+    """
+    with _CtrlCLater():
+        result = program(*operands)
+        keep(result)
+    return result
 
 
 def check_ids_dtype(bags: Bags, *, feature: str) -> None:

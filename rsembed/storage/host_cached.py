@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeAlias
 
@@ -32,6 +33,29 @@ Rows = Int[np.ndarray, "..."]
 FIRST_VALUES_BLOCK = 4096
 
 
+class Lock:
+    """A lock that one thread may take again while it holds it; a copy of its owner gets a lock of its own.
+
+    Example:
+      >>> lock = Lock()
+      >>> with lock, lock:
+      ...     print("mine")
+      mine
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Lock, ()
+
+
 class Generation:
     """Counts the changes that a host and a device make together, from a random number on.
 
@@ -51,6 +75,7 @@ class Generation:
     def __init__(self, refusal: str):
         """`refusal` says what is wrong with a state of another generation, and the way out."""
         self.number, self._refusal = secrets.randbits(31), refusal
+        self._lock = Lock()
 
     def check(self, found: ArrayLike | None) -> None:
         """Raises: RuntimeError: a number is not the present one."""
@@ -59,8 +84,10 @@ class Generation:
 
     def advance(self, found: ArrayLike | None) -> None:
         """Begins a change of host and device. Raises: as `check`."""
-        self.check(found)
-        self.number = (self.number + 1) % 2**32
+        found = np.asarray(found)
+        with self._lock:  # of two threads with one state, one is refused
+            self.check(found)
+            self.number = (self.number + 1) % 2**32
 
 
 class BackingStore:

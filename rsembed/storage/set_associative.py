@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Int64, PyTree
 from numpy.typing import ArrayLike
 
-from rsembed.bags import padded_size
+from rsembed.bags import kept, padded_size
 from rsembed.checks import NonNegativeInt, PositiveInt, validated
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
@@ -236,6 +236,11 @@ class SetAssociativeCache:
         if self.counts is not None:
             self.counts[:] = 0
 
+    def restore(self, tags: Int[np.ndarray, " slots"]) -> None:
+        """Goes on with these ids in the slots, -1 where one is empty, and without locks; counts stay."""
+        self.tags[:], self._locks[:] = tags, 0
+        self._last_used[self.tags < 0] = 0
+
     def _choose_victims(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which of the ascending, missing ids, by place and grouped by set, get which slot."""
         worth, own_set = None if self.counts is None else self.counts[ids], set_of(ids, self.num_sets)
@@ -322,7 +327,12 @@ class NearRows:
         return [_padded(places, capacity) for _, places in (self._left, self._come)]
 
     def bring(
-        self, arrays: tuple[Array, ...], moves: Sequence[ArrayLike], leaving: Leaving, capacity: int | None
+        self,
+        arrays: tuple[Array, ...],
+        moves: Sequence[ArrayLike],
+        leaving: Leaving,
+        capacity: int | None,
+        keep: Callable[[tuple[Array, ...]], None],
     ) -> tuple[Array, ...]:
         """The arrays after the moves, in which all rows of the last batch have places.
 
@@ -331,6 +341,7 @@ class NearRows:
           moves: what `moves` returned, here or inside a compiled program.
           leaving: see there.
           capacity: of `moves`.
+          keep: receives the new arrays as soon as they have taken the place of the given ones.
         """
         (left, come), shapes = map(jnp.asarray, moves), None
         if not come.size:  # rows leave for others only
@@ -343,7 +354,7 @@ class NearRows:
             shapes = tuple(jax.ShapeDtypeStruct((capacity, *x.shape[1:]), x.dtype) for x in arrays)
         exchange = functools.partial(self._exchange, [array.dtype for array in arrays])
         loaded = call_host(exchange, shapes, come, *leaving(left))
-        brought: tuple[Array, ...] = _scatter(arrays, come, tuple(loaded))
+        brought: tuple[Array, ...] = kept(keep, _scatter, arrays, come, tuple(loaded))
         return brought
 
     def _exchange(
@@ -366,6 +377,14 @@ class NearRows:
         """Keeps the scratch rows of the last batch."""
         if values is not None:
             self.backing.write(self.scratch_rows, values)
+
+    def follow(self, resident_rows: Int[np.ndarray, " places"]) -> None:
+        """Lets the cache believe what the array says of its places, after moves that stopped halfway."""
+        near = resident_rows[: self.num_places].astype(np.int64)
+        self.cache.restore(np.where(near == NO_ROW, -1, near))
+        self.rows = self.places = self.scratch_rows = _NOTHING
+        self.admission = Admission(_NOTHING)
+        self._left = self._come = (_NOTHING, _NOTHING)
 
     def flush(self, leaving: Leaving) -> None:
         """Writes all resident rows to the stores; they stay resident."""

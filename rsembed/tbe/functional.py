@@ -27,6 +27,7 @@ from rsembed.kernels.reference import Rounding, jagged_segment
 from rsembed.optimizers.base import Slots
 from rsembed.optimizers.regularization import global_decay_factor
 from rsembed.optimizers.regularized import CounterAdagrad
+from rsembed.parallel.agreement import check_not_forked
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe.meshes import AnyBatch, tables_on_mesh
 from rsembed.tbe.plan import GroupPlan, TBEPlan
@@ -138,11 +139,12 @@ def init_state(plan: TBEPlan, key: PRNGKeyArray, num_places: Mapping[int, int] |
 
 
 def check_state(plan: TBEPlan, state: TBEState) -> None:
-    """Raises: ValueError: the state is of another plan. RuntimeError: a step took its arrays over."""
+    """Raises: ValueError: the state is of another plan. RuntimeError: a step took its arrays over, or a fork."""
+    check_not_forked("the module")
     # Compiled programs for several devices end the process when they are given such arrays.
     check_not_taken(
-        (state.weights, state.slots, state.step),
-        "the module has lost its tables, perhaps by way of a copy that shared them,",
+        (state.weights, state.slots, state.resident_rows, state.step, state.generation),
+        "the module has lost its tables, perhaps by way of a copy that shared them, or by Ctrl-C or an error,",
         "make a new module, and load a state dict of the copy or of the latest checkpoint into it; copy modules by "
         "state_dict and load_state_dict",
     )

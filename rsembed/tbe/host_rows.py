@@ -21,7 +21,7 @@ from rsembed.bags import device_copy, is_traced
 from rsembed.kernels.contract import NO_ROW, JaggedBatch
 from rsembed.row_gradients import RowGradients
 from rsembed.storage import CacheCounts, SetAssociativeCache
-from rsembed.storage.host_cached import BackingStore, Generation
+from rsembed.storage.host_cached import BackingStore, Generation, Lock
 from rsembed.storage.set_associative import NUM_WAYS, NearRows, call_host
 from rsembed.tbe import functional
 from rsembed.tbe.arguments import Arguments, TBEStatsReporterConfig
@@ -34,15 +34,21 @@ MAX_PREFETCHES = 100
 
 _stored_rows = jax.jit(functional.stored_rows, static_argnums=(0, 1))
 _REFUSAL = (
-    "the module's state is not the one that belongs to its tables on the host: nnx.state, nnx.split and nnx.clone hold "
-    "the rows in the cache and none of the others, so such a copy cannot be gone back to, nor be used beside the "
-    "original. Copy modules by state_dict and load_state_dict, also to go back; or go on from the tables as they are "
-    "on the host by reset_cache_states(discard=True)."
+    "the module's state is not the one that belongs to its tables on the host. Either Ctrl-C, an error or another "
+    "thread came between a compiled step and its result, which is lost: load the latest state dict. Or the state is a "
+    "copy: nnx.state, nnx.split and nnx.clone hold the rows in the cache and none of the others, so such a copy cannot "
+    "be gone back to, nor be used beside the original. Copy modules by state_dict and load_state_dict, also to go "
+    "back; or go on from the tables as they are on the host by reset_cache_states(discard=True)."
 )
+Keep = Callable[[TBEState], None]
+"""Receives a state whose arrays have taken the place of older ones."""
 
 
 class HostRows:
     """Rows of a module's cached tables, and their transfer between host and device.
+
+    A change outside `jit` starts with `begin` and ends with `end`, when the module has its new state. One that an error
+    or Ctrl-C stopped between these is put right by `resumed`.
 
     Args:
       plan: the tables.
@@ -52,6 +58,8 @@ class HostRows:
       counts: sums over all batches.
       calls_with_a_miss: batches with at least one unique miss.
       misses_by_feature: sums of the unique misses of each feature, where they are to be recorded.
+      lock: held by the one thread that works with the rows outside `jit`.
+      begun: generation of the state that a change began with and did not end; None at other times.
 
     Raises: ValueError: there is no room for a set of each cache.
     """
@@ -65,6 +73,42 @@ class HostRows:
         self.prefetched: list[tuple[np.ndarray, list[tuple[SetAssociativeCache, np.ndarray]]]] = []
         """Ids of batches whose rows wait in the cache, and the places that they lock."""
         self.generation = Generation(_REFUSAL)
+        self.lock = Lock()
+        self.begun: int | None = None
+        self._steps = False
+
+    def begin(self, state: TBEState, *, steps: bool = False) -> None:
+        """Begins a change outside `jit`; `steps` if it is a training step, after `bring`.
+
+        Raises: RuntimeError: the state is of another time.
+        """
+        self.generation.check(state.generation)
+        # In this order, a change that has begun is known as such from its first moment.
+        self.begun, self._steps = self.generation.number, steps
+        self.generation.advance(self.generation.number)
+
+    def end(self) -> None:
+        """Ends a change: the module has its new state."""
+        self.begun, self._steps = None, False
+
+    def resumed(self, state: TBEState) -> TBEState:
+        """State with which device and host go on after a change that stopped halfway.
+
+        The device says which rows it has; it has them whole, since one program moves all that belongs to a row. Rows
+        that left were written to the host before. Batches that were prefetched wait no longer.
+
+        Raises: RuntimeError: the state is not the one that the change began with.
+        """
+        if int(np.asarray(state.generation)) != self.begun:
+            self.generation.check(state.generation)
+        if self._steps:  # perhaps without success: then the rows are written as they were
+            self._write_scratch(state)
+        self.prefetched.clear()
+        for number, group in self.groups.items():
+            group.follow(np.asarray(state.resident_rows[number]))
+        self._steps = False
+        self.generation.advance(self.generation.number)
+        return self.advanced(state)
 
     def reset_counts(self) -> None:
         """Starts counting again from zero."""
@@ -78,19 +122,26 @@ class HostRows:
 
     # Before a lookup or an update
 
-    def bring(self, state: TBEState, batch: JaggedBatch, *, admit: bool = True) -> tuple[TBEState, JaggedBatch]:
+    def bring(
+        self, state: TBEState, batch: JaggedBatch, keep: Keep, *, admit: bool = True
+    ) -> tuple[TBEState, JaggedBatch]:
         """Copies the batch's rows to the device, inside `jit` too; with `admit`, missing rows enter the cache.
+
+        `keep` receives states in which the rows of some groups have moved; outside `jit`, call `end` afterwards.
 
         Returns: the state, and the batch with places instead of ids for cached tables.
         """
         capacity = batch.ids.shape[0] if is_traced((batch.ids, batch.offsets, state)) else None
         find = functools.partial(self._find_in_turn, self.plan.bags_of(batch), admit, capacity)
         shapes = None
-        if capacity is not None:
+        if capacity is None:
+            self.begin(state)
+        else:
             flat = jax.ShapeDtypeStruct((capacity,), jnp.int32)
             shapes = (flat, {number: [flat, flat] for number in self.groups})
         places, moves = call_host(find, shapes, state.generation, batch.ids, batch.offsets)
-        state = self._moved(self.advanced(state, is_inside=capacity is not None), moves, capacity)
+        state = self._moved(state, keep, moves, capacity)
+        state = self.advanced(state, is_inside=capacity is not None)
         blocks = tuple(
             block._replace(first_row=0, num_rows=state.weights[block.table].shape[0])
             if self.plan.groups[block.table].table.is_cached
@@ -99,25 +150,29 @@ class HostRows:
         )
         return state, dataclasses.replace(batch, ids=device_copy(places, jnp.int32), blocks=blocks)
 
-    def bring_rows(self, state: TBEState, row_gradients: RowGradients) -> tuple[TBEState, RowGradients]:
+    def bring_rows(self, state: TBEState, row_gradients: RowGradients, keep: Keep) -> tuple[TBEState, RowGradients]:
         """Copies the rows of row gradients to the device, and replaces their numbers by places. Not inside `jit`.
+
+        `keep` is that of `bring`.
 
         Raises: NotImplementedError: inside `jit`.
         """
         if is_traced((row_gradients, state)):
             raise NotImplementedError("row gradients of host tables cannot be applied inside jit; do it outside.")
         rows = dict(row_gradients.rows)
-        self.generation.advance(state.generation)
+        self.begin(state)
         for number, group in self.groups.items():
             name = self.plan.groups[number].table.name
             own = np.asarray(rows[name]).astype(np.int64)
             group.find(np.where(own == NO_ROW, -1, own), admit=True)
             rows[name] = jnp.asarray(np.where(group.places < 0, NO_ROW, group.places), jnp.int32)
-        state = self._moved(self.advanced(state))
+        state = self.advanced(self._moved(state, keep))
         return state, dataclasses.replace(row_gradients, rows=rows)
 
-    def prefetch(self, state: TBEState, batch: JaggedBatch) -> TBEState:
+    def prefetch(self, state: TBEState, batch: JaggedBatch, keep: Keep) -> TBEState:
         """Fills the cache for a later batch; rows that find no place are copied when it is looked up.
+
+        `keep` is that of `bring`.
 
         Raises: RuntimeError: `MAX_PREFETCHES` batches wait already.
         """
@@ -132,15 +187,14 @@ class HostRows:
         size = max(num_ids, 1)
         if config is not None:
             size = max(-(-num_ids // config.num_passes), config.min_splitable_pass_size)
-        self.generation.advance(state.generation)
-        state = self.advanced(state)
+        self.begin(state)
         for first in range(0, max(num_ids, 1), size):
             ids, ends = batch.ids[first : first + size], np.clip(offsets - first, 0, size)
             self._find(self.plan.bags_of(batch), np.asarray(ids), ends, admit=True, lock=lock, is_prefetch=True)
-            state = self._moved(state)
+            state = self._moved(state, keep)
             locked += [(group.cache, group.places) for group in self.groups.values() if lock]
         self.prefetched.append((np.asarray(batch.ids)[: offsets[-1]], locked))
-        return state
+        return self.advanced(state)
 
     def _take_prefetched(self, ids: np.ndarray) -> bool:
         """Whether the batch was prefetched; if so, removes it from the list and unlocks its places."""
@@ -152,11 +206,16 @@ class HostRows:
                 return True
         return False
 
-    def _moved(self, state: TBEState, moves: PyTree = None, capacity: int | None = None) -> TBEState:
-        """State after the moves of rows in all groups, by default those of the last batch."""
+    def _moved(self, state: TBEState, keep: Keep, moves: PyTree = None, capacity: int | None = None) -> TBEState:
+        """State after the moves of rows in all groups, by default those of the last batch; `keep` is of `bring`."""
         for number, group in self.groups.items():
             own = group.moves(None) if moves is None else moves[number]
-            arrays = group.bring(state.arrays(number), own, self._leaving(state, number), capacity)
+
+            def keep_arrays(arrays: tuple[Array, ...], state: TBEState = state, number: int = number) -> None:
+                keep(state.with_arrays(number, arrays))
+
+            leaving = self._leaving(state, number)
+            arrays = group.bring(state.arrays(number), own, leaving, capacity, keep_arrays)
             state = state.with_arrays(number, arrays)
         return state
 
@@ -164,14 +223,25 @@ class HostRows:
         return functools.partial(_stored_rows, self.plan, number, state)
 
     def write_back(self, state: TBEState) -> TBEState:
-        """Writes the scratch rows of the last `bring` to the host, after an update has changed them."""
-        is_inside = is_traced(state)
-        values = {
-            number: group.scratch(state.arrays(number), self._leaving(state, number), is_inside=is_inside)
-            for number, group in self.groups.items()
-        }
-        call_host(self._store_scratch, () if is_inside else None, state.generation, values)
-        return self.advanced(state, is_inside=is_inside)
+        """Writes the scratch rows of the last `bring` to the host, after an update has changed them.
+
+        Outside `jit`, `begin` comes before the update.
+        """
+        if is_traced(state):
+            call_host(self._store_in_turn, (), state.generation, self._scratch(state, is_inside=True))
+            return self.advanced(state, is_inside=True)
+        self._write_scratch(state)
+        return self.advanced(state)
+
+    def _write_scratch(self, state: TBEState) -> None:
+        self._store_scratch(self._scratch(state, is_inside=False))
+
+    def _scratch(self, state: TBEState, *, is_inside: bool) -> dict[int, PyTree]:
+        """Contents of the scratch area of every group."""
+        found = {}
+        for number, group in self.groups.items():
+            found[number] = group.scratch(state.arrays(number), self._leaving(state, number), is_inside=is_inside)
+        return found
 
     # Whole tables
 
@@ -180,13 +250,17 @@ class HostRows:
         for number, group in self.groups.items():
             group.flush(self._leaving(state, number))
 
-    def forget(self, state: TBEState) -> TBEState:
-        """Empties the cache without writing anything back, whatever time the state is of."""
+    def forget(self, state: TBEState, *, discard: bool) -> TBEState:
+        """Empties the cache without writing anything back; with `discard`, whatever time the state is of."""
         jax.effects_barrier()
-        self.generation.advance(self.generation.number)
-        while self.prefetched:
-            self._take_prefetched(self.prefetched[0][0])
+        if discard:
+            self.end()  # of a change that stopped halfway, if there is one
+            self.generation.advance(self.generation.number)
+        else:
+            self.begin(state)
+        self.prefetched.clear()
         for number, group in self.groups.items():
+            group.follow(np.full(group.num_places, NO_ROW, np.int32))
             group.cache.reset()
             nobody = jnp.full(state.weights[number].shape[0], NO_ROW, jnp.int32)
             state = state.with_arrays(number, (*state.arrays(number)[:-1], nobody))
@@ -198,7 +272,8 @@ class HostRows:
         self, num_bags: tuple[int, ...], admit: bool, capacity: int | None, generation: Array, *batch: AnyArray
     ) -> tuple[np.ndarray, dict[int, list[np.ndarray]]]:
         """Ids with places instead of rows for cached tables, and the moves of every group."""
-        self.generation.advance(generation)
+        if capacity is not None:
+            self.generation.advance(generation)
         ids, offsets = map(np.asarray, batch)
         admits = admit and not self._take_prefetched(ids[: offsets[-1]])  # without padding
         self._find(num_bags, ids, offsets, admit=admits)
@@ -224,11 +299,14 @@ class HostRows:
         if admit:
             self._record(ids, starts)
 
-    def _store_scratch(self, generation: Array, values: dict[int, PyTree]) -> tuple[()]:
+    def _store_in_turn(self, generation: Array, values: dict[int, PyTree]) -> tuple[()]:
         self.generation.advance(generation)
+        self._store_scratch(values)
+        return ()
+
+    def _store_scratch(self, values: dict[int, PyTree]) -> None:
         for number, own in values.items():
             self.groups[number].store_scratch(own)
-        return ()
 
     def _record(self, ids: np.ndarray, starts: np.ndarray) -> None:
         """Adds a batch to the statistics, as one call, however many groups its ids belong to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
@@ -17,15 +18,17 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, PyTree
 from numpy.typing import ArrayLike
 
-from rsembed.bags import is_traced
+from rsembed.bags import is_traced, kept
 from rsembed.checks import NonNegativeInt, validated
 from rsembed.kernels.contract import JaggedBatch
 from rsembed.optimizers import regularization
 from rsembed.optimizers.regularization import WeightDecayMode
+from rsembed.parallel.agreement import check_not_forked
 from rsembed.row_gradients import RowGradients, check_belong, check_gradient
 from rsembed.tbe import arguments, batches, functional, host_rows
 from rsembed.tbe import plan as plans
 from rsembed.tbe.arguments import Arguments, BoundsCheckMode, CacheAlgorithm, EmbOptimType, PoolingMode, SparseType
+from rsembed.tbe.functional import TBEState
 from rsembed.tbe.host_rows import HostRows
 from rsembed.tbe.meshes import AnyBatch, tables_on_mesh
 from rsembed.tbe.tables import TBEVariable, TrainedTables, learning_rates
@@ -218,7 +221,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         """
         del feature_requires_grad, total_unique_indices
         batch = self._read(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
-        return self._pooled(self._brought(batch))
+        with self._alone():
+            return self._pooled(self._brought(batch))
 
     def vjp(
         self,
@@ -241,9 +245,10 @@ class TableBatchedEmbeddingBags(TrainedTables):
             raise RuntimeError(_EVALUATES)
         batch = self._read(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
         mask = None if feature_requires_grad is None else batches.mask_of_ids(self.plan, batch, feature_requires_grad)
-        self._begin_step()  # a batch that is refused leaves the tables as they are
-        near = self._brought(batch)
-        return self._pooled(near), TablesBackward(self, batch, near, mask, total_unique_indices)
+        with self._alone():
+            self._begin_step()  # a batch that is refused leaves the tables as they are
+            near = self._brought(batch)
+            return self._pooled(near), TablesBackward(self, batch, near, mask, total_unique_indices)
 
     def apply(self, row_gradients: RowGradients) -> None:
         """One optimizer step of every row in `row_gradients`, which `backward.row_gradients` returned.
@@ -253,14 +258,19 @@ class TableBatchedEmbeddingBags(TrainedTables):
         rows, tables = functional.row_counts(self.plan), [group.table for group in self.plan.groups]
         axes = {table.name: (1, table.dim) for table in tables}
         check_belong(row_gradients, self.plan.row_layout, rows, axes)
-        self._begin_step()
-        state, host = self.whole_state, self.host_rows
-        rates = learning_rates(self.plan, state)
-        if host is not None:
-            state, row_gradients = host.bring_rows(state, row_gradients)
-            self.state.set_value(state)  # the host has moved on, whatever becomes of the step
-        state = _apply(self.plan, state, row_gradients, rates)
-        self.state.set_value(state if host is None else host.write_back(state))
+        with self._alone():
+            self._begin_step()
+            host, keep = self.host_rows, self.state.set_value
+            state = self.whole_state
+            rates = learning_rates(self.plan, state)
+            if host is not None:
+                state, row_gradients = host.bring_rows(state, row_gradients, keep)
+                self.state.set_value(state)  # the host has moved on, whatever becomes of the step
+                host.begin(state, steps=True)
+            state = kept(keep, _apply, self.plan, state, row_gradients, rates)
+            if host is not None:
+                self.state.set_value(host.write_back(state))
+                host.end()
 
     def prepare(self, indices: ArrayLike, offsets: ArrayLike, per_sample_weights: ArrayLike | None = None) -> AnyBatch:
         """Checks a batch on the host and brings it to the devices: goes in place of `indices`, into `jit` too.
@@ -292,17 +302,19 @@ class TableBatchedEmbeddingBags(TrainedTables):
         Raises: RuntimeError: inside `jit`, or 100 prefetched batches wait already.
         """
         del forward_stream
-        if (host := self.host_rows) is None:
-            return
-        batch = self._read(indices, offsets, None, batch_size_per_feature_per_rank)
-        if not isinstance(batch, JaggedBatch) or is_traced((batch.ids, batch.offsets)):
-            raise RuntimeError("prefetch works beside compiled programs; call it outside of jit.")
-        self.state.set_value(host.prefetch(self.state.get_value(), batch))
+        with self._alone():
+            if (host := self.host_rows) is None:
+                return
+            batch = self._read(indices, offsets, None, batch_size_per_feature_per_rank)
+            if not isinstance(batch, JaggedBatch) or is_traced((batch.ids, batch.offsets)):
+                raise RuntimeError("prefetch works beside compiled programs; call it outside of jit.")
+            self.state.set_value(host.prefetch(self.state.get_value(), batch, self.state.set_value))
+            host.end()
 
     def _begin_step(self) -> None:
         """Runs the passes over whole tables that the next step still owes, for example after a second `vjp`."""
         if self.plan.has_passes:
-            self.state.set_value(_begin_step(self.plan, self.whole_state))
+            kept(self.state.set_value, _begin_step, self.plan, self.whole_state)
 
     def _read(self, *arguments: Any) -> AnyBatch:
         """The checked batch of a call; `bounds_check_warning` receives the number of corrected ids and offsets."""
@@ -340,8 +352,10 @@ class TableBatchedEmbeddingBags(TrainedTables):
                 "a lookup moves rows of tables on the host, which needs the module as an argument of the surrounding "
                 "transformation: nnx.jit or nnx.grad of a function of (..., module)."
             ) from error
-        state, near = host.bring(self.state.get_value(), batch, admit=admit)
+        state, near = host.bring(self.state.get_value(), batch, self.state.set_value, admit=admit)
         self.state.set_value(state)
+        if not is_traced(state):
+            host.end()
         return near
 
     def _pooled(self, batch: AnyBatch) -> Array:
@@ -382,6 +396,10 @@ class TablesBackward:
 
         Raises: RuntimeError: it was called before, or the module went into evaluation mode since.
         """
+        with self._module._alone():
+            return self._trained(d_output, per_sample_weights_grad)
+
+    def _trained(self, d_output: ArrayLike, per_sample_weights_grad: bool) -> PyTree:
         module, host = self._module, self._module.host_rows
         if module.plan.tables[0].rule is None:
             return self.row_gradients(d_output)
@@ -391,16 +409,21 @@ class TablesBackward:
         module._begin_step()
         if module.state.get_value().generation is not self._generation:  # other batches may have moved rows since
             self._near = module._brought(self._batch, admit=False)
-        state, d_weights = _backward(
-            module.plan,
-            module.whole_state,
-            self._near,
-            gradient,
-            self._rates,
-            max_gradient=module.max_gradient,
-            wants_weight_gradients=per_sample_weights_grad,
+        state = module.whole_state
+        if host is not None and not is_traced((state, self._near, gradient)):
+            host.begin(state, steps=True)
+        step = functools.partial(
+            _backward, max_gradient=module.max_gradient, wants_weight_gradients=per_sample_weights_grad
         )
-        module.state.set_value(state if host is None else host.write_back(state))
+
+        def keep(found: tuple[TBEState, PyTree]) -> None:
+            module.state.set_value(found[0])
+
+        state, d_weights = kept(keep, step, module.plan, state, self._near, gradient, self._rates)
+        if host is not None:
+            module.state.set_value(host.write_back(state))
+            if not is_traced(state):
+                host.end()
         if (config := module.arguments.stats_reporter_config) is not None:
             host_rows.report(config, module.plan, module.state.get_value(), self._batch, gradient)
         if d_weights is None:
@@ -435,6 +458,7 @@ class TablesBackward:
 
         Raises: TypeError, ValueError: it has another form. RuntimeError: this was used, or the module never trains.
         """
+        check_not_forked("the module")
         module, shape = self._module, functional.output_shape(self._module.plan, self._near)
         check_gradient(d_output, "the gradient of the output")
         d_output = jnp.asarray(d_output)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated
 
 import jax
@@ -13,9 +14,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from rsembed.bags import is_traced
+from rsembed.bags import is_traced, kept
 from rsembed.checks import NonNegativeInt, check_type, check_within, validated
 from rsembed.fingerprint import Fingerprint, check_same
+from rsembed.parallel.agreement import check_not_forked
 from rsembed.storage import CacheCounts
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.tbe import functional
@@ -74,10 +76,34 @@ class TrainedTables(nnx.Module):
         Raises: RuntimeError: the module's state is of another time, or of another module.
         """
         if self._host_rows is not None:
+            check_not_forked("the module")
             jax.effects_barrier()  # until compiled programs are done here
-            if not is_traced(generation := self.state.get_value().generation):
-                self._host_rows.generation.check(generation)
+            if not is_traced(self.state.get_value().generation):
+                with self._host_rows.lock:
+                    self._resume()
+                    self._host_rows.generation.check(self.whole_state.generation)
         return self._host_rows
+
+    def _resume(self) -> None:
+        """Lets host and device go on after a call that an error or Ctrl-C stopped halfway."""
+        if self._host_rows is not None and self._host_rows.begun is not None:
+            self.state.set_value(self._host_rows.resumed(self.whole_state))
+            self._host_rows.end()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keeps other threads from tables on the host; a call that stops halfway leaves host and device in step."""
+        check_not_forked("the module")
+        if self._host_rows is None:
+            yield
+            return
+        with self._host_rows.lock:
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the next call says what is lost
+                    self._resume()
+                raise
 
     def set_learning_rate(self, lr: float | Sequence[float]) -> None:
         """Sets the rate of all tables, or one each. A lookup keeps the rate that it saw for its backward pass.
@@ -129,8 +155,9 @@ class TrainedTables(nnx.Module):
 
     def split_embedding_weights(self) -> list[Array | np.ndarray]:
         """The weights of every table, `[rows, dim]`: copies; of tables on the host, read-only views of the store."""
-        self.flush()
-        return [self._read_table(table)[0] for table in range(len(self.plan.tables))]
+        with self._alone():
+            self.flush()
+            return [self._read_table(table)[0] for table in range(len(self.plan.tables))]
 
     def set_embedding_weights(self, table: int | str, weights: ArrayLike) -> None:
         """Overwrites the weights of one table; optimizer states stay.
@@ -159,8 +186,9 @@ class TrainedTables(nnx.Module):
         """
         if self.plan.tables[0].rule is None:
             raise NotImplementedError("OptimType.NONE keeps no optimizer states.")
-        self.flush()
-        return [self._read_table(table)[1:] for table in range(len(self.plan.tables))]
+        with self._alone():
+            self.flush()
+            return [self._read_table(table)[1:] for table in range(len(self.plan.tables))]
 
     def get_optimizer_state(self) -> list[dict[str, Array | np.ndarray]]:
         """Optimizer states by the names of torch's optimizers, such as `sum`, `exp_avg` and `exp_avg_sq`.
@@ -178,10 +206,12 @@ class TrainedTables(nnx.Module):
 
         `contents` tells what it belongs to, for `load_state_dict` to compare.
         """
-        state, plan, found = self.whole_state, self.plan, dict[str, np.ndarray]()
-        self.flush()
-        for number, table in enumerate(plan.tables):
-            found |= zip(_entries(table), map(np.array, self._read_table(number)), strict=True)
+        plan, found = self.plan, dict[str, np.ndarray]()
+        with self._alone():
+            self.flush()
+            state = self.whole_state
+            for number, table in enumerate(plan.tables):
+                found |= zip(_entries(table), map(np.array, self._read_table(number)), strict=True)
         rates = np.asarray(state.learning_rates)
         found["step"] = np.asarray(state.step)
         if plan.has_passes and state.passed_step != state.step:  # a lookup to be trained has begun the next step
@@ -231,15 +261,18 @@ class TrainedTables(nnx.Module):
 
     def flush(self) -> None:
         """Writes all cached rows and states to the host; they stay cached."""
-        if (host_rows := self.host_rows) is not None:
-            host_rows.flush(self.state.get_value())
+        with self._alone():
+            if (host_rows := self.host_rows) is not None:
+                host_rows.flush(self.state.get_value())
 
     def reset_cache_states(self, *, discard: bool = False) -> None:
         """Empties the cache. With `discard`, what training did to the rows in it is lost, as in the original."""
-        if self._host_rows is not None:
-            if not discard:
-                self.flush()
-            self.state.set_value(self._host_rows.forget(self.state.get_value()))
+        with self._alone():
+            if self._host_rows is not None:
+                if not discard:
+                    self.flush()
+                self.state.set_value(self._host_rows.forget(self.state.get_value(), discard=discard))
+                self._host_rows.end()
 
     def get_uvm_cache_stats(self) -> CacheCounts:
         """Counts of all lookups so far. Raises: RuntimeError: `gather_uvm_cache_stats` is off, or nothing is cached."""
@@ -267,18 +300,27 @@ class TrainedTables(nnx.Module):
     def _write_table(self, table: int, rows: Callable[[int, int], ArrayLike], *, array: int = 0) -> None:
         """Overwrites a table (or with `array` k its k-th state) with `rows(first, last)`, in blocks."""
         own, (number, first_row) = self.plan.tables[table], self.plan.places[table]
-        if own.is_cached:
-            self.reset_cache_states()
-        for first in range(0, own.num_rows, ROWS_PER_BLOCK):
-            state, last = self.whole_state, min(first + ROWS_PER_BLOCK, own.num_rows)
-            values = np.array(rows(first, last))
+        with self._alone():
             if own.is_cached:
-                stored = self.host_rows.groups[number].backing.arrays[array]  # type: ignore[union-attr]
-                stored[first_row + first : first_row + last] = values
-            else:
-                arrays = list(state.arrays(number))
-                arrays[array] = _put_rows(arrays[array], values, rows_of(self.plan, table, np.arange(first, last)))
-                self.state.set_value(state.with_arrays(number, arrays))
+                self.reset_cache_states()
+            for first in range(0, own.num_rows, ROWS_PER_BLOCK):
+                state, last = self.whole_state, min(first + ROWS_PER_BLOCK, own.num_rows)
+                values = np.array(rows(first, last))
+                if own.is_cached:
+                    stored = self.host_rows.groups[number].backing.arrays[array]  # type: ignore[union-attr]
+                    stored[first_row + first : first_row + last] = values
+                else:
+                    self._put(state, number, array, values, rows_of(self.plan, table, np.arange(first, last)))
+
+    def _put(self, state: TBEState, number: int, array: int, values: np.ndarray, rows: np.ndarray) -> None:
+        """Overwrites rows of one array of a group on the device."""
+        arrays = list(state.arrays(number))
+
+        def keep(changed: Array) -> None:
+            arrays[array] = changed
+            self.state.set_value(state.with_arrays(number, arrays))
+
+        kept(keep, _put_rows, arrays[array], values, rows)
 
     def _read_table(self, table: int) -> list[Array | np.ndarray]:
         """Weights and states of one table in the form of a state dict, after `flush`."""

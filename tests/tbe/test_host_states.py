@@ -2,7 +2,12 @@
 
 import copy
 import functools
+import os
+import signal
+import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -171,3 +176,150 @@ def test_a_clone_cannot_be_used_beside_its_original_but_a_deep_copy_or_a_merged_
         for each in (plain, deep):
             train(each, batch(seed), OFFSETS)
     assert_same_bits(plain, deep)
+
+
+# Threads
+
+
+def test_lookups_of_several_threads_read_their_own_rows_while_one_trains_others():
+    plain, cached = pair()
+    fixed, trained = np.arange(0, 200, dtype=np.int32), np.arange(200, 400, dtype=np.int32)
+    rng = np.random.default_rng(0)
+    batches = [rng.choice(fixed, 100) for _ in range(20)]
+    expected = [np.asarray(plain(ids, OFFSETS)) for ids in batches]
+
+    def look_up(number):
+        return np.asarray(cached(batches[number % 20], OFFSETS))
+
+    def other_work(number):
+        cached.prefetch(rng.choice(fixed, 20), np.array([0, 20]))
+        cached(batches[0], OFFSETS)
+        cached.flush()
+        return train(cached, trained[number : number + 100], OFFSETS)
+
+    with ThreadPoolExecutor(4) as pool:
+        work = [pool.submit(look_up, number) for number in range(120)]
+        # One thread trains at a time, as always.
+        for number in range(10):
+            pool.submit(other_work, number).result()
+        found = [each.result() for each in work]
+    for number, output in enumerate(found):
+        np.testing.assert_array_equal(output, expected[number % 20])
+    for number in range(10):
+        train(plain, trained[number : number + 100], OFFSETS)
+    assert_same_bits(plain, cached)
+
+
+# Ctrl-C
+
+
+FILES = ("tbe/module.py", "tbe/tables.py", "tbe/host_rows.py", "storage/set_associative.py", "storage/host_cached.py")
+KEEPERS = {"keep", "keep_arrays"}
+"""Functions in which Ctrl-C waits; see `rsembed.bags.kept`."""
+
+
+def is_interrupted(call, at_line):
+    """Whether Ctrl-C came: as that line of the module's files is about to run, of all that the call runs."""
+    left = at_line
+
+    def before_line(frame, event, argument):
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+        return before_line
+
+    def enter(frame, event, argument):
+        code = frame.f_code
+        return before_line if code.co_filename.endswith(FILES) and code.co_name not in KEEPERS else None
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def looked_up_twice(module, seed):
+    """A step whose rows have moved since its lookup."""
+    output, backward = module.vjp(batch(seed), OFFSETS)
+    module(batch(seed + 1), OFFSETS)
+    backward(np.ones_like(output))
+
+
+def applied(module, seed):
+    output, backward = module.vjp(batch(seed), OFFSETS)
+    module.apply(backward.row_gradients(np.ones_like(output)))
+
+
+INTERRUPTED = {
+    "lookup": lambda module, seed: module(batch(seed), OFFSETS),
+    "step": lambda module, seed: train(module, batch(seed), OFFSETS),
+    "late step": looked_up_twice,
+    "apply": applied,
+    "prefetch": lambda module, seed: (module.prefetch(batch(seed), OFFSETS), module(batch(seed), OFFSETS)),
+    "save": lambda module, seed: (module.state_dict(), module.reset_cache_states()),
+}
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_ctrl_c_before_any_line_leaves_the_step_done_or_not_and_a_module_that_goes_on(name):
+    run = INTERRUPTED[name]
+    plain, cached = pair(prefetch_pipeline=name == "prefetch")
+    for seed in range(3):
+        for module in (plain, cached):
+            run(module, seed)
+            train(module, batch(seed + 3), OFFSETS)
+    for at_line in range(0, 10_000, 29):
+        before = int(plain.step)
+        was_interrupted = is_interrupted(lambda: run(cached, at_line), at_line)  # noqa: B023
+        cached(batch(at_line + 5), OFFSETS)  # goes on
+        if int(cached.step) > before:
+            run(plain, at_line)
+        assert int(cached.step) == int(plain.step)
+        if at_line % 145 == 0 or not was_interrupted:
+            for module in (plain, cached):
+                train(module, batch(at_line + 1), OFFSETS)
+            assert_same_bits(plain, cached)
+        if not was_interrupted:
+            break
+    assert at_line > 100 and not was_interrupted
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_ctrl_c_at_any_time_of_a_loop_of_steps_loses_no_module(is_cached):
+    plain, module = pair()
+    module = module if is_cached else plain
+    for seed in range(4):
+        train(module, batch(seed), OFFSETS)
+    for number in range(20):
+        timer = threading.Timer(0.02 + 0.003 * number, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                train(module, batch(number), OFFSETS)
+        done = int(module.step)
+        train(module, batch(number), OFFSETS)
+        assert int(module.step) == done + 1
+        assert np.isfinite(module.state_dict()["table_0.weight"]).all()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_compiled_step_that_did_not_return_its_state_is_refused_until_a_state_dict_is_loaded():
+    plain, module = pair()
+    for each in (plain, module):
+        train(each, batch(0), OFFSETS)
+    saved, before = plain.state_dict(), jax.tree.map(jnp.copy, nnx.state(module))
+    compiled_step(module, batch(1), 1.0)
+    nnx.update(module, before)  # as Ctrl-C leaves it
+    with pytest.raises(RuntimeError, match=r"Ctrl-C, an error or another thread came between.*load the latest state"):
+        module(batch(1), OFFSETS)
+    module.load_state_dict(saved)
+    for each in (plain, module):
+        train(each, batch(1), OFFSETS)
+    assert_same_bits(plain, module)
