@@ -153,7 +153,12 @@ class Prefetch:
         place, arrays = self.stack.devices.place_from_host, (params.rows, *slots)
         (rows,), leaves = place([rows], self.stack.partition), left >= 0
         gone = [on_host(array)[leaves] for array in self._gather(arrays, rows)]
-        come = place(self.storage.store.exchange(left[leaves], gone, np.maximum(ids, 0)), self.stack.partition)
+        generation = self.storage.generation
+        with generation.lock:
+            # Another thread may have stepped since the places were made: then the store is of a later time.
+            generation.check(on_host(params.generation))
+            values = self.storage.store.exchange(left[leaves], gone, np.maximum(ids, 0))
+        come = place(values, self.stack.partition)
         near, *kept = (self._scatter_in_place if donates else self._scatter)(arrays, rows, tuple(come))
         return params._replace(rows=near), tuple(kept)
 

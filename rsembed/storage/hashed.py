@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, cast
 
@@ -277,8 +278,8 @@ class Hashed(DynamicRows):
         evict = self.eviction if self.makes_room else None
         entry_of, keys, _, totals, waiting_rows, is_admitted = self._newcomers(params, keys, occurrences, number)
         is_signed = not self.key_dtype.startswith("u")
-        how = {"evict": evict, "is_signed": is_signed}
-        assigned = row_map.assign(params.keys, keys.only(is_admitted), number, totals, **how)
+        assign = functools.partial(row_map.assign, evict=evict, is_signed=is_signed)
+        assigned = assign(params.keys, keys.only(is_admitted), number, totals)
         (known, rows, evicted, num_failed), waiting = assigned, params.waiting
         # What cannot happen is not counted: every counter is a loop of its own in the program.
         happened = {"inserted": params.keys.num_free - known.num_free}
@@ -291,7 +292,7 @@ class Hashed(DynamicRows):
             waiting = row_map.release(waiting, jnp.where(is_left, NO_ROW, waiting_rows))
             waiting = row_map.touch(waiting, jnp.where(is_left, waiting_rows, NO_ROW), number, totals)
             newcomers = keys.only(is_left & (waiting_rows == NO_ROW))
-            waiting, places, happened["forgotten"], _ = row_map.assign(waiting, newcomers, number, totals, **how)
+            waiting, places, happened["forgotten"], _ = assign(waiting, newcomers, number, totals)
             has_none = (is_admitted & is_left) | (newcomers.is_key & (places == NO_ROW))
             num_failed = row_map.counts_of(has_none, keys.table, params.num_tables)
         vectors, *kept = hashed_rows.with_initial_values((params.rows, *slots), rows, keys, table, params.own_key)
@@ -319,7 +320,8 @@ class Hashed(DynamicRows):
         if not is_array or is_traced(whole) or not all(getattr(leaf, "is_fully_addressable", True) for leaf in whole):
             return  # lookups read NaN
         keys = params.keys._replace(signature=np.asarray(params.keys.signature))
-        if not hashed_rows.is_bound(params._replace(keys=keys, bond=np.asarray(params.bond))):
+        bond: PyTree = np.asarray(params.bond)
+        if not hashed_rows.is_bound(params._replace(keys=keys, bond=bond)):
             names = ", ".join(own.name for own in self.tables_of(table))
             raise ValueError(
                 f"table {names!r}: the rows of this state do not belong to its keys. An average of two states, taken "

@@ -126,8 +126,9 @@ MOST_ROUNDING = 0.25
 
 def bond_of(keys: RowMap) -> PyTree:
     """The signature of each table, byte by byte as floats."""
-    xp: Any = np if isinstance(keys.signature, np.ndarray) else jnp
-    parts = [(keys.signature >> np.uint32(shift)) & np.uint32(255) for shift in (0, 8, 16, 24)]
+    signature: PyTree = keys.signature
+    xp: Any = np if isinstance(signature, np.ndarray) else jnp
+    parts = [(signature >> np.uint32(shift)) & np.uint32(255) for shift in (0, 8, 16, 24)]
     return xp.stack(parts, axis=1).astype(np.float32)
 
 

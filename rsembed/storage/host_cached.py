@@ -76,7 +76,7 @@ class Generation:
     def __init__(self, refusal: str):
         """`refusal` says what is wrong with a state of another generation, and the way out."""
         self.number, self._refusal = secrets.randbits(31), refusal
-        self._lock = Lock()
+        self.lock = Lock()
 
     def check(self, found: ArrayLike | None) -> None:
         """Raises: RuntimeError: a number is not the present one."""
@@ -86,7 +86,7 @@ class Generation:
     def advance(self, found: ArrayLike | None) -> None:
         """Begins a change of host and device. Raises: as `check`."""
         found = np.asarray(found)
-        with self._lock:  # of two threads with one state, one is refused
+        with self.lock:  # of two threads with one state, one is refused
             self.check(found)
             self.number = (self.number + 1) % 2**32
 

@@ -118,7 +118,7 @@ def core(rule, *, mesh=None, placement=None, combiner="sum", weighted=False, is_
 
 
 def sparsecore(*, devices, cores, rule="adagrad", **options):
-    specs = placed_specs(devices, cores, optimizer=RULES[rule], **options)
+    specs = placed_specs(devices, cores, stack_limit=512, optimizer=RULES[rule], **options)
     mesh = Mesh(np.asarray(jax.devices()[:devices]), ("x",))
     layer = embed.SparseCoreEmbed(specs, "x", mesh, nnx.Rngs(3), num_sc_per_device=cores)
     found = named(logical_tables(nnx.state(layer), specs), "before/")

@@ -31,10 +31,10 @@ def feature_specs(tables, features, **fields):
     }
 
 
-def place(specs, devices=1, cores=1, rotation=None):
-    """The specs with a place; a rotation stacks what can share a table."""
+def place(specs, devices=1, cores=1, rotation=None, **limits):
+    """The specs with a place; a rotation stacks what can share a table, within limits of the stack."""
     if rotation is not None:
-        table_stacking.auto_stack_tables(specs, devices, cores, rotation)
+        table_stacking.auto_stack_tables(specs, devices, cores, rotation, **limits)
     embedding.prepare_feature_specs_for_training(specs, devices, cores)
     return specs
 
@@ -63,11 +63,14 @@ def init(specs, devices=1, cores=None, key=None):
     return embedding.init_embedding_variables(key, embedding.get_table_specs(specs), sharding, cores)
 
 
-def placed_specs(devices, cores, *, is_stacked=True, rotation=1, **fields):
-    """Specs of both tables for that many devices and cores."""
+def placed_specs(devices, cores, *, is_stacked=True, rotation=1, stack_limit=None, **fields):
+    """Specs of both tables for that many devices and cores; None leaves a stack its default limit of ids."""
     fields = {"embedding_dim": DIM, "optimizer": embedding_spec.AdagradOptimizerSpec(0.5)} | fields
     specs = feature_specs(TABLES, FEATURES, **{"max_ids_per_partition": 512} | fields)
-    return place(specs, devices, cores, rotation if is_stacked else None)
+    limits = {}
+    if stack_limit is not None:
+        limits["stack_to_max_ids_per_partition"] = lambda *_: stack_limit
+    return place(specs, devices, cores, rotation if is_stacked else None, **limits)
 
 
 def prepare(tables, ids):

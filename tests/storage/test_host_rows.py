@@ -1,9 +1,13 @@
 """Rows on the host and rows near against one plain array of all of them."""
 
+import concurrent.futures
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rsembed as rs
 from rsembed.bags import padded_size
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
@@ -60,7 +64,13 @@ def test_rows_near_are_those_of_one_array_however_often_they_come_and_go(admits)
         rows = rng.integers(-1, NUM_ROWS + 1, 30)
         is_row = (rows >= 0) & (rows < NUM_ROWS)
         near.find(rows, admit=admits and step != 5)
-        arrays = near.bring(arrays, near.moves(None), lambda places, a=arrays: api.gather_rows(a[:-1], places), None)
+        kept = []
+
+        def leaving(places, a=arrays):
+            return api.gather_rows(a[:-1], places)
+
+        arrays = near.bring(arrays, near.moves(None), leaving, None, kept.append)
+        assert all(own is arrays for own in kept)
         places = near.places[is_row]
         assert (near.places[~is_row] < 0).all() and places.max() < arrays[0].shape[0]
         np.testing.assert_array_equal(arrays[0][places], table[rows[is_row]])
@@ -73,3 +83,29 @@ def test_rows_near_are_those_of_one_array_however_often_they_come_and_go(admits)
     near.flush(lambda places: api.gather_rows(arrays[:-1], places))
     for found, wanted in zip(backing.read(np.arange(NUM_ROWS)), (table, sums), strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_lookup_that_a_step_of_another_thread_overtakes_is_refused(monkeypatch):
+    spec = rs.TableSpec("t", 64, 2, optimizer=rs.optimizers.SGD(1.0), storage=rs.HostCached(cache_rows=8))
+    collection = rs.EmbeddingCollection([rs.FeatureSpec("f", spec)])
+    state = collection.init(jax.random.key(0))
+    batches = [{"f": np.arange(first, first + 8)} for first in (0, 8, 16)]
+    (way,) = collection._on_host.values()
+    gather = way._gather
+
+    def overtaken(*arguments):
+        monkeypatch.setattr(way, "_gather", gather)
+        with concurrent.futures.ThreadPoolExecutor(1) as other:
+            other.submit(train).result()
+        return gather(*arguments)
+
+    def train():
+        trained = state
+        for batch in batches:  # every batch takes the whole cache, so trained rows go to the host
+            trained = collection.update(trained, batch, {"f": jnp.ones((8, 2))})
+
+    expected = collection.lookup(state, batches[0])["f"]
+    np.testing.assert_array_equal(collection.lookup(state, batches[0])["f"], expected)
+    monkeypatch.setattr(way, "_gather", overtaken)
+    with pytest.raises(RuntimeError, match="exchanged since for another state"):
+        collection.lookup(state, batches[0])
