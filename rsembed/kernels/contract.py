@@ -97,13 +97,22 @@ class IdList:
     @property
     def num_bags(self) -> int:
         """Number of bags."""
-        return self.offsets.shape[0] - 1 if self.shape is None else self.shape[0]
+        if self.offsets is not None:
+            return self.offsets.shape[0] - 1
+        return self.array_shape[0]
+
+    @property
+    def array_shape(self) -> tuple[int, int]:
+        """Number of bags and entries of every bag. Raises: ValueError: the list has neither shape nor offsets."""
+        if self.shape is None:
+            raise ValueError("a list of ids needs offsets, or the shape of bags that are equally long.")
+        return self.shape
 
     def all_offsets(self) -> Int[Array, " bags_plus_1"]:
         """Offsets of the bags, computed from `shape` where the list has none."""
-        if self.shape is None:
+        if self.offsets is not None:
             return self.offsets
-        num_bags, width = self.shape
+        num_bags, width = self.array_shape
         return jnp.arange(num_bags + 1, dtype=jnp.int32) * width
 
 
@@ -186,7 +195,7 @@ class Call:
         """Shapes of the outputs, and the place of each segment's vectors, for tables of these dims."""
         columns = [dims[segment.table] for segment in self.segments]
         if self.layout == "each":
-            shapes = []
+            shapes: list[tuple[int, ...]] = []
             for segment, dim in zip(self.segments, columns, strict=True):
                 is_pooled = segment.combiner != "none"
                 size = segment.num_bags if is_pooled else self.lists[segment.list].num_entries

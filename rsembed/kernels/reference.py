@@ -139,7 +139,7 @@ def bag_of_entries(ids: IdList) -> Int[Array, " nnz"]:
     """Bag of every entry: -1 before the first bag, the number of bags after the last."""
     if ids.offsets is not None:
         return _bag_of_entries(ids.offsets, ids.num_entries)
-    return jnp.arange(ids.num_entries, dtype=jnp.int32) // max(ids.shape[1], 1)
+    return jnp.arange(ids.num_entries, dtype=jnp.int32) // max(ids.array_shape[1], 1)
 
 
 def _bag_of_entries(offsets: Int[Array, " bags_plus_1"], num_entries: int) -> Int[Array, " nnz"]:

@@ -244,7 +244,7 @@ def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str 
 def with_room(batch: Call) -> Call:
     """The batch padded to a power of two of ids; those behind the last offset are in no bag."""
     (listed,) = batch.lists
-    bags: Any = Bags(listed.ids, listed.offsets, listed.weights).pad_to(padded_size(listed.num_entries))
+    bags: Any = Bags(listed.ids, listed.all_offsets(), listed.weights).pad_to(padded_size(listed.num_entries))
     return with_list(batch, ids=bags.ids, weights=bags.weights)
 
 

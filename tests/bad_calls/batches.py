@@ -1,9 +1,4 @@
-"""Bad bags and batches: what `prepare`, and so every lookup and step, is given.rs.Jagged([1, 2], [1, 1], features=[]) => ValueError: Jagged: features must be names of features, each once, got []
-rs.Jagged([1, 2], [1, 1], features=["a", "a"]) => ValueError: Jagged: features ... each once, got ['a', 'a']
-rs.Jagged([1, 2, 3], [1, 1, 1], features=["a", "b"]) => ValueError: Jagged: there are 3 lengths ... 2 features
-rs.Jagged([1, 2], [1, 2], features=["a"]) => ValueError: lengths add up to 3 ... 2 ids
-rs.Jagged([1, 2], [2, 0], features=["a", "b"])["c"] => KeyError: Jagged has no feature 'c' ... 'a', 'b'
-"""
+"""Bad bags and batches: what `prepare`, and so every lookup and step, is given."""
 
 import numpy as np
 
@@ -29,6 +24,11 @@ def on_mesh(**changes):
 
 
 BAD = """
+rs.Jagged([1, 2], [1, 1], features=[]) => ValueError: Jagged: features must be names of features, each once, got []
+rs.Jagged([1, 2], [1, 1], features=["a", "a"]) => ValueError: Jagged: features ... each once, got ['a', 'a']
+rs.Jagged([1, 2, 3], [1, 1, 1], features=["a", "b"]) => ValueError: Jagged: there are 3 lengths ... 2 features
+rs.Jagged([1, 2], [1, 2], features=["a"]) => ValueError: lengths add up to 3 ... 2 ids
+rs.Jagged([1, 2], [2, 0], features=["a", "b"])["c"] => KeyError: Jagged has no feature 'c' ... 'a', 'b'
 # Bags
 Bags.from_lists("ab") => TypeError: rows, one list of ids for each bag ... 'ab'
 Bags.from_lists([[1], [1.5]]) => TypeError: row 1 ... float64 ... integers
