@@ -170,6 +170,8 @@ def entry_gains(
         return bag, gains, is_listed
     if entries.weights is not None:
         gains = gains * _inverse_magnitudes(gains, bag, entries.num_outputs)[bag]
+        # Else XLA may square the factors by themselves, which leaves the range of float32.
+        gains = jax.lax.optimization_barrier(gains)
     terms = gains if entries.combiner == "mean" else gains * gains
     if pool is None or entries.weights is None:
         total = jax.ops.segment_sum(terms, bag, entries.num_outputs)
