@@ -291,6 +291,15 @@ def test_ctrl_c_before_any_line_leaves_the_step_done_or_not_and_a_module_that_go
     assert at_line > 100 and not was_interrupted
 
 
+@pytest.fixture
+def _interrupts_raise():
+    """Ctrl-C raises KeyboardInterrupt, also in a process that was started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interrupts_raise")
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_ctrl_c_at_any_time_of_a_loop_of_steps_loses_no_module(is_cached):
     plain, module = pair()
