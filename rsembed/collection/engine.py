@@ -129,7 +129,7 @@ class Engine:
             for feature, output in zip(stack.layout.stack.features, outputs, strict=True):
                 spec, dense_shape = self.features[feature.name], None
                 if spec.pooling == "none":
-                    dense_shape = as_bags(batch[feature.name], feature=feature.name).dense_shape
+                    dense_shape = as_bags(batch.in_list(feature.name), feature=feature.name).dense_shape
                 activations[feature.name] = to_activation(spec, dense_shape, output)
         num_ids, num_out_of_range = self.devices.total(self._counts(batch))
         return activations, LookupStatistics(num_ids, num_out_of_range, unknown, rounds)
@@ -140,14 +140,14 @@ class Engine:
         for name in self.features:
             place, storage = batch.place(name), self.features[name].table_spec.storage
             if storage is None or storage.key_dtype is None:
-                with_rows[name] = as_bags(batch[name], feature=name)
+                with_rows[name] = as_bags(batch.in_list(name), feature=name)
             elif place is not None:
                 offsets = batch.lists[place.list].offsets
                 first, last = offsets[place.first_bag], offsets[place.first_bag + place.num_bags]
                 num_keys, num_bad = running[place.list]
                 num_ids[name], num_out_of_range[name] = num_keys[last] - num_keys[first], num_bad[last] - num_bad[first]
             else:
-                own = as_bags(batch[name], feature=name)
+                own = as_bags(batch.in_list(name), feature=name)
                 keys = as_keys(own.ids).only(in_some_bag(own))
                 num_ids[name], num_out_of_range[name] = jnp.sum(keys.is_key, dtype=jnp.int32), num_invalid(keys)
         counts = api.count_ids(

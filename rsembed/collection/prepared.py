@@ -59,20 +59,27 @@ class PreparedBatch(Mapping[str, PyTree]):
         """The place of a ragged feature in the lists; None for a feature that is by itself."""
         return dict(self.listed).get(feature)
 
-    def __getitem__(self, feature: str) -> PyTree:
-        """The feature's array or `Bags`. Inside `jit`, its offsets count in the whole list, and need not begin at 0."""
+    def in_list(self, feature: str) -> PyTree:
+        """The feature's array; or its `Bags` with all ids of their list, in which the offsets count."""
         place = self.place(feature)
         if place is None:
             return self.arrays[feature]
         bags = self.lists[place.list]
         last_bag = place.first_bag + place.num_bags
-        offsets = bags.offsets[..., place.first_bag : last_bag + 1]
-        if is_traced(bags) or offsets.ndim > 1:
-            return Bags(bags.ids, offsets, bags.weights)
+        return Bags(bags.ids, bags.offsets[..., place.first_bag : last_bag + 1], bags.weights)
+
+    def __getitem__(self, feature: str) -> PyTree:
+        """The feature's array or `Bags`. Inside `jit`, its offsets count in the whole list, and need not begin at 0."""
+        place = self.place(feature)
+        if place is None or is_traced(self.lists[place.list]) or self.lists[place.list].offsets.ndim > 1:
+            return self.in_list(feature)
+        bags = self.lists[place.list]
+        last_bag = place.first_bag + place.num_bags
+        offsets = np.asarray(bags.offsets)[place.first_bag : last_bag + 1]
         first, last = int(offsets[0]), int(offsets[-1])
         ids = jax.tree.map(lambda lane: lane[first:last], bags.ids)
         weights = None if bags.weights is None else bags.weights[first:last]
-        return Bags(ids, offsets - first, weights)
+        return Bags(ids, offsets - np.int32(first), weights)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.features)

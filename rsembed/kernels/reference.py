@@ -142,8 +142,8 @@ def bag_of_entries(ids: IdList) -> Int[Array, " nnz"]:
     return jnp.arange(ids.num_entries, dtype=jnp.int32) // max(ids.array_shape[1], 1)
 
 
-def _bag_of_entries(offsets: Int[Array, " bags_plus_1"], num_entries: int) -> Int[Array, " nnz"]:
-    # Counting the bags that start up to an entry takes a third of the time of a search for each.
+def _bag_of_entries(offsets: Int[Array, " bags_plus_1"], num_entries: Any) -> Int[Array, " nnz"]:
+    # `num_entries` is a symbol in an export for any batch. Counting the bags that start up to an entry takes a third of the time of a search for each.
     return jnp.cumsum(jnp.zeros(num_entries, jnp.int32).at[offsets].add(1, mode="drop")) - 1
 
 

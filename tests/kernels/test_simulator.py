@@ -39,7 +39,7 @@ def pool_is_right(tiles):
         own = np.flatnonzero((chunk == BAGS // 8) & (GAINS != 0))
         bounds[chunk, :2] = (own[0] // 8, own[-1] // 8 + 1) if own.size else (0, 0)
     pooled = simulate(
-        lambda *arrays: tiles.pool(*arrays, num_bags=8 * CHUNKS), TABLE, IDS, GAINS, BAGS, bounds.reshape(-1)
+        lambda *arrays: tiles.pool_on_tiles(*arrays, num_bags=8 * CHUNKS), TABLE, IDS, GAINS, BAGS, bounds.reshape(-1)
     )
     want = np.zeros((8 * CHUNKS, DIM))
     np.add.at(want, BAGS, GAINS[:, None] * TABLE[IDS])

@@ -20,6 +20,7 @@ def some_rows():
     generator, keys = np.random.default_rng(3), np.sort(KEYS)[10:50]
     steps, counts = (generator.integers(low, 9, 40).astype(np.int32) for low in (0, 1))
     arrays = {name: generator.normal(size=(40, DIM)).astype(np.float32) for name in ("values", "slot_accumulator")}
+    arrays["slot_accumulator"] **= 2  # a sum of squares
     return {"keys": keys, "last_step": steps, "count": counts, **arrays}
 
 

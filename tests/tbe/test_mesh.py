@@ -177,7 +177,7 @@ def test_prepared_batches_on_one_device_have_few_sizes_and_the_same_numbers():
     for seed in range(6):
         ids, offsets, weights = draw(seed, features=(0, 1, 2))
         batch = module.prepare(ids, offsets, weights)
-        sizes.add(batch.ids.shape)
+        sizes.add(batch.lists[0].ids.shape)
         output, _ = train(module, batch, None)
         np.testing.assert_array_equal(output, train(again, ids, offsets, weights)[0])
     assert_same_bits(module, again)
