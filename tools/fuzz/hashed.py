@@ -64,8 +64,14 @@ def collection_of(policy):
     update, lookup = jax.jit(collection.update), jax.jit(collection.lookup)
     if "admission_count" in POLICIES[policy]:  # what is not admitted reads zeros
         return collection, step, update, lookup, collection_of(0)[4]
-    ahead = collection.lookup_vjp(collection.init(jax.random.key(0)), dict.fromkeys(NAMES, KEYS))[0]
-    initial = {name: dict(zip(KEYS.tolist(), np.float64(rows), strict=True)) for name, rows in ahead.items()}
+    # Of more new keys than a table has rows for, some would read zeros.
+    state = collection.init(jax.random.key(0))
+    initial: dict[str, dict[int, np.ndarray]] = {name: {} for name in NAMES}
+    for first in range(0, len(KEYS), CAPACITY):
+        keys = KEYS[first : first + CAPACITY]
+        ahead = collection.lookup_vjp(state, dict.fromkeys(NAMES, keys))[0]
+        for name, rows in ahead.items():
+            initial[name] |= zip(keys.tolist(), np.float64(rows), strict=True)
     return collection, step, update, lookup, initial
 
 
