@@ -57,8 +57,8 @@ class Entries(NamedTuple):
     combiner: Combiner = "sum"
 
     @property
-    def num_outputs(self) -> int:
-        """Number of bags, or of entries where every entry is a bag."""
+    def num_outputs(self) -> Any:
+        """Number of bags, or of entries where every entry is a bag; a symbol in an export for any batch."""
         return self.rows.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
 
 
@@ -90,9 +90,12 @@ def entries_of(
         if combiner != "mean_by_count" and not (is_single and combiner != "sum"):
             return Entries(rows, offsets, ids.weights, combiner)
     offsets = ids.all_offsets()
-    gains = jnp.zeros(ids.num_entries, jnp.float32)
+    gains: Array | None = None
     for combiner in sorted(combiners):
         shares = _shares(Entries(rows, offsets, ids.weights), combiner, table_rows, pool)
+        if gains is None:
+            gains = shares
+            continue
         chosen = [own.combiner == combiner for own in segments]
         gains = jnp.where(_by_bag(ids, segments, chosen, False), shares, gains)
     return Entries(rows, None if is_single else offsets, gains)
@@ -143,7 +146,8 @@ def bag_of_entries(ids: IdList) -> Int[Array, " nnz"]:
 
 
 def _bag_of_entries(offsets: Int[Array, " bags_plus_1"], num_entries: Any) -> Int[Array, " nnz"]:
-    # `num_entries` is a symbol in an export for any batch. Counting the bags that start up to an entry takes a third of the time of a search for each.
+    # `num_entries` is a symbol in an export for any batch. Counting the bags that start up to an
+    # entry takes a third of the time of a search for each.
     return jnp.cumsum(jnp.zeros(num_entries, jnp.int32).at[offsets].add(1, mode="drop")) - 1
 
 

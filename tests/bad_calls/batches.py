@@ -145,5 +145,5 @@ collection().prepare(dict(reversed(batch().items()))) => collection().prepare(ba
 collection().lookup(state(), batch(title=[[], []]))["title"] => jnp.zeros((2, 4))
 other().prepare({"title": []})["title"].num_bags => 0
 title(np.array([-1, -1])) => title(np.full((2,), -1, np.int8))
-title([1, 2, 3]) => {"title": title([1, 2, 3])["title"], "author": title([1])["author"]}
+title([1, 2, 3]) => title(np.array([1, 2, 3]))
 """

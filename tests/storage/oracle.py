@@ -189,7 +189,7 @@ class KeyedTable(Table):
       admission_probability: the chance of each occurrence of a key without a row to give it one.
       draw: of a key in a step, a number from 0 to 1; a key is lucky if it is not below the chance of no luck at all.
       capacity: rows of each shard. None is room for all.
-      eviction: which keys make room for others: those of the least score, of equal ones the least, as unsigned.
+      eviction: which keys make room for others: those of the least score, of equal ones the least.
       num_shards: key `k` lies in shard `k % num_shards`.
     """
 
@@ -253,7 +253,7 @@ class KeyedTable(Table):
         for shard in range(self.num_shards):
             held = [key for key in self.rows if key % self.num_shards == shard]
             num_wanted = sum(key % self.num_shards == shard for key in new) + len(held) - self.capacity
-            worst = sorted((self.score(key), key % 2**64, key) for key in held if self.last_step[key] < self.number)
+            worst = sorted((self.score(key), key, key) for key in held if self.last_step[key] < self.number)
             gone = worst[: max(num_wanted, 0)]
             assert len(gone) == max(num_wanted, 0), "the batch has more keys than the shard has rows"
             for *_, key in gone:
