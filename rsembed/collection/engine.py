@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -204,7 +204,7 @@ def unzip_dict(pairs: Mapping[str, tuple[PyTree, PyTree]]) -> tuple[ByName, ByNa
     return {name: first for name, (first, _) in pairs.items()}, {name: second for name, (_, second) in pairs.items()}
 
 
-def to_activation(feature: FeatureSpec, dense_shape: tuple[int, ...] | None, output: Array) -> Array:
+def to_activation(feature: FeatureSpec, dense_shape: tuple[Any, ...] | None, output: Array) -> Array:
     """Pooled rows `[outputs, dim]` of a feature in the shape of its activations; `dense_shape` is that of its ids."""
     output = output[:, : feature.output_dim] if feature.output_dim < output.shape[1] else output
     if feature.output_shape is not None:

@@ -299,6 +299,8 @@ def _interrupts_raise():
     signal.signal(signal.SIGINT, before)
 
 
+# Python loses an interrupt that comes in a callback of a weak reference or of its garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("_interrupts_raise")
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_ctrl_c_at_any_time_of_a_loop_of_steps_loses_no_module(is_cached):
@@ -320,7 +322,6 @@ def test_ctrl_c_at_any_time_of_a_loop_of_steps_loses_no_module(is_cached):
         train(module, batch(number), OFFSETS)
         assert int(module.step) == done + 1
         assert np.isfinite(module.state_dict()["table_0.weight"]).all()
-    # Python loses an interrupt that comes while it calls back from its garbage collector.
     assert num_interrupts >= 15
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
