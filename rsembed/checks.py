@@ -125,7 +125,8 @@ def check_finite(values: Any, name: str, *, may_be_negative: bool = True, way_ou
         return
     parts = [(0, array)]
     if isinstance(array, jax.Array):
-        is_in_host_memory = all(device.platform == "cpu" for device in array.sharding.device_set)
+        devices: Any = array.sharding.device_set
+        is_in_host_memory = all(device.platform == "cpu" for device in devices)
         if is_in_host_memory and array.is_fully_addressable and array.ndim:
             # Read where it is: a program would write down which numbers are good, a quarter of a table's bytes.
             parts = [(shard.index[0].start or 0, shard.data) for shard in array.addressable_shards]
