@@ -72,7 +72,7 @@ def hash_keys(column: Any, *, missing: int | None = None) -> Int64[np.ndarray, "
 
     For tables with `rs.Hashed`, which keep such keys; `rs.hash_keys(column) % vocabulary_size` are ids of a table
     without, where texts may share a row. A text has the key of its UTF-8 bytes, as they are: "é" has another key where
-    it is written as "e" and an accent. Each distinct value of a column is hashed once, about a million in a second.
+    it is written as "e" and an accent. Each distinct value of a column is hashed once.
 
     Args:
       column: texts or bytes as a list, a numpy array of any shape, or a column of pandas, polars or Arrow (of
