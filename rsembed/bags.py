@@ -63,7 +63,7 @@ class Bags:
           ValueError: weights have other lengths than the ids.
         """
         check_type(rows, Sequence, "rows, one list of ids for each bag,")
-        if weights is None and (plain := _of_plain_rows(rows)) is not None:
+        if weights is None and (plain := bags_of_plain_rows(rows)) is not None:
             return plain
         arrays = [_flat_ids(row, position) for position, row in enumerate(rows)]
         lengths = np.asarray([a.size for a in arrays], np.int64)
@@ -241,7 +241,7 @@ def _module_of(ids: PyTree) -> PyTree:
     return np if isinstance(jax.tree.leaves(ids)[0], np.ndarray) else jnp
 
 
-def _of_plain_rows(rows: Sequence[PyTree]) -> Bags | None:
+def bags_of_plain_rows(rows: Sequence[PyTree]) -> Bags | None:
     """Bags of rows that are all lists of `int` or all arrays, read in one call, 20 times as fast; else None."""
     kinds = set(map(type, rows))
     if kinds == {np.ndarray}:
@@ -353,7 +353,7 @@ def as_bags(value: Any, *, feature: str) -> Bags:
                 raise TypeError(words_for_no_ids(ids))
             weights = _floats(weights, "a pair") if isinstance(weights, (list, tuple)) else weights
             return Bags.from_dense(ids, weights)
-        if isinstance(ids, list) and weights is None and (plain := _of_plain_rows(ids)) is not None:
+        if isinstance(ids, list) and weights is None and (plain := bags_of_plain_rows(ids)) is not None:
             return plain
         if isinstance(ids, (list, tuple)):
             if is_traced(ids):

@@ -22,6 +22,7 @@ from rsembed.bags import (
     PAD_ID,
     Bags,
     as_bags,
+    bags_of_plain_rows,
     check_bags,
     check_ids_dtype,
     check_values,
@@ -211,15 +212,10 @@ def _bags_of_lists(values: ByName) -> dict[str, Bags] | None:
     rows = list(itertools.chain.from_iterable(values.values()))
     if set(map(type, rows)) != {list}:
         return None
-    flat = list(itertools.chain.from_iterable(rows))
-    if not set(map(type, flat)) <= {int}:
+    everything = bags_of_plain_rows(rows)
+    if everything is None:
         return None
-    try:
-        ids = np.asarray(flat, np.int64)
-    except OverflowError:  # some need 64 bits without a sign, or more
-        return None
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=offsets[1:])
+    ids, offsets = everything.ids, np.asarray(everything.offsets)
     bags = {}
     first_row = 0
     for name, own in values.items():
