@@ -156,16 +156,18 @@ class RowLayout:
                 first_row = place.owner * self.rows_per_shard + place.first
                 segment = segment._replace(first_row=first_row, num_rows=num_rows)
             segments.append(segment)
-        if self.spread > 1:  # on a mesh, where every feature has a list of its own
-            all_rows = api.rows_of_ids(
-                [ids.ids for ids in lists],
-                [self.place_of[feature.table_name] for feature in features],
-                [sizes[feature.table_name] for feature in features],
-                spread=self.spread,
-                rows_per_shard=self.rows_per_shard,
-            )
-            lists = [dataclasses.replace(ids, ids=rows) for ids, rows in zip(lists, all_rows, strict=True)]
-        return Call(tuple(lists), tuple(segments))
+        call = Call(tuple(lists), tuple(segments))
+        if self.spread == 1:
+            return call
+        rows = api.rows_of_ids(
+            call,
+            [self.place_of[feature.table_name] for feature in features],
+            [sizes[feature.table_name] for feature in features],
+            spread=self.spread,
+            rows_per_shard=self.rows_per_shard,
+        )
+        lists = [dataclasses.replace(ids, ids=own) for ids, own in zip(lists, rows, strict=True)]
+        return dataclasses.replace(call, lists=tuple(lists))
 
 
 def list_of(bags: Bags, ids: Int[Array, " nnz"] | None = None) -> IdList:

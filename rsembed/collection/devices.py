@@ -59,6 +59,24 @@ class Devices:
         mesh = self.known_mesh
         return 1 if mesh is None else len(processes_of(mesh))
 
+    @functools.cached_property
+    def num_parts_here(self) -> int:
+        """Parts of a split array that this process holds."""
+        mesh = self.known_mesh
+        if mesh is None:
+            return self.num_devices
+        indices = self.sharding(self.split).addressable_devices_indices_map((self.num_devices,))
+        return len({index[0].start for index in indices.values() if index is not None})
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Text about the devices that is different for every mesh, and for every choice of its axes."""
+        mesh = self.known_mesh
+        if mesh is None:
+            return f"{self.num_devices} {self.axes}"
+        numbers = [device.id for device in mesh.devices.flat]
+        return f"{dict(mesh.shape)} {numbers} {self.axes}"
+
     @property
     def split(self) -> PartitionSpec:
         """Leading axis split: samples, and rows that have one owner."""

@@ -317,13 +317,13 @@ class EmbeddingCollection:
 
         Do this before `jit`: inside it, ids are int32 and cannot be checked, only counted.
 
-        Arrays stay arrays. On one device, the bags of all ragged features that share a stack of tables become one list
-        of ids, which has one of few sizes: a stream of batches needs few compiled programs. A feature without a
-        combiner keeps its number of ids. The result is a pytree that reads as a mapping by feature.
+        Arrays stay arrays. The bags of all ragged features that share a stack of tables become one list of ids, which
+        has one of few sizes: a stream of batches needs few compiled programs. A feature without a combiner keeps its
+        number of ids. The result is a pytree that reads as a mapping by feature.
 
-        On a mesh, every feature becomes a padded array `[batch, ids]` (or a pair of it and weights) split by sample;
-        its width is a power of two, or the length of all bags where they have one. Each process gives its own samples,
-        equally many, and gets the global batch.
+        On a mesh, each process gives its own samples, equally many, and gets the global batch, split by sample. A list
+        has a part for each device, with room for as many ids as the largest part has. A ragged feature without a
+        combiner becomes an array `[batch, ids]`, padded to its longest bag.
 
         Args:
           batch: for every feature `Bags`, an integer array `[batch]` or `[batch, ids]` (`-1` is no id), nested lists,

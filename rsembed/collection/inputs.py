@@ -1,14 +1,13 @@
 """Batches as users have them, checked and brought into canonical form.
 
-On one device that is `Bags`, or where an array was given an array `[batch, ids]` (or a pair of it and weights). On a
-mesh it is always such an array, padded, because all devices must run the same program on equal shapes: sample `b` of
-`B` lies with device `b * num_devices // B`.
+The bags of ragged features become one list of ids for each stack; see `prepared`. On a mesh, the list has a part for
+each device, and device `d` of `D` gets sample `b` of `B` where `d == b * D // B`. A feature that comes as an array
+`[batch, ids]` stays one, and so does on a mesh a feature whose rows are not pooled: it is padded to its longest bag.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -36,7 +35,7 @@ from rsembed.bags import (
 )
 from rsembed.checks import check_type, did_you_mean
 from rsembed.collection.devices import Devices
-from rsembed.collection.prepared import Listed, PreparedBatch, joined
+from rsembed.collection.prepared import Listed, PreparedBatch, joined, room_for
 from rsembed.collection.stack import Batch, ByName
 from rsembed.keys import Keys
 from rsembed.parallel.agreement import Agreement, is_global
@@ -80,8 +79,7 @@ def prepare(
       lists: by feature, name of the list that takes its bags where they are ragged; None leaves every feature alone.
       made_for: identity of features and tables; a batch that was prepared for the same comes back as it is.
     """
-    is_prepared = isinstance(given, PreparedBatch) and None not in (made_for, given.made_for)
-    if is_prepared and given.made_for == made_for and devices.mesh is None:
+    if isinstance(given, PreparedBatch) and made_for is not None and given.made_for == made_for:
         return given
     lists = {} if lists is None else lists
     with Agreement(devices.known_mesh, what, given) as agreement:
@@ -94,50 +92,61 @@ def prepare(
             plain = _of_arrays(features, batch, bounds_check)
             if plain is not None:
                 return PreparedBatch({}, plain, (), tuple(features), made_for)
-            quick = _in_one_pass(features, batch, lists, bounds_check)
-            if quick is not None:
-                return dataclasses.replace(on_device(quick), made_for=made_for)
-        bags = {name: _checked(feature, batch[name], bounds_check) for name, feature in features.items()}
-        if devices.mesh is None:
-            for name, own in bags.items():
-                _check_batch_size(features[name], own, own.num_bags)
-            return dataclasses.replace(on_device(_in_lists(features, bags, batch, lists)), made_for=made_for)
+        bags = _in_one_pass(features, batch, lists, bounds_check)
+        if bags is None:
+            bags = {name: _checked(feature, batch[name], bounds_check) for name, feature in features.items()}
+        members = _members(features, bags, lists)
+        num_parts = devices.num_parts_here
         for name, own in bags.items():
-            form, width = _form_and_width(name, own)
-            agreement.bring(f"feature {name!r}", form, width=width)
-            num_samples = own.num_bags * (1 if is_unknown(own) else devices.num_processes)
-            _check_batch_size(features[name], own, num_samples)
-            if num_samples % devices.num_devices:
-                raise ValueError(
-                    f"feature {name!r}: a batch of {num_samples} samples cannot be split over {devices.num_devices} "
-                    "devices; leave some samples out, or add samples without ids."
-                )
-    place = functools.partial(jax.make_array_from_process_local_data, devices.sharding(devices.split))
-    found: ByName = {}
-    for name, own in bags.items():
-        arrays = _padded(own, agreement.width(f"feature {name!r}"))
-        found[name] = arrays if is_unknown(own) else jax.tree.map(lambda array: place(np.asarray(array)), arrays)
-    return PreparedBatch({}, found, (), tuple(features), made_for)
-
-
-def _in_lists(
-    features: Mapping[str, FeatureSpec], bags: Mapping[str, Bags], given: Mapping[str, PyTree], lists: Mapping[str, str]
-) -> PreparedBatch:
-    """Checked bags on the host, the ragged ones of each list joined; inside `jit`, every feature is by itself."""
-    members: dict[str, list[str]] = {}
+            _check_num_samples(features[name], own, devices)
+        if devices.mesh is not None:
+            in_lists = {name for names in members.values() for name in names}
+            for name, own in bags.items():
+                form, width = _form_and_width(name, own, is_listed=name in in_lists)
+                agreement.bring(f"feature {name!r}", form, width=width)
+        for stack, names in members.items():
+            room = room_for([bags[name] for name in names], num_parts)
+            agreement.bring(f"the ids of stack {stack!r}", "one list", width=room)
+    joined_lists = {}
+    for stack, names in members.items():
+        room = agreement.width(f"the ids of stack {stack!r}")
+        joined_lists[stack] = joined([bags[name] for name in names], room, num_parts)
+    places = _places(members, {name: own.num_bags // num_parts for name, own in bags.items()})
+    apart = bags.keys() - dict(places).keys()
     arrays: ByName = {}
-    for name, own in bags.items():
-        is_ragged = own.dense_shape is None and features[name].pooling != "none" and not is_traced(own)
-        if is_ragged and name in lists:
-            members.setdefault(lists[name], []).append(name)
+    for name in (name for name in bags if name in apart):
+        if devices.mesh is None:
+            arrays[name] = _canonical(features[name], bags[name], batch[name])
         else:
-            arrays[name] = _canonical(features[name], own, given[name])
-    return PreparedBatch(
-        {stack: joined([bags[name] for name in names]) for stack, names in members.items()},
-        arrays,
-        _places(members, {name: own.num_bags for name, own in bags.items()}),
-        tuple(features),
-    )
+            arrays[name] = _padded(bags[name], agreement.width(f"feature {name!r}"))
+    found = PreparedBatch(joined_lists, arrays, places, tuple(features), made_for)
+    if devices.mesh is None:
+        return on_device(found)
+    return _on_mesh(found, devices)
+
+
+def _on_mesh(batch: PreparedBatch, devices: Devices) -> PreparedBatch:
+    """The batch of all processes in global arrays, from the part of this process."""
+    sharding = devices.sharding(devices.split)
+
+    def placed(leaf: PyTree) -> jax.Array:
+        if is_unknown(leaf):  # it is a global array already, or traced
+            return leaf
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+
+    return jax.tree.map(placed, batch)
+
+
+def _members(
+    features: Mapping[str, FeatureSpec], bags: Mapping[str, Bags], lists: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Names of the ragged features of each list; inside `jit`, every feature is by itself."""
+    members: dict[str, list[str]] = {}
+    for name, own in bags.items():
+        is_pooled = features[name].pooling != "none"
+        if own.dense_shape is None and is_pooled and name in lists and not is_traced(own):
+            members.setdefault(lists[name], []).append(name)
+    return members
 
 
 def _places(members: Mapping[str, Sequence[str]], num_bags: Mapping[str, int]) -> tuple[tuple[str, Listed], ...]:
@@ -153,8 +162,8 @@ def _places(members: Mapping[str, Sequence[str]], num_bags: Mapping[str, int]) -
 
 def _in_one_pass(
     features: Mapping[str, FeatureSpec], batch: Batch, lists: Mapping[str, str], bounds_check: str
-) -> PreparedBatch | None:
-    """The batch with all its ids checked and joined together, on the host; None where a feature needs a closer look.
+) -> dict[str, Bags] | None:
+    """Bags of all features on the host, with all their ids checked together; None where a feature needs a closer look.
 
     That is so of tables with keys, declared batch sizes, features without a combiner, data that is not in numpy or in
     lists of integers, and of every mistake, which the way of single features then names.
@@ -174,15 +183,7 @@ def _in_one_pass(
         least_bad = np.repeat(limits, [own.ids.size for own in bags.values()])
     if bounds_check != "ignore" and ((ids < PAD_ID) | (ids >= least_bad)).any():
         return None
-    members: dict[str, list[str]] = {}
-    for name in features:
-        members.setdefault(lists[name], []).append(name)
-    joined_lists = {}
-    for stack, names in members.items():
-        narrow = [dataclasses.replace(bags[name], ids=narrow_ids(bags[name].ids)) for name in names]
-        joined_lists[stack] = joined(narrow)
-    places = _places(members, {name: own.num_bags for name, own in bags.items()})
-    return PreparedBatch(joined_lists, {}, places, tuple(features))
+    return {name: dataclasses.replace(own, ids=narrow_ids(own.ids)) for name, own in bags.items()}
 
 
 def _plain_bags(values: ByName) -> dict[str, Bags] | None:
@@ -298,7 +299,11 @@ def _canonical(feature: FeatureSpec, bags: Bags, given: PyTree) -> PyTree:
     return dataclasses.replace(bags, offsets=bags.offsets.astype(np.int32))
 
 
-def _check_batch_size(feature: FeatureSpec, bags: Bags, num_samples: int) -> None:
+def _check_num_samples(feature: FeatureSpec, bags: Bags, devices: Devices) -> None:
+    """Raises: ValueError: the samples are not as many as declared, or cannot be split over the devices."""
+    num_samples = bags.num_bags
+    if devices.mesh is not None and not is_unknown(bags):
+        num_samples *= devices.num_devices // devices.num_parts_here
     expected, got, unit = feature.num_samples, num_samples, "samples"
     if feature.pooling == "none" and feature.output_shape is not None:
         got, unit = bags.ids.shape[0] * num_samples // max(bags.num_bags, 1), "ids"
@@ -307,13 +312,18 @@ def _check_batch_size(feature: FeatureSpec, bags: Bags, num_samples: int) -> Non
             f"feature {feature.name!r}: the batch has {got} {unit}, but the spec declares {expected}; change the "
             "batch, or leave input_shape and output_shape None to accept any."
         )
+    if devices.mesh is not None and num_samples % devices.num_devices:
+        raise ValueError(
+            f"feature {feature.name!r}: a batch of {num_samples} samples cannot be split over {devices.num_devices} "
+            "devices; leave some samples out, or add samples without ids."
+        )
 
 
 # On a mesh
 
 
-def _form_and_width(name: str, bags: Bags) -> tuple[str, int]:
-    """The part of a feature's form in which all processes must agree; and ids per sample, 0 where an array says it."""
+def _form_and_width(name: str, bags: Bags, *, is_listed: bool) -> tuple[str, int]:
+    """What processes must agree on about a feature; and ids a sample, where it is to be padded by itself."""
     if is_unknown(bags):
         if bags.dense_shape is None:
             raise ValueError(
@@ -323,7 +333,8 @@ def _form_and_width(name: str, bags: Bags) -> tuple[str, int]:
         return "its part of a global array", 0
     form = "bags" if bags.dense_shape is None else f"samples of an array {list(bags.dense_shape)}"
     form = f"{bags.num_bags} {form} {'without' if bags.weights is None else 'with'} weights"
-    return form, common_width(bags) if bags.dense_shape is None else 0
+    is_padded = bags.dense_shape is None and not is_listed
+    return form, common_width(bags) if is_padded else 0
 
 
 def _padded(bags: Bags, width: int) -> PyTree:
@@ -371,7 +382,7 @@ def d_outputs(features: Mapping[str, FeatureSpec], batch: Batch, d_activations: 
         gradient = device_copy(d_activations[name], jnp.float32)
         place = batch.place(name)
         if place is not None:
-            num_outputs = place.num_bags
+            num_outputs = place.num_bags * batch.num_parts(place.list)
         else:
             bags = as_bags(batch.arrays[name], feature=name)
             num_outputs = bags.ids.shape[0] if feature.pooling == "none" else bags.num_bags

@@ -20,7 +20,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
+from rsembed.bags import Bags
 from rsembed.collection.devices import Devices
+from rsembed.collection.prepared import Listed, in_order_of_features
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Step
 from rsembed.kernels.reference import entries_of, entry_gains, rows_of_list
@@ -51,17 +53,28 @@ class Occurrences(NamedTuple):
 
     def of_all(self, devices: Devices) -> Occurrences:
         """The samples of all devices, in order; of several devices, ids are no keys."""
-        if devices.num_devices == 1:
+        num_devices = devices.num_devices
+        if num_devices == 1:
             return self
-        lists, segments = [], []
-        for ids, segment in zip(self.call.lists, self.call.segments, strict=True):
-            if ids.shape is None:
-                raise ValueError("only bags of one length can be gathered from all devices.")
-            num_bags, width = ids.shape
+        lists = []
+        segments = list(self.call.segments)
+        for number, ids in enumerate(self.call.lists):
+            readers = [k for k, segment in enumerate(segments) if segment.list == number]
             weights = None if ids.weights is None else devices.gather(ids.weights)
-            num_bags *= devices.num_devices
-            lists.append(IdList(devices.gather(ids.ids), None, weights, (num_bags, width)))
-            segments.append(segment._replace(num_bags=num_bags))
+            if ids.offsets is None:
+                num_bags, width = ids.array_shape
+                gathered = IdList(devices.gather(ids.ids), None, weights, (num_bags * num_devices, width))
+            else:
+                parts = Bags(devices.gather(ids.ids), devices.gather(ids.offsets), weights)
+                places = [Listed("", *segments[k][1:3]) for k in readers]
+                bags = in_order_of_features(parts, places, num_devices, NO_ROW)
+                gathered = IdList(bags.ids, bags.offsets, bags.weights)
+            lists.append(gathered)
+            first_bag = 0
+            for k in readers:
+                num_bags = segments[k].num_bags * num_devices
+                segments[k] = segments[k]._replace(first_bag=first_bag, num_bags=num_bags)
+                first_bag += num_bags
         return Occurrences(Call(tuple(lists), tuple(segments)))
 
 

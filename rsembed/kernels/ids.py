@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt32
 
 from rsembed.bags import PAD_ID
-from rsembed.kernels.contract import NO_ROW, as_rows
-from rsembed.kernels.reference import gather_rows
+from rsembed.kernels.contract import NO_ROW, Call, as_rows
+from rsembed.kernels.reference import by_bag, gather_rows
 from rsembed.places import Place
 
 ALIGNMENT = 8
@@ -21,21 +21,28 @@ ALIGNMENT = 8
 
 
 def rows_of_ids(
-    ids: Sequence[Int[Array, " _"]], places: Sequence[Place], sizes: Sequence[int], spread: int, rows_per_shard: int
+    call: Call, places: Sequence[Place], sizes: Sequence[int], spread: int, rows_per_shard: int
 ) -> tuple[Int[Array, " _"], ...]:
-    """Row of each id of each feature in their stack, `NO_ROW` for ids outside `[0, size)` of the feature's table.
+    """For each list of a call, the row that each id means in an array of shards.
+
+    An id outside `[0, size)` of its table, or in no segment, gets `NO_ROW`.
 
     Args:
-      ids: one array per feature.
-      places: the `Place` of each feature's table.
-      sizes: ids of these tables.
+      call: the lists of ids, and which bags each feature reads.
+      places: the `Place` of each segment's table.
+      sizes: number of ids of each segment's table.
       spread: shards over which a table is dealt.
       rows_per_shard: rows of every shard.
     """
     rows = []
-    for own, place, size in zip(map(as_rows, ids), places, sizes, strict=True):
-        is_valid = (own >= 0) & (own < size)
-        found = place.rows(jnp.where(is_valid, own, 0), spread=spread, rows_per_shard=rows_per_shard)
+    for number, ids in enumerate(call.lists):
+        readers = [k for k, segment in enumerate(call.segments) if segment.list == number]
+        segments = [call.segments[k] for k in readers]
+        fields = [by_bag(ids, segments, list(values), 0) for values in zip(*[places[k] for k in readers], strict=True)]
+        num_ids = by_bag(ids, segments, [sizes[k] for k in readers], 0)
+        entries = as_rows(ids.ids)
+        is_valid = (entries >= 0) & (entries < num_ids)
+        found = Place(*fields).rows(jnp.where(is_valid, entries, 0), spread=spread, rows_per_shard=rows_per_shard)
         rows.append(jnp.where(is_valid, found, NO_ROW))
     return tuple(rows)
 

@@ -221,17 +221,17 @@ def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " n
 
 
 def rows_of_ids(
-    ids: Sequence[Int[Array, " _"]],
-    places: Sequence[TablePlace],
-    sizes: Sequence[int],
-    spread: int,
-    rows_per_shard: int,
+    call: Call, places: Sequence[TablePlace], sizes: Sequence[int], spread: int, rows_per_shard: int
 ) -> tuple[Int[Array, " _"], ...]:
-    """Row of each id of each feature, `NO_ROW` for ids outside their table."""
-    _check_ids(ids)
-    numbers = [number for place, size in zip(places, sizes, strict=True) for number in (*place, size)]
+    """For each list of a call, the row that each id means in an array of shards; see `ids.rows_of_ids`."""
+    _check_ids([ids.ids for ids in call.lists])
+    arrays, forms = _list_operands([dataclasses.replace(ids, weights=None) for ids in call.lists])
+    numbers: list[int] = []
+    for segment, place, size in zip(call.segments, places, sizes, strict=True):
+        numbers += [*segment[:3], *place, size]
     attributes: dict[str, PyTree] = {"places": numbers, "spread": spread, "rows_per_shard": rows_per_shard}
-    return call_handler("rsembed_rows_of_ids", _integers(*(own.shape for own in ids)), *ids, **attributes)
+    results = _integers(*(ids.ids.shape for ids in call.lists))
+    return call_handler("rsembed_rows_of_ids", results, *arrays, lists=forms, **attributes)
 
 
 def count_ids(

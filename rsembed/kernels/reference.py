@@ -97,7 +97,7 @@ def entries_of(
             gains = shares
             continue
         chosen = [own.combiner == combiner for own in segments]
-        gains = jnp.where(_by_bag(ids, segments, chosen, False), shares, gains)
+        gains = jnp.where(by_bag(ids, segments, chosen, False), shares, gains)
     return Entries(rows, None if is_single else offsets, gains)
 
 
@@ -110,8 +110,8 @@ def rows_of_list(call: Call, number: int, table: int, table_rows: int) -> Int[Ar
     rows = as_rows(ids.ids)
     if is_whole and bounds == {(0, table_rows)}:
         return rows
-    first_rows = _by_bag(ids, segments, [own.first_row for own in segments], 0)
-    num_rows = _by_bag(ids, segments, [own.rows_in(table_rows) for own in segments], 0)
+    first_rows = by_bag(ids, segments, [own.first_row for own in segments], 0)
+    num_rows = by_bag(ids, segments, [own.rows_in(table_rows) for own in segments], 0)
     return jnp.where((rows >= 0) & (rows < num_rows), rows + first_rows, NO_ROW)
 
 
@@ -125,7 +125,7 @@ def _shares(
     return shares if entries.weights is None else shares * entries.weights
 
 
-def _by_bag(ids: IdList, segments: Sequence[Segment], values: Sequence[Any], other: Any) -> Array:
+def by_bag(ids: IdList, segments: Sequence[Segment], values: Sequence[Any], other: Any) -> Array:
     """Value of each entry's segment, `other` for entries of no segment; one number where all agree."""
     numbers = np.full(ids.num_bags + 1, other)
     for segment, value in zip(segments, values, strict=True):

@@ -1,5 +1,7 @@
 """Rows and counts of ids, entries of preprocessed buffers and blocks equal loops, in every implementation."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 import rsembed as rs
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW
+from rsembed.kernels.contract import NO_ROW, Call, IdList, Segment
 from rsembed.kernels.ids import ALIGNMENT, Partitions, Queue
 from rsembed.places import Place
 from tests.kernels.cases import IMPLEMENTATIONS, needs_native
@@ -24,6 +26,7 @@ def row_of(id_, place, size, spread, rows_per_shard):
 
 @st.composite
 def features(draw):
+    """Places and sizes of the tables of some features, the ids of their bags, and which features share a list."""
     spread = draw(st.sampled_from([1, 2, 3, 8]))
     drawn = []
     for _ in range(draw(st.integers(1, 4))):
@@ -33,20 +36,32 @@ def features(draw):
         ids = st.integers(-3, size + 2) | st.sampled_from([-(2**31), 2**31 - 1])
         # Few lengths, so that few programs are compiled.
         own = draw(st.lists(ids, min_size=5, max_size=5)) * draw(st.sampled_from([0, 1, 1000]))
-        drawn.append((jnp.asarray(own, jnp.int32), place, size))
-    return spread, drawn
+        drawn.append((own, place, size))
+    return spread, drawn, draw(st.booleans())
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @given(features())
 @settings(max_examples=30, deadline=None)
 def test_rows_are_those_of_a_loop_over_ids(implementation, drawn):
-    spread, all_features = drawn
+    spread, all_features, is_shared = drawn
     ids, places, sizes = zip(*all_features, strict=True)
-    found = api.rows_of_ids(ids, places, sizes, spread=spread, rows_per_shard=64, implementation=implementation)
-    for rows, own, place, size in zip(found, ids, places, sizes, strict=True):
-        expected = [row_of(id_, place, size, spread, 64) for id_ in own.tolist()]
-        assert rows.dtype == jnp.int32 and rows.tolist() == expected
+    expected = []
+    for own, place, size in all_features:
+        expected.append([row_of(id_, place, size, spread, 64) for id_ in own])
+    if is_shared:  # two bags a feature, and ids in no bag on both sides
+        ends = [2]
+        for own in ids:
+            ends += [ends[-1] + len(own) // 3, ends[-1] + len(own)]
+        listed = IdList(jnp.asarray([0, 0, *itertools.chain(*ids), 0], jnp.int32), jnp.asarray(ends, jnp.int32))
+        segments = [Segment(0, 2 * k, 2) for k in range(len(ids))]
+        call = Call((listed,), tuple(segments))
+        expected = [[NO_ROW, NO_ROW, *itertools.chain(*expected), NO_ROW]]
+    else:
+        call = Call.of([IdList.single(jnp.asarray(own, jnp.int32)) for own in ids], ["sum"] * len(ids))
+    found = api.rows_of_ids(call, places, sizes, spread=spread, rows_per_shard=64, implementation=implementation)
+    assert [rows.dtype for rows in found] == [jnp.int32] * len(found)
+    assert [rows.tolist() for rows in found] == expected
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -29,6 +29,7 @@ def numbers(*values, **named):
 
 
 FOUR, FOUND, NUMBERS = of(4), [of(4), of(4), of()], {"spread": np.int64(1), "rows_per_shard": np.int64(8)}
+ONE_LIST = NUMBERS | {"lists": np.int64([0, 4, 1])}
 ROUND, SIZES = [of(dtype=jnp.bool_), of(2, 3), of(2)], numbers(num_lanes=[1], capacities=[2])
 QUEUE = jnp.ones((1, 2), jnp.int32), jnp.zeros((1, 1, 2), jnp.uint32), jnp.zeros(3, jnp.int32), jnp.zeros(2, jnp.int32)
 ENTRIES = [of(16), of(11), of(16, dtype=jnp.float32)]
@@ -52,8 +53,10 @@ REFUSED = [
         *("wrong type of a lane", "distinct", [FOUR, FOUR, of(3), FOUR, of(4, dtype=jnp.int8)]),
         *((ROWS, ROWS.astype(jnp.int8)), {}),
     ),
-    ("unreadable places", "rows_of_ids", [FOUR], (ROWS,), NUMBERS | numbers(places=[0] * 3)),
-    ("wrong size of rows", "rows_of_ids", [of(3)], (ROWS,), NUMBERS | numbers(places=[0] * 4)),
+    ("unreadable places", "rows_of_ids", [FOUR], (ROWS,), ONE_LIST | numbers(places=[0] * 6)),
+    ("outside the call", "rows_of_ids", [FOUR], (ROWS,), ONE_LIST | numbers(places=[1, 0, 4, 0, 0, 0, 4])),
+    ("outside the bags", "rows_of_ids", [FOUR], (ROWS,), ONE_LIST | numbers(places=[0, 2, 3, 0, 0, 0, 4])),
+    ("wrong size of rows", "rows_of_ids", [of(3)], (ROWS,), ONE_LIST | numbers(places=[0, 0, 4, 0, 0, 0, 4])),
     ("unreadable sizes", "count_ids", [of()] * 2, (ROWS,), numbers(sizes=[1])),
     ("offsets must not be empty", "count_ids", [of()] * 2, (ROWS, NONE), numbers(sizes=[1])),
     ("wrong type of a count", "count_ids", [of(1)] * 2, (ROWS, ROWS), numbers(sizes=[1])),
@@ -209,7 +212,8 @@ def test_a_call_whose_numbers_lead_outside_or_wrap_around_is_refused(target):
                 print(f"{complaint}: {change} was not refused")
 
 
-ONES, SMALL = IdList.single(ROWS), jnp.asarray([3, -1, 9], jnp.int8)
+ONES = IdList.single(ROWS)
+SMALL_CALL = Call.of([IdList.single(jnp.asarray([3, -1, 9], jnp.int8))], ["sum"])
 FALLING = Call(
     (IdList(jnp.zeros(10, jnp.int32), jnp.asarray([0, 9, 3, 9], jnp.int32)),),
     tuple(Segment(0, bag, 1, "sum", 0, 0, 4) for bag in range(3)),
@@ -220,7 +224,7 @@ MIXED = Call((IdList(ROWS, jnp.asarray([0, 1, 4])),), (Segment(0, 0, 1, "none"),
 DECLINED = [
     ("older than rsembed_of_tomorrow; reinstall", lambda: devices.call_handler("rsembed_of_tomorrow", [FOUR])),
     ("lanes are int32 or uint32, not int16", lambda: native.distinct(ROWS, (ROWS.astype(jnp.int16),), 2)),
-    ("ids and offsets are int32, not int8", lambda: native.rows_of_ids([SMALL], [Place(0, 5)], [8], 1, 64)),
+    ("ids and offsets are int32, not int8", lambda: native.rows_of_ids(SMALL_CALL, [Place(0, 5)], [8], 1, 64)),
     ("those of threefry2x32", lambda: native.row_bits(jax.random.key(5, impl="rbg"), (WORDS,), 3)),
     ("offsets must not fall", lambda: native.row_gradients(4, CallGradients(FALLING, (jnp.ones(9),), (3,)))),
     ("got 2 outputs but 1 gradients", lambda: native.row_gradients(3, CallGradients(TWICE, (TABLE,), (2,)))),
@@ -237,5 +241,5 @@ def test_a_call_that_the_library_cannot_serve_is_declined(reason, call):
 
 
 def test_ids_of_8_bits_are_served_by_the_definition():
-    (rows,) = api.rows_of_ids([SMALL], [Place(0, 5)], [8], spread=1, rows_per_shard=64)
+    (rows,) = api.rows_of_ids(SMALL_CALL, [Place(0, 5)], [8], spread=1, rows_per_shard=64)
     assert rows.tolist() == [8, NO_ROW, NO_ROW]

@@ -166,15 +166,16 @@ def rows_by_bag(shapes: Draw, draw: Draw) -> ValidCall:
 
 
 def rows_of_ids(shapes: Draw, draw: Draw) -> ValidCall:
-    spread, count = int(shapes.choice([1, 2, 3, 8])), int(shapes.choice([0, 5, 20_000]))
-    own, places, sizes = [], [], []
-    for _ in range(shapes.integers(1, 4)):
+    spread = int(shapes.choice([1, 2, 3, 8]))
+    _, call = some_call(shapes, draw)
+    places = []
+    sizes = []
+    for _ in call.segments:
         sizes.append(int(shapes.integers(1, 2**20)))
         owner = int(shapes.integers(4)) if spread == 1 else 0
         places.append(Place(owner, int(shapes.integers(50)), int(shapes.integers(8))))
-        own.append(some_rows(draw, count, sizes[-1]))
     options = {"places": places, "sizes": sizes, "spread": spread, "rows_per_shard": 2**21}
-    return ValidCall(*(functools.partial(module.rows_of_ids, **options) for module in (native, ids)), (own,))
+    return ValidCall(*(functools.partial(module.rows_of_ids, **options) for module in (native, ids)), (call,))
 
 
 def count_ids(shapes: Draw, draw: Draw) -> ValidCall:

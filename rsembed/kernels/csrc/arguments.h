@@ -44,6 +44,11 @@ struct List {
   int64_t num_ids, num_bags, width;
 };
 
+// The first entry of a bag, inside the list whatever its offsets are; for the number of bags, the end of the last.
+inline int64_t FirstEntry(const List& list, int64_t bag) {
+  return list.offsets == nullptr ? bag * list.width : std::clamp<int64_t>(list.offsets[bag], 0, list.num_ids);
+}
+
 // An output of a call, or its gradient.
 struct Output {
   float* data;
@@ -155,11 +160,7 @@ class Reader {
       if (!LiesIn(own[5], own[6], table.num_rows)) Fail("segments lie outside the tables");
       if (combiner < -1 || combiner > kMeanByCount) Fail("unknown combiner");
       if (Failed()) break;
-      int64_t first_entry = first_bag * list.width, last_entry = (first_bag + num_bags) * list.width;
-      if (list.offsets != nullptr) {
-        first_entry = std::clamp<int64_t>(list.offsets[first_bag], 0, list.num_ids);
-        last_entry = std::clamp<int64_t>(list.offsets[first_bag + num_bags], 0, list.num_ids);
-      }
+      const int64_t first_entry = FirstEntry(list, first_bag), last_entry = FirstEntry(list, first_bag + num_bags);
       Segment s = {};
       s.rows = list.ids + first_entry;
       s.first_id = first_entry;

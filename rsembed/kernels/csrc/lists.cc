@@ -2,8 +2,7 @@
 // and the blocks that travel between devices: XLA FFI handlers.
 //
 // XLA would compile an operation for every feature, and several for every list; these serve all of a call at once. They
-// mean what their namesakes in rsembed/kernels/ids.py and keyed.py mean. The attribute `places` has, per
-// feature, the numbers of a Place of rsembed/places.py and the size of its table.
+// mean what their namesakes in rsembed/kernels/ids.py and keyed.py mean.
 
 #include <algorithm>
 #include <cstdint>
@@ -34,57 +33,94 @@ struct Place {
   uint64_t owner, first, rotation, num_ids;
 };
 
-// The ids of a feature; `first_entry` counts those of the features before it.
-struct Feature {
+// Ids that follow each other and are for one table. `first_entry` counts the ids of all parts before it, and `begin`
+// those before it in its list.
+struct Part {
   const int32_t* ids;
   int64_t first_entry, num_entries;
   Place place;
   int32_t* rows;
+  int64_t begin;
 };
 
 // Ids are compared as unsigned numbers, so that negative ones are outside every table.
-void WriteRows(const Feature& feature, uint64_t spread, uint64_t rows_per_shard, int64_t begin, int64_t end) {
-  const Place& place = feature.place;
+void WriteRows(const Part& part, uint64_t spread, uint64_t rows_per_shard, int64_t begin, int64_t end) {
+  const Place& place = part.place;
   const uint32_t num_ids = static_cast<uint32_t>(place.num_ids);
   const uint64_t phase = place.first + place.rotation;
   const uint32_t first_row = static_cast<uint32_t>(place.owner * rows_per_shard + place.first);
   for (int64_t i = begin; i < end; ++i) {
-    const uint32_t id = static_cast<uint32_t>(feature.ids[i]);
+    const uint32_t id = static_cast<uint32_t>(part.ids[i]);
     uint32_t row = id + first_row;
     if (spread > 1) {
       const uint64_t shard = place.owner + (id + phase) % spread;
       row = static_cast<uint32_t>(shard * rows_per_shard + (place.first + id) / spread);
     }
-    feature.rows[i] = id < num_ids ? static_cast<int32_t>(row) : kNoRow;
+    part.rows[i] = id < num_ids ? static_cast<int32_t>(row) : kNoRow;
   }
 }
 
+// The parts of a list: those of its segments, and those between them, in which no id names a row.
+void AddParts(const List& list, std::vector<Part> segments, int32_t* rows, std::vector<Part>* parts) {
+  std::sort(segments.begin(), segments.end(), [](const Part& a, const Part& b) { return a.begin < b.begin; });
+  int64_t done = 0;
+  const auto add = [&](int64_t begin, int64_t end, Place place) {
+    if (end <= begin) return;
+    const int64_t first_entry = parts->empty() ? 0 : parts->back().first_entry + parts->back().num_entries;
+    parts->push_back({list.ids + begin, first_entry, end - begin, place, rows + begin, begin});
+  };
+  for (const Part& segment : segments) {
+    const int64_t end = segment.begin + segment.num_entries;
+    add(done, segment.begin, Place{});
+    add(std::max(done, segment.begin), end, segment.place);
+    done = std::max(done, end);
+  }
+  add(done, list.num_ids, Place{});
+}
+
+// `places` has seven numbers for each segment: its list, first bag and number of bags, a Place of rsembed/places.py,
+// and the number of ids of the table.
 ffi::Error RowsOfIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                     ffi::Span<const int64_t> places, int64_t spread, int64_t rows_per_shard) {
+                     ffi::Span<const int64_t> forms, ffi::Span<const int64_t> places, int64_t spread,
+                     int64_t rows_per_shard) {
+  constexpr size_t kNumbers = 7;
   Reader reader(args);
-  if (places.size() != 4 * args.size() || rets.size() != args.size() || spread < 1) reader.Fail("unreadable places");
-  std::vector<Feature> features;
-  int64_t num_entries = 0;
-  for (size_t k = 0; k < args.size() && !reader.Failed(); ++k) {
-    const auto number = [&](size_t at) { return static_cast<uint64_t>(places.begin()[4 * k + at]); };
-    Feature feature = {};
-    feature.ids = static_cast<int32_t*>(reader.Next("ids", ffi::S32, &feature.num_entries));
-    feature.first_entry = num_entries;
-    feature.place = {number(0), number(1), number(2), number(3)};
+  const std::vector<List> lists = reader.Lists(forms);
+  if (places.size() % kNumbers != 0 || rets.size() != lists.size() || spread < 1) reader.Fail("unreadable places");
+  std::vector<std::vector<Part>> segments(lists.size());
+  for (size_t at = 0; at + kNumbers <= places.size() && !reader.Failed(); at += kNumbers) {
+    const int64_t* const own = places.begin() + at;
+    if (own[0] < 0 || own[0] >= static_cast<int64_t>(lists.size())) {
+      reader.Fail("a segment lies outside the call");
+      break;
+    }
+    const List& list = lists[own[0]];
+    if (!LiesIn(own[1], own[2], list.num_bags)) {
+      reader.Fail("segments lie outside the bags");
+      break;
+    }
+    Part part = {};
+    part.begin = FirstEntry(list, own[1]);
+    part.num_entries = std::max<int64_t>(FirstEntry(list, own[1] + own[2]) - part.begin, 0);
+    const auto number = [&](size_t k) { return static_cast<uint64_t>(own[k]); };
+    part.place = {number(3), number(4), number(5), number(6)};
+    segments[own[0]].push_back(part);
+  }
+  std::vector<Part> parts;
+  for (size_t k = 0; k < lists.size() && !reader.Failed(); ++k) {
     auto rows = rets.get<ffi::BufferR1<ffi::S32>>(k);
-    if (!rows.has_value() || static_cast<int64_t>((*rows)->element_count()) != feature.num_entries) {
+    if (!rows.has_value() || static_cast<int64_t>((*rows)->element_count()) != lists[k].num_ids) {
       reader.Fail("wrong size of rows");
       break;
     }
-    feature.rows = (*rows)->typed_data();
-    num_entries += feature.num_entries;
-    features.push_back(feature);
+    AddParts(lists[k], std::move(segments[k]), (*rows)->typed_data(), &parts);
   }
   if (reader.Failed()) return reader.Complaint();
+  const int64_t num_entries = parts.empty() ? 0 : parts.back().first_entry + parts.back().num_entries;
   Workers(pool).ForEachRange(num_entries, kIdsPerTask, [&](int64_t first, int64_t last) {
-    ForEachPart<&Feature::first_entry, &Feature::num_entries>(
-        features, first, last, [&](const Feature& feature, int64_t begin, int64_t end) {
-          WriteRows(feature, spread, rows_per_shard, begin, end);
+    ForEachPart<&Part::first_entry, &Part::num_entries>(
+        parts, first, last, [&](const Part& part, int64_t begin, int64_t end) {
+          WriteRows(part, spread, rows_per_shard, begin, end);
         });
   });
   return ffi::Error::Success();
@@ -95,10 +131,10 @@ ffi::Error CountIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
                     ffi::Span<const int64_t> sizes) {
   Reader reader(args);
   if (args.size() != 2 * sizes.size() || rets.size() != 2 * sizes.size()) reader.Fail("unreadable sizes");
-  std::vector<Feature> features;
+  std::vector<Part> features;
   std::vector<int32_t*> counts;
   for (size_t k = 0; k < sizes.size() && !reader.Failed(); ++k) {
-    Feature feature = {};
+    Part feature = {};
     int64_t num_offsets;
     feature.ids = static_cast<int32_t*>(reader.Next("ids", ffi::S32, &feature.num_entries));
     const int32_t* const offsets = static_cast<int32_t*>(reader.Next("offsets", ffi::S32, &num_offsets));
@@ -120,7 +156,7 @@ ffi::Error CountIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   }
   if (reader.Failed()) return reader.Complaint();
   Workers(pool).ForEachBlock(static_cast<int64_t>(features.size()), [&](int64_t k) {
-    const Feature& feature = features[k];
+    const Part& feature = features[k];
     int32_t num_inside = 0, num_padding = 0;
     for (int64_t i = 0; i < feature.num_entries; ++i) {
       num_inside += static_cast<uint32_t>(feature.ids[i]) < static_cast<uint32_t>(feature.place.num_ids);
@@ -412,7 +448,11 @@ auto BindLists() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs(
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     rsembed_rows_of_ids, RowsOfIds,
-    BindLists().Attr<ffi::Span<const int64_t>>("places").Attr<int64_t>("spread").Attr<int64_t>("rows_per_shard"));
+    BindLists()
+        .Attr<ffi::Span<const int64_t>>("lists")
+        .Attr<ffi::Span<const int64_t>>("places")
+        .Attr<int64_t>("spread")
+        .Attr<int64_t>("rows_per_shard"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_count_ids, CountIds, BindLists().Attr<ffi::Span<const int64_t>>("sizes"));
 
