@@ -182,9 +182,18 @@ def main():
     message = "id 9 in sample 0 is outside" if process else "process 1 refused .*id 9 in sample 0 is outside"
     refused(message, lambda: collection.prepare({"f": [[9 * process]] * 4}))
     refused("unknown" if process else "process 1 refused", lambda: collection.prepare({"fg"[process]: [[1]] * 4}))
-    batch = collection.prepare({"f": [[1] * (1 + 2 * process)] * 2})
-    assert batch["f"].shape == (4, 4)
-    np.testing.assert_array_equal(whole(collection.lookup(state, batch)["f"])[:, 0], [1, 1, 3, 3])
+    # Processes agree on one size of their lists, also where one of them has no id.
+    for length in (3, 0, 12):
+        rows = [[1] * length if process else [1]] * 2
+        batch = collection.prepare({"f": rows})
+        assert batch["f"].to_lists() == rows
+        assert batch.lists["t"].ids.shape == ({3: 8, 0: 8, 12: 16}[length] * 4,)
+        found, statistics = collection.lookup(state, batch, return_statistics=True)
+        np.testing.assert_array_equal(whole(found["f"])[:, 0], [1, 1, length, length])
+        assert int(statistics.num_ids["f"]) == 2 + 2 * length
+    stepped = collection.update(state, collection.prepare({"f": [[1], []] if process else [[], []]}), found)
+    changed = (np.asarray(collection.tables(stepped)["t"]) != 1).any(axis=1)
+    np.testing.assert_array_equal(np.flatnonzero(changed), [1])
 
     table_batched_module(process, context.mesh)
     print("all agreed")
