@@ -1,4 +1,4 @@
-"""Optimizers of embedding rows; settings that only FBGEMM's programs name are in `rsembed.tbe`."""
+"""Optimizers for embedding rows. `rsembed.tbe` has the settings that only FBGEMM's programs use."""
 
 from rsembed.optimizers import regularization, regularized, rules
 from rsembed.optimizers.base import Custom as Custom
@@ -18,13 +18,15 @@ from rsembed.optimizers.rules import TorchAdagrad as TorchAdagrad
 
 
 def _place_of_rule(name: str) -> str:
-    """Where a rule is that other systems and older programs call otherwise, as the end of a sentence."""
+    """Hint for an AttributeError: the current location of a renamed optimizer, or ''."""
     rule = name.removesuffix("OptimizerSpec")
     if rule in globals():
         return f"; use {__name__}.{rule}"
-    values = [vars(module).get(rule) for module in (rules, regularized, regularization)]
-    places = [own.__module__ for own in values if getattr(own, "__module__", "").startswith(__name__)]
-    return f"; use {places[0]}.{rule}" if places else ""
+    for module in (rules, regularized, regularization):
+        defining_module = getattr(vars(module).get(rule), "__module__", "")
+        if defining_module.startswith(__name__):
+            return f"; use {defining_module}.{rule}"
+    return ""
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,8 @@
-"""Optimizers of embedding rows: slots and one pure rule for the rows that were looked up; rules of your own."""
+"""Base classes of row optimizers, and adapters for custom rules and optax transformations.
+
+An optimizer has slots (state arrays with one entry per table row) and a pure rule that steps the
+rows that a batch looked up.
+"""
 
 from __future__ import annotations
 
@@ -18,181 +22,223 @@ from rsembed.checks import check_fields, check_type, check_within, within
 from rsembed.fingerprint import identity
 
 LearningRate = float | Callable[[], Any] | Callable[[PyTree], Any]
+Rows = Float[Array, "rows dim"]
 Slots = tuple[Array, ...]
 Hyperparameters = tuple[PyTree, ...]
+StepNumber = int | np.integer | np.ndarray | Array | None
+"""Number of updates done so far. None means that the caller does not count updates."""
 
 
-@no_type_check  # wrong values are refused by name in __post_init__
+@no_type_check  # __post_init__ refuses wrong values and names the field
 @dataclasses.dataclass(frozen=True, repr=False)
 class OptimizerSpec(abc.ABC):
     """Optimizer that steps the rows of a table that a batch has looked up.
 
     Args:
-      learning_rate: a number, a callable of nothing, or a callable of the 0-based step.
+      learning_rate: a number, a callable without arguments, or a callable of the 0-based step.
 
-    Raises: ValueError: a number outside the interval that its field declares, or NaN.
+    Raises: ValueError: a number is NaN or outside the interval of its field. TypeError: a field has
+      the wrong type or is a traced value.
     """
 
     learning_rate: LearningRate = within("[0, inf)", default=0.001)
 
     rule_name: ClassVar[str] = ""
-    """Short name of the rule, by which files tell rules apart."""
+    """Short name that identifies the rule in files."""
     rule_fields: ClassVar[tuple[str, ...]] = ()
-    """Names of the fields that the rule receives after the learning rate."""
+    """Fields that the rule receives as hyperparameters, after the learning rate."""
     slot_fields: ClassVar[tuple[str, ...]] = ()
-    """Names of the fields with the initial value of each slot; without them named slots start at zero."""
+    """Fields that hold the initial value of each slot. If empty, named slots start at zero."""
     non_negative_slots: ClassVar[tuple[str, ...]] = ()
-    """Names of slots that the rule never makes negative, such as sums of squares; a table that has such is refused."""
+    """Slots that are never negative, such as sums of squares. Loading refuses negative values."""
     fused_as: ClassVar[str | None] = None
-    """Name of the formula in the native kernels that takes these hyperparameters; a subclass does not inherit it."""
+    """Native kernel that computes this rule. Subclasses do not inherit it: they may differ."""
 
     @property
     def slot_type(self) -> type:
-        """Named-tuple type of the slots; a plain tuple unless a rule names them."""
+        """Named tuple type of the slots, or `tuple` if the rule does not name them."""
         return tuple
 
     @property
     def needs_step(self) -> bool:
-        """True when the rule itself (not only a learning-rate callable) depends on the step."""
+        """True if the rule depends on the step, apart from a learning-rate schedule."""
         return False
 
     @property
     def is_row_wise(self) -> bool:
-        """True when a row's entries share state, so that padding columns would change the numbers."""
+        """True if columns of a row share state, so that padding columns would change results."""
         return False
 
     @property
     def moves_all_rows(self) -> bool:
-        """True when a step also moves rows without a gradient; then each batch makes one step of all rows."""
+        """True if a step also moves rows without a gradient, and so reads the whole table."""
         return False
 
     def __post_init__(self) -> None:
+        name = type(self).__name__
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, jax.core.Tracer):
-                raise TypeError(
-                    f"{type(self).__name__}: {field.name} is a traced value; specs are static. Pass a callable of step."
-                )
+                way_out = "specs are static. Pass a callable of step."
+                raise TypeError(f"{name}: {field.name} is a traced value; {way_out}")
             if isinstance(value, (jax.Array, np.ndarray, np.generic)) and np.ndim(value) == 0:
                 object.__setattr__(self, field.name, np.asarray(value).item())
         check_fields(self)
         learning_rate_arity(self.learning_rate)
 
     def __repr__(self) -> str:
-        """Class name with empty parentheses, as specs print it; `str(optimizer)` lists the hyperparameters."""
+        """Class name with empty parentheses. `str(optimizer)` also lists the hyperparameters."""
         return f"{type(self).__name__}()"
 
     def __str__(self) -> str:
-        fields = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
-        return f"{type(self).__name__}({fields})"
+        names = [field.name for field in dataclasses.fields(self)]
+        arguments = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"{type(self).__name__}({arguments})"
 
     @property
     def identity(self) -> str:
-        """Identity of the rule without its hyperparameters' values; slots of rules of equal identity mean the same."""
+        """Text that is equal for two rules if they can read each other's slots.
+
+        It has no numbers, because hyperparameters may change between runs, and no learning rate,
+        because a schedule may replace the number.
+        """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del fields["learning_rate"]  # a number today may be a schedule tomorrow
+        del fields["learning_rate"]
         return type(self).__qualname__ + identity(fields)
 
-    def get_learning_rate(self, step: Any = None) -> PyTree:
+    def get_learning_rate(self, step: StepNumber = None) -> float | Array:
         """Learning rate at `step` (0-based).
 
-        Raises: ValueError: the learning rate is a callable of step and `step` is None, or it gives a number that is not
-          finite, which inside `jit` is not seen. TypeError: it gives no scalar.
+        Raises: ValueError: the learning rate is a callable of step and `step` is None, or it
+          returns a number that is not finite (not checked inside `jit`). TypeError: it returns no
+          scalar.
         """
-        if not callable(self.learning_rate):
-            return self.learning_rate
-        takes_step = learning_rate_arity(self.learning_rate) == 1
-        if takes_step and step is None:
-            raise ValueError(
-                f"{type(self).__name__}: the learning rate depends on the step, but step is None; pass step=."
-            )
-        rate = self.learning_rate(*[step] * takes_step)
-        where = f"{type(self).__name__}: what the schedule learning_rate gives"
+        schedule: Any = self.learning_rate
+        if not callable(schedule):
+            return schedule
+        name = type(self).__name__
+        if learning_rate_arity(schedule) == 0:
+            rate = schedule()
+        elif step is None:
+            problem = "the learning rate depends on the step, but step is None"
+            raise ValueError(f"{name}: {problem}; pass step=.")
+        else:
+            rate = schedule(step)
+        where = f"{name}: what the schedule learning_rate gives"
         check_type(rate, float, where)
         if not isinstance(rate, jax.core.Tracer):
             check_within("(-inf, inf)", jax.device_get(rate), f"{where} at step {step}")
         return rate
 
-    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
-        """Scalars that the row rule receives at `step`; the learning rate comes first."""
-        return tuple(
-            map(as_float32, (self.get_learning_rate(step), *(getattr(self, name) for name in self.rule_fields)))
-        )
+    def get_hyperparameters(self, step: StepNumber = None) -> Hyperparameters:
+        """Float32 scalars that the rule receives at `step`, starting with the learning rate."""
+        values = [self.get_learning_rate(step)]
+        values += [getattr(self, name) for name in self.rule_fields]
+        return tuple(as_float32(value) for value in values)
 
     def slot_initial_values(self) -> tuple[PyTree, ...]:
-        """One number (or initializer of `(key, shape)`) per slot, in the order of `slot_type`."""
-        initial = tuple(getattr(self, name) for name in self.slot_fields)
-        return initial or (0.0,) * len(getattr(self.slot_type, "_fields", ()))
+        """Initial value of each slot: a number, or an initializer called with `(key, shape)`."""
+        if self.slot_fields:
+            return tuple(getattr(self, name) for name in self.slot_fields)
+        return (0.0,) * len(getattr(self.slot_type, "_fields", ()))
 
     def slot_variables_count(self) -> int:
-        """Number of arrays kept beside the table."""
+        """Number of slots."""
         return len(self.slot_initial_values())
 
     def slot_variables_initializers(self) -> PyTree:
-        """The slots' initial values as initializers of `(key, shape)`, in the named tuple of this optimizer."""
-        constant = jax.nn.initializers.constant
-        initializers: Any = tuple(v if callable(v) else constant(v) for v in self.slot_initial_values())
-        return self.pack_slots(initializers)
+        """Initializers of the slots, called with `(key, shape)`, in the slots' named tuple."""
+        initializers: list[Any] = []
+        for value in self.slot_initial_values():
+            if not callable(value):
+                value = jax.nn.initializers.constant(value)
+            initializers.append(value)
+        return self.pack_slots(tuple(initializers))
 
-    def init_slots(self, rows: Float[Array, "rows dim"]) -> Slots:
-        """Initial slots of `rows`: arrays whose leading axis counts rows."""
-        # Constant initializers ignore the key; random ones belong to the table's own initializer.
-        return tuple(
-            value(jax.random.key(0), rows.shape) if callable(value) else jnp.full(rows.shape, value, jnp.float32)
-            for value in self.slot_initial_values()
-        )
+    def init_slots(self, rows: Rows) -> Slots:
+        """Initial slots of `rows`: arrays with one leading entry per row."""
+        slots = []
+        for value in self.slot_initial_values():
+            if callable(value):
+                # Constant initializers ignore the key, and slots have no random ones.
+                slots.append(value(jax.random.key(0), rows.shape))
+            else:
+                slots.append(jnp.full(rows.shape, value, jnp.float32))
+        return tuple(slots)
 
     def pack_slots(self, slots: Slots) -> PyTree:
-        """The given slots as the named tuple of this optimizer."""
-        return tuple(slots) if self.slot_type is tuple else self.slot_type(*slots)
+        """`slots` as the named tuple of this optimizer."""
+        if self.slot_type is tuple:
+            return tuple(slots)
+        return self.slot_type(*slots)
 
     @abc.abstractmethod
     def step_rows(
-        self, rows: Float[Array, "rows dim"], slots: Slots, gradients: Float[Array, "rows dim"], hyper: Hyperparameters
-    ) -> tuple[Float[Array, "rows dim"], Slots]:
-        """One step of distinct rows, in float32."""
+        self,
+        rows: Rows,
+        slots: Slots,
+        gradients: Rows,
+        hyper: Hyperparameters,
+    ) -> tuple[Rows, Slots]:
+        """Rows and slots after one step of distinct rows, computed in float32.
+
+        Args:
+          rows: rows of the table in float32, each at most once.
+          slots: slots of these rows.
+          gradients: gradient of each row, summed over the samples that read it.
+          hyper: result of `get_hyperparameters`.
+        """
 
     def short_name(self) -> str:
-        """The name used by files and kernels: `rule_name`, or of a class without one the class's."""
+        """Name of the rule in files and kernels: `rule_name`, or the class name if it is empty."""
         return self.rule_name or type(self).__name__
 
 
 SlotKind = tuple[bool, str]
-FULL, PER_ROW, ITERATION = (False, "float32"), (True, "float32"), (True, "int32")
-"""Kinds of slot: whether a row has one value or one per column, and the dtype."""
+"""Whether a slot has one value per row (True) or one per column (False), and its dtype."""
+FULL: SlotKind = (False, "float32")
+PER_ROW: SlotKind = (True, "float32")
+ITERATION: SlotKind = (True, "int32")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CompactOptimizerSpec(OptimizerSpec):
-    """A rule whose slots all start at zero and may be stored in 16 bits.
+    """Base of rules with slots that start at zero and may be stored in 16 bits.
 
-    `step` counts from 0, as everywhere; the formulas' `t = step + 1` is the number of the update. Rules compute in
-    float32, whatever the slots are stored in, and never move a row to NaN for being zero or for a zero gradient.
+    Rules compute in float32, whatever the dtype of the slots. Zero rows and zero gradients never
+    turn a row into NaN. `step` counts from 0. `t` in a formula is `step + 1`.
 
     Args:
-      learning_rate: a number, a callable of nothing, or a callable of the 0-based step.
-      slot_dtypes: dtype of each slot, None for its own; empty for all their own.
+      learning_rate: a number, a callable without arguments, or a callable of the 0-based step.
+      slot_dtypes: dtype of each slot. None keeps the default dtype. Empty keeps all defaults.
 
-    Raises: ValueError: as many dtypes as slots are needed; only float slots can have another, of 16 or 32 bits.
+    Raises: ValueError: `slot_dtypes` has the wrong length, or a dtype does not fit its slot
+      (float32 slots can be bfloat16 or float16, int32 slots cannot change).
     """
 
     slot_dtypes: tuple[str | None, ...] = dataclasses.field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        own = [dtype for _, dtype in self.slot_kinds]
-        allowed = {"float32": (None, "float32", "bfloat16", "float16"), "int32": (None, "int32")}
-        is_allowed = [asked in allowed[dtype] for asked, dtype in zip(self.slot_dtypes, own, strict=False)]
-        if len(self.slot_dtypes) not in (0, len(own)) or not all(is_allowed):
+        defaults = [dtype for _, dtype in self.slot_kinds]
+        allowed = {
+            "float32": (None, "float32", "bfloat16", "float16"),
+            "int32": (None, "int32"),
+        }
+        is_valid = len(self.slot_dtypes) in (0, len(defaults))
+        for dtype, default in zip(self.slot_dtypes, defaults, strict=False):
+            is_valid &= dtype in allowed[default]
+        if not is_valid:
             raise ValueError(
-                f"{type(self).__name__}: slot_dtypes={self.slot_dtypes} does not fit its slots, which are {own}; give "
-                "one entry each: None for its own, or float32, bfloat16 or float16 for a float32 one."
+                f"{type(self).__name__}: slot_dtypes={self.slot_dtypes} does not fit its slots, "
+                f"which are {defaults}; give one entry each: None for its own, or float32, "
+                "bfloat16 or float16 for a float32 one."
             )
 
     @property
     @abc.abstractmethod
     def slot_kinds(self) -> tuple[SlotKind, ...]:
-        """FULL, PER_ROW or ITERATION for each slot."""
+        """Kind of each slot: FULL, PER_ROW or ITERATION."""
 
     @property
     def is_row_wise(self) -> bool:
@@ -201,67 +247,98 @@ class CompactOptimizerSpec(OptimizerSpec):
     def slot_initial_values(self) -> tuple[PyTree, ...]:
         return (0.0,) * len(self.slot_kinds)
 
-    def init_slots(self, rows: Array) -> Slots:
-        asked = self.slot_dtypes or (None,) * len(self.slot_kinds)
-        return tuple(
-            jnp.zeros((rows.shape[0], 1 if per_row else rows.shape[1]), dtype or own)
-            for (per_row, own), dtype in zip(self.slot_kinds, asked, strict=True)
-        )
+    def init_slots(self, rows: Rows) -> Slots:
+        dtypes = self.slot_dtypes or (None,) * len(self.slot_kinds)
+        slots = []
+        for (per_row, default), dtype in zip(self.slot_kinds, dtypes, strict=True):
+            num_columns = 1 if per_row else rows.shape[1]
+            slots.append(jnp.zeros((rows.shape[0], num_columns), dtype or default))
+        return tuple(slots)
 
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
-        read = tuple(slot if slot.dtype == jnp.int32 else slot.astype(jnp.float32) for slot in slots)
-        rows, stepped = self._step(rows, read, gradients, hyper)
-        return rows, tuple(new.astype(old.dtype) for new, old in zip(stepped, slots, strict=True))
+    def step_rows(
+        self,
+        rows: Rows,
+        slots: Slots,
+        gradients: Rows,
+        hyper: Hyperparameters,
+    ) -> tuple[Rows, Slots]:
+        wide_slots = []
+        for slot in slots:
+            if slot.dtype != jnp.int32:
+                slot = slot.astype(jnp.float32)
+            wide_slots.append(slot)
+        rows, new_slots = self._step(rows, tuple(wide_slots), gradients, hyper)
+        stored = zip(new_slots, slots, strict=True)
+        return rows, tuple(new.astype(old.dtype) for new, old in stored)
 
     @abc.abstractmethod
-    def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
-        """`step_rows` of slots that have float32 entries, or int32 ones that count steps."""
+    def _step(
+        self,
+        rows: Rows,
+        slots: Slots,
+        gradients: Rows,
+        hyper: Hyperparameters,
+    ) -> tuple[Rows, Slots]:
+        """As `step_rows`, with every slot in float32, or int32 if it counts steps."""
 
-    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
-        """The learning rate and, for a rule that needs the step, `t = step + 1` as an int32.
+    def get_hyperparameters(self, step: StepNumber = None) -> Hyperparameters:
+        """The learning rate and, if the rule needs the step, `t = step + 1` in int32.
 
-        Raises: ValueError: no step.
+        Raises: ValueError: the rule needs the step, and `step` is None.
         """
         lr = as_float32(self.get_learning_rate(step))
         if not self.needs_step:
             return (lr,)
         if step is None:
-            raise ValueError(f"{type(self).__name__} counts updates; pass step=, the number of updates done so far.")
+            way_out = "pass step=, the number of updates done so far"
+            raise ValueError(f"{type(self).__name__} counts updates; {way_out}.")
         return lr, jnp.asarray(step, jnp.int32) + 1
 
 
 def as_float32(value: Any) -> Array:
-    """A hyperparameter as the scalar that rules compute with."""
+    """`value` as a float32 array, the dtype that rules compute in."""
     return jnp.asarray(value, jnp.float32)
 
 
 def learning_rate_arity(learning_rate: Any) -> int:
-    """Number of required positional arguments of a learning-rate callable; 0 for numbers."""
+    """Number of arguments to call a learning rate with: 1 (the step) or 0. A number gives 0.
+
+    Raises: ValueError: the callable needs two arguments or more, or a keyword argument.
+    """
     if not callable(learning_rate):
         return 0
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(learning_rate).parameters.values()
-    required = [p for p in parameters if p.default is p.empty and p.kind in (*positional, p.KEYWORD_ONLY)]
-    if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
+    positional_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
+    has_positional = False
+    required = []
+    for parameter in inspect.signature(learning_rate).parameters.values():
+        is_positional = parameter.kind in positional_kinds
+        has_positional |= is_positional
+        has_default = parameter.default is not parameter.empty
+        if not has_default and (is_positional or parameter.kind is keyword_only):
+            required.append(parameter)
+    if len(required) > 1 or any(parameter.kind is keyword_only for parameter in required):
         raise ValueError(
             f"a learning-rate callable takes no argument or the step, but {learning_rate!r} needs "
-            f"{[p.name for p in required]}; bind the others with functools.partial."
+            f"{[parameter.name for parameter in required]}; bind the others with functools.partial."
         )
-    if required:
-        return 1
     # `lambda step=0: ...` is meant as a schedule; `lambda *_: ...` and `lambda: ...` are not.
-    return int(any(p.kind in positional for p in parameters))
+    return int(has_positional)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Custom(OptimizerSpec):
-    """A row rule of your own, written as an ordinary JAX function of one row.
+    """Optimizer with a user-written rule: an ordinary JAX function of one row.
 
     Args:
-      custom_computation_fn: `fn(gradient, row, *slots, learning_rate) -> row` or `(row, *slots)`, over `[1, dim]`
-        arrays; it is mapped over the touched rows, so norms and means are those of one row.
-      slot_variable_initializers_tuple: one number, or initializer of `(key, shape)`, per slot; slots are `[1, dim]`.
-      short_name_str: the name shown in plans and files.
+      custom_computation_fn: `fn(gradient, row, *slots, learning_rate)` returns the new row, or
+        `(row, *slots)`. All arrays are `[1, dim]`. The function is mapped over the touched rows, so
+        its norms and means are per row.
+      slot_variable_initializers_tuple: initial value of each slot: a number, or an initializer
+        called with `(key, shape)`. Slots are `[1, dim]` per row.
+      short_name_str: name of the rule in plans and files.
+
+    Raises: TypeError: the function does not take these arguments.
 
     Example:
       >>> import rsembed as rs
@@ -273,7 +350,7 @@ class Custom(OptimizerSpec):
     custom_computation_fn: Callable[..., PyTree] | None = None
     slot_variable_initializers_tuple: tuple[PyTree, ...] = ()
     short_name_str: str = "custom"
-    is_row_wise = True  # nothing is known of the function, so padding must not reach it
+    is_row_wise = True  # The function may compute row norms, so padding columns must not reach it.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -281,34 +358,45 @@ class Custom(OptimizerSpec):
         check_type(self.custom_computation_fn, Callable, name)
         for value in self.slot_variable_initializers_tuple:
             check_within("(-inf, inf)", value, "Custom: slot_variable_initializers_tuple")
-        count = 3 + len(self.slot_variable_initializers_tuple)
+        num_arguments = 3 + len(self.slot_variable_initializers_tuple)
         try:
-            inspect.signature(self.custom_computation_fn).bind(*range(count))  # type: ignore[arg-type]
-        except ValueError:  # of a builtin nothing is known
+            signature = inspect.signature(self.custom_computation_fn)  # type: ignore[arg-type]
+            signature.bind(*range(num_arguments))
+        except ValueError:  # A builtin function has no signature to check.
             return
         except TypeError as error:
             raise TypeError(
-                f"custom optimizer {self.short_name_str!r}: custom_computation_fn is called with {count} arguments "
-                f"(gradient, row, *slots, lr), which it does not take: {error}."
+                f"custom optimizer {self.short_name_str!r}: custom_computation_fn is called with "
+                f"{num_arguments} arguments (gradient, row, *slots, lr), which it does not take: "
+                f"{error}."
             ) from error
 
     def slot_initial_values(self) -> tuple[PyTree, ...]:
         return tuple(self.slot_variable_initializers_tuple)
 
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
-        def one_row(gradient: Array, row: Array, *row_slots: Array) -> tuple[Array, ...]:
-            result = self.custom_computation_fn(gradient, row, *row_slots, *hyper)  # type: ignore[misc]
-            result = tuple(result) if isinstance(result, (tuple, list)) else (result,)
-            if len(result) != 1 + len(row_slots) or any(np.shape(r) != row.shape for r in result):
+    def step_rows(
+        self,
+        rows: Rows,
+        slots: Slots,
+        gradients: Rows,
+        hyper: Hyperparameters,
+    ) -> tuple[Rows, Slots]:
+        def step_one_row(gradient: Array, row: Array, *row_slots: Array) -> tuple[Array, ...]:
+            function: Any = self.custom_computation_fn
+            result = function(gradient, row, *row_slots, *hyper)
+            if not isinstance(result, (tuple, list)):
+                result = (result,)
+            shapes = [np.shape(array) for array in result]
+            if shapes != [row.shape] * (1 + len(row_slots)):
                 raise ValueError(
-                    f"custom optimizer {self.short_name_str!r} must return the row and its {len(row_slots)} slots, "
-                    f"each of shape {row.shape}; got {[np.shape(r) for r in result]}."
+                    f"custom optimizer {self.short_name_str!r} must return the row and its "
+                    f"{len(row_slots)} slots, each of shape {row.shape}; got {shapes}."
                 )
-            return result
+            return tuple(result)
 
-        expanded = [x[:, None, :] for x in (gradients, rows, *slots)]
-        row, *new_slots = jax.vmap(one_row)(*expanded)
-        return row[:, 0], tuple(s[:, 0] for s in new_slots)
+        arrays = [array[:, None, :] for array in (gradients, rows, *slots)]
+        new_rows, *new_slots = jax.vmap(step_one_row)(*arrays)
+        return new_rows[:, 0], tuple(slot[:, 0] for slot in new_slots)
 
     def short_name(self) -> str:
         return self.short_name_str
@@ -316,22 +404,26 @@ class Custom(OptimizerSpec):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class OptaxOptimizerSpec(OptimizerSpec):
-    """An optax transformation as a row rule: every row is a parameter of its own, with its own optimizer state.
+    """An optax transformation as a row rule. Every row is a separate parameter with its own state.
 
-    What that means: counts (bias correction, schedules inside the transformation) count the steps of *that row*;
-    norms (trust ratios, clipping) are those of one row; and all of them advance only when the row is looked up.
-    If every row is touched in every step, elementwise transformations give the numbers of dense optax.
-    Clip the gradient of the whole batch with `rsembed.clip_by_global_norm` instead.
+    Counts (bias correction, schedules inside the transformation) count the steps of one row. Norms
+    (trust ratios, clipping) are norms of one row. Both advance only when the row is looked up. If
+    every step touches every row, elementwise transformations give the numbers of dense optax. To
+    clip the gradient of the whole batch, use `rsembed.clip_by_global_norm`.
+
+    Three kinds of transformation are refused by name. Some need the loss or the function (`lbfgs`,
+    `polyak_sgd`, line searches, `optax.contrib.momo`, `sophia`, `reduce_on_plateau`). Some keep a
+    random key, which would give all rows the same noise (`noisy_sgd`, `add_noise`,
+    `optax.contrib.dpsgd`). `lookahead` keeps two copies of its parameters.
 
     Args:
-      transformation: of optax. Refused by name are those that need the loss or the function (`lbfgs`, `polyak_sgd`,
-        line searches, `optax.contrib.momo`, `sophia`, `reduce_on_plateau`), those that keep a random key (`noisy_sgd`,
-        `add_noise`, `optax.contrib.dpsgd`: all rows would get the same noise), and `lookahead`, which keeps two copies
-        of its parameters.
-      learning_rate: multiplies the transformation's updates; use a callable of step for a schedule over global steps.
-        Negative for transformations that give the direction of the gradient, such as `optax.scale_by_adam`.
+      transformation: result of an optax function such as `optax.adam`.
+      learning_rate: factor of the transformation's updates. A callable of step is a schedule over
+        global steps. Negative for transformations that return a direction of ascent, such as
+        `optax.scale_by_adam`.
 
-    Raises: TypeError: the transformation is of another kind, or cannot step a row from its gradient alone.
+    Raises: TypeError: `transformation` is no `optax.GradientTransformation`, or cannot step a row
+      from its gradient alone.
     """
 
     learning_rate: LearningRate = within("(-inf, inf)", default=1.0)
@@ -344,27 +436,34 @@ class OptaxOptimizerSpec(OptimizerSpec):
         name = "from_optax: transformation, as optax.adam(...) makes one,"
         if isinstance(self.transformation, optax.MultiSteps):
             raise TypeError(
-                f"{name} is a bare optax.MultiSteps; give its .gradient_transformation(), which counts the "
-                "lookups of each row, or add the gradients of batches with rsembed.combine before one step."
+                f"{name} is a bare optax.MultiSteps; give its .gradient_transformation(), which "
+                "counts the lookups of each row, or add the gradients of batches with "
+                "rsembed.combine before one step."
             )
         check_type(self.transformation, optax.GradientTransformation, name)
         maker = getattr(self.transformation.init, "__qualname__", "").partition(".")[0]
-        if maker == "lookahead":  # optax would take rows for the fast copy in `init`, and fail in `update`
+        if maker == "lookahead":
+            # optax's `init` would take the rows for the fast copy, and its `update` would fail.
             raise TypeError(
-                "from_optax: optax.lookahead keeps two copies of its parameters (optax.LookaheadParams), and a row is "
-                "one; give the transformation inside it, or write a rule with a slot for the slow copy (Custom)."
+                "from_optax: optax.lookahead keeps two copies of its parameters "
+                "(optax.LookaheadParams), and a row is one; give the transformation inside it, or "
+                "write a rule with a slot for the slow copy (Custom)."
             )
+
+        def step_new_row(row: Array) -> tuple[Rows, Slots]:
+            return self.step_rows(row, self.init_slots(row), row, (1.0,))
+
         row = jax.ShapeDtypeStruct((1, 1), jnp.float32)
         try:
             slots = jax.eval_shape(self.init_slots, row)
-            jax.eval_shape(lambda row: self.step_rows(row, self.init_slots(row), row, (1.0,)), row)
+            jax.eval_shape(step_new_row, row)
         except (TypeError, ValueError, AttributeError) as error:
             raise TypeError(f"{name} cannot step a row from its gradient alone: {error}") from error
         if any(jnp.issubdtype(slot.dtype, jax.dtypes.prng_key) for slot in slots):
             raise TypeError(
-                f"{name} keeps a random key in its state, as optax.noisy_sgd, add_noise and dpsgd do; every row would "
-                "start from the same key and get the same noise. Leave the noise out, or add noise of your own to the "
-                "gradients before the step."
+                f"{name} keeps a random key in its state, as optax.noisy_sgd, add_noise and dpsgd "
+                "do; every row would start from the same key and get the same noise. Leave the "
+                "noise out, or add noise of your own to the gradients before the step."
             )
 
     def _state_structure(self, dim: int) -> PyTree:
@@ -374,24 +473,33 @@ class OptaxOptimizerSpec(OptimizerSpec):
     def slot_variables_count(self) -> int:
         return self._state_structure(1).num_leaves
 
-    def init_slots(self, rows: Array) -> Slots:
+    def init_slots(self, rows: Rows) -> Slots:
         return tuple(jax.tree.leaves(jax.vmap(self.transformation.init)(rows)))
 
     def pack_slots(self, slots: Slots) -> PyTree:
-        """The slots in the transformation's own state type; every leaf has a leading row axis."""
+        """`slots` as the state type of the transformation. Every leaf has a leading row axis."""
         return jax.tree.unflatten(self._state_structure(1), slots)
 
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def step_rows(
+        self,
+        rows: Rows,
+        slots: Slots,
+        gradients: Rows,
+        hyper: Hyperparameters,
+    ) -> tuple[Rows, Slots]:
         (lr,) = hyper
         state = jax.tree.unflatten(self._state_structure(rows.shape[-1]), slots)
-        # optax relies on JAX's standard promotion (a float power of an int count), whatever the user's setting is.
+        # optax needs JAX's standard promotion (a float power of an int count), but the user may
+        # have set strict promotion.
         with jax.numpy_dtype_promotion("standard"):
             updates, state = jax.vmap(self.transformation.update)(gradients, state, rows)
         return rows + lr * updates, tuple(jax.tree.leaves(state))
 
 
 def from_optax(transformation: Any, *, learning_rate: LearningRate = 1.0) -> OptaxOptimizerSpec:
-    """A row rule from an optax transformation; see `OptaxOptimizerSpec` for what "per row" means and what is refused.
+    """Row optimizer from an optax transformation, with separate optimizer state for every row.
+
+    `OptaxOptimizerSpec` documents the arguments and the transformations that are refused.
 
     Example:
       >>> import optax, rsembed as rs

@@ -1,8 +1,8 @@
-"""Modes of weight decay, counters, clipping and averages: enums, and records with their effect on tables.
+"""Settings of weight decay, row counters, gradient clipping and weight averages, as in FBGEMM.
 
-Names, members and defaults are those of FBGEMM. Impossible values are refused here; a rule refuses values that do not
-go together. What a record does to whole tables is pure and traceable; `t` is the step whose lookup comes next, 1 for
-the first.
+Names and defaults are FBGEMM's. A record refuses a value that is never valid. The optimizer
+refuses values that do not fit together. The functions on whole tables are pure and traceable. `t`
+is the 1-based step that follows the next lookup.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rsembed.checks import validated, within
 
 
 class WeightDecayMode(enum.IntEnum):
-    """How row-wise Adagrad uses `weight_decay`; the other optimizers have one fixed kind of decay or none."""
+    """How row-wise Adagrad uses `weight_decay`. Other optimizers have at most one kind of decay."""
 
     NONE = 0
     L2 = 1
@@ -31,7 +31,7 @@ class WeightDecayMode(enum.IntEnum):
 
 
 class CounterWeightDecayMode(enum.IntEnum):
-    """Weight decay inside the COUNTER and COWCLIP modes."""
+    """How the COUNTER and COWCLIP modes use `weight_decay`."""
 
     NONE = 0
     L2 = 1
@@ -40,7 +40,7 @@ class CounterWeightDecayMode(enum.IntEnum):
 
 
 class LearningRateMode(enum.IntEnum):
-    """How COUNTER changes the learning rate of rows seen more often than the tail threshold."""
+    """How COUNTER changes the learning rate of rows with a counter above `tail_id_threshold`."""
 
     EQUAL = -1
     TAIL_ID_LR_INCREASE = 0
@@ -49,7 +49,7 @@ class LearningRateMode(enum.IntEnum):
 
 
 class GradSumDecay(enum.IntEnum):
-    """Whether COUNTER decays the gradient sum; CTR_DECAY is refused: FBGEMM accepts it without any effect."""
+    """Whether COUNTER decays the gradient sum. CTR_DECAY is refused: in FBGEMM it has no effect."""
 
     NO_DECAY = -1
     CTR_DECAY = 0
@@ -58,7 +58,7 @@ class GradSumDecay(enum.IntEnum):
 @dataclasses.dataclass(frozen=True)
 @validated
 class TailIdThreshold:
-    """A row is no tail row once its counter exceeds `val`, or `floor(val * max_counter)` if `is_ratio`."""
+    """Largest counter of a tail row: `val`, or `floor(val * max_counter)` if `is_ratio`."""
 
     val: float = within("[0, inf)", default=0)
     is_ratio: bool = False
@@ -67,17 +67,24 @@ class TailIdThreshold:
 @dataclasses.dataclass(frozen=True)
 @validated
 class CounterBasedRegularizationDefinition:
-    """Row-wise Adagrad whose rates depend on how often a row was seen (`WeightDecayMode.COUNTER`).
+    """Settings of `WeightDecayMode.COUNTER`: learning rates depend on the counter of a row.
+
+    The counter of a row is the number of steps that looked it up.
 
     Args:
-      counter_weight_decay_mode: L2 and DECOUPLE need a positive `counter_halflife`.
-      counter_halflife: steps after which an untouched row's counter has halved; -1 (and -2, for ADAGRADW) never.
-      adjustment_iter: the adjustments begin after this step.
-      adjustment_ub: exponent, factor or bound of the adjustment, see the rule.
-      learning_rate_mode: for rows above the tail threshold.
-      grad_sum_decay: only NO_DECAY.
-      tail_id_threshold: where the tail ends.
-      max_counter_update_freq: steps between two refreshes of the largest counter; never if it is not positive.
+      counter_weight_decay_mode: kind of weight decay. L2 and DECOUPLE need a positive
+        `counter_halflife`.
+      counter_halflife: number of steps in which a row's counter halves. If negative, counters do
+        not decay, and ADAGRADW uses a different learning rate for -1 and for -2. If 0, every
+        counter is 1.
+      adjustment_iter: last step without adjustments. 0 or less adjusts every step.
+      adjustment_ub: bound of the adjustment. `learning_rate_mode` uses it as an exponent or a
+        factor, ADAGRADW with half-life -2 as the largest learning rate.
+      learning_rate_mode: adjustment for rows above the tail threshold.
+      grad_sum_decay: NO_DECAY, the only supported value.
+      tail_id_threshold: counter above which a row does not belong to the tail.
+      max_counter_update_freq: number of steps between two updates of the largest counter. 0 or less
+        never updates it.
     """
 
     counter_weight_decay_mode: CounterWeightDecayMode = CounterWeightDecayMode.NONE
@@ -92,19 +99,20 @@ class CounterBasedRegularizationDefinition:
     def refreshed_max_counter(
         self, row_counters: Sequence[Float[Array, "_ ..."]], t: Any, old: Any
     ) -> Float[Array, ""]:
-        """The largest counter of all tables plus 1 if step `t` refreshes it, else `old`; for step `t` already.
+        """Largest counter of all tables plus 1, for use in step `t`, or `old` if no update is due.
 
         Args:
-          row_counters: one per table, as they stand before the update of step `t`.
-          t: current step.
-          old: the value so far; 1 at the start.
+          row_counters: counters of each table before step `t`.
+          t: current step, 1 for the first.
+          old: the previous result, or 1 at the start.
         """
         old = jnp.asarray(old, jnp.float32)
         if self.max_counter_update_freq <= 0 or not row_counters:
             return old
 
         def largest(counters: tuple[Array, ...]) -> Array:
-            return jnp.stack([jnp.max(counter, initial=0.0) for counter in counters]).max() + 1.0
+            per_table = [jnp.max(counter, initial=0.0) for counter in counters]
+            return jnp.stack(per_table).max() + 1.0
 
         is_due = jnp.asarray(t, jnp.int32) % self.max_counter_update_freq == 0
         return jax.lax.cond(is_due, largest, lambda _: old, tuple(row_counters))
@@ -113,10 +121,12 @@ class CounterBasedRegularizationDefinition:
 @dataclasses.dataclass(frozen=True)
 @validated
 class CowClipDefinition:
-    """Row-wise Adagrad with gradients clipped by row norm and counter (`WeightDecayMode.COWCLIP`).
+    """Settings of `WeightDecayMode.COWCLIP`: gradients are clipped by row norm and row counter.
 
-    A row's gradient is clipped to `row_counter * max(weight_norm_coefficient * norm(row), lower_bound)`. With both
-    zero, the defaults, no row could ever move. A positive `lower_bound` is what lets rows that start at zero move.
+    The norm of a row's gradient is clipped to
+    `row_counter * max(weight_norm_coefficient * norm(row), lower_bound)`. The defaults are zero,
+    as in FBGEMM, and would clip every gradient to zero, so the optimizer refuses them. Rows that
+    start at zero move only with a positive `lower_bound`.
     """
 
     counter_weight_decay_mode: CounterWeightDecayMode = CounterWeightDecayMode.NONE
@@ -126,22 +136,29 @@ class CowClipDefinition:
 
 
 class StepMode(enum.IntEnum):
-    """NONE starts the moving average of the ensemble at zero after each pass; the other two keep it."""
+    """Whether the slow copy of an ensemble restarts at zero after each update (NONE) or is kept."""
 
     NONE = 0
     USE_COUNTER = 1
     USE_ITER = 2
 
 
-Copies = tuple[Float[Array, "rows dim"], ...]
+Table = Float[Array, "rows dim"]
+Copies = tuple[Table, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 @validated
 class EnsembleModeDefinition:
-    """A slow copy of the tables that follows them every `step_ema` steps and replaces them every `step_swap` steps.
+    """Settings of a slow copy of the table, an exponential moving average.
 
-    Up to `step_start` the slow copy takes over all of the table, later `1 - step_ema_coef` of the difference.
+    Args:
+      step_ema: number of steps between two updates of the slow copy.
+      step_swap: number of steps between two swaps, which overwrite the table with the slow copy.
+      step_start: last step whose update copies the whole table. Later updates move the slow copy
+        towards the table by `1 - step_ema_coef` of the difference.
+      step_ema_coef: weight of the old slow copy in an update.
+      step_mode: NONE sets the slow copy to zero after each update. The other modes keep it.
     """
 
     step_ema: float = within("[1, inf)", default=10000)
@@ -150,58 +167,78 @@ class EnsembleModeDefinition:
     step_ema_coef: float = within("[0, 1]", default=0.6)
     step_mode: StepMode = StepMode.USE_ITER
 
-    def before_step(
-        self, table: Float[Array, "rows dim"], copies: Copies, t: Any
-    ) -> tuple[Float[Array, "rows dim"], Copies]:
-        """A table and its slow copy before the lookup of training step `t`; unchanged between passes."""
+    def before_step(self, table: Table, copies: Copies, t: Any) -> tuple[Table, Copies]:
+        """Table and slow copy for the lookup of training step `t`, unchanged if no update is due.
+
+        Args:
+          table: the rows that training changes.
+          copies: one array, the slow copy.
+          t: current step, 1 for the first.
+        """
         t = jnp.asarray(t, jnp.int32)
-        follows, swaps = t % int(self.step_ema) == 0, t % int(self.step_swap) == 0
+        is_update_due = t % int(self.step_ema) == 0
+        is_swap_due = t % int(self.step_swap) == 0
         share = jnp.where(t <= int(self.step_start), 1.0, 1.0 - self.step_ema_coef)
 
-        def run(fast: Array, copies: Copies) -> tuple[Array, Copies]:
+        def update(fast: Array, copies: Copies) -> tuple[Array, Copies]:
             (slow,) = copies
             moved = share * fast.astype(jnp.float32) + (1.0 - share) * slow.astype(jnp.float32)
-            slow = jnp.where(follows, moved.astype(slow.dtype), slow)
-            fast = jnp.where(swaps, slow.astype(fast.dtype), fast)
+            slow = jnp.where(is_update_due, moved.astype(slow.dtype), slow)
+            fast = jnp.where(is_swap_due, slow.astype(fast.dtype), fast)
             if self.step_mode == StepMode.NONE:
-                slow = jnp.where(follows, jnp.zeros_like(slow), slow)
+                slow = jnp.where(is_update_due, jnp.zeros_like(slow), slow)
             return fast, (slow,)
 
-        return jax.lax.cond(follows | swaps, run, lambda *unchanged: unchanged, table, copies)
+        def keep(fast: Array, copies: Copies) -> tuple[Array, Copies]:
+            return fast, copies
+
+        return jax.lax.cond(is_update_due | is_swap_due, update, keep, table, copies)
 
 
 @dataclasses.dataclass(frozen=True)
 @validated
 class EmainplaceModeDefinition:
-    """The second half of each row follows the first half every `step_ema` steps, from `step_start` on."""
+    """Settings of a moving average inside each row: the second half follows the first half.
+
+    Args:
+      step_ema: number of steps between two updates of the second half.
+      step_start: first step that may update.
+      step_ema_coef: share of the difference between the halves that an update adds.
+    """
 
     step_ema: float = within("[1, inf)", default=10)
     step_start: float = 0
     step_ema_coef: float = within("[0, 1]", default=0.6)
 
-    def before_step(
-        self, table: Float[Array, "rows dim"], copies: Copies, t: Any
-    ) -> tuple[Float[Array, "rows dim"], Copies]:
-        """A table of even dim before the lookup of training step `t`; it has no copies."""
+    def before_step(self, table: Table, copies: Copies, t: Any) -> tuple[Table, Copies]:
+        """Table for the lookup of training step `t`, and `copies` unchanged.
+
+        Args:
+          table: rows with an even number of columns.
+          copies: not used. `EnsembleModeDefinition` has the same interface.
+          t: current step, 1 for the first.
+        """
         t = jnp.asarray(t, jnp.int32)
 
-        def run(table: Array) -> Array:
+        def update(table: Array) -> Array:
             fast, slow = jnp.split(table.astype(jnp.float32), 2, axis=1)
             moved = slow + self.step_ema_coef * (fast - slow)
             return table.at[:, table.shape[1] // 2 :].set(moved.astype(table.dtype))
 
         is_due = (t % int(self.step_ema) == 0) & (t >= int(self.step_start))
-        return jax.lax.cond(is_due, run, lambda table: table, table), copies
+        return jax.lax.cond(is_due, update, lambda table: table, table), copies
 
 
 @dataclasses.dataclass(frozen=True)
 @validated
 class GlobalWeightDecayDefinition:
-    """Decay that reaches untouched rows, made up for when they are read (`WeightDecayMode.DECOUPLE_GLOBAL`).
+    """Settings of `WeightDecayMode.DECOUPLE_GLOBAL`: every row decays in every step.
+
+    Untouched rows are not written. The next lookup or update of a row applies the missed decay.
 
     Args:
       start_iter: first step with decay.
-      lower_bound: the smallest factor that a single gap may cause.
+      lower_bound: smallest factor for the missed steps of one row.
     """
 
     start_iter: int = 0
@@ -215,14 +252,14 @@ def global_decay_factor(
     weight_decay: Any,
     config: GlobalWeightDecayDefinition,
 ) -> Float[Array, "*rows"]:
-    """Factor of a row at step `t` that makes up for the decay of the steps that did not touch it.
+    """Factor of each row at step `t` for the decay of the steps since its last update.
 
     Args:
-      prev_iter: step of each row's last update, 0 if there was none.
-      t: current step, 1 for the first. One before `start_iter` decays nothing.
-      learning_rate: the current one covers the whole gap.
-      weight_decay: 0 decays nothing.
-      config: first step and smallest factor.
+      prev_iter: step of each row's last update, 0 if it had none (the factor is then 1).
+      t: current step, 1 for the first. Before `config.start_iter` the factor is 1.
+      learning_rate: current learning rate, used for all missed steps.
+      weight_decay: strength of decay. 0 gives the factor 1.
+      config: first step with decay, and smallest factor.
 
     Source: FBGEMM, DECOUPLE_GLOBAL.
     """
@@ -230,7 +267,9 @@ def global_decay_factor(
     weight_decay = jnp.asarray(weight_decay, jnp.float32)
     missed = jnp.maximum(t - prev_iter - 1, 0).astype(jnp.float32)
     rate = jnp.asarray(learning_rate, jnp.float32) * weight_decay
-    # By the logarithm where it exists: in float32, `1 - rate` is 1 below 6e-8, however many steps were missed.
-    kept = jnp.where(rate < 0.5, jnp.exp(missed * jnp.log1p(-jnp.minimum(rate, 0.5))), jnp.power(1.0 - rate, missed))
-    decays = (t >= config.start_iter) & (weight_decay > 0) & (prev_iter > 0)
-    return jnp.where(decays, jnp.maximum(kept, config.lower_bound), 1.0)
+    # In float32, `1 - rate` is 1 if `rate` is below 6e-8, and its power would be 1 for any number
+    # of missed steps. The logarithm keeps small rates. It does not exist for rates of 1 or more.
+    by_logarithm = jnp.exp(missed * jnp.log1p(-jnp.minimum(rate, 0.5)))
+    factor = jnp.where(rate < 0.5, by_logarithm, jnp.power(1.0 - rate, missed))
+    is_decayed = (t >= config.start_iter) & (weight_decay > 0) & (prev_iter > 0)
+    return jnp.where(is_decayed, jnp.maximum(factor, config.lower_bound), 1.0)

@@ -1,4 +1,6 @@
-"""Rules with weight decay, trust ratios, counters, clipping or bounds, whose slots may be stored in 16 bits.
+"""Optimizers with weight decay, trust ratios, row counters, clipping or norm bounds.
+
+Their slots may be stored in 16 bits (`slot_dtypes`).
 
 Source: FBGEMM, optimizers of the TBE training module.
 """
@@ -20,8 +22,10 @@ from rsembed.optimizers.base import (
     PER_ROW,
     CompactOptimizerSpec,
     Hyperparameters,
+    Rows,
     SlotKind,
     Slots,
+    StepNumber,
     as_float32,
 )
 from rsembed.optimizers.regularization import (
@@ -36,7 +40,7 @@ from rsembed.optimizers.regularization import (
 )
 from rsembed.optimizers.rules import AdagradSlotVariables, AdamSlotVariables, one_minus_power
 
-# `prev_iter` is the step of the row's last update (0: none), `row_counter` how often the row was seen.
+# `prev_iter`: step of the row's last update, 0 before the first. `row_counter`: uses of the row.
 TimedSlotVariables = namedtuple("TimedSlotVariables", "accumulator prev_iter")
 CountedSlotVariables = namedtuple("CountedSlotVariables", "accumulator prev_iter row_counter")
 CountedAdamSlotVariables = namedtuple("CountedAdamSlotVariables", "momentum velocity row_counter")
@@ -44,18 +48,18 @@ LARSSlotVariables = namedtuple("LARSSlotVariables", "momentum")
 
 
 def row_mean(values: Array) -> Array:
-    """Mean of each row, `[rows, 1]`."""
+    """Mean of each row: `[rows, 1]`."""
     return jnp.mean(values, axis=-1, keepdims=True)
 
 
 def row_norm(values: Array) -> Array:
-    """Length of each row, `[rows, 1]`."""
+    """Euclidean norm of each row: `[rows, 1]`."""
     return jnp.sqrt(jnp.sum(values * values, axis=-1, keepdims=True))
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class _DecayingAdam(CompactOptimizerSpec):
-    """Moments and decay of AdamW and LAMB; `AdamW` says what the fields mean."""
+    """Base of AdamW and LAMB. `AdamW` documents the fields."""
 
     beta_1: float = within("[0, 1)", default=0.9)
     beta_2: float = within("[0, 1)", default=0.999)
@@ -69,7 +73,9 @@ class _DecayingAdam(CompactOptimizerSpec):
 
     @property
     def slot_type(self) -> type:
-        return CountedAdamSlotVariables if self.has_row_wise_bias_correction else AdamSlotVariables
+        if self.has_row_wise_bias_correction:
+            return CountedAdamSlotVariables
+        return AdamSlotVariables
 
     @property
     def is_row_wise(self) -> bool:
@@ -77,42 +83,58 @@ class _DecayingAdam(CompactOptimizerSpec):
 
     @property
     def slot_kinds(self) -> tuple[SlotKind, ...]:
-        moments = (FULL, PER_ROW if self.has_row_wise_second_moment else FULL)
-        return (*moments, PER_ROW) if self.has_row_wise_bias_correction else moments
+        second = PER_ROW if self.has_row_wise_second_moment else FULL
+        if self.has_row_wise_bias_correction:
+            return FULL, second, PER_ROW
+        return FULL, second
 
-    def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def _step(
+        self,
+        rows: Rows,
+        slots: Slots,
+        gradients: Rows,
+        hyper: Hyperparameters,
+    ) -> tuple[Rows, Slots]:
         lr, t = hyper
         first, second, *counters = slots
-        counters = [counter + 1.0 for counter in counters]
-        updates = counters[0] if counters else t.astype(jnp.float32)
+        num_updates = t.astype(jnp.float32)
+        if self.has_row_wise_bias_correction:
+            num_updates = counters[0] + 1.0
+            counters = [num_updates]
         squares = gradients * gradients
-        squares = row_mean(squares) if self.has_row_wise_second_moment else squares
+        if self.has_row_wise_second_moment:
+            squares = row_mean(squares)
         first = self.beta_1 * first + (1.0 - self.beta_1) * gradients
         second = self.beta_2 * second + (1.0 - self.beta_2) * squares
-        root = jnp.sqrt(second / one_minus_power(self.beta_2, updates)) + self.epsilon
-        direction = first / one_minus_power(self.beta_1, updates) / root + self.weight_decay * rows
+        root = jnp.sqrt(second / one_minus_power(self.beta_2, num_updates)) + self.epsilon
+        direction = first / one_minus_power(self.beta_1, num_updates) / root
+        direction = direction + self.weight_decay * rows
         if self.has_trust_ratio:
-            length, step = row_norm(rows), row_norm(direction)
-            lr = lr * jnp.where((length > 0) & (step > 0), length / jnp.where(step > 0, step, 1.0), 1.0)
+            norm = row_norm(rows)
+            step_norm = row_norm(direction)
+            ratio = norm / jnp.where(step_norm > 0, step_norm, 1.0)
+            lr = lr * jnp.where((norm > 0) & (step_norm > 0), ratio, 1.0)
         return rows - lr * direction, (first, second, *counters)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AdamW(_DecayingAdam):
-    """Adam with decoupled weight decay, its second moment per column or per row.
+    """Adam with decoupled weight decay. Rows that are not looked up do not decay.
 
-    `m += (1 - beta_1) * (g - m); v += (1 - beta_2) * (g² - v)`, both corrected by `1 - beta**t`;
-    `u = m / (sqrt(v) + epsilon) + weight_decay * w; w -= lr * u`. Rows that are not looked up do not decay.
+    `m += (1 - beta_1) * (g - m)` and `v += (1 - beta_2) * (g² - v)`, divided by `1 - beta**t`, give
+    `u = m / (sqrt(v) + epsilon) + weight_decay * w` and `w -= lr * u`.
 
     Args:
-      beta_1: decay of the first moment, when the row is touched.
-      beta_2: decay of the second moment.
+      beta_1: decay of the first moment per update of the row.
+      beta_2: decay of the second moment per update of the row.
       epsilon: added to the root.
-      weight_decay: times the learning rate.
-      has_row_wise_second_moment: one moment per row, of `mean(g²)`, which saves nearly half of the state.
-      has_row_wise_bias_correction: corrects by the row's own number of updates, kept in a third slot.
+      weight_decay: decay per update of the row, multiplied by the learning rate.
+      has_row_wise_second_moment: keep one second moment per row, of `mean(g²)`, instead of one per
+        column. Saves nearly half of the optimizer state.
+      has_row_wise_bias_correction: let `t` count the updates of the row instead of all steps.
+        Adds a third slot with one value per row.
 
-    Source: Kingma, Ba (2015); Loshchilov, Hutter (2019); FBGEMM `ADAM` and `PARTIAL_ROWWISE_ADAM`.
+    Source: Kingma, Ba (2015), Loshchilov, Hutter (2019), FBGEMM `ADAM` and `PARTIAL_ROWWISE_ADAM`.
     """
 
     rule_name = "adamw"
@@ -120,25 +142,31 @@ class AdamW(_DecayingAdam):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LAMB(_DecayingAdam):
-    """The direction `u` of `AdamW`, with steps as long as the row: `w -= lr * norm(w) / norm(u) * u`.
+    """AdamW with step lengths proportional to the row norm: `w -= lr * norm(w) / norm(u) * u`.
 
-    The ratio is 1 if either norm is 0: rows that start at zero could never move otherwise. Arguments are those of
-    AdamW.
+    `u` is the direction of `AdamW`, and the arguments are the same. The ratio is 1 if either norm
+    is 0, because rows that start at zero could not move otherwise.
 
-    Source: You et al. (2020); FBGEMM `LAMB` and `PARTIAL_ROWWISE_LAMB`.
+    Source: You et al. (2020), FBGEMM `LAMB` and `PARTIAL_ROWWISE_LAMB`.
     """
 
     rule_name = "lamb"
-    has_trust_ratio: ClassVar[bool] = True
+    has_trust_ratio = True
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class LARS(CompactOptimizerSpec):
-    """Momentum of steps whose length follows the row's: `m = momentum * m + a * (g + weight_decay * w); w -= m`.
+    """Momentum SGD with step lengths proportional to the row norm.
 
-    `a = lr * eta * norm(w) / (norm(g) + weight_decay * norm(w))`, and `a = lr` if either norm is 0.
+    `m = momentum * m + a * (g + weight_decay * w)` and `w -= m`, with
+    `a = lr * eta * norm(w) / (norm(g) + weight_decay * norm(w))`, or `a = lr` if either norm is 0.
 
-    Source: You, Gitman, Ginsburg (2017); FBGEMM `LARS_SGD`.
+    Args:
+      momentum: decay of the momentum per update of the row.
+      eta: trust coefficient, the factor of the norm ratio.
+      weight_decay: decay per update of the row, added to the gradient.
+
+    Source: You, Gitman, Ginsburg (2017), FBGEMM `LARS_SGD`.
     """
 
     momentum: float = within("[0, 1]", default=0.9)
@@ -147,36 +175,46 @@ class LARS(CompactOptimizerSpec):
     rule_name = "lars"
     slot_type = LARSSlotVariables
     slot_kinds = (FULL,)
-    is_row_wise = True  # norms
+    is_row_wise = True  # The rule uses row norms.
 
-    def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def _step(
+        self,
+        rows: Rows,
+        slots: Slots,
+        gradients: Rows,
+        hyper: Hyperparameters,
+    ) -> tuple[Rows, Slots]:
         (lr,) = hyper
-        length, slope = row_norm(rows), row_norm(gradients)
-        ratio = self.eta * length / jnp.where(slope > 0, slope + self.weight_decay * length, 1.0)
-        rate = lr * jnp.where((length > 0) & (slope > 0), ratio, 1.0)
+        norm = row_norm(rows)
+        gradient_norm = row_norm(gradients)
+        divisor = jnp.where(gradient_norm > 0, gradient_norm + self.weight_decay * norm, 1.0)
+        ratio = self.eta * norm / divisor
+        rate = lr * jnp.where((norm > 0) & (gradient_norm > 0), ratio, 1.0)
         momentum = self.momentum * slots[0] + rate * (gradients + self.weight_decay * rows)
         return rows - momentum, (momentum,)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class DecayedAdagrad(CompactOptimizerSpec):
-    """Adagrad with weight decay, a bound on row norms, or both; row-wise unless told otherwise.
+    """Row-wise Adagrad with weight decay, a bound on row norms, or both.
 
-    `A += mean(e²); w = keep * w - lr * e / (sqrt(A) + epsilon)` with `e = g + weight_decay * w` for L2, else `e = g`,
-    and `keep = 1 - lr * weight_decay` for DECOUPLE and DECOUPLE_GLOBAL, else 1.
+    `A += mean(e²)` and `w = keep * w - lr * e / (sqrt(A) + epsilon)`, with `e = g + weight_decay
+    * w` for L2 and `e = g` otherwise, and `keep = 1 - lr * weight_decay` for DECOUPLE and
+    DECOUPLE_GLOBAL and `keep = 1` otherwise.
 
-    DECOUPLE_GLOBAL also decays the row for the steps since its last update. Table-batched modules show rows in that
-    state to lookups, too (`global_decay_factor`); elsewhere, it is made up for when the row is stepped.
+    DECOUPLE_GLOBAL also applies the decay of the steps since the row's last update, as part of the
+    next update. Table-batched modules apply it to lookups as well (`global_decay_factor`).
 
     Args:
       epsilon: added to the root.
       weight_decay: strength of decay.
       weight_decay_mode: NONE, L2, DECOUPLE or DECOUPLE_GLOBAL.
-      max_norm: rows longer than this (in float32, before they are stored) are scaled back to it; 0 for no bound.
-      global_weight_decay: for DECOUPLE_GLOBAL, and only for it.
-      is_per_row: False keeps one sum per column: plain Adagrad.
+      max_norm: largest row norm. Longer rows are scaled down to it, in float32. 0 means no bound.
+      global_weight_decay: settings of DECOUPLE_GLOBAL, None for the other modes.
+      is_per_row: keep one accumulator per row. False keeps one per column (plain Adagrad).
 
-    Raises: ValueError: the mode belongs to another rule, or does not fit `global_weight_decay`.
+    Raises: ValueError: another optimizer implements the mode, or `global_weight_decay` does not fit
+      the mode.
     """
 
     epsilon: float = within("(0, inf)", default=1e-8)
@@ -199,13 +237,15 @@ class DecayedAdagrad(CompactOptimizerSpec):
         if (mode == WeightDecayMode.DECOUPLE_GLOBAL) != (self.global_weight_decay is not None):
             raise ValueError(
                 f"DecayedAdagrad: weight_decay_mode {mode.name} and global_weight_decay="
-                f"{self.global_weight_decay} do not go together; set WeightDecayMode.DECOUPLE_GLOBAL and a "
-                "GlobalWeightDecayDefinition, or neither."
+                f"{self.global_weight_decay} do not go together; set "
+                "WeightDecayMode.DECOUPLE_GLOBAL and a GlobalWeightDecayDefinition, or neither."
             )
 
     @property
     def slot_type(self) -> type:
-        return AdagradSlotVariables if self.global_weight_decay is None else TimedSlotVariables
+        if self.global_weight_decay is None:
+            return AdagradSlotVariables
+        return TimedSlotVariables
 
     @property
     def needs_step(self) -> bool:
@@ -218,29 +258,45 @@ class DecayedAdagrad(CompactOptimizerSpec):
     @property
     def slot_kinds(self) -> tuple[SlotKind, ...]:
         accumulator = PER_ROW if self.is_per_row else FULL
-        return (accumulator,) if self.global_weight_decay is None else (accumulator, ITERATION)
+        if self.global_weight_decay is None:
+            return (accumulator,)
+        return accumulator, ITERATION
 
-    def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
-        lr, mode, decay, config = hyper[0], self.weight_decay_mode, self.weight_decay, self.global_weight_decay
-        later_slots: Slots = ()
+    def _step(
+        self,
+        rows: Rows,
+        slots: Slots,
+        gradients: Rows,
+        hyper: Hyperparameters,
+    ) -> tuple[Rows, Slots]:
+        lr = hyper[0]
+        mode = self.weight_decay_mode
+        decay = self.weight_decay
+        config = self.global_weight_decay
+        other_slots: Slots = ()
         if config is not None:
             t = hyper[1]
-            rows = rows * global_decay_factor(slots[1], t, lr, decay, config)
-            later_slots = (jnp.where((t >= config.start_iter) & (decay > 0), t, slots[1]),)
-        effective = gradients + decay * rows if mode == WeightDecayMode.L2 else gradients
-        squares = effective * effective
-        accumulator = slots[0] + (row_mean(squares) if self.is_per_row else squares)
+            prev_iter = slots[1]
+            rows = rows * global_decay_factor(prev_iter, t, lr, decay, config)
+            prev_iter = jnp.where((t >= config.start_iter) & (decay > 0), t, prev_iter)
+            other_slots = (prev_iter,)
+        if mode == WeightDecayMode.L2:
+            gradients = gradients + decay * rows
+        squares = gradients * gradients
+        if self.is_per_row:
+            squares = row_mean(squares)
+        accumulator = slots[0] + squares
         if mode in (WeightDecayMode.DECOUPLE, WeightDecayMode.DECOUPLE_GLOBAL):
             rows = (1.0 - lr * decay) * rows
-        rows = rows - lr / (jnp.sqrt(accumulator) + self.epsilon) * effective
+        rows = rows - lr / (jnp.sqrt(accumulator) + self.epsilon) * gradients
         if self.max_norm > 0:
             rows = rows * (self.max_norm / jnp.maximum(row_norm(rows), self.max_norm))
-        return rows, (accumulator, *later_slots)
+        return rows, (accumulator, *other_slots)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class _CountingAdagrad(CompactOptimizerSpec):
-    """Base of row-wise Adagrad with counter-based regularization or CowClip, which count the uses of rows."""
+    """Base of the two row-wise Adagrads that count the updates of each row."""
 
     epsilon: float = within("(0, inf)", default=1e-8)
     weight_decay: float = within("[0, inf)", default=0.0)
@@ -250,33 +306,43 @@ class _CountingAdagrad(CompactOptimizerSpec):
     slot_kinds = (PER_ROW, ITERATION, PER_ROW)
     needs_step = True
 
-    def _summed(self, rows: Array, slots: Slots, gradients: Array, t: Array) -> tuple[Array, Array, Array, Array]:
-        """Steps since the row's last update (1: none), its uses with this one, its gradient with L2 decay, its sum."""
-        config = self.regularization
-        # Subtracted as integers: float32 counts to 2**24 only.
-        gap = jnp.where(slots[1] == 0, 1, t - slots[1]).astype(jnp.float32)
-        counter = jnp.ones_like(slots[2]) if config.counter_halflife == 0 else slots[2] + 1.0
-        if config.counter_halflife > 0:  # earlier times fade
-            counter = 1.0 + jnp.exp2(-gap / config.counter_halflife) * slots[2]
-        has_decay = config.counter_weight_decay_mode == CounterWeightDecayMode.L2
-        effective = gradients + self.weight_decay * rows if has_decay else gradients
-        return gap, counter, effective, slots[0] + row_mean(effective * effective)
+    def _num_missed_steps(self, prev_iter: Array, t: Array) -> Array:
+        """Steps since each row's last update, in float32, or 1 for a row without an update."""
+        # The subtraction is in integers, because float32 is exact only up to 2**24.
+        return jnp.where(prev_iter == 0, 1, t - prev_iter).astype(jnp.float32)
+
+    def _next_counter(self, row_counter: Array, gap: Array) -> Array:
+        """Row counters that include the present step. Older steps decay with the half-life."""
+        halflife = self.regularization.counter_halflife
+        if halflife == 0:
+            return jnp.ones_like(row_counter)
+        if halflife > 0:
+            return 1.0 + jnp.exp2(-gap / halflife) * row_counter
+        return row_counter + 1.0
+
+    def _with_l2_decay(self, gradients: Rows, rows: Rows) -> Rows:
+        """`gradients` plus the gradient of the L2 penalty, if the mode is L2."""
+        if self.regularization.counter_weight_decay_mode == CounterWeightDecayMode.L2:
+            return gradients + self.weight_decay * rows
+        return gradients
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class CounterAdagrad(_CountingAdagrad):
-    """Row-wise Adagrad whose rates and decay depend on how often a row was seen: `WeightDecayMode.COUNTER`.
+    """Row-wise Adagrad with learning rates and decay that depend on row counters.
 
-    With the definition's defaults it is plain row-wise Adagrad that also counts.
+    It is `WeightDecayMode.COUNTER`. With the default settings, it is row-wise Adagrad that also
+    counts the updates of each row.
 
     Args:
       epsilon: added to the root.
-      weight_decay: strength of decay, for the modes that have one.
-      regularization: which adjustments.
-      max_counter: largest counter of all tables plus 1, or a callable that returns it, for the adjustments that compare
-        with it; it is the last hyperparameter. Table-batched modules keep it up to date.
+      weight_decay: strength of decay. `counter_weight_decay_mode` NONE ignores it.
+      regularization: settings of the counters, the decay and the learning rates.
+      max_counter: largest counter of all tables plus 1, or a callable that returns it. Some
+        learning rates and a relative tail threshold depend on it. Table-batched modules keep it
+        up to date.
 
-    Raises: ValueError: the definition's settings do not go together.
+    Raises: ValueError: the settings in `regularization` do not fit together.
     """
 
     regularization: CounterBasedRegularizationDefinition = CounterBasedRegularizationDefinition()
@@ -285,79 +351,114 @@ class CounterAdagrad(_CountingAdagrad):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        config, mode = self.regularization, self.regularization.counter_weight_decay_mode
-        if mode in (CounterWeightDecayMode.L2, CounterWeightDecayMode.DECOUPLE) and config.counter_halflife <= 0:
+        config = self.regularization
+        mode = config.counter_weight_decay_mode
+        uses_halflife = mode in (CounterWeightDecayMode.L2, CounterWeightDecayMode.DECOUPLE)
+        if uses_halflife and config.counter_halflife <= 0:
             raise ValueError(
-                f"counter-based regularization: counter_weight_decay_mode {mode.name} multiplies the decay by "
-                f"counter_halflife / row_counter, so counter_halflife {config.counter_halflife} would make rows grow "
-                "or not decay; set a positive counter_halflife."
+                f"counter-based regularization: counter_weight_decay_mode {mode.name} multiplies "
+                "the decay by counter_halflife / row_counter, so counter_halflife "
+                f"{config.counter_halflife} would make rows grow or not decay; set a positive "
+                "counter_halflife."
             )
         if config.grad_sum_decay != GradSumDecay.NO_DECAY:
             raise ValueError(
-                f"counter-based regularization: grad_sum_decay {config.grad_sum_decay.name} is not offered (the "
-                "original accepts it and does nothing); use GradSumDecay.NO_DECAY."
+                f"counter-based regularization: grad_sum_decay {config.grad_sum_decay.name} is not "
+                "offered (the original accepts it and does nothing); use GradSumDecay.NO_DECAY."
             )
 
-    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
-        largest = self.max_counter() if callable(self.max_counter) else self.max_counter
-        return (*super().get_hyperparameters(step), as_float32(largest))
+    def get_hyperparameters(self, step: StepNumber = None) -> Hyperparameters:
+        max_counter = self.max_counter
+        if callable(max_counter):
+            max_counter = max_counter()
+        return (*super().get_hyperparameters(step), as_float32(max_counter))
 
-    def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def _step(
+        self,
+        rows: Rows,
+        slots: Slots,
+        gradients: Rows,
+        hyper: Hyperparameters,
+    ) -> tuple[Rows, Slots]:
         lr, t, max_counter = hyper
-        config, decay = self.regularization, self.weight_decay
-        mode, halflife, bound = config.counter_weight_decay_mode, config.counter_halflife, config.adjustment_ub
-        gap, counter, _, accumulator = self._summed(rows, slots, gradients, t)
+        accumulator, prev_iter, row_counter = slots
+        config = self.regularization
+        gap = self._num_missed_steps(prev_iter, t)
+        counter = self._next_counter(row_counter, gap)
+        with_decay = self._with_l2_decay(gradients, rows)
+        accumulator = accumulator + row_mean(with_decay * with_decay)
         root = jnp.sqrt(accumulator) + self.epsilon
-        plain = lr / root
-        tail = config.tail_id_threshold
-        is_seen_often = counter > (jnp.floor(tail.val * max_counter) if tail.is_ratio else tail.val)
-        rate = jnp.where(is_seen_often, self._rate_of_frequent_rows(plain, lr, counter, max_counter), plain)
-        keep = jnp.ones_like(plain)
-        if mode == CounterWeightDecayMode.ADAGRADW:
-            if halflife == -1:
-                rate = plain * jnp.sqrt(counter)
-            if halflife == -2:
-                rate = jnp.minimum(lr * counter, bound) / root
-            late = jnp.minimum(gap, (t - config.adjustment_iter).astype(jnp.float32)) - 1.0
-            lazy = jnp.power(1.0 - lr * decay, late)
-            rate, keep = rate * lazy, (1.0 - lr * decay) * lazy
-        if mode == CounterWeightDecayMode.DECOUPLE:
-            keep = 1.0 - halflife / counter * decay * lr
-        if mode == CounterWeightDecayMode.L2:
-            keep = 1.0 - halflife / counter * decay * plain
-        is_on = (t > config.adjustment_iter) | (config.adjustment_iter <= 0)
-        rows = jnp.where(is_on, keep, 1.0) * rows - jnp.where(is_on, rate, plain) * gradients
-        return rows, (accumulator, jnp.full_like(slots[1], t), counter)
+        plain_rate = lr / root
 
-    def _rate_of_frequent_rows(self, plain: Array, lr: Array, counter: Array, max_counter: Array) -> Array:
+        tail = config.tail_id_threshold
+        threshold = jnp.floor(tail.val * max_counter) if tail.is_ratio else tail.val
+        frequent_rate = self._rate_of_frequent_rows(plain_rate, lr, counter, max_counter)
+        rate = jnp.where(counter > threshold, frequent_rate, plain_rate)
+
+        keep = jnp.ones_like(plain_rate)
+        decay = self.weight_decay
+        match config.counter_weight_decay_mode:
+            case CounterWeightDecayMode.ADAGRADW:
+                if config.counter_halflife == -1:
+                    rate = plain_rate * jnp.sqrt(counter)
+                if config.counter_halflife == -2:
+                    rate = jnp.minimum(lr * counter, config.adjustment_ub) / root
+                num_adjusted_steps = (t - config.adjustment_iter).astype(jnp.float32)
+                num_missed_steps = jnp.minimum(gap, num_adjusted_steps) - 1.0
+                missed_decay = jnp.power(1.0 - lr * decay, num_missed_steps)
+                rate = rate * missed_decay
+                keep = (1.0 - lr * decay) * missed_decay
+            case CounterWeightDecayMode.DECOUPLE:
+                keep = 1.0 - config.counter_halflife / counter * decay * lr
+            case CounterWeightDecayMode.L2:
+                keep = 1.0 - config.counter_halflife / counter * decay * plain_rate
+
+        is_adjusted = (t > config.adjustment_iter) | (config.adjustment_iter <= 0)
+        rate = jnp.where(is_adjusted, rate, plain_rate)
+        rows = jnp.where(is_adjusted, keep, 1.0) * rows - rate * gradients
+        return rows, (accumulator, jnp.full_like(prev_iter, t), counter)
+
+    def _rate_of_frequent_rows(
+        self,
+        plain_rate: Array,
+        lr: Array,
+        counter: Array,
+        max_counter: Array,
+    ) -> Array:
+        """Learning rate of rows above the tail threshold. `plain_rate` is row-wise Adagrad's."""
         bound = self.regularization.adjustment_ub
         match self.regularization.learning_rate_mode:
             case LearningRateMode.TAIL_ID_LR_INCREASE:
-                return plain * jnp.clip(jnp.power(max_counter / (counter + 1.0), bound), 1.0, 10.0)
+                factor = jnp.power(max_counter / (counter + 1.0), bound)
+                return plain_rate * jnp.clip(factor, 1.0, 10.0)
             case LearningRateMode.TAIL_ID_LR_DECREASE:
-                return plain * jnp.clip(jnp.power((counter + 1.0) / max_counter, bound), 0.1, 1.0)
+                factor = jnp.power((counter + 1.0) / max_counter, bound)
+                return plain_rate * jnp.clip(factor, 0.1, 1.0)
             case LearningRateMode.COUNTER_SGD:
                 return lr / (jnp.sqrt(bound * counter) + self.epsilon)
-        return plain
+        return plain_rate
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class CowClipAdagrad(_CountingAdagrad):
-    """Row-wise Adagrad with gradients clipped by row norm and counter: `WeightDecayMode.COWCLIP`.
+    """Row-wise Adagrad with gradients clipped by row norm and row counter.
 
-    A zero gradient is not clipped. A row clipped to zero does not move: see `CowClipDefinition`.
+    It is `WeightDecayMode.COWCLIP`. `CowClipDefinition` has the formula of the clipping.
 
     Args:
       epsilon: added to the root.
-      weight_decay: strength of decay, for the modes that have one.
-      regularization: limits and mode; by default those of the paper.
+      weight_decay: strength of decay. `counter_weight_decay_mode` NONE ignores it.
+      regularization: settings of the clipping and the decay. The defaults are the paper's.
 
-    Raises: ValueError: the definition clips everything to nothing, or asks for ADAGRADW.
+    Raises: ValueError: the settings would clip every gradient to zero, or ask for ADAGRADW.
 
     Source: Zheng et al., CowClip (2022), in FBGEMM's form.
     """
 
-    regularization: CowClipDefinition = CowClipDefinition(weight_norm_coefficient=1.0, lower_bound=1e-5)
+    regularization: CowClipDefinition = CowClipDefinition(
+        weight_norm_coefficient=1.0,
+        lower_bound=1e-5,
+    )
     rule_name = "cowclip_adagrad"
 
     def __post_init__(self) -> None:
@@ -365,24 +466,35 @@ class CowClipAdagrad(_CountingAdagrad):
         config = self.regularization
         if config.weight_norm_coefficient <= 0 and config.lower_bound <= 0:
             raise ValueError(
-                "CowClip regularization: with weight_norm_coefficient and lower_bound both zero, every update is "
-                "clipped to nothing; set lower_bound, or both, above zero."
+                "CowClip regularization: with weight_norm_coefficient and lower_bound both zero, "
+                "every update is clipped to nothing; set lower_bound, or both, above zero."
             )
         if config.counter_weight_decay_mode == CounterWeightDecayMode.ADAGRADW:
             raise ValueError(
-                "CowClip regularization: counter_weight_decay_mode ADAGRADW has no meaning here; choose NONE, L2 or "
-                "DECOUPLE, or use WeightDecayMode.COUNTER."
+                "CowClip regularization: counter_weight_decay_mode ADAGRADW has no meaning here; "
+                "choose NONE, L2 or DECOUPLE, or use WeightDecayMode.COUNTER."
             )
 
-    def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def _step(
+        self,
+        rows: Rows,
+        slots: Slots,
+        gradients: Rows,
+        hyper: Hyperparameters,
+    ) -> tuple[Rows, Slots]:
         lr, t = hyper
-        config, decay = self.regularization, self.weight_decay
-        _, counter, effective, accumulator = self._summed(rows, slots, gradients, t)
-        limit = counter * jnp.maximum(config.weight_norm_coefficient * row_norm(rows), config.lower_bound)
-        norm = row_norm(effective)
-        clip = jnp.where(norm > 0, jnp.minimum(1.0, limit / jnp.where(norm > 0, norm, 1.0)), 1.0)
+        accumulator, prev_iter, row_counter = slots
+        config = self.regularization
+        gap = self._num_missed_steps(prev_iter, t)
+        counter = self._next_counter(row_counter, gap)
+        gradients = self._with_l2_decay(gradients, rows)
+        accumulator = accumulator + row_mean(gradients * gradients)
+        norm_share = config.weight_norm_coefficient * row_norm(rows)
+        limit = counter * jnp.maximum(norm_share, config.lower_bound)
+        norm = row_norm(gradients)
+        factor = jnp.minimum(1.0, limit / jnp.where(norm > 0, norm, 1.0))
+        clip = jnp.where(norm > 0, factor, 1.0)
         rate = lr / (jnp.sqrt(accumulator) + self.epsilon) * clip
         if config.counter_weight_decay_mode == CounterWeightDecayMode.DECOUPLE:
-            rows = (1.0 - lr * decay) * rows
-        # For L2, `effective` holds the decay already.
-        return rows - rate * effective, (accumulator, jnp.full_like(slots[1], t), counter)
+            rows = (1.0 - lr * self.weight_decay) * rows
+        return rows - rate * gradients, (accumulator, jnp.full_like(prev_iter, t), counter)

@@ -1,7 +1,8 @@
-"""The optimizers of the JAX SparseCore API, row-wise Adagrad, and the two forms of TensorFlow's Adam.
+"""Optimizers of the JAX SparseCore API, row-wise Adagrad, and the two Adam variants of TensorFlow.
 
-Formulas and defaults are those of jax-tpu-embedding 0.2. A rule sees only rows that were looked up; every other row and
-its slots keep their bits. All rules compute in float32, whatever the table's dtype; `step` counts from 0.
+Formulas and defaults agree with jax-tpu-embedding 0.2. A rule steps only the rows that a batch
+looked up (except `TensorFlowAdam`). Other rows and their slots keep their bits. All rules compute
+in float32, whatever the dtype of the table. `step` counts from 0.
 """
 
 from __future__ import annotations
@@ -16,95 +17,138 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from rsembed.checks import within
-from rsembed.optimizers.base import Hyperparameters, LearningRate, OptimizerSpec, Slots, as_float32
+from rsembed.optimizers.base import (
+    Hyperparameters,
+    LearningRate,
+    OptimizerSpec,
+    Rows,
+    Slots,
+    StepNumber,
+    as_float32,
+)
 
 SGDSlotVariables = namedtuple("SGDSlotVariables", ())
-SGDSlotVariables.__doc__ = "Slots of SGD, which keeps nothing beside the table."
+SGDSlotVariables.__doc__ = "Slots of SGD: none."
 AdagradSlotVariables = namedtuple("AdagradSlotVariables", "accumulator")
 AdagradSlotVariables.__doc__ = "Slot of Adagrad: the sum of squared gradients."
 AdagradMomentumSlotVariables = namedtuple("AdagradMomentumSlotVariables", "accumulator momentum")
-AdagradMomentumSlotVariables.__doc__ = "Slots of Adagrad with momentum: sum or mean of squared gradients, and momentum."
+AdagradMomentumSlotVariables.__doc__ = (
+    "Slots of Adagrad with momentum: sum (or decaying mean) of squared gradients, and momentum."
+)
 AdamSlotVariables = namedtuple("AdamSlotVariables", "momentum velocity")
 AdamSlotVariables.__doc__ = "Slots of Adam: first and second moment."
 FTRLSlotVariables = namedtuple("FTRLSlotVariables", "accumulator linear")
 FTRLSlotVariables.__doc__ = "Slots of FTRL: sum of squared gradients and the linear term."
 LaPropSlotVariables = namedtuple("LaPropSlotVariables", "mu nu")
-LaPropSlotVariables.__doc__ = "Slots of LaProp: first moment of normalised gradients, and the second moment."
+LaPropSlotVariables.__doc__ = "Slots of LaProp: first moment (of normalised gradients) and second."
 F2ASlotVariables = namedtuple("F2ASlotVariables", "accumulator local_step")
-F2ASlotVariables.__doc__ = "Slots of F2A: sum of squared gradients, and the number of steps of each row."
+F2ASlotVariables.__doc__ = "Slots of F2A: sum of squared gradients and number of steps of the row."
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SGD(OptimizerSpec):
     """Stochastic gradient descent: `w -= lr * g`.
 
-    A row's gradient is a sum over the samples that read it. A loss that is a mean over the batch divides it by the
-    batch size, although a row sees few samples of a batch: such models want learning rates far above one.
+    The gradient of a row is summed over the samples that read it. If the loss is a mean over the
+    batch, each term is divided by the batch size, but only a few samples read one row. Such models
+    need learning rates far above one.
     """
 
     rule_name = "sgd"
-    fused_as: ClassVar[str] = "sgd"
+    fused_as = "sgd"
     slot_type = SGDSlotVariables
 
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def step_rows(
+        self,
+        rows: Rows,
+        slots: Slots,
+        gradients: Rows,
+        hyper: Hyperparameters,
+    ) -> tuple[Rows, Slots]:
         (lr,) = hyper
         return rows - lr * gradients, slots
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Adagrad(OptimizerSpec):
-    """Adagrad without epsilon: `A += g²; w -= lr * g / sqrt(A)`.
+    """Adagrad without epsilon: `A += g²`, then `w -= lr * g / sqrt(A)`.
 
-    The accumulator starts at 0.1, as in the published API, which is large beside the gradients of a mean loss over a
-    large batch; `RowWiseAdagrad` starts at 0. Set `initial_accumulator_value` when you compare the two.
+    An entry does not change if its accumulator and gradient are both zero, where the formula is
+    0/0.
 
-    An entry whose accumulator and gradient are both zero stays put (the bare formula would be 0/0).
+    Args:
+      initial_accumulator_value: start of the accumulator. The default 0.1 is the published API's.
+        It is large compared with the squared gradients of a mean loss over a large batch.
+        `RowWiseAdagrad` starts at 0: use one value for both when you compare them.
 
     Source: Duchi, Hazan, Singer (2011).
     """
 
     initial_accumulator_value: float = within("[0, inf)", default=0.1)
     rule_name = "adagrad"
-    fused_as: ClassVar[str] = "adagrad"
+    fused_as = "adagrad"
     slot_type = AdagradSlotVariables
     non_negative_slots = ("accumulator",)
     slot_fields = ("initial_accumulator_value",)
 
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def step_rows(
+        self,
+        rows: Rows,
+        slots: Slots,
+        gradients: Rows,
+        hyper: Hyperparameters,
+    ) -> tuple[Rows, Slots]:
         return _adagrad_step(rows, slots[0], gradients, hyper[0], 0.0)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TorchAdagrad(OptimizerSpec):
-    """Adagrad as torch and FBGEMM have it: `A += g²; w -= lr * g / (sqrt(A) + epsilon)`, from `A = 0` on.
+    """Adagrad of torch and FBGEMM: `A += g²`, then `w -= lr * g / (sqrt(A) + epsilon)`.
 
-    Source: `torch.optim.Adagrad` (whose epsilon is 1e-10) and FBGEMM `EXACT_ADAGRAD`.
+    Args:
+      initial_accumulator_value: start of the accumulator.
+      epsilon: added to the root, 1e-8 as in FBGEMM (torch has 1e-10).
+
+    Source: `torch.optim.Adagrad` and FBGEMM `EXACT_ADAGRAD`.
     """
 
     initial_accumulator_value: float = within("[0, inf)", default=0.0)
     epsilon: float = within("[0, inf)", default=1e-8)
     rule_name = "torch_adagrad"
-    fused_as: ClassVar[str] = "adagrad"
+    fused_as = "adagrad"
     slot_type = AdagradSlotVariables
     non_negative_slots = ("accumulator",)
     rule_fields = ("epsilon",)
     slot_fields = ("initial_accumulator_value",)
 
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def step_rows(
+        self,
+        rows: Rows,
+        slots: Slots,
+        gradients: Rows,
+        hyper: Hyperparameters,
+    ) -> tuple[Rows, Slots]:
         return _adagrad_step(rows, slots[0], gradients, *hyper)
 
 
-def _adagrad_step(rows: Array, old: Array, gradients: Array, lr: Any, epsilon: Any) -> tuple[Array, Slots]:
-    accumulator = old + gradients * gradients
+def _adagrad_step(
+    rows: Rows,
+    accumulator: Array,
+    gradients: Rows,
+    lr: Any,
+    epsilon: Any,
+) -> tuple[Rows, Slots]:
+    accumulator = accumulator + gradients * gradients
     root = jnp.sqrt(_positive(accumulator)) + epsilon
-    return rows - jnp.where(accumulator > 0, lr * gradients / root, 0.0), (accumulator,)
+    step = jnp.where(accumulator > 0, lr * gradients / root, 0.0)
+    return rows - step, (accumulator,)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RowWiseAdagrad(OptimizerSpec):
-    """Adagrad with one accumulator a row: `A += mean(g²); w -= lr * g / (sqrt(A) + epsilon)`.
+    """Adagrad with one accumulator per row: `A += mean(g²)`, `w -= lr * g / (sqrt(A) + epsilon)`.
 
-    Needs 4 bytes of state a row instead of `4 * embedding_dim`.
+    A row has 4 bytes of optimizer state instead of `4 * embedding_dim`.
 
     Source: FBGEMM `EXACT_ROWWISE_ADAGRAD`.
     """
@@ -112,7 +156,7 @@ class RowWiseAdagrad(OptimizerSpec):
     initial_accumulator_value: float = within("[0, inf)", default=0.0)
     epsilon: float = within("(0, inf)", default=1e-8)
     rule_name = "rowwise_adagrad"
-    fused_as: ClassVar[str] = "rowwise_adagrad"
+    fused_as = "rowwise_adagrad"
     slot_type = AdagradSlotVariables
     non_negative_slots = ("accumulator",)
     rule_fields = ("epsilon",)
@@ -122,15 +166,25 @@ class RowWiseAdagrad(OptimizerSpec):
     def init_slots(self, rows: Array) -> Slots:
         return (jnp.full((rows.shape[0], 1), self.initial_accumulator_value, jnp.float32),)
 
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def step_rows(
+        self,
+        rows: Rows,
+        slots: Slots,
+        gradients: Rows,
+        hyper: Hyperparameters,
+    ) -> tuple[Rows, Slots]:
         lr, epsilon = hyper
         accumulator = slots[0] + jnp.mean(gradients * gradients, axis=-1, keepdims=True)
-        return rows - gradients * (lr / (jnp.sqrt(accumulator) + epsilon)), (accumulator,)
+        rate = lr / (jnp.sqrt(accumulator) + epsilon)
+        return rows - gradients * rate, (accumulator,)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _BiasCorrectedAdam(OptimizerSpec):
-    """Adam that folds its bias correction, by the global step, into the learning rate, and epsilon if it says so."""
+    """Adam with bias correction by the global step, folded into the learning rate.
+
+    With `corrects_epsilon`, epsilon is scaled as well, which gives exactly the paper's formula.
+    """
 
     beta_1: float = within("[0, 1)", default=0.9)
     beta_2: float = within("[0, 1)", default=0.999)
@@ -140,45 +194,57 @@ class _BiasCorrectedAdam(OptimizerSpec):
     non_negative_slots = ("velocity",)
     needs_step = True
 
-    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
+    def get_hyperparameters(self, step: StepNumber = None) -> Hyperparameters:
         t = as_float32(0 if step is None else step) + 1.0
-        correction, epsilon = jnp.sqrt(one_minus_power(self.beta_2, t)), as_float32(self.epsilon)
-        lr = as_float32(self.get_learning_rate(step)) * correction / one_minus_power(self.beta_1, t)
-        epsilon = epsilon * correction if self.corrects_epsilon else epsilon
+        correction = jnp.sqrt(one_minus_power(self.beta_2, t))
+        lr = as_float32(self.get_learning_rate(step))
+        lr = lr * correction / one_minus_power(self.beta_1, t)
+        epsilon = as_float32(self.epsilon)
+        if self.corrects_epsilon:
+            epsilon = epsilon * correction
         return lr, as_float32(self.beta_1), as_float32(self.beta_2), epsilon
 
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def step_rows(
+        self,
+        rows: Rows,
+        slots: Slots,
+        gradients: Rows,
+        hyper: Hyperparameters,
+    ) -> tuple[Rows, Slots]:
         lr, beta_1, beta_2, epsilon = hyper
         momentum = slots[0] + (1.0 - beta_1) * (gradients - slots[0])
         velocity = slots[1] + (1.0 - beta_2) * (gradients * gradients - slots[1])
-        return rows - lr * momentum / (jnp.sqrt(velocity) + epsilon), (momentum, velocity)
+        new_rows = rows - lr * momentum / (jnp.sqrt(velocity) + epsilon)
+        return new_rows, (momentum, velocity)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Adam(_BiasCorrectedAdam):
-    """Adam with bias correction by the global step; moments decay only when their row is touched ("lazy").
+    """Adam for the rows of a batch ("lazy"): other rows and their moments do not change.
 
-    `step=None` means the first step, for ever: what a layer without a step counter computes.
+    The bias correction counts global steps, not the steps of a row. `step=None` always means step
+    0: a layer without a step counter computes that.
 
     Source: Kingma, Ba (2015), with the corrections folded into the learning rate and epsilon.
     """
 
     epsilon: float = within("(0, inf)", default=1e-8)
-    corrects_epsilon: ClassVar[bool] = True
+    corrects_epsilon = True
     rule_name = "adam"
-    fused_as: ClassVar[str] = "adam"
+    fused_as = "adam"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TensorFlowAdam(_BiasCorrectedAdam):
-    """Adam of all rows: moments decay and every row moves in every step, also without a gradient.
+    """Adam that steps every row of the table, including rows without a gradient.
 
-    `m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*g²; w -= lr * sqrt(1-b2^t)/(1-b1^t) * m / (sqrt(v) + epsilon)`
+    `m = b1*m + (1-b1)*g`, `v = b2*v + (1-b2)*g²`,
+    `w -= lr * sqrt(1-b2^t)/(1-b1^t) * m / (sqrt(v) + epsilon)`.
 
-    A step costs as much as reading and writing the whole table and its moments; `LazyAdam` leaves rows
-    alone that a batch did not read.
+    Each step reads and writes the whole table and its moments. `LazyAdam` steps only the rows that
+    a batch read.
 
-    Source: the sparse path of `tf.keras.optimizers.Adam`; Kingma, Ba (2015), section 2, end.
+    Source: the sparse path of `tf.keras.optimizers.Adam` and Kingma, Ba (2015), end of section 2.
     """
 
     rule_name = "tf_adam"
@@ -187,23 +253,26 @@ class TensorFlowAdam(_BiasCorrectedAdam):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LazyAdam(_BiasCorrectedAdam):
-    """The formula of `TensorFlowAdam` for the rows of a batch: others keep their bits, moments included.
+    """`TensorFlowAdam` for the rows of a batch only: other rows and their moments keep their bits.
 
-    Differs from `Adam` in where epsilon stands.
+    Unlike `Adam`, it adds epsilon to the root of the uncorrected second moment.
 
     Source: `tfa.optimizers.LazyAdam`.
     """
 
     rule_name = "tf_lazy_adam"
-    fused_as: ClassVar[str] = "adam"  # only the epsilon that comes with the hyperparameters is another
+    # `get_hyperparameters` makes the only difference to Adam, so the same native kernel computes
+    # both.
+    fused_as = "adam"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AdagradMomentum(OptimizerSpec):
-    """Adagrad with any root, optional decay of the accumulator (`beta2 < 1`), and (Nesterov) momentum.
+    """Adagrad with momentum, a free choice of the root and optional decay of the accumulator.
 
-    `A += g²` (or `A = beta2*A + (1-beta2)*g²`); `q = g * (A + epsilon)^(-1/exponent)`; `m = momentum*m + q`;
-    `w -= lr*m`, with Nesterov `w -= lr*(momentum*m + q)`.
+    `A += g²`, or `A = beta2*A + (1-beta2)*g²` if `beta2 < 1`,
+    `q = g * (A + epsilon)^(-1/exponent)`, `m = momentum*m + q`, `w -= lr*m`.
+    With Nesterov momentum, the last is `w -= lr*(momentum*m + q)`.
     """
 
     momentum: float = within("[0, 1]", default=0.9)
@@ -219,21 +288,33 @@ class AdagradMomentum(OptimizerSpec):
     rule_fields = ("momentum", "beta2", "epsilon", "exponent", "use_nesterov")
     slot_fields = ("initial_accumulator_value", "initial_momentum_value")
 
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def step_rows(
+        self,
+        rows: Rows,
+        slots: Slots,
+        gradients: Rows,
+        hyper: Hyperparameters,
+    ) -> tuple[Rows, Slots]:
         lr, decay, beta2, epsilon, exponent, nesterov = hyper
         square = gradients * gradients
-        accumulator = jnp.where(beta2 == 1.0, slots[0] + square, beta2 * slots[0] + (1.0 - beta2) * square)
+        total = slots[0] + square
+        average = beta2 * slots[0] + (1.0 - beta2) * square
+        accumulator = jnp.where(beta2 == 1.0, total, average)
         direction = gradients * jnp.power(_positive(accumulator + epsilon), -1.0 / exponent)
         momentum = decay * slots[1] + direction
-        return rows - lr * jnp.where(nesterov > 0, decay * momentum + direction, momentum), (accumulator, momentum)
+        step = jnp.where(nesterov > 0, decay * momentum + direction, momentum)
+        return rows - lr * step, (accumulator, momentum)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FTRL(OptimizerSpec):
-    """Follow the regularised leader: sparse weights through an L1 term.
+    """Follow the regularised leader (FTRL-proximal): an L1 term gives sparse weights.
 
-    Source: McMahan et al. (2013), with the learning-rate power and the `multiply_linear_by_learning_rate` variant
-    of TensorFlow.
+    Raises: ValueError: the learning rate is 0, and the linear term is divided by it (unless
+      `multiply_linear_by_learning_rate`).
+
+    Source: McMahan et al. (2013), with TensorFlow's learning-rate power and its
+    `multiply_linear_by_learning_rate` variant.
     """
 
     learning_rate: LearningRate = within("[0, inf)", default=0.01)
@@ -247,37 +328,53 @@ class FTRL(OptimizerSpec):
     rule_name = "ftrl"
     slot_type = FTRLSlotVariables
     non_negative_slots = ("accumulator",)
-    rule_fields = ("learning_rate_power", "l1_regularization_strength", "l2_regularization_strength", "beta")
+    rule_fields = (
+        "learning_rate_power",
+        "l1_regularization_strength",
+        "l2_regularization_strength",
+        "beta",
+    )
     slot_fields = ("initial_accumulator_value", "initial_linear_value")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.learning_rate == 0 and not self.multiply_linear_by_learning_rate:
             raise ValueError(
-                f"FTRL: learning_rate must be in (0, inf), got {self.learning_rate}: the linear term is "
-                "divided by it; use multiply_linear_by_learning_rate=True."
+                f"FTRL: learning_rate must be in (0, inf), got {self.learning_rate}: the linear "
+                "term is divided by it; use multiply_linear_by_learning_rate=True."
             )
 
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def step_rows(
+        self,
+        rows: Rows,
+        slots: Slots,
+        gradients: Rows,
+        hyper: Hyperparameters,
+    ) -> tuple[Rows, Slots]:
         lr, power, l1, l2, beta = hyper
         accumulator = slots[0] + gradients * gradients
-        new_power, old_power = jnp.power(accumulator, -power), jnp.power(slots[0], -power)
+        new_power = jnp.power(accumulator, -power)
+        old_power = jnp.power(slots[0], -power)
         if self.multiply_linear_by_learning_rate:
             linear = slots[1] + lr * gradients - (new_power - old_power) * rows
-            threshold, denominator = lr * l1, new_power + 2.0 * lr * l2 + beta
+            threshold = lr * l1
+            denominator = new_power + 2.0 * lr * l2 + beta
         else:
             linear = slots[1] + gradients - (new_power - old_power) / lr * rows
-            threshold, denominator = l1, (new_power + beta) / lr + 2.0 * l2
-        return (jnp.clip(linear, -threshold, threshold) - linear) / _positive(denominator), (accumulator, linear)
+            threshold = l1
+            denominator = (new_power + beta) / lr + 2.0 * l2
+        shrunk = jnp.clip(linear, -threshold, threshold) - linear
+        return shrunk / _positive(denominator), (accumulator, linear)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LaProp(OptimizerSpec):
-    """Momentum of already normalised gradients, with a second moment whose decay warms up.
+    """Momentum of normalised gradients. The decay of the second moment rises from 0 to `b2`.
 
-    `step=None` uses the final decay `b2` from the start.
+    `v = d*v + (1-d)*(g² + eps)`, `m = b1*m + sqrt(1-b1²) * g / sqrt(v)`, `w -= lr*m`,
+    with `d = b2 * (1-b2^step) / (1-b2^(step+1))`. Without a step, `d = b2` from the start.
 
-    Source: Ziyin, Wang, Ueda (2020). Normalised gradients enter with weight `sqrt(1 - b1²)`.
+    Source: Ziyin, Wang, Ueda (2020).
     """
 
     b1: float = within("[0, 1)", default=0.9)
@@ -299,31 +396,38 @@ class LaProp(OptimizerSpec):
                 "(rsembed.clip_by_global_norm)."
             )
 
-    def get_decay_rate(self, step: Any = None) -> Array:
-        """Decay of the second moment at the 0-based `step`."""
+    def get_decay_rate(self, step: StepNumber = None) -> Array:
+        """Decay of the second moment at the 0-based `step`, or `b2` if `step` is None."""
         b2 = as_float32(self.b2)
         if step is None:
             return b2
         t = as_float32(step)
         return b2 * one_minus_power(self.b2, t) / one_minus_power(self.b2, t + 1.0)
 
-    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
+    def get_hyperparameters(self, step: StepNumber = None) -> Hyperparameters:
         lr = as_float32(self.get_learning_rate(step))
         return lr, as_float32(self.b1), self.get_decay_rate(step), as_float32(self.eps)
 
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def step_rows(
+        self,
+        rows: Rows,
+        slots: Slots,
+        gradients: Rows,
+        hyper: Hyperparameters,
+    ) -> tuple[Rows, Slots]:
         lr, b1, decay, eps = hyper
         nu = decay * slots[1] + (1.0 - decay) * (gradients * gradients + eps)
-        mu = b1 * slots[0] + jnp.sqrt(1.0 - b1 * b1) * gradients * jax.lax.rsqrt(_positive(nu))
+        normalised = jnp.sqrt(1.0 - b1 * b1) * gradients * jax.lax.rsqrt(_positive(nu))
+        mu = b1 * slots[0] + normalised
         return rows - lr * mu, (mu, nu)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class F2A(OptimizerSpec):
-    """Frequency-aware Adagrad: rarely seen rows take larger steps, by `(step / times_seen)^rho`, capped.
+    """Frequency-aware Adagrad: rows that are rarely looked up take larger steps.
 
-    `n += 1; r = min((max(step, 1)/n)^rho, max_lr_multiplier); A += g²;`
-    `w -= lr * (r*g/sqrt(A) + l1*sign(w) + l2*w)`.
+    `n += 1`, `r = min((max(step, 1)/n)^rho, max_lr_multiplier)`, `A += g²`,
+    `w -= lr * (r*g/sqrt(A) + l1*sign(w) + l2*w)`, where `n` counts the steps of the row.
     """
 
     learning_rate: LearningRate = within("[0, inf)", default=0.01)
@@ -336,28 +440,42 @@ class F2A(OptimizerSpec):
     rule_name = "f2a"
     slot_type = F2ASlotVariables
     non_negative_slots = ("accumulator", "local_step")
-    rule_fields = ("rho", "l1_regularization_strength", "l2_regularization_strength", "max_lr_multiplier")
+    rule_fields = (
+        "rho",
+        "l1_regularization_strength",
+        "l2_regularization_strength",
+        "max_lr_multiplier",
+    )
     slot_fields = ("initial_accumulator_value", "initial_local_step_value")
     needs_step = True
 
-    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
-        return (*super().get_hyperparameters(step), as_float32(0.0 if step is None else step))
+    def get_hyperparameters(self, step: StepNumber = None) -> Hyperparameters:
+        step_as_float = as_float32(0.0 if step is None else step)
+        return (*super().get_hyperparameters(step), step_as_float)
 
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def step_rows(
+        self,
+        rows: Rows,
+        slots: Slots,
+        gradients: Rows,
+        hyper: Hyperparameters,
+    ) -> tuple[Rows, Slots]:
         lr, rho, l1, l2, cap, step = hyper
-        accumulator, times_seen = slots[0] + gradients * gradients, slots[1] + 1.0
+        accumulator = slots[0] + gradients * gradients
+        times_seen = slots[1] + 1.0
         ratio = jnp.minimum(jnp.power(jnp.maximum(step, 1.0) / times_seen, rho), cap)
-        direction = ratio * gradients * jax.lax.rsqrt(_positive(accumulator)) + l1 * jnp.sign(rows) + l2 * rows
+        direction = ratio * gradients * jax.lax.rsqrt(_positive(accumulator))
+        direction = direction + l1 * jnp.sign(rows) + l2 * rows
         return rows - lr * direction, (accumulator, times_seen)
 
 
 def _positive(values: Array) -> Array:
-    """The values, and 1 for 0: an entry that never had a gradient stays finite, though the bare formula is 0/0."""
+    """`values` with 1 in place of 0. An entry that never had a gradient then gives 0, not 0/0."""
     return jnp.where(values == 0, 1.0, values)
 
 
 def one_minus_power(decay: float, exponent: Array) -> Array:
-    """`1 - decay**exponent`; the direct form keeps only four digits of `1 - 0.999` in float32."""
+    """`1 - decay**exponent`. The direct form of `1 - 0.999` has four correct digits in float32."""
     if decay == 0.0:
         return jnp.where(exponent > 0, 1.0, 0.0)
     return -jnp.expm1(exponent * as_float32(math.log(decay)))
