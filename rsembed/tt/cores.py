@@ -1,8 +1,8 @@
-"""Tensor-train tables as functions of a spec and its cores: rows, bags of rows, the whole table.
+"""Rows, pooled bags and the whole table of a tensor train, as functions of its spec and its cores.
 
-The C++ kernels make each distinct row of a call once, take it apart again in the backward pass, and sum in a fixed
-order; nothing is kept between the two but integers. Plain JAX gathers a slice of every core for each lookup, tile by
-tile, which it does anew in the backward pass.
+The C++ kernels compute every distinct row of a call once and sum in a fixed order. The plain JAX
+version gathers one slice of every core for each lookup, tile by tile. Both save no rows for the
+backward pass, which computes them again.
 """
 
 from __future__ import annotations
@@ -28,30 +28,40 @@ from rsembed.tt.spec import TTSpec
 Mode = Literal["sum", "mean"]
 Implementation = Literal["native", "plain"]
 
-LEAST_ROOM = 32
+MIN_PADDED_IDS = 32
+"""Batches on the host are padded to at least this number of ids."""
 MAX_CORES = 16
-"""Most cores of a train that the C++ kernels multiply."""
+"""Largest number of cores that the C++ kernels can multiply."""
 TILE_BYTES = 2**21
-"""Bound of the slices and products of a tile."""
+"""Upper bound on the bytes of the slices and products that the plain version holds at a time."""
 
 Cores = tuple[Array, ...]
+"""One array `[p_t, R_{t-1} * q_t * R_t]` per core, as `TTSpec` describes."""
 AnyCores = Sequence[Array | np.ndarray]
-"""Cores as users have them."""
+"""Cores as users pass them: any sequence of JAX or NumPy arrays."""
+Digits = tuple[Int[Array, " nnz"], ...]
+"""For each core, the slice that every lookup reads."""
 SliceShapes = tuple[tuple[int, int, int], ...]
+"""For each core, `(R_{t-1}, q_t, R_t)`."""
 
 
 def rows(
-    spec: TTSpec, cores: AnyCores, ids: Integer[Array | np.ndarray, "*batch"], *, implementation: str | None = None
+    spec: TTSpec,
+    cores: AnyCores,
+    ids: Integer[Array | np.ndarray, "*batch"],
+    *,
+    implementation: str | None = None,
 ) -> Float[Array, "*batch dim"]:
-    """The rows of `ids`, float32; an id outside the table has a row of zeros.
+    """Rows of the table for `ids`, in float32; zeros for an id outside the table.
 
-    Works under `jit`, `grad`, `vmap` and `shard_map`, and stores nothing per lookup for the backward pass but integers.
-    In plain JAX a row per lookup is held beside a tile of `cores.TILE_BYTES`.
+    Works under `jit`, `grad`, `vmap` and `shard_map`. No rows are saved for the backward pass,
+    which computes them again. The plain JAX version needs memory for one row per lookup and one
+    tile of `TILE_BYTES`.
 
     Args:
       spec: the table.
-      cores: its cores, float32 or bfloat16; sums are float32.
-      ids: row numbers. Tables of 2^31 rows and more need int64 ids of NumPy, outside `jit`.
+      cores: its cores, float32 or bfloat16. Sums are computed in float32.
+      ids: row numbers. A table of 2^31 rows or more needs NumPy int64 ids, outside `jit`.
       implementation: see `cores.pooled_rows`.
 
     Example:
@@ -61,8 +71,9 @@ def rows(
       [[3.0, 4.0], [10.0, 20.0]]
     """
     check_type(ids, Int[Array, "..."], "rows: ids")
-    found = rows_of((spec,), check_cores(spec, cores), ids.reshape(-1), implementation=implementation)
-    return found.reshape(*ids.shape, spec.embedding_dim)
+    arrays = check_cores(spec, cores)
+    vectors = rows_of((spec,), arrays, ids.reshape(-1), implementation=implementation)
+    return vectors.reshape(*ids.shape, spec.embedding_dim)
 
 
 def rows_of(
@@ -72,15 +83,16 @@ def rows_of(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "nnz dim"]:
-    """Rows of tables whose cores stand one behind the other; arguments as for `digits_of` and `rows`."""
-    digits, valid = digits_of(specs, ids)
+    """Rows of several tables with concatenated cores; for the arguments see `digits_of` and `rows`."""
+    num_ids = ids.shape[0]
+    digits, is_row = digits_of(specs, ids)
     return pooled_rows(
         cores,
         digits,
-        jnp.where(valid, jnp.arange(ids.shape[0], dtype=jnp.int32), NO_ROW),
-        jnp.ones(ids.shape[0]),
+        jnp.where(is_row, jnp.arange(num_ids, dtype=jnp.int32), NO_ROW),
+        jnp.ones(num_ids),
         slice_shapes=specs[0].slice_shapes,
-        num_bags=ids.shape[0],
+        num_bags=num_ids,
         implementation=implementation,
     )
 
@@ -93,75 +105,98 @@ def bag(
     mode: Mode = "sum",
     implementation: str | None = None,
 ) -> Float[Array, "bags dim"]:
-    """Weighted sums or means of the rows of every bag, float32; an empty bag gives zeros.
+    """Weighted sum or mean of the rows of every bag, in float32; zeros for an empty bag.
 
     Args:
       spec: the table.
       cores: its cores.
-      bags: ids and optional weights; ids outside the table, -1 among them, contribute nothing and are not counted.
-      mode: "sum", or "mean", which divides by the number of ids and not by the sum of weights.
+      bags: ids and optional weights. Ids outside the table (also -1) contribute nothing and do not
+        count for the mean.
+      mode: "sum", or "mean", which divides by the number of ids rather than by the sum of weights.
       implementation: see `cores.pooled_rows`.
     """
     check_type(bags, Bags, "bag: bags, which Bags.from_lists makes of lists,")
     check_type(mode, Mode, "mode")
-    cores, bags = check_cores(spec, cores), with_room(bags)
-    digits, valid = digits_of((spec,), bags.ids)
-    _, outputs, gains = entries_of(call_of(bags, jnp.where(valid, 0, NO_ROW), mode))
-    shapes = {"slice_shapes": spec.slice_shapes, "num_bags": bags.num_bags}
-    return pooled_rows(cores, digits, outputs, gains, **shapes, implementation=implementation)
+    arrays = check_cores(spec, cores)
+    bags = padded_bags(bags)
+    digits, is_row = digits_of((spec,), bags.ids)
+    call = call_of(bags, jnp.where(is_row, 0, NO_ROW), mode)
+    _, outputs, gains = entries_of(call)
+    return pooled_rows(
+        arrays,
+        digits,
+        outputs,
+        gains,
+        slice_shapes=spec.slice_shapes,
+        num_bags=bags.num_bags,
+        implementation=implementation,
+    )
 
 
 def full_weight(spec: TTSpec, cores: AnyCores) -> Float[Array, "vocab dim"]:
-    """The whole table, written block after block of equal first digits; needs the table and one block of memory."""
-    whole: Array = _full_weight(spec, check_cores(spec, cores))
-    return whole
+    """The whole table in float32. Needs memory for the table and one block of it.
+
+    A block holds all rows with the same first digit.
+    """
+    table: Array = _full_weight(spec, check_cores(spec, cores))
+    return table
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _full_weight(spec: TTSpec, arrays: Cores) -> Float[Array, "vocab dim"]:
-    num_rows, size, p, shapes = spec.num_embeddings, spec.strides[0], spec.tt_p_shapes, spec.slice_shapes
-    whole = num_rows // size
+def _full_weight(spec: TTSpec, cores: Cores) -> Float[Array, "vocab dim"]:
+    num_rows = spec.num_embeddings
+    block_rows = spec.strides[0]
+    num_full_blocks = num_rows // block_rows
+    p = spec.tt_p_shapes
+    shapes = spec.slice_shapes
 
     def block(first_digit: Array | int) -> Float[Array, "block dim"]:
-        product = arrays[0][first_digit].astype(jnp.float32).reshape(1, *shapes[0][1:])  # [rows, columns, rank]
+        # The product so far is an array [rows, columns, rank].
+        product = cores[0][first_digit].astype(jnp.float32).reshape(1, *shapes[0][1:])
         for t in range(1, spec.num_cores):
-            core = arrays[t].astype(jnp.float32).reshape(p[t], *shapes[t])
+            core = cores[t].astype(jnp.float32).reshape(p[t], *shapes[t])
             product = jnp.einsum("acr,prqs->apcqs", product, core, precision="highest")
             product = product.reshape(math.prod(p[1 : t + 1]), -1, shapes[t][2])
-        return product.reshape(size, spec.embedding_dim)
+        return product.reshape(block_rows, spec.embedding_dim)
 
-    def put(k: Array | int, table: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(table, block(k), k * size, 0)
+    def with_block(k: Array | int, table: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(table, block(k), k * block_rows, 0)
 
-    nothing = jnp.full((num_rows, spec.embedding_dim), varying_zero(*arrays).astype(jnp.float32))
-    table = jax.lax.fori_loop(0, whole, put, nothing)
-    if whole * size < num_rows:
-        rest = block(whole)[: num_rows - whole * size]
-        table = jax.lax.dynamic_update_slice_in_dim(table, rest, whole * size, 0)
+    zero = varying_zero(*cores).astype(jnp.float32)
+    table = jnp.full((num_rows, spec.embedding_dim), zero)
+    table = jax.lax.fori_loop(0, num_full_blocks, with_block, table)
+    start = num_full_blocks * block_rows
+    if start < num_rows:
+        last_rows = block(num_full_blocks)[: num_rows - start]
+        table = jax.lax.dynamic_update_slice_in_dim(table, last_rows, start, 0)
     return table
 
 
 def check_cores(spec: TTSpec, cores: AnyCores) -> Cores:
     """The cores as a tuple of JAX arrays.
 
-    Raises: ValueError: their shapes are not those of the spec. TypeError: there is no spec, or no list of cores.
+    Raises:
+      ValueError: the shapes of the cores differ from `spec.core_shapes`.
+      TypeError: `spec` is no `TTSpec`, or `cores` is no sequence.
     """
     check_type(spec, TTSpec, "spec")
     check_type(cores, Sequence[Any], "cores")
-    found = tuple(np.shape(core) for core in cores)
-    if found != spec.core_shapes:
-        raise ValueError(f"cores have shapes {found}, but the spec asks for {spec.core_shapes}.")
+    shapes = tuple(np.shape(core) for core in cores)
+    if shapes != spec.core_shapes:
+        raise ValueError(f"cores have shapes {shapes}, but the spec asks for {spec.core_shapes}.")
     return tuple(map(jnp.asarray, cores))
 
 
-def digits_of(specs: Sequence[TTSpec], ids: Any) -> tuple[tuple[Int[Array, " nnz"], ...], Any]:
-    """Digits of every id, one array per core, and whether there is a row of it.
+def digits_of(specs: Sequence[TTSpec], ids: Any) -> tuple[Digits, Any]:
+    """The slice of every core that each id reads, and whether the id is a row of a table.
 
-    Integers throughout: float32 cannot tell ids above 2^24 apart. NumPy ids are taken apart on the host, in 64 bits.
+    All arithmetic uses integers, because float32 cannot tell ids above 2^24 apart. NumPy ids are
+    split into digits on the host, in 64 bits.
 
     Args:
-      specs: tables of equally many cores, whose cores stand one behind the other: digits count on from table to table.
-      ids: row numbers, which count on from table to table, too.
+      specs: tables with concatenated cores, all with the same number of cores. The slice numbers of
+        a table are offset by the slices of the tables before it.
+      ids: row numbers, offset by the rows of the tables before.
 
     Raises: TypeError: ids are not integers.
     """
@@ -169,68 +204,83 @@ def digits_of(specs: Sequence[TTSpec], ids: Any) -> tuple[tuple[Int[Array, " nnz
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"ids must be integers, got {ids.dtype}.")
     ids = ids.astype(np.int64) if xp is np else narrow_ids(ids)
+    max_id = np.iinfo(ids.dtype).max
     sizes = [spec.num_embeddings for spec in specs]
-    last_rows = np.minimum(np.cumsum(sizes[:-1]), np.iinfo(ids.dtype).max).astype(ids.dtype)
-    tables = None if len(specs) == 1 else xp.searchsorted(xp.asarray(last_rows), ids, side="right")
+    table = None
+    if len(specs) > 1:
+        first_rows = np.minimum(np.cumsum(sizes[:-1]), max_id).astype(ids.dtype)
+        table = xp.searchsorted(xp.asarray(first_rows), ids, side="right")
 
     def of_table(values: Sequence[int]) -> Any:
-        numbers = np.minimum(values, np.iinfo(ids.dtype).max).astype(ids.dtype)
-        # Equal numbers need no table.
-        return numbers[0] if (numbers == numbers[0]).all() else xp.asarray(numbers)[tables]
+        """The value for the table of each id; one scalar if the tables have equal values."""
+        by_table = np.minimum(values, max_id).astype(ids.dtype)
+        if (by_table == by_table[0]).all():
+            return by_table[0]
+        return xp.asarray(by_table)[table]
 
-    valid = ids >= 0
-    ids = ids - of_table([0, *itertools.accumulate(sizes[:-1])])
-    valid &= ids < of_table(sizes)
+    is_row = ids >= 0
+    ids = ids - of_table(_offsets(sizes))
+    is_row &= ids < of_table(sizes)
     digits = []
     for t in range(specs[0].num_cores):
-        p = [spec.tt_p_shapes[t] for spec in specs]
-        first = of_table([0, *itertools.accumulate(p[:-1])])
-        digits.append(ids // of_table([spec.strides[t] for spec in specs]) % of_table(p) + first)
-    return tuple(jnp.asarray(digit, jnp.int32) for digit in digits), valid
+        num_slices = [spec.tt_p_shapes[t] for spec in specs]
+        offset = of_table(_offsets(num_slices))
+        stride = of_table([spec.strides[t] for spec in specs])
+        digit = ids // stride % of_table(num_slices) + offset
+        digits.append(jnp.asarray(digit, jnp.int32))
+    return tuple(digits), is_row
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Start of each part when parts of these sizes are concatenated."""
+    return [0, *itertools.accumulate(sizes[:-1])]
 
 
 def entries_of(call: Call) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Float[Array, " nnz"]]:
-    """Row of each entry of all lists, the output that it goes into, and its gain.
+    """Row, output and gain of each entry of all lists.
 
-    Outputs are the bags of all lists, numbered through; that of an entry that contributes nothing is `NO_ROW`. Lists
-    without a combiner have an output an entry.
+    Outputs are the bags of all lists, numbered from list to list. An entry that contributes nothing
+    has the output `NO_ROW`. Lists without a combiner have one output per entry.
     """
-    rows, outputs, gains, first = [], [], [], 0
+    rows, outputs, gains = [], [], []
+    first_output = 0
     for number in range(len(call.lists)):
         entries = reference.entries_of(call, number, 0, NO_ROW)
         bag, gain, is_listed = reference.entry_gains(entries, NO_ROW)
         rows.append(entries.rows)
-        outputs.append(jnp.where(is_listed, bag + first, NO_ROW))
+        outputs.append(jnp.where(is_listed, bag + first_output, NO_ROW))
         gains.append(gain)
-        first += entries.num_outputs
+        first_output += entries.num_outputs
     return jnp.concatenate(rows), jnp.concatenate(outputs), jnp.concatenate(gains)
 
 
 def call_of(bags: Bags, rows: Int[Array, " nnz"], mode: Mode) -> Call:
-    """A call of bags that read `rows`; their mean divides by the number of ids, weighted or not."""
+    """A call that pools `rows` by `bags`; "mean" divides by the number of ids, weighted or not."""
     weights = None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32)
     ids = IdList(rows, jnp.asarray(bags.offsets), weights)
-    return Call.of([ids], ["mean_by_count" if mode == "mean" else mode])
+    combiner = "mean_by_count" if mode == "mean" else mode
+    return Call.of([ids], [combiner])
 
 
-def with_room(bags: Bags) -> Bags:
-    """Bags of any lengths with room for a power of two of ids, so that few programs serve all batches.
+def padded_bags(bags: Bags) -> Bags:
+    """The bags with ids padded to a power of two, so that few compiled programs handle all batches.
 
-    What the room holds is in no bag. Left as they are: dense arrays, what is inside `jit`, and what lies on several
-    devices.
+    The padding belongs to no bag. Dense arrays, traced bags and arrays on several devices are
+    returned unchanged.
     """
     if bags.dense_shape is not None or is_traced(bags):
         return bags
-    if any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in jax.tree.leaves(bags)):
-        return bags
-    bags_on_host: Bags = jax.tree.map(np.asarray, bags)
-    return bags_on_host.pad_to(max(LEAST_ROOM, padded_size(bags.ids.shape[0])))
+    for array in jax.tree.leaves(bags):
+        if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1:
+            return bags
+    host_bags: Bags = jax.tree.map(np.asarray, bags)
+    return host_bags.pad_to(max(MIN_PADDED_IDS, padded_size(bags.ids.shape[0])))
 
 
 @functools.partial(jax.jit, static_argnames=("slice_shapes", "num_bags", "implementation"))
 def pooled_rows(
     cores: Cores,
-    digits: tuple[Int[Array, " nnz"], ...],
+    digits: Digits,
     bags: Int[Array, " nnz"],
     gains: Float[Array, " nnz"],
     *,
@@ -238,93 +288,109 @@ def pooled_rows(
     num_bags: int,
     implementation: str | None = None,
 ) -> Float[Array, "bags dim"]:
-    """Sum of `gain * row` over the lookups of every bag, float32; differentiable in cores and gains.
+    """Sum of `gain * row` over the lookups of every bag, in float32.
+
+    The result is differentiable in cores and gains.
 
     Args:
       cores: arrays `[p_t, R_{t-1} * q_t * R_t]`.
-      digits: for every core the slice that each lookup takes.
-      bags: bag of each lookup, in any order; a lookup whose bag lies outside `[0, num_bags)` contributes nothing.
+      digits: for every core, the slice that each lookup reads.
+      bags: bag of each lookup, in any order. A lookup with a bag outside `[0, num_bags)`
+        contributes nothing.
       gains: factor of each lookup.
       slice_shapes: `(R_{t-1}, q_t, R_t)` of every core.
-      num_bags: bags in the result.
-      implementation: "native" (CPUs), or "plain", which has forward-mode and second derivatives, too. None takes
-        "native" where it can run.
+      num_bags: number of bags in the result.
+      implementation: "native" runs C++ kernels on CPUs; "plain" runs JAX operations and also offers
+        forward-mode and second derivatives. None, the default, chooses "native" where it can run.
 
     Raises:
       ValueError: the implementation is unknown.
-      NotImplementedError: it is "native", which cannot run here.
+      NotImplementedError: `implementation="native"` cannot run here.
     """
     check_type(implementation, Implementation | None, "implementation")
-    too_many = f"the native kernels take up to {MAX_CORES} cores, not {len(cores)}"
-    reason = native.unavailable_because() or (too_many if len(cores) > MAX_CORES else None)
+    reason = native.unavailable_because()
+    if reason is None and len(cores) > MAX_CORES:
+        reason = f"the native kernels take up to {MAX_CORES} cores, not {len(cores)}"
     if implementation == "native" and reason is not None:
         raise NotImplementedError(f"implementation 'native' cannot run here: {reason}")
     zero = varying_zero(*cores, *digits, bags, gains)
     cores, gains = jax.tree.map(lambda x: x + zero.astype(x.dtype), (cores, gains))
     bags = jnp.where(bags < 0, NO_ROW, bags)  # JAX would count negative numbers from the end
     if bags.shape[0] == 0:
-        return jnp.full((num_bags, math.prod(q for _, q, _ in slice_shapes)), zero.astype(jnp.float32))
-    run = _plain if implementation == "plain" or reason is not None else _native
-    return run(slice_shapes, num_bags, cores, digits, bags, gains)
+        dim = math.prod(q for _, q, _ in slice_shapes)
+        return jnp.full((num_bags, dim), zero.astype(jnp.float32))
+    if implementation == "plain" or reason is not None:
+        return _plain(slice_shapes, num_bags, cores, digits, bags, gains)
+    return _native(slice_shapes, num_bags, cores, digits, bags, gains)
 
 
-def _plain(
-    shapes: SliceShapes, num_bags: int, cores: Cores, digits: tuple[Array, ...], bags: Array, gains: Array
-) -> Array:
+def _plain(shapes: SliceShapes, num_bags: int, cores: Cores, digits: Digits, bags: Array, gains: Array) -> Array:
     @jax.checkpoint
-    def row(lookup: tuple[PyTree, ...]) -> Array:
-        *places, gain = lookup
+    def row(lookup: tuple[Array, ...]) -> Array:
+        *lookup_digits, gain = lookup
         product = gain.reshape(1, 1)
-        for core, place, (left, q, right) in zip(cores, places, shapes, strict=True):
-            # Zeros where nothing is looked up, so that nothing unasked for, NaN included, reaches a sum.
-            piece = core.at[place].get(mode="fill", fill_value=0).astype(jnp.float32).reshape(left, q * right)
-            product = jnp.matmul(product, piece, precision="highest").reshape(-1, right)
+        for core, digit, (rank, q, next_rank) in zip(cores, lookup_digits, shapes, strict=True):
+            # Padding reads zeros, so a NaN in a core reaches only the bags that look it up.
+            piece = core.at[digit].get(mode="fill", fill_value=0)
+            piece = piece.astype(jnp.float32).reshape(rank, q * next_rank)
+            product = jnp.matmul(product, piece, precision="highest").reshape(-1, next_rank)
         return product.reshape(-1)
 
-    places = tuple(jnp.where(bags < num_bags, digit, NO_ROW) for digit in digits)
-    columns, floats = 1, 0
-    for left, q, right in shapes:
+    valid_digits = tuple(jnp.where(bags < num_bags, digit, NO_ROW) for digit in digits)
+    columns = 1
+    floats_per_lookup = 0
+    for rank, q, next_rank in shapes:
         columns *= q
-        floats += columns * right + left * q * right
-    rows = jax.lax.map(row, (*places, gains), batch_size=max(1, min(bags.shape[0], TILE_BYTES // (4 * floats))))
+        floats_per_lookup += columns * next_rank + rank * q * next_rank
+    tile = max(1, min(bags.shape[0], TILE_BYTES // (4 * floats_per_lookup)))
+    rows = jax.lax.map(row, (*valid_digits, gains), batch_size=tile)
     return jnp.zeros((num_bags, rows.shape[1])).at[bags].add(rows, mode="drop")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _native(
-    shapes: SliceShapes, num_bags: int, cores: Cores, digits: tuple[Array, ...], bags: Array, gains: Array
-) -> Array:
+def _native(shapes: SliceShapes, num_bags: int, cores: Cores, digits: Digits, bags: Array, gains: Array) -> Array:
     return _forward(shapes, num_bags, cores, digits, bags, gains)[0]
 
 
-def _forward(shapes: SliceShapes, num_bags: int, cores: Cores, digits: PyTree, bags: Array, gains: Array) -> PyTree:
-    result = jax.ShapeDtypeStruct((num_bags, math.prod(q for _, q, _ in shapes)), jnp.float32)
+def _forward(
+    shapes: SliceShapes, num_bags: int, cores: Cores, digits: Digits, bags: Array, gains: Array
+) -> tuple[Array, PyTree]:
+    """Pooled rows, and the arguments that the backward pass needs."""
+    dim = math.prod(q for _, q, _ in shapes)
+    result = jax.ShapeDtypeStruct((num_bags, dim), jnp.float32)
     call = jax.ffi.ffi_call("rsembed_train_rows", result, vmap_method="sequential")
     pooled = call(bags, gains, *_operands(cores, digits), **_attributes(shapes))
     return pooled + varying_zero(gains).astype(jnp.float32), (cores, digits, bags, gains)
 
 
 def _backward(shapes: SliceShapes, num_bags: int, saved: PyTree, d_pooled: Array) -> tuple[PyTree, ...]:
+    """Gradients of cores and gains; digits and bags are integers and have none."""
     cores, digits, bags, gains = saved
     results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (*cores, gains)]
     call = jax.ffi.ffi_call("rsembed_train_pull", results, vmap_method="sequential")
     attributes = _attributes(shapes) | {"num_bags": np.int64(num_bags)}
     *d_cores, d_gains = call(bags, gains, d_pooled, *_operands(cores, digits), **attributes)
     zero = varying_zero(gains).astype(jnp.float32)
-    pulled = tuple((d + zero).astype(core.dtype) for d, core in zip(d_cores, cores, strict=True))
-    no_cotangent = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (digits, bags))
-    return pulled, *no_cotangent, d_gains + zero
+    core_gradients = tuple((d + zero).astype(core.dtype) for d, core in zip(d_cores, cores, strict=True))
+    no_gradient = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (digits, bags))
+    return core_gradients, *no_gradient, d_gains + zero
 
 
 _native.defvjp(_forward, _backward)
 
 
-def _operands(cores: Cores, digits: Sequence[Array]) -> list[Array]:
-    """Digits and core of every position, one after the other."""
-    pairs = zip(digits, cores, strict=True)
-    return [x for digit, core in pairs for x in (digit, core.astype(jnp.float32))]
+def _operands(cores: Cores, digits: Digits) -> list[Array]:
+    """Operands of a kernel call: the digits of core 0, core 0, the digits of core 1, core 1, ..."""
+    operands = []
+    for core, digit in zip(cores, digits, strict=True):
+        operands += [digit, core.astype(jnp.float32)]
+    return operands
 
 
 def _attributes(shapes: SliceShapes) -> dict[str, np.ndarray | np.int64]:
+    """Attributes of a kernel call: all slice shapes, and the core with the largest slices."""
     sizes = [math.prod(shape) for shape in shapes]
-    return {"slice_shapes": np.asarray(shapes, np.int64).reshape(-1), "grouped": np.int64(np.argmax(sizes))}
+    return {
+        "slice_shapes": np.asarray(shapes, np.int64).reshape(-1),
+        "grouped": np.int64(np.argmax(sizes)),
+    }

@@ -1,10 +1,12 @@
-"""The rows of a train that are read most: kept uncompressed in front of it, and trained by themselves.
+"""Cache of the most read rows of a tensor train, stored uncompressed and trained row by row.
 
-A lookup of such a row takes its stored vector instead of a chain of products, and sends its gradient there. Which rows
-are cached changes only in `populate`, which follows the counts of recent reads: a row that stays keeps its place and
-its bits, and one that enters starts as what its cores give. Rows that leave are *written back*: the first core takes
-the step that brings the whole table closest to what it was, and what changes nevertheless is reported.
-All functions are pure and work inside `jit`, but for those that say "on the host".
+A lookup of a cached row reads the stored vector instead of multiplying slices, and the gradient of
+that row goes to the stored vector. Only `populate` changes which rows are cached; it follows the
+counts of recent reads. A row that stays in the cache keeps its cache slot and its bits. A row that
+enters the cache is initialised from the cores. Rows that are evicted are *written back*: the first
+core takes the step that brings the whole table closest to its previous contents, and the remaining
+error is reported as `residual`. All functions are pure and work inside `jit`, except those with "on
+the host" in their docstring.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from rsembed.collection.rows import keys_of_rows
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
+from rsembed.keys import Keys
 from rsembed.optimizers.base import OptimizerSpec, Slots
 from rsembed.storage import row_map
 from rsembed.storage.hashed_rows import numbers_of
@@ -31,23 +34,25 @@ from rsembed.tt.cores import Cores, rows_of
 from rsembed.tt.spec import TTSpec
 
 COUNTS_PER_ROW = 16
-LEAST_COUNTS_PER_ROW = 6
-MOST_READS = 2**30
-"""Beyond it, counts are equal."""
+"""Default number of counted ids per cached row."""
+MIN_COUNTS_PER_ROW = 6
+"""With fewer counted ids per cached row, the hit rate would fall."""
+MAX_READS = 2**30
+"""Counts above this number are treated as equal."""
 DAMPING = 1e-3
-"""Damping of the step of `written_back`, as a share of the mean of its Gram matrix' diagonal."""
+"""Damping of the step in `written_back`, relative to the mean diagonal of its Gram matrix."""
 
 
 class Directory(NamedTuple):
-    """Which ids were read how often, and where the rows of those that are stored lie.
+    """Read counts per id, and the cache slot of every cached id.
 
     Attributes:
-      counted: ids whose reads are counted. When there is room for no more, all counts are halved, and ids that have
-        none left make room: so old reads fade, the faster the more ids are read.
-      places: where the row of each counted id is stored; `NO_ROW` for others.
-      ids: of each place's row; `NO_ROW` for a free place.
-      residual: that of a `CacheReport`.
-      totals: what a `CacheReport` sums up, of 64 bits, as a high and a low lane.
+      counted: ids with a read count. When it is full, all counts are halved, and ids with a count
+        of zero are removed. So old reads fade, and fade faster the more ids are read.
+      places: cache slot of each counted id; `NO_ROW` if the id is not cached.
+      ids: id in each cache slot; `NO_ROW` for a free slot.
+      residual: see `CacheReport`.
+      totals: the sums of a `CacheReport`, 64 bits each, as a high and a low lane.
     """
 
     counted: RowMap
@@ -57,29 +62,32 @@ class Directory(NamedTuple):
     totals: UInt32[Array, "totals 2"]
 
     def find(self, ids: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
-        """Place of every id's row, `NO_ROW` where it is not stored."""
-        return _place_of(self, row_map.find(self.counted, keys_of_rows(ids)))
+        """Cache slot of every id; `NO_ROW` if the id is not cached."""
+        return _slot_of(self, row_map.find(self.counted, keys_of_rows(ids)))
 
     def forget(self, first: int, last: int) -> Directory:
-        """No row of the ids from `first` to before `last` is stored any more; they are counted on."""
-        is_old = (self.ids >= first) & (self.ids < last)
-        is_gone = is_old.at[self.places].get(mode="fill", fill_value=False)
-        places, ids = jnp.where(is_gone, NO_ROW, self.places), jnp.where(is_old, NO_ROW, self.ids)
-        return self._replace(places=places, ids=ids)
+        """Frees the cache slots of all ids in `[first, last)`. Their read counts stay."""
+        is_forgotten_slot = (self.ids >= first) & (self.ids < last)
+        is_forgotten_id = is_forgotten_slot.at[self.places].get(mode="fill", fill_value=False)
+        return self._replace(
+            places=jnp.where(is_forgotten_id, NO_ROW, self.places),
+            ids=jnp.where(is_forgotten_slot, NO_ROW, self.ids),
+        )
 
     def report(self) -> CacheReport:
-        """Contents and sums, on the host."""
+        """Number of cached rows, residual and sums since the start, on the host."""
         num_cached = int((on_host(self.ids) != NO_ROW).sum())
-        return CacheReport(num_cached, float(on_host(self.residual)), *numbers_of(self.totals).tolist())
+        residual = float(on_host(self.residual))
+        return CacheReport(num_cached, residual, *numbers_of(self.totals).tolist())
 
 
 class CachedTrain(NamedTuple):
-    """Parameters of a train storage with stored rows: cores, these rows, and whose they are.
+    """Parameters of a tensor train with a cache.
 
     Attributes:
       cores: one array per core.
-      rows: the stored rows.
-      directory: whose they are.
+      rows: the cached rows, one per cache slot.
+      directory: read counts, and the id in each cache slot.
     """
 
     cores: Cores
@@ -88,16 +96,16 @@ class CachedTrain(NamedTuple):
 
 
 class CacheReport(NamedTuple):
-    """Numbers of a cache since it was made or reset.
+    """Statistics of a cache since it was created or reset.
 
     Attributes:
-      cached_ids: rows in the cache now.
-      residual: no number in any row changed by more when rows left and were written back: of those rows the largest
-        change, of all others a bound from the norm of all changes.
-      lookups: ids counted.
-      hits: those that were stored at that time.
-      uncounted: reads whose ids found no place among the counts.
-      evictions: rows that left the cache.
+      cached_ids: number of rows in the cache now.
+      residual: largest error that writing rows back has caused in any number of the table. It is
+        measured for the evicted rows. For all other rows it is a bound: the norm of all changes.
+      lookups: number of counted reads.
+      hits: number of reads of ids that were cached at that time.
+      uncounted: number of reads of ids that did not fit into the read counts.
+      evictions: number of rows that were evicted from the cache.
     """
 
     cached_ids: int
@@ -109,109 +117,184 @@ class CacheReport(NamedTuple):
 
 
 TOTALS = CacheReport._fields[2:]
+"""Fields of a `CacheReport` that are sums over time."""
 
 
 def num_counts_of(cache_rows: int, counted_ids: int) -> int:
-    """Ids to count for so many cached rows; 0 takes 16 per row. Raises: ValueError: fewer counts than rows."""
+    """Number of ids to count for a cache of `cache_rows` rows.
+
+    Args:
+      cache_rows: size of the cache, in rows.
+      counted_ids: the requested number. 0 takes 16 per cached row, rounded up to a power of two. So
+        does, with a warning, a number below six per cached row.
+
+    Raises: ValueError: fewer counted ids than cached rows are requested.
+    """
     if counted_ids and counted_ids < cache_rows:
         raise ValueError(f"hashtbl_size={counted_ids} must be at least cache_size={cache_rows}.")
-    if counted_ids >= LEAST_COUNTS_PER_ROW * cache_rows:
+    if counted_ids >= MIN_COUNTS_PER_ROW * cache_rows:
         return counted_ids
     num_counts = 1 << (COUNTS_PER_ROW * cache_rows - 1).bit_length()
     if counted_ids:
         warnings.warn(
-            f"hashtbl_size={counted_ids} counts few ids for cache_size={cache_rows}: below six times as many the hit "
-            f"rate would suffer, so {num_counts} are counted; leave it out, or say at least six times cache_size.",
+            f"hashtbl_size={counted_ids} counts few ids for cache_size={cache_rows}: below six "
+            f"times as many the hit rate would suffer, so {num_counts} are counted; leave it out, "
+            "or say at least six times cache_size.",
             stacklevel=5,
         )
     return num_counts
 
 
 def empty(capacity: int, num_counts: int) -> Directory:
-    """Nothing counted, nothing stored; stored ids are counted as well and leave room for others."""
-    places, ids = (jnp.full(size, NO_ROW, jnp.int32) for size in (num_counts, capacity))
-    totals = jnp.zeros((len(TOTALS), 2), jnp.uint32)
-    return Directory(row_map.empty(num_counts), places, ids, jnp.zeros((), jnp.float32), totals)
+    """A directory of an empty cache with no counts.
+
+    Args:
+      capacity: number of cache slots.
+      num_counts: number of ids to count. Cached ids need a count, too, so it must exceed
+        `capacity`.
+    """
+    return Directory(
+        counted=row_map.empty(num_counts),
+        places=jnp.full(num_counts, NO_ROW, jnp.int32),
+        ids=jnp.full(capacity, NO_ROW, jnp.int32),
+        residual=jnp.zeros((), jnp.float32),
+        totals=jnp.zeros((len(TOTALS), 2), jnp.uint32),
+    )
 
 
-def _place_of(directory: Directory, numbers: Array) -> Array:
-    return directory.places.at[numbers].get(mode="fill", fill_value=NO_ROW)
+def _slot_of(directory: Directory, counted_rows: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
+    """Cache slot of the ids in these rows of `directory.counted`; `NO_ROW` if an id is not cached."""
+    return directory.places.at[counted_rows].get(mode="fill", fill_value=NO_ROW)
 
 
 def count(directory: Directory, ids: Int[Array, " nnz"], occurrences: Int[Array, " nnz"] | None = None) -> Directory:
-    """Counts reads of ids, which may repeat; `NO_ROW` is none."""
-    keys = keys_of_rows(ids)
-    ones = jnp.ones(ids.shape, jnp.int32)
-    _, own, _, reads = row_map.entries(keys, ones if occurrences is None else occurrences)
-    numbers = row_map.find(directory.counted, own)
-    is_hit = _place_of(directory, numbers) != NO_ROW
-    counted = row_map.use(directory.counted, numbers, jnp.zeros((), jnp.int32), reads)
-    new, as_given = own.only(numbers == NO_ROW), jnp.arange(ids.shape[0])
+    """The directory with the reads of `ids` counted.
 
-    def add(_: object, state: tuple[Directory, Array]) -> tuple[Directory, Array]:
-        directory, _ = state
-        is_short = jnp.sum(new.is_key, dtype=jnp.int32) > directory.counted.num_free[0]
-        directory, order = jax.lax.cond(is_short, with_room, lambda directory: (directory, as_given), directory)
-        wanting = jax.tree.map(lambda lane: lane[order], new)
-        counted, rows, _, _ = row_map.assign(directory.counted, wanting, jnp.zeros((), jnp.int32), reads[order])
-        left_out = jnp.sum(jnp.where(wanting.is_key & (rows == NO_ROW), reads[order], 0), dtype=jnp.int32)
-        return directory._replace(counted=counted), left_out
-
-    def with_room(directory: Directory) -> tuple[Directory, Array]:
-        # If there still is no room for all, the most read come first, of equals the lower id.
-        return halved(directory), jax.lax.sort((jnp.where(new.is_key, -reads, 1), new.low, as_given), num_keys=2)[2]
-
-    # A loop of one turn or none keeps arrays where they lie, a branch may not.
-    num_turns, start = jnp.any(new.is_key).astype(jnp.int32), (directory._replace(counted=counted), jnp.int32(0))
-    directory, left_out = jax.lax.fori_loop(0, num_turns, add, start)
+    Args:
+      directory: the counts so far.
+      ids: ids that were read. They may repeat; `NO_ROW` is skipped.
+      occurrences: number of reads of each entry of `ids`; one each by default.
+    """
+    if occurrences is None:
+        occurrences = jnp.ones(ids.shape, jnp.int32)
+    _, distinct, _, reads = row_map.entries(keys_of_rows(ids), occurrences)
+    counted_rows = row_map.find(directory.counted, distinct)
+    is_hit = _slot_of(directory, counted_rows) != NO_ROW
+    counted = row_map.use(directory.counted, counted_rows, jnp.zeros((), jnp.int32), reads)
+    directory = directory._replace(counted=counted)
+    new = distinct.only(counted_rows == NO_ROW)
+    # A loop of at most one iteration updates arrays in place; `lax.cond` may copy them.
+    num_iterations = jnp.any(new.is_key).astype(jnp.int32)
+    directory, num_uncounted = jax.lax.fori_loop(
+        0,
+        num_iterations,
+        lambda _, state: _with_new_ids(state[0], new, reads),
+        (directory, jnp.int32(0)),
+    )
     num_hits = jnp.sum(jnp.where(is_hit, reads, 0), dtype=jnp.int32)
-    return _summed(directory, lookups=jnp.sum(reads, dtype=jnp.int32), hits=num_hits, uncounted=left_out)
+    return _with_totals(
+        directory,
+        lookups=jnp.sum(reads, dtype=jnp.int32),
+        hits=num_hits,
+        uncounted=num_uncounted,
+    )
 
 
-def _summed(directory: Directory, **changes: Array) -> Directory:
-    more = jnp.stack([changes.get(name, jnp.int32(0)) for name in TOTALS]).astype(jnp.uint32)
-    low = directory.totals[:, 1] + more
-    return directory._replace(totals=jnp.stack([directory.totals[:, 0] + (low < more).astype(jnp.uint32), low], axis=1))
+def _with_new_ids(directory: Directory, new: Keys, reads: Int[Array, " nnz"]) -> tuple[Directory, Int[Array, ""]]:
+    """The directory with distinct, uncounted ids added, and the number of reads that did not fit."""
+    as_passed = jnp.arange(new.shape[0])
+
+    def with_faded_counts(directory: Directory) -> tuple[Directory, Array]:
+        # If halving does not free enough, the most read ids come first; among equals, lower ids
+        # first.
+        order_keys = (jnp.where(new.is_key, -reads, 1), new.low, as_passed)
+        order = jax.lax.sort(order_keys, num_keys=2)[2]
+        return halved(directory), order
+
+    is_full = jnp.sum(new.is_key, dtype=jnp.int32) > directory.counted.num_free[0]
+    directory, order = jax.lax.cond(is_full, with_faded_counts, lambda directory: (directory, as_passed), directory)
+    ordered = jax.tree.map(lambda lane: lane[order], new)
+    ordered_reads = reads[order]
+    step = jnp.zeros((), jnp.int32)
+    counted, counted_rows, _, _ = row_map.assign(directory.counted, ordered, step, ordered_reads)
+    is_uncounted = ordered.is_key & (counted_rows == NO_ROW)
+    num_uncounted = jnp.sum(jnp.where(is_uncounted, ordered_reads, 0), dtype=jnp.int32)
+    return directory._replace(counted=counted), num_uncounted
+
+
+def _with_totals(directory: Directory, **added: Int[Array, ""]) -> Directory:
+    """The directory with numbers added to its totals, by their names in `TOTALS`."""
+    addends = jnp.stack([added.get(name, jnp.int32(0)) for name in TOTALS]).astype(jnp.uint32)
+    low = directory.totals[:, 1] + addends
+    carry = (low < addends).astype(jnp.uint32)
+    high = directory.totals[:, 0] + carry
+    return directory._replace(totals=jnp.stack([high, low], axis=1))
 
 
 def halved(directory: Directory) -> Directory:
-    """Old reads fade; ids that have none left, and no row, are no longer counted."""
+    """The directory with all counts halved.
+
+    Ids with a count of zero are removed unless they are cached.
+    """
     counted = directory.counted._replace(counts=directory.counted.counts >> 1)
-    is_gone = (counted.last_step != FREE) & (counted.counts == 0) & (directory.places == NO_ROW)
-    numbers = jnp.where(is_gone, jnp.arange(is_gone.shape[0], dtype=jnp.int32), NO_ROW)
-    return directory._replace(counted=row_map.release(counted, numbers))
+    is_faded = (counted.last_step != FREE) & (counted.counts == 0) & (directory.places == NO_ROW)
+    faded_rows = jnp.where(is_faded, jnp.arange(is_faded.shape[0], dtype=jnp.int32), NO_ROW)
+    return directory._replace(counted=row_map.release(counted, faded_rows))
 
 
 def populate(
     specs: Sequence[TTSpec], params: CachedTrain, slots: Slots, rule: OptimizerSpec
 ) -> tuple[CachedTrain, Slots]:
-    """Caches the most read rows from now on, of equals those that are cached already, then the lower ones.
+    """Parameters and slots with the most read rows in the cache, and all counts halved.
 
-    Counts are halved. `slots` are those of the stored rows, and `rule` that of the optimizer.
+    Among ids with equal counts, cached ids come first, then lower ids.
+
+    Args:
+      specs: the tables with concatenated cores.
+      params: cores, cached rows and read counts.
+      slots: optimizer state of the cached rows. A row that enters the cache starts with new slots.
+      rule: the optimizer, which makes the new slots.
     """
     cores, rows, directory = params
-    counted, capacity, is_stored = directory.counted, directory.ids.shape[0], directory.places != NO_ROW
-    worth = 2 * jnp.minimum(counted.counts, MOST_READS).astype(jnp.uint32) + is_stored.astype(jnp.uint32)
-    is_cached = row_map.least(counted, ~worth, worth > 0, jnp.full(1, capacity, jnp.int32))
+    counted = directory.counted
+    capacity = directory.ids.shape[0]
+    was_cached = directory.places != NO_ROW
+    is_cached = _most_read(directory, capacity)
     places = jnp.where(is_cached, directory.places, NO_ROW)
     is_free = jnp.ones(capacity, bool).at[places].set(False, mode="drop")
-    new, num_new = api.compact(is_cached & ~is_stored, capacity)
-    free = jnp.where(jnp.arange(capacity) < num_new, api.compact(is_free, capacity)[0], NO_ROW)
-    ids = counted.low.at[new].get(mode="fill", fill_value=NO_ROW).astype(jnp.int32)
-    vectors = rows_of(specs, cores, ids)
-    gone = jnp.where(is_free, directory.ids, NO_ROW)
-    # A loop of one turn or none keeps arrays where they lie, a branch may not.
-    num_turns, start = jnp.any(gone != NO_ROW).astype(jnp.int32), (cores, directory.residual)
-    write = functools.partial(written_back, specs, gone, jnp.where((gone != NO_ROW)[:, None], rows, 0.0))
-    cores, residual = jax.lax.fori_loop(0, num_turns, lambda _, state: write(*state), start)
-    rows, *kept = api.scatter_rows((rows, *slots), free, (vectors, *rule.init_slots(vectors)))
-    directory = _summed(directory, evictions=jnp.sum(is_stored & ~is_cached, dtype=jnp.int32))
+    new, num_new = api.compact(is_cached & ~was_cached, capacity)
+    free_slots = api.compact(is_free, capacity)[0]
+    new_slots = jnp.where(jnp.arange(capacity) < num_new, free_slots, NO_ROW)
+    new_ids = counted.low.at[new].get(mode="fill", fill_value=NO_ROW).astype(jnp.int32)
+    new_rows = rows_of(specs, cores, new_ids)
+
+    evicted_ids = jnp.where(is_free, directory.ids, NO_ROW)
+    is_evicted = evicted_ids != NO_ROW
+    targets = jnp.where(is_evicted[:, None], rows, 0.0)
+    write = functools.partial(written_back, specs, evicted_ids, targets)
+    # A loop of at most one iteration updates arrays in place; `lax.cond` may copy them.
+    num_iterations = jnp.any(is_evicted).astype(jnp.int32)
+    cores, residual = jax.lax.fori_loop(0, num_iterations, lambda _, state: write(*state), (cores, directory.residual))
+
+    rows, *kept_slots = api.scatter_rows((rows, *slots), new_slots, (new_rows, *rule.init_slots(new_rows)))
+    num_evicted = jnp.sum(was_cached & ~is_cached, dtype=jnp.int32)
+    directory = _with_totals(directory, evictions=num_evicted)
+    kept_ids = jnp.where(is_free, NO_ROW, directory.ids)
     directory = directory._replace(
-        places=places.at[new].set(free, mode="drop"),
-        ids=jnp.where(is_free, NO_ROW, directory.ids).at[free].set(ids, mode="drop"),
+        places=places.at[new].set(new_slots, mode="drop"),
+        ids=kept_ids.at[new_slots].set(new_ids, mode="drop"),
         residual=residual,
     )
-    return CachedTrain(cores, rows, halved(directory)), tuple(kept)
+    return CachedTrain(cores, rows, halved(directory)), tuple(kept_slots)
+
+
+def _most_read(directory: Directory, capacity: int) -> Bool[Array, " counted"]:
+    """Whether each counted id is among the `capacity` most read ones; cached ids win against equals."""
+    reads = jnp.minimum(directory.counted.counts, MAX_READS).astype(jnp.uint32)
+    was_cached = (directory.places != NO_ROW).astype(jnp.uint32)
+    worth = 2 * reads + was_cached
+    # `least` picks the smallest values, so it gets the complement.
+    return row_map.least(directory.counted, ~worth, worth > 0, jnp.full(1, capacity, jnp.int32))
 
 
 def written_back(
@@ -221,34 +304,43 @@ def written_back(
     cores: Cores,
     residual: Float[Array, ""],
 ) -> tuple[Cores, Float[Array, ""]]:
-    """Cores whose table is as close to the old one with `targets` as rows of `ids` as the first core can make it.
+    """Cores with `targets` written into the rows of `ids`, as closely as the first core allows.
 
-    A table is linear in its first core, so this is one least-squares problem of all rows: those of `ids` move to their
-    targets, the others stay where they are.
+    A table is linear in its first core. So this is one least-squares problem over all rows: the
+    rows of `ids` move to their targets, and all other rows stay unchanged.
 
-    Returns: the cores, and the `residual` after that.
+    Returns: the cores, and the larger of the old `residual` and the error of this step.
     """
-    first, *others = (core.astype(jnp.float32) for core in cores)
-    old, pull = jax.vjp(lambda first: rows_of(specs, (first, *others), ids), first)
-    shapes, gram = specs[0].slice_shapes, jnp.ones((len(specs), 1, 1))
-    for t in range(len(others), 0, -1):  # the Gram matrices of what each table's first core is multiplied by
-        core, table = others[t - 1].reshape(-1, *shapes[t]), _table_of_slices(specs, t)
+    first, *others = [core.astype(jnp.float32) for core in cores]
+    old_rows, pull = jax.vjp(lambda first: rows_of(specs, (first, *others), ids), first)
+    shapes = specs[0].slice_shapes
+
+    # Gram matrix of the product of all cores after the first, one per table.
+    gram = jnp.ones((len(specs), 1, 1))
+    for t in range(len(others), 0, -1):
+        core = others[t - 1].reshape(-1, *shapes[t])
+        table = _table_of_slices(specs, t)
         squares = jnp.einsum("piqk,pkl,pjql->pij", core, gram[table], core, precision="highest")
         gram = jax.ops.segment_sum(squares, table, len(specs))
     mean = jnp.trace(gram, axis1=1, axis2=2) / gram.shape[1]
     damping = jnp.maximum(DAMPING * mean, jnp.finfo(jnp.float32).tiny)[:, None, None]
-    inverse, table = jnp.linalg.inv(gram + damping * jnp.eye(gram.shape[1])[None]), _table_of_slices(specs, 0)
-    downhill = pull(targets - old)[0].reshape(-1, *shapes[0][1:])
-    change = jnp.einsum("pqi,pij->pqj", downhill, inverse[table], precision="highest").reshape(first.shape)
-    # A row that is not finite is lost, and does not spread.
-    new = (first + jnp.where(jnp.isfinite(change), change, 0.0)).astype(cores[0].dtype)
-    change = (new.astype(jnp.float32) - first).reshape(downhill.shape)
-    everywhere = jnp.sum(jnp.einsum("pqi,pij->pqj", change, gram[table], precision="highest") * change)
-    written = (new, *cores[1:])
-    left = jnp.max(jnp.abs(rows_of(specs, written, ids) - targets))
-    return written, jnp.maximum(residual, jnp.maximum(left, jnp.sqrt(everywhere)))
+    inverse = jnp.linalg.inv(gram + damping * jnp.eye(gram.shape[1])[None])
+
+    table = _table_of_slices(specs, 0)
+    downhill = pull(targets - old_rows)[0].reshape(-1, *shapes[0][1:])
+    change = jnp.einsum("pqi,pij->pqj", downhill, inverse[table], precision="highest")
+    change = change.reshape(first.shape)
+    # A row with NaN or infinity is lost; it must not spread into the other rows of its slice.
+    new_first = (first + jnp.where(jnp.isfinite(change), change, 0.0)).astype(cores[0].dtype)
+    new_cores = (new_first, *cores[1:])
+
+    change = (new_first.astype(jnp.float32) - first).reshape(downhill.shape)
+    product = jnp.einsum("pqi,pij->pqj", change, gram[table], precision="highest")
+    norm_of_changes = jnp.sqrt(jnp.sum(product * change))
+    largest_error = jnp.max(jnp.abs(rows_of(specs, new_cores, ids) - targets))
+    return new_cores, jnp.maximum(residual, jnp.maximum(largest_error, norm_of_changes))
 
 
 def _table_of_slices(specs: Sequence[TTSpec], t: int) -> Int[np.ndarray, " slices"]:
-    """The table to which each slice of core `t` belongs."""
+    """Number of the table that owns each slice of core `t`."""
     return np.repeat(np.arange(len(specs)), [spec.tt_p_shapes[t] for spec in specs])

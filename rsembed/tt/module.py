@@ -22,7 +22,7 @@ from rsembed.row_gradients import check_gradient
 from rsembed.specs import MAX_ROWS
 from rsembed.stacking import split_by_memory
 from rsembed.tt import programs
-from rsembed.tt.cores import AnyCores, Mode, check_cores, with_room
+from rsembed.tt.cores import AnyCores, Mode, check_cores, padded_bags
 from rsembed.tt.hot_rows import CacheReport
 from rsembed.tt.new_cores import WeightDistribution
 from rsembed.tt.programs import FusedParam, FusedState, OptimType, TTGradients, rule_of
@@ -440,7 +440,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     def _by_group(self, bags: Bags) -> list[Bags]:
         """The batch as one `Bags` per group of like tables, whose ids are numbered on from each table to the next."""
         sizes = tuple(spec.num_embeddings for spec in self.specs)
-        bags = with_room(dataclasses.replace(bags, ids=narrow_ids(bags.ids)))
+        bags = padded_bags(dataclasses.replace(bags, ids=narrow_ids(bags.ids)))
         return programs.rows_by_group(self.groups, sizes, bags)
 
     def _read(self, *given: PyTree) -> Bags:

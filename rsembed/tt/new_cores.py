@@ -1,7 +1,7 @@
-"""Cores that are new: drawn at random, found for a table that exists already, cut to lower ranks, or tensorly's.
+"""Creates cores: random ones, those of a dense table, those of lower rank, and those of tensorly.
 
-Tables are decomposed on the host in NumPy. Of tensorly only the NumPy backend is used, imported where it is needed: its
-JAX backend would switch the whole process to 64 bits.
+Tables are decomposed on the host in NumPy. tensorly is imported only where it is needed, with its
+NumPy backend: its JAX backend would switch the whole process to 64 bits.
 """
 
 from __future__ import annotations
@@ -30,74 +30,93 @@ RelativeError = Annotated[float, "[0, inf)"]
 
 @validated
 def init_cores(
-    key: PRNGKeyArray, spec: TTSpec, weight_dist: WeightDistribution = "normal", *, dtype: Any = jnp.float32
-) -> tuple[Array, ...]:
-    """Random cores.
+    key: PRNGKeyArray,
+    spec: TTSpec,
+    weight_dist: WeightDistribution = "normal",
+    *,
+    dtype: Any = jnp.float32,
+) -> Cores:
+    """Random cores of a new table.
+
+    All distributions except "naive-uniform" give the entries of the table the standard deviation of
+    the uniform distribution on `±1/sqrt(num_embeddings)`.
 
     Args:
-      key: equal keys give equal cores.
+      key: random key; equal keys give equal cores.
       spec: the table.
-      weight_dist: of the cores: "normal" or "uniform", independent entries of mean zero and standard deviation
-        that follows. Of the table: "approx-normal", exactly normal entries for up to three cores; "approx-uniform",
-        uniform ones, uncorrelated, closer the larger the ranks (at least 2). All four give the table the standard
-        deviation of the uniform distribution on `±1/sqrt(num_embeddings)`. "naive-uniform" draws cores from
-        `[0, 1/sqrt(num_embeddings)]`, as published; its table is nearly zero, which is warned about.
-      dtype: of the cores.
+      weight_dist: one of
+        "normal" (default): independent, normally distributed entries of the cores;
+        "uniform": independent, uniformly distributed entries of the cores, with mean zero;
+        "approx-normal": normally distributed entries of the table, exactly so for up to three
+        cores;
+        "approx-uniform": uncorrelated, nearly uniform entries of the table. Needs ranks of at least
+        2; larger ranks come closer to uniform;
+        "naive-uniform": entries of the cores from `[0, 1/sqrt(num_embeddings)]`, as published. The
+        table is nearly zero, so a warning is raised.
+      dtype: dtype of the cores, float32 (default) or bfloat16.
 
     Raises: ValueError: the distribution is unknown, or the ranks are too small for it.
     Source: Yin et al. (2021), "TT-Rec", section on initialisation.
     """
     dtype_among(CORE_DTYPES, dtype, "init_cores: dtype")
-    # An entry of the table is a sum over all inner places of products of one entry per core.
+    # An entry of the table is a sum of `prod(tt_ranks)` products of one entry per core.
     table_std = 1 / math.sqrt(3 * spec.num_embeddings)
     std = (table_std**2 / math.prod(spec.tt_ranks)) ** (1 / (2 * spec.num_cores))
     if weight_dist in ("normal", "approx-normal"):
         cores = _split(spec, std * jax.random.normal(key, (spec.num_params,)))
         if weight_dist == "approx-normal":
-            # A normal matrix between two vectors of fixed lengths makes a normal entry, and not a product of normals.
+            # A normal matrix between vectors of fixed length gives a normally distributed entry.
             cores[0] = _with_rms(cores[0], std, axis=3)
             if spec.num_cores > 2:
                 cores[-1] = _with_rms(cores[-1], std, axis=1)
     elif weight_dist == "uniform":
         bound = std * math.sqrt(3)
-        cores = _split(spec, jax.random.uniform(key, (spec.num_params,), minval=-bound, maxval=bound))
+        numbers = jax.random.uniform(key, (spec.num_params,), minval=-bound, maxval=bound)
+        cores = _split(spec, numbers)
     elif weight_dist == "naive-uniform":
         warnings.warn(
-            "weight_dist='naive-uniform' makes a table of nearly equal, nearly zero rows that trains slowly; "
-            "'uniform' has the standard deviation of the published target.",
+            "weight_dist='naive-uniform' makes a table of nearly equal, nearly zero rows that "
+            "trains slowly; 'uniform' has the standard deviation of the published target.",
             stacklevel=2,
         )
-        cores = _split(spec, jax.random.uniform(key, (spec.num_params,), maxval=1 / math.sqrt(spec.num_embeddings)))
+        bound = 1 / math.sqrt(spec.num_embeddings)
+        cores = _split(spec, jax.random.uniform(key, (spec.num_params,), maxval=bound))
     else:
         cores = _triangle_wave_cores(key, spec)
-    return tuple(core.reshape(shape).astype(dtype) for core, shape in zip(cores, spec.core_shapes, strict=True))
+    shaped = zip(cores, spec.core_shapes, strict=True)
+    return tuple(core.reshape(shape).astype(dtype) for core, shape in shaped)
 
 
 def _split(spec: TTSpec, numbers: Array) -> list[Array]:
-    """One random draw for all cores, cut into arrays `[p, R_left, q, R_right]`."""
-    cuts = list(itertools.accumulate(p * size for p, size in spec.core_shapes))
-    shapes = [(p, *shape) for p, shape in zip(spec.tt_p_shapes, spec.slice_shapes, strict=True)]
-    return [part.reshape(shape) for part, shape in zip(jnp.split(numbers, cuts[:-1]), shapes, strict=True)]
+    """Cores `[p_t, R_{t-1}, q_t, R_t]` cut out of one flat array of `spec.num_params` numbers."""
+    ends = list(itertools.accumulate(p * size for p, size in spec.core_shapes))
+    cores = []
+    for t, part in enumerate(jnp.split(numbers, ends[:-1])):
+        cores.append(part.reshape(spec.tt_p_shapes[t], *spec.slice_shapes[t]))
+    return cores
 
 
 def _with_rms(x: Array, rms: float, axis: int) -> Array:
-    """Vectors along `axis` rescaled so that the root of their mean square is `rms`."""
+    """Vectors along `axis`, rescaled to the root mean square `rms`."""
     return x * (rms * jax.lax.rsqrt(jnp.mean(x * x, axis=axis, keepdims=True)))
 
 
 def _triangle_wave_cores(key: PRNGKeyArray, spec: TTSpec) -> list[Array]:
-    """The triangle wave of the sum of one random angle per core, which is uniform, as a train of its Fourier series.
+    """Cores `[p, R_left, q, R_right]` of a table with uniform, uncorrelated entries.
 
-    Two different entries of the table share at most some of their angles, so they are uncorrelated. Core `t` turns the
-    pair `(cos, sin)` of every harmonic by its angle, which takes two ranks a harmonic. Noise of a hundredth keeps
-    unused ranks alive.
+    An entry is the triangle wave of a sum of random angles, one angle per core. The triangle wave
+    of a uniform angle is uniform. Two entries of the table differ in at least one angle, so they
+    are uncorrelated. The Fourier series of the wave is a tensor train: core `t` rotates the pair
+    `(cos, sin)` of every harmonic by its angle, which takes two ranks per harmonic. A little noise,
+    1 % of the size of the core, lets training use the remaining ranks.
     """
     if min(spec.tt_ranks) < 2:
         raise ValueError(
-            f"weight_dist='approx-uniform' needs ranks of at least 2, got {list(spec.tt_ranks)}; 'approx-normal' works "
-            "with any."
+            f"weight_dist='approx-uniform' needs ranks of at least 2, got {list(spec.tt_ranks)}; "
+            "'approx-normal' works with any."
         )
-    d, num_harmonics = spec.num_cores, min(spec.tt_ranks) // 2
+    d = spec.num_cores
+    num_harmonics = min(spec.tt_ranks) // 2
     k = (2 * jnp.arange(num_harmonics, dtype=jnp.float32) + 1)[None, None, None, :]
     amplitudes = (8 / (jnp.pi * k) ** 2 / math.sqrt(spec.num_embeddings)) ** (1 / d)
     angle_key, noise_key = jax.random.split(key)
@@ -106,100 +125,126 @@ def _triangle_wave_cores(key: PRNGKeyArray, spec: TTSpec) -> list[Array]:
     all_angles = jax.random.uniform(angle_key, (sum(num_angles),), maxval=2 * jnp.pi)
     core_angles = jnp.split(all_angles, list(itertools.accumulate(num_angles))[:-1])
     cores = []
-    for t, (p, (left, q, right)) in enumerate(zip(spec.tt_p_shapes, spec.slice_shapes, strict=True)):
+    for t in range(d):
+        p = spec.tt_p_shapes[t]
+        rank, q, next_rank = spec.slice_shapes[t]
         angles = core_angles[t].reshape(p, 1, q, 1) * k
-        cos, sin = amplitudes * jnp.cos(angles), amplitudes * jnp.sin(angles)
-        # [p, in, q, harmonic, out]
-        turn = jnp.stack([jnp.stack([cos, sin], -1), jnp.stack([-sin, cos], -1)], 1).reshape(p, 2, q, num_harmonics, 2)
+        cos = amplitudes * jnp.cos(angles)
+        sin = amplitudes * jnp.sin(angles)
+        from_cos = jnp.stack([cos, sin], -1)
+        from_sin = jnp.stack([-sin, cos], -1)
+        # One rotation matrix per harmonic: [p, row, q, harmonic, column].
+        rotation = jnp.stack([from_cos, from_sin], 1).reshape(p, 2, q, num_harmonics, 2)
         if t == 0:
-            core = turn[:, :1].reshape(p, 1, q, -1)
+            core = rotation[:, :1].reshape(p, 1, q, -1)
         elif t == d - 1:
-            core = turn[..., 0].transpose(0, 3, 1, 2).reshape(p, -1, q, 1)
+            core = rotation[..., 0].transpose(0, 3, 1, 2).reshape(p, -1, q, 1)
         else:
             diagonal = jnp.eye(num_harmonics)[None, :, None, None, :, None]
-            core = (turn[:, None] * diagonal).reshape(p, 2 * num_harmonics, q, 2 * num_harmonics)
-        core = jnp.pad(core, [(0, 0), (0, left - core.shape[1]), (0, 0), (0, right - core.shape[3])])
+            core = (rotation[:, None] * diagonal).reshape(p, 2 * num_harmonics, q, 2 * num_harmonics)
+        unused = (rank - core.shape[1], next_rank - core.shape[3])
+        core = jnp.pad(core, [(0, 0), (0, unused[0]), (0, 0), (0, unused[1])])
         cores.append(core + jnp.sqrt(jnp.mean(core * core)) * noises[t])
     return cores
 
 
 @validated
 def from_dense(spec: TTSpec, table: Float[Array | np.ndarray, "vocab dim"], *, dtype: Any = jnp.float32) -> Cores:
-    """Cores whose table is close to a given one, by TT-SVD.
+    """Cores that approximate a dense table, by TT-SVD.
 
-    A trained table is seldom close to a small tensor train. Train the cores on to win some of it back: `set_cores` of a
-    `TTEmbeddingBag` takes them.
+    A trained table is seldom close to a small tensor train. To recover some of the loss, pass the
+    cores to `set_cores` of a `TTEmbeddingBag` and continue training.
 
     Args:
-      spec: factors and ranks, such as those of `TTSpec.suggest` or `TTSpec.for_budget`; what a rank has above the need
-        of the table is zeros. At `max_ranks` the train is exact, and `round_cores` lowers ranks to an error.
-      table: float table.
-      dtype: of the cores.
+      spec: factors and ranks, for example from `TTSpec.suggest` or `TTSpec.for_budget`. Ranks that
+        the table does not need are filled with zeros. With the ranks `max_ranks` the result is
+        exact; `round_cores` can then lower the ranks to a chosen error.
+      table: float table `[num_embeddings, embedding_dim]`.
+      dtype: dtype of the cores, float32 (default) or bfloat16.
 
-    Raises: ValueError: the table has another shape, or is not finite.
+    Raises: ValueError: the shape of the table differs from the spec, or an entry is not finite.
     Source: Oseledets (2011), "Tensor-train decomposition", algorithm 1.
     """
-    dense, (p, q, d) = np.asarray(table, np.float32), (spec.tt_p_shapes, spec.tt_q_shapes, spec.num_cores)
+    dense = np.asarray(table, np.float32)
+    p = spec.tt_p_shapes
+    q = spec.tt_q_shapes
+    d = spec.num_cores
     if dense.shape != (spec.num_embeddings, spec.embedding_dim):
         raise ValueError(
-            f"the table of shape {dense.shape} must hold {spec.num_embeddings} x {spec.embedding_dim} numbers; choose "
-            "another spec."
+            f"the table of shape {dense.shape} must hold {spec.num_embeddings} x "
+            f"{spec.embedding_dim} numbers; choose another spec."
         )
     check_finite(dense, "from_dense: the table", way_out="clean it before")
     padded = np.zeros((math.prod(p), spec.embedding_dim), np.float32)
     padded[: spec.num_embeddings] = dense
-    # An axis per digit, of which those of row and column take turns.
-    remainder = padded.reshape(*p, *q).transpose([axis for t in range(d) for axis in (t, d + t)]).reshape(1, -1)
+    # One axis per digit, in the order row digit 1, column digit 1, row digit 2, column digit 2, ...
+    axes: list[int] = []
+    for t in range(d):
+        axes += [t, d + t]
+    remainder = padded.reshape(*p, *q).transpose(axes).reshape(1, -1)
     cores = []
     for t in progress(range(d - 1), description="TT-SVD", delay=1.0, leave=False):
-        left = remainder.shape[0]
-        basis, remainder = _truncated(remainder.reshape(left * p[t] * q[t], -1), spec.tt_ranks[t], 0.0)
-        cores.append(basis.reshape(left, p[t], q[t], -1))
-    return _stored(spec, [*cores, remainder.reshape(-1, p[-1], q[-1], 1)], dtype)
+        rank = remainder.shape[0]
+        matrix = remainder.reshape(rank * p[t] * q[t], -1)
+        basis, remainder = _truncated(matrix, spec.tt_ranks[t], 0.0)
+        cores.append(basis.reshape(rank, p[t], q[t], -1))
+    cores.append(remainder.reshape(-1, p[-1], q[-1], 1))
+    return _from_tensorly_layout(spec, cores, dtype)
 
 
 @validated
 def round_cores(
-    spec: TTSpec, cores: AnyCores, *, ranks: Integers | None = None, max_relative_error: RelativeError = 0.0
+    spec: TTSpec,
+    cores: AnyCores,
+    *,
+    ranks: Integers | None = None,
+    max_relative_error: RelativeError = 0.0,
 ) -> tuple[TTSpec, Cores]:
-    """A table at lower ranks, from its cores alone; the table is never built.
+    """Spec and cores of the same table at lower ranks. The table itself is never built.
 
-    The error is that of the padded table, of all `prod(tt_p_shapes)` rows.
+    Errors are measured on the padded table, which has `prod(tt_p_shapes)` rows.
 
     Args:
       spec: the table.
       cores: its cores.
-      ranks: inner ranks at most, one per boundary between cores.
-      max_relative_error: what the padded table may lose, relative to its norm, where `ranks` leave it that much.
+      ranks: upper bounds on the inner ranks, one per boundary between cores. Default: the present
+        ranks.
+      max_relative_error: largest allowed error, relative to the norm of the padded table. With 0,
+        the default, ranks are lowered only to `ranks` and to `TTSpec.max_ranks`. Low `ranks` can
+        make the error larger than this.
 
-    Raises: ValueError: the error is negative or not finite, or there are too many ranks or too few.
+    Raises: ValueError: the error is negative or not finite, or the number of ranks is wrong.
     Source: Oseledets (2011), "Tensor-train decomposition", algorithm 2.
     """
     arrays = check_cores(spec, cores)
-    caps = spec.tt_ranks if ranks is None else dataclasses.replace(spec, tt_ranks=tuple(ranks)).tt_ranks
-    parts = [core.astype(np.float64) for core in _unstored(spec, arrays)]
-    for t in range(spec.num_cores - 1, 0, -1):  # rows of every core but the first become orthonormal
-        left, p, q, right = parts[t].shape
-        basis, factor = np.linalg.qr(parts[t].reshape(left, -1).T)
-        parts[t] = basis.T.reshape(-1, p, q, right)
+    max_ranks = spec.tt_ranks
+    if ranks is not None:
+        max_ranks = dataclasses.replace(spec, tt_ranks=tuple(ranks)).tt_ranks
+    parts = [core.astype(np.float64) for core in _in_tensorly_layout(spec, arrays)]
+    # Make the rows of every core after the first orthonormal. Errors in the first core are then
+    # errors of the table.
+    for t in range(spec.num_cores - 1, 0, -1):
+        rank, p, q, next_rank = parts[t].shape
+        basis, factor = np.linalg.qr(parts[t].reshape(rank, -1).T)
+        parts[t] = basis.T.reshape(-1, p, q, next_rank)
         parts[t - 1] = parts[t - 1] @ factor.T
-    tail = max_relative_error * float(np.linalg.norm(parts[0])) / math.sqrt(spec.num_cores - 1)
+    max_error = max_relative_error * float(np.linalg.norm(parts[0])) / math.sqrt(spec.num_cores - 1)
     for t in progress(range(spec.num_cores - 1), description="rounding", delay=1.0, leave=False):
-        left, p, q, right = parts[t].shape
-        basis, rest = _truncated(parts[t].reshape(-1, right), caps[t], tail)
-        parts[t] = basis.reshape(left, p, q, -1)
+        rank, p, q, next_rank = parts[t].shape
+        basis, rest = _truncated(parts[t].reshape(-1, next_rank), max_ranks[t], max_error)
+        parts[t] = basis.reshape(rank, p, q, -1)
         parts[t + 1] = np.tensordot(rest, parts[t + 1], 1)
     rounded = dataclasses.replace(spec, tt_ranks=tuple(part.shape[3] for part in parts[:-1]))
-    return rounded, _stored(rounded, parts, arrays[0].dtype)
+    return rounded, _from_tensorly_layout(rounded, parts, arrays[0].dtype)
 
 
 def to_tensorly(spec: TTSpec, cores: AnyCores) -> Any:
-    """A `tensorly.tt_matrix.TTMatrix` of NumPy cores `[R_{t-1}, p_t, q_t, R_t]`."""
+    """The table as a `tensorly.tt_matrix.TTMatrix` of NumPy cores `[R_{t-1}, p_t, q_t, R_t]`."""
     import tensorly
     from tensorly.tt_matrix import TTMatrix
 
     with tensorly.backend_context("numpy"):
-        return TTMatrix(_unstored(spec, check_cores(spec, cores)))
+        return TTMatrix(_in_tensorly_layout(spec, check_cores(spec, cores)))
 
 
 def from_tensorly(
@@ -208,40 +253,57 @@ def from_tensorly(
     """Spec and cores of a `TTMatrix`, or of any sequence of arrays `[R_{t-1}, p_t, q_t, R_t]`.
 
     Args:
-      tt_matrix: what to read.
-      num_embeddings: rows of the table when fewer than the row factors make.
-      dtype: of the cores.
+      tt_matrix: the `TTMatrix`, or the sequence of arrays.
+      num_embeddings: number of rows of the table. Default: the product of the row factors `p_t`.
+      dtype: dtype of the returned cores, float32 (default) or bfloat16.
 
-    Raises: ValueError: the arrays have other axes, or `dtype` is none of cores.
+    Raises: ValueError: an array does not have four axes, or `dtype` is unsupported.
     """
-    parts = [np.asarray(core) for core in (tt_matrix if np.iterable(tt_matrix) else [tt_matrix])]
+    cores = tt_matrix if np.iterable(tt_matrix) else [tt_matrix]
+    parts = [np.asarray(core) for core in cores]
     if not parts or any(part.ndim != 4 for part in parts):
         shapes = [part.shape for part in parts]
         raise ValueError(f"from_tensorly: cores must be arrays [R, p, q, R], got shapes {shapes}.")
     _, p, q, ranks = zip(*(part.shape for part in parts), strict=True)
-    spec = TTSpec(math.prod(p) if num_embeddings is None else num_embeddings, p, q, ranks[:-1])
-    return spec, _stored(spec, parts, dtype)
+    if num_embeddings is None:
+        num_embeddings = math.prod(p)
+    spec = TTSpec(num_embeddings, p, q, ranks[:-1])
+    return spec, _from_tensorly_layout(spec, parts, dtype)
 
 
-def _truncated(matrix: np.ndarray, rank: int, tail: float) -> tuple[np.ndarray, np.ndarray]:
-    """`basis @ rest` close to the matrix: at most `rank` columns, and as few as leave out less than the norm `tail`."""
+def _truncated(matrix: np.ndarray, rank: int, max_error: float) -> tuple[np.ndarray, np.ndarray]:
+    """Two factors with a product close to the matrix, by a truncated SVD.
+
+    Args:
+      matrix: the matrix to factor.
+      rank: upper bound on the number of columns of the first factor.
+      max_error: as few columns are kept as give an error below `max_error` in the Frobenius norm.
+        With 0, none is left out.
+    """
     basis, values, rest = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
-    num_small = int(np.searchsorted(np.sqrt(np.cumsum(values[::-1] ** 2)), tail))
-    kept = max(1, min(rank, values.size - num_small))
-    return basis[:, :kept].astype(matrix.dtype), (values[:kept, None] * rest[:kept]).astype(matrix.dtype)
+    num_small = int(np.searchsorted(np.sqrt(np.cumsum(values[::-1] ** 2)), max_error))
+    num_kept = max(1, min(rank, values.size - num_small))
+    scaled_rest = values[:num_kept, None] * rest[:num_kept]
+    return basis[:, :num_kept].astype(matrix.dtype), scaled_rest.astype(matrix.dtype)
 
 
-def _unstored(spec: TTSpec, cores: Cores) -> list[np.ndarray]:
-    """Cores `[R_{t-1}, p_t, q_t, R_t]`, as tensorly has them."""
-    shapes = zip(cores, spec.tt_p_shapes, spec.slice_shapes, strict=True)
-    return [np.asarray(core, np.float32).reshape(p, *shape).transpose(1, 0, 2, 3) for core, p, shape in shapes]
+def _in_tensorly_layout(spec: TTSpec, cores: Cores) -> list[np.ndarray]:
+    """NumPy cores `[R_{t-1}, p_t, q_t, R_t]`, the layout of tensorly."""
+    parts = []
+    for t, core in enumerate(cores):
+        slices = np.asarray(core, np.float32).reshape(spec.tt_p_shapes[t], *spec.slice_shapes[t])
+        parts.append(slices.transpose(1, 0, 2, 3))
+    return parts
 
 
-def _stored(spec: TTSpec, parts: Sequence[np.ndarray], dtype: DTypeLike) -> Cores:
-    """The inverse of `_unstored`; where `parts` have lower ranks than the spec, the rest is zeros."""
+def _from_tensorly_layout(spec: TTSpec, parts: Sequence[np.ndarray], dtype: DTypeLike) -> Cores:
+    """The inverse of `_in_tensorly_layout`; pads parts of lower rank than the spec with zeros."""
     dtype_among(CORE_DTYPES, dtype, "dtype")
-    arrays = []
-    for part, (left, _, right), shape in zip(parts, spec.slice_shapes, spec.core_shapes, strict=True):
-        whole = np.pad(part, ((0, left - part.shape[0]), (0, 0), (0, 0), (0, right - part.shape[3])))
-        arrays.append(jnp.asarray(whole.transpose(1, 0, 2, 3).reshape(shape), dtype))
-    return tuple(arrays)
+    cores = []
+    for t, part in enumerate(parts):
+        rank, _, next_rank = spec.slice_shapes[t]
+        unused = (rank - part.shape[0], next_rank - part.shape[3])
+        padded = np.pad(part, ((0, unused[0]), (0, 0), (0, 0), (0, unused[1])))
+        core = padded.transpose(1, 0, 2, 3).reshape(spec.core_shapes[t])
+        cores.append(jnp.asarray(core, dtype))
+    return tuple(cores)

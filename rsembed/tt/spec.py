@@ -1,4 +1,4 @@
-"""Shape of a tensor-train table: rows, row and column factors, ranks, what they cost, and how to choose them."""
+"""Shape of a tensor-train table: row and column factors, ranks, and their cost."""
 
 from __future__ import annotations
 
@@ -21,23 +21,27 @@ CORE_DTYPES = ("float32", "bfloat16")
 Integers = Sequence[int] | Int[np.ndarray, "_"]
 
 
-@no_type_check  # sequences become tuples, and wrong values are refused by name, in __post_init__
+@no_type_check  # __post_init__ converts sequences to tuples and rejects wrong values by name
 @dataclasses.dataclass(frozen=True)
 class TTSpec:
-    """A table of `num_embeddings` rows as a train of `d` cores; static and hashable, so it may be a `jit` constant.
+    """Shape of a table of `num_embeddings` rows that is stored as a train of `d` cores.
 
-    Row `i` has the digits `(i_1, ..., i_d)` in mixed radix `tt_p_shapes`, column `j` those of `tt_q_shapes`, most
-    significant first. Core `t` is an array `[p_t, R_{t-1} * q_t * R_t]` that holds for each digit value a slice
-    `[R_{t-1}, q_t, R_t]` in C order, and `W[i, j] = C_1[i_1][:, j_1, :] @ ... @ C_d[i_d][:, j_d, :]`.
+    A spec is static and hashable, so it can be a constant under `jit`.
+
+    Row `i` has the digits `(i_1, ..., i_d)` in the mixed radix `tt_p_shapes`. Column `j` has the
+    digits `(j_1, ..., j_d)` in the mixed radix `tt_q_shapes`. The most significant digit comes
+    first. Core `t` is an array `[p_t, R_{t-1} * q_t * R_t]` with one slice `[R_{t-1}, q_t, R_t]`,
+    in C order, for each value of digit `t`. An entry of the table is
+    `W[i, j] = C_1[i_1][:, j_1, :] @ ... @ C_d[i_d][:, j_d, :]`.
 
     Args:
-      num_embeddings: rows of the table.
+      num_embeddings: number of rows of the table.
       tt_p_shapes: row factors; their product is at least `num_embeddings`.
       tt_q_shapes: column factors; their product is the embedding dimension.
       tt_ranks: the inner ranks `R_1, ..., R_{d-1}`, one per boundary between cores.
 
     Raises:
-      ValueError: lengths do not fit, a number is below one, or the row factors are too small.
+      ValueError: the lengths do not match, a number is below one, or the row factors are too small.
       TypeError: a number is not an integer.
 
     Source: Oseledets (2011), "Tensor-train decomposition"; Yin et al. (2021), "TT-Rec".
@@ -58,17 +62,19 @@ class TTSpec:
         for name in ("tt_p_shapes", "tt_q_shapes", "tt_ranks"):
             object.__setattr__(self, name, tuple(np.asarray(getattr(self, name)).tolist()))
         object.__setattr__(self, "num_embeddings", int(self.num_embeddings))
-        check_fields(self)  # again, for the numbers of what were arrays
+        check_fields(self)  # the first check does not see the numbers in arrays
         d = len(self.tt_p_shapes)
         if d < 2 or len(self.tt_q_shapes) != d or len(self.tt_ranks) != d - 1:
             raise ValueError(
-                f"d cores need d row factors, d column factors and d - 1 ranks, d >= 2; got tt_p_shapes="
-                f"{list(self.tt_p_shapes)}, tt_q_shapes={list(self.tt_q_shapes)}, tt_ranks={list(self.tt_ranks)}."
+                "d cores need d row factors, d column factors and d - 1 ranks, d >= 2; got "
+                f"tt_p_shapes={list(self.tt_p_shapes)}, tt_q_shapes={list(self.tt_q_shapes)}, "
+                f"tt_ranks={list(self.tt_ranks)}."
             )
         if math.prod(self.tt_p_shapes) < self.num_embeddings:
             raise ValueError(
-                f"tt_p_shapes {list(self.tt_p_shapes)} make {math.prod(self.tt_p_shapes)} rows, fewer than "
-                f"num_embeddings={self.num_embeddings}; enlarge a factor, or leave them out."
+                f"tt_p_shapes {list(self.tt_p_shapes)} make {math.prod(self.tt_p_shapes)} rows, "
+                f"fewer than num_embeddings={self.num_embeddings}; enlarge a factor, or leave "
+                "them out."
             )
 
     @staticmethod
@@ -80,19 +86,24 @@ class TTSpec:
         tt_p_shapes: Integers | None = None,
         tt_q_shapes: Integers | None = None,
     ) -> TTSpec:
-        """A spec whose missing factors come from `suggested_tt_shapes`; the embedding dimension is never rounded up.
+        """A spec with the factors that `suggested_tt_shapes` finds for all factors that are None.
 
-        Raises: ValueError: the column factors do not multiply to `embedding_dim`.
+        The number of rows may be rounded up to get even factors; the embedding dimension never is.
+
+        Raises: ValueError: the product of the column factors differs from `embedding_dim`.
         """
         d = len(tt_ranks) + 1
-        p_shapes = suggested_tt_shapes(num_embeddings, d) if tt_p_shapes is None else tt_p_shapes
-        q_shapes = suggested_tt_shapes(embedding_dim, d, False) if tt_q_shapes is None else tt_q_shapes
-        if math.prod(q_shapes) != embedding_dim:
+        if tt_p_shapes is None:
+            tt_p_shapes = suggested_tt_shapes(num_embeddings, d)
+        if tt_q_shapes is None:
+            tt_q_shapes = suggested_tt_shapes(embedding_dim, d, False)
+        product = math.prod(tt_q_shapes)
+        if product != embedding_dim:
             raise ValueError(
-                f"tt_q_shapes {list(q_shapes)} multiply to {math.prod(q_shapes)}, not to embedding_dim={embedding_dim};"
-                " leave them out to have it factored."
+                f"tt_q_shapes {list(tt_q_shapes)} multiply to {product}, not to "
+                f"embedding_dim={embedding_dim}; leave them out to have it factored."
             )
-        return TTSpec(num_embeddings, tuple(p_shapes), tuple(q_shapes), tuple(tt_ranks))
+        return TTSpec(num_embeddings, tuple(tt_p_shapes), tuple(tt_q_shapes), tuple(tt_ranks))
 
     @staticmethod
     @validated
@@ -104,16 +115,19 @@ class TTSpec:
         num_cores: Annotated[int, "[2, inf)"] = 2,
         dtype: Any = jnp.float32,
     ) -> TTSpec:
-        """The greatest equal ranks that fit a budget, with the row factors that cost least.
+        """The spec with the largest equal ranks that fits a budget in bytes.
+
+        The row factors are those that give the fewest parameters.
 
         Args:
-          rows: rows of the table.
+          rows: number of rows of the table.
           dim: embedding dimension.
-          bytes: the cores may take this many, optimizer state not counted.
-          num_cores: two train best and cost least while ranks stay above about 8; more fit a smaller budget.
-          dtype: of the cores.
+          bytes: upper bound on the bytes of the cores, without optimizer state.
+          num_cores: number of cores, 2 by default. Two cores train best and cost least while the
+            ranks stay above about 8; more cores fit a smaller budget.
+          dtype: dtype of the cores, float32 (default) or bfloat16.
 
-        Raises: ValueError: rank one does not fit; the message says what would.
+        Raises: ValueError: not even rank 1 fits; the message names the bytes that rank 1 needs.
 
         Example:
           >>> print(TTSpec.for_budget(11_000_000, 64, bytes=4_000_000))
@@ -121,18 +135,20 @@ class TTSpec:
           955,296 numbers, 3.82 MB in float32, 737 times fewer than dense; 2,304 FLOP per lookup; 2,485 rows unused
         """
         of_rank = functools.partial(_equal_rank, rows, dim, num_cores)
-        most, ranks = int(bytes) // jnp.dtype(dtype_among(CORE_DTYPES, dtype, "dtype")).itemsize, range(max(rows, dim))
-        rank = bisect.bisect_right(ranks, most, key=lambda rank: of_rank(rank + 1).num_params)
+        itemsize = jnp.dtype(dtype_among(CORE_DTYPES, dtype, "dtype")).itemsize
+        max_params = int(bytes) // itemsize
+        smaller_ranks = range(max(rows, dim))
+        rank = bisect.bisect_right(smaller_ranks, max_params, key=lambda smaller: of_rank(smaller + 1).num_params)
         if not rank:
             raise ValueError(
-                f"{bytes} bytes cannot hold {rows} x {dim} even at rank 1; that takes {of_rank(1).num_bytes(dtype)} "
-                f"bytes with num_cores={num_cores}."
+                f"{bytes} bytes cannot hold {rows} x {dim} even at rank 1; that takes "
+                f"{of_rank(1).num_bytes(dtype)} bytes with num_cores={num_cores}."
             )
         return of_rank(rank)
 
     @property
     def num_cores(self) -> int:
-        """Number of cores d."""
+        """Number of cores `d`."""
         return len(self.tt_p_shapes)
 
     @property
@@ -142,98 +158,117 @@ class TTSpec:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks, `R_0 = R_d = 1` included."""
+        """All ranks, including `R_0 = 1` and `R_d = 1`."""
         return (1, *self.tt_ranks, 1)
 
     @property
     def slice_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """Per core, `(R_{t-1}, q_t, R_t)`."""
+        """Shape of a slice of each core: `(R_{t-1}, q_t, R_t)`."""
         return tuple(zip(self.ranks[:-1], self.tt_q_shapes, self.ranks[1:], strict=True))
 
     @property
     def core_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Per core, the shape of its array: `(p_t, R_{t-1} * q_t * R_t)`."""
-        return tuple((p, math.prod(shape)) for p, shape in zip(self.tt_p_shapes, self.slice_shapes, strict=True))
+        """Shape of the array of each core: `(p_t, R_{t-1} * q_t * R_t)`."""
+        sizes = [math.prod(shape) for shape in self.slice_shapes]
+        return tuple(zip(self.tt_p_shapes, sizes, strict=True))
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Per core, how many rows one step of its digit passes."""
+        """Distance, in rows, between neighbouring values of the digit of each core."""
         return tuple(math.prod(self.tt_p_shapes[t + 1 :]) for t in range(self.num_cores))
 
     @property
     def max_ranks(self) -> tuple[int, ...]:
-        """Inner ranks at which any table of this shape is represented exactly; more are wasted."""
+        """Inner ranks that represent any table of this shape exactly; larger ranks are wasted."""
         sizes = [p * q for p, q in zip(self.tt_p_shapes, self.tt_q_shapes, strict=True)]
-        return tuple(min(math.prod(sizes[:t]), math.prod(sizes[t:])) for t in range(1, len(sizes)))
+        ranks = []
+        for t in range(1, len(sizes)):
+            ranks.append(min(math.prod(sizes[:t]), math.prod(sizes[t:])))
+        return tuple(ranks)
 
     @property
     def num_params(self) -> int:
-        """Numbers in all cores."""
+        """Number of parameters in all cores."""
         return sum(p * size for p, size in self.core_shapes)
 
     @property
     def flops_per_lookup(self) -> int:
-        """Multiplications and additions of one row's chain of products; a training step about three times as many."""
-        q = self.tt_q_shapes
-        return sum(2 * math.prod(q[:t]) * math.prod(self.slice_shapes[t]) for t in range(1, self.num_cores))
+        """Additions and multiplications that compute one row; a training step takes three times that."""
+        flops = 0
+        for t in range(1, self.num_cores):
+            flops += 2 * math.prod(self.tt_q_shapes[:t]) * math.prod(self.slice_shapes[t])
+        return flops
 
     def num_bytes(self, dtype: DTypeLike = jnp.float32) -> int:
-        """Bytes of the cores."""
+        """Bytes of the cores in `dtype`, float32 by default."""
         return self.num_params * jnp.dtype(dtype).itemsize
 
     def __str__(self) -> str:
-        p, q, ranks = ("·".join(map(str, x)) for x in (self.tt_p_shapes, self.tt_q_shapes, self.tt_ranks))
+        p = "·".join(map(str, self.tt_p_shapes))
+        q = "·".join(map(str, self.tt_q_shapes))
+        ranks = "·".join(map(str, self.tt_ranks))
         ratio = self.num_embeddings * self.embedding_dim / self.num_params
         return (
-            f"TTSpec of {self.num_embeddings:,} x {self.embedding_dim}: p {p}, q {q}, ranks {ranks}\n"
-            f"{self.num_params:,} numbers, {self.num_bytes() / 1e6:.2f} MB in float32, {ratio:.3g} "
-            f"times fewer than dense; {self.flops_per_lookup:,} FLOP per lookup; "
+            f"TTSpec of {self.num_embeddings:,} x {self.embedding_dim}: p {p}, q {q}, ranks "
+            f"{ranks}\n{self.num_params:,} numbers, {self.num_bytes() / 1e6:.2f} MB in float32, "
+            f"{ratio:.3g} times fewer than dense; {self.flops_per_lookup:,} FLOP per lookup; "
             f"{math.prod(self.tt_p_shapes) - self.num_embeddings:,} rows unused"
         )
 
 
 def _equal_rank(rows: int, dim: int, d: int, rank: int) -> TTSpec:
-    """Ranks `rank` at every boundary, less where that would be wasted."""
+    """Spec with `rank` at every boundary between cores, capped at the useful ranks."""
     q_shapes = suggested_tt_shapes(dim, d, False)
     ranks = [rank] * (d - 1)
     while True:
-        sizes = [a * q * b for (a, b), q in zip(itertools.pairwise((1, *ranks, 1)), q_shapes, strict=True)]
-        spec = TTSpec(rows, tuple(_cheapest_p_shapes(rows, sizes)), tuple(q_shapes), tuple(ranks))
-        capped = [min(r, most) for r, most in zip(spec.tt_ranks, spec.max_ranks, strict=True)]
+        boundaries = itertools.pairwise((1, *ranks, 1))
+        slice_sizes = []
+        for q, (rank_before, rank_after) in zip(q_shapes, boundaries, strict=True):
+            slice_sizes.append(rank_before * q * rank_after)
+        p_shapes = _cheapest_p_shapes(rows, slice_sizes)
+        spec = TTSpec(rows, tuple(p_shapes), tuple(q_shapes), tuple(ranks))
+        capped = list(map(min, spec.tt_ranks, spec.max_ranks))
         if capped == ranks:
             return spec
         ranks = capped
 
 
-def specs_of_tables(num_tables: int, **given: Any) -> list[TTSpec]:
-    """The spec of each table, by `TTSpec.suggest`, from arguments for all of them or sequences of one per table.
+def specs_of_tables(num_tables: int, **arguments: Any) -> list[TTSpec]:
+    """The spec of each table, from arguments of `TTSpec.suggest`.
 
-    Raises: ValueError: a sequence has not one entry per table.
+    Args:
+      num_tables: number of tables.
+      arguments: each argument is one value for all tables, or a sequence with one value per table.
+
+    Raises: ValueError: the length of a sequence differs from the number of tables.
     """
     columns = []
-    for name, value in given.items():
+    for name, value in arguments.items():
         is_per_table = isinstance(value, Sequence) and not isinstance(value, str)
-        if is_per_table and name.startswith("tt_"):  # which is a sequence for one table already
+        if is_per_table and name.startswith("tt_"):
+            # Ranks and factors of one table are a sequence, too.
             is_per_table = any(entry is None or isinstance(entry, Sequence) for entry in value)
         if is_per_table and len(value) != num_tables:
             raise ValueError(
-                f"{name} has {len(value)} entries for {num_tables} tables; give one for all, or one per table."
+                f"{name} has {len(value)} entries for {num_tables} tables; give one for all, or "
+                "one per table."
             )
         columns.append(value if is_per_table else [value] * num_tables)
-    return [TTSpec.suggest(*arguments) for arguments in zip(*columns, strict=True)]
+    return [TTSpec.suggest(*values) for values in zip(*columns, strict=True)]
 
 
 @validated
 def suggested_tt_shapes(n: PositiveInt, d: PositiveInt = 3, allow_round_up: bool = True) -> list[int]:
-    """The most even way to write `n`, or a slightly larger round number, as a product of `d` integers.
+    """The `d` most even integer factors of `n`, or of a slightly larger round number.
 
-    Candidates are `n` rounded up to multiples of 1, 10, 100, ... Evenness is the entropy of the normalised factors;
-    the first candidate with the greatest entropy wins. Small and large factors alternate.
+    Candidates are `n` rounded up to multiples of 1, 10, 100, ... The evenness of factors is the
+    entropy of the factors divided by their sum. The first candidate with the greatest entropy wins.
+    Small and large factors alternate in the result.
 
     Args:
-      n: what to factor.
-      d: number of factors.
-      allow_round_up: False factors `n` itself, as an embedding dimension needs.
+      n: the number to factor.
+      d: number of factors, 3 by default.
+      allow_round_up: False factors `n` itself, as an embedding dimension requires. Default: True.
 
     Raises: ValueError: `n` or `d` is less than one.
 
@@ -243,78 +278,102 @@ def suggested_tt_shapes(n: PositiveInt, d: PositiveInt = 3, allow_round_up: bool
       >>> suggested_tt_shapes(11_000_000), suggested_tt_shapes(13, allow_round_up=False)
       ([200, 220, 250], [1, 1, 13])
     """
-    n, d = int(n), int(d)  # of numpy, too
-    powers = [10**k for k in range(len(str(n)))] if allow_round_up else [1]
+    n = int(n)  # NumPy integers become Python integers, which cannot overflow
+    d = int(d)
+    powers = [1]
+    if allow_round_up:
+        powers = [10**k for k in range(len(str(n)))]
     candidates = [_most_even_factors(-(-n // power) * power, d) for power in powers]
-    _, factors = max(candidates, key=lambda candidate: candidate[0])  # the first of equals
-    small, large = list(factors[: d // 2]), list(factors[d // 2 :])
-    return [(small if t % 2 == 0 and small else large).pop(0) for t in range(d)]
+    _, factors = max(candidates, key=lambda candidate: candidate[0])  # the first among equals
+    small = list(factors[: d // 2])
+    large = list(factors[d // 2 :])
+    alternating = []
+    for t in range(d):
+        source = small if t % 2 == 0 and small else large
+        alternating.append(source.pop(0))
+    return alternating
 
 
-_SLACK = 1e-9  # roots are not exact
+_SLACK = 1e-9
+"""Tolerance when entropies of rounded roots are compared."""
 
 
 def _most_even_factors(n: int, d: int) -> tuple[float, tuple[int, ...]]:
-    """Greatest entropy and its ascending factors; of equals the lexicographically largest.
+    """Entropy and factors, in ascending order, of the most even `d` factors of `n`.
 
-    A factor is 1 only where there are fewer primes than factors, which then are the primes.
+    Among equals, the lexicographically largest factors win. If `n` has fewer than `d` prime
+    factors, the result is these primes and ones. Otherwise no factor is 1.
     """
-    tried = np.arange(1, math.isqrt(n) + 1)
-    small = tried[n % tried == 0].tolist()
+    candidates = np.arange(1, math.isqrt(n) + 1)
+    small = candidates[n % candidates == 0].tolist()
     divisors = sorted({*small, *(n // factor for factor in small)})
     best: tuple[float, tuple[int, ...]] = (-1.0, ())
 
-    def search(chosen: tuple[int, ...], left: int) -> None:
-        """From the most even on: what is left, in equal parts, bounds what it can still give, and bounds fall."""
+    def search(chosen: tuple[int, ...], remainder: int) -> None:
+        """Tries all ascending factors of `remainder` after the `chosen` ones, the most even first.
+
+        Splitting the remainder evenly bounds the best entropy that a factor can still reach. The
+        bound only decreases from one factor to the next, so the search stops below the best result
+        so far.
+        """
         nonlocal best
-        count, least = d - len(chosen), chosen[-1] if chosen else 2
+        count = d - len(chosen)
         if count == 1:
-            best = max(best, (_entropy((*chosen, left)), (*chosen, left)))
+            factors = (*chosen, remainder)
+            best = max(best, (_entropy(factors), factors))
             return
-        for place in range(bisect.bisect_right(divisors, round(left ** (1 / count)) + 1) - 1, -1, -1):
-            factor = divisors[place]
-            if factor < least:
+        smallest = chosen[-1] if chosen else 2
+        root = round(remainder ** (1 / count))
+        num_candidates = bisect.bisect_right(divisors, root + 1)
+        for factor in reversed(divisors[:num_candidates]):
+            if factor < smallest:
                 return
-            if factor**count > left or left % factor:
+            if factor**count > remainder or remainder % factor:
                 continue
-            rest = left // factor
-            if _entropy((*chosen, factor, *[rest ** (1 / (count - 1))] * (count - 1))) < best[0] - _SLACK:
+            rest = remainder // factor
+            even_rest = [rest ** (1 / (count - 1))] * (count - 1)
+            if _entropy((*chosen, factor, *even_rest)) < best[0] - _SLACK:
                 return
             search((*chosen, factor), rest)
 
     search((), n)
-    factors = best[1] or (1, *_most_even_factors(n, d - 1)[1])
+    factors = best[1]
+    if not factors:
+        _, fewer_factors = _most_even_factors(n, d - 1)
+        factors = (1, *fewer_factors)
     return _entropy(factors), factors
 
 
 def _entropy(factors: tuple[float, ...]) -> float:
+    """Entropy of the factors divided by their sum, rounded to 12 decimals to make ties exact."""
     total = sum(factors)
     return round(-sum(x / total * math.log(x / total) for x in factors), 12)
 
 
 def _cheapest_p_shapes(num_embeddings: int, slice_sizes: Sequence[int]) -> list[int]:
-    """Row factors whose cores hold the fewest numbers, `sum(p * slice_size)`, at given slice sizes.
+    """Row factors that give the cores the fewest parameters, `sum(p * slice_size)`.
 
-    The sum is least when all its terms are equal, `p_t = (num_embeddings * prod(a))^(1/d) / a_t`: the core with the
-    largest slices gets the fewest of them. Integers are searched around that point, one core after the other, the
-    largest slices first.
+    The sum is smallest when all its terms are equal,
+    `p_t = (num_embeddings * prod(a))^(1/d) / a_t`, where `a_t` is the slice size of core `t`. So
+    the core with the largest slices gets the fewest of them. The search tries integers around that
+    point, core after core, the core with the largest slices first.
     """
     order = sorted(range(len(slice_sizes)), key=lambda t: -slice_sizes[t])
+    _, factor_of_core = _cheapest_factors(num_embeddings, order, slice_sizes)
+    return [factor_of_core[t] for t in range(len(slice_sizes))]
 
-    def search(rows: int, places: list[int]) -> tuple[int, dict[int, int]]:
-        place, *rest = places
-        size = slice_sizes[place]
-        if not rest:
-            return rows * size, {place: rows}
-        ideal = math.exp(
-            (math.log(rows) + sum(math.log(slice_sizes[t]) for t in places)) / len(places) - math.log(size)
-        )
-        found = []
-        for p in {max(1, math.floor(ideal) + step) for step in (-1, 0, 1, 2)}:
-            cost, factors = search(-(-rows // p), rest)
-            found.append((cost + p * size, p, factors))
-        cost, p, factors = min(found, key=lambda candidate: candidate[:2])
-        return cost, {place: p, **factors}
 
-    factors = search(num_embeddings, order)[1]
-    return [factors[t] for t in range(len(slice_sizes))]
+def _cheapest_factors(rows: int, order: list[int], slice_sizes: Sequence[int]) -> tuple[int, dict[int, int]]:
+    """Fewest parameters of the cores in `order` that together have `rows` rows, and their factors."""
+    core, *later_cores = order
+    size = slice_sizes[core]
+    if not later_cores:
+        return rows * size, {core: rows}
+    log_product = math.log(rows) + sum(math.log(slice_sizes[t]) for t in order)
+    ideal = math.exp(log_product / len(order) - math.log(size))
+    candidates = []
+    for p in {max(1, math.floor(ideal) + step) for step in (-1, 0, 1, 2)}:
+        cost, factors = _cheapest_factors(-(-rows // p), later_cores, slice_sizes)
+        candidates.append((cost + p * size, p, factors))
+    cost, p, factors = min(candidates, key=lambda candidate: candidate[:2])
+    return cost, {core: p, **factors}
