@@ -5,6 +5,9 @@ from rsembed.fdo.client import CSVFileFDOClient as CSVFileFDOClient
 from rsembed.fdo.client import FDOClient as FDOClient
 from rsembed.fdo.client import MemoryFDOClient as MemoryFDOClient
 from rsembed.fdo.client import NPZFileFDOClient as NPZFileFDOClient
+from rsembed.fdo.report import IdFigures as IdFigures
+from rsembed.fdo.report import IdReport as IdReport
+from rsembed.fdo.report import describe as describe
 from rsembed.fdo.statistics import LimitsPolicy as LimitsPolicy
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
 from rsembed.fdo.statistics import limits_from_statistics as limits_from_statistics

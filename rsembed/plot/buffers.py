@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MultipleLocator, StrMethodFormatter
 
 from rsembed.checks import PositiveInt, validated
+from rsembed.fdo.ids import partition_counts
 from rsembed.plot.drawing import COLOURS, axes_or_new, colour_of, finish, with_defaults
 from rsembed.stacking import SUBLANES, round_up
 
@@ -135,18 +136,20 @@ def partition_entries(
       >>> partition_entries(np.array([[[0, 2], [3, 3]], [[2, 1], [0, -1]]]), num_shards=2).tolist()
       [[[2, 0], [0, 1]], [[1, 1], [1, 0]]]
     """
-    ids = np.sort(batches, axis=2)
-    counts, (num_batches, num_samples, _) = ids != -1, ids.shape
-    if num_samples % num_shards or not counts.any() or ids.min() < -1:
+    num_batches, num_samples, ids_per_sample = batches.shape
+    if num_samples % num_shards or (batches < -1).any() or not (batches >= 0).any():
         raise ValueError(
             f"partition_entries: {num_samples} samples are dealt to {num_shards} cores, which needs a multiple of "
-            f"them, and at least one id among the {ids.size} places, and none below -1."
+            f"them, and at least one id among the {batches.size} places, and none below -1."
         )
-    counts[:, :, 1:] &= ids[:, :, 1:] != ids[:, :, :-1]  # the first of equal ids in a sample
-    core = np.arange(num_samples) // (num_samples // num_shards)
-    partition = (np.arange(num_batches)[:, None, None] * num_shards + core[:, None]) * num_shards + ids % num_shards
-    entries = np.bincount(partition[counts], minlength=num_batches * num_shards**2)
-    return entries.reshape(num_batches, num_shards, num_shards)
+    samples = np.repeat(np.arange(num_samples), ids_per_sample)
+    cores = samples // (num_samples // num_shards)
+    entries = np.zeros((num_batches, num_shards, num_shards), np.int64)
+    for number, batch in enumerate(batches):
+        ids = batch.reshape(-1)
+        is_id = ids >= 0
+        entries[number], _ = partition_counts(ids[is_id], samples[is_id], cores[is_id], num_shards)
+    return entries
 
 
 @validated

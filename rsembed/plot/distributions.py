@@ -11,13 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import StrMethodFormatter
 
-from rsembed.checks import validated
+from rsembed.checks import PositiveInt, validated
+from rsembed.fdo.ids import check_shares
+from rsembed.fdo.ids import zipf_exponent as zipf_exponent
 from rsembed.plot.drawing import (
     COLOURS,
     DASHED,
     LABEL_POINTS,
     axes_or_new,
-    check_shares,
     colour_of,
     finish,
     note,
@@ -25,76 +26,78 @@ from rsembed.plot.drawing import (
 )
 from rsembed.stacking import StackingPlan
 
+PADDING_COLOUR = "#d0d0d0"
+MOST_DRAWN_RANKS = 10_000
+
 
 @validated
 def plot_id_frequency(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
     """Plots how often ids occur, most frequent first, on logarithmic axes; ids never seen are left out.
 
+    Call it again with the same `ax` for more curves.
+
     Args:
       counts: occurrences of each id, such as `np.bincount` gives.
-      ax: None makes a figure.
-      **line_kwargs: for the curve.
+      ax: the axes to draw on; None makes a figure.
+      **line_kwargs: for the curve, such as `label=`; with it, a legend appears.
     """
     ax = axes_or_new(ax)
     shares = check_shares("plot_id_frequency: counts", counts)
     seen = np.sort(shares[shares > 0])[::-1]
-    ax.loglog(np.arange(1, len(seen) + 1), seen, **with_defaults(line_kwargs, color=COLOURS[0], linewidth=2.0))
-    return finish(ax, "rank of the id (1 = most frequent)", "occurrences")
+    ranks = _drawn_ranks(len(seen))
+    look = with_defaults(line_kwargs, color=COLOURS[0], linewidth=2.0)
+    ax.loglog(ranks, seen[ranks - 1], **look)
+    xlabel = "rank of the id (1 = most frequent)"
+    return finish(ax, xlabel, "occurrences", legend="label" in line_kwargs)
 
 
 @validated
-def plot_coverage(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
+def plot_coverage(
+    counts: Num[np.ndarray, " vocab"],
+    *,
+    num_rows: PositiveInt | None = None,
+    ax: Axes | None = None,
+    **line_kwargs: Any,
+) -> Axes:
     """Plots the share of lookups that read the hottest rows; the axis of rows is logarithmic.
 
     Call it again with the same `ax` for more curves.
 
     Args:
-      counts: lookups of each row, those never looked up included; probabilities do as well.
-      ax: None makes a figure.
+      counts: lookups of each row; rows without a lookup count as well. Probabilities do, too.
+      num_rows: rows of the table, where `counts` leaves out rows without a lookup. None takes the
+        length of `counts`.
+      ax: the axes to draw on; None makes a figure.
       **line_kwargs: for the curve, such as `label=`; with it, a legend appears.
+
+    Raises: ValueError: a count is negative, all are 0, or there are more counts than rows.
     """
     ax = axes_or_new(ax)
     hottest_first = np.sort(check_shares("plot_coverage: counts", counts))[::-1]
-    served = np.cumsum(hottest_first) / hottest_first.sum()
+    if num_rows is None:
+        num_rows = len(hottest_first)
+    if num_rows < len(hottest_first):
+        raise ValueError(f"plot_coverage: there are {len(hottest_first)} counts, but num_rows={num_rows}.")
+    served = 100 * np.cumsum(hottest_first) / hottest_first.sum()
+    ranks = _drawn_ranks(len(served))
+    served = served[ranks - 1]
+    if num_rows > len(hottest_first):  # the other rows serve nothing
+        ranks = np.append(ranks, num_rows)
+        served = np.append(served, 100.0)
     look = with_defaults(line_kwargs, color=COLOURS[0], linewidth=2.0)
-    ax.semilogx(100 * np.arange(1, len(served) + 1) / len(served), 100 * served, **look)
+    ax.semilogx(100 * ranks / num_rows, served, **look)
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    labels = "hottest rows (% of the table)", "lookups they serve (%)"
+    labels = ("hottest rows (% of the table)", "lookups they serve (%)")
     return finish(ax, *labels, legend="label" in line_kwargs, ylim=(0, 103))
 
 
-@validated
-def zipf_exponent(counts: Num[np.ndarray, " vocab"]) -> float:
-    """The exponent `s` of the Zipf law `p(rank) ~ rank**-s` that fits best, by maximum likelihood over all ranks.
+def _drawn_ranks(num_ranks: int) -> Int[np.ndarray, " ranks"]:
+    """Ranks from 1 on to draw: all of them, or those that a logarithmic axis can tell apart."""
+    if num_ranks <= MOST_DRAWN_RANKS:
+        return np.arange(1, num_ranks + 1)
+    ranks = np.rint(np.geomspace(1, num_ranks, MOST_DRAWN_RANKS)).astype(np.int64)
+    return np.unique(ranks)
 
-    0 means that all rows are equally popular. Ranks come from the same counts, which makes the exponent of little data
-    (a few lookups per row) somewhat too large.
-
-    Args:
-      counts: lookups of each row, those never looked up included.
-
-    Raises: ValueError: fewer than two rows, a negative count, or no lookup.
-    Source: Clauset, Shalizi, Newman, "Power-law distributions in empirical data", SIAM Review 2009, for bounded ranks:
-      the likelihood is largest where the mean of `log(rank)` under the law is that of the data.
-
-    Example:
-      >>> round(zipf_exponent(1e6 / np.arange(1.0, 1001.0) ** 1.2), 3)
-      1.2
-    """
-    popular_first = np.sort(check_shares("zipf_exponent: counts", counts))[::-1]
-    if popular_first.size < 2:
-        raise ValueError("zipf_exponent: needs counts of two rows at least.")
-    logs = np.log(np.arange(1, popular_first.size + 1))
-    seen = float(popular_first @ logs / popular_first.sum())
-    low, high = 0.0, 30.0  # sorted counts are never flatter than 0
-    for _ in range(60):
-        middle = (low + high) / 2
-        law = np.exp(-middle * logs)
-        low, high = (middle, high) if law @ logs / law.sum() > seen else (low, middle)
-    return (low + high) / 2
-
-
-PADDING_COLOUR = "#d0d0d0"
 
 # Numbers
 

@@ -28,14 +28,6 @@ _LINE_STYLES = ("-", "--", "-.", ":")
 _MARKERS = "osD^vP"
 
 
-def check_shares(name: str, values: Any) -> np.ndarray:
-    """Parts of a whole as an array. Raises: ValueError: one is negative or not finite, or none is above 0."""
-    values = np.asarray(values, np.float64)
-    if not (np.isfinite(values).all() and (values >= 0).all() and values.any()):
-        raise ValueError(f"{name} must be finite and not negative, and at least one must be above 0.")
-    return values
-
-
 def axes_or_new(ax: Axes | None, size_inches: tuple[float, float] = (6.4, 4.0)) -> Axes:
     """The given axes, or those of a new figure."""
     return plt.subplots(figsize=size_inches, layout="constrained")[1] if ax is None else ax

@@ -231,11 +231,18 @@ def plot_limits(
 
 
 @validated
-def plot_miss_ratio(measured: Mapping[str, Mapping[int, float]], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
+def plot_miss_ratio(
+    measured: Mapping[str, Mapping[int, float]],
+    *,
+    xlabel: str = "cache (rows)",
+    ax: Axes | None = None,
+    **line_kwargs: Any,
+) -> Axes:
     """The share of lookups that caches missed, over their sizes on a logarithmic axis; one curve per kind of cache.
 
     Args:
       measured: `{name: {rows: share}}`, with shares from 0 to 1.
+      xlabel: what the sizes are, with their unit.
       ax: None makes a figure.
       **line_kwargs: for all curves.
     """
@@ -245,7 +252,7 @@ def plot_miss_ratio(measured: Mapping[str, Mapping[int, float]], *, ax: Axes | N
         ax.semilogx(rows, 100 * np.asarray(shares), label=name, **with_defaults(line_kwargs, **marker_look(number)))
     ax.set_xticks(sizes, [f"{rows:,}" for rows in sizes])
     ax.minorticks_off()
-    return finish(ax, "cache (rows)", "lookups that miss (%)", ylim=(0, None), legend=True)
+    return finish(ax, xlabel, "lookups that miss (%)", ylim=(0, None), legend=True)
 
 
 @validated

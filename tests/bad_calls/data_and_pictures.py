@@ -88,6 +88,7 @@ rs.plot.plot_shard_load({"idle": np.zeros(4, int)}) => ValueError: plot_shard_lo
 rs.plot.plot_shard_load({}) => ValueError: one number of shards
 rs.plot.plot_shard_load({"two": np.ones(2, int), "three": np.ones(3, int)}) => ValueError: one number of shards
 rs.plot.plot_id_frequency([NAN, 2]) => ValueError: plot_id_frequency: counts must be finite and not negative,
+rs.plot.plot_coverage([3, 4], num_rows=1) => ValueError: plot_coverage: there are 2 counts, but num_rows=1
 rs.plot.plot_coverage([]) => ValueError: plot_coverage: counts must be finite and not negative, and
 rs.plot.pictures.principal_plane([[1.0, 2.0]])
     => ValueError: principal_plane: needs two points of two finite columns, got shape (1, 2)

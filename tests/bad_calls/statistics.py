@@ -55,6 +55,12 @@ client("n3").record(statistics(max_ids_per_partition={"word": [NAN, 2]}))
     => ValueError: max_ids_per_partition of stack 'word' must be counts from 0 ... got [nan, 2] (list)
 client("n4").record(statistics(max_ids_per_partition={"word": ["a"]}))
     => TypeError: max_ids_per_partition of stack 'word' must be an array of ... got ['a'] (list)
+fdo.describe(collection(), batch()) => TypeError: describe: batches must be a list (each
+fdo.describe(collection(), []) => ValueError: describe: there is no batch
+fdo.describe(collection(), iter([[1, 2]])) => TypeError: batch, with one entry for each of ['author', 'title']
+fdo.describe(collection(), [{"title": [[1]]}]) => ValueError: batch does not match the features: missing ['author']
+fdo.describe(collection(), [{"title": [[1.5]], "author": [[1]]}]) => TypeError: feature 'title' ... row 0 holds float64
+fdo.describe(collection(), [batch()]).plot(tables=["words"]) => ValueError: plot: no table ['words']; the report has
 """
 
 ACCEPTED = """

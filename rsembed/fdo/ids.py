@@ -1,0 +1,192 @@
+"""Numbers about the ids of batches: popularity, partitions, and hit rates of caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, Integer, Num
+
+from rsembed.checks import PositiveInt, validated
+
+NUM_EXACT_RANKS = 65_536
+NUM_RANK_BLOCKS = 4_096
+FEWEST_PENDING_IDS = 2**20
+"""Ids that are collected before they are merged into the sorted ids; few merges are quick, many need less memory."""
+
+
+def check_shares(name: str, values: Any) -> np.ndarray:
+    """Parts of a whole as a float64 array.
+
+    Raises: ValueError: a part is negative or not finite, or no part is above 0.
+    """
+    shares = np.asarray(values, np.float64)
+    if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.any()):
+        raise ValueError(f"{name} must be finite and not negative, and at least one must be above 0.")
+    return shares
+
+
+@validated
+def zipf_exponent(counts: Num[np.ndarray, " vocab"], *, num_rows: PositiveInt | None = None) -> float:
+    """The exponent `s` of the Zipf law `p(rank) ~ rank**-s` that fits best, by maximum likelihood.
+
+    0 means that all rows are equally popular. The ranks come from the same counts, so the exponent
+    of little data (a few lookups per row) is somewhat too large.
+
+    Args:
+      counts: lookups of each row, in any order; rows without a lookup count as well.
+      num_rows: rows of the table, where `counts` leaves out rows without a lookup. None takes the
+        length of `counts`.
+
+    Raises: ValueError: fewer than two rows, a negative count, or no lookup.
+    Source: Clauset, Shalizi, Newman, "Power-law distributions in empirical data", SIAM Review 2009,
+      for bounded ranks: the likelihood is largest where the mean of `log(rank)` under the law is
+      that of the data.
+
+    Example:
+      >>> round(zipf_exponent(1e6 / np.arange(1.0, 1001.0) ** 1.2), 3)
+      1.2
+    """
+    popular_first = np.sort(check_shares("zipf_exponent: counts", counts))[::-1]
+    num_ranks = max(popular_first.size, num_rows or 0)
+    if num_ranks < 2:
+        raise ValueError("zipf_exponent: needs counts of two rows at least.")
+    logs_of_counts = np.log(np.arange(1, popular_first.size + 1))
+    mean_log = float(popular_first @ logs_of_counts / popular_first.sum())
+    ranks, ranks_per_block = _rank_blocks(num_ranks)
+    logs = np.log(ranks)
+    low = 0.0  # sorted counts are never flatter than equal ones
+    high = 30.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        law = ranks_per_block * np.exp(-middle * logs)
+        if law @ logs / law.sum() > mean_log:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _rank_blocks(num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ranks 1 to `num_ranks` in blocks: the middle of each block, and its number of ranks.
+
+    The first ranks are blocks by themselves. The others share blocks of equal relative width, less
+    than 1 % even for 2^64 ranks, which changes a sum over a Zipf law by less than a millionth.
+    """
+    num_exact = min(num_ranks, NUM_EXACT_RANKS)
+    starts = np.arange(1.0, num_exact + 1)
+    if num_ranks > num_exact:
+        tail = np.geomspace(num_exact + 1, num_ranks + 1, NUM_RANK_BLOCKS)[:-1]
+        starts = np.concatenate([starts, np.unique(np.floor(tail))])
+    ranks_per_block = np.diff(starts, append=num_ranks + 1)
+    return starts + (ranks_per_block - 1) / 2, ranks_per_block
+
+
+def partition_counts(
+    ids: Integer[np.ndarray, " nnz"],
+    samples: Int[np.ndarray, " nnz"],
+    cores: Int[np.ndarray, " nnz"],
+    num_shards: int,
+) -> tuple[Int[np.ndarray, "cores shards"], Int[np.ndarray, "cores shards"]]:
+    """Entries and distinct ids that each of `num_shards` cores sends to each shard.
+
+    Args:
+      ids: ids of one batch; id `i` belongs to shard `i % num_shards`.
+      samples: the sample of each id. Equal ids of one sample are one entry.
+      cores: the core that each id's sample belongs to.
+      num_shards: number of cores, and of shards.
+    """
+    shards = (ids % np.asarray(num_shards, ids.dtype)).astype(np.int64)
+    partitions = cores * num_shards + shards
+    tables = []
+    for groups in (samples, cores):
+        first = _first_of_each_pair(groups, ids)
+        counts = np.bincount(partitions[first], minlength=num_shards**2)
+        tables.append(counts.reshape(num_shards, num_shards))
+    entries, distinct = tables
+    return entries, distinct
+
+
+def _first_of_each_pair(groups: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Index of one place for each distinct pair of group and id."""
+    order = np.lexsort((ids, groups))
+    is_first = np.ones(ids.size, bool)
+    is_first[1:] = np.diff(ids[order]) != 0
+    is_first[1:] |= np.diff(groups[order]) != 0
+    return order[is_first]
+
+
+class IdCounter:
+    """Counts the lookups of every distinct id of a stream, and the hits of LRU caches.
+
+    It keeps 24 bytes for each distinct id, however many batches come.
+
+    Args:
+      dtype: of the ids.
+      cache_rows: sizes of the caches to simulate, in rows.
+    """
+
+    def __init__(self, dtype: Any, cache_rows: Sequence[int]):
+        self.ids: np.ndarray = np.zeros(0, dtype)
+        self.counts: np.ndarray = np.zeros(0, np.int64)
+        self.num_distinct_by_batch = 0
+        self._cache_rows = cache_rows
+        self._hits = np.zeros(len(cache_rows))
+        self._last_batch: np.ndarray = np.zeros(0, np.int64)
+        self._pending: list[tuple[np.ndarray, np.ndarray]] = []
+        self._num_pending = 0
+        self._num_batches = 0
+        # Rows by the batch that used them last. Batches before `_first_batch` are left out: no cache
+        # is so large that a row would still be there.
+        self._rows_by_last_batch: np.ndarray = np.zeros(0, np.int64)
+        self._first_batch = 0
+
+    def add(self, ids: np.ndarray) -> None:
+        """Counts one batch of ids, duplicates included."""
+        distinct, counts = np.unique(ids, return_counts=True)
+        self.num_distinct_by_batch += distinct.size
+        self._pending.append((distinct, counts))
+        self._num_pending += distinct.size
+        if self._num_pending > max(FEWEST_PENDING_IDS, self.ids.size):
+            self.merge()
+
+    def merge(self) -> None:
+        """Brings `ids` (ascending) and `counts` up to date with all batches."""
+        known = self.ids
+        self.ids = np.unique(np.concatenate([known, *(ids for ids, _ in self._pending)]))
+        places_of_known = np.searchsorted(self.ids, known)
+        counts = np.zeros(self.ids.size, np.int64)
+        counts[places_of_known] = self.counts
+        last_batch = np.full(self.ids.size, -1)
+        last_batch[places_of_known] = self._last_batch
+        for ids, id_counts in self._pending:
+            places = np.searchsorted(self.ids, ids)
+            counts[places] += id_counts
+            self._count_hits(last_batch[places])
+            last_batch[places] = self._num_batches
+            self._num_batches += 1
+        self.counts = counts
+        self._last_batch = last_batch
+        self._pending = []
+        self._num_pending = 0
+
+    def hit_rates(self) -> list[float]:
+        """Share of the distinct ids of all batches that each cache had, as of the last `merge`."""
+        return [float(hits) / max(self.num_distinct_by_batch, 1) for hits in self._hits]
+
+    def _count_hits(self, last_batch: np.ndarray) -> None:
+        """Adds the hits of a batch whose distinct ids were used last in these batches (-1: never)."""
+        window = self._rows_by_last_batch
+        again = last_batch[last_batch >= self._first_batch] - self._first_batch
+        reused = np.bincount(again, minlength=window.size)
+        used_later = np.cumsum(window[::-1])[::-1] - window
+        for number, rows in enumerate(self._cache_rows):
+            # Rows of one batch are equally recent. Where only part of them fits, that part counts.
+            share_in_cache = np.clip((rows - used_later) / np.maximum(window, 1), 0.0, 1.0)
+            self._hits[number] += reused @ share_in_cache
+        window = np.append(window - reused, last_batch.size)
+        used_later = np.cumsum(window[::-1])[::-1] - window
+        num_stale = int(np.count_nonzero(used_later >= max(self._cache_rows)))
+        self._rows_by_last_batch = window[num_stale:]
+        self._first_batch += num_stale

@@ -1,0 +1,317 @@
+"""A report says of any stream of batches what loops over its ids say."""
+
+import math
+import sys
+from collections import Counter, OrderedDict
+from fractions import Fraction
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+import rsembed as rs
+from rsembed.fdo import describe, ids
+from rsembed.fdo.ids import IdCounter, partition_counts, zipf_exponent
+from rsembed.keys import owners as owners_of_keys
+from rsembed.keys import split_keys
+from tests.test_progress import Terminal
+
+NUM_FILMS = 50
+NUM_BATCHES = 12
+SAMPLES = 16
+RNG = np.random.default_rng(0)
+
+
+def film_bags():
+    """Lists of films: some empty, some with duplicates, some with ids that no table of 50 rows has."""
+    bags = []
+    for length in RNG.integers(0, 7, SAMPLES):
+        bag = (RNG.zipf(1.3, length) % NUM_FILMS).tolist()
+        bags.append(bag)
+    bags[3] = [*bags[3], -1, 99]
+    bags[5] = [-7, 1, 1]
+    return bags
+
+
+SEEN = [film_bags() for _ in range(NUM_BATCHES)]
+LIKED = [film_bags() for _ in range(NUM_BATCHES)]
+KNOWN_KEYS = RNG.integers(-(2**63), 2**63, 30)
+KEYS = [RNG.choice(KNOWN_KEYS, (SAMPLES, 2)) for _ in range(NUM_BATCHES)]
+
+
+def collection(**options):
+    film = rs.TableSpec(name="film", vocabulary_size=NUM_FILMS, embedding_dim=4)
+    user = rs.TableSpec(name="user", vocabulary_size=40, embedding_dim=4, storage=rs.Hashed())
+    features = [rs.FeatureSpec("seen", film), rs.FeatureSpec("liked", film), rs.FeatureSpec("who", user)]
+    return rs.EmbeddingCollection(features, **options)
+
+
+def batches():
+    return [{"seen": s, "liked": li, "who": k} for s, li, k in zip(SEEN, LIKED, KEYS, strict=True)]
+
+
+def expected_figures(streams, num_rows, num_shards, *, is_key=False):
+    """Figures of the streams of one table, each a list of batches of bags, by loops."""
+
+    def is_row(number):
+        return number != -1 and (is_key or 0 <= number < num_rows)
+
+    def shard_of(number):
+        return int(number) % 2**64 % num_shards  # keys are read as unsigned
+
+    everything = [int(i) for stream in streams for batch in stream for bag in batch for i in bag]
+    counts = Counter(filter(is_row, everything))
+    lengths = sorted(sum(map(is_row, bag)) for stream in streams for batch in stream for bag in batch)
+    hottest_first = sorted(counts.values(), reverse=True)
+    loads = [0] * num_shards
+    for number, count in counts.items():
+        loads[shard_of(number)] += count
+
+    most_entries = most_unique = num_distinct_by_batch = 0
+    caches = {percent: math.ceil(num_rows * percent / 100) for percent in (1, 10, 30)}
+    hits = dict.fromkeys(caches, Fraction(0))
+    last_use = {}
+    for number_of_batch, parts in enumerate(zip(*streams, strict=True)):
+        entries, unique = Counter(), {}
+        distinct = set()
+        for part in parts:
+            for sample, bag in enumerate(part):
+                core = sample * num_shards // len(part)
+                for number in {int(i) for i in bag if is_row(int(i))}:
+                    entries[core, shard_of(number)] += 1
+                    unique.setdefault((core, shard_of(number)), set()).add(number)
+                    distinct.add(number)
+        most_entries = max([most_entries, *entries.values()])
+        most_unique = max([most_unique, *map(len, unique.values())])
+        num_distinct_by_batch += len(distinct)
+        before = dict(last_use)
+        for number in distinct & set(before):
+            later = sum(used > before[number] for used in before.values())
+            equally = sum(used == before[number] for used in before.values())
+            for percent, size in caches.items():
+                hits[percent] += max(Fraction(0), min(Fraction(1), Fraction(size - later, equally)))
+        last_use |= dict.fromkeys(distinct, number_of_batch)
+
+    enough = next(n for n in range(1000) if sum(length <= n for length in lengths) * 100 >= 99 * len(lengths))
+    all_rows = hottest_first if is_key else hottest_first + [0] * (num_rows - len(hottest_first))
+    return {
+        "num_rows": num_rows,
+        "num_samples": len(lengths),
+        "num_lookups": sum(lengths),
+        "mean_ids_per_sample": sum(lengths) / len(lengths),
+        "ids_per_sample_99th_percentile": enough,
+        "max_ids_per_sample": lengths[-1],
+        "num_out_of_range": sum(i != -1 and not is_row(i) for i in everything),
+        "num_distinct_ids": len(counts),
+        "hottest_share": sum(hottest_first[: math.ceil(num_rows / 100)]) / sum(lengths),
+        "zipf_exponent": zipf_exponent(np.array(all_rows)),
+        "ids_per_distinct_id": sum(lengths) / num_distinct_by_batch,
+        "shard_loads": loads,
+        "busiest_shard_load": max(loads) * num_shards / sum(loads),
+        "max_ids_per_partition": most_entries,
+        "max_unique_ids_per_partition": most_unique,
+        "hit_rates": {percent: float(hit / num_distinct_by_batch) for percent, hit in hits.items()},
+        "counts": hottest_first,
+    }
+
+
+def assert_figures(figures, expected):
+    for name, value in expected.items():
+        got = getattr(figures, name)
+        assert got == pytest.approx(value), f"{name}: {got}, expected {value}"
+
+
+@pytest.mark.parametrize("fewest_pending", [1, ids.FEWEST_PENDING_IDS])
+@pytest.mark.parametrize("num_shards", [None, 3])
+def test_every_figure_is_what_loops_over_the_ids_count(monkeypatch, num_shards, fewest_pending):
+    monkeypatch.setattr(ids, "FEWEST_PENDING_IDS", fewest_pending)
+    report = describe(collection(), batches(), num_shards=num_shards)
+    shards = num_shards or 8
+    assert (report.num_batches, report.num_shards, report.is_complete) == (NUM_BATCHES, shards, True)
+    assert_figures(report.features["seen"], expected_figures([SEEN], NUM_FILMS, shards))
+    assert_figures(report.features["liked"], expected_figures([LIKED], NUM_FILMS, shards))
+    assert_figures(report.tables["film"], expected_figures([SEEN, LIKED], NUM_FILMS, shards))
+    assert_figures(report.features["who"], expected_figures([KEYS], 40, shards, is_key=True))
+    assert report.tables["user"] is report.features["who"]
+    assert report.features["seen"].num_missing == NUM_BATCHES and report.features["who"].num_missing == 0
+    assert {figures.table for figures in report.features.values()} == {"film", "user"}
+
+
+def in_range(bags):
+    return [[i for i in bag if 0 <= i < NUM_FILMS] for bag in bags]
+
+
+def padded(bags):
+    """An array with -1 behind the ids of each bag."""
+    array = np.full((len(bags), 8), -1)
+    for row, bag in enumerate(bags):
+        array[row, : len(bag)] = bag
+    return array
+
+
+def weighted(bags):
+    return bags, [[0.5] * len(bag) for bag in bags]
+
+
+def jagged(seen, liked, who):
+    values, lengths = [], []
+    for bags in (seen, liked, who.tolist()):
+        values += [i for bag in bags for i in bag]
+        lengths += map(len, bags)
+    return rs.Jagged(np.array(values), lengths, features=["seen", "liked", "who"])
+
+
+FORMS = {
+    "lists": lambda one, own: one,
+    "weights": lambda one, own: one | {"seen": weighted(one["seen"])},
+    "bags": lambda one, own: one | {name: rs.Bags.from_lists(one[name]).pad_to(200) for name in ("seen", "liked")},
+    "arrays": lambda one, own: one | {name: padded(one[name]) for name in ("seen", "liked")},
+    "arrays on a device": lambda one, own: one | {"seen": jax.numpy.asarray(padded(one["seen"]).astype(np.int32))},
+    "jagged": lambda one, own: jagged(**one),
+    "prepared": lambda one, own: own.prepare(one),
+}
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_report_does_not_depend_on_the_form_of_the_batches(form, num_devices):
+    mesh = jax.make_mesh((4,), ("shard",), devices=jax.devices()[:4]) if num_devices > 1 else None
+    own = collection(mesh=mesh)
+    plain = [one | {"seen": in_range(one["seen"]), "liked": in_range(one["liked"])} for one in batches()]
+    report = describe(own, (FORMS[form](one, own) for one in plain))
+    expected = describe(collection(), plain, num_shards=num_devices if mesh else 8)
+    assert_figures(expected.tables["film"], {"num_missing": 0, "num_out_of_range": 0})
+    for name, figures in report.features.items():
+        values = dict(vars(expected.features[name]))
+        values.pop("num_missing")
+        assert_figures(figures, values)
+    if form == "arrays":
+        places = 8 * SAMPLES * NUM_BATCHES
+        assert report.features["seen"].num_missing == places - report.features["seen"].num_lookups
+
+
+def test_shards_are_the_owners_of_the_rows():
+    keys = np.concatenate([own.reshape(-1) for own in KEYS])
+    owners = owners_of_keys(split_keys(keys), 6)
+    report = describe(collection(), batches(), num_shards=6)
+    assert report.tables["user"].shard_loads.tolist() == np.bincount(owners, minlength=6).tolist()
+
+
+def test_with_one_id_in_a_batch_hit_rates_are_those_of_a_cache_of_single_rows():
+    stream = (RNG.zipf(1.2, 600) % 40).tolist()
+    counter = IdCounter(np.int64, [3, 10])
+    for number in stream:
+        counter.add(np.array([number]))
+    counter.merge()
+    for size, rate in zip([3, 10], counter.hit_rates(), strict=True):
+        cache, hits = OrderedDict(), 0
+        for number in stream:
+            hits += number in cache
+            cache[number] = None
+            cache.move_to_end(number)
+            while len(cache) > size:
+                cache.popitem(last=False)
+        assert rate == pytest.approx(hits / len(stream))
+
+
+def test_partitions_agree_with_sets():
+    numbers = RNG.integers(0, 20, 100)
+    samples = np.sort(RNG.integers(0, 12, 100))
+    cores = samples * 3 // 12
+    entries, unique = partition_counts(numbers, samples, cores, 3)
+    for core in range(3):
+        for shard in range(3):
+            here = [(s, i) for s, i, c in zip(samples, numbers, cores, strict=True) if c == core and i % 3 == shard]
+            assert entries[core, shard] == len(set(here))
+            assert unique[core, shard] == len({i for _, i in here})
+
+
+def test_a_fit_over_blocks_of_ranks_is_that_over_all_ranks(monkeypatch):
+    counts = np.floor(1e6 / np.arange(1.0, 3001.0) ** 1.1)
+    exact = zipf_exponent(counts, num_rows=60_000)
+    assert exact == zipf_exponent(np.append(counts, np.zeros(57_000)))
+    monkeypatch.setattr(ids, "NUM_EXACT_RANKS", 500)
+    assert zipf_exponent(counts, num_rows=60_000) == pytest.approx(exact, rel=1e-6)
+
+
+def test_a_stream_with_too_many_ids_stops_early_and_says_so(caplog, monkeypatch):
+    monkeypatch.setattr(ids, "FEWEST_PENDING_IDS", 1)
+    report = describe(collection(), batches(), max_distinct_ids=20)
+    assert 0 < report.num_batches < NUM_BATCHES and not report.is_complete
+    assert "stopped early, at max_distinct_ids" in repr(report) and "max_distinct_ids=20" in caplog.text
+    read = batches()[: report.num_batches]
+    assert repr(describe(collection(), read)).split("\n\n")[1:] == repr(report).split("\n\n")[1:]
+
+
+def test_tables_without_a_lookup_have_figures_too():
+    nothing = {"seen": [[], [-1]], "liked": [[], [80]], "who": np.full((2, 1), -1)}
+    report = describe(collection(), [nothing])
+    film = report.tables["film"]
+    assert (film.num_lookups, film.num_missing, film.num_out_of_range, film.busiest_shard_load) == (0, 1, 1, 0.0)
+    assert math.isnan(film.zipf_exponent) and "nan" in repr(report)
+    with pytest.raises(ValueError, match="none of the tables"):
+        report.plot()
+
+
+def test_a_report_prints_as_tables_and_in_html():
+    report = describe(collection(), batches())
+    title, data, needs = repr(report).split("\n\n")
+    assert title == "3 features of 2 tables, 12 batches; 8 shards"
+    names = ["seen", "liked", "who", "(table) film"]
+    for block in (data, needs):
+        lines = block.splitlines()
+        assert [line.split("  ")[0] for line in lines[1:]] == names
+        assert max(map(len, lines)) <= 110
+    film = report.tables["film"]
+    assert f"{film.num_lookups:,}" in data and f"{film.hit_rates[30]:.1%}" in needs
+    page = report._repr_html_()
+    assert page.count("<table>") == 2 and page.count("<tr>") == 2 * (1 + len(names))
+
+
+def test_names_in_html_are_text():
+    table = rs.TableSpec(name="<b>", vocabulary_size=3, embedding_dim=4)
+    own = rs.EmbeddingCollection([rs.FeatureSpec("<i>", table)])
+    assert "<td>&lt;i&gt;</td><td>&lt;b&gt;</td>" in describe(own, [{"<i>": [1]}])._repr_html_()
+
+
+def test_a_report_draws_its_figures():
+    report = describe(collection(), batches())
+    axes = report.plot()
+    assert axes.shape == (2, 2) and len(plt.get_fignums()) == 1
+    frequency, coverage, load, misses = axes.flat
+    assert [line.get_label() for line in frequency.lines] == ["film", "user"]
+    assert frequency.lines[0].get_ydata().tolist() == report.tables["film"].counts.tolist()
+    assert coverage.lines[0].get_xdata()[-1] == 100 and coverage.lines[0].get_ydata()[-1] == 100
+    total = report.tables["film"].shard_loads + report.tables["user"].shard_loads
+    assert [bar.get_height() for bar in load.patches] == total.tolist()
+    rates = report.tables["user"].hit_rates
+    assert misses.lines[1].get_ydata() == pytest.approx([100 * (1 - rate) for rate in rates.values()])
+    only = report.plot(tables=["user"])
+    assert [line.get_label() for line in only[0, 0].lines] == ["user"]
+    with pytest.raises(ValueError, match=r"no table \['film2'\]; the report has \['film', 'user'\]"):
+        report.plot(tables=["film2"])
+
+
+def test_of_many_tables_those_with_the_most_lookups_are_drawn():
+    features, batch = [], {}
+    for number in range(9):
+        table = rs.TableSpec(name=f"t{number}", vocabulary_size=9, embedding_dim=4)
+        features.append(rs.FeatureSpec(f"f{number}", table))
+        batch[f"f{number}"] = [list(range(number))] * 2
+    axes = describe(rs.EmbeddingCollection(features), [batch]).plot()
+    assert [line.get_label() for line in axes[0, 0].lines] == [f"t{number}" for number in range(8, 1, -1)]
+
+
+def test_a_bar_tells_how_many_batches_were_read(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    describe(collection(), batches())
+    assert "counting ids: 100%" in sys.stderr.getvalue() and "12/12" in sys.stderr.getvalue()
+
+
+def test_ids_that_are_traced_are_refused():
+    def read(seen):
+        return describe(collection(), [{"seen": seen, "liked": [[1]], "who": [[1]]}]).num_batches
+
+    with pytest.raises(TypeError, match="feature 'seen': the ids cannot be read"):
+        jax.jit(read)(jax.numpy.zeros((1, 2), jax.numpy.int32))
