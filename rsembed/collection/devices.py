@@ -1,4 +1,4 @@
-"""The devices of a mesh that share the tables, and the plain collectives between them."""
+"""The devices that share the tables of a collection, and plain collectives between them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from rsembed.parallel.agreement import processes_of
 class Devices:
     """One device (`mesh` is None), or the devices along some axes of a mesh.
 
-    Samples and tables are split over `axes`; devices along the other axes hold copies and compute the same. Inside a
-    `shard_map`, which knows no more of its mesh, an abstract one will do.
+    Args:
+      mesh: the devices. Inside a `shard_map`, where JAX knows only an abstract mesh, it may be that.
+      axes: axes of the mesh over which samples and tables are split. Devices along the other axes
+        hold copies and compute the same.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -34,34 +36,38 @@ class Devices:
             if axis is not None:
                 raise ValueError(f"sharding_axis={axis!r} needs a mesh; pass mesh=jax.make_mesh(...).")
             return Devices()
-        axes = tuple(mesh.axis_names if axis is None else (axis,) if isinstance(axis, str) else axis)
+        if axis is None:
+            axis = mesh.axis_names
+        axes = (axis,) if isinstance(axis, str) else tuple(axis)
         if not axes or not set(axes) <= set(mesh.axis_names) or len(set(axes)) != len(axes):
             raise ValueError(
                 f"sharding_axis={axis!r} must name axes of the mesh once each, which has {mesh.axis_names}."
             )
         check_threads(mesh)
-        # With explicit axes, every operation of the dense layers would have to say how its result is split.
-        return Devices(Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim), axes)
+        # With explicit axes, all operations of the dense layers would have to say how their results
+        # are split.
+        automatic = (AxisType.Auto,) * mesh.devices.ndim
+        return Devices(Mesh(mesh.devices, mesh.axis_names, axis_types=automatic), axes)
 
     @property
     def known_mesh(self) -> Mesh | None:
-        """The mesh, if there is one and it is not abstract."""
+        """The mesh; None on one device, and for an abstract mesh."""
         return self.mesh if isinstance(self.mesh, Mesh) else None
 
     @functools.cached_property
     def num_devices(self) -> int:
-        """Parts into which samples and tables are split."""
+        """Number of parts into which samples and tables are split."""
         return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @functools.cached_property
     def num_processes(self) -> int:
-        """Processes that each bring their own samples."""
+        """Number of processes that each bring samples of their own."""
         mesh = self.known_mesh
         return 1 if mesh is None else len(processes_of(mesh))
 
     @functools.cached_property
     def num_parts_here(self) -> int:
-        """Parts of a split array that this process holds."""
+        """Number of parts of a split array that this process holds."""
         mesh = self.known_mesh
         if mesh is None:
             return self.num_devices
@@ -70,7 +76,7 @@ class Devices:
 
     @functools.cached_property
     def identity(self) -> str:
-        """Text about the devices that is different for every mesh, and for every choice of its axes."""
+        """Text that differs between meshes of other devices or shapes, and between choices of axes."""
         mesh = self.known_mesh
         if mesh is None:
             return f"{self.num_devices} {self.axes}"
@@ -79,24 +85,27 @@ class Devices:
 
     @property
     def split(self) -> PartitionSpec:
-        """Leading axis split: samples, and rows that have one owner."""
+        """The partition of arrays of samples, and of rows with one owner each: split along the first axis."""
         return PartitionSpec(self.axes)
 
     def sharding(self, partition: PartitionSpec) -> NamedSharding:
-        """The sharding of a global array. Raises: ValueError: there is no mesh."""
+        """The sharding of a global array with this partition. Raises: ValueError: there is no mesh."""
         if self.mesh is None:
             raise ValueError("one device alone has no sharding.")
         return NamedSharding(self.mesh, partition)
 
     def place(self, tree: PyTree, partition: PartitionSpec) -> PyTree:
-        """Arrays laid out as `partition` says; unchanged on one device."""
+        """The arrays of a tree with this partition; unchanged on one device."""
         if self.mesh is None:
             return tree
-        # Not device_put, which knows only devices of this process.
+        # `device_put` serves only devices of this process.
         return jax.jit(_same, out_shardings=self.sharding(partition))(tree)
 
     def place_from_host(self, tree: PyTree, partition: PartitionSpec) -> PyTree:
-        """Whole arrays of numpy, equal in every process, laid out as `partition` says; JAX's stay where they are."""
+        """The arrays of a tree with this partition, from numpy arrays that are equal in every process.
+
+        Arrays of JAX stay where they are.
+        """
         if self.mesh is None:
             return jax.tree.map(jnp.asarray, tree)
         sharding = self.sharding(partition)
@@ -109,9 +118,14 @@ class Devices:
         return jax.tree.map(placed, tree)
 
     def on_each(self, function: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree) -> Callable[..., PyTree]:
-        """`function` of what one device holds, as a function of global arrays.
+        """A function of global arrays that runs `function` on every device, with the parts it holds.
 
-        Raises: ValueError: it is called while a mesh of explicit axes is set.
+        Args:
+          function: of what one device holds.
+          in_specs: partitions of its arguments, as for `jax.shard_map`.
+          out_specs: partitions of its results.
+
+        Raises: ValueError: the result is called while a mesh of explicit axes is set.
         """
         if self.mesh is None:
             return function
@@ -143,17 +157,17 @@ class Devices:
         return tree if self.mesh is None else jax.lax.psum(tree, self.axes)
 
     def gather(self, array: Array) -> Array:
-        """The parts of all devices, in their order."""
-        if self.mesh is None or array.shape[0] == 0:  # of nothing, XLA gathers nothing but an error
+        """The parts of all devices, one after the other."""
+        if self.mesh is None or array.shape[0] == 0:  # XLA refuses to gather empty arrays
             return array
         return jax.lax.all_gather(array, self.axes, tiled=True)
 
     def columns_of_all(self, array: Array) -> Array:
-        """From all columns of own rows to own columns of all rows."""
+        """From all columns of this device's rows to this device's columns of all rows."""
         return jax.lax.all_to_all(array, self.axes, split_axis=1, concat_axis=0, tiled=True)
 
     def rows_of_all(self, array: Array) -> Array:
-        """From own columns of all rows to all columns of own rows."""
+        """From this device's columns of all rows to all columns of this device's rows."""
         return jax.lax.all_to_all(array, self.axes, split_axis=0, concat_axis=1, tiled=True)
 
 

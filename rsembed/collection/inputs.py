@@ -104,8 +104,8 @@ def prepare(
             for name, own in bags.items():
                 form, width = _form_and_width(name, own, is_listed=name in in_lists)
                 agreement.bring(f"feature {name!r}", form, width=width)
-        for stack, names in members.items():
-            room = room_for([bags[name] for name in names], num_parts)
+        for stack in dict.fromkeys(lists.values()):
+            room = room_for([bags[name] for name in members.get(stack, ())], num_parts)
             agreement.bring(f"the ids of stack {stack!r}", "one list", width=room)
     joined_lists = {}
     for stack, names in members.items():

@@ -1,8 +1,12 @@
-"""Which table lies where: placements become stacks, and tables by name come out of these and go in again."""
+"""Placements of tables on devices, and the tables of a state by name.
+
+`make_stacks` chooses, for every stack of tables, where its rows are and how they are found.
+`LogicalTables` reads and writes whole tables of a state, for users and for files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import jax
@@ -29,42 +33,65 @@ PLACEMENTS = ("row", "table", "column", "replicated")
 def placement_of_tables(
     tables: Mapping[str, TableSpec], devices: Devices, placement: str | Mapping[str, str] | None
 ) -> dict[str, str]:
-    """The placement of every table; one with a storage has the first that this knows, unless another is asked for.
+    """The placement of every table.
 
-    Raises: ValueError: a placement or table is unknown, a storage does not know its own, or there is no mesh.
+    A table gets the placement that is asked for, else the first one that its storage supports
+    (`row` for a table without a storage). On one device every table is `replicated`.
+
+    Args:
+      tables: by name.
+      devices: that share the tables.
+      placement: by table name, or one for all tables whose storage supports it; None asks for none.
+
+    Raises:
+      ValueError: a placement or table is unknown, the storage of a named table does not support its
+        placement, or there is no mesh.
     """
     if placement is not None and devices.mesh is None:
         raise ValueError(f"placement={placement!r} needs a mesh; pass mesh=jax.make_mesh(...).")
-    storages = {name: cast(Storage | None, table.storage) for name, table in tables.items()}
-    known = {name: PLACEMENTS if storage is None else storage.placements for name, storage in storages.items()}
-    given = dict(placement) if isinstance(placement, Mapping) else {}
-    if isinstance(placement, str):  # what a storage cannot do is an error only where its table is named
-        given = {name: placement for name in tables if placement not in PLACEMENTS or placement in known[name]}
-    if unknown := sorted(set(given) - set(tables)):
+    supported: dict[str, Sequence[str]] = {}
+    for name, table in tables.items():
+        storage = cast(Storage | None, table.storage)
+        supported[name] = PLACEMENTS if storage is None else storage.placements
+    wanted: dict[str, str] = {}
+    if isinstance(placement, Mapping):
+        wanted = dict(placement)
+    elif placement is not None:
+        for name in tables:
+            if placement not in PLACEMENTS or placement in supported[name]:
+                wanted[name] = placement
+    unknown = sorted(set(wanted) - set(tables))
+    if unknown:
         near = did_you_mean(unknown[0], tables)
         raise ValueError(f"placement names unknown tables {unknown}{near}; the collection has {sorted(tables)}.")
-    for name, kind in given.items():
+    for name, kind in wanted.items():
         if kind not in PLACEMENTS:
             raise ValueError(f"table {name!r}: placement {kind!r} is not one of {', '.join(PLACEMENTS)}.")
-        if kind not in known[name]:
+        if kind not in supported[name]:
             raise ValueError(
-                f"table {name!r} is kept as {storages[name]}, which cannot be placed {kind!r}, only "
-                f"{' or '.join(map(repr, known[name]))}; leave it out of placement."
+                f"table {name!r} is kept as {tables[name].storage}, which cannot be placed {kind!r}, only "
+                f"{' or '.join(map(repr, supported[name]))}; leave it out of placement."
             )
-    return {name: "replicated" if devices.mesh is None else given.get(name, known[name][0]) for name in tables}
+    if devices.mesh is None:
+        return dict.fromkeys(tables, "replicated")
+    return {name: wanted.get(name, supported[name][0]) for name in tables}
 
 
 def plan_placed(features: PyTree, placements: Mapping[str, str]) -> StackingPlan:
-    """Stacks of tables that can share one and have the same placement."""
-    tables, placed = tables_of(features), dict[tuple[int, str], list[str]]()
+    """The plan in which tables share a stack if they can and have the same placement."""
+    tables = tables_of(features)
+    placed: dict[tuple[int, str], list[str]] = {}
     for number, group in enumerate(group_tables(features, num_shards=1, pad=False)):
         for name in group:
             placed.setdefault((number, placements[name]), []).append(name)
     groups: list[list[str]] = []
     for names in placed.values():
-        storage = tables[names[0]].storage
-        parts = None if storage is None else cast(Storage, storage).sharing_groups([tables[name] for name in names])
-        groups += [names] if parts is None else [[table.name for table in part] for part in parts]
+        storage = cast(Storage | None, tables[names[0]].storage)
+        if storage is None:
+            groups.append(names)
+            continue
+        for part in storage.sharing_groups([tables[name] for name in names]):
+            groups.append([table.name for table in part])
     return plan_stacking(features, groups=groups, pad=False)
 
 
@@ -77,62 +104,89 @@ def make_stacks(
     exchange_capacity: int | None,
     implementation: str | None,
 ) -> dict[str, Stack]:
-    """The stacks of a plan by name, each with the rows of its storage and placement."""
-    tables, load, stacks = tables_of(features), [0] * devices.num_devices, dict[str, Stack]()
+    """The stacks of a plan by name, each with its rows in their storage and placement."""
+    specs = tables_of(features)
+    bytes_of_device = [0] * devices.num_devices
+    stacks: dict[str, Stack] = {}
     for stack in plan.stacks:
-        own = tuple(tables[table.name] for table in stack.tables)
-        table, storage = own[0], cast(Storage | None, own[0].storage)
-        # One device has all rows and asks nobody.
-        placement = placements[table.name] if devices.num_devices > 1 else "replicated"
+        tables = tuple(specs[table.name] for table in stack.tables)
+        # A single device has all rows: there is no owner to ask.
+        placement = "replicated"
+        if devices.num_devices > 1:
+            placement = placements[tables[0].name]
         layout = RowLayout.whole(stack)
         if placement == "row":
             layout = RowLayout.row_wise(stack, devices.num_devices)
         elif placement == "table":
-            layout = RowLayout.table_wise(stack, devices.num_devices, load)
+            layout = RowLayout.table_wise(stack, devices.num_devices, bytes_of_device)
         elif placement == "column":
             _check_columns(stack, devices.num_devices)
-        if storage is None:
-            num_parts = devices.num_devices if placement == "column" else 1
-            storage = DenseRows(layout, own, num_parts, implementation)
-        elif len(own) > 1:
-            storage = storage.sharing(own)
-        elif isinstance(storage, HostCached):
-            storage = HostRows(storage, table)
+        num_parts = devices.num_devices if placement == "column" else 1
+        storage = _storage_of(tables, layout, num_parts, implementation)
         if placement in ("row", "table"):
-            rows: Rows = AskedRows(devices, table, storage, implementation, capacity=exchange_capacity)
+            rows: Rows = AskedRows(devices, tables[0], storage, implementation, capacity=exchange_capacity)
         else:
-            rows = Rows(devices, table, storage, implementation, placement == "column")
+            splits_columns = placement == "column"
+            rows = Rows(devices, tables[0], storage, implementation, splits_columns)
         stacks[stack.name] = Stack(layout, rows)
     return stacks
+
+
+def _storage_of(
+    tables: tuple[TableSpec, ...], layout: RowLayout, num_parts: int, implementation: str | None
+) -> Storage:
+    """The storage that keeps all tables of a stack."""
+    storage = cast(Storage | None, tables[0].storage)
+    if storage is None:
+        return DenseRows(layout, tables, num_parts, implementation)
+    if len(tables) > 1:
+        return storage.sharing(tables)
+    if isinstance(storage, HostCached):
+        return HostRows(storage, tables[0])
+    return storage
 
 
 def _check_columns(stack: StackPlan, num_devices: int) -> None:
     """Raises: ValueError: the stack cannot be split by column."""
     rule, dim = stack.spec.optimizer, stack.spec.stack_embedding_dim
-    problems = {
-        f"embedding_dim={dim} is not divisible by {num_devices} devices": dim % num_devices > 0,
-        f"{type(rule).__name__} steps whole rows": rule.is_row_wise,
-        "stochastic rounding draws for whole rows": stack.tables[0].stochastic_rounding,
-    }
-    if found := [problem for problem, is_there in problems.items() if is_there]:
-        tables = [table.name for table in stack.tables]
-        raise ValueError(f"tables {tables} cannot be placed 'column': {' and '.join(found)}; place them 'row'.")
+    problems = []
+    if dim % num_devices:
+        problems.append(f"embedding_dim={dim} is not divisible by {num_devices} devices")
+    if rule.is_row_wise:
+        problems.append(f"{type(rule).__name__} steps whole rows")
+    if stack.tables[0].stochastic_rounding:
+        problems.append("stochastic rounding draws for whole rows")
+    if problems:
+        names = [table.name for table in stack.tables]
+        raise ValueError(f"tables {names} cannot be placed 'column': {' and '.join(problems)}; place them 'row'.")
 
 
 class LogicalTables:
-    """The tables of a collection.
+    """Reads and writes the tables of a collection by name.
 
     Args:
-      specs: tables by name.
-      stacks: what keeps them, by name.
+      specs: of the tables, by name.
+      stacks: of the collection, by name.
+
+    Attributes:
+      on_host: by stack, what moves rows between host and device, for tables kept as `HostCached`.
+      apart: stacks whose arrays a file cannot keep as they are: their rows are found by key, or are
+        on the host. Files have their tables instead.
     """
 
     def __init__(self, specs: Mapping[str, TableSpec], stacks: Mapping[str, Stack]):
-        self.specs, self.stacks = specs, stacks
-        self.on_host = {name: Prefetch(own) for name, own in stacks.items() if isinstance(own.storage, HostRows)}
-        self.apart = {name: own for name, own in stacks.items() if own.storage.rows_on_host}
-        """Stacks whose arrays mean nothing to a file: rows found by key, or on the host."""
-        self._stack_of = {table.name: name for name, s in stacks.items() for table in s.layout.stack.tables}
+        self.specs = specs
+        self.stacks = stacks
+        self.on_host: dict[str, Prefetch] = {}
+        self.apart: dict[str, Stack] = {}
+        self._stack_of: dict[str, str] = {}
+        for name, stack in stacks.items():
+            if isinstance(stack.storage, HostRows):
+                self.on_host[name] = Prefetch(stack)
+            if stack.storage.rows_on_host:
+                self.apart[name] = stack
+            for table in stack.layout.stack.tables:
+                self._stack_of[table.name] = name
 
     def with_tables(
         self,
@@ -143,7 +197,7 @@ class LogicalTables:
         allow_nonfinite: bool = False,
     ) -> EmbeddingState:
         """See `EmbeddingCollection.with_tables`."""
-        new: dict[str, ByName] = {name: {} for name in self.stacks}
+        new_rows: dict[str, ByName] = {name: {} for name in self.stacks}
         new_slots: dict[str, ByName] = {name: {} for name in self.stacks}
         for table_name, values in tables.items():
             self._check_known(table_name)
@@ -152,39 +206,51 @@ class LogicalTables:
                 check_type(array, Num[np.ndarray, "..."], f"table {table_name!r}: its {part}")
             if not allow_nonfinite:
                 self._check_finite(table_name, _parts(values))
-            name, table = self._stack_of[table_name], self.specs[table_name]
+            table = self.specs[table_name]
             self._check_outside_jit(table, (values, state.step))
-            new[name][table_name] = self.stacks[name].storage.checked_rows(values, table, state.step)
-        for table_name, own_slots in slots.items():
+            name = self._stack_of[table_name]
+            checked = self.stacks[name].storage.checked_rows(values, table, state.step)
+            new_rows[name][table_name] = checked
+        for table_name, table_slots in slots.items():
             self._check_known(table_name)
-            name, table = self._stack_of[table_name], self.specs[table_name]
-            self._check_outside_jit(table, (own_slots, state.step))
+            table = self.specs[table_name]
+            self._check_outside_jit(table, (table_slots, state.step))
             if not allow_nonfinite:
-                self._check_finite(table_name, _slots_by_name(own_slots))
-            stack, arrays = self.stacks[name], (state.tables[name], state.slots[name])
+                self._check_finite(table_name, _slots_by_name(table_slots))
+            name = self._stack_of[table_name]
+            stack = self.stacks[name]
+            arrays = state.tables[name], state.slots[name]
             if stack.storage.rows_on_host:
-                rows = new[name].get(table_name)
-                new[name][table_name] = stack.rows_with_slots(*arrays, table, rows, own_slots)
+                rows = new_rows[name].get(table_name)
+                new_rows[name][table_name] = stack.rows_with_slots(*arrays, table, rows, table_slots)
             else:
                 template = stack.slot_shapes(*arrays, table, table.vocabulary_size)
-                new_slots[name][table_name] = checked_slots(own_slots, template, table)
-        all_tables, all_slots = dict(state.tables), dict(state.slots)
-        # Rows on the host last, as what is refused must leave their store with the state that it has.
-        for name in sorted(self.stacks, key=self.on_host.__contains__):
-            if new[name] or new_slots[name]:
-                arrays = all_tables[name], all_slots[name]
-                written = self.stacks[name].replaced(*arrays, new[name], new_slots[name])
-                all_tables[name], all_slots[name] = written
+                new_slots[name][table_name] = checked_slots(table_slots, template, table)
+        all_tables = dict(state.tables)
+        all_slots = dict(state.slots)
+        for name in self._host_last(self.stacks):
+            if new_rows[name] or new_slots[name]:
+                all_tables[name], all_slots[name] = self.stacks[name].replaced(
+                    all_tables[name], all_slots[name], new_rows[name], new_slots[name]
+                )
         return state._replace(tables=all_tables, slots=all_slots)
+
+    def _host_last(self, names: Iterable[str]) -> list[str]:
+        """The names of stacks in the order in which they are written.
+
+        Writing to rows on the host ends the life of the given state. So it comes last, when nothing
+        can be refused any more.
+        """
+        return sorted(names, key=self.on_host.__contains__)
 
     def _check_finite(self, table_name: str, parts: Iterable[tuple[str, PyTree]]) -> None:
         """Raises: ValueError: a part of a table is not finite, or a sum of squares is negative."""
-        of_squares = [f"slot_{slot}" for slot in self.specs[table_name].optimizer.non_negative_slots]
+        non_negative = [f"slot_{slot}" for slot in self.specs[table_name].optimizer.non_negative_slots]
         for part, array in parts:
-            # What a file of ours holds was saved so, and is read later.
-            if not isinstance(array, SavedArray):
-                where = f"table {table_name!r}: its {part}"
-                check_finite(array, where, may_be_negative=part not in of_squares)
+            if isinstance(array, SavedArray):
+                continue  # of a checkpoint, which keeps what a state had; it is not read yet
+            where = f"table {table_name!r}: its {part}"
+            check_finite(array, where, may_be_negative=part not in non_negative)
 
     def _check_outside_jit(self, table: TableSpec, values: PyTree) -> None:
         """Raises: RuntimeError: rows of the table are written on the host, and this is inside `jit`."""
@@ -200,14 +266,16 @@ class LogicalTables:
         if is_traced(state):
             raise RuntimeError("evict works beside compiled programs; call it outside of jit, between two steps.")
         self._check_known(table_name)
-        name, spec = self._stack_of[table_name], self.specs[table_name]
+        name = self._stack_of[table_name]
+        spec = self.specs[table_name]
         if not isinstance(spec.storage, Hashed):
             raise ValueError(
                 f"table {table_name!r} is kept as {spec.storage or 'an array'}: rows leave tables of keys, with "
                 "storage=Hashed(...)."
             )
-        given = state.tables[name], state.slots.get(name, ()), spec, state.step, reasons
-        params, rows = self.stacks[name].evicted(*given)
+        params, rows = self.stacks[name].evicted(
+            state.tables[name], state.slots.get(name, ()), spec, state.step, reasons
+        )
         return state._replace(tables=state.tables | {name: params}), rows
 
     def _check_known(self, table_name: str) -> None:
@@ -218,32 +286,38 @@ class LogicalTables:
     # For files
 
     def parted(self, state: EmbeddingState) -> tuple[EmbeddingState, ByName, ByName]:
-        """The state without stacks that are `apart`, and their tables as files have them: rows, and slots by name."""
+        """The state without the stacks `apart`, and the rows and slots of their tables by name."""
         tables: ByName = {}
         slots: ByName = {}
-        for name, own in self.apart.items():
-            rows, kept = own.saved(state.tables[name], state.slots[name])
-            tables, slots = tables | rows, slots | kept
+        for name, stack in self.apart.items():
+            rows_by_table, slots_by_table = stack.saved(state.tables[name], state.slots[name])
+            tables |= rows_by_table
+            slots |= slots_by_table
         return self.without_apart(state), tables, slots
 
     def without_apart(self, state: EmbeddingState) -> EmbeddingState:
-        """The state, or a template of one, without stacks that are `apart`."""
-        parts = state.tables, state.slots, {} if state.layout is None else state.layout.facts
-        tables, slots, facts = ({name: own for name, own in p.items() if name not in self.apart} for p in parts)
-        return EmbeddingState(tables, slots, state.step, state.key, Fingerprint.of(facts))
+        """The state, or a template of one, without the stacks `apart`."""
+        facts = {} if state.layout is None else state.layout.facts
+        layout = Fingerprint.of(self._not_apart(facts))
+        tables = self._not_apart(state.tables)
+        return EmbeddingState(tables, self._not_apart(state.slots), state.step, state.key, layout)
+
+    def _not_apart(self, by_stack: Mapping[str, PyTree]) -> ByName:
+        return {name: value for name, value in by_stack.items() if name not in self.apart}
 
     def whole(
         self, state: EmbeddingState, tables: Mapping[str, PyTree], slots: Mapping[str, PyTree], layout: Fingerprint
     ) -> EmbeddingState:
         """The inverse of `parted`."""
-        all_tables, all_slots = dict(state.tables), dict(state.slots)
-        for name in sorted(self.apart, key=self.on_host.__contains__):  # as in `with_tables`
+        all_tables = dict(state.tables)
+        all_slots = dict(state.slots)
+        for name in self._host_last(self.apart):
             all_tables[name], all_slots[name] = self.apart[name].restored(tables, slots)
         return EmbeddingState(all_tables, all_slots, state.step, state.key, layout)
 
 
 def _of_numpy(values: PyTree) -> PyTree:
-    """A table from outside, of which columns and tensors of other libraries have become arrays of numpy."""
+    """A table that a user passed in; columns and tensors of other libraries become numpy arrays."""
     if isinstance(values, Mapping):
         return {name: foreign_to_numpy(part) for name, part in values.items()}
     if isinstance(values, tuple):
@@ -262,7 +336,9 @@ def _slots_by_name(slots: PyTree) -> list[tuple[str, PyTree]]:
 
 
 def _parts(values: PyTree) -> Iterable[tuple[PyTree, PyTree]]:
-    """The arrays of a table by name: of keys, of cores in a row, or one."""
+    """The arrays of a table with names: those of a keyed table, the cores of a train, or all rows."""
     if isinstance(values, Mapping):
         return values.items()
-    return ((f"part {k}", part) for k, part in enumerate(values)) if isinstance(values, tuple) else [("values", values)]
+    if isinstance(values, tuple):
+        return [(f"part {number}", part) for number, part in enumerate(values)]
+    return [("values", values)]

@@ -183,6 +183,8 @@ def room_for(bags: Sequence[Bags], num_parts: int) -> int:
 
     Where somebody padded all the features, the list has their room.
     """
+    if not bags:
+        return 0
     rooms = [own.ids.shape[0] for own in bags]
     counts = [int(own.offsets[-1]) for own in bags]
     are_padded = all(count < room for count, room in zip(counts, rooms, strict=True))

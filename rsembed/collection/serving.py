@@ -1,4 +1,4 @@
-"""Lookups for serving: plain JAX, which `jax.export` writes into a file for any platform."""
+"""Lookups for serving, in plain JAX: `jax.export` writes them into a file for any platform."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ from rsembed.storage.protocol import Storage
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 ServedTable = dict[str, Array]
-"""A table as it is served: `rows`, with `int8` the `scales` of rows, and of keys the lanes `high` and `low`."""
+"""The arrays of a served table.
+
+`rows` are `[rows, dim]`. An int8 table has `scales`, a factor for each row. A keyed table has the key
+of each row in two lanes of 32 bits, `high` and `low`, in ascending order.
+"""
 
 
 @validated
@@ -39,19 +43,23 @@ def for_serving(
     dtype: str | None = None,
     allow_nonfinite: bool = False,
 ) -> tuple[Callable[..., Activations], dict[str, ServedTable]]:
-    """A lookup of plain JAX and the tables that it reads, for `jax.export` and for processes without this library.
+    """A lookup in plain JAX and the tables that it reads, for `jax.export` and for other processes.
 
     Args:
-      collection: whose features.
-      state: whose tables, on any mesh. Not inside `jit`.
-      dtype: "float32", "bfloat16", "float16" or "int8", which has a scale for each row; None keeps that of the tables.
-      allow_nonfinite: whether rows may hold NaN or infinity, or become infinite because `dtype` is too narrow. By
-        default they are refused: with "int8", one NaN would make its whole row NaN.
+      collection: has the features to look up.
+      state: has the tables, on any mesh. Not inside `jit`.
+      dtype: "float32", "bfloat16", "float16", or "int8" with a scale for each row. None keeps the
+        dtype of the tables.
+      allow_nonfinite: whether rows may hold NaN or infinity, or become infinite because `dtype` is
+        too narrow. By default they are refused: with "int8", one NaN would make its whole row NaN.
 
-    Returns: `lookup(tables, batch)`, which gives the activations of `collection.lookup`, and these tables: one copy of
-      each, trains and rows on the host written out. Ids outside their table contribute nothing. Under `jax.jit`, JAX
-      cuts numpy's integers of 64 bits to 32 before the lookup sees them: ids of a dense table must fit into int32,
-      and 64-bit keys come as `rsembed.keys.split_keys(keys)`; an array of int32 for them is refused.
+    Returns: `lookup(tables, batch)`, which gives the activations of `collection.lookup`, and the
+      tables, a copy of each. Tensor trains and rows on the host are written out as arrays. Ids outside
+      their table contribute nothing.
+
+    Under `jax.jit`, JAX cuts numpy's 64-bit integers to 32 bits before the lookup sees them. So ids of a
+    dense table must fit into int32, and 64-bit keys must be passed as `rsembed.keys.split_keys(keys)`.
+    An array of int32 is refused where a table has 64-bit keys.
 
     Raises: TypeError or ValueError: `dtype` is unknown, the state is not the collection's, or a number is not finite.
 
@@ -73,9 +81,10 @@ def _served(values: PyTree, dtype: str | None, table: str, allow_nonfinite: bool
     """A table of `EmbeddingCollection.tables` in the form that a served lookup reads."""
     keys: ServedTable = {}
     if isinstance(values, Mapping):
-        order = np.argsort(values["keys"].astype(np.uint64))  # of their bits, as the search takes them
+        order = np.argsort(values["keys"].astype(np.uint64))  # the search compares their bits
         lanes = split_keys(values["keys"][order])
-        keys, values = {"high": jnp.asarray(lanes.high), "low": jnp.asarray(lanes.low)}, values["values"][order]
+        keys = {"high": jnp.asarray(lanes.high), "low": jnp.asarray(lanes.low)}
+        values = values["values"][order]
     rows = jnp.asarray(values)
     where = f"for_serving: table {table!r}"
     if not allow_nonfinite:
@@ -105,7 +114,7 @@ def lookup(features: Mapping[str, FeatureSpec], tables: Mapping[str, ServedTable
 
 
 def _check_tables(features: Mapping[str, FeatureSpec], tables: Mapping[str, ServedTable]) -> None:
-    """Raises: TypeError, ValueError: a table that the features read is missing, or has another size or kind."""
+    """Raises: TypeError, ValueError: a table is missing, or has another size or kind than its spec."""
     way_out = "give the tables that for_serving returned beside this lookup"
     if not isinstance(tables, Mapping):
         raise TypeError(f"lookup: the tables must be a mapping, got {describe(tables)}; {way_out}.")
@@ -116,11 +125,13 @@ def _check_tables(features: Mapping[str, FeatureSpec], tables: Mapping[str, Serv
                 f"lookup: feature {feature.name!r} reads table {spec.name!r}, which the tables {sorted(tables)} lack; "
                 f"{way_out}."
             )
-        storage, table = cast(Storage | None, spec.storage), tables[spec.name]
+        storage = cast(Storage | None, spec.storage)
+        table = tables[spec.name]
         rows: Any = None
         has_keys = False
         if isinstance(table, Mapping):
-            rows, has_keys = table.get("rows"), "high" in table
+            rows = table.get("rows")
+            has_keys = "high" in table
         if storage is not None and storage.takes_keys:
             wanted = f"keys, and rows of {spec.embedding_dim} columns"
             is_right = has_keys and np.shape(rows)[1:] == (spec.embedding_dim,)
@@ -133,52 +144,60 @@ def _check_tables(features: Mapping[str, FeatureSpec], tables: Mapping[str, Serv
 
 
 def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: PyTree) -> Array:
+    """Activations of one feature."""
     bags = as_bags(ids, feature=feature.name)
-    combiner, table = feature.pooling, tables[feature.table_spec.name]
+    combiner = feature.pooling
+    table = tables[feature.table_spec.name]
     if "high" in table:
         storage = cast(Storage, feature.table_spec.storage)
         check_not_cut(bags.ids, storage.key_dtype, f"feature {feature.name!r}")
         rows, is_id = _rows_of_keys(table, as_keys(bags.ids))
     else:
         check_ids_dtype(bags, feature=feature.name)
-        rows = bags.ids  # of 64 bits where they come from numpy, of which JAX would keep the lower half
-        is_id = (rows >= 0) & (rows < table["rows"].shape[0])
-        rows = jnp.where(is_id, rows, NO_ROW).astype(jnp.int32)
+        # Ids of 64 bits from numpy are compared before JAX cuts them to their lower half.
+        is_id = (bags.ids >= 0) & (bags.ids < table["rows"].shape[0])
+        rows = jnp.where(is_id, bags.ids, NO_ROW).astype(jnp.int32)
     (vectors,) = reference.gather_rows((table["rows"],), rows)
     vectors = vectors.astype(jnp.float32)
     if "scales" in table:
-        vectors = vectors * reference.gather_rows((table["scales"],), rows)[0][:, None]
+        (scales,) = reference.gather_rows((table["scales"],), rows)
+        vectors = vectors * scales[:, None]
     # A key without a row reads zeros, and counts in means all the same.
     counted = jnp.where(is_id, jnp.int32(0), NO_ROW)
     entries = reference.entries_of(Call.of([list_of(bags, counted)], [combiner]), 0, 0, 1)
     bag, gains, _ = reference.entry_gains(entries, 1)
     terms = gains[:, None] * vectors
     if combiner == "none" or entries.offsets is None:
-        return to_activation(feature, bags.dense_shape, terms)
-    if bags.dense_shape is None:
-        return to_activation(feature, bags.dense_shape, jax.ops.segment_sum(terms, bag, bags.num_bags))
-    # Bags of one length are summed while their rows are read.
-    width = math.prod(bags.dense_shape[1:])
-    return to_activation(
-        feature, bags.dense_shape, jnp.sum(terms.reshape(bags.dense_shape[0], width, terms.shape[1]), axis=1)
-    )
+        pooled = terms
+    elif bags.dense_shape is None:
+        pooled = jax.ops.segment_sum(terms, bag, bags.num_bags)
+    else:
+        # Bags of one length are summed while their rows are read.
+        num_bags = bags.dense_shape[0]
+        width = math.prod(bags.dense_shape[1:])
+        pooled = jnp.sum(terms.reshape(num_bags, width, terms.shape[1]), axis=1)
+    return to_activation(feature, bags.dense_shape, pooled)
 
 
 def _rows_of_keys(table: ServedTable, keys: Keys) -> tuple[Int[Array, " nnz"], Bool[Array, " nnz"]]:
-    """The row of each key by binary search, and which are keys; those without a row read zeros."""
+    """The row of each key, found by binary search, and which entries are keys.
+
+    A key that the table does not have gets `NO_ROW`, which reads as zeros.
+    """
     num_rows = table["rows"].shape[0]
 
     def halved(_: PyTree, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         first, last = bounds
         middle = (first + last) // 2
         high, low = table["high"][middle], table["low"][middle]
-        is_behind = (high < keys.high) | ((high == keys.high) & (low < keys.low))
-        return jnp.where(is_behind, middle + 1, first), jnp.where(is_behind, last, middle)
+        is_less = (high < keys.high) | ((high == keys.high) & (low < keys.low))
+        return jnp.where(is_less, middle + 1, first), jnp.where(is_less, last, middle)
 
     if num_rows == 0:
         return jnp.full_like(keys.low, NO_ROW, jnp.int32), keys.is_key
     bounds = jnp.zeros_like(keys.low, jnp.int32), jnp.full_like(keys.low, num_rows, jnp.int32)
-    row, _ = jax.lax.fori_loop(0, int(np.ceil(np.log2(num_rows))) + 1, halved, bounds)
-    place = jnp.minimum(row, num_rows - 1)
-    is_there = keys.is_key & (table["high"][place] == keys.high) & (table["low"][place] == keys.low)
-    return jnp.where(is_there, row, NO_ROW), keys.is_key
+    num_halvings = int(np.ceil(np.log2(num_rows))) + 1
+    row, _ = jax.lax.fori_loop(0, num_halvings, halved, bounds)
+    candidate = jnp.minimum(row, num_rows - 1)
+    is_same = (table["high"][candidate] == keys.high) & (table["low"][candidate] == keys.low)
+    return jnp.where(keys.is_key & is_same, row, NO_ROW), keys.is_key
