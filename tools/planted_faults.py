@@ -96,7 +96,7 @@ parallel/agreement.py  parallel/test_agreement.py
 checkpoint/files.py  checkpoint/test_files.py -k flipped
     is_intact = encoded(body) == data => is_intact = True
 checkpoint/manager.py  checkpoint/test_manager.py
-    _step(own) % self.keep_period => not _step(own) % self.keep_period
+    _step(path) % self.keep_period => not _step(path) % self.keep_period
 taps.py  flax/test_nnx.py
     each[0] if len(each) == 1 else combine(*each) => each[0]
     recording.taps[number]) if => recording.taps[0]) if

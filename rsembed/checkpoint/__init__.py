@@ -1,4 +1,4 @@
-"""Checkpoints: any pytree in checksummed files, and states of embedding tables in the order of their ids."""
+"""Checkpoints of any pytree. Files are checksummed, and tables are stored by name in id order."""
 
 from rsembed.checkpoint.files import load as load
 from rsembed.checkpoint.files import load_collection as load_collection

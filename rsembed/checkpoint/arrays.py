@@ -1,15 +1,15 @@
-"""One array as one zarr array: its rows in order, in chunks with a CRC32C each; TensorStore carries the bytes.
+"""Writes and reads one array as one zarr array. TensorStore transfers the bytes.
 
 ```
 0000/
-  zarr.json        shape, dtype, shape of the chunks
-  c.0.0, c.1.0 ... a chunk each: its rows, the last one filled up, and the CRC32C of all that
+  zarr.json        shape, dtype and chunk shape
+  c.0.0, c.1.0 ... one chunk each: some rows (padded in the last chunk) and their CRC32C
 ```
 
-A number alone is an array of one row.
+A scalar is stored as an array of one row.
 
-Zarr takes a missing chunk for one of zeros, and knows nothing of chunks that changed places. So the manifest has the
-checksums too, and all files are compared with it before the first is read.
+Zarr reads a missing chunk as zeros and does not notice that two chunks were swapped. Therefore the
+manifest has the checksums as well, and `open_array` compares all files with it before it reads one.
 """
 
 from __future__ import annotations
@@ -21,80 +21,94 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore
 from jax.experimental import multihost_utils
-from jaxtyping import PyTree
 
 from rsembed import opaque
-from rsembed.checkpoint.entries import chunk_bytes
-from rsembed.checkpoint.states import CorruptCheckpointError, PickedRows
+from rsembed.checkpoint.entries import Entry, chunk_bytes
+from rsembed.checkpoint.states import CorruptCheckpointError, Leaf, PickedRows
 from rsembed.storage.logical_rows import Blocks, SavedArray
 
 CHUNK_BYTES = 1 << 22
-_BYTES_IN_FLIGHT = 1 << 24  # what a save needs of memory beside the arrays
-_CHUNKS_IN_FLIGHT = 4  # and a load
+_BYTES_IN_FLIGHT = 1 << 24
+"""Memory that a save needs in addition to the arrays."""
+_CHUNKS_IN_FLIGHT = 4
+"""Number of chunks that a load reads at the same time."""
 _CHECKSUM_BYTES = 4
 _METADATA = "zarr.json"
+_WAY_OUT = "take an older checkpoint"
+
+ArrayToSave = np.ndarray | jax.Array | PickedRows
+"""An array of numbers that can be written: the first result of `as_saved`."""
+
+
+class Chunk(NamedTuple):
+    """File name of a chunk, number of its first row, and number after its last row."""
+
+    file: str
+    first: int
+    last: int
 
 
 # Writing
 
 
-def as_saved(leaf: PyTree, name: str) -> tuple[Any, str | None]:
-    """The array of numbers that stands for a leaf, and the implementation of a PRNG key, or the kind of opaque numbers.
+def as_saved(leaf: Leaf, name: str) -> tuple[ArrayToSave, str | None]:
+    """The array of numbers to write for a leaf, and the PRNG implementation if the leaf holds keys.
 
-    Raises: TypeError: the leaf is no array of numbers, or more than that.
+    The second result is None for plain numbers, and the kind of opaque numbers for these.
+
+    Raises: TypeError: the leaf is no plain array of numbers. RuntimeError: the leaf is traced.
     """
     if isinstance(leaf, PickedRows):
         return leaf, None
+    if isinstance(leaf, jax.core.Tracer):
+        way_out = "save outside of jit, what a step returned"
+        raise RuntimeError(f"checkpoint: leaf {name!r} is traced; {way_out}.")
     if isinstance(leaf, jax.Array):
-        if isinstance(leaf, jax.core.Tracer):
-            raise RuntimeError(f"checkpoint: leaf {name!r} is traced; save outside of jit, what a step returned.")
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            implementation = opaque.kind_of(leaf) or str(jax.random.key_impl(leaf))
-            return jax.random.key_data(leaf), implementation
-        return leaf, None
+        if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf, None
+        implementation = opaque.kind_of(leaf) or str(jax.random.key_impl(leaf))
+        return jax.random.key_data(leaf), implementation
     array = np.asarray(leaf)
     is_number = array.dtype == np.bool_ or jnp.issubdtype(array.dtype, np.number)
-    is_number &= array.dtype.char not in "mMgG"  # times, which numpy counts among integers, and long doubles
+    # numpy counts times ("m", "M") among the integers, and zarr has no long doubles ("g", "G").
+    is_number &= array.dtype.char not in "mMgG"
     if isinstance(leaf, np.ma.MaskedArray) or not is_number:
         raise TypeError(
-            f"checkpoint: leaf {name!r} is {array.dtype}, made of a {type(leaf).__name__}; only arrays of numbers that "
-            "zarr has can be saved. Save fields of a record, and data and mask, as leaves of their own, texts as "
-            "metadata, of a collection its state."
+            f"checkpoint: leaf {name!r} is {array.dtype}, made of a {type(leaf).__name__}; only "
+            "arrays of numbers that zarr has can be saved. Save fields of a record, and data and "
+            "mask, as leaves of their own, texts as metadata, of a collection its state."
         )
     return array.astype(array.dtype.newbyteorder("="), copy=False), None
 
 
-def write_arrays(path: Path | None, arrays: Sequence[PyTree]) -> list[dict[str, PyTree]]:
-    """Writes arrays into folders of their own, and returns their entries.
+def write_arrays(path: Path | None, arrays: Sequence[ArrayToSave]) -> list[Entry]:
+    """Writes each array into a folder in `path`, and returns the entries for the manifest.
 
-    Everything is under way at once, as far as memory allows: most of the time goes into waiting for the disk. With
-    several processes all gather the rows to the end, also where the disk refuses them, so that nobody is left waiting.
+    Many chunks are written at once, because most of the time goes into waiting for the disk. All
+    processes call this. They take part in gathering the rows up to the last one, even if the disk
+    refuses a write, so that no process waits for another.
 
     Args:
-      path: where the folders come; None in processes that do not write.
-      arrays: from `as_saved`.
+      path: folder to create, None in processes that do not write.
+      arrays: first results of `as_saved`.
 
-    Raises: OSError: the system refuses to write them.
+    Raises: OSError: the operating system refuses a write.
     """
-    entries = [_described(number, array) for number, array in enumerate(arrays)]
-    blocks = (
-        (number, first, _rows(array, first, last))
-        for number, (entry, array) in enumerate(zip(entries, arrays, strict=True))
-        for _, first, last in _chunks(entry)
-    )
+    entries = [_new_entry(number, array) for number, array in enumerate(arrays)]
+    blocks = _blocks_of(entries, arrays)
     try:
         if path is not None:
             _write_blocks(path, entries, blocks)
-    except ValueError as error:  # as which TensorStore says all that the system refuses
+    except ValueError as error:  # TensorStore reports every OS error as ValueError.
         raise _system_error(error) or OSError(errno.EIO, str(error)) from error
     finally:
         if jax.process_count() > 1:
@@ -102,10 +116,18 @@ def write_arrays(path: Path | None, arrays: Sequence[PyTree]) -> list[dict[str, 
     return entries
 
 
-def _write_blocks(
-    path: Path, entries: Sequence[dict[str, PyTree]], blocks: Iterator[tuple[int, int, np.ndarray]]
-) -> None:
-    """Writes blocks of rows, each with the numbers of its array and its first row, and notes all checksums."""
+Block = tuple[int, int, np.ndarray]
+"""Rows of an array: number of the array, number of the first row, the rows."""
+
+
+def _blocks_of(entries: Sequence[Entry], arrays: Sequence[ArrayToSave]) -> Iterator[Block]:
+    for number, (entry, array) in enumerate(zip(entries, arrays, strict=True)):
+        for chunk in _chunks(entry):
+            yield number, chunk.first, _rows(array, chunk)
+
+
+def _write_blocks(path: Path, entries: Sequence[Entry], blocks: Iterator[Block]) -> None:
+    """Writes all blocks of rows, and adds the checksums to the entries."""
     path.mkdir(parents=True)
     stores = [_store(path, entry, create=True) for entry in entries]
     writes: collections.deque[tuple[int, Any]] = collections.deque()
@@ -115,45 +137,55 @@ def _write_blocks(
             write = target.write(rows, can_reference_source_data_indefinitely=True)
             writes.append((rows.nbytes, write))
             while sum(num_bytes for num_bytes, _ in writes) > _BYTES_IN_FLIGHT:
-                writes.popleft()[1].result()
+                _, oldest_write = writes.popleft()
+                oldest_write.result()
         for future in [*stores, *(write for _, write in writes)]:
             future.result()
-    finally:  # after a failure too: no file may come into a folder that is being removed
+    finally:
+        # Wait for all writes after a failure too: the caller removes the folder.
         for future in [*stores, *(write for _, write in writes)]:
             future.exception()
     for entry in entries:
         folder = path / entry["folder"]
-        checksums = [_chunk_checksum(folder / file) for file, _, _ in _chunks(entry)]
-        entry |= {"metadata_crc32": _file_checksum(folder / _METADATA), "crc32c": checksums}
+        entry["metadata_crc32"] = _file_checksum(folder / _METADATA)
+        entry["crc32c"] = [_chunk_checksum(folder / chunk.file) for chunk in _chunks(entry)]
 
 
-def copied(array: PyTree) -> np.ndarray | None:
-    """Copy of an array of `as_saved` in the memory of process 0, None elsewhere; all processes call this."""
-    entry = _described(0, array)
-    copy = np.empty(entry["shape"] or [1], array.dtype) if jax.process_index() == 0 else None
-    for _, first, last in _chunks(entry):
-        rows = _rows(array, first, last)
+def copied(array: ArrayToSave) -> np.ndarray | None:
+    """A copy of the array in the memory of process 0, None elsewhere. All processes call this."""
+    entry = _new_entry(0, array)
+    copy = None
+    if jax.process_index() == 0:
+        copy = np.empty(entry["shape"] or [1], array.dtype)
+    for chunk in _chunks(entry):
+        rows = _rows(array, chunk)
         if copy is not None:
-            copy[first:last] = rows
+            copy[chunk.first : chunk.last] = rows
     return None if copy is None else copy.reshape(entry["shape"])
 
 
-def _described(number: int, array: PyTree) -> dict[str, PyTree]:
+def _new_entry(number: int, array: ArrayToSave) -> Entry:
+    """Manifest entry of an array, without the checksums of its files."""
     row_bytes = max(1, array.dtype.itemsize * math.prod(array.shape[1:]))
-    count = array.shape[0] if array.shape else 1
-    num_chunks = max(1, -(-count // max(1, CHUNK_BYTES // row_bytes)))
+    num_rows = array.shape[0] if array.shape else 1
+    rows_per_full_chunk = max(1, CHUNK_BYTES // row_bytes)
+    num_chunks = max(1, -(-num_rows // rows_per_full_chunk))
     return {
         "folder": f"{number:04d}",
         "shape": list(array.shape),
         "dtype": array.dtype.name,
-        "rows_per_chunk": max(1, -(-count // num_chunks)),  # chunks of like size, so that little is filled up
+        # Chunks of nearly equal size need little padding in the last one.
+        "rows_per_chunk": max(1, -(-num_rows // num_chunks)),
     }
 
 
 def _system_error(error: ValueError) -> OSError | None:
-    """The `OSError` behind an error of TensorStore, None if it reports no code of the operating system."""
-    number = re.search(r"os_error_code='(\d+)'", str(error))
-    return None if number is None else OSError(int(number[1]), f"{os.strerror(int(number[1]))} ({error})")
+    """The `OSError` that TensorStore reports as `error`; None if it names no OS error code."""
+    match = re.search(r"os_error_code='(\d+)'", str(error))
+    if match is None:
+        return None
+    code = int(match[1])
+    return OSError(code, f"{os.strerror(code)} ({error})")
 
 
 def _file_checksum(file: Path) -> str:
@@ -163,41 +195,48 @@ def _file_checksum(file: Path) -> str:
 def _chunk_checksum(file: Path) -> str:
     """The CRC32C at the end of a chunk's file, in hexadecimal."""
     with open(file, "rb") as data:
-        data.seek(max(0, os.fstat(data.fileno()).st_size - _CHECKSUM_BYTES))
+        num_bytes = os.fstat(data.fileno()).st_size
+        data.seek(max(0, num_bytes - _CHECKSUM_BYTES))
         return data.read().hex()
 
 
-def _rows(array: PyTree, first: int, last: int) -> np.ndarray:
-    """Rows of a host or global array; every process calls this, and process 0 gets what others hold."""
-    rows = np.arange(first, last)
+def _rows(array: ArrayToSave, chunk: Chunk) -> np.ndarray:
+    """Rows of a host or global array. All processes call this, and process 0 gets all rows."""
+    rows = np.arange(chunk.first, chunk.last)
+    source: Any = array
     if isinstance(array, PickedRows):
-        array, rows = array.array, array.positions(rows)
-    array = array if array.shape else array.reshape(1)
-    if isinstance(array, np.ndarray):
-        return array[_index(rows)]
-    if array.is_fully_replicated:
-        return _host_rows(array.addressable_data(0), rows)
-    chunk = np.zeros((rows.size, *array.shape[1:]), array.dtype)
-    for shard in array.addressable_shards:
-        start, stop, _ = shard.index[0].indices(array.shape[0])
-        is_own = (rows >= start) & (rows < stop)
-        if shard.replica_id == 0 and is_own.any():
-            chunk[(is_own, *shard.index[1:])] = _host_rows(shard.data, rows[is_own] - start)
-    if array.is_fully_addressable:
-        return chunk
-    # Every element has one process that holds its first replica; all others send zeros, so adding bytes is exact.
-    gathered = multihost_utils.process_allgather(chunk.reshape(-1).view(np.uint8))
-    return gathered.sum(axis=0, dtype=np.uint8).view(array.dtype).reshape(chunk.shape)
+        rows = array.positions(rows)
+        source = array.array
+    if not source.shape:
+        source = source.reshape(1)
+    if isinstance(source, np.ndarray):
+        return source[_index(rows)]
+    if source.is_fully_replicated:
+        return _host_rows(source.addressable_data(0), rows)
+    values = np.zeros((rows.size, *source.shape[1:]), source.dtype)
+    for shard in source.addressable_shards:
+        start, stop, _ = shard.index[0].indices(source.shape[0])
+        is_in_shard = (rows >= start) & (rows < stop)
+        if shard.replica_id == 0 and is_in_shard.any():
+            shard_rows = rows[is_in_shard] - start
+            values[(is_in_shard, *shard.index[1:])] = _host_rows(shard.data, shard_rows)
+    if source.is_fully_addressable:
+        return values
+    # One process has the first replica of an element, and all others send zeros: the sum is exact.
+    gathered = multihost_utils.process_allgather(values.reshape(-1).view(np.uint8))
+    return gathered.sum(axis=0, dtype=np.uint8).view(source.dtype).reshape(values.shape)
 
 
 def _host_rows(data: jax.Array, rows: np.ndarray) -> np.ndarray:
-    if next(iter(data.devices())).platform == "cpu":
+    device = next(iter(data.devices()))
+    if device.platform == "cpu":
         return np.asarray(data)[_index(rows)]
-    return np.asarray(data[rows.astype(np.int32)])  # np.asarray of all would keep a copy of it on the host
+    # np.asarray(data) would keep a host copy of the whole array.
+    return np.asarray(data[rows.astype(np.int32)])
 
 
 def _index(rows: np.ndarray) -> np.ndarray | slice:
-    """A slice for neighbouring rows, which copies nothing; else `rows`."""
+    """A slice if the rows are consecutive, because a slice copies nothing; `rows` otherwise."""
     is_run = rows.size > 0 and rows[-1] - rows[0] == rows.size - 1 and (np.diff(rows) == 1).all()
     return slice(int(rows[0]), int(rows[-1]) + 1) if is_run else rows
 
@@ -205,95 +244,135 @@ def _index(rows: np.ndarray) -> np.ndarray | slice:
 # The zarr array
 
 
-def _chunks(entry: Mapping[str, PyTree]) -> list[tuple[str, int, int]]:
-    """Each chunk's file, first row and the one behind its last, in the order of rows; none for an array of size 0."""
-    shape, step = entry["shape"] or [1], entry["rows_per_chunk"]
-    firsts, columns = () if 0 in shape else range(0, shape[0], step), ".0" * (len(shape) - 1)
-    return [(f"c.{number}{columns}", first, min(first + step, shape[0])) for number, first in enumerate(firsts)]
-
-
-def _store(path: Path, entry: Mapping[str, PyTree], *, create: bool = False) -> PyTree:
-    """A future of the open zarr array of a manifest entry."""
+def _chunks(entry: Entry) -> list[Chunk]:
+    """Chunks of an array in the order of rows; none for an array of size 0."""
     shape = entry["shape"] or [1]
-    chunk = [entry["rows_per_chunk"], *(max(1, size) for size in shape[1:])]
+    if 0 in shape:
+        return []
+    num_rows, *columns = shape
+    rows_per_chunk = entry["rows_per_chunk"]
+    chunks = []
+    for number, first in enumerate(range(0, num_rows, rows_per_chunk)):
+        file = f"c.{number}" + ".0" * len(columns)
+        chunks.append(Chunk(file, first, min(first + rows_per_chunk, num_rows)))
+    return chunks
+
+
+def _store(path: Path, entry: Entry, *, create: bool = False) -> Any:
+    """A future of the open TensorStore of a manifest entry."""
+    shape = entry["shape"] or [1]
+    chunk_shape = [entry["rows_per_chunk"], *(max(1, size) for size in shape[1:])]
     metadata = {
         "shape": shape,
         "data_type": entry["dtype"],
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+        "codecs": [
+            {"name": "bytes", "configuration": {"endian": "little"}},
+            {"name": "crc32c"},
+        ],
     }
     spec = {
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": str(path / entry["folder"])},
         "metadata": metadata,
-        "store_data_equal_to_fill_value": True,  # a chunk of zeros is a file as well, and none may be missing,
-        "fill_missing_data_reads": False,  # nor be deleted between the comparison with the manifest and its reading
+        # Write chunks of zeros too, so that a missing file is always an error. It may be deleted
+        # after the comparison with the manifest, so reads must not fill it in either.
+        "store_data_equal_to_fill_value": True,
+        "fill_missing_data_reads": False,
     }
-    # A folder of one save alone needs no locks; with sync, what was written is on the disk.
-    context = tensorstore.Context({"file_io_locking": {"mode": "none"}, "file_io_sync": True})
+    # Only one save writes to a folder, so locks are not needed. With `sync`, data is on the disk
+    # when a write ends.
+    options = {"file_io_locking": {"mode": "none"}, "file_io_sync": True}
+    context = tensorstore.Context(options)
     return tensorstore.open(spec, context=context, create=create, open=not create)
 
 
 # Reading
 
 
-def open_array(path: Path, entry: Mapping[str, PyTree], name: str) -> SavedArray:
-    """The array of an entry of a manifest, once all its files are there and have the checksums that were written.
+def open_array(path: Path, entry: Entry, name: str) -> SavedArray:
+    """Reader of the array of a manifest entry, after a check of its files.
 
-    Raises: CorruptCheckpointError: they are not.
+    The check compares the size and the stored checksum of every file. The data is compared with
+    its checksum when it is read.
+
+    Raises: CorruptCheckpointError: a file is missing or differs from the manifest.
     """
-    folder, shape, dtype = path / entry["folder"], tuple(entry["shape"]), jnp.dtype(entry["dtype"])
-    metadata, chunks = folder / _METADATA, _chunks(entry)
+    folder = path / entry["folder"]
+    metadata = folder / _METADATA
     if not metadata.is_file() or _file_checksum(metadata) != entry["metadata_crc32"]:
         raise CorruptCheckpointError(
-            f"{metadata} of {name!r} is missing or not what was written (CRC32 differs); take an older checkpoint."
+            f"{metadata} of {name!r} is missing or not what was written (CRC32 differs); {_WAY_OUT}."
         )
     num_bytes = chunk_bytes(entry) + _CHECKSUM_BYTES
-    for number, (chunk, checksum) in enumerate(zip(chunks, entry["crc32c"], strict=True)):
-        file = folder / chunk[0]
-        # A file of the declared size bounds what a reader allocates by what is on the disk.
-        is_whole = file.is_file() and file.stat().st_size == num_bytes
-        if not is_whole or _chunk_checksum(file) != checksum:
-            raise _corrupt(folder, number, chunk, name)
+    checksums = zip(_chunks(entry), entry["crc32c"], strict=True)
+    for number, (chunk, checksum) in enumerate(checksums):
+        file = folder / chunk.file
+        # With files of the declared size, a reader cannot allocate more than is on the disk.
+        has_size = file.is_file() and file.stat().st_size == num_bytes
+        if not has_size or _chunk_checksum(file) != checksum:
+            raise _corrupt_chunk(folder, number, chunk, name)
     try:
         store = _store(path, entry)
-    except ValueError as error:  # no array of zarr can be what the entry says
-        raise CorruptCheckpointError(f"{folder} does not hold {name!r}: {error}; take an older checkpoint.") from error
-    return SavedArray(shape, dtype, functools.partial(_read, store, folder, entry, name))
+    except ValueError as error:  # zarr has no array with the shape and dtype of the entry.
+        raise _corrupt_array(folder, name, error) from error
+    read = functools.partial(_read, store, folder, entry, name)
+    return SavedArray(tuple(entry["shape"]), jnp.dtype(entry["dtype"]), read)
 
 
-def _read(future: Any, folder: Path, entry: Mapping[str, PyTree], name: str, into: np.ndarray | None) -> Blocks:
-    """Yields blocks of rows in order, while the next ones are being read."""
+class _PendingRead(NamedTuple):
+    number: int
+    chunk: Chunk
+    rows: np.ndarray
+    future: Any
+
+
+def _read(
+    store_future: Any,
+    folder: Path,
+    entry: Entry,
+    name: str,
+    into: np.ndarray | None,
+) -> Blocks:
+    """Yields blocks of rows in order, while the next blocks are being read."""
     try:
-        store = future.result()
+        store = store_future.result()
     except ValueError as error:
-        raise CorruptCheckpointError(f"{folder} does not hold {name!r}: {error}; take an older checkpoint.") from error
-    dtype, columns = jnp.dtype(entry["dtype"]), entry["shape"][1:]
-    reads: collections.deque[tuple[int, tuple[str, int, int], np.ndarray, Any]] = collections.deque()
-
-    def arrived() -> tuple[int, np.ndarray]:
-        number, chunk, rows, read = reads.popleft()
-        try:
-            read.result()
-        except ValueError as error:
-            raise _system_error(error) or _corrupt(folder, number, chunk, name) from error
-        return chunk[1], rows
-
+        raise _corrupt_array(folder, name, error) from error
+    pending: collections.deque[_PendingRead] = collections.deque()
     for number, chunk in enumerate(_chunks(entry)):
-        _, first, last = chunk
-        rows = np.empty((last - first, *columns), dtype) if into is None else into[first:last]
-        reads.append((number, chunk, rows, tensorstore.array(rows, copy=False).write(store[first:last])))
-        if len(reads) == _CHUNKS_IN_FLIGHT:
-            yield arrived()
-    while reads:
-        yield arrived()
+        if into is None:
+            shape = (chunk.last - chunk.first, *entry["shape"][1:])
+            rows = np.empty(shape, jnp.dtype(entry["dtype"]))
+        else:
+            rows = into[chunk.first : chunk.last]
+        source = store[chunk.first : chunk.last]
+        future = tensorstore.array(rows, copy=False).write(source)
+        pending.append(_PendingRead(number, chunk, rows, future))
+        if len(pending) == _CHUNKS_IN_FLIGHT:
+            yield _finished(pending.popleft(), folder, name)
+    while pending:
+        yield _finished(pending.popleft(), folder, name)
 
 
-def _corrupt(folder: Path, number: int, chunk: tuple[str, int, int], name: str) -> CorruptCheckpointError:
-    file, first, last = chunk
-    why = "CRC32C differs" if (folder / file).is_file() else "the file is missing"
+def _finished(read: _PendingRead, folder: Path, name: str) -> tuple[int, np.ndarray]:
+    try:
+        read.future.result()
+    except ValueError as error:
+        corrupt = _corrupt_chunk(folder, read.number, read.chunk, name)
+        raise _system_error(error) or corrupt from error
+    return read.chunk.first, read.rows
+
+
+def _corrupt_array(folder: Path, name: str, error: ValueError) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{folder} does not hold {name!r}: {error}; {_WAY_OUT}.")
+
+
+def _corrupt_chunk(folder: Path, number: int, chunk: Chunk, name: str) -> CorruptCheckpointError:
+    file = folder / chunk.file
+    why = "CRC32C differs" if file.is_file() else "the file is missing"
+    rows = f"rows {chunk.first} to {chunk.last - 1} of {name!r}"
     return CorruptCheckpointError(
-        f"{folder / file}: chunk {number}, rows {first} to {last - 1} of {name!r}, is not what was written ({why}); "
-        "take an older checkpoint, and have the storage looked at."
+        f"{file}: chunk {number}, {rows}, is not what was written ({why}); {_WAY_OUT}, and have the storage looked at."
     )

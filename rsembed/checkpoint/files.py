@@ -1,18 +1,19 @@
-"""Checksummed checkpoints of any pytree, and of embedding collections by table name.
+"""Saves and loads checkpoints of any pytree, and of embedding collections by table name.
 
 ```
 checkpoint/
-  manifest.json   names, shapes, dtypes, step, what states belong to, the checksums of all files, and its own
-  0000/ ...       one array each, of the zarr format: its rows in order, in chunks of about 4 MiB
+  manifest.json   names, shapes, dtypes, step, fingerprints of states, checksums of all files and
+  its own 0000/ ...       one zarr array each: the rows in order, in chunks of about 4 MiB
 ```
 
-A save goes to a hidden folder beside, reaches the disk, and takes its name in one rename: there is no half of a
-checkpoint, and none is ever replaced. A load verifies every byte and refuses, by name, what does not match. Nothing
-depends on stacking, mesh or number of processes: a state of embedding tables, wherever it stands in the tree, is kept
-by table name with its rows in the order of their ids (`states`).
+A save writes to a hidden folder, syncs it to the disk and renames it. So a checkpoint is complete
+or absent, and no save replaces one. A load verifies every byte, and refuses by name what does not
+match. Files do not depend on stacking, mesh or number of processes: a state of embedding tables,
+anywhere in the tree, is written by table name with rows in id order (`states`).
 
-TensorStore carries the arrays, and whatever else knows zarr can read them. What it does not do stands here: states by
-table name, all arrays of an instant or none, and a refusal of files that are missing or in each other's place.
+TensorStore reads and writes the arrays, and other zarr readers can open them. This module adds
+states by table name, all arrays of a checkpoint or none, and the detection of missing or swapped
+files.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ from jaxtyping import PyTree
 
 from rsembed import opaque
 from rsembed.checkpoint.arrays import as_saved, copied, open_array, write_arrays
-from rsembed.checkpoint.entries import check_body, refuse
+from rsembed.checkpoint.entries import Body, Entry, check_body, refuse
 from rsembed.checkpoint.resizing import accepted_facts, resized
 from rsembed.checkpoint.states import (
     CorruptCheckpointError,
+    Facts,
+    Leaf,
     SavedArray,
     belongings,
     flattened,
@@ -58,88 +61,109 @@ from rsembed.parallel.agreement import check_not_forked
 
 LAYOUT_VERSION = 4
 MANIFEST = "manifest.json"
+Metadata = Mapping[str, Any]
+"""Values that JSON can hold, by name."""
 
 
 @validated
 def manifest(path: str | os.PathLike[str]) -> dict[str, PyTree]:
-    """The verified manifest of a checkpoint: `step`, `metadata`, `arrays`, ... The arrays are not read.
+    """The verified manifest of a checkpoint: `step`, `metadata`, `arrays`, ... Reads no arrays.
 
     Raises: FileNotFoundError, CorruptCheckpointError, ValueError: as `load`.
     """
     file = Path(path) / MANIFEST
     if not file.is_file():
-        raise FileNotFoundError(f"{path} is no checkpoint: it has no {MANIFEST}. An interrupted save leaves none.")
+        why = f"it has no {MANIFEST}. An interrupted save leaves none"
+        raise FileNotFoundError(f"{path} is no checkpoint: {why}.")
     data = file.read_bytes()
     try:
         body = json.loads(data)["manifest"]
         is_intact = encoded(body) == data
     except (ValueError, KeyError, TypeError, RecursionError):
         is_intact = False
-    if not is_intact or not isinstance(body, dict) or not isinstance(body.get("layout_version"), int):
+    is_intact = is_intact and isinstance(body, dict)
+    if not is_intact or not isinstance(body.get("layout_version"), int):
         raise CorruptCheckpointError(f"{file} is not what was written; take an older checkpoint.")
-    if body["layout_version"] != LAYOUT_VERSION:
+    version = body["layout_version"]
+    if version != LAYOUT_VERSION:
         raise ValueError(
-            f"{path} has layout {body['layout_version']}, but this version of rsembed reads layout "
+            f"{path} has layout {version}, but this version of rsembed reads layout "
             f"{LAYOUT_VERSION}; read it with the version that wrote it."
         )
     check_body(file, body)
     return body
 
 
-def encoded(body: Mapping[str, PyTree]) -> bytes:
-    """The manifest with its checksum as bytes; equal manifests give equal bytes, which a load compares."""
-    checksum = f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
-    return json.dumps({"crc32": checksum, "manifest": body}, sort_keys=True, indent=1).encode()
+def encoded(body: Body) -> bytes:
+    """Manifest and checksum as JSON. Equal manifests give equal bytes, which `manifest` compares."""
+    checksum = zlib.crc32(json.dumps(body, sort_keys=True).encode())
+    document = {"crc32": f"{checksum:08x}", "manifest": body}
+    return json.dumps(document, sort_keys=True, indent=1).encode()
 
 
-def opened(path: Path, entries: Sequence[Mapping[str, PyTree]]) -> dict[tuple[str, ...], Any]:
-    """Arrays of some manifest entries by path, still on disk except PRNG keys and opaque numbers."""
-    arrays = {}
+def opened(folder: Path, entries: Sequence[Entry]) -> dict[tuple[str, ...], Leaf]:
+    """Arrays of some manifest entries, by path.
+
+    Numbers stay on disk as `SavedArray`s. PRNG keys and opaque numbers are read.
+    """
+    arrays: dict[tuple[str, ...], Leaf] = {}
     for entry in entries:
-        name = joined(entry["path"])
-        array: PyTree = open_array(path, entry, name)
-        if entry["prng"] is not None:
-            try:
-                key_data = jnp.asarray(array.whole())
-                array = jax.random.wrap_key_data(key_data, impl=opaque.implementation(entry["prng"]))
-            except (TypeError, ValueError) as error:
-                if isinstance(error, CorruptCheckpointError):
-                    raise
-                refuse(path / MANIFEST, f"{name!r} holds no PRNG keys of {entry['prng']!r}: {error}")
-        arrays[tuple(entry["path"])] = array
+        path = tuple(entry["path"])
+        name = joined(path)
+        array = open_array(folder, entry, name)
+        arrays[path] = array
+        if entry["prng"] is None:
+            continue
+        try:
+            key_data = jnp.asarray(array.whole())
+            implementation = opaque.implementation(entry["prng"])
+            arrays[path] = jax.random.wrap_key_data(key_data, impl=implementation)
+        except CorruptCheckpointError:
+            raise
+        except (TypeError, ValueError) as error:
+            refuse(folder / MANIFEST, f"{name!r} holds no PRNG keys of {entry['prng']!r}: {error}")
     return arrays
 
 
-def nested(arrays: Mapping[tuple[str, ...], PyTree], path: Path) -> PyTree:
-    """Arrays of a file, in memory, in dictionaries by the parts of their names.
+def nested(arrays: Mapping[tuple[str, ...], Leaf], folder: Path) -> PyTree:
+    """Arrays of a file in host memory, in nested dictionaries by the parts of their paths.
 
-    Raises: CorruptCheckpointError: an array has the name of a dictionary with others.
+    Raises: CorruptCheckpointError: the path of an array is the beginning of another path.
     """
     from flax.traverse_util import unflatten_dict
 
-    for parts in arrays:
-        for length in range(len(parts)):
-            if parts[:length] in arrays:
-                names = joined(parts[:length]), joined(parts)
-                refuse(path / MANIFEST, f"{names[0]!r} is an array, and so is {names[1]!r}")
-    found = {parts: in_memory(array) for parts, array in arrays.items()}
-    return found[()] if () in found else unflatten_dict(found)
+    for path in arrays:
+        for length in range(len(path)):
+            if path[:length] in arrays:
+                shorter = joined(path[:length])
+                why = f"{shorter!r} is an array, and so is {joined(path)!r}"
+                refuse(folder / MANIFEST, why)
+    leaves = {path: in_memory(array) for path, array in arrays.items()}
+    if () in leaves:
+        return leaves[()]
+    return unflatten_dict(leaves)
 
 
 class Contents(NamedTuple):
     """Contents of a checkpoint before it is written.
 
     Attributes:
-      leaves: arrays by path, each with the implementation of the PRNG keys that it stands for, if any.
-      body: body of the manifest without the entries of arrays.
+      leaves: results of `as_saved` by path: an array, and the implementation if it holds PRNG keys.
+      body: body of the manifest, without the entries of arrays.
     """
 
-    leaves: dict[tuple[str, ...], tuple[Any, str | None]]
-    body: dict[str, PyTree]
+    leaves: dict[tuple[str, ...], tuple[Leaf, str | None]]
+    body: Body
 
     @staticmethod
-    def of(tree: PyTree, owners: Mapping[str, PyTree], *, step: int, metadata: Mapping[str, PyTree] | None) -> Contents:
-        """Contents that hold a tree.
+    def of(tree: PyTree, owners: Facts, *, step: int, metadata: Metadata | None) -> Contents:
+        """Contents for a tree.
+
+        Args:
+          tree: as in `save`.
+          owners: fingerprints of the states in `tree`. A load compares them.
+          step: number of updates done so far.
+          metadata: as in `save`.
 
         Raises: TypeError, ValueError: as `save`.
         """
@@ -147,48 +171,52 @@ class Contents(NamedTuple):
         for name, facts in owners.items():
             if ELSEWHERE in facts:
                 raise ValueError(f"checkpoint: {name!r} is not whole: {facts[ELSEWHERE]}")
-        body: dict[str, PyTree] = {
+        body = {
             "layout_version": LAYOUT_VERSION,
             "step": int(step),
             "belongs_to": dict(owners),
             "metadata": dict(metadata or {}),
         }
+        # Encode now: an error after an hour of writing would be too late. Decode to get the
+        # body that a load will see, for example with keys that are texts.
         try:
-            text = json.dumps(body)
+            body = json.loads(json.dumps(body))
         except (TypeError, ValueError) as error:
             raise TypeError(f"checkpoint: metadata must be what JSON can hold: {error}.") from error
-        leaves = {parts: as_saved(leaf, joined(parts)) for parts, leaf in flattened(logical(tree)).items()}
-        # As a load will see it (keys are texts); what JSON cannot hold is an error now, not after an hour of writing.
-        return Contents(leaves, json.loads(text))
+        leaves = {}
+        for path, leaf in flattened(logical(tree)).items():
+            leaves[path] = as_saved(leaf, joined(path))
+        return Contents(leaves, body)
 
     def in_memory(self) -> Contents:
-        """Contents with copies that no step changes, in process 0; elsewhere the arrays are left out.
+        """The same contents with copies in the memory of process 0, which no later step changes.
 
-        All processes call this: they send each other what they hold.
+        All processes call this, because it gathers the arrays. Other processes get no arrays.
         """
-        return Contents({parts: (copied(array), prng) for parts, (array, prng) in self.leaves.items()}, self.body)
+        copies = {path: (copied(array), prng) for path, (array, prng) in self.leaves.items()}
+        return Contents(copies, self.body)
 
 
 def write(path: Path, contents: Contents) -> None:
-    """Writes a checkpoint; all processes call this.
+    """Writes a checkpoint. All processes call this.
 
     Raises: FileExistsError, OSError: as `save`.
     """
-    if agreed(path.exists()):
-        raise already_there(path)
-    with raised_alike(path):
+    if from_first_process(path.exists()):
+        raise already_exists(path)
+    with same_error_everywhere(path):
         write_folder(path, contents)
 
 
 @contextlib.contextmanager
-def raised_alike(path: Path) -> Iterator[None]:
-    """Raises in all processes what went wrong inside the block in process 0, which writes into the path."""
+def same_error_everywhere(path: Path) -> Iterator[None]:
+    """Raises an error in all processes if the block raised one in process 0, which writes `path`."""
     failure: Exception | None = None
     try:
         yield
     except Exception as error:
         failure = error
-    if agreed(failure is not None) or failure is not None:
+    if from_first_process(failure is not None) or failure is not None:
         raise failure or OSError(f"{path}: process 0 could not write; its own error says why.")
 
 
@@ -196,18 +224,20 @@ def write_folder(path: Path, contents: Contents) -> None:
     """Writes a complete checkpoint folder, or nothing.
 
     Args:
-      path: the checkpoint's folder.
-      contents: arrays anywhere; all processes call this, unless the arrays are `in_memory`.
+      path: folder of the checkpoint.
+      contents: all processes call this, unless the contents are `in_memory`.
 
     Raises: FileExistsError, OSError: in process 0, as `save`.
     """
-    partial = hidden_beside(path) if jax.process_index() == 0 else None
+    partial = partial_path(path) if jax.process_index() == 0 else None
     try:
         entries = write_arrays(partial, [array for array, _ in contents.leaves.values()])
         if partial is None:
             return
-        for entry, (parts, (_, prng)) in zip(entries, contents.leaves.items(), strict=True):
-            entry |= {"path": list(parts), "prng": prng}
+        leaves = contents.leaves.items()
+        for entry, (leaf_path, (_, prng)) in zip(entries, leaves, strict=True):
+            entry["path"] = list(leaf_path)
+            entry["prng"] = prng
         with open(partial / MANIFEST, "wb") as file:
             file.write(encoded(contents.body | {"arrays": entries}))
             os.fsync(file.fileno())
@@ -215,8 +245,8 @@ def write_folder(path: Path, contents: Contents) -> None:
         try:
             partial.rename(path)
         except OSError:
-            if path.exists():  # another save of the path was faster
-                raise already_there(path) from None
+            if path.exists():  # Another save to the same path finished first.
+                raise already_exists(path) from None
             raise
         _sync_folder(path.parent)
     finally:
@@ -224,22 +254,22 @@ def write_folder(path: Path, contents: Contents) -> None:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def agreed(number: int) -> int:
-    """The number, or truth value, that process 0 gave, in every process."""
+def from_first_process(number: int) -> int:
+    """The number (or truth value) that process 0 passed, in every process. All call this."""
     return int(multihost_utils.broadcast_one_to_all(np.asarray(number)))
 
 
-def already_there(path: Path) -> FileExistsError:
-    """The error for a save to a path that already has a checkpoint."""
+def already_exists(path: Path) -> FileExistsError:
+    """Error for a save to a path that already has a checkpoint."""
     return FileExistsError(
-        f"{path} exists; checkpoints are never replaced: give every step a folder of its own. Go on from what is there "
-        "with checkpoint.load or load_collection, or remove it; a CheckpointManager names the folders by step, and its "
-        "restore goes on from the newest."
+        f"{path} exists; checkpoints are never replaced: give every step a folder of its own. Go on "
+        "from what is there with checkpoint.load or load_collection, or remove it; a "
+        "CheckpointManager names the folders by step, and its restore goes on from the newest."
     )
 
 
-def hidden_beside(path: Path) -> Path:
-    """A hidden path beside `path` that nobody else has; no checkpoint has such a name."""
+def partial_path(path: Path) -> Path:
+    """A hidden path in the folder of `path`, with a random name that no checkpoint has."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
 
 
@@ -256,8 +286,8 @@ class Checkpoint(NamedTuple):
 
     Attributes:
       tree: the arrays.
-      step: as given to `save`.
-      metadata: as given to `save`.
+      step: number of updates, as passed to `save`.
+      metadata: values as passed to `save`.
     """
 
     tree: PyTree
@@ -273,24 +303,28 @@ def save(
     step: NonNegativeInt = 0,
     metadata: Mapping[str, PyTree] | None = None,
 ) -> None:
-    """Writes a checkpoint folder; it appears complete or not at all.
+    """Writes a checkpoint folder. The folder is complete or does not exist.
 
-    With several processes all call this with the same tree, on storage that process 0 can write: it gathers arrays
-    chunk by chunk and writes them. Of several savers of one path the first to finish has it, the others get an error.
-    One that is killed leaves a hidden folder `.<name>.<number>.partial`, which nobody needs.
+    With several processes, all call this with the same tree, and `path` is on storage that
+    process 0 can write. Process 0 gathers the arrays chunk by chunk and writes them. If two saves
+    use the same path, the first to finish writes it, and the other gets an error. A save that is
+    killed leaves a hidden folder `.<name>.<number>.partial`, which can be removed.
 
     Args:
       path: a folder that does not exist yet, such as `runs/a/step_001000`.
-      tree: any pytree of numpy or JAX arrays, numbers and PRNG keys, of one instant. An `EmbeddingState` in it is
-        written as `tables/<table>` and `slots/<table>/<slot>`, rows in the order of ids.
-      step: number of updates behind the tree.
+      tree: any pytree of numpy or JAX arrays, numbers and PRNG keys, all from the same step. An
+        `EmbeddingState` in it is written as `tables/<table>` and `slots/<table>/<slot>`, with rows
+        in id order.
+      step: number of updates done so far.
       metadata: values that JSON can hold.
 
     Raises:
       FileExistsError: `path` exists.
-      OSError: the storage cannot take it; nothing is left of it.
-      TypeError: a leaf is no array of numbers, or more than that (a mask, fields), or `metadata` no JSON.
-      ValueError: two leaves have the same name, or part of the state in the tree is elsewhere.
+      OSError: the storage refuses a write. No folder remains.
+      TypeError: a leaf is no plain array of numbers (masks and records are none), or JSON cannot
+        hold `metadata`.
+      ValueError: two leaves have the same path, or the tree lacks part of a state, such as rows on
+        the host.
     """
     write(Path(path), Contents.of(tree, belongings(tree), step=step, metadata=metadata))
 
@@ -300,29 +334,34 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> Checkpoint:
     """Reads and verifies a checkpoint.
 
     Args:
-      path: the folder.
-      like: a pytree of arrays or `jax.ShapeDtypeStruct`s with the wanted structure and, if they have one, sharding,
-        which may be another one than at the time of the save. An `EmbeddingState` in it, such as
-        `collection.template`, gets the rows of its tables wherever they lie with it. None returns nested dicts of numpy
-        arrays, in which positions and field names are keys.
+      path: folder of the checkpoint.
+      like: pytree of arrays or `jax.ShapeDtypeStruct`s with the wanted structure. An array with a
+        sharding gets this sharding, which may differ from the saved one. An `EmbeddingState`, such
+        as `collection.template`, gets the rows of its tables in its layout. None returns nested
+        dictionaries of numpy arrays, with positions and field names as keys.
 
     Raises:
       FileNotFoundError: there is no checkpoint.
-      CorruptCheckpointError: a byte differs from what was written; names file, chunk, array and rows.
-      ValueError: it does not match `like` (names the arrays, or what their tables differ in), or a newer version of
-        the library wrote it.
+      CorruptCheckpointError: a byte differs from what was written. Names file, chunk, array and
+        rows.
+      ValueError: the checkpoint does not match `like` (names the arrays, or the differences of
+        their tables), or another version of the library wrote it.
       TypeError: `like` is a collection.
     """
     if isinstance(like, EmbeddingCollection):
-        raise TypeError("load: like must be a tree, such as collection.template; load_collection takes a collection.")
+        way_out = "load_collection takes a collection"
+        raise TypeError(f"load: like must be a tree, such as collection.template; {way_out}.")
     path = Path(path)
-    found = manifest(path)
+    body = manifest(path)
     if like is None:
-        return Checkpoint(nested(opened(path, found["arrays"]), path), found["step"], found["metadata"])
-    owners = belongings(like)
-    check_owners(path, {name: found["belongs_to"].get(name) for name in owners}, owners)
-    tree = with_states(like, restored(opened(path, found["arrays"]), logical(like), path))
-    return Checkpoint(tree, found["step"], found["metadata"])
+        tree = nested(opened(path, body["arrays"]), path)
+    else:
+        owners = belongings(like)
+        saved_owners = {name: body["belongs_to"].get(name) for name in owners}
+        check_owners(path, saved_owners, owners)
+        arrays = restored(opened(path, body["arrays"]), logical(like), path)
+        tree = with_states(like, arrays)
+    return Checkpoint(tree, body["step"], body["metadata"])
 
 
 @validated
@@ -334,38 +373,44 @@ def save_collection(
     others: PyTree = None,
     metadata: Mapping[str, PyTree] | None = None,
 ) -> None:
-    """Saves every table and its slots by table name, with step and key, and what else belongs to the instant.
+    """Saves every table and its slots by table name, with step, key and other trees.
 
-    The arrays are `tables/<table>`, `slots/<table>/<slot>`, `key` and `others/...`. Rows are in the order of ids,
-    whatever mesh they lie on, and whether on the device or on the host. A table with keys has `tables/<table>/keys`,
-    `.../values` and what else belongs to each key; a tensor train its cores.
+    The arrays are `tables/<table>`, `slots/<table>/<slot>`, `key` and `others/...`. Rows are in id
+    order, on any mesh, also for tables on the host. A keyed table has `tables/<table>/keys`,
+    `.../values` and one array per further value of a key. A tensor train has its cores.
 
     Args:
       path: see `save`.
-      collection: whose state it is.
-      state: of one instant.
+      collection: collection that the state belongs to.
+      state: state with all parts from the same step.
       others: any pytree, such as dense parameters and their optimizer state.
-      metadata: what JSON can hold; `manifest(path)["metadata"]["user"]` returns it.
+      metadata: values that JSON can hold. `manifest(path)["metadata"]["user"]` returns them.
 
     Raises:
-      ValueError: the state is not this collection's.
+      ValueError: the state does not belong to the collection.
       FileExistsError, OSError, TypeError: as `save`.
     """
     write(Path(path), contents_of(collection, state, others=others, metadata=metadata))
 
 
 def contents_of(
-    collection: EmbeddingCollection, state: EmbeddingState, *, others: PyTree, metadata: Mapping[str, PyTree] | None
+    collection: EmbeddingCollection,
+    state: EmbeddingState,
+    *,
+    others: PyTree,
+    metadata: Metadata | None,
 ) -> Contents:
     """Contents of the checkpoint that `save_collection` writes."""
     collection.check_state(state)
     owners = {"tables": tables_of(collection.template)}
-    arrays, tables, slots = collection.logical.parted(state._replace(layout=collection.layout))
+    state = state._replace(layout=collection.layout)
+    arrays, tables, slots = collection.logical.parted(state)
     tree = logical(arrays) | {"others": others}
-    del tree["step"]  # which is the checkpoint's own
+    del tree["step"]  # The manifest has the step.
     tree["tables"] |= tables
     tree["slots"] |= slots
-    return Contents.of(tree, owners, step=int(state.step), metadata={"user": dict(metadata or {})})
+    user_metadata = {"user": dict(metadata or {})}
+    return Contents.of(tree, owners, step=int(state.step), metadata=user_metadata)
 
 
 Resize = bool | Literal["shrink"]
@@ -379,107 +424,153 @@ def load_collection(
     others: PyTree = None,
     resize: Resize = False,
 ) -> PyTree:
-    """The state of a saved collection, for one with the same tables, stacked and placed as it may be.
+    """State of a saved collection, for a collection with the same tables.
+
+    Stacking, mesh and placement of the two collections may differ.
 
     Args:
       path: see `load`.
-      collection: its tables must be those that were saved; learning rates and other hyperparameters are its own.
-      others: a template for what was saved as `others`, see `like` of `load`; None leaves that alone.
-      resize: True lets tables have more rows than in the file, or another dtype; slots, step and key go on. A new row
-        and its slots are those of `collection.init(state.key)`, where `state` is the one that this returns. Values
-        are rounded to the nearest of a narrower dtype. "shrink" leaves out rows beyond a smaller `vocabulary_size`,
-        too. False, the default, refuses all that, as a wrong size is more often a mistake. Tables with keys take as
-        many keys as they have room for in any case, and lose none. A tensor train has a new size where only its first
-        row factor differs: give it the old `tt_p_shapes` with another first number.
+      collection: its tables must be the saved ones. Learning rates and other hyperparameters are
+        taken from it, not from the file.
+      others: template for the saved `others`, see `like` of `load`. None does not read them.
+      resize: whether tables may differ from the file. False refuses other sizes and dtypes,
+        because a wrong size is usually a mistake. True allows more rows and another dtype. New
+        rows and their slots are those of `collection.init(state.key)`, where `state` is the
+        returned state. Saved rows, slots, step and key are kept. Values are rounded to nearest
+        for a narrower dtype. "shrink" also allows fewer rows and leaves out the last ones. Keyed
+        tables load all their keys in each case, if there is room. A tensor train can be resized
+        if only its first row factor differs: pass the old `tt_p_shapes` with another first
+        number.
 
-    Returns: the `EmbeddingState`; with a template, the pair of it and the others.
+    Returns: the `EmbeddingState`, or with `others` the pair of the state and the others.
 
     Raises:
       CorruptCheckpointError, FileNotFoundError: as `load`.
-      ValueError: a table is missing or too many, or has another storage or optimizer, or another size or dtype than
-        `resize` allows; or numbers are too large for a narrower dtype.
+      ValueError: the tables differ, or a table has another storage, optimizer, size or dtype than
+        `resize` allows, or numbers are too large for a narrower dtype.
     """
     path = Path(path)
-    found, template = manifest(path), collection.template
-    saved, expected = found["belongs_to"].get("tables", {}), tables_of(template)
-    if not isinstance(saved, dict):
-        refuse(path / MANIFEST, f"tables of belongs_to must be an object, got {saved!r:.60}")
-    specs, accepted = collection.table_specs, saved
+    body = manifest(path)
+    template = collection.template
+    saved_facts = body["belongs_to"].get("tables", {})
+    expected_facts = tables_of(template)
+    if not isinstance(saved_facts, dict):
+        refuse(path / MANIFEST, f"tables of belongs_to must be an object, got {saved_facts!r:.60}")
+    facts = saved_facts
     if resize:
-        accepted = accepted_facts(saved, specs, expected, shrinks=resize == "shrink")
-    check_owners(path, {"tables": accepted}, {"tables": expected})
-    arrays = collection.logical.without_apart(template)
-    like = logical(arrays) | {"others": logical(others)}
-    del like["step"], like["key"]  # the step is the checkpoint's own, the key of any implementation
-    apart = {table.name for own in collection.logical.apart.values() for table in own.tables}
-    entries = [e for e in found["arrays"] if others is not None or e["path"][:1] != ["others"]]
-    saved_arrays = opened(path, entries)
-    saved_key = saved_arrays.pop(("key",), None)
-    if not is_one_key(saved_key):
+        shrinks = resize == "shrink"
+        specs = collection.table_specs
+        facts = accepted_facts(saved_facts, specs, expected_facts, shrinks=shrinks)
+    check_owners(path, {"tables": facts}, {"tables": expected_facts})
+
+    entries = body["arrays"]
+    if others is None:
+        entries = [entry for entry in entries if entry["path"][:1] != ["others"]]
+    arrays = opened(path, entries)
+    key = arrays.pop(("key",), None)
+    if not is_one_key(key):
         refuse(path / MANIFEST, "the array 'key' must be one PRNG key")
-    if found["step"] > np.iinfo(np.int32).max:
-        refuse(path / MANIFEST, f"step must fit 32 bits, got {found['step']}")
+    if body["step"] > np.iinfo(np.int32).max:
+        refuse(path / MANIFEST, f"step must fit 32 bits, got {body['step']}")
     if resize:
-        saved_arrays = resized(saved_arrays, specs, saved, saved_key)
-    # How many keys a table has, its file alone knows.
-    names = [name for name in saved_arrays if len(name) > 1 and name[0] in ("tables", "slots") and name[1] in apart]
-    rows = nested({name: saved_arrays.pop(name) for name in names}, path)
-    check_apart(path, collection, rows)
-    key = placed(saved_key, template.key)
-    step = placed(np.asarray(found["step"], np.int32), template.step)
-    tree = restored(saved_arrays, like, path)
-    state = with_states(arrays, tree | {"step": step, "key": key})
-    if apart:
+        arrays = resized(arrays, collection.table_specs, saved_facts, key)
+
+    # Keyed tables and tables on the host: only the file knows the number of their keys.
+    apart = _pop_tables(arrays, _names_of_tables_apart(collection))
+    tables_apart = nested(apart, path)
+    check_apart(path, collection, tables_apart)
+
+    without_apart = collection.logical.without_apart(template)
+    like = logical(without_apart) | {"others": logical(others)}
+    del like["step"]  # The manifest has the step.
+    del like["key"]  # The key may have any PRNG implementation.
+    tree = restored(arrays, like, path)
+    tree["key"] = placed(key, template.key)
+    tree["step"] = placed(np.asarray(body["step"], np.int32), template.step)
+    state = with_states(without_apart, tree)
+    if collection.logical.apart:
+        tables = tables_apart.get("tables", {})
+        slots = tables_apart.get("slots", {})
         try:
-            state = collection.logical.whole(state, rows.get("tables", {}), rows.get("slots", {}), collection.layout)
-        except ValueError as error:  # which names the table alone
+            state = collection.logical.whole(state, tables, slots, collection.layout)
+        except ValueError as error:  # It names the table but not the file.
             raise ValueError(f"checkpoint {path} does not match: {error}") from error
-    return state if others is None else (state, with_states(others, tree["others"]))
+    if others is None:
+        return state
+    return state, with_states(others, tree["others"])
 
 
-def is_one_key(array: PyTree) -> bool:
-    """Whether this is a single PRNG key."""
+def _names_of_tables_apart(collection: EmbeddingCollection) -> set[str]:
+    """Names of the tables with rows by key or on the host."""
+    names = set()
+    for stack in collection.logical.apart.values():
+        names |= {table.name for table in stack.tables}
+    return names
+
+
+def _pop_tables(arrays: dict[tuple[str, ...], Leaf], names: set[str]) -> dict[tuple[str, ...], Leaf]:
+    """Removes the values and slots of some tables from `arrays`, and returns them."""
+    popped = {}
+    for path in list(arrays):
+        if len(path) > 1 and path[0] in ("tables", "slots") and path[1] in names:
+            popped[path] = arrays.pop(path)
+    return popped
+
+
+def is_one_key(array: Leaf) -> bool:
+    """True if `array` is a single PRNG key."""
     is_key = isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
     return is_key and array.shape == ()
 
 
-def check_apart(path: Path, collection: EmbeddingCollection, rows: Mapping[str, PyTree]) -> None:
-    """Raises: CorruptCheckpointError: arrays of a table with keys, or on the host, are missing; names file, table."""
-    tables, slots = rows.get("tables", {}), rows.get("slots", {})
+def check_apart(path: Path, collection: EmbeddingCollection, arrays: Mapping[str, Any]) -> None:
+    """Checks that the file has all arrays of keyed tables and of tables on the host.
+
+    Raises: CorruptCheckpointError: an array is missing. Names file and table.
+    """
+    tables = arrays.get("tables", {})
+    slots = arrays.get("slots", {})
     for stack in collection.logical.apart.values():
         for table in stack.tables:
-            found = tables.get(table.name)
-            if not stack.storage.takes_keys:
-                if not isinstance(found, np.ndarray) or not isinstance(slots.get(table.name, {}), dict):
-                    refuse(path / MANIFEST, f"table {table.name!r} must have one array of rows, and slots by name")
-                continue
-            parts = found if isinstance(found, dict) else {}
-            has_arrays = all(isinstance(parts.get(name), np.ndarray) for name in ("keys", "values"))
-            if not has_arrays or not is_one_key(parts.get(FIRST_KEY)):
-                refuse(path / MANIFEST, f"table {table.name!r} must have arrays keys, values and a PRNG {FIRST_KEY}")
+            parts = tables.get(table.name)
+            if stack.storage.takes_keys:
+                has_arrays = isinstance(parts, dict) and is_one_key(parts.get(FIRST_KEY))
+                for name in ("keys", "values"):
+                    has_arrays = has_arrays and isinstance(parts.get(name), np.ndarray)
+                wanted = f"arrays keys, values and a PRNG {FIRST_KEY}"
+            else:
+                has_slots = isinstance(slots.get(table.name, {}), dict)
+                has_arrays = isinstance(parts, np.ndarray) and has_slots
+                wanted = "one array of rows, and slots by name"
+            if not has_arrays:
+                refuse(path / MANIFEST, f"table {table.name!r} must have {wanted}")
 
 
-def check_owners(path: Path, found: Mapping[str, PyTree], wanted: Mapping[str, PyTree]) -> None:
-    """Raises: ValueError: the fingerprint of the saved tree or collection differs from the expected one."""
+def check_owners(path: Path, saved: Facts, expected: Facts) -> None:
+    """Compares the fingerprints in a file with those of the tree or collection to load.
+
+    Raises: ValueError: they differ. Names the facts.
+    """
     check_same(
-        Fingerprint.of(found),
-        Fingerprint.of(wanted),
+        Fingerprint.of(saved),
+        Fingerprint.of(expected),
         what=f"checkpoint {path} does not match",
-        way_out="Load it into what it was saved from. load_collection(..., resize=True) takes another size or dtype of "
-        "a table. To take over tables and slots alone, load(path).tree has them as arrays (keys and trains: "
-        "collection.tables of what it was saved from), and collection.with_tables(state, tables, slots=slots) takes "
-        "them.",
+        way_out="Load it into what it was saved from. load_collection(..., resize=True) takes "
+        "another size or dtype of a table. To take over tables and slots alone, load(path).tree has "
+        "them as arrays (keys and trains: collection.tables of what it was saved from), and "
+        "collection.with_tables(state, tables, slots=slots) takes them.",
     )
 
 
 @validated
 def verify(path: str | os.PathLike[str]) -> None:
-    """Reads every byte of a checkpoint, a few MiB at a time.
+    """Reads every byte of a checkpoint and compares the checksums. Needs a few MiB of memory.
 
     Raises: FileNotFoundError, CorruptCheckpointError, ValueError: as `load`.
     """
     path = Path(path)
-    for array in opened(path, manifest(path)["arrays"]).values():
+    arrays = opened(path, manifest(path)["arrays"])
+    for array in arrays.values():
         if isinstance(array, SavedArray):
             for _ in array.blocks():
                 pass

@@ -1,4 +1,4 @@
-"""Checkpoints of a long run: written during training, the newest kept, the newest undamaged one restored.
+"""Checkpoints of a long run: written during training, with damaged ones skipped by a restore.
 
 ```
 save ──copy──▶ memory ──thread──▶ step_000000100/
@@ -31,14 +31,14 @@ from rsembed.checkpoint.files import (
     MANIFEST,
     Contents,
     Resize,
-    agreed,
-    already_there,
+    already_exists,
     contents_of,
-    hidden_beside,
+    from_first_process,
     load,
     load_collection,
     manifest,
-    raised_alike,
+    partial_path,
+    same_error_everywhere,
     verify,
     write_folder,
 )
@@ -52,32 +52,36 @@ _NAME = re.compile(r"step_(\d{9,})")
 
 
 class CheckpointManager:
-    """Saves, keeps and restores the checkpoints of one run, in a folder that only this run writes to.
+    """Saves, keeps and restores the checkpoints of one run, in a folder that only this run writes.
 
-    `save` copies what it is given and returns; a thread writes the copies while training goes on. With several
-    processes all make the same calls; the copies come together in process 0, whose thread writes. Leave the `with`
-    block, or call `close`, to wait for the last one.
+    `save` copies the arrays and returns. A thread writes the copies while training continues. With
+    several processes, all make the same calls: process 0 collects the copies, and its thread
+      writes.
+    Leaving the `with` block, or calling `close`, waits for the last write.
 
     Args:
-      folder: folder of the run; a second writer is refused.
-      collection: collection whose states are saved, with any `others`; None saves any tree.
-      max_to_keep: number of checkpoints to keep, the last written; what `restore` passed over goes first. None for all.
-      keep_period: checkpoints whose step is a multiple of it are always kept.
-      read_only: True writes nothing and locks nothing: for a folder that another process writes, or that nobody can.
+      folder: folder of the run. A second writer is refused.
+      collection: collection that the saved states belong to. None saves any tree.
+      max_to_keep: number of checkpoints to keep, the last ones written. Damaged ones that `restore`
+        skipped are removed first. None keeps all.
+      keep_period: checkpoints with a step that is a multiple of it are always kept.
+      read_only: True writes and locks nothing, for a folder that another process writes or that is
+        not writable.
 
     Raises:
-      RuntimeError: another process writes here; says which.
+      RuntimeError: another process writes to the folder. Names it.
       ValueError: a number is below 1.
 
     Example:
       >>> import tempfile, jax, rsembed as rs
-      >>> table = rs.TableSpec(name="word", vocabulary_size=9, embedding_dim=2, optimizer=rs.optimizers.SGD(0.1))
+      >>> sgd = rs.optimizers.SGD(0.1)
+      >>> table = rs.TableSpec(name="word", vocabulary_size=9, embedding_dim=2, optimizer=sgd)
       >>> collection = rs.EmbeddingCollection([rs.FeatureSpec(name="context", table_spec=table)])
       >>> state = collection.init(jax.random.key(0))
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     with rs.checkpoint.CheckpointManager(folder, collection, max_to_keep=2) as checkpoints:
-      ...         checkpoints.save(state, others={"loss": 0.5})
-      ...     again, others = checkpoints.restore(others={"loss": 0.0})
+      ...     with rs.checkpoint.CheckpointManager(folder, collection, max_to_keep=2) as manager:
+      ...         manager.save(state, others={"loss": 0.5})
+      ...     again, others = manager.restore(others={"loss": 0.0})
       >>> others
       {'loss': 0.5}
     """
@@ -92,18 +96,23 @@ class CheckpointManager:
         keep_period: PositiveInt | None = None,
         read_only: bool = False,
     ):
-        self.folder, self.collection = Path(folder), collection
-        self.max_to_keep, self.keep_period, self.read_only = max_to_keep, keep_period, read_only
+        self.folder = Path(folder)
+        self.collection = collection
+        self.max_to_keep = max_to_keep
+        self.keep_period = keep_period
+        self.read_only = read_only
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="rsembed-checkpoint")
         self._pending: Future[None] | None = None
-        self._passed_over: set[Path] = set()
-        self._is_closed, self._lock = False, contextlib.ExitStack()
-        with raised_alike(self.folder):
+        self._damaged: set[Path] = set()
+        self._is_closed = False
+        self._lock = contextlib.ExitStack()
+        with same_error_everywhere(self.folder):
             if jax.process_index() == 0 and not read_only:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._lock.enter_context(_only_writer(self.folder))
-                for torn in self.folder.glob(".step_*.partial"):  # of this run, and nobody writes them any more
-                    shutil.rmtree(torn, ignore_errors=True)
+                # An earlier process of this run was killed while it wrote these.
+                for partial in self.folder.glob(".step_*.partial"):
+                    shutil.rmtree(partial, ignore_errors=True)
 
     # Writing
 
@@ -116,26 +125,30 @@ class CheckpointManager:
         others: PyTree = None,
         metadata: Mapping[str, PyTree] | None = None,
     ) -> None:
-        """Saves a checkpoint `step_<step>` in a thread, after waiting for the one before.
+        """Saves a checkpoint `step_<step>` in a thread, after the previous write has ended.
+
+        If a damaged checkpoint of this step exists, it is replaced and a warning is logged.
 
         Args:
-          tree: a state of the collection, or any tree without one.
-          step: step of a tree; a state has its own.
-          others: any pytree to be saved with a state, such as dense parameters.
-          metadata: values that JSON can hold, such as the position of the input (`{"input": iterator.get_state()}`).
-
-        A damaged checkpoint of this step is replaced, which the log says.
+          tree: a state of the collection, or any tree if there is no collection.
+          step: step of a tree. Leave it out for a state, which has its own.
+          others: any pytree to save with a state, such as dense parameters.
+          metadata: values that JSON can hold, such as the position of the input
+            (`{"input": iterator.get_state()}`).
 
         Raises:
-          FileExistsError: there is a good checkpoint of this step.
-          OSError: the checkpoint before could not be written. This one has not begun; the next call can.
-          RuntimeError: this manager is closed, or only reads.
+          FileExistsError: there is an undamaged checkpoint of this step.
+          OSError: the previous checkpoint could not be written. Nothing of this one was written.
+            The next call may succeed.
+          RuntimeError: this manager is closed or read-only.
           TypeError, ValueError: as `save_collection` and `save`.
         """
         if self.read_only:
-            raise RuntimeError(f"this CheckpointManager of {self.folder} only reads; make one without read_only=True.")
+            way_out = "make one without read_only=True"
+            raise RuntimeError(f"this CheckpointManager of {self.folder} only reads; {way_out}.")
         if self._is_closed:
-            raise RuntimeError(f"the checkpoints of {self.folder} are closed; make another CheckpointManager.")
+            way_out = "make another CheckpointManager"
+            raise RuntimeError(f"the checkpoints of {self.folder} are closed; {way_out}.")
         self.wait_until_finished()
         if self.collection is not None:
             if step is not None:
@@ -143,25 +156,30 @@ class CheckpointManager:
             contents = contents_of(self.collection, tree, others=others, metadata=metadata)
         else:
             if step is None or others is not None:
-                raise ValueError("a tree needs step, and everything of the instant in it: no others.")
+                needs = "step, and everything of the instant in it: no others"
+                raise ValueError(f"a tree needs {needs}.")
             contents = Contents.of(tree, belongings(tree), step=step, metadata=metadata)
         path = self._path(contents.body["step"])
-        if agreed(jax.process_index() == 0 and self._is_taken(path)):
-            raise already_there(path)
+        if from_first_process(jax.process_index() == 0 and self._is_taken(path)):
+            raise already_exists(path)
         self._pending = self._writer.submit(self._write, path, contents.in_memory())
 
     def wait_until_finished(self) -> None:
         """Waits for the checkpoint that is being written.
 
-        Raises: OSError: it could not be written; the next one may.
+        Raises: OSError: it could not be written. The next save may succeed.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None:
-            with raised_alike(self.folder):
+            with same_error_everywhere(self.folder):
                 pending.result()
 
     def close(self) -> None:
-        """Waits for the last write and releases the folder. Raises: OSError: as `wait_until_finished`."""
+        """Waits for the last write and unlocks the folder.
+
+        Raises: OSError: as `wait_until_finished`.
+        """
         self._is_closed = True
         try:
             self.wait_until_finished()
@@ -173,17 +191,22 @@ class CheckpointManager:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            self._pending = None  # its error is in the log; the one that is on its way says more
+            # An error of the write is logged. It must not replace the error of the block.
+            self._pending = None
         self.close()
 
     # Reading
 
     def paths(self) -> list[Path]:
-        """The checkpoints, by step."""
-        return sorted((path for path in self.folder.glob("step_*") if _NAME.fullmatch(path.name)), key=_step)
+        """Folders of all checkpoints, in the order of their steps."""
+        folders = [path for path in self.folder.glob("step_*") if _NAME.fullmatch(path.name)]
+        return sorted(folders, key=_step)
 
     @validated
     def restore(
@@ -194,70 +217,86 @@ class CheckpointManager:
         step: NonNegativeInt | None = None,
         resize: Resize = False,
     ) -> PyTree:
-        """The state that was saved at `step`, by default at the largest step whose checkpoint is undamaged.
+        """State of the checkpoint at `step`, by default of the undamaged one with the largest step.
 
-        A run that goes back to an earlier step for good removes the folders of later ones.
+        To return to an earlier step for good, remove the folders of later steps.
 
         Args:
-          like: a template for a tree, see `load`; a collection has its own.
-          others: a template for what was saved beside a state, see `load_collection`.
-          step: step to restore; None takes the newest undamaged checkpoint, and warns of each damaged one before it.
+          like: template for a tree, see `load`. Leave it out with a collection.
+          others: template for trees that were saved with a state, see `load_collection`.
+          step: step to restore. None takes the newest undamaged checkpoint, and warns of each
+            damaged one that it skips.
           resize: lets tables of a collection have another size or dtype, see `load_collection`.
 
-        Returns: what `load_collection` returns, or of a tree the `Checkpoint` that `load` returns.
+        Returns: the result of `load_collection`, or of `load` if there is no collection.
 
         Raises:
-          FileNotFoundError: there is none.
-          CorruptCheckpointError: the one of `step`, or all of them, are damaged.
+          FileNotFoundError: there is no checkpoint.
+          CorruptCheckpointError: the checkpoint of `step` is damaged, or all are.
           ValueError: as `load_collection` and `load`.
         """
-        if (others if self.collection is None else like) is not None:
-            raise ValueError("a collection has its own template: give others alone; of a tree, give like alone.")
+        refused = like if self.collection is not None else others
+        if refused is not None:
+            way_out = "give others alone; of a tree, give like alone"
+            raise ValueError(f"a collection has its own template: {way_out}.")
         if resize and self.collection is None:
-            raise ValueError("restore: resize is of a collection's tables; leave it out for a tree.")
+            way_out = "leave it out for a tree"
+            raise ValueError(f"restore: resize is of a collection's tables; {way_out}.")
         self.wait_until_finished()
-        failure: Exception = FileNotFoundError(f"{self.folder} has no checkpoint, no folder step_<9 digits>.")
-        for path in self._newest_first() if step is None else [self._path(step)]:
-            found: PyTree = None
+        lacks = "no checkpoint, no folder step_<9 digits>"
+        failure: Exception = FileNotFoundError(f"{self.folder} has {lacks}.")
+        paths = self._newest_first() if step is None else [self._path(step)]
+        for path in paths:
+            result: PyTree = None
             problem: Exception | None = None
             try:
                 if self.collection is None:
-                    found = load(path, like)
+                    result = load(path, like)
                 else:
-                    found = load_collection(path, self.collection, others=others, resize=resize)
+                    result = load_collection(path, self.collection, others=others, resize=resize)
             except (OSError, CorruptCheckpointError) as error:
                 problem = error
-            if multihost_utils.process_allgather(np.asarray(problem is None)).all():
-                return found
-            failure = problem or CorruptCheckpointError(f"{path}: another process could not read it.")
+            is_loaded = np.asarray(problem is None)
+            if multihost_utils.process_allgather(is_loaded).all():
+                return result
+            elsewhere = CorruptCheckpointError(f"{path}: another process could not read it.")
+            failure = problem or elsewhere
             if step is None:
-                self._passed_over.add(path)
+                self._damaged.add(path)
                 warnings.warn(f"{path} is passed over: {failure}", stacklevel=2)
         raise failure
 
     @validated
     def metadata(self, step: NonNegativeInt) -> dict[str, PyTree]:
-        """The metadata given to `save` at a step, such as the position of the input.
+        """The metadata passed to `save` at a step, such as the position of the input.
 
-        Raises: FileNotFoundError, CorruptCheckpointError: there is no such checkpoint, or its manifest is damaged.
+        Raises:
+          FileNotFoundError: there is no checkpoint of this step.
+          CorruptCheckpointError: its manifest is damaged.
         """
-        found: dict[str, PyTree] = manifest(self._path(step))["metadata"]
-        return found if self.collection is None else found.get("user", found)
+        metadata: dict[str, PyTree] = manifest(self._path(step))["metadata"]
+        if self.collection is None:
+            return metadata
+        return metadata.get("user", metadata)
 
-    # Parts of these
+    # Helpers
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:09d}"
 
     def _newest_first(self) -> Iterator[Path]:
-        """The checkpoints that process 0 sees, looked for anew each time, as a writer may go on meanwhile."""
+        """Folders that process 0 sees. Lists them each time, because another process may write."""
         tried: set[int] = set()
-        while (step := agreed(max({*map(_step, self.paths())} - tried, default=-1))) >= 0:
+        while True:
+            steps = {_step(path) for path in self.paths()}
+            step = from_first_process(max(steps - tried, default=-1))
+            if step < 0:
+                return
             tried.add(step)
             yield self._path(step)
 
     def _is_taken(self, path: Path) -> bool:
-        """Whether the path has a checkpoint that must stay; removes a damaged one."""
+        """True if `path` has a checkpoint that must stay. Removes a damaged one."""
         if not path.exists():
             return False
         try:
@@ -270,29 +309,38 @@ class CheckpointManager:
         return path.exists()
 
     def _write(self, path: Path, contents: Contents) -> None:
-        """Writes a checkpoint and removes older ones than the last `max_to_keep`; runs in the thread."""
+        """Writes a checkpoint and removes old ones. Runs in the thread."""
         if jax.process_index() != 0:
             return
         try:
             write_folder(path, contents)
-            self._passed_over.discard(path)
-            if self.max_to_keep is not None:
-                # Those that a restore passed over first, then the oldest: the process may be killed meanwhile.
-                older = sorted({*self.paths()} - {path}, key=lambda own: (own not in self._passed_over, _written(own)))
-                for own in older[: max(len(older) + 1 - self.max_to_keep, 0)]:
-                    if self.keep_period is None or _step(own) % self.keep_period:
-                        _remove(own)
+            self._damaged.discard(path)
+            self._remove_old(path)
         except Exception as error:
             _log.error("checkpoint %s could not be written: %s", path, error)
             raise
 
+    def _remove_old(self, newest: Path) -> None:
+        """Removes damaged checkpoints, then the oldest, until `max_to_keep` remain."""
+        if self.max_to_keep is None:
+            return
+
+        def removal_order(path: Path) -> tuple[bool, tuple[int, int]]:
+            return path not in self._damaged, _written(path)
+
+        others = sorted({*self.paths()} - {newest}, key=removal_order)
+        num_to_remove = max(len(others) + 1 - self.max_to_keep, 0)
+        for path in others[:num_to_remove]:
+            if self.keep_period is None or _step(path) % self.keep_period:
+                _remove(path)
+
 
 def _step(path: Path) -> int:
-    return int(path.name[5:])
+    return int(path.name.removeprefix("step_"))
 
 
 def _written(path: Path) -> tuple[int, int]:
-    """Sort key of a checkpoint: the time of its manifest, which is written last, then its step."""
+    """Sort key by age: time of the manifest, which is written last, and the step."""
     try:
         return (path / MANIFEST).stat().st_mtime_ns, _step(path)
     except OSError:
@@ -300,18 +348,18 @@ def _written(path: Path) -> tuple[int, int]:
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint, under a hidden name first: half of one must not look like one."""
-    hidden = hidden_beside(path)
+    """Removes a checkpoint. Renames it to a hidden name first, so that no half of it is visible."""
+    hidden = partial_path(path)
     with contextlib.suppress(OSError):
         path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _only_writer(folder: Path) -> PyTree:
+def _only_writer(folder: Path) -> Iterator[None]:
     """Locks a folder for this process until the block, or the process, ends.
 
-    Raises: RuntimeError: another one holds it.
+    Raises: RuntimeError: another process has the lock.
     """
     with open(folder / _LOCK, "a+") as file:
         file.seek(0)
@@ -320,11 +368,12 @@ def _only_writer(folder: Path) -> PyTree:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RuntimeError(
-                f"another process writes checkpoints into {folder}: {holder}. Give every run a folder of its own, or "
-                "end the other one."
+                f"another process writes checkpoints into {folder}: {holder}. Give every run a "
+                "folder of its own, or end the other one."
             ) from None
-        except OSError as error:  # a file system without locks
-            _log.warning("%s cannot be locked (%s): see to it that no other run writes there.", folder, error)
+        except OSError as error:  # The file system has no locks.
+            way_out = "see to it that no other run writes there"
+            _log.warning("%s cannot be locked (%s): %s.", folder, error, way_out)
         file.truncate(0)
         file.write(json.dumps({"host": socket.gethostname(), "process": os.getpid()}))
         file.flush()

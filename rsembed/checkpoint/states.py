@@ -1,19 +1,21 @@
-"""Arrays of a file, and what a file holds of an `EmbeddingState`: rows of every table in the order of their ids.
+"""Tables of an `EmbeddingState` in id order, as files have them, and back.
 
-A state's `layout` says which row of its arrays belongs to which table and id. Saving reads tables through it, block by
-block; loading lays the rows out for the state that is wanted. So no file depends on a mesh or a stacking.
+The `layout` of a state says which row of its arrays belongs to which table and id. A save reads the
+tables in id order, block by block. A load places the rows in the layout of the wanted state.
+Therefore a file does not depend on a mesh or on stacking.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from rsembed.collection import EmbeddingState
@@ -24,252 +26,374 @@ from rsembed.storage import ROWS_BY_KEY
 from rsembed.storage.logical_rows import SavedArray
 from rsembed.storage.protocol import parts
 
+Path = tuple[str, ...]
+"""Path of a leaf in a tree: dictionary keys, positions and field names as texts."""
+Leaf = Any
+"""Leaf of a tree: an array, a number, a PRNG key, `PickedRows` or a `SavedArray`."""
+Tables = dict[str, Any]
+"""Something for each table, by table name."""
+Facts = Mapping[str, Any]
+"""Part of a fingerprint: JSON values by name."""
+Bounds = tuple[tuple[int, int], ...]
+"""First index and end of a block of an array, along each axis."""
+
 
 class CorruptCheckpointError(ValueError):
-    """The files of a checkpoint are missing or are not what was written."""
+    """Error for a checkpoint with missing or damaged files."""
 
 
 def sharded(
-    shape: tuple[int, ...], dtype: Any, sharding: Any, pieces: Iterable[tuple[np.ndarray, np.ndarray]]
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    sharding: jax.sharding.Sharding | None,
+    pieces: Iterable[tuple[np.ndarray, np.ndarray]],
 ) -> jax.Array:
-    """An array on the devices of a sharding (None: JAX's default device), from rows that arrive in pieces.
+    """An array on the devices of a sharding, filled with rows that arrive in pieces.
 
-    The host holds no more of it than its own devices do.
+    The host memory of a process holds the shards of its devices only, not the whole array.
 
     Args:
-      shape: of the whole array, with at least one dimension.
-      dtype: of the array.
-      sharding: sharding of the result.
-      pieces: row numbers, and the rows; rows that never come are zeros.
+      shape: shape of the whole array, with at least one dimension.
+      dtype: dtype of the array.
+      sharding: sharding of the result. None is JAX's default device.
+      pieces: pairs of row indices and rows. Rows without a piece are zero.
     """
-
-    def bounds(index: Any) -> tuple[tuple[int, int], ...]:
-        return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-
-    everything = (slice(None),) * len(shape)
-    indices = [everything] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
-    shards = {
-        part: np.zeros([stop - start for start, stop in part], dtype) for part in {bounds(index) for index in indices}
-    }
+    whole = (slice(None),) * len(shape)
+    indices: list[Any] = [whole]
+    if sharding is not None:
+        indices = [*sharding.addressable_devices_indices_map(shape).values()]
+    shards: dict[Bounds, np.ndarray] = {}
+    for bounds in {_bounds(index, shape) for index in indices}:
+        shards[bounds] = np.zeros([stop - start for start, stop in bounds], dtype)
     for rows, values in pieces:
-        for ((start, stop), *columns), shard in shards.items():
+        for ((start, stop), *column_bounds), shard in shards.items():
             is_inside = (rows >= start) & (rows < stop)
-            part: tuple[PyTree, ...] = (is_inside, *(slice(*bound) for bound in columns))
+            columns = [slice(*bounds) for bounds in column_bounds]
+            part: Any = (is_inside, *columns)
             shard[rows[is_inside] - start] = values[part]
     if sharding is None:
-        return jax.device_put(shards[bounds(everything)])
-    return jax.make_array_from_callback(shape, sharding, lambda index: shards[bounds(index)])
+        return jax.device_put(shards[_bounds(whole, shape)])
+
+    def read_shard(index: Any) -> np.ndarray:
+        return shards[_bounds(index, shape)]
+
+    return jax.make_array_from_callback(shape, sharding, read_shard)
+
+
+def _bounds(index: Any, shape: tuple[int, ...]) -> Bounds:
+    bounds = []
+    for part, size in zip(index, shape, strict=True):
+        start, stop, _ = part.indices(size)
+        bounds.append((start, stop))
+    return tuple(bounds)
 
 
 @dataclasses.dataclass(frozen=True)
 class PickedRows:
-    """Rows of an array, in the order of a file: a leaf of the tree that is written, block by block.
+    """Rows of an array, in the order of the file. A leaf that is written block by block.
 
     Attributes:
-      array: that has the rows among others, such as those of a stack.
-      count: how many they are.
-      positions: of rows of the file in the array, by their numbers.
+      array: array with these and other rows, such as the array of a stack.
+      count: number of rows to write.
+      positions: function from row numbers in the file to row indices in `array`.
     """
 
-    array: PyTree
+    array: np.ndarray | jax.Array | jax.ShapeDtypeStruct
     count: int
     positions: Callable[[np.ndarray], np.ndarray]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of an array of the rows alone."""
+        """Shape of the array in the file."""
         return (self.count, *self.array.shape[1:])
 
     @property
-    def dtype(self) -> PyTree:
-        """Dtype of the array."""
+    def dtype(self) -> np.dtype:
+        """Dtype of the array in the file."""
         return self.array.dtype
 
 
 def is_state(node: Any) -> TypeGuard[EmbeddingState]:
-    """Whether the node is an `EmbeddingState` with a layout."""
+    """True if `node` is an `EmbeddingState` with a layout."""
     return isinstance(node, EmbeddingState) and node.layout is not None
 
 
 def logical(tree: PyTree) -> PyTree:
-    """The tree with dicts of tables and slots by table name in place of states; nothing is copied."""
-    return jax.tree.map(lambda node: _by_table(node) if is_state(node) else node, tree, is_leaf=is_state)
+    """`tree` with tables and slots by table name in place of each state. Nothing is copied."""
+
+    def convert(node: Any) -> Any:
+        return _by_table(node) if is_state(node) else node
+
+    return jax.tree.map(convert, tree, is_leaf=is_state)
 
 
 def with_states(like: PyTree, tree: PyTree) -> PyTree:
-    """The inverse of `logical`: the tree with states, laid out like those of `like`, in place of the dicts."""
-    return jax.tree.map(
-        lambda node, value: _laid_out(node, value) if is_state(node) else value, like, tree, is_leaf=is_state
-    )
+    """The inverse of `logical`: `tree` with the states of `like` in place of tables by name.
+
+    Args:
+      like: tree with states, which give the layout.
+      tree: result of `restored` for `logical(like)`.
+    """
+
+    def convert(node: Any, value: Any) -> Any:
+        return _state_from_tables(node, value) if is_state(node) else value
+
+    return jax.tree.map(convert, like, tree, is_leaf=is_state)
 
 
-def flattened(tree: PyTree) -> dict[tuple[str, ...], Any]:
-    """The leaves by their path."""
-    found = jax.tree_util.tree_flatten_with_path(tree)[0]
-    leaves = {tuple(jax.tree_util.keystr((key,), simple=True) for key in keys): leaf for keys, leaf in found}
-    if len(leaves) < len(found):
-        names = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in found]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"two leaves of the tree are called {repeated}; give them keys that differ as text.")
+def flattened(tree: PyTree) -> dict[Path, Leaf]:
+    """Leaves of a tree by path.
+
+    Raises: ValueError: the paths of two leaves are equal as texts.
+    """
+    leaves: dict[Path, Leaf] = {}
+    repeated = set()
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+        if path in leaves:
+            repeated.add("/".join(path))
+        leaves[path] = leaf
+    if repeated:
+        way_out = "give them keys that differ as text"
+        raise ValueError(f"two leaves of the tree are called {sorted(repeated)}; {way_out}.")
     return leaves
 
 
-def joined(parts: Sequence[str]) -> str:
-    """A path in one word."""
-    return "/".join(parts) or "the array"
+def joined(path: Path | list[str]) -> str:
+    """A path as one text, for errors."""
+    return "/".join(path) or "the array"
 
 
-def restored(arrays: Mapping[tuple[str, ...], PyTree], like: PyTree, where: object) -> PyTree:
-    """The arrays of a file in the structure of `like`, which has no states in it; see `load`.
+def restored(arrays: Mapping[Path, Leaf], like: PyTree, where: object) -> PyTree:
+    """Arrays of a file in the structure of `like`.
 
-    In place of the rows of tables stand those on the disk, for `with_states`.
+    Rows of tables stay on disk, as `SavedArray`s. `with_states` reads them.
+
+    Args:
+      arrays: result of `files.opened`.
+      like: tree without states, with the wanted shapes, dtypes and shardings.
+      where: the checkpoint's folder, for errors.
+
+    Raises: ValueError: the arrays do not match `like`. Names each array.
     """
     wanted = flattened(like)
     problems = [f"{joined(path)!r} is missing" for path in wanted if path not in arrays]
     problems += [f"{joined(path)!r} is not wanted" for path in arrays if path not in wanted]
     for path in wanted.keys() & arrays.keys():
-        array, leaf = arrays[path], wanted[path]
-        shaped = leaf if hasattr(leaf, "shape") else np.asarray(leaf)
-        has, wants = (f"{x.dtype.name}{list(x.shape)}" for x in (array, shaped))  # whatever the order of bytes
-        is_for_jax = not isinstance(leaf, (bool, int, float, np.ndarray, np.generic, PickedRows))
-        if has != wants:
-            problems.append(f"{joined(path)!r} is {has}, wanted {wants}")
-        elif is_for_jax and isinstance(array, SavedArray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
-            problems.append(
-                f"{joined(path)!r} is {has}, which a JAX array cannot hold here: give a numpy array as its template, "
-                "or set jax_enable_x64"
-            )
+        if problem := _mismatch(arrays[path], wanted[path]):
+            problems.append(f"{joined(path)!r} is {problem}")
     if problems:
         raise ValueError(f"checkpoint {where} does not match: {'; '.join(sorted(problems))}.")
-    return jax.tree.unflatten(jax.tree.structure(like), [placed(arrays[path], leaf) for path, leaf in wanted.items()])
+    leaves = [placed(arrays[path], leaf) for path, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def placed(array: PyTree, leaf: PyTree) -> PyTree:
-    """The array where and as what the leaf is; on several devices, without the whole of it in memory of the host."""
-    sharding = getattr(leaf, "sharding", None)
-    if isinstance(leaf, PickedRows):
+def _mismatch(array: Leaf, template: Leaf) -> str | None:
+    """What an array of a file is, and why it does not fit its template; None if it fits."""
+    is_for_numpy = isinstance(template, (bool, int, float, np.ndarray, np.generic, PickedRows))
+    if not hasattr(template, "shape"):
+        template = np.asarray(template)
+    # Dtypes are compared by name, because the byte order of the template does not matter.
+    actual = f"{array.dtype.name}{list(array.shape)}"
+    expected = f"{template.dtype.name}{list(template.shape)}"
+    if actual != expected:
+        return f"{actual}, wanted {expected}"
+    if is_for_numpy or not isinstance(array, SavedArray):
+        return None
+    if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype:
+        return None
+    way_out = "give a numpy array as its template, or set jax_enable_x64"
+    return f"{actual}, which a JAX array cannot hold here: {way_out}"
+
+
+def placed(array: Leaf, template: Leaf) -> Leaf:
+    """An array of a file with the type and sharding of its template.
+
+    If the template is on several devices, the host never holds the whole array.
+    """
+    sharding = getattr(template, "sharding", None)
+    if isinstance(template, PickedRows):
         return array
-    if isinstance(array, SavedArray) and array.shape and sharding is not None and len(sharding.device_set) > 1:
-        pieces = ((np.arange(first, first + len(rows)), rows) for first, rows in array.blocks())
+    is_distributed = sharding is not None and len(sharding.device_set) > 1
+    if isinstance(array, SavedArray) and array.shape and is_distributed:
+        blocks = array.blocks()
+        pieces = ((np.arange(first, first + len(rows)), rows) for first, rows in blocks)
         return sharded(array.shape, array.dtype, sharding, pieces)
     array = in_memory(array)
-    if isinstance(leaf, (bool, int, float)):
-        return type(leaf)(array[()])
-    if isinstance(leaf, (np.ndarray, np.generic)):
+    if isinstance(template, (bool, int, float)):
+        return type(template)(array[()])
+    if isinstance(template, (np.ndarray, np.generic)):
         return array
-    if sharding is None or not getattr(leaf, "committed", True):
-        return jax.device_put(array)  # tied to no device, as the leaf is, or steps would be compiled anew for it
-    if isinstance(array, jax.Array):  # a PRNG key; device_put knows only devices of this process
-        data = placed(np.asarray(jax.random.key_data(array)), leaf)
+    if sharding is None or not getattr(template, "committed", True):
+        # Uncommitted, as the template is. A committed array would compile every step again.
+        return jax.device_put(array)
+    if isinstance(array, jax.Array):
+        # A PRNG key: its numbers are placed, since device_put knows only devices of this process.
+        data = placed(np.asarray(jax.random.key_data(array)), template)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def in_memory(array: PyTree) -> PyTree:
-    """An array of a file in memory of the host; a PRNG key as it is."""
+def in_memory(array: Leaf) -> Leaf:
+    """`array` in host memory. PRNG keys are not converted."""
     return array.whole() if isinstance(array, SavedArray) else array
 
 
-def belongings(tree: PyTree) -> dict[str, PyTree]:
-    """Facts of the fingerprints of all states and other owners of one in the tree, by path."""
+def belongings(tree: PyTree) -> dict[str, Any]:
+    """Facts of all fingerprints in a tree, by path. States of embedding tables have fingerprints.
+
+    Raises: TypeError: keys of a dictionary in the tree cannot be sorted.
+    """
+
+    def has_fingerprint(node: Any) -> bool:
+        return _fingerprint_of(node) is not None
+
     try:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: _fingerprint_of(node) is not None)
+        leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=has_fingerprint)
     except ValueError as error:
-        raise TypeError("checkpoint: keys of one dictionary must have an order; let all of them be texts.") from error
-    found = {}
+        needed = "keys of one dictionary must have an order; let all of them be texts"
+        raise TypeError(f"checkpoint: {needed}.") from error
+    facts = {}
     for keys, leaf in leaves:
         name = jax.tree_util.keystr(keys, simple=True, separator="/") or "state"
         if is_state(leaf):
-            found[name] = tables_of(leaf)
-            if apart := [n for n, t in _tables_in(leaf).items() if t["storage"] not in (None, t["in_files"])]:
-                found[name][ELSEWHERE] = f"tables {apart} keep rows by key or on the host; use save_collection."
-        elif (fingerprint := _fingerprint_of(leaf)) is not None:
-            found[name] = fingerprint.facts
-    return found
+            facts[name] = tables_of(leaf)
+            not_in_state = []
+            for table_name, table in _tables_in(leaf).items():
+                if table["storage"] not in (None, table["in_files"]):
+                    not_in_state.append(table_name)
+            if not_in_state:
+                why = f"tables {not_in_state} keep rows by key or on the host"
+                facts[name][ELSEWHERE] = f"{why}; use save_collection."
+            continue
+        fingerprint = _fingerprint_of(leaf)
+        if fingerprint is not None:
+            facts[name] = fingerprint.facts
+    return facts
 
 
 def _fingerprint_of(node: Any) -> Fingerprint | None:
-    """The node itself, or the layout that a state, of the core or of a wing, carries."""
+    """`node` if it is a fingerprint, or the layout of `node` if it is a state with one."""
     layout = getattr(node, "layout", None) if isinstance(node, tuple) else node
     return layout if isinstance(layout, Fingerprint) else None
 
 
-def stacks_of(state: EmbeddingState) -> dict[str, PyTree]:
-    """Facts of a state's layout by stack; empty without a layout."""
+def stacks_of(state: EmbeddingState) -> dict[str, Any]:
+    """Facts of each stack in the layout of a state; empty without a layout."""
     return {} if state.layout is None else state.layout.facts
 
 
-def tables_of(state: EmbeddingState) -> dict[str, PyTree]:
-    """Facts of the tables in the layout of a state, without the places of their rows."""
-    found = {}
+def tables_of(state: EmbeddingState) -> Tables:
+    """Facts of each table in the layout of a state, without those that depend on the placement."""
+    left_out = (*Place._fields, "in_files", "part_sizes")
+    tables = {}
     for name, table in _tables_in(state).items():
-        facts = {key: fact for key, fact in table.items() if key not in (*Place._fields, "in_files", "part_sizes")}
-        found[name] = facts | {"storage": table["in_files"]}
+        facts = {key: fact for key, fact in table.items() if key not in left_out}
+        facts["storage"] = table["in_files"]
         if table["in_files"] == ROWS_BY_KEY:
-            found[name]["vocabulary_size"] = None
-    return found
+            facts["vocabulary_size"] = None
+        tables[name] = facts
+    return tables
 
 
-def _tables_in(state: EmbeddingState) -> dict[str, PyTree]:
-    return {name: table for stack in stacks_of(state).values() for name, table in stack["tables"].items()}
+def _tables_in(state: EmbeddingState) -> Tables:
+    tables: Tables = {}
+    for stack in stacks_of(state).values():
+        tables |= stack["tables"]
+    return tables
 
 
-def _by_table(state: EmbeddingState) -> dict[str, PyTree]:
-    tables, slots = {}, {}
-    for stack, facts in stacks_of(state).items():
-        sizes = [table.get("part_sizes") for table in facts["tables"].values()]
-        for number, (name, table) in enumerate(facts["tables"].items()):
-            params, state_of_rule = state.tables[stack], state.slots[stack]
+def _by_table(state: EmbeddingState) -> dict[str, Any]:
+    """Tables and slots of a state by table name, and its step and key."""
+    tables: Tables = {}
+    slots: Tables = {}
+    for stack_name, stack in stacks_of(state).items():
+        stack_params = state.tables[stack_name]
+        stack_slots = state.slots[stack_name]
+        sizes = [table.get("part_sizes") for table in stack["tables"].values()]
+        for number, (name, table) in enumerate(stack["tables"].items()):
             if table["storage"] is None:
-                place, spread = Place(table["owner"], table["first"]), facts["spread"]
-                positions = functools.partial(place.rows, spread=spread, rows_per_shard=facts["rows_per_shard"])
-                params, *own = (
-                    PickedRows(array, table["vocabulary_size"], positions) for array in (params, *state_of_rule)
-                )
-                state_of_rule = dict(zip(facts["slots"], own, strict=True))
-            elif "part_sizes" in table:  # of several tables that share a storage
-                params, state_of_rule = (parts(own, sizes)[number] for own in (params, state_of_rule))
-            tables[name], slots[name] = params, state_of_rule
+                pick = functools.partial(_picked_rows, table, stack)
+                tables[name] = pick(stack_params)
+                slot_arrays = zip(stack["slots"], stack_slots, strict=True)
+                slots[name] = {slot: pick(array) for slot, array in slot_arrays}
+            elif "part_sizes" in table:  # Several tables share one storage.
+                tables[name] = parts(stack_params, sizes)[number]
+                slots[name] = parts(stack_slots, sizes)[number]
+            else:
+                tables[name] = stack_params
+                slots[name] = stack_slots
     return {"tables": tables, "slots": slots, "step": state.step, "key": state.key}
 
 
-def _laid_out(like: EmbeddingState, values: Mapping[str, PyTree]) -> EmbeddingState:
-    wanted, tables, slots = _by_table(like), {}, {}
-    for stack, facts in stacks_of(like).items():
-        names = list(facts["tables"])
-        if any(facts["tables"][name]["storage"] is not None for name in names):
-            tables[stack], slots[stack] = (
-                jax.tree.map(
-                    lambda *own: own[0] if len(own) == 1 else jnp.concatenate(own), *map(values[of].get, names)
-                )
-                for of in ("tables", "slots")
-            )
+def _picked_rows(table: Facts, stack: Facts, array: Any) -> PickedRows:
+    """Rows of a table in the array of its stack."""
+    positions = functools.partial(
+        Place(table["owner"], table["first"]).rows,
+        spread=stack["spread"],
+        rows_per_shard=stack["rows_per_shard"],
+    )
+    return PickedRows(array, table["vocabulary_size"], positions)
+
+
+def _state_from_tables(like: EmbeddingState, values: Mapping[str, Any]) -> EmbeddingState:
+    """State with the layout of `like` from tables and slots by table name."""
+    wanted = _by_table(like)
+    tables: Tables = {}
+    slots: Tables = {}
+    for stack_name, stack in stacks_of(like).items():
+        names = list(stack["tables"])
+        has_storage = any(table["storage"] is not None for table in stack["tables"].values())
+        if has_storage:
+            tables[stack_name] = _concatenated([values["tables"].get(name) for name in names])
+            slots[stack_name] = _concatenated([values["slots"].get(name) for name in names])
             continue
-        tables[stack] = _array([(wanted["tables"][name], values["tables"][name]) for name in names], facts)
-        slots[stack] = tuple(
-            _array([(wanted["slots"][name][field], values["slots"][name][field]) for name in names], facts)
-            for field in facts["slots"]
-        )
+        pieces = [(wanted["tables"][name], values["tables"][name]) for name in names]
+        tables[stack_name] = _stack_array(pieces, stack)
+        slot_arrays = []
+        for slot in stack["slots"]:
+            pieces = [(wanted["slots"][name][slot], values["slots"][name][slot]) for name in names]
+            slot_arrays.append(_stack_array(pieces, stack))
+        slots[stack_name] = tuple(slot_arrays)
     return EmbeddingState(tables, slots, values["step"], values["key"], like.layout)
 
 
-def _array(pieces: list[tuple[PickedRows, SavedArray]], stack: Mapping[str, PyTree]) -> jax.Array:
-    """One array with the given rows of its tables; all others are zeros."""
+def _concatenated(trees: list[PyTree]) -> PyTree:
+    """Trees of several tables that share a storage, concatenated leaf by leaf."""
+    if len(trees) == 1:
+        return trees[0]
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees)
+
+
+Pieces = list[tuple[PickedRows, SavedArray]]
+"""For each table of a stack, its rows in the array of the stack, and its array in the file."""
+
+
+def _stack_array(pieces: Pieces, stack: Facts) -> jax.Array:
+    """Array of a stack with the rows of its tables from the file; padding rows are zero."""
     like = pieces[0][0].array
     sharding = getattr(like, "sharding", None)
-    blocks = (
-        (table.positions(np.arange(first, first + len(rows))), rows)
-        for table, saved in pieces
-        for first, rows in saved.blocks()
-    )
-    if stack["spread"] > 1 or (sharding is not None and len(sharding.device_set) > 1):
+    blocks = _positioned_blocks(pieces)
+    is_distributed = sharding is not None and len(sharding.device_set) > 1
+    if stack["spread"] > 1 or is_distributed:
         return sharded(like.shape, like.dtype, sharding, blocks)
-    # In memory that is laid out as that of fresh tables.
+    # The memory is allocated like that of new tables, and blocks are written in place.
     is_padded = sum(table.count for table, _ in pieces) < like.shape[0]
     allocate = jax.jit(api.allocate, static_argnums=(0, 1, 2), out_shardings=sharding)
-    update = jax.lax.dynamic_update_slice_in_dim
-    write = jax.jit(update, static_argnums=3, donate_argnums=0, out_shardings=sharding)
+    write = jax.jit(
+        jax.lax.dynamic_update_slice_in_dim,
+        static_argnums=3,
+        donate_argnums=0,
+        out_shardings=sharding,
+    )
     array = allocate(like.shape, like.dtype, 0.0 if is_padded else None)
-    for numbers, rows in blocks:
-        array = write(array, rows, np.int32(numbers[0]), 0)
+    for positions, rows in blocks:
+        array = write(array, rows, np.int32(positions[0]), 0)
     return array
+
+
+def _positioned_blocks(pieces: Pieces) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Blocks of saved rows with their row indices in the array of the stack."""
+    for table, saved in pieces:
+        for first, rows in saved.blocks():
+            yield table.positions(np.arange(first, first + len(rows))), rows
