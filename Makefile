@@ -109,7 +109,7 @@ soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tools.soak --minutes $(MINUTES)
 
 clean:
-	rm -rf $(VENV) .venv-ci docs/_build docs/api docs/notebooks executed dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-ci docs/_build docs/api docs/gallery docs/notebooks executed dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find rsembed tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Python files are used from the checkout; only these make an installation out of date. The last are packages: an

@@ -13,6 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+import gallery  # noqa: E402
 import launch  # noqa: E402
 import reference  # noqa: E402
 from docutils import nodes  # noqa: E402
@@ -78,6 +79,12 @@ def copy_notebooks(source: Path, target: Path) -> None:
     (target / "index.md").write_text((source / "README.md").read_text() + "\n".join(contents))
 
 
+def draw_gallery(app, page, source):
+    """Runs the programs of the gallery, and puts their pictures into the page."""
+    if page == "gallery":
+        source[0] = gallery.with_pictures(source[0], HERE / "gallery")
+
+
 def as_napoleon_reads_it(app, kind, name, value, options, lines):
     text = reference.restructured("\n".join(lines))
     is_record = kind == "class" and dataclasses.is_dataclass(value)
@@ -130,6 +137,7 @@ def setup(app):
         reference.write(HERE / "api")
 
     app.connect("builder-inited", write_pages)
+    app.connect("source-read", draw_gallery)
     app.connect("autodoc-process-docstring", as_napoleon_reads_it, priority=400)  # before napoleon
     app.connect("autodoc-process-docstring", as_told_where_defined, priority=600)  # behind it
     app.connect("autodoc-process-signature", constructor)

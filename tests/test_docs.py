@@ -31,6 +31,7 @@ def module_of_docs(name):
 
 
 reference, launch = module_of_docs("reference"), module_of_docs("launch")
+gallery = module_of_docs("gallery")
 
 
 def packages():
@@ -201,6 +202,45 @@ def test_links_between_pages_and_to_files_lead_somewhere():
     assert broken == []
 
 
+LOADERS = re.split(r"\n## ", (ROOT / "docs" / "loaders.md").read_text())
+
+
+def test_the_gallery_draws_every_picture_in_a_few_lines(tmp_path):
+    page = (ROOT / "docs" / "gallery.md").read_text()
+    drawn = [name for name in dir(rsembed.plot) if name.startswith("plot_")]
+    pictures = {}
+    for shown in gallery.run(page):
+        if shown.figure is None:
+            continue
+        pictures[shown.name] = shown
+        shown.figure.savefig(tmp_path / "picture.png")
+        statements = ast.parse(shown.program).body
+        assert 2 <= len([own for own in statements if not isinstance(own, ast.ImportFrom | ast.Import)]) <= 6
+        for ax in shown.figure.axes:
+            assert ax.has_data() and ax.get_xlabel() and ax.get_ylabel(), shown.name
+        if shown.name in drawn:
+            assert f"rs.plot.{shown.name}(" in shown.program
+    assert sorted(pictures) == sorted(["describe", *drawn])
+    assert "rs.plot.explore(" in page
+
+
+def test_pictures_of_the_gallery_follow_the_programs_that_draw_them(tmp_path):
+    block = "## {}\n\n```python\n{}\n```\n"
+    page = block.format("data", "import matplotlib.pyplot as plt") + block.format("plot_line", "plt.plot([1, 2])")
+    text = gallery.with_pictures(page + "The end.", tmp_path / "gallery")
+    assert text == page + "\n![What plot_line draws](gallery/plot_line.png)\nThe end."
+    assert (tmp_path / "gallery" / "plot_line.png").stat().st_size > 1000
+
+
+def test_the_report_that_the_page_on_loaders_shows_is_the_one_that_its_program_prints(capsys, monkeypatch):
+    monkeypatch.delenv("RSEMBED_DATA", raising=False)
+    monkeypatch.setattr(rsembed.datasets, "movielens", mock.Mock(side_effect=FileNotFoundError))
+    (section,) = (section for section in LOADERS if section.startswith("See your ids"))
+    program, printed = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)
+    exec(compile(program, "docs/loaders.md", "exec"), {"rs": rsembed})
+    assert capsys.readouterr().out == printed
+
+
 def run_programs(page):
     """The names that a page's programs, run one after the other, leave behind; and how many there were."""
     names = {"__name__": "page"}
@@ -210,10 +250,7 @@ def run_programs(page):
     return names, len(programs)
 
 
-LOADERS = re.split(r"\n## ", (ROOT / "docs" / "loaders.md").read_text())
-
-
-@pytest.mark.parametrize("loader", LOADERS[1:-1], ids=lambda section: section.splitlines()[0])
+@pytest.mark.parametrize("loader", LOADERS[1:-2], ids=lambda section: section.splitlines()[0])
 def test_the_loaders_of_the_page_bring_what_a_step_takes(loader):
     names = {"__name__": "page"}
     for section in (LOADERS[0], loader):

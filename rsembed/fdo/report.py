@@ -157,19 +157,16 @@ class IdReport:
         drawn = self._tables_to_draw(tables)
         _, axes = plt.subplots(2, 2, figsize=(11.0, 7.6), layout="constrained")
         misses = {}
-        for number, (name, figures) in enumerate(drawn.items()):
-            look = {"label": name, "color": plot.COLOURS[number % len(plot.COLOURS)]}
-            plot.plot_id_frequency(figures.counts, ax=axes[0, 0], **look)
-            plot.plot_coverage(
-                figures.counts,
-                num_rows=max(figures.num_rows, figures.num_distinct_ids),
-                ax=axes[0, 1],
-                **look,
-            )
+        for name, figures in drawn.items():
+            counts = figures.counts
+            num_rows = max(figures.num_rows, len(counts))  # more keys than rows may come
+            plot.plot_id_frequency(counts, ax=axes[0, 0], label=name)
+            plot.plot_coverage(counts, num_rows=num_rows, ax=axes[0, 1], label=name)
             misses[name] = {percent: 1 - rate for percent, rate in figures.hit_rates.items()}
         load = np.sum([figures.shard_loads for figures in self.tables.values()], axis=0)
         plot.plot_shard_load({"all tables": load}, ax=axes[1, 0])
         plot.plot_miss_ratio(misses, xlabel="LRU cache (% of the table's rows)", ax=axes[1, 1])
+        axes[1, 1].set_ylabel("rows of batches to fetch (%)")
         titles = ("How often ids occur", "What the hottest rows serve", "Load of shards", "Caches")
         for ax, title in zip(axes.flat, titles, strict=True):
             ax.set_title(title)

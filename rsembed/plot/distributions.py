@@ -21,6 +21,7 @@ from rsembed.plot.drawing import (
     axes_or_new,
     colour_of,
     finish,
+    next_colour,
     note,
     with_defaults,
 )
@@ -45,7 +46,7 @@ def plot_id_frequency(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = No
     shares = check_shares("plot_id_frequency: counts", counts)
     seen = np.sort(shares[shares > 0])[::-1]
     ranks = _drawn_ranks(len(seen))
-    look = with_defaults(line_kwargs, color=COLOURS[0], linewidth=2.0)
+    look = with_defaults(line_kwargs, color=next_colour(ax), linewidth=2.0)
     ax.loglog(ranks, seen[ranks - 1], **look)
     xlabel = "rank of the id (1 = most frequent)"
     return finish(ax, xlabel, "occurrences", legend="label" in line_kwargs)
@@ -84,7 +85,7 @@ def plot_coverage(
     if num_rows > len(hottest_first):  # the other rows serve nothing
         ranks = np.append(ranks, num_rows)
         served = np.append(served, 100.0)
-    look = with_defaults(line_kwargs, color=COLOURS[0], linewidth=2.0)
+    look = with_defaults(line_kwargs, color=next_colour(ax), linewidth=2.0)
     ax.semilogx(100 * ranks / num_rows, served, **look)
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     labels = ("hottest rows (% of the table)", "lookups they serve (%)")
@@ -187,8 +188,11 @@ def plot_shard_load(
         label = f"{name}: busiest {shares.max() / shares.mean():.2f} × mean"
         ax.bar(left, load, **with_defaults(bar_kwargs, width=width, color=colour_of(number), label=label))
     ax.axhline(float(np.mean(list(loads.values()))), **DASHED, label="mean")
-    ax.legend(frameon=False, fontsize=LABEL_POINTS)
-    return finish(ax, "shard", "ids to look up", counts_on_x=True)
+    ax.legend(frameon=False, fontsize=LABEL_POINTS, loc="upper left")
+    most = max(int(load.max()) for load in loads.values())
+    top = most * (1.12 + 0.08 * len(loads))  # room for the legend above the bars
+    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    return finish(ax, "shard", "ids to look up", counts_on_x=True, ylim=(0, top))
 
 
 @validated
@@ -223,6 +227,9 @@ def plot_stack_treemap(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None 
       **box_kwargs: for the rectangles.
     """
     ax = axes_or_new(ax, (7.2, 4.2))
+    handles = [Rectangle((0, 0), 1, 1, facecolor=colour) for colour in (COLOURS[0], PADDING_COLOUR)]
+    ax.legend(handles, ["embeddings", "padding"], loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    ax.set(xticks=[], yticks=[])
     figure = ax.figure.canvas.figure
     figure.draw_without_rendering()  # layout engines decide late how large the axes are, and with them what is square
     width, height = ax.bbox.width / figure.dpi, ax.bbox.height / figure.dpi
@@ -242,8 +249,6 @@ def plot_stack_treemap(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None 
                 break
     total = sum(used + padding for used, padding in sizes.values())
     padding_total = sum(padding for _, padding in sizes.values())
-    handles = [Rectangle((0, 0), 1, 1, facecolor=colour) for colour in (COLOURS[0], PADDING_COLOUR)]
-    ax.legend(handles, ["embeddings", "padding"], loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False)
-    ax.set(xlim=(0, width), ylim=(0, height), xticks=[], yticks=[])
+    ax.set(xlim=(0, width), ylim=(0, height))
     xlabel = f"area: {total / 1e6:,.1f} MB over all shards, {padding_total / total:.0%} of it padding"
     return finish(ax, xlabel, "one rectangle per stack")

@@ -43,6 +43,11 @@ def colour_of(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
+def next_colour(ax: Axes) -> str:
+    """The colour of the next curve on axes that may have some; grey lines at known values do not count."""
+    return colour_of(sum(line.get_color() != MUTED for line in ax.lines))
+
+
 def line_look(number: int) -> dict[str, Any]:
     """Colour and line style of curve `number`."""
     return {"color": colour_of(number), "linestyle": _LINE_STYLES[number % len(_LINE_STYLES)]}

@@ -21,6 +21,7 @@ from rsembed.plot.drawing import (
     label_points,
     line_look,
     marker_look,
+    next_colour,
     note,
     reference_lines,
     with_defaults,
@@ -129,7 +130,9 @@ def plot_loss(
     values = running_mean(np.asarray(losses, np.float64), window)
     if steps is not None and len(steps) != len(values):
         raise ValueError(f"plot_loss: {len(steps)} steps for {len(values)} losses; give one for each.")
-    ax.plot(np.arange(1, len(values) + 1) if steps is None else np.asarray(steps), values, **line_kwargs)
+    if steps is None:
+        steps = np.arange(1, len(values) + 1)
+    ax.plot(steps, values, **with_defaults(line_kwargs, color=next_colour(ax)))
     reference_lines(ax, references)
     return finish(ax, "training step", ylabel, counts_on_x=True, legend="label" in line_kwargs)
 
@@ -169,6 +172,7 @@ def plot_loss_against_state(
     results: Mapping[str, tuple[float, float]],
     *,
     references: Mapping[str, float] | None = None,
+    ylabel: str = "validation loss (nats)",
     ax: Axes | None = None,
     **scatter_kwargs: Any,
 ) -> Axes:
@@ -177,6 +181,7 @@ def plot_loss_against_state(
     Args:
       results: `(state bytes per row, loss in nats)` by the name of the rule.
       references: losses to compare with, by name, such as the best that can be reached.
+      ylabel: what the loss is, with its unit.
       ax: None makes a figure.
       **scatter_kwargs: for the points.
     """
@@ -187,7 +192,7 @@ def plot_loss_against_state(
     ax.margins(x=0.2, y=0.15)
     low, high = ax.get_xlim()
     ax.set_xticks([tick for tick in ax.get_xticks() if 0 <= tick <= high])  # the margin is not for negative bytes
-    finish(ax, "optimizer state (bytes per row)", "validation loss (nats)", xlim=(low, high))
+    finish(ax, "optimizer state (bytes per row)", ylabel, xlim=(low, high))
     label_points(ax, np.stack([state_bytes, losses], axis=1), list(results))
     return ax
 
@@ -223,8 +228,10 @@ def plot_limits(
     if above.any():
         cross: dict[str, Any] = {"color": "black", "markersize": 8, "markeredgewidth": 2, "label": "over the limit"}
         ax.plot(steps[above], needed[above], "x", **cross)
-    top = 1.08 * max(needed.max(), allowed.max())
-    return finish(ax, "training step", ylabel, counts_on_x=True, legend=True, ylim=(0, top))
+    top = 1.2 * max(needed.max(), allowed.max())
+    finish(ax, "training step", ylabel, counts_on_x=True, ylim=(0, top))
+    ax.legend(frameon=False, loc="upper left", ncols=3)  # above all curves
+    return ax
 
 
 # Caches, bytes and speed
