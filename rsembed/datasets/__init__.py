@@ -1,13 +1,15 @@
-"""Small data to learn from: text, Zipf ids, click logs whose best reachable loss is known, and ratings of films.
+"""Data to learn from: text, Zipf ids, click logs, and ratings of films, from files or generated from a known law.
 
-Everything works offline and is deterministic. Arrays are numpy; each loader has a tiny size for tests
-(`max_words`, `num_batches`, `num_ids`, `num_samples`, `max_users`).
+Generated data need no file and no network, and equal seeds give equal data. Arrays are numpy. Each loader has
+an argument for a tiny size: `max_words`, `num_ids`, `num_samples`, `max_users`, `rows`.
 """
 
+from rsembed.datasets.click_files import criteo as criteo
+from rsembed.datasets.click_files import criteo_chunks as criteo_chunks
 from rsembed.datasets.generated import synthetic_clicks as synthetic_clicks
 from rsembed.datasets.generated import zipf_ids as zipf_ids
 from rsembed.datasets.ratings import generated_ratings as generated_ratings
-from rsembed.datasets.ratings import movielens as movielens
+from rsembed.datasets.ratings_files import movielens as movielens
 from rsembed.datasets.text import shakespeare as shakespeare
 from rsembed.datasets.text import word_id_batches as word_id_batches
 from rsembed.datasets.vectors import word_vectors as word_vectors

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import os
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int, Int32, Int64
+from jaxtyping import Bool, Float32, Float64, Int, Int32, Int64
 
-from rsembed.archives import unpacked
 from rsembed.checks import NonNegativeInt, PositiveInt, check_within, validated
 from rsembed.datasets.generated import id_of_rank, zipf_probabilities
-from rsembed.datasets.text import Published
 
 GENRES = (
     "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
@@ -86,7 +82,7 @@ class RatingsLog:
 
     Attributes:
       users, items: row numbers from 0, one pair a rating.
-      ratings: 1 to 5 stars.
+      ratings: stars, 0.5 to 5; halves occur since ml-10m, whole ones before and in generated logs.
       timestamps: seconds since 1970.
       user_ids, item_ids: what the log calls each row number, in ascending order; there may be gaps.
       titles: title of every item.
@@ -97,7 +93,7 @@ class RatingsLog:
 
     users: Int32[np.ndarray, " ratings"]
     items: Int32[np.ndarray, " ratings"]
-    ratings: Int32[np.ndarray, " ratings"]
+    ratings: Float32[np.ndarray, " ratings"]
     timestamps: Int64[np.ndarray, " ratings"]
     user_ids: Int64[np.ndarray, " users"]
     item_ids: Int64[np.ndarray, " items"]
@@ -199,7 +195,7 @@ def generated_ratings(
     return RatingsLog(
         users=users.astype(np.int32),
         items=items.astype(np.int32),
-        ratings=np.clip(np.rint(stars), 1, 5).astype(np.int32),
+        ratings=np.clip(np.rint(stars), 1, 5).astype(np.float32),
         timestamps=seconds,
         user_ids=np.arange(1, num_users + 1),
         item_ids=item_ids,
@@ -270,101 +266,3 @@ def _visits(
             found.append((some[rows], order[rows, places], seconds))
     users, items, seconds = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return users, items, seconds
-
-
-RATINGS_FILE, FILMS_FILE = "ml-1m/ratings.dat", "ml-1m/movies.dat"
-ARCHIVE = Published(
-    reader="movielens",
-    name="ml-1m.zip",
-    title="MovieLens, ml-1m",
-    url="https://files.grouplens.org/datasets/movielens/ml-1m.zip",
-    known_hash="md5:c4d9eecfca2ab87c1945afe126590906",  # as GroupLens publishes it beside the file
-)
-
-
-@validated
-def movielens(
-    *, path: str | os.PathLike[str] | None = None, download: bool = False, max_users: PositiveInt | None = None
-) -> RatingsLog:
-    """MovieLens: a million ratings of 3,883 films by 6,040 users; `generated_ratings` has the same form without a file.
-
-    The archive is searched in `path`, then in the file or folder named by the environment variable `RSEMBED_DATA`, then
-    in pooch's cache, and fetched only if `download`.
-
-    MovieLens may be used for research, with acknowledgement and without a claim that GroupLens endorses it; it must be
-    neither redistributed nor used commercially without their permission. So it does not come with this library.
-
-    Args:
-      path: the archive, or a folder with `ml-1m.zip`. An archive of your own may have any other name, and is then read
-        without a checksum. Its titles may be in UTF-8, or in Latin-1 as published. It may unpack to 256 MiB, or to its
-        own size where that is more.
-      download: allow fetching the archive (6 MB) into the cache folder. Without an answer within seconds, it was not
-        found.
-      max_users: keep only the first users; a hundred make a test quick.
-
-    Returns:
-      The log in the order of time; equal times stay in the order of the file.
-
-    Raises:
-      ValueError: `max_users` is below 1, or an archive has another checksum or form than published.
-      FileNotFoundError: no archive was found.
-
-    Source: Harper and Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 5(4), 2015.
-    """
-    content, origin = ARCHIVE.read(path, download=download)
-    try:
-        texts = {name: _decoded(text) for name, text in unpacked(content, [RATINGS_FILE, FILMS_FILE]).items()}
-        lines = io.StringIO(texts[RATINGS_FILE].replace("::", " "))  # `user::film::stars::seconds`
-        numbers = np.loadtxt(lines, dtype=np.int64, ndmin=2)
-        numbers = numbers[np.argsort(numbers[:, 3], kind="stable")]
-        item_ids, titles, genres = zip(*_films(texts[FILMS_FILE]), strict=True)
-        item_numbers = np.array(item_ids, np.int64)
-    except (IndexError, ValueError, OverflowError) as error:
-        why = str(error).rstrip(".")
-        raise ValueError(f"movielens: {origin} has not the form of {ARCHIVE.name}: {why}.") from error
-    user_ids = np.unique(numbers[:, 0])[:max_users]
-    numbers = numbers[np.isin(numbers[:, 0], user_ids)]
-    if not len(numbers) or not np.isin(numbers[:, 1], item_ids).all():
-        raise ValueError(f"movielens: {origin} has no ratings, or ratings of films that it does not list.")
-    genre_names = tuple(sorted({name for own in genres for name in own}))
-    return RatingsLog(
-        users=np.searchsorted(user_ids, numbers[:, 0]).astype(np.int32),
-        items=np.searchsorted(item_ids, numbers[:, 1]).astype(np.int32),
-        ratings=numbers[:, 2].astype(np.int32),
-        timestamps=numbers[:, 3],
-        user_ids=user_ids,
-        item_ids=item_numbers,
-        titles=titles,
-        genres=np.array([[name in own for name in genre_names] for own in genres]),
-        genre_names=genre_names,
-        source=origin,
-    )
-
-
-def _decoded(content: bytes) -> str:
-    """Text in UTF-8, as people save it, or else in Latin-1, as ml-1m is published.
-
-    Names in Latin-1 are hardly ever UTF-8 by chance: a letter with an accent would have to be followed by a sign.
-    """
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return content.decode("latin-1")
-
-
-def _films(text: str) -> list[tuple[int, str, list[str]]]:
-    """Number, title and genres of the films in lines `film::title::genre|genre`, by number.
-
-    Raises: ValueError: a line has another form; names it.
-    """
-    films = []
-    # Not `splitlines`, which takes a byte of an "Å" in another encoding for the end of a line.
-    for number, line in enumerate(text.split("\n"), 1):
-        fields = line.rstrip("\r").split("::")
-        if fields == [""]:
-            continue
-        if len(fields) != 3 or not fields[0].isdecimal():
-            raise ValueError(f"line {number} of {FILMS_FILE} is {line!r:.80}, not film::title::genre|genre")
-        film, title, genres = fields
-        films.append((int(film), title, genres.split("|")))
-    return sorted(films)

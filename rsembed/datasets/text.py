@@ -44,14 +44,20 @@ class Published:
         """Content of the file, or of one of the user's own, and a sentence about its origin.
 
         Args:
-          path: a file or folder; without it, `RSEMBED_DATA` may name one, else pooch's cache may have the file.
+          path: a file or folder. Without it, `RSEMBED_DATA` may name one, else pooch's cache may have the file.
           download: allow fetching it into the cache. Without an answer within seconds, it was not found.
 
         Raises:
           FileNotFoundError: `path` has no such file, or none was found.
           ValueError: a file bears the published name, and is another one.
         """
-        file = self._found(path, download)
+        return self.check(self._find(path, download))
+
+    def check(self, file: Path) -> tuple[bytes, str]:
+        """Content of a file, and a sentence about its origin.
+
+        Raises: ValueError: the file bears the published name, and is another one.
+        """
         content = file.read_bytes()
         algorithm, known = self.known_hash.split(":")
         digest = hashlib.new(algorithm, content, usedforsecurity=False).hexdigest()
@@ -64,19 +70,40 @@ class Published:
             )
         return content, f"a file of your own, {file}"
 
-    def _found(self, path: str | os.PathLike[str] | None, download: bool) -> Path:
-        import pooch
-
+    def _find(self, path: str | os.PathLike[str] | None, download: bool) -> Path:
+        """Path of the file: `path`, inside it, at `RSEMBED_DATA`, or in the cache."""
         place = path if path is not None else os.environ.get("RSEMBED_DATA")
         if place:
-            file = Path(place).expanduser()
-            file = file / self.name if file.is_dir() else file
-            if file.is_file() and (file.suffix == ".zip") == self.name.endswith(".zip"):  # an archive is no text
+            file = self._at(Path(place).expanduser())
+            if file is not None:
                 return file
             missing = f"{os.fspath(place)!r} is no file of this kind, and no folder with {self.name}"
             if path is not None:
                 raise FileNotFoundError(f"{self.reader}: path={missing}; correct it, or leave it out.")
             _log.warning("%s: RSEMBED_DATA=%s; looking on.", self.reader, missing)
+        return self.cached(download=download)
+
+    def _at(self, place: Path) -> Path | None:
+        """`place`, or the file of the published name in this folder or a folder inside it."""
+        if place.is_dir():
+            for file in (place / self.name, *sorted(place.glob(f"*/{self.name}"))):
+                if file.is_file():
+                    return file
+        # An archive is no text, and a text is no archive.
+        elif place.is_file() and (place.suffix == ".zip") == self.name.endswith(".zip"):
+            return place
+        return None
+
+    def cached(self, *, download: bool) -> Path:
+        """Path of the file in pooch's cache.
+
+        Args:
+          download: fetch the file if the cache lacks it.
+
+        Raises: FileNotFoundError: the cache lacks it, and it was not fetched.
+        """
+        import pooch
+
         cached = Path(pooch.os_cache("rsembed")) / self.name
         if download:  # unless the cache has it
             downloader = pooch.HTTPDownloader(timeout=5.0, progressbar=is_watched())

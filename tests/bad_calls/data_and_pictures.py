@@ -67,8 +67,14 @@ words(source="auto", path=file("own.txt", b"\xff\xfe\xff")) => ValueError: own.t
 words(source="auto", path=file("empty.txt", b" ")) => ValueError: empty.txt ... no words
 datasets.movielens(path="nothing.zip") => FileNotFoundError: movielens: path='nothing.zip' is no file of this kind
 datasets.movielens(path=file("own.zip", b"no archive")) => ValueError: own.zip
-datasets.movielens(path=archive("1::1::3")) => ValueError: own.zip has not the form of ml-1m.zip
-datasets.movielens(path=archive("1::2::3::4")) => ValueError: films that it does not list
+datasets.movielens(path=archive("1::1::3")) => ValueError: own.zip: ml-1m/ratings.dat, line 1 ... 3 fields, not 4
+datasets.movielens(path=archive("1::2::3::4")) => ValueError: movies.dat does not list film 2
+datasets.criteo("nothing.txt") => FileNotFoundError: criteo: path='nothing.txt' is no file
+datasets.criteo(file("own.txt", b"1\t2\n")) => ValueError: own.txt, line 1 has 2 fields, not 40
+datasets.criteo(file("own.csv", b"label,C1\n1,x\n")) => ValueError: own.csv, line 2: C1 is 'x' ... rs.hash_keys
+datasets.criteo(file("own.csv", b"label,C1\n1,a\n"), missing=2**64) => ValueError: criteo: missing=18446744073709551616
+datasets.criteo(file("own.csv", b"label,C1\n1,a\n"), rows=0) => ValueError: criteo: rows ... 0
+datasets.criteo_chunks(file("own.csv", b"label,C1\n1,a\n"), rows=0) => ValueError: criteo_chunks: rows ... 0
 odds([5], [1.0]) => ValueError: log_odds ... 0 to 4
 # Batches of words
 datasets.word_id_batches(WORDS + 2**40, 1, 2, 3) => ValueError: word_id_batches: word_ids ... int32

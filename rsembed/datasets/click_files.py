@@ -1,0 +1,379 @@
+"""Click logs in the file formats of Criteo, as arrays or in chunks that fit in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float32, Int32, Int64
+
+from rsembed.checks import PositiveInt, validated
+from rsembed.datasets.files import (
+    Block,
+    SourceFile,
+    files_in,
+    is_archive,
+    is_number,
+    line_blocks,
+    plain_file,
+    read_first_line,
+    shown,
+)
+
+NUM_NUMBERS = 13
+NUM_CATEGORIES = 26
+TRAINING_FILE = "train.txt"
+"""Name of the labelled log inside the archive for Kaggle's competition."""
+LABEL_NAMES = ("label", "click")
+"""Names of the column of labels. A first line with one of them is a header."""
+MOST_DIGITS = 16
+"""Hexadecimal digits of a 64-bit key."""
+MOST_FLOAT32 = float(np.finfo(np.float32).max)
+_PAD = 16
+_BAD_DIGIT = 17
+_DIGIT_OF_BYTE = np.full(256, _BAD_DIGIT, np.uint8)
+_DIGIT_OF_BYTE[0] = _PAD  # numpy pads short texts with zero bytes
+for _digit in range(16):
+    _DIGIT_OF_BYTE[ord(f"{_digit:x}")] = _digit
+    _DIGIT_OF_BYTE[ord(f"{_digit:X}")] = _digit
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CriteoLog:
+    """Rows of a click log: a label, numbers and categories for each.
+
+    Attributes:
+      labels: 1 for a click, else 0.
+      dense: numbers in the order of `dense_names`, NaN where one is missing.
+      sparse: 64-bit key of each row's category, by column, -1 where it is missing. `collection.prepare(log.sparse)`
+        takes them where the features have the names of the columns.
+      dense_names: columns of numbers, "I1" to "I13" unless a header says otherwise.
+      first_line: line of the file with the first row, counted from 1.
+      source: a sentence about the origin.
+    """
+
+    labels: Int32[np.ndarray, " rows"]
+    dense: Float32[np.ndarray, "rows numbers"]
+    sparse: dict[str, Int64[np.ndarray, " rows"]]
+    dense_names: tuple[str, ...]
+    first_line: int
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@validated
+def criteo(path: str | os.PathLike[str], *, rows: PositiveInt | None = None, missing: int = -1) -> CriteoLog:
+    """First rows of a click log in Criteo's format, as arrays.
+
+    Reads Kaggle's `train.txt`, a day of the Terabyte log, and CSV or TSV with a header. Each may be compressed by
+    gzip, or be in a zip or tar archive. `criteo_chunks` reads files that do not fit in memory. `synthetic_clicks`
+    has clicks without a file.
+
+    Args:
+      path: a file with a label, 13 numbers and 26 hexadecimal categories in each line, between tabs or commas.
+        Other numbers or orders of columns need a header with `label`, `I1`, `I2`, ... and `C1`, `C2`, ...
+        (`int_0` and `cat_0` are read, too). In an archive, the log is `train.txt` or the only file.
+      rows: number of rows to read from the beginning; None reads all. A million rows take 0.3 GB.
+      missing: key of missing categories. The default -1 is no id, so they contribute nothing. Any other number
+        gives missing categories a row of the table.
+
+    Returns:
+      The rows. The hexadecimal digits of a category are its key, which `rs.Hashed` tables take.
+
+    Raises:
+      ValueError: a line has another form, or the file is damaged (the message has the line); or it has no rows.
+      FileNotFoundError: `path` is no file.
+
+    Source: Criteo's data for Kaggle's Display Advertising Challenge (2014), and its Terabyte click logs.
+
+    Example:
+      >>> import tempfile
+      >>> line = ",".join(["1", "5", *[""] * 12, "68fd1e64", *[""] * 25])
+      >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+      ...     print(line, file=file, flush=True)
+      ...     log = criteo(file.name)
+      >>> log.labels.tolist(), log.dense[0, :2].tolist(), f"{log.sparse['C1'][0]:x}", log.sparse["C2"].tolist()
+      ([1], [5.0, nan], '68fd1e64', [-1])
+    """
+    parts = []
+    num_rows = 0
+    with contextlib.closing(_chunks("criteo", path, missing)) as chunks:
+        for part in chunks:
+            if rows is not None and num_rows + len(part) > rows:
+                part = _row_range(part, 0, rows - num_rows)
+            parts.append(part)
+            num_rows += len(part)
+            if num_rows == rows:
+                break
+    return _concatenated(parts)
+
+
+@validated
+def criteo_chunks(
+    path: str | os.PathLike[str], *, rows: PositiveInt = 65_536, missing: int = -1
+) -> Iterator[CriteoLog]:
+    """Iterator over a click log in Criteo's format, in chunks of `rows` rows.
+
+    Memory holds one chunk and 1 MB of the file, so a day of the Terabyte log can be read on a laptop. A progress bar
+    shows how much of the file is read, where a person watches.
+
+    Args:
+      path: as in `criteo`.
+      rows: rows of each chunk, such as a batch or some of them. The last chunk may have fewer.
+      missing: as in `criteo`.
+
+    Raises: As `criteo`. A bad line raises when its chunk is read; what came before it was yielded.
+    """
+    chunks = _chunks("criteo_chunks", path, missing)
+    return _regrouped(chunks, rows)
+
+
+def _regrouped(chunks: Iterator[CriteoLog], rows: int) -> Iterator[CriteoLog]:
+    """The same rows in chunks of `rows` rows."""
+    waiting: list[CriteoLog] = []
+    num_waiting = 0
+    for part in chunks:
+        start = 0
+        while num_waiting + len(part) - start >= rows:
+            stop = start + rows - num_waiting
+            waiting.append(_row_range(part, start, stop))
+            yield _concatenated(waiting)
+            waiting = []
+            num_waiting = 0
+            start = stop
+        if start < len(part):
+            waiting.append(_row_range(part, start, len(part)))
+            num_waiting += len(part) - start
+    if waiting:
+        yield _concatenated(waiting)
+
+
+def _row_range(part: CriteoLog, start: int, stop: int) -> CriteoLog:
+    sparse = {}
+    for name, keys in part.sparse.items():
+        sparse[name] = keys[start:stop]
+    return dataclasses.replace(
+        part,
+        labels=part.labels[start:stop],
+        dense=part.dense[start:stop],
+        sparse=sparse,
+        first_line=part.first_line + start,
+    )
+
+
+def _concatenated(parts: list[CriteoLog]) -> CriteoLog:
+    sparse = {}
+    for name in parts[0].sparse:
+        sparse[name] = np.concatenate([part.sparse[name] for part in parts])
+    return dataclasses.replace(
+        parts[0],
+        labels=np.concatenate([part.labels for part in parts]),
+        dense=np.concatenate([part.dense for part in parts]),
+        sparse=sparse,
+    )
+
+
+class Columns(NamedTuple):
+    """Columns of a log.
+
+    Attributes:
+      separator: the byte between fields.
+      num_columns: fields of each line.
+      label: column of the label.
+      numbers: column of each number, by name.
+      categories: column of each category, by name.
+    """
+
+    separator: bytes
+    num_columns: int
+    label: int
+    numbers: dict[str, int]
+    categories: dict[str, int]
+
+
+def _chunks(reader: str, path: str | os.PathLike[str], missing: int) -> Iterator[CriteoLog]:
+    """Iterator over the rows of each block of the file. The file must exist now, and is opened with the first chunk."""
+    file_path = Path(path).expanduser()
+    if not file_path.is_file():
+        raise FileNotFoundError(f"{reader}: path={os.fspath(path)!r} is no file; give a log, or an archive of one.")
+    if not -(2**63) <= missing < 2**63:
+        raise ValueError(f"{reader}: missing={missing} does not fit 64 bits with a sign; give another key.")
+    return _read_chunks(reader, file_path, missing)
+
+
+def _read_chunks(reader: str, path: Path, missing: int) -> Iterator[CriteoLog]:
+    num_rows = 0
+    try:
+        with contextlib.ExitStack() as stack:
+            source = plain_file(path)
+            if is_archive(path):
+                source = _log_in_archive(stack.enter_context(files_in(path)))
+            file = stack.enter_context(source.open())
+            line = read_first_line(file, source.name)
+            columns, is_header = _columns_of(line)
+            first_block = []
+            if not is_header and line:
+                has_end = line.endswith(b"\n")
+                text = line.rstrip(b"\r\n") + b"\n"
+                first_block.append(Block(1, text, has_end))
+            for blocks in (first_block, line_blocks(file, source, first_line=2, description=f"reading {source.name}")):
+                for block in blocks:
+                    part = _parsed(block, columns, source.name, missing, f"Criteo's format, from {path}")
+                    num_rows += len(part)
+                    yield part
+            if not num_rows:
+                raise ValueError(f"{source.name} has no rows")
+    except ValueError as error:
+        reason = str(error).rstrip(".")
+        raise ValueError(f"{reader}: {path}: {reason}.") from error
+
+
+def _log_in_archive(files: list[SourceFile]) -> SourceFile:
+    """`train.txt`, or the only file. Raises: ValueError: neither is there."""
+    for file in files:
+        if file.name.rpartition("/")[2] == TRAINING_FILE:
+            return file
+    if len(files) == 1:
+        return files[0]
+    names = ", ".join(file.name for file in files)
+    raise ValueError(f"it has no {TRAINING_FILE}, but {names or 'no files'}; unpack the log that you mean")
+
+
+def _columns_of(line: bytes) -> tuple[Columns, bool]:
+    """Columns of a log by its first line, and whether this is a header.
+
+    Raises: ValueError: a header names a column twice, or one of another kind.
+    """
+    separator = b"\t" if b"\t" in line else b","
+    fields = line.rstrip(b"\r\n").decode("latin-1").split(separator.decode())
+    names = [field.strip('"') for field in fields]
+    is_header = any(name.lower() in LABEL_NAMES for name in names)
+    numbers = {}
+    categories = {}
+    if not is_header:
+        for number in range(NUM_NUMBERS):
+            numbers[f"I{1 + number}"] = 1 + number
+        for number in range(NUM_CATEGORIES):
+            categories[f"C{1 + number}"] = 1 + NUM_NUMBERS + number
+        return Columns(separator, 1 + NUM_NUMBERS + NUM_CATEGORIES, 0, numbers, categories), False
+    label = 0
+    for column, name in enumerate(names):
+        if name.lower() in LABEL_NAMES:
+            label = column
+        elif re.fullmatch(r"(I|int_?)\d+", name):
+            numbers[name] = column
+        elif re.fullmatch(r"(C|cat_?)\d+", name):
+            categories[name] = column
+        else:
+            raise ValueError(f"line 1 has the column {shown(name)}, neither label, nor I1, I2, ..., nor C1, C2, ...")
+    if 1 + len(numbers) + len(categories) != len(fields):
+        raise ValueError("line 1 names a column twice")
+    return Columns(separator, len(fields), label, numbers, categories), True
+
+
+def _parsed(block: Block, columns: Columns, name: str, missing: int, origin: str) -> CriteoLog:
+    """The rows of a block.
+
+    Raises: ValueError: a line has another form; the message has its number.
+    """
+    _check_num_fields(block, columns, name)
+    fields = block.text.replace(b"\n", columns.separator).split(columns.separator)
+    del fields[-1]  # what follows the last separator
+    labels = fields[columns.label :: columns.num_columns]
+    for row, label in enumerate(labels):
+        if label not in (b"0", b"1"):
+            raise _bad_field(block, row, name, "label", label, "neither 0 nor 1")
+    dense = np.empty((len(labels), len(columns.numbers)), np.float32)
+    for position, (column_name, column) in enumerate(columns.numbers.items()):
+        texts = fields[column :: columns.num_columns]
+        dense[:, position] = _numbers(texts, block, name, column_name)
+    sparse = {}
+    for column_name, column in columns.categories.items():
+        texts = fields[column :: columns.num_columns]
+        sparse[column_name] = _keys(texts, missing, block, name, column_name)
+    return CriteoLog(
+        labels=np.array(labels).astype(np.int32),
+        dense=dense,
+        sparse=sparse,
+        dense_names=tuple(columns.numbers),
+        first_line=block.first_line,
+        source=origin,
+    )
+
+
+def _check_num_fields(block: Block, columns: Columns, name: str) -> None:
+    """Raises: ValueError: a line has another number of fields than `columns`."""
+    characters = np.frombuffer(block.text, np.uint8)
+    is_line_end = characters == ord("\n")
+    ends = np.flatnonzero(is_line_end)
+    num_separators = np.diff(np.cumsum(characters == columns.separator[0])[ends], prepend=0)
+    is_bad = num_separators != columns.num_columns - 1
+    if not is_bad.any():
+        return
+    row = int(is_bad.argmax())
+    num_fields = 1 + int(num_separators[row])
+    hint = ""
+    if num_fields == NUM_NUMBERS + NUM_CATEGORIES:
+        hint = " (a log without labels, as test.txt is, cannot be trained on)"
+    elif not block.has_end and row == len(ends) - 1:
+        hint = " (the file ends inside this line)"
+    raise ValueError(
+        f"{name}, line {block.first_line + row} has {num_fields} fields, not {columns.num_columns}{hint}: a label, "
+        f"{len(columns.numbers)} numbers and {len(columns.categories)} categories"
+    )
+
+
+def _bad_field(block: Block, row: int, name: str, column_name: str, field: bytes, reason: str) -> ValueError:
+    text = field.decode("latin-1")
+    return ValueError(f"{name}, line {block.first_line + row}: {column_name} is {shown(text)}, {reason}")
+
+
+def _numbers(texts: list[bytes], block: Block, name: str, column_name: str) -> np.ndarray:
+    """Numbers of a column; NaN for empty texts. Raises: ValueError: a text is no number that float32 can hold."""
+    is_missing = np.array([not text for text in texts])
+    filled = [text or b"0" for text in texts]
+    try:
+        numbers = np.array(filled).astype(np.float64)
+        with np.errstate(over="ignore"):
+            narrow = numbers.astype(np.float32)
+        # Python reads 1_0 as 10. An underscore is bad in any column, so the block is searched at once.
+        is_good = np.isfinite(narrow).all() and b"_" not in block.text
+    except ValueError:
+        is_good = False
+    if not is_good:
+        for row, text in enumerate(filled):
+            if not is_number(text.decode("latin-1")) or not abs(float(text)) <= MOST_FLOAT32:
+                raise _bad_field(block, row, name, column_name, text, "no number that float32 can hold")
+    narrow[is_missing] = np.nan
+    return narrow
+
+
+def _keys(texts: list[bytes], missing: int, block: Block, name: str, column_name: str) -> np.ndarray:
+    """Keys of a column of hexadecimal categories. Raises: ValueError: a text has other digits, or more than 16."""
+    padded = np.array(texts, np.bytes_)
+    width = padded.dtype.itemsize
+    digits = _DIGIT_OF_BYTE[padded.view(np.uint8).reshape(len(texts), width)]
+    is_pad = digits == _PAD
+    is_bad = (digits == _BAD_DIGIT).any(axis=1) | (is_pad[:, :-1] & ~is_pad[:, 1:]).any(axis=1)
+    is_bad |= (~is_pad).sum(axis=1) > MOST_DIGITS
+    if is_bad.any():
+        row = int(is_bad.argmax())
+        reason = f"no category of at most {MOST_DIGITS} hexadecimal digits; make keys of texts by rs.hash_keys"
+        raise _bad_field(block, row, name, column_name, texts[row], reason)
+    keys = np.zeros(len(texts), np.uint64)
+    for position in range(min(width, MOST_DIGITS)):
+        longer = keys * np.uint64(16) + digits[:, position]
+        keys = np.where(is_pad[:, position], keys, longer)
+    signed = keys.view(np.int64)
+    # -1 is no id, so 16 digits f become its neighbour, as in `rs.hash_keys`.
+    signed[signed == -1] = -2
+    signed[is_pad[:, 0]] = missing
+    return signed

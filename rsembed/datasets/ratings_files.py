@@ -1,0 +1,490 @@
+"""Logs of film ratings in the file formats in which GroupLens and RecBole publish MovieLens."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from rsembed.checks import PositiveInt, validated
+from rsembed.datasets.files import (
+    BYTE_ORDER_MARK,
+    Block,
+    SourceFile,
+    decoded,
+    files_in,
+    is_archive,
+    is_number,
+    line_blocks,
+    read_first_line,
+    shown,
+)
+from rsembed.datasets.ratings import GENRES, RatingsLog
+from rsembed.datasets.text import Published
+
+_log = logging.getLogger("rsembed")
+
+ARCHIVE = Published(
+    reader="movielens",
+    name="ml-1m.zip",
+    title="MovieLens, ml-1m",
+    url="https://files.grouplens.org/datasets/movielens/ml-1m.zip",
+    known_hash="md5:c4d9eecfca2ab87c1945afe126590906",  # as GroupLens publishes it beside the file
+)
+NO_GENRES = ("", "(no genres listed)", "unknown")
+"""Entries that the published files have in the place of genres where none is known."""
+MOST_EXACT = 2**53
+"""Ids and times below this number are exact in float64, in which a line is read."""
+SEARCH_DEPTH = 2
+"""Levels of subfolders that are searched for a log."""
+
+
+class Film(NamedTuple):
+    """A line of a file of films.
+
+    Attributes:
+      line: number of the line, counted from 1.
+      number: id of the film, as text.
+      title: title, with the year in brackets.
+      genres: names of its genres, among them those of `NO_GENRES`.
+    """
+
+    line: int
+    number: str
+    title: str
+    genres: list[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form:
+    """A format in which a log of ratings is published.
+
+    Attributes:
+      ratings_name, films_name: how names of the two files end.
+      separator: text between the numbers of a rating.
+      columns: header names of user, film, stars and time, in this order; empty where there is no header.
+      films: function from the text of the file of films to its films.
+    """
+
+    ratings_name: str
+    films_name: str
+    separator: str
+    columns: tuple[str, ...] = ()
+    films: Callable[[str], Iterator[Film]]
+
+    def is_ratings_file(self, name: str) -> bool:
+        """Whether a path is that of a file of ratings in this format."""
+        base = name.replace("\\", "/").rpartition("/")[2]
+        if self.ratings_name.startswith("."):
+            return base.endswith(self.ratings_name)
+        return base == self.ratings_name
+
+    def films_path(self, ratings_path: str) -> str:
+        """Path of the file of films that belongs to a file of ratings."""
+        return ratings_path.removesuffix(self.ratings_name) + self.films_name
+
+
+def _films_of_csv(text: str) -> Iterator[Film]:
+    """Films of `movies.csv`: movieId,title,genres, where genres are separated by `|`."""
+    reader = csv.reader(_lines(text), strict=True)
+    header = next(reader, [])
+    if header != ["movieId", "title", "genres"]:
+        raise ValueError(f"line 1 is {shown(','.join(header))}, not movieId,title,genres")
+    try:
+        for fields in reader:
+            if not fields:
+                continue
+            if len(fields) != 3:
+                raise ValueError(f"line {reader.line_num} is {shown(','.join(fields))}, not movieId,title,genres")
+            yield Film(reader.line_num, fields[0], fields[1], fields[2].split("|"))
+    except csv.Error as error:
+        raise ValueError(f"line {reader.line_num} is no CSV: {error}") from error
+
+
+def _films_of_dat(text: str) -> Iterator[Film]:
+    """Films of `movies.dat`: film::title::genre|genre."""
+    for number, line in enumerate(_lines(text), 1):
+        if not line:
+            continue
+        fields = line.split("::")
+        if len(fields) != 3:
+            raise ValueError(f"line {number} is {shown(line)}, not film::title::genre|genre")
+        yield Film(number, fields[0], fields[1], fields[2].split("|"))
+
+
+def _films_of_u_item(text: str) -> Iterator[Film]:
+    """Films of `u.item`: film|title|release|video release|address, and a 0 or 1 for "unknown" and each genre."""
+    flag_names = ("unknown", *GENRES)
+    for number, line in enumerate(_lines(text), 1):
+        if not line:
+            continue
+        fields = line.split("|")
+        flags = fields[5:]
+        if len(flags) != len(flag_names) or not set(flags) <= {"0", "1"}:
+            raise ValueError(
+                f"line {number} is {shown(line)}, not film|title|date|date|address and {len(flag_names)} flags, 0 or 1"
+            )
+        genres = []
+        for name, flag in zip(flag_names, flags, strict=True):
+            if flag == "1":
+                genres.append(name)
+        yield Film(number, fields[0], fields[1], genres)
+
+
+def _films_of_recbole(text: str) -> Iterator[Film]:
+    """Films of a `.item` file of RecBole: tabs between columns with a header, spaces between genres."""
+    lines = _lines(text)
+    header = lines[0].split("\t")
+    column_of = {}
+    for column, name in enumerate(header):
+        column_of[name.partition(":")[0]] = column
+    genre_column = column_of.get("genre", column_of.get("class"))
+    if "item_id" not in column_of or "movie_title" not in column_of or genre_column is None:
+        raise ValueError(f"line 1 is {shown(lines[0])}, without item_id, movie_title, and class or genre")
+    for number, line in enumerate(lines[1:], 2):
+        if not line:
+            continue
+        fields = line.split("\t")
+        if len(fields) != len(header):
+            raise ValueError(f"line {number} has {len(fields)} fields, the header {len(header)}: {shown(line)}")
+        title = fields[column_of["movie_title"]]
+        if "release_year" in column_of:
+            year = fields[column_of["release_year"]]
+            if year and not title.endswith(f"({year})"):
+                title = f"{title} ({year})"
+        yield Film(number, fields[column_of["item_id"]], title, fields[genre_column].split(" "))
+
+
+def _lines(text: str) -> list[str]:
+    # Not `splitlines`, which takes a byte of an "Å" in another encoding for the end of a line.
+    return text.replace("\r\n", "\n").split("\n")
+
+
+FORMS = (
+    Form(
+        ratings_name="ratings.csv",
+        films_name="movies.csv",
+        separator=",",
+        columns=("userId", "movieId", "rating", "timestamp"),
+        films=_films_of_csv,
+    ),
+    Form(ratings_name="ratings.dat", films_name="movies.dat", separator="::", films=_films_of_dat),
+    Form(ratings_name="u.data", films_name="u.item", separator="\t", films=_films_of_u_item),
+    Form(
+        ratings_name=".inter",
+        films_name=".item",
+        separator="\t",
+        columns=("user_id", "item_id", "rating", "timestamp"),
+        films=_films_of_recbole,
+    ),
+)
+
+
+@validated
+def movielens(
+    path: str | os.PathLike[str] | None = None, *, download: bool = False, max_users: PositiveInt | None = None
+) -> RatingsLog:
+    """Ratings of MovieLens from a folder or an archive of any published size, in the order of time.
+
+    The names of the files say which format it is:
+
+    * ml-latest-small, ml-latest, ml-20m, ml-25m and ml-32m: `ratings.csv`, `movies.csv`
+    * ml-1m and ml-10m: `ratings.dat`, `movies.dat`
+    * ml-100k: `u.data`, `u.item`
+    * RecBole's files of any of these: `.inter`, `.item`
+
+    Encodings are recognised. Without a file, `generated_ratings` has a log of the same form.
+
+    Without `path`, a log is searched in the folder or archive that the environment variable `RSEMBED_DATA`
+    names, then ml-1m in pooch's cache. It is fetched only with `download=True`.
+
+    MovieLens may be used for research, with acknowledgement and without a claim that GroupLens endorses it.
+    It must not be used commercially without their permission, and some sizes must not be redistributed. So it
+    does not come with this library.
+
+    Args:
+      path: a folder with the files, a zip or tar archive of them, or the file of ratings. A folder is searched
+        two levels deep, and must have one log.
+      download: allow fetching ml-1m (6 MB) into the cache folder. Without an answer within seconds, the search
+        goes on as if there were no network.
+      max_users: keep only the users with the smallest ids. A hundred make a test quick.
+
+    Returns:
+      The log. Equal times stay in the order of the file. Reading takes about 120 bytes of memory a rating.
+
+    Raises:
+      ValueError: a line has another form (the message has its number), a rated film is not in the file of
+        films, an archive is damaged, `ml-1m.zip` is not the published one, or there are several logs.
+      FileNotFoundError: no log is there.
+
+    Source: Harper and Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 5(4), 2015.
+    """
+    log_path = _find_log(path, download)
+    origin = f"MovieLens ratings from {log_path}"
+    if log_path.name == ARCHIVE.name:
+        _, origin = ARCHIVE.check(log_path)
+    try:
+        with _opened_log(log_path) as (form, ratings_file, films_file):
+            item_ids, titles, genres = _read_films(form, films_file)
+            users, items, stars, seconds = _read_ratings(form, ratings_file)
+    except ValueError as error:
+        reason = str(error).rstrip(".")
+        raise ValueError(f"movielens: {log_path}: {reason}.") from error
+    if max_users is not None:
+        first_users = np.unique(users)[:max_users]
+        is_kept = np.isin(users, first_users)
+        users, items = users[is_kept], items[is_kept]
+        stars, seconds = stars[is_kept], seconds[is_kept]
+    order = np.argsort(seconds, kind="stable")
+    user_ids, user_rows = np.unique(users[order], return_inverse=True)
+    items = items[order]
+    item_rows = np.minimum(np.searchsorted(item_ids, items), len(item_ids) - 1)
+    is_listed = item_ids[item_rows] == items
+    if not is_listed.all():
+        unknown = items[np.argmin(is_listed)]
+        raise ValueError(
+            f"movielens: {log_path}: {films_file.name} does not list film {unknown}, which {ratings_file.name} rates."
+        )
+    genre_names = sorted(set().union(*genres))
+    mask = np.zeros((len(item_ids), len(genre_names)), bool)
+    for row, genres_of_film in enumerate(genres):
+        for column, name in enumerate(genre_names):
+            mask[row, column] = name in genres_of_film
+    return RatingsLog(
+        users=user_rows.astype(np.int32),
+        items=item_rows.astype(np.int32),
+        ratings=stars[order],
+        timestamps=seconds[order],
+        user_ids=user_ids,
+        item_ids=item_ids,
+        titles=titles,
+        genres=mask,
+        genre_names=tuple(genre_names),
+        source=origin,
+    )
+
+
+def _find_log(path: str | os.PathLike[str] | None, download: bool) -> Path:
+    """Path of the folder, archive or file of ratings to read.
+
+    Raises:
+      FileNotFoundError: no log is there.
+      ValueError: a folder has several logs.
+    """
+    if path is not None:
+        log_path = _log_at(Path(path).expanduser())
+        if log_path is None:
+            raise FileNotFoundError(
+                f"movielens: path={os.fspath(path)!r} is no file of this kind: give a folder, a zip or a tar.gz with "
+                f"{_form_names()}, or the file of ratings."
+            )
+        return log_path
+    place = os.environ.get("RSEMBED_DATA")
+    if place:
+        log_path = _log_at(Path(place).expanduser())
+        if log_path is not None:
+            return log_path
+        _log.warning("movielens: RSEMBED_DATA=%r has no log of ratings; looking on.", place)
+    return ARCHIVE.cached(download=download)
+
+
+def _form_names() -> str:
+    names = []
+    for form in FORMS:
+        names.append(form.ratings_name)
+    return ", ".join(names[:-1]) + f" or a file *{names[-1]}"
+
+
+def _log_at(path: Path) -> Path | None:
+    """`path`, or the one log inside the folder `path`. None where there is no log.
+
+    Raises: ValueError: the folder has several logs.
+    """
+    if path.is_file():
+        is_ratings_file = any(form.is_ratings_file(path.name) for form in FORMS)
+        if is_ratings_file or is_archive(path):
+            return path
+        return None
+    if not path.is_dir():
+        return None
+    logs = _logs_below(path, SEARCH_DEPTH)
+    # An archive beside the folder that was unpacked from it is no second log.
+    log_of_name: dict[str, Path] = {}
+    for log_path in logs:
+        name = log_path.name.partition(".")[0]
+        if name not in log_of_name or log_path.is_dir():
+            log_of_name[name] = log_path
+    if len(log_of_name) > 1:
+        several = ", ".join(str(log_path) for log_path in log_of_name.values())
+        raise ValueError(f"movielens: {path} has several logs: {several}; give path= one of them.")
+    for log_path in log_of_name.values():
+        return log_path
+    return None
+
+
+def _logs_below(folder: Path, depth: int) -> list[Path]:
+    """The folder, if it has a file of ratings; else the logs in its archives and subfolders."""
+    children = sorted(folder.iterdir())
+    for child in children:
+        if child.is_file() and any(form.is_ratings_file(child.name) for form in FORMS):
+            return [folder]
+    logs = []
+    for child in children:
+        if child.is_dir() and depth > 0 and not child.name.startswith("."):
+            logs.extend(_logs_below(child, depth - 1))
+        elif child.is_file() and child.name.lower().startswith("ml-") and is_archive(child):
+            logs.append(child)
+    return logs
+
+
+@contextlib.contextmanager
+def _opened_log(log_path: Path) -> Iterator[tuple[Form, SourceFile, SourceFile]]:
+    """Format of the log, its file of ratings and its file of films.
+
+    Raises: ValueError: there is no file of ratings, more than one, or no file of films.
+    """
+    folder = log_path
+    if log_path.is_file() and not is_archive(log_path):
+        folder = log_path.parent
+    with files_in(folder) as files:
+        candidates = []
+        for file in files:
+            if folder != log_path and file.name != log_path.name:
+                continue
+            for form in FORMS:
+                if form.is_ratings_file(file.name):
+                    candidates.append((form, file))
+        if not candidates:
+            raise ValueError(f"it lacks a file of ratings: {_form_names()}")
+        if len(candidates) > 1:
+            names = ", ".join(file.name for _, file in candidates)
+            raise ValueError(f"it has several files of ratings: {names}; give path= one of them, unpacked")
+        form, ratings_file = candidates[0]
+        films_path = form.films_path(ratings_file.name)
+        films_files = [file for file in files if file.name == films_path]
+        if len(films_files) != 1:
+            raise ValueError(f"it has {len(films_files)} files {films_path}; one must list the rated films")
+        yield form, ratings_file, films_files[0]
+
+
+def _read_films(form: Form, file: SourceFile) -> tuple[np.ndarray, tuple[str, ...], list[set[str]]]:
+    """Ids of the films in ascending order, and the title and the genres of each.
+
+    Raises: ValueError: a line has another form, or repeats a film.
+    """
+    films: dict[int, Film] = {}
+    try:
+        for film in form.films(decoded(file.read())):
+            if not film.number.isdecimal() or int(film.number) >= MOST_EXACT:
+                raise ValueError(f"line {film.line}: {shown(film.number)} is no number of a film")
+            number = int(film.number)
+            if number in films:
+                raise ValueError(f"line {film.line} repeats film {number} of line {films[number].line}")
+            films[number] = film
+    except ValueError as error:
+        raise ValueError(f"{file.name}, {error}") from error
+    if not films:
+        raise ValueError(f"{file.name} lists no film")
+    item_ids = np.array(sorted(films), np.int64)
+    titles = []
+    genres = []
+    for item_id in item_ids.tolist():
+        film = films[item_id]
+        titles.append(film.title)
+        genres.append(set(film.genres).difference(NO_GENRES))
+    return item_ids, tuple(titles), genres
+
+
+def _read_ratings(form: Form, file: SourceFile) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Ids of users, ids of films, stars and times of all ratings, in the order of the file.
+
+    Raises: ValueError: a line has another form.
+    """
+    parts: list[tuple[np.ndarray, ...]] = []
+    columns = [0, 1, 2, 3]
+    num_columns = 4
+    first_line = 1
+    with file.open() as opened:
+        if form.columns:
+            header = read_first_line(opened, file.name)
+            names = decoded(header).rstrip("\r\n").split(form.separator)
+            # RecBole's names have a type after a colon.
+            names = [name.partition(":")[0] for name in names]
+            missing = [name for name in form.columns if name not in names]
+            if missing:
+                raise ValueError(f"{file.name}, line 1 lacks the column {missing[0]!r}: {shown(','.join(names))}")
+            columns = [names.index(name) for name in form.columns]
+            num_columns = len(names)
+            first_line = 2
+        for block in line_blocks(opened, file, first_line=first_line, description=f"reading {file.name}"):
+            numbers = _numbers(block, form, file.name, columns, num_columns)
+            stars = numbers[:, 2].astype(np.float32)
+            users, items, _, seconds = numbers.T.astype(np.int64)
+            parts.append((users, items, stars, seconds))
+    if not parts:
+        raise ValueError(f"{file.name} has no ratings")
+    users, items, stars, seconds = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
+    if not len(users):
+        raise ValueError(f"{file.name} has no ratings")
+    return users, items, stars, seconds
+
+
+def _numbers(block: Block, form: Form, name: str, columns: list[int], num_columns: int) -> np.ndarray:
+    """User, film, stars and time in each line of a block, `[lines, 4]`.
+
+    Args:
+      block: the lines. Empty ones are skipped.
+      form: format of the file.
+      name: name of the file, for errors.
+      columns: columns of user, film, stars and time.
+      num_columns: columns of the file.
+
+    Raises: ValueError: a line has another form; the message has its number.
+    """
+    text = block.text
+    if block.first_line == 1:
+        text = text.removeprefix(BYTE_ORDER_MARK)
+    if not text.strip():
+        return np.zeros((0, 4))
+    lines = text.decode("latin-1").replace(form.separator, "\t").split("\n")
+    try:
+        numbers = np.loadtxt(lines, delimiter="\t", comments=None, dtype=np.float64, ndmin=2)
+    except ValueError:
+        numbers = np.zeros((1, 0))
+    if numbers.shape[1] == num_columns:
+        numbers = numbers[:, columns]
+        whole = numbers[:, [0, 1, 3]]
+        is_whole = (whole >= 0) & (whole < MOST_EXACT) & (whole == np.floor(whole))
+        if is_whole.all() and np.isfinite(numbers).all():
+            return numbers
+    raise ValueError(_first_bad_line(lines, block.first_line, form, name, columns, num_columns))
+
+
+def _first_bad_line(
+    lines: list[str], first_line: int, form: Form, name: str, columns: list[int], num_columns: int
+) -> str:
+    """Description of the first line that is no rating, for an error."""
+    wanted = form.separator.join(("user", "film", "stars", "seconds"))
+    for number, line in enumerate(lines, first_line):
+        fields = line.split("\t")
+        reason = ""
+        if line and len(fields) != num_columns:
+            reason = f"it has {len(fields)} fields, not {num_columns}"
+        elif line:
+            for place, column in enumerate(columns):
+                field = fields[column]
+                if not is_number(field) or not math.isfinite(float(field)):
+                    reason = f"{shown(field)} is no number"
+                elif place != 2 and not (0 <= float(field) < MOST_EXACT and float(field).is_integer()):
+                    reason = f"{shown(field)} is no whole number from 0 to {MOST_EXACT}"
+        if reason:
+            return f"{name}, line {number} is {shown(line)}, not {wanted}: {reason}"
+    return f"{name}: a line from {first_line} to {first_line + len(lines) - 1} is not {wanted}"
