@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import marshal
 import math
 import signal
 import threading
@@ -192,6 +193,8 @@ class Jagged(Mapping[str, Bags]):
       features: names of the features.
       weights: one per id, floats `[n]`; None means ones.
 
+    Its attributes are `features`, a tuple, and `bags`: the bags of all features as one `Bags`.
+
     Raises:
       TypeError: `values` or `lengths` are no arrays of integers, or weights no floats.
       ValueError: a feature is named twice, lengths are negative, do not divide by features or do not add up.
@@ -213,27 +216,28 @@ class Jagged(Mapping[str, Bags]):
                 f"Jagged: there are {everything.num_bags} lengths, which {len(names)} features cannot share equally; "
                 "give one length for each sample of each feature."
             )
-        self._everything, self._names = everything, names
+        self.features = tuple(names)
+        self.bags = everything
 
     def __getitem__(self, feature: str) -> Bags:
-        if feature not in self._names:
-            raise KeyError(f"Jagged has no feature {feature!r}, only {self._names}.")
-        bags, num_samples = self._everything, self._everything.num_bags // len(self._names)
-        first = self._names.index(feature) * num_samples
+        if feature not in self.features:
+            raise KeyError(f"Jagged has no feature {feature!r}, only {list(self.features)}.")
+        bags, num_samples = self.bags, self.bags.num_bags // len(self.features)
+        first = self.features.index(feature) * num_samples
         offsets = bags.offsets[first : first + num_samples + 1]
         ids = slice(int(offsets[0]), int(offsets[-1]))
         weights = None if bags.weights is None else bags.weights[ids]
         return Bags(bags.ids[ids], offsets - offsets[0], weights)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self.features)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.features)
 
     def __repr__(self) -> str:
-        num_samples = self._everything.num_bags // len(self._names)
-        return f"Jagged({', '.join(self._names)}: {num_samples} samples, {self._everything.ids.shape[0]} ids)"
+        num_samples = self.bags.num_bags // len(self.features)
+        return f"Jagged({', '.join(self.features)}: {num_samples} samples, {self.bags.ids.shape[0]} ids)"
 
 
 def _module_of(ids: PyTree) -> PyTree:
@@ -243,6 +247,10 @@ def _module_of(ids: PyTree) -> PyTree:
 
 def bags_of_plain_rows(rows: Sequence[PyTree]) -> Bags | None:
     """Bags of rows that are all lists of `int` or all arrays, read in one call, 20 times as fast; else None."""
+    small = small_ids_of_lists(rows)
+    if small is not None:
+        ids, offsets = small
+        return Bags(ids.astype(np.int64), offsets)
     kinds = set(map(type, rows))
     if kinds == {np.ndarray}:
         filled = [row for row in rows if row.size]  # an empty list makes an array of floats
@@ -258,6 +266,40 @@ def bags_of_plain_rows(rows: Sequence[PyTree]) -> Bags | None:
         except OverflowError:  # some need 64 bits without a sign, or more
             return None
     return Bags.from_lengths(ids, np.fromiter(map(len, rows), np.int64, len(rows)))
+
+
+_MARSHALLED = np.dtype([("kind", "u1"), ("value", "<i4")])
+
+
+def small_ids_of_lists(rows: Sequence[PyTree]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Ids and offsets, int32, of a list of lists of `int` that fit 32 bits; None of anything else.
+
+    `marshal` reads every object once, in C; numpy takes three passes to know types, values and
+    lengths. In version 2 of its format a list is the letter "[" and its length, an integer of 32
+    bits is "i" and its value: five bytes each. No other type has one of these letters; bool has
+    "T" and "F". So all is well where only these two letters are there, and a list wherever a row
+    begins. A later Python with another format gets None here, and its lists are read as before.
+    """
+    if type(rows) is not list or type(next(iter(rows), None)) is not list:
+        return None
+    try:
+        written = marshal.dumps(rows, 2)
+    except ValueError:  # something that marshal does not write
+        return None
+    if len(written) % _MARSHALLED.itemsize:
+        return None
+    items = np.frombuffer(written, _MARSHALLED)
+    is_id = items["kind"] == ord("i")
+    heads = np.flatnonzero(~is_id)
+    if heads.size != len(rows) + 1 or (items["kind"][heads] != ord("[")).any():
+        return None
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(items["value"][heads[1:]], out=offsets[1:])
+    # The list of all rows comes first, and each row follows the ids of those before it.
+    expected_heads = offsets[:-1] + np.arange(1, len(rows) + 1)
+    if not np.array_equal(heads[1:], expected_heads):
+        return None
+    return items["value"][is_id], offsets
 
 
 def _flat_ids(row: Any, position: int) -> np.ndarray:

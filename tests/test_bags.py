@@ -87,6 +87,36 @@ def test_bfloat16_tensors_of_torch_are_weights_and_tables():
     np.testing.assert_array_equal(module.split_embedding_weights()[0], np.float32(weights._array))
 
 
+LARGE_IDS = [2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**63, 2**64]
+NO_PLAIN_IDS = [True, False, None, 1.5, "1", b"i", [2], np.int64(5)]
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(
+    st.lists(
+        st.lists(st.one_of(st.integers(-2, 300), st.sampled_from(LARGE_IDS + NO_PLAIN_IDS)), max_size=4), max_size=4
+    )
+)
+@hypothesis.example([[], []])
+@hypothesis.example([[1, [2]], []])
+@hypothesis.example([[91, 105], [False] * 5])  # 91 and 105 are the letters that stand for a list and an integer
+def test_lists_mean_what_tuples_mean_that_are_read_row_by_row(rows):
+    def result(rows):
+        try:
+            return Bags.from_lists(rows).to_lists()
+        except (TypeError, ValueError) as error:
+            return type(error)
+
+    assert result(rows) == result([tuple(row) for row in rows])
+
+
+def test_a_jagged_pair_is_not_copied():
+    values, lengths = np.arange(5, dtype=np.int32), np.array([2, 0, 1, 2], np.int32)
+    batch = rs.Jagged(values, lengths, features=["a", "b"])
+    assert np.shares_memory(batch.bags.ids, values) and np.shares_memory(batch["b"].ids, values)
+    assert batch.features == ("a", "b") and batch["b"].to_lists() == [[2], [3, 4]]
+
+
 def test_weights_follow_their_ids():
     weights = [[1.0, 2.0], [], [3.0], [4.0, 5.0, 6.0]]
     np.testing.assert_array_equal(Bags.from_lists(ROWS, weights).weights, [1, 2, 3, 4, 5, 6])

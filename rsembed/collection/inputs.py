@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ from jaxtyping import PyTree
 from rsembed.bags import (
     PAD_ID,
     Bags,
+    Jagged,
     as_bags,
-    bags_of_plain_rows,
     check_bags,
     check_ids_dtype,
     check_values,
@@ -32,6 +32,8 @@ from rsembed.bags import (
     narrow_ids,
     on_device,
     padded_size,
+    size_of_list,
+    small_ids_of_lists,
 )
 from rsembed.checks import check_type, did_you_mean
 from rsembed.collection.devices import Devices
@@ -85,16 +87,21 @@ def prepare(
     with Agreement(devices.known_mesh, what, given) as agreement:
         batch = given if read is None else read(given)
         check_names(features, batch, "batch")
-        for leaf in jax.tree.leaves([own for own in batch.values() if isinstance(own, (Bags, jax.Array))]):
-            if isinstance(leaf, jax.Array) and not is_unknown(leaf):
-                leaf.copy_to_host_async()  # all at once, where an accelerator holds them; they are read one by one
-        if devices.mesh is None:
-            plain = _of_arrays(features, batch, bounds_check)
-            if plain is not None:
-                return PreparedBatch({}, plain, (), tuple(features), made_for)
-        bags = _in_one_pass(features, batch, lists, bounds_check)
-        if bags is None:
-            bags = {name: _checked(feature, batch[name], bounds_check) for name, feature in features.items()}
+        if not isinstance(batch, Jagged):  # which is on the host
+            _start_copies_to_host(batch)
+            if devices.mesh is None:
+                plain = _of_arrays(features, batch, bounds_check)
+                if plain is not None:
+                    return PreparedBatch({}, plain, (), tuple(features), made_for)
+        bags: dict[str, Bags] = {}
+        ragged = _in_one_pass(features, batch, lists, bounds_check)
+        if ragged is not None:
+            if devices.mesh is None:
+                return dataclasses.replace(on_device(_in_lists(ragged, lists)), made_for=made_for)
+            bags = {name: Bags(ids, _offsets_of(lengths)) for name, (ids, lengths) in ragged.items()}
+        else:
+            for name, feature in features.items():
+                bags[name] = _checked(feature, batch[name], bounds_check)
         members = _members(features, bags, lists)
         num_parts = devices.num_parts_here
         for name, own in bags.items():
@@ -123,6 +130,14 @@ def prepare(
     if devices.mesh is None:
         return on_device(found)
     return _on_mesh(found, devices)
+
+
+def _start_copies_to_host(batch: Batch) -> None:
+    """Copies all arrays from an accelerator at once; they are read one by one later."""
+    values = [value for value in batch.values() if isinstance(value, (Bags, jax.Array))]
+    for leaf in jax.tree.leaves(values):
+        if isinstance(leaf, jax.Array) and not is_unknown(leaf):
+            leaf.copy_to_host_async()
 
 
 def _on_mesh(batch: PreparedBatch, devices: Devices) -> PreparedBatch:
@@ -160,70 +175,106 @@ def _places(members: Mapping[str, Sequence[str]], num_bags: Mapping[str, int]) -
     return tuple(sorted(places.items()))
 
 
+class Ragged(NamedTuple):
+    """The bags of a ragged feature: all ids, and the number of ids of each bag. Arrays of numpy."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+
+
 def _in_one_pass(
     features: Mapping[str, FeatureSpec], batch: Batch, lists: Mapping[str, str], bounds_check: str
-) -> dict[str, Bags] | None:
-    """Bags of all features on the host, with all their ids checked together; None where a feature needs a closer look.
+) -> dict[str, Ragged] | None:
+    """Ids, int32, and lengths of all features, whose ids were checked together.
 
-    That is so of tables with keys, declared batch sizes, features without a combiner, data that is not in numpy or in
-    lists of integers, and of every mistake, which the way of single features then names.
+    It is None for tables with keys, declared batch sizes, features without a combiner, data that is
+    neither in numpy nor in lists of integers, and for every mistake. The caller then reads features
+    one by one, and names the mistake.
     """
     for name, feature in features.items():
         storage = feature.table_spec.storage
         takes_keys = storage is not None and storage.key_dtype is not None
         if takes_keys or feature.num_samples is not None or feature.pooling == "none" or name not in lists:
             return None
-    bags = _plain_bags({name: batch[name] for name in features})
-    if bags is None:
+    everything = _everything(features, batch)
+    if everything is None:
         return None
-    ids = np.concatenate([own.ids for own in bags.values()])
-    limits = [feature.table_spec.vocabulary_size for feature in features.values()]
-    least_bad: Any = limits[0]
-    if len(set(limits)) > 1:
-        least_bad = np.repeat(limits, [own.ids.size for own in bags.values()])
-    if bounds_check != "ignore" and ((ids < PAD_ID) | (ids >= least_bad)).any():
-        return None
-    return {name: dataclasses.replace(own, ids=narrow_ids(own.ids)) for name, own in bags.items()}
+    ids, offsets, num_bags = everything
+    first_bags = np.cumsum([0, *num_bags])
+    first_ids = offsets[first_bags]
+    if bounds_check != "ignore" and ids.size:
+        limits = np.asarray([feature.table_spec.vocabulary_size for feature in features.values()])
+        has_ids = np.flatnonzero(np.diff(first_ids))
+        largest = np.maximum.reduceat(ids, first_ids[has_ids])
+        if ids.min() < PAD_ID or (largest >= limits[has_ids]).any():
+            return None
+    if ids.dtype != np.int32:
+        ids = narrow_ids(ids)
+    ids_of_features = np.split(ids, first_ids[1:-1])
+    lengths_of_features = np.split(np.diff(offsets), first_bags[1:-1])
+    found = zip(ids_of_features, lengths_of_features, strict=True)
+    return dict(zip(features, itertools.starmap(Ragged, found), strict=True))
 
 
-def _plain_bags(values: ByName) -> dict[str, Bags] | None:
-    """Bags of every feature, if all are sound `Bags` in numpy or lists of lists of integers; else None."""
-    are_lists = {type(value) is list for value in values.values()}
-    if are_lists == {True}:
-        return _bags_of_lists(values)
-    for value in values.values():
+def _in_lists(ragged: Mapping[str, Ragged], lists: Mapping[str, str]) -> PreparedBatch:
+    """A batch of features that are all ragged, in the lists of a single device, on the host."""
+    members: dict[str, list[str]] = {}
+    for name in ragged:
+        members.setdefault(lists[name], []).append(name)
+    joined_lists = {}
+    for stack, names in members.items():
+        count = sum(ragged[name].ids.size for name in names)
+        ids = np.full(size_of_list(count), PAD_ID, np.int32)
+        np.concatenate([ragged[name].ids for name in names], out=ids[:count])
+        lengths = np.concatenate([ragged[name].lengths for name in names])
+        joined_lists[stack] = Bags(ids, _offsets_of(lengths))
+    places = _places(members, {name: own.lengths.size for name, own in ragged.items()})
+    return PreparedBatch(joined_lists, {}, places, tuple(ragged))
+
+
+def _everything(features: Mapping[str, FeatureSpec], batch: Batch) -> tuple[np.ndarray, np.ndarray, list[int]] | None:
+    """Ids and offsets of all features, one after the other, and the number of bags of each.
+
+    It is None unless the batch is a `Jagged`, lists of lists of `int`, or sound `Bags` in numpy, and
+    has no weights.
+    """
+    if isinstance(batch, Jagged) and batch.features == tuple(features):
+        everything = batch.bags
+        if everything.weights is not None or everything.ids.dtype not in (np.int32, np.int64):
+            return None
+        num_samples = everything.num_bags // len(features)
+        return everything.ids, everything.offsets, [num_samples] * len(features)
+    values = [batch[name] for name in features]
+    if set(map(type, values)) == {list}:
+        ids_and_offsets = small_ids_of_lists(list(itertools.chain.from_iterable(values)))
+        if ids_and_offsets is None:
+            return None
+        return *ids_and_offsets, [len(rows) for rows in values]
+    for value in values:
         if type(value) is not Bags or value.dense_shape is not None or value.weights is not None:
             return None
         ids, offsets = value.ids, value.offsets
         if type(ids) is not np.ndarray or ids.dtype not in (np.int32, np.int64) or ids.ndim != 1:
             return None
-        if type(offsets) is not np.ndarray or offsets.dtype not in (np.int32, np.int64) or offsets.ndim != 1:
+        if type(offsets) is not np.ndarray or offsets.dtype not in (np.int32, np.int64):
             return None
-        if not offsets.size or offsets[0] != 0 or offsets[-1] != ids.size:
+        if offsets.ndim != 1 or not offsets.size or offsets[0] != 0 or offsets[-1] != ids.size:
             return None
-    # Offsets rise from 0 to the number of ids, so only those inside can fall.
-    steps = np.diff(np.concatenate([own.offsets for own in values.values()]))
-    ends = np.cumsum([own.offsets.size for own in values.values()])[:-1] - 1
-    steps[ends] = 0
-    return None if (steps < 0).any() else values
+    # The steps from the last offset of a feature to the first of the next are no lengths.
+    steps = np.diff(np.concatenate([value.offsets for value in values]))
+    ends = np.cumsum([value.offsets.size for value in values])[:-1] - 1
+    lengths = np.delete(steps, ends)
+    if (lengths < 0).any():
+        return None
+    ids = np.concatenate([value.ids for value in values])
+    return ids, _offsets_of(lengths), [value.num_bags for value in values]
 
 
-def _bags_of_lists(values: ByName) -> dict[str, Bags] | None:
-    """Bags of features that are all lists of lists of `int`, read in one call for all of them; else None."""
-    rows = list(itertools.chain.from_iterable(values.values()))
-    if set(map(type, rows)) != {list}:
-        return None
-    everything = bags_of_plain_rows(rows)
-    if everything is None:
-        return None
-    ids, offsets = everything.ids, np.asarray(everything.offsets)
-    bags = {}
-    first_row = 0
-    for name, own in values.items():
-        of_feature = offsets[first_row : first_row + len(own) + 1]
-        bags[name] = Bags(ids[of_feature[0] : of_feature[-1]], of_feature - of_feature[0])
-        first_row += len(own)
-    return bags
+def _offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """Offsets, int32, of bags of these lengths."""
+    offsets = np.zeros(lengths.size + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 def _of_arrays(features: Mapping[str, FeatureSpec], batch: Batch, bounds_check: str) -> ByName | None:

@@ -125,6 +125,32 @@ def test_a_stream_of_ragged_batches_needs_few_programs():
     assert num_traced <= 3
 
 
+@pytest.mark.parametrize("form", ["lists", "bags", "jagged"])
+@pytest.mark.parametrize("bad", ["a", "b", "c"])
+def test_each_ragged_feature_is_held_against_its_table(form, bad):
+    tables = {name: rs.TableSpec(name, SIZES[name], DIM * (1 + (name == "c")), combiner="sum") for name in "abc"}
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name, table) for name, table in tables.items()])
+    forms = {
+        "lists": dict,
+        "bags": lambda rows: {name: rs.Bags.from_lists(own) for name, own in rows.items()},
+        "jagged": lambda rows: rs.Jagged(
+            np.concatenate([np.int32(row) for own in rows.values() for row in own]),
+            [len(row) for own in rows.values() for row in own],
+            features=list(rows),
+        ),
+    }
+    make = forms[form]
+    rows = {name: [[0], [], [SIZES[name] - 1, -1]] for name in "abc"}
+    prepared = collection.prepare(make(rows))
+    assert {name: prepared[name].to_lists() for name in "abc"} == {name: [[0], [], [SIZES[name] - 1]] for name in "abc"}
+    rows["a" if bad != "a" else "b"] = [[], [], []]
+    assert collection.prepare(make(rows))[bad].to_lists() == [[0], [], [SIZES[bad] - 1]]
+    for wrong in (SIZES[bad], -2):
+        rows[bad] = [[0], [], [1, wrong]]
+        with pytest.raises(ValueError, match=rf"feature '{bad}': id {wrong} in sample 2 .* table '{bad}'"):
+            collection.prepare(make(rows))
+
+
 def test_a_prepared_batch_reads_as_a_mapping_and_travels_as_a_pytree():
     collection = collection_of()
     batch = draw_batch(1)
