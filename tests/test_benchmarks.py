@@ -8,6 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+import rsembed as rs
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="timing scripts come with a checkout")
 
@@ -49,6 +51,47 @@ def test_table_batched_contestants_agree_after_two_steps(workload):
     outputs = tbe.outputs_after_two_steps(contestants)
     assert len(outputs) == 2
     tbe.check_agreement(outputs, "EXACT_ROWWISE_ADAGRAD")
+
+
+@pytest.fixture
+def ragged(scripts, monkeypatch):
+    import ragged
+
+    small = {"NUM_TABLES": 3, "ROWS": 50, "DIM": 8, "NUM_SPLIT_TABLES": 2, "NUM_SPLIT_SAMPLES": 8}
+    for name, value in {**small, "LONG_BAG": 100}.items():
+        monkeypatch.setattr(ragged, name, value)
+    return ragged
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch and FBGEMM, as they are imported
+def test_ragged_contestants_prepare_one_batch_and_are_all_timed(ragged):
+    batches = ragged.draw_batches(6, 3)
+    runs = ragged.our_contestants(batches)
+    expected = runs["bags"](1)
+    for form in ("lists", "jagged"):
+        jax.tree.map(np.testing.assert_array_equal, runs[form](1), expected)
+    assert [expected[name].to_lists() for name in expected] == list(ragged.as_lists(batches[1]).values())
+    record = ragged.measure(6, 3, 1)
+    for name in ("step", "bags", "lists", "jagged", "jagged, step"):
+        assert 0 < record[name]["best"] <= record[name]["median"] < np.inf
+    assert len(ragged.cells_of(record)) == len(ragged.HEADS)
+    assert ragged.num_programs(ragged.Model(3), batches) <= 3
+
+
+def test_ragged_batches_on_devices_are_counted_and_timed(ragged):
+    record = ragged.measure_devices(1)
+    assert 1 <= record["programs"] <= 16 and 0 < record["ids a place"] <= 1
+    assert 0 < record["step"]["best"] < np.inf and 0 < record["long"]["best"] < np.inf
+    places = {"a": rs.Bags(np.zeros(8, np.int32), np.arange(3)), "b": np.ones((2, 4), np.int32)}
+    assert ragged.ids_a_place(places, 12) == 12 / 16
+
+
+def test_the_published_benchmark_of_trains_is_a_time_per_id(scripts):
+    import tt
+
+    spec = tt.TTSpec(24, (2, 3, 4), (2, 2, 2), (2, 2))
+    record = tt.measure_published(1, spec=spec, batch_size=4)
+    assert 0 < record["best"] <= record["median"] < np.inf and record["published"] == 0.416
 
 
 def test_every_point_of_the_curves_is_a_time(workload):
