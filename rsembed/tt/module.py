@@ -1,4 +1,4 @@
-"""`TTEmbeddingBag` and `TableBatchedTTEmbeddingBag`: drop-ins for embedding bags whose tables are tensor trains."""
+"""Flax modules with tensor-train tables: `TTEmbeddingBag` and `TableBatchedTTEmbeddingBag`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rsembed.row_gradients import check_gradient
 from rsembed.specs import MAX_ROWS
 from rsembed.stacking import split_by_memory
 from rsembed.tt import programs
-from rsembed.tt.cores import AnyCores, Mode, check_cores, padded_bags
+from rsembed.tt.cores import AnyCores, Cores, Mode, SliceShapes, check_cores, padded_bags
 from rsembed.tt.hot_rows import CacheReport
 from rsembed.tt.new_cores import WeightDistribution
 from rsembed.tt.programs import FusedParam, FusedState, OptimType, TTGradients, rule_of
@@ -32,72 +32,90 @@ from rsembed.tt.storage import CachedTrain, cores_of, init_core_slots
 Rate = Annotated[float, "[0, inf)"]
 
 
-def _of_all(values: list[Any]) -> Any:
-    """One value, if it is the same for all tables, or one for each."""
-    if len(values) > 1 and (isinstance(values[0], Array) or any(value != values[0] for value in values)):
+def _one_or_all(values: list[Any]) -> Any:
+    """The first value if all values are equal, else the list of all. Arrays are never compared."""
+    if len(values) == 1:
+        return values[0]
+    if isinstance(values[0], Array) or any(value != values[0] for value in values):
         return values
     return values[0]
 
 
 def _no_cache(module: str) -> NotImplementedError:
-    """The error for a cache in a module that an optimizer outside trains."""
+    """The error for a cache in a module with `sparse=False`, which an external optimizer trains."""
     return NotImplementedError(
-        f"{module}: sparse=False has no cache of rows. An optimizer outside keeps its state by place in the cache, and "
-        "cache_populate gives places to other rows, which would then move by what the rows before them have learned. "
-        "Take sparse=True, which moves the state with the row, or use_cache=False; or train the table with any optax "
-        "rule and a cache in the core: TableSpec(optimizer=rsembed.from_optax(...), "
+        f"{module}: sparse=False has no cache of rows. An optimizer outside keeps its state by "
+        "place in the cache, and cache_populate gives places to other rows, which would then "
+        "move by what the rows before them have learned. Take sparse=True, which moves the state "
+        "with the row, or use_cache=False; or train the table with any optax rule and a cache in "
+        "the core: TableSpec(optimizer=rsembed.from_optax(...), "
         "storage=rsembed.tt.TensorTrain(tt_ranks, cache_rows=...))."
     )
 
 
-def _of_tables(read: Callable[[TTSpec], Any], doc: str) -> property:
-    """A published attribute: one value where all tables have the same, else a list of one for each."""
-    return property(lambda self: _of_all([read(spec) for spec in self.specs]), doc=doc)
+def _table_property(read: Callable[[TTSpec], Any], doc: str) -> property:
+    """A published attribute: one value if all tables have the same, else a list with one per table."""
+    return property(lambda self: _one_or_all([read(spec) for spec in self.specs]), doc=doc)
 
 
 class TableBatchedTTEmbeddingBag(nnx.Module):
-    """Embedding bags over several tables that are never stored, only their tensor-train cores.
+    """Embedding bags over several tables that are stored as tensor-train cores.
 
-    Sizes, dimensions, ranks and factors are those of all tables, or sequences of one per table. Tables with equal
-    column factors and ranks form a group, whose cores stand one behind the other along their first axis: one lookup
-    serves the group, whatever the tables' sizes.
+    Every argument about sizes, dimensions, ranks or factors is one value for all tables, or a
+    sequence with one value per table. Tables with equal column factors and ranks form a group:
+    their cores are concatenated along the first axis, and one lookup handles the whole group.
 
     Args:
       num_tables: number of tables.
-      num_embeddings: rows.
-      embedding_dim: any length of row.
-      tt_ranks: one per boundary between cores, so `d - 1` of them make `d` cores.
-      tt_p_shapes: row factors, of product at least `num_embeddings`; None takes `suggested_tt_shapes`.
-      tt_q_shapes: column factors, of product `embedding_dim`; None takes `suggested_tt_shapes` without rounding up.
-      sparse: True steps the cores in `backward` (see `vjp`) with `optimizer` and hides them from `nnx.grad`; False
-        makes them `nnx.Param`s that any optax rule trains, without a cache.
-      optimizer: of the fused step: SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD (one state per core slice) or ADAM.
-      learning_rate: of the fused step.
-      eps: added to the denominator, both Adagrads only.
-      weight_dist: see `init_cores`.
-      dtype: of the cores, float32 or bfloat16. Rows and sums are float32.
-      mode: "sum" or "mean", which divides by the number of ids.
-      include_last_offset: see `__call__`; must be said under `jit`.
-      enforce_embedding_dim: accepted; the dimension is always enforced.
-      use_cache: keep the most read rows uncompressed and train them by themselves, from the first `cache_populate` on.
-        None is True for a `TTEmbeddingBag` with `sparse=True`, as published, and False otherwise. With `sparse=False`
-        a cache is refused: an optimizer outside keeps its state by place, and places change their rows.
-      cache_size: rows kept, per group of tables of equal column factors and ranks; 0 takes a thousandth.
-      hashtbl_size: ids counted at most; 0, or less than six per cached row, takes 16.
-      rngs: its stream `params` draws the cores; None means `nnx.Rngs(0)`, as the published calls pass none.
+      num_embeddings: number of rows.
+      embedding_dim: length of a row; any number.
+      tt_ranks: ranks, one per boundary between cores, so `d - 1` ranks make `d` cores.
+      tt_p_shapes: row factors with a product of at least `num_embeddings`. Default:
+        `suggested_tt_shapes`.
+      tt_q_shapes: column factors with the product `embedding_dim`. Default: `suggested_tt_shapes`
+        without rounding up.
+      sparse: True (default) steps the cores in `backward` (see `vjp`) with `optimizer` and hides
+        them from `nnx.grad`. False makes the cores `nnx.Param`s for any optax optimizer, without a
+        cache.
+      optimizer: optimizer of the fused step: SGD (default), EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD
+        (one state per core slice) or ADAM.
+      learning_rate: learning rate of the fused step, 0.1 by default.
+      eps: number that both Adagrads add to the denominator, 1e-10 by default.
+      weight_dist: distribution of the initial table, "normal" by default; see `init_cores`.
+      dtype: dtype of the cores, float32 (default) or bfloat16. Rows and sums are float32.
+      mode: "sum" (default) or "mean", which divides by the number of ids.
+      include_last_offset: whether `offsets` end with the end of the last bag; see `__call__`. A
+        module of one table needs it under `jit`.
+      enforce_embedding_dim: ignored; the dimension is always enforced.
+      use_cache: whether to store the most read rows uncompressed and to train them directly. Rows
+        enter the cache with the first `cache_populate`. None, the default, is True for a
+        `TTEmbeddingBag` with `sparse=True`, as published, and False otherwise. A cache needs
+        `sparse=True`: an external optimizer stores its state by cache slot, and a slot changes its
+        row.
+      cache_size: number of cached rows of each group. 0, the default, takes a thousandth of the
+        rows.
+      hashtbl_size: maximum number of ids with a read count. 0, the default, or less than six per
+        cached row takes 16 per cached row.
+      rngs: random streams; `params` draws the cores. Default: `nnx.Rngs(0)`, as published calls
+        pass none.
 
     Attributes:
-      is_single: whether one table comes and goes without an axis of tables.
-      specs: one per table.
-      groups: tables of every group.
-      storages: what keeps each group.
-      core_groups: per group, one variable `[sum of p_t over its tables, R_{t-1} * q_t * R_t]` per core.
-      caches: per group, `rows` of all places, their optimizer `state`, and the `directory` of whose they are.
-      learning_rate: of the fused update; a variable, so changing it compiles nothing.
+      is_single: whether the module has one table, and outputs without an axis of tables.
+      specs: shape of each table.
+      groups: numbers of the tables in each group.
+      storages: storage of each group.
+      core_groups: for each group, one variable `[sum of p_t over its tables, R_{t-1} * q_t * R_t]`
+        per core.
+      caches: for each group, the cached `rows`, their optimizer `state`, and the `directory` of
+        cached ids.
+      learning_rate: learning rate of the fused step; a variable, so a change compiles nothing.
 
     Raises:
-      ValueError: shapes do not fit, a sequence has not one entry per table, or an option is unknown.
-      NotImplementedError: the optimizer or option is not offered, or `use_cache=True` meets `sparse=False`.
+      ValueError: shapes do not match, the length of a sequence differs from the number of tables,
+      or an
+        option is unknown.
+      NotImplementedError: the optimizer is not offered, or `use_cache=True` is combined with
+      `sparse=False`.
 
     Source: FBTT-Embedding, `TableBatchedTTEmbeddingBag`.
 
@@ -137,7 +155,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         del enforce_embedding_dim  # it always is
         if tt_ranks is None:
             raise TypeError(
-                "tt_ranks is missing: one rank per boundary between cores, such as tt_ranks=[16] for two cores."
+                "tt_ranks is missing: one rank per boundary between cores, such as tt_ranks=[16] "
+                "for two cores."
             )
         if use_cache is None:
             use_cache = self.is_single and sparse
@@ -147,60 +166,90 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         shapes = {"tt_ranks": tt_ranks, "tt_p_shapes": tt_p_shapes, "tt_q_shapes": tt_q_shapes}
         specs = specs_of_tables(num_tables, **sizes, **shapes)
         dtype = jnp.dtype(dtype_among(CORE_DTYPES, dtype, "dtype"))
-        by_shape: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
-        for k, spec in enumerate(specs):
-            by_shape.setdefault(spec.slice_shapes, []).append(k)
-        groups = split_by_memory(by_shape.values(), {k: spec.num_embeddings for k, spec in enumerate(specs)}, MAX_ROWS)
+        groups = self._grouped(specs)
         self.specs = nnx.static(tuple(specs))
         self.groups = nnx.static(tuple(map(tuple, groups)))
-        self.optimizer, self.eps = optimizer, eps
+        self.optimizer = optimizer
+        self.eps = eps
         rule = rule_of(optimizer, eps)
-        # An optimizer outside has slots of its own.
-        self.rule: OptimizerSpec = nnx.static(rule if sparse else rule_of(OptimType.SGD, eps))
-        self.sparse, self.mode, self.include_last_offset = sparse, mode, include_last_offset
-        self.weight_dist, self.dtype, self.deterministic = weight_dist, dtype, False
-        cache = (cache_size, hashtbl_size) if use_cache else None
-        kind = FusedParam if sparse else nnx.Param
-        like = {"optimizer": self.rule, "dtype": dtype.name}
-        storages = [programs.storage_of([specs[k] for k in own], cache, like) for own in groups]
+        if not sparse:
+            rule = rule_of(OptimType.SGD, eps)  # has no slots: an external optimizer keeps the state
+        self.rule: OptimizerSpec = nnx.static(rule)
+        self.sparse = sparse
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+        self.weight_dist = weight_dist
+        self.dtype = dtype
+        self.deterministic = False
+        cache_sizes = (cache_size, hashtbl_size) if use_cache else None
+        common_fields = {"optimizer": self.rule, "dtype": dtype.name}
+        storages = []
+        for group in groups:
+            group_specs = [specs[k] for k in group]
+            storages.append(programs.storage_of(group_specs, cache_sizes, common_fields))
         self.storages = nnx.static(tuple(storages))
-        drawn = self._draw(weight_dist, rngs)
-        self.core_groups = nnx.List([nnx.List([kind(core) for core in cores_of(params)]) for params, _ in drawn])
-        self.slots = nnx.List([FusedState(slots[0] if use_cache else slots) for _, slots in drawn])
+        core_variable = FusedParam if sparse else nnx.Param
+        self.core_groups = nnx.List([])
+        self.slots = nnx.List([])
+        initial_states = self._initial_states(weight_dist, rngs)
+        for params, slots in initial_states:
+            self.core_groups.append(nnx.List([core_variable(core) for core in cores_of(params)]))
+            self.slots.append(FusedState(slots[0] if use_cache else slots))
         self.learning_rate = FusedState(jnp.asarray(learning_rate, jnp.float32))
         self.step = FusedState(jnp.zeros((), jnp.int32))
-        self.caches = nnx.List(
-            nnx.Dict(rows=FusedParam(params.rows), state=FusedState(slots[1]), directory=FusedState(params.directory))
-            for params, slots in (drawn if use_cache else [])
-        )
+        self.caches = nnx.List([])
+        if use_cache:
+            for params, slots in initial_states:
+                cache = nnx.Dict(
+                    rows=FusedParam(params.rows),
+                    state=FusedState(slots[1]),
+                    directory=FusedState(params.directory),
+                )
+                self.caches.append(cache)
 
-    def _draw(self, weight_dist: WeightDistribution, rngs: nnx.Rngs | None) -> list[tuple[PyTree, PyTree]]:
+    @staticmethod
+    def _grouped(specs: Sequence[TTSpec]) -> list[list[int]]:
+        """Numbers of the tables in each group: equal slices, and at most `MAX_ROWS` rows in all."""
+        by_shape: dict[SliceShapes, list[int]] = {}
+        num_rows = {}
+        for k, spec in enumerate(specs):
+            by_shape.setdefault(spec.slice_shapes, []).append(k)
+            num_rows[k] = spec.num_embeddings
+        return split_by_memory(by_shape.values(), num_rows, MAX_ROWS)
+
+    def _initial_states(self, weight_dist: WeightDistribution, rngs: nnx.Rngs | None) -> list[tuple[PyTree, PyTree]]:
         """Initial parameters and slots of every group."""
-        key, num_tables = (rngs or nnx.Rngs(0)).params(), len(self.specs)
+        key = (rngs or nnx.Rngs(0)).params()
+        num_tables = len(self.specs)
         keys = jax.random.split(key, num_tables) if num_tables > 1 else key[None]
-        groups = zip(self.storages, self.groups, strict=True)
-        return [storage.start(keys[np.asarray(own)], storage.tables[0], weight_dist) for storage, own in groups]
+        states = []
+        for storage, group in zip(self.storages, self.groups, strict=True):
+            group_keys = keys[np.asarray(group)]
+            states.append(storage.init_from_keys(group_keys, storage.tables[0], weight_dist))
+        return states
 
     def _state(self, g: int) -> tuple[PyTree, PyTree]:
-        """Parameters and slots of a group, as its storage has them.
+        """Parameters and slots of group `g`, in the form of its storage.
 
-        Raises: RuntimeError: a step took arrays of the module over.
+        Raises: RuntimeError: a step has donated arrays of the module.
         """
-        cores, slots = tuple(core.get_value() for core in self.core_groups[g]), self.slots[g].get_value()
+        cores = tuple(core.get_value() for core in self.core_groups[g])
+        slots = self.slots[g].get_value()
         state: PyTree = cores, slots
         if self.caches:
             cache = self.caches[g]
-            stored = CachedTrain(cores, cache.rows.get_value(), cache.directory.get_value())
-            state = stored, (slots, cache.state.get_value())
+            params = CachedTrain(cores, cache.rows.get_value(), cache.directory.get_value())
+            state = params, (slots, cache.state.get_value())
         way_out = (
-            "where an error or Ctrl-C broke that step off, nnx.update(module, state) with the nnx.state that was saved "
-            "last; where a copy that shared the arrays took it, go on with the copy"
+            "where an error or Ctrl-C broke that step off, nnx.update(module, state) with the "
+            "nnx.state that was saved last; where a copy that shared the arrays took it, go on "
+            "with the copy"
         )
         check_not_taken(state, f"{type(self).__name__} has lost its cores", way_out)
         return state
 
     def _put(self, g: int, params: PyTree, slots: PyTree) -> None:
-        """The inverse of `_state`."""
+        """Sets the variables of group `g` to parameters and slots in the form of its storage."""
         for variable, core in zip(self.core_groups[g], cores_of(params), strict=True):
             nnx.Variable.set_value(variable, core)
         self.slots[g].set_value(self.storages[g].core_slots(slots))
@@ -210,179 +259,223 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             self.caches[g].directory.set_value(params.directory)
 
     def reset_parameters(self, weight_dist: WeightDistribution | None = None, *, rngs: nnx.Rngs | None = None) -> None:
-        """Draws all cores anew, by default as the constructor did; forgets optimizer state, counts and cached rows."""
-        for g, drawn in enumerate(self._draw(weight_dist or self.weight_dist, rngs)):
-            self._put(g, *drawn)
+        """Draws new cores, and resets optimizer state, step number, read counts and cache.
+
+        Args:
+          weight_dist: distribution of the table. Default: the one that the constructor got.
+          rngs: random streams. Default: `nnx.Rngs(0)`.
+        """
+        states = self._initial_states(weight_dist or self.weight_dist, rngs)
+        for g, (params, slots) in enumerate(states):
+            self._put(g, params, slots)
         self.step.set_value(jnp.zeros((), jnp.int32))
 
     @validated
     def set_learning_rate(self, lr: Rate | Float[Array, ""]) -> None:
-        """Learning rate of the fused updates from now on. Raises: ValueError: it is negative or not finite."""
+        """Sets the learning rate of the fused step. Raises: ValueError: `lr` is negative or not finite."""
         self.learning_rate.set_value(jnp.asarray(lr, jnp.float32))
 
     def _place_of(self, table: int) -> tuple[int, int, int]:
-        """A table's group, and its number and first row there."""
-        if not 0 <= table < len(self.specs):
-            raise ValueError(f"there is no table {table}, only {len(self.specs)} tables.")
-        ((g, group),) = [(g, group) for g, group in enumerate(self.groups) if table in group]
-        number = group.index(table)
-        return g, number, sum(self.specs[k].num_embeddings for k in group[:number])
+        """Number of the group of a table, the number of the table in it, and its first row there."""
+        for g, group in enumerate(self.groups):
+            if table in group:
+                number = group.index(table)
+                first_row = sum(self.specs[k].num_embeddings for k in group[:number])
+                return g, number, first_row
+        raise ValueError(f"there is no table {table}, only {len(self.specs)} tables.")
 
-    def cores_of(self, table: int = 0) -> tuple[Array, ...]:
+    def cores_of(self, table: int = 0) -> Cores:
         """The cores of one table."""
         g, number, _ = self._place_of(table)
-        return cores_of(self.storages[g].unstack(*self._state(g), self.storages[g].tables[0], 1)[number][0])
+        storage = self.storages[g]
+        params, slots = self._state(g)
+        table_params, _ = storage.unstack(params, slots, storage.tables[0], 1)[number]
+        return cores_of(table_params)
 
     def set_cores(self, cores: AnyCores, table: int = 0) -> None:
-        """Puts cores in place of those of a table, such as those of `from_dense`.
+        """Replaces the cores of a table, for example by those of `from_dense`.
 
-        The optimizer state of the old cores and the cached rows of the table are forgotten; read counts stay, and so
-        does the number of steps where there are other tables.
+        This resets the optimizer state of the cores and removes the rows of the table from the
+        cache. Read counts are kept. The step number is reset only if the module has no other table.
 
-        Raises: ValueError: their shapes do not fit, or a number is not finite.
+        Args:
+          cores: new cores with the shapes `specs[table].core_shapes`.
+          table: number of the table.
+
+        Raises: ValueError: the shapes differ, or a number is not finite.
         """
-        g, number, first = self._place_of(table)
-        new = tuple(core.astype(self.dtype) for core in check_cores(self.specs[table], cores))
-        for t, core in enumerate(new):
+        g, number, first_row = self._place_of(table)
+        spec = self.specs[table]
+        new_cores = tuple(core.astype(self.dtype) for core in check_cores(spec, cores))
+        for t, core in enumerate(new_cores):
             check_finite(core, f"core {t} for table {table}", way_out="clean the cores first")
-        storage, (params, slots) = self.storages[g], self._state(g)
+        storage = self.storages[g]
+        params, slots = self._state(g)
         parts = storage.unstack(params, slots, storage.tables[0], 1)
-        parts[number] = new, init_core_slots(self.rule, new)
+        parts[number] = (new_cores, init_core_slots(self.rule, new_cores))
         all_cores, core_slots = storage.stack(parts, params, 1)
-        if not self.caches:
-            self._put(g, all_cores, core_slots)
+        if self.caches:
+            directory = params.directory.forget(first_row, first_row + spec.num_embeddings)
+            new_params = params._replace(cores=all_cores, directory=directory)
+            self._put(g, new_params, (core_slots, slots[1]))
         else:
-            directory = params.directory.forget(first, first + self.specs[table].num_embeddings)
-            self._put(g, params._replace(cores=all_cores, directory=directory), (core_slots, slots[1]))
+            self._put(g, all_cores, core_slots)
         if len(self.specs) == 1:
             self.step.set_value(jnp.zeros((), jnp.int32))
 
     def get_params(self) -> list[Array]:
-        """The values of all cores, group after group, then those of cached rows; changes nothing."""
-        return [core.get_value() for core in [*self.tt_cores, *(cache.rows for cache in self.caches)]]
+        """The values of all cores, group after group, then the cached rows of each group."""
+        variables = [*self.tt_cores, *(cache.rows for cache in self.caches)]
+        return [variable.get_value() for variable in variables]
 
     @property
     def num_tables(self) -> int:
         """Number of tables."""
         return len(self.specs)
 
-    num_embeddings = _of_tables(lambda spec: spec.num_embeddings, "Rows.")
-    embedding_dim = _of_tables(lambda spec: spec.embedding_dim, "Length of a row.")
-    tt_p_shapes = _of_tables(lambda spec: list(spec.tt_p_shapes), "Row factors.")
-    tt_q_shapes = _of_tables(lambda spec: list(spec.tt_q_shapes), "Column factors.")
-    tt_ranks = _of_tables(lambda spec: list(spec.ranks), "All ranks, from 1 to 1.")
-    tt_ndim = _of_tables(lambda spec: spec.num_cores, "Number of cores.")
+    num_embeddings = _table_property(lambda spec: spec.num_embeddings, "Number of rows.")
+    embedding_dim = _table_property(lambda spec: spec.embedding_dim, "Length of a row.")
+    tt_p_shapes = _table_property(lambda spec: list(spec.tt_p_shapes), "Row factors.")
+    tt_q_shapes = _table_property(lambda spec: list(spec.tt_q_shapes), "Column factors.")
+    tt_ranks = _table_property(lambda spec: list(spec.ranks), "All ranks, including 1 at both ends.")
+    tt_ndim = _table_property(lambda spec: spec.num_cores, "Number of cores.")
 
     @property
     def tt_cores(self) -> list[nnx.Variable]:
-        """The cores' variables, group after group; tables of a group stand one behind the other."""
+        """The variables of all cores, group after group. A core is shared by all tables of its group."""
         return [core for group in self.core_groups for core in group]
 
     @property
     def optimizer_state(self) -> list[Array]:
-        """The state of the fused update, one array per core and slot."""
-        return [leaf for own in self.slots for leaf in jax.tree.leaves(own.get_value())]
+        """State of the fused optimizer: one array per core and slot."""
+        return jax.tree.leaves([slots.get_value() for slots in self.slots])
 
     @property
     def use_cache(self) -> bool:
-        """Whether rows may be cached."""
+        """Whether the module has a cache."""
         return bool(self.caches)
 
     @property
     def cache_weight(self) -> Any:
-        """All places of stored rows `[places, dim]`, in a list of one per group of tables; None without a cache."""
-        return _of_all([cache.rows.get_value() for cache in self.caches]) if self.caches else None
+        """Cached rows `[cache_size, dim]`; a list with several groups, None without a cache."""
+        if not self.caches:
+            return None
+        return _one_or_all([cache.rows.get_value() for cache in self.caches])
 
     def full_weight(self, table: int | None = None) -> PyTree:
-        """One table, expanded, cached rows included; or all: `[tables, vocab, dim]` when they are of one size.
+        """All rows of one table or of all tables, including cached rows.
 
-        Tables of different sizes come as a list, and a module of one table has that alone.
+        Args:
+          table: number of the table. None, the default, returns all tables: one array
+            `[tables, vocab, dim]` if they have equal shapes, else a list of arrays.
+            `TTEmbeddingBag` returns `[vocab, dim]`.
         """
         if table is None:
             return self._joined([self.full_weight(k) for k in range(len(self.specs))])
         g, number, _ = self._place_of(table)
-        whole: Array = self.storages[g].whole(self._state(g)[0], self.storages[g].tables[0], number)
-        return whole
+        storage = self.storages[g]
+        params, _ = self._state(g)
+        rows: Array = storage.whole(params, storage.tables[0], number)
+        return rows
 
     def update_cache(self, indices: PyTree, offsets: object = None) -> None:
-        """Counts reads without a lookup. A lookup counts as well, except after `eval()`.
+        """Counts reads without a lookup. Lookups are counted as well, except after `eval()`.
 
         Args:
-          indices: ids as for a lookup; of one table also flat ids without offsets.
-          offsets: as for a lookup.
+          indices: ids as for a lookup. With one table, flat ids need no offsets.
+          offsets: offsets as for a lookup.
 
-        Raises: NotImplementedError: the module was made with `sparse=False`, which has no cache.
+        Raises: NotImplementedError: the module has `sparse=False`, so it has no cache.
         """
         self._check_may_cache()
         if offsets is None and len(self.specs) == 1 and not isinstance(indices, Bags):
-            flat = jnp.asarray(indices) if all(np.ndim(own) == 0 for own in indices) else None
-            indices = indices if flat is None else flat.reshape(-1, 1)
+            is_flat = all(np.ndim(entry) == 0 for entry in indices)
+            if is_flat:
+                indices = jnp.asarray(indices).reshape(-1, 1)
         self._count(self._by_group(self._read(indices, offsets, None)))
 
     def cache_populate(self) -> None:
-        """Keeps the most read rows from now on; those that leave the cache are what their cores give. See `hot_rows`.
+        """Fills the cache with the most read rows. Evicted rows are written back to the cores; see `hot_rows`.
 
-        Warns if no read was counted; inside `jit` that is unknown.
+        Warns if no read was counted; under `jit` it cannot tell.
 
-        Raises: NotImplementedError: the module was made with `sparse=False`, which has no cache.
+        Raises: NotImplementedError: the module has `sparse=False`, so it has no cache.
         """
         self._check_may_cache()
         directories = [cache.directory.get_value() for cache in self.caches]
-        if directories and not is_traced(directories) and not any(own.lookups for own in self.cache_reports()):
-            warnings.warn("cache_populate: nothing was counted, so nothing is cached.", stacklevel=2)
-        for g, _ in enumerate(self.caches):
-            self._put(g, *programs.populated(self.storages[g], *self._state(g)))
+        if directories and not is_traced(directories):
+            num_lookups = sum(report.lookups for report in self.cache_reports())
+            if num_lookups == 0:
+                warnings.warn("cache_populate: nothing was counted, so nothing is cached.", stacklevel=2)
+        for g in range(len(self.caches)):
+            params, slots = programs.populated(self.storages[g], *self._state(g))
+            self._put(g, params, slots)
 
     def _check_may_cache(self) -> None:
         if not self.sparse:
             raise _no_cache(type(self).__name__)
 
     def _count(self, batch: Sequence[Bags]) -> None:
+        """Counts the reads of a batch, which has one `Bags` per group."""
         for g, cache in enumerate(self.caches):
-            counted = programs.counted(self._state(g)[0].directory, batch[g].ids)
-            with contextlib.suppress(TraceContextError):  # a plain jit that closes over the module changes nothing
+            params, _ = self._state(g)
+            counted = programs.counted(params.directory, batch[g].ids)
+            # A module that is closed over by a plain `jax.jit` cannot change.
+            with contextlib.suppress(TraceContextError):
                 cache.directory.set_value(counted)
 
     def reset_cache(self) -> None:
-        """Forgets counts and cached rows, and what these have learned; `full_weight` has it before."""
-        for g, _ in enumerate(self.caches):
-            (params, slots), storage = self._state(g), self.storages[g]
-            self._put(g, *storage.with_no_rows(params.cores, slots[0], storage.tables[0]))
+        """Empties the cache and the read counts. What cached rows have learned is lost.
+
+        To keep it, read `full_weight` before.
+        """
+        for g, storage in enumerate(self.storages if self.caches else ()):
+            params, slots = self._state(g)
+            new_params, new_slots = storage.with_empty_cache(params.cores, slots[0], storage.tables[0])
+            self._put(g, new_params, new_slots)
 
     def cache_reports(self) -> list[CacheReport]:
-        """Contents, hits and evictions, per group of tables."""
+        """Number of cached rows, hits, evictions and more for each group of tables."""
         return [cache.directory.get_value().report() for cache in self.caches]
 
     def __call__(
-        self, indices: object, offsets: object = None, per_sample_weights: object = None, warmup: bool = True
+        self,
+        indices: object,
+        offsets: object = None,
+        per_sample_weights: object = None,
+        warmup: bool = True,
     ) -> PyTree:
-        """Pooled rows of every bag, of which an empty one gives zeros.
+        """Pooled rows of every bag; zeros for an empty bag.
 
-        They are `[batch, dim]` of `TTEmbeddingBag`, `[tables, batch, dim]` of `TableBatchedTTEmbeddingBag`, and there
-        one array per table when their dimensions differ.
+        The result is `[batch, dim]` for `TTEmbeddingBag` and `[tables, batch, dim]` for
+        `TableBatchedTTEmbeddingBag`, or a list of one array per table if their dimensions differ.
 
         Args:
-          indices: flat ids; or a dense array `[bags, ids per bag]`, -1 for no id; or `Bags`; or lists of ids. The bags
-            of table 0 come first, then as many of table 1, and so on.
-          offsets: start of each bag of flat ids; the end of the last may follow. Of one table, a last entry equal to
-            the number of ids is taken for that end unless `include_last_offset=False` says that an empty bag starts
-            there.
-          per_sample_weights: one float per id.
-          warmup: accepted, without effect.
+          indices: flat ids, a dense array `[bags, ids per bag]` with -1 for no id, `Bags`, or lists
+            of ids. The bags of table 0 come first, then an equal number of bags of table 1, and so
+            on.
+          offsets: start of each bag of flat ids, optionally followed by the end of the last bag.
+            With one table, a last offset equal to the number of ids counts as that end. Construct
+            the module with `include_last_offset=False` if it is the start of an empty bag.
+          per_sample_weights: one float per id; None, the default, means ones.
+          warmup: ignored.
 
-        Raises: ValueError or TypeError: naming the id, bag or offset that is wrong.
+        Raises: ValueError or TypeError: an argument is wrong; the message names the id, bag or
+        offset.
         """
         del warmup
         bags = self._read(indices, offsets, per_sample_weights)
-        return self._joined(self._look_up(bags)[0])
+        outputs, _, _ = self._look_up(bags)
+        return self._joined(outputs)
 
     def vjp(
         self, indices: object, offsets: object = None, per_sample_weights: object = None
     ) -> tuple[PyTree, Callable[[PyTree], TTGradients | None]]:
-        """Pooled rows, and `backward(d_output)`.
+        """Pooled rows as from `__call__`, and a function `backward(d_output)`.
 
-        With `sparse=True` backward steps the cores, once, and returns None. With `sparse=False` it changes nothing and
-        returns `TTGradients`.
+        With `sparse=True`, `backward` can be called once. It steps the cores and returns the
+        gradient of the weights in `TTGradients`, or None if there are no weights. With
+        `sparse=False` it changes nothing and returns all gradients.
         """
         bags = self._read(indices, offsets, per_sample_weights)
         is_used = False
@@ -391,75 +484,114 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
         def backward(d_output: PyTree) -> TTGradients | None:
             nonlocal is_used
-            d_outputs = [d_output] if self.is_single else list(d_output)
-            for table, (own, shape) in enumerate(zip(d_outputs, shapes, strict=True)):
-                check_gradient(own, f"d_output of table {table}")
-                if np.shape(own) != shape:
-                    raise ValueError(f"d_output of table {table} has shape {np.shape(own)}, its output {shape}.")
-            every = [jnp.asarray(d, jnp.float32) for d in d_outputs]
-            by_group = [jnp.concatenate([every[k] for k in group]) for group in self.groups]
-            given = zip(self.storages, params, batch, by_group, strict=True)
+            d_by_group = self._gradients_by_group(d_output, shapes)
+            d_cores: list[Cores] = []
+            d_weights = []
             if self.sparse:
                 if is_used:
                     raise RuntimeError("this backward has already stepped the cores; look the batch up again.")
                 is_used = True
-                pulled, rate, number = [], self.learning_rate.get_value(), self.step.get_value()
-                for g, (storage, *own) in enumerate(given):
-                    *new, d_weights = programs.stepped(storage, self.mode, *self._state(g), *own, rate, number)
-                    self._put(g, *new)
-                    pulled.append(((), d_weights))
-                self.step.set_value(number + 1)
+                d_weights = self._step(params, batch, d_by_group)
             else:
-                pulled = [programs.pulled(storage, self.mode, *own) for storage, *own in given]
-            d_cores, d_weights = zip(*pulled, strict=True)
-            d_weight = None if bags.weights is None else sum(d_weights)[: bags.ids.shape[0]]
-            if not self.sparse:
-                return TTGradients(d_cores, d_weight)
-            return None if d_weight is None else TTGradients((), d_weight)
+                for g, storage in enumerate(self.storages):
+                    group_d_cores, group_d_weights = programs.pulled(
+                        storage, self.mode, params[g], batch[g], d_by_group[g]
+                    )
+                    d_cores.append(group_d_cores)
+                    d_weights.append(group_d_weights)
+            d_weight = None
+            if bags.weights is not None:
+                d_weight = sum(d_weights)[: bags.ids.shape[0]]  # without the padding
+            if self.sparse and d_weight is None:
+                return None
+            return TTGradients(tuple(d_cores), d_weight)
 
         return self._joined(outputs), backward
 
+    def _gradients_by_group(self, d_output: PyTree, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+        """Checked gradients of the outputs, in float32, concatenated for each group of tables."""
+        d_outputs = [d_output] if self.is_single else list(d_output)
+        for table, (gradient, shape) in enumerate(zip(d_outputs, shapes, strict=True)):
+            check_gradient(gradient, f"d_output of table {table}")
+            if np.shape(gradient) != shape:
+                raise ValueError(f"d_output of table {table} has shape {np.shape(gradient)}, its output {shape}.")
+        wide = [jnp.asarray(gradient, jnp.float32) for gradient in d_outputs]
+        return [jnp.concatenate([wide[k] for k in group]) for group in self.groups]
+
+    def _step(self, lookup_params: Sequence[PyTree], batch: Sequence[Bags], d_by_group: Sequence[Array]) -> list[Any]:
+        """Steps the cores and caches of all groups, and returns the gradients of the weights of each."""
+        rate = self.learning_rate.get_value()
+        number = self.step.get_value()
+        d_weights = []
+        for g, storage in enumerate(self.storages):
+            params, slots = self._state(g)
+            params, slots, group_d_weights = programs.stepped(
+                storage,
+                self.mode,
+                params,
+                slots,
+                lookup_params[g],
+                batch[g],
+                d_by_group[g],
+                rate,
+                number,
+            )
+            self._put(g, params, slots)
+            d_weights.append(group_d_weights)
+        self.step.set_value(number + 1)
+        return d_weights
+
     def _joined(self, tables: list[Array]) -> PyTree:
-        """The arrays of all tables as the module returns them; of equal shape, they are stacked."""
+        """The arrays of all tables as the module returns them: one array, a stacked array or a list."""
         if self.is_single:
             return tables[0]
-        return jnp.stack(tables) if len({table.shape for table in tables}) == 1 else tables
+        if len({table.shape for table in tables}) == 1:
+            return jnp.stack(tables)
+        return tables
 
     def _look_up(self, bags: Bags) -> tuple[list[Array], list[PyTree], list[Bags]]:
-        """Pooled rows of every table, and the parameters and the batch of every group that gave them."""
+        """Pooled rows of every table, and the parameters and the `Bags` of every group."""
         batch = self._by_group(bags)
         if not self.deterministic:
             self._count(batch)
         params = [self._state(g)[0] for g in range(len(self.groups))]
         by_table: dict[int, Array] = {}
-        for group, *given in zip(self.groups, self.storages, params, batch, strict=True):
-            pooled = programs.looked_up(given[0], self.mode, *given[1:])
-            by_table.update(zip(group, pooled.reshape(len(group), -1, pooled.shape[1]), strict=True))
+        for g, group in enumerate(self.groups):
+            pooled = programs.looked_up(self.storages[g], self.mode, params[g], batch[g])
+            by_group = pooled.reshape(len(group), -1, pooled.shape[1])
+            by_table.update(zip(group, by_group, strict=True))
         return [by_table[k] for k in range(len(self.specs))], params, batch
 
     def _by_group(self, bags: Bags) -> list[Bags]:
-        """The batch as one `Bags` per group of like tables, whose ids are numbered on from each table to the next."""
+        """The batch as one `Bags` per group, with the ids of a table offset by the tables before it."""
         sizes = tuple(spec.num_embeddings for spec in self.specs)
         bags = padded_bags(dataclasses.replace(bags, ids=narrow_ids(bags.ids)))
         return programs.rows_by_group(self.groups, sizes, bags)
 
-    def _read(self, *given: PyTree) -> Bags:
-        """Checked bags, those of table 0 first."""
-        return programs.read_bags(self.specs, *given, name=type(self).__name__, last=self.include_last_offset)
+    def _read(self, indices: PyTree, offsets: PyTree, weights: PyTree) -> Bags:
+        """Checked bags of all tables; see `programs.read_bags`."""
+        return programs.read_bags(
+            self.specs,
+            indices,
+            offsets,
+            weights,
+            name=type(self).__name__,
+            last=self.include_last_offset,
+        )
 
 
 class TTEmbeddingBag(TableBatchedTTEmbeddingBag):
-    """An embedding bag over one table of `num_embeddings` rows, kept as tensor-train cores, and cached by default.
+    """An embedding bag over one table that is stored as tensor-train cores, with a cache by default.
 
     Args:
-      num_embeddings: rows.
-      embedding_dim: any length of row.
-      published: by position, as published: `tt_ranks, tt_p_shapes, tt_q_shapes, optimizer, learning_rate, eps, sparse,
-        use_cache, cache_size, hashtbl_size, weight_dist, enforce_embedding_dim`; from `tt_p_shapes` on where `tt_ranks`
-        is a keyword, as in the example.
-      options: the arguments of `TableBatchedTTEmbeddingBag` by keyword.
+      num_embeddings: number of rows.
+      embedding_dim: length of a row; any number.
+      published: positional arguments as published: `tt_ranks, tt_p_shapes, tt_q_shapes, optimizer,
+        learning_rate, eps, sparse, use_cache, cache_size, hashtbl_size, weight_dist,
+        enforce_embedding_dim`. If `tt_ranks` is a keyword, as in the example, they start at `tt_p_shapes`.
+      options: keyword arguments of `TableBatchedTTEmbeddingBag`.
 
-    Raises: as `TableBatchedTTEmbeddingBag`.
+    Raises: see `TableBatchedTTEmbeddingBag`.
 
     Source: FBTT-Embedding, `TTEmbeddingBag`.
 
@@ -474,10 +606,10 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBag):
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *published: Any, **options: Any):
         if "tt_ranks" in options:
-            published = options.pop("tt_ranks"), *published
+            published = (options.pop("tt_ranks"), *published)
         super().__init__(1, num_embeddings, embedding_dim, *published, **options)
 
     @property
     def spec(self) -> TTSpec:
-        """Rows, factors and ranks."""
+        """Number of rows, factors and ranks of the table."""
         return self.specs[0]

@@ -1,6 +1,6 @@
-"""Compiled functions of a tensor-train module: reading batches, lookups, steps and caches of each group of tables.
+"""Parts of a tensor-train module: its variables, optimizers, batch reader and compiled functions.
 
-The rules and variables of the fused update come first.
+Each compiled function handles one group of tables.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from rsembed.bags import Bags, as_bags, check_bags, check_ids_dtype, check_unmasked, check_values, is_traced
 from rsembed.checks import check_type
@@ -27,38 +26,46 @@ from rsembed.optimizers import SGD, Adam, OptimizerSpec, RowWiseAdagrad, TorchAd
 from rsembed.parallel.agreement import check_not_forked
 from rsembed.specs import TableSpec
 from rsembed.tt import hot_rows
-from rsembed.tt.cores import Mode, call_of
+from rsembed.tt.cores import Cores, Mode, call_of
 from rsembed.tt.spec import TTSpec
-from rsembed.tt.storage import CachedTrain, TensorTrain, cores_of
+from rsembed.tt.storage import AllSlots, CachedTrain, Params, TensorTrain, cores_of
 
-LEAST_ROWS = 32
-"""Rows of a cache whose size is not given, or a thousandth of the tables' if that is more."""
+MIN_CACHE_ROWS = 32
+"""The default cache has a thousandth of the tables' rows, but at least this number of rows."""
 
 
 class FusedParam(nnx.Variable):
-    """Cores that only the fused update trains: no `nnx.Param`, so neither `nnx.grad` nor optax sees them."""
+    """Cores that only the fused update trains.
 
-    def set_value(self, value: object, **how: object) -> None:
-        """Cores have optimizer states and cached rows beside them, which the module replaces with them.
+    It is no `nnx.Param`, so neither `nnx.grad` nor optax sees the cores.
+    """
 
-        Raises: ValueError: always, and names `set_cores`.
+    def set_value(self, value: object, **options: object) -> None:
+        """Always raises an error, because cores must change together with optimizer state and cache.
+
+        Raises: ValueError: always; the message names `set_cores`.
         """
         raise ValueError(
-            "the cores of a module with sparse=True have an optimizer state and cached rows beside them, which would "
-            "stay those of the old cores; use module.set_cores(cores, table)."
+            "the cores of a module with sparse=True have an optimizer state and cached rows "
+            "beside them, which would stay those of the old cores; use module.set_cores(cores, "
+            "table)."
         )
 
 
 class FusedState(nnx.Variable):
-    """A variable of the fused update (states, counts, steps, learning rate), which optimizers outside leave alone."""
+    """State of the fused update: slots, counts, step number, learning rate.
+
+    External optimizers do not change it, because it is no `nnx.Param`.
+    """
 
 
 class TTGradients(NamedTuple):
-    """Gradients that `backward` returns: all with `sparse=False`, those of weights with `sparse=True`, too.
+    """Gradients that `backward` returns.
 
     Attributes:
-      cores: in the structure of `core_groups`: per group of tables, one array per core; empty with `sparse=True`.
-      per_sample_weights: of the weights, None without.
+      cores: gradients of the cores in the structure of `core_groups`: per group of tables, one
+        array per core. Empty with `sparse=True`.
+      per_sample_weights: gradient of the weights; None if the lookup had no weights.
     """
 
     cores: tuple[tuple[Array, ...], ...]
@@ -66,7 +73,7 @@ class TTGradients(NamedTuple):
 
 
 class OptimType(enum.Enum):
-    """The published names."""
+    """Names of optimizers as FBTT-Embedding publishes them."""
 
     SGD = "sgd"
     EXACT_SGD = "exact_sgd"
@@ -80,56 +87,86 @@ class OptimType(enum.Enum):
 
 
 def rule_of(optimizer: OptimType, eps: float) -> OptimizerSpec:
-    """The row rule of a published name; its learning rate is given at every step.
+    """The optimizer with a published name. Every step passes its learning rate separately.
 
     Args:
       optimizer: the name.
-      eps: added to the denominator of both Adagrads. Adam keeps its own, 1e-8.
+      eps: added to the denominator of both Adagrads. Adam always uses 1e-8.
 
-    Raises: NotImplementedError: the rule is not offered.
+    Raises: NotImplementedError: the module does not offer the optimizer.
     """
     rules: dict[str, OptimizerSpec] = {
-        **{"SGD": SGD(), "EXACT_SGD": SGD(), "EXACT_ADAGRAD": TorchAdagrad(1.0, epsilon=eps)},
-        **{"EXACT_ROWWISE_ADAGRAD": RowWiseAdagrad(1.0, epsilon=eps), "ADAM": Adam()},
+        "SGD": SGD(),
+        "EXACT_SGD": SGD(),
+        "EXACT_ADAGRAD": TorchAdagrad(1.0, epsilon=eps),
+        "EXACT_ROWWISE_ADAGRAD": RowWiseAdagrad(1.0, epsilon=eps),
+        "ADAM": Adam(),
     }
     if optimizer.name not in rules:
         raise NotImplementedError(
-            f"OptimType.{optimizer.name} has no fused update; use {', '.join(rules)}, or take sparse=False and any "
-            "optax rule."
+            f"OptimType.{optimizer.name} has no fused update; use {', '.join(rules)}, or take "
+            "sparse=False and any optax rule."
         )
     return rules[optimizer.name]
 
 
-def storage_of(specs: Sequence[TTSpec], cache: tuple[int, int] | None, like: dict[str, PyTree]) -> TensorTrain:
-    """Storage of a group of tables, given the published `cache_size` and `hashtbl_size` where rows are cached."""
-    tables, sizes = [], (0, 0)
-    if cache is not None:
+def storage_of(
+    specs: Sequence[TTSpec],
+    cache_sizes: tuple[int, int] | None,
+    common_fields: dict[str, Any],
+) -> TensorTrain:
+    """Storage of a group of tables with equal column factors and ranks.
+
+    Args:
+      specs: the tables.
+      cache_sizes: `cache_size` and `hashtbl_size` as published; None for a module without a cache.
+      common_fields: fields of the `TableSpec` that all tables share, such as dtype and optimizer.
+    """
+    cache_rows = 0
+    counted_ids = 0
+    if cache_sizes is not None:
+        cache_size, counted_ids = cache_sizes
         num_rows = sum(spec.num_embeddings for spec in specs)
-        sizes = min(num_rows, cache[0] or max(LEAST_ROWS, num_rows // 1000)), cache[1]
+        cache_rows = min(num_rows, cache_size or max(MIN_CACHE_ROWS, num_rows // 1000))
+    tables = []
     for k, spec in enumerate(specs):
-        rows, dim = spec.num_embeddings, spec.embedding_dim
-        shapes = spec.tt_ranks, spec.tt_p_shapes, spec.tt_q_shapes
-        train = TensorTrain(*shapes, cache_rows=sizes[0], counted_ids=sizes[1])
-        tables.append(TableSpec(name=f"{k}", vocabulary_size=rows, embedding_dim=dim, storage=train, **like))
+        train = TensorTrain(
+            spec.tt_ranks,
+            spec.tt_p_shapes,
+            spec.tt_q_shapes,
+            cache_rows=cache_rows,
+            counted_ids=counted_ids,
+        )
+        table = TableSpec(
+            name=f"{k}",
+            vocabulary_size=spec.num_embeddings,
+            embedding_dim=spec.embedding_dim,
+            storage=train,
+            **common_fields,
+        )
+        tables.append(table)
     return train.sharing(tables)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def looked_up(storage: TensorTrain, mode: Mode, params: PyTree, batch: Bags) -> Float[Array, "bags dim"]:
-    """Pooled rows of a group: stored rows where there are such, chains of products for the others."""
+def looked_up(storage: TensorTrain, mode: Mode, params: Params, batch: Bags) -> Float[Array, "bags dim"]:
+    """Pooled rows of a group of tables, read from the cache or computed from the cores."""
     return storage.look_up(params, call_of(batch, batch.ids, mode), storage.tables[0])[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def pulled(storage: TensorTrain, mode: Mode, params: PyTree, batch: Bags, d_output: Array) -> tuple[PyTree, PyTree]:
-    """Gradients of cores and of weights."""
+def pulled(
+    storage: TensorTrain, mode: Mode, params: Params, batch: Bags, d_output: Array
+) -> tuple[Cores, Array | None]:
+    """Gradients of the cores and of the weights, from the gradient of the pooled rows."""
 
-    def output(params: PyTree, weights: PyTree) -> Array:
+    def output(params: Params, weights: Array | None) -> Array:
         weighted = dataclasses.replace(batch, weights=weights)
         pooled: Array = looked_up(storage, mode, params, weighted)
         return pooled
 
-    d_params, d_weights = jax.vjp(output, params, batch.weights)[1](d_output)
+    _, pull = jax.vjp(output, params, batch.weights)
+    d_params, d_weights = pull(d_output)
     return cores_of(d_params), d_weights
 
 
@@ -137,135 +174,178 @@ def pulled(storage: TensorTrain, mode: Mode, params: PyTree, batch: Bags, d_outp
 def stepped(
     storage: TensorTrain,
     mode: Mode,
-    params: PyTree,
-    slots: PyTree,
-    then: PyTree,
+    params: Params,
+    slots: AllSlots,
+    lookup_params: Params,
     batch: Bags,
     d_output: Array,
     rate: Array,
     number: Array,
-) -> tuple[PyTree, PyTree, PyTree]:
-    """Parameters and slots after a step with the gradients of a lookup in parameters `then`; gradients of weights."""
-    table, rule = storage.tables[0], storage.tables[0].optimizer
-    d_cores, d_weights = pulled(storage, mode, then, batch, d_output)
-    if isinstance(then, CachedTrain):  # rows that were stored or let go since train where they lie now
-        d_cores, _ = pulled(storage, mode, then._replace(directory=params.directory), batch, d_output)
+) -> tuple[Params, AllSlots, Array | None]:
+    """Parameters and slots after one step, and the gradient of the weights.
+
+    Args:
+      storage: storage of the group of tables.
+      mode: "sum" or "mean".
+      params: present parameters, which the step changes.
+      slots: present optimizer state.
+      lookup_params: parameters at the time of the lookup, at which gradients are computed.
+      batch: the bags that were looked up.
+      d_output: gradient of the pooled rows.
+      rate: learning rate of this step.
+      number: number of this step, from 0.
+    """
+    table = storage.tables[0]
+    rule = table.optimizer
+    d_cores, d_weights = pulled(storage, mode, lookup_params, batch, d_output)
+    if isinstance(lookup_params, CachedTrain):
+        # The cache may have changed since the lookup: a row that is cached now gets its gradient in
+        # the cache, and a row that was evicted gets it through the cores.
+        current_params = lookup_params._replace(directory=params.directory)
+        d_cores, _ = pulled(storage, mode, current_params, batch, d_output)
     hyper = dataclasses.replace(rule, learning_rate=lambda: rate).get_hyperparameters(number)
-    gradients = CallGradients(call_of(batch, batch.ids, mode), (d_output,), (d_output.shape[1],))
-    return *storage.step(params, slots, gradients, table, Step(hyper, rule, None, number), d_cores), d_weights
+    step = Step(hyper, rule, None, number)
+    call = call_of(batch, batch.ids, mode)
+    gradients = CallGradients(call, (d_output,), (d_output.shape[1],))
+    params, slots = storage.step(params, slots, gradients, table, step, d_cores)
+    return params, slots, d_weights
 
 
 counted = jax.jit(hot_rows.count)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def populated(storage: TensorTrain, params: PyTree, slots: PyTree) -> tuple[PyTree, PyTree]:
-    """Parameters and slots after the most read rows were chosen anew."""
+def populated(storage: TensorTrain, params: CachedTrain, slots: AllSlots) -> tuple[CachedTrain, AllSlots]:
+    """Parameters and slots with the most read rows in the cache."""
     return storage.populate(params, slots, storage.tables[0])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def rows_by_group(groups: Sequence[Sequence[int]], sizes: Sequence[int], bags: Bags) -> list[Bags]:
-    """Bags of every group, with rows numbered from table to table.
+    """Bags of every group of tables, with the ids of a table offset by the tables before it.
 
     Args:
-      groups: tables of every group.
-      sizes: rows of every table.
-      bags: those of table 0, then as many of table 1, and so on.
+      groups: for every group, the numbers of its tables.
+      sizes: number of rows of every table.
+      bags: bags of table 0, then an equal number of bags of table 1, and so on.
     """
-    ids, offsets = jnp.asarray(bags.ids), jnp.asarray(bags.offsets).astype(jnp.int32)
-    segments = []
+    ids = jnp.asarray(bags.ids)
+    offsets = jnp.asarray(bags.offsets).astype(jnp.int32)
     batch = bags.num_bags // len(sizes)
+    segments = []
     for g, group in enumerate(groups):
-        ends = itertools.accumulate(sizes[k] for k in group)
-        for k, end in zip(group, ends, strict=True):
-            segments.append(Segment(0, k * batch, batch, "sum", g, end - sizes[k], sizes[k]))
+        first_row = 0
+        for k in group:
+            segments.append(Segment(0, k * batch, batch, "sum", g, first_row, sizes[k]))
+            first_row += sizes[k]
     weights = None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32)
-    every = Call((IdList(ids, offsets, weights),), tuple(segments))
+    call = Call((IdList(ids, offsets, weights),), tuple(segments))
     starts = offsets[:-1].reshape(len(sizes), batch)
     by_group = []
     for g, group in enumerate(groups):
-        rows = rows_of_list(every, 0, g, NO_ROW)
-        by_group.append(Bags(rows, jnp.append(starts[np.asarray(group)], offsets[-1]), weights))
+        rows = rows_of_list(call, 0, g, NO_ROW)
+        group_offsets = jnp.append(starts[np.asarray(group)], offsets[-1])
+        by_group.append(Bags(rows, group_offsets, weights))
     return by_group
 
 
 def read_bags(
-    specs: Sequence[TTSpec], indices: Any, offsets: Any, weights: Any, *, name: str, last: bool | None
+    specs: Sequence[TTSpec],
+    indices: Any,
+    offsets: Any,
+    weights: Any,
+    *,
+    name: str,
+    last: bool | None,
 ) -> Bags:
-    """Checked bags, of which bag `b` belongs to table `b // batch`, `batch` being an equal share of them.
+    """Checked bags of all tables: `batch` bags of table 0, then `batch` bags of table 1, and so on.
 
     Args:
-      specs: the tables, whose bags follow each other.
-      indices: flat ids with `offsets`; or, without, a dense array `[tables * batch, ids per bag]` where -1 stands for
-        no id, `Bags`, or a list of lists.
-      offsets: start of each bag; the end of the last may follow.
-      weights: one per id, in the form of `indices`.
-      name: of the module, for messages.
-      last: whether `offsets` end with the end of the last bag. None finds out: with several tables from the number of
-        offsets, with one from the last offset being the number of ids, which needs its value.
+      specs: the tables.
+      indices: with `offsets`, flat ids. Without `offsets`, a dense array
+        `[tables * batch, ids per bag]` with -1 for no id, `Bags`, or a list of lists.
+      offsets: start of each bag, optionally followed by the end of the last bag.
+      weights: one weight per id, in the form of `indices`; None for no weights.
+      name: name of the module in error messages.
+      last: whether `offsets` include the end of the last bag. None, the default of the modules,
+        decides by the number of offsets if there are several tables. For one table it compares the
+        last offset with the number of ids, which is impossible under `jit`.
 
     Raises:
       TypeError: ids or offsets are not integers.
-      ValueError: the forms do not go together, bags do not divide by tables, offsets fall, an id lies outside its
-        table, or a weight is not finite; the message names the id, the bag and the table.
+      ValueError: the forms of the arguments do not match, the number of bags is no multiple of the
+      number
+        of tables, offsets decrease, an id is outside its table, or a weight is not finite. The
+        message names the id, the bag and the table.
     """
     check_not_forked(name)
-    for given, what in (((indices, offsets), "indices or offsets"), (indices, "indices")):
-        check_unmasked(given, what)
-    shardings = [
-        jax.typeof(leaf).sharding for leaf in jax.tree.leaves((indices, offsets)) if isinstance(leaf, jax.Array)
-    ]
-    if any(AxisType.Explicit in own.mesh.axis_types and any(own.spec) for own in shardings):
-        raise ValueError(
-            f"{name}: ids are split over explicit axes of a mesh; call it inside jax.sharding.auto_axes, or train the "
-            "table in an EmbeddingCollection(mesh=...), with storage=TensorTrain(...)."
-        )
+    check_unmasked((indices, offsets), "indices or offsets")
+    check_unmasked(indices, "indices")
+    for leaf in jax.tree.leaves((indices, offsets)):
+        if not isinstance(leaf, jax.Array):
+            continue
+        sharding = jax.typeof(leaf).sharding
+        if AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec):
+            raise ValueError(
+                f"{name}: ids are split over explicit axes of a mesh; call it inside "
+                "jax.sharding.auto_axes, or train the table in an EmbeddingCollection(mesh=...), "
+                "with storage=TensorTrain(...)."
+            )
     if isinstance(indices, Bags) and not (offsets is None and weights is None):
         raise ValueError("Bags hold offsets and weights; pass neither beside them.")
     if offsets is not None:
-        indices = indices if isinstance(indices, jax.Array) else np.asarray(indices)
+        if not isinstance(indices, jax.Array):
+            indices = np.asarray(indices)
         if indices.ndim != 1:
             raise ValueError(f"offsets go with flat indices, got shape {indices.shape}; leave them out for dense ids.")
         check_type(weights, Float[np.ndarray, " nnz"] | None, "per_sample_weights")
-        weights = np.asarray(weights, np.float32) if isinstance(weights, (list, tuple)) else weights
-        bags = Bags(indices, _with_last(offsets, indices.shape[0], len(specs), last), weights)
+        if isinstance(weights, (list, tuple)):
+            weights = np.asarray(weights, np.float32)
+        all_offsets = _with_last(offsets, indices.shape[0], len(specs), last)
+        bags = Bags(indices, all_offsets, weights)
     elif isinstance(indices, Bags):
         bags = as_bags(indices, feature="indices")
     else:
         bags = as_bags((indices, weights), feature="indices")
         if bags.dense_shape is not None and len(bags.dense_shape) != 2:
             raise ValueError(
-                f"indices of shape {bags.dense_shape} need offsets; only dense ids [bags, ids per bag] do not."
+                f"indices of shape {bags.dense_shape} need offsets; only dense ids [bags, ids per "
+                "bag] do not."
             )
     if bags.weights is not None and bags.weights.shape != bags.ids.shape:
         raise ValueError(f"per_sample_weights have {bags.weights.size} numbers for {bags.ids.size} indices.")
     if bags.num_bags % len(specs):
         raise ValueError(
-            f"{bags.num_bags} bags cannot be shared equally by {len(specs)} tables; the bags of table 0 come first, "
-            "then as many of table 1, and so on."
+            f"{bags.num_bags} bags cannot be shared equally by {len(specs)} tables; the bags of "
+            "table 0 come first, then as many of table 1, and so on."
         )
     check_ids_dtype(bags, feature="indices")
     if is_traced(bags):
         return bags
     check_bags(bags, feature="indices")
-    ids, offsets, batch = np.asarray(bags.ids), np.asarray(bags.offsets), bags.num_bags // len(specs)
+    ids = np.asarray(bags.ids)
+    offsets = np.asarray(bags.offsets)
+    batch = bags.num_bags // len(specs)
     for k, spec in enumerate(specs):
-        cut = offsets[k * batch : (k + 1) * batch + 1]
-        own, table = Bags(ids[cut[0] : cut[-1]], cut - cut[0]), name if len(specs) == 1 else f"{name} {k}"
-        check_values(own, feature="indices", table=table, vocabulary_size=spec.num_embeddings)
+        table_offsets = offsets[k * batch : (k + 1) * batch + 1]
+        first = table_offsets[0]
+        table_bags = Bags(ids[first : table_offsets[-1]], table_offsets - first)
+        table_name = name if len(specs) == 1 else f"{name} {k}"
+        check_values(table_bags, feature="indices", table=table_name, vocabulary_size=spec.num_embeddings)
     return bags
 
 
-def _with_last(offsets: PyTree, num_ids: int, num_tables: int, last: bool | None) -> Array | np.ndarray:
+def _with_last(offsets: Any, num_ids: int, num_tables: int, last: bool | None) -> Array | np.ndarray:
+    """Offsets that include the end of the last bag; `last` tells whether `offsets` already do."""
     check_type(offsets, Int[np.ndarray, " bags"], "offsets")
-    offsets = offsets if isinstance(offsets, jax.Array) else np.asarray(offsets)
+    if not isinstance(offsets, jax.Array):
+        offsets = np.asarray(offsets)
     if last is None and num_tables > 1:
         last = offsets.shape[0] % num_tables == 1
     elif last is None and is_traced(offsets):
         raise ValueError(
-            "inside jit the values of offsets are unknown; say include_last_offset=True or False to the module, or "
-            "pass Bags."
+            "inside jit the values of offsets are unknown; say include_last_offset=True or False "
+            "to the module, or pass Bags."
         )
     if last or (last is None and offsets.shape[0] > 1 and int(offsets[-1]) == num_ids):
         return offsets

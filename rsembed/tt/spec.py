@@ -250,8 +250,7 @@ def specs_of_tables(num_tables: int, **arguments: Any) -> list[TTSpec]:
             is_per_table = any(entry is None or isinstance(entry, Sequence) for entry in value)
         if is_per_table and len(value) != num_tables:
             raise ValueError(
-                f"{name} has {len(value)} entries for {num_tables} tables; give one for all, or "
-                "one per table."
+                f"{name} has {len(value)} entries for {num_tables} tables; give one for all, or one per table."
             )
         columns.append(value if is_per_table else [value] * num_tables)
     return [TTSpec.suggest(*values) for values in zip(*columns, strict=True)]

@@ -1,4 +1,4 @@
-"""A tensor train as what a table of the core is made of: `TableSpec(..., storage=TensorTrain(...))`."""
+"""Stores a table of an `EmbeddingCollection` as a tensor train: `storage=TensorTrain(...)`."""
 
 from __future__ import annotations
 
@@ -33,33 +33,39 @@ from rsembed.tt.spec import TTSpec
 
 _FIRST_FACTOR = re.compile(r"(?<=tt_p_shapes=\()\d+")
 Params = Cores | CachedTrain
+"""Cores; with a cache also the cached rows and their directory."""
 AllSlots = tuple[PyTree, ...]
-"""Slots of each core; with stored rows a pair: the slots of the cores, and those of the rows."""
+"""Slots of each core. With a cache a pair: the slots of the cores, and the slots of the cached rows."""
 
 
-@no_type_check  # sequences become tuples in __post_init__
+@no_type_check  # __post_init__ converts sequences to tuples
 @dataclasses.dataclass(frozen=True, repr=False)
 class TensorTrain(Storage):
-    """Keeps a table as tensor-train cores, at a small part of its bytes.
+    """Stores a table as tensor-train cores, in a small fraction of its bytes.
 
-    A row is made when it is looked up. Its gradient is spread over one slice per core, and the table's optimizer steps
-    the cores, a slice being what a row is for a dense table. All slices are stepped: an optimizer with moments moves
-    slices that no id named, too.
+    A row is computed when it is looked up. Its gradient goes to one slice of each core. The
+    optimizer of the table steps the cores and treats a slice like a row of a dense table. Every
+    step updates all slices, so an optimizer with momentum also moves slices that no id of the batch
+    reads.
 
     Args:
-      tt_ranks: inner ranks, one fewer than cores; None takes what `bytes` affords.
-      tt_p_shapes: row factors; None suggests them.
-      tt_q_shapes: column factors; None suggests them.
-      bytes: budget of the cores, instead of ranks and factors; see `TTSpec.for_budget`.
-      weight_dist: distribution of the initial table, see `init_cores`. The table's own initializer has no effect.
-      cache_rows: keep so many of the most read rows as they are, in float32, and train them by themselves: they cost no
-        products. See `hot_rows`.
-      counted_ids: ids whose reads are counted, to find these rows; 0 takes 16 per row.
-      populate_every: steps after which the rows are chosen anew, and counts are halved.
-      tables: set by a collection: those whose cores, of equal slices, stand one behind the other, as do their rows'
-        numbers.
+      tt_ranks: inner ranks, one fewer than cores. None takes the largest ranks that fit `bytes`.
+      tt_p_shapes: row factors. Default: `suggested_tt_shapes` of the number of rows.
+      tt_q_shapes: column factors. Default: `suggested_tt_shapes` of the embedding dimension.
+      bytes: bytes that the cores may use, instead of ranks and factors; see `TTSpec.for_budget`.
+      weight_dist: distribution of the initial table, "normal" by default; see `init_cores`. It
+        replaces the initializer of the table, which has no effect.
+      cache_rows: number of the most read rows that are cached as float32 vectors. A cached row is
+        trained directly and costs no products. 0, the default, caches none. See `hot_rows`.
+      counted_ids: number of ids with a read count, from which the cached rows are chosen. 0, the
+        default, takes 16 per cached row.
+      populate_every: number of steps between two choices of the cached rows, 100 by default. Each
+        choice also halves the read counts.
+      tables: tables that share this storage; only a collection sets it. Their cores have equal
+        slices and are concatenated along the first axis. Their row numbers are offset accordingly.
 
-    Raises: ValueError: neither or both of ranks and bytes are given, or the distribution is unknown.
+    Raises: ValueError: either both or neither of ranks and bytes are set, or the distribution is
+    unknown.
 
     Example:
       >>> import jax, rsembed as rs
@@ -92,85 +98,109 @@ class TensorTrain(Storage):
             raise ValueError("TensorTrain: bytes chooses the factors too; leave tt_p_shapes and tt_q_shapes out.")
 
     def __repr__(self) -> str:
-        """Description of the storage that files keep; a cache is in it only where there is one."""
-        names = [field.name for field in dataclasses.fields(self)]
-        shown = (f"{name}={getattr(self, name)!r}" for name in names[: 8 if self.cache_rows else 5])
-        return f"TensorTrain({', '.join(shown)})"
+        """Description of the storage in checkpoints. It mentions the cache only if there is one."""
+        num_fields = 8 if self.cache_rows else 5
+        descriptions = []
+        for field in dataclasses.fields(self)[:num_fields]:
+            descriptions.append(f"{field.name}={getattr(self, field.name)!r}")
+        return f"TensorTrain({', '.join(descriptions)})"
 
     @property
     def sums_gradients(self) -> bool:
-        """Stored rows are stepped one by one, where a batch reads them."""
+        """Whether a step updates all parameters. With a cache it updates single cached rows, too."""
         return not self.cache_rows
 
     def spec_of(self, table: TableSpec) -> TTSpec:
-        """The train that keeps `table`."""
-        return _train_of(self, table.vocabulary_size, table.embedding_dim, table.dtype)
+        """Factors and ranks of the cores of `table`."""
+        return _spec_of(self, table.vocabulary_size, table.embedding_dim, table.dtype)
 
     def specs_of(self, table: TableSpec) -> tuple[TTSpec, ...]:
-        """The trains of all tables that share the storage."""
-        return tuple(cast(TensorTrain, own.storage).spec_of(own) for own in self.tables_of(table))
+        """Factors and ranks of all tables that share the storage with `table`."""
+        all_specs = []
+        for member in self.tables_of(table):
+            all_specs.append(cast(TensorTrain, member.storage).spec_of(member))
+        return tuple(all_specs)
 
     def resolved(self, table: TableSpec) -> TensorTrain:
-        """Ranks and factors said, however they were chosen; how cores were drawn no longer matters."""
+        """The storage with explicit ranks and factors, and with the default distribution.
+
+        Two storages that resolve to equal ones can load each other's cores.
+        """
         spec = self.spec_of(table)
-        factors = {"tt_p_shapes": spec.tt_p_shapes, "tt_q_shapes": spec.tt_q_shapes}
-        return dataclasses.replace(self, tt_ranks=spec.tt_ranks, **factors, bytes=None, weight_dist="normal")  # type: ignore[arg-type]
+        return dataclasses.replace(
+            self,
+            tt_ranks=spec.tt_ranks,
+            tt_p_shapes=spec.tt_p_shapes,
+            tt_q_shapes=spec.tt_q_shapes,
+            bytes=None,
+            weight_dist="normal",
+        )
 
     def resizable(self, table: TableSpec, saved: str) -> tuple[tuple[str, ...], ...] | None:
-        """The first core and its slots, where trains differ in the first row factor alone.
+        """Paths of the first core and its slots, if only the first row factor differs from `saved`.
 
-        It is the most significant digit of an id, so that slices at the end of the core add rows at the end.
+        The first row factor belongs to the most significant digit of an id. So slices that are
+        appended to the first core add rows at the end of the table.
         """
-        here = repr(self.resolved(table))
-        if _FIRST_FACTOR.sub("", saved) != _FIRST_FACTOR.sub("", here):
+        current = repr(self.resolved(table))
+        if _FIRST_FACTOR.sub("", saved) != _FIRST_FACTOR.sub("", current):
             return None
         if self.cache_rows:
             return ("tables", table.name, "cores", "0"), ("slots", table.name, "0", "0")
         return ("tables", table.name, "0"), ("slots", table.name, "0")
 
     def part_sizes(self, table: TableSpec) -> tuple[int, ...]:
-        """Its rows in each core."""
+        """Number of slices that `table` has in each core."""
         return self.spec_of(table).tt_p_shapes
 
     def sharing_key(self, table: TableSpec) -> Hashable:
-        """Trains whose cores have equal slices stand one behind the other, but for those with stored rows."""
+        """Shapes of the slices: tables with equal shapes share a storage. None with a cache."""
         return None if self.cache_rows else self.spec_of(table).slice_shapes
 
     def sharing(self, tables: Sequence[TableSpec]) -> TensorTrain:
-        """One storage for tables with equal slices, and stored rows as this one has."""
+        """One storage for several tables with slices of equal shapes, with the options of this one."""
         return dataclasses.replace(self, tables=tuple(tables))
 
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
-        """All that share the storage."""
+        """All tables that share the storage, in the order of their cores."""
         return self.tables or (table,)
 
     def unstack(
         self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int
     ) -> list[tuple[Params, AllSlots]]:
-        """Cores and slots of each table, of those slots that there are; of one that shares nothing, all as it is."""
+        """Cores and slots of each table that shares the storage.
+
+        A table that shares its storage with no other keeps its parameters as they are, with the
+        cache.
+        """
         del num_shards
         if not self.tables:
             return [(params, slots)]
         sizes = [spec.tt_p_shapes for spec in self.specs_of(table)]
         cores = parts(cores_of(params), sizes)
-        return list(zip(cores, parts(self.core_slots(slots), sizes) if slots else [()] * len(cores), strict=True))
+        core_slots: list[AllSlots] = [()] * len(cores)
+        if slots:
+            core_slots = parts(self.core_slots(slots), sizes)
+        return list(zip(cores, core_slots, strict=True))
 
     def stack(self, parts: Sequence[tuple[Params, AllSlots]], like: Params, num_shards: int) -> State:
-        """The inverse of `unstack`, of trains without stored rows where several share."""
+        """The inverse of `unstack`; several tables can share a storage only without a cache."""
         del like, num_shards
         return joined([cores for cores, _ in parts]), joined([slots for _, slots in parts])
 
     def check(self, table: TableSpec) -> None:
-        """Raises: ValueError: the factors do not fit the table, or it asks for what trains of cores cannot do."""
+        """Raises: ValueError: the factors do not fit the table, or its dtype or rounding is unsupported."""
         if table.dtype == "float16" or table.stochastic_rounding:
             raise ValueError(
-                f"table {table.name!r}: TensorTrain keeps float32 or bfloat16 cores, rounded to nearest; got dtype "
-                f"{table.dtype!r} and stochastic_rounding={table.stochastic_rounding}."
+                f"table {table.name!r}: TensorTrain keeps float32 or bfloat16 cores, rounded to "
+                f"nearest; got dtype {table.dtype!r} and "
+                f"stochastic_rounding={table.stochastic_rounding}."
             )
         if table.initializer is not specs.default_initializer:
             logging.getLogger("rsembed").warning(
-                "table %r: its initializer has no effect: TensorTrain draws cores by weight_dist=%r. Give a whole "
-                "table to collection.with_tables for the train closest to it.",
+                "table %r: its initializer has no effect: TensorTrain draws cores by "
+                "weight_dist=%r. Give a whole table to collection.with_tables for the train "
+                "closest to it.",
                 table.name,
                 self.weight_dist,
             )
@@ -180,29 +210,40 @@ class TensorTrain(Storage):
             raise ValueError(f"table {table.name!r}: {error}") from error
 
     def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
-        """Random cores, and the slots of each; no stored rows."""
+        """Random cores with their initial slots, and an empty cache."""
         del shard, num_shards
-        tables = self.tables_of(table)
-        return self.start(table_keys(key, [own.name for own in tables]), table)
+        names = [member.name for member in self.tables_of(table)]
+        return self.init_from_keys(table_keys(key, names), table)
 
-    def start(
+    def init_from_keys(
         self, keys: PRNGKeyArray, table: TableSpec, weight_dist: WeightDistribution | None = None
     ) -> tuple[Params, AllSlots]:
-        """The same, given the key of each table; `weight_dist` is of all, or each table's own."""
-        tables, by_kind = self.tables_of(table), dict[tuple[TTSpec, WeightDistribution], list[int]]()
-        for number, own in enumerate(tables):
-            storage = cast(TensorTrain, own.storage)
-            by_kind.setdefault((storage.spec_of(own), weight_dist or storage.weight_dist), []).append(number)
-        drawn: dict[int, Cores] = {}
-        for (spec, dist), numbers in by_kind.items():  # like tables in one program
-            draw = functools.partial(init_cores, spec=spec, weight_dist=dist, dtype=table.dtype)
-            found = jax.vmap(draw)(keys[np.asarray(numbers)])
-            drawn |= {number: tuple(core[k] for core in found) for k, number in enumerate(numbers)}
-        cores = joined([drawn[number] for number in range(len(tables))])
-        return self.with_no_rows(cores, init_core_slots(table.optimizer, cores), table)
+        """Random cores with their initial slots, and an empty cache.
 
-    def with_no_rows(self, cores: Cores, slots: AllSlots, table: TableSpec) -> tuple[Params, AllSlots]:
-        """Parameters and slots of these cores, without stored rows where there may be some."""
+        Args:
+          keys: one random key per table that shares the storage.
+          table: any of these tables.
+          weight_dist: distribution of all tables. None takes the distribution of each table's
+            storage.
+        """
+        tables = self.tables_of(table)
+        numbers_by_kind: dict[tuple[TTSpec, WeightDistribution], list[int]] = {}
+        for number, member in enumerate(tables):
+            storage = cast(TensorTrain, member.storage)
+            kind = (storage.spec_of(member), weight_dist or storage.weight_dist)
+            numbers_by_kind.setdefault(kind, []).append(number)
+        cores_by_number: dict[int, Cores] = {}
+        # One vmapped program draws all tables of equal shape and distribution.
+        for (spec, dist), numbers in numbers_by_kind.items():
+            draw = functools.partial(init_cores, spec=spec, weight_dist=dist, dtype=table.dtype)
+            batched_cores = jax.vmap(draw)(keys[np.asarray(numbers)])
+            for k, number in enumerate(numbers):
+                cores_by_number[number] = tuple(core[k] for core in batched_cores)
+        cores = joined([cores_by_number[number] for number in range(len(tables))])
+        return self.with_empty_cache(cores, init_core_slots(table.optimizer, cores), table)
+
+    def with_empty_cache(self, cores: Cores, slots: AllSlots, table: TableSpec) -> tuple[Params, AllSlots]:
+        """Parameters and slots of these cores, with an empty cache if the storage has one."""
         if not self.cache_rows:
             return cores, slots
         capacity = min(self.cache_rows, self.num_ids(table))
@@ -211,84 +252,109 @@ class TensorTrain(Storage):
         return CachedTrain(cores, rows, directory), (slots, table.optimizer.init_slots(rows))
 
     def num_ids(self, table: TableSpec) -> int:
-        """Rows of all tables that share the storage, which are numbered through."""
-        return sum(own.vocabulary_size for own in self.tables_of(table))
+        """Number of rows of all tables that share the storage."""
+        return sum(member.vocabulary_size for member in self.tables_of(table))
 
     def look_up(self, params: Params, call: Call, table: TableSpec) -> list[Float[Array, "_ dim"]]:
-        """Pooled rows of every list, float32; differentiable in cores, stored rows and weights."""
-        all_specs, sizes = self.specs_of(table), [shape[0] for shape in call.outputs([table.embedding_dim])[0]]
+        """Pooled rows of every list, in float32; differentiable in cores, cached rows and weights."""
+        all_specs = self.specs_of(table)
+        output_shapes, _ = call.outputs([table.embedding_dim])
+        sizes = [shape[0] for shape in output_shapes]
         rows, bags, gains = entries_of(call)
         digits, is_row = digits_of(all_specs, rows)
-        bags, stored = jnp.where(is_row, bags, NO_ROW), None
+        bags = jnp.where(is_row, bags, NO_ROW)
+        cache_call = None
         if isinstance(params, CachedTrain):
-            places, stored = _stored_call(params.directory, call, rows, bags, gains)
-            bags = jnp.where(places == NO_ROW, bags, NO_ROW)
-        # The choice is an argument of the compiled function, which would otherwise remember the first one.
+            cache_slots, cache_call = _cache_call(params.directory, call, rows, bags, gains)
+            bags = jnp.where(cache_slots == NO_ROW, bags, NO_ROW)
+        # `pooled_rows` is compiled once per value of `implementation`, so the present default must
+        # be passed to it.
         implementation = "plain" if api.default_implementation() == "reference" else None
         pooled = pooled_rows(
-            *(cores_of(params), digits, bags, gains),
+            cores_of(params),
+            digits,
+            bags,
+            gains,
             slice_shapes=all_specs[0].slice_shapes,
             num_bags=sum(sizes),
             implementation=implementation,
         )
         outputs = jnp.split(pooled, np.cumsum(sizes)[:-1].tolist())
-        if not isinstance(params, CachedTrain) or stored is None:
+        if not isinstance(params, CachedTrain) or cache_call is None:
             return outputs
-        return [own + more for own, more in zip(outputs, api.lookup((params.rows,), stored), strict=True)]
+        cache_outputs = api.lookup((params.rows,), cache_call)
+        return [a + b for a, b in zip(outputs, cache_outputs, strict=True)]
 
     def pooled(
-        self, params: PyTree, keys: Keys, call: Call, table: TableSpec, pool: Pool, ahead: ReadAhead | None
+        self,
+        params: PyTree,
+        keys: Keys,
+        call: Call,
+        table: TableSpec,
+        pool: Pool,
+        ahead: ReadAhead | None,
     ) -> tuple[PyTree, Int[Array, ""]]:
-        """As every storage; rows are pooled as they are made."""
+        """See `Storage.pooled`. Rows are summed while they are computed unless they are quantized."""
         if table.quantization_config is not None:
             return super().pooled(params, keys, call, table, pool, ahead)
         return self.look_up(params, call, table), jnp.zeros((), jnp.int32)
 
     def read(self, params: Params, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
-        """Rows, float32, made of their slices or stored."""
+        """Rows of `keys` in float32, from the cache or the cores; no key is ever unknown."""
         del ahead
         return self.vectors(params, _rows(keys), table), jnp.zeros((), jnp.int32)
 
     def vectors(self, params: Params, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
-        """Rows, float32, made of their slices or stored."""
+        """Rows with these row numbers in float32, from the cache or the cores."""
         return self.look_up(params, Call.of([IdList.single(rows)], ["sum"]), table)[0]
 
     def whole(self, params: Params, table: TableSpec, number: int) -> Float[Array, "vocab dim"]:
-        """All rows of one of the tables that share the storage, float32, made of their slices or stored."""
+        """All rows, in float32, of table `number` among the tables that share the storage."""
         specs = self.specs_of(table)
         first = sum(spec.num_embeddings for spec in specs[:number])
-        made = full_weight(specs[number], parts(cores_of(params), [spec.tt_p_shapes for spec in specs])[number])
+        table_cores = parts(cores_of(params), [spec.tt_p_shapes for spec in specs])[number]
+        rows = full_weight(specs[number], table_cores)
         if not isinstance(params, CachedTrain):
-            return made
+            return rows
         ids = params.directory.ids
-        return made.at[jnp.where(ids < first, NO_ROW, ids - first)].set(params.rows, mode="drop")
+        table_ids = jnp.where(ids < first, NO_ROW, ids - first)
+        return rows.at[table_ids].set(params.rows, mode="drop")
 
     def rows(self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int) -> dict[str, Array]:
-        """All rows of a table, made of its own cores or stored, float32."""
+        """All rows of a table in float32, from the cache or the cores, under the name "values"."""
         return {"values": cast(TensorTrain, table.storage).whole(params, table, 0)}
 
     def optimizer_state(self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int) -> AllSlots:
-        """Copies of the slots of each core."""
+        """Copies of the slots of the cores and, with a cache, of the cached rows."""
         return jax.tree.map(jnp.copy, slots)
 
     def find(
-        self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step
+        self,
+        params: PyTree,
+        slots: PyTree,
+        keys: Keys,
+        occurrences: Array,
+        table: TableSpec,
+        step: Step,
     ) -> Found:
-        """Every row is there; where some are stored, reads are counted and, now and then, rows chosen."""
+        """Row numbers of `keys`. With a cache, counts the reads and every few steps populates the cache."""
         rows = _rows(keys)
         if not self.cache_rows:
             return params, slots, rows
         params = params._replace(directory=hot_rows.count(params.directory, rows, occurrences))
         number = jnp.int32(0) if step.number is None else step.number
-        is_turn = (number % self.populate_every == self.populate_every - 1).astype(jnp.int32)
-        # A loop of one turn or none keeps arrays where they lie, a branch may not.
+        is_due = (number % self.populate_every == self.populate_every - 1).astype(jnp.int32)
         populate = functools.partial(self.populate, table=table)
-        return *jax.lax.fori_loop(0, is_turn, lambda _, state: populate(*state), (params, slots)), rows
+        # A loop of at most one iteration updates arrays in place; `lax.cond` may copy them.
+        params, slots = jax.lax.fori_loop(0, is_due, lambda _, state: populate(*state), (params, slots))
+        return params, slots, rows
 
     def populate(self, params: CachedTrain, slots: AllSlots, table: TableSpec) -> tuple[CachedTrain, AllSlots]:
-        """Caches the most read rows from now on; see `hot_rows.populate`."""
-        params, row_slots = hot_rows.populate(self.specs_of(table), params, slots[1], table.optimizer)
-        return params, (slots[0], row_slots)
+        """Parameters and slots with the most read rows in the cache; see `hot_rows.populate`."""
+        core_slots, row_slots = slots
+        specs = self.specs_of(table)
+        params, row_slots = hot_rows.populate(specs, params, row_slots, table.optimizer)
+        return params, (core_slots, row_slots)
 
     def step(
         self,
@@ -299,120 +365,175 @@ class TensorTrain(Storage):
         step: Step,
         d_cores: Cores | None = None,
     ) -> State:
-        """One step of all cores with the gradients of rows, pulled back, and of the stored rows that were read.
+        """Parameters and slots after one step of all cores and of the cached rows that were read.
 
-        The other stored rows and their slots keep their bits; `d_cores` are the cores' gradients where these are known.
+        Other cached rows and their slots keep their bits.
+
+        Args:
+          params: cores, with a cache also the cached rows.
+          slots: optimizer state of `params`.
+          gradients: the lookup and the gradients of its outputs.
+          table: the table.
+          step: number and hyperparameters of the step.
+          d_cores: gradients of the cores, if the caller has them already. Default: computed here.
         """
-        d_cores = self.gradients(params, gradients, table) if d_cores is None else d_cores
-        cores, core_slots = self.step_all(cores_of(params), self.core_slots(slots), d_cores, table, step)
+        if d_cores is None:
+            d_cores = self.gradients(params, gradients, table)
+        core_slots = self.core_slots(slots)
+        cores, core_slots = self.step_all(cores_of(params), core_slots, d_cores, table, step)
         if not isinstance(params, CachedTrain):
             return cores, core_slots
-        _, stored = _stored_call(params.directory, gradients.call, *entries_of(gradients.call))
-        rows, row_slots = api.update(params.rows, slots[1], dataclasses.replace(gradients, call=stored), step)
+        entries = entries_of(gradients.call)
+        _, cache_call = _cache_call(params.directory, gradients.call, *entries)
+        row_gradients = dataclasses.replace(gradients, call=cache_call)
+        rows, row_slots = api.update(params.rows, slots[1], row_gradients, step)
         return params._replace(cores=cores, rows=rows), (core_slots, row_slots)
 
     def core_slots(self, slots: AllSlots) -> AllSlots:
-        """Slots of the cores, without those of stored rows."""
+        """Slots of the cores, without the slots of cached rows."""
         return cast(AllSlots, slots[0]) if self.cache_rows else slots
 
     def gradients(self, params: Params, gradients: CallGradients, table: TableSpec) -> Cores:
-        """Gradients of all cores."""
-        # Of cores in float32, so that nothing is rounded before it is summed.
-        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, params)
-        _, pull = jax.vjp(lambda params: self.look_up(params, gradients.call, table), wide)
+        """Gradients of all cores in float32, summed before any rounding."""
+
+        def widened(leaf: Array) -> Array:
+            return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
+
+        wide_params = jax.tree.map(widened, params)
+        _, pull = jax.vjp(lambda params: self.look_up(params, gradients.call, table), wide_params)
         (d_params,) = pull([d_output.astype(jnp.float32) for d_output in gradients.d_outputs])
         return cores_of(d_params)
 
     def step_all(self, params: Cores, slots: AllSlots, gradients: Cores, table: TableSpec, step: Step) -> State:
-        """One step of all slices of all cores, in float32, with gradients rounded as the cores are."""
-        stepped = [
-            table.optimizer.step_rows(
-                core.astype(jnp.float32), own, gradient.astype(core.dtype).astype(jnp.float32), step.hyper
-            )
-            for core, own, gradient in zip(params, slots, gradients, strict=True)
-        ]
-        cores = tuple(new.astype(core.dtype) for (new, _), core in zip(stepped, params, strict=True))
-        return cores, tuple(kept for _, kept in stepped)
+        """Cores and slots after one step of all slices, computed in float32.
+
+        Gradients are first rounded to the dtype of the cores.
+        """
+        new_cores = []
+        new_slots = []
+        for core, core_slots, gradient in zip(params, slots, gradients, strict=True):
+            rounded = gradient.astype(core.dtype).astype(jnp.float32)
+            wide = core.astype(jnp.float32)
+            stepped, stepped_slots = table.optimizer.step_rows(wide, core_slots, rounded, step.hyper)
+            new_cores.append(stepped.astype(core.dtype))
+            new_slots.append(stepped_slots)
+        return tuple(new_cores), tuple(new_slots)
 
     def with_rows(self, params: Params, slots: AllSlots, rows: PyTree, table: TableSpec, num_shards: int) -> State:
-        """Cores in a tuple, or in a dictionary as files have them, or those closest to a whole table; slots stay.
+        """Parameters with new cores and an empty cache; slots are unchanged.
 
-        No row is stored then.
+        Args:
+          params: present parameters.
+          slots: present slots.
+          rows: a tuple of cores; a dictionary of cores by their numbers, as checkpoints have them;
+            or a dense table, which is decomposed by `from_dense`.
+          table: the table.
+          num_shards: unused.
 
-        Raises: ValueError: they do not fit the table.
+        Raises: ValueError: the shapes of the cores or of the dense table do not match the table.
         """
         del num_shards
         spec = cast(TensorTrain, table.storage).spec_of(table)
-        whole, dtype = (table.vocabulary_size, table.embedding_dim), cores_of(params)[0].dtype
-        where, by_number = f"table {table.name!r}", lambda key: (len(key), key)
-        cores = [rows[key] for key in sorted(rows, key=by_number)] if isinstance(rows, Mapping) else rows
-        if isinstance(cores, (tuple, list)) and [np.shape(core) for core in cores] == list(spec.core_shapes):
+        dense_shape = (table.vocabulary_size, table.embedding_dim)
+        dtype = cores_of(params)[0].dtype
+        where = f"table {table.name!r}"
+        cores = rows
+        if isinstance(rows, Mapping):
+            names = sorted(rows, key=lambda name: (len(name), name))  # "2" before "10"
+            cores = [rows[name] for name in names]
+        if isinstance(cores, (tuple, list)) and _shapes(cores) == list(spec.core_shapes):
             if not is_traced(cores):
-                cores = [as_dtype(on_host(core), dtype, where, f"core {k}") for k, core in enumerate(cores)]
-            new = tuple(jnp.asarray(core, dtype) for core in cores)
-        elif not isinstance(rows, (Mapping, tuple)) and np.shape(rows) == whole:
-            new = from_dense(spec, as_dtype(cores, np.float32, where, "values"), dtype=dtype)
+                host_cores = []
+                for k, core in enumerate(cores):
+                    host_cores.append(as_dtype(on_host(core), dtype, where, f"core {k}"))
+                cores = host_cores
+            new_cores = tuple(jnp.asarray(core, dtype) for core in cores)
+        elif not isinstance(rows, (Mapping, tuple)) and np.shape(rows) == dense_shape:
+            new_cores = from_dense(spec, as_dtype(cores, np.float32, where, "values"), dtype=dtype)
         else:
             raise ValueError(
-                f"{where} is kept as a tensor train: give a whole table {list(whole)}, for the closest train, "
-                f"or a tuple of cores {list(spec.core_shapes)}."
+                f"{where} is kept as a tensor train: give a whole table {list(dense_shape)}, for "
+                f"the closest train, or a tuple of cores {list(spec.core_shapes)}."
             )
         if not isinstance(params, CachedTrain):
-            return new, slots
-        return params._replace(cores=new, directory=params.directory.forget(0, table.vocabulary_size)), slots
+            return new_cores, slots
+        directory = params.directory.forget(0, table.vocabulary_size)
+        return params._replace(cores=new_cores, directory=directory), slots
 
     def num_values(self, table: TableSpec) -> tuple[int, int]:
-        """Numbers in the cores and stored rows, and in their slots."""
-        spec, rows = self.spec_of(table), min(self.cache_rows, table.vocabulary_size)
+        """Number of values in the cores and the cache, and number of values in their slots."""
+        spec = self.spec_of(table)
+        num_cached = min(self.cache_rows, table.vocabulary_size)
         arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in spec.core_shapes]
-        arrays.append(jax.ShapeDtypeStruct((rows, table.embedding_dim), jnp.float32))
+        arrays.append(jax.ShapeDtypeStruct((num_cached, table.embedding_dim), jnp.float32))
         slots = jax.eval_shape(lambda arrays: init_core_slots(table.optimizer, arrays), arrays)
-        return spec.num_params + rows * table.embedding_dim, sum(leaf.size for leaf in jax.tree.leaves(slots))
+        num_slot_values = sum(leaf.size for leaf in jax.tree.leaves(slots))
+        return spec.num_params + num_cached * table.embedding_dim, num_slot_values
 
     def counts(self, params: Params, num_shards: int) -> dict[str, np.ndarray]:
-        """Numbers of the cache on each shard, by the names of `CacheReport`."""
+        """Fields of the `CacheReport` by name, repeated for each shard; empty without a cache."""
         if not isinstance(params, CachedTrain):
             return {}
-        return {name: np.full(num_shards, value) for name, value in params.directory.report()._asdict().items()}
+        report = params.directory.report()
+        return {name: np.full(num_shards, value) for name, value in report._asdict().items()}
 
 
 def joined(parts: Sequence[tuple[PyTree, ...]]) -> PyTree:
-    """Arrays of each core, those of several tables one behind the other."""
-    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+    """The trees of several tables as one tree, with leaves concatenated along their first axis."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 
 @functools.cache
-def _train_of(storage: TensorTrain, rows: int, dim: int, dtype: str) -> TTSpec:
+def _spec_of(storage: TensorTrain, rows: int, dim: int, dtype: str) -> TTSpec:
+    """Factors and ranks that a storage chooses for a table of this size."""
     if storage.tt_ranks is None:
         return TTSpec.for_budget(rows, dim, bytes=cast(int, storage.bytes), dtype=dtype)
     return TTSpec.suggest(rows, dim, storage.tt_ranks, storage.tt_p_shapes, storage.tt_q_shapes)
 
 
+def _shapes(arrays: Sequence[PyTree]) -> list[tuple[int, ...]]:
+    return [np.shape(array) for array in arrays]
+
+
 def init_core_slots(rule: OptimizerSpec, cores: Sequence[PyTree]) -> tuple[Slots, ...]:
-    """Optimizer state beside each core."""
+    """Initial optimizer state of each core."""
     return tuple(rule.init_slots(core.astype(jnp.float32)) for core in cores)
 
 
 def cores_of(params: Params) -> Cores:
-    """Cores of a train, with or without stored rows."""
+    """Cores of parameters with or without a cache."""
     return params.cores if isinstance(params, CachedTrain) else params
 
 
-def _stored_call(
+def _cache_call(
     directory: Directory, call: Call, rows: Array, bags: Array, gains: Array
 ) -> tuple[Int[Array, " nnz"], Call]:
-    """Places of entries, see `entries_of`, and the call that reads them with the gains that they have among all."""
-    places = directory.find(jnp.where(bags == NO_ROW, NO_ROW, rows))
-    stored = call.with_ids(places)
+    """Cache slot of every entry of `call`, and the call that reads the cached rows.
+
+    Args:
+      directory: the directory of the cache.
+      call: the lookup.
+      rows: row number of every entry, from `entries_of`.
+      bags: output of every entry; entries with `NO_ROW` are not searched in the cache.
+      gains: factor of every entry. The call uses them as weights, because the gains of a mean
+        depend on all entries of a bag, also on those that are not cached.
+    """
+    cache_slots = directory.find(jnp.where(bags == NO_ROW, NO_ROW, rows))
     lists = []
     first = 0
-    for ids in stored.lists:
+    for ids in call.with_ids(cache_slots).lists:
         last = first + ids.num_entries
         lists.append(dataclasses.replace(ids, weights=gains[first:last]))
         first = last
-    segments = [own._replace(combiner="none" if own.combiner == "none" else "sum") for own in call.segments]
-    return places, Call(tuple(lists), tuple(segments))
+    segments = []
+    for segment in call.segments:
+        combiner = "none" if segment.combiner == "none" else "sum"
+        segments.append(segment._replace(combiner=combiner))
+    return cache_slots, Call(tuple(lists), tuple(segments))
 
 
 def _rows(keys: Keys) -> Int[Array, " nnz"]:
+    """Row numbers of keys; `NO_ROW` for padding."""
     return jnp.where(keys.is_key, keys.low.astype(jnp.int32), NO_ROW)
