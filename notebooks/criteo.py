@@ -1,13 +1,14 @@
-"""A DLRM for click logs in Criteo's form, whose categories are hashed keys: no vocabulary, no offsets, no files of ids.
+"""A DLRM for click logs in Criteo's format, beside logistic regression. Categories are hashed, without a vocabulary.
 
-    python notebooks/criteo.py [--data train.txt] [--steps 400]
+    python notebooks/criteo.py [--data train.txt] [--rows 400000] [--epochs 3]
 
-A line of the log has a label, 13 counts and 26 categories in hexadecimal digits, between tabs. Without a file a log is
-generated, of which the best possible loss is known.
+`--data` is Kaggle's train.txt, a day of the Terabyte log, or a CSV or TSV with a header: see rs.datasets.criteo.
+The last tenth of the rows is held out. Without a file, a log is generated, and its best possible loss is known.
+Every epoch has a line of its held-out log-loss and AUC: on most click logs, a DLRM over-fits in the second one.
 """
 
 import argparse
-import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +18,55 @@ from flax import nnx
 
 import rsembed as rs
 
-DIM, BATCH = 16, 1024
+DIM = 16
+MOST_BATCH_SIZE = 1024
+HELD_OUT = 0.1
+
+
+class Samples(NamedTuple):
+    labels: np.ndarray  # [rows], 0 or 1
+    numbers: np.ndarray  # [rows, 13]
+    keys: np.ndarray  # [rows, 26], 64-bit keys of the categories
+
+
+class Quality(NamedTuple):
+    log_loss: float
+    auc: float
+
+
+# The model
 
 
 class DLRM(nnx.Module):
-    def __init__(self, collection, *, rngs):
+    def __init__(self, collection, num_numbers, *, rngs):
         num_vectors = 1 + len(collection.features)
-        self.embeddings = rs.nnx.Embeddings(collection, rngs=rngs)
-        self.below = nnx.Sequential(nnx.Linear(13, 64, rngs=rngs), jax.nn.relu, nnx.Linear(64, DIM, rngs=rngs))
         num_inputs = DIM + num_vectors * (num_vectors - 1) // 2
+        self.embeddings = rs.nnx.Embeddings(collection, rngs=rngs)
+        self.below = nnx.Sequential(nnx.Linear(num_numbers, 64, rngs=rngs), jax.nn.relu, nnx.Linear(64, DIM, rngs=rngs))
         self.above = nnx.Sequential(nnx.Linear(num_inputs, 64, rngs=rngs), jax.nn.relu, nnx.Linear(64, 1, rngs=rngs))
 
     def __call__(self, numbers, ids):
         below = self.below(numbers)
-        pairs = rs.pairwise_interaction(jnp.stack([below, *self.embeddings(ids).values()], axis=1))
+        vectors = self.embeddings(ids)
+        pairs = rs.pairwise_interaction(jnp.stack([below, *vectors.values()], axis=1))
         return self.above(jnp.concatenate([below, pairs], axis=1))[:, 0]
+
+
+def make_model(num_numbers, num_categories, num_rows, seed=0):
+    """A collection with a hashed table for each category, and the model. A key gets its row in training."""
+    features = []
+    for column in range(num_categories):
+        table = rs.TableSpec(
+            name=f"c{column}",
+            vocabulary_size=num_rows,
+            embedding_dim=DIM,
+            initializer=jax.nn.initializers.normal(0.02),  # larger vectors make 351 products of noise at first
+            storage=rs.Hashed(when_full="evict", eviction="lfu"),
+            optimizer=rs.optimizers.RowWiseAdagrad(0.1),
+        )
+        features.append(rs.FeatureSpec(name=f"c{column}", table_spec=table))
+    collection = rs.EmbeddingCollection(features)
+    return collection, DLRM(collection, num_numbers, rngs=nnx.Rngs(seed))
 
 
 def loss_fn(model, numbers, ids, labels):
@@ -39,64 +74,194 @@ def loss_fn(model, numbers, ids, labels):
 
 
 @nnx.jit(donate_argnums=(0, 1))
-def train_step(model, optimizer, *batch):
-    loss, gradients = rs.nnx.value_and_grad(loss_fn)(model, *batch)
+def train_step(model, optimizer, numbers, ids, labels):
+    loss, gradients = rs.nnx.value_and_grad(loss_fn)(model, numbers, ids, labels)
     optimizer.update(model, gradients)
     return loss
 
 
-def make_model(num_features, rows, seed=0):
-    """The collection has a hashed table a feature; a key gets its row when it is first trained."""
-    table = {"vocabulary_size": rows, "embedding_dim": DIM, "storage": rs.Hashed(when_full="evict", eviction="lfu")}
-    table["optimizer"] = rs.optimizers.RowWiseAdagrad(0.1)
-    features = [
-        rs.FeatureSpec(name=f"c{k}", table_spec=rs.TableSpec(name=f"c{k}", **table)) for k in range(num_features)
-    ]
-    collection = rs.EmbeddingCollection(features)
-    return collection, DLRM(collection, rngs=nnx.Rngs(seed))
+@nnx.jit
+def log_odds(model, numbers, ids):
+    return model(numbers, ids)
 
 
-def read(lines):
-    """Labels, numbers and keys of lines of the log; what is missing is 0."""
-    fields = [line.rstrip("\n").split("\t") for line in lines]
-    numbers = np.float32([[float(field or 0) for field in row[1:14]] for row in fields])
-    keys = np.int64([[int(field or "0", 16) for field in row[14:]] for row in fields])
-    return np.float32([row[0] for row in fields]), np.log1p(np.maximum(numbers, 0)), keys
+def prepared(collection, keys):
+    columns = {}
+    for column, name in enumerate(collection.features):
+        columns[name] = keys[:, column]
+    return collection.prepare(columns)
+
+
+def predict(collection, model, samples, batch_size):
+    """Log-odds of a click for each sample."""
+    num_samples = len(samples.labels)
+    parts = []
+    for start in range(0, num_samples, batch_size):
+        rows = np.arange(start, start + batch_size) % num_samples  # the last batch is filled up from the beginning
+        ids = prepared(collection, samples.keys[rows])
+        parts.append(np.asarray(log_odds(model, samples.numbers[rows], ids)))
+    return np.concatenate(parts)[:num_samples]
+
+
+# Logistic regression on the same columns
+
+
+def weight_indices(train, other):
+    """A number for each category of `train`, column by column; categories that it lacks share the number 0."""
+    indices = np.zeros(other.keys.shape, np.int32)
+    num_weights = 1
+    for column in range(train.keys.shape[1]):
+        known = np.unique(train.keys[:, column])
+        keys = other.keys[:, column]
+        places = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+        indices[:, column] = np.where(known[places] == keys, num_weights + places, 0)
+        num_weights += len(known)
+    return indices, num_weights
+
+
+def linear_log_odds(params, numbers, indices):
+    is_known = indices > 0
+    weights = jnp.where(is_known, params["weights"][indices], 0)
+    return params["bias"] + numbers @ params["numbers"] + weights.sum(axis=1)
+
+
+def linear_loss(params, numbers, indices, labels):
+    return optax.sigmoid_binary_cross_entropy(linear_log_odds(params, numbers, indices), labels).mean()
+
+
+def logistic_regression(train, held, batch_size, epochs, seed):
+    """Log-odds of the held-out samples, by a weight for each category and number, trained as long as the DLRM."""
+    train_indices, num_weights = weight_indices(train, train)
+    held_indices, _ = weight_indices(train, held)
+    params = {
+        "bias": jnp.zeros(()),
+        "numbers": jnp.zeros(train.numbers.shape[1]),
+        "weights": jnp.zeros(num_weights),
+    }
+    optimizer = optax.adagrad(0.05)
+
+    @jax.jit
+    def step(params, state, numbers, indices, labels):
+        gradients = jax.grad(linear_loss)(params, numbers, indices, labels)
+        updates, state = optimizer.update(gradients, state)
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    for _, rows in batches_of(len(train.labels), batch_size, epochs, seed):
+        params, state = step(params, state, train.numbers[rows], train_indices[rows], train.labels[rows])
+    return np.asarray(linear_log_odds(params, held.numbers, held_indices))
+
+
+# Data
+
+
+def load(path, num_rows):
+    """Training and held-out samples of a file; the last rows are held out, since logs are in the order of time."""
+    log = rs.datasets.criteo(path, rows=num_rows, missing=0)  # "missing" is a category like any other
+    keys = np.stack(list(log.sparse.values()), axis=1)
+    # Counts have long tails, and a missing count is most often a small one.
+    numbers = np.log1p(np.maximum(np.nan_to_num(log.dense), 0))
+    samples = Samples(log.labels.astype(np.float32), numbers, keys)
+    num_train = int((1 - HELD_OUT) * len(log))
+    train = Samples(*(array[:num_train] for array in samples))
+    held = Samples(*(array[num_train:] for array in samples))
+    return train, held
 
 
 def generated(num_samples, num_features=26, sample_seed=0):
-    """The same from a known law, the best loss that is possible on it, and that of the rate of clicks alone."""
+    """Samples from a known law, and the log of the draw."""
     clicks = rs.datasets.synthetic_clicks(
         num_samples, vocabulary_sizes=[1_000] * num_features, num_dense=13, seed=0, sample_seed=sample_seed
     )
     ids = np.stack(list(clicks.sparse.values()), axis=1).astype(np.int64)
-    keys = (ids + 1) * 0x9E3779B97F4A7C1 % 2**62 + np.arange(num_features)  # as large as those of hashed strings
-    return (clicks.labels.astype(np.float32), clicks.dense, keys), (clicks.best_log_loss, clicks.base_rate_log_loss)
+    keys = (ids + 1) * 0x9E3779B97F4A7C1 % 2**62 + np.arange(num_features)  # as large as keys of hashed texts
+    return Samples(clicks.labels.astype(np.float32), clicks.dense, keys), clicks
+
+
+def batches_of(num_samples, batch_size, epochs, seed):
+    """Epoch and row numbers of each batch, in a new order every epoch."""
+    generator = np.random.default_rng(seed)
+    for epoch in range(epochs):
+        order = generator.permutation(num_samples)
+        for start in range(0, num_samples - batch_size + 1, batch_size):
+            yield epoch, order[start : start + batch_size]
+
+
+# Judgement
+
+
+def auc(labels, scores):
+    """Probability that a click has a higher score than a sample without one; a draw counts half."""
+    _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    last_ranks = np.cumsum(counts)
+    middle_ranks = last_ranks - (counts - 1) / 2
+    is_click = labels > 0
+    num_clicks = is_click.sum()
+    num_others = len(labels) - num_clicks
+    rank_sum = middle_ranks[places[is_click]].sum()
+    return float((rank_sum - num_clicks * (num_clicks + 1) / 2) / (num_clicks * num_others))
+
+
+def judge(labels, scores):
+    scores = np.asarray(scores, np.float64)
+    return Quality(float(np.mean(np.logaddexp(0, scores) - labels * scores)), auc(labels, scores))
+
+
+def show(name, quality):
+    print(f"{name:24}held-out log-loss {quality.log_loss:.4f}   AUC {quality.auc:.4f}")
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="a file in the form of Criteo's log")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--data", help="a click log in Criteo's format; without it, one is generated")
+    parser.add_argument("--rows", type=int, default=400_000, help="rows to read or generate")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--table-rows", type=int, default=100_000, help="rows of each of the hashed tables")
+    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
+    results = {}
     if options.data:
-        with open(options.data) as file:
-            labels, numbers, keys = read(itertools.islice(file, options.steps * BATCH))
+        train, held = load(options.data, options.rows)
     else:
-        (labels, numbers, keys), (best, base) = generated(options.steps * BATCH)
-        print(f"generated log: whoever knows only the rate of clicks has a loss of {base:.4f}, the best is {best:.4f}")
-    collection, model = make_model(keys.shape[1], rows=100_000)
+        train, _ = generated(options.rows)
+        held, law = generated(max(1, int(HELD_OUT * options.rows)), sample_seed=1)
+        best = np.log(law.click_probability) - np.log1p(-law.click_probability)
+        results["best possible"] = judge(held.labels, best)
+    if held.labels.min() == held.labels.max():
+        raise ValueError(
+            f"all {len(held.labels)} held-out labels are {held.labels[0]:.0f}, so no AUC; read more --rows."
+        )
+    rate = float(train.labels.mean())
+    print(f"{len(train.labels):,} rows to train, {len(held.labels):,} held out; {rate:.1%} are clicks")
+    batch_size = max(1, min(MOST_BATCH_SIZE, len(train.labels) // 20))
+    results["rate of clicks"] = judge(held.labels, np.full(len(held.labels), np.log(rate) - np.log1p(-rate)))
+    linear = logistic_regression(train, held, batch_size, options.epochs, options.seed)
+    results["logistic regression"] = judge(held.labels, linear)
+
+    num_numbers = train.numbers.shape[1]
+    num_categories = train.keys.shape[1]
+    collection, model = make_model(num_numbers, num_categories, options.table_rows, options.seed)
     optimizer = rs.nnx.Optimizer(model, optax.adam(3e-3))
+    num_steps = options.epochs * (len(train.labels) // batch_size)
+    steps_per_line = max(1, num_steps // 10)
     losses = []
-    for start in range(0, len(labels) - BATCH + 1, BATCH):  # each sample once: the loss is that of unseen ones
-        part = slice(start, start + BATCH)
-        ids = collection.prepare({name: keys[part, k] for k, name in enumerate(collection.features)})
-        losses.append(train_step(model, optimizer, numbers[part], ids, labels[part]))
-        if len(losses) % 100 == 0:
-            print(f"step {len(losses)}: loss {np.mean(losses[-100:]):.4f}")
-    rows = [len(table["keys"]) for table in collection.tables(model.embeddings.state).values()]
-    print(f"{sum(rows)} keys got a row, {min(rows)} to {max(rows)} of a category")
-    return [float(loss) for loss in losses]
+    epoch_before = 0
+    for epoch, rows in batches_of(len(train.labels), batch_size, options.epochs, options.seed):
+        if epoch != epoch_before:
+            results[f"DLRM, epoch {epoch}"] = judge(held.labels, predict(collection, model, held, batch_size))
+            show(f"DLRM, epoch {epoch}", results[f"DLRM, epoch {epoch}"])
+            epoch_before = epoch
+        ids = prepared(collection, train.keys[rows])
+        losses.append(train_step(model, optimizer, train.numbers[rows], ids, train.labels[rows]))
+        if len(losses) % steps_per_line == 0 or len(losses) == num_steps:
+            mean_loss = np.mean(losses[-steps_per_line:])
+            print(f"step {len(losses):,} of {num_steps:,}: loss {mean_loss:.4f}")
+    results[f"DLRM, epoch {options.epochs}"] = judge(held.labels, predict(collection, model, held, batch_size))
+    for name, quality in results.items():
+        show(name, quality)
+    num_keys = [len(table["keys"]) for table in collection.tables(model.embeddings.state).values()]
+    print(f"{sum(num_keys):,} keys have a row, {min(num_keys):,} to {max(num_keys):,} of a category")
+    return [float(loss) for loss in losses], results
 
 
 if __name__ == "__main__":
