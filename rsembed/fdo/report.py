@@ -185,10 +185,11 @@ class IdReport:
         return drawn
 
     def _title(self) -> str:
-        title = (
-            f"{len(self.features)} features of {len(self.tables)} tables, "
-            f"{self.num_batches:,} batches; {self.num_shards} shards"
-        )
+        features = _count(len(self.features), "feature")
+        tables = _count(len(self.tables), "table")
+        batches = _count(self.num_batches, "batch", "batches")
+        shards = _count(self.num_shards, "shard")
+        title = f"{features} of {tables}, {batches}; {shards}"
         if not self.is_complete:
             title += "; stopped early, at max_distinct_ids"
         return title
@@ -461,6 +462,12 @@ class _Stream:
             hit_rates=dict(zip(CACHE_PERCENTS, self._counter.hit_rates(), strict=True)),
             counts=hottest_first,
         )
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    """`number` with its noun, such as "1 table" or "2 tables"."""
+    noun = one if number == 1 else many or f"{one}s"
+    return f"{number:,} {noun}"
 
 
 def _ratio(part: float, whole: float) -> float:
