@@ -130,6 +130,17 @@ class RowLayout:
         """Where each table starts."""
         return {table.name: place for table, place in zip(self.stack.tables, self.places, strict=True)}
 
+    @functools.cached_property
+    def num_rows_of(self) -> dict[str, int]:
+        """Number of rows of each table."""
+        return {table.name: table.rows for table in self.stack.tables}
+
+    def segment(self, table_name: str, bags: Segment) -> Segment:
+        """The segment that reads some bags from a table. The table's rows must follow each other (`spread` 1)."""
+        place = self.place_of[table_name]
+        first_row = place.owner * self.rows_per_shard + place.first
+        return bags._replace(first_row=first_row, num_rows=self.num_rows_of[table_name])
+
     def rows(self, table_name: str, ids: PyTree) -> PyTree:
         """Row of each id in the array; ids must lie inside the table."""
         return self.place_of[table_name].rows(ids, spread=self.spread, rows_per_shard=self.rows_per_shard)
@@ -147,14 +158,11 @@ class RowLayout:
           readers: for each feature of the stack, the bags that are its own.
         """
         features = self.stack.features
-        sizes = {table.name: table.rows for table in self.stack.tables}
         lists = [list_of(own) for own in bags]
         segments = []
         for feature, segment in zip(features, readers, strict=True):
-            place, num_rows = self.place_of[feature.table_name], sizes[feature.table_name]
-            if self.spread == 1:  # the rows of a table follow each other
-                first_row = place.owner * self.rows_per_shard + place.first
-                segment = segment._replace(first_row=first_row, num_rows=num_rows)
+            if self.spread == 1:
+                segment = self.segment(feature.table_name, segment)
             segments.append(segment)
         call = Call(tuple(lists), tuple(segments))
         if self.spread == 1:
@@ -162,7 +170,7 @@ class RowLayout:
         rows = api.rows_of_ids(
             call,
             [self.place_of[feature.table_name] for feature in features],
-            [sizes[feature.table_name] for feature in features],
+            [self.num_rows_of[feature.table_name] for feature in features],
             spread=self.spread,
             rows_per_shard=self.rows_per_shard,
         )

@@ -19,7 +19,7 @@ from rsembed.collection.dense_rows import in_some_bag
 from rsembed.collection.devices import Devices
 from rsembed.collection.prepared import PreparedBatch
 from rsembed.collection.rows import LookupResult, Occurrences, Rows
-from rsembed.collection.stack import Activations, Batch, ByName, Stack
+from rsembed.collection.stack import Activations, Batch, ByName, Stack, call_of
 from rsembed.kernels import api
 from rsembed.keys import Keys, as_keys, is_invalid, num_invalid
 from rsembed.parallel.exchange import Asked, together
@@ -72,6 +72,7 @@ class Engine:
         implementation: str | None = None,
     ):
         self.features, self.stacks, self.devices = features, stacks, devices
+        self._together = self._stacks_of_one_call()
         self._has_all_rows = all(stack.storage.ids_are_rows for stack in stacks.values())
         everywhere, split = PartitionSpec(), devices.split
         state = {name: stack.partition for name, stack in stacks.items()}
@@ -111,6 +112,30 @@ class Engine:
 
     # On one device
 
+    def _stacks_of_one_call(self) -> list[list[str]]:
+        """Names of stacks in groups that one kernel call reads: dense rows of one dtype that are all on one device."""
+        groups: dict[tuple[str | None, str], list[str]] = {}
+        for name, stack in self.stacks.items():
+            is_quantized = stack.table.quantization_config is not None
+            if self.devices.num_devices == 1 and stack.storage.ids_are_rows and not is_quantized:
+                groups.setdefault((stack.rows.implementation, stack.table.dtype), []).append(name)
+        return [names for names in groups.values() if len(names) > 1]
+
+    def _looked_up_together(self, tables: ByName, batch: PreparedBatch) -> dict[str, LookupResult]:
+        """Results of the stacks that share a kernel call."""
+        results: dict[str, LookupResult] = {}
+        none = jnp.zeros((), jnp.int32)
+        for names in self._together:
+            stacks = [self.stacks[name] for name in names]
+            arrays = [tables[name] for name in names]
+            outputs = api.lookup(arrays, call_of(stacks, batch), implementation=stacks[0].rows.implementation)
+            first = 0
+            for name, stack in zip(names, stacks, strict=True):
+                last = first + len(stack.layout.stack.features)
+                results[name] = outputs[first:last], none, none
+                first = last
+        return results
+
     def _init(self, key: PRNGKeyArray) -> tuple[ByName, ByName]:
         return unzip_dict({name: stack.rows.init(key) for name, stack in self.stacks.items()})
 
@@ -118,8 +143,12 @@ class Engine:
         batch = PreparedBatch.of(batch)
         activations: Activations = {}
         unknown, rounds = dict[str, Array](), dict[str, Array]()
+        looked_up = self._looked_up_together(tables, batch)
         asked: list[Asked[LookupResult]] = []
         for name, stack in self.stacks.items():
+            if name in looked_up:
+                asked.append(looked_up[name])
+                continue
             number = None if numbers is None else numbers[name]
             asked.append(stack.rows.look_up(tables[name], stack.occurrences(batch), number))
         for (name, stack), found in zip(self.stacks.items(), together(asked, self.devices.axes), strict=True):

@@ -24,6 +24,7 @@ from rsembed.kernels.contract import NO_ROW, Call, Segment
 from rsembed.kernels.reference import bag_of_entries
 from rsembed.keys import as_keys
 from rsembed.specs import TableSpec, default_initializer
+from rsembed.stacking import FeaturePlacement
 from rsembed.storage import Hashed, hashed_rows, row_map
 from rsembed.storage.hashed_rows import DynamicTable
 from rsembed.storage.logical_rows import array_names, checked_slots, rows_to_leave
@@ -59,6 +60,25 @@ class EmbeddingState(NamedTuple):
     layout: Fingerprint | None = None
 
 
+def bags_of(batch: PreparedBatch, features: Sequence[FeaturePlacement]) -> tuple[list[Bags], list[Segment]]:
+    """Bags of one or several features each, and which of them each of the features reads."""
+    bags: list[Bags] = []
+    segments: list[Segment] = []
+    number_of: dict[str, int] = {}
+    for feature in features:
+        place = batch.place(feature.name)
+        if place is None:
+            own = as_bags(batch.arrays[feature.name], feature=feature.name)
+            segments.append(Segment(len(bags), 0, own.num_bags, feature.combiner))
+            bags.append(own)
+            continue
+        if place.list not in number_of:
+            number_of[place.list] = len(bags)
+            bags.append(batch.lists[place.list])
+        segments.append(Segment(number_of[place.list], place.first_bag, place.num_bags, feature.combiner))
+    return bags, segments
+
+
 class Stack:
     """Rows of one table or several in one storage, the features that read them, and the tables by name.
 
@@ -81,7 +101,7 @@ class Stack:
 
     def occurrences(self, batch: PreparedBatch) -> Occurrences:
         """The ids of the stack's features; those outside their table are none."""
-        bags, segments = self._bags_of(batch)
+        bags, segments = bags_of(batch, self.layout.stack.features)
         if self.storage.ids_are_rows:
             return Occurrences(self.layout.call(bags, segments))
         # Ids that are in no bag must not be looked for.
@@ -103,24 +123,6 @@ class Stack:
         return Occurrences(
             Call(tuple(lists), tuple(segments)), jax.tree.map(lambda *lanes: jnp.concatenate(lanes), *all_keys)
         )
-
-    def _bags_of(self, batch: PreparedBatch) -> tuple[list[Bags], list[Segment]]:
-        """Bags of one or several features each, and which of them each feature of the stack reads."""
-        bags: list[Bags] = []
-        segments: list[Segment] = []
-        number_of: dict[str, int] = {}
-        for feature in self.layout.stack.features:
-            place = batch.place(feature.name)
-            if place is None:
-                own = as_bags(batch.arrays[feature.name], feature=feature.name)
-                segments.append(Segment(len(bags), 0, own.num_bags, feature.combiner))
-                bags.append(own)
-                continue
-            if place.list not in number_of:
-                number_of[place.list] = len(bags)
-                bags.append(batch.lists[place.list])
-            segments.append(Segment(number_of[place.list], place.first_bag, place.num_bags, feature.combiner))
-        return bags, segments
 
     def _tables_of_keys(self, number: int, bags: Bags, segments: Sequence[Segment]) -> Int[Array, " nnz"] | None:
         """Number of the table that each key of a list is for; None where the stack has one table."""
@@ -303,6 +305,23 @@ class Stack:
     def _without(self) -> Callable[..., DynamicTable]:
         part, everywhere = self.partition, PartitionSpec()
         return jax.jit(self.devices.on_each(_without, (part, part, *[everywhere] * 3), part), donate_argnums=0)
+
+
+def call_of(stacks: Sequence[Stack], batch: PreparedBatch) -> Call:
+    """One call that reads stacks of dense rows on one device: table `k` of the call is the array of stack `k`.
+
+    Its segments are the features of all stacks, stack after stack.
+    """
+    features: list[FeaturePlacement] = []
+    for stack in stacks:
+        features += stack.layout.stack.features
+    bags, readers = bags_of(batch, features)
+    segments = []
+    for number, stack in enumerate(stacks):
+        for feature in stack.layout.stack.features:
+            segment = stack.layout.segment(feature.table_name, readers[len(segments)])
+            segments.append(segment._replace(table=number))
+    return Call(tuple(list_of(own) for own in bags), tuple(segments))
 
 
 @jax.jit

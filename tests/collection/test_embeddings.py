@@ -392,3 +392,30 @@ def test_features_of_one_table_pool_it_each_in_their_own_way(storage, num_device
     ones = jax.tree.map(jnp.ones_like, zeros)
     stepped = collection.lookup(collection.update(state, batch, ones), batch)["none"]
     np.testing.assert_allclose(rows - np.asarray(stepped), sum(factors.values()) + 1, rtol=1e-4)
+
+
+@pytest.mark.skipif(native.unavailable_because() is not None, reason="counts calls of the native library")
+def test_one_kernel_call_looks_up_all_arrays_of_a_device_with_the_bits_of_a_call_for_each():
+    rules = rs.optimizers.SGD(0.1), rs.optimizers.RowWiseAdagrad(0.1), rs.optimizers.Adam(0.1)
+    tables = [rs.TableSpec(f"t{dim}", 50, dim, optimizer=rule) for dim, rule in zip((4, 8, 16), rules, strict=True)]
+    combiners = "sum", "mean", "none", "sqrtn"
+    features = []
+    for number, combiner in enumerate(combiners):
+        features.append(rs.FeatureSpec(f"f{number}", tables[number % 3], combiner=combiner))
+    rng = np.random.default_rng(0)
+    batch = {}
+    for feature in features:
+        offsets = np.r_[0, np.cumsum(rng.integers(0, 5, 8))]
+        batch[feature.name] = rs.Bags(rng.integers(-1, 50, offsets[-1]), offsets)
+    batch["f1"] = rng.integers(-1, 50, (8, 3))
+    collection = rs.EmbeddingCollection(features)
+    state = collection.init(jax.random.key(0))
+    lowered = jax.jit(collection.lookup).lower(state, collection.prepare(batch))
+    assert lowered.as_text().count("@rsembed_lookup(") == 1
+    found = collection.lookup(state, batch)
+    for table in tables:
+        names = [feature.name for feature in features if feature.table_spec is table]
+        alone = rs.EmbeddingCollection([feature for feature in features if feature.name in names])
+        expected = alone.lookup(alone.init(jax.random.key(0)), {name: batch[name] for name in names})
+        for name in names:
+            np.testing.assert_array_equal(found[name], expected[name])
