@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -79,11 +79,19 @@ class TablePlacement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeaturePlacement:
-    """One feature, its table, and its place in the stacked batch (`num_samples` global samples; None if undeclared)."""
+    """One feature, its table, and its place in the stacked batch.
+
+    Args:
+      name: of the feature.
+      table_name: of its table.
+      combiner: how its rows are pooled; `mean_by_count`, which wings set, divides by the number of ids.
+      num_samples: samples of the global batch; None if undeclared.
+      transformation: its place.
+    """
 
     name: str
     table_name: str
-    combiner: Combiner
+    combiner: Combiner | Literal["mean_by_count"]
     num_samples: int | None
     transformation: FeatureIdTransformation
 

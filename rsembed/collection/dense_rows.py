@@ -323,7 +323,9 @@ class DenseRows(Storage):
         """The table's own dtype: of a 16-bit table half as many bytes travel between devices."""
         return jnp.dtype(table.dtype)
 
-    def rounding(self, rounding: Rounding | None, shard: Int[Array, ""] | int) -> Rounding | None:
+    def rounding(
+        self, rounding: Rounding | None, shard: Int[Array, ""] | int, resident_rows: Int[Array, " places"] | None = None
+    ) -> Rounding | None:
         """Noise that no stack, placement or mesh changes.
 
         Rows are told apart by a number for the table's name and the id, wherever they lie.
@@ -333,6 +335,8 @@ class DenseRows(Storage):
         layout, names = self.layout, [table.name for table in self.layout.stack.tables]
 
         def round_rows(values: Array, dtype: DTypeLike, rows: Array) -> Array:
+            if resident_rows is not None:
+                rows = resident_rows.at[rows].get(mode="fill", fill_value=NO_ROW)
             sizes = [table.rows for table in layout.stack.tables]
             number, row = jnp.divmod(rows, layout.rows_per_shard)
             own = shard * layout.shards_per_device + number
@@ -355,7 +359,9 @@ class DenseRows(Storage):
         self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step
     ) -> Found:
         """Every row is there."""
-        del table, occurrences, step
+        del table, occurrences
+        if step.resident_rows is not None:
+            return params, slots, jnp.where(keys.is_key, keys.low.astype(jnp.int32), NO_ROW)
         return params, slots, self._rows(keys)
 
     def step(self, params: Array, slots: Slots, gradients: CallGradients, table: TableSpec, step: Step) -> State:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.bags import Bags, as_bags
 from rsembed.collection.dense_rows import in_some_bag
@@ -21,6 +21,7 @@ from rsembed.collection.prepared import PreparedBatch
 from rsembed.collection.rows import LookupResult, Occurrences, Rows
 from rsembed.collection.stack import Activations, Batch, ByName, Stack, call_of
 from rsembed.kernels import api
+from rsembed.kernels.contract import Call
 from rsembed.keys import Keys, as_keys, is_invalid, num_invalid
 from rsembed.parallel.exchange import Asked, together
 from rsembed.specs import FeatureSpec
@@ -48,10 +49,15 @@ class Engine:
 
     All stacks ask their owners together.
 
+    A batch names features. On one device it may also be a `Call` of one output, as programs for many tables have it:
+    table `k` of the call is the array of the `k`-th stack, activations are that output, and `d_outputs` its gradient.
+
     Args:
       features: by name.
       stacks: by name.
       devices: the mesh.
+      side_by_side: the lookup of a batch gives one array `[batch, sum of dims]` with the features in their order, and
+        `d_outputs` is one such array.
       implementation: "reference" runs nothing but plain JAX, in storages and exchanges as well. Others say
         only how rows are pooled and stepped, which each stack knows.
 
@@ -70,9 +76,12 @@ class Engine:
         stacks: Mapping[str, Stack],
         devices: Devices,
         implementation: str | None = None,
+        *,
+        side_by_side: bool = False,
     ):
         self.features, self.stacks, self.devices = features, stacks, devices
-        self._together = self._stacks_of_one_call()
+        self.side_by_side = side_by_side
+        self._joint_stacks = self._stacks_of_one_call()
         self._has_all_rows = all(stack.storage.ids_are_rows for stack in stacks.values())
         everywhere, split = PartitionSpec(), devices.split
         state = {name: stack.partition for name, stack in stacks.items()}
@@ -94,13 +103,15 @@ class Engine:
         self.update = on_each(self._update, (state, state, split, split, everywhere), (state, state))
 
     def lookup(
-        self, tables: ByName, batch: Batch, numbers: ByName | None = None
-    ) -> tuple[Activations, LookupStatistics]:
+        self, tables: ByName, batch: Batch | Call, numbers: ByName | None = None
+    ) -> tuple[PyTree, LookupStatistics]:
         """Activations of all features, and counts; ahead of the steps of these numbers, if there are any."""
         if self._has_all_rows:
             numbers = None  # so that one program serves both
         activations, statistics = self._look_up(tables, numbers, batch)
-        return {name: activations[name] for name in self.features}, statistics
+        if isinstance(activations, dict):
+            activations = {name: activations[name] for name in self.features}
+        return activations, statistics
 
     def gradient_shardings(self) -> tuple[tuple[str, NamedSharding, NamedSharding], ...] | None:
         """How rows and values of `RowGradients` are split, by stack; None on one device."""
@@ -125,7 +136,7 @@ class Engine:
         """Results of the stacks that share a kernel call."""
         results: dict[str, LookupResult] = {}
         none = jnp.zeros((), jnp.int32)
-        for names in self._together:
+        for names in self._joint_stacks:
             stacks = [self.stacks[name] for name in names]
             arrays = [tables[name] for name in names]
             outputs = api.lookup(arrays, call_of(stacks, batch), implementation=stacks[0].rows.implementation)
@@ -139,7 +150,10 @@ class Engine:
     def _init(self, key: PRNGKeyArray) -> tuple[ByName, ByName]:
         return unzip_dict({name: stack.rows.init(key) for name, stack in self.stacks.items()})
 
-    def _lookup(self, tables: ByName, numbers: ByName | None, batch: Batch) -> tuple[Activations, LookupStatistics]:
+    def _lookup(self, tables: ByName, numbers: ByName | None, batch: Batch | Call) -> tuple[PyTree, LookupStatistics]:
+        if isinstance(batch, Call):
+            (output,) = api.lookup([tables[name] for name in self.stacks], batch)
+            return output, LookupStatistics({}, {}, {}, {})
         batch = PreparedBatch.of(batch)
         activations: Activations = {}
         unknown, rounds = dict[str, Array](), dict[str, Array]()
@@ -161,7 +175,10 @@ class Engine:
                     dense_shape = as_bags(batch.in_list(feature.name), feature=feature.name).dense_shape
                 activations[feature.name] = to_activation(spec, dense_shape, output)
         num_ids, num_out_of_range = self.devices.total(self._counts(batch))
-        return activations, LookupStatistics(num_ids, num_out_of_range, unknown, rounds)
+        statistics = LookupStatistics(num_ids, num_out_of_range, unknown, rounds)
+        if self.side_by_side:
+            return jnp.concatenate([activations[name] for name in self.features], axis=1), statistics
+        return activations, statistics
 
     def _counts(self, batch: PreparedBatch) -> tuple[dict[str, Array], dict[str, Array]]:
         num_ids, num_out_of_range, with_rows = {}, {}, dict[str, Bags]()
@@ -188,10 +205,10 @@ class Engine:
             num_ids[name], num_out_of_range[name] = count
         return num_ids, num_out_of_range
 
-    def _row_gradients(self, batch: Batch, d_outputs: ByName) -> dict[str, tuple[Array, Array]]:
+    def _row_gradients(self, batch: Batch | Call, d_outputs: PyTree) -> dict[str, tuple[Array, Array]]:
         return self._backward(batch, d_outputs, lambda _, rows, *own: rows.row_gradients(*own))
 
-    def _squared_norm(self, batch: Batch, d_outputs: ByName) -> dict[str, Array]:
+    def _squared_norm(self, batch: Batch | Call, d_outputs: PyTree) -> dict[str, Array]:
         return self._backward(batch, d_outputs, lambda _, rows, *own: rows.squared_norm(*own))
 
     def _apply(
@@ -204,20 +221,38 @@ class Engine:
         return unzip_dict(stepped)
 
     def _update(
-        self, tables: ByName, slots: ByName, batch: Batch, d_outputs: ByName, steps: ByName
+        self, tables: ByName, slots: ByName, batch: Batch | Call, d_outputs: PyTree, steps: ByName
     ) -> tuple[ByName, ByName]:
         def update(name: str, rows: Rows, own: Occurrences, gradients: list[Array]) -> Asked[tuple[PyTree, PyTree]]:
             return rows.update(tables[name], slots[name], own, gradients, steps[name])
 
         return unzip_dict(self._backward(batch, d_outputs, update))
 
-    def _backward(self, batch: Batch, d_outputs: ByName, function: Callable[..., Asked[PyTree]]) -> ByName:
+    def _backward(self, batch: Batch | Call, d_outputs: PyTree, function: Callable[..., Asked[PyTree]]) -> ByName:
         """Results of a function of each stack's name, rows, occurrences in the batch, and gradients of its outputs."""
-        batch, asked = PreparedBatch.of(batch), []
+        asked: list[Asked[PyTree]] = []
+        if isinstance(batch, Call):
+            dims = tuple(stack.table.embedding_dim for stack in self.stacks.values())
+            for number, (name, stack) in enumerate(self.stacks.items()):
+                asked.append(function(name, stack.rows, Occurrences(batch, None, number, dims), [d_outputs]))
+            return dict(zip(self.stacks, asked, strict=True))
+        batch = PreparedBatch.of(batch)
+        if self.side_by_side:
+            d_outputs = self._by_feature(d_outputs)
         for name, stack in self.stacks.items():
             own = [d_outputs[feature.name] for feature in stack.layout.stack.features]
             asked.append(function(name, stack.rows, stack.occurrences(batch), own))
         return dict(zip(self.stacks, together(asked, self.devices.axes), strict=True))
+
+    def _by_feature(self, d_output: Float[Array, "batch dims"]) -> dict[str, Float[Array, "batch dim"]]:
+        """The columns of each feature."""
+        columns = {}
+        first = 0
+        for name, feature in self.features.items():
+            last = first + feature.table_spec.embedding_dim
+            columns[name] = d_output[:, first:last]
+            first = last
+        return columns
 
 
 def _running_counts(bags: Bags) -> tuple[Int[Array, " nnz_plus_1"], Int[Array, " nnz_plus_1"]]:

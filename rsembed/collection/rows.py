@@ -39,10 +39,19 @@ class Occurrences(NamedTuple):
     Attributes:
       call: the ids with their bags; of keys, the positions among them, `NO_ROW` for none.
       keys: of tables that have some, else None.
+      table: number of the table in a call that reads several.
+      dims: row length of every table of such a call.
     """
 
     call: Call
     keys: Keys | None = None
+    table: int = 0
+    dims: tuple[int, ...] = ()
+
+    def gradients(self, d_outputs: Sequence[Array]) -> CallGradients:
+        """Gradients of the call's outputs, on their way to the rows; of a single table, these may be some columns."""
+        dims = self.dims or (d_outputs[0].shape[-1],)
+        return CallGradients(self.call, tuple(d_outputs), dims, self.table)
 
     def all_keys(self) -> Keys:
         """The ids as keys, whichever they are."""
@@ -140,13 +149,13 @@ class Rows:
         """Distinct ids (of keys: lanes) of the global batch whose rows are here, as in `RowGradients`."""
         batch, d_outputs = batch.of_all(self.devices), self._of_all(d_outputs)
         if batch.keys is None:
-            return self._summed(gradients_of(batch.call, d_outputs), self.storage.num_ids(self.table))
+            return self._summed(batch.gradients(d_outputs), self.storage.num_ids(self.table))
         entry_of, keys, _, counts = entries(batch.keys, jnp.ones(batch.keys.shape, jnp.int32))
         return named(keys, counts), self._of_entries(entry_of, batch, d_outputs)
 
     def squared_norm(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Float[Array, ""]:
         """Sum of the squares of the values of `row_gradients`, where ids are rows that are all here."""
-        gradients, num_rows = gradients_of(batch.call, d_outputs), self.storage.num_ids(self.table)
+        gradients, num_rows = batch.gradients(d_outputs), self.storage.num_ids(self.table)
         norm: Array = api.dispatch("squared_norm", num_rows, gradients, implementation=self.implementation)
         return norm
 
@@ -155,16 +164,16 @@ class Rows:
     ) -> Asked[State]:
         """Keys without a row get one, and all rows of the batch are stepped."""
         if self.storage.sums_gradients:
-            return self._step_all(params, slots, gradients_of(batch.call, d_outputs), step)
+            return self._step_all(params, slots, batch.gradients(d_outputs), step)
         batch, d_outputs = batch.of_all(self.devices), self._of_all(d_outputs)
         if self.storage.ids_are_rows:
-            return self._step(params, slots, gradients_of(batch.call, d_outputs), step)
+            return self._step(params, slots, batch.gradients(d_outputs), step)
         keys = self._after(batch.all_keys(), d_outputs)
         params, slots, rows = self.storage.find(params, slots, keys, jnp.ones(keys.shape, jnp.int32), self.table, step)
         call = batch.call.with_ids(rows)
         if self.storage.takes_keys:
             call = self._with_gains(call, batch.call)
-        return self._step(params, slots, gradients_of(call, d_outputs), step)
+        return self._step(params, slots, Occurrences(call).gradients(d_outputs), step)
 
     def _with_gains(self, call: Call, keys: Call) -> Call:
         """The call with the gains that its entries have in `keys`, in which keys without a row count, too.
@@ -211,7 +220,8 @@ class Rows:
         return keys
 
     def _how(self, step: Step) -> Step:
-        return dataclasses.replace(step, rounding=self.storage.rounding(step.rounding, self.shard))
+        rounding = self.storage.rounding(step.rounding, self.shard, step.resident_rows)
+        return dataclasses.replace(step, rounding=rounding)
 
     def _after(self, keys: Keys, gradients: Sequence[Array]) -> Keys:
         """The keys, made to depend on the gradients, so that new rows are made only after these.
@@ -241,7 +251,7 @@ class Rows:
         """Gradients of distinct entries, by number."""
         num_entries = entry_of.shape[0]
         # Every entry occurs, so the gradient in place `e` is that of entry `e`.
-        return self._summed(gradients_of(batch.call.with_ids(entry_of), d_outputs), num_entries)[1]
+        return self._summed(Occurrences(batch.call.with_ids(entry_of)).gradients(d_outputs), num_entries)[1]
 
     def _summed(self, gradients: CallGradients, num_rows: int) -> tuple[Array, Array]:
         """Distinct ids, ascending, and their gradients."""
@@ -253,11 +263,6 @@ class Rows:
     def _of_all(self, d_outputs: Sequence[Array]) -> list[Array]:
         """Gradients of the global batch, in the columns that are here."""
         return list(map(self.devices.columns_of_all if self.splits_columns else self.devices.gather, d_outputs))
-
-
-def gradients_of(call: Call, d_outputs: Sequence[Array]) -> CallGradients:
-    """Gradients of the outputs of a call that reads one table, of which these may be some columns."""
-    return CallGradients(call, tuple(d_outputs), (d_outputs[0].shape[-1],))
 
 
 def keys_of_gradients(rows: Array) -> tuple[Keys, Int[Array, " capacity"]]:

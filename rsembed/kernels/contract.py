@@ -266,12 +266,15 @@ class Step:
       rule: the optimizer.
       rounding: function that rounds stepped rows to the table's dtype; None rounds to nearest.
       number: number of the step, from 0; for storages that record when a row was used.
+      resident_rows: where the table is a cache, the row in each of its places, `NO_ROW` in empty ones. The rows
+        that are stepped are then places. None: the table has all rows.
     """
 
     hyper: Hyperparameters
     rule: OptimizerSpec = dataclasses.field(metadata={"static": True})
     rounding: Rounding | None = None
     number: Int[Array, ""] | None = None
+    resident_rows: Int[Array, " places"] | None = None
 
     def rounds(self, table: Table) -> bool:
         """Whether rows of this table need the rounding."""

@@ -159,9 +159,11 @@ class Storage(abc.ABC):
         del table
         return jnp.float32
 
-    def rounding(self, rounding: Rounding | None, shard: Int[Array, ""] | int) -> Rounding | None:
-        """How a shard's rows are rounded, from the rounding of the collection."""
-        del shard
+    def rounding(
+        self, rounding: Rounding | None, shard: Int[Array, ""] | int, resident_rows: Int[Array, " places"] | None = None
+    ) -> Rounding | None:
+        """How a shard's rows are rounded, from the rounding of the collection; `resident_rows` as in `Step`."""
+        del shard, resident_rows
         return rounding
 
     @abc.abstractmethod

@@ -12,17 +12,19 @@ from typing import Any, TypeAlias, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jax.experimental.multihost_utils import global_array_to_host_local_array
+from jaxtyping import Array, Float, PyTree
 from numpy.typing import ArrayLike
 
 from rsembed.bags import PAD_ID, Bags, check_unmasked, is_traced, narrow_ids, padded_size
 from rsembed.checks import check_type
+from rsembed.collection import inputs
 from rsembed.collection.inputs import is_unknown
+from rsembed.collection.prepared import PreparedBatch
 from rsembed.kernels.contract import Call
 from rsembed.parallel.agreement import Agreement
 from rsembed.tbe.arguments import BoundsCheckMode
-from rsembed.tbe.meshes import AnyBatch
-from rsembed.tbe.plan import TBEPlan, with_list
+from rsembed.tbe.plan import AnyBatch, TBEPlan, engine_of, identity, with_list
 
 AnyArray: TypeAlias = Array | np.ndarray
 Count: TypeAlias = int | np.integer | Array
@@ -38,8 +40,7 @@ def read(
 ) -> tuple[AnyBatch, Count | None, str | None]:
     """A checked batch (numpy unless traced), the number of ids and offsets that WARNING corrected, and a message.
 
-    The number is None for a prepared batch, which needs no count. Only ids that a mesh's batch brings into `jit`, where
-    it may be another module's, are counted again.
+    The number is None for a prepared batch, which needs no count.
 
     `TableBatchedEmbeddingBags.__call__` says what the arguments mean. Inside `jit` nothing can be raised: FATAL then
     lets bad ids contribute nothing, and counts them. On a mesh, the batch of such a call is split already.
@@ -48,16 +49,14 @@ def read(
     """
     given = (indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
     # A process that refuses its part tells the others.
-    with Agreement(None if plan.devices is None else plan.devices.known_mesh, "the batch", given):
-        if isinstance(indices, (Call, dict)):
+    with Agreement(plan.devices.known_mesh, "the batch", given):
+        if isinstance(indices, (Call, PreparedBatch)):
             if any(own is not None for own in given[1:]):
                 raise ValueError("a prepared batch holds offsets, weights and sizes; pass none of them beside it.")
-            if not _is_of(plan, indices):
+            if not _is_of(plan, mode, indices):
                 raise ValueError("the batch was prepared for other tables than the module's; prepare it by the latter.")
-            if isinstance(indices, dict) and mode != BoundsCheckMode.NONE and is_traced(indices):
-                return *_repaired_on_mesh(plan, mode, indices), None
             return indices, None, None
-        if plan.devices is not None and is_unknown(given[:3]):
+        if plan.is_shared and is_unknown(given[:3]):
             raise ValueError(
                 "on a mesh, indices and offsets cannot be split inside jit; bring them into form before, with batch = "
                 "module.prepare(indices, offsets), and pass batch in their place."
@@ -65,12 +64,54 @@ def read(
         return _checked(plan, mode, _jagged(plan, *given))
 
 
-def _is_of(plan: TBEPlan, batch: AnyBatch) -> bool:
+def _is_of(plan: TBEPlan, mode: BoundsCheckMode, batch: AnyBatch) -> bool:
     """Whether a prepared batch fits the plan's devices, features, rows and pooling."""
-    if isinstance(batch, dict):
-        return plan.devices is not None and batch.keys() == set(plan.feature_names)
+    if isinstance(batch, PreparedBatch):
+        return batch.made_for == identity(plan, checks=mode != BoundsCheckMode.NONE)
     places = [(plan.combiner, *plan.places[t], plan.tables[t].num_rows) for t in plan.features]
-    return plan.devices is None and [segment[3:] for segment in batch.segments] == places
+    return not plan.is_shared and [segment[3:] for segment in batch.segments] == places
+
+
+def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
+    """A checked batch of this process, outside `jit`, split over the devices of a mesh. Raises: as the core's."""
+    bags = {}
+    (listed,) = batch.lists
+    offsets = np.asarray(listed.offsets)
+    for name, segment in zip(plan.feature_names, batch.segments, strict=True):
+        ends = offsets[segment.first_bag : segment.first_bag + segment.num_bags + 1]
+        own = slice(int(ends[0]), int(ends[-1]))
+        weights = None if listed.weights is None else np.asarray(listed.weights[own])
+        bags[name] = Bags(np.asarray(listed.ids[own]), ends - ends[0], weights)
+    return inputs.prepare(
+        engine_of(plan).features,
+        bags,
+        plan.devices,
+        bounds_check="ignore",
+        lists=plan.list_of_feature,
+        made_for=identity(plan, checks=mode != BoundsCheckMode.NONE),
+    )
+
+
+def weights_by_feature(batch: PreparedBatch) -> dict[str, Array]:
+    """The weights of a prepared batch, in the form that its features have."""
+    found = {}
+    for name, values in batch.items():
+        found[name] = values.weights if isinstance(values, Bags) else values[1]
+    return found
+
+
+def weights_in_order(plan: TBEPlan, prepared: PreparedBatch, batch: Call) -> Float[Array, " nnz"]:
+    """The weights of a split batch in the order of the batch before; 0 for ids in no bag."""
+    offsets = np.asarray(batch.lists[0].offsets)
+    parts = [jnp.zeros(int(offsets[0]))]
+    for (name, weights), segment in zip(weights_by_feature(prepared).items(), batch.segments, strict=True):
+        if not isinstance(prepared[name], Bags):
+            own: Any = global_array_to_host_local_array(weights, plan.devices.known_mesh, plan.devices.split)
+            ends = offsets[segment.first_bag : segment.first_bag + segment.num_bags + 1]
+            bag = np.repeat(np.arange(segment.num_bags), np.diff(ends))
+            weights = own[bag, np.arange(ends[0], ends[-1]) - ends[:-1][bag]]
+        parts.append(weights)
+    return jnp.concatenate([*parts, jnp.zeros(batch.lists[0].num_entries - int(offsets[-1]))])
 
 
 def _jagged(plan: TBEPlan, indices: PyTree, offsets: PyTree, weights: PyTree, sizes: PyTree) -> Call:
@@ -81,7 +122,7 @@ def _jagged(plan: TBEPlan, indices: PyTree, offsets: PyTree, weights: PyTree, si
     if sizes is not None:
         check_type(sizes, Sequence[Sequence[int]], "batch_size_per_feature_per_rank [feature][rank]")
         sizes = tuple(tuple(int(n) for n in own) for own in sizes)
-        if plan.devices is not None:
+        if plan.is_shared:
             num_bags = [sum(own) for own in sizes]
             way_out = "add bags without ids, and " if len(set(num_bags)) > 1 else ""
             raise ValueError(
@@ -184,24 +225,6 @@ def _repaired(plan: TBEPlan, batch: Call) -> tuple[Call, Count]:
     return with_list(batch, ids=fixed, offsets=ends.astype(offsets.dtype)), num_changed
 
 
-def _repaired_on_mesh(
-    plan: TBEPlan, mode: BoundsCheckMode, batch: dict[str, PyTree]
-) -> tuple[dict[str, PyTree], Count]:
-    """A mesh's batch inside `jit`, with ids outside their tables as `_repaired` has them, and how many these are.
-
-    FATAL, which cannot raise here, leaves them to contribute nothing. IGNORE does not count them.
-    """
-    repaired, num_outside = {}, cast(Count, 0)
-    for name, t in zip(plan.feature_names, plan.features, strict=True):
-        ids, *weights = batch[name] if isinstance(batch[name], tuple) else (batch[name],)
-        is_outside = (ids < PAD_ID) | (ids >= plan.tables[t].num_rows)
-        if mode != BoundsCheckMode.FATAL:
-            ids = jnp.where(is_outside, 0, ids)
-        repaired[name] = (ids, *weights) if weights else ids
-        num_outside += jnp.sum(is_outside, dtype=jnp.int32)
-    return repaired, 0 if mode == BoundsCheckMode.IGNORE else num_outside
-
-
 def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str | None:
     """Message about the first bad id or offset, with feature, table, bag and position; None without one.
 
@@ -253,7 +276,7 @@ def mask_of_ids(plan: TBEPlan, batch: AnyBatch, feature_requires_grad: ArrayLike
     num_features, mask = len(plan.features), jnp.asarray(feature_requires_grad, jnp.float32)
     if mask.shape != (num_features,):
         raise ValueError(f"feature_requires_grad has shape {mask.shape}; give {num_features} numbers.")
-    if isinstance(batch, dict):
+    if isinstance(batch, PreparedBatch):
         return dict(zip(plan.feature_names, mask, strict=True))
     num_bags = plan.bags_of(batch)
     starts = feature_starts(jnp.asarray(batch.lists[0].offsets), num_bags)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +18,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 from rsembed.bags import check_not_taken, is_traced
-from rsembed.collection.dense_rows import numbers_of_rows
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Call, CallGradients, Step
+from rsembed.kernels.contract import NO_ROW, Call, Step
 from rsembed.kernels.reference import Rounding, rows_of_list
 from rsembed.optimizers.base import Slots
 from rsembed.optimizers.regularization import global_decay_factor
 from rsembed.optimizers.regularized import CounterAdagrad
 from rsembed.parallel.agreement import check_not_forked
 from rsembed.row_gradients import RowGradients
-from rsembed.tbe.meshes import AnyBatch, tables_on_mesh
-from rsembed.tbe.plan import GroupPlan, TBEPlan, with_list
+from rsembed.tbe.plan import AnyBatch, GroupPlan, TBEPlan, engine_of, with_list
+
+Group = TypeVar("Group")
 
 
 class TBEState(NamedTuple):
@@ -77,35 +76,35 @@ class TBEState(NamedTuple):
 
 def num_rows(plan: TBEPlan) -> tuple[int, ...]:
     """Number of rows in every group's array, padding for the devices of a mesh included."""
-    if plan.devices is None:
-        return tuple(group.num_rows for group in plan.groups)
-    return tuple(stack.layout.num_rows for stack in tables_on_mesh(plan).stacks)
+    return tuple(stack.layout.num_rows for stack in engine_of(plan).stacks.values())
 
 
 def everywhere(plan: TBEPlan, tree: PyTree) -> PyTree:
     """The arrays of `tree` replicated over the devices of the plan's mesh; unchanged without a mesh."""
-    return tree if plan.devices is None else plan.devices.place(tree, PartitionSpec())
+    return plan.devices.place(tree, PartitionSpec())
 
 
 def rows_of(plan: TBEPlan, table: int, ids: Int[np.ndarray, " ids"]) -> Int[np.ndarray, " ids"]:
     """Row numbers of a table's ids in the arrays of its group."""
-    group, first_row = plan.places[table]
-    if plan.devices is None:
-        return ids + first_row
-    rows: np.ndarray = tables_on_mesh(plan).stacks[group].layout.rows(plan.tables[table].name, ids)
+    group, _ = plan.places[table]
+    stack = list(engine_of(plan).stacks.values())[group]
+    rows: np.ndarray = stack.layout.rows(plan.tables[table].name, ids)
     return rows
 
 
-def output_shape(plan: TBEPlan, batch: AnyBatch) -> tuple[int, ...]:
-    """Shape of the output of `lookup` for this batch."""
-    if isinstance(batch, Call):
-        return batch.outputs(plan.dims)[0][0]
-    return jax.tree.leaves(batch)[0].shape[0], sum(plan.tables[t].dim for t in plan.features)
+def by_stack(plan: TBEPlan, by_group: Iterable[Group]) -> dict[str, Group]:
+    """Values of the groups by the names of their stacks, as the engine takes them."""
+    return dict(zip(engine_of(plan).stacks, by_group, strict=True))
 
 
-def _here(plan: TBEPlan, batch: Call) -> Call:
+def by_group(plan: TBEPlan, by_stack: Mapping[str, Group]) -> tuple[Group, ...]:
+    """The inverse of `by_stack`."""
+    return tuple(by_stack[name] for name in engine_of(plan).stacks)
+
+
+def _checked(plan: TBEPlan, batch: AnyBatch) -> AnyBatch:
     """The batch unchanged. Raises: ValueError: the tables are on a mesh, which needs a split batch."""
-    if plan.devices is not None:
+    if plan.is_shared and isinstance(batch, Call):
         raise ValueError("a mesh shares the tables: split the batch by module.prepare.")
     return batch
 
@@ -121,7 +120,9 @@ def init_state(plan: TBEPlan, key: PRNGKeyArray, num_places: Mapping[int, int] |
     weights, slots, resident = [], [], []
     for number, (group, all_rows) in enumerate(zip(plan.groups, num_rows(plan), strict=True)):
         size = (num_places or {}).get(number, all_rows)
-        allocate: Any = api.allocate if plan.devices is None else functools.partial(tables_on_mesh(plan).empty, number)
+        allocate: Callable[..., Array] = api.allocate
+        if plan.is_shared:
+            allocate = functools.partial(_split_array, plan, number)
         table, first = group.table, group.table.first_slots()
         weights.append(allocate((size, table.dim), jnp.dtype(table.near_dtype), 0.0))
         slots.append(tuple(allocate((size, *v.shape[1:]), v.dtype, float(v[0, 0])) for v in first))
@@ -136,6 +137,13 @@ def init_state(plan: TBEPlan, key: PRNGKeyArray, num_places: Mapping[int, int] |
     )
     state = TBEState(tuple(weights), tuple(slots), tuple(resident), *everywhere(plan, numbers))
     return state._replace(layout=plan.layout)
+
+
+def _split_array(plan: TBEPlan, number: int, shape: Sequence[int], dtype: DTypeLike, fill: float) -> Array:
+    """An array for the rows of a group, filled with `fill` and laid out over the devices."""
+    stack = list(engine_of(plan).stacks.values())[number]
+    whole = functools.partial(jnp.full, shape, fill, dtype)
+    return jax.jit(whole, out_shardings=plan.devices.sharding(stack.partition))()
 
 
 def check_state(plan: TBEPlan, state: TBEState) -> None:
@@ -192,41 +200,42 @@ def _parted(group: GroupPlan, slots: Slots) -> tuple[Slots, Slots]:
 
 def lookup(plan: TBEPlan, state: TBEState, batch: AnyBatch, output_dtype: str = "float32") -> Float[Array, "*output"]:
     """Pooled rows, `[bags, sum of dims]`, `[nnz, longest dim]` or flat; differentiable in the weights of the ids."""
-    if isinstance(batch, dict):
-        check_state(plan, state)
-        return tables_on_mesh(plan).lookup(state.weights, batch).astype(output_dtype)
-    factors = _owed_factors(plan, state, _here(plan, batch), learning_rates(plan, state))
+    return _pooled(plan, state, batch, learning_rates(plan, state)).astype(output_dtype)
+
+
+def _pooled(plan: TBEPlan, state: TBEState, batch: AnyBatch, rates: Float[Array, " groups"]) -> Float[Array, "*output"]:
+    """The output of a lookup, with the decay that is owed at these learning rates."""
+    batch = _checked(plan, batch)
+    factors = _owed_factors(plan, state, batch, rates)
     if factors is not None:
         weights = batch.lists[0].weights
         batch = with_list(batch, weights=factors if weights is None else factors * weights)
-    (output,) = api.lookup(state.weights, batch)
-    return output.astype(output_dtype)
+    output, _ = engine_of(plan).lookup(by_stack(plan, state.weights), batch)
+    return output
 
 
-def _flat(d_output: Array, max_gradient: float | None = None) -> Float[Array, " size"]:
-    """The output's gradient as a flat float32 array, clipped to `[-max_gradient, max_gradient]` if that is given."""
-    d_output = d_output.astype(jnp.float32).reshape(-1)
-    return d_output if max_gradient is None else jnp.clip(d_output, -max_gradient, max_gradient)
+def _gradient(d_output: Array, max_gradient: float | None = None) -> Float[Array, "*output"]:
+    """The output's gradient in float32, clipped to `[-max_gradient, max_gradient]` if that is given."""
+    d_output = d_output.astype(jnp.float32)
+    if max_gradient is None:
+        return d_output
+    return jnp.clip(d_output, -max_gradient, max_gradient)
 
 
 def row_gradients(
     plan: TBEPlan, batch: AnyBatch, d_output: Float[Array, "*output"], *, max_gradient: float | None = None
 ) -> RowGradients:
     """Gradients of all rows that the batch reads, by id also where a table is cached."""
-    flat, shardings = _flat(d_output, max_gradient), None
-    if isinstance(batch, dict):
-        tables = tables_on_mesh(plan)
-        by_stack = tables.engine.row_gradients(tables.with_gains(batch), tables.by_feature(flat))
-        found, shardings = tables.by_group(by_stack), tables.gradient_shardings()
-    else:
-        batch = _here(plan, batch)
-        found = [
-            api.row_gradients(group.num_rows, CallGradients(batch, (flat,), plan.dims, number))
-            for number, group in enumerate(plan.groups)
-        ]
-    rows, values = (
-        dict(zip((group.table.name for group in plan.groups), own, strict=True)) for own in zip(*found, strict=True)
-    )
+    engine = engine_of(plan)
+    gradient = _gradient(d_output, max_gradient)
+    found = by_group(plan, engine.row_gradients(_checked(plan, batch), gradient))
+    names = [group.table.name for group in plan.groups]
+    rows = {name: own for name, (own, _) in zip(names, found, strict=True)}
+    values = {name: own for name, (_, own) in zip(names, found, strict=True)}
+    shardings = engine.gradient_shardings()
+    if shardings is not None:
+        of_stack = {stack: own for stack, *own in shardings}
+        shardings = tuple(sorted((name, *own) for name, own in zip(names, by_group(plan, of_stack), strict=True)))
     return RowGradients(rows, values, row_counts(plan), shardings, plan.row_layout)
 
 
@@ -263,13 +272,7 @@ def update(
       d_output: gradient of what `lookup` returned.
       rates: learning rate of every group.
     """
-    flat = _flat(d_output)
-    if isinstance(batch, dict):
-        tables = tables_on_mesh(plan)
-        return _stepped(plan, state, rates, tables.engine.update, tables.with_gains(batch), tables.by_feature(flat))
-    batch = _here(plan, batch)
-    gradients = [CallGradients(batch, (flat,), plan.dims, number) for number in range(len(plan.groups))]
-    return _stepped(plan, state, rates, api.update, gradients)
+    return _stepped(plan, state, rates, engine_of(plan).update, _checked(plan, batch), _gradient(d_output))
 
 
 def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Float[Array, " groups"]) -> TBEState:
@@ -277,30 +280,22 @@ def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Fl
 
     Raises: ValueError: a table has no optimizer.
     """
+    rows = row_gradients.rows
     names = [group.table.name for group in plan.groups]
-    rows, values = ([own[name] for name in names] for own in (row_gradients.rows, row_gradients.values))
-    if plan.devices is None:
-        return _stepped(plan, state, rates, api.apply_rows, rows, values)
-    tables = tables_on_mesh(plan)
-    return _stepped(plan, state, rates, tables.engine.apply, tables.by_name(zip(rows, values, strict=True)))
+    gradients = [(rows[name], row_gradients.values[name]) for name in names]
+    return _stepped(plan, state, rates, engine_of(plan).apply, by_stack(plan, gradients))
 
 
 def _stepped(
     plan: TBEPlan, state: TBEState, rates: Float[Array, " groups"], function: Callable[..., PyTree], *gradients: PyTree
 ) -> TBEState:
-    """State after one step of all groups, by one kernel call each, or on a mesh by one call of the engine."""
+    """State after one step of all groups by a function of the engine."""
     steps = [_step_of(plan, number, state, rate) for number, rate in enumerate(rates)]
     slots, copies = zip(*map(_parted, plan.groups, state.slots), strict=True)
-    if plan.devices is None:
-        given = zip(state.weights, slots, *gradients, steps, strict=True)
-        found: PyTree = zip(*itertools.starmap(function, given), strict=True)
-    else:
-        tables = tables_on_mesh(plan)
-        by_name = function(*map(tables.by_name, (state.weights, slots)), *gradients, tables.by_name(steps))
-        found = map(tables.by_group, by_name)
-    weights, stepped = found
-    all_slots = tuple((*own, *copy) for own, copy in zip(stepped, copies, strict=True))
-    return state._replace(weights=tuple(weights), slots=all_slots, step=state.step + 1)
+    stepped = function(by_stack(plan, state.weights), by_stack(plan, slots), *gradients, by_stack(plan, steps))
+    weights, slots = (by_group(plan, own) for own in stepped)
+    all_slots = tuple((*own, *copy) for own, copy in zip(slots, copies, strict=True))
+    return state._replace(weights=weights, slots=all_slots, step=state.step + 1)
 
 
 def _step_of(plan: TBEPlan, number: int, state: TBEState, rate: Array) -> Step:
@@ -315,13 +310,14 @@ def _step_of(plan: TBEPlan, number: int, state: TBEState, rate: Array) -> Step:
     if isinstance(rule, CounterAdagrad):
         changes["max_counter"] = lambda: state.max_counter
     hyper = dataclasses.replace(rule, **changes).get_hyperparameters(state.step)
-    return Step(hyper, rule, _rounding(plan, number, state, state.weights[number].dtype, use=None), state.step)
+    noise = _noise(plan, number, state, state.weights[number].dtype)
+    return Step(hyper, rule, noise, state.step, state.resident_rows[number])
 
 
 def _owed_factors(
-    plan: TBEPlan, state: TBEState, batch: Call, rates: Float[Array, " groups"]
+    plan: TBEPlan, state: TBEState, batch: AnyBatch, rates: Float[Array, " groups"]
 ) -> Float[Array, " nnz"] | None:
-    """Factors by which lookups multiply the row of each id; None if no table decays globally."""
+    """Factors by which lookups multiply the row of each id; None if no table decays globally, as on a mesh."""
     factors = None
     for number, group in enumerate(plan.groups):
         if group.table.global_decay is not None:
@@ -337,24 +333,14 @@ _STORE = 2**32 - 2
 """Number of a table that nobody has: noise of rounding outside of steps, which differs from that of steps."""
 
 
-def _rounding(plan: TBEPlan, number: int, state: TBEState, dtype: DTypeLike, *, use: int | None) -> Rounding | None:
-    """Stochastic rounding of a group's rows, perhaps cached ones, to `dtype`; None rounds to nearest."""
-    group, resident_rows = plan.groups[number], state.resident_rows[number]
-    if not group.table.rounds_stochastically or dtype == jnp.float32:
+def _noise(plan: TBEPlan, number: int, state: TBEState, dtype: DTypeLike, *, use: int | None = None) -> Rounding | None:
+    """Stochastic rounding of a group's rows to `dtype`, by numbers of rows; None rounds to nearest."""
+    if not plan.groups[number].table.rounds_stochastically or dtype == jnp.float32:
         return None
     key = jax.random.fold_in(state.key, state.step)
-    key = key if use is None else jax.random.fold_in(key, use)
-    if plan.devices is not None:  # where rows come with their numbers
-        return api.stochastic_rounding(key)
-    names, first_rows = [plan.tables[t].name for t in group.tables], jnp.asarray(group.first_rows, jnp.int32)
-
-    def round_rows(values: Array, dtype: DTypeLike, rows: Array) -> Array:
-        own = rows if resident_rows is None else resident_rows.at[rows].get(mode="fill", fill_value=NO_ROW)
-        member = jnp.searchsorted(first_rows, own, side="right") - 1
-        rows = numbers_of_rows(names, member, own - first_rows[member])
-        return api.stochastic_rounding(key)(values, dtype, rows)
-
-    return round_rows
+    if use is not None:
+        key = jax.random.fold_in(key, use)
+    return api.stochastic_rounding(key)
 
 
 def stored_rows(plan: TBEPlan, number: int, state: TBEState, places: Int[Array, " n"]) -> tuple[Array, ...]:
@@ -362,7 +348,9 @@ def stored_rows(plan: TBEPlan, number: int, state: TBEState, places: Int[Array, 
     group, (weights, *slots) = plan.groups[number], api.gather_rows(state.arrays(number)[:-1], places)
     dtype = jnp.dtype(group.table.dtype)
     if weights.dtype != dtype:
-        round_rows = _rounding(plan, number, state, dtype, use=_STORE)
+        storage = list(engine_of(plan).stacks.values())[number].storage
+        noise = _noise(plan, number, state, dtype, use=_STORE)
+        round_rows = storage.rounding(noise, 0, state.resident_rows[number])
         weights = weights.astype(jnp.float32)
         weights = weights.astype(dtype) if round_rows is None else round_rows(weights, dtype, places)
     return (weights, *slots)
@@ -378,26 +366,37 @@ def backward(
     max_gradient: float | None = None,
     wants_weight_gradients: bool = False,
 ) -> tuple[TBEState, PyTree]:
-    """State after `update`, and the gradients of the ids' weights if there are any and they are wanted."""
-    flat, weights = _flat(d_output, max_gradient), cast(PyTree, None)
-    if isinstance(batch, Call):
-        weights = batch.lists[0].weights
-    else:
-        weights = {name: own[1] for name, own in batch.items() if isinstance(own, tuple)}
-    if not wants_weight_gradients or not jax.tree.leaves(weights):
-        return update(plan, state, batch, flat, rates), None
-    d_weights: PyTree
-    if isinstance(batch, dict):
+    """State after `update`, and the gradients of the ids' weights if there are any and they are wanted.
 
-        def weighted(weights: PyTree) -> Array:
-            return lookup(plan, state, batch | {name: (batch[name][0], own) for name, own in weights.items()})
+    The gradients are an array; those of a prepared batch come as the batch with them in place of the weights.
+    """
+    gradient = _gradient(d_output, max_gradient)
+    weights, with_weights = _weights_of(batch)
+    if not wants_weight_gradients or not weights:
+        return update(plan, state, batch, gradient, rates), None
 
-        output, pull_back = jax.vjp(weighted, weights)
-        (d_weights,) = pull_back(flat.reshape(output.shape))
-    else:
-        (d_weights,) = api.weight_gradients(state.weights, _here(plan, batch), (flat,))
-        factors = _owed_factors(plan, state, batch, rates)
-        d_weights = d_weights if factors is None else factors * d_weights
+    def weighted(weights: list[Array]) -> Array:
+        return _pooled(plan, state, with_weights(weights), rates)
+
+    output, pull_back = jax.vjp(weighted, weights)
+    (d_weights,) = pull_back(gradient.reshape(output.shape))
     # Without this dependence, whose sum is 0, the update could be scheduled first, on a copy of the tables.
-    total = jnp.nan_to_num(sum(jnp.sum(jnp.abs(own)) for own in jax.tree.leaves(d_weights)))
-    return update(plan, state, batch, flat + jnp.minimum(total, 0.0), rates), d_weights
+    total = jnp.nan_to_num(sum(jnp.sum(jnp.abs(own)) for own in d_weights))
+    stepped = update(plan, state, batch, gradient + jnp.minimum(total, 0.0), rates)
+    if isinstance(batch, Call):
+        return stepped, d_weights[0]
+    return stepped, with_weights(d_weights)
+
+
+def _weights_of(batch: AnyBatch) -> tuple[list[Array], Callable[[list[Array]], AnyBatch]]:
+    """The arrays of weights in a batch, and a function that puts others in their place."""
+    leaves, form = jax.tree.flatten(batch)
+    is_weight = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+
+    def with_weights(weights: list[Array]) -> AnyBatch:
+        others = iter(weights)
+        changed = [next(others) if is_own else leaf for leaf, is_own in zip(leaves, is_weight, strict=True)]
+        batch: AnyBatch = jax.tree.unflatten(form, changed)
+        return batch
+
+    return [leaf for leaf, is_own in zip(leaves, is_weight, strict=True) if is_own], with_weights

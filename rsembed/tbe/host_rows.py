@@ -27,8 +27,7 @@ from rsembed.tbe import functional
 from rsembed.tbe.arguments import Arguments, TBEStatsReporterConfig
 from rsembed.tbe.batches import AnyArray, feature_starts
 from rsembed.tbe.functional import TBEState
-from rsembed.tbe.meshes import AnyBatch
-from rsembed.tbe.plan import GroupPlan, TablePlan, TBEPlan, warn_of_no_effect, with_list
+from rsembed.tbe.plan import AnyBatch, GroupPlan, TablePlan, TBEPlan, warn_of_no_effect, with_list
 
 MAX_PREFETCHES = 100
 

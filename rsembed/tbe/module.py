@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike
 
 from rsembed.bags import is_traced, kept
 from rsembed.checks import NonNegativeInt, validated
+from rsembed.collection.prepared import PreparedBatch
 from rsembed.kernels.contract import Call
 from rsembed.optimizers import regularization
 from rsembed.optimizers.regularization import WeightDecayMode
@@ -30,7 +31,7 @@ from rsembed.tbe import plan as plans
 from rsembed.tbe.arguments import Arguments, BoundsCheckMode, CacheAlgorithm, EmbOptimType, PoolingMode, SparseType
 from rsembed.tbe.functional import TBEState
 from rsembed.tbe.host_rows import HostRows
-from rsembed.tbe.meshes import AnyBatch, tables_on_mesh
+from rsembed.tbe.plan import AnyBatch
 from rsembed.tbe.tables import TBEVariable, TrainedTables, learning_rates
 
 _lookup = jax.jit(functional.lookup, static_argnums=0, static_argnames="output_dtype")
@@ -248,7 +249,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         with self._alone():
             self._begin_step()  # a batch that is refused leaves the tables as they are
             near = self._brought(batch)
-            return self._pooled(near), TablesBackward(self, batch, near, mask, total_unique_indices)
+            output = self._pooled(near)
+            return output, TablesBackward(self, batch, near, output.shape, mask, total_unique_indices)
 
     def apply(self, row_gradients: RowGradients) -> None:
         """One optimizer step of every row in `row_gradients`, which `backward.row_gradients` returned.
@@ -282,7 +284,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         batch = self._read(indices, offsets, per_sample_weights)
         if is_traced(batch):
             raise RuntimeError("prepare brings a batch to the devices before a compiled step; call it outside of jit.")
-        if self.plan.devices is not None:
+        if self.plan.is_shared:
             batch = self._brought(batch)
         elif isinstance(batch, Call):
             batch = jax.tree.map(jnp.asarray, batch if self.plan.pooling == "none" else batches.with_room(batch))
@@ -338,11 +340,10 @@ class TableBatchedEmbeddingBags(TrainedTables):
         Their rows are brought; `admit` lets them into the cache.
         """
         functional.check_state(self.plan, self.state.get_value())
-        if isinstance(batch, dict):  # perhaps of another module
-            checks = "ignore" if self.bounds_check_mode == BoundsCheckMode.NONE else "raise"
-            return tables_on_mesh(self.plan).split(batch, bounds_check=checks)
-        if self.plan.devices is not None:
-            return tables_on_mesh(self.plan).of_jagged(batch)
+        if isinstance(batch, PreparedBatch):
+            return batch
+        if self.plan.is_shared:
+            return batches.split(self.plan, self.bounds_check_mode, batch)
         if (host := self.host_rows) is None:
             return batch
         try:
@@ -375,6 +376,7 @@ class TablesBackward:
     _module: TableBatchedEmbeddingBags
     _batch: AnyBatch
     _near: AnyBatch
+    _shape: tuple[int, ...]
     _mask: PyTree
     _bound: int | None
 
@@ -428,9 +430,10 @@ class TablesBackward:
             host_rows.report(config, module.plan, module.state.get_value(), self._batch, gradient)
         if d_weights is None:
             return None
-        plan = module.plan
-        if plan.devices is not None and isinstance(self._batch, Call):
-            d_weights = tables_on_mesh(plan).in_order(d_weights, self._batch)
+        if isinstance(self._batch, PreparedBatch):
+            d_weights = batches.weights_by_feature(d_weights)
+        elif module.plan.is_shared:
+            d_weights = batches.weights_in_order(module.plan, d_weights, self._batch)
         if self._mask is not None:
             d_weights = jax.tree.map(jnp.multiply, d_weights, self._mask)
         return d_weights
@@ -447,7 +450,7 @@ class TablesBackward:
         Raises: ValueError: more rows than `total_unique_indices` were looked up.
         """
         gradient, module = self._gradient(d_output), self._module
-        batch = self._batch if module.plan.devices is None else self._near
+        batch = self._near if module.plan.is_shared else self._batch
         gradients = _row_gradients(module.plan, batch, gradient, max_gradient=module.max_gradient)
         gradients = gradients if self._bound is None else functional.cut(gradients, self._bound)
         self._is_used = True
@@ -459,11 +462,11 @@ class TablesBackward:
         Raises: TypeError, ValueError: it has another form. RuntimeError: this was used, or the module never trains.
         """
         check_not_forked("the module")
-        module, shape = self._module, functional.output_shape(self._module.plan, self._near)
+        module = self._module
         check_gradient(d_output, "the gradient of the output")
         d_output = jnp.asarray(d_output)
-        if d_output.shape != shape:
-            raise ValueError(f"the gradient has shape {d_output.shape}, but the output has {shape}.")
+        if d_output.shape != self._shape:
+            raise ValueError(f"the gradient has shape {d_output.shape}, but the output has {self._shape}.")
         if self._is_used:
             raise RuntimeError("this backward was used already; a second step needs its own vjp.")
         if module.deterministic:

@@ -8,7 +8,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,10 @@ from jaxtyping import Array, Float, Int, Integer, PyTree
 
 from rsembed.checks import check_type
 from rsembed.collection.devices import Devices
-from rsembed.collection.placement import placement_of_tables
+from rsembed.collection.engine import Engine
+from rsembed.collection.placement import make_stacks, placement_of_tables
+from rsembed.collection.prepared import PreparedBatch, identity_of
+from rsembed.collection.stack import Stack
 from rsembed.fingerprint import ELSEWHERE, Fingerprint
 from rsembed.kernels.contract import NO_ROW, Call, Combiner, IdList, Segment
 from rsembed.optimizers.base import LearningRate, OptimizerSpec
@@ -28,8 +31,8 @@ from rsembed.optimizers.regularization import (
     GlobalWeightDecayDefinition,
 )
 from rsembed.optimizers.regularized import CounterAdagrad, DecayedAdagrad
-from rsembed.specs import TableSpec
-from rsembed.stacking import split_by_memory
+from rsembed.specs import FeatureSpec, TableSpec
+from rsembed.stacking import plan_stacking, split_by_memory
 from rsembed.tbe import arguments as by_name
 from rsembed.tbe.arguments import Arguments, CacheAlgorithm, EmbOptimType, PoolingMode, TableOptimizer
 
@@ -59,6 +62,8 @@ class ComputeDevice(enum.IntEnum):
 
 EmbeddingSpec = tuple[int, int, EmbeddingLocation, ComputeDevice]
 Placement = Literal["device", "cached", "host"]
+AnyBatch: TypeAlias = Call | PreparedBatch
+"""A checked batch: on one device the call that reads it, on a mesh what the core prepared."""
 BagSizes = tuple[tuple[int, ...], ...]
 """Bags of feature f from rank r, as `sizes[f][r]`."""
 
@@ -137,7 +142,7 @@ class TablePlan(NamedTuple):
         # Values come from the state, noise of rounding with each step; pooling is that of a sum of gains.
         spec = TableSpec(
             name=self.name,
-            vocabulary_size=self.num_rows,
+            vocabulary_size=max(self.num_rows, 1),
             embedding_dim=self.dim,
             dtype=self.dtype,
             stochastic_rounding=self.rounds_stochastically and self.dtype != "float32",  # of whole rows, not of columns
@@ -170,14 +175,14 @@ class TBEPlan:
       features: table of every feature.
       pooling: `sum`, `mean` or `none`.
       feature_names: names for messages.
-      devices: those of a mesh that share tables and samples; None on one device.
+      devices: those that share tables and samples.
     """
 
     tables: tuple[TablePlan, ...]
     features: tuple[int, ...]
     pooling: str
     feature_names: tuple[str, ...]
-    devices: Devices | None = None
+    devices: Devices
 
     def __post_init__(self) -> None:
         # Compiled programs are looked up by the plan in every call, and a hash over all tables takes its time.
@@ -192,7 +197,8 @@ class TBEPlan:
         alike: dict[TablePlan, list[int]] = {}
         for number, table in enumerate(self.tables):
             alike.setdefault(table._replace(name="", num_rows=0), []).append(number)
-        num_rows = {number: table.num_rows for number, table in enumerate(self.tables)}
+        # A table without rows takes one, which nothing reads: a table of the core has at least one.
+        num_rows = {number: max(table.num_rows, 1) for number, table in enumerate(self.tables)}
         groups = []
         for own in split_by_memory(alike.values(), num_rows, NO_ROW - 1):
             *first_rows, end = itertools.accumulate((num_rows[t] for t in own), initial=0)
@@ -218,6 +224,11 @@ class TBEPlan:
     def dims(self) -> tuple[int, ...]:
         """Columns of every group's array."""
         return tuple(group.table.dim for group in self.groups)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the devices of a mesh share the tables."""
+        return self.devices.mesh is not None
 
     @property
     def has_cache(self) -> bool:
@@ -252,11 +263,16 @@ class TBEPlan:
         """Fingerprint of a state dict, equal wherever the tables lie and whatever they are stored in."""
         return Fingerprint.of({"tables": {table.name: table.contents() for table in self.tables}})
 
+    @functools.cached_property
+    def list_of_feature(self) -> dict[str, str]:
+        """Name of the list of a prepared batch that has a feature's ids: one for all features."""
+        return dict.fromkeys(self.feature_names, "all")
+
     def _place_facts(self, table: int) -> dict[str, object]:
         group, first_row = self.places[table]
         rows, dim = self.tables[table].num_rows, self.tables[table].dim
         facts: dict[str, object] = {"group": group, "first_row": first_row, "rows": rows, "dim": dim}
-        if self.devices is not None:
+        if self.is_shared:
             facts |= {"shared_by": self.tables[table].shared_by, "num_devices": self.devices.num_devices}
         return facts
 
@@ -317,6 +333,41 @@ def _segments(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[
             num_rows = plan.tables[table].num_rows
             segments.append(Segment(0, first, own[rank], plan.combiner, group, first_row, num_rows))
     return tuple(segments)
+
+
+@functools.lru_cache(maxsize=64)
+def engine_of(plan: TBEPlan) -> Engine:
+    """The core's engine of the plan's tables: each group is a stack, in the order of the groups."""
+    specs = [table.spec() for table in plan.tables]
+    readers = [
+        FeatureSpec(name=name, table_spec=specs[t]) for name, t in zip(plan.feature_names, plan.features, strict=True)
+    ]
+    groups = [[specs[t].name for t in group.tables] for group in plan.groups]
+    stacks = make_stacks(
+        plan_stacking(readers, groups=groups, pad=False),
+        readers,
+        {table.name: table.shared_by for table in plan.tables},
+        plan.devices,
+        exchange_capacity=None,
+        implementation=None,
+    )
+    features = {feature.name: feature for feature in readers}
+    pooling = {name: _pooled(stack, plan.combiner) for name, stack in stacks.items()}
+    return Engine(features, pooling, plan.devices, side_by_side=True)
+
+
+@functools.lru_cache(maxsize=64)
+def identity(plan: TBEPlan, *, checks: bool) -> str:
+    """Identity of the tables and features that a batch is prepared for, and of whether its ids are checked."""
+    bounds_check = "raise" if checks else "ignore"
+    return identity_of(engine_of(plan).features, plan.list_of_feature, plan.devices, bounds_check)
+
+
+def _pooled(stack: Stack, combiner: Combiner) -> Stack:
+    """The stack with features that are pooled by `combiner`, which a `FeatureSpec` may not know."""
+    features = tuple(dataclasses.replace(feature, combiner=combiner) for feature in stack.layout.stack.features)
+    plan = dataclasses.replace(stack.layout.stack, features=features)
+    return Stack(dataclasses.replace(stack.layout, stack=plan), stack.rows)
 
 
 def with_list(batch: Call, **changes: Any) -> Call:
@@ -429,7 +480,7 @@ def make_plan(given: Arguments) -> TBEPlan:
     placements = placement_of_tables(core_specs, devices, given.placement)
     shared = tuple(table._replace(shared_by=placements.get(table.name, "replicated")) for table in tables)
     pooling = given.pooling_mode.name.lower()
-    return TBEPlan(shared, features, pooling, feature_names, None if given.mesh is None else devices)
+    return TBEPlan(shared, features, pooling, feature_names, devices)
 
 
 def _check_specs(
