@@ -151,7 +151,7 @@ def in_order_of_features(bags: Bags, places: Sequence[Listed], num_parts: int, f
       bags: a list of several parts.
       places: of the features.
       num_parts: parts of the list.
-      fill: id that fills the result up. Inside `jit` it has room for all ids of the list.
+      fill: id that fills the result up, with weight 0. Inside `jit` it has room for all ids of the list.
     """
     is_known = not is_traced(bags)
     xp: Any = np if is_known else jnp
@@ -166,15 +166,16 @@ def in_order_of_features(bags: Bags, places: Sequence[Listed], num_parts: int, f
     if is_known:
         entries = np.arange(ends[-1]) + np.repeat(moved_by, lengths)
         ids = jax.tree.map(lambda lane: lane[entries], bags.ids)
-    elif not lengths.shape[0]:
+        weights = None if bags.weights is None else bags.weights[entries]
+        return Bags(ids, ends, weights)
+    if not lengths.shape[0]:
         return Bags(bags.ids, ends, bags.weights)
-    else:
-        position = jnp.arange(num_parts * room, dtype=jnp.int32)
-        entries = position + jnp.repeat(moved_by, lengths, total_repeat_length=position.shape[0])
-        is_id = position < ends[-1]
-        ids = jax.tree.map(lambda lane: lane[entries], bags.ids)
-        ids = ids.only(is_id) if isinstance(ids, Keys) else jnp.where(is_id, ids, fill)
-    weights = None if bags.weights is None else bags.weights[entries]
+    position = jnp.arange(num_parts * room, dtype=jnp.int32)
+    entries = position + jnp.repeat(moved_by, lengths, total_repeat_length=position.shape[0])
+    is_id = position < ends[-1]
+    ids = jax.tree.map(lambda lane: lane[entries], bags.ids)
+    ids = ids.only(is_id) if isinstance(ids, Keys) else jnp.where(is_id, ids, fill)
+    weights = None if bags.weights is None else jnp.where(is_id, bags.weights[entries], 0.0)
     return Bags(ids, ends, weights)
 
 

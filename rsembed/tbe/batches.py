@@ -12,7 +12,6 @@ from typing import Any, TypeAlias, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.multihost_utils import global_array_to_host_local_array
 from jaxtyping import Array, Float, PyTree
 from numpy.typing import ArrayLike
 
@@ -92,26 +91,18 @@ def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
     )
 
 
-def weights_by_feature(batch: PreparedBatch) -> dict[str, Array]:
-    """The weights of a prepared batch, in the form that its features have."""
-    found = {}
-    for name, values in batch.items():
-        found[name] = values.weights if isinstance(values, Bags) else values[1]
-    return found
+def weights_by_feature(batch: PreparedBatch) -> dict[str, Array | np.ndarray]:
+    """The weights of a split batch, `[ids]` of each feature; inside `jit`, followed by zeros."""
+    return {name: bags.weights for name, bags in batch.items()}
 
 
-def weights_in_order(plan: TBEPlan, prepared: PreparedBatch, batch: Call) -> Float[Array, " nnz"]:
+def weights_in_order(prepared: PreparedBatch, batch: Call) -> Float[Array, " nnz"]:
     """The weights of a split batch in the order of the batch before; 0 for ids in no bag."""
-    offsets = np.asarray(batch.lists[0].offsets)
-    parts = [jnp.zeros(int(offsets[0]))]
-    for (name, weights), segment in zip(weights_by_feature(prepared).items(), batch.segments, strict=True):
-        if not isinstance(prepared[name], Bags):
-            own: Any = global_array_to_host_local_array(weights, plan.devices.known_mesh, plan.devices.split)
-            ends = offsets[segment.first_bag : segment.first_bag + segment.num_bags + 1]
-            bag = np.repeat(np.arange(segment.num_bags), np.diff(ends))
-            weights = own[bag, np.arange(ends[0], ends[-1]) - ends[:-1][bag]]
-        parts.append(weights)
-    return jnp.concatenate([*parts, jnp.zeros(batch.lists[0].num_entries - int(offsets[-1]))])
+    (listed,) = batch.lists
+    offsets = np.asarray(listed.offsets)
+    before = jnp.zeros(int(offsets[0]))
+    after = jnp.zeros(listed.num_entries - int(offsets[-1]))
+    return jnp.concatenate([before, *map(jnp.asarray, weights_by_feature(prepared).values()), after])
 
 
 def _jagged(plan: TBEPlan, indices: PyTree, offsets: PyTree, weights: PyTree, sizes: PyTree) -> Call:

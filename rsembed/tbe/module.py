@@ -433,7 +433,7 @@ class TablesBackward:
         if isinstance(self._batch, PreparedBatch):
             d_weights = batches.weights_by_feature(d_weights)
         elif module.plan.is_shared:
-            d_weights = batches.weights_in_order(module.plan, d_weights, self._batch)
+            d_weights = batches.weights_in_order(d_weights, self._batch)
         if self._mask is not None:
             d_weights = jax.tree.map(jnp.multiply, d_weights, self._mask)
         return d_weights

@@ -155,8 +155,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         del enforce_embedding_dim  # it always is
         if tt_ranks is None:
             raise TypeError(
-                "tt_ranks is missing: one rank per boundary between cores, such as tt_ranks=[16] "
-                "for two cores."
+                "tt_ranks is missing: one rank per boundary between cores, such as tt_ranks=[16] for two cores."
             )
         if use_cache is None:
             use_cache = self.is_single and sparse

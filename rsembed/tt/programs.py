@@ -309,8 +309,7 @@ def read_bags(
         bags = as_bags((indices, weights), feature="indices")
         if bags.dense_shape is not None and len(bags.dense_shape) != 2:
             raise ValueError(
-                f"indices of shape {bags.dense_shape} need offsets; only dense ids [bags, ids per "
-                "bag] do not."
+                f"indices of shape {bags.dense_shape} need offsets; only dense ids [bags, ids per bag] do not."
             )
     if bags.weights is not None and bags.weights.shape != bags.ids.shape:
         raise ValueError(f"per_sample_weights have {bags.weights.size} numbers for {bags.ids.size} indices.")
