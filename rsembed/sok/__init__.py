@@ -1,4 +1,4 @@
-"""Model-parallel and dynamic tables: the Sparse Operation Kit, on JAX's own distributed runtime."""
+"""The API of NVIDIA's Sparse Operation Kit: model-parallel tables that get rows for new keys."""
 
 from rsembed.keys import Keys as Keys
 from rsembed.keys import split_keys as split_keys

@@ -1,10 +1,11 @@
-"""Export and import of tables' rows by key: as numpy arrays, or as a checkpoint for any number of devices."""
+"""Exports and imports rows by key, as numpy arrays or as a checkpoint for any number of devices."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxtyping import PyTree
 from rsembed import checkpoint
 from rsembed.checkpoint.entries import refuse
 from rsembed.checkpoint.files import MANIFEST, opened
-from rsembed.checkpoint.states import PickedRows
+from rsembed.checkpoint.states import Facts, PickedRows, SavedArray
 from rsembed.checks import validated
 from rsembed.sok.variables import EmbeddingVariable, VariableTable, make_larger, state_of
 from rsembed.storage import Hashed
@@ -24,35 +25,48 @@ from rsembed.storage.logical_rows import array_names, places_by_key, room_needed
 
 @validated
 def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
-    """Keys of a table in ascending order, with their rows and optimizer state, from all devices (host copies).
+    """Host copies of all keys of a table in ascending order, with their rows and optimizer state.
 
-    Returns: `keys`, `values`, one `slot_<name>` per optimizer slot; of a hash table `last_step` and `count`;
-      with admission by count `waiting_keys`, `waiting_last_step` and `waiting_count`.
-      Equal tables give equal arrays, whatever the number of devices.
+    Equal tables give equal arrays, for any number of devices.
+
+    Returns: `keys`, `values` and one `slot_<name>` per optimizer slot. A hash table also has
+      `last_step` and `count`, and with admission by count `waiting_keys`, `waiting_last_step` and
+      `waiting_count`.
     """
-    rows: dict[str, np.ndarray] = variable.table.collection.tables(state_of(variable))[variable.table.spec.name]
+    tables = variable.table.collection.tables(state_of(variable))
+    rows: dict[str, np.ndarray] = tables[variable.table.spec.name]
     return rows
 
 
 @validated
-def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, PyTree], *, allow_nonfinite: bool = False) -> None:
-    """Writes rows by key: rows of known keys are overwritten, and a hash table admits the others.
+def assign_rows(
+    variable: EmbeddingVariable,
+    rows: Mapping[str, PyTree],
+    *,
+    allow_nonfinite: bool = False,
+) -> None:
+    """Writes rows by key. Rows of known keys are overwritten, and a hash table adds the other keys.
 
     Args:
-      variable: the table.
-      rows: `keys [n]` and `values [n, dim]`, and what else `export_rows` returns; slots that are missing start fresh.
-        Without `last_step` they count as used now.
+      variable: table to write to.
+      rows: `keys [n]`, `values [n, dim]` and any other arrays that `export_rows` returns. Missing
+        slots start at their initial values. Without `last_step`, the keys count as used now.
       allow_nonfinite: see `EmbeddingCollection.with_tables`.
 
-    Raises: ValueError: a number is not finite, keys repeat, are out of range or find no room, or an array does not fit.
+    Raises: ValueError: a number is not finite, an array has the wrong shape or dtype, or keys
+      repeat, are out of range or find no free row.
     """
-    table, state, name = variable.table, state_of(variable), variable.table.spec.name
+    table = variable.table
+    name = table.spec.name
+    state = state_of(variable)
     if table.when_full == "grow" and "keys" in rows:
         num_rows = room_needed(state.tables[name], rows, table.spec, table.context.num_devices)
         if num_rows > table.rows_per_device:
             make_larger(variable, num_rows)
+            state = state_of(variable)
     collection = variable.table.collection
-    variable.set_value(collection.with_tables(state_of(variable), {name: rows}, allow_nonfinite=allow_nonfinite))
+    state = collection.with_tables(state, {name: rows}, allow_nonfinite=allow_nonfinite)
+    variable.set_value(state)
 
 
 @validated
@@ -62,92 +76,143 @@ def dump(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
     Args:
       path: a folder that does not exist yet.
       variables: `EmbeddingVariable`s, or a model that has some.
-      optimizer: accepted, as published; states belong to their tables, and are always written.
+      optimizer: ignored. The published function has it. Here the tables have the optimizer state.
 
     Raises:
-      ValueError: there is none, or two have the same name.
+      ValueError: there is no variable, or two have the same name.
       FileExistsError: the folder exists.
     """
     del optimizer
-    tree, tables = {}, {}
+    tree: dict[str, dict[str, PyTree]] = {}
+    facts: dict[str, Facts] = {}
     for name, variable in _by_name(variables).items():
-        state, spec = state_of(variable), variable.table.spec
-        params, slots = state.tables[name], state.slots[name]
-        places, by_key = places_by_key(params, spec, variable.table.context.num_devices)
+        spec = variable.table.spec
+        state = state_of(variable)
+        params = state.tables[name]
+        slots = state.slots[name]
+        positions, tree[name] = places_by_key(params, spec, variable.table.context.num_devices)
         arrays = zip(array_names(spec, slots), (params.rows, *slots), strict=True)
-        tree[name] = by_key | {part: PickedRows(array, places.size, places.__getitem__) for part, array in arrays}
-        tables[name] = {**_description(variable.table), "step": int(state.step)}
-    checkpoint.save(path, tree, step=max(t["step"] for t in tables.values()), metadata={"sok_tables": tables})
+        for array_name, array in arrays:
+            tree[name][array_name] = PickedRows(array, positions.size, positions.__getitem__)
+        facts[name] = {**_description(variable.table), "step": int(state.step)}
+    last_step = max(table_facts["step"] for table_facts in facts.values())
+    checkpoint.save(path, tree, step=last_step, metadata={"sok_tables": facts})
 
 
 @validated
 def load(path: str | os.PathLike[str], variables: PyTree, optimizer: object = None) -> None:
-    """Restores tables from a `dump` onto this run's devices, whatever number of devices wrote it.
+    """Restores tables from a `dump` onto the devices of this run. Their number may differ.
 
-    Rows are read a few MiB at a time.
+    Rows are read a few MiB at a time. If there is an error, no table changes.
 
     Args:
-      path: the folder.
-      variables: as for `dump`; keys that the dump lacks start as new.
-      optimizer: accepted, as published.
+      path: folder of the dump.
+      variables: as for `dump`. Keys that are not in the dump become new keys.
+      optimizer: ignored. The published function has it.
 
     Raises:
-      ValueError: the dump has other tables, or they have other dims, optimizers, a dtype that cannot hold the dumped
-        one, or more keys than there is room for.
-      CorruptCheckpointError: the files were changed.
+      ValueError: the dump has other tables, or a table has another dim or optimizer, a dtype that
+        cannot hold the dumped values, or too few rows for the dumped keys.
+      CorruptCheckpointError: the files are damaged.
     """
     del optimizer
-    by_name, found, states = _by_name(variables), checkpoint.manifest(path), {}
-    tables = _dumped_tables(Path(path), found)
-    if set(tables) != set(by_name):
-        raise ValueError(f"{path} holds the tables {sorted(tables)}, the model has {sorted(by_name)}.")
-    for name, variable in by_name.items():
-        entries = [entry for entry in found["arrays"] if entry["path"][:1] == [name]]
-        if not {(name, "keys"), (name, "values")} <= {tuple(entry["path"]) for entry in entries}:
-            refuse(Path(path) / MANIFEST, f"table {name!r} must have arrays keys and values")
-        arrays = {"/".join(parts[1:]): array for parts, array in opened(Path(path), entries).items()}
-        _check_fits(path, tables[name], arrays, variable.table)
-        rows = {part: array if len(array.shape) > 1 else array.whole() for part, array in arrays.items()}
-        copy = EmbeddingVariable(variable.table.init(variable.get_value().key), table=variable.table)
-        assign_rows(copy, rows, allow_nonfinite=True)  # as they were dumped
-        state = copy.get_value()
-        step = jax.device_put(jnp.asarray(tables[name]["step"], jnp.int32), state.step.sharding)
-        states[name] = copy.table, state._replace(step=step)
-    for name, variable in by_name.items():  # all of them, or none
-        table, state = states[name]
-        variable.set_metadata(table=table)
-        variable.set_value(state)
+    folder = Path(path)
+    variable_of = _by_name(variables)
+    manifest = checkpoint.manifest(path)
+    facts = _dumped_facts(folder, manifest)
+    if set(facts) != set(variable_of):
+        expected = f"the model has {sorted(variable_of)}"
+        raise ValueError(f"{path} holds the tables {sorted(facts)}, {expected}.")
+    loaded = {}
+    for name, variable in variable_of.items():
+        arrays = _arrays_of_table(folder, manifest, name)
+        _check_fits(path, facts[name], arrays, variable.table)
+        loaded[name] = _loaded_copy(variable, arrays, facts[name]["step"])
+    # All tables change, or none.
+    for name, variable in variable_of.items():
+        variable.set_metadata(table=loaded[name].table)
+        variable.set_value(loaded[name].get_value())
 
 
-def _dumped_tables(path: Path, found: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    """Facts of the tables in a dump. Raises: CorruptCheckpointError: one of them is no fact of a table."""
-    tables = found["metadata"].get("sok_tables", {})
+def _arrays_of_table(folder: Path, manifest: Facts, name: str) -> dict[str, SavedArray]:
+    """Arrays of a table in a dump, by their names in `export_rows`."""
+    entries = [entry for entry in manifest["arrays"] if entry["path"][:1] == [name]]
+    paths = {tuple(entry["path"]) for entry in entries}
+    if not {(name, "keys"), (name, "values")} <= paths:
+        refuse(folder / MANIFEST, f"table {name!r} must have arrays keys and values")
+    return {"/".join(path[1:]): array for path, array in opened(folder, entries).items()}
+
+
+def _loaded_copy(
+    variable: EmbeddingVariable,
+    arrays: Mapping[str, SavedArray],
+    step: int,
+) -> EmbeddingVariable:
+    """A new variable like `variable`, with the rows and the step of a dump."""
+    rows: dict[str, PyTree] = {}
+    for array_name, array in arrays.items():
+        is_matrix = len(array.shape) > 1
+        rows[array_name] = array if is_matrix else array.whole()
+    empty_state = variable.table.init(variable.get_value().key)
+    copy = EmbeddingVariable(empty_state, table=variable.table)
+    assign_rows(copy, rows, allow_nonfinite=True)  # The dump may have had such rows.
+    state = copy.get_value()
+    device_step = jax.device_put(jnp.asarray(step, jnp.int32), state.step.sharding)
+    copy.set_value(state._replace(step=device_step))
+    return copy
+
+
+def _dumped_facts(folder: Path, manifest: Facts) -> dict[str, Facts]:
+    """Facts of each table in a dump.
+
+    Raises: CorruptCheckpointError: a fact is missing or invalid.
+    """
+    facts_of = manifest["metadata"].get("sok_tables", {})
     names = {"use_hashtable", "embedding_dim", "optimizer", "rule", "step"}
-    is_right = isinstance(tables, dict)
-    for facts in tables.values() if is_right else ():
-        is_right &= isinstance(facts, dict) and names <= facts.keys() and isinstance(facts["step"], int)
-        is_right = is_right and 0 <= facts["step"] <= np.iinfo(np.int32).max
-    if not is_right:
-        refuse(path / MANIFEST, f"sok_tables of metadata must have {sorted(names)} of each table, got {tables!r:.200}")
-    return dict(tables)
+    is_valid = isinstance(facts_of, dict)
+    if is_valid:
+        for facts in facts_of.values():
+            has_facts = isinstance(facts, dict) and names <= facts.keys()
+            is_valid = is_valid and has_facts and _is_step(facts["step"])
+    if not is_valid:
+        wanted = f"sok_tables of metadata must have {sorted(names)} of each table"
+        refuse(folder / MANIFEST, f"{wanted}, got {facts_of!r:.200}")
+    return dict(facts_of)
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value <= np.iinfo(np.int32).max
 
 
 def _check_fits(
-    path: str | os.PathLike[str], then: Mapping[str, PyTree], arrays: Mapping[str, PyTree], table: VariableTable
+    path: str | os.PathLike[str],
+    dumped: Facts,
+    arrays: Mapping[str, SavedArray],
+    table: VariableTable,
 ) -> None:
-    """Raises: ValueError: the dump is of another kind of table."""
-    now, name = _description(table), table.spec.name
-    there, here = (jnp.finfo(dtype) for dtype in (arrays["values"].dtype, table.spec.dtype))
-    if there.nmant > here.nmant or there.maxexp > here.maxexp:  # a wider one holds every value as it is
-        then, now = {**then, "dtype": str(there.dtype)}, now | {"dtype": str(here.dtype)}
-    if differs := {key: (then[key], value) for key, value in now.items() if then[key] != value}:
+    """Checks that a table can take the rows of a dumped table.
+
+    Raises: ValueError: dim, optimizer or kind of table differ, or the dtype is too narrow.
+    """
+    there = jnp.finfo(arrays["values"].dtype)
+    here = jnp.finfo(table.spec.dtype)
+    facts = _description(table)
+    # A wider dtype holds every dumped value exactly.
+    if there.nmant > here.nmant or there.maxexp > here.maxexp:
+        dumped = {**dumped, "dtype": str(there.dtype)}
+        facts["dtype"] = str(here.dtype)
+    differs = {}
+    for fact, value in facts.items():
+        if dumped[fact] != value:
+            differs[fact] = (dumped[fact], value)
+    if differs:
         raise ValueError(
-            f"table {name!r} differs from {path} in {differs} (there, here); make it as it was, or take over keys and "
-            "values alone, with assign_rows."
+            f"table {table.spec.name!r} differs from {path} in {differs} (there, here); make it as "
+            "it was, or take over keys and values alone, with assign_rows."
         )
 
 
-def _description(table: VariableTable) -> dict[str, PyTree]:
+def _description(table: VariableTable) -> dict[str, Any]:
     """Facts that must be equal in a dump and in the table that loads it."""
     spec = table.spec
     return {
@@ -159,14 +224,27 @@ def _description(table: VariableTable) -> dict[str, PyTree]:
 
 
 def _by_name(variables: PyTree) -> dict[str, EmbeddingVariable]:
+    """Embedding variables in a list or a model, by name.
+
+    Raises: ValueError: there is none, or a name occurs twice.
+    """
     if isinstance(variables, EmbeddingVariable):
         variables = [variables]
     if not isinstance(variables, Sequence):
         variables = [node for _, node in nnx.iter_graph(variables)]
-    found = [variable for variable in variables if isinstance(variable, EmbeddingVariable)]
-    names = [variable.table.spec.name for variable in found]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated or not found:
-        what = f"the names {repeated} occur more than once; pass name= to the layers" if found else "there is none"
+    variable_of: dict[str, EmbeddingVariable] = {}
+    repeated = set()
+    for variable in variables:
+        if isinstance(variable, EmbeddingVariable):
+            name = variable.table.spec.name
+            if name in variable_of:
+                repeated.add(name)
+            variable_of[name] = variable
+    what = ""
+    if not variable_of:
+        what = "there is none"
+    elif repeated:
+        what = f"the names {sorted(repeated)} occur more than once; pass name= to the layers"
+    if what:
         raise ValueError(f"dump and load need embedding variables with different names: {what}.")
-    return dict(zip(names, found, strict=True))
+    return variable_of

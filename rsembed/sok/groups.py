@@ -1,4 +1,4 @@
-"""Group lookups of many tables, as DeepRec offers them: a function over lists, and columns made in a scope."""
+"""DeepRec's group lookups: many tables in one exchange, from lists of ids or from columns."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from rsembed.sok.variables import EmbeddingVariable, embedding_variable
 from rsembed.specs import Combiner, FeatureSpec, TableSpec
 
 Table = EmbeddingVariable | Float[Array, "rows dim"] | nnx.Variable
+"""A variable that trains itself, or a plain table that `jax.grad` differentiates."""
 
 
 def group_embedding_lookup_sparse(
@@ -41,28 +42,33 @@ def group_embedding_lookup_sparse(
     *,
     training: bool = False,
 ) -> list[Float[Array, "batch _"]]:
-    """Pooled rows of many tables in one exchange.
+    """Pooled rows of many tables from one exchange.
+
+    With several processes, plain tables must be equal in all of them. If `params` has an
+    `EmbeddingVariable`, every output has the samples of all processes. Otherwise the outputs have
+    the samples of this process.
 
     Args:
-      params: `EmbeddingVariable`s, and plain tables `[rows, dim]` (arrays or `nnx.Param`s, differentiable as usual);
-        dims may differ.
-      sp_ids: ids for each of them: `Bags`, lists, or an integer array `[batch, ids]` with -1 for none.
-      combiners: "sum", "mean" or "sqrtn" for each.
-      partition_strategy: "mod", the only one.
-      sp_weights: weights for each, or None where there are none.
-      name: name of the group, for messages.
-      training: new keys of embedding variables read as what their rows are going to start from, else as zeros.
+      params: one table per output, of any dim: `EmbeddingVariable`s, or plain tables `[rows, dim]`
+        (arrays or `nnx.Param`s, which `jax.grad` differentiates).
+      sp_ids: ids for each table: `Bags`, lists, or an integer array `[batch, ids]` with padding -1.
+      combiners: "sum", "mean" or "sqrtn" for each table.
+      partition_strategy: "mod", the only supported value.
+      sp_weights: weights for each table, with None for a table without weights.
+      name: name of the group, for errors.
+      training: if True, a new key of an embedding variable reads the initial values of its row. If
+        False, it reads zeros.
 
-    Returns: `[batch, dim]` of each. Where there are several processes, plain tables must be equal in all of them;
-      beside embedding variables they give the samples of all processes, as those do, and alone those of their own.
+    Returns: `[batch, dim]` for each table.
 
     Raises:
-      ValueError: the lists differ in length, or an entry is wrong; naming group and position.
-      NotImplementedError: another partition strategy.
+      ValueError: the lists differ in length, or an entry is wrong. Names group and position.
+      NotImplementedError: `partition_strategy` is not "mod".
     Source: DeepRec, `tf.nn.group_embedding_lookup_sparse`.
     """
-    group = _named(name, partition_strategy)
-    return _look_up_group(params, sp_ids, sp_weights, combiners, group, training=training)[0]
+    group = _group_name(name, partition_strategy)
+    outputs, _ = _look_up_group(params, sp_ids, sp_weights, combiners, group, training=training)
+    return outputs
 
 
 def group_embedding_lookup_vjp(
@@ -73,28 +79,35 @@ def group_embedding_lookup_vjp(
     sp_weights: Sequence[WeightsOfKeys] | None = None,
     name: str | None = None,
 ) -> tuple[list[Float[Array, "batch _"]], Callable[[Sequence[ArrayLike]], None]]:
-    """Pooled rows of many tables for training, and `backward(d_outputs)`, which steps the rows that were read.
+    """Pooled rows of many tables for training, and `backward(d_outputs)`, which steps these rows.
 
-    Arguments are those of `group_embedding_lookup_sparse`, but `params` are `EmbeddingVariable`s only.
+    The arguments are those of `group_embedding_lookup_sparse`, but `params` must be
+    `EmbeddingVariable`s.
 
-    Raises: as there; TypeError: a plain table, whose gradient `jax.grad` gives.
+    Raises: as `group_embedding_lookup_sparse`. TypeError: a table is plain (use `jax.grad` for it).
     """
-    group = _named(name, partition_strategy)
+    group = _group_name(name, partition_strategy)
     check_type(params, Sequence, f"{group}: params")
     for position, table in enumerate(params):
         if not isinstance(table, EmbeddingVariable):
             raise TypeError(
-                f"{group}: params[{position}] is {type(table).__name__}; only EmbeddingVariables train themselves. "
-                "Differentiate group_embedding_lookup_sparse with jax.grad for plain tables."
+                f"{group}: params[{position}] is {type(table).__name__}; only EmbeddingVariables "
+                "train themselves. Differentiate group_embedding_lookup_sparse with jax.grad for "
+                "plain tables."
             )
-    outputs, backward = _look_up_group(params, sp_ids, sp_weights, combiners, group, training=True)
-    return outputs, lambda d_outputs: backward(*d_outputs)
+    outputs, step = _look_up_group(params, sp_ids, sp_weights, combiners, group, training=True)
+
+    def backward(d_outputs: Sequence[ArrayLike]) -> None:
+        step(*d_outputs)
+
+    return outputs, backward
 
 
-def _named(name: str | None, partition_strategy: str) -> str:
+def _group_name(name: str | None, partition_strategy: str) -> str:
     group = f"group {name or 'embedding'!r}"
     if partition_strategy != "mod":
-        raise NotImplementedError(f"{group}: partition_strategy={partition_strategy!r}; rows are placed by 'mod' only.")
+        problem = f"partition_strategy={partition_strategy!r}"
+        raise NotImplementedError(f"{group}: {problem}; rows are placed by 'mod' only.")
     return group
 
 
@@ -109,67 +122,106 @@ def _look_up_group(
 ) -> tuple[list[Array], StepOnce]:
     if not isinstance(params, (list, tuple)):
         raise TypeError(f"{group}: params must be a list of tables, got {describe(params)}.")
-    known = [lookups.checked_combiner(own, f"{group}: combiners[{position}]") for position, own in enumerate(combiners)]
-    features, variables, plain = _features_of(params, group)
-    context = next((variable.table.context for variable in variables.values()), None)
-    devices = Devices() if context is None else context.devices
+    known_combiners: list[Combiner] = []
+    for position, combiner in enumerate(combiners):
+        known_combiners.append(
+            lookups.checked_combiner(combiner, f"{group}: combiners[{position}]"),
+        )
+    features, variables, plain_tables = _features_of(params, group)
+    context = None
+    devices = Devices()
+    if variables:
+        first_variable = next(iter(variables.values()))
+        context = first_variable.table.context
+        devices = context.devices
 
-    def read(given: tuple[Sequence[KeysOfBags], Sequence[WeightsOfKeys] | None]) -> dict[str, Bags]:
-        ids, weights = given[0], [None] * len(params) if given[1] is None else list(given[1])
-        lengths = {"params": len(params), "sp_ids": len(ids), "combiners": len(known), "sp_weights": len(weights)}
+    def read(batch: tuple[Sequence[KeysOfBags], Sequence[WeightsOfKeys] | None]) -> dict[str, Bags]:
+        ids, weights = batch
+        weights = [None] * len(params) if weights is None else list(weights)
+        lengths = {
+            "params": len(params),
+            "sp_ids": len(ids),
+            "combiners": len(known_combiners),
+            "sp_weights": len(weights),
+        }
         if len(set(lengths.values())) != 1 or not params:
-            raise ValueError(f"{group}: the lists must have one entry per table and not be empty, got {lengths}.")
+            needed = "the lists must have one entry per table and not be empty"
+            raise ValueError(f"{group}: {needed}, got {lengths}.")
         bags = {}
-        for name, own, own_weights in zip(features, ids, weights, strict=True):
-            bags[name] = lookups.key_bags(own, own_weights, name)
+        for name, table_ids, table_weights in zip(features, ids, weights, strict=True):
+            bags[name] = lookups.key_bags(table_ids, table_weights, name)
             if context is not None and not inputs.is_unknown(bags[name]):
                 context.check_batch(bags[name].num_bags, f"{group}, {name}")
         return bags
 
-    batch = inputs.prepare(features, (sp_ids, sp_weights), devices, bounds_check="raise", what=group, read=read)
-    pooling = dict(zip(features, known, strict=True))
-    keys, own_pooling = [batch[name] for name in variables], [pooling[name] for name in variables]
-    found, backward = lookups.look_up_variables(list(variables.values()), keys, own_pooling, training=training)
-    outputs = dict(zip(variables, found, strict=True))
-    outputs |= {name: _pool(devices, pooling[name], values, batch[name]) for name, values in plain.items()}
+    batch = inputs.prepare(
+        features,
+        (sp_ids, sp_weights),
+        devices,
+        bounds_check="raise",
+        what=group,
+        read=read,
+    )
+    combiner_of = dict(zip(features, known_combiners, strict=True))
+    pooled, backward = lookups.look_up_variables(
+        list(variables.values()),
+        [batch[name] for name in variables],
+        [combiner_of[name] for name in variables],
+        training=training,
+    )
+    outputs = dict(zip(variables, pooled, strict=True))
+    for name, values in plain_tables.items():
+        outputs[name] = _pool(devices, combiner_of[name], values, batch[name])
     return [outputs[name] for name in features], backward
 
 
 def _features_of(
-    params: Sequence[Table], group: str
+    params: Sequence[Table],
+    group: str,
 ) -> tuple[dict[str, FeatureSpec], dict[str, EmbeddingVariable], dict[str, Array]]:
-    """By name, the features as which the core reads the ids of a group, its variables, and its plain tables.
+    """Feature specs, embedding variables and plain tables of a group, by name.
 
-    Raises: TypeError or ValueError: a table is none, or variables are on different devices.
+    The names are positions in `params`. A feature spec tells the core how to read the ids.
+
+    Raises:
+      TypeError: an entry of `params` is no table.
+      ValueError: variables are on different devices.
     """
     features: dict[str, FeatureSpec] = {}
     variables: dict[str, EmbeddingVariable] = {}
-    plain: dict[str, Array] = {}
+    plain_tables: dict[str, Array] = {}
     for position, table in enumerate(params):
         name = f"params[{position}]"
         if isinstance(table, EmbeddingVariable):
-            spec, own = table.table.spec, table.table.context
+            spec = table.table.spec
             name = f"{name} (table {spec.name!r})"
             variables[name] = table
             first_name, first = next(iter(variables.items()))
-            if own.devices != (there := first.table.context).devices:
+            context = table.table.context
+            first_context = first.table.context
+            if context.devices != first_context.devices:
                 raise ValueError(
-                    f"{group}: {name} lies on the devices {own.mesh.devices.tolist()}, {first_name} on "
-                    f"{there.mesh.devices.tolist()}; make them with the same context, or look them up one after the "
-                    "other."
+                    f"{group}: {name} lies on the devices {context.mesh.devices.tolist()}, "
+                    f"{first_name} on {first_context.mesh.devices.tolist()}; make them with the "
+                    "same context, or look them up one after the other."
                 )
         else:
             values = table.get_value() if isinstance(table, nnx.Variable) else table
             check_type(values, Float[Array, "rows dim"], f"{group}, {name}")
-            plain[name] = jnp.asarray(values)
+            plain_tables[name] = jnp.asarray(values)
             spec = TableSpec(name, *values.shape)
         features[name] = FeatureSpec(name, spec)
-    return features, variables, plain
+    return features, variables, plain_tables
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _pool(devices: Devices, combiner: Combiner, values: Array, batch: PyTree) -> Float[Array, "batch dim"]:
-    """Pooled rows of a plain table, of which every device has a copy for its samples."""
+def _pool(
+    devices: Devices,
+    combiner: Combiner,
+    values: Array,
+    batch: PyTree,
+) -> Float[Array, "batch dim"]:
+    """Pooled rows of a plain table. Each device has a copy of it and pools its samples."""
 
     def on_device(values: Array, batch: PyTree) -> Array:
         bags = as_bags(batch, feature="samples of this device")
@@ -177,17 +229,18 @@ def _pool(devices: Devices, combiner: Combiner, values: Array, batch: PyTree) ->
         ids = IdList(jnp.asarray(bags.ids), jnp.asarray(bags.offsets), weights)
         return api.lookup((values,), Call.of([ids], [combiner]))[0]
 
-    pooled: Array = devices.on_each(on_device, (PartitionSpec(), devices.split), devices.split)(values, batch)
+    pool = devices.on_each(on_device, (PartitionSpec(), devices.split), devices.split)
+    pooled: Array = pool(values, batch)
     return pooled
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EmbeddingColumn:
-    """A feature and the table that its ids are looked up in.
+    """A feature and the table that has the rows of its ids.
 
     Attributes:
-      feature: its name in the batch.
-      variable: the table.
+      feature: name of the feature in the batch.
+      variable: table to look up in.
       combiner: "sum", "mean" or "sqrtn".
     """
 
@@ -197,10 +250,10 @@ class EmbeddingColumn:
 
 
 def group_embedding_column_scope(name: str | None = None) -> contextlib.AbstractContextManager[str]:
-    """Scope in which columns are made, as published; `input_layer` looks up all its columns together, of any scope.
+    """A scope for columns, as published. It has no effect: `input_layer` always groups its columns.
 
     Args:
-      name: name of the group.
+      name: name of the group, which the scope yields.
 
     Source: DeepRec, `tf.feature_column.group_embedding_column_scope`.
 
@@ -223,11 +276,13 @@ def embedding_column(
     combiner: str = "mean",
     **options: Any,
 ) -> EmbeddingColumn:
-    """A column that reads `feature` from a new table of that name; `EmbeddingColumn` makes one of a table there is.
+    """A column that looks up `feature` in a new table with the same name.
+
+    For a column with an existing table, call `EmbeddingColumn`.
 
     Args:
-      feature: its name in the batch.
-      dimension: length of a row.
+      feature: name of the feature in the batch, and of the table.
+      dimension: number of columns of the table.
       combiner: "sum", "mean" or "sqrtn".
       **options: options of `embedding_variable`.
 
@@ -237,40 +292,53 @@ def embedding_column(
     return EmbeddingColumn(feature, embedding_variable(feature, dimension, **options), known)
 
 
-def input_layer(features: Mapping[str, KeysOfBags], columns: Sequence[EmbeddingColumn]) -> Float[Array, "batch _"]:
-    """Pooled rows of all columns side by side, in their order, in one exchange.
+def input_layer(
+    features: Mapping[str, KeysOfBags],
+    columns: Sequence[EmbeddingColumn],
+) -> Float[Array, "batch _"]:
+    """Pooled rows of all columns from one exchange, concatenated in the order of `columns`.
 
     Args:
-      features: ids of every column's feature, or pairs `(ids, weights)`.
-      columns: see `embedding_column`.
+      features: ids of each feature by name, or pairs `(ids, weights)`.
+      columns: results of `embedding_column`.
 
     Raises: ValueError: a feature is missing.
     """
-    return jnp.concatenate(_read_columns(features, columns, training=False)[0], axis=1)
+    outputs, _ = _read_columns(features, columns, training=False)
+    return jnp.concatenate(outputs, axis=1)
 
 
 def input_layer_vjp(
-    features: Mapping[str, KeysOfBags], columns: Sequence[EmbeddingColumn]
+    features: Mapping[str, KeysOfBags],
+    columns: Sequence[EmbeddingColumn],
 ) -> tuple[Float[Array, "batch _"], Callable[[ArrayLike], None]]:
     """`input_layer` for training, and `backward(d_output)`, which steps the rows that were read.
 
-    Raises: ValueError: as `input_layer`, or the gradient has another shape than the output; then nothing has changed.
+    Raises: ValueError: as `input_layer`. `backward` raises it, before anything changes, if the
+      shapes of gradient and output differ.
     """
     outputs, step = _read_columns(features, columns, training=True)
     output = jnp.concatenate(outputs, axis=1)
-    splits, shape = np.cumsum([own.shape[1] for own in outputs])[:-1].tolist(), output.shape
+    shape = output.shape
+    widths = [column_output.shape[1] for column_output in outputs]
+    splits = np.cumsum(widths)[:-1].tolist()
 
     def backward(d_output: ArrayLike) -> None:
         check_gradient(d_output, "input_layer: the gradient")
         if np.shape(d_output) != shape:
-            raise ValueError(f"input_layer: the gradient has shape {np.shape(d_output)}, the output {shape}.")
-        step(*jnp.split(device_copy(d_output, jnp.float32), splits, axis=1))
+            problem = f"the gradient has shape {np.shape(d_output)}, the output {shape}"
+            raise ValueError(f"input_layer: {problem}.")
+        gradient = device_copy(d_output, jnp.float32)
+        step(*jnp.split(gradient, splits, axis=1))
 
     return output, backward
 
 
 def _read_columns(
-    features: Mapping[str, KeysOfBags], columns: Sequence[EmbeddingColumn], *, training: bool
+    features: Mapping[str, KeysOfBags],
+    columns: Sequence[EmbeddingColumn],
+    *,
+    training: bool,
 ) -> tuple[list[Array], StepOnce]:
     check_type(columns, Sequence, "input_layer: columns")
     for position, column in enumerate(columns):
@@ -278,9 +346,25 @@ def _read_columns(
     check_type(features, Mapping, "input_layer: features")
     missing = [column.feature for column in columns if column.feature not in features]
     if missing or not columns:
-        raise ValueError(f"input_layer: features {missing} are missing; the batch has {sorted(features)}.")
-    given = [features[column.feature] for column in columns]
-    pairs = [value if type(value) is tuple and len(value) == 2 else (value, None) for value in given]
-    variables, combiners = [column.variable for column in columns], [column.combiner for column in columns]
-    ids, weights = zip(*pairs, strict=True)
-    return _look_up_group(variables, ids, weights, combiners, "input_layer", training=training)
+        present = f"the batch has {sorted(features)}"
+        raise ValueError(f"input_layer: features {missing} are missing; {present}.")
+    ids: list[Any] = []
+    weights: list[Any] = []
+    for column in columns:
+        value = features[column.feature]
+        if type(value) is tuple and len(value) == 2:
+            feature_ids, feature_weights = value
+        else:
+            feature_ids, feature_weights = value, None
+        ids.append(feature_ids)
+        weights.append(feature_weights)
+    variables = [column.variable for column in columns]
+    combiners = [column.combiner for column in columns]
+    return _look_up_group(
+        variables,
+        tuple(ids),
+        tuple(weights),
+        combiners,
+        "input_layer",
+        training=training,
+    )

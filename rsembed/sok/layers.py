@@ -1,4 +1,4 @@
-"""The two layers of the Sparse Operation Kit: pooled and un-pooled lookups of tables over the devices."""
+"""The layers of the Sparse Operation Kit: lookups in sharded tables with and without pooling."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from rsembed.sok.lookups import KeysOfBags, StepOnce, WeightsOfKeys
 from rsembed.sok.variables import EmbeddingVariable, embedding_variable
 from rsembed.specs import Combiner
 
-Given = tuple[KeysOfBags, WeightsOfKeys]
+Batch = tuple[KeysOfBags, WeightsOfKeys]
+"""Keys and weights as a layer is called with them."""
 
 
 class _Layer(nnx.Module):
-    """Base of both layers: a table over the devices, read by batches of `slot_num` features a sample."""
+    """Base of both layers: a sharded table, and batches with `slot_num` features per sample."""
 
     def __init__(
         self,
@@ -40,7 +41,10 @@ class _Layer(nnx.Module):
         embedding_initializer: str | float | Callable[..., Array] = "uniform",
         **options: Any,
     ):
-        self.name, self.combiner, self.slot_num, self.max_nnz = name, combiner, slot_num, max_nnz
+        self.name = name
+        self.combiner = combiner
+        self.slot_num = slot_num
+        self.max_nnz = max_nnz
         self.variable: EmbeddingVariable = embedding_variable(
             name,
             embedding_vec_size,
@@ -49,73 +53,97 @@ class _Layer(nnx.Module):
             initializer=embedding_initializer,
             **options,
         )
-        lookups.engine_of(((self.variable.table.kind, (combiner,), False),))  # made here, not in the first step
+        # Cache the engine now, so that the first step is not slower.
+        lookups.engine_of(((self.variable.table.kind, (combiner,), False),))
 
     @property
     def embedding_variable(self) -> EmbeddingVariable:
-        """The table, by its published name."""
+        """The table of the layer, by its published name."""
         return self.variable
 
     def _look_up(
-        self, read: Callable[[Given], dict[str, Bags]], given: Given, training: bool, *axes: int
+        self,
+        read: Callable[[Batch], dict[str, Bags]],
+        batch: Batch,
+        training: bool,
+        *axes: int,
     ) -> tuple[Array, StepOnce]:
-        """Rows of keys and weights, with these axes before the rows' own, and the function that trains them."""
-        table, name = self.variable.table, self.name
-        features, devices = table.collection.features, table.context.devices
-        batch = inputs.prepare(features, given, devices, bounds_check="raise", what=f"layer {name!r}", read=read)
+        """Rows of a batch in the shape `[*axes, dim]`, and the function that trains them."""
+        table = self.variable.table
+        bags = inputs.prepare(
+            table.collection.features,
+            batch,
+            table.context.devices,
+            bounds_check="raise",
+            what=f"layer {self.name!r}",
+            read=read,
+        )
         (output,), backward = lookups.look_up_variables(
-            [self.variable], [batch[name]], [self.combiner], training=training
+            [self.variable],
+            [bags[self.name]],
+            [self.combiner],
+            training=training,
         )
         output = output.reshape(*axes, output.shape[-1])
         backward.shapes = [output.shape]
         return output, backward
 
-    def _read(self, given: Given) -> dict[str, Bags]:
-        """The bags by name of the layer: of whole samples, with as many keys as agreed."""
-        context, what = self.variable.table.context, f"layer {self.name!r}"
-        bags = lookups.key_bags(*given, self.name)
+    def _read(self, batch: Batch) -> dict[str, Bags]:
+        """Bags of a batch, by the name of the layer.
+
+        Raises: ValueError: the bags are not whole samples, or a bag has a wrong number of keys.
+        """
+        what = f"layer {self.name!r}"
+        bags = lookups.key_bags(*batch, self.name)
         if bags.num_bags % self.slot_num:
             raise ValueError(
-                f"{what}: {bags.num_bags} bags do not make samples of slot_num={self.slot_num} each; pass "
-                "[batch, slot_num, keys] or [batch * slot_num, keys]."
+                f"{what}: {bags.num_bags} bags do not make samples of slot_num={self.slot_num} "
+                "each; pass [batch, slot_num, keys] or [batch * slot_num, keys]."
             )
-        if bags.dense_shape is not None:  # known inside `jit`, too
+        if bags.dense_shape is not None:  # The shape is known inside `jit`, too.
             lengths = np.full(bags.num_bags, math.prod(bags.dense_shape[1:]))
         elif inputs.is_unknown(bags):
-            return {self.name: bags}  # which the core refuses
+            return {self.name: bags}  # The core refuses these.
         else:
             lengths = np.diff(np.asarray(bags.offsets))
-        is_wrong, limit = lengths > self.max_nnz, "at most {} per bag were agreed (max_nnz)"
         if self.combiner == "none":
-            is_wrong, limit = lengths != self.max_nnz, "exactly {} per slot were agreed (nnz_per_slot)"
+            is_wrong = lengths != self.max_nnz
+            agreed = f"exactly {self.max_nnz} per slot were agreed (nnz_per_slot)"
+        else:
+            is_wrong = lengths > self.max_nnz
+            agreed = f"at most {self.max_nnz} per bag were agreed (max_nnz)"
         if is_wrong.any():
-            place, agreed = int(is_wrong.argmax()), limit.format(self.max_nnz)
-            raise ValueError(f"{what}: bag {place} has {lengths[place]} keys, but {agreed}; change one of them.")
+            bag = int(is_wrong.argmax())
+            problem = f"bag {bag} has {lengths[bag]} keys, but {agreed}"
+            raise ValueError(f"{what}: {problem}; change one of them.")
         if not inputs.is_unknown(bags):
+            context = self.variable.table.context
             context.check_batch(bags.num_bags // self.slot_num, what)
         return {self.name: bags}
 
 
 class DistributedEmbedding(_Layer):
-    """Pooled rows of `slot_num` features that share one table, spread over all devices.
+    """Pooled rows of `slot_num` features that share one table, sharded over all devices.
 
-    `layer(keys)` looks up; a key without a row reads as zeros. `out, backward = layer.vjp(keys)` is the lookup of a
-    training step: new keys read as what their rows are going to start from, and `backward(d_out)` gives them rows and
-    steps every row that was read, once. Works eagerly and under `nnx.jit`, which copies a table that is not donated
+    `layer(keys)` looks up. A key without a row reads zeros. `out, backward = layer.vjp(keys)` is
+    the lookup of a training step. New keys read the initial values of their rows.
+    `backward(d_out)` adds rows for them and steps every row that was read. It can be called once.
+    Both work eagerly and under `nnx.jit`. `nnx.jit` copies the table unless it is donated
     (`donate_argnums`). The result does not depend on the number of devices.
 
     Args:
-      combiner: "sum", "mean" or "sqrtn" over the keys of a slot; capitals do not matter.
-      max_vocabulary_size_per_gpu: rows on each device.
-      embedding_vec_size: length of a row; any.
-      slot_num: features of a sample. They share the keys: encode the feature into the key where they should not.
-      max_nnz: most keys of a slot.
-      max_feature_num: most keys of a sample, accepted as published; no buffer has its size.
-      use_hashtable: keys of any size get rows when they are first trained; else keys are numbers below
-        `max_vocabulary_size_per_gpu * devices`.
-      name: of the table, for messages, initial rows and dumps.
-      **options: `key_dtype`, `embedding_initializer`, `optimizer`, `context`, `rngs` and policies, see
-        `embedding_variable`.
+      combiner: "sum", "mean" or "sqrtn" over the keys of a slot, in any case.
+      max_vocabulary_size_per_gpu: number of rows on each device.
+      embedding_vec_size: number of columns of the table.
+      slot_num: number of features per sample. All features read the same rows for the same key. To
+        separate them, make the feature a part of the key.
+      max_nnz: largest number of keys per slot.
+      max_feature_num: ignored. In the published layer, the largest number of keys per sample.
+      use_hashtable: if True, keys are any integers and get rows in their first training step. If
+        False, keys are row numbers below `max_vocabulary_size_per_gpu * devices`.
+      name: name of the table, for errors and dumps. The initial rows depend on it.
+      **options: `key_dtype`, `embedding_initializer`, `optimizer`, `context`, `rngs` and policies,
+        see `embedding_variable`.
 
     Raises: ValueError: an argument is out of range or unknown.
     Source: Sparse Operation Kit, `sok.DistributedEmbedding`.
@@ -147,50 +175,65 @@ class DistributedEmbedding(_Layer):
         **options: Any,
     ):
         del max_feature_num
-        known = lookups.checked_combiner(combiner, f"layer {name!r}: combiner")
-        sizes = max_vocabulary_size_per_gpu, embedding_vec_size, slot_num, max_nnz
-        super().__init__(name, *sizes, use_hashtable, known, **options)
+        super().__init__(
+            name,
+            max_vocabulary_size_per_gpu,
+            embedding_vec_size,
+            slot_num,
+            max_nnz,
+            use_hashtable,
+            lookups.checked_combiner(combiner, f"layer {name!r}: combiner"),
+            **options,
+        )
 
     def __call__(
-        self, keys: KeysOfBags, weights: WeightsOfKeys = None, *, training: bool = False
+        self,
+        keys: KeysOfBags,
+        weights: WeightsOfKeys = None,
+        *,
+        training: bool = False,
     ) -> Float[Array, "batch slot_num dim"]:
-        """Pooled rows, cut among the devices by sample.
+        """Pooled rows, sharded over the devices by sample.
 
         Args:
-          keys: `[batch, slot_num, keys]` or `[batch * slot_num, keys]` of integers, -1 (signed dtypes) for none;
-            `Keys` of such a shape; `Bags` or lists with one bag per sample and slot. Of this process alone where there
-            are several.
-          weights: one per key; None means ones.
-          training: new keys read as what their rows are going to start from, else as zeros.
+          keys: integers or `Keys` of shape `[batch, slot_num, keys]` or `[batch * slot_num, keys]`,
+            with padding -1 for signed dtypes. Or `Bags` or lists with one bag per sample and slot.
+            With several processes, each passes its part of the batch.
+          weights: one weight per key. None means ones.
+          training: if True, new keys read the initial values of their rows. If False, zeros.
 
         Raises:
-          TypeError or ValueError: naming table, position and the way out.
+          TypeError, ValueError: keys or weights are invalid. Names table and position.
           RuntimeError: the table is full, see `when_full` of `rsembed.Hashed`.
         """
-        return self._look_up(self._read, (keys, weights), training, -1, self.slot_num)[0]
+        output, _ = self._look_up(self._read, (keys, weights), training, -1, self.slot_num)
+        return output
 
     def vjp(
-        self, keys: KeysOfBags, weights: WeightsOfKeys = None
+        self,
+        keys: KeysOfBags,
+        weights: WeightsOfKeys = None,
     ) -> tuple[Float[Array, "batch slot_num dim"], StepOnce]:
-        """The lookup of a training step, and `backward(d_out)`; see `__call__` for the arguments."""
+        """Pooled rows of a training step, and `backward(d_out)`. `__call__` has the arguments."""
         return self._look_up(self._read, (keys, weights), True, -1, self.slot_num)
 
 
 class All2AllDenseEmbedding(_Layer):
-    """One row per key, without pooling, from a table that is spread over all devices.
+    """One row per key, without pooling, from a table that is sharded over all devices.
 
-    Used like `DistributedEmbedding`. With `dynamic_input`, keys are a list of any length, such as the result of a
-    `unique`, and rows come back in its order. Where there are several processes, their lists are equally long (-1 fills
-    one up), and so are their parts of the result, in which zeros follow where the devices do not divide the keys.
+    Use it like `DistributedEmbedding`. With `dynamic_input`, `keys` is a flat list of any length,
+    such as the result of `unique`, and the rows are in its order. With several processes, every
+    process passes the same number of keys (pad with -1). Its result has one row per key, and zero
+    rows at the end if the device count does not divide the number of keys.
 
     Args:
-      max_vocabulary_size_per_gpu: rows on each device.
-      embedding_vec_size: length of a row; any.
-      slot_num: features of a sample, which share the keys.
-      nnz_per_slot: keys of every slot.
-      dynamic_input: keys are `[any number]` instead of `[batch, slot_num, nnz_per_slot]`.
+      max_vocabulary_size_per_gpu: number of rows on each device.
+      embedding_vec_size: number of columns of the table.
+      slot_num: number of features per sample. All features read the same rows for the same key.
+      nnz_per_slot: number of keys in every slot.
+      dynamic_input: if True, keys are `[num_keys]`. If False, `[batch, slot_num, nnz_per_slot]`.
       use_hashtable: as in `DistributedEmbedding`.
-      name: of the table, for messages, initial rows and dumps.
+      name: name of the table, for errors and dumps. The initial rows depend on it.
       **options: as in `DistributedEmbedding`.
 
     Raises: ValueError: an argument is out of range or unknown.
@@ -217,45 +260,68 @@ class All2AllDenseEmbedding(_Layer):
         name: str = "all2all_dense_embedding",
         **options: Any,
     ):
-        sizes = max_vocabulary_size_per_gpu, embedding_vec_size, slot_num, nnz_per_slot
-        super().__init__(name, *sizes, use_hashtable, "none", **options)
+        super().__init__(
+            name,
+            max_vocabulary_size_per_gpu,
+            embedding_vec_size,
+            slot_num,
+            nnz_per_slot,
+            use_hashtable,
+            "none",
+            **options,
+        )
         self.dynamic_input = dynamic_input
 
     def __call__(self, keys: KeysOfBags, *, training: bool = False) -> Float[Array, "..."]:
-        """Rows, `[batch, slot_num, nnz_per_slot, dim]`, or `[keys, dim]` with dynamic_input; zeros for key -1.
+        """Row of each key: `[batch, slot_num, nnz_per_slot, dim]`, or `[num_keys, dim]`.
 
         Args:
-          keys: as the class says.
-          training: new keys read as what their rows are going to start from, else as zeros.
+          keys: `[batch, slot_num, nnz_per_slot]`, or with `dynamic_input` `[num_keys]`. Key -1 is
+            padding and reads zeros.
+          training: if True, new keys read the initial values of their rows. If False, zeros.
 
-        Raises: as for `DistributedEmbedding`.
+        Raises: as `DistributedEmbedding`.
         """
-        return self._rows(keys, training)[0]
+        output, _ = self._rows(keys, training)
+        return output
 
     def vjp(self, keys: KeysOfBags) -> tuple[Float[Array, "..."], StepOnce]:
-        """The lookup of a training step, and `backward(d_out)`; see `__call__` for the arguments."""
+        """Rows of a training step, and `backward(d_out)`. `__call__` has the arguments."""
         return self._rows(keys, True)
 
     def _rows(self, keys: KeysOfBags, training: bool) -> tuple[Array, StepOnce]:
+        batch = (keys, None)
         if not self.dynamic_input:
-            return self._look_up(self._read, (keys, None), training, -1, self.slot_num, self.max_nnz)
-        output, backward = self._look_up(self._read_list, (keys, None), training, -1)
+            return self._look_up(self._read, batch, training, -1, self.slot_num, self.max_nnz)
+        output, backward = self._look_up(self._read_list, batch, training, -1)
         num_keys = lookups.key_bags(keys, None, self.name).num_bags
-        if self.variable.table.context.devices.num_processes == 1 and output.shape[0] > num_keys:
-            backward.num_padded, output = output.shape[0] - num_keys, output[:num_keys]
+        num_padded = output.shape[0] - num_keys
+        if self.variable.table.context.devices.num_processes == 1 and num_padded > 0:
+            output = output[:num_keys]
+            backward.num_padded = num_padded
             backward.shapes = [output.shape]
         return output, backward
 
-    def _read_list(self, given: Given) -> dict[str, Bags]:
-        """One bag for each key, and empty ones up to a number that divides among the devices."""
-        devices, bags = self.variable.table.context.devices, lookups.key_bags(*given, self.name)
+    def _read_list(self, batch: Batch) -> dict[str, Bags]:
+        """One bag per key, padded to a multiple of the number of devices, by the layer's name.
+
+        Raises: ValueError: the keys are no flat list.
+        """
+        what = f"feature {self.name!r}"
+        devices = self.variable.table.context.devices
+        bags = lookups.key_bags(*batch, self.name)
         if bags.num_bags and bags.dense_shape != (bags.num_bags,):
-            raise ValueError(f"layer {self.name!r}: dynamic_input takes a flat list of keys, got {describe(given[0])}.")
-        keys, what = bags.ids, f"feature {self.name!r}"
+            problem = f"dynamic_input takes a flat list of keys, got {describe(batch[0])}"
+            raise ValueError(f"layer {self.name!r}: {problem}.")
+        keys = bags.ids
         if not isinstance(keys, Keys):
             check_not_cut(keys, cast(str, self.variable.table.spec.storage.key_dtype), what)
             keys = split_keys(keys, feature=what)
-        num_shares = devices.num_devices // (1 if inputs.is_unknown(bags) else devices.num_processes)
+        num_shares = devices.num_devices
+        if not inputs.is_unknown(bags):
+            # This process has its part of the keys. Traced and global arrays have all of them.
+            num_shares = num_shares // devices.num_processes
         xp: Any = np if isinstance(keys.low, np.ndarray) else jnp
-        filled = jax.tree.map(lambda lane: xp.pad(lane, (0, -lane.shape[0] % num_shares)), keys)
-        return {self.name: lookups.key_bags(filled, None, self.name)}
+        num_padded = -keys.low.shape[0] % num_shares
+        padded = jax.tree.map(lambda lane: xp.pad(lane, (0, num_padded)), keys)
+        return {self.name: lookups.key_bags(padded, None, self.name)}

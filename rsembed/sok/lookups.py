@@ -1,6 +1,6 @@
-"""Lookups of several embedding variables in one exchange, and the one optimizer step that may follow.
+"""Lookups of several embedding variables in one exchange, and the optimizer step that may follow.
 
-What compiled programs do is the engine of the core, over the tables of some variables.
+The compiled programs are those of the core's `Engine`, built for the tables of some variables.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,62 +30,103 @@ from rsembed.storage.protocol import on_host
 from rsembed.storage.row_map import RowMap
 
 KeysOfBags = Keys | Bags | ArrayLike | Sequence[object]
-"""Keys as users have them; see `key_bags`."""
+"""Keys in any form that `key_bags` accepts."""
 WeightsOfKeys = ArrayLike | Sequence[object] | None
 ByStack = dict[str, PyTree]
 STACKS_TOGETHER = 25
-"""Most variables whose lookups are one program."""
+"""Largest number of variables that one compiled program looks up."""
 
 
 def checked_combiner(combiner: str, what: str) -> Combiner:
-    """The combiner in lower case. Raises: ValueError: `what` is not sum, mean or sqrtn."""
+    """The combiner in lower case.
+
+    Args:
+      combiner: "sum", "mean" or "sqrtn", in any case.
+      what: name of the argument, for errors.
+
+    Raises: ValueError: the combiner is unknown.
+    """
     if str(combiner).lower() not in ("sum", "mean", "sqrtn"):
         raise ValueError(f"{what} must be 'sum', 'mean' or 'sqrtn', got {combiner!r}.")
     return cast(Combiner, combiner.lower())
 
 
 def key_bags(keys: KeysOfBags, weights: WeightsOfKeys, feature: str) -> Bags:
-    """Bags of keys, one for each leading position of `keys`.
+    """Bags of keys, one for each index of the leading axes of `keys`.
 
     Args:
-      keys: an integer array or `Keys` `[..., keys per bag]`, in which -1 is no key; or what `as_bags` takes.
-      weights: one float per key, in the same form, or None.
-      feature: named in errors.
+      keys: integer array or `Keys` of shape `[..., keys per bag]` with padding -1, or any input of
+        `as_bags`.
+      weights: one float per key, in the same form as `keys`, or None.
+      feature: name of the feature, for errors.
 
-    Raises: TypeError or ValueError, naming the feature.
+    Raises: TypeError, ValueError: keys or weights are invalid. Names the feature.
     """
     if isinstance(keys, Bags) and weights is None:
         return as_bags(keys, feature=feature)
-    given: list[PyTree] = [keys, weights]
-    for place, part in enumerate(given):
-        if getattr(part, "ndim", 0) > 2:  # samples and slots are one axis of bags
-            given[place] = part.reshape(-1, part.shape[-1])
-    return as_bags(tuple(given), feature=feature)
+    return as_bags((_as_matrix(keys), _as_matrix(weights)), feature=feature)
+
+
+def _as_matrix(array: Any) -> Any:
+    """`array` with its leading axes (samples and slots) joined into one axis of bags."""
+    if getattr(array, "ndim", 0) > 2:
+        return array.reshape(-1, array.shape[-1])
+    return array
+
+
+EngineTable = tuple[VariableTable, tuple[Combiner, ...], bool]
+"""A table, the combiners of the features that read it, and whether it grows before a step."""
 
 
 @functools.lru_cache(maxsize=256)
-def engine_of(tables: tuple[tuple[VariableTable, tuple[Combiner, ...], bool], ...]) -> Engine:
-    """The core's engine of tables on the same devices, each with how the features that read it pool its rows.
+def engine_of(tables: tuple[EngineTable, ...]) -> Engine:
+    """The core's engine for some tables on the same devices.
 
-    It names tables and features by their place. The flag of a table says that it gets room for new keys between a
-    lookup and its step.
+    Stacks are named by the position of their table, and features by the positions of table and
+    combiner, such as "0.1". Tables with equal sizes and rules therefore share compiled programs.
+
+    Args:
+      tables: a table that grows between a lookup and its step always has room in the lookup.
     """
     stacks: dict[str, Stack] = {}
     features: dict[str, FeatureSpec] = {}
     for number, (table, combiners, grows) in enumerate(tables):
-        own = table.collection.logical.stacks[table.spec.name]
-        plan, placements = own.layout.stack, []
-        for place, combiner in enumerate(combiners):
-            name = f"{number}.{place}"
+        stack = table.collection.logical.stacks[table.spec.name]
+        plan = stack.layout.stack
+        placements = []
+        for position, combiner in enumerate(combiners):
+            name = f"{number}.{position}"
             features[name] = FeatureSpec(name, table.spec)
-            placements.append(dataclasses.replace(plan.features[0], name=name, combiner=combiner))
-        layout = dataclasses.replace(own.layout, stack=dataclasses.replace(plan, features=tuple(placements)))
-        rows = own.rows
+            placement = dataclasses.replace(plan.features[0], name=name, combiner=combiner)
+            placements.append(placement)
+        plan = dataclasses.replace(plan, features=tuple(placements))
+        layout = dataclasses.replace(stack.layout, stack=plan)
+        rows = stack.rows
         if grows:
-            settings = {field.name: getattr(own.storage, field.name) for field in dataclasses.fields(Hashed)}
-            rows = dataclasses.replace(rows, storage=GrowingKeys(**settings))
-        stacks[str(number)] = type(own)(layout, rows)
+            rows = dataclasses.replace(rows, storage=_growing(cast(Hashed, stack.storage)))
+        stacks[str(number)] = type(stack)(layout, rows)
     return Engine(features, stacks, tables[0][0].context.devices)
+
+
+def _growing(storage: Hashed) -> GrowingKeys:
+    settings = {}
+    for field in dataclasses.fields(Hashed):
+        settings[field.name] = getattr(storage, field.name)
+    return GrowingKeys(**settings)
+
+
+class _Program(NamedTuple):
+    """Engine of some variables.
+
+    Attributes:
+      engine: the engine.
+      variables: index of each variable, by the name of its stack in the engine.
+      features: index of each feature, by its name in the engine.
+    """
+
+    engine: Engine
+    variables: dict[str, int]
+    features: dict[str, int]
 
 
 def _programs(
@@ -93,68 +134,87 @@ def _programs(
     features: Sequence[tuple[EmbeddingVariable, Combiner]],
     *,
     grow: Sequence[bool],
-) -> Iterator[tuple[Engine, dict[str, int], dict[str, int]]]:
-    """Engines of at most `STACKS_TOGETHER` variables, with the numbers of their variables and features by name.
+) -> Iterator[_Program]:
+    """Engines that together look up all features, each for at most `STACKS_TOGETHER` variables.
 
-    `grow` says which variables get room for new keys between this lookup and its step.
+    The compile time of a program grows with the square of its number of tables. Variables with
+    equal tables are put together, so that their programs are equal and compiled once.
 
-    To compile a program takes time that grows with the square of its tables, and tables that are alike share what is
-    compiled: of a hundred like tables, a quarter at a time.
+    Args:
+      variables: distinct variables.
+      features: variable and combiner of each feature.
+      grow: for each variable, whether it grows between this lookup and its step.
     """
-    of_kind: dict[int, list[int]] = {}
+    numbers_of_kind: dict[int, list[int]] = {}
     for number, variable in enumerate(variables):
-        of_kind.setdefault(id(variable.table.kind), []).append(number)
-    like_beside_like = list(itertools.chain.from_iterable(of_kind.values()))
-    size = -(-len(variables) // max(-(-len(variables) // STACKS_TOGETHER), 1))
+        numbers_of_kind.setdefault(id(variable.table.kind), []).append(number)
+    ordered = list(itertools.chain.from_iterable(numbers_of_kind.values()))
+    num_programs = max(-(-len(variables) // STACKS_TOGETHER), 1)
+    size = -(-len(variables) // num_programs)
     for first in range(0, len(variables), size or 1):
-        own, tables, read = like_beside_like[first : first + size], [], []
-        for number in own:
-            places = [place for place, (variable, _) in enumerate(features) if variable is variables[number]]
-            combiners = tuple(features[place][1] for place in places)
-            tables.append((variables[number].table.kind, combiners, grow[number]))
-            read += places
+        numbers = ordered[first : first + size]
+        tables: list[EngineTable] = []
+        feature_numbers: list[int] = []
+        for number in numbers:
+            combiners = []
+            for feature_number, (variable, combiner) in enumerate(features):
+                if variable is variables[number]:
+                    combiners.append(combiner)
+                    feature_numbers.append(feature_number)
+            tables.append((variables[number].table.kind, tuple(combiners), grow[number]))
         engine = engine_of(tuple(tables))
-        yield engine, dict(zip(engine.stacks, own, strict=True)), dict(zip(engine.features, read, strict=True))
+        yield _Program(
+            engine,
+            dict(zip(engine.stacks, numbers, strict=True)),
+            dict(zip(engine.features, feature_numbers, strict=True)),
+        )
 
 
-def _arrays_of(variables: Sequence[EmbeddingVariable], numbers: Mapping[str, int]) -> tuple[ByStack, ByStack, ByStack]:
-    """Parameters, slots and step of each variable of these numbers, by name of its stack."""
-    params, slots, steps = ByStack(), ByStack(), ByStack()
-    for stack, number in numbers.items():
+Arrays = tuple[ByStack, ByStack, ByStack]
+"""Parameters, slots and steps, by the name of the stack in an engine."""
+
+
+def _arrays_of(variables: Sequence[EmbeddingVariable], program: _Program) -> Arrays:
+    params = ByStack()
+    slots = ByStack()
+    steps = ByStack()
+    for stack, number in program.variables.items():
         state = state_of(variables[number])
-        (params[stack],), (slots[stack],), steps[stack] = state.tables.values(), state.slots.values(), state.step
+        (params[stack],) = state.tables.values()
+        (slots[stack],) = state.slots.values()
+        steps[stack] = state.step
     return params, slots, steps
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _step(
     engine: Engine,
-    arrays: tuple[ByStack, ByStack, ByStack],
+    arrays: Arrays,
     batch: Mapping[str, PyTree],
     d_outputs: Mapping[str, Float[Array, "_ _"]],
-) -> tuple[ByStack, ByStack, ByStack]:
-    """Parameters, slots and steps after one optimizer step with gradients of the outputs."""
+) -> Arrays:
+    """Parameters, slots and steps after one optimizer step. `arrays` are donated."""
     params, slots, numbers = arrays
-    steps = {
-        name: Step(stack.rule.get_hyperparameters(numbers[name]), stack.rule, None, numbers[name])
-        for name, stack in engine.stacks.items()
-    }
-    stepped, stepped_slots = engine.update(params, slots, batch, d_outputs, steps)
-    return stepped, stepped_slots, {name: number + 1 for name, number in numbers.items()}
+    steps = {}
+    for name, stack in engine.stacks.items():
+        hyper = stack.rule.get_hyperparameters(numbers[name])
+        steps[name] = Step(hyper, stack.rule, None, numbers[name])
+    new_params, new_slots = engine.update(params, slots, batch, d_outputs, steps)
+    return new_params, new_slots, {name: number + 1 for name, number in numbers.items()}
 
 
 @dataclasses.dataclass(eq=False)
 class StepOnce:
-    """Trains the tables of a lookup with the gradients of its outputs, once.
+    """Function that trains the tables of a lookup with the gradients of its outputs. It works once.
 
     Args:
-      variables: distinct ones.
-      features: for each output, its variable, and how its rows were pooled.
+      variables: distinct variables of the lookup.
+      features: variable and combiner of each output.
       batch: keys of each output.
-      wanted: by number of the variable, how many of its keys were going to get a row, by device.
-      shapes: of the gradients.
-      num_padded: rows of the outputs, after those of the gradients, that have none.
-      is_used: whether they were trained.
+      wanted: for each index in `variables`, the number of new keys on each device.
+      shapes: shapes of the gradients.
+      num_padded: trailing output rows that are padding and get a zero gradient.
+      is_used: True after the first call.
     """
 
     variables: Sequence[EmbeddingVariable]
@@ -166,60 +226,99 @@ class StepOnce:
     is_used: bool = False
 
     def __call__(self, *d_outputs: ArrayLike) -> None:
-        """One optimizer step of every row that the lookup read; new keys get theirs.
+        """Makes one optimizer step of every row that the lookup read. New keys get rows.
 
-        An error in the step of a large group leaves each table either stepped or as it was, as its `step` says.
+        A large group is stepped in several programs. After an error, each table is either stepped
+        or unchanged, as the `step` of its state says.
 
         Args:
-          *d_outputs: gradient of each output; of the loss over the global batch.
+          *d_outputs: gradient of the loss over the global batch, for each output.
 
         Raises:
-          RuntimeError: a second call; or since the lookup a table has become full that is to say so.
-          ValueError: a gradient has another shape than its output.
+          RuntimeError: this is the second call, or a table with `when_full="error"` has become full
+            since the lookup.
+          ValueError: the number of gradients, or the shape of one, differs from the outputs.
         """
+        gradients = self._checked_gradients(d_outputs)
+        if self.is_used:
+            way_out = "Look up again for another step"
+            raise RuntimeError(f"backward was called before: a lookup trains once. {way_out}.")
+        self.is_used = True
+        values = [variable.get_value() for variable in self.variables]
+        is_eager = not is_traced((self.batch, gradients, values))
+        num_failed_before: dict[int, int] = {}
+        if is_eager:
+            for number in range(len(self.variables)):
+                if self._may_fail_after_growth(number):
+                    num_failed_before[number] = self._num_failed(number)
+        never_grow = [False] * len(self.variables)  # The tables have been enlarged.
+        for program in _programs(self.variables, self.features, grow=never_grow):
+            # A program donates the old arrays, so the new ones are stored before the next program,
+            # which may fail.
+            self._run(program, gradients)
+        for number, before in num_failed_before.items():
+            num_failed = self._num_failed(number) - before
+            if num_failed:
+                raise _full(self.variables[number], num_failed)
+
+    def _checked_gradients(self, d_outputs: Sequence[ArrayLike]) -> list[Array]:
+        """Float32 gradients `[rows, dim]` with zeros for the padding rows."""
         if len(d_outputs) != len(self.shapes):
-            raise ValueError(f"the lookup has {len(self.shapes)} outputs, but {len(d_outputs)} gradients came.")
+            problem = f"{len(d_outputs)} gradients came"
+            raise ValueError(f"the lookup has {len(self.shapes)} outputs, but {problem}.")
         gradients: list[Array] = []
-        for (variable, _), d_output, shape in zip(self.features, d_outputs, self.shapes, strict=True):
+        outputs = zip(self.features, d_outputs, self.shapes, strict=True)
+        for (variable, _), d_output, shape in outputs:
             what = f"table {variable.table.spec.name!r}: the gradient"
             check_gradient(d_output, what)
             gradient = device_copy(d_output, jnp.float32)
             if gradient.shape != shape:
                 raise ValueError(f"{what} has shape {gradient.shape}, the output {shape}.")
-            gradient, padding = gradient.reshape(-1, shape[-1]), ((0, self.num_padded), (0, 0))
-            gradients.append(jnp.pad(gradient, padding) if self.num_padded else gradient)
-        if self.is_used:
-            raise RuntimeError("backward was called before: a lookup trains once. Look up again for another step.")
-        self.is_used = True
-        is_eager = not is_traced((self.batch, gradients, [variable.get_value() for variable in self.variables]))
-        failed_before = [self._make_room(number) if is_eager else None for number in range(len(self.variables))]
-        never = [False] * len(self.variables)  # they have grown
-        # A program takes the old arrays away: what it gives is kept before the next one may fail.
-        for engine, own, read in _programs(self.variables, self.features, grow=never):
-            batch, d_batch = ({name: values[k] for name, k in read.items()} for values in (self.batch, gradients))
-            params, slots, steps = _step(engine, _arrays_of(self.variables, own), batch, d_batch)
-            for stack, number in own.items():
-                state, name = self.variables[number].get_value(), self.variables[number].table.spec.name
-                stepped = state._replace(tables={name: params[stack]}, slots={name: slots[stack]}, step=steps[stack])
-                self.variables[number].set_value(stepped)
-        for variable, before in zip(self.variables, failed_before, strict=True):
-            if before is not None and (num_failed := int(variable.counts()["failed"].sum()) - before):
-                raise _full(variable, num_failed)
+            gradient = gradient.reshape(-1, shape[-1])
+            if self.num_padded:
+                gradient = jnp.pad(gradient, ((0, self.num_padded), (0, 0)))
+            gradients.append(gradient)
+        return gradients
 
-    def _make_room(self, number: int) -> int | None:
-        """Enlarges a full table if it may grow; returns how many keys failed so far, if some may fail now."""
-        variable, table = self.variables[number], self.variables[number].table
-        (params,) = state_of(variable).tables.values()
+    def _run(self, program: _Program, gradients: list[Array]) -> None:
+        """Steps the variables of one program."""
+        batch = {name: self.batch[number] for name, number in program.features.items()}
+        d_batch = {name: gradients[number] for name, number in program.features.items()}
+        arrays = _arrays_of(self.variables, program)
+        params, slots, steps = _step(program.engine, arrays, batch, d_batch)
+        for stack, number in program.variables.items():
+            variable = self.variables[number]
+            name = variable.table.spec.name
+            state = variable.get_value()._replace(
+                tables={name: params[stack]},
+                slots={name: slots[stack]},
+                step=steps[stack],
+            )
+            variable.set_value(state)
+
+    def _num_failed(self, number: int) -> int:
+        return int(self.variables[number].counts()["failed"].sum())
+
+    def _may_fail_after_growth(self, number: int) -> bool:
+        """Enlarges a full table if it may grow. True if new keys may still find no room."""
+        variable = self.variables[number]
+        table = variable.table
         if table.when_full not in ("error", "grow"):
-            return None
-        missing, size = int(_missing(params.keys, self.wanted[number]).max()), table.rows_per_device
-        if table.when_full == "grow" and missing > 0:
-            make_larger(variable, max(2 * size, size + missing))
-            missing = 0
-        if missing <= 0 and params.waiting is not None:  # for admission, at most all keys of the batch
-            own = [keys for (of, _), keys in zip(self.features, self.batch, strict=True) if of is variable]
-            missing = int(_missing(params.waiting, sum(jax.tree.leaves(keys)[0].size for keys in own)).max())
-        return int(variable.counts()["failed"].sum()) if missing > 0 else None
+            return False
+        (params,) = state_of(variable).tables.values()
+        num_missing = int(_num_missing(params.keys, self.wanted[number]).max())
+        if table.when_full == "grow" and num_missing > 0:
+            size = table.rows_per_device
+            make_larger(variable, max(2 * size, size + num_missing))
+            num_missing = 0
+        if num_missing > 0 or params.waiting is None:
+            return num_missing > 0
+        # At most all keys of the batch wait for admission.
+        num_keys = 0
+        for (feature_variable, _), keys in zip(self.features, self.batch, strict=True):
+            if feature_variable is variable:
+                num_keys += jax.tree.leaves(keys)[0].size
+        return int(_num_missing(params.waiting, num_keys).max()) > 0
 
 
 def look_up_variables(
@@ -232,59 +331,77 @@ def look_up_variables(
     """Rows of several features from one exchange, and the function that trains their tables.
 
     Args:
-      variables: the table of each feature; features may share one.
-      batch: keys `[bags, width]` of each feature, cut among devices by bag; or a pair of them and their weights.
-      combiners: of each feature; "none" gives `[bags * width, dim]`.
-      training: new keys read as what their rows are going to start from, else zeros. Keys for which no row is left
-        read zeros in both cases.
+      variables: table of each feature. Features may share a table.
+      batch: keys `[bags, width]` of each feature, or pairs `(keys, weights)`, sharded by bag.
+      combiners: combiner of each feature. "none" gives `[bags * width, dim]`.
+      training: if True, new keys read the initial values of their rows. If False, zeros. Keys that
+        find no free row read zeros in both cases.
 
-    Raises: RuntimeError: a table has no room for new keys and is to say so. Inside `jit`, `counts` say it later.
+    Raises: RuntimeError: a table with `when_full="error"` has no room for the new keys. Inside
+      `jit`, there is no error, and `counts` has the number of failed keys.
     """
     distinct = list({id(variable): variable for variable in variables}.values())
     features = list(zip(variables, combiners, strict=True))
+    values = [variable.get_value() for variable in distinct]
+    is_eager = not is_traced((list(batch), values))
+    can_grow = training and is_eager
+    grow = [can_grow and variable.table.when_full == "grow" for variable in distinct]
     outputs: dict[int, Array] = {}
     wanted: dict[int, Array] = {}
-    is_eager = not is_traced((list(batch), [variable.get_value() for variable in distinct]))
-    grow = [training and is_eager and variable.table.when_full == "grow" for variable in distinct]
-    for engine, own, read in _programs(distinct, features, grow=grow):
-        params, _, steps = _arrays_of(distinct, own)
-        keys = {name: batch[number] for name, number in read.items()}
-        found, statistics = engine.lookup(params, keys, steps if training else None)
-        for name, number in read.items():
-            outputs[number] = found[name]
-        for stack, number in own.items():
+    for program in _programs(distinct, features, grow=grow):
+        params, _, steps = _arrays_of(distinct, program)
+        keys = {name: batch[number] for name, number in program.features.items()}
+        step_numbers = steps if training else None
+        pooled, statistics = program.engine.lookup(params, keys, step_numbers)
+        for name, number in program.features.items():
+            outputs[number] = pooled[name]
+        for stack, number in program.variables.items():
             wanted[number] = statistics.num_unknown[stack]
-    for number, variable in enumerate(distinct) if training else ():
-        if variable.table.when_full != "error" or is_traced(wanted):
-            continue
-        (own_params,) = variable.get_value().tables.values()
-        if (missing := _missing(own_params.keys, wanted[number])).max() > 0:
-            raise _full(variable, int(missing.clip(0).sum()))
+    if training and not is_traced(wanted):
+        _check_room(distinct, wanted)
     ordered = [outputs[number] for number in range(len(features))]
-    return ordered, StepOnce(distinct, features, batch, wanted, list(map(jnp.shape, ordered)))
+    shapes = [jnp.shape(output) for output in ordered]
+    return ordered, StepOnce(distinct, features, batch, wanted, shapes)
 
 
-def _missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices"]:
-    """Number of free places that each device lacks for its new keys; negative where some are left."""
-    missing: np.ndarray = on_host(wanted) - on_host(keys.num_free).astype(np.int64)
+def _check_room(variables: Sequence[EmbeddingVariable], wanted: Mapping[int, Array]) -> None:
+    """Raises: RuntimeError: a table with `when_full="error"` has no room for its new keys."""
+    for number, variable in enumerate(variables):
+        if variable.table.when_full != "error":
+            continue
+        (params,) = variable.get_value().tables.values()
+        num_missing = _num_missing(params.keys, wanted[number])
+        if num_missing.max() > 0:
+            raise _full(variable, int(num_missing.clip(0).sum()))
+
+
+def _num_missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices"]:
+    """Number of rows that each device lacks for its new keys. Negative: number of rows to spare."""
+    num_free = on_host(keys.num_free).astype(np.int64)
+    missing: np.ndarray = on_host(wanted) - num_free
     return missing
 
 
 def _full(variable: EmbeddingVariable, num_failed: int) -> RuntimeError:
-    """The error for new keys without room, whose way out is none that the table has taken already."""
-    table, storage = variable.table, cast(Hashed, variable.table.spec.storage)
+    """Error for new keys without room. Suggests only settings that the table does not use."""
+    table = variable.table
+    storage = cast(Hashed, table.spec.storage)
     rooms = f"the devices use {variable.counts()['rows'].tolist()} rows"
-    if table.when_full == "grow":  # then rows have room, and only the keys that wait for one may have none
-        rooms += f" and have room for {storage.admission_capacity or table.rows_per_device} keys that wait for one"
+    if table.when_full == "grow":
+        # Rows have room then. Only keys that wait for admission may have none.
+        num_waiting = storage.admission_capacity or table.rows_per_device
+        rooms += f" and have room for {num_waiting} keys that wait for one"
         way_out = "Make admission_capacity larger than the new keys of a batch, or admission_count 0"
     elif storage.admission_count:
         way_out = (
-            "Make max_vocabulary_size_per_gpu (for keys that wait for a row, admission_capacity) larger, or choose "
-            "when_full='grow' (for rows), 'evict' (which spares the rows of the same step) or 'zero'"
+            "Make max_vocabulary_size_per_gpu (for keys that wait for a row, admission_capacity) "
+            "larger, or choose when_full='grow' (for rows), 'evict' (which spares the rows of the "
+            "same step) or 'zero'"
         )
     else:
         way_out = (
-            "Make max_vocabulary_size_per_gpu larger, or choose when_full='grow', 'evict' (which spares the rows of "
-            "the same step) or 'zero'"
+            "Make max_vocabulary_size_per_gpu larger, or choose when_full='grow', 'evict' (which "
+            "spares the rows of the same step) or 'zero'"
         )
-    return RuntimeError(f"table {table.spec.name!r} is full: {num_failed} new keys find no room; {rooms}. {way_out}.")
+    problem = f"{num_failed} new keys find no room; {rooms}"
+    return RuntimeError(f"table {table.spec.name!r} is full: {problem}. {way_out}.")

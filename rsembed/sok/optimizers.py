@@ -1,4 +1,4 @@
-"""Adam in the two forms of TensorFlow, by the original's names; any rule of `rsembed.optimizers` serves as well."""
+"""TensorFlow's two variants of Adam, by their published names. Other optimizers work as well."""
 
 from rsembed import optimizers
 
