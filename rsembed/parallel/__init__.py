@@ -1,4 +1,4 @@
-"""Work over a mesh of devices: exchanging rows and vectors with the devices that own them."""
+"""Starts runs with several processes, and exchanges rows between devices and their owners."""
 
 from rsembed.parallel.runtime import init as init
 from rsembed.parallel.runtime import launch as launch

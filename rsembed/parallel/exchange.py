@@ -1,17 +1,18 @@
-"""Requests to the devices that own rows, sent in rounds of `all_to_all`; exact at any capacity.
+"""Requests to the devices that own rows, in rounds of `all_to_all` that are exact at any capacity.
 
 ```
-ids ──distinct──▶ entries, grouped by owner ──ask──▶ owners answer, and may change what they own
+ids ──distinct──▶ entries, grouped by owner ──ask──▶ owners answer, and may change their state
                      ▲                                        │
 occurrences ◀────────┴──────────── entry_of ◀──── one reply per distinct entry
 ```
 
-Blocks have a fixed size, but nothing is ever dropped: what does not fit travels in a later round, and all devices agree
-on how many there are. Rounds are *row-complete*: everything that concerns one row arrives in the same round, so an
-owner sees the whole gradient of a row at once, and optimizers that are not linear stay exact. The device that has most
-left to send sends a full block, so every round moves forward.
+Blocks have a fixed capacity. Entries that do not fit are sent in a later round, so nothing is
+dropped, and all devices agree on the number of rounds. Rounds are *row-complete*: all requests
+for a row, from all devices, arrive in the same round. An owner therefore sees the whole gradient
+of a row at once, and nonlinear optimizers stay exact. The device with the most entries left
+always sends a full block, so every round makes progress.
 
-All functions run inside `shard_map` over the mesh axis (or axes) named by `axis_name`.
+All functions run inside `shard_map` over the mesh axis (or axes) `axis_name`.
 """
 
 from __future__ import annotations
@@ -31,54 +32,72 @@ from rsembed.kernels.ids import Queue, word_dtype
 AxisName = str | tuple[str, ...]
 
 
-def trade(parcels: Sequence[PyTree], axis_name: AxisName, entries: Sequence[Array] | None = None) -> list[PyTree]:
-    """Exchanges blocks: block `i` of every parcel goes to device `i`, and is replaced by the one from there.
+def trade(
+    parcels: Sequence[PyTree],
+    axis_name: AxisName,
+    entries: Sequence[Array] | None = None,
+) -> list[PyTree]:
+    """Exchanges blocks: block `i` of every parcel goes to device `i`, and a block from `i` returns.
 
     Args:
-      parcels: pytrees of arrays, each with a capacity of its own. Arrays of one kind travel together, and all lanes of
-        32 bits are of one kind: programs and networks pay for every exchange by itself.
-      axis_name: the mesh axis, or axes whose sizes multiply to the number of devices.
-      entries: for each parcel which of its entries, `[nnz, ...]`, are in the places `[devices, capacity]` of its
-        blocks; a place outside `[0, nnz)` is empty. None where parcels are blocks `[devices, capacity, ...]` already.
+      parcels: pytrees of arrays. Parcels may differ in capacity. Arrays of equal row shape and
+        dtype share one `all_to_all`, and so do all 32-bit lanes, because each collective has a
+        fixed cost.
+      axis_name: mesh axis, or several axes. Their sizes multiply to the number of devices.
+      entries: for each parcel, the indices `[devices, capacity]` of the entries to send. The
+        arrays of the parcel are `[nnz, ...]`, and indices outside `[0, nnz)` are padding. None if
+        the arrays are blocks `[devices, capacity, ...]` already.
 
-    Returns: the same pytrees of arrays `[devices, capacity, ...]`. Places that the sender left empty hold `NO_ROW` in
-      int32 arrays, so that owners ignore them, and zeros in others.
+    Returns: the pytrees with arrays `[devices, capacity, ...]`. Padding is `NO_ROW` in int32
+      arrays, so that owners ignore it, and zero in other arrays.
     """
     leaves, tree = jax.tree.flatten(list(parcels))
     arrays = [leaf.astype(jnp.uint32) if leaf.dtype == jnp.bool_ else leaf for leaf in leaves]
-    rows: list[PyTree] = [None] * len(leaves)
+    picks: list[Array | None] = [None] * len(leaves)
     if entries is not None:
-        rows = [own for parcel, own in zip(parcels, entries, strict=True) for _ in jax.tree.leaves(parcel)]
-    found: dict[int, Array] = {}
-    kinds: dict[Any, list[int]] = {}
-    for number, (array, own) in enumerate(zip(arrays, rows, strict=True)):
-        row = array.shape[1:] if own is not None else array.shape[2:]
-        kinds.setdefault((word_dtype(array.dtype, is_lane=not row), row), []).append(number)
-    for (_, row), numbers in kinds.items():
-        alike, picked = ([own[number] for number in numbers] for own in (arrays, rows))
-        arrived = jax.lax.all_to_all(api.pack_blocks(alike, picked), axis_name, split_axis=0, concat_axis=0, tiled=True)
-        shapes = [
-            jax.ShapeDtypeStruct((*(array if own is None else own).shape[:2], *row), array.dtype)
-            for array, own in zip(alike, picked, strict=True)
-        ]
-        found |= zip(numbers, api.unpack_blocks(arrived, shapes), strict=True)
-    blocks = [found[n] != 0 if leaf.dtype == jnp.bool_ else found[n] for n, leaf in enumerate(leaves)]
-    parts: list[PyTree] = jax.tree.unflatten(tree, blocks)
-    return parts
+        picks = []
+        for parcel, picked in zip(parcels, entries, strict=True):
+            picks += [picked] * len(jax.tree.leaves(parcel))
+
+    numbers_of_kind: dict[Any, list[int]] = {}
+    for number, array in enumerate(arrays):
+        row = array.shape[2:] if entries is None else array.shape[1:]
+        kind = (word_dtype(array.dtype, is_lane=not row), row)
+        numbers_of_kind.setdefault(kind, []).append(number)
+
+    received: dict[int, Array] = {}
+    for (_, row), numbers in numbers_of_kind.items():
+        same_kind = [arrays[number] for number in numbers]
+        same_picks = [picks[number] for number in numbers]
+        packed = api.pack_blocks(same_kind, same_picks)
+        packed = jax.lax.all_to_all(packed, axis_name, split_axis=0, concat_axis=0, tiled=True)
+        shapes = []
+        for array, pick in zip(same_kind, same_picks, strict=True):
+            blocks = array if pick is None else pick
+            shapes.append(jax.ShapeDtypeStruct((*blocks.shape[:2], *row), array.dtype))
+        received |= zip(numbers, api.unpack_blocks(packed, shapes), strict=True)
+
+    results = []
+    for number, leaf in enumerate(leaves):
+        is_bool = leaf.dtype == jnp.bool_
+        results.append(received[number] != 0 if is_bool else received[number])
+    traded: list[PyTree] = jax.tree.unflatten(tree, results)
+    return traded
 
 
 Result = TypeVar("Result")
 
 
 class Wanted(NamedTuple):
-    """The distinct entries that this device has questions about, grouped by owner and ascending in each group.
+    """Distinct entries that this device requests, grouped by owner and sorted within each group.
 
     Attributes:
-      lanes: integers that distinguish entries of one owner, most significant first; zeros behind the last entry.
-      entry_of: the entry of every occurrence, `NO_ROW` for occurrences without an owner.
-      first_of: the first occurrence of every entry, `NO_ROW` behind the last one.
-      offsets: entries `offsets[d] : offsets[d + 1]` belong to device `d`.
-      counts: how often every entry occurs, 0 behind the last one.
+      lanes: integers that identify an entry of an owner, most significant first. Padding is zero.
+      entry_of: index of the entry of each occurrence, `NO_ROW` for occurrences without an owner.
+      first_of: index of the first occurrence of each entry. Padding is `NO_ROW`.
+      offsets: device `d` owns the entries `offsets[d] : offsets[d + 1]`. Entries after the last
+        offset are padding.
+      counts: number of occurrences of each entry. Padding is 0.
     """
 
     lanes: tuple[Shaped[Array, " nnz"], ...]
@@ -88,12 +107,17 @@ class Wanted(NamedTuple):
     counts: Int[Array, " nnz"]
 
 
-def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]], *, num_devices: int) -> Wanted:
+def distinct(
+    owners: Int[Array, " nnz"],
+    lanes: Sequence[Shaped[Array, " nnz"]],
+    *,
+    num_devices: int,
+) -> Wanted:
     """Distinct entries of a batch, grouped by the device that owns them.
 
     Args:
-      owners: owner of every occurrence; outside `[0, num_devices)` it asks nobody.
-      lanes: integer arrays that together name an entry: a row, or the halves of a key.
+      owners: owner of each occurrence. Values outside `[0, num_devices)` are padding.
+      lanes: integer arrays that together identify an entry: a row index, or the halves of a key.
       num_devices: size of the mesh axis.
 
     Example:
@@ -105,28 +129,33 @@ def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]],
 
 
 def default_capacity(num_occurrences: int, num_devices: int) -> int:
-    """Places per block: five eighths of an even share of the occurrences, and a few for small batches.
+    """Default capacity of a block: 5/8 of an even share of the occurrences, plus 8.
 
-    Skewed ids are less than half distinct, so that they travel in one round; all-distinct ones take two, which send as
-    many bytes as one of twice the size would.
+    Less than half of skewed ids are distinct, so one round is enough for them. If all ids are
+    distinct, there are two rounds, which together send the bytes of one round of twice the
+    capacity. The additional 8 matter for small batches.
     """
-    return min(num_occurrences, -(-5 * num_occurrences // (8 * num_devices)) + 8)
+    share = -(-5 * num_occurrences // (8 * num_devices))
+    return min(num_occurrences, share + 8)
 
 
 class Question(NamedTuple):
-    """A question of a device to the owners of some entries, or news for them.
+    """Request of a device to the owners of some entries: to read rows, or to change them.
 
     Attributes:
       wanted: result of `distinct`.
-      payload: pytree of arrays `[nnz, ...]`, one value per distinct entry. Empty places of a block hold `NO_ROW` in
-        int32 arrays and zeros in others.
-      answer: `(state, arrived) -> (state, replies)`, the owner's part, called once a round. Leaves of `arrived` are
-        `[devices * capacity, ...]`, grouped by asking device; `replies` is a pytree of arrays with the same leading
-        axis, or None. A round in which nothing arrives must change nothing.
-      state: what the owner may change, for example its table.
-      capacity: places per block. Few save memory, many save rounds, and with as many as there are occurrences there is
-        one. Any number from 1 up gives the same result, if the order of entries does not matter to `answer`.
-      reply: form of the reply to one entry, a pytree of `jax.ShapeDtypeStruct`; None if `answer` replies nothing.
+      payload: pytree of arrays `[nnz, ...]` to send, one value per distinct entry.
+      answer: the owner's function `(state, arrived) -> (state, replies)`, called once per round.
+        Leaves of `arrived` are `[devices * capacity, ...]`, grouped by sender, with padding
+        `NO_ROW` in int32 arrays and zero in others. `replies` is a pytree of arrays with the same
+        leading axis, or None. If nothing but padding arrives, the state must not change.
+      state: what `answer` may change, for example the owner's part of a table.
+      capacity: largest number of entries that a round sends to one owner, from 1. A small
+        capacity saves memory, a large one saves rounds. With the number of occurrences, there is
+        one round. The result does not depend on it if `answer` does not depend on the order of
+        entries.
+      reply: pytree of `jax.ShapeDtypeStruct` for the reply to one entry. None if there are no
+        replies.
     """
 
     wanted: Wanted
@@ -138,22 +167,26 @@ class Question(NamedTuple):
 
     @property
     def num_occurrences(self) -> int:
-        """Number of entries, as many as there are occurrences in the batch."""
+        """Number of occurrences in the batch, which is the length of all entry arrays."""
         return self.wanted.entry_of.shape[0]
 
     def no_replies(self) -> PyTree:
-        """Zeros in the form of the replies, one per entry."""
-        # To find the shapes by tracing `answer`, as large as a storage's step, took a third of all tracing.
-        return jax.tree.map(lambda own: jnp.zeros((self.num_occurrences, *own.shape), own.dtype), self.reply)
+        """Zeros with the shapes and dtypes of the replies, one per entry."""
+
+        # `reply` gives the shapes, because tracing `answer` for them took a third of all tracing.
+        def zeros(reply: jax.ShapeDtypeStruct) -> Array:
+            return jnp.zeros((self.num_occurrences, *reply.shape), reply.dtype)
+
+        return jax.tree.map(zeros, self.reply)
 
 
 class Answers(NamedTuple):
-    """Answers to a question.
+    """Result of a question.
 
     Attributes:
-      state: as the owner's part left it.
-      replies: one per distinct entry, zeros behind the last one.
-      num_rounds: number of rounds in which questions travelled.
+      state: state of the owner after all rounds.
+      replies: one reply per distinct entry. Padding is zero.
+      num_rounds: number of rounds.
     """
 
     state: PyTree
@@ -162,15 +195,23 @@ class Answers(NamedTuple):
 
 
 Asking: TypeAlias = Generator[Question, Answers, Result]
-"""A function that yields its questions, so that those of many can be asked together."""
+"""A generator that yields `Question`s, receives their `Answers`, and returns a result."""
 Asked: TypeAlias = Asking[Result] | Result
-"""Result of a function that may have questions, or such a function."""
+"""Either a plain result, or a generator that yields questions and returns one."""
 
 
 def together(askings: Sequence[Asked[Result]], axis_name: AxisName) -> list[Result]:
-    """Results of functions that may yield questions; those yielded at the same time share one exchange."""
+    """Results of several generators. Questions that they yield at the same time share one exchange.
+
+    Args:
+      askings: generators, or plain results, which are returned as they are.
+      axis_name: mesh axis, or several axes.
+    """
     results: list[Any] = list(askings)
-    answers: dict[int, Any] = {number: None for number, own in enumerate(askings) if isinstance(own, Generator)}
+    answers: dict[int, Any] = {}
+    for number, asking in enumerate(askings):
+        if isinstance(asking, Generator):
+            answers[number] = None
     while answers:
         questions: dict[int, Question] = {}
         for number, answer in answers.items():
@@ -178,81 +219,142 @@ def together(askings: Sequence[Asked[Result]], axis_name: AxisName) -> list[Resu
                 questions[number] = askings[number].send(answer)  # type: ignore[union-attr]
             except StopIteration as stop:
                 results[number] = stop.value
-        answers = dict(zip(questions, ask(list(questions.values()), axis_name=axis_name), strict=True))
+        replies = ask(list(questions.values()), axis_name=axis_name)
+        answers = dict(zip(questions, replies, strict=True))
     return results
 
 
 def ask(questions: Sequence[Question], *, axis_name: AxisName) -> list[Answers]:
-    """Sends the payload of every distinct entry to its owner and brings the replies back.
+    """Sends the payload of every distinct entry to its owner, and returns the replies.
 
     Args:
-      questions: any number, whose blocks travel beside each other.
-      axis_name: the mesh axis, or axes whose sizes multiply to the number of devices.
+      questions: any number of questions. Their blocks share the collectives.
+      axis_name: mesh axis, or several axes. Their sizes multiply to the number of devices.
     """
     answers: dict[int, Answers] = {}
     for takes_rounds in (False, True):
-        group = {k: q for k, q in enumerate(questions) if (q.capacity < q.num_occurrences) == takes_rounds}
+        group = {}
+        for number, question in enumerate(questions):
+            if (question.capacity < question.num_occurrences) == takes_rounds:
+                group[number] = question
         if group:
-            answers |= zip(group, _ask(list(group.values()), takes_rounds, axis_name), strict=True)
+            replies = _ask(list(group.values()), takes_rounds, axis_name)
+            answers |= zip(group, replies, strict=True)
     return [answers[number] for number in range(len(questions))]
 
 
-_Progress = tuple[Array, list[Array], list[PyTree], list[PyTree], Array]
-"""Number of rounds; by question, entries of each owner that have travelled, state and replies; whether any are left."""
+class _Progress(NamedTuple):
+    """What a loop over rounds carries; one list entry per question.
+
+    Attributes:
+      num_rounds: number of rounds so far.
+      cursors: number of entries that were sent to each owner.
+      states: states of the owners.
+      replies: replies to the entries that were sent.
+      are_left: True if any device has entries left.
+    """
+
+    num_rounds: Array
+    cursors: list[Array]
+    states: list[PyTree]
+    replies: list[PyTree]
+    are_left: Array
 
 
 def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName) -> list[Answers]:
-    def trade_all(states: Sequence[PyTree], places: Sequence[Array]) -> tuple[list[PyTree], list[PyTree]]:
-        arrived = trade([question.payload for question in questions], axis_name, places)
-        stepped, replies = [], []
-        for question, state, own, blocks in zip(questions, states, places, arrived, strict=True):
-            state, reply = question.answer(state, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), blocks))
-            stepped.append(state)
-            replies.append(jax.tree.map(lambda x, shape=own.shape: x.reshape(*shape, *x.shape[1:]), reply))
-        return stepped, trade(replies, axis_name)
+    """Answers to questions that all fit into one round, or all may take several."""
 
-    def one_round(carry: _Progress) -> _Progress:
-        num_rounds, cursors, states, replies, _ = carry
-        queues = [
-            Queue(question.wanted.offsets, cursor, question.wanted.lanes, max(question.capacity, 1))
-            for question, cursor in zip(questions, cursors, strict=True)
-        ]
-        places, after, are_left = api.round_places(queues, *_cuts(queues, takes_rounds, axis_name))
-        states, news = trade_all(states, places)
-        replies = [_written(*own) for own in zip(replies, places, news, strict=True)]
+    def run_round(progress: _Progress) -> _Progress:
+        queues = []
+        for question, cursor in zip(questions, progress.cursors, strict=True):
+            wanted = question.wanted
+            capacity = max(question.capacity, 1)
+            queues.append(Queue(wanted.offsets, cursor, wanted.lanes, capacity))
+        fit, cuts = _cuts(queues, takes_rounds, axis_name)
+        entries, cursors, are_left = api.round_places(queues, fit, cuts)
+        states, news = _answer_all(questions, progress.states, entries, axis_name)
+        replies = []
+        for old, written, new in zip(progress.replies, entries, news, strict=True):
+            replies.append(_with_rows(old, written, new))
         any_left = jax.lax.pmax(are_left, axis_name) if takes_rounds else jnp.asarray(False)
-        return num_rounds + 1, list(after), states, replies, any_left
+        return _Progress(progress.num_rounds + 1, list(cursors), states, replies, any_left)
 
-    cursors = [jnp.zeros(question.wanted.offsets.shape[0] - 1, jnp.int32) for question in questions]
-    own = cursors, [question.state for question in questions], [question.no_replies() for question in questions]
-    # Inside a `shard_map` that checks it, what a loop carries varies from its beginning as it does at its end.
-    leaves, tree = jax.tree.flatten(own)
-    own = jax.tree.unflatten(tree, vary_alike([*leaves, questions[0].wanted.offsets])[:-1])
-    # A loop from the first round on: what an owner does is a large program, which is compiled once.
-    in_rounds = functools.partial(jax.lax.while_loop, lambda carry: carry[-1], one_round)
-    run = in_rounds if takes_rounds else one_round
-    num_rounds, _, states, replies, _ = run((jnp.zeros((), jnp.int32), *own, jnp.asarray(True)))
-    return [Answers(*own, num_rounds) for own in zip(states, replies, strict=True)]
+    cursors = []
+    for question in questions:
+        num_devices = question.wanted.offsets.shape[0] - 1
+        cursors.append(jnp.zeros(num_devices, jnp.int32))
+    states = [question.state for question in questions]
+    replies = [question.no_replies() for question in questions]
+    # A `shard_map` that checks varying axes needs equal ones before and after the loop. All arrays
+    # vary like `offsets` after the first round.
+    leaves, tree = jax.tree.flatten((cursors, states, replies))
+    *leaves, _ = vary_alike([*leaves, questions[0].wanted.offsets])
+    cursors, states, replies = jax.tree.unflatten(tree, leaves)
+    start = _Progress(jnp.zeros((), jnp.int32), cursors, states, replies, jnp.asarray(True))
+    run = run_round
+    if takes_rounds:
+        # The first round is inside the loop too: the owners' program is large, and compiled once.
+        run = functools.partial(jax.lax.while_loop, lambda progress: progress.are_left, run_round)
+    end = run(start)
+    answers = zip(end.states, end.replies, strict=True)
+    return [Answers(state, reply, end.num_rounds) for state, reply in answers]
 
 
-def _written(replies: Any, places: Int[Array, "devices capacity"], news: Any) -> PyTree:
-    olds, tree = jax.tree.flatten(replies)
-    values = [x.reshape(-1, *x.shape[2:]) for x in jax.tree.leaves(news)]
-    return jax.tree.unflatten(tree, api.scatter_rows(olds, places.reshape(-1), values) if olds else ())
+def _answer_all(
+    questions: Sequence[Question],
+    states: Sequence[PyTree],
+    entries: Sequence[Int[Array, "devices _"]],
+    axis_name: AxisName,
+) -> tuple[list[PyTree], list[PyTree]]:
+    """One round: sends some entries, lets the owners answer, and returns new states and replies."""
+    payloads = [question.payload for question in questions]
+    arrived = trade(payloads, axis_name, entries)
+    new_states = []
+    replies = []
+    for question, state, sent, blocks in zip(questions, states, entries, arrived, strict=True):
+        new_state, reply = question.answer(state, jax.tree.map(_to_list, blocks))
+        new_states.append(new_state)
+        replies.append(jax.tree.map(functools.partial(_to_blocks, shape=sent.shape), reply))
+    return new_states, trade(replies, axis_name)
+
+
+def _to_list(blocks: Array) -> Array:
+    return blocks.reshape(-1, *blocks.shape[2:])
+
+
+def _to_blocks(array: Array, shape: tuple[int, ...]) -> Array:
+    return array.reshape(*shape, *array.shape[1:])
+
+
+def _with_rows(replies: PyTree, entries: Int[Array, "devices capacity"], news: PyTree) -> PyTree:
+    """`replies` with the rows `entries` replaced by `news`."""
+    arrays, tree = jax.tree.flatten(replies)
+    if not arrays:
+        return replies
+    values = [_to_list(blocks) for blocks in jax.tree.leaves(news)]
+    return jax.tree.unflatten(tree, api.scatter_rows(arrays, entries.reshape(-1), values))
 
 
 def _cuts(
-    queues: Sequence[Queue], takes_rounds: bool, axis_name: AxisName
+    queues: Sequence[Queue],
+    takes_rounds: bool,
+    axis_name: AxisName,
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
-    """Where no device has more than places, and elsewhere the first entries of all that found none."""
+    """Per owner, whether all entries fit in this round, and the first entry that does not fit.
+
+    Returns: 1 where the entries of all devices fit and 0 elsewhere, and for the latter the words
+      of the smallest entry that does not fit on some device. Only smaller entries are sent.
+    """
     if not takes_rounds:
-        size = len(queues), queues[0].cursor.shape[0]
+        size = (len(queues), queues[0].cursor.shape[0])
         return jnp.ones(size, jnp.int32), jnp.zeros((1, *size), jnp.uint32)
-    fit, behind = api.block_ends(queues)
-    # A device without a cut takes no part in the minimum: it has 1 where others have 0.
+    fit, first_left = api.block_ends(queues)
     lowest = jax.lax.pmin(fit, axis_name)
-    takes_part, cuts = fit == lowest, []
-    for words in behind:
-        cuts.append(jax.lax.pmin(jnp.where(takes_part, words, jnp.uint32(2**32 - 1)), axis_name))
+    # A device where all entries fit takes no part in the minimum, unless all fit on every device.
+    takes_part = fit == lowest
+    cuts: list[Array] = []
+    for words in first_left:
+        words_or_max = jnp.where(takes_part, words, jnp.uint32(2**32 - 1))
+        cuts.append(jax.lax.pmin(words_or_max, axis_name))
         takes_part &= words == cuts[-1]
     return lowest, jnp.stack(cuts)
