@@ -95,7 +95,7 @@ def manifest(path: str | os.PathLike[str]) -> dict[str, PyTree]:
 
 
 def encoded(body: Body) -> bytes:
-    """Manifest and checksum as JSON. Equal manifests give equal bytes, which `manifest` compares."""
+    """Manifest and checksum as JSON bytes. A load encodes again, and compares the bytes."""
     checksum = zlib.crc32(json.dumps(body, sort_keys=True).encode())
     document = {"crc32": f"{checksum:08x}", "manifest": body}
     return json.dumps(document, sort_keys=True, indent=1).encode()
@@ -104,7 +104,7 @@ def encoded(body: Body) -> bytes:
 def opened(folder: Path, entries: Sequence[Entry]) -> dict[tuple[str, ...], Leaf]:
     """Arrays of some manifest entries, by path.
 
-    Numbers stay on disk as `SavedArray`s. PRNG keys and opaque numbers are read.
+    Plain numbers stay on disk as `SavedArray`s. PRNG keys and opaque numbers are loaded.
     """
     arrays: dict[tuple[str, ...], Leaf] = {}
     for entry in entries:
@@ -157,7 +157,7 @@ class Contents(NamedTuple):
 
     @staticmethod
     def of(tree: PyTree, owners: Facts, *, step: int, metadata: Metadata | None) -> Contents:
-        """Contents for a tree.
+        """Contents of a checkpoint that `save` writes for a tree.
 
         Args:
           tree: as in `save`.
@@ -210,7 +210,7 @@ def write(path: Path, contents: Contents) -> None:
 
 @contextlib.contextmanager
 def same_error_everywhere(path: Path) -> Iterator[None]:
-    """Raises an error in all processes if the block raised one in process 0, which writes `path`."""
+    """Raises an error in all processes if the block raised one in process 0, the writer."""
     failure: Exception | None = None
     try:
         yield

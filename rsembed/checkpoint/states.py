@@ -31,7 +31,7 @@ Path = tuple[str, ...]
 Leaf = Any
 """Leaf of a tree: an array, a number, a PRNG key, `PickedRows` or a `SavedArray`."""
 Tables = dict[str, Any]
-"""Something for each table, by table name."""
+"""Arrays or facts by table name."""
 Facts = Mapping[str, Any]
 """Part of a fingerprint: JSON values by name."""
 Bounds = tuple[tuple[int, int], ...]
