@@ -1,7 +1,7 @@
 """The JAX SparseCore embedding API on any backend: stacking, partitioned input, fused lookup and update.
 
-Modules keep the published names: `embedding`, `embedding_spec`, `table_stacking`, `utils`, `linen.embed`,
-`linen.embed_optimizer`, `nnx.embed` and `embedding_pipelining_utils`.
+Modules keep the published names: `embedding`, `embedding_spec`, `table_stacking`, `utils`,
+`linen.embed`, `linen.embed_optimizer`, `nnx.embed` and `embedding_pipelining_utils`.
 """
 
 import contextlib
@@ -29,12 +29,13 @@ _MODULES = {
 
 
 def install_as_jax_tpu_embedding() -> contextlib.ExitStack:
-    """From now on, `import jax_tpu_embedding.sparsecore...` finds this wing, in this process.
+    """Makes `import jax_tpu_embedding.sparsecore...` import `rsembed.sparsecore` in this process.
 
-    For libraries that are clients of the JAX SparseCore API, such as `keras_rs.layers.DistributedEmbedding`: call it
-    before they are imported. A script need not be changed, `python -m rsembed.sparsecore SCRIPT` runs it so.
+    Use it for libraries that call the JAX SparseCore API, such as
+    `keras_rs.layers.DistributedEmbedding`, and call it before they are imported. To run a script
+    unchanged, use `python -m rsembed.sparsecore SCRIPT`.
 
-    Returns: a context that takes the modules away again where it ends; without `with`, they stay.
+    Returns: a context that removes the modules at its end. Without `with`, they stay.
 
     Raises: RuntimeError: the original was imported before.
 
@@ -46,20 +47,25 @@ def install_as_jax_tpu_embedding() -> contextlib.ExitStack:
     """
     if original := sys.modules.get("jax_tpu_embedding"):
         raise RuntimeError(
-            f"jax_tpu_embedding was imported before, from {getattr(original, '__file__', None) or 'this alias'}; call "
+            "jax_tpu_embedding was imported before, from "
+            f"{getattr(original, '__file__', None) or 'this alias'}; call "
             "install_as_jax_tpu_embedding first, and once."
         )
-    modules, undo = {}, contextlib.ExitStack()
-    for path, own in _MODULES.items():
+    modules: dict[str, types.ModuleType] = {}
+    for path, rsembed_name in _MODULES.items():
         name = f"jax_tpu_embedding.sparsecore.{path}"
-        modules[name] = importlib.import_module(own)
+        modules[name] = importlib.import_module(rsembed_name)
+        # Add an empty package for each parent that is not there yet.
         while (name := name.rpartition(".")[0]) and name not in modules:
-            modules[name] = made = types.ModuleType(name, "A package, of which rsembed has modules.")
-            made.__path__, made.__spec__ = [], importlib.machinery.ModuleSpec(name, None, is_package=True)
+            package = types.ModuleType(name, "A package with modules of rsembed.")
+            package.__path__ = []
+            package.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+            modules[name] = package
+    undo = contextlib.ExitStack()
     for name, module in modules.items():
         sys.modules[name] = module
         undo.callback(sys.modules.pop, name, None)
-        package, _, own_name = name.rpartition(".")
-        if package:
-            setattr(modules[package], own_name, module)
+        parent_name, _, child_name = name.rpartition(".")
+        if parent_name:
+            setattr(modules[parent_name], child_name, module)
     return undo

@@ -1,9 +1,10 @@
-"""The published runtime module: everything a training program calls, by its published name.
+"""All functions that a training program calls, by their published names.
 
-Lookup and update of all stacks on one device go from preprocessed buffers, by the engine's way to the rows:
+Lookup and update of the stacks on one device turn preprocessed buffers into row numbers of the
+engine:
 
 ```
-buffers ──entries by sample──▶ rows, samples, gains ──Rows, AskedRows──▶ activations; tables and slots
+buffers ──entries by sample──▶ rows, samples, gains ──Rows, AskedRows──▶ activations; tables, slots
 ```
 """
 
@@ -89,7 +90,10 @@ def auto_stack_tables(
     use_short_stack_names: bool = True,
     **options: Any,
 ) -> None:
-    """Stacks all tables that can share one, in place; `options` are others of `table_stacking.auto_stack_tables`."""
+    """Stacks all tables that can share a stack, in place. See `table_stacking.auto_stack_tables`.
+
+    `options` are its other keyword arguments.
+    """
     table_stacking.auto_stack_tables(
         feature_specs,
         global_device_count,
@@ -107,8 +111,11 @@ def get_table_specs(feature_specs: Nested[FeatureSpec]) -> dict[str, TableSpec]:
 
 
 def get_stacked_table_specs(feature_specs: Nested[FeatureSpec]) -> dict[str, StackedTableSpec]:
-    """The stacks that the features read, by name. Raises: ValueError: a table has no place yet."""
-    return {table.setting_in_stack.stack_name: placed_stack(table) for table in tables_of(feature_specs).values()}
+    """The stacks that the features read, by name. Raises: ValueError: a table is not placed yet."""
+    stacks = {}
+    for table in tables_of(feature_specs).values():
+        stacks[table.setting_in_stack.stack_name] = placed_stack(table)
+    return stacks
 
 
 def compute_coo_buffer_size_per_device(
@@ -117,7 +124,7 @@ def compute_coo_buffer_size_per_device(
     num_sc_per_device: int | None = None,
     enable_minibatching: bool = False,
 ) -> dict[str, int]:
-    """Size of a device's input buffer, in entries, by stack."""
+    """Size of the input buffer of one device, in entries, for each stack by name."""
     layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
     return {name: layout.buffer_size_per_device(enable_minibatching) for name, layout in layouts.items()}
 
@@ -130,31 +137,37 @@ def init_embedding_variables(
     num_sparsecore_per_device: int | None = None,
     bypass_mesh_check: bool = False,
 ) -> dict[str, EmbeddingVariables]:
-    """Tables and slots of all stacks, every device building its own rows.
+    """Initial tables and slots of all stacks. Every device builds only its shard.
 
-    A logical table depends on `rng`, its name and its initializer alone: stacking, sharding and the number of
-    devices do not change it. Its initializer sees the logical shape; padding rows and columns are zero.
+    A logical table depends only on `rng`, its name and its initializer, not on stacking, sharding
+    or the number of devices. The initializer is called with the logical shape. Padding rows and
+    columns are zero.
 
     Args:
-      rng: the model's key.
-      table_specs: tables, for example of `get_table_specs`; those that have no place yet stand alone.
-      global_sharding: `NamedSharding(mesh, PartitionSpec(axis, None))`; with `PartitionSpec(axis, None, None)`, arrays
-        get a leading axis of devices, as `jax.pmap` takes them.
-      num_sparsecore_per_device: cores per device; None takes the number that the tables were placed for. Variables do
-        not tell it, and specs of another number read other rows of an array of the same shape.
-      bypass_mesh_check: ignored; rows follow the mesh, whatever the order of its devices.
+      rng: random key of the model.
+      table_specs: tables, for example from `get_table_specs`. A table that is not placed yet gets a
+        stack for itself.
+      global_sharding: `NamedSharding(mesh, PartitionSpec(axis, None))`. With
+        `PartitionSpec(axis, None, None)`, arrays get a leading axis of devices, as `jax.pmap`
+        needs.
+      num_sparsecore_per_device: cores per device. None, the default, takes the number that the
+        tables were placed for. Use the same number everywhere: variables do not record it, and with
+        another number the specs read wrong rows of an array of the same shape.
+      bypass_mesh_check: ignored. Rows follow the mesh in any order of its devices.
 
     Raises:
-      ValueError: the sharding does not deal rows to devices, or the tables were placed for another number of shards.
+      ValueError: the sharding does not split rows over devices, or the tables were placed for
+        another number of shards.
     """
     del bypass_mesh_check
     axis, *others = (*global_sharding.spec, None)
     if axis is None or any(others) or len(others) > 3:
         raise ValueError(
-            "global_sharding must split rows alone: the PartitionSpec of the global sharding either needs to be in the "
-            f"format ('x', None) or, for jax.pmap, ('x', None, None); got {global_sharding.spec}."
+            "global_sharding must split rows alone: the PartitionSpec of the global sharding "
+            "either needs to be in the format ('x', None) or, for jax.pmap, ('x', None, None); "
+            f"got {global_sharding.spec}."
         )
-    mesh: Any = global_sharding.mesh  # an abstract one serves as well
+    mesh: Any = global_sharding.mesh  # a mesh or an abstract mesh
     devices = Devices(mesh, (axis,) if isinstance(axis, str) else tuple(axis))
     variables = initialize(rng, jax.tree.leaves(table_specs), devices, num_cores=num_sparsecore_per_device)
     if len(global_sharding.spec) < 3:
@@ -170,17 +183,20 @@ def update_preprocessing_parameters(
     *,
     policy: LimitsPolicy = EXACT,
 ) -> None:
-    """Sets the limits and buffer sizes of all stacks from what `updated_params` observed, in place.
+    """Sets the limits and buffer sizes of all stacks in place, from observed statistics.
 
-    The published call sets the largest observed values: small buffers, but new ones after almost every call, each of
-    which compiles the training step anew. `policy=LimitsPolicy()` is the better choice for a long run: headroom, never
-    shrinking, in few sizes. The next preprocessed batch carries the new limits, which makes `jit` trace its step anew.
+    The default, as published, sets the largest observed values. Buffers are then small, but almost
+    every call changes their sizes, and the training step compiles again each time. For a long run,
+    prefer `policy=LimitsPolicy()`: it adds headroom, never shrinks a limit, and uses few sizes. The
+    new limits are part of the next preprocessed batch, so `jit` traces the step again if they
+    changed.
 
     Args:
       feature_specs: placed specs. Stacks without statistics keep their limits.
-      updated_params: statistics of one or many batches, as loaded by a client of `rsembed.fdo`.
+      updated_params: statistics of one or more batches, as loaded by a client of `rsembed.fdo`.
       num_sc_per_device: cores per device.
-      policy: how limits follow from maxima; see `rsembed.fdo.limits_from_statistics`, which computes them.
+      policy: how limits are computed from maxima. See `rsembed.fdo.limits_from_statistics`.
+        Default: `EXACT`.
     """
     stacks = get_stacked_table_specs(feature_specs)
     limits = limits_from_statistics(stacks.values(), updated_params, num_sc_per_device, policy=policy)
@@ -208,33 +224,40 @@ def sparse_dense_matmul(
       preprocessed_inputs: this device's part of the batch.
       embedding_variables: this device's part of the variables, by stack.
       feature_specs: placed specs.
-      global_device_count: devices that share the tables.
-      sharding_strategy: "MOD".
-      num_sc_per_device: cores per device; None takes the number that the specs were placed for.
-      enable_minibatching: as given to the preprocessing.
-      perform_unstacking: False returns `{stack: activations}` as they are laid out.
+      global_device_count: number of devices that share the tables.
+      sharding_strategy: "MOD", the only strategy.
+      num_sc_per_device: cores per device. None takes the number that the specs were placed for.
+      enable_minibatching: the same value as for preprocessing.
+      perform_unstacking: False returns `{stack: activations}` in the layout of the stack.
       use_activation_unstack_primitive: ignored; a TPU detail.
-      axis_name: mesh axes that shard the tables, outermost first; None takes those that fit the device count.
+      axis_name: mesh axes that shard the tables, outermost first. None finds the axes with
+        `global_device_count` devices.
 
     Returns:
-      Activations `[samples of this device, output dim]` in a tree like `feature_specs`, summed in float32 and handed
-      out in the dtype of the table.
+      Activations `[samples of this device, output dim]` in a tree like `feature_specs`. Sums are
+      computed in float32. The result has the dtype of the table.
 
     Raises:
-      ValueError: input, variables and specs do not belong together.
+      ValueError: input, variables and specs do not match.
     """
     del use_activation_unstack_primitive
     sharding_strategy_to_enum(sharding_strategy)
-    cut = (global_device_count, num_sc_per_device)
-    stacks, devices = _stacks(preprocessed_inputs, feature_specs, *cut, enable_minibatching, axis_name)
-    tables, askings = {}, []
+    sizes = (global_device_count, num_sc_per_device)
+    stacks, devices = _stacks(preprocessed_inputs, feature_specs, *sizes, enable_minibatching, axis_name)
+    tables = []
+    lookups = []
     for layout, occurrences, capacity in stacks:
-        tables[layout.name] = table = variables_of(embedding_variables, layout).table
+        table = variables_of(embedding_variables, layout).table
         rows = stack_rows(layout, devices, layout.spec.optimizer, capacity=capacity)
-        askings.append(rows.look_up(table, occurrences, None))
-    found = zip(tables.items(), together(askings, devices.axes), strict=True)
-    activations = {name: output.astype(table.dtype) for (name, table), ((output,), *_) in found}
-    return unstack_embedding_activations(activations, feature_specs, *cut) if perform_unstacking else activations
+        tables.append(table)
+        lookups.append(rows.look_up(table, occurrences, None))
+    results = together(lookups, devices.axes)
+    activations = {}
+    for (layout, *_), table, ((output,), *_) in zip(stacks, tables, results, strict=True):
+        activations[layout.name] = output.astype(table.dtype)
+    if not perform_unstacking:
+        return activations
+    return unstack_embedding_activations(activations, feature_specs, *sizes)
 
 
 def sparse_dense_matmul_grad(
@@ -254,29 +277,34 @@ def sparse_dense_matmul_grad(
     embedding_var_limits: Mapping[str, RowLimits] | None = None,
     axis_name: AxisName | None = None,
 ) -> dict[str, PyTree]:
-    """The updated variables: one optimizer step of every row that was looked up, in place when donated.
+    """Variables after one optimizer step of every row that was looked up; in place if donated.
 
     Args:
-      activation_gradients: like the activations; `{stack: gradients}` without `perform_stacking`.
-      preprocessed_inputs: as given to `sparse_dense_matmul`.
-      embedding_variables: this device's part of the variables; a plain tuple of a table and its slots is taken, too.
+      activation_gradients: gradients in the tree of the activations. With `perform_stacking=False`,
+        `{stack: gradients}` in the layout of the stack.
+      preprocessed_inputs: the input of `sparse_dense_matmul`.
+      embedding_variables: this device's part of the variables, by stack. A plain tuple of a table
+        and its slots is accepted, too.
       feature_specs: placed specs.
-      global_device_count: devices that share the tables; None reads it off the gradients' size.
-      sharding_strategy: "MOD".
-      label: ignored; it names a TPU program.
-      step: 0-based step, for optimizers and learning rates that depend on it; None is the first step, for ever.
-      num_sc_per_device: cores per device; None takes the number that the specs were placed for.
-      enable_minibatching: as given to the preprocessing.
-      perform_stacking: False expects gradients as they are laid out.
+      global_device_count: number of devices that share the tables. None derives it from the size of
+        the gradients.
+      sharding_strategy: "MOD", the only strategy.
+      label: ignored. It names a TPU program.
+      step: number of the step, from 0, for optimizers and learning rates that depend on it. None
+        always means step 0.
+      num_sc_per_device: cores per device. None takes the number that the specs were placed for.
+      enable_minibatching: the same value as for preprocessing.
+      perform_stacking: False expects gradients in the layout of the stack.
       use_gradient_stacking_primitive: ignored; a TPU detail.
-      embedding_var_limits: `{stack: (minimum or None, maximum or None)}` of stepped rows, for every stack.
-      axis_name: as for `sparse_dense_matmul`.
+      embedding_var_limits: `{stack: (minimum or None, maximum or None)}` for every stack, to which
+        updated rows are clipped. None clips nothing.
+      axis_name: see `sparse_dense_matmul`.
 
-    Returns: `{stack: variables}`, each in the structure that it was given in.
+    Returns: `{stack: variables}`, each in the structure of its entry in `embedding_variables`.
 
     Raises:
-      ValueError: limits do not name every stack, shapes do not fit, a step is needed and missing, or input, variables
-        and specs do not belong together.
+      ValueError: limits do not name every stack, shapes do not fit, a step is needed and missing,
+        or input, variables and specs do not belong together.
     """
     del label, use_gradient_stacking_primitive
     sharding_strategy_to_enum(sharding_strategy)
@@ -288,18 +316,19 @@ def sparse_dense_matmul_grad(
     cut = (num_devices, num_sc_per_device)
     stacks, devices = _stacks(preprocessed_inputs, feature_specs, *cut, enable_minibatching, axis_name)
     limits = checked_limits(embedding_var_limits, [layout.name for layout, *_ in stacks])
-    askings = []
+    updates = []
     for layout, occurrences, capacity in stacks:
         rule = rule_of(layout, limits[layout.name])
         variables = variables_of(embedding_variables, layout, rule=rule)
         check_gradient(activation_gradients[layout.name], f"stack {layout.name!r}: activation gradients")
         d_activations = layout.checked_activations(activation_gradients[layout.name]).astype(jnp.float32)
-        how = Step(layout.spec.optimizer.get_hyperparameters(step), rule, _rounding(step, layout))
+        hyper = layout.spec.optimizer.get_hyperparameters(step)
+        row_step = Step(hyper, rule, _rounding(step, layout))
         rows = stack_rows(layout, devices, rule, capacity=capacity)
         table, *slots = jax.tree.leaves(variables)
-        askings.append(rows.update(table, tuple(slots), occurrences, [d_activations], how))
+        updates.append(rows.update(table, tuple(slots), occurrences, [d_activations], row_step))
     updated = {}
-    for (layout, *_), (table, slots) in zip(stacks, together(askings, devices.axes), strict=True):
+    for (layout, *_), (table, slots) in zip(stacks, together(updates, devices.axes), strict=True):
         structure = jax.tree.structure(embedding_variables[layout.name])
         updated[layout.name] = jax.tree.unflatten(structure, [table, *slots])
     return updated
@@ -312,9 +341,16 @@ def unstack_embedding_activations(
     num_sc_per_device: int | None = None,
     use_activation_unstack_primitive: bool = False,
 ) -> PyTree:
-    """Activations of every feature, in a tree like `feature_specs`, from those of the stacks on one device.
+    """Activations of every feature on one device, in a tree like `feature_specs`.
 
-    Raises: ValueError: those of a stack are missing, or have another shape.
+    Args:
+      activations: activations of every stack on this device.
+      feature_specs: placed specs.
+      global_device_count: number of devices that share the tables.
+      num_sc_per_device: cores per device. None takes the number that the specs were placed for.
+      use_activation_unstack_primitive: ignored; a TPU detail.
+
+    Raises: ValueError: the activations of a stack are missing, or have another shape.
     """
     del use_activation_unstack_primitive  # a TPU detail
     layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
@@ -341,10 +377,13 @@ def stack_embedding_gradients(
     global_device_count: int | None = None,
     use_gradient_stacking_primitive: bool = False,
 ) -> dict[str, Array]:
-    """The inverse of `unstack_embedding_activations`; columns that a feature does not have are zero.
+    """Gradients of every stack on one device: the inverse of `unstack_embedding_activations`.
+
+    Columns of the stack that a feature does not have are zero.
 
     Raises:
-      ValueError: the tree differs from `feature_specs`, or a gradient has another number of samples.
+      ValueError: the tree differs from `feature_specs`, or a gradient has another number of
+        samples.
     """
     del use_gradient_stacking_primitive  # a TPU detail
     features = features_of(feature_specs)
@@ -356,16 +395,20 @@ def stack_embedding_gradients(
     by_name = {feature.name: jnp.asarray(leaf) for feature, leaf in zip(features, leaves, strict=True)}
     result = {}
     for name, layout in layouts.items():
-        pieces, width = [], layout.spec.stack_embedding_dim
+        pieces = []
+        width = layout.spec.stack_embedding_dim
         for feature in layout.features:
-            gradient, expected = by_name[feature.name], (feature.num_samples or 0) // num_devices
+            gradient = by_name[feature.name]
             gradient = gradient.reshape(-1, gradient.shape[-1])
+            expected = (feature.num_samples or 0) // num_devices
             if gradient.shape != (expected, feature.output_dim):
                 raise ValueError(
-                    f"feature {feature.name!r}: activation gradients have shape {gradient.shape}, expected "
-                    f"({expected}, {feature.output_dim}) on each of {num_devices} devices."
+                    f"feature {feature.name!r}: activation gradients have shape {gradient.shape}, "
+                    f"expected ({expected}, {feature.output_dim}) on each of {num_devices} "
+                    "devices."
                 )
-            gradient = gradient[:, : feature.table_spec.embedding_dim]  # columns behind the table's are no parameters
+            # Columns of the output beyond those of the table are not parameters.
+            gradient = gradient[:, : feature.table_spec.embedding_dim]
             padded = jnp.pad(gradient, ((0, 0), (0, width - gradient.shape[1])))
             pieces.append(padded.reshape(layout.num_cores, -1, width))
         result[name] = jnp.concatenate(pieces, axis=1).reshape(-1, width)
@@ -373,9 +416,11 @@ def stack_embedding_gradients(
 
 
 def _num_devices(gradients: ArrayLike, num_samples: int | None) -> int:
-    """Number of devices that split a global batch into parts of as many samples as these gradients; 1 if none does."""
-    num_own = gradients.size // max(1, gradients.shape[-1])
-    return 1 if not (num_samples and num_own) or num_samples % num_own else num_samples // num_own
+    """Number of devices if the gradients are one device's share of `num_samples`; 1 if they do not divide it."""
+    num_local = gradients.size // max(1, gradients.shape[-1])
+    if not num_samples or not num_local or num_samples % num_local:
+        return 1
+    return num_samples // num_local
 
 
 def _stacks(
@@ -386,9 +431,11 @@ def _stacks(
     enable_minibatching: bool,
     axis_name: AxisName | None,
 ) -> tuple[list[tuple[StackLayout, Occurrences, int]], Devices]:
-    """Stacks with what this device looks up in them and the places for what goes to one owner, and all devices.
+    """What this device looks up: layout, ids and exchange capacity of every stack, and the devices.
 
-    All minibatches are read together: a minibatch exists so that a SparseCore can hold it, and other machines need not.
+    The capacity is the number of distinct rows that one exchange round can request from one owner.
+    All minibatches are read together, since only the memory of a SparseCore requires them to be
+    small.
     """
     if isinstance(inputs, SparseDenseMatmulInput):
         inputs = PreprocessedInput(inputs)
@@ -400,8 +447,8 @@ def _stacks(
         numbers = jnp.asarray(inputs.num_minibatches)
         if numbers.size != 1:
             raise ValueError(
-                f"num_minibatches has {numbers.size} numbers, one per device; call this inside jax.shard_map over the "
-                "axis that shards the input."
+                f"num_minibatches has {numbers.size} numbers, one per device; call this inside "
+                "jax.shard_map over the axis that shards the input."
             )
         num_minibatches = numbers.reshape(()).astype(jnp.int32)
     partitions = []
@@ -413,30 +460,46 @@ def _stacks(
         )
         if pointers.size != num_pointers:
             raise ValueError(
-                f"stack {name!r}: the input has {pointers.size} row pointers, expected {num_pointers} on each of "
-                f"{num_devices} devices with {layout.num_cores} cores; was it preprocessed for another "
-                "global_device_count, or passed without shard_map?"
+                f"stack {name!r}: the input has {pointers.size} row pointers, expected "
+                f"{num_pointers} on each of {num_devices} devices with {layout.num_cores} cores; "
+                "was it preprocessed for another global_device_count, or passed without "
+                "shard_map?"
             )
-        sizes = layout.num_cores, layout.num_shards, layout.rows_per_shard, layout.samples_per_core
-        partitions.append(Partitions(pointers, ids, samples, gains, num_minibatches, *sizes))
-    found, stacks = api.entries_by_sample(partitions), []
-    most_ids = {name: max_ids for name, max_ids, _ in inputs.limits}
-    for layout, own, (rows, offsets, gains) in zip(layouts.values(), partitions, found, strict=True):
-        # One feature, whose ids are rows of the physical table and whose samples lie as the buffers have them.
+        partition = Partitions(
+            pointers,
+            ids,
+            samples,
+            gains,
+            num_minibatches,
+            layout.num_cores,
+            layout.num_shards,
+            layout.rows_per_shard,
+            layout.samples_per_core,
+        )
+        partitions.append(partition)
+    entries = api.entries_by_sample(partitions)
+    max_ids_of_stack = {name: max_ids for name, max_ids, _ in inputs.limits}
+    stacks = []
+    for layout, partition, (rows, offsets, gains) in zip(layouts.values(), partitions, entries, strict=True):
+        # The stack is one feature of the engine: its ids are rows of the physical table, and its
+        # samples are in the order of the buffers.
         occurrences = Occurrences(Call.of([IdList(rows, offsets, gains)], ["sum"]))
-        num_ids = own.embedding_ids.size
-        if layout.declared_ids is not None:  # buffers may have room for more
+        num_ids = partition.embedding_ids.size
+        if layout.declared_ids is not None:  # a buffer may be larger than the batch
             num_ids = min(num_ids, layout.declared_ids)
         capacity = default_capacity(num_ids, num_devices)
-        if layout.name in most_ids:  # no more than the limits allow
+        if layout.name in max_ids_of_stack:
             num_blocks = layout.num_cores**2 * (MAX_MINIBATCHES if enable_minibatching else 1)
-            capacity = min(capacity, num_blocks * most_ids[layout.name])
+            capacity = min(capacity, num_blocks * max_ids_of_stack[layout.name])
         stacks.append((layout, occurrences, capacity))
-    return stacks, _own_devices(num_devices, axis_name)
+    return stacks, _table_devices(num_devices, axis_name)
 
 
 def _rounding(step: Scalar | None, layout: StackLayout) -> Rounding | None:
-    """Rounding whose noise belongs to the step; the engine's to the table and the id, wherever the row lies."""
+    """Stochastic rounding with the noise of this step; None if the stack rounds to nearest.
+
+    The engine adds table and id to the noise, so it does not depend on the position of a row.
+    """
     if not layout.tables[0].stochastic_rounding:
         return None
     if step is None:
@@ -448,16 +511,16 @@ tpu_sparse_dense_matmul = sparse_dense_matmul
 tpu_sparse_dense_matmul_grad = sparse_dense_matmul_grad
 
 
-def _own_devices(num_devices: int, axis_name: AxisName | None = None) -> Devices:
-    """The devices that share the tables: along those axes of the surrounding `shard_map` that have so many together.
+def _table_devices(num_devices: int, axis_name: AxisName | None = None) -> Devices:
+    """The devices that share the tables: axes of the surrounding `shard_map` with `num_devices` devices.
 
     Args:
-      num_devices: devices that share the tables.
-      axis_name: the axes, outermost first, where the caller knows them; None searches: all axes in the order of the
-        mesh, or the one that fits.
+      num_devices: number of devices that share the tables.
+      axis_name: names of the axes, outermost first. None, the default, takes all axes in the order
+        of the mesh if they have `num_devices` devices together, else the one axis that has.
 
     Raises:
-      ValueError: there is no `shard_map` around, none of its axes fits, or several do.
+      ValueError: there is no surrounding `shard_map`, no axis fits, or several axes fit.
     """
     if num_devices == 1:
         return Devices()
@@ -472,6 +535,7 @@ def _own_devices(num_devices: int, axis_name: AxisName | None = None) -> Devices
     if wanted and math.prod(sizes.get(name, 0) for name in wanted) == num_devices:
         return Devices(mesh, wanted)
     raise ValueError(
-        f"global_device_count={num_devices}, but the surrounding shard_map has the axes {sizes}; call this inside "
-        "jax.shard_map over the axis that shards the tables, and name it with axis_name= if several fit."
+        f"global_device_count={num_devices}, but the surrounding shard_map has the axes {sizes}; "
+        "call this inside jax.shard_map over the axis that shards the tables, and name it with "
+        "axis_name= if several fit."
     )

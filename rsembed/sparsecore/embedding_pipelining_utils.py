@@ -1,19 +1,20 @@
-"""Pipelined training: lookup and update of some batches beside the dense step of another, in one program.
+"""Pipelined training: one program runs lookup and update concurrently with the dense step of another batch.
 
-Cycle `i` of `n + 2` does three things for `n` batches. The second follows the first; the third needs neither, so the
-compiler may run it beside them:
+Training `n` batches takes `n + 2` cycles. Cycle `i` has three stages. The lookup runs after the
+update. The dense stage depends on neither, so the compiler can run it concurrently:
 
 ```
-update    tables step with the gradients of batch i - 2
-lookup    activations of batch i, from the tables just updated
-dense     forward and backward of batch i - 1, on the activations that the last cycle looked up
+update    update of the tables with the gradients of batch i - 2
+lookup    activations of batch i, from the updated tables
+dense     forward and backward pass of batch i - 1, with the activations of the previous cycle
 ```
 
-So the activations of a batch miss exactly one update, that of the batch before it: rows that two successive batches
-share are one step stale, all others are not. Training sequentially with that same delay gives the same numbers.
+So the activations of a batch miss exactly one update, that of the batch before it. Rows that two
+successive batches share are one step stale. All other rows are current. Sequential training with
+the same delay gives the same numbers.
 
-In cycles 0 and 1 there is no gradient yet. The update then runs on a batch without any id, so that no row is touched
-and no optimizer moves, whatever its state.
+Cycles 0 and 1 have no gradients yet. Their update runs on a batch without ids, so no row and no
+optimizer state changes.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from rsembed.specs import FeatureSpec, tables_of
 
 
 class CurrentStepInput(NamedTuple):
-    """Batch `i`: ids that this cycle looks up, and inputs of the dense step in the next cycle."""
+    """Batch `i`: ids for the lookup of this cycle, and inputs for the dense stage of the next cycle."""
 
     sparse_inputs: PyTree
     dense_inputs: PyTree
 
 
 class LastStepInput(NamedTuple):
-    """Batch `i - 1`, looked up in the last cycle: inputs of this cycle's dense step, and ids for the update."""
+    """Batch `i - 1`: inputs for the dense stage of this cycle, and ids for the update of the next cycle."""
 
     sparse_inputs: PyTree
     embedding_activations: PyTree
@@ -54,7 +55,7 @@ class LastStepInput(NamedTuple):
 
 
 class StepBeforeLastStepInput(NamedTuple):
-    """Batch `i - 2`: ids and gradients for this cycle's update."""
+    """Batch `i - 2`: ids and gradients for the update of this cycle."""
 
     sparse_inputs: PyTree
     embedding_gradients: PyTree
@@ -62,14 +63,14 @@ class StepBeforeLastStepInput(NamedTuple):
 
 
 class PipelineState(NamedTuple):
-    """State that one cycle leaves for the next.
+    """State that a cycle passes to the next cycle.
 
     Attributes:
-      pipeline_step: the cycle, from 0, as an int32 array.
-      last_step_inputs: the batch that was looked up.
-      step_before_last_step_inputs: the batch that has gradients.
-      placeholder_output: zeros like the dense step's output, for cycles without one.
-      placeholder_tc_aux: zeros like the aux that the dense step hands to the update.
+      pipeline_step: number of the cycle, from 0, as an int32 array.
+      last_step_inputs: the batch that the previous cycle looked up.
+      step_before_last_step_inputs: the batch with gradients.
+      placeholder_output: zeros in the form of the dense stage's output, for cycles without a dense stage.
+      placeholder_tc_aux: zeros in the form of the aux that the dense stage passes to the update.
     """
 
     pipeline_step: PyTree
@@ -87,18 +88,18 @@ train state, aux for the update)`."""
 ScBwdStageFun = Callable[..., tuple[PyTree, PyTree]]
 """Update stage: `(sparse_inputs, embedding_gradients, embedding_variables, tc_aux) -> (new variables, aux)`.
 
-A function with a parameter named `step` also receives the 0-based number of the batch it updates with. The number is
-negative in the first two cycles, which have no such batch.
+A function with a parameter named `step` also gets the number, from 0, of the batch with these
+gradients. It is negative in the first two cycles, which have no such batch.
 """
 
 
 def get_pipeline_train_steps(num_steps: int) -> int:
-    """Number of cycles for `num_steps` batches: two more, to fill and to drain the pipeline."""
+    """Number of cycles for `num_steps` batches; two more cycles fill and drain the pipeline."""
     return num_steps + 2
 
 
 def is_output_valid(pipeline_step: int, num_steps: int) -> bool:
-    """Whether a cycle runs a dense step, that of batch `pipeline_step - 1`, and so has an output."""
+    """Whether a cycle has a dense stage, for batch `pipeline_step - 1`, and therefore an output."""
     return 1 <= pipeline_step <= num_steps
 
 
@@ -111,15 +112,15 @@ def get_initial_state(
     dense_input_sharding: Sharding | None = None,
     sparse_input_sharding: Sharding | None = None,
 ) -> PipelineState:
-    """The state before cycle 0: zeros of the right shapes, which to a lookup are batches without ids.
+    """The state before cycle 0: zeros in the right shapes. Preprocessed ids of zeros are a batch without ids.
 
     Args:
-      pipeline_input: a first batch; only its shapes matter.
+      pipeline_input: any batch; only its shapes are used.
       tc_train_state: state of the dense part.
       embedding_variables: the tables.
       sc_fwd_function: the lookup.
       tc_function: the dense step.
-      dense_input_sharding: sharding of dense inputs; None leaves it to the compiler.
+      dense_input_sharding: sharding of dense inputs. None leaves it to the compiler.
       sparse_input_sharding: sharding of sparse inputs, activations and their gradients, or None.
     """
     shapes = jax.eval_shape(lambda tree: tree, pipeline_input)
@@ -128,7 +129,7 @@ def get_initial_state(
         tc_function, activations, shapes.dense_inputs, tc_train_state, sc_fwd_aux
     )
     sparse = functools.partial(_zeros, sharding=sparse_input_sharding)
-    # Every leaf is an array of its own: a donated state must not hold the same buffer twice.
+    # Every leaf is a separate array: a donated state must not contain the same buffer twice.
     return PipelineState(
         pipeline_step=jnp.zeros((), jnp.int32),
         last_step_inputs=LastStepInput(
@@ -160,7 +161,7 @@ def get_pipeline_state_sharding(
     pipeline_output_sharding: PyTree,
     tc_aux_sharding: PyTree,
 ) -> PipelineState:
-    """Shardings of a state, for `jit`; activations and their gradients lie as dense inputs do.
+    """Shardings of a pipeline state, for `jit`. Activations and their gradients are sharded like dense inputs.
 
     Args:
       pipeline_state_cls: `PipelineState`.
@@ -199,21 +200,22 @@ def step(
     """Runs one cycle. Put it into one `jit`, and donate train state, variables and pipeline state.
 
     Args:
-      pipeline_input: batch `i`; in the last two cycles, zeros like any batch.
+      pipeline_input: batch `i`; in the last two cycles, zeros in the shapes of a batch.
       tc_train_state: state of the dense part.
       embedding_variables: the tables.
-      pipeline_state: state that the cycle before returned, or `get_initial_state`.
-      sc_fwd_function: the lookup.
-      tc_function: the dense step.
-      sc_bwd_function: the update.
-      fake_tc_step: skip the dense step: `not is_output_valid(i, n)`. A Python bool compiles two programs, a traced
-        one a branch.
+      pipeline_state: state from the previous cycle, or from `get_initial_state`.
+      sc_fwd_function: the lookup stage.
+      tc_function: the dense stage.
+      sc_bwd_function: the update stage.
+      fake_tc_step: whether the dense stage is skipped: `not is_output_valid(i, n)`. A Python bool
+        compiles two programs; a traced bool compiles one program with a branch.
 
     Returns:
-      The dense step's output (of batch `i - 1`; zeros if skipped), the update's aux, the train state, the variables
-      and the state for the next cycle.
+      The output of the dense stage (for batch `i - 1`; zeros if skipped), the aux of the update,
+      the train state, the variables, and the state for the next cycle.
     """
-    last, before = pipeline_state.last_step_inputs, pipeline_state.step_before_last_step_inputs
+    last = pipeline_state.last_step_inputs
+    before = pipeline_state.step_before_last_step_inputs
     takes_step = "step" in inspect.signature(sc_bwd_function).parameters
     options = {"step": pipeline_state.pipeline_step - 2} if takes_step else {}
     embedding_variables, sc_bwd_aux = sc_bwd_function(
@@ -224,7 +226,12 @@ def step(
 
     def skipped() -> tuple[PyTree, PyTree, PyTree, PyTree]:
         gradients, *_ = jax.eval_shape(tc_function, *inputs)
-        return _zeros(gradients), pipeline_state.placeholder_output, inputs[2], pipeline_state.placeholder_tc_aux
+        return (
+            _zeros(gradients),
+            pipeline_state.placeholder_output,
+            tc_train_state,
+            pipeline_state.placeholder_tc_aux,
+        )
 
     if isinstance(fake_tc_step, bool):
         dense = skipped() if fake_tc_step else tc_function(*inputs)
@@ -252,7 +259,8 @@ def get_default_sc_fwd_function(
     Args:
       feature_specs: placed specs.
       global_mesh: the devices.
-      sharding_axis: mesh axis (or axes) along which tables and batch are cut; None means all of them.
+      sharding_axis: mesh axis (or axes) along which tables and batch are cut. None means all of
+        them.
       enable_minibatching: whether batches are preprocessed with it.
     """
     devices = Devices.of(global_mesh, sharding_axis)

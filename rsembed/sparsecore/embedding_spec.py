@@ -1,4 +1,4 @@
-"""Specs of tables, features and optimizers, and placed specs as a readable record that JSON can hold.
+"""Published names of specs and optimizers, and a record of placed specs that can be stored as JSON.
 
 ```
 EmbeddingSpecRecord ─▶ StackRecord ─▶ TableRecord (with its optimizer) ─▶ FeatureRecord
@@ -72,7 +72,10 @@ CUSTOM_CODE = 7
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerRecord:
-    """An optimizer by its code; `learning_rate` is None for a function, of which `learning_rate_tag` is left."""
+    """An optimizer by its code.
+
+    If the learning rate is a function, `learning_rate` is None and `learning_rate_tag` is its name.
+    """
 
     type: int
     short_name: str
@@ -84,7 +87,7 @@ class OptimizerRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeatureRecord:
-    """A feature and its place in the stacked batch."""
+    """A feature and its offsets in the stacked batch."""
 
     feature_name: str
     input_shape: tuple[int | None, ...] | None
@@ -96,7 +99,7 @@ class FeatureRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableRecord:
-    """A table, its place in the stack, and the features that read it."""
+    """A table, its offsets in the stack, and the features that read it."""
 
     table_name: str
     vocab_size: int
@@ -115,7 +118,7 @@ class TableRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackRecord:
-    """A physical table; `num_sparsecores` are the shards, that is cores over all devices."""
+    """A physical table. `num_sparsecores` is the number of shards: the cores of all devices."""
 
     stack_name: str
     stack_vocab_size: int
@@ -130,7 +133,7 @@ class StackRecord:
 
     @property
     def row_layout(self) -> RowLayout:
-        """The core's layout of the rows of the flat stacked array."""
+        """The row layout of the flat stacked array."""
         tables = tuple(
             TablePlacement(
                 **_shared_fields(TablePlacement, table),
@@ -141,7 +144,7 @@ class StackRecord:
             )
             for table in self.table_specs
         )
-        # Nothing here depends on the optimizer.
+        # The row layout does not depend on the optimizer or the combiner.
         fields = _shared_fields(StackedTableSpec, self, optimizer=SGDOptimizerSpec(), combiner="sum")
         spec = StackedTableSpec(**fields, num_shards=self.num_sparsecores)
         plan = StackPlan(spec=spec, dtype=self.table_specs[0].dtype, tables=tables, features=())
@@ -150,7 +153,7 @@ class StackRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddingSpecRecord:
-    """Record of all stacks of a model, which JSON can hold.
+    """Record of all stacks of a model, which can be stored as JSON.
 
     Example:
       >>> from rsembed.sparsecore import embedding, embedding_spec
@@ -170,7 +173,7 @@ class EmbeddingSpecRecord:
 
     @classmethod
     def from_json(cls, text: str) -> EmbeddingSpecRecord:
-        """The record from its text, the inverse of `to_json`. Raises: ValueError: the text is no record."""
+        """The record from its JSON text. Raises: ValueError: the text is no record."""
         try:
             return _restored(cls, json.loads(text))
         except (ValueError, TypeError, AttributeError) as error:
@@ -181,7 +184,7 @@ _NESTED = {"stacked_table_specs": StackRecord, "table_specs": TableRecord, "feat
 
 
 def _restored(record: Callable[..., Record], fields: Mapping[str, PyTree]) -> Record:
-    """A record from its fields as JSON returns them, where tuples are lists."""
+    """A record from its fields in JSON, which has lists instead of tuples."""
     values: dict[str, PyTree] = {}
     for name, value in fields.items():
         if name in _NESTED:
@@ -199,10 +202,10 @@ def create_proto_from_feature_specs(
 
     Args:
       feature_specs: placed specs.
-      global_device_count: devices that they were placed for.
-      num_sparsecore_per_device: cores per device; None takes the number that they were placed for.
+      global_device_count: number of devices that they were placed for.
+      num_sparsecore_per_device: cores per device. None takes the number that they were placed for.
 
-    Raises: ValueError: they were not placed, or for another number of shards.
+    Raises: ValueError: the specs are not placed, or were placed for another number of shards.
     """
     layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sparsecore_per_device)
     stacks = (
@@ -217,7 +220,7 @@ def create_proto_from_feature_specs(
 
 
 def _shared_fields(record: type, source: Any, **recorded: object) -> dict[str, Any]:
-    """Fields that a record shares with a spec, by name; `recorded` replaces those with another form."""
+    """Fields of `source` that the record has, too, by name; `recorded` replaces or adds fields."""
     names = {field.name for field in dataclasses.fields(record)} & {field.name for field in dataclasses.fields(source)}
     return {name: getattr(source, name) for name in names} | recorded
 
@@ -243,7 +246,7 @@ def _table_record(table: TableSpec, features: Sequence[FeatureSpec]) -> TableRec
 
 
 def get_optimizer_type(optimizer_class: type[OptimizerSpec]) -> int:
-    """The code of an optimizer's class; rules that are functions of the user's all have `CUSTOM_CODE`."""
+    """The code of an optimizer class; all custom functions have `CUSTOM_CODE`."""
     check_type(optimizer_class, type[OptimizerSpec], "get_optimizer_type: optimizer_class")
     return _CODES.get(optimizer_class, CUSTOM_CODE)
 
@@ -259,7 +262,8 @@ def get_optimizer_class(optimizer_type: int) -> type[OptimizerSpec]:
 @validated
 def optimizer_spec_to_proto(opt: OptimizerSpec) -> OptimizerRecord:
     """The record of an optimizer, with only the name of any function (a custom rule, a schedule)."""
-    learning_rate, tag = opt.learning_rate, None
+    learning_rate = opt.learning_rate
+    tag = None
     if callable(learning_rate):
         tag = str(getattr(learning_rate, "__qualname__", type(learning_rate).__name__))
     values: dict[str, float] = {}
@@ -280,13 +284,14 @@ def optimizer_spec_to_proto(opt: OptimizerSpec) -> OptimizerRecord:
 def proto_to_optimizer_spec(proto: OptimizerRecord) -> OptimizerSpec:
     """The optimizer of a record.
 
-    Raises: ValueError: its rule or its learning rate was a function, of which a record holds the name alone.
+    Raises: ValueError: the rule or the learning rate was a function; a record holds only its name.
     """
     if proto.type == CUSTOM_CODE or proto.learning_rate is None:
         what = "rule" if proto.type == CUSTOM_CODE else f"learning rate, {proto.learning_rate_tag!r}"
         raise ValueError(
-            f"optimizer {proto.short_name!r} has a function as its {what}, which a record cannot hold; make it anew, "
-            "as in get_optimizer_class(proto.type)(schedule, **proto.float_params)."
+            f"optimizer {proto.short_name!r} has a function as its {what}, which a record cannot "
+            "hold; make it anew, as in get_optimizer_class(proto.type)(schedule, "
+            "**proto.float_params)."
         )
     parameters: dict[str, float] = {**proto.float_params, **proto.bool_params}
     return get_optimizer_class(proto.type)(proto.learning_rate, **parameters)
@@ -307,13 +312,13 @@ def get_row_ids_in_stacked_table(
 ) -> list[int]:
     """Rows of the flat stacked array that hold the given ids of one table.
 
-    Raises: ValueError: an id is outside the table, or the table lies in another stack.
+    Raises: ValueError: an id is outside the table, or the table belongs to another stack.
     """
     if table_spec not in stack_table_spec.table_specs:
         names = [table.table_name for table in stack_table_spec.table_specs]
         raise ValueError(
-            f"table {table_spec.table_name!r}, as it is recorded, is none of stack {stack_table_spec.stack_name!r}, "
-            f"which has {names}; take both out of one record."
+            f"table {table_spec.table_name!r}, as it is recorded, is none of stack "
+            f"{stack_table_spec.stack_name!r}, which has {names}; take both out of one record."
         )
     ids = np.asarray(row_ids, np.int64)
     outside = ids[(ids < 0) | (ids >= table_spec.vocab_size)]
@@ -328,18 +333,22 @@ def get_row_ids_in_stacked_table(
 def get_row_ids_in_stacked_tables(
     embedding_spec_proto: EmbeddingSpecRecord, row_ids: Mapping[str, Sequence[int]]
 ) -> dict[str, list[int]]:
-    """Rows of the flat stacked arrays that hold the given ids, by stack, tables in the record's order.
+    """Rows of the flat stacked arrays that hold the ids of several tables, by stack name.
+
+    The rows of a stack are in the order of its tables in the record.
 
     Raises: ValueError: a table is unknown.
     """
-    places = [(stack, table) for stack in embedding_spec_proto.stacked_table_specs for table in stack.table_specs]
-    unknown = sorted(set(row_ids) - {table.table_name for _, table in places})
+    known: list[str] = []
+    for stack in embedding_spec_proto.stacked_table_specs:
+        known += [table.table_name for table in stack.table_specs]
+    unknown = sorted(set(row_ids) - set(known))
     if unknown:
-        known = sorted(table.table_name for _, table in places)
-        raise ValueError(f"no tables {unknown} in the record; it has {known}.")
+        raise ValueError(f"no tables {unknown} in the record; it has {sorted(known)}.")
     rows: dict[str, list[int]] = {}
-    for stack, table in places:
-        if table.table_name in row_ids:
-            found = get_row_ids_in_stacked_table(stack, table, row_ids[table.table_name])
-            rows.setdefault(stack.stack_name, []).extend(found)
+    for stack in embedding_spec_proto.stacked_table_specs:
+        for table in stack.table_specs:
+            if table.table_name in row_ids:
+                table_rows = get_row_ids_in_stacked_table(stack, table, row_ids[table.table_name])
+                rows.setdefault(stack.stack_name, []).extend(table_rows)
     return rows

@@ -1,7 +1,8 @@
-"""Layout of placed specs: shards, stacks and sizes, read from specs that a stacking function has placed.
+"""Shards, stacks and sizes of specs that a stacking function has placed.
 
-`D` devices with `C` cores each make `S = D * C` shards. Row `id` of a table lies in shard `(id + rotation) % S`; device
-`k` holds shards `k * C` to `k * C + C - 1` of every stack, one after the other.
+`D` devices with `C` cores each make `S = D * C` shards. Row `id` of a table belongs to shard
+`(id + rotation) % S`. Device `k` holds shards `k * C` to `k * C + C - 1` of every stack, in this
+order.
 """
 
 from __future__ import annotations
@@ -34,29 +35,33 @@ MAX_MINIBATCHES = 64
 MAX_SAMPLES_PER_DEVICE = 2**26 - 1
 CORES_VARIABLE = "RSEMBED_CORES_PER_DEVICE"
 EMULATED_CORES = 4
-"""Cores that a device without SparseCores is laid out with, as a TPU v5p, unless `CORES_VARIABLE` is set."""
+"""Number of cores, as on a TPU v5p, for a device without SparseCores, unless `CORES_VARIABLE` is set."""
 
 NUM_SC_PER_DEVICE_MAP = {"TPU v5": 4, "TPU v5p": 4, "TPU v6 lite": 2, "TPU v6e": 2, "TPU7x": 2}
 """SparseCores of a device, by its kind."""
 
 
 def num_sparsecores_per_device(device: jax.Device | None = None) -> int:
-    """Number of SparseCores of a device: 4 on TPU v5p, 2 on v6e and TPU7x; elsewhere, the emulated number.
+    """Number of SparseCores of a device: 4 on TPU v5p, 2 on TPU v6e and TPU7x.
 
-    CPUs and GPUs are laid out as a TPU v5p, with 4 cores, or with as many as the environment variable
-    `RSEMBED_CORES_PER_DEVICE` says. Activations and updates do not depend on it; limits and statistics do.
+    CPUs and GPUs emulate 4 cores, like a TPU v5p, unless the environment variable
+    `RSEMBED_CORES_PER_DEVICE` holds another number. Activations and updates do not depend on the
+    number of cores; limits and statistics do.
 
     Args:
-      device: None means the first device.
+      device: the device; None, the default, means the first device of the process.
 
-    Raises: ValueError: a TPU of unknown kind, or the variable holds no number of cores.
+    Raises: ValueError: the TPU is of an unknown kind, or the variable does not hold a number of
+    cores.
     """
-    device = jax.devices()[0] if device is None else device
+    if device is None:
+        device = jax.devices()[0]
     if device.platform == "tpu":
         if device.device_kind not in NUM_SC_PER_DEVICE_MAP:
             raise ValueError(
-                f"{device.device_kind!r} is not known to have SparseCores (known: {', '.join(NUM_SC_PER_DEVICE_MAP)}); "
-                "pass num_sc_per_device to lay tables out as if it had."
+                f"{device.device_kind!r} is not known to have SparseCores (known: "
+                f"{', '.join(NUM_SC_PER_DEVICE_MAP)}); pass num_sc_per_device to lay tables out "
+                "as if it had."
             )
         return NUM_SC_PER_DEVICE_MAP[device.device_kind]
     chosen = os.environ.get(CORES_VARIABLE) or str(EMULATED_CORES)
@@ -66,10 +71,12 @@ def num_sparsecores_per_device(device: jax.Device | None = None) -> int:
 
 
 def resolve_cores(num_sc_per_device: int | None, global_device_count: int) -> int:
-    """Cores per device: `num_sc_per_device`, checked, or the default of this machine."""
+    """Cores per device: `num_sc_per_device`, or the default of this machine if it is None."""
     check_type(global_device_count, PositiveInt, "global_device_count")
     check_type(num_sc_per_device, PositiveInt | None, "num_sc_per_device")
-    return num_sparsecores_per_device() if num_sc_per_device is None else num_sc_per_device
+    if num_sc_per_device is None:
+        return num_sparsecores_per_device()
+    return num_sc_per_device
 
 
 ShardingStrategy = enum.Enum("ShardingStrategy", "MOD")
@@ -77,24 +84,24 @@ ShardingStrategy = enum.Enum("ShardingStrategy", "MOD")
 
 
 def sharding_strategy_to_enum(sharding_strategy: str) -> ShardingStrategy:
-    """The strategy of that name, in any case. Raises: ValueError: the name is unknown."""
+    """The strategy with this name; case is ignored. Raises: ValueError: the name is unknown."""
     if not isinstance(sharding_strategy, str) or sharding_strategy.upper() != "MOD":
         raise ValueError(f"unknown sharding strategy {sharding_strategy!r}; the only one is 'MOD'.")
     return ShardingStrategy.MOD
 
 
-_PLACE_ANEW = (
-    "A stack serves just the features that it was placed with, all of them, unchanged and not copied. For other batch "
-    "sizes or more features, make new TableSpecs and FeatureSpecs of all and place them by the same calls: variables "
-    "go with both."
+_PLACE_AGAIN = (
+    "A stack serves just the features that it was placed with, all of them, unchanged and not "
+    "copied. For other batch sizes or more features, make new TableSpecs and FeatureSpecs of all "
+    "and place them by the same calls: variables go with both."
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackLayout:
-    """A stack on some devices: tables in the order of rows, and their features in the order of samples.
+    """A stack on a number of devices: tables in the order of rows, features in the order of samples.
 
-    Where nothing but rows matters there are no features, and all shards count as those of one device.
+    Functions that handle only rows use a layout without features, with all shards on one device.
     """
 
     spec: StackedTableSpec
@@ -114,7 +121,7 @@ class StackLayout:
 
     @property
     def num_cores(self) -> int:
-        """Number of cores, and so of shards, of a device."""
+        """Number of cores of a device, which equals its number of shards."""
         return self.num_shards // self.num_devices
 
     @property
@@ -129,7 +136,7 @@ class StackLayout:
 
     @property
     def declared_ids(self) -> int | None:
-        """Number of ids in a device's part of the batch, if every feature declares its ids per sample; else None."""
+        """Number of ids in one device's part of the batch; None if a feature does not declare its ids per sample."""
         shapes = [feature.input_shape for feature in self.features]
         if any(shape is None or None in shape for shape in shapes):
             return None
@@ -137,7 +144,7 @@ class StackLayout:
 
     @property
     def plan(self) -> StackPlan:
-        """The stack's placement, as the core plans it."""
+        """The placement of the stack, as `rsembed.stacking` plans it."""
         return StackPlan(
             spec=self.spec,
             dtype=self.tables[0].dtype,
@@ -147,49 +154,55 @@ class StackLayout:
 
     @functools.cached_property
     def row_layout(self) -> RowLayout:
-        """The core's layout of the stack's rows."""
+        """The row layout of the stack, as `DenseRows` uses it."""
         return RowLayout.as_planned(self.plan, self.num_cores)
 
     def check_features(self) -> None:
-        """Raises: ValueError: the features lie elsewhere than they were placed, or cannot be cut into equal parts."""
+        """Raises: ValueError: a feature is not placed as planned, or a batch does not split into equal parts."""
         end = 0
         for feature in self.features:
             feature.check_pooled_as_table()
-            samples, found = feature.num_samples or 0, feature.id_transformation
+            samples = feature.num_samples or 0
             table = place_of(feature.table_spec.setting_in_stack, self.num_shards)
-            place = FeatureIdTransformation(end, table.first, table.rotation)
-            if found != place:
+            expected = FeatureIdTransformation(end, table.first, table.rotation)
+            if feature.id_transformation != expected:
                 raise ValueError(
-                    f"feature {feature.name!r} does not lie where stack {self.name!r} has room for it: it has {found}, "
-                    f"but {place} comes next. {_PLACE_ANEW}"
+                    f"feature {feature.name!r} does not lie where stack {self.name!r} has room "
+                    f"for it: it has {feature.id_transformation}, but {expected} comes next. "
+                    f"{_PLACE_AGAIN}"
                 )
             if not samples or samples % self.num_shards:
                 raise ValueError(
-                    f"feature {feature.name!r}: its global batch of {samples} samples cannot be cut into "
-                    f"{self.num_shards} equal parts ({self.num_devices} devices x {self.num_cores} cores); use a "
-                    f"multiple of {self.num_shards}, or lay tables out with a smaller num_sc_per_device."
+                    f"feature {feature.name!r}: its global batch of {samples} samples cannot be "
+                    f"cut into {self.num_shards} equal parts ({self.num_devices} devices x "
+                    f"{self.num_cores} cores); use a multiple of {self.num_shards}, or lay tables "
+                    "out with a smaller num_sc_per_device."
                 )
             end += samples
         if end != self.spec.total_sample_count:
             raise ValueError(
-                f"stack {self.name!r} was placed for {self.spec.total_sample_count} samples, but features "
-                f"{[feature.name for feature in self.features]} have {end}. {_PLACE_ANEW}"
+                f"stack {self.name!r} was placed for {self.spec.total_sample_count} samples, but "
+                f"features {[feature.name for feature in self.features]} have {end}. "
+                f"{_PLACE_AGAIN}"
             )
 
     def checked_activations(self, activations: Array) -> Array:
-        """One device's stacked activations or gradients, unchanged. Raises: ValueError: they have another shape."""
+        """`activations` (or gradients) of one device, unchanged. Raises: ValueError: their shape is wrong."""
         shape = (self.samples_per_core * self.num_cores, self.spec.stack_embedding_dim)
         if activations.shape != shape:
             raise ValueError(
-                f"stack {self.name!r}: activations (or their gradients) have shape {activations.shape}, expected "
-                f"{shape} on each of {self.num_devices} devices."
+                f"stack {self.name!r}: activations (or their gradients) have shape "
+                f"{activations.shape}, expected {shape} on each of {self.num_devices} devices."
             )
         return activations
 
     def buffer_size_per_device(self, enable_minibatching: bool = False) -> int:
-        """Size of a device's input buffer, in entries: room for every minibatch, unless a smaller size is suggested.
+        """Size of the input buffer of one device, in entries.
 
-        Raises: ValueError: the suggested size is more than the limits could ever fill.
+        It is the suggested size of the stack, or the size that all partitions need when they reach
+        their limit.
+
+        Raises: ValueError: the suggested size is larger than the limits can fill.
         """
         max_ids = self.spec.max_ids_per_partition
         largest = coo_buffer_size(max_ids, self.num_devices, self.num_cores, enable_minibatching)
@@ -198,12 +211,13 @@ class StackLayout:
             return largest
         size = round_up(suggested, SUBLANES * self.num_cores)
         if size > largest and len(self.tables) > 1:
-            return largest  # the sizes of several tables were added, their limits were not
+            return largest  # For a stack, suggested sizes are summed over tables but limits are shared.
         if size > largest:
             raise ValueError(
-                f"stack {self.name!r}: suggested_coo_buffer_size_per_device={suggested} (rounded to {size}) is above "
-                f"{largest}, the most that max_ids_per_partition={max_ids} can fill with "
-                f"{self.num_devices} devices and {self.num_cores} cores each; lower it, or leave it None."
+                f"stack {self.name!r}: suggested_coo_buffer_size_per_device={suggested} (rounded "
+                f"to {size}) is above {largest}, the most that max_ids_per_partition={max_ids} "
+                f"can fill with {self.num_devices} devices and {self.num_cores} cores each; lower "
+                "it, or leave it None."
             )
         return size
 
@@ -211,9 +225,14 @@ class StackLayout:
 def compute_row_pointers_size_per_device(
     *, global_device_count: int, num_sc_per_device: int | None = None, enable_minibatching: bool = False
 ) -> int:
-    """Number of a device's row pointers for one stack: at least 8 per core, or per core and minibatch."""
+    """Number of row pointers of one device for one stack.
+
+    Each core (with minibatching, each minibatch of a core) has one per shard, but at least 8.
+    """
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
-    return max(global_device_count * num_cores, SUBLANES) * num_cores * (MAX_MINIBATCHES if enable_minibatching else 1)
+    pointers_per_block = max(global_device_count * num_cores, SUBLANES)
+    blocks_per_core = MAX_MINIBATCHES if enable_minibatching else 1
+    return pointers_per_block * num_cores * blocks_per_core
 
 
 def compute_theoretical_max_coo_buffer_size(
@@ -222,33 +241,42 @@ def compute_theoretical_max_coo_buffer_size(
     num_sc_per_device: int | None = None,
     enable_minibatching: bool = False,
 ) -> int:
-    """Entries that a device's buffer must hold if every partition (of every minibatch) reaches its limit."""
+    """Size of a device's buffer, in entries, if every partition (of every minibatch) reaches its limit."""
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
     return coo_buffer_size(max_ids_per_partition, global_device_count, num_cores, enable_minibatching)
 
 
 def coo_buffer_size(max_ids: int, num_devices: int, num_cores: int, enable_minibatching: bool) -> int:
-    """As `compute_theoretical_max_coo_buffer_size`, without checks: each batch calls it for every stack."""
-    num_partitions = num_cores * num_devices * num_cores * (MAX_MINIBATCHES if enable_minibatching else 1)
+    """The same as `compute_theoretical_max_coo_buffer_size` without checks, which would cost time per batch."""
+    blocks_per_core = MAX_MINIBATCHES if enable_minibatching else 1
+    num_partitions = num_cores * num_devices * num_cores * blocks_per_core
     return round_up(max_ids, SUBLANES) * num_partitions
 
 
 def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: int | None) -> int:
-    """Cores per device that tables were placed for, compared with `num_sc_per_device` unless that is None.
+    """Cores per device that the tables were placed for.
 
-    Raises: ValueError: a table has no place yet, or one for another number of shards.
+    Args:
+      tables: placed tables.
+      num_devices: number of devices that share them.
+      num_sc_per_device: expected number of cores per device. None expects no particular number.
+
+    Raises: ValueError: a table is not placed yet, or was placed for another number of shards.
     """
     check_type(num_devices, PositiveInt, "global_device_count")
-    if num_sc_per_device is None and placed_stack(tables[0]).num_shards:
-        num_sc_per_device = max(1, placed_stack(tables[0]).num_shards // max(1, num_devices))
+    if num_sc_per_device is None:
+        num_shards = placed_stack(tables[0]).num_shards
+        if num_shards:
+            num_sc_per_device = max(1, num_shards // max(1, num_devices))
     cores = resolve_cores(num_sc_per_device, num_devices)
     for table in tables:
         placed = placed_stack(table).num_shards
         if placed not in (0, num_devices * cores):
             raise ValueError(
-                f"table {table.name!r} was laid out for another number of shards: {placed}, not {num_devices * cores} "
-                "(devices times cores). Use the global_device_count and num_sc_per_device that it was placed with "
-                "(None takes the latter from the specs), or place new specs."
+                f"table {table.name!r} was laid out for another number of shards: {placed}, not "
+                f"{num_devices * cores} (devices times cores). Use the global_device_count and "
+                "num_sc_per_device that it was placed with (None takes the latter from the "
+                "specs), or place new specs."
             )
     return cores
 
@@ -256,11 +284,16 @@ def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: i
 def stack_layouts(
     feature_specs: Nested[FeatureSpec], *, num_devices: int, num_cores: int | None
 ) -> dict[str, StackLayout]:
-    """Checked stacks of `feature_specs` by name, in leaf order; num_cores=None takes the placed number.
+    """Checked layouts of the stacks of `feature_specs`, by stack name, in the order of the leaves.
+
+    Args:
+      feature_specs: placed specs.
+      num_devices: number of devices that share the tables.
+      num_cores: cores per device. None takes the number that the tables were placed for.
 
     Raises:
-      ValueError: a table was not placed yet, or for another number of shards; features are not those it was placed for,
-        or cannot be cut into equal parts.
+      ValueError: a table is not placed yet, or was placed for another number of shards or for other
+        features, or a batch does not split into equal parts.
     """
     num_shards = num_devices * cores_of(list(tables_of(feature_specs).values()), num_devices, num_cores)
     layouts = stacks_of(tables_of(feature_specs).values(), must_be_whole=False)
@@ -270,13 +303,13 @@ def stack_layouts(
     for name, layout in layouts.items():
         if any(placed_stack(table) != layout.spec for table in layout.tables):
             raise ValueError(
-                f"stack {name!r} has different settings in the tables that form it; change limits with "
-                "update_preprocessing_parameters, which changes all of them."
+                f"stack {name!r} has different settings in the tables that form it; change limits "
+                "with update_preprocessing_parameters, which changes all of them."
             )
         features = sorted(readers[name], key=lambda feature: feature.id_transformation.row_offset)
         layouts[name] = dataclasses.replace(
             layout,
-            spec=layout.spec.replace(num_shards=num_shards),  # which a stack made by hand does not have
+            spec=layout.spec.replace(num_shards=num_shards),  # unset in a stack that a user constructs
             features=tuple(features),
             num_devices=num_devices,
         )
@@ -285,26 +318,32 @@ def stack_layouts(
 
 
 def stacks_of(tables: Iterable[TableSpec], *, must_be_whole: bool = True) -> dict[str, StackLayout]:
-    """Stacks that the tables form, by name, without features.
+    """Layouts, without features, of the stacks that the tables form, by stack name.
 
-    Raises:
-      ValueError: a table was not placed, or tables of its stack are missing that `must_be_whole`.
+    Args:
+      tables: placed tables.
+      must_be_whole: whether every table of a stack must be among `tables`, True by default.
+
+    Raises: ValueError: a table is not placed, or tables of a stack are missing.
     """
+    unique_tables = {table.name: table for table in tables}
     layouts = {}
-    for name, members in get_table_stacks(list({table.name: table for table in tables}.values())).items():
+    for name, members in get_table_stacks(list(unique_tables.values())).items():
         members.sort(key=lambda table: table.setting_in_stack.row_offset_in_shard)
-        layout = layouts[name] = StackLayout(spec=placed_stack(members[0]), tables=tuple(members))
-        present = sum(table.setting_in_stack.padded_vocab_size for table in members) if must_be_whole else None
-        if present not in (None, layout.spec.stack_vocab_size):
+        spec = placed_stack(members[0])
+        num_rows = sum(table.setting_in_stack.padded_vocab_size for table in members)
+        if must_be_whole and num_rows != spec.stack_vocab_size:
             raise ValueError(
-                f"stack {name!r} has {layout.spec.stack_vocab_size} rows, but its given tables "
-                f"{sorted(table.name for table in members)} have {present}; pass all tables of the stack."
+                f"stack {name!r} has {spec.stack_vocab_size} rows, but its given tables "
+                f"{sorted(table.name for table in members)} have {num_rows}; pass all tables of "
+                "the stack."
             )
+        layouts[name] = StackLayout(spec=spec, tables=tuple(members))
     return layouts
 
 
 def get_table_stacks(table_specs: Nested[TableSpec]) -> dict[str, list[TableSpec]]:
-    """Tables of each stack, by its name, in the order of the given specs."""
+    """Tables of each stack, by stack name, in the order of `table_specs`."""
     stacks: dict[str, list[TableSpec]] = {}
     for table in jax.tree.leaves(table_specs):
         stacks.setdefault(table.setting_in_stack.stack_name, []).append(table)
@@ -312,49 +351,69 @@ def get_table_stacks(table_specs: Nested[TableSpec]) -> dict[str, list[TableSpec
 
 
 def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:
-    """Leaves of `tree` in the order of those of `specs`, matched by path whatever the kinds of containers.
+    """Leaves of `tree` in the order of the leaves of `specs`.
 
-    Raises: ValueError: something is missing, or left over.
+    Leaves are matched by path. Containers may be of other types, for example a tuple instead of a
+    list.
+
+    Args:
+      specs: the tree that defines order and paths.
+      tree: the tree to read.
+      name: name of `tree` in error messages.
+
+    Raises: ValueError: `tree` has missing or additional entries.
     """
     structure: jax.tree_util.PyTreeDef = jax.tree.structure(specs)
     try:
         return structure.flatten_up_to(tree)
-    except (ValueError, TypeError, KeyError):  # other kinds of containers, or another tree
+    except (ValueError, TypeError, KeyError):
+        # The containers are of other types, or the trees differ: compare one level at a time.
         children = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda node: node is not specs)
 
     def key_of(step: object) -> Hashable:
         return getattr(step, "key", getattr(step, "idx", getattr(step, "name", None)))
 
-    wanted = {key_of(path[0]): child for path, child in children}
-    found = tree if isinstance(tree, Mapping) else dict(enumerate(tree)) if isinstance(tree, list | tuple) else None
-    if found is None or set(found) != set(wanted):
-        has = type(tree).__name__ if found is None else f"{sorted(map(str, found))}"
+    spec_of_key = {key_of(path[0]): child for path, child in children}
+    entries: Mapping[Hashable, PyTree] | None = None
+    if isinstance(tree, Mapping):
+        entries = tree
+    elif isinstance(tree, list | tuple):
+        entries = dict(enumerate(tree))
+    if entries is None or set(entries) != set(spec_of_key):
+        has = type(tree).__name__ if entries is None else f"{sorted(map(str, entries))}"
         raise ValueError(
-            f"{name} must have the tree structure of feature_specs, with {sorted(map(str, wanted))}; got {has}."
+            f"{name} must have the tree structure of feature_specs, with {sorted(map(str, spec_of_key))}; got {has}."
         )
-    return [leaf for key, child in wanted.items() for leaf in leaves_like(child, found[key], f"{name}[{key!r}]")]
+    leaves = []
+    for key, child in spec_of_key.items():
+        leaves += leaves_like(child, entries[key], f"{name}[{key!r}]")
+    return leaves
 
 
 def check_is_array(table: TableSpec) -> None:
-    """Raises: NotImplementedError: the table has a storage, which partitioned layouts do not support."""
+    """Raises: NotImplementedError: the table has a `storage`, which partitioned layouts do not support."""
     if table.storage is not None:
         raise NotImplementedError(
-            f"table {table.name!r} has storage={type(table.storage).__name__}(...), which partitioned layouts do not "
-            "know; use rsembed.EmbeddingCollection for it."
+            f"table {table.name!r} has storage={type(table.storage).__name__}(...), which "
+            "partitioned layouts do not know; use rsembed.EmbeddingCollection for it."
         )
 
 
 def with_place(table: TableSpec, num_shards: int) -> TableSpec:
-    """The table, or a copy of it in a stack of its own if it has no stack yet."""
+    """The table if it is placed, else a copy that is placed in a stack for itself."""
     check_is_array(table)
-    stack, setting = table.stacked_table_spec, table.setting_in_stack
+    stack = table.stacked_table_spec
+    setting = table.setting_in_stack
     if stack is None:
-        planned = plan_stack(FeatureSpec(table.name, table), [table.name], stack_name=table.name, num_shards=num_shards)
-        stack, setting = planned.spec, planned.tables[0].setting
+        feature = FeatureSpec(table.name, table)
+        planned = plan_stack(feature, [table.name], stack_name=table.name, num_shards=num_shards)
+        stack = planned.spec
+        setting = planned.tables[0].setting
     elif stack.num_shards:
         return table
     table = dataclasses.replace(table)
-    table.setting_in_stack, table.stacked_table_spec = setting, stack.replace(num_shards=num_shards)
+    table.setting_in_stack = setting
+    table.stacked_table_spec = stack.replace(num_shards=num_shards)
     return table
 
 
@@ -362,7 +421,7 @@ def placed_stack(table: TableSpec) -> StackedTableSpec:
     """The stack of a table. Raises: ValueError: the table has not been placed."""
     if table.stacked_table_spec is None:
         raise ValueError(
-            f"table {table.name!r} has no place in a stack yet; call prepare_feature_specs_for_training on the feature "
-            "specs first."
+            f"table {table.name!r} has no place in a stack yet; call "
+            "prepare_feature_specs_for_training on the feature specs first."
         )
     return table.stacked_table_spec

@@ -1,7 +1,7 @@
 """Lookup and update over a device mesh, used by both Flax layers and the pipeline.
 
-Tables and batches are cut along some axes of the mesh. Along its other axes they are copied, and every copy does the
-same work, so copies never drift apart.
+Tables and batches are sharded along some axes of the mesh and replicated along its other axes.
+Every replica does the same work, so replicas stay equal.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ from rsembed.specs import FeatureSpec, tables_of
 
 
 def table_mesh(mesh: Mesh | None, sharding_axis: str | tuple[str, ...]) -> Devices:
-    """Devices from a layer's arguments; `mesh=None` means one axis over all devices.
+    """The devices that share the tables of a layer.
 
-    Raises: ValueError: the mesh lacks an axis, or is missing while there are several.
+    Args:
+      mesh: the mesh. None means a mesh of all devices with one axis.
+      sharding_axis: name or names of the axes that shard tables and batch.
+
+    Raises: ValueError: the mesh does not have the axes, or several axes are named without a mesh.
     """
     check_type(mesh, Mesh | None, "mesh")
     if mesh is None:
@@ -40,19 +44,19 @@ def table_mesh(mesh: Mesh | None, sharding_axis: str | tuple[str, ...]) -> Devic
         if len(axes) != 1:
             raise ValueError(f"sharding_axis {axes} needs a mesh; pass mesh=.")
         mesh = Mesh(np.asarray(jax.devices()), axes)
-    # The mesh as it came, explicit axes included: "gradients" of tables must be split as the tables are.
+    # Keep the mesh with its explicit axes: "gradients" of tables need the sharding of the tables.
     return dataclasses.replace(Devices.of(mesh, sharding_axis), mesh=mesh)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshTables:
-    """Tables that some features read, and the devices that share them.
+    """The tables of a tree of features, and the devices that share them.
 
     Attributes:
       feature_specs: placed specs.
-      devices: devices that share the tables; other axes of their mesh do not count.
-      num_sc_per_device: cores per device; None takes the number that tables were placed for.
-      enable_minibatching: whether batches are preprocessed with it.
+      devices: devices that share the tables, without the other axes of their mesh.
+      num_sc_per_device: cores per device. None takes the number that tables were placed for.
+      enable_minibatching: whether batches are preprocessed with minibatching.
     """
 
     feature_specs: Nested[FeatureSpec]
@@ -76,30 +80,34 @@ class MeshTables:
         step: Scalar | None,
         inputs: PreprocessedInput,
     ) -> PyTree:
-        """Variables after one optimizer step of every row that `inputs` look up, in the same container as before.
+        """Variables after one optimizer step of every row that `inputs` look up, in the same container.
 
-        The step counts from 0; None hides it from the optimizers.
+        `step` counts from 0. With None, optimizers do not know the step.
         """
-        part, shards = self.devices.split, self.devices.num_devices
+        split = self.devices.split
+        shards = self.devices.num_devices
         for path, leaf in jax.tree_util.tree_leaves_with_path(d_activations):
             if leaf.ndim and leaf.shape[0] % shards:
                 raise ValueError(
-                    f"the gradient of feature {jax.tree_util.keystr(path)} has shape {leaf.shape}, whose first axis "
-                    f"{shards} devices cannot split; give that of the activations."
+                    f"the gradient of feature {jax.tree_util.keystr(path)} has shape "
+                    f"{leaf.shape}, whose first axis {shards} devices cannot split; give that of "
+                    "the activations."
                 )
 
-        def on_device(step: PyTree, *given: Any, **options: Any) -> PyTree:
-            return sparse_dense_matmul_grad(*given, step=step, **options)
+        def on_device(step: PyTree, *arguments: Any, **options: Any) -> PyTree:
+            return sparse_dense_matmul_grad(*arguments, step=step, **options)
 
-        updated = self._on_devices(on_device, P(), part, part, part)(step, d_activations, inputs, variables)
-        # A FrozenDict of tuples comes back as one: autodiff asks for gradients of the very structure it was given.
-        leaves = {name: iter(jax.tree.leaves(own)) for name, own in updated.items()}
+        update = self._on_devices(on_device, P(), split, split, split)
+        updated = update(step, d_activations, inputs, variables)
+        # Autodiff needs gradients in the structure of `variables`, which may be a FrozenDict of tuples.
+        leaves = {name: iter(jax.tree.leaves(stack)) for name, stack in updated.items()}
         return jax.tree_util.tree_map_with_path(lambda path, _: next(leaves[path[0].key]), variables)
 
     def train(self, variables: PyTree, counter: Array, inputs: PreprocessedInput) -> PyTree:
-        """A lookup whose "gradients" are the variables and the step counter after one update.
+        """Activations of a lookup. Its backward pass returns updated variables as their "gradients".
 
-        The counter is of floats, or autodiff would not ask for its gradient.
+        The "gradient" of the step counter is the counter of the next step. The counter is a float
+        array, since autodiff computes gradients only for floats.
         """
         check_type(inputs, PreprocessedInput, "the input of a layer, which its prepare_batch makes,")
 
@@ -120,9 +128,9 @@ class MeshTables:
     def preprocess(
         self, features: PyTree, features_weights: PyTree = None, **options: Any
     ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-        """This process' part of a batch, partitioned for the devices that share the tables, still on the host.
+        """This process' part of a batch, partitioned for the devices that share the tables, on the host.
 
-        `features`, `features_weights` and options are those of `embedding.preprocess_sparse_dense_matmul_input`.
+        For the arguments see `embedding.preprocess_sparse_dense_matmul_input`.
         """
         mesh: Any = self.devices.mesh
         return preprocess_sparse_dense_matmul_input(
@@ -137,8 +145,8 @@ class MeshTables:
         )
 
     def _on_devices(self, function: Callable[..., PyTree], *in_specs: P) -> Callable[..., PyTree]:
-        """A function of one device's parts of its arguments as a function of the whole ones."""
-        own = functools.partial(
+        """`function`, which computes one device's part, wrapped to take and return global arrays."""
+        on_device = functools.partial(
             function,
             feature_specs=self.feature_specs,
             global_device_count=self.devices.num_devices,
@@ -146,18 +154,18 @@ class MeshTables:
             axis_name=self.devices.axes,
         )
         split = self.devices.split
-        return jax.shard_map(own, mesh=self.devices.mesh, in_specs=in_specs, out_specs=split, check_vma=False)
+        return jax.shard_map(on_device, mesh=self.devices.mesh, in_specs=in_specs, out_specs=split, check_vma=False)
 
 
 class MeshLayer:
-    """Base of the layers of both Flax APIs: lookup over a mesh, and batches for it.
+    """Base of the layers of both Flax APIs: prepares batches for a lookup over a mesh.
 
     Attributes:
       feature_specs: placed specs.
-      sharding_axis: mesh axis (or axes) over which tables and batch are cut.
-      mesh: the devices, with those along other axes.
+      sharding_axis: mesh axis (or axes) that shards tables and batch.
+      mesh: the mesh, which may have further axes.
       num_sc_per_device: cores per device.
-      enable_minibatching: whether batches are preprocessed with it.
+      enable_minibatching: whether batches are preprocessed with minibatching.
     """
 
     feature_specs: Nested[FeatureSpec]
@@ -169,7 +177,7 @@ class MeshLayer:
     def preprocess_inputs(
         self, step: int, features: PyTree, features_weights: PyTree, all_reduce_interface: AllReduce | None = None
     ) -> PreprocessedInput:
-        """Preprocesses this process' part of a batch for the layer's devices, without returning statistics."""
+        """This process' part of a batch, preprocessed for the layer's devices, without statistics."""
         options = {"batch_number": step, "all_reduce_interface": all_reduce_interface}
         return self._tables().preprocess(features, features_weights, **options)[0]
 
@@ -181,7 +189,8 @@ class MeshLayer:
         Args:
           features: ids of this process' samples, in a tree like `feature_specs`.
           features_weights: weights in the same tree, or None.
-          options: of `embedding.preprocess_sparse_dense_matmul_input`, such as `allow_id_dropping` and `batch_number`.
+          options: keyword options of `embedding.preprocess_sparse_dense_matmul_input`, such as
+            `allow_id_dropping` and `batch_number`.
         """
         tables = self._tables()
         processed, statistics = tables.preprocess(features, features_weights, **options)
@@ -202,22 +211,22 @@ _PLACES = np.asarray([1, 2**8, 2**16], np.float32)
 
 
 def step_counter(step: Scalar) -> Float[Array, " digits"]:
-    """A step as three digits to base 256, which any cast of all parameters to a 16-bit type leaves exact."""
+    """A step as three digits to base 256, which stay exact if all parameters are cast to a 16-bit dtype."""
     return jnp.floor(jnp.asarray(step, jnp.float32) / _PLACES) % _PLACES[1]
 
 
 def step_number(counter: Float[Array, " digits"]) -> Float[Array, ""]:
-    """Step that a counter holds, as float32 (exact for 16 million steps)."""
+    """The step of a counter, as float32; exact for 16 million steps."""
     return jnp.sum(counter.astype(jnp.float32) * _PLACES)
 
 
 def next_step(counter: Float[Array, " digits"]) -> Float[Array, " digits"]:
-    """The counter after one step, of the same dtype."""
+    """The counter of the next step, in the same dtype."""
     return step_counter(step_number(counter) + 1.0).astype(counter.dtype)
 
 
 def counter_at(counter: Float[Array, " digits"], step: Scalar | None) -> Float[Array, " digits"]:
-    """The counter set to a step, of which autodiff sees the counter itself; None leaves it where it is."""
+    """The counter set to `step`; unchanged if `step` is None. Gradients flow to `counter`."""
     if step is None:
         return counter
     return counter + jax.lax.stop_gradient(step_counter(step).astype(counter.dtype) - counter)

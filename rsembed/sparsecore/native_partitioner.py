@@ -1,13 +1,14 @@
-"""Host partitioner in C++: bitwise the buffers and counts of `partitioner.py`, on all processors.
+"""Multithreaded C++ partitioner with the same buffers and counts, bit for bit, as `partitioner.py`.
 
-One call serves all stacks of a batch. It reads ids where they lie and in their own width, and releases Python's lock
-while it runs, so that a thread can partition the next batch while this one trains.
+One call partitions all stacks of a batch. It reads ids without copies, in any integer width. It
+releases the GIL, so a thread can partition the next batch during a training step.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import operator
 import os
 from typing import Any
@@ -85,9 +86,10 @@ def unavailable_because() -> str | None:
 def num_threads() -> int:
     """Number of threads that partition a large batch.
 
-    Raises: ValueError: the environment asks for less than one, or for no number.
+    Raises: ValueError: the environment variable is no number, or less than one.
     """
-    available, wanted = granted_cores(), os.environ.get(THREADS_VARIABLE)
+    available = granted_cores()
+    wanted = os.environ.get(THREADS_VARIABLE)
     if not wanted:
         return available
     if not wanted.strip().isdecimal() or int(wanted) < 1:
@@ -96,10 +98,11 @@ def num_threads() -> int:
 
 
 def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
-    """Buffers of all stacks, as `partitioner.partition_stack` lays them out, which serves where this cannot.
+    """Input buffers of all stacks. Uses `partitioner.partition_stack` where the C++ library cannot run.
 
     Raises:
-      ValueError: an id or a weight is bad, a limit is exceeded, a buffer is too small, or there are too many samples.
+      ValueError: an id or a weight is bad, a limit is exceeded, a buffer is too small, or there are
+        too many samples.
     """
     if unavailable_because() or not all(map(_fits_keys, batch.layouts.values())):
         return {name: partitioner.partition_stack(batch, name) for name in batch.layouts}
@@ -113,7 +116,7 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
     threads = min(num_threads(), 1 + num_ids // _MIN_IDS_PER_THREAD)
     status = _partition_function()(descriptors, len(tasks), batch.allow_id_dropping, threads)
     for task, descriptor in zip(tasks.values(), descriptors, strict=True):
-        task.descriptor = descriptor  # an array of structs holds copies
+        task.descriptor = descriptor  # the array holds copies of the structs, and the library wrote to these
     if status == _BAD_ENTRY:
         for feature in readers:
             feature.check_values()
@@ -124,16 +127,17 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
         if batch.allow_id_dropping or not task.descriptor.drops_something:
             task.record(batch)
             buffers[name] = task.buffers
-        else:  # for the definition to refuse with a reason
+        else:  # the NumPy partitioner raises the error with a reason
             buffers[name] = partitioner.partition_stack(batch, name)
     return buffers
 
 
 class _Block:
-    """One piece of memory for the buffers of all stacks.
+    """One block of memory for the buffers of all stacks.
 
-    The system hands out fresh memory page by page, which takes as long as sorting the ids. numpy asks for huge pages
-    for a large piece, but gets them only for whole ones; what is asked for beyond the need is never touched.
+    With pages of normal size, the page faults of new memory take as long as sorting the ids. NumPy
+    requests huge pages for large arrays, but gets them only where a whole page fits. So a large
+    block is rounded up to whole huge pages. The excess is never touched.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -144,27 +148,32 @@ class _Block:
 
     def cut(self, size: int, dtype: str) -> tuple[np.ndarray, int]:
         """A new, uninitialised array in the block, and its address."""
-        first, self._next = self._next, self._next + round_up(4 * size, _LINE_BYTES)
+        first = self._next
+        self._next += round_up(4 * size, _LINE_BYTES)
         return np.ndarray(size, dtype, self._memory, first), self._address + first
 
 
 class _StackTask:
-    """Arguments of the library for one stack; keeps alive the arrays that the library reads and writes."""
+    """Arguments of the library for one stack. Keeps the arrays alive that the library reads and writes."""
 
     def __init__(self, batch: HostBatch, name: str) -> None:
         self.layout = layout = batch.layouts[name]
-        num_cores, num_shards = batch.local_device_count * layout.num_cores, layout.num_shards
-        # Features of one table follow each other, in the order of their samples.
+        num_cores = batch.local_device_count * layout.num_cores
+        num_shards = layout.num_shards
+        # The library needs the features of one table in sequence, in the order of their samples.
         readers = sorted(batch.readers[name], key=operator.attrgetter(*_TABLE_AND_SAMPLE))
         self.inputs: list[np.ndarray | None] = []
         self.features = (_Feature * len(readers))(*(self._describe(reader) for reader in readers))
-        size, pointers = layout.buffer_size_per_device() * batch.local_device_count, max(num_shards, SUBLANES)
+        size = layout.buffer_size_per_device() * batch.local_device_count
+        pointers = max(num_shards, SUBLANES)
         self.sizes = (num_cores * pointers, size, size, size)
         self.num_bytes = sum(round_up(4 * size, _LINE_BYTES) for size in self.sizes)
-        num_partitions, num_drops = num_cores * num_shards, num_cores * len(readers) * len(TableDrops._fields)
-        counts = np.zeros(2 * num_partitions + num_drops, np.int64)
-        self.num_ids, self.num_unique = counts[:num_partitions], counts[num_partitions : 2 * num_partitions]
-        self.drops = counts[2 * num_partitions :].reshape(num_cores, len(readers), len(TableDrops._fields))
+        num_partitions = num_cores * num_shards
+        drops_shape = (num_cores, len(readers), len(TableDrops._fields))
+        counts = np.zeros(2 * num_partitions + math.prod(drops_shape), np.int64)
+        self.num_ids = counts[:num_partitions]
+        self.num_unique = counts[num_partitions : 2 * num_partitions]
+        self.drops = counts[2 * num_partitions :].reshape(drops_shape)
         address = counts.ctypes.data
         self.descriptor = _Stack(
             self.features,
@@ -177,10 +186,16 @@ class _StackTask:
         )
 
     def _describe(self, feature: HostFeature) -> _Feature:
-        bags, placement, num_shards = feature.bags, feature.spec.id_transformation, self.layout.num_shards
-        ids, shape, weights = _plain(bags.ids), bags.dense_shape, bags.weights
-        offsets = np.asarray(bags.offsets, np.int64) if shape is None else None  # samples of one size need none
-        arrays = (ids, offsets, None if weights is None else _plain(weights))
+        """The ids of one feature as the library reads them."""
+        bags = feature.bags
+        placement = feature.spec.id_transformation
+        num_shards = self.layout.num_shards
+        ids = _plain(bags.ids)
+        shape = bags.dense_shape
+        # Samples of equal size need no offsets.
+        offsets = np.asarray(bags.offsets, np.int64) if shape is None else None
+        weights = None if bags.weights is None else _plain(bags.weights)
+        arrays = (ids, offsets, weights)
         self.inputs += arrays
         return _Feature(
             *(None if array is None else array.ctypes.data for array in arrays),
@@ -194,29 +209,31 @@ class _StackTask:
         )
 
     def place_buffers(self, block: _Block) -> None:
-        """Cuts this stack's buffers from a block of memory."""
+        """Allocates the buffers of this stack in a block of memory."""
         self.buffers: StackBuffers = {}
         for (field, dtype), size in zip(BUFFER_DTYPES.items(), self.sizes, strict=True):
             self.buffers[field], address = block.cut(size, dtype)
             setattr(self.descriptor, field, address)
 
     def record(self, batch: HostBatch) -> None:
-        """Records the library's counts in the batch's statistics, as `partitioner.py` does."""
+        """Records the counts of the library in the statistics of the batch, as `partitioner.py` does."""
         partitioner.record_counts(batch, self.layout, self.num_ids, self.num_unique, self.num_ids)
         dropped = {}
         if self.descriptor.drops_something:
-            first_rows, times = np.asarray([feature.first_row for feature in self.features]), self.drops.sum(axis=0)
-            dropped = {kind: (first_rows, times[:, code]) for code, kind in enumerate(TableDrops._fields)}
+            first_rows = np.asarray([feature.first_row for feature in self.features])
+            num_dropped = self.drops.sum(axis=0)
+            for code, kind in enumerate(TableDrops._fields):
+                dropped[kind] = (first_rows, num_dropped[:, code])
         record_drops(batch.statistics, self.layout, dropped)
 
 
 def _fits_keys(layout: StackLayout) -> bool:
-    """Whether shard, row and sample of an entry fit a key of 64 bits, and a device's samples the limit."""
-    counts = layout.num_shards, layout.rows_per_shard, layout.samples_per_core
+    """Whether shard, row and sample fit a 64-bit key, and a device has no more samples than allowed."""
+    counts = (layout.num_shards, layout.rows_per_shard, layout.samples_per_core)
     is_allowed = layout.samples_per_core * layout.num_cores <= MAX_SAMPLES_PER_DEVICE
     return is_allowed and sum(max(count - 1, 0).bit_length() for count in counts) <= 64
 
 
 def _plain(array: PyTree) -> np.ndarray:
-    """The array in native byte order and contiguous, copied only if it is not."""
+    """The array, contiguous and in native byte order; copied only if necessary."""
     return np.ascontiguousarray(array, array.dtype.newbyteorder("="))

@@ -1,7 +1,8 @@
-"""A batch on the host, read in any of its published forms, checked, and partitioned; see `partitioner`.
+"""Reads a batch on the host in any of its published forms, checks it and partitions it. See `partitioner`.
 
-Shapes and kinds are checked here when a batch is read. Values are checked by whoever walks over them anyway: the numpy
-partitioner calls `HostFeature.check_values`, the native one finds a bad value on its way and lets it name that one.
+Shapes and dtypes are checked here. Values are checked during partitioning, which reads them anyway:
+the NumPy partitioner calls `HostFeature.check_values`. The native one calls it when it meets a bad
+value, for the message.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from rsembed.specs import FeatureSpec, features_of
 
 
 class SparseDenseMatmulInput(NamedTuple):
-    """Ids of a batch, partitioned: for every core, one partition per shard it reads from.
+    """Partitioned ids of a batch: for every core, one partition per shard that it reads from.
 
-    All four are dicts by stack name of flat arrays, device after device, core after core.
+    All four fields are dicts, by stack name, of flat arrays, device after device, core after core.
 
     Attributes:
-      lhs_row_pointers: ends of the partitions, in places of the core's part of the buffer.
-      lhs_embedding_ids: row inside the shard.
-      lhs_sample_ids: sample of the core.
-      lhs_gains: factor of the row in the sample's activation.
+      lhs_row_pointers: end of each partition, as an offset into the core's part of the buffer.
+      lhs_embedding_ids: row of each entry, inside its shard.
+      lhs_sample_ids: sample of each entry, inside its core.
+      lhs_gains: factor of each entry's row in the activation of the sample.
     """
 
     lhs_row_pointers: dict[str, ArrayLike]
@@ -65,10 +66,11 @@ class PreprocessedInput:
     Attributes:
       sparse_dense_matmul_input: the partitioned ids.
       num_minibatches: one number per local device; 1 without minibatching.
-      limits: the name of every stack, and the ids and distinct ids that a partition of it may hold. They belong to the
-        tree's structure, so a jitted step is traced anew when they change, whatever holds the specs. Empty means
-        unknown: buffers are then taken as completely full.
-      layout: the places of rows and samples that it was partitioned for, and whether for minibatches; likewise.
+      limits: for every stack, its name and the maximum number of ids and of distinct ids in a
+        partition. They are static, so a jitted step is traced again when they change. Empty if
+        unknown; buffers then count as completely full.
+      layout: fingerprint of the row and sample layout, and of `enable_minibatching`. It is static,
+        too.
     """
 
     sparse_dense_matmul_input: SparseDenseMatmulInput
@@ -78,30 +80,30 @@ class PreprocessedInput:
 
     @property
     def lhs_row_pointers(self) -> dict[str, ArrayLike]:
-        """Ends of the partitions, by stack."""
+        """End of each partition, by stack."""
         return self.sparse_dense_matmul_input.lhs_row_pointers
 
     @property
     def lhs_embedding_ids(self) -> dict[str, ArrayLike]:
-        """Row of each entry inside its shard, by stack."""
+        """Row of each entry, inside its shard, by stack."""
         return self.sparse_dense_matmul_input.lhs_embedding_ids
 
     @property
     def lhs_sample_ids(self) -> dict[str, ArrayLike]:
-        """Number of each entry's sample in its core, by stack."""
+        """Sample of each entry, inside its core, by stack."""
         return self.sparse_dense_matmul_input.lhs_sample_ids
 
     @property
     def lhs_gains(self) -> dict[str, ArrayLike]:
-        """Factor of each entry's row in the sample's activation, by stack."""
+        """Factor of each entry's row in the activation of the sample, by stack."""
         return self.sparse_dense_matmul_input.lhs_gains
 
     def check_layout(self, layouts: Mapping[str, StackLayout], enable_minibatching: bool) -> None:
-        """Raises: ValueError: the batch was preprocessed for other stacks, places or minibatches than these."""
+        """Raises: ValueError: the batch was preprocessed for other stacks, layouts or minibatching."""
         if set(layouts) != set(self.lhs_row_pointers):
             raise ValueError(
-                f"the input was preprocessed for stacks {sorted(self.lhs_row_pointers)}, but feature_specs have "
-                f"{sorted(layouts)}; use the same specs for both."
+                f"the input was preprocessed for stacks {sorted(self.lhs_row_pointers)}, but "
+                f"feature_specs have {sorted(layouts)}; use the same specs for both."
             )
         if self.layout is not None:
             check_same(
@@ -130,37 +132,47 @@ def preprocess_sparse_dense_matmul_input(
     """Partitions this process' part of a batch for the cores of its devices. Runs on the host, outside `jit`.
 
     Args:
-      features: ids, in a tree like `feature_specs`. A leaf is a 2-D integer array `[local samples, ids per sample]`, a
-        1-D object array of 1-D arrays, a list of lists, or `rsembed.Bags`, which hold their weights themselves.
-      features_weights: weights in the same tree and shapes; None means ones, also for a single feature.
-      feature_specs: placed specs. Their shapes are those of the global batch.
-      local_device_count: devices of this process.
-      global_device_count: devices of all processes.
-      num_sc_per_device: cores per device; None takes the number that the specs were placed for.
-      sharding_strategy: "MOD".
-      has_leading_dimension: give every array a leading axis of local devices.
-      allow_id_dropping: drop and count what exceeds a limit or the buffer; by default that is an error.
-      batch_number: number of the batch, the same in all processes; minibatching needs it to agree.
-      enable_minibatching: deal a batch that exceeds a limit to several minibatches, instead of raising or dropping;
-        see `rsembed.sparsecore.partitioner`. Buffers get room for 64 of them unless
-        `suggested_coo_buffer_size_per_device` says what is enough. Pass it to lookup and update as well.
-      all_reduce_interface: how several processes agree on minibatches, an `AllReduce`; None lets the devices do it,
-        so this function must then not run beside a training step.
+      features: ids, in a tree like `feature_specs`. A leaf is a 2-D integer array
+        `[local samples, ids per sample]`, a 1-D object array of 1-D arrays, a list of lists, or
+        `rsembed.Bags`, which include their weights.
+      features_weights: weights in the same tree and shapes. None means ones, for all features or
+        for one leaf.
+      feature_specs: placed specs; their shapes describe the global batch.
+      local_device_count: number of devices of this process.
+      global_device_count: number of devices of all processes.
+      num_sc_per_device: cores per device. None takes the number that the specs were placed for.
+      sharding_strategy: "MOD", the only strategy.
+      has_leading_dimension: whether every array gets a leading axis of local devices, False by
+        default.
+      allow_id_dropping: whether ids that exceed a limit or the buffer are dropped and counted. By
+        default they are an error.
+      batch_number: number of the batch, equal in all processes. Minibatching uses it to match the
+        processes.
+      enable_minibatching: whether a batch that exceeds a limit is split into minibatches, False by
+        default. See `rsembed.sparsecore.partitioner`. Buffers are sized for 64 minibatches unless
+        `suggested_coo_buffer_size_per_device` sets a smaller size. Pass it to lookup and update as
+        well.
+      all_reduce_interface: the `AllReduce` with which processes agree on minibatches. None uses a
+        collective of the devices. Do not run this function concurrently with a training step then.
 
     Returns:
       The buffers, and the counts of this batch for `rsembed.fdo`.
 
     Raises:
-      ValueError: the trees differ, a batch has another size than declared, an id is out of range, a weight is not
-        finite, the batch cannot be cut into equal parts, or a limit is exceeded.
-      TypeError: ids are no integers.
+      ValueError: the trees differ, the batch size differs from the declared one, an id is out of
+        range, a weight is not finite, the batch does not split into equal parts, or a limit is
+        exceeded.
+      TypeError: ids are not integers.
     """
     sharding_strategy_to_enum(sharding_strategy)
     layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device)
-    read = read_features(feature_specs, features, features_weights, local_device_count, global_device_count)
-    by_name = {feature.spec.name: feature for feature in read}
-    readers = {name: [by_name[feature.name] for feature in layout.features] for name, layout in layouts.items()}
-    statistics, num_minibatches = SparseDenseMatmulInputStats(), 1
+    host_features = read_features(feature_specs, features, features_weights, local_device_count, global_device_count)
+    by_name = {feature.spec.name: feature for feature in host_features}
+    readers = {}
+    for name, layout in layouts.items():
+        readers[name] = [by_name[feature.name] for feature in layout.features]
+    statistics = SparseDenseMatmulInputStats()
+    num_minibatches = 1
     batch = HostBatch(layouts, readers, local_device_count, allow_id_dropping, statistics)
     check_type(allow_id_dropping, bool, "allow_id_dropping")
     check_type(all_reduce_interface, Callable | None, "all_reduce_interface, an AllReduce,")
@@ -188,20 +200,21 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
     global_device_count: int,
     **options: Any,
 ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-    """Partitions a batch whose ids are sparse tensors without weights; see `preprocess_sparse_dense_matmul_input`.
+    """Partitions a batch of sparse tensors without weights. See `preprocess_sparse_dense_matmul_input`.
 
     Args:
       indices: tree of `[n, 2]` coordinates (sample, position).
       values: tree of `[n]` ids.
-      dense_shapes: tree of `[2]` shapes; the first number is the local batch size.
+      dense_shapes: tree of `[2]` shapes. The first number is the local batch size.
       feature_specs: placed specs.
-      local_device_count: devices of this process.
-      global_device_count: devices of all processes.
-      options: the keyword options of dense input.
+      local_device_count: number of devices of this process.
+      global_device_count: number of devices of all processes.
+      options: keyword options of `preprocess_sparse_dense_matmul_input`.
 
     Raises:
-      ValueError: as for dense input, or the shapes do not describe a sparse tensor.
-      TypeError: ids are no integers.
+      ValueError: see `preprocess_sparse_dense_matmul_input`; or the shapes do not describe a sparse
+        tensor.
+      TypeError: ids are not integers.
     """
     trees = {"indices": indices, "values": values, "dense_shapes": dense_shapes}
     leaves = [leaves_like(feature_specs, tree, name) for name, tree in trees.items()]
@@ -216,27 +229,32 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
     processed, statistics = preprocess_sparse_dense_matmul_input(
         features, None, feature_specs, local_device_count, global_device_count, **options
     )
-    # The published entry points differ in the dtype of this number.
+    # The published function for sparse tensors returns this number as int32, the one for dense
+    # input as int64.
     numbers = processed.num_minibatches.astype(np.int32)
     return dataclasses.replace(processed, num_minibatches=numbers), statistics
 
 
 def _fingerprint(layouts: Mapping[str, StackLayout], enable_minibatching: bool) -> Fingerprint:
-    """Fingerprint of the places of all rows and samples, without limits, which may change between batches."""
-    facts = {}
+    """Fingerprint of the row and sample layout, without limits, which may change between batches."""
+    stacks = {}
     for name, layout in layouts.items():
-        tables = {
-            table.name: {"rows": table.vocabulary_size, "dim": table.embedding_dim} | vars(table.setting_in_stack)
-            for table in layout.tables
+        tables = {}
+        for table in layout.tables:
+            size = {"rows": table.vocabulary_size, "dim": table.embedding_dim}
+            tables[table.name] = size | vars(table.setting_in_stack)
+        features = {}
+        for feature in layout.features:
+            samples = {"table": feature.table_spec.name, "samples": feature.num_samples}
+            features[feature.name] = samples | vars(feature.id_transformation)
+        stacks[name] = {
+            "shards": layout.num_shards,
+            "rows": layout.spec.stack_vocab_size,
+            "tables": tables,
+            "features": features,
+            "combiner": layout.spec.combiner,
         }
-        features = {
-            feature.name: {"table": feature.table_spec.name, "samples": feature.num_samples}
-            | vars(feature.id_transformation)
-            for feature in layout.features
-        }
-        size = {"shards": layout.num_shards, "rows": layout.spec.stack_vocab_size}
-        facts[name] = size | {"tables": tables, "features": features, "combiner": layout.spec.combiner}
-    return Fingerprint.of({"enable_minibatching": enable_minibatching, "stacks": facts})
+    return Fingerprint.of({"enable_minibatching": enable_minibatching, "stacks": stacks})
 
 
 def _layouts(
@@ -258,17 +276,18 @@ def _processed(
     has_leading_dimension: bool,
     enable_minibatching: bool,
 ) -> PreprocessedInput:
-    fields: list[dict[str, ArrayLike]] = [
-        {name: own[field] for name, own in buffers.items()} for field in BUFFER_DTYPES
-    ]
-    limits = tuple(
-        (name, layout.spec.max_ids_per_partition, layout.spec.max_unique_ids_per_partition)
-        for name, layout in sorted(layouts.items())
-    )
+    """The buffers of all stacks as a `PreprocessedInput`."""
+    fields: list[dict[str, ArrayLike]] = []
+    for field in BUFFER_DTYPES:
+        fields.append({name: stack_buffers[field] for name, stack_buffers in buffers.items()})
+    limits = []
+    for name, layout in sorted(layouts.items()):
+        spec = layout.spec
+        limits.append((name, spec.max_ids_per_partition, spec.max_unique_ids_per_partition))
     processed = PreprocessedInput(
         SparseDenseMatmulInput(*fields),
         num_minibatches,
-        limits,
+        tuple(limits),
         layout=_fingerprint(layouts, enable_minibatching),
     )
     if not has_leading_dimension:
@@ -285,23 +304,23 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
     has_leading_dimension: bool = False,
     enable_minibatching: bool = False,
 ) -> PreprocessedInput:
-    """Shapes and dtypes of what `preprocess_sparse_dense_matmul_input` returns, for compiling ahead of time.
+    """Shapes and dtypes of the result of `preprocess_sparse_dense_matmul_input`, to compile a step early.
 
     Args:
       feature_specs: placed specs.
-      local_device_count: devices of this process.
-      global_device_count: devices of all processes.
-      num_sc_per_device: cores per device; None takes the number that the specs were placed for.
-      has_leading_dimension: as for preprocessing.
-      enable_minibatching: as for preprocessing.
+      local_device_count: number of devices of this process.
+      global_device_count: number of devices of all processes.
+      num_sc_per_device: cores per device. None takes the number that the specs were placed for.
+      has_leading_dimension: the same value as for preprocessing.
+      enable_minibatching: the same value as for preprocessing.
 
     Returns:
-      A tree of `jax.ShapeDtypeStruct` with the structure of the real input, limits included.
+      A tree of `jax.ShapeDtypeStruct` with the structure of the real input, including limits.
     """
     layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device)
 
     def empty(size: int, dtype: str) -> np.ndarray:
-        return np.broadcast_to(np.zeros((), dtype), local_device_count * size)  # no memory behind it
+        return np.broadcast_to(np.zeros((), dtype), local_device_count * size)  # allocates one number
 
     buffers = {}
     for name, layout in layouts.items():
@@ -325,7 +344,7 @@ def read_features(
     local_device_count: int,
     global_device_count: int,
 ) -> list[HostFeature]:
-    """Dense or ragged ids of every feature, checked; `preprocess_sparse_dense_matmul_input` tells their forms."""
+    """Checked ids and weights of every feature. See `preprocess_sparse_dense_matmul_input` for their forms."""
     specs = features_of(feature_specs)
     leaves = leaves_like(feature_specs, features, "features")
     all_weights = [None] * len(specs) if weights is None else leaves_like(feature_specs, weights, "features_weights")
@@ -342,50 +361,60 @@ def read_features(
         expected = (spec.num_samples or 0) * local_device_count // global_device_count
         if bags.num_bags != expected:
             raise ValueError(
-                f"feature {spec.name!r}: got {bags.num_bags} samples, but this process' share of the declared batch of "
-                f"{spec.num_samples} is {expected} ({local_device_count} of {global_device_count} devices); pass the "
-                "local part of the batch, or declare another input_shape and output_shape."
+                f"feature {spec.name!r}: got {bags.num_bags} samples, but this process' share of "
+                f"the declared batch of {spec.num_samples} is {expected} ({local_device_count} of "
+                f"{global_device_count} devices); pass the local part of the batch, or declare "
+                "another input_shape and output_shape."
             )
         result.append(HostFeature(spec=spec, bags=jax.tree.map(np.asarray, bags)))
     return result
 
 
 def _as_bags(leaf: PyTree, weights: PyTree) -> Bags:
-    """Ids and weights of a feature in any of the published forms, without what lies behind the last offset."""
+    """Bags of one feature from any of the published forms, without padding after the last bag."""
     check_unmasked([leaf, weights], "ids or weights")
     if isinstance(leaf, Bags):
         if weights is not None:
             raise ValueError("weights of Bags belong inside them, as in Bags.from_lists(ids, weights).")
-        last, weights = int(leaf.offsets[-1]), leaf.weights
-        weights = None if weights is None else weights[:last].astype(np.float32)
-        return Bags(leaf.ids[:last], leaf.offsets, weights)
+        num_ids = int(leaf.offsets[-1])
+        bag_weights = None
+        if leaf.weights is not None:
+            bag_weights = leaf.weights[:num_ids].astype(np.float32)
+        return Bags(leaf.ids[:num_ids], leaf.offsets, bag_weights)
     if isinstance(leaf, (np.ndarray, jax.Array)) and leaf.dtype != object:
         if leaf.ndim != 2:
             raise ValueError(
-                f"a dense input is [samples, ids per sample], got {leaf.ndim} dimensions ({leaf.shape}); reshape it to "
-                "(-1, 1) for one id per sample."
+                f"a dense input is [samples, ids per sample], got {leaf.ndim} dimensions "
+                f"({leaf.shape}); reshape it to (-1, 1) for one id per sample."
             )
-        return Bags.from_dense(np.asarray(leaf), weights if weights is None else np.asarray(weights))
-    ids, weights = (
-        rows.tolist() if isinstance(rows, np.ndarray) and rows.ndim > 1 else rows for rows in (leaf, weights)
-    )
-    return Bags.from_lists(
-        list(ids) if isinstance(ids, np.ndarray) else ids, weights if weights is None else list(weights)
-    )
+        if weights is not None:
+            weights = np.asarray(weights)
+        return Bags.from_dense(np.asarray(leaf), weights)
+    ids = _as_lists(leaf)
+    if weights is not None:
+        weights = list(_as_lists(weights))
+    return Bags.from_lists(ids, weights)
+
+
+def _as_lists(rows: PyTree) -> PyTree:
+    """NumPy arrays as lists of rows; anything else unchanged."""
+    if not isinstance(rows, np.ndarray):
+        return rows
+    return rows.tolist() if rows.ndim > 1 else list(rows)
 
 
 AllReduce = Callable[[int, np.ndarray], np.ndarray]
-"""Agreement of processes: `(key, flags)` to the elementwise "or" of the flags of all processes.
+"""Function `(key, flags) -> flags` that returns the elementwise "or" of the flags of all processes.
 
-All processes call it with the same key and number of flags, in the same order; keys `2 * batch_number` and
-`2 * batch_number + 1` tell the questions of different batches apart.
+All processes call it with the same keys and numbers of flags, in the same order. Batch `b` uses the
+keys `2 * b` and `2 * b + 1`.
 """
 
 
 def agree_through_devices(key: int, flags: Bool[np.ndarray, " flags"]) -> Bool[np.ndarray, " flags"]:
-    """Or of the flags of all processes, by a collective of all devices: never call it beside a training step.
+    """Elementwise "or" of the flags of all processes, by a collective of all devices.
 
-    A single process agrees with itself.
+    Do not call it concurrently with a training step. With a single process it returns `flags`.
     """
     del key
     if jax.process_count() == 1:
@@ -397,6 +426,6 @@ def agree_through_devices(key: int, flags: Bool[np.ndarray, " flags"]) -> Bool[n
 def get_all_reduce_interface(
     peer_addresses: object = None, minibatching_port: object = None, host_id: object = None, host_count: object = None
 ) -> AllReduce:
-    """The `AllReduce` of this library's processes, `agree_through_devices`; all arguments are ignored."""
+    """The `AllReduce` that uses the devices, `agree_through_devices`; all arguments are ignored."""
     del peer_addresses, minibatching_port, host_id, host_count
     return agree_through_devices

@@ -1,4 +1,4 @@
-"""Published helpers: core counts, first guesses of limits, and a single table's shards."""
+"""Published helpers: number of cores, first estimates of limits, and sharding of a single table."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ def estimate_preprocessing_parameters(
     hot_shard_fraction: Annotated[float, "[0, 1]"] = 0.2,
     headroom_factor: Annotated[float, "(0, inf)"] = 1.25,
 ) -> dict[str, int]:
-    """A first guess of a table's limits and buffer size, before there are statistics.
+    """First estimate of the limits and buffer size of a table, for use before there are statistics.
 
-    A core's `n` ids fall on `S` shards: a share `hot_shard_fraction` on one of them, the rest evenly, plus two standard
-    deviations. Half of the ids of a partition are taken to be distinct.
+    The estimate assumes that a share `hot_shard_fraction` of the ids of a core is on one shard, and
+    that the other ids are spread evenly. It adds two standard deviations. Half of the ids of a
+    partition are assumed to be distinct.
 
     Args:
-      global_batch_size: samples of all features of the stack.
-      global_device_count: devices.
+      global_batch_size: number of samples of all features of the stack together.
+      global_device_count: number of devices.
       num_sc_per_device: cores per device.
-      valency: ids per sample, on average.
-      hot_shard_fraction: raise it if few ids make up most of the data.
-      headroom_factor: room on top of the guess.
+      valency: average number of ids per sample.
+      hot_shard_fraction: share of ids on the busiest shard, 0.2 by default. Raise it if few ids
+        make up most of the data.
+      headroom_factor: factor on the estimate, 1.25 by default.
 
     Returns:
       Keyword arguments for `TableSpec`.
@@ -51,21 +53,21 @@ def estimate_preprocessing_parameters(
     spread = hot_shard_fraction * ids_per_core + (1 - hot_shard_fraction) * mean + 2 * math.sqrt(mean)
     peak = headroom_factor * spread
     max_ids = round_up(math.ceil(peak), SUBLANES)
-    places = max(num_sc_per_device * max_ids, 1.2 * ids_per_device + 14 * num_shards)
+    buffer_size = max(num_sc_per_device * max_ids, 1.2 * ids_per_device + 14 * num_shards)
     return {
         "max_ids_per_partition": max_ids,
         "max_unique_ids_per_partition": round_up(math.ceil(peak / 2), SUBLANES),
-        "suggested_coo_buffer_size_per_device": round_up(math.ceil(places), SUBLANES * num_sc_per_device),
+        "suggested_coo_buffer_size_per_device": round_up(math.ceil(buffer_size), SUBLANES * num_sc_per_device),
     }
 
 
 def embedding_table_format(mesh: Mesh, partition_spec: PartitionSpec) -> Sharding:
-    """Sharding of tables on a mesh; the published function adds the memory layout of a SparseCore."""
+    """Sharding of tables on a mesh. The published function adds the memory layout of a SparseCore."""
     return embedding_table_format_with_sharding(NamedSharding(mesh, partition_spec))
 
 
 def embedding_table_format_with_sharding(sharding: Sharding) -> Sharding:
-    """The given sharding: tables have the memory layout of any array."""
+    """`sharding`, unchanged: tables have the memory layout of any other array."""
     return sharding
 
 
@@ -76,7 +78,9 @@ def shard_emb_table(
     num_sc_per_device: PositiveInt,
     sharding_strategy: str = "MOD",
 ) -> Float[Array | np.ndarray, "devices rows dim"]:
-    """One table, cut into the parts of the devices: row `v*S + c*C + s` is device `c`'s row `s*(vocab/S) + v`.
+    """A table split over devices: row `v*S + c*C + s` becomes row `s*(vocab/S) + v` of device `c`.
+
+    `S` is the number of shards, and `C` the number of cores per device.
 
     Args:
       table: the table.
@@ -85,14 +89,14 @@ def shard_emb_table(
       sharding_strategy: "MOD".
 
     Raises:
-      ValueError: the rows cannot be dealt evenly.
+      ValueError: the number of rows is no multiple of the number of shards.
     """
     sharding_strategy_to_enum(sharding_strategy)
     num_shards = num_devices * num_sc_per_device
     if table.shape[0] % num_shards:
         raise ValueError(
-            f"a table of {table.shape[0]} rows cannot be dealt to {num_shards} shards evenly; pad it to "
-            f"{round_up(table.shape[0], num_shards)} rows."
+            f"a table of {table.shape[0]} rows cannot be dealt to {num_shards} shards evenly; pad "
+            f"it to {round_up(table.shape[0], num_shards)} rows."
         )
     shards = table.reshape(-1, num_shards, table.shape[1]).swapaxes(0, 1)
     return shards.reshape(num_devices, -1, table.shape[1])
@@ -107,14 +111,14 @@ def unshard_emb_table(
     """The inverse of `shard_emb_table`.
 
     Raises:
-      ValueError: the rows cannot have been dealt evenly to so many cores.
+      ValueError: the number of rows per device is no multiple of the number of cores.
     """
     sharding_strategy_to_enum(sharding_strategy)
     num_devices, rows, dim = sharded_table.shape
     if rows % num_sc_per_device:
         raise ValueError(
-            f"a table of shape {sharded_table.shape} was not cut for {num_devices} devices with {num_sc_per_device} "
-            "cores each; pass the number that shard_emb_table was given."
+            f"a table of shape {sharded_table.shape} was not cut for {num_devices} devices with "
+            f"{num_sc_per_device} cores each; pass the number that shard_emb_table was given."
         )
     shards = sharded_table.reshape(num_devices * num_sc_per_device, -1, dim)
     return shards.swapaxes(0, 1).reshape(-1, dim)

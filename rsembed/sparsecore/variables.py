@@ -1,8 +1,9 @@
-"""Variables of stacks, as pytrees keyed by stack name: how they are made and checked, and the rules that step them.
+"""Creates and checks the variables of stacks, which are pytrees by stack name, and defines their optimizers.
 
-Variables are bare arrays, of which shapes and slots alone are compared with specs. Another number of cores, another
-rotation or order of tables may leave the shapes and move the rows: what goes to other specs, at once or through files,
-goes by table, by the functions of `table_stacking`.
+Variables are plain arrays. Only their shapes and slots are compared with the specs. With another
+number of cores, another rotation or another order of tables, rows move although the shapes stay
+equal. So convert variables for other specs with the functions of `table_stacking`, which work table
+by table.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ RowLimits = tuple[float | None, float | None]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BoundedRowRule(OptimizerSpec):
-    """Rule that applies another optimizer to the first `num_columns` columns, and clips the stepped rows.
+    """Optimizer that applies another one to the first `num_columns` columns, and clips the updated rows.
 
-    The step is part of the rule, so it still happens in place and touches no other row. Slots as wide as what the rule
-    sees are padded like the table, so that all arrays of a stack have equal columns.
+    Clipping is part of the row update, so it happens in place and touches no other row. A slot with
+    `num_columns` columns is padded to the width of the table.
 
     Args:
-      inner: the optimizer.
-      num_columns: columns that the rule sees; None means all. Columns behind them stay as they are.
-      minimum: lower limit of stepped entries, or None.
-      maximum: upper limit of stepped entries, or None.
+      inner: the optimizer to apply.
+      num_columns: number of columns to update. None means all. Later columns stay unchanged.
+      minimum: lower limit of updated entries, or None.
+      maximum: upper limit of updated entries, or None.
     """
 
     inner: OptimizerSpec = dataclasses.field(default_factory=SGD)
@@ -52,33 +53,42 @@ class BoundedRowRule(OptimizerSpec):
         return self.inner.moves_all_rows
 
     def init_slots(self, rows: Array) -> Slots:
-        end, width = self.num_columns or rows.shape[1], rows.shape[1]
-        return tuple(
-            jnp.pad(slot, ((0, 0), (0, width - end))) if slot.shape[1:] == (end,) else slot
-            for slot in self.inner.init_slots(rows[:, :end])
-        )
+        width = rows.shape[1]
+        end = self.num_columns or width
+        slots = []
+        for slot in self.inner.init_slots(rows[:, :end]):
+            if slot.shape[1:] == (end,):
+                slot = jnp.pad(slot, ((0, 0), (0, width - end)))
+            slots.append(slot)
+        return tuple(slots)
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
-        end, width = self.num_columns or rows.shape[1], rows.shape[1]
-        seen = tuple(slot[:, :end] if slot.shape[1:] == (width,) else slot for slot in slots)
-        new, new_slots = self.inner.step_rows(rows[:, :end], seen, gradients[:, :end], hyper)
+        width = rows.shape[1]
+        end = self.num_columns or width
+        inner_slots = tuple(slot[:, :end] if slot.shape[1:] == (width,) else slot for slot in slots)
+        new, new_slots = self.inner.step_rows(rows[:, :end], inner_slots, gradients[:, :end], hyper)
         if self.minimum is not None or self.maximum is not None:
             new = jnp.clip(new, self.minimum, self.maximum)
 
-        def whole(stepped: Array, old: Array) -> Array:
-            return stepped if stepped.shape == old.shape else jnp.concatenate([stepped, old[:, end:]], axis=1)
+        def with_padding(stepped: Array, old: Array) -> Array:
+            if stepped.shape == old.shape:
+                return stepped
+            return jnp.concatenate([stepped, old[:, end:]], axis=1)
 
-        return whole(new, rows), tuple(map(whole, new_slots, slots))
+        return with_padding(new, rows), tuple(map(with_padding, new_slots, slots))
 
 
 def checked_limits(limits: Mapping[str, RowLimits] | None, stacks: Sequence[str]) -> Mapping[str, RowLimits]:
-    """The limits of all stacks. Raises: ValueError: some do not name every stack, or a minimum is above its maximum."""
+    """Lower and upper limit of every stack; no limits if `limits` is None.
+
+    Raises: ValueError: the names differ from the stacks, or a minimum is above its maximum.
+    """
     if limits is None:
         return dict.fromkeys(stacks, (None, None))
     if set(limits) != set(stacks):
         raise ValueError(
-            f"embedding_var_limits must name every stack: got {sorted(limits)}, need {sorted(stacks)}; (None, None) "
-            "sets no limit."
+            f"embedding_var_limits must name every stack: got {sorted(limits)}, need "
+            f"{sorted(stacks)}; (None, None) sets no limit."
         )
     for name, pair in limits.items():
         check_type(pair, tuple[object, object], f"embedding_var_limits of stack {name!r}: (minimum, maximum)")
@@ -91,42 +101,48 @@ def checked_limits(limits: Mapping[str, RowLimits] | None, stacks: Sequence[str]
 
 
 def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerSpec:
-    """Optimizer rule that steps a stack's rows, padding excluded where the rule would see it.
+    """Optimizer that updates the rows of a stack, without their padding where that matters.
 
-    Padding columns hold zeros. Rules of single entries keep them zero by themselves; a rule that looks at whole rows (a
-    row-wise accumulator, a norm, a custom function) must not see them, or its means would be wrong.
+    Padding columns hold zeros. An elementwise optimizer keeps them zero. An optimizer of whole rows
+    (a row-wise accumulator, a norm, a custom function) must not see them, or its means would be
+    wrong.
 
     Args:
       layout: the stack.
-      limits: smallest and largest value of a stepped entry.
+      limits: lower and upper limit of updated entries; None for no limit.
 
     Raises:
-      ValueError: such a rule, and tables of different dims.
+      ValueError: the optimizer works on whole rows, and the tables have different dims.
     """
-    optimizer, num_columns = layout.spec.optimizer, None
+    optimizer = layout.spec.optimizer
+    num_columns = None
     dims = {table.name: table.embedding_dim for table in layout.tables}
-    # Limits that exclude zero would move the padding, so clipping too stops at the last real column where it can.
+    # Limits without zero between them would change the padding. So clipping, too, skips it if
+    # possible.
     if optimizer.is_row_wise or (limits != (None, None) and len(set(dims.values())) == 1):
         if len(set(dims.values())) > 1:
             raise ValueError(
-                f"stack {layout.name!r}: optimizer {optimizer.short_name()!r} works on whole rows, so the tables of a "
-                f"stack must have one embedding_dim, but have {dims}; give them stacks of their own."
+                f"stack {layout.name!r}: optimizer {optimizer.short_name()!r} works on whole "
+                f"rows, so the tables of a stack must have one embedding_dim, but have {dims}; "
+                "give them stacks of their own."
             )
         num_columns = next(iter(dims.values()))
-        num_columns = None if num_columns == layout.spec.stack_embedding_dim else num_columns
+        if num_columns == layout.spec.stack_embedding_dim:
+            num_columns = None
     if num_columns is None and limits == (None, None):
         return optimizer
     return BoundedRowRule(optimizer.learning_rate, optimizer, num_columns, *limits)
 
 
 def stack_rows(layout: StackLayout, devices: Devices, rule: OptimizerSpec, *, capacity: int | None = None) -> Rows:
-    """Rows of a stack as the engine's `Rows`: here, or asked from the devices that own them.
+    """Rows of a stack as the engine's `Rows`: on one device, or sharded over several.
 
     Args:
-      layout: the stack's.
+      layout: layout of the stack.
       devices: devices that share the stack.
-      rule: optimizer rule that steps the rows.
-      capacity: places per block where they are asked for.
+      rule: optimizer that updates the rows.
+      capacity: maximum number of distinct rows requested from one owner per exchange round. None
+        chooses it.
     """
     layout = dataclasses.replace(layout, num_devices=devices.num_devices)
     table = dataclasses.replace(
@@ -142,11 +158,11 @@ def stack_rows(layout: StackLayout, devices: Devices, rule: OptimizerSpec, *, ca
 
 
 class EmbeddingVariables(NamedTuple):
-    """One physical table and its optimizer state: a pair of arrays (or of whatever a tree like them holds).
+    """One physical table and its optimizer state, or a tree of the same structure, such as shardings.
 
     Attributes:
       table: rows of all shards, `[rows, columns]`, shard after shard.
-      slot: named tuple of arrays with the same rows, as the optimizer names them.
+      slot: named tuple of the optimizer, with arrays of the same number of rows.
     """
 
     table: PyTree
@@ -156,16 +172,17 @@ class EmbeddingVariables(NamedTuple):
 def initialize(
     key: PRNGKeyArray, tables: Sequence[TableSpec], devices: Devices, *, num_cores: int | None = None
 ) -> dict[str, EmbeddingVariables]:
-    """Variables of all stacks, every device building its own rows. Compiled, or part of what is being compiled.
+    """Initial variables of all stacks. Every device builds only its shard. Works inside and outside `jit`.
 
     Args:
-      key: the model's key, typed or raw.
-      tables: those that have no place yet stand alone.
-      devices: devices that rows are dealt to.
-      num_cores: cores per device; None takes the number that the tables were placed for.
+      key: random key of the model, typed or raw.
+      tables: the tables. A table that is not placed yet gets a stack for itself.
+      devices: devices that share the tables.
+      num_cores: cores per device. None takes the number that the tables were placed for.
 
-    Raises: ValueError: a table was placed for another number of shards; tables of a stack are missing; outside `jit`,
-      an initializer of yours gives a number that is not finite.
+    Raises:
+      ValueError: a table was placed for another number of shards, or tables of a stack are missing.
+        Outside `jit` also: a user's initializer returns a number that is not finite.
     """
     num_shards = devices.num_devices * resolve_cores(num_cores, devices.num_devices)
     tables = [with_place(table, num_shards) for table in tables]
@@ -175,13 +192,15 @@ def initialize(
         key = jax.random.wrap_key_data(key)
 
     def build(key: PRNGKeyArray) -> dict[str, EmbeddingVariables]:
-        made = {name: stack_rows(own, devices, rule_of(own)).init(key) for name, own in stacks.items()}
-        packed = {name: own.spec.optimizer.pack_slots for name, own in stacks.items()}
-        return {name: EmbeddingVariables(table, packed[name](slots)) for name, (table, slots) in made.items()}
+        by_stack = {}
+        for name, layout in stacks.items():
+            table, slots = stack_rows(layout, devices, rule_of(layout)).init(key)
+            by_stack[name] = EmbeddingVariables(table, layout.spec.optimizer.pack_slots(slots))
+        return by_stack
 
     variables: dict[str, EmbeddingVariables] = devices.on_each(build, P(), devices.split)(key)
-    for name, own in stacks.items():
-        if any(table.initializer is not default_initializer for table in own.tables):
+    for name, layout in stacks.items():
+        if any(table.initializer is not default_initializer for table in layout.tables):
             way_out = "give initializers that make finite numbers"
             check_finite(variables[name].table, f"stack {name!r}: what its initializers give", way_out=way_out)
     return variables
@@ -194,16 +213,17 @@ def variables_of(
 
     Args:
       embedding_variables: variables of all stacks, by name.
-      layout: the stack's.
-      rule: optimizer rule whose slots are expected; None does not check the slots.
+      layout: layout of the stack.
+      rule: optimizer that defines the expected slots. None does not check the slots.
 
-    Raises: ValueError: the stack is missing, or its variables do not have the shapes of a device's part of it.
+    Raises: ValueError: the stack is missing, or the shapes of its variables do not match one
+    device's part.
     """
     check_type(embedding_variables, Mapping[str, tuple[Any, ...]], "embedding_variables")
     if layout.name not in embedding_variables:
         raise ValueError(
-            f"embedding_variables have no stack {layout.name!r}, only {sorted(embedding_variables)}; were they made "
-            "for these feature_specs?"
+            f"embedding_variables have no stack {layout.name!r}, only "
+            f"{sorted(embedding_variables)}; were they made for these feature_specs?"
         )
     variables = embedding_variables[layout.name]
     if not isinstance(variables, EmbeddingVariables):
@@ -211,20 +231,24 @@ def variables_of(
     shape = (layout.rows_per_shard * layout.num_cores, layout.spec.stack_embedding_dim)
     if variables.table.shape != shape:
         raise ValueError(
-            f"stack {layout.name!r} has shape {variables.table.shape}, but the specs say {shape} on each of "
-            f"{layout.num_devices} devices; were they placed for another number of devices or cores?"
+            f"stack {layout.name!r} has shape {variables.table.shape}, but the specs say {shape} "
+            f"on each of {layout.num_devices} devices; were they placed for another number of "
+            "devices or cores?"
         )
     if rule is None:
         return variables
-    rows, optimizer = jax.ShapeDtypeStruct(shape, jnp.float32), layout.spec.optimizer
+    optimizer = layout.spec.optimizer
+    rows = jax.ShapeDtypeStruct(shape, jnp.float32)
     expected = jax.eval_shape(lambda rows: optimizer.pack_slots(rule.init_slots(rows)), rows)
-    found, wanted = ([leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (variables.slot, expected))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(variables.slot)]
+    expected_shapes = [leaf.shape for leaf in jax.tree.leaves(expected)]
     structure: jax.tree_util.PyTreeDef = jax.tree.structure(expected)
-    is_named = type(variables.slot) is not tuple  # a plain tuple tells nothing but its length
-    if found != wanted or (is_named and structure != jax.tree.structure(variables.slot)):
+    is_named = type(variables.slot) is not tuple  # the structure of a plain tuple is not compared
+    if shapes != expected_shapes or (is_named and structure != jax.tree.structure(variables.slot)):
         raise ValueError(
-            f"stack {layout.name!r}: its optimizer {optimizer.short_name()!r} keeps slots {type(expected).__name__} of "
-            f"shapes {wanted}, but got {type(variables.slot).__name__} of shapes {found}; use variables of this "
+            f"stack {layout.name!r}: its optimizer {optimizer.short_name()!r} keeps slots "
+            f"{type(expected).__name__} of shapes {expected_shapes}, but got "
+            f"{type(variables.slot).__name__} of shapes {shapes}; use variables of this "
             "optimizer, or its init_slots."
         )
     return variables

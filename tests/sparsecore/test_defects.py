@@ -93,7 +93,7 @@ def test_specs_as_static_arguments_follow_new_limits():
 
 
 def test_drops_are_told_once_with_table_limit_and_number(caplog, monkeypatch):
-    monkeypatch.setattr(partitioner, "_told", set())
+    monkeypatch.setattr(partitioner, "_warned", set())
     specs = [spec_for("left"), spec_for("right")]
     limits = {"stack_to_max_ids_per_partition": lambda *_: 12, "stack_to_max_unique_ids_per_partition": lambda *_: 10}
     for spec in specs:
@@ -112,7 +112,7 @@ def test_drops_are_told_once_with_table_limit_and_number(caplog, monkeypatch):
         f"rsembed.sparsecore: table 'right' in stack 'left_right': 4 ids were dropped in one batch by {limit}"
         for limit in ("max_ids_per_partition=12", "suggested_coo_buffer_size_per_device=8")
     ]
-    monkeypatch.setattr(partitioner, "_told", set())
+    monkeypatch.setattr(partitioner, "_warned", set())
     spec = prepared(spec_for(max_unique_ids_per_partition=5))
     with caplog.at_level(logging.WARNING, logger="rsembed"):
         _, statistics = preprocess(spec, [[number, number] for number in range(8)], allow_id_dropping=True)

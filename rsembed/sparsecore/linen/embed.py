@@ -23,22 +23,25 @@ with_sparsecore_layout = meta.with_partitioning
 
 
 class SparseCoreEmbed(MeshLayer, nn.Module):
-    """Activations of all features; differentiating it trains the tables.
+    """Layer that looks up all features, and updates the tables in the backward pass.
 
-    The layer's parameters have an unusual gradient: `jax.grad` returns the UPDATED tables, slots and step counter, one
-    optimizer step after the lookup. Use `embed_optimizer`, which puts them in place and leaves the rest to optax. Call
-    a layer once in a loss: of two calls, autodiff would add up the two updated tables.
+    For its parameters, `jax.grad` returns the UPDATED tables, slots and step counter, after one
+    optimizer step. `embed_optimizer` replaces these parameters, and updates all others with optax.
+    A loss may call the layer only once: with two calls, autodiff would add the two updated tables.
+
+    The parameter `sc_embedding_step` counts the steps; `step_number` reads it. It stays exact if
+    all parameters are cast to a 16-bit dtype.
 
     Attributes:
-      feature_specs: placed specs; see `embedding.prepare_feature_specs_for_training`.
-      sharding_axis: mesh axis (or axes) over which tables and batch are cut; other axes of the mesh hold copies.
-      mesh: the devices; None means all of them.
-      table_sharding_strategy: "MOD".
-      enable_minibatching: split batches that exceed a limit, instead of refusing them.
-      num_sc_per_device: cores per device; None (or -1) takes the number that the specs were placed for.
-
-    A layer fills in mesh and num_sc_per_device. A counter beside the tables, `sc_embedding_step`, keeps the step, which
-    `step_number` reads; a cast of all parameters leaves it exact.
+      feature_specs: placed specs. See `embedding.prepare_feature_specs_for_training`.
+      sharding_axis: mesh axis (or axes) that shards tables and batch. They are replicated along
+        the other axes of the mesh.
+      mesh: the mesh. None means all devices on one axis. The attribute then holds that mesh.
+      table_sharding_strategy: "MOD", the only strategy.
+      enable_minibatching: whether batches that exceed a limit are split, instead of being an
+        error. False by default.
+      num_sc_per_device: cores per device. None (or -1) takes the number that the specs were placed
+        for. The attribute then holds it.
     """
 
     feature_specs: embedding.Nested[FeatureSpec]
@@ -69,8 +72,9 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
 
         Args:
           embedding_lookup_inputs: a preprocessed batch of all devices.
-          step: 0-based step of the update that autodiff will ask for; the counter goes on from it. None reads the
-            counter. The published layer is in step 0 for ever: Adam corrects its bias as in the first step.
+          step: number, from 0, of the step that follows this lookup. The counter continues from it.
+            None, the default, reads the counter. The published layer always uses step 0, and with
+            it the bias correction of Adam's first step.
         """
         tables = self._tables()
         axes: PyTree = (tables.devices.axes,)  # one entry of a partition spec may be several mesh axes
@@ -81,15 +85,16 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
     def apply_gradient(
         self, gradients: PyTree, embedding_lookup_inputs: embedding.PreprocessedInput, step: Scalar | None = None
     ) -> dict[str, PyTree]:
-        """The layer's parameters after one update with the given gradients: what autodiff returns, without it.
+        """The parameters of the layer after one update, without autodiff.
 
-        Call it as `layer.apply({"params": params}, gradients, inputs, method="apply_gradient")` and put the result in
-        the place of `params`. Names of a layer inside a model begin with its path, as in "tower/embed/...".
+        Call it as `layer.apply({"params": params}, gradients, inputs, method="apply_gradient")` and
+        replace `params` by the result. In a model, parameter names begin with the path of the
+        layer, as in "tower/embed/...".
 
         Args:
           gradients: gradients of the activations, in a tree like `feature_specs`.
           embedding_lookup_inputs: the batch that was looked up.
-          step: as for a call.
+          step: see `__call__`.
         """
         variables = self.embedding_table
         counter = counter_at(self.get_variable("params", STEP_PARAM_NAME), step)

@@ -18,38 +18,41 @@ from rsembed.specs import FeatureSpec, tables_of
 
 
 class EmbeddingVariablesParam(nnx.Param):
-    """Tables with their slots, or a step counter: parameters that optax must not see."""
+    """Variable of tables with their slots, or of a step counter. It must not be passed to optax."""
 
 
 def is_embedding_variables(path: object, value: object) -> bool:
-    """Filter of `nnx.state` and friends: the parameters of `SparseCoreEmbed` layers."""
+    """Filter for `nnx.state` and similar functions: selects the parameters of `SparseCoreEmbed` layers."""
     del path
     return isinstance(value, EmbeddingVariablesParam)
 
 
 def is_non_embedding_variables(path: object, value: object) -> bool:
-    """Filter of `nnx.state` and friends: everything but the parameters of `SparseCoreEmbed` layers."""
+    """Filter for `nnx.state` and similar functions: all except the parameters of `SparseCoreEmbed` layers."""
     return not is_embedding_variables(path, value)
 
 
 class SparseCoreEmbed(MeshLayer, nnx.Module):
-    """Activations of all features; differentiating it trains the tables.
+    """Layer that looks up all features, and updates the tables in the backward pass.
 
-    `nnx.grad` returns for this layer the UPDATED tables, slots and step counter, one optimizer step after the lookup;
-    `PartitionedOptimizer` puts them in place. Call a layer once in a loss: of two calls, autodiff would add up the two
-    updated tables.
+    For this layer, `nnx.grad` returns the UPDATED tables, slots and step counter, after one
+    optimizer step. `PartitionedOptimizer` writes them into the model. A loss may call the layer
+    only once: with two calls, autodiff would add the two updated tables.
+
+    The variable `step` counts the steps; `step_number` reads it. It stays exact if all parameters
+    are cast to a 16-bit dtype.
 
     Args:
-      feature_specs: placed specs; see `embedding.prepare_feature_specs_for_training`.
-      sharding_axis: mesh axis (or axes) over which tables and batch are cut; other axes of the mesh hold copies.
-      mesh: the devices; None means all of them.
-      rngs: its stream `params` gives the key of the initial tables.
-      enable_minibatching: split batches that exceed a limit, instead of refusing them.
-      table_sharding_strategy: "MOD".
-      num_sc_per_device: cores per device; None takes the number that the specs were placed for, which the layer tells.
-
-    A counter beside the tables, `step`, keeps the step, which `step_number` reads; a cast of all parameters leaves it
-    exact.
+      feature_specs: placed specs. See `embedding.prepare_feature_specs_for_training`.
+      sharding_axis: mesh axis (or axes) that shards tables and batch. They are replicated along
+        the other axes of the mesh.
+      mesh: the mesh. None means all devices on one axis.
+      rngs: random streams; `params` gives the key of the initial tables.
+      enable_minibatching: whether batches that exceed a limit are split, instead of being an
+        error. False by default.
+      table_sharding_strategy: "MOD", the only strategy.
+      num_sc_per_device: cores per device. None takes the number that the specs were placed for;
+        the attribute then holds it.
     """
 
     @validated
@@ -70,7 +73,8 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
         self.feature_specs = nnx.static(feature_specs)
         devices = table_mesh(mesh, sharding_axis)
         self.mesh = nnx.static(devices.known_mesh)
-        self.sharding_axis, self.table_sharding_strategy = sharding_axis, table_sharding_strategy
+        self.sharding_axis = sharding_axis
+        self.table_sharding_strategy = table_sharding_strategy
         placed = list(tables_of(feature_specs).values())
         self.num_sc_per_device = cores_of(placed, devices.num_devices, num_sc_per_device)
         self.enable_minibatching = enable_minibatching
@@ -83,29 +87,32 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
 
         Args:
           embedding_lookup_inputs: a preprocessed batch of all devices.
-          step: 0-based step of the update that autodiff will ask for; the counter goes on from it. None reads the
-            counter. With 0 in every call, Adam corrects its bias as in the first step for ever.
+          step: number, from 0, of the step that follows this lookup. The counter continues from it.
+            None, the default, reads the counter. Do not pass 0 in every call: Adam would always use
+            the bias correction of the first step.
         """
         counter = counter_at(self.step.get_value(), step)
         return self._tables().train(self.embedding_table.get_value(), counter, embedding_lookup_inputs)
 
     def apply_gradient(self, gradients: PyTree, inputs: PreprocessedInput, step: Scalar | None = None) -> None:
-        """Updates tables, slots and counter in place: what autodiff and `PartitionedOptimizer` do, without them.
+        """Updates tables, slots and counter in place, without `nnx.grad` and `PartitionedOptimizer`.
 
         Args:
           gradients: gradients of the activations, in a tree like `feature_specs`.
           inputs: the batch that was looked up.
-          step: as for a call.
+          step: see `__call__`.
         """
-        counter, variables = counter_at(self.step.get_value(), step), self.embedding_table.get_value()
-        self.embedding_table.set_value(self._tables().update(gradients, variables, step_number(counter), inputs))
+        counter = counter_at(self.step.get_value(), step)
+        variables = self.embedding_table.get_value()
+        updated = self._tables().update(gradients, variables, step_number(counter), inputs)
+        self.embedding_table.set_value(updated)
         self.step.set_value(next_step(counter))
 
 
 def embedding_lookup(
     embedding_layer: SparseCoreEmbed, embedding_lookup_inputs: PreprocessedInput, step: Scalar | None = None
 ) -> PyTree:
-    """The trainable lookup of a layer; see `SparseCoreEmbed.__call__`."""
+    """The trainable lookup of a layer. See `SparseCoreEmbed.__call__`."""
     return embedding_layer(embedding_lookup_inputs, step)
 
 
@@ -114,43 +121,46 @@ def embedding_lookup_bwd(res: PyTree, g: PyTree) -> PyTree:
 
     Args:
       res: layer, inputs and step of the lookup.
-      g: a state of the layer beside what is returned for inputs and step, and the gradients of the activations.
+      g: a pair. Its first entry holds a state of the layer and the gradients of inputs and step; its
+        second entry holds the gradients of the activations.
 
     Returns:
-      The state with updated tables and counter in it, and the other two as they came.
+      The state with updated tables and counter, and the gradients of inputs and step, unchanged.
     """
-    (layer, inputs, step), ((state, *others), d_activations) = res, g
+    layer, inputs, step = res
+    (state, *others), d_activations = g
     counter = counter_at(layer.step.get_value(), step)
     variables = layer._tables().update(d_activations, layer.embedding_table.get_value(), step_number(counter), inputs)
     new = {"embedding_table": variables, "step": next_step(counter)}
-    # The state of a program that was written for the published layer holds the tables alone.
+    # In programs for the published layer, the state holds only the tables.
     return type(state)({name: param.replace(new[name]) for name, param in state.items()}), *others
 
 
 class PartitionedOptimizer(nnx.Module):
-    """Puts updated tables in place and leaves all other parameters to optax.
+    """Optimizer of a model with tables: replaces the tables, and updates all other parameters with optax.
 
     Args:
-      model: holds `SparseCoreEmbed` layers and dense ones.
-      dense_optimizer: never sees tables, so its norms and state are those of the dense part.
+      model: a module with `SparseCoreEmbed` layers and dense layers.
+      dense_optimizer: optimizer of all other parameters. Its norms and its state do not include
+        tables.
     """
 
     def __init__(self, model: nnx.Module, dense_optimizer: optax.GradientTransformation):
         self.dense = nnx.Optimizer(model, dense_optimizer, wrt=nnx.All(nnx.Param, is_non_embedding_variables))
 
     def update(self, model: nnx.Module, grads: PyTree) -> None:
-        """Applies what `nnx.grad` of the model returned, in place."""
+        """Applies gradients from `nnx.grad` of the model, in place."""
         nnx.update(model, nnx.state(grads, is_embedding_variables))
-        # optax mixes its integer step counts with floats, whatever the user's promotion setting is.
+        # optax mixes integer step counts with floats, which strict promotion would reject.
         with jax.numpy_dtype_promotion("standard"):
             self.dense.update(model, grads)
 
 
 def get_named_sharding(node: nnx.Module, mesh: Mesh) -> nnx.StateSharding:
-    """Shardings of a model's or optimizer's state, for `in_shardings` of `nnx.jit`.
+    """Shardings of the state of a model or an optimizer, for `in_shardings` of `nnx.jit`.
 
-    Tables and slots are cut along the axes of their layer. Every other variable follows its own annotation, and is
-    copied to all devices if it has none.
+    Tables and slots are sharded along the axes of their layer. Every other variable follows its
+    annotation, or is replicated if it has none.
 
     Args:
       node: an `nnx.Module` or `nnx.Optimizer`.
