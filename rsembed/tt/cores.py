@@ -364,7 +364,7 @@ def _forward(
 
 
 def _backward(shapes: SliceShapes, num_bags: int, saved: PyTree, d_pooled: Array) -> tuple[PyTree, ...]:
-    """Gradients of cores and gains; digits and bags are integers and have none."""
+    """Gradients of cores and gains. Digits and bags are integers and have none."""
     cores, digits, bags, gains = saved
     results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (*cores, gains)]
     call = jax.ffi.ffi_call("rsembed_train_pull", results, vmap_method="sequential")

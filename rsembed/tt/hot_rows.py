@@ -1,7 +1,7 @@
 """Cache of the most read rows of a tensor train, stored uncompressed and trained row by row.
 
 A lookup of a cached row reads the stored vector instead of multiplying slices, and the gradient of
-that row goes to the stored vector. Only `populate` changes which rows are cached; it follows the
+that row goes to the stored vector. Only `populate` changes which rows are cached. It follows the
 counts of recent reads. A row that stays in the cache keeps its cache slot and its bits. A row that
 enters the cache is initialised from the cores. Rows that are evicted are *written back*: the first
 core takes the step that brings the whole table closest to its previous contents, and the remaining
@@ -330,7 +330,7 @@ def written_back(
     downhill = pull(targets - old_rows)[0].reshape(-1, *shapes[0][1:])
     change = jnp.einsum("pqi,pij->pqj", downhill, inverse[table], precision="highest")
     change = change.reshape(first.shape)
-    # A row with NaN or infinity is lost; it must not spread into the other rows of its slice.
+    # A row with NaN or infinity is lost. It must not spread into the other rows of its slice.
     new_first = (first + jnp.where(jnp.isfinite(change), change, 0.0)).astype(cores[0].dtype)
     new_cores = (new_first, *cores[1:])
 

@@ -81,12 +81,12 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         (one state per core slice) or ADAM.
       learning_rate: learning rate of the fused step, 0.1 by default.
       eps: number that both Adagrads add to the denominator, 1e-10 by default.
-      weight_dist: distribution of the initial table, "normal" by default; see `init_cores`.
+      weight_dist: distribution of the initial table, "normal" by default. See `init_cores`.
       dtype: dtype of the cores, float32 (default) or bfloat16. Rows and sums are float32.
       mode: "sum" (default) or "mean", which divides by the number of ids.
-      include_last_offset: whether `offsets` end with the end of the last bag; see `__call__`. A
+      include_last_offset: whether `offsets` end with the end of the last bag. See `__call__`. A
         module of one table needs it under `jit`.
-      enforce_embedding_dim: ignored; the dimension is always enforced.
+      enforce_embedding_dim: ignored. The dimension is always enforced.
       use_cache: whether to store the most read rows uncompressed and to train them directly. Rows
         enter the cache with the first `cache_populate`. None, the default, is True for a
         `TTEmbeddingBag` with `sparse=True`, as published, and False otherwise. A cache needs
@@ -112,10 +112,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
     Raises:
       ValueError: shapes do not match, the length of a sequence differs from the number of tables,
-      or an
-        option is unknown.
+        or an option is unknown.
       NotImplementedError: the optimizer is not offered, or `use_cache=True` is combined with
-      `sparse=False`.
+        `sparse=False`.
 
     Source: FBTT-Embedding, `TableBatchedTTEmbeddingBag`.
 
@@ -394,7 +393,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         self._count(self._by_group(self._read(indices, offsets, None)))
 
     def cache_populate(self) -> None:
-        """Fills the cache with the most read rows. Evicted rows are written back to the cores; see `hot_rows`.
+        """Fills the cache with the most read rows. Evicted rows are written back to the cores. See `hot_rows`.
 
         Warns if no read was counted; under `jit` it cannot tell.
 
@@ -459,7 +458,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
           per_sample_weights: one float per id; None, the default, means ones.
           warmup: ignored.
 
-        Raises: ValueError or TypeError: an argument is wrong; the message names the id, bag or
+        Raises: ValueError or TypeError: an argument is wrong. The message names the id, bag or
         offset.
         """
         del warmup
@@ -568,7 +567,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return programs.rows_by_group(self.groups, sizes, bags)
 
     def _read(self, indices: PyTree, offsets: PyTree, weights: PyTree) -> Bags:
-        """Checked bags of all tables; see `programs.read_bags`."""
+        """Checked bags of all tables. See `programs.read_bags`."""
         return programs.read_bags(
             self.specs,
             indices,

@@ -43,7 +43,7 @@ class FusedParam(nnx.Variable):
     def set_value(self, value: object, **options: object) -> None:
         """Always raises an error, because cores must change together with optimizer state and cache.
 
-        Raises: ValueError: always; the message names `set_cores`.
+        Raises: ValueError: always. The message names `set_cores`.
         """
         raise ValueError(
             "the cores of a module with sparse=True have an optimizer state and cached rows "
@@ -274,9 +274,8 @@ def read_bags(
     Raises:
       TypeError: ids or offsets are not integers.
       ValueError: the forms of the arguments do not match, the number of bags is no multiple of the
-      number
-        of tables, offsets decrease, an id is outside its table, or a weight is not finite. The
-        message names the id, the bag and the table.
+        number of tables, offsets decrease, an id is outside its table, or a weight is not finite.
+        The message names the id, the bag and the table.
     """
     check_not_forked(name)
     check_unmasked((indices, offsets), "indices or offsets")

@@ -127,7 +127,7 @@ class TTSpec:
             ranks stay above about 8; more cores fit a smaller budget.
           dtype: dtype of the cores, float32 (default) or bfloat16.
 
-        Raises: ValueError: not even rank 1 fits; the message names the bytes that rank 1 needs.
+        Raises: ValueError: not even rank 1 fits. The message names the bytes that rank 1 needs.
 
         Example:
           >>> print(TTSpec.for_budget(11_000_000, 64, bytes=4_000_000))
@@ -179,7 +179,7 @@ class TTSpec:
 
     @property
     def max_ranks(self) -> tuple[int, ...]:
-        """Inner ranks that represent any table of this shape exactly; larger ranks are wasted."""
+        """Inner ranks that represent any table of this shape exactly. Larger ranks are wasted."""
         sizes = [p * q for p, q in zip(self.tt_p_shapes, self.tt_q_shapes, strict=True)]
         ranks = []
         for t in range(1, len(sizes)):

@@ -52,8 +52,8 @@ class TensorTrain(Storage):
       tt_ranks: inner ranks, one fewer than cores. None takes the largest ranks that fit `bytes`.
       tt_p_shapes: row factors. Default: `suggested_tt_shapes` of the number of rows.
       tt_q_shapes: column factors. Default: `suggested_tt_shapes` of the embedding dimension.
-      bytes: bytes that the cores may use, instead of ranks and factors; see `TTSpec.for_budget`.
-      weight_dist: distribution of the initial table, "normal" by default; see `init_cores`. It
+      bytes: bytes that the cores may use, instead of ranks and factors. See `TTSpec.for_budget`.
+      weight_dist: distribution of the initial table, "normal" by default. See `init_cores`. It
         replaces the initializer of the table, which has no effect.
       cache_rows: number of the most read rows that are cached as float32 vectors. A cached row is
         trained directly and costs no products. 0, the default, caches none. See `hot_rows`.
@@ -61,7 +61,7 @@ class TensorTrain(Storage):
         default, takes 16 per cached row.
       populate_every: number of steps between two choices of the cached rows, 100 by default. Each
         choice also halves the read counts.
-      tables: tables that share this storage; only a collection sets it. Their cores have equal
+      tables: tables that share this storage. Only a collection sets it. Their cores have equal
         slices and are concatenated along the first axis. Their row numbers are offset accordingly.
 
     Raises: ValueError: either both or neither of ranks and bytes are set, or the distribution is
@@ -350,7 +350,7 @@ class TensorTrain(Storage):
         return params, slots, rows
 
     def populate(self, params: CachedTrain, slots: AllSlots, table: TableSpec) -> tuple[CachedTrain, AllSlots]:
-        """Parameters and slots with the most read rows in the cache; see `hot_rows.populate`."""
+        """Parameters and slots with the most read rows in the cache. See `hot_rows.populate`."""
         core_slots, row_slots = slots
         specs = self.specs_of(table)
         params, row_slots = hot_rows.populate(specs, params, row_slots, table.optimizer)
