@@ -33,9 +33,9 @@ kernels/reference.py  kernels/test_contract.py -k reference
 kernels/contract.py  kernels/test_contract.py -k reference
     starts = itertools.accumulate(columns, initial=0) => starts = [0] * len(columns)
 kernels/native.py  kernels/test_keys.py
-    return tuple(own), entry_of, first_of, => return tuple(own), first_of, entry_of,
+    return tuple(sorted_lanes), entry_of, first_of, => return tuple(sorted_lanes), first_of, entry_of,
 kernels/keyed.py  kernels/test_keys.py
-    (found[:, 0] == high) & (found[:, 1] == low) => (found[:, 1] == low)
+    (slot_lanes[:, 0] == high) & (slot_lanes[:, 1] == low) => (slot_lanes[:, 1] == low)
 kernels/ids.py  kernels/test_ids.py
     < ends[-1] => <= ends[-1]
 optimizers/rules.py  optimizers/test_contract.py

@@ -1,13 +1,17 @@
-"""Kernels for keys in plain JAX, which define their meaning: distinct entries, and a hash table of rows.
+"""Kernels for keys in plain JAX, which define their meaning: distinct entries, hash table of rows.
 
-The table is one of open addressing with linear probing. A slot is empty, deleted, claimed, or holds a key and its row.
-All keys of a call probe at the same time; of those that find the same free slot, the first in the call gets it, so
-equal calls give equal tables. Few keys need many probes: the loop narrows to those still searching, so the work follows
-the number of probes and not their maximum. Several tables of one size may lie one behind the other in the same arrays;
-`Keys.table` says which of them a key is in, and no key leaves its own.
+The hash table uses open addressing with linear probing. A slot is empty, deleted, claimed, or
+holds a key and its row. All keys of a call probe at the same time. If several keys reach the same
+free slot, the first key of the call gets it, so equal calls give equal tables. Few keys need many
+probes. The loop narrows to the keys that still search, so the work is proportional to the total
+number of probes and not to the largest number.
 
-Source: the lanes, the hash and the claims by scatter-min follow the usual lock-free GPU tables (for example SlabHash
-and WarpCore), with a minimum in place of the race; the hash ends in MurmurHash3's finaliser (Appleby).
+Several tables of one size can be concatenated in the same arrays. `Keys.table` is the table of
+each key, and a key only probes the slots of its table.
+
+Source: the lanes, the hash and the claims by scatter-min follow the usual lock-free GPU tables
+(for example SlabHash and WarpCore), with a minimum in place of the race; the hash ends in
+MurmurHash3's finaliser (Appleby).
 """
 
 from __future__ import annotations
@@ -16,21 +20,22 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PyTree, Shaped, UInt32
+from jaxtyping import Array, Bool, Int, Shaped, UInt32
 
 from rsembed.kernels.contract import NO_ROW
 from rsembed.kernels.reference import gather_rows
 from rsembed.keys import Keys
 
-EMPTY, DELETED = -1, -2
+EMPTY = -1
+DELETED = -2
 MAX_COUNT = 2**31 - 1
-# A claim in flight is one of the lowest int32 values, plus the position of the claimant: the first one is the least.
 CLAIM = -(2**31)
+"""A claimed slot holds this plus the position of the key in the call, so the first key is least."""
 MIN_WIDTH = 2048
+"""Number of probing keys below which `_probe_all` does not narrow further."""
 
 Distinct = tuple[
     tuple[Shaped[Array, " nnz"], ...],
@@ -42,95 +47,150 @@ Distinct = tuple[
 
 Unique = tuple[Int[Array, " nnz"], Int[Array, " nnz"], Int[Array, " nnz"]]
 
+HashTables = tuple[
+    UInt32[Array, "slots 2"],
+    Int[Array, " slots"],
+    Int[Array, " tables"],
+    Int[Array, " tables"],
+]
+"""Keys and rows of the slots, and for each table the number of keys and of deleted slots."""
+
 
 def mix(high: UInt32[Array, "*shape"], low: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     """32 well-spread bits of a key."""
-    h = low ^ (high * jnp.uint32(0x9E3779B1))
-    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-    return h ^ (h >> 16)
+    bits = low ^ (high * jnp.uint32(0x9E3779B1))
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+    return bits ^ (bits >> 16)
 
 
-def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]], num_owners: int) -> Distinct:
+def distinct(
+    owners: Int[Array, " nnz"],
+    lanes: Sequence[Shaped[Array, " nnz"]],
+    num_owners: int,
+) -> Distinct:
     """Distinct entries, sorted by owner and then by lanes, from a single stable sort.
 
-    Returns: the lanes of every distinct entry (zeros behind the last one), the entry of every occurrence (`NO_ROW`
-    without an owner), the first occurrence of every entry (`NO_ROW` behind the last one), and where each owner's
-    entries begin, and how often every entry occurs (0 behind the last one).
+    Args:
+      owners: owner of every occurrence. An occurrence with an owner outside `[0, num_owners)` is
+        padding.
+      lanes: words that identify an entry of an owner, most significant first.
+      num_owners: number of owners.
+
+    Returns: the lanes of every distinct entry (zeros after the last one); the entry of every
+      occurrence (`NO_ROW` for padding); the first occurrence of every entry (`NO_ROW` after the
+      last one); the offset of each owner's entries; and the number of occurrences of every entry
+      (0 after the last one).
     """
+    num_occurrences = owners.shape[0]
     owners = jnp.where((owners >= 0) & (owners < num_owners), owners, num_owners).astype(jnp.int32)
-    occurrences = jnp.arange(owners.shape[0], dtype=jnp.int32)
-    *keys, order = jax.lax.sort((owners, *lanes, occurrences), num_keys=1 + len(lanes), is_stable=True)
+    positions = jnp.arange(num_occurrences, dtype=jnp.int32)
+    operands = (owners, *lanes, positions)
+    *keys, order = jax.lax.sort(operands, num_keys=1 + len(lanes), is_stable=True)
     differs = functools.reduce(operator.or_, [key[1:] != key[:-1] for key in keys])
     has_owner = keys[0] < num_owners
     is_first = jnp.ones(owners.shape, bool).at[1:].set(differs) & has_owner
-    number = jnp.cumsum(is_first, dtype=jnp.int32) - 1
-    entry_of = jnp.full(owners.shape, NO_ROW, jnp.int32).at[order].set(jnp.where(has_owner, number, NO_ROW))
-    place = jnp.where(is_first, number, NO_ROW)
-    sorted_lanes = tuple(jnp.zeros_like(lane).at[place].set(lane, mode="drop") for lane in keys[1:])
-    first_of = jnp.full(owners.shape, NO_ROW, jnp.int32).at[place].set(order, mode="drop")
-    counts = jnp.zeros(num_owners, jnp.int32).at[keys[0]].add(is_first.astype(jnp.int32), mode="drop")
-    offsets = jnp.zeros(num_owners + 1, jnp.int32).at[1:].set(jnp.cumsum(counts, dtype=jnp.int32))
-    num_occurrences = jnp.zeros(owners.shape, jnp.int32).at[entry_of].add(1, mode="drop")
-    return sorted_lanes, entry_of, first_of, offsets, num_occurrences
+    entries = jnp.cumsum(is_first, dtype=jnp.int32) - 1
+    no_rows = jnp.full(owners.shape, NO_ROW, jnp.int32)
+    entry_of = no_rows.at[order].set(jnp.where(has_owner, entries, NO_ROW))
+    first_entries = jnp.where(is_first, entries, NO_ROW)
+    sorted_lanes = []
+    for lane in keys[1:]:
+        sorted_lanes.append(jnp.zeros_like(lane).at[first_entries].set(lane, mode="drop"))
+    first_of = no_rows.at[first_entries].set(order, mode="drop")
+    num_entries = jnp.zeros(num_owners, jnp.int32)
+    num_entries = num_entries.at[keys[0]].add(is_first.astype(jnp.int32), mode="drop")
+    ends = jnp.cumsum(num_entries, dtype=jnp.int32)
+    offsets = jnp.zeros(num_owners + 1, jnp.int32).at[1:].set(ends)
+    counts = jnp.zeros(num_occurrences, jnp.int32).at[entry_of].add(1, mode="drop")
+    return tuple(sorted_lanes), entry_of, first_of, offsets, counts
 
 
 def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
     """Distinct keys in the order of their first occurrence.
 
-    The keys go into a table of positions made for this call alone: a stable sort of two lanes takes three times as
-    long.
+    The keys go into a hash table of positions that exists only during this call. A stable sort of
+    two lanes would take three times as long.
 
-    Returns: which distinct key every key is, `NO_ROW` for padding; where each occurs first, `NO_ROW` behind the last
-      one; and the sum of its `occurrences`, up to `MAX_COUNT`, 0 behind the last one.
+    Args:
+      keys: keys and padding, in any order.
+      occurrences: number by which each key counts.
+
+    Returns: the number of every key's distinct key, `NO_ROW` for padding; the position of the first
+      occurrence of each distinct key, `NO_ROW` after the last one; and the sum of its
+      `occurrences`, at most `MAX_COUNT`, 0 after the last one.
     """
     num_keys = keys.low.shape[0]
     num_slots = 1 << (2 * max(num_keys, 1) - 1).bit_length()
 
-    def probe(lane: Array, lanes: Lanes, positions: Array, places: Array, active: Array) -> tuple[Array, Array, Array]:
-        is_free = active & (lane[places] == NO_ROW)
-        lane = lane.at[jnp.where(is_free, places, num_slots)].min(positions, mode="drop")
-        there = lane[places]  # copies of a key probe in step, so it was its first one that claimed the slot
-        same = [lane[there] == own for lane, own in zip(keys.lanes, lanes, strict=True)]
-        return lane, active & functools.reduce(operator.and_, same), there
+    def probe(
+        owner: Array,
+        lanes: Lanes,
+        positions: Array,
+        slots: Array,
+        active: Array,
+    ) -> tuple[Array, Array, Array]:
+        is_free = active & (owner[slots] == NO_ROW)
+        claimed = jnp.where(is_free, slots, num_slots)
+        owner = owner.at[claimed].min(positions, mode="drop")
+        # Equal keys probe the same slots in step, so the first of them made the claim.
+        first = owner[slots]
+        is_same = active
+        for lane, key_lane in zip(keys.lanes, lanes, strict=True):
+            is_same &= lane[first] == key_lane
+        return owner, is_same, first
 
-    lane = jnp.full(num_slots, NO_ROW, jnp.int32) + varying_zero(keys.low, keys.is_key)
-    high = keys.high if keys.table is None else keys.high ^ (keys.table.astype(jnp.uint32) * jnp.uint32(0x9E3779B1))
+    owner = jnp.full(num_slots, NO_ROW, jnp.int32) + varying_zero(keys.low, keys.is_key)
+    high = keys.high
+    if keys.table is not None:
+        high = high ^ (keys.table.astype(jnp.uint32) * jnp.uint32(0x9E3779B1))
     homes = (mix(high, keys.low) & jnp.uint32(num_slots - 1)).astype(jnp.int32)
-    first = _probe_all(probe, lane, keys, homes, num_slots)[1]  # position at which every key occurs first
+    _, first = _probe_all(probe, owner, keys, homes, num_slots)
     is_first = first == jnp.arange(num_keys, dtype=jnp.int32)
-    number = jnp.cumsum(is_first, dtype=jnp.int32) - 1
-    entry_of = number.at[first].get(mode="fill", fill_value=NO_ROW)
+    entries = jnp.cumsum(is_first, dtype=jnp.int32) - 1
+    entry_of = entries.at[first].get(mode="fill", fill_value=NO_ROW)
     counts = jnp.zeros_like(entry_of).at[entry_of].add(occurrences, mode="drop")
-    # A sum that does not fit wraps.
-    return entry_of, compact(is_first, num_keys)[0], jnp.where(counts < 0, MAX_COUNT, counts)
+    counts = jnp.where(counts < 0, MAX_COUNT, counts)  # A sum that overflows is negative.
+    return entry_of, compact(is_first, num_keys)[0], counts
 
 
 def find_keys(
     lanes: UInt32[Array, "slots 2"], rows: Int[Array, " slots"], keys: Keys, num_tables: int = 1
 ) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Int[Array, ""]]:
-    """Slot and row of every key in its table, `NO_ROW` for absent keys and padding; and how many of them are absent.
+    """Slot and row of every key in its table, and the number of keys that are absent.
 
-    A key may occur several times.
+    Absent keys and padding have slot and row `NO_ROW`. A key may occur several times.
     """
 
-    def probe(zero: Array, own: Lanes, _: Array, places: Array, active: Array) -> tuple[Array, Array, Array]:
-        found_rows, found = rows[places], lanes[places]
-        high, low = own[-2:]
-        is_hit = active & (found_rows >= 0) & (found[:, 0] == high) & (found[:, 1] == low)
-        return zero, is_hit | (active & (found_rows == EMPTY)), jnp.where(is_hit, places, NO_ROW)
+    def probe(
+        zero: Array,
+        key_lanes: Lanes,
+        _: Array,
+        slots: Array,
+        active: Array,
+    ) -> tuple[Array, Array, Array]:
+        slot_rows = rows[slots]
+        slot_lanes = lanes[slots]
+        high, low = key_lanes[-2:]
+        is_equal = (slot_lanes[:, 0] == high) & (slot_lanes[:, 1] == low)
+        is_hit = active & (slot_rows >= 0) & is_equal
+        is_absent = active & (slot_rows == EMPTY)
+        return zero, is_hit | is_absent, jnp.where(is_hit, slots, NO_ROW)
 
     size = rows.shape[0] // num_tables
-    slots = _probe_all(probe, varying_zero(rows, keys.low), keys, _homes(keys, size), size)[1]
+    zero = varying_zero(rows, keys.low)
+    _, slots = _probe_all(probe, zero, keys, _homes(keys, size), size)
     num_absent = jnp.sum(keys.is_key & (slots == NO_ROW), dtype=jnp.int32)
     return slots, rows.at[slots].get(mode="fill", fill_value=NO_ROW), num_absent
 
 
 def compact(mask: Bool[Array, " n"], size: int) -> tuple[Int[Array, " size"], Int[Array, ""]]:
-    """Positions of the first `size` True entries, `NO_ROW` behind them; and how many there are."""
+    """Positions of the first `size` True entries, padded with `NO_ROW`, and the number of all."""
     counts = jnp.cumsum(mask, dtype=jnp.int32)
-    places = jnp.searchsorted(counts, jnp.arange(1, size + 1, dtype=jnp.int32)).astype(jnp.int32)
-    return jnp.where(places < mask.shape[0], places, NO_ROW), jnp.sum(mask, dtype=jnp.int32)
+    ranks = jnp.arange(1, size + 1, dtype=jnp.int32)
+    positions = jnp.searchsorted(counts, ranks).astype(jnp.int32)
+    positions = jnp.where(positions < mask.shape[0], positions, NO_ROW)
+    return positions, jnp.sum(mask, dtype=jnp.int32)
 
 
 def ranks(
@@ -139,11 +199,20 @@ def ranks(
     num_tables: int,
     tell_apart: Callable[..., Distinct] = distinct,
 ) -> tuple[Int[Array, " n"], Int[Array, " tables"]]:
-    """Rank of each marked entry among those of its table, and the number of marked entries in each table."""
+    """Rank of each marked entry in its table, and the number of marked entries of each table.
+
+    Args:
+      marks: which entries count.
+      table: table of each entry; None if there is one table.
+      num_tables: number of tables.
+      tell_apart: implementation of `distinct` that sorts the entries by table.
+    """
     if table is None:
         return jnp.cumsum(marks, dtype=jnp.int32) - 1, jnp.sum(marks, dtype=jnp.int32)[None]
-    owners, places = jnp.where(marks, table, num_tables), jnp.arange(marks.shape[0], dtype=jnp.int32)
-    _, entry_of, _, offsets, _ = tell_apart(owners, [places], num_owners=num_tables)  # places tell all entries apart
+    owners = jnp.where(marks, table, num_tables)
+    # Positions as the lane make every entry distinct and keep the entries of a table in order.
+    positions = jnp.arange(marks.shape[0], dtype=jnp.int32)
+    _, entry_of, _, offsets, _ = tell_apart(owners, [positions], num_owners=num_tables)
     return entry_of - offsets.at[table].get(mode="clip"), offsets[1:] - offsets[:-1]
 
 
@@ -153,22 +222,31 @@ def take_rows(
     wants: Bool[Array, " n"],
     table: Int[Array, " n"] | None = None,
 ) -> tuple[Int[Array, " n"], Int[Array, " tables"], Int[Array, " tables"]]:
-    """Free rows for the entries that want one, taken in order from the top of their table's stack of free rows.
+    """Free rows for the entries that want one, from the top of their table's stack of free rows.
 
-    The stacks of several tables lie one behind the other, as their rows do. What stands in them counts from the first
-    row of the table.
+    Args:
+      free: stacks of free rows, one for each table, concatenated like the tables' rows. A number
+        in a stack counts from the first row of its table.
+      num_free: height of each stack.
+      wants: which entries want a row. Earlier entries are served first.
+      table: table of each entry; None if there is one table.
 
-    Returns: the rows, `NO_ROW` for the others; how many are left in each stack; and for how many there was none.
+    Returns: the row of each entry, counted from the first row of all tables, or `NO_ROW`; the
+      number of rows left in each stack; and the number of entries of each table that got none.
     """
     num_tables = num_free.shape[0]
     rank, num_wanted = ranks(wants, table, num_tables)
-    left, first = num_free, jnp.int32(0)
+    height = num_free
+    first = jnp.int32(0)
     if table is not None:
-        left, first = num_free.at[table].get(mode="clip"), table * (free.shape[0] // num_tables)
-    gets_row = wants & (rank < left)
-    rows = free.at[jnp.where(gets_row, first + left - 1 - rank, NO_ROW)].get(mode="fill", fill_value=NO_ROW)
-    num_given = jnp.minimum(num_wanted, num_free)
-    return jnp.where(gets_row, first + rows, NO_ROW), num_free - num_given, num_wanted - num_given
+        height = num_free.at[table].get(mode="clip")
+        first = table * (free.shape[0] // num_tables)
+    gets_row = wants & (rank < height)
+    positions = jnp.where(gets_row, first + height - 1 - rank, NO_ROW)
+    rows = free.at[positions].get(mode="fill", fill_value=NO_ROW)
+    num_taken = jnp.minimum(num_wanted, num_free)
+    rows = jnp.where(gets_row, first + rows, NO_ROW)
+    return rows, num_free - num_taken, num_wanted - num_taken
 
 
 def insert_keys(
@@ -178,24 +256,43 @@ def insert_keys(
     num_deleted: Int[Array, " tables"],
     keys: Keys,
     new_rows: Int[Array, " nnz"],
-) -> tuple[UInt32[Array, "slots 2"], Int[Array, " slots"], Int[Array, " tables"], Int[Array, " tables"]]:
-    """Hash tables and their counts after distinct, absent keys are added; padding is skipped.
+) -> HashTables:
+    """Hash tables and their counts with distinct, absent keys added. Padding is skipped.
 
-    Keys that would leave less than a quarter of a table's slots empty are left out.
+    A key is left out if it would leave less than a quarter of its table's slots empty.
+
+    Args:
+      lanes: key in every slot.
+      rows: row in every slot, or `EMPTY` or `DELETED`.
+      num_keys: number of keys in each table.
+      num_deleted: number of deleted slots in each table.
+      keys: keys to add.
+      new_rows: row of each key to add.
     """
-    num_slots, num_tables = rows.shape[0], num_keys.shape[0]
+    num_slots = rows.shape[0]
+    num_tables = num_keys.shape[0]
     size = num_slots // num_tables
-    room, (rank, num_wanted) = size * 3 // 4 - num_keys - num_deleted, ranks(keys.is_key, keys.table, num_tables)
-    keys = keys.only(rank < (room if keys.table is None else room.at[keys.table].get(mode="clip")))
+    room = size * 3 // 4 - num_keys - num_deleted
+    rank, num_wanted = ranks(keys.is_key, keys.table, num_tables)
+    key_room = room if keys.table is None else room.at[keys.table].get(mode="clip")
+    keys = keys.only(rank < key_room)
 
-    def probe(lane: Array, _: Lanes, positions: Array, places: Array, active: Array) -> tuple[Array, Array, Array]:
-        state, claim = lane[places], CLAIM + positions
+    def probe(
+        states: Array,
+        _: Lanes,
+        positions: Array,
+        slots: Array,
+        active: Array,
+    ) -> tuple[Array, Array, Array]:
+        state = states[slots]
+        claim = CLAIM + positions
         is_free = active & ((state == EMPTY) | (state == DELETED))
-        lane = lane.at[jnp.where(is_free, places, num_slots)].min(claim, mode="drop")
-        is_won = is_free & (lane[places] == claim)
-        return lane, is_won, places
+        states = states.at[jnp.where(is_free, slots, num_slots)].min(claim, mode="drop")
+        is_won = is_free & (states[slots] == claim)
+        return states, is_won, slots
 
-    claimed, slots = _probe_all(probe, rows + varying_zero(rows, keys.low), keys, _homes(keys, size), size)
+    states = rows + varying_zero(rows, keys.low)
+    claimed, slots = _probe_all(probe, states, keys, _homes(keys, size), size)
     was_deleted = rows.at[slots].get(mode="fill", fill_value=EMPTY) == DELETED
     reused = jnp.where(was_deleted, slots // size, num_tables)
     return (
@@ -213,68 +310,100 @@ def count_uses(
     step: Int[Array, ""],
     occurrences: Int[Array, " nnz"],
 ) -> tuple[Int[Array, " rows"], Int[Array, " rows"]]:
-    """Last steps and counts of uses after `step` used `rows`, which may repeat; counts end at `MAX_COUNT`."""
-    risen = counts.at[rows].add(occurrences, mode="drop")
-    now = risen.at[rows].get(mode="fill", fill_value=0)
-    risen = risen.at[rows].set(jnp.where(now < 0, MAX_COUNT, now), mode="drop")  # a sum that does not fit wraps
-    return last_step.at[rows].set(step, mode="drop"), risen
+    """Last step and number of uses of every row, after `step` used `rows`.
+
+    `rows` may repeat. A count stops at `MAX_COUNT`.
+    """
+    counts = counts.at[rows].add(occurrences, mode="drop")
+    sums = counts.at[rows].get(mode="fill", fill_value=0)
+    sums = jnp.where(sums < 0, MAX_COUNT, sums)  # A sum that overflows is negative.
+    counts = counts.at[rows].set(sums, mode="drop")
+    return last_step.at[rows].set(step, mode="drop"), counts
 
 
 def varying_zero(*arrays: Array) -> Int[Array, ""]:
-    """A zero that varies over the same mesh axes as the arrays, as the carry of a loop in `shard_map` must."""
-    first = [jnp.sum(x.reshape(-1)[:1].astype(jnp.int32), dtype=jnp.int32) for x in arrays]
-    return sum(first, start=jnp.int32(0)) * 0
+    """Zero that varies over the same mesh axes as the arrays.
+
+    Added to the first carry of a loop in `shard_map`, it gives the carry the axes that it needs.
+    """
+    total = jnp.int32(0)
+    for array in arrays:
+        total += jnp.sum(array.reshape(-1)[:1].astype(jnp.int32), dtype=jnp.int32)
+    return total * 0
 
 
 def _homes(keys: Keys, size: int) -> Int[Array, " nnz"]:
-    """Slot at which each key begins its search, in tables of `size` slots."""
+    """Slot where the search for each key starts, in tables of `size` slots."""
     homes = (mix(keys.high, keys.low) & jnp.uint32(size - 1)).astype(jnp.int32)
     return homes if keys.table is None else homes + keys.table * size
 
 
 Lanes = Sequence[Array]
-Probe = Callable[[Any, Lanes, Array, Array, Array], tuple[Any, Array, Array]]
-"""`(state, lanes, positions, places, active) -> (state, is_done, results)`: looks at one slot for every key.
+Probe = Callable[[Array, Lanes, Array, Array, Array], tuple[Array, Array, Array]]
+"""`(state, lanes, positions, slots, active) -> (state, is_done, results)`: checks a slot per key.
 
-Lanes and positions in the call are those of the keys that still probe.
+`lanes` and `positions` in the call belong to the keys that still search.
 """
 
 
 def _probe_all(
-    probe: Probe, state: PyTree, keys: Keys, homes: Int[Array, " nnz"], size: int
-) -> tuple[Any, Int[Array, " nnz"]]:
-    """Moves every key from its home, among the `size` slots of its table, from slot to slot until `probe` is done.
+    probe: Probe, state: Array, keys: Keys, homes: Int[Array, " nnz"], size: int
+) -> tuple[Array, Int[Array, " nnz"]]:
+    """Moves every key from slot to slot until `probe` is done with it.
 
-    Returns: the final state, which must vary as the keys do from the start; and the result of every key's last probe,
-    `NO_ROW` for padding.
+    Args:
+      probe: function that checks one slot for every key.
+      state: array that `probe` reads and changes. It must vary over the mesh axes of the keys.
+      keys: keys and padding.
+      homes: slot where the search for each key starts.
+      size: number of slots of a table, a power of two. After its last slot comes its first.
+
+    Returns: the final state, and the result of the last probe of every key, `NO_ROW` for padding.
     """
-    n = keys.low.shape[0]
-    widths = [n]  # how many keys probe at a time: fewer and fewer of a large call
+    num_keys = keys.low.shape[0]
+    # A loop probes `width` keys at a time and ends when the searching keys fit the next width.
+    widths = [num_keys]
     while widths[-1] > MIN_WIDTH:
         widths.append(widths[-1] // 8)
     zero = varying_zero(state, keys.low, keys.is_key)
-    lanes, positions, places = [*keys.lanes], jnp.arange(n, dtype=jnp.int32), homes + zero
-    active, results = keys.is_key & (zero == 0), jnp.full(n, NO_ROW, jnp.int32)
+    lanes = [*keys.lanes]
+    positions = jnp.arange(num_keys, dtype=jnp.int32)
+    slots = homes + zero
+    active = keys.is_key & (zero == 0)
+    results = jnp.full(num_keys, NO_ROW, jnp.int32)
     for width, next_width in itertools.pairwise([*widths, 0]):
-
-        def is_wide(carry: tuple[PyTree, ...], next_width: int = next_width) -> Array:
-            return jnp.sum(carry[2], dtype=jnp.int32) > next_width
-
-        def probe_once(carry: PyTree, lanes: Lanes = lanes, positions: Array = positions) -> tuple[PyTree, ...]:
-            state, places, active, found = carry
-            state, is_done, result = probe(state, lanes, positions, places, active)
-            found = jnp.where(is_done, result, found)
-            return state, (places & -size) | ((places + 1) & (size - 1)), active & ~is_done, found
-
-        start = (state, places, active, jnp.full(width, NO_ROW, jnp.int32) + zero)
-        state, places, still_active, found = jax.lax.while_loop(is_wide, probe_once, start)
-        if width == n:
-            results = found
+        search = (state, slots, active, jnp.full(width, NO_ROW, jnp.int32) + zero)
+        state, slots, still_active, last_results = jax.lax.while_loop(
+            functools.partial(_searches_more_than, next_width),
+            functools.partial(_probe_once, probe, lanes, positions, size),
+            search,
+        )
+        if width == num_keys:
+            results = last_results
         else:
             is_done = active & ~still_active
-            results = results.at[jnp.where(is_done, positions, n)].set(found, mode="drop")
+            done = jnp.where(is_done, positions, num_keys)
+            results = results.at[done].set(last_results, mode="drop")
         if next_width:
             kept, _ = compact(still_active, next_width)
-            *lanes, positions, places = gather_rows((*lanes, positions, places), kept)
+            *lanes, positions, slots = gather_rows((*lanes, positions, slots), kept)
             active = kept != NO_ROW
     return state, results
+
+
+Search = tuple[Array, Array, Array, Array]
+"""State of `probe`, slot of each key, whether the key still searches, and its last result."""
+
+
+def _searches_more_than(limit: int, search: Search) -> Bool[Array, ""]:
+    _, _, active, _ = search
+    return jnp.sum(active, dtype=jnp.int32) > limit
+
+
+def _probe_once(probe: Probe, lanes: Lanes, positions: Array, size: int, search: Search) -> Search:
+    """The search after one probe of every key and a move to the next slot of its table."""
+    state, slots, active, results = search
+    state, is_done, probed = probe(state, lanes, positions, slots, active)
+    results = jnp.where(is_done, probed, results)
+    next_slots = (slots & -size) | ((slots + 1) & (size - 1))
+    return state, next_slots, active & ~is_done, results
