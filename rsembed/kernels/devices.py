@@ -1,6 +1,6 @@
-"""The devices that a computation is for, the threads of CPU devices, and the shared library of native kernels.
+"""Target device of a computation, threads of CPU devices, and the library of native kernels.
 
-It is the only file that reaches into JAX, for two facts that have no public name.
+This is the only file that imports private modules of JAX. Two facts have no public name there.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ TARGETS = {
     "h100": AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"),
     "h200": AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"),
 }
-"""Devices by short name, as JAX describes them."""
+"""JAX's description of each device that `tracing_for` accepts, by short name."""
 
 
 def has_devices() -> bool:
-    """Whether JAX has made its devices, after which settings of theirs come too late."""
+    """Whether JAX has created its devices. Device settings have no effect after that."""
     return backends_are_initialized()
 
 
 def service_of_processes() -> Any:
-    """The key-value service through which processes found each other, or None in a single process."""
+    """Client of JAX's key-value service between processes, or None in a single process."""
     return distributed.global_state.client
 
 
 def target_device() -> AbstractDevice:
-    """The device that the surrounding trace is for: that of its mesh, or JAX's default."""
+    """Device of the surrounding trace: the device of its abstract mesh, or JAX's default device."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
         return device
     return _default_device(jax.default_backend())
 
 
-@functools.cache  # asked in every eager call
+@functools.cache  # Every eager call needs it.
 def _default_device(platform: str) -> AbstractDevice:
     first = jax.devices(platform)[0]
     return AbstractDevice(first.device_kind, getattr(first, "num_cores", None), platform)
@@ -60,7 +60,7 @@ def _default_device(platform: str) -> AbstractDevice:
 
 @contextlib.contextmanager
 def tracing_for(name: str) -> Iterator[None]:
-    """Context in which JAX traces and lowers for a device that this machine need not have.
+    """Context in which JAX traces and lowers for a device, which this machine may lack.
 
     Example:
       >>> with tracing_for("v6e"):
@@ -71,25 +71,34 @@ def tracing_for(name: str) -> Iterator[None]:
     """
     if name not in TARGETS:
         raise ValueError(f"unknown device {name!r}; choose one of {', '.join(TARGETS)}.")
-    mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=TARGETS[name])
+    axis_types = (AxisType.Auto,)
+    device = TARGETS[name]
+    mesh = AbstractMesh((1,), ("device",), axis_types=axis_types, abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         yield
 
 
 FEWEST_PER_DEVICE = 2
-_PER_DEVICE, _LIKELY_DEVICES = 4, 4  # scripts may ask for their devices after `import rsembed`
-_SHARED_POOL = jax.__version_info__ < (0, 12)
+"""Threads per CPU device below which collectives can block each other."""
+_PER_DEVICE = 4
+_LIKELY_DEVICES = 4  # Scripts may request CPU devices after `import rsembed`.
+_SHARED_POOL = jax.__version_info__ < (0, 12)  # One thread pool serves all CPU devices.
 _FAKE_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
-_num_threads: int | None = None  # of the pool that XLA will make, or has made
+_num_threads: int | None = None  # Size of XLA's pool; None before `provide_threads` has run.
 
 
 def provide_threads() -> None:
-    """Sets `NPROC`, unless it is high enough or JAX has made its devices; `check_threads` warns of the latter."""
+    """Sets `NPROC` so that XLA's pool has enough threads for the CPU devices.
+
+    Leaves `NPROC` as it is if it is high enough, or if JAX has already created its devices. In
+    that case `check_threads` warns.
+    """
     global _num_threads
     fake = _FAKE_DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
-    config: Any = jax.config  # whose settings the stubs of some versions do not know
-    num_devices = max(config.jax_num_cpu_devices, int(fake[-1]) if fake else 1, 1)
+    num_fake = int(fake[-1]) if fake else 1
+    config: Any = jax.config  # The stubs of some versions do not declare all settings.
     if not has_devices():
+        num_devices = max(config.jax_num_cpu_devices, num_fake, 1)
         os.environ.update(thread_settings(num_devices))
     elif _num_threads is not None:
         return
@@ -97,85 +106,106 @@ def provide_threads() -> None:
 
 
 def thread_settings(num_devices: int) -> dict[str, str]:
-    """Environment variables that a process with so many CPU devices needs; empty where it has enough threads."""
-    given = os.environ.get("NPROC", "")
-    expected = num_devices if given.isdecimal() else max(num_devices, _LIKELY_DEVICES)
+    """Environment variables for a process with `num_devices` CPU devices.
+
+    Empty if XLA's pool has enough threads without them.
+    """
+    is_set = os.environ.get("NPROC", "").isdecimal()
+    likely = max(num_devices, _LIKELY_DEVICES)
+    expected = num_devices if is_set else likely
     if not _SHARED_POOL or expected == 1 or _pool_size() >= FEWEST_PER_DEVICE * expected:
         return {}
-    return {"NPROC": str(_PER_DEVICE * max(num_devices, _LIKELY_DEVICES))}
+    return {"NPROC": str(_PER_DEVICE * likely)}
 
 
 def check_threads(mesh: Mesh) -> None:
-    """Warns where the devices of a mesh may block each other for want of threads."""
-    own = [d for d in mesh.devices.flat if d.platform == "cpu" and d.process_index == jax.process_index()]
-    threads = max(_num_threads or _pool_size(), len(jax.local_devices(backend="cpu")) if own else 0)
-    if _SHARED_POOL and len(own) > 1 and threads < FEWEST_PER_DEVICE * len(own):
+    """Warns if XLA's pool has too few threads for the CPU devices of a mesh in this process."""
+    num_devices = 0
+    for device in mesh.devices.flat:
+        if device.platform == "cpu" and device.process_index == jax.process_index():
+            num_devices += 1
+    if not _SHARED_POOL or num_devices < 2:
+        return
+    threads = max(_num_threads or _pool_size(), len(jax.local_devices(backend="cpu")))
+    if threads < FEWEST_PER_DEVICE * num_devices:
         warnings.warn(
-            f"a mesh has {len(own)} CPU devices of this process, but XLA's pool has {threads} threads: collectives can "
-            f"block each other for ever, and XLA then aborts the process. Use at least {FEWEST_PER_DEVICE} threads a "
-            f"device: start Python with the environment variable NPROC={_PER_DEVICE * len(own)}, or import rsembed and "
-            "ask for the devices (jax_num_cpu_devices) before JAX makes its first array.",
+            f"a mesh has {num_devices} CPU devices of this process, but XLA's pool has {threads} "
+            "threads: collectives can block each other for ever, and XLA then aborts the process. "
+            f"Use at least {FEWEST_PER_DEVICE} threads a device: start Python with the environment "
+            f"variable NPROC={_PER_DEVICE * num_devices}, or import rsembed and ask for the "
+            "devices (jax_num_cpu_devices) before JAX makes its first array.",
             RuntimeWarning,
-            stacklevel=1,  # of one place, wherever meshes enter, so that it is shown once
+            stacklevel=1,  # Always this line, so that Python shows the warning once.
         )
 
 
 def granted_cores() -> int:
-    """Number of cores that this process may run on, which a container or `taskset` may limit."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of cores that this process may use. A container or `taskset` can limit it."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _pool_size() -> int:
-    given = os.environ.get("NPROC", "")
-    return int(given) if given.isdecimal() else granted_cores()
+    """Number of threads in XLA's pool: `NPROC`, or the granted cores."""
+    num_threads = os.environ.get("NPROC", "")
+    return int(num_threads) if num_threads.isdecimal() else granted_cores()
 
 
 LIBRARY = "librsembed_kernels.so"
-# Names a library to load instead of the installed one, for work on the C++ itself.
 LIBRARY_VARIABLE = "RSEMBED_NATIVE_LIBRARY"
-# Names the best instruction set to use, which the library reads itself.
+"""Environment variable with the path of a library to load instead of the installed one."""
 ISA_VARIABLE = "RSEMBED_ISA"
+"""Environment variable with the best instruction set to use. The library reads it."""
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
 KEPT_BYTES = 256 << 20
-"""Freed memory that the process keeps for the next results."""
-# Whoever sets one of these has chosen what the allocator does.
+"""Bytes of freed memory that the process keeps for later results."""
+# If the user sets one of these, the allocator's settings are left alone.
 _ALLOCATOR_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
-_TARGETS = (
-    *("rsembed_lookup", "rsembed_row_gradients", "rsembed_squared_norm", "rsembed_update", "rsembed_apply_rows"),
-    *("rsembed_lookup_jagged", "rsembed_row_gradients_jagged", "rsembed_update_jagged", "rsembed_weight_gradients"),
-    *("rsembed_gather_rows", "rsembed_scatter_rows", "rsembed_rows_by_bag", "rsembed_allocate"),
-    *("rsembed_distinct", "rsembed_unique_keys", "rsembed_find_keys", "rsembed_insert_keys"),
-    *("rsembed_count_uses", "rsembed_row_bits", "rsembed_rows_of_ids", "rsembed_count_ids"),
-    *("rsembed_compact", "rsembed_take_rows", "rsembed_pack_blocks", "rsembed_unpack_blocks"),
-    *("rsembed_block_ends", "rsembed_round_places", "rsembed_entries_by_sample"),
-    *("rsembed_pair_products", "rsembed_pull_pairs"),
-    *("rsembed_train_rows", "rsembed_train_pull"),  # called by rsembed/tt/cores.py
-)
+_HANDLERS = """
+    lookup row_gradients squared_norm update apply_rows weight_gradients gather_rows scatter_rows
+    rows_by_bag allocate distinct unique_keys find_keys insert_keys count_uses row_bits rows_of_ids
+    count_ids compact take_rows pack_blocks unpack_blocks block_ends round_places entries_by_sample
+    pair_products pull_pairs train_rows train_pull
+"""  # `rsembed/tt/cores.py` calls the last two.
 
 
 def library_paths() -> tuple[Path, ...]:
-    """Paths at which the library may be, in the order of the search; an editable install keeps it off the sources."""
-    if named := os.environ.get(LIBRARY_VARIABLE):
+    """Paths where the library may be, in search order.
+
+    An editable install puts the library in site-packages and not beside the sources.
+    """
+    named = os.environ.get(LIBRARY_VARIABLE)
+    if named:
         return (Path(named),)
     folders = [Path(__file__).parent]
-    folders += [Path(sysconfig.get_path(key)) / "rsembed" / "kernels" for key in ("platlib", "purelib")]
-    return tuple(folder / LIBRARY for folder in dict.fromkeys(folders))
+    for key in ("platlib", "purelib"):
+        folder = Path(sysconfig.get_path(key)) / "rsembed" / "kernels"
+        if folder not in folders:
+            folders.append(folder)
+    return tuple(folder / LIBRARY for folder in folders)
 
 
 @functools.cache
 def shared_library() -> ctypes.CDLL | str:
-    """The library with its handlers registered, or the reason why there is none, whatever JAX's backend.
+    """The library with its handlers registered, or the reason why it cannot be used.
 
-    Raises: ValueError: `RSEMBED_ISA` names no instruction set, so that its author would measure another one unawares.
+    It is loaded for every backend of JAX.
+
+    Raises: ValueError: `RSEMBED_ISA` names no instruction set. Without this error, the user would
+      measure a different instruction set unawares.
     """
-    if (limit := os.environ.get(ISA_VARIABLE, "")) not in ("", *INSTRUCTION_SETS):
-        raise ValueError(f"{ISA_VARIABLE}={limit!r} names no instruction set; it knows {', '.join(INSTRUCTION_SETS)}.")
+    limit = os.environ.get(ISA_VARIABLE, "")
+    if limit not in ("", *INSTRUCTION_SETS):
+        known = ", ".join(INSTRUCTION_SETS)
+        raise ValueError(f"{ISA_VARIABLE}={limit!r} names no instruction set; it knows {known}.")
     path = next((path for path in library_paths() if path.is_file()), None)
-    if path is None and (named := os.environ.get(LIBRARY_VARIABLE)):
-        return f"{LIBRARY_VARIABLE} names {named}, which is no file"
     if path is None:
+        named = os.environ.get(LIBRARY_VARIABLE)
+        if named:
+            return f"{LIBRARY_VARIABLE} names {named}, which is no file"
         return f"{LIBRARY} is not installed; reinstall rsembed where a C++ compiler is found"
     try:
         library = ctypes.CDLL(str(path))
@@ -185,11 +215,14 @@ def shared_library() -> ctypes.CDLL | str:
     except (OSError, AttributeError) as error:  # not loadable here, or of another version
         return f"{path} cannot be used: {error}"
     try:
-        for name in _TARGETS:
-            if (handler := getattr(library, name, None)) is not None:
-                jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
+        for name in _HANDLERS.split():
+            target = f"rsembed_{name}"
+            handler = getattr(library, target, None)
+            if handler is not None:
+                jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform="cpu")
     except jax.errors.JaxRuntimeError as error:
-        # pip builds with the newest jaxlib of its index, whose handlers the one installed here may not know.
+        # pip builds with the newest jaxlib it can find. An older jaxlib installed here may refuse
+        # handlers of that version.
         return (
             f"{path} was not made for jaxlib {jaxlib.__version__}: {error}; reinstall rsembed with "
             f"PIP_CONSTRAINT naming a file that says jaxlib=={jaxlib.__version__}"
@@ -211,7 +244,7 @@ def unavailable_because() -> str | None:
 
 
 def warn_of_slow_cpu() -> None:
-    """Warns once, where a computation for the CPU does without the native kernels since there is no library."""
+    """Warns once if a computation for the CPU has no library of native kernels."""
     library = shared_library()
     if isinstance(library, str) and target_device().platform == "cpu":
         _warn_of_no_library(library)
@@ -221,21 +254,21 @@ def warn_of_slow_cpu() -> None:
 def _warn_of_no_library(reason: str) -> None:
     warnings.warn(
         f"rsembed computes without its native CPU kernels, correctly but slower: {reason}. "
-        "`rsembed doctor` says whether they are live. With RSEMBED_REQUIRE_NATIVE=1 in the environment, pip stops "
-        "at what the compiler says.",
+        "`rsembed doctor` says whether they are live. With RSEMBED_REQUIRE_NATIVE=1 in the "
+        "environment, pip stops at what the compiler says.",
         RuntimeWarning,
-        stacklevel=1,  # of one place, so that it is shown once
+        stacklevel=1,  # Always this line, so that Python shows the warning once.
     )
 
 
 def instruction_set() -> str | None:
-    """Instruction set that the library chose: `baseline`, `avx2` or `avx512`; None without a library."""
+    """Instruction set in use: `baseline`, `avx2` or `avx512`; None without a library."""
     library = shared_library()
     return None if isinstance(library, str) else library.rsembed_instruction_set().decode()
 
 
 def num_cores() -> int | None:
-    """Most threads that work on one call: the cores granted to this process; None without a library."""
+    """Maximum number of threads of a native call: the granted cores; None without a library."""
     library = shared_library()
     return None if isinstance(library, str) else library.rsembed_num_cores()
 
@@ -251,32 +284,45 @@ def call_handler(
 
     Args:
       target: name of the handler.
-      results: anything that has the shape and dtype of each result.
+      results: objects with the shape and dtype of each result.
       operands: arrays that the handler reads.
-      aliases: operands that it changes where they lie, and the results that they become.
-      attributes: numbers that are known when the call is traced; integers of Python, and lists of them, become int64.
+      aliases: number of each operand that the handler updates in place, and of the result that it
+        becomes. None: the handler updates no operand.
+      attributes: numbers that are known at trace time. Python integers and lists of integers
+        become int64.
 
     Raises: NotImplementedError: the library was built from sources without this handler.
     """
     if getattr(shared_library(), target, None) is None:
-        raise NotImplementedError(f"the installed {LIBRARY} is older than {target}; reinstall rsembed")
-    shapes = [jax.ShapeDtypeStruct(own.shape, own.dtype) for own in results]
-    call = jax.ffi.ffi_call(target, shapes, vmap_method="sequential", input_output_aliases=aliases)
-    numbers = {name: np.int64(value) if type(value) in (int, list) else value for name, value in attributes.items()}
+        raise NotImplementedError(
+            f"the installed {LIBRARY} is older than {target}; reinstall rsembed",
+        )
+    shapes = [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results]
+    numbers = {}
+    for name, value in attributes.items():
+        numbers[name] = np.int64(value) if type(value) in (int, list) else value
+    call = jax.ffi.ffi_call(
+        target,
+        shapes,
+        vmap_method="sequential",
+        input_output_aliases=aliases,
+    )
     varying = vary_alike(operands)
     returned = call(*varying, **numbers)
-    # JAX does not infer for the results of a foreign call over which axes they vary.
+    # JAX does not infer the varying mesh axes of a foreign call's results. Casting them together
+    # with an operand gives them the axes of the operands.
     return tuple(vary_alike([*returned, *varying[:1]])[: len(returned)])
 
 
 def vary_alike(arrays: Sequence[PyTree]) -> list[PyTree]:
-    """The arrays cast so that all vary over the same mesh axes, as one operation in `shard_map` needs them."""
+    """Arrays cast to vary over the same mesh axes, as one operation in `shard_map` requires."""
     varying = [jax.typeof(array).mat.varying for array in arrays]
-    axes, alike = frozenset[str]().union(*varying), []
-    for array, own in zip(arrays, varying, strict=True):
-        missing = tuple(sorted(axes - own))
-        alike.append(jax.lax.pcast(array, missing, to="varying") if missing else array)
-    return alike
+    all_axes = frozenset[str]().union(*varying)
+    cast = []
+    for array, axes in zip(arrays, varying, strict=True):
+        missing = tuple(sorted(all_axes - axes))
+        cast.append(jax.lax.pcast(array, missing, to="varying") if missing else array)
+    return cast
 
 
-provide_threads()  # importing any part of rsembed is early enough, if no array was made before
+provide_threads()  # Any import of rsembed is early enough if no array exists yet.

@@ -1,4 +1,4 @@
-"""Ids on their way to rows, in plain JAX: rows in a stack, entries of preprocessed batches, blocks between devices."""
+"""Ids before a lookup, in plain JAX: rows of ids, preprocessed batches, blocks between devices."""
 
 from __future__ import annotations
 
@@ -17,81 +17,91 @@ from rsembed.kernels.reference import by_bag, gather_rows
 from rsembed.places import Place
 
 ALIGNMENT = 8
-"""Partitions begin at multiples of it, and a block of row pointers has at least so many."""
+"""Partitions begin at multiples of this. A block of row pointers has at least this size."""
 
 
 def rows_of_ids(
     call: Call, places: Sequence[Place], sizes: Sequence[int], spread: int, rows_per_shard: int
 ) -> tuple[Int[Array, " _"], ...]:
-    """For each list of a call, the row that each id means in an array of shards.
+    """For each list of a call, the row of each id in an array of shards.
 
-    An id outside `[0, size)` of its table, or in no segment, gets `NO_ROW`.
+    An id outside `[0, size)` of its table, or in a bag that no segment reads, gets `NO_ROW`.
 
     Args:
-      call: the lists of ids, and which bags each feature reads.
+      call: the lists of ids, and the bags that each feature reads.
       places: the `Place` of each segment's table.
       sizes: number of ids of each segment's table.
-      spread: shards over which a table is dealt.
-      rows_per_shard: rows of every shard.
+      spread: number of shards that share a table.
+      rows_per_shard: number of rows of every shard.
     """
     rows = []
     for number, ids in enumerate(call.lists):
         readers = [k for k, segment in enumerate(call.segments) if segment.list == number]
         segments = [call.segments[k] for k in readers]
-        fields = [by_bag(ids, segments, list(values), 0) for values in zip(*[places[k] for k in readers], strict=True)]
+        fields = []
+        for values in zip(*[places[k] for k in readers], strict=True):
+            fields.append(by_bag(ids, segments, list(values), 0))
         num_ids = by_bag(ids, segments, [sizes[k] for k in readers], 0)
         entries = as_rows(ids.ids)
         is_valid = (entries >= 0) & (entries < num_ids)
-        found = Place(*fields).rows(jnp.where(is_valid, entries, 0), spread=spread, rows_per_shard=rows_per_shard)
-        rows.append(jnp.where(is_valid, found, NO_ROW))
+        place = Place(*fields)
+        valid_ids = jnp.where(is_valid, entries, 0)
+        list_rows = place.rows(valid_ids, spread=spread, rows_per_shard=rows_per_shard)
+        rows.append(jnp.where(is_valid, list_rows, NO_ROW))
     return tuple(rows)
 
 
 def count_ids(
     ids: Sequence[Int[Array, " _"]], offsets: Sequence[Int[Array, " _"]], sizes: Sequence[int]
 ) -> tuple[tuple[Int[Array, ""], Int[Array, ""]], ...]:
-    """Numbers of ids of each feature inside and outside its table; padding counts as neither.
+    """For each feature, the number of ids inside its table and the number outside.
 
-    Entries before the first offset or after the last are neither.
+    Padding is not counted, nor are entries before the first offset or after the last.
     """
     counts = []
-    for own, ends, size in zip(ids, offsets, sizes, strict=True):
-        place = jnp.arange(own.shape[0], dtype=jnp.int32)
-        is_used = (place >= ends[0]) & (place < ends[-1])
-        is_inside = (own >= 0) & (own < size)
-        is_outside = ~is_inside & (own != PAD_ID)
-        num_inside, num_outside = (jnp.sum(is_used & what, dtype=jnp.int32) for what in (is_inside, is_outside))
+    for feature_ids, ends, size in zip(ids, offsets, sizes, strict=True):
+        position = jnp.arange(feature_ids.shape[0], dtype=jnp.int32)
+        is_used = (position >= ends[0]) & (position < ends[-1])
+        is_inside = (feature_ids >= 0) & (feature_ids < size)
+        is_outside = ~is_inside & (feature_ids != PAD_ID)
+        num_inside = jnp.sum(is_used & is_inside, dtype=jnp.int32)
+        num_outside = jnp.sum(is_used & is_outside, dtype=jnp.int32)
         counts.append((num_inside, num_outside))
     return tuple(counts)
 
 
-def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
-    """Offsets of bags, and the stable order that sorts entries by bag.
+def rows_by_bag(
+    bags: Int[Array, " nnz"],
+    num_bags: int,
+) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
+    """Offsets of the bags, and the stable order that sorts entries by bag.
 
-    Entries whose bag lies outside `[0, num_bags)` come last, behind the final offset.
+    Entries with a bag outside `[0, num_bags)` come last, after the final offset.
     """
     keys = jnp.where((bags >= 0) & (bags < num_bags), bags, num_bags)
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)
-    offsets = jnp.searchsorted(keys[order], jnp.arange(num_bags + 1, dtype=keys.dtype), side="left")
+    all_bags = jnp.arange(num_bags + 1, dtype=keys.dtype)
+    offsets = jnp.searchsorted(keys[order], all_bags, side="left")
     return offsets.astype(jnp.int32), order
 
 
 class Partitions(NamedTuple):
     """Entries that one device looks up in a stack, ordered by core, (minibatch,) shard and row.
 
-    Without minibatches, each core has a block of row pointers, which count from the first of its places. With them,
-    blocks belong to (core, minibatch), one after the other, and count from the first place of all.
+    Without minibatches, each core has one block of row pointers. They count from the first entry
+    of the core's buffer. With minibatches, there is one block for each core and minibatch, core by
+    core, and pointers count from the first entry of the device's buffer.
 
     Attributes:
-      row_pointers: where the partition of each shard ends.
+      row_pointers: end of the partition of each shard.
       embedding_ids: row of every entry in its shard.
       sample_ids: sample of every entry in its core.
       gains: factor of every row in its sample.
       num_minibatches: number of blocks of a core in use; None without minibatches.
-      num_cores: cores of the device.
-      num_shards: shards of the stack.
-      rows_per_shard: rows of the stack in each shard.
-      samples_per_core: samples of the stack on each core.
+      num_cores: number of cores of the device.
+      num_shards: number of shards of the stack.
+      rows_per_shard: number of rows of the stack in each shard.
+      samples_per_core: number of samples of the stack on each core.
     """
 
     row_pointers: Int[Array, " pointers"]
@@ -111,80 +121,114 @@ class Partitions(NamedTuple):
 
 
 SampleEntries = tuple[Int[Array, " places"], Int[Array, " samples_plus_1"], Float[Array, " places"]]
-"""Rows, where the entries of each sample begin, and gains; `NO_ROW` and 0 behind the last entry."""
+"""Rows sorted by sample, offsets of the samples, and gains. Padding has row `NO_ROW` and gain 0."""
 
 
 def entries_by_sample(stacks: Sequence[Partitions]) -> list[SampleEntries]:
-    """Entries that one device looks up in each stack: rows, offsets by sample, and gains.
+    """Entries that one device looks up in each stack, sorted by sample.
 
-    Entries are those that the row pointers delimit; the ones of a sample come in the order of their rows.
+    An entry is a buffer position inside a partition, as the row pointers define it. The entries of
+    a sample are in the order of their rows.
     """
-    found = []
-    for own in stacks:
-        num_parts = own.num_cores if own.num_minibatches is None else 1
-        places_per_part = own.embedding_ids.shape[0] // num_parts
-        blocks = own.row_pointers.reshape(num_parts, -1, max(own.num_shards, ALIGNMENT))
-        ends = blocks[:, :, : own.num_shards].reshape(num_parts, -1)
-        starts = jnp.pad(-(-ends[:, :-1] // ALIGNMENT) * ALIGNMENT, ((0, 0), (1, 0)))
-        if own.num_minibatches is not None:
-            num_used = own.num_cores * own.num_minibatches * own.num_shards
-            starts = jnp.where(jnp.arange(ends.size, dtype=jnp.int32)[None, :] < num_used, starts, places_per_part)
-        # Counting the partitions that start up to a place tells its partition: the last of those, if some are empty.
-        part = jnp.arange(num_parts, dtype=jnp.int32)[:, None]
-        started = jnp.zeros((num_parts, places_per_part), jnp.int32).at[part, starts].add(1, mode="drop")
-        partition = jnp.cumsum(started, axis=1) - 1
-        place = jnp.arange(places_per_part, dtype=jnp.int32)[None, :]
-        is_entry = (place < jnp.take_along_axis(ends, partition, axis=1)).reshape(-1)
-        if own.num_minibatches is None:
-            cores, shards = jnp.repeat(part.reshape(-1), places_per_part), partition.reshape(-1)
-        else:
-            cores, shards = partition[0] // (own.num_minibatches * own.num_shards), partition[0] % own.num_shards
-        rows = jnp.where(is_entry, shards * own.rows_per_shard + own.embedding_ids, NO_ROW)
-        samples = jnp.where(is_entry, cores * own.samples_per_core + own.sample_ids, NO_ROW)
-        gains = jnp.where(is_entry, own.gains, 0.0)
-        if own.num_minibatches is not None:
-            order = jnp.lexsort((samples, rows))
-            rows, samples, gains = (field[order] for field in (rows, samples, gains))
-        offsets, order = rows_by_bag(samples, own.num_samples)
-        found.append((rows[order], offsets, gains[order]))
-    return found
+    return [_stack_entries_by_sample(stack) for stack in stacks]
+
+
+def _stack_entries_by_sample(stack: Partitions) -> SampleEntries:
+    num_minibatches = stack.num_minibatches
+    num_parts = stack.num_cores if num_minibatches is None else 1
+    part_size = stack.embedding_ids.shape[0] // num_parts
+    partition, is_entry = _partition_of_position(stack, num_parts, part_size)
+    if num_minibatches is None:
+        cores = jnp.repeat(jnp.arange(num_parts, dtype=jnp.int32), part_size)
+        shards = partition.reshape(-1)
+    else:
+        cores = partition[0] // (num_minibatches * stack.num_shards)
+        shards = partition[0] % stack.num_shards
+    rows = jnp.where(is_entry, shards * stack.rows_per_shard + stack.embedding_ids, NO_ROW)
+    samples = jnp.where(is_entry, cores * stack.samples_per_core + stack.sample_ids, NO_ROW)
+    gains = jnp.where(is_entry, stack.gains, 0.0)
+    if num_minibatches is not None:
+        order = jnp.lexsort((samples, rows))
+        rows = rows[order]
+        samples = samples[order]
+        gains = gains[order]
+    offsets, order = rows_by_bag(samples, stack.num_samples)
+    return rows[order], offsets, gains[order]
+
+
+def _partition_of_position(
+    stack: Partitions, num_parts: int, part_size: int
+) -> tuple[Int[Array, "parts part_size"], Bool[Array, " places"]]:
+    """Partition of every buffer position, and whether the position holds an entry."""
+    blocks = stack.row_pointers.reshape(num_parts, -1, max(stack.num_shards, ALIGNMENT))
+    ends = blocks[:, :, : stack.num_shards].reshape(num_parts, -1)
+    starts = jnp.pad(-(-ends[:, :-1] // ALIGNMENT) * ALIGNMENT, ((0, 0), (1, 0)))
+    if stack.num_minibatches is not None:
+        num_used = stack.num_cores * stack.num_minibatches * stack.num_shards
+        is_used = jnp.arange(ends.size, dtype=jnp.int32)[None, :] < num_used
+        starts = jnp.where(is_used, starts, part_size)
+    # The number of partitions that start at or before a position gives its partition. If empty
+    # partitions start at the same position, this is the last of them.
+    part = jnp.arange(num_parts, dtype=jnp.int32)[:, None]
+    num_starts = jnp.zeros((num_parts, part_size), jnp.int32).at[part, starts].add(1, mode="drop")
+    partition = jnp.cumsum(num_starts, axis=1) - 1
+    position = jnp.arange(part_size, dtype=jnp.int32)[None, :]
+    is_entry = position < jnp.take_along_axis(ends, partition, axis=1)
+    return partition, is_entry.reshape(-1)
 
 
 Rows = Int[Array, "devices _"] | None
-"""Which rows go into the places of an array's blocks; None where it is blocks already."""
+"""Rows to gather for each place of an array's blocks; None if the array already holds blocks."""
 
 
-def pack_blocks(arrays: Sequence[Array], rows: Sequence[Rows]) -> Shaped[Array, "devices places *row"]:
-    """Blocks of several arrays beside each other, to travel in one exchange.
+def pack_blocks(
+    arrays: Sequence[Array],
+    rows: Sequence[Rows],
+) -> Shaped[Array, "devices places *row"]:
+    """Blocks of several arrays side by side, to send in one exchange.
 
     Args:
-      arrays: `[n, ...]`, or blocks `[devices, capacity, ...]`; of one kind: rows of one shape and type, or lanes of 32
-        bits, which become uint32.
-      rows: for each array those rows that go into the places of its blocks, or for none. A row outside is an empty
-        place, with `NO_ROW` in int32 arrays and zeros in others.
+      arrays: arrays `[n, ...]`, or blocks `[devices, capacity, ...]`. All hold rows of one shape
+        and dtype, or all hold lanes of 32 bits, which become uint32.
+      rows: for each array, the rows that fill its blocks; None for all arrays if they are blocks.
+        A row outside the array is padding: `NO_ROW` in int32 arrays, zeros in others.
     """
     blocks = []
-    for array, own in zip(arrays, rows, strict=True):
-        block = array if own is None else gather_rows([array], own, NO_ROW)[0]
-        blocks.append(jax.lax.bitcast_convert_type(block, word_dtype(block.dtype, is_lane=block.ndim == 2)))
+    for array, block_rows in zip(arrays, rows, strict=True):
+        block = array
+        if block_rows is not None:
+            (block,) = gather_rows([array], block_rows, NO_ROW)
+        dtype = word_dtype(block.dtype, is_lane=block.ndim == 2)
+        blocks.append(jax.lax.bitcast_convert_type(block, dtype))
     return jnp.concatenate(blocks, axis=1)
 
 
-def unpack_blocks(packed: Shaped[Array, "devices places *row"], shapes: Sequence[PyTree]) -> tuple[Array, ...]:
-    """The blocks of each array again, given their shapes and types."""
+def unpack_blocks(
+    packed: Shaped[Array, "devices places *row"],
+    shapes: Sequence[PyTree],
+) -> tuple[Array, ...]:
+    """The blocks of each array, from the result of `pack_blocks`.
+
+    Args:
+      packed: result of `pack_blocks`, perhaps after an exchange.
+      shapes: objects with the shape and dtype of each array's blocks.
+    """
     ends = list(itertools.accumulate(shape.shape[1] for shape in shapes))
     parts = jnp.split(packed, ends[:-1], axis=1)
-    return tuple(jax.lax.bitcast_convert_type(part, shape.dtype) for part, shape in zip(parts, shapes, strict=True))
+    blocks = []
+    for part, shape in zip(parts, shapes, strict=True):
+        blocks.append(jax.lax.bitcast_convert_type(part, shape.dtype))
+    return tuple(blocks)
 
 
 class Queue(NamedTuple):
-    """Entries that wait to travel, grouped by owner and ascending in each group.
+    """Entries that wait to be sent, grouped by owner and ascending in each group.
 
     Attributes:
       offsets: entries `offsets[d] : offsets[d + 1]` belong to device `d`.
-      cursor: how many of each owner's have travelled.
-      lanes: what tells entries of one owner apart, int32 or uint32, most significant first.
-      capacity: places for each owner in a round.
+      cursor: number of entries already sent to each owner.
+      lanes: words that identify an entry of an owner, int32 or uint32, most significant first.
+      capacity: maximum number of entries sent to one owner in a round.
     """
 
     offsets: Int[Array, " devices_plus_1"]
@@ -193,58 +237,76 @@ class Queue(NamedTuple):
     capacity: int
 
     def ordered_lanes(self, entries: Int[Array, "*places"]) -> list[UInt32[Array, "*places"]]:
-        """Lanes of entries as unsigned words of the same order."""
-        lanes = gather_rows(self.lanes, entries)
-        return [lane if lane.dtype == jnp.uint32 else lane.astype(jnp.uint32) ^ jnp.uint32(2**31) for lane in lanes]
+        """Lanes of `entries` as unsigned words that sort in the same order."""
+        words = []
+        for lane in gather_rows(self.lanes, entries):
+            if lane.dtype != jnp.uint32:
+                lane = lane.astype(jnp.uint32) ^ jnp.uint32(2**31)
+            words.append(lane)
+        return words
 
 
 def block_ends(
     queues: Sequence[Queue],
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
-    """For each owner in each queue: 1 if all entries that are left have places in this round, 0 if not.
+    """For each owner in each queue: whether a round takes all entries, or else the first it leaves.
 
-    Where they have not, what tells the first one without a place from others, as words of the same order: one per lane
-    of the queue that has most, of others the last again. Zeros where all fit.
+    Returns: 1 if all remaining entries fit in this round, else 0; and the ordered lanes of the
+      first entry that does not fit, zeros if all fit. There are as many words as the queue with the
+      most lanes has; a queue with fewer lanes repeats its last one.
     """
-    fit, behind = [], []
+    fit = []
+    first_left = []
     for queue in queues:
         ends = queue.offsets[:-1] + queue.cursor + queue.capacity
-        own = (ends >= queue.offsets[1:]).astype(jnp.int32)
-        fit.append(own)
-        behind.append([jnp.where(own == 1, jnp.uint32(0), lane) for lane in queue.ordered_lanes(ends)])
-    num_levels = max(map(len, behind))
-    words = [jnp.stack([lanes[min(level, len(lanes) - 1)] for lanes in behind]) for level in range(num_levels)]
+        fits = (ends >= queue.offsets[1:]).astype(jnp.int32)
+        lanes = queue.ordered_lanes(ends)
+        fit.append(fits)
+        first_left.append([jnp.where(fits == 1, jnp.uint32(0), lane) for lane in lanes])
+    words = []
+    for level in range(max(map(len, first_left))):
+        level_lanes = [lanes[min(level, len(lanes) - 1)] for lanes in first_left]
+        words.append(jnp.stack(level_lanes))
     return jnp.stack(fit), jnp.stack(words)
 
 
 def round_places(
-    queues: Sequence[Queue], fit: Int[Array, "queues devices"], cuts: UInt32[Array, "levels queues devices"]
+    queues: Sequence[Queue],
+    fit: Int[Array, "queues devices"],
+    cuts: UInt32[Array, "levels queues devices"],
 ) -> tuple[Sequence[Int[Array, "devices _"]], Sequence[Int[Array, " devices"]], Bool[Array, ""]]:
     """Entries that every queue sends to every owner in a round.
 
     Args:
-      queues: of one device.
-      fit: 1 where no device has more entries for an owner than places, 0 where some has.
-      cuts: and then the least entry without a place, in the words of `block_ends`; only those before it travel.
+      queues: queues of one device.
+      fit: 1 if on every device all entries for the owner fit in this round, else 0.
+      cuts: where `fit` is 0, the least entry that does not fit on some device, as the words of
+        `block_ends`. Only entries below it are sent.
 
-    Returns: of each queue the entries in the places, `NO_ROW` in empty ones, and the cursor behind them; and whether
-      any queue has entries left.
+    Returns: for each queue, the entries to send, with `NO_ROW` in unused places; for each queue,
+      the cursor after this round; and whether any queue has entries left.
     """
-    places, cursors, are_left = [], [], []
+    sent = []
+    cursors = []
+    are_left = []
     for number, queue in enumerate(queues):
-        ahead = queue.cursor[:, None] + jnp.arange(queue.capacity, dtype=jnp.int32)[None, :]
-        entries, lengths = queue.offsets[:-1, None] + ahead, jnp.diff(queue.offsets)
-        is_below, is_equal = jnp.zeros(entries.shape, bool), jnp.ones(entries.shape, bool)
+        ranks = queue.cursor[:, None] + jnp.arange(queue.capacity, dtype=jnp.int32)[None, :]
+        entries = queue.offsets[:-1, None] + ranks
+        lengths = jnp.diff(queue.offsets)
+        is_below = jnp.zeros(entries.shape, bool)
+        is_equal = jnp.ones(entries.shape, bool)
         for word, cut in zip(queue.ordered_lanes(entries), cuts, strict=False):
-            is_below |= is_equal & (word < cut[number][:, None])
-            is_equal &= word == cut[number][:, None]
-        is_sent = (ahead < lengths[:, None]) & (is_below | (fit[number][:, None] == 1))
-        places.append(jnp.where(is_sent, entries, NO_ROW))
-        cursors.append(queue.cursor + jnp.sum(is_sent, axis=1, dtype=jnp.int32))
-        are_left.append(jnp.any(cursors[-1] < lengths))
-    return places, cursors, jnp.any(jnp.stack(are_left))
+            queue_cut = cut[number][:, None]
+            is_below |= is_equal & (word < queue_cut)
+            is_equal &= word == queue_cut
+        is_sent = (ranks < lengths[:, None]) & (is_below | (fit[number][:, None] == 1))
+        cursor = queue.cursor + jnp.sum(is_sent, axis=1, dtype=jnp.int32)
+        sent.append(jnp.where(is_sent, entries, NO_ROW))
+        cursors.append(cursor)
+        are_left.append(jnp.any(cursor < lengths))
+    return sent, cursors, jnp.any(jnp.stack(are_left))
 
 
 def word_dtype(dtype: np.dtype[Any], is_lane: bool) -> np.dtype[Any]:
-    """Dtype in which an array travels: all lanes of 32 bits as uint32."""
+    """Dtype in which an array is sent: uint32 for lanes of 32 bits, else unchanged."""
     return jnp.dtype(jnp.uint32) if is_lane and dtype.itemsize == 4 else dtype
