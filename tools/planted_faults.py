@@ -29,7 +29,7 @@ kernels/reference.py  kernels/test_contract.py -k reference
     divisor = jnp.sqrt(divisor) => pass
     & (bag < entries.num_outputs) => & (bag <= entries.num_outputs)
     rows + first_rows, NO_ROW) => rows, NO_ROW)
-    jnp.where(_by_bag(ids, segments, chosen, False), shares, gains) => shares
+    jnp.where(by_bag(ids, segments, chosen, False), shares, gains) => shares
 kernels/contract.py  kernels/test_contract.py -k reference
     starts = itertools.accumulate(columns, initial=0) => starts = [0] * len(columns)
 kernels/native.py  kernels/test_keys.py

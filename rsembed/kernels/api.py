@@ -1,8 +1,9 @@
-"""Kernels as the rest of the library calls them, computed by the first implementation that can; see `reference.py`.
+"""Kernels as other rooms call them. Each call runs the first implementation that can serve it.
 
-An implementation is a module with functions named as in `MEANINGS`; what it lacks, it takes from there. It says why it
-cannot run on this machine through `unavailable_because()`, and why it cannot serve one call by raising
-`NotImplementedError(reason)`. Those of accelerators serve only where the computation is for one (see
+An implementation is a module with functions that have the names in `MEANINGS`. If it lacks a
+function, the one in `MEANINGS` runs instead. `unavailable_because()` of the module says why it
+cannot run on this machine. A function raises `NotImplementedError(reason)` if it cannot serve a
+call. Implementations for an accelerator serve only computations for that accelerator (see
 `devices.target_device`).
 """
 
@@ -47,18 +48,26 @@ IMPLEMENTATIONS: tuple[ModuleType, ...] = (native, sparsecore, gpu, reference)
 """All implementations, in order of preference."""
 
 MEANINGS = vars(ids) | vars(keyed) | vars(reference)
-"""Every function in plain JAX, by name: what it means, and what implementations without one of their own compute."""
+"""Every function in plain JAX, by name.
+
+It defines the meaning, and it serves the implementations that lack the function.
+"""
 
 OPT_IN = (sparsecore.NAME,)
-"""Implementations that run only when named, by `implementation=` or in `RSEMBED_KERNELS`, separated by commas."""
+"""Implementations that run only if `implementation=` or `RSEMBED_KERNELS` names them.
 
+`RSEMBED_KERNELS` is an environment variable with names separated by commas.
+"""
 
 _default: ContextVar[str | None] = ContextVar("default implementation", default=None)
 
 
 @contextmanager
 def by_default(implementation: str | None) -> Iterator[None]:
-    """Within it, calls that name no implementation take this one; None leaves them the fastest."""
+    """Context in which `implementation` serves calls that name no implementation.
+
+    None leaves the choice to `dispatch`.
+    """
     token = _default.set(implementation)
     try:
         yield
@@ -67,55 +76,106 @@ def by_default(implementation: str | None) -> Iterator[None]:
 
 
 def default_implementation() -> str | None:
-    """Name of the implementation that calls take which name none; None is the fastest."""
+    """Name of the implementation set by `by_default`; None outside of it."""
     return _default.get()
 
 
 def implementation_states() -> list[tuple[str, str]]:
-    """Every implementation by name, with "live" or the reason why it is not."""
-    opt_in = "opt-in, because no chip has run these kernels yet: pass implementation={0!r} or set RSEMBED_KERNELS={0}"
-    asked = _choices(IMPLEMENTATIONS, None, os.environ.get("RSEMBED_KERNELS", ""))
-    return [
-        (m.NAME, m.unavailable_because() or ("live" if m in asked else opt_in.format(m.NAME))) for m in IMPLEMENTATIONS
-    ]
+    """Name of every implementation, with "live" or the reason why it does not run."""
+    live = _choices(IMPLEMENTATIONS, None, os.environ.get("RSEMBED_KERNELS", ""))
+    states = []
+    for module in IMPLEMENTATIONS:
+        state = module.unavailable_because()
+        if state is None and module in live:
+            state = "live"
+        elif state is None:
+            state = (
+                "opt-in, because no chip has run these kernels yet: "
+                f"pass implementation={module.NAME!r} or set RSEMBED_KERNELS={module.NAME}"
+            )
+        states.append((module.NAME, state))
+    return states
 
 
-@functools.cache  # asked in every eager call
-def _choices(implementations: tuple[PyTree, ...], implementation: str | None, opted_in: str) -> list[PyTree]:
-    """Implementations to try for a call: the named one, or all that need no opt-in or are in `RSEMBED_KERNELS`."""
+@functools.cache  # Every eager call needs it.
+def _choices(
+    implementations: tuple[Any, ...],
+    implementation: str | None,
+    opted_in: str,
+) -> list[Any]:
+    """Implementations to try for a call, in order of preference.
+
+    Args:
+      implementations: all implementations.
+      implementation: name of the only one to try; None tries all that are not opt-in, or opted in.
+      opted_in: value of `RSEMBED_KERNELS`.
+
+    Raises: ValueError: a name is unknown.
+    """
     wanted = {name.strip() for name in opted_in.split(",") if name.strip()}
-    if unknown := wanted - set(OPT_IN):
-        raise ValueError(f"RSEMBED_KERNELS names {', '.join(sorted(unknown))}; it knows {', '.join(OPT_IN)}.")
+    unknown = wanted - set(OPT_IN)
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        raise ValueError(f"RSEMBED_KERNELS names {names}; it knows {', '.join(OPT_IN)}.")
     known = {module.NAME: module for module in implementations}
-    if implementation not in (None, *known):
-        raise ValueError(f"unknown implementation {implementation!r}; choose one of {', '.join(known)}, or None.")
-    passed_over = set(OPT_IN) - wanted
-    return [known[implementation]] if implementation else [m for m in implementations if m.NAME not in passed_over]
+    if implementation is None:
+        passed_over = set(OPT_IN) - wanted
+        return [module for name, module in known.items() if name not in passed_over]
+    if implementation not in known:
+        names = ", ".join(known)
+        raise ValueError(
+            f"unknown implementation {implementation!r}; choose one of {names}, or None.",
+        )
+    return [known[implementation]]
 
 
 def check_implementation(implementation: str | None) -> None:
-    """Raises: ValueError: the name is unknown. NotImplementedError: that implementation cannot run here."""
-    if implementation is not None:
-        (named,) = _choices(IMPLEMENTATIONS, implementation, "")
-        if (reason := named.unavailable_because()) is not None:
-            raise NotImplementedError(f"implementation {implementation!r} cannot run here: {reason}")
+    """Checks that the named implementation can run here. None is always accepted.
 
-
-def dispatch(function: str, *args: PyTree, implementation: str | None = None, **kwargs: Any) -> PyTree:
-    """Result of a call by the first implementation that can serve it, or by the one that is named.
-
-    Raises: as `check_implementation`; NotImplementedError: none can, and why.
+    Raises: ValueError: the name is unknown. NotImplementedError: it cannot run here, and why.
     """
-    reasons, meaning = [], MEANINGS[function]
+    if implementation is not None:
+        (module,) = _choices(IMPLEMENTATIONS, implementation, "")
+        reason = module.unavailable_because()
+        if reason is not None:
+            raise NotImplementedError(
+                f"implementation {implementation!r} cannot run here: {reason}",
+            )
+
+
+def dispatch(
+    function: str,
+    *args: PyTree,
+    implementation: str | None = None,
+    **kwargs: Any,
+) -> PyTree:
+    """Result of a call by the first implementation that can serve it.
+
+    Args:
+      function: name of a function in `MEANINGS`.
+      *args: arguments of the function.
+      implementation: name of the only implementation to try; None takes `default_implementation()`.
+      **kwargs: keyword arguments of the function.
+
+    Raises:
+      ValueError: the implementation's name is unknown.
+      NotImplementedError: no implementation can serve the call. The message has every reason.
+    """
+    reasons = []
+    meaning = MEANINGS[function]
     implementation = implementation or default_implementation()
-    for module in _choices(IMPLEMENTATIONS, implementation, os.environ.get("RSEMBED_KERNELS", "")):
-        if (reason := module.unavailable_because()) is None:
+    opted_in = os.environ.get("RSEMBED_KERNELS", "")
+    for module in _choices(IMPLEMENTATIONS, implementation, opted_in):
+        reason = module.unavailable_because()
+        if reason is None:
             kernel = getattr(module, function, meaning)
             try:
                 if module is not gpu or kernel is meaning or target_device().platform != "gpu":
                     return kernel(*args, **kwargs)
-                # Arrays may be on the CPU beside a GPU, which is known only when a program is compiled for them.
-                serve, default = (partial(own, *args, **kwargs) for own in (kernel, meaning))
+                # The arrays can be on the CPU of a machine with a GPU. Only the compilation of the
+                # program shows for which of the two it is.
+                serve = partial(kernel, *args, **kwargs)
+                default = partial(meaning, *args, **kwargs)
                 return jax.lax.platform_dependent(cuda=serve, default=default)
             except NotImplementedError as error:
                 reason = str(error)
@@ -127,32 +187,55 @@ def dispatch(function: str, *args: PyTree, implementation: str | None = None, **
 
 
 def served(meaning: Callable[Params, Result]) -> Callable[Params, Result]:
-    """`dispatch` of a function of `MEANINGS`, which takes the keyword `implementation` beside its own arguments."""
+    """Function that calls `dispatch` for a function of `MEANINGS`.
+
+    It takes the arguments of that function and the keyword `implementation`.
+    """
     call = functools.wraps(meaning)(partial(dispatch, meaning.__name__))
     return cast(Callable[Params, Result], call)
 
 
 def _differentiable(function: str, pull: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """`dispatch` of a function, with `pull(implementation, arguments, d_result)` for the gradients of its arguments."""
+    """Function `(implementation, *arguments) -> result` that calls `dispatch` and has gradients.
+
+    Args:
+      function: name of a function in `MEANINGS`.
+      pull: function `(implementation, arguments, d_result) -> gradients of the arguments`.
+    """
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
     def call(implementation: str | None, *arguments: PyTree) -> PyTree:
         return dispatch(function, *arguments, implementation=implementation)
 
-    call.defvjp(lambda implementation, *arguments: (call(implementation, *arguments), arguments), pull)
+    def forward(implementation: str | None, *arguments: PyTree) -> tuple[PyTree, PyTree]:
+        return call(implementation, *arguments), arguments
+
+    call.defvjp(forward, pull)
     return call
 
 
-row_gradients, weight_gradients = served(reference.row_gradients), served(reference.weight_gradients)
-squared_norm, allocate = served(reference.squared_norm), served(reference.allocate)
-gather_rows, scatter_rows = served(reference.gather_rows), served(reference.scatter_rows)
-rows_of_ids, count_ids = served(ids.rows_of_ids), served(ids.count_ids)
-rows_by_bag, entries_by_sample = served(ids.rows_by_bag), served(ids.entries_by_sample)
-distinct, unique_keys, row_bits = served(keyed.distinct), served(keyed.unique_keys), served(reference.row_bits)
-find_keys, insert_keys = served(keyed.find_keys), served(keyed.insert_keys)
-take_rows, count_uses, compact = served(keyed.take_rows), served(keyed.count_uses), served(keyed.compact)
-pack_blocks, unpack_blocks = served(ids.pack_blocks), served(ids.unpack_blocks)
-block_ends, round_places = served(ids.block_ends), served(ids.round_places)
+row_gradients = served(reference.row_gradients)
+weight_gradients = served(reference.weight_gradients)
+squared_norm = served(reference.squared_norm)
+allocate = served(reference.allocate)
+gather_rows = served(reference.gather_rows)
+scatter_rows = served(reference.scatter_rows)
+rows_of_ids = served(ids.rows_of_ids)
+count_ids = served(ids.count_ids)
+rows_by_bag = served(ids.rows_by_bag)
+entries_by_sample = served(ids.entries_by_sample)
+distinct = served(keyed.distinct)
+unique_keys = served(keyed.unique_keys)
+row_bits = served(reference.row_bits)
+find_keys = served(keyed.find_keys)
+insert_keys = served(keyed.insert_keys)
+take_rows = served(keyed.take_rows)
+count_uses = served(keyed.count_uses)
+compact = served(keyed.compact)
+pack_blocks = served(ids.pack_blocks)
+unpack_blocks = served(ids.unpack_blocks)
+block_ends = served(ids.block_ends)
+round_places = served(ids.round_places)
 
 
 def lookup(
@@ -162,40 +245,65 @@ def lookup(
     quantization: QuantizationConfig | None = None,
     implementation: str | None = None,
 ) -> Outputs:
-    """Pooled rows of every segment, float32, laid out as the call says; see `reference.lookup` for the meaning.
+    """Pooled rows of every segment, float32, in the call's layout. See `reference.lookup`.
 
-    Differentiable in the tables and the weights (dense gradients); training uses `row_gradients` or `update` instead.
+    The result is differentiable in the tables and the weights. The gradient of a table is dense, so
+    training uses `row_gradients` or `update` instead.
+
+    Args:
+      tables: tables that the call's segments read.
+      call: lists of ids and the segments that read them.
+      quantization: applied to every row before rows are combined. It needs a single table. None
+        applies no quantization.
+      implementation: name of the only implementation to try; None tries all.
     """
     if quantization is None:
         return _lookup(implementation, tuple(tables), call)
     (table,) = tables
-    # Quantization acts on single rows, before they are combined.
-    rows = jnp.concatenate([reference.rows_of_list(call, k, 0, table.shape[0]) for k in range(len(call.lists))])
-    (vectors,) = _lookup(implementation, (table,), Call.of([IdList.single(rows)], ["sum"]))
+    # Quantization applies to single rows. Look up every row by itself, quantize, then combine.
+    row_lists = []
+    for number in range(len(call.lists)):
+        row_lists.append(reference.rows_of_list(call, number, 0, table.shape[0]))
+    rows = jnp.concatenate(row_lists)
+    single_rows = Call.of([IdList.single(rows)], ["sum"])
+    (vectors,) = _lookup(implementation, (table,), single_rows)
     is_valid = (rows >= 0) & (rows < table.shape[0])
     entries = jnp.where(is_valid, jnp.arange(rows.shape[0], dtype=jnp.int32), NO_ROW)
     return _lookup(implementation, (quantization.quantize(vectors),), call.with_ids(entries))
 
 
-def _pull_lookup(implementation: str | None, arguments: PyTree, d_outputs: Outputs) -> PyTree:
-    tables, call = arguments
+def _pull_lookup(
+    implementation: str | None,
+    operands: tuple[tuple[Float[Array, "_ _"], ...], Call],
+    d_outputs: Outputs,
+) -> tuple[tuple[Float[Array, "_ _"], ...], Call]:
+    tables, call = operands
     dims = tuple(table.shape[1] for table in tables)
     d_tables = []
     for number, table in enumerate(tables):
         gradients = CallGradients(call, tuple(d_outputs), dims, number)
-        rows, values = dispatch("row_gradients", table.shape[0], gradients, implementation=implementation)
-        d_tables.append(jnp.zeros_like(table).at[rows].add(values.astype(table.dtype), mode="drop"))
+        num_rows = table.shape[0]
+        rows, values = dispatch("row_gradients", num_rows, gradients, implementation=implementation)
+        values = values.astype(table.dtype)
+        d_tables.append(jnp.zeros_like(table).at[rows].add(values, mode="drop"))
     d_weights: Sequence[Array | None] = [None] * len(call.lists)
-    if any(own.weights is not None for own in call.lists):
-        d_weights = dispatch("weight_gradients", tables, call, d_outputs, implementation=implementation)
+    if any(ids.weights is not None for ids in call.lists):
+        arguments = (tables, call, d_outputs)
+        d_weights = dispatch("weight_gradients", *arguments, implementation=implementation)
     d_lists = []
-    for id_list, own in zip(call.lists, d_weights, strict=True):
-        integers = {"ids": _no_gradient(id_list.ids), "offsets": _no_gradient(id_list.offsets)}
-        d_lists.append(dataclasses.replace(id_list, weights=own, **integers))
+    for id_list, weights in zip(call.lists, d_weights, strict=True):
+        d_list = dataclasses.replace(
+            id_list,
+            ids=_no_gradient(id_list.ids),
+            offsets=_no_gradient(id_list.offsets),
+            weights=weights,
+        )
+        d_lists.append(d_list)
     return tuple(d_tables), dataclasses.replace(call, lists=tuple(d_lists))
 
 
-def _no_gradient(integers: Any) -> PyTree:
+def _no_gradient(integers: Any) -> Any:
+    """Gradient of an integer array, as JAX expects it."""
     return None if integers is None else np.zeros(integers.shape, jax.dtypes.float0)
 
 
@@ -211,41 +319,58 @@ def apply_rows(
     *,
     implementation: str | None = None,
 ) -> tuple[Table, Slots]:
-    """One optimizer step of distinct rows, in place when the arrays are donated."""
-    if step.rule.moves_all_rows:  # one pass over whole arrays, entry by entry: no kernel could be faster than XLA
+    """Table and slots after one optimizer step of distinct `rows`, in place if they are donated.
+
+    Rows outside the table are padding.
+    """
+    if step.rule.moves_all_rows:
+        # Such a step is one elementwise pass over whole arrays. XLA is as fast as any kernel.
         return reference.apply_rows(table, slots, rows, gradients, step)
-    stepped: tuple[Table, Slots] = dispatch(
-        "apply_rows", table, slots, rows, gradients, step, implementation=implementation
-    )
+    arguments = (table, slots, rows, gradients, step)
+    stepped: tuple[Table, Slots]
+    stepped = dispatch("apply_rows", *arguments, implementation=implementation)
     return stepped
 
 
 def update(
-    table: Table, slots: Slots, gradients: CallGradients, step: Step, *, implementation: str | None = None
+    table: Table,
+    slots: Slots,
+    gradients: CallGradients,
+    step: Step,
+    *,
+    implementation: str | None = None,
 ) -> tuple[Table, Slots]:
-    """Row gradients and one optimizer step per row in one call, in place when the arrays are donated."""
+    """Table and slots after one optimizer step of every row that has a gradient.
+
+    Gradients of equal rows are summed first. The arrays are updated in place if they are donated.
+    """
     if step.rule.moves_all_rows:
-        rows, sums = dispatch("row_gradients", table.shape[0], gradients, implementation=implementation)
+        operands = (table.shape[0], gradients)
+        rows, sums = dispatch("row_gradients", *operands, implementation=implementation)
         return reference.apply_rows(table, slots, rows, sums, step)
-    stepped: tuple[Table, Slots] = dispatch("update", table, slots, gradients, step, implementation=implementation)
+    arguments = (table, slots, gradients, step)
+    stepped: tuple[Table, Slots]
+    stepped = dispatch("update", *arguments, implementation=implementation)
     return stepped
 
 
 def pairwise_interaction(
     vectors: Float[Array, "batch n dim"], *, implementation: str | None = None
 ) -> Float[Array, "batch pairs"]:
-    """Dot products of the vectors of every sample, in the order of `numpy.triu_indices(n, 1)`, float32.
+    """Dot products of all pairs of a sample's vectors, float32: the feature interaction of DLRM.
 
-    This is how DLRM lets its features meet. Differentiable once. On CPUs one native call serves all samples; XLA runs a
-    small product for each of them, which takes several times as long as the tables of a model of 26 features.
+    The pairs are in the order of `numpy.triu_indices(n, 1)`. The result can be differentiated once.
+    On CPUs one native call handles all samples. XLA would run a small product for each sample,
+    which takes several times as long as the table lookups of a model with 26 features.
 
     Args:
       vectors: one vector per feature, such as `jnp.stack([dense, *activations.values()], axis=1)`.
-      implementation: name of a kernel implementation to insist on; None takes the fastest that can serve.
+      implementation: name of the only kernel implementation to try; None takes the fastest.
 
-    Raises: TypeError or ValueError: `vectors` is no array of numbers, or has not three axes.
+    Raises: TypeError or ValueError: `vectors` is no array of numbers, or does not have three axes.
 
-    Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems", 2019.
+    Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and
+      Recommendation Systems", 2019.
 
     Example:
       >>> import jax.numpy as jnp, rsembed as rs
@@ -257,50 +382,63 @@ def pairwise_interaction(
     return products
 
 
-_pair_products = _differentiable(
-    "pair_products", lambda chosen, arguments, d: (dispatch("pull_pairs", *arguments, d, implementation=chosen),)
-)
+def _pull_pair_products(
+    implementation: str | None,
+    arguments: tuple[Array, ...],
+    d_products: Array,
+) -> tuple[Array]:
+    return (dispatch("pull_pairs", *arguments, d_products, implementation=implementation),)
+
+
+_pair_products = _differentiable("pair_products", _pull_pair_products)
 
 
 def stochastic_rounding(key: KeyOrKeys) -> reference.Rounding:
-    """Rounding up or down with probabilities that keep the mean; see `reference.round_stochastically`."""
+    """Rounding up or down at random, unbiased. See `reference.round_stochastically`."""
     return jax.tree_util.Partial(reference.round_stochastically, key=key)
 
 
 SPARSECORE = "lowers for v5p, v6e and TPU7x SparseCore; simulated numerics agree with the reference"
 GPU = "ran on an H100 (docs/accelerators.md); interpret-mode numerics agree with the reference"
-"""Evidence for the kernels of each backend.
-
-*Runs*: the numbers of this process come from them. *Compiles*: the vendor's compiler made a program. *Simulated*,
-*interpreted*: the kernel's own equations were evaluated in numpy or by Pallas' interpreter. *Lowers*: JAX translated
-it. Whatever was not tried is *unproven*.
-"""
+"""Evidence for the kernels of each backend, in the words of `backend_evidence`."""
 
 
 def backend_evidence() -> list[tuple[str, str]]:
-    """Each backend, and what is known about it on this machine.
+    """Name of each backend, and the evidence that its kernels work on this machine.
 
-    The test suite makes the statements about simulation, interpretation and lowering; `make test-tpu` and
-    `make test-gpu` the ones about compilers. Speed and numbers on a chip stay unproven until `make test-gpu`, or your
-    own run, has seen that chip.
+    *Runs*: the numbers of this process come from the backend. *Compiles*: the vendor's compiler
+    made a program. *Simulated*, *interpreted*: numpy or Pallas' interpreter evaluated the kernel's
+    equations. *Lowers*: JAX translated it. Anything that was not tried is *unproven*.
+
+    The test suite checks the claims about simulation, interpretation and lowering. `make test-tpu`
+    and `make test-gpu` check the claims about compilers. Speed and numbers on a chip are unproven
+    until `make test-gpu`, or a run of your model, has used that chip.
     """
     platform = target_device().platform
-    reference = f"runs here ({platform})" + ("; numerics unproven there" if platform == "tpu" else "")
+    on_xla = f"runs here ({platform})"
+    if platform == "tpu":
+        on_xla += "; numerics unproven there"
     reason = native.unavailable_because()
-    runs = f"runs here, {native.instruction_set()}, cores: {native.num_cores()}"
-    cpu = runs if reason is None else f"does not run here: {reason}"
+    if reason is None:
+        on_cpu = f"runs here, {native.instruction_set()}, cores: {native.num_cores()}"
+    else:
+        on_cpu = f"does not run here: {reason}"
     if sparsecore.unavailable_because() is None:
-        tpu = f"opt-in here (implementation= or RSEMBED_KERNELS); {SPARSECORE}; numbers on this chip unproven"
+        opt_in = "opt-in here (implementation= or RSEMBED_KERNELS)"
+        on_tpu = f"{opt_in}; {SPARSECORE}; numbers on this chip unproven"
     else:
-        compiler = "make test-tpu compiles them" if _is_installed("libtpu") else "compiling unproven here: no libtpu"
-        tpu = f"{SPARSECORE}; {compiler}; running on a TPU unproven"
+        compiler = "compiling unproven here: no libtpu"
+        if _is_installed("libtpu"):
+            compiler = "make test-tpu compiles them"
+        on_tpu = f"{SPARSECORE}; {compiler}; running on a TPU unproven"
     if gpu.unavailable_because() is None:
-        card = f"runs here; {GPU}; make test-gpu checks the numbers on this card"
+        on_gpu = f"runs here; {GPU}; make test-gpu checks the numbers on this card"
     else:
-        has_compiler = _is_installed("jax_cuda12_plugin") or _is_installed("jax_cuda13_plugin")
-        compiler = "make test-gpu compiles them" if has_compiler else "compiling unproven here: no CUDA plugin"
-        card = f"{GPU}; {compiler}"
-    return [("reference", reference), ("native", cpu), ("sparsecore", tpu), ("gpu", card)]
+        compiler = "compiling unproven here: no CUDA plugin"
+        if _is_installed("jax_cuda12_plugin") or _is_installed("jax_cuda13_plugin"):
+            compiler = "make test-gpu compiles them"
+        on_gpu = f"{GPU}; {compiler}"
+    return [("reference", on_xla), ("native", on_cpu), ("sparsecore", on_tpu), ("gpu", on_gpu)]
 
 
 def _is_installed(module: str) -> bool:
