@@ -36,7 +36,7 @@ DAYS_PER_MONTH = 30
 class Settings:
     """What a run can be asked to do otherwise; every field is an option of the command line."""
 
-    data: str = "generated"  # or ml-1m, MovieLens, found or fetched
+    data: str = "generated"  # or "auto": MovieLens at RSEMBED_DATA, if it is there; "ml-1m": fetched; or a path
     tables: str = "dense"  # how users and films are kept: one of TABLES
     devices: int = 1
     steps: int = 300
@@ -65,11 +65,21 @@ class Task(NamedTuple):
     log_frequency: np.ndarray  # [films]
 
 
+def load_log(settings: Settings) -> RatingsLog:
+    if settings.data not in ("generated", "auto", "ml-1m"):
+        return datasets.movielens(settings.data)
+    if settings.data == "ml-1m":
+        return datasets.movielens(download=True)
+    if settings.data == "auto":
+        try:
+            return datasets.movielens()
+        except FileNotFoundError:
+            print("no ratings of people are at RSEMBED_DATA, so a log is generated")
+    return datasets.generated_ratings(2_000, 500, seed=settings.seed)
+
+
 def load_task(settings: Settings) -> Task:
-    if settings.data == "generated":
-        log = datasets.generated_ratings(2_000, 500, seed=settings.seed)
-    else:
-        log = datasets.movielens(download=True)
+    log = load_log(settings)
     is_last = log.is_last()
     train = np.flatnonzero(~is_last)
     counts = np.bincount(log.items[train], minlength=len(log.titles))
@@ -284,26 +294,91 @@ def score_all(
 
 
 class Quality(NamedTuple):
-    """How far above the films that a user had not seen his last one was ranked."""
+    """How high a user's hidden film was ranked among the films that the user had not seen."""
 
-    recall_at_10: float
-    auc: float
+    recall_at_10: float  # share of users with the hidden film among the first ten
+    ndcg_at_10: float  # the same, but rank r counts 1 / log2(r + 1)
+    auc: float  # share of the other films that are ranked below the hidden one
+
+
+def seen_films(task: Task) -> np.ndarray:
+    """Mask `[all users, films]` of the training ratings."""
+    is_seen = np.zeros((len(task.log.user_ids), len(task.log.titles)), bool)
+    is_seen[task.log.users[task.train], task.log.items[task.train]] = True
+    return is_seen
 
 
 def judge(task: Task, scores: np.ndarray) -> Quality:
-    """Recall and AUC of scores `[users, films]`, one row for each rating of `task.test`."""
-    users = task.log.users[task.test]
-    is_seen = np.zeros((len(task.log.user_ids), len(task.log.titles)), bool)
-    is_seen[task.log.users[task.train], task.log.items[task.train]] = True
-    is_seen = is_seen[users]
-    own = np.take_along_axis(scores, task.log.items[task.test][:, None], axis=1)
-    above = np.sum((scores > own) & ~is_seen, axis=1) + 0.5 * (np.sum((scores == own) & ~is_seen, axis=1) - 1)
-    return Quality(float(np.mean(above < 10)), float(np.mean(1 - above / (np.sum(~is_seen, axis=1) - 1))))
+    """Quality of scores `[users, films]`, one row for each rating of `task.test`. A draw counts half."""
+    is_candidate = ~seen_films(task)[task.log.users[task.test]]
+    score_of_hidden = np.take_along_axis(scores, task.log.items[task.test][:, None], axis=1)
+    num_above = np.sum((scores > score_of_hidden) & is_candidate, axis=1)
+    num_equal = np.sum((scores == score_of_hidden) & is_candidate, axis=1) - 1
+    above = num_above + 0.5 * num_equal
+    is_named = above < 10
+    num_others = np.sum(is_candidate, axis=1) - 1
+    return Quality(
+        recall_at_10=float(np.mean(is_named)),
+        ndcg_at_10=float(np.mean(np.where(is_named, 1 / np.log2(above + 2), 0))),
+        auc=float(np.mean(1 - above / num_others)),
+    )
+
+
+# Other recommenders, to compare with
 
 
 def popularity(task: Task) -> np.ndarray:
-    """Scores `[users, films]` of the advice to see what most people saw."""
+    """Scores `[users, films]` of naming the films that most people saw."""
     return np.tile(task.log_frequency, (len(task.test), 1))
+
+
+def item_neighbours(task: Task, num_neighbours: int = 50) -> np.ndarray:
+    """Scores `[users, films]` of item-kNN: a film's cosine similarity to the films that the user saw, summed."""
+    seen = seen_films(task).astype(np.float32)
+    num_viewers = seen.sum(axis=0)
+    lengths = np.sqrt(np.maximum(num_viewers, 1))
+    similarity = seen.T @ seen
+    similarity /= lengths[:, None]
+    similarity /= lengths[None]
+    np.fill_diagonal(similarity, 0)
+    num_neighbours = min(num_neighbours, len(similarity) - 1)
+    least = -np.partition(-similarity, num_neighbours - 1, axis=1)[:, num_neighbours - 1]
+    similarity[similarity < least[:, None]] = 0
+    return seen[task.log.users[task.test]] @ similarity
+
+
+def matrix_factorisation(
+    task: Task, dim: int = 32, rounds: int = 5, weight: float = 1.0, decay: float = 10.0
+) -> np.ndarray:
+    """Scores `[users, films]` of a matrix factorisation of who saw what, by alternating least squares.
+
+    A film that was seen is a 1 with weight 1 + `weight`, each other film a 0 with weight 1.
+
+    Source: Hu, Koren and Volinsky, "Collaborative Filtering for Implicit Feedback Datasets", ICDM 2008, equation 4.
+    """
+    is_seen = seen_films(task)
+    generator = np.random.default_rng(0)
+    films = generator.normal(0.0, 0.1, (is_seen.shape[1], dim))
+    for _ in progress(range(rounds), description="matrix factorisation"):
+        users = least_squares(is_seen, films, weight, decay)
+        films = least_squares(is_seen.T, users, weight, decay)
+    return users[task.log.users[task.test]] @ films.T
+
+
+def least_squares(is_seen: np.ndarray, others: np.ndarray, weight: float, decay: float) -> np.ndarray:
+    """The best vector of each row of `is_seen`, where `others` are the vectors of its columns."""
+    dim = others.shape[1]
+    common = others.T @ others + decay * np.eye(dim)
+    vectors = np.zeros((len(is_seen), dim))
+    for row in range(len(is_seen)):
+        seen = others[is_seen[row]]
+        vectors[row] = np.linalg.solve(common + weight * seen.T @ seen, (1 + weight) * seen.sum(axis=0))
+    return vectors
+
+
+def line_of(name: str, quality: Quality) -> str:
+    """A line of a table of results."""
+    return f"{name:14}recall@10 {quality.recall_at_10:.3f}   NDCG@10 {quality.ndcg_at_10:.3f}   AUC {quality.auc:.3f}"
 
 
 def device_bytes(state: rs.EmbeddingState) -> int:
@@ -330,8 +405,14 @@ def main(settings: Settings) -> None:
     model, scores = score_all(task, settings, collection, model)
     print(collection)
     print(f"{len(losses)} steps, the last loss {losses[-1]:.4f}" if len(losses) else "no steps were left to do")
-    for name, own in {"most popular": popularity(task), settings.tables: scores}.items():
-        print(f"{name:14}recall@10 {judge(task, own).recall_at_10:.3f}   AUC {judge(task, own).auc:.3f}")
+    scores_of = {
+        "most popular": popularity(task),
+        "item-kNN": item_neighbours(task),
+        "factorisation": matrix_factorisation(task),
+        settings.tables: scores,
+    }
+    for name, scores in scores_of.items():
+        print(line_of(name, judge(task, scores)))
     print(f"{device_bytes(model.state) / 1e3:,.0f} kB of tables and their optimizer state on a device")
 
 
