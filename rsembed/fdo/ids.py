@@ -10,7 +10,7 @@ from jaxtyping import Int, Integer, Num
 
 from rsembed.checks import PositiveInt, validated
 
-NUM_EXACT_RANKS = 65_536
+NUM_EXACT_RANKS = 4_096
 NUM_RANK_BLOCKS = 4_096
 FEWEST_PENDING_IDS = 2**20
 """Ids that are collected before they are merged into the sorted ids; few merges are quick, many need less memory."""

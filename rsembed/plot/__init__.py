@@ -1,7 +1,8 @@
-"""Pictures of tables, buffers and training; each draws only on the given axes, its numbers are computed apart.
+"""Pictures of ids, tables, buffers and training.
 
-Every `plot_…` takes data first and `ax=`, the axes to draw on; None makes a figure. Further keyword arguments go to the
-main artist. It returns the `Axes`. Functions that compute what some pictures show are imported from the modules below.
+Every `plot_…` function takes the data first, and `ax=`, the axes to draw on. None makes a figure.
+It draws nowhere else, passes further keyword arguments to its main artist, and returns the `Axes`.
+Functions that compute the numbers of some pictures are in the modules below.
 """
 
 from rsembed.plot.buffers import explore as explore

@@ -1,4 +1,4 @@
-"""Pictures of a device's input buffer: the shard of each place, and a slider for the limit."""
+"""Pictures of a device's input buffer, and of what a limit costs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from rsembed.plot.drawing import COLOURS, axes_or_new, colour_of, finish, with_d
 from rsembed.stacking import SUBLANES, round_up
 
 GAP = -1
-"""A place between the end of a partition and the next multiple of 8."""
+"""Marks a place between the end of a partition and the next multiple of 8."""
 TAIL = -2
-"""A place behind the last partition."""
-_EMPTY_COLOURS = ("#f2f2f2", "#bdbdbd")  # tail, gap
+"""Marks a place after the last partition."""
+_TAIL_COLOUR = "#f2f2f2"
+_GAP_COLOUR = "#bdbdbd"
 _MOST_PLACES_WITH_LINES = 64
 
 
@@ -30,12 +31,12 @@ _MOST_PLACES_WITH_LINES = 64
 def buffer_places(
     row_pointers: Int[np.ndarray, " pointers"], *, num_shards: PositiveInt, num_places: PositiveInt
 ) -> Int[np.ndarray, "cores places"]:
-    """Use of every place of a device's buffer: the shard whose row it names, `GAP` or `TAIL`.
+    """What each place of a device's buffer holds: the number of a row's shard, `GAP` or `TAIL`.
 
     Args:
-      row_pointers: of one device and one stack, laid out without minibatches.
-      num_shards: shards over all devices.
-      num_places: places of the device's buffer.
+      row_pointers: ends of the partitions of one device and one stack, without minibatches.
+      num_shards: number of shards over all devices.
+      num_places: number of places in the device's buffer.
 
     Raises: ValueError: the numbers do not describe one buffer.
 
@@ -76,15 +77,15 @@ def plot_buffer(
     ax: Axes | None = None,
     **mesh_kwargs: Any,
 ) -> Axes:
-    """The buffer of one device as a strip per core: coloured partitions, gaps between them, the empty tail.
+    """Draws the buffer of one device as a strip per core: coloured partitions, gaps, and the empty tail.
 
     Args:
-      places: see `buffer_places`.
-      labels: a text for each place, of the same shape; only places that hold an id show theirs.
-      ax: None makes a figure.
-      **mesh_kwargs: for the coloured strips.
+      places: what each place holds, as `buffer_places` returns it.
+      labels: a text for each place. Only places that hold an id show it. None draws no text.
+      ax: the axes to draw on. None makes a figure.
+      **mesh_kwargs: for the coloured strips, see `Axes.pcolormesh`.
 
-    Raises: ValueError: the labels have another shape.
+    Raises: ValueError: `labels` and `places` differ in shape.
     """
     places = np.asarray(places)
     num_cores, num_places = places.shape
@@ -93,42 +94,53 @@ def plot_buffer(
     ax = axes_or_new(ax, (10.0, 1.3 + 0.75 * num_cores))
     num_shards = int(places.max(initial=-1)) + 1
     shard_colours = [colour_of(shard) for shard in range(num_shards)]
-    colours = ListedColormap([*_EMPTY_COLOURS, *shard_colours])
-    with_lines = num_places <= _MOST_PLACES_WITH_LINES
-    width = 0.8 if with_lines else 0.0
-    look = with_defaults(
-        mesh_kwargs, cmap=colours, vmin=-0.5, vmax=num_shards + 1.5, edgecolors="white", linewidth=width
+    colours = ListedColormap([_TAIL_COLOUR, _GAP_COLOUR, *shard_colours])
+    has_lines = num_places <= _MOST_PLACES_WITH_LINES
+    style = with_defaults(
+        mesh_kwargs,
+        cmap=colours,
+        vmin=-0.5,
+        vmax=num_shards + 1.5,
+        edgecolors="white",
+        linewidth=0.8 * has_lines,
     )
+    edges = np.arange(num_places + 1)
     for core, strip in enumerate(places):
-        ax.pcolormesh(np.arange(num_places + 1), [core - 0.36, core + 0.36], strip[None] - TAIL, **look)
+        ax.pcolormesh(edges, [core - 0.36, core + 0.36], strip[None] - TAIL, **style)
     if labels is not None:
         for core, place in np.argwhere(places >= 0).tolist():
-            ax.text(place + 0.5, core, labels[core][place], ha="center", va="center", color="white", fontsize=8.0)
-    shown = [Patch(color=own, label=f"shard {shard}") for shard, own in enumerate(shard_colours[: len(COLOURS)])]
+            text = labels[core][place]
+            ax.text(place + 0.5, core, text, ha="center", va="center", color="white", fontsize=8.0)
+    handles = []
+    for shard, colour in enumerate(shard_colours[: len(COLOURS)]):
+        handles.append(Patch(color=colour, label=f"shard {shard}"))
     if num_shards > len(COLOURS):
-        shown[-1].set_label(f"shard {len(COLOURS) - 1}; colours repeat")
-    shown += [Patch(color=_EMPTY_COLOURS[1], label="gap"), Patch(color=_EMPTY_COLOURS[0], label="empty tail")]
-    ax.legend(handles=shown, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        handles[-1].set_label(f"shard {len(COLOURS) - 1}; colours repeat")
+    handles.append(Patch(color=_GAP_COLOUR, label="gap"))
+    handles.append(Patch(color=_TAIL_COLOUR, label="empty tail"))
+    ax.legend(handles=handles, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     ax.set(xlim=(0, num_places), yticks=range(num_cores), ylim=(num_cores - 0.5, -0.5))
-    if with_lines:
+    if has_lines:
         ax.xaxis.set_major_locator(MultipleLocator(SUBLANES))
     return finish(ax, "place in the core's part of the buffer", "core")
 
 
 BYTES_PER_PLACE = 12
-"""Bytes of an entry of an input buffer: id, sample and gain, 4 each."""
+"""Bytes of one place of an input buffer: id, sample and gain take 4 bytes each."""
 
 
 @validated
 def partition_entries(
     batches: Int[np.ndarray, "batches samples ids"], *, num_shards: PositiveInt
 ) -> Int[np.ndarray, "batches cores shards"]:
-    """Entries of every partition, on one device of `num_shards` cores that own the rows `id % num_shards`.
+    """Number of entries in each partition, on one device with a shard for each of its cores.
+
+    Row `id` belongs to shard `id % num_shards`. Equal ids of one sample are one entry.
 
     Args:
-      batches: ids; `-1` is no id, and equal ids of one sample are one entry. Samples are cut into equal parts, one per
-        core.
-      num_shards: cores.
+      batches: ids of each sample of each batch; -1 is no id. Each batch is cut by sample into equal
+        parts, one for each core.
+      num_shards: number of cores, and of shards.
 
     Raises: ValueError: the samples cannot be cut evenly, `num_shards` is below 1, or there is no id.
 
@@ -158,7 +170,11 @@ def limit_costs(
 ) -> tuple[float, int]:
     """Fraction of the entries that a limit drops, and bytes of the input buffers of all cores.
 
-    See `partition_entries`. A suggested buffer size may be smaller.
+    The buffers have room for full partitions. A suggested buffer size may make them smaller.
+
+    Args:
+      entries: entries of each partition, as `partition_entries` returns them.
+      max_ids_per_partition: the limit.
     """
     dropped = np.maximum(entries - max_ids_per_partition, 0).sum() / entries.sum()
     places = entries.shape[1] * entries.shape[2] * round_up(max_ids_per_partition, SUBLANES)
@@ -173,35 +189,43 @@ def plot_limit_choice(
     ax: Axes | None = None,
     **line_kwargs: Any,
 ) -> Axes:
-    """The share of entries that each limit would drop, over the bytes of its buffers; a dot marks the one chosen.
+    """Plots the share of entries that each limit would drop against the bytes of its buffers.
+
+    A dot marks one limit.
 
     Args:
-      entries: see `partition_entries`.
+      entries: entries of each partition, as `partition_entries` returns them.
       max_ids_per_partition: the limit to mark.
-      ax: None makes a figure.
+      ax: the axes to draw on. None makes a figure.
       **line_kwargs: for the curve.
     """
     ax = axes_or_new(ax)
     largest = max(int(entries.max()), max_ids_per_partition) / SUBLANES
-    limits = SUBLANES * np.unique(np.ceil(np.linspace(1, max(largest, 1), 120)).astype(int))  # buffers have no others
+    # Partitions fill whole tiles of 8 places, so limits between multiples of 8 cost as much.
+    limits = SUBLANES * np.unique(np.ceil(np.linspace(1, max(largest, 1), 120)).astype(int))
     dropped, buffers = np.array([limit_costs(entries, int(limit)) for limit in limits]).T
-    ax.plot(buffers / 1e3, 100 * dropped, **with_defaults(line_kwargs, color=COLOURS[0], linewidth=2.0))
+    style = with_defaults(line_kwargs, color=COLOURS[0], linewidth=2.0)
+    ax.plot(buffers / 1e3, 100 * dropped, **style)
     fraction, num_bytes = limit_costs(entries, max_ids_per_partition)
     ax.plot(num_bytes / 1e3, 100 * fraction, "o", color=COLOURS[1], markersize=9, zorder=3)
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     title = f"limit {max_ids_per_partition:,}: {num_bytes / 1e3:,.0f} kB, {fraction:.2%} dropped"
-    return finish(ax, "input buffers (kB)", "entries dropped (%)", ylim=(-3.0, None), title=title)
+    labels = ("input buffers (kB)", "entries dropped (%)")
+    return finish(ax, *labels, ylim=(-3.0, None), title=title)
 
 
 @validated
 def explore(entries: Int[np.ndarray, "batches cores shards"], *, max_ids_per_partition: int | None = None) -> Any:
-    """A slider for the limit over `plot_limit_choice`; show it as a cell's last line.
+    """A widget for notebooks: `plot_limit_choice` with a slider for the limit.
+
+    Make it the last line of a cell.
 
     Args:
-      entries: see `partition_entries`.
-      max_ids_per_partition: where the slider starts; None is the smallest limit that drops nothing.
+      entries: entries of each partition, as `partition_entries` returns them.
+      max_ids_per_partition: the limit at which the slider starts. None takes the smallest one that
+        drops nothing.
 
-    Raises: ImportError: ipywidgets is missing; the extra `notebooks` brings it.
+    Raises: ImportError: ipywidgets is missing; the extra `notebooks` installs it.
     """
     import ipywidgets
     from IPython.display import display
@@ -212,5 +236,6 @@ def explore(entries: Int[np.ndarray, "batches cores shards"], *, max_ids_per_par
         display(figure)
 
     largest = int(entries.max())
-    limit = ipywidgets.IntSlider(max_ids_per_partition or largest, 1, largest, description="limit")
-    return ipywidgets.VBox([limit, ipywidgets.interactive_output(draw, {"limit": limit})])
+    slider = ipywidgets.IntSlider(max_ids_per_partition or largest, 1, largest, description="limit")
+    picture = ipywidgets.interactive_output(draw, {"limit": slider})
+    return ipywidgets.VBox([slider, picture])

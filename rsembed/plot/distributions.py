@@ -1,4 +1,4 @@
-"""Pictures of how lookups spread over ids and of how tables fill their stacks: what sizes buffers and caches."""
+"""Pictures of how lookups are distributed over ids and shards, and of the bytes of stacks."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ MOST_DRAWN_RANKS = 10_000
 
 @validated
 def plot_id_frequency(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
-    """Plots how often ids occur, most frequent first, on logarithmic axes; ids never seen are left out.
+    """Plots how often each id occurs, most frequent first, on logarithmic axes.
 
-    Call it again with the same `ax` for more curves.
+    Ids that never occur are left out. Call it again with the same `ax` for more curves.
 
     Args:
       counts: occurrences of each id, such as `np.bincount` gives.
-      ax: the axes to draw on; None makes a figure.
-      **line_kwargs: for the curve, such as `label=`; with it, a legend appears.
+      ax: the axes to draw on. None makes a figure.
+      **line_kwargs: for the curve, such as `label=`. With a label, a legend appears.
     """
     ax = axes_or_new(ax)
     shares = check_shares("plot_id_frequency: counts", counts)
     seen = np.sort(shares[shares > 0])[::-1]
     ranks = _drawn_ranks(len(seen))
-    look = with_defaults(line_kwargs, color=next_colour(ax), linewidth=2.0)
-    ax.loglog(ranks, seen[ranks - 1], **look)
+    style = with_defaults(line_kwargs, color=next_colour(ax), linewidth=2.0)
+    ax.loglog(ranks, seen[ranks - 1], **style)
     xlabel = "rank of the id (1 = most frequent)"
     return finish(ax, xlabel, "occurrences", legend="label" in line_kwargs)
 
@@ -60,16 +60,16 @@ def plot_coverage(
     ax: Axes | None = None,
     **line_kwargs: Any,
 ) -> Axes:
-    """Plots the share of lookups that read the hottest rows; the axis of rows is logarithmic.
+    """Plots the share of lookups that read the hottest rows, over a logarithmic axis of rows.
 
     Call it again with the same `ax` for more curves.
 
     Args:
-      counts: lookups of each row; rows without a lookup count as well. Probabilities do, too.
+      counts: lookups of each row, also of rows without a lookup. Probabilities will do as well.
       num_rows: rows of the table, where `counts` leaves out rows without a lookup. None takes the
         length of `counts`.
-      ax: the axes to draw on; None makes a figure.
-      **line_kwargs: for the curve, such as `label=`; with it, a legend appears.
+      ax: the axes to draw on. None makes a figure.
+      **line_kwargs: for the curve, such as `label=`. With a label, a legend appears.
 
     Raises: ValueError: a count is negative, all are 0, or there are more counts than rows.
     """
@@ -85,19 +85,18 @@ def plot_coverage(
     if num_rows > len(hottest_first):  # the other rows serve nothing
         ranks = np.append(ranks, num_rows)
         served = np.append(served, 100.0)
-    look = with_defaults(line_kwargs, color=next_colour(ax), linewidth=2.0)
-    ax.semilogx(100 * ranks / num_rows, served, **look)
+    style = with_defaults(line_kwargs, color=next_colour(ax), linewidth=2.0)
+    ax.semilogx(100 * ranks / num_rows, served, **style)
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     labels = ("hottest rows (% of the table)", "lookups they serve (%)")
     return finish(ax, *labels, legend="label" in line_kwargs, ylim=(0, 103))
 
 
 def _drawn_ranks(num_ranks: int) -> Int[np.ndarray, " ranks"]:
-    """Ranks from 1 on to draw: all of them, or those that a logarithmic axis can tell apart."""
+    """Ranks to draw, from 1 on: all, or about 10,000 that are evenly spaced on a logarithmic axis."""
     if num_ranks <= MOST_DRAWN_RANKS:
         return np.arange(1, num_ranks + 1)
-    ranks = np.rint(np.geomspace(1, num_ranks, MOST_DRAWN_RANKS)).astype(np.int64)
-    return np.unique(ranks)
+    return np.unique(np.geomspace(1, num_ranks, MOST_DRAWN_RANKS).astype(np.int64))
 
 
 # Numbers
@@ -105,11 +104,12 @@ def _drawn_ranks(num_ranks: int) -> Int[np.ndarray, " ranks"]:
 
 @validated
 def stack_bytes(plan: StackingPlan) -> dict[str, tuple[int, int]]:
-    """Bytes over all shards that hold embeddings and that are padding, by stack; optimizer state not counted."""
+    """Bytes of embeddings and bytes of padding of each stack, over all shards, without optimizer state."""
     sizes = {}
     for stack in plan.stacks:
-        values = stack.spec.stack_vocab_size * stack.spec.stack_embedding_dim
-        used = sum(table.rows * table.dim for table in stack.tables) * (stack.table_bytes // values)
+        num_values = stack.spec.stack_vocab_size * stack.spec.stack_embedding_dim
+        num_used = sum(table.rows * table.dim for table in stack.tables)
+        used = num_used * (stack.table_bytes // num_values)
         sizes[stack.name] = (used, stack.table_bytes - used)
     return sizes
 
@@ -118,10 +118,15 @@ def stack_bytes(plan: StackingPlan) -> dict[str, tuple[int, int]]:
 def treemap(
     sizes: Sequence[float] | Float[np.ndarray, " sizes"], width: float, height: float
 ) -> Float[np.ndarray, "sizes 4"]:
-    """Rectangles `(x, y, width, height)` that tile a box, with areas in proportion to `sizes`, in their order.
+    """Rectangles `(x, y, width, height)` that tile a box, with areas in proportion to `sizes`.
 
-    Largest first, rows of rectangles are filled along the shorter side of what is left, as long as that makes them
-    squarer.
+    Rectangles are placed by size, the largest first, in rows along the shorter side of the rest of
+    the box. A row takes another rectangle as long as that makes its rectangles squarer.
+
+    Args:
+      sizes: a size for each rectangle. The result is in their order.
+      width: width of the box.
+      height: height of the box.
 
     Raises: ValueError: a size is negative, or all are zero.
     Source: Bruls, Huizing, van Wijk, "Squarified Treemaps", 2000.
@@ -132,24 +137,36 @@ def treemap(
     """
     areas = check_shares("treemap: sizes", sizes)
     areas = areas * (width * height / areas.sum())
-    boxes, waiting = np.zeros((len(areas), 4)), np.argsort(-areas, kind="stable").tolist()
-    x, y = 0.0, 0.0
-    while waiting and areas[waiting[0]] > 0:
+    boxes = np.zeros((len(areas), 4))
+    order = np.argsort(-areas, kind="stable").tolist()
+    first = 0
+    x = 0.0
+    y = 0.0
+    while first < len(order) and areas[order[first]] > 0:
+        is_wide = width >= height
         side = min(width, height)
-        count = 1
-        while count < len(waiting) and _worst(areas[waiting[: count + 1]], side) <= _worst(
-            areas[waiting[:count]], side
-        ):
-            count += 1
-        row, waiting = waiting[:count], waiting[count:]
-        depth, along = areas[row].sum() / side, 0.0
-        for place in row:
-            length = areas[place] / depth
-            boxes[place] = (x, y + along, depth, length) if width >= height else (x + along, y, length, depth)
+        last = first + 1
+        while last < len(order):
+            longer = _worst(areas[order[first : last + 1]], side)
+            if longer > _worst(areas[order[first:last]], side):
+                break
+            last += 1
+        depth = areas[order[first:last]].sum() / side
+        along = 0.0
+        for number in order[first:last]:
+            length = areas[number] / depth
+            if is_wide:
+                boxes[number] = (x, y + along, depth, length)
+            else:
+                boxes[number] = (x + along, y, length, depth)
             along += length
-        x, y, width, height = (
-            (x + depth, y, width - depth, height) if width >= height else (x, y + depth, width, height - depth)
-        )
+        if is_wide:
+            x += depth
+            width -= depth
+        else:
+            y += depth
+            height -= depth
+        first = last
     return boxes
 
 
@@ -167,12 +184,15 @@ def _worst(areas: np.ndarray, side: float) -> float:
 def plot_shard_load(
     loads: Mapping[str, Int[np.ndarray, " shards"]], *, ax: Axes | None = None, **bar_kwargs: Any
 ) -> Axes:
-    """Ids that every shard looks up, bars side by side for each layout, and the even load as a line.
+    """Draws the number of ids that each shard looks up as bars, and the mean as a line.
+
+    Several layouts have their bars side by side.
 
     Args:
-      loads: one array per layout of the same ids, see `StackingPlan.shard_load`; the legend tells how many times the
-        mean load the busiest shard has.
-      ax: None makes a figure.
+      loads: by name of the layout, the ids that each shard looks up, see `StackingPlan.shard_load`.
+        The same ids belong to all layouts. The legend says how many times the mean load the
+        busiest shard has.
+      ax: the axes to draw on. None makes a figure.
       **bar_kwargs: for all bars.
 
     Raises: ValueError: a layout has no load, or the layouts have different numbers of shards.
@@ -181,37 +201,44 @@ def plot_shard_load(
     if len(num_shards) != 1:
         raise ValueError(f"plot_shard_load: needs loads of one number of shards, got {sorted(num_shards)}.")
     ax = axes_or_new(ax)
-    shards, width = np.arange(num_shards.pop()), 0.8 / len(loads)
+    shards = np.arange(num_shards.pop())
+    width = 0.8 / len(loads)
     for number, (name, load) in enumerate(loads.items()):
-        left = shards + (number - (len(loads) - 1) / 2) * width
+        centres = shards + (number - (len(loads) - 1) / 2) * width
         shares = check_shares("plot_shard_load: load", load)
         label = f"{name}: busiest {shares.max() / shares.mean():.2f} × mean"
-        ax.bar(left, load, **with_defaults(bar_kwargs, width=width, color=colour_of(number), label=label))
-    ax.axhline(float(np.mean(list(loads.values()))), **DASHED, label="mean")
+        style = with_defaults(bar_kwargs, width=width, color=colour_of(number), label=label)
+        ax.bar(centres, load, **style)
+    all_loads = np.array(list(loads.values()))
+    ax.axhline(float(all_loads.mean()), **DASHED, label="mean")
     ax.legend(frameon=False, fontsize=LABEL_POINTS, loc="upper left")
-    most = max(int(load.max()) for load in loads.values())
-    top = most * (1.12 + 0.08 * len(loads))  # room for the legend above the bars
+    # The legend has a line for each layout and one for the mean, above the bars.
+    top = all_loads.max() / (0.86 - 0.065 * min(len(loads), 9))
     ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     return finish(ax, "shard", "ids to look up", counts_on_x=True, ylim=(0, top))
 
 
 @validated
 def plot_stack_bytes(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **bar_kwargs: Any) -> Axes:
-    """One bar per stack: megabytes of embeddings, then the padding behind them, with its share in percent.
+    """Draws a bar for each stack: megabytes of embeddings, then of padding, with its share in percent.
 
     Args:
-      sizes: bytes used and bytes of padding, by stack, as `stack_bytes` returns them; the first stack is on top.
-      ax: None makes a figure.
+      sizes: bytes of embeddings and bytes of padding of each stack, as `stack_bytes` returns them.
+        The first stack is on top.
+      ax: the axes to draw on. None makes a figure.
       **bar_kwargs: for all bars.
     """
     ax = axes_or_new(ax)
     names = list(sizes)
-    used, padding = np.asarray([sizes[name] for name in names], np.float64).reshape(-1, 2).T / 1e6
+    megabytes = np.asarray([sizes[name] for name in names], np.float64).reshape(-1, 2) / 1e6
+    used, padding = megabytes.T
+    ends = used + padding
     ax.barh(names, used, **with_defaults(bar_kwargs, color=COLOURS[0], label="embeddings"))
-    ax.barh(names, padding, left=used, **with_defaults(bar_kwargs, color=PADDING_COLOUR, label="padding"))
-    for position, (own, empty) in enumerate(zip(used, padding, strict=True)):
-        note(ax, f"{empty / (own + empty):.1%} padding", (own + empty, position))
-    ax.set_xlim(0, 1.6 * max(used + padding, default=1.0))  # room for the text behind the bars
+    style = with_defaults(bar_kwargs, color=PADDING_COLOUR, label="padding")
+    ax.barh(names, padding, left=used, **style)
+    for position, end in enumerate(ends):
+        note(ax, f"{padding[position] / end:.1%} padding", (end, position))
+    ax.set_xlim(0, 1.6 * max(ends, default=1.0))  # room for the notes to the right of the bars
     ax.invert_yaxis()
     ax.legend(frameon=False, fontsize=LABEL_POINTS)
     return finish(ax, "table (MB over all shards)", "stack")
@@ -219,36 +246,45 @@ def plot_stack_bytes(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = 
 
 @validated
 def plot_stack_treemap(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **box_kwargs: Any) -> Axes:
-    """The bytes of all stacks as areas: a rectangle per stack, its padding as the grey strip at the right.
+    """Draws the bytes of all stacks as areas: a rectangle for each stack, with its padding in grey.
 
     Args:
-      sizes: bytes used and bytes of padding, by stack, as `stack_bytes` returns them.
-      ax: None makes a figure.
+      sizes: bytes of embeddings and bytes of padding of each stack, as `stack_bytes` returns them.
+      ax: the axes to draw on. None makes a figure.
       **box_kwargs: for the rectangles.
     """
     ax = axes_or_new(ax, (7.2, 4.2))
-    handles = [Rectangle((0, 0), 1, 1, facecolor=colour) for colour in (COLOURS[0], PADDING_COLOUR)]
+    handles = []
+    for colour in (COLOURS[0], PADDING_COLOUR):
+        handles.append(Rectangle((0, 0), 1, 1, facecolor=colour))
     ax.legend(handles, ["embeddings", "padding"], loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    ax.set(xticks=[], yticks=[])
+    total = sum(used + padding for used, padding in sizes.values())
+    total_padding = sum(padding for _, padding in sizes.values())
+    # Whether a rectangle is square depends on the size of the axes, which the layout engine decides
+    # when it draws. Labels and legend must be there before.
+    finish(ax, "area", "one rectangle per stack", xticks=[], yticks=[])
     figure = ax.figure.canvas.figure
-    figure.draw_without_rendering()  # layout engines decide late how large the axes are, and with them what is square
-    width, height = ax.bbox.width / figure.dpi, ax.bbox.height / figure.dpi
+    figure.draw_without_rendering()
+    width = ax.bbox.width / figure.dpi
+    height = ax.bbox.height / figure.dpi
     boxes = treemap([used + padding for used, padding in sizes.values()], width, height)
-    for (name, (used, padding)), (left, bottom, across, up) in zip(sizes.items(), boxes.tolist(), strict=True):
+    for (name, (used, padding)), box in zip(sizes.items(), boxes.tolist(), strict=True):
+        left, bottom, across, up = box
         share = used / max(used + padding, 1)
-        parts = ((left, across * share, COLOURS[0]), (left + across * share, across * (1 - share), PADDING_COLOUR))
-        for start, length, colour in parts:
-            look = with_defaults(box_kwargs, facecolor=colour, edgecolor="white", lw=1.5)
-            ax.add_patch(Rectangle((start, bottom), length, up, **look))
-        wanted = f"{name}\n{(used + padding) / 1e6:,.1f} MB\n{1 - share:.0%} padding"
-        for text in (wanted, name):
+        style = with_defaults(box_kwargs, facecolor=COLOURS[0], edgecolor="white", lw=1.5)
+        ax.add_patch(Rectangle((left, bottom), across * share, up, **style))
+        style = with_defaults(box_kwargs, facecolor=PADDING_COLOUR, edgecolor="white", lw=1.5)
+        ax.add_patch(Rectangle((left + across * share, bottom), across * (1 - share), up, **style))
+        full_text = f"{name}\n{(used + padding) / 1e6:,.1f} MB\n{1 - share:.0%} padding"
+        for text in (full_text, name):
             lines = text.splitlines()
-            if across * share > 0.075 * max(map(len, lines)) and up > 0.17 * len(lines):  # inches at 9 points
+            text_width = 0.075 * max(map(len, lines))  # inches at 9 points
+            text_height = 0.17 * len(lines)
+            if across * share > text_width and up > text_height:
                 place = (left + across * share / 2, bottom + up / 2)
                 ax.text(*place, text, ha="center", va="center", color="white", fontsize=LABEL_POINTS)
                 break
-    total = sum(used + padding for used, padding in sizes.values())
-    padding_total = sum(padding for _, padding in sizes.values())
-    ax.set(xlim=(0, width), ylim=(0, height))
-    xlabel = f"area: {total / 1e6:,.1f} MB over all shards, {padding_total / total:.0%} of it padding"
-    return finish(ax, xlabel, "one rectangle per stack")
+    share = total_padding / total
+    xlabel = f"area: {total / 1e6:,.1f} MB over all shards, {share:.0%} of it padding"
+    ax.set(xlabel=xlabel, xlim=(0, width), ylim=(0, height))
+    return ax

@@ -1,4 +1,4 @@
-"""Parts that all pictures share: colours, axes to draw on, looks of curves, small texts, labels and legends."""
+"""Shared parts of pictures: colours, axes, styles of curves, notes, labels and legends."""
 
 from __future__ import annotations
 
@@ -18,33 +18,43 @@ from matplotlib.ticker import MaxNLocator
 from rsembed.kernels.devices import granted_cores
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Blue, vermilion, green, purple, orange, sky blue, black, of Okabe and Ito: colour-blind eyes can tell them apart."""
+"""Colours of curves: blue, vermilion, green, purple, orange, sky blue, black.
+
+Okabe and Ito chose them so that colour-blind readers can tell them apart.
+"""
 MUTED = "#6b6b6b"
-"""Grey for what is not the point of a picture, dark enough to read on white."""
+"""Grey for secondary texts and lines, dark enough to read on white."""
 LABEL_POINTS = 9.0
+"""Font size of labels, notes and dense legends."""
 DASHED: dict[str, Any] = {"color": MUTED, "linestyle": "--", "linewidth": 1.2}
-"""Look of a line at a known value."""
+"""Style of a line at a reference value."""
 _LINE_STYLES = ("-", "--", "-.", ":")
 _MARKERS = "osD^vP"
 
 
 def axes_or_new(ax: Axes | None, size_inches: tuple[float, float] = (6.4, 4.0)) -> Axes:
-    """The given axes, or those of a new figure."""
-    return plt.subplots(figsize=size_inches, layout="constrained")[1] if ax is None else ax
+    """`ax`, or the axes of a new figure if it is None."""
+    if ax is not None:
+        return ax
+    _, new_axes = plt.subplots(figsize=size_inches, layout="constrained")
+    return new_axes
 
 
-def with_defaults(given: dict[str, Any], **defaults: Any) -> dict[str, Any]:
-    """Keyword arguments in which the caller's take precedence over our defaults."""
-    return defaults | given
+def with_defaults(options: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Keyword arguments for an artist: the caller's `options`, and defaults for the others."""
+    return defaults | options
 
 
 def colour_of(number: int) -> str:
-    """The colour of curve `number`; they repeat."""
+    """Colour of curve `number`. After seven curves the colours repeat."""
     return COLOURS[number % len(COLOURS)]
 
 
 def next_colour(ax: Axes) -> str:
-    """The colour of the next curve on axes that may have some; grey lines at known values do not count."""
+    """Colour of the next curve on axes that may have curves already.
+
+    Grey lines at reference values do not count.
+    """
     return colour_of(sum(line.get_color() != MUTED for line in ax.lines))
 
 
@@ -59,27 +69,30 @@ def marker_look(number: int) -> dict[str, Any]:
 
 
 def note(ax: Axes, text: str, point: tuple[float, float], **text_kwargs: Any) -> None:
-    """Writes a small muted text to the right of a point."""
-    look = with_defaults(text_kwargs, xytext=(4, 0), va="center", fontsize=LABEL_POINTS, color=MUTED)
-    ax.annotate(text, point, textcoords="offset points", **look)
+    """Writes a small grey text to the right of a point."""
+    style = with_defaults(text_kwargs, xytext=(4, 0), va="center", fontsize=LABEL_POINTS, color=MUTED)
+    ax.annotate(text, point, textcoords="offset points", **style)
 
 
 def note_at_height(ax: Axes, text: str, value: float) -> None:
-    """Writes a text to the right of the axes, where no curve runs."""
+    """Writes a small grey text to the right of the axes, at the height of a value."""
     note(ax, text, (1.0, value), xycoords=("axes fraction", "data"))
 
 
 def measured_on() -> str:
-    """The processor of this machine, its cores and today's date: they belong to every time that is shown.
+    """This machine's processor, its number of cores and today's date, to print beside timings.
 
     Example:
       >>> measured_on()
       '... cores, ...-...-...'
     """
-    described = Path("/proc/cpuinfo")  # of Linux; elsewhere Python knows a name
-    lines = described.read_text().splitlines() if described.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    processor = names[0] if names else platform.processor() or platform.machine()
+    processor = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")  # Linux has the full name of the processor there
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                processor = line.partition(":")[2].strip()
+                break
     return f"{processor}, {granted_cores()} cores, {datetime.date.today()}"
 
 
@@ -92,14 +105,25 @@ def label_points(
     curves: Sequence[tuple[np.ndarray, np.ndarray]] = (),
     **options: Any,
 ) -> None:
-    """Writes labels beside points, where neither a point nor one of the curves runs; thin lines lead to those far away.
+    """Writes a label beside each point, where it covers neither a point nor a curve.
 
-    The axes must have their limits and scales, as the places are those of this size. Other options are textalloc's.
+    Thin lines connect distant labels with their points. Set limits and scales of the axes before
+    the call, because the positions are computed for them.
+
+    Args:
+      ax: the axes to draw on.
+      points: x and y of each point.
+      labels: a text for each point.
+      colours: a colour for each label. None means black.
+      curves: x and y of curves that labels must not cover.
+      **options: further options of `textalloc.allocate`.
     """
     x, y = np.asarray(points, np.float64).reshape(-1, 2).T
+    x_lines = [curve[0] for curve in curves]
+    y_lines = [curve[1] for curve in curves]
     textalloc.allocate(
         ax, x, y, list(labels), x_scatter=x, y_scatter=y,
-        x_lines=[own for own, _ in curves], y_lines=[own for _, own in curves],
+        x_lines=x_lines, y_lines=y_lines,
         textsize=LABEL_POINTS, textcolor=colours or "black", linewidth=0.6, zorder=4,
         max_distance=0.15, margin=0.004, nbr_candidates=600,
         path_effects=[withStroke(linewidth=2.5, foreground="white")],
@@ -115,7 +139,7 @@ def label_ends(
     colours: list[str],
     curves: Sequence[tuple[np.ndarray, np.ndarray]] = (),
 ) -> None:
-    """Writes labels to the right of large markers, such as ends of curves; thin lines in their colours lead there."""
+    """Writes labels to the right of large markers, such as ends of curves, with thin lines in their colours."""
     label_points(
         ax, points, [f" {label}" for label in labels], colours=colours, curves=curves, direction="east",
         linecolor=colours, min_distance=0.025, avoid_label_lines_overlap=True, avoid_crossing_label_lines=True,
@@ -123,8 +147,10 @@ def label_ends(
 
 
 def reference_lines(ax: Axes, references: Mapping[str, float] | None) -> None:
-    """Dashed lines at known values, with text and value beside the axes."""
-    for text, value in (references or {}).items():
+    """Draws dashed lines at reference values, with name and value beside the axes."""
+    if references is None:
+        return
+    for text, value in references.items():
         ax.axhline(value, **DASHED)
         note_at_height(ax, f"{text}\n{value:.3f}", value)
 
@@ -132,7 +158,16 @@ def reference_lines(ax: Axes, references: Mapping[str, float] | None) -> None:
 def finish(
     ax: Axes, xlabel: str, ylabel: str, *, counts_on_x: bool = False, legend: bool = False, **settings: Any
 ) -> Axes:
-    """Sets axis labels and other `settings`, whole-number ticks if x counts, and the legend; returns the axes."""
+    """Sets the labels and the legend of the axes, and returns the axes.
+
+    Args:
+      ax: the axes.
+      xlabel: label of the x axis, with its unit.
+      ylabel: label of the y axis, with its unit.
+      counts_on_x: whether the ticks of the x axis are whole numbers.
+      legend: whether to draw a legend.
+      **settings: further arguments of `ax.set`.
+    """
     ax.set(xlabel=xlabel, ylabel=ylabel, **settings)
     if counts_on_x:
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))

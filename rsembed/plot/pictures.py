@@ -1,4 +1,4 @@
-"""Pictures of training, tables, caches and speed, and the numbers that they show."""
+"""Pictures of training, caches, bytes and speed, and functions that compute their numbers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from rsembed.plot.drawing import (
 
 @validated
 def running_mean(values: Num[np.ndarray, " steps"], window: PositiveInt) -> Float[np.ndarray, " steps"]:
-    """The mean of each value and the up to `window - 1` values before it.
+    """The mean of each value and of up to `window - 1` values before it.
 
-    Raises: ValueError: the window holds nothing.
+    Raises: ValueError: `window` is below 1.
 
     Example:
       >>> running_mean(np.array([1.0, 3.0, 5.0]), 2).tolist()
@@ -50,14 +50,16 @@ def running_mean(values: Num[np.ndarray, " steps"], window: PositiveInt) -> Floa
 def nearest_neighbours(
     table: Float[np.ndarray, "rows dim"], ids: Int[np.ndarray, " queries"] | Sequence[int], k: PositiveInt
 ) -> tuple[Int[np.ndarray, "queries k"], Float[np.ndarray, "queries k"]]:
-    """The `k` rows of `table` most similar to each row of `ids`, itself left out, and their cosines.
+    """The `k` rows of a table with the largest cosine to each queried row, and their cosines.
+
+    A row is not its own neighbour.
 
     Args:
-      table: the embedding table, or the part of it among which to search.
-      ids: rows of `table`.
-      k: neighbours per row, fewer than the table has rows.
+      table: the embedding table, or the rows of it to search.
+      ids: row numbers of the queries.
+      k: number of neighbours for each query, less than the number of rows.
 
-    Raises: ValueError: `k` is out of range, an id is no row, or the table has numbers that are not finite.
+    Raises: ValueError: `k` or an id is out of range, or the table has numbers that are not finite.
 
     Example:
       >>> ids, cosines = nearest_neighbours(np.array([[1.0, 0.0], [0.0, 1.0], [2.0, 1.0]]), [0], 1)
@@ -68,10 +70,12 @@ def nearest_neighbours(
         raise ValueError(f"nearest_neighbours: k={k} must be from 1 to {len(table) - 1}, the other rows of the table.")
     if not np.isfinite(table).all():
         raise ValueError("nearest_neighbours: the table has numbers that are not finite; leave their rows out.")
-    norms = np.linalg.norm(np.asarray(table, np.float64), axis=1, keepdims=True)
-    queries, unit = np.asarray(ids, np.int64), table / np.where(norms > 0, norms, 1.0)
-    if len(outside := queries[(queries < 0) | (queries >= len(table))]):
+    queries = np.asarray(ids, np.int64)
+    outside = queries[(queries < 0) | (queries >= len(table))]
+    if len(outside):
         raise ValueError(f"nearest_neighbours: id {outside[0]} is none of the rows 0 to {len(table) - 1} of the table.")
+    norms = np.linalg.norm(np.asarray(table, np.float64), axis=1, keepdims=True)
+    unit = table / np.where(norms > 0, norms, 1.0)
     cosines = unit[queries] @ unit.T
     cosines[np.arange(len(queries)), queries] = -np.inf
     nearest = np.argsort(-cosines, axis=1, kind="stable")[:, :k]
@@ -82,9 +86,9 @@ def nearest_neighbours(
 def principal_plane(
     vectors: Float[np.ndarray, "points dim"],
 ) -> tuple[Float[np.ndarray, "points 2"], Float[np.ndarray, " 2"]]:
-    """Coordinates in the plane in which the points vary most, and the shares of variance on its two axes.
+    """Coordinates of points in their plane of largest variance, and each axis's share of the variance.
 
-    The sign of an axis is chosen so that its coordinate of largest size is positive.
+    The sign of an axis is chosen so that its largest coordinate by absolute value is positive.
 
     Raises: ValueError: there are fewer than two points or columns.
     """
@@ -93,8 +97,10 @@ def principal_plane(
     centred = np.asarray(vectors, np.float64) - np.mean(vectors, axis=0)
     left, singular, _ = np.linalg.svd(centred, full_matrices=False)
     coordinates = left[:, :2] * singular[:2]
-    coordinates *= np.sign(coordinates[np.abs(coordinates).argmax(axis=0), [0, 1]] + 0.0) + (singular[:2] == 0)
-    return coordinates, singular[:2] ** 2 / max(float(np.sum(singular**2)), 1e-300)
+    largest = coordinates[np.abs(coordinates).argmax(axis=0), [0, 1]]
+    coordinates *= np.sign(largest) + (singular[:2] == 0)
+    variance = max(float(np.sum(singular**2)), 1e-300)
+    return coordinates, singular[:2] ** 2 / variance
 
 
 # Training
@@ -111,27 +117,28 @@ def plot_loss(
     ax: Axes | None = None,
     **line_kwargs: Any,
 ) -> Axes:
-    """A loss over training steps, with lines at losses to compare it with.
+    """Plots a loss over training steps, with dashed lines at losses to compare it with.
 
     Call it again with the same `ax` for more curves.
 
     Args:
-      losses: one value per point.
-      steps: where they were measured; None means after steps 1, 2, 3, ….
-      window: losses of which each point shows the mean: its own and those before it.
-      references: losses of things known, such as `{"unigram entropy": 5.3}`, by the text written at the line.
+      losses: a loss for each point.
+      steps: the step after which each loss was measured. None means steps 1, 2, 3, ….
+      window: number of losses to average: each point shows the mean of its loss and of those just
+        before it. 1 does not smooth.
+      references: losses to compare with, by name, such as `{"unigram entropy": 5.3}`.
       ylabel: what the loss is, with its unit.
-      ax: None makes a figure.
-      **line_kwargs: for the curve, such as `label=`; with it, a legend appears.
+      ax: the axes to draw on. None makes a figure.
+      **line_kwargs: for the curve, such as `label=`. With a label, a legend appears.
 
-    Raises: ValueError: there are not as many steps as losses.
+    Raises: ValueError: `steps` and `losses` differ in length.
     """
     ax = axes_or_new(ax)
     values = running_mean(np.asarray(losses, np.float64), window)
-    if steps is not None and len(steps) != len(values):
-        raise ValueError(f"plot_loss: {len(steps)} steps for {len(values)} losses; give one for each.")
     if steps is None:
         steps = np.arange(1, len(values) + 1)
+    if len(steps) != len(values):
+        raise ValueError(f"plot_loss: {len(steps)} steps for {len(values)} losses; give one for each.")
     ax.plot(steps, values, **with_defaults(line_kwargs, color=next_colour(ax)))
     reference_lines(ax, references)
     return finish(ax, "training step", ylabel, counts_on_x=True, legend="label" in line_kwargs)
@@ -146,24 +153,26 @@ def plot_row_path(
     ax: Axes | None = None,
     **line_kwargs: Any,
 ) -> Axes:
-    """Plots how one row moves under different rules, with a mark at every step that looked it up.
+    """Plots how one row moves under different rules, with a grey mark at every step that looks it up.
 
     Args:
-      paths: values after steps 1, 2, 3, … by the name of the rule.
-      lookups: the steps, counted from 1, whose batch held the row.
-      ylabel: what the values are.
-      ax: None makes a figure.
+      paths: by name of the rule, the value after steps 1, 2, 3, ….
+      lookups: numbers of the steps that look the row up, counted from 1.
+      ylabel: what the values are, with their unit.
+      ax: the axes to draw on. None makes a figure.
       **line_kwargs: for all curves.
     """
     ax = axes_or_new(ax)
     for step in lookups:
         ax.axvline(step, color="#d9d9d9", linewidth=3, zorder=0)
     for number, (name, values) in enumerate(paths.items()):
-        look = with_defaults(line_kwargs, **line_look(number), linewidth=2.0, label=name)
-        ax.plot(np.arange(1, len(values) + 1), values, **look)
-    xlabel = "training step (grey: the row is looked up)" if len(lookups) else "training step"
+        style = with_defaults(line_kwargs, **line_look(number), linewidth=2.0, label=name)
+        ax.plot(np.arange(1, len(values) + 1), values, **style)
+    xlabel = "training step"
+    if len(lookups):
+        xlabel = "training step (grey: the row is looked up)"
     finish(ax, xlabel, ylabel, counts_on_x=True)
-    ax.legend(framealpha=1.0, edgecolor="none")  # the marks do not run through it
+    ax.legend(framealpha=1.0, edgecolor="none")  # opaque, so that no mark runs through it
     return ax
 
 
@@ -176,22 +185,24 @@ def plot_loss_against_state(
     ax: Axes | None = None,
     **scatter_kwargs: Any,
 ) -> Axes:
-    """Loss of each optimizer against the bytes that it keeps beside a row.
+    """Plots the loss of each optimizer against the bytes of its state.
 
     Args:
-      results: `(state bytes per row, loss in nats)` by the name of the rule.
-      references: losses to compare with, by name, such as the best that can be reached.
+      results: by name of the optimizer, bytes of state for each row, and the loss.
+      references: losses to compare with, by name, such as the lowest that can be reached.
       ylabel: what the loss is, with its unit.
-      ax: None makes a figure.
+      ax: the axes to draw on. None makes a figure.
       **scatter_kwargs: for the points.
     """
     ax = axes_or_new(ax)
     state_bytes, losses = np.array(list(results.values()), np.float64).reshape(-1, 2).T
-    ax.scatter(state_bytes, losses, **with_defaults(scatter_kwargs, color=COLOURS[0], s=45, zorder=3))
+    style = with_defaults(scatter_kwargs, color=COLOURS[0], s=45, zorder=3)
+    ax.scatter(state_bytes, losses, **style)
     reference_lines(ax, references)
     ax.margins(x=0.2, y=0.15)
     low, high = ax.get_xlim()
-    ax.set_xticks([tick for tick in ax.get_xticks() if 0 <= tick <= high])  # the margin is not for negative bytes
+    # The margin on the left would have ticks for negative bytes.
+    ax.set_xticks([tick for tick in ax.get_xticks() if 0 <= tick <= high])
     finish(ax, "optimizer state (bytes per row)", ylabel, xlim=(low, high))
     label_points(ax, np.stack([state_bytes, losses], axis=1), list(results))
     return ax
@@ -206,28 +217,31 @@ def plot_limits(
     ax: Axes | None = None,
     **line_kwargs: Any,
 ) -> Axes:
-    """Needs of batches against the limit in force; crosses mark batches above it, which lose ids or raise.
+    """Plots what each batch needs, and the limit. Crosses mark batches that exceed it.
+
+    A batch that exceeds its limit loses ids, or raises an error.
 
     Args:
       observed: the largest count of each batch.
-      limits: the limit at each batch, or one for all.
+      limits: the limit for each batch, or one for all.
       ylabel: what is counted.
-      ax: None makes a figure.
-      **line_kwargs: for the observed curve.
+      ax: the axes to draw on. None makes a figure.
+      **line_kwargs: for the curve of `observed`.
 
-    Raises: ValueError: there is no batch, or another number of limits.
+    Raises: ValueError: there is no batch, or `limits` has another length than `observed`.
     """
     ax = axes_or_new(ax)
     needed = np.asarray(observed)
     if not needed.size or np.shape(limits) not in ((), needed.shape):
         raise ValueError(f"plot_limits: {np.size(limits)} limits for {needed.size} batches; give one, or one for each.")
-    steps, allowed = np.arange(1, len(needed) + 1), np.broadcast_to(np.asarray(limits), needed.shape)
+    steps = np.arange(1, len(needed) + 1)
+    allowed = np.broadcast_to(np.asarray(limits), needed.shape)
     ax.step(steps, allowed, where="post", color=COLOURS[1], linewidth=2.0, label="limit")
-    ax.plot(steps, needed, **with_defaults(line_kwargs, color=COLOURS[0], linewidth=1.5, label="observed"))
-    above = needed > allowed
-    if above.any():
-        cross: dict[str, Any] = {"color": "black", "markersize": 8, "markeredgewidth": 2, "label": "over the limit"}
-        ax.plot(steps[above], needed[above], "x", **cross)
+    style = with_defaults(line_kwargs, color=COLOURS[0], linewidth=1.5, label="observed")
+    ax.plot(steps, needed, **style)
+    is_above = needed > allowed
+    if is_above.any():
+        ax.plot(steps[is_above], needed[is_above], "kx", ms=8, mew=2, label="over the limit")
     top = 1.2 * max(needed.max(), allowed.max())
     finish(ax, "training step", ylabel, counts_on_x=True, ylim=(0, top))
     ax.legend(frameon=False, loc="upper left", ncols=3)  # above all curves
@@ -245,19 +259,23 @@ def plot_miss_ratio(
     ax: Axes | None = None,
     **line_kwargs: Any,
 ) -> Axes:
-    """The share of lookups that caches missed, over their sizes on a logarithmic axis; one curve per kind of cache.
+    """Plots the share of lookups that caches miss, over their sizes on a logarithmic axis.
 
     Args:
-      measured: `{name: {rows: share}}`, with shares from 0 to 1.
+      measured: by name of the cache, its size and the share (0 to 1) of lookups that miss it.
       xlabel: what the sizes are, with their unit.
-      ax: None makes a figure.
+      ax: the axes to draw on. None makes a figure.
       **line_kwargs: for all curves.
     """
-    ax, sizes = axes_or_new(ax), sorted({rows for points in measured.values() for rows in points})
+    ax = axes_or_new(ax)
+    all_sizes: set[int] = set()
     for number, (name, points) in enumerate(measured.items()):
-        rows, shares = zip(*sorted(points.items()), strict=True)
-        ax.semilogx(rows, 100 * np.asarray(shares), label=name, **with_defaults(line_kwargs, **marker_look(number)))
-    ax.set_xticks(sizes, [f"{rows:,}" for rows in sizes])
+        sizes, shares = zip(*sorted(points.items()), strict=True)
+        all_sizes.update(sizes)
+        style = with_defaults(line_kwargs, **marker_look(number))
+        ax.semilogx(sizes, 100 * np.asarray(shares), label=name, **style)
+    ticks = sorted(all_sizes)
+    ax.set_xticks(ticks, [f"{size:,}" for size in ticks])
     ax.minorticks_off()
     return finish(ax, xlabel, "lookups that miss (%)", ylim=(0, None), legend=True)
 
@@ -270,35 +288,46 @@ def plot_against_bytes(
     ylabel: str = "relative error",
     ax: Axes | None = None,
 ) -> Axes:
-    """Plots the result of each method against its bytes, on a logarithmic axis, with its name beside the last point.
+    """Plots a result of each method against its bytes, on a logarithmic axis.
+
+    The name of a method is beside its last point.
 
     Args:
-      results: `{method: (bytes, value) pairs}`, in any order; such as a reconstruction error or a loss. Of several
-        values for the same bytes, such as three seeds', the mean is drawn, and a line from the least to the largest.
-      references: `{name: value}`, drawn as dashed lines across.
+      results: by name of the method, pairs of bytes and a value, such as a reconstruction error or
+        a loss. For several values with the same bytes, such as those of three seeds, the mean is
+        drawn, and a vertical line from the lowest to the highest.
+      references: values to compare with, by name, drawn as dashed lines.
       ylabel: what the values are, with their unit.
-      ax: None makes a figure.
+      ax: the axes to draw on. None makes a figure.
     """
     ax = axes_or_new(ax)
     curves = []
+    ends = []
+    colours = []
     for number, (name, points) in enumerate(results.items()):
         num_bytes, values = np.array(points, np.float64).T
         sizes = np.unique(num_bytes)
-        means, least, largest = ([of(values[num_bytes == size]) for size in sizes] for of in (np.mean, np.min, np.max))
-        ax.vlines(sizes, least, largest, color=colour_of(number), linewidth=1.5)
+        summaries = []
+        for size in sizes:
+            repeated = values[num_bytes == size]
+            summaries.append((repeated.mean(), repeated.min(), repeated.max()))
+        means, lowest, highest = np.array(summaries).T
+        ax.vlines(sizes, lowest, highest, color=colour_of(number), linewidth=1.5)
         ax.plot(sizes, means, **marker_look(number), linewidth=1.5, label=name)
-        curves.append((sizes, np.array(means)))
+        curves.append((sizes, means))
+        ends.append((sizes[-1], means[-1]))
+        colours.append(colour_of(number))
     reference_lines(ax, references)
-    ax.set_xscale("log")  # sets a formatter of its own
+    ax.set_xscale("log")  # replaces the formatter, so ours comes after it
     ax.margins(x=0.25)
     ax.xaxis.set_major_formatter(FuncFormatter(_bytes_label))
     finish(ax, "table (bytes)", ylabel)
-    colours, ends = [colour_of(number) for number in range(len(results))], [(x[-1], y[-1]) for x, y in curves]
     label_ends(ax, ends, list(results), colours=colours, curves=curves)
     return ax
 
 
 def _bytes_label(num_bytes: float, _: int) -> str:
+    """Bytes with their unit, such as "3 kB"."""
     for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= size:
             return f"{num_bytes / size:g} {unit}"
@@ -306,11 +335,11 @@ def _bytes_label(num_bytes: float, _: int) -> str:
 
 
 class Work(NamedTuple):
-    """Smallest possible work of an operation: arithmetic and bytes moved.
+    """The least work that an operation has to do.
 
     Attributes:
-      flops: additions and multiplications.
-      num_bytes: bytes to and from memory, each distinct one once.
+      flops: number of additions and multiplications.
+      num_bytes: bytes read from and written to memory, if each is moved once.
     """
 
     flops: float
@@ -318,7 +347,7 @@ class Work(NamedTuple):
 
     @property
     def intensity(self) -> float:
-        """Arithmetic intensity: operations per byte."""
+        """Arithmetic intensity: additions and multiplications per byte."""
         return self.flops / self.num_bytes
 
 
@@ -331,7 +360,16 @@ def lookup_work(
     *,
     value_bytes: int = 4,
 ) -> Work:
-    """Work of a pooled lookup: every entry is scaled and added, every distinct row read, every sum written.
+    """Work of a pooled lookup.
+
+    Every entry is scaled and added, every distinct row is read once, and every bag is written once.
+
+    Args:
+      num_ids: number of ids, duplicates included.
+      num_distinct_rows: number of distinct rows among them.
+      num_bags: number of pooled outputs.
+      dim: numbers in a row.
+      value_bytes: bytes of a number in the table.
 
     Example:
       >>> lookup_work(num_ids=1000, num_distinct_rows=500, num_bags=100, dim=64).intensity
@@ -345,7 +383,14 @@ def lookup_work(
 def roof(
     intensity: Any, bytes_per_second: Annotated[float, "(0, inf)"], flops_per_second: Annotated[float, "(0, inf)"]
 ) -> Any:
-    """Most operations per second at an arithmetic intensity, limited by memory or by arithmetic.
+    """The most operations per second that a machine reaches at an arithmetic intensity.
+
+    Either memory or arithmetic limits it.
+
+    Args:
+      intensity: operations per byte of memory, as a number or an array.
+      bytes_per_second: bandwidth of the memory.
+      flops_per_second: operations per second without any access to memory.
 
     Source: Williams, Waterman, Patterson (2009).
     """
@@ -362,31 +407,38 @@ def plot_roofline(
     ax: Axes | None = None,
     **line_kwargs: Any,
 ) -> Axes:
-    """Programs for one operation under the roof of a machine, both axes logarithmic.
+    """Plots the speed of programs for one operation below the limits of a machine, its roof.
+
+    Both axes are logarithmic.
 
     Args:
-      work: what each program has to do.
-      seconds: what each took, by name.
-      bytes_per_second: what memory gives; a large copy measures it.
-      flops_per_second: what arithmetic gives.
-      ax: None makes a figure.
-      **line_kwargs: go to the roof.
+      work: the least work of the operation.
+      seconds: time of each program in seconds, by name.
+      bytes_per_second: bandwidth of the memory, as a large copy measures it.
+      flops_per_second: operations per second without any access to memory.
+      ax: the axes to draw on. None makes a figure.
+      **line_kwargs: for the line of the roof.
     """
     ax = axes_or_new(ax)
     ridge = flops_per_second / bytes_per_second
     span = np.geomspace(min(work.intensity, ridge) / 8, max(work.intensity, ridge) * 4, 200)
-    line = with_defaults(line_kwargs, color=MUTED, linewidth=2.0)
-    curve = span, roof(span, bytes_per_second, flops_per_second) / 1e9
-    ax.loglog(*curve, **line)
+    heights = roof(span, bytes_per_second, flops_per_second) / 1e9
+    ax.loglog(span, heights, **with_defaults(line_kwargs, color=MUTED, linewidth=2.0))
     ax.axvline(work.intensity, color=MUTED, linewidth=0.8, linestyle=":")
     best = roof(work.intensity, bytes_per_second, flops_per_second)
-    reached = [work.flops / taken / 1e9 for taken in seconds.values()]
-    labels = [f"{name}: {100e9 * own / best:.0f}% of the roof" for name, own in zip(seconds, reached, strict=True)]
-    for number, (own, label) in enumerate(zip(reached, labels, strict=True)):
-        ax.plot(work.intensity, own, **marker_look(number), linestyle="none", markersize=9, label=label)
-    slope = curve[0][20], curve[1][20]
-    note(ax, f"{bytes_per_second / 1e9:.0f} GB/s", slope, xytext=(-4, 6), ha="right", va="baseline")
+    points = []
+    labels = []
+    colours = []
+    for number, (name, time) in enumerate(seconds.items()):
+        speed = work.flops / time
+        label = f"{name}: {100 * speed / best:.0f}% of the roof"
+        point = (work.intensity, speed / 1e9)
+        ax.plot(*point, **marker_look(number), linestyle="none", markersize=9, label=label)
+        points.append(point)
+        labels.append(label)
+        colours.append(colour_of(number))
+    bandwidth = f"{bytes_per_second / 1e9:.0f} GB/s"
+    note(ax, bandwidth, (span[20], heights[20]), xytext=(-4, 6), ha="right", va="baseline")
     finish(ax, "operations per byte of memory", "10⁹ operations per second")
-    points, colours = [(work.intensity, own) for own in reached], [colour_of(k) for k in range(len(reached))]
-    label_ends(ax, points, labels, colours=colours, curves=[curve])
+    label_ends(ax, points, labels, colours=colours, curves=[(span, heights)])
     return ax

@@ -52,3 +52,34 @@ def test_the_fit_is_the_maximum_of_the_likelihood():
 
     best = zipf_exponent(counts)
     assert log_likelihood(best) > max(log_likelihood(best - 0.01), log_likelihood(best + 0.01))
+
+
+def test_curves_of_many_ids_are_drawn_through_few_points_with_both_ends():
+    counts = np.arange(30_000, 0, -1)
+    (line,) = plot.plot_id_frequency(counts).lines
+    ranks, occurrences = line.get_data()
+    assert len(ranks) < 10_000 and (ranks[0], ranks[-1]) == (1, 30_000)
+    assert occurrences.tolist() == counts[ranks - 1].tolist()
+    (line,) = plot.plot_coverage(counts).lines
+    assert line.get_ydata()[-1] == 100.0 and len(line.get_xdata()) < 10_000
+
+
+def test_rows_without_a_lookup_may_be_told_by_their_number():
+    lines = [plot.plot_coverage(np.array([6, 3, 1]), num_rows=8), plot.plot_coverage(np.array([6, 3, 1] + [0] * 5))]
+    told, shown = (ax.lines[0] for ax in lines)
+    assert told.get_xdata()[-1] == shown.get_xdata()[-1] == 100
+    assert told.get_xydata()[:3].tolist() == shown.get_xydata()[:3].tolist()
+
+
+def test_curves_that_share_axes_take_the_next_colour():
+    ax = plot.plot_loss([2.0, 1.0], references={"floor": 0.5})
+    plot.plot_loss([3.0, 1.0], ax=ax)
+    assert [line.get_color() for line in ax.lines] == [plot.COLOURS[0], plot.MUTED, plot.COLOURS[1]]
+
+
+def test_the_legend_of_shard_loads_is_above_the_bars():
+    loads = {f"layout {number}": np.full(8, 100) for number in range(4)}
+    ax = plot.plot_shard_load(loads)
+    ax.figure.draw_without_rendering()
+    bottom = ax.get_legend().get_window_extent().ymin
+    assert bottom > ax.transData.transform((0, 100))[1]
