@@ -1,9 +1,10 @@
-"""Times every workload with every peer that is installed beside bare loops, in one run: one table and one picture.
+"""Times every workload with every peer that is installed beside bare loops, in one run: two tables and one picture.
 
     python benchmarks/summary.py [--quick] [--rounds 4] [--json PATH] [--picture PATH]
 
 Tables, batches and contestants are those of `tbe.py` (ours is one compiled step), loops those of `bare.py`, which know
 the order of all ids beforehand. A share of bare is the time of the loops over that of ours; peers are divided by ours.
+The second table is that of `ragged.py`: what it costs to prepare ragged batches, and TorchRec.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import bare
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
+import ragged
 import tbe
 import timing
 from timing import Times
@@ -113,7 +115,9 @@ def main() -> int:
         for workload in workloads:
             for law in ("uniform", "zipf"):
                 records += measure(workload, law, program, num_rounds, contestants)
-    timing.write_records(options, {"machine": machine(), "records": records})
+    sizes = ragged.SIZES[:2] if options.quick else ragged.SIZES
+    of_ragged = ragged.print_sizes(sizes, num_rounds)
+    timing.write_records(options, {"machine": machine(), "records": records, "ragged": of_ragged})
     if options.picture:
         draw(records, options.picture)
     return 0

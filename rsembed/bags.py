@@ -280,8 +280,11 @@ def small_ids_of_lists(rows: Sequence[PyTree]) -> tuple[np.ndarray, np.ndarray] 
     "T" and "F". So all is well where only these two letters are there, and a list wherever a row
     begins. A later Python with another format gets None here, and its lists are read as before.
     """
-    if type(rows) is not list or type(next(iter(rows), None)) is not list:
+    first_row = next(iter(rows), None)
+    if type(rows) is not list or type(first_row) is not list:
         return None
+    if first_row and (type(first_row[0]) is not int or first_row[0] >= 2**31):
+        return None  # keys of 64 bits, in most cases, which would be written for nothing
     try:
         written = marshal.dumps(rows, 2)
     except ValueError:  # something that marshal does not write
