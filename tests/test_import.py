@@ -57,4 +57,7 @@ def test_the_front_door_is_small():
     names = [
         name for room in rooms for name in dir(room) if name[0] != "_" and not inspect.ismodule(getattr(room, name))
     ]
-    assert len(names) <= 77
+    assert len(names) <= 79, (
+        f"there are {len(names)} public names. If the new one is needed by most users, raise the number here; if "
+        "not, leave it in its room's module."
+    )
