@@ -19,10 +19,10 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from rsembed.collection import EmbeddingState
-from rsembed.collection.dense_rows import Place
 from rsembed.fingerprint import ELSEWHERE, Fingerprint
 from rsembed.kernels import api
 from rsembed.storage import ROWS_BY_KEY
+from rsembed.storage.dense_rows import Place
 from rsembed.storage.logical_rows import SavedArray
 from rsembed.storage.protocol import parts
 

@@ -1,16 +1,19 @@
 """EmbeddingCollection: all tables of a model behind three functional calls, on one device or a mesh.
 
 ```
-embeddings.py   what users call; every method is one function of what a single device holds
-├─ inputs.py    batches in canonical form: bags on one device, padded arrays split by sample on a mesh
-├─ devices.py   the mesh: which axes, how functions run on every device, what is gathered
-├─ engine.py    lookups, row gradients and steps of all stacks, each one function on every device
-├─ serving.py   lookups that need nothing of this library, for files and other devices
-└─ stack.py     the state, rows of one table or several, the features that read them, and the tables by name
-     rows.py        the way to rows that are here, whole or by column, or have an owner each, whom all devices ask
-     dense_rows.py  an array of rows, and where each lies; see `rsembed.storage` for other storages
-     host_rows.py   rows on the host, which travel
+embeddings.py    what users call
+├─ inputs.py     checks a batch and brings it into the form of compiled programs
+├─ prepared.py   that form: lists of ids, which on a mesh have a part for each device
+├─ placement.py  where tables are; whole tables read and written by name
+├─ devices.py    the devices of a mesh, and functions that run on each of them
+├─ engine.py     lookups, row gradients and steps of all stacks
+├─ serving.py    lookups in plain JAX, for files and other processes
+└─ stack.py      the state, and stacks: tables in one storage, with the features that read them
+     rows.py       finds, reads and steps rows: on this device, or by asking the owner of each
+     host_rows.py  moves rows between host and device
 ```
+
+Storages, which keep the rows themselves, are in `rsembed.storage`.
 """
 
 from rsembed.collection.embeddings import EmbeddingCollection as EmbeddingCollection

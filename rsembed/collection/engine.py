@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.bags import Bags, as_bags
-from rsembed.collection.dense_rows import in_some_bag
 from rsembed.collection.devices import Devices
 from rsembed.collection.prepared import PreparedBatch
 from rsembed.collection.rows import LookupResult, Occurrences, Rows
@@ -25,6 +24,7 @@ from rsembed.kernels.contract import Call
 from rsembed.keys import Keys, as_keys, is_invalid, num_invalid
 from rsembed.parallel.exchange import Asked, together
 from rsembed.specs import FeatureSpec
+from rsembed.storage.dense_rows import in_some_bag
 
 
 class LookupStatistics(NamedTuple):

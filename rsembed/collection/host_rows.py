@@ -10,13 +10,13 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from rsembed.bags import padded_size
-from rsembed.collection.dense_rows import whole_table
 from rsembed.collection.prepared import PreparedBatch
 from rsembed.collection.rows import keys_of_gradients
 from rsembed.collection.stack import EmbeddingState, Stack
 from rsembed.kernels import api
 from rsembed.specs import TableSpec
 from rsembed.storage import row_map
+from rsembed.storage.dense_rows import whole_table
 from rsembed.storage.hashed_rows import DynamicTable
 from rsembed.storage.host_cached import BackingStore, Generation, HostCached, Moves
 from rsembed.storage.logical_rows import array_names

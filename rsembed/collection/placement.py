@@ -15,7 +15,6 @@ from jaxtyping import Num, PyTree
 
 from rsembed.bags import foreign_to_numpy, is_traced
 from rsembed.checks import check_finite, check_type, did_you_mean
-from rsembed.collection.dense_rows import DenseRows, RowLayout
 from rsembed.collection.devices import Devices
 from rsembed.collection.host_rows import HostRows, Prefetch
 from rsembed.collection.rows import AskedRows, Rows
@@ -24,6 +23,7 @@ from rsembed.fingerprint import Fingerprint
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
 from rsembed.storage import Hashed, HostCached
+from rsembed.storage.dense_rows import DenseRows, RowLayout
 from rsembed.storage.logical_rows import SavedArray, check_reasons, checked_slots
 from rsembed.storage.protocol import Storage
 

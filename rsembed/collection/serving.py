@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from rsembed.bags import as_bags, check_ids_dtype
 from rsembed.checks import check_finite, describe, dtype_among, validated
-from rsembed.collection.dense_rows import list_of
 from rsembed.collection.embeddings import EmbeddingCollection
 from rsembed.collection.engine import to_activation
 from rsembed.collection.inputs import check_names
@@ -23,6 +22,7 @@ from rsembed.kernels import reference
 from rsembed.kernels.contract import NO_ROW, Call
 from rsembed.keys import Keys, as_keys, check_not_cut, split_keys
 from rsembed.specs import FeatureSpec
+from rsembed.storage.dense_rows import list_of
 from rsembed.storage.protocol import Storage
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")

@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.bags import Bags, as_bags, is_traced, padded_size
 from rsembed.checks import check_finite
-from rsembed.collection.dense_rows import RowLayout, in_some_bag, list_of
 from rsembed.collection.prepared import PreparedBatch
 from rsembed.collection.rows import Occurrences, Rows
 from rsembed.fingerprint import Fingerprint
@@ -26,6 +25,7 @@ from rsembed.keys import as_keys
 from rsembed.specs import TableSpec, default_initializer
 from rsembed.stacking import FeaturePlacement
 from rsembed.storage import Hashed, hashed_rows, row_map
+from rsembed.storage.dense_rows import RowLayout, in_some_bag, list_of
 from rsembed.storage.hashed_rows import DynamicTable
 from rsembed.storage.logical_rows import array_names, checked_slots, rows_to_leave
 from rsembed.storage.protocol import on_host

@@ -18,7 +18,6 @@ from jaxtyping import PyTree
 
 from rsembed import optimizers
 from rsembed.checks import check_type, validated
-from rsembed.collection.dense_rows import RowLayout
 from rsembed.optimizers.base import Hyperparameters
 from rsembed.optimizers.base import LearningRate as LearningRate
 from rsembed.optimizers.base import OptimizerSpec as OptimizerSpec
@@ -40,6 +39,7 @@ from rsembed.specs import StackedTableSpec as StackedTableSpec
 from rsembed.specs import TableSettingInStack as TableSettingInStack
 from rsembed.specs import TableSpec as TableSpec
 from rsembed.stacking import StackPlan, TablePlacement
+from rsembed.storage.dense_rows import RowLayout
 
 AdagradMomentumOptimizerSpec = optimizers.rules.AdagradMomentum
 AdagradOptimizerSpec = optimizers.Adagrad

@@ -20,9 +20,9 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from rsembed.checks import PositiveInt, check_type
-from rsembed.collection.dense_rows import RowLayout
 from rsembed.specs import FeatureIdTransformation, FeatureSpec, StackedTableSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import SUBLANES, FeaturePlacement, StackPlan, TablePlacement, place_of, plan_stack, round_up
+from rsembed.storage.dense_rows import RowLayout
 
 T = TypeVar("T")
 # A tree: `Nested[FeatureSpec]` is a FeatureSpec, or (lists or dicts of) lists or dicts of them.

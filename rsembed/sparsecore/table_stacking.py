@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from rsembed.checks import PositiveInt, check_finite, validated
-from rsembed.collection.dense_rows import RowLayout
 from rsembed.sparsecore.embedding_spec import EmbeddingSpecRecord
 from rsembed.sparsecore.embedding_spec import compute_physical_row_ids as compute_physical_row_ids
 from rsembed.sparsecore.embedding_spec import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
@@ -56,6 +55,7 @@ from rsembed.stacking import (
     split_by_memory,
     stack_name_of,
 )
+from rsembed.storage.dense_rows import RowLayout
 
 _log = logging.getLogger("rsembed")
 

@@ -18,13 +18,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from rsembed.checks import check_finite, check_type, check_within
-from rsembed.collection.dense_rows import DenseRows
 from rsembed.collection.devices import Devices
 from rsembed.collection.rows import AskedRows, Rows
 from rsembed.optimizers import SGD
 from rsembed.optimizers.base import Hyperparameters, OptimizerSpec, Slots
 from rsembed.sparsecore.layout import StackLayout, cores_of, resolve_cores, stacks_of, with_place
 from rsembed.specs import TableSpec, default_initializer
+from rsembed.storage.dense_rows import DenseRows
 
 RowLimits = tuple[float | None, float | None]
 

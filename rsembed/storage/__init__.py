@@ -1,15 +1,17 @@
-"""Storages: where the rows of a table are kept, other than in an array.
+"""Storages: what keeps the rows of tables.
 
-A storage holds the rows of one device and knows nothing of others; `TableSpec(storage=...)` names it, and the engine
-in `collection/rows.py` brings ids to it and vectors back, on one device or a mesh.
+A storage works with the rows of one device and does not know about others. `collection/rows.py`
+brings ids to it and vectors back, on one device or a mesh. `TableSpec(storage=...)` chooses one;
+without it, rows are in an array.
 
-    protocol.py      what every storage must be able to do, and which tables share one
-    hashed.py        rows for keys of 64 bits, handed out as keys appear; or for keys below a bound, all there at first
-    hashed_rows.py   what a device keeps of them, what a row starts from, and steps
-    host_cached.py   rows on the host, those of late batches on the device
-    set_associative.py   which of them those are, decided on the host
-    logical_rows.py  rows out of such a table and into one, by key
-    row_map.py       which key has which row: found by open addressing, handed out, taken back, counted
+    protocol.py         what every storage must be able to do, and which tables share one
+    dense_rows.py       rows in an array, and the layouts that say where each row is
+    hashed.py           rows for 64-bit keys, made when a key appears; or for all keys below a bound
+    hashed_rows.py      what a device keeps of such a table, first values of rows, and steps
+    host_cached.py      rows on the host, with a cache of some of them on the device
+    set_associative.py  a set-associative cache: which rows are in it, decided on the host
+    logical_rows.py     rows out of a keyed table and into one, by key
+    row_map.py          which key has which row: open addressing, rows given and taken back, counts
 """
 
 from rsembed.storage.hashed import ROWS_BY_KEY as ROWS_BY_KEY
