@@ -1,13 +1,16 @@
-"""Kernels for the SparseCores of TPUs in Pallas: the calls of `reference.py`, then the programs of tiles behind them.
+"""Kernels for the SparseCores of TPUs in Pallas: calls as in `reference.py`, then their programs.
 
-Serve, to those who ask, where the computation is for a TPU that has SparseCores. Tables and slots are float32. Rows
-should be a multiple of 8 numbers long (16 on TPU7x): others are filled up, which copies the table in every call.
-`row_layout` is how tables should lie, or XLA copies them as well.
+They run only if the user names them, in a computation for a TPU that has SparseCores. Tables and
+slots are float32. Rows should have a multiple of 8 numbers (16 on TPU7x). Other rows are padded,
+which copies the whole table in every call. Tables should have the memory layout of `row_layout`.
+XLA copies a table with another layout.
 
-A SparseCore has 16  A tile moves rows between its own memory and the device's by indirect copies, one row per id,
-and computes on vectors of 8 or 16 lanes. Work is cut into chunks, which are dealt to the tiles of all cores in turn.
+A SparseCore has 16 tiles. A tile moves rows between its memory and the device's memory by indirect
+copies, one row per id, and computes on vectors of 8 or 16 lanes. Work is divided into chunks. The
+tiles of all cores take chunks in turn.
 
-No kernel here has run on a TPU: their bodies are simulated in the tests, and they compile for v5p, v6e and TPU7x.
+No kernel here has run on a TPU. The tests simulate the kernels' bodies and compile them for v5p,
+v6e and TPU7x.
 
 Source: the Pallas SparseCore guide and examples of JAX.
 """
@@ -21,11 +24,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Sharding
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from rsembed.kernels import reference
 from rsembed.kernels.contract import NO_ROW, CallGradients, Step, Table, as_offsets, as_rows
@@ -37,19 +39,21 @@ from rsembed.optimizers.base import Slots
 NAME = "sparsecore"
 
 SUBLANES = 8
-"""Copies of rows start at multiples of this."""
+"""Copies of several rows start at multiples of this."""
 MAX_CHUNK_ROWS = 64
-"""Rows that a tile works on at once, at most; a multiple of `SUBLANES`."""
+"""Maximum number of rows in a chunk; a multiple of `SUBLANES`."""
 TILE_BYTES = 160 * 1024
-"""Bytes that the buffers of a tile may take; all chips have more."""
+"""Maximum size of a tile's buffers. All chips have more memory than this."""
 NO_ID = -1
+"""Row id of padding. Copies skip it."""
 
 
 def unavailable_because() -> str | None:
     """Why these kernels cannot run here, or None if they can."""
     device = target_device()
-    if device.platform != "tpu":
-        return f"the SparseCore kernels run on TPUs, but the computation is for {device.platform}"
+    platform = device.platform
+    if platform != "tpu":
+        return f"the SparseCore kernels run on TPUs, but the computation is for {platform}"
     try:
         num_lanes()
     except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -57,26 +61,30 @@ def unavailable_because() -> str | None:
     return None
 
 
-def row_layout(sharding: Sharding) -> PyTree:
-    """Memory layout of tables and slots `[rows, dim]` that tiles read without a copy of the whole table.
+def row_layout(sharding: Sharding) -> Any:
+    """Memory layout of tables and slots `[rows, dim]` that tiles read without a copy of the table.
 
-    Give it to `jax.jit` in `in_shardings` and `out_shardings`. On other devices rows lie one after another.
+    Pass it to `jax.jit` in `in_shardings` and `out_shardings`. On devices other than TPUs it is the
+    row-major layout.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> layout = row_layout(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-      >>> jax.jit(lambda table: table + 1.0, in_shardings=layout, out_shardings=layout)(jnp.zeros((2, 3))).shape
+      >>> add = jax.jit(lambda table: table + 1.0, in_shardings=layout, out_shardings=layout)
+      >>> add(jnp.zeros((2, 3))).shape
       (2, 3)
     """
     from jax.experimental.layout import Format, Layout
 
-    devices: Any = sharding.device_set  # whose type the stubs of some versions do not know
-    is_tpu = any(device.platform == "tpu" for device in devices)
-    return Format(Layout(major_to_minor=(0, 1), tiling=((8,),) if is_tpu else None), sharding)
+    devices: Any = sharding.device_set  # The stubs of some versions do not declare its type.
+    tiling = None
+    if any(device.platform == "tpu" for device in devices):
+        tiling = ((8,),)
+    return Format(Layout(major_to_minor=(0, 1), tiling=tiling), sharding)
 
 
 def pool(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
-    """Pooled rows of every bag, float32: one kernel for a list of ids."""
+    """Pooled rows of every bag of a list, float32, from one kernel."""
     _check_table(table)
     return _pooled(table.shape, _fill(table, num_lanes(), axis=1), entries)
 
@@ -85,48 +93,68 @@ lookup = partial(reference.lookup, pool=pool)
 
 
 def apply_rows(
-    table: Table, slots: Slots, rows: Int[Array, " capacity"], gradients: Float[Array, "capacity dim"], step: Step
+    table: Table,
+    slots: Slots,
+    rows: Int[Array, " capacity"],
+    gradients: Float[Array, "capacity dim"],
+    step: Step,
 ) -> tuple[Table, Slots]:
-    """One optimizer step of distinct `rows`; rows outside the table are padding.
+    """Table and slots after one optimizer step of distinct `rows`.
 
-    A slot of one number per row is read and written by XLA: its rows are below the 32 bytes that a tile moves at least,
-    and tiles that write neighbours could undo each other.
+    Rows outside the table are padding. XLA, not the kernel, gathers and scatters a slot of one
+    number per row. A tile moves at least 32 bytes, so two tiles that write neighbouring numbers
+    could overwrite each other.
     """
     _check_table(table)
     traced = trace_rule(step.rule, table, slots, len(step.hyper))
     num_rows, dim = table.shape
     if 0 in (num_rows, dim, rows.shape[0]):
         return table, slots
-    arrays = (table, *slots)
-    is_narrow = np.asarray([array.shape[1] != dim for array in arrays])
-    wide_first = np.argsort(is_narrow, kind="stable")
-    places = np.argsort(wide_first).tolist()
-    fill_columns = partial(_fill, multiple=num_lanes(), axis=1)
-    state = [fill_columns(arrays[k]) for k in wide_first if not is_narrow[k]]
-    narrow = [arrays[k] for k in wide_first if is_narrow[k]]
-    rows, chunk = as_rows(rows), chunk_rows(state[0].shape[1], len(state) + 1)
+    wide = []
+    narrow = []
+    for array in (table, *slots):
+        (wide if array.shape[1] == dim else narrow).append(array)
+    # Index of the table and of each slot in [*wide, *narrow].
+    order = []
+    next_wide = 0
+    next_narrow = len(wide)
+    for array in (table, *slots):
+        if array.shape[1] == dim:
+            order.append(next_wide)
+            next_wide += 1
+        else:
+            order.append(next_narrow)
+            next_narrow += 1
+    lanes = num_lanes()
+    state = [_fill(array, lanes, axis=1) for array in wide]
+    chunk = chunk_rows(state[0].shape[1], len(state) + 1)
+    rows = as_rows(rows)
     is_row = (rows >= 0) & (rows < num_rows)
     ids = _fill(jnp.where(is_row, rows, NO_ID), chunk, NO_ID)
-    columns = (ids.shape[0], num_lanes())
-    old = reference.gather_rows(narrow, ids)
-    new_state, numbers = step_rows(
+    numbers = []
+    for number in reference.gather_rows(narrow, ids):
+        numbers.append(jnp.broadcast_to(number, (ids.shape[0], lanes)))
+    gradients = _fill(gradients.astype(jnp.float32), lanes, axis=1)
+    new_state, new_numbers = step_rows(
         traced,
         dim,
         state,
-        [jnp.broadcast_to(number, columns) for number in old],
+        numbers,
         ids,
-        _fill(fill_columns(gradients.astype(jnp.float32)), chunk),
-        jnp.repeat(step.hyper_vector(), num_lanes()),
-        places,
+        _fill(gradients, chunk),
+        jnp.repeat(step.hyper_vector(), lanes),
+        order,
     )
-    new_narrow = reference.scatter_rows(narrow, ids, [number[:, :1] for number in numbers]) if narrow else ()
-    stepped = [*(array[:, :dim] for array in new_state), *new_narrow]
-    new_table, *new_slots = (stepped[place] for place in places)
+    stepped = [array[:, :dim] for array in new_state]
+    if narrow:
+        first_lanes = [number[:, :1] for number in new_numbers]
+        stepped += reference.scatter_rows(narrow, ids, first_lanes)
+    new_table, *new_slots = [stepped[position] for position in order]
     return new_table, tuple(new_slots)
 
 
 def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
-    """Row gradients and one optimizer step per distinct row: two kernels."""
+    """Table and slots after one optimizer step of every row that has a gradient. Two kernels."""
     return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
 
 
@@ -135,36 +163,58 @@ row_gradients = partial(reference.row_gradients, pool=pool)
 
 def _check_table(table: Array) -> None:
     if table.dtype != jnp.float32:
-        raise NotImplementedError(f"tables of the SparseCore kernels are float32, not {table.dtype}")
+        raise NotImplementedError(
+            f"tables of the SparseCore kernels are float32, not {table.dtype}",
+        )
 
 
 def _fill(array: Array, multiple: int, value: float = 0.0, *, axis: int = 0) -> Array:
-    """As many entries of `value` behind the array as the length of an axis lacks to a multiple."""
-    missing = [-length % multiple if number == axis else 0 for number, length in enumerate(array.shape)]
-    return jnp.pad(array, [(0, own) for own in missing], constant_values=value) if any(missing) else array
+    """The array with an axis padded with `value` to the next multiple of `multiple`."""
+    missing = -array.shape[axis] % multiple
+    if missing == 0:
+        return array
+    padding = [(0, 0)] * array.ndim
+    padding[axis] = (0, missing)
+    return jnp.pad(array, padding, constant_values=value)
 
 
-def _pooled(shape: tuple[int, ...], table: Array, listed: Entries) -> Float[Array, "outputs dim"]:
-    """Pooled rows of every bag; `table` may have more columns than `shape` says, as padding."""
-    (num_rows, dim), num_outputs = shape, listed.num_outputs
-    if 0 in (num_rows, dim, num_outputs, listed.rows.shape[0]):
+def _pooled(shape: tuple[int, ...], table: Array, entries: Entries) -> Float[Array, "outputs dim"]:
+    """Pooled rows of every bag.
+
+    Args:
+      shape: number of rows of the table, and length of a row without padding.
+      table: the rows, with columns of padding after each.
+      entries: bags of rows.
+    """
+    num_rows, dim = shape
+    num_outputs = entries.num_outputs
+    if 0 in (num_rows, dim, num_outputs, entries.rows.shape[0]):
         return jnp.zeros((num_outputs, dim), jnp.float32)
-    bags, gains, _ = reference.entry_gains(listed, num_rows)
-    ids = jnp.where(gains == 0.0, 0, as_rows(listed.rows))
-    if listed.offsets is None:
-        vectors = gather(table, _fill(ids, chunk_rows(table.shape[1], 1), 0))[:num_outputs, :dim]
+    bags, gains, _ = reference.entry_gains(entries, num_rows)
+    ids = jnp.where(gains == 0.0, 0, as_rows(entries.rows))
+    if entries.offsets is None:
+        chunk = chunk_rows(table.shape[1], 1)
+        vectors = gather(table, _fill(ids, chunk, 0))[:num_outputs, :dim]
         return jnp.where(gains[:, None] == 0.0, 0.0, gains[:, None] * vectors)
     chunk = chunk_rows(table.shape[1], 2)
-    # Chunks of entries that every chunk of bags needs: the first, and the one behind the last.
-    offsets = as_offsets(listed.offsets, ids.shape[0])
+    # For every chunk of bags, the range of chunks that hold its entries.
+    offsets = as_offsets(entries.offsets, ids.shape[0])
+    starts = offsets[:-1:chunk] // chunk
     ends = -(-jnp.concatenate([offsets[chunk:-1:chunk], offsets[-1:]]) // chunk)
-    bounds = _fill(jnp.stack([offsets[:-1:chunk] // chunk, ends], axis=1), num_lanes(), 0, axis=1).reshape(-1)
-    entries = _fill(ids, chunk, 0), _fill(gains, chunk, 0.0), _fill(bags.astype(jnp.int32), chunk, NO_ROW)
-    return pool_on_tiles(table, *entries, bounds, -(-num_outputs // chunk) * chunk)[:num_outputs, :dim]
+    bounds = _fill(jnp.stack([starts, ends], axis=1), num_lanes(), 0, axis=1)
+    pooled = pool_on_tiles(
+        table,
+        _fill(ids, chunk, 0),
+        _fill(gains, chunk, 0.0),
+        _fill(bags.astype(jnp.int32), chunk, NO_ROW),
+        bounds.reshape(-1),
+        -(-num_outputs // chunk) * chunk,
+    )
+    return pooled[:num_outputs, :dim]
 
 
-def _pallas() -> PyTree:
-    """Pallas, and its parts for TPUs and for SparseCores, imported at the first call, since that takes seconds."""
+def _pallas() -> Any:
+    """Pallas and its modules for TPUs and SparseCores. Imported late, because it takes seconds."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
     from jax.experimental.pallas import tpu_sc as plsc
@@ -173,57 +223,92 @@ def _pallas() -> PyTree:
 
 
 def num_lanes() -> int:
-    """Numbers in a vector of the target chip. Raises: RuntimeError: the chip has no SparseCores."""
+    """Number of lanes of a vector on the target chip.
+
+    Raises: RuntimeError: the chip has no SparseCores.
+    """
     return _pallas()[2].get_sparse_core_info().num_lanes
 
 
 def chunk_rows(dim: int, num_buffers: int) -> int:
-    """Rows per chunk, so that a tile holds `num_buffers` of them. Raises: NotImplementedError: not even 8 fit."""
+    """Largest number of rows per chunk for which `num_buffers` chunks fit a tile's memory.
+
+    Args:
+      dim: length of a row, with padding.
+      num_buffers: number of chunks that a tile holds at the same time.
+
+    Raises: NotImplementedError: chunks of 8 rows do not fit.
+    """
     rows = MAX_CHUNK_ROWS
     while rows > SUBLANES and num_buffers * rows * dim * 4 > TILE_BYTES:
         rows //= 2
     if num_buffers * rows * dim * 4 > TILE_BYTES:
-        raise NotImplementedError(f"{num_buffers} buffers of {rows} rows of {dim} numbers do not fit a tile's memory")
+        raise NotImplementedError(
+            f"{num_buffers} buffers of {rows} rows of {dim} numbers do not fit a tile's memory",
+        )
     return rows
 
 
-def _on_tiles(body: Callable[..., None], *, out: Any, scratch: Sequence[PyTree]) -> Callable[..., PyTree]:
+def _on_tiles(body: Callable[..., None], *, out: Any, scratch: Sequence[Any]) -> Callable[..., Any]:
+    """Function that runs `body` on every tile of every core.
+
+    Args:
+      body: kernel, from references to operands, results and scratch memory.
+      out: shapes of the results.
+      scratch: types of the buffers in a tile's memory.
+    """
     pl, pltpu, plsc = _pallas()
     info = plsc.get_sparse_core_info()
     mesh = plsc.VectorSubcoreMesh(
-        core_axis_name="core", subcore_axis_name="tile", num_cores=info.num_cores, num_subcores=info.num_subcores
+        core_axis_name="core",
+        subcore_axis_name="tile",
+        num_cores=info.num_cores,
+        num_subcores=info.num_subcores,
     )
-    # Rows lie in memory one after the other, as indirect copies need them, instead of in the TensorCore's tiles.
+    # Indirect copies need contiguous rows, so the TensorCore's tiled layout is off.
     params = pltpu.CompilerParams(use_tc_tiling_on_sc=False, needs_layout_passes=False)
-    return pl.kernel(body, out_type=out, mesh=mesh, scratch_types=list(scratch), compiler_params=params)
+    return pl.kernel(
+        body,
+        out_type=out,
+        mesh=mesh,
+        scratch_types=list(scratch),
+        compiler_params=params,
+    )
 
 
-def _deal(num_chunks: int, work: Callable[[PyTree], None]) -> None:
-    """Runs `work(chunk)` for the chunks of this tile."""
+def _deal(num_chunks: int, work: Callable[[Any], None]) -> None:
+    """Runs `work(chunk)` for every chunk of this tile."""
     pl, _, plsc = _pallas()
     info = plsc.get_sparse_core_info()
     tile = lax.axis_index("core") * info.num_subcores + lax.axis_index("tile")
     pl.loop(tile, num_chunks, step=info.num_cores * info.num_subcores)(work)
 
 
-def _span(chunk: Any, size: int) -> PyTree:
-    pl, *_ = _pallas()
+def _span(chunk: Any, size: int) -> Any:
+    """Slice of chunk number `chunk`, in an array of chunks of `size` entries."""
+    pl, _, _ = _pallas()
     return pl.ds(pl.multiple_of(chunk * size, size), size)
 
 
-def _lanes(dim: int) -> list[PyTree]:
-    return [_pallas()[0].ds(start, num_lanes()) for start in range(0, dim, num_lanes())]
+def _lanes(dim: int) -> list[Any]:
+    """Slices that divide a row of `dim` numbers into vectors."""
+    pl, _, _ = _pallas()
+    return [pl.ds(start, num_lanes()) for start in range(0, dim, num_lanes())]
 
 
 def _lane(vector: Array, lane: int) -> Array:
-    """The number in one lane of a vector, as a scalar."""
+    """Number in one lane of a vector, as a scalar."""
     return jnp.sum(jnp.where(lax.iota(jnp.int32, num_lanes()) == lane, vector, 0))
 
 
 def gather(table: Float[Array, "rows dim"], ids: Int[Array, " nnz"]) -> Float[Array, "nnz dim"]:
-    """Row `ids[k]` of the table, for every k; all ids are valid and their number fills chunks."""
+    """Row `ids[k]` of the table for every `k`.
+
+    All ids must be valid, and their number a multiple of the chunk size.
+    """
     _, pltpu, _ = _pallas()
-    dim, chunk = table.shape[1], chunk_rows(table.shape[1], 1)
+    dim = table.shape[1]
+    chunk = chunk_rows(dim, 1)
 
     def body(table_hbm: Any, ids_hbm: Any, out_hbm: Any, ids_v: Any, rows_v: Any) -> None:
         def work(number: Any) -> None:
@@ -249,33 +334,44 @@ def pool_on_tiles(
     """Sum of `gain * row` over the entries of every bag.
 
     Args:
-      table: rows.
-      ids: row of every entry, valid also where the gain is 0.
-      gains: entries with gain 0 add nothing, whatever their row holds.
-      bags: bag of every entry, ascending where the gain is not 0.
-      bounds: for every chunk of bags as many numbers as a vector has lanes: the first chunk of entries that it needs,
-        the one behind the last, and zeros.
-      num_bags: bags, a number that fills chunks, as that of the entries does.
+      table: rows to pool.
+      ids: row of every entry. It must be valid even if the gain is 0.
+      gains: factor of every entry. An entry with gain 0 adds nothing, even if its row holds NaN.
+      bags: bag of every entry, ascending except where the gain is 0.
+      bounds: one vector for every chunk of bags. Its first two lanes are the first chunk of entries
+        to read and the end of the range. Other lanes are zeros.
+      num_bags: number of bags. It is a multiple of the chunk size, like the number of entries.
     """
     pl, pltpu, plsc = _pallas()
-    dim, chunk, lanes = table.shape[1], chunk_rows(table.shape[1], 2), num_lanes()
+    dim = table.shape[1]
+    chunk = chunk_rows(dim, 2)
+    lanes = num_lanes()
 
-    def body(*refs: Any) -> None:
-        table_hbm, ids_hbm, gains_hbm, bags_hbm, bounds_hbm, out_hbm, *own = refs
-        ids_v, gains_v, bags_v, bounds_v, rows_v, out_v = own
-
-        def add_entries(first_bag: Any) -> Callable[[PyTree], None]:
-            def add_entry(entry: Any) -> None:
-                place = [jnp.full(lanes, entry, jnp.int32)]
-                gain, bag = plsc.load_gather(gains_v, place), plsc.load_gather(bags_v, place) - first_bag
-                # Chunks of entries do not end where chunks of bags do.
-                is_mine = (bag >= 0) & (bag < chunk) & (gain != 0.0)
-                for start, span in zip(range(0, dim, lanes), _lanes(dim), strict=True):
-                    columns = lax.iota(jnp.int32, lanes) + start
-                    bag_or_first = jnp.where(is_mine, bag, 0)
-                    plsc.addupdate_scatter(out_v, [bag_or_first, columns], gain * rows_v[entry, span], mask=is_mine)
-
-            return add_entry
+    def body(
+        table_hbm: Any,
+        ids_hbm: Any,
+        gains_hbm: Any,
+        bags_hbm: Any,
+        bounds_hbm: Any,
+        out_hbm: Any,
+        ids_v: Any,
+        gains_v: Any,
+        bags_v: Any,
+        bounds_v: Any,
+        rows_v: Any,
+        out_v: Any,
+    ) -> None:
+        def add_entry(entry: Any, first_bag: Any) -> None:
+            index = [jnp.full(lanes, entry, jnp.int32)]
+            gain = plsc.load_gather(gains_v, index)
+            bag = plsc.load_gather(bags_v, index) - first_bag
+            # A chunk of entries can also hold entries of other chunks of bags.
+            is_added = (bag >= 0) & (bag < chunk) & (gain != 0.0)
+            safe_bag = jnp.where(is_added, bag, 0)
+            for start, span in zip(range(0, dim, lanes), _lanes(dim), strict=True):
+                columns = lax.iota(jnp.int32, lanes) + start
+                terms = gain * rows_v[entry, span]
+                plsc.addupdate_scatter(out_v, [safe_bag, columns], terms, mask=is_added)
 
         def work(number: Any) -> None:
             @pl.loop(0, chunk)
@@ -292,13 +388,14 @@ def pool_on_tiles(
                 pltpu.sync_copy(gains_hbm.at[_span(entries, chunk)], gains_v)
                 pltpu.sync_copy(bags_hbm.at[_span(entries, chunk)], bags_v)
                 pltpu.sync_copy(table_hbm.at[ids_v], rows_v)
-                pl.loop(0, chunk)(add_entries(number * chunk))
+                pl.loop(0, chunk)(partial(add_entry, first_bag=number * chunk))
 
             pltpu.sync_copy(out_v, out_hbm.at[_span(number, chunk)])
 
         _deal(num_bags // chunk, work)
 
-    integers, floats = pltpu.VMEM((chunk,), jnp.int32), pltpu.VMEM((chunk,), jnp.float32)
+    integers = pltpu.VMEM((chunk,), jnp.int32)
+    floats = pltpu.VMEM((chunk,), jnp.float32)
     rows = pltpu.VMEM((chunk, dim), jnp.float32)
     scratch = [integers, floats, integers, pltpu.VMEM((lanes,), jnp.int32), rows, rows]
     out = jax.ShapeDtypeStruct((num_bags, dim), jnp.float32)
@@ -315,48 +412,60 @@ def step_rows(
     hyper: Float[Array, " hyper"],
     order: Sequence[int],
 ) -> tuple[list[Array], list[Array]]:
-    """One optimizer step of distinct rows, in place.
+    """The new state and the new numbers after one optimizer step of distinct rows, in place.
 
     Args:
       traced: the rule, from `traced_rules.trace_rule`.
-      dim: columns that are no padding.
-      state: the table and slots of its width, stepped in place.
-      numbers: slots of one number per row, gathered: that of row `ids[k]` in every lane of vector `k`.
-      ids: distinct rows, and `NO_ID` for padding; their number fills chunks.
-      gradients: one per id.
-      hyper: hyperparameters, each repeated in all lanes.
-      order: for each input of the rule but gradient and hyperparameters, its place among `state` and `numbers`.
-
-    Returns: the new state and the new numbers.
+      dim: length of a row without padding.
+      state: the table and the slots with rows of the same length, updated in place.
+      numbers: slots of one number per row, gathered. Every lane of vector `k` has the number of row
+        `ids[k]`.
+      ids: distinct rows, and `NO_ID` for padding. Their number is a multiple of the chunk size.
+      gradients: gradient of each row in `ids`.
+      hyper: hyperparameters, each repeated in all lanes of a vector.
+      order: index in `[*state, *numbers]` of the table and of each slot, in the rule's order.
     """
     pl, pltpu, plsc = _pallas()
-    width, lanes, num_state = gradients.shape[1], num_lanes(), len(state)
-    chunk, num_hyper = chunk_rows(width, num_state + 1), hyper.shape[0] // num_lanes()
+    width = gradients.shape[1]
+    lanes = num_lanes()
+    num_state = len(state)
+    num_hyper = hyper.shape[0] // lanes
+    chunk = chunk_rows(width, num_state + 1)
 
     def body(*refs: Any) -> None:
-        left = iter(refs)
+        remaining = iter(refs)
 
-        def take(number: int) -> list[PyTree]:
-            return list(itertools.islice(left, number))
+        def take(number: int) -> list[Any]:
+            return list(itertools.islice(remaining, number))
 
-        state_hbm, (ids_hbm, gradients_hbm, hyper_hbm) = take(num_state), take(3)
-        old_hbm, new_hbm = take(len(numbers)), take(len(numbers))
-        (ids_v, gradients_v, hyper_v), state_v, numbers_v = take(3), take(num_state), take(len(numbers))
+        state_hbm = take(num_state)
+        ids_hbm, gradients_hbm, hyper_hbm = take(3)
+        old_hbm = take(len(numbers))
+        new_hbm = take(len(numbers))
+        ids_v, gradients_v, hyper_v = take(3)
+        state_v = take(num_state)
+        numbers_v = take(len(numbers))
 
         def step_row(row: Any) -> None:
-            arrays: list[PyTree] = [tuple(v[row, span] for span in _lanes(width)) for v in state_v]
-            arrays += [v[row, pl.ds(0, lanes)] for v in numbers_v]
-            gradient = tuple(gradients_v[row, span] for span in _lanes(width))
-            rates = [hyper_v[pl.ds(number * lanes, lanes)] for number in range(num_hyper)]
-            inputs = [*(arrays[place] for place in order), gradient, *rates]
-            stepped = evaluate(traced, inputs, dim=dim, swaps={"sqrt": square_root, "rsqrt": reciprocal_root})
-            for place, value in zip(order, stepped, strict=True):
-                if place >= num_state:
-                    numbers_v[place - num_state][row, pl.ds(0, lanes)] = value
+            arrays: list[Any] = []
+            for v in state_v:
+                arrays.append(tuple(v[row, span] for span in _lanes(width)))
+            for v in numbers_v:
+                arrays.append(v[row, pl.ds(0, lanes)])
+            inputs = [arrays[position] for position in order]
+            inputs.append(tuple(gradients_v[row, span] for span in _lanes(width)))
+            for number in range(num_hyper):
+                inputs.append(hyper_v[pl.ds(number * lanes, lanes)])
+            swaps = {"sqrt": square_root, "rsqrt": reciprocal_root}
+            stepped = evaluate(traced, inputs, dim=dim, swaps=swaps)
+            for position, value in zip(order, stepped, strict=True):
+                if position >= num_state:
+                    numbers_v[position - num_state][row, pl.ds(0, lanes)] = value
                     continue
+                # A rule can give all numbers of a row the same value, as one vector.
                 pieces = value if isinstance(value, tuple) else (value,) * (width // lanes)
-                for span, part in zip(_lanes(width), pieces, strict=True):
-                    state_v[place][row, span] = part
+                for span, piece in zip(_lanes(width), pieces, strict=True):
+                    state_v[position][row, span] = piece
 
         def work(number: Any) -> None:
             span = _span(number, chunk)
@@ -386,9 +495,13 @@ def step_rows(
 
 
 def reciprocal_root(x: Array) -> Array:
-    """`1 / sqrt(x)` of positive normal numbers to a relative error of 2e-7; jax 0.10 lowers no square root."""
-    y = lax.bitcast_convert_type(0x5F3759DF - (lax.bitcast_convert_type(x, jnp.int32) >> 1), jnp.float32)
-    for _ in range(3):  # Newton's steps
+    """`1 / sqrt(x)` of positive normal numbers, with a relative error of at most 2e-7.
+
+    JAX 0.10 lowers no square root for SparseCores.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    y = lax.bitcast_convert_type(0x5F3759DF - (bits >> 1), jnp.float32)
+    for _ in range(3):  # Newton's method
         y = y * (1.5 - (0.5 * x * y) * y)
     return y
 

@@ -1,7 +1,8 @@
-"""Row rules inside kernels: the jaxpr of a rule, evaluated on the pieces of one row that a kernel holds in registers.
+"""Row rules inside kernels: evaluates the jaxpr of a rule on pieces of a row in registers.
 
-A kernel has no arrays `[rows, dim]` but pieces of one row, all of one shape, the last one filled up. A number of the
-whole row (a hyperparameter, a mean) is a piece that repeats it.
+A kernel has no arrays `[rows, dim]`. It has pieces of one row, all of one shape. The last piece is
+padded. A number that belongs to the whole row (a hyperparameter, a mean) is a piece that repeats
+the number.
 """
 
 from __future__ import annotations
@@ -9,24 +10,33 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jaxtyping import Array, PyTree
+from jax.extend.core import ClosedJaxpr, Literal
+from jaxtyping import Array
 
 from rsembed.optimizers.base import OptimizerSpec, Slots
 
-ELEMENTWISE = frozenset(
-    {"add", "sub", "mul", "div", "neg", "abs", "sign", "max", "min", "exp", "sqrt", "rsqrt", "square", "integer_pow"}
-    | {"select_n", "clamp", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "convert_element_type"}
-)
-"""Primitives that every accelerator computes entry by entry."""
+_ELEMENTWISE_NAMES = """
+    add sub mul div neg abs sign max min exp sqrt rsqrt square integer_pow
+    select_n clamp eq ne lt le gt ge and or not convert_element_type
+"""
+ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
+"""Elementwise primitives that every accelerator computes."""
 
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
-_RESHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "stop_gradient"})
+# Primitives that call a jaxpr, and the name of the parameter that holds it.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+}
+_RESHAPES = frozenset(
+    ["broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "stop_gradient"],
+)
 
 
 Row = tuple[Array, ...]
@@ -45,36 +55,45 @@ def trace_rule(
 
     Args:
       rule: the optimizer.
-      table: rows, of any float type; rules compute in float32.
-      slots: the optimizer's state, float32 `[rows, dim]` or `[rows, 1]`.
+      table: rows of any float dtype. The rule computes in float32.
+      slots: optimizer state, float32 `[rows, dim]` or `[rows, 1]`.
       num_hyperparameters: number of the rule's hyperparameters.
-      elementwise: primitives the kernel can do.
+      elementwise: elementwise primitives that the kernel can compute.
 
-    Raises: NotImplementedError: a slot has another shape, or the rule uses another primitive, which is named.
+    Raises: NotImplementedError: a slot has another shape or dtype, or the rule uses a primitive
+      that the kernel cannot compute. The message has its name.
     """
-    dim = table.shape[1]
+    num_rows, dim = table.shape
     for number, slot in enumerate(slots):
-        if slot.dtype != jnp.float32 or slot.shape not in {(table.shape[0], dim), (table.shape[0], 1)}:
+        if slot.dtype != jnp.float32 or slot.shape not in {(num_rows, dim), (num_rows, 1)}:
             raise NotImplementedError(
-                f"slot {number} of {rule.short_name()} is {slot.dtype}{list(slot.shape)}; kernels step slots that are "
-                f"float32 and have one entry per row, or as many as the row"
+                f"slot {number} of {rule.short_name()} is {slot.dtype}{list(slot.shape)}; kernels "
+                "step slots that are float32 and have one entry per row, or as many as the row"
             )
-    row, scalar = jax.ShapeDtypeStruct((1, dim), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    row = jax.ShapeDtypeStruct((1, dim), jnp.float32)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
     state = tuple(jax.ShapeDtypeStruct((1, slot.shape[1]), jnp.float32) for slot in slots)
     jaxpr = jax.make_jaxpr(rule.step_rows)(row, state, row, (scalar,) * num_hyperparameters)
     for primitive, params in _primitives(jaxpr, dim):
         is_sum = primitive == "reduce_sum" and params["axes"] == (1,)
         if primitive not in elementwise and not is_sum:
-            raise NotImplementedError(f"the row rule {rule.short_name()} uses the primitive `{primitive}`")
+            raise NotImplementedError(
+                f"the row rule {rule.short_name()} uses the primitive `{primitive}`",
+            )
     return jaxpr
 
 
-def _primitives(closed: ClosedJaxpr, dim: int) -> Iterator[tuple[str, Mapping[str, PyTree]]]:
-    """Primitives of a jaxpr with calls unfolded, without those that only repeat a number or change a shape."""
-    yield from (("constant array", {}) for const in closed.consts if np.size(const) != 1)
+def _primitives(closed: ClosedJaxpr, dim: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Name and parameters of every primitive that must be computed, also inside calls.
+
+    Primitives that only repeat a number or change a shape are left out.
+    """
+    for const in closed.consts:
+        if np.size(const) != 1:
+            yield "constant array", {}
     for eqn in closed.jaxpr.eqns:
         name = eqn.primitive.name
-        result: PyTree = eqn.outvars[0].aval
+        result: Any = eqn.outvars[0].aval
         if name in _CALLS:
             yield from _primitives(_body(eqn), dim)
         elif name not in _RESHAPES or math.prod(result.shape) not in (1, dim):
@@ -82,6 +101,7 @@ def _primitives(closed: ClosedJaxpr, dim: int) -> Iterator[tuple[str, Mapping[st
 
 
 def _body(call: Any) -> ClosedJaxpr:
+    """The jaxpr that an equation calls."""
     inner = call.params[_CALLS[call.primitive.name]]
     return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
 
@@ -93,66 +113,95 @@ def evaluate(
     dim: int,
     swaps: Mapping[str, Callable[[Array], Array]] | None = None,
 ) -> list[Row | Array]:
-    """Results of a traced rule on pieces.
+    """Results of a traced rule, computed on pieces.
 
     Args:
       closed: result of `trace_rule`.
       arguments: one for each input: a row, or a piece that repeats a number.
-      dim: entries of the row; the pieces hold more where its length is not a multiple of theirs.
-      swaps: replacements, by name, of primitives that the kernel's compiler lacks.
+      dim: length of the row. The pieces together can be longer; the rest is padding.
+      swaps: functions to use instead of primitives that the kernel's compiler lacks, by name. None
+        replaces no primitive.
     """
     piece = next(argument[0] for argument in arguments if isinstance(argument, tuple))
+    return _Evaluation(piece.shape, dim, swaps or {}).run(closed, arguments)
 
-    def spread(number: Any, of: Any) -> Array:
-        return jnp.full(piece.shape, np.asarray(number).reshape(()), of.aval.dtype)
 
-    def add_up(value: Row | Array) -> Array:
-        if not isinstance(value, tuple):
-            return value
-        total = jnp.zeros(piece.shape, jnp.float32)
-        for number, part in enumerate(value):
-            left = dim - number * piece.shape[0]
-            if left < piece.shape[0]:
-                part = jnp.where(jax.lax.iota(jnp.int32, piece.shape[0]) < left, part, 0.0)
-            total = total + part
-        return jnp.full(piece.shape, jnp.sum(total), jnp.float32)
+class _Evaluation(NamedTuple):
+    """Evaluates jaxprs on pieces of shape `shape`, for rows of length `dim`."""
 
-    def run(jaxpr: Jaxpr, consts: Sequence[PyTree], values: Sequence[Row | Array]) -> list[Row | Array]:
+    shape: tuple[int, ...]
+    dim: int
+    swaps: Mapping[str, Callable[[Array], Array]]
+
+    def run(self, closed: ClosedJaxpr, values: Sequence[Row | Array]) -> list[Row | Array]:
+        """Results of the jaxpr."""
+        jaxpr = closed.jaxpr
         known: dict[Any, Row | Array] = dict(zip(jaxpr.invars, values, strict=True))
-        known |= {v: spread(c, v) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+        for variable, constant in zip(jaxpr.constvars, closed.consts, strict=True):
+            known[variable] = self.repeat(constant, variable)
         for eqn in jaxpr.eqns:
-            inputs = [spread(v.val, v) if isinstance(v, Literal) else known[v] for v in eqn.invars]
+            inputs = [self.read(known, variable) for variable in eqn.invars]
             name = eqn.primitive.name
             if name in _CALLS:
-                body = _body(eqn)
-                outputs = run(body.jaxpr, body.consts, inputs)
+                outputs = self.run(_body(eqn), inputs)
             elif name in _RESHAPES:
                 outputs = [inputs[0]]
             elif name == "reduce_sum":
-                outputs = [add_up(inputs[0])]
+                outputs = [self.add_up(inputs[0])]
             else:
-                function = _elementwise(eqn, swaps or {})
-                num_pieces = max((len(value) for value in inputs if isinstance(value, tuple)), default=0)
-                columns = [value if isinstance(value, tuple) else (value,) * num_pieces for value in inputs]
-                pieces = tuple(function(*own) for own in zip(*columns, strict=True))
-                outputs = [pieces if num_pieces else function(*inputs)]
+                function = _elementwise(eqn, self.swaps)
+                outputs = [_apply_to_pieces(function, inputs)]
             known |= dict(zip(eqn.outvars, outputs, strict=True))
-        return [spread(v.val, v) if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
+        return [self.read(known, variable) for variable in jaxpr.outvars]
 
-    return run(closed.jaxpr, closed.consts, arguments)
+    def read(self, known: Mapping[Any, Row | Array], variable: Any) -> Row | Array:
+        """Value of a variable or literal."""
+        if isinstance(variable, Literal):
+            return self.repeat(variable.val, variable)
+        return known[variable]
+
+    def repeat(self, number: Any, variable: Any) -> Array:
+        """Piece that repeats a number, in the dtype of the variable."""
+        return jnp.full(self.shape, np.asarray(number).reshape(()), variable.aval.dtype)
+
+    def add_up(self, value: Row | Array) -> Array:
+        """Piece that repeats the sum of a row without its padding."""
+        if not isinstance(value, tuple):
+            return value
+        (size,) = self.shape
+        total = jnp.zeros(size, jnp.float32)
+        for number, part in enumerate(value):
+            num_entries = self.dim - number * size
+            if num_entries < size:
+                part = jnp.where(jax.lax.iota(jnp.int32, size) < num_entries, part, 0.0)
+            total = total + part
+        return jnp.full(size, jnp.sum(total), jnp.float32)
+
+
+def _apply_to_pieces(function: Callable[..., Array], inputs: Sequence[Row | Array]) -> Row | Array:
+    """Result of an elementwise function: a row if any input is a row, else a piece."""
+    num_pieces = max((len(value) for value in inputs if isinstance(value, tuple)), default=0)
+    if num_pieces == 0:
+        return function(*inputs)
+    rows = [value if isinstance(value, tuple) else (value,) * num_pieces for value in inputs]
+    return tuple(function(*pieces) for pieces in zip(*rows, strict=True))
 
 
 def _elementwise(eqn: Any, swaps: Mapping[str, Callable[[Array], Array]]) -> Callable[..., Array]:
+    """Function that computes the equation's primitive."""
     name = eqn.primitive.name
     if name in swaps:
         return swaps[name]
     if name in ("square", "integer_pow"):
-        exponent = eqn.params.get("y", 2)
-        return lambda x: _multiplied(x, exponent) if exponent > 0 else 1.0 / _multiplied(x, -exponent)
+        return functools.partial(_power, exponent=eqn.params.get("y", 2))
     if name == "convert_element_type":
         return lambda x: x.astype(eqn.params["new_dtype"])
-    return lambda *values: eqn.primitive.bind(*values, **eqn.params)
+    return functools.partial(eqn.primitive.bind, **eqn.params)
 
 
-def _multiplied(x: Array, exponent: int) -> Array:
-    return functools.reduce(lambda product, _: product * x, range(exponent - 1), x)
+def _power(x: Array, *, exponent: int) -> Array:
+    """`x**exponent` by repeated multiplication. The exponent is not 0."""
+    product = x
+    for _ in range(abs(exponent) - 1):
+        product = product * x
+    return product if exponent > 0 else 1.0 / product
