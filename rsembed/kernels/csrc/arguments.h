@@ -1,4 +1,4 @@
-// What the handlers receive from XLA, read and checked as far as memory safety needs.
+// Reads the arguments that XLA passes to handlers, and checks all that memory safety needs.
 #pragma once
 
 #include <algorithm>
@@ -16,22 +16,22 @@ namespace ffi = xla::ffi;
 
 constexpr int32_t kNoRow = 2147483647;  // NO_ROW of rsembed/kernels/contract.py
 
-// Numbers of a call may be anything, so sums and products of them are made here, where none of them wraps around.
+// The numbers of a call are not trusted. These functions add and multiply them without overflow.
 
-// The product of two sizes, or a size that no buffer has.
+// Product of two sizes, or INT64_MAX on overflow, which no buffer has.
 inline int64_t Times(int64_t a, int64_t b) {
   int64_t product;
   return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
 }
 
-// Whether [first, first + count) lies in [0, size).
+// Whether [first, first + count) is inside [0, size).
 inline bool LiesIn(int64_t first, int64_t count, int64_t size) {
   return first >= 0 && count >= 0 && count <= size && first <= size - count;
 }
 
-// Whether `count` vectors of `dim` numbers lie in an array of `size`, the first at `first` and others `stride` apart.
+// Whether `count` vectors of `dim` numbers fit an array of `size`: one at `first`, each next one `stride` later.
 inline bool VectorsLieIn(int64_t first, int64_t count, int64_t stride, int64_t dim, int64_t size) {
-  int64_t length;  // from the first number to behind the last
+  int64_t length;  // from the first number to the end of the last vector
   const bool wraps = __builtin_mul_overflow(count - 1, stride, &length) || __builtin_add_overflow(length, dim, &length);
   return stride >= 0 && dim >= 0 && !wraps && LiesIn(first, length, size);
 }
@@ -44,7 +44,7 @@ struct List {
   int64_t num_ids, num_bags, width;
 };
 
-// The first entry of a bag, inside the list whatever its offsets are; for the number of bags, the end of the last.
+// First entry of a bag, clipped to the list. For bag `num_bags`, the end of the last bag.
 inline int64_t FirstEntry(const List& list, int64_t bag) {
   return list.offsets == nullptr ? bag * list.width : std::clamp<int64_t>(list.offsets[bag], 0, list.num_ids);
 }
@@ -55,7 +55,7 @@ struct Output {
   int64_t size;
 };
 
-// Whether some entry is in two segments: in a bag of both, or because offsets fall.
+// Whether two segments share an entry: they share a bag, or the offsets decrease.
 inline bool ShareEntries(const std::vector<Segment>& segments) {
   struct Range {
     int64_t list, first, last;
@@ -75,7 +75,7 @@ inline bool ShareEntries(const std::vector<Segment>& segments) {
   return false;
 }
 
-// Reads buffers one after the other and keeps the first complaint; what is read after one must not be used.
+// Reads buffers in order and keeps the first error. Values read after an error must not be used.
 class Reader {
  public:
   explicit Reader(ffi::RemainingArgs args) : args_(args) {}
@@ -96,8 +96,8 @@ class Reader {
     return data;
   }
 
-  // The lists of a call. `forms` has three numbers for each: flags (1 with offsets, 2 with weights), the number of bags,
-  // and the entries of a bag where there are no offsets. The arrays of a list follow each other.
+  // Lists of a call. `forms` has three numbers for each: flags (1: offsets, 2: weights), the number of bags,
+  // and the entries per bag if there are no offsets. The arrays of a list are consecutive.
   std::vector<List> Lists(ffi::Span<const int64_t> forms) {
     std::vector<List> lists;
     if (forms.size() % 3 != 0) Fail("unreadable lists");
@@ -111,12 +111,12 @@ class Reader {
         int64_t num_offsets = 0;
         list.offsets = static_cast<int32_t*>(Next("offsets", ffi::S32, &num_offsets));
         if (num_offsets < 1 || num_offsets - 1 != list.num_bags) Fail("wrong number of offsets");
-        list.width = 0;  // means nothing, and may be anything
+        list.width = 0;  // not used by lists with offsets
       } else if (list.num_bags < 0 || list.width < 0 || Times(list.num_bags, list.width) != list.num_ids) {
         Fail("bags of one length do not fill their list");
       }
       if (flags & 2) list.weights = static_cast<float*>(Next("weights", ffi::F32, list.num_ids));
-      // Bags without entries take no memory that would limit their number.
+      // Bags without entries take no memory, so memory does not limit their number.
       if (std::max(list.num_ids, list.num_bags) > kNoRow) Fail("too many entries for one call");
       lists.push_back(list);
     }
@@ -134,8 +134,8 @@ class Reader {
     return outputs;
   }
 
-  // The segments of a call. `numbers` has ten for each: those of Segment in rsembed/kernels/contract.py, in its order,
-  // where combiner -1 is none, and those of its Place. A call writes its outputs or, `with_gradients`, reads them.
+  // Segments of a call. `numbers` has ten for each: the fields of Segment in rsembed/kernels/contract.py, in order,
+  // with combiner -1 for none, and those of its Place. `with_gradients`: outputs are read and not written.
   std::vector<Segment> Segments(ffi::Span<const int64_t> numbers, const std::vector<List>& lists,
                                 const std::vector<Table>& tables, const std::vector<Output>& outputs,
                                 bool with_gradients) {
@@ -176,13 +176,13 @@ class Reader {
       s.num_rows = own[6];
       s.output_stride = own[9];
       int64_t first_number = own[8], skipped = 0;
-      if (combiner < 0) {  // every entry has a vector of its own, at the entry's place among those of the list
+      if (combiner < 0) {  // every entry has a vector, in the order of the list
         s.offsets = nullptr;
         s.width = 1;
         s.num_outputs = s.num_entries;
         skipped = Times(first_entry, s.output_stride);
       }
-      if (s.num_outputs > 0) {  // else it has no place in the output
+      if (s.num_outputs > 0) {  // a segment without outputs writes nothing
         const bool wraps = __builtin_add_overflow(first_number, skipped, &first_number);
         if (wraps || !VectorsLieIn(first_number, s.num_outputs, s.output_stride, table.dim, output.size)) {
           Fail("segments lie outside the output");
@@ -200,13 +200,13 @@ class Reader {
       num_outputs += s.num_outputs;
       segments.push_back(s);
     }
-    // They would have more rows than the caller has room for, and threads would write the same numbers.
+    // Shared entries would exceed the caller's buffers, and threads would write the same numbers.
     if (ShareEntries(segments)) Fail("offsets must not fall, nor segments share bags");
     if (std::max(num_entries, num_outputs) > kNoRow) Fail("too many entries for one call");
     return segments;
   }
 
-  // All buffers that are left.
+  // All remaining buffers.
   std::vector<Table> Tables() {
     std::vector<Table> tables;
     while (at_ < args_.size() && !Failed()) {
@@ -248,7 +248,7 @@ class Reader {
   std::string complaint_;
 };
 
-// Memory is the only thing that can run out while sorting.
+// Sorting can only fail for lack of memory.
 template <typename Body>
 ffi::Error WithMemory(const Body& body) {
   try {

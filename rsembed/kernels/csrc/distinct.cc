@@ -1,8 +1,7 @@
-// Telling entries apart: XLA FFI handlers that find the distinct ones, by owner and lanes or by key.
+// Distinct entries: XLA FFI handlers that find them by owner and lanes, or by key.
 //
-// Whole numbers only: every result follows from the arguments, whatever threads share the work and whatever their
-// instruction set is. rsembed/kernels/native.py is the only caller; it checks values, the handlers check what memory
-// safety needs.
+// All work is on integers, so a result depends neither on the number of threads nor on the instruction set.
+// rsembed/kernels/native.py is the only caller. It checks values; the handlers check what memory safety needs.
 
 #include <algorithm>
 #include <cstdint>
@@ -22,13 +21,13 @@ namespace {
 
 constexpr int64_t kEntriesPerTask = 4096;
 
-// What tells the entries of `distinct` apart: the owner, then lanes. Every field is reduced to the bits in which its
-// values differ, and neighbours share a word of 32 bits, so that the sort has few digits.
+// Sort key of the entries of `distinct`: the owner, then the lanes. Only the bits in which the values of a field
+// differ are kept, and several fields can share a word of 32 bits, so that the sort has few digits.
 class Fields {
  public:
   struct Field {
     const uint32_t* values;
-    uint32_t sign;  // of a signed field: brings negative numbers before the others
+    uint32_t sign;  // of a signed field: sorts negative numbers first
     uint32_t least = std::numeric_limits<uint32_t>::max();
     uint32_t most = 0;
     int shift = 0;
@@ -65,13 +64,13 @@ class Fields {
         bits.push_back(0);
       }
       field.shift = bits.back();
-      if (width == 0) continue;  // equal everywhere
+      if (width == 0) continue;  // all values are equal
       bits.back() += width;
       words.back().push_back(field);
     }
   }
 
-  // The owner of an entry; a negative one is a huge one without its sign.
+  // Owner of an entry. As an unsigned number, a negative owner is too large and so is padding.
   uint32_t OwnerOf(int64_t i) const { return fields[0].values[i]; }
 
   uint32_t Word(size_t number, int64_t i) const {
@@ -81,7 +80,7 @@ class Fields {
   }
 };
 
-// Entries in the order of their owners and lanes, equal ones in theirs; see rsembed/kernels/reference.py.
+// Sorts entries by owner and lanes, stably; see `distinct` in rsembed/kernels/keyed.py.
 ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lanes, Int32Result entry_of,
                     Int32Result first_of, Int32Result offsets, Int32Result counts, ffi::RemainingRets out_lanes) {
   const int64_t count = Size(owners), num_owners = Size(*offsets) - 1;
@@ -144,7 +143,7 @@ ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lane
     });
     for (int64_t task = 0; task < num_tasks; ++task) first_entry[task + 1] += first_entry[task];
     const int64_t num_entries = first_entry[num_tasks];
-    std::vector<int32_t> num_carried(num_tasks, 0);  // occurrences at a task's start, of the entry of the task before
+    std::vector<int32_t> num_carried(num_tasks, 0);  // occurrences at a task's start of the previous task's last entry
     workers.ForEachRange(num_items, kEntriesPerTask, [&](int64_t first, int64_t last) {
       int64_t entry = first_entry[first / kEntriesPerTask] - 1;
       int32_t* num_occurrences = &num_carried[first / kEntriesPerTask];
@@ -156,7 +155,7 @@ ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lane
           *num_occurrences = 0;
           first_of->typed_data()[entry] = static_cast<int32_t>(source);
           for (size_t k = 0; k < outputs.size(); ++k) outputs[k][entry] = fields.fields[k + 1].values[source];
-          // Owners without entries begin where the next one's do.
+          // An owner without entries begins where the next owner begins.
           const int64_t owner = fields.OwnerOf(source);
           int64_t d = i == 0 ? 0 : int64_t{fields.OwnerOf(items[i - 1].source)} + 1;
           for (; d <= owner; ++d) offsets->typed_data()[d] = static_cast<int32_t>(entry);
@@ -178,8 +177,8 @@ ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lane
   });
 }
 
-// Distinct keys in the order of their first occurrence; see rsembed/kernels/keyed.py. Keys are dealt out by their hash,
-// in order, and every part meets its own in a table that is as large as they need.
+// Distinct keys in the order of their first occurrence; see rsembed/kernels/keyed.py. Keys are split into parts by
+// hash, in order. Each part uses a hash table that is as large as the part needs.
 ffi::Error UniqueKeys(ffi::ThreadPool pool, Words high, Words low, Marks is_key, Int32s tables,
                       Int32s occurrences, Int32Result out_entry_of, Int32Result out_first_of, Int32Result out_counts) {
   constexpr int kPartBits = 6;
@@ -189,7 +188,7 @@ ffi::Error UniqueKeys(ffi::ThreadPool pool, Words high, Words low, Marks is_key,
   checks.Need(Size(*out_entry_of) == keys.count && Size(*out_first_of) == keys.count && Size(*out_counts) == keys.count,
               "wrong size of a result");
   if (checks.Failed()) return checks.Complaint();
-  int32_t* const entry_of = out_entry_of->typed_data();  // at first the position of the key's first occurrence
+  int32_t* const entry_of = out_entry_of->typed_data();  // until the last pass: position of the first occurrence
   int32_t* const first_of = out_first_of->typed_data();
   int32_t* const counts = out_counts->typed_data();
   return WithMemory([&] {

@@ -1,7 +1,7 @@
 // The entries in the buffers of preprocessed SparseCore batches, by sample: an XLA FFI handler.
 //
-// It means what `entries_by_sample` of rsembed/kernels/partitions.py means, where the form of the buffers is told. A core
-// has samples of its own, so cores are counted and written side by side.
+// It computes `entries_by_sample` of rsembed/kernels/ids.py, which describes the buffers. Cores share no samples, so
+// they are counted and written in parallel.
 
 #include <algorithm>
 #include <cstdint>
@@ -15,21 +15,21 @@
 namespace rsembed {
 namespace {
 
-constexpr int64_t kAlignment = 8;  // ALIGNMENT of partitions.py
+constexpr int64_t kAlignment = 8;  // ALIGNMENT of ids.py
 constexpr size_t kNumNumbers = 5;  // of a stack, in the attribute `stacks`
 
 struct Stack {
   const int32_t *row_pointers, *ids, *samples;
   const float* gains;
   int64_t num_places, num_blocks, num_cores, num_shards, rows_per_shard, samples_per_core;
-  int64_t num_minibatches;  // 1 without
+  int64_t num_minibatches;  // 1 without minibatches
   bool has_minibatches;
   int32_t *rows, *offsets;
   float* gains_by_sample;
 
   int64_t num_samples() const { return num_cores * samples_per_core; }
 
-  // body(first row of the shard, place, sample) for every entry of a core, as they lie.
+  // Calls body(first row of the shard, position, sample) for every entry of a core, in buffer order.
   template <typename Body>
   void ForEachEntry(int64_t core, const Body& body) const {
     const int64_t width = std::max(num_shards, kAlignment);
@@ -54,7 +54,7 @@ struct Stack {
   }
 };
 
-// Minibatches cut a sample by rows, and its entries come in the order of rows.
+// Minibatches split the rows of a sample. Sorting brings its entries back into the order of rows.
 void SortByRow(int32_t* rows, float* gains, int64_t count, std::vector<int32_t>& order, std::vector<float>& spare) {
   if (std::is_sorted(rows, rows + count)) return;
   order.resize(count);
@@ -71,7 +71,7 @@ void Count(const Stack& stack, int64_t core) {
   stack.ForEachEntry(core, [&](uint32_t, int64_t, int32_t sample) { ++counts[sample]; });
 }
 
-// From counts to offsets; what lies behind the last entry is none. Pointers that say an entry twice may count too many.
+// Turns counts into offsets and pads after the last entry. Overlapping pointers can count an entry twice.
 bool Accumulate(const Stack& stack) {
   int64_t first = 0;
   for (int64_t sample = 0; sample < stack.num_samples(); ++sample) {

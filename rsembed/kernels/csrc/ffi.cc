@@ -1,8 +1,8 @@
-// The doors between XLA and the kernels: XLA FFI handlers, and the choice of the instruction set.
+// XLA FFI handlers of the kernels, and the choice of the instruction set.
 //
-// Handlers take one variable list of buffers, so that a call serves any number of features: the arrays of its lists of
-// ids, gradients of outputs, and tables. The attributes `lists` and `segments` describe them, see Reader in arguments.h.
-// rsembed/kernels/native.py is the only caller; it checks values, the handlers check what memory safety needs.
+// A handler takes a variable number of buffers, so one call handles any number of features: arrays of lists of ids,
+// gradients of outputs, and tables. The attributes `lists` and `segments` describe them, see Reader in arguments.h.
+// rsembed/kernels/native.py is the only caller. It checks values; the handlers check what memory safety needs.
 
 #include <sys/mman.h>
 #if defined(__linux__)
@@ -27,7 +27,7 @@
 
 namespace rsembed {
 
-// RSEMBED_ISA=baseline or avx2 lowers the choice, to compare or to reproduce the bits of an older machine.
+// RSEMBED_ISA=baseline or avx2 limits the choice, to compare speed or to reproduce the bits of an older machine.
 const RowKernels& BestRowKernels() {
   static const RowKernels& kernels = []() -> const RowKernels& {
 #if defined(RSEMBED_HAS_X86_ISAS)
@@ -50,11 +50,11 @@ namespace {
 
 constexpr int64_t kBlockBytes = 128 << 10;
 constexpr int64_t kItemsPerBlock = 1024;
-constexpr int64_t kStreamedBytes = 8 << 20;  // above this an output does not stay in the caches of one core
+constexpr int64_t kStreamedBytes = 8 << 20;  // a larger output does not fit in the caches of one core
 
 constexpr uintptr_t kHugePageBytes = 2 << 20;
 
-// Asks for huge pages inside [data, data + bytes); pages already touched are collapsed only if `now`.
+// Requests huge pages inside [data, data + bytes). Pages in use are collapsed only if `now`.
 bool AdviseHugePages(void* data, size_t bytes, bool now) {
 #if defined(MADV_HUGEPAGE)
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kHugePageBytes - 1) & ~(kHugePageBytes - 1);
@@ -69,10 +69,10 @@ bool AdviseHugePages(void* data, size_t bytes, bool now) {
 #endif
 }
 
-// Pools every segment from its table into the output it names.
+// Pools every segment from its table into its output.
 void PoolSegments(ffi::ThreadPool pool, const std::vector<Table>& tables, std::vector<Segment>& segments) {
   int64_t num_outputs = 0;
-  double num_bytes = 0.0, output_bytes = 0.0;  // a table without rows may have columns that no memory could hold
+  double num_bytes = 0.0, output_bytes = 0.0;  // double, because a table without rows can have any number of columns
   for (const Segment& segment : segments) {
     const double row_bytes = 4.0 * static_cast<double>(tables[segment.table].dim);
     num_outputs += segment.num_outputs;
@@ -117,16 +117,16 @@ ffi::Error Lookup(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
     num_written[output] += Times(segments[k].num_outputs, tables[segments[k].table].dim);
   }
   for (size_t k = 0; k < outputs.size(); ++k) {
-    // New memory of this size comes without pages: large ones are faulted in sooner.
+    // New memory of this size has no pages yet. Huge pages are faulted in sooner.
     if (outputs[k].size * 4 >= kStreamedBytes) AdviseHugePages(outputs[k].data, outputs[k].size * 4, false);
-    // No segment writes for entries outside of all bags, nor after the rows of the shorter tables.
+    // No segment writes the outputs of entries outside all bags, or the columns after a shorter row.
     if (num_written[k] < outputs[k].size) std::fill(outputs[k].data, outputs[k].data + outputs[k].size, 0.0f);
   }
   PoolSegments(pool, tables, segments);
   return ffi::Error::Success();
 }
 
-// The gradients of the weights of every list, one per id; 0 for ids that contribute nothing.
+// Gradients of the weights of every list, one per id. 0 for an id that contributes nothing.
 ffi::Error WeightGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, Numbers forms,
                            Numbers numbers, int64_t num_outputs) {
   Reader reader(args);
@@ -161,7 +161,7 @@ ffi::Error WeightGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::R
   return ffi::Error::Success();
 }
 
-// Entries of all lists: the most rows that can get a gradient.
+// Number of entries of all lists: the maximum number of rows with a gradient.
 int64_t NumEntries(const std::vector<List>& lists) {
   int64_t num_entries = 0;
   for (const List& list : lists) num_entries += list.num_ids;
@@ -171,7 +171,7 @@ int64_t NumEntries(const std::vector<List>& lists) {
 using GradientRows = ffi::Result<ffi::BufferR1<ffi::S32>>;
 using GradientValues = ffi::Result<ffi::BufferR2<ffi::F32>>;
 
-// Distinct rows and their gradients; `reader` has read the segments, which hold `num_entries` of the caller's entries.
+// Distinct rows and their gradients. `reader` has read the segments, which have `num_entries` entries.
 ffi::Error CombineSegments(ffi::ThreadPool pool, Reader& reader, const std::vector<Segment>& segments,
                            int64_t num_entries, int64_t num_rows, GradientRows out_rows, GradientValues out_gradients) {
   const int64_t capacity = out_gradients->dimensions()[0], dim = out_gradients->dimensions()[1];
@@ -209,7 +209,7 @@ ffi::Error CombineSegments(ffi::ThreadPool pool, Reader& reader, const std::vect
   });
 }
 
-// A table of which only the sizes matter.
+// A table without data, for code that needs only its sizes.
 Table TableOfSize(int64_t num_rows, int64_t dim) {
   Table table = {};
   table.num_rows = num_rows;
@@ -227,7 +227,7 @@ ffi::Error RowGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, GradientR
   return CombineSegments(pool, reader, segments, NumEntries(lists), num_rows, rows, gradients);
 }
 
-// The sum of the squares of all row gradients, which are not written down; the same on any number of threads.
+// Sum of the squares of all row gradients, without writing them. It does not depend on the number of threads.
 ffi::Error SquaredNorm(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::BufferR0<ffi::F32>> out,
                        Numbers forms, Numbers numbers, int64_t num_outputs, int64_t num_rows, int64_t dim) {
   Reader reader(args);
@@ -252,8 +252,8 @@ ffi::Error SquaredNorm(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Resul
 constexpr int kNumSlots[kNumRules] = {0, 1, 1, 2};
 constexpr int kNumHyperparameters[kNumRules] = {1, 2, 2, 4};
 
-// Takes hyperparameters and slots from the front of the list. Table and slots are stepped where they lie, which XLA
-// grants by aliasing them with the results.
+// Takes hyperparameters and slots from the front of the list. Table and slots are updated in place, because XLA
+// aliases them with the results.
 Table ReadTable(Reader& reader, ffi::AnyBuffer values, ffi::RemainingRets rets, int64_t rule) {
   Table table = reader.TableOf(values);
   if (rule < 0 || rule >= kNumRules) reader.Fail("unknown rule");
@@ -309,10 +309,10 @@ ffi::Error ApplyRows(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::Remaining
   return ffi::Error::Success();
 }
 
-// Copies rows between arrays of any element type and lists that hold one row of each array per entry of `rows`.
-// Gathering, `args` holds the arrays, `rets` the lists, and a row outside its array reads as zeros. Scattering, `args`
-// holds the arrays and then the lists, rows are distinct, `rets` aliases the arrays, and a row outside is skipped.
-// Arrays of int32 have `missing` in place of the zeros.
+// Copies rows between arrays of any dtype and lists with one row of the array per entry of `rows`.
+// Gather: `args` has the arrays and `rets` the lists. A row outside its array reads as zeros, or as `missing` if the
+// array is int32. Scatter: `args` has the arrays, then the lists. Rows are distinct, `rets` aliases the arrays, and a
+// row outside is skipped.
 template <bool kScatter>
 ffi::Error MoveRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::RemainingArgs args,
                     ffi::RemainingRets rets, int64_t missing) {
@@ -333,7 +333,7 @@ ffi::Error MoveRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::Rem
     if (kScatter && array->untyped_data() != (*result)->untyped_data()) {
       return ffi::Error::InvalidArgument("rsembed: results must alias the arrays");
     }
-    if (row_bytes == 0) continue;  // arrays of nothing may have no address
+    if (row_bytes == 0) continue;  // an array without bytes can have a null address
     char* const in_array = static_cast<char*>(array->untyped_data());
     char* const in_list = static_cast<char*>(list.untyped_data());
     const int64_t rows_per_block = std::max<int64_t>(kBlockBytes / std::max<int64_t>(row_bytes, 1), 1);
@@ -353,7 +353,7 @@ ffi::Error MoveRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::Rem
   return ffi::Error::Success();
 }
 
-// A bag outside [0, num_bags) counts as bag num_bags, behind all others.
+// A bag outside [0, num_bags) counts as bag num_bags, after all others.
 ffi::Error RowsByBag(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> bags, ffi::Result<ffi::BufferR1<ffi::S32>> offsets,
                      ffi::Result<ffi::BufferR1<ffi::S32>> order) {
   const int64_t num_bags = static_cast<int64_t>(offsets->element_count()) - 1, num_entries = bags.element_count();
@@ -369,7 +369,7 @@ ffi::Error RowsByBag(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> bags, ffi::Re
       }
       return last - first;
     });
-    // Offset b is the first place whose bag is b or more; place i settles those between its bag and the one before.
+    // Offset b is the first position with a bag of at least b. Position i sets the offsets after the previous bag.
     workers.ForEachRange(num_entries + 1, 8 * kItemsPerBlock, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
         const int64_t previous = i == 0 ? -1 : int64_t{sort.items()[i - 1].row};
@@ -381,7 +381,7 @@ ffi::Error RowsByBag(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> bags, ffi::Re
   });
 }
 
-// A new array on huge pages, every element set to the low bytes of `pattern` unless it may stay as it comes.
+// New array on huge pages. Every element is set to the low bytes of `pattern`, unless `fill` is false.
 ffi::Error Allocate(ffi::ThreadPool pool, ffi::Result<ffi::AnyBuffer> out, int64_t pattern, bool fill) {
   const int64_t bytes = out->size_bytes(), width = bytes == 0 ? 1 : bytes / out->element_count();
   if (width > 8) return ffi::Error::InvalidArgument("rsembed: elements have at most 8 bytes");
@@ -412,7 +412,7 @@ auto BindRows() { return Bind().Arg<Int32s>().RemainingArgs().RemainingRets().At
 
 }  // namespace
 
-// Nothing else of the library is visible: its symbols must not meet those of jaxlib.
+// The library exports nothing else, so its symbols cannot clash with those of jaxlib.
 #pragma GCC visibility push(default)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_lookup, Lookup, BindCall(Bind().RemainingArgs().RemainingRets()));
@@ -450,13 +450,13 @@ extern "C" int64_t rsembed_num_cores() { return NumCores(); }
 
 extern "C" bool rsembed_advise_huge_pages(void* data, size_t bytes) { return AdviseHugePages(data, bytes, true); }
 
-// Memory that results leave behind is kept for the next ones, up to `bytes` at the end of a heap. Else the allocator
-// gives it back after every call, and the system zeroes its pages again, one fault each. Other threads have heaps of
-// 64 MB each: one that becomes empty is given back if the one before it has the padding free, so that this must be the
-// most that a result may want of it.
+// Keeps freed memory for later results, up to `bytes` at the end of a heap. Otherwise the allocator returns it to the
+// system after every call, and the system zeroes its pages again, with one fault each. Other threads have heaps of
+// 64 MB. An empty heap is returned if the heap before it has the padding free, so the padding is the maximum that a
+// result can take from it.
 extern "C" bool rsembed_keep_freed_memory([[maybe_unused]] size_t bytes) {
 #if defined(M_TRIM_THRESHOLD) && defined(M_MMAP_THRESHOLD) && defined(M_TOP_PAD)
-  constexpr int kMostOfOneResult = 64 << 20;  // what a heap can hold; older versions of glibc refuse more than half
+  constexpr int kMostOfOneResult = 64 << 20;  // size of a heap; older versions of glibc refuse more than half of it
   return (mallopt(M_MMAP_THRESHOLD, kMostOfOneResult) != 0 || mallopt(M_MMAP_THRESHOLD, kMostOfOneResult / 2) != 0) &&
          mallopt(M_TOP_PAD, kMostOfOneResult) != 0 && mallopt(M_TRIM_THRESHOLD, static_cast<int>(bytes)) != 0;
 #else

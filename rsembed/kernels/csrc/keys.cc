@@ -1,8 +1,8 @@
-// Remembering where the rows of keys are: XLA FFI handlers for tables of keys.
+// Hash tables from keys to rows: XLA FFI handlers.
 //
-// Whole numbers only: every result follows from the arguments, whatever threads share the work and whatever their
-// instruction set is. rsembed/kernels/native.py is the only caller; it checks values, the handlers check what memory
-// safety needs. rsembed/kernels/keyed.py says what a table of keys means.
+// All work is on integers, so a result depends neither on the number of threads nor on the instruction set.
+// rsembed/kernels/native.py is the only caller. It checks values; the handlers check what memory safety needs.
+// rsembed/kernels/keyed.py defines the hash table.
 
 #include <algorithm>
 #include <atomic>
@@ -20,13 +20,13 @@ namespace {
 
 constexpr int64_t kEntriesPerTask = 4096;
 constexpr int64_t kBitsPerTask = 1 << 14;
-constexpr int64_t kAhead = 16;  // keys between asking for memory and reading it
+constexpr int64_t kAhead = 16;  // keys between the prefetch of a slot and its use
 
-// The slots of tables of keys, one behind the other; each has the same power of two of them.
+// Slots of several hash tables, concatenated. Each table has the same number of slots, a power of two.
 struct Slots {
   uint32_t* lanes;
   int32_t* rows;
-  int64_t count = 0;  // of one table
+  int64_t count = 0;  // slots of one table
 
   Slots(Checks& checks, const LanePairs& lane_pairs, const Int32s& row_of, int64_t num_tables)
       : lanes(lane_pairs.typed_data()), rows(row_of.typed_data()) {
@@ -51,7 +51,7 @@ struct Slots {
   }
 };
 
-// The slot and the row of every key, kNoRow for absent keys and padding; and how many are absent.
+// Slot and row of every key (kNoRow for absent keys and padding), and the number of absent keys.
 ffi::Error FindKeys(ffi::ThreadPool pool, LanePairs lanes, Int32s rows, Words high, Words low,
                     Marks is_key, Int32s tables, Int32Result out_slots, Int32Result out_rows, CountResult num_absent,
                     int64_t num_tables) {
@@ -83,8 +83,8 @@ ffi::Error FindKeys(ffi::ThreadPool pool, LanePairs lanes, Int32s rows, Words hi
   return ffi::Error::Success();
 }
 
-// Distinct, absent keys into the table where it lies. In a round every key that still searches looks at one slot, in
-// the order of the call, so that the first of those that meet at a free slot gets it.
+// Inserts distinct, absent keys in place. In each round every key that still searches checks one slot, in the order
+// of the call, so the first key that reaches a free slot gets it.
 ffi::Error InsertKeys(LanePairs lanes, Int32s rows, Int32s num_keys, Int32s num_deleted, Words high,
                       Words low, Marks is_key, Int32s tables, Int32s new_rows, ffi::Result<LanePairs> out_lanes,
                       Int32Result out_rows, Int32Result out_num_keys, Int32Result out_num_deleted) {
@@ -133,10 +133,10 @@ ffi::Error InsertKeys(LanePairs lanes, Int32s rows, Int32s num_keys, Int32s num_
   });
 }
 
-// Notes where they lie that a step used rows, which may repeat, and how often.
+// Updates in place the last step and the number of uses of `rows`, which may repeat.
 ffi::Error CountUses(ffi::ThreadPool pool, Int32s last_step, Int32s counts, Int32s rows, ffi::BufferR0<ffi::S32> step,
                      Int32s occurrences, Int32Result out_last_step, Int32Result out_counts) {
-  constexpr int64_t kMostShares = 4, kRowsPerLine = 16;  // every share of the rows reads all entries
+  constexpr int64_t kMostShares = 4, kRowsPerLine = 16;  // the task of each share of rows reads all entries
   const int64_t num_rows = Size(counts), num_entries = Size(rows);
   Checks checks;
   checks.Need(Size(last_step) == num_rows && Size(occurrences) == num_entries, "wrong size of a lane");
@@ -145,7 +145,7 @@ ffi::Error CountUses(ffi::ThreadPool pool, Int32s last_step, Int32s counts, Int3
   if (checks.Failed()) return checks.Complaint();
   const int32_t now = step.typed_data()[0];
   Workers workers(pool);
-  int64_t num_shares = 1;  // a power of two, since a division for every entry would take longer than the rest
+  int64_t num_shares = 1;  // a power of two, because a division per entry would take longer than the rest
   const int64_t most_shares = num_entries < kEntriesPerTask ? 1 : std::min(workers.num_threads(), kMostShares);
   while (2 * num_shares <= most_shares) num_shares *= 2;
   const int64_t ahead = kAhead * num_shares;
@@ -167,7 +167,7 @@ ffi::Error CountUses(ffi::ThreadPool pool, Int32s last_step, Int32s counts, Int3
   return ffi::Error::Success();
 }
 
-// Random bits of rows, each from a key of its own, which follows from one for all, or for the table of each.
+// Random bits of rows. The key of a row is derived from one key for all rows, or from the key of its table.
 ffi::Error RowBits(ffi::ThreadPool pool, LanePairs key, Int32s tables, ffi::RemainingArgs args,
                    ffi::Result<LanePairs> bits) {
   const int64_t num_rows = bits->dimensions()[0], dim = bits->dimensions()[1];
@@ -181,7 +181,7 @@ ffi::Error RowBits(ffi::ThreadPool pool, LanePairs key, Int32s tables, ffi::Rema
   if (Size(tables) != 0 && Size(tables) != num_rows) reader.Fail("wrong number of tables");
   if (dim > int64_t{UINT32_MAX}) reader.Fail("too many columns");
   if (reader.Failed()) return reader.Complaint();
-  if (dim == 0) return ffi::Error::Success();  // of rows that take no memory there may be any number
+  if (dim == 0) return ffi::Error::Success();  // rows without numbers take no memory, so their count is not limited
   const int64_t rows_per_task = std::max<int64_t>(kBitsPerTask / dim, 1);
   const auto row_bits = BestRowKernels().row_bits;
   const TableKeys keys{key.typed_data(), num_keys, Size(tables) == 0 ? nullptr : tables.typed_data()};

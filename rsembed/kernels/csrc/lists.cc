@@ -1,8 +1,8 @@
-// The ids of many features as rows of their stack, and how many of them are in use; lists of the marked and of the free;
-// and the blocks that travel between devices: XLA FFI handlers.
+// XLA FFI handlers that turn ids into rows of a stack and count them, list marked entries, take free rows, and fill
+// the blocks that devices exchange.
 //
-// XLA would compile an operation for every feature, and several for every list; these serve all of a call at once. They
-// mean what their namesakes in rsembed/kernels/ids.py and keyed.py mean.
+// XLA would compile an operation for every feature, and several for every list. One handler call handles all of them.
+// The functions of the same names in rsembed/kernels/ids.py and keyed.py define the results.
 
 #include <algorithm>
 #include <cstdint>
@@ -23,18 +23,18 @@ constexpr int64_t kIdsPerTask = 1 << 14;
 constexpr int64_t kBytesPerTask = 1 << 16;
 constexpr int32_t kPadId = -1;  // PAD_ID of rsembed/bags.py
 
-// Larger ones, or products of them, might not fit their type, and arrays of no bytes may claim any size.
+// Larger sizes, or products of sizes, could overflow. Arrays without bytes can have any size.
 bool AreSizes(std::initializer_list<int64_t> numbers) {
   return std::all_of(numbers.begin(), numbers.end(), [](int64_t size) { return size >= 0 && size <= kNoRow; });
 }
 
-// Numbers without a sign, so that no sum or product of them is undefined.
+// Unsigned numbers, because overflow of signed ones is undefined.
 struct Place {
   uint64_t owner, first, rotation, num_ids;
 };
 
-// Ids that follow each other and are for one table. `first_entry` counts the ids of all parts before it, and `begin`
-// those before it in its list.
+// Consecutive ids of one table. `first_entry` counts the ids of all parts before it, and `begin` the ids before it in
+// its list.
 struct Part {
   const int32_t* ids;
   int64_t first_entry, num_entries;
@@ -43,7 +43,7 @@ struct Part {
   int64_t begin;
 };
 
-// Ids are compared as unsigned numbers, so that negative ones are outside every table.
+// Ids are compared as unsigned numbers, so a negative id is outside every table.
 void WriteRows(const Part& part, uint64_t spread, uint64_t rows_per_shard, int64_t begin, int64_t end) {
   const Place& place = part.place;
   const uint32_t num_ids = static_cast<uint32_t>(place.num_ids);
@@ -60,7 +60,7 @@ void WriteRows(const Part& part, uint64_t spread, uint64_t rows_per_shard, int64
   }
 }
 
-// The parts of a list: those of its segments, and those between them, in which no id names a row.
+// Parts of a list: one for each segment, and the parts between segments, where ids have no row.
 void AddParts(const List& list, std::vector<Part> segments, int32_t* rows, std::vector<Part>* parts) {
   std::sort(segments.begin(), segments.end(), [](const Part& a, const Part& b) { return a.begin < b.begin; });
   int64_t done = 0;
@@ -78,7 +78,7 @@ void AddParts(const List& list, std::vector<Part> segments, int32_t* rows, std::
   add(done, list.num_ids, Place{});
 }
 
-// `places` has seven numbers for each segment: its list, first bag and number of bags, a Place of rsembed/places.py,
+// `places` has seven numbers for each segment: list, first bag, number of bags, a Place of rsembed/places.py (three),
 // and the number of ids of the table.
 ffi::Error RowsOfIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                      ffi::Span<const int64_t> forms, ffi::Span<const int64_t> places, int64_t spread,
@@ -126,7 +126,7 @@ ffi::Error RowsOfIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaini
   return ffi::Error::Success();
 }
 
-// Of every feature: ids inside its table, and ids outside that are no padding; entries in no bag are neither.
+// For every feature, the number of ids inside and outside its table. Padding and entries in no bag are not counted.
 ffi::Error CountIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                     ffi::Span<const int64_t> sizes) {
   Reader reader(args);
@@ -168,7 +168,7 @@ ffi::Error CountIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   return ffi::Error::Success();
 }
 
-// The places of all marks, ascending, kNoRow behind the last one that is asked for; and how many marks there are.
+// Positions of the marks in ascending order, padded with kNoRow, and the number of all marks.
 ffi::Error Compact(ffi::ThreadPool pool, ffi::BufferR1<ffi::PRED> marks, ffi::Result<ffi::BufferR1<ffi::S32>> places,
                    ffi::Result<ffi::BufferR0<ffi::S32>> num_marked) {
   const bool* const is_marked = marks.typed_data();
@@ -195,8 +195,8 @@ ffi::Error Compact(ffi::ThreadPool pool, ffi::BufferR1<ffi::PRED> marks, ffi::Re
   });
 }
 
-// A row from the top of its table's stack for every place that wants one, kNoRow once there are none; how many rows are
-// left in each stack, and how many places went without. With an empty list of tables there is one.
+// For every entry that wants a row, a row from the top of its table's stack, or kNoRow if the stack is empty. Also the
+// number of rows left in each stack and of entries without a row. If `tables` is empty, there is one table.
 ffi::Error TakeRows(ffi::BufferR1<ffi::S32> free, ffi::BufferR1<ffi::S32> num_free, ffi::BufferR1<ffi::PRED> wants,
                     ffi::BufferR1<ffi::S32> tables, ffi::Result<ffi::BufferR1<ffi::S32>> rows,
                     ffi::Result<ffi::BufferR1<ffi::S32>> num_left, ffi::Result<ffi::BufferR1<ffi::S32>> num_without) {
@@ -229,9 +229,9 @@ ffi::Error TakeRows(ffi::BufferR1<ffi::S32> free, ffi::BufferR1<ffi::S32> num_fr
   return ffi::Error::Success();
 }
 
-// Arrays that travel together, whose blocks stand beside each other: of every device first those of the first array, and
-// so on. Without `gathers`, arrays are blocks already; with it, each comes behind the list of its rows that go into the
-// blocks, a row outside stands for an empty place, and such places hold kNoRow in arrays of int32, zeros in others.
+// Puts the blocks of several arrays side by side: for each device, the block of the first array, then of the second,
+// and so on. Without `gathers`, the arrays are blocks. With it, each array follows the list of rows to gather into its
+// blocks. A row outside the array is padding: kNoRow in int32 arrays, zeros in others.
 ffi::Error PackBlocks(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> packed, bool gathers) {
   const auto sizes = packed->dimensions();
   if (sizes.size() < 2 || !AreSizes({sizes[0], sizes[1]})) {
@@ -276,7 +276,7 @@ ffi::Error PackBlocks(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result
   return ffi::Error::Success();
 }
 
-// The blocks of each array that travelled.
+// Splits packed blocks into the blocks of each array.
 ffi::Error UnpackBlocks(ffi::ThreadPool pool, ffi::AnyBuffer packed, ffi::RemainingRets rets) {
   const auto sizes = packed.dimensions();
   if (sizes.size() < 2 || !AreSizes({sizes[0], sizes[1]})) {
@@ -310,15 +310,15 @@ ffi::Error UnpackBlocks(ffi::ThreadPool pool, ffi::AnyBuffer packed, ffi::Remain
   return ffi::Error::Success();
 }
 
-// Entries that wait to travel, grouped by owner and ascending in each group; see rsembed/kernels/ids.py.
+// Entries that wait to be sent, grouped by owner and ascending in each group; see rsembed/kernels/ids.py.
 struct Queue {
   const int32_t* offsets;
   const int32_t* cursor;
   std::vector<const uint32_t*> lanes;
-  std::vector<uint32_t> signs;  // bring negative numbers of a signed lane before the others
+  std::vector<uint32_t> signs;  // sort negative numbers of a signed lane first
   int64_t num_owners, num_entries, capacity;
 
-  // The next entries of an owner.
+  // Next entries of an owner.
   std::pair<int64_t, int64_t> Next(int64_t owner) const {
     const int64_t last = std::clamp<int64_t>(offsets[owner + 1], 0, num_entries);
     return {std::clamp<int64_t>(int64_t{offsets[owner]} + cursor[owner], 0, last), last};
@@ -369,8 +369,8 @@ bool ReadQueues(const ffi::RemainingArgs& args, ffi::Span<const int64_t> num_lan
   return next == args.size();
 }
 
-// Of every owner in every queue: 1 if all entries that are left have places, 0 if not, and then what tells the first one
-// without a place from others.
+// For every owner in every queue: 1 if all remaining entries fit in this round, else 0 and the lanes of the first
+// entry that does not fit.
 ffi::Error BlockEnds(ffi::RemainingArgs args, ffi::Result<ffi::BufferR2<ffi::S32>> fit,
                      ffi::Result<ffi::BufferR3<ffi::U32>> behind, ffi::Span<const int64_t> num_lanes,
                      ffi::Span<const int64_t> capacities) {
@@ -396,8 +396,8 @@ ffi::Error BlockEnds(ffi::RemainingArgs args, ffi::Result<ffi::BufferR2<ffi::S32
   return ffi::Error::Success();
 }
 
-// The entries that travel in a round: of every owner the next ones, as many as there are places, and where anybody has
-// more than that (`fit` is 0), those before the least entry without a place.
+// Entries to send in a round: the next entries of every owner, up to the capacity. If on some device they do not all
+// fit (`fit` is 0), only entries below the least entry that does not fit.
 ffi::Error RoundPlaces(ffi::BufferR2<ffi::S32> fit, ffi::BufferR3<ffi::U32> cuts, ffi::RemainingArgs args,
                        ffi::Result<ffi::BufferR0<ffi::PRED>> are_left, ffi::RemainingRets rets,
                        ffi::Span<const int64_t> num_lanes, ffi::Span<const int64_t> capacities) {

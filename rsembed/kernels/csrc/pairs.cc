@@ -21,12 +21,12 @@ namespace {
 
 #include "vectors.h"
 
-// Vectors whose sums are kept in registers at a time, so that what they are multiplied with is loaded once for all.
+// Number of vectors with sums in registers at one time. They share each load of the other factor.
 constexpr int kTogether = 4;
 
 inline int64_t rounded_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-// to[r * stride + lane] of some rows = the sum over k, in its order, of factors[r * pitch + k] * from[k * width + lane].
+// For some rows r: to[r * stride + lane] = sum over k, in order, of factors[r * pitch + k] * from[k * width + lane].
 template <int kRows>
 inline void multiply(const float* factors, int64_t pitch, const float* from, int64_t width, int64_t count, float* to,
                      int64_t stride, int64_t num_lanes) {
@@ -52,7 +52,7 @@ inline void multiply_rows(int64_t num_rows, const float* factors, int64_t pitch,
 
 }  // namespace
 
-// Of samples [first, last), each `n` vectors of `dim` numbers: dot products of vectors i < j, ascending by i, then by j.
+// Dot products of vectors i < j of samples [first, last), ordered by i, then by j. A sample has `n` vectors of `dim`.
 void pair_products(const float* vectors, int64_t n, int64_t dim, int64_t first, int64_t last, float* products) {
   const int64_t width = rounded_up(n, kLanes), num_pairs = n * (n - 1) / 2;
   const RowsInUse scratch(dim + kTogether, width);
@@ -78,7 +78,7 @@ void pair_products(const float* vectors, int64_t n, int64_t dim, int64_t first, 
   }
 }
 
-// The gradient of the vectors from that of the products.
+// Gradient of the vectors, from the gradient of the products.
 void pull_pairs(const float* vectors, const float* d_products, int64_t n, int64_t dim, int64_t first, int64_t last,
                 float* d_vectors) {
   const int64_t num_pairs = n * (n - 1) / 2;

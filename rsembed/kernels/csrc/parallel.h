@@ -1,4 +1,4 @@
-// Blocks of work on XLA's own thread pool.
+// Runs blocks of work on XLA's thread pool.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@
 
 namespace rsembed {
 
-// How subnormal numbers are treated belongs to a thread; results may not depend on which thread took a block.
+// The treatment of subnormal numbers is a setting of a thread. Results must not depend on the thread of a block.
 class FloatingPointMode {
  public:
 #if defined(__x86_64__)
@@ -35,8 +35,8 @@ class FloatingPointMode {
 #endif
 };
 
-// The cores that this process might run on when it first asked: a container, a batch system or taskset may grant fewer
-// than the machine has, and threads that wait by spinning would take the time of those that work.
+// Number of cores granted to this process, read once. A container, a batch system or taskset can grant fewer cores
+// than the machine has. Then threads that spin while they wait would take time from threads that work.
 inline int64_t NumCores() {
   static const int64_t num_cores = [] {
 #if defined(__linux__)
@@ -48,14 +48,14 @@ inline int64_t NumCores() {
   return num_cores;
 }
 
-// Runs body(block) for every block. The calling thread works too and waits only for blocks that another thread has
-// begun, never for one to arrive: a pool that is busy, or has a single thread, costs time but cannot block the call.
-// Threads that came to help stay a little for the next blocks, since steps of a call follow each other within
-// microseconds and waking a thread takes longer.
+// Runs body(block) for every block. The calling thread works too. It waits only for blocks that other threads have
+// begun and never for a thread to start, so a busy pool, or one with a single thread, cannot block the call.
+// Helper threads wait a short time for more blocks, because the steps of a call are microseconds apart and waking a
+// thread takes longer.
 class Workers {
  public:
   explicit Workers(xla::ffi::ThreadPool pool) : pool_(pool), crew_(std::make_shared<Crew>()) {
-    // XLA sizes its pool by the number of devices if that is larger, but more threads than cores only get in the way.
+    // XLA's pool can have more threads than cores if there are many devices. More threads than cores only slow a call.
     num_threads_ = std::clamp<int64_t>(pool_.num_threads(), 1, NumCores());
   }
   Workers(const Workers&) = delete;
@@ -84,7 +84,7 @@ class Workers {
     if (job->is_out_of_memory.load(std::memory_order_relaxed)) throw std::bad_alloc();
   }
 
-  // The same over ranges [first, last) of at most `block_size` numbers.
+  // Calls body(first, last) for ranges of at most `block_size` numbers.
   template <typename Body>
   void ForEachRange(int64_t count, int64_t block_size, const Body& body) {
     ForEachBlock((count + block_size - 1) / block_size, [&](int64_t block) {
@@ -99,12 +99,12 @@ class Workers {
 #endif
   }
 
-  // Shared by the caller and its helpers. A helper may start after the caller has returned; it then finds no block
-  // left and touches nothing but this.
+  // Shared by the caller and its helpers. A helper can start after the caller has returned. Then no block is left,
+  // and it reads only this struct.
   struct Job {
     std::atomic<int64_t> next{0};
     std::atomic<int64_t> num_done{0};
-    std::atomic<bool> is_out_of_memory{false};  // told to the caller: out of a helper no exception may come
+    std::atomic<bool> is_out_of_memory{false};  // reported to the caller, because a helper must not throw
     int64_t num_blocks;
     const void* body;
     void (*run)(const void*, int64_t);
@@ -136,7 +136,7 @@ class Workers {
     bool IsDone() const { return num_done.load(std::memory_order_acquire) == num_blocks; }
 
     void WaitForOthers() {
-      // Blocks take microseconds, going to sleep and waking up takes longer.
+      // Spin: a block takes microseconds, while sleeping and waking up takes longer.
       for (int spin = 0; spin < 4096 && !IsDone(); ++spin) Pause();
       if (IsDone()) return;
       std::unique_lock<std::mutex> lock(mutex);
@@ -144,9 +144,9 @@ class Workers {
     }
   };
 
-  // The threads that help with the jobs of one call; like a job, it may outlive the call.
+  // Threads that help with the jobs of one call. Like a job, this struct can outlive the call.
   struct Crew {
-    std::atomic<int64_t> num_members{0};  // threads that serve, or will when the pool starts them
+    std::atomic<int64_t> num_members{0};  // threads that help, or will once the pool starts them
     std::atomic<int64_t> num_jobs{0};
     std::atomic<bool> is_dismissed{false};
     std::mutex mutex;

@@ -1,5 +1,5 @@
-// The host partitioner: what rsembed/sparsecore/partitioner.py computes, for all stacks of a batch in one call. Cores
-// are independent of each other, so each is a task, and the result is the same whatever the number of threads.
+// Host partitioner: computes rsembed/sparsecore/partitioner.py for all stacks of a batch in one call. Cores are
+// independent, so each core is a task, and the result does not depend on the number of threads.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -28,7 +28,7 @@ bool RunTask(const Task& task, bool drops_ids, WorkerMemory& memory) {
   return task.has_long_keys ? run(Item<uint64_t>{}) : run(Item<uint32_t>{});
 }
 
-// Takes tasks until there are none, or one has failed.
+// Runs tasks until none is left or one has failed.
 class Job {
  public:
   Job(PartitionStack* stacks, int64_t num_stacks, bool drops_ids) : groups_(num_stacks), drops_ids_(drops_ids) {
@@ -50,7 +50,7 @@ class Job {
     try {
       for (int64_t k = 0; k < num_helpers; ++k) helpers.emplace_back([this] { Work(); });
     } catch (const std::system_error&) {
-      // The system has no more threads; those there are do the work.
+      // The system has no more threads. The existing ones do the work.
     }
     Work();
     for (std::thread& helper : helpers) helper.join();
@@ -80,8 +80,8 @@ class Job {
 }  // namespace
 }  // namespace rsembed
 
-// Fills the buffers and counts of all stacks; whatever the number of threads, the same. A partition above a limit is
-// written only if ids may be dropped; the caller sees it by the counts.
+// Fills the buffers and counts of all stacks. The result does not depend on the number of threads. A partition above
+// a limit is written only if ids may be dropped. The counts show the caller that this happened.
 extern "C" __attribute__((visibility("default"))) int32_t rsembed_partition(rsembed::PartitionStack* stacks,
                                                                             int64_t num_stacks, int32_t drops_ids,
                                                                             int64_t num_threads) {

@@ -1,4 +1,4 @@
-// What the host partitioner is told and tells. The structs are mirrored in rsembed/sparsecore/native_partitioner.py.
+// Arguments and results of the host partitioner. rsembed/sparsecore/native_partitioner.py mirrors the structs.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ enum IdType : int32_t { kInt8, kInt16, kInt32, kInt64, kUInt8, kUInt16, kUInt32,
 enum DropKind { kDroppedIds, kDroppedUniqueIds, kDroppedByBuffer, kNumDropKinds };
 enum PartitionStatus : int32_t { kPartitioned, kBadEntry, kOutOfMemory };
 
-// The ids of one feature in this process; sample s has the entries offsets[s] .. offsets[s + 1].
+// Ids of one feature in this process. Sample s has the entries offsets[s] .. offsets[s + 1].
 struct PartitionFeature {
   const void* ids;
   const int64_t* offsets;  // null: every sample has `ids_per_sample`
@@ -18,14 +18,14 @@ struct PartitionFeature {
   int64_t ids_per_sample;
   int64_t samples_per_core;
   int64_t vocabulary_size;  // below 2^31
-  int64_t first_row;     // of the feature's table, in every shard
-  int64_t first_sample;  // of the feature, in every core
-  int64_t rotation;      // of the table's shards
+  int64_t first_row;     // first row of the feature's table in every shard
+  int64_t first_sample;  // first sample of the feature in every core
+  int64_t rotation;      // shards by which the table's ids are rotated
   int32_t id_type;
 };
 
-// One stack: `num_cores` cores of this process, each with its part of every buffer. Features are ordered by
-// (first_row, first_sample); those of one table have the same first row.
+// One stack: `num_cores` cores of this process, each with its part of every buffer. Features are sorted by
+// (first_row, first_sample). Features of one table have the same first row.
 struct PartitionStack {
   const PartitionFeature* features;
   int64_t num_features;
@@ -42,9 +42,9 @@ struct PartitionStack {
   float* gains;
   int64_t* num_ids;     // [num_cores, num_shards], before anything is dropped
   int64_t* num_unique;  // [num_cores, num_shards]
-  int64_t* drops;       // [num_cores, num_features, kNumDropKinds], at a table's first feature; comes as zeros
+  int64_t* drops;       // [num_cores, num_features, kNumDropKinds], counted at a table's first feature; zeros on entry
   int32_t gain_rule;
-  int32_t drops_something;  // set where a limit is exceeded or a buffer too small; comes as 0
+  int32_t drops_something;  // set if a limit is exceeded or a buffer is too small; 0 on entry
 };
 
 }  // namespace rsembed

@@ -1,8 +1,8 @@
-// One core's part of the host partitioner: from the ids of its samples to its part of the buffers.
+// Host partitioner of one core: turns the ids of its samples into its part of the buffers.
 //
-// The entries of a core come in the order of their samples. Packed as (shard, row, sample) into one number, a stable
-// radix sort by (shard, row) alone brings them into their final order, and equal numbers are entries to be merged.
-// Tables of a stack own disjoint rows, so each is sorted by itself: the keys are short and the sort stays in cache.
+// The input is in the order of samples. Each entry is packed into one number (shard, row, sample). A stable radix sort
+// by (shard, row) then gives the final order, and equal numbers are entries to merge. Tables of a stack have disjoint
+// rows, so each table is sorted separately. That keeps keys short and the sort in cache.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@
 
 namespace rsembed {
 inline constexpr int64_t kTile = 8;
-inline constexpr int64_t kMostOnes = int64_t{1} << 24;  // where a float32 no longer grows when 1 is added
+inline constexpr int64_t kMostOnes = int64_t{1} << 24;  // a float32 of this size does not grow when 1 is added
 inline constexpr int kStreams = 4;
 inline constexpr int32_t kPaddingValue = std::numeric_limits<int32_t>::max();
 
@@ -47,7 +47,7 @@ inline int64_t FirstEntry(const PartitionFeature& feature, int64_t sample) {
   return feature.offsets == nullptr ? sample * feature.ids_per_sample : feature.offsets[sample];
 }
 
-// The quotient of an id by the number of shards, right for every id below 2^32.
+// Quotient of an id by the number of shards, exact for ids below 2^32.
 class QuotientByShards {
  public:
   explicit QuotientByShards(uint64_t num_shards)
@@ -64,7 +64,7 @@ class QuotientByShards {
   uint64_t reciprocal_;
 };
 
-// The features of one table, and where the parts of their keys lie.
+// Features of one table, and the bit positions of the parts of their keys.
 struct Group {
   const PartitionFeature* features;
   int64_t num_features;
@@ -89,7 +89,7 @@ inline std::vector<Group> GroupsOf(const PartitionStack& stack) {
   return groups;
 }
 
-// Memory whose first contents do not matter, kept from one core to the next.
+// Uninitialised memory, reused from one core to the next.
 class Scratch {
  public:
   template <typename T>
@@ -130,7 +130,7 @@ struct GainedItem {
   float gain;
 };
 
-// One core of a stack, from ids to its part of the buffers.
+// Partitions the ids of one core of a stack.
 template <typename ItemType>
 class CorePartitioner {
   using Key = typename ItemType::Key;
@@ -177,7 +177,7 @@ class CorePartitioner {
   // Brings the entries of a group into `sorted`, least significant digit of (shard, row) first.
   bool Sort(const Group& group, int64_t size, ItemType* sorted) {
     const int sort_bits = group.row_bits + group.shard_bits;
-    // Few entries are sorted sooner by more passes over fewer counters.
+    // For few entries, more passes with fewer counters are faster.
     const int max_digit_bits = size < 256 ? 6 : size < 1024 ? 8 : 11;
     const int num_passes = (sort_bits + max_digit_bits - 1) / max_digit_bits;
     const int digit_bits = num_passes == 0 ? 0 : (sort_bits + num_passes - 1) / num_passes;
@@ -196,9 +196,9 @@ class CorePartitioner {
     return true;
   }
 
-  // One pass of the stable sort. Frequent ids make the same counter the next one again and again, and a processor that
-  // reads a number which is still being written must wait or guess. So several streams, each of them a part of the
-  // items with counters of its own, take turns.
+  // One pass of the stable sort. Frequent ids increment the same counter repeatedly, and a processor stalls when it
+  // reads a counter that it is still writing. Therefore several streams take turns. Each has a part of the items and
+  // separate counters.
   static void SortByDigit(const ItemType* from, ItemType* to, int64_t size, int shift, int digit_bits,
                           uint32_t* counts) {
     const int64_t num_digits = int64_t{1} << digit_bits, length = size / kStreams;
@@ -211,7 +211,7 @@ class CorePartitioner {
           body(item, counts[stream * num_digits + ((item.key >> shift) & mask)]);
         }
       }
-      for (int64_t i = kStreams * length; i < size; ++i) {  // behind those of the last stream
+      for (int64_t i = kStreams * length; i < size; ++i) {  // items after the last stream
         body(from[i], counts[(kStreams - 1) * num_digits + ((from[i].key >> shift) & mask)]);
       }
     };
@@ -249,7 +249,7 @@ class CorePartitioner {
     }
   }
 
-  // Writes the items of a feature. Bad ids are found by one comparison each, and only reported at the end.
+  // Writes the items of a feature. One comparison finds a bad id. It is reported at the end.
   template <typename Id>
   bool Emit(const Group& group, const PartitionFeature& feature, ItemType* items, int64_t* emitted) {
     const Id* const ids = static_cast<const Id*>(feature.ids);
@@ -270,7 +270,7 @@ class CorePartitioner {
       if (scales_ != nullptr) scales_[feature.first_sample + s] = static_cast<float>(inverse);
       const Key sample = sample_base + static_cast<Key>(s);
       for (int64_t entry = first; entry < last; ++entry, ++out) {
-        const uint64_t id = static_cast<uint64_t>(ids[entry]);  // a negative id is a huge one without its sign
+        const uint64_t id = static_cast<uint64_t>(ids[entry]);  // as unsigned, a negative id is too large
         bad |= id >= vocabulary_size;
         const uint64_t row = quotient(id);
         uint64_t shard = id - row * num_shards + rotation;
@@ -286,7 +286,7 @@ class CorePartitioner {
     return !bad;
   }
 
-  // One over what the weights of a sample are divided by; 0 if that is 0.
+  // Reciprocal of the divisor of a sample's weights; 0 if the divisor is 0.
   double Inverse(const float* weights, int64_t first, int64_t last, bool* bad) const {
     double sum = 0;
     if (weights == nullptr) {
@@ -348,7 +348,7 @@ class CorePartitioner {
   static void Count(int sample_bits, const ItemType* first, const ItemType* last, int64_t* num_ids,
                     int64_t* num_unique) {
     if (first == last) return;
-    Key ids = 0, unique = 0;  // as wide as what is compared, so that compilers use vectors
+    Key ids = 0, unique = 0;  // as wide as the keys, so that compilers vectorise the loop
     const int64_t size = last - first;
     for (int64_t i = 1; i < size; ++i) {
       const Key change = first[i].key ^ first[i - 1].key;
@@ -359,14 +359,14 @@ class CorePartitioner {
     *num_unique += 1 + static_cast<int64_t>(unique);
   }
 
-  // Writes merged entries of one shard from `pos` on and returns the place behind them; all of them must fit.
+  // Writes the merged entries of one shard at `pos` and returns the position after them. All must fit.
   int64_t WriteRun(const Group& group, const ItemType* first, const ItemType* last, int64_t pos) const {
     if (first == last) return pos;
     const bool counts = !ItemType::kHasGain && scales_ == nullptr && last - first < kMostOnes;
     return counts ? WriteRun<true>(group, first, last, pos) : WriteRun<false>(group, first, last, pos);
   }
 
-  // Whether an entry repeats its predecessor cannot be predicted, so masks are used where compilers would branch.
+  // Whether an entry repeats the one before is unpredictable, so masks replace branches.
   template <bool kGainsAreCounts>
   int64_t WriteRun(const Group& group, const ItemType* items, const ItemType* last, int64_t pos) const {
     const int sample_bits = group.sample_bits;
@@ -394,7 +394,7 @@ class CorePartitioner {
         start ^= (start ^ i) & -is_new;
         gains[place] = static_cast<float>(i - start + 1);
       } else {
-        const uint32_t none = 0x80000000;  // -0, to which a float32 can be added without changing it
+        const uint32_t none = 0x80000000;  // -0: adding it changes no float32
         sum ^= (sum ^ none) & static_cast<uint32_t>(-is_new);
         gains[place] = AsFloat(sum) + Gain(items[i], sample);
         sum = AsBits(gains[place]);
@@ -412,8 +412,8 @@ class CorePartitioner {
     }
   }
 
-  // Writes the first `max_ids` merged entries of a partition, among its first `max_unique` rows, as far as the buffer
-  // goes; returns how many they are.
+  // Writes the first `max_ids` merged entries of a partition's first `max_unique` rows, until the buffer is full.
+  // Returns their number.
   int64_t WriteWithinLimits(int64_t shard, int64_t pos) const {
     int64_t rank = 0, row_rank = 0, num_kept = 0;
     for (size_t g = 0; g < groups_.size(); ++g) {
@@ -454,7 +454,7 @@ class CorePartitioner {
   WorkerMemory& memory_;
   ItemType* items_ = nullptr;
   const ItemType** runs_ = nullptr;
-  float* scales_ = nullptr;  // null: ones, or every item has its gain
+  float* scales_ = nullptr;  // null: all are 1, or every item stores its gain
 };
 
 }  // namespace rsembed

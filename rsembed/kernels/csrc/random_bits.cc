@@ -1,6 +1,6 @@
 // Compiled once per instruction set with -DRSEMBED_ISA=baseline, avx2 or avx512; see row_kernels.h.
 //
-// The numbers are those of jax.random: a key is folded with the row's lanes, one after the other, and counts the columns.
+// The same numbers as jax.random: the row's lanes are folded into a key in order, which then encrypts column numbers.
 // Source: Threefry-2x32 with 20 rounds, Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).
 #include "row_kernels.h"
 
@@ -24,7 +24,7 @@ namespace {
 template <int kDistance>
 inline Words rotated(Words x) { return x << kDistance | x >> (32 - kDistance); }
 
-// A round waits for the one before, so several blocks go side by side.
+// A round depends on the round before, so several blocks run side by side.
 template <int kBlocks, int kDistance>
 inline void threefry_round(Words* x, Words* y) {
   for (int k = 0; k < kBlocks; ++k) {
@@ -59,7 +59,7 @@ inline void threefry(Words first, Words second, Words* x, Words* y) {
   }
 }
 
-// One key for each of several rows.
+// Keys of several rows.
 struct RowKeys {
   uint32_t first[kLanes], second[kLanes];
 };

@@ -19,7 +19,7 @@
 namespace rsembed {
 namespace RSEMBED_ISA {
 
-// In random_bits.cc and pairs.cc.
+// Defined in random_bits.cc and pairs.cc.
 void row_bits(const TableKeys&, const uint32_t* const*, int64_t, int64_t, int64_t, int64_t, uint32_t*);
 void pair_products(const float*, int64_t, int64_t, int64_t, int64_t, float*);
 void pull_pairs(const float*, const float*, int64_t, int64_t, int64_t, int64_t, float*);
@@ -30,10 +30,10 @@ namespace {
 
 constexpr int64_t kLineBytes = 64;
 
-// A function that only prefetches returns nothing and changes nothing, so GCC deletes calls that it did not inline.
+// GCC treats a function that only prefetches as one without effects and deletes its calls, unless it is inlined.
 #define RSEMBED_PREFETCHING __attribute__((always_inline)) inline
 
-// Of `bytes`, the first kLeast are known to the compiler, which writes them out.
+// The compiler knows that `bytes` is at least kLeast and unrolls that part.
 template <int kForWriting, int64_t kLeast = 0>
 RSEMBED_PREFETCHING void prefetch(const void* from, int64_t bytes) {
   const char* line = static_cast<const char*>(from);
@@ -45,8 +45,8 @@ RSEMBED_PREFETCHING void prefetch(const void* from, int64_t bytes) {
 
 // --- sums of rows ---------------------------------------------------------------------------------------------------
 //
-// A Source names the addends: row(i) is the address of addend i or null to skip it, gain(i) its factor, and
-// prefetch(i) asks for an addend some way behind i. Sums run in the order of i, column by column, so that neither
+// A Source gives the addends: row(i) is the address of addend i or null to skip it, gain(i) is its factor, and
+// prefetch(i) prefetches an addend some distance after i. Sums run in the order of i, column by column, so neither
 // threads nor blocks change a bit.
 
 template <int kVectors, bool kPrefetch, typename Source>
@@ -78,7 +78,7 @@ inline void sum_tail(const Source& source, int64_t first, int64_t last, int64_t 
   store_tail(out + column, sum * scale, count);
 }
 
-// Panels of at most 8 vectors keep the sums in registers; a row's later panels find it in the first-level cache.
+// Panels of at most 8 vectors keep the sums in registers. Later panels of a row read it from the first-level cache.
 template <int kVectors, typename Source>
 inline void sum_panels(const Source& source, int64_t first, int64_t last, int64_t dim, float scale, float* out,
                        int64_t& column) {
@@ -105,7 +105,7 @@ inline void sum_rows(const Source& source, int64_t first, int64_t last, int64_t 
 
 inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
-// Only a long look ahead overlaps enough of the rare rows, which are in no cache. They fit half a first-level cache.
+// Rare rows are in no cache. A long prefetch distance overlaps enough of them; they fit half a first-level cache.
 inline int64_t rows_ahead(int64_t row_bytes, int64_t bytes, int64_t least, int64_t most) {
   return row_bytes == 0 ? 0 : clamp(bytes / row_bytes, least, most);
 }
@@ -122,7 +122,7 @@ struct TableRows {
   int64_t entries_ahead;
   float factor = 1.0f;
 
-  // A negative row is a huge one without its sign.
+  // As an unsigned number, a negative row is too large.
   const T* row(int64_t i) const {
     const bool contributes = static_cast<uint32_t>(rows[i]) < num_rows && (!kWeighted || weights[i] != 0.0f);
     return contributes ? table + rows[i] * dim : nullptr;
@@ -148,14 +148,14 @@ inline EntryRange bag_entries(const Segment& segment, int64_t output) {
   return {first, clamp(segment.offsets[output + 1] - segment.first_id, first, segment.num_entries)};
 }
 
-// What turns the sum of a bag's rows into its mean: every weight is multiplied by `before`, and their sum by `after`.
+// Factors of a bag's mean: every weight is multiplied by `before`, and the sum of the rows by `after`.
 struct BagScale {
   float before;
   float after;
 };
 
-// The scale of a bag whose sum of weights, or of their squares, may leave the range of float: `before` is a power of two
-// that brings the largest weight near 1, as in `_inverse_magnitudes` of kernels/reference.py.
+// Scale of a bag with weights that could overflow or underflow in the sum or its squares: `before` is a power of two
+// that scales the largest weight to about 1, as `_inverse_magnitudes` of kernels/reference.py.
 __attribute__((noinline)) BagScale bag_scale_of_extremes(const Segment& segment, EntryRange bag) {
   const auto weight_of = [&](int64_t i) {
     const bool is_listed = static_cast<uint32_t>(segment.rows[i]) < static_cast<uint32_t>(segment.num_rows);
@@ -198,7 +198,7 @@ inline BagScale bag_scale(const Segment& segment, EntryRange bag) {
   return {1.0f, divisor == 0.0f ? 0.0f : 1.0f / divisor};
 }
 
-// A factor that is no normal float, of weights near the largest number, is NaN rather than a silent zero.
+// If weights are so large that a factor is not a normal float, it is NaN and not silently zero.
 void bag_scales(const Segment& segment, int64_t first_output, int64_t last_output, float* scales) {
   for (int64_t output = first_output; output < last_output; ++output) {
     const BagScale scale = bag_scale(segment, bag_entries(segment, output));
@@ -232,7 +232,7 @@ void pool_segment(const Table& table, const Segment& segment, int64_t first_outp
     EntryRange bag = bag_entries(segment, output);
     const BagScale scale = bag_scale(segment, bag);
     source.factor = scale.before;
-    if (scale.after == 0.0f) bag.last = bag.first;  // rows that must not contribute may hold NaN
+    if (scale.after == 0.0f) bag.last = bag.first;  // rows that do not contribute can hold NaN
     float* const to = segment.output + output * segment.output_stride;
     if (!kWeighted && segment.streams_copies && bag.last == bag.first + 1) {
       source.template prefetch<0>(bag.first);
@@ -267,7 +267,7 @@ void weight_gradients(const Table& table, const Segment& segment, int64_t first_
 
 // --- row gradients --------------------------------------------------------------------------------------------------
 
-// A step reads gradients, rows and their state.
+// A step reads gradients, rows and slots.
 inline int64_t steps_ahead(int64_t dim) { return rows_ahead(dim * sizeof(float), 4 << 10, 8, 24); }
 
 template <bool kGained>
@@ -346,9 +346,9 @@ double square_groups(const SortedEntries& entries, int64_t first, int64_t last) 
 
 // --- optimizer rules ------------------------------------------------------------------------------------------------
 //
-// The formulas, and the order of `hyper`, are those of rsembed/optimizers/rules.py.
+// rsembed/optimizers/rules.py defines the formulas and the order of `hyper`.
 
-// Calls body(column, get, put), where get and put move the vector at that column, or what there is of it in the tail.
+// Calls body(column, get, put). get loads and put stores the vector at the column, or the part of it in the tail.
 template <typename Body>
 inline void for_columns(int64_t dim, const Body& body) {
   int64_t column = 0;
@@ -416,8 +416,8 @@ RSEMBED_PREFETCHING void prefetch_table_row(const Table& table, uint32_t row) {
   }
 }
 
-// Row-wise Adagrad of several rows: the sum, the root and the division of one wait for each other, so those of the others
-// run beside them. Bits are those of `step_row`.
+// Row-wise Adagrad of several rows at once. The sum, root and division of one row depend on each other, so those of
+// several rows overlap. The bits equal those of `step_row`.
 constexpr int kRowsTogether = 4;
 
 template <typename T>
@@ -437,13 +437,13 @@ inline void step_rows_together(T* const rows[], float* const slots[], const floa
   });
 }
 
-// Steps distinct rows as they come, or a few at a time; the last of them with `finish`.
+// Steps distinct rows one by one or a few at a time. `finish` steps the remaining ones.
 template <typename T, Rule kRule>
 class Stepper {
  public:
   explicit Stepper(const Table& table) : table_(table) {}
 
-  // How many gradients are still wanted.
+  // Number of gradients still missing.
   int num_waiting() const { return num_waiting_; }
 
   void step(uint32_t row, const float* gradient) {
@@ -484,7 +484,7 @@ void update_groups_of(const Table& table, const SortedEntries& entries, int64_t 
       const uint32_t next = entries.items[ahead].row;
       if (ahead == 0 || next != entries.items[ahead - 1].row) prefetch_table_row<T, kRule>(table, next);
     }
-    if (!kGained && end == begin + 1) {  // most rows of a large table occur once: step from the gradient itself
+    if (!kGained && end == begin + 1) {  // most rows of a large table occur once and need no sum
       source.template prefetch<0>(begin);
       stepper.step(row, source.row(begin));
     } else {

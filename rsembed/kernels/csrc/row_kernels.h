@@ -1,7 +1,7 @@
-// The floating-point loops over embedding rows, built once per instruction set and picked at run time.
+// Floating-point loops over embedding rows, compiled once per instruction set and selected at run time.
 //
-// Only plain structs live here. An inline function or template shared by the copies of row_kernels.cc would be
-// emitted by each of them, the linker would keep one body, and that may be the AVX-512 one on a machine without it.
+// Only plain structs are allowed here. Each copy of row_kernels.cc would emit an inline function or a template. The
+// linker would keep one of them, perhaps the AVX-512 one on a machine without AVX-512.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,11 @@ enum ElementType { kFloat32, kBFloat16, kFloat16, kNumElementTypes };
 enum Rule { kSGD, kAdagrad, kRowWiseAdagrad, kAdam, kNumRules };
 enum Combiner { kSum, kMean, kSqrtN, kMeanByCount };
 
-// One feature's entries. Entries offsets[b] .. offsets[b + 1] make up output b; without offsets every output has `width`
-// entries. Neither rows nor offsets are trusted: both may hold any number.
+// Entries of one feature. Entries offsets[b] .. offsets[b + 1] form output b. Without offsets every output has `width`
+// entries. Rows and offsets are not trusted: they can hold any number.
 struct Segment {
   const int32_t* rows;
-  int64_t first_id;        // what offsets and the caller call the first entry
+  int64_t first_id;        // number of the first entry in `offsets`
   const int32_t* offsets;  // null: `width` entries for each output
   int64_t width;
   const float* weights;    // null: ones
@@ -27,7 +27,7 @@ struct Segment {
   int64_t first_row;
   int64_t num_rows;
   float* output;           // lookup writes num_outputs vectors of dim numbers, output_stride apart
-  const float* d_output;   // row gradients read them likewise
+  const float* d_output;   // row gradients read vectors in the same layout
   int64_t output_stride;
   bool streams_copies;     // the whole output is too large to stay in a cache
   float* d_weights;        // gradients of the weights, one per entry
@@ -47,7 +47,7 @@ struct Table {
   int64_t dim;
 };
 
-// An entry on its way through the sort: its row, and where its gradient comes from.
+// Item of the sort: the row of an entry and the source of its gradient.
 struct Item {
   uint32_t row;
   uint32_t source;
@@ -68,19 +68,19 @@ struct SortedEntries {
   int64_t dim;
 };
 
-// Two numbers of every table, and which table each row belongs to; without that list all belong to the first one.
+// Two numbers per table, and the table of each row. If `table` is null, all rows belong to the first table.
 struct TableKeys {
   const uint32_t* keys;
   int64_t count;
   const int32_t* table;
 };
 
-// Every function works on a range and calls of disjoint ranges may run at the same time. Functions over sorted
-// entries own the groups of equal rows that *begin* in their range, and read on behind it to finish the last one.
+// Every function works on a range. Calls with disjoint ranges can run in parallel. Functions over sorted entries handle
+// the groups of equal rows that *begin* in their range, and read past its end to finish the last group.
 struct RowKernels {
   const char* name;
   void (*pool[kNumElementTypes])(const Table&, const Segment&, int64_t first_output, int64_t last_output);
-  // Factors of the outputs' sums: 1, or one over the divisor of mean and sqrtn, 0 where that divisor is 0.
+  // Factors of the outputs' sums: 1, or the reciprocal of the divisor of mean and sqrtn; 0 if the divisor is 0.
   void (*bag_scales)(const Segment&, int64_t first_output, int64_t last_output, float* scales);
   void (*weight_gradients[kNumElementTypes])(const Table&, const Segment&, int64_t first_output, int64_t last_output);
   void (*sum_groups)(const SortedEntries&, int64_t first, int64_t last, int32_t* rows, float* gradients);
@@ -88,10 +88,10 @@ struct RowKernels {
   void (*update_groups[kNumElementTypes][kNumRules])(const Table&, const SortedEntries&, int64_t first, int64_t last);
   void (*step_rows[kNumElementTypes][kNumRules])(const Table&, const int32_t* rows, const float* gradients,
                                                  int64_t first, int64_t last);
-  // Random bits `[rows, dim]`; every row of a table is told from others by its numbers in the lanes.
+  // Random bits `[rows, dim]`. The lanes identify a row of a table.
   void (*row_bits)(const TableKeys& from, const uint32_t* const* lanes, int64_t num_lanes, int64_t dim, int64_t first,
                    int64_t last, uint32_t* bits);
-  // Of samples of `n` vectors `[n, dim]`: the products of all pairs, and the gradient of the vectors from theirs.
+  // Dot products of all pairs of a sample's `n` vectors, and the gradient of the vectors from their gradient.
   void (*pair_products)(const float* vectors, int64_t n, int64_t dim, int64_t first, int64_t last, float* products);
   void (*pull_pairs)(const float* vectors, const float* d_products, int64_t n, int64_t dim, int64_t first, int64_t last,
                      float* d_vectors);
@@ -107,6 +107,6 @@ namespace avx512 {
 extern const RowKernels kRowKernels;
 }
 
-const RowKernels& BestRowKernels();  // those that this processor has, see ffi.cc
+const RowKernels& BestRowKernels();  // the best set that this processor supports, see ffi.cc
 
 }  // namespace rsembed

@@ -1,4 +1,4 @@
-// Brings the entries of all segments into the order of their rows: integer work, the same on every instruction set.
+// Sorts the entries of all segments by row. All work is on integers and equal on every instruction set.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace rsembed {
 
-// Memory whose first contents do not matter (a vector would write it once for nothing).
+// Uninitialised memory. A std::vector would write zeros first.
 template <typename T>
 class Scratch {
  public:
@@ -23,10 +23,10 @@ class Scratch {
   std::unique_ptr<T[]> data_;
 };
 
-// Stable radix sort of items by row, least significant digit first: every pass counts and moves chunks of items in
-// parallel, so that neither few distinct rows nor many equal ones unbalance it. A stable sort has one possible result,
-// so there may be as few chunks as keep the threads busy: each has counters of its own, and walking over all of them
-// took longer than moving the items.
+// Stable radix sort of items by row, least significant digit first. Every pass counts and moves chunks of items in
+// parallel, so the work is balanced even if most rows are equal. The result of a stable sort does not depend on the
+// number of chunks, so there are only enough chunks to keep the threads busy. Each chunk has counters, and reading
+// the counters of many chunks took longer than moving the items.
 class RowSort {
  public:
   // `emit(first, last, items)` writes the items of entries [first, last) and returns how many there are;
@@ -40,13 +40,13 @@ class RowSort {
     chunk_size_ = std::max<int64_t>((num_entries + num_chunks - 1) / num_chunks, 1);
     int row_bits = 1;
     while ((int64_t{1} << row_bits) < num_rows) ++row_bits;
-    // Few entries are sorted sooner by more passes over fewer counters.
+    // For few entries, more passes with fewer counters are faster.
     const int max_digit_bits = num_entries < 2048 ? 7 : num_entries < 16384 ? 10 : 12;
     const int num_passes = (row_bits + max_digit_bits - 1) / max_digit_bits;
     digit_bits_ = (row_bits + num_passes - 1) / num_passes;
     counts_ = std::vector<uint32_t>(num_chunks << digit_bits_);
 
-    // Before the first pass the items of a chunk stand where its entries would, with gaps behind them.
+    // Before the first pass, the items of a chunk begin at the position of its first entry, with gaps after them.
     std::vector<int64_t> chunk_items(num_chunks);
     workers.ForEachBlock(num_chunks, [&](int64_t chunk) {
       const int64_t first = std::min(chunk * chunk_size_, num_entries);
@@ -112,8 +112,8 @@ class RowSort {
   int digit_bits_ = 0;
 };
 
-// Calls body(segment, first, last) for the parts of entries (or outputs) [first, last) of the whole call that lie in
-// each segment; the numbers handed on count within the segment.
+// Splits entries (or outputs) [first, last) of the call by segment and calls body(segment, first, last) for each part.
+// The numbers passed to `body` count within the segment.
 template <auto kFirst, auto kCount, typename Segment, typename Body>
 void ForEachPart(const std::vector<Segment>& segments, int64_t first, int64_t last, const Body& body) {
   for (const Segment& segment : segments) {
@@ -123,7 +123,7 @@ void ForEachPart(const std::vector<Segment>& segments, int64_t first, int64_t la
   }
 }
 
-// The entries that contribute a gradient, sorted by row, and where their gradients lie.
+// Entries that contribute a gradient, sorted by row, and the sources of their gradients.
 class SortedSegments {
  public:
   SortedSegments(Workers& workers, const RowKernels& kernels, const std::vector<Segment>& segments, int64_t num_rows,
@@ -162,7 +162,7 @@ class SortedSegments {
  private:
   struct Totals {
     int64_t num_entries = 0, num_outputs = 0;
-    bool has_gains = false;  // some gain may differ from 1
+    bool has_gains = false;  // a gain can differ from 1
 
     explicit Totals(const std::vector<Segment>& segments) {
       for (const Segment& segment : segments) {
@@ -173,7 +173,7 @@ class SortedSegments {
     }
   };
 
-  // Walks entries and offsets side by side. Each entry is written at most once, whatever the offsets hold.
+  // Walks entries and offsets together. Each entry is written at most once, even if offsets are invalid.
   Item* Emit(const Segment& segment, int64_t entry, int64_t last_entry, Item* items) const {
     if (segment.offsets == nullptr) {
       for (int64_t output = entry / std::max<int64_t>(segment.width, 1); entry < last_entry; ++output) {
@@ -189,14 +189,14 @@ class SortedSegments {
       while (output < segment.num_outputs && segment.offsets[output + 1] <= entry + base) ++output;
       if (output >= segment.num_outputs) break;
       const int64_t stop = std::min<int64_t>(last_entry, segment.offsets[output + 1] - base);
-      if (output < 0) entry = stop;  // in front of the first bag
+      if (output < 0) entry = stop;  // before the first bag
       for (; entry < stop; ++entry) items = EmitOne(segment, entry, output, items);
     }
     return items;
   }
 
   Item* EmitOne(const Segment& segment, int64_t entry, int64_t output, Item* items) const {
-    // A negative row is a huge one without its sign.
+    // As an unsigned number, a negative row is too large.
     uint32_t row = static_cast<uint32_t>(segment.rows[entry]);
     if (row >= static_cast<uint32_t>(segment.num_rows)) return items;
     row += static_cast<uint32_t>(segment.first_row);

@@ -1,8 +1,8 @@
 // Lookups in tensor trains and their gradients: XLA FFI handlers.
 //
-// Lookups are sorted by the slice of the grouped core, and within such a group by all others, so that equal rows are
-// neighbours and made once. Tiles of rows bound the memory; within a tile threads first make rows (or the gradients of
-// slices), then add them up in the order of the lookups, each thread those of its own outputs: the sums have one order.
+// Lookups are sorted by the slice of the grouped core, then by all other slices, so that equal rows are adjacent and
+// computed once. Tiles of rows bound the memory. Within a tile, threads first compute rows (or gradients of slices).
+// Then each thread sums its outputs in the order of the lookups, so the order of additions is fixed.
 // rsembed/tt/cores.py is the only caller.
 
 #include <algorithm>
@@ -91,8 +91,8 @@ Call ReadCall(Reader& reader, ffi::Span<const int64_t> shapes, int64_t grouped, 
 
 // Contributing lookups in the order described above; a unit is a run of lookups of one row.
 struct Units {
-  std::vector<uint32_t> lookups;   // of all units, one after the other
-  std::vector<uint32_t> first;     // per unit, where in `lookups` it begins; one more at the end
+  std::vector<uint32_t> lookups;   // of all units, concatenated
+  std::vector<uint32_t> first;     // per unit, its first position in `lookups`; and the end of the last unit
   std::vector<uint32_t> examples;  // per unit, one of its lookups
 
   int64_t size() const { return static_cast<int64_t>(examples.size()); }
@@ -129,7 +129,7 @@ Units MakeUnits(Workers& workers, const Call& call) {
       int64_t end = first;
       do {
         const uint32_t lookup = sort.items()[end].source;
-        uint64_t row = 0;  // wraps around in trains of more than 2^64 rows: checked when neighbours are compared
+        uint64_t row = 0;  // overflows in trains of more than 2^64 rows; the comparison of neighbours checks for it
         for (int64_t t = 0; t < train.num_cores; ++t) {
           if (t != train.grouped) row = row * train.num_digits[t] + train.digits[t][lookup];
         }
@@ -173,8 +173,8 @@ void ForEachSharedSlice(const Train& train, const Units& units, int64_t begin, i
   }
 }
 
-// Adds vectors of `size` numbers to rows of `out`, those of one row in the order of their entries. `emit(first, last,
-// items)` writes the row and the number of each entry that has one, `term(entry)` tells its vector and gain.
+// Adds vectors of `size` numbers to rows of `out`, in the order of the entries of each row. `emit(first, last, items)`
+// writes the row and number of each entry that has a row. `term(entry)` gives its vector and gain.
 template <typename Emit, typename Term>
 void AddToRows(Workers& workers, int64_t num_entries, int64_t num_rows, int64_t size, float* out, const Emit& emit,
                const Term& term) {
@@ -210,7 +210,7 @@ ffi::Error Rows(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::
     if (units.size() == 0) return;
     const int64_t tile = std::clamp<int64_t>(kTileFloats / train.dim, 1, units.size());
     const Scratch<float> made(tile * train.dim);
-    const Scratch<uint32_t> unit_of(units.lookups.size());  // of the lookups of a tile
+    const Scratch<uint32_t> unit_of(units.lookups.size());  // unit of each lookup of a tile
     for (int64_t begin = 0; begin < units.size(); begin += tile) {
       const int64_t end = std::min(begin + tile, units.size());
       workers.ForEachRange(end - begin, 4 * kUnitsPerTask, [&](int64_t from, int64_t to) {
@@ -237,7 +237,7 @@ ffi::Error Rows(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::
   });
 }
 
-// Gradients of the cores, then that of the gains.
+// Gradients of the cores, then the gradient of the gains.
 ffi::Error Pull(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                 ffi::Span<const int64_t> slice_shapes, int64_t grouped, int64_t num_bags) {
   Reader reader(args);
@@ -276,7 +276,7 @@ ffi::Error Pull(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRet
     const int32_t* const group_of = train.digits[grouped];
     for (int64_t begin = 0; begin < units.size(); begin += tile) {
       const int64_t end = std::min(begin + tile, units.size());
-      // A task owns the groups that begin in its range, and with them the gradient of their slice.
+      // A task handles the groups that begin in its range, and writes the gradients of their slices.
       workers.ForEachRange(end - begin, kUnitsPerTask, [&](int64_t from, int64_t to) {
         const auto begins = [&](int64_t unit) {
           return unit == begin || group_of[units.examples[unit]] != group_of[units.examples[unit - 1]];

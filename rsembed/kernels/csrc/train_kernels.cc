@@ -22,13 +22,13 @@ namespace {
 
 #include "vectors.h"
 
-// A matrix whose element (i, k) lies at i * row + k * column: as it is, or with its axes swapped.
+// Matrix with element (i, k) at i * row + k * column, so it can also be a transposed view.
 struct Matrix {
   const float* data;
   int64_t row, column;
 };
 
-// Vectors that may lie anywhere among floats.
+// Vectors without alignment.
 template <typename Vector>
 struct Anywhere {
   typedef Vector type __attribute__((aligned(4), may_alias));
@@ -58,7 +58,7 @@ inline void tile(int64_t depth, Matrix a, const float* b, int64_t b_row, float* 
 template <typename Vector, int kVectors>
 inline void strip(int64_t rows, int64_t depth, Matrix a, const float* b, int64_t width, float* c, bool adds) {
   while (rows > 0) {
-    // Six rows fill the registers; eight are better split in halves than in six and two.
+    // Six rows fill the registers. Eight rows are faster as 4 + 4 than as 6 + 2.
     const int64_t count = rows >= 6 && rows != 8 ? 6 : rows >= 4 ? 4 : 1;
     if (count == 6) tile<Vector, 6, kVectors>(depth, a, b, width, c, width, adds);
     if (count == 4) tile<Vector, 4, kVectors>(depth, a, b, width, c, width, adds);
@@ -69,7 +69,7 @@ inline void strip(int64_t rows, int64_t depth, Matrix a, const float* b, int64_t
   }
 }
 
-// Numbers that follow each other, each in four lanes.
+// Consecutive numbers, each repeated in four lanes.
 inline Floats spread(const float* from) {
 #if defined(__AVX512F__)
   const __m512i lanes = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
@@ -152,8 +152,8 @@ float dot(const float* a, const float* b, int64_t count) {
   return total;
 }
 
-// The products of a block. Lookups that follow each other with the same slices of all cores up to the grouped one share
-// these products: they have one head, known by the first of them. Later products are those of single lookups.
+// Products of a block. Consecutive lookups with the same slices of all cores up to the grouped core share these
+// products. The first of them is their head. Products after the grouped core belong to single lookups.
 struct Block {
   const Train& train;
   const uint32_t* lookups;
@@ -178,7 +178,7 @@ struct Block {
   bool has_heads(int64_t t) const { return t <= train.grouped; }
   int64_t num_products(int64_t t) const { return has_heads(t) ? num_heads : count; }
   int64_t lookup_of(int64_t t, int64_t k) const { return has_heads(t) ? first_of_head[k] : k; }
-  // Which product up to the core before t the product k up to core t continues.
+  // Number of the product up to core t - 1 that product k up to core t continues.
   int64_t before(int64_t t, int64_t k) const { return has_heads(t - 1) && !has_heads(t) ? head_of[k] : k; }
 
   const float* slice(int64_t t, int64_t k) const {
@@ -190,7 +190,7 @@ struct Block {
     for (int64_t earlier = 0; earlier < t; ++earlier) at += kLookupsPerBlock * train.product[earlier];
     return at;
   }
-  // The product up to the first core is a slice, which is copied only where products have to be neighbours.
+  // The product up to the first core is a slice. It is copied only if products must be contiguous.
   const float* product(int64_t t, int64_t k) const {
     return t == 0 ? slice(0, k) : products(t) + k * train.product[t];
   }

@@ -1,7 +1,7 @@
-// Vectors as wide as the instruction set, of the compilers' own kind (`vector_size`), so that one text serves all three.
+// Vectors as wide as the instruction set. They use the compilers' `vector_size`, so one source serves all three sets.
 //
-// For files that are compiled once per instruction set and include this inside a namespace of their set: whatever is
-// defined here exists once for each. It has no guard and includes nothing for that reason.
+// Files that are compiled once per instruction set include this inside the namespace of their set, so every definition
+// exists once per set. For that reason the file has no include guard and includes nothing.
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -51,7 +51,7 @@ inline Floats decode(const float*, Floats x) { return x; }
 
 inline Floats decode(const BFloat16*, Halves x) { return as_floats(__builtin_convertvector(x, Words) << 16); }
 
-// Subnormals become normal by a subtraction of normal numbers, because XLA lets the processor read subnormals as zero.
+// A subtraction of normal numbers makes subnormals normal, because XLA lets the processor read subnormals as zero.
 inline Floats decode(const Float16*, Halves x) {
   const Words bits = __builtin_convertvector(x, Words);
   const Words magnitude = (bits & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
@@ -64,7 +64,7 @@ inline Floats decode(const Float16*, Halves x) {
 
 inline Floats encode(const float*, Floats x) { return x; }
 
-// Round to nearest, ties to even; NaN stays a quiet NaN.
+// Rounds to nearest, ties to even. NaN stays a quiet NaN.
 inline Halves encode(const BFloat16*, Floats x) {
   const Words bits = as_words(x);
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -94,8 +94,8 @@ inline void store(T* to, Floats x) {
   memcpy(to, &raw, sizeof(raw));
 }
 
-// The columns behind the last full vector, fewer than kLanes; missing lanes read as zero and are not written. Short rows
-// consist of nothing else, so columns do not travel one by one.
+// Columns after the last full vector, fewer than kLanes. Missing lanes read as zero and are not written. Short rows
+// have only such columns, so these are not moved one by one.
 #if defined(__AVX512F__)
 inline __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
 
@@ -154,7 +154,7 @@ inline Floats load_tail(const float* from, int64_t count) {
 
 template <typename T>
 inline Floats load_tail(const T* from, int64_t count) {
-  typedef uint64_t Pair __attribute__((vector_size(16)));  // parts that meet in memory would stall
+  typedef uint64_t Pair __attribute__((vector_size(16)));  // joining the parts in memory would stall
   constexpr int64_t kColumns = 8 / sizeof(T), kBytes = sizeof(T);
   const Pair parts = {load_bytes(from, count * kBytes),
                       count > kColumns ? load_bytes(from + kColumns, (count - kColumns) * kBytes) : 0};
@@ -178,7 +178,7 @@ inline void store_tail(T* to, Floats x, int64_t count) {
 }
 #endif
 
-// Stores past the caches, to an aligned place: nobody has to read first what is overwritten.
+// Non-temporal store to an aligned address. The processor does not read the line before it is overwritten.
 inline void stream(float* to, Floats x) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(to, (__m512)x);
@@ -198,13 +198,13 @@ inline float dot(const T* row, const float* vector, int64_t dim) {
   return sum_of_lanes(sum);
 }
 
-// Room for a few rows: on the stack, unless they are long.
+// Buffer for a few rows, on the stack unless they are long.
 class RowsInUse {
  public:
   RowsInUse(int64_t num_rows, int64_t dim) {
     const int64_t size = num_rows * dim;
     rows_ = size <= kSmallSize ? small_ : static_cast<float*>(malloc(size * sizeof(float)));
-    if (rows_ == nullptr) abort();  // a few kilobytes: nothing sensible is left to do
+    if (rows_ == nullptr) abort();  // only a few kilobytes were requested, so the process cannot continue
   }
   RowsInUse(const RowsInUse&) = delete;
   ~RowsInUse() {
