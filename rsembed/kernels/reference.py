@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped, UInt32
 
 from rsembed.kernels.contract import (
     NO_ROW,
@@ -450,7 +450,7 @@ def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> 
     return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
 
 
-def allocate(shape: tuple[int, ...], dtype: DTypeLike, fill: float | None = None) -> Array:
+def allocate(shape: tuple[int, ...], dtype: DTypeLike, fill: float | None = None) -> Shaped[Array, "*shape"]:
     """An array filled with `fill`; with unspecified values if it is None."""
     return jnp.full(shape, 0 if fill is None else fill, dtype)
 
