@@ -316,7 +316,7 @@ def call_of(stacks: Sequence[Stack], batch: PreparedBatch) -> Call:
     for stack in stacks:
         features += stack.layout.stack.features
     bags, readers = bags_of(batch, features)
-    segments = []
+    segments: list[Segment] = []
     for number, stack in enumerate(stacks):
         for feature in stack.layout.stack.features:
             segment = stack.layout.segment(feature.table_name, readers[len(segments)])

@@ -206,10 +206,8 @@ def lookup(plan: TBEPlan, state: TBEState, batch: AnyBatch, output_dtype: str = 
 def _pooled(plan: TBEPlan, state: TBEState, batch: AnyBatch, rates: Float[Array, " groups"]) -> Float[Array, "*output"]:
     """The output of a lookup, with the decay that is owed at these learning rates."""
     batch = _checked(plan, batch)
-    factors = _owed_factors(plan, state, batch, rates)
-    if factors is not None:
-        weights = batch.lists[0].weights
-        batch = with_list(batch, weights=factors if weights is None else factors * weights)
+    if isinstance(batch, Call):  # no table of a mesh decays globally
+        batch = _decayed(plan, state, batch, rates)
     output, _ = engine_of(plan).lookup(by_stack(plan, state.weights), batch)
     return output
 
@@ -234,8 +232,8 @@ def row_gradients(
     values = {name: own for name, (_, own) in zip(names, found, strict=True)}
     shardings = engine.gradient_shardings()
     if shardings is not None:
-        of_stack = {stack: own for stack, *own in shardings}
-        shardings = tuple(sorted((name, *own) for name, own in zip(names, by_group(plan, of_stack), strict=True)))
+        name_of = by_stack(plan, names)
+        shardings = tuple(sorted((name_of[stack], of_rows, of_values) for stack, of_rows, of_values in shardings))
     return RowGradients(rows, values, row_counts(plan), shardings, plan.row_layout)
 
 
@@ -314,11 +312,9 @@ def _step_of(plan: TBEPlan, number: int, state: TBEState, rate: Array) -> Step:
     return Step(hyper, rule, noise, state.step, state.resident_rows[number])
 
 
-def _owed_factors(
-    plan: TBEPlan, state: TBEState, batch: AnyBatch, rates: Float[Array, " groups"]
-) -> Float[Array, " nnz"] | None:
-    """Factors by which lookups multiply the row of each id; None if no table decays globally, as on a mesh."""
-    factors = None
+def _decayed(plan: TBEPlan, state: TBEState, batch: Call, rates: Float[Array, " groups"]) -> Call:
+    """The batch with weights by which lookups multiply the row of each id; unchanged if no table decays globally."""
+    factors: Array | None = None
     for number, group in enumerate(plan.groups):
         if group.table.global_decay is not None:
             rows = rows_of_list(batch, 0, number, state.weights[number].shape[0])
@@ -326,7 +322,10 @@ def _owed_factors(
             weight_decay = group.table.rule.weight_decay  # type: ignore[union-attr]
             own = global_decay_factor(prev_iter, state.step + 1, rates[number], weight_decay, group.table.global_decay)
             factors = own if factors is None else factors * own  # rows of other groups read as never touched: 1
-    return factors
+    if factors is None:
+        return batch
+    weights = batch.lists[0].weights
+    return with_list(batch, weights=factors if weights is None else factors * weights)
 
 
 _STORE = 2**32 - 2
