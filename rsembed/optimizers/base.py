@@ -25,7 +25,7 @@ LearningRate = float | Callable[[], Any] | Callable[[PyTree], Any]
 Rows = Float[Array, "rows dim"]
 Slots = tuple[Array, ...]
 Hyperparameters = tuple[PyTree, ...]
-StepNumber = int | np.integer | np.ndarray | Array | None
+StepNumber = int | float | np.number | np.ndarray | Array | None
 """Number of updates done so far. None means that the caller does not count updates."""
 
 
