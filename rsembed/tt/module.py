@@ -187,15 +187,15 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             storages.append(programs.storage_of(group_specs, cache_sizes, common_fields))
         self.storages = nnx.static(tuple(storages))
         core_variable = FusedParam if sparse else nnx.Param
-        self.core_groups = nnx.List([])
-        self.slots = nnx.List([])
+        self.core_groups: nnx.List[Any] = nnx.List([])
+        self.slots: nnx.List[Any] = nnx.List([])
         initial_states = self._initial_states(weight_dist, rngs)
         for params, slots in initial_states:
             self.core_groups.append(nnx.List([core_variable(core) for core in cores_of(params)]))
             self.slots.append(FusedState(slots[0] if use_cache else slots))
         self.learning_rate = FusedState(jnp.asarray(learning_rate, jnp.float32))
         self.step = FusedState(jnp.zeros((), jnp.int32))
-        self.caches = nnx.List([])
+        self.caches: nnx.List[Any] = nnx.List([])
         if use_cache:
             for params, slots in initial_states:
                 cache = nnx.Dict(

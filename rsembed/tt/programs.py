@@ -198,7 +198,7 @@ def stepped(
     table = storage.tables[0]
     rule = table.optimizer
     d_cores, d_weights = pulled(storage, mode, lookup_params, batch, d_output)
-    if isinstance(lookup_params, CachedTrain):
+    if isinstance(lookup_params, CachedTrain) and isinstance(params, CachedTrain):
         # The cache may have changed since the lookup: a row that is cached now gets its gradient in
         # the cache, and a row that was evicted gets it through the cores.
         current_params = lookup_params._replace(directory=params.directory)

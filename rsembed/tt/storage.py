@@ -529,8 +529,9 @@ def _cache_call(
         first = last
     segments = []
     for segment in call.segments:
-        combiner = "none" if segment.combiner == "none" else "sum"
-        segments.append(segment._replace(combiner=combiner))
+        if segment.combiner != "none":
+            segment = segment._replace(combiner="sum")
+        segments.append(segment)
     return cache_slots, Call(tuple(lists), tuple(segments))
 
 
