@@ -1,4 +1,4 @@
-"""Checks of arguments and fields against their annotations: users call without a type checker."""
+"""Checks of arguments and fields against their annotations, for users without a type checker."""
 
 from __future__ import annotations
 
@@ -34,17 +34,21 @@ _WORDS: dict[Any, str] = {
     Callable: "a function",
     jax.sharding.Mesh: "a mesh (jax.make_mesh makes one)",
 }
-_KEYS, _INTEGERS, _REALS = (jax.dtypes.prng_key,), (np.integer,), (np.integer, np.floating)
+_KEYS: tuple[Any, ...] = (jax.dtypes.prng_key,)
+_INTEGERS: tuple[Any, ...] = (np.integer,)
+_REALS: tuple[Any, ...] = (np.integer, np.floating)
 _NUMBERS: dict[Any, tuple[Any, ...]] = {bool: (np.bool_,), int: _INTEGERS, float: _REALS}
-_SEQUENCES, _MAPPINGS = (Sequence, Iterable, list, tuple), (Mapping, dict)
-_MAX_ENTRIES = 1000  # of a list or mapping, up to which each is checked
+_SEQUENCES = (Sequence, Iterable, list, tuple)
+_MAPPINGS = (Mapping, dict)
+_MAX_ENTRIES = 1000  # entries of a longer list or mapping are not checked
 
 
 def validated(function: Function) -> Function:
-    """The function, or the class below `@dataclass`, made to refuse values that its annotations do not admit.
+    """Decorator that makes a function check its arguments, or a dataclass its fields, against annotations.
 
-    For what is called seldom: to declare, plan, load or save. What runs in every step, or takes `*args`, checks its
-    arguments itself. An error reads `plan_stacking: num_shards must be an integer, got '2' (str).`
+    Put it below `@dataclass`. Use it for functions that run seldom: to declare, plan, load or save.
+    Functions that run in every step, or take `*args`, check their arguments themselves. An example
+    of an error: `plan_stacking: num_shards must be an integer, got '2' (str).`
     """
     if isinstance(function, type):
         function.__post_init__ = check_fields  # type: ignore[attr-defined]
@@ -56,27 +60,44 @@ def validated(function: Function) -> Function:
     def validate_and_call(*args: Any, **kwargs: Any) -> Any:
         hints = _hints(annotated)
         arguments = [*zip(positional, args, strict=False), *kwargs.items()]
-        where = type(args[0]).__name__ if annotated.__name__ == "__init__" else annotated.__qualname__
-        label = next((f" {value!r}" for name, value in arguments if name == "name" and isinstance(value, str)), "")
+        where = annotated.__qualname__
+        if annotated.__name__ == "__init__":
+            where = type(args[0]).__name__
+        for name, value in arguments:
+            if name == "name" and isinstance(value, str):
+                where += f" {value!r}"
+                break
         for name, value in arguments:
             if name in hints:
-                check_type(value, hints[name], f"{where}{label}: {name}")
+                check_type(value, hints[name], f"{where}: {name}")
         return function(*args, **kwargs)
 
     return cast(Function, validate_and_call)
 
 
 def within(interval: str, *, default: Any = dataclasses.MISSING) -> Any:
-    """A dataclass field whose number `check_fields` holds to an interval, such as `(0, inf]`; NaN lies in none."""
+    """A dataclass field for a number in `interval`, such as `(0, inf]`, which `check_fields` checks.
+
+    NaN is in no interval.
+    """
     return dataclasses.field(default=default, metadata={"interval": interval})
 
 
 def check_fields(record: Any, where: str | None = None) -> None:
-    """Raises: TypeError, ValueError, of `where` or the class: a field's annotation or interval refuses its value."""
+    """Checks all fields of a dataclass against their annotations and intervals.
+
+    Args:
+      record: instance of a dataclass.
+      where: start of the error message. Default: the name of the class.
+
+    Raises: TypeError, ValueError: a value does not match.
+    """
     kind: Any = type(record)
-    hints, where = _hints(kind), where or kind.__name__
+    hints = _hints(kind)
+    where = where or kind.__name__
     for field in dataclasses.fields(record):
-        value, name = getattr(record, field.name), f"{where}: {field.name}"
+        value = getattr(record, field.name)
+        name = f"{where}: {field.name}"
         if interval := field.metadata.get("interval"):
             check_within(interval, value, name)
         if field.name in hints:
@@ -86,13 +107,13 @@ def check_fields(record: Any, where: str | None = None) -> None:
 def check_within(interval: str, value: Any, name: str) -> None:
     """Raises: TypeError, ValueError: `value` is no number, or outside `interval`.
 
-    Functions (schedules, initializers) and traced values are known only later, and pass; so does None, for a number
-    that may be left out.
+    None, functions (such as schedules) and traced values are accepted unchecked.
     """
     if value is None or callable(value) or isinstance(value, jax.core.Tracer):
         return
     check_type(value, float, name)
-    number, (low, high) = float(value), map(float, interval[1:-1].split(","))
+    number = float(value)
+    low, high = map(float, interval[1:-1].split(","))
     is_above = low <= number if interval[0] == "[" else low < number
     is_below = number <= high if interval[-1] == "]" else number < high
     if not (is_above and is_below):
@@ -100,23 +121,25 @@ def check_within(interval: str, value: Any, name: str) -> None:
 
 
 _BYTES_PER_BLOCK = 1 << 22
-"""Bytes of a host array that are compared at once, so that the answers need little memory."""
+"""Bytes of a host array that are checked at a time, so that the masks need little memory."""
 ALLOW_NONFINITE = "clean the numbers, or pass allow_nonfinite=True"
 
 
 def check_finite(values: Any, name: str, *, may_be_negative: bool = True, way_out: str = ALLOW_NONFINITE) -> None:
-    """Refuses an array from outside that has NaN, infinity or, where it means nothing, a number below 0.
+    """Checks that a user's array has no NaN, no infinity and, if required, no negative number.
 
-    One pass over the array where it is: on its device, or block by block on the host. Traced values pass, as they are
-    known only later; integers are finite.
+    The array is read once in its present memory: on its device, or block by block on the host.
+    Traced values are accepted unchecked.
 
     Args:
       values: array or nested list of numbers.
-      name: words for the array, with which the message begins.
-      may_be_negative: False for sums of squares, counts and other numbers that a rule never makes negative.
+      name: description of the array, at the start of the message.
+      may_be_negative: whether negative numbers are accepted, True by default. False for sums of
+        squares, counts and other numbers that an optimizer never makes negative.
       way_out: end of the message.
 
-    Raises: ValueError: naming the first such number and its row.
+    Raises: ValueError: a number is not finite, or negative. The message names the first one and its
+    row.
     """
     if isinstance(values, jax.core.Tracer):
         return
@@ -128,9 +151,10 @@ def check_finite(values: Any, name: str, *, may_be_negative: bool = True, way_ou
         devices: Any = array.sharding.device_set
         is_in_host_memory = all(device.platform == "cpu" for device in devices)
         if is_in_host_memory and array.is_fully_addressable and array.ndim:
-            # Read where it is: a program would write down which numbers are good, a quarter of a table's bytes.
+            # Read in place. A JAX program would write a mask, which has a quarter of the table's
+            # bytes.
             parts = [(shard.index[0].start or 0, shard.data) for shard in array.addressable_shards]
-        # Asked for in so many words, which a guard against transfers allows.
+        # An explicit transfer, which `jax.transfer_guard` permits.
         elif bool(jax.device_get(_all_are_good(array, may_be_negative))):
             return
         elif not array.is_fully_addressable:
@@ -142,17 +166,17 @@ def check_finite(values: Any, name: str, *, may_be_negative: bool = True, way_ou
 
 
 def _check_part(array: np.ndarray, first_row: int, name: str, may_be_negative: bool, way_out: str) -> None:
-    """As `check_finite`, of an array on the host that begins with row `first_row`."""
+    """Checks an array on the host, see `check_finite`. `first_row` is the number of its first row."""
     rows_per_block = max(1, _BYTES_PER_BLOCK * len(array) // max(array.nbytes, 1))
     for first in range(0, len(array), rows_per_block):
         block = array[first : first + rows_per_block]
         is_good = _are_good(np, block, may_be_negative)
         if is_good.all():
             continue
-        place = np.unravel_index(int(is_good.argmin()), block.shape)
-        number = float(block[place])
+        index = np.unravel_index(int(is_good.argmin()), block.shape)
+        number = float(block[index])
         complaint = "is negative" if math.isfinite(number) else "is not finite"
-        row = first_row + first + int(place[0])
+        row = first_row + first + int(index[0])
         raise ValueError(f"{name}: {number} in row {row} {complaint}; {way_out}.")
 
 
@@ -167,29 +191,39 @@ def _all_are_good(array: jax.Array, may_be_negative: bool) -> jax.Array:
 
 
 def check_type(value: Any, hint: Any, name: str) -> None:
-    """Raises: TypeError: `hint` does not admit `value`. ValueError: its axes, its number or its text is not allowed.
+    """Checks a value against an annotation.
 
-    More is admitted than a type checker would: any sequence of the right entries where a list or tuple is asked for
-    (texts are none), scalars of numpy and JAX as numbers, integers as floats, lists of numbers as arrays.
+    It accepts more than a type checker: any sequence (except texts) for a list or tuple, NumPy and
+    JAX scalars as numbers, integers as floats, and lists of numbers as arrays.
+
+    Args:
+      value: the value.
+      hint: the annotation.
+      name: name of the value in the error message.
+
+    Raises:
+      TypeError: the value is of another type.
+      ValueError: the number of axes, the number or the text is not allowed.
     """
     if misfit := _misfit(value, hint, name):
-        error, place, wanted, entry = misfit
-        raise error(f"{place} must be {_words_for(wanted)}, got {describe(entry)}.")
+        error, where, expected, entry = misfit
+        raise error(f"{where} must be {_words_for(expected)}, got {describe(entry)}.")
 
 
 def describe(value: Any) -> str:
-    """The value as errors show it: itself where that is short, else its type."""
+    """Text for a value in an error message: the value itself if it is short, else its type."""
     if hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple):
         article = "a masked" if np.ma.isMaskedArray(value) else "an"
         return f"{article} array of {value.dtype} with shape {tuple(value.shape)}"
     is_plain = isinstance(value, (str, numbers.Number, list, tuple, dict, enum.Enum, types.NoneType))
-    kind, text = type(value).__name__, repr(value) if is_plain else ""
+    kind = type(value).__name__
+    text = repr(value) if is_plain else ""
     return f"{text} ({kind})" if 0 < len(text) <= 60 else f"a value of type {kind}"
 
 
 def dtype_among(allowed: Sequence[str], dtype: Any, name: str) -> str:
-    """The name of a dtype. Raises: ValueError: it is none of those that are allowed, or of none."""
-    with contextlib.suppress(TypeError):  # a word that names no dtype is not allowed either
+    """The name of a dtype. Raises: ValueError: `dtype` is not among `allowed`, or is no dtype."""
+    with contextlib.suppress(TypeError):  # a text that names no dtype fails the check below
         dtype = dtype if dtype is None else jnp.dtype(dtype).name
     if dtype not in allowed:
         raise ValueError(f"{name} {dtype!r} is not one of {', '.join(allowed)}.")
@@ -197,39 +231,45 @@ def dtype_among(allowed: Sequence[str], dtype: Any, name: str) -> str:
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """The nearest known name as the end of a sentence, or nothing."""
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    """Hint for an error message with the most similar known name; "" if none is similar."""
+    similar = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" (did you mean {similar[0]!r}?)" if similar else ""
 
 
 @functools.cache
 def _hints(owner: Any) -> dict[str, Any]:
-    """Annotations of a function or class, without those of a user's class that name what only a type checker sees."""
+    """Annotations of a function or class by name.
+
+    A class is left out if its annotations use names that exist only for a type checker.
+    """
+    parts = [owner]
+    if isinstance(owner, type):
+        parts = list(reversed(owner.__mro__))
     hints: dict[str, Any] = {}
-    for part in reversed(owner.__mro__) if isinstance(owner, type) else [owner]:
-        # `get_type_hints` finds nothing in a class with `@no_type_check`, which is meant for other checkers.
-        own = {"__annotations__": inspect.get_annotations(part), "__module__": part.__module__}
+    for part in parts:
+        # `get_type_hints` returns nothing for a class with `@no_type_check`, so it gets a copy
+        # without.
+        namespace = {"__annotations__": inspect.get_annotations(part), "__module__": part.__module__}
         with contextlib.suppress(NameError):
-            hints |= get_type_hints(type("Annotations", (), own), include_extras=True)
+            hints |= get_type_hints(type("Annotations", (), namespace), include_extras=True)
     return hints
 
 
 def _misfit(value: Any, hint: Any, name: str) -> tuple[type[Exception], str, Any, Any] | None:
-    """The error, place, annotation and value of the first entry that an annotation does not admit, or None."""
-    kind, args = get_origin(hint) or hint, get_args(hint)
+    """Error class, name, annotation and value of the first entry that does not match; None if all match."""
+    kind = get_origin(hint) or hint
+    args = get_args(hint)
     misfit = (TypeError, name, hint, value)
     if kind is Annotated:
         if not (inner := _misfit(value, args[0], name)):
             check_within(hint.__metadata__[0], value, name)
         return inner
     if kind is Literal:  # of texts
-        is_text = isinstance(value, str)
-        return None if is_text and value in args else (ValueError if is_text else TypeError, name, hint, value)
+        if not isinstance(value, str):
+            return misfit
+        return None if value in args else (ValueError, name, hint, value)
     if kind in (Union, types.UnionType):
-        misfits = [_misfit(value, alternative, name) for alternative in args]
-        nearest = [own for own in misfits if own and (own[0] is ValueError or own[1] != name)]
-        first = (nearest or [misfit])[0]
-        return None if None in misfits else first if first[1] != name else (first[0], name, hint, value)
+        return _misfit_of_union(value, hint, name)
     if _dtypes_of(kind):
         error = _array_error(value, kind)
         return (error, name, hint, value) if error else None
@@ -251,35 +291,60 @@ def _misfit(value: Any, hint: Any, name: str) -> tuple[type[Exception], str, Any
     if not isinstance(value, (list, tuple, Mapping)) or len(value) > _MAX_ENTRIES:
         return None
     entries: Iterable[Any] = value.items() if isinstance(value, Mapping) else enumerate(value)
-    hints = args if _is_record(hint) else (args[kind in _MAPPINGS],) * len(value)
-    misfits = [_misfit(entry, own, f"{name}[{place!r}]") for (place, entry), own in zip(entries, hints, strict=True)]
-    return next(filter(None, misfits), None)
+    entry_hints = args
+    if not _is_record(hint):
+        entry_hints = (args[1] if kind in _MAPPINGS else args[0],) * len(value)
+    entry_misfits = []
+    for (key, entry), entry_hint in zip(entries, entry_hints, strict=True):
+        entry_misfits.append(_misfit(entry, entry_hint, f"{name}[{key!r}]"))
+    return next(filter(None, entry_misfits), None)
+
+
+def _misfit_of_union(value: Any, hint: Any, name: str) -> tuple[type[Exception], str, Any, Any] | None:
+    """As `_misfit`, for a union: None if an alternative matches, else the misfit of the closest alternative."""
+    misfits = [_misfit(value, alternative, name) for alternative in get_args(hint)]
+    if None in misfits:
+        return None
+    # The closest alternative has the right type: only the number, the text or an entry is wrong.
+    for error, where, expected, entry in filter(None, misfits):
+        if where != name:
+            return error, where, expected, entry
+        if error is ValueError:
+            return error, name, hint, value
+    return TypeError, name, hint, value
 
 
 def _array_error(value: Any, hint: Any) -> type[Exception] | None:
+    """Class of the error if `value` does not match the array annotation `hint`, else None."""
     try:
         is_foreign = hasattr(value, "__array__") and not isinstance(value, (jax.Array, np.ndarray))
         array = np.asarray(value) if is_foreign or isinstance(value, (list, tuple)) else value
-        dtype, shape = array.dtype, tuple(array.shape)
-    except (ValueError, AttributeError, TypeError):  # rows of other lengths; no array
+        dtype = array.dtype
+        shape = tuple(array.shape)
+    except (ValueError, AttributeError, TypeError):  # rows of different lengths, or no array
         return TypeError
-    dtypes, axes = _dtypes_of(hint), hint.dim_str.split()
-    is_untyped = dtypes == _INTEGERS and 0 in shape  # an empty list has no dtype yet
-    if np.ma.isMaskedArray(array) or not _is_among(dtype, _REALS if is_untyped else dtypes):
+    dtypes = _dtypes_of(hint)
+    axes = hint.dim_str.split()
+    if dtypes == _INTEGERS and 0 in shape:
+        dtypes = _REALS  # NumPy makes an array of floats from an empty list
+    if np.ma.isMaskedArray(array) or not _is_among(dtype, dtypes):
         return TypeError
-    return None if any(axis[0] in "*." for axis in axes) or len(shape) == len(axes) else ValueError
+    has_any_rank = any(axis[0] in "*." for axis in axes)
+    return None if has_any_rank or len(shape) == len(axes) else ValueError
 
 
 def _words_for(hint: Any) -> str:
-    """Words for the values that an annotation allows."""
-    kind, args = get_origin(hint) or hint, get_args(hint)
+    """Text for the values that an annotation allows."""
+    kind = get_origin(hint) or hint
+    args = get_args(hint)
     if kind is Annotated:
         return _words_for(args[0])
     if kind is Literal:
         return " or ".join(map(repr, args))
     if kind in (Union, types.UnionType):
-        if any(_dtypes_of(own) == _KEYS for own in args):  # which arrays of integers may stand for
-            args = tuple(own for own in args if _dtypes_of(own) != _INTEGERS)
+        if any(_dtypes_of(arg) == _KEYS for arg in args):
+            # Raw PRNG keys are arrays of integers; naming keys is enough.
+            args = tuple(arg for arg in args if _dtypes_of(arg) != _INTEGERS)
         return " or ".join(dict.fromkeys(map(_words_for, args)))
     if kind in _WORDS:
         return _WORDS[kind]
@@ -293,25 +358,36 @@ def _words_for(hint: Any) -> str:
         return "a PRNG key, such as jax.random.key(0)"
     if dtypes:
         axes = kind.dim_str.replace("...", "").split()
-        words = "an array of integers" if dtypes == _INTEGERS else "an array of numbers" if kind.dim_str else "a number"
-        return words + (f" [{', '.join(axes)}]" if axes else "")
+        words = "an array of numbers" if kind.dim_str else "a number"
+        if dtypes == _INTEGERS:
+            words = "an array of integers"
+        if axes:
+            words += f" [{', '.join(axes)}]"
+        return words
     name = getattr(kind, "__name__", str(kind))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return f"a member of {name}, such as {name}.{next(iter(kind)).name}"
-    return f"of type {name}" + (", as in nnx.Rngs(0)" if name == "Rngs" else "")
+    if name == "Rngs":
+        return "of type Rngs, as in nnx.Rngs(0)"
+    return f"of type {name}"
 
 
 def _is_record(hint: Any) -> bool:
-    """Whether a tuple has a meaning for each place."""
+    """Whether the annotation is a tuple of fixed length, with one annotation per entry."""
     return get_origin(hint) is tuple and get_args(hint)[-1:] != (...,)
 
 
 def _dtypes_of(hint: Any) -> tuple[Any, ...]:
-    """Kinds of dtypes that an annotation of arrays admits (integers stand for numbers); none for other annotations."""
+    """Kinds of dtypes that an array annotation accepts; () for other annotations.
+
+    Annotations of floats accept integers, too.
+    """
     if not isinstance(hint, type) or not issubclass(hint, AbstractArray):
         return ()
     word = hint.__name__.partition("[")[0]
-    return _KEYS if word == "Key" else _INTEGERS if "Int" in word else _REALS
+    if word == "Key":
+        return _KEYS
+    return _INTEGERS if "Int" in word else _REALS
 
 
 def _is_among(dtype: Any, kinds: tuple[Any, ...]) -> bool:

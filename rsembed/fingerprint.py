@@ -1,9 +1,10 @@
-"""Fingerprints: values that travel with a state, an input or a file and say what it belongs to.
+"""Fingerprints: values in a state, an input or a file that record which tables and layout it belongs to.
 
-Arrays do not know what they mean: rows of a table on four devices and on two may have one shape and another order. A
-`Fingerprint` holds the facts on which the meaning depends (tables, sizes, rules, shards, owners) as plain JSON values.
-It is a static leaf of a pytree, so it passes through `jit` and `tree.map`, which refuse to mix two of them; it is
-written into files; and `check_same` is the one place that compares two and says what differs.
+The meaning of an array is not visible in it: rows of a table on four devices and on two can have
+equal shapes and a different order. A `Fingerprint` holds the facts that define the meaning (tables,
+sizes, optimizers, shards, owners) as plain JSON values. It is a static part of a pytree, so `jit`
+and `tree.map` pass it through and refuse to mix two of them. It is written to files. `check_same`
+compares two fingerprints and names their differences.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ import optax
 
 MAX_DIFFERENCES_SHOWN = 6
 ELSEWHERE = "elsewhere"
-"""Name of the fact that part of a state is kept elsewhere; its value says what to save, since files refuse it."""
+"""Name of the fact that a part of a state is stored outside it. Its value tells users what to save instead."""
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """Facts, compared and hashed by value.
+    """Facts about an array or a state, compared and hashed by value.
 
     Args:
-      text: the facts as canonical JSON; use `Fingerprint.of` to make one.
+      text: the facts as canonical JSON. Use `Fingerprint.of` to make one.
 
     Example:
       >>> Fingerprint.of({"tables": {"word": {"rows": 10}}, "shards": 4}).text
@@ -43,46 +44,49 @@ class Fingerprint:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Fingerprint:
-        """The fingerprint of what JSON can hold; the order of keys does not matter."""
+        """The fingerprint of JSON values. The order of keys does not matter."""
         return cls(json.dumps(facts, sort_keys=True, separators=(",", ":")))
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts as a dictionary that JSON can hold."""
+        """The facts as a dictionary of JSON values."""
         return json.loads(self.text)
 
     def __hash__(self) -> int:
-        return hash(self.text)  # a text keeps its hash; jit asks for it in every call
+        return hash(self.text)  # Python caches the hash of a string, and jit needs it in every call
 
     def __repr__(self) -> str:
         return f"Fingerprint({hashlib.sha256(self.text.encode()).hexdigest()[:12]})"
 
 
-def check_same(found: Fingerprint, expected: Fingerprint, *, what: str, way_out: str) -> None:
-    """Compares two fingerprints; the error lists the facts that differ.
+def check_same(actual: Fingerprint, expected: Fingerprint, *, what: str, way_out: str) -> None:
+    """Checks that two fingerprints are equal.
 
     Args:
-      found: fingerprint of the given thing.
+      actual: fingerprint of the state, input or file.
       expected: fingerprint that it should have.
-      what: the sentence's beginning, such as `"the state does not belong to this collection"`.
-      way_out: a sentence that says what to do about it.
+      what: start of the message, such as `"the state does not belong to this collection"`.
+      way_out: sentence at the end of the message that tells users what to do.
 
-    Raises: ValueError: they differ; names the facts.
+    Raises: ValueError: the fingerprints differ. The message names the facts that differ.
     """
-    if found == expected:
+    if actual == expected:
         return
-    differences = list(_differences(found.facts, expected.facts, ""))
+    differences = list(_differences(actual.facts, expected.facts, ""))
     shown = "; ".join(differences[:MAX_DIFFERENCES_SHOWN])
-    more = len(differences) - MAX_DIFFERENCES_SHOWN
-    raise ValueError(f"{what}: {shown}{f'; and {more} more' if more > 0 else ''}. {way_out}")
+    num_hidden = len(differences) - MAX_DIFFERENCES_SHOWN
+    if num_hidden > 0:
+        shown += f"; and {num_hidden} more"
+    raise ValueError(f"{what}: {shown}. {way_out}")
 
 
 def identity(value: Any) -> str:
-    """Identity of a rule or function: its name and structure, without the values of its numbers.
+    """Name and structure of an optimizer or function, without the values of its numbers.
 
-    Two rules whose state means the same have one identity, whatever their learning rates are. Truth values, texts and
-    functions inside a rule count, since they choose between formulas (`nesterov=True`). Transformations of optax are
-    closures; what they close over is part of them. A function without a name is told by the names in its code.
+    Two optimizers with interchangeable state have the same identity, for any learning rates.
+    Booleans, texts and functions in an optimizer are part of its identity, since they select
+    formulas (`nesterov=True`). Optax transformations are closures; the variables in the closure are
+    included. A lambda is identified by the names in its code.
 
     Example:
       >>> import optax
@@ -117,11 +121,13 @@ def _identity(value: Any, above: frozenset[int]) -> str:
         return inside(value.__wrapped__)
     if not isinstance(value, FunctionType):
         return type(value).__qualname__
-    code, cells = value.__code__, zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-    # A cell is empty while the function that it is to hold is being made.
-    closed = {name: inside(cell.cell_contents) for name, cell in cells if cell != CellType()}
+    code = value.__code__
+    closed = {}
+    for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
+        if cell != CellType():  # a cell is empty until its variable is assigned
+            closed[name] = inside(cell.cell_contents)
     name = value.__qualname__.replace(".<locals>", "").removesuffix(".update_fn")
-    if name == "with_extra_args_support.update":  # versions of optax wrap other functions than others in it
+    if name == "with_extra_args_support.update":  # which functions it wraps depends on the version of optax
         return next(iter(closed.values()), name)
     if name.endswith("<lambda>"):
         name = f"lambda {' '.join(code.co_varnames[: code.co_argcount])}: {' '.join(code.co_names)}"
@@ -133,17 +139,22 @@ def _call(name: str, arguments: Mapping[str, str]) -> str:
     return f"{name}({', '.join(shown)})" if shown else name
 
 
-def _differences(own: Any, other: Any, path: str) -> Iterator[str]:
-    if isinstance(own, dict) and isinstance(other, dict):
-        for key in sorted(own.keys() | other.keys()):
+def _differences(actual: Any, expected: Any, path: str) -> Iterator[str]:
+    """A text for every fact that differs."""
+    if isinstance(actual, dict) and isinstance(expected, dict):
+        for key in sorted(actual.keys() | expected.keys()):
             where = f"{path}/{key}" if path else key
-            if key not in other:
+            if key not in expected:
                 yield f"{where} is not expected"
-            elif key not in own:
+            elif key not in actual:
                 yield f"{where} is missing"
             else:
-                yield from _differences(own[key], other[key], where)
-    elif own != other:
-        texts = map(json.dumps, (own, other))
-        short, other_short = (text if len(text) <= 120 else f"{text[:117]}..." for text in texts)
-        yield f"{path} is {short}, expected {other_short}"
+                yield from _differences(actual[key], expected[key], where)
+    elif actual != expected:
+        yield f"{path} is {_shortened(actual)}, expected {_shortened(expected)}"
+
+
+def _shortened(fact: Any) -> str:
+    """A fact as JSON with at most 120 characters."""
+    text = json.dumps(fact)
+    return text if len(text) <= 120 else f"{text[:117]}..."

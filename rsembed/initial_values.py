@@ -1,9 +1,10 @@
-"""Initial table values that depend on the key, the table and the row alone.
+"""Initial table values that depend only on the key, the table and the row.
 
-An initializer written for a whole table, `initializer(key, (vocabulary, dim))`, is evaluated for any subset of rows
-without building the table: its computation is traced once at the full logical shape (so that scales computed from the
-shape are right), and the trace is then evaluated for the wanted rows only, with random bits that belong to the row.
-Stacking, sharding and device count therefore never change a table, and building one needs no second copy of it.
+An initializer for a whole table, `initializer(key, (vocabulary, dim))`, is evaluated for any subset
+of rows without building the table. Its computation is traced at the full logical shape, so that
+scales computed from the shape are right. The trace is then evaluated for the requested rows, with
+random bits that depend on the row. So stacking, sharding and the number of devices never change a
+table, and building one needs no second copy of it.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from rsembed.specs import TableSpec
 
 
 def table_key(key: PRNGKeyArray, table_name: str) -> PRNGKeyArray:
-    """The key of one table: the model's key and the table's name."""
+    """The key of one table, from the key of the model and the name of the table."""
     return jax.random.fold_in(key, zlib.crc32(table_name.encode()))
 
 
 def table_keys(key: PRNGKeyArray, table_names: Sequence[str]) -> KeyOrKeys:
-    """The keys that `table_key` gives for several tables, made by one operation."""
+    """The keys of several tables, equal to those of `table_key` but computed by one operation."""
     numbers = np.asarray([zlib.crc32(name.encode()) for name in table_names], np.uint32)
     return jax.vmap(functools.partial(jax.random.fold_in, key))(numbers)
 
@@ -41,51 +42,53 @@ def initial_rows(key: PRNGKeyArray, table: TableSpec, rows: Int[Array, " rows"])
     """Initial float32 values of some rows of a table.
 
     Args:
-      key: the table's own key, `table_key(model_key, table.name)`.
-      table: its initializer sees the logical shape `(vocabulary_size, embedding_dim)`.
+      key: key of the table, `table_key(model_key, table.name)`.
+      table: the table. Its initializer gets the logical shape `(vocabulary_size, embedding_dim)`.
       rows: row numbers, in any order.
 
     Raises:
       TypeError: the initializer does not accept `(key, shape)`.
-      ValueError: it returns another shape than it was asked for.
+      ValueError: the initializer does not return one array of the requested shape.
     """
     shape = (table.vocabulary_size, table.embedding_dim)
     trace = traced_initializer(table, shape)
     try:
         return _RowEvaluator(rows, shape[0]).evaluate(trace, key).astype(jnp.float32)
-    except _MixesRowsError:  # an orthogonal matrix, a given array, ...: build it whole and pick
+    except _MixesRowsError:  # for example an orthogonal matrix: build the whole table and select rows
         return table.initializer(key, shape).astype(jnp.float32)[rows]
 
 
 def fresh_rows(key: PRNGKeyArray, ids: Int[Array, " rows"], table: TableSpec) -> tuple[Array, ...]:
-    """Values of some rows in the table's dtype, and their slots: what `EmbeddingCollection.init` makes of them.
+    """Initial values of some rows in the table's dtype, and their slots, as in `EmbeddingCollection.init`.
 
     Args:
-      key: the table's own key, see `initial_rows`.
+      key: key of the table, `table_key(model_key, table.name)`.
       ids: row numbers, in any order.
-      table: its initializer and rule.
+      table: the table with initializer and optimizer.
     """
     values = initial_rows(key, table, ids)
     return values.astype(table.dtype), *table.optimizer.init_slots(values)
 
 
 def form(table: TableSpec) -> Hashable:
-    """Key that is equal for tables whose rows one compiled program of `initial_rows` can make.
+    """Key that is equal for tables that can share one compiled program of `initial_rows`.
 
-    That is what the initializer computes and the length of rows, if it makes every row by itself and their number
-    enters no value; else the initializer and both numbers. What it computes is its trace, so that functions made one by
-    one, as `[normal(0.01) for _ in tables]` are, are not compiled one by one.
+    If the initializer computes every row independently, and no value depends on the number of rows,
+    the key is the trace of the initializer and the row length. So separate but equal functions, as
+    in `[normal(0.01) for _ in tables]`, share a program. Else the key is the initializer function
+    and the shape.
     """
     shape = (table.vocabulary_size, table.embedding_dim)
-    trace, whole = traced_initializer(table, shape), (table.initializer, *shape)
-    text = " ".join(str(trace).split())  # where its lines break depends on the length of numbers
+    trace = traced_initializer(table, shape)
+    exact_key = (table.initializer, *shape)
     if _has_constants(trace):
-        return whole
+        return exact_key
     evaluator = _RowEvaluator(jnp.zeros(1, jnp.int32), shape[0], only_cuts=True)
     try:
         jax.eval_shape(functools.partial(evaluator.evaluate, trace), jax.random.key(0))
     except _MixesRowsError:
-        return whole
+        return exact_key
+    text = " ".join(str(trace).split())  # line breaks depend on the number of digits
     return shape[1], re.sub(rf"(?<=[\[(]){shape[0]}(?=,)", "rows", text)
 
 
@@ -96,18 +99,24 @@ def keyed_rows(
     dim: int,
     table: Int[Array, " rows"] | None = None,
 ) -> Float[Array, "rows dim"]:
-    """Float32 `initializer(own_key, (1, dim))` of rows, whose own keys are `key` folded with their lanes.
+    """Float32 rows `initializer(row_key, (1, dim))`, where `row_key` is `key` folded with the row's lanes.
 
-    With `table`, `key` has several, of which it says whose is folded.
+    Args:
+      key: key of the table; with `table`, one key for each of several tables.
+      initializer: function `(key, shape)`.
+      lanes: numbers that identify each row, such as the lanes of its 64-bit key.
+      dim: length of a row.
+      table: number of the table of each row; None, the default, if there is one table.
     """
     trace = jax.make_jaxpr(lambda key: initializer(key, (1, dim)))(jax.random.key(0))
     evaluator = _RowEvaluator(jnp.zeros(lanes[0].shape, jnp.int32), 1, lanes=lanes, only_key=key, table=table)
     try:
         return evaluator.evaluate(trace, key).astype(jnp.float32)
-    except _MixesRowsError:  # it splits its key, or sums over a row
+    except _MixesRowsError:  # the initializer splits its key, or sums over a row
 
-        def one_row(key: PRNGKeyArray, *own: Array) -> Array:
-            return initializer(functools.reduce(jax.random.fold_in, own, key), (1, dim))[0].astype(jnp.float32)
+        def one_row(key: PRNGKeyArray, *row_lanes: Array) -> Array:
+            row_key = functools.reduce(jax.random.fold_in, row_lanes, key)
+            return initializer(row_key, (1, dim))[0].astype(jnp.float32)
 
         if table is None:
             return jax.vmap(functools.partial(one_row, key))(*lanes)
@@ -115,42 +124,47 @@ def keyed_rows(
 
 
 def keyed_form(initializer: Callable[..., PyTree], dim: int) -> Hashable:
-    """Key that is equal for initializers that make the same rows in `keyed_rows`."""
+    """Key that is equal for initializers that give equal rows in `keyed_rows`."""
     trace = jax.make_jaxpr(lambda key: initializer(key, (1, dim)))(jax.random.key(0))
     return (initializer if _has_constants(trace) else str(trace)), dim
 
 
 def traced_initializer(table: TableSpec, shape: tuple[int, int]) -> ClosedJaxpr:
-    """The table's initializer for an array of `shape`.
+    """Trace of the table's initializer for an array of `shape`.
 
-    Raises: TypeError, ValueError: it takes other arguments, or returns anything but one array of that shape.
+    Raises:
+      TypeError: the initializer does not accept `(key, shape)`.
+      ValueError: the initializer does not return one array of that shape.
     """
     try:
         trace = jax.make_jaxpr(lambda key: table.initializer(key, shape))(jax.random.key(0))
     except TypeError as error:
         raise TypeError(
-            f"table {table.name!r}: the initializer could not be called as initializer(key, {shape}): {error}. "
-            "Write it as `lambda key, shape: ...`, or use one of jax.nn.initializers."
+            f"table {table.name!r}: the initializer could not be called as initializer(key, "
+            f"{shape}): {error}. Write it as `lambda key, shape: ...`, or use one of "
+            "jax.nn.initializers."
         ) from error
-    found = [aval.shape for aval in trace.out_avals]
-    if found != [shape]:
+    shapes = [aval.shape for aval in trace.out_avals]
+    if shapes != [shape]:
         raise ValueError(
-            f"table {table.name!r}: the initializer returned {found} for shape {shape}; it must return one array of "
-            "the shape it is given."
+            f"table {table.name!r}: the initializer returned {shapes} for shape {shape}; it must "
+            "return one array of the shape it is given."
         )
     return trace
 
 
 def _has_constants(trace: ClosedJaxpr) -> bool:
-    """Whether the trace contains constant arrays, whose values its printed text leaves out."""
-    equations = trace.jaxpr.eqns
-    operands = (operand for equation in equations for operand in equation.invars)
-    inner = (value for equation in equations for value in equation.params.values())
-    return (
-        bool(trace.consts)
-        or any(isinstance(operand, Literal) and np.ndim(operand.val) for operand in operands)
-        or any(_has_constants(value) for value in inner if isinstance(value, ClosedJaxpr))
-    )
+    """Whether the trace contains constant arrays, which its printed text does not show."""
+    if trace.consts:
+        return True
+    for equation in trace.jaxpr.eqns:
+        for operand in equation.invars:
+            if isinstance(operand, Literal) and np.ndim(operand.val):
+                return True
+        for value in equation.params.values():
+            if isinstance(value, ClosedJaxpr) and _has_constants(value):
+                return True
+    return False
 
 
 _ELEMENTWISE = """
@@ -159,28 +173,32 @@ _ELEMENTWISE = """
     neg nextafter not or pow rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical
     sign sin sqrt square stop_gradient sub tan tanh xor
 """
-"""Primitives that treat every entry alone."""
+"""Primitives that work elementwise."""
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 
 
 _Value = tuple[PyTree, bool]
-"""An array, and whether it has only the wanted rows of one whose leading axis counts all rows."""
+"""An array, and whether it is cut: it holds only the requested rows of an array of all rows."""
 
 
 class _MixesRowsError(Exception):
-    """The computation cannot be cut into rows."""
+    """The computation cannot be evaluated for single rows."""
 
 
 class _RowEvaluator:
-    """Evaluates a traced computation for some rows of its arrays; what has no row axis is computed as it stands.
+    """Evaluates a traced computation for some rows of its arrays. Arrays without a row axis are computed in full.
 
     Args:
-      rows: the wanted rows.
-      num_rows: length of the arrays' leading axis.
-      lanes: numbers folded into the key of each wanted row, one after the other; by default the row's number.
-      only_key: if given, that of the initializer: what draws from another one, or makes one of it, cannot be cut.
-      table: where there is a key for each of several tables, which of them is folded for each of the wanted rows.
-      only_cuts: refuse arrays as long as there are rows that cannot be cut; what follows from one knows their number.
+      rows: the requested rows.
+      num_rows: length of the row axis, the leading axis of an array of all rows.
+      lanes: numbers to fold into the key of each requested row, in this order. Default: the row
+        number.
+      only_key: key of the initializer. If set, only random bits drawn directly from it can be cut;
+        a computation that splits it is refused.
+      table: number of the table of each requested row, if the key is one key for each of several
+        tables.
+      only_cuts: whether an uncut array with an axis of `num_rows` is refused, since its values may
+        depend on the number of rows. False by default.
     """
 
     def __init__(
@@ -193,17 +211,20 @@ class _RowEvaluator:
         table: Array | None = None,
         only_cuts: bool = False,
     ):
-        self.table = table
-        self.rows, self.num_rows, self.only_key, self.only_cuts = rows, num_rows, only_key, only_cuts
+        self.rows = rows
+        self.num_rows = num_rows
         self.lanes = [rows.astype(jnp.uint32)] if lanes is None else lanes
+        self.only_key = only_key
+        self.table = table
+        self.only_cuts = only_cuts
 
     def evaluate(self, trace: ClosedJaxpr, key: KeyOrKeys) -> Array:
         ((result, is_cut),) = self._run(trace.jaxpr, trace.consts, [(key, False)])
         return result if is_cut else jnp.asarray(result)[self.rows]
 
     def _run(self, jaxpr: Jaxpr, consts: Sequence[PyTree], inputs: Sequence[_Value]) -> list[_Value]:
-        given = [*((const, False) for const in consts), *inputs]
-        values: dict[Any, _Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
+        arguments = [*((const, False) for const in consts), *inputs]
+        values: dict[Any, _Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), arguments, strict=True))
 
         def value(variable: Any) -> _Value:
             return (variable.val, False) if isinstance(variable, Literal) else values[variable]
@@ -214,7 +235,10 @@ class _RowEvaluator:
         return [value(v) for v in jaxpr.outvars]
 
     def _equation(self, equation: Any, inputs: list[_Value]) -> list[_Value]:
-        name, params, bind = equation.primitive.name, equation.params, equation.primitive.bind
+        """Results of one equation of the trace. Raises: _MixesRowsError: it mixes rows."""
+        name = equation.primitive.name
+        params = equation.params
+        bind = equation.primitive.bind
         if name in _CALLS:
             inner: ClosedJaxpr = params[_CALLS[name]]
             return self._run(inner.jaxpr, inner.consts, inputs)
@@ -225,14 +249,16 @@ class _RowEvaluator:
                 raise _MixesRowsError
             return [(bind(*vary_alike(arrays), **params), True)]
         shape = params.get("shape", ())
-        cuts = len(shape) == 2 and shape[0] == self.num_rows
-        draws = cuts and name == "random_bits"
-        # Numbers of 16 bits come out otherwise where XLA fuses them otherwise.
-        if draws and (self.only_key is None or (arrays[0] is self.only_key and params["bit_width"] == 32)):
-            return [(_row_bits(arrays[0], self.lanes, params["bit_width"], shape[1], self.table), True)]
+        has_row_axis = len(shape) == 2 and shape[0] == self.num_rows
+        if has_row_axis and name == "random_bits":
+            bit_width = params["bit_width"]
+            # With `only_key`, 16-bit numbers are not cut: their values depend on XLA's fusion.
+            is_direct = self.only_key is None or (arrays[0] is self.only_key and bit_width == 32)
+            if is_direct:
+                return [(_row_bits(arrays[0], self.lanes, bit_width, shape[1], self.table), True)]
         if self.only_key is not None and any(x is self.only_key for x in arrays):
             raise _MixesRowsError
-        if cuts and name == "broadcast_in_dim" and 0 not in params["broadcast_dimensions"]:
+        if has_row_axis and name == "broadcast_in_dim" and 0 not in params["broadcast_dimensions"]:
             return [(bind(*arrays, **{**params, "shape": (self.rows.shape[0], shape[1])}), True)]
         results = bind(*arrays, **params)
         results = list(results) if equation.primitive.multiple_results else [results]
@@ -242,11 +268,12 @@ class _RowEvaluator:
 
 
 def _row_bits(key: Array, lanes: Sequence[Array], bit_width: int, dim: int, table: Array | None) -> Array:
-    """Random bits of each row from a key of its own."""
+    """Random bits of each row, from `key` folded with the lanes of the row."""
     if bit_width == 32:
         return api.row_bits(key, lanes, dim, table)
 
-    def one_row(*own: Array) -> Array:
-        return jax.random.bits(functools.reduce(jax.random.fold_in, own, key), (dim,), jnp.dtype(f"uint{bit_width}"))
+    def one_row(*row_lanes: Array) -> Array:
+        row_key = functools.reduce(jax.random.fold_in, row_lanes, key)
+        return jax.random.bits(row_key, (dim,), jnp.dtype(f"uint{bit_width}"))
 
     return jax.vmap(one_row)(*lanes)

@@ -1,4 +1,4 @@
-"""64-bit keys as two 32-bit lanes, which JAX can hold without its 64-bit mode."""
+"""64-bit keys as two 32-bit lanes, so that JAX needs no 64-bit mode."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ KEY_DTYPES = ("int32", "int64", "uint32", "uint64")
 
 
 class Keys(NamedTuple):
-    """Keys of any shape; every 64-bit number is a key like any other.
+    """64-bit keys in an array of any shape. Every 64-bit number can be a key.
 
     Attributes:
       high: upper 32 bits, uint32.
       low: lower 32 bits, uint32.
-      is_key: False for padding, whose lanes mean nothing.
-      table: number of each key's table among several, int32; None where there is one.
+      is_key: False for padding, where the lanes have no meaning.
+      table: number of the table of each key, int32; None if there is only one table.
     """
 
     high: Any
@@ -37,18 +37,18 @@ class Keys(NamedTuple):
 
     @property
     def lanes(self) -> tuple[PyTree, ...]:
-        """Arrays that identify a key, most significant first."""
+        """The arrays that identify each key, most significant first."""
         return (self.high, self.low) if self.table is None else (self.table, self.high, self.low)
 
     @staticmethod
     def of_lanes(lanes: Sequence[PyTree], is_key: PyTree) -> Keys:
-        """The inverse of `lanes`."""
+        """Keys from their `lanes`."""
         *table, high, low = lanes
         return Keys(high, low, is_key, *table)
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Sizes of the axes, which all lanes have; symbols in a program that is exported for any size."""
+        """Shape of all lanes. Its sizes are symbolic in a program that is exported for any size."""
         return self.is_key.shape
 
     @property
@@ -62,32 +62,38 @@ class Keys(NamedTuple):
         return reshaped
 
     def only(self, mask: Any) -> Keys:
-        """The keys, of which only those that `mask` marks count; the others become padding."""
+        """The keys, with padding where `mask` is False."""
         return self._replace(is_key=self.is_key & mask)
 
 
 @validated
 def hash_keys(column: Any, *, missing: int | None = None) -> Int64[np.ndarray, "..."] | list[Int64[np.ndarray, " ids"]]:
-    """64-bit keys of texts or bytes, the same in every process, on every machine and in every release.
+    """64-bit keys of texts or bytes, equal in every process, on every machine and in every release.
 
-    For tables with `rs.Hashed`, which keep such keys; `rs.hash_keys(column) % vocabulary_size` are ids of a table
-    without, where texts may share a row. A text has the key of its UTF-8 bytes, as they are: "é" has another key where
-    it is written as "e" and an accent. Each distinct value of a column is hashed once.
+    Use them for tables with `rs.Hashed`. For other tables, `rs.hash_keys(column) % vocabulary_size`
+    gives ids, with the chance that several texts share a row. The key of a text depends on its
+    UTF-8 bytes: an "é" in one code point and an "e" with a combining accent have different keys.
+    Each distinct value of a column is hashed once.
 
     Args:
-      column: texts or bytes as a list, a numpy array of any shape, or a column of pandas, polars or Arrow (of
-        categories, too). A column of lists gives a list of arrays, which `prepare` takes as one bag a row.
-      missing: key of all missing values (None, NaN, pandas.NA, masked), such as -1, which is no id. None refuses them.
+      column: texts or bytes as a list, a NumPy array of any shape, or a column of pandas, polars or
+        Arrow (including categories). A column of lists gives a list of arrays, which `prepare`
+        reads as one bag per row.
+      missing: key of all missing values (None, NaN, pandas.NA, masked), for example -1, which means
+        no id. None, the default, makes missing values an error.
 
     Returns:
-      Keys in the shape of the column, int64, negative ones among them; never -1, unless it is `missing`.
+      int64 keys, also negative ones, in the shape of the column. -1 is returned only for missing
+      values.
 
     Raises:
-      TypeError: a value is neither a text nor bytes (integers are keys already). The message has its row.
-      ValueError: a value is missing, or a text is not Unicode; the message has its row. Or `missing` needs more than
-        64 bits.
+      TypeError: a value is neither a text nor bytes (integers are keys already). The message names
+        its row.
+      ValueError: a value is missing, or a text is not Unicode. The message names its row. Or
+        `missing` does not fit 64 bits.
 
-    Source: BLAKE2b with a digest of 8 bytes (RFC 7693), read as a signed little-endian number; -1 becomes -2.
+    Source: BLAKE2b with a digest of 8 bytes (RFC 7693), read as a signed little-endian number; -1
+    becomes -2.
 
     Example:
       >>> hash_keys(["apple", "pear", "apple"]).tolist()
@@ -108,7 +114,7 @@ def hash_keys(column: Any, *, missing: int | None = None) -> Int64[np.ndarray, "
 
 
 def _values_of_column(column: Any) -> tuple[list[Any], tuple[int, ...]]:
-    """All values of a column, and its shape. Raises: TypeError: it is no column of texts or bytes."""
+    """All values of a column, and its shape. Raises: TypeError: `column` is no column of texts or bytes."""
     if isinstance(column, (str, bytes)) or not isinstance(column, Iterable):
         raise TypeError(f"hash_keys: column must be a column or list of texts, got {describe(column)}.")
     if not hasattr(column, "__array__"):
@@ -125,7 +131,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _entries(values: Any) -> list[Any]:
-    """Values of a list or array, with None for masked ones."""
+    """Values of a list or array as a list, with None for masked values."""
     entries: list[Any] = values.tolist() if isinstance(values, np.ndarray) else list(values)
     return entries
 
@@ -133,7 +139,16 @@ def _entries(values: Any) -> list[Any]:
 def _keys_of(
     values: list[Any], known: dict[Any, int], missing: int | None, *, row: int | None = None, num_per_row: int = 1
 ) -> Int64[np.ndarray, " ids"]:
-    """Keys of flat values. Those that were hashed before are in `known`, which gets the others."""
+    """Keys of flat values.
+
+    Args:
+      values: texts, bytes or missing values.
+      known: keys of values that were hashed before; new values are added.
+      missing: key of missing values. None makes them an error.
+      row: row of all values, for error messages. None, the default, derives it from their
+        positions.
+      num_per_row: number of values in a row of the column, 1 by default.
+    """
     try:
         distinct = dict.fromkeys(values)
     except TypeError as error:
@@ -144,16 +159,16 @@ def _keys_of(
         try:
             known[value] = _key_of(value, missing)
         except (TypeError, ValueError) as error:
-            place = row
-            if place is None:
-                is_value = [other is value for other in values]  # pandas.NA refuses to be compared
-                place = is_value.index(True) // num_per_row
+            if row is None:
+                is_value = [other is value for other in values]  # `==` with pandas.NA is neither true nor false
+                row = is_value.index(True) // num_per_row
             kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"hash_keys: row {place} has {error}") from error
+            raise kind(f"hash_keys: row {row} has {error}") from error
     return np.fromiter(map(known.__getitem__, values), np.int64, len(values))
 
 
 def _key_of(value: Any, missing: int | None) -> int:
+    """Key of one value. Raises: TypeError, ValueError: it has none. The message ends the sentence "row 3 has"."""
     if isinstance(value, str):
         try:
             value = value.encode()
@@ -168,7 +183,7 @@ def _key_of(value: Any, missing: int | None) -> int:
         raise TypeError(f"{describe(value)}, neither text nor bytes; {way_out}.")
     digest = hashlib.blake2b(value, digest_size=8, usedforsecurity=False).digest()
     key = int.from_bytes(digest, "little", signed=True)
-    if key == -1:  # which means no id
+    if key == -1:  # -1 means no id
         key = -2
     return key
 
@@ -179,25 +194,27 @@ def is_missing(value: Any) -> bool:
         return value is None
     try:
         return bool(np.ndim(value) == 0 and value != value)
-    except TypeError:  # pandas.NA, which is neither equal to itself nor not
+    except TypeError:  # the comparison of pandas.NA is neither true nor false
         return True
 
 
 def words_for_no_ids(ids: PyTree, offsets: PyTree = None) -> str:
-    """Words for ids that are no integers: the row of a missing value, or their dtype, and the way out.
+    """Text for the error about ids that are not integers, with the row of a missing value and the way out.
 
     Args:
-      ids: an array; its first axis counts rows.
-      offsets: where bags begin in flat ids; rows are bags then.
+      ids: an array with rows along its first axis.
+      offsets: starts of bags in flat ids. The message then counts bags instead of rows. None for no
+        bags.
     """
     if isinstance(ids, np.ndarray):
-        flat = _entries(ids.reshape(-1)) if ids.dtype.kind in "fOmM" else []
-        place = next((place for place, value in enumerate(flat) if is_missing(value)), None)
-        if place is not None:
-            row = np.unravel_index(place, ids.shape)[0]
+        values = _entries(ids.reshape(-1)) if ids.dtype.kind in "fOmM" else []
+        for position, value in enumerate(values):
+            if not is_missing(value):
+                continue
+            row = np.unravel_index(position, ids.shape)[0]
             if offsets is not None:
-                row = np.searchsorted(np.asarray(offsets), place, side="right") - 1
-            return f"row {row} has a missing value ({flat[place]}); {FILL}"
+                row = np.searchsorted(np.asarray(offsets), position, side="right") - 1
+            return f"row {row} has a missing value ({value}); {FILL}"
         if ids.dtype.kind in "OSTU":
             return f"ids must be integers, got {ids.dtype}; {HASH}"
     return f"ids must be integers, got {ids.dtype}; convert them."
@@ -205,16 +222,17 @@ def words_for_no_ids(ids: PyTree, offsets: PyTree = None) -> str:
 
 FILL = "fill missing values with -1, which is no id."
 HASH = "rs.hash_keys makes keys of texts."
-"""Ways out of two errors."""
+"""Ways out in the error messages about missing values and texts."""
 
 
 def split_keys(keys: PyTree, *, feature: str = "keys") -> Keys:
-    """Keys from an integer array: numpy arrays stay on the host, jax arrays on their device.
+    """Keys from an integer array. NumPy arrays stay on the host, JAX arrays stay on their device.
 
     Args:
-      keys: any integer dtype. If it is signed, -1 is padding, and other negative numbers are the key of their 64 bits.
-        Pass 64-bit keys as numpy arrays: without its 64-bit mode JAX cuts them to 32 bits silently.
-      feature: named in errors.
+      keys: array of any integer dtype. In a signed dtype, -1 is padding; other negative numbers
+        have the key of their 64-bit two's complement. Pass 64-bit keys as NumPy arrays: without its
+        64-bit mode, JAX silently truncates them to 32 bits.
+      feature: name in error messages.
 
     Raises: TypeError: the keys are not integers.
 
@@ -237,30 +255,45 @@ def split_keys(keys: PyTree, *, feature: str = "keys") -> Keys:
 
 
 def checked_keys(keys: PyTree, dtype: str, *, feature: str) -> Keys:
-    """Keys from any accepted form, all of which `dtype` holds; among traced keys, others become padding.
+    """Keys that fit `dtype`, from any accepted form.
 
-    Raises: TypeError or ValueError: they are no integers, or outside `dtype`; or JAX may have cut them.
+    Traced keys that do not fit become padding; `num_invalid` counts them.
+
+    Args:
+      keys: `Keys` or an integer array.
+      dtype: `key_dtype` of the table.
+      feature: name in error messages.
+
+    Raises: TypeError or ValueError: keys are not integers, do not fit `dtype`, or may have been
+    truncated by JAX.
     """
     check_not_cut(keys, dtype, feature)
-    found = keys if isinstance(keys, Keys) else split_keys(keys, feature=feature)
-    if any(
-        isinstance(lane, jax.core.Tracer) or not getattr(lane, "is_fully_addressable", True)
-        for lane in jax.tree.leaves(found)
-    ):
-        lost = is_beyond(found, dtype)  # nobody sees them here: `num_invalid` counts them
-        high, low = jnp.where(lost, jnp.uint32(ALL_BITS), found.high), jnp.where(lost, 0, found.low)
-        return found._replace(high=high, low=low).only(~lost)
-    check_fits(jax.tree.map(np.asarray, found), dtype, feature)
-    return found
+    split = keys if isinstance(keys, Keys) else split_keys(keys, feature=feature)
+    if any(map(_is_hidden, jax.tree.leaves(split))):
+        is_lost = is_beyond(split, dtype)
+        # `is_invalid` recognises these lanes.
+        high = jnp.where(is_lost, jnp.uint32(ALL_BITS), split.high)
+        low = jnp.where(is_lost, 0, split.low)
+        return split._replace(high=high, low=low).only(~is_lost)
+    check_fits(jax.tree.map(np.asarray, split), dtype, feature)
+    return split
+
+
+def _is_hidden(lane: PyTree) -> bool:
+    """Whether this process cannot read all values of an array now."""
+    return isinstance(lane, jax.core.Tracer) or not getattr(lane, "is_fully_addressable", True)
 
 
 def check_not_cut(keys: PyTree, dtype: str, feature: str) -> None:
-    """Raises: TypeError: a traced array of 32 bits for a table of 64-bit keys: JAX may have cut it where `jit` began.
+    """Raises: TypeError: `keys` is a traced 32-bit array, but the table has 64-bit keys.
+
+    JAX truncates 64-bit arguments of a jitted function to 32 bits. `Keys`, and arrays outside
+    `jit`, have all their bits.
 
     Args:
-      keys: as users give them. `Keys`, and arrays outside of `jit`, have all their bits.
+      keys: the keys that a user passed.
       dtype: `key_dtype` of the table.
-      feature: named in the error.
+      feature: name in the error message.
     """
     is_wide = np.dtype(dtype).itemsize == 8
     if not is_wide or isinstance(keys, Keys) or not isinstance(keys, jax.core.Tracer):
@@ -268,59 +301,73 @@ def check_not_cut(keys: PyTree, dtype: str, feature: str) -> None:
     if keys.dtype in (np.int32, np.uint32):
         narrow = dtype.replace("64", "32")
         raise TypeError(
-            f"{feature}: inside jit its keys are an array of {keys.dtype}, but the table has key_dtype={dtype!r}: JAX "
-            "cuts 64-bit integers to 32 bits where they enter jit, so that different keys become one. Prepare the "
-            "batch before jit, with collection.prepare(batch) or rsembed.keys.split_keys(keys), or give the table "
+            f"{feature}: inside jit its keys are an array of {keys.dtype}, but the table has "
+            f"key_dtype={dtype!r}: JAX cuts 64-bit integers to 32 bits where they enter jit, so "
+            "that different keys become one. Prepare the batch before jit, with "
+            "collection.prepare(batch) or rsembed.keys.split_keys(keys), or give the table "
             f"key_dtype={narrow!r} if all keys fit into it."
         )
 
 
 def as_keys(ids: PyTree) -> Keys:
-    """Keys from ids that are `Keys` or an array; numpy's keep their 64 bits."""
+    """`ids` as JAX `Keys`, from `Keys` or an integer array. NumPy ids keep their 64 bits."""
     keys: Keys = ids if isinstance(ids, Keys) else jax.tree.map(jnp.asarray, split_keys(ids))
     return keys
 
 
 def is_beyond(keys: Keys, dtype: str) -> PyTree:
-    """Which keys `dtype` cannot hold: any bits fit into 64, but for those of -1 if it is signed."""
+    """Mask of the keys that do not fit `dtype`.
+
+    "uint64" holds all keys, and "int64" all except the bits of -1, which is padding.
+    """
     if dtype == "uint64":
         return keys.is_key & False
-    sign = (keys.low >> np.uint32(31)) * np.uint32(ALL_BITS) if dtype == "int32" else np.uint32(0)
     is_minus_one = (keys.high == np.uint32(ALL_BITS)) & (keys.low == np.uint32(ALL_BITS))
-    return keys.is_key & (is_minus_one if dtype == "int64" else is_minus_one | (keys.high != sign))
+    if dtype == "int64":
+        return keys.is_key & is_minus_one
+    sign: Any = np.uint32(0)
+    if dtype == "int32":
+        sign = (keys.low >> np.uint32(31)) * np.uint32(ALL_BITS)
+    return keys.is_key & (is_minus_one | (keys.high != sign))
 
 
 def check_fits(keys: Keys, dtype: str, feature: str) -> None:
-    """Raises: ValueError: `dtype` cannot hold a key, on the host."""
-    places = np.argwhere(is_beyond(keys, dtype))
-    if places.size:
-        place = tuple(places[0])
-        (key,) = join_keys(keys.high[place][None], keys.low[place][None])
+    """Raises: ValueError: a key, in arrays on the host, does not fit `dtype`."""
+    misfits = np.argwhere(is_beyond(keys, dtype))
+    if misfits.size:
+        index = tuple(misfits[0])
+        (key,) = join_keys(keys.high[index][None], keys.low[index][None])
         key = int(key)
         shown = str(key)
-        if 2**63 <= key < 2**64 - 1:  # keys have no sign of their own; -1 is padding and never comes here
+        if 2**63 <= key < 2**64 - 1:  # may come from a signed number, so show it, too; -1 is padding
             shown = f"{key} (of signed numbers: {key - 2**64})"
         raise ValueError(
-            f"{feature}: key {shown} does not fit into key_dtype={dtype!r}; choose one of {', '.join(KEY_DTYPES)} that "
-            "holds it."
+            f"{feature}: key {shown} does not fit into key_dtype={dtype!r}; choose one of "
+            f"{', '.join(KEY_DTYPES)} that holds it."
         )
 
 
 def is_invalid(keys: Keys) -> Bool[Array, " nnz"]:
-    """Which keys `checked_keys` could only make padding; works inside `jit`."""
+    """Mask of the keys that `checked_keys` replaced by padding because they do not fit; works inside `jit`."""
     ones = jnp.uint32(ALL_BITS)
     return ~keys.is_key & (keys.high == ones) & (keys.low != ones)
 
 
 def num_invalid(keys: Keys) -> Int[Array, ""]:
-    """Number of keys that `checked_keys` could only make padding; works inside `jit`."""
+    """Number of keys that `checked_keys` replaced by padding because they do not fit; works inside `jit`."""
     return jnp.sum(is_invalid(keys), dtype=jnp.int32)
 
 
 def join_keys(high: PyTree, low: PyTree, *, dtype: DTypeLike = np.uint64) -> np.ndarray:
-    """The keys as one number each, on the host: that whose bits they are.
+    """Keys as 64-bit numbers, from their lanes, on the host.
 
-    Raises: ValueError: `dtype` cannot hold a key.
+    Args:
+      high: upper 32 bits of each key.
+      low: lower 32 bits of each key.
+      dtype: integer dtype of the result, uint64 by default. A signed dtype reads the bits as two's
+        complement.
+
+    Raises: ValueError: a key does not fit `dtype`.
     """
     joined = (np.asarray(high).astype(np.uint64) << np.uint64(32)) | np.asarray(low).astype(np.uint64)
     numbers = joined.view(np.int64) if np.issubdtype(dtype, np.signedinteger) else joined
@@ -330,29 +377,40 @@ def join_keys(high: PyTree, low: PyTree, *, dtype: DTypeLike = np.uint64) -> np.
 
 
 def owners(keys: Keys, num_shards: int) -> PyTree:
-    """The shard `key % num_shards` of every key, read as unsigned, int32; `num_shards` itself for padding.
+    """The shard `key % num_shards` of every unsigned key, as int32; `num_shards` for padding.
 
-    Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`, where the 32-bit arithmetic is exact.
+    Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`, where the 32-bit arithmetic is
+    exact.
     """
     check_num_shards(num_shards)
     xp: Any = np if isinstance(keys.high, np.ndarray) else jnp
-    n, wrap = np.uint32(num_shards), np.uint32(2**32 % num_shards)
-    # Of a power of two it is the last bits: one operation for every table of a program, where each `%` makes seven.
-    remainder = ((keys.high % n) * wrap + keys.low % n) % n if wrap else keys.low & np.uint32(num_shards - 1)
+    remainder = _remainder(keys, num_shards)
     return xp.where(keys.is_key, remainder.astype(np.int32), np.int32(num_shards))
 
 
+def _remainder(keys: Keys, num_shards: int) -> PyTree:
+    """`key % num_shards` of every unsigned key, as uint32."""
+    n = np.uint32(num_shards)
+    wrap = np.uint32(2**32 % num_shards)
+    if not wrap:
+        # For a power of two, take the last bits: one operation per table, where each `%` makes seven.
+        return keys.low & np.uint32(num_shards - 1)
+    return ((keys.high % n) * wrap + keys.low % n) % n
+
+
 def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> PyTree:
-    """The row `key // num_shards` in a table without an index, int32.
+    """The row `key // num_shards` of every key in a table without an index, as int32.
 
-    `NO_ROW` for padding, and for keys from `num_shards * rows_per_shard` on.
+    It is `NO_ROW` for padding and for keys of at least `num_shards * rows_per_shard`.
 
-    Raises: ValueError: as for `owners`.
+    Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`.
     """
     check_num_shards(num_shards)
     xp: Any = np if isinstance(keys.high, np.ndarray) else jnp
-    n, half = np.uint32(num_shards), np.uint32(16)
-    # Long division in halves of 16 bits; the quotient fits into 32 bits if the high lane is below the divisor.
+    n = np.uint32(num_shards)
+    half = np.uint32(16)
+    # Long division with digits of 16 bits. The quotient fits 32 bits if the high lane is below the
+    # divisor.
     upper = (keys.high % n << half) | (keys.low >> half)
     lower = (upper % n << half) | (keys.low & np.uint32(0xFFFF))
     rows = (upper // n << half) | (lower // n)
@@ -361,6 +419,6 @@ def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> PyTree:
 
 
 def check_num_shards(num_shards: int) -> None:
-    """Raises: ValueError: more shards than the 32-bit arithmetic is exact for, or none."""
+    """Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`, where the 32-bit arithmetic is exact."""
     if not 1 <= num_shards <= MAX_SHARDS:
         raise ValueError(f"num_shards must lie in [1, {MAX_SHARDS}], got {num_shards}.")

@@ -1,4 +1,4 @@
-"""Tables in Flax Linen models: they train by their own rules, parameters by optax, in one step."""
+"""Tables in Flax Linen models: one step trains tables by their optimizers and parameters by optax."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _TRAIN_STATE = "rs.linen.TrainState"
 
 
 class Embeddings(nn.Module):
-    """The tables of a collection, as a layer that `rs.linen.value_and_grad` and `rs.linen.TrainState` train.
+    """Layer with the tables of a collection, trained by `rs.linen.value_and_grad` and `rs.linen.TrainState`.
 
-    The `EmbeddingState` is the variable `tables` of the variable collection `embeddings`. The parameter `guard`, on
-    which no result depends, tells when somebody differentiates the model and forgets the tables.
+    The `EmbeddingState` is the variable `tables` of the variable collection `embeddings`. No result
+    depends on the parameter `guard`. It makes differentiating the model without the tables an
+    error.
 
     Attributes:
       collection: the tables, in any storage, on one device or a mesh.
-      frozen: tables are only read.
+      frozen: whether tables are only read, False by default.
 
     Example:
       >>> import jax, rsembed as rs
@@ -47,9 +48,10 @@ class Embeddings(nn.Module):
 
     @nn.compact
     def __call__(self, batch: Batch) -> Activations:
-        """Activations of every feature; see `EmbeddingCollection.lookup`.
+        """Activations of every feature. See `EmbeddingCollection.lookup`.
 
-        Raises: RuntimeError: the model is differentiated in a way that forgets the tables.
+        Raises: RuntimeError: the model is differentiated without the tables, for example by
+        `jax.grad`.
         """
         check_fields(self)
         state = self.variable("embeddings", "tables", lambda: self.collection.init(self.make_rng("params"))).value
@@ -61,17 +63,17 @@ class Embeddings(nn.Module):
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
 class TrainState(struct.PyTreeNode):
-    """A model in training, as `flax.training.train_state.TrainState` with tables.
+    """State of a training run, like `flax.training.train_state.TrainState`, with tables.
 
     Args:
       step: number of updates so far.
-      apply_fn: the model's `apply`.
+      apply_fn: the `apply` method of the model.
       params: the variable collection `params`.
-      embeddings: tables with their optimizer state, by the path of their layer; `replace` them after a `prefetch`, or
-        with those of a checkpoint.
+      embeddings: tables with their optimizer state, by the path of their layer. `replace` them
+        after a `prefetch`, or by the tables of a checkpoint.
       variables: other variable collections, such as `batch_stats`.
-      tx: steps `params`, and never sees a table. What it does to gradients, such as clipping,
-        schedules and weight decay, does not act on rows.
+      tx: optax transformation of `params`. Clipping, schedules, weight decay and other changes of
+        gradients in it have no effect on tables.
       opt_state: state of `tx`.
     """
 
@@ -86,37 +88,54 @@ class TrainState(struct.PyTreeNode):
     @classmethod
     @validated
     def create(cls, *, apply_fn: Callable[..., PyTree], variables: Mapping[str, PyTree], tx: Any) -> TrainState:
-        """The state before the first step, made from the variables that the model's `init` returned.
+        """The state before the first step.
 
-        Raises: ValueError: it has no parameters. TypeError, ValueError: `tx` decides whether a step
-          is made, as `optax.MultiSteps` and `optax.apply_if_finite` do; the tables would not follow.
+        Args:
+          apply_fn: the `apply` method of the model.
+          variables: the variables that `init` of the model returned.
+          tx: optax transformation of the parameters.
+
+        Raises:
+          ValueError: `variables` has no parameters.
+          TypeError, ValueError: `tx` can skip steps, like `optax.MultiSteps` and
+            `optax.apply_if_finite`; the tables would not skip them.
         """
         taps.check_transformation(tx, _TRAIN_STATE)
         if "params" not in variables:
             raise ValueError(f"variables of a model's init have 'params', these have {sorted(variables)}.")
-        flat = traverse_util.flatten_dict(variables.get("embeddings", {}), sep="/")
-        params, embeddings = variables["params"], {path.rpartition("/")[0]: own for path, own in flat.items()}
-        others = {name: own for name, own in variables.items() if name not in ("params", "embeddings")}
+        params = variables["params"]
+        embeddings = {}
+        for path, state in traverse_util.flatten_dict(variables.get("embeddings", {}), sep="/").items():
+            embeddings[path.rpartition("/")[0]] = state
+        others = {}
+        for name, collection in variables.items():
+            if name not in ("params", "embeddings"):
+                others[name] = collection
         opt_state = tx.init(params)
         taps.check_steps_always(opt_state, _TRAIN_STATE)
         return cls(jnp.zeros((), jnp.int32), apply_fn, params, embeddings, others, tx, opt_state)
 
     def apply(self, *args: PyTree, **options: Any) -> PyTree:
-        """Output of the model with all its variables; `options` are those of Flax's `apply`."""
-        flat = {f"{layer}/tables".lstrip("/"): own for layer, own in self.embeddings.items()}
+        """Output of the model with all its variables; `options` are keyword arguments of Flax's `apply`."""
+        flat = {f"{layer}/tables".lstrip("/"): state for layer, state in self.embeddings.items()}
         embeddings = traverse_util.unflatten_dict(flat, sep="/")
         variables = {"params": self.params, **self.variables, "embeddings": embeddings}
         return self.apply_fn(variables, *args, **options)
 
     def apply_gradients(self, gradients: PyTree, **replacements: Any) -> TrainState:
-        """The state after a step with the `Gradients` of `value_and_grad`; other fields may be replaced: `variables`.
+        """The state after one step.
 
-        Raises: TypeError: the gradients are those of `jax.grad`, which has nothing for the tables. ValueError: they are
-          of another model.
+        Args:
+          gradients: the `Gradients` of `value_and_grad`.
+          replacements: new values of other fields, such as `variables`.
+
+        Raises:
+          TypeError: the gradients come from `jax.grad`, which computes none for tables.
+          ValueError: the gradients are of another model.
         """
         taps.check_steps_always(self.opt_state, _TRAIN_STATE)
         stepped = taps.stepped(gradients, self.embeddings)
-        # optax mixes its integer step counts with floats, whatever the user's promotion setting is.
+        # optax mixes integer step counts with floats, which strict promotion would reject.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = self.tx.update(gradients.dense, self.opt_state, self.params)
             params = optax.apply_updates(self.params, updates)
@@ -126,28 +145,34 @@ class TrainState(struct.PyTreeNode):
 
 @validated
 def value_and_grad(loss_fn: Callable[..., PyTree], *, has_aux: bool = False) -> Callable[..., tuple[Any, Gradients]]:
-    """Value and gradients of a loss by the parameters and tables of a model.
+    """A function that returns the value of a loss, and its gradients for parameters and tables of a model.
 
     Args:
-      loss_fn: `loss_fn(apply, ...)` returns the loss, or `(loss, aux)`, and is traced twice; `apply` is that of the
-        train state.
-      has_aux: as for `jax.value_and_grad`.
+      loss_fn: function `loss_fn(apply, ...)` that returns the loss, or `(loss, aux)`. It is traced
+        twice. `apply` is `TrainState.apply`.
+      has_aux: whether `loss_fn` returns `(loss, aux)`, False by default.
 
     Returns: a function `(train_state, ...) -> (value, gradients)`.
 
-    Raises: RuntimeError: the loss calls a layer inside another transformation, where that cannot be recorded.
+    Raises: RuntimeError: the loss calls a layer inside another transformation, where it cannot be
+    recorded.
     """
 
     def with_gradients(state: TrainState, *args: PyTree, **kwargs: Any) -> tuple[Any, Gradients]:
         check_type(state, TrainState, "value_and_grad: the first argument, which rs.linen.TrainState.create makes,")
 
-        def recorded(params: PyTree, own_taps: list[Activations], embeddings: Any) -> Any:
-            recording = taps.Recording({name: name for name in embeddings}, own_taps)
+        def recorded(params: PyTree, tap_arrays: list[Activations], embeddings: Any) -> Any:
+            """The loss, and as auxiliary output the result of `loss_fn` and its recorded lookups."""
+            recording = taps.Recording({name: name for name in embeddings}, tap_arrays)
             apply = partial(recording.run, state.replace(params=params, embeddings=embeddings).apply)
             result = check_loss(loss_fn(apply, *args, **kwargs), has_aux=has_aux)
             return result[0] if has_aux else result, (result, recording.calls)
 
-        calls = jax.eval_shape(lambda *own: recorded(*own)[1][1], state.params, [], state.embeddings)
+        def recorded_calls(params: PyTree, embeddings: Any) -> Any:
+            _, (_, calls) = recorded(params, [], embeddings)
+            return calls
+
+        calls = jax.eval_shape(recorded_calls, state.params, state.embeddings)
         zeros = [jax.tree.map(jnp.zeros_like, call.activations) for call in calls]
         differentiated = jax.value_and_grad(recorded, argnums=(0, 1), has_aux=True)
         (_, (value, calls)), (dense, d_taps) = differentiated(state.params, zeros, state.embeddings)

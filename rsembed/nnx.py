@@ -1,4 +1,4 @@
-"""Tables in Flax NNX models: they train by their own rules, all other parameters by optax, in one step."""
+"""Tables in Flax NNX models: one step trains tables by their optimizers and all other parameters by optax."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ _OPTIMIZER = "rs.nnx.Optimizer"
 
 
 class Tables(nnx.Variable):
-    """An `EmbeddingState`: no parameter, so that neither `nnx.grad` nor optax sees it."""
+    """Variable of an `EmbeddingState`. It is no parameter, so neither `nnx.grad` nor optax sees it."""
 
 
 class Guard(nnx.Param):
-    """A parameter that no result depends on: a gradient that reaches it would leave the tables untrained."""
+    """Parameter that no result depends on. Differentiating by it without the tables raises an error."""
 
 
 class Embeddings(nnx.Module):
-    """The tables of a collection, as a layer that `rs.nnx.value_and_grad` and `rs.nnx.Optimizer` train.
+    """Layer with the tables of a collection, trained by `rs.nnx.value_and_grad` and `rs.nnx.Optimizer`.
 
-    Several calls in a loss are one step of the summed gradients. Inside a transformation of JAX, such as a loop or
-    `nnx.remat`, a loss cannot call it; look up before.
+    If a loss calls the layer several times, one step applies the summed gradients. A loss cannot
+    call it inside another JAX transformation, such as a loop or `nnx.remat`; look up before.
 
     Args:
       collection: the tables, in any storage, on one device or a mesh.
-      rngs: its stream `params` gives the key of the initial tables.
-      frozen: tables are only read. May be set at any time: `layer.frozen = True`, or for all layers
+      rngs: random streams; `params` gives the key of the initial tables.
+      frozen: whether tables are only read, False by default. It can be set at any time:
+        `layer.frozen = True`, or for all layers
         `model.set_attributes(rs.nnx.Embeddings, frozen=True)`.
 
     Example:
@@ -57,9 +58,10 @@ class Embeddings(nnx.Module):
         self.guard = Guard(jnp.zeros(()))
 
     def __call__(self, batch: Batch) -> Activations:
-        """Activations of every feature; see `EmbeddingCollection.lookup`.
+        """Activations of every feature. See `EmbeddingCollection.lookup`.
 
-        Raises: RuntimeError: the model is differentiated in a way that forgets the tables.
+        Raises: RuntimeError: the model is differentiated without the tables, for example by
+        `nnx.grad`.
         """
         if self.frozen:
             return self.collection.lookup(self.state, batch)
@@ -71,15 +73,18 @@ class Embeddings(nnx.Module):
         return self.tables.get_value()
 
     def set_state(self, state: EmbeddingState) -> None:
-        """Replaces the layer's state, for example by one from a checkpoint.
+        """Replaces the state of the layer, for example by one from a checkpoint.
 
-        Raises: ValueError: it is not of the layer's collection.
+        Raises: ValueError: the state belongs to another collection.
         """
         self.collection.check_state(state)
         self.tables.set_value(state)
 
     def prefetch(self, batch: Batch) -> None:
-        """Copies the batch's rows of host-cached tables to the device; see `EmbeddingCollection.prefetch`."""
+        """Copies rows of host-cached tables that `batch` reads to the device.
+
+        See `EmbeddingCollection.prefetch`.
+        """
         self.set_state(self.collection.prefetch(self.state, batch))
 
 
@@ -87,27 +92,34 @@ class Embeddings(nnx.Module):
 def value_and_grad(
     loss_fn: Callable[..., PyTree], *, has_aux: bool = False, wrt: Any = nnx.Param
 ) -> Callable[..., tuple[Any, Gradients]]:
-    """Value and gradients of a loss by the dense parameters and the tables of a model.
+    """A function that returns the value of a loss, and its gradients for dense parameters and tables of a model.
 
     Args:
-      loss_fn: `loss_fn(model, ...)` returns the loss, or `(loss, aux)`; it is traced twice.
-      has_aux: as for `nnx.value_and_grad`.
-      wrt: filter of the dense parameters.
+      loss_fn: function `loss_fn(model, ...)` that returns the loss, or `(loss, aux)`. It is traced
+        twice.
+      has_aux: whether `loss_fn` returns `(loss, aux)`, False by default.
+      wrt: filter of the dense parameters, `nnx.Param` by default.
 
     Returns: a function `(model, ...) -> (value, gradients)`.
 
-    Raises: RuntimeError: the loss calls a layer inside another transformation, where that cannot be recorded.
+    Raises: RuntimeError: the loss calls a layer inside another transformation, where it cannot be
+    recorded.
     """
 
-    def with_gradients(model: Any, *args: PyTree, **kwargs: Any) -> tuple[Any, Gradients]:
-        def recorded(model: Any, own_taps: list[Activations], *args: PyTree, **kwargs: Any) -> Any:
-            layers = {id(layer): name for name, layer in _trained_layers(model).items()}
-            recording = taps.Recording(layers, own_taps)
-            result = check_loss(recording.run(loss_fn, model, *args, **kwargs), has_aux=has_aux)
-            return result[0] if has_aux else result, (result, recording.calls)
+    def recorded(model: Any, tap_arrays: list[Activations], *args: PyTree, **kwargs: Any) -> Any:
+        """The loss, and as auxiliary output the result of `loss_fn` and its recorded lookups."""
+        layers = {id(layer): name for name, layer in _trained_layers(model).items()}
+        recording = taps.Recording(layers, tap_arrays)
+        result = check_loss(recording.run(loss_fn, model, *args, **kwargs), has_aux=has_aux)
+        return result[0] if has_aux else result, (result, recording.calls)
 
-        # On clones: what the loss changes here must not be seen outside.
-        calls = nnx.eval_shape(lambda copy: recorded(copy, [], *nnx.clone(args), **nnx.clone(kwargs))[1][1], model)
+    def with_gradients(model: Any, *args: PyTree, **kwargs: Any) -> tuple[Any, Gradients]:
+        def recorded_calls(model_copy: Any) -> Any:
+            # Clones, because changes that the loss makes here must have no effect outside.
+            _, (_, calls) = recorded(model_copy, [], *nnx.clone(args), **nnx.clone(kwargs))
+            return calls
+
+        calls = nnx.eval_shape(recorded_calls, model)
         zeros = [jax.tree.map(jnp.zeros_like, call.activations) for call in calls]
         by = (nnx.DiffState(0, wrt), 1)
         differentiated = nnx.value_and_grad(recorded, argnums=by, has_aux=True, graph=True, graph_updates=True)
@@ -118,16 +130,16 @@ def value_and_grad(
 
 
 class Optimizer(nnx.Module):
-    """Steps tables by their rules, and dense parameters by optax, which never sees a table.
+    """Optimizer of a model with tables: tables use their optimizers, dense parameters use optax.
 
     Args:
       model: a model with `Embeddings` layers.
-      tx: optax transformation for the dense parameters. What it does to gradients, such as clipping,
-        schedules and weight decay, does not act on rows.
-      wrt: as for `value_and_grad`.
+      tx: optax transformation for the dense parameters. Clipping, schedules, weight decay and other
+        changes of gradients in it have no effect on tables.
+      wrt: filter of the dense parameters, the same as for `value_and_grad`.
 
-    Raises: TypeError, ValueError: `tx` decides whether a step is made, as `optax.MultiSteps` and
-      `optax.apply_if_finite` do; the tables would not follow.
+    Raises: TypeError, ValueError: `tx` can skip steps, like `optax.MultiSteps` and
+      `optax.apply_if_finite`; the tables would not skip them.
     """
 
     @validated
@@ -137,22 +149,31 @@ class Optimizer(nnx.Module):
         taps.check_steps_always(self.dense.opt_state, _OPTIMIZER)
 
     def update(self, model: Any, gradients: PyTree, **kwargs: Any) -> None:
-        """One step, in place, with the `Gradients` of `value_and_grad`; `kwargs` are optax's.
+        """Makes one step in place.
 
-        Raises: TypeError: the gradients are those of `nnx.grad`, which has nothing for the tables. ValueError: they are
-          of another model.
+        Args:
+          model: the model.
+          gradients: the `Gradients` of `value_and_grad`.
+          kwargs: further arguments of optax's `update`.
+
+        Raises:
+          TypeError: the gradients come from `nnx.grad`, which computes none for tables.
+          ValueError: the gradients are of another model.
         """
         taps.check_steps_always(self.dense.opt_state, _OPTIMIZER)
         layers = _trained_layers(model)
         states = {name: layer.state for name, layer in layers.items()}
         for name, state in taps.stepped(gradients, states).items():
             layers[name].set_state(state)
-        # optax mixes its integer step counts with floats, whatever the user's promotion setting is.
+        # optax mixes integer step counts with floats, which strict promotion would reject.
         with jax.numpy_dtype_promotion("standard"):
             self.dense.update(model, gradients.dense, **kwargs)
 
 
 def _trained_layers(model: Any) -> dict[str, Embeddings]:
     """The layers that are not frozen, by path."""
-    modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
-    return {name: layer for name, layer in modules.items() if isinstance(layer, Embeddings) and not layer.frozen}
+    layers = {}
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Embeddings) and not module.frozen:
+            layers["/".join(map(str, path))] = module
+    return layers

@@ -1,4 +1,4 @@
-"""One progress bar for everything that takes long; silent where nobody watches."""
+"""Progress bar for long operations, shown only in terminals and notebooks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ Item = TypeVar("Item")
 
 
 def is_watched() -> bool:
-    """Whether standard error is a terminal, or this is a notebook's kernel."""
+    """Whether standard error is a terminal, or this process is a notebook kernel."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel") or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def progress(items: Iterable[Item], *, description: str, **bar_options: Any) -> Iterable[Item]:
-    """The items, one by one; where somebody watches, a bar tells how many are done and how long the rest takes.
+    """The items, with a progress bar in terminals and notebooks; elsewhere `items` itself.
 
     Args:
-      items: any iterable; a `total=` among the options helps where it has no length.
-      description: stands before the bar, such as "training".
-      **bar_options: options of tqdm.
+      items: any iterable. If it has no length, pass `total=` to show the remaining time.
+      description: text before the bar, such as "training".
+      **bar_options: further options of tqdm.
 
     Example:
       >>> sum(progress(range(4), description="adding"))

@@ -1,4 +1,4 @@
-"""Declarations of users: tables, features, and the records that a stacking plan attaches to them."""
+"""Specs that users declare, for tables and features, and the records that a stacking plan attaches to them."""
 
 from __future__ import annotations
 
@@ -53,12 +53,13 @@ class QuantizationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FeatureIdTransformation:
-    """Place of a feature's samples and ids inside its stack.
+    """Offsets of the samples and ids of a feature inside its stack.
 
     Args:
-      row_offset: first sample of the feature in the stacked batch.
-      col_offset: first column of the feature's table in the stacked table.
-      col_shift: rotation of the feature's table over the shards.
+      row_offset: offset of the feature's first sample in the stacked batch.
+      col_offset: offset of the feature's table in the stacked table, in rows (the published name
+        says columns).
+      col_shift: rotation of the feature's table, in shards.
     """
 
     row_offset: int = 0
@@ -68,7 +69,7 @@ class FeatureIdTransformation:
 
 @dataclasses.dataclass(frozen=True)
 class TableSettingInStack:
-    """Place of a table inside its stack; sizes in rows and columns."""
+    """Padded size and offsets of a table inside its stack, in rows, columns and shards."""
 
     stack_name: str
     padded_vocab_size: int
@@ -79,7 +80,7 @@ class TableSettingInStack:
 
 @dataclasses.dataclass(frozen=True)
 class StackedTableSpec:
-    """One physical table: the tables of a stack under each other, sharded by row number modulo the shard count."""
+    """One physical table: the concatenated tables of a stack, sharded by row number modulo the number of shards."""
 
     stack_name: str
     stack_vocab_size: int
@@ -92,7 +93,7 @@ class StackedTableSpec:
     suggested_coo_buffer_size_per_device: int | None = None
     quantization_config: QuantizationConfig | None = None
     activation_mem_bytes_limit: int = dataclasses.field(default=DEFAULT_ACTIVATION_MEM_BYTES_LIMIT, repr=False)
-    num_shards: int = dataclasses.field(default=0, repr=False)  # 0 where the stack was made by hand
+    num_shards: int = dataclasses.field(default=0, repr=False)  # 0 if a user constructed the stack
 
     def replace(self, **changes: Any) -> StackedTableSpec:
         """A copy with some fields changed."""
@@ -101,47 +102,58 @@ class StackedTableSpec:
 
 @runtime_checkable
 class Storage(Protocol):
-    """A storage, as `TableSpec(storage=...)` takes it: how the rows of a table are kept.
+    """Minimal interface of `TableSpec(storage=...)`, which defines how the rows of a table are stored.
 
-    Frozen and hashable. `rsembed.storage.Storage` says what the engine asks of it beside this.
+    A storage is frozen and hashable. `rsembed.storage.Storage` defines the full interface, which
+    the engine uses.
     """
 
     @property
     def key_dtype(self) -> str | None:
-        """Dtype of the keys, for which `vocabulary_size` is the room; None where ids are row numbers below it."""
+        """Dtype of the keys; None if ids are row numbers below `vocabulary_size`.
+
+        With keys, `vocabulary_size` is the capacity of the table.
+        """
 
     def sharing_key(self, table: TableSpec) -> Hashable:
-        """Key that is equal for tables which one storage may keep together; None keeps a table alone."""
+        """Key that is equal for tables that can share a storage; None if `table` cannot share it."""
 
     def check(self, table: TableSpec) -> None:
-        """Raises: ValueError or NotImplementedError: the table cannot be kept like this."""
+        """Raises: ValueError or NotImplementedError: the storage does not support the table."""
 
     def num_values(self, table: TableSpec) -> tuple[int, int]:
-        """Counts of the numbers kept for the table, and of those for its optimizer state."""
+        """Number of values in the stored table, and number of values in its optimizer state."""
 
 
-@no_type_check  # wrong values are refused by name in __post_init__
+@no_type_check  # __post_init__ rejects wrong values by name
 @dataclasses.dataclass(unsafe_hash=True)
 class TableSpec:
     """Declaration of an embedding table.
 
-    Args:
-      name: unique among the tables of a model.
-      vocabulary_size: rows; ids run from 0 to `vocabulary_size - 1`.
-      embedding_dim: columns.
-      initializer: called as `(key, shape)` with the logical shape `(vocabulary_size, embedding_dim)`.
-      optimizer: rule that steps looked-up rows; if left out, SGD with learning rate 0.001.
-      combiner: `sum`, `mean`, `sqrtn`, or `none` (one vector per id: sequence output).
-      max_ids_per_partition: most entries one core may send to one shard. A layout limit of SparseCores: raise it
-        when preprocessing says so, or let feedback-directed optimisation (`rsembed.fdo`) set it.
-      max_unique_ids_per_partition: the same limit for distinct ids.
-      suggested_coo_buffer_size_per_device: entries in a device's input buffer; None sizes it for the worst case.
-      quantization_config: rounds rows at lookup.
-      dtype: `float32`, `bfloat16` or `float16`; sums and optimizers compute in float32 all the same.
-      stochastic_rounding: round updated rows of a 16-bit table up or down at random, without bias.
-      storage: storage of the rows, such as `rsembed.Hashed` or `rsembed.tt.TensorTrain`; None is an array of them.
-
     Once a stacking function has placed the table, its public fields can no longer be set.
+
+    Args:
+      name: name of the table, unique in a model.
+      vocabulary_size: number of rows; ids run from 0 to `vocabulary_size - 1`.
+      embedding_dim: number of columns.
+      initializer: function `(key, shape)`, called with the logical shape
+        `(vocabulary_size, embedding_dim)`. Default: normal values with standard deviation
+        `1 / sqrt(embedding_dim)`.
+      optimizer: optimizer of the looked-up rows. Default: SGD with learning rate 0.001.
+      combiner: `sum` (default), `mean`, `sqrtn`, or `none` (one vector per id: sequence output).
+      max_ids_per_partition: maximum number of entries that one core sends to one shard, 256 by
+        default. It is a layout limit of SparseCores. Raise it if preprocessing reports it, or let
+        feedback-directed optimisation (`rsembed.fdo`) set it.
+      max_unique_ids_per_partition: the same limit for distinct ids.
+      suggested_coo_buffer_size_per_device: size of a device's input buffer, in entries. None, the
+        default, sizes it for the worst case.
+      quantization_config: rounds rows at lookup; None, the default, does not.
+      dtype: `float32` (default), `bfloat16` or `float16`. Sums and optimizers always compute in
+        float32.
+      stochastic_rounding: whether updated rows of a 16-bit table are rounded up or down at random,
+        without bias. False by default.
+      storage: storage of the rows, such as `rsembed.Hashed` or `rsembed.tt.TensorTrain`. None, the
+        default, stores them in an array.
     """
 
     name: str
@@ -154,7 +166,8 @@ class TableSpec:
     max_unique_ids_per_partition: int = 256
     suggested_coo_buffer_size_per_device: int | None = None
     quantization_config: QuantizationConfig | None = None
-    # The plan's printout shows these two; the spec prints as the published system's does.
+    # The spec prints like the spec of the published system, so these have no repr. The plan prints
+    # the dtype.
     dtype: str = dataclasses.field(default="float32", repr=False, kw_only=True)
     stochastic_rounding: bool = dataclasses.field(default=False, repr=False, kw_only=True)
     storage: Storage | None = dataclasses.field(default=None, repr=False, kw_only=True)
@@ -165,7 +178,8 @@ class TableSpec:
         if not isinstance(self.name, str) or not self.name:
             raise TypeError(f"TableSpec: name must be a non-empty string, got {self.name!r}.")
         where = f"table {self.name!r}"
-        stack, self._stacked_table_spec = self._stacked_table_spec, None
+        stack = self._stacked_table_spec
+        self._stacked_table_spec = None
         for field in ("vocabulary_size", "embedding_dim", "max_ids_per_partition", "max_unique_ids_per_partition"):
             setattr(self, field, _positive_int(getattr(self, field), where, field))
         if isinstance(self.storage, type):
@@ -174,8 +188,8 @@ class TableSpec:
         takes_keys = self.storage is not None and self.storage.key_dtype is not None
         if self.vocabulary_size > MAX_ROWS and not takes_keys:
             raise ValueError(
-                f"{where}: vocabulary_size={self.vocabulary_size} exceeds {MAX_ROWS}, the most rows that 32-bit ids "
-                "reach; split the table, or hash the ids into fewer rows."
+                f"{where}: vocabulary_size={self.vocabulary_size} exceeds {MAX_ROWS}, the most "
+                "rows that 32-bit ids reach; split the table, or hash the ids into fewer rows."
             )
         if self.suggested_coo_buffer_size_per_device is not None:
             _positive_int(self.suggested_coo_buffer_size_per_device, where, "suggested_coo_buffer_size_per_device")
@@ -189,7 +203,9 @@ class TableSpec:
         self.dtype = dtype_among(TABLE_DTYPES, self.dtype, f"{where}: dtype")
         check_type(self.quantization_config, QuantizationConfig | None, f"{where}: quantization_config")
         check_type(self.stochastic_rounding, bool, f"{where}: stochastic_rounding")
-        if stack is not None and not stack.num_shards:  # `dataclasses.replace` brings a planned place of another table
+        # `dataclasses.replace` passes the stack of the original table. Only a stack that a user
+        # constructed, which has no number of shards, is kept.
+        if stack is not None and not stack.num_shards:
             self._stacked_table_spec = stack
         if self._stacked_table_spec is None or self._setting_in_stack is None:
             self._setting_in_stack = TableSettingInStack(self.name, self.vocabulary_size, self.embedding_dim)
@@ -200,14 +216,15 @@ class TableSpec:
         is_public_field = name in type(self).__dataclass_fields__ and not name.startswith("_")
         if is_public_field and getattr(self, "_stacked_table_spec", None) is not None:
             raise AttributeError(
-                f"table {self.name!r} is already placed in stack {self._setting_in_stack.stack_name!r}, so {name!r} "
-                "can no longer be set; build new specs, or set it before stacking."
+                f"table {self.name!r} is already placed in stack "
+                f"{self._setting_in_stack.stack_name!r}, so {name!r} can no longer be set; build "
+                "new specs, or set it before stacking."
             )
         object.__setattr__(self, name, value)
 
     @property
     def setting_in_stack(self) -> TableSettingInStack:
-        """Place of the table in its stack; before stacking, that of a table alone and unpadded."""
+        """Offsets of the table in its stack; before stacking, offset 0 and unpadded sizes."""
         return self._setting_in_stack
 
     @setting_in_stack.setter
@@ -216,7 +233,7 @@ class TableSpec:
 
     @property
     def stacked_table_spec(self) -> StackedTableSpec | None:
-        """The physical table, or None before stacking."""
+        """The stack of the table, or None before stacking."""
         return self._stacked_table_spec
 
     @stacked_table_spec.setter
@@ -224,32 +241,34 @@ class TableSpec:
         self._stacked_table_spec = spec
 
     def is_stacked(self) -> bool:
-        """Whether the table has a place in a stack, be it one of its own."""
+        """Whether the table is placed in a stack, alone or with other tables."""
         return self._stacked_table_spec is not None
 
 
-@no_type_check  # wrong values are refused by name in __post_init__
+@no_type_check  # __post_init__ rejects wrong values by name
 @dataclasses.dataclass(unsafe_hash=True)
 class FeatureSpec:
     """Declaration of a categorical input that reads a table.
 
     Args:
-      name: unique among the features of a model.
-      table_spec: the table; several features may share one.
-      input_shape: `(samples, ids per sample)` of the GLOBAL batch, the second None for samples of any length; None
-        accepts any batch.
-      output_shape: `(..., dim)` of the global activations, `prod(output_shape[:-1])` samples. `dim` may be below the
-        table's `embedding_dim`: the leading columns are returned. In padded layouts it may be the dim rounded up to 8:
-        the columns behind the table's are zero. None follows the input.
-      combiner: `sum`, `mean`, `sqrtn` or `none`, for this feature alone; None takes the table's. So one
-        feature can pool a table and another read it as a sequence. SparseCore layouts take only None.
+      name: name of the feature, unique in a model.
+      table_spec: the table. Several features can share one.
+      input_shape: `(samples, ids per sample)` of the GLOBAL batch. The second number may be None
+        for samples of any length. None, the default, accepts any batch.
+      output_shape: shape `(..., dim)` of the global activations, with `prod(output_shape[:-1])`
+        samples. A `dim` below the table's `embedding_dim` returns the first columns. In padded
+        layouts, `dim` may also be `embedding_dim` rounded up to a multiple of 8; the additional
+        columns are zero. None, the default, follows the input.
+      combiner: `sum`, `mean`, `sqrtn` or `none`, for this feature only. None, the default, takes
+        the combiner of the table. So one feature can pool a table that another reads as a sequence.
+        SparseCore layouts require the combiner of the table.
     """
 
     name: str
     table_spec: TableSpec
     input_shape: tuple[Any, ...] | None = None  # sizes, or None
     output_shape: tuple[int, ...] | None = None
-    # The spec prints as the published system's does.
+    # The spec prints like the spec of the published system, so this has no repr.
     combiner: Combiner | None = dataclasses.field(default=None, repr=False, kw_only=True)
     _id_transformation: FeatureIdTransformation = dataclasses.field(default_factory=FeatureIdTransformation)
 
@@ -263,26 +282,32 @@ class FeatureSpec:
             shape = getattr(self, field)
             check_type(shape, tuple | None, f"{where}: {field}")
             if shape is not None:
-                sizes = tuple(
-                    None if field == "input_shape" and place > 0 and size is None else _positive_int(size, where, field)
-                    for place, size in enumerate(shape)
-                )
+                sizes = []
+                for axis, size in enumerate(shape):
+                    may_be_none = field == "input_shape" and axis > 0
+                    if not (may_be_none and size is None):
+                        size = _positive_int(size, where, field)
+                    sizes.append(size)
                 if not sizes:
                     raise ValueError(f"{where}: {field} must have sizes, such as (8, 4), got ().")
-                setattr(self, field, sizes)
+                setattr(self, field, tuple(sizes))
         stack = self.table_spec.stacked_table_spec
-        if stack is None or stack.num_shards:  # as in TableSpec, a place that was given is that of another feature
+        if stack is None or stack.num_shards:
+            # As in TableSpec, `dataclasses.replace` passes the offsets of the original feature.
             self._id_transformation = FeatureIdTransformation()
-        dim, tile = self.table_spec.embedding_dim, 8
-        if self.output_shape is not None and dim < self.output_shape[-1] != -(-dim // tile) * tile:
-            raise ValueError(
-                f"{where}: output_shape {self.output_shape} asks for {self.output_shape[-1]} columns, but table "
-                f"{self.table_spec.name!r} has embedding_dim={self.table_spec.embedding_dim}."
-            )
+        if self.output_shape is not None:
+            dim = self.table_spec.embedding_dim
+            output_dim = self.output_shape[-1]
+            padded_dim = -(-dim // 8) * 8
+            if dim < output_dim != padded_dim:
+                raise ValueError(
+                    f"{where}: output_shape {self.output_shape} asks for {output_dim} columns, "
+                    f"but table {self.table_spec.name!r} has embedding_dim={dim}."
+                )
 
     @property
     def id_transformation(self) -> FeatureIdTransformation:
-        """Place of the feature inside its stack."""
+        """Offsets of the feature inside its stack."""
         return self._id_transformation
 
     @id_transformation.setter
@@ -291,28 +316,29 @@ class FeatureSpec:
 
     @property
     def pooling(self) -> Combiner:
-        """The feature's combiner, or the table's where the feature has none."""
+        """The combiner of the feature; if it is None, the combiner of the table."""
         return self.table_spec.combiner if self.combiner is None else self.combiner
 
     def check_pooled_as_table(self) -> None:
-        """Raises: ValueError: the feature has a combiner that its table has not; a padded stack has one for all."""
+        """Raises: ValueError: feature and table have different combiners, which a padded stack does not support."""
         if self.pooling != self.table_spec.combiner:
             raise ValueError(
-                f"feature {self.name!r}: combiner={self.combiner!r} differs from {self.table_spec.combiner!r} of table "
-                f"{self.table_spec.name!r}, but a SparseCore stack has one combiner; leave it out of the feature, or "
-                "train the table with EmbeddingCollection."
+                f"feature {self.name!r}: combiner={self.combiner!r} differs from "
+                f"{self.table_spec.combiner!r} of table {self.table_spec.name!r}, but a "
+                "SparseCore stack has one combiner; leave it out of the feature, or train the "
+                "table with EmbeddingCollection."
             )
 
     @property
     def num_samples(self) -> int | None:
-        """Samples in the global batch, or None when no shape was declared."""
+        """Number of samples in the global batch, or None if no shape is declared."""
         if self.output_shape is not None:
             return math.prod(self.output_shape[:-1])
         return None if self.input_shape is None else self.input_shape[0]
 
     @property
     def output_dim(self) -> int:
-        """Columns of the activations."""
+        """Number of columns of the activations."""
         return self.table_spec.embedding_dim if self.output_shape is None else self.output_shape[-1]
 
 
@@ -327,11 +353,12 @@ def default_initializer(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp
 
 
 def features_of(features: Any) -> list[FeatureSpec]:
-    """The feature specs of a nested structure, in leaf order (lists as given, dicts by sorted key).
+    """The feature specs of a nested structure, in leaf order (lists in their order, dicts by sorted key).
 
     Raises:
-      TypeError: a leaf is not a FeatureSpec, or keys have no order.
-      ValueError: there is none, two features share a name, or two different tables share one.
+      TypeError: a leaf is not a FeatureSpec, or keys of a dict cannot be sorted.
+      ValueError: there is no feature, two features share a name, or two different tables share a
+        name.
     """
     try:
         leaves = jax.tree.leaves(features)
@@ -351,22 +378,23 @@ def features_of(features: Any) -> list[FeatureSpec]:
         table = tables.setdefault(feature.table_spec.name, feature.table_spec)
         if table is not feature.table_spec and table != feature.table_spec:
             raise ValueError(
-                f"two different tables are named {table.name!r} (one is read by feature {feature.name!r}); they "
-                f"differ in {_differing_fields(table, feature.table_spec)}. Give them different names, or give one "
-                "TableSpec to all features that share the table."
+                f"two different tables are named {table.name!r} (one is read by feature "
+                f"{feature.name!r}); they differ in "
+                f"{_differing_fields(table, feature.table_spec)}. Give them different names, or "
+                "give one TableSpec to all features that share the table."
             )
     return leaves
 
 
 def _differing_fields(table: TableSpec, other: TableSpec) -> str:
-    """Names of the fields in which two tables differ, as a list in words."""
+    """Names of the fields that differ between two tables, as text for an error message."""
     names = [field.name for field in dataclasses.fields(table) if not field.name.startswith("_")]
     differing = [name for name in names if getattr(table, name) != getattr(other, name)]
     return ", ".join(differing) or "their place in a stack"
 
 
 def tables_of(features: Any) -> dict[str, TableSpec]:
-    """The tables that `features` read, by name, in the order in which the features mention them."""
+    """The tables that `features` read, by name, in the order of the features."""
     tables: dict[str, TableSpec] = {}
     for feature in features_of(features):
         tables.setdefault(feature.table_spec.name, feature.table_spec)

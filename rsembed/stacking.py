@@ -1,10 +1,13 @@
-"""Stacking plans, made from specs: which tables share a physical table, and where each row lies.
+"""Stacking plans: which tables share a physical table, and the position of each row.
 
-A plan is pure data: frozen, hashable by value (limits included), printable. It is computed here and nowhere else; the
-published in-place functions attach it to specs. Two layouts are settings of one planner and one place law:
+A plan is pure data: frozen, hashable by value (including limits) and printable. Only this module
+computes plans. The published in-place functions attach them to specs. The planner makes two kinds
+of layout:
 
-* SparseCore's: dims padded to 8, rows padded to `8 * num_shards`, dealt to all shards and rotated;
-* the core's own (`num_shards=1`, no padding): tables of equal dim, dtype and optimizer under each other.
+* for SparseCores: dims padded to multiples of 8, rows padded to multiples of `8 * num_shards`,
+  interleaved over all shards and rotated;
+* for `EmbeddingCollection` (`num_shards=1`, no padding): tables of equal dim, dtype and optimizer,
+  concatenated.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ LimitsCallable = Callable[[str, int], int]
 Size = TypeVar("Size", int, np.ndarray, jax.Array)
 Name = TypeVar("Name", str, int)
 SUBLANES = 8
-"""Rows and columns are moved in tiles of this size on a TPU."""
+"""Tile size of a TPU, to which SparseCore layouts pad rows and columns."""
 MAX_STACK_NAME_LENGTH = 50
 
 
@@ -48,14 +51,14 @@ def round_up(value: Size, multiple: int) -> Size:
 
 
 def get_default_limits(name: str, batch_size: int) -> int:
-    """The limit of a stack of several tables when nobody chose one: 256 entries."""
+    """Default limit of a stack of several tables: 256 entries."""
     del name, batch_size
     return 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TablePlacement:
-    """One logical table and its place in a stack; `dim` and `rows` are unpadded."""
+    """One logical table and its offsets in a stack; `dim` and `rows` are unpadded."""
 
     name: str
     rows: int
@@ -66,7 +69,7 @@ class TablePlacement:
 
     @classmethod
     def of(cls, table: TableSpec, setting: TableSettingInStack) -> TablePlacement:
-        """The placement of a table that lies at `setting`."""
+        """The placement of a table with the offsets `setting`."""
         return cls(
             name=table.name,
             rows=table.vocabulary_size,
@@ -79,14 +82,15 @@ class TablePlacement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeaturePlacement:
-    """One feature, its table, and its place in the stacked batch.
+    """One feature, its table, and its offset in the stacked batch.
 
     Args:
       name: of the feature.
       table_name: of its table.
-      combiner: how its rows are pooled; `mean_by_count`, which wings set, divides by the number of ids.
-      num_samples: samples of the global batch; None if undeclared.
-      transformation: its place.
+      combiner: how its rows are pooled. Wings may set `mean_by_count`, which divides by the number of
+        ids.
+      num_samples: number of samples in the global batch; None if undeclared.
+      transformation: its offset and rotation in the stack.
     """
 
     name: str
@@ -97,7 +101,7 @@ class FeaturePlacement:
 
     @classmethod
     def of(cls, feature: FeatureSpec, transformation: FeatureIdTransformation) -> FeaturePlacement:
-        """The placement of a feature that lies at `transformation`."""
+        """The placement of a feature with the offsets `transformation`."""
         return cls(
             name=feature.name,
             table_name=feature.table_spec.name,
@@ -109,25 +113,27 @@ class FeaturePlacement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackPlan:
-    """One physical table with the tables and features in it."""
+    """One physical table, and the logical tables and features in it."""
 
     spec: StackedTableSpec
     dtype: str
     tables: tuple[TablePlacement, ...]
     features: tuple[FeaturePlacement, ...]
     num_stored_values: tuple[int, int] | None = None
-    """Numbers in the table and in its slots, where the table has a storage of its own."""
+    """Number of values in the table and in its slots, if its tables have a `storage`; else None."""
 
     @property
     def name(self) -> str:
-        """The stack's name."""
+        """The name of the stack."""
         return self.spec.stack_name
 
     @property
     def table_bytes(self) -> int:
         """Bytes of the physical table over all devices."""
-        dense = self.spec.stack_vocab_size * self.spec.stack_embedding_dim
-        return (self.num_stored_values or (dense,))[0] * jnp.dtype(self.dtype).itemsize
+        num_values = self.spec.stack_vocab_size * self.spec.stack_embedding_dim
+        if self.num_stored_values:
+            num_values = self.num_stored_values[0]
+        return num_values * jnp.dtype(self.dtype).itemsize
 
     @property
     def slot_bytes(self) -> int:
@@ -147,13 +153,13 @@ class StackPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackingPlan:
-    """Places of all tables and features of a model. Equal plans hash equal, limits included."""
+    """Placements of all tables and features of a model. The hash depends on all values, including limits."""
 
     num_shards: int
     stacks: tuple[StackPlan, ...]
 
     def stack(self, name: str) -> StackPlan:
-        """The stack of that name. Raises: KeyError: there is none."""
+        """The stack with this name. Raises: KeyError: there is none."""
         for stack in self.stacks:
             if stack.name == name:
                 return stack
@@ -162,27 +168,32 @@ class StackingPlan:
 
     def table(self, name: str) -> tuple[StackPlan, TablePlacement]:
         """A table by its logical name, and its stack. Raises: KeyError: there is none."""
-        found = {table.name: (stack, table) for stack in self.stacks for table in stack.tables}
-        if name not in found:
-            raise KeyError(f"no table {name!r}{did_you_mean(name, found)}; the plan has {list(found)}.")
-        return found[name]
+        tables: dict[str, tuple[StackPlan, TablePlacement]] = {}
+        for stack in self.stacks:
+            for table in stack.tables:
+                tables[table.name] = (stack, table)
+        if name not in tables:
+            raise KeyError(f"no table {name!r}{did_you_mean(name, tables)}; the plan has {list(tables)}.")
+        return tables[name]
 
     def flat_rows(self, table_name: str, ids: Any) -> Any:
         """Row of each id in the flat stacked array."""
         stack, table = self.table(table_name)
-        place, size = place_of(table.setting, self.num_shards), stack.spec.stack_vocab_size
-        return place.rows(ids, spread=self.num_shards, rows_per_shard=size // self.num_shards)
+        place = place_of(table.setting, self.num_shards)
+        rows_per_shard = stack.spec.stack_vocab_size // self.num_shards
+        return place.rows(ids, spread=self.num_shards, rows_per_shard=rows_per_shard)
 
     def shard_load(self, ids_by_feature: Mapping[str, Any]) -> dict[str, Int[np.ndarray, " shard"]]:
-        """Ids that each shard has to look up, per stack.
+        """Number of ids that each shard has to look up, for each stack by name.
 
-        The largest load over the mean is the skew, by which the busiest shard is late. Frequent ids of several tables
-        on one shard make it large; another `rotation` moves them apart.
+        The largest load divided by the mean is the skew: all shards wait for the busiest one. It is
+        large if frequent ids of several tables are on one shard. Another `rotation` separates them.
 
         Args:
-          ids_by_feature: ids of some batches, as arrays or lists, by feature name; other features add nothing.
+          ids_by_feature: ids of some batches, as arrays or lists, by feature name. Missing features
+            count 0.
 
-        Raises: ValueError: a feature is unknown, or an id is none of its table.
+        Raises: ValueError: a feature is unknown, or an id is outside its table.
         """
         known = {feature.name for stack in self.stacks for feature in stack.features}
         unknown = sorted(set(ids_by_feature) - known)
@@ -193,15 +204,16 @@ class StackingPlan:
             load = np.zeros(self.num_shards, np.int64)
             places = {table.name: place_of(table.setting, self.num_shards) for table in stack.tables}
             for feature in stack.features:
-                # Laying rows side by side flattens dense, ragged and single ids alike.
-                given = map(np.ravel, ids_by_feature.get(feature.name, ()))
-                ids = np.concatenate([np.zeros(0, np.int64), *(row for row in given if row.size)])
+                # Concatenating flat rows handles dense, ragged and single ids alike.
+                flat_rows = map(np.ravel, ids_by_feature.get(feature.name, ()))
+                ids = np.concatenate([np.zeros(0, np.int64), *(row for row in flat_rows if row.size)])
                 rows = self.table(feature.table_name)[1].rows
                 is_row = (ids >= 0) & (ids < rows) if ids.dtype.kind in "iu" else np.zeros(ids.shape, bool)
                 if not is_row.all():
                     raise ValueError(
-                        f"shard_load: feature {feature.name!r}: ids must be integers from 0 to {rows - 1}, the rows of "
-                        f"table {feature.table_name!r}, got {ids[~is_row][:3].tolist()}."
+                        f"shard_load: feature {feature.name!r}: ids must be integers from 0 to "
+                        f"{rows - 1}, the rows of table {feature.table_name!r}, got "
+                        f"{ids[~is_row][:3].tolist()}."
                     )
                 shards = places[feature.table_name].shards(ids, spread=self.num_shards)
                 load += np.bincount(shards, minlength=self.num_shards)
@@ -209,7 +221,7 @@ class StackingPlan:
         return loads
 
     def describe(self, ids_by_feature: Mapping[str, Any] | None = None) -> str:
-        """The plan as text: memory, padding and, given ids as for `shard_load`, the load of the shards."""
+        """The plan as text: memory, padding and, with the ids that `shard_load` takes, the load of the shards."""
         rows = self._cells()
         if ids_by_feature is not None:
             loads = self.shard_load(ids_by_feature).values()
@@ -217,7 +229,7 @@ class StackingPlan:
             for load in loads:
                 skew = load.max() * load.size / max(load.sum(), 1)
                 added.append((f"{load.sum():,}", str(load.argmax()), f"{skew:.2f}"))
-            rows = [(*row, *more) for row, more in zip(rows, added, strict=True)]
+            rows = [row + load_cells for row, load_cells in zip(rows, added, strict=True)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
@@ -251,7 +263,7 @@ class StackingPlan:
 
 
 def place_of(setting: TableSettingInStack, num_shards: int) -> Place:
-    """The `Place` of a table with this setting, whose rows are dealt to all shards."""
+    """The `Place` of a table with this setting, interleaved over all shards."""
     return Place(0, setting.row_offset_in_shard * num_shards, setting.shard_rotation)
 
 
@@ -266,20 +278,25 @@ def plan_stacking(
     activation_mem_bytes_limit: PositiveInt | None = None,
     use_short_stack_names: bool = True,
 ) -> StackingPlan:
-    """Plans all tables that `features` read; changes nothing.
+    """A plan for all tables that `features` read. Changes no spec.
 
     Args:
       features: FeatureSpecs, nested in lists or dicts.
-      num_shards: devices times cores per device.
-      groups: table names of every stack, in stack order; None groups tables that can share one: equal (padded) dim,
-        dtype, optimizer, rounding and quantization, with `pad` also equal combiner.
-      pad: pad dims to 8 and rows to `8 * num_shards`, as SparseCores need; without it one shard only.
-      rotation: shards by which each further table of a stack is rotated, so that hot first rows spread.
-      activation_mem_bytes_limit: most bytes of activations per shard in one stack; None sets no limit.
-      use_short_stack_names: names over 50 characters are cut and a hash is added.
+      num_shards: devices times cores per device, 1 by default.
+      groups: table names of every stack. None, the default, groups tables of equal (padded) dim,
+        dtype, optimizer, rounding and quantization; with `pad`, also of equal combiner.
+      pad: whether dims are padded to multiples of 8 and rows to multiples of `8 * num_shards`, as
+        SparseCores require. True by default. False allows only one shard.
+      rotation: number of shards by which each table of a stack is rotated against the table before
+        it. It spreads the frequent first rows of the tables. 0 by default.
+      activation_mem_bytes_limit: maximum bytes of activations per shard in one stack. None sets no
+        limit.
+      use_short_stack_names: whether names over 50 characters are cut and get a hash, True by
+        default.
 
     Raises:
-      ValueError: groups do not fit the tables, or a stack has too many rows. NotImplementedError: a storage is padded.
+      ValueError: the groups do not name every table once, or a stack has too many rows.
+      NotImplementedError: a table with a `storage` is padded.
     """
     if not pad and num_shards != 1:
         raise ValueError("a plan without padding has one shard; use pad=True for several.")
@@ -302,28 +319,34 @@ def plan_stacking(
 
 
 def plan_groups(
-    features: Any, groups: Sequence[Sequence[str]], *, num_shards: int, use_short_stack_names: bool = True, **how: Any
+    features: Any,
+    groups: Sequence[Sequence[str]],
+    *,
+    num_shards: int,
+    use_short_stack_names: bool = True,
+    **options: Any,
 ) -> StackingPlan:
-    """The plan of one stack per group of table names; tables outside all groups get no place."""
+    """A plan with one stack per group of table names. Tables outside the groups are not in the plan.
+
+    `options` are keyword arguments of `plan_stack`.
+    """
     names = [stack_name_of(group, use_short_stack_names=use_short_stack_names) for group in groups]
-    taken = {name for name in names if names.count(name) > 1}
-    stacks = tuple(
-        plan_stack(
-            features,
-            group,
-            stack_name=stack_name_of(group, is_taken=True) if name in taken else name,
-            num_shards=num_shards,
-            **how,
-        )
-        for name, group in zip(names, groups, strict=True)
-    )
-    return StackingPlan(num_shards=num_shards, stacks=stacks)
+    stacks = []
+    for name, group in zip(names, groups, strict=True):
+        if names.count(name) > 1:
+            name = stack_name_of(group, is_taken=True)
+        stacks.append(plan_stack(features, group, stack_name=name, num_shards=num_shards, **options))
+    return StackingPlan(num_shards=num_shards, stacks=tuple(stacks))
 
 
 def stack_name_of(table_names: Sequence[str], *, is_taken: bool = False, use_short_stack_names: bool = True) -> str:
-    """Table names joined by `_`; a long name is cut and gets a hash of the whole.
+    """Table names joined by `_`. A long name is cut and gets a hash of the full name.
 
-    So does one that `is_taken`, as when tables `user` and `item` stand beside a table `user_item`.
+    Args:
+      table_names: names of the tables of the stack.
+      is_taken: whether another stack has the joined name, as for tables `user` and `item` beside a
+        table `user_item`. The name then gets a hash, too.
+      use_short_stack_names: whether names over 50 characters are cut, True by default.
     """
     full = "_".join(table_names)
     if not is_taken and (not use_short_stack_names or len(full) <= MAX_STACK_NAME_LENGTH):
@@ -339,13 +362,17 @@ def group_tables(
     pad: bool = True,
     activation_mem_bytes_limit: int | None = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
 ) -> list[list[str]]:
-    """Table names that can share a physical table, in first-seen order, split so that rows and activations fit.
+    """Groups of names of tables that can share a physical table, in the order of the features.
 
-    A table that would take a stack beyond `MAX_ROWS` opens the next one.
+    A group is split if it has more than `MAX_ROWS` rows, or if its activations exceed the limit.
     """
-    tables, groups = tables_of(features), dict[Any, list[str]]()
+    tables = tables_of(features)
+    groups: dict[Any, list[str]] = {}
     for name, table in tables.items():
         dim = round_up(table.embedding_dim, SUBLANES) if pad else table.embedding_dim
+        storage_key = None
+        if table.storage is not None:
+            storage_key = table.storage.sharing_key(table) or name
         key = (
             dim,
             table.optimizer,
@@ -353,26 +380,30 @@ def group_tables(
             table.quantization_config,
             table.dtype,
             table.stochastic_rounding,
-            # State shared along a row must not see padding, so such tables only join others of their exact dim.
+            # A row-wise optimizer must not see padding, so the exact dims must be equal.
             table.embedding_dim if table.optimizer.is_row_wise else None,
-            None if table.storage is None else table.storage.sharing_key(table) or name,
+            storage_key,
         )
         groups.setdefault(key, []).append(name)
-    shares = SUBLANES * num_shards if pad else 1
-    places = {name: 1 if table.storage is None else 8 for name, table in tables.items()}  # a hash table has up to four
-    num_rows = {name: places[name] * round_up(table.vocabulary_size, shares) for name, table in tables.items()}
-    numbered = split_by_memory(groups.values(), num_rows, MAX_ROWS)
+    multiple = SUBLANES * num_shards if pad else 1
+    num_rows = {}
+    for name, table in tables.items():
+        # A hash table needs up to four slots per row, so tables with a storage count with a margin.
+        slots_per_row = 1 if table.storage is None else 8
+        num_rows[name] = slots_per_row * round_up(table.vocabulary_size, multiple)
+    split_groups = split_by_memory(groups.values(), num_rows, MAX_ROWS)
     if activation_mem_bytes_limit is None:
-        return numbered
-    num_bytes = dict.fromkeys(tables, 0)  # of float32 activations per shard
+        return split_groups
+    activation_bytes = dict.fromkeys(tables, 0)  # float32, per shard
     for feature in features_of(features):
         samples = (feature.num_samples or 0) // num_shards
-        num_bytes[feature.table_spec.name] += round_up(feature.table_spec.embedding_dim, SUBLANES) * 4 * samples
-    return split_by_memory(numbered, num_bytes, activation_mem_bytes_limit)
+        dim = round_up(feature.table_spec.embedding_dim, SUBLANES)
+        activation_bytes[feature.table_spec.name] += dim * 4 * samples
+    return split_by_memory(split_groups, activation_bytes, activation_mem_bytes_limit)
 
 
 def split_by_memory(groups: Iterable[Sequence[Name]], num_bytes: Mapping[Name, int], limit: int) -> list[list[Name]]:
-    """Groups split first-fit so that each stays below a limit, such as bytes; a larger table is alone."""
+    """Groups split by first fit so that no sum of `num_bytes` exceeds `limit`; a larger table gets its group."""
     result: list[list[Name]] = []
     for group in groups:
         subgroups: list[list[Name]] = []
@@ -390,12 +421,13 @@ def split_by_memory(groups: Iterable[Sequence[Name]], num_bytes: Mapping[Name, i
 def settings_in_stack(
     stack_name: str, padded_rows: Sequence[int], padded_dim: int, *, num_shards: int, rotation: int
 ) -> list[TableSettingInStack]:
-    """Settings of tables with so many rows each, one under the other in a stack."""
-    first_rows = [sum(padded_rows[:k]) // num_shards for k in range(len(padded_rows))]
-    return [
-        TableSettingInStack(stack_name, rows, padded_dim, first_row, (k * rotation) % num_shards)
-        for k, (rows, first_row) in enumerate(zip(padded_rows, first_rows, strict=True))
-    ]
+    """Offsets of tables with these numbers of rows when they are concatenated in a stack."""
+    settings = []
+    for k, rows in enumerate(padded_rows):
+        first_row = sum(padded_rows[:k]) // num_shards
+        table_rotation = (k * rotation) % num_shards
+        settings.append(TableSettingInStack(stack_name, rows, padded_dim, first_row, table_rotation))
+    return settings
 
 
 def plan_stack(
@@ -411,12 +443,13 @@ def plan_stack(
     max_unique_ids_per_partition: LimitsCallable = get_default_limits,
     activation_mem_bytes_limit: int = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
 ) -> StackPlan:
-    """Plan of one stack with the given tables, in the given order.
+    """Plan of one stack with the named tables, in this order.
 
-    A single table keeps its own limits; several take those of the two callables `(stack_name, total_sample_count)`,
-    whatever limits the tables declare. Suggested buffer sizes are added; a table without one leaves the stack without.
+    A single table keeps the limits that it declares. Several tables get the limits that the two
+    callables `(stack_name, total_sample_count)` return. Suggested buffer sizes are summed; if a
+    table has none, the stack has none.
 
-    Raises: ValueError: a table is repeated or unknown, or the tables disagree in what one physical table must share.
+    Raises: ValueError: a table is repeated or unknown, or the tables cannot share a physical table.
     """
     all_tables = tables_of(features)
     tables = _checked_tables(all_tables, table_names, stack_name, share_combiner=pad)
@@ -427,8 +460,8 @@ def plan_stack(
     total_rows = sum(padded_rows)
     if total_rows > MAX_ROWS:
         raise ValueError(
-            f"stack {stack_name!r} would have {total_rows} rows, above {MAX_ROWS}; give tables {list(table_names)} "
-            "separate stacks."
+            f"stack {stack_name!r} would have {total_rows} rows, above {MAX_ROWS}; give tables "
+            f"{list(table_names)} separate stacks."
         )
     settings = settings_in_stack(stack_name, padded_rows, dim, num_shards=num_shards, rotation=rotation)
     placements = tuple(TablePlacement.of(*pair) for pair in zip(tables, settings, strict=True))
@@ -466,24 +499,36 @@ def plan_stack(
         activation_mem_bytes_limit=activation_mem_bytes_limit,
         num_shards=num_shards,
     )
-    kept = [table.storage.num_values(table) for table in tables if table.storage is not None]
-    stored = (len(kept) * max(v for v, _ in kept), len(kept) * max(s for _, s in kept)) if kept else None
+    stored_values = [table.storage.num_values(table) for table in tables if table.storage is not None]
+    num_stored_values = None
+    if stored_values:
+        # Every table is padded to the largest one.
+        num_tables = len(stored_values)
+        table_values, slot_values = zip(*stored_values, strict=True)
+        num_stored_values = (num_tables * max(table_values), num_tables * max(slot_values))
     return StackPlan(
-        spec=spec, dtype=first.dtype, tables=placements, features=feature_placements, num_stored_values=stored
+        spec=spec,
+        dtype=first.dtype,
+        tables=placements,
+        features=feature_placements,
+        num_stored_values=num_stored_values,
     )
 
 
 def _checked_tables(
     all_tables: Mapping[str, TableSpec], table_names: Sequence[str], stack_name: str, *, share_combiner: bool
 ) -> list[TableSpec]:
+    """The named tables. Raises: ValueError: a name is repeated or unknown, or a shared setting differs."""
     if repeated := [name for name in table_names if list(table_names).count(name) > 1]:
         raise ValueError(f"stack {stack_name!r}: Table {repeated[0]} is repeated in group {list(table_names)}.")
     unknown = [name for name in table_names if name not in all_tables]
     if unknown or not table_names:
         raise ValueError(f"stack {stack_name!r}: no feature reads tables {unknown}; known are {list(all_tables)}.")
     tables = [all_tables[name] for name in table_names]
-    shared = ["optimizer", "quantization_config", "dtype", "stochastic_rounding"] + ["combiner"] * share_combiner
-    for field in shared:
+    shared_fields = ["optimizer", "quantization_config", "dtype", "stochastic_rounding"]
+    if share_combiner:
+        shared_fields.append("combiner")
+    for field in shared_fields:
         values = {table.name: getattr(table, field) for table in tables}
         if any(value != values[tables[0].name] for value in values.values()):
             shown = {name: str(value) for name, value in values.items()}
@@ -494,10 +539,12 @@ def _checked_tables(
 def _place_features(
     readers: Sequence[FeatureSpec], tables: Sequence[TablePlacement], num_shards: int
 ) -> tuple[tuple[FeaturePlacement, ...], int]:
-    places = {table.name: place_of(table.setting, num_shards) for table in tables}
-    placements, row_offset = [], 0
+    """Placements of features with concatenated samples, and the total number of samples."""
+    place_of_table = {table.name: place_of(table.setting, num_shards) for table in tables}
+    placements = []
+    row_offset = 0
     for feature in readers:
-        place = places[feature.table_spec.name]
+        place = place_of_table[feature.table_spec.name]
         transformation = FeatureIdTransformation(row_offset, place.first, place.rotation)
         placements.append(FeaturePlacement.of(feature, transformation))
         row_offset += feature.num_samples or 0

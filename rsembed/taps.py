@@ -1,12 +1,13 @@
-"""Shared by the layers of Flax: lookups of a loss are recorded, and their activations tapped for gradients.
+"""Gradients of tables in Flax models: records the lookups of a loss, and taps their activations.
 
 ```
-evaluate a loss, shapes only ─▶ what every layer looks up ─▶ taps: zeros, to be added to the activations
-differentiate it by parameters and taps ─▶ d(taps) are d(activations) ─▶ RowGradients, or a step at once
+evaluate a loss, shapes only ─▶ lookups of every layer ─▶ taps: zeros added to the activations
+differentiate by parameters and taps ─▶ d(taps) = d(activations) ─▶ RowGradients, or a step directly
 ```
 
-Tables are no argument of the differentiated function, so no gradient as large as a table is ever made. Elsewhere each
-layer guards its activations: whoever differentiates a loss by the layer's parameters without taps gets an error.
+Tables are not an argument of the differentiated function, so no gradient has the size of a table.
+Without taps, each layer guards its activations: differentiating a loss by the layer's parameters
+raises an error.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from rsembed.collection.stack import Activations, Batch
 from rsembed.row_gradients import RowGradients, as_factor, combine, scale
 
 _WAY_OUT = (
-    "Use rs.nnx.value_and_grad and rs.nnx.Optimizer, or rs.linen.value_and_grad and apply_gradients of "
-    "rs.linen.TrainState; or, to leave the tables as they are, make the layer with frozen=True."
+    "Use rs.nnx.value_and_grad and rs.nnx.Optimizer, or rs.linen.value_and_grad and "
+    "apply_gradients of rs.linen.TrainState; or, to leave the tables as they are, make the layer "
+    "with frozen=True."
 )
 
 _DECIDE = (
@@ -39,8 +41,8 @@ _DECIDE = (
     "rs.global_norm of the rows and optax.tree.norm of gradients.dense."
 )
 _ACCUMULATE = (
-    "Add the gradients of micro-batches, (first + second) / 2, or their rows by rs.combine, and make "
-    "one step with the mean; to skip one, jax.lax.cond on rs.global_norm of its rows."
+    "Add the gradients of micro-batches, (first + second) / 2, or their rows by rs.combine, and "
+    "make one step with the mean; to skip one, jax.lax.cond on rs.global_norm of its rows."
 )
 _TWO_POINTS = "Use another tx, or keep and step the second set of parameters yourself."
 _PER_EXAMPLE = "Clip and add noise yourself: gradients.rows and rs.clip_by_global_norm of each example."
@@ -58,7 +60,7 @@ _WRAPPERS = {
         _PER_EXAMPLE,
     ),
 }
-"""By the class of its state, an optax function that decides when a step is made or what a step is, and the way out."""
+"""Optax functions that decide whether or how a step is made: name and way out, by the class of their state."""
 
 
 def check_transformation(tx: Any, where: str) -> None:
@@ -69,7 +71,7 @@ def check_transformation(tx: Any, where: str) -> None:
 
 
 def check_steps_always(opt_state: PyTree, where: str) -> None:
-    """Raises: ValueError: a part of the optax state decides about steps, which the tables would not follow."""
+    """Raises: ValueError: the optax state contains a wrapper that can skip steps; the tables would not skip them."""
 
     def is_wrapper(node: Any) -> bool:
         return type(node).__name__ in _WRAPPERS
@@ -81,8 +83,8 @@ def check_steps_always(opt_state: PyTree, where: str) -> None:
 
 def _refused(where: str, name: str, way_out: str) -> str:
     return (
-        f"{where}: tx has {name}, which decides about steps of the dense parameters only; the tables would be stepped "
-        f"in every update. {way_out}"
+        f"{where}: tx has {name}, which decides about steps of the dense parameters only; the "
+        f"tables would be stepped in every update. {way_out}"
     )
 
 
@@ -90,9 +92,10 @@ def _refused(where: str, name: str, way_out: str) -> str:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One lookup of the layer of that name: its prepared batch, and activations, which their gradients replace.
+    """One lookup of a layer: its name, its collection, the prepared batch, and the activations.
 
-    In `Gradients`, ids of the batch are in arrays that refuse arithmetic (`rsembed.opaque`).
+    In `Gradients`, `activations` holds their gradients instead, and the ids of the batch are in
+    arrays that reject arithmetic (`rsembed.opaque`).
     """
 
     layer: str = dataclasses.field(metadata={"static": True})
@@ -101,32 +104,35 @@ class Call:
     activations: Activations
 
     def row_gradients(self) -> RowGradients:
-        """Gradients of the rows that were looked up, where `activations` are gradients."""
+        """Gradients of the looked-up rows; `activations` must hold gradients."""
         return self.collection.row_gradients(opaque.unwrap_all(self.batch), self.activations)
 
     def step(self, state: EmbeddingState) -> EmbeddingState:
-        """The state after a step by this call alone, where `activations` are gradients."""
+        """The state after a step with only this call; `activations` must hold gradients."""
         return self.collection.update(state, opaque.unwrap_all(self.batch), self.activations)
 
 
 class Recording:
-    """The lookups of a loss in the layers whose rows will be stepped.
+    """Records the lookups of a loss in all layers that are trained.
 
     Args:
-      layers: names of these layers, by what each calls itself in `look_up`.
-      taps: zeros to be added to the activations of each lookup; empty while their shapes are unknown.
+      layers: names of these layers, by the `layer` argument of `look_up`.
+      taps: zeros to add to the activations of each lookup; empty while their shapes are unknown.
 
-    Raises: RuntimeError: lookups of another loss, around this one, are recorded.
+    Raises: RuntimeError: another recording is active, because two calls of `value_and_grad` are
+    nested.
     """
 
     def __init__(self, layers: Mapping[Any, str], taps: Sequence[Activations]):
         if _recording.get() is not None:
             raise RuntimeError("value_and_grad in the loss of another value_and_grad would lose gradients of rows.")
-        self.layers, self.taps, self.calls = layers, taps, list[Call]()
+        self.layers = layers
+        self.taps = taps
+        self.calls: list[Call] = []
         self.trace = get_opaque_trace_state(convention="flax")
 
     def run(self, function: Callable[..., PyTree], *args: PyTree, **kwargs: Any) -> PyTree:
-        """The function's result; its lookups are recorded."""
+        """The result of `function`; its lookups are recorded in `calls`."""
         token = _recording.set(self)
         try:
             return function(*args, **kwargs)
@@ -140,23 +146,33 @@ _recording: ContextVar[Recording | None] = ContextVar("lookups of a loss", defau
 def look_up(
     layer: Hashable, collection: EmbeddingCollection, state: EmbeddingState, batch: Batch, guard: Float[Array, ""]
 ) -> Activations:
-    """Activations of a layer that is not frozen; with taps added where a loss is recorded.
+    """Activations of a layer that is not frozen. During a recording, taps are added to them.
 
-    Raises: RuntimeError: they are differentiated by the guard, but nobody will step the rows; or a loss looks them up
-      inside another transformation of JAX, from where no record comes back.
+    Args:
+      layer: key of the layer in `Recording.layers`.
+      collection: the tables of the layer.
+      state: their state.
+      batch: ids of every feature.
+      guard: parameter of the layer, which no result depends on. Differentiating by it without a
+        recording is an error.
+
+    Raises: RuntimeError: the activations are differentiated without a recording, so the tables
+      would stay untrained; or a recorded loss calls the layer inside another JAX transformation,
+      where it cannot be recorded.
     """
     recording = _recording.get()
     if recording is not None and get_opaque_trace_state(convention="flax") != recording.trace:
         raise RuntimeError(
-            f"the loss looks up rows of the layers {sorted(recording.layers.values())}, or of some, in a scan, a "
-            "branch, a vmap, a remat or a jit, from where no gradients of rows come back; call the layer before it, "
-            "and hand the activations in."
+            f"the loss looks up rows of the layers {sorted(recording.layers.values())}, or of "
+            "some, in a scan, a branch, a vmap, a remat or a jit, from where no gradients of "
+            "rows come back; call the layer before it, and hand the activations in."
         )
     if recording is None or layer not in recording.layers:
         tables = ", ".join(map(repr, collection.table_specs))
         refusal = f"the Embeddings layer of tables {tables} would stay untrained, silently: its rows are no parameters"
         return _guarded(collection.lookup(state, batch), guard, f"{refusal} of this gradient. {_WAY_OUT}")
-    batch, number = collection.prepare(batch), len(recording.calls)
+    batch = collection.prepare(batch)
+    number = len(recording.calls)
     activations, _ = collection.lookup_vjp(state, batch)
     recording.calls.append(Call(recording.layers[layer], collection, batch, activations))
     return jax.tree.map(jnp.add, activations, recording.taps[number]) if recording.taps else activations
@@ -177,16 +193,18 @@ def _refuse(refusal: str, primals: Any, tangents: Any) -> PyTree:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """Gradients of a loss: dense ones of parameters, sparse ones of tables.
+    """Gradients of a loss: dense gradients of parameters, and sparse gradients of tables.
 
-    `first + second` are the gradients of the sum of two losses, and `gradients / 2` those of half a
-    loss, for parameters and rows. `jax.tree.map(jnp.add, first, second)` is a TypeError, since numbers
-    of rows cannot be added.
+    `first + second` is the gradient of the sum of two losses, and `gradients / 2` the gradient of
+    half a loss, for parameters and rows. `jax.tree.map(jnp.add, first, second)` is a TypeError,
+    since row numbers cannot be added.
 
     Args:
       dense: gradients in the structure of the parameters.
-      calls: calls of each layer, with gradients of activations. A layer's name is its path, `"towers/0/words"`.
-      changed: `RowGradients` that somebody put in the place of those that follow from the calls, by layer.
+      calls: lookups of each layer with gradients of their activations, by the path of the layer,
+        such as `"towers/0/words"`.
+      changed: `RowGradients` that replace the row gradients of the calls, by layer; see
+        `with_rows`.
     """
 
     dense: PyTree
@@ -215,7 +233,7 @@ class Gradients:
                 rows[name] = combine(rows[name], other_rows)
             else:
                 rows[name] = other_rows
-        # The sum is in `rows`; of the calls, only their collections are still needed.
+        # `rows` holds the sum. A step then needs only the collection of each layer.
         calls = {}
         for name, (first, *_) in {**self.calls, **other.calls}.items():
             calls[name] = [dataclasses.replace(first, batch={}, activations={})]
@@ -235,8 +253,10 @@ class Gradients:
             return jax.tree.map(lambda array: array * jnp.asarray(number, array.dtype), tree)
 
         calls: dict[str, list[Call]] = {}
-        for name, own in self.calls.items():
-            calls[name] = [dataclasses.replace(call, activations=scaled(call.activations)) for call in own]
+        for name, layer_calls in self.calls.items():
+            calls[name] = []
+            for call in layer_calls:
+                calls[name].append(dataclasses.replace(call, activations=scaled(call.activations)))
         changed = {name: scale(rows, number) for name, rows in self.changed.items()}
         return Gradients(scaled(self.dense), calls, changed)
 
@@ -249,21 +269,26 @@ class Gradients:
 
     @property
     def rows(self) -> dict[str, RowGradients]:
-        """Gradients of distinct rows, by layer; computed on request, since a step does not need them."""
+        """Gradients of distinct rows, by layer. They are computed here, since a step does not need them."""
         return {name: self._rows(name) for name in self.calls}
 
     @validated
     def with_rows(self, rows: Mapping[str, RowGradients]) -> Gradients:
-        """A copy in which some layers have other row gradients, such as clipped or accumulated ones.
+        """A copy with the row gradients of some layers replaced, for example by clipped or accumulated ones.
 
-        Raises: ValueError: the loss called no such layer. TypeError: the gradients are no `RowGradients`.
+        Args:
+          rows: the new row gradients, by layer.
+
+        Raises:
+          ValueError: the loss did not call such a layer.
+          TypeError: a value is not a `RowGradients`.
         """
         if unknown := sorted(set(rows) - set(self.calls)):
             raise ValueError(f"the loss called no layers {unknown}, only {sorted(self.calls)}.")
         return dataclasses.replace(self, changed={**self.changed, **rows})
 
     def step(self, name: str, state: EmbeddingState) -> EmbeddingState:
-        """The state of a layer after one step; after a single call, one kernel sums gradients and steps rows."""
+        """The state of a layer after one step. After a single call, one kernel sums gradients and updates rows."""
         first, *more = self.calls[name]
         if more or name in self.changed:
             return first.collection.apply(state, self._rows(name))
@@ -277,9 +302,15 @@ class Gradients:
 
 
 def stepped(gradients: PyTree, states: Mapping[str, EmbeddingState]) -> dict[str, EmbeddingState]:
-    """States of the layers that a loss called, after one step by its `Gradients`; `states` are those of all layers.
+    """States, after one step, of the layers that a loss called.
 
-    Raises: TypeError: they are no `Gradients`, and have nothing for the tables. ValueError: they are of other layers.
+    Args:
+      gradients: the `Gradients` of the loss.
+      states: states of all layers that are trained, by layer.
+
+    Raises:
+      TypeError: `gradients` is no `Gradients`, so it has no gradients of tables.
+      ValueError: the gradients are of other layers.
     """
     if not isinstance(gradients, Gradients):
         raise TypeError(f"gradients are a {type(gradients).__name__}, which has nothing for the tables. {_WAY_OUT}")
