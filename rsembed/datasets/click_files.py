@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -199,7 +199,7 @@ class Columns(NamedTuple):
     categories: dict[str, int]
 
 
-def _chunks(reader: str, path: str | os.PathLike[str], missing: int) -> Iterator[CriteoLog]:
+def _chunks(reader: str, path: str | os.PathLike[str], missing: int) -> Generator[CriteoLog, None, None]:
     """Iterator over the rows of each block of the file. The file must exist now, and is opened with the first chunk."""
     file_path = Path(path).expanduser()
     if not file_path.is_file():
@@ -209,7 +209,7 @@ def _chunks(reader: str, path: str | os.PathLike[str], missing: int) -> Iterator
     return _read_chunks(reader, file_path, missing)
 
 
-def _read_chunks(reader: str, path: Path, missing: int) -> Iterator[CriteoLog]:
+def _read_chunks(reader: str, path: Path, missing: int) -> Generator[CriteoLog, None, None]:
     num_rows = 0
     try:
         with contextlib.ExitStack() as stack:
