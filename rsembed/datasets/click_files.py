@@ -89,7 +89,7 @@ def criteo(path: str | os.PathLike[str], *, rows: PositiveInt | None = None, mis
       The rows. The hexadecimal digits of a category are its key, which `rs.Hashed` tables take.
 
     Raises:
-      ValueError: a line has another form, or the file is damaged (the message has the line); or it has no rows.
+      ValueError: a line has another form (the message has its number), or the file is damaged or has no rows.
       FileNotFoundError: `path` is no file.
 
     Source: Criteo's data for Kaggle's Display Advertising Challenge (2014), and its Terabyte click logs.
@@ -130,7 +130,7 @@ def criteo_chunks(
       rows: rows of each chunk, such as a batch or some of them. The last chunk may have fewer.
       missing: as in `criteo`.
 
-    Raises: As `criteo`. A bad line raises when its chunk is read; what came before it was yielded.
+    Raises: As `criteo`. A bad line raises when its chunk is read, after the chunks before it.
     """
     chunks = _chunks("criteo_chunks", path, missing)
     return _regrouped(chunks, rows)

@@ -249,7 +249,7 @@ def is_number(text: str) -> bool:
 
 
 def decoded(content: bytes) -> str:
-    """Text in UTF-8 where it is valid, else in Latin-1, in which ml-1m and ml-100k are published.
+    """Text in UTF-8 where it is valid, else in Latin-1, the encoding of ml-1m and ml-100k.
 
     Latin-1 titles are hardly ever valid UTF-8 by chance: a special character would have to follow each accent.
     """

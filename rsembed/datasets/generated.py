@@ -14,7 +14,7 @@ from jaxtyping import Float32, Float64, Int32
 from rsembed.checks import NonNegativeInt, PositiveInt, validated
 
 CLICK_INTERCEPT = -1.0
-"""Log-odds of a click before any feature speaks; the deviations leave clicks learnable but not certain."""
+"""Log-odds of a click before any feature counts. The deviations leave clicks learnable but not certain."""
 CLICK_DENSE_STD = 0.6
 CLICK_BIAS_STD = 0.8
 CLICK_INTERACTION_STD = 0.8
@@ -29,8 +29,8 @@ def zipf_probabilities(
     """Probabilities of the bounded Zipf law: rank `r = 1, 2, …` has probability `r**-exponent / sum`.
 
     Args:
-      vocabulary_size: number of ranks; because it is finite, every exponent from 0 (uniform) up is fine.
-      exponent: 1.05 to 1.2 is usual for click logs and words; a larger one concentrates on fewer ids.
+      vocabulary_size: number of ranks. Because it is finite, every exponent from 0 (uniform) up is fine.
+      exponent: 1.05 to 1.2 is usual for click logs and words. A larger one concentrates on fewer ids.
 
     Raises: ValueError: `vocabulary_size` is below 1 or beyond int32, or `exponent` is negative or not finite.
 
@@ -50,11 +50,11 @@ def zipf_ids(
     """Ids drawn from the bounded Zipf law, by exact inversion of its distribution function.
 
     Args:
-      num_ids: how many to draw; 0 is allowed.
-      vocabulary_size: ids lie in `[0, vocabulary_size)`; ten million take about 0.2 GB while drawing.
+      num_ids: number of ids to draw. 0 is allowed.
+      vocabulary_size: exclusive upper bound of the ids. Ten million take about 0.2 GB while drawing.
       exponent: as in `zipf_probabilities`.
       seed: fixes the draws and, independently of `num_ids`, the shuffle.
-      shuffle: spread popular ids over the whole range, as hashed ids are; False makes id 0 the most frequent.
+      shuffle: spread popular ids over the whole range, as hashed ids are. False makes id 0 the most frequent.
 
     Raises: ValueError: `num_ids` is negative, or as `zipf_probabilities`.
 
@@ -118,13 +118,13 @@ def synthetic_clicks(
     Bernoulli draws.
 
     Args:
-      num_samples: rows to draw; a few hundred for tests, 100_000 to come near `best_log_loss`.
-      vocabulary_sizes: one per sparse feature; the features are called `sparse_0`, `sparse_1`, ….
-      num_dense: number of standard normal dense features; 0 is allowed.
+      num_samples: rows to draw. A few hundred for tests, 100_000 to come near `best_log_loss`.
+      vocabulary_sizes: one per sparse feature. The features are called `sparse_0`, `sparse_1`, ….
+      num_dense: number of standard normal dense features. 0 is allowed.
       seed: fixes the true model and which ids are popular, whatever `num_samples` is.
-      sample_seed: fixes the rows; draw a test set by changing it and nothing else.
+      sample_seed: fixes the rows. Draw a test set by changing it and nothing else.
       exponent: Zipf exponent of the ids, see `zipf_probabilities`.
-      embedding_dim: length of the true id vectors; models with at least this dimension can fit them.
+      embedding_dim: length of the true id vectors. Models with at least this dimension can fit them.
 
     Raises: ValueError: a count is below 1 (`num_dense`: below 0), or as `zipf_probabilities`.
 

@@ -1,4 +1,4 @@
-"""Logs of ratings of films: MovieLens, and a generated log whose law is known."""
+"""Logs of film ratings, and a generated log with a known law."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ FEWEST_RATINGS = 20
 NUM_VISITS = 4
 TASTE_DIM = 4
 TASTE_STRENGTH = 6.0
-"""How much of the log-odds is taste: with 0, the most popular films would be the best advice there is."""
+"""Share of taste in the log-odds. With 0, the most popular films would be the best possible advice."""
 TASTE_NOISE = 0.6
-"""Length of what sets an item apart from its genres, which have length 1; a user from his favourite genres, too."""
+"""Length of the random part of an item's or user's vector. The part from the genres has length 1."""
 DRIFT_RADIANS = 0.8
-"""How far a taste turns towards another one from a user's first visit to the last."""
+"""Angle by which a taste turns between a user's first visit and the last."""
 NEW_SHARE = 0.3
 NEW_LOG_ODDS = 2.0
 NEW_DAYS = 60.0
-"""Films that come out while the log runs, how popular that makes them, and for how long."""
+"""Share of films that come out while the log runs, their extra log-odds on that day, and its decay time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,10 @@ class TasteLaw:
 
     Attributes:
       first_tastes, last_tastes: taste vector of every user on the first and on the last visit.
-      first_days, last_days: when these are, in days from the beginning of the log.
-      item_vectors: vector of every item, to be compared with tastes.
+      first_days, last_days: times of these visits, in days from the beginning of the log.
+      item_vectors: vector of every item. Its product with a taste says how well the two fit.
       log_popularity: logarithm of every item's popularity.
-      release_days: when an item came out; negative for those that were there at the beginning.
+      release_days: day on which each item came out, negative for items from before the log.
     """
 
     first_tastes: Float64[np.ndarray, "users dim"]
@@ -56,13 +56,15 @@ class TasteLaw:
     def log_odds(
         self, users: Int[np.ndarray, " samples"], days: Float64[np.ndarray, " samples"]
     ) -> Float64[np.ndarray, "samples items"]:
-        """Log of a number proportional to the probability that each item is next; `-inf` before it came out.
+        """Log of a number proportional to the probability that each item is next.
 
-        Among the items that the user has not rated yet, nobody can rank better than this does.
+        It is `-inf` before an item came out.
+
+        No ranking of the items that a user has not rated yet is better than the ranking by these numbers.
 
         Args:
           users: row numbers.
-          days: when, from the beginning of the log, see `RatingsLog.days`.
+          days: time of each choice in days from the beginning of the log, as `RatingsLog.days` has them.
         """
         users = np.asarray(users)
         if np.shape(days) != users.shape or ((users < 0) | (users >= len(self.first_days))).any():
@@ -78,17 +80,17 @@ class TasteLaw:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RatingsLog:
-    """Ratings in the order of time: user, item, stars and time of each, with titles and genres of the items.
+    """Ratings in the order of time, with titles and genres of the items.
 
     Attributes:
-      users, items: row numbers from 0, one pair a rating.
-      ratings: stars, 0.5 to 5; halves occur since ml-10m, whole ones before and in generated logs.
+      users, items: user and item of each rating, as row numbers from 0.
+      ratings: stars, from 0.5 to 5. Some logs have whole stars only, generated ones among them.
       timestamps: seconds since 1970.
-      user_ids, item_ids: what the log calls each row number, in ascending order; there may be gaps.
+      user_ids, item_ids: id of each row number in the log's files, in ascending order. There may be gaps.
       titles: title of every item.
-      genres: mask of each item's `genre_names`, at least one unless none is known.
+      genres: mask of the `genre_names` of each item. An item without a known genre has none.
       source: a sentence about the origin.
-      law: the law that a generated log was drawn from; None for people's ratings.
+      law: law from which a generated log was drawn. None for people's ratings.
     """
 
     users: Int32[np.ndarray, " ratings"]
@@ -105,12 +107,12 @@ class RatingsLog:
 
     @property
     def days(self) -> Float64[np.ndarray, " ratings"]:
-        """Time of each rating in days since the first, in a generated log since the beginning of its law."""
+        """Time of each rating in days since the first one. A generated log counts from the beginning of its law."""
         start = START_SECONDS if self.law is not None else self.timestamps.min()
         return (self.timestamps - start) / DAY_SECONDS
 
     def is_last(self) -> Bool[np.ndarray, " ratings"]:
-        """Mask of each user's last rating: leave these out of training, and ask the model for them.
+        """Mask of each user's last rating. Leave these out of training, and let the model predict them.
 
         Example:
           >>> log = generated_ratings(10, 80, seed=0)
@@ -123,7 +125,7 @@ class RatingsLog:
 
     @validated
     def histories(self, length: PositiveInt) -> Int32[np.ndarray, "ratings length"]:
-        """The items that a user had rated before each rating, the latest first; `-1` where there are fewer.
+        """Items that the user had rated before each rating, the latest first, and `-1` where there are fewer.
 
         Raises: ValueError: `length` is below 1.
 
@@ -134,13 +136,14 @@ class RatingsLog:
           np.True_
         """
         order = np.argsort(self.users, kind="stable")
-        items, users = self.items[order], self.users[order]
-        place = np.arange(len(users)) - np.searchsorted(users, users)  # of a rating among those of its user
-        found = np.full((len(users), length), -1, np.int32)
+        items = self.items[order]
+        users = self.users[order]
+        num_before = np.arange(len(users)) - np.searchsorted(users, users)  # earlier ratings of the same user
+        sorted_histories = np.full((len(users), length), -1, np.int32)
         for back in range(1, min(length, len(users) - 1) + 1):
-            found[back:, back - 1] = np.where(place[back:] >= back, items[:-back], -1)
-        histories = np.empty_like(found)
-        histories[order] = found
+            sorted_histories[back:, back - 1] = np.where(num_before[back:] >= back, items[:-back], -1)
+        histories = np.empty_like(sorted_histories)
+        histories[order] = sorted_histories
         return histories
 
 
@@ -148,17 +151,17 @@ class RatingsLog:
 def generated_ratings(
     num_users: int, num_items: int, *, ratings_per_user: float = 40.0, exponent: float = 0.8, seed: NonNegativeInt
 ) -> RatingsLog:
-    """A log in the form of MovieLens, drawn from a known law, so that the best possible advice is known too.
+    """Log in the form of MovieLens, drawn from a known law, so that the best possible advice is known.
 
-    Films have Zipf popularity, one to three genres, and a vector near those of their genres. Users like films near
-    their taste, which turns with time; they come a few times, rate many films at once, and none twice. Some films come
-    out while the log runs, and are in demand for some weeks. So a model that knows the user, what was rated last, the
-    genres and the time can do better than one that knows popularity.
+    Films have Zipf popularity, one to three genres, and a vector similar to those of their genres. Users like films
+    with a vector similar to their taste, and tastes turn with time. A user comes a few times, rates many films at
+    once, and rates none twice. Some films come out while the log runs, and are in demand for some weeks. So a model
+    of the user, the latest ratings, the genres and the time can do better than popularity alone.
 
     Args:
       num_users: a hundred make a test quick.
       num_items: at least 40.
-      ratings_per_user: on average; nobody has fewer than 20, as in MovieLens, or more than half of the items.
+      ratings_per_user: average number. Every user has at least 20, as in MovieLens, and at most half of the items.
       exponent: Zipf exponent of the popularity of films.
       seed: fixes everything.
 
@@ -210,7 +213,7 @@ def generated_ratings(
 def _law(
     generator: np.random.Generator, num_users: int, num_items: int, exponent: float
 ) -> tuple[TasteLaw, np.ndarray]:
-    """A random `TasteLaw`, and the genres of each item."""
+    """Random `TasteLaw`, and a mask of the genres of each item."""
     centres = _unit(generator.standard_normal((len(GENRES), TASTE_DIM)))
     ranks = np.argsort(id_of_rank(len(GENRES), 3))  # dramas are more frequent than westerns
     weights = zipf_probabilities(len(GENRES), exponent=0.5)[ranks]
@@ -223,15 +226,15 @@ def _law(
         favourites = centres[generator.integers(0, len(GENRES), (num_users, 2))].sum(axis=1)
         return _unit(_unit(favourites) + TASTE_NOISE * _unit(generator.standard_normal((num_users, TASTE_DIM))))
 
-    own = TASTE_NOISE * _unit(generator.standard_normal((num_items, TASTE_DIM)))
-    is_new = generator.permutation(num_items) < NEW_SHARE * num_items  # more than half are there for everybody
+    item_noise = TASTE_NOISE * _unit(generator.standard_normal((num_items, TASTE_DIM)))
+    is_new = generator.permutation(num_items) < NEW_SHARE * num_items  # most films are older than the log
     starts = generator.uniform(0.0, 0.7 * SPAN_DAYS, num_users)
     law = TasteLaw(
         first_tastes=tastes(),
         last_tastes=tastes(),
         first_days=starts,
         last_days=starts + generator.uniform(0.1, 0.3, num_users) * SPAN_DAYS,
-        item_vectors=_unit(_unit(genres @ centres) + own),
+        item_vectors=_unit(_unit(genres @ centres) + item_noise),
         log_popularity=np.log(generator.permutation(zipf_probabilities(num_items, exponent=exponent))),
         release_days=np.where(
             is_new, generator.uniform(0.0, SPAN_DAYS, num_items), -generator.uniform(300.0, 9_000.0, num_items)
@@ -247,22 +250,23 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 def _visits(
     generator: np.random.Generator, law: TasteLaw, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Users, items and seconds of all ratings: `counts` of each user, spread over his visits."""
+    """User, item and second of each rating. A user has `counts` ratings, spread over the visits."""
     num_users, num_items = len(counts), len(law.item_vectors)
     shares = np.diff(counts[:, None] * np.arange(NUM_VISITS + 1) // NUM_VISITS, axis=1)
     inner = np.sort(generator.random((num_users, NUM_VISITS - 2)), axis=1)
     moments = np.concatenate([np.zeros((num_users, 1)), inner, np.ones((num_users, 1))], axis=1)
     visits = law.first_days[:, None] + moments * (law.last_days - law.first_days)[:, None]
-    found = []
-    for some in np.array_split(np.arange(num_users), 1 + num_users // 256):  # as many as have room in memory
-        is_rated = np.zeros((len(some), num_items), bool)
+    rated = []
+    for user_part in np.array_split(np.arange(num_users), 1 + num_users // 256):  # bounds the memory
+        is_rated = np.zeros((len(user_part), num_items), bool)
         for visit in range(NUM_VISITS):
-            days, share = visits[some, visit], shares[some, visit]
-            noisy = law.log_odds(some, days) + generator.gumbel(size=is_rated.shape)
+            days = visits[user_part, visit]
+            share = shares[user_part, visit]
+            noisy = law.log_odds(user_part, days) + generator.gumbel(size=is_rated.shape)
             order = np.argsort(np.where(is_rated, np.inf, -noisy), axis=1)[:, : share.max()]
             rows, places = np.nonzero(np.arange(share.max()) < share[:, None])
             is_rated[rows, order[rows, places]] = True
             seconds = START_SECONDS + (days[rows] * DAY_SECONDS).astype(np.int64) + 20 * places
-            found.append((some[rows], order[rows, places], seconds))
-    users, items, seconds = (np.concatenate(parts) for parts in zip(*found, strict=True))
+            rated.append((user_part[rows], order[rows, places], seconds))
+    users, items, seconds = (np.concatenate(parts) for parts in zip(*rated, strict=True))
     return users, items, seconds

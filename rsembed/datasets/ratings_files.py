@@ -1,4 +1,4 @@
-"""Logs of film ratings in the file formats in which GroupLens and RecBole publish MovieLens."""
+"""Logs of film ratings in the published file formats of MovieLens, by GroupLens and RecBole."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ARCHIVE = Published(
 NO_GENRES = ("", "(no genres listed)", "unknown")
 """Entries that the published files have in the place of genres where none is known."""
 MOST_EXACT = 2**53
-"""Ids and times below this number are exact in float64, in which a line is read."""
+"""Ids and times below this number are exact in float64, the type of a parsed line."""
 SEARCH_DEPTH = 2
 """Levels of subfolders that are searched for a log."""
 
@@ -65,7 +65,7 @@ class Film(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Form:
-    """A format in which a log of ratings is published.
+    """A file format of a log of ratings.
 
     Attributes:
       ratings_name, films_name: how names of the two files end.
@@ -222,7 +222,7 @@ def movielens(
 
     Raises:
       ValueError: a line has another form (the message has its number), a rated film is not in the file of
-        films, an archive is damaged, `ml-1m.zip` is not the published one, or there are several logs.
+        films, an archive is damaged, `ml-1m.zip` is not the published one, or a folder has several logs.
       FileNotFoundError: no log is there.
 
     Source: Harper and Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 5(4), 2015.

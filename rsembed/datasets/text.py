@@ -1,6 +1,6 @@
-"""Text as word ids, and windows of it: the real Shakespeare corpus where it is found, else one in his manner.
+"""Text as word ids, and windows of them: the real Shakespeare corpus if there is one, else a text in his manner.
 
-Files that others publish are found in a place that the user names, in the cache, or on the network; never mistaken.
+Published files are read from a path, the cache or the network, and checked against their published checksum.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _log = logging.getLogger("rsembed")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Published:
-    """A file that others publish, which may be at hand, in the cache or on the network.
+    """Published file that may be on the disk, in the cache or on the network.
 
     Attributes:
-      reader: the function that reads it, which messages name.
-      name: what it is called inside a folder, the cache among them.
-      title: what is in it.
-      url: where it is fetched.
-      known_hash: `algorithm:digest` of its content.
+      reader: name of the function that reads the file, for messages.
+      name: file name, in any folder and in the cache.
+      title: description of the content.
+      url: address of the download.
+      known_hash: `algorithm:digest` of the published content.
     """
 
     reader: str
@@ -41,22 +41,22 @@ class Published:
     known_hash: str
 
     def read(self, path: str | os.PathLike[str] | None, *, download: bool) -> tuple[bytes, str]:
-        """Content of the file, or of one of the user's own, and a sentence about its origin.
+        """Content of the published file or of another file at `path`, and a sentence about its origin.
 
         Args:
           path: a file or folder. Without it, `RSEMBED_DATA` may name one, else pooch's cache may have the file.
-          download: allow fetching it into the cache. Without an answer within seconds, it was not found.
+          download: allow fetching it into the cache. Without an answer within seconds, the file counts as missing.
 
         Raises:
           FileNotFoundError: `path` has no such file, or none was found.
-          ValueError: a file bears the published name, and is another one.
+          ValueError: a file has the published name and another content.
         """
         return self.check(self._find(path, download))
 
     def check(self, file: Path) -> tuple[bytes, str]:
         """Content of a file, and a sentence about its origin.
 
-        Raises: ValueError: the file bears the published name, and is another one.
+        Raises: ValueError: the file has the published name and another content.
         """
         content = file.read_bytes()
         algorithm, known = self.known_hash.split(":")
@@ -141,7 +141,7 @@ BEST_LOSS = 1.6432402670145951
 class Text:
     """A text as word ids, with its vocabulary and a sentence about its origin.
 
-    `content` is the text as it stands in its file, all of it, for models of letters. `vocabulary[i]` is the word of
+    `content` is the whole text of the file, for models of letters. `vocabulary[i]` is the word of
     id `i`, and `vocabulary[0]` is `UNKNOWN_WORD`. It may be shorter than the `vocabulary_size` that was asked for,
     when the text has fewer distinct words. `best_loss` is the mean surprise of a word, in nats, to who knows the law
     that the text was drawn from: no model can do better. It is None where there is no such law, and where words
@@ -164,15 +164,15 @@ def shakespeare(
     download: bool = False,
     max_words: PositiveInt | None = None,
 ) -> Text:
-    """Words of Shakespeare, or of a text of our own in his manner, ranked into ids by how often they occur.
+    """Words of Shakespeare, or of a bundled text in his manner, with ids by how often they occur.
 
-    The most frequent word gets id 1, ties go to the word that appears first, and id 0 stands for the words
-    that found no room. The real corpus (tinyshakespeare) is searched in `path`, then in the file or folder
+    The most frequent word gets id 1, ties go to the word that appears first, and id 0 stands for all words
+    beyond `vocabulary_size`. The real corpus (tinyshakespeare) is searched in `path`, then in the file or folder
     named by the environment variable `RSEMBED_DATA`, then in pooch's cache, and fetched only if `download`.
 
     Args:
-      vocabulary_size: number of ids, id 0 included; a table of as many rows holds them all.
-      source: "corpus" insists on a file that was found. "generated" are 72,000 words of short sentences from a
+      vocabulary_size: number of ids, id 0 included, and so the number of rows that a table needs.
+      source: "corpus" raises an error if there is no file. "generated" are 72,000 words of short sentences from a
         grammar, speakers' names and stops among them: a small model learns to write such. "pastiche" is a short
         play, written by hand, with as many rare words as any text. Both are bundled. "auto" takes the real corpus if
         it is found, else the generated text, and tells the logger "rsembed" which.
@@ -180,10 +180,10 @@ def shakespeare(
         read without a checksum.
       download: allow fetching the corpus (1.1 MB) into the cache folder. Without an answer within seconds, it was not
         found.
-      max_words: keep only the first words; a few hundred make a test quick.
+      max_words: keep only the first words. A few hundred make a test quick.
 
     Returns:
-      The text; its `source` says what was read.
+      The text. Its `source` says which file was read.
 
     Raises:
       ValueError: an argument is out of range, a file that bears the corpus' name has another content, or a
@@ -192,7 +192,7 @@ def shakespeare(
 
     Source:
       Ranking as in the Shakespeare example of jax-tpu-embedding, except that its most frequent word shares
-      id 0 with the unknown words; here every id is one higher and 0 means unknown alone.
+      id 0 with the unknown words. Here every id is one higher and 0 means unknown alone.
 
     Example:
       >>> text = shakespeare(64, source="pastiche", max_words=2000)
@@ -243,7 +243,7 @@ def _bundled_file(name: str) -> Path:
 def load_shakespeare(vocab_size: PositiveInt) -> Int32[np.ndarray, " words"]:
     """Word ids as the published tutorial numbers them: the most frequent word is 0, and so is every unknown word.
 
-    `shakespeare` keeps the two apart; use this one to compare with the tutorial. It reads the text that
+    `shakespeare` keeps the two apart. Use this function to compare with the tutorial. It reads the text that
     `shakespeare()` reads, and gives an id of its own to as many of the most frequent words as `vocab_size`.
 
     Example:

@@ -30,12 +30,12 @@ class WordVectors:
     """Vectors of the words that were asked for, and counts of what the file had.
 
     Attributes:
-      values: vector of each word; zeros where the file has none.
+      values: vector of each word, zeros where the file has none.
       is_found: whether the file has a vector for the word.
       num_vectors: vectors in the file, also of words that were not asked for.
-      num_duplicates: further vectors of a word that was asked for; the first one counts.
-      num_bad_lines: lines that were skipped; 0 unless `bad_lines="skip"`.
-      num_announced: number of vectors in the file's header; None without a header.
+      num_duplicates: further vectors of a requested word. The first one counts.
+      num_bad_lines: lines that were skipped, 0 unless `bad_lines="skip"`.
+      num_announced: number of vectors in the file's header, None without a header.
     """
 
     values: Float32[np.ndarray, "words dim"]
@@ -61,7 +61,7 @@ def word_vectors(
     result. The numbers of words that are not asked for are counted, and not all are read.
 
     Args:
-      source: path of a UTF-8 text file, which gzip may have compressed; or an iterable of lines.
+      source: path of a UTF-8 text file, which gzip may have compressed, or an iterable of lines.
       words: words to find, one for each row of the result. A word may be listed twice.
       dim: numbers in each line. A header that says another number is an error.
       bad_lines: "raise" stops at the first bad line. "skip" leaves bad lines out and counts them. A line is bad with
@@ -74,7 +74,7 @@ def word_vectors(
 
     Raises:
       TypeError: a line is neither text nor bytes, or a word is no text.
-      ValueError: a line is bad; the message has its number. Or the header says another `dim` or, with
+      ValueError: a line is bad (the message has its number). Or the header says another `dim` or, with
         `bad_lines="raise"`, another number of vectors; or a compressed file is damaged.
 
     Example:
@@ -150,7 +150,7 @@ def _rows_of_word(words: Iterable[str]) -> dict[bytes, list[int]]:
 
 
 def _lines_of(lines: Iterable[str | bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Lines as bytes without their ends; each one counts as complete."""
+    """Lines as bytes without their ends. Each one counts as complete."""
     for number, line in enumerate(lines, start=1):
         if isinstance(line, str):
             line = line.encode("utf-8", "surrogatepass")
@@ -160,7 +160,7 @@ def _lines_of(lines: Iterable[str | bytes]) -> Iterator[tuple[bytes, bool]]:
 
 
 def _lines_of_file(path: Path, dim: int) -> Iterator[tuple[bytes, bool]]:
-    """Lines of a file, which gzip may have compressed, and whether each has its end of line; read within a bound.
+    """Lines of a file, which gzip may have compressed, and whether each has its end of line. Memory is bounded.
 
     Raises: ValueError: the file is a zip archive, a damaged gzip file, or has a line beyond the bound.
     """
@@ -196,7 +196,7 @@ def _lines_of_file(path: Path, dim: int) -> Iterator[tuple[bytes, bool]]:
 
 
 def _announced(line: bytes, dim: int, name: str) -> int | None:
-    """Number of vectors that a header announces; None where the line is no header.
+    """Number of vectors that a header announces, or None if the line is no header.
 
     Raises: ValueError: the header says another number of dimensions.
     """
@@ -215,7 +215,7 @@ def _split(line: bytes, dim: int) -> tuple[bytes, bytes]:
     """The word of a line, and its numbers. Raises: ValueError: the line is bad, and why."""
     stripped = line.rstrip(b" ")
     num_spaces = stripped.count(b" ")
-    # Most lines are of other words than those that are asked for: their numbers are not taken apart.
+    # Most lines have words that were not requested. Their numbers are not split.
     word = stripped.partition(b" ")[0] if num_spaces == dim else stripped.rsplit(b" ", dim)[0]
     numbers = stripped[len(word) + 1 :]
     first = numbers.partition(b" ")[0]
