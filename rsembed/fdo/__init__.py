@@ -1,4 +1,4 @@
-"""Feedback-directed optimisation: limits and buffer sizes from the statistics of earlier batches."""
+"""Reports on ids, and feedback-directed optimisation: limits from the statistics of earlier batches."""
 
 from rsembed.fdo import client
 from rsembed.fdo.client import CSVFileFDOClient as CSVFileFDOClient
@@ -12,6 +12,6 @@ from rsembed.fdo.statistics import LimitsPolicy as LimitsPolicy
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
 from rsembed.fdo.statistics import limits_from_statistics as limits_from_statistics
 
-# Published names of the modules of these clients.
+# The published API has each client in a module of this name.
 file_fdo_client = client
 csv_file_fdo_client = client

@@ -1,4 +1,4 @@
-"""Clients that collect statistics of batches, in memory or in files, and the interface they share."""
+"""Clients that collect the statistics of batches, in memory or in files."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ _log = logging.getLogger("rsembed")
 
 
 History = dict[str, np.ndarray]
-"""Every statistic of every stack by its name in files; one row per record once there are several."""
+"""Statistics of all stacks by their names in files. With several records, each has a row."""
 
 
 def record_of(statistics: SparseDenseMatmulInputStats) -> History:
-    """The history of one record, whose arrays are one-dimensional."""
+    """The statistics of one batch as a history of one-dimensional arrays."""
     check_type(statistics, SparseDenseMatmulInputStats, "the statistics of a batch, which preprocessing returns,")
-    return {
-        f"{stack}_{suffix}": np.atleast_1d(np.asarray(values)).astype(np.int64)
-        for suffix, field in KINDS.items()
-        for stack, values in getattr(statistics, field).items()
-    }
+    history = {}
+    for suffix, field in KINDS.items():
+        for stack, values in getattr(statistics, field).items():
+            history[f"{stack}_{suffix}"] = np.atleast_1d(np.asarray(values)).astype(np.int64)
+    return history
 
 
 def append_history(history: History, later: History) -> History:
-    """Both histories joined: the later records are rows below the earlier ones.
+    """One history of all records, with the later records as rows after the earlier ones.
 
     Raises:
-      ValueError: a statistic has another length than before: the layout changed under one client, or processes differ.
+      ValueError: a statistic has another length than before, because the layout changed or because
+        processes have different layouts.
     """
     result = dict(history)
     for key, rows in later.items():
@@ -56,17 +57,19 @@ def append_history(history: History, later: History) -> History:
                 "or in another process; use a new client (and folder) when the number of devices or cores changes, and "
                 "equally many in all processes."
             )
-        result[key] = np.vstack([result[key], rows]) if key in result else rows
+        if key in result:
+            rows = np.vstack([result[key], rows])
+        result[key] = rows
     return result
 
 
 def running_maximum(history: Mapping[str, np.ndarray]) -> History:
-    """The elementwise maximum of all records: a history whose size does not grow."""
+    """A history with one record, the elementwise maximum of all records."""
     return {key: np.max(np.atleast_2d(values), axis=0) for key, values in history.items()}
 
 
 def merge_processes(histories: Iterable[Mapping[str, np.ndarray]]) -> History:
-    """The history of a single process unchanged; of several, the elementwise maximum over all records.
+    """The history of all processes: of one process as it is, of several the elementwise maximum.
 
     Raises: ValueError: the processes recorded different layouts.
     """
@@ -80,54 +83,58 @@ def merge_processes(histories: Iterable[Mapping[str, np.ndarray]]) -> History:
 
 
 def to_statistics(history: Mapping[str, np.ndarray]) -> SparseDenseMatmulInputStats:
-    """Statistics that hold the values of a history.
+    """Statistics with the values of a history.
 
     Raises:
-      ValueError: a name ends in none of the known kinds.
+      ValueError: a name does not end in a known kind of statistic.
     """
     statistics = SparseDenseMatmulInputStats()
     for key, values in history.items():
         suffix = next((suffix for suffix in KINDS if key.endswith(f"_{suffix}")), None)
         if suffix is None:
-            raise ValueError(f"statistic {key!r} ends in none of {', '.join('_' + suffix for suffix in KINDS)}.")
-        getattr(statistics, KINDS[suffix])[key.removesuffix(f"_{suffix}")] = values
+            known = ", ".join(f"_{suffix}" for suffix in KINDS)
+            raise ValueError(f"statistic {key!r} ends in none of {known}.")
+        by_stack = getattr(statistics, KINDS[suffix])
+        by_stack[key.removesuffix(f"_{suffix}")] = values
     return statistics
 
 
 class FDOClient(abc.ABC):
-    """Collects the statistics of batches and hands back those of all processes."""
+    """Interface of clients that collect the statistics of batches over all processes."""
 
     @abc.abstractmethod
     def record(self, data: SparseDenseMatmulInputStats) -> None:
-        """Remembers the statistics of one batch."""
+        """Adds the statistics of one batch."""
 
     @abc.abstractmethod
     def publish(self) -> None:
-        """Makes what this process recorded visible to the others; all processes call it together."""
+        """Makes the statistics of this process visible to the others. All processes call it together."""
 
     @abc.abstractmethod
     def load(self) -> SparseDenseMatmulInputStats:
-        """The published statistics of all processes; all processes call it together."""
+        """The published statistics of all processes. All processes call it together."""
 
 
 class FileFDOClient(FDOClient):
-    """Exchanges histories through the files `fdo_stats_<process>_<time in ns>_<client>_<CRC>.<extension>` of a folder.
+    """Client that exchanges histories through files in a folder. Subclasses define the file format.
 
-    The CRC-32 is that of the content, so a file that was cut off or changed is told from its name. Published names lack
-    client and CRC; such files load, unchecked. A format is the extension of its files, without the dot, and how a
-    history becomes the content of one. Arguments are those of `NPZFileFDOClient`.
+    A file is called `fdo_stats_<process>_<time in ns>_<client>_<CRC>.<extension>`. The CRC-32 is that
+    of the content, so a file that was cut off or changed does not fit its name. Files of the
+    published API have neither client nor CRC, and are loaded without this check. The arguments are
+    those of `NPZFileFDOClient`.
     """
 
     _extension: ClassVar[str]
 
     @staticmethod
     @abc.abstractmethod
-    def _encode(history: History) -> bytes: ...
+    def _encode(history: History) -> bytes:
+        """The content of a file with this history."""
 
     @staticmethod
     @abc.abstractmethod
     def _decode(content: bytes) -> History:
-        """The history in a file's content. Raises: ValueError: the content is not of this format."""
+        """The history in the content of a file. Raises: ValueError: the content has another format."""
 
     @validated
     def __init__(self, base_dir: str | os.PathLike[str], retain_history: bool = True):
@@ -137,70 +144,83 @@ class FileFDOClient(FDOClient):
         self._history: History = {}
         self._unpublished: History = {}
         self._client = secrets.token_hex(4)
-        # Files whose records this client remembers, so that its next file replaces them.
+        # Files with records that this client has in memory. Its next file replaces them.
         self._known: set[Path] = set()
 
     def record(self, data: SparseDenseMatmulInputStats) -> None:
-        """Appends one row to every statistic, or raises the running maximum."""
+        """Adds the statistics of one batch: as another row, or to the running maximum."""
         self._unpublished = self._kept(append_history(self._unpublished, record_of(data)))
         self._history = self._kept(append_history(self._history, record_of(data)))
 
     def _kept(self, history: History) -> History:
-        return history if self._retain_history else running_maximum(history)
+        """The history to keep in memory: all records, or their maximum."""
+        if self._retain_history:
+            return history
+        return running_maximum(history)
 
     def publish(self) -> None:
-        """Writes all records to one file, and removes the files that it replaces: its own and those it loaded.
+        """Writes all records to one file, and removes the files that it replaces.
 
-        What others have published for the same process, earlier or meanwhile, is left alone.
+        It replaces the files that this client has written or loaded. Files that other clients have
+        published for the same process in the meantime stay.
         """
-        content, process = self._encode(self._history), jax.process_index()
-        name = f"fdo_stats_{process}_{time.time_ns()}_{self._client}_{zlib.crc32(content):08x}.{self._extension}"
+        content = self._encode(self._history)
+        crc = f"{zlib.crc32(content):08x}"
+        process = jax.process_index()
+        name = f"fdo_stats_{process}_{time.time_ns()}_{self._client}_{crc}.{self._extension}"
         path = self._folder / name
         partial = path.with_suffix(".partial")
         try:
             partial.write_bytes(content)
             partial.replace(path)
-        except BaseException:  # a full disk or Ctrl-C: the torn file gives its space back
+        except BaseException:  # after a full disk or Ctrl-C, an incomplete file must not stay
             partial.unlink(missing_ok=True)
             raise
         for other in self._known - {path}:
             other.unlink(missing_ok=True)
-        self._known, self._unpublished = {path}, {}
+        self._known = {path}
+        self._unpublished = {}
         _wait_for_all_processes("rsembed.fdo.publish")
 
     def load(self) -> SparseDenseMatmulInputStats:
         """Reads the newest file of each client of each process.
 
-        This client remembers what it has read, and what it has recorded but not published.
+        The client keeps these records, and its records that are not published yet.
 
         Returns:
-          All records of a single file, or the elementwise maximum of all records of several.
+          All records if there is one file, else the elementwise maximum of all records.
 
         Raises:
           FileNotFoundError: nothing was published.
-          ValueError: a file is damaged, not of this form, of another layout, or holds something that is no statistic.
+          ValueError: a file is damaged, has another format or layout, or holds an unknown statistic.
         """
         files, histories = self._read()
         _wait_for_all_processes("rsembed.fdo.load")
         merged = merge_processes(histories)
         statistics = to_statistics(merged)
         self._history = self._kept(append_history(merged, self._unpublished))
-        # Each process replaces its own files alone.
+        # A process replaces only files of its number.
         self._known = {path for path, (process, _) in files.items() if process == jax.process_index()}
         return statistics
 
     def _read(self) -> tuple[dict[Path, tuple[int, str]], list[History]]:
+        """Process and CRC of each file, and its history."""
         while True:
             files = self._newest()
+            histories = []
             try:
-                return files, [self._checked(path.name, path.read_bytes(), crc) for path, (_, crc) in files.items()]
+                for path, (_, crc) in files.items():
+                    histories.append(self._checked(path.name, path.read_bytes(), crc))
+                return files, histories
             except FileNotFoundError:
-                continue  # a client has just replaced it
+                continue  # a client has just replaced the file
             except IsADirectoryError as error:
                 raise ValueError(f"{error.filename} cannot be read: it is a directory; remove it.") from None
 
     def _checked(self, name: str, content: bytes, crc: str) -> History:
-        if crc and crc != (actual := f"{zlib.crc32(content):08x}"):
+        """The history in a file. Raises: ValueError: it is damaged, or has another format."""
+        actual = f"{zlib.crc32(content):08x}"
+        if crc and crc != actual:
             raise ValueError(
                 f"{name} in {str(self._folder)!r} is damaged: its content has CRC-32 {actual}, not {crc} as its name "
                 "says. Remove it; the next publish() of its process writes a new one."
@@ -211,36 +231,45 @@ class FileFDOClient(FDOClient):
             raise ValueError(f"{name} in {str(self._folder)!r} cannot be read: {error}") from error
 
     def _newest(self) -> dict[Path, tuple[int, str]]:
-        """Process and CRC, "" without one, of the newest file of every client of every process."""
+        """Process and CRC (or "") of the newest file of every client of every process."""
         pattern = re.compile(rf"fdo_stats_(\d+)_(\d+)(?:_([0-9a-f]{{8}})_([0-9a-f]{{8}}))?\.{self._extension}")
         newest: dict[tuple[int, str], tuple[int, str, Path]] = {}
         for path in self._folder.iterdir():
-            if match := pattern.fullmatch(path.name):
-                client, file = (int(match[1]), match[3] or ""), (int(match[2]), match[4] or "", path)
-                newest[client] = max(newest.get(client, file), file)
-        if strangers := sorted({process for process, _ in newest if process >= jax.process_count()}):
+            match = pattern.fullmatch(path.name)
+            if match is None:
+                continue
+            client = (int(match[1]), match[3] or "")
+            file = (int(match[2]), match[4] or "", path)
+            newest[client] = max(newest.get(client, file), file)
+        other_processes = sorted({process for process, _ in newest if process >= jax.process_count()})
+        if other_processes:
             _log.warning(
                 "rsembed.fdo: %s holds statistics of processes %s, which are not in this run; they are used, too. "
                 "Remove them if they are of a run that does not matter.",
                 self._folder,
-                strangers,
+                other_processes,
             )
         if not newest:
             raise FileNotFoundError(
                 f"no fdo_stats_<process>_<time>*.{self._extension} in {str(self._folder)!r}; publish() before load()."
             )
-        return {path: (process, crc) for (process, _), (_, crc, path) in sorted(newest.items())}
+        files = {}
+        for (process, _), (_, crc, path) in sorted(newest.items()):
+            files[path] = (process, crc)
+        return files
 
 
 class NPZFileFDOClient(FileFDOClient):
-    """Keeps one row per recorded batch and exchanges them through files in a shared folder.
+    """Client that keeps statistics in npz files in a shared folder, with a row for each batch.
 
-    With several processes, `publish` and `load` wait for one another: every process must call both, in the same
-    order. A folder belongs to one run, but whoever reads it, one process or several, gets the maximum of all files.
+    With several processes, `publish` and `load` wait for all of them. So every process must call
+    both, in the same order. Use a folder for one run only. Any number of processes may read it, and
+    each gets the maximum of all files.
 
     Args:
-      base_dir: the folder; all processes must see it.
-      retain_history: keep every record; False keeps the running maximum alone, so that files never grow.
+      base_dir: the folder. All processes must see it.
+      retain_history: whether to keep every record. False keeps only the running maximum, so that
+        files do not grow.
 
     Example:
       >>> import tempfile
@@ -268,9 +297,9 @@ class NPZFileFDOClient(FileFDOClient):
 def _array_of(name: str, data: bytes) -> np.ndarray:
     """The array of a member of an npz file.
 
-    `np.load` would allocate what the header declares before it looks for the numbers.
+    `np.load` would allocate the size in the header before it reads the numbers.
 
-    Raises: ValueError: the content is no array of numbers, or has fewer or more of them than it declares.
+    Raises: ValueError: the content is no array of numbers, or its size differs from its header.
     """
     file = io.BytesIO(data)
     read_header = {
@@ -291,11 +320,15 @@ def _array_of(name: str, data: bytes) -> np.ndarray:
 
 
 class CSVFileFDOClient(FileFDOClient):
-    """As `NPZFileFDOClient`, in files of lines `<stack>_<statistic>,<values separated by blanks>`, one per record.
+    """Client that keeps statistics in CSV files in a shared folder.
+
+    It works as `NPZFileFDOClient`, with another file format. A line is
+    `<stack>_<statistic>,<values separated by blanks>`, and each record has a line for each statistic.
 
     Args:
-      base_dir: the folder; all processes must see it.
-      retain_history: keep every record; False keeps the running maximum alone, so that files stay small.
+      base_dir: the folder. All processes must see it.
+      retain_history: whether to keep every record. False keeps only the running maximum, so that
+        files stay small.
     """
 
     _extension = "csv"
@@ -306,7 +339,8 @@ class CSVFileFDOClient(FileFDOClient):
         writer = csv.writer(content, lineterminator="\r\n")
         writer.writerow(HEADER)
         for key, values in history.items():
-            writer.writerows([key, " ".join(map(str, row))] for row in np.atleast_2d(values).tolist())
+            for row in np.atleast_2d(values).tolist():
+                writer.writerow([key, " ".join(map(str, row))])
         return content.getvalue().encode()
 
     @staticmethod
@@ -322,20 +356,27 @@ class CSVFileFDOClient(FileFDOClient):
                 raise ValueError(f"a line of a statistics file is {','.join(HEADER)!r}, got {','.join(line)!r}.")
             key, values = line
             rows.setdefault(key, []).append([int(value) for value in values.split()])
-        arrays = {key: np.asarray(values, np.int64) for key, values in rows.items()}
-        return {key: values[0] if len(values) == 1 else values for key, values in arrays.items()}
+        history = {}
+        for key, records in rows.items():
+            array = np.asarray(records, np.int64)
+            if len(records) == 1:
+                array = array[0]
+            history[key] = array
+        return history
 
 
 def _wait_for_all_processes(reason: str) -> None:
-    # No process may read limits that another has not written yet.
+    """Returns when all processes have called it, so that none reads a file before it is written."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(reason)
 
 
 class MemoryFDOClient(FDOClient):
-    """Keeps the running maximum; with several processes, `load` asks all of them through the devices.
+    """Client that keeps the running maximum of all statistics in memory.
 
-    Every process must record the same stacks with the same layout, and call `load` together with the others.
+    With several processes, `load` takes the maximum over all of them, through the devices. Every
+    process must record the same stacks with the same layout, and call `load` together with the
+    others.
     """
 
     def __init__(self) -> None:
@@ -343,11 +384,11 @@ class MemoryFDOClient(FDOClient):
         self._published: History = {}
 
     def record(self, data: SparseDenseMatmulInputStats) -> None:
-        """Raises the running maximum."""
+        """Adds the statistics of one batch to the running maximum."""
         self._recorded = running_maximum(append_history(self._recorded, record_of(data)))
 
     def publish(self) -> None:
-        """Makes the running maximum the one that `load` returns."""
+        """Makes the running maximum available to `load`."""
         self._published = dict(self._recorded)
 
     def load(self) -> SparseDenseMatmulInputStats:
@@ -360,7 +401,8 @@ class MemoryFDOClient(FDOClient):
             raise LookupError("nothing was published yet; call record() and publish() before load().")
         merged = self._published
         if jax.process_count() > 1:
-            # Counts fit 32 bits (a device holds at most 2^26 samples), the widest integer that travels by default.
+            # JAX's widest integers have 32 bits by default. Counts fit, as a device holds at most
+            # 2^26 samples.
             narrow = {key: values.astype(np.int32) for key, values in merged.items()}
             gathered = multihost_utils.process_allgather(narrow)
             merged = {key: np.max(values, axis=0).astype(np.int64) for key, values in gathered.items()}

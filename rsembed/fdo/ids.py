@@ -176,7 +176,11 @@ class IdCounter:
         return [float(hits) / max(self.num_distinct_by_batch, 1) for hits in self._hits]
 
     def _count_hits(self, last_batch: np.ndarray) -> None:
-        """Adds the hits of a batch whose distinct ids were used last in these batches (-1: never)."""
+        """Adds the hits of one batch.
+
+        Args:
+          last_batch: for each distinct id, the batch that used it last. -1 means none.
+        """
         window = self._rows_by_last_batch
         again = last_batch[last_batch >= self._first_batch] - self._first_batch
         reused = np.bincount(again, minlength=window.size)

@@ -1,4 +1,4 @@
-"""Reports about the ids of batches: what the data are like, and what limits, shards and caches they need."""
+"""Reports on the ids of batches, and on the limits, shards and caches that they need."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rsembed.specs import FeatureSpec, TableSpec
 CACHE_PERCENTS = (1, 10, 30)
 SHARDS_OF_ONE_DEVICE = 8
 MOST_CURVES = 7
-"""Curves in one panel, as many as there are colours."""
+"""Curves in one panel. There are seven colours."""
 _log = logging.getLogger("rsembed")
 
 Cells = list[tuple[str, ...]]
@@ -42,14 +42,14 @@ class IdFigures:
 
     Attributes:
       table: name of the table.
-      num_rows: rows of the table: its `vocabulary_size`.
-      num_samples: samples of all batches, without ids too.
+      num_rows: rows of the table, its `vocabulary_size`.
+      num_samples: samples of all batches, including samples without ids.
       num_lookups: lookups of all batches.
       mean_ids_per_sample: lookups divided by samples.
       ids_per_sample_99th_percentile: the smallest number of lookups that 99 % of the samples do not
         exceed.
       max_ids_per_sample: lookups of the longest sample.
-      num_missing: places that hold -1, which is no id; the padding of arrays is among them.
+      num_missing: places that hold -1, which is no id. The padding of arrays counts, too.
       num_out_of_range: ids outside the table, or keys that the table's `key_dtype` cannot hold.
       num_distinct_ids: different ids among all lookups.
       hottest_share: share (0 to 1) of the lookups that read the hottest 1 % of the table's rows
@@ -58,15 +58,16 @@ class IdFigures:
       zipf_exponent: exponent of the Zipf law that fits the lookups of all rows, see
         `zipf_exponent`. For tables of keys, the rows are the keys that were seen. NaN without
         lookups, or where there is only one row.
-      ids_per_distinct_id: lookups divided by the distinct ids of each batch, added up over
-        batches. A lookup that merges the duplicates of a batch reads this many times fewer rows.
+      ids_per_distinct_id: lookups divided by the sum of the distinct ids of each batch. A lookup
+        that merges the duplicates of a batch reads this many times fewer rows.
       shard_loads: lookups of each shard, where id `i` belongs to shard `i % num_shards`.
       max_ids_per_partition: the smallest limit that would have dropped nothing. Each batch is cut
         by sample into `num_shards` nearly equal parts, one for each core. A partition holds what
         one core sends to one shard; equal ids of one sample are sent once.
-      max_unique_ids_per_partition: the same for distinct ids: no partition has more of them.
+      max_unique_ids_per_partition: the smallest limit for distinct ids that would have dropped
+        nothing.
       hit_rates: by size in percent of the table's rows, the hit rate (0 to 1) of an LRU cache.
-        The cache is empty at first. Before a batch is looked up, each of its distinct ids hits if
+        The cache starts empty. Before a batch is looked up, each of its distinct ids hits if
         the cache has its row, else the row is fetched. So this is the share of the rows of all
         batches that need not be fetched. Rows of one batch are equally recent: where only part of
         them fits into the cache, that part counts.
@@ -143,8 +144,8 @@ class IdReport:
         load of each shard (over all tables), and the miss ratio of LRU caches.
 
         Args:
-          tables: names of the tables whose curves are drawn. None takes the seven with the most
-            lookups, since there are seven colours.
+          tables: names of the tables to draw. None takes the seven with the most lookups, since
+            there are seven colours.
 
         Returns: the four `Axes`, as an array `[2, 2]`.
 
@@ -250,9 +251,9 @@ def describe(
 ) -> IdReport:
     """A report on the ids of batches, which prints as a table and draws itself.
 
-    It answers how skewed the ids are, what is missing or out of range, and what limits, shards and
-    caches would do. No table is read and nothing is compiled. Ids out of range are counted, also
-    where `prepare` would refuse them. `IdFigures` says what each figure means.
+    It says how skewed the ids are, how many are missing or out of range, and what limits, shards and
+    caches would do. `IdFigures` defines each figure. No table is read, and nothing is compiled. Ids
+    out of range are counted, also where `prepare` would refuse them.
 
     Memory grows with the number of distinct ids (about 100 bytes each, at its peak), not with the
     number of batches. A progress bar is shown in a terminal and in a notebook.
@@ -261,10 +262,10 @@ def describe(
       collection: the features, and the tables that they read.
       batches: any iterable of batches, each in a form that `collection.prepare` takes. With several
         processes, pass the batches of this process before they are prepared.
-      num_shards: number of shards for the figures of shards and partitions. None takes the devices
-        of the collection's mesh; without a mesh it takes 8.
-      max_distinct_ids: stop with a warning before a batch where a feature or table has more
-        distinct ids than this. It bounds the memory for 64-bit keys.
+      num_shards: number of shards for the figures of shards and partitions. None takes the number
+        of devices on the collection's mesh, or 8 without a mesh.
+      max_distinct_ids: bound on the memory, which tables of 64-bit keys need. Counting stops with a
+        warning once a table has more distinct ids, and the report covers the batches before.
 
     Raises:
       TypeError: `batches` is a single batch, or a batch is of no form that `prepare` takes.
@@ -281,19 +282,8 @@ def describe(
     if num_shards is None:
         mesh = collection.devices.mesh
         num_shards = SHARDS_OF_ONE_DEVICE if mesh is None else collection.devices.num_devices
-    features: dict[str, _Stream] = {}
-    readers: dict[str, list[str]] = {}
-    for name, feature in collection.features.items():
-        features[name] = _Stream(feature.table_spec, [name], num_shards)
-        readers.setdefault(feature.table_spec.name, []).append(name)
-    tables: dict[str, _Stream] = {}
-    streams = list(features.values())
-    for name, feature_names in readers.items():
-        tables[name] = features[feature_names[0]]
-        if len(feature_names) > 1:
-            tables[name] = _Stream(collection.table_specs[name], feature_names, num_shards)
-            streams.append(tables[name])
-
+    features, tables = _streams_of(collection, num_shards)
+    streams = {*features.values(), *tables.values()}
     num_batches = 0
     is_complete = True
     for batch in progress(batches, description="counting ids"):
@@ -323,6 +313,22 @@ def describe(
         num_shards=num_shards,
         is_complete=is_complete,
     )
+
+
+def _streams_of(collection: EmbeddingCollection, num_shards: int) -> tuple[dict[str, _Stream], dict[str, _Stream]]:
+    """Streams of the features and of the tables, by name. A table with one feature has its stream."""
+    features = {}
+    readers: dict[str, list[str]] = {}
+    for name, feature in collection.features.items():
+        features[name] = _Stream(feature.table_spec, [name], num_shards)
+        readers.setdefault(feature.table_spec.name, []).append(name)
+    tables = {}
+    for name, feature_names in readers.items():
+        if len(feature_names) == 1:
+            tables[name] = features[feature_names[0]]
+        else:
+            tables[name] = _Stream(collection.table_specs[name], feature_names, num_shards)
+    return features, tables
 
 
 class _Lookups(NamedTuple):

@@ -1,7 +1,8 @@
-"""Statistics of preprocessed batches by stack, and the limits and buffer sizes that follow from them.
+"""Statistics of preprocessed batches by stack, and limits and buffer sizes computed from them.
 
-Every change of a limit or a buffer size compiles the training step anew. Limits that follow each batch exactly are
-small but never stay; limits in buckets that only grow settle after a few changes.
+Every change of a limit or a buffer size compiles the training step again. Limits that follow each
+batch exactly are small, but change all the time. Limits in buckets that only grow settle after a
+few changes.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _log = logging.getLogger("rsembed")
 
 
 class TableDrops(NamedTuple):
-    """Ids that a table lost in one batch, by the limit that dropped them.
+    """Number of ids of a table that were dropped in one batch, by the limit that dropped them.
 
     Attributes:
-      ids: above `max_ids_per_partition`, every duplicate counted.
-      unique_ids: above `max_unique_ids_per_partition` alone, every duplicate counted.
-      buffer: no place in the input buffer; equal ids of a sample count once.
+      ids: dropped by `max_ids_per_partition`. Every duplicate counts.
+      unique_ids: dropped by `max_unique_ids_per_partition` alone. Every duplicate counts.
+      buffer: dropped because the input buffer was full. Equal ids of a sample count once.
     """
 
     ids: int = 0
@@ -39,16 +40,20 @@ class TableDrops(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SparseDenseMatmulInputStats:
-    """Counts of one batch (or of many, one row each), keyed by stack name.
+    """Counts of one batch, or of many batches with a row for each, by name of the stack.
 
     Entries are counted after equal ids of one sample were merged, and before any were dropped.
 
     Attributes:
-      max_ids_per_partition: for every (local device, shard), the most entries that one core of the device sends there.
-      max_unique_ids_per_partition: the same for distinct rows.
-      required_buffer_size_per_sc: buffer places that every core needs; each partition fills whole tiles of 8.
-      id_drop_counters: ids dropped, every duplicate counted.
-      id_drops_by_table: the same by table and limit; keyed by table, and of one batch only (files do not keep it).
+      max_ids_per_partition: for each local device and shard, the most entries that one core of the
+        device sends to the shard.
+      max_unique_ids_per_partition: for each local device and shard, the most distinct rows that one
+        core of the device asks the shard for.
+      required_buffer_size_per_sc: buffer places that each core needs. A partition fills whole tiles
+        of 8 places.
+      id_drop_counters: number of dropped ids. Every duplicate counts.
+      id_drops_by_table: dropped ids by name of the table and by limit, for one batch only. Files
+        do not keep them.
     """
 
     max_ids_per_partition: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -66,11 +71,13 @@ class SparseDenseMatmulInputStats:
                     raise ValueError(f"{field} of stack {stack!r} must be counts from 0 on, got {describe(values)}.")
 
     def get_required_buffer_size_per_device(self, table_name: str, num_sc_per_device: int | None = None) -> int | None:
-        """Buffer places a device needs: the fullest core's need times the cores; None for an unknown stack.
+        """Buffer places that a device needs: the largest need of a core times the number of cores.
+
+        The result is None for an unknown stack.
 
         Args:
           table_name: name of the stack.
-          num_sc_per_device: None takes one core per recorded value.
+          num_sc_per_device: cores per device. None takes one core per recorded value.
         """
         if table_name not in self.required_buffer_size_per_sc:
             return None
@@ -81,7 +88,12 @@ class SparseDenseMatmulInputStats:
     def set_required_buffer_size_per_device(
         self, table_name: str, required_buffer_size_per_device: int, num_sc_per_device: PositiveInt | None = None
     ) -> None:
-        """Records so many buffer places per device, in equal parts for its cores.
+        """Records the buffer places that a device needs, in equal parts for its cores.
+
+        Args:
+          table_name: name of the stack.
+          required_buffer_size_per_device: number of places for all cores of a device.
+          num_sc_per_device: cores per device. None takes one core per recorded value.
 
         Raises:
           ValueError: the stack is unknown and `num_sc_per_device` is missing.
@@ -93,16 +105,18 @@ class SparseDenseMatmulInputStats:
                     "must be provided if the table is not present."
                 )
             num_sc_per_device = len(self.required_buffer_size_per_sc[table_name])
-        each = required_buffer_size_per_device / num_sc_per_device
-        self.required_buffer_size_per_sc[table_name] = np.full(num_sc_per_device, each)
+        size_per_core = required_buffer_size_per_device / num_sc_per_device
+        self.required_buffer_size_per_sc[table_name] = np.full(num_sc_per_device, size_per_core)
 
 
 def _flatten(statistics: SparseDenseMatmulInputStats) -> tuple[tuple[Any, ...], None]:
-    return tuple(getattr(statistics, field.name) for field in dataclasses.fields(statistics)), None
+    values = [getattr(statistics, field.name) for field in dataclasses.fields(statistics)]
+    return tuple(values), None
 
 
 def _unflatten(_: None, values: Iterable[Any]) -> SparseDenseMatmulInputStats:
-    statistics = object.__new__(SparseDenseMatmulInputStats)  # unchecked: JAX puts placeholders in
+    # Without the checks of __init__, because JAX puts placeholders in.
+    statistics = object.__new__(SparseDenseMatmulInputStats)
     for field, value in zip(dataclasses.fields(statistics), values, strict=True):
         object.__setattr__(statistics, field.name, value)
     return statistics
@@ -116,7 +130,7 @@ KINDS: dict[str, str] = {
     "required_buffer_size": "required_buffer_size_per_sc",
     "id_drop_counters": "id_drop_counters",
 }
-"""Names of the statistics in files, where each is called `<stack>_<key of this dict>`."""
+"""Attribute of each statistic by its name in files, where it is called `<stack>_<name>`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,12 +139,13 @@ class LimitsPolicy:
     """Policy that turns observed maxima into new limits.
 
     Attributes:
-      headroom_fraction: room on top of what was observed (0.1 = 10%); raise it if later batches still exceed a limit.
-      monotone: never lower a limit, also not below what the specs declared.
-      bucket: round up to a ladder of multiples of 8 that grows by this factor, so that few different limits occur: at
-        most 12 between 100 and 1000 with 1.25, 4 with 2.0. None keeps exact numbers.
+      headroom_fraction: room above the observed maximum (0.1 = 10%). Raise it if later batches
+        still exceed a limit.
+      monotone: whether a limit never falls, nor goes below what the specs declare.
+      bucket: round limits up to multiples of 8 that grow by this factor, so that few different
+        limits occur: at most 12 between 100 and 1000 with 1.25, 4 with 2.0. None does not round.
 
-    Raises: ValueError: a negative headroom, or a factor that does not grow.
+    Raises: ValueError: the headroom is negative, or the factor is not above 1.
     """
 
     headroom_fraction: float = within("[0, inf)", default=0.1)
@@ -138,23 +153,30 @@ class LimitsPolicy:
     bucket: float | None = within("(1, inf)", default=1.25)
 
     def limit(self, observed: float, current: int | None) -> int:
-        """The limit for a maximum of `observed`, in place of `current` (None: there was none)."""
-        # A stack that saw no id at all keeps room for one.
+        """The new limit for an observed maximum.
+
+        Args:
+          observed: the largest count that was observed.
+          current: the limit so far. None means that there was none.
+        """
+        # A stack without any id keeps room for one.
         value = max(1, math.ceil(round(observed * (1 + self.headroom_fraction), 6)))
         if self.bucket is not None:
             step = SUBLANES
             while step < value:
                 step = max(step + SUBLANES, round_up(math.ceil(step * self.bucket), SUBLANES))
             value = step
-        return max(value, current) if self.monotone and current is not None else value
+        if current is None:
+            return value
+        return max(value, current) if self.monotone else value
 
 
 EXACT = LimitsPolicy(headroom_fraction=0.0, monotone=False, bucket=None)
-"""The published policy: limits are what was observed, and may shrink."""
+"""Policy of the published API: limits are the observed maxima, and may shrink."""
 
 
 class PartitionLimits(NamedTuple):
-    """The settings of a stack that statistics decide."""
+    """Limits and buffer size of a stack, as statistics suggest them."""
 
     max_ids_per_partition: int
     max_unique_ids_per_partition: int
@@ -169,15 +191,17 @@ def limits_from_statistics(
     *,
     policy: LimitsPolicy | None = None,
 ) -> dict[str, PartitionLimits]:
-    """New limits and buffer sizes, by stack name; changes nothing.
+    """New limits and buffer sizes by name of the stack. The stacks are not changed.
 
     Args:
       stacks: the stacks with their present limits.
-      statistics: of one or many batches, as loaded by a client. What it does not mention keeps its setting.
+      statistics: statistics of one or many batches, such as a client loads. A setting without
+        statistics is kept.
       num_sc_per_device: cores per device.
-      policy: None means `LimitsPolicy()`: headroom, never shrinking, in buckets.
+      policy: how counts become limits. None means `LimitsPolicy()`: with headroom, never shrinking,
+        in buckets.
 
-    Warns: statistics or number of cores are of another layout than the stacks.
+    Warns: the statistics or the number of cores do not fit the layout of a stack.
 
     Example:
       >>> from rsembed.optimizers import SGD
@@ -187,18 +211,24 @@ def limits_from_statistics(
       96
     """
     policy = LimitsPolicy() if policy is None else policy
-    return {stack.stack_name: _stack_limits(stack, statistics, num_sc_per_device, policy) for stack in stacks}
+    limits = {}
+    for stack in stacks:
+        limits[stack.stack_name] = _stack_limits(stack, statistics, num_sc_per_device, policy)
+    return limits
 
 
 def _stack_limits(
     stack: StackedTableSpec, statistics: SparseDenseMatmulInputStats, num_cores: int, policy: LimitsPolicy
 ) -> PartitionLimits:
-    name, buffer = stack.stack_name, stack.suggested_coo_buffer_size_per_device
-    if stack.num_shards:  # a stack that was made by hand fits any number of cores
+    name = stack.stack_name
+    buffer = stack.suggested_coo_buffer_size_per_device
+    if stack.num_shards:  # 0 in a stack that was made by hand, which fits any number of cores
         _warn_of_other_cores(stack, statistics, num_cores)
 
-    def new_limit(seen: Mapping[str, Any], current: int) -> int:
-        return policy.limit(float(np.max(seen[name])), current) if name in seen else current
+    def new_limit(counts: Mapping[str, Any], current: int) -> int:
+        if name not in counts:
+            return current
+        return policy.limit(float(np.max(counts[name])), current)
 
     max_ids = new_limit(statistics.max_ids_per_partition, stack.max_ids_per_partition)
     max_unique = new_limit(statistics.max_unique_ids_per_partition, stack.max_unique_ids_per_partition)
@@ -206,24 +236,25 @@ def _stack_limits(
         per_core = None if buffer is None else -(-buffer // num_cores)
         observed = float(np.max(statistics.required_buffer_size_per_sc[name]))
         buffer = policy.limit(observed, per_core) * num_cores
-        largest = round_up(max_ids, SUBLANES) * num_cores * stack.num_shards  # places that full partitions need
+        # Full partitions need this many places. A larger buffer would never be filled.
+        largest = round_up(max_ids, SUBLANES) * num_cores * stack.num_shards
         if stack.num_shards and buffer > largest >= observed * num_cores:
             buffer = largest
     return PartitionLimits(max_ids, max_unique, buffer)
 
 
 def _warn_of_other_cores(stack: StackedTableSpec, statistics: SparseDenseMatmulInputStats, num_cores: int) -> None:
-    name, num_shards = stack.stack_name, stack.num_shards
-    num_values, num_sizes = (
-        np.shape(np.atleast_1d(seen.get(name, 0)))[-1]
-        for seen in (statistics.max_ids_per_partition, statistics.required_buffer_size_per_sc)
-    )
+    name = stack.stack_name
+    num_shards = stack.num_shards
+    num_values = np.shape(np.atleast_1d(statistics.max_ids_per_partition.get(name, 0)))[-1]
+    num_sizes = np.shape(np.atleast_1d(statistics.required_buffer_size_per_sc.get(name, 0)))[-1]
     num_devices, rest = divmod(num_values, num_shards)
-    is_whole = name in statistics.required_buffer_size_per_sc and num_devices and not rest  # others were made by hand
-    # Buffer sizes are one per core of every local device, or were set for the cores of one.
+    # Statistics with other numbers of values were made by hand.
+    is_whole = name in statistics.required_buffer_size_per_sc and num_devices and not rest
+    # There is a buffer size for each core of every local device, or for each core of one device.
     fits = num_sizes in (num_cores, num_devices * num_cores) and num_devices * num_cores <= num_shards
     if num_shards % num_cores or (is_whole and not fits):
-        # The published call takes any number, and buffers that are too small are an error of their own later.
+        # The published call takes any number. Buffers that are too small raise an error later.
         _log.warning(
             "rsembed.fdo: stack %r has %d shards, and its statistics %d partitions and %d buffer sizes, which does not "
             "fit num_sc_per_device=%d; its new buffer size is a guess. Pass the number of cores that it was placed "
