@@ -291,7 +291,10 @@ class NPZFileFDOClient(FileFDOClient):
 
     @staticmethod
     def _decode(content: bytes) -> History:
-        return {name.removesuffix(".npy"): _array_of(name, data) for name, data in unpacked(content).items()}
+        history = {}
+        for name, data in unpacked(content).items():
+            history[name.removesuffix(".npy")] = _array_of(name, data)
+        return history
 
 
 def _array_of(name: str, data: bytes) -> np.ndarray:
@@ -405,5 +408,7 @@ class MemoryFDOClient(FDOClient):
             # 2^26 samples.
             narrow = {key: values.astype(np.int32) for key, values in merged.items()}
             gathered = multihost_utils.process_allgather(narrow)
-            merged = {key: np.max(values, axis=0).astype(np.int64) for key, values in gathered.items()}
+            merged = {}
+            for key, values in gathered.items():
+                merged[key] = np.max(values, axis=0).astype(np.int64)
         return to_statistics(merged)

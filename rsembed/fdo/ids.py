@@ -154,7 +154,10 @@ class IdCounter:
     def merge(self) -> None:
         """Brings `ids` (ascending) and `counts` up to date with all batches."""
         known = self.ids
-        self.ids = np.unique(np.concatenate([known, *(ids for ids, _ in self._pending)]))
+        all_ids = [known]
+        for ids, _ in self._pending:
+            all_ids.append(ids)
+        self.ids = np.unique(np.concatenate(all_ids))
         places_of_known = np.searchsorted(self.ids, known)
         counts = np.zeros(self.ids.size, np.int64)
         counts[places_of_known] = self.counts
@@ -173,7 +176,8 @@ class IdCounter:
 
     def hit_rates(self) -> list[float]:
         """Share of the distinct ids of all batches that each cache had, as of the last `merge`."""
-        return [float(hits) / max(self.num_distinct_by_batch, 1) for hits in self._hits]
+        rates: list[float] = (self._hits / max(self.num_distinct_by_batch, 1)).tolist()
+        return rates
 
     def _count_hits(self, last_batch: np.ndarray) -> None:
         """Adds the hits of one batch.

@@ -131,10 +131,11 @@ class IdReport:
     def _repr_html_(self) -> str:
         parts = [f"<p>{html.escape(self._title())}</p>"]
         for columns, *rows in self._blocks():
-            lines = ["".join(f"<th>{html.escape(name)}</th>" for name in columns)]
+            parts.append("<table>")
+            parts.append(_html_row("th", columns))
             for row in rows:
-                lines.append("".join(f"<td>{html.escape(cell)}</td>" for cell in row))
-            parts.append("<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>")
+                parts.append(_html_row("td", row))
+            parts.append("</table>")
         return "".join(parts)
 
     def plot(self, *, tables: Sequence[str] | None = None) -> np.ndarray:
@@ -180,7 +181,10 @@ class IdReport:
         unknown = sorted(set(names) - set(self.tables))
         if unknown:
             raise ValueError(f"plot: no table {unknown}; the report has {sorted(self.tables)}.")
-        drawn = {name: self.tables[name] for name in names if self.tables[name].num_lookups}
+        drawn = {}
+        for name in names:
+            if self.tables[name].num_lookups:
+                drawn[name] = self.tables[name]
         if not drawn:
             raise ValueError(f"plot: none of the tables {sorted(names)} was looked up.")
         return drawn
@@ -198,9 +202,8 @@ class IdReport:
     def _rows(self) -> list[tuple[str, IdFigures]]:
         """Features, then tables that several features read, which a feature's figures do not cover."""
         rows = list(self.features.items())
-        read_tables = [figures.table for figures in self.features.values()]
         for name, figures in self.tables.items():
-            if read_tables.count(name) > 1:
+            if figures not in self.features.values():
                 rows.append((f"(table) {name}", figures))
         return rows
 
@@ -468,6 +471,12 @@ class _Stream:
             hit_rates=dict(zip(CACHE_PERCENTS, self._counter.hit_rates(), strict=True)),
             counts=hottest_first,
         )
+
+
+def _html_row(tag: str, cells: Sequence[str]) -> str:
+    """A row of an HTML table, with the cells as text."""
+    row = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+    return f"<tr>{row}</tr>"
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:

@@ -119,11 +119,9 @@ def label_points(
       **options: further options of `textalloc.allocate`.
     """
     x, y = np.asarray(points, np.float64).reshape(-1, 2).T
-    x_lines = [curve[0] for curve in curves]
-    y_lines = [curve[1] for curve in curves]
     textalloc.allocate(
         ax, x, y, list(labels), x_scatter=x, y_scatter=y,
-        x_lines=x_lines, y_lines=y_lines,
+        x_lines=[curve[0] for curve in curves], y_lines=[curve[1] for curve in curves],
         textsize=LABEL_POINTS, textcolor=colours or "black", linewidth=0.6, zorder=4,
         max_distance=0.15, margin=0.004, nbr_candidates=600,
         path_effects=[withStroke(linewidth=2.5, foreground="white")],
