@@ -243,8 +243,7 @@ def _everything(features: Mapping[str, FeatureSpec], batch: Batch) -> tuple[np.n
         if everything.weights is not None or everything.ids.dtype not in (np.int32, np.int64):
             return None
         num_samples = everything.num_bags // len(features)
-        offsets = np.asarray(everything.offsets)
-        return everything.ids, offsets, [num_samples] * len(features)
+        return everything.ids, np.asarray(everything.offsets), [num_samples] * len(features)
     values = [batch[name] for name in features]
     if set(map(type, values)) == {list}:
         ids_and_offsets = small_ids_of_lists(list(itertools.chain.from_iterable(values)))
