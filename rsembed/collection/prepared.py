@@ -134,7 +134,7 @@ class PreparedBatch(Mapping[str, PyTree]):
         return f"PreparedBatch({', '.join(self.features)}: {'; '.join(texts)})"
 
 
-def _part_of_process(array: jax.Array | np.ndarray) -> np.ndarray:
+def _part_of_process(array: PyTree) -> np.ndarray:
     """The numbers of a global array, split along its first axis, that this process holds."""
     if not is_global(array):
         return np.asarray(array)

@@ -29,6 +29,7 @@ from rsembed.kernels.reference import entries_of, entry_gains, rows_of_list
 from rsembed.keys import Keys
 from rsembed.parallel.exchange import Asked, Asking, Question, Wanted, default_capacity, distinct
 from rsembed.specs import TableSpec
+from rsembed.storage.dense_rows import list_of
 from rsembed.storage.protocol import State, Storage
 from rsembed.storage.row_map import combine, entries, named, unnamed
 
@@ -76,8 +77,7 @@ class Occurrences(NamedTuple):
             else:
                 parts = Bags(devices.gather(ids.ids), devices.gather(ids.offsets), weights)
                 places = [Listed("", *segments[k][1:3]) for k in readers]
-                bags = in_order_of_features(parts, places, num_devices, NO_ROW)
-                gathered = IdList(bags.ids, bags.offsets, bags.weights)
+                gathered = list_of(in_order_of_features(parts, places, num_devices, NO_ROW))
             lists.append(gathered)
             first_bag = 0
             for k in readers:
