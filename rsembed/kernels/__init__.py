@@ -1,1 +1,1 @@
-"""The device side: lookup, row gradients and update on flat arrays; the only room that knows hardware."""
+"""Device code for each kind of hardware: lookup, row gradients and update on flat arrays."""

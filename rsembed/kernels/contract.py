@@ -22,9 +22,10 @@ KeyOrKeys = Shaped[Array, "*tables"]
 """A PRNG key, or one for each of several tables."""
 
 Rounding = Callable[..., Array]
-"""`(values, dtype, rows) -> values`: how stepped rows are brought to the table's dtype; None rounds to nearest.
+"""Function `(values, dtype, rows) -> values` that rounds stepped rows to the table's dtype.
 
-Rows of keyed tables that share one storage are told apart by a fourth argument, `table`."""
+None rounds to nearest. A fourth argument, `table`, has the table of each row if several keyed
+tables share one storage."""
 
 # Row number that no table has. It sorts after every real row, so padding gathers at the end.
 NO_ROW = 2**31 - 1
@@ -51,17 +52,18 @@ Combiner = Literal["sum", "mean", "sqrtn", "none", "mean_by_count"]
 """How the rows of a bag become one output.
 
 `sum` adds `weight * row`. `mean` divides by the sum of weights, `sqrtn` by the root of the sum of
-squared weights, `mean_by_count` by the number of entries, weighted or not; only entries with a valid
-row count, and a zero divisor gives zeros. `none` returns every entry by itself.
+squared weights, `mean_by_count` by the number of entries, weighted or not. Only entries with a
+valid row count. A zero divisor gives zeros. `none` returns every entry by itself.
 """
 
 Layout = Literal["each", "columns", "blocks"]
 """Where a call writes its outputs.
 
 `each`: one array a segment, `[bags, dim]`, or `[entries, dim]` with combiner `none`. `columns`: one
-array `[bags, sum of dims]` with the segments side by side; all have equally many bags. `blocks`: one
-flat array with `[bags, dim]` of each segment after the other. With combiner `none`, `columns` and
-`blocks` both mean one array `[entries, longest dim]`, where shorter rows are filled up with zeros.
+array `[bags, sum of dims]` with the segments side by side, for segments with equal numbers of bags.
+`blocks`: one flat array with `[bags, dim]` of each segment after the other. With combiner `none`,
+`columns` and `blocks` both mean one array `[entries, longest dim]`, with shorter rows padded with
+zeros.
 """
 
 
@@ -103,9 +105,14 @@ class IdList:
 
     @property
     def array_shape(self) -> tuple[int, int]:
-        """Number of bags and entries of every bag. Raises: ValueError: the list has neither shape nor offsets."""
+        """Number of bags, and number of entries of every bag.
+
+        Raises: ValueError: the list has neither shape nor offsets.
+        """
         if self.shape is None:
-            raise ValueError("a list of ids needs offsets, or the shape of bags that are equally long.")
+            raise ValueError(
+                "a list of ids needs offsets, or the shape of bags that are equally long.",
+            )
         return self.shape
 
     def all_offsets(self) -> Int[Array, " bags_plus_1"]:
@@ -144,7 +151,13 @@ class Segment(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the vectors of a segment are in the outputs: number of the output, first number in it, and stride."""
+    """Position of a segment's vectors in the outputs.
+
+    Args:
+      output: number of the output.
+      start: index of the first number in the flattened output.
+      stride: distance between the first numbers of consecutive vectors.
+    """
 
     output: int
     start: int
@@ -188,11 +201,17 @@ class Call:
             last = first + ids.num_entries
             lists.append(dataclasses.replace(ids, ids=entries[first:last]))
             first = last
-        segments = [own._replace(table=0, first_row=0, num_rows=NO_ROW) for own in self.segments]
+        segments = []
+        for segment in self.segments:
+            segments.append(segment._replace(table=0, first_row=0, num_rows=NO_ROW))
         return Call(tuple(lists), tuple(segments), self.layout)
 
     def outputs(self, dims: Sequence[int]) -> tuple[list[tuple[int, ...]], list[Place]]:
-        """Shapes of the outputs, and the place of each segment's vectors, for tables of these dims."""
+        """Shapes of the outputs, and the `Place` of each segment's vectors.
+
+        Args:
+          dims: row length of every table.
+        """
         columns = [dims[segment.table] for segment in self.segments]
         if self.layout == "each":
             shapes: list[tuple[int, ...]] = []
@@ -210,7 +229,9 @@ class Call:
             total = sum(columns)
             places = [Place(0, start, total) for start, _ in zip(starts, columns, strict=False)]
             return [(self.segments[0].num_bags, total)], places
-        sizes = [own.num_bags * dim for own, dim in zip(self.segments, columns, strict=True)]
+        sizes = []
+        for segment, dim in zip(self.segments, columns, strict=True):
+            sizes.append(segment.num_bags * dim)
         starts = itertools.accumulate(sizes, initial=0)
         places = [Place(0, start, dim) for start, dim in zip(starts, columns, strict=False)]
         return [(sum(sizes),)], places
@@ -247,12 +268,19 @@ class CallGradients:
 
     @property
     def num_entries(self) -> int:
-        """Entries of the lists that the table's segments read: the most rows that can get a gradient."""
+        """Number of entries of the lists that the table's segments read.
+
+        At most this many rows can get a gradient.
+        """
         return sum(self.call.lists[number].num_entries for number in self.lists_read())
 
     def lists_read(self) -> list[int]:
         """Numbers of the lists that the table's segments read, ascending."""
-        return sorted({own.list for own in self.call.segments if own.table == self.table})
+        numbers = set()
+        for segment in self.call.segments:
+            if segment.table == self.table:
+                numbers.add(segment.list)
+        return sorted(numbers)
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it

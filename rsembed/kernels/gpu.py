@@ -45,7 +45,9 @@ _MAX_COLUMNS = 8192
 
 
 class Tiling(NamedTuple):
-    """Sizes of the work of one GPU program. Powers of two, as Triton requires; tuned on an H100.
+    """Sizes that divide a kernel's work among GPU programs, tuned on an H100.
+
+    All are powers of two, as Triton requires.
 
     Args:
       num_bags: minimum number of bags that one program of a lookup sums. Short rows allow more.
@@ -422,7 +424,7 @@ def _step(
         )
         rows = triton.load(rows_ref.at[groups], mask=groups < num_groups, other=-1)
         is_row = (rows >= 0) & (rows < num_rows)
-        # Padding has index `num_rows`. The masks keep it from being read or written.
+        # Padding has index `num_rows`. The masks skip reads and writes of padding.
         index = (jnp.where(is_row, rows, num_rows)[:, None], columns[None, :])
         masks = []
         values = []

@@ -89,7 +89,7 @@ def squared_norm(num_rows: int, gradients: CallGradients) -> Float[Array, ""]:
 def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
     """Table and slots after one optimizer step of every row that has a gradient.
 
-    Rules written in C++ compute gradients and step in one call. Other rules take two calls.
+    A rule with a C++ kernel computes gradients and step in one call. Another rule takes two calls.
     """
     _check_tables(table)
     code = _fused_code(table, slots, step)
@@ -127,8 +127,17 @@ def apply_rows(
 
     def step_block(number: Array | int, state: tuple[Table, Slots]) -> tuple[Table, Slots]:
         positions = number * STEP_BLOCK + jnp.arange(STEP_BLOCK, dtype=jnp.int32)
-        block = gather_rows((rows, gradients), positions, missing=NO_ROW)
-        return reference.apply_rows(*state, *block, step, gather=gather_rows, scatter=scatter_rows)
+        block_rows, d_block = gather_rows((rows, gradients), positions, missing=NO_ROW)
+        old_table, old_slots = state
+        return reference.apply_rows(
+            old_table,
+            old_slots,
+            block_rows,
+            d_block,
+            step,
+            gather=gather_rows,
+            scatter=scatter_rows,
+        )
 
     if num_blocks == 1:
         return step_block(0, (table, slots))

@@ -1,6 +1,6 @@
 """The kernels in plain `jax.numpy`: the definition that every other implementation must match.
 
-Tables may be float32, bfloat16 or float16; sums, gradients, slots and row rules are float32.
+Tables are float32, bfloat16 or float16. Sums, gradients, slots and row rules are float32.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def unavailable_because() -> str | None:
 
 
 class Entries(NamedTuple):
-    """The entries of one list that read one table, with their bags: what implementations pool.
+    """Entries of one list that read one table, and their bags. Implementations pool them.
 
     Args:
       rows: table row of every entry. A row outside `[0, num_rows)` contributes nothing.
@@ -58,21 +58,30 @@ class Entries(NamedTuple):
 
     @property
     def num_outputs(self) -> Any:
-        """Number of bags, or of entries where every entry is a bag; a symbol in an export for any batch."""
-        return self.rows.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
+        """Number of bags. A symbol in an export for any batch size."""
+        if self.offsets is None:
+            return self.rows.shape[0]
+        return self.offsets.shape[0] - 1
 
 
 def entries_of(
     call: Call, number: int, table: int, table_rows: int, pool: Callable[..., PyTree] | None = None
 ) -> Entries:
-    """The entries of list `number` that read rows of table `table`; others read `NO_ROW`.
+    """Entries of list `number` that read table `table`, with the bags of the list.
 
-    The bags of the result are those of the list. Combiners that `Entries` has not become weights; see
-    `entry_gains` for `pool`.
+    Entries that read another table have row `NO_ROW`. A combiner that `Entries` does not support
+    is turned into weights.
+
+    Args:
+      call: call with the list.
+      number: number of the list.
+      table: number of the table.
+      table_rows: number of rows of the table.
+      pool: see `entry_gains`.
     """
     ids = call.lists[number]
-    segments = [own for own in call.segments if (own.list, own.table) == (number, table)]
-    combiners = {own.combiner for own in segments}
+    segments = _segments_of(call, number, table)
+    combiners = {segment.combiner for segment in segments}
     if len(combiners) > 1 and "none" in combiners:
         raise ValueError("segments without a combiner share no list with others.")
     rows = rows_of_list(call, number, table, table_rows)
@@ -96,22 +105,35 @@ def entries_of(
         if gains is None:
             gains = shares
             continue
-        chosen = [own.combiner == combiner for own in segments]
+        chosen = [segment.combiner == combiner for segment in segments]
         gains = jnp.where(by_bag(ids, segments, chosen, False), shares, gains)
     return Entries(rows, None if is_single else offsets, gains)
 
 
+def _segments_of(call: Call, number: int, table: int) -> list[Segment]:
+    """Segments that read list `number` and table `table`."""
+    readers = []
+    for segment in call.segments:
+        if segment.list == number and segment.table == table:
+            readers.append(segment)
+    return readers
+
+
 def rows_of_list(call: Call, number: int, table: int, table_rows: int) -> Int[Array, " nnz"]:
-    """Row of table `table` that each entry of list `number` reads; none of the table for entries that read none."""
+    """Row of table `table` that each entry of list `number` reads.
+
+    An entry that reads no row of this table has a number outside `[0, table_rows)`.
+    """
     ids = call.lists[number]
-    segments = [own for own in call.segments if (own.list, own.table) == (number, table)]
-    is_whole = sum(own.num_bags for own in segments) == ids.num_bags
-    bounds = {(own.first_row, own.rows_in(table_rows)) for own in segments}
+    segments = _segments_of(call, number, table)
+    is_whole = sum(segment.num_bags for segment in segments) == ids.num_bags
+    starts = [segment.first_row for segment in segments]
+    sizes = [segment.rows_in(table_rows) for segment in segments]
     rows = as_rows(ids.ids)
-    if is_whole and bounds == {(0, table_rows)}:
+    if is_whole and set(starts) == {0} and set(sizes) == {table_rows}:
         return rows
-    first_rows = by_bag(ids, segments, [own.first_row for own in segments], 0)
-    num_rows = by_bag(ids, segments, [own.rows_in(table_rows) for own in segments], 0)
+    first_rows = by_bag(ids, segments, starts, 0)
+    num_rows = by_bag(ids, segments, sizes, 0)
     return jnp.where((rows >= 0) & (rows < num_rows), rows + first_rows, NO_ROW)
 
 
@@ -126,7 +148,10 @@ def _shares(
 
 
 def by_bag(ids: IdList, segments: Sequence[Segment], values: Sequence[Any], other: Any) -> Array:
-    """Value of each entry's segment, `other` for entries of no segment; one number where all agree."""
+    """Value of each entry's segment, `other` for entries of no segment.
+
+    A scalar if all entries have the same value.
+    """
     numbers = np.full(ids.num_bags + 1, other)
     for segment, value in zip(segments, values, strict=True):
         numbers[segment.first_bag : segment.first_bag + segment.num_bags] = value
@@ -134,7 +159,7 @@ def by_bag(ids: IdList, segments: Sequence[Segment], values: Sequence[Any], othe
     if ids.num_bags and ids.offsets is None and (numbers[:-1] == numbers[0]).all():
         return jnp.asarray(numbers[0], dtype)
     bag = bag_of_entries(ids)
-    # The last number is that of entries outside all bags, for which `bag` is -1 or the number of bags.
+    # An entry outside all bags has bag -1 or `num_bags`. Both index the last number, `other`.
     return jnp.asarray(numbers, dtype)[bag]
 
 
@@ -146,18 +171,22 @@ def bag_of_entries(ids: IdList) -> Int[Array, " nnz"]:
 
 
 def _bag_of_entries(offsets: Int[Array, " bags_plus_1"], num_entries: Any) -> Int[Array, " nnz"]:
-    # `num_entries` is a symbol in an export for any batch. Counting the bags that start up to an
-    # entry takes a third of the time of a search for each.
+    # `num_entries` is a symbol in an export for any batch size. Counting the bags that start at or
+    # before an entry takes a third of the time of a binary search per entry.
     return jnp.cumsum(jnp.zeros(num_entries, jnp.int32).at[offsets].add(1, mode="drop")) - 1
 
 
 def entry_gains(
     entries: Entries, num_rows: int, pool: Callable[..., PyTree] | None = None
 ) -> tuple[Int[Array, " nnz"], Float[Array, " nnz"], Bool[Array, " nnz"]]:
-    """Output number and gain of every entry, and which entries are in a bag and name a row of the table.
+    """Output number and gain of every entry, and which entries are in a bag and have a valid row.
 
-    Entries that contribute nothing have gain 0. A `pool` adds weights of a bag in their order, XLA in
-    any order.
+    An entry that contributes nothing has gain 0.
+
+    Args:
+      entries: entries with their bags and combiner.
+      num_rows: number of rows of the table.
+      pool: kernel that sums the weights of a bag in order. None: XLA sums them, in any order.
     """
     num_entries = entries.rows.shape[0]
     is_listed = (entries.rows >= 0) & (entries.rows < num_rows)
@@ -174,7 +203,7 @@ def entry_gains(
         return bag, gains, is_listed
     if entries.weights is not None:
         gains = gains * _inverse_magnitudes(gains, bag, entries.num_outputs)[bag]
-        # Else XLA may square the factors by themselves, which leaves the range of float32.
+        # Without it, XLA may square the two factors separately and overflow float32.
         gains = jax.lax.optimization_barrier(gains)
     terms = gains if entries.combiner == "mean" else gains * gains
     if pool is None or entries.weights is None:
@@ -183,30 +212,35 @@ def entry_gains(
         every = Entries(jnp.arange(num_entries, dtype=jnp.int32), entries.offsets, None)
         total = pool(terms[:, None], every)[:, 0]
     is_zero = total == 0.0
-    divisor = jnp.where(is_zero, 1.0, total)  # before the root, which has no slope at zero
+    # Replace zeros before the root, because it has no derivative at zero.
+    divisor = jnp.where(is_zero, 1.0, total)
     if entries.combiner == "sqrtn":
         divisor = jnp.sqrt(divisor)
     return bag, gains * jnp.where(is_zero, 0.0, 1.0 / divisor)[bag], is_listed
 
 
-def _inverse_magnitudes(weights: Float[Array, " nnz"], bag: Int[Array, " nnz"], num_bags: int) -> Float[Array, " bags"]:
-    """Power of two for each bag that brings its largest weight near 1.
+def _inverse_magnitudes(
+    weights: Float[Array, " nnz"],
+    bag: Int[Array, " nnz"],
+    num_bags: int,
+) -> Float[Array, " bags"]:
+    """Power of two for each bag that scales its largest weight to about 1.
 
-    Sums and squares of the scaled weights neither overflow nor vanish. A factor that is a power of
-    two changes no bit of a mean, in which it cancels.
+    Sums and squares of the scaled weights neither overflow nor underflow. The factor cancels in a
+    mean, and a power of two changes none of its bits.
     """
     largest = jax.ops.segment_max(jnp.abs(jax.lax.stop_gradient(weights)), bag, num_bags)
     bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
-    one_step = 1 << 23  # the lowest bit of a float32's exponent
-    exponent = jnp.clip(bits >> 23, 1, 253)  # the reciprocal of 2**127 would not be a normal number
-    return jax.lax.bitcast_convert_type((254 - exponent) * one_step, jnp.float32)
+    # The exponent of a float32 begins at bit 23. The reciprocal of 2**127 would be subnormal.
+    exponent = jnp.clip(bits >> 23, 1, 253)
+    return jax.lax.bitcast_convert_type((254 - exponent) * (1 << 23), jnp.float32)
 
 
 def pooled(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
     """Pooled rows of every bag, float32."""
     bag, gains, _ = entry_gains(entries, table.shape[0])
     vectors = gather_rows((table,), entries.rows)[0].astype(jnp.float32)
-    # A row that must not contribute may hold anything, NaN included: select, do not multiply by zero.
+    # A row with gain 0 may hold NaN, so select instead of multiplying by zero.
     terms = jnp.where(gains[:, None] == 0.0, 0.0, gains[:, None] * vectors)
     if entries.offsets is None:
         return terms
@@ -214,7 +248,10 @@ def pooled(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
 
 
 def _pooled_with_slopes(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
-    """As `pooled`, for the gradients of weights: also a weight of zero has a slope, which the row says."""
+    """Pooled rows with correct derivatives by the weights.
+
+    The derivative by a weight of 0 is the row, so these rows are read, unlike in `pooled`.
+    """
     bag, gains, is_listed = entry_gains(entries, table.shape[0])
     vectors = gather_rows((table,), entries.rows)[0].astype(jnp.float32)
     is_read = is_listed[:, None] & ((gains[:, None] != 0.0) | jnp.isfinite(vectors))
@@ -224,30 +261,46 @@ def _pooled_with_slopes(table: Table, entries: Entries) -> Float[Array, "outputs
     return jax.ops.segment_sum(terms, bag, entries.num_outputs)
 
 
-def lookup(tables: Sequence[Float[Array, "_ _"]], call: Call, *, pool: Callable[..., PyTree] | None = None) -> Outputs:
-    """Pooled rows of every segment, float32, laid out as the call says; through an accelerator's `pool` if given."""
+def lookup(
+    tables: Sequence[Float[Array, "_ _"]],
+    call: Call,
+    *,
+    pool: Callable[..., PyTree] | None = None,
+) -> Outputs:
+    """Pooled rows of every segment, float32, in the call's layout.
+
+    Args:
+      tables: tables that the call's segments read.
+      call: lists of ids and the segments that read them.
+      pool: kernel of an accelerator that pools the entries of one list; None takes `pooled`.
+    """
     vectors: list[Array] = [jnp.zeros(0)] * len(call.segments)
     for number, ids in enumerate(call.lists):
-        for table in sorted({own.table for own in call.segments if own.list == number}):
+        for table in sorted({s.table for s in call.segments if s.list == number}):
             entries = entries_of(call, number, table, tables[table].shape[0], pool)
             of_list = (pool or pooled)(tables[table], entries)
-            for place, segment in enumerate(call.segments):
+            for position, segment in enumerate(call.segments):
                 if (segment.list, segment.table) != (number, table):
                     continue
-                last_bag = segment.first_bag + segment.num_bags
-                if segment.combiner == "none":
-                    is_whole = segment.num_bags == ids.num_bags
-                    vectors[place] = of_list if is_whole else _of_bags(of_list, ids, segment)
+                if segment.combiner != "none":
+                    last_bag = segment.first_bag + segment.num_bags
+                    vectors[position] = of_list[segment.first_bag : last_bag]
+                elif segment.num_bags == ids.num_bags:
+                    vectors[position] = of_list
                 else:
-                    vectors[place] = of_list[segment.first_bag : last_bag]
+                    vectors[position] = _of_bags(of_list, ids, segment)
     return _joined(vectors, call, [table.shape[1] for table in tables])
 
 
-def _of_bags(vectors: Float[Array, "nnz dim"], ids: IdList, segment: Segment) -> Float[Array, "nnz dim"]:
+def _of_bags(
+    vectors: Float[Array, "nnz dim"],
+    ids: IdList,
+    segment: Segment,
+) -> Float[Array, "nnz dim"]:
     """Vectors of the entries of a segment's bags; zeros for other entries."""
     bag = bag_of_entries(ids)
-    is_own = (bag >= segment.first_bag) & (bag < segment.first_bag + segment.num_bags)
-    return jnp.where(is_own[:, None], vectors, 0.0)
+    is_inside = (bag >= segment.first_bag) & (bag < segment.first_bag + segment.num_bags)
+    return jnp.where(is_inside[:, None], vectors, 0.0)
 
 
 def _joined(vectors: Sequence[Array], call: Call, dims: Sequence[int]) -> Outputs:
@@ -255,20 +308,21 @@ def _joined(vectors: Sequence[Array], call: Call, dims: Sequence[int]) -> Output
     if call.layout == "each":
         return tuple(vectors)
     if call.segments[0].combiner == "none":
-        longest = max(dims[own.table] for own in call.segments)
-        padded = [jnp.pad(own, ((0, 0), (0, longest - own.shape[1]))) for own in vectors]
+        longest = max(dims[segment.table] for segment in call.segments)
+        padded = [jnp.pad(part, ((0, 0), (0, longest - part.shape[1]))) for part in vectors]
         return (sum(padded[1:], start=padded[0]),)
     if call.layout == "columns":
         return (jnp.concatenate(vectors, axis=1),)
-    return (jnp.concatenate([own.reshape(-1) for own in vectors]),)
+    return (jnp.concatenate([part.reshape(-1) for part in vectors]),)
 
 
 def bag_gradients(gradients: CallGradients, number: int) -> Float[Array, "outputs dim"]:
-    """Gradients of the outputs of list `number`, one row per bag, or per entry with combiner `none`.
+    """Gradients of the outputs of list `number`: one row per bag, per entry for combiner `none`.
 
     Bags that read other tables have zeros.
     """
-    call, dim = gradients.call, gradients.dim
+    call = gradients.call
+    dim = gradients.dim
     ids = call.lists[number]
     shapes, places = call.outputs(gradients.dims)
     parts: list[tuple[Segment, Array]] = []
@@ -277,16 +331,19 @@ def bag_gradients(gradients: CallGradients, number: int) -> Float[Array, "output
             continue
         d_output = gradients.d_outputs[place.output].astype(jnp.float32)
         if len(shapes[place.output]) == 1:
-            part = d_output.reshape(-1)[place.start : place.start + segment.num_bags * dim].reshape(-1, dim)
+            stop = place.start + segment.num_bags * dim
+            part = d_output.reshape(-1)[place.start : stop].reshape(-1, dim)
         else:
-            columns = d_output.reshape(shapes[place.output])
-            part = columns[:, place.start : place.start + dim] if columns.shape[1] != dim else columns
+            part = d_output.reshape(shapes[place.output])
+            if part.shape[1] != dim:
+                part = part[:, place.start : place.start + dim]
         parts.append((segment, part))
-    if len(parts) == 1 and (parts[0][0].num_bags == ids.num_bags or parts[0][0].combiner == "none"):
-        return parts[0][1]
-    if parts[0][0].combiner == "none":
+    first, d_first = parts[0]
+    if len(parts) == 1 and (first.num_bags == ids.num_bags or first.combiner == "none"):
+        return d_first
+    if first.combiner == "none":
         masked = [_of_bags(part, ids, segment) for segment, part in parts]
-        return masked[0] if call.layout != "each" and len(masked) == 1 else sum(masked[1:], start=masked[0])
+        return sum(masked[1:], start=masked[0])
     d_bags = jnp.zeros((ids.num_bags, dim), jnp.float32)
     for segment, part in parts:
         d_bags = d_bags.at[segment.first_bag : segment.first_bag + segment.num_bags].set(part)
@@ -296,31 +353,42 @@ def bag_gradients(gradients: CallGradients, number: int) -> Float[Array, "output
 def weight_gradients(
     tables: Sequence[Float[Array, "_ _"]], call: Call, d_outputs: Outputs
 ) -> tuple[Float[Array, " nnz"] | None, ...]:
-    """Gradients of the weights of each list, None for lists without; 0 for ids that contribute nothing."""
+    """Gradient of each list's weights, None for a list without weights.
 
-    def outputs(weights: Sequence[PyTree]) -> Outputs:
-        lists = [dataclasses.replace(own, weights=w) for own, w in zip(call.lists, weights, strict=True)]
-        return lookup(tables, dataclasses.replace(call, lists=tuple(lists)), pool=_pooled_with_slopes)
+    The gradient is 0 for an id that contributes nothing.
+    """
+
+    def outputs(weights: Sequence[Array | None]) -> Outputs:
+        lists = []
+        for ids, list_weights in zip(call.lists, weights, strict=True):
+            lists.append(dataclasses.replace(ids, weights=list_weights))
+        weighted = dataclasses.replace(call, lists=tuple(lists))
+        return lookup(tables, weighted, pool=_pooled_with_slopes)
 
     shapes, _ = call.outputs([table.shape[1] for table in tables])
-    d_outputs = tuple(d.astype(jnp.float32).reshape(shape) for d, shape in zip(d_outputs, shapes, strict=True))
-    d_weights: tuple[Array | None, ...] = jax.vjp(outputs, [own.weights for own in call.lists])[1](d_outputs)[0]
-    return tuple(d_weights)
+    shaped = []
+    for d_output, shape in zip(d_outputs, shapes, strict=True):
+        shaped.append(d_output.astype(jnp.float32).reshape(shape))
+    _, pull = jax.vjp(outputs, [ids.weights for ids in call.lists])
+    return tuple(pull(tuple(shaped))[0])
 
 
 def group_rows(
     num_rows: int, gradients: CallGradients, pool: Callable[..., PyTree] | None = None
 ) -> tuple[Int[Array, " capacity"], Entries, Int[Array, " nnz"], Float[Array, "outputs dim"]]:
-    """The looked-up rows of a table of `num_rows`. With its entries side by side, a row's gradient is a lookup as well.
+    """Distinct rows that a batch reads, and the entries of each row.
+
+    Lookup and row gradients are the same sum, over the entries of a bag or over those of a row:
 
     forward    output[b]     = sum of gain * table[row]     over the entries of bag b
     backward   gradient[row] = sum of gain * d_output[b]    over the entries of that row
 
-    The order of additions follows from the batch alone, so equal inputs give equal bits.
+    The batch alone determines the order of additions, so equal inputs give equal bits.
 
-    Returns: distinct rows ascending, followed by `NO_ROW`; entries sorted by row, one bag per place there, whose "rows"
-    are outputs, numbered through all lists, without weights where all are ones; the place of every sorted entry's
-    row, after the last place for entries that count for nothing; and the gradients of the outputs, float32.
+    Returns: distinct rows in ascending order, then `NO_ROW`; entries sorted by row, one bag for
+      each distinct row, with output numbers (counted through all lists) as their "rows" and without
+      weights if all are ones; the bag of every sorted entry, or a number after the last bag for an
+      entry that contributes nothing; and the gradients of the outputs, float32.
     """
     # The empty arrays are the entries of a table that no segment reads.
     all_rows = [jnp.zeros(0, jnp.int32)]
@@ -338,52 +406,65 @@ def group_rows(
         parts.append(bag_gradients(gradients, number))
         first += entries.num_outputs
         is_plain = is_plain and entries.weights is None and entries.combiner in ("sum", "none")
-    rows, outputs, gains = map(jnp.concatenate, (all_rows, all_outputs, all_gains))
-    num_entries, capacity = rows.shape[0], min(rows.shape[0], num_rows)
+    rows = jnp.concatenate(all_rows)
+    outputs = jnp.concatenate(all_outputs)
+    gains = jnp.concatenate(all_gains)
+    num_entries = rows.shape[0]
+    capacity = min(num_entries, num_rows)
     position = jnp.arange(num_entries, dtype=jnp.int32)
+    weights = None
     if is_plain:
-        (in_order, outputs), weights = jax.lax.sort_key_val(rows, outputs), None
+        in_order, outputs = jax.lax.sort_key_val(rows, outputs)
     else:
         in_order, order = jax.lax.sort_key_val(rows, position)
-        outputs, weights = outputs[order], gains[order]
+        outputs = outputs[order]
+        weights = gains[order]
     is_real = in_order != NO_ROW
-    is_first = is_real & (in_order != jnp.concatenate([jnp.full(min(num_entries, 1), -1, jnp.int32), in_order[:-1]]))
+    no_row = jnp.full(min(num_entries, 1), -1, jnp.int32)
+    is_first = is_real & (in_order != jnp.concatenate([no_row, in_order[:-1]]))
     group_of = jnp.where(is_real, jnp.cumsum(is_first) - 1, capacity)
-    place = jnp.where(is_first, group_of, capacity + 1)
-    offsets = jnp.full(capacity + 1, jnp.sum(is_real, dtype=jnp.int32), jnp.int32).at[place].set(position, mode="drop")
-    distinct = jnp.full(capacity, NO_ROW, jnp.int32).at[place].set(in_order, mode="drop")
-    sorted_entries = Entries(outputs, offsets, weights)
+    group_of_first = jnp.where(is_first, group_of, capacity + 1)
+    offsets = jnp.full(capacity + 1, jnp.sum(is_real, dtype=jnp.int32), jnp.int32)
+    offsets = offsets.at[group_of_first].set(position, mode="drop")
+    distinct = jnp.full(capacity, NO_ROW, jnp.int32)
+    distinct = distinct.at[group_of_first].set(in_order, mode="drop")
     if not parts:
         parts = [jnp.zeros((0, gradients.dim), jnp.float32)]
-    return distinct, sorted_entries, group_of, parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    d_outputs = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return distinct, Entries(outputs, offsets, weights), group_of, d_outputs
 
 
 def row_gradients(
     num_rows: int, gradients: CallGradients, *, pool: Callable[..., PyTree] | None = None
 ) -> RowsAndGradients:
-    """Gradient of every looked-up row, equal rows combined; through an accelerator's `pool` if one is given.
+    """Distinct rows in ascending order and the summed gradient of each, float32.
 
-    Returns: distinct rows in ascending order and their float32 gradients; unused places at the end hold row `NO_ROW`
-    and zeros. The capacity is the number of entries, or `num_rows` if that is less. A row that was looked up is
-    listed even when its gradient is zero.
+    `NO_ROW` and zeros pad the result to the number of entries, or to `num_rows` if that is less. A
+    row that was looked up is listed even if its gradient is zero.
+
+    Args:
+      num_rows: number of rows of the table.
+      gradients: the call and the gradients of its outputs.
+      pool: kernel of an accelerator that sums the entries of each row; None uses XLA.
     """
     rows, entries, group_of, d_output = group_rows(num_rows, gradients)
     if pool is not None:
         return rows, pool(d_output, entries)
-    vectors = d_output[entries.rows] if d_output.shape[0] else jnp.zeros((1, d_output.shape[1]))
-    terms = vectors if entries.weights is None else entries.weights[:, None] * vectors
+    terms = d_output[entries.rows] if d_output.shape[0] else jnp.zeros((1, d_output.shape[1]))
+    if entries.weights is not None:
+        terms = entries.weights[:, None] * terms
     return rows, jax.ops.segment_sum(terms, group_of, rows.shape[0], indices_are_sorted=True)
 
 
 def squared_norm(
     num_rows: int, gradients: CallGradients, *, row_gradients: Callable[..., PyTree] = row_gradients
 ) -> Float[Array, ""]:
-    """Sum of the squares of all row gradients in float32, for callers that need only their norm."""
+    """Sum of the squares of all row gradients, float32."""
     return jnp.sum(jnp.square(row_gradients(num_rows, gradients)[1]))
 
 
 def pair_products(vectors: Float[Array, "batch n dim"]) -> Float[Array, "batch pairs"]:
-    """Dot products of the vectors of a sample, float32, in the order of `numpy.triu_indices(n, 1)`."""
+    """Dot products of all pairs of a sample's vectors, ordered as in `numpy.triu_indices(n, 1)`."""
     first, second = np.triu_indices(vectors.shape[1], 1)
     return jnp.einsum("bid,bjd->bij", vectors, vectors, precision="highest")[:, first, second]
 
@@ -391,33 +472,49 @@ def pair_products(vectors: Float[Array, "batch n dim"]) -> Float[Array, "batch p
 def pull_pairs(
     vectors: Float[Array, "batch n dim"], d_products: Float[Array, "batch pairs"]
 ) -> Float[Array, "batch n dim"]:
-    """Gradient of the vectors from that of `pair_products`."""
-    batch, n, _ = vectors.shape
-    half = jnp.zeros((batch, n, n)).at[:, *np.triu_indices(n, 1)].set(d_products)
+    """Gradient of the vectors, from the gradient of `pair_products`."""
+    batch, num_vectors, _ = vectors.shape
+    first, second = np.triu_indices(num_vectors, 1)
+    half = jnp.zeros((batch, num_vectors, num_vectors)).at[:, first, second].set(d_products)
     return jnp.einsum("bij,bjd->bid", half + half.swapaxes(1, 2), vectors, precision="highest")
 
 
-def gather_rows(arrays: Sequence[Array], rows: Int[Array, "*places"], missing: int = 0) -> tuple[Array, ...]:
-    """Rows `rows` of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
-    places = jnp.where(rows < 0, NO_ROW, rows)
-    fillers = [missing if array.dtype == jnp.int32 else 0 for array in arrays]
-    return tuple(
-        array.at[places].get(mode="fill", fill_value=filler)
-        if array.shape[0]
-        else jnp.full((*rows.shape, *array.shape[1:]), filler, array.dtype)
-        for array, filler in zip(arrays, fillers, strict=True)
-    )
+def gather_rows(
+    arrays: Sequence[Array],
+    rows: Int[Array, "*places"],
+    missing: int = 0,
+) -> tuple[Array, ...]:
+    """Rows `rows` of every array, in the array's dtype.
+
+    A row outside an array reads as `missing` if the array is int32, else as zeros.
+    """
+    # JAX counts negative indices from the end.
+    rows = jnp.where(rows < 0, NO_ROW, rows)
+    gathered = []
+    for array in arrays:
+        filler = missing if array.dtype == jnp.int32 else 0
+        if array.shape[0]:
+            gathered.append(array.at[rows].get(mode="fill", fill_value=filler))
+        else:
+            gathered.append(jnp.full((*rows.shape, *array.shape[1:]), filler, array.dtype))
+    return tuple(gathered)
 
 
-def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values: Sequence[Array]) -> tuple[Array, ...]:
-    """The arrays with distinct `rows` overwritten; rows outside are skipped."""
-    # Distinct places behind the table keep the promise of unique indices for padding as well.
+def scatter_rows(
+    arrays: Sequence[Array],
+    rows: Int[Array, " capacity"],
+    values: Sequence[Array],
+) -> tuple[Array, ...]:
+    """Arrays with distinct `rows` overwritten by `values`. Rows outside are skipped."""
+    # `unique_indices` promises that indices are distinct, so padding gets distinct ones, too.
     num_rows = arrays[0].shape[0]
-    places = jnp.where((rows >= 0) & (rows < num_rows), rows, num_rows + jnp.arange(rows.shape[0], dtype=rows.dtype))
-    return tuple(
-        array.at[places].set(new.astype(array.dtype), mode="drop", unique_indices=True)
-        for array, new in zip(arrays, values, strict=True)
-    )
+    padding = num_rows + jnp.arange(rows.shape[0], dtype=rows.dtype)
+    indices = jnp.where((rows >= 0) & (rows < num_rows), rows, padding)
+    scattered = []
+    for array, new in zip(arrays, values, strict=True):
+        new = new.astype(array.dtype)
+        scattered.append(array.at[indices].set(new, mode="drop", unique_indices=True))
+    return tuple(scattered)
 
 
 def apply_rows(
@@ -430,28 +527,47 @@ def apply_rows(
     gather: Callable[..., PyTree] = gather_rows,
     scatter: Callable[..., PyTree] = scatter_rows,
 ) -> tuple[Table, Slots]:
-    """One optimizer step of distinct `rows`, others with zeros if the rule moves them; rows outside are padding."""
+    """Table and slots after one optimizer step of distinct `rows`.
+
+    Rows outside the table are padding. If the rule moves all rows, other rows step with gradient 0.
+
+    Args:
+      table: table to step.
+      slots: optimizer state of the table.
+      rows: distinct rows.
+      gradients: gradient of each row in `rows`.
+      step: rule, hyperparameters and rounding.
+      gather: implementation of `gather_rows`.
+      scatter: implementation of `scatter_rows`.
+    """
     if step.rule.moves_all_rows:
         (gradients,) = scatter_rows((jnp.zeros(table.shape, jnp.float32),), rows, (gradients,))
-        rows, old, old_slots = jnp.arange(table.shape[0], dtype=jnp.int32), table, [*slots]
+        rows = jnp.arange(table.shape[0], dtype=jnp.int32)
+        old = table
+        old_slots = slots
     else:
-        old, *old_slots = gather((table, *slots), rows)
-    new, new_slots = step.rule.step_rows(old.astype(jnp.float32), tuple(old_slots), gradients, step.hyper)
+        old, *gathered = gather((table, *slots), rows)
+        old_slots = tuple(gathered)
+    old = old.astype(jnp.float32)
+    new, new_slots = step.rule.step_rows(old, old_slots, gradients, step.hyper)
     if step.rounding is not None:
         new = step.rounding(new, table.dtype, rows)
     if step.rule.moves_all_rows:
-        return new.astype(table.dtype), tuple(own.astype(old.dtype) for own, old in zip(new_slots, slots, strict=True))
+        stepped = []
+        for new_slot, slot in zip(new_slots, slots, strict=True):
+            stepped.append(new_slot.astype(slot.dtype))
+        return new.astype(table.dtype), tuple(stepped)
     new_table, *stepped_slots = scatter((table, *slots), rows, (new, *new_slots))
     return new_table, tuple(stepped_slots)
 
 
 def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
-    """Row gradients and one optimizer step per distinct row in one call."""
+    """Table and slots after one optimizer step of every row that has a gradient."""
     return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
 
 
 def allocate(shape: tuple[int, ...], dtype: DTypeLike, fill: float | None = None) -> Shaped[Array, "*shape"]:
-    """An array filled with `fill`; with unspecified values if it is None."""
+    """Array filled with `fill`, or with unspecified values if `fill` is None."""
     return jnp.full(shape, 0 if fill is None else fill, dtype)
 
 
@@ -461,13 +577,18 @@ def row_bits(
     dim: int,
     table: Int[Array, " nnz"] | None = None,
 ) -> UInt32[Array, "nnz dim"]:
-    """Random bits of rows, each from the key that is folded with the row's lanes, one after the other.
+    """`dim` random words for every row.
 
-    With `table`, `key` has several, of which it says whose is taken.
+    Args:
+      key: key to fold a row's lanes into, one after the other; with `table`, one key per table.
+      lanes: words that identify a row.
+      dim: number of words per row.
+      table: table of each row; None if there is one table.
     """
 
-    def one_row(key: PRNGKeyArray, *own: Array) -> Array:
-        return jax.random.bits(functools.reduce(jax.random.fold_in, own, key), (dim,), jnp.uint32)
+    def one_row(key: PRNGKeyArray, *row_lanes: Array) -> Array:
+        folded = functools.reduce(jax.random.fold_in, row_lanes, key)
+        return jax.random.bits(folded, (dim,), jnp.uint32)
 
     if table is None:
         return jax.vmap(functools.partial(one_row, key))(*lanes)
@@ -481,43 +602,55 @@ def round_stochastically(
     key: KeyOrKeys,
     table: Int[Array, " rows"] | None = None,
 ) -> Float[Array, "rows dim"]:
-    """Rounds float32 `values` up or down to `dtype` by `round_with_noise`.
+    """Float32 `values` rounded up or down to `dtype` at random. See `round_with_noise`.
 
-    The noise depends on the key, the row number and the column alone, not on where in the batch the row stood. With
-    `table`, there is a key for each of several.
+    The noise depends only on the key, the row number and the column, not on the row's position in
+    the batch.
+
+    Args:
+      values: stepped rows.
+      dtype: dtype of the table. float32 needs no rounding.
+      rows: row number of each row.
+      key: random key; with `table`, one key per table.
+      table: table of each row; None if there is one table.
     """
     if dtype == jnp.float32:
         return values
-    return round_with_noise(values, row_bits(key, [rows.astype(jnp.uint32)], values.shape[1], table), dtype)
+    words = row_bits(key, [rows.astype(jnp.uint32)], values.shape[1], table)
+    return round_with_noise(values, words, dtype)
 
 
 def round_with_noise(
     values: Float[Array, "*shape"], words: UInt32[Array, "*shape"], dtype: jnp.dtype
 ) -> Float[Array, "*shape"]:
-    """`values` rounded to one of their two neighbours in `dtype`, up if the mantissa carries after adding the noise.
+    """Each value rounded to one of its two neighbours in `dtype`, at random and unbiased.
 
-    The mean over all words is the value itself. Infinities, NaN and values above the largest number of `dtype` are
-    rounded to nearest.
+    Noise is added to the bits that `dtype` drops. If it carries, the value is rounded up, else
+    down. Infinities, NaN and values above the largest number of `dtype` are rounded to nearest.
 
     Args:
       values: float32.
-      words: one random word per value, of which the upper bits are used: 13 for float16, 24 below its normal range, and
-        16 for bfloat16.
+      words: one random word per value. Only upper bits are used: 13 for float16 (24 for subnormal
+        results), 16 for bfloat16.
       dtype: float16 or bfloat16.
 
-    Source: FBGEMM's fused optimizers: noise of the size of the dropped bits, then rounding toward zero. There, float16
-      values below 2**-14 lean toward zero, because their noise is smaller than their spacing.
+    Source: FBGEMM's fused optimizers, which add noise to the dropped bits and round toward zero.
+      There, float16 values below 2**-14 are biased toward zero, because the noise is smaller than
+      the spacing of subnormal numbers.
     """
     dropped = {jnp.dtype(jnp.float16): 13, jnp.dtype(jnp.bfloat16): 16}[jnp.dtype(dtype)]
-    # Adding to the bits equals adding the noise as a number, except that nothing is flushed to zero on the way.
+    # Integer addition to the bits equals floating-point addition, but never flushes to zero.
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32) + (words >> jnp.uint32(32 - dropped))
-    rounded = jax.lax.bitcast_convert_type(bits & jnp.uint32((0xFFFFFFFF << dropped) & 0xFFFFFFFF), jnp.float32)
+    kept_bits = jnp.uint32((0xFFFFFFFF << dropped) & 0xFFFFFFFF)
+    rounded = jax.lax.bitcast_convert_type(bits & kept_bits, jnp.float32)
     if dtype == jnp.float16:
-        spacing, smallest_normal = 2.0**-24, 2.0**-14
+        spacing = 2.0**-24
+        smallest_normal = 2.0**-14
         steps = jnp.abs(values) / spacing
         whole = jnp.floor(steps)
         is_up = (words >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24 < steps - whole
         subnormal = jnp.copysign((whole + is_up.astype(jnp.float32)) * spacing, values)
         rounded = jnp.where(jnp.abs(values) < smallest_normal, subnormal, rounded)
-    # Not `>`: NaN must take the branch of nearest rounding too.
-    return jnp.where(jnp.abs(values) <= float(jnp.finfo(dtype).max), rounded, values).astype(dtype)
+    # The comparison is False for NaN, which then rounds to nearest.
+    is_finite = jnp.abs(values) <= float(jnp.finfo(dtype).max)
+    return jnp.where(is_finite, rounded, values).astype(dtype)

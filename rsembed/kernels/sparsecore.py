@@ -45,7 +45,7 @@ MAX_CHUNK_ROWS = 64
 TILE_BYTES = 160 * 1024
 """Maximum size of a tile's buffers. All chips have more memory than this."""
 NO_ID = -1
-"""Row id of padding. Copies skip it."""
+"""Row id of padding. Copies skip rows with this id."""
 
 
 def unavailable_because() -> str | None:
@@ -110,8 +110,8 @@ def apply_rows(
     num_rows, dim = table.shape
     if 0 in (num_rows, dim, rows.shape[0]):
         return table, slots
-    wide = []
-    narrow = []
+    wide: list[Array] = []
+    narrow: list[Array] = []
     for array in (table, *slots):
         (wide if array.shape[1] == dim else narrow).append(array)
     # Index of the table and of each slot in [*wide, *narrow].
