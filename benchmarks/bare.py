@@ -20,7 +20,12 @@ from timing import WORKLOADS, Times, Workload, draw_ids, make_parser, write_reco
 
 def time_loops(program: Path, workload: Workload, law: str) -> dict[str, Times]:
     """What the program prints for one workload: `lookup`, and updates by `SGD` and row-wise `Adagrad`."""
-    sizes = (workload.num_tables, workload.vocabulary_size, workload.embedding_dim, workload.batch_size)
+    sizes = (
+        workload.num_tables,
+        workload.vocabulary_size,
+        workload.embedding_dim,
+        workload.batch_size,
+    )
     with tempfile.NamedTemporaryFile() as ids:
         draw_ids(workload, law, seed=3).tofile(ids.name)
         command = [program, ids.name, *map(str, sizes), str(workload.ids_per_sample)]
@@ -41,13 +46,20 @@ def main() -> int:
     print(f"{'workload':<9}{'ids':<9}{'lookup':>16}{'SGD':>16}{'Adagrad':>16}")
     with tempfile.TemporaryDirectory() as folder:
         program, source = Path(folder, "bare"), Path(__file__).with_suffix(".cc")
-        subprocess.run(["g++", "-O3", "-march=native", "-std=c++17", "-pthread", source, "-o", program], check=True)
+        subprocess.run(
+            ["g++", "-O3", "-march=native", "-std=c++17", "-pthread", source, "-o", program],
+            check=True,
+        )
         for workload in WORKLOADS:
             for law in ("uniform", "zipf"):
                 times = time_loops(program, workload, law)
                 milliseconds = {name: own._asdict() for name, own in times.items()}
-                records.append({"workload": workload.name, "ids": law, "milliseconds": milliseconds})
-                cells = "".join(f"{f'{own.median:.2f} ({own.best:.2f})':>16}" for own in times.values())
+                records.append(
+                    {"workload": workload.name, "ids": law, "milliseconds": milliseconds}
+                )
+                cells = "".join(
+                    f"{f'{own.median:.2f} ({own.best:.2f})':>16}" for own in times.values()
+                )
                 print(f"{workload.name:<9}{law:<9}{cells}", flush=True)
     write_records(options, records)
     return 0

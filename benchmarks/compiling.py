@@ -19,7 +19,9 @@ from collections.abc import Callable
 from typing import Any
 
 NUM_DEVICES = 8
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={NUM_DEVICES}"
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={NUM_DEVICES}"
+)
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -50,7 +52,11 @@ def ids_of(num_tables: int) -> np.ndarray:
 
 def core(num_tables: int, *, storage: Any = None, is_unlike: bool = False) -> Step:
     """An `EmbeddingCollection` in a compiled step."""
-    sizes = np.geomspace(1_000, 300_000, num_tables).astype(int).tolist() if is_unlike else [ROWS] * num_tables
+    sizes = (
+        np.geomspace(1_000, 300_000, num_tables).astype(int).tolist()
+        if is_unlike
+        else [ROWS] * num_tables
+    )
     features = [
         rs.FeatureSpec(
             name=f"f{k}",
@@ -131,12 +137,16 @@ def sparse_core(num_tables: int) -> Step:
         }
     )
     embedding.prepare_feature_specs_for_training(specs, NUM_DEVICES, num_sc_per_device=1)
-    ids = linen.FrozenDict({f"f{k}": own.astype(np.int32) for k, own in enumerate(ids_of(num_tables))})
+    ids = linen.FrozenDict(
+        {f"f{k}": own.astype(np.int32) for k, own in enumerate(ids_of(num_tables))}
+    )
     ones = jax.tree.map(lambda own: np.ones(own.shape, np.float32), ids)
     inputs, _ = embedding.preprocess_sparse_dense_matmul_input(
         ids, ones, specs, NUM_DEVICES, NUM_DEVICES, num_sc_per_device=1
     )
-    data, whole = (NamedSharding(devices, own) for own in (PartitionSpec("device"), PartitionSpec()))
+    data, whole = (
+        NamedSharding(devices, own) for own in (PartitionSpec("device"), PartitionSpec())
+    )
     inputs = jax.device_put(inputs, data)
     layer = embed.SparseCoreEmbed(feature_specs=specs, mesh=devices, sharding_axis="device")
     shardings = linen.get_sharding(jax.eval_shape(layer.init, jax.random.key(0), inputs), devices)
@@ -146,9 +156,14 @@ def sparse_core(num_tables: int) -> Step:
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
     def train(params, inputs):
         def loss_of(params):
-            return sum(jnp.square(out - 1.0).sum() / 2 for out in jax.tree.leaves(layer.apply(params, inputs)))
+            return sum(
+                jnp.square(out - 1.0).sum() / 2
+                for out in jax.tree.leaves(layer.apply(params, inputs))
+            )
 
-        return embed_optimizer.apply_updates_for_sc_model(params, jax.grad(loss_of, allow_int=True)(params))
+        return embed_optimizer.apply_updates_for_sc_model(
+            params, jax.grad(loss_of, allow_int=True)(params)
+        )
 
     def step() -> object:
         nonlocal params
@@ -200,7 +215,9 @@ def main() -> int:
     """Prints the table, and writes it if asked."""
     parser = timing.make_parser(__doc__)
     parser.add_argument("--tables", default="26,100", help="numbers of tables, comma-separated")
-    parser.add_argument("--wings", default=";".join(WINGS), help="separated by semicolons; default all")
+    parser.add_argument(
+        "--wings", default=";".join(WINGS), help="separated by semicolons; default all"
+    )
     options = parser.parse_args()
     names = options.wings.split(";")
     if unknown := set(names) - WINGS.keys():
@@ -208,7 +225,10 @@ def main() -> int:
     numbers = [int(number) for number in options.tables.split(",")]
     jax.block_until_ready(jnp.ones(8) + 1)  # what the backend itself needs
     records = []
-    print(f"{'seconds before the first step':<32}" + "".join(f"{number:>8} tables" for number in numbers))
+    print(
+        f"{'seconds before the first step':<32}"
+        + "".join(f"{number:>8} tables" for number in numbers)
+    )
     for name in names:
         found = []
         for number in numbers:

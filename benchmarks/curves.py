@@ -39,7 +39,12 @@ import rsembed as rs
 
 STEP = "step, Adagrad"
 BASE = Workload(
-    name="base", num_tables=4, vocabulary_size=1_000_000, embedding_dim=64, batch_size=4096, ids_per_sample=10
+    name="base",
+    num_tables=4,
+    vocabulary_size=1_000_000,
+    embedding_dim=64,
+    batch_size=4096,
+    ids_per_sample=10,
 )
 EXPONENT = 1.05
 NANOSECONDS = (5, 10, 20, 50, 100, 200, 500)
@@ -64,12 +69,19 @@ def time_new_keys(num_keys: int, num_rounds: int) -> Record:
     """Millions of keys a second that get a row in a table of keys, and are stepped; and with a dictionary of rows."""
     rule, capacity = rs.optimizers.RowWiseAdagrad(0.01), 2 * timing.NUM_BATCHES * num_keys
     table = rs.TableSpec(
-        name="user", vocabulary_size=capacity, embedding_dim=32, optimizer=rule, storage=rs.Hashed(when_full="zero")
+        name="user",
+        vocabulary_size=capacity,
+        embedding_dim=32,
+        optimizer=rule,
+        storage=rs.Hashed(when_full="zero"),
     )
     collection = rs.EmbeddingCollection([rs.FeatureSpec(name="user", table_spec=table)])
     gradients = {"user": jnp.ones((num_keys, 32))}
     update, init = jax.jit(collection.update, donate_argnums=0), jax.jit(collection.init)
-    batches = [collection.prepare({"user": np.arange(num_keys) + k * num_keys}) for k in range(timing.NUM_BATCHES)]
+    batches = [
+        collection.prepare({"user": np.arange(num_keys) + k * num_keys})
+        for k in range(timing.NUM_BATCHES)
+    ]
     seconds = []
     for _ in range(num_rounds):
         state = jax.block_until_ready(init(jax.random.key(0)))
@@ -84,8 +96,12 @@ def time_new_keys(num_keys: int, num_rounds: int) -> Record:
         for k in range(timing.NUM_BATCHES):
             keys = np.arange(num_keys) + k * num_keys
             start = time.perf_counter()
-            rows = np.fromiter((row_of.setdefault(key, len(row_of)) for key in keys.tolist()), np.int64, num_keys)
-            dictionary[rows] = rng.standard_normal((num_keys, 32), dtype=np.float32) - np.float32(0.01)
+            rows = np.fromiter(
+                (row_of.setdefault(key, len(row_of)) for key in keys.tolist()), np.int64, num_keys
+            )
+            dictionary[rows] = rng.standard_normal((num_keys, 32), dtype=np.float32) - np.float32(
+                0.01
+            )
             in_dictionary.append(time.perf_counter() - start)
     both = {"million keys a second": seconds, "with a dictionary": in_dictionary}
     return {what: num_keys / np.median(own) / 1e6 for what, own in both.items()}
@@ -94,10 +110,21 @@ def time_new_keys(num_keys: int, num_rounds: int) -> Record:
 def on_cores(num_cores: int, num_rounds: int) -> Record:
     """The start of all curves, in a process that may use so many cores."""
     all_cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(all_cores)[:num_cores])  # of this thread, whose children inherit it
+    os.sched_setaffinity(
+        0, sorted(all_cores)[:num_cores]
+    )  # of this thread, whose children inherit it
     try:
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            command = [sys.executable, __file__, "--curves", "base", "--rounds", str(num_rounds), "--json", file.name]
+            command = [
+                sys.executable,
+                __file__,
+                "--curves",
+                "base",
+                "--rounds",
+                str(num_rounds),
+                "--json",
+                file.name,
+            ]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             record: Record = json.load(file)["records"]["base"][0]
     finally:
@@ -109,22 +136,33 @@ def curves(num_rounds: int) -> dict[str, dict[float, Callable[[], Record]]]:
     """All points by curve and abscissa, to be timed."""
 
     def point(exponent: float = EXPONENT, **changes: int) -> Callable[[], Record]:
-        return functools.partial(time_point, dataclasses.replace(BASE, **changes), exponent, num_rounds)
+        return functools.partial(
+            time_point, dataclasses.replace(BASE, **changes), exponent, num_rounds
+        )
 
     def tables(number: int) -> Callable[[], Record]:
-        return point(num_tables=number, vocabulary_size=1_000_000 // number, batch_size=16_384 // number)
+        return point(
+            num_tables=number, vocabulary_size=1_000_000 // number, batch_size=16_384 // number
+        )
 
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     sizes = (10_000, 100_000, 1_000_000, 10_000_000, 32_000_000)
     return {
         "base": {1: point()},
-        "ids a step": {40 * batch: point(batch_size=batch) for batch in (16, 64, 256, 1024, 4096, 16_384)},
+        "ids a step": {
+            40 * batch: point(batch_size=batch) for batch in (16, 64, 256, 1024, 4096, 16_384)
+        },
         "dim": {dim: point(embedding_dim=dim) for dim in (4, 8, 16, 32, 64, 128, 256, 512)},
-        "rows": {rows: point(num_tables=1, vocabulary_size=rows, batch_size=16_384) for rows in sizes},
+        "rows": {
+            rows: point(num_tables=1, vocabulary_size=rows, batch_size=16_384) for rows in sizes
+        },
         "tables": {number: tables(number) for number in (1, 4, 16, 64, 256, 1000)},
         "skew": {exponent: point(exponent) for exponent in (0.0, 0.6, 0.8, 1.0, 1.2, 1.4)},
         "cores": {n: functools.partial(on_cores, n, num_rounds) for n in range(1, num_cores + 1)},
-        "keys": {n: functools.partial(time_new_keys, n, num_rounds) for n in (256, 1024, 4096, 16_384, 65_536)},
+        "keys": {
+            n: functools.partial(time_new_keys, n, num_rounds)
+            for n in (256, 1024, 4096, 16_384, 65_536)
+        },
     }
 
 
@@ -133,10 +171,18 @@ def show(name: str, records: dict[float, Record]) -> None:
     for place, record in records.items():
         if "million keys a second" in record:
             ours, dictionary = record["million keys a second"], record["with a dictionary"]
-            print(f"{name:<12}{place:>12,g}{ours:>12.2f} million new keys a second, with a dictionary {dictionary:.2f}")
+            print(
+                f"{name:<12}{place:>12,g}{ours:>12.2f} million new keys a second, with a dictionary {dictionary:.2f}"
+            )
             continue
-        cells = [f"{record[what]['ns per id']:.1f} ({record[what]['best']:.1f})" for what in ("lookup", STEP)]
-        print(f"{name:<12}{place:>12,g}{cells[0]:>18}{cells[1]:>18}{record['first step s']:>10.1f}", flush=True)
+        cells = [
+            f"{record[what]['ns per id']:.1f} ({record[what]['best']:.1f})"
+            for what in ("lookup", STEP)
+        ]
+        print(
+            f"{name:<12}{place:>12,g}{cells[0]:>18}{cells[1]:>18}{record['first step s']:>10.1f}",
+            flush=True,
+        )
 
 
 def conclusion(name: str, records: dict[float, Record]) -> str:
@@ -145,7 +191,11 @@ def conclusion(name: str, records: dict[float, Record]) -> str:
     if name == "keys":
         return f"at most {max(point['million keys a second'] for point in points):.1f} million new keys a second"
     first, last = points[0][STEP]["ns per id"], points[-1][STEP]["ns per id"]
-    change = f"{last / first:.1f} times the cost" if last > first else f"{first / last:.1f} times cheaper"
+    change = (
+        f"{last / first:.1f} times the cost"
+        if last > first
+        else f"{first / last:.1f} times cheaper"
+    )
     if name == "skew":
         return f"uniform to {places[-1]:g}: {change}"
     return f"{places[-1] / places[0]:,.0f} times as many: {change}"
@@ -166,9 +216,16 @@ def draw(records: dict[str, dict[float, Record]], path: Path) -> None:
     for axes, name in zip(grid.flat, shown, strict=False):
         places, points = list(records[name]), list(records[name].values())
         if name == "keys":
-            axes.plot(places, [point["million keys a second"] for point in points], "o-", color="C2")
+            axes.plot(
+                places, [point["million keys a second"] for point in points], "o-", color="C2"
+            )
             axes.plot(places, [point["with a dictionary"] for point in points], "o-", color="0.6")
-            axes.annotate("a dictionary", (places[-1], points[-1]["with a dictionary"]), ha="right", va="bottom")
+            axes.annotate(
+                "a dictionary",
+                (places[-1], points[-1]["with a dictionary"]),
+                ha="right",
+                va="bottom",
+            )
             axes.set(ylabel="million a second")
         else:
             for what, label in (("lookup", "lookup"), (STEP, "lookup and update")):
@@ -179,7 +236,12 @@ def draw(records: dict[str, dict[float, Record]], path: Path) -> None:
         axes.set(xlabel=labels[name], xscale="linear" if name == "skew" else "log")
         axes.set_title(conclusion(name, records[name]), fontsize=9)
         axes.grid(color="0.9")
-    figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    figure.legend(
+        *grid.flat[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+    )
     for axes in grid.flat[len(shown) :]:
         axes.set_axis_off()
     figure.suptitle(f"What an id costs as one thing grows ({machine()})", fontsize=11)
@@ -213,7 +275,9 @@ def main() -> int:
             records[name][place] = measure()
             gc.collect()
             show(name, {place: records[name][place]})
-    in_lists = {name: [{"at": at, **record} for at, record in own.items()] for name, own in records.items()}
+    in_lists = {
+        name: [{"at": at, **record} for at, record in own.items()] for name, own in records.items()
+    }
     timing.write_records(options, {"machine": machine(), "records": in_lists})
     if options.picture:
         draw(records, options.picture)

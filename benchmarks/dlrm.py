@@ -66,7 +66,9 @@ def draw_batches(sizes: list[int], batch_size: int) -> list[Batch]:
     return [
         Batch(
             {
-                f"t{k:02}": timing.ids_by_law("zipf", size, (batch_size,), int(ranks.integers(1 << 30)), exponent=1.05)
+                f"t{k:02}": timing.ids_by_law(
+                    "zipf", size, (batch_size,), int(ranks.integers(1 << 30)), exponent=1.05
+                )
                 for k, size in enumerate(sizes)
             },
             rng.standard_normal((batch_size, NUM_DENSE), dtype=np.float32),
@@ -80,7 +82,10 @@ def layers(widths: tuple[int, ...], seed: int) -> list[tuple[np.ndarray, np.ndar
     """Weights and biases of an MLP."""
     rng = np.random.default_rng(seed)
     return [
-        (rng.standard_normal((a, b), dtype=np.float32) / np.float32(a**0.5), np.zeros(b, np.float32))
+        (
+            rng.standard_normal((a, b), dtype=np.float32) / np.float32(a**0.5),
+            np.zeros(b, np.float32),
+        )
         for a, b in itertools.pairwise(widths)
     ]
 
@@ -93,7 +98,9 @@ def mlp(params: Any, x: jax.Array) -> jax.Array:
     return x
 
 
-def loss_of(pairs: Callable, params: Any, vectors: dict[str, jax.Array], dense: jax.Array, labels: jax.Array) -> Any:
+def loss_of(
+    pairs: Callable, params: Any, vectors: dict[str, jax.Array], dense: jax.Array, labels: jax.Array
+) -> Any:
     """Mean log-loss."""
     below = mlp(params["below"], dense)
     products = pairs(jnp.stack([below, *vectors.values()], axis=1))
@@ -106,7 +113,9 @@ def dense_params() -> dict[str, Any]:
     return jax.tree.map(jnp.asarray, {"below": layers(BELOW, 1), "above": layers(ABOVE, 2)})
 
 
-def collection_of(sizes: list[int], storage_of: Callable[[int], Any] = lambda size: None) -> rs.EmbeddingCollection:
+def collection_of(
+    sizes: list[int], storage_of: Callable[[int], Any] = lambda size: None
+) -> rs.EmbeddingCollection:
     """One feature and table for each size, kept as `storage_of` says of a size."""
     rule = rs.optimizers.RowWiseAdagrad(TABLE_RATE)
     start = jax.nn.initializers.constant(0.01)
@@ -129,7 +138,10 @@ def collection_of(sizes: list[int], storage_of: Callable[[int], Any] = lambda si
 
 
 def core_contestant(
-    sizes: list[int], batches: list[Batch], pairs: Callable = rs.pairwise_interaction, **storage: Callable[[int], Any]
+    sizes: list[int],
+    batches: list[Batch],
+    pairs: Callable = rs.pairwise_interaction,
+    **storage: Callable[[int], Any],
 ) -> Run:
     """Functions over an `EmbeddingCollection`."""
     collection, loss_fn = collection_of(sizes, **storage), functools.partial(loss_of, pairs)
@@ -154,7 +166,9 @@ def core_contestant(
 def table_batched_contestant(sizes: list[int], batches: list[Batch]) -> Run:
     """The table-batched module, in one compiled step."""
     specs = [(size, DIM, tbe.EmbeddingLocation.DEVICE, tbe.ComputeDevice.CPU) for size in sizes]
-    module = tbe.TableBatchedEmbeddingBags(specs, optimizer="exact_rowwise_adagrad", learning_rate=TABLE_RATE)
+    module = tbe.TableBatchedEmbeddingBags(
+        specs, optimizer="exact_rowwise_adagrad", learning_rate=TABLE_RATE
+    )
     module.init_embedding_weights_uniform(0.01, 0.01)
     params, ends = nnx.Param(dense_params()), np.arange(len(sizes) * len(batches[0].labels) + 1)
 
@@ -165,8 +179,12 @@ def table_batched_contestant(sizes: list[int], batches: list[Batch]) -> Run:
     @functools.partial(nnx.jit, donate_argnums=(0, 1))
     def step(module, params, batch, dense, labels):
         output, backward = module.vjp(batch)
-        loss, (gradients, d_output) = jax.value_and_grad(loss_fn, (0, 1))(params.get_value(), output, dense, labels)
-        params.set_value(jax.tree.map(lambda p, g: p - DENSE_RATE * g, params.get_value(), gradients))
+        loss, (gradients, d_output) = jax.value_and_grad(loss_fn, (0, 1))(
+            params.get_value(), output, dense, labels
+        )
+        params.set_value(
+            jax.tree.map(lambda p, g: p - DENSE_RATE * g, params.get_value(), gradients)
+        )
         backward(d_output)
         return loss
 
@@ -202,27 +220,41 @@ def sparsecore_contestant(sizes: list[int], batches: list[Batch]) -> Run:
     mesh = jax.make_mesh((1,), ("shard",), devices=jax.devices()[:1])
     split, whole = jax.sharding.PartitionSpec("shard"), jax.sharding.PartitionSpec()
     sharding = jax.sharding.NamedSharding(mesh, split)
-    state = embedding.init_embedding_variables(jax.random.key(0), embedding.get_table_specs(specs), sharding)
+    state = embedding.init_embedding_variables(
+        jax.random.key(0), embedding.get_table_specs(specs), sharding
+    )
 
     def on_device(variables, params, batch, dense, labels):
         vectors = embedding.sparse_dense_matmul(batch, variables, specs, global_device_count=1)
         loss_fn = functools.partial(loss_of, rs.pairwise_interaction)
-        loss, (gradients, d_vectors) = jax.value_and_grad(loss_fn, (0, 1))(params, vectors, dense, labels)
+        loss, (gradients, d_vectors) = jax.value_and_grad(loss_fn, (0, 1))(
+            params, vectors, dense, labels
+        )
         params = jax.tree.map(lambda p, g: p - DENSE_RATE * g, params, gradients)
-        variables = embedding.sparse_dense_matmul_grad(d_vectors, batch, variables, specs, global_device_count=1)
+        variables = embedding.sparse_dense_matmul_grad(
+            d_vectors, batch, variables, specs, global_device_count=1
+        )
         return variables, params, loss
 
     in_specs, out_specs = (split, whole, split, split, split), (split, whole, whole)
-    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    mapped = jax.shard_map(
+        on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
     step, held = jax.jit(mapped, donate_argnums=(0, 1)), [state, dense_params()]
 
     def run(k: int) -> object:
         own = batches[k]
         ids = {name: values[:, None] for name, values in own.ids.items()}
         batch, _ = embedding.preprocess_sparse_dense_matmul_input(
-            ids, features_weights=None, feature_specs=specs, local_device_count=1, global_device_count=1
+            ids,
+            features_weights=None,
+            feature_specs=specs,
+            local_device_count=1,
+            global_device_count=1,
         )
-        held[0], held[1], loss = step(*held, *jax.device_put((batch, own.dense, own.labels), sharding))
+        held[0], held[1], loss = step(
+            *held, *jax.device_put((batch, own.dense, own.labels), sharding)
+        )
         return jax.block_until_ready(loss)
 
     return run
@@ -243,7 +275,9 @@ def nnx_contestant(sizes: list[int], batches: list[Batch]) -> Run:
     optimizer = rs.nnx.Optimizer(model, optax.sgd(DENSE_RATE))
 
     def loss_fn(model, ids, dense, labels):
-        return loss_of(rs.pairwise_interaction, model.params.get_value(), model.tables(ids), dense, labels)
+        return loss_of(
+            rs.pairwise_interaction, model.params.get_value(), model.tables(ids), dense, labels
+        )
 
     @functools.partial(nnx.jit, donate_argnums=(0, 1))
     def step(model, optimizer, ids, dense, labels):
@@ -253,7 +287,9 @@ def nnx_contestant(sizes: list[int], batches: list[Batch]) -> Run:
 
     def run(k: int) -> object:
         own = batches[k]
-        return jax.block_until_ready(step(model, optimizer, collection.prepare(own.ids), own.dense, own.labels))
+        return jax.block_until_ready(
+            step(model, optimizer, collection.prepare(own.ids), own.dense, own.labels)
+        )
 
     return run
 
@@ -265,7 +301,9 @@ def plain_contestant(sizes: list[int], batches: list[Batch]) -> Run:
 
     def loss_fn(given, ids, dense, labels):
         params, tables = given
-        return loss_of(reference.pair_products, params, {k: tables[k][ids[k]] for k in ids}, dense, labels)
+        return loss_of(
+            reference.pair_products, params, {k: tables[k][ids[k]] for k in ids}, dense, labels
+        )
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(given, *batch):
@@ -279,7 +317,9 @@ def plain_contestant(sizes: list[int], batches: list[Batch]) -> Run:
     return run
 
 
-def torch_layers(batches: list[Batch], vectors_of: Callable[[Batch], Any], tables: Any = None) -> Run:
+def torch_layers(
+    batches: list[Batch], vectors_of: Callable[[Batch], Any], tables: Any = None
+) -> Run:
     """Torch's dense layers over vectors `[batch, 26, dim]`, whose tables step in the backward pass or are given."""
     import torch
 
@@ -289,7 +329,10 @@ def torch_layers(batches: list[Batch], vectors_of: Callable[[Batch], Any], table
         parts: list[Any] = []
         for weight, bias in layers(widths, seed):
             linear = torch.nn.Linear(*weight.shape)
-            linear.weight.data, linear.bias.data = torch.from_numpy(weight.T.copy()), torch.from_numpy(bias)
+            linear.weight.data, linear.bias.data = (
+                torch.from_numpy(weight.T.copy()),
+                torch.from_numpy(bias),
+            )
             parts += [linear, torch.nn.ReLU()]
         return torch.nn.Sequential(*parts[:-1]).to(device)
 
@@ -339,7 +382,9 @@ def torch_contestant(sizes: list[int], batches: list[Batch]) -> Run:
 
     def vectors_of(own: Batch) -> Any:
         ids = torch.from_numpy(np.stack([*own.ids.values()])).to(device)
-        return torch.stack([bag(its, offsets) for bag, its in zip(bags, ids.long(), strict=True)], dim=1)
+        return torch.stack(
+            [bag(its, offsets) for bag, its in zip(bags, ids.long(), strict=True)], dim=1
+        )
 
     return torch_layers(batches, vectors_of, bags)
 
@@ -348,7 +393,10 @@ def fbgemm_contestant(sizes: list[int], batches: list[Batch]) -> Run:
     """FBGEMM's tables under torch's layers; raises ImportError without them."""
     import torch
     from fbgemm_gpu import split_table_batched_embeddings_ops_training as fbgemm
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+        BoundsCheckMode,
+        EmbeddingLocation,
+    )
 
     tables = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
         [(size, DIM, EmbeddingLocation.HOST, fbgemm.ComputeDevice.CPU) for size in sizes],
@@ -378,7 +426,9 @@ def torchrec_contestant(sizes: list[int], batches: list[Batch]) -> Run:
     names = [f"t{k:02}" for k in range(len(sizes))]
     tables = fused_embedding_modules.FusedEmbeddingBagCollection(
         [
-            torchrec.EmbeddingBagConfig(name=name, num_embeddings=size, embedding_dim=DIM, feature_names=[name])
+            torchrec.EmbeddingBagConfig(
+                name=name, num_embeddings=size, embedding_dim=DIM, feature_names=[name]
+            )
             for name, size in zip(names, sizes, strict=True)
         ],
         optimizer_type=RowWiseAdagrad,
@@ -404,7 +454,9 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=4.0, help="all tables together")
     parser.add_argument("--batch", type=int, default=2048, help="samples")
     parser.add_argument("--rounds", type=int, default=4, help="times that all batches are run")
-    parser.add_argument("--without", default="", help="contestants to leave out, separated by semicolons")
+    parser.add_argument(
+        "--without", default="", help="contestants to leave out, separated by semicolons"
+    )
     options = parser.parse_args()
     makers: dict[str, Callable] = {
         "core": core_contestant,
@@ -415,7 +467,9 @@ def main() -> int:
         "hashed": functools.partial(core_contestant, storage_of=lambda size: rs.Hashed()),
         "host-cached": functools.partial(
             core_contestant,
-            storage_of=lambda size: rs.HostCached(cache_rows=size // 10) if size > 10 * options.batch else None,
+            storage_of=lambda size: (
+                rs.HostCached(cache_rows=size // 10) if size > 10 * options.batch else None
+            ),
         ),
         "plain JAX": plain_contestant,
         "torch": torch_contestant,
@@ -433,7 +487,9 @@ def main() -> int:
     times = timing.race(runs, options.rounds)
     print(f"{sum(sizes):,} rows of {DIM}, batch {options.batch}; {measured_on()}")
     for name, own in times.items():
-        print(f"{name:<17}{own.median:8.1f} ms (best {own.best:.1f}){1e3 / own.median:8.1f} steps a second")
+        print(
+            f"{name:<17}{own.median:8.1f} ms (best {own.best:.1f}){1e3 / own.median:8.1f} steps a second"
+        )
     timing.write_records(options, {name: own._asdict() for name, own in times.items()})
     return 0
 

@@ -34,7 +34,11 @@ SHAPE = (200_000, 16)
 def tree_of(step: int) -> dict[str, Any]:
     """What is saved at a step: nothing in it repeats, so that no two parts of files are equal."""
     rng = np.random.default_rng(step)
-    return {"table": rng.normal(size=SHAPE).astype(np.float32), "slot": rng.normal(size=SHAPE[0]), "step": step}
+    return {
+        "table": rng.normal(size=SHAPE).astype(np.float32),
+        "slot": rng.normal(size=SHAPE[0]),
+        "step": step,
+    }
 
 
 class Rsembed:
@@ -82,7 +86,10 @@ class Torch:
     def save(self, step: int) -> None:
         path = self.folder / str(step)
         path.mkdir(parents=True)
-        self.torch.save({key: self.torch.as_tensor(value) for key, value in tree_of(step).items()}, path / "model.pt")
+        self.torch.save(
+            {key: self.torch.as_tensor(value) for key, value in tree_of(step).items()},
+            path / "model.pt",
+        )
 
     def restore(self) -> Any:
         newest = max(self.folder.iterdir(), key=lambda path: int(path.name))
@@ -137,12 +144,17 @@ def full_disk(name: str, folder: Path, chance: random.Random) -> None:
 
 def _child(name: str, folder: Path, largest_file: int = 0) -> Any:
     command = [sys.executable, __file__, "child", name, str(folder), str(largest_file)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=dict(os.environ))
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=dict(os.environ)
+    )
 
 
 def _files(folder: Path, chance: random.Random) -> list[Path]:
     """Files of the newest save, the ones with rows more likely first."""
-    newest = max((path for path in folder.iterdir() if path.is_dir()), key=lambda path: int(path.name.strip("step_")))
+    newest = max(
+        (path for path in folder.iterdir() if path.is_dir()),
+        key=lambda path: int(path.name.strip("step_")),
+    )
     files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
     return sorted(files, key=lambda file: -file.stat().st_size * chance.random())
 
@@ -177,9 +189,13 @@ def swapped_files(name: str, folder: Path, chance: random.Random) -> None:
 FAULTS = (killed, full_disk, flipped_bit, cut_file, missing_file, swapped_files)
 
 
-def measured(times: int, subjects: list[str], faults: Any = FAULTS) -> dict[tuple[str, str], collections.Counter[str]]:
+def measured(
+    times: int, subjects: list[str], faults: Any = FAULTS
+) -> dict[tuple[str, str], collections.Counter[str]]:
     """Outcomes by fault and subject."""
-    found: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    found: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(
+        collections.Counter
+    )
     for name in subjects:
         with tempfile.TemporaryDirectory() as parent:
             whole = Path(parent) / "whole"
@@ -211,7 +227,9 @@ def main() -> None:
     print("|---" * (1 + len(arguments.subjects)) + "|")
     for fault in FAULTS:
         cells = (found[fault.__name__, name] for name in arguments.subjects)
-        texts = (", ".join(f"{count} {what}" for what, count in cell.most_common()) for cell in cells)
+        texts = (
+            ", ".join(f"{count} {what}" for what, count in cell.most_common()) for cell in cells
+        )
         print(f"| {fault.__doc__} | " + " | ".join(texts) + " |")
 
 

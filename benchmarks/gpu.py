@@ -55,7 +55,12 @@ RULES = {
     "row-wise Adagrad": ro.RowWiseAdagrad(LEARNING_RATE, epsilon=EPSILON),
 }
 LARGE = Workload(
-    name="32x1M", num_tables=32, vocabulary_size=10**6, embedding_dim=128, batch_size=8192, ids_per_sample=20
+    name="32x1M",
+    num_tables=32,
+    vocabulary_size=10**6,
+    embedding_dim=128,
+    batch_size=8192,
+    ids_per_sample=20,
 )
 
 
@@ -101,7 +106,9 @@ def draw(case: Case) -> Inputs:
     return Inputs(ids, np.random.default_rng(7).standard_normal(gradients, dtype=np.float32))
 
 
-def times(run: Callable[[int], Any], wait: Callable[[Any], Any], num_rounds: int) -> tuple[float, float]:
+def times(
+    run: Callable[[int], Any], wait: Callable[[Any], Any], num_rounds: int
+) -> tuple[float, float]:
     """Median and best seconds of a call, over rounds of `2 * NUM_BATCHES` calls; one more is not counted."""
     seconds, num_calls = [], 2 * NUM_BATCHES
     for turn in range(num_rounds + 1):
@@ -137,13 +144,19 @@ class Stacked(NamedTuple):
 
 def stacked(workload: Workload, inputs: Inputs) -> Stacked:
     """Bags of the first table first; weights are equal, as those of the others."""
-    first_rows = (np.arange(workload.num_tables, dtype=np.int32) * workload.vocabulary_size)[:, None, None]
+    first_rows = (np.arange(workload.num_tables, dtype=np.int32) * workload.vocabulary_size)[
+        :, None, None
+    ]
     gradient = jnp.asarray(inputs.gradients.reshape(-1, workload.embedding_dim))
     table = jnp.full((workload.num_rows, workload.embedding_dim), INITIAL_WEIGHT)
-    return Stacked([jnp.asarray((ids + first_rows).reshape(-1)) for ids in inputs.ids], gradient, table)
+    return Stacked(
+        [jnp.asarray((ids + first_rows).reshape(-1)) for ids in inputs.ids], gradient, table
+    )
 
 
-def kernel_contestant(module: Any, workload: Workload, inputs: Inputs, rule: ro.OptimizerSpec) -> Contestant:
+def kernel_contestant(
+    module: Any, workload: Workload, inputs: Inputs, rule: ro.OptimizerSpec
+) -> Contestant:
     """A lookup of all bags, and a step with donated state, by an implementation of the kernels."""
     rows, gradient, table = stacked(workload, inputs)
     num_bags, hyper = workload.num_tables * workload.batch_size, rule.get_hyperparameters(0)
@@ -204,18 +217,29 @@ def torch_contestant(workload: Workload, inputs: Inputs, rule: ro.OptimizerSpec)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     bags = timing.torch_bags(workload, INITIAL_WEIGHT, device)
     weights = [bag.weight for bag in bags]
-    ids = [[torch.from_numpy(own.astype(np.int64)).to(device) for own in batch] for batch in inputs.ids]
+    ids = [
+        [torch.from_numpy(own.astype(np.int64)).to(device) for own in batch] for batch in inputs.ids
+    ]
     gradients = [torch.from_numpy(own).to(device) for own in inputs.gradients]
     of_torch = torch.optim.SGD if isinstance(rule, ro.SGD) else torch.optim.Adagrad
     runs = timing.torch_runs(bags, ids, gradients, {"step": of_torch(weights, lr=LEARNING_RATE)})
-    return Contestant(runs["lookup"], runs["step"], lambda _: torch.cuda.synchronize() if device == "cuda" else None)
+    return Contestant(
+        runs["lookup"],
+        runs["step"],
+        lambda _: torch.cuda.synchronize() if device == "cuda" else None,
+    )
 
 
-def fbgemm_contestant(workload: Workload, inputs: Inputs, rule: ro.OptimizerSpec) -> Contestant | None:
+def fbgemm_contestant(
+    workload: Workload, inputs: Inputs, rule: ro.OptimizerSpec
+) -> Contestant | None:
     """FBGEMM's module, whose output has the features side by side; none without a GPU."""
     import torch
     from fbgemm_gpu import split_table_batched_embeddings_ops_training as fbgemm
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+        BoundsCheckMode,
+        EmbeddingLocation,
+    )
 
     if not torch.cuda.is_available():
         return None
@@ -248,7 +272,9 @@ def fbgemm_contestant(workload: Workload, inputs: Inputs, rule: ro.OptimizerSpec
 def as_array(outputs: Any, workload: Workload) -> np.ndarray:
     """Outputs on the host, features side by side, whether they come so, as a list or one below the other."""
     if isinstance(outputs, jax.Array):
-        by_table = np.asarray(outputs).reshape(workload.num_tables, workload.batch_size, workload.embedding_dim)
+        by_table = np.asarray(outputs).reshape(
+            workload.num_tables, workload.batch_size, workload.embedding_dim
+        )
         return np.concatenate(by_table, axis=1)
     parts = outputs if isinstance(outputs, list) else [outputs]
     return np.concatenate([np.asarray(part.cpu()) for part in parts], axis=1)
@@ -262,11 +288,17 @@ def makers() -> dict[str, Callable[..., Contestant | None]]:
         "ours": functools.partial(kernel_contestant, gpu),
         "XLA": xla_contestant,
     }
-    for name, module, make in (("torch", "torch", torch_contestant), ("FBGEMM", "fbgemm_gpu", fbgemm_contestant)):
+    for name, module, make in (
+        ("torch", "torch", torch_contestant),
+        ("FBGEMM", "fbgemm_gpu", fbgemm_contestant),
+    ):
         try:
             __import__(module)
             found[name] = make
-        except (ImportError, OSError) as error:  # a wheel for another torch fails at an undefined symbol
+        except (
+            ImportError,
+            OSError,
+        ) as error:  # a wheel for another torch fails at an undefined symbol
             print(f"without {name}: {error}")
     return found
 
@@ -278,7 +310,9 @@ def check_agreement(output: np.ndarray, expected: np.ndarray, who: str) -> float
     """
     # In the mean: where the gradients of a row cancel, their order decides the sign that Adagrad steps with.
     error = float(np.abs(output - expected).mean() / np.abs(expected).mean())
-    assert error < 1e-4, f"{who} and the reference differ by {error:.1e} of the mean output after two steps"
+    assert error < 1e-4, (
+        f"{who} and the reference differ by {error:.1e} of the mean output after two steps"
+    )
     return error
 
 
@@ -289,7 +323,9 @@ def measure(letter: str, case: Case, num_rounds: int, bandwidth: float) -> Itera
     """
     workload, inputs = case.workload, draw(case)
     num_ids = workload.num_tables * workload.batch_size * workload.ids_per_sample
-    passed_bytes = 4 * workload.embedding_dim * (num_ids + workload.num_tables * workload.batch_size)
+    passed_bytes = (
+        4 * workload.embedding_dim * (num_ids + workload.num_tables * workload.batch_size)
+    )
     for rule_name, rule in RULES.items():
         expected = None
         for who, make in makers().items():
@@ -300,7 +336,10 @@ def measure(letter: str, case: Case, num_rounds: int, bandwidth: float) -> Itera
                     continue
                 for _ in range(2):
                     contestant.wait(contestant.step(0))
-                output, is_same_rule = as_array(contestant.lookup(0), workload), who != "torch" or rule_name == "SGD"
+                output, is_same_rule = (
+                    as_array(contestant.lookup(0), workload),
+                    who != "torch" or rule_name == "SGD",
+                )
                 expected = output if expected is None else expected
                 error = check_agreement(output, expected, who) if is_same_rule else None
                 for kind in ("lookup", "step") if rule_name == "SGD" else ("step",):
@@ -315,8 +354,15 @@ def measure(letter: str, case: Case, num_rounds: int, bandwidth: float) -> Itera
                         "share_of_copy": speed / bandwidth,
                         "difference": error,
                     }
-            except (RuntimeError, AssertionError, NotImplementedError) as problem:  # out of memory is a RuntimeError
-                yield about | {"what": f"step, {rule_name}", "error": f"{type(problem).__name__}: {problem}"[:500]}
+            except (
+                RuntimeError,
+                AssertionError,
+                NotImplementedError,
+            ) as problem:  # out of memory is a RuntimeError
+                yield about | {
+                    "what": f"step, {rule_name}",
+                    "error": f"{type(problem).__name__}: {problem}"[:500],
+                }
             contestant = None
             gc.collect()
 
@@ -348,13 +394,19 @@ def main() -> int:
     if unknown := set(options.cases.split(",")) - set(known):
         parser.error(f"unknown cases {sorted(unknown)}; choose from {', '.join(known)}")
     bandwidth = copy_bandwidth(1 << 24 if tiny else 1 << 30)
-    print(f"jax {jax.__version__} on {device.device_kind}; copy bandwidth {bandwidth / 1e9:.0f} GB/s")
+    print(
+        f"jax {jax.__version__} on {device.device_kind}; copy bandwidth {bandwidth / 1e9:.0f} GB/s"
+    )
     records = []
     for letter in options.cases.split(","):
         for record in measure(letter, known[letter], 1 if tiny else options.rounds, bandwidth):
             print(format_record(record), flush=True)
             records.append(record)
-    about = {"device": device.device_kind, "is_measurement": not tiny, "copy_bytes_per_second": bandwidth}
+    about = {
+        "device": device.device_kind,
+        "is_measurement": not tiny,
+        "copy_bytes_per_second": bandwidth,
+    }
     write_records(options, {**about, "records": records})
     return int(any("error" in record for record in records))
 

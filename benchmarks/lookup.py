@@ -74,7 +74,10 @@ def rsembed_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
             )
             for name in names
         ]
-        features = [rs.FeatureSpec(name=name, table_spec=table) for name, table in zip(names, tables, strict=True)]
+        features = [
+            rs.FeatureSpec(name=name, table_spec=table)
+            for name, table in zip(names, tables, strict=True)
+        ]
         return rs.EmbeddingCollection(features)
 
     def stepper(collection: rs.EmbeddingCollection, max_norm: float | None = None) -> Callable:
@@ -85,12 +88,18 @@ def rsembed_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
             if max_norm is None:
                 return outputs, collection.update(state, batch, gradients)
             row_gradients = pullback(gradients)
-            clipped = row_gradients if max_norm == np.inf else rs.clip_by_global_norm(row_gradients, max_norm)
+            clipped = (
+                row_gradients
+                if max_norm == np.inf
+                else rs.clip_by_global_norm(row_gradients, max_norm)
+            )
             return outputs, collection.apply(state, clipped)
 
         return step
 
-    adagrad = collection_with(lambda rate: rs.optimizers.RowWiseAdagrad(rate, initial_accumulator_value=0.1))
+    adagrad = collection_with(
+        lambda rate: rs.optimizers.RowWiseAdagrad(rate, initial_accumulator_value=0.1)
+    )
     sgd = collection_with(rs.optimizers.SGD)
     batches = [adagrad.prepare(dict(zip(names, batch, strict=True))) for batch in ids]
     lookup, adagrad_step, sgd_step = jax.jit(adagrad.lookup), stepper(adagrad), stepper(sgd)
@@ -132,8 +141,12 @@ def xla_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
         return pool(gather(tables, batch))
 
     def combine(feature, d_vector):
-        rows, places = jnp.unique(feature.reshape(-1), return_inverse=True, size=feature.size, fill_value=NO_ROW)
-        return rows, jax.ops.segment_sum(d_vector.reshape(-1, workload.embedding_dim), places, feature.size)
+        rows, places = jnp.unique(
+            feature.reshape(-1), return_inverse=True, size=feature.size, fill_value=NO_ROW
+        )
+        return rows, jax.ops.segment_sum(
+            d_vector.reshape(-1, workload.embedding_dim), places, feature.size
+        )
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def adagrad_step(tables, accumulators, batch):
@@ -163,7 +176,10 @@ def xla_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
 
     count = range(workload.num_tables)
     state = {
-        "tables": [jnp.full((workload.vocabulary_size, workload.embedding_dim), 0.01, jnp.float32) for _ in count],
+        "tables": [
+            jnp.full((workload.vocabulary_size, workload.embedding_dim), 0.01, jnp.float32)
+            for _ in count
+        ],
         "accumulators": [jnp.full((workload.vocabulary_size,), 0.1, jnp.float32) for _ in count],
     }
 
@@ -193,27 +209,41 @@ def torch_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
     bags = timing.torch_bags(workload, 0.01)
     weights = [bag.weight for bag in bags]
     optimizers = {
-        "step, Adagrad": torch.optim.Adagrad(weights, lr=LEARNING_RATE, initial_accumulator_value=0.1),
+        "step, Adagrad": torch.optim.Adagrad(
+            weights, lr=LEARNING_RATE, initial_accumulator_value=0.1
+        ),
         "step, SGD": torch.optim.SGD(weights, lr=LEARNING_RATE),
     }
     return timing.torch_runs(bags, batches, gradients, optimizers)
 
 
-STATE_BYTES = {"lookup": None, "step, Adagrad": 4, "apply, Adagrad": 4, "clipped, Adagrad": 4, "step, SGD": 0}
+STATE_BYTES = {
+    "lookup": None,
+    "step, Adagrad": 4,
+    "apply, Adagrad": 4,
+    "clipped, Adagrad": 4,
+    "step, SGD": 0,
+}
 
 
-def measure(workload: Workload, law: str, num_rounds: int, makers: dict[str, Callable], bandwidth: float) -> list[dict]:
+def measure(
+    workload: Workload, law: str, num_rounds: int, makers: dict[str, Callable], bandwidth: float
+) -> list[dict]:
     """One record per kind of run."""
     ids = timing.draw_ids(workload, law, seed=3)
     num_unique = float(np.mean([sum(np.unique(own).size for own in batch) for batch in ids]))
     contestants = {name: make(workload, ids) for name, make in makers.items()}
     records = []
     for what in STATE_BYTES:
-        times = timing.race({name: runs[what] for name, runs in contestants.items() if what in runs}, num_rounds)
+        times = timing.race(
+            {name: runs[what] for name, runs in contestants.items() if what in runs}, num_rounds
+        )
         milliseconds = {name: own.median for name, own in times.items()}
         needed = timing.least_bytes(workload, num_unique, state_bytes=STATE_BYTES[what])
         milliseconds["memory"] = 1e3 * needed / bandwidth
-        records.append({"workload": workload.name, "ids": law, "what": what, "milliseconds": milliseconds})
+        records.append(
+            {"workload": workload.name, "ids": law, "what": what, "milliseconds": milliseconds}
+        )
         print(format_record(records[-1]), flush=True)
     contestants.clear()
     gc.collect()
@@ -228,7 +258,14 @@ def format_record(record: dict) -> str:
         return f"{times[name] / divisor:11.2f}" if name in times else " " * 10 + "-"
 
     ours = times["ours"]
-    numbers = cell("ours") + cell("torch") + cell("xla") + cell("torch", ours) + cell("xla", ours) + cell("memory")
+    numbers = (
+        cell("ours")
+        + cell("torch")
+        + cell("xla")
+        + cell("torch", ours)
+        + cell("xla", ours)
+        + cell("memory")
+    )
     return f"{record['workload']:<9}{record['ids']:<9}{record['what']:<17}{numbers}"
 
 
@@ -236,14 +273,25 @@ def main() -> int:
     """Prints the table, and writes it if asked."""
     names = [workload.name for workload in timing.WORKLOADS]
     options = timing.read_options(__doc__, names, quick_names=names[:2])
-    makers: dict[str, Callable] = {"ours": rsembed_contestant, "torch": torch_contestant, "xla": xla_contestant}
+    makers: dict[str, Callable] = {
+        "ours": rsembed_contestant,
+        "torch": torch_contestant,
+        "xla": xla_contestant,
+    }
     try:
         import torch  # noqa: F401
     except ImportError:
-        print("torch is not installed, its columns stay empty; `pip install 'rsembed[bench]'` fills them.")
+        print(
+            "torch is not installed, its columns stay empty; `pip install 'rsembed[bench]'` fills them."
+        )
         del makers["torch"]
     print(f"{'workload':<9}{'ids':<9}{'what':<17}", end="")
-    print("".join(f"{head:>11}" for head in ("ours ms", "torch ms", "xla ms", "torch/ours", "xla/ours", "memory ms")))
+    print(
+        "".join(
+            f"{head:>11}"
+            for head in ("ours ms", "torch ms", "xla ms", "torch/ours", "xla/ours", "memory ms")
+        )
+    )
     records, bandwidth = [], timing.bytes_per_second()
     for workload in timing.WORKLOADS:
         if workload.name in options.workloads:

@@ -97,7 +97,11 @@ def draw_batch(workload: Workload) -> dict[str, np.ndarray]:
 
 
 def make_contestant(
-    workload: Workload, embedding: Any, specs: Any, batch: dict[str, np.ndarray], weights: dict[str, np.ndarray] | None
+    workload: Workload,
+    embedding: Any,
+    specs: Any,
+    batch: dict[str, np.ndarray],
+    weights: dict[str, np.ndarray] | None,
 ) -> Contestant:
     """Specs of one library, with limits and buffer sizes from the statistics of the batch."""
     # The first call may not drop what the statistics are to count, nor need a buffer for limits out of reach.
@@ -129,7 +133,9 @@ def make_contestant(
             stack_to_max_unique_ids_per_partition=lambda *_: room * workload.num_features,
             activation_mem_bytes_limit=2**40,
         )
-    embedding.prepare_feature_specs_for_training(features, global_device_count=1, num_sc_per_device=NUM_CORES)
+    embedding.prepare_feature_specs_for_training(
+        features, global_device_count=1, num_sc_per_device=NUM_CORES
+    )
     contestant = Contestant(embedding=embedding, specs=features, batch=batch, weights=weights)
     _, counts = contestant.run(allow_id_dropping=True)
     embedding.update_preprocessing_parameters(features, counts, NUM_CORES)
@@ -145,23 +151,38 @@ def check_equal(ours: Any, theirs: Any) -> int:
     for stack, pointers in ours.lhs_row_pointers.items():
         if not np.array_equal(pointers, theirs.lhs_row_pointers[stack]):
             raise ValueError(f"row pointers of stack {stack!r} differ")
-        ends = pointers.reshape(NUM_CORES, -1)[:, -1]  # of the last partition, with the gap behind it
+        ends = pointers.reshape(NUM_CORES, -1)[
+            :, -1
+        ]  # of the last partition, with the gap behind it
         for field in ("lhs_embedding_ids", "lhs_sample_ids", "lhs_gains"):
-            both = [np.asarray(getattr(buffers, field)[stack]).reshape(NUM_CORES, -1) for buffers in (ours, theirs)]
+            both = [
+                np.asarray(getattr(buffers, field)[stack]).reshape(NUM_CORES, -1)
+                for buffers in (ours, theirs)
+            ]
             if both[0].shape != both[1].shape:
-                raise ValueError(f"{field} of stack {stack!r} has {both[0].size} and {both[1].size} places")
+                raise ValueError(
+                    f"{field} of stack {stack!r} has {both[0].size} and {both[1].size} places"
+                )
             for core, end in enumerate(ends):
                 mine, other = (values[core, :end] for values in both)
                 # Sums of gains may differ in their last bits.
-                same = mine == other if field != "lhs_gains" else np.isclose(mine, other, 2e-6, 0, equal_nan=True)
+                same = (
+                    mine == other
+                    if field != "lhs_gains"
+                    else np.isclose(mine, other, 2e-6, 0, equal_nan=True)
+                )
                 if not same.all():
                     place = int(np.argmin(same))
-                    raise ValueError(f"{field} of stack {stack!r} differ at place {place} of core {core}")
+                    raise ValueError(
+                        f"{field} of stack {stack!r} differ at place {place} of core {core}"
+                    )
                 compared += int(end)
     return compared
 
 
-def time_calls(contestants: dict[str, Contestant], num_rounds: int) -> dict[str, tuple[float, float]]:
+def time_calls(
+    contestants: dict[str, Contestant], num_rounds: int
+) -> dict[str, tuple[float, float]]:
     """Median seconds of every contestant: processor time, wall time."""
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     for _ in range(num_rounds):
@@ -182,16 +203,27 @@ def measure(workload: Workload, peer: Any, peer_specs: Any, num_rounds: int) -> 
     weights = None
     if workload.has_weights:
         generator = np.random.default_rng(1)
-        weights = {name: generator.random(ids.shape, np.float32) + np.float32(0.5) for name, ids in batch.items()}
+        weights = {
+            name: generator.random(ids.shape, np.float32) + np.float32(0.5)
+            for name, ids in batch.items()
+        }
     libraries = {"ours": (our_embedding, our_specs), "peer": (peer, peer_specs)}
     contestants = {
-        name: make_contestant(workload, library, specs, batch, weights) for name, (library, specs) in libraries.items()
+        name: make_contestant(workload, library, specs, batch, weights)
+        for name, (library, specs) in libraries.items()
     }
     compared = check_equal(contestants["ours"].run()[0], contestants["peer"].run()[0])
     times = time_calls(contestants, num_rounds)
-    record: dict[str, Any] = {"workload": workload.name, "num_ids": workload.num_ids, "places_compared": compared}
+    record: dict[str, Any] = {
+        "workload": workload.name,
+        "num_ids": workload.num_ids,
+        "places_compared": compared,
+    }
     for name, (processor, wall) in times.items():
-        record[name] = {"cpu_nanoseconds_per_id": processor / workload.num_ids * 1e9, "wall_milliseconds": wall * 1e3}
+        record[name] = {
+            "cpu_nanoseconds_per_id": processor / workload.num_ids * 1e9,
+            "wall_milliseconds": wall * 1e3,
+        }
     print(format_record(record), flush=True)
     return record
 
@@ -217,7 +249,9 @@ def main() -> int:
     names = [workload.name for workload in WORKLOADS]
     parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="5 rounds instead of 20")
-    parser.add_argument("--workloads", default=",".join(names[:2]), help=f"comma-separated, of {', '.join(names)}")
+    parser.add_argument(
+        "--workloads", default=",".join(names[:2]), help=f"comma-separated, of {', '.join(names)}"
+    )
     parser.add_argument("--rounds", type=int, default=None, help="timed calls (default 20)")
     options = parser.parse_args()
     chosen = options.workloads.split(",")
@@ -240,8 +274,16 @@ def main() -> int:
     rounds: int = options.rounds or (5 if options.quick else 20)
     print(f"{'':<20}{'cpu, nanoseconds per id':>29}{'wall, milliseconds':>29}")
     heads = ("ours", "peer", "ratio")
-    print(f"{'workload':<10}{'ids':>10}" + 2 * "{:>11}{:>11}{:>7}".format(*heads) + f"{'places equal':>13}")
-    records = [measure(workload, peer, peer_specs, rounds) for workload in WORKLOADS if workload.name in chosen]
+    print(
+        f"{'workload':<10}{'ids':>10}"
+        + 2 * "{:>11}{:>11}{:>7}".format(*heads)
+        + f"{'places equal':>13}"
+    )
+    records = [
+        measure(workload, peer, peer_specs, rounds)
+        for workload in WORKLOADS
+        if workload.name in chosen
+    ]
     write_records(options, records)
     return 0
 

@@ -143,7 +143,9 @@ def torchrec_contestant(batches: list[Drawn]) -> timing.Run:
     names = names_of(len(batches[0].lengths))
     tables = fused_embedding_modules.FusedEmbeddingBagCollection(
         [
-            torchrec.EmbeddingBagConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, feature_names=[name])
+            torchrec.EmbeddingBagConfig(
+                name=name, num_embeddings=ROWS, embedding_dim=DIM, feature_names=[name]
+            )
             for name in names
         ],
         optimizer_type=RowWiseAdagrad,
@@ -154,8 +156,13 @@ def torchrec_contestant(batches: list[Drawn]) -> timing.Run:
         weights.data.fill_(1.0)
 
     def run(k: int) -> np.ndarray:
-        values, lengths = torch.from_numpy(batches[k].values), torch.from_numpy(batches[k].lengths.reshape(-1))
-        outputs = tables(torchrec.KeyedJaggedTensor.from_lengths_sync(names, values, lengths)).values()
+        values, lengths = (
+            torch.from_numpy(batches[k].values),
+            torch.from_numpy(batches[k].lengths.reshape(-1)),
+        )
+        outputs = tables(
+            torchrec.KeyedJaggedTensor.from_lengths_sync(names, values, lengths)
+        ).values()
         outputs.backward(outputs.detach())
         return outputs.detach().numpy()
 
@@ -263,7 +270,9 @@ def measure_devices(num_rounds: int) -> dict[str, Any]:
     batches = draw_split_batches(16)
     record: dict[str, Any] = {"programs": num_programs(model, batches)}
     prepared = [model.prepare(as_bags(drawn)) for drawn in batches]
-    filled = [ids_a_place(own, drawn.values.size) for own, drawn in zip(prepared, batches, strict=True)]
+    filled = [
+        ids_a_place(own, drawn.values.size) for own, drawn in zip(prepared, batches, strict=True)
+    ]
     record["ids a place"] = float(np.mean(filled))
     (with_long_bag,) = draw_split_batches(1, long_bag=LONG_BAG)
     long = model.prepare(as_bags(with_long_bag))
@@ -278,10 +287,14 @@ def measure_devices(num_rounds: int) -> dict[str, Any]:
 
 def in_child(num_rounds: int) -> dict[str, Any]:
     """`measure_devices` in a process that has several devices; this one must have one."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={NUM_DEVICES}"
+    flags = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={NUM_DEVICES}"
+    )
     command = [sys.executable, __file__, "child", str(num_rounds)]
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    output = subprocess.run(
+        command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
     return json.loads(output.splitlines()[-1])
 
 
@@ -290,7 +303,10 @@ def print_devices(record: dict[str, Any]) -> None:
     ratio = record["long"]["median"] / record["step"]["median"]
     print(f"{NUM_DEVICES} devices, programs for 16 batches of 8 features: {record['programs']}")
     print(f"{NUM_DEVICES} devices, ids a place: {record['ids a place']:.2f}")
-    print(f"{NUM_DEVICES} devices, step with a bag of {LONG_BAG:,} ids / without: {ratio:.1f}", flush=True)
+    print(
+        f"{NUM_DEVICES} devices, step with a bag of {LONG_BAG:,} ids / without: {ratio:.1f}",
+        flush=True,
+    )
 
 
 def main() -> int:
@@ -300,7 +316,9 @@ def main() -> int:
         return 0
     parser = timing.make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=4, help="times that all batches are run")
-    parser.add_argument("--parts", default="sizes,programs,devices", help="what to measure, comma-separated")
+    parser.add_argument(
+        "--parts", default="sizes,programs,devices", help="what to measure, comma-separated"
+    )
     options = parser.parse_args()
     timing.check_native()
     parts = options.parts.split(",")
@@ -311,7 +329,10 @@ def main() -> int:
     if "programs" in parts:
         stream = draw_batches(256, 4, 25)  # 1,024 ids a feature on average
         records["programs"] = num_programs(Model(NUM_TABLES), stream)
-        print(f"programs for 25 batches of 26 features, 1,024 ids each: {records['programs']}", flush=True)
+        print(
+            f"programs for 25 batches of 26 features, 1,024 ids each: {records['programs']}",
+            flush=True,
+        )
     if "devices" in parts:
         records["devices"] = in_child(options.rounds)
         print_devices(records["devices"])

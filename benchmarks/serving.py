@@ -35,14 +35,20 @@ def draw_batches(num_samples: int) -> Batches:
 
 def our_contestants(batches: Batches) -> dict[str, timing.Run]:
     """The collection in four ways; each returns vectors by feature."""
-    tables = [rs.TableSpec(name=name, vocabulary_size=ROWS, embedding_dim=DIM) for name in batches[0]]
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name=table.name, table_spec=table) for table in tables])
+    tables = [
+        rs.TableSpec(name=name, vocabulary_size=ROWS, embedding_dim=DIM) for name in batches[0]
+    ]
+    collection = rs.EmbeddingCollection(
+        [rs.FeatureSpec(name=table.name, table_spec=table) for table in tables]
+    )
     state = collection.init(jax.random.key(0))
     serve, served = rs.for_serving(collection, state)
     compiled, compiled_serve = jax.jit(collection.lookup), jax.jit(serve)
     return {
         "compiled": lambda k: jax.block_until_ready(compiled(state, batches[k])),
-        "prepared": lambda k: jax.block_until_ready(compiled(state, collection.prepare(batches[k]))),
+        "prepared": lambda k: jax.block_until_ready(
+            compiled(state, collection.prepare(batches[k]))
+        ),
         "eager": lambda k: jax.block_until_ready(collection.lookup(state, batches[k])),
         "for serving": lambda k: jax.block_until_ready(compiled_serve(served, batches[k])),
     }
@@ -57,7 +63,10 @@ def torch_contestant(batches: Batches) -> timing.Run:
 
     @torch.no_grad()
     def run(k: int) -> object:
-        return [bag(torch.from_numpy(ids), offsets.int()) for bag, ids in zip(bags, batches[k].values(), strict=True)]
+        return [
+            bag(torch.from_numpy(ids), offsets.int())
+            for bag, ids in zip(bags, batches[k].values(), strict=True)
+        ]
 
     return run
 
@@ -66,7 +75,10 @@ def fbgemm_contestant(batches: Batches) -> timing.Run:
     """FBGEMM's module; raises ImportError without it."""
     import torch
     from fbgemm_gpu import split_table_batched_embeddings_ops_training as fbgemm
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+        BoundsCheckMode,
+        EmbeddingLocation,
+    )
 
     tables = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
         [(ROWS, DIM, EmbeddingLocation.HOST, fbgemm.ComputeDevice.CPU)] * NUM_TABLES,
@@ -99,7 +111,10 @@ def main() -> int:
                 print(f"without {name}: {error}")
         times = timing.race(runs, options.rounds)
         for name, own in times.items():
-            print(f"{num_samples:>4} samples {name:<12}{own.median:8.3f} ms (best {own.best:.3f})", flush=True)
+            print(
+                f"{num_samples:>4} samples {name:<12}{own.median:8.3f} ms (best {own.best:.3f})",
+                flush=True,
+            )
         records[str(num_samples)] = {name: own._asdict() for name, own in times.items()}
     timing.write_records(options, records)
     return 0

@@ -50,7 +50,11 @@ def clicks(seed: int, num_samples: int = 1_000_000) -> Log:
 
     def draw(count: int, sample_seed: int) -> Samples:
         log = datasets.synthetic_clicks(
-            count, vocabulary_sizes=[*sizes.values()], num_dense=4, seed=seed, sample_seed=sample_seed
+            count,
+            vocabulary_sizes=[*sizes.values()],
+            num_dense=4,
+            seed=seed,
+            sample_seed=sample_seed,
         )
         return {**log.sparse, "numbers": log.dense, "labels": log.labels}
 
@@ -66,18 +70,28 @@ def films(seed: int, num_users: int = 6_040) -> Log:
         log = datasets.generated_ratings(num_users, 3_883, ratings_per_user=165.6, seed=seed)
     generator = np.random.default_rng(seed)
     count = len(log.users)
-    pairs = {"user": np.tile(log.users, 2), "film": np.concatenate([log.items, generator.permutation(log.items)])}
+    pairs = {
+        "user": np.tile(log.users, 2),
+        "film": np.concatenate([log.items, generator.permutation(log.items)]),
+    }
     every = {**pairs, "numbers": np.zeros((2 * count, 0)), "labels": np.repeat([1, 0], count)}
     cuts = np.split(generator.permutation(2 * count), [int(1.6 * count), int(1.8 * count)])
     train, held, test = ({name: column[cut] for name, column in every.items()} for cut in cuts)
-    return Log((train, held, test), {"user": len(log.user_ids), "film": len(log.item_ids)}, ("user", "film"))
+    return Log(
+        (train, held, test),
+        {"user": len(log.user_ids), "film": len(log.item_ids)},
+        ("user", "film"),
+    )
 
 
 def table_of(method: str, vocabulary: int, ratio: int) -> tuple[dict[str, Any], int]:
     """Rows and storage of a table of `ratio` times fewer bytes, and these bytes."""
     num_bytes = 4 * DIM * (vocabulary // ratio)
     if not method.startswith("train"):
-        return {"vocabulary_size": vocabulary // ratio, "initializer": jax.nn.initializers.normal(0.01)}, num_bytes
+        return {
+            "vocabulary_size": vocabulary // ratio,
+            "initializer": jax.nn.initializers.normal(0.01),
+        }, num_bytes
     spec = tt.TTSpec.for_budget(vocabulary, DIM, bytes=num_bytes, num_cores=int(method.split()[1]))
     storage = tt.TensorTrain(spec.tt_ranks, spec.tt_p_shapes, spec.tt_q_shapes)
     return {"vocabulary_size": vocabulary, "storage": storage}, spec.num_bytes()
@@ -90,7 +104,9 @@ def log_odds(params: Any, vectors: dict[str, jax.Array], numbers: jax.Array) -> 
     return params["bias"] + numbers @ params["weights"] + rows[:, :, 0].sum(axis=1) + pairs
 
 
-def loss_fn(params: Any, vectors: dict[str, jax.Array], numbers: jax.Array, labels: jax.Array) -> jax.Array:
+def loss_fn(
+    params: Any, vectors: dict[str, jax.Array], numbers: jax.Array, labels: jax.Array
+) -> jax.Array:
     """Mean log-loss."""
     return optax.sigmoid_binary_cross_entropy(log_odds(params, vectors, numbers), labels).mean()
 
@@ -118,20 +134,37 @@ def fit(log: Log, method: str, ratio: int, seed: int, rate: float) -> dict[str, 
         ]
     )
 
-    def batches(samples: Samples, order: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    def batches(
+        samples: Samples, order: np.ndarray
+    ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
         order = order[: len(order) // BATCH * BATCH].reshape(-1, BATCH)
-        ids = {name: samples[name][order] % table["vocabulary_size"] for name, (table, _) in tables.items()}
-        return ids, samples["numbers"][order].astype(np.float32), samples["labels"][order].astype(np.float32)
+        ids = {
+            name: samples[name][order] % table["vocabulary_size"]
+            for name, (table, _) in tables.items()
+        }
+        return (
+            ids,
+            samples["numbers"][order].astype(np.float32),
+            samples["labels"][order].astype(np.float32),
+        )
 
     def step(carry: Any, batch: Any) -> Any:
         params, slots, state = carry
-        _, (gradients, row_gradients) = rs.value_and_grad(loss_fn, collection)(params, state, *batch)
+        _, (gradients, row_gradients) = rs.value_and_grad(loss_fn, collection)(
+            params, state, *batch
+        )
         changes, slots = tx.update(gradients, slots)
-        return (optax.apply_updates(params, changes), slots, collection.apply(state, row_gradients)), None
+        return (
+            optax.apply_updates(params, changes),
+            slots,
+            collection.apply(state, row_gradients),
+        ), None
 
     @jax.jit
     def scores(params: Any, state: Any, batches: Any) -> jax.Array:
-        return jax.lax.map(lambda own: log_odds(params, collection.lookup(state, own[0]), own[1]), batches)
+        return jax.lax.map(
+            lambda own: log_odds(params, collection.lookup(state, own[0]), own[1]), batches
+        )
 
     train = jax.jit(lambda carry, batches: jax.lax.scan(step, carry, batches)[0], donate_argnums=0)
     generator, (samples, held, test) = np.random.default_rng(seed), log.parts
@@ -142,14 +175,25 @@ def fit(log: Log, method: str, ratio: int, seed: int, rate: float) -> dict[str, 
         metrics = {}
         for part in (held, test):
             seen = batches(part, np.arange(len(part["labels"])))
-            odds, labels = np.asarray(scores(carry[0], carry[2], seen), np.float64).ravel(), seen[2].ravel()
+            odds, labels = (
+                np.asarray(scores(carry[0], carry[2], seen), np.float64).ravel(),
+                seen[2].ravel(),
+            )
             loss = float(np.mean(np.logaddexp(0, odds) - labels * odds))
-            metrics |= {"held": loss} if part is held else {"loss": loss, "AUC": area_under_curve(odds, labels)}
+            metrics |= (
+                {"held": loss}
+                if part is held
+                else {"loss": loss, "AUC": area_under_curve(odds, labels)}
+            )
         found.append(metrics)
     return {**min(found, key=lambda own: own["held"]), "rate": rate, "bytes": num_bytes}
 
 
-LOGS = {"films": films, "clicks": clicks, "few clicks": functools.partial(clicks, num_samples=100_000)}
+LOGS = {
+    "films": films,
+    "clicks": clicks,
+    "few clicks": functools.partial(clicks, num_samples=100_000),
+}
 
 
 def study(names: Sequence[str], num_seeds: int) -> Iterator[Record]:
@@ -159,7 +203,9 @@ def study(names: Sequence[str], num_seeds: int) -> Iterator[Record]:
         log = LOGS[name](seed)
         for method in ("dense", *METHODS):
             if (name, method) not in rates:
-                trials = [fit(log, method, 1 if method == "dense" else 10, seed, rate) for rate in RATES]
+                trials = [
+                    fit(log, method, 1 if method == "dense" else 10, seed, rate) for rate in RATES
+                ]
                 rates[name, method] = min(trials, key=lambda own: own["held"])["rate"]
             for ratio in (1,) if method == "dense" else RATIOS:
                 found = fit(log, method, ratio, seed, rates[name, method])
@@ -169,21 +215,34 @@ def study(names: Sequence[str], num_seeds: int) -> Iterator[Record]:
 def draw(records: Sequence[Record], machine: str, path: Path) -> None:
     """What fewer bytes cost, a row of pictures for each log: loss and AUC less those of arrays with the same seed."""
     names = list(dict.fromkeys(record["log"] for record in records))
-    figure, grid = plt.subplots(len(names), 2, figsize=(10.5, 3.4 * len(names)), layout="constrained", squeeze=False)
+    figure, grid = plt.subplots(
+        len(names), 2, figsize=(10.5, 3.4 * len(names)), layout="constrained", squeeze=False
+    )
     for name, row in zip(names, grid, strict=True):
         chosen = [record for record in records if record["log"] == name]
         arrays = {own["seed"]: own for own in chosen if own["method"] == "dense"}
-        for what, scale, unit, ax in zip(("loss", "AUC"), (1, -100), ("nats", "points"), row, strict=True):
+        for what, scale, unit, ax in zip(
+            ("loss", "AUC"), (1, -100), ("nats", "points"), row, strict=True
+        ):
             costs: dict[str, list[tuple[float, float]]] = {}
             for own in chosen:
                 if own["method"] != "dense":
                     cost = scale * (own[what] - arrays[own["seed"]][what])
-                    costs.setdefault(own["method"].removeprefix("train, "), []).append((own["bytes"], cost))
-            plot.plot_against_bytes(costs, ylabel=f"{what} {'above' if scale > 0 else 'below'} arrays ({unit})", ax=ax)
+                    costs.setdefault(own["method"].removeprefix("train, "), []).append(
+                        (own["bytes"], cost)
+                    )
+            plot.plot_against_bytes(
+                costs, ylabel=f"{what} {'above' if scale > 0 else 'below'} arrays ({unit})", ax=ax
+            )
             ax.axhline(0, color=plot.MUTED, linewidth=0.8)
             arrays_have = f"{np.mean([own[what] for own in arrays.values()]):.3f}"
-            ax.set_title(f"{name}: arrays of {arrays[0]['bytes'] / 1e6:.1f} MB have {what} {arrays_have}", fontsize=10)
-    figure.supxlabel(f"means of the seeds, lines from the least to the largest; {machine}", fontsize=8)
+            ax.set_title(
+                f"{name}: arrays of {arrays[0]['bytes'] / 1e6:.1f} MB have {what} {arrays_have}",
+                fontsize=10,
+            )
+    figure.supxlabel(
+        f"means of the seeds, lines from the least to the largest; {machine}", fontsize=8
+    )
     figure.savefig(path, dpi=80)
 
 
@@ -194,7 +253,9 @@ def main() -> int:
     parser.add_argument("--picture", type=Path, help="also draw loss and AUC into this file")
     parser.add_argument("--logs", default=",".join(LOGS), help="separated by commas")
     options, machine, records = parser.parse_args(), measured_on(), []
-    print(f"{machine}\n{'log':11}{'method':16}{'ratio':>6}{'seed':>6}{'bytes':>12}{'rate':>8}{'loss':>9}{'AUC':>9}")
+    print(
+        f"{machine}\n{'log':11}{'method':16}{'ratio':>6}{'seed':>6}{'bytes':>12}{'rate':>8}{'loss':>9}{'AUC':>9}"
+    )
     for own in study(options.logs.split(","), options.seeds):
         records.append(own)
         print(

@@ -29,7 +29,10 @@ from rsembed.kernels import native
 from rsembed.plot.drawing import measured_on
 
 OURS, PEERS = "ours, jit", ("FBGEMM", "torch")
-RULES = {"EXACT_SGD": ("SGD", "step, SGD"), "EXACT_ROWWISE_ADAGRAD": ("Adagrad", "step, row-wise Adagrad")}
+RULES = {
+    "EXACT_SGD": ("SGD", "step, SGD"),
+    "EXACT_ROWWISE_ADAGRAD": ("Adagrad", "step, row-wise Adagrad"),
+}
 
 
 def machine() -> str:
@@ -49,7 +52,9 @@ def makers() -> list[Any]:
     return found
 
 
-def measure(workload: timing.Workload, law: str, program: Path, num_rounds: int, contestants: list[Any]) -> list[dict]:
+def measure(
+    workload: timing.Workload, law: str, program: Path, num_rounds: int, contestants: list[Any]
+) -> list[dict]:
     """One record per kind of run: medians and bests of everyone, in milliseconds."""
     loops = bare.time_loops(program, workload, law)
     batches, records = tbe.draw_batches(workload, law), []
@@ -60,7 +65,11 @@ def measure(workload: timing.Workload, law: str, program: Path, num_rounds: int,
             least = loops["lookup"] if kind == "lookup" else bare.least_step(loops, rule)
             own = {name: of_kind[name]._asdict() for name in (OURS, *PEERS) if name in of_kind}
             what = kind if kind == "lookup" else step
-            records.append({"workload": workload.name, "ids": law, "what": what} | own | {"bare": least._asdict()})
+            records.append(
+                {"workload": workload.name, "ids": law, "what": what}
+                | own
+                | {"bare": least._asdict()}
+            )
             print(row_of(records[-1]), flush=True)
     return records
 
@@ -68,10 +77,18 @@ def measure(workload: timing.Workload, law: str, program: Path, num_rounds: int,
 def row_of(record: dict) -> str:
     """A row of the printed table."""
     ours, least = Times(**record[OURS]), Times(**record["bare"])
-    cells = [f"{ours.median:.2f} ({ours.best:.2f})", f"{least.median:.2f}", f"{least.median / ours.median:.2f}"]
-    cells += [f"{record[name]['median'] / ours.median:.2f}" if name in record else "-" for name in PEERS]
+    cells = [
+        f"{ours.median:.2f} ({ours.best:.2f})",
+        f"{least.median:.2f}",
+        f"{least.median / ours.median:.2f}",
+    ]
+    cells += [
+        f"{record[name]['median'] / ours.median:.2f}" if name in record else "-" for name in PEERS
+    ]
     name = f"{record['workload']:<9}{record['ids']:<9}{record['what']:<24}"
-    return name + "".join(f"{cell:>{width}}" for cell, width in zip(cells, (16, 10, 10, 10, 10), strict=True))
+    return name + "".join(
+        f"{cell:>{width}}" for cell, width in zip(cells, (16, 10, 10, 10, 10), strict=True)
+    )
 
 
 def draw(records: list[dict], path: Path) -> None:
@@ -79,8 +96,13 @@ def draw(records: list[dict], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 1.5 + 0.28 * len(records)), layout="constrained")
     places = np.arange(len(records))[::-1]
     for name, marker in zip((OURS, *PEERS), "oDs", strict=True):
-        ratios = [record[name]["median"] / record["bare"]["median"] if name in record else None for record in records]
-        points = [(ratio, place) for ratio, place in zip(ratios, places, strict=True) if ratio is not None]
+        ratios = [
+            record[name]["median"] / record["bare"]["median"] if name in record else None
+            for record in records
+        ]
+        points = [
+            (ratio, place) for ratio, place in zip(ratios, places, strict=True) if ratio is not None
+        ]
         if points:
             axes.plot(*zip(*points, strict=True), marker, label="rsembed" if name == OURS else name)
     axes.set_yticks(places, [f"{r['workload']}, {r['ids']}: {r['what']}" for r in records])
@@ -89,8 +111,14 @@ def draw(records: list[dict], path: Path) -> None:
     axes.set_xscale("log")
     axes.set_xticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
     axes.set_xlabel("time / time of bare loops")
-    fastest = [all(r[OURS]["median"] <= r[name]["median"] for name in PEERS if name in r) for r in records]
-    axes.set_title(f"rsembed is fastest in {sum(fastest)} of {len(records)} runs\n{machine()}", fontsize=10, loc="left")
+    fastest = [
+        all(r[OURS]["median"] <= r[name]["median"] for name in PEERS if name in r) for r in records
+    ]
+    axes.set_title(
+        f"rsembed is fastest in {sum(fastest)} of {len(records)} runs\n{machine()}",
+        fontsize=10,
+        loc="left",
+    )
     axes.legend()
     figure.savefig(path, dpi=120)
 
@@ -98,7 +126,9 @@ def draw(records: list[dict], path: Path) -> None:
 def main() -> int:
     """Prints the table, and writes records and picture if asked."""
     parser = timing.make_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="no workload above 2 GB, and two rounds")
+    parser.add_argument(
+        "--quick", action="store_true", help="no workload above 2 GB, and two rounds"
+    )
     parser.add_argument("--rounds", type=int, help="times all batches are run (default 4, quick 2)")
     parser.add_argument("--picture", type=Path, help="also draw the table into this file")
     options = parser.parse_args()
@@ -108,10 +138,18 @@ def main() -> int:
     contestants, records = makers(), []
     print(machine())
     heads = ("ours ms (best)", "bare ms", "of bare", "FBGEMM/", "torch/")
-    print(" " * 42 + "".join(f"{head:>{width}}" for head, width in zip(heads, (16, 10, 10, 10, 10), strict=True)))
+    print(
+        " " * 42
+        + "".join(
+            f"{head:>{width}}" for head, width in zip(heads, (16, 10, 10, 10, 10), strict=True)
+        )
+    )
     with tempfile.TemporaryDirectory() as folder:
         program, source = Path(folder, "bare"), Path(bare.__file__).with_suffix(".cc")
-        subprocess.run(["g++", "-O3", "-march=native", "-std=c++17", "-pthread", source, "-o", program], check=True)
+        subprocess.run(
+            ["g++", "-O3", "-march=native", "-std=c++17", "-pthread", source, "-o", program],
+            check=True,
+        )
         for workload in workloads:
             for law in ("uniform", "zipf"):
                 records += measure(workload, law, program, num_rounds, contestants)

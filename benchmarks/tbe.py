@@ -47,9 +47,20 @@ from rsembed.tbe import (
     functional,
 )
 
-CASES = dict(zip("ABCD", [(w, "uniform") for w in timing.WORKLOADS] + [(timing.WORKLOADS[0], "zipf")], strict=True))
+CASES = dict(
+    zip(
+        "ABCD",
+        [(w, "uniform") for w in timing.WORKLOADS] + [(timing.WORKLOADS[0], "zipf")],
+        strict=True,
+    )
+)
 OPTIMIZERS = ("EXACT_SGD", "EXACT_ROWWISE_ADAGRAD", "EXACT_ADAGRAD", "ADAM")
-STATE_NUMBERS = {"EXACT_SGD": 0, "EXACT_ROWWISE_ADAGRAD": 0, "EXACT_ADAGRAD": 1, "ADAM": 2}  # per weight, about
+STATE_NUMBERS = {
+    "EXACT_SGD": 0,
+    "EXACT_ROWWISE_ADAGRAD": 0,
+    "EXACT_ADAGRAD": 1,
+    "ADAM": 2,
+}  # per weight, about
 LEARNING_RATE, EPS, INITIAL_WEIGHT = 0.01, 1e-8, 0.01
 MAX_GIB = 14
 
@@ -75,7 +86,9 @@ def draw_batches(workload: Workload, law: str) -> Batches:
     num_bags = workload.num_tables * workload.batch_size
     offsets = (np.arange(num_bags + 1) * workload.ids_per_sample).astype(np.int32)
     shape = (workload.batch_size, workload.num_tables * workload.embedding_dim)
-    return Batches(indices, offsets, np.random.default_rng(7).standard_normal(shape, dtype=np.float32))
+    return Batches(
+        indices, offsets, np.random.default_rng(7).standard_normal(shape, dtype=np.float32)
+    )
 
 
 def our_contestants(workload: Workload, batches: Batches, optimizer: str) -> dict[str, Contestant]:
@@ -89,7 +102,9 @@ def our_contestants(workload: Workload, batches: Batches, optimizer: str) -> dic
         bounds_check_mode=BoundsCheckMode.NONE,
     )
     # One number in all contestants; in place, since tables are allocated on huge pages where there are some.
-    fill = jax.jit(lambda tables: [0.0 * table + INITIAL_WEIGHT for table in tables], donate_argnums=0)
+    fill = jax.jit(
+        lambda tables: [0.0 * table + INITIAL_WEIGHT for table in tables], donate_argnums=0
+    )
     state = tbe.state.get_value()
     tbe.state.set_value(state._replace(weights=tuple(fill(state.weights))))
     plan, gradient = tbe.plan, jnp.asarray(batches.gradient)
@@ -120,20 +135,27 @@ def our_contestants(workload: Workload, batches: Batches, optimizer: str) -> dic
         return output
 
     return {
-        "ours": Contestant(lambda k: tbe(batches.indices[k], batches.offsets).block_until_ready(), eager_step),
+        "ours": Contestant(
+            lambda k: tbe(batches.indices[k], batches.offsets).block_until_ready(), eager_step
+        ),
         "ours, jit": Contestant(
             lambda k: lookup(tbe.state.get_value(), on_device[k]).block_until_ready(), compiled_step
         ),
     }
 
 
-def fbgemm_contestant(workload: Workload, batches: Batches, optimizer: str) -> dict[str, Contestant]:
+def fbgemm_contestant(
+    workload: Workload, batches: Batches, optimizer: str
+) -> dict[str, Contestant]:
     """FBGEMM's module, none for Adam."""
     if optimizer == "ADAM":
         return {}
     import torch
     from fbgemm_gpu import split_table_batched_embeddings_ops_training as fbgemm
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+        BoundsCheckMode,
+        EmbeddingLocation,
+    )
 
     shape = (workload.vocabulary_size, workload.embedding_dim)
     tbe = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
@@ -172,8 +194,13 @@ def torch_contestant(workload: Workload, batches: Batches, optimizer: str) -> di
         "ADAM": lambda: torch.optim.SparseAdam(weights, lr=LEARNING_RATE, eps=EPS),
     }.get(optimizer, lambda: torch.optim.Adagrad(weights, lr=LEARNING_RATE, eps=EPS))()
     by_table = (workload.num_tables, workload.batch_size, workload.ids_per_sample)
-    indices = [torch.from_numpy(ids.astype(np.int64)).reshape(by_table).unbind() for ids in batches.indices]
-    gradients = [part.contiguous() for part in torch.from_numpy(batches.gradient).chunk(workload.num_tables, dim=1)]
+    indices = [
+        torch.from_numpy(ids.astype(np.int64)).reshape(by_table).unbind() for ids in batches.indices
+    ]
+    gradients = [
+        part.contiguous()
+        for part in torch.from_numpy(batches.gradient).chunk(workload.num_tables, dim=1)
+    ]
     return {"torch": Contestant(**timing.torch_runs(bags, indices, gradients, {"step": rule}))}
 
 
@@ -193,12 +220,16 @@ def outputs_after_two_steps(contestants: dict[str, Contestant]) -> dict[str, np.
 def check_agreement(outputs: dict[str, np.ndarray], optimizer: str) -> None:
     """Raises: AssertionError: contestants that ran the same rule have other numbers."""
     if optimizer == "EXACT_ROWWISE_ADAGRAD":
-        outputs = {name: output for name, output in outputs.items() if name != "torch"}  # elementwise
+        outputs = {
+            name: output for name, output in outputs.items() if name != "torch"
+        }  # elementwise
     expected = outputs["ours"]
     for name, output in outputs.items():
         # In the mean: where the gradients of a row cancel, their order decides the sign that Adagrad steps with.
         error = float(np.abs(output - expected).mean() / np.abs(expected).mean())
-        assert error < 1e-4, f"{name} and ours differ by {error:.1e} of the mean output after {optimizer}"
+        assert error < 1e-4, (
+            f"{name} and ours differ by {error:.1e} of the mean output after {optimizer}"
+        )
 
 
 def race_all(
@@ -220,7 +251,9 @@ def race_all(
             contestants |= make(workload, batches, optimizer)
         outputs |= outputs_after_two_steps(contestants)
         for kind in kinds:
-            times[kind] |= timing.race({name: getattr(c, kind) for name, c in contestants.items()}, num_rounds)
+            times[kind] |= timing.race(
+                {name: getattr(c, kind) for name, c in contestants.items()}, num_rounds
+            )
         del contestants
         gc.collect()
     check_agreement(outputs, optimizer)
@@ -233,7 +266,9 @@ def measure(
     """One record per kind of run."""
     workload, law = CASES[case]
     batches, records = draw_batches(workload, law), []
-    table_of_id = np.repeat(np.arange(workload.num_tables), workload.batch_size * workload.ids_per_sample)
+    table_of_id = np.repeat(
+        np.arange(workload.num_tables), workload.batch_size * workload.ids_per_sample
+    )
     rows = [ids + workload.vocabulary_size * table_of_id for ids in batches.indices]
     unique_ratio = float(np.mean([np.unique(own).size / own.size for own in rows]))
     row_bytes = 4 * workload.embedding_dim * workload.num_tables * workload.batch_size
@@ -245,10 +280,17 @@ def measure(
             speeds = {who: moved / own.median / 1e6 for who, own in times.items()}
             record = {"workload": case, "what": name, "unique_ratio": unique_ratio}
             num_unique = unique_ratio * rows[0].size
-            row_state = 4 * workload.embedding_dim * STATE_NUMBERS[optimizer] or 4 * (optimizer != "EXACT_SGD")
-            needed = timing.least_bytes(workload, num_unique, state_bytes=None if kind == "lookup" else row_state)
+            row_state = 4 * workload.embedding_dim * STATE_NUMBERS[optimizer] or 4 * (
+                optimizer != "EXACT_SGD"
+            )
+            needed = timing.least_bytes(
+                workload, num_unique, state_bytes=None if kind == "lookup" else row_state
+            )
             record["memory_milliseconds"] = 1e3 * needed / bandwidth
-            record |= {"milliseconds": {who: own._asdict() for who, own in times.items()}, "gb_per_second": speeds}
+            record |= {
+                "milliseconds": {who: own._asdict() for who, own in times.items()},
+                "gb_per_second": speeds,
+            }
             records.append(record)
             print(format_record(record), flush=True)
     return records
@@ -260,9 +302,13 @@ def format_record(record: dict) -> str:
     peers = [times[name] for name in ("FBGEMM", "torch") if name in times]
     row = f"{record['workload']:<3}{record['what']:<27}"
     for name in ("ours", "ours, jit", "FBGEMM", "torch"):
-        row += f" {f'{times[name].median:.2f} ({times[name].best:.2f})' if name in times else '-':>16}"
+        row += (
+            f" {f'{times[name].median:.2f} ({times[name].best:.2f})' if name in times else '-':>16}"
+        )
     for name in ("ours", "ours, jit"):
-        ratios = [min(peer[k] for peer in peers) / times[name][k] for k in (0, 1)] if peers else None
+        ratios = (
+            [min(peer[k] for peer in peers) / times[name][k] for k in (0, 1)] if peers else None
+        )
         row += f" {f'{ratios[0]:.2f} ({ratios[1]:.2f})' if ratios else '-':>14}"
     return (
         row
@@ -283,13 +329,22 @@ def main() -> int:
 
         makers.append(fbgemm_contestant)
         print(f"fbgemm_gpu {fbgemm_gpu.__version__}")
-    except (ImportError, OSError) as error:  # a wheel for another torch fails at an undefined symbol
-        print(f"{error}; the columns of what is missing stay empty. `pip install 'rsembed[bench]'` brings torch.")
+    except (
+        ImportError,
+        OSError,
+    ) as error:  # a wheel for another torch fails at an undefined symbol
+        print(
+            f"{error}; the columns of what is missing stay empty. `pip install 'rsembed[bench]'` brings torch."
+        )
     heads = ("ours", "ours, jit", "FBGEMM", "torch")
     print(f"{'milliseconds: median (best)':<30}" + "".join(f"{head:>17}" for head in heads), end="")
     print(f"{'peer/ours':>15}{'peer/jit':>15}{'unique':>8}{'GB/s':>7}{'memory ms':>10}")
     bandwidth = timing.bytes_per_second()
-    records = [record for case in options.workloads for record in measure(case, options.rounds, makers, bandwidth)]
+    records = [
+        record
+        for case in options.workloads
+        for record in measure(case, options.rounds, makers, bandwidth)
+    ]
     timing.write_records(options, records)
     return 0
 

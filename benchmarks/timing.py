@@ -45,13 +45,28 @@ class Workload:
 
 WORKLOADS = (
     Workload(
-        name="8x100k", num_tables=8, vocabulary_size=100_000, embedding_dim=64, batch_size=2048, ids_per_sample=20
+        name="8x100k",
+        num_tables=8,
+        vocabulary_size=100_000,
+        embedding_dim=64,
+        batch_size=2048,
+        ids_per_sample=20,
     ),
     Workload(
-        name="26x100k", num_tables=26, vocabulary_size=100_000, embedding_dim=128, batch_size=1024, ids_per_sample=1
+        name="26x100k",
+        num_tables=26,
+        vocabulary_size=100_000,
+        embedding_dim=128,
+        batch_size=1024,
+        ids_per_sample=1,
     ),
     Workload(
-        name="1x10M", num_tables=1, vocabulary_size=10_000_000, embedding_dim=64, batch_size=4096, ids_per_sample=20
+        name="1x10M",
+        num_tables=1,
+        vocabulary_size=10_000_000,
+        embedding_dim=64,
+        batch_size=4096,
+        ids_per_sample=20,
     ),
 )
 
@@ -62,7 +77,9 @@ def draw_ids(workload: Workload, law: str, seed: int) -> np.ndarray:
     return ids_by_law(law, workload.vocabulary_size, shape, seed, exponent=1.15)
 
 
-def ids_by_law(law: str, num_rows: int, shape: tuple[int, ...], seed: int, *, exponent: float) -> np.ndarray:
+def ids_by_law(
+    law: str, num_rows: int, shape: tuple[int, ...], seed: int, *, exponent: float
+) -> np.ndarray:
     """Row numbers by the law `uniform` or `zipf`, of which row 0 is the most frequent."""
     generator = np.random.default_rng(seed)
     if law == "uniform":
@@ -77,13 +94,18 @@ def torch_bags(workload: Workload, weight: float, device: str = "cpu") -> list[A
 
     shape = (workload.vocabulary_size, workload.embedding_dim)
     return [
-        torch.nn.EmbeddingBag(*shape, mode="sum", sparse=True, _weight=torch.full(shape, weight, device=device))
+        torch.nn.EmbeddingBag(
+            *shape, mode="sum", sparse=True, _weight=torch.full(shape, weight, device=device)
+        )
         for _ in range(workload.num_tables)
     ]
 
 
 def torch_runs(
-    bags: Sequence[Any], batches: Sequence[Any], gradients: Sequence[Any], optimizers: Mapping[str, Any]
+    bags: Sequence[Any],
+    batches: Sequence[Any],
+    gradients: Sequence[Any],
+    optimizers: Mapping[str, Any],
 ) -> dict[str, Run]:
     """A lookup of all bags, and a step with each optimizer by its name; all return the outputs, a list."""
     import torch
@@ -102,7 +124,10 @@ def torch_runs(
         optimizer.step()
         return outputs
 
-    return {"lookup": lookup, **{what: functools.partial(step, optimizer=own) for what, own in optimizers.items()}}
+    return {
+        "lookup": lookup,
+        **{what: functools.partial(step, optimizer=own) for what, own in optimizers.items()},
+    }
 
 
 def bytes_per_second() -> float:
@@ -127,7 +152,11 @@ def least_bytes(workload: Workload, num_unique_rows: float, *, state_bytes: int 
     row_bytes = 4 * workload.embedding_dim
     output_bytes = workload.num_tables * workload.batch_size * row_bytes
     lookup = num_unique_rows * row_bytes + output_bytes
-    return lookup if state_bytes is None else lookup + output_bytes + 2 * num_unique_rows * (row_bytes + state_bytes)
+    return (
+        lookup
+        if state_bytes is None
+        else lookup + output_bytes + 2 * num_unique_rows * (row_bytes + state_bytes)
+    )
 
 
 class Times(NamedTuple):
@@ -148,7 +177,9 @@ def _orders(names: list[str]) -> Iterator[Sequence[str]]:
     yield from itertools.cycle(permutations)
 
 
-def race(contestants: Mapping[str, Run], num_rounds: int, *, num_warm: int | None = None) -> dict[str, Times]:
+def race(
+    contestants: Mapping[str, Run], num_rounds: int, *, num_warm: int | None = None
+) -> dict[str, Times]:
     """Times of every contestant. They take turns of all batches, in every order, or in as many as there are rounds.
 
     Before its turn each runs for a while untimed. Training calls one of them again and again, so nobody's time may
@@ -161,19 +192,28 @@ def race(contestants: Mapping[str, Run], num_rounds: int, *, num_warm: int | Non
         for name in order:
             contestants[name](NUM_BATCHES - 1)  # the first time, this compiles
             start, num_done = time.perf_counter(), 0
-            while time.perf_counter() < start + WARM_SECONDS if num_warm is None else num_done < num_warm:
+            while (
+                time.perf_counter() < start + WARM_SECONDS
+                if num_warm is None
+                else num_done < num_warm
+            ):
                 contestants[name](NUM_BATCHES - 1)
                 num_done += 1
             for k in range(NUM_BATCHES):
                 start = time.perf_counter()
                 contestants[name](k)
                 seconds[name].append(time.perf_counter() - start)
-    return {name: Times(1e3 * statistics.median(values), 1e3 * min(values)) for name, values in seconds.items()}
+    return {
+        name: Times(1e3 * statistics.median(values), 1e3 * min(values))
+        for name, values in seconds.items()
+    }
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Arguments that every script has."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="also write the records to this file")
     return parser
 
@@ -184,14 +224,26 @@ def write_records(options: argparse.Namespace, records: object) -> None:
         options.json.write_text(json.dumps(records, indent=2) + "\n")
 
 
-def read_options(description: str | None, names: Sequence[str], *, quick_names: Sequence[str]) -> argparse.Namespace:
+def read_options(
+    description: str | None, names: Sequence[str], *, quick_names: Sequence[str]
+) -> argparse.Namespace:
     """Arguments of the command line, with `workloads` as a list and `rounds` chosen. Leaves without native kernels."""
     parser = make_parser(description)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, and no workload above 2 GB")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds, and no workload above 2 GB"
+    )
     parser.add_argument("--workloads", default=None, help=f"comma-separated, of {', '.join(names)}")
-    parser.add_argument("--rounds", type=int, default=None, help="times all batches are run (default 8, quick 2)")
+    parser.add_argument(
+        "--rounds", type=int, default=None, help="times all batches are run (default 8, quick 2)"
+    )
     options = parser.parse_args()
-    options.workloads = options.workloads.split(",") if options.workloads else quick_names if options.quick else names
+    options.workloads = (
+        options.workloads.split(",")
+        if options.workloads
+        else quick_names
+        if options.quick
+        else names
+    )
     unknown = set(options.workloads) - set(names)
     if unknown:
         parser.error(f"unknown workloads {sorted(unknown)}; choose from {', '.join(names)}")

@@ -64,14 +64,20 @@ class Workload:
         """Ids `[NUM_BATCHES, batch, ids per bag]`; law `zipf` has exponent 1.05 and frequent ids anywhere."""
         rows, shape = self.spec.num_embeddings, (NUM_BATCHES, self.batch_size, self.ids_per_bag)
         drawn = ids_by_law(self.law, rows, shape, seed, exponent=1.05)
-        return drawn if self.law == "uniform" else np.random.default_rng(0).permutation(rows).astype(np.int32)[drawn]
+        return (
+            drawn
+            if self.law == "uniform"
+            else np.random.default_rng(0).permutation(rows).astype(np.int32)[drawn]
+        )
 
     def draw_gradient(self) -> np.ndarray:
         shape = (self.batch_size, self.spec.embedding_dim)
         return np.random.default_rng(7).standard_normal(shape, dtype=np.float32)
 
 
-def compiled_runs(workload: Workload, state: Any, lookup: Callable, step: Callable) -> dict[str, Run]:
+def compiled_runs(
+    workload: Workload, state: Any, lookup: Callable, step: Callable
+) -> dict[str, Run]:
     """Compiled runs of `lookup(state, ids)`, and of `step(state, ids)`, which returns the output and the new state."""
     batches, held = [jnp.asarray(ids) for ids in workload.draw_ids(seed=3)], {"state": state}
     lookup, step = jax.jit(lookup), jax.jit(step, donate_argnums=0)
@@ -80,10 +86,15 @@ def compiled_runs(workload: Workload, state: Any, lookup: Callable, step: Callab
         output, held["state"] = step(held["state"], batches[k])
         return jax.block_until_ready((output, held["state"]))
 
-    return {"lookup": lambda k: jax.block_until_ready(lookup(held["state"], batches[k])), "step": run_step}
+    return {
+        "lookup": lambda k: jax.block_until_ready(lookup(held["state"], batches[k])),
+        "step": run_step,
+    }
 
 
-def module_contestant(workload: Workload, spec: TTSpec, *, cached_fraction: float = 0.0) -> dict[str, Run]:
+def module_contestant(
+    workload: Workload, spec: TTSpec, *, cached_fraction: float = 0.0
+) -> dict[str, Run]:
     """Lookup and fused step of a module."""
     cache_size = int(cached_fraction * spec.num_embeddings)
     emb = TTEmbeddingBag(
@@ -122,7 +133,9 @@ def plain_contestant(workload: Workload) -> dict[str, Run]:
     def pooled(cores, ids):
         flat = ids.reshape(-1)
         product = jnp.ones((flat.size, 1, 1))
-        for core, stride, p, shape in zip(cores, spec.strides, spec.tt_p_shapes, spec.slice_shapes, strict=True):
+        for core, stride, p, shape in zip(
+            cores, spec.strides, spec.tt_p_shapes, spec.slice_shapes, strict=True
+        ):
             slices = core[flat // stride % p].reshape(-1, *shape)
             product = jnp.einsum("ncr,nrqs->ncqs", product, slices).reshape(flat.size, -1, shape[2])
         return product.reshape(*ids.shape, spec.embedding_dim).sum(1)
@@ -155,7 +168,9 @@ def dense_contestant(workload: Workload) -> dict[str, Run]:
         rate = LEARNING_RATE + 0.0 * output[0, 0]
         return output, table.at[ids].add(-rate * gradient[:, None, :])
 
-    return compiled_runs(workload, jnp.full((spec.num_embeddings, spec.embedding_dim), 0.01), lookup, step)
+    return compiled_runs(
+        workload, jnp.full((spec.num_embeddings, spec.embedding_dim), 0.01), lookup, step
+    )
 
 
 def torch_contestant(workload: Workload) -> dict[str, Run]:
@@ -204,7 +219,9 @@ def peak_gflops(size: int = 2048) -> float:
 def measure(workload: Workload, num_rounds: int, dense_rows: int) -> list[dict]:
     """One record per contestant and kind of run."""
     spec = workload.spec
-    two_cores = TTSpec.for_budget(spec.num_embeddings, spec.embedding_dim, bytes=spec.num_bytes(), num_cores=2)
+    two_cores = TTSpec.for_budget(
+        spec.num_embeddings, spec.embedding_dim, bytes=spec.num_bytes(), num_cores=2
+    )
     specs = {
         "ours": spec,
         "ours, each": spec,
@@ -216,7 +233,8 @@ def measure(workload: Workload, num_rounds: int, dense_rows: int) -> list[dict]:
     contestants = {
         "ours": module_contestant(workload, spec),
         "ours, each": function_contestant(
-            workload, lambda cores, ids: bag(spec, cores, Bags.from_dense(ids), implementation="plain")
+            workload,
+            lambda cores, ids: bag(spec, cores, Bags.from_dense(ids), implementation="plain"),
         ),
         "ours d=2": module_contestant(workload, two_cores),
         "ours cached": module_contestant(workload, spec, cached_fraction=0.01),
@@ -230,8 +248,12 @@ def measure(workload: Workload, num_rounds: int, dense_rows: int) -> list[dict]:
         print("tensorly-torch is not installed and left out.", file=sys.stderr)
     records = []
     for what in ("lookup", "step"):
-        for name, times in race({name: runs[what] for name, runs in contestants.items()}, num_rounds).items():
-            flops = (3 if what == "step" else 1) * specs[name].flops_per_lookup if name in specs else 0
+        for name, times in race(
+            {name: runs[what] for name, runs in contestants.items()}, num_rounds
+        ).items():
+            flops = (
+                (3 if what == "step" else 1) * specs[name].flops_per_lookup if name in specs else 0
+            )
             nanoseconds = 1e6 * times.median / workload.num_lookups
             record = {
                 "bags": f"{workload.batch_size}x{workload.ids_per_bag}",
@@ -244,12 +266,15 @@ def measure(workload: Workload, num_rounds: int, dense_rows: int) -> list[dict]:
             records.append(record)
             gflops = "-" if record["gflops"] is None else f"{record['gflops']:.1f}"
             print(
-                f"{record['bags']:<10}{workload.law:<9}{what:<8}{name:<16}{nanoseconds:>12.0f}{gflops:>10}", flush=True
+                f"{record['bags']:<10}{workload.law:<9}{what:<8}{name:<16}{nanoseconds:>12.0f}{gflops:>10}",
+                flush=True,
             )
     return records
 
 
-def measure_published(num_rounds: int, *, spec: TTSpec = PUBLISHED_SPEC, batch_size: int = 512) -> dict:
+def measure_published(
+    num_rounds: int, *, spec: TTSpec = PUBLISHED_SPEC, batch_size: int = 512
+) -> dict:
     """Microseconds per id of a step of the published benchmark, and the device that took them."""
     workload = Workload(spec=spec, batch_size=batch_size, ids_per_bag=20, law="uniform")
     times = race({"step": module_contestant(workload, spec)["step"]}, num_rounds)["step"]
@@ -266,7 +291,9 @@ def main() -> int:
     """Prints the table, and writes it if asked."""
     parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=11_000_000, help="rows of the table")
-    parser.add_argument("--dense-rows", type=int, default=11_000_000, help="largest dense table to make")
+    parser.add_argument(
+        "--dense-rows", type=int, default=11_000_000, help="largest dense table to make"
+    )
     parser.add_argument("--batches", default="512,4096", help="bags per batch, comma-separated")
     parser.add_argument("--ids", type=int, default=20, help="ids per bag")
     parser.add_argument("--rounds", type=int, default=4, help="times all batches are run")

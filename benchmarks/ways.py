@@ -34,7 +34,9 @@ from pathlib import Path
 from typing import Any
 
 NUM_DEVICES = 8
-IS_CHILD = "RSEMBED_PROCESS_ID" in os.environ  # a process of `parallel.launch`, which says how many devices it has
+IS_CHILD = (
+    "RSEMBED_PROCESS_ID" in os.environ
+)  # a process of `parallel.launch`, which says how many devices it has
 if not IS_CHILD:
     devices = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
@@ -60,15 +62,24 @@ def draw_batches() -> np.ndarray:
     return timing.ids_by_law("zipf", ROWS, shape, 3, exponent=1.05)
 
 
-def collection_of(mesh: jax.sharding.Mesh | None, storage: rs.Hashed | TensorTrain | None) -> rs.EmbeddingCollection:
+def collection_of(
+    mesh: jax.sharding.Mesh | None, storage: rs.Hashed | TensorTrain | None
+) -> rs.EmbeddingCollection:
     """The model's tables; on a mesh, each row with one owner, and trains everywhere."""
     tables = [
         rs.TableSpec(
-            name=name, vocabulary_size=ROWS, embedding_dim=DIM, optimizer=rs.optimizers.Adagrad(0.01), storage=storage
+            name=name,
+            vocabulary_size=ROWS,
+            embedding_dim=DIM,
+            optimizer=rs.optimizers.Adagrad(0.01),
+            storage=storage,
         )
         for name in NAMES
     ]
-    features = [rs.FeatureSpec(name=name, table_spec=table) for name, table in zip(NAMES, tables, strict=True)]
+    features = [
+        rs.FeatureSpec(name=name, table_spec=table)
+        for name, table in zip(NAMES, tables, strict=True)
+    ]
     return rs.EmbeddingCollection(features, mesh=mesh)
 
 
@@ -94,7 +105,14 @@ def applying(collection: rs.EmbeddingCollection) -> Callable:
     return step
 
 
-WINGS = ("hashed", "train", "SparseCore", "table-batched", "model-parallel, hashed", "model-parallel")
+WINGS = (
+    "hashed",
+    "train",
+    "SparseCore",
+    "table-batched",
+    "model-parallel, hashed",
+    "model-parallel",
+)
 """What has a contestant of its own on one device, beside which its others stand."""
 
 
@@ -111,7 +129,11 @@ class Contestant:
         has_new_keys: bool = False,
     ):
         chosen = jax.devices()[:num_devices]
-        mesh = None if num_devices is None else jax.make_mesh((len(chosen),), ("shard",), devices=chosen)
+        mesh = (
+            None
+            if num_devices is None
+            else jax.make_mesh((len(chosen),), ("shard",), devices=chosen)
+        )
         self.num_devices, self.collection = len(chosen) if mesh else 1, collection_of(mesh, storage)
         collection = self.collection
         self.step, self.init = make_step(collection), jax.jit(collection.init)
@@ -140,7 +162,9 @@ class Contestant:
     def bytes_per_id(self) -> float:
         """What all devices send for an id in a step of the first batch, by the formula of docs/distributed.md."""
         _, statistics = self.collection.lookup(self.state, self.batches[0], return_statistics=True)
-        num_rounds = max(map(int, statistics.num_rounds.values()))  # of the stack that all tables share
+        num_rounds = max(
+            map(int, statistics.num_rounds.values())
+        )  # of the stack that all tables share
         num_ids = NUM_TABLES * BATCH * IDS // self.num_devices
         places = num_rounds * (self.num_devices - 1) * default_capacity(num_ids, self.num_devices)
         return 2 * 4 * places * (self.num_lanes + DIM) / num_ids
@@ -190,7 +214,9 @@ class SparseCoreContestant:
             global_device_count=num_devices,
         )
         inputs = [preprocess(dict(zip(NAMES, batch, strict=True)))[0] for batch in ids]
-        self.batches = [jax.device_put(own, jax.sharding.NamedSharding(mesh, split)) for own in inputs]
+        self.batches = [
+            jax.device_put(own, jax.sharding.NamedSharding(mesh, split)) for own in inputs
+        ]
 
     def __call__(self, k: int) -> object:
         self.state = jax.block_until_ready(self.step(self.state, self.batches[k]))
@@ -206,7 +232,11 @@ class TableBatchedContestant:
 
     def __init__(self, ids: np.ndarray, *, num_devices: int | None = None):
         chosen = jax.devices()[:num_devices]
-        mesh = None if num_devices is None else jax.make_mesh((num_devices,), ("shard",), devices=chosen)
+        mesh = (
+            None
+            if num_devices is None
+            else jax.make_mesh((num_devices,), ("shard",), devices=chosen)
+        )
         specs = [(ROWS, DIM, tbe.EmbeddingLocation.DEVICE, tbe.ComputeDevice.CPU)] * NUM_TABLES
         how: dict[str, Any] = {"optimizer": "exact_adagrad", "eps": 1e-10, "mesh": mesh}
         self.module = tbe.TableBatchedEmbeddingBags(specs, feature_names=NAMES, **how)
@@ -232,7 +262,9 @@ class TableBatchedContestant:
 class ModelParallelContestant:
     """The same by the model-parallel wing: eager calls, which compile inside, or one step that is given the tables."""
 
-    def __init__(self, ids: np.ndarray, *, is_hashed: bool, in_jit: bool = False, num_devices: int = 1):
+    def __init__(
+        self, ids: np.ndarray, *, is_hashed: bool, in_jit: bool = False, num_devices: int = 1
+    ):
         mesh = jax.make_mesh((num_devices,), ("shard",), devices=jax.devices()[:num_devices])
         context = sok.Init(mesh=mesh)
         how = {
@@ -241,14 +273,21 @@ class ModelParallelContestant:
             "optimizer": rs.optimizers.Adagrad(0.01),
         }
         self.variables = nnx.List(
-            [sok.embedding_variable(name, DIM, context=context, rngs=nnx.Rngs(0), **how) for name in NAMES]
+            [
+                sok.embedding_variable(name, DIM, context=context, rngs=nnx.Rngs(0), **how)
+                for name in NAMES
+            ]
         )
         self.batches = [list(batch) for batch in ids]
         if in_jit:
-            self.batches = [[context.place(sok.split_keys(own)) for own in batch] for batch in self.batches]
+            self.batches = [
+                [context.place(sok.split_keys(own)) for own in batch] for batch in self.batches
+            ]
 
         def step(variables, batch):
-            outputs, backward = sok.group_embedding_lookup_vjp(list(variables), batch, ["sum"] * NUM_TABLES)
+            outputs, backward = sok.group_embedding_lookup_vjp(
+                list(variables), batch, ["sum"] * NUM_TABLES
+            )
             backward([output - 1.0 for output in outputs])
 
         self.step = nnx.jit(step, donate_argnums=0) if in_jit else step
@@ -280,9 +319,17 @@ def makers(ids: np.ndarray) -> dict[str, Callable[[], AnyContestant]]:
         "hashed": make(**hashed),
         "hashed, apply": make(applying, **hashed),
         "hashed, new": make(has_new_keys=True, **hashed),
-        **{f"hashed, {name}": make(**mesh, **hashed) for name, mesh in meshes.items() if mesh["num_devices"] > 1},
+        **{
+            f"hashed, {name}": make(**mesh, **hashed)
+            for name, mesh in meshes.items()
+            if mesh["num_devices"] > 1
+        },
         "train": make(**train),
-        **{f"train, {name}": make(**mesh, **train) for name, mesh in meshes.items() if mesh["num_devices"] > 1},
+        **{
+            f"train, {name}": make(**mesh, **train)
+            for name, mesh in meshes.items()
+            if mesh["num_devices"] > 1
+        },
         "SparseCore": functools.partial(SparseCoreContestant, ids),
         **{
             f"SparseCore, mesh of {n}": functools.partial(SparseCoreContestant, ids, num_devices=n)
@@ -290,32 +337,49 @@ def makers(ids: np.ndarray) -> dict[str, Callable[[], AnyContestant]]:
         },
         "table-batched": functools.partial(TableBatchedContestant, ids),
         **{
-            f"table-batched, mesh of {n}": functools.partial(TableBatchedContestant, ids, num_devices=n)
+            f"table-batched, mesh of {n}": functools.partial(
+                TableBatchedContestant, ids, num_devices=n
+            )
             for n in (NUM_DEVICES // 2, NUM_DEVICES)
         },
         **{
-            f"{name}{where}": functools.partial(ModelParallelContestant, ids, is_hashed="hashed" in name, **how)
+            f"{name}{where}": functools.partial(
+                ModelParallelContestant, ids, is_hashed="hashed" in name, **how
+            )
             for name in ("model-parallel", "model-parallel, hashed")
-            for where, how in (("", {}), (", jit", {"in_jit": True}), (", mesh of 4", {"num_devices": 4}))
+            for where, how in (
+                ("", {}),
+                (", jit", {"in_jit": True}),
+                (", mesh of 4", {"num_devices": 4}),
+            )
         },
     }
 
 
 def run(
-    contestants: dict[str, Callable[[], AnyContestant]], num_rounds: int, num_warm: int | None = None
+    contestants: dict[str, Callable[[], AnyContestant]],
+    num_rounds: int,
+    num_warm: int | None = None,
 ) -> dict[str, dict[str, float]]:
     """Their times and what they send."""
     made = {name: make() for name, make in contestants.items()}
     times = timing.race(made, num_rounds, num_warm=num_warm)
-    return {name: {**own._asdict(), "bytes per id": made[name].bytes_per_id()} for name, own in times.items()}
+    return {
+        name: {**own._asdict(), "bytes per id": made[name].bytes_per_id()}
+        for name, own in times.items()
+    }
 
 
 def run_as_child(path: str, num_rounds: int) -> None:
     """The contestants of several processes; the first process writes what it finds to a file."""
     parallel.init()
-    make = functools.partial(functools.partial, Contestant, draw_batches(), num_devices=jax.device_count())
+    make = functools.partial(
+        functools.partial, Contestant, draw_batches(), num_devices=jax.device_count()
+    )
     name = f"{jax.process_count()} processes"
-    found = run({name: make(), f"hashed, {name}": make(storage=rs.Hashed())}, num_rounds, num_warm=2)
+    found = run(
+        {name: make(), f"hashed, {name}": make(storage=rs.Hashed())}, num_rounds, num_warm=2
+    )
     if jax.process_index() == 0:
         Path(path).write_text(json.dumps(found))
 
@@ -338,18 +402,26 @@ def main() -> int:
     known, of_processes = makers(draw_batches()), ["2 processes", "hashed, 2 processes"]
     names = ["dense", *(options.contestants or ";".join([*known, *of_processes])).split(";")]
     if unknown := set(names) - set(known) - set(of_processes):
-        parser.error(f"unknown contestants {sorted(unknown)}; choose from {'; '.join([*known, *of_processes])}")
-    found = run({name: known[name] for name in dict.fromkeys(names) if name in known}, options.rounds)
+        parser.error(
+            f"unknown contestants {sorted(unknown)}; choose from {'; '.join([*known, *of_processes])}"
+        )
+    found = run(
+        {name: known[name] for name in dict.fromkeys(names) if name in known}, options.rounds
+    )
     if set(names) & set(of_processes):
         found |= run_processes(2, options.rounds)
-    print(f"{'':<22}{'ms':>9}{'best ms':>9}{'ns/id':>8}{'ratio':>7}{'exchange':>10}{'bytes/id':>10}")
+    print(
+        f"{'':<22}{'ms':>9}{'best ms':>9}{'ns/id':>8}{'ratio':>7}{'exchange':>10}{'bytes/id':>10}"
+    )
     dense, ns_per_id = found["dense"]["median"], 1e6 / (NUM_TABLES * BATCH * IDS)
     for name, own in found.items():
         ms, wing = own["median"], name.split(",")[0] if name.startswith(WINGS) else "dense"
         here, is_split = found.get(wing, {}).get("median"), "mesh of" in name or "processes" in name
         line = f"{name:<22}{ms:9.2f}{own['best']:9.2f}{ns_per_id * ms:8.0f}{ms / dense:7.2f}"
         if is_split and here is not None:
-            line += f"{1 - here / ms:10.0%}" + (f"{own['bytes per id']:10.0f}" if own["bytes per id"] else "")
+            line += f"{1 - here / ms:10.0%}" + (
+                f"{own['bytes per id']:10.0f}" if own["bytes per id"] else ""
+            )
         print(line)
     timing.write_records(options, found)
     return 0

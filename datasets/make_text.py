@@ -187,7 +187,9 @@ def surprise_per_word() -> float:
         if symbol not in choices:
             return 0.0, 1.0
         nats = words = 0.0
-        for share, symbols in zip(choices[symbol].probabilities, choices[symbol].alternatives, strict=True):
+        for share, symbols in zip(
+            choices[symbol].probabilities, choices[symbol].alternatives, strict=True
+        ):
             of_symbols = [expected(own, choices) for own in symbols]
             nats += share * (sum(own for own, _ in of_symbols) - math.log(share))
             words += share * sum(own for _, own in of_symbols)

@@ -29,7 +29,9 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 default_role = "literal"  # docstrings are written in Markdown, where one backtick means code
 
-autodoc_inherit_docstrings = False  # an overriding method without a docstring has nothing new to say
+autodoc_inherit_docstrings = (
+    False  # an overriding method without a docstring has nothing new to say
+)
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 napoleon_custom_sections = ["Source"]
@@ -45,7 +47,9 @@ myst_heading_anchors = 3
 nb_execution_mode = "cache" if {"RSEMBED_DOCS_EXECUTE", "READTHEDOCS"} & set(os.environ) else "off"
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
-nb_execution_excludepatterns = [] if find_spec("keras_rs") else ["notebooks/14_keras*"]  # its stored pictures serve
+nb_execution_excludepatterns = (
+    [] if find_spec("keras_rs") else ["notebooks/14_keras*"]
+)  # its stored pictures serve
 nb_merge_streams = True
 nb_output_stderr = "remove"  # bars of progress
 
@@ -67,15 +71,37 @@ def copy_notebooks(source: Path, target: Path) -> None:
         for cell in notebook["cells"]:
             for name, attached in cell.pop("attachments", {}).items():
                 picture = f"{path.stem}-{name}"
-                pictures += ["```{image} " + picture, f":target: {path.stem}.html", ":width: 49%", "```"]
+                pictures += [
+                    "```{image} " + picture,
+                    f":target: {path.stem}.html",
+                    ":width: 49%",
+                    "```",
+                ]
                 (target / picture).write_bytes(base64.b64decode(attached["image/png"]))
                 cell["source"] = "".join(cell["source"]).replace(f"attachment:{name}", picture)
         if public:
-            note = {"cell_type": "markdown", "id": "run-it", "metadata": {}, "source": launch.links(*public, path.stem)}
+            note = {
+                "cell_type": "markdown",
+                "id": "run-it",
+                "metadata": {},
+                "source": launch.links(*public, path.stem),
+            }
             notebook["cells"].insert(1, note)
         (target / path.name).write_text(json.dumps(notebook))
         names.append(path.stem)
-    contents = ["", "## The pictures", "", *pictures, "", "```{toctree}", ":hidden:", "", *names, "```", ""]
+    contents = [
+        "",
+        "## The pictures",
+        "",
+        *pictures,
+        "",
+        "```{toctree}",
+        ":hidden:",
+        "",
+        *names,
+        "```",
+        "",
+    ]
     (target / "index.md").write_text((source / "README.md").read_text() + "\n".join(contents))
 
 
@@ -101,7 +127,9 @@ def constructor(app, kind, name, value, options, signature, returns):
     """Flax makes modules by a metaclass, whose call tells nothing of their arguments."""
     if kind == "class" and signature == "(*args: Any, **kwargs: Any)":
         told = signature_of(value.__init__, bound_method=True)
-        return stringify_signature(told, unqualified_typehints=True, show_return_annotation=False), None
+        return stringify_signature(
+            told, unqualified_typehints=True, show_return_annotation=False
+        ), None
     return None
 
 
@@ -117,7 +145,9 @@ def link_names(app, doctree):
     for code in list(doctree.findall(nodes.literal)):
         target = reference.target(code.astext())
         if target and isinstance(code.parent, nodes.paragraph | nodes.strong | nodes.emphasis):
-            link = pending_xref("", refdomain="py", reftype="obj", reftarget=target, refdoc=app.env.docname)
+            link = pending_xref(
+                "", refdomain="py", reftype="obj", reftarget=target, refdoc=app.env.docname
+            )
             code.replace_self(link)
             link += code
 
@@ -125,7 +155,9 @@ def link_names(app, doctree):
 def link_to_where_described(app, env, node, content):
     """A member without an entry of its own leads to that of a base class, or to its class."""
     python = env.get_domain("py")
-    for name in reference.where_described(node["reftarget"]) if node.get("refdomain") == "py" else ():
+    for name in (
+        reference.where_described(node["reftarget"]) if node.get("refdomain") == "py" else ()
+    ):
         if name in python.objects:
             return python.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, content)
     return None

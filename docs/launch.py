@@ -16,7 +16,9 @@ def source(root: Path, environment: Mapping[str, str] = os.environ) -> tuple[str
     """
 
     def git(*arguments: str) -> str:
-        answer = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+        answer = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False
+        )
         return answer.stdout.strip()
 
     url = environment.get("READTHEDOCS_GIT_CLONE_URL") or git("remote", "get-url", "origin")
@@ -27,7 +29,9 @@ def source(root: Path, environment: Mapping[str, str] = os.environ) -> tuple[str
 
 def links(repository: str, commit: str, notebook: str) -> str:
     """A line of Markdown that opens `notebook` in Binder, or in Colab behind one line that installs the library."""
-    binder = f"https://mybinder.org/v2/gh/{repository}/{commit}?labpath=notebooks%2F{notebook}.ipynb"
+    binder = (
+        f"https://mybinder.org/v2/gh/{repository}/{commit}?labpath=notebooks%2F{notebook}.ipynb"
+    )
     colab = f"https://colab.research.google.com/github/{repository}/blob/{commit}/notebooks/{notebook}.ipynb"
     install = f"%pip install 'rsembed[notebooks] @ git+https://github.com/{repository}@{commit}'"
     return f"Run it: [Binder]({binder}) · [Colab]({colab}), with `{install}` in a first cell.\n"

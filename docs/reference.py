@@ -42,7 +42,17 @@ PAGES = {
     "progress": ("Progress", ["rsembed.progress"]),
 }
 GROUPS = {
-    "The library": ["rsembed", "optimizers", "nnx", "linen", "parallel", "datasets", "plot", "checkpoint", "fdo"],
+    "The library": [
+        "rsembed",
+        "optimizers",
+        "nnx",
+        "linen",
+        "parallel",
+        "datasets",
+        "plot",
+        "checkpoint",
+        "fdo",
+    ],
     "For programs written for another system": ["sparsecore", "tbe", "tt", "sok"],
     "For those who extend the library": ["collection", "storage", "kernels", "progress"],
 }
@@ -56,9 +66,15 @@ def public_names(name: str) -> list[str]:
     source = Path(str(module.__file__)).read_text()
     names = {*re.findall(r"\b(\w+) as \1\b", source), *getattr(module, "__all__", ())}
     if not hasattr(module, "__path__"):
-        names |= {key for key, value in vars(module).items() if getattr(value, "__module__", None) == name}
+        names |= {
+            key for key, value in vars(module).items() if getattr(value, "__module__", None) == name
+        }
         names |= set(re.findall(r"^(\w+)(?:: [^=\n]+)? = ", source, re.MULTILINE))  # constants
-    shown = [n for n in names if not (n.startswith("_") or isinstance(getattr(module, n), ModuleType | TypeVar))]
+    shown = [
+        n
+        for n in names
+        if not (n.startswith("_") or isinstance(getattr(module, n), ModuleType | TypeVar))
+    ]
     return sorted(shown, key=lambda key: (key.lower(), key))
 
 
@@ -70,7 +86,9 @@ def found(name: str) -> object:
 
 def kind(value: object) -> str:
     """What autodoc calls it: class, function (also one behind `jax.jit`), or data."""
-    if inspect.isclass(value) and value is not NoneType:  # which stands for what a stage does not pass on
+    if (
+        inspect.isclass(value) and value is not NoneType
+    ):  # which stands for what a stage does not pass on
         return "class"
     return "function" if inspect.isfunction(inspect.unwrap(value)) else "data"  # type: ignore[arg-type]
 
@@ -108,15 +126,28 @@ def records(module: str) -> list[str]:
         told = getattr(origin, "__annotations__", {})
         types = told.values() if inspect.isclass(value) else [told["return"]]
         known = vars(importlib.import_module(origin.__module__))
-        given += [value, *(known.get(word) for word in re.findall(r"\b[A-Z]\w+", " ".join(map(str, types))))]
-    classes = {own for own in given if inspect.isclass(own) and own.__doc__ and not getattr(own, "_is_protocol", False)}
-    places = {f"{own.__module__}.{own.__name__}" for own in classes if own.__module__ not in MODULES}
+        given += [
+            value,
+            *(known.get(word) for word in re.findall(r"\b[A-Z]\w+", " ".join(map(str, types)))),
+        ]
+    classes = {
+        own
+        for own in given
+        if inspect.isclass(own) and own.__doc__ and not getattr(own, "_is_protocol", False)
+    }
+    places = {
+        f"{own.__module__}.{own.__name__}" for own in classes if own.__module__ not in MODULES
+    }
     return sorted(place for place in places if place.startswith("rsembed."))
 
 
 def summary(value: object) -> str:
     """The first line of a docstring; numbers and types tell that of their class, which says nothing of them."""
-    return "" if kind(value) == "data" else _with_apart_code((inspect.getdoc(value) or "").partition("\n")[0])
+    return (
+        ""
+        if kind(value) == "data"
+        else _with_apart_code((inspect.getdoc(value) or "").partition("\n")[0])
+    )
 
 
 def told_of_constant(name: str) -> str:
@@ -136,16 +167,29 @@ def _with_apart_code(text: str) -> str:
 
 def restructured(text: str) -> str:
     """A docstring in Markdown as reStructuredText, its sections as Sphinx's napoleon wants them."""
-    text = re.sub(r"^```\n(.*?)^```$", lambda block: "::\n\n" + indent(block[1], "  "), text, flags=re.M | re.S)
+    text = re.sub(
+        r"^```\n(.*?)^```$",
+        lambda block: "::\n\n" + indent(block[1], "  "),
+        text,
+        flags=re.M | re.S,
+    )
     text = _with_apart_code(text)
     text = re.sub(r"^Returns: ", "\n:returns: ", text, flags=re.M)  # whose first colon ends no type
-    return re.sub(r"^(Args|Attributes|Raises|Yields|Source|Example): (?=\S)", r"\1:\n ", text, flags=re.M)
+    return re.sub(
+        r"^(Args|Attributes|Raises|Yields|Source|Example): (?=\S)", r"\1:\n ", text, flags=re.M
+    )
 
 
 def with_all_arguments(record: type, text: str) -> str:
     """The docstring of a dataclass with those fields, too, that a base class describes or an interval bounds."""
-    fields = [field for field in dataclasses.fields(record) if field.init and f"\n  {field.name}: " not in text]
-    told = [f"  {field.name}: {meaning}" for field in fields if (meaning := _meaning(record, field))]
+    fields = [
+        field
+        for field in dataclasses.fields(record)
+        if field.init and f"\n  {field.name}: " not in text
+    ]
+    told = [
+        f"  {field.name}: {meaning}" for field in fields if (meaning := _meaning(record, field))
+    ]
     if not told:
         return text
     if "Args:\n" not in text:
@@ -155,7 +199,9 @@ def with_all_arguments(record: type, text: str) -> str:
 
 def _meaning(record: type, field: dataclasses.Field[Any]) -> str:
     for base in record.__mro__[1:]:
-        if found := re.search(rf"^  {field.name}: (.*(?:\n    .*)*)", inspect.getdoc(base) or "", re.M):
+        if found := re.search(
+            rf"^  {field.name}: (.*(?:\n    .*)*)", inspect.getdoc(base) or "", re.M
+        ):
             return found[1]
     interval = field.metadata.get("interval")
     return f"in {interval}." if interval else ""
@@ -168,9 +214,16 @@ def words() -> dict[str, str]:
     for name in entries().values():
         bare.setdefault(name.rpartition(".")[2], set()).add(name)
     short = {name.removeprefix("rsembed."): entry for name, entry in entries().items()}
-    classes = {word: min(names) for word, names in bare.items() if word[0].isupper() and len(names) == 1}
+    classes = {
+        word: min(names) for word, names in bare.items() if word[0].isupper() and len(names) == 1
+    }
     modules = {name: name for name in MODULES if "." in name}
-    return modules | entries() | {name: entry for name, entry in short.items() if "." in name} | classes
+    return (
+        modules
+        | entries()
+        | {name: entry for name, entry in short.items() if "." in name}
+        | classes
+    )
 
 
 def target(code: str) -> str | None:
@@ -208,7 +261,15 @@ def page(room: str) -> str:
 
 def _part(module: str) -> Iterator[str]:
     heading = f"``{module}``"
-    yield from (heading, "-" * len(heading), "", f".. automodule:: {module}", "", ".. currentmodule:: None", "")
+    yield from (
+        heading,
+        "-" * len(heading),
+        "",
+        f".. automodule:: {module}",
+        "",
+        ".. currentmodule:: None",
+        "",
+    )
     names = [f"{module}.{name}" for name in public_names(module)]
     yield from (".. list-table::", "   :widths: auto", "   :class: names", "")
     for name in names:
@@ -219,18 +280,26 @@ def _part(module: str) -> Iterator[str]:
         if entries()[name] == name:
             value = found(name)
             options = (
-                ["   :members:", f"   :inherited-members: {_described_apart(value)}"] if kind(value) == "class" else []
+                ["   :members:", f"   :inherited-members: {_described_apart(value)}"]
+                if kind(value) == "class"
+                else []
             )
-            bases = {f"{base.__module__}.{base.__name__}" for base in getattr(value, "__bases__", ())}
+            bases = {
+                f"{base.__module__}.{base.__name__}" for base in getattr(value, "__bases__", ())
+            }
             options += ["   :show-inheritance:"] if bases & set(entries()) else []
-            options += ["   :no-value:"] if "<module" in repr(value) else []  # and where this machine has it
+            options += (
+                ["   :no-value:"] if "<module" in repr(value) else []
+            )  # and where this machine has it
             yield from (f".. auto{kind(value)}:: {name}", *options, "")
 
 
 def _described_apart(value: Any) -> str:
     """Bases whose members an entry leaves out: those with entries of their own, and other packages'."""
     bases = [(base.__module__, base.__name__) for base in value.__mro__[1:]]
-    return ", ".join(n for m, n in bases if f"{m}.{n}" in entries() or m.partition(".")[0] != "rsembed")
+    return ", ".join(
+        n for m, n in bases if f"{m}.{n}" in entries() or m.partition(".")[0] != "rsembed"
+    )
 
 
 def write(folder: Path) -> None:
@@ -242,5 +311,8 @@ def write(folder: Path) -> None:
         "# Reference\n\nEvery public name, by room. Shapes are in the signatures, in the notation of jaxtyping: "
         '`Float[Array, "rows dim"]` is an array of floats with two axes; equal names are equal sizes.\n'
     )
-    trees = [["```{toctree}", f":caption: {name}", ":maxdepth: 1", "", *own, "```", ""] for name, own in GROUPS.items()]
+    trees = [
+        ["```{toctree}", f":caption: {name}", ":maxdepth: 1", "", *own, "```", ""]
+        for name, own in GROUPS.items()
+    ]
     (folder / "index.md").write_text("\n".join([text, *(line for tree in trees for line in tree)]))

@@ -42,8 +42,12 @@ class DLRM(nnx.Module):
         num_vectors = 1 + len(collection.features)
         num_inputs = DIM + num_vectors * (num_vectors - 1) // 2
         self.embeddings = rs.nnx.Embeddings(collection, rngs=rngs)
-        self.below = nnx.Sequential(nnx.Linear(num_numbers, 64, rngs=rngs), jax.nn.relu, nnx.Linear(64, DIM, rngs=rngs))
-        self.above = nnx.Sequential(nnx.Linear(num_inputs, 64, rngs=rngs), jax.nn.relu, nnx.Linear(64, 1, rngs=rngs))
+        self.below = nnx.Sequential(
+            nnx.Linear(num_numbers, 64, rngs=rngs), jax.nn.relu, nnx.Linear(64, DIM, rngs=rngs)
+        )
+        self.above = nnx.Sequential(
+            nnx.Linear(num_inputs, 64, rngs=rngs), jax.nn.relu, nnx.Linear(64, 1, rngs=rngs)
+        )
 
     def __call__(self, numbers, ids):
         below = self.below(numbers)
@@ -60,7 +64,9 @@ def make_model(num_numbers, num_categories, num_rows, seed=0):
             name=f"c{column}",
             vocabulary_size=num_rows,
             embedding_dim=DIM,
-            initializer=jax.nn.initializers.normal(0.02),  # larger vectors make 351 products of noise at first
+            initializer=jax.nn.initializers.normal(
+                0.02
+            ),  # larger vectors make 351 products of noise at first
             storage=rs.Hashed(when_full="evict", eviction="lfu"),
             optimizer=rs.optimizers.RowWiseAdagrad(0.1),
         )
@@ -97,7 +103,9 @@ def predict(collection, model, samples, batch_size):
     num_samples = len(samples.labels)
     parts = []
     for start in range(0, num_samples, batch_size):
-        rows = np.arange(start, start + batch_size) % num_samples  # the last batch is filled up from the beginning
+        rows = (
+            np.arange(start, start + batch_size) % num_samples
+        )  # the last batch is filled up from the beginning
         ids = prepared(collection, samples.keys[rows])
         parts.append(np.asarray(log_odds(model, samples.numbers[rows], ids)))
     return np.concatenate(parts)[:num_samples]
@@ -126,7 +134,9 @@ def linear_log_odds(params, numbers, indices):
 
 
 def linear_loss(params, numbers, indices, labels):
-    return optax.sigmoid_binary_cross_entropy(linear_log_odds(params, numbers, indices), labels).mean()
+    return optax.sigmoid_binary_cross_entropy(
+        linear_log_odds(params, numbers, indices), labels
+    ).mean()
 
 
 def logistic_regression(train, held, batch_size, epochs, seed):
@@ -148,7 +158,9 @@ def logistic_regression(train, held, batch_size, epochs, seed):
 
     state = optimizer.init(params)
     for _, rows in batches_of(len(train.labels), batch_size, epochs, seed):
-        params, state = step(params, state, train.numbers[rows], train_indices[rows], train.labels[rows])
+        params, state = step(
+            params, state, train.numbers[rows], train_indices[rows], train.labels[rows]
+        )
     return np.asarray(linear_log_odds(params, held.numbers, held_indices))
 
 
@@ -157,7 +169,9 @@ def logistic_regression(train, held, batch_size, epochs, seed):
 
 def load(path, num_rows):
     """Training and held-out samples of a file; the last rows are held out, since logs are in the order of time."""
-    log = rs.datasets.criteo(path, rows=num_rows, missing=0)  # "missing" is a category like any other
+    log = rs.datasets.criteo(
+        path, rows=num_rows, missing=0
+    )  # "missing" is a category like any other
     keys = np.stack(list(log.sparse.values()), axis=1)
     # Counts have long tails, and a missing count is most often a small one.
     numbers = np.log1p(np.maximum(np.nan_to_num(log.dense), 0))
@@ -171,10 +185,16 @@ def load(path, num_rows):
 def generated(num_samples, num_features=26, sample_seed=0):
     """Samples from a known law, and the log of the draw."""
     clicks = rs.datasets.synthetic_clicks(
-        num_samples, vocabulary_sizes=[1_000] * num_features, num_dense=13, seed=0, sample_seed=sample_seed
+        num_samples,
+        vocabulary_sizes=[1_000] * num_features,
+        num_dense=13,
+        seed=0,
+        sample_seed=sample_seed,
     )
     ids = np.stack(list(clicks.sparse.values()), axis=1).astype(np.int64)
-    keys = (ids + 1) * 0x9E3779B97F4A7C1 % 2**62 + np.arange(num_features)  # as large as keys of hashed texts
+    keys = (ids + 1) * 0x9E3779B97F4A7C1 % 2**62 + np.arange(
+        num_features
+    )  # as large as keys of hashed texts
     return Samples(clicks.labels.astype(np.float32), clicks.dense, keys), clicks
 
 
@@ -212,11 +232,17 @@ def show(name, quality):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="a click log in Criteo's format; without it, one is generated")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", help="a click log in Criteo's format; without it, one is generated"
+    )
     parser.add_argument("--rows", type=int, default=400_000, help="rows to read or generate")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--table-rows", type=int, default=100_000, help="rows of each of the hashed tables")
+    parser.add_argument(
+        "--table-rows", type=int, default=100_000, help="rows of each of the hashed tables"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     results = {}
@@ -232,9 +258,13 @@ def main(argv=None):
             f"all {len(held.labels)} held-out labels are {held.labels[0]:.0f}, so no AUC; read more --rows."
         )
     rate = float(train.labels.mean())
-    print(f"{len(train.labels):,} rows to train, {len(held.labels):,} held out; {rate:.1%} are clicks")
+    print(
+        f"{len(train.labels):,} rows to train, {len(held.labels):,} held out; {rate:.1%} are clicks"
+    )
     batch_size = max(1, min(MOST_BATCH_SIZE, len(train.labels) // 20))
-    results["rate of clicks"] = judge(held.labels, np.full(len(held.labels), np.log(rate) - np.log1p(-rate)))
+    results["rate of clicks"] = judge(
+        held.labels, np.full(len(held.labels), np.log(rate) - np.log1p(-rate))
+    )
     linear = logistic_regression(train, held, batch_size, options.epochs, options.seed)
     results["logistic regression"] = judge(held.labels, linear)
 
@@ -248,7 +278,9 @@ def main(argv=None):
     epoch_before = 0
     for epoch, rows in batches_of(len(train.labels), batch_size, options.epochs, options.seed):
         if epoch != epoch_before:
-            results[f"DLRM, epoch {epoch}"] = judge(held.labels, predict(collection, model, held, batch_size))
+            results[f"DLRM, epoch {epoch}"] = judge(
+                held.labels, predict(collection, model, held, batch_size)
+            )
             show(f"DLRM, epoch {epoch}", results[f"DLRM, epoch {epoch}"])
             epoch_before = epoch
         ids = prepared(collection, train.keys[rows])
@@ -256,11 +288,15 @@ def main(argv=None):
         if len(losses) % steps_per_line == 0 or len(losses) == num_steps:
             mean_loss = np.mean(losses[-steps_per_line:])
             print(f"step {len(losses):,} of {num_steps:,}: loss {mean_loss:.4f}")
-    results[f"DLRM, epoch {options.epochs}"] = judge(held.labels, predict(collection, model, held, batch_size))
+    results[f"DLRM, epoch {options.epochs}"] = judge(
+        held.labels, predict(collection, model, held, batch_size)
+    )
     for name, quality in results.items():
         show(name, quality)
     num_keys = [len(table["keys"]) for table in collection.tables(model.embeddings.state).values()]
-    print(f"{sum(num_keys):,} keys have a row, {min(num_keys):,} to {max(num_keys):,} of a category")
+    print(
+        f"{sum(num_keys):,} keys have a row, {min(num_keys):,} to {max(num_keys):,} of a category"
+    )
     return [float(loss) for loss in losses], results
 
 

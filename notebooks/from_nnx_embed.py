@@ -33,7 +33,9 @@ class After(nnx.Module):
         collection = rs.EmbeddingCollection([rs.FeatureSpec(name="items", table_spec=item)])
         self.embed = rs.nnx.Embeddings(collection, rngs=rngs)
         self.embed.set_state(
-            collection.with_tables(self.embed.state, {"item": np.asarray(before.embed.embedding[...])})
+            collection.with_tables(
+                self.embed.state, {"item": np.asarray(before.embed.embedding[...])}
+            )
         )
         self.head = nnx.Linear(DIM, 1, rngs=rngs)
         nnx.update(self.head, jax.tree.map(jnp.array, nnx.state(before.head)))
@@ -58,10 +60,15 @@ def train(model, optimizer, value_and_grad, batches):
 
 def main():
     rng = np.random.default_rng(0)
-    batches = [(rng.integers(0, ROWS, (64, 5)), rng.integers(0, 2, 64).astype(np.float32)) for _ in range(20)]
+    batches = [
+        (rng.integers(0, ROWS, (64, 5)), rng.integers(0, 2, 64).astype(np.float32))
+        for _ in range(20)
+    ]
     before = Before(rngs=nnx.Rngs(0))
     after = After(before, rngs=nnx.Rngs(1))
-    theirs = train(before, nnx.Optimizer(before, optax.sgd(RATE), wrt=nnx.Param), nnx.value_and_grad, batches)
+    theirs = train(
+        before, nnx.Optimizer(before, optax.sgd(RATE), wrt=nnx.Param), nnx.value_and_grad, batches
+    )
     ours = train(after, rs.nnx.Optimizer(after, optax.sgd(RATE)), rs.nnx.value_and_grad, batches)
     print(f"largest difference of two losses: {np.abs(np.subtract(theirs, ours)).max():.1e}")
     return theirs, ours

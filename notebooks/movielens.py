@@ -91,7 +91,9 @@ def load_task(settings: Settings) -> Task:
         genres=np.where(np.take_along_axis(log.genres, first_genres, axis=1), first_genres, -1),
         train=train,
         test=np.flatnonzero(is_last),
-        log_frequency=np.log((counts + 5) / len(train)).astype(np.float32),  # else a rare film outweighs its batch
+        log_frequency=np.log((counts + 5) / len(train)).astype(
+            np.float32
+        ),  # else a rare film outweighs its batch
     )
 
 
@@ -104,8 +106,12 @@ def storages(task: Task, settings: Settings) -> dict[str, Any]:
     return {
         "dense": {},
         "hashed": {name: rs.Hashed() for name in sizes},
-        "tensor_train": {name: TensorTrain(bytes=rows * settings.embedding_dim) for name, rows in sizes.items()},
-        "host_cached": {"user": rs.HostCached(cache_rows=2 * settings.batch_size)},  # a batch names most films
+        "tensor_train": {
+            name: TensorTrain(bytes=rows * settings.embedding_dim) for name, rows in sizes.items()
+        },
+        "host_cached": {
+            "user": rs.HostCached(cache_rows=2 * settings.batch_size)
+        },  # a batch names most films
     }[settings.tables]
 
 
@@ -124,26 +130,42 @@ def make_collection(task: Task, settings: Settings) -> rs.EmbeddingCollection:
         for name, rows in sizes.items()
     }
     reads = {"user": "user", "history": "item", "month": "month", "item": "item", "genres": "genre"}
-    features = [rs.FeatureSpec(name=name, table_spec=tables[table]) for name, table in reads.items()]
+    features = [
+        rs.FeatureSpec(name=name, table_spec=tables[table]) for name, table in reads.items()
+    ]
     mesh = None
     if settings.devices > 1:
-        mesh = jax.make_mesh((settings.devices,), ("device",), devices=jax.devices()[: settings.devices])
+        mesh = jax.make_mesh(
+            (settings.devices,), ("device",), devices=jax.devices()[: settings.devices]
+        )
     return rs.EmbeddingCollection(features, mesh=mesh)
 
 
 # Batches
 
 
-def ids_of(task: Task, settings: Settings, ratings: np.ndarray, items: np.ndarray) -> dict[str, np.ndarray]:
+def ids_of(
+    task: Task, settings: Settings, ratings: np.ndarray, items: np.ndarray
+) -> dict[str, np.ndarray]:
     """Who asks, at the moment of some ratings, and which films are offered."""
     user, history, item = task.log.users[ratings], task.histories[ratings], items
-    if settings.tables == "hashed":  # the numbers that the log itself has, with gaps; nobody keeps a dictionary
+    if (
+        settings.tables == "hashed"
+    ):  # the numbers that the log itself has, with gaps; nobody keeps a dictionary
         user, item = task.log.user_ids[user], task.log.item_ids[item]
         history = np.where(history < 0, -1, task.log.item_ids[history])
-    return {"user": user, "history": history, "month": task.months[ratings], "item": item, "genres": task.genres[items]}
+    return {
+        "user": user,
+        "history": history,
+        "month": task.months[ratings],
+        "item": item,
+        "genres": task.genres[items],
+    }
 
 
-def make_batches(task: Task, settings: Settings, collection: rs.EmbeddingCollection) -> Iterator[Any]:
+def make_batches(
+    task: Task, settings: Settings, collection: rs.EmbeddingCollection
+) -> Iterator[Any]:
     """The batches of all steps, prepared by threads ahead of time; `get_state` says how far they were read."""
     import grain
 
@@ -178,7 +200,10 @@ def init_towers(settings: Settings) -> dict[str, list[jax.Array]]:
 
 def tower(layers: list[jax.Array], *vectors: jax.Array) -> jax.Array:
     first, first_bias, second, second_bias = layers
-    return jax.nn.relu(jnp.concatenate(vectors, axis=1) @ first + first_bias[None]) @ second + second_bias[None]
+    return (
+        jax.nn.relu(jnp.concatenate(vectors, axis=1) @ first + first_bias[None]) @ second
+        + second_bias[None]
+    )
 
 
 def user_vectors(towers: Any, vectors: dict[str, jax.Array]) -> jax.Array:
@@ -194,9 +219,13 @@ def item_vectors(towers: Any, vectors: dict[str, jax.Array]) -> jax.Array:
     return jnp.pad(item + genres, ((0, 0), (0, 1))) + tower(towers["item"], item, genres)
 
 
-def loss_fn(towers: Any, vectors: dict[str, jax.Array], items: jax.Array, log_frequency: jax.Array) -> jax.Array:
+def loss_fn(
+    towers: Any, vectors: dict[str, jax.Array], items: jax.Array, log_frequency: jax.Array
+) -> jax.Array:
     """Which film of the batch is a user's? Films are there as often as they are popular: that is subtracted."""
-    logits = user_vectors(towers, vectors) @ item_vectors(towers, vectors).T - log_frequency[items][None]
+    logits = (
+        user_vectors(towers, vectors) @ item_vectors(towers, vectors).T - log_frequency[items][None]
+    )
     is_same, is_own = items[:, None] == items[None], jnp.eye(len(items), dtype=bool)
     logits = jnp.where(is_same & ~is_own, -1e9, logits)  # the same film, of another user
     return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(items))).mean()
@@ -214,7 +243,9 @@ class Model(NamedTuple):
 
 
 def tower_rule(settings: Settings) -> optax.GradientTransformation:
-    return optax.chain(optax.clip_by_global_norm(settings.max_norm), optax.adam(settings.tower_rate))
+    return optax.chain(
+        optax.clip_by_global_norm(settings.max_norm), optax.adam(settings.tower_rate)
+    )
 
 
 def init_model(settings: Settings, collection: rs.EmbeddingCollection) -> Model:
@@ -235,22 +266,38 @@ def placed(collection: rs.EmbeddingCollection, arrays: Any) -> Any:
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def train_step(
-    settings: Settings, collection: rs.EmbeddingCollection, model: Model, batch: Any, items: Any, log_frequency: Any
+    settings: Settings,
+    collection: rs.EmbeddingCollection,
+    model: Model,
+    batch: Any,
+    items: Any,
+    log_frequency: Any,
 ) -> tuple[Model, jax.Array]:
     value_and_grad = rs.value_and_grad(loss_fn, collection)
-    loss, (d_towers, row_gradients) = value_and_grad(model.towers, model.state, batch, items, log_frequency)
+    loss, (d_towers, row_gradients) = value_and_grad(
+        model.towers, model.state, batch, items, log_frequency
+    )
     updates, adam = tower_rule(settings).update(d_towers, model.adam)
     state = collection.apply(model.state, rs.clip_by_global_norm(row_gradients, settings.max_norm))
     return Model(state, optax.apply_updates(model.towers, updates), adam), loss
 
 
 def train(
-    task: Task, settings: Settings, collection: rs.EmbeddingCollection, model: Model, batches: Any, num_steps: int
+    task: Task,
+    settings: Settings,
+    collection: rs.EmbeddingCollection,
+    model: Model,
+    batches: Any,
+    num_steps: int,
 ) -> tuple[Model, np.ndarray]:
     losses = []
-    for _ in progress(range(num_steps), description=f"{settings.tables}, {settings.devices} device(s)"):
+    for _ in progress(
+        range(num_steps), description=f"{settings.tables}, {settings.devices} device(s)"
+    ):
         batch, items = next(batches)
-        model = model._replace(state=collection.prefetch(model.state, batch))  # nothing, unless rows are on the host
+        model = model._replace(
+            state=collection.prefetch(model.state, batch)
+        )  # nothing, unless rows are on the host
         model, loss = train_step(settings, collection, model, batch, items, task.log_frequency)
         losses.append(loss)
     return model, np.array(losses)
@@ -258,7 +305,9 @@ def train(
 
 def save(path: Path, collection: rs.EmbeddingCollection, model: Model, batches: Any) -> None:
     others = {"towers": model.towers, "adam": model.adam}
-    checkpoint.save_collection(path, collection, model.state, others=others, metadata={"input": batches.get_state()})
+    checkpoint.save_collection(
+        path, collection, model.state, others=others, metadata={"input": batches.get_state()}
+    )
 
 
 def restore(path: Path, collection: rs.EmbeddingCollection, fresh: Model, batches: Any) -> Model:
@@ -283,7 +332,9 @@ def score_all(
 ) -> tuple[Model, np.ndarray]:
     """Scores `[users, films]` at the moment of each user's last rating; the model comes back as it was."""
     films = np.arange(len(task.log.titles))
-    asked = np.resize(films, -(-len(films) // settings.devices) * settings.devices)  # equal shares for the devices
+    asked = np.resize(
+        films, -(-len(films) // settings.devices) * settings.devices
+    )  # equal shares for the devices
     found = []
     for start in range(0, len(task.test), settings.batch_size):
         ratings = np.resize(task.test[start : start + settings.batch_size], settings.batch_size)
@@ -365,14 +416,18 @@ def matrix_factorisation(
     return users[task.log.users[task.test]] @ films.T
 
 
-def least_squares(is_seen: np.ndarray, others: np.ndarray, weight: float, decay: float) -> np.ndarray:
+def least_squares(
+    is_seen: np.ndarray, others: np.ndarray, weight: float, decay: float
+) -> np.ndarray:
     """The best vector of each row of `is_seen`, where `others` are the vectors of its columns."""
     dim = others.shape[1]
     common = others.T @ others + decay * np.eye(dim)
     vectors = np.zeros((len(is_seen), dim))
     for row in range(len(is_seen)):
         seen = others[is_seen[row]]
-        vectors[row] = np.linalg.solve(common + weight * seen.T @ seen, (1 + weight) * seen.sum(axis=0))
+        vectors[row] = np.linalg.solve(
+            common + weight * seen.T @ seen, (1 + weight) * seen.sum(axis=0)
+        )
     return vectors
 
 
@@ -383,16 +438,23 @@ def line_of(name: str, quality: Quality) -> str:
 
 def device_bytes(state: rs.EmbeddingState) -> int:
     """Of the tables and their optimizer state, on one device."""
-    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves((state.tables, state.slots)))
+    return sum(
+        leaf.addressable_shards[0].data.nbytes
+        for leaf in jax.tree.leaves((state.tables, state.slots))
+    )
 
 
 def fit(task: Task, settings: Settings) -> tuple[rs.EmbeddingCollection, Model, np.ndarray]:
     """A trained model and the losses on the way; with a folder, it goes on from the latest checkpoint there."""
     collection = make_collection(task, settings)
     batches, model = make_batches(task, settings, collection), init_model(settings, collection)
-    if settings.folder and (paths := checkpoint.CheckpointManager(settings.folder, read_only=True).paths()):
+    if settings.folder and (
+        paths := checkpoint.CheckpointManager(settings.folder, read_only=True).paths()
+    ):
         model = restore(paths[-1], collection, model, batches)
-    model, losses = train(task, settings, collection, model, batches, settings.steps - int(model.state.step))
+    model, losses = train(
+        task, settings, collection, model, batches, settings.steps - int(model.state.step)
+    )
     if settings.folder and len(losses):
         save(Path(settings.folder) / f"step_{settings.steps:09}", collection, model, batches)
     return collection, model, losses
@@ -404,7 +466,11 @@ def main(settings: Settings) -> None:
     collection, model, losses = fit(task, settings)
     model, scores = score_all(task, settings, collection, model)
     print(collection)
-    print(f"{len(losses)} steps, the last loss {losses[-1]:.4f}" if len(losses) else "no steps were left to do")
+    print(
+        f"{len(losses)} steps, the last loss {losses[-1]:.4f}"
+        if len(losses)
+        else "no steps were left to do"
+    )
     scores_of = {
         "most popular": popularity(task),
         "item-kNN": item_neighbours(task),
@@ -413,13 +479,21 @@ def main(settings: Settings) -> None:
     }
     for name, scores in scores_of.items():
         print(line_of(name, judge(task, scores)))
-    print(f"{device_bytes(model.state) / 1e3:,.0f} kB of tables and their optimizer state on a device")
+    print(
+        f"{device_bytes(model.state) / 1e3:,.0f} kB of tables and their optimizer state on a device"
+    )
 
 
 def parsed(arguments: Sequence[str] | None = None) -> Settings:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for field in dataclasses.fields(Settings):
-        how = {"type": type(field.default), "default": field.default, "help": f"default: {field.default!r}"}
+        how = {
+            "type": type(field.default),
+            "default": field.default,
+            "help": f"default: {field.default!r}",
+        }
         choices = TABLES if field.name == "tables" else None
         parser.add_argument(f"--{field.name.replace('_', '-')}", choices=choices, **how)
     return Settings(**vars(parser.parse_args(arguments)))
@@ -427,5 +501,7 @@ def parsed(arguments: Sequence[str] | None = None) -> Settings:
 
 if __name__ == "__main__":
     chosen = parsed()
-    jax.config.update("jax_num_cpu_devices", chosen.devices)  # a processor pretends to be several devices
+    jax.config.update(
+        "jax_num_cpu_devices", chosen.devices
+    )  # a processor pretends to be several devices
     main(chosen)

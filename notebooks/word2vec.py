@@ -28,16 +28,23 @@ def pairs(word_ids, rng):
 
 def loss_fn(params, vectors):
     words = vectors["word"]  # [batch, dim]
-    contexts = vectors["context"].reshape(len(words), 1 + NEGATIVES, -1)  # the true one, and those drawn
+    contexts = vectors["context"].reshape(
+        len(words), 1 + NEGATIVES, -1
+    )  # the true one, and those drawn
     scores = jnp.einsum("bd,bkd->bk", words, contexts)
     return -jax.nn.log_sigmoid(scores.at[:, 1:].multiply(-1.0)).sum(axis=1).mean()
 
 
 def make_collection(vocabulary_size):
     table = {"vocabulary_size": vocabulary_size, "embedding_dim": DIM, "combiner": "none"}
-    table |= {"optimizer": rs.optimizers.Adagrad(5.0 / BATCH**0.5), "initializer": jax.nn.initializers.normal(0.1)}
+    table |= {
+        "optimizer": rs.optimizers.Adagrad(5.0 / BATCH**0.5),
+        "initializer": jax.nn.initializers.normal(0.1),
+    }
     tables = [rs.TableSpec(name=name, **table) for name in ("word", "context")]
-    return rs.EmbeddingCollection([rs.FeatureSpec(name=table.name, table_spec=table) for table in tables])
+    return rs.EmbeddingCollection(
+        [rs.FeatureSpec(name=table.name, table_spec=table) for table in tables]
+    )
 
 
 def nearest(vectors, text, word, count=5):
@@ -48,7 +55,9 @@ def nearest(vectors, text, word, count=5):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=3000)
     steps = parser.parse_args(argv).steps
     text, rng = rs.datasets.shakespeare(4096), np.random.default_rng(0)
@@ -65,8 +74,13 @@ def main(argv=None):
     for step in range(steps):
         if len(words) < BATCH:
             words, contexts = pairs(text.word_ids, rng)
-        drawn = rng.choice(len(counts), (BATCH, NEGATIVES), p=counts / counts.sum()).astype(np.int32)
-        batch = {"word": words[:BATCH], "context": np.concatenate([contexts[:BATCH, None], drawn], axis=1)}
+        drawn = rng.choice(len(counts), (BATCH, NEGATIVES), p=counts / counts.sum()).astype(
+            np.int32
+        )
+        batch = {
+            "word": words[:BATCH],
+            "context": np.concatenate([contexts[:BATCH, None], drawn], axis=1),
+        }
         words, contexts = words[BATCH:], contexts[BATCH:]
         state, loss = train_step(state, collection.prepare(batch))
         losses.append(float(loss))

@@ -25,8 +25,24 @@ from rsembed.stacking import plan_stacking as plan_stacking
 from rsembed.storage import Hashed as Hashed
 from rsembed.storage import HostCached as HostCached
 
-_WINGS = ("checkpoint", "datasets", "fdo", "linen", "nnx", "parallel", "plot", "sok", "sparsecore", "tbe", "tt")
-_NAMES = [name for name, value in globals().items() if getattr(value, "__module__", "").startswith("rsembed.")]
+_WINGS = (
+    "checkpoint",
+    "datasets",
+    "fdo",
+    "linen",
+    "nnx",
+    "parallel",
+    "plot",
+    "sok",
+    "sparsecore",
+    "tbe",
+    "tt",
+)
+_NAMES = [
+    name
+    for name, value in globals().items()
+    if getattr(value, "__module__", "").startswith("rsembed.")
+]
 
 
 def __getattr__(name: str) -> object:

@@ -30,12 +30,17 @@ def find_notebook(name: str) -> Path:
     """
     if name.endswith(".ipynb") and Path(name).is_file():
         return Path(name)
-    folders = (_PACKAGE / "_bundled" / "notebooks", _PACKAGE.parent / "notebooks")  # of the wheel, of the checkout
+    folders = (
+        _PACKAGE / "_bundled" / "notebooks",
+        _PACKAGE.parent / "notebooks",
+    )  # of the wheel, of the checkout
     known = {path.stem: path for folder in folders for path in sorted(folder.glob("*.ipynb"))}
     matches = [name] if name in known else [stem for stem in known if stem.startswith(name)]
     if len(matches) == 1:
         return known[matches[0]]
-    problem = f"{name!r} could mean {', '.join(matches)}" if matches else f"there is no notebook {name!r}"
+    problem = (
+        f"{name!r} could mean {', '.join(matches)}" if matches else f"there is no notebook {name!r}"
+    )
     raise ValueError(f"{problem}; known: {', '.join(known) or 'none'}.")
 
 
@@ -59,19 +64,29 @@ def with_settings(source: str, settings: dict[str, str]) -> str:
         tree = ast.parse(source)
     except SyntaxError as error:
         raise ValueError(f"the cell tagged 'parameters' is no Python: {error}.") from None
-    names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    names = [
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    ]
     if unknown := sorted(settings.keys() - set(names)):
         known = ", ".join(names) or "none"
         raise ValueError(f"unknown parameter {', '.join(unknown)}; this notebook knows {known}.")
     assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
-    texts = [ast.unparse(node.targets[0]) for node in assigned if isinstance(getattr(node.value, "value", 0), str)]
+    texts = [
+        ast.unparse(node.targets[0])
+        for node in assigned
+        if isinstance(getattr(node.value, "value", 0), str)
+    ]
     lines = [source]
     for name, text in settings.items():
         try:
             lines.append(f"{name} = {ast.literal_eval(text)!r}")
         except (ValueError, SyntaxError):
             if name not in texts:
-                raise ValueError(f"{name}={text}: the value must be a Python literal, such as 0.1.") from None
+                raise ValueError(
+                    f"{name}={text}: the value must be a Python literal, such as 0.1."
+                ) from None
             lines.append(f"{name} = {text!r}")
     return "\n".join(lines)
 
@@ -85,7 +100,9 @@ def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if not (equals and name.isidentifier()) or name in settings:
-            raise ValueError(f"{argument!r} is not of the form NAME=VALUE, such as STEPS=500, each NAME once.")
+            raise ValueError(
+                f"{argument!r} is not of the form NAME=VALUE, such as STEPS=500, each NAME once."
+            )
         settings[name] = value
     return settings
 
@@ -109,7 +126,9 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
     with tempfile.TemporaryDirectory() as folder:
         manager = AsyncKernelManager(
             kernel_name="python3",
-            kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),  # of this Python: in folders may be another's
+            kernel_spec_manager=KernelSpecManager(
+                kernel_dirs=[]
+            ),  # of this Python: in folders may be another's
             connection_file=f"{folder}/connection.json",
             transport="ipc",  # files that only this user can open, not network ports
         )
@@ -117,14 +136,19 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
         try:
             client.execute(cleanup_kc=True, env=os.environ | {"PYTHONPATH": modules})
         except CellExecutionError as error:
-            kinds = [[output.output_type for output in cell.get("outputs", [])] for cell in notebook.cells]
+            kinds = [
+                [output.output_type for output in cell.get("outputs", [])]
+                for cell in notebook.cells
+            ]
             number = next(number for number, kind in enumerate(kinds, 1) if "error" in kind)
             # A bare assert has no text of its own, so the line it stands on is shown.
             lines = _FAILED_LINE.findall(_COLOUR_CODES.sub("", error.traceback))
             text = _COLOUR_CODES.sub("", error.evalue) or (lines[0].strip() if lines else "")
             return f"cell {number}: {error.ename}: {text}"
         except DeadKernelError:
-            return "the Python process of the notebook died; run the cells in JupyterLab to see where"
+            return (
+                "the Python process of the notebook died; run the cells in JupyterLab to see where"
+            )
     return None
 
 
@@ -167,7 +191,9 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
         for picture in folder.glob("cell-*.png"):  # of an earlier run
             picture.unlink()
     except OSError as error:
-        raise ValueError(f"--output {output}: {error}; name a folder that can be written.") from None
+        raise ValueError(
+            f"--output {output}: {error}; name a folder that can be written."
+        ) from None
 
     def tell(*, cell: Any, cell_index: int, **_: Any) -> None:
         """Prints what the cell printed or has as its result; writes its pictures as `cell-<number>-<picture>.png`."""
@@ -236,24 +262,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="rsembed", description="Embedding tables in JAX.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="versions, devices, and which kernels are live")
-    runner = commands.add_parser("run", help="execute a tutorial, with other parameters if you like")
-    runner.add_argument("notebook", help="name or its beginning, such as 01_shakespeare or 01; or a path")
-    runner.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="parameter, such as STEPS=500")
-    runner.add_argument("--output", type=Path, default=Path("executed"), help="folder of the results")
-    launcher = commands.add_parser("launch", help="start a script in several processes on this machine")
+    runner = commands.add_parser(
+        "run", help="execute a tutorial, with other parameters if you like"
+    )
+    runner.add_argument(
+        "notebook", help="name or its beginning, such as 01_shakespeare or 01; or a path"
+    )
+    runner.add_argument(
+        "settings", nargs="*", metavar="NAME=VALUE", help="parameter, such as STEPS=500"
+    )
+    runner.add_argument(
+        "--output", type=Path, default=Path("executed"), help="folder of the results"
+    )
+    launcher = commands.add_parser(
+        "launch", help="start a script in several processes on this machine"
+    )
     launcher.add_argument("--processes", type=int, default=2, help="how many (default: 2)")
-    launcher.add_argument("--devices-per-process", type=int, default=1, help="CPU devices of each (default: 1)")
+    launcher.add_argument(
+        "--devices-per-process", type=int, default=1, help="CPU devices of each (default: 1)"
+    )
     launcher.add_argument("script", help="Python file that calls rsembed.parallel.init()")
     launcher.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
     options = parser.parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without some sign gets a question mark, not a traceback
+            stream.reconfigure(
+                errors="replace"
+            )  # a terminal without some sign gets a question mark, not a traceback
     try:
         if options.command == "launch":
             from rsembed.parallel import launch
 
-            counts = {"num_processes": options.processes, "devices_per_process": options.devices_per_process}
+            counts = {
+                "num_processes": options.processes,
+                "devices_per_process": options.devices_per_process,
+            }
             return launch(options.script, options.arguments, **counts)
         if options.command == "run":
             return run(options.notebook, parse_settings(options.settings), options.output)

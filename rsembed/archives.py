@@ -9,7 +9,10 @@ from collections.abc import Sequence
 
 MOST_UNPACKED_BYTES = 1 << 28
 """What the members of a smaller archive may hold in all: ten times a MovieLens log of a million ratings."""
-_COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # of these, a reader can say how much it takes at once
+_COMPRESSIONS = (
+    zipfile.ZIP_STORED,
+    zipfile.ZIP_DEFLATED,
+)  # of these, a reader can say how much it takes at once
 
 
 def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, bytes]:
@@ -43,7 +46,14 @@ def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, by
     except KeyError as error:
         raise ValueError(f"the archive lacks a member: {error}") from error
     # What zipfile says of archives that are damaged, encrypted, or of a kind that it cannot read.
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, NotImplementedError) as error:
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        OSError,
+        RuntimeError,
+        NotImplementedError,
+    ) as error:
         raise ValueError(f"the archive cannot be read: {error or 'it ends too early'}") from error
     return found
 
@@ -52,7 +62,9 @@ def _read(archive: zipfile.ZipFile, name: str, left: int, most: int) -> bytes:
     """Content of a member of at most `left` bytes; what it declares is checked first, then what comes out of it."""
     member = archive.getinfo(name)
     if member.compress_type not in _COMPRESSIONS:
-        raise ValueError(f"member {name!r} of the archive is neither stored nor deflated; pack it so.")
+        raise ValueError(
+            f"member {name!r} of the archive is neither stored nor deflated; pack it so."
+        )
     if member.file_size <= left:
         with archive.open(member) as file:
             content = file.read(left + 1)

@@ -73,12 +73,18 @@ class Bags:
             return Bags.from_lengths(ids, lengths)
         check_type(weights, Sequence, "weights, one list for each bag,")
         if len(weights) != len(arrays):
-            raise ValueError(f"weights have {len(weights)} rows, ids {len(arrays)}; they must match row by row.")
+            raise ValueError(
+                f"weights have {len(weights)} rows, ids {len(arrays)}; they must match row by row."
+            )
         flat = [_floats(w, f"row {position}").reshape(-1) for position, w in enumerate(weights)]
         for position, (w, a) in enumerate(zip(flat, arrays, strict=True)):
             if w.size != a.size:
-                raise ValueError(f"row {position} has {a.size} ids but {w.size} weights; give one weight per id.")
-        return Bags.from_lengths(ids, lengths, np.concatenate(flat) if flat else np.zeros(0, np.float32))
+                raise ValueError(
+                    f"row {position} has {a.size} ids but {w.size} weights; give one weight per id."
+                )
+        return Bags.from_lengths(
+            ids, lengths, np.concatenate(flat) if flat else np.zeros(0, np.float32)
+        )
 
     @staticmethod
     def from_lengths(values: PyTree, lengths: Any, weights: PyTree = None) -> Bags:
@@ -93,27 +99,37 @@ class Bags:
         if values.ndim != 1:
             raise ValueError(f"ids of all bags must have one axis, got shape {values.shape}.")
         if lengths.size and lengths.min() < 0:
-            raise ValueError(f"lengths must not be negative, got {int(lengths.min())} at bag {int(lengths.argmin())}.")
+            raise ValueError(
+                f"lengths must not be negative, got {int(lengths.min())} at bag {int(lengths.argmin())}."
+            )
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
         if offsets[-1] != values.size:
-            raise ValueError(f"lengths add up to {int(offsets[-1])}, but there are {values.size} ids.")
+            raise ValueError(
+                f"lengths add up to {int(offsets[-1])}, but there are {values.size} ids."
+            )
         weights = None if weights is None else _floats(weights, "from_lengths")
         if weights is not None and weights.shape != values.shape:
-            raise ValueError(f"there are {weights.size} weights for {values.size} ids; give one weight per id.")
+            raise ValueError(
+                f"there are {weights.size} weights for {values.size} ids; give one weight per id."
+            )
         return Bags(values, offsets.astype(np.int32), weights)
 
     @staticmethod
     def from_dense(ids: PyTree, weights: PyTree = None) -> Bags:
         """Bags from an array `[bags]` or `[bags, ids per bag]`; `-1` stands for no id. Works inside `jit`."""
         if not isinstance(ids, (Keys, jax.Array, np.ndarray)):
-            raise TypeError(f"dense ids must be an array, got {describe(ids)}; Bags.from_lists takes lists.")
+            raise TypeError(
+                f"dense ids must be an array, got {describe(ids)}; Bags.from_lists takes lists."
+            )
         check_unmasked((ids, weights), "ids or weights")
         xp = _module_of(ids)
         if ids.ndim not in (1, 2):
             raise ValueError(f"dense ids must have one or two axes, got shape {tuple(ids.shape)}.")
         num_bags, length = ids.shape[0], 1 if ids.ndim == 1 else ids.shape[1]
         if weights is not None and np.shape(weights) != tuple(ids.shape):
-            raise ValueError(f"weights have shape {np.shape(weights)}, ids {tuple(ids.shape)}; they must be equal.")
+            raise ValueError(
+                f"weights have shape {np.shape(weights)}, ids {tuple(ids.shape)}; they must be equal."
+            )
         offsets = xp.arange(num_bags + 1, dtype=np.int32) * np.int32(length)
         if weights is not None and not jnp.issubdtype(weights.dtype, np.floating):
             weights = _floats(weights, "from_dense")
@@ -121,7 +137,9 @@ class Bags:
         return Bags(ids.reshape(-1), offsets, flat_weights, tuple(ids.shape))
 
     @staticmethod
-    def from_coo(sample_ids: Any, embedding_ids: Any, gains: Any = None, *, num_samples: int) -> Bags:
+    def from_coo(
+        sample_ids: Any, embedding_ids: Any, gains: Any = None, *, num_samples: int
+    ) -> Bags:
         """Bags from coordinate lists in any order; ids of one sample keep their order.
 
         Raises: ValueError: a sample id lies outside `[0, num_samples)`, or the lists differ in length.
@@ -131,25 +149,35 @@ class Bags:
         check_unmasked(embedding_ids, "embedding ids")
         samples, ids = np.asarray(sample_ids), np.asarray(embedding_ids)
         if gains is not None and np.shape(gains) != ids.shape:
-            raise ValueError(f"there are {np.size(gains)} gains for {ids.size} ids; give one gain per id.")
+            raise ValueError(
+                f"there are {np.size(gains)} gains for {ids.size} ids; give one gain per id."
+            )
         if samples.shape != ids.shape:
             raise ValueError(f"there are {samples.size} sample ids but {ids.size} embedding ids.")
         if samples.size and (samples.min() < 0 or samples.max() >= num_samples):
             worst = int(samples.min() if samples.min() < 0 else samples.max())
-            raise ValueError(f"sample id {worst} is outside [0, {num_samples}); raise num_samples or fix the list.")
+            raise ValueError(
+                f"sample id {worst} is outside [0, {num_samples}); raise num_samples or fix the list."
+            )
         order = np.argsort(samples, kind="stable")
         weights = None if gains is None else _floats(gains, "from_coo")[order]
-        return Bags.from_lengths(ids[order], np.bincount(samples.astype(np.int64), minlength=num_samples), weights)
+        return Bags.from_lengths(
+            ids[order], np.bincount(samples.astype(np.int64), minlength=num_samples), weights
+        )
 
     @staticmethod
-    def from_sparse_tensor(indices: PyTree, values: PyTree, dense_shape: Sequence[int], weights: PyTree = None) -> Bags:
+    def from_sparse_tensor(
+        indices: PyTree, values: PyTree, dense_shape: Sequence[int], weights: PyTree = None
+    ) -> Bags:
         """Bags from `indices [nnz, 2]` (sample, position), ids `values [nnz]` and `dense_shape` (samples, width)."""
         check_type(indices, Int[np.ndarray, "nnz two"], "indices [nnz, 2]")
         check_type(dense_shape, Int[np.ndarray, "two"], "dense_shape (samples, positions)")
         indices = np.asarray(indices)
         if indices.shape[1:] != (2,) or len(dense_shape) != 2:
             shapes = f"{indices.shape} and {len(dense_shape)} numbers"
-            raise ValueError(f"indices must be [nnz, 2] and dense_shape (samples, positions), got {shapes}.")
+            raise ValueError(
+                f"indices must be [nnz, 2] and dense_shape (samples, positions), got {shapes}."
+            )
         return Bags.from_coo(indices[:, 0], values, weights, num_samples=int(dense_shape[0]))
 
     def pad_to(self, num_ids: int) -> Bags:
@@ -160,12 +188,16 @@ class Bags:
         check_type(num_ids, int, "num_ids")
         missing = num_ids - self.ids.shape[0]
         if missing < 0:
-            raise ValueError(f"the bags hold {self.ids.shape[0]} ids and cannot be padded to {num_ids}; raise num_ids.")
+            raise ValueError(
+                f"the bags hold {self.ids.shape[0]} ids and cannot be padded to {num_ids}; raise num_ids."
+            )
         if missing == 0 and self.dense_shape is None:
             return self
         xp = _module_of(self.ids)
         if isinstance(self.ids, Keys):
-            ids: PyTree = jax.tree.map(lambda lane: xp.concatenate([lane, xp.zeros(missing, lane.dtype)]), self.ids)
+            ids: PyTree = jax.tree.map(
+                lambda lane: xp.concatenate([lane, xp.zeros(missing, lane.dtype)]), self.ids
+            )
         else:
             ids = xp.concatenate([self.ids, xp.full(missing, PAD_ID, self.ids.dtype)])
         weights = None
@@ -210,7 +242,9 @@ class Jagged(Mapping[str, Bags]):
         names = list(features)
         if not names or len(set(names)) < len(names):
             raise ValueError(f"Jagged: features must be names of features, each once, got {names}.")
-        everything = Bags.from_lengths(foreign_to_numpy(values), foreign_to_numpy(lengths), foreign_to_numpy(weights))
+        everything = Bags.from_lengths(
+            foreign_to_numpy(values), foreign_to_numpy(lengths), foreign_to_numpy(weights)
+        )
         if everything.num_bags % len(names):
             raise ValueError(
                 f"Jagged: there are {everything.num_bags} lengths, which {len(names)} features cannot share equally; "
@@ -307,33 +341,49 @@ def small_ids_of_lists(rows: Sequence[PyTree]) -> tuple[np.ndarray, np.ndarray] 
 
 def _flat_ids(row: Any, position: int) -> np.ndarray:
     if isinstance(row, str) or not hasattr(row, "__len__"):
-        raise TypeError(f"row {position} must be a flat list of ids, got {row!r}; give one list of ids for each bag.")
+        raise TypeError(
+            f"row {position} must be a flat list of ids, got {row!r}; give one list of ids for each bag."
+        )
     check_unmasked(row, f"the ids of row {position}")
     if isinstance(row, np.ndarray) and row.dtype == object:
         row = row.tolist()  # of which numpy makes integers, where all values are
     try:
-        array = np.asarray(row) if len(row) else np.zeros(0, np.int64)  # an empty list would become float64
+        array = (
+            np.asarray(row) if len(row) else np.zeros(0, np.int64)
+        )  # an empty list would become float64
     except ValueError:  # lists of other lengths
         array = np.zeros((0, 0))
-    if array.dtype.kind == "f" and all(isinstance(own, int) for own in row):  # as large as only 64 bits without sign
+    if array.dtype.kind == "f" and all(
+        isinstance(own, int) for own in row
+    ):  # as large as only 64 bits without sign
         array = _joined([np.asarray([own]) for own in row])
     if array.dtype == object and array.ndim == 1 and _are_integers(array):
-        array = _joined_integers(array, f"row {position} holds ids that do not fit 64 bits, such as")
+        array = _joined_integers(
+            array, f"row {position} holds ids that do not fit 64 bits, such as"
+        )
     if array.ndim == 1 and np.issubdtype(array.dtype, np.integer):
         return array
     for value in row:
         if is_missing(value):
             raise TypeError(f"row {position} has a missing value ({value}); {FILL}")
         if isinstance(value, (str, bytes)):
-            raise TypeError(f"row {position} holds texts ({value!r}), but ids must be integers; {HASH}")
+            raise TypeError(
+                f"row {position} holds texts ({value!r}), but ids must be integers; {HASH}"
+            )
     if array.ndim != 1 or array.dtype == object:
-        raise TypeError(f"row {position} must be a flat list of ids, got {row!r}; the input is nested too deeply.")
-    raise TypeError(f"row {position} holds {array.dtype} values, but ids must be integers; convert them.")
+        raise TypeError(
+            f"row {position} must be a flat list of ids, got {row!r}; the input is nested too deeply."
+        )
+    raise TypeError(
+        f"row {position} holds {array.dtype} values, but ids must be integers; convert them."
+    )
 
 
 def _are_integers(values: Any) -> bool:
     """Whether every entry of a list or array of Python objects is an integer; True and False are none."""
-    return all(isinstance(value, (int, np.integer)) and not isinstance(value, bool) for value in values)
+    return all(
+        isinstance(value, (int, np.integer)) and not isinstance(value, bool) for value in values
+    )
 
 
 def _joined_integers(values: Any, complaint: str) -> np.ndarray:
@@ -345,7 +395,9 @@ def _joined_integers(values: Any, complaint: str) -> np.ndarray:
     signed = np.asarray([number for number in numbers if number < 2**63], np.int64)
     if signed.size == len(numbers):
         return signed
-    _joined([signed, np.asarray([largest], np.uint64)])  # refuses a negative number beside one of 64 bits
+    _joined(
+        [signed, np.asarray([largest], np.uint64)]
+    )  # refuses a negative number beside one of 64 bits
     return np.asarray(numbers, np.uint64)
 
 
@@ -355,7 +407,10 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     dtypes = {array.dtype for array in given}
     if np.dtype(np.uint64) not in dtypes or len(dtypes) == 1:
         return np.concatenate(given or arrays) if arrays else np.zeros(0, np.int64)
-    least, largest = min(int(array.min()) for array in given), max(int(array.max()) for array in given)
+    least, largest = (
+        min(int(array.min()) for array in given),
+        max(int(array.max()) for array in given),
+    )
     if least < 0:
         raise TypeError(f"no integers of 64 bits hold both {least} and {largest}; hash the ids.")
     return np.concatenate([array.astype(np.uint64) for array in given])
@@ -381,11 +436,17 @@ def as_bags(value: Any, *, feature: str) -> Bags:
         if isinstance(value, Bags):
             _check_arrays(value)
             return value
-        ids, weights = map(foreign_to_numpy, value if isinstance(value, tuple) and len(value) == 2 else (value, None))
+        ids, weights = map(
+            foreign_to_numpy,
+            value if isinstance(value, tuple) and len(value) == 2 else (value, None),
+        )
         if isinstance(ids, np.ndarray) and ids.dtype == object and not np.ma.isMaskedArray(ids):
             ids = ids.tolist()
         given = jax.tree.leaves(weights)
-        if any(isinstance(own, int) or jnp.issubdtype(getattr(own, "dtype", float), jnp.integer) for own in given):
+        if any(
+            isinstance(own, int) or jnp.issubdtype(getattr(own, "dtype", float), jnp.integer)
+            for own in given
+        ):
             raise TypeError(
                 "a pair means (ids, weights), and weights must be floats; pass two samples as a list instead of a "
                 "tuple, or convert the weights."
@@ -398,19 +459,32 @@ def as_bags(value: Any, *, feature: str) -> Bags:
                 raise TypeError(words_for_no_ids(ids))
             weights = _floats(weights, "a pair") if isinstance(weights, (list, tuple)) else weights
             return Bags.from_dense(ids, weights)
-        if isinstance(ids, list) and weights is None and (plain := bags_of_plain_rows(ids)) is not None:
+        if (
+            isinstance(ids, list)
+            and weights is None
+            and (plain := bags_of_plain_rows(ids)) is not None
+        ):
             return plain
         if isinstance(ids, (list, tuple)):
             if is_traced(ids):
-                raise TypeError("inside jit ids are one array, not lists of them; call collection.prepare before jit.")
+                raise TypeError(
+                    "inside jit ids are one array, not lists of them; call collection.prepare before jit."
+                )
             if len(ids) and _are_integers(ids):
                 array = _joined_integers(ids, "ids must fit 64 bits, got")
-                return Bags.from_dense(array, None if weights is None else _floats(weights, "a pair"))
-            rows = [[row] if not isinstance(row, (list, tuple)) and np.ndim(row) == 0 else row for row in ids]
+                return Bags.from_dense(
+                    array, None if weights is None else _floats(weights, "a pair")
+                )
+            rows = [
+                [row] if not isinstance(row, (list, tuple)) and np.ndim(row) == 0 else row
+                for row in ids
+            ]
             return Bags.from_lists(rows, cast(Any, weights))
     except (TypeError, ValueError, RuntimeError) as error:  # the last is what torch raises
         raise type(error)(f"feature {feature!r}: {error}") from error
-    raise TypeError(f"feature {feature!r}: ids must be Bags, an integer array or lists, got {type(ids).__name__}.")
+    raise TypeError(
+        f"feature {feature!r}: ids must be Bags, an integer array or lists, got {type(ids).__name__}."
+    )
 
 
 def foreign_to_numpy(value: Any) -> Any:
@@ -439,12 +513,18 @@ def _check_arrays(bags: Bags) -> None:
         raise TypeError(words_for_no_ids(bags.ids, bags.offsets))
     if bags.ids.ndim != 1 or not jnp.issubdtype(bags.offsets.dtype, np.integer):
         check_type(bags.offsets, Int[np.ndarray, "..."], "offsets of Bags")
-        raise ValueError(f"ids of Bags must have one axis, got shape {bags.ids.shape}; Bags.from_dense takes two.")
+        raise ValueError(
+            f"ids of Bags must have one axis, got shape {bags.ids.shape}; Bags.from_dense takes two."
+        )
     shape = bags.dense_shape
     if shape is not None and not is_traced(bags.offsets):
         regular = np.arange(shape[0] + 1) * math.prod(shape[1:])
-        if bags.ids.shape[0] != regular[-1] or not np.array_equal(np.asarray(bags.offsets), regular):
-            raise ValueError(f"dense_shape {shape} does not fit {bags.ids.shape[0]} ids in {bags.num_bags} bags.")
+        if bags.ids.shape[0] != regular[-1] or not np.array_equal(
+            np.asarray(bags.offsets), regular
+        ):
+            raise ValueError(
+                f"dense_shape {shape} does not fit {bags.ids.shape[0]} ids in {bags.num_bags} bags."
+            )
     if bags.weights is not None and not isinstance(bags.weights, jax.Array):
         check_type(bags.weights, Float[np.ndarray, "..."], "weights of Bags")
 
@@ -495,7 +575,9 @@ def on_device(tree: PyTree) -> PyTree:
     leaves, form = jax.tree.flatten(tree)
     with jax.transfer_guard_host_to_device("allow"):  # whoever prepares a batch asks for it
         copies = iter(_returned([leaf for leaf in leaves if isinstance(leaf, np.ndarray)]))
-    return jax.tree.unflatten(form, [next(copies) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])
+    return jax.tree.unflatten(
+        form, [next(copies) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+    )
 
 
 _returned = jax.jit(lambda arrays: arrays)
@@ -510,7 +592,9 @@ def cut_on_device(values: np.ndarray, shapes: tuple[tuple[int, ...], ...]) -> li
 @functools.partial(jax.jit, static_argnums=1)
 def _cut(values: Array, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
     ends = np.cumsum([math.prod(shape) for shape in shapes])
-    return [own.reshape(shape) for own, shape in zip(jnp.split(values, ends[:-1]), shapes, strict=True)]
+    return [
+        own.reshape(shape) for own, shape in zip(jnp.split(values, ends[:-1]), shapes, strict=True)
+    ]
 
 
 def narrow_ids(ids: PyTree) -> PyTree:
@@ -555,7 +639,9 @@ class _CtrlCLater:
                 self._handler(*self._signals[-1])
 
 
-def kept(keep: Callable[[PyTree], None], program: Callable[..., PyTree], *operands: PyTree) -> PyTree:
+def kept(
+    keep: Callable[[PyTree], None], program: Callable[..., PyTree], *operands: PyTree
+) -> PyTree:
     """Result of a program that takes arrays over; `keep` has received it before Ctrl-C can come in between.
 
     Without that, KeyboardInterrupt could be raised between the program and the assignment of its result, and the arrays
@@ -570,7 +656,9 @@ def kept(keep: Callable[[PyTree], None], program: Callable[..., PyTree], *operan
 def check_ids_dtype(bags: Bags, *, feature: str) -> None:
     """Raises: TypeError: ids are not integers."""
     if isinstance(bags.ids, Keys):
-        raise TypeError(f"feature {feature!r}: its table has no storage that takes Keys; give it rsembed.Hashed.")
+        raise TypeError(
+            f"feature {feature!r}: its table has no storage that takes Keys; give it rsembed.Hashed."
+        )
     if not jnp.issubdtype(bags.ids.dtype, jnp.integer):
         raise TypeError(f"feature {feature!r}: {words_for_no_ids(bags.ids, bags.offsets)}")
 
@@ -609,7 +697,9 @@ def check_values(
     bag = int(np.searchsorted(offsets, place, side="right")) - 1
     ways_out = f"enlarge the table, hash the ids first, or use {PAD_ID} for missing ids"
     if way_to_drop is not None:
-        ways_out = f"enlarge the table, hash the ids first, use {PAD_ID} for missing ids, or {way_to_drop}"
+        ways_out = (
+            f"enlarge the table, hash the ids first, use {PAD_ID} for missing ids, or {way_to_drop}"
+        )
     raise ValueError(
         f"feature {feature!r}: id {int(used[place])} in sample {bag} is outside table {table!r} with "
         f"vocabulary_size={vocabulary_size} ({int(bad.sum())} such ids in the batch); {ways_out}."
@@ -621,20 +711,35 @@ def check_unmasked(value: Any, name: str) -> None:
     is_object = isinstance(value, np.ndarray) and value.dtype.kind == "O"
     rows = value if isinstance(value, (list, tuple)) else value.flat if is_object else ()
     if np.ma.isMaskedArray(value) or any(map(np.ma.isMaskedArray, rows)):
-        raise TypeError(f"{name} are in a masked array, whose mask has no meaning here; fill it, as in ids.filled(-1).")
+        raise TypeError(
+            f"{name} are in a masked array, whose mask has no meaning here; fill it, as in ids.filled(-1)."
+        )
 
 
 def check_bags(bags: Bags, *, feature: str) -> None:
     """Checks offsets and weights of concrete bags. Raises: ValueError: offsets decrease, or a weight is not finite."""
     ids, offsets, num_ids = bags.ids, np.asarray(bags.offsets), bags.ids.shape[0]
     if bags.dense_shape is None:
-        if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
+        if (
+            offsets.ndim != 1
+            or offsets.size == 0
+            or offsets[0] != 0
+            or (np.diff(offsets) < 0).any()
+        ):
             first = offsets[:8].tolist()
-            raise ValueError(f"feature {feature!r}: offsets must start at 0 and never fall, got {first}...")
+            raise ValueError(
+                f"feature {feature!r}: offsets must start at 0 and never fall, got {first}..."
+            )
         last = int(offsets[-1])
         if last > num_ids:
-            raise ValueError(f"feature {feature!r}: the last offset is {last}, but there are {num_ids} ids.")
-        is_id = np.asarray(ids.is_key)[last:] if isinstance(ids, Keys) else np.asarray(ids)[last:] != PAD_ID
+            raise ValueError(
+                f"feature {feature!r}: the last offset is {last}, but there are {num_ids} ids."
+            )
+        is_id = (
+            np.asarray(ids.is_key)[last:]
+            if isinstance(ids, Keys)
+            else np.asarray(ids)[last:] != PAD_ID
+        )
         if is_id.any():  # behind the last offset only room for ids may be
             raise ValueError(
                 f"feature {feature!r}: the last offset is {last}, but there are {num_ids} ids, of which "
@@ -643,7 +748,9 @@ def check_bags(bags: Bags, *, feature: str) -> None:
     if bags.weights is not None:
         weights = np.asarray(bags.weights)
         if weights.shape != (num_ids,):
-            raise ValueError(f"feature {feature!r}: {weights.size} weights for {num_ids} ids; give one per id.")
+            raise ValueError(
+                f"feature {feature!r}: {weights.size} weights for {num_ids} ids; give one per id."
+            )
         finite = np.isfinite(weights[: offsets[-1]].astype(np.float32))
         if not finite.all():
             place = int(finite.argmin())

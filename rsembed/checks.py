@@ -13,7 +13,17 @@ import numbers
 import os
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +135,9 @@ _BYTES_PER_BLOCK = 1 << 22
 ALLOW_NONFINITE = "clean the numbers, or pass allow_nonfinite=True"
 
 
-def check_finite(values: Any, name: str, *, may_be_negative: bool = True, way_out: str = ALLOW_NONFINITE) -> None:
+def check_finite(
+    values: Any, name: str, *, may_be_negative: bool = True, way_out: str = ALLOW_NONFINITE
+) -> None:
     """Checks that a user's array has no NaN, no infinity and, if required, no negative number.
 
     The array is read once in its present memory: on its device, or block by block on the host.
@@ -144,7 +156,9 @@ def check_finite(values: Any, name: str, *, may_be_negative: bool = True, way_ou
     if isinstance(values, jax.core.Tracer):
         return
     array: Any = values if isinstance(values, (jax.Array, np.ndarray)) else np.asarray(values)
-    if not jnp.issubdtype(array.dtype, np.floating) and (may_be_negative or array.dtype.kind not in "i"):
+    if not jnp.issubdtype(array.dtype, np.floating) and (
+        may_be_negative or array.dtype.kind not in "i"
+    ):
         return
     parts = [(0, array)]
     if isinstance(array, jax.Array):
@@ -165,7 +179,9 @@ def check_finite(values: Any, name: str, *, may_be_negative: bool = True, way_ou
         _check_part(np.atleast_1d(jax.device_get(part)), first_row, name, may_be_negative, way_out)
 
 
-def _check_part(array: np.ndarray, first_row: int, name: str, may_be_negative: bool, way_out: str) -> None:
+def _check_part(
+    array: np.ndarray, first_row: int, name: str, may_be_negative: bool, way_out: str
+) -> None:
     """Checks an array on the host, see `check_finite`. `first_row` is the number of its first row."""
     rows_per_block = max(1, _BYTES_PER_BLOCK * len(array) // max(array.nbytes, 1))
     for first in range(0, len(array), rows_per_block):
@@ -215,7 +231,9 @@ def describe(value: Any) -> str:
     if hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple):
         article = "a masked" if np.ma.isMaskedArray(value) else "an"
         return f"{article} array of {value.dtype} with shape {tuple(value.shape)}"
-    is_plain = isinstance(value, (str, numbers.Number, list, tuple, dict, enum.Enum, types.NoneType))
+    is_plain = isinstance(
+        value, (str, numbers.Number, list, tuple, dict, enum.Enum, types.NoneType)
+    )
     kind = type(value).__name__
     text = repr(value) if is_plain else ""
     return f"{text} ({kind})" if 0 < len(text) <= 60 else f"a value of type {kind}"
@@ -249,7 +267,10 @@ def _hints(owner: Any) -> dict[str, Any]:
     for part in parts:
         # `get_type_hints` returns nothing for a class with `@no_type_check`, so it gets a copy
         # without.
-        namespace = {"__annotations__": inspect.get_annotations(part), "__module__": part.__module__}
+        namespace = {
+            "__annotations__": inspect.get_annotations(part),
+            "__module__": part.__module__,
+        }
         with contextlib.suppress(NameError):
             hints |= get_type_hints(type("Annotations", (), namespace), include_extras=True)
     return hints
@@ -279,9 +300,15 @@ def _misfit(value: Any, hint: Any, name: str) -> tuple[type[Exception], str, Any
         is_admitted = isinstance(value, Mapping)
     elif kind in _SEQUENCES:
         is_list = hasattr(value, "__iter__") and not isinstance(value, (str, bytes, Mapping))
-        is_admitted = is_list and not (_is_record(hint) and isinstance(value, Sized) and len(value) != len(args))
+        is_admitted = is_list and not (
+            _is_record(hint) and isinstance(value, Sized) and len(value) != len(args)
+        )
     elif kind in _NUMBERS:
-        is_scalar = hasattr(value, "dtype") and np.ndim(value) == 0 and _is_among(value.dtype, _NUMBERS[kind])
+        is_scalar = (
+            hasattr(value, "dtype")
+            and np.ndim(value) == 0
+            and _is_among(value.dtype, _NUMBERS[kind])
+        )
         is_number = isinstance(value, (int, float) if kind is float else kind)
         is_admitted = is_scalar or (is_number and (kind is bool or not isinstance(value, bool)))
     else:
@@ -300,7 +327,9 @@ def _misfit(value: Any, hint: Any, name: str) -> tuple[type[Exception], str, Any
     return next(filter(None, entry_misfits), None)
 
 
-def _misfit_of_union(value: Any, hint: Any, name: str) -> tuple[type[Exception], str, Any, Any] | None:
+def _misfit_of_union(
+    value: Any, hint: Any, name: str
+) -> tuple[type[Exception], str, Any, Any] | None:
     """As `_misfit`, for a union: None if an alternative matches, else the misfit of the closest alternative."""
     misfits = [_misfit(value, alternative, name) for alternative in get_args(hint)]
     if None in misfits:
@@ -353,7 +382,9 @@ def _words_for(hint: Any) -> str:
             return f"({', '.join(map(_words_for, args))})"
         return "a list" if not args or args[0] is Any else f"a list (each {_words_for(args[0])})"
     if kind in _MAPPINGS:
-        return "a mapping" if not args or args[1] is Any else f"a mapping (each {_words_for(args[1])})"
+        return (
+            "a mapping" if not args or args[1] is Any else f"a mapping (each {_words_for(args[1])})"
+        )
     if (dtypes := _dtypes_of(kind)) == _KEYS:
         return "a PRNG key, such as jax.random.key(0)"
     if dtypes:

@@ -113,9 +113,13 @@ def _identity(value: Any, above: frozenset[int]) -> str:
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(inside, value))})"
     if isinstance(value, functools.partial):
-        return _call(inside(value.func), {str(name): inside(entry) for name, entry in value.keywords.items()})
+        return _call(
+            inside(value.func), {str(name): inside(entry) for name, entry in value.keywords.items()}
+        )
     if dataclasses.is_dataclass(value):
-        fields = {field.name: inside(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = {
+            field.name: inside(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
         return _call(type(value).__qualname__, fields)
     if hasattr(value, "__wrapped__"):
         return inside(value.__wrapped__)
@@ -127,7 +131,9 @@ def _identity(value: Any, above: frozenset[int]) -> str:
         if cell != CellType():  # a cell is empty until its variable is assigned
             closed[name] = inside(cell.cell_contents)
     name = value.__qualname__.replace(".<locals>", "").removesuffix(".update_fn")
-    if name == "with_extra_args_support.update":  # which functions it wraps depends on the version of optax
+    if (
+        name == "with_extra_args_support.update"
+    ):  # which functions it wraps depends on the version of optax
         return next(iter(closed.values()), name)
     if name.endswith("<lambda>"):
         name = f"lambda {' '.join(code.co_varnames[: code.co_argcount])}: {' '.join(code.co_names)}"

@@ -38,7 +38,9 @@ def table_keys(key: PRNGKeyArray, table_names: Sequence[str]) -> KeyOrKeys:
     return jax.vmap(functools.partial(jax.random.fold_in, key))(numbers)
 
 
-def initial_rows(key: PRNGKeyArray, table: TableSpec, rows: Int[Array, " rows"]) -> Float[Array, "rows dim"]:
+def initial_rows(
+    key: PRNGKeyArray, table: TableSpec, rows: Int[Array, " rows"]
+) -> Float[Array, "rows dim"]:
     """Initial float32 values of some rows of a table.
 
     Args:
@@ -54,7 +56,9 @@ def initial_rows(key: PRNGKeyArray, table: TableSpec, rows: Int[Array, " rows"])
     trace = traced_initializer(table, shape)
     try:
         return _RowEvaluator(rows, shape[0]).evaluate(trace, key).astype(jnp.float32)
-    except _MixesRowsError:  # for example an orthogonal matrix: build the whole table and select rows
+    except (
+        _MixesRowsError
+    ):  # for example an orthogonal matrix: build the whole table and select rows
         return table.initializer(key, shape).astype(jnp.float32)[rows]
 
 
@@ -109,7 +113,9 @@ def keyed_rows(
       table: number of the table of each row; None, the default, if there is one table.
     """
     trace = jax.make_jaxpr(lambda key: initializer(key, (1, dim)))(jax.random.key(0))
-    evaluator = _RowEvaluator(jnp.zeros(lanes[0].shape, jnp.int32), 1, lanes=lanes, only_key=key, table=table)
+    evaluator = _RowEvaluator(
+        jnp.zeros(lanes[0].shape, jnp.int32), 1, lanes=lanes, only_key=key, table=table
+    )
     try:
         return evaluator.evaluate(trace, key).astype(jnp.float32)
     except _MixesRowsError:  # the initializer splits its key, or sums over a row
@@ -174,7 +180,12 @@ _ELEMENTWISE = """
     sign sin sqrt square stop_gradient sub tan tanh xor
 """
 """Primitives that work elementwise."""
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+}
 
 
 _Value = tuple[PyTree, bool]
@@ -222,9 +233,13 @@ class _RowEvaluator:
         ((result, is_cut),) = self._run(trace.jaxpr, trace.consts, [(key, False)])
         return result if is_cut else jnp.asarray(result)[self.rows]
 
-    def _run(self, jaxpr: Jaxpr, consts: Sequence[PyTree], inputs: Sequence[_Value]) -> list[_Value]:
+    def _run(
+        self, jaxpr: Jaxpr, consts: Sequence[PyTree], inputs: Sequence[_Value]
+    ) -> list[_Value]:
         arguments = [*((const, False) for const in consts), *inputs]
-        values: dict[Any, _Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), arguments, strict=True))
+        values: dict[Any, _Value] = dict(
+            zip((*jaxpr.constvars, *jaxpr.invars), arguments, strict=True)
+        )
 
         def value(variable: Any) -> _Value:
             return (variable.val, False) if isinstance(variable, Literal) else values[variable]
@@ -244,7 +259,9 @@ class _RowEvaluator:
             return self._run(inner.jaxpr, inner.consts, inputs)
         arrays = [array for array, _ in inputs]
         if any(is_cut for _, is_cut in inputs):
-            spans_rows = any(not is_cut and jnp.ndim(x) > 0 and jnp.shape(x)[0] != 1 for x, is_cut in inputs)
+            spans_rows = any(
+                not is_cut and jnp.ndim(x) > 0 and jnp.shape(x)[0] != 1 for x, is_cut in inputs
+            )
             if name not in _ELEMENTWISE.split() or spans_rows:
                 raise _MixesRowsError
             return [(bind(*vary_alike(arrays), **params), True)]
@@ -267,7 +284,9 @@ class _RowEvaluator:
         return [(result, False) for result in results]
 
 
-def _row_bits(key: Array, lanes: Sequence[Array], bit_width: int, dim: int, table: Array | None) -> Array:
+def _row_bits(
+    key: Array, lanes: Sequence[Array], bit_width: int, dim: int, table: Array | None
+) -> Array:
     """Random bits of each row, from `key` folded with the lanes of the row."""
     if bit_width == 32:
         return api.row_bits(key, lanes, dim, table)

@@ -67,7 +67,9 @@ class Keys(NamedTuple):
 
 
 @validated
-def hash_keys(column: Any, *, missing: int | None = None) -> Int64[np.ndarray, "..."] | list[Int64[np.ndarray, " ids"]]:
+def hash_keys(
+    column: Any, *, missing: int | None = None
+) -> Int64[np.ndarray, "..."] | list[Int64[np.ndarray, " ids"]]:
     """64-bit keys of texts or bytes, equal in every process, on every machine and in every release.
 
     Use them for tables with `rs.Hashed`. For other tables, `rs.hash_keys(column) % vocabulary_size`
@@ -100,7 +102,9 @@ def hash_keys(column: Any, *, missing: int | None = None) -> Int64[np.ndarray, "
       [-2328654269316264298, -1411252022289735552, -2328654269316264298]
     """
     if missing is not None and not -(2**63) <= missing < 2**63:
-        raise ValueError(f"hash_keys: missing={missing} does not fit 64 bits with a sign; give another key.")
+        raise ValueError(
+            f"hash_keys: missing={missing} does not fit 64 bits with a sign; give another key."
+        )
     values, shape = _values_of_column(column)
     known: dict[Any, int] = {}
     if any(_is_list(value) for value in values):
@@ -116,7 +120,9 @@ def hash_keys(column: Any, *, missing: int | None = None) -> Int64[np.ndarray, "
 def _values_of_column(column: Any) -> tuple[list[Any], tuple[int, ...]]:
     """All values of a column, and its shape. Raises: TypeError: `column` is no column of texts or bytes."""
     if isinstance(column, (str, bytes)) or not isinstance(column, Iterable):
-        raise TypeError(f"hash_keys: column must be a column or list of texts, got {describe(column)}.")
+        raise TypeError(
+            f"hash_keys: column must be a column or list of texts, got {describe(column)}."
+        )
     if not hasattr(column, "__array__"):
         values = list(column)
         return values, (len(values),)
@@ -137,7 +143,12 @@ def _entries(values: Any) -> list[Any]:
 
 
 def _keys_of(
-    values: list[Any], known: dict[Any, int], missing: int | None, *, row: int | None = None, num_per_row: int = 1
+    values: list[Any],
+    known: dict[Any, int],
+    missing: int | None,
+    *,
+    row: int | None = None,
+    num_per_row: int = 1,
 ) -> Int64[np.ndarray, " ids"]:
     """Keys of flat values.
 
@@ -152,7 +163,9 @@ def _keys_of(
     try:
         distinct = dict.fromkeys(values)
     except TypeError as error:
-        raise TypeError(f"hash_keys: a list of lists of lists is nested too deeply ({error}); flatten it.") from error
+        raise TypeError(
+            f"hash_keys: a list of lists of lists is nested too deeply ({error}); flatten it."
+        ) from error
     for value in distinct:
         if value in known:
             continue
@@ -160,7 +173,9 @@ def _keys_of(
             known[value] = _key_of(value, missing)
         except (TypeError, ValueError) as error:
             if row is None:
-                is_value = [other is value for other in values]  # `==` with pandas.NA is neither true nor false
+                is_value = [
+                    other is value for other in values
+                ]  # `==` with pandas.NA is neither true nor false
                 row = is_value.index(True) // num_per_row
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"hash_keys: row {row} has {error}") from error
@@ -176,7 +191,9 @@ def _key_of(value: Any, missing: int | None) -> int:
             raise ValueError(f"{value!r}, which is not Unicode; mend it, or pass bytes.") from error
     elif is_missing(value):
         if missing is None:
-            raise ValueError(f"a missing value ({value}); give missing=-1, which is no id, or another key for all.")
+            raise ValueError(
+                f"a missing value ({value}); give missing=-1, which is no id, or another key for all."
+            )
         return missing
     elif not isinstance(value, bytes):
         way_out = "integers are keys already" if isinstance(value, int) else "convert it first"
@@ -249,9 +266,15 @@ def split_keys(keys: PyTree, *, feature: str = "keys") -> Keys:
     is_key = keys != -1 if is_signed else xp.ones(keys.shape, bool)
     if keys.dtype.itemsize < 8:
         high = xp.where(keys < 0, np.uint32(ALL_BITS), np.uint32(0))
-        return Keys(high, keys.astype(np.int32 if is_signed else np.uint32).astype(np.uint32), is_key)
+        return Keys(
+            high, keys.astype(np.int32 if is_signed else np.uint32).astype(np.uint32), is_key
+        )
     bits = keys.astype(np.uint64)
-    return Keys((bits >> np.uint64(32)).astype(np.uint32), (bits & np.uint64(ALL_BITS)).astype(np.uint32), is_key)
+    return Keys(
+        (bits >> np.uint64(32)).astype(np.uint32),
+        (bits & np.uint64(ALL_BITS)).astype(np.uint32),
+        is_key,
+    )
 
 
 def checked_keys(keys: PyTree, dtype: str, *, feature: str) -> Keys:
@@ -339,7 +362,9 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
         (key,) = join_keys(keys.high[index][None], keys.low[index][None])
         key = int(key)
         shown = str(key)
-        if 2**63 <= key < 2**64 - 1:  # may come from a signed number, so show it, too; -1 is padding
+        if (
+            2**63 <= key < 2**64 - 1
+        ):  # may come from a signed number, so show it, too; -1 is padding
             shown = f"{key} (of signed numbers: {key - 2**64})"
         raise ValueError(
             f"{feature}: key {shown} does not fit into key_dtype={dtype!r}; choose one of "
@@ -369,10 +394,14 @@ def join_keys(high: PyTree, low: PyTree, *, dtype: DTypeLike = np.uint64) -> np.
 
     Raises: ValueError: a key does not fit `dtype`.
     """
-    joined = (np.asarray(high).astype(np.uint64) << np.uint64(32)) | np.asarray(low).astype(np.uint64)
+    joined = (np.asarray(high).astype(np.uint64) << np.uint64(32)) | np.asarray(low).astype(
+        np.uint64
+    )
     numbers = joined.view(np.int64) if np.issubdtype(dtype, np.signedinteger) else joined
     if (is_lost := numbers.astype(dtype) != numbers).any():
-        raise ValueError(f"key {numbers[is_lost][0]} does not fit into {np.dtype(dtype)}; ask for uint64 or int64.")
+        raise ValueError(
+            f"key {numbers[is_lost][0]} does not fit into {np.dtype(dtype)}; ask for uint64 or int64."
+        )
     return numbers.astype(dtype)
 
 

@@ -54,7 +54,9 @@ class Embeddings(nn.Module):
         `jax.grad`.
         """
         check_fields(self)
-        state = self.variable("embeddings", "tables", lambda: self.collection.init(self.make_rng("params"))).value
+        state = self.variable(
+            "embeddings", "tables", lambda: self.collection.init(self.make_rng("params"))
+        ).value
         guard = self.param("guard", lambda _: jnp.zeros(()))
         if self.frozen:
             return self.collection.lookup(state, batch)
@@ -87,7 +89,9 @@ class TrainState(struct.PyTreeNode):
 
     @classmethod
     @validated
-    def create(cls, *, apply_fn: Callable[..., PyTree], variables: Mapping[str, PyTree], tx: Any) -> TrainState:
+    def create(
+        cls, *, apply_fn: Callable[..., PyTree], variables: Mapping[str, PyTree], tx: Any
+    ) -> TrainState:
         """The state before the first step.
 
         Args:
@@ -102,10 +106,14 @@ class TrainState(struct.PyTreeNode):
         """
         taps.check_transformation(tx, _TRAIN_STATE)
         if "params" not in variables:
-            raise ValueError(f"variables of a model's init have 'params', these have {sorted(variables)}.")
+            raise ValueError(
+                f"variables of a model's init have 'params', these have {sorted(variables)}."
+            )
         params = variables["params"]
         embeddings = {}
-        for path, state in traverse_util.flatten_dict(variables.get("embeddings", {}), sep="/").items():
+        for path, state in traverse_util.flatten_dict(
+            variables.get("embeddings", {}), sep="/"
+        ).items():
             embeddings[path.rpartition("/")[0]] = state
         others = {}
         for name, collection in variables.items():
@@ -139,12 +147,18 @@ class TrainState(struct.PyTreeNode):
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = self.tx.update(gradients.dense, self.opt_state, self.params)
             params = optax.apply_updates(self.params, updates)
-        changed = {"params": params, "embeddings": self.embeddings | stepped, "opt_state": opt_state}
+        changed = {
+            "params": params,
+            "embeddings": self.embeddings | stepped,
+            "opt_state": opt_state,
+        }
         return self.replace(step=self.step + 1, **(changed | replacements))
 
 
 @validated
-def value_and_grad(loss_fn: Callable[..., PyTree], *, has_aux: bool = False) -> Callable[..., tuple[Any, Gradients]]:
+def value_and_grad(
+    loss_fn: Callable[..., PyTree], *, has_aux: bool = False
+) -> Callable[..., tuple[Any, Gradients]]:
     """A function that returns the value of a loss, and its gradients for parameters and tables of a model.
 
     Args:
@@ -159,12 +173,18 @@ def value_and_grad(loss_fn: Callable[..., PyTree], *, has_aux: bool = False) -> 
     """
 
     def with_gradients(state: TrainState, *args: PyTree, **kwargs: Any) -> tuple[Any, Gradients]:
-        check_type(state, TrainState, "value_and_grad: the first argument, which rs.linen.TrainState.create makes,")
+        check_type(
+            state,
+            TrainState,
+            "value_and_grad: the first argument, which rs.linen.TrainState.create makes,",
+        )
 
         def recorded(params: PyTree, tap_arrays: list[Activations], embeddings: Any) -> Any:
             """The loss, and as auxiliary output the result of `loss_fn` and its recorded lookups."""
             recording = taps.Recording({name: name for name in embeddings}, tap_arrays)
-            apply = partial(recording.run, state.replace(params=params, embeddings=embeddings).apply)
+            apply = partial(
+                recording.run, state.replace(params=params, embeddings=embeddings).apply
+            )
             result = check_loss(loss_fn(apply, *args, **kwargs), has_aux=has_aux)
             return result[0] if has_aux else result, (result, recording.calls)
 

@@ -122,7 +122,9 @@ def value_and_grad(
         calls = nnx.eval_shape(recorded_calls, model)
         zeros = [jax.tree.map(jnp.zeros_like, call.activations) for call in calls]
         by = (nnx.DiffState(0, wrt), 1)
-        differentiated = nnx.value_and_grad(recorded, argnums=by, has_aux=True, graph=True, graph_updates=True)
+        differentiated = nnx.value_and_grad(
+            recorded, argnums=by, has_aux=True, graph=True, graph_updates=True
+        )
         (_, (value, calls)), (dense, d_taps) = differentiated(model, zeros, *args, **kwargs)
         return value, Gradients.of(dense, calls, d_taps)
 

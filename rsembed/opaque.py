@@ -30,7 +30,9 @@ _IN_ERRORS = {
 
 
 def _refuse(*arguments: Any, **options: Any) -> Any:
-    raise TypeError("these are numbers of rows, ids or keys of rsembed, not keys of a random number generator.")
+    raise TypeError(
+        "these are numbers of rows, ids or keys of rsembed, not keys of a random number generator."
+    )
 
 
 _IMPLEMENTATIONS = {
@@ -60,7 +62,9 @@ def wrap(numbers: Array, kind: str) -> Array:
     """
     if numbers.dtype != DTYPES[kind]:
         wanted = jnp.dtype(DTYPES[kind])
-        raise TypeError(f"numbers of kind {kind!r} are {wanted}, got {numbers.dtype}; cast them first.")
+        raise TypeError(
+            f"numbers of kind {kind!r} are {wanted}, got {numbers.dtype}; cast them first."
+        )
     bits = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
     return jax.random.wrap_key_data(bits[..., None], impl=_IMPLEMENTATIONS[kind])
 
@@ -73,7 +77,9 @@ def _numbers(array: Array, kind: str) -> Integer[Array, "*shape"]:
 
 def kind_of(array: Any) -> str | None:
     """The kind of numbers in an array that `wrap` made; None for everything else."""
-    if not isinstance(array, jax.Array) or not jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if not isinstance(array, jax.Array) or not jax.dtypes.issubdtype(
+        array.dtype, jax.dtypes.prng_key
+    ):
         return None
     return _KINDS.get(jax.random.key_impl(array))
 

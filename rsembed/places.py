@@ -47,11 +47,17 @@ class Place(NamedTuple):
 
     def rows(self, ids: PyTree, *, spread: int, rows_per_shard: int) -> PyTree:
         """Row of each id in an array `[num_shards * rows_per_shard, dim]`; ids must be inside the table."""
-        if spread == 1:  # one operation instead of many: it matters in a program of a thousand features
+        if (
+            spread == 1
+        ):  # one operation instead of many: it matters in a program of a thousand features
             return ids + (self.owner * rows_per_shard + self.first)
-        return self.shards(ids, spread=spread) * rows_per_shard + self.rows_in_shard(ids, spread=spread)
+        return self.shards(ids, spread=spread) * rows_per_shard + self.rows_in_shard(
+            ids, spread=spread
+        )
 
-    def all_rows(self, count: int, *, spread: int, rows_per_shard: int) -> slice | Int[np.ndarray, " vocab"]:
+    def all_rows(
+        self, count: int, *, spread: int, rows_per_shard: int
+    ) -> slice | Int[np.ndarray, " vocab"]:
         """Index of all `count` rows of a table in the array of `rows`; a slice if they are contiguous."""
         if spread > 1:
             return self.rows(np.arange(count), spread=spread, rows_per_shard=rows_per_shard)
@@ -69,7 +75,9 @@ class Place(NamedTuple):
         return -(((shard - self.owner - self.rotation) % spread - self.first) // spread)
 
 
-def tables_and_ids(places: Sequence[Place], sizes: Sequence[int], shard: Any, row: Any, *, spread: int) -> PyTree:
+def tables_and_ids(
+    places: Sequence[Place], sizes: Sequence[int], shard: Any, row: Any, *, spread: int
+) -> PyTree:
     """Table, as an index into `places`, and id of each row of a shard; -1 and -1 for a row of no table."""
     tables = row * 0 - 1
     ids = tables

@@ -28,13 +28,17 @@ class ReadRows(dict[str, Any]):
     """Rows by stack as `RowGradients.rows` shows them: a copy, which cannot be written into."""
 
     def __setitem__(self, name: str, rows: Any) -> None:
-        raise TypeError(f"rows[{name!r}] = ... would change a copy; use dataclasses.replace(row_gradients, rows=...).")
+        raise TypeError(
+            f"rows[{name!r}] = ... would change a copy; use dataclasses.replace(row_gradients, rows=...)."
+        )
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
 
 
-def _children_of_rows(rows: ReadRows) -> tuple[list[tuple[jax.tree_util.DictKey, Any]], tuple[str, ...]]:
+def _children_of_rows(
+    rows: ReadRows,
+) -> tuple[list[tuple[jax.tree_util.DictKey, Any]], tuple[str, ...]]:
     names = tuple(sorted(rows))
     return [(jax.tree_util.DictKey(name), rows[name]) for name in names], names
 
@@ -56,7 +60,11 @@ def _opaque(rows: Any) -> Any:
     if rows.dtype == jnp.uint32:
         return opaque.wrap(rows, "key_lane")
     numbers = as_rows(rows)
-    if not is_traced(rows) and rows.dtype.itemsize > 4 and np.any(np.asarray(rows) != np.asarray(numbers)):
+    if (
+        not is_traced(rows)
+        and rows.dtype.itemsize > 4
+        and np.any(np.asarray(rows) != np.asarray(numbers))
+    ):
         return rows  # a number that 32 bits do not hold, which `check_belong` refuses
     return _opaque_numbers(numbers)
 
@@ -103,12 +111,16 @@ class RowGradients:
     num_rows: tuple[tuple[str, int], ...]
     shardings: tuple[tuple[str, NamedSharding, NamedSharding], ...] | None = None
     layout: Fingerprint | None = None
-    opaque_rows: Any = dataclasses.field(init=False, repr=False, compare=False)  # what `rows` reads and sets
+    opaque_rows: Any = dataclasses.field(
+        init=False, repr=False, compare=False
+    )  # what `rows` reads and sets
 
     _made: ClassVar[tuple[list[Array], PyTree]] = ([], None)
     __array_ufunc__: ClassVar[None] = None  # `np.float32(2) * gradients` then asks `__rmul__`
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[jax.tree_util.GetAttrKey, Any], ...], tuple[Any, ...]]:
+    def tree_flatten_with_keys(
+        self,
+    ) -> tuple[tuple[tuple[jax.tree_util.GetAttrKey, Any], ...], tuple[Any, ...]]:
         """Opaque rows and values, and what is static."""
         rows = (jax.tree_util.GetAttrKey("rows"), self.opaque_rows)
         values = (jax.tree_util.GetAttrKey("values"), self.values)
@@ -118,7 +130,11 @@ class RowGradients:
     def tree_unflatten(cls, static: tuple[Any, ...], children: Iterable[Any]) -> RowGradients:
         """The inverse of `tree_flatten_with_keys`; children may be anything that JAX puts into a tree."""
         gradients = object.__new__(cls)
-        fields = zip(("opaque_rows", "values", "num_rows", "shardings", "layout"), (*children, *static), strict=True)
+        fields = zip(
+            ("opaque_rows", "values", "num_rows", "shardings", "layout"),
+            (*children, *static),
+            strict=True,
+        )
         for name, value in fields:
             object.__setattr__(gradients, name, value)
         return gradients
@@ -160,7 +176,9 @@ class RowGradients:
         arrays, summands = self._made
         return summands if all(map(operator.is_, arrays, jax.tree.leaves(self))) else None
 
-    def summed_from(self, engine: Any, batch: Mapping[str, PyTree], d_outputs: Mapping[str, Array]) -> RowGradients:
+    def summed_from(
+        self, engine: Any, batch: Mapping[str, PyTree], d_outputs: Mapping[str, Array]
+    ) -> RowGradients:
         """A copy of these gradients that has these `summands`."""
         found = self.with_values(self.values)
         object.__setattr__(found, "_made", (jax.tree.leaves(found), (engine, batch, d_outputs)))
@@ -168,7 +186,10 @@ class RowGradients:
 
     def num_touched(self) -> dict[str, Int[Array, ""]]:
         """Number of distinct rows with a gradient, per stack."""
-        return {name: jnp.sum(rows != NO_ROW if rows.ndim == 1 else rows[:, 2] > 0) for name, rows in self.rows.items()}
+        return {
+            name: jnp.sum(rows != NO_ROW if rows.ndim == 1 else rows[:, 2] > 0)
+            for name, rows in self.rows.items()
+        }
 
 
 def _read_rows(gradients: RowGradients) -> Any:
@@ -203,8 +224,12 @@ def as_factor(factor: Any) -> float | Float[Array, ""]:
 def check_gradient(value: Any, name: str) -> None:
     """Raises: TypeError: a gradient is not an array of floats; a cast to integers would have cut its values."""
     check_type(value, Num[Array, "..."], name)
-    if not jnp.issubdtype(getattr(foreign_to_numpy(value), "dtype", None) or np.asarray(value).dtype, jnp.floating):
-        raise TypeError(f"{name} must be an array of floats, got {describe(value)}; cast it with .astype('float32').")
+    if not jnp.issubdtype(
+        getattr(foreign_to_numpy(value), "dtype", None) or np.asarray(value).dtype, jnp.floating
+    ):
+        raise TypeError(
+            f"{name} must be an array of floats, got {describe(value)}; cast it with .astype('float32')."
+        )
 
 
 def check_belong(
@@ -223,20 +248,28 @@ def check_belong(
 
     Raises: TypeError: they are none. ValueError: they count rows otherwise, or a row has not one vector of its dim.
     """
-    check_type(row_gradients, RowGradients, "row gradients, which lookup_vjp and backward passes make,")
+    check_type(
+        row_gradients, RowGradients, "row gradients, which lookup_vjp and backward passes make,"
+    )
     what = "the row gradients belong to another collection or module"
     way_out = "Apply or combine those that one lookup_vjp or backward made."
     if row_gradients.layout is not None and layout is not None:
         check_same(row_gradients.layout, layout, what=what, way_out=way_out)
     if row_gradients.num_rows != num_rows:
-        raise ValueError(f"{what}: they have rows {row_gradients.num_rows}, expected {num_rows}. {way_out}")
+        raise ValueError(
+            f"{what}: they have rows {row_gradients.num_rows}, expected {num_rows}. {way_out}"
+        )
     check_fields(row_gradients)
     all_rows = row_gradients.rows
     for name, most in num_rows:
         found = all_rows.get(name)
-        rows, values = (getattr(own, "shape", ()) for own in (found, row_gradients.values.get(name)))
+        rows, values = (
+            getattr(own, "shape", ()) for own in (found, row_gradients.values.get(name))
+        )
         fits = len(values) > 1 and rows[: len(values) - 1] == values[:-1]
-        fits = fits and (len(rows) < len(values) or rows[-1:] > (2,))  # both halves of a key, and how often it occurred
+        fits = fits and (
+            len(rows) < len(values) or rows[-1:] > (2,)
+        )  # both halves of a key, and how often it occurred
         fits = fits and (axes is None or (len(rows), *values[-1:]) == axes[name])
         if fits and row_gradients.layout is None and len(rows) == 1 and not is_traced(found):
             numbers = np.asarray(found, np.int64)
@@ -280,7 +313,10 @@ def scale(row_gradients: RowGradients, factor: float | Float[Array, ""]) -> RowG
 
 @validated
 def clip_by_global_norm(
-    row_gradients: RowGradients, max_norm: float | Float[Array, ""], *, other_norm: Float[Array, ""] | float = 0.0
+    row_gradients: RowGradients,
+    max_norm: float | Float[Array, ""],
+    *,
+    other_norm: Float[Array, ""] | float = 0.0,
 ) -> RowGradients:
     """Scales all values down so that their global norm is at most `max_norm`.
 
@@ -294,8 +330,12 @@ def clip_by_global_norm(
     check_within("[0, inf]", max_norm, "clip_by_global_norm: max_norm")
     if not isinstance(other_norm, jax.Array):
         check_within("[0, inf]", other_norm, "clip_by_global_norm: other_norm")
-    norm = jnp.sqrt(jnp.square(global_norm(row_gradients)) + jnp.square(jnp.asarray(other_norm, jnp.float32)))
-    return scale(row_gradients, jnp.where(norm > max_norm, max_norm / jnp.maximum(norm, 1e-38), 1.0))
+    norm = jnp.sqrt(
+        jnp.square(global_norm(row_gradients)) + jnp.square(jnp.asarray(other_norm, jnp.float32))
+    )
+    return scale(
+        row_gradients, jnp.where(norm > max_norm, max_norm / jnp.maximum(norm, 1e-38), 1.0)
+    )
 
 
 @validated
@@ -313,7 +353,10 @@ def combine(first: RowGradients, *others: RowGradients) -> RowGradients:
     all_rows = [own.rows for own in every]
     rows, values = {}, {}
     for name, num_rows in first.num_rows:
-        parts = [(own_rows[name], own.values[name]) for own_rows, own in zip(all_rows, every, strict=True)]
+        parts = [
+            (own_rows[name], own.values[name])
+            for own_rows, own in zip(all_rows, every, strict=True)
+        ]
         rows[name], values[name] = _combine_stack(num_rows, parts, shardings.get(name))
     return dataclasses.replace(first, rows=rows, values=values)
 
@@ -337,6 +380,11 @@ def _combine_stack(
     if not split:
         return on_device(parts)
     specs = tuple(sharding.spec for sharding in split)
-    behind = [tuple(PartitionSpec(*[None] * (values.ndim - 2), *spec) for spec in specs) for _, values in parts]
-    on_each = jax.shard_map(on_device, mesh=split[0].mesh, in_specs=(behind,), out_specs=specs, check_vma=False)
+    behind = [
+        tuple(PartitionSpec(*[None] * (values.ndim - 2), *spec) for spec in specs)
+        for _, values in parts
+    ]
+    on_each = jax.shard_map(
+        on_device, mesh=split[0].mesh, in_specs=(behind,), out_specs=specs, check_vma=False
+    )
     return on_each(parts)

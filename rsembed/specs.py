@@ -92,7 +92,9 @@ class StackedTableSpec:
     max_unique_ids_per_partition: int = 256
     suggested_coo_buffer_size_per_device: int | None = None
     quantization_config: QuantizationConfig | None = None
-    activation_mem_bytes_limit: int = dataclasses.field(default=DEFAULT_ACTIVATION_MEM_BYTES_LIMIT, repr=False)
+    activation_mem_bytes_limit: int = dataclasses.field(
+        default=DEFAULT_ACTIVATION_MEM_BYTES_LIMIT, repr=False
+    )
     num_shards: int = dataclasses.field(default=0, repr=False)  # 0 if a user constructed the stack
 
     def replace(self, **changes: Any) -> StackedTableSpec:
@@ -159,7 +161,9 @@ class TableSpec:
     name: str
     vocabulary_size: int
     embedding_dim: int
-    initializer: CallableTableInitializer = dataclasses.field(default_factory=lambda: default_initializer)
+    initializer: CallableTableInitializer = dataclasses.field(
+        default_factory=lambda: default_initializer
+    )
     optimizer: OptimizerSpec = dataclasses.field(default_factory=SGD)
     combiner: Combiner = "sum"
     max_ids_per_partition: int = 256
@@ -180,10 +184,17 @@ class TableSpec:
         where = f"table {self.name!r}"
         stack = self._stacked_table_spec
         self._stacked_table_spec = None
-        for field in ("vocabulary_size", "embedding_dim", "max_ids_per_partition", "max_unique_ids_per_partition"):
+        for field in (
+            "vocabulary_size",
+            "embedding_dim",
+            "max_ids_per_partition",
+            "max_unique_ids_per_partition",
+        ):
             setattr(self, field, _positive_int(getattr(self, field), where, field))
         if isinstance(self.storage, type):
-            raise TypeError(f"{where}: storage must be made first, as in {self.storage.__name__}(...).")
+            raise TypeError(
+                f"{where}: storage must be made first, as in {self.storage.__name__}(...)."
+            )
         check_type(self.storage, Storage | None, f"{where}: storage, such as rsembed.Hashed(...),")
         takes_keys = self.storage is not None and self.storage.key_dtype is not None
         if self.vocabulary_size > MAX_ROWS and not takes_keys:
@@ -192,23 +203,37 @@ class TableSpec:
                 "rows that 32-bit ids reach; split the table, or hash the ids into fewer rows."
             )
         if self.suggested_coo_buffer_size_per_device is not None:
-            _positive_int(self.suggested_coo_buffer_size_per_device, where, "suggested_coo_buffer_size_per_device")
+            _positive_int(
+                self.suggested_coo_buffer_size_per_device,
+                where,
+                "suggested_coo_buffer_size_per_device",
+            )
         if not callable(self.initializer):
-            raise TypeError(f"{where}: initializer must be a function of (key, shape), got {self.initializer!r}.")
+            raise TypeError(
+                f"{where}: initializer must be a function of (key, shape), got {self.initializer!r}."
+            )
         if isinstance(self.optimizer, type):
-            raise TypeError(f"{where}: optimizer must be made first, as in {self.optimizer.__name__}(...).")
-        makers = "rsembed.optimizers.Adam(0.01) and its like make one, rsembed.from_optax one of optax's"
+            raise TypeError(
+                f"{where}: optimizer must be made first, as in {self.optimizer.__name__}(...)."
+            )
+        makers = (
+            "rsembed.optimizers.Adam(0.01) and its like make one, rsembed.from_optax one of optax's"
+        )
         check_type(self.optimizer, OptimizerSpec, f"{where}: optimizer ({makers})")
         check_type(self.combiner, Combiner, f"{where}: combiner")
         self.dtype = dtype_among(TABLE_DTYPES, self.dtype, f"{where}: dtype")
-        check_type(self.quantization_config, QuantizationConfig | None, f"{where}: quantization_config")
+        check_type(
+            self.quantization_config, QuantizationConfig | None, f"{where}: quantization_config"
+        )
         check_type(self.stochastic_rounding, bool, f"{where}: stochastic_rounding")
         # `dataclasses.replace` passes the stack of the original table. Only a stack that a user
         # constructed, which has no number of shards, is kept.
         if stack is not None and not stack.num_shards:
             self._stacked_table_spec = stack
         if self._stacked_table_spec is None or self._setting_in_stack is None:
-            self._setting_in_stack = TableSettingInStack(self.name, self.vocabulary_size, self.embedding_dim)
+            self._setting_in_stack = TableSettingInStack(
+                self.name, self.vocabulary_size, self.embedding_dim
+            )
         if self.storage is not None:
             self.storage.check(self)
 
@@ -270,7 +295,9 @@ class FeatureSpec:
     output_shape: tuple[int, ...] | None = None
     # The spec prints like the spec of the published system, so this has no repr.
     combiner: Combiner | None = dataclasses.field(default=None, repr=False, kw_only=True)
-    _id_transformation: FeatureIdTransformation = dataclasses.field(default_factory=FeatureIdTransformation)
+    _id_transformation: FeatureIdTransformation = dataclasses.field(
+        default_factory=FeatureIdTransformation
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -347,7 +374,9 @@ def _positive_int(value: Any, where: str, field: str) -> int:
     return int(value)
 
 
-def default_initializer(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+def default_initializer(
+    key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32
+) -> jax.Array:
     """Normal values with standard deviation `1 / sqrt(dim)`: rows of norm about one."""
     return jax.random.normal(key, shape, dtype) / math.sqrt(shape[-1])
 
@@ -363,10 +392,14 @@ def features_of(features: Any) -> list[FeatureSpec]:
     try:
         leaves = jax.tree.leaves(features)
     except ValueError as error:
-        raise TypeError("features: keys of one dictionary must have an order; let all of them be texts.") from error
+        raise TypeError(
+            "features: keys of one dictionary must have an order; let all of them be texts."
+        ) from error
     for leaf in leaves:
         if not isinstance(leaf, FeatureSpec):
-            raise TypeError(f"features must be FeatureSpecs (nested in lists or dicts), got {type(leaf).__name__}.")
+            raise TypeError(
+                f"features must be FeatureSpecs (nested in lists or dicts), got {type(leaf).__name__}."
+            )
     if not leaves:
         raise ValueError("features: there is no FeatureSpec in it.")
     names = [feature.name for feature in leaves]

@@ -173,7 +173,9 @@ class StackingPlan:
             for table in stack.tables:
                 tables[table.name] = (stack, table)
         if name not in tables:
-            raise KeyError(f"no table {name!r}{did_you_mean(name, tables)}; the plan has {list(tables)}.")
+            raise KeyError(
+                f"no table {name!r}{did_you_mean(name, tables)}; the plan has {list(tables)}."
+            )
         return tables[name]
 
     def flat_rows(self, table_name: str, ids: Any) -> Any:
@@ -202,13 +204,21 @@ class StackingPlan:
         loads = {}
         for stack in self.stacks:
             load = np.zeros(self.num_shards, np.int64)
-            places = {table.name: place_of(table.setting, self.num_shards) for table in stack.tables}
+            places = {
+                table.name: place_of(table.setting, self.num_shards) for table in stack.tables
+            }
             for feature in stack.features:
                 # Concatenating flat rows handles dense, ragged and single ids alike.
                 flat_rows = map(np.ravel, ids_by_feature.get(feature.name, ()))
-                ids = np.concatenate([np.zeros(0, np.int64), *(row for row in flat_rows if row.size)])
+                ids = np.concatenate(
+                    [np.zeros(0, np.int64), *(row for row in flat_rows if row.size)]
+                )
                 rows = self.table(feature.table_name)[1].rows
-                is_row = (ids >= 0) & (ids < rows) if ids.dtype.kind in "iu" else np.zeros(ids.shape, bool)
+                is_row = (
+                    (ids >= 0) & (ids < rows)
+                    if ids.dtype.kind in "iu"
+                    else np.zeros(ids.shape, bool)
+                )
                 if not is_row.all():
                     raise ValueError(
                         f"shard_load: feature {feature.name!r}: ids must be integers from 0 to "
@@ -238,7 +248,9 @@ class StackingPlan:
     def _repr_html_(self) -> str:
         columns, *rows = self._cells()
         head = "".join(f"<th>{cell}</th>" for cell in columns)
-        body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows
+        )
         return f"<table><tr>{head}</tr>{body}</table>"
 
     def _cells(self) -> list[tuple[str, ...]]:
@@ -303,7 +315,10 @@ def plan_stacking(
     tables = tables_of(features)
     if groups is None:
         groups = group_tables(
-            features, num_shards=num_shards, pad=pad, activation_mem_bytes_limit=activation_mem_bytes_limit
+            features,
+            num_shards=num_shards,
+            pad=pad,
+            activation_mem_bytes_limit=activation_mem_bytes_limit,
         )
     stored = [name for name, table in tables.items() if table.storage is not None]
     if pad and stored:
@@ -312,9 +327,16 @@ def plan_stacking(
         )
     named = [name for group in groups for name in group]
     if sorted(named) != sorted(tables):
-        raise ValueError(f"groups must name every table once: tables {sorted(tables)}, groups {sorted(named)}.")
+        raise ValueError(
+            f"groups must name every table once: tables {sorted(tables)}, groups {sorted(named)}."
+        )
     return plan_groups(
-        features, groups, num_shards=num_shards, pad=pad, rotation=rotation, use_short_stack_names=use_short_stack_names
+        features,
+        groups,
+        num_shards=num_shards,
+        pad=pad,
+        rotation=rotation,
+        use_short_stack_names=use_short_stack_names,
     )
 
 
@@ -335,11 +357,15 @@ def plan_groups(
     for name, group in zip(names, groups, strict=True):
         if names.count(name) > 1:
             name = stack_name_of(group, is_taken=True)
-        stacks.append(plan_stack(features, group, stack_name=name, num_shards=num_shards, **options))
+        stacks.append(
+            plan_stack(features, group, stack_name=name, num_shards=num_shards, **options)
+        )
     return StackingPlan(num_shards=num_shards, stacks=tuple(stacks))
 
 
-def stack_name_of(table_names: Sequence[str], *, is_taken: bool = False, use_short_stack_names: bool = True) -> str:
+def stack_name_of(
+    table_names: Sequence[str], *, is_taken: bool = False, use_short_stack_names: bool = True
+) -> str:
     """Table names joined by `_`. A long name is cut and gets a hash of the full name.
 
     Args:
@@ -402,7 +428,9 @@ def group_tables(
     return split_by_memory(split_groups, activation_bytes, activation_mem_bytes_limit)
 
 
-def split_by_memory(groups: Iterable[Sequence[Name]], num_bytes: Mapping[Name, int], limit: int) -> list[list[Name]]:
+def split_by_memory(
+    groups: Iterable[Sequence[Name]], num_bytes: Mapping[Name, int], limit: int
+) -> list[list[Name]]:
     """Groups split by first fit so that no sum of `num_bytes` exceeds `limit`; a larger table gets its group."""
     result: list[list[Name]] = []
     for group in groups:
@@ -426,7 +454,9 @@ def settings_in_stack(
     for k, rows in enumerate(padded_rows):
         first_row = sum(padded_rows[:k]) // num_shards
         table_rotation = (k * rotation) % num_shards
-        settings.append(TableSettingInStack(stack_name, rows, padded_dim, first_row, table_rotation))
+        settings.append(
+            TableSettingInStack(stack_name, rows, padded_dim, first_row, table_rotation)
+        )
     return settings
 
 
@@ -463,7 +493,9 @@ def plan_stack(
             f"stack {stack_name!r} would have {total_rows} rows, above {MAX_ROWS}; give tables "
             f"{list(table_names)} separate stacks."
         )
-    settings = settings_in_stack(stack_name, padded_rows, dim, num_shards=num_shards, rotation=rotation)
+    settings = settings_in_stack(
+        stack_name, padded_rows, dim, num_shards=num_shards, rotation=rotation
+    )
     placements = tuple(TablePlacement.of(*pair) for pair in zip(tables, settings, strict=True))
     readers = [f for f in features_of(features) if f.table_spec.name in set(table_names)]
     if pad:
@@ -471,16 +503,24 @@ def plan_stack(
             feature.check_pooled_as_table()
     wide = [f.name for f in readers if f.output_dim > f.table_spec.embedding_dim]
     if wide and not pad:
-        raise ValueError(f"features {wide}: output_shape has more columns than the table, which no layout here pads.")
+        raise ValueError(
+            f"features {wide}: output_shape has more columns than the table, which no layout here pads."
+        )
     if sort_features_by_name:
         readers.sort(key=lambda feature: feature.name)
     feature_placements, total_samples = _place_features(readers, placements, num_shards)
     limits = [max_ids_per_partition, max_unique_ids_per_partition]
-    for limit, name in zip(limits, ("max_ids_per_partition", "max_unique_ids_per_partition"), strict=True):
+    for limit, name in zip(
+        limits, ("max_ids_per_partition", "max_unique_ids_per_partition"), strict=True
+    ):
         check_type(limit, Callable, f"stack {stack_name!r}: stack_to_{name}")
     chosen: list[Any] = [limit(stack_name, total_samples) for limit in limits]
     for value in chosen:
-        check_type(value, PositiveInt, f"stack {stack_name!r}: the limit of ids in a partition, of a callable,")
+        check_type(
+            value,
+            PositiveInt,
+            f"stack {stack_name!r}: the limit of ids in a partition, of a callable,",
+        )
     if len(tables) == 1:
         chosen = [first.max_ids_per_partition, first.max_unique_ids_per_partition]
     max_ids, max_unique = map(int, chosen)
@@ -494,12 +534,16 @@ def plan_stack(
         total_sample_count=total_samples,
         max_ids_per_partition=max_ids,
         max_unique_ids_per_partition=max_unique,
-        suggested_coo_buffer_size_per_device=None if None in suggested else sum(size or 0 for size in suggested),
+        suggested_coo_buffer_size_per_device=None
+        if None in suggested
+        else sum(size or 0 for size in suggested),
         quantization_config=first.quantization_config,
         activation_mem_bytes_limit=activation_mem_bytes_limit,
         num_shards=num_shards,
     )
-    stored_values = [table.storage.num_values(table) for table in tables if table.storage is not None]
+    stored_values = [
+        table.storage.num_values(table) for table in tables if table.storage is not None
+    ]
     num_stored_values = None
     if stored_values:
         # Every table is padded to the largest one.
@@ -516,14 +560,22 @@ def plan_stack(
 
 
 def _checked_tables(
-    all_tables: Mapping[str, TableSpec], table_names: Sequence[str], stack_name: str, *, share_combiner: bool
+    all_tables: Mapping[str, TableSpec],
+    table_names: Sequence[str],
+    stack_name: str,
+    *,
+    share_combiner: bool,
 ) -> list[TableSpec]:
     """The named tables. Raises: ValueError: a name is repeated or unknown, or a shared setting differs."""
     if repeated := [name for name in table_names if list(table_names).count(name) > 1]:
-        raise ValueError(f"stack {stack_name!r}: Table {repeated[0]} is repeated in group {list(table_names)}.")
+        raise ValueError(
+            f"stack {stack_name!r}: Table {repeated[0]} is repeated in group {list(table_names)}."
+        )
     unknown = [name for name in table_names if name not in all_tables]
     if unknown or not table_names:
-        raise ValueError(f"stack {stack_name!r}: no feature reads tables {unknown}; known are {list(all_tables)}.")
+        raise ValueError(
+            f"stack {stack_name!r}: no feature reads tables {unknown}; known are {list(all_tables)}."
+        )
     tables = [all_tables[name] for name in table_names]
     shared_fields = ["optimizer", "quantization_config", "dtype", "stochastic_rounding"]
     if share_combiner:
@@ -532,7 +584,9 @@ def _checked_tables(
         values = {table.name: getattr(table, field) for table in tables}
         if any(value != values[tables[0].name] for value in values.values()):
             shown = {name: str(value) for name, value in values.items()}
-            raise ValueError(f"stack {stack_name!r}: tables have different {field.replace('_', ' ')}s: {shown}.")
+            raise ValueError(
+                f"stack {stack_name!r}: tables have different {field.replace('_', ' ')}s: {shown}."
+            )
     return tables
 
 

@@ -45,7 +45,9 @@ _ACCUMULATE = (
     "make one step with the mean; to skip one, jax.lax.cond on rs.global_norm of its rows."
 )
 _TWO_POINTS = "Use another tx, or keep and step the second set of parameters yourself."
-_PER_EXAMPLE = "Clip and add noise yourself: gradients.rows and rs.clip_by_global_norm of each example."
+_PER_EXAMPLE = (
+    "Clip and add noise yourself: gradients.rows and rs.clip_by_global_norm of each example."
+)
 _WRAPPERS = {
     "ApplyIfFiniteState": ("optax.apply_if_finite", _DECIDE),
     "ConditionallyTransformState": ("optax.conditionally_transform", _DECIDE),
@@ -125,7 +127,9 @@ class Recording:
 
     def __init__(self, layers: Mapping[Any, str], taps: Sequence[Activations]):
         if _recording.get() is not None:
-            raise RuntimeError("value_and_grad in the loss of another value_and_grad would lose gradients of rows.")
+            raise RuntimeError(
+                "value_and_grad in the loss of another value_and_grad would lose gradients of rows."
+            )
         self.layers = layers
         self.taps = taps
         self.calls: list[Call] = []
@@ -144,7 +148,11 @@ _recording: ContextVar[Recording | None] = ContextVar("lookups of a loss", defau
 
 
 def look_up(
-    layer: Hashable, collection: EmbeddingCollection, state: EmbeddingState, batch: Batch, guard: Float[Array, ""]
+    layer: Hashable,
+    collection: EmbeddingCollection,
+    state: EmbeddingState,
+    batch: Batch,
+    guard: Float[Array, ""],
 ) -> Activations:
     """Activations of a layer that is not frozen. During a recording, taps are added to them.
 
@@ -170,12 +178,16 @@ def look_up(
     if recording is None or layer not in recording.layers:
         tables = ", ".join(map(repr, collection.table_specs))
         refusal = f"the Embeddings layer of tables {tables} would stay untrained, silently: its rows are no parameters"
-        return _guarded(collection.lookup(state, batch), guard, f"{refusal} of this gradient. {_WAY_OUT}")
+        return _guarded(
+            collection.lookup(state, batch), guard, f"{refusal} of this gradient. {_WAY_OUT}"
+        )
     batch = collection.prepare(batch)
     number = len(recording.calls)
     activations, _ = collection.lookup_vjp(state, batch)
     recording.calls.append(Call(recording.layers[layer], collection, batch, activations))
-    return jax.tree.map(jnp.add, activations, recording.taps[number]) if recording.taps else activations
+    if not recording.taps:
+        return activations
+    return jax.tree.map(jnp.add, activations, recording.taps[number])
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -313,7 +325,11 @@ def stepped(gradients: PyTree, states: Mapping[str, EmbeddingState]) -> dict[str
       ValueError: the gradients are of other layers.
     """
     if not isinstance(gradients, Gradients):
-        raise TypeError(f"gradients are a {type(gradients).__name__}, which has nothing for the tables. {_WAY_OUT}")
+        raise TypeError(
+            f"gradients are a {type(gradients).__name__}, which has nothing for the tables. {_WAY_OUT}"
+        )
     if unknown := sorted(set(gradients.calls) - set(states)):
-        raise ValueError(f"gradients are of layers {unknown}, but the model trains {sorted(states)}; step their model.")
+        raise ValueError(
+            f"gradients are of layers {unknown}, but the model trains {sorted(states)}; step their model."
+        )
     return {name: gradients.step(name, states[name]) for name in gradients.calls}

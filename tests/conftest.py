@@ -23,10 +23,14 @@ import pytest
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", 8)
 os.environ.setdefault("NPROC", "32")  # as `import rsembed` would, but the devices are made before
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of child processes: its threads wait in a loop, on cores of others
+os.environ.setdefault(
+    "OPENBLAS_NUM_THREADS", "1"
+)  # of child processes: its threads wait in a loop, on cores of others
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_traceback_in_locations_limit", 0)  # of every operation, into programs that nobody reads
+jax.config.update(
+    "jax_traceback_in_locations_limit", 0
+)  # of every operation, into programs that nobody reads
 matplotlib.use("Agg")
 
 # Tests make the same small programs again and again. This process keeps what it compiled, in a folder of its own: of a
@@ -36,7 +40,10 @@ jax.config.update("jax_compilation_cache_dir", compiled.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-collect_ignore = ["checkpoint/process_program.py", "parallel/runtime_program.py"]  # started by tests, with arguments
+collect_ignore = [
+    "checkpoint/process_program.py",
+    "parallel/runtime_program.py",
+]  # started by tests, with arguments
 
 # A test compiles a program to run it once or twice, so XLA does least for it, in child processes and notebooks too, but
 # not where compilers of accelerators are tried, which refuse flags of others.
@@ -76,7 +83,9 @@ gc.set_threshold(50_000, 20, 20)
 def flags_known(flags: str) -> str:
     """Those of the flags that the installed XLA knows: it ends a process for any other, so a child asks it."""
     ask = [sys.executable, "-c", "from jaxlib import xla_client; xla_client.CompileOptions()"]
-    answer = subprocess.run(ask, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True)
+    answer = subprocess.run(
+        ask, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True
+    )
     if answer.returncode == 0:
         return flags
     known = " ".join(flag for flag in flags.split() if flag not in answer.stderr.split())
@@ -115,7 +124,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The notebook on Keras is skipped by name where Keras is missing, which nothing else needs."""
     for item in items:
         if item.path.name == "14_keras.ipynb" and importlib.util.find_spec("keras_rs") is None:
-            item.add_marker(pytest.mark.skip(reason="needs keras and keras-rs: `make test-clients` runs it"))
+            item.add_marker(
+                pytest.mark.skip(reason="needs keras and keras-rs: `make test-clients` runs it")
+            )
 
 
 def sine_waves(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:

@@ -11,12 +11,23 @@ ROOT = Path(__file__).resolve().parents[1]
 def environment() -> dict[str, str]:
     """Of a child that finds `tests`, and makes no devices but its own."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return os.environ | {"XLA_FLAGS": os.environ["RSEMBED_TEST_XLA_FLAGS"], "PYTHONPATH": paths}  # see conftest.py
+    return os.environ | {
+        "XLA_FLAGS": os.environ["RSEMBED_TEST_XLA_FLAGS"],
+        "PYTHONPATH": paths,
+    }  # see conftest.py
 
 
 def start(program: Path, *arguments: object) -> subprocess.Popen[str]:
     """The program in two processes with two devices each, which print and complain into one pipe."""
-    command = [sys.executable, "-m", "rsembed", "launch", "--processes=2", "--devices-per-process=2", program]
+    command = [
+        sys.executable,
+        "-m",
+        "rsembed",
+        "launch",
+        "--processes=2",
+        "--devices-per-process=2",
+        program,
+    ]
     return subprocess.Popen(
         [*command, *map(str, arguments)],
         stdout=subprocess.PIPE,

@@ -149,7 +149,9 @@ def weight_gradients(tables, call, d_outputs) -> list[np.ndarray | None]:
     entries = entries_of_call(call, [len(table) for table in tables])
     vectors = taken_apart(call, dims, lookup(tables, call))
     d_vectors = taken_apart(call, dims, d_outputs)
-    found = [None if ids.weights is None else np.zeros(len(np.asarray(ids.ids))) for ids in call.lists]
+    found = [
+        None if ids.weights is None else np.zeros(len(np.asarray(ids.ids))) for ids in call.lists
+    ]
     for entry in entries:
         if found[entry.list] is None or not entry.divisor:
             continue

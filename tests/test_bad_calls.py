@@ -22,7 +22,11 @@ ACCEPTED = [f"{wing}: {call}" for wing in WINGS for call in rows(wing, "ACCEPTED
 @pytest.fixture(scope="module")
 def outcomes():
     done = subprocess.run(
-        [sys.executable, "-m", "tests.bad_calls.program"], capture_output=True, text=True, check=False, cwd=ROOT
+        [sys.executable, "-m", "tests.bad_calls.program"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -34,13 +38,19 @@ def test_a_bad_call_is_refused_in_words_that_help(outcomes, name):
     found = outcomes[name]
     assert found is not None, "accepted in silence"
     assert error in found["errors"], found
-    assert re.search(".*".join(map(re.escape, words.split(" ... "))), found["message"], re.DOTALL), found["message"]
+    assert re.search(
+        ".*".join(map(re.escape, words.split(" ... "))), found["message"], re.DOTALL
+    ), found["message"]
     assert not found["raised_in"], found  # not by JAX or numpy, deep inside
 
 
 def test_what_an_annotation_does_not_admit_is_refused_by_the_name_of_the_argument(outcomes):
     """Of every public call that `checks.validated` guards; what else its words say is tested in `test_checks.py`."""
-    messages = {name: own and own["message"] for name, own in outcomes.items() if name.startswith("annotations: ")}
+    messages = {
+        name: own and own["message"]
+        for name, own in outcomes.items()
+        if name.startswith("annotations: ")
+    }
     arguments = {name: re.search(r"\((\w+)=", name)[1] for name in messages}
     unhelpful = []
     for name, message in messages.items():

@@ -34,7 +34,10 @@ def test_every_form_of_input_gives_the_same_bags():
     same(Bags.from_coo([0, 0, 2, 3, 3, 3], flat, num_samples=4), ROWS)
     same(Bags.from_coo(Column([0, 0, 2, 3, 3, 3]), Column(flat), num_samples=4), ROWS)
     same(Bags.from_coo([3, 2, 0, 3, 0, 3], [2, 4, 3, 2, 1, 0], num_samples=4), ROWS)
-    same(Bags.from_sparse_tensor([[0, 0], [0, 1], [2, 0], [3, 0], [3, 1], [3, 2]], flat, (4, 3)), ROWS)
+    same(
+        Bags.from_sparse_tensor([[0, 0], [0, 1], [2, 0], [3, 0], [3, 1], [3, 2]], flat, (4, 3)),
+        ROWS,
+    )
     dense = np.asarray([[3, 1, -1], [-1, -1, -1], [4, -1, -1], [2, 2, 0]])
     same(Bags.from_dense(dense), ROWS)
     same(as_bags(ROWS, feature="f"), ROWS)
@@ -42,7 +45,10 @@ def test_every_form_of_input_gives_the_same_bags():
     same(as_bags(dense, feature="f"), ROWS)
     same(as_bags([3, 1], feature="f"), [[3], [1]])
     same(as_bags(np.array([3, 1], object), feature="f"), [[3], [1]])
-    same(as_bags([np.array([3, 1], object), np.array([np.int64(4)], object)], feature="f"), [[3, 1], [4]])
+    same(
+        as_bags([np.array([3, 1], object), np.array([np.int64(4)], object)], feature="f"),
+        [[3, 1], [4]],
+    )
     same(as_bags(np.array([2**64 - 1, 5], object), feature="f"), [[2**64 - 1], [5]])
     same(as_bags(Column(dense), feature="f"), ROWS)
     same(as_bags(Column(np.asarray(ROWS, dtype=object)), feature="f"), ROWS)
@@ -82,7 +88,9 @@ def test_bfloat16_tensors_of_torch_are_weights_and_tables():
     collection = rs.EmbeddingCollection([rs.FeatureSpec("f", table)])
     state = collection.with_tables(collection.init(jax.random.key(0)), {"t": weights})
     np.testing.assert_array_equal(collection.tables(state)["t"], weights._array)
-    module = rs.tbe.TableBatchedEmbeddingBags([(2, 2, rs.tbe.EmbeddingLocation.HOST, rs.tbe.ComputeDevice.CPU)])
+    module = rs.tbe.TableBatchedEmbeddingBags(
+        [(2, 2, rs.tbe.EmbeddingLocation.HOST, rs.tbe.ComputeDevice.CPU)]
+    )
     module.set_embedding_weights(0, weights)
     np.testing.assert_array_equal(module.split_embedding_weights()[0], np.float32(weights._array))
 
@@ -94,12 +102,17 @@ NO_PLAIN_IDS = [True, False, None, 1.5, "1", b"i", [2], np.int64(5)]
 @hypothesis.settings(deadline=None)
 @hypothesis.given(
     st.lists(
-        st.lists(st.one_of(st.integers(-2, 300), st.sampled_from(LARGE_IDS + NO_PLAIN_IDS)), max_size=4), max_size=4
+        st.lists(
+            st.one_of(st.integers(-2, 300), st.sampled_from(LARGE_IDS + NO_PLAIN_IDS)), max_size=4
+        ),
+        max_size=4,
     )
 )
 @hypothesis.example([[], []])
 @hypothesis.example([[1, [2]], []])
-@hypothesis.example([[91, 105], [False] * 5])  # 91 and 105 are the letters that stand for a list and an integer
+@hypothesis.example(
+    [[91, 105], [False] * 5]
+)  # 91 and 105 are the letters that stand for a list and an integer
 def test_lists_mean_what_tuples_mean_that_are_read_row_by_row(rows):
     def result(rows):
         try:

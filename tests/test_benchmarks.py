@@ -11,7 +11,9 @@ import pytest
 import rsembed as rs
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="timing scripts come with a checkout")
+pytestmark = pytest.mark.skipif(
+    not BENCHMARKS.is_dir(), reason="timing scripts come with a checkout"
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,7 +28,12 @@ def workload(scripts):
     import timing
 
     return timing.Workload(
-        name="tiny", num_tables=2, vocabulary_size=50, embedding_dim=8, batch_size=16, ids_per_sample=3
+        name="tiny",
+        num_tables=2,
+        vocabulary_size=50,
+        embedding_dim=8,
+        batch_size=16,
+        ids_per_sample=3,
     )
 
 
@@ -47,7 +54,9 @@ def test_ours_and_plain_jax_train_the_same_tables(workload):
 def test_table_batched_contestants_agree_after_two_steps(workload):
     import tbe
 
-    contestants = tbe.our_contestants(workload, tbe.draw_batches(workload, "uniform"), "EXACT_ROWWISE_ADAGRAD")
+    contestants = tbe.our_contestants(
+        workload, tbe.draw_batches(workload, "uniform"), "EXACT_ROWWISE_ADAGRAD"
+    )
     outputs = tbe.outputs_after_two_steps(contestants)
     assert len(outputs) == 2
     tbe.check_agreement(outputs, "EXACT_ROWWISE_ADAGRAD")
@@ -70,7 +79,9 @@ def test_ragged_contestants_prepare_one_batch_and_are_all_timed(ragged):
     expected = runs["bags"](1)
     for form in ("lists", "jagged"):
         jax.tree.map(np.testing.assert_array_equal, runs[form](1), expected)
-    assert [expected[name].to_lists() for name in expected] == list(ragged.as_lists(batches[1]).values())
+    assert [expected[name].to_lists() for name in expected] == list(
+        ragged.as_lists(batches[1]).values()
+    )
     record = ragged.measure(6, 3, 1)
     for name in ("step", "bags", "lists", "jagged", "jagged, step"):
         assert 0 < record[name]["best"] <= record[name]["median"] < np.inf
@@ -107,13 +118,17 @@ def test_contestants_of_serving_look_up_the_same_vectors(scripts, monkeypatch):
     import serving
 
     monkeypatch.setattr(serving, "ROWS", 50)
-    expected, *others = [run(1) for run in serving.our_contestants(serving.draw_batches(3)).values()]
+    expected, *others = [
+        run(1) for run in serving.our_contestants(serving.draw_batches(3)).values()
+    ]
     for vectors in others:
         jax.tree.map(np.testing.assert_array_equal, vectors, expected)
 
 
 def test_every_wing_whose_compiling_is_timed_trains(scripts, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # which the script is going to change
+    monkeypatch.setenv(
+        "XLA_FLAGS", os.environ.get("XLA_FLAGS", "")
+    )  # which the script is going to change
     import compiling
 
     for name in ("core, dense", "SparseCore", "table-batched", "model-parallel, hashed"):
@@ -129,13 +144,17 @@ def test_tables_made_small_are_as_small_as_they_say_and_learn(scripts, monkeypat
     monkeypatch.setattr(smaller, "RATIOS", (10,))
     monkeypatch.setattr(smaller, "RATES", (0.006,))
     monkeypatch.setattr(smaller, "BATCH", 128)
-    monkeypatch.setitem(smaller.LOGS, "clicks", lambda seed: smaller.clicks(seed, num_samples=6_000))
+    monkeypatch.setitem(
+        smaller.LOGS, "clicks", lambda seed: smaller.clicks(seed, num_samples=6_000)
+    )
     with jax.numpy_dtype_promotion("standard"):  # which optax needs
         records = list(smaller.study(["clicks"], 1))
     smaller.draw(records, "a machine", tmp_path / "picture.png")
     assert [record["method"] for record in records] == ["dense", *smaller.METHODS]
     dense, *others = records
-    assert dense["bytes"] == 4 * 16 * 120_000 and all(own["bytes"] <= dense["bytes"] / 10 for own in others)
+    assert dense["bytes"] == 4 * 16 * 120_000 and all(
+        own["bytes"] <= dense["bytes"] / 10 for own in others
+    )
     assert all(own["AUC"] > 0.55 and own["loss"] < 0.7 for own in records)
 
 
@@ -194,7 +213,9 @@ def test_models_lose_alike_however_their_tables_are_kept(scripts):
     batches = dlrm.draw_batches(sizes, 16)
     makers = (dlrm.core_contestant, dlrm.nnx_contestant, dlrm.table_batched_contestant)
     with jax.numpy_rank_promotion("allow"):
-        core, *others = ([float(run(k)) for k in range(4)] for run in (make(sizes, batches) for make in makers))
+        core, *others = (
+            [float(run(k)) for k in range(4)] for run in (make(sizes, batches) for make in makers)
+        )
     assert len(set(core)) == 4
     for losses in others:
         np.testing.assert_allclose(losses, core, rtol=1e-5)

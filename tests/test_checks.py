@@ -72,11 +72,31 @@ REFUSED = [
     ("ab", Sequence[str], "x must be a list (each a text), got 'ab' (str)."),
     (["a", 1], Sequence[str], "x[1] must be a text, got 1 (int)."),
     ({"a": 1}, str | Mapping[str, str], "x['a'] must be a text, got 1 (int)."),
-    ([(3, "red")], Sequence[Point], "x[0][1] must be a member of Colour, such as Colour.RED, got 'red' (str)."),
-    ((3,), Point, "x must be (an integer, a member of Colour, such as Colour.RED), got (3,) (tuple)."),
-    (np.ones(2), Int[np.ndarray, "a"], "x must be an array of integers [a], got an array of float64"),
-    (np.ones(2) * 1j, Float[np.ndarray, "a"], "x must be an array of numbers [a], got an array of complex128"),
-    ([[1], [1, 2]], Float[np.ndarray, "a b"], "x must be an array of numbers [a, b], got [[1], [1, 2]] (list)."),
+    (
+        [(3, "red")],
+        Sequence[Point],
+        "x[0][1] must be a member of Colour, such as Colour.RED, got 'red' (str).",
+    ),
+    (
+        (3,),
+        Point,
+        "x must be (an integer, a member of Colour, such as Colour.RED), got (3,) (tuple).",
+    ),
+    (
+        np.ones(2),
+        Int[np.ndarray, "a"],
+        "x must be an array of integers [a], got an array of float64",
+    ),
+    (
+        np.ones(2) * 1j,
+        Float[np.ndarray, "a"],
+        "x must be an array of numbers [a], got an array of complex128",
+    ),
+    (
+        [[1], [1, 2]],
+        Float[np.ndarray, "a b"],
+        "x must be an array of numbers [a, b], got [[1], [1, 2]] (list).",
+    ),
     (0, PRNGKeyArray, "x must be a PRNG key, such as jax.random.key(0), got 0 (int)."),
     (object(), int | None, "x must be an integer or None, got a value of type object."),
     (["row"], int | Literal["row"], "x must be an integer or 'row', got ['row'] (list)."),
@@ -96,17 +116,28 @@ def test_what_does_not_fit_is_named_with_its_place(value, hint, message):
 
 
 @validated
-def planned(first: int | Literal["row", "table"], *, others: PositiveInt | None = None, name="plan", share: Share = ()):
+def planned(
+    first: int | Literal["row", "table"],
+    *,
+    others: PositiveInt | None = None,
+    name="plan",
+    share: Share = (),
+):
     return first
 
 
 def test_an_error_names_the_function_what_it_makes_and_the_argument():
     assert planned(np.int64(1), others=2, name="x") == 1
-    with pytest.raises(ValueError, match=r"^planned: first must be an integer or 'row' or 'table', got 'rows' \(str\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"^planned: first must be an integer or 'row' or 'table', got 'rows' \(str\)",
+    ):
         planned("rows")
     with pytest.raises(ValueError, match=r"^planned: others must be in \[1, inf\), got 0"):
         planned(1, others=0)
-    with pytest.raises(ValueError, match=r"^planned 'x': share must be an array of numbers \[a\], got an array of"):
+    with pytest.raises(
+        ValueError, match=r"^planned 'x': share must be an array of numbers \[a\], got an array of"
+    ):
         planned(1, name="x", share=np.ones((2, 2)))
 
 
@@ -128,15 +159,24 @@ def test_fields_are_held_to_their_annotations():
 ROOT = Path(rs.__file__).parent
 
 
-@pytest.mark.parametrize("path", [path for path in sorted(ROOT.rglob("*.py")) if "@validated" in path.read_text()])
+@pytest.mark.parametrize(
+    "path", [path for path in sorted(ROOT.rglob("*.py")) if "@validated" in path.read_text()]
+)
 def test_every_annotation_of_a_validated_function_can_be_read(path):
     module = importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts))
     tree = ast.parse(path.read_text())
-    classes = [(getattr(module, node.name), node) for node in tree.body if isinstance(node, ast.ClassDef)]
+    classes = [
+        (getattr(module, node.name), node) for node in tree.body if isinstance(node, ast.ClassDef)
+    ]
     for owner, scope in [(module, tree), *classes]:
         for node in scope.body:
-            if any(ast.unparse(decorator) == "validated" for decorator in getattr(node, "decorator_list", ())):
-                assert get_type_hints(inspect.unwrap(getattr(owner, node.name)), include_extras=True)
+            if any(
+                ast.unparse(decorator) == "validated"
+                for decorator in getattr(node, "decorator_list", ())
+            ):
+                assert get_type_hints(
+                    inspect.unwrap(getattr(owner, node.name)), include_extras=True
+                )
 
 
 @pytest.mark.parametrize(
@@ -164,11 +204,25 @@ def test_names_and_dtypes_near_by_are_offered():
 
 
 CLASSES = [own for module in (ro.base, ro.rules, ro.regularized) for own in vars(module).values()]
-RULES = {own for own in CLASSES if hasattr(own, "step_rows") and not inspect.isabstract(own) and own.__name__[0] != "_"}
+RULES = {
+    own
+    for own in CLASSES
+    if hasattr(own, "step_rows") and not inspect.isabstract(own) and own.__name__[0] != "_"
+}
 FREE = (rs.optimizers.Custom, ro.base.OptaxOptimizerSpec)  # need a function or a transformation
 OUTSIDE = {  # a number just outside, by the beginning of the field's name; NaN is outside of all
     **dict.fromkeys(
-        ("learning_rate", "initial_acc", "initial_slot", "initial_local", "eps", "l1_", "l2_", "rho"), -1e-3
+        (
+            "learning_rate",
+            "initial_acc",
+            "initial_slot",
+            "initial_local",
+            "eps",
+            "l1_",
+            "l2_",
+            "rho",
+        ),
+        -1e-3,
     ),
     **dict.fromkeys(("weight_decay", "max_norm", "max_counter", "eta", "ar_alpha", "beta"), -1e-3),
     **dict.fromkeys(("exponent", "max_lr_multiplier"), 0.0),
@@ -184,16 +238,22 @@ def test_rules_refuse_numbers_without_meaning(rule):
         if "float" in str(field.type) or "LearningRate" in str(field.type):
             if field.name == "rms_clip_threshold":  # any number has a meaning
                 continue
-            outside = OUTSIDE[max((start for start in OUTSIDE if field.name.startswith(start)), key=len)]
+            outside = OUTSIDE[
+                max((start for start in OUTSIDE if field.name.startswith(start)), key=len)
+            ]
             for value in (outside, NAN):
-                with pytest.raises(ValueError, match=rf"{rule.__name__}: {field.name} must be in .*, got {value}"):
+                with pytest.raises(
+                    ValueError, match=rf"{rule.__name__}: {field.name} must be in .*, got {value}"
+                ):
                     rule(**{field.name: value})
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: [rule(learning_rate=0) for rule in RULES if rule not in (*FREE, rs.optimizers.FTRL)],
+        lambda: [
+            rule(learning_rate=0) for rule in RULES if rule not in (*FREE, rs.optimizers.FTRL)
+        ],
         lambda: rs.optimizers.FTRL(learning_rate=0.0, multiply_linear_by_learning_rate=True),
         lambda: rs.optimizers.SGD(lambda step: -1.0),  # a function is known only later
         lambda: rs.optimizers.SGD(jnp.float32(0.1)),
@@ -201,7 +261,9 @@ def test_rules_refuse_numbers_without_meaning(rule):
         lambda: rs.optimizers.Adam(beta_1=0.0, beta_2=0.0),
         lambda: rs.optimizers.rules.AdagradMomentum(momentum=1.0, beta2=1.0),
         lambda: rs.optimizers.rules.F2A(max_lr_multiplier=INF),
-        lambda: rs.from_optax(optax.scale_by_adam(), learning_rate=-0.1),  # its updates point uphill
+        lambda: rs.from_optax(
+            optax.scale_by_adam(), learning_rate=-0.1
+        ),  # its updates point uphill
         lambda: jax.jit(lambda g, norm: rs.clip_by_global_norm(g, norm))(one_gradient(), 1.0),
     ],
 )
@@ -229,8 +291,13 @@ def test_the_first_number_that_is_not_finite_is_named_by_its_row(make, dtype):
             rows = sorted(generator.integers(0, shape[0] if shape else 1, 2))
             spoilt = np.array(clean)
             spoilt.reshape(shape[0] if shape else 1, -1)[rows, -1] = number
-            with pytest.raises(ValueError, match=rf"x: {number} in row {rows[0]} is (not finite|negative); give it up"):
-                check_finite(make(spoilt, dtype), "x", may_be_negative=may_be_negative, way_out="give it up")
+            with pytest.raises(
+                ValueError,
+                match=rf"x: {number} in row {rows[0]} is (not finite|negative); give it up",
+            ):
+                check_finite(
+                    make(spoilt, dtype), "x", may_be_negative=may_be_negative, way_out="give it up"
+                )
     jax.jit(lambda values: check_finite(values, "x"))(np.float32(NAN))  # known later
 
 
@@ -243,13 +310,19 @@ def spoilt_rows():
 def test_numbers_that_are_not_finite_are_taken_where_the_caller_allows_it():
     values, table = spoilt_rows(), rs.TableSpec("t", 6, 4, optimizer=ro.Adagrad(0.1))
     collection = rs.EmbeddingCollection([rs.FeatureSpec("f", table)])
-    state = collection.with_tables(collection.init(jax.random.key(0)), {"t": values}, allow_nonfinite=True)
+    state = collection.with_tables(
+        collection.init(jax.random.key(0)), {"t": values}, allow_nonfinite=True
+    )
     np.testing.assert_array_equal(collection.tables(state)["t"], values)
-    traced = jax.jit(lambda rows: collection.tables(collection.with_tables(state, {"t": rows}))["t"])
+    traced = jax.jit(
+        lambda rows: collection.tables(collection.with_tables(state, {"t": rows}))["t"]
+    )
     np.testing.assert_array_equal(traced(values), values)
     _, served = rs.for_serving(collection, state, dtype="float16", allow_nonfinite=True)
     np.testing.assert_array_equal(served["t"]["rows"], values.astype(np.float16))
-    keyed = rs.EmbeddingCollection([rs.FeatureSpec("f", dataclasses.replace(table, storage=rs.Hashed()))])
+    keyed = rs.EmbeddingCollection(
+        [rs.FeatureSpec("f", dataclasses.replace(table, storage=rs.Hashed()))]
+    )
     rows = {"keys": np.arange(6), "values": values, "slot_accumulator": -values}
     written = keyed.with_tables(keyed.init(jax.random.key(0)), {"t": rows}, allow_nonfinite=True)
     found = keyed.tables(written)["t"]
@@ -267,15 +340,23 @@ def test_numbers_that_are_not_finite_are_taken_where_the_caller_allows_it():
 
 def test_a_file_of_ours_gives_back_what_was_saved_finite_or_not(tmp_path):
     values = spoilt_rows()
-    for name, storage in {"dense": None, "keyed": rs.Hashed(), "near": rs.HostCached(cache_rows=4)}.items():
+    for name, storage in {
+        "dense": None,
+        "keyed": rs.Hashed(),
+        "near": rs.HostCached(cache_rows=4),
+    }.items():
         table = rs.TableSpec("t", 6, 4, optimizer=ro.Adagrad(0.1), storage=storage)
         collection = rs.EmbeddingCollection([rs.FeatureSpec("f", table)])
-        state = collection.with_tables(collection.init(jax.random.key(0)), {"t": values}, allow_nonfinite=True)
+        state = collection.with_tables(
+            collection.init(jax.random.key(0)), {"t": values}, allow_nonfinite=True
+        )
         checkpoint.save_collection(tmp_path / name, collection, state)
         found = collection.tables(checkpoint.load_collection(tmp_path / name, collection))["t"]
         np.testing.assert_array_equal(found["values"] if name == "keyed" else found, values)
     devices = sok.Init(mesh=Mesh(np.asarray(jax.devices()[:1]), ("shard",)))
-    variable, other = (sok.embedding_variable("t", 4, rows_per_device=8, context=devices) for _ in range(2))
+    variable, other = (
+        sok.embedding_variable("t", 4, rows_per_device=8, context=devices) for _ in range(2)
+    )
     rows = {"keys": np.arange(6), "values": values}
     with pytest.raises(ValueError, match="its values: nan in row 2 is not finite"):
         sok.assign_rows(variable, rows)

@@ -35,15 +35,25 @@ gallery = module_of_docs("gallery")
 
 
 def packages():
-    names = [name for _, name, is_package in pkgutil.iter_modules(rsembed.__path__, "rsembed.") if is_package]
+    names = [
+        name
+        for _, name, is_package in pkgutil.iter_modules(rsembed.__path__, "rsembed.")
+        if is_package
+    ]
     return ["rsembed", *names]
 
 
 @pytest.mark.parametrize("package", packages())
 def test_the_reference_has_exactly_the_names_that_a_package_offers(package):
     module = importlib.import_module(package)
-    imported = set(re.findall(r"\b\w+\b", Path(module.__file__).read_text()))  # not what other imports left behind
-    offered = {name for name, value in vars(module).items() if not (name.startswith("_") or inspect.ismodule(value))}
+    imported = set(
+        re.findall(r"\b\w+\b", Path(module.__file__).read_text())
+    )  # not what other imports left behind
+    offered = {
+        name
+        for name, value in vars(module).items()
+        if not (name.startswith("_") or inspect.ismodule(value))
+    }
     listed = reference.public_names(package) if package in reference.MODULES else ()
     assert set(listed) == offered & imported
 
@@ -53,7 +63,9 @@ def test_the_reference_has_every_function_and_class_that_a_published_module_defi
     own = {
         key
         for key, value in vars(importlib.import_module(name)).items()
-        if not key.startswith("_") and getattr(value, "__module__", None) == name and not isinstance(value, TypeVar)
+        if not key.startswith("_")
+        and getattr(value, "__module__", None) == name
+        and not isinstance(value, TypeVar)
     }
     assert own - set(reference.public_names(name)) == set()
 
@@ -62,7 +74,9 @@ def test_every_public_object_has_one_entry_on_one_page():
     pages = "".join(reference.page(room) for rooms in reference.GROUPS.values() for room in rooms)
     named = re.findall(r"^\.\. auto(?:class|function|data):: (\S+)$", pages, re.M)
     assert sorted(named) == sorted({*reference.entries().values()})
-    assert {"rsembed.datasets.text.Text", "rsembed.optimizers.rules.F2A"} <= {*named}  # which users are given
+    assert {"rsembed.datasets.text.Text", "rsembed.optimizers.rules.F2A"} <= {
+        *named
+    }  # which users are given
 
 
 @functools.cache
@@ -81,7 +95,11 @@ def test_every_public_function_and_class_says_what_it_is():
     named = objects("class") | objects("function")
     made = ("{}(", "An enumeration", "Create a collection")  # by Python, where nobody wrote one
     silent = [name for name, value in named.items() if not inspect.getdoc(value)]
-    silent += [n for n, v in named.items() if inspect.getdoc(v).startswith(tuple(t.format(v.__name__) for t in made))]
+    silent += [
+        n
+        for n, v in named.items()
+        if inspect.getdoc(v).startswith(tuple(t.format(v.__name__) for t in made))
+    ]
     assert len(named) > 250 and silent == []
 
 
@@ -90,7 +108,9 @@ def test_public_functions_tell_the_shapes_of_their_arrays():
     for name, function in objects("function").items():
         node = definition(function)
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        bare += [f"{name}({a.arg})" for a in arguments if re.fullmatch(ARRAY, ast.unparse(a.annotation))]
+        bare += [
+            f"{name}({a.arg})" for a in arguments if re.fullmatch(ARRAY, ast.unparse(a.annotation))
+        ]
         bare += [name] if re.fullmatch(ARRAY, ast.unparse(node.returns)) else []
     assert bare == []
 
@@ -99,7 +119,11 @@ ARRAY = r"(jax\.)?Array( \| None)?|np\.ndarray( \| None)?"
 
 
 def errors_raised_by(node):
-    raised = {ast.unparse(item.exc.func) for item in ast.walk(node) if isinstance(item, ast.Raise) and item.exc}
+    raised = {
+        ast.unparse(item.exc.func)
+        for item in ast.walk(node)
+        if isinstance(item, ast.Raise) and item.exc
+    }
     return {name for name in raised if name.endswith("Error")}
 
 
@@ -107,7 +131,11 @@ def test_public_functions_name_the_errors_that_they_raise():
     missing = []
     for name, function in objects("function").items():
         text = inspect.getdoc(function) or ""
-        missing += [f"{name}: {error}" for error in errors_raised_by(definition(function)) if error not in text]
+        missing += [
+            f"{name}: {error}"
+            for error in errors_raised_by(definition(function))
+            if error not in text
+        ]
     assert missing == []
 
 
@@ -129,7 +157,9 @@ a `picture` of `Bags`
 
 
 def test_the_entry_of_a_rule_has_all_its_arguments():
-    rules = [value for value in objects("class").values() if issubclass(value, rsembed.OptimizerSpec)]
+    rules = [
+        value for value in objects("class").values() if issubclass(value, rsembed.OptimizerSpec)
+    ]
     for rule in rules:
         text = reference.with_all_arguments(rule, inspect.getdoc(rule))
         assert text.count("Args:\n") == 1 and text.count("  learning_rate: ") == 1, rule
@@ -163,8 +193,14 @@ def test_code_in_a_text_leads_to_the_one_entry_that_it_names(code, entry):
             "rsembed.optimizers.LARS.short_name",
             ["LARS.short_name", "OptimizerSpec.short_name"],
         ),
-        ("rsembed.tbe.SplitTableBatchedEmbeddingBagsCodegen.flush", ["TableBatchedEmbeddingBags.flush"]),
-        ("rsembed.tt.TTEmbeddingBag.__call__", ["TTEmbeddingBag.__call__", "TableBatchedTTEmbeddingBag.__call__"]),
+        (
+            "rsembed.tbe.SplitTableBatchedEmbeddingBagsCodegen.flush",
+            ["TableBatchedEmbeddingBags.flush"],
+        ),
+        (
+            "rsembed.tt.TTEmbeddingBag.__call__",
+            ["TTEmbeddingBag.__call__", "TableBatchedTTEmbeddingBag.__call__"],
+        ),
         ("rsembed.plot.nothing", None),
     ],
 )
@@ -174,7 +210,11 @@ def test_a_member_without_an_entry_leads_to_a_base_class_or_to_its_class(member,
 
 
 def test_an_entry_has_what_bases_without_an_entry_give_it():
-    options = dict(re.findall(r"^\.\. autoclass:: (\S+)\n   :members:\n   :inherited-members: (.*)$", BAGS, re.M))
+    options = dict(
+        re.findall(
+            r"^\.\. autoclass:: (\S+)\n   :members:\n   :inherited-members: (.*)$", BAGS, re.M
+        )
+    )
     bag = options["rsembed.tbe.TableBatchedEmbeddingBags"].split(", ")
     assert "Module" in bag and "object" in bag and "TrainedTables" not in bag
 
@@ -193,7 +233,11 @@ def test_the_calls_of_the_migration_tables_exist(name):
 def test_links_between_pages_and_to_files_lead_somewhere():
     generated = {"notebooks/index.md", "api/index.md"}
     broken = []
-    for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "notebooks" / "README.md"]:
+    for page in [
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "README.md",
+        ROOT / "notebooks" / "README.md",
+    ]:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             place = (page.parent / link).resolve()
             in_notebooks = ROOT / link  # the site has a copy of them below docs/
@@ -215,7 +259,11 @@ def test_the_gallery_draws_every_picture_in_a_few_lines(tmp_path):
         pictures[shown.name] = shown
         shown.figure.savefig(tmp_path / "picture.png")
         statements = ast.parse(shown.program).body
-        assert 2 <= len([own for own in statements if not isinstance(own, ast.ImportFrom | ast.Import)]) <= 6
+        assert (
+            2
+            <= len([own for own in statements if not isinstance(own, ast.ImportFrom | ast.Import)])
+            <= 6
+        )
         for ax in shown.figure.axes:
             assert ax.has_data() and ax.get_xlabel() and ax.get_ylabel(), shown.name
         if shown.name in drawn:
@@ -226,13 +274,17 @@ def test_the_gallery_draws_every_picture_in_a_few_lines(tmp_path):
 
 def test_pictures_of_the_gallery_follow_the_programs_that_draw_them(tmp_path):
     block = "## {}\n\n```python\n{}\n```\n"
-    page = block.format("data", "import matplotlib.pyplot as plt") + block.format("plot_line", "plt.plot([1, 2])")
+    page = block.format("data", "import matplotlib.pyplot as plt") + block.format(
+        "plot_line", "plt.plot([1, 2])"
+    )
     text = gallery.with_pictures(page + "The end.", tmp_path / "gallery")
     assert text == page + "\n![What plot_line draws](gallery/plot_line.png)\nThe end."
     assert (tmp_path / "gallery" / "plot_line.png").stat().st_size > 1000
 
 
-def test_the_report_that_the_page_on_loaders_shows_is_the_one_that_its_program_prints(capsys, monkeypatch):
+def test_the_report_that_the_page_on_loaders_shows_is_the_one_that_its_program_prints(
+    capsys, monkeypatch
+):
     monkeypatch.delenv("RSEMBED_DATA", raising=False)
     monkeypatch.setattr(rsembed.datasets, "movielens", mock.Mock(side_effect=FileNotFoundError))
     (section,) = (section for section in LOADERS if section.startswith("See your ids"))
@@ -260,22 +312,33 @@ def test_the_loaders_of_the_page_bring_what_a_step_takes(loader):
             except ImportError as error:
                 pytest.skip(f"not installed: {error.name}")
     if "activations" in names:
-        assert {name: a.shape for name, a in names["activations"].items()} == {"user": (128, 8), "seen": (128, 8)}
+        assert {name: a.shape for name, a in names["activations"].items()} == {
+            "user": (128, 8),
+            "seen": (128, 8),
+        }
     elif "vectors" in names:
         shapes = {"user": (3, 8), "tags": (3, 8)}
         if "log" in names:
             shapes = {"user": (1, 8), "seen": (1, 8)}
         elif "clicks" in names:
-            shapes = {"C1": (16, 8), "C2": (16, 8), "C26": (16, 8)}  # the rest of 400 rows in chunks of 128
+            shapes = {
+                "C1": (16, 8),
+                "C2": (16, 8),
+                "C26": (16, 8),
+            }  # the rest of 400 rows in chunks of 128
         assert {name: a.shape for name, a in names["vectors"].items()} == shapes
     else:
-        np.testing.assert_array_equal(names["collection"].tables(names["state"])["film"][7], np.ones(8))
+        np.testing.assert_array_equal(
+            names["collection"].tables(names["state"])["film"][7], np.ones(8)
+        )
 
 
 def test_a_model_of_torch_is_taken_over_trained_and_given_back():
     pytest.importorskip("torch")
     names, count = run_programs("torch.md")
-    assert count == 4 and names["loss"] < 0.6 and np.abs(names["after"] - names["before"]).max() > 0.1
+    assert (
+        count == 4 and names["loss"] < 0.6 and np.abs(names["after"] - names["before"]).max() > 0.1
+    )
 
 
 def test_the_programs_of_the_page_on_optimizers_run_as_printed():
@@ -323,14 +386,20 @@ def test_the_programs_of_the_page_on_troubleshooting_find_a_way_out_of_what_they
 
 def test_the_page_on_installing_knows_every_extra():
     page = (ROOT / "docs" / "install.md").read_text()
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert [extra for extra in extras if f"| `{extra}` |" not in page] == []
 
 
 def test_the_citation_is_of_this_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = (ROOT / "CITATION.cff").read_text()
-    for line in (f"title: {project['name']}", f"version: {project['version']}", f"license: {project['license']}"):
+    for line in (
+        f"title: {project['name']}",
+        f"version: {project['version']}",
+        f"license: {project['license']}",
+    ):
         assert f"\n{line}\n" in citation
     assert f"abstract: {project['description']}\n" in citation
 
@@ -339,9 +408,19 @@ def test_every_source_file_that_a_page_names_exists():
     """Whole paths, or the end of one: `collection/stack.py`, `stack.py`."""
     pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     folders = ("benchmarks", "datasets", "docs", "notebooks", "rsembed", "tests", "tools")
-    there = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    named = {(page.name, path) for page in pages for path in re.findall(r"`([\w/]+\.py)`", page.read_text())}
-    lost = [(page, path) for page, path in named if not any(known.endswith("/" + path) for known in there)]
+    there = [
+        f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")
+    ]
+    named = {
+        (page.name, path)
+        for page in pages
+        for path in re.findall(r"`([\w/]+\.py)`", page.read_text())
+    }
+    lost = [
+        (page, path)
+        for page, path in named
+        if not any(known.endswith("/" + path) for known in there)
+    ]
     assert len(named) > 40 and not lost
 
 
@@ -367,7 +446,10 @@ def test_a_host_that_knows_the_sources_links_notebooks_to_binder_and_colab(tmp_p
     environment = {"READTHEDOCS_GIT_CLONE_URL": url, "READTHEDOCS_GIT_COMMIT_HASH": "abc"}
     line = launch.links(*launch.source(tmp_path, environment), "00_quickstart")
     assert "mybinder.org/v2/gh/someone/rsembed/abc?labpath=notebooks%2F00_quickstart.ipynb)" in line
-    assert "colab.research.google.com/github/someone/rsembed/blob/abc/notebooks/00_quickstart.ipynb)" in line
+    assert (
+        "colab.research.google.com/github/someone/rsembed/blob/abc/notebooks/00_quickstart.ipynb)"
+        in line
+    )
     assert "git+https://github.com/someone/rsembed@abc" in line
 
 
@@ -383,11 +465,16 @@ def test_binder_installs_what_notebooks_need():
 
 def test_badges_say_what_the_package_says():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    floor = next(own for own in project["dependencies"] if own.startswith("jax>")).removeprefix("jax>=")
+    floor = next(own for own in project["dependencies"] if own.startswith("jax>")).removeprefix(
+        "jax>="
+    )
     python = project["requires-python"].removeprefix(">=")
     wanted = {"python": f"{python}+", "jax": f"{floor}+", "licence": project["license"]}
     readme = (ROOT / "README.md").read_text()
-    shown = {path.stem.removeprefix("badge-"): path for path in (ROOT / "docs" / "images").glob("badge-*.svg")}
+    shown = {
+        path.stem.removeprefix("badge-"): path
+        for path in (ROOT / "docs" / "images").glob("badge-*.svg")
+    }
     assert set(shown) == set(wanted)
     for name, path in shown.items():
         assert f"<title>{name}: {wanted[name]}</title>" in path.read_text()

@@ -27,7 +27,9 @@ def test_a_log_in_criteos_form_trains_hashed_tables_beside_logistic_regression(t
             file.write("\t".join(map(str, shown)) + "\n")
     train, held = criteo.load(log, 40_000)
     np.testing.assert_array_equal(np.concatenate([train.labels, held.labels]), labels)
-    np.testing.assert_allclose(np.concatenate([train.numbers, held.numbers]), np.log1p(counts), rtol=1e-6)
+    np.testing.assert_allclose(
+        np.concatenate([train.numbers, held.numbers]), np.log1p(counts), rtol=1e-6
+    )
     np.testing.assert_array_equal(np.concatenate([train.keys, held.keys]), keys)
     assert len(held.labels) == 4_000
     losses, results = criteo.main(["--data", str(log)])
@@ -57,7 +59,10 @@ def test_a_short_log_with_a_header_shows_its_loss_and_every_epoch(tmp_path, caps
 def test_auc_is_that_of_a_loop_over_pairs():
     criteo = script("criteo")
     generator = np.random.default_rng(0)
-    labels, scores = generator.integers(0, 2, 60), generator.integers(0, 20, 60) / 4  # some are equal
+    labels, scores = (
+        generator.integers(0, 2, 60),
+        generator.integers(0, 20, 60) / 4,
+    )  # some are equal
     pairs = [(a > b) + 0.5 * (a == b) for a in scores[labels == 1] for b in scores[labels == 0]]
     np.testing.assert_allclose(criteo.auc(labels, scores), np.mean(pairs), rtol=1e-12)
     quality = criteo.judge(labels, scores)

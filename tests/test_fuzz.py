@@ -12,7 +12,16 @@ import pytest
 from rsembed.checkpoint import arrays
 from rsembed.kernels import native
 from tools.fuzz import __main__ as fuzz
-from tools.fuzz import collection, direct_calls, files, machines, native_calls, properties, sanitizers, valid_calls
+from tools.fuzz import (
+    collection,
+    direct_calls,
+    files,
+    machines,
+    native_calls,
+    properties,
+    sanitizers,
+    valid_calls,
+)
 
 PLANTED = """
 #include <thread>
@@ -43,24 +52,39 @@ def run(seed):
     ("sanitizer", "fault", "report"),
     [("address", "out_of_bounds", "overflow|insufficient space"), ("thread", "race", "data race")],
 )
-def test_a_forbidden_access_is_reported_with_the_round_that_made_it(tmp_path, monkeypatch, sanitizer, fault, report):
+def test_a_forbidden_access_is_reported_with_the_round_that_made_it(
+    tmp_path, monkeypatch, sanitizer, fault, report
+):
     (tmp_path / "planted.cc").write_text(PLANTED)
     (tmp_path / "planted_rounds.py").write_text(ROUNDS.format(fault=fault))
-    flags = [*sanitizers.COMMON_FLAGS.split(), *sanitizers.FLAGS[sanitizer].split(), "-shared", "-fPIC", "-pthread"]
+    flags = [
+        *sanitizers.COMMON_FLAGS.split(),
+        *sanitizers.FLAGS[sanitizer].split(),
+        "-shared",
+        "-fPIC",
+        "-pthread",
+    ]
     subprocess.run(["g++", *flags, "planted.cc", "-o", "planted.so"], cwd=tmp_path, check=True)
     monkeypatch.setattr(sanitizers, "build", lambda _: tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    outcome = fuzz.explore("planted", fuzz.Target("planted_rounds:run", sanitizer), seed=2, seconds=60)
+    outcome = fuzz.explore(
+        "planted", fuzz.Target("planted_rounds:run", sanitizer), seed=2, seconds=60
+    )
     assert re.search(report, outcome.output)
     assert outcome.cases == 6  # of two rounds
-    assert outcome.verdict == "FAILS; again: python -m tools.fuzz --minutes 0 --target planted --seed 4"
+    assert (
+        outcome.verdict
+        == "FAILS; again: python -m tools.fuzz --minutes 0 --target planted --seed 4"
+    )
 
 
 @pytest.mark.skipif(native.unavailable_because() is not None, reason="needs the native kernels")
 def test_a_kernel_that_is_wrong_by_one_is_found(monkeypatch):
     kind, right = valid_calls.CALLS.index(valid_calls.rows_by_bag), native.rows_by_bag
     native_calls.valid_call(kind)
-    monkeypatch.setattr(native, "rows_by_bag", lambda *args, **options: [x + 1 for x in right(*args, **options)])
+    monkeypatch.setattr(
+        native, "rows_by_bag", lambda *args, **options: [x + 1 for x in right(*args, **options)]
+    )
     with pytest.raises(AssertionError):
         native_calls.valid_call(kind)
 
@@ -83,19 +107,25 @@ IN_PYTHON = [name for name, target in fuzz.TARGETS.items() if target.sanitizer i
 @pytest.mark.parametrize("name", IN_PYTHON)
 def test_a_few_short_lives_of_each_target_hold_what_they_should(monkeypatch, name):
     def short(machine, seed, **_):
-        return machines.live(machine, seed, max_examples=5, stateful_step_count=6)  # the first draws zeros alone
+        return machines.live(
+            machine, seed, max_examples=5, stateful_step_count=6
+        )  # the first draws zeros alone
 
     path, _, function = fuzz.TARGETS[name].function.partition(":")
     module, on_one_device = importlib.import_module(path), collection.model_on
     monkeypatch.setattr(module, "live", short, raising=False)
     monkeypatch.setattr(collection, "model_on", lambda *_: on_one_device(0, "row"))
-    monkeypatch.setattr(properties, "SETTINGS", hypothesis.settings(properties.SETTINGS, max_examples=3))
+    monkeypatch.setattr(
+        properties, "SETTINGS", hypothesis.settings(properties.SETTINGS, max_examples=3)
+    )
     assert getattr(module, function)(0) >= 1
 
 
 def test_a_checkpoint_with_one_wrong_row_is_found(monkeypatch):
     assert machines.live(files.Files, 0, max_examples=4) > 20
     right = arrays._rows
-    monkeypatch.setattr(arrays, "_rows", lambda array, first, last: np.roll(right(array, first, last), 1, axis=0))
+    monkeypatch.setattr(
+        arrays, "_rows", lambda array, first, last: np.roll(right(array, first, last), 1, axis=0)
+    )
     with pytest.raises(AssertionError):
         machines.live(files.Files, 0, phases=[hypothesis.Phase.generate])

@@ -20,7 +20,9 @@ print(rs.tbe.__name__, rs.plot.__name__)
 
 
 def test_an_import_stays_light_and_wings_come_when_they_are_asked_for():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines() == ["", "rsembed.tbe rsembed.plot"]
 
 
@@ -53,9 +55,15 @@ def test_the_room_of_rules_knows_the_names_of_other_systems_too():
 
 
 def test_the_front_door_is_small():
-    rooms = [rs, *(getattr(rs, name) for name in ("optimizers", "datasets", "plot", "checkpoint", "fdo"))]
+    rooms = [
+        rs,
+        *(getattr(rs, name) for name in ("optimizers", "datasets", "plot", "checkpoint", "fdo")),
+    ]
     names = [
-        name for room in rooms for name in dir(room) if name[0] != "_" and not inspect.ismodule(getattr(room, name))
+        name
+        for room in rooms
+        for name in dir(room)
+        if name[0] != "_" and not inspect.ismodule(getattr(room, name))
     ]
     assert len(names) <= 79, (
         f"there are {len(names)} public names. If the new one is needed by most users, raise the number here; if "

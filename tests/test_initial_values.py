@@ -20,7 +20,9 @@ INITIALIZERS = {
     "fan_in": jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal"),
     "glorot": jax.nn.initializers.glorot_uniform(),
     "constant": jax.nn.initializers.constant(0.3),
-    "two draws": lambda key, shape: jax.random.normal(key, shape) * 0.1 + jax.random.uniform(key, shape),
+    "two draws": lambda key, shape: (
+        jax.random.normal(key, shape) * 0.1 + jax.random.uniform(key, shape)
+    ),
     "shifted": lambda key, shape: 1.0 + 0.1 * jax.random.normal(jax.random.split(key)[1], shape),
     "default": rs.TableSpec(name="d", vocabulary_size=1, embedding_dim=1).initializer,
 }
@@ -65,11 +67,16 @@ def test_equal_draws_of_one_key_stay_equal():
 def test_initializers_that_mix_rows_are_evaluated_whole(initializer):
     key, some = jax.random.key(0), jnp.asarray([5, 1])
     np.testing.assert_allclose(
-        initial_rows(key, table(initializer), some), initializer(key, (ROWS, DIM))[some], rtol=1e-5, atol=1e-6
+        initial_rows(key, table(initializer), some),
+        initializer(key, (ROWS, DIM))[some],
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
-@pytest.mark.parametrize("key", [jax.random.key(3), jax.random.PRNGKey(3), jax.random.key(3, impl="rbg")], ids=str)
+@pytest.mark.parametrize(
+    "key", [jax.random.key(3), jax.random.PRNGKey(3), jax.random.key(3, impl="rbg")], ids=str
+)
 def test_keys_of_many_tables_are_those_of_each(key):
     names = ["item", "user", ""]
     for own, name in zip(table_keys(key, names), names, strict=True):
@@ -80,7 +87,9 @@ def of_size(rows, initializer):
     return rs.TableSpec(name="t", vocabulary_size=rows, embedding_dim=DIM, initializer=initializer)
 
 
-@pytest.mark.parametrize("name", ["normal", "uniform", "truncated", "constant", "two draws", "shifted", "default"])
+@pytest.mark.parametrize(
+    "name", ["normal", "uniform", "truncated", "constant", "two draws", "shifted", "default"]
+)
 def test_tables_of_one_form_have_rows_of_one_program(name):
     small, large = of_size(10, INITIALIZERS[name]), of_size(ROWS, INITIALIZERS[name])
     assert form(small) == form(large) == form(of_size(1_234_567_890, INITIALIZERS[name]))
@@ -94,7 +103,10 @@ def scaled(scale):
 
 def test_functions_that_compute_the_same_are_of_one_form_and_no_others():
     scales = np.linspace(1, 2, DIM, dtype=np.float32)[None]
-    forms = [form(of_size(10, scaled(scale))) for scale in (0.1, 0.1, 0.1 + 1e-8, 0.2, scales, scales + 1, scales)]
+    forms = [
+        form(of_size(10, scaled(scale)))
+        for scale in (0.1, 0.1, 0.1 + 1e-8, 0.2, scales, scales + 1, scales)
+    ]
     assert forms[0] == forms[1]  # 0.1 + 1e-8 is another number of float32
     assert len({forms[0], *forms[2:]}) == 6
     assert form(of_size(10, jax.jit(scaled(scales), static_argnums=1))) != forms[4]
@@ -103,31 +115,43 @@ def test_functions_that_compute_the_same_are_of_one_form_and_no_others():
 NUMBER_OF_ROWS_MATTERS = {
     "in a scale": jax.nn.initializers.glorot_uniform(),
     "in a value": lambda key, shape: jnp.full(shape, shape[0], jnp.float32),
-    "in an order": lambda key, shape: jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.float32)[:, None], shape),
+    "in an order": lambda key, shape: jnp.broadcast_to(
+        jnp.arange(shape[0], dtype=jnp.float32)[:, None], shape
+    ),
     "in all rows": jax.nn.initializers.orthogonal(),
     "in a sum": lambda key, shape: jax.random.normal(key, shape) / jnp.ones((shape[0], 2, 2)).sum(),
     "in a largest number": lambda key, shape: (
-        jax.random.normal(key, shape) / jax.lax.broadcasted_iota(jnp.float32, (shape[0], 3), 0).max()
+        jax.random.normal(key, shape)
+        / jax.lax.broadcasted_iota(jnp.float32, (shape[0], 3), 0).max()
     ),
-    "in an array": lambda key, shape: jnp.asarray(np.linspace(0, 1, shape[0] * shape[1], dtype=np.float32)).reshape(
-        shape
-    ),
+    "in an array": lambda key, shape: jnp.asarray(
+        np.linspace(0, 1, shape[0] * shape[1], dtype=np.float32)
+    ).reshape(shape),
 }
 
 
 @pytest.mark.parametrize("where", NUMBER_OF_ROWS_MATTERS)
 def test_the_form_tells_tables_apart_whose_values_depend_on_their_size(where):
-    assert form(of_size(10, NUMBER_OF_ROWS_MATTERS[where])) != form(of_size(20, NUMBER_OF_ROWS_MATTERS[where]))
+    assert form(of_size(10, NUMBER_OF_ROWS_MATTERS[where])) != form(
+        of_size(20, NUMBER_OF_ROWS_MATTERS[where])
+    )
 
 
 def test_stacked_tables_of_many_sizes_and_initializers_have_their_own_values():
-    initializers = [INITIALIZERS["uniform"], *map(NUMBER_OF_ROWS_MATTERS.get, ("in a scale", "in an order"))]
+    initializers = [
+        INITIALIZERS["uniform"],
+        *map(NUMBER_OF_ROWS_MATTERS.get, ("in a scale", "in an order")),
+    ]
     tables = [
-        rs.TableSpec(name=f"{k} {rows}", vocabulary_size=rows, embedding_dim=DIM, initializer=initializer)
+        rs.TableSpec(
+            name=f"{k} {rows}", vocabulary_size=rows, embedding_dim=DIM, initializer=initializer
+        )
         for k, initializer in enumerate(initializers)
         for rows in (1, 16, 17)
     ]
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name=own.name, table_spec=own) for own in tables])
+    collection = rs.EmbeddingCollection(
+        [rs.FeatureSpec(name=own.name, table_spec=own) for own in tables]
+    )
     key = jax.random.key(5)
     stacked = collection.tables(collection.init(key))
     assert len(collection.plan.stacks) == 1

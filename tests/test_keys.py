@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 
 import rsembed as rs
 from rsembed.kernels.contract import NO_ROW
-from rsembed.keys import MAX_SHARDS, checked_keys, is_beyond, join_keys, local_rows, num_invalid, owners, split_keys
+from rsembed.keys import (
+    MAX_SHARDS,
+    checked_keys,
+    is_beyond,
+    join_keys,
+    local_rows,
+    num_invalid,
+    owners,
+    split_keys,
+)
 
 CASES = json.loads((Path(__file__).parent / "data" / "sok_cases.json").read_text())
 EDGES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1]
@@ -25,7 +34,9 @@ EDGES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 2, 
 @example(EDGES)
 def test_lanes_hold_every_64_bit_number(numbers):
     keys = split_keys(np.array(numbers, np.uint64))
-    assert [(int(high) << 32) | int(low) for high, low in zip(keys.high, keys.low, strict=True)] == numbers
+    assert [
+        (int(high) << 32) | int(low) for high, low in zip(keys.high, keys.low, strict=True)
+    ] == numbers
     assert keys.is_key.all()
     assert join_keys(keys.high, keys.low).tolist() == numbers
 
@@ -43,7 +54,11 @@ def test_minus_one_is_padding_of_signed_keys_and_the_largest_key_of_unsigned_one
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint32])
 def test_keys_inside_jit_are_split_as_on_the_host(dtype):
     numbers = np.array([[0, 7], [2**31 - 1, 12]], dtype)
-    lanes = zip(jax.tree.leaves(jax.jit(split_keys)(numbers)), jax.tree.leaves(split_keys(numbers)), strict=True)
+    lanes = zip(
+        jax.tree.leaves(jax.jit(split_keys)(numbers)),
+        jax.tree.leaves(split_keys(numbers)),
+        strict=True,
+    )
     for inside, outside in lanes:
         assert inside.dtype == outside.dtype
         np.testing.assert_array_equal(inside, outside)
@@ -52,7 +67,10 @@ def test_keys_inside_jit_are_split_as_on_the_host(dtype):
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64])
 def test_negative_numbers_are_the_keys_of_their_bits(dtype):
     numbers = np.array([4, -1, -2, np.iinfo(dtype).min], dtype)
-    for keys in (split_keys(numbers), *([jax.jit(split_keys)(numbers)] if dtype != np.int64 else [])):
+    for keys in (
+        split_keys(numbers),
+        *([jax.jit(split_keys)(numbers)] if dtype != np.int64 else []),
+    ):
         assert np.asarray(keys.is_key).tolist() == [True, False, True, True]
         assert join_keys(keys.high, keys.low).tolist() == numbers.astype(np.uint64).tolist()
         assert join_keys(keys.high, keys.low, dtype=np.int64).tolist() == numbers.tolist()
@@ -66,13 +84,21 @@ def test_negative_numbers_are_the_keys_of_their_bits(dtype):
     ],
 )  # fmt: skip
 def test_keys_that_a_dtype_cannot_hold_are_told_and_counted(dtype, beyond):
-    held = [0, 7, np.iinfo(dtype).max] + ([-2, np.iinfo(dtype).min] if dtype.startswith("i") else [])
+    held = [0, 7, np.iinfo(dtype).max] + (
+        [-2, np.iinfo(dtype).min] if dtype.startswith("i") else []
+    )
     numbers = np.asarray([number % 2**64 for number in [*held, *beyond]], np.uint64)
     keys = split_keys(numbers)
     assert is_beyond(keys, dtype).tolist() == [False] * len(held) + [True] * len(beyond)
-    kept = jax.jit(lambda keys: checked_keys(keys, dtype, feature="f"))(jax.tree.map(jnp.asarray, keys))
-    assert kept.is_key.tolist() == [True] * len(held) + [False] * len(beyond) and num_invalid(kept) == len(beyond)
-    assert is_beyond(split_keys(np.asarray([2**64 - 1], np.uint64)), dtype).item() == (dtype != "uint64")
+    kept = jax.jit(lambda keys: checked_keys(keys, dtype, feature="f"))(
+        jax.tree.map(jnp.asarray, keys)
+    )
+    assert kept.is_key.tolist() == [True] * len(held) + [False] * len(beyond) and num_invalid(
+        kept
+    ) == len(beyond)
+    assert is_beyond(split_keys(np.asarray([2**64 - 1], np.uint64)), dtype).item() == (
+        dtype != "uint64"
+    )
 
 
 def test_a_key_that_does_not_fit_is_not_cut():
@@ -83,17 +109,25 @@ def test_a_key_that_does_not_fit_is_not_cut():
 @settings(deadline=None)
 @given(
     numbers=st.lists(st.integers(0, 2**64 - 1), min_size=10, max_size=10),
-    num_shards=st.one_of(st.sampled_from([1, 2, 3, 65_535, MAX_SHARDS]), st.integers(1, MAX_SHARDS)),
+    num_shards=st.one_of(
+        st.sampled_from([1, 2, 3, 65_535, MAX_SHARDS]), st.integers(1, MAX_SHARDS)
+    ),
     rows_per_shard=st.sampled_from([1, 1000, 2**31 - 1]),
 )
 @example(numbers=EDGES, num_shards=MAX_SHARDS, rows_per_shard=2**31 - 1)
 @example(numbers=EDGES, num_shards=65_535, rows_per_shard=2**31 - 1)
 def test_owner_and_row_are_remainder_and_quotient(numbers, num_shards, rows_per_shard):
     # Near the largest legal key quotients are interesting, too.
-    numbers = [*numbers, num_shards * rows_per_shard - 1, min(num_shards * rows_per_shard, 2**64 - 1)]
+    numbers = [
+        *numbers,
+        num_shards * rows_per_shard - 1,
+        min(num_shards * rows_per_shard, 2**64 - 1),
+    ]
     keys = split_keys(np.array(numbers, np.uint64))
     on_device = jax.tree.map(jnp.asarray, keys)
-    expected_rows = [k // num_shards if k < num_shards * rows_per_shard else NO_ROW for k in numbers]
+    expected_rows = [
+        k // num_shards if k < num_shards * rows_per_shard else NO_ROW for k in numbers
+    ]
     for lanes in (keys, on_device):
         assert owners(lanes, num_shards).tolist() == [k % num_shards for k in numbers]
         assert local_rows(lanes, num_shards, rows_per_shard).tolist() == expected_rows
@@ -112,7 +146,9 @@ def test_shard_counts_beyond_exact_arithmetic_are_refused(function, num_shards):
         function(split_keys(np.array([1])), num_shards)
 
 
-@pytest.mark.parametrize("case", CASES["partition"][0]["expected"]["cases"], ids=lambda case: str(case["num_shards"]))
+@pytest.mark.parametrize(
+    "case", CASES["partition"][0]["expected"]["cases"], ids=lambda case: str(case["num_shards"])
+)
 def test_worked_case_of_the_partition(case):
     keys = split_keys(np.array(case["keys"]))
     assert owners(keys, case["num_shards"]).tolist() == case["owners"]
@@ -191,15 +227,22 @@ def test_a_text_has_the_same_key_in_every_container(kind):
 
 def test_keys_of_texts_are_those_of_another_process():
     program = "import rsembed as rs; print(rs.hash_keys(['apple', 'pear']).tolist())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[-2328654269316264298, -1411252022289735552]"  # as in all releases
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert (
+        done.stdout.strip() == "[-2328654269316264298, -1411252022289735552]"
+    )  # as in all releases
 
 
 def test_keys_of_texts_keep_the_shape_and_lists_stay_lists():
     square = np.array([["a", "b"], ["b", "c"]])
     assert rs.hash_keys(square).tolist() == [[key_of(text) for text in row] for row in square]
     assert rs.hash_keys(np.array([], object)).shape == rs.hash_keys([]).shape == (0,)
-    for column in ([["a"], [], ["b", "a"]], Column([np.array(["a"], object), [], np.array(["b", "a"])])):
+    for column in (
+        [["a"], [], ["b", "a"]],
+        Column([np.array(["a"], object), [], np.array(["b", "a"])]),
+    ):
         rows = rs.hash_keys(column)
         assert [row.tolist() for row in rows] == [[key_of("a")], [], [key_of("b"), key_of("a")]]
         assert {row.dtype for row in rows} == {np.dtype(np.int64)}
@@ -221,14 +264,16 @@ def test_a_missing_text_is_an_error_with_its_row_or_gets_the_key_that_is_given(m
 
 def test_keys_of_texts_train_a_hashed_table():
     user = rs.TableSpec("user", 64, 4, storage=rs.Hashed(), optimizer=rs.optimizers.SGD(0.1))
-    tag = rs.TableSpec("tag", 64, 4, storage=rs.Hashed(), combiner="sum", optimizer=rs.optimizers.SGD(0.1))
+    tag = rs.TableSpec(
+        "tag", 64, 4, storage=rs.Hashed(), combiner="sum", optimizer=rs.optimizers.SGD(0.1)
+    )
     collection = rs.EmbeddingCollection([rs.FeatureSpec("user", user), rs.FeatureSpec("tags", tag)])
     names, tags = ["ann", "bob", "ann"], [["x", "y"], [], ["y"]]
     batch = collection.prepare({"user": rs.hash_keys(names), "tags": rs.hash_keys(tags)})
     state = collection.init(jax.random.key(0))
-    _, (_, gradients) = rs.value_and_grad(lambda _, activations: activations["tags"].sum(), collection)(
-        {}, state, batch
-    )
+    _, (_, gradients) = rs.value_and_grad(
+        lambda _, activations: activations["tags"].sum(), collection
+    )({}, state, batch)
     keys = collection.tables(collection.apply(state, gradients))["tag"]["keys"]
     assert sorted(keys.tolist()) == sorted([key_of("x"), key_of("y")])
     vectors = collection.lookup(state, batch)["user"]
@@ -247,12 +292,21 @@ def test_keys_of_texts_train_a_hashed_table():
         (lambda missing: Column([[1], missing, [2]]), 1),
         (lambda missing: [[1], [2], missing], 2),
         (lambda missing: np.array([[1, 2], [3, missing]], object), 1),
-        (lambda missing: np.array([1, 2, missing], float if isinstance(missing, float) else object), 2),
+        (
+            lambda missing: np.array(
+                [1, 2, missing], float if isinstance(missing, float) else object
+            ),
+            2,
+        ),
         (lambda missing: rs.Bags(np.array([1.0, 2.0, np.nan]), np.array([0, 2, 3], np.int32)), 1),
     ],
 )
-def test_a_missing_id_is_called_missing_with_its_row_in_every_container(column, row, missing, storage):
-    table = rs.TableSpec("user", 64, 4, storage=storage, combiner="sum", optimizer=rs.optimizers.SGD(0.1))
+def test_a_missing_id_is_called_missing_with_its_row_in_every_container(
+    column, row, missing, storage
+):
+    table = rs.TableSpec(
+        "user", 64, 4, storage=storage, combiner="sum", optimizer=rs.optimizers.SGD(0.1)
+    )
     collection = rs.EmbeddingCollection([rs.FeatureSpec("user", table)])
     words = rf"feature 'user': row {row} has a missing value \(.*\); fill missing values with -1, which is no id"
     with pytest.raises(TypeError, match=words):

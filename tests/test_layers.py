@@ -73,7 +73,9 @@ def imported_names(file: Path, package: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, below
             else:
                 # `from rsembed import kernels` names a room, `from rsembed import TableSpec` does not.
-                yield from ((node.lineno, name.name if name.name in ROOMS else "") for name in node.names)
+                yield from (
+                    (node.lineno, name.name if name.name in ROOMS else "") for name in node.names
+                )
 
 
 def violation(room: str, target: str) -> str | None:
@@ -113,7 +115,9 @@ def violations(package: Path) -> list[str]:
 def test_rooms_import_only_from_rooms_above():
     assert violations(ROOT / "rsembed") == []
     table = (ROOT / "docs" / "architecture.md").read_text().split("| room |")[1].split("\n\n")[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == ROOMS[:-1]  # the page tells the same, but __main__
+    assert (
+        re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == ROOMS[:-1]
+    )  # the page tells the same, but __main__
 
 
 @pytest.mark.parametrize(
@@ -146,8 +150,14 @@ def test_a_planted_violation_is_found(tmp_path, file, code, reason):
 @pytest.mark.parametrize(
     ("file", "code"),
     [
-        ("collection.py", "import jax\nfrom rsembed.kernels import api\nfrom rsembed import specs, bags"),
-        ("kernels/api.py", "from rsembed.kernels import reference\nfrom . import native\nfrom .gpu import x"),
+        (
+            "collection.py",
+            "import jax\nfrom rsembed.kernels import api\nfrom rsembed import specs, bags",
+        ),
+        (
+            "kernels/api.py",
+            "from rsembed.kernels import reference\nfrom . import native\nfrom .gpu import x",
+        ),
         ("kernels/api.py", "from ..optimizers import sgd\nfrom .. import specs"),
         ("sok/layers.py", "from rsembed.fdo import x"),
         ("fdo/report.py", "def plot():\n    from rsembed import plot"),

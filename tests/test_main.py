@@ -10,7 +10,9 @@ import pytest
 
 from rsembed import __main__ as command_line
 
-PARAMETERS = 'STEPS = 3  # 5_000 for the docs\nSOURCE = "bundled"\nrates: list = [\n    0.1,\n]  # é\n'
+PARAMETERS = (
+    'STEPS = 3  # 5_000 for the docs\nSOURCE = "bundled"\nrates: list = [\n    0.1,\n]  # é\n'
+)
 STORY = """import sys
 import matplotlib.pyplot as plt
 print(f"steps={STEPS} source={SOURCE} rates={rates}")
@@ -93,7 +95,13 @@ def test_settings_are_assigned_below_the_parameters_also_of_those_assigned_toget
     source = "A, B = 1, 2\n" + PARAMETERS
     values = {}
     exec(command_line.with_settings(source, {"B": "[1]", "SOURCE": "real"}), values)
-    assert [values[name] for name in ("A", "B", "STEPS", "SOURCE", "rates")] == [1, [1], 3, "real", [0.1]]
+    assert [values[name] for name in ("A", "B", "STEPS", "SOURCE", "rates")] == [
+        1,
+        [1],
+        3,
+        "real",
+        [0.1],
+    ]
 
 
 def test_doctor_names_each_kernel_implementation(capsys):
@@ -106,7 +114,9 @@ def test_doctor_names_each_kernel_implementation(capsys):
 
 def test_doctor_says_in_one_line_that_a_device_is_not_here():
     run = [sys.executable, "-m", "rsembed", "doctor"]
-    done = subprocess.run(run, env=os.environ | {"JAX_PLATFORMS": "tpu"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        run, env=os.environ | {"JAX_PLATFORMS": "tpu"}, capture_output=True, text=True, check=False
+    )
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert last.startswith("rsembed: JAX finds no device: ") and "'tpu'" in last

@@ -67,27 +67,40 @@ def peaks():
     quick = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")
     environment = {name: value for name, value in os.environ.items() if name not in quick}
     command = [sys.executable, "-c", PROGRAM, *map(str, (ROWS, DIM, BATCH, LENGTH)), *RULES]
-    output = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
+    output = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=240, env=environment
+    )
     assert output.returncode == 0, output.stderr
-    return {rule: tuple(map(float, numbers)) for rule, *numbers in map(str.split, output.stdout.splitlines())}
+    return {
+        rule: tuple(map(float, numbers))
+        for rule, *numbers in map(str.split, output.stdout.splitlines())
+    }
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of resident memory from /proc")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="reads the peak of resident memory from /proc"
+)
 @pytest.mark.parametrize("optimizer", RULES)
 def test_init_and_training_hold_one_copy_of_the_state(optimizer, peaks):
     init, step = peaks[optimizer]
     assert init < 1.3
-    assert step < (1.2 if native.unavailable_because() is None else 1.25)  # XLA's sort of all entries has its lists
+    assert step < (
+        1.2 if native.unavailable_because() is None else 1.25
+    )  # XLA's sort of all entries has its lists
 
 
-@pytest.mark.parametrize("optimizer", [rs.optimizers.Adagrad(), rs.optimizers.FTRL()], ids=["fused", "traced"])
+@pytest.mark.parametrize(
+    "optimizer", [rs.optimizers.Adagrad(), rs.optimizers.FTRL()], ids=["fused", "traced"]
+)
 @pytest.mark.parametrize("implementation", ["reference", "native"])
 def test_compiled_training_has_no_temporary_of_the_size_of_a_table(optimizer, implementation):
     reason = native.unavailable_because()
     if implementation == "native" and reason is not None:
         pytest.skip(f"needs the native kernels: {reason}")
     table = rs.TableSpec(name="t", vocabulary_size=ROWS, embedding_dim=DIM, optimizer=optimizer)
-    collection = rs.EmbeddingCollection(rs.FeatureSpec(name="f", table_spec=table), implementation=implementation)
+    collection = rs.EmbeddingCollection(
+        rs.FeatureSpec(name="f", table_spec=table), implementation=implementation
+    )
     state = jax.eval_shape(collection.init, jax.random.key(0))
 
     def train(state, batches):
@@ -130,7 +143,9 @@ def test_pages_of_activations_are_used_again_unless_the_user_chose_what_the_allo
 
     def share_of_new_pages(**environment):
         command = [sys.executable, "-c", LOOKUPS]
-        output = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=240)
+        output = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=240
+        )
         assert output.returncode == 0, output.stderr
         return float(output.stdout)
 

@@ -24,7 +24,9 @@ def script():
 
 def test_every_setting_is_an_option_of_its_type(script):
     assert script.parsed([]) == script.Settings()
-    chosen = script.parsed(["--tables", "hashed", "--devices", "4", "--table-rate", "0.5", "--folder", "runs"])
+    chosen = script.parsed(
+        ["--tables", "hashed", "--devices", "4", "--table-rate", "0.5", "--folder", "runs"]
+    )
     assert chosen == script.Settings(tables="hashed", devices=4, table_rate=0.5, folder="runs")
     with pytest.raises(SystemExit):
         script.parsed(["--tables", "stone"])
@@ -52,8 +54,14 @@ def test_recall_ndcg_and_auc_are_those_of_a_loop_over_films(script):
         user, hidden = task.log.users[number], task.log.items[number]
         seen = set(task.log.items[task.train][task.log.users[task.train] == user].tolist())
         others = [own[film] for film in range(500) if film not in seen and film != hidden]
-        aucs.append(np.mean([1.0 if other < own[hidden] else 0.5 * (other == own[hidden]) for other in others]))
-        above = sum(1.0 if other > own[hidden] else 0.5 * (other == own[hidden]) for other in others)
+        aucs.append(
+            np.mean(
+                [1.0 if other < own[hidden] else 0.5 * (other == own[hidden]) for other in others]
+            )
+        )
+        above = sum(
+            1.0 if other > own[hidden] else 0.5 * (other == own[hidden]) for other in others
+        )
         recalls.append(above < 10)
         gains.append(1 / np.log2(above + 2) if above < 10 else 0.0)
     expected = [np.mean(recalls), np.mean(gains), np.mean(aucs)]
@@ -94,7 +102,13 @@ def test_data_may_be_a_path_or_searched(script, tmp_path, monkeypatch, capsys):
         lines += [f"{user},1,4.5,{900_000_000 + user}", f"{user},2,3,{910_000_000 + user}"]
     (tmp_path / "ratings.csv").write_text("\n".join(lines) + "\n")
     task = script.load_task(script.Settings(data=str(tmp_path)))
-    assert task.log.titles == ("A (1995)", "B (1996)") and task.log.users[task.test].tolist() == [0, 1, 2, 3, 4]
+    assert task.log.titles == ("A (1995)", "B (1996)") and task.log.users[task.test].tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     monkeypatch.setenv("RSEMBED_DATA", str(tmp_path))
     assert script.load_log(script.Settings(data="auto")).source == task.log.source
     monkeypatch.setenv("RSEMBED_DATA", str(tmp_path / "nothing"))

@@ -27,7 +27,11 @@ def pictures(bundles):
 
 
 def test_no_cell_is_longer_than_a_screen(notebook):
-    lengths = {k: len(cell.source.splitlines()) for k, cell in enumerate(notebook.cells) if cell.cell_type == "code"}
+    lengths = {
+        k: len(cell.source.splitlines())
+        for k, cell in enumerate(notebook.cells)
+        if cell.cell_type == "code"
+    }
     assert {k: length for k, length in lengths.items() if length > MOST_LINES} == {}
 
 

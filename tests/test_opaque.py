@@ -33,7 +33,12 @@ def rows():
 
 @pytest.mark.parametrize("kind", opaque.DTYPES)
 def test_numbers_come_back_with_dtype_and_shape(kind):
-    for numbers in (NUMBERS[kind], NUMBERS[kind].reshape(2, 2), NUMBERS[kind][0], NUMBERS[kind][:0]):
+    for numbers in (
+        NUMBERS[kind],
+        NUMBERS[kind].reshape(2, 2),
+        NUMBERS[kind][0],
+        NUMBERS[kind][:0],
+    ):
         for wrap, unwrap in (
             (opaque.wrap, opaque.unwrap),
             (jax.jit(opaque.wrap, static_argnums=1), jax.jit(opaque.unwrap)),
@@ -71,7 +76,8 @@ def test_numbers_come_back_with_dtype_and_shape(kind):
 )
 def test_arithmetic_is_a_type_error(loop, arithmetic):
     with pytest.raises(
-        (TypeError, ValueError), match=r"key<row number: add row gradients by \+ or rs\.combine>|dtype|data type|scalar"
+        (TypeError, ValueError),
+        match=r"key<row number: add row gradients by \+ or rs\.combine>|dtype|data type|scalar",
     ):
         LOOP[loop](arithmetic, rows())
 
@@ -80,7 +86,10 @@ def test_no_collective_adds_them():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     for collective in (jax.lax.psum, jax.lax.pmean):
         summed = jax.shard_map(
-            lambda x, do=collective: do(x, "d"), mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec()
+            lambda x, do=collective: do(x, "d"),
+            mesh=mesh,
+            in_specs=PartitionSpec("d"),
+            out_specs=PartitionSpec(),
         )
         with pytest.raises(TypeError, match="key<row number"):
             summed(rows())
@@ -122,17 +131,23 @@ def test_parts_stay_on_their_devices(kind):
     def added(own):
         return opaque.wrap(opaque.unwrap(own) - 1, "row")
 
-    on_each = jax.shard_map(added, mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d"))
+    on_each = jax.shard_map(
+        added, mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d")
+    )
     assert opaque.unwrap(jax.jit(on_each)(wrapped)).tolist() == (ROWS - 1).tolist()
 
 
 def test_another_process_knows_the_numbers_again(tmp_path):
     (tmp_path / "rows").write_bytes(pickle.dumps(rows()))
     program = (
-        "import pickle, sys; from rsembed import opaque; print(opaque.unwrap(pickle.load(open(sys.argv[1], 'rb'))))"
+        "import pickle, sys; from rsembed import opaque; "
+        "print(opaque.unwrap(pickle.load(open(sys.argv[1], 'rb'))))"
     )
     found = subprocess.run(
-        [sys.executable, "-c", program, tmp_path / "rows"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program, tmp_path / "rows"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert found.stdout.strip() == str(jnp.asarray(ROWS))
 

@@ -23,7 +23,12 @@ def dealt(place, count, spread):
 
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(
-    st.integers(0, 3), st.integers(0, 30), st.integers(0, 9), st.integers(1, 6), st.integers(1, 40), st.integers(0, 3)
+    st.integers(0, 3),
+    st.integers(0, 30),
+    st.integers(0, 9),
+    st.integers(1, 6),
+    st.integers(1, 40),
+    st.integers(0, 3),
 )
 def test_rows_are_dealt_in_turn_and_come_back(owner, first, rotation, spread, count, spare):
     place, ids = Place(owner, first, rotation), np.arange(count)
@@ -33,7 +38,9 @@ def test_rows_are_dealt_in_turn_and_come_back(owner, first, rotation, spread, co
     rows = [shard * rows_per_shard + row for shard, row in expected]
     np.testing.assert_array_equal(place.rows(ids, **where), rows)
     assert [place.rows(i, **where) for i in range(count)] == rows
-    np.testing.assert_array_equal(np.arange(10 * rows_per_shard)[place.all_rows(count, **where)], rows)
+    np.testing.assert_array_equal(
+        np.arange(10 * rows_per_shard)[place.all_rows(count, **where)], rows
+    )
     shards, own_rows = np.divmod(np.arange(10 * rows_per_shard), rows_per_shard)
     found = place.ids(shards, own_rows, spread=spread)
     is_own = (found >= 0) & (found < count)
@@ -42,19 +49,30 @@ def test_rows_are_dealt_in_turn_and_come_back(owner, first, rotation, spread, co
     )
     for shard in range(owner, owner + spread):
         # Had the table no end, every row from the first one on would be its own.
-        assert place.ids(shard, place.first_row(shard, spread=spread), spread=spread) in range(spread)
+        assert place.ids(shard, place.first_row(shard, spread=spread), spread=spread) in range(
+            spread
+        )
 
 
 def test_tables_of_a_stack_are_told_apart_in_numpy_and_when_traced():
-    places, sizes, spread, rows_per_shard = [Place(0, 0, 0), Place(0, 8, 1), Place(0, 20, 3)], [7, 10, 4], 4, 7
+    places, sizes, spread, rows_per_shard = (
+        [Place(0, 0, 0), Place(0, 8, 1), Place(0, 20, 3)],
+        [7, 10, 4],
+        4,
+        7,
+    )
     expected = np.full((2, spread * rows_per_shard), -1)
     for table, (place, size) in enumerate(zip(places, sizes, strict=True)):
         for i, (shard, row) in enumerate(dealt(place, size, spread)):
             assert (expected[:, shard * rows_per_shard + row] == -1).all()
             expected[:, shard * rows_per_shard + row] = table, i
     shards, rows = np.divmod(np.arange(spread * rows_per_shard, dtype=np.int32), rows_per_shard)
-    np.testing.assert_array_equal(tables_and_ids(places, sizes, shards, rows, spread=spread), expected)
-    traced = jax.jit(lambda *where: tables_and_ids(places, sizes, *where, spread=spread))(shards, rows)
+    np.testing.assert_array_equal(
+        tables_and_ids(places, sizes, shards, rows, spread=spread), expected
+    )
+    traced = jax.jit(lambda *where: tables_and_ids(places, sizes, *where, spread=spread))(
+        shards, rows
+    )
     assert all(isinstance(array, jax.Array) and array.dtype == jnp.int32 for array in traced)
     np.testing.assert_array_equal(traced, expected)
 

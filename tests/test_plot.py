@@ -8,20 +8,35 @@ from rsembed import plot
 from rsembed.kernels.devices import granted_cores
 from rsembed.plot.buffers import partition_entries
 from rsembed.plot.drawing import measured_on
-from rsembed.plot.pictures import Work, lookup_work, nearest_neighbours, principal_plane, roof, running_mean
+from rsembed.plot.pictures import (
+    Work,
+    lookup_work,
+    nearest_neighbours,
+    principal_plane,
+    roof,
+    running_mean,
+)
 
 RNG = np.random.default_rng(0)
 VECTORS = RNG.normal(size=(40, 8))
 ENTRIES = partition_entries(RNG.integers(0, 9, (2, 4, 3)), num_shards=2)
 
 PICTURES = {
-    "loss": lambda **kw: plot.plot_loss([3.0, 2.0, 1.0], references={"floor": 0.5}, label="training", **kw),
-    "row_path": lambda **kw: plot.plot_row_path({"a": np.arange(4), "b": np.ones(4)}, lookups=[2], **kw),
-    "loss_against_state": lambda **kw: plot.plot_loss_against_state({"sgd": (0, 0.6), "adam": (128, 0.5)}, **kw),
+    "loss": lambda **kw: plot.plot_loss(
+        [3.0, 2.0, 1.0], references={"floor": 0.5}, label="training", **kw
+    ),
+    "row_path": lambda **kw: plot.plot_row_path(
+        {"a": np.arange(4), "b": np.ones(4)}, lookups=[2], **kw
+    ),
+    "loss_against_state": lambda **kw: plot.plot_loss_against_state(
+        {"sgd": (0, 0.6), "adam": (128, 0.5)}, **kw
+    ),
     "id_frequency": lambda **kw: plot.plot_id_frequency(np.array([5, 0, 9]), **kw),
     "limits": lambda **kw: plot.plot_limits([3, 9, 4], [8, 8, 16], **kw),
     "coverage": lambda **kw: plot.plot_coverage(np.array([5, 0, 9]), **kw),
-    "shard_load": lambda **kw: plot.plot_shard_load({"plain": np.array([5, 3]), "turned": np.array([4, 4])}, **kw),
+    "shard_load": lambda **kw: plot.plot_shard_load(
+        {"plain": np.array([5, 3]), "turned": np.array([4, 4])}, **kw
+    ),
     "stack_bytes": lambda **kw: plot.plot_stack_bytes({"a": (4000, 100), "b": (2000, 0)}, **kw),
     "buffer": lambda **kw: plot.plot_buffer(np.array([[0, 0, -1, 1, -2, -2]]), **kw),
     "miss_ratio": lambda **kw: plot.plot_miss_ratio({"lru": {10: 0.95, 100: 0.2}}, **kw),
@@ -30,7 +45,9 @@ PICTURES = {
     "roofline": lambda **kw: plot.plot_roofline(
         Work(2e9, 4e9), {"fast": 0.5}, bytes_per_second=1e10, flops_per_second=1e11, **kw
     ),
-    "against_bytes": lambda **kw: plot.plot_against_bytes({"int8": [(1e3, 0.01), (2e3, 0.005)]}, **kw),
+    "against_bytes": lambda **kw: plot.plot_against_bytes(
+        {"int8": [(1e3, 0.01), (2e3, 0.005)]}, **kw
+    ),
 }
 
 
@@ -54,7 +71,9 @@ def boxes_of(ax):
 
 
 def test_every_picture_is_in_this_table():
-    assert {name for name in vars(plot) if name.startswith("plot_")} == {f"plot_{name}" for name in PICTURES}
+    assert {name for name in vars(plot) if name.startswith("plot_")} == {
+        f"plot_{name}" for name in PICTURES
+    }
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -114,7 +133,9 @@ def test_principal_plane_finds_the_plane_in_which_the_points_lie():
     coordinates, shares = principal_plane(flat @ basis.T + 3.0)
     assert shares.sum() == pytest.approx(1.0)
     distances = np.linalg.norm(flat[:, None] - flat[None], axis=-1)
-    np.testing.assert_allclose(np.linalg.norm(coordinates[:, None] - coordinates[None], axis=-1), distances)
+    np.testing.assert_allclose(
+        np.linalg.norm(coordinates[:, None] - coordinates[None], axis=-1), distances
+    )
     assert coordinates.max(axis=0).tolist() == np.abs(coordinates).max(axis=0).tolist()
 
 
@@ -133,12 +154,18 @@ CURVES = {
         lambda: plot.plot_loss([5.0], steps=[10], ax=plot.plot_loss([2.0, 1.0]), color="red"),
         [[(1, 2), (2, 1)], [(10, 5)]],
     ),
-    "counts in falling order, without ids never seen": (PICTURES["id_frequency"], [[(1, 9), (2, 5)]]),
+    "counts in falling order, without ids never seen": (
+        PICTURES["id_frequency"],
+        [[(1, 9), (2, 5)]],
+    ),
     "limits, with a cross at each batch above its own": (
         lambda: plot.plot_limits([3, 9, 4, 20], [8, 8, 16, 16]),
         [[(1, 8), (2, 8), (3, 16), (4, 16)], [(1, 3), (2, 9), (3, 4), (4, 20)], [(2, 9), (4, 20)]],
     ),
-    "one limit for all batches": (lambda: plot.plot_limits([3, 4], 8), [[(1, 8), (2, 8)], [(1, 3), (2, 4)]]),
+    "one limit for all batches": (
+        lambda: plot.plot_limits([3, 4], 8),
+        [[(1, 8), (2, 8)], [(1, 3), (2, 4)]],
+    ),
     "shares in the order of sizes, in per cent": (
         lambda: plot.plot_miss_ratio(BOTH),
         [[(50, 50), (400, 20)], [(50, 25)]],
@@ -159,7 +186,10 @@ def test_a_picture_draws_these_curves(name):
 def test_pictures_name_what_they_draw():
     ax = PICTURES["loss"]()
     assert texts(ax) == ["floor\n0.500"] and legend_of(ax) == ["training"]
-    assert texts(plot.plot_loss_against_state({"sgd": (0, 0.6)}, references={"best": 0.45})) == ["best\n0.450", "sgd"]
+    assert texts(plot.plot_loss_against_state({"sgd": (0, 0.6)}, references={"best": 0.45})) == [
+        "best\n0.450",
+        "sgd",
+    ]
     assert legend_of(plot.plot_miss_ratio(BOTH)) == ["LRU", "LFU"]
     assert {PICTURES[name]().get_xscale() for name in ("id_frequency", "miss_ratio")} == {"log"}
 
@@ -174,17 +204,23 @@ def test_plot_row_path_marks_the_steps_that_looked_the_row_up():
 
 
 def test_labels_cover_neither_each_other_nor_a_point_and_stay_in_the_picture():
-    results = {f"rule {number}": tuple(point) for number, point in enumerate(RNG.uniform(1, 9, (20, 2)))}
+    results = {
+        f"rule {number}": tuple(point) for number, point in enumerate(RNG.uniform(1, 9, (20, 2)))
+    }
     ax = plot.plot_loss_against_state(results)
     boxes = boxes_of(ax)
     points = ax.transData.transform(ax.collections[0].get_offsets())
     assert texts(ax) == list(results) and not [
-        text for text, box in zip(results, boxes, strict=True) if any(box.contains(*point) for point in points)
+        text
+        for text, box in zip(results, boxes, strict=True)
+        if any(box.contains(*point) for point in points)
     ]
     assert all(ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1 for box in boxes)
     assert all(ax.bbox.y0 <= box.y0 and box.y1 <= ax.bbox.y1 for box in boxes)
     again = plot.plot_loss_against_state(results)
-    assert [text.get_position() for text in again.texts] == [text.get_position() for text in ax.texts]
+    assert [text.get_position() for text in again.texts] == [
+        text.get_position() for text in ax.texts
+    ]
 
 
 def test_work_of_a_lookup_is_counted_by_hand():
@@ -199,34 +235,61 @@ def test_the_roof_has_its_ridge_where_memory_and_arithmetic_meet():
 
 def test_programs_stand_at_the_speed_they_reached():
     work = Work(flops=2e9, num_bytes=4e9)
-    ax = plot.plot_roofline(work, {"slow": 2.0, "fast": 0.5}, bytes_per_second=1e10, flops_per_second=1e11)
-    points = {line.get_label(): line.get_xydata()[0] for line in ax.lines if line.get_linestyle() == "None"}
+    ax = plot.plot_roofline(
+        work, {"slow": 2.0, "fast": 0.5}, bytes_per_second=1e10, flops_per_second=1e11
+    )
+    points = {
+        line.get_label(): line.get_xydata()[0]
+        for line in ax.lines
+        if line.get_linestyle() == "None"
+    }
     assert points == {
         "slow: 20% of the roof": pytest.approx([0.5, 1.0]),
         "fast: 80% of the roof": pytest.approx([0.5, 4.0]),
     }
     line = ax.lines[0].get_xydata()
-    assert line[:, 1].max() == pytest.approx(100.0) and (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    assert line[:, 1].max() == pytest.approx(100.0) and (ax.get_xscale(), ax.get_yscale()) == (
+        "log",
+        "log",
+    )
 
 
 def test_results_are_sorted_by_bytes_on_a_logarithmic_axis():
     _, (left, right) = plt.subplots(1, 2)
     results = {"tt": [(4e6, 0.2), (2e3, 0.5)], "dense": [(2.8e9, 0.0)]}
     ax = plot.plot_against_bytes(results, references={"best": 0.1}, ylabel="loss (nats)", ax=right)
-    assert ax is right and not left.lines and ax.get_xscale() == "log" and ax.get_ylabel() == "loss (nats)"
-    assert ax.lines[0].get_xdata().tolist() == [2e3, 4e6] and ax.lines[0].get_ydata().tolist() == [0.5, 0.2]
-    assert ax.lines[2].get_ydata() == [0.1, 0.1] and [text.get_text().strip() for text in ax.texts] == [
+    assert (
+        ax is right
+        and not left.lines
+        and ax.get_xscale() == "log"
+        and ax.get_ylabel() == "loss (nats)"
+    )
+    assert ax.lines[0].get_xdata().tolist() == [2e3, 4e6] and ax.lines[0].get_ydata().tolist() == [
+        0.5,
+        0.2,
+    ]
+    assert ax.lines[2].get_ydata() == [0.1, 0.1] and [
+        text.get_text().strip() for text in ax.texts
+    ] == [
         "best\n0.100",
         "tt",
         "dense",
     ]
     label = ax.xaxis.get_major_formatter()
-    assert [label(value, 0) for value in (4e6, 2e3, 2.8e9, 10)] == ["4 MB", "2 kB", "2.8 GB", "10 B"]
+    assert [label(value, 0) for value in (4e6, 2e3, 2.8e9, 10)] == [
+        "4 MB",
+        "2 kB",
+        "2.8 GB",
+        "10 B",
+    ]
 
 
 def test_values_of_several_seeds_become_their_mean_and_a_line_between_the_outer_ones():
     ax = plot.plot_against_bytes({"tt": [(4e3, 0.5), (1e3, 0.7), (4e3, 0.2), (4e3, 0.8)]})
-    assert ax.lines[0].get_xdata().tolist() == [1e3, 4e3] and ax.lines[0].get_ydata().tolist() == [0.7, 0.5]
+    assert ax.lines[0].get_xdata().tolist() == [1e3, 4e3] and ax.lines[0].get_ydata().tolist() == [
+        0.7,
+        0.5,
+    ]
     assert [segment.tolist() for segment in ax.collections[0].get_segments()] == [
         [[1e3, 0.7], [1e3, 0.7]],
         [[4e3, 0.2], [4e3, 0.8]],

@@ -30,7 +30,9 @@ def test_a_terminal_sees_description_and_count(monkeypatch):
 
 
 @pytest.mark.parametrize(("attributes", "expected"), [({"kernel": 1}, True), ({}, False)])
-def test_a_notebook_watches_and_a_plain_shell_without_terminal_does_not(monkeypatch, attributes, expected):
+def test_a_notebook_watches_and_a_plain_shell_without_terminal_does_not(
+    monkeypatch, attributes, expected
+):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setitem(sys.modules, "IPython", shell(**attributes))
     assert is_watched() is expected

@@ -4,7 +4,9 @@ import pytest
 
 from tools import published_names
 
-EVERY_SYSTEM = pytest.mark.parametrize("system", published_names.SYSTEMS.values(), ids=list(published_names.SYSTEMS))
+EVERY_SYSTEM = pytest.mark.parametrize(
+    "system", published_names.SYSTEMS.values(), ids=list(published_names.SYSTEMS)
+)
 NAMED_ONLY = ("OptimType", "EmbeddingLocation", "ComputeDevice")
 """Enums and records with members that can be named, and are refused by what reads them."""
 LEAST_ROWS = {"sparsecore": 200, "tbe": 100, "tt": 50, "sok": 35}
@@ -37,7 +39,10 @@ def test_what_the_page_calls_refused_is_not_here(system):
     [
         ({"no_such_function": []}, AttributeError),
         ({"get_table_specs": ["feature_specs", "no_such_argument"]}, AssertionError),
-        ({"auto_stack_tables": ["no_such_argument"]}, AssertionError),  # takes options, and says which
+        (
+            {"auto_stack_tables": ["no_such_argument"]},
+            AssertionError,
+        ),  # takes options, and says which
     ],
 )
 def test_a_name_or_argument_that_is_nowhere_is_found(names, error):
@@ -51,7 +56,11 @@ def test_a_name_or_argument_that_is_nowhere_is_found(names, error):
     [
         (published_names.TT, "tt_embeddings_ops", "TTEmbeddingBag"),
         (published_names.SOK, "sok", "DistributedEmbedding"),
-        (published_names.TBE, "split_table_batched_embeddings_ops_training", "SplitTableBatchedEmbeddingBagsCodegen"),
+        (
+            published_names.TBE,
+            "split_table_batched_embeddings_ops_training",
+            "SplitTableBatchedEmbeddingBagsCodegen",
+        ),
     ],
 )
 def test_an_argument_that_no_constructor_takes_is_found(system, module, name):
@@ -63,8 +72,15 @@ def test_an_argument_that_no_constructor_takes_is_found(system, module, name):
 @EVERY_SYSTEM
 def test_nothing_is_refused_that_was_never_published(system):
     everything = system.record()["package"] | system.record()["elsewhere"]
-    keys = {f"{module}.{name}" for module, names in everything.items() for name in names} | set(everything)
-    keys |= {f"{m}.{name}({one})" for m, names in everything.items() for name, given in names.items() for one in given}
+    keys = {f"{module}.{name}" for module, names in everything.items() for name in names} | set(
+        everything
+    )
+    keys |= {
+        f"{m}.{name}({one})"
+        for m, names in everything.items()
+        for name, given in names.items()
+        for one in given
+    }
     for refused in system.refused:
         assert any(f".{refused}." in f".{key}." for key in keys), refused
     for told in (*system.places, *system.renamed):

@@ -32,26 +32,44 @@ def test_the_program_runs_as_printed_and_goes_on_when_it_runs_again(tmp_path, mo
     before, after = (collection.tables(own) for own in (first, state))
     rows = np.flatnonzero((np.asarray(before["item"]) != np.asarray(after["item"])).any(axis=1))
     assert rows.tolist() == [4, 17, 99, 123_456]
-    assert before["user"]["keys"].tolist() == [] and sorted(after["user"]["keys"].tolist()) == [-7, 2**40 + 1]
+    assert before["user"]["keys"].tolist() == [] and sorted(after["user"]["keys"].tolist()) == [
+        -7,
+        2**40 + 1,
+    ]
     assert int(state.step) == 1
 
-    history = np.stack([np.asarray(before["item"])[ids].mean(axis=0) for ids in ([17, 4, 99], [123_456])])
+    history = np.stack(
+        [np.asarray(before["item"])[ids].mean(axis=0) for ids in ([17, 4, 99], [123_456])]
+    )
     users = np.asarray(collection.lookup_vjp(first, batch)[0]["user"])
     logits = np.sum(history * users, axis=1)
-    losses = -np.log([1 / (1 + np.exp(-logits[0])), 1 / (1 + np.exp(logits[1]))])  # a click, and none
+    losses = -np.log(
+        [1 / (1 + np.exp(-logits[0])), 1 / (1 + np.exp(logits[1]))]
+    )  # a click, and none
     assert float(names["loss"]) == pytest.approx(losses.mean(), rel=1e-6)
     d_logits = (1 / (1 + np.exp(-logits)) - [1.0, 0.0]) / 2
     np.testing.assert_allclose(names["params"], 1 - 0.1 * d_logits @ (history * users), rtol=1e-6)
 
-    jax.tree.map(np.testing.assert_array_equal, collection.lookup(state, batch), names["activations"])
+    jax.tree.map(
+        np.testing.assert_array_equal, collection.lookup(state, batch), names["activations"]
+    )
 
     again = run_of_the_program()
     step = jax.jit(names["step"].__wrapped__)
     params, expected, loss = step(names["params"], state, batch, np.array([1.0, 0.0], np.float32))
-    assert int(again["state"].step) == 2 and float(again["loss"]) == float(loss) < float(names["loss"])
+    assert int(again["state"].step) == 2 and float(again["loss"]) == float(loss) < float(
+        names["loss"]
+    )
     np.testing.assert_array_equal(again["params"], params)
-    jax.tree.map(np.testing.assert_array_equal, collection.tables(again["state"]), collection.tables(expected))
-    assert [path.name for path in again["checkpoints"].paths()] == ["step_000000001", "step_000000002"]
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        collection.tables(again["state"]),
+        collection.tables(expected),
+    )
+    assert [path.name for path in again["checkpoints"].paths()] == [
+        "step_000000001",
+        "step_000000002",
+    ]
 
 
 def test_rooms_named_on_the_architecture_page_exist():

@@ -43,7 +43,9 @@ def test_norm_scale_and_clip_agree_with_optax_on_dense_gradients():
     expected, _ = optax.clip_by_global_norm(1.0).update(dense, optax.EmptyState())
     np.testing.assert_allclose(clipped, expected["t"], rtol=1e-6)
     np.testing.assert_array_equal(rs.clip_by_global_norm(own, 6.0).values["t"], own.values["t"])
-    np.testing.assert_allclose(rs.global_norm(rs.clip_by_global_norm(own, 6.5, other_norm=12.0)), 2.5, rtol=1e-6)
+    np.testing.assert_allclose(
+        rs.global_norm(rs.clip_by_global_norm(own, 6.5, other_norm=12.0)), 2.5, rtol=1e-6
+    )
     np.testing.assert_array_equal(rs.scale(own, 0.5).values["t"], own.values["t"] / 2)
 
 
@@ -60,7 +62,9 @@ def test_what_somebody_puts_into_row_gradients_is_applied_inside_jit_too():
     def step(state, batch):
         _, pullback = collection.lookup_vjp(state, batch)
         own = pullback({"f": jnp.ones((2, 2))})
-        own.values["t"] = jnp.where(own.rows["t"][:, None] == 1, own.values["t"], 0.0)  # row 2 is not to be trained
+        own.values["t"] = jnp.where(
+            own.rows["t"][:, None] == 1, own.values["t"], 0.0
+        )  # row 2 is not to be trained
         return collection.apply(state, own), rs.global_norm(own)
 
     eager, compiled = step(state, batch), jax.jit(step)(state, batch)
@@ -93,7 +97,9 @@ def test_operators_are_combine_and_scale():
     assert_same(jax.jit(lambda a, b: (a + b) / 2)(one, two), rs.scale(rs.combine(one, two), 0.5))
 
 
-@pytest.mark.parametrize("own", [gradients([1, 3, NO_ROW], [[1.0], [2.0], [0.0]]), keyed([[0, 7, 2], [0, 0, 0]])])
+@pytest.mark.parametrize(
+    "own", [gradients([1, 3, NO_ROW], [[1.0], [2.0], [0.0]]), keyed([[0, 7, 2], [0, 0, 0]])]
+)
 @pytest.mark.parametrize(
     "copied",
     [
@@ -119,9 +125,17 @@ def test_copies_are_the_same_gradients(own, copied):
 def test_row_numbers_are_read_as_integers_and_replaced_as_a_whole():
     own = gradients([1, NO_ROW], [[1.0], [0.0]])
     assert own.rows["t"].dtype == jnp.int32
-    for array in (jnp.array([2, 4]), np.array([2, 4]), np.array([2, 4], np.int16), np.array([2, 4], np.uint64)):
+    for array in (
+        jnp.array([2, 4]),
+        np.array([2, 4]),
+        np.array([2, 4], np.int16),
+        np.array([2, 4], np.uint64),
+    ):
         assert dataclasses.replace(own, rows={"t": array}).rows["t"].tolist() == [2, 4]
-    with pytest.raises(TypeError, match=r"would change a copy; use dataclasses\.replace\(row_gradients, rows=\.\.\.\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"would change a copy; use dataclasses\.replace\(row_gradients, rows=\.\.\.\)",
+    ):
         own.rows["t"] = jnp.array([2, 4])
     assert jax.jit(lambda own: own.rows)(own)["t"].tolist() == [1, NO_ROW]
     assert pickle.loads(pickle.dumps(own.rows))["t"].tolist() == [1, NO_ROW]
@@ -137,9 +151,15 @@ def test_zeros_like_gradients_are_gradients_of_no_row(own):
 
 
 def test_gradients_in_a_file_are_the_same_gradients(tmp_path):
-    accumulated = {"one": gradients([1, 3], [[1.0], [2.0]]), "two": keyed([[0, 7, 2]]), "key": jax.random.key(3)}
+    accumulated = {
+        "one": gradients([1, 3], [[1.0], [2.0]]),
+        "two": keyed([[0, 7, 2]]),
+        "key": jax.random.key(3),
+    }
     checkpoint.save(tmp_path / "saved", accumulated)
-    restored = checkpoint.load(tmp_path / "saved", like=jax.tree.map(jnp.zeros_like, accumulated)).tree
+    restored = checkpoint.load(
+        tmp_path / "saved", like=jax.tree.map(jnp.zeros_like, accumulated)
+    ).tree
     for name in ("one", "two"):
         assert_same(restored[name], accumulated[name])
     assert restored["key"] == accumulated["key"]

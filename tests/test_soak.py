@@ -12,7 +12,17 @@ def run(tmp_path_factory):
 
 
 def test_a_run_that_is_thrown_away_repeats_the_losses_of_one_that_is_not(run):
-    for what in ("advance", "advance", "save", "advance", "advance", "restore", "advance", "advance", "advance"):
+    for what in (
+        "advance",
+        "advance",
+        "save",
+        "advance",
+        "advance",
+        "restore",
+        "advance",
+        "advance",
+        "advance",
+    ):
         getattr(run, what)()
     run.save()
     run.restore()  # from the checkpoint before the newest, which is damaged

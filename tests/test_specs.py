@@ -13,7 +13,11 @@ def table(name="t", **changes):
 
 
 def test_specs_print_field_by_field_in_the_published_order():
-    spec = table(initializer=jax.nn.initializers.zeros, optimizer=rs.optimizers.Adam(0.1), max_ids_per_partition=64)
+    spec = table(
+        initializer=jax.nn.initializers.zeros,
+        optimizer=rs.optimizers.Adam(0.1),
+        max_ids_per_partition=64,
+    )
     lines = [line.strip().split("=")[0] for line in pformat(spec).splitlines()]
     assert lines == [
         "TableSpec(name", "vocabulary_size", "embedding_dim", "initializer", "optimizer", "combiner",
@@ -24,7 +28,9 @@ def test_specs_print_field_by_field_in_the_published_order():
     assert "optimizer=Adam()," in pformat(spec)
     feature = rs.FeatureSpec(name="f", table_spec=spec, input_shape=(8, 1), output_shape=(8, 4))
     tail = " ".join(pformat(feature).split())[-90:]
-    assert tail.endswith("_id_transformation=FeatureIdTransformation(row_offset=0, col_offset=0, col_shift=0))")
+    assert tail.endswith(
+        "_id_transformation=FeatureIdTransformation(row_offset=0, col_offset=0, col_shift=0))"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")])
@@ -34,6 +40,9 @@ def test_dtype_is_given_by_name_or_type(dtype):
 
 def test_features_come_in_leaf_order_and_tables_in_first_seen_order():
     one, two = table("one"), table("two")
-    features = {"z": rs.FeatureSpec(name="z", table_spec=one), "a": [rs.FeatureSpec(name="a", table_spec=two)]}
+    features = {
+        "z": rs.FeatureSpec(name="z", table_spec=one),
+        "a": [rs.FeatureSpec(name="a", table_spec=two)],
+    }
     assert [f.name for f in features_of(features)] == ["a", "z"]
     assert list(tables_of(features)) == ["two", "one"]

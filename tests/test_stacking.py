@@ -57,14 +57,18 @@ def test_tables_that_differ_in_what_a_stack_shares_stay_apart(change):
 
 
 def test_row_wise_rules_share_a_padded_stack_only_at_their_exact_dim():
-    _, features = tables_and_features((9, 5), (9, 6), (9, 6), optimizer=rs.optimizers.RowWiseAdagrad())
+    _, features = tables_and_features(
+        (9, 5), (9, 6), (9, 6), optimizer=rs.optimizers.RowWiseAdagrad()
+    )
     plan = rs.plan_stacking(features, num_shards=2)
     assert [[t.name for t in stack.tables] for stack in plan.stacks] == [["t0"], ["t1", "t2"]]
 
 
 def test_plans_are_equal_and_hash_by_value_limits_included():
     def plan(limit):
-        return rs.plan_stacking(tables_and_features((5, 3), max_ids_per_partition=limit)[1], num_shards=4)
+        return rs.plan_stacking(
+            tables_and_features((5, 3), max_ids_per_partition=limit)[1], num_shards=4
+        )
 
     assert plan(8) == plan(8)
     assert len({plan(8), plan(8), plan(16)}) == 2
@@ -76,7 +80,11 @@ def test_a_stack_of_several_tables_has_the_chosen_limit_or_the_default():
     assert stack.spec.max_ids_per_partition == 256
     assert stack.spec.max_unique_ids_per_partition == 256
     chosen = plan_stack(
-        features, ["t0", "t1"], stack_name="s", num_shards=1, max_ids_per_partition=lambda name, samples: samples * 100
+        features,
+        ["t0", "t1"],
+        stack_name="s",
+        num_shards=1,
+        max_ids_per_partition=lambda name, samples: samples * 100,
     )
     assert chosen.spec.max_ids_per_partition == 3200
 
@@ -93,7 +101,9 @@ def test_plan_prints_as_text_and_html():
 
 def test_shard_load_counts_ids_where_the_plan_puts_them():
     _, features = tables_and_features((64, 8), (64, 8))
-    plain, rotated = (rs.plan_stacking(features, num_shards=4, rotation=rotation) for rotation in (0, 1))
+    plain, rotated = (
+        rs.plan_stacking(features, num_shards=4, rotation=rotation) for rotation in (0, 1)
+    )
     hot = {"f0": np.zeros((12, 1), int), "f1": [[0, 4], [], [8]]}
     assert plain.shard_load(hot)["t0_t1"].tolist() == [15, 0, 0, 0]
     assert rotated.shard_load(hot)["t0_t1"].tolist() == [12, 3, 0, 0]
@@ -109,7 +119,9 @@ def test_shard_load_equals_the_shards_of_the_rows():
     ids = np.random.default_rng(0).integers(0, 70, (30, 3))
     (stack,) = plan.stacks
     shards = plan.flat_rows("t1", ids) // (stack.spec.stack_vocab_size // 6)
-    np.testing.assert_array_equal(plan.shard_load({"f1": ids})["t0_t1"], np.bincount(shards.ravel(), minlength=6))
+    np.testing.assert_array_equal(
+        plan.shard_load({"f1": ids})["t0_t1"], np.bincount(shards.ravel(), minlength=6)
+    )
 
 
 def test_stacks_whose_tables_join_to_one_name_are_told_apart():
@@ -117,7 +129,9 @@ def test_stacks_whose_tables_join_to_one_name_are_told_apart():
         rs.TableSpec(name=name, vocabulary_size=5, embedding_dim=dim)
         for name, dim in (("user", 8), ("item", 8), ("user_item", 16))
     ]
-    features = [rs.FeatureSpec(name=table.name, table_spec=table, input_shape=(16, 1)) for table in tables]
+    features = [
+        rs.FeatureSpec(name=table.name, table_spec=table, input_shape=(16, 1)) for table in tables
+    ]
     auto_stack_tables(features, 1, 2)
     first, second, alone = (table.stacked_table_spec for table in tables)
     assert first == second
@@ -139,15 +153,23 @@ def stacked_tables(sizes, num_shards, rotation, seed):
     plan = rs.plan_stacking(features, num_shards=num_shards, rotation=rotation)
     attach_placement(features, plan)
     rng = np.random.default_rng(seed)
-    tables = {f"t{i}": rng.normal(size=(size, 3 + i % 2)).astype(np.float32) for i, size in enumerate(sizes)}
+    tables = {
+        f"t{i}": rng.normal(size=(size, 3 + i % 2)).astype(np.float32)
+        for i, size in enumerate(sizes)
+    }
     return tables, [feature.table_spec for feature in features], plan
 
 
 @hypothesis.settings(max_examples=50, deadline=None)
 @hypothesis.given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 6), st.integers(0, 5), st.integers(0, 2**16)
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.integers(1, 6),
+    st.integers(0, 5),
+    st.integers(0, 2**16),
 )
-def test_stacking_and_sharding_puts_each_row_where_the_plan_says_and_comes_back(sizes, num_shards, rotation, seed):
+def test_stacking_and_sharding_puts_each_row_where_the_plan_says_and_comes_back(
+    sizes, num_shards, rotation, seed
+):
     tables, specs, plan = stacked_tables(sizes, num_shards, rotation, seed)
     stacked = stack_and_shard_tables(specs, tables, num_shards)
     back = unshard_and_unstack_tables({table.name: table for table in specs}, stacked, num_shards)
@@ -167,10 +189,14 @@ def test_stacking_and_sharding_puts_each_row_where_the_plan_says_and_comes_back(
 @pytest.mark.parametrize(
     ("sizes", "num_shards", "rotation"), [((1,), 1, 0), ((17, 40, 8), 3, 5), ((40, 1, 7, 16), 6, 1)]
 )
-def test_tables_on_a_device_are_stacked_like_tables_on_the_host_and_come_back(sizes, num_shards, rotation):
+def test_tables_on_a_device_are_stacked_like_tables_on_the_host_and_come_back(
+    sizes, num_shards, rotation
+):
     tables, specs, _ = stacked_tables(sizes, num_shards, rotation, seed=0)
     on_host = stack_and_shard_tables(specs, tables, num_shards)
-    stacked = stack_and_shard_tables(specs, {name: jnp.asarray(table) for name, table in tables.items()}, num_shards)
+    stacked = stack_and_shard_tables(
+        specs, {name: jnp.asarray(table) for name, table in tables.items()}, num_shards
+    )
     assert stacked.keys() == on_host.keys()
     for name, array in stacked.items():
         np.testing.assert_array_equal(array, on_host[name])
@@ -199,7 +225,14 @@ def test_stacked_spec_is_replaced_not_changed():
 def test_a_table_that_would_take_a_stack_beyond_its_most_rows_opens_the_next(pad, num_shards):
     _, features = tables_and_features((2**31 - 256, 8), (64, 8), (200, 8), (2**30, 8))
     plan = rs.plan_stacking(features, num_shards=num_shards, pad=pad)
-    assert [[table.name for table in stack.tables] for stack in plan.stacks] == [["t0", "t1"], ["t2", "t3"]]
+    assert [[table.name for table in stack.tables] for stack in plan.stacks] == [
+        ["t0", "t1"],
+        ["t2", "t3"],
+    ]
     assert all(stack.spec.stack_vocab_size < 2**31 for stack in plan.stacks)
-    with pytest.raises(ValueError, match=r"above 2147483647; give tables \['t0', 't1', 't2'\] separate stacks"):
-        rs.plan_stacking(features, num_shards=num_shards, pad=pad, groups=[["t0", "t1", "t2"], ["t3"]])
+    with pytest.raises(
+        ValueError, match=r"above 2147483647; give tables \['t0', 't1', 't2'\] separate stacks"
+    ):
+        rs.plan_stacking(
+            features, num_shards=num_shards, pad=pad, groups=[["t0", "t1", "t2"], ["t3"]]
+        )

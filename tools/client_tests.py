@@ -30,7 +30,10 @@ for name, module in list(sys.modules.items()):
 
 def _of_one_stack(stacked_table, stacked_table_specs, donate=False):
     """What forty tests call by a private name."""
-    specs, name = EmbeddingSpecRecord(stacked_table_specs=(stacked_table_specs,)), stacked_table_specs.stack_name
+    specs, name = (
+        EmbeddingSpecRecord(stacked_table_specs=(stacked_table_specs,)),
+        stacked_table_specs.stack_name,
+    )
     return table_stacking.unstack_and_unshard_stacked_tables({name: stacked_table}, specs, donate)
 
 
@@ -44,7 +47,9 @@ if importlib.util.find_spec("keras_rs"):
 
 def _of_any_platform(function):
     """The function of `jax`, to which TPUs are what the machine has."""
-    return functools.wraps(function)(lambda backend=None: function(None if backend == "tpu" else backend))
+    return functools.wraps(function)(
+        lambda backend=None: function(None if backend == "tpu" else backend)
+    )
 
 
 def pytest_runtest_setup(item):
@@ -54,6 +59,8 @@ def pytest_runtest_setup(item):
 
 
 _skip = unittest.TestCase.skipTest
-unittest.TestCase.skipTest = lambda test, reason: None if "supported on TPUs" in reason else _skip(test, reason)
+unittest.TestCase.skipTest = lambda test, reason: (
+    None if "supported on TPUs" in reason else _skip(test, reason)
+)
 jax.devices, jax.device_count = _of_any_platform(jax.devices), _of_any_platform(jax.device_count)
 flags.FLAGS(["pytest"])

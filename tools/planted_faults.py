@@ -99,7 +99,7 @@ checkpoint/manager.py  checkpoint/test_manager.py
     _step(path) % self.keep_period => not _step(path) % self.keep_period
 taps.py  flax/test_nnx.py
     each[0] if len(each) == 1 else combine(*each) => each[0]
-    recording.taps[number]) if => recording.taps[0]) if
+    activations, recording.taps[number]) => activations, recording.taps[0])
 taps.py  flax/test_wrappers.py -k outside
     rows[name] = combine(rows[name], other_rows) => rows[name] = other_rows
 linen.py  flax/test_linen.py
@@ -113,7 +113,7 @@ sparsecore/partitioner.py  sparsecore/test_native_partitioner.py
     entries.rank < layout.spec.max_ids_per_partition => entries.rank <= layout.spec.max_ids_per_partition
     sample + placement.row_offset // num_shards => sample
 sparsecore/mesh_lookup.py  sparsecore/test_flax_layers.py
-    inputs), next_step(counter), None => inputs), counter, None
+    next_step(counter), => counter,
 tbe/batches.py  tbe/test_bounds.py tbe/test_mesh.py
     batch = batch if is_fatal else repaired => batch = repaired
     ends = xp.where(is_last, => ends = xp.where(~is_last,
@@ -190,9 +190,20 @@ def outcome_of(fault: Fault) -> str:
         for name in ("pyproject.toml", "datasets", "docs"):
             (copy / name).symlink_to(ROOT / name)
         (copy / "rsembed" / fault.file).write_text(source.replace(fault.right, fault.wrong))
-        command = [sys.executable, "-c", IN_THE_COPY, "-q", "-x", "-p", "no:cacheprovider", *fault.tests]
+        command = [
+            sys.executable,
+            "-c",
+            IN_THE_COPY,
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            *fault.tests,
+        ]
         try:
-            run = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=MOST_SECONDS)
+            run = subprocess.run(
+                command, cwd=copy, capture_output=True, text=True, timeout=MOST_SECONDS
+            )
         except subprocess.TimeoutExpired:
             return "found"
     if run.returncode > 1:
@@ -201,7 +212,9 @@ def outcome_of(fault: Fault) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.planted_faults", description="See the module's docstring.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.planted_faults", description="See the module's docstring."
+    )
     parser.add_argument("words", nargs="*")
     parser.add_argument("--workers", type=int, default=1)
     asked = parser.parse_args()

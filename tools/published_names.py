@@ -58,7 +58,9 @@ class System:
     @functools.cached_property
     def refused(self):
         """Why modules, names and arguments, `name(argument)`, are not here, or are refused by what reads them."""
-        return {name: reason for reason, names in self.record()["refused"].items() for name in names}
+        return {
+            name: reason for reason, names in self.record()["refused"].items() for name in names
+        }
 
     def place(self, key):
         """Where a published name is here, if it is."""
@@ -67,7 +69,9 @@ class System:
 
     def refusal(self, key):
         """Why a name or an argument is refused, or what it belongs to; else None."""
-        return next((reason for name, reason in self.refused.items() if f".{name}." in f".{key}."), None)
+        return next(
+            (reason for name, reason in self.refused.items() if f".{name}." in f".{key}."), None
+        )
 
 
 SPARSECORE = System(
@@ -140,7 +144,9 @@ def resolve(place):
         try:
             found = getattr(found, part)
         except AttributeError:
-            if hasattr(found, "__path__") and importlib.util.find_spec(".".join(parts[: number + 1])):
+            if hasattr(found, "__path__") and importlib.util.find_spec(
+                ".".join(parts[: number + 1])
+            ):
                 found = importlib.import_module(".".join(parts[: number + 1]))
             else:
                 found = getattr(_example(found), part)  # of objects only
@@ -158,7 +164,9 @@ def _maker(found):
     """What takes the arguments of a class, or a function itself."""
     if not isinstance(found, type):
         return found
-    return next((vars(own)["__init__"] for own in found.__mro__[:-1] if "__init__" in vars(own)), found)
+    return next(
+        (vars(own)["__init__"] for own in found.__mro__[:-1] if "__init__" in vars(own)), found
+    )
 
 
 def accepted(system, place, arguments):
@@ -200,7 +208,9 @@ def rows(system, record):
             told, refusals = [], []
             for argument, own in names_here.items():
                 reason = system.refusal(f"{key}({argument})")
-                assert reason or own in taken, f"{key}: {argument} is neither an argument of {place} nor refused"
+                assert reason or own in taken, (
+                    f"{key}: {argument} is neither an argument of {place} nor refused"
+                )
                 if reason:
                     refusals.append(f"refused: {argument} ({reason})")
                 else:
@@ -208,8 +218,12 @@ def rows(system, record):
             told = [", ".join(told), *refusals] if told else refusals
             resolve(place)
             owner, _, attribute = place.rpartition(".")
-            is_set_by_init = isinstance(resolve(owner), type) and not hasattr(resolve(owner), attribute)
-            shown_place = f"`{owner}`, its attribute `{attribute}`" if is_set_by_init else f"`{place}`"
+            is_set_by_init = isinstance(resolve(owner), type) and not hasattr(
+                resolve(owner), attribute
+            )
+            shown_place = (
+                f"`{owner}`, its attribute `{attribute}`" if is_set_by_init else f"`{place}`"
+            )
             lines.append(f"| `{shown}{name}` | {shown_place} | {'; '.join(told)} |")
     return lines
 

@@ -52,17 +52,23 @@ def ids_of(step):
     return {
         "word": (20_000 * draw.random(shape) ** (1 + step % 1000 / 200)).astype(np.int32),
         "item": draw.integers(0, 50_000, shape, dtype=np.int32),
-        "user": np.where(draw.random(shape) < 0.5, draw.integers(0, 2**62, shape), known).astype(np.int64),
+        "user": np.where(draw.random(shape) < 0.5, draw.integers(0, 2**62, shape), known).astype(
+            np.int64
+        ),
     }
 
 
 def make_collection():
     rule = rs.optimizers.Adagrad(rate_of)
     tables = [
-        rs.TableSpec(name=name, vocabulary_size=rows, embedding_dim=DIM, optimizer=rule, storage=storage)
+        rs.TableSpec(
+            name=name, vocabulary_size=rows, embedding_dim=DIM, optimizer=rule, storage=storage
+        )
         for name, (rows, storage) in TABLES.items()
     ]
-    return rs.EmbeddingCollection([rs.FeatureSpec(name=table.name, table_spec=table) for table in tables])
+    return rs.EmbeddingCollection(
+        [rs.FeatureSpec(name=table.name, table_spec=table) for table in tables]
+    )
 
 
 class Run:
@@ -76,13 +82,20 @@ class Run:
     @functools.cached_property
     def step(self):
         def loss_of(activations, weights, target):
-            return jnp.mean((sum(v @ w for v, w in zip(activations.values(), weights, strict=True)) - target) ** 2)
+            return jnp.mean(
+                (sum(v @ w for v, w in zip(activations.values(), weights, strict=True)) - target)
+                ** 2
+            )
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def step(state, weights, batch, target):
             activations, pullback = self.collection.lookup_vjp(state, batch)
             loss, d = jax.value_and_grad(loss_of, (0, 1))(activations, weights, target)
-            return self.collection.apply(state, pullback(d[0])), weights - rate_of(state.step) * d[1], loss
+            return (
+                self.collection.apply(state, pullback(d[0])),
+                weights - rate_of(state.step) * d[1],
+                loss,
+            )
 
         return step
 
@@ -118,7 +131,9 @@ class Soak:
 
     def __init__(self, folder):
         self.folder, self.run, self.twin = folder, Run(), Run()
-        self.losses = np.full(1 << 20, np.nan, np.float32)  # of the twin, so many that memory does not grow later
+        self.losses = np.full(
+            1 << 20, np.nan, np.float32
+        )  # of the twin, so many that memory does not grow later
         self.num_repeated = self.num_restores = self.num_saves = 0
         self.damaged_step = None
         self.complaints, self.seconds, self.mebibytes = [], [], []
@@ -136,7 +151,9 @@ class Soak:
             self.num_repeated += 1
         loss = self.run.advance()
         if loss != self.losses[place]:
-            self.complaints.append(f"step {number}: loss {loss!r}, the twin's is {self.losses[place]!r}")
+            self.complaints.append(
+                f"step {number}: loss {loss!r}, the twin's is {self.losses[place]!r}"
+            )
 
     def save(self):
         self.manager.save(self.run.state, others=self.run.weights)
@@ -149,12 +166,19 @@ class Soak:
         if others and self.num_restores % 2:
             flip_a_bit(max(newest.glob("*/c.*"), key=lambda file: file.stat().st_size))
             self.damaged_step = int(newest.name[5:])
-        with warnings.catch_warnings(action="ignore" if self.damaged_step else "error", category=UserWarning):
+        with warnings.catch_warnings(
+            action="ignore" if self.damaged_step else "error", category=UserWarning
+        ):
             self.run.state, self.run.weights = self.manager.restore(others=self.run.weights)
         self.num_restores += 1
 
     def last(
-        self, seconds, *, save_seconds=SAVE_SECONDS, restore_seconds=RESTORE_SECONDS, sample_seconds=SAMPLE_SECONDS
+        self,
+        seconds,
+        *,
+        save_seconds=SAVE_SECONDS,
+        restore_seconds=RESTORE_SECONDS,
+        sample_seconds=SAMPLE_SECONDS,
     ):
         start, is_over = time.monotonic(), threading.Event()
 
@@ -198,18 +222,25 @@ class Soak:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30.0)
     minutes = parser.parse_args().minutes
     with tempfile.TemporaryDirectory(prefix="rsembed-soak-") as folder:
-        soak = Soak(Path(folder)).last(60 * minutes, sample_seconds=min(SAMPLE_SECONDS, 2 * minutes))
+        soak = Soak(Path(folder)).last(
+            60 * minutes, sample_seconds=min(SAMPLE_SECONDS, 2 * minutes)
+        )
         print(f"{'minute':>8}{'resident MiB':>16}")
         for k in range(0, len(soak.seconds), max(len(soak.seconds) // 20, 1)):
             print(f"{soak.seconds[k] / 60:>8.1f}{soak.mebibytes[k]:>16.0f}")
         print(soak)
     if soak.growth() > MOST_GROWTH:
         soak.complaints.append(f"memory grew by {soak.growth():.1%}; {MOST_GROWTH:.0%} may be")
-    print("\n".join(soak.complaints) or "losses equal the twin's in every bit, memory is flat, no save failed")
+    print(
+        "\n".join(soak.complaints)
+        or "losses equal the twin's in every bit, memory is flat, no save failed"
+    )
     return int(bool(soak.complaints))
 
 

@@ -55,7 +55,9 @@ def refuse(file: Path, why: str) -> NoReturn:
 
     Raises: CorruptCheckpointError: always. Names the file and says why.
     """
-    raise CorruptCheckpointError(f"{file} is not what was written: {why}. Take an older checkpoint.")
+    raise CorruptCheckpointError(
+        f"{file} is not what was written: {why}. Take an older checkpoint."
+    )
 
 
 def num_chunks(shape: list[int], rows_per_chunk: int) -> int:

@@ -508,7 +508,9 @@ def _names_of_tables_apart(collection: EmbeddingCollection) -> set[str]:
     return names
 
 
-def _pop_tables(arrays: dict[tuple[str, ...], Leaf], names: set[str]) -> dict[tuple[str, ...], Leaf]:
+def _pop_tables(
+    arrays: dict[tuple[str, ...], Leaf], names: set[str]
+) -> dict[tuple[str, ...], Leaf]:
     """Removes the values and slots of some tables from `arrays`, and returns them."""
     popped = {}
     for path in list(arrays):

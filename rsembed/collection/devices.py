@@ -34,7 +34,9 @@ class Devices:
         """Raises: ValueError: an axis is not in the mesh, or named twice, or there is no mesh."""
         if mesh is None:
             if axis is not None:
-                raise ValueError(f"sharding_axis={axis!r} needs a mesh; pass mesh=jax.make_mesh(...).")
+                raise ValueError(
+                    f"sharding_axis={axis!r} needs a mesh; pass mesh=jax.make_mesh(...)."
+                )
             return Devices()
         if axis is None:
             axis = mesh.axis_names
@@ -117,7 +119,9 @@ class Devices:
 
         return jax.tree.map(placed, tree)
 
-    def on_each(self, function: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree) -> Callable[..., PyTree]:
+    def on_each(
+        self, function: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
+    ) -> Callable[..., PyTree]:
         """A function of global arrays that runs `function` on every device, with the parts it holds.
 
         Args:

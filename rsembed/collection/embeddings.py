@@ -18,7 +18,12 @@ from rsembed.checks import PositiveInt, check_type, describe, validated
 from rsembed.collection import host_rows, inputs
 from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine, unzip_dict
-from rsembed.collection.placement import LogicalTables, make_stacks, placement_of_tables, plan_placed
+from rsembed.collection.placement import (
+    LogicalTables,
+    make_stacks,
+    placement_of_tables,
+    plan_placed,
+)
 from rsembed.collection.prepared import PreparedBatch, identity_of
 from rsembed.collection.stack import Activations, Batch, ByName, EmbeddingState
 from rsembed.fingerprint import Fingerprint, check_same
@@ -84,7 +89,9 @@ class EmbeddingCollection:
         bounds_check: Literal["raise", "ignore"] = "raise",
     ):
         api.check_implementation(implementation)
-        self.features: dict[str, FeatureSpec] = {feature.name: feature for feature in features_of(features)}
+        self.features: dict[str, FeatureSpec] = {
+            feature.name: feature for feature in features_of(features)
+        }
         self.table_specs: dict[str, TableSpec] = tables_of(features)
         self.implementation = implementation
         self.bounds_check = bounds_check
@@ -100,16 +107,28 @@ class EmbeddingCollection:
             implementation=implementation,
         )
         inputs.check_output_shapes(self.features, self.devices)
-        self.layout = Fingerprint.of({n: stack.layout.facts(self.table_specs) for n, stack in self._stacks.items()})
+        self.layout = Fingerprint.of(
+            {n: stack.layout.facts(self.table_specs) for n, stack in self._stacks.items()}
+        )
         self._engine = Engine(self.features, self._stacks, self.devices, implementation)
-        self._list_of_feature = {f.name: stack.name for stack in self.plan.stacks for f in stack.features}
-        self._made_for = identity_of(self.features, self._list_of_feature, self.devices, bounds_check)
-        self._num_rows = tuple(sorted((name, stack.layout.num_rows) for name, stack in self._stacks.items()))
+        self._list_of_feature = {
+            f.name: stack.name for stack in self.plan.stacks for f in stack.features
+        }
+        self._made_for = identity_of(
+            self.features, self._list_of_feature, self.devices, bounds_check
+        )
+        self._num_rows = tuple(
+            sorted((name, stack.layout.num_rows) for name, stack in self._stacks.items())
+        )
         self.logical = LogicalTables(self.table_specs, self._stacks)
         self._on_host = self.logical.on_host
-        made = partial(EmbeddingCollection, mesh=mesh, sharding_axis=sharding_axis, placement=placement)
+        made = partial(
+            EmbeddingCollection, mesh=mesh, sharding_axis=sharding_axis, placement=placement
+        )
         options = {"exchange_capacity": exchange_capacity, "implementation": implementation}
-        self._made_again = partial(made, list(self.features.values()), bounds_check=bounds_check, **options)
+        self._made_again = partial(
+            made, list(self.features.values()), bounds_check=bounds_check, **options
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         return self._made_again, ()  # for the workers of an input pipeline
@@ -160,8 +179,12 @@ class EmbeddingCollection:
             return state
         batch = self.prepare(batch)
         if is_traced((state, batch)):
-            raise RuntimeError("prefetch works beside compiled programs; call it outside of jit, before the step.")
-        near = host_rows.fetched(self._on_host, state, dict.fromkeys(self._on_host, batch), donates=True)
+            raise RuntimeError(
+                "prefetch works beside compiled programs; call it outside of jit, before the step."
+            )
+        near = host_rows.fetched(
+            self._on_host, state, dict.fromkeys(self._on_host, batch), donates=True
+        )
         return host_rows.with_new_generation(self._on_host, near)
 
     def _fetched(self, state: EmbeddingState, wanted: Mapping[str, PyTree]) -> EmbeddingState:
@@ -182,11 +205,17 @@ class EmbeddingCollection:
         own = {name: self.devices.sharding(stack.partition) for name, stack in self._stacks.items()}
         shardings = EmbeddingState(own, own, everywhere, everywhere, self.layout)
         placed: EmbeddingState = jax.tree.map(
-            lambda sharding, shapes: jax.tree.map(lambda leaf: leaf.update(sharding=sharding), shapes), shardings, state
+            lambda sharding, shapes: jax.tree.map(
+                lambda leaf: leaf.update(sharding=sharding), shapes
+            ),
+            shardings,
+            state,
         )
         return placed
 
-    def check_state(self, state: EmbeddingState, *, parts: Sequence[str] = ("tables", "slots", "step")) -> None:
+    def check_state(
+        self, state: EmbeddingState, *, parts: Sequence[str] = ("tables", "slots", "step")
+    ) -> None:
         """Whether a state is this collection's; every method that takes one asks.
 
         Args:
@@ -232,7 +261,10 @@ class EmbeddingCollection:
         per slot, `last_step`, `count`, and what else belongs to them.
         """
         self.check_state(state, parts=["tables"])
-        found = [stack.values(state.tables[name], state.slots.get(name)) for name, stack in self._stacks.items()]
+        found = [
+            stack.values(state.tables[name], state.slots.get(name))
+            for name, stack in self._stacks.items()
+        ]
         return {name: values for own in found for name, values in own.items()}
 
     def counts(self, state: EmbeddingState) -> dict[str, dict[str, np.ndarray]]:
@@ -247,7 +279,10 @@ class EmbeddingCollection:
         Of a table with keys, in the order of `tables(state)[name]["keys"]`; of other storages, as these have it.
         """
         self.check_state(state)
-        found = [stack.slots(state.tables[name], state.slots[name]) for name, stack in self._stacks.items()]
+        found = [
+            stack.slots(state.tables[name], state.slots[name])
+            for name, stack in self._stacks.items()
+        ]
         return {name: slots for own in found for name, slots in own.items()}
 
     @validated
@@ -308,7 +343,9 @@ class EmbeddingCollection:
           keys. RuntimeError: this is inside `jit`.
         """
         self.check_state(state, parts=["tables"])
-        return self.logical.evicted(state, table, keep=keep, unused_for=unused_for, norm_below=norm_below)
+        return self.logical.evicted(
+            state, table, keep=keep, unused_for=unused_for, norm_below=norm_below
+        )
 
     # Forward
 
@@ -340,7 +377,9 @@ class EmbeddingCollection:
             made_for=self._made_for,
         )
 
-    def lookup(self, state: EmbeddingState, batch: Batch, *, return_statistics: bool = False) -> PyTree:
+    def lookup(
+        self, state: EmbeddingState, batch: Batch, *, return_statistics: bool = False
+    ) -> PyTree:
         """Activations of every feature, float32; on a mesh, split by sample.
 
         Args:
@@ -358,7 +397,9 @@ class EmbeddingCollection:
 
     # Backward
 
-    def lookup_vjp(self, state: EmbeddingState, batch: Batch) -> tuple[Activations, Callable[[PyTree], RowGradients]]:
+    def lookup_vjp(
+        self, state: EmbeddingState, batch: Batch
+    ) -> tuple[Activations, Callable[[PyTree], RowGradients]]:
         """Activations, and a function from their gradients to the `RowGradients` of the tables.
 
         Example:
@@ -374,23 +415,36 @@ class EmbeddingCollection:
         self.check_state(state, parts=["tables"])
         state = self._fetched(state, dict.fromkeys(self._on_host, batch))
         numbers = dict.fromkeys(self._stacks, state.step)
-        return self._engine.lookup(state.tables, batch, numbers)[0], partial(self.row_gradients, batch)
+        return self._engine.lookup(state.tables, batch, numbers)[0], partial(
+            self.row_gradients, batch
+        )
 
     def row_gradients(self, batch: Batch, d_activations: Mapping[str, PyTree]) -> RowGradients:
         """The gradients of distinct rows that follow from those of a batch's activations; no table is read."""
         batch = self.prepare(batch)
         d_outputs = inputs.d_outputs(self.features, batch, d_activations)
         rows, values = unzip_dict(self._engine.row_gradients(batch, d_outputs))
-        found = RowGradients(rows, values, self._num_rows, self._engine.gradient_shardings(), self.layout)
-        all_here = self.devices.mesh is None and all(own.storage.ids_are_rows for own in self._stacks.values())
-        return found.summed_from(self._engine, batch, d_outputs) if all_here and is_traced(rows) else found
+        found = RowGradients(
+            rows, values, self._num_rows, self._engine.gradient_shardings(), self.layout
+        )
+        all_here = self.devices.mesh is None and all(
+            own.storage.ids_are_rows for own in self._stacks.values()
+        )
+        return (
+            found.summed_from(self._engine, batch, d_outputs)
+            if all_here and is_traced(rows)
+            else found
+        )
 
     def apply(self, state: EmbeddingState, row_gradients: RowGradients) -> EmbeddingState:
         """One optimizer step for every row in `row_gradients`, and only for those.
 
         Raises: ValueError: the gradients are another collection's.
         """
-        axes = {name: (1 + own.storage.takes_keys, own.table.embedding_dim) for name, own in self._stacks.items()}
+        axes = {
+            name: (1 + own.storage.takes_keys, own.table.embedding_dim)
+            for name, own in self._stacks.items()
+        }
         check_belong(row_gradients, self.layout, self._num_rows, axes)
         self.check_state(state)
         if row_gradients.summands is not None:
@@ -400,12 +454,16 @@ class EmbeddingCollection:
         gradients = {name: (rows[name], row_gradients.values[name]) for name in self._stacks}
         return self._stepped(state, rows, self._engine.apply, gradients)
 
-    def update(self, state: EmbeddingState, batch: Batch, d_activations: Mapping[str, PyTree]) -> EmbeddingState:
+    def update(
+        self, state: EmbeddingState, batch: Batch, d_activations: Mapping[str, PyTree]
+    ) -> EmbeddingState:
         """Row gradients and optimizer step in one kernel: the same numbers as `apply(state, pullback(...))`."""
         batch = self.prepare(batch)
         d_outputs = inputs.d_outputs(self.features, batch, d_activations)
         self.check_state(state)
-        return self._stepped(state, dict.fromkeys(self._on_host, batch), self._engine.update, batch, d_outputs)
+        return self._stepped(
+            state, dict.fromkeys(self._on_host, batch), self._engine.update, batch, d_outputs
+        )
 
     def _stepped(
         self,
@@ -425,7 +483,9 @@ class EmbeddingCollection:
                     keys = table_keys(key, [table.name for table in stack.tables])
                     key = keys if len(stack.tables) > 1 else keys[0]
                 rounding = api.stochastic_rounding(key)
-            steps[stack.name] = Step(rule.get_hyperparameters(state.step), rule, rounding, state.step)
+            steps[stack.name] = Step(
+                rule.get_hyperparameters(state.step), rule, rounding, state.step
+            )
         tables, slots = step_stacks(state.tables, state.slots, *gradients, steps)
         for name, kept in self._stacks.items():
             if not is_traced(tables[name]):
@@ -483,10 +543,12 @@ def value_and_grad(
         for path, leaf in jax.tree.leaves_with_path(params):
             if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact):
                 where = f"value_and_grad: params{jax.tree_util.keystr(path)}"
-                raise TypeError(f"{where} must hold floats, got {describe(leaf)}; pass it to loss_fn behind the batch.")
-        value, (d_params, d_activations) = jax.value_and_grad(checked_loss, argnums=(0, 1), has_aux=has_aux)(
-            params, activations, *args
-        )
+                raise TypeError(
+                    f"{where} must hold floats, got {describe(leaf)}; pass it to loss_fn behind the batch."
+                )
+        value, (d_params, d_activations) = jax.value_and_grad(
+            checked_loss, argnums=(0, 1), has_aux=has_aux
+        )(params, activations, *args)
         return value, (d_params, pullback(d_activations))
 
     return with_gradients
@@ -498,7 +560,13 @@ def check_loss(result: Any, *, has_aux: bool) -> Any:
         raise TypeError("value_and_grad: with has_aux=True, loss_fn must return (loss, aux).")
     loss = result[0] if has_aux else result
     if isinstance(loss, tuple) and not has_aux:
-        raise TypeError("value_and_grad: loss_fn returns a tuple; for (loss, aux), pass has_aux=True.")
-    if getattr(loss, "shape", ()) or not jnp.issubdtype(getattr(loss, "dtype", type(loss)), jnp.floating):
-        raise TypeError(f"value_and_grad: the loss must be a scalar of floats, got {describe(loss)}; take its mean.")
+        raise TypeError(
+            "value_and_grad: loss_fn returns a tuple; for (loss, aux), pass has_aux=True."
+        )
+    if getattr(loss, "shape", ()) or not jnp.issubdtype(
+        getattr(loss, "dtype", type(loss)), jnp.floating
+    ):
+        raise TypeError(
+            f"value_and_grad: the loss must be a scalar of floats, got {describe(loss)}; take its mean."
+        )
     return result

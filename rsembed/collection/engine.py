@@ -87,7 +87,9 @@ class Engine:
         state = {name: stack.partition for name, stack in stacks.items()}
         gradients = {name: stack.gradient_partitions for name, stack in stacks.items()}
 
-        def on_each(function: Callable[..., PyTree], partitions: PyTree, results: PyTree) -> Callable[..., PyTree]:
+        def on_each(
+            function: Callable[..., PyTree], partitions: PyTree, results: PyTree
+        ) -> Callable[..., PyTree]:
             @functools.wraps(function)
             def traced(*args: PyTree) -> PyTree:
                 with api.by_default("reference" if implementation == "reference" else None):
@@ -100,7 +102,9 @@ class Engine:
         self.row_gradients = on_each(self._row_gradients, (split, split), gradients)
         self.squared_norm = on_each(self._squared_norm, (split, split), everywhere)
         self.apply = on_each(self._apply, (state, state, gradients, everywhere), (state, state))
-        self.update = on_each(self._update, (state, state, split, split, everywhere), (state, state))
+        self.update = on_each(
+            self._update, (state, state, split, split, everywhere), (state, state)
+        )
 
     def lookup(
         self, tables: ByName, batch: Batch | Call, numbers: ByName | None = None
@@ -117,7 +121,9 @@ class Engine:
         """How rows and values of `RowGradients` are split, by stack; None on one device."""
         if self.devices.mesh is None:
             return None
-        partitions = sorted((name, *stack.gradient_partitions) for name, stack in self.stacks.items())
+        partitions = sorted(
+            (name, *stack.gradient_partitions) for name, stack in self.stacks.items()
+        )
         sharding = self.devices.sharding
         return tuple((name, sharding(rows), sharding(values)) for name, rows, values in partitions)
 
@@ -139,7 +145,9 @@ class Engine:
         for names in self._joint_stacks:
             stacks = [self.stacks[name] for name in names]
             arrays = [tables[name] for name in names]
-            outputs = api.lookup(arrays, call_of(stacks, batch), implementation=stacks[0].rows.implementation)
+            outputs = api.lookup(
+                arrays, call_of(stacks, batch), implementation=stacks[0].rows.implementation
+            )
             first = 0
             for name, stack in zip(names, stacks, strict=True):
                 last = first + len(stack.layout.stack.features)
@@ -150,7 +158,9 @@ class Engine:
     def _init(self, key: PRNGKeyArray) -> tuple[ByName, ByName]:
         return unzip_dict({name: stack.rows.init(key) for name, stack in self.stacks.items()})
 
-    def _lookup(self, tables: ByName, numbers: ByName | None, batch: Batch | Call) -> tuple[PyTree, LookupStatistics]:
+    def _lookup(
+        self, tables: ByName, numbers: ByName | None, batch: Batch | Call
+    ) -> tuple[PyTree, LookupStatistics]:
         if isinstance(batch, Call):
             (output,) = api.lookup([tables[name] for name in self.stacks], batch)
             return output, LookupStatistics({}, {}, {}, {})
@@ -165,24 +175,34 @@ class Engine:
                 continue
             number = None if numbers is None else numbers[name]
             asked.append(stack.rows.look_up(tables[name], stack.occurrences(batch), number))
-        for (name, stack), found in zip(self.stacks.items(), together(asked, self.devices.axes), strict=True):
+        for (name, stack), found in zip(
+            self.stacks.items(), together(asked, self.devices.axes), strict=True
+        ):
             outputs, num_unknown, rounds[name] = found
             if stack.storage.takes_keys:
                 unknown[name] = self.devices.gather(num_unknown[None])
             for feature, output in zip(stack.layout.stack.features, outputs, strict=True):
                 spec, dense_shape = self.features[feature.name], None
                 if spec.pooling == "none":
-                    dense_shape = as_bags(batch.in_list(feature.name), feature=feature.name).dense_shape
+                    dense_shape = as_bags(
+                        batch.in_list(feature.name), feature=feature.name
+                    ).dense_shape
                 activations[feature.name] = to_activation(spec, dense_shape, output)
         num_ids, num_out_of_range = self.devices.total(self._counts(batch))
         statistics = LookupStatistics(num_ids, num_out_of_range, unknown, rounds)
         if self.side_by_side:
-            return jnp.concatenate([activations[name] for name in self.features], axis=1), statistics
+            return jnp.concatenate(
+                [activations[name] for name in self.features], axis=1
+            ), statistics
         return activations, statistics
 
     def _counts(self, batch: PreparedBatch) -> tuple[dict[str, Array], dict[str, Array]]:
         num_ids, num_out_of_range, with_rows = {}, {}, dict[str, Bags]()
-        running = {name: _running_counts(bags) for name, bags in batch.lists.items() if isinstance(bags.ids, Keys)}
+        running = {
+            name: _running_counts(bags)
+            for name, bags in batch.lists.items()
+            if isinstance(bags.ids, Keys)
+        }
         for name in self.features:
             place, storage = batch.place(name), self.features[name].table_spec.storage
             if storage is None or storage.key_dtype is None:
@@ -191,11 +211,17 @@ class Engine:
                 offsets = batch.lists[place.list].offsets
                 first, last = offsets[place.first_bag], offsets[place.first_bag + place.num_bags]
                 num_keys, num_bad = running[place.list]
-                num_ids[name], num_out_of_range[name] = num_keys[last] - num_keys[first], num_bad[last] - num_bad[first]
+                num_ids[name], num_out_of_range[name] = (
+                    num_keys[last] - num_keys[first],
+                    num_bad[last] - num_bad[first],
+                )
             else:
                 own = as_bags(batch.in_list(name), feature=name)
                 keys = as_keys(own.ids).only(in_some_bag(own))
-                num_ids[name], num_out_of_range[name] = jnp.sum(keys.is_key, dtype=jnp.int32), num_invalid(keys)
+                num_ids[name], num_out_of_range[name] = (
+                    jnp.sum(keys.is_key, dtype=jnp.int32),
+                    num_invalid(keys),
+                )
         counts = api.count_ids(
             [jnp.asarray(own.ids) for own in with_rows.values()],
             [jnp.asarray(own.offsets) for own in with_rows.values()],
@@ -205,14 +231,20 @@ class Engine:
             num_ids[name], num_out_of_range[name] = count
         return num_ids, num_out_of_range
 
-    def _row_gradients(self, batch: Batch | Call, d_outputs: PyTree) -> dict[str, tuple[Array, Array]]:
+    def _row_gradients(
+        self, batch: Batch | Call, d_outputs: PyTree
+    ) -> dict[str, tuple[Array, Array]]:
         return self._backward(batch, d_outputs, lambda _, rows, *own: rows.row_gradients(*own))
 
     def _squared_norm(self, batch: Batch | Call, d_outputs: PyTree) -> dict[str, Array]:
         return self._backward(batch, d_outputs, lambda _, rows, *own: rows.squared_norm(*own))
 
     def _apply(
-        self, tables: ByName, slots: ByName, gradients: Mapping[str, tuple[Array, Array]], steps: ByName
+        self,
+        tables: ByName,
+        slots: ByName,
+        gradients: Mapping[str, tuple[Array, Array]],
+        steps: ByName,
     ) -> tuple[ByName, ByName]:
         stepped = {
             name: stack.rows.apply(tables[name], slots[name], *gradients[name], steps[name])
@@ -223,18 +255,24 @@ class Engine:
     def _update(
         self, tables: ByName, slots: ByName, batch: Batch | Call, d_outputs: PyTree, steps: ByName
     ) -> tuple[ByName, ByName]:
-        def update(name: str, rows: Rows, own: Occurrences, gradients: list[Array]) -> Asked[tuple[PyTree, PyTree]]:
+        def update(
+            name: str, rows: Rows, own: Occurrences, gradients: list[Array]
+        ) -> Asked[tuple[PyTree, PyTree]]:
             return rows.update(tables[name], slots[name], own, gradients, steps[name])
 
         return unzip_dict(self._backward(batch, d_outputs, update))
 
-    def _backward(self, batch: Batch | Call, d_outputs: PyTree, function: Callable[..., Asked[PyTree]]) -> ByName:
+    def _backward(
+        self, batch: Batch | Call, d_outputs: PyTree, function: Callable[..., Asked[PyTree]]
+    ) -> ByName:
         """Results of a function of each stack's name, rows, occurrences in the batch, and gradients of its outputs."""
         asked: list[Asked[PyTree]] = []
         if isinstance(batch, Call):
             dims = tuple(stack.table.embedding_dim for stack in self.stacks.values())
             for number, (name, stack) in enumerate(self.stacks.items()):
-                asked.append(function(name, stack.rows, Occurrences(batch, None, number, dims), [d_outputs]))
+                asked.append(
+                    function(name, stack.rows, Occurrences(batch, None, number, dims), [d_outputs])
+                )
             return dict(zip(self.stacks, asked, strict=True))
         batch = PreparedBatch.of(batch)
         if self.side_by_side:
@@ -244,7 +282,9 @@ class Engine:
             asked.append(function(name, stack.rows, stack.occurrences(batch), own))
         return dict(zip(self.stacks, together(asked, self.devices.axes), strict=True))
 
-    def _by_feature(self, d_output: Float[Array, "batch dims"]) -> dict[str, Float[Array, "batch dim"]]:
+    def _by_feature(
+        self, d_output: Float[Array, "batch dims"]
+    ) -> dict[str, Float[Array, "batch dim"]]:
         """The columns of each feature."""
         columns = {}
         first = 0
@@ -259,16 +299,22 @@ def _running_counts(bags: Bags) -> tuple[Int[Array, " nnz_plus_1"], Int[Array, "
     """Numbers of keys, and of ids that no key can be, before each place of a list."""
     counts = []
     for is_counted in (bags.ids.is_key, is_invalid(bags.ids)):
-        counts.append(jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(is_counted, dtype=jnp.int32)]))
+        counts.append(
+            jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(is_counted, dtype=jnp.int32)])
+        )
     return counts[0], counts[1]
 
 
 def unzip_dict(pairs: Mapping[str, tuple[PyTree, PyTree]]) -> tuple[ByName, ByName]:
     """A dictionary of pairs as a pair of dictionaries."""
-    return {name: first for name, (first, _) in pairs.items()}, {name: second for name, (_, second) in pairs.items()}
+    return {name: first for name, (first, _) in pairs.items()}, {
+        name: second for name, (_, second) in pairs.items()
+    }
 
 
-def to_activation(feature: FeatureSpec, dense_shape: tuple[Any, ...] | None, output: Array) -> Array:
+def to_activation(
+    feature: FeatureSpec, dense_shape: tuple[Any, ...] | None, output: Array
+) -> Array:
     """Pooled rows `[outputs, dim]` of a feature in the shape of its activations; `dense_shape` is that of its ids."""
     output = output[:, : feature.output_dim] if feature.output_dim < output.shape[1] else output
     if feature.output_shape is not None:

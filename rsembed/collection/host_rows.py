@@ -47,7 +47,9 @@ class HostRows(HostCached):
     def begin(self, params: DynamicTable) -> None:
         """Makes a fresh store, of which the given parameters have no row yet; `advanced` ones belong to it."""
         data, kind = jax.random.key_data(params.key), jax.random.key_impl(params.key)
-        self.store = self.backing_store(self.table, jax.random.wrap_key_data(on_host(data)[0], impl=kind))
+        self.store = self.backing_store(
+            self.table, jax.random.wrap_key_data(on_host(data)[0], impl=kind)
+        )
 
     def advanced(self, params: DynamicTable, num_shards: int) -> DynamicTable:
         """The parameters with which alone the store goes on."""
@@ -55,12 +57,17 @@ class HostRows(HostCached):
         generation: PyTree = np.full(num_shards, self.generation.number, np.uint32)
         return params._replace(generation=generation)
 
-    def rows(self, params: DynamicTable, slots: PyTree, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
+    def rows(
+        self, params: DynamicTable, slots: PyTree, table: TableSpec, num_shards: int
+    ) -> dict[str, np.ndarray]:
         """Rows of the store, but for those that are near."""
         self.generation.check(on_host(params.generation))
         num_rows, (places, ids) = table.vocabulary_size, self.residents(params)
         starts = range(0, num_rows, ROWS_PER_BLOCK)
-        blocks = [self.store.read(np.arange(first, min(first + ROWS_PER_BLOCK, num_rows))) for first in starts]
+        blocks = [
+            self.store.read(np.arange(first, min(first + ROWS_PER_BLOCK, num_rows)))
+            for first in starts
+        ]
         found = [np.concatenate(parts) for parts in zip(*blocks, strict=True)][: 1 + len(slots)]
         for array, near in zip(found, (params.rows, *slots), strict=True):
             array[ids] = on_host(near)[places]
@@ -70,10 +77,15 @@ class HostRows(HostCached):
         """A whole table."""
         return whole_table(values, table)
 
-    def with_rows(self, params: DynamicTable, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int) -> State:
+    def with_rows(
+        self, params: DynamicTable, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int
+    ) -> State:
         """A fresh store with these values, or rows as `rows` has them; none is near. Raises: ValueError: no fit."""
         names, arrays = array_names(table, slots), (params.rows, *slots)
-        shapes = {name: (table.vocabulary_size, *own.shape[1:]) for name, own in zip(names, arrays, strict=True)}
+        shapes = {
+            name: (table.vocabulary_size, *own.shape[1:])
+            for name, own in zip(names, arrays, strict=True)
+        }
         if not isinstance(rows, Mapping):
             rows = self.rows(params, slots, table, num_shards) | {"values": rows}
         if (found := {name: np.shape(own) for name, own in rows.items()}) != shapes:
@@ -149,7 +161,9 @@ class Prefetch:
         if not (most := int(counts.max())):
             return params, slots
         size = padded_size(most)
-        rows, ids, left = (lane.reshape(counts.size, -1)[:, :size].reshape(-1) for lane in (rows, ids, left))
+        rows, ids, left = (
+            lane.reshape(counts.size, -1)[:, :size].reshape(-1) for lane in (rows, ids, left)
+        )
         place, arrays = self.stack.devices.place_from_host, (params.rows, *slots)
         (rows,), leaves = place([rows], self.stack.partition), left >= 0
         gone = [on_host(array)[leaves] for array in self._gather(arrays, rows)]
@@ -159,7 +173,9 @@ class Prefetch:
             generation.check(on_host(params.generation))
             values = self.storage.store.exchange(left[leaves], gone, np.maximum(ids, 0))
         come = place(values, self.stack.partition)
-        near, *kept = (self._scatter_in_place if donates else self._scatter)(arrays, rows, tuple(come))
+        near, *kept = (self._scatter_in_place if donates else self._scatter)(
+            arrays, rows, tuple(come)
+        )
         return params._replace(rows=near), tuple(kept)
 
     def _make_room(self, params: DynamicTable, wanted: PyTree) -> tuple[DynamicTable, Moves]:
@@ -171,7 +187,11 @@ class Prefetch:
 
 
 def fetched(
-    on_host: Mapping[str, Prefetch], state: EmbeddingState, wanted: Mapping[str, PyTree], *, donates: bool
+    on_host: Mapping[str, Prefetch],
+    state: EmbeddingState,
+    wanted: Mapping[str, PyTree],
+    *,
+    donates: bool,
 ) -> EmbeddingState:
     """The state with the rows near that a batch, or lanes of row gradients, wants by stack.
 
@@ -182,7 +202,9 @@ def fetched(
     for name, own in on_host.items():
         tables[name], moves[name] = own.with_places(tables[name], slots.get(name), wanted[name])
     for name, own in on_host.items():
-        tables[name], slots[name] = own.moved(tables[name], slots[name], moves[name], donates=donates)
+        tables[name], slots[name] = own.moved(
+            tables[name], slots[name], moves[name], donates=donates
+        )
     return state._replace(tables=tables, slots=slots)
 
 

@@ -49,7 +49,10 @@ from rsembed.storage.protocol import Storage
 def check_names(features: Mapping[str, object], given: Mapping[str, object], what: str) -> None:
     """Raises: TypeError or ValueError: `given` is no mapping, or does not name every feature once."""
     check_type(given, Mapping, f"{what}, with one entry for each of {sorted(features)},")
-    missing, unknown = sorted(set(features) - set(given)), sorted(set(given) - set(features), key=str)
+    missing, unknown = (
+        sorted(set(features) - set(given)),
+        sorted(set(given) - set(features), key=str),
+    )
     if missing or unknown:
         near = did_you_mean(unknown[0], missing) if unknown else ""
         raise ValueError(
@@ -98,7 +101,9 @@ def prepare(
         if ragged is not None:
             if devices.mesh is None:
                 return dataclasses.replace(on_device(_in_lists(ragged, lists)), made_for=made_for)
-            bags = {name: Bags(ids, _offsets_of(lengths)) for name, (ids, lengths) in ragged.items()}
+            bags = {
+                name: Bags(ids, _offsets_of(lengths)) for name, (ids, lengths) in ragged.items()
+            }
         else:
             for name, feature in features.items():
                 bags[name] = _checked(feature, batch[name], bounds_check)
@@ -164,7 +169,9 @@ def _members(
     return members
 
 
-def _places(members: Mapping[str, Sequence[str]], num_bags: Mapping[str, int]) -> tuple[tuple[str, Listed], ...]:
+def _places(
+    members: Mapping[str, Sequence[str]], num_bags: Mapping[str, int]
+) -> tuple[tuple[str, Listed], ...]:
     """Sorted pairs of features and their places in lists, in which they follow each other."""
     places = {}
     for stack, names in members.items():
@@ -194,7 +201,12 @@ def _in_one_pass(
     for name, feature in features.items():
         storage = feature.table_spec.storage
         takes_keys = storage is not None and storage.key_dtype is not None
-        if takes_keys or feature.num_samples is not None or feature.pooling == "none" or name not in lists:
+        if (
+            takes_keys
+            or feature.num_samples is not None
+            or feature.pooling == "none"
+            or name not in lists
+        ):
             return None
     everything = _everything(features, batch)
     if everything is None:
@@ -232,7 +244,9 @@ def _in_lists(ragged: Mapping[str, Ragged], lists: Mapping[str, str]) -> Prepare
     return PreparedBatch(joined_lists, {}, places, tuple(ragged))
 
 
-def _everything(features: Mapping[str, FeatureSpec], batch: Batch) -> tuple[np.ndarray, np.ndarray, list[int]] | None:
+def _everything(
+    features: Mapping[str, FeatureSpec], batch: Batch
+) -> tuple[np.ndarray, np.ndarray, list[int]] | None:
     """Ids and offsets of all features, one after the other, and the number of bags of each.
 
     It is None unless the batch is a `Jagged`, lists of lists of `int`, or sound `Bags` in numpy, and
@@ -277,7 +291,9 @@ def _offsets_of(lengths: np.ndarray) -> np.ndarray:
     return offsets
 
 
-def _of_arrays(features: Mapping[str, FeatureSpec], batch: Batch, bounds_check: str) -> ByName | None:
+def _of_arrays(
+    features: Mapping[str, FeatureSpec], batch: Batch, bounds_check: str
+) -> ByName | None:
     """The canonical form of a batch whose features are all arrays of integers, made of all in one go, or None.
 
     It is None where a table takes keys or a batch size is declared, and where an id lies outside its table: the way
@@ -285,11 +301,15 @@ def _of_arrays(features: Mapping[str, FeatureSpec], batch: Batch, bounds_check: 
     """
     given: ByName = {name: batch[name] for name in features}
     specs = [feature.table_spec for feature in features.values() if feature.num_samples is None]
-    takes_keys = any(spec.storage is not None and spec.storage.key_dtype is not None for spec in specs)
+    takes_keys = any(
+        spec.storage is not None and spec.storage.key_dtype is not None for spec in specs
+    )
     is_array = [type(own) is np.ndarray or isinstance(own, jax.Array) for own in given.values()]
     if takes_keys or len(specs) < len(given) or not all(is_array) or is_unknown(given):
         return None
-    if any(own.dtype not in (np.int32, np.int64) or own.ndim not in (1, 2) for own in given.values()):
+    if any(
+        own.dtype not in (np.int32, np.int64) or own.ndim not in (1, 2) for own in given.values()
+    ):
         return None
     arrays = [np.asarray(own) for own in given.values()]
     ids = np.concatenate([own.reshape(-1) for own in arrays])
@@ -298,16 +318,30 @@ def _of_arrays(features: Mapping[str, FeatureSpec], batch: Batch, bounds_check: 
         return None
     if all(isinstance(own, jax.Array) and own.dtype == np.int32 for own in given.values()):
         return given
-    return dict(zip(features, cut_on_device(narrow_ids(ids), tuple(own.shape for own in arrays)), strict=True))
+    return dict(
+        zip(
+            features,
+            cut_on_device(narrow_ids(ids), tuple(own.shape for own in arrays)),
+            strict=True,
+        )
+    )
 
 
 def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
     """Bags of a feature with ids and weights in the dtypes of the canonical form."""
-    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, np.integer) and not is_unknown(value):
+    if (
+        isinstance(value, jax.Array)
+        and jnp.issubdtype(value.dtype, np.integer)
+        and not is_unknown(value)
+    ):
         value = np.asarray(value)  # numpy needs no program for a check
     bags, table = as_bags(value, feature=feature.name), feature.table_spec
     # Whoever differentiates by weights hides these alone.
-    visible = dataclasses.replace(bags, weights=None) if isinstance(bags.weights, jax.core.Tracer) else bags
+    visible = (
+        dataclasses.replace(bags, weights=None)
+        if isinstance(bags.weights, jax.core.Tracer)
+        else bags
+    )
     ids: PyTree
     if table.storage is not None and table.storage.key_dtype is not None:
         if not is_unknown(visible):
@@ -342,7 +376,11 @@ def _canonical(feature: FeatureSpec, bags: Bags, given: PyTree) -> PyTree:
     combiner, whose activations have one vector per id, get no more room.
     """
     if bags.dense_shape is not None:
-        is_there = isinstance(given, jax.Array) and not isinstance(bags.ids, Keys) and given.dtype == bags.ids.dtype
+        is_there = (
+            isinstance(given, jax.Array)
+            and not isinstance(bags.ids, Keys)
+            and given.dtype == bags.ids.dtype
+        )
         return given if is_there else _padded(bags, 0)
     is_exact = not is_traced(bags) and int(np.asarray(bags.offsets)[-1]) == bags.ids.shape[0]
     if is_exact and feature.pooling != "none":
@@ -402,7 +440,11 @@ def _padded(bags: Bags, width: int) -> PyTree:
         dense[is_used] = np.asarray(values)[: offsets[-1]]
         return dense
 
-    spread_ids = jax.tree.map(lambda lane: spread(lane, 0), ids) if isinstance(ids, Keys) else spread(ids, PAD_ID)
+    spread_ids = (
+        jax.tree.map(lambda lane: spread(lane, 0), ids)
+        if isinstance(ids, Keys)
+        else spread(ids, PAD_ID)
+    )
     return spread_ids if weights is None else (spread_ids, spread(weights, 0.0))
 
 
@@ -419,7 +461,9 @@ def check_output_shapes(features: Mapping[str, FeatureSpec], devices: Devices) -
 # Gradients
 
 
-def d_outputs(features: Mapping[str, FeatureSpec], batch: Batch, d_activations: Mapping[str, PyTree]) -> ByName:
+def d_outputs(
+    features: Mapping[str, FeatureSpec], batch: Batch, d_activations: Mapping[str, PyTree]
+) -> ByName:
     """Gradients of features' activations, each as one float32 row `[outputs, dim]` per output of its kernel call.
 
     Raises: ValueError: one has another shape than its activations. TypeError: one is no array of floats.
@@ -437,7 +481,11 @@ def d_outputs(features: Mapping[str, FeatureSpec], batch: Batch, d_activations: 
         else:
             bags = as_bags(batch.arrays[name], feature=name)
             num_outputs = bags.ids.shape[0] if feature.pooling == "none" else bags.num_bags
-        if gradient.ndim < 2 or gradient.shape[-1] != columns or gradient.size != num_outputs * columns:
+        if (
+            gradient.ndim < 2
+            or gradient.shape[-1] != columns
+            or gradient.size != num_outputs * columns
+        ):
             raise ValueError(
                 f"feature {name!r}: the activation gradient has shape {gradient.shape}, but the activations hold "
                 f"{num_outputs} vectors of {columns}."

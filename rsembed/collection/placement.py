@@ -63,10 +63,14 @@ def placement_of_tables(
     unknown = sorted(set(wanted) - set(tables))
     if unknown:
         near = did_you_mean(unknown[0], tables)
-        raise ValueError(f"placement names unknown tables {unknown}{near}; the collection has {sorted(tables)}.")
+        raise ValueError(
+            f"placement names unknown tables {unknown}{near}; the collection has {sorted(tables)}."
+        )
     for name, kind in wanted.items():
         if kind not in PLACEMENTS:
-            raise ValueError(f"table {name!r}: placement {kind!r} is not one of {', '.join(PLACEMENTS)}.")
+            raise ValueError(
+                f"table {name!r}: placement {kind!r} is not one of {', '.join(PLACEMENTS)}."
+            )
         if kind not in supported[name]:
             raise ValueError(
                 f"table {name!r} is kept as {tables[name].storage}, which cannot be placed {kind!r}, only "
@@ -124,7 +128,9 @@ def make_stacks(
         num_parts = devices.num_devices if placement == "column" else 1
         storage = _storage_of(tables, layout, num_parts, implementation)
         if placement in ("row", "table"):
-            rows: Rows = AskedRows(devices, tables[0], storage, implementation, capacity=exchange_capacity)
+            rows: Rows = AskedRows(
+                devices, tables[0], storage, implementation, capacity=exchange_capacity
+            )
         else:
             splits_columns = placement == "column"
             rows = Rows(devices, tables[0], storage, implementation, splits_columns)
@@ -158,7 +164,9 @@ def _check_columns(stack: StackPlan, num_devices: int) -> None:
         problems.append("stochastic rounding draws for whole rows")
     if problems:
         names = [table.name for table in stack.tables]
-        raise ValueError(f"tables {names} cannot be placed 'column': {' and '.join(problems)}; place them 'row'.")
+        raise ValueError(
+            f"tables {names} cannot be placed 'column': {' and '.join(problems)}; place them 'row'."
+        )
 
 
 class LogicalTables:
@@ -222,7 +230,9 @@ class LogicalTables:
             arrays = state.tables[name], state.slots[name]
             if stack.storage.rows_on_host:
                 rows = new_rows[name].get(table_name)
-                new_rows[name][table_name] = stack.rows_with_slots(*arrays, table, rows, table_slots)
+                new_rows[name][table_name] = stack.rows_with_slots(
+                    *arrays, table, rows, table_slots
+                )
             else:
                 template = stack.slot_shapes(*arrays, table, table.vocabulary_size)
                 new_slots[name][table_name] = checked_slots(table_slots, template, table)
@@ -245,7 +255,9 @@ class LogicalTables:
 
     def _check_finite(self, table_name: str, parts: Iterable[tuple[str, PyTree]]) -> None:
         """Raises: ValueError: a part of a table is not finite, or a sum of squares is negative."""
-        non_negative = [f"slot_{slot}" for slot in self.specs[table_name].optimizer.non_negative_slots]
+        non_negative = [
+            f"slot_{slot}" for slot in self.specs[table_name].optimizer.non_negative_slots
+        ]
         for part, array in parts:
             if isinstance(array, SavedArray):
                 continue  # of a checkpoint, which keeps what a state had; it is not read yet
@@ -260,11 +272,15 @@ class LogicalTables:
                 "programs; call it outside of jit, between two steps."
             )
 
-    def evicted(self, state: EmbeddingState, table_name: str, **reasons: float | None) -> tuple[EmbeddingState, ByName]:
+    def evicted(
+        self, state: EmbeddingState, table_name: str, **reasons: float | None
+    ) -> tuple[EmbeddingState, ByName]:
         """See `EmbeddingCollection.evict`."""
         check_reasons(f"evict from table {table_name!r}", **reasons)
         if is_traced(state):
-            raise RuntimeError("evict works beside compiled programs; call it outside of jit, between two steps.")
+            raise RuntimeError(
+                "evict works beside compiled programs; call it outside of jit, between two steps."
+            )
         self._check_known(table_name)
         name = self._stack_of[table_name]
         spec = self.specs[table_name]
@@ -281,7 +297,9 @@ class LogicalTables:
     def _check_known(self, table_name: str) -> None:
         if table_name not in self.specs:
             near = did_you_mean(table_name, self.specs)
-            raise ValueError(f"unknown table {table_name!r}{near}; the collection has {list(self.specs)}.")
+            raise ValueError(
+                f"unknown table {table_name!r}{near}; the collection has {list(self.specs)}."
+            )
 
     # For files
 
@@ -306,7 +324,11 @@ class LogicalTables:
         return {name: value for name, value in by_stack.items() if name not in self.apart}
 
     def whole(
-        self, state: EmbeddingState, tables: Mapping[str, PyTree], slots: Mapping[str, PyTree], layout: Fingerprint
+        self,
+        state: EmbeddingState,
+        tables: Mapping[str, PyTree],
+        slots: Mapping[str, PyTree],
+        layout: Fingerprint,
     ) -> EmbeddingState:
         """The inverse of `parted`."""
         all_tables = dict(state.tables)

@@ -56,7 +56,9 @@ class PreparedBatch(Mapping[str, PyTree]):
 
     lists: dict[str, Bags]
     arrays: dict[str, PyTree]
-    listed: tuple[tuple[str, Listed], ...] = dataclasses.field(default=(), metadata={"static": True})
+    listed: tuple[tuple[str, Listed], ...] = dataclasses.field(
+        default=(), metadata={"static": True}
+    )
     features: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     made_for: str | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -128,7 +130,9 @@ class PreparedBatch(Mapping[str, PyTree]):
             count = ""
             if not is_traced(bags) and bags.offsets.ndim == 1 and not is_global(bags.offsets):
                 count = f"{int(np.asarray(bags.offsets).reshape(num_parts, -1)[:, -1].sum())} ids, "
-            texts.append(f"{len(features)} ragged features of stack {name!r}: {count}room for {room}")
+            texts.append(
+                f"{len(features)} ragged features of stack {name!r}: {count}room for {room}"
+            )
         if self.arrays:
             texts.append(f"{len(self.arrays)} features by themselves")
         return f"PreparedBatch({', '.join(self.features)}: {'; '.join(texts)})"
@@ -235,19 +239,26 @@ def joined(bags: Sequence[Bags], room: int, num_parts: int) -> Bags:
     if any(own.weights is not None for own in bags):
         all_weights = []
         for own in bags:
-            all_weights.append(np.ones(own.ids.shape[0], np.float32) if own.weights is None else own.weights)
+            all_weights.append(
+                np.ones(own.ids.shape[0], np.float32) if own.weights is None else own.weights
+            )
         weights = in_parts(all_weights, 0.0)
     return Bags(ids, np.concatenate(offsets), weights)
 
 
 def identity_of(
-    features: Mapping[str, FeatureSpec], lists: Mapping[str, str], devices: Devices, bounds_check: str
+    features: Mapping[str, FeatureSpec],
+    lists: Mapping[str, str],
+    devices: Devices,
+    bounds_check: str,
 ) -> str:
     """Digest of all on which a prepared batch depends: features, what ids their tables admit, lists and devices."""
     facts = [f"{devices.identity} {bounds_check}"]
     for name, feature in features.items():
         table = feature.table_spec
         key_dtype = None if table.storage is None else table.storage.key_dtype
-        facts.append(repr((name, lists[name], table.name, table.vocabulary_size, key_dtype, feature.pooling)))
+        facts.append(
+            repr((name, lists[name], table.name, table.vocabulary_size, key_dtype, feature.pooling))
+        )
         facts.append(repr((feature.num_samples, feature.output_shape)))
     return hashlib.blake2b("\n".join(facts).encode(), digest_size=16).hexdigest()

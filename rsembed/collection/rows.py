@@ -59,7 +59,9 @@ class Occurrences(NamedTuple):
         if self.keys is not None:
             return self.keys
         lists = range(len(self.call.lists))
-        return keys_of_rows(jnp.concatenate([rows_of_list(self.call, number, 0, NO_ROW) for number in lists]))
+        return keys_of_rows(
+            jnp.concatenate([rows_of_list(self.call, number, 0, NO_ROW) for number in lists])
+        )
 
     def of_all(self, devices: Devices) -> Occurrences:
         """The samples of all devices, in order; of several devices, ids are no keys."""
@@ -73,7 +75,9 @@ class Occurrences(NamedTuple):
             weights = None if ids.weights is None else devices.gather(ids.weights)
             if ids.offsets is None:
                 num_bags, width = ids.array_shape
-                gathered = IdList(devices.gather(ids.ids), None, weights, (num_bags * num_devices, width))
+                gathered = IdList(
+                    devices.gather(ids.ids), None, weights, (num_bags * num_devices, width)
+                )
             else:
                 parts = Bags(devices.gather(ids.ids), devices.gather(ids.offsets), weights)
                 places = [Listed("", *segments[k][1:3]) for k in readers]
@@ -128,7 +132,9 @@ class Rows:
         """Parameters and slots; `key` is the model's."""
         return self.storage.init(key, self.table, self.shard, self.num_shards)
 
-    def look_up(self, params: PyTree, batch: Occurrences, number: Int[Array, ""] | None) -> Asked[LookupResult]:
+    def look_up(
+        self, params: PyTree, batch: Occurrences, number: Int[Array, ""] | None
+    ) -> Asked[LookupResult]:
         """A lookup that changes nothing; ahead of the step of this number, if there is going to be one."""
         none = jnp.zeros((), jnp.int32)
         if self.splits_columns:
@@ -145,7 +151,9 @@ class Rows:
         pooled, num_unknown = self.storage.pooled(params, keys, batch.call, self.table, pool, ahead)
         return pooled, num_unknown, none
 
-    def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Asked[tuple[Array, Array]]:
+    def row_gradients(
+        self, batch: Occurrences, d_outputs: Sequence[Array]
+    ) -> Asked[tuple[Array, Array]]:
         """Distinct ids (of keys: lanes) of the global batch whose rows are here, as in `RowGradients`."""
         batch, d_outputs = batch.of_all(self.devices), self._of_all(d_outputs)
         if batch.keys is None:
@@ -156,11 +164,18 @@ class Rows:
     def squared_norm(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Float[Array, ""]:
         """Sum of the squares of the values of `row_gradients`, where ids are rows that are all here."""
         gradients, num_rows = batch.gradients(d_outputs), self.storage.num_ids(self.table)
-        norm: Array = api.dispatch("squared_norm", num_rows, gradients, implementation=self.implementation)
+        norm: Array = api.dispatch(
+            "squared_norm", num_rows, gradients, implementation=self.implementation
+        )
         return norm
 
     def update(
-        self, params: PyTree, slots: PyTree, batch: Occurrences, d_outputs: Sequence[Array], step: Step
+        self,
+        params: PyTree,
+        slots: PyTree,
+        batch: Occurrences,
+        d_outputs: Sequence[Array],
+        step: Step,
     ) -> Asked[State]:
         """Keys without a row get one, and all rows of the batch are stepped."""
         if self.storage.sums_gradients:
@@ -169,7 +184,9 @@ class Rows:
         if self.storage.ids_are_rows:
             return self._step(params, slots, batch.gradients(d_outputs), step)
         keys = self._after(batch.all_keys(), d_outputs)
-        params, slots, rows = self.storage.find(params, slots, keys, jnp.ones(keys.shape, jnp.int32), self.table, step)
+        params, slots, rows = self.storage.find(
+            params, slots, keys, jnp.ones(keys.shape, jnp.int32), self.table, step
+        )
         call = batch.call.with_ids(rows)
         if self.storage.takes_keys:
             call = self._with_gains(call, batch.call)
@@ -232,26 +249,35 @@ class Rows:
         """
         if self.storage.ids_are_rows:
             return keys
-        first = sum((gradient.reshape(-1)[:1].sum() for gradient in gradients), start=jnp.zeros((), jnp.float32))
+        first = sum(
+            (gradient.reshape(-1)[:1].sum() for gradient in gradients),
+            start=jnp.zeros((), jnp.float32),
+        )
         return keys.only(~((first == jnp.inf) & (first == -jnp.inf)))
 
     def _step(self, params: PyTree, slots: PyTree, gradients: CallGradients, step: Step) -> State:
         return self.storage.step(params, slots, gradients, self.table, self._how(step))
 
-    def _step_all(self, params: PyTree, slots: PyTree, gradients: CallGradients, step: Step) -> State:
+    def _step_all(
+        self, params: PyTree, slots: PyTree, gradients: CallGradients, step: Step
+    ) -> State:
         """One step of all parameters, with gradients of which each device has its own."""
         total = self.devices.total(self.storage.gradients(params, gradients, self.table))
         return self.storage.step_all(params, slots, total, self.table, self._how(step))
 
     def _pooled(self, vectors: Array, call: Call) -> Sequence[Array]:
         quantization = self.table.quantization_config
-        return api.lookup((vectors,), call, quantization=quantization, implementation=self.implementation)
+        return api.lookup(
+            (vectors,), call, quantization=quantization, implementation=self.implementation
+        )
 
     def _of_entries(self, entry_of: Array, batch: Occurrences, d_outputs: Sequence[Array]) -> Array:
         """Gradients of distinct entries, by number."""
         num_entries = entry_of.shape[0]
         # Every entry occurs, so the gradient in place `e` is that of entry `e`.
-        return self._summed(Occurrences(batch.call.with_ids(entry_of)).gradients(d_outputs), num_entries)[1]
+        return self._summed(
+            Occurrences(batch.call.with_ids(entry_of)).gradients(d_outputs), num_entries
+        )[1]
 
     def _summed(self, gradients: CallGradients, num_rows: int) -> tuple[Array, Array]:
         """Distinct ids, ascending, and their gradients."""
@@ -262,7 +288,12 @@ class Rows:
 
     def _of_all(self, d_outputs: Sequence[Array]) -> list[Array]:
         """Gradients of the global batch, in the columns that are here."""
-        return list(map(self.devices.columns_of_all if self.splits_columns else self.devices.gather, d_outputs))
+        return list(
+            map(
+                self.devices.columns_of_all if self.splits_columns else self.devices.gather,
+                d_outputs,
+            )
+        )
 
 
 def keys_of_gradients(rows: Array) -> tuple[Keys, Int[Array, " capacity"]]:
@@ -298,27 +329,35 @@ class AskedRows(Rows):
         """Number of devices over which the rows are split."""
         return self.devices.num_devices
 
-    def look_up(self, params: PyTree, batch: Occurrences, number: Int[Array, ""] | None) -> Asking[LookupResult]:
+    def look_up(
+        self, params: PyTree, batch: Occurrences, number: Int[Array, ""] | None
+    ) -> Asking[LookupResult]:
         """See `Rows`."""
 
         def answer(num_unknown: Array, question: PyTree) -> tuple[Array, Array]:
             keys, occurrences, first_of = self._received(question)
             ahead = None
             if number is not None:
-                arrival = None if first_of is None else self._arrival(first_of, wanted.entry_of.shape[0])
+                arrival = (
+                    None if first_of is None else self._arrival(first_of, wanted.entry_of.shape[0])
+                )
                 ahead = occurrences, number, arrival
             vectors, more = self.storage.read(params, keys, self.table, ahead)
             return num_unknown + more, vectors
 
         wanted = self._distinct(batch.all_keys())
         zero = jnp.zeros((), jnp.int32)
-        row = jax.ShapeDtypeStruct((self.table.embedding_dim,), self.storage.vector_dtype(self.table))
+        row = jax.ShapeDtypeStruct(
+            (self.table.embedding_dim,), self.storage.vector_dtype(self.table)
+        )
         num_unknown, vectors, rounds = yield Question(
             wanted, self._names(wanted), answer, zero, self._capacity(wanted), row
         )
         return self._pooled(vectors, batch.call.with_ids(wanted.entry_of)), num_unknown, rounds
 
-    def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Asking[tuple[Array, Array]]:
+    def row_gradients(
+        self, batch: Occurrences, d_outputs: Sequence[Array]
+    ) -> Asking[tuple[Array, Array]]:
         """See `Rows`."""
         wanted, takes_keys = self._distinct(batch.all_keys()), self.storage.takes_keys
         num_places = wanted.entry_of.shape[0] * self.num_shards
@@ -338,7 +377,9 @@ class AskedRows(Rows):
                 rows, values = self._summed(own, self.storage.num_ids(self.table))
                 is_row = rows != NO_ROW
             # A round brings all of a row, and behind the rows of earlier rounds.
-            places = jnp.where(is_row, count + jnp.arange(is_row.shape[0], dtype=jnp.int32), num_places)
+            places = jnp.where(
+                is_row, count + jnp.arange(is_row.shape[0], dtype=jnp.int32), num_places
+            )
             return (
                 count + jnp.sum(is_row, dtype=jnp.int32),
                 *api.scatter_rows((all_rows, all_values), places, (rows, values)),
@@ -347,18 +388,29 @@ class AskedRows(Rows):
         no_rows = jnp.full(num_places, NO_ROW, jnp.int32)
         if takes_keys:
             no_rows = jnp.zeros((num_places, len(wanted.lanes) + 1), jnp.uint32)
-        nothing = jnp.zeros((), jnp.int32), no_rows, jnp.zeros((num_places, self.table.embedding_dim), jnp.float32)
+        nothing = (
+            jnp.zeros((), jnp.int32),
+            no_rows,
+            jnp.zeros((num_places, self.table.embedding_dim), jnp.float32),
+        )
         payload = self._names(wanted), self._of_entries(wanted.entry_of, batch, d_outputs)
         answers = yield Question(wanted, payload, collect, nothing, self._capacity(wanted))
         _, rows, values = answers.state
         return rows, values
 
     def update(
-        self, params: PyTree, slots: PyTree, batch: Occurrences, d_outputs: Sequence[Array], step: Step
+        self,
+        params: PyTree,
+        slots: PyTree,
+        batch: Occurrences,
+        d_outputs: Sequence[Array],
+        step: Step,
     ) -> Asking[State]:
         """See `Rows`."""
 
-        def answer(state: tuple[PyTree, PyTree], arrived: tuple[PyTree, Array]) -> tuple[PyTree, None]:
+        def answer(
+            state: tuple[PyTree, PyTree], arrived: tuple[PyTree, Array]
+        ) -> tuple[PyTree, None]:
             question, gradients = arrived
             keys, occurrences, first_of = self._received(question)
             if first_of is not None:
@@ -375,7 +427,11 @@ class AskedRows(Rows):
             # No key of this batch may lose its row to a key of an earlier round.
             keys = Keys.of_lanes(wanted.lanes, wanted.first_of != NO_ROW)
             held = yield Question(
-                wanted, keys, lambda p, own: (self.storage.hold(p, own, step), None), params, capacity
+                wanted,
+                keys,
+                lambda p, own: (self.storage.hold(p, own, step), None),
+                params,
+                capacity,
             )
             params = held.state
         answers = yield Question(wanted, payload, answer, (params, slots), capacity)
@@ -395,7 +451,9 @@ class AskedRows(Rows):
     def _distinct(self, keys: Keys) -> Wanted:
         """Each id once."""
         lanes = [*keys.lanes] if self.storage.takes_keys else [keys.low.astype(jnp.int32)]
-        return distinct(self.storage.owners(keys, self.num_shards), lanes, num_devices=self.num_shards)
+        return distinct(
+            self.storage.owners(keys, self.num_shards), lanes, num_devices=self.num_shards
+        )
 
     def _names(self, wanted: Wanted) -> PyTree:
         """The message to an owner: row numbers; or keys, how often each occurs on this device, and where first."""
@@ -403,7 +461,9 @@ class AskedRows(Rows):
             return jnp.where(wanted.first_of == NO_ROW, NO_ROW, wanted.lanes[0])
         return *wanted.lanes, wanted.counts, wanted.first_of
 
-    def _received(self, question: PyTree) -> tuple[Keys, Int[Array, " nnz"], Int[Array, " nnz"] | None]:
+    def _received(
+        self, question: PyTree
+    ) -> tuple[Keys, Int[Array, " nnz"], Int[Array, " nnz"] | None]:
         """Keys, occurrences and first places out of the message of `_names`, at the owner."""
         if self.storage.takes_keys:
             *lanes, counts, first_of = question
@@ -421,7 +481,9 @@ class AskedRows(Rows):
         numbers = self._devices_of(first_of) * num_entries + first_of
         return jnp.where(first_of == NO_ROW, NO_ROW, numbers)
 
-    def _in_order(self, keys: Keys, occurrences: Array, first_of: Array) -> tuple[Keys, Int[Array, " nnz"], Wanted]:
+    def _in_order(
+        self, keys: Keys, occurrences: Array, first_of: Array
+    ) -> tuple[Keys, Int[Array, " nnz"], Wanted]:
         """Keys of all devices in the order in which these, one after the other, met them; and where each came from.
 
         When rows are few, this decides which keys get one: `update` and `apply` must agree.
@@ -429,7 +491,9 @@ class AskedRows(Rows):
         place = jnp.arange(first_of.shape[0], dtype=jnp.int32)
         # Places tell all entries apart.
         order = distinct(self._devices_of(place), [first_of, place], num_devices=self.num_shards)
-        is_key, occurrences, *lanes = api.gather_rows((keys.is_key, occurrences, *keys.lanes), order.first_of)
+        is_key, occurrences, *lanes = api.gather_rows(
+            (keys.is_key, occurrences, *keys.lanes), order.first_of
+        )
         return Keys.of_lanes(lanes, is_key), occurrences, order
 
     def _capacity(self, wanted: Wanted) -> int:

@@ -103,7 +103,9 @@ def _served(values: PyTree, dtype: str | None, table: str, allow_nonfinite: bool
     return {"rows": steps.astype(jnp.int8), "scales": scales} | keys
 
 
-def lookup(features: Mapping[str, FeatureSpec], tables: Mapping[str, ServedTable], batch: Batch) -> Activations:
+def lookup(
+    features: Mapping[str, FeatureSpec], tables: Mapping[str, ServedTable], batch: Batch
+) -> Activations:
     """Activations of every feature, as `EmbeddingCollection.lookup` has them; ids outside contribute nothing.
 
     Raises: TypeError, ValueError: the batch lacks a feature, or the tables are those of another collection.
@@ -140,7 +142,9 @@ def _check_tables(features: Mapping[str, FeatureSpec], tables: Mapping[str, Serv
             wanted = f"rows {list(shape)}"
             is_right = not has_keys and np.shape(rows) == shape
         if not is_right:
-            raise ValueError(f"lookup: table {spec.name!r} must have {wanted}, got {describe(rows)}; {way_out}.")
+            raise ValueError(
+                f"lookup: table {spec.name!r} must have {wanted}, got {describe(rows)}; {way_out}."
+            )
 
 
 def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: PyTree) -> Array:

@@ -60,7 +60,9 @@ class EmbeddingState(NamedTuple):
     layout: Fingerprint | None = None
 
 
-def bags_of(batch: PreparedBatch, features: Sequence[FeaturePlacement]) -> tuple[list[Bags], list[Segment]]:
+def bags_of(
+    batch: PreparedBatch, features: Sequence[FeaturePlacement]
+) -> tuple[list[Bags], list[Segment]]:
     """Bags of one or several features each, and which of them each of the features reads."""
     bags: list[Bags] = []
     segments: list[Segment] = []
@@ -75,7 +77,9 @@ def bags_of(batch: PreparedBatch, features: Sequence[FeaturePlacement]) -> tuple
         if place.list not in number_of:
             number_of[place.list] = len(bags)
             bags.append(batch.lists[place.list])
-        segments.append(Segment(number_of[place.list], place.first_bag, place.num_bags, feature.combiner))
+        segments.append(
+            Segment(number_of[place.list], place.first_bag, place.num_bags, feature.combiner)
+        )
     return bags, segments
 
 
@@ -90,7 +94,12 @@ class Stack:
     """
 
     def __init__(self, layout: RowLayout, rows: Rows):
-        self.layout, self.rows, self.storage, self.devices = layout, rows, rows.storage, rows.devices
+        self.layout, self.rows, self.storage, self.devices = (
+            layout,
+            rows,
+            rows.storage,
+            rows.devices,
+        )
         self.table, self.rule, self.partition = rows.table, rows.table.optimizer, rows.partition
         self.tables, self.num_shards = rows.storage.tables_of(rows.table), rows.num_shards
 
@@ -121,10 +130,13 @@ class Stack:
             all_keys.append(keys)
             first += keys.shape[0]
         return Occurrences(
-            Call(tuple(lists), tuple(segments)), jax.tree.map(lambda *lanes: jnp.concatenate(lanes), *all_keys)
+            Call(tuple(lists), tuple(segments)),
+            jax.tree.map(lambda *lanes: jnp.concatenate(lanes), *all_keys),
         )
 
-    def _tables_of_keys(self, number: int, bags: Bags, segments: Sequence[Segment]) -> Int[Array, " nnz"] | None:
+    def _tables_of_keys(
+        self, number: int, bags: Bags, segments: Sequence[Segment]
+    ) -> Int[Array, " nnz"] | None:
         """Number of the table that each key of a list is for; None where the stack has one table."""
         names = [table.name for table in self.layout.stack.tables]
         if len(names) == 1:
@@ -132,28 +144,39 @@ class Stack:
         of_bag = np.zeros(bags.num_bags + 1, np.int32)
         for feature, segment in zip(self.layout.stack.features, segments, strict=True):
             if segment.list == number:
-                of_bag[segment.first_bag : segment.first_bag + segment.num_bags] = names.index(feature.table_name)
+                last_bag = segment.first_bag + segment.num_bags
+                of_bag[segment.first_bag : last_bag] = names.index(feature.table_name)
         if (of_bag[:-1] == of_bag[0]).all():
             return jnp.full(bags.ids.shape, of_bag[0], jnp.int32)
-        return jnp.asarray(of_bag)[bag_of_entries(list_of(bags, jnp.zeros(bags.ids.shape, jnp.int32)))]
+        return jnp.asarray(of_bag)[
+            bag_of_entries(list_of(bags, jnp.zeros(bags.ids.shape, jnp.int32)))
+        ]
 
     def values(self, params: PyTree, slots: PyTree) -> ByName:
         """The rows of every table, as `EmbeddingCollection.tables` returns them."""
         if self.storage.takes_keys:
             return self._by_table(self.storage.rows, params, () if slots is None else slots)
-        return {name: rows["values"] for name, rows in self._by_table(self.storage.rows, params, ()).items()}
+        return {
+            name: rows["values"]
+            for name, rows in self._by_table(self.storage.rows, params, ()).items()
+        }
 
     def slots(self, params: PyTree, slots: PyTree) -> ByName:
         """The optimizer state of every table, as `EmbeddingCollection.slots` returns it."""
         nothing: PyTree = ()
-        return self._by_table(self.storage.optimizer_state, nothing if self.storage.ids_are_rows else params, slots)
+        return self._by_table(
+            self.storage.optimizer_state, nothing if self.storage.ids_are_rows else params, slots
+        )
 
     def _by_table(self, read: Callable[..., PyTree], params: PyTree, slots: PyTree) -> ByName:
         """Results, by the name of each table, of a function of the storage that reads one table."""
         if not self.storage.rows_on_host:
             params, slots = self.devices.place((params, slots), PartitionSpec())
         parts = self.storage.unstack(params, slots, self.table, self.num_shards)
-        return {own.name: read(*part, own, self.num_shards) for own, part in zip(self.tables, parts, strict=True)}
+        return {
+            own.name: read(*part, own, self.num_shards)
+            for own, part in zip(self.tables, parts, strict=True)
+        }
 
     def replaced(
         self,
@@ -187,7 +210,9 @@ class Stack:
         """Shapes and dtypes of what `slots` returns of one table, which has this number of rows."""
         if not self.storage.rows_on_host:
             return jax.eval_shape(self.slots, params, slots)[table.name]
-        shapes: PyTree = tuple(jax.ShapeDtypeStruct((num_rows, *slot.shape[1:]), slot.dtype) for slot in slots)
+        shapes: PyTree = tuple(
+            jax.ShapeDtypeStruct((num_rows, *slot.shape[1:]), slot.dtype) for slot in slots
+        )
         return table.optimizer.pack_slots(shapes)
 
     def rows_with_slots(
@@ -217,28 +242,42 @@ class Stack:
         """Counters of every device by table; empty for storages that count nothing."""
         counts = self.storage.counts(params, self.num_shards * len(self.tables))
         return {
-            table.name: {what: numbers.reshape(self.num_shards, -1)[:, k] for what, numbers in counts.items()}
+            table.name: {
+                what: numbers.reshape(self.num_shards, -1)[:, k] for what, numbers in counts.items()
+            }
             for k, table in enumerate(self.tables)
         }
 
     def check_start(self, params: PyTree, slots: PyTree) -> None:
         """Raises: ValueError: an initializer that a user gave made a number that is not finite."""
-        draws_slots = any(map(callable, self.rule.slot_initial_values())) if self.storage.ids_are_rows else False
+        draws_slots = (
+            any(map(callable, self.rule.slot_initial_values()))
+            if self.storage.ids_are_rows
+            else False
+        )
         given = [table for table in self.tables if table.initializer is not default_initializer]
         if is_traced((params, slots)) or not (given or draws_slots):
             return
         way_out = "give one that makes finite numbers of the table's dtype"
         if not self.storage.ids_are_rows:
-            for table in given if self.storage.takes_keys else ():  # rows are drawn one by one, in steps
+            for table in (
+                given if self.storage.takes_keys else ()
+            ):  # rows are drawn one by one, in steps
                 row = table.initializer(jax.random.key(0), (1, table.embedding_dim))
-                check_finite(row, f"table {table.name!r}: what its initializer gives for a row", way_out=way_out)
+                check_finite(
+                    row,
+                    f"table {table.name!r}: what its initializer gives for a row",
+                    way_out=way_out,
+                )
             return
         try:
             for array in (params, *slots):
                 check_finite(array, f"stack {self.layout.stack.name!r}", way_out=way_out)
         except ValueError:  # which table it is, is worth a copy
             for table_name, values in self.values(params, slots).items():
-                check_finite(values, f"table {table_name!r}: what its initializer gives", way_out=way_out)
+                check_finite(
+                    values, f"table {table_name!r}: what its initializer gives", way_out=way_out
+                )
             raise
 
     # Files
@@ -247,14 +286,21 @@ class Stack:
         """Rows and slots of every table as files have them; of tables with keys all that belongs to these in one."""
         tables = self._by_table(self.storage.rows, params, slots)
         if not self.storage.takes_keys:
-            parts = {name: {part.removeprefix("slot_"): a for part, a in rows.items()} for name, rows in tables.items()}
+            parts = {
+                name: {part.removeprefix("slot_"): a for part, a in rows.items()}
+                for name, rows in tables.items()
+            }
             return {name: own.pop("values") for name, own in parts.items()}, parts
         keys = on_host(jax.random.key_data(params.key))  # of all shards, which have the same ones
         impl = jax.random.key_impl(params.key)
         first = (jax.random.wrap_key_data(jnp.asarray(own), impl=impl) for own in keys)
-        return {name: rows | {FIRST_KEY: next(first)} for name, rows in tables.items()}, {name: {} for name in tables}
+        return {name: rows | {FIRST_KEY: next(first)} for name, rows in tables.items()}, {
+            name: {} for name in tables
+        }
 
-    def restored(self, tables: Mapping[str, PyTree], slots: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
+    def restored(
+        self, tables: Mapping[str, PyTree], slots: Mapping[str, PyTree]
+    ) -> tuple[PyTree, PyTree]:
         """Parameters and slots from what `saved` returned. Raises: ValueError: it does not fit them."""
         part = self.partition
         start = self.devices.on_each(self.rows.init, PartitionSpec(), (part, part))
@@ -262,20 +308,33 @@ class Stack:
         found = {own.name: tables[own.name] for own in self.tables}
         if self.storage.takes_keys:
             keys = [rows[FIRST_KEY] for rows in found.values()]
-            data = np.stack([np.asarray(jax.random.key_data(key)) for key in keys] * self.num_shards)
+            data = np.stack(
+                [np.asarray(jax.random.key_data(key)) for key in keys] * self.num_shards
+            )
             (placed,) = self.devices.place_from_host([data], part)
-            params = params._replace(key=jax.random.wrap_key_data(placed, impl=jax.random.key_impl(keys[0])))
-            found = {n: {what: a for what, a in rows.items() if what != FIRST_KEY} for n, rows in found.items()}
+            params = params._replace(
+                key=jax.random.wrap_key_data(placed, impl=jax.random.key_impl(keys[0]))
+            )
+            found = {
+                n: {what: a for what, a in rows.items() if what != FIRST_KEY}
+                for n, rows in found.items()
+            }
         else:
             found = {
-                n: {"values": v} | {f"slot_{what}": a for what, a in slots.get(n, {}).items()} for n, v in found.items()
+                n: {"values": v} | {f"slot_{what}": a for what, a in slots.get(n, {}).items()}
+                for n, v in found.items()
             }
         return self.replaced(params, fresh_slots, found)
 
     # Rows that leave
 
     def evicted(
-        self, params: DynamicTable, slots: PyTree, table: TableSpec, step: Int[Array, ""], reasons: Mapping[str, Any]
+        self,
+        params: DynamicTable,
+        slots: PyTree,
+        table: TableSpec,
+        step: Int[Array, ""],
+        reasons: Mapping[str, Any],
     ) -> tuple[DynamicTable, dict[str, np.ndarray]]:
         """The parameters without some keys of a table, and their rows; see `EmbeddingCollection.evict`.
 
@@ -283,9 +342,13 @@ class Stack:
         mesh.
         """
         number, policy = self.tables.index(table), cast(Hashed, self.storage).eviction
-        tables = np.arange(params.num_tables) % len(self.tables)  # of every shard one behind the other
+        tables = np.arange(params.num_tables) % len(
+            self.tables
+        )  # of every shard one behind the other
         is_own = np.repeat(tables == number, params.rows.shape[0] // params.num_tables)
-        places, found = rows_to_leave(params, table, policy, is_own, **reasons, step=int(on_host(step)))
+        places, found = rows_to_leave(
+            params, table, policy, is_own, **reasons, step=int(on_host(step))
+        )
         padded = np.pad(places, (0, padded_size(places.size) - places.size))
         blocks = np.split(padded, range(MOST_KEYS, padded.size, MOST_KEYS))
         values = [
@@ -298,13 +361,19 @@ class Stack:
         nothing: PyTree = ()
         # Without the reason, none is old enough.
         unused_for = np.int32(2**31 - 1 if reasons["unused_for"] is None else reasons["unused_for"])
-        left = self._without(params._replace(rows=nothing), leaves, step, unused_for, np.int32(number))
-        return left._replace(rows=params.rows), found | dict(zip(array_names(table, slots), values, strict=True))
+        left = self._without(
+            params._replace(rows=nothing), leaves, step, unused_for, np.int32(number)
+        )
+        return left._replace(rows=params.rows), found | dict(
+            zip(array_names(table, slots), values, strict=True)
+        )
 
     @functools.cached_property
     def _without(self) -> Callable[..., DynamicTable]:
         part, everywhere = self.partition, PartitionSpec()
-        return jax.jit(self.devices.on_each(_without, (part, part, *[everywhere] * 3), part), donate_argnums=0)
+        return jax.jit(
+            self.devices.on_each(_without, (part, part, *[everywhere] * 3), part), donate_argnums=0
+        )
 
 
 def call_of(stacks: Sequence[Stack], batch: PreparedBatch) -> Call:
@@ -334,4 +403,6 @@ def _without(params: DynamicTable, leaves: Bool[Array, " rows"], *forget: Array)
     known, rows = params.keys, jnp.arange(leaves.shape[0], dtype=jnp.int32)
     left = row_map.release(known, jnp.where(leaves, rows, NO_ROW))
     counters = params.counters.add(evicted=left.num_free - known.num_free)
-    return hashed_rows.forget_older(hashed_rows.with_keys(params, left)._replace(counters=counters), *forget)
+    return hashed_rows.forget_older(
+        hashed_rows.with_keys(params, left)._replace(counters=counters), *forget
+    )

@@ -70,7 +70,9 @@ class CriteoLog:
 
 
 @validated
-def criteo(path: str | os.PathLike[str], *, rows: PositiveInt | None = None, missing: int = -1) -> CriteoLog:
+def criteo(
+    path: str | os.PathLike[str], *, rows: PositiveInt | None = None, missing: int = -1
+) -> CriteoLog:
     """First rows of a click log in Criteo's format, as arrays.
 
     Reads Kaggle's `train.txt`, a day of the Terabyte log, and CSV or TSV with a header. Each may be compressed by
@@ -199,13 +201,19 @@ class Columns(NamedTuple):
     categories: dict[str, int]
 
 
-def _chunks(reader: str, path: str | os.PathLike[str], missing: int) -> Generator[CriteoLog, None, None]:
+def _chunks(
+    reader: str, path: str | os.PathLike[str], missing: int
+) -> Generator[CriteoLog, None, None]:
     """Iterator over the rows of each block of the file. The file must exist now, and is opened with the first chunk."""
     file_path = Path(path).expanduser()
     if not file_path.is_file():
-        raise FileNotFoundError(f"{reader}: path={os.fspath(path)!r} is no file; give a log, or an archive of one.")
+        raise FileNotFoundError(
+            f"{reader}: path={os.fspath(path)!r} is no file; give a log, or an archive of one."
+        )
     if not -(2**63) <= missing < 2**63:
-        raise ValueError(f"{reader}: missing={missing} does not fit 64 bits with a sign; give another key.")
+        raise ValueError(
+            f"{reader}: missing={missing} does not fit 64 bits with a sign; give another key."
+        )
     return _read_chunks(reader, file_path, missing)
 
 
@@ -224,9 +232,14 @@ def _read_chunks(reader: str, path: Path, missing: int) -> Generator[CriteoLog, 
                 has_end = line.endswith(b"\n")
                 text = line.rstrip(b"\r\n") + b"\n"
                 first_block.append(Block(1, text, has_end))
-            for blocks in (first_block, line_blocks(file, source, first_line=2, description=f"reading {source.name}")):
+            for blocks in (
+                first_block,
+                line_blocks(file, source, first_line=2, description=f"reading {source.name}"),
+            ):
                 for block in blocks:
-                    part = _parsed(block, columns, source.name, missing, f"Criteo's format, from {path}")
+                    part = _parsed(
+                        block, columns, source.name, missing, f"Criteo's format, from {path}"
+                    )
                     num_rows += len(part)
                     yield part
             if not num_rows:
@@ -244,7 +257,9 @@ def _log_in_archive(files: list[SourceFile]) -> SourceFile:
     if len(files) == 1:
         return files[0]
     names = ", ".join(file.name for file in files)
-    raise ValueError(f"it has no {TRAINING_FILE}, but {names or 'no files'}; unpack the log that you mean")
+    raise ValueError(
+        f"it has no {TRAINING_FILE}, but {names or 'no files'}; unpack the log that you mean"
+    )
 
 
 def _columns_of(line: bytes) -> tuple[Columns, bool]:
@@ -273,7 +288,9 @@ def _columns_of(line: bytes) -> tuple[Columns, bool]:
         elif re.fullmatch(r"(C|cat_?)\d+", name):
             categories[name] = column
         else:
-            raise ValueError(f"line 1 has the column {shown(name)}, neither label, nor I1, I2, ..., nor C1, C2, ...")
+            raise ValueError(
+                f"line 1 has the column {shown(name)}, neither label, nor I1, I2, ..., nor C1, C2, ..."
+            )
     if 1 + len(numbers) + len(categories) != len(fields):
         raise ValueError("line 1 names a column twice")
     return Columns(separator, len(fields), label, numbers, categories), True
@@ -331,9 +348,13 @@ def _check_num_fields(block: Block, columns: Columns, name: str) -> None:
     )
 
 
-def _bad_field(block: Block, row: int, name: str, column_name: str, field: bytes, reason: str) -> ValueError:
+def _bad_field(
+    block: Block, row: int, name: str, column_name: str, field: bytes, reason: str
+) -> ValueError:
     text = field.decode("latin-1")
-    return ValueError(f"{name}, line {block.first_line + row}: {column_name} is {shown(text)}, {reason}")
+    return ValueError(
+        f"{name}, line {block.first_line + row}: {column_name} is {shown(text)}, {reason}"
+    )
 
 
 def _numbers(texts: list[bytes], block: Block, name: str, column_name: str) -> np.ndarray:
@@ -351,12 +372,16 @@ def _numbers(texts: list[bytes], block: Block, name: str, column_name: str) -> n
     if not is_good:
         for row, text in enumerate(filled):
             if not is_number(text.decode("latin-1")) or not abs(float(text)) <= MOST_FLOAT32:
-                raise _bad_field(block, row, name, column_name, text, "no number that float32 can hold")
+                raise _bad_field(
+                    block, row, name, column_name, text, "no number that float32 can hold"
+                )
     narrow[is_missing] = np.nan
     return narrow
 
 
-def _keys(texts: list[bytes], missing: int, block: Block, name: str, column_name: str) -> np.ndarray:
+def _keys(
+    texts: list[bytes], missing: int, block: Block, name: str, column_name: str
+) -> np.ndarray:
     """Keys of a column of hexadecimal categories. Raises: ValueError: a text has other digits, or more than 16."""
     padded = np.array(texts, np.bytes_)
     width = padded.dtype.itemsize

@@ -124,7 +124,9 @@ def plain_file(path: Path) -> SourceFile:
         is_gzip = file.read(2) == b"\x1f\x8b"
     if is_gzip:
         return SourceFile(name=path.name, num_bytes=None, opener=functools.partial(gzip.open, path))
-    return SourceFile(name=path.name, num_bytes=path.stat().st_size, opener=functools.partial(path.open, "rb"))
+    return SourceFile(
+        name=path.name, num_bytes=path.stat().st_size, opener=functools.partial(path.open, "rb")
+    )
 
 
 def _zip_files(path: Path, archive: zipfile.ZipFile) -> list[SourceFile]:
@@ -135,7 +137,9 @@ def _zip_files(path: Path, archive: zipfile.ZipFile) -> list[SourceFile]:
         _check_size(path, member.filename, member.file_size)
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             # zipfile unpacks the other kinds without a bound on its memory.
-            raise ValueError(f"member {member.filename!r} is neither stored nor deflated. Pack it so.")
+            raise ValueError(
+                f"member {member.filename!r} is neither stored nor deflated. Pack it so."
+            )
         opener = functools.partial(archive.open, member)
         files.append(SourceFile(name=member.filename, num_bytes=member.file_size, opener=opener))
     return files
@@ -201,7 +205,9 @@ class Block(NamedTuple):
     has_end: bool
 
 
-def line_blocks(file: io.BufferedIOBase, source: SourceFile, *, first_line: int, description: str) -> Iterator[Block]:
+def line_blocks(
+    file: io.BufferedIOBase, source: SourceFile, *, first_line: int, description: str
+) -> Iterator[Block]:
     """Blocks of whole lines, with a progress bar where a person watches.
 
     Carriage returns before line ends are dropped.

@@ -45,7 +45,12 @@ def zipf_probabilities(
 
 @validated
 def zipf_ids(
-    num_ids: NonNegativeInt, vocabulary_size: int, *, exponent: float = 1.15, seed: NonNegativeInt, shuffle: bool = True
+    num_ids: NonNegativeInt,
+    vocabulary_size: int,
+    *,
+    exponent: float = 1.15,
+    seed: NonNegativeInt,
+    shuffle: bool = True,
 ) -> Int32[np.ndarray, " ids"]:
     """Ids drawn from the bounded Zipf law, by exact inversion of its distribution function.
 
@@ -77,7 +82,9 @@ def id_of_rank(vocabulary_size: int, *seeds: int) -> np.ndarray:
     return _generator("zipf shuffle", *seeds).permutation(vocabulary_size).astype(np.int32)
 
 
-def _zipf_ranks(generator: np.random.Generator, count: int, vocabulary_size: int, exponent: float) -> np.ndarray:
+def _zipf_ranks(
+    generator: np.random.Generator, count: int, vocabulary_size: int, exponent: float
+) -> np.ndarray:
     """Ranks counted from 0."""
     distribution = np.cumsum(zipf_probabilities(vocabulary_size, exponent=exponent))
     distribution /= distribution[-1]  # ends at exactly 1, above every uniform number
@@ -136,18 +143,29 @@ def synthetic_clicks(
       (['sparse_0', 'sparse_1', 'sparse_2'], (500, 4), True)
     """
     if not vocabulary_sizes:
-        raise ValueError("synthetic_clicks: vocabulary_sizes needs the size of one feature at least.")
+        raise ValueError(
+            "synthetic_clicks: vocabulary_sizes needs the size of one feature at least."
+        )
     rows = _generator("click rows", seed, sample_seed)
     dense = rows.standard_normal((num_samples, num_dense)).astype(np.float32)
-    weights = _generator("click weights", seed).standard_normal(num_dense) / math.sqrt(max(1, num_dense))
+    weights = _generator("click weights", seed).standard_normal(num_dense) / math.sqrt(
+        max(1, num_dense)
+    )
     log_odds = CLICK_INTERCEPT + CLICK_DENSE_STD * (dense.astype(np.float64) @ weights)
 
     sparse, num_features = {}, len(vocabulary_sizes)
-    vector_sum, square_sum = np.zeros((num_samples, embedding_dim)), np.zeros((num_samples, embedding_dim))
+    vector_sum, square_sum = (
+        np.zeros((num_samples, embedding_dim)),
+        np.zeros((num_samples, embedding_dim)),
+    )
     for feature, vocabulary_size in enumerate(vocabulary_sizes):
-        ids = id_of_rank(vocabulary_size, seed, feature)[_zipf_ranks(rows, num_samples, vocabulary_size, exponent)]
+        ids = id_of_rank(vocabulary_size, seed, feature)[
+            _zipf_ranks(rows, num_samples, vocabulary_size, exponent)
+        ]
         # Column 0 is the id's bias, the others its vector.
-        truth = _generator("click ids", seed, feature).standard_normal((vocabulary_size, 1 + embedding_dim))
+        truth = _generator("click ids", seed, feature).standard_normal(
+            (vocabulary_size, 1 + embedding_dim)
+        )
         log_odds += CLICK_BIAS_STD / math.sqrt(num_features) * truth[ids, 0]
         vector_sum += truth[ids, 1:]
         square_sum += truth[ids, 1:] ** 2

@@ -68,7 +68,9 @@ class TasteLaw:
         """
         users = np.asarray(users)
         if np.shape(days) != users.shape or ((users < 0) | (users >= len(self.first_days))).any():
-            raise ValueError(f"log_odds: give users from 0 to {len(self.first_days) - 1}, and as many days.")
+            raise ValueError(
+                f"log_odds: give users from 0 to {len(self.first_days) - 1}, and as many days."
+            )
         career = np.maximum(self.last_days[users] - self.first_days[users], 1e-9)
         turn = DRIFT_RADIANS * np.clip((days - self.first_days[users]) / career, 0.0, 1.0)[:, None]
         tastes = np.cos(turn) * self.first_tastes[users] + np.sin(turn) * self.last_tastes[users]
@@ -138,10 +140,14 @@ class RatingsLog:
         order = np.argsort(self.users, kind="stable")
         items = self.items[order]
         users = self.users[order]
-        num_before = np.arange(len(users)) - np.searchsorted(users, users)  # earlier ratings of the same user
+        num_before = np.arange(len(users)) - np.searchsorted(
+            users, users
+        )  # earlier ratings of the same user
         sorted_histories = np.full((len(users), length), -1, np.int32)
         for back in range(1, min(length, len(users) - 1) + 1):
-            sorted_histories[back:, back - 1] = np.where(num_before[back:] >= back, items[:-back], -1)
+            sorted_histories[back:, back - 1] = np.where(
+                num_before[back:] >= back, items[:-back], -1
+            )
         histories = np.empty_like(sorted_histories)
         histories[order] = sorted_histories
         return histories
@@ -149,7 +155,12 @@ class RatingsLog:
 
 @validated
 def generated_ratings(
-    num_users: int, num_items: int, *, ratings_per_user: float = 40.0, exponent: float = 0.8, seed: NonNegativeInt
+    num_users: int,
+    num_items: int,
+    *,
+    ratings_per_user: float = 40.0,
+    exponent: float = 0.8,
+    seed: NonNegativeInt,
 ) -> RatingsLog:
     """Log in the form of MovieLens, drawn from a known law, so that the best possible advice is known.
 
@@ -202,7 +213,10 @@ def generated_ratings(
         timestamps=seconds,
         user_ids=np.arange(1, num_users + 1),
         item_ids=item_ids,
-        titles=tuple(f"{GENRES[g]} {i} ({year})" for i, (g, year) in enumerate(zip(first_genres, years, strict=True))),
+        titles=tuple(
+            f"{GENRES[g]} {i} ({year})"
+            for i, (g, year) in enumerate(zip(first_genres, years, strict=True))
+        ),
         genres=genres,
         genre_names=GENRES,
         source=f"generated, seed {seed}: nobody rated these films, and there are none",
@@ -224,10 +238,15 @@ def _law(
 
     def tastes() -> np.ndarray:
         favourites = centres[generator.integers(0, len(GENRES), (num_users, 2))].sum(axis=1)
-        return _unit(_unit(favourites) + TASTE_NOISE * _unit(generator.standard_normal((num_users, TASTE_DIM))))
+        return _unit(
+            _unit(favourites)
+            + TASTE_NOISE * _unit(generator.standard_normal((num_users, TASTE_DIM)))
+        )
 
     item_noise = TASTE_NOISE * _unit(generator.standard_normal((num_items, TASTE_DIM)))
-    is_new = generator.permutation(num_items) < NEW_SHARE * num_items  # most films are older than the log
+    is_new = (
+        generator.permutation(num_items) < NEW_SHARE * num_items
+    )  # most films are older than the log
     starts = generator.uniform(0.0, 0.7 * SPAN_DAYS, num_users)
     law = TasteLaw(
         first_tastes=tastes(),
@@ -235,9 +254,13 @@ def _law(
         first_days=starts,
         last_days=starts + generator.uniform(0.1, 0.3, num_users) * SPAN_DAYS,
         item_vectors=_unit(_unit(genres @ centres) + item_noise),
-        log_popularity=np.log(generator.permutation(zipf_probabilities(num_items, exponent=exponent))),
+        log_popularity=np.log(
+            generator.permutation(zipf_probabilities(num_items, exponent=exponent))
+        ),
         release_days=np.where(
-            is_new, generator.uniform(0.0, SPAN_DAYS, num_items), -generator.uniform(300.0, 9_000.0, num_items)
+            is_new,
+            generator.uniform(0.0, SPAN_DAYS, num_items),
+            -generator.uniform(300.0, 9_000.0, num_items),
         ),
     )
     return law, genres
@@ -257,7 +280,9 @@ def _visits(
     moments = np.concatenate([np.zeros((num_users, 1)), inner, np.ones((num_users, 1))], axis=1)
     visits = law.first_days[:, None] + moments * (law.last_days - law.first_days)[:, None]
     rated = []
-    for user_part in np.array_split(np.arange(num_users), 1 + num_users // 256):  # bounds the memory
+    for user_part in np.array_split(
+        np.arange(num_users), 1 + num_users // 256
+    ):  # bounds the memory
         is_rated = np.zeros((len(user_part), num_items), bool)
         for visit in range(NUM_VISITS):
             days = visits[user_part, visit]

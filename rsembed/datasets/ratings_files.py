@@ -103,7 +103,9 @@ def _films_of_csv(text: str) -> Iterator[Film]:
             if not fields:
                 continue
             if len(fields) != 3:
-                raise ValueError(f"line {reader.line_num} is {shown(','.join(fields))}, not movieId,title,genres")
+                raise ValueError(
+                    f"line {reader.line_num} is {shown(','.join(fields))}, not movieId,title,genres"
+                )
             yield Film(reader.line_num, fields[0], fields[1], fields[2].split("|"))
     except csv.Error as error:
         raise ValueError(f"line {reader.line_num} is no CSV: {error}") from error
@@ -148,13 +150,17 @@ def _films_of_recbole(text: str) -> Iterator[Film]:
         column_of[name.partition(":")[0]] = column
     genre_column = column_of.get("genre", column_of.get("class"))
     if "item_id" not in column_of or "movie_title" not in column_of or genre_column is None:
-        raise ValueError(f"line 1 is {shown(lines[0])}, without item_id, movie_title, and class or genre")
+        raise ValueError(
+            f"line 1 is {shown(lines[0])}, without item_id, movie_title, and class or genre"
+        )
     for number, line in enumerate(lines[1:], 2):
         if not line:
             continue
         fields = line.split("\t")
         if len(fields) != len(header):
-            raise ValueError(f"line {number} has {len(fields)} fields, the header {len(header)}: {shown(line)}")
+            raise ValueError(
+                f"line {number} has {len(fields)} fields, the header {len(header)}: {shown(line)}"
+            )
         title = fields[column_of["movie_title"]]
         if "release_year" in column_of:
             year = fields[column_of["release_year"]]
@@ -190,7 +196,10 @@ FORMS = (
 
 @validated
 def movielens(
-    path: str | os.PathLike[str] | None = None, *, download: bool = False, max_users: PositiveInt | None = None
+    path: str | os.PathLike[str] | None = None,
+    *,
+    download: bool = False,
+    max_users: PositiveInt | None = None,
 ) -> RatingsLog:
     """Ratings of MovieLens from a folder or an archive of any published size, in the order of time.
 
@@ -366,12 +375,16 @@ def _opened_log(log_path: Path) -> Iterator[tuple[Form, SourceFile, SourceFile]]
             raise ValueError(f"it lacks a file of ratings: {_form_names()}")
         if len(candidates) > 1:
             names = ", ".join(file.name for _, file in candidates)
-            raise ValueError(f"it has several files of ratings: {names}; give path= one of them, unpacked")
+            raise ValueError(
+                f"it has several files of ratings: {names}; give path= one of them, unpacked"
+            )
         form, ratings_file = candidates[0]
         films_path = form.films_path(ratings_file.name)
         films_files = [file for file in files if file.name == films_path]
         if len(films_files) != 1:
-            raise ValueError(f"it has {len(films_files)} files {films_path}; one must list the rated films")
+            raise ValueError(
+                f"it has {len(films_files)} files {films_path}; one must list the rated films"
+            )
         yield form, ratings_file, films_files[0]
 
 
@@ -387,7 +400,9 @@ def _read_films(form: Form, file: SourceFile) -> tuple[np.ndarray, tuple[str, ..
                 raise ValueError(f"line {film.line}: {shown(film.number)} is no number of a film")
             number = int(film.number)
             if number in films:
-                raise ValueError(f"line {film.line} repeats film {number} of line {films[number].line}")
+                raise ValueError(
+                    f"line {film.line} repeats film {number} of line {films[number].line}"
+                )
             films[number] = film
     except ValueError as error:
         raise ValueError(f"{file.name}, {error}") from error
@@ -403,7 +418,9 @@ def _read_films(form: Form, file: SourceFile) -> tuple[np.ndarray, tuple[str, ..
     return item_ids, tuple(titles), genres
 
 
-def _read_ratings(form: Form, file: SourceFile) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _read_ratings(
+    form: Form, file: SourceFile
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Ids of users, ids of films, stars and times of all ratings, in the order of the file.
 
     Raises: ValueError: a line has another form.
@@ -420,11 +437,15 @@ def _read_ratings(form: Form, file: SourceFile) -> tuple[np.ndarray, np.ndarray,
             names = [name.partition(":")[0] for name in names]
             missing = [name for name in form.columns if name not in names]
             if missing:
-                raise ValueError(f"{file.name}, line 1 lacks the column {missing[0]!r}: {shown(','.join(names))}")
+                raise ValueError(
+                    f"{file.name}, line 1 lacks the column {missing[0]!r}: {shown(','.join(names))}"
+                )
             columns = [names.index(name) for name in form.columns]
             num_columns = len(names)
             first_line = 2
-        for block in line_blocks(opened, file, first_line=first_line, description=f"reading {file.name}"):
+        for block in line_blocks(
+            opened, file, first_line=first_line, description=f"reading {file.name}"
+        ):
             numbers = _numbers(block, form, file.name, columns, num_columns)
             stars = numbers[:, 2].astype(np.float32)
             users, items, _, seconds = numbers.T.astype(np.int64)
@@ -437,7 +458,9 @@ def _read_ratings(form: Form, file: SourceFile) -> tuple[np.ndarray, np.ndarray,
     return users, items, stars, seconds
 
 
-def _numbers(block: Block, form: Form, name: str, columns: list[int], num_columns: int) -> np.ndarray:
+def _numbers(
+    block: Block, form: Form, name: str, columns: list[int], num_columns: int
+) -> np.ndarray:
     """User, film, stars and time in each line of a block, `[lines, 4]`.
 
     Args:
@@ -483,7 +506,9 @@ def _first_bad_line(
                 field = fields[column]
                 if not is_number(field) or not math.isfinite(float(field)):
                     reason = f"{shown(field)} is no number"
-                elif place != 2 and not (0 <= float(field) < MOST_EXACT and float(field).is_integer()):
+                elif place != 2 and not (
+                    0 <= float(field) < MOST_EXACT and float(field).is_integer()
+                ):
                     reason = f"{shown(field)} is no whole number from 0 to {MOST_EXACT}"
         if reason:
             return f"{name}, line {number} is {shown(line)}, not {wanted}: {reason}"

@@ -77,9 +77,13 @@ class Published:
             file = self._at(Path(place).expanduser())
             if file is not None:
                 return file
-            missing = f"{os.fspath(place)!r} is no file of this kind, and no folder with {self.name}"
+            missing = (
+                f"{os.fspath(place)!r} is no file of this kind, and no folder with {self.name}"
+            )
             if path is not None:
-                raise FileNotFoundError(f"{self.reader}: path={missing}; correct it, or leave it out.")
+                raise FileNotFoundError(
+                    f"{self.reader}: path={missing}; correct it, or leave it out."
+                )
             _log.warning("%s: RSEMBED_DATA=%s; looking on.", self.reader, missing)
         return self.cached(download=download)
 
@@ -108,9 +112,13 @@ class Published:
         if download:  # unless the cache has it
             downloader = pooch.HTTPDownloader(timeout=5.0, progressbar=is_watched())
             try:
-                pooch.retrieve(self.url, self.known_hash, cached.name, cached.parent, downloader=downloader)
+                pooch.retrieve(
+                    self.url, self.known_hash, cached.name, cached.parent, downloader=downloader
+                )
             except OSError as error:  # what requests raises, too
-                _log.warning("%s: could not fetch %s (%s).", self.reader, self.url, type(error).__name__)
+                _log.warning(
+                    "%s: could not fetch %s (%s).", self.reader, self.url, type(error).__name__
+                )
         if not cached.is_file():
             raise FileNotFoundError(
                 f"{self.reader}: no {self.name} was found: give path=FILE, set RSEMBED_DATA to the file or its folder, "
@@ -130,8 +138,14 @@ CORPUS = Published(
     known_hash="sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
 )
 BUNDLED = {
-    "generated": ("sentences.txt", "generated, short sentences in Shakespeare's manner, bundled with rsembed"),
-    "pastiche": ("pastiche.txt", "pastiche, an original text in Shakespeare's manner, bundled with rsembed"),
+    "generated": (
+        "sentences.txt",
+        "generated, short sentences in Shakespeare's manner, bundled with rsembed",
+    ),
+    "pastiche": (
+        "pastiche.txt",
+        "pastiche, an original text in Shakespeare's manner, bundled with rsembed",
+    ),
 }
 BEST_LOSS = 1.6432402670145951
 """Best loss that is possible on the generated sentences, as `datasets/make_text.py` prints it."""
@@ -207,7 +221,9 @@ def shakespeare(
                 raise
             source = "generated"
     elif path is not None or download:
-        raise ValueError(f"shakespeare: source={source!r} needs no file; drop path= and download=, or source=.")
+        raise ValueError(
+            f"shakespeare: source={source!r} needs no file; drop path= and download=, or source=."
+        )
     if source in BUNDLED:
         name, origin = BUNDLED[source]
         content = _bundled_file(name).read_bytes()
@@ -215,7 +231,9 @@ def shakespeare(
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"shakespeare: {origin} is not UTF-8 text ({error}); convert it first.") from error
+        raise ValueError(
+            f"shakespeare: {origin} is not UTF-8 text ({error}); convert it first."
+        ) from error
     words = text.split()[:max_words]
     if not words:
         raise ValueError(f"shakespeare: {origin} has no words; give a text with at least one.")
@@ -226,7 +244,9 @@ def shakespeare(
     word_ids = np.array([ids.get(word, 0) for word in words], np.int32)
     best_loss = BEST_LOSS if source == "generated" and word_ids.all() else None
     vocabulary = (UNKNOWN_WORD, *ranked)
-    return Text(word_ids=word_ids, vocabulary=vocabulary, source=origin, content=text, best_loss=best_loss)
+    return Text(
+        word_ids=word_ids, vocabulary=vocabulary, source=origin, content=text, best_loss=best_loss
+    )
 
 
 def _bundled_file(name: str) -> Path:
@@ -236,7 +256,9 @@ def _bundled_file(name: str) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    raise FileNotFoundError(f"shakespeare: the bundled text is at none of {[str(c) for c in candidates]}; reinstall.")
+    raise FileNotFoundError(
+        f"shakespeare: the bundled text is at none of {[str(c) for c in candidates]}; reinstall."
+    )
 
 
 @validated
@@ -291,9 +313,13 @@ def word_id_batches(
         )
     narrow = np.asarray(word_ids).astype(np.int32)
     if (narrow != np.asarray(word_ids)).any():
-        raise ValueError("word_id_batches: word_ids must fit int32; give ids from 0 to below the size of a vocabulary.")
+        raise ValueError(
+            "word_id_batches: word_ids must fit int32; give ids from 0 to below the size of a vocabulary."
+        )
     positions = np.arange(batch_size)[:, None] + np.arange(seq_len + 1)
     windows = narrow[positions % len(word_ids)]
     windows.flags.writeable = False
-    features = {f"words_{table}": [windows[:, :-1, None]] * num_steps for table in range(num_tables)}
+    features = {
+        f"words_{table}": [windows[:, :-1, None]] * num_steps for table in range(num_tables)
+    }
     return features, [windows[:, -1]] * num_steps

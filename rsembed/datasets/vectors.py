@@ -155,7 +155,9 @@ def _lines_of(lines: Iterable[str | bytes]) -> Iterator[tuple[bytes, bool]]:
         if isinstance(line, str):
             line = line.encode("utf-8", "surrogatepass")
         elif not isinstance(line, bytes):
-            raise TypeError(f"word_vectors: line {number} must be text or bytes, got {describe(line)}.")
+            raise TypeError(
+                f"word_vectors: line {number} must be text or bytes, got {describe(line)}."
+            )
         yield line.rstrip(b"\r\n"), True
 
 
@@ -229,7 +231,9 @@ def _split(line: bytes, dim: int) -> tuple[bytes, bytes]:
     try:
         word.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"the word is not UTF-8 ({error.reason} at byte {error.start}), {_shown(line)}") from error
+        raise ValueError(
+            f"the word is not UTF-8 ({error.reason} at byte {error.start}), {_shown(line)}"
+        ) from error
     return word, numbers
 
 
@@ -243,7 +247,9 @@ def _vector(text: bytes) -> np.ndarray:
         vector = np.array([float(number) for number in numbers], np.float64).astype(np.float32)
     if not np.isfinite(vector).all():
         place = int(np.isfinite(vector).argmin())
-        raise ValueError(f"number {place + 1} is {_shown(numbers[place])}, which float32 cannot hold")
+        raise ValueError(
+            f"number {place + 1} is {_shown(numbers[place])}, which float32 cannot hold"
+        )
     return vector
 
 

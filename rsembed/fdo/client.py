@@ -34,7 +34,11 @@ History = dict[str, np.ndarray]
 
 def record_of(statistics: SparseDenseMatmulInputStats) -> History:
     """The statistics of one batch as a history of one-dimensional arrays."""
-    check_type(statistics, SparseDenseMatmulInputStats, "the statistics of a batch, which preprocessing returns,")
+    check_type(
+        statistics,
+        SparseDenseMatmulInputStats,
+        "the statistics of a batch, which preprocessing returns,",
+    )
     history = {}
     for suffix, field in KINDS.items():
         for stack, values in getattr(statistics, field).items():
@@ -200,7 +204,9 @@ class FileFDOClient(FDOClient):
         statistics = to_statistics(merged)
         self._history = self._kept(append_history(merged, self._unpublished))
         # A process replaces only files of its number.
-        self._known = {path for path, (process, _) in files.items() if process == jax.process_index()}
+        self._known = {
+            path for path, (process, _) in files.items() if process == jax.process_index()
+        }
         return statistics
 
     def _read(self) -> tuple[dict[Path, tuple[int, str]], list[History]]:
@@ -215,7 +221,9 @@ class FileFDOClient(FDOClient):
             except FileNotFoundError:
                 continue  # a client has just replaced the file
             except IsADirectoryError as error:
-                raise ValueError(f"{error.filename} cannot be read: it is a directory; remove it.") from None
+                raise ValueError(
+                    f"{error.filename} cannot be read: it is a directory; remove it."
+                ) from None
 
     def _checked(self, name: str, content: bytes, crc: str) -> History:
         """The history in a file. Raises: ValueError: it is damaged, or has another format."""
@@ -232,7 +240,9 @@ class FileFDOClient(FDOClient):
 
     def _newest(self) -> dict[Path, tuple[int, str]]:
         """Process and CRC (or "") of the newest file of every client of every process."""
-        pattern = re.compile(rf"fdo_stats_(\d+)_(\d+)(?:_([0-9a-f]{{8}})_([0-9a-f]{{8}}))?\.{self._extension}")
+        pattern = re.compile(
+            rf"fdo_stats_(\d+)_(\d+)(?:_([0-9a-f]{{8}})_([0-9a-f]{{8}}))?\.{self._extension}"
+        )
         newest: dict[tuple[int, str], tuple[int, str, Path]] = {}
         for path in self._folder.iterdir():
             match = pattern.fullmatch(path.name)
@@ -241,7 +251,9 @@ class FileFDOClient(FDOClient):
             client = (int(match[1]), match[3] or "")
             file = (int(match[2]), match[4] or "", path)
             newest[client] = max(newest.get(client, file), file)
-        other_processes = sorted({process for process, _ in newest if process >= jax.process_count()})
+        other_processes = sorted(
+            {process for process, _ in newest if process >= jax.process_count()}
+        )
         if other_processes:
             _log.warning(
                 "rsembed.fdo: %s holds statistics of processes %s, which are not in this run; they are used, too. "
@@ -311,13 +323,21 @@ def _array_of(name: str, data: bytes) -> np.ndarray:
     }
     try:
         shape, is_transposed, dtype = read_header[np.lib.format.read_magic(file)](file)
-    except (KeyError, ValueError, SyntaxError, RecursionError, MemoryError) as error:  # Python parses the header
+    except (
+        KeyError,
+        ValueError,
+        SyntaxError,
+        RecursionError,
+        MemoryError,
+    ) as error:  # Python parses the header
         raise ValueError(f"{name!r} has no header of an array: {error}") from error
     numbers = data[file.tell() :]
     if dtype.kind not in "biuf" or len(shape) > 2:
         raise ValueError(f"{name!r} is {dtype}{list(shape)}, no list or table of numbers.")
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(numbers):
-        raise ValueError(f"{name!r} declares {dtype}{list(shape)}, but has {len(numbers)} bytes of numbers.")
+        raise ValueError(
+            f"{name!r} declares {dtype}{list(shape)}, but has {len(numbers)} bytes of numbers."
+        )
     order: Literal["F", "C"] = "F" if is_transposed else "C"
     return np.frombuffer(numbers, dtype).reshape(shape, order=order).copy()
 
@@ -352,11 +372,15 @@ class CSVFileFDOClient(FileFDOClient):
             raise ValueError("the last line has no end; the file was cut off.")
         header, *lines = list(csv.reader(io.StringIO(content.decode(), newline=""))) or [[]]
         if header != HEADER:
-            raise ValueError(f"a statistics file starts with the line {','.join(HEADER)!r}, got {','.join(header)!r}.")
+            raise ValueError(
+                f"a statistics file starts with the line {','.join(HEADER)!r}, got {','.join(header)!r}."
+            )
         rows: dict[str, list[list[int]]] = {}
         for line in lines:
             if len(line) != len(HEADER):
-                raise ValueError(f"a line of a statistics file is {','.join(HEADER)!r}, got {','.join(line)!r}.")
+                raise ValueError(
+                    f"a line of a statistics file is {','.join(HEADER)!r}, got {','.join(line)!r}."
+                )
             key, values = line
             rows.setdefault(key, []).append([int(value) for value in values.split()])
         history = {}
@@ -401,7 +425,9 @@ class MemoryFDOClient(FDOClient):
           LookupError: nothing was published.
         """
         if not self._published:
-            raise LookupError("nothing was published yet; call record() and publish() before load().")
+            raise LookupError(
+                "nothing was published yet; call record() and publish() before load()."
+            )
         merged = self._published
         if jax.process_count() > 1:
             # JAX's widest integers have 32 bits by default. Counts fit, as a device holds at most

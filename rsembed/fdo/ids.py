@@ -23,12 +23,16 @@ def check_shares(name: str, values: Any) -> np.ndarray:
     """
     shares = np.asarray(values, np.float64)
     if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.any()):
-        raise ValueError(f"{name} must be finite and not negative, and at least one must be above 0.")
+        raise ValueError(
+            f"{name} must be finite and not negative, and at least one must be above 0."
+        )
     return shares
 
 
 @validated
-def zipf_exponent(counts: Num[np.ndarray, " vocab"], *, num_rows: PositiveInt | None = None) -> float:
+def zipf_exponent(
+    counts: Num[np.ndarray, " vocab"], *, num_rows: PositiveInt | None = None
+) -> float:
     """The exponent `s` of the Zipf law `p(rank) ~ rank**-s` that fits best, by maximum likelihood.
 
     0 means that all rows are equally popular. The ranks come from the same counts, so the exponent

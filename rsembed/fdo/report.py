@@ -307,7 +307,9 @@ def describe(
             stream.add(lookups)
         num_batches += 1
     if not num_batches:
-        raise ValueError("describe: there is no batch to describe; a generator can be read only once.")
+        raise ValueError(
+            "describe: there is no batch to describe; a generator can be read only once."
+        )
     figures = {stream: stream.figures() for stream in streams}
     return IdReport(
         features={name: figures[stream] for name, stream in features.items()},
@@ -318,7 +320,9 @@ def describe(
     )
 
 
-def _streams_of(collection: EmbeddingCollection, num_shards: int) -> tuple[dict[str, _Stream], dict[str, _Stream]]:
+def _streams_of(
+    collection: EmbeddingCollection, num_shards: int
+) -> tuple[dict[str, _Stream], dict[str, _Stream]]:
     """Streams of the features and of the tables, by name. A table with one feature has its stream."""
     features = {}
     readers: dict[str, list[str]] = {}
@@ -397,7 +401,9 @@ class _Stream:
         self._features = features
         self._num_shards = num_shards
         dtype = np.uint64 if _takes_keys(table) else np.int64
-        cache_rows = [math.ceil(table.vocabulary_size * percent / 100) for percent in CACHE_PERCENTS]
+        cache_rows = [
+            math.ceil(table.vocabulary_size * percent / 100) for percent in CACHE_PERCENTS
+        ]
         self._counter = IdCounter(dtype, cache_rows)
         self._samples_by_length: np.ndarray = np.zeros(1, np.int64)
         self._num_missing = 0
@@ -425,11 +431,15 @@ class _Stream:
             self._num_missing += part.num_missing
             self._num_out_of_range += part.num_out_of_range
         ids = np.concatenate([part.ids for part in parts])
-        samples_by_length = np.bincount(np.concatenate(lengths), minlength=self._samples_by_length.size)
+        samples_by_length = np.bincount(
+            np.concatenate(lengths), minlength=self._samples_by_length.size
+        )
         samples_by_length[: self._samples_by_length.size] += self._samples_by_length
         self._samples_by_length = samples_by_length
         self._counter.add(ids)
-        entries, distinct = partition_counts(ids, np.concatenate(samples), np.concatenate(cores), self._num_shards)
+        entries, distinct = partition_counts(
+            ids, np.concatenate(samples), np.concatenate(cores), self._num_shards
+        )
         self._max_ids = max(self._max_ids, int(entries.max()))
         self._max_unique = max(self._max_unique, int(distinct.max()))
 

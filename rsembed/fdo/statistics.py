@@ -68,9 +68,13 @@ class SparseDenseMatmulInputStats:
             for stack, values in getattr(self, field).items():
                 check_type(values, Num[np.ndarray, "..."] | float, f"{field} of stack {stack!r}")
                 if not np.size(values) or not np.all(np.asarray(values) >= 0):
-                    raise ValueError(f"{field} of stack {stack!r} must be counts from 0 on, got {describe(values)}.")
+                    raise ValueError(
+                        f"{field} of stack {stack!r} must be counts from 0 on, got {describe(values)}."
+                    )
 
-    def get_required_buffer_size_per_device(self, table_name: str, num_sc_per_device: int | None = None) -> int | None:
+    def get_required_buffer_size_per_device(
+        self, table_name: str, num_sc_per_device: int | None = None
+    ) -> int | None:
         """Buffer places that a device needs: the largest need of a core times the number of cores.
 
         The result is None for an unknown stack.
@@ -86,7 +90,10 @@ class SparseDenseMatmulInputStats:
 
     @validated
     def set_required_buffer_size_per_device(
-        self, table_name: str, required_buffer_size_per_device: int, num_sc_per_device: PositiveInt | None = None
+        self,
+        table_name: str,
+        required_buffer_size_per_device: int,
+        num_sc_per_device: PositiveInt | None = None,
     ) -> None:
         """Records the buffer places that a device needs, in equal parts for its cores.
 
@@ -218,7 +225,10 @@ def limits_from_statistics(
 
 
 def _stack_limits(
-    stack: StackedTableSpec, statistics: SparseDenseMatmulInputStats, num_cores: int, policy: LimitsPolicy
+    stack: StackedTableSpec,
+    statistics: SparseDenseMatmulInputStats,
+    num_cores: int,
+    policy: LimitsPolicy,
 ) -> PartitionLimits:
     name = stack.stack_name
     buffer = stack.suggested_coo_buffer_size_per_device
@@ -231,7 +241,9 @@ def _stack_limits(
         return policy.limit(float(np.max(counts[name])), current)
 
     max_ids = new_limit(statistics.max_ids_per_partition, stack.max_ids_per_partition)
-    max_unique = new_limit(statistics.max_unique_ids_per_partition, stack.max_unique_ids_per_partition)
+    max_unique = new_limit(
+        statistics.max_unique_ids_per_partition, stack.max_unique_ids_per_partition
+    )
     if name in statistics.required_buffer_size_per_sc:
         per_core = None if buffer is None else -(-buffer // num_cores)
         observed = float(np.max(statistics.required_buffer_size_per_sc[name]))
@@ -243,7 +255,9 @@ def _stack_limits(
     return PartitionLimits(max_ids, max_unique, buffer)
 
 
-def _warn_of_other_cores(stack: StackedTableSpec, statistics: SparseDenseMatmulInputStats, num_cores: int) -> None:
+def _warn_of_other_cores(
+    stack: StackedTableSpec, statistics: SparseDenseMatmulInputStats, num_cores: int
+) -> None:
     name = stack.stack_name
     num_shards = stack.num_shards
     num_values = np.shape(np.atleast_1d(statistics.max_ids_per_partition.get(name, 0)))[-1]
@@ -252,7 +266,9 @@ def _warn_of_other_cores(stack: StackedTableSpec, statistics: SparseDenseMatmulI
     # Statistics with other numbers of values were made by hand.
     is_whole = name in statistics.required_buffer_size_per_sc and num_devices and not rest
     # There is a buffer size for each core of every local device, or for each core of one device.
-    fits = num_sizes in (num_cores, num_devices * num_cores) and num_devices * num_cores <= num_shards
+    fits = (
+        num_sizes in (num_cores, num_devices * num_cores) and num_devices * num_cores <= num_shards
+    )
     if num_shards % num_cores or (is_whole and not fits):
         # The published call takes any number. Buffers that are too small raise an error later.
         _log.warning(

@@ -566,7 +566,9 @@ def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> 
     return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
 
 
-def allocate(shape: tuple[int, ...], dtype: DTypeLike, fill: float | None = None) -> Shaped[Array, "*shape"]:
+def allocate(
+    shape: tuple[int, ...], dtype: DTypeLike, fill: float | None = None
+) -> Shaped[Array, "*shape"]:
     """Array filled with `fill`, or with unspecified values if `fill` is None."""
     return jnp.full(shape, 0 if fill is None else fill, dtype)
 

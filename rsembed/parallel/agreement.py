@@ -126,7 +126,9 @@ class Agreement:
             verdict = self._exchange(record)
         except jax.errors.JaxRuntimeError as failure:
             role = "through which the others reach each other"
-            raise RuntimeError(f"{self.what}: process 0, {role}, has ended; see its own message.") from failure
+            raise RuntimeError(
+                f"{self.what}: process 0, {role}, has ended; see its own message."
+            ) from failure
         if error is None and verdict["problem"] is not None:
             raise ValueError(f"{self.what}: {verdict['problem']}")
         self._widths = verdict["widths"]

@@ -90,7 +90,9 @@ def plot_buffer(
     places = np.asarray(places)
     num_cores, num_places = places.shape
     if labels is not None and np.shape(labels) != places.shape:
-        raise ValueError(f"plot_buffer: labels have shape {np.shape(labels)}, places {places.shape}; give one each.")
+        raise ValueError(
+            f"plot_buffer: labels have shape {np.shape(labels)}, places {places.shape}; give one each."
+        )
     ax = axes_or_new(ax, (10.0, 1.3 + 0.75 * num_cores))
     num_shards = int(places.max(initial=-1)) + 1
     shard_colours = [colour_of(shard) for shard in range(num_shards)]
@@ -215,7 +217,9 @@ def plot_limit_choice(
 
 
 @validated
-def explore(entries: Int[np.ndarray, "batches cores shards"], *, max_ids_per_partition: int | None = None) -> Any:
+def explore(
+    entries: Int[np.ndarray, "batches cores shards"], *, max_ids_per_partition: int | None = None
+) -> Any:
     """A widget for notebooks: `plot_limit_choice` with a slider for the limit.
 
     Make it the last line of a cell.

@@ -32,7 +32,9 @@ MOST_DRAWN_RANKS = 10_000
 
 
 @validated
-def plot_id_frequency(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
+def plot_id_frequency(
+    counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any
+) -> Axes:
     """Plots how often each id occurs, most frequent first, on logarithmic axes.
 
     Ids that never occur are left out. Call it again with the same `ax` for more curves.
@@ -78,7 +80,9 @@ def plot_coverage(
     if num_rows is None:
         num_rows = len(hottest_first)
     if num_rows < len(hottest_first):
-        raise ValueError(f"plot_coverage: there are {len(hottest_first)} counts, but num_rows={num_rows}.")
+        raise ValueError(
+            f"plot_coverage: there are {len(hottest_first)} counts, but num_rows={num_rows}."
+        )
     served = 100 * np.cumsum(hottest_first) / hottest_first.sum()
     ranks = _drawn_ranks(len(served))
     served = served[ranks - 1]
@@ -199,7 +203,9 @@ def plot_shard_load(
     """
     num_shards = {len(load) for load in loads.values()}
     if len(num_shards) != 1:
-        raise ValueError(f"plot_shard_load: needs loads of one number of shards, got {sorted(num_shards)}.")
+        raise ValueError(
+            f"plot_shard_load: needs loads of one number of shards, got {sorted(num_shards)}."
+        )
     ax = axes_or_new(ax)
     shards = np.arange(num_shards.pop())
     width = 0.8 / len(loads)
@@ -219,7 +225,9 @@ def plot_shard_load(
 
 
 @validated
-def plot_stack_bytes(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **bar_kwargs: Any) -> Axes:
+def plot_stack_bytes(
+    sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **bar_kwargs: Any
+) -> Axes:
     """Draws a bar for each stack: megabytes of embeddings, then of padding, with its share in percent.
 
     Args:
@@ -245,7 +253,9 @@ def plot_stack_bytes(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = 
 
 
 @validated
-def plot_stack_treemap(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **box_kwargs: Any) -> Axes:
+def plot_stack_treemap(
+    sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **box_kwargs: Any
+) -> Axes:
     """Draws the bytes of all stacks as areas: a rectangle for each stack, with its padding in grey.
 
     Args:
@@ -257,7 +267,13 @@ def plot_stack_treemap(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None 
     handles = []
     for colour in (COLOURS[0], PADDING_COLOUR):
         handles.append(Rectangle((0, 0), 1, 1, facecolor=colour))
-    ax.legend(handles, ["embeddings", "padding"], loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    ax.legend(
+        handles,
+        ["embeddings", "padding"],
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+        frameon=False,
+    )
     total = sum(used + padding for used, padding in sizes.values())
     total_padding = sum(padding for _, padding in sizes.values())
     # Whether a rectangle is square depends on the size of the axes, which the layout engine decides
@@ -282,7 +298,9 @@ def plot_stack_treemap(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None 
             text_height = 0.17 * len(lines)
             if across * share > text_width and up > text_height:
                 place = (left + across * share / 2, bottom + up / 2)
-                ax.text(*place, text, ha="center", va="center", color="white", fontsize=LABEL_POINTS)
+                ax.text(
+                    *place, text, ha="center", va="center", color="white", fontsize=LABEL_POINTS
+                )
                 break
     share = total_padding / total
     xlabel = f"area: {total / 1e6:,.1f} MB over all shards, {share:.0%} of it padding"

@@ -70,7 +70,9 @@ def marker_look(number: int) -> dict[str, Any]:
 
 def note(ax: Axes, text: str, point: tuple[float, float], **text_kwargs: Any) -> None:
     """Writes a small grey text to the right of a point."""
-    style = with_defaults(text_kwargs, xytext=(4, 0), va="center", fontsize=LABEL_POINTS, color=MUTED)
+    style = with_defaults(
+        text_kwargs, xytext=(4, 0), va="center", fontsize=LABEL_POINTS, color=MUTED
+    )
     ax.annotate(text, point, textcoords="offset points", **style)
 
 
@@ -154,7 +156,13 @@ def reference_lines(ax: Axes, references: Mapping[str, float] | None) -> None:
 
 
 def finish(
-    ax: Axes, xlabel: str, ylabel: str, *, counts_on_x: bool = False, legend: bool = False, **settings: Any
+    ax: Axes,
+    xlabel: str,
+    ylabel: str,
+    *,
+    counts_on_x: bool = False,
+    legend: bool = False,
+    **settings: Any,
 ) -> Axes:
     """Sets the labels and the legend of the axes, and returns the axes.
 

@@ -31,7 +31,9 @@ from rsembed.plot.drawing import (
 
 
 @validated
-def running_mean(values: Num[np.ndarray, " steps"], window: PositiveInt) -> Float[np.ndarray, " steps"]:
+def running_mean(
+    values: Num[np.ndarray, " steps"], window: PositiveInt
+) -> Float[np.ndarray, " steps"]:
     """The mean of each value and of up to `window - 1` values before it.
 
     Raises: ValueError: `window` is below 1.
@@ -48,7 +50,9 @@ def running_mean(values: Num[np.ndarray, " steps"], window: PositiveInt) -> Floa
 
 @validated
 def nearest_neighbours(
-    table: Float[np.ndarray, "rows dim"], ids: Int[np.ndarray, " queries"] | Sequence[int], k: PositiveInt
+    table: Float[np.ndarray, "rows dim"],
+    ids: Int[np.ndarray, " queries"] | Sequence[int],
+    k: PositiveInt,
 ) -> tuple[Int[np.ndarray, "queries k"], Float[np.ndarray, "queries k"]]:
     """The `k` rows of a table with the largest cosine to each queried row, and their cosines.
 
@@ -67,13 +71,19 @@ def nearest_neighbours(
       ([[2]], [[0.89]])
     """
     if not k < len(table):
-        raise ValueError(f"nearest_neighbours: k={k} must be from 1 to {len(table) - 1}, the other rows of the table.")
+        raise ValueError(
+            f"nearest_neighbours: k={k} must be from 1 to {len(table) - 1}, the other rows of the table."
+        )
     if not np.isfinite(table).all():
-        raise ValueError("nearest_neighbours: the table has numbers that are not finite; leave their rows out.")
+        raise ValueError(
+            "nearest_neighbours: the table has numbers that are not finite; leave their rows out."
+        )
     queries = np.asarray(ids, np.int64)
     outside = queries[(queries < 0) | (queries >= len(table))]
     if len(outside):
-        raise ValueError(f"nearest_neighbours: id {outside[0]} is none of the rows 0 to {len(table) - 1} of the table.")
+        raise ValueError(
+            f"nearest_neighbours: id {outside[0]} is none of the rows 0 to {len(table) - 1} of the table."
+        )
     norms = np.linalg.norm(np.asarray(table, np.float64), axis=1, keepdims=True)
     unit = table / np.where(norms > 0, norms, 1.0)
     cosines = unit[queries] @ unit.T
@@ -93,7 +103,9 @@ def principal_plane(
     Raises: ValueError: there are fewer than two points or columns.
     """
     if min(np.shape(vectors)) < 2 or not np.isfinite(vectors).all():
-        raise ValueError(f"principal_plane: needs two points of two finite columns, got shape {np.shape(vectors)}.")
+        raise ValueError(
+            f"principal_plane: needs two points of two finite columns, got shape {np.shape(vectors)}."
+        )
     centred = np.asarray(vectors, np.float64) - np.mean(vectors, axis=0)
     left, singular, _ = np.linalg.svd(centred, full_matrices=False)
     coordinates = left[:, :2] * singular[:2]
@@ -138,7 +150,9 @@ def plot_loss(
     if steps is None:
         steps = np.arange(1, len(values) + 1)
     if len(steps) != len(values):
-        raise ValueError(f"plot_loss: {len(steps)} steps for {len(values)} losses; give one for each.")
+        raise ValueError(
+            f"plot_loss: {len(steps)} steps for {len(values)} losses; give one for each."
+        )
     ax.plot(steps, values, **with_defaults(line_kwargs, color=next_colour(ax)))
     reference_lines(ax, references)
     return finish(ax, "training step", ylabel, counts_on_x=True, legend="label" in line_kwargs)
@@ -233,7 +247,9 @@ def plot_limits(
     ax = axes_or_new(ax)
     needed = np.asarray(observed)
     if not needed.size or np.shape(limits) not in ((), needed.shape):
-        raise ValueError(f"plot_limits: {np.size(limits)} limits for {needed.size} batches; give one, or one for each.")
+        raise ValueError(
+            f"plot_limits: {np.size(limits)} limits for {needed.size} batches; give one, or one for each."
+        )
     steps = np.arange(1, len(needed) + 1)
     allowed = np.broadcast_to(np.asarray(limits), needed.shape)
     ax.step(steps, allowed, where="post", color=COLOURS[1], linewidth=2.0, label="limit")
@@ -381,7 +397,9 @@ def lookup_work(
 
 @validated
 def roof(
-    intensity: Any, bytes_per_second: Annotated[float, "(0, inf)"], flops_per_second: Annotated[float, "(0, inf)"]
+    intensity: Any,
+    bytes_per_second: Annotated[float, "(0, inf)"],
+    flops_per_second: Annotated[float, "(0, inf)"],
 ) -> Any:
     """The most operations per second that a machine reaches at an arithmetic intensity.
 

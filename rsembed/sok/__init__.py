@@ -25,4 +25,6 @@ from rsembed.sok.variables import GlobalStepEvict as GlobalStepEvict
 from rsembed.sok.variables import Init as Init
 from rsembed.sok.variables import L2WeightEvict as L2WeightEvict
 from rsembed.sok.variables import embedding_variable as embedding_variable
-from rsembed.sok.variables import split_embedding_variable_from_others as split_embedding_variable_from_others
+from rsembed.sok.variables import (
+    split_embedding_variable_from_others as split_embedding_variable_from_others,
+)

@@ -391,7 +391,9 @@ def _full(variable: EmbeddingVariable, num_failed: int) -> RuntimeError:
         # Rows have room then. Only keys that wait for admission may have none.
         num_waiting = storage.admission_capacity or table.rows_per_device
         rooms += f" and have room for {num_waiting} keys that wait for one"
-        way_out = "Make admission_capacity larger than the new keys of a batch, or admission_count 0"
+        way_out = (
+            "Make admission_capacity larger than the new keys of a batch, or admission_count 0"
+        )
     elif storage.admission_count:
         way_out = (
             "Make max_vocabulary_size_per_gpu (for keys that wait for a row, admission_capacity) "

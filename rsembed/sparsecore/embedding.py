@@ -31,7 +31,9 @@ from rsembed.kernels.ids import Partitions
 from rsembed.parallel.exchange import AxisName, default_capacity, together
 from rsembed.row_gradients import check_gradient
 from rsembed.sparsecore import table_stacking
-from rsembed.sparsecore.embedding_spec import create_proto_from_feature_specs as create_proto_from_feature_specs
+from rsembed.sparsecore.embedding_spec import (
+    create_proto_from_feature_specs as create_proto_from_feature_specs,
+)
 from rsembed.sparsecore.embedding_spec import get_optimizer_class as get_optimizer_class
 from rsembed.sparsecore.embedding_spec import get_optimizer_type as get_optimizer_type
 from rsembed.sparsecore.embedding_spec import optimizer_spec_to_proto as optimizer_spec_to_proto
@@ -65,11 +67,27 @@ from rsembed.sparsecore.preprocessing import (
 from rsembed.sparsecore.preprocessing import (
     preprocess_sparse_dense_matmul_input_from_sparse_tensor as preprocess_sparse_dense_matmul_input_from_sparse_tensor,
 )
-from rsembed.sparsecore.table_stacking import prepare_feature_specs_for_training as prepare_feature_specs_for_training
+from rsembed.sparsecore.table_stacking import (
+    prepare_feature_specs_for_training as prepare_feature_specs_for_training,
+)
 from rsembed.sparsecore.table_stacking import stack_tables as stack_tables
 from rsembed.sparsecore.variables import EmbeddingVariables as EmbeddingVariables
-from rsembed.sparsecore.variables import RowLimits, checked_limits, initialize, rule_of, stack_rows, variables_of
-from rsembed.specs import CallableTableInitializer, FeatureSpec, StackedTableSpec, TableSpec, features_of, tables_of
+from rsembed.sparsecore.variables import (
+    RowLimits,
+    checked_limits,
+    initialize,
+    rule_of,
+    stack_rows,
+    variables_of,
+)
+from rsembed.specs import (
+    CallableTableInitializer,
+    FeatureSpec,
+    StackedTableSpec,
+    TableSpec,
+    features_of,
+    tables_of,
+)
 from rsembed.stacking import LimitsCallable as LimitsCallable
 from rsembed.stacking import get_default_limits as get_default_limits
 
@@ -125,8 +143,12 @@ def compute_coo_buffer_size_per_device(
     enable_minibatching: bool = False,
 ) -> dict[str, int]:
     """Size of the input buffer of one device, in entries, for each stack by name."""
-    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
-    return {name: layout.buffer_size_per_device(enable_minibatching) for name, layout in layouts.items()}
+    layouts = stack_layouts(
+        feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device
+    )
+    return {
+        name: layout.buffer_size_per_device(enable_minibatching) for name, layout in layouts.items()
+    }
 
 
 @validated
@@ -169,10 +191,14 @@ def init_embedding_variables(
         )
     mesh: Any = global_sharding.mesh  # a mesh or an abstract mesh
     devices = Devices(mesh, (axis,) if isinstance(axis, str) else tuple(axis))
-    variables = initialize(rng, jax.tree.leaves(table_specs), devices, num_cores=num_sparsecore_per_device)
+    variables = initialize(
+        rng, jax.tree.leaves(table_specs), devices, num_cores=num_sparsecore_per_device
+    )
     if len(global_sharding.spec) < 3:
         return variables
-    by_device = functools.partial(jax.tree.map, lambda rows: rows.reshape(devices.num_devices, -1, rows.shape[-1]))
+    by_device = functools.partial(
+        jax.tree.map, lambda rows: rows.reshape(devices.num_devices, -1, rows.shape[-1])
+    )
     return jax.jit(by_device, out_shardings=global_sharding)(variables)
 
 
@@ -199,7 +225,9 @@ def update_preprocessing_parameters(
         Default: `EXACT`.
     """
     stacks = get_stacked_table_specs(feature_specs)
-    limits = limits_from_statistics(stacks.values(), updated_params, num_sc_per_device, policy=policy)
+    limits = limits_from_statistics(
+        stacks.values(), updated_params, num_sc_per_device, policy=policy
+    )
     for feature in features_of(feature_specs):
         stack = placed_stack(feature.table_spec)
         feature.table_spec.stacked_table_spec = stack.replace(**limits[stack.stack_name]._asdict())
@@ -243,7 +271,9 @@ def sparse_dense_matmul(
     del use_activation_unstack_primitive
     sharding_strategy_to_enum(sharding_strategy)
     sizes = (global_device_count, num_sc_per_device)
-    stacks, devices = _stacks(preprocessed_inputs, feature_specs, *sizes, enable_minibatching, axis_name)
+    stacks, devices = _stacks(
+        preprocessed_inputs, feature_specs, *sizes, enable_minibatching, axis_name
+    )
     tables = []
     lookups = []
     for layout, occurrences, capacity in stacks:
@@ -312,16 +342,24 @@ def sparse_dense_matmul_grad(
         cut = (num_sc_per_device, global_device_count)
         activation_gradients = stack_embedding_gradients(activation_gradients, feature_specs, *cut)
     stack = placed_stack(features_of(feature_specs)[0].table_spec)
-    num_devices = global_device_count or _num_devices(activation_gradients[stack.stack_name], stack.total_sample_count)
+    num_devices = global_device_count or _num_devices(
+        activation_gradients[stack.stack_name], stack.total_sample_count
+    )
     cut = (num_devices, num_sc_per_device)
-    stacks, devices = _stacks(preprocessed_inputs, feature_specs, *cut, enable_minibatching, axis_name)
+    stacks, devices = _stacks(
+        preprocessed_inputs, feature_specs, *cut, enable_minibatching, axis_name
+    )
     limits = checked_limits(embedding_var_limits, [layout.name for layout, *_ in stacks])
     updates = []
     for layout, occurrences, capacity in stacks:
         rule = rule_of(layout, limits[layout.name])
         variables = variables_of(embedding_variables, layout, rule=rule)
-        check_gradient(activation_gradients[layout.name], f"stack {layout.name!r}: activation gradients")
-        d_activations = layout.checked_activations(activation_gradients[layout.name]).astype(jnp.float32)
+        check_gradient(
+            activation_gradients[layout.name], f"stack {layout.name!r}: activation gradients"
+        )
+        d_activations = layout.checked_activations(activation_gradients[layout.name]).astype(
+            jnp.float32
+        )
         hyper = layout.spec.optimizer.get_hyperparameters(step)
         row_step = Step(hyper, rule, _rounding(step, layout))
         rows = stack_rows(layout, devices, rule, capacity=capacity)
@@ -353,7 +391,9 @@ def unstack_embedding_activations(
     Raises: ValueError: the activations of a stack are missing, or have another shape.
     """
     del use_activation_unstack_primitive  # a TPU detail
-    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
+    layouts = stack_layouts(
+        feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device
+    )
     by_name: dict[str, Array] = {}
     for name, layout in layouts.items():
         if name not in activations:
@@ -366,7 +406,8 @@ def unstack_embedding_activations(
             piece = by_core[:, start:stop, : feature.output_dim]
             by_name[feature.name] = piece.reshape(-1, feature.output_dim)
     return jax.tree.unflatten(
-        jax.tree.structure(feature_specs), [by_name[feature.name] for feature in features_of(feature_specs)]
+        jax.tree.structure(feature_specs),
+        [by_name[feature.name] for feature in features_of(feature_specs)],
     )
 
 
@@ -392,7 +433,9 @@ def stack_embedding_gradients(
         check_gradient(leaf, f"feature {feature.name!r}: activation gradients")
     num_devices = global_device_count or _num_devices(leaves[0], features[0].num_samples)
     layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_sc_per_device)
-    by_name = {feature.name: jnp.asarray(leaf) for feature, leaf in zip(features, leaves, strict=True)}
+    by_name = {
+        feature.name: jnp.asarray(leaf) for feature, leaf in zip(features, leaves, strict=True)
+    }
     result = {}
     for name, layout in layouts.items():
         pieces = []
@@ -453,10 +496,14 @@ def _stacks(
         num_minibatches = numbers.reshape(()).astype(jnp.int32)
     partitions = []
     for name, layout in layouts.items():
-        fields = (jnp.asarray(field[name]).reshape(-1) for field in inputs.sparse_dense_matmul_input)
+        fields = (
+            jnp.asarray(field[name]).reshape(-1) for field in inputs.sparse_dense_matmul_input
+        )
         pointers, ids, samples, gains = fields
         num_pointers = compute_row_pointers_size_per_device(
-            global_device_count=num_devices, num_sc_per_device=layout.num_cores, enable_minibatching=enable_minibatching
+            global_device_count=num_devices,
+            num_sc_per_device=layout.num_cores,
+            enable_minibatching=enable_minibatching,
         )
         if pointers.size != num_pointers:
             raise ValueError(
@@ -480,7 +527,9 @@ def _stacks(
     entries = api.entries_by_sample(partitions)
     max_ids_of_stack = {name: max_ids for name, max_ids, _ in inputs.limits}
     stacks = []
-    for layout, partition, (rows, offsets, gains) in zip(layouts.values(), partitions, entries, strict=True):
+    for layout, partition, (rows, offsets, gains) in zip(
+        layouts.values(), partitions, entries, strict=True
+    ):
         # The stack is one feature of the engine: its ids are rows of the physical table, and its
         # samples are in the order of the buffers.
         occurrences = Occurrences(Call.of([IdList(rows, offsets, gains)], ["sum"]))
@@ -503,8 +552,12 @@ def _rounding(step: Scalar | None, layout: StackLayout) -> Rounding | None:
     if not layout.tables[0].stochastic_rounding:
         return None
     if step is None:
-        raise ValueError(f"stack {layout.name!r} rounds stochastically, which needs a new key every step; pass step=.")
-    return api.stochastic_rounding(jax.random.fold_in(jax.random.key(0), jnp.asarray(step).astype(jnp.int32)))
+        raise ValueError(
+            f"stack {layout.name!r} rounds stochastically, which needs a new key every step; pass step=."
+        )
+    return api.stochastic_rounding(
+        jax.random.fold_in(jax.random.key(0), jnp.asarray(step).astype(jnp.int32))
+    )
 
 
 tpu_sparse_dense_matmul = sparse_dense_matmul

@@ -124,7 +124,9 @@ def get_initial_state(
       sparse_input_sharding: sharding of sparse inputs, activations and their gradients, or None.
     """
     shapes = jax.eval_shape(lambda tree: tree, pipeline_input)
-    activations, sc_fwd_aux = jax.eval_shape(sc_fwd_function, shapes.sparse_inputs, embedding_variables)
+    activations, sc_fwd_aux = jax.eval_shape(
+        sc_fwd_function, shapes.sparse_inputs, embedding_variables
+    )
     gradients, output, _, tc_aux = jax.eval_shape(
         tc_function, activations, shapes.dense_inputs, tc_train_state, sc_fwd_aux
     )
@@ -139,7 +141,9 @@ def get_initial_state(
             sc_fwd_aux=_zeros(sc_fwd_aux),
         ),
         step_before_last_step_inputs=StepBeforeLastStepInput(
-            sparse_inputs=sparse(shapes.sparse_inputs), embedding_gradients=sparse(gradients), tc_aux=_zeros(tc_aux)
+            sparse_inputs=sparse(shapes.sparse_inputs),
+            embedding_gradients=sparse(gradients),
+            tc_aux=_zeros(tc_aux),
         ),
         placeholder_output=_zeros(output),
         placeholder_tc_aux=_zeros(tc_aux),
@@ -179,7 +183,9 @@ def get_pipeline_state_sharding(
             sc_fwd_aux=dense_input_sharding,
         ),
         step_before_last_step_inputs=StepBeforeLastStepInput(
-            sparse_inputs=sparse_input_sharding, embedding_gradients=dense_input_sharding, tc_aux=tc_aux_sharding
+            sparse_inputs=sparse_input_sharding,
+            embedding_gradients=dense_input_sharding,
+            tc_aux=tc_aux_sharding,
         ),
         placeholder_output=pipeline_output_sharding,
         placeholder_tc_aux=tc_aux_sharding,
@@ -219,7 +225,11 @@ def step(
     takes_step = "step" in inspect.signature(sc_bwd_function).parameters
     options = {"step": pipeline_state.pipeline_step - 2} if takes_step else {}
     embedding_variables, sc_bwd_aux = sc_bwd_function(
-        before.sparse_inputs, before.embedding_gradients, embedding_variables, before.tc_aux, **options
+        before.sparse_inputs,
+        before.embedding_gradients,
+        embedding_variables,
+        before.tc_aux,
+        **options,
     )
     activations, sc_fwd_aux = sc_fwd_function(pipeline_input.sparse_inputs, embedding_variables)
     inputs = (last.embedding_activations, last.dense_inputs, tc_train_state, last.sc_fwd_aux)
@@ -238,7 +248,9 @@ def step(
     else:
         dense = jax.lax.cond(fake_tc_step, skipped, lambda: tc_function(*inputs))
     gradients, output, tc_train_state, tc_aux = dense
-    looked_up = LastStepInput(pipeline_input.sparse_inputs, activations, pipeline_input.dense_inputs, sc_fwd_aux)
+    looked_up = LastStepInput(
+        pipeline_input.sparse_inputs, activations, pipeline_input.dense_inputs, sc_fwd_aux
+    )
     state = pipeline_state._replace(
         pipeline_step=pipeline_state.pipeline_step + 1,
         last_step_inputs=looked_up,
@@ -264,7 +276,9 @@ def get_default_sc_fwd_function(
       enable_minibatching: whether batches are preprocessed with it.
     """
     devices = Devices.of(global_mesh, sharding_axis)
-    tables = MeshTables(feature_specs=feature_specs, devices=devices, enable_minibatching=enable_minibatching)
+    tables = MeshTables(
+        feature_specs=feature_specs, devices=devices, enable_minibatching=enable_minibatching
+    )
 
     def look_up(sparse_inputs: PyTree, embedding_variables: PyTree) -> tuple[PyTree, None]:
         return tables.look_up(embedding_variables, sparse_inputs), None
@@ -284,8 +298,12 @@ def get_default_sc_bwd_function(
     It needs the step, which `step` of this module gives it.
     """
     devices = Devices.of(global_mesh, sharding_axis)
-    tables = MeshTables(feature_specs=feature_specs, devices=devices, enable_minibatching=enable_minibatching)
-    moves_all_rows = any(table.optimizer.moves_all_rows for table in tables_of(feature_specs).values())
+    tables = MeshTables(
+        feature_specs=feature_specs, devices=devices, enable_minibatching=enable_minibatching
+    )
+    moves_all_rows = any(
+        table.optimizer.moves_all_rows for table in tables_of(feature_specs).values()
+    )
 
     def update(
         sparse_inputs: PyTree,
@@ -302,8 +320,12 @@ def get_default_sc_bwd_function(
             return tables.update(embedding_gradients, variables, number, sparse_inputs)
 
         if moves_all_rows:
-            return jax.lax.cond(step >= 0, stepped, lambda variables: variables, embedding_variables), None
-        return stepped(embedding_variables), None  # without gradients it steps no rows, and needs no branch
+            return jax.lax.cond(
+                step >= 0, stepped, lambda variables: variables, embedding_variables
+            ), None
+        return stepped(
+            embedding_variables
+        ), None  # without gradients it steps no rows, and needs no branch
 
     return update
 

@@ -140,12 +140,16 @@ class StackRecord:
                 name=table.table_name,
                 rows=table.vocab_size,
                 dim=table.embedding_dim,
-                setting=TableSettingInStack(self.stack_name, **_shared_fields(TableSettingInStack, table)),
+                setting=TableSettingInStack(
+                    self.stack_name, **_shared_fields(TableSettingInStack, table)
+                ),
             )
             for table in self.table_specs
         )
         # The row layout does not depend on the optimizer or the combiner.
-        fields = _shared_fields(StackedTableSpec, self, optimizer=SGDOptimizerSpec(), combiner="sum")
+        fields = _shared_fields(
+            StackedTableSpec, self, optimizer=SGDOptimizerSpec(), combiner="sum"
+        )
         spec = StackedTableSpec(**fields, num_shards=self.num_sparsecores)
         plan = StackPlan(spec=spec, dtype=self.table_specs[0].dtype, tables=tables, features=())
         return RowLayout.as_planned(plan, self.num_sparsecores)
@@ -180,7 +184,11 @@ class EmbeddingSpecRecord:
             raise ValueError(f"the text is no EmbeddingSpecRecord in JSON: {error}.") from error
 
 
-_NESTED = {"stacked_table_specs": StackRecord, "table_specs": TableRecord, "feature_specs": FeatureRecord}
+_NESTED = {
+    "stacked_table_specs": StackRecord,
+    "table_specs": TableRecord,
+    "feature_specs": FeatureRecord,
+}
 
 
 def _restored(record: Callable[..., Record], fields: Mapping[str, PyTree]) -> Record:
@@ -196,7 +204,9 @@ def _restored(record: Callable[..., Record], fields: Mapping[str, PyTree]) -> Re
 
 
 def create_proto_from_feature_specs(
-    feature_specs: Nested[FeatureSpec], global_device_count: int, num_sparsecore_per_device: int | None = None
+    feature_specs: Nested[FeatureSpec],
+    global_device_count: int,
+    num_sparsecore_per_device: int | None = None,
 ) -> EmbeddingSpecRecord:
     """The record of placed specs.
 
@@ -207,7 +217,9 @@ def create_proto_from_feature_specs(
 
     Raises: ValueError: the specs are not placed, or were placed for another number of shards.
     """
-    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sparsecore_per_device)
+    layouts = stack_layouts(
+        feature_specs, num_devices=global_device_count, num_cores=num_sparsecore_per_device
+    )
     stacks = (
         StackRecord(
             **_shared_fields(StackRecord, layout.spec),
@@ -221,7 +233,9 @@ def create_proto_from_feature_specs(
 
 def _shared_fields(record: type, source: Any, **recorded: object) -> dict[str, Any]:
     """Fields of `source` that the record has, too, by name; `recorded` replaces or adds fields."""
-    names = {field.name for field in dataclasses.fields(record)} & {field.name for field in dataclasses.fields(source)}
+    names = {field.name for field in dataclasses.fields(record)} & {
+        field.name for field in dataclasses.fields(source)
+    }
     return {name: getattr(source, name) for name in names} | recorded
 
 
@@ -256,7 +270,9 @@ def get_optimizer_class(optimizer_type: int) -> type[OptimizerSpec]:
     for optimizer_class, code in _CODES.items():
         if code == optimizer_type:
             return optimizer_class
-    raise ValueError(f"optimizer code {optimizer_type} names no class; known are {sorted(_CODES.values())}.")
+    raise ValueError(
+        f"optimizer code {optimizer_type} names no class; known are {sorted(_CODES.values())}."
+    )
 
 
 @validated
@@ -275,7 +291,9 @@ def optimizer_spec_to_proto(opt: OptimizerSpec) -> OptimizerRecord:
         short_name=opt.short_name(),
         learning_rate=None if callable(learning_rate) else float(learning_rate),
         learning_rate_tag=tag,
-        float_params={name: float(value) for name, value in values.items() if not isinstance(value, bool)},
+        float_params={
+            name: float(value) for name, value in values.items() if not isinstance(value, bool)
+        },
         bool_params={name: value for name, value in values.items() if isinstance(value, bool)},
     )
 
@@ -287,7 +305,9 @@ def proto_to_optimizer_spec(proto: OptimizerRecord) -> OptimizerSpec:
     Raises: ValueError: the rule or the learning rate was a function; a record holds only its name.
     """
     if proto.type == CUSTOM_CODE or proto.learning_rate is None:
-        what = "rule" if proto.type == CUSTOM_CODE else f"learning rate, {proto.learning_rate_tag!r}"
+        what = (
+            "rule" if proto.type == CUSTOM_CODE else f"learning rate, {proto.learning_rate_tag!r}"
+        )
         raise ValueError(
             f"optimizer {proto.short_name!r} has a function as its {what}, which a record cannot "
             "hold; make it anew, as in get_optimizer_class(proto.type)(schedule, "
@@ -299,11 +319,17 @@ def proto_to_optimizer_spec(proto: OptimizerRecord) -> OptimizerSpec:
 
 @validated
 def compute_physical_row_ids(
-    num_sparse_cores: int, stack_vocab_size: int, shard_rotation: int, row_offset_in_shard: int, row_ids: Ids
+    num_sparse_cores: int,
+    stack_vocab_size: int,
+    shard_rotation: int,
+    row_offset_in_shard: int,
+    row_ids: Ids,
 ) -> Ids:
     """Row of each id in the flat stacked array, `shard * rows per shard + local row`, for a number or an array."""
     place = Place(0, row_offset_in_shard * num_sparse_cores, shard_rotation)
-    return place.rows(row_ids, spread=num_sparse_cores, rows_per_shard=stack_vocab_size // num_sparse_cores)
+    return place.rows(
+        row_ids, spread=num_sparse_cores, rows_per_shard=stack_vocab_size // num_sparse_cores
+    )
 
 
 @validated

@@ -20,8 +20,23 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from rsembed.checks import PositiveInt, check_type
-from rsembed.specs import FeatureIdTransformation, FeatureSpec, StackedTableSpec, TableSpec, features_of, tables_of
-from rsembed.stacking import SUBLANES, FeaturePlacement, StackPlan, TablePlacement, place_of, plan_stack, round_up
+from rsembed.specs import (
+    FeatureIdTransformation,
+    FeatureSpec,
+    StackedTableSpec,
+    TableSpec,
+    features_of,
+    tables_of,
+)
+from rsembed.stacking import (
+    SUBLANES,
+    FeaturePlacement,
+    StackPlan,
+    TablePlacement,
+    place_of,
+    plan_stack,
+    round_up,
+)
 from rsembed.storage.dense_rows import RowLayout
 
 T = TypeVar("T")
@@ -66,7 +81,9 @@ def num_sparsecores_per_device(device: jax.Device | None = None) -> int:
         return NUM_SC_PER_DEVICE_MAP[device.device_kind]
     chosen = os.environ.get(CORES_VARIABLE) or str(EMULATED_CORES)
     if not chosen.isdecimal() or int(chosen) < 1:
-        raise ValueError(f"{CORES_VARIABLE} must be a number of cores from 1 on, such as 4, got {chosen!r}.")
+        raise ValueError(
+            f"{CORES_VARIABLE} must be a number of cores from 1 on, such as 4, got {chosen!r}."
+        )
     return int(chosen)
 
 
@@ -149,7 +166,9 @@ class StackLayout:
             spec=self.spec,
             dtype=self.tables[0].dtype,
             tables=tuple(TablePlacement.of(table, table.setting_in_stack) for table in self.tables),
-            features=tuple(FeaturePlacement.of(feature, feature.id_transformation) for feature in self.features),
+            features=tuple(
+                FeaturePlacement.of(feature, feature.id_transformation) for feature in self.features
+            ),
         )
 
     @functools.cached_property
@@ -223,7 +242,10 @@ class StackLayout:
 
 
 def compute_row_pointers_size_per_device(
-    *, global_device_count: int, num_sc_per_device: int | None = None, enable_minibatching: bool = False
+    *,
+    global_device_count: int,
+    num_sc_per_device: int | None = None,
+    enable_minibatching: bool = False,
 ) -> int:
     """Number of row pointers of one device for one stack.
 
@@ -243,10 +265,14 @@ def compute_theoretical_max_coo_buffer_size(
 ) -> int:
     """Size of a device's buffer, in entries, if every partition (of every minibatch) reaches its limit."""
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
-    return coo_buffer_size(max_ids_per_partition, global_device_count, num_cores, enable_minibatching)
+    return coo_buffer_size(
+        max_ids_per_partition, global_device_count, num_cores, enable_minibatching
+    )
 
 
-def coo_buffer_size(max_ids: int, num_devices: int, num_cores: int, enable_minibatching: bool) -> int:
+def coo_buffer_size(
+    max_ids: int, num_devices: int, num_cores: int, enable_minibatching: bool
+) -> int:
     """The same as `compute_theoretical_max_coo_buffer_size` without checks, which would cost time per batch."""
     blocks_per_core = MAX_MINIBATCHES if enable_minibatching else 1
     num_partitions = num_cores * num_devices * num_cores * blocks_per_core
@@ -295,7 +321,9 @@ def stack_layouts(
       ValueError: a table is not placed yet, or was placed for another number of shards or for other
         features, or a batch does not split into equal parts.
     """
-    num_shards = num_devices * cores_of(list(tables_of(feature_specs).values()), num_devices, num_cores)
+    num_shards = num_devices * cores_of(
+        list(tables_of(feature_specs).values()), num_devices, num_cores
+    )
     layouts = stacks_of(tables_of(feature_specs).values(), must_be_whole=False)
     readers: dict[str, list[FeatureSpec]] = {name: [] for name in layouts}
     for feature in features_of(feature_specs):
@@ -309,7 +337,9 @@ def stack_layouts(
         features = sorted(readers[name], key=lambda feature: feature.id_transformation.row_offset)
         layouts[name] = dataclasses.replace(
             layout,
-            spec=layout.spec.replace(num_shards=num_shards),  # unset in a stack that a user constructs
+            spec=layout.spec.replace(
+                num_shards=num_shards
+            ),  # unset in a stack that a user constructs
             features=tuple(features),
             num_devices=num_devices,
         )
@@ -368,7 +398,9 @@ def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:
         return structure.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError):
         # The containers are of other types, or the trees differ: compare one level at a time.
-        children = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda node: node is not specs)
+        children = jax.tree_util.tree_leaves_with_path(
+            specs, is_leaf=lambda node: node is not specs
+        )
 
     def key_of(step: object) -> Hashable:
         return getattr(step, "key", getattr(step, "idx", getattr(step, "name", None)))

@@ -24,7 +24,11 @@ from rsembed.collection.devices import Devices
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.sparsecore.embedding import sparse_dense_matmul, sparse_dense_matmul_grad
 from rsembed.sparsecore.layout import Nested, Scalar
-from rsembed.sparsecore.preprocessing import AllReduce, PreprocessedInput, preprocess_sparse_dense_matmul_input
+from rsembed.sparsecore.preprocessing import (
+    AllReduce,
+    PreprocessedInput,
+    preprocess_sparse_dense_matmul_input,
+)
 from rsembed.sparsecore.variables import EmbeddingVariables, initialize
 from rsembed.specs import FeatureSpec, tables_of
 
@@ -69,9 +73,13 @@ class MeshTables:
         tables = list(tables_of(self.feature_specs).values())
         return initialize(key, tables, self.devices, num_cores=self.num_sc_per_device)
 
-    def look_up(self, variables: Mapping[str, EmbeddingVariables], inputs: PreprocessedInput) -> PyTree:
+    def look_up(
+        self, variables: Mapping[str, EmbeddingVariables], inputs: PreprocessedInput
+    ) -> PyTree:
         """Activations of the global batch, in a tree like the feature specs."""
-        return self._on_devices(sparse_dense_matmul, self.devices.split, self.devices.split)(inputs, variables)
+        return self._on_devices(sparse_dense_matmul, self.devices.split, self.devices.split)(
+            inputs, variables
+        )
 
     def update(
         self,
@@ -101,7 +109,9 @@ class MeshTables:
         updated = update(step, d_activations, inputs, variables)
         # Autodiff needs gradients in the structure of `variables`, which may be a FrozenDict of tuples.
         leaves = {name: iter(jax.tree.leaves(stack)) for name, stack in updated.items()}
-        return jax.tree_util.tree_map_with_path(lambda path, _: next(leaves[path[0].key]), variables)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: next(leaves[path[0].key]), variables
+        )
 
     def train(self, variables: PyTree, counter: Array, inputs: PreprocessedInput) -> PyTree:
         """Activations of a lookup. Its backward pass returns updated variables as their "gradients".
@@ -109,7 +119,9 @@ class MeshTables:
         The "gradient" of the step counter is the counter of the next step. The counter is a float
         array, since autodiff computes gradients only for floats.
         """
-        check_type(inputs, PreprocessedInput, "the input of a layer, which its prepare_batch makes,")
+        check_type(
+            inputs, PreprocessedInput, "the input of a layer, which its prepare_batch makes,"
+        )
 
         @jax.custom_vjp
         def lookup(variables: PyTree, counter: Array, inputs: PreprocessedInput) -> PyTree:
@@ -120,7 +132,11 @@ class MeshTables:
 
         def backward(saved: PyTree, d_activations: PyTree) -> PyTree:
             variables, counter, inputs = saved
-            return self.update(d_activations, variables, step_number(counter), inputs), next_step(counter), None
+            return (
+                self.update(d_activations, variables, step_number(counter), inputs),
+                next_step(counter),
+                None,
+            )
 
         lookup.defvjp(forward, backward)
         return lookup(variables, counter, inputs)
@@ -154,7 +170,9 @@ class MeshTables:
             axis_name=self.devices.axes,
         )
         split = self.devices.split
-        return jax.shard_map(on_device, mesh=self.devices.mesh, in_specs=in_specs, out_specs=split, check_vma=False)
+        return jax.shard_map(
+            on_device, mesh=self.devices.mesh, in_specs=in_specs, out_specs=split, check_vma=False
+        )
 
 
 class MeshLayer:
@@ -175,7 +193,11 @@ class MeshLayer:
     enable_minibatching: bool
 
     def preprocess_inputs(
-        self, step: int, features: PyTree, features_weights: PyTree, all_reduce_interface: AllReduce | None = None
+        self,
+        step: int,
+        features: PyTree,
+        features_weights: PyTree,
+        all_reduce_interface: AllReduce | None = None,
     ) -> PreprocessedInput:
         """This process' part of a batch, preprocessed for the layer's devices, without statistics."""
         options = {"batch_number": step, "all_reduce_interface": all_reduce_interface}

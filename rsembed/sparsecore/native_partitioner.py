@@ -21,7 +21,13 @@ from rsembed.kernels import native
 from rsembed.kernels.devices import granted_cores
 from rsembed.sparsecore import partitioner
 from rsembed.sparsecore.layout import MAX_SAMPLES_PER_DEVICE, StackLayout
-from rsembed.sparsecore.partitioner import BUFFER_DTYPES, HostBatch, HostFeature, StackBuffers, record_drops
+from rsembed.sparsecore.partitioner import (
+    BUFFER_DTYPES,
+    HostBatch,
+    HostFeature,
+    StackBuffers,
+    record_drops,
+)
 from rsembed.stacking import SUBLANES, round_up
 
 THREADS_VARIABLE = "SPARSECORE_INPUT_PREPROCESSING_THREADS"
@@ -33,7 +39,9 @@ _MIN_IDS_PER_THREAD = 16384
 _GAIN_RULES = {"sum": 0, "mean": 1, "sqrtn": 2}
 _ID_TYPES = {
     np.dtype(name): code
-    for code, name in enumerate(("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"))
+    for code, name in enumerate(
+        ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+    )
 }
 _LINE_BYTES = 64  # JAX takes over arrays that begin at a multiple of this without a copy
 _HUGE_PAGE_BYTES = 2 << 20
@@ -44,7 +52,10 @@ _TABLE_AND_SAMPLE = "spec.id_transformation.col_offset", "spec.id_transformation
 class _Feature(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("ids", "offsets", "weights")),
-        *((name, ctypes.c_int64) for name in ("ids_per_sample", "samples_per_core", "vocabulary_size")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("ids_per_sample", "samples_per_core", "vocabulary_size")
+        ),
         *((name, ctypes.c_int64) for name in ("first_row", "first_sample", "rotation")),
         ("id_type", ctypes.c_int32),
     )
@@ -53,9 +64,18 @@ class _Feature(ctypes.Structure):
 class _Stack(ctypes.Structure):
     _fields_ = (
         ("features", ctypes.POINTER(_Feature)),
-        *((name, ctypes.c_int64) for name in ("num_features", "num_cores", "num_shards", "samples_per_core")),
-        *((name, ctypes.c_int64) for name in ("max_ids", "max_unique", "places_per_core", "pointers_per_core")),
-        *((name, ctypes.c_void_p) for name in ("row_pointers", "embedding_ids", "sample_ids", "gains")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("num_features", "num_cores", "num_shards", "samples_per_core")
+        ),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("max_ids", "max_unique", "places_per_core", "pointers_per_core")
+        ),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("row_pointers", "embedding_ids", "sample_ids", "gains")
+        ),
         *((name, ctypes.c_void_p) for name in ("num_ids", "num_unique", "drops")),
         ("gain_rule", ctypes.c_int32),
         ("drops_something", ctypes.c_int32),
@@ -116,7 +136,9 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
     threads = min(num_threads(), 1 + num_ids // _MIN_IDS_PER_THREAD)
     status = _partition_function()(descriptors, len(tasks), batch.allow_id_dropping, threads)
     for task, descriptor in zip(tasks.values(), descriptors, strict=True):
-        task.descriptor = descriptor  # the array holds copies of the structs, and the library wrote to these
+        task.descriptor = (
+            descriptor  # the array holds copies of the structs, and the library wrote to these
+        )
     if status == _BAD_ENTRY:
         for feature in readers:
             feature.check_values()

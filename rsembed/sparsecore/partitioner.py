@@ -48,7 +48,12 @@ SETTINGS = {
 """The setting that causes each kind of drop, by the field of `TableDrops`."""
 _warned: set[tuple[str, str, str]] = set()
 """Table, stack and kind of drop of every warning so far."""
-BUFFER_DTYPES = {"row_pointers": "int32", "embedding_ids": "int32", "sample_ids": "int32", "gains": "float32"}
+BUFFER_DTYPES = {
+    "row_pointers": "int32",
+    "embedding_ids": "int32",
+    "sample_ids": "int32",
+    "gains": "float32",
+}
 StackBuffers = dict[str, np.ndarray]
 """The flat buffers of one stack in this process, by the names in `BUFFER_DTYPES`."""
 
@@ -100,7 +105,9 @@ class HostFeature:
         weights = self.bags.weights
         if weights is not None and not np.isfinite(weights).all():
             entry = int(np.flatnonzero(~np.isfinite(weights))[0])
-            raise ValueError(f"{where}: weight {weights[entry]} in sample {self.samples[entry]} is not finite.")
+            raise ValueError(
+                f"{where}: weight {weights[entry]} in sample {self.samples[entry]} is not finite."
+            )
         if ids.size and (ids.min() < 0 or ids.max() >= table.vocabulary_size):
             worst = int(np.argmin(ids) if ids.min() < 0 else np.argmax(ids))
             raise ValueError(
@@ -205,7 +212,9 @@ class HostBatch(NamedTuple):
             core, sample = np.divmod(feature.samples, samples_per_core)
             row = place.rows_in_shard(ids, spread=num_shards)
             partitions.append(core * num_shards + place.shards(ids, spread=num_shards))
-            keys.append(row * layout.samples_per_core + (sample + placement.row_offset // num_shards))
+            keys.append(
+                row * layout.samples_per_core + (sample + placement.row_offset // num_shards)
+            )
             gains.append(feature.gains)
         partition = np.concatenate(partitions)
         key = np.concatenate(keys)
@@ -288,7 +297,10 @@ def lay_out(
     if not fits.all():
         num_lost = int(np.count_nonzero(~fits))
         if not batch.allow_id_dropping:
-            needed = int(batch.statistics.required_buffer_size_per_sc[layout.name].max()) * layout.num_cores
+            needed = (
+                int(batch.statistics.required_buffer_size_per_sc[layout.name].max())
+                * layout.num_cores
+            )
             size = buffers["gains"].size // batch.local_device_count
             raise ValueError(
                 f"stack {layout.name!r}: {num_lost} entries do not fit the buffer of {size} "
@@ -497,7 +509,9 @@ def bucket_of(columns: Int[np.ndarray, " nnz"]) -> Int[np.ndarray, " nnz"]:
     return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(MAX_MINIBATCHES)).astype(np.int64)
 
 
-def split_nodes(counts: Int[np.ndarray, "*parts buckets"], limit: int) -> Bool[np.ndarray, "*parts nodes"]:
+def split_nodes(
+    counts: Int[np.ndarray, "*parts buckets"], limit: int
+) -> Bool[np.ndarray, "*parts nodes"]:
     """Split points of every partition: nodes of a binary tree over the buckets, from the leaves to the root.
 
     A node is set if its two halves together exceed the limit. It is then split, so for its parent
@@ -550,11 +564,15 @@ def _nodes_to_split(layout: StackLayout, entries: Entries, buckets: np.ndarray) 
     return nodes
 
 
-def _by_minibatch(layout: StackLayout, entries: Entries, buckets: np.ndarray, minibatches: np.ndarray) -> Entries:
+def _by_minibatch(
+    layout: StackLayout, entries: Entries, buckets: np.ndarray, minibatches: np.ndarray
+) -> Entries:
     """The entries ordered by (core, minibatch, shard, bucket, row, sample)."""
     num_minibatches = int(minibatches[-1]) + 1
     core, shard = np.divmod(entries.partition, layout.num_shards)
     partition = (core * num_minibatches + minibatches[buckets]) * layout.num_shards + shard
     order = np.argsort(partition * MAX_MINIBATCHES + buckets, kind="stable")
     num_partitions = entries.num_partitions * num_minibatches
-    return dataclasses.replace(entries, partition=partition, num_partitions=num_partitions).take(order)
+    return dataclasses.replace(entries, partition=partition, num_partitions=num_partitions).take(
+        order
+    )

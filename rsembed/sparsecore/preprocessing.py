@@ -75,7 +75,9 @@ class PreprocessedInput:
 
     sparse_dense_matmul_input: SparseDenseMatmulInput
     num_minibatches: PyTree = dataclasses.field(default_factory=lambda: np.array(1))
-    limits: tuple[tuple[str, int, int], ...] = dataclasses.field(default=(), metadata={"static": True})
+    limits: tuple[tuple[str, int, int], ...] = dataclasses.field(
+        default=(), metadata={"static": True}
+    )
     layout: Fingerprint | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
@@ -166,7 +168,9 @@ def preprocess_sparse_dense_matmul_input(
     """
     sharding_strategy_to_enum(sharding_strategy)
     layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device)
-    host_features = read_features(feature_specs, features, features_weights, local_device_count, global_device_count)
+    host_features = read_features(
+        feature_specs, features, features_weights, local_device_count, global_device_count
+    )
     by_name = {feature.spec.name: feature for feature in host_features}
     readers = {}
     for name, layout in layouts.items():
@@ -188,7 +192,9 @@ def preprocess_sparse_dense_matmul_input(
     else:
         buffers = native_partitioner.partition_stacks(batch)
     numbers = np.full(local_device_count, num_minibatches, np.int64)
-    return _processed(layouts, buffers, numbers, has_leading_dimension, enable_minibatching), statistics
+    return _processed(
+        layouts, buffers, numbers, has_leading_dimension, enable_minibatching
+    ), statistics
 
 
 def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
@@ -258,10 +264,15 @@ def _fingerprint(layouts: Mapping[str, StackLayout], enable_minibatching: bool) 
 
 
 def _layouts(
-    feature_specs: Nested[FeatureSpec], local_device_count: int, global_device_count: int, num_sc_per_device: int | None
+    feature_specs: Nested[FeatureSpec],
+    local_device_count: int,
+    global_device_count: int,
+    num_sc_per_device: int | None,
 ) -> dict[str, StackLayout]:
     check_type(local_device_count, int, "local_device_count")
-    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
+    layouts = stack_layouts(
+        feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device
+    )
     if not 1 <= local_device_count <= global_device_count:
         raise ValueError(
             f"local_device_count={local_device_count} must be between 1 and global_device_count={global_device_count}."
@@ -320,7 +331,9 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
     layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device)
 
     def empty(size: int, dtype: str) -> np.ndarray:
-        return np.broadcast_to(np.zeros((), dtype), local_device_count * size)  # allocates one number
+        return np.broadcast_to(
+            np.zeros((), dtype), local_device_count * size
+        )  # allocates one number
 
     buffers = {}
     for name, layout in layouts.items():
@@ -347,7 +360,11 @@ def read_features(
     """Checked ids and weights of every feature. See `preprocess_sparse_dense_matmul_input` for their forms."""
     specs = features_of(feature_specs)
     leaves = leaves_like(feature_specs, features, "features")
-    all_weights = [None] * len(specs) if weights is None else leaves_like(feature_specs, weights, "features_weights")
+    all_weights = (
+        [None] * len(specs)
+        if weights is None
+        else leaves_like(feature_specs, weights, "features_weights")
+    )
     result = []
     for spec, leaf, weight in zip(specs, leaves, all_weights, strict=True):
         if isinstance(leaf, Bags):
@@ -375,7 +392,9 @@ def _as_bags(leaf: PyTree, weights: PyTree) -> Bags:
     check_unmasked([leaf, weights], "ids or weights")
     if isinstance(leaf, Bags):
         if weights is not None:
-            raise ValueError("weights of Bags belong inside them, as in Bags.from_lists(ids, weights).")
+            raise ValueError(
+                "weights of Bags belong inside them, as in Bags.from_lists(ids, weights)."
+            )
         num_ids = int(leaf.offsets[-1])
         bag_weights = None
         if leaf.weights is not None:
@@ -411,7 +430,9 @@ keys `2 * b` and `2 * b + 1`.
 """
 
 
-def agree_through_devices(key: int, flags: Bool[np.ndarray, " flags"]) -> Bool[np.ndarray, " flags"]:
+def agree_through_devices(
+    key: int, flags: Bool[np.ndarray, " flags"]
+) -> Bool[np.ndarray, " flags"]:
     """Elementwise "or" of the flags of all processes, by a collective of all devices.
 
     Do not call it concurrently with a training step. With a single process it returns `flags`.
@@ -424,7 +445,10 @@ def agree_through_devices(key: int, flags: Bool[np.ndarray, " flags"]) -> Bool[n
 
 
 def get_all_reduce_interface(
-    peer_addresses: object = None, minibatching_port: object = None, host_id: object = None, host_count: object = None
+    peer_addresses: object = None,
+    minibatching_port: object = None,
+    host_id: object = None,
+    host_count: object = None,
 ) -> AllReduce:
     """The `AllReduce` that uses the devices, `agree_through_devices`; all arguments are ignored."""
     del peer_addresses, minibatching_port, host_id, host_count

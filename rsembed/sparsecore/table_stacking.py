@@ -18,8 +18,12 @@ from jaxtyping import Array, PyTree
 from rsembed.checks import PositiveInt, check_finite, validated
 from rsembed.sparsecore.embedding_spec import EmbeddingSpecRecord
 from rsembed.sparsecore.embedding_spec import compute_physical_row_ids as compute_physical_row_ids
-from rsembed.sparsecore.embedding_spec import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
-from rsembed.sparsecore.embedding_spec import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
+from rsembed.sparsecore.embedding_spec import (
+    get_row_ids_in_stacked_table as get_row_ids_in_stacked_table,
+)
+from rsembed.sparsecore.embedding_spec import (
+    get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables,
+)
 from rsembed.sparsecore.layout import (
     Nested,
     check_is_array,
@@ -95,10 +99,14 @@ def auto_stack_tables(
     if isinstance(features, (list, tuple)):
         features = list({id(feature): feature for feature in features}.values())
     memory_limit = activation_mem_bytes_limit or DEFAULT_ACTIVATION_MEM_BYTES_LIMIT
-    num_shards, rotation = _checked_sizes(features, global_device_count, num_sc_per_device, rotation)
+    num_shards, rotation = _checked_sizes(
+        features, global_device_count, num_sc_per_device, rotation
+    )
     tables = tables_of(features)
     unstacked_groups = []
-    for group in group_tables(features, num_shards=num_shards, activation_mem_bytes_limit=memory_limit):
+    for group in group_tables(
+        features, num_shards=num_shards, activation_mem_bytes_limit=memory_limit
+    ):
         unstacked = [name for name in group if tables[name].setting_in_stack.stack_name == name]
         if unstacked:
             unstacked_groups.append(unstacked)
@@ -113,7 +121,9 @@ def auto_stack_tables(
         activation_mem_bytes_limit=memory_limit,
     )
     for stack in plan.stacks:
-        _warn_of_ignored_limits(tables, stack, stack_to_max_ids_per_partition, stack_to_max_unique_ids_per_partition)
+        _warn_of_ignored_limits(
+            tables, stack, stack_to_max_ids_per_partition, stack_to_max_unique_ids_per_partition
+        )
     attach_placement(features, plan)
 
 
@@ -152,7 +162,9 @@ def stack_tables(
       ValueError: a table is repeated, unknown or already stacked, the tables cannot share a stack,
         or the stack name is already used.
     """
-    num_shards, rotation = _checked_sizes(features, global_device_count, num_sc_per_device, rotation)
+    num_shards, rotation = _checked_sizes(
+        features, global_device_count, num_sc_per_device, rotation
+    )
     memory_limit = activation_mem_bytes_limit or DEFAULT_ACTIVATION_MEM_BYTES_LIMIT
     tables = tables_of(features)
     name = stack_name_of(table_names) if stack_name is None else stack_name
@@ -161,7 +173,9 @@ def stack_tables(
             continue
         present_stack = tables[table_name].setting_in_stack.stack_name
         if present_stack != table_name:
-            raise ValueError(f"Table {table_name} is already stacked, in {present_stack!r}; a table has one place.")
+            raise ValueError(
+                f"Table {table_name} is already stacked, in {present_stack!r}; a table has one place."
+            )
     stack = plan_stack(
         features,
         table_names,
@@ -182,12 +196,17 @@ def stack_tables(
             f"stack {name!r}: padding to {columns} columns adds {sum(excess.values())} values "
             f"({excess}); stack tables of equal dim, or pass fail_on_excess_padding=False."
         )
-    _warn_of_ignored_limits(tables, stack, stack_to_max_ids_per_partition, stack_to_max_unique_ids_per_partition)
+    _warn_of_ignored_limits(
+        tables, stack, stack_to_max_ids_per_partition, stack_to_max_unique_ids_per_partition
+    )
     attach_placement(features, StackingPlan(num_shards=num_shards, stacks=(stack,)))
 
 
 def _warn_of_ignored_limits(
-    tables: Mapping[str, TableSpec], stack: StackPlan, max_ids: LimitsCallable, max_unique_ids: LimitsCallable
+    tables: Mapping[str, TableSpec],
+    stack: StackPlan,
+    max_ids: LimitsCallable,
+    max_unique_ids: LimitsCallable,
 ) -> None:
     """Warns of declared limits that the default limit of a stack of several tables replaces."""
     if len(stack.tables) == 1:
@@ -210,7 +229,9 @@ def _warn_of_ignored_limits(
 
 
 def prepare_feature_specs_for_training(
-    feature_specs: Nested[FeatureSpec], global_device_count: int, num_sc_per_device: int | None = None
+    feature_specs: Nested[FeatureSpec],
+    global_device_count: int,
+    num_sc_per_device: int | None = None,
 ) -> None:
     """Places every unplaced table in a separate stack, in place.
 
@@ -250,11 +271,17 @@ def attach_placement(features: Nested[FeatureSpec], plan: StackingPlan) -> None:
     """
     planned = {placement.name for stack in plan.stacks for placement in stack.tables}
     others = [table for name, table in tables_of(features).items() if name not in planned]
-    cores_of([table for table in others if table.stacked_table_spec is not None], 1, plan.num_shards)
+    cores_of(
+        [table for table in others if table.stacked_table_spec is not None], 1, plan.num_shards
+    )
     for table in others:
-        name = table.name if table.stacked_table_spec is None else table.stacked_table_spec.stack_name
+        name = (
+            table.name if table.stacked_table_spec is None else table.stacked_table_spec.stack_name
+        )
         if name in {stack.name for stack in plan.stacks}:
-            raise ValueError(f"stack name {name!r} is already used by table {table.name!r}; choose another stack_name.")
+            raise ValueError(
+                f"stack name {name!r} is already used by table {table.name!r}; choose another stack_name."
+            )
     by_name = {feature.name: feature for feature in features_of(features)}
     for stack in plan.stacks:
         settings = {placement.name: placement.setting for placement in stack.tables}
@@ -328,7 +355,9 @@ def stack_and_shard_tables(
             if not allow_nonfinite:
                 _check_finite(tree, table)
             trees.append(tree)
-        result[name] = jax.tree.map(functools.partial(_stacked, layout.row_layout, pad_value), *trees)
+        result[name] = jax.tree.map(
+            functools.partial(_stacked, layout.row_layout, pad_value), *trees
+        )
     return result
 
 
@@ -337,7 +366,11 @@ def _check_finite(tree: PyTree, table: TableSpec) -> None:
     for path, array in jax.tree.leaves_with_path(tree):
         slot = jax.tree_util.keystr(path[-1:], simple=True)
         may_be_negative = slot not in table.optimizer.non_negative_slots
-        check_finite(array, f"table {table.name!r}{jax.tree_util.keystr(path)}", may_be_negative=may_be_negative)
+        check_finite(
+            array,
+            f"table {table.name!r}{jax.tree_util.keystr(path)}",
+            may_be_negative=may_be_negative,
+        )
 
 
 def _replicated(array: Array | np.ndarray) -> NamedSharding | None:
@@ -353,7 +386,9 @@ def _stacked(layout: RowLayout, pad_value: float, *tables: Any) -> Any:
     rows = []
     for placement, array in zip(placements, arrays, strict=True):
         if len(array) != placement.rows:
-            raise ValueError(f"table {placement.name!r}: got {len(array)} rows, but vocabulary_size={placement.rows}.")
+            raise ValueError(
+                f"table {placement.name!r}: got {len(array)} rows, but vocabulary_size={placement.rows}."
+            )
         rows.append(np.r_[layout.all_rows(placement.name, placement.rows)])
     # A slot with one number per row, for example, keeps its width.
     columns = arrays[0].shape[1]
@@ -399,7 +434,10 @@ def _unstacked(stacked: PyTree, layout: RowLayout) -> dict[str, PyTree]:
         return rows[:, : table.dim] if is_full_width else rows
 
     tables = layout.stack.tables
-    return {table.name: jax.tree.map(functools.partial(logical_rows, table), stacked) for table in tables}
+    return {
+        table.name: jax.tree.map(functools.partial(logical_rows, table), stacked)
+        for table in tables
+    }
 
 
 @validated
@@ -431,7 +469,9 @@ def unshard_and_unstack_tables(
                 )
         flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), stacked)
         result |= _unstacked(flat, layout.row_layout)
-    return jax.tree.unflatten(jax.tree.structure(table_specs), [result[table.name] for table in specs])
+    return jax.tree.unflatten(
+        jax.tree.structure(table_specs), [result[table.name] for table in specs]
+    )
 
 
 @validated
@@ -465,7 +505,9 @@ def stack_and_shard_feature_tables(
             shape = np.shape(_entry(feature_tables, record.table_name, "feature_tables"))
             recorded = (record.vocab_size, record.embedding_dim)
             if (shape if len(shape) > 1 else (*shape, 1)) != recorded:
-                raise ValueError(f"table {record.table_name!r}: got shape {shape}, but it was recorded as {recorded}.")
+                raise ValueError(
+                    f"table {record.table_name!r}: got shape {shape}, but it was recorded as {recorded}."
+                )
             if not allow_nonfinite:
                 check_finite(feature_tables[record.table_name], f"table {record.table_name!r}")
     result = {}
@@ -519,7 +561,9 @@ _split_groups_by_memory_limit = split_by_memory
 
 
 @validated
-def round_up_dim_and_vocab_size(tables: Mapping[str, TableSpec], num_sc: int) -> tuple[dict[str, int], dict[str, int]]:
+def round_up_dim_and_vocab_size(
+    tables: Mapping[str, TableSpec], num_sc: int
+) -> tuple[dict[str, int], dict[str, int]]:
     """Padded numbers of columns and of rows by table name; `num_sc` is the number of cores of all devices."""
     dims = {}
     vocab_sizes = {}
@@ -542,8 +586,13 @@ def compute_table_to_setting_in_stack(
 
     Raises: ValueError: the padded size of a table is missing.
     """
-    rows = [_entry(table_to_padded_vocab_size, name, "table_to_padded_vocab_size") for name in table_names]
-    settings = settings_in_stack(stack_name, rows, padded_embedding_dim, num_shards=num_shards, rotation=rotation)
+    rows = [
+        _entry(table_to_padded_vocab_size, name, "table_to_padded_vocab_size")
+        for name in table_names
+    ]
+    settings = settings_in_stack(
+        stack_name, rows, padded_embedding_dim, num_shards=num_shards, rotation=rotation
+    )
     return dict(zip(table_names, settings, strict=True))
 
 

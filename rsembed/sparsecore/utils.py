@@ -50,14 +50,18 @@ def estimate_preprocessing_parameters(
     ids_per_device = global_batch_size / global_device_count * valency
     ids_per_core = ids_per_device / num_sc_per_device
     mean = ids_per_core / num_shards
-    spread = hot_shard_fraction * ids_per_core + (1 - hot_shard_fraction) * mean + 2 * math.sqrt(mean)
+    spread = (
+        hot_shard_fraction * ids_per_core + (1 - hot_shard_fraction) * mean + 2 * math.sqrt(mean)
+    )
     peak = headroom_factor * spread
     max_ids = round_up(math.ceil(peak), SUBLANES)
     buffer_size = max(num_sc_per_device * max_ids, 1.2 * ids_per_device + 14 * num_shards)
     return {
         "max_ids_per_partition": max_ids,
         "max_unique_ids_per_partition": round_up(math.ceil(peak / 2), SUBLANES),
-        "suggested_coo_buffer_size_per_device": round_up(math.ceil(buffer_size), SUBLANES * num_sc_per_device),
+        "suggested_coo_buffer_size_per_device": round_up(
+            math.ceil(buffer_size), SUBLANES * num_sc_per_device
+        ),
     }
 
 

@@ -62,7 +62,9 @@ class BoundedRowRule(OptimizerSpec):
             slots.append(slot)
         return tuple(slots)
 
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def step_rows(
+        self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters
+    ) -> tuple[Array, Slots]:
         width = rows.shape[1]
         end = self.num_columns or width
         inner_slots = tuple(slot[:, :end] if slot.shape[1:] == (width,) else slot for slot in slots)
@@ -78,7 +80,9 @@ class BoundedRowRule(OptimizerSpec):
         return with_padding(new, rows), tuple(map(with_padding, new_slots, slots))
 
 
-def checked_limits(limits: Mapping[str, RowLimits] | None, stacks: Sequence[str]) -> Mapping[str, RowLimits]:
+def checked_limits(
+    limits: Mapping[str, RowLimits] | None, stacks: Sequence[str]
+) -> Mapping[str, RowLimits]:
     """Lower and upper limit of every stack; no limits if `limits` is None.
 
     Raises: ValueError: the names differ from the stacks, or a minimum is above its maximum.
@@ -91,12 +95,18 @@ def checked_limits(limits: Mapping[str, RowLimits] | None, stacks: Sequence[str]
             f"{sorted(stacks)}; (None, None) sets no limit."
         )
     for name, pair in limits.items():
-        check_type(pair, tuple[object, object], f"embedding_var_limits of stack {name!r}: (minimum, maximum)")
+        check_type(
+            pair,
+            tuple[object, object],
+            f"embedding_var_limits of stack {name!r}: (minimum, maximum)",
+        )
         minimum, maximum = pair
         for which, limit in (("minimum", minimum), ("maximum", maximum)):
             check_within("[-inf, inf]", limit, f"embedding_var_limits of stack {name!r}: {which}")
         if minimum is not None and maximum is not None and minimum > maximum:
-            raise ValueError(f"embedding_var_limits of stack {name!r}: minimum {minimum} is above maximum {maximum}.")
+            raise ValueError(
+                f"embedding_var_limits of stack {name!r}: minimum {minimum} is above maximum {maximum}."
+            )
     return limits
 
 
@@ -134,7 +144,9 @@ def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerS
     return BoundedRowRule(optimizer.learning_rate, optimizer, num_columns, *limits)
 
 
-def stack_rows(layout: StackLayout, devices: Devices, rule: OptimizerSpec, *, capacity: int | None = None) -> Rows:
+def stack_rows(
+    layout: StackLayout, devices: Devices, rule: OptimizerSpec, *, capacity: int | None = None
+) -> Rows:
     """Rows of a stack as the engine's `Rows`: on one device, or sharded over several.
 
     Args:
@@ -170,7 +182,11 @@ class EmbeddingVariables(NamedTuple):
 
 
 def initialize(
-    key: PRNGKeyArray, tables: Sequence[TableSpec], devices: Devices, *, num_cores: int | None = None
+    key: PRNGKeyArray,
+    tables: Sequence[TableSpec],
+    devices: Devices,
+    *,
+    num_cores: int | None = None,
 ) -> dict[str, EmbeddingVariables]:
     """Initial variables of all stacks. Every device builds only its shard. Works inside and outside `jit`.
 
@@ -202,12 +218,19 @@ def initialize(
     for name, layout in stacks.items():
         if any(table.initializer is not default_initializer for table in layout.tables):
             way_out = "give initializers that make finite numbers"
-            check_finite(variables[name].table, f"stack {name!r}: what its initializers give", way_out=way_out)
+            check_finite(
+                variables[name].table,
+                f"stack {name!r}: what its initializers give",
+                way_out=way_out,
+            )
     return variables
 
 
 def variables_of(
-    embedding_variables: Mapping[str, PyTree], layout: StackLayout, *, rule: OptimizerSpec | None = None
+    embedding_variables: Mapping[str, PyTree],
+    layout: StackLayout,
+    *,
+    rule: OptimizerSpec | None = None,
 ) -> EmbeddingVariables:
     """Variables of one stack on one device, from `EmbeddingVariables` or a plain tuple of a table and its slots.
 

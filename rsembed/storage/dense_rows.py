@@ -61,7 +61,9 @@ class RowLayout:
     def row_wise(stack: StackPlan, num_shards: int) -> RowLayout:
         """Neighbouring rows with different owners, so that frequent ids spread evenly."""
         places = tuple(Place(0, table.setting.row_offset_in_shard) for table in stack.tables)
-        return RowLayout(stack, num_shards, -(-stack.spec.stack_vocab_size // num_shards), num_shards, places)
+        return RowLayout(
+            stack, num_shards, -(-stack.spec.stack_vocab_size // num_shards), num_shards, places
+        )
 
     @staticmethod
     def as_planned(stack: StackPlan, shards_per_device: int) -> RowLayout:
@@ -88,7 +90,9 @@ class RowLayout:
             used[owner] += table.rows
         row_bytes = (stack.table_bytes + stack.slot_bytes) // stack.spec.stack_vocab_size
         load[:] = [before + rows * row_bytes for before, rows in zip(load, used, strict=True)]
-        return RowLayout(stack, num_shards, max(used), 1, tuple(places[table.name] for table in stack.tables))
+        return RowLayout(
+            stack, num_shards, max(used), 1, tuple(places[table.name] for table in stack.tables)
+        )
 
     @property
     def num_rows(self) -> int:
@@ -105,7 +109,9 @@ class RowLayout:
         found: dict[str, dict[str, object]] = {}
         for placed, place in zip(self.stack.tables, self.places, strict=True):
             table = tables[placed.name]
-            storage = None if table.storage is None else cast(Storage, table.storage).resolved(table)
+            storage = (
+                None if table.storage is None else cast(Storage, table.storage).resolved(table)
+            )
             found[table.name] = {
                 "owner": place.owner,
                 "first": place.first,
@@ -117,18 +123,30 @@ class RowLayout:
                 "in_files": None if storage is None else storage.in_files,
             }
             # Rows of each array that belong to a table whose arrays those of others follow.
-            sizes = None if storage is None or len(self.stack.tables) == 1 else storage.part_sizes(table)
+            sizes = (
+                None
+                if storage is None or len(self.stack.tables) == 1
+                else storage.part_sizes(table)
+            )
             if sizes is not None:
                 found[table.name]["part_sizes"] = list(sizes)
         rule = self.stack.spec.optimizer
-        slots = list(getattr(rule.slot_type, "_fields", None) or map(str, range(rule.slot_variables_count())))
-        law = {"num_shards": self.num_shards, "rows_per_shard": self.rows_per_shard, "spread": self.spread}
+        slots = list(
+            getattr(rule.slot_type, "_fields", None) or map(str, range(rule.slot_variables_count()))
+        )
+        law = {
+            "num_shards": self.num_shards,
+            "rows_per_shard": self.rows_per_shard,
+            "spread": self.spread,
+        }
         return {**law, "slots": slots, "tables": found}
 
     @functools.cached_property
     def place_of(self) -> dict[str, Place]:
         """Where each table starts."""
-        return {table.name: place for table, place in zip(self.stack.tables, self.places, strict=True)}
+        return {
+            table.name: place for table, place in zip(self.stack.tables, self.places, strict=True)
+        }
 
     @functools.cached_property
     def num_rows_of(self) -> dict[str, int]:
@@ -143,12 +161,16 @@ class RowLayout:
 
     def rows(self, table_name: str, ids: PyTree) -> PyTree:
         """Row of each id in the array; ids must lie inside the table."""
-        return self.place_of[table_name].rows(ids, spread=self.spread, rows_per_shard=self.rows_per_shard)
+        return self.place_of[table_name].rows(
+            ids, spread=self.spread, rows_per_shard=self.rows_per_shard
+        )
 
     def all_rows(self, table_name: str, vocabulary_size: int) -> slice | Int[np.ndarray, " vocab"]:
         """Index of a whole table in the array."""
         place = self.place_of[table_name]
-        return place.all_rows(vocabulary_size, spread=self.spread, rows_per_shard=self.rows_per_shard)
+        return place.all_rows(
+            vocabulary_size, spread=self.spread, rows_per_shard=self.rows_per_shard
+        )
 
     def call(self, bags: Sequence[Bags], readers: Sequence[Segment]) -> Call:
         """A call that reads the array; ids outside their table read nothing.
@@ -193,7 +215,9 @@ def in_some_bag(bags: Bags) -> Bool[Array, " nnz"]:
     return (place >= bags.offsets[0]) & (place < bags.offsets[-1])
 
 
-def numbers_of_rows(names: Sequence[str], tables: Int[Array, " rows"], ids: Int[Array, " rows"]) -> Int[Array, " rows"]:
+def numbers_of_rows(
+    names: Sequence[str], tables: Int[Array, " rows"], ids: Int[Array, " rows"]
+) -> Int[Array, " rows"]:
     """Numbers that tell rows of all tables apart: the same in every stack, placement and mesh.
 
     Args:
@@ -213,10 +237,14 @@ def whole_table(values: PyTree, table: TableSpec) -> PyTree:
             f"table {table.name!r} has no keys: give it an array of all rows {list(shape)}, not a mapping."
         )
     if np.shape(values) != shape:
-        raise ValueError(f"table {table.name!r} has shape {shape}, the new values {np.shape(values)}.")
+        raise ValueError(
+            f"table {table.name!r} has shape {shape}, the new values {np.shape(values)}."
+        )
     if is_traced(values):
         return values
-    return as_dtype(on_host(values), table.dtype, f"table {table.name!r}", "values")  # may be of another mesh
+    return as_dtype(
+        on_host(values), table.dtype, f"table {table.name!r}", "values"
+    )  # may be of another mesh
 
 
 # Tables are filled block by block, so that the random numbers of a block are all that init needs beside the table.
@@ -251,7 +279,9 @@ class DenseRows(Storage):
         """All that the layout places."""
         return self.tables
 
-    def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
+    def init(
+        self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
+    ) -> State:
         """Rows and slots of a device, or its columns of all rows; what lies behind a vocabulary holds zeros.
 
         They depend on `key`, the tables' names and their initializers alone.
@@ -259,7 +289,9 @@ class DenseRows(Storage):
         layout, width = self.layout, table.embedding_dim // self.num_parts
         rows = jax.ShapeDtypeStruct((layout.rows_per_device, width), jnp.float32)
         parts = [(rows.shape, jnp.dtype(table.dtype))]
-        parts += [(slot.shape, slot.dtype) for slot in jax.eval_shape(table.optimizer.init_slots, rows)]
+        parts += [
+            (slot.shape, slot.dtype) for slot in jax.eval_shape(table.optimizer.init_slots, rows)
+        ]
         # Where tables have all rows of all shards, nothing needs to be written twice.
         fill = None if layout.num_rows == layout.stack.spec.stack_vocab_size else 0.0
         arrays = tuple(api.allocate(*part, fill) for part in parts)
@@ -283,26 +315,47 @@ class DenseRows(Storage):
         return self.layout.stack.tables[number].setting.padded_vocab_size
 
     def _filled(
-        self, arrays: tuple[Array, ...], numbers: Sequence[int], block: int, key: PRNGKeyArray, shard: Int[Array, ""]
+        self,
+        arrays: tuple[Array, ...],
+        numbers: Sequence[int],
+        block: int,
+        key: PRNGKeyArray,
+        shard: Int[Array, ""],
     ) -> tuple[Array, ...]:
         """The arrays with the rows and slots of some tables of one form, so many at a time."""
         layout, specs = self.layout, [self.tables[number] for number in numbers]
-        spec, keys, width = specs[0], table_keys(key, [own.name for own in specs]), arrays[0].shape[1]
+        spec, keys, width = (
+            specs[0],
+            table_keys(key, [own.name for own in specs]),
+            arrays[0].shape[1],
+        )
         places = Place(*jnp.asarray([layout.places[number] for number in numbers], jnp.int32).T)
         padded = np.asarray([self._num_rows(number) for number in numbers], np.int32)
-        num_rows, num_ids = jnp.asarray(padded), jnp.asarray([own.vocabulary_size for own in specs], jnp.int32)
+        num_rows, num_ids = (
+            jnp.asarray(padded),
+            jnp.asarray([own.vocabulary_size for own in specs], jnp.int32),
+        )
         num_own, num_blocks = layout.shards_per_device, -(-padded // (layout.spread * block))
         ends = np.cumsum(num_blocks * num_own, dtype=np.int32)
         zero = jnp.zeros((), jnp.int32)
-        first_shard, first_column = (zero, shard * width) if self.num_parts > 1 else (shard * num_own, zero)
+        first_shard, first_column = (
+            (zero, shard * width) if self.num_parts > 1 else (shard * num_own, zero)
+        )
 
         def fill_block(number: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
             table = jnp.searchsorted(jnp.asarray(ends), number, side="right", method="compare_all")
-            own, blocks = number - (jnp.asarray(ends) - num_blocks * num_own)[table], jnp.asarray(num_blocks)[table]
+            own, blocks = (
+                number - (jnp.asarray(ends) - num_blocks * num_own)[table],
+                jnp.asarray(num_blocks)[table],
+            )
             shard, first = own // blocks, own % blocks * block
             place = jax.tree.map(lambda field: field[table], places)
             where = first_shard + shard
-            rows = place.first_row(where, spread=layout.spread) + first + jnp.arange(block, dtype=jnp.int32)
+            rows = (
+                place.first_row(where, spread=layout.spread)
+                + first
+                + jnp.arange(block, dtype=jnp.int32)
+            )
             ids = place.ids(where, rows, spread=layout.spread)
             values = initial_rows(keys[table], spec, jnp.clip(ids, 0, num_ids[table] - 1))
             values = jnp.where((ids < num_ids[table])[:, None], values, 0.0)
@@ -317,14 +370,19 @@ class DenseRows(Storage):
 
     def owners(self, keys: Keys, num_shards: int) -> Int[Array, " nnz"]:
         """The shard of every row."""
-        return jnp.where(keys.is_key, keys.low.astype(jnp.int32) // self.layout.rows_per_device, num_shards)
+        return jnp.where(
+            keys.is_key, keys.low.astype(jnp.int32) // self.layout.rows_per_device, num_shards
+        )
 
     def vector_dtype(self, table: TableSpec) -> DTypeLike:
         """The table's own dtype: of a 16-bit table half as many bytes travel between devices."""
         return jnp.dtype(table.dtype)
 
     def rounding(
-        self, rounding: Rounding | None, shard: Int[Array, ""] | int, resident_rows: Int[Array, " places"] | None = None
+        self,
+        rounding: Rounding | None,
+        shard: Int[Array, ""] | int,
+        resident_rows: Int[Array, " places"] | None = None,
     ) -> Rounding | None:
         """Noise that no stack, placement or mesh changes.
 
@@ -345,18 +403,28 @@ class DenseRows(Storage):
 
         return round_rows
 
-    def read(self, params: Array, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
+    def read(
+        self, params: Array, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None
+    ) -> Vectors:
         """Rows as they are stored."""
         del ahead
         return self.vectors(params, self._rows(keys), table), jnp.zeros((), jnp.int32)
 
-    def vectors(self, params: Array, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
+    def vectors(
+        self, params: Array, rows: Int[Array, " nnz"], table: TableSpec
+    ) -> Float[Array, "nnz dim"]:
         """Rows as they are stored."""
         del table
         return api.gather_rows((params,), rows)[0]
 
     def find(
-        self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step
+        self,
+        params: PyTree,
+        slots: PyTree,
+        keys: Keys,
+        occurrences: Array,
+        table: TableSpec,
+        step: Step,
     ) -> Found:
         """Every row is there."""
         del table, occurrences
@@ -364,7 +432,9 @@ class DenseRows(Storage):
             return params, slots, jnp.where(keys.is_key, keys.low.astype(jnp.int32), NO_ROW)
         return params, slots, self._rows(keys)
 
-    def step(self, params: Array, slots: Slots, gradients: CallGradients, table: TableSpec, step: Step) -> State:
+    def step(
+        self, params: Array, slots: Slots, gradients: CallGradients, table: TableSpec, step: Step
+    ) -> State:
         """Row gradients and step in one kernel."""
         return api.update(params, slots, gradients, step, implementation=self.implementation)
 
@@ -374,15 +444,23 @@ class DenseRows(Storage):
         """One optimizer step of distinct rows; nothing is sorted."""
         return api.apply_rows(params, slots, rows, values, step, implementation=self.implementation)
 
-    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[State]:
+    def unstack(
+        self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int
+    ) -> list[State]:
         """All rows for each table: `rows` picks its own."""
         return [(params, slots)] * len(self.tables)
 
-    def rows(self, params: Array, slots: Slots, table: TableSpec, num_shards: int) -> dict[str, Array]:
+    def rows(
+        self, params: Array, slots: Slots, table: TableSpec, num_shards: int
+    ) -> dict[str, Array]:
         """Copies: indexing by all rows would give an array itself, which a donated step deletes."""
-        return dict(zip(array_names(table, slots), self._copies((params, *slots), table), strict=True))
+        return dict(
+            zip(array_names(table, slots), self._copies((params, *slots), table), strict=True)
+        )
 
-    def optimizer_state(self, params: PyTree, slots: Slots, table: TableSpec, num_shards: int) -> PyTree:
+    def optimizer_state(
+        self, params: PyTree, slots: Slots, table: TableSpec, num_shards: int
+    ) -> PyTree:
         """The slots of all rows of a table, in the named tuple of its rule; nothing is read of `params`."""
         return table.optimizer.pack_slots(self._copies(slots, table))
 
@@ -410,10 +488,14 @@ class DenseRows(Storage):
                 params = params.at[index].set(jnp.asarray(rows[own.name], params.dtype))
             if own.name in new_slots:
                 leaves = jax.tree.leaves(new_slots[own.name])
-                slots = tuple(slot.at[index].set(new) for slot, new in zip(slots, leaves, strict=True))
+                slots = tuple(
+                    slot.at[index].set(new) for slot, new in zip(slots, leaves, strict=True)
+                )
         return params, slots
 
     def _rows(self, keys: Keys) -> Int[Array, " nnz"]:
         """Rows of the device that owns them."""
-        is_row = keys.is_key & (keys.low < self.layout.num_rows)  # others may come in row gradients made by hand
+        is_row = keys.is_key & (
+            keys.low < self.layout.num_rows
+        )  # others may come in row gradients made by hand
         return jnp.where(is_row, keys.low.astype(jnp.int32) % self.layout.rows_per_device, NO_ROW)

@@ -23,7 +23,16 @@ from rsembed.optimizers.base import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import hashed_rows, logical_rows, row_map
 from rsembed.storage.hashed_rows import MAX_CAPACITY, Counters, DynamicTable, numbers_of
-from rsembed.storage.protocol import Found, Pool, ReadAhead, State, Storage, Vectors, of_near_sizes, on_host
+from rsembed.storage.protocol import (
+    Found,
+    Pool,
+    ReadAhead,
+    State,
+    Storage,
+    Vectors,
+    of_near_sizes,
+    on_host,
+)
 from rsembed.storage.row_map import Eviction
 
 ROWS_BY_KEY = "rows by key"
@@ -35,7 +44,9 @@ class DynamicRows(Storage):
 
     rows_on_host: ClassVar[bool] = True
 
-    def read(self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
+    def read(
+        self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None
+    ) -> Vectors:
         """See `Storage.read`."""
 
         def gather(vectors: Array, places: Array) -> Array:
@@ -43,17 +54,34 @@ class DynamicRows(Storage):
 
         return self.pooled(params, keys, Call((), ()), table, gather, ahead)
 
-    def vectors(self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
+    def vectors(
+        self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec
+    ) -> Float[Array, "nnz dim"]:
         """Float32, as they are read."""
         del table
         return api.lookup((params.rows,), Call.of([IdList.single(rows)], ["sum"]))[0]
 
-    def step(self, params: DynamicTable, slots: Slots, gradients: CallGradients, table: TableSpec, step: Step) -> State:
-        rows, slots = api.update(params.rows, slots, gradients, hashed_rows.rounding_by_key(params, step))
+    def step(
+        self,
+        params: DynamicTable,
+        slots: Slots,
+        gradients: CallGradients,
+        table: TableSpec,
+        step: Step,
+    ) -> State:
+        rows, slots = api.update(
+            params.rows, slots, gradients, hashed_rows.rounding_by_key(params, step)
+        )
         return params._replace(rows=rows), slots
 
     def step_distinct(
-        self, params: DynamicTable, slots: Slots, rows: Array, values: Array, table: TableSpec, step: Step
+        self,
+        params: DynamicTable,
+        slots: Slots,
+        rows: Array,
+        values: Array,
+        table: TableSpec,
+        step: Step,
     ) -> State:
         """As every storage; nothing is sorted."""
         step = hashed_rows.rounding_by_key(params, step)
@@ -63,11 +91,15 @@ class DynamicRows(Storage):
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
         """Rows in use and all counters of each shard, int64."""
         num_free = 0 if params.keys is None else on_host(params.keys.num_free).astype(np.int64)
-        found = {"rows": params.rows.shape[0] // num_shards - num_free + np.zeros(num_shards, np.int64)}
+        found = {
+            "rows": params.rows.shape[0] // num_shards - num_free + np.zeros(num_shards, np.int64)
+        }
         counters = params.counters._asdict().items()
         return found | {name: numbers_of(lanes) for name, lanes in counters if lanes is not None}
 
-    def rows(self, params: DynamicTable, slots: PyTree, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
+    def rows(
+        self, params: DynamicTable, slots: PyTree, table: TableSpec, num_shards: int
+    ) -> dict[str, np.ndarray]:
         places, found = logical_rows.places_by_key(params, table, num_shards)
         arrays = zip(logical_rows.array_names(table, slots), (params.rows, *slots), strict=True)
         return found | {name: on_host(array)[places] for name, array in arrays}
@@ -79,9 +111,14 @@ class DynamicRows(Storage):
         if "last_step" in values:
             return values
         # They count as used now: else they would be the first to go.
-        return {**values, "last_step": np.full(np.shape(values.get("keys", ())), int(on_host(step)))}
+        return {
+            **values,
+            "last_step": np.full(np.shape(values.get("keys", ())), int(on_host(step))),
+        }
 
-    def with_rows(self, params: PyTree, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int) -> State:
+    def with_rows(
+        self, params: PyTree, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int
+    ) -> State:
         return logical_rows.import_rows(params, slots, rows, table, num_shards)
 
 
@@ -148,23 +185,39 @@ class Hashed(DynamicRows):
             )
         if self.admission_capacity is not None:
             if not self.admission_count:
-                raise ValueError(f"{where}: admission_capacity is of keys that wait, which takes an admission_count.")
+                raise ValueError(
+                    f"{where}: admission_capacity is of keys that wait, which takes an admission_count."
+                )
             if self.admission_capacity > MAX_CAPACITY:
-                raise ValueError(f"{where}: at most {MAX_CAPACITY} keys can wait on a device; use more devices.")
+                raise ValueError(
+                    f"{where}: at most {MAX_CAPACITY} keys can wait on a device; use more devices."
+                )
         if self.admission_count and self.admission_probability < 1:
-            raise ValueError(f"{where}: keys are admitted by admission_count or by admission_probability, not by both.")
+            raise ValueError(
+                f"{where}: keys are admitted by admission_count or by admission_probability, not by both."
+            )
         traced_initializer(table, (1, table.embedding_dim))
 
-    def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
+    def init(
+        self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
+    ) -> State:
         del shard  # all begin empty
         tables = self.tables_of(table)
         capacities = [-(-own.vocabulary_size // num_shards) for own in tables]
-        num_waiting = [self.admission_capacity or own for own in capacities] if self.admission_count else None
+        num_waiting = (
+            [self.admission_capacity or own for own in capacities] if self.admission_count else None
+        )
         keys = table_keys(key, [own.name for own in tables])
         return hashed_rows.empty(table, capacities, keys, num_waiting=num_waiting)
 
     def pooled(
-        self, params: PyTree, keys: Keys, call: Call, table: TableSpec, pool: Pool, ahead: ReadAhead | None
+        self,
+        params: PyTree,
+        keys: Keys,
+        call: Call,
+        table: TableSpec,
+        pool: Pool,
+        ahead: ReadAhead | None,
     ) -> tuple[PyTree, Int[Array, ""]]:
         """As every storage, from the rows where they lie if all keys have some.
 
@@ -175,15 +228,24 @@ class Hashed(DynamicRows):
         is_bound = hashed_rows.is_bound(params)
 
         def with_strangers() -> tuple[PyTree, Array]:
-            strangers, places = keys.only(rows == NO_ROW), jnp.arange(keys.shape[0], dtype=jnp.int32)
-            vectors = self.vectors(params, rows, table).astype(params.rows.dtype)  # as a new row is going to be stored
+            strangers, places = (
+                keys.only(rows == NO_ROW),
+                jnp.arange(keys.shape[0], dtype=jnp.int32),
+            )
+            vectors = self.vectors(params, rows, table).astype(
+                params.rows.dtype
+            )  # as a new row is going to be stored
             # Inside `jit` nothing can be raised, and rows of other keys must not pass for these.
             vectors = jnp.where(is_bound, vectors, jnp.asarray(jnp.nan, vectors.dtype))
             if ahead is None:
                 _, own, _, _ = row_map.entries(strangers, jnp.ones(keys.shape, jnp.int32))
-                return pool(vectors, jnp.where(keys.is_key, places, NO_ROW)), jnp.sum(own.is_key, dtype=jnp.int32)
+                return pool(vectors, jnp.where(keys.is_key, places, NO_ROW)), jnp.sum(
+                    own.is_key, dtype=jnp.int32
+                )
             occurrences, number, arrival = ahead
-            entry_of, own, first_of, _, _, starts = self._newcomers(params, strangers, occurrences, number)
+            entry_of, own, first_of, _, _, starts = self._newcomers(
+                params, strangers, occurrences, number
+            )
             gets_row = starts
             if not self.always_has_room:
                 gets_row = self._with_room(params, rows, own, starts, entry_of, number, arrival)
@@ -191,11 +253,15 @@ class Hashed(DynamicRows):
             (vectors,) = hashed_rows.with_initial_values((vectors,), *new, slots=False)
             (first,) = api.gather_rows((first_of,), entry_of, missing=NO_ROW)
             places = jnp.where(first == NO_ROW, places, first)
-            return pool(vectors, jnp.where(keys.is_key, places, NO_ROW)), jnp.sum(starts, dtype=jnp.int32)
+            return pool(vectors, jnp.where(keys.is_key, places, NO_ROW)), jnp.sum(
+                starts, dtype=jnp.int32
+            )
 
         # Late in training most batches have no strangers, and need none of their work.
         has_all = (num_absent == 0) & is_bound
-        return jax.lax.cond(has_all, lambda: (pool(params.rows, rows), varying_zero(rows)), with_strangers)
+        return jax.lax.cond(
+            has_all, lambda: (pool(params.rows, rows), varying_zero(rows)), with_strangers
+        )
 
     def _with_room(
         self,
@@ -233,7 +299,14 @@ class Hashed(DynamicRows):
 
     def _newcomers(
         self, params: DynamicTable, strangers: Keys, occurrences: Array, number: Array
-    ) -> tuple[Int[Array, " nnz"], Keys, Int[Array, " nnz"], Int[Array, " nnz"], PyTree, Bool[Array, " nnz"]]:
+    ) -> tuple[
+        Int[Array, " nnz"],
+        Keys,
+        Int[Array, " nnz"],
+        Int[Array, " nnz"],
+        PyTree,
+        Bool[Array, " nnz"],
+    ]:
         """Distinct keys without a row, in step `number`.
 
         Returns: number of each key given, the keys, their first places, how often they have occurred so far, where they
@@ -251,7 +324,13 @@ class Hashed(DynamicRows):
         return entry_of, own, first_of, totals, waiting_rows, is_admitted
 
     def find(
-        self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step
+        self,
+        params: PyTree,
+        slots: PyTree,
+        keys: Keys,
+        occurrences: Array,
+        table: TableSpec,
+        step: Step,
     ) -> Found:
         """As every storage: new keys get rows in the order of their first occurrence.
 
@@ -260,10 +339,16 @@ class Hashed(DynamicRows):
         number, (rows, num_absent) = cast(Array, step.number), row_map.search(params.keys, keys)
         params = params._replace(keys=row_map.use(params.keys, rows, number, occurrences))
 
-        def admit(_: Array, state: tuple[DynamicTable, Slots, Array]) -> tuple[DynamicTable, Slots, Array]:
+        def admit(
+            _: Array, state: tuple[DynamicTable, Slots, Array]
+        ) -> tuple[DynamicTable, Slots, Array]:
             params, slots, rows = state
-            strangers = keys.only(rows == NO_ROW)  # what does not depend on the state would be computed before the loop
-            params, slots, new_rows = self._admit(params, slots, strangers, table, number, occurrences)
+            strangers = keys.only(
+                rows == NO_ROW
+            )  # what does not depend on the state would be computed before the loop
+            params, slots, new_rows = self._admit(
+                params, slots, strangers, table, number, occurrences
+            )
             return params, slots, jnp.where(strangers.is_key, new_rows, rows)
 
         # Most batches have no strangers. A loop of one turn or none keeps the table where it lies, a branch may not.
@@ -272,11 +357,19 @@ class Hashed(DynamicRows):
         return found
 
     def _admit(
-        self, params: DynamicTable, slots: Slots, keys: Keys, table: TableSpec, number: Array, occurrences: Array
+        self,
+        params: DynamicTable,
+        slots: Slots,
+        keys: Keys,
+        table: TableSpec,
+        number: Array,
+        occurrences: Array,
     ) -> tuple[DynamicTable, Slots, Array]:
         """`find` of keys without a row, which may repeat, in step `number`."""
         evict = self.eviction if self.makes_room else None
-        entry_of, keys, _, totals, waiting_rows, is_admitted = self._newcomers(params, keys, occurrences, number)
+        entry_of, keys, _, totals, waiting_rows, is_admitted = self._newcomers(
+            params, keys, occurrences, number
+        )
         is_signed = not self.key_dtype.startswith("u")
         assign = functools.partial(row_map.assign, evict=evict, is_signed=is_signed)
         assigned = assign(params.keys, keys.only(is_admitted), number, totals)
@@ -286,18 +379,26 @@ class Hashed(DynamicRows):
         if evict is not None:
             happened = {"inserted": happened["inserted"] + evicted, "evicted": evicted}
         if self.admission_count or self.admission_probability < 1:
-            happened["not_admitted"] = row_map.counts_of(keys.is_key & ~is_admitted, keys.table, params.num_tables)
+            happened["not_admitted"] = row_map.counts_of(
+                keys.is_key & ~is_admitted, keys.table, params.num_tables
+            )
         if waiting is not None:
             is_left = keys.is_key & (rows == NO_ROW)
             waiting = row_map.release(waiting, jnp.where(is_left, NO_ROW, waiting_rows))
-            waiting = row_map.touch(waiting, jnp.where(is_left, waiting_rows, NO_ROW), number, totals)
+            waiting = row_map.touch(
+                waiting, jnp.where(is_left, waiting_rows, NO_ROW), number, totals
+            )
             newcomers = keys.only(is_left & (waiting_rows == NO_ROW))
             waiting, places, happened["forgotten"], _ = assign(waiting, newcomers, number, totals)
             has_none = (is_admitted & is_left) | (newcomers.is_key & (places == NO_ROW))
             num_failed = row_map.counts_of(has_none, keys.table, params.num_tables)
-        vectors, *kept = hashed_rows.with_initial_values((params.rows, *slots), rows, keys, table, params.own_key)
+        vectors, *kept = hashed_rows.with_initial_values(
+            (params.rows, *slots), rows, keys, table, params.own_key
+        )
         counters = params.counters.add(failed=num_failed, **happened)
-        params = hashed_rows.with_keys(params, known)._replace(rows=vectors, waiting=waiting, counters=counters)
+        params = hashed_rows.with_keys(params, known)._replace(
+            rows=vectors, waiting=waiting, counters=counters
+        )
         return params, tuple(kept), api.gather_rows((rows,), entry_of, missing=NO_ROW)[0]
 
     @property
@@ -317,7 +418,11 @@ class Hashed(DynamicRows):
             return
         whole = [params.bond, params.keys.signature]
         is_array = all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in whole)
-        if not is_array or is_traced(whole) or not all(getattr(leaf, "is_fully_addressable", True) for leaf in whole):
+        if (
+            not is_array
+            or is_traced(whole)
+            or not all(getattr(leaf, "is_fully_addressable", True) for leaf in whole)
+        ):
             return  # lookups read NaN
         keys = params.keys._replace(signature=np.asarray(params.keys.signature))
         bond: PyTree = np.asarray(params.bond)
@@ -334,7 +439,9 @@ class Hashed(DynamicRows):
             return
         tables = self.tables_of(table)
         lost, known = (numbers_of(params.counters.failed) for params in (after, before))  # type: ignore[arg-type]
-        for own, num_failed in zip(tables, (lost - known).reshape(-1, len(tables)).sum(axis=0).tolist(), strict=True):
+        for own, num_failed in zip(
+            tables, (lost - known).reshape(-1, len(tables)).sum(axis=0).tolist(), strict=True
+        ):
             if num_failed:
                 raise RuntimeError(
                     f"table {own.name!r} is full: {num_failed} new keys found no room in {own.vocabulary_size} rows. "
@@ -378,7 +485,9 @@ class HashedTables(Hashed):
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
         return self.tables
 
-    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[State]:
+    def unstack(
+        self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int
+    ) -> list[State]:
         return hashed_rows.unstack((params._replace(key=None), slots), len(self.tables), num_shards)
 
     def stack(self, parts: Sequence[State], like: PyTree, num_shards: int) -> State:
@@ -397,7 +506,11 @@ DRAWS = 0x61646D74
 
 
 def is_drawn(
-    key: KeyOrKeys, keys: Keys, number: Int[Array, ""], occurrences: Int[Array, " nnz"], probability: float
+    key: KeyOrKeys,
+    keys: Keys,
+    number: Int[Array, ""],
+    occurrences: Int[Array, " nnz"],
+    probability: float,
 ) -> Bool[Array, " nnz"]:
     """Whether each key is admitted in step `number`: with this probability for each of its occurrences.
 
@@ -405,7 +518,9 @@ def is_drawn(
     `DRAWS`, the step and the key's lanes. Below the chance that none of its occurrences is lucky, in units of 2**-32,
     it stays outside; the chance is a product of float32 numbers and nothing else, which no compiler rounds otherwise.
     """
-    own = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, DRAWS), number))(key.reshape(-1))
+    own = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, DRAWS), number))(
+        key.reshape(-1)
+    )
     drawn = api.row_bits(own if key.ndim else own[0], (keys.high, keys.low), 1, keys.table)[:, 0]
     squares = jnp.asarray([(1.0 - probability) ** (2**bit) for bit in range(31)], jnp.float32)
 
@@ -447,7 +562,9 @@ class RowNumbers(DynamicRows):
         if isinstance(keys.is_key, np.ndarray):
             is_outside = keys.is_key & ((keys.high > 0) | (keys.low >= table.vocabulary_size))
             if is_outside.any():
-                (key,) = join_keys(keys.high[is_outside][:1], keys.low[is_outside][:1], dtype=self.key_dtype)
+                (key,) = join_keys(
+                    keys.high[is_outside][:1], keys.low[is_outside][:1], dtype=self.key_dtype
+                )
                 raise ValueError(
                     f"{feature}: key {key} is not below {table.vocabulary_size}, the rows of table {table.name!r} on "
                     f"{self.num_shards} devices ({int(is_outside.sum())} such keys); make the table larger, pass "
@@ -455,17 +572,27 @@ class RowNumbers(DynamicRows):
                 )
         return keys
 
-    def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
+    def init(
+        self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
+    ) -> State:
         own_key, capacity = table_key(key, table.name), table.vocabulary_size // num_shards
         rows, slots = hashed_rows.allocate(table, capacity, fill=None)
         places = jnp.arange(capacity, dtype=jnp.int32)
         low = places.astype(jnp.uint32) * jnp.uint32(num_shards) + shard.astype(jnp.uint32)
         keys = Keys(jnp.zeros_like(low), low, jnp.ones(capacity, bool))
-        rows, *filled = hashed_rows.with_initial_values((rows, *slots), places, keys, table, own_key)
+        rows, *filled = hashed_rows.with_initial_values(
+            (rows, *slots), places, keys, table, own_key
+        )
         return DynamicTable(None, rows, None, Counters(), own_key[None]), tuple(filled)
 
     def pooled(
-        self, params: PyTree, keys: Keys, call: Call, table: TableSpec, pool: Pool, ahead: ReadAhead | None
+        self,
+        params: PyTree,
+        keys: Keys,
+        call: Call,
+        table: TableSpec,
+        pool: Pool,
+        ahead: ReadAhead | None,
     ) -> tuple[PyTree, Int[Array, ""]]:
         """As every storage, from the rows where they lie if no key is beyond them."""
         rows, places = self._rows(params, keys), jnp.arange(keys.shape[0], dtype=jnp.int32)
@@ -474,10 +601,18 @@ class RowNumbers(DynamicRows):
             return pool(self.vectors(params, rows, table), jnp.where(keys.is_key, places, NO_ROW))
 
         num_beyond = jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
-        return jax.lax.cond(num_beyond == 0, lambda: pool(params.rows, rows), with_zeros), num_beyond
+        return jax.lax.cond(
+            num_beyond == 0, lambda: pool(params.rows, rows), with_zeros
+        ), num_beyond
 
     def find(
-        self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step
+        self,
+        params: PyTree,
+        slots: PyTree,
+        keys: Keys,
+        occurrences: Array,
+        table: TableSpec,
+        step: Step,
     ) -> Found:
         del table, occurrences, step
         return params, slots, self._rows(params, keys)

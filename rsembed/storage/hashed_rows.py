@@ -115,7 +115,10 @@ def empty(
     if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):  # numbers, as keys once were
         key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(key))
     rows, slots = allocate(table, max(capacities) * len(capacities), fill=0)
-    keys, waiting = row_map.empty(*capacities), None if num_waiting is None else row_map.empty(*num_waiting)
+    keys, waiting = (
+        row_map.empty(*capacities),
+        None if num_waiting is None else row_map.empty(*num_waiting),
+    )
     counters = Counters(*(jnp.zeros((len(capacities), 2), jnp.uint32) for _ in Counters._fields))
     return DynamicTable(keys, rows, waiting, counters, key.reshape(-1), bond=bond_of(keys)), slots
 
@@ -147,7 +150,9 @@ def is_bound(params: DynamicTable) -> PyTree:
 
 def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
     """Arrays of all shards, on the host, as those of each table."""
-    tree = jax.tree.map(lambda leaf: on_host(leaf).reshape(num_shards, num_tables, -1, *leaf.shape[1:]), tree)
+    tree = jax.tree.map(
+        lambda leaf: on_host(leaf).reshape(num_shards, num_tables, -1, *leaf.shape[1:]), tree
+    )
     return [
         jax.tree.map(lambda leaf, number=number: leaf[:, number].reshape(-1, *leaf.shape[3:]), tree)
         for number in range(num_tables)
@@ -158,7 +163,9 @@ def stack(trees: Sequence[PyTree], num_shards: int) -> PyTree:
     """The inverse of `unstack`."""
 
     def joined(*leaves: PyTree) -> np.ndarray:
-        stacked = np.concatenate([leaf.reshape(num_shards, -1, *leaf.shape[1:]) for leaf in leaves], axis=1)
+        stacked = np.concatenate(
+            [leaf.reshape(num_shards, -1, *leaf.shape[1:]) for leaf in leaves], axis=1
+        )
         return stacked.reshape(-1, *stacked.shape[2:])
 
     return jax.tree.map(joined, *trees)
@@ -170,10 +177,16 @@ def allocate(table: TableSpec, capacity: int, *, fill: int | None) -> tuple[Arra
     Raises: ValueError: those are more than a shard can have.
     """
     if capacity > MAX_CAPACITY:
-        raise ValueError(f"table {table.name!r}: at most {MAX_CAPACITY} rows per shard are possible; use more shards.")
-    slots = jax.eval_shape(table.optimizer.init_slots, jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32))
+        raise ValueError(
+            f"table {table.name!r}: at most {MAX_CAPACITY} rows per shard are possible; use more shards."
+        )
+    slots = jax.eval_shape(
+        table.optimizer.init_slots, jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
+    )
     rows = api.allocate((capacity, table.embedding_dim), jnp.dtype(table.dtype), fill)
-    return rows, tuple(api.allocate((capacity, *slot.shape[1:]), slot.dtype, fill) for slot in slots)
+    return rows, tuple(
+        api.allocate((capacity, *slot.shape[1:]), slot.dtype, fill) for slot in slots
+    )
 
 
 def with_initial_values(
@@ -196,7 +209,9 @@ def with_initial_values(
         entries = jax.lax.dynamic_slice_in_dim(order, i * INITIAL_BLOCK, INITIAL_BLOCK)
         own, *lanes = api.gather_rows((rows, *keys.lanes), entries, missing=NO_ROW)
         lane = Keys.of_lanes(lanes, entries != NO_ROW)
-        values = keyed_rows(key, table.initializer, (lane.high, lane.low), table.embedding_dim, lane.table)
+        values = keyed_rows(
+            key, table.initializer, (lane.high, lane.low), table.embedding_dim, lane.table
+        )
         parts = (values, *(table.optimizer.init_slots(values) if slots else ()))
         return api.scatter_rows(arrays, own, parts)
 
@@ -212,15 +227,25 @@ def rounding_by_key(params: DynamicTable, step: Step) -> Step:
     rounding = step.rounding
 
     def by_key(values: Array, dtype: DTypeLike, rows: Array) -> Array:
-        lanes = (lane.at[rows].get(mode="fill", fill_value=0) for lane in (params.keys.high, params.keys.low))
+        lanes = (
+            lane.at[rows].get(mode="fill", fill_value=0)
+            for lane in (params.keys.high, params.keys.low)
+        )
         numbers, table = mix(*lanes).astype(jnp.int32), row_map.table_of(params.keys, rows)
-        return rounding(values, dtype, numbers) if table is None else rounding(values, dtype, numbers, table=table)
+        return (
+            rounding(values, dtype, numbers)
+            if table is None
+            else rounding(values, dtype, numbers, table=table)
+        )
 
     return dataclasses.replace(step, rounding=by_key)
 
 
 def forget_older(
-    params: DynamicTable, step: Int[Array, ""], steps_to_live: Int[Array, ""], number: Int[Array, ""]
+    params: DynamicTable,
+    step: Int[Array, ""],
+    steps_to_live: Int[Array, ""],
+    number: Int[Array, ""],
 ) -> DynamicTable:
     """The shard without keys of the table of this number that wait for admission and have not occurred for long.
 
@@ -232,7 +257,9 @@ def forget_older(
     is_old = (waiting.last_step != row_map.FREE) & (step - waiting.last_step > steps_to_live)
     is_old &= rows // waiting.rows_per_table == number
     left = row_map.release(waiting, jnp.where(is_old, rows, NO_ROW))
-    return params._replace(waiting=left, counters=params.counters.add(forgotten=left.num_free - waiting.num_free))
+    return params._replace(
+        waiting=left, counters=params.counters.add(forgotten=left.num_free - waiting.num_free)
+    )
 
 
 def grow(
@@ -246,7 +273,9 @@ def grow(
     """
     old = params.rows.shape[0]
     if not old <= capacity <= MAX_CAPACITY:
-        raise ValueError(f"table {table.name!r} has {old} rows and cannot grow to {capacity} (at most {MAX_CAPACITY}).")
+        raise ValueError(
+            f"table {table.name!r} has {old} rows and cannot grow to {capacity} (at most {MAX_CAPACITY})."
+        )
     rows, slots = jax.tree.map(
         lambda fresh, array: jax.lax.dynamic_update_slice_in_dim(fresh, array, 0, 0),
         allocate(table, capacity, fill=0),

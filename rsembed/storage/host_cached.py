@@ -149,7 +149,11 @@ class BackingStore:
 
 
 Moves: TypeAlias = tuple[
-    Int[Array, " batch"], Int[Array, " batch"], Int[Array, " batch"], Int[Array, "1"], Int[Array, "1"]
+    Int[Array, " batch"],
+    Int[Array, " batch"],
+    Int[Array, " batch"],
+    Int[Array, "1"],
+    Int[Array, "1"],
 ]
 """Places of a shard, ids that come to them and ids that leave them (-1 where a place was free); how many of these move;
 and for how many ids there was no place."""
@@ -207,18 +211,32 @@ class HostCached(DynamicRows):
                 "the host; take a rule of the rows of a batch."
             )
 
-    def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
+    def init(
+        self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
+    ) -> State:
         del shard  # all begin empty
-        empty, slots = hashed_rows.empty(table, [-(-self.cache_rows // num_shards)], table_key(key, table.name))
+        empty, slots = hashed_rows.empty(
+            table, [-(-self.cache_rows // num_shards)], table_key(key, table.name)
+        )
         # States of another time are refused by their generation.
         return empty._replace(generation=jnp.zeros(1, jnp.uint32), bond=None), slots
 
-    def read(self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
+    def read(
+        self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None
+    ) -> Vectors:
         del ahead
-        return self.vectors(params, _found(params, keys, table.name), table), jnp.zeros((), jnp.int32)
+        return self.vectors(params, _found(params, keys, table.name), table), jnp.zeros(
+            (), jnp.int32
+        )
 
     def find(
-        self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step
+        self,
+        params: PyTree,
+        slots: PyTree,
+        keys: Keys,
+        occurrences: Array,
+        table: TableSpec,
+        step: Step,
     ) -> Found:
         del occurrences, step  # uses were counted when the rows came
         return params, slots, _found(params, keys, table.name)
@@ -233,8 +251,14 @@ class HostCached(DynamicRows):
         def checked_values(ids: Rows) -> Sequence[Array]:
             arrays: Sequence[Array] = compiled(ids)
             if table.initializer is not default_initializer:
-                where = f"table {table.name!r}: what its initializer gives for {len(ids)} of its rows"
-                check_finite(arrays[0], where, way_out="give one that makes finite numbers of the table's dtype")
+                where = (
+                    f"table {table.name!r}: what its initializer gives for {len(ids)} of its rows"
+                )
+                check_finite(
+                    arrays[0],
+                    where,
+                    way_out="give one that makes finite numbers of the table's dtype",
+                )
             return arrays
 
         return BackingStore([np.zeros(shape, dtype) for shape, dtype in shapes], checked_values)
@@ -257,11 +281,19 @@ class HostCached(DynamicRows):
         now = jnp.max(known.last_step) + 1
         _, distinct, _, uses = row_map.entries(keys, jnp.ones(keys.shape, jnp.int32))
         rows = row_map.find(known, distinct)
-        touched = row_map.touch(known, rows, now, row_map.add_counts(row_map.count_of(known, rows), uses))
+        touched = row_map.touch(
+            known, rows, now, row_map.add_counts(row_map.count_of(known, rows), uses)
+        )
         strangers = distinct.only(rows == NO_ROW)
-        filled, new_rows, evicted, num_without = row_map.assign(touched, strangers, now, uses, evict=self.eviction)
-        had_key = touched.last_step.at[new_rows].get(mode="fill", fill_value=row_map.FREE) != row_map.FREE
-        left = jnp.where(had_key, touched.low.at[new_rows].get(mode="fill", fill_value=0).astype(jnp.int32), -1)
+        filled, new_rows, evicted, num_without = row_map.assign(
+            touched, strangers, now, uses, evict=self.eviction
+        )
+        had_key = (
+            touched.last_step.at[new_rows].get(mode="fill", fill_value=row_map.FREE) != row_map.FREE
+        )
+        left = jnp.where(
+            had_key, touched.low.at[new_rows].get(mode="fill", fill_value=0).astype(jnp.int32), -1
+        )
         moved, count = api.compact(new_rows != NO_ROW, new_rows.shape[0])
 
         def first_ones(lane: Array, fill: int) -> Array:
@@ -269,7 +301,13 @@ class HostCached(DynamicRows):
 
         counters = params.counters.add(inserted=count, evicted=evicted)
         come = first_ones(distinct.low.astype(jnp.int32), -1)
-        moves = first_ones(new_rows, NO_ROW), come, first_ones(left, -1), count.reshape(1), num_without.reshape(1)
+        moves = (
+            first_ones(new_rows, NO_ROW),
+            come,
+            first_ones(left, -1),
+            count.reshape(1),
+            num_without.reshape(1),
+        )
         return params._replace(keys=filled, counters=counters), moves
 
 
@@ -291,7 +329,9 @@ def _found(params: DynamicTable, keys: Keys, table_name: str) -> Int[Array, " nn
         return rows
 
     @checked.def_vmap
-    def checked_of_all(size: int, is_batched: Sequence[bool], rows: Array, num_missing: Array) -> tuple[Array, bool]:
+    def checked_of_all(
+        size: int, is_batched: Sequence[bool], rows: Array, num_missing: Array
+    ) -> tuple[Array, bool]:
         del size
         return checked(rows, jnp.sum(num_missing)), is_batched[0]
 

@@ -74,7 +74,9 @@ def as_dtype(values: ArrayLike, dtype: DTypeLike, where: str, name: str) -> np.n
     given = np.asarray(values)
     with np.errstate(over="ignore"):
         fitting: np.ndarray = given.astype(dtype, copy=False)
-    if not np.can_cast(given.dtype, dtype) and (lost := int(np.sum(np.isfinite(given) & ~np.isfinite(fitting)))):
+    if not np.can_cast(given.dtype, dtype) and (
+        lost := int(np.sum(np.isfinite(given) & ~np.isfinite(fitting)))
+    ):
         raise ValueError(
             f"{where}: {lost} numbers of imported {name!r} are too large for {fitting.dtype}; clip them, or take a "
             "wider dtype."
@@ -178,7 +180,9 @@ def rows_to_leave(
         leaves |= is_used & (np.sqrt(squares.astype(np.float64)) < norm_below)
     if keep is not None:
         used = np.flatnonzero(is_used)
-        high, low, worth = (on_host(lane)[used] for lane in (known.high, known.low, row_map.worth(known, policy)))
+        high, low, worth = (
+            on_host(lane)[used] for lane in (known.high, known.low, row_map.worth(known, policy))
+        )
         lanes = join_keys(high, low, dtype=_key_dtype(table)), worth
         leaves[used[np.lexsort(lanes)[: max(used.size - keep, 0)]]] = True
     return _by_key(table, known, leaves)
@@ -190,7 +194,9 @@ def check_reasons(where: str, **given: float | None) -> None:
     if not reasons:
         raise ValueError(f"{where}: give one or more of {', '.join(given)}.")
     for name, value in reasons.items():
-        check_type(value, Annotated[float if name == "norm_below" else int, "[0, inf)"], f"{where}: {name}")
+        check_type(
+            value, Annotated[float if name == "norm_below" else int, "[0, inf)"], f"{where}: {name}"
+        )
 
 
 def _key_dtype(table: TableSpec) -> str:
@@ -200,7 +206,9 @@ def _key_dtype(table: TableSpec) -> str:
 def array_names(table: TableSpec, slots: Sequence[PyTree]) -> list[str]:
     """Vectors and slots, as they are called in exports, in the order of the state."""
     names = getattr(table.optimizer.slot_type, "_fields", range(len(slots)))
-    return ["values", *(f"slot_{name}" for name in names)][: 1 + len(slots)]  # a state for serving has none
+    return ["values", *(f"slot_{name}" for name in names)][
+        : 1 + len(slots)
+    ]  # a state for serving has none
 
 
 def _by_key(
@@ -216,7 +224,11 @@ def _by_key(
 
 
 def import_rows(
-    params: DynamicTable, slots: Sequence[PyTree], exported: Mapping[str, PyTree], table: TableSpec, num_shards: int
+    params: DynamicTable,
+    slots: Sequence[PyTree],
+    exported: Mapping[str, PyTree],
+    table: TableSpec,
+    num_shards: int,
 ) -> State:
     """The table with the rows of `exported`; keys that it has already are overwritten, new ones get free rows.
 
@@ -237,7 +249,11 @@ def import_rows(
     known = {*names, *of_keys, *(f"waiting_{name}" for name in of_keys)}
     if unknown := sorted(set(exported) - known):
         raise ValueError(f"table {table.name!r}: cannot import {unknown}; it has {sorted(known)}.")
-    where, num_keys, arrays = f"table {table.name!r}", len(exported.get("keys", ())), (params.rows, *slots)
+    where, num_keys, arrays = (
+        f"table {table.name!r}",
+        len(exported.get("keys", ())),
+        (params.rows, *slots),
+    )
     _checked(table, exported, "keys", (num_keys,))
     parts: dict[str, PyTree] = {}
     for name, array in zip(names, arrays, strict=True):
@@ -245,11 +261,21 @@ def import_rows(
             parts[name] = _checked(table, exported, name, (num_keys, *array.shape[1:]))
     if len(parts) < len(names):
         values = parts["values"]
-        values = as_dtype(values.whole() if isinstance(values, SavedArray) else values, np.float32, where, "values")
-        parts = dict(zip(names[1:], table.optimizer.init_slots(jnp.asarray(values)), strict=True)) | parts
+        values = as_dtype(
+            values.whole() if isinstance(values, SavedArray) else values,
+            np.float32,
+            where,
+            "values",
+        )
+        parts = (
+            dict(zip(names[1:], table.optimizer.init_slots(jnp.asarray(values)), strict=True))
+            | parts
+        )
     params, places = with_keys(params, exported, table, num_shards)
     own = zip(names, arrays, strict=True)
-    rows, *kept = (_written(array, places, parts[name], num_shards, where, name) for name, array in own)
+    rows, *kept = (
+        _written(array, places, parts[name], num_shards, where, name) for name, array in own
+    )
     return params._replace(rows=rows), tuple(kept)
 
 
@@ -283,7 +309,12 @@ def with_keys(
 
 
 def _written(
-    array: PyTree, places: Int[np.ndarray, " n"], values: PyTree, num_shards: int, where: str, name: str
+    array: PyTree,
+    places: Int[np.ndarray, " n"],
+    values: PyTree,
+    num_shards: int,
+    where: str,
+    name: str,
 ) -> PyTree:
     """A copy of the array of all shards with `values` in some places, made where the array lies, block by block."""
     if isinstance(values, SavedArray):
@@ -302,7 +333,9 @@ def _written(
         padding = (0, padded_size(max(own.size, 1)) - own.size)
         shard = np.pad(shard, padding, constant_values=num_shards).astype(np.int32)
         block = np.pad(rows, [padding, *[(0, 0)] * (rows.ndim - 1)])
-        put = jax.jit(_put, static_argnums=0, donate_argnums=1 if first else (), out_shardings=array.sharding)
+        put = jax.jit(
+            _put, static_argnums=0, donate_argnums=1 if first else (), out_shardings=array.sharding
+        )
         array = put(num_shards, array, shard, np.pad(row, padding).astype(np.int32), block)
     return array
 
@@ -312,7 +345,9 @@ def _put(num_shards: int, array: Array, shard: Array, row: Array, values: Array)
     return by_shard.at[shard, row].set(values, mode="drop").reshape(array.shape)
 
 
-def room_needed(params: DynamicTable, exported: Mapping[str, PyTree], table: TableSpec, num_shards: int) -> int:
+def room_needed(
+    params: DynamicTable, exported: Mapping[str, PyTree], table: TableSpec, num_shards: int
+) -> int:
     """Rows that the fullest shard of a hash table needs for `import_rows` of these."""
     return _most(params.keys, _checked_keys(table, exported, ""), num_shards)
 
@@ -338,11 +373,17 @@ def _checked_keys(table: TableSpec, exported: Mapping[str, PyTree], prefix: str)
     return keys
 
 
-def _checked(table: TableSpec, exported: Mapping[str, PyTree], name: str, shape: tuple[int, ...]) -> PyTree:
+def _checked(
+    table: TableSpec, exported: Mapping[str, PyTree], name: str, shape: tuple[int, ...]
+) -> PyTree:
     if name not in exported:
-        raise ValueError(f"table {table.name!r}: imported rows need {name!r}; give 'keys' and 'values'.")
+        raise ValueError(
+            f"table {table.name!r}: imported rows need {name!r}; give 'keys' and 'values'."
+        )
     if np.shape(exported[name]) != shape:
-        raise ValueError(f"table {table.name!r}: imported {name!r} has shape {np.shape(exported[name])}, not {shape}.")
+        raise ValueError(
+            f"table {table.name!r}: imported {name!r} has shape {np.shape(exported[name])}, not {shape}."
+        )
     return exported[name]
 
 
@@ -361,7 +402,9 @@ def _fixed_places(table: TableSpec, keys: Keys, num_rows: int, num_shards: int) 
 def _without(maps: RowMap, gone: Keys, num_shards: int) -> RowMap:
     """The maps of all shards without these keys."""
     high, low, last_step = map(on_host, (maps.high, maps.low, maps.last_step))
-    is_gone = (last_step != row_map.FREE) & np.isin(join_keys(high, low), join_keys(gone.high, gone.low))
+    is_gone = (last_step != row_map.FREE) & np.isin(
+        join_keys(high, low), join_keys(gone.high, gone.low)
+    )
     if not is_gone.any():
         return maps
     by_shard = is_gone.reshape(num_shards, -1)
@@ -370,28 +413,43 @@ def _without(maps: RowMap, gone: Keys, num_shards: int) -> RowMap:
 
 
 def _place(
-    table: TableSpec, maps: RowMap, keys: Keys, exported: Mapping[str, PyTree], prefix: str, num_shards: int
+    table: TableSpec,
+    maps: RowMap,
+    keys: Keys,
+    exported: Mapping[str, PyTree],
+    prefix: str,
+    num_shards: int,
 ) -> tuple[RowMap, np.ndarray]:
     """The maps of all shards with these keys in them, and where their rows are."""
     lanes: list[np.ndarray] = []
     for name in (f"{prefix}last_step", f"{prefix}count"):
         zeros = np.zeros(keys.shape, np.int32)
-        numbers = np.asarray(_checked(table, exported, name, keys.shape) if name in exported else zeros)
+        numbers = np.asarray(
+            _checked(table, exported, name, keys.shape) if name in exported else zeros
+        )
         if numbers.size and (numbers.min() < 0 or numbers.max() > row_map.MAX_COUNT):
-            raise ValueError(f"table {table.name!r}: imported {name!r} must lie in [0, {row_map.MAX_COUNT}].")
+            raise ValueError(
+                f"table {table.name!r}: imported {name!r} must lie in [0, {row_map.MAX_COUNT}]."
+            )
         lanes.append(numbers.astype(np.int32))
     capacity, owner = maps.last_step.shape[0] // num_shards, owners(keys, num_shards)
     places, placed = np.zeros(keys.shape, np.int64), []
     for shard, own_map in enumerate(unstack(maps, num_shards, 1)):
         is_own, free = owner == shard, int(own_map.num_free[0])
-        own_map, found = _find_or_assign(own_map, *jax.tree.map(lambda lane, own=is_own: lane[own], (keys, *lanes)))
+        own_map, found = _find_or_assign(
+            own_map, *jax.tree.map(lambda lane, own=is_own: lane[own], (keys, *lanes))
+        )
         rows = np.asarray(found)
         if num_left := int(np.sum(rows == NO_ROW)):
-            num_rows = free + int((own_map.last_step != row_map.FREE).sum()) - (rows.size - num_left)
+            num_rows = (
+                free + int((own_map.last_step != row_map.FREE).sum()) - (rows.size - num_left)
+            )
             what = f"admission_capacity={num_rows}" if prefix else f"capacity={num_rows}"
             most = _most(maps, keys, num_shards)
             # On a mesh each device has a whole number of rows, together perhaps more than vocabulary_size.
-            enough = f"admission_capacity={most}" if prefix else f"vocabulary_size={most * num_shards}"
+            enough = (
+                f"admission_capacity={most}" if prefix else f"vocabulary_size={most * num_shards}"
+            )
             raise ValueError(
                 f"table {table.name!r}: {rows.size} imported {prefix}keys need {free + num_left} free rows, but the "
                 f"shard has {free} ({what}); grow the table to {enough}, which is {most} on each shard."

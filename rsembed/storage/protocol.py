@@ -106,7 +106,9 @@ class Storage(abc.ABC):
 
     def sharing(self, tables: Sequence[TableSpec]) -> Storage:
         """One storage for tables of equal `sharing_key`."""
-        raise NotImplementedError(f"{self} keeps one table, not {[table.name for table in tables]}.")
+        raise NotImplementedError(
+            f"{self} keeps one table, not {[table.name for table in tables]}."
+        )
 
     def part_sizes(self, table: TableSpec) -> tuple[int, ...] | None:
         """Rows that `table` has in each part of `params`, where those of tables that share it follow each other.
@@ -116,7 +118,9 @@ class Storage(abc.ABC):
         del table
         return None
 
-    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[State]:
+    def unstack(
+        self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int
+    ) -> list[State]:
         """`params` and slots of all shards as those of each of `tables_of`; of several, outside `jit`."""
         del table, num_shards
         return [(params, slots)]
@@ -160,18 +164,25 @@ class Storage(abc.ABC):
         return jnp.float32
 
     def rounding(
-        self, rounding: Rounding | None, shard: Int[Array, ""] | int, resident_rows: Int[Array, " places"] | None = None
+        self,
+        rounding: Rounding | None,
+        shard: Int[Array, ""] | int,
+        resident_rows: Int[Array, " places"] | None = None,
     ) -> Rounding | None:
         """How a shard's rows are rounded, from the rounding of the collection; `resident_rows` as in `Step`."""
         del shard, resident_rows
         return rounding
 
     @abc.abstractmethod
-    def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
+    def init(
+        self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
+    ) -> State:
         """Initial `params` and slots of one of the shards. `key` is the model's, equal for all of them."""
 
     @abc.abstractmethod
-    def read(self, params: PyTree, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
+    def read(
+        self, params: PyTree, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None
+    ) -> Vectors:
         """Rows, zeros for what is no key or has no row; and how many distinct keys have none.
 
         `ahead` of a step, keys without a row read as what `find` is going to give them, and those are counted that it
@@ -179,7 +190,13 @@ class Storage(abc.ABC):
         """
 
     def pooled(
-        self, params: PyTree, keys: Keys, call: Call, table: TableSpec, pool: Pool, ahead: ReadAhead | None
+        self,
+        params: PyTree,
+        keys: Keys,
+        call: Call,
+        table: TableSpec,
+        pool: Pool,
+        ahead: ReadAhead | None,
     ) -> tuple[PyTree, Int[Array, ""]]:
         """`pool(vectors, row of each key among them)` of what `read` gives, which need not be written down for it.
 
@@ -187,15 +204,25 @@ class Storage(abc.ABC):
         """
         del call
         vectors, num_unknown = self.read(params, keys, table, ahead)
-        return pool(vectors, jnp.where(keys.is_key, jnp.arange(keys.shape[0], dtype=jnp.int32), NO_ROW)), num_unknown
+        return pool(
+            vectors, jnp.where(keys.is_key, jnp.arange(keys.shape[0], dtype=jnp.int32), NO_ROW)
+        ), num_unknown
 
     @abc.abstractmethod
-    def vectors(self, params: PyTree, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
+    def vectors(
+        self, params: PyTree, rows: Int[Array, " nnz"], table: TableSpec
+    ) -> Float[Array, "nnz dim"]:
         """The rows that `find` gave; zeros for `NO_ROW`."""
 
     @abc.abstractmethod
     def find(
-        self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, table: TableSpec, step: Step
+        self,
+        params: PyTree,
+        slots: PyTree,
+        keys: Keys,
+        occurrences: Array,
+        table: TableSpec,
+        step: Step,
     ) -> Found:
         """Before a step: the row of every key, after giving one to those without; `NO_ROW` where there is none."""
 
@@ -205,33 +232,53 @@ class Storage(abc.ABC):
         return params
 
     @abc.abstractmethod
-    def step(self, params: PyTree, slots: PyTree, gradients: CallGradients, table: TableSpec, step: Step) -> State:
+    def step(
+        self, params: PyTree, slots: PyTree, gradients: CallGradients, table: TableSpec, step: Step
+    ) -> State:
         """One optimizer step of the rows that a call read, as `find` gave them, with gradients of their outputs."""
 
     def step_distinct(
-        self, params: PyTree, slots: PyTree, rows: Array, values: Array, table: TableSpec, step: Step
+        self,
+        params: PyTree,
+        slots: PyTree,
+        rows: Array,
+        values: Array,
+        table: TableSpec,
+        step: Step,
     ) -> State:
         """One optimizer step of rows of which none comes twice, with gradients `values`."""
         return self.step(params, slots, CallGradients.of_rows(rows, values), table, step)
 
     def gradients(self, params: PyTree, gradients: CallGradients, table: TableSpec) -> PyTree:
         """Where it `sums_gradients`: those of all `params`, float32, from gradients of what segments of ids read."""
-        raise NotImplementedError(f"table {table.name!r} is kept as {self}, of which a step touches single rows.")
+        raise NotImplementedError(
+            f"table {table.name!r} is kept as {self}, of which a step touches single rows."
+        )
 
-    def step_all(self, params: PyTree, slots: PyTree, gradients: PyTree, table: TableSpec, step: Step) -> State:
+    def step_all(
+        self, params: PyTree, slots: PyTree, gradients: PyTree, table: TableSpec, step: Step
+    ) -> State:
         """One optimizer step of all `params` with their gradients."""
-        raise NotImplementedError(f"table {table.name!r} is kept as {self}, of which a step touches single rows.")
+        raise NotImplementedError(
+            f"table {table.name!r} is kept as {self}, of which a step touches single rows."
+        )
 
     # Tables by name; `params` and `slots` are those of all shards
 
-    def rows(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> dict[str, PyTree]:
+    def rows(
+        self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int
+    ) -> dict[str, PyTree]:
         """All rows of a table, `values`, and `slot_<name>` of what `slots` there are, in the order of ids.
 
         Where ids are keys: in ascending order of `keys`, with what else belongs to these.
         """
-        raise NotImplementedError(f"table {table.name!r} is kept as {self}, which has no rows to be taken out.")
+        raise NotImplementedError(
+            f"table {table.name!r} is kept as {self}, which has no rows to be taken out."
+        )
 
-    def optimizer_state(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> PyTree:
+    def optimizer_state(
+        self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int
+    ) -> PyTree:
         """The slots of all rows of a table, in the named tuple of its rule."""
         rows = self.rows(params, slots, table, num_shards)
         own = tuple(jnp.asarray(array) for name, array in rows.items() if name.startswith("slot_"))
@@ -242,7 +289,9 @@ class Storage(abc.ABC):
         del table, step
         return values
 
-    def with_rows(self, params: PyTree, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int) -> State:
+    def with_rows(
+        self, params: PyTree, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int
+    ) -> State:
         """`params` and slots with rows of a table written, which `checked_rows` or `rows` returned."""
         raise NotImplementedError(
             f"table {table.name!r} is kept as {self}, which cannot take any rows; replace what state.tables holds."
@@ -298,7 +347,9 @@ MOST_EMPTY = 1 / 16
 """Largest share of rows that may stay empty where tables of unequal size share storage."""
 
 
-def of_near_sizes(tables: Sequence[TableSpec], *, most_rows: int, num_waiting: int = 0) -> list[list[TableSpec]]:
+def of_near_sizes(
+    tables: Sequence[TableSpec], *, most_rows: int, num_waiting: int = 0
+) -> list[list[TableSpec]]:
     """Tables in few groups, which leave few rows empty where each of a group takes the place of the largest.
 
     Neighbours in size join, those first that cost the fewest rows. That is the fewest groups there can be, or one or
@@ -313,7 +364,10 @@ def of_near_sizes(tables: Sequence[TableSpec], *, most_rows: int, num_waiting: i
     groups = [list(own) for _, own in itertools.groupby(sorted(tables, key=size), key=size)]
     room = MOST_EMPTY * sum(map(size, tables))
     while len(groups) > 1:
-        costs = [len(own) * (size(larger[-1]) - size(own[-1])) for own, larger in itertools.pairwise(groups)]
+        costs = [
+            len(own) * (size(larger[-1]) - size(own[-1]))
+            for own, larger in itertools.pairwise(groups)
+        ]
         if (cost := min(costs)) > room:
             break
         room, place = room - cost, costs.index(cost)
@@ -342,6 +396,10 @@ def parts(trees: tuple[PyTree, ...], sizes: Sequence[Sequence[int]]) -> list[tup
     found, firsts = [], [0] * len(trees)
     for own in sizes:
         places = zip(trees, firsts, own, strict=True)
-        found.append(tuple(jax.tree.map(lambda leaf, at=(a, n): cut(leaf, *at), tree) for tree, a, n in places))
+        found.append(
+            tuple(
+                jax.tree.map(lambda leaf, at=(a, n): cut(leaf, *at), tree) for tree, a, n in places
+            )
+        )
         firsts = [first + size for first, size in zip(firsts, own, strict=True)]
     return found

@@ -50,8 +50,13 @@ class HashTable(NamedTuple):
     def empty(max_keys: int, num_tables: int = 1) -> HashTable:
         """Tables for at most `max_keys` keys each."""
         num_slots = num_tables << (2 * max(max_keys, 1) - 1).bit_length()
-        lanes, rows = api.allocate((num_slots, 2), jnp.uint32, 0), api.allocate((num_slots,), jnp.int32, EMPTY)
-        return HashTable(lanes, rows, jnp.zeros(num_tables, jnp.int32), jnp.zeros(num_tables, jnp.int32))
+        lanes, rows = (
+            api.allocate((num_slots, 2), jnp.uint32, 0),
+            api.allocate((num_slots,), jnp.int32, EMPTY),
+        )
+        return HashTable(
+            lanes, rows, jnp.zeros(num_tables, jnp.int32), jnp.zeros(num_tables, jnp.int32)
+        )
 
     def insert(self, keys: Keys, rows: Int[Array, " nnz"]) -> HashTable:
         """The table with distinct, absent keys added; padding is skipped.
@@ -88,23 +93,36 @@ class HashTable(NamedTuple):
     def with_keys_of(self, other: HashTable, marks: Bool[Array, " slots"]) -> HashTable:
         """The table with the keys that are in marked slots of another one added."""
         num_slots, size = other.rows.shape[0], other.rows.shape[0] // other.num_keys.shape[0]
-        block = math.gcd(num_slots, REBUILD_BLOCK)  # most tables have none to move, most blocks belong to one table
-        blocks, num_blocks = api.compact(jnp.any(marks.reshape(-1, block), axis=1), num_slots // block)
+        block = math.gcd(
+            num_slots, REBUILD_BLOCK
+        )  # most tables have none to move, most blocks belong to one table
+        blocks, num_blocks = api.compact(
+            jnp.any(marks.reshape(-1, block), axis=1), num_slots // block
+        )
 
         def add_block(i: Array, table: HashTable) -> HashTable:
             first = blocks[i] * block
-            rows, lanes, own = (jax.lax.dynamic_slice_in_dim(x, first, block) for x in (other.rows, other.keys, marks))
-            number = None if size == num_slots else (first + jnp.arange(block, dtype=jnp.int32)) // size
+            rows, lanes, own = (
+                jax.lax.dynamic_slice_in_dim(x, first, block)
+                for x in (other.rows, other.keys, marks)
+            )
+            number = (
+                None if size == num_slots else (first + jnp.arange(block, dtype=jnp.int32)) // size
+            )
             return table.insert(Keys(lanes[:, 0], lanes[:, 1], own & (rows >= 0), number), rows)
 
         return jax.lax.fori_loop(0, num_blocks, add_block, self)
 
 
-def counts_of(marks: Bool[Array, " n"], table: Int[Array, " n"] | None, num_tables: int) -> Int[Array, " tables"]:
+def counts_of(
+    marks: Bool[Array, " n"], table: Int[Array, " n"] | None, num_tables: int
+) -> Int[Array, " tables"]:
     """Number of marked entries of each table; `table` says whose each entry is, None that there is one table."""
     if table is None:
         return jnp.sum(marks, dtype=jnp.int32)[None]
-    return jnp.zeros(num_tables, jnp.int32).at[jnp.where(marks, table, num_tables)].add(1, mode="drop")
+    return (
+        jnp.zeros(num_tables, jnp.int32).at[jnp.where(marks, table, num_tables)].add(1, mode="drop")
+    )
 
 
 class RowMap(NamedTuple):
@@ -165,11 +183,15 @@ def find(row_map: RowMap, keys: Keys) -> Int[Array, " nnz"]:
 
 def search(row_map: RowMap, keys: Keys) -> tuple[Int[Array, " nnz"], Int[Array, ""]]:
     """Row of each key as `find` returns it, and the number of keys without one."""
-    _, rows, num_absent = api.find_keys(row_map.hashed.keys, row_map.hashed.rows, keys, row_map.num_tables)
+    _, rows, num_absent = api.find_keys(
+        row_map.hashed.keys, row_map.hashed.rows, keys, row_map.num_tables
+    )
     return _moved(row_map, rows, keys.table, 1), num_absent
 
 
-def _moved(row_map: RowMap, rows: Int[Array, " nnz"], table: Array | None, sign: int) -> Int[Array, " nnz"]:
+def _moved(
+    row_map: RowMap, rows: Int[Array, " nnz"], table: Array | None, sign: int
+) -> Int[Array, " nnz"]:
     """Row numbers within tables as those of all of them, or with -1 the other way round."""
     if table is None:
         return rows
@@ -208,13 +230,17 @@ def assign(
             row_map,
         )
     num_evicted = row_map.num_free - num_before
-    rows, num_free, num_without = api.take_rows(row_map.free, row_map.num_free, keys.is_key, keys.table)
+    rows, num_free, num_without = api.take_rows(
+        row_map.free, row_map.num_free, keys.is_key, keys.table
+    )
     high, low = api.scatter_rows((row_map.high, row_map.low), rows, (keys.high, keys.low))
     with_row = keys._replace(is_key=rows != NO_ROW)
     own_rows = _moved(row_map, rows, keys.table, -1)
     hashed = row_map.hashed.insert(with_row, own_rows)
     signature = row_map.signature + _signature(with_row, own_rows, row_map.num_tables)
-    filled = row_map._replace(hashed=hashed, high=high, low=low, num_free=num_free, signature=signature)
+    filled = row_map._replace(
+        hashed=hashed, high=high, low=low, num_free=num_free, signature=signature
+    )
     return touch(filled, rows, step, occurrences), rows, num_evicted, num_without
 
 
@@ -243,7 +269,10 @@ def find_or_assign(
 
 
 def touch(
-    row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, "*nnz"], occurrences: Int[Array, " nnz"]
+    row_map: RowMap,
+    rows: Int[Array, " nnz"],
+    step: Int[Array, "*nnz"],
+    occurrences: Int[Array, " nnz"],
 ) -> RowMap:
     """Notes that distinct `rows` were used by `step`, and how often their keys have occurred so far."""
     given = jnp.broadcast_to(step, rows.shape), occurrences
@@ -251,7 +280,9 @@ def touch(
     return row_map._replace(last_step=last_step, counts=counts)
 
 
-def use(row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, ""], occurrences: Int[Array, " nnz"]) -> RowMap:
+def use(
+    row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, ""], occurrences: Int[Array, " nnz"]
+) -> RowMap:
     """Notes that `rows`, which may repeat, were used by `step`, and so many occurrences of their keys."""
     last_step, counts = api.count_uses(row_map.last_step, row_map.counts, rows, step, occurrences)
     return row_map._replace(last_step=last_step, counts=counts)
@@ -305,7 +336,9 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
         low=extend(row_map.low, 0),
         last_step=extend(row_map.last_step, FREE),
         counts=extend(row_map.counts, 0),
-        free=jnp.concatenate([jnp.arange(capacity - 1, old - 1, -1, dtype=jnp.int32), row_map.free]),
+        free=jnp.concatenate(
+            [jnp.arange(capacity - 1, old - 1, -1, dtype=jnp.int32), row_map.free]
+        ),
         num_free=row_map.num_free + (capacity - old),
         signature=row_map.signature,
     )
@@ -324,7 +357,9 @@ def _may_leave(row_map: RowMap, step: Int[Array, ""]) -> Bool[Array, " rows"]:
     return (row_map.last_step != FREE) & (row_map.last_step != step)
 
 
-def room(row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, ""], *, evicts: bool) -> Int[Array, " tables"]:
+def room(
+    row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, ""], *, evicts: bool
+) -> Int[Array, " tables"]:
     """Number of new keys of each table that `assign` can give a row in a step that uses `rows`, which may repeat."""
     if not evicts:
         return row_map.num_free
@@ -369,7 +404,9 @@ def _evict_least(
     most: int,
     is_signed: bool,
 ) -> RowMap:
-    leaves = least(row_map, worth(row_map, policy), _may_leave(row_map, step), num_wanted, is_signed)
+    leaves = least(
+        row_map, worth(row_map, policy), _may_leave(row_map, step), num_wanted, is_signed
+    )
     return release(row_map, api.compact(leaves, most)[0])
 
 
@@ -393,7 +430,9 @@ def least(
 
 
 def _first(
-    lanes: Sequence[UInt32[Array, " rows"]], is_candidate: Bool[Array, " rows"], num_wanted: Int[Array, ""]
+    lanes: Sequence[UInt32[Array, " rows"]],
+    is_candidate: Bool[Array, " rows"],
+    num_wanted: Int[Array, ""],
 ) -> Bool[Array, " rows"]:
     """The first `num_wanted` candidates in the order of their lanes, the first of which counts most.
 
@@ -409,7 +448,9 @@ def _first(
     return chosen | (is_candidate & (num_wanted > 0))
 
 
-def _bound(lane: UInt32[Array, " rows"], is_candidate: Bool[Array, " rows"], num_wanted: Array) -> UInt32[Array, ""]:
+def _bound(
+    lane: UInt32[Array, " rows"], is_candidate: Bool[Array, " rows"], num_wanted: Array
+) -> UInt32[Array, ""]:
     """The number of the last one of the first `num_wanted` candidates, or one behind which these end."""
     most = jnp.max(jnp.where(is_candidate, lane, jnp.uint32(0)))
     differs = jnp.min(jnp.where(is_candidate, lane, most)) ^ most
@@ -448,7 +489,9 @@ def entries(
 def named(keys: Keys, counts: Int[Array, " nnz"]) -> UInt32[Array, "nnz lanes"]:
     """Distinct keys as `RowGradients` has them: `(high, low, occurrences)`, and which of several tables; then zeros."""
     lanes = [keys.high, keys.low, counts.astype(jnp.uint32)]
-    return jnp.stack(lanes if keys.table is None else [*lanes, keys.table.astype(jnp.uint32)], axis=1)
+    return jnp.stack(
+        lanes if keys.table is None else [*lanes, keys.table.astype(jnp.uint32)], axis=1
+    )
 
 
 def unnamed(lanes: UInt32[Array, "nnz lanes"]) -> tuple[Keys, Int[Array, " nnz"]]:

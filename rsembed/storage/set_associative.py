@@ -155,11 +155,20 @@ class SetAssociativeCache:
         Raises: ValueError: a size is too small, the algorithm is unknown, or LFU has 2**24 - 1 sets or more.
         """
         if algorithm == "lfu" and num_sets >= MAX_LFU_SETS:
-            raise ValueError(f"num_sets={num_sets} is too large for 'lfu', which takes fewer than {MAX_LFU_SETS}.")
-        self.num_sets, self.num_ways, self.num_ids, self.algorithm = num_sets, num_ways, num_ids, algorithm
+            raise ValueError(
+                f"num_sets={num_sets} is too large for 'lfu', which takes fewer than {MAX_LFU_SETS}."
+            )
+        self.num_sets, self.num_ways, self.num_ids, self.algorithm = (
+            num_sets,
+            num_ways,
+            num_ids,
+            algorithm,
+        )
         num_slots = num_sets * num_ways
         self.tags: Int64[np.ndarray, " slots"] = np.full(num_slots, -1, np.int64)
-        self.counts: Int64[np.ndarray, " vocab"] | None = np.zeros(num_ids, np.int64) if algorithm == "lfu" else None
+        self.counts: Int64[np.ndarray, " vocab"] | None = (
+            np.zeros(num_ids, np.int64) if algorithm == "lfu" else None
+        )
         self._last_used = np.zeros(num_slots, np.int64)
         self._locks = np.zeros(num_slots, np.int64)
         self._clock = 1
@@ -176,7 +185,9 @@ class SetAssociativeCache:
         Raises: TypeError: `ids` is not a flat array of integers.
         """
         ids, is_cacheable = self._cacheable(ids)
-        unique, inverse, occurrences = np.unique(ids[is_cacheable], return_inverse=True, return_counts=True)
+        unique, inverse, occurrences = np.unique(
+            ids[is_cacheable], return_inverse=True, return_counts=True
+        )
         if self.counts is not None:
             self.counts[unique] += occurrences
         self._clock += 1
@@ -185,7 +196,11 @@ class SetAssociativeCache:
         missing = np.flatnonzero(slots < 0)
         chosen, victims = self._choose_victims(unique[missing])
         inserted, evicted_ids = missing[chosen], self.tags[victims]
-        self.tags[victims], self._last_used[victims], slots[inserted] = unique[inserted], self._clock, victims
+        self.tags[victims], self._last_used[victims], slots[inserted] = (
+            unique[inserted],
+            self._clock,
+            victims,
+        )
         if lock:
             self._locks[slots[slots >= 0]] += 1
         locations = np.full(ids.shape, -1, np.int64)
@@ -222,16 +237,22 @@ class SetAssociativeCache:
         """
         slots = np.unique(slots[slots != -1])
         if slots.size and not 0 <= slots[0] <= slots[-1] < self.tags.size:
-            raise ValueError(f"slots must be 0 to {self.tags.size - 1}, or -1; got {slots[0]} to {slots[-1]}.")
+            raise ValueError(
+                f"slots must be 0 to {self.tags.size - 1}, or -1; got {slots[0]} to {slots[-1]}."
+            )
         if not self._locks[slots].all():
             unlocked = int(slots[self._locks[slots].argmin()])
-            raise ValueError(f"slot {unlocked} is not locked; unlock the slots of each admitted batch exactly once.")
+            raise ValueError(
+                f"slot {unlocked} is not locked; unlock the slots of each admitted batch exactly once."
+            )
         self._locks[slots] -= 1
 
     def reset(self) -> None:
         """Forgets all ids, times and counts. Raises: ValueError: slots are locked."""
         if num_locked := np.count_nonzero(self._locks):
-            raise ValueError(f"cannot reset a cache with {num_locked} locked slots; finish and unlock their batches.")
+            raise ValueError(
+                f"cannot reset a cache with {num_locked} locked slots; finish and unlock their batches."
+            )
         self.tags[:], self._last_used[:], self._clock = -1, 0, 1
         if self.counts is not None:
             self.counts[:] = 0
@@ -243,11 +264,19 @@ class SetAssociativeCache:
 
     def _choose_victims(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which of the ascending, missing ids, by place and grouped by set, get which slot."""
-        worth, own_set = None if self.counts is None else self.counts[ids], set_of(ids, self.num_sets)
+        worth, own_set = (
+            None if self.counts is None else self.counts[ids],
+            set_of(ids, self.num_sets),
+        )
         # Set by set, the worthiest id first, of equal ones the lower.
-        order = np.argsort(own_set, kind="stable") if worth is None else np.lexsort((-worth, own_set))
+        order = (
+            np.argsort(own_set, kind="stable") if worth is None else np.lexsort((-worth, own_set))
+        )
         sets, first, sizes = np.unique(own_set[order], return_index=True, return_counts=True)
-        group, rank = np.repeat(np.arange(sets.size), sizes), np.arange(ids.size) - np.repeat(first, sizes)
+        group, rank = (
+            np.repeat(np.arange(sets.size), sizes),
+            np.arange(ids.size) - np.repeat(first, sizes),
+        )
         slots = sets[:, None] * self.num_ways + np.arange(self.num_ways)
         tags, last_used = self.tags[slots], self._last_used[slots]
         key = last_used if self.counts is None else np.where(tags < 0, -1, self.counts[tags])
@@ -299,7 +328,10 @@ class NearRows:
         self.cache, self.backing = cache, backing
         self.rows = self.places = self.scratch_rows = _NOTHING
         self.admission = Admission(_NOTHING)
-        self._left = self._come = (_NOTHING, _NOTHING)  # rows, and the places that they leave or take
+        self._left = self._come = (
+            _NOTHING,
+            _NOTHING,
+        )  # rows, and the places that they leave or take
 
     @property
     def num_places(self) -> int:
@@ -307,11 +339,23 @@ class NearRows:
         return self.cache.num_sets * self.cache.num_ways
 
     def find(
-        self, rows: Int[np.ndarray, " nnz"], *, admit: bool, lock: bool = False, is_prefetch: bool = False
+        self,
+        rows: Int[np.ndarray, " nnz"],
+        *,
+        admit: bool,
+        lock: bool = False,
+        is_prefetch: bool = False,
     ) -> None:
         """Finds rows a place; those that find none get one behind the cache, unless the batch is yet to come."""
-        self.admission = own = self.cache.admit(rows, lock=lock) if admit else Admission(self.cache.find(rows))
-        self.rows, self.places, self.scratch_rows, was_taken = rows, own.locations, _NOTHING, own.evicted_ids >= 0
+        self.admission = own = (
+            self.cache.admit(rows, lock=lock) if admit else Admission(self.cache.find(rows))
+        )
+        self.rows, self.places, self.scratch_rows, was_taken = (
+            rows,
+            own.locations,
+            _NOTHING,
+            own.evicted_ids >= 0,
+        )
         self._left = own.evicted_ids[was_taken], own.inserted_slots[was_taken]
         self._come = own.inserted_ids, own.inserted_slots
         if not is_prefetch:
@@ -346,10 +390,14 @@ class NearRows:
         (left, come), shapes = map(jnp.asarray, moves), None
         if not come.size:  # rows leave for others only
             return arrays
-        num_scratch = len(self.scratch_rows) if capacity is None else min(capacity, self.cache.num_ids)
+        num_scratch = (
+            len(self.scratch_rows) if capacity is None else min(capacity, self.cache.num_ids)
+        )
         if self.num_places + num_scratch > arrays[0].shape[0]:
             missing = self.num_places + padded_size(num_scratch) - arrays[0].shape[0]
-            arrays = tuple(jnp.concatenate([a, jnp.zeros((missing, *a.shape[1:]), a.dtype)]) for a in arrays)
+            arrays = tuple(
+                jnp.concatenate([a, jnp.zeros((missing, *a.shape[1:]), a.dtype)]) for a in arrays
+            )
         if capacity is not None:
             shapes = tuple(jax.ShapeDtypeStruct((capacity, *x.shape[1:]), x.dtype) for x in arrays)
         exchange = functools.partial(self._exchange, [array.dtype for array in arrays])
@@ -364,13 +412,21 @@ class NearRows:
         rows, room = self._come[0], places.shape[0] - self._come[0].size
         return tuple(
             np.concatenate([values.astype(dtype), np.zeros((room, *values.shape[1:]), dtype)])
-            for values, dtype in zip([*self.backing.exchange(self._left[0], left, rows), rows], dtypes, strict=True)
+            for values, dtype in zip(
+                [*self.backing.exchange(self._left[0], left, rows), rows], dtypes, strict=True
+            )
         )
 
-    def scratch(self, arrays: Sequence[Array], leaving: Leaving, *, is_inside: bool) -> Sequence[Array] | None:
+    def scratch(
+        self, arrays: Sequence[Array], leaving: Leaving, *, is_inside: bool
+    ) -> Sequence[Array] | None:
         """Contents of the scratch area, for `store_scratch`; None if it is empty."""
         # The area may be larger than its rows: rows behind them are read and left alone.
-        size = arrays[0].shape[0] - self.num_places if is_inside else padded_size(len(self.scratch_rows))
+        size = (
+            arrays[0].shape[0] - self.num_places
+            if is_inside
+            else padded_size(len(self.scratch_rows))
+        )
         return leaving(self.num_places + jnp.arange(size, dtype=jnp.int32)) if size else None
 
     def store_scratch(self, values: Sequence[ArrayLike] | None) -> None:

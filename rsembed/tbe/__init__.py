@@ -7,7 +7,9 @@ from rsembed.optimizers.regularization import CounterWeightDecayMode as CounterW
 from rsembed.optimizers.regularization import CowClipDefinition as CowClipDefinition
 from rsembed.optimizers.regularization import EmainplaceModeDefinition as EmainplaceModeDefinition
 from rsembed.optimizers.regularization import EnsembleModeDefinition as EnsembleModeDefinition
-from rsembed.optimizers.regularization import GlobalWeightDecayDefinition as GlobalWeightDecayDefinition
+from rsembed.optimizers.regularization import (
+    GlobalWeightDecayDefinition as GlobalWeightDecayDefinition,
+)
 from rsembed.optimizers.regularization import GradSumDecay as GradSumDecay
 from rsembed.optimizers.regularization import LearningRateMode as LearningRateMode
 from rsembed.optimizers.regularization import StepMode as StepMode
@@ -26,7 +28,9 @@ from rsembed.tbe.arguments import RecordCacheMetrics as RecordCacheMetrics
 from rsembed.tbe.arguments import SparseType as SparseType
 from rsembed.tbe.arguments import TBEStatsReporterConfig as TBEStatsReporterConfig
 from rsembed.tbe.functional import TBEState as TBEState
-from rsembed.tbe.module import SplitTableBatchedEmbeddingBagsCodegen as SplitTableBatchedEmbeddingBagsCodegen
+from rsembed.tbe.module import (
+    SplitTableBatchedEmbeddingBagsCodegen as SplitTableBatchedEmbeddingBagsCodegen,
+)
 from rsembed.tbe.module import TableBatchedEmbeddingBags as TableBatchedEmbeddingBags
 from rsembed.tbe.plan import ComputeDevice as ComputeDevice
 from rsembed.tbe.plan import EmbeddingLocation as EmbeddingLocation

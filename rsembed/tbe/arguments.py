@@ -17,7 +17,11 @@ from typing import Any, NamedTuple, TypeVar
 import rsembed.optimizers as core
 from rsembed.checks import validated, within
 from rsembed.optimizers.base import LearningRate, OptimizerSpec
-from rsembed.optimizers.regularization import EmainplaceModeDefinition, EnsembleModeDefinition, WeightDecayMode
+from rsembed.optimizers.regularization import (
+    EmainplaceModeDefinition,
+    EnsembleModeDefinition,
+    WeightDecayMode,
+)
 from rsembed.optimizers.regularized import CounterAdagrad, CowClipAdagrad, DecayedAdagrad
 
 
@@ -65,7 +69,8 @@ def member(kind: type[Member], given: Member | str | int, argument: str) -> Memb
     """
     for own in kind:
         if given is own or (
-            not isinstance(given, enum.Enum) and str(given).lower() in (str(own.value), own.name.lower())
+            not isinstance(given, enum.Enum)
+            and str(given).lower() in (str(own.value), own.name.lower())
         ):
             return own
     members = ", ".join(own.name for own in kind)
@@ -140,10 +145,20 @@ class Arguments(types.SimpleNamespace):
         """
         defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
         own = {name: given[name] for name in defaults if name not in ("self", "rngs")}
-        own["bounds_check_mode"] = os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE", own["bounds_check_mode"])
-        kinds = {name: type(default) for name, default in defaults.items() if isinstance(default, enum.Enum)}
+        own["bounds_check_mode"] = os.environ.get(
+            "FBGEMM_TBE_BOUNDS_CHECK_MODE", own["bounds_check_mode"]
+        )
+        kinds = {
+            name: type(default)
+            for name, default in defaults.items()
+            if isinstance(default, enum.Enum)
+        }
         kinds |= {} if given["cache_precision"] is None else {"cache_precision": SparseType}
-        own |= {name: member(kind, own[name], name) for name, kind in kinds.items() if name != "optimizer"}
+        own |= {
+            name: member(kind, own[name], name)
+            for name, kind in kinds.items()
+            if name != "optimizer"
+        }
         defaults["record_cache_metrics"] = RecordCacheMetrics()
         own["record_cache_metrics"] = given["record_cache_metrics"] or RecordCacheMetrics()
         if own["cache_precision"] == own["weights_precision"]:
@@ -189,12 +204,20 @@ _OPTIMIZERS = {
     EmbOptimType.EXACT_ADAGRAD: OfferedOptimizer(
         _ADAGRAD, "sum", {"eps"}, fixed={"is_per_row": False}, fused=core.TorchAdagrad
     ),
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD: OfferedOptimizer(_ADAGRAD, "sum", _ROWWISE | _COUNTED, fused=_FUSED_ROWWISE),
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: OfferedOptimizer(
+        _ADAGRAD, "sum", _ROWWISE | _COUNTED, fused=_FUSED_ROWWISE
+    ),
     EmbOptimType.ADAM: OfferedOptimizer(_ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, fused=core.Adam),
     EmbOptimType.LAMB: OfferedOptimizer(_LAMB_RULE, "exp_avg exp_avg_sq", _ADAM),
-    EmbOptimType.LARS_SGD: OfferedOptimizer(_LARS, "momentum1", {"momentum", "eta", "weight_decay"}),
-    EmbOptimType.PARTIAL_ROWWISE_ADAM: OfferedOptimizer(_ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, fixed=_PARTIAL),
-    EmbOptimType.PARTIAL_ROWWISE_LAMB: OfferedOptimizer(_LAMB_RULE, "exp_avg exp_avg_sq", _ADAM, fixed=_PARTIAL),
+    EmbOptimType.LARS_SGD: OfferedOptimizer(
+        _LARS, "momentum1", {"momentum", "eta", "weight_decay"}
+    ),
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: OfferedOptimizer(
+        _ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, fixed=_PARTIAL
+    ),
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: OfferedOptimizer(
+        _LAMB_RULE, "exp_avg exp_avg_sq", _ADAM, fixed=_PARTIAL
+    ),
     EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD: OfferedOptimizer(
         _ADAGRAD, "sum sparse_ema", _ROWWISE | {"ensemble_mode"}, fused=_FUSED_ROWWISE
     ),
@@ -204,13 +227,22 @@ _OPTIMIZERS = {
     EmbOptimType.NONE: OfferedOptimizer(None),
 }
 _MODES = {
-    WeightDecayMode.COUNTER: OfferedOptimizer(CounterAdagrad, "sum prev_iter row_counter", _COUNTED),
-    WeightDecayMode.COWCLIP: OfferedOptimizer(CowClipAdagrad, "sum prev_iter row_counter", _COUNTED),
-    WeightDecayMode.DECOUPLE_GLOBAL: OfferedOptimizer(_ADAGRAD, "sum prev_iter", _ROWWISE | _COUNTED),
+    WeightDecayMode.COUNTER: OfferedOptimizer(
+        CounterAdagrad, "sum prev_iter row_counter", _COUNTED
+    ),
+    WeightDecayMode.COWCLIP: OfferedOptimizer(
+        CowClipAdagrad, "sum prev_iter row_counter", _COUNTED
+    ),
+    WeightDecayMode.DECOUPLE_GLOBAL: OfferedOptimizer(
+        _ADAGRAD, "sum prev_iter", _ROWWISE | _COUNTED
+    ),
 }
 """EXACT_ROWWISE_ADAGRAD with the modes of weight decay that need a record and keep more states."""
 _OF_OPTIMIZERS = frozenset[str]().union(*(own.arguments for own in _OPTIMIZERS.values()))
-_WHOLE_TABLES = {"ensemble_mode": EnsembleModeDefinition(), "emainplace_mode": EmainplaceModeDefinition()}
+_WHOLE_TABLES = {
+    "ensemble_mode": EnsembleModeDefinition(),
+    "emainplace_mode": EmainplaceModeDefinition(),
+}
 """Arguments that say what happens to all rows before the lookup of a step, and what they are by default."""
 _FIELDS = {
     "eps": "epsilon",
@@ -246,7 +278,10 @@ def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[
     if isinstance(optimizer, OptimizerSpec):
         return tuple(torch_names)
     counts = {"prev_iter", "row_counter"}
-    return tuple(name if name in counts else f"momentum{number}" for number, name in enumerate(torch_names, 1))
+    return tuple(
+        name if name in counts else f"momentum{number}"
+        for number, name in enumerate(torch_names, 1)
+    )
 
 
 def unread_arguments(optimizer: TableOptimizer, arguments: Arguments) -> frozenset[str]:
@@ -275,7 +310,11 @@ def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
             f"eps must be positive, got {arguments.eps}: with 0, a row whose first gradient is zero becomes NaN; "
             "use a small number such as 1e-10."
         )
-    names = [name for name in state_names(optimizer, offered.states.split()) if name.startswith("momentum")]
+    names = [
+        name
+        for name in state_names(optimizer, offered.states.split())
+        if name.startswith("momentum")
+    ]
     for name in arguments.optimizer_state_dtypes or {}:
         if name not in names:
             choice = f"choose among {', '.join(names)}" if names else "leave the argument out"
@@ -285,7 +324,10 @@ def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
 
 
 def _rule_of(
-    optimizer: TableOptimizer, rate: LearningRate, given: Arguments, slot_dtypes: tuple[str | None, ...]
+    optimizer: TableOptimizer,
+    rate: LearningRate,
+    given: Arguments,
+    slot_dtypes: tuple[str | None, ...],
 ) -> OptimizerSpec | None:
     """The row rule of `optimizer`, with a fused native kernel where numbers are the same; None for NONE."""
     if isinstance(optimizer, OptimizerSpec):
@@ -297,19 +339,25 @@ def _rule_of(
     settings = {_FIELDS.get(name, name): value for name, value in read.items() if value is not None}
     settings |= {"learning_rate": rate, "slot_dtypes": slot_dtypes}
 
-    def made(rule: type[OptimizerSpec], fields_of: type[OptimizerSpec], **fixed: bool) -> OptimizerSpec:
+    def made(
+        rule: type[OptimizerSpec], fields_of: type[OptimizerSpec], **fixed: bool
+    ) -> OptimizerSpec:
         names = {field.name for field in dataclasses.fields(fields_of)}
         return rule(**{name: value for name, value in settings.items() if name in names}, **fixed)
 
     if offered.fused is not None:
         if not given.weight_decay:
             settings.pop("weight_decay_mode", None)
-        if made(offered.rule, offered.fused, **offered.fixed) == made(offered.rule, offered.rule, **offered.fixed):
+        if made(offered.rule, offered.fused, **offered.fixed) == made(
+            offered.rule, offered.rule, **offered.fixed
+        ):
             return made(offered.fused, offered.fused)
     return made(offered.rule, offered.rule, **offered.fixed)
 
 
-def trained_by(optimizer: TableOptimizer, learning_rate: LearningRate, arguments: Arguments) -> dict[str, Any]:
+def trained_by(
+    optimizer: TableOptimizer, learning_rate: LearningRate, arguments: Arguments
+) -> dict[str, Any]:
     """Fields of a `TablePlan` that follow from its optimizer and the arguments that this one reads.
 
     What ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD do to whole tables is up to their records.
@@ -321,12 +369,22 @@ def trained_by(optimizer: TableOptimizer, learning_rate: LearningRate, arguments
     check_arguments(optimizer, own)
     offered = offered_optimizer(optimizer, own.weight_decay_mode)
     states = offered.states.split()
-    asked = {name: sparse_type.dtype for name, sparse_type in (own.optimizer_state_dtypes or {}).items()}
-    has_copy = optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD  # of the table, momentum2: no slot of the rule
+    asked = {
+        name: sparse_type.dtype for name, sparse_type in (own.optimizer_state_dtypes or {}).items()
+    }
+    has_copy = (
+        optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD
+    )  # of the table, momentum2: no slot of the rule
     dtypes = tuple(map(asked.get, state_names(optimizer, states)))[: 1 if has_copy else None]
-    modes = (getattr(own, name) or mode for name, mode in _WHOLE_TABLES.items() if name in offered.arguments)
+    modes = (
+        getattr(own, name) or mode
+        for name, mode in _WHOLE_TABLES.items()
+        if name in offered.arguments
+    )
     return {
-        "rule": _rule_of(optimizer, learning_rate, own, dtypes if set(dtypes) - {None, "float32"} else ()),
+        "rule": _rule_of(
+            optimizer, learning_rate, own, dtypes if set(dtypes) - {None, "float32"} else ()
+        ),
         "whole_table_mode": next(modes, None),
         "copy_dtypes": (asked.get("momentum2", "float32"),) if has_copy else (),
         "torch_state_names": tuple(states),

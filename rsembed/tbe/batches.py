@@ -51,9 +51,13 @@ def read(
     with Agreement(plan.devices.known_mesh, "the batch", given):
         if isinstance(indices, (Call, PreparedBatch)):
             if any(own is not None for own in given[1:]):
-                raise ValueError("a prepared batch holds offsets, weights and sizes; pass none of them beside it.")
+                raise ValueError(
+                    "a prepared batch holds offsets, weights and sizes; pass none of them beside it."
+                )
             if not _is_of(plan, mode, indices):
-                raise ValueError("the batch was prepared for other tables than the module's; prepare it by the latter.")
+                raise ValueError(
+                    "the batch was prepared for other tables than the module's; prepare it by the latter."
+                )
             return indices, None, None
         if plan.is_shared and is_unknown(given[:3]):
             raise ValueError(
@@ -102,16 +106,22 @@ def weights_in_order(prepared: PreparedBatch, batch: Call) -> Float[Array, " nnz
     offsets = np.asarray(listed.offsets)
     before = jnp.zeros(int(offsets[0]))
     after = jnp.zeros(listed.num_entries - int(offsets[-1]))
-    return jnp.concatenate([before, *map(jnp.asarray, weights_by_feature(prepared).values()), after])
+    return jnp.concatenate(
+        [before, *map(jnp.asarray, weights_by_feature(prepared).values()), after]
+    )
 
 
-def _jagged(plan: TBEPlan, indices: PyTree, offsets: PyTree, weights: PyTree, sizes: PyTree) -> Call:
+def _jagged(
+    plan: TBEPlan, indices: PyTree, offsets: PyTree, weights: PyTree, sizes: PyTree
+) -> Call:
     """One batch from the arguments of a flat call, of which only types and shapes have been checked."""
     if offsets is None:
         raise TypeError("offsets is missing; pass indices and offsets.")
     ids, ends = _integers(indices, "indices"), _integers(offsets, "offsets")
     if sizes is not None:
-        check_type(sizes, Sequence[Sequence[int]], "batch_size_per_feature_per_rank [feature][rank]")
+        check_type(
+            sizes, Sequence[Sequence[int]], "batch_size_per_feature_per_rank [feature][rank]"
+        )
         sizes = tuple(tuple(int(n) for n in own) for own in sizes)
         if plan.is_shared:
             num_bags = [sum(own) for own in sizes]
@@ -149,14 +159,21 @@ def _integers(values: ArrayLike, what: str) -> AnyArray:
     if array.ndim == 1 and array.size == 0:
         array = array.astype(np.int32)  # an empty list would become float64
     if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{what} must be a flat array of integers, got {array.dtype} of shape {array.shape}.")
+        raise TypeError(
+            f"{what} must be a flat array of integers, got {array.dtype} of shape {array.shape}."
+        )
     return array
 
 
 def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> tuple[Call, Count, str | None]:
     is_known, mistake = not is_traced((batch.lists[0].ids, batch.lists[0].offsets)), None
     is_fatal, num_corrected = mode == BoundsCheckMode.FATAL, cast(Count, 0)
-    if is_known and is_fatal and batch.lists[0].weights is not None and not is_traced(batch.lists[0].weights):
+    if (
+        is_known
+        and is_fatal
+        and batch.lists[0].weights is not None
+        and not is_traced(batch.lists[0].weights)
+    ):
         weights = np.asarray(batch.lists[0].weights)
         if not np.isfinite(weights).all():
             place = int(np.isfinite(weights).argmin())
@@ -169,7 +186,9 @@ def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> tuple[Call, C
     if mode != BoundsCheckMode.NONE and (mistake or not is_known):
         repaired, num_corrected = _repaired(plan, batch)
         batch = batch if is_fatal else repaired
-    batch = with_list(batch, ids=narrow_ids(batch.lists[0].ids), offsets=narrow_ids(batch.lists[0].offsets))
+    batch = with_list(
+        batch, ids=narrow_ids(batch.lists[0].ids), offsets=narrow_ids(batch.lists[0].offsets)
+    )
     warns = mode == BoundsCheckMode.WARNING
     return batch, num_corrected if warns or is_fatal else 0, mistake if warns else None
 
@@ -236,7 +255,9 @@ def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str 
         )
     if offsets[-1] != ids.size:
         return f"the last offset is {int(offsets[-1])}, but there are {ids.size} ids; they must be equal."
-    for name, t, bags in zip(plan.feature_names, plan.features, itertools.pairwise(first_bags), strict=True):
+    for name, t, bags in zip(
+        plan.feature_names, plan.features, itertools.pairwise(first_bags), strict=True
+    ):
         (first, last), table = offsets[list(bags)].tolist(), plan.tables[t]
         own = ids[first:last]
         if own.size and (own.min() < PAD_ID or own.max() >= table.num_rows):
@@ -258,7 +279,9 @@ def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str 
 def with_room(batch: Call) -> Call:
     """The batch padded to a power of two of ids; those behind the last offset are in no bag."""
     (listed,) = batch.lists
-    bags: Any = Bags(listed.ids, listed.all_offsets(), listed.weights).pad_to(padded_size(listed.num_entries))
+    bags: Any = Bags(listed.ids, listed.all_offsets(), listed.weights).pad_to(
+        padded_size(listed.num_entries)
+    )
     return with_list(batch, ids=bags.ids, weights=bags.weights)
 
 
@@ -266,9 +289,13 @@ def mask_of_ids(plan: TBEPlan, batch: AnyBatch, feature_requires_grad: ArrayLike
     """Mask `feature_requires_grad` of each id's feature. Raises: ValueError: its length is not that of the features."""
     num_features, mask = len(plan.features), jnp.asarray(feature_requires_grad, jnp.float32)
     if mask.shape != (num_features,):
-        raise ValueError(f"feature_requires_grad has shape {mask.shape}; give {num_features} numbers.")
+        raise ValueError(
+            f"feature_requires_grad has shape {mask.shape}; give {num_features} numbers."
+        )
     if isinstance(batch, PreparedBatch):
         return dict(zip(plan.feature_names, mask, strict=True))
     num_bags = plan.bags_of(batch)
     starts = feature_starts(jnp.asarray(batch.lists[0].offsets), num_bags)
-    return repeat_by_feature(jnp.concatenate([jnp.zeros(1), mask]), starts, batch.lists[0].ids.shape[0])
+    return repeat_by_feature(
+        jnp.concatenate([jnp.zeros(1), mask]), starts, batch.lists[0].ids.shape[0]
+    )

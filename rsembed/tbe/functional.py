@@ -62,7 +62,11 @@ class TBEState(NamedTuple):
     def arrays(self, number: int) -> tuple[Array, ...]:
         """All arrays of a group: weights, slots and, for a cached group, the numbers of its resident rows."""
         resident = self.resident_rows[number]
-        return (self.weights[number], *self.slots[number], *(() if resident is None else (resident,)))
+        return (
+            self.weights[number],
+            *self.slots[number],
+            *(() if resident is None else (resident,)),
+        )
 
     def with_arrays(self, number: int, arrays: Sequence[Array]) -> TBEState:
         """A copy of the state in which one group has other arrays, in the order of `arrays`."""
@@ -70,7 +74,9 @@ class TBEState(NamedTuple):
         resident = None if self.resident_rows[number] is None else others.pop()
         changes = (("weights", weights), ("slots", tuple(others)), ("resident_rows", resident))
         old: dict[str, PyTree] = self._asdict()
-        changed: PyTree = {name: (*old[name][:number], new, *old[name][number + 1 :]) for name, new in changes}
+        changed: PyTree = {
+            name: (*old[name][:number], new, *old[name][number + 1 :]) for name, new in changes
+        }
         return self._replace(**changed)
 
 
@@ -109,7 +115,9 @@ def _checked(plan: TBEPlan, batch: AnyBatch) -> AnyBatch:
     return batch
 
 
-def init_state(plan: TBEPlan, key: PRNGKeyArray, num_places: Mapping[int, int] | None = None) -> TBEState:
+def init_state(
+    plan: TBEPlan, key: PRNGKeyArray, num_places: Mapping[int, int] | None = None
+) -> TBEState:
     """A state with zero weights, as the original starts.
 
     Args:
@@ -139,7 +147,9 @@ def init_state(plan: TBEPlan, key: PRNGKeyArray, num_places: Mapping[int, int] |
     return state._replace(layout=plan.layout)
 
 
-def _split_array(plan: TBEPlan, number: int, shape: Sequence[int], dtype: DTypeLike, fill: float) -> Array:
+def _split_array(
+    plan: TBEPlan, number: int, shape: Sequence[int], dtype: DTypeLike, fill: float
+) -> Array:
     """An array for the rows of a group, filled with `fill` and laid out over the devices."""
     stack = list(engine_of(plan).stacks.values())[number]
     whole = functools.partial(jnp.full, shape, fill, dtype)
@@ -158,7 +168,12 @@ def check_state(plan: TBEPlan, state: TBEState) -> None:
     )
     if state.layout is not None:
         way_out = "Copy modules by state_dict and load_state_dict, where they hold the same tables and optimizers."
-        check_same(state.layout, plan.layout, what="the state does not belong to this module", way_out=way_out)
+        check_same(
+            state.layout,
+            plan.layout,
+            what="the state does not belong to this module",
+            way_out=way_out,
+        )
 
 
 def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
@@ -168,7 +183,9 @@ def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
     for group, stored in zip(plan.groups, state.learning_rates, strict=True):
         rule = group.table.rule
         is_schedule = callable(group.table.learning_rate) and rule is not None
-        rates.append(jnp.asarray(rule.get_learning_rate(state.step), jnp.float32) if is_schedule else stored)  # type: ignore[union-attr]
+        rates.append(
+            jnp.asarray(rule.get_learning_rate(state.step), jnp.float32) if is_schedule else stored
+        )  # type: ignore[union-attr]
     return jnp.stack(rates)
 
 
@@ -181,13 +198,17 @@ def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
         if (mode := group.table.whole_table_mode) is not None:
             slots, copies = _parted(group, state.slots[number])
             run = functools.partial(mode.before_step, t=t)
-            weights, copies = jax.lax.cond(is_new, run, lambda *old: old, state.weights[number], copies)
+            weights, copies = jax.lax.cond(
+                is_new, run, lambda *old: old, state.weights[number], copies
+            )
             state = state.with_arrays(number, (weights, *slots, *copies))
     rules = {number: group.table.rule for number, group in enumerate(plan.groups)}
     counting = {number: rule for number, rule in rules.items() if isinstance(rule, CounterAdagrad)}
     if counting:
         config = next(iter(counting.values())).regularization
-        refreshed = config.refreshed_max_counter([state.slots[number][2] for number in counting], t, state.max_counter)
+        refreshed = config.refreshed_max_counter(
+            [state.slots[number][2] for number in counting], t, state.max_counter
+        )
         state = state._replace(max_counter=jnp.where(is_new, refreshed, state.max_counter))
     return state._replace(passed_step=t)
 
@@ -198,12 +219,16 @@ def _parted(group: GroupPlan, slots: Slots) -> tuple[Slots, Slots]:
     return slots[:num_slots], slots[num_slots:]
 
 
-def lookup(plan: TBEPlan, state: TBEState, batch: AnyBatch, output_dtype: str = "float32") -> Float[Array, "*output"]:
+def lookup(
+    plan: TBEPlan, state: TBEState, batch: AnyBatch, output_dtype: str = "float32"
+) -> Float[Array, "*output"]:
     """Pooled rows, `[bags, sum of dims]`, `[nnz, longest dim]` or flat; differentiable in the weights of the ids."""
     return _pooled(plan, state, batch, learning_rates(plan, state)).astype(output_dtype)
 
 
-def _pooled(plan: TBEPlan, state: TBEState, batch: AnyBatch, rates: Float[Array, " groups"]) -> Float[Array, "*output"]:
+def _pooled(
+    plan: TBEPlan, state: TBEState, batch: AnyBatch, rates: Float[Array, " groups"]
+) -> Float[Array, "*output"]:
     """The output of a lookup, with the decay that is owed at these learning rates."""
     batch = _checked(plan, batch)
     if isinstance(batch, Call):  # no table of a mesh decays globally
@@ -221,7 +246,11 @@ def _gradient(d_output: Array, max_gradient: float | None = None) -> Float[Array
 
 
 def row_gradients(
-    plan: TBEPlan, batch: AnyBatch, d_output: Float[Array, "*output"], *, max_gradient: float | None = None
+    plan: TBEPlan,
+    batch: AnyBatch,
+    d_output: Float[Array, "*output"],
+    *,
+    max_gradient: float | None = None,
 ) -> RowGradients:
     """Gradients of all rows that the batch reads, by id also where a table is cached."""
     engine = engine_of(plan)
@@ -233,7 +262,9 @@ def row_gradients(
     shardings = engine.gradient_shardings()
     if shardings is not None:
         name_of = by_stack(plan, names)
-        shardings = tuple(sorted((name_of[stack], of_rows, of_values) for stack, of_rows, of_values in shardings))
+        shardings = tuple(
+            sorted((name_of[stack], of_rows, of_values) for stack, of_rows, of_values in shardings)
+        )
     return RowGradients(rows, values, row_counts(plan), shardings, plan.row_layout)
 
 
@@ -241,7 +272,9 @@ def cut(gradients: RowGradients, bound: int) -> RowGradients:
     """The first `bound` rows of every group. Raises: ValueError: there are more."""
     touched = gradients.num_touched()
     if not is_traced(touched) and (most := max(map(int, touched.values()))) > bound:
-        raise ValueError(f"total_unique_indices is {bound}, but {most} rows were read; raise it or leave it out.")
+        raise ValueError(
+            f"total_unique_indices is {bound}, but {most} rows were read; raise it or leave it out."
+        )
     if gradients.shardings is not None:  # each device has its own at the front of its part
         return gradients
     rows = {name: rows[:bound] for name, rows in gradients.rows.items()}
@@ -251,7 +284,9 @@ def cut(gradients: RowGradients, bound: int) -> RowGradients:
 
 def row_counts(plan: TBEPlan) -> tuple[tuple[str, int], ...]:
     """Sorted pairs of group name and number of rows, as `RowGradients.num_rows` has them."""
-    return tuple(sorted(zip((group.table.name for group in plan.groups), num_rows(plan), strict=True)))
+    return tuple(
+        sorted(zip((group.table.name for group in plan.groups), num_rows(plan), strict=True))
+    )
 
 
 def update(
@@ -270,10 +305,14 @@ def update(
       d_output: gradient of what `lookup` returned.
       rates: learning rate of every group.
     """
-    return _stepped(plan, state, rates, engine_of(plan).update, _checked(plan, batch), _gradient(d_output))
+    return _stepped(
+        plan, state, rates, engine_of(plan).update, _checked(plan, batch), _gradient(d_output)
+    )
 
 
-def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Float[Array, " groups"]) -> TBEState:
+def apply(
+    plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Float[Array, " groups"]
+) -> TBEState:
     """One optimizer step of every row in `row_gradients`; rows of cached tables are places of the cache here.
 
     Raises: ValueError: a table has no optimizer.
@@ -285,12 +324,18 @@ def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Fl
 
 
 def _stepped(
-    plan: TBEPlan, state: TBEState, rates: Float[Array, " groups"], function: Callable[..., PyTree], *gradients: PyTree
+    plan: TBEPlan,
+    state: TBEState,
+    rates: Float[Array, " groups"],
+    function: Callable[..., PyTree],
+    *gradients: PyTree,
 ) -> TBEState:
     """State after one step of all groups by a function of the engine."""
     steps = [_step_of(plan, number, state, rate) for number, rate in enumerate(rates)]
     slots, copies = zip(*map(_parted, plan.groups, state.slots), strict=True)
-    stepped = function(by_stack(plan, state.weights), by_stack(plan, slots), *gradients, by_stack(plan, steps))
+    stepped = function(
+        by_stack(plan, state.weights), by_stack(plan, slots), *gradients, by_stack(plan, steps)
+    )
     weights, slots = (by_group(plan, own) for own in stepped)
     all_slots = tuple((*own, *copy) for own, copy in zip(slots, copies, strict=True))
     return state._replace(weights=weights, slots=all_slots, step=state.step + 1)
@@ -320,8 +365,12 @@ def _decayed(plan: TBEPlan, state: TBEState, batch: Call, rates: Float[Array, " 
             rows = rows_of_list(batch, 0, number, state.weights[number].shape[0])
             prev_iter = state.slots[number][1].at[rows].get(mode="fill", fill_value=0)[:, 0]
             weight_decay = group.table.rule.weight_decay  # type: ignore[union-attr]
-            own = global_decay_factor(prev_iter, state.step + 1, rates[number], weight_decay, group.table.global_decay)
-            factors = own if factors is None else factors * own  # rows of other groups read as never touched: 1
+            own = global_decay_factor(
+                prev_iter, state.step + 1, rates[number], weight_decay, group.table.global_decay
+            )
+            factors = (
+                own if factors is None else factors * own
+            )  # rows of other groups read as never touched: 1
     if factors is None:
         return batch
     weights = batch.lists[0].weights
@@ -332,7 +381,9 @@ _STORE = 2**32 - 2
 """Number of a table that nobody has: noise of rounding outside of steps, which differs from that of steps."""
 
 
-def _noise(plan: TBEPlan, number: int, state: TBEState, dtype: DTypeLike, *, use: int | None = None) -> Rounding | None:
+def _noise(
+    plan: TBEPlan, number: int, state: TBEState, dtype: DTypeLike, *, use: int | None = None
+) -> Rounding | None:
     """Stochastic rounding of a group's rows to `dtype`, by numbers of rows; None rounds to nearest."""
     if not plan.groups[number].table.rounds_stochastically or dtype == jnp.float32:
         return None
@@ -342,16 +393,23 @@ def _noise(plan: TBEPlan, number: int, state: TBEState, dtype: DTypeLike, *, use
     return api.stochastic_rounding(key)
 
 
-def stored_rows(plan: TBEPlan, number: int, state: TBEState, places: Int[Array, " n"]) -> tuple[Array, ...]:
+def stored_rows(
+    plan: TBEPlan, number: int, state: TBEState, places: Int[Array, " n"]
+) -> tuple[Array, ...]:
     """Weights and slots at some places of a group's cache, in the dtype of the host's store."""
-    group, (weights, *slots) = plan.groups[number], api.gather_rows(state.arrays(number)[:-1], places)
+    group, (weights, *slots) = (
+        plan.groups[number],
+        api.gather_rows(state.arrays(number)[:-1], places),
+    )
     dtype = jnp.dtype(group.table.dtype)
     if weights.dtype != dtype:
         storage = list(engine_of(plan).stacks.values())[number].storage
         noise = _noise(plan, number, state, dtype, use=_STORE)
         round_rows = storage.rounding(noise, 0, state.resident_rows[number])
         weights = weights.astype(jnp.float32)
-        weights = weights.astype(dtype) if round_rows is None else round_rows(weights, dtype, places)
+        weights = (
+            weights.astype(dtype) if round_rows is None else round_rows(weights, dtype, places)
+        )
     return (weights, *slots)
 
 
@@ -394,7 +452,9 @@ def _weights_of(batch: AnyBatch) -> tuple[list[Array], Callable[[list[Array]], A
 
     def with_weights(weights: list[Array]) -> AnyBatch:
         others = iter(weights)
-        changed = [next(others) if is_own else leaf for leaf, is_own in zip(leaves, is_weight, strict=True)]
+        changed = [
+            next(others) if is_own else leaf for leaf, is_own in zip(leaves, is_weight, strict=True)
+        ]
         batch: AnyBatch = jax.tree.unflatten(form, changed)
         return batch
 

@@ -64,10 +64,14 @@ class HostRows:
     """
 
     def __init__(self, plan: TBEPlan, caching: Arguments):
-        cached = {number: group for number, group in enumerate(plan.groups) if group.table.is_cached}
+        cached = {
+            number: group for number, group in enumerate(plan.groups) if group.table.is_cached
+        }
         caches = zip(cached.items(), _caches_of(list(cached.values()), caching), strict=True)
         self.plan, self.caching = plan, caching
-        self.groups = {number: NearRows(cache, _backing_of(group)) for (number, group), cache in caches}
+        self.groups = {
+            number: NearRows(cache, _backing_of(group)) for (number, group), cache in caches
+        }
         self.reset_counts()
         self.prefetched: list[tuple[np.ndarray, list[tuple[SetAssociativeCache, np.ndarray]]]] = []
         """Ids of batches whose rows wait in the cache, and the places that they lock."""
@@ -121,7 +125,9 @@ class HostRows:
 
     # Before a lookup or an update
 
-    def bring(self, state: TBEState, batch: Call, keep: Keep, *, admit: bool = True) -> tuple[TBEState, Call]:
+    def bring(
+        self, state: TBEState, batch: Call, keep: Keep, *, admit: bool = True
+    ) -> tuple[TBEState, Call]:
         """Copies the batch's rows to the device, inside `jit` too; with `admit`, missing rows enter the cache.
 
         `keep` receives states in which the rows of some groups have moved; outside `jit`, call `end` afterwards.
@@ -143,12 +149,16 @@ class HostRows:
         segments = []
         for segment in batch.segments:
             if self.plan.groups[segment.table].table.is_cached:
-                segment = segment._replace(first_row=0, num_rows=state.weights[segment.table].shape[0])
+                segment = segment._replace(
+                    first_row=0, num_rows=state.weights[segment.table].shape[0]
+                )
             segments.append(segment)
         batch = with_list(batch, ids=device_copy(places, jnp.int32))
         return state, dataclasses.replace(batch, segments=tuple(segments))
 
-    def bring_rows(self, state: TBEState, row_gradients: RowGradients, keep: Keep) -> tuple[TBEState, RowGradients]:
+    def bring_rows(
+        self, state: TBEState, row_gradients: RowGradients, keep: Keep
+    ) -> tuple[TBEState, RowGradients]:
         """Copies the rows of row gradients to the device, and replaces their numbers by places. Not inside `jit`.
 
         `keep` is that of `bring`.
@@ -156,7 +166,9 @@ class HostRows:
         Raises: NotImplementedError: inside `jit`.
         """
         if is_traced((row_gradients, state)):
-            raise NotImplementedError("row gradients of host tables cannot be applied inside jit; do it outside.")
+            raise NotImplementedError(
+                "row gradients of host tables cannot be applied inside jit; do it outside."
+            )
         rows = dict(row_gradients.rows)
         self.begin(state)
         for number, group in self.groups.items():
@@ -188,7 +200,14 @@ class HostRows:
         self.begin(state)
         for first in range(0, max(num_ids, 1), size):
             ids, ends = batch.lists[0].ids[first : first + size], np.clip(offsets - first, 0, size)
-            self._find(self.plan.bags_of(batch), np.asarray(ids), ends, admit=True, lock=lock, is_prefetch=True)
+            self._find(
+                self.plan.bags_of(batch),
+                np.asarray(ids),
+                ends,
+                admit=True,
+                lock=lock,
+                is_prefetch=True,
+            )
             state = self._moved(state, keep)
             locked += [(group.cache, group.places) for group in self.groups.values() if lock]
         self.prefetched.append((np.asarray(batch.lists[0].ids)[: offsets[-1]], locked))
@@ -204,12 +223,16 @@ class HostRows:
                 return True
         return False
 
-    def _moved(self, state: TBEState, keep: Keep, moves: PyTree = None, capacity: int | None = None) -> TBEState:
+    def _moved(
+        self, state: TBEState, keep: Keep, moves: PyTree = None, capacity: int | None = None
+    ) -> TBEState:
         """State after the moves of rows in all groups, by default those of the last batch; `keep` is of `bring`."""
         for number, group in self.groups.items():
             own = group.moves(None) if moves is None else moves[number]
 
-            def keep_arrays(arrays: tuple[Array, ...], state: TBEState = state, number: int = number) -> None:
+            def keep_arrays(
+                arrays: tuple[Array, ...], state: TBEState = state, number: int = number
+            ) -> None:
                 keep(state.with_arrays(number, arrays))
 
             leaving = self._leaving(state, number)
@@ -226,7 +249,9 @@ class HostRows:
         Outside `jit`, `begin` comes before the update.
         """
         if is_traced(state):
-            call_host(self._store_in_turn, (), state.generation, self._scratch(state, is_inside=True))
+            call_host(
+                self._store_in_turn, (), state.generation, self._scratch(state, is_inside=True)
+            )
             return self.advanced(state, is_inside=True)
         self._write_scratch(state)
         return self.advanced(state)
@@ -238,7 +263,9 @@ class HostRows:
         """Contents of the scratch area of every group."""
         found = {}
         for number, group in self.groups.items():
-            found[number] = group.scratch(state.arrays(number), self._leaving(state, number), is_inside=is_inside)
+            found[number] = group.scratch(
+                state.arrays(number), self._leaving(state, number), is_inside=is_inside
+            )
         return found
 
     # Whole tables
@@ -267,7 +294,12 @@ class HostRows:
     # On the host
 
     def _find_in_turn(
-        self, num_bags: tuple[int, ...], admit: bool, capacity: int | None, generation: Array, *batch: AnyArray
+        self,
+        num_bags: tuple[int, ...],
+        admit: bool,
+        capacity: int | None,
+        generation: Array,
+        *batch: AnyArray,
     ) -> tuple[np.ndarray, dict[int, list[np.ndarray]]]:
         """Ids with places instead of rows for cached tables, and the moves of every group."""
         if capacity is not None:
@@ -281,13 +313,21 @@ class HostRows:
         return translated, {number: group.moves(capacity) for number, group in self.groups.items()}
 
     def _find(
-        self, num_bags: tuple[int, ...], ids: np.ndarray, offsets: np.ndarray, *, admit: bool, **how: bool
+        self,
+        num_bags: tuple[int, ...],
+        ids: np.ndarray,
+        offsets: np.ndarray,
+        *,
+        admit: bool,
+        **how: bool,
     ) -> None:
         """Assigns cache places to the rows of a batch, in every group."""
         starts = np.asarray(feature_starts(offsets, num_bags))
         for number, group in self.groups.items():
             rows = np.full(ids.size, -1, np.int64)
-            for table, (first, last) in zip(self.plan.features, itertools.pairwise(starts.tolist()), strict=True):
+            for table, (first, last) in zip(
+                self.plan.features, itertools.pairwise(starts.tolist()), strict=True
+            ):
                 of_table, first_row = self.plan.places[table]
                 if of_table == number:
                     own = ids[first:last].astype(np.int64)
@@ -309,8 +349,12 @@ class HostRows:
     def _record(self, ids: np.ndarray, starts: np.ndarray) -> None:
         """Adds a batch to the statistics, as one call, however many groups its ids belong to."""
         groups = self.groups.values()
-        total = CacheCounts(*map(sum, zip(*(group.admission.counts for group in groups), strict=True)))
-        num_cacheable = sum(int((group.rows < group.cache.num_ids)[group.rows >= 0].sum()) for group in groups)
+        total = CacheCounts(
+            *map(sum, zip(*(group.admission.counts for group in groups), strict=True))
+        )
+        num_cacheable = sum(
+            int((group.rows < group.cache.num_ids)[group.rows >= 0].sum()) for group in groups
+        )
         num_unique = total.unique_hits + total.unique_misses + int(num_cacheable < ids.size)
         total = total._replace(calls=1, requested_ids=ids.size, unique_ids=num_unique)
         self.counts = CacheCounts(*map(sum, zip(self.counts, total, strict=True)))
@@ -339,7 +383,10 @@ def _caches_of(groups: Sequence[GroupPlan], caching: Arguments) -> list[SetAssoc
     Source: FBGEMM, size rule of the row cache.
     """
     set_bytes = [NUM_WAYS * sum(_row_bytes(own.table, own.table.near_dtype)) for own in groups]
-    sets = [caching.cache_sets or -(-int(own.num_rows * caching.cache_load_factor) // NUM_WAYS) or 1 for own in groups]
+    sets = [
+        caching.cache_sets or -(-int(own.num_rows * caching.cache_load_factor) // NUM_WAYS) or 1
+        for own in groups
+    ]
     # Rows that visit for one batch take the least that a cache can have.
     sets = [1 if own.table.placement == "host" else n for own, n in zip(groups, sets, strict=True)]
     memory = _memory_of_device()
@@ -356,7 +403,8 @@ def _caches_of(groups: Sequence[GroupPlan], caching: Arguments) -> list[SetAssoc
         sets = [1 + int((n - 1) * share) for n in sets]
     algorithm = caching.cache_algorithm.name.lower()
     return [
-        SetAssociativeCache(n, algorithm=algorithm, num_ids=own.num_rows) for n, own in zip(sets, groups, strict=True)
+        SetAssociativeCache(n, algorithm=algorithm, num_ids=own.num_rows)
+        for n, own in zip(sets, groups, strict=True)
     ]
 
 
@@ -375,17 +423,32 @@ def _backing_of(group: GroupPlan) -> BackingStore:
     return BackingStore(arrays, near_dtype=jnp.dtype(table.near_dtype) if rounds else None)
 
 
-def first_state(plan: TBEPlan, key: PRNGKeyArray, host_rows: HostRows | None, device: jax.Device | None) -> TBEState:
+def first_state(
+    plan: TBEPlan, key: PRNGKeyArray, host_rows: HostRows | None, device: jax.Device | None
+) -> TBEState:
     """The state before any training, on `device`."""
     cached = {} if host_rows is None else host_rows.groups
-    state = functional.init_state(plan, key, {number: group.num_places for number, group in cached.items()})
+    state = functional.init_state(
+        plan, key, {number: group.num_places for number, group in cached.items()}
+    )
     state = state if host_rows is None else host_rows.advanced(state)
     return state if device is None else jax.device_put(state, device)
 
 
 _OF_CACHES = (
-    *("cache_algorithm", "cache_load_factor", "cache_sets", "cache_reserved_memory", "cache_precision"),
-    *("prefetch_pipeline", "multipass_prefetch_config", "gather_uvm_cache_stats", "record_cache_metrics"),
+    *(
+        "cache_algorithm",
+        "cache_load_factor",
+        "cache_sets",
+        "cache_reserved_memory",
+        "cache_precision",
+    ),
+    *(
+        "prefetch_pipeline",
+        "multipass_prefetch_config",
+        "gather_uvm_cache_stats",
+        "record_cache_metrics",
+    ),
 )
 
 
@@ -397,13 +460,17 @@ def warn_of_arguments(plan: TBEPlan, given: Arguments) -> None:
         why = "as cache_sets says how large caches are, or the device does not tell how much memory it has"
         warn_of_no_effect(given.changed(["cache_reserved_memory"]), why)
     names = ["uvm_non_rowwise_momentum", "use_experimental_tbe", "uvm_host_mapped"]
-    warn_of_no_effect(given.changed(names if given.gradient_clipping else [*names, "max_gradient"]), "here")
+    warn_of_no_effect(
+        given.changed(names if given.gradient_clipping else [*names, "max_gradient"]), "here"
+    )
 
 
 # Reports
 
 
-def report(config: TBEStatsReporterConfig, plan: TBEPlan, state: TBEState, batch: AnyBatch, output: Array) -> None:
+def report(
+    config: TBEStatsReporterConfig, plan: TBEPlan, state: TBEState, batch: AnyBatch, output: Array
+) -> None:
     """Reports numbers and bytes of a training step by the original's names, where the step is one to report.
 
     Warns of steps inside `jit`, which it never sees.
@@ -422,11 +489,17 @@ def report(config: TBEStatsReporterConfig, plan: TBEPlan, state: TBEState, batch
     figures: dict[str, float] = {"tbe.hbm.cache": cache}
     for kind, is_cached in (("hbm", False), ("uvm", True)):
         own = [by_table[table.name] for table in plan.tables if table.is_cached == is_cached]
-        weights, states = (sum(size[what] for size in own) for what in ("weights", "optimizer_states"))
+        weights, states = (
+            sum(size[what] for size in own) for what in ("weights", "optimizer_states")
+        )
         total = weights + states + (0 if is_cached else cache)
         figures |= {f"tbe.{kind}.embeddings": weights, f"tbe.{kind}.optimizer_states": states}
         figures |= {f"tbe.{kind}.total_static_sparse": total, f"tbe.total_{kind}_usage": total}
-    ids = [batch.lists[0].ids] if isinstance(batch, Call) else [jax.tree.leaves(own)[0] for own in batch.values()]
+    ids = (
+        [batch.lists[0].ids]
+        if isinstance(batch, Call)
+        else [jax.tree.leaves(own)[0] for own in batch.values()]
+    )
     for name, arrays in (("input", ids), ("output", [output])):
         figures[f"tbe.fwd_{name}_count"] = sum(array.size for array in arrays)
         figures[f"tbe.fwd_{name}_size"] = sum(array.nbytes for array in arrays)
@@ -442,9 +515,16 @@ def state_bytes(plan: TBEPlan, state: TBEState) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for table in plan.tables:
         weights, states = _row_bytes(table, table.dtype)
-        found[table.name] = {"weights": table.num_rows * weights, "optimizer_states": table.num_rows * states}
-    total = {what: sum(own[what] for own in found.values()) for what in ("weights", "optimizer_states")}
+        found[table.name] = {
+            "weights": table.num_rows * weights,
+            "optimizer_states": table.num_rows * states,
+        }
+    total = {
+        what: sum(own[what] for own in found.values()) for what in ("weights", "optimizer_states")
+    }
     if plan.has_cache:
         cached = [number for number, group in enumerate(plan.groups) if group.table.is_cached]
-        total["cache"] = sum(leaf.nbytes for n in cached for leaf in (state.weights[n], *state.slots[n]))
+        total["cache"] = sum(
+            leaf.nbytes for n in cached for leaf in (state.weights[n], *state.slots[n])
+        )
     return {**found, "total": total}

@@ -28,7 +28,14 @@ from rsembed.parallel.agreement import check_not_forked
 from rsembed.row_gradients import RowGradients, check_belong, check_gradient
 from rsembed.tbe import arguments, batches, functional, host_rows
 from rsembed.tbe import plan as plans
-from rsembed.tbe.arguments import Arguments, BoundsCheckMode, CacheAlgorithm, EmbOptimType, PoolingMode, SparseType
+from rsembed.tbe.arguments import (
+    Arguments,
+    BoundsCheckMode,
+    CacheAlgorithm,
+    EmbOptimType,
+    PoolingMode,
+    SparseType,
+)
 from rsembed.tbe.functional import TBEState
 from rsembed.tbe.host_rows import HostRows
 from rsembed.tbe.plan import AnyBatch
@@ -145,7 +152,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         weights_precision: SparseType | str | int = SparseType.FP32,
         output_dtype: SparseType | str | int = SparseType.FP32,
         enforce_hbm: bool = False,
-        optimizer: arguments.AnyOptimizer | Sequence[arguments.AnyOptimizer] = EmbOptimType.EXACT_SGD,
+        optimizer: arguments.AnyOptimizer
+        | Sequence[arguments.AnyOptimizer] = EmbOptimType.EXACT_SGD,
         record_cache_metrics: arguments.RecordCacheMetrics | None = None,
         gather_uvm_cache_stats: bool | None = False,
         stochastic_rounding: bool = True,
@@ -161,7 +169,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         beta1: Annotated[float, "[0, 1)"] = 0.9,
         beta2: Annotated[float, "[0, 1)"] = 0.999,
         ensemble_mode: regularization.EnsembleModeDefinition | None = None,
-        counter_based_regularization: regularization.CounterBasedRegularizationDefinition | None = None,
+        counter_based_regularization: regularization.CounterBasedRegularizationDefinition
+        | None = None,
         cowclip_regularization: regularization.CowClipDefinition | None = None,
         pooling_mode: PoolingMode | str | int = PoolingMode.SUM,
         device: jax.Device | str | int | None = None,
@@ -194,7 +203,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
         self.deterministic = self._has_warned = False
         self._host_rows = HostRows(self.plan, given) if self.plan.has_cache else None
         key = (rngs or nnx.Rngs(0)).params()
-        self.state = TBEVariable(host_rows.first_state(self.plan, key, self._host_rows, plans.device_of(device)))
+        self.state = TBEVariable(
+            host_rows.first_state(self.plan, key, self._host_rows, plans.device_of(device))
+        )
         self.bounds_check_warning = TBEVariable(jnp.zeros((), jnp.int32))
 
     def __call__(
@@ -245,12 +256,18 @@ class TableBatchedEmbeddingBags(TrainedTables):
         if self.deterministic:
             raise RuntimeError(_EVALUATES)
         batch = self._read(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
-        mask = None if feature_requires_grad is None else batches.mask_of_ids(self.plan, batch, feature_requires_grad)
+        mask = (
+            None
+            if feature_requires_grad is None
+            else batches.mask_of_ids(self.plan, batch, feature_requires_grad)
+        )
         with self._alone():
             self._begin_step()  # a batch that is refused leaves the tables as they are
             near = self._brought(batch)
             output = self._pooled(near)
-            return output, TablesBackward(self, batch, near, output.shape, mask, total_unique_indices)
+            return output, TablesBackward(
+                self, batch, near, output.shape, mask, total_unique_indices
+            )
 
     def apply(self, row_gradients: RowGradients) -> None:
         """One optimizer step of every row in `row_gradients`, which `backward.row_gradients` returned.
@@ -274,7 +291,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
                 self.state.set_value(host.write_back(state))
                 host.end()
 
-    def prepare(self, indices: ArrayLike, offsets: ArrayLike, per_sample_weights: ArrayLike | None = None) -> AnyBatch:
+    def prepare(
+        self, indices: ArrayLike, offsets: ArrayLike, per_sample_weights: ArrayLike | None = None
+    ) -> AnyBatch:
         """Checks a batch on the host and brings it to the devices: goes in place of `indices`, into `jit` too.
 
         On a mesh its samples are split, which inside `jit` cannot be done, and each process gives its own. On one
@@ -283,11 +302,15 @@ class TableBatchedEmbeddingBags(TrainedTables):
         """
         batch = self._read(indices, offsets, per_sample_weights)
         if is_traced(batch):
-            raise RuntimeError("prepare brings a batch to the devices before a compiled step; call it outside of jit.")
+            raise RuntimeError(
+                "prepare brings a batch to the devices before a compiled step; call it outside of jit."
+            )
         if self.plan.is_shared:
             batch = self._brought(batch)
         elif isinstance(batch, Call):
-            batch = jax.tree.map(jnp.asarray, batch if self.plan.pooling == "none" else batches.with_room(batch))
+            batch = jax.tree.map(
+                jnp.asarray, batch if self.plan.pooling == "none" else batches.with_room(batch)
+            )
         return batch
 
     def prefetch(
@@ -308,8 +331,12 @@ class TableBatchedEmbeddingBags(TrainedTables):
             if (host := self.host_rows) is None:
                 return
             batch = self._read(indices, offsets, None, batch_size_per_feature_per_rank)
-            if not isinstance(batch, Call) or is_traced((batch.lists[0].ids, batch.lists[0].offsets)):
-                raise RuntimeError("prefetch works beside compiled programs; call it outside of jit.")
+            if not isinstance(batch, Call) or is_traced(
+                (batch.lists[0].ids, batch.lists[0].offsets)
+            ):
+                raise RuntimeError(
+                    "prefetch works beside compiled programs; call it outside of jit."
+                )
             self.state.set_value(host.prefetch(self.state.get_value(), batch, self.state.set_value))
             host.end()
 
@@ -409,13 +436,17 @@ class TablesBackward:
         functional.check_state(module.plan, module.state.get_value())
         self._is_used = True
         module._begin_step()
-        if module.state.get_value().generation is not self._generation:  # other batches may have moved rows since
+        if (
+            module.state.get_value().generation is not self._generation
+        ):  # other batches may have moved rows since
             self._near = module._brought(self._batch, admit=False)
         state = module.whole_state
         if host is not None and not is_traced((state, self._near, gradient)):
             host.begin(state, steps=True)
         step = functools.partial(
-            _backward, max_gradient=module.max_gradient, wants_weight_gradients=per_sample_weights_grad
+            _backward,
+            max_gradient=module.max_gradient,
+            wants_weight_gradients=per_sample_weights_grad,
         )
 
         def keep(found: tuple[TBEState, PyTree]) -> None:
@@ -466,7 +497,9 @@ class TablesBackward:
         check_gradient(d_output, "the gradient of the output")
         d_output = jnp.asarray(d_output)
         if d_output.shape != self._shape:
-            raise ValueError(f"the gradient has shape {d_output.shape}, but the output has {self._shape}.")
+            raise ValueError(
+                f"the gradient has shape {d_output.shape}, but the output has {self._shape}."
+            )
         if self._is_used:
             raise RuntimeError("this backward was used already; a second step needs its own vjp.")
         if module.deterministic:

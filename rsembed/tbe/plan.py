@@ -34,7 +34,13 @@ from rsembed.optimizers.regularized import CounterAdagrad, DecayedAdagrad
 from rsembed.specs import FeatureSpec, TableSpec
 from rsembed.stacking import plan_stacking, split_by_memory
 from rsembed.tbe import arguments as by_name
-from rsembed.tbe.arguments import Arguments, CacheAlgorithm, EmbOptimType, PoolingMode, TableOptimizer
+from rsembed.tbe.arguments import (
+    Arguments,
+    CacheAlgorithm,
+    EmbOptimType,
+    PoolingMode,
+    TableOptimizer,
+)
 
 
 class EmbeddingLocation(enum.IntEnum):
@@ -123,7 +129,10 @@ class TablePlan(NamedTuple):
     def has_iter(self) -> bool:
         """Whether FBGEMM lists the number of steps, `iter`, among the table's optimizer states."""
         if isinstance(self.rule, CounterAdagrad):
-            return self.rule.regularization.counter_weight_decay_mode == CounterWeightDecayMode.ADAGRADW
+            return (
+                self.rule.regularization.counter_weight_decay_mode
+                == CounterWeightDecayMode.ADAGRADW
+            )
         return self.global_decay is not None
 
     def contents(self) -> dict[str, object]:
@@ -134,8 +143,13 @@ class TablePlan(NamedTuple):
 
     def first_slots(self) -> tuple[np.ndarray, ...]:
         """Initial optimizer states of a row, `[1, dim]` or `[1, 1]` each."""
-        own = () if self.rule is None else self.rule.init_slots(jnp.zeros((1, self.dim), jnp.float32))
-        return (*map(np.asarray, own), *(np.zeros((1, self.dim), jnp.dtype(dtype)) for dtype in self.copy_dtypes))
+        own = (
+            () if self.rule is None else self.rule.init_slots(jnp.zeros((1, self.dim), jnp.float32))
+        )
+        return (
+            *map(np.asarray, own),
+            *(np.zeros((1, self.dim), jnp.dtype(dtype)) for dtype in self.copy_dtypes),
+        )
 
     def spec(self) -> TableSpec:
         """The table as a `TableSpec` of the core."""
@@ -145,7 +159,8 @@ class TablePlan(NamedTuple):
             vocabulary_size=max(self.num_rows, 1),
             embedding_dim=self.dim,
             dtype=self.dtype,
-            stochastic_rounding=self.rounds_stochastically and self.dtype != "float32",  # of whole rows, not of columns
+            stochastic_rounding=self.rounds_stochastically
+            and self.dtype != "float32",  # of whole rows, not of columns
         )
         return spec if self.rule is None else dataclasses.replace(spec, optimizer=self.rule)
 
@@ -186,7 +201,9 @@ class TBEPlan:
 
     def __post_init__(self) -> None:
         # Compiled programs are looked up by the plan in every call, and a hash over all tables takes its time.
-        object.__setattr__(self, "_hash", hash((self.tables, self.features, self.pooling, self.devices)))
+        object.__setattr__(
+            self, "_hash", hash((self.tables, self.features, self.pooling, self.devices))
+        )
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -238,24 +255,38 @@ class TBEPlan:
     @functools.cached_property
     def has_passes(self) -> bool:
         """Whether training steps begin with what `functional.begin_step` does."""
-        return any(t.whole_table_mode is not None or isinstance(t.rule, CounterAdagrad) for t in self.tables)
+        return any(
+            t.whole_table_mode is not None or isinstance(t.rule, CounterAdagrad)
+            for t in self.tables
+        )
 
     @functools.cached_property
     def row_layout(self) -> Fingerprint:
         """Fingerprint of row numbers: group, first row and size of every table."""
-        return Fingerprint.of({"tables": {table.name: self._place_facts(t) for t, table in enumerate(self.tables)}})
+        return Fingerprint.of(
+            {"tables": {table.name: self._place_facts(t) for t, table in enumerate(self.tables)}}
+        )
 
     @functools.cached_property
     def layout(self) -> Fingerprint:
         """Fingerprint of a state: the places of tables, and all that gives its arrays their meaning."""
         stored = [
-            {"dtype": table.dtype, "placement": table.placement, **table.contents(), **self._place_facts(t)}
+            {
+                "dtype": table.dtype,
+                "placement": table.placement,
+                **table.contents(),
+                **self._place_facts(t),
+            }
             for t, table in enumerate(self.tables)
         ]
-        facts: dict[str, object] = {"tables": dict(zip((table.name for table in self.tables), stored, strict=True))}
+        facts: dict[str, object] = {
+            "tables": dict(zip((table.name for table in self.tables), stored, strict=True))
+        }
         if self.has_cache:
             names = [table.name for table in self.tables if table.is_cached]
-            facts[ELSEWHERE] = f"rows of tables {names} are on the host, beside their cache; save module.state_dict()."
+            facts[ELSEWHERE] = (
+                f"rows of tables {names} are on the host, beside their cache; save module.state_dict()."
+            )
         return Fingerprint.of(facts)
 
     @functools.cached_property
@@ -271,9 +302,17 @@ class TBEPlan:
     def _place_facts(self, table: int) -> dict[str, object]:
         group, first_row = self.places[table]
         rows, dim = self.tables[table].num_rows, self.tables[table].dim
-        facts: dict[str, object] = {"group": group, "first_row": first_row, "rows": rows, "dim": dim}
+        facts: dict[str, object] = {
+            "group": group,
+            "first_row": first_row,
+            "rows": rows,
+            "dim": dim,
+        }
         if self.is_shared:
-            facts |= {"shared_by": self.tables[table].shared_by, "num_devices": self.devices.num_devices}
+            facts |= {
+                "shared_by": self.tables[table].shared_by,
+                "num_devices": self.devices.num_devices,
+            }
         return facts
 
     def batch(
@@ -300,7 +339,10 @@ class TBEPlan:
     def bags_of(self, batch: Call) -> tuple[int, ...]:
         """Number of bags of every feature in a batch."""
         num_features = len(self.features)
-        return tuple(sum(segment.num_bags for segment in batch.segments[f::num_features]) for f in range(num_features))
+        return tuple(
+            sum(segment.num_bags for segment in batch.segments[f::num_features])
+            for f in range(num_features)
+        )
 
 
 @functools.lru_cache(maxsize=256)
@@ -340,7 +382,8 @@ def engine_of(plan: TBEPlan) -> Engine:
     """The core's engine of the plan's tables: each group is a stack, in the order of the groups."""
     specs = [table.spec() for table in plan.tables]
     readers = [
-        FeatureSpec(name=name, table_spec=specs[t]) for name, t in zip(plan.feature_names, plan.features, strict=True)
+        FeatureSpec(name=name, table_spec=specs[t])
+        for name, t in zip(plan.feature_names, plan.features, strict=True)
     ]
     groups = [[specs[t].name for t in group.tables] for group in plan.groups]
     stacks = make_stacks(
@@ -365,7 +408,9 @@ def identity(plan: TBEPlan, *, checks: bool) -> str:
 
 def _pooled(stack: Stack, combiner: Combiner) -> Stack:
     """The stack with features that are pooled by `combiner`, which a `FeatureSpec` may not know."""
-    features = tuple(dataclasses.replace(feature, combiner=combiner) for feature in stack.layout.stack.features)
+    features = tuple(
+        dataclasses.replace(feature, combiner=combiner) for feature in stack.layout.stack.features
+    )
     plan = dataclasses.replace(stack.layout.stack, features=features)
     return Stack(dataclasses.replace(stack.layout, stack=plan), stack.rows)
 
@@ -379,7 +424,9 @@ def per_table(value: PyTree, num_tables: int, what: str) -> list[PyTree]:
     """One value per table, from one for all or a sequence. Raises: ValueError: another number of values."""
     values = [value] * num_tables if np.ndim(value) == 0 else list(value)
     if len(values) != num_tables:
-        raise ValueError(f"{what} has {len(values)} entries for {num_tables} tables; give one for all, or one each.")
+        raise ValueError(
+            f"{what} has {len(values)} entries for {num_tables} tables; give one for all, or one each."
+        )
     return values
 
 
@@ -419,39 +466,59 @@ def make_plan(given: Arguments) -> TBEPlan:
     """
     specs: Sequence[EmbeddingSpec] = given.embedding_specs
     names = tuple(given.table_names or (f"table_{t}" for t in range(len(specs))))
-    features = tuple(range(len(names)) if given.feature_table_map is None else given.feature_table_map)
+    features = tuple(
+        range(len(names)) if given.feature_table_map is None else given.feature_table_map
+    )
     # Tables that no feature can read are refused below.
-    readers = [names[t] if 0 <= t < len(names) else f"feature_{feature}" for feature, t in enumerate(features)]
+    readers = [
+        names[t] if 0 <= t < len(names) else f"feature_{feature}"
+        for feature, t in enumerate(features)
+    ]
     numbered = [f"{name}_{readers[:f].count(name)}" for f, name in enumerate(readers)]
-    default = [name if readers.count(name) == 1 else own for name, own in zip(readers, numbered, strict=True)]
+    default = [
+        name if readers.count(name) == 1 else own
+        for name, own in zip(readers, numbered, strict=True)
+    ]
     feature_names = tuple(given.feature_names or default)
     _check_specs(specs, features, names, feature_names)
     if given.prefetch_pipeline and given.cache_algorithm != CacheAlgorithm.LRU:
-        raise ValueError("prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches.")
+        raise ValueError(
+            "prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches."
+        )
     optimizers: list[TableOptimizer] = [
         own if isinstance(own, OptimizerSpec) else by_name.member(EmbOptimType, own, "optimizer")
         for own in per_table(given.optimizer, len(names), "optimizer")
     ]
     rates = [
         own.learning_rate if isinstance(own, OptimizerSpec) else rate
-        for own, rate in zip(optimizers, per_table(given.learning_rate, len(names), "learning_rate"), strict=True)
+        for own, rate in zip(
+            optimizers, per_table(given.learning_rate, len(names), "learning_rate"), strict=True
+        )
     ]
     for rate in rates:
         check_type(rate, float | Callable, "learning_rate")
     rates = [rate if callable(rate) else float(rate) for rate in rates]
     if len({own == EmbOptimType.NONE for own in optimizers}) > 1:
-        raise ValueError("OptimType.NONE returns gradients instead of applying them: use it for all tables or none.")
+        raise ValueError(
+            "OptimType.NONE returns gradients instead of applying them: use it for all tables or none."
+        )
     devices = Devices.of(given.mesh, given.sharding_axis)
     if given.mesh is not None and given.device is not None:
         raise ValueError(
             f"device={given.device!r} and a mesh do not go together; the tables are on the devices of the mesh."
         )
     unread = frozenset.intersection(*(by_name.unread_arguments(own, given) for own in optimizers))
-    warn_of_no_effect(given.changed(sorted(unread)), f"optimizer {by_name.name_of(optimizers[0])} does not use them")
+    warn_of_no_effect(
+        given.changed(sorted(unread)),
+        f"optimizer {by_name.name_of(optimizers[0])} does not use them",
+    )
     if len(set(optimizers)) == 1:
         # What does not go together is refused before unread arguments are left out.
         by_name.check_arguments(optimizers[0], given)
-    dtype, near_dtype = given.weights_precision.dtype, (given.cache_precision or given.weights_precision).dtype
+    dtype, near_dtype = (
+        given.weights_precision.dtype,
+        (given.cache_precision or given.weights_precision).dtype,
+    )
     # CPUs have one kind of memory, so that there only caching makes a difference.
     elsewhere: Placement = "device" if default_platform() == "cpu" else "host"
     special: dict[EmbeddingLocation, Placement] = {EmbeddingLocation.DEVICE: "device"}
@@ -470,7 +537,9 @@ def make_plan(given: Arguments) -> TBEPlan:
             rounds_stochastically=given.stochastic_rounding,
             **by_name.trained_by(own, rate, given),
         )
-        for name, own, rate, placement, (rows, dim, _, _) in zip(names, optimizers, rates, placed, specs, strict=True)
+        for name, own, rate, placement, (rows, dim, _, _) in zip(
+            names, optimizers, rates, placed, specs, strict=True
+        )
     ]
     for table in tables:
         _check_trained(table)
@@ -478,18 +547,26 @@ def make_plan(given: Arguments) -> TBEPlan:
         _check_shared(tables, given.pooling_mode)
     core_specs = {} if given.mesh is None else {table.name: table.spec() for table in tables}
     placements = placement_of_tables(core_specs, devices, given.placement)
-    shared = tuple(table._replace(shared_by=placements.get(table.name, "replicated")) for table in tables)
+    shared = tuple(
+        table._replace(shared_by=placements.get(table.name, "replicated")) for table in tables
+    )
     pooling = given.pooling_mode.name.lower()
     return TBEPlan(shared, features, pooling, feature_names, devices)
 
 
 def _check_specs(
-    specs: Sequence[EmbeddingSpec], features: Sequence[int], names: Sequence[str], feature_names: Sequence[str]
+    specs: Sequence[EmbeddingSpec],
+    features: Sequence[int],
+    names: Sequence[str],
+    feature_names: Sequence[str],
 ) -> None:
     """Raises: ValueError: the declaration of a table or feature is impossible; names it and says why."""
     if not specs:
         raise ValueError("embedding_specs is empty; a module needs at least one table.")
-    for what, given, count in (("table_names", names, len(specs)), ("feature_names", feature_names, len(features))):
+    for what, given, count in (
+        ("table_names", names, len(specs)),
+        ("feature_names", feature_names, len(features)),
+    ):
         if len(given) != count or len(set(given)) != count:
             raise ValueError(f"{what} must be {count} different names, got {list(given)}.")
     for (rows, dim, location, compute_device), name in zip(specs, names, strict=True):
@@ -503,7 +580,9 @@ def _check_specs(
                 "most; hash the ids into fewer rows, or split the table into several by ranges of ids."
             )
         if location == EmbeddingLocation.MTIA or compute_device == ComputeDevice.MTIA:
-            raise ValueError(f"table {name!r} is placed on MTIA, which JAX has no backend for; use DEVICE.")
+            raise ValueError(
+                f"table {name!r} is placed on MTIA, which JAX has no backend for; use DEVICE."
+            )
     for feature, table in enumerate(features):
         if not 0 <= table < len(specs):
             raise ValueError(
@@ -511,7 +590,9 @@ def _check_specs(
             )
     unread = [names[t] for t in range(len(specs)) if t not in features]
     if unread:
-        raise ValueError(f"tables {unread} have no feature; each table needs one in feature_table_map.")
+        raise ValueError(
+            f"tables {unread} have no feature; each table needs one in feature_table_map."
+        )
 
 
 def _check_trained(table: TablePlan) -> None:
@@ -544,7 +625,9 @@ def _check_shared(tables: Sequence[TablePlan], pooling: PoolingMode) -> None:
         elif table.global_decay is not None:
             reason = "DECOUPLE_GLOBAL owes decay to rows that are only read; use DECOUPLE or L2"
         if reason is not None:
-            raise NotImplementedError(f"table {table.name!r} cannot be shared by the devices of a mesh: {reason}.")
+            raise NotImplementedError(
+                f"table {table.name!r} cannot be shared by the devices of a mesh: {reason}."
+            )
         if not table.num_rows:
             raise ValueError(
                 f"table {table.name!r} has no rows, which a mesh could share; leave it out, or give it one."

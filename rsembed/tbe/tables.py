@@ -28,7 +28,11 @@ from rsembed.tbe.plan import TablePlan, TBEPlan, per_table
 
 ROWS_PER_BLOCK = 1 << 16
 _STEP = Annotated[int, f"[0, {np.iinfo(np.int32).max}]"]
-_NUMBERS: dict[str, object] = {"step": _STEP, "passed_step": _STEP, "max_counter": Annotated[float, "[0, inf)"]}
+_NUMBERS: dict[str, object] = {
+    "step": _STEP,
+    "passed_step": _STEP,
+    "max_counter": Annotated[float, "[0, inf)"],
+}
 _OPTIONAL = {*_NUMBERS, "learning_rate", "key", "contents"}
 _learning_rates = jax.jit(functional.learning_rates, static_argnums=0)
 
@@ -38,15 +42,21 @@ def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
     rates: Float[Array, " groups"] = _learning_rates(plan, state)
     if any(callable(group.table.learning_rate) for group in plan.groups):
         check_finite(
-            rates, "what the schedule learning_rate gives", way_out="let it give a finite number at every step"
+            rates,
+            "what the schedule learning_rate gives",
+            way_out="let it give a finite number at every step",
         )
     return rates
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _uniform_rows(key: PRNGKeyArray, first_row: Array | int, num_rows: int, dim: int, low: Array, high: Array) -> Array:
+def _uniform_rows(
+    key: PRNGKeyArray, first_row: Array | int, num_rows: int, dim: int, low: Array, high: Array
+) -> Array:
     rows = first_row + jnp.arange(num_rows, dtype=jnp.int32)
-    return jax.vmap(lambda row: low + (high - low) * jax.random.uniform(jax.random.fold_in(key, row), (dim,)))(rows)
+    return jax.vmap(
+        lambda row: low + (high - low) * jax.random.uniform(jax.random.fold_in(key, row), (dim,))
+    )(rows)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -158,7 +168,9 @@ class TrainedTables(nnx.Module):
             own_key = jax.random.fold_in(key, number)
 
             # Block by block, every row from its own key: no second table is ever needed.
-            def rows(first: int, last: int, own_key: PRNGKeyArray = own_key, dim: int = table.dim) -> Array:
+            def rows(
+                first: int, last: int, own_key: PRNGKeyArray = own_key, dim: int = table.dim
+            ) -> Array:
                 return _uniform_rows(own_key, first, last - first, dim, *bounds)
 
             self._write_table(number, rows)
@@ -169,7 +181,9 @@ class TrainedTables(nnx.Module):
             self.flush()
             return [self._read_table(table)[0] for table in range(len(self.plan.tables))]
 
-    def set_embedding_weights(self, table: int | str, weights: ArrayLike, *, allow_nonfinite: bool = False) -> None:
+    def set_embedding_weights(
+        self, table: int | str, weights: ArrayLike, *, allow_nonfinite: bool = False
+    ) -> None:
         """Overwrites the weights of one table; optimizer states stay.
 
         Args:
@@ -189,10 +203,14 @@ class TrainedTables(nnx.Module):
         )
         check_type(values, Num[np.ndarray, "rows dim"], f"weights of table {names[number]!r}")
         if values.shape != shape:
-            raise ValueError(f"table {names[number]!r} has shape {shape}, the new weights {values.shape}.")
+            raise ValueError(
+                f"table {names[number]!r} has shape {shape}, the new weights {values.shape}."
+            )
         if not allow_nonfinite:
             check_finite(values, f"weights of table {names[number]!r}")
-        values = as_dtype(values, self.plan.tables[number].dtype, f"table {names[number]!r}", "weights")
+        values = as_dtype(
+            values, self.plan.tables[number].dtype, f"table {names[number]!r}", "weights"
+        )
         self._write_table(number, lambda first, last: values[first:last])
 
     def split_optimizer_states(self) -> list[list[Array | np.ndarray]]:
@@ -213,7 +231,8 @@ class TrainedTables(nnx.Module):
         """
         by_table = zip(self.plan.tables, self.split_optimizer_states(), strict=True)
         return [
-            dict(zip(table.torch_state_names, states, strict=True)) | ({"iter": self.step} if table.has_iter else {})
+            dict(zip(table.torch_state_names, states, strict=True))
+            | ({"iter": self.step} if table.has_iter else {})
             for table, states in by_table
         ]
 
@@ -230,15 +249,23 @@ class TrainedTables(nnx.Module):
                 found |= zip(_entries(table), map(np.array, self._read_table(number)), strict=True)
         rates = np.asarray(state.learning_rates)
         found["step"] = np.asarray(state.step)
-        if plan.has_passes and state.passed_step != state.step:  # a lookup to be trained has begun the next step
+        if (
+            plan.has_passes and state.passed_step != state.step
+        ):  # a lookup to be trained has begun the next step
             found["passed_step"] = np.asarray(state.passed_step)
-        found["learning_rate"] = np.asarray([rates[plan.places[t][0]] for t in range(len(plan.tables))])
+        found["learning_rate"] = np.asarray(
+            [rates[plan.places[t][0]] for t in range(len(plan.tables))]
+        )
         found["max_counter"] = np.asarray(state.max_counter)
         found["key"] = np.asarray(jax.random.key_data(state.key))
-        found["contents"] = np.frombuffer(plan.contents.text.encode(), np.uint8)  # numbers, which any file can hold
+        found["contents"] = np.frombuffer(
+            plan.contents.text.encode(), np.uint8
+        )  # numbers, which any file can hold
         return found
 
-    def load_state_dict(self, state_dict: Mapping[str, ArrayLike], *, allow_nonfinite: bool = False) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, ArrayLike], *, allow_nonfinite: bool = False
+    ) -> None:
         """Takes over a `state_dict`, of a module with other hyperparameters, precision or placement too.
 
         Args:
@@ -256,29 +283,44 @@ class TrainedTables(nnx.Module):
             expected |= _entries(table)
             of_squares |= _non_negative_entries(table)
         given = {name: foreign_to_numpy(array) for name, array in given.items()}
-        missing, unknown = sorted(set(expected) - set(given)), sorted(set(given) - set(expected) - _OPTIONAL)
+        missing, unknown = (
+            sorted(set(expected) - set(given)),
+            sorted(set(given) - set(expected) - _OPTIONAL),
+        )
         if missing or unknown:
             raise ValueError(f"the state dict lacks {missing} and has unknown entries {unknown}.")
         for name, entry in expected.items():
             check_type(given[name], Num[np.ndarray, "..."], repr(name))
             if np.shape(given[name]) != entry.shape:
-                raise ValueError(f"{name!r} has shape {np.shape(given[name])}, but the module has {entry.shape}.")
+                raise ValueError(
+                    f"{name!r} has shape {np.shape(given[name])}, but the module has {entry.shape}."
+                )
             if not allow_nonfinite:
-                check_finite(given[name], f"the state dict: {name!r}", may_be_negative=name not in of_squares)
+                check_finite(
+                    given[name], f"the state dict: {name!r}", may_be_negative=name not in of_squares
+                )
             as_dtype(given[name], entry.dtype, "the state dict", name)
         if "contents" in given:
             found = Fingerprint(np.asarray(given["contents"], np.uint8).tobytes().decode())
             way_out = (
-                "Construct the module as the saved one was; to take the numbers all the same, leave out 'contents'."
+                "Construct the module as the saved one was; to take the numbers all the same, leave out "
+                "'contents'."
             )
-            check_same(found, plan.contents, what="the state dict does not belong to this module", way_out=way_out)
+            check_same(
+                found,
+                plan.contents,
+                what="the state dict does not belong to this module",
+                way_out=way_out,
+            )
         changes = self._numbers_of(given)
         functional.check_state(plan, self.state.get_value())
         self.reset_cache_states(discard=True)  # all of it is replaced, from whatever time it is
         for number, table in enumerate(plan.tables):
             for k, name in enumerate(_entries(table)):
                 values = np.asarray(given[name]).reshape(table.num_rows, -1)
-                self._write_table(number, lambda first, last, values=values: values[first:last], array=k)  # type: ignore[misc]
+                self._write_table(
+                    number, lambda first, last, values=values: values[first:last], array=k
+                )  # type: ignore[misc]
         self.state.set_value(self.state.get_value()._replace(**everywhere(self.plan, changes)))
 
     def state_bytes(self) -> dict[str, dict[str, int]]:
@@ -297,7 +339,9 @@ class TrainedTables(nnx.Module):
             if self._host_rows is not None:
                 if not discard:
                     self.flush()
-                self.state.set_value(self._host_rows.forget(self.state.get_value(), discard=discard))
+                self.state.set_value(
+                    self._host_rows.forget(self.state.get_value(), discard=discard)
+                )
                 self._host_rows.end()
 
     def get_uvm_cache_stats(self) -> CacheCounts:
@@ -320,10 +364,14 @@ class TrainedTables(nnx.Module):
     def _counting(self, argument: str) -> HostRows:
         asked = vars(self.arguments) | vars(self.arguments.record_cache_metrics)
         if self.host_rows is None or not asked[argument]:
-            raise RuntimeError(f"needs a table with MANAGED_CACHING, and {argument}=True at construction.")
+            raise RuntimeError(
+                f"needs a table with MANAGED_CACHING, and {argument}=True at construction."
+            )
         return self.host_rows
 
-    def _write_table(self, table: int, rows: Callable[[int, int], ArrayLike], *, array: int = 0) -> None:
+    def _write_table(
+        self, table: int, rows: Callable[[int, int], ArrayLike], *, array: int = 0
+    ) -> None:
         """Overwrites a table (or with `array` k its k-th state) with `rows(first, last)`, in blocks."""
         own, (number, first_row) = self.plan.tables[table], self.plan.places[table]
         with self._alone():
@@ -336,9 +384,17 @@ class TrainedTables(nnx.Module):
                     stored = self.host_rows.groups[number].backing.arrays[array]  # type: ignore[union-attr]
                     stored[first_row + first : first_row + last] = values
                 else:
-                    self._put(state, number, array, values, rows_of(self.plan, table, np.arange(first, last)))
+                    self._put(
+                        state,
+                        number,
+                        array,
+                        values,
+                        rows_of(self.plan, table, np.arange(first, last)),
+                    )
 
-    def _put(self, state: TBEState, number: int, array: int, values: np.ndarray, rows: np.ndarray) -> None:
+    def _put(
+        self, state: TBEState, number: int, array: int, values: np.ndarray, rows: np.ndarray
+    ) -> None:
         """Overwrites rows of one array of a group on the device."""
         arrays = list(state.arrays(number))
 
@@ -350,7 +406,11 @@ class TrainedTables(nnx.Module):
 
     def _read_table(self, table: int) -> list[Array | np.ndarray]:
         """Weights and states of one table in the form of a state dict, after `flush`."""
-        state, own, (number, first_row) = self.whole_state, self.plan.tables[table], self.plan.places[table]
+        state, own, (number, first_row) = (
+            self.whole_state,
+            self.plan.tables[table],
+            self.plan.places[table],
+        )
         arrays: list[Array | np.ndarray] = []
         if own.is_cached:
             for stored in self.host_rows.groups[number].backing.arrays:  # type: ignore[union-attr]
@@ -359,20 +419,27 @@ class TrainedTables(nnx.Module):
         else:
             rows = rows_of(self.plan, table, np.arange(own.num_rows))
             arrays = everywhere(self.plan, [array[rows] for array in state.arrays(number)])
-        return [array.reshape(entry.shape) for array, entry in zip(arrays, _entries(own).values(), strict=True)]
+        return [
+            array.reshape(entry.shape)
+            for array, entry in zip(arrays, _entries(own).values(), strict=True)
+        ]
 
     def _numbers_of(self, given: Mapping[str, ArrayLike]) -> dict[str, Array]:
         """Numbers of a state dict beside its tables. Raises: ValueError, TypeError: one has a wrong type or shape."""
         plan, changes = self.plan, dict[str, Array]()
         for name in _NUMBERS.keys() & set(given):
             check_type(given[name], _NUMBERS[name], repr(name))
-            changes[name] = jnp.asarray(given[name], jnp.float32 if name == "max_counter" else jnp.int32)
+            changes[name] = jnp.asarray(
+                given[name], jnp.float32 if name == "max_counter" else jnp.int32
+            )
         if "step" in changes:
             changes.setdefault("passed_step", changes["step"] + 0)
         if "key" in given:
             data, shape = np.asarray(given["key"]), jax.random.key_data(jax.random.key(0)).shape
             if data.shape != shape or not np.issubdtype(data.dtype, np.integer):
-                raise ValueError(f"'key' must be integers of shape {shape}, got {data.dtype} of shape {data.shape}.")
+                raise ValueError(
+                    f"'key' must be integers of shape {shape}, got {data.dtype} of shape {data.shape}."
+                )
             changes["key"] = jax.random.wrap_key_data(jnp.asarray(data, jnp.uint32))
         rates = given.get("learning_rate")
         if rates is not None and not any(callable(table.learning_rate) for table in plan.tables):
@@ -380,11 +447,15 @@ class TrainedTables(nnx.Module):
                 raise ValueError(
                     f"'learning_rate' has shape {np.shape(rates)}; give one number, or one for each table."
                 )
-            changes["learning_rates"] = _rates_of_groups(plan, np.broadcast_to(rates, len(plan.tables)).tolist())
+            changes["learning_rates"] = _rates_of_groups(
+                plan, np.broadcast_to(rates, len(plan.tables)).tolist()
+            )
         return changes
 
 
-def _rates_of_groups(plan: TBEPlan, learning_rate: float | Sequence[float]) -> Float[Array, " groups"]:
+def _rates_of_groups(
+    plan: TBEPlan, learning_rate: float | Sequence[float]
+) -> Float[Array, " groups"]:
     """One rate per group. Raises: ValueError: tables of a group differ, or a schedule would be overruled."""
     by_table = per_table(learning_rate, len(plan.tables), "learning_rate")
     for rate in by_table:
@@ -392,7 +463,9 @@ def _rates_of_groups(plan: TBEPlan, learning_rate: float | Sequence[float]) -> F
     rates = []
     for group in plan.groups:
         if callable(group.table.learning_rate):
-            raise ValueError("the learning rate is a schedule; construct the module with a number to set it later.")
+            raise ValueError(
+                "the learning rate is a schedule; construct the module with a number to set it later."
+            )
         own = {by_table[t] for t in group.tables}
         if len(own) > 1:
             names = [plan.tables[t].name for t in group.tables]
@@ -410,7 +483,9 @@ def _non_negative_entries(table: TablePlan) -> set[str]:
         return set()
     # The slots of the rule come first, then copies of the table.
     names = zip(getattr(table.rule.slot_type, "_fields", ()), table.torch_state_names, strict=False)
-    return {f"{table.name}.{label}" for slot, label in names if slot in table.rule.non_negative_slots}
+    return {
+        f"{table.name}.{label}" for slot, label in names if slot in table.rule.non_negative_slots
+    }
 
 
 def _entries(table: TablePlan) -> dict[str, jax.ShapeDtypeStruct]:

@@ -324,7 +324,9 @@ def pooled_rows(
     return _native(slice_shapes, num_bags, cores, digits, bags, gains)
 
 
-def _plain(shapes: SliceShapes, num_bags: int, cores: Cores, digits: Digits, bags: Array, gains: Array) -> Array:
+def _plain(
+    shapes: SliceShapes, num_bags: int, cores: Cores, digits: Digits, bags: Array, gains: Array
+) -> Array:
     @jax.checkpoint
     def row(lookup: tuple[Array, ...]) -> Array:
         *lookup_digits, gain = lookup
@@ -348,7 +350,9 @@ def _plain(shapes: SliceShapes, num_bags: int, cores: Cores, digits: Digits, bag
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _native(shapes: SliceShapes, num_bags: int, cores: Cores, digits: Digits, bags: Array, gains: Array) -> Array:
+def _native(
+    shapes: SliceShapes, num_bags: int, cores: Cores, digits: Digits, bags: Array, gains: Array
+) -> Array:
     return _forward(shapes, num_bags, cores, digits, bags, gains)[0]
 
 
@@ -363,7 +367,9 @@ def _forward(
     return pooled + varying_zero(gains).astype(jnp.float32), (cores, digits, bags, gains)
 
 
-def _backward(shapes: SliceShapes, num_bags: int, saved: PyTree, d_pooled: Array) -> tuple[PyTree, ...]:
+def _backward(
+    shapes: SliceShapes, num_bags: int, saved: PyTree, d_pooled: Array
+) -> tuple[PyTree, ...]:
     """Gradients of cores and gains. Digits and bags are integers and have none."""
     cores, digits, bags, gains = saved
     results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (*cores, gains)]
@@ -371,7 +377,9 @@ def _backward(shapes: SliceShapes, num_bags: int, saved: PyTree, d_pooled: Array
     attributes = _attributes(shapes) | {"num_bags": np.int64(num_bags)}
     *d_cores, d_gains = call(bags, gains, d_pooled, *_operands(cores, digits), **attributes)
     zero = varying_zero(gains).astype(jnp.float32)
-    core_gradients = tuple((d + zero).astype(core.dtype) for d, core in zip(d_cores, cores, strict=True))
+    core_gradients = tuple(
+        (d + zero).astype(core.dtype) for d, core in zip(d_cores, cores, strict=True)
+    )
     no_gradient = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (digits, bags))
     return core_gradients, *no_gradient, d_gains + zero
 

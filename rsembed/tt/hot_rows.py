@@ -167,7 +167,9 @@ def _slot_of(directory: Directory, counted_rows: Int[Array, " nnz"]) -> Int[Arra
     return directory.places.at[counted_rows].get(mode="fill", fill_value=NO_ROW)
 
 
-def count(directory: Directory, ids: Int[Array, " nnz"], occurrences: Int[Array, " nnz"] | None = None) -> Directory:
+def count(
+    directory: Directory, ids: Int[Array, " nnz"], occurrences: Int[Array, " nnz"] | None = None
+) -> Directory:
     """The directory with the reads of `ids` counted.
 
     Args:
@@ -200,7 +202,9 @@ def count(directory: Directory, ids: Int[Array, " nnz"], occurrences: Int[Array,
     )
 
 
-def _with_new_ids(directory: Directory, new: Keys, reads: Int[Array, " nnz"]) -> tuple[Directory, Int[Array, ""]]:
+def _with_new_ids(
+    directory: Directory, new: Keys, reads: Int[Array, " nnz"]
+) -> tuple[Directory, Int[Array, ""]]:
     """The directory with distinct, uncounted ids added, and the number of reads that did not fit."""
     as_passed = jnp.arange(new.shape[0])
 
@@ -212,7 +216,9 @@ def _with_new_ids(directory: Directory, new: Keys, reads: Int[Array, " nnz"]) ->
         return halved(directory), order
 
     is_full = jnp.sum(new.is_key, dtype=jnp.int32) > directory.counted.num_free[0]
-    directory, order = jax.lax.cond(is_full, with_faded_counts, lambda directory: (directory, as_passed), directory)
+    directory, order = jax.lax.cond(
+        is_full, with_faded_counts, lambda directory: (directory, as_passed), directory
+    )
     ordered = jax.tree.map(lambda lane: lane[order], new)
     ordered_reads = reads[order]
     step = jnp.zeros((), jnp.int32)
@@ -274,9 +280,13 @@ def populate(
     write = functools.partial(written_back, specs, evicted_ids, targets)
     # A loop of at most one iteration updates arrays in place; `lax.cond` may copy them.
     num_iterations = jnp.any(is_evicted).astype(jnp.int32)
-    cores, residual = jax.lax.fori_loop(0, num_iterations, lambda _, state: write(*state), (cores, directory.residual))
+    cores, residual = jax.lax.fori_loop(
+        0, num_iterations, lambda _, state: write(*state), (cores, directory.residual)
+    )
 
-    rows, *kept_slots = api.scatter_rows((rows, *slots), new_slots, (new_rows, *rule.init_slots(new_rows)))
+    rows, *kept_slots = api.scatter_rows(
+        (rows, *slots), new_slots, (new_rows, *rule.init_slots(new_rows))
+    )
     num_evicted = jnp.sum(was_cached & ~is_cached, dtype=jnp.int32)
     directory = _with_totals(directory, evictions=num_evicted)
     kept_ids = jnp.where(is_free, NO_ROW, directory.ids)

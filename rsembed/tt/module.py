@@ -171,7 +171,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         self.eps = eps
         rule = rule_of(optimizer, eps)
         if not sparse:
-            rule = rule_of(OptimType.SGD, eps)  # has no slots: an external optimizer keeps the state
+            rule = rule_of(
+                OptimType.SGD, eps
+            )  # has no slots: an external optimizer keeps the state
         self.rule: OptimizerSpec = nnx.static(rule)
         self.sparse = sparse
         self.mode = mode
@@ -215,7 +217,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             num_rows[k] = spec.num_embeddings
         return split_by_memory(by_shape.values(), num_rows, MAX_ROWS)
 
-    def _initial_states(self, weight_dist: WeightDistribution, rngs: nnx.Rngs | None) -> list[tuple[PyTree, PyTree]]:
+    def _initial_states(
+        self, weight_dist: WeightDistribution, rngs: nnx.Rngs | None
+    ) -> list[tuple[PyTree, PyTree]]:
         """Initial parameters and slots of every group."""
         key = (rngs or nnx.Rngs(0)).params()
         num_tables = len(self.specs)
@@ -256,7 +260,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             self.caches[g].state.set_value(slots[1])
             self.caches[g].directory.set_value(params.directory)
 
-    def reset_parameters(self, weight_dist: WeightDistribution | None = None, *, rngs: nnx.Rngs | None = None) -> None:
+    def reset_parameters(
+        self, weight_dist: WeightDistribution | None = None, *, rngs: nnx.Rngs | None = None
+    ) -> None:
         """Draws new cores, and resets optimizer state, step number, read counts and cache.
 
         Args:
@@ -335,7 +341,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     embedding_dim = _table_property(lambda spec: spec.embedding_dim, "Length of a row.")
     tt_p_shapes = _table_property(lambda spec: list(spec.tt_p_shapes), "Row factors.")
     tt_q_shapes = _table_property(lambda spec: list(spec.tt_q_shapes), "Column factors.")
-    tt_ranks = _table_property(lambda spec: list(spec.ranks), "All ranks, including 1 at both ends.")
+    tt_ranks = _table_property(
+        lambda spec: list(spec.ranks), "All ranks, including 1 at both ends."
+    )
     tt_ndim = _table_property(lambda spec: spec.num_cores, "Number of cores.")
 
     @property
@@ -404,7 +412,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         if directories and not is_traced(directories):
             num_lookups = sum(report.lookups for report in self.cache_reports())
             if num_lookups == 0:
-                warnings.warn("cache_populate: nothing was counted, so nothing is cached.", stacklevel=2)
+                warnings.warn(
+                    "cache_populate: nothing was counted, so nothing is cached.", stacklevel=2
+                )
         for g in range(len(self.caches)):
             params, slots = programs.populated(self.storages[g], *self._state(g))
             self._put(g, params, slots)
@@ -429,7 +439,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         """
         for g, storage in enumerate(self.storages if self.caches else ()):
             params, slots = self._state(g)
-            new_params, new_slots = storage.with_empty_cache(params.cores, slots[0], storage.tables[0])
+            new_params, new_slots = storage.with_empty_cache(
+                params.cores, slots[0], storage.tables[0]
+            )
             self._put(g, new_params, new_slots)
 
     def cache_reports(self) -> list[CacheReport]:
@@ -487,7 +499,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             d_weights = []
             if self.sparse:
                 if is_used:
-                    raise RuntimeError("this backward has already stepped the cores; look the batch up again.")
+                    raise RuntimeError(
+                        "this backward has already stepped the cores; look the batch up again."
+                    )
                 is_used = True
                 d_weights = self._step(params, batch, d_by_group)
             else:
@@ -506,17 +520,23 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
         return self._joined(outputs), backward
 
-    def _gradients_by_group(self, d_output: PyTree, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    def _gradients_by_group(
+        self, d_output: PyTree, shapes: Sequence[tuple[int, ...]]
+    ) -> list[Array]:
         """Checked gradients of the outputs, in float32, concatenated for each group of tables."""
         d_outputs = [d_output] if self.is_single else list(d_output)
         for table, (gradient, shape) in enumerate(zip(d_outputs, shapes, strict=True)):
             check_gradient(gradient, f"d_output of table {table}")
             if np.shape(gradient) != shape:
-                raise ValueError(f"d_output of table {table} has shape {np.shape(gradient)}, its output {shape}.")
+                raise ValueError(
+                    f"d_output of table {table} has shape {np.shape(gradient)}, its output {shape}."
+                )
         wide = [jnp.asarray(gradient, jnp.float32) for gradient in d_outputs]
         return [jnp.concatenate([wide[k] for k in group]) for group in self.groups]
 
-    def _step(self, lookup_params: Sequence[PyTree], batch: Sequence[Bags], d_by_group: Sequence[Array]) -> list[Any]:
+    def _step(
+        self, lookup_params: Sequence[PyTree], batch: Sequence[Bags], d_by_group: Sequence[Array]
+    ) -> list[Any]:
         """Steps the cores and caches of all groups, and returns the gradients of the weights of each."""
         rate = self.learning_rate.get_value()
         number = self.step.get_value()

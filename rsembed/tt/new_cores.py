@@ -24,7 +24,9 @@ from rsembed.progress import progress
 from rsembed.tt.cores import AnyCores, Cores, check_cores
 from rsembed.tt.spec import CORE_DTYPES, Integers, TTSpec
 
-WeightDistribution = Literal["normal", "uniform", "approx-normal", "approx-uniform", "naive-uniform"]
+WeightDistribution = Literal[
+    "normal", "uniform", "approx-normal", "approx-uniform", "naive-uniform"
+]
 RelativeError = Annotated[float, "[0, inf)"]
 
 
@@ -141,7 +143,9 @@ def _triangle_wave_cores(key: PRNGKeyArray, spec: TTSpec) -> list[Array]:
             core = rotation[..., 0].transpose(0, 3, 1, 2).reshape(p, -1, q, 1)
         else:
             diagonal = jnp.eye(num_harmonics)[None, :, None, None, :, None]
-            core = (rotation[:, None] * diagonal).reshape(p, 2 * num_harmonics, q, 2 * num_harmonics)
+            core = (rotation[:, None] * diagonal).reshape(
+                p, 2 * num_harmonics, q, 2 * num_harmonics
+            )
         unused = (rank - core.shape[1], next_rank - core.shape[3])
         core = jnp.pad(core, [(0, 0), (0, unused[0]), (0, 0), (0, unused[1])])
         cores.append(core + jnp.sqrt(jnp.mean(core * core)) * noises[t])
@@ -149,7 +153,9 @@ def _triangle_wave_cores(key: PRNGKeyArray, spec: TTSpec) -> list[Array]:
 
 
 @validated
-def from_dense(spec: TTSpec, table: Float[Array | np.ndarray, "vocab dim"], *, dtype: Any = jnp.float32) -> Cores:
+def from_dense(
+    spec: TTSpec, table: Float[Array | np.ndarray, "vocab dim"], *, dtype: Any = jnp.float32
+) -> Cores:
     """Cores that approximate a dense table, by TT-SVD.
 
     A trained table is seldom close to a small tensor train. To recover some of the loss, pass the

@@ -18,7 +18,15 @@ from flax import nnx
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
-from rsembed.bags import Bags, as_bags, check_bags, check_ids_dtype, check_unmasked, check_values, is_traced
+from rsembed.bags import (
+    Bags,
+    as_bags,
+    check_bags,
+    check_ids_dtype,
+    check_unmasked,
+    check_values,
+    is_traced,
+)
 from rsembed.checks import check_type
 from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Segment, Step
 from rsembed.kernels.reference import rows_of_list
@@ -149,7 +157,9 @@ def storage_of(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def looked_up(storage: TensorTrain, mode: Mode, params: Params, batch: Bags) -> Float[Array, "bags dim"]:
+def looked_up(
+    storage: TensorTrain, mode: Mode, params: Params, batch: Bags
+) -> Float[Array, "bags dim"]:
     """Pooled rows of a group of tables, read from the cache or computed from the cores."""
     return storage.look_up(params, call_of(batch, batch.ids, mode), storage.tables[0])[0]
 
@@ -215,7 +225,9 @@ counted = jax.jit(hot_rows.count)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def populated(storage: TensorTrain, params: CachedTrain, slots: AllSlots) -> tuple[CachedTrain, AllSlots]:
+def populated(
+    storage: TensorTrain, params: CachedTrain, slots: AllSlots
+) -> tuple[CachedTrain, AllSlots]:
     """Parameters and slots with the most read rows in the cache."""
     return storage.populate(params, slots, storage.tables[0])
 
@@ -296,7 +308,9 @@ def read_bags(
         if not isinstance(indices, jax.Array):
             indices = np.asarray(indices)
         if indices.ndim != 1:
-            raise ValueError(f"offsets go with flat indices, got shape {indices.shape}; leave them out for dense ids.")
+            raise ValueError(
+                f"offsets go with flat indices, got shape {indices.shape}; leave them out for dense ids."
+            )
         check_type(weights, Float[np.ndarray, " nnz"] | None, "per_sample_weights")
         if isinstance(weights, (list, tuple)):
             weights = np.asarray(weights, np.float32)
@@ -311,7 +325,9 @@ def read_bags(
                 f"indices of shape {bags.dense_shape} need offsets; only dense ids [bags, ids per bag] do not."
             )
     if bags.weights is not None and bags.weights.shape != bags.ids.shape:
-        raise ValueError(f"per_sample_weights have {bags.weights.size} numbers for {bags.ids.size} indices.")
+        raise ValueError(
+            f"per_sample_weights have {bags.weights.size} numbers for {bags.ids.size} indices."
+        )
     if bags.num_bags % len(specs):
         raise ValueError(
             f"{bags.num_bags} bags cannot be shared equally by {len(specs)} tables; the bags of "
@@ -329,11 +345,15 @@ def read_bags(
         first = table_offsets[0]
         table_bags = Bags(ids[first : table_offsets[-1]], table_offsets - first)
         table_name = name if len(specs) == 1 else f"{name} {k}"
-        check_values(table_bags, feature="indices", table=table_name, vocabulary_size=spec.num_embeddings)
+        check_values(
+            table_bags, feature="indices", table=table_name, vocabulary_size=spec.num_embeddings
+        )
     return bags
 
 
-def _with_last(offsets: Any, num_ids: int, num_tables: int, last: bool | None) -> Array | np.ndarray:
+def _with_last(
+    offsets: Any, num_ids: int, num_tables: int, last: bool | None
+) -> Array | np.ndarray:
     """Offsets that include the end of the last bag; `last` tells whether `offsets` already do."""
     check_type(offsets, Int[np.ndarray, " bags"], "offsets")
     if not isinstance(offsets, jax.Array):

@@ -138,7 +138,9 @@ class TTSpec:
         itemsize = jnp.dtype(dtype_among(CORE_DTYPES, dtype, "dtype")).itemsize
         max_params = int(bytes) // itemsize
         smaller_ranks = range(max(rows, dim))
-        rank = bisect.bisect_right(smaller_ranks, max_params, key=lambda smaller: of_rank(smaller + 1).num_params)
+        rank = bisect.bisect_right(
+            smaller_ranks, max_params, key=lambda smaller: of_rank(smaller + 1).num_params
+        )
         if not rank:
             raise ValueError(
                 f"{bytes} bytes cannot hold {rows} x {dim} even at rank 1; that takes "
@@ -257,7 +259,9 @@ def specs_of_tables(num_tables: int, **arguments: Any) -> list[TTSpec]:
 
 
 @validated
-def suggested_tt_shapes(n: PositiveInt, d: PositiveInt = 3, allow_round_up: bool = True) -> list[int]:
+def suggested_tt_shapes(
+    n: PositiveInt, d: PositiveInt = 3, allow_round_up: bool = True
+) -> list[int]:
     """The `d` most even integer factors of `n`, or of a slightly larger round number.
 
     Candidates are `n` rounded up to multiples of 1, 10, 100, ... The evenness of factors is the
@@ -362,7 +366,9 @@ def _cheapest_p_shapes(num_embeddings: int, slice_sizes: Sequence[int]) -> list[
     return [factor_of_core[t] for t in range(len(slice_sizes))]
 
 
-def _cheapest_factors(rows: int, order: list[int], slice_sizes: Sequence[int]) -> tuple[int, dict[int, int]]:
+def _cheapest_factors(
+    rows: int, order: list[int], slice_sizes: Sequence[int]
+) -> tuple[int, dict[int, int]]:
     """Fewest parameters of the cores in `order` that together have `rows` rows, and their factors."""
     core, *later_cores = order
     size = slice_sizes[core]

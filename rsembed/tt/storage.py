@@ -95,7 +95,9 @@ class TensorTrain(Storage):
         if (self.tt_ranks is None) == (self.bytes is None):
             raise ValueError("TensorTrain needs either tt_ranks or bytes.")
         if self.bytes is not None and (self.tt_p_shapes or self.tt_q_shapes):
-            raise ValueError("TensorTrain: bytes chooses the factors too; leave tt_p_shapes and tt_q_shapes out.")
+            raise ValueError(
+                "TensorTrain: bytes chooses the factors too; leave tt_p_shapes and tt_q_shapes out."
+            )
 
     def __repr__(self) -> str:
         """Description of the storage in checkpoints. It mentions the cache only if there is one."""
@@ -183,7 +185,9 @@ class TensorTrain(Storage):
             core_slots = parts(self.core_slots(slots), sizes)
         return list(zip(cores, core_slots, strict=True))
 
-    def stack(self, parts: Sequence[tuple[Params, AllSlots]], like: Params, num_shards: int) -> State:
+    def stack(
+        self, parts: Sequence[tuple[Params, AllSlots]], like: Params, num_shards: int
+    ) -> State:
         """The inverse of `unstack`; several tables can share a storage only without a cache."""
         del like, num_shards
         return joined([cores for cores, _ in parts]), joined([slots for _, slots in parts])
@@ -209,7 +213,9 @@ class TensorTrain(Storage):
         except ValueError as error:
             raise ValueError(f"table {table.name!r}: {error}") from error
 
-    def init(self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int) -> State:
+    def init(
+        self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
+    ) -> State:
         """Random cores with their initial slots, and an empty cache."""
         del shard, num_shards
         names = [member.name for member in self.tables_of(table)]
@@ -242,7 +248,9 @@ class TensorTrain(Storage):
         cores = joined([cores_by_number[number] for number in range(len(tables))])
         return self.with_empty_cache(cores, init_core_slots(table.optimizer, cores), table)
 
-    def with_empty_cache(self, cores: Cores, slots: AllSlots, table: TableSpec) -> tuple[Params, AllSlots]:
+    def with_empty_cache(
+        self, cores: Cores, slots: AllSlots, table: TableSpec
+    ) -> tuple[Params, AllSlots]:
         """Parameters and slots of these cores, with an empty cache if the storage has one."""
         if not self.cache_rows:
             return cores, slots
@@ -299,12 +307,16 @@ class TensorTrain(Storage):
             return super().pooled(params, keys, call, table, pool, ahead)
         return self.look_up(params, call, table), jnp.zeros((), jnp.int32)
 
-    def read(self, params: Params, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None) -> Vectors:
+    def read(
+        self, params: Params, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None
+    ) -> Vectors:
         """Rows of `keys` in float32, from the cache or the cores; no key is ever unknown."""
         del ahead
         return self.vectors(params, _rows(keys), table), jnp.zeros((), jnp.int32)
 
-    def vectors(self, params: Params, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
+    def vectors(
+        self, params: Params, rows: Int[Array, " nnz"], table: TableSpec
+    ) -> Float[Array, "nnz dim"]:
         """Rows with these row numbers in float32, from the cache or the cores."""
         return self.look_up(params, Call.of([IdList.single(rows)], ["sum"]), table)[0]
 
@@ -320,11 +332,15 @@ class TensorTrain(Storage):
         table_ids = jnp.where(ids < first, NO_ROW, ids - first)
         return rows.at[table_ids].set(params.rows, mode="drop")
 
-    def rows(self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int) -> dict[str, Array]:
+    def rows(
+        self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int
+    ) -> dict[str, Array]:
         """All rows of a table in float32, from the cache or the cores, under the name "values"."""
         return {"values": cast(TensorTrain, table.storage).whole(params, table, 0)}
 
-    def optimizer_state(self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int) -> AllSlots:
+    def optimizer_state(
+        self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int
+    ) -> AllSlots:
         """Copies of the slots of the cores and, with a cache, of the cached rows."""
         return jax.tree.map(jnp.copy, slots)
 
@@ -346,10 +362,14 @@ class TensorTrain(Storage):
         is_due = (number % self.populate_every == self.populate_every - 1).astype(jnp.int32)
         populate = functools.partial(self.populate, table=table)
         # A loop of at most one iteration updates arrays in place; `lax.cond` may copy them.
-        params, slots = jax.lax.fori_loop(0, is_due, lambda _, state: populate(*state), (params, slots))
+        params, slots = jax.lax.fori_loop(
+            0, is_due, lambda _, state: populate(*state), (params, slots)
+        )
         return params, slots, rows
 
-    def populate(self, params: CachedTrain, slots: AllSlots, table: TableSpec) -> tuple[CachedTrain, AllSlots]:
+    def populate(
+        self, params: CachedTrain, slots: AllSlots, table: TableSpec
+    ) -> tuple[CachedTrain, AllSlots]:
         """Parameters and slots with the most read rows in the cache. See `hot_rows.populate`."""
         core_slots, row_slots = slots
         specs = self.specs_of(table)
@@ -404,7 +424,9 @@ class TensorTrain(Storage):
         (d_params,) = pull([d_output.astype(jnp.float32) for d_output in gradients.d_outputs])
         return cores_of(d_params)
 
-    def step_all(self, params: Cores, slots: AllSlots, gradients: Cores, table: TableSpec, step: Step) -> State:
+    def step_all(
+        self, params: Cores, slots: AllSlots, gradients: Cores, table: TableSpec, step: Step
+    ) -> State:
         """Cores and slots after one step of all slices, computed in float32.
 
         Gradients are first rounded to the dtype of the cores.
@@ -414,12 +436,16 @@ class TensorTrain(Storage):
         for core, core_slots, gradient in zip(params, slots, gradients, strict=True):
             rounded = gradient.astype(core.dtype).astype(jnp.float32)
             wide = core.astype(jnp.float32)
-            stepped, stepped_slots = table.optimizer.step_rows(wide, core_slots, rounded, step.hyper)
+            stepped, stepped_slots = table.optimizer.step_rows(
+                wide, core_slots, rounded, step.hyper
+            )
             new_cores.append(stepped.astype(core.dtype))
             new_slots.append(stepped_slots)
         return tuple(new_cores), tuple(new_slots)
 
-    def with_rows(self, params: Params, slots: AllSlots, rows: PyTree, table: TableSpec, num_shards: int) -> State:
+    def with_rows(
+        self, params: Params, slots: AllSlots, rows: PyTree, table: TableSpec, num_shards: int
+    ) -> State:
         """Parameters with new cores and an empty cache; slots are unchanged.
 
         Args:

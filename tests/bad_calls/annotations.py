@@ -9,7 +9,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jaxtyping import PyTree
 
-spec: Any = importlib.util.spec_from_file_location("reference", pathlib.Path(__file__).parents[2] / "docs/reference.py")
+spec: Any = importlib.util.spec_from_file_location(
+    "reference", pathlib.Path(__file__).parents[2] / "docs/reference.py"
+)
 reference: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(reference)
 
@@ -26,7 +28,10 @@ def public_calls() -> Iterator[tuple[str, Callable[..., Any]]]:
         yield name, value
         for kind in value.__mro__ if isinstance(value, type) else ():
             for own, member in vars(kind).items():
-                yield f"{name}.{own}", getattr(member, "__func__", member)  # of a static method, or one of the class
+                yield (
+                    f"{name}.{own}",
+                    getattr(member, "__func__", member),
+                )  # of a static method, or one of the class
 
 
 def refused(call: Callable[..., Any], name: str, value: Any) -> Callable[[], Any]:

@@ -20,7 +20,9 @@ def who(keys, **storage):
 
 
 def on_mesh(**changes):
-    return rs.EmbeddingCollection([feature(), feature("author")], mesh=mesh()).prepare(batch(**changes))
+    return rs.EmbeddingCollection([feature(), feature("author")], mesh=mesh()).prepare(
+        batch(**changes)
+    )
 
 
 BAD = """

@@ -40,7 +40,9 @@ def damaged(change):
 
 
 def flipped(path):
-    file = max((file for file in path.rglob("*") if file.is_file()), key=lambda file: len(file.parts))
+    file = max(
+        (file for file in path.rglob("*") if file.is_file()), key=lambda file: len(file.parts)
+    )
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(bytes(content))
@@ -54,7 +56,9 @@ def torn(path):
 def newer(path):
     body = json.loads((path / "manifest.json").read_text())["manifest"] | {"layout_version": 99}
     checksum = f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
-    (path / "manifest.json").write_text(json.dumps({"crc32": checksum, "manifest": body}, sort_keys=True, indent=1))
+    (path / "manifest.json").write_text(
+        json.dumps({"crc32": checksum, "manifest": body}, sort_keys=True, indent=1)
+    )
 
 
 def load_into(*features):

@@ -52,7 +52,9 @@ def variables():
 
 @functools.cache
 def train_state():
-    return linen.TrainState.create(apply_fn=LinenModel().apply, variables=variables(), tx=optax.sgd(0.1))
+    return linen.TrainState.create(
+        apply_fn=LinenModel().apply, variables=variables(), tx=optax.sgd(0.1)
+    )
 
 
 def create(**options):

@@ -16,7 +16,9 @@ def context(num_devices=1):
 
 
 def made(name="word", dim=4, **options):
-    return sok.embedding_variable(name, dim, **({"rows_per_device": 4, "context": context()} | options))
+    return sok.embedding_variable(
+        name, dim, **({"rows_per_device": 4, "context": context()} | options)
+    )
 
 
 @functools.cache
@@ -36,7 +38,9 @@ def plain():
 
 
 def layer(combiner="sum", rows=4, dim=4, slots=1, width=2, **options):
-    return sok.DistributedEmbedding(combiner, rows, dim, slots, width, **{"context": context()} | options)
+    return sok.DistributedEmbedding(
+        combiner, rows, dim, slots, width, **{"context": context()} | options
+    )
 
 
 @functools.cache
@@ -59,7 +63,9 @@ KEYS = np.array([[[1, 2]], [[3, -1]]])
 def group(params=None, ids=None, combiners=None, **options):
     params = [variable()] if params is None else params
     ids = [[[1], [2]]] if ids is None else ids
-    return sok.group_embedding_lookup_sparse(params, ids, ["sum"] if combiners is None else combiners, **options)
+    return sok.group_embedding_lookup_sparse(
+        params, ids, ["sum"] if combiners is None else combiners, **options
+    )
 
 
 def layered(features):
@@ -68,7 +74,9 @@ def layered(features):
 
 def rows(into=None, **changes):
     given = {"keys": np.array([1, 2], np.uint64), "values": np.ones((2, 4), np.float32)} | changes
-    return sok.assign_rows(into or variable(), {name: array for name, array in given.items() if array is not None})
+    return sok.assign_rows(
+        into or variable(), {name: array for name, array in given.items() if array is not None}
+    )
 
 
 @functools.cache

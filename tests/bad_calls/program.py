@@ -24,7 +24,9 @@ import numpy as np
 from tests.bad_calls import annotations, world
 
 NO_TABLES = ("annotations", "program", "world")
-WINGS = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py") if path.stem not in NO_TABLES)
+WINGS = sorted(
+    path.stem for path in Path(__file__).parent.glob("[a-z]*.py") if path.stem not in NO_TABLES
+)
 OWN_FILES = (os.sep + "rsembed" + os.sep, os.sep + "bad_calls" + os.sep)
 
 
@@ -49,7 +51,9 @@ def outcome(call: Any) -> dict[str, Any] | None:
         call()
     except Exception as error:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        is_own = any(part in files[-1] for part in OWN_FILES) or isinstance(error, OSError)  # which names its file
+        is_own = any(part in files[-1] for part in OWN_FILES) or isinstance(
+            error, OSError
+        )  # which names its file
         return {
             "errors": [kind.__name__ for kind in type(error).__mro__],
             "message": str(error),
@@ -68,7 +72,9 @@ def difference(call: Any, proper: Any) -> str:
         return f"other leaves: {[path for path, _ in found]}, {[path for path, _ in expected]}"
     for (path, one), (_, two) in zip(found, expected, strict=True):
         is_number = np.asarray(one).dtype.kind in "fiu"
-        if type(one) is not type(two) or not np.array_equal(np.asarray(one), np.asarray(two), equal_nan=is_number):
+        if type(one) is not type(two) or not np.array_equal(
+            np.asarray(one), np.asarray(two), equal_nan=is_number
+        ):
             return f"{jax.tree_util.keystr(path)} differs: {one!r}, {two!r}"
     return ""
 
@@ -83,7 +89,9 @@ def main(wings: list[str]) -> None:
         for call in rows(wing, "BAD"):
             results[f"{wing}: {call}"] = outcome(partial(run, wing, call))
         for call, proper in rows(wing, "ACCEPTED").items():
-            results[f"{wing}: {call}"] = difference(partial(run, wing, call), partial(run, wing, proper))
+            results[f"{wing}: {call}"] = difference(
+                partial(run, wing, call), partial(run, wing, proper)
+            )
     results |= {f"annotations: {name}": outcome(call) for name, call in annotations.CALLS.items()}
     print(json.dumps(results))
 

@@ -20,7 +20,9 @@ environment = functools.partial(mock.patch.dict, "os.environ")
 
 
 def made(name="word", batch=8, rows=32, **fields):
-    table = embedding_spec.TableSpec(**{"name": name, "vocabulary_size": rows, "embedding_dim": 8} | fields)
+    table = embedding_spec.TableSpec(
+        **{"name": name, "vocabulary_size": rows, "embedding_dim": 8} | fields
+    )
     return embedding_spec.FeatureSpec(name=f"f_{name}", table_spec=table, input_shape=(batch, 2))
 
 
@@ -37,12 +39,16 @@ def specs():
 
 def run(ids=IDS, weights=None, *, given=None, local=1, devices=1, **options):
     weights = None if weights is None else [weights]
-    return embedding.preprocess_sparse_dense_matmul_input([ids], weights, given or specs(), local, devices, **options)
+    return embedding.preprocess_sparse_dense_matmul_input(
+        [ids], weights, given or specs(), local, devices, **options
+    )
 
 
 def new_reader(name="f_word", batch=8):
     """Of the table that has its place."""
-    return embedding_spec.FeatureSpec(name=name, table_spec=specs()[0].table_spec, input_shape=(batch, 2))
+    return embedding_spec.FeatureSpec(
+        name=name, table_spec=specs()[0].table_spec, input_shape=(batch, 2)
+    )
 
 
 @functools.cache
@@ -68,7 +74,9 @@ def update(gradients=None, tables=None, **options):
 
 
 def stack(names=("a", "b"), *features, devices=1, cores=1, **options):
-    return table_stacking.stack_tables(list(features) or [made("a"), made("b")], names, devices, cores, **options)
+    return table_stacking.stack_tables(
+        list(features) or [made("a"), made("b")], names, devices, cores, **options
+    )
 
 
 def _two_stacks_of_one_name():
@@ -107,7 +115,9 @@ def _look_up_on_a_mesh_of_two_axes():
     inputs, _ = run(given=given, local=2, devices=2)
     both = jax.sharding.Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("x", "y"))
     mapped = functools.partial(look_up, given=given, global_device_count=2)
-    return jax.shard_map(mapped, mesh=both, in_specs=P("x"), out_specs=P("x"), check_vma=False)(inputs)
+    return jax.shard_map(mapped, mesh=both, in_specs=P("x"), out_specs=P("x"), check_vma=False)(
+        inputs
+    )
 
 
 def _step_of_whole_rows_of_two_dims():
@@ -116,7 +126,9 @@ def _step_of_whole_rows_of_two_dims():
     stack(["a", "b"], *given)
     inputs, _ = embedding.preprocess_sparse_dense_matmul_input([IDS, IDS], None, given, 1, 1)
     tables = {"a_b": embedding.EmbeddingVariables(jnp.zeros((64, 16)), (jnp.zeros((64, 1)),))}
-    return embedding.sparse_dense_matmul_grad([jnp.ones((8, 8)), jnp.ones((8, 16))], inputs, tables, given)
+    return embedding.sparse_dense_matmul_grad(
+        [jnp.ones((8, 8)), jnp.ones((8, 16))], inputs, tables, given
+    )
 
 
 def _of_two_devices(inputs):
@@ -126,7 +138,9 @@ def _of_two_devices(inputs):
 def _step_of_halves():
     given = placed(made(dtype="bfloat16", stochastic_rounding=True))
     tables = variables(word=embedding.EmbeddingVariables(jnp.zeros((32, 8), "bfloat16"), ()))
-    return embedding.sparse_dense_matmul_grad([jnp.ones((8, 8))], run(given=given)[0], tables, given)
+    return embedding.sparse_dense_matmul_grad(
+        [jnp.ones((8, 8))], run(given=given)[0], tables, given
+    )
 
 
 def auto(*sizes, **options):
@@ -148,7 +162,9 @@ def linen(**options):
 
 
 def layer(**options):
-    return embed.SparseCoreEmbed(specs(), **{"sharding_axis": "x", "mesh": mesh(1, "x"), "rngs": nnx.Rngs(0)} | options)
+    return embed.SparseCoreEmbed(
+        specs(), **{"sharding_axis": "x", "mesh": mesh(1, "x"), "rngs": nnx.Rngs(0)} | options
+    )
 
 
 @functools.cache
@@ -158,7 +174,9 @@ def trained():
 
 def sparse(indices, values, shape=(8, 4), **options):
     trees = [[np.asarray(part)] for part in (indices, values, shape)]
-    return embedding.preprocess_sparse_dense_matmul_input_from_sparse_tensor(*trees, specs(), 1, 1, **options)
+    return embedding.preprocess_sparse_dense_matmul_input_from_sparse_tensor(
+        *trees, specs(), 1, 1, **options
+    )
 
 
 BAD = """

@@ -89,7 +89,9 @@ plan().stack(0) => KeyError: no stack 0; the plan has ['s_t'].
 
 def _placed():
     spec = table()
-    embedding.prepare_feature_specs_for_training([feature(table_spec=spec, input_shape=(8, 1))], 1, 1)
+    embedding.prepare_feature_specs_for_training(
+        [feature(table_spec=spec, input_shape=(8, 1))], 1, 1
+    )
     return spec
 
 

@@ -7,7 +7,10 @@ from tests.bad_calls.world import FOLDER, feature
 
 
 def statistics(**changes):
-    seen = {"max_ids_per_partition": {"word": [8, 9]}, "max_unique_ids_per_partition": {"word": [8, 9]}}
+    seen = {
+        "max_ids_per_partition": {"word": [8, 9]},
+        "max_unique_ids_per_partition": {"word": [8, 9]},
+    }
     return SparseDenseMatmulInputStats(**seen | changes)
 
 

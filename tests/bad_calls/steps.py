@@ -72,7 +72,9 @@ def reshaped(**tables):
 
 def started(initializer, **fields):
     """The state of a table with this initializer."""
-    return rs.EmbeddingCollection([feature(table_spec=table(initializer=initializer, **fields))]).init(KEY(0))
+    return rs.EmbeddingCollection(
+        [feature(table_spec=table(initializer=initializer, **fields))]
+    ).init(KEY(0))
 
 
 def as_numpy(tree):
@@ -86,7 +88,10 @@ def applied(row_gradients):
 
 def by_hand(rows=None, values=None, num_rows=(("word_user", 14),)):
     """Gradients of one row that belong to no collection."""
-    rows, values = jnp.array([1]) if rows is None else rows, jnp.ones((1, 4)) if values is None else values
+    rows, values = (
+        jnp.array([1]) if rows is None else rows,
+        jnp.ones((1, 4)) if values is None else values,
+    )
     return applied(rs.RowGradients({"word_user": rows}, {"word_user": values}, num_rows))
 
 
@@ -97,7 +102,8 @@ def changed(**fields):
 def changed_keys(**arrays):
     given = keyed().row_gradients({"who": np.array([5])}, {"who": np.ones((1, 4), np.float32)})
     return keyed().apply(
-        keyed_state(), dataclasses.replace(given, **{name: {"client": array} for name, array in arrays.items()})
+        keyed_state(),
+        dataclasses.replace(given, **{name: {"client": array} for name, array in arrays.items()}),
     )
 
 

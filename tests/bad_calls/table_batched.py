@@ -14,7 +14,9 @@ IDS, OFFSETS = np.array([1, 2, 3, 4]), np.array([0, 1, 2, 3, 4])  # two bags of 
 
 def module(*specs, **options):
     specs = specs or ((9, 4, HOST, CPU), (5, 4, HOST, CPU))
-    return tbe.TableBatchedEmbeddingBags(list(specs), **({"bounds_check_mode": tbe.BoundsCheckMode.FATAL} | options))
+    return tbe.TableBatchedEmbeddingBags(
+        list(specs), **({"bounds_check_mode": tbe.BoundsCheckMode.FATAL} | options)
+    )
 
 
 def row_wise(**options):
@@ -27,7 +29,9 @@ def counting(**config):
 
 
 def clipping(**config):
-    return row_wise(weight_decay_mode="COWCLIP", cowclip_regularization=tbe.CowClipDefinition(**config))
+    return row_wise(
+        weight_decay_mode="COWCLIP", cowclip_regularization=tbe.CowClipDefinition(**config)
+    )
 
 
 def stored_states(optimizer, **dtypes):
@@ -63,7 +67,11 @@ def backward(gradient, **options):
 
 
 def state_dict(**changes):
-    return {name: array for name, array in (single().state_dict() | changes).items() if array is not None}
+    return {
+        name: array
+        for name, array in (single().state_dict() | changes).items()
+        if array is not None
+    }
 
 
 BAD = """

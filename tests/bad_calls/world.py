@@ -101,7 +101,9 @@ def other_row_gradients() -> rs.RowGradients:
 @cached
 def keyed(**storage: Any) -> rs.EmbeddingCollection:
     """A table of keys of 64 bits with room for four."""
-    return rs.EmbeddingCollection([feature("who", table("client", vocabulary_size=4, storage=rs.Hashed(**storage)))])
+    return rs.EmbeddingCollection(
+        [feature("who", table("client", vocabulary_size=4, storage=rs.Hashed(**storage)))]
+    )
 
 
 @cached
@@ -112,7 +114,9 @@ def keyed_state() -> rs.EmbeddingState:
 @cached
 def near() -> rs.EmbeddingCollection:
     """A table on the host of which two rows are near."""
-    return rs.EmbeddingCollection([feature("what", table("item", storage=rs.HostCached(cache_rows=2)))])
+    return rs.EmbeddingCollection(
+        [feature("what", table("item", storage=rs.HostCached(cache_rows=2)))]
+    )
 
 
 @cached

@@ -22,7 +22,10 @@ import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-START_SECONDS, RUN_SECONDS = 90, 240  # bounds for a busy machine; about 40 seconds in all on an idle one
+START_SECONDS, RUN_SECONDS = (
+    90,
+    240,
+)  # bounds for a busy machine; about 40 seconds in all on an idle one
 # All cells stay in the page, and nothing is asked of the network.
 SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},
@@ -40,7 +43,9 @@ def find(*programs: str) -> str:
     """The first of these programs that is installed; skips loudly where none is."""
     found = next(filter(None, map(shutil.which, programs)), None)
     if found is None:
-        pytest.skip(f"the browser test needs {' or '.join(programs)}: apt-get install chromium chromium-driver")
+        pytest.skip(
+            f"the browser test needs {' or '.join(programs)}: apt-get install chromium chromium-driver"
+        )
     return found
 
 
@@ -67,7 +72,11 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     notebooks.mkdir()
     shutil.copy(ROOT / "notebooks" / "01_shakespeare.ipynb", notebooks)
     live = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(LIVE_CELL)])
-    live.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    live.metadata["kernelspec"] = {
+        "name": "python3",
+        "display_name": "Python 3",
+        "language": "python",
+    }
     nbformat.write(live, notebooks / "live.ipynb")
     # A kernel of this Python, whatever other kernels the machine has.
     kernel = folder / "data" / "kernels" / "python3"
@@ -86,7 +95,13 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     own = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_RUNTIME_DIR": "run", "JUPYTER_DATA_DIR": "data"}
     own |= {"JUPYTERLAB_SETTINGS_DIR": "settings", "JUPYTERLAB_WORKSPACES_DIR": "workspaces"}
     own = {name: str(folder / place) for name, place in own.items()}
-    arguments = ["--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0", "--allow-root"]
+    arguments = [
+        "--no-browser",
+        "--ip=127.0.0.1",
+        f"--port={port}",
+        "--ServerApp.port_retries=0",
+        "--allow-root",
+    ]
     log = (folder / "log.txt").open("w")
     server = subprocess.Popen(
         [sys.executable, "-m", "jupyterlab", *arguments, f"--ServerApp.root_dir={notebooks}"],
@@ -114,7 +129,9 @@ def wait_for_server(address: str, server: subprocess.Popen[bytes], log: Path) ->
     pytest.fail(f"JupyterLab did not start:\n{log.read_text()[-3000:]}")
 
 
-def wait_for(driver, what: str, condition: Callable[[], Any], seconds: float = START_SECONDS) -> Any:
+def wait_for(
+    driver, what: str, condition: Callable[[], Any], seconds: float = START_SECONDS
+) -> Any:
     """What `condition` returns once it is true; a picture of the page is kept when it never is."""
     from selenium.common.exceptions import WebDriverException
 
@@ -131,7 +148,9 @@ def wait_for(driver, what: str, condition: Callable[[], Any], seconds: float = S
         time.sleep(0.5)
     picture = Path(tempfile.gettempdir()) / "rsembed-browser-test.png"
     driver.save_screenshot(str(picture))
-    pytest.fail(f"{what} did not appear within {seconds:.0f} seconds; the page looked like {picture}")
+    pytest.fail(
+        f"{what} did not appear within {seconds:.0f} seconds; the page looked like {picture}"
+    )
 
 
 def open_and_run(driver, address: str, token: str, name: str) -> None:
@@ -140,13 +159,19 @@ def open_and_run(driver, address: str, token: str, name: str) -> None:
 
     def kernel_is_ready() -> bool:
         with urllib.request.urlopen(f"{address}/api/sessions?token={token}", timeout=10) as answer:
-            kernels = [session["kernel"] for session in json.load(answer) if session["path"] == name]
-        return any(kernel["execution_state"] == "idle" and kernel["connections"] > 0 for kernel in kernels)
+            kernels = [
+                session["kernel"] for session in json.load(answer) if session["path"] == name
+            ]
+        return any(
+            kernel["execution_state"] == "idle" and kernel["connections"] > 0 for kernel in kernels
+        )
 
     wait_for(driver, "a kernel", kernel_is_ready)
     for menu, label in (("MenuBar", "Run"), ("Menu", "Run All Cells")):
         entry = f"//*[contains(@class,'lm-{menu}-itemLabel')][text()='{label}']"
-        wait_for(driver, label, lambda entry=entry: driver.find_element("xpath", entry).click() or True)
+        wait_for(
+            driver, label, lambda entry=entry: driver.find_element("xpath", entry).click() or True
+        )
 
 
 def test_the_shakespeare_tutorial_runs_and_shows_its_loss(driver, lab):
@@ -155,7 +180,10 @@ def test_the_shakespeare_tutorial_runs_and_shows_its_loss(driver, lab):
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
 
     def cells_with_a_number() -> list[str]:
-        return [prompt.text for prompt in driver.find_elements("css selector", ".jp-CodeCell .jp-InputPrompt")]
+        return [
+            prompt.text
+            for prompt in driver.find_elements("css selector", ".jp-CodeCell .jp-InputPrompt")
+        ]
 
     def is_done() -> bool:
         texts = [output.text for output in driver.find_elements("css selector", ".jp-RenderedText")]
@@ -177,7 +205,13 @@ def test_the_live_picture_follows_its_slider(driver, lab):
     def pictures():
         return driver.find_elements("css selector", ".jp-CodeCell .jp-OutputArea-output img")
 
-    (before,) = [picture.get_attribute("src") for picture in wait_for(driver, "the picture", pictures)]
-    handles = wait_for(driver, "sliders", lambda: driver.find_elements("css selector", ".widget-slider .noUi-handle"))
+    (before,) = [
+        picture.get_attribute("src") for picture in wait_for(driver, "the picture", pictures)
+    ]
+    handles = wait_for(
+        driver,
+        "sliders",
+        lambda: driver.find_elements("css selector", ".widget-slider .noUi-handle"),
+    )
     handles[0].send_keys("\ue012")  # the left arrow key
     wait_for(driver, "another picture", lambda: pictures()[0].get_attribute("src") != before)

@@ -19,7 +19,9 @@ def collection_of(mesh=None):
         name="item",
         vocabulary_size=10,
         embedding_dim=2,
-        initializer=lambda key, shape: jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape),
+        initializer=lambda key, shape: jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(
+            shape
+        ),
         optimizer=rs.optimizers.Adagrad(0.1),
     )
     return rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=mesh)
@@ -30,7 +32,9 @@ def keyed_collection(mesh=None):
     same = {"vocabulary_size": 16, "embedding_dim": 2, "initializer": jax.nn.initializers.normal()}
     same |= {"optimizer": rs.optimizers.Adagrad(0.1), "storage": rs.Hashed()}
     tables = [rs.TableSpec(name=name, **same) for name in ("left", "right")]
-    return rs.EmbeddingCollection([rs.FeatureSpec(name=table.name, table_spec=table) for table in tables], mesh=mesh)
+    return rs.EmbeddingCollection(
+        [rs.FeatureSpec(name=table.name, table_spec=table) for table in tables], mesh=mesh
+    )
 
 
 def keys_of(process):
@@ -40,10 +44,12 @@ def keys_of(process):
 
 def step(collection, state, ids):
     """One step whose gradient is the activation, with the samples of this process."""
-    batch = collection.prepare({name: ids + number for number, name in enumerate(collection.features)})
-    return jax.jit(lambda state, batch: collection.update(state, batch, collection.lookup_vjp(state, batch)[0]))(
-        state, batch
+    batch = collection.prepare(
+        {name: ids + number for number, name in enumerate(collection.features)}
     )
+    return jax.jit(
+        lambda state, batch: collection.update(state, batch, collection.lookup_vjp(state, batch)[0])
+    )(state, batch)
 
 
 def same(restored, state):
@@ -84,7 +90,11 @@ def main(folder, alone):
     state = step(keyed, keyed.init(jax.random.key(0)), keys_of(jax.process_index()))
     checkpoint.save_collection(f"{folder}-keys", keyed, state)
     again = keyed.tables(checkpoint.load_collection(f"{folder}-keys", keyed))
-    print("keys", [own["keys"].tolist() for own in again.values()], keyed.counts(state)["right"]["inserted"])
+    print(
+        "keys",
+        [own["keys"].tolist() for own in again.values()],
+        keyed.counts(state)["right"]["inserted"],
+    )
 
 
 if __name__ == "__main__":

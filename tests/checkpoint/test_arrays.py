@@ -13,7 +13,18 @@ import rsembed as rs
 from rsembed import checkpoint
 
 DTYPES = [
-    *("bool", "int4", "int8", "uint16", "int32", "uint64", "float8_e4m3fn", "float16", "bfloat16", "float32"),
+    *(
+        "bool",
+        "int4",
+        "int8",
+        "uint16",
+        "int32",
+        "uint64",
+        "float8_e4m3fn",
+        "float16",
+        "bfloat16",
+        "float32",
+    ),
     *("float64", "complex64", "complex128"),
 ]
 SHAPES = [(), (1,), (7,), (0,), (5, 0), (0, 3), (7, 3), (3, 2, 5), (2, 1, 1, 2)]
@@ -45,12 +56,16 @@ def table_of(rows, dim):
         name="item",
         vocabulary_size=rows,
         embedding_dim=dim,
-        initializer=lambda key, shape: jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape),
+        initializer=lambda key, shape: jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(
+            shape
+        ),
         optimizer=rs.optimizers.SGD(0.1),
     )
 
 
-def test_a_reader_of_zarr_that_knows_nothing_of_us_finds_a_table_in_the_order_of_its_ids(tmp_path, monkeypatch):
+def test_a_reader_of_zarr_that_knows_nothing_of_us_finds_a_table_in_the_order_of_its_ids(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", 100)
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
     feature = rs.FeatureSpec(name="f", table_spec=table_of(50, 4))
@@ -59,7 +74,9 @@ def test_a_reader_of_zarr_that_knows_nothing_of_us_finds_a_table_in_the_order_of
     state = collection.update(state, {"f": np.full((4, 1), 7)}, {"f": jnp.ones((4, 4))})
     checkpoint.save_collection(tmp_path / "a", collection, state)
     manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())["manifest"]
-    (folder,) = (entry["folder"] for entry in manifest["arrays"] if entry["path"] == ["tables", "item"])
+    (folder,) = (
+        entry["folder"] for entry in manifest["arrays"] if entry["path"] == ["tables", "item"]
+    )
     store = {"driver": "file", "path": str(tmp_path / "a" / folder)}
     zarr = tensorstore.open({"driver": "zarr3", "kvstore": store}).result()
     expected = np.asarray(collection.tables(state)["item"])
@@ -72,7 +89,11 @@ def test_a_reader_of_zarr_that_knows_nothing_of_us_finds_a_table_in_the_order_of
 def test_neither_save_nor_load_needs_memory_for_a_whole_table(tmp_path, monkeypatch, num_devices):
     monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", 1 << 16)
     monkeypatch.setattr(checkpoint.arrays, "_BYTES_IN_FLIGHT", 1 << 18)
-    mesh = None if num_devices is None else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
+    mesh = (
+        None
+        if num_devices is None
+        else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
+    )
     table = table_of(60_000, 32)
     collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=mesh)
     table_bytes, peaks = 60_000 * 32 * 4, []
@@ -87,7 +108,12 @@ def test_neither_save_nor_load_needs_memory_for_a_whole_table(tmp_path, monkeypa
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()
-    np.testing.assert_array_equal(collection.tables(found)["item"], collection.tables(state)["item"])
+    np.testing.assert_array_equal(
+        collection.tables(found)["item"], collection.tables(state)["item"]
+    )
     # Onto a mesh, rows are put together for the devices of this process, here all of them.
     limits = (table_bytes / 4, table_bytes / 4 if num_devices is None else 1.3 * table_bytes)
-    assert all(peak < limit for peak, limit in zip(peaks, limits, strict=True)), (peaks, table_bytes)
+    assert all(peak < limit for peak, limit in zip(peaks, limits, strict=True)), (
+        peaks,
+        table_bytes,
+    )

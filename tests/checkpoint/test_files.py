@@ -19,8 +19,14 @@ from rsembed import checkpoint
 def make_tree():
     rng = np.random.default_rng(0)
     return {
-        "tables": {"item": rng.normal(size=(100, 8)).astype(np.float32), "user": jnp.arange(12.0).reshape(4, 3)},
-        "slots": [jnp.arange(5, dtype=jnp.bfloat16), (np.zeros((0, 3), np.int64), np.uint64(2**63))],
+        "tables": {
+            "item": rng.normal(size=(100, 8)).astype(np.float32),
+            "user": jnp.arange(12.0).reshape(4, 3),
+        },
+        "slots": [
+            jnp.arange(5, dtype=jnp.bfloat16),
+            (np.zeros((0, 3), np.int64), np.uint64(2**63)),
+        ],
         "key": jax.random.key(7),
         "keys": jax.random.split(jax.random.key(1, impl="rbg"), 3),
         "rate": 0.25,
@@ -41,7 +47,9 @@ def assert_equal_trees(found, expected):
 def test_any_tree_comes_back_with_its_structure(tmp_path, monkeypatch, chunk_bytes):
     monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", chunk_bytes)
     tree = make_tree()
-    checkpoint.save(tmp_path / "deep" / "a", tree, step=3, metadata={"loss": [0.5], "α": {10: 1, 9: None}})
+    checkpoint.save(
+        tmp_path / "deep" / "a", tree, step=3, metadata={"loss": [0.5], "α": {10: 1, 9: None}}
+    )
     found = checkpoint.load(tmp_path / "deep" / "a", tree)
     assert_equal_trees(found.tree, tree)
     assert (found.step, found.metadata) == (3, {"loss": [0.5], "α": {"10": 1, "9": None}})
@@ -59,7 +67,9 @@ def test_without_a_template_names_are_keys(tmp_path):
 
 
 def test_sharded_arrays_come_back_on_another_mesh(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", 200)  # chunks that cross the borders of shards
+    monkeypatch.setattr(
+        checkpoint.arrays, "CHUNK_BYTES", 200
+    )  # chunks that cross the borders of shards
     values = np.arange(24 * 6, dtype=np.float32).reshape(24, 6)
     grid = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("a", "b"))
     layouts = {
@@ -67,7 +77,9 @@ def test_sharded_arrays_come_back_on_another_mesh(tmp_path, monkeypatch):
         "columns": P(None, "a") if values.shape[1] % 4 == 0 else P(None, "b"),
         "both": P("a", "b"),
     }
-    tree = {name: jax.device_put(values, NamedSharding(grid, spec)) for name, spec in layouts.items()}
+    tree = {
+        name: jax.device_put(values, NamedSharding(grid, spec)) for name, spec in layouts.items()
+    }
     checkpoint.save(tmp_path / "a", tree)
     line = NamedSharding(Mesh(np.asarray(jax.devices()[:3]), ("x",)), P("x"))
     like = {name: jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=line) for name in tree}
@@ -108,12 +120,17 @@ def test_the_error_names_file_chunk_array_and_rows(tmp_path, monkeypatch):
     data = file.read_bytes()
     for bit in (0, 8 * len(data) - 1):  # in the rows, and in their checksum
         flip(file, bit)
-        with pytest.raises(checkpoint.CorruptCheckpointError, match=r"c\.2\.0: chunk 2, rows 8 to 11 of 'tables/item'"):
+        with pytest.raises(
+            checkpoint.CorruptCheckpointError,
+            match=r"c\.2\.0: chunk 2, rows 8 to 11 of 'tables/item'",
+        ):
             checkpoint.load(tmp_path / "a")
         file.write_bytes(data)
     for size in (0, 3, 51, 53):
         file.write_bytes((data + b"x")[:size])
-        with pytest.raises(checkpoint.CorruptCheckpointError, match=r"c\.2\.0: chunk 2, .* \(CRC32C differs\)"):
+        with pytest.raises(
+            checkpoint.CorruptCheckpointError, match=r"c\.2\.0: chunk 2, .* \(CRC32C differs\)"
+        ):
             checkpoint.load(tmp_path / "a")
 
 
@@ -128,7 +145,9 @@ for step in range(2, 10_000):
 
 def test_a_killed_save_leaves_the_checkpoints_before_it(tmp_path):
     checkpoint.save(tmp_path / "step_1", {"x": np.ones(4, np.float32)}, step=1)
-    writer = subprocess.Popen([sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     with writer:
         writer.stdout.readline()
         deadline = time.monotonic() + 20
@@ -136,7 +155,9 @@ def test_a_killed_save_leaves_the_checkpoints_before_it(tmp_path):
             pass
         os.kill(writer.pid, signal.SIGKILL)
     (torn,) = tmp_path.glob(".*.partial")
-    with pytest.raises(FileNotFoundError, match=r"no manifest\.json\. An interrupted save leaves none"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no manifest\.json\. An interrupted save leaves none"
+    ):
         checkpoint.load(torn)
     last = tmp_path / f"step_{int(torn.name.split('_')[1].split('.')[0]) - 1}"
     found = checkpoint.load(last)

@@ -12,23 +12,36 @@ from rsembed import checkpoint
 DIM, ITEMS, LR = 4, 60, 0.5
 KEYS = 2**40 + (2**33 + 1) * np.arange(12)
 BATCHES = [
-    {"user": KEYS[(5 * step + np.arange(24) ** 2) % 12].reshape(8, 3), "item": (7 * step + np.arange(8)) % ITEMS}
+    {
+        "user": KEYS[(5 * step + np.arange(24) ** 2) % 12].reshape(8, 3),
+        "item": (7 * step + np.arange(8)) % ITEMS,
+    }
     for step in range(4)
 ]
 
 
 def collection_of(user_rows, item_storage, **options):
-    how = {"embedding_dim": DIM, "optimizer": rs.optimizers.Adagrad(LR), "initializer": jax.nn.initializers.normal()}
+    how = {
+        "embedding_dim": DIM,
+        "optimizer": rs.optimizers.Adagrad(LR),
+        "initializer": jax.nn.initializers.normal(),
+    }
     user = rs.TableSpec(name="user", vocabulary_size=user_rows, storage=rs.Hashed(), **how)
     item = rs.TableSpec(name="item", vocabulary_size=ITEMS, storage=item_storage, **how)
     return rs.EmbeddingCollection(
-        [rs.FeatureSpec(name="user", table_spec=user), rs.FeatureSpec(name="item", table_spec=item)], **options
+        [
+            rs.FeatureSpec(name="user", table_spec=user),
+            rs.FeatureSpec(name="item", table_spec=item),
+        ],
+        **options,
     )
 
 
 def trained(collection, state, batches):
     for batch in batches:
-        state = collection.update(state, batch, {"user": jnp.ones((8, DIM)), "item": -jnp.ones((8, DIM))})
+        state = collection.update(
+            state, batch, {"user": jnp.ones((8, DIM)), "item": -jnp.ones((8, DIM))}
+        )
     return state
 
 

@@ -36,7 +36,9 @@ def test_wide_integers_are_not_narrowed_without_a_word(tmp_path):
     checkpoint.save(tmp_path / "a", {"x": values})
     assert checkpoint.load(tmp_path / "a", {"x": values}).tree["x"].tolist() == [2**40, 3]
     for like in (jax.ShapeDtypeStruct((2,), np.int64), jnp.zeros(2, jnp.int32)):
-        with pytest.raises(ValueError, match=r"'x' is int64\[2\], (which a JAX array cannot hold|wanted int32)"):
+        with pytest.raises(
+            ValueError, match=r"'x' is int64\[2\], (which a JAX array cannot hold|wanted int32)"
+        ):
             checkpoint.load(tmp_path / "a", {"x": like})
 
 
@@ -55,7 +57,9 @@ def test_files_that_are_missing_or_in_each_others_place_are_refused(tmp_path, mo
             (path / name).write_bytes(content)
 
     damages = {
-        r"0000/c\.1\.0: chunk 1, rows 4 to 7 of 'a', .* missing": lambda path: (path / "0000/c.1.0").unlink(),
+        r"0000/c\.1\.0: chunk 1, rows 4 to 7 of 'a', .* missing": lambda path: (
+            path / "0000/c.1.0"
+        ).unlink(),
         r"0001/c\.0\.0: .* missing": lambda path: (path / first).rename(path / "0001/c.0"),
         r"0001/c\.0\.0: chunk 0, rows 0 to 3 of 'b'": lambda path: swap(path, first, second),
         r"0000/c\.0\.0: chunk 0, rows 0 to 3 of 'a'": lambda path: swap(path, "0000/c.0.0", first),
@@ -79,7 +83,9 @@ def test_what_is_removed_during_a_load_is_refused_and_not_taken_for_zeros(tmp_pa
         return whole(array)
 
     monkeypatch.setattr(checkpoint.states.SavedArray, "whole", remove_before)
-    with pytest.raises(checkpoint.CorruptCheckpointError, match=r"the file is missing|does not hold 'x'"):
+    with pytest.raises(
+        checkpoint.CorruptCheckpointError, match=r"the file is missing|does not hold 'x'"
+    ):
         checkpoint.load(tmp_path / "a")
 
 
@@ -139,9 +145,15 @@ def test_forged_fields_of_a_manifest_are_refused_by_file_before_anything_is_allo
                 body = json.loads(intact)["manifest"]
                 with_field(body["arrays"][0] if of_entry else body, name, value)
                 (tmp_path / "a" / "manifest.json").write_bytes(checkpoint.files.encoded(body))
-                for read in (checkpoint.load, checkpoint.verify, lambda path: checkpoint.load(path, tree)):
+                for read in (
+                    checkpoint.load,
+                    checkpoint.verify,
+                    lambda path: checkpoint.load(path, tree),
+                ):
                     start = time.perf_counter()
-                    with pytest.raises(checkpoint.CorruptCheckpointError, match=str(tmp_path / "a")):
+                    with pytest.raises(
+                        checkpoint.CorruptCheckpointError, match=str(tmp_path / "a")
+                    ):
                         read(tmp_path / "a")
                     assert time.perf_counter() - start < 2.0, (name, value)
                 (tmp_path / "a" / "manifest.json").write_bytes(intact)
@@ -152,19 +164,33 @@ def test_forged_fields_of_a_manifest_are_refused_by_file_before_anything_is_allo
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[]", b"{", b"null", b'{"manifest": []}', b"[" * 200_000, b"\xff\xfe", b'{"manifest": {}, "crc32": "0"}'],
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"null",
+        b'{"manifest": []}',
+        b"[" * 200_000,
+        b"\xff\xfe",
+        b'{"manifest": {}, "crc32": "0"}',
+    ],
 )
 def test_a_manifest_that_is_no_manifest_is_refused_by_its_name(tmp_path, content):
     checkpoint.save(tmp_path / "a", {"x": np.arange(3)})
     (tmp_path / "a" / "manifest.json").write_bytes(content)
-    with pytest.raises(checkpoint.CorruptCheckpointError, match=r"manifest\.json is not what was written"):
+    with pytest.raises(
+        checkpoint.CorruptCheckpointError, match=r"manifest\.json is not what was written"
+    ):
         checkpoint.load(tmp_path / "a")
 
 
 def test_arrays_in_the_place_of_dictionaries_are_refused(tmp_path):
     checkpoint.save(tmp_path / "a", {"x": np.arange(3), "y": {"z": np.arange(3)}})
     forged(tmp_path / "a", functools.partial(rename, 0, ["y"]))
-    with pytest.raises(checkpoint.CorruptCheckpointError, match=r"manifest\.json .*'y' is an array, and so is 'y/z'"):
+    with pytest.raises(
+        checkpoint.CorruptCheckpointError,
+        match=r"manifest\.json .*'y' is an array, and so is 'y/z'",
+    ):
         checkpoint.load(tmp_path / "a")
 
 
@@ -172,7 +198,9 @@ def collection_of_all_kinds():
     how = {"embedding_dim": 4, "vocabulary_size": 6, "optimizer": rs.optimizers.Adagrad(0.1)}
     storages = {"dense": None, "keyed": rs.Hashed(), "host": rs.HostCached(cache_rows=4)}
     tables = [rs.TableSpec(name=name, storage=storage, **how) for name, storage in storages.items()]
-    return rs.EmbeddingCollection([rs.FeatureSpec(name=table.name, table_spec=table) for table in tables])
+    return rs.EmbeddingCollection(
+        [rs.FeatureSpec(name=table.name, table_spec=table) for table in tables]
+    )
 
 
 def rename(number, path, body):
@@ -220,7 +248,9 @@ def test_of_several_savers_of_one_path_exactly_one_succeeds_and_what_it_wrote_ca
     def save(path, number, gate):
         gate.wait()
         try:
-            checkpoint.save(path, {"x": np.full(200_000, number), "y": np.full(3, number)}, step=number)
+            checkpoint.save(
+                path, {"x": np.full(200_000, number), "y": np.full(3, number)}, step=number
+            )
         except FileExistsError as error:
             return str(error)
 
@@ -229,14 +259,20 @@ def test_of_several_savers_of_one_path_exactly_one_succeeds_and_what_it_wrote_ca
         with ThreadPoolExecutor(4) as pool:
             errors = list(pool.map(save, [path] * 4, range(4), [gate] * 4))
         found = checkpoint.load(path)
-        assert len([error for error in errors if error is not None and "never replaced" in error]) == 3
+        assert (
+            len([error for error in errors if error is not None and "never replaced" in error]) == 3
+        )
         assert (found.tree["x"] == found.step).all() and (found.tree["y"] == found.step).all()
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 
 
 @pytest.mark.parametrize("too_large", ["an array", "the manifest"])
 def test_a_save_that_fails_leaves_nothing_and_frees_what_it_took(tmp_path, too_large):
-    tree = {"x": np.arange(3), "y": np.arange(100_000 if too_large == "an array" else 3), "z": np.arange(3)}
+    tree = {
+        "x": np.arange(3),
+        "y": np.arange(100_000 if too_large == "an array" else 3),
+        "z": np.arange(3),
+    }
     metadata = {"note": "" if too_large == "an array" else "long" * 20_000}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))

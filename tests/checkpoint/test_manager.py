@@ -16,7 +16,9 @@ from rsembed.checkpoint import CheckpointManager, CorruptCheckpointError, files,
 def make_collection(mesh=None):
     rule = rs.optimizers.Adagrad(0.1)
     dense = rs.TableSpec(name="word", vocabulary_size=64, embedding_dim=4, optimizer=rule)
-    hashed = rs.TableSpec(name="user", vocabulary_size=64, embedding_dim=4, optimizer=rule, storage=rs.Hashed())
+    hashed = rs.TableSpec(
+        name="user", vocabulary_size=64, embedding_dim=4, optimizer=rule, storage=rs.Hashed()
+    )
     features = [rs.FeatureSpec(name=table.name, table_spec=table) for table in (dense, hashed)]
     return rs.EmbeddingCollection(features, mesh=mesh)
 
@@ -29,12 +31,17 @@ def two_devices():
 def run():
     """A collection, a step, and the states of three steps that touch few rows, with new keys in each."""
     collection = make_collection(two_devices())
-    step = jax.jit(lambda state, batch: collection.update(state, batch, collection.lookup(state, batch)))
+    step = jax.jit(
+        lambda state, batch: collection.update(state, batch, collection.lookup(state, batch))
+    )
     rng = np.random.default_rng(0)
     state = collection.init(jax.random.key(0))
     states = []
     for number in range(4):
-        batch = {"word": rng.integers(0, 64, (4, 2)), "user": rng.integers(0, 2**40, (4, 2)) | number}
+        batch = {
+            "word": rng.integers(0, 64, (4, 2)),
+            "user": rng.integers(0, 2**40, (4, 2)) | number,
+        }
         state = step(state, collection.prepare(batch))
         states.append(state)
     return collection, step, batch, states
@@ -47,7 +54,9 @@ def assert_same_rows(found, of_found, expected, of_expected):
     assert int(found.step) == int(expected.step)
 
 
-def test_what_was_given_is_written_though_training_goes_on_in_its_memory(tmp_path, run, monkeypatch):
+def test_what_was_given_is_written_though_training_goes_on_in_its_memory(
+    tmp_path, run, monkeypatch
+):
     collection, step, batch, states = run
     donating = jax.jit(step, donate_argnums=0)
     may_write = threading.Event()
@@ -97,7 +106,9 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
         checkpoints.wait_until_finished()
         damage(checkpoints.paths()[3])
         damage(checkpoints.paths()[2])
-        with pytest.warns(UserWarning, match="step_00000000[23] is passed over: .*is not what was written") as told:
+        with pytest.warns(
+            UserWarning, match="step_00000000[23] is passed over: .*is not what was written"
+        ) as told:
             found = checkpoints.restore(trees[0])
         assert found.step == 1 and found.tree["x"].tolist() == trees[1]["x"].tolist()
         assert len(told) == 2
@@ -118,7 +129,9 @@ def lose_the_manifest(path):
 
 
 @pytest.mark.parametrize("harm", [damage, lose_the_manifest])
-def test_a_run_that_goes_back_behind_a_damaged_checkpoint_saves_that_step_again(tmp_path, caplog, harm):
+def test_a_run_that_goes_back_behind_a_damaged_checkpoint_saves_that_step_again(
+    tmp_path, caplog, harm
+):
     with CheckpointManager(tmp_path) as checkpoints:
         for step in (10, 20, 30):
             checkpoints.save(x(step), step=step)
@@ -169,7 +182,9 @@ def test_the_oldest_go_first(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "rename", lambda path, to: (gone.append(path.name), rename(path, to)))
     with CheckpointManager(tmp_path, max_to_keep=2) as checkpoints:
         checkpoints.save(x(9), step=9)
-    assert [name for name in gone if name.startswith("step_")] == [f"step_{step:09d}" for step in range(1, 8)]
+    assert [name for name in gone if name.startswith("step_")] == [
+        f"step_{step:09d}" for step in range(1, 8)
+    ]
 
 
 def test_a_folder_is_read_beside_its_writer_and_where_nothing_can_be_written(tmp_path, run):
@@ -231,6 +246,9 @@ def test_two_writers_of_one_folder_are_refused_and_torn_saves_go(tmp_path):
         CheckpointManager(tmp_path)
     torn = tmp_path / ".step_000000007.0badc0de00000000.partial"
     torn.mkdir()
-    with CheckpointManager(tmp_path) as checkpoints, pytest.raises(FileNotFoundError, match="has no checkpoint"):
+    with (
+        CheckpointManager(tmp_path) as checkpoints,
+        pytest.raises(FileNotFoundError, match="has no checkpoint"),
+    ):
         checkpoints.restore()
     assert not torn.exists()

@@ -28,12 +28,18 @@ def test_processes_write_one_table_and_read_one_of_a_single_process(tmp_path):
     state = step(collection, state, np.arange(8).reshape(4, 2))
     restored = checkpoint.load_collection(tmp_path / "shared", collection)
     assert int(restored.step) == 1
-    np.testing.assert_allclose(collection.tables(restored)["item"], collection.tables(state)["item"], rtol=1e-6)
     np.testing.assert_allclose(
-        collection.slots(restored)["item"].accumulator, collection.slots(state)["item"].accumulator, rtol=1e-6
+        collection.tables(restored)["item"], collection.tables(state)["item"], rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        collection.slots(restored)["item"].accumulator,
+        collection.slots(state)["item"].accumulator,
+        rtol=1e-6,
     )
     keyed = keyed_collection(jax.make_mesh((4,), ("device",), devices=jax.devices()[:4]))
-    expected = keyed.tables(step(keyed, keyed.init(jax.random.key(0)), np.concatenate([keys_of(0), keys_of(1)])))
+    expected = keyed.tables(
+        step(keyed, keyed.init(jax.random.key(0)), np.concatenate([keys_of(0), keys_of(1)]))
+    )
     keys = [own["keys"].tolist() for own in expected.values()]
     assert output.count(f"keys {keys} [2 2 2 2]") == 2, output
     alone = keyed_collection()

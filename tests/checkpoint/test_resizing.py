@@ -25,19 +25,30 @@ def storage_of(kind, rows, cache_rows=8):
         return train_of(rows // 2)
     if kind == "cached train":
         return train_of(rows // 2, cache_rows=3, populate_every=2)
-    return {"dense": None, "on the host": rs.HostCached(cache_rows=cache_rows), "keyed": rs.Hashed()}[kind]
+    return {
+        "dense": None,
+        "on the host": rs.HostCached(cache_rows=cache_rows),
+        "keyed": rs.Hashed(),
+    }[kind]
 
 
 STORAGES = ["dense", "on the host", "train", "cached train", "keyed"]
 
 
-def collection_of(rows, kind="dense", *, dtype="float32", num_devices=None, placement=None, rule=None, beside=5):
+def collection_of(
+    rows, kind="dense", *, dtype="float32", num_devices=None, placement=None, rule=None, beside=5
+):
     """Table `t` of this size and kind, and a table of another name beside it, which shares its stack where it can."""
     rule = rule or rs.optimizers.Adam(0.1)
     how = {"embedding_dim": DIM, "optimizer": rule, "dtype": dtype}
     storage = storage_of(kind, rows, cache_rows=8 if num_devices is None else 16)
     table = rs.TableSpec(name="t", vocabulary_size=rows, storage=storage, **how)
-    other = rs.TableSpec(name="other", vocabulary_size=beside, storage=rs.Hashed() if kind == "keyed" else None, **how)
+    other = rs.TableSpec(
+        name="other",
+        vocabulary_size=beside,
+        storage=rs.Hashed() if kind == "keyed" else None,
+        **how,
+    )
     features = [rs.FeatureSpec(name=own.name, table_spec=own) for own in (table, other)]
     mesh = None
     if num_devices is not None:
@@ -53,7 +64,9 @@ def ids_of(kind, step):
 def trained(collection, state, kind, steps):
     for step in steps:
         batch = {"t": ids_of(kind, step), "other": np.arange(8) % 4}
-        state = collection.update(state, batch, {"t": jnp.ones((8, DIM)), "other": jnp.full((8, DIM), 0.5)})
+        state = collection.update(
+            state, batch, {"t": jnp.ones((8, DIM)), "other": jnp.full((8, DIM), 0.5)}
+        )
     return state
 
 
@@ -84,18 +97,26 @@ PLACEMENTS = [(None, None), (4, "row"), (4, "table"), (4, "column"), (2, "replic
 
 @pytest.mark.parametrize(("num_devices", "placement"), PLACEMENTS)
 @pytest.mark.parametrize("kind", ["dense", "on the host"])
-def test_a_larger_table_keeps_rows_slots_and_step_and_gets_rows_of_init(tmp_path, kind, num_devices, placement):
+def test_a_larger_table_keeps_rows_slots_and_step_and_gets_rows_of_init(
+    tmp_path, kind, num_devices, placement
+):
     if kind == "on the host" and placement != "row" and num_devices:
         pytest.skip("rows on the host have one placement")
     collection, state = trained_few(kind)
     before = arrays_of(collection, state)
     checkpoint.save_collection(tmp_path / "few", collection, state)
-    larger = collection_of(MANY, kind, num_devices=num_devices, placement=placement and {"t": placement})
+    larger = collection_of(
+        MANY, kind, num_devices=num_devices, placement=placement and {"t": placement}
+    )
     loaded = checkpoint.load_collection(tmp_path / "few", larger, resize=True)
     found = arrays_of(larger, loaded)
     assert int(loaded.step) == 3
     others = collection.tables(state)["other"], collection.slots(state)["other"]
-    jax.tree.map(np.testing.assert_array_equal, (larger.tables(loaded)["other"], larger.slots(loaded)["other"]), others)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (larger.tables(loaded)["other"], larger.slots(loaded)["other"]),
+        others,
+    )
     fresh = collection_of(MANY)
     expected = arrays_of(fresh, fresh.init(loaded.key))
     for name, array in found.items():
@@ -120,7 +141,9 @@ def test_a_table_of_another_dtype_keeps_slots_and_step(tmp_path, kind, dtype, nu
     narrow = collection_of(FEW, kind, dtype=dtype, num_devices=num_devices)
     loaded = checkpoint.load_collection(tmp_path / "wide", narrow, resize=True)
     assert int(loaded.step) == 3
-    jax.tree.map(np.testing.assert_array_equal, narrow.slots(loaded)["t"], collection.slots(state)["t"])
+    jax.tree.map(
+        np.testing.assert_array_equal, narrow.slots(loaded)["t"], collection.slots(state)["t"]
+    )
     wide, rounded = collection.tables(state)["t"], narrow.tables(loaded)["t"]
     if kind == "keyed":
         assert rounded["values"].dtype == dtype
@@ -134,7 +157,9 @@ def test_a_table_of_another_dtype_keeps_slots_and_step(tmp_path, kind, dtype, nu
     checkpoint.save_collection(tmp_path / "narrow", narrow, loaded)
     again = collection_of(FEW, kind)
     back = checkpoint.load_collection(tmp_path / "narrow", again, resize=True)
-    jax.tree.map(np.testing.assert_array_equal, again.slots(back)["t"], collection.slots(state)["t"])
+    jax.tree.map(
+        np.testing.assert_array_equal, again.slots(back)["t"], collection.slots(state)["t"]
+    )
 
 
 @pytest.mark.parametrize("kind", ["train", "cached train"])
@@ -146,13 +171,21 @@ def test_a_train_grows_by_slices_of_its_first_core(tmp_path, kind, num_devices):
     loaded = checkpoint.load_collection(tmp_path / "few", larger, resize=True)
     assert int(loaded.step) == 3
     np.testing.assert_array_equal(larger.tables(loaded)["t"][:FEW], collection.tables(state)["t"])
-    saved, found = (checkpoint.load(path).tree for path in (tmp_path / "few", saved_again(tmp_path, larger, loaded)))
+    saved, found = (
+        checkpoint.load(path).tree
+        for path in (tmp_path / "few", saved_again(tmp_path, larger, loaded))
+    )
     fresh = checkpoint.load(saved_again(tmp_path / "fresh", larger, larger.init(loaded.key))).tree
     core = ("tables", "t", "cores", "0") if kind == "cached train" else ("tables", "t", "0")
     slot = ("slots", "t", "0", "0", "0") if kind == "cached train" else ("slots", "t", "0", "0")
-    leaves = {tuple(str(part.key) for part in path): leaf for path, leaf in jax.tree.leaves_with_path(found)}
+    leaves = {
+        tuple(str(part.key) for part in path): leaf
+        for path, leaf in jax.tree.leaves_with_path(found)
+    }
     for path, array in leaves.items():
-        before, start = (functools.reduce(lambda tree, part: tree[part], path, tree) for tree in (saved, fresh))
+        before, start = (
+            functools.reduce(lambda tree, part: tree[part], path, tree) for tree in (saved, fresh)
+        )
         if path[: len(core)] == core or path[: len(slot) - 1] == slot[:-1]:
             np.testing.assert_array_equal(array[: FEW // 2], before)
             np.testing.assert_array_equal(array[FEW // 2 :], start[FEW // 2 :])
@@ -172,7 +205,9 @@ def test_a_train_of_other_factors_is_refused(tmp_path):
         name="t", vocabulary_size=MANY, embedding_dim=DIM, storage=TensorTrain((2,), (4, 3), (2, 2)),
         optimizer=rs.optimizers.Adam(0.1),
     )  # fmt: skip
-    other = rs.TableSpec(name="other", vocabulary_size=5, embedding_dim=DIM, optimizer=rs.optimizers.Adam(0.1))
+    other = rs.TableSpec(
+        name="other", vocabulary_size=5, embedding_dim=DIM, optimizer=rs.optimizers.Adam(0.1)
+    )
     features = [rs.FeatureSpec(name=own.name, table_spec=own) for own in (table, other)]
     with pytest.raises(ValueError, match=r"tables/t/storage .*tt_p_shapes=\(5, 2\).*\(4, 3\)"):
         checkpoint.load_collection(tmp_path / "few", rs.EmbeddingCollection(features), resize=True)
@@ -185,7 +220,9 @@ def test_a_smaller_table_is_refused_unless_it_is_asked_for(tmp_path, kind):
     checkpoint.save_collection(tmp_path / "few", collection, state)
     smaller = collection_of(rows, kind)
     refusal = (
-        r"table 't': .* keys need .* free rows" if kind == "keyed" else r"'t' has .*=10 .* 8 here.*resize='shrink'"
+        r"table 't': .* keys need .* free rows"
+        if kind == "keyed"
+        else r"'t' has .*=10 .* 8 here.*resize='shrink'"
     )
     with pytest.raises(ValueError, match=refusal):
         checkpoint.load_collection(tmp_path / "few", smaller, resize=True)
@@ -193,7 +230,9 @@ def test_a_smaller_table_is_refused_unless_it_is_asked_for(tmp_path, kind):
         with pytest.raises(ValueError, match=refusal):
             checkpoint.load_collection(tmp_path / "few", smaller, resize="shrink")
         return
-    with pytest.raises(ValueError, match=r"vocabulary_size is 10, expected 8.*resize=True.*slots=slots"):
+    with pytest.raises(
+        ValueError, match=r"vocabulary_size is 10, expected 8.*resize=True.*slots=slots"
+    ):
         checkpoint.load_collection(tmp_path / "few", smaller)
     loaded = checkpoint.load_collection(tmp_path / "few", smaller, resize="shrink")
     np.testing.assert_array_equal(smaller.tables(loaded)["t"], collection.tables(state)["t"][:rows])
@@ -220,7 +259,9 @@ def test_numbers_that_a_narrower_dtype_cannot_hold_are_refused(tmp_path):
     state = collection.with_tables(state, {"t": np.full((FEW, DIM), 1e6, np.float32)})
     checkpoint.save_collection(tmp_path / "few", collection, state)
     with pytest.raises(ValueError, match=r"table 't': .* too large for float16"):
-        checkpoint.load_collection(tmp_path / "few", collection_of(FEW, dtype="float16"), resize=True)
+        checkpoint.load_collection(
+            tmp_path / "few", collection_of(FEW, dtype="float16"), resize=True
+        )
 
 
 def test_many_rows_are_added_and_cut_in_blocks(tmp_path, monkeypatch):
@@ -233,7 +274,9 @@ def test_many_rows_are_added_and_cut_in_blocks(tmp_path, monkeypatch):
         loaded = checkpoint.load_collection(tmp_path / "few", resized, resize="shrink")
         fresh = resized.tables(resized.init(loaded.key))["t"]
         kept = min(rows, FEW)
-        np.testing.assert_array_equal(resized.tables(loaded)["t"][:kept], collection.tables(state)["t"][:kept])
+        np.testing.assert_array_equal(
+            resized.tables(loaded)["t"][:kept], collection.tables(state)["t"][:kept]
+        )
         np.testing.assert_array_equal(resized.tables(loaded)["t"][kept:], fresh[kept:])
 
 
@@ -252,7 +295,9 @@ def test_slots_of_one_state_go_into_another(kind, num_devices):
     moved = target.with_tables(fresh, tables, slots=collection.slots(state) if tables else None)
     if kind == "cached train":  # slots alone
         moved = target.with_tables(fresh, {}, slots={"t": collection.slots(state)["t"]})
-    jax.tree.map(np.testing.assert_array_equal, target.slots(moved)["t"], collection.slots(state)["t"])
+    jax.tree.map(
+        np.testing.assert_array_equal, target.slots(moved)["t"], collection.slots(state)["t"]
+    )
     assert int(moved.step) == 0
     if kind == "cached train":
         jax.tree.map(np.testing.assert_array_equal, target.tables(moved), target.tables(fresh))
@@ -261,7 +306,9 @@ def test_slots_of_one_state_go_into_another(kind, num_devices):
     goes_on = trained(target, moved, kind, range(3, 5))
     expected = trained(collection, state, kind, range(3, 5))
     for name, array in arrays_of(target, goes_on).items():
-        np.testing.assert_allclose(array, arrays_of(collection, expected)[name], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            array, arrays_of(collection, expected)[name], rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("kind", ["dense", "on the host", "keyed"])
@@ -272,7 +319,11 @@ def test_slots_alone_leave_rows_and_other_tables_as_they_are(kind):
     doubled = jax.tree.map(lambda slot: 2 * slot, slots["t"])
     moved = collection.with_tables(state, {}, slots={"t": doubled})
     found = collection.tables(moved)
-    jax.tree.map(np.testing.assert_array_equal, collection.slots(moved), {"t": doubled, "other": slots["other"]})
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        collection.slots(moved),
+        {"t": doubled, "other": slots["other"]},
+    )
     jax.tree.map(np.testing.assert_array_equal, found["other"], tables["other"])
     if kind == "keyed":
         for name in ("keys", "values", "count", "last_step"):
@@ -281,14 +332,20 @@ def test_slots_alone_leave_rows_and_other_tables_as_they_are(kind):
         np.testing.assert_array_equal(found["t"], tables["t"])
 
 
-@pytest.mark.parametrize("rule", [rs.optimizers.Adam(0.1), rs.optimizers.from_optax(optax.adam(0.1))])
+@pytest.mark.parametrize(
+    "rule", [rs.optimizers.Adam(0.1), rs.optimizers.from_optax(optax.adam(0.1))]
+)
 def test_slots_come_as_a_file_has_them_too(tmp_path, rule):
     collection = collection_of(FEW, rule=rule)
     state = trained(collection, collection.init(jax.random.key(7)), "dense", range(2))
     checkpoint.save_collection(tmp_path / "few", collection, state)
     tree = checkpoint.load(tmp_path / "few").tree
-    moved = collection.with_tables(collection.init(jax.random.key(1)), tree["tables"], slots=tree["slots"])
-    jax.tree.map(np.testing.assert_array_equal, (moved.tables, moved.slots), (state.tables, state.slots))
+    moved = collection.with_tables(
+        collection.init(jax.random.key(1)), tree["tables"], slots=tree["slots"]
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal, (moved.tables, moved.slots), (state.tables, state.slots)
+    )
 
 
 def test_slots_are_written_inside_jit():
@@ -308,11 +365,19 @@ def test_slots_that_do_not_fit_are_refused_by_table_and_slot(kind):
     first = jax.tree.leaves(slots)[0]
     name = "0/mu" if kind == "train" else "mu"
     for wrong, message in {
-        "shape": (jax.tree.map(lambda slot: slot[1:], slots), r"must be float32\[\d+, \d+\], got float32\[\d+, \d+\]"),
-        "dtype": (jax.tree.map(lambda slot: np.asarray(slot, np.float64), slots), r"must be float32.*, got float64"),
+        "shape": (
+            jax.tree.map(lambda slot: slot[1:], slots),
+            r"must be float32\[\d+, \d+\], got float32\[\d+, \d+\]",
+        ),
+        "dtype": (
+            jax.tree.map(lambda slot: np.asarray(slot, np.float64), slots),
+            r"must be float32.*, got float64",
+        ),
         "text": (jax.tree.map(lambda slot: "text", slots), r"array of numbers, got 'text'"),
     }.values():
-        with pytest.raises((ValueError, TypeError), match=rf"table 't': its slot '{name[:1]}.*{message}"):
+        with pytest.raises(
+            (ValueError, TypeError), match=rf"table 't': its slot '{name[:1]}.*{message}"
+        ):
             collection.with_tables(state, {}, slots={"t": wrong})
     with pytest.raises(ValueError, match=r"table 't': its slots must be \[.*Adam, got"):
         collection.with_tables(state, {}, slots={"t": {"accumulator": first}})

@@ -24,15 +24,26 @@ def ramp(key, shape):
 
 
 def table_of(name, **options):
-    how = {"vocabulary_size": ROWS.get(name), "initializer": ramp, "optimizer": rs.optimizers.Adagrad(0.1)} | options
+    how = {
+        "vocabulary_size": ROWS.get(name),
+        "initializer": ramp,
+        "optimizer": rs.optimizers.Adagrad(0.1),
+    } | options
     return rs.TableSpec(name=name, embedding_dim=DIM, **how)
 
 
 def collection_of(num_devices=None, placement=None, *, rows=ROWS, alone=(), **options):
     """Tables of so many rows on one device or a mesh; those in `alone` have a rule of their own, hence own stacks."""
     own = {name: {"optimizer": rs.optimizers.Adagrad(lambda: 0.1)} for name in alone}
-    tables = [table_of(name, vocabulary_size=count, **own.get(name, {}), **options) for name, count in rows.items()]
-    mesh = None if num_devices is None else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
+    tables = [
+        table_of(name, vocabulary_size=count, **own.get(name, {}), **options)
+        for name, count in rows.items()
+    ]
+    mesh = (
+        None
+        if num_devices is None
+        else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
+    )
     return collection_with(tables, placement=placement, mesh=mesh)
 
 
@@ -43,7 +54,9 @@ def collection_with(tables, **options):
 
 def batch_of(step):
     rng = np.random.default_rng(step)
-    return {f"f_{name}": rng.integers(0, rows, (8, 2)).astype(np.int32) for name, rows in ROWS.items()}
+    return {
+        f"f_{name}": rng.integers(0, rows, (8, 2)).astype(np.int32) for name, rows in ROWS.items()
+    }
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -67,8 +80,12 @@ LAYOUTS = {
 
 
 def assert_holds(collection, state, expected):
-    for found, wanted in zip((collection.tables(state), collection.slots(state)), expected, strict=True):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
+    for found, wanted in zip(
+        (collection.tables(state), collection.slots(state)), expected, strict=True
+    ):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted
+        )
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +95,9 @@ def saved(tmp_path_factory):
     state = collection.init(jax.random.key(0))
     for steps in ((0, 2), (2, 3)):
         state = trained(collection, state, steps)
-        expected.append(jax.tree.map(np.asarray, (collection.tables(state), collection.slots(state))))
+        expected.append(
+            jax.tree.map(np.asarray, (collection.tables(state), collection.slots(state)))
+        )
     for name, layout in LAYOUTS.items():
         source = collection_of(*layout)
         state = trained(source, source.init(jax.random.key(0)), (0, 2))
@@ -96,16 +115,23 @@ def test_files_hold_rows_in_the_order_of_ids_whatever_the_mesh(saved, source):
     for found in (whole, inside):
         for name in ROWS:
             np.testing.assert_allclose(found["tables"][name], tables[name], rtol=1e-6)
-            np.testing.assert_allclose(found["slots"][name]["accumulator"], slots[name][0], rtol=1e-6)
+            np.testing.assert_allclose(
+                found["slots"][name]["accumulator"], slots[name][0], rtol=1e-6
+            )
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), [("one", "row 4"), ("row 4", "one"), ("mixed", "column"), ("row 4", "mixed")]
+    ("source", "target"),
+    [("one", "row 4"), ("row 4", "one"), ("mixed", "column"), ("row 4", "mixed")],
 )
 def test_a_state_comes_back_on_another_mesh(saved, source, target):
     folder, expected, _ = saved
     collection = collection_of(*LAYOUTS[target])
-    assert_holds(collection, checkpoint.load_collection(folder / f"{source} collection", collection), expected)
+    assert_holds(
+        collection,
+        checkpoint.load_collection(folder / f"{source} collection", collection),
+        expected,
+    )
     like = {"state": collection.init(jax.random.key(5)), "epoch": 0}
     found = checkpoint.load(folder / f"{source} tree", like).tree
     assert found["epoch"] == 3 and int(found["state"].step) == 2
@@ -119,20 +145,34 @@ def test_training_goes_on_alike_on_another_mesh(saved):
     assert_holds(collection, trained(collection, state, (2, 3)), expected)
 
 
-@pytest.mark.parametrize(("names", "alone"), [(["user", "word", "item"], ["item"]), (["item", "user", "word"], ROWS)])
+@pytest.mark.parametrize(
+    ("names", "alone"), [(["user", "word", "item"], ["item"]), (["item", "user", "word"], ROWS)]
+)
 def test_training_goes_on_alike_on_another_stacking(saved, names, alone):
     folder, _, expected = saved
-    collection, fresh = collection_of(rows={name: ROWS[name] for name in names}, alone=alone), collection_of()
-    assert [stack.name for stack in collection.plan.stacks] != [stack.name for stack in fresh.plan.stacks]
+    collection, fresh = (
+        collection_of(rows={name: ROWS[name] for name in names}, alone=alone),
+        collection_of(),
+    )
+    assert [stack.name for stack in collection.plan.stacks] != [
+        stack.name for stack in fresh.plan.stacks
+    ]
     state = checkpoint.load_collection(folder / "one collection", collection)
     keys = (jax.random.key_data(own.key).tolist() for own in (state, fresh.init(jax.random.key(0))))
     assert state.step == 2 and next(keys) == next(keys)
     state = trained(collection, state, (2, 3))
-    jax.tree.map(np.testing.assert_array_equal, (collection.tables(state), collection.slots(state)), tuple(expected))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (collection.tables(state), collection.slots(state)),
+        tuple(expected),
+    )
 
 
 def test_dense_parameters_of_the_same_instant_come_back(saved):
-    path, like = saved[0] / "one collection", {"dense": np.zeros(3), "optax": (jax.ShapeDtypeStruct((), jnp.int32),)}
+    path, like = (
+        saved[0] / "one collection",
+        {"dense": np.zeros(3), "optax": (jax.ShapeDtypeStruct((), jnp.int32),)},
+    )
     state, others = checkpoint.load_collection(path, collection_of(), others=like)
     assert state.step == 2 and others["dense"].tolist() == [0, 1, 2] and others["optax"][0] == 4
 
@@ -148,10 +188,14 @@ def test_tables_alone_can_move_to_another_optimizer(saved):
 def test_a_template_of_shapes_is_enough_and_says_where_rows_go(saved):
     folder, (tables, _), _ = saved
     collection = collection_of(4, "row")
-    state = checkpoint.load(folder / "one tree", {"state": collection.template, "epoch": 0}).tree["state"]
+    state = checkpoint.load(folder / "one tree", {"state": collection.template, "epoch": 0}).tree[
+        "state"
+    ]
     fresh = collection.init(jax.random.key(0))
     assert jax.tree.structure(state) == jax.tree.structure(fresh)
-    for got, wanted in zip(jax.tree.leaves(state.tables), jax.tree.leaves(fresh.tables), strict=True):
+    for got, wanted in zip(
+        jax.tree.leaves(state.tables), jax.tree.leaves(fresh.tables), strict=True
+    ):
         assert got.sharding == wanted.sharding
     np.testing.assert_allclose(collection.tables(state)["item"], tables["item"], rtol=1e-6)
 
@@ -161,7 +205,9 @@ def test_a_step_is_not_compiled_anew_for_what_was_loaded(tmp_path, num_devices, 
     collection = collection_of(num_devices)
     dense = {"weights": jnp.ones((DIM, 1)), "key": jax.random.key(3)}
     if num_devices is not None:
-        everywhere = jax.sharding.NamedSharding(collection.devices.mesh, jax.sharding.PartitionSpec())
+        everywhere = jax.sharding.NamedSharding(
+            collection.devices.mesh, jax.sharding.PartitionSpec()
+        )
         dense = jax.device_put(dense, everywhere)
 
     @jax.jit
@@ -175,9 +221,13 @@ def test_a_step_is_not_compiled_anew_for_what_was_loaded(tmp_path, num_devices, 
     loaded = checkpoint.load_collection(tmp_path / "c", collection, others=dense)
     with jax.log_compiles():
         step(*step(*loaded, batch), batch)
-        assert [record.getMessage() for record in caplog.records if "Compiling" in record.getMessage()] == []
+        assert [
+            record.getMessage() for record in caplog.records if "Compiling" in record.getMessage()
+        ] == []
         jax.jit(lambda x: x + 1)(dense["weights"])
-        assert any("Compiling" in record.getMessage() for record in caplog.records)  # as JAX says it
+        assert any(
+            "Compiling" in record.getMessage() for record in caplog.records
+        )  # as JAX says it
 
 
 def test_a_restart_on_fewer_devices_keeps_every_row_even_where_padded_shapes_agree(tmp_path):
@@ -191,11 +241,15 @@ def test_a_restart_on_fewer_devices_keeps_every_row_even_where_padded_shapes_agr
 
 
 def test_state_of_one_optax_rule_is_not_that_of_another(tmp_path):
-    adam, other = (collection_of(optimizer=rs.from_optax(rule(0.1))) for rule in (optax.adam, optax.nadam))
+    adam, other = (
+        collection_of(optimizer=rs.from_optax(rule(0.1))) for rule in (optax.adam, optax.nadam)
+    )
     state = adam.init(jax.random.key(0))
     checkpoint.save_collection(tmp_path / "a", adam, state)
     checkpoint.save(tmp_path / "b", state)
-    with pytest.raises(ValueError, match=r"item/optimizer is .*scale_by_adam.*, expected .*with_tables"):
+    with pytest.raises(
+        ValueError, match=r"item/optimizer is .*scale_by_adam.*, expected .*with_tables"
+    ):
         checkpoint.load_collection(tmp_path / "a", other)
     with pytest.raises(ValueError, match=r"item/optimizer is .*scale_by_adam"):
         checkpoint.load(tmp_path / "b", like=other.template)
@@ -205,7 +259,9 @@ def test_state_of_one_optax_rule_is_not_that_of_another(tmp_path):
 
 def test_a_learning_rate_may_change_between_save_and_load(tmp_path):
     before = collection_of(optimizer=rs.from_optax(optax.adam(0.1)))
-    after = collection_of(optimizer=rs.from_optax(optax.adam(0.2, b1=0.8), learning_rate=lambda step: 1 / (step + 1)))
+    after = collection_of(
+        optimizer=rs.from_optax(optax.adam(0.2, b1=0.8), learning_rate=lambda step: 1 / (step + 1))
+    )
     state = trained(before, before.init(jax.random.key(0)), (0, 1))
     checkpoint.save_collection(tmp_path / "a", before, state)
     restored = checkpoint.load_collection(tmp_path / "a", after)
@@ -238,7 +294,10 @@ def test_a_state_of_another_collection_is_refused_by_every_method(tmp_path, make
         lambda: checkpoint.save_collection(tmp_path / "a", collection, state),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match=r"the state does not belong to this collection: .* is .*load_collection"):
+        with pytest.raises(
+            ValueError,
+            match=r"the state does not belong to this collection: .* is .*load_collection",
+        ):
             call()
     assert not list(tmp_path.iterdir())
 
@@ -248,10 +307,16 @@ def test_a_state_made_by_hand_is_compared_by_its_shapes_and_one_without_slots_is
     state, batch = collection.init(jax.random.key(0)), batch_of(0)
     by_hand = rs.EmbeddingState(state.tables, state.slots, state.step, state.key)
     for other in (by_hand, state._replace(slots={})):
-        jax.tree.map(np.testing.assert_array_equal, collection.lookup(other, batch), collection.lookup(state, batch))
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            collection.lookup(other, batch),
+            collection.lookup(state, batch),
+        )
         np.testing.assert_array_equal(collection.tables(other)["item"], ramp(None, (10, DIM)))
     for wrong in (jnp.zeros((20, DIM)), jnp.zeros((23, 3)), jnp.zeros((23, DIM), jnp.bfloat16)):
-        with pytest.raises(ValueError, match=rf"tables are .*{wrong.dtype}.*, expected .*float32\[23, 4\]"):
+        with pytest.raises(
+            ValueError, match=rf"tables are .*{wrong.dtype}.*, expected .*float32\[23, 4\]"
+        ):
             collection.lookup(by_hand._replace(tables=dict.fromkeys(state.tables, wrong)), batch)
 
 
@@ -264,7 +329,8 @@ def test_row_gradients_of_another_collection_are_refused():
         activations, pullback = collection.lookup_vjp(collection.init(jax.random.key(0)), batch)
         gradients[name] = pullback(activations)
     with pytest.raises(
-        ValueError, match=r"row gradients belong to another collection or module: .*num_shards is 4, expected 2"
+        ValueError,
+        match=r"row gradients belong to another collection or module: .*num_shards is 4, expected 2",
     ):
         two.apply(two.init(jax.random.key(0)), gradients["four"])
     with pytest.raises(ValueError, match=r"belong to another .*num_shards is 2, expected 4"):
@@ -285,14 +351,20 @@ def test_tables_whose_joined_names_meet_have_stacks_of_their_own():
     collection = rs.EmbeddingCollection([rs.FeatureSpec(name=t.name, table_spec=t) for t in tables])
     assert len({stack.name for stack in collection.plan.stacks}) == 2
     state = collection.init(jax.random.key(0))
-    found = jax.jit(collection.lookup)(state, collection.prepare({t.name: np.asarray([2]) for t in tables}))
+    found = jax.jit(collection.lookup)(
+        state, collection.prepare({t.name: np.asarray([2]) for t in tables})
+    )
     for t in tables:
-        np.testing.assert_array_equal(np.asarray(found[t.name])[0], ramp(None, (3, t.embedding_dim))[2])
+        np.testing.assert_array_equal(
+            np.asarray(found[t.name])[0], ramp(None, (3, t.embedding_dim))[2]
+        )
 
 
 def test_trains_rounded_tables_and_states_of_optax_go_to_another_mesh_and_stacking(tmp_path):
     tables = [
-        rs.TableSpec(name="word", vocabulary_size=30, embedding_dim=DIM, storage=TensorTrain((2, 2))),
+        rs.TableSpec(
+            name="word", vocabulary_size=30, embedding_dim=DIM, storage=TensorTrain((2, 2))
+        ),
         table_of("user", dtype="bfloat16", stochastic_rounding=True),
         table_of("item", optimizer=rs.from_optax(optax.adam(0.1))),
     ]
@@ -308,7 +380,9 @@ def test_trains_rounded_tables_and_states_of_optax_go_to_another_mesh_and_stacki
 
 def test_a_train_with_kept_rows_becomes_a_dense_table_as_the_refusal_to_load_it_says(tmp_path):
     kept = TensorTrain((2, 2), cache_rows=4, populate_every=1)
-    source, target = (collection_with([table_of("item", storage=storage)]) for storage in (kept, None))
+    source, target = (
+        collection_with([table_of("item", storage=storage)]) for storage in (kept, None)
+    )
     state = trained(source, source.init(jax.random.key(0)), (0, 4))
     checkpoint.save_collection(tmp_path / "a", source, state)
     refusal = r"tables/item/storage is .TensorTrain.*, expected null.*trains: collection.tables of what it was saved"
@@ -323,16 +397,22 @@ def test_a_train_with_kept_rows_becomes_a_dense_table_as_the_refusal_to_load_it_
 
 def test_keys_move_to_another_rule_as_the_refusal_to_load_them_says(tmp_path):
     rules = rs.optimizers.Adagrad(0.1), rs.optimizers.SGD(0.1)
-    source, target = (collection_with([table_of("item", storage=rs.Hashed(), optimizer=rule)]) for rule in rules)
+    source, target = (
+        collection_with([table_of("item", storage=rs.Hashed(), optimizer=rule)]) for rule in rules
+    )
     state = trained(source, source.init(jax.random.key(0)), (0, 4))
     checkpoint.save_collection(tmp_path / "a", source, state)
-    with pytest.raises(ValueError, match=r"expected .SGD.*keys and trains: collection.tables of what it was saved"):
+    with pytest.raises(
+        ValueError, match=r"expected .SGD.*keys and trains: collection.tables of what it was saved"
+    ):
         checkpoint.load_collection(tmp_path / "a", target)
     found = source.tables(checkpoint.load_collection(tmp_path / "a", source))["item"]
     rows = {name: found[name] for name in ("keys", "values")}
     moved = target.with_tables(target.init(jax.random.key(1)), {"item": rows})
     ids = {"f_item": np.arange(ROWS["item"])}
-    np.testing.assert_array_equal(target.lookup(moved, ids)["f_item"], source.lookup(state, ids)["f_item"])
+    np.testing.assert_array_equal(
+        target.lookup(moved, ids)["f_item"], source.lookup(state, ids)["f_item"]
+    )
 
 
 def test_what_carries_a_fingerprint_is_compared_in_any_tree(tmp_path):
@@ -350,7 +430,9 @@ def test_a_collection_can_be_pickled_and_prepares_alike():
     state = collection.init(jax.random.key(0))
     batch = {"f_user": [[1, 2], [3]]}
     expected = jax.jit(collection.lookup)(state, collection.prepare(batch))["f_user"]
-    np.testing.assert_array_equal(jax.jit(copy.lookup)(state, copy.prepare(batch))["f_user"], expected)
+    np.testing.assert_array_equal(
+        jax.jit(copy.lookup)(state, copy.prepare(batch))["f_user"], expected
+    )
     assert pickle.loads(pickle.dumps(state)).layout == state.layout
 
 
@@ -378,5 +460,7 @@ def test_a_jitted_step_is_compiled_for_few_sizes_of_ragged_batches():
     for _ in range(40):
         lists = [rng.integers(0, 8, rng.integers(0, 6)).tolist() for _ in range(16)]
         found = step(state, collection.prepare({"f_user": lists}))
-        np.testing.assert_array_equal(found, [rows[np.asarray(ids, int)].sum(axis=0) for ids in lists])
+        np.testing.assert_array_equal(
+            found, [rows[np.asarray(ids, int)].sum(axis=0) for ids in lists]
+        )
     assert num_traces <= 3

@@ -16,12 +16,18 @@ VOCABULARY, DIM = 11, 3
 
 
 def table_spec(name="t", **changes):
-    defaults = {"vocabulary_size": VOCABULARY, "embedding_dim": DIM, "optimizer": rs.optimizers.SGD(0.1)}
+    defaults = {
+        "vocabulary_size": VOCABULARY,
+        "embedding_dim": DIM,
+        "optimizer": rs.optimizers.SGD(0.1),
+    }
     return rs.TableSpec(name=name, **{**defaults, **changes})
 
 
 def collection_of(*tables, **options):
-    return rs.EmbeddingCollection([rs.FeatureSpec(name=f"f_{t.name}", table_spec=t) for t in tables], **options)
+    return rs.EmbeddingCollection(
+        [rs.FeatureSpec(name=f"f_{t.name}", table_spec=t) for t in tables], **options
+    )
 
 
 def gain_matrix(rows, weights, combiner, vocabulary=VOCABULARY):
@@ -53,10 +59,14 @@ def test_micro_batches_accumulate_to_the_large_batch_with_the_same_rows():
     @jax.jit
     def each(ids, d_activations):
         whole = row_gradients(ids, d_activations)
-        combined = rs.combine(*(row_gradients(ids[i : i + 2], d_activations[i : i + 2]) for i in (0, 2, 4)))
+        combined = rs.combine(
+            *(row_gradients(ids[i : i + 2], d_activations[i : i + 2]) for i in (0, 2, 4))
+        )
         micro = ids.reshape(3, 2, 2), d_activations.reshape(3, 2, DIM)
         _, stacked = jax.lax.scan(lambda _, inputs: (None, row_gradients(*inputs)), None, micro)
-        found = [(g.rows["t"], g.num_touched()["t"], dense_gradients(g)["t"]) for g in (whole, combined)]
+        found = [
+            (g.rows["t"], g.num_touched()["t"], dense_gradients(g)["t"]) for g in (whole, combined)
+        ]
         return *found, dense_gradients(rs.combine(stacked))["t"]
 
     whole, combined, of_scan = each(ids, d_activations)
@@ -68,16 +78,20 @@ def test_micro_batches_accumulate_to_the_large_batch_with_the_same_rows():
 
 
 @pytest.mark.parametrize("combiner", ["sum", "mean", "none"])
-def test_gradients_straight_from_a_batch_step_clip_and_read_as_those_that_were_written_down(combiner):
+def test_gradients_straight_from_a_batch_step_clip_and_read_as_those_that_were_written_down(
+    combiner,
+):
     collection = collection_of(
-        table_spec(optimizer=rs.optimizers.Adagrad(0.1), combiner=combiner), table_spec("u", embedding_dim=2)
+        table_spec(optimizer=rs.optimizers.Adagrad(0.1), combiner=combiner),
+        table_spec("u", embedding_dim=2),
     )
     batch = collection.prepare(
         {"f_t": np.array([[3, 3], [1, -1], [3, 0], [2, 2]]), "f_u": np.array([[1], [2], [1], [-1]])}
     )
     state = collection.init(jax.random.key(0))
     d_activations = jax.tree.map(
-        lambda x: jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape) % 7 - 3.0, collection.lookup(state, batch)
+        lambda x: jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape) % 7 - 3.0,
+        collection.lookup(state, batch),
     )
 
     def written_down(gradients):
@@ -87,18 +101,28 @@ def test_gradients_straight_from_a_batch_step_clip_and_read_as_those_that_were_w
         gradients = keep(collection.lookup_vjp(state, batch)[1](d_activations))
         clipped = keep(rs.clip_by_global_norm(keep(rs.scale(gradients, 0.5)), 2.0))
         norms = rs.global_norm(gradients), rs.global_norm(clipped)
-        return [collection.apply(state, own).tables for own in (gradients, clipped)], norms, dense_gradients(clipped)
+        return (
+            [collection.apply(state, own).tables for own in (gradients, clipped)],
+            norms,
+            dense_gradients(clipped),
+        )
 
     fused = jax.jit(functools.partial(steps, lambda gradients: gradients))(state, d_activations)
     for one, two in zip(
-        jax.tree.leaves(fused), jax.tree.leaves(steps(written_down, state, d_activations)), strict=True
+        jax.tree.leaves(fused),
+        jax.tree.leaves(steps(written_down, state, d_activations)),
+        strict=True,
     ):
         np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-7)
     program = jax.jit(
-        lambda s, d: collection.apply(s, rs.clip_by_global_norm(collection.lookup_vjp(s, batch)[1](d), 2.0))
+        lambda s, d: collection.apply(
+            s, rs.clip_by_global_norm(collection.lookup_vjp(s, batch)[1](d), 2.0)
+        )
     )
     if native.unavailable_because() is None:
-        assert "rsembed_row_gradients" not in program.lower(state, d_activations).compile().as_text()
+        assert (
+            "rsembed_row_gradients" not in program.lower(state, d_activations).compile().as_text()
+        )
 
 
 def test_value_and_grad_returns_loss_aux_dense_and_row_gradients():
@@ -111,9 +135,9 @@ def test_value_and_grad_returns_loss_aux_dense_and_row_gradients():
 
     batch = collection.prepare({"f_t": ROWS})
     params, labels = np.ones(DIM, np.float32), np.arange(4, dtype=np.float32)
-    (loss, aux), (dense, row_gradients) = jax.jit(rs.value_and_grad(loss_fn, collection, has_aux=True))(
-        params, state, batch, labels
-    )
+    (loss, aux), (dense, row_gradients) = jax.jit(
+        rs.value_and_grad(loss_fn, collection, has_aux=True)
+    )(params, state, batch, labels)
     gains = gain_matrix(ROWS, None, "sum")
     table = np.asarray(collection.tables(state)["t"])
     errors = gains @ table @ np.ones(DIM) - np.arange(4.0)
@@ -132,7 +156,9 @@ def test_ordinary_autodiff_through_lookup_gives_dense_gradients_of_tables_and_we
     @jax.jit
     def total(tables, weights):
         own = rs.Bags(bags.ids, bags.offsets, weights)
-        return jnp.sum(jnp.sin(collection.lookup(state._replace(tables=tables), {"f_t": own})["f_t"]))
+        return jnp.sum(
+            jnp.sin(collection.lookup(state._replace(tables=tables), {"f_t": own})["f_t"])
+        )
 
     weights = np.asarray(bags.weights)
     d_tables, d_weights = jax.jit(jax.grad(total, argnums=(0, 1)))(state.tables, weights)
@@ -141,7 +167,10 @@ def test_ordinary_autodiff_through_lookup_gives_dense_gradients_of_tables_and_we
     np.testing.assert_allclose(d_tables["t"], gains.T @ cosine, rtol=1e-5, atol=1e-6)
     for place in (0, 2, 5):
         nudge = np.where(np.arange(len(weights)) == place, np.float32(1e-2), np.float32(0))
-        slope = float(total(state.tables, weights + nudge) - total(state.tables, weights - nudge)) / 2e-2
+        slope = (
+            float(total(state.tables, weights + nudge) - total(state.tables, weights - nudge))
+            / 2e-2
+        )
         np.testing.assert_allclose(np.asarray(d_weights)[place], slope, rtol=2e-2, atol=1e-4)
 
 
@@ -156,9 +185,13 @@ def test_initial_values_depend_on_key_and_table_not_on_company():
 
 
 def test_init_in_blocks_fills_every_row_once(monkeypatch):
-    spec = table_spec(vocabulary_size=50, optimizer=rs.optimizers.Adagrad(0.1, initial_accumulator_value=0.3))
+    spec = table_spec(
+        vocabulary_size=50, optimizer=rs.optimizers.Adagrad(0.1, initial_accumulator_value=0.3)
+    )
     expected = collection_of(spec).init(jax.random.key(0))
-    monkeypatch.setattr("rsembed.storage.dense_rows.INIT_BLOCK_VALUES", 7 * DIM)  # 8 blocks, the last one overlapping
+    monkeypatch.setattr(
+        "rsembed.storage.dense_rows.INIT_BLOCK_VALUES", 7 * DIM
+    )  # 8 blocks, the last one overlapping
     blocks = collection_of(spec).init(jax.random.key(0))
     np.testing.assert_array_equal(blocks.tables["t"], expected.tables["t"])
     np.testing.assert_array_equal(blocks.slots["t"][0], np.full((50, DIM), 0.3, np.float32))
@@ -209,7 +242,9 @@ def test_ids_out_of_range_inside_jit_contribute_nothing_and_are_counted():
     assert int(statistics.num_ids["f_t"]) == 3
     assert int(statistics.num_out_of_range["f_t"]) == 2
     for dtype in (np.uint8, np.int16, np.uint32, np.int64, np.uint64):
-        narrow = collection.prepare({"f_t": np.asarray([[1], [3]], dtype), "f_u": [[0], [0]]})["f_t"]
+        narrow = collection.prepare({"f_t": np.asarray([[1], [3]], dtype), "f_u": [[0], [0]]})[
+            "f_t"
+        ]
         assert narrow.dtype == jnp.int32
         assert narrow.tolist() == [[1], [3]]
     lenient = collection_of(table_spec(), table_spec("u"), bounds_check="ignore")
@@ -222,7 +257,9 @@ def test_ids_out_of_range_inside_jit_contribute_nothing_and_are_counted():
 
 def test_output_dim_below_the_table_dim_returns_and_trains_leading_columns():
     table = table_spec()
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table, output_shape=(2, 2))])
+    collection = rs.EmbeddingCollection(
+        [rs.FeatureSpec(name="f", table_spec=table, output_shape=(2, 2))]
+    )
     state = collection.init(jax.random.key(0))
     batch = collection.prepare({"f": [[1], [2]]})
 
@@ -245,12 +282,20 @@ def test_a_prepared_batch_stays_though_its_memory_is_written_again(num_devices):
         array[...] = values
         return array
 
-    ids, weights, offsets = np.arange(64, dtype=np.int32), np.ones(64, np.float32), np.arange(65, dtype=np.int32)
+    ids, weights, offsets = (
+        np.arange(64, dtype=np.int32),
+        np.ones(64, np.float32),
+        np.arange(65, dtype=np.int32),
+    )
     spec = rs.TableSpec(name="t", vocabulary_size=64, embedding_dim=DIM)
     features = [rs.FeatureSpec(name=name, table_spec=spec) for name in ("array", "pair", "bags")]
     given = [*map(aligned, (ids, ids, weights, ids, offsets, weights))]
     bags = rs.Bags(given[3], given[4], given[5])
-    batch = {"array": given[0][:, None], "pair": (given[1][:, None], given[2][:, None]), "bags": bags}
+    batch = {
+        "array": given[0][:, None],
+        "pair": (given[1][:, None], given[2][:, None]),
+        "bags": bags,
+    }
     mesh = None if num_devices is None else jax.make_mesh((num_devices,), ("x",))
     prepared = jax.block_until_ready(rs.EmbeddingCollection(features, mesh=mesh).prepare(batch))
     before = jax.tree.map(np.array, prepared)
@@ -260,17 +305,25 @@ def test_a_prepared_batch_stays_though_its_memory_is_written_again(num_devices):
 
 
 def test_what_was_prepared_is_not_copied_when_it_is_prepared_again():
-    collection = collection_of(table_spec("a", vocabulary_size=5), table_spec("b", vocabulary_size=9))
+    collection = collection_of(
+        table_spec("a", vocabulary_size=5), table_spec("b", vocabulary_size=9)
+    )
     prepared = collection.prepare({"f_a": np.asarray([[4, 1], [0, 3]]), "f_b": [[8, 2, 2], [5]]})
     again = collection.prepare(prepared)
     pairs = zip(jax.tree.leaves(again), jax.tree.leaves(prepared), strict=True)
-    assert all(own.unsafe_buffer_pointer() == before.unsafe_buffer_pointer() for own, before in pairs)
+    assert all(
+        own.unsafe_buffer_pointer() == before.unsafe_buffer_pointer() for own, before in pairs
+    )
     assert again["f_b"].to_lists() == [[8, 2, 2], [5]] and again["f_a"].tolist() == [[4, 1], [0, 3]]
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint64, jnp.int32])
+@pytest.mark.parametrize(
+    "dtype", [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint64, jnp.int32]
+)
 def test_arrays_of_one_batch_become_int32_in_their_shapes_and_stay_where_they_are_that(dtype):
-    collection = collection_of(*(table_spec(name, vocabulary_size=n) for name, n in (("b", 3), ("a", 5), ("c", 9))))
+    collection = collection_of(
+        *(table_spec(name, vocabulary_size=n) for name, n in (("b", 3), ("a", 5), ("c", 9)))
+    )
     ids = [np.asarray([2, 0]), np.asarray([[4, 1], [0, 3]]), np.zeros((2, 0), int)]
     make = jnp.asarray if dtype is jnp.int32 else np.asarray
     batch = dict(zip(collection.features, [make(own.astype(dtype)) for own in ids], strict=True))
@@ -280,13 +333,18 @@ def test_arrays_of_one_batch_become_int32_in_their_shapes_and_stay_where_they_ar
         assert isinstance(found, jax.Array) and found.dtype == np.int32 and found.shape == own.shape
         np.testing.assert_array_equal(found, own)
         assert found is batch[name] or dtype is not jnp.int32
-    with pytest.raises(ValueError, match=r"'f_b': id 3 in sample 1 is outside table 'b' with vocabulary_size=3"):
+    with pytest.raises(
+        ValueError, match=r"'f_b': id 3 in sample 1 is outside table 'b' with vocabulary_size=3"
+    ):
         collection.prepare(batch | {"f_b": make(np.asarray([2, 3], dtype))})
 
 
 def test_ids_beyond_int32_are_those_of_no_row_where_they_are_let_pass():
     collection = collection_of(table_spec(vocabulary_size=3), bounds_check="ignore")
-    state, table = collection.init(jax.random.key(0)), collection_of(table_spec(vocabulary_size=3)).tables
+    state, table = (
+        collection.init(jax.random.key(0)),
+        collection_of(table_spec(vocabulary_size=3)).tables,
+    )
     ids = np.asarray([[2, 2**32 + 1], [-(2**32), 0]])
     found, expected = collection.lookup(state, {"f_t": ids}), np.asarray(table(state)["t"])[[2, 0]]
     np.testing.assert_allclose(found["f_t"], expected, rtol=1e-6)
@@ -372,18 +430,24 @@ def test_features_of_one_table_pool_it_each_in_their_own_way(storage, num_device
     mesh = None if num_devices == 1 else jax.make_mesh((num_devices,), ("x",))
     table = table_spec(combiner="mean", storage=storage, optimizer=rs.optimizers.SGD(1.0))
     specs = [rs.FeatureSpec("pooled", table)]
-    specs += [rs.FeatureSpec(combiner, table, combiner=combiner) for combiner in ("sum", "sqrtn", "none")]
+    specs += [
+        rs.FeatureSpec(combiner, table, combiner=combiner) for combiner in ("sum", "sqrtn", "none")
+    ]
     collection = rs.EmbeddingCollection(specs, mesh=mesh)
     ids = np.arange(8).reshape(4, 2)
     batch = {spec.name: ids for spec in specs}
     state = collection.init(jax.random.key(0))
-    zeros = {name: jnp.zeros((4, DIM)) for name in ("pooled", "sum", "sqrtn")} | {"none": jnp.zeros((4, 2, DIM))}
+    zeros = {name: jnp.zeros((4, DIM)) for name in ("pooled", "sum", "sqrtn")} | {
+        "none": jnp.zeros((4, 2, DIM))
+    }
     state = collection.update(state, batch, zeros)  # hashed keys get their rows
     rows = np.asarray(collection.lookup(state, batch)["none"], np.float64)
     factors = {"pooled": 1 / 2, "sum": 1.0, "sqrtn": 1 / np.sqrt(2)}
     activations = collection.lookup(state, batch)
     for name, factor in factors.items():
-        np.testing.assert_allclose(activations[name], factor * rows.sum(axis=1), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            activations[name], factor * rows.sum(axis=1), rtol=1e-5, atol=1e-6
+        )
     serve, served = rs.for_serving(collection, state)
     for name, activation in serve(served, batch).items():
         np.testing.assert_allclose(activation, activations[name], rtol=1e-5, atol=1e-6)
@@ -392,10 +456,15 @@ def test_features_of_one_table_pool_it_each_in_their_own_way(storage, num_device
     np.testing.assert_allclose(rows - np.asarray(stepped), sum(factors.values()) + 1, rtol=1e-4)
 
 
-@pytest.mark.skipif(native.unavailable_because() is not None, reason="counts calls of the native library")
+@pytest.mark.skipif(
+    native.unavailable_because() is not None, reason="counts calls of the native library"
+)
 def test_one_kernel_call_looks_up_all_arrays_of_a_device_with_the_bits_of_a_call_for_each():
     rules = rs.optimizers.SGD(0.1), rs.optimizers.RowWiseAdagrad(0.1), rs.optimizers.Adam(0.1)
-    tables = [rs.TableSpec(f"t{dim}", 50, dim, optimizer=rule) for dim, rule in zip((4, 8, 16), rules, strict=True)]
+    tables = [
+        rs.TableSpec(f"t{dim}", 50, dim, optimizer=rule)
+        for dim, rule in zip((4, 8, 16), rules, strict=True)
+    ]
     combiners = "sum", "mean", "none", "sqrtn"
     features = []
     for number, combiner in enumerate(combiners):
@@ -414,6 +483,8 @@ def test_one_kernel_call_looks_up_all_arrays_of_a_device_with_the_bits_of_a_call
     for table in tables:
         names = [feature.name for feature in features if feature.table_spec is table]
         alone = rs.EmbeddingCollection([feature for feature in features if feature.name in names])
-        expected = alone.lookup(alone.init(jax.random.key(0)), {name: batch[name] for name in names})
+        expected = alone.lookup(
+            alone.init(jax.random.key(0)), {name: batch[name] for name in names}
+        )
         for name in names:
             np.testing.assert_array_equal(found[name], expected[name])

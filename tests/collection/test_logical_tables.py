@@ -13,13 +13,19 @@ from rsembed.tt import TensorTrain
 from rsembed.tt.cores import rows as rows_of_cores
 
 
-@pytest.mark.parametrize(("num_devices", "placement"), [(None, None), (1, "row"), (4, "row"), (4, "replicated")])
+@pytest.mark.parametrize(
+    ("num_devices", "placement"), [(None, None), (1, "row"), (4, "row"), (4, "replicated")]
+)
 def test_tables_and_slots_outlive_the_state_they_came_from(num_devices, placement):
     rule = rs.optimizers.Adagrad(0.1)
     dense = rs.TableSpec(name="a", vocabulary_size=16, embedding_dim=8, optimizer=rule)
     train = dataclasses.replace(dense, name="b", storage=TensorTrain((2, 2)))
     placements = {"a": placement, "b": "replicated"} if num_devices else None
-    mesh = None if num_devices is None else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
+    mesh = (
+        None
+        if num_devices is None
+        else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
+    )
     features = [rs.FeatureSpec(name=own.name, table_spec=own) for own in (dense, train)]
     collection = rs.EmbeddingCollection(features, mesh=mesh, placement=placements)
     state = collection.init(jax.random.key(0))
@@ -43,7 +49,9 @@ def test_a_whole_table_moves_to_any_storage(source, target):
     collections = collection_of(STORAGES[source]), collection_of(STORAGES[target])
     values = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
     first = collections[0].with_tables(collections[0].init(jax.random.key(0)), {"t": values})
-    second = collections[1].with_tables(collections[1].init(jax.random.key(1)), collections[0].tables(first))
+    second = collections[1].with_tables(
+        collections[1].init(jax.random.key(1)), collections[0].tables(first)
+    )
     found = collections[1].tables(second)["t"]
     np.testing.assert_array_equal(found["values"] if target == "hashed" else found, values)
 
@@ -64,13 +72,18 @@ def test_tables_go_through_files_of_other_programs(tmp_path, through):
     rule = rs.optimizers.Adagrad(0.1)
     word = rs.TableSpec(name="word", vocabulary_size=6, embedding_dim=4, optimizer=rule)
     user = dataclasses.replace(word, name="user", storage=rs.Hashed())
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name=own.name, table_spec=own) for own in (word, user)])
+    collection = rs.EmbeddingCollection(
+        [rs.FeatureSpec(name=own.name, table_spec=own) for own in (word, user)]
+    )
     ids = {"word": np.array([[1], [5]]), "user": np.array([[2**40], [7]])}
     state = collection.init(jax.random.key(0))
     state = collection.update(state, ids, collection.lookup(state, ids))
     expected = collection.tables(state)
     found = through(tmp_path / "word", {"encoder.word.weight": np.asarray(expected["word"])})
-    tables = {"word": found["encoder.word.weight"], "user": through(tmp_path / "user", expected["user"])}
+    tables = {
+        "word": found["encoder.word.weight"],
+        "user": through(tmp_path / "user", expected["user"]),
+    }
     loaded = collection.with_tables(collection.init(jax.random.key(1)), tables)
     jax.tree.map(np.testing.assert_array_equal, collection.tables(loaded), expected)
 
@@ -78,15 +91,24 @@ def test_tables_go_through_files_of_other_programs(tmp_path, through):
 def test_a_whole_table_or_cores_go_into_a_tensor_train(tmp_path):
     storage = TensorTrain((8, 30), (4, 5, 3), (2, 2, 2))
     table = rs.TableSpec(name="item", vocabulary_size=57, embedding_dim=8, storage=storage)
-    collection, rng = rs.EmbeddingCollection([rs.FeatureSpec(name="item", table_spec=table)]), np.random.default_rng(0)
+    collection, rng = (
+        rs.EmbeddingCollection([rs.FeatureSpec(name="item", table_spec=table)]),
+        np.random.default_rng(0),
+    )
     state = collection.init(jax.random.key(0))
-    cores = [rng.normal(size=shape).astype(np.float32) for shape in storage.spec_of(table).core_shapes]
+    cores = [
+        rng.normal(size=shape).astype(np.float32) for shape in storage.spec_of(table).core_shapes
+    ]
     loaded = collection.with_tables(state, {"item": tuple(cores)})
     ids = np.arange(57)[:, None]
     expected = rows_of_cores(storage.spec_of(table), tuple(map(jnp.asarray, cores)), jnp.arange(57))
-    np.testing.assert_allclose(collection.lookup(loaded, {"item": ids})["item"], expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        collection.lookup(loaded, {"item": ids})["item"], expected, rtol=1e-5
+    )
     checkpoint.save_collection(tmp_path / "saved", collection, loaded)
-    from_file = collection.with_tables(state, {"item": checkpoint.load(tmp_path / "saved").tree["tables"]["item"]})
+    from_file = collection.with_tables(
+        state, {"item": checkpoint.load(tmp_path / "saved").tree["tables"]["item"]}
+    )
     jax.tree.map(np.testing.assert_array_equal, from_file.tables, loaded.tables)
     # Of these ranks the last is larger than any table needs, and the first can hold this one.
     again = collection.with_tables(state, {"item": expected})

@@ -15,28 +15,52 @@ ROW_WISE = rs.optimizers.RowWiseAdagrad
 # The shape of a mesh, the optimizers of tables `t` and `v` (which share a stack) and of `w`, and what lies where.
 SETTINGS = {
     "2x4-row": ((2, 4), (SGD, ADAM), {"placement": "row"}),
-    "2x4-table": ((2, 4), (ADAGRAD, ROW_WISE), {"placement": "table", "exchange_capacity": 3, "sharding_axis": "y"}),
-    "8-mixed": ((8,), (ADAM, ADAGRAD), {"placement": {"t": "table", "v": "replicated", "w": "column"}}),
+    "2x4-table": (
+        (2, 4),
+        (ADAGRAD, ROW_WISE),
+        {"placement": "table", "exchange_capacity": 3, "sharding_axis": "y"},
+    ),
+    "8-mixed": (
+        (8,),
+        (ADAM, ADAGRAD),
+        {"placement": {"t": "table", "v": "replicated", "w": "column"}},
+    ),
 }
 
 
 def mesh_of(*shape):
-    return Mesh(np.asarray(jax.devices()[: int(np.prod(shape))]).reshape(shape), ("x", "y")[: len(shape)])
+    return Mesh(
+        np.asarray(jax.devices()[: int(np.prod(shape))]).reshape(shape), ("x", "y")[: len(shape)]
+    )
 
 
 def trained(optimizers, **options):
     """What two steps of four features give; `t` is read by two, one of them weighted, `w` may have sequence output."""
     sequence = "sqrtn" if optimizers[1] is ROW_WISE else "none"
-    made_of = {"t": (21, optimizers[0], "mean"), "v": (5, optimizers[0], "sum"), "w": (17, optimizers[1], sequence)}
+    made_of = {
+        "t": (21, optimizers[0], "mean"),
+        "v": (5, optimizers[0], "sum"),
+        "w": (17, optimizers[1], sequence),
+    }
     tables = {
         name: rs.TableSpec(
-            name=name, vocabulary_size=rows, embedding_dim=DIM, optimizer=optimizer(LR), combiner=combiner
+            name=name,
+            vocabulary_size=rows,
+            embedding_dim=DIM,
+            optimizer=optimizer(LR),
+            combiner=combiner,
         )
         for name, (rows, optimizer, combiner) in made_of.items()
     }
     reads = {"a": ("t", 3), "b": ("t", 2), "c": ("v", 1), "d": ("w", 2)}
-    features = [rs.FeatureSpec(name=name, table_spec=tables[table]) for name, (table, _) in reads.items()]
-    collection, draw, found = rs.EmbeddingCollection(features, **options), np.random.default_rng(0), []
+    features = [
+        rs.FeatureSpec(name=name, table_spec=tables[table]) for name, (table, _) in reads.items()
+    ]
+    collection, draw, found = (
+        rs.EmbeddingCollection(features, **options),
+        np.random.default_rng(0),
+        [],
+    )
 
     @jax.jit
     def step(state, batch):
@@ -44,11 +68,19 @@ def trained(optimizers, **options):
         gradients = jax.tree.map(lambda x: x - 1.0, activations)
         row_gradients = pullback(gradients)
         states = collection.apply(state, row_gradients), collection.update(state, batch, gradients)
-        return activations, rs.global_norm(row_gradients), sum(row_gradients.num_touched().values()), states
+        return (
+            activations,
+            rs.global_norm(row_gradients),
+            sum(row_gradients.num_touched().values()),
+            states,
+        )
 
     state = collection.init(jax.random.key(0))
     for number in range(2):
-        ids = {n: draw.integers(-1, tables[t].vocabulary_size, (BATCH, width)) for n, (t, width) in reads.items()}
+        ids = {
+            n: draw.integers(-1, tables[t].vocabulary_size, (BATCH, width))
+            for n, (t, width) in reads.items()
+        }
         ids["b"][number * BATCH // 2 :] = -1  # devices without ids
         batch = ids | {"a": (ids["a"], draw.random(ids["a"].shape, np.float32))}
         *outputs, states = step(state, collection.prepare(batch))
@@ -67,7 +99,9 @@ def test_training_on_a_mesh_gives_the_numbers_of_one_device(name):
 
 @pytest.mark.parametrize("storage", [None, rs.Hashed()], ids=["dense", "hashed"])
 def test_a_mesh_of_one_device_asks_nobody_and_gives_the_bits_of_no_mesh(storage):
-    table = rs.TableSpec(name="t", vocabulary_size=21, embedding_dim=DIM, optimizer=ADAGRAD(LR), storage=storage)
+    table = rs.TableSpec(
+        name="t", vocabulary_size=21, embedding_dim=DIM, optimizer=ADAGRAD(LR), storage=storage
+    )
     features = [rs.FeatureSpec(name="f", table_spec=table)]
     batch = {"f": np.random.default_rng(0).integers(0, 21, (BATCH, 3), np.int32)}
     found = []
@@ -75,7 +109,9 @@ def test_a_mesh_of_one_device_asks_nobody_and_gives_the_bits_of_no_mesh(storage)
         collection = rs.EmbeddingCollection(features, mesh=mesh)
         state, update = collection.init(jax.random.key(0)), jax.jit(collection.update)
         for _ in range(2):
-            state = update(state, collection.prepare(batch), {"f": np.ones((BATCH, DIM), np.float32)})
+            state = update(
+                state, collection.prepare(batch), {"f": np.ones((BATCH, DIM), np.float32)}
+            )
         lookup = jax.jit(functools.partial(collection.lookup, return_statistics=True))
         outputs, statistics = lookup(state, collection.prepare(batch))
         assert int(statistics.num_rounds["t"]) == 0
@@ -88,11 +124,14 @@ def test_a_mesh_may_be_set_but_for_one_of_explicit_axes_which_is_refused(axis_ty
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], axis_types=(axis_type,))
     table = rs.TableSpec(name="t", vocabulary_size=9, embedding_dim=2, optimizer=SGD(LR))
     collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=mesh)
-    expected = collection.lookup(collection.init(jax.random.key(0)), {"f": [[1], [2], [3], [4]]})["f"]
+    expected = collection.lookup(collection.init(jax.random.key(0)), {"f": [[1], [2], [3], [4]]})[
+        "f"
+    ]
     with jax.set_mesh(mesh):
         if axis_type == AxisType.Explicit:
             with pytest.raises(
-                ValueError, match=r"explicit axes \('x',\) is set, .* automatic axes: leave jax.set_mesh"
+                ValueError,
+                match=r"explicit axes \('x',\) is set, .* automatic axes: leave jax.set_mesh",
             ):
                 collection.init(jax.random.key(0))
             return

@@ -23,7 +23,9 @@ def test_lists_and_bags_become_a_list_with_a_part_for_each_device():
     rows = [[3, 1, 2], [], [4], [5, 0]]
     batch = collection.prepare({"f": rows})
     (listed,) = batch.lists.values()
-    np.testing.assert_array_equal(listed.ids, [3, 1, 2, -1, -1, -1, -1, -1, 4, 5, 0, -1, -1, -1, -1, -1])
+    np.testing.assert_array_equal(
+        listed.ids, [3, 1, 2, -1, -1, -1, -1, -1, 4, 5, 0, -1, -1, -1, -1, -1]
+    )
     np.testing.assert_array_equal(listed.offsets, [0, 3, 3, 0, 1, 3])
     assert listed.ids.dtype == listed.offsets.dtype == jnp.int32
     assert [shard.data.shape for shard in listed.ids.addressable_shards] == [(8,), (8,)]
@@ -59,7 +61,9 @@ def test_a_feature_without_a_combiner_is_padded_to_its_longest_bag():
 
 
 @pytest.mark.parametrize("placement", ["row", "table", "column", "replicated"])
-@pytest.mark.parametrize("storage", [None, rs.Hashed(), rs.HostCached(cache_rows=64)], ids=["dense", "keys", "host"])
+@pytest.mark.parametrize(
+    "storage", [None, rs.Hashed(), rs.HostCached(cache_rows=64)], ids=["dense", "keys", "host"]
+)
 def test_ragged_features_have_the_numbers_of_one_device(placement, storage):
     if storage is not None and placement != "row":
         pytest.skip("keys and rows on the host have an owner each")
@@ -72,7 +76,10 @@ def test_ragged_features_have_the_numbers_of_one_device(placement, storage):
     features.append(rs.FeatureSpec("again", tables["b"]))
     features.append(rs.FeatureSpec("array", tables["c"]))
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("x",))
-    collections = rs.EmbeddingCollection(features), rs.EmbeddingCollection(features, mesh=mesh, placement=placement)
+    collections = (
+        rs.EmbeddingCollection(features),
+        rs.EmbeddingCollection(features, mesh=mesh, placement=placement),
+    )
     rng = np.random.default_rng(0)
     results = []
     for collection in collections:
@@ -101,7 +108,9 @@ def test_ragged_features_have_the_numbers_of_one_device(placement, storage):
 def test_one_long_bag_pads_no_other_bag_and_few_programs_serve_a_stream():
     table = rs.TableSpec("t", 1000, 4)
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("x",))
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(f"f{k}", table) for k in range(8)], mesh=mesh)
+    collection = rs.EmbeddingCollection(
+        [rs.FeatureSpec(f"f{k}", table) for k in range(8)], mesh=mesh
+    )
     rng = np.random.default_rng(0)
 
     def prepared(long_bag):
@@ -118,7 +127,9 @@ def test_one_long_bag_pads_no_other_bag_and_few_programs_serve_a_stream():
     assert len(set(rooms)) <= 3
     counts = [np.asarray(batch.lists["t"].offsets).reshape(4, -1)[:, -1] for batch in batches]
     assert sum(own.sum() for own in counts) >= 0.6 * sum(rooms)
-    assert prepared(5000).lists["t"].ids.shape[0] <= 4 * 9 / 8 * (max(own.max() for own in counts) + 5000)
+    assert prepared(5000).lists["t"].ids.shape[0] <= 4 * 9 / 8 * (
+        max(own.max() for own in counts) + 5000
+    )
 
 
 def test_a_prepared_batch_of_another_mesh_is_prepared_again():
@@ -127,7 +138,9 @@ def test_a_prepared_batch_of_another_mesh_is_prepared_again():
     collection = collection_of(2)
     found = collection.lookup(collection.init(jax.random.key(0)), prepared)["f"]
     np.testing.assert_array_equal(found[:, 0], [3, 0, 1, 2])
-    with pytest.raises(ValueError, match="cannot be split inside jit; bring the batch into canonical form"):
+    with pytest.raises(
+        ValueError, match="cannot be split inside jit; bring the batch into canonical form"
+    ):
         jax.jit(collection.prepare)(prepared)
 
 
@@ -136,7 +149,9 @@ def test_batches_of_a_mesh_stack_for_a_scan():
     batches = [collection.prepare({"f": rows}) for rows in ([[1], [2, 2]], [[3, 3, 3], []])]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
     state = collection.init(jax.random.key(0))
-    _, found = jax.jit(lambda b: jax.lax.scan(lambda _, own: (None, collection.lookup(state, own)), None, b))(stacked)
+    _, found = jax.jit(
+        lambda b: jax.lax.scan(lambda _, own: (None, collection.lookup(state, own)), None, b)
+    )(stacked)
     np.testing.assert_array_equal(found["f"][..., 0], [[1, 2], [3, 0]])
     with pytest.raises(ValueError, match="feature 'f': several batches are stacked here"):
         stacked["f"]

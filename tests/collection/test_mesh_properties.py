@@ -20,12 +20,21 @@ def mesh_of(num_devices):
 
 
 def features_of(combiner="mean", **changes):
-    changes = {"optimizer": rs.optimizers.Adagrad(0.1), "initializer": jax.nn.initializers.ones, **changes}
+    changes = {
+        "optimizer": rs.optimizers.Adagrad(0.1),
+        "initializer": jax.nn.initializers.ones,
+        **changes,
+    }
     t, u = (
-        rs.TableSpec(name=name, vocabulary_size=rows, embedding_dim=DIM, combiner=combiner, **changes)
+        rs.TableSpec(
+            name=name, vocabulary_size=rows, embedding_dim=DIM, combiner=combiner, **changes
+        )
         for name, rows in ROWS.items()
     )
-    return [rs.FeatureSpec(name=name, table_spec=table) for name, table in (("a", t), ("b", t), ("c", u))]
+    return [
+        rs.FeatureSpec(name=name, table_spec=table)
+        for name, table in (("a", t), ("b", t), ("c", u))
+    ]
 
 
 def some_batch(seed=0):
@@ -46,8 +55,16 @@ def assert_equal_bits(one, two):
 
 def test_stochastic_rounding_draws_for_the_row_not_for_its_owner():
     options = {"dtype": "bfloat16", "stochastic_rounding": True, "combiner": "sum"}
-    layouts = ({}, {"mesh": mesh_of(4), "placement": "row"}, {"mesh": mesh_of(4), "placement": "table"})
-    batch = {"a": np.arange(16), "b": np.full(16, -1), "c": np.r_[np.arange(5), np.full(11, -1)]}  # no row twice
+    layouts = (
+        {},
+        {"mesh": mesh_of(4), "placement": "row"},
+        {"mesh": mesh_of(4), "placement": "table"},
+    )
+    batch = {
+        "a": np.arange(16),
+        "b": np.full(16, -1),
+        "c": np.r_[np.arange(5), np.full(11, -1)],
+    }  # no row twice
     results = []
     for layout in layouts:
         collection = rs.EmbeddingCollection(features_of(**options), **layout)
@@ -58,7 +75,9 @@ def test_stochastic_rounding_draws_for_the_row_not_for_its_owner():
         assert_equal_bits(found, results[0])
 
 
-@pytest.mark.usefixtures("more_optimizations")  # of the approximation of a normal value, whose last bit is a compiler's
+@pytest.mark.usefixtures(
+    "more_optimizations"
+)  # of the approximation of a normal value, whose last bit is a compiler's
 def test_initial_values_do_not_depend_on_the_mesh():
     features = features_of(initializer=jax.nn.initializers.normal(1.0))
     one = rs.EmbeddingCollection(features)
@@ -67,7 +86,9 @@ def test_initial_values_do_not_depend_on_the_mesh():
         collection = rs.EmbeddingCollection(features, mesh=mesh_of(4), placement=placement)
         state = collection.init(jax.random.key(7))
         assert_equal_bits(collection.tables(state), expected)
-        shard_sizes = {shard.data.size for array in state.tables.values() for shard in array.addressable_shards}
+        shard_sizes = {
+            shard.data.size for array in state.tables.values() for shard in array.addressable_shards
+        }
         assert max(shard_sizes) <= (21 if placement == "table" else 7) * DIM
 
 
@@ -80,27 +101,36 @@ def test_accumulation_and_clipping_inside_a_scan_equal_one_device():
                 return None, collection.lookup_vjp(state, inputs[0])[1](inputs[1])
 
             row_gradients = rs.combine(jax.lax.scan(micro, None, inputs)[1])
-            return collection.apply(state, rs.clip_by_global_norm(row_gradients, 1.5)), rs.global_norm(row_gradients)
+            return collection.apply(
+                state, rs.clip_by_global_norm(row_gradients, 1.5)
+            ), rs.global_norm(row_gradients)
 
         return jax.lax.scan(body, state, (batches, wanted))
 
     stack = functools.partial(jax.tree.map, lambda *x: np.stack(x).reshape(2, 2, *x[0].shape))
-    one_batches = [{n: v[0] if n == "a" else v for n, v in some_batch(seed).items()} for seed in range(4)]
+    one_batches = [
+        {n: v[0] if n == "a" else v for n, v in some_batch(seed).items()} for seed in range(4)
+    ]
     batches, wanted = stack(*one_batches), stack(*map(targets, range(4)))
     batches = jax.tree.map(lambda x: x.astype(np.int32), batches)
     results = []
     for options in ({}, {"mesh": jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])}):
         collection = rs.EmbeddingCollection(features_of(), **options)
         state = collection.init(jax.random.key(0))
-        state, norms = jax.jit(functools.partial(train, collection), donate_argnums=0)(state, batches, wanted)
-        results.append(jax.tree.map(np.asarray, (collection.tables(state), collection.slots(state), norms)))
+        state, norms = jax.jit(functools.partial(train, collection), donate_argnums=0)(
+            state, batches, wanted
+        )
+        results.append(
+            jax.tree.map(np.asarray, (collection.tables(state), collection.slots(state), norms))
+        )
     assert (results[0][2] > 1.5).all()
     for one, many in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(many, one, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "placement"), [(2, "row"), (4, "row"), (8, "row"), (4, "column"), (4, "replicated")]
+    ("num_devices", "placement"),
+    [(2, "row"), (4, "row"), (8, "row"), (4, "column"), (4, "replicated")],
 )
 def test_compiled_programs_send_the_bytes_of_the_page(num_devices, placement):
     local_batch, width, vocabulary = 4, 3, 1000
@@ -109,7 +139,9 @@ def test_compiled_programs_send_the_bytes_of_the_page(num_devices, placement):
         name="t", vocabulary_size=vocabulary, embedding_dim=DIM, initializer=jax.nn.initializers.zeros,
         optimizer=rs.optimizers.SGD(0.1),
     )  # fmt: skip
-    capacity = 12 if placement == "row" else None  # as many places as ids, which one round always serves
+    capacity = (
+        12 if placement == "row" else None
+    )  # as many places as ids, which one round always serves
     collection = rs.EmbeddingCollection(
         rs.FeatureSpec(name="f", table_spec=table),
         mesh=mesh_of(num_devices),
@@ -127,10 +159,14 @@ def test_compiled_programs_send_the_bytes_of_the_page(num_devices, placement):
     sent.pop("all-reduce", None)  # numbers of ids and rounds
     pooled, others = local_batch * DIM * 4, num_devices - 1
     # What lookup and update both need travels once: XLA merges equal collectives of a program.
-    if placement == "row":  # keys go, rows come back, gradients go: capacity places for every device
+    if (
+        placement == "row"
+    ):  # keys go, rows come back, gradients go: capacity places for every device
         places = others * 12
         expected = {"all-to-all": places * (4 + 2 * DIM * 4)}
-    elif placement == "column":  # every device needs all ids; pieces of activations and of their gradients travel
+    elif (
+        placement == "column"
+    ):  # every device needs all ids; pieces of activations and of their gradients travel
         pieces = pooled * others // num_devices
         expected = {"all-to-all": 2 * pieces, "all-gather": others * local_ids * 4}
     else:
@@ -144,9 +180,13 @@ def test_compiled_programs_send_the_bytes_of_the_page(num_devices, placement):
 @pytest.mark.parametrize("capacity", [None, 64])
 def test_compiled_training_on_a_mesh_copies_no_table(capacity):
     rows, dim, num_devices = 1_000_000, 64, 4
-    table = rs.TableSpec(name="t", vocabulary_size=rows, embedding_dim=dim, optimizer=rs.optimizers.Adagrad())
+    table = rs.TableSpec(
+        name="t", vocabulary_size=rows, embedding_dim=dim, optimizer=rs.optimizers.Adagrad()
+    )
     feature = rs.FeatureSpec(name="f", table_spec=table)
-    collection = rs.EmbeddingCollection(feature, mesh=mesh_of(num_devices), exchange_capacity=capacity)
+    collection = rs.EmbeddingCollection(
+        feature, mesh=mesh_of(num_devices), exchange_capacity=capacity
+    )
     state = jax.eval_shape(collection.init, jax.random.key(0))
 
     def train(state, batches):

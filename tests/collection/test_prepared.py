@@ -18,11 +18,19 @@ def collection_of(storage=None, **options):
     rule = rs.optimizers.Adagrad(0.3)
     tables = {}
     for name, size in SIZES.items():
-        tables[name] = rs.TableSpec(name, size, DIM, combiner="mean", optimizer=rule, storage=storage)
+        tables[name] = rs.TableSpec(
+            name, size, DIM, combiner="mean", optimizer=rule, storage=storage
+        )
     other = rs.TableSpec("other", 12, 2 * DIM, combiner="sqrtn", optimizer=rule)
     features = [rs.FeatureSpec(name, tables[name]) for name in "abc"]
-    features += [rs.FeatureSpec("c_again", tables["c"], combiner="sum"), rs.FeatureSpec("other", other)]
-    features += [rs.FeatureSpec("dense", tables["d"]), rs.FeatureSpec("sequence", tables["b"], combiner="none")]
+    features += [
+        rs.FeatureSpec("c_again", tables["c"], combiner="sum"),
+        rs.FeatureSpec("other", other),
+    ]
+    features += [
+        rs.FeatureSpec("dense", tables["d"]),
+        rs.FeatureSpec("sequence", tables["b"], combiner="none"),
+    ]
     return rs.EmbeddingCollection(features, **options)
 
 
@@ -48,10 +56,15 @@ def by_themselves(batch):
 
 def gradients_like(activations, seed):
     rng = np.random.default_rng(seed)
-    return {name: jnp.asarray(rng.normal(size=own.shape), jnp.float32) for name, own in activations.items()}
+    return {
+        name: jnp.asarray(rng.normal(size=own.shape), jnp.float32)
+        for name, own in activations.items()
+    }
 
 
-@pytest.mark.parametrize("storage", [None, rs.Hashed(), rs.HostCached(cache_rows=64)], ids=["dense", "keys", "host"])
+@pytest.mark.parametrize(
+    "storage", [None, rs.Hashed(), rs.HostCached(cache_rows=64)], ids=["dense", "keys", "host"]
+)
 def test_joined_features_have_the_numbers_of_single_ones(storage):
     collection = collection_of(storage)
     # A batch size that is declared nowhere, and features that each come alone: no list is shared.
@@ -80,7 +93,9 @@ def test_joined_features_have_the_numbers_of_single_ones(storage):
         _, pullback = collection.lookup_vjp(state, prepared)
         applied = collection.apply(state, pullback(d_activations))
         for one, other in zip(
-            jax.tree.leaves(collection.tables(fused)), jax.tree.leaves(collection.tables(applied)), strict=True
+            jax.tree.leaves(collection.tables(fused)),
+            jax.tree.leaves(collection.tables(applied)),
+            strict=True,
         ):
             np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
         state = fused
@@ -89,7 +104,9 @@ def test_joined_features_have_the_numbers_of_single_ones(storage):
 def test_the_step_of_a_joined_batch_is_that_of_loops():
     collection = rs.EmbeddingCollection(
         [
-            rs.FeatureSpec(n, rs.TableSpec(n, SIZES[n], DIM, combiner="mean", optimizer=rs.optimizers.SGD(1.0)))
+            rs.FeatureSpec(
+                n, rs.TableSpec(n, SIZES[n], DIM, combiner="mean", optimizer=rs.optimizers.SGD(1.0))
+            )
             for n in "abc"
         ]
     )
@@ -101,7 +118,9 @@ def test_the_step_of_a_joined_batch_is_that_of_loops():
         for sample, ids in enumerate(rows):
             for i in ids:
                 before[name][i] -= np.asarray(d_activations[name][sample], np.float64) / len(ids)
-    after = collection.tables(jax.jit(collection.update)(state, collection.prepare(batch), d_activations))
+    after = collection.tables(
+        jax.jit(collection.update)(state, collection.prepare(batch), d_activations)
+    )
     for name, expected in before.items():
         np.testing.assert_allclose(after[name], expected, rtol=1e-5, atol=1e-5)
 
@@ -120,7 +139,9 @@ def test_a_stream_of_ragged_batches_needs_few_programs():
     rng = np.random.default_rng(0)
     for _ in range(25):  # counts of every feature are near a power of two
         counts = rng.integers(1, 8, (8, 32))
-        batch = {f"f{k}": [rng.integers(0, 50, n).tolist() for n in own] for k, own in enumerate(counts)}
+        batch = {
+            f"f{k}": [rng.integers(0, 50, n).tolist() for n in own] for k, own in enumerate(counts)
+        }
         state = step(state, collection.prepare(batch))
     assert num_traced <= 3
 
@@ -128,8 +149,13 @@ def test_a_stream_of_ragged_batches_needs_few_programs():
 @pytest.mark.parametrize("form", ["lists", "bags", "jagged"])
 @pytest.mark.parametrize("bad", ["a", "b", "c"])
 def test_each_ragged_feature_is_held_against_its_table(form, bad):
-    tables = {name: rs.TableSpec(name, SIZES[name], DIM * (1 + (name == "c")), combiner="sum") for name in "abc"}
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name, table) for name, table in tables.items()])
+    tables = {
+        name: rs.TableSpec(name, SIZES[name], DIM * (1 + (name == "c")), combiner="sum")
+        for name in "abc"
+    }
+    collection = rs.EmbeddingCollection(
+        [rs.FeatureSpec(name, table) for name, table in tables.items()]
+    )
     forms = {
         "lists": dict,
         "bags": lambda rows: {name: rs.Bags.from_lists(own) for name, own in rows.items()},
@@ -142,12 +168,16 @@ def test_each_ragged_feature_is_held_against_its_table(form, bad):
     make = forms[form]
     rows = {name: [[0], [], [SIZES[name] - 1, -1]] for name in "abc"}
     prepared = collection.prepare(make(rows))
-    assert {name: prepared[name].to_lists() for name in "abc"} == {name: [[0], [], [SIZES[name] - 1]] for name in "abc"}
+    assert {name: prepared[name].to_lists() for name in "abc"} == {
+        name: [[0], [], [SIZES[name] - 1]] for name in "abc"
+    }
     rows["a" if bad != "a" else "b"] = [[], [], []]
     assert collection.prepare(make(rows))[bad].to_lists() == [[0], [], [SIZES[bad] - 1]]
     for wrong in (SIZES[bad], -2):
         rows[bad] = [[0], [], [1, wrong]]
-        with pytest.raises(ValueError, match=rf"feature '{bad}': id {wrong} in sample 2 .* table '{bad}'"):
+        with pytest.raises(
+            ValueError, match=rf"feature '{bad}': id {wrong} in sample 2 .* table '{bad}'"
+        ):
             collection.prepare(make(rows))
 
 
@@ -168,7 +198,9 @@ def test_a_prepared_batch_reads_as_a_mapping_and_travels_as_a_pytree():
 
     state = collection.init(jax.random.key(0))
     stacked = jax.tree.map(lambda *own: jnp.stack(own), prepared, prepared)
-    _, activations = jax.lax.scan(lambda _, own: (None, collection.lookup(state, own)), None, stacked)
+    _, activations = jax.lax.scan(
+        lambda _, own: (None, collection.lookup(state, own)), None, stacked
+    )
     expected = collection.lookup(state, batch)
     for name, own in expected.items():
         np.testing.assert_array_equal(activations[name][1], own)
@@ -176,10 +208,14 @@ def test_a_prepared_batch_reads_as_a_mapping_and_travels_as_a_pytree():
 
 def test_a_batch_of_another_collection_is_checked_again():
     small, large = (
-        rs.EmbeddingCollection([rs.FeatureSpec(n, rs.TableSpec(n, size, DIM)) for n in "ab"]) for size in (4, 100)
+        rs.EmbeddingCollection([rs.FeatureSpec(n, rs.TableSpec(n, size, DIM)) for n in "ab"])
+        for size in (4, 100)
     )
     prepared = large.prepare({"a": [[3], [50]], "b": [[1], []]})
-    with pytest.raises(ValueError, match=r"feature 'a': id 50 in sample 1 is outside table 'a' with vocabulary_size=4"):
+    with pytest.raises(
+        ValueError,
+        match=r"feature 'a': id 50 in sample 1 is outside table 'a' with vocabulary_size=4",
+    ):
         small.prepare(prepared)
 
 
@@ -189,7 +225,10 @@ def test_a_batch_of_another_collection_is_checked_again():
         ([[1], [2, 70]], "feature 'b': id 70 in sample 1 is outside table 'b'"),
         ([[1], [2, -2]], "feature 'b': id -2 in sample 1"),
         ([[1], [2, 2**70]], "feature 'b': row 1 holds ids that do not fit 64 bits"),
-        (rs.Bags(np.arange(4), np.asarray([0, 3, 2])), "feature 'b': offsets must start at 0 and never fall"),
+        (
+            rs.Bags(np.arange(4), np.asarray([0, 3, 2])),
+            "feature 'b': offsets must start at 0 and never fall",
+        ),
         (rs.Bags(np.arange(4), np.asarray([1, 2, 4])), "feature 'b': offsets must start at 0"),
         (rs.Bags(np.arange(4), np.asarray([0, 2, 9])), "feature 'b': the last offset is 9"),
     ],
@@ -215,7 +254,10 @@ def test_a_jagged_pair_of_all_features_is_a_batch(weighted):
     assert list(jagged) == ["c", "a", "b"] and len(jagged) == 3
     state = collection.init(jax.random.key(0))
     found = collection.lookup(state, jagged)
-    table_values, first = {n: np.asarray(t, np.float64) for n, t in collection.tables(state).items()}, 0
+    table_values, first = (
+        {n: np.asarray(t, np.float64) for n, t in collection.tables(state).items()},
+        0,
+    )
     for name, own in zip("cab", lengths.reshape(3, BATCH), strict=True):
         for sample, length in enumerate(own):
             part = slice(first, first + length)
@@ -225,6 +267,8 @@ def test_a_jagged_pair_of_all_features_is_a_batch(weighted):
                 expected = gains @ table_values[name][values[part]] / gains.sum()
             np.testing.assert_allclose(found[name][sample], expected, rtol=1e-5, atol=1e-6)
             first += length
-    wrong = rs.Jagged(np.where(np.arange(values.size) == 5, 70, values), lengths, features=["c", "a", "b"])
+    wrong = rs.Jagged(
+        np.where(np.arange(values.size) == 5, 70, values), lengths, features=["c", "a", "b"]
+    )
     with pytest.raises(ValueError, match="feature 'c': id 70 in sample"):
         collection.prepare(wrong)

@@ -23,14 +23,18 @@ def collection_of(storages, *, rows=ROWS, mesh=None, **options):
         )
         for name, storage in storages.items()
     ]  # fmt: skip
-    return rs.EmbeddingCollection([rs.FeatureSpec(name=own.name, table_spec=own) for own in tables], mesh=mesh)
+    return rs.EmbeddingCollection(
+        [rs.FeatureSpec(name=own.name, table_spec=own) for own in tables], mesh=mesh
+    )
 
 
 def trained(collection, seed=0):
     rng, state = np.random.default_rng(seed), collection.init(jax.random.key(seed))
     for _ in range(3):
         batch = {name: rng.integers(0, 8, (4, 2)) for name in collection.features}
-        state = collection.update(state, batch, {name: np.ones((4, DIM), np.float32) for name in batch})
+        state = collection.update(
+            state, batch, {name: np.ones((4, DIM), np.float32) for name in batch}
+        )
     return state
 
 
@@ -64,7 +68,11 @@ def test_tables_on_the_host_stay_when_a_later_one_is_refused(second):
 def test_tables_on_the_host_stay_when_a_file_is_refused(tmp_path):
     small, large = collection_of(HOST, rows={"h": 8}), collection_of(HOST)
     state = large.init(jax.random.key(0))
-    batch = {"h": np.arange(40).reshape(4, 10), "a": np.ones((4, 2), int), "b": np.ones((4, 2), int)}
+    batch = {
+        "h": np.arange(40).reshape(4, 10),
+        "a": np.ones((4, 2), int),
+        "b": np.ones((4, 2), int),
+    }
     state = large.update(state, batch, {name: np.ones((4, DIM), np.float32) for name in HOST})
     checkpoint.save_collection(tmp_path / "file", large, state)
     own = trained(small)
@@ -79,14 +87,19 @@ def test_numbers_too_large_for_the_dtype_are_refused(storage):
     collection = collection_of({"t": storage}, dtype="float16")
     state = trained(collection)
     before = collection.tables(state)
-    with pytest.raises(ValueError, match="'t': 160 numbers of imported 'values' are too large for float16; clip them"):
+    with pytest.raises(
+        ValueError,
+        match="'t': 160 numbers of imported 'values' are too large for float16; clip them",
+    ):
         collection.with_tables(state, {"t": np.full((ROWS, DIM), 1e6, np.float32)})
     assert_same(collection.tables(state), before)
 
 
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (None, 4), (4, None)])
 def test_tables_move_between_meshes_of_one_process(sizes):
-    first, second = (collection_of({"t": None}, mesh=None if n is None else mesh_of(n)) for n in sizes)
+    first, second = (
+        collection_of({"t": None}, mesh=None if n is None else mesh_of(n)) for n in sizes
+    )
     state = trained(first)
     moved = second.with_tables(second.init(jax.random.key(1)), first.tables(state))
     assert_same(jax.device_get(second.tables(moved)), jax.device_get(first.tables(state)))
@@ -97,13 +110,17 @@ def test_a_key_that_is_given_a_row_waits_no_longer():
     ones, state = {"t": np.ones((1, DIM), np.float32)}, collection.init(jax.random.key(0))
     state = collection.update(state, {"t": np.asarray([1])}, ones)
     assert collection.tables(state)["t"]["waiting_keys"].tolist() == [1]
-    state = collection.with_tables(state, {"t": {"keys": np.asarray([1]), "values": np.ones((1, DIM))}})
+    state = collection.with_tables(
+        state, {"t": {"keys": np.asarray([1]), "values": np.ones((1, DIM))}}
+    )
     assert collection.tables(state)["t"]["waiting_keys"].tolist() == []
     state = collection.update(state, {"t": np.asarray([2])}, ones)  # there is room to wait again
     rows = collection.tables(state)["t"]
     assert (rows["keys"].tolist(), rows["waiting_keys"].tolist()) == ([1], [2])
     two_wait = {"keys": rows["keys"], "values": rows["values"], "waiting_keys": np.asarray([2, 3])}
-    with pytest.raises(ValueError, match=r"2 imported waiting_keys need 2 .* has 1 \(admission_capacity=1\)"):
+    with pytest.raises(
+        ValueError, match=r"2 imported waiting_keys need 2 .* has 1 \(admission_capacity=1\)"
+    ):
         collection.with_tables(collection.init(jax.random.key(0)), {"t": two_wait})
 
 
@@ -124,5 +141,7 @@ def test_a_state_that_an_interrupted_step_took_over_says_how_to_go_on(storage):
     state = trained(collection)
     jax.tree.map(lambda array: array.delete(), state.tables)
     for call in (collection.lookup, collection.lookup_vjp):
-        with pytest.raises(RuntimeError, match=r"lost its tables to a step .* Ctrl-C .* load the latest checkpoint"):
+        with pytest.raises(
+            RuntimeError, match=r"lost its tables to a step .* Ctrl-C .* load the latest checkpoint"
+        ):
             call(state, {"t": [[1]]})

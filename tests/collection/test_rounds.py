@@ -13,13 +13,20 @@ STORAGES = {"array": None, "hashed": rs.Hashed(), "host": rs.HostCached(cache_ro
 def trained(storage, rule, capacity):
     mesh = jax.make_mesh((NUM_DEVICES,), ("x",), devices=jax.devices()[:NUM_DEVICES])
     table = rs.TableSpec(
-        name="t", vocabulary_size=ROWS, embedding_dim=8, optimizer=rule, combiner="mean", storage=storage
+        name="t",
+        vocabulary_size=ROWS,
+        embedding_dim=8,
+        optimizer=rule,
+        combiner="mean",
+        storage=storage,
     )
     features = [rs.FeatureSpec(name=name, table_spec=table) for name in "fg"]
     collection = rs.EmbeddingCollection(features, mesh=mesh, exchange_capacity=capacity)
     state, draw, seen = collection.init(jax.random.key(0)), np.random.default_rng(1), []
     for step in range(3):
-        batch = collection.prepare({name: draw.integers(0, ROWS - 100, (BATCH, IDS)) for name in "fg"})
+        batch = collection.prepare(
+            {name: draw.integers(0, ROWS - 100, (BATCH, IDS)) for name in "fg"}
+        )
         activations, pullback = collection.lookup_vjp(state, batch)
         d_activations = jax.tree.map(lambda x: x - 1, activations)
         if step % 2:

@@ -19,7 +19,9 @@ from tests.oracles import pooled_lookup
 ROWS, SHAPE = 50, (6, 3)
 STORAGES = {"keys": rs.Hashed(), "host": rs.HostCached(cache_rows=20), "train": TensorTrain((2,))}
 LANES = {"high": "uint32", "low": "uint32", "is_key": "bool"}
-COMBINERS = {"sum": "sum", "mean": "mean", "sqrtn": "sqrtn", "none": "none"} | dict.fromkeys(STORAGES, "mean")
+COMBINERS = {"sum": "sum", "mean": "mean", "sqrtn": "sqrtn", "none": "none"} | dict.fromkeys(
+    STORAGES, "mean"
+)
 IDS = {
     name: np.random.default_rng(number).integers(-1, ROWS, SHAPE).astype(np.int32)
     for number, name in enumerate(COMBINERS)
@@ -86,7 +88,9 @@ def test_keys_of_64_bits_are_found_by_both_lanes_and_unknown_ones_read_zeros(tra
     by_halves = jax.jit(lambda *lanes: lookup(tables, IDS | {"keys": Keys(*lanes)})["keys"])
     shapes = [jax.ShapeDtypeStruct(keys.shape, dtype) for dtype in ("uint32", "uint32", "bool")]
     halves = keys.astype(np.uint64) >> 32, keys.astype(np.uint64) & 0xFFFFFFFF
-    found = export.export(by_halves)(*shapes).call(*(half.astype(np.uint32) for half in halves), np.arange(4) != 1)
+    found = export.export(by_halves)(*shapes).call(
+        *(half.astype(np.uint32) for half in halves), np.arange(4) != 1
+    )
     np.testing.assert_array_equal(found, np.stack([values[0], np.zeros(4), values[2], np.zeros(4)]))
 
 
@@ -102,16 +106,23 @@ np.savez(folder + "/found.npz", **served.call(ids))
 """
 
 
-def test_a_process_without_the_library_reads_an_exported_lookup_for_any_batch_and_platform(trained, tmp_path):
+def test_a_process_without_the_library_reads_an_exported_lookup_for_any_batch_and_platform(
+    trained, tmp_path
+):
     lookup, tables = rs.for_serving(*trained)
     (batch,) = export.symbolic_shape("batch")
     shapes = dict.fromkeys(COMBINERS, jax.ShapeDtypeStruct((batch, SHAPE[1]), jnp.int32))
     del shapes["keys"]
-    shapes |= {lane: jax.ShapeDtypeStruct((batch, SHAPE[1]), dtype) for lane, dtype in LANES.items()}
+    shapes |= {
+        lane: jax.ShapeDtypeStruct((batch, SHAPE[1]), dtype) for lane, dtype in LANES.items()
+    }
 
     def of_lanes(arrays):
         keys = Keys(*(arrays[lane] for lane in LANES))
-        return lookup(tables, {name: array for name, array in arrays.items() if name not in LANES} | {"keys": keys})
+        return lookup(
+            tables,
+            {name: array for name, array in arrays.items() if name not in LANES} | {"keys": keys},
+        )
 
     exported = export.export(jax.jit(of_lanes), platforms=("cpu", "cuda", "tpu"))(shapes)
     assert "rsembed" not in exported.mlir_module()
@@ -119,7 +130,11 @@ def test_a_process_without_the_library_reads_an_exported_lookup_for_any_batch_an
     for count in (1, 6):
         ids = {name: own[:count] for name, own in IDS.items()}
         lanes = dict(zip(LANES, split_keys(ids["keys"])[:3], strict=True))
-        np.savez(tmp_path / "ids.npz", **{name: own for name, own in ids.items() if name != "keys"}, **lanes)
+        np.savez(
+            tmp_path / "ids.npz",
+            **{name: own for name, own in ids.items() if name != "keys"},
+            **lanes,
+        )
         subprocess.run([sys.executable, "-c", READER, str(tmp_path)], check=True)
         for name, values in np.load(tmp_path / "found.npz").items():
             np.testing.assert_allclose(values, lookup(tables, ids)[name], atol=1e-7)
@@ -129,7 +144,9 @@ def test_a_process_without_the_library_reads_an_exported_lookup_for_any_batch_an
 def test_activations_have_the_columns_and_shape_that_a_feature_declares(combiner):
     table = rs.TableSpec(name="t", vocabulary_size=ROWS, embedding_dim=4, combiner=combiner)
     shape = (2, 3) if combiner == "sum" else (2, 3, 3)
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table, output_shape=shape)])
+    collection = rs.EmbeddingCollection(
+        [rs.FeatureSpec(name="f", table_spec=table, output_shape=shape)]
+    )
     state, batch = collection.init(jax.random.key(0)), {"f": np.array([[1, 2, -1], [3, -1, 4]])}
     lookup, tables = rs.for_serving(collection, state)
     expected = collection.lookup(state, batch)["f"]

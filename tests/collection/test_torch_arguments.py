@@ -24,27 +24,82 @@ ARGUMENTS = {
             "sparse",
             "_weight",
         ),
-        *("include_last_offset", "padding_idx", "device", "dtype", "input", "offsets", "per_sample_weights", "freeze"),
+        *(
+            "include_last_offset",
+            "padding_idx",
+            "device",
+            "dtype",
+            "input",
+            "offsets",
+            "per_sample_weights",
+            "freeze",
+        ),
     ],
     "nn.Embedding": [
-        *("num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
+        *(
+            "num_embeddings",
+            "embedding_dim",
+            "padding_idx",
+            "max_norm",
+            "norm_type",
+            "scale_grad_by_freq",
+            "sparse",
+        ),
         *("_weight", "_freeze", "device", "dtype"),
     ],
     "EmbeddingBagConfig": [
-        *("num_embeddings", "embedding_dim", "name", "data_type", "feature_names", "weight_init_max"),
-        *("weight_init_min", "num_embeddings_post_pruning", "init_fn", "need_pos", "input_dim", "total_num_buckets"),
-        *("use_virtual_table", "virtual_table_eviction_policy", "enable_embedding_update", "stash_weights", "pooling"),
+        *(
+            "num_embeddings",
+            "embedding_dim",
+            "name",
+            "data_type",
+            "feature_names",
+            "weight_init_max",
+        ),
+        *(
+            "weight_init_min",
+            "num_embeddings_post_pruning",
+            "init_fn",
+            "need_pos",
+            "input_dim",
+            "total_num_buckets",
+        ),
+        *(
+            "use_virtual_table",
+            "virtual_table_eviction_policy",
+            "enable_embedding_update",
+            "stash_weights",
+            "pooling",
+        ),
     ],
     "KeyedJaggedTensor": [
-        *("keys", "values", "weights", "lengths", "offsets", "stride", "stride_per_key_per_rank", "stride_per_key"),
-        *("length_per_key", "lengths_offset_per_key", "offset_per_key", "index_per_key", "jt_dict", "inverse_indices"),
+        *(
+            "keys",
+            "values",
+            "weights",
+            "lengths",
+            "offsets",
+            "stride",
+            "stride_per_key_per_rank",
+            "stride_per_key",
+        ),
+        *(
+            "length_per_key",
+            "lengths_offset_per_key",
+            "offset_per_key",
+            "index_per_key",
+            "jt_dict",
+            "inverse_indices",
+        ),
     ],
 }
 """Arguments of the constructors (and of `forward` and `from_pretrained`) of torch 2.13.0 and TorchRec 1.8.0."""
 
 
 def table(name="t", combiner="sum", **fields):
-    return rs.TableSpec(name, ROWS, DIM, combiner=combiner, optimizer=rs.optimizers.SGD(1.0), **fields)
+    return rs.TableSpec(
+        name, ROWS, DIM, combiner=combiner, optimizer=rs.optimizers.SGD(1.0), **fields
+    )
 
 
 def trained(spec, ids, values, scale=1.0):
@@ -52,7 +107,9 @@ def trained(spec, ids, values, scale=1.0):
     collection = rs.EmbeddingCollection([rs.FeatureSpec("f", spec)])
     state = collection.with_tables(collection.init(jax.random.key(0)), {spec.name: values})
     batch = collection.prepare({"f": ids})
-    _, (_, gradients) = rs.value_and_grad(lambda _, out: scale * out["f"].sum(), collection)({}, state, batch)
+    _, (_, gradients) = rs.value_and_grad(lambda _, out: scale * out["f"].sum(), collection)(
+        {}, state, batch
+    )
     before = np.asarray(collection.lookup(state, batch)["f"])
     return before, np.asarray(collection.tables(collection.apply(state, gradients))[spec.name])
 
@@ -78,7 +135,9 @@ def values():
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_the_page_has_a_row_for_every_argument(name):
     section = PAGE.split("## Every argument")[1]
-    (rows,) = re.findall(rf"^\| [^|\n]*`{re.escape(name)}`.*\n\|[-|]+\|\n((?:\|.*\n)+)", section, re.MULTILINE)
+    (rows,) = re.findall(
+        rf"^\| [^|\n]*`{re.escape(name)}`.*\n\|[-|]+\|\n((?:\|.*\n)+)", section, re.MULTILINE
+    )
     named = [row.split("|")[1] for row in rows.splitlines()]
     for argument in ARGUMENTS[name]:
         found = [cell for cell in named if re.search(rf"\b{argument}\b", cell)]
@@ -139,7 +198,9 @@ def test_a_frozen_table_and_a_range_of_initial_values(values):
     frozen = rs.TableSpec("t", ROWS, DIM, combiner="sum", optimizer=rs.optimizers.SGD(0.0))
     _, rows = trained(frozen, np.array([[1, 2]]), values)
     np.testing.assert_array_equal(rows, values)
-    drawn = table(initializer=lambda key, shape: jax.random.uniform(key, shape, minval=-0.25, maxval=0.75))
+    drawn = table(
+        initializer=lambda key, shape: jax.random.uniform(key, shape, minval=-0.25, maxval=0.75)
+    )
     collection = rs.EmbeddingCollection([rs.FeatureSpec("f", drawn)])
     rows = np.asarray(collection.tables(collection.init(jax.random.key(0)))["t"])
     assert -0.25 <= rows.min() < 0 and 0.5 < rows.max() <= 0.75
@@ -156,6 +217,9 @@ def test_a_keyed_jagged_tensor_becomes_a_batch_by_the_recipe_of_the_page(values)
     collection = rs.EmbeddingCollection([rs.FeatureSpec(spec.name, spec) for spec in specs])
     state = collection.with_tables(collection.init(jax.random.key(0)), {"a": values, "b": values})
     out = collection.lookup(state, collection.prepare(batch))
-    wanted = {"a": ([[0, 1], [], [2]], [[1, 2], [], [3]]), "b": ([[3], [4], [5, 6, 7]], [[4], [5], [6, 7, 8]])}
+    wanted = {
+        "a": ([[0, 1], [], [2]], [[1, 2], [], [3]]),
+        "b": ([[3], [4], [5, 6, 7]], [[4], [5], [6, 7, 8]]),
+    }
     for name, (bags, own) in wanted.items():
         np.testing.assert_allclose(out[name], pooled(values, bags, "sum", own)[0], rtol=1e-5)

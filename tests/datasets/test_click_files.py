@@ -12,7 +12,11 @@ import pytest
 from rsembed import datasets
 
 NUM_ROWS = 40
-HEADER = ["label", *(f"I{number}" for number in range(1, 14)), *(f"C{number}" for number in range(1, 27))]
+HEADER = [
+    "label",
+    *(f"I{number}" for number in range(1, 14)),
+    *(f"C{number}" for number in range(1, 27)),
+]
 
 
 def fields_of(num_rows=NUM_ROWS, digits=8, seed=0):
@@ -52,13 +56,17 @@ def check(log, rows, missing=-1):
     labels, dense, keys = expected(rows, missing)
     assert log.labels.tolist() == labels and log.labels.dtype == np.int32
     np.testing.assert_array_equal(log.dense, np.float32(dense))
-    assert [list(row) for row in zip(*(log.sparse[f"C{k}"].tolist() for k in range(1, 27)), strict=True)] == keys
+    assert [
+        list(row) for row in zip(*(log.sparse[f"C{k}"].tolist() for k in range(1, 27)), strict=True)
+    ] == keys
     assert all(column.dtype == np.int64 for column in log.sparse.values())
     assert list(log.sparse) == HEADER[14:] and log.dense_names == tuple(HEADER[1:14])
     assert len(log) == len(rows)
 
 
-@pytest.fixture(params=["tsv", "csv with header", "gz", "tar.gz", "zip", "windows", "one archive member"])
+@pytest.fixture(
+    params=["tsv", "csv with header", "gz", "tar.gz", "zip", "windows", "one archive member"]
+)
 def log_path(request, tmp_path):
     text = text_of(fields_of())
     path = tmp_path / "train.txt"
@@ -126,7 +134,10 @@ def test_a_header_may_have_other_columns_in_any_order(tmp_path):
     log = datasets.criteo(tmp_path / "log.csv")
     assert log.labels.tolist() == [1, 0]
     np.testing.assert_array_equal(log.dense, np.float32([[1.5], [np.nan]]))
-    assert {name: keys.tolist() for name, keys in log.sparse.items()} == {"cat_1": [255, -1], "cat_0": [160, 1]}
+    assert {name: keys.tolist() for name, keys in log.sparse.items()} == {
+        "cat_1": [255, -1],
+        "cat_0": [160, 1],
+    }
     assert log.dense_names == ("int_0",)
 
 
@@ -139,7 +150,11 @@ def test_chunks_go_into_a_collection(tmp_path):
     features = []
     for name in HEADER[14:17]:
         spec = rs.TableSpec(
-            name=name, vocabulary_size=64, embedding_dim=4, storage=rs.Hashed(), optimizer=rs.optimizers.SGD(0.1)
+            name=name,
+            vocabulary_size=64,
+            embedding_dim=4,
+            storage=rs.Hashed(),
+            optimizer=rs.optimizers.SGD(0.1),
         )
         features.append(rs.FeatureSpec(name=name, table_spec=spec))
     collection = rs.EmbeddingCollection(features)
@@ -161,7 +176,11 @@ def test_chunks_go_into_a_collection(tmp_path):
         ("1\t5\t", "1\tnan\t", r"line 2: I1 is 'nan', no number"),
         ("1\t5\t", "1\t1_0\t", r"line 2: I1 is '1_0', no number"),
         ("1\t5\t", "1\t1e39\t", r"line 2: I1 is '1e39', no number"),
-        ("68fd1e64", "68fg1e64", r"line 2: C1 is '68fg1e64', no category of at most 16 hexadecimal.*rs\.hash_keys"),
+        (
+            "68fd1e64",
+            "68fg1e64",
+            r"line 2: C1 is '68fg1e64', no category of at most 16 hexadecimal.*rs\.hash_keys",
+        ),
         ("68fd1e64", "-8fd1e64", r"line 2: C1 is '-8fd1e64', no category"),
         ("68fd1e64", "68 d1e64", r"line 2: C1 is '68 d1e64', no category"),
         ("68fd1e64", "0" * 17, r"line 2: C1 is '0{17}', no category of at most 16"),
@@ -201,13 +220,17 @@ def test_files_that_are_cut_empty_or_missing_are_refused(tmp_path):
     path = tmp_path / "train.txt"
     text = text_of(fields_of(1_000))
     path.write_text(text[:-100])
-    with pytest.raises(ValueError, match=r"line 1000 has \d+ fields, not 40 \(the file ends inside this line\)"):
+    with pytest.raises(
+        ValueError, match=r"line 1000 has \d+ fields, not 40 \(the file ends inside this line\)"
+    ):
         datasets.criteo(path)
     path.write_text(text[:-1])  # only the end of the last line is missing
     assert len(datasets.criteo(path)) == 1_000
     path = tmp_path / "day_0.gz"
     path.write_bytes(gzip.compress(text.encode())[:-2_000])
-    with pytest.raises(ValueError, match=r"criteo: .*day_0\.gz, line \d+ .*cannot be read: .*end-of-stream"):
+    with pytest.raises(
+        ValueError, match=r"criteo: .*day_0\.gz, line \d+ .*cannot be read: .*end-of-stream"
+    ):
         datasets.criteo(path)
     path.write_bytes(b"\x1f\x8b damaged")
     with pytest.raises(ValueError, match=r"day_0\.gz, line 1,? .*cannot be read"):

@@ -28,7 +28,9 @@ def assert_frequencies(ids, probabilities):
 def test_zipf_ids_have_the_bounded_zipf_frequencies(exponent):
     by_rank = zipf_by_hand(40, exponent)
     np.testing.assert_allclose(zipf_probabilities(40, exponent=exponent), by_rank, rtol=1e-12)
-    assert_frequencies(datasets.zipf_ids(100_000, 40, exponent=exponent, seed=1, shuffle=False), by_rank)
+    assert_frequencies(
+        datasets.zipf_ids(100_000, 40, exponent=exponent, seed=1, shuffle=False), by_rank
+    )
 
 
 def test_shuffling_moves_the_popular_ids_and_depends_on_the_seed_alone():
@@ -62,19 +64,27 @@ def log_odds(clicks):
 
 def test_click_logs_have_the_declared_shapes():
     clicks = datasets.synthetic_clicks(50, vocabulary_sizes=(7, 11), num_dense=3, seed=0)
-    assert {name: ids.shape for name, ids in clicks.sparse.items()} == {"sparse_0": (50,), "sparse_1": (50,)}
+    assert {name: ids.shape for name, ids in clicks.sparse.items()} == {
+        "sparse_0": (50,),
+        "sparse_1": (50,),
+    }
     for ids, size in zip(clicks.sparse.values(), (7, 11), strict=True):
         assert ids.dtype == np.int32 and ids.min() >= 0 and ids.max() < size
     assert (clicks.dense.shape, clicks.dense.dtype) == ((50, 3), np.float32)
     assert (clicks.labels.dtype, set(clicks.labels.tolist())) == (np.int32, {0, 1})
     assert datasets.synthetic_clicks(5, num_dense=0, seed=0).dense.shape == (5, 0)
-    others = datasets.synthetic_clicks(50, vocabulary_sizes=(7, 11), num_dense=3, seed=0, sample_seed=1)
+    others = datasets.synthetic_clicks(
+        50, vocabulary_sizes=(7, 11), num_dense=3, seed=0, sample_seed=1
+    )
     assert (clicks.dense != others.dense).any()
 
 
 def test_the_true_model_depends_on_the_seed_alone():
     def probability_of_pairs(**options):
-        clicks, again = (datasets.synthetic_clicks(vocabulary_sizes=(4, 5), num_dense=0, **options) for _ in range(2))
+        clicks, again = (
+            datasets.synthetic_clicks(vocabulary_sizes=(4, 5), num_dense=0, **options)
+            for _ in range(2)
+        )
         np.testing.assert_array_equal(clicks.labels, again.labels)
         pairs = zip(*(ids.tolist() for ids in clicks.sparse.values()), strict=True)
         return dict(zip(pairs, clicks.click_probability.tolist(), strict=True))
@@ -83,8 +93,12 @@ def test_the_true_model_depends_on_the_seed_alone():
     test = probability_of_pairs(num_samples=700, seed=6, sample_seed=1)
     other = probability_of_pairs(num_samples=700, seed=7)
     assert len(test) > 15
-    assert all(train[pair] == pytest.approx(test[pair], abs=1e-12) for pair in train.keys() & test.keys())
-    assert not any(train[pair] == pytest.approx(other[pair], abs=1e-6) for pair in train.keys() & other.keys())
+    assert all(
+        train[pair] == pytest.approx(test[pair], abs=1e-12) for pair in train.keys() & test.keys()
+    )
+    assert not any(
+        train[pair] == pytest.approx(other[pair], abs=1e-6) for pair in train.keys() & other.keys()
+    )
 
 
 def test_click_log_odds_are_linear_in_the_dense_features():

@@ -24,7 +24,11 @@ RATINGS = [  # user, film, stars, seconds
     (2, 50, 4, 1_020),
     (7, 50, 2, 990),
 ]
-FILMS = {10: ("Émile (1999)", ["Comedy", "Drama"]), 30: ("A: B (1950)", ["War"]), 50: ("Seen by two (2000)", ["Drama"])}
+FILMS = {
+    10: ("Émile (1999)", ["Comedy", "Drama"]),
+    30: ("A: B (1950)", ["War"]),
+    50: ("Seen by two (2000)", ["Drama"]),
+}
 GENRES = ["Comedy", "Drama", "War"]
 
 
@@ -34,8 +38,12 @@ def published(monkeypatch, tmp_path):
     file = tmp_path / "somewhere" / "ml-1m.zip"
     file.parent.mkdir()
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("ml-1m/ratings.dat", "".join("::".join(map(str, row)) + "\n" for row in RATINGS))
-        films = "".join(f"{film}::{title}::{'|'.join(genres)}\n" for film, (title, genres) in FILMS.items())
+        archive.writestr(
+            "ml-1m/ratings.dat", "".join("::".join(map(str, row)) + "\n" for row in RATINGS)
+        )
+        films = "".join(
+            f"{film}::{title}::{'|'.join(genres)}\n" for film, (title, genres) in FILMS.items()
+        )
         archive.writestr("ml-1m/movies.dat", films.encode("latin-1"))
     known_hash = f"md5:{hashlib.md5(file.read_bytes()).hexdigest()}"
     stand_in = dataclasses.replace(ratings_files.ARCHIVE, known_hash=known_hash)
@@ -130,8 +138,16 @@ PUBLISHED = {
     "csv": {
         "folder": "ml-latest-small",
         "stars": HALF_STARS,
-        "ratings": ("ratings.csv", "userId,movieId,rating,timestamp\n" + rating_lines(HALF_STARS, ",")),
-        "films": ("movies.csv", "utf-8", "movieId,title,genres\n", "{film},{csv_title},{genres_or_none}\n"),
+        "ratings": (
+            "ratings.csv",
+            "userId,movieId,rating,timestamp\n" + rating_lines(HALF_STARS, ","),
+        ),
+        "films": (
+            "movies.csv",
+            "utf-8",
+            "movieId,title,genres\n",
+            "{film},{csv_title},{genres_or_none}\n",
+        ),
     },
     "ml-1m": {
         "folder": "ml-1m",
@@ -149,14 +165,20 @@ PUBLISHED = {
         "folder": "ml-100k",
         "stars": STARS,
         "ratings": ("u.data", rating_lines(STARS, "\t")),
-        "films": ("u.item", "latin-1", "", "{film}|{title}|01-Jan-1995||http://us.imdb.com/|{flags}\n"),
+        "films": (
+            "u.item",
+            "latin-1",
+            "",
+            "{film}|{title}|01-Jan-1995||http://us.imdb.com/|{flags}\n",
+        ),
     },
     "recbole": {
         "folder": "ml-100k",
         "stars": STARS,
         "ratings": (
             "ml-100k.inter",
-            "user_id:token\titem_id:token\trating:float\ttimestamp:float\n" + rating_lines(STARS, "\t"),
+            "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
+            + rating_lines(STARS, "\t"),
         ),
         "films": (
             "ml-100k.item",
@@ -197,7 +219,10 @@ def packed(place, kind):
     if kind == "folder":
         return place
     if kind == "ratings file":
-        return min(place.iterdir(), key=lambda file: ("ratings" not in file.name, "inter" not in file.name, file.name))
+        return min(
+            place.iterdir(),
+            key=lambda file: ("ratings" not in file.name, "inter" not in file.name, file.name),
+        )
     archive_path = place.parent.with_suffix(".zip" if kind == "zip" else ".tar.gz")
     if kind == "zip":
         with zipfile.ZipFile(archive_path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -247,9 +272,15 @@ def test_lines_of_windows_and_a_byte_order_mark_change_nothing(tmp_path, form):
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_titles_are_read_in_utf8_and_as_published(tmp_path, encoding, end):
     """An "Å" in UTF-8 has a byte that Latin-1 takes for the end of a line."""
-    titles = ["Ångström & Söhne (1999)", "Émile\x85? (1950)", "Плава (2000)"][: 2 if encoding == "latin-1" else 3]
-    films = "".join(f"{30 + number}::{title}::War|Drama{end}" for number, title in enumerate(titles))
-    log = datasets.movielens(path=of_own(tmp_path, ONE_RATING.replace("\n", end), films.encode(encoding)))
+    titles = ["Ångström & Söhne (1999)", "Émile\x85? (1950)", "Плава (2000)"][
+        : 2 if encoding == "latin-1" else 3
+    ]
+    films = "".join(
+        f"{30 + number}::{title}::War|Drama{end}" for number, title in enumerate(titles)
+    )
+    log = datasets.movielens(
+        path=of_own(tmp_path, ONE_RATING.replace("\n", end), films.encode(encoding))
+    )
     assert log.titles == tuple(titles)
     assert log.genre_names == ("Drama", "War")
 
@@ -257,7 +288,11 @@ def test_titles_are_read_in_utf8_and_as_published(tmp_path, encoding, end):
 @pytest.mark.parametrize(
     ("ratings", "films", "message"),
     [
-        (ONE_RATING, "30::A (1)::War\n31::B\n", r"ml-1m/movies\.dat, line 2 is '31::B', not film::title::genre"),
+        (
+            ONE_RATING,
+            "30::A (1)::War\n31::B\n",
+            r"ml-1m/movies\.dat, line 2 is '31::B', not film::title::genre",
+        ),
         (ONE_RATING, "30::A::B::War\n", r"ml-1m/movies\.dat, line 1 is"),
         (ONE_RATING, "x30::A::War\n", r"ml-1m/movies\.dat, line 1: 'x30' is no number of a film"),
         (ONE_RATING, f"30::A::War\n{10**30}::B::War\n", "line 2: .* is no number"),
@@ -266,8 +301,16 @@ def test_titles_are_read_in_utf8_and_as_published(tmp_path, encoding, end):
         ("", "30::A::War\n", "ratings.dat has no ratings"),
         ("\n\n", "30::A::War\n", "ratings.dat has no ratings"),
         (ONE_RATING + "7::30\n", "30::A::War\n", r"ratings\.dat, line 2 .*2 fields, not 4"),
-        (ONE_RATING + "\n7::30::5::x\n", "30::A::War\n", r"ratings\.dat, line 3 .*'x' is no number"),
-        (ONE_RATING + "7::30::nan::1\n", "30::A::War\n", r"ratings\.dat, line 2 .*'nan' is no number"),
+        (
+            ONE_RATING + "\n7::30::5::x\n",
+            "30::A::War\n",
+            r"ratings\.dat, line 3 .*'x' is no number",
+        ),
+        (
+            ONE_RATING + "7::30::nan::1\n",
+            "30::A::War\n",
+            r"ratings\.dat, line 2 .*'nan' is no number",
+        ),
         (ONE_RATING + "7::30.5::5::1\n", "30::A::War\n", r"line 2 .*'30\.5' is no whole number"),
         (ONE_RATING + "-7::30::5::1\n", "30::A::War\n", r"line 2 .*'-7' is no whole number"),
         (ONE_RATING + "7::30::1_0::1\n", "30::A::War\n", r"line 2 .*'1_0' is no number"),
@@ -283,19 +326,51 @@ def test_a_line_of_another_form_is_refused_by_its_number(tmp_path, ratings, film
 @pytest.mark.parametrize(
     ("form", "name", "old", "new", "message"),
     [
-        ("csv", "ratings.csv", "movieId", "item", r"ratings\.csv, line 1 lacks the column 'movieId'"),
-        ("csv", "ratings.csv", "7,30,5,", "7,30,five,", r"ratings\.csv, line 2 .*'five' is no number"),
-        ("csv", "movies.csv", "title", "name", r"movies\.csv, line 1 is 'movieId,name,genres', not"),
+        (
+            "csv",
+            "ratings.csv",
+            "movieId",
+            "item",
+            r"ratings\.csv, line 1 lacks the column 'movieId'",
+        ),
+        (
+            "csv",
+            "ratings.csv",
+            "7,30,5,",
+            "7,30,five,",
+            r"ratings\.csv, line 2 .*'five' is no number",
+        ),
+        (
+            "csv",
+            "movies.csv",
+            "title",
+            "name",
+            r"movies\.csv, line 1 is 'movieId,name,genres', not",
+        ),
         ("csv", "movies.csv", '""A""', '"A"', r"movies\.csv, line 3 is no CSV"),
         ("csv", "movies.csv", "10,Émile", "10,E,F", r"movies\.csv, line 2 is"),
         ("ml-100k", "u.item", "|0|0\n", "|0\n", r"u\.item, line 1 is .* 19 flags"),
         ("ml-100k", "u.item", "|0|0\n", "|0|2\n", r"u\.item, line 1 is .* 19 flags"),
-        ("recbole", "ml-100k.item", "movie_title", "name", r"\.item, line 1 is .*without item_id, movie_title"),
+        (
+            "recbole",
+            "ml-100k.item",
+            "movie_title",
+            "name",
+            r"\.item, line 1 is .*without item_id, movie_title",
+        ),
         ("recbole", "ml-100k.item", "\t1999", "", r"\.item, line 2 has 3 fields, the header 4"),
-        ("recbole", "ml-100k.inter", "timestamp", "time", r"\.inter, line 1 lacks the column 'timestamp'"),
+        (
+            "recbole",
+            "ml-100k.inter",
+            "timestamp",
+            "time",
+            r"\.inter, line 1 lacks the column 'timestamp'",
+        ),
     ],
 )
-def test_a_line_of_another_published_form_is_refused_by_its_number(tmp_path, form, name, old, new, message):
+def test_a_line_of_another_published_form_is_refused_by_its_number(
+    tmp_path, form, name, old, new, message
+):
     place = written(tmp_path, form)
     encoding = "latin-1" if name == "u.item" else "utf-8"
     content = (place / name).read_text(encoding=encoding)
@@ -309,7 +384,9 @@ def test_columns_may_have_another_order_where_a_header_names_them(tmp_path):
     place = written(tmp_path, "csv")
     expected = datasets.movielens(place)
     lines = (place / "ratings.csv").read_text().splitlines()
-    (place / "ratings.csv").write_text("\n".join(",".join(reversed(line.split(","))) for line in lines))
+    (place / "ratings.csv").write_text(
+        "\n".join(",".join(reversed(line.split(","))) for line in lines)
+    )
     log = datasets.movielens(place)
     assert np.array_equal(log.ratings, expected.ratings)
     assert np.array_equal(log.items, expected.items)
@@ -325,7 +402,9 @@ def test_a_log_is_searched_in_the_folder_that_the_variable_names(tmp_path, monke
     (place / "ratings.csv").unlink()
     assert datasets.movielens().source.endswith(".zip")
     second = written(tmp_path / "movielens", "ml-100k")
-    with pytest.raises(ValueError, match=r"has several logs: .*ml-100k.*ml-latest-small.*; give path="):
+    with pytest.raises(
+        ValueError, match=r"has several logs: .*ml-100k.*ml-latest-small.*; give path="
+    ):
         datasets.movielens()
     assert datasets.movielens(second).source.endswith("ml-100k")
     assert caplog.text == ""
@@ -333,10 +412,15 @@ def test_a_log_is_searched_in_the_folder_that_the_variable_names(tmp_path, monke
 
 def test_a_folder_or_archive_without_one_pair_of_files_is_refused(tmp_path):
     place = written(tmp_path / "data", "ml-100k")
-    with pytest.raises(FileNotFoundError, match=r"no file of this kind: give a folder, a zip.* ratings\.csv.*\.inter"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"no file of this kind: give a folder, a zip.* ratings\.csv.*\.inter",
+    ):
         datasets.movielens(tmp_path / "data" / "ml-100k" / "u.item")
     (place / "ml-100k.inter").write_text("")
-    with pytest.raises(ValueError, match=r"several files of ratings: ml-100k\.inter, u\.data; give path= one"):
+    with pytest.raises(
+        ValueError, match=r"several files of ratings: ml-100k\.inter, u\.data; give path= one"
+    ):
         datasets.movielens(place)
     with pytest.raises(ValueError, match=r"has 0 files ml-100k\.item"):
         datasets.movielens(place / "ml-100k.inter")
@@ -375,7 +459,10 @@ def test_real_ratings_are_those_that_python_reads(monkeypatch):
     log = datasets.movielens()
     counts = np.bincount(log.users)
     assert counts.min() >= 20
-    assert len(log.titles) == len(log.item_ids) == len(log.genres) and (np.diff(log.timestamps) >= 0).all()
+    assert (
+        len(log.titles) == len(log.item_ids) == len(log.genres)
+        and (np.diff(log.timestamps) >= 0).all()
+    )
     place = Path(log.source.removeprefix("MovieLens ratings from "))
     if not (place / "ratings.csv").is_file():
         pytest.skip(f"{place} is no folder with ratings.csv to compare with")
@@ -390,7 +477,8 @@ def test_archives_are_read_within_a_bound(tmp_path, monkeypatch):
     monkeypatch.setattr(archives, "MOST_UNPACKED_BYTES", 1 << 20)
     zeros = bytes(16 << 20)
     with pytest.raises(
-        ValueError, match=r"mine\.zip: .*hold more than 1048576 bytes \('ml-1m/ratings.dat' declares 16777216"
+        ValueError,
+        match=r"mine\.zip: .*hold more than 1048576 bytes \('ml-1m/ratings.dat' declares 16777216",
     ):
         datasets.movielens(path=of_own(tmp_path, zeros, "30::A::War\n"))
     # What an archive declares too small is bounded by what comes out.
@@ -446,7 +534,10 @@ def log():
 
 
 def test_equal_seeds_generate_equal_logs(log):
-    again, other = datasets.generated_ratings(300, 120, seed=3), datasets.generated_ratings(300, 120, seed=4)
+    again, other = (
+        datasets.generated_ratings(300, 120, seed=3),
+        datasets.generated_ratings(300, 120, seed=4),
+    )
     for name in ("users", "items", "ratings", "timestamps", "item_ids", "genres"):
         assert np.array_equal(getattr(log, name), getattr(again, name))
         assert not np.array_equal(getattr(log, name), getattr(other, name))
@@ -456,7 +547,9 @@ def test_equal_seeds_generate_equal_logs(log):
 def test_a_generated_log_has_the_form_of_movielens(log):
     assert (np.diff(log.timestamps) >= 0).all()
     assert np.bincount(log.users, minlength=300).min() >= 20
-    assert len(np.unique(log.users.astype(np.int64) * 120 + log.items)) == len(log.users)  # nobody rates a film twice
+    assert len(np.unique(log.users.astype(np.int64) * 120 + log.items)) == len(
+        log.users
+    )  # nobody rates a film twice
     assert set(log.ratings.tolist()) == {1, 2, 3, 4, 5}
     assert set(log.genres.sum(axis=1).tolist()) == {1, 2, 3}
     assert (np.diff(log.item_ids) > 0).all()
@@ -497,7 +590,9 @@ def test_a_taste_turns_from_the_first_visit_to_the_last(log):
 
 def test_histories_hold_what_a_user_rated_before_and_nothing_later(log):
     seen, histories = {}, log.histories(7)
-    for user, item, found in zip(log.users.tolist(), log.items.tolist(), histories.tolist(), strict=True):
+    for user, item, found in zip(
+        log.users.tolist(), log.items.tolist(), histories.tolist(), strict=True
+    ):
         before = seen.setdefault(user, [])
         assert found == (before[::-1] + [-1] * 7)[:7]
         before.append(item)

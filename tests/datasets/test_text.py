@@ -26,7 +26,9 @@ def corpus(monkeypatch, tmp_path):
     file.parent.mkdir()
     file.write_text(VERSE)
     known_hash = f"sha256:{hashlib.sha256(VERSE.encode()).hexdigest()}"
-    monkeypatch.setattr(text_module, "CORPUS", dataclasses.replace(text_module.CORPUS, known_hash=known_hash))
+    monkeypatch.setattr(
+        text_module, "CORPUS", dataclasses.replace(text_module.CORPUS, known_hash=known_hash)
+    )
     return file
 
 
@@ -92,8 +94,12 @@ def test_a_bundled_text_is_the_one_its_readme_describes(name):
 @pytest.mark.skipif(not README.is_file(), reason="needs the checkout's datasets/make_text.py")
 def test_the_sentences_and_their_best_loss_are_made_by_the_script_beside_them(tmp_path):
     script = Path(shutil.copy(README.parent / "make_text.py", tmp_path))
-    printed = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True).stdout
-    assert (tmp_path / "sentences.txt").read_bytes() == text_module._bundled_file("sentences.txt").read_bytes()
+    printed = subprocess.run(
+        [sys.executable, script], check=True, capture_output=True, text=True
+    ).stdout
+    assert (tmp_path / "sentences.txt").read_bytes() == text_module._bundled_file(
+        "sentences.txt"
+    ).read_bytes()
     assert printed == f"best loss {text_module.BEST_LOSS} nats a word\n"
 
 
@@ -109,7 +115,10 @@ def test_auto_reads_the_sentences_when_there_is_no_corpus_and_says_so(caplog):
     with caplog.at_level(logging.INFO, logger="rsembed"):
         text = datasets.shakespeare(64, max_words=20)
     assert "generated" in text.source
-    assert text.word_ids.tolist() == datasets.shakespeare(64, source="generated", max_words=20).word_ids.tolist()
+    assert (
+        text.word_ids.tolist()
+        == datasets.shakespeare(64, source="generated", max_words=20).word_ids.tolist()
+    )
     assert text.source in caplog.text
 
 
@@ -188,7 +197,9 @@ def test_a_doctored_corpus_is_refused(monkeypatch, tmp_path, cache, place):
 
 
 def test_an_insisted_corpus_that_is_missing_lists_the_ways_out():
-    with pytest.raises(FileNotFoundError, match=r"path=FILE.*RSEMBED_DATA.*download=True.*generated"):
+    with pytest.raises(
+        FileNotFoundError, match=r"path=FILE.*RSEMBED_DATA.*download=True.*generated"
+    ):
         datasets.shakespeare(10, source="corpus")
 
 

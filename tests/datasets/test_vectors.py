@@ -59,7 +59,9 @@ def test_a_header_is_no_vector_of_its_number(tmp_path):
 
 
 def test_the_first_of_two_vectors_counts_and_the_other_is_counted():
-    found = datasets.word_vectors(["a 1 1", "b 3 3", "a 2 2", "b 4 4", "c 1 1", "c 2 2"], ["a", "b"], dim=2)
+    found = datasets.word_vectors(
+        ["a 1 1", "b 3 3", "a 2 2", "b 4 4", "c 1 1", "c 2 2"], ["a", "b"], dim=2
+    )
     assert found.values.tolist() == [[1, 1], [3, 3]]
     assert (found.num_vectors, found.num_duplicates) == (6, 2)
 
@@ -110,7 +112,9 @@ def test_a_cut_or_damaged_archive_is_an_error_with_its_line(tmp_path):
     packed = gzip.compress(body("\n") * 1000)
     file = tmp_path / "vectors.vec.gz"
     file.write_bytes(packed[:-100])
-    with pytest.raises(ValueError, match=r"vectors.vec.gz, line \d+: the gzip file is damaged or cut"):
+    with pytest.raises(
+        ValueError, match=r"vectors.vec.gz, line \d+: the gzip file is damaged or cut"
+    ):
         datasets.word_vectors(file, ["the"], dim=3)
     file.write_bytes(packed[:50] + b"\xff\xff\xff" + packed[53:])
     with pytest.raises(ValueError, match=r"vectors.vec.gz, line \d+"):

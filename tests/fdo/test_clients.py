@@ -12,13 +12,26 @@ import numpy as np
 import pytest
 
 from rsembed import archives
-from rsembed.fdo import CSVFileFDOClient, MemoryFDOClient, NPZFileFDOClient, SparseDenseMatmulInputStats
+from rsembed.fdo import (
+    CSVFileFDOClient,
+    MemoryFDOClient,
+    NPZFileFDOClient,
+    SparseDenseMatmulInputStats,
+)
 from rsembed.fdo.client import merge_processes, record_of, to_statistics
 
 
 def stats(max_ids, max_unique=(1, 1), required=(8, 8), dropped=0, stack="t"):
     return SparseDenseMatmulInputStats(
-        *({stack: values} for values in (np.asarray(max_ids), np.asarray(max_unique), np.asarray(required), dropped))
+        *(
+            {stack: values}
+            for values in (
+                np.asarray(max_ids),
+                np.asarray(max_unique),
+                np.asarray(required),
+                dropped,
+            )
+        )
     )
 
 
@@ -69,10 +82,22 @@ def test_histories_have_a_row_per_record_and_loading_keeps_what_was_not_publishe
     assert other.load().max_ids_per_partition["t"].tolist() == [[0, 1], [1, 1], [2, 1]]
     other.record(stats([7, 7]))
     other.publish()
-    assert client.load().max_ids_per_partition["t"].tolist() == [[0, 1], [1, 1], [2, 1], [9, 9], [7, 7]]
+    assert client.load().max_ids_per_partition["t"].tolist() == [
+        [0, 1],
+        [1, 1],
+        [2, 1],
+        [9, 9],
+        [7, 7],
+    ]
     client.load()  # what is published is counted once
     client.publish()
-    assert client.load().max_ids_per_partition["t"].tolist() == [[0, 1], [1, 1], [2, 1], [9, 9], [7, 7]]
+    assert client.load().max_ids_per_partition["t"].tolist() == [
+        [0, 1],
+        [1, 1],
+        [2, 1],
+        [9, 9],
+        [7, 7],
+    ]
 
 
 @pytest.mark.parametrize("kind", ["npz", "csv"])
@@ -136,13 +161,17 @@ def test_what_earlier_clients_published_stays_until_it_is_loaded(kind, tmp_path)
 
 
 def test_processes_with_other_layouts_are_refused():
-    with pytest.raises(ValueError, match="'t_max_ids' has 2 values, but was recorded with 1 before or in another"):
+    with pytest.raises(
+        ValueError, match="'t_max_ids' has 2 values, but was recorded with 1 before or in another"
+    ):
         merge_processes([{"t_max_ids": np.asarray([1])}, {"t_max_ids": np.asarray([1, 2])}])
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["npz", "csv"])
-def test_any_number_of_processes_gets_the_maximum_of_all(kind, num_processes, tmp_path, monkeypatch, caplog):
+def test_any_number_of_processes_gets_the_maximum_of_all(
+    kind, num_processes, tmp_path, monkeypatch, caplog
+):
     for process, values in enumerate(([3, 4], [5, 2], [4, 9])):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         client = CLIENTS[kind](str(tmp_path))
@@ -201,7 +230,9 @@ def test_a_file_that_was_cut_off_or_changed_is_refused_by_name(kind, tmp_path):
     content = path.read_bytes()
     damaged = [content[:length] for length in range(0, len(content), 7)]
     for place in range(0, len(content), 5):
-        damaged.append(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+        damaged.append(
+            content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :]
+        )
     for other in damaged:
         path.write_bytes(other)
         with pytest.raises(ValueError, match=rf"{path.name} in .* is damaged"):
@@ -220,7 +251,10 @@ def test_files_with_published_names_load_if_they_are_whole(kind, tmp_path):
     published.with_stem("fdo_stats_0_9").write_bytes(b"older, and never read")
     assert CLIENTS[kind](str(tmp_path)).load().max_ids_per_partition["t"].tolist() == [8780, 4]
     content = published.read_bytes()
-    damaged = [content[:-3], *(content[:place] + b"\x9f" + content[place + 1 :] for place in range(len(content)))]
+    damaged = [
+        content[:-3],
+        *(content[:place] + b"\x9f" + content[place + 1 :] for place in range(len(content))),
+    ]
     for other in damaged:  # a name without a checksum does not tell numbers that changed
         published.write_bytes(other)
         with contextlib.suppress(ValueError):
@@ -230,11 +264,15 @@ def test_files_with_published_names_load_if_they_are_whole(kind, tmp_path):
         client.load()
     published.unlink()
     published.mkdir()
-    with pytest.raises(ValueError, match=rf"fdo_stats_0_17.{kind} cannot be read: it is a directory"):
+    with pytest.raises(
+        ValueError, match=rf"fdo_stats_0_17.{kind} cannot be read: it is a directory"
+    ):
         client.load()
 
 
-def test_arrays_that_declare_more_than_they_have_are_refused_before_they_are_allocated(tmp_path, monkeypatch):
+def test_arrays_that_declare_more_than_they_have_are_refused_before_they_are_allocated(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(archives, "MOST_UNPACKED_BYTES", 1 << 20)
     name = "fdo_stats_0_1.npz"
 
@@ -247,7 +285,9 @@ def test_arrays_that_declare_more_than_they_have_are_refused_before_they_are_all
 
     def array(shape, descr="<i8", numbers=bytes(32)):
         file = io.BytesIO()
-        np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": descr, "fortran_order": False, "shape": shape}
+        )
         return file.getvalue() + numbers
 
     for shape in ((2**40,), (2**40, 2**10), (5,), (3,), (2**80,), (-4,)):
@@ -257,15 +297,22 @@ def test_arrays_that_declare_more_than_they_have_are_refused_before_they_are_all
     refused({"words": b"\x93NUMPY\x03\x00" + array((4,))[8:]}, "no header")
     refused({"words": array((4,))[:20]}, "words")
     refused({"words": bytes(3 << 20)}, "hold more than 1048576 bytes", zipfile.ZIP_DEFLATED)
-    refused({key: bytes(1 << 19) for key in "abc"}, "'b_max_ids.npy'|hold more", zipfile.ZIP_DEFLATED)
+    refused(
+        {key: bytes(1 << 19) for key in "abc"}, "'b_max_ids.npy'|hold more", zipfile.ZIP_DEFLATED
+    )
     with zipfile.ZipFile(tmp_path / name, "w") as archive:
         archive.writestr("words_max_ids.npy", array((4,)))
-    assert NPZFileFDOClient(tmp_path)._decode((tmp_path / name).read_bytes())["words_max_ids"].tolist() == [0] * 4
+    assert (
+        NPZFileFDOClient(tmp_path)._decode((tmp_path / name).read_bytes())["words_max_ids"].tolist()
+        == [0] * 4
+    )
 
 
 def test_numbers_and_lines_that_do_not_fit_are_refused_by_file(tmp_path):
     for values in (str(10**30), "1" * 200_000, "x"):
-        (tmp_path / "fdo_stats_0_1.csv").write_bytes(f"key,values\r\nwords_max_ids,{values}\r\n".encode())
+        (tmp_path / "fdo_stats_0_1.csv").write_bytes(
+            f"key,values\r\nwords_max_ids,{values}\r\n".encode()
+        )
         with pytest.raises(ValueError, match=r"fdo_stats_0_1\.csv in .* cannot be read"):
             CSVFileFDOClient(tmp_path).load()
 
@@ -306,9 +353,17 @@ def test_statistics_are_a_tree_of_arrays():
     """As in the published library, where clients take the largest count of each stack by `jax.tree.map`."""
     counts = stats([3, 9], max_unique=(2, 1), required=(8, 24), dropped=7)
     largest = jax.tree.map(np.max, counts)
-    assert [largest.max_ids_per_partition, largest.max_unique_ids_per_partition] == [{"t": 9}, {"t": 2}]
+    assert [largest.max_ids_per_partition, largest.max_unique_ids_per_partition] == [
+        {"t": 9},
+        {"t": 2},
+    ]
     assert [largest.required_buffer_size_per_sc, largest.id_drop_counters] == [{"t": 24}, {"t": 7}]
-    assert [leaf.tolist() for leaf in jax.tree.leaves(jax.tree.map(np.asarray, counts))] == [[3, 9], [2, 1], [8, 24], 7]
+    assert [leaf.tolist() for leaf in jax.tree.leaves(jax.tree.map(np.asarray, counts))] == [
+        [3, 9],
+        [2, 1],
+        [8, 24],
+        7,
+    ]
 
 
 def test_buffer_sizes_per_device():

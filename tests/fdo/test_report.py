@@ -43,7 +43,11 @@ KEYS = [RNG.choice(KNOWN_KEYS, (SAMPLES, 2)) for _ in range(NUM_BATCHES)]
 def collection(**options):
     film = rs.TableSpec(name="film", vocabulary_size=NUM_FILMS, embedding_dim=4)
     user = rs.TableSpec(name="user", vocabulary_size=40, embedding_dim=4, storage=rs.Hashed())
-    features = [rs.FeatureSpec("seen", film), rs.FeatureSpec("liked", film), rs.FeatureSpec("who", user)]
+    features = [
+        rs.FeatureSpec("seen", film),
+        rs.FeatureSpec("liked", film),
+        rs.FeatureSpec("who", user),
+    ]
     return rs.EmbeddingCollection(features, **options)
 
 
@@ -62,7 +66,9 @@ def expected_figures(streams, num_rows, num_shards, *, is_key=False):
 
     everything = [int(i) for stream in streams for batch in stream for bag in batch for i in bag]
     counts = Counter(filter(is_row, everything))
-    lengths = sorted(sum(map(is_row, bag)) for stream in streams for batch in stream for bag in batch)
+    lengths = sorted(
+        sum(map(is_row, bag)) for stream in streams for batch in stream for bag in batch
+    )
     hottest_first = sorted(counts.values(), reverse=True)
     loads = [0] * num_shards
     for number, count in counts.items():
@@ -93,7 +99,9 @@ def expected_figures(streams, num_rows, num_shards, *, is_key=False):
                 hits[percent] += max(Fraction(0), min(Fraction(1), Fraction(size - later, equally)))
         last_use |= dict.fromkeys(distinct, number_of_batch)
 
-    enough = next(n for n in range(1000) if sum(length <= n for length in lengths) * 100 >= 99 * len(lengths))
+    enough = next(
+        n for n in range(1000) if sum(length <= n for length in lengths) * 100 >= 99 * len(lengths)
+    )
     all_rows = hottest_first if is_key else hottest_first + [0] * (num_rows - len(hottest_first))
     return {
         "num_rows": num_rows,
@@ -128,13 +136,20 @@ def test_every_figure_is_what_loops_over_the_ids_count(monkeypatch, num_shards, 
     monkeypatch.setattr(ids, "FEWEST_PENDING_IDS", fewest_pending)
     report = describe(collection(), batches(), num_shards=num_shards)
     shards = num_shards or 8
-    assert (report.num_batches, report.num_shards, report.is_complete) == (NUM_BATCHES, shards, True)
+    assert (report.num_batches, report.num_shards, report.is_complete) == (
+        NUM_BATCHES,
+        shards,
+        True,
+    )
     assert_figures(report.features["seen"], expected_figures([SEEN], NUM_FILMS, shards))
     assert_figures(report.features["liked"], expected_figures([LIKED], NUM_FILMS, shards))
     assert_figures(report.tables["film"], expected_figures([SEEN, LIKED], NUM_FILMS, shards))
     assert_figures(report.features["who"], expected_figures([KEYS], 40, shards, is_key=True))
     assert report.tables["user"] is report.features["who"]
-    assert report.features["seen"].num_missing == NUM_BATCHES and report.features["who"].num_missing == 0
+    assert (
+        report.features["seen"].num_missing == NUM_BATCHES
+        and report.features["who"].num_missing == 0
+    )
     assert {figures.table for figures in report.features.values()} == {"film", "user"}
 
 
@@ -165,9 +180,13 @@ def jagged(seen, liked, who):
 FORMS = {
     "lists": lambda one, own: one,
     "weights": lambda one, own: one | {"seen": weighted(one["seen"])},
-    "bags": lambda one, own: one | {name: rs.Bags.from_lists(one[name]).pad_to(200) for name in ("seen", "liked")},
+    "bags": lambda one, own: (
+        one | {name: rs.Bags.from_lists(one[name]).pad_to(200) for name in ("seen", "liked")}
+    ),
     "arrays": lambda one, own: one | {name: padded(one[name]) for name in ("seen", "liked")},
-    "arrays on a device": lambda one, own: one | {"seen": jax.numpy.asarray(padded(one["seen"]).astype(np.int32))},
+    "arrays on a device": lambda one, own: (
+        one | {"seen": jax.numpy.asarray(padded(one["seen"]).astype(np.int32))}
+    ),
     "jagged": lambda one, own: jagged(**one),
     "prepared": lambda one, own: own.prepare(one),
 }
@@ -178,7 +197,9 @@ FORMS = {
 def test_a_report_does_not_depend_on_the_form_of_the_batches(form, num_devices):
     mesh = jax.make_mesh((4,), ("shard",), devices=jax.devices()[:4]) if num_devices > 1 else None
     own = collection(mesh=mesh)
-    plain = [one | {"seen": in_range(one["seen"]), "liked": in_range(one["liked"])} for one in batches()]
+    plain = [
+        one | {"seen": in_range(one["seen"]), "liked": in_range(one["liked"])} for one in batches()
+    ]
     report = describe(own, (FORMS[form](one, own) for one in plain))
     expected = describe(collection(), plain, num_shards=num_devices if mesh else 8)
     assert_figures(expected.tables["film"], {"num_missing": 0, "num_out_of_range": 0})
@@ -222,7 +243,11 @@ def test_partitions_agree_with_sets():
     entries, unique = partition_counts(numbers, samples, cores, 3)
     for core in range(3):
         for shard in range(3):
-            here = [(s, i) for s, i, c in zip(samples, numbers, cores, strict=True) if c == core and i % 3 == shard]
+            here = [
+                (s, i)
+                for s, i, c in zip(samples, numbers, cores, strict=True)
+                if c == core and i % 3 == shard
+            ]
             assert entries[core, shard] == len(set(here))
             assert unique[core, shard] == len({i for _, i in here})
 
@@ -239,7 +264,10 @@ def test_a_stream_with_too_many_ids_stops_early_and_says_so(caplog, monkeypatch)
     monkeypatch.setattr(ids, "FEWEST_PENDING_IDS", 1)
     report = describe(collection(), batches(), max_distinct_ids=20)
     assert 0 < report.num_batches < NUM_BATCHES and not report.is_complete
-    assert "stopped early, at max_distinct_ids" in repr(report) and "max_distinct_ids=20" in caplog.text
+    assert (
+        "stopped early, at max_distinct_ids" in repr(report)
+        and "max_distinct_ids=20" in caplog.text
+    )
     read = batches()[: report.num_batches]
     assert repr(describe(collection(), read)).split("\n\n")[1:] == repr(report).split("\n\n")[1:]
 
@@ -248,7 +276,12 @@ def test_tables_without_a_lookup_have_figures_too():
     nothing = {"seen": [[], [-1]], "liked": [[], [80]], "who": np.full((2, 1), -1)}
     report = describe(collection(), [nothing])
     film = report.tables["film"]
-    assert (film.num_lookups, film.num_missing, film.num_out_of_range, film.busiest_shard_load) == (0, 1, 1, 0.0)
+    assert (film.num_lookups, film.num_missing, film.num_out_of_range, film.busiest_shard_load) == (
+        0,
+        1,
+        1,
+        0.0,
+    )
     assert math.isnan(film.zipf_exponent) and "nan" in repr(report)
     with pytest.raises(ValueError, match="none of the tables"):
         report.plot()
@@ -286,10 +319,14 @@ def test_a_report_draws_its_figures():
     total = report.tables["film"].shard_loads + report.tables["user"].shard_loads
     assert [bar.get_height() for bar in load.patches] == total.tolist()
     rates = report.tables["user"].hit_rates
-    assert misses.lines[1].get_ydata() == pytest.approx([100 * (1 - rate) for rate in rates.values()])
+    assert misses.lines[1].get_ydata() == pytest.approx(
+        [100 * (1 - rate) for rate in rates.values()]
+    )
     only = report.plot(tables=["user"])
     assert [line.get_label() for line in only[0, 0].lines] == ["user"]
-    with pytest.raises(ValueError, match=r"no table \['film2'\]; the report has \['film', 'user'\]"):
+    with pytest.raises(
+        ValueError, match=r"no table \['film2'\]; the report has \['film', 'user'\]"
+    ):
         report.plot(tables=["film2"])
 
 
@@ -300,7 +337,9 @@ def test_of_many_tables_those_with_the_most_lookups_are_drawn():
         features.append(rs.FeatureSpec(f"f{number}", table))
         batch[f"f{number}"] = [list(range(number))] * 2
     axes = describe(rs.EmbeddingCollection(features), [batch]).plot()
-    assert [line.get_label() for line in axes[0, 0].lines] == [f"t{number}" for number in range(8, 1, -1)]
+    assert [line.get_label() for line in axes[0, 0].lines] == [
+        f"t{number}" for number in range(8, 1, -1)
+    ]
 
 
 def test_a_bar_tells_how_many_batches_were_read(monkeypatch):

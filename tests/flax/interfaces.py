@@ -58,11 +58,16 @@ class Linen(Core):
 
     def __init__(self, *storages, tx=world.TX, on_mesh=False):
         self.collection, _, module, state = test_linen.new(*storages, on_mesh=on_mesh)
-        variables = {"params": state.params, "embeddings": {"words": {"tables": state.embeddings["words"]}}}
+        variables = {
+            "params": state.params,
+            "embeddings": {"words": {"tables": state.embeddings["words"]}},
+        }
         self.model = rs.linen.TrainState.create(apply_fn=module.apply, variables=variables, tx=tx)
 
     def gradients(self, model, batch, labels):
-        return rs.linen.value_and_grad(lambda apply, ids: loss_of(apply(ids), labels))(model, batch)[1]
+        return rs.linen.value_and_grad(lambda apply, ids: loss_of(apply(ids), labels))(
+            model, batch
+        )[1]
 
     def stepped(self, model, gradients):
         return model.apply_gradients(gradients)
@@ -75,7 +80,9 @@ class Linen(Core):
         return dataclasses.replace(gradients, dense=dense).with_rows(by_layer)
 
     def contents(self, model):
-        return model.params["head"]["kernel"], world.contents(self.collection, model.embeddings["words"])
+        return model.params["head"]["kernel"], world.contents(
+            self.collection, model.embeddings["words"]
+        )
 
 
 class NNX(Linen):
@@ -106,7 +113,9 @@ ALL = {"core": Core, "nnx": NNX, "linen": Linen}
 def batch_of(interface, samples=slice(None)):
     """Bags of different sizes of four samples, or of some of them; ids repeat within and between samples."""
     bags = [[3, 5, 3], [5], [7, 3], [0, 5]]
-    return interface.collection.prepare({name: bags[samples] for name in interface.collection.features})
+    return interface.collection.prepare(
+        {name: bags[samples] for name in interface.collection.features}
+    )
 
 
 def labels_of(samples=slice(None)):

@@ -22,9 +22,9 @@ class Model(nn.Module):
     @nn.compact
     def __call__(self, ids):
         found = rs.linen.Embeddings(self.collection, frozen=self.frozen, name="words")(ids)
-        return nn.Dense(1, use_bias=False, name="head", kernel_init=lambda *_: jnp.asarray(world.HEAD))(
-            world.joined(found)
-        )
+        return nn.Dense(
+            1, use_bias=False, name="head", kernel_init=lambda *_: jnp.asarray(world.HEAD)
+        )(world.joined(found))
 
 
 def new(*storages, on_mesh=False, **options):
@@ -33,7 +33,12 @@ def new(*storages, on_mesh=False, **options):
     batches, model = world.batches(collection), Model(collection, **options)
     variables = model.init(jax.random.key(1), batches[0])
     state = rs.linen.TrainState.create(apply_fn=model.apply, variables=variables, tx=world.TX)
-    return collection, batches, model, state.replace(embeddings={"words": collection.init(world.KEY)})
+    return (
+        collection,
+        batches,
+        model,
+        state.replace(embeddings={"words": collection.init(world.KEY)}),
+    )
 
 
 def loss_fn(apply, ids):
@@ -87,7 +92,9 @@ def test_several_calls_are_one_step_of_the_sum_and_statistics_are_kept():
     collection, ids = world.collection("dense"), np.arange(8).reshape(4, 2) % 5
     model = Normalized(collection)
     state = rs.linen.TrainState.create(
-        apply_fn=model.apply, variables=model.init(jax.random.key(0), ids, train=False), tx=optax.sgd(0.1)
+        apply_fn=model.apply,
+        variables=model.init(jax.random.key(0), ids, train=False),
+        tx=optax.sgd(0.1),
     )
 
     def of_parts(apply, *parts):
@@ -100,11 +107,16 @@ def test_several_calls_are_one_step_of_the_sum_and_statistics_are_kept():
         (loss, changed), gradients = rs.linen.value_and_grad(of_parts, has_aux=True)(state, *parts)
         return state.apply_gradients(gradients, variables=changed), loss, gradients
 
-    (whole, loss, _), (halves, same_loss, gradients) = step(state, ids), step(state, ids[:2], ids[2:])
+    (whole, loss, _), (halves, same_loss, gradients) = (
+        step(state, ids),
+        step(state, ids[:2], ids[2:]),
+    )
     assert len(gradients.calls["words"]) == 3
     np.testing.assert_allclose(loss, same_loss, rtol=1e-6)
     for one, other in zip(
-        jax.tree.leaves(whole.embeddings["words"][:2]), jax.tree.leaves(halves.embeddings["words"][:2]), strict=True
+        jax.tree.leaves(whole.embeddings["words"][:2]),
+        jax.tree.leaves(halves.embeddings["words"][:2]),
+        strict=True,
     ):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     assert set(whole.variables) == {"batch_stats"}
@@ -114,15 +126,25 @@ def test_several_calls_are_one_step_of_the_sum_and_statistics_are_kept():
 def test_frozen_tables_are_read_while_the_rest_trains():
     _, (batch, *_), model, state = new("dense", frozen=True)
     stepped, _ = jax.jit(step)(state, batch)
-    jax.tree.map(np.testing.assert_array_equal, stepped.embeddings["words"].tables, state.embeddings["words"].tables)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        stepped.embeddings["words"].tables,
+        state.embeddings["words"].tables,
+    )
     assert np.any(stepped.params["head"]["kernel"] != world.HEAD)
     variables = {"embeddings": {"words": {"tables": state.embeddings["words"]}}}
-    jax.eval_shape(jax.grad(lambda params: jnp.sum(model.apply({"params": params} | variables, batch))), state.params)
+    jax.eval_shape(
+        jax.grad(lambda params: jnp.sum(model.apply({"params": params} | variables, batch))),
+        state.params,
+    )
 
 
 def test_gradients_that_forget_the_tables_are_refused():
     _, (batch, *_), _, state = new("dense")
-    with pytest.raises(RuntimeError, match=r"layer of tables 'dense' would stay untrained.* rs\.linen\.value_and_grad"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"layer of tables 'dense' would stay untrained.* rs\.linen\.value_and_grad",
+    ):
         jax.grad(lambda params: jnp.sum(state.replace(params=params).apply(batch)))(state.params)
 
 
@@ -130,13 +152,17 @@ def test_a_lookup_in_a_transformation_inside_the_model_is_refused_by_name():
     class Rematerialized(nn.Module):
         @nn.compact
         def __call__(self, ids):
-            return world.joined(nn.remat(rs.linen.Embeddings)(world.collection("dense"), name="words")(ids))
+            return world.joined(
+                nn.remat(rs.linen.Embeddings)(world.collection("dense"), name="words")(ids)
+            )
 
     ids, model = {"dense": np.arange(4).reshape(2, 2)}, Rematerialized()
     variables = model.init(jax.random.key(0), ids)
     state = rs.linen.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.sgd(0.1))
     assert state.apply(ids).shape == (2, world.DIM)
-    with pytest.raises(RuntimeError, match=r"rows of the layers \['words'\].* call the layer before it"):
+    with pytest.raises(
+        RuntimeError, match=r"rows of the layers \['words'\].* call the layer before it"
+    ):
         rs.linen.value_and_grad(lambda apply, ids: jnp.sum(apply(ids)))(state, ids)
 
 
@@ -160,20 +186,29 @@ def test_a_model_that_is_only_a_layer_has_a_name_too():
     state = rs.linen.TrainState.create(
         apply_fn=layer.apply, variables=layer.init(jax.random.key(0), ids), tx=optax.sgd(0.1)
     )
-    _, gradients = rs.linen.value_and_grad(lambda apply, ids: jnp.sum(apply(ids)["dense"]))(state, ids)
+    _, gradients = rs.linen.value_and_grad(lambda apply, ids: jnp.sum(apply(ids)["dense"]))(
+        state, ids
+    )
     assert set(gradients.rows) == set(state.embeddings) == {""}
 
 
 def test_tables_on_the_host_train_as_dense_ones():
-    feature = rs.FeatureSpec(name="dense", table_spec=world.table("dense", rs.HostCached(cache_rows=8)))
+    feature = rs.FeatureSpec(
+        name="dense", table_spec=world.table("dense", rs.HostCached(cache_rows=8))
+    )
     collection = rs.EmbeddingCollection([feature])
     batches, model = world.batches(collection), Model(collection)
     tables = collection.init(world.KEY)
     variables = {"params": {"words": {"guard": 0.0}, "head": {"kernel": jnp.asarray(world.HEAD)}}}
     variables |= {"embeddings": {"words": {"tables": tables}}}
-    state, losses = rs.linen.TrainState.create(apply_fn=model.apply, variables=variables, tx=world.TX), []
+    state, losses = (
+        rs.linen.TrainState.create(apply_fn=model.apply, variables=variables, tx=world.TX),
+        [],
+    )
     for batch in batches:
-        state = state.replace(embeddings={"words": collection.prefetch(state.embeddings["words"], batch)})
+        state = state.replace(
+            embeddings={"words": collection.prefetch(state.embeddings["words"], batch)}
+        )
         state, loss = train_step(state, batch)
         losses.append(loss)
     world.assert_same_run(world.core_run("dense"), losses, *trained_parts(collection, state))

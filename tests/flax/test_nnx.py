@@ -52,7 +52,9 @@ train_step = nnx.jit(step, donate_argnums=(0, 1))
 
 def trained_parts(model):
     """The head, and tables and slots."""
-    return model.head.kernel.get_value(), world.contents(model.embeddings.collection, model.embeddings.state)
+    return model.head.kernel.get_value(), world.contents(
+        model.embeddings.collection, model.embeddings.state
+    )
 
 
 @pytest.mark.parametrize("on_mesh", [False, True])
@@ -120,7 +122,10 @@ def test_every_layer_has_its_gradients_by_path_and_a_shared_one_has_one():
         return gradients
 
     gradients = train_step(model, optimizer, ids)
-    assert {name: len(calls) for name, calls in gradients.calls.items()} == {"again": 2, "towers/1": 1}
+    assert {name: len(calls) for name, calls in gradients.calls.items()} == {
+        "again": 2,
+        "towers/1": 1,
+    }
     assert model.again is model.towers[0]
     for layer, old in zip(layers, before.towers, strict=True):
         assert int(layer.state.step) == 1
@@ -163,8 +168,12 @@ def test_frozen_tables_are_read_while_the_rest_trains():
 
 FORGETFUL = {
     "nnx.grad": lambda model, ids: nnx.grad(loss_fn)(model, ids),
-    "inside jit and remat": lambda model, ids: nnx.jit(nnx.value_and_grad(nnx.remat(loss_fn)))(model, ids),
-    "nnx.vjp": lambda model, ids: nnx.vjp(lambda model: loss_fn(model, ids), model, graph_updates=False),
+    "inside jit and remat": lambda model, ids: nnx.jit(nnx.value_and_grad(nnx.remat(loss_fn)))(
+        model, ids
+    ),
+    "nnx.vjp": lambda model, ids: nnx.vjp(
+        lambda model: loss_fn(model, ids), model, graph_updates=False
+    ),
     "jax.grad of a split model": lambda model, ids: jax.grad(
         lambda params, graphdef, rest: loss_fn(nnx.merge(graphdef, params, rest), ids)
     )(*np.array(nnx.split(model, nnx.Param, ...), object)[[1, 0, 2]]),
@@ -174,7 +183,10 @@ FORGETFUL = {
 @pytest.mark.parametrize("way", FORGETFUL)
 def test_gradients_that_forget_the_tables_are_refused(way):
     _, (batch, *_), model, _ = new("dense")
-    with pytest.raises(RuntimeError, match=r"layer of tables 'dense' would stay untrained.* rs\.nnx\.value_and_grad"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"layer of tables 'dense' would stay untrained.* rs\.nnx\.value_and_grad",
+    ):
         nnx.eval_shape(FORGETFUL[way], model, batch)
 
 
@@ -191,15 +203,22 @@ def test_an_optimizer_of_flax_takes_the_dense_gradients():
     plain = nnx.Optimizer(other, optax.sgd(0.5), wrt=nnx.Param)
     plain.update(other, gradients.dense)
     np.testing.assert_allclose(
-        other.head.kernel[...], world.HEAD - 0.5 * np.asarray(gradients.dense["head"]["kernel"][...]), rtol=1e-6
+        other.head.kernel[...],
+        world.HEAD - 0.5 * np.asarray(gradients.dense["head"]["kernel"][...]),
+        rtol=1e-6,
     )
 
 
 LOOPS = {
-    "jax.lax.scan": lambda m, b: jax.lax.scan(lambda total, _: (total + loss_fn(m, b), None), 0.0, length=2)[0],
-    "nnx.scan": lambda m, b: nnx.scan(lambda m, _: (m, loss_fn(m, b)), in_axes=(nnx.Carry, 0))(m, jnp.ones(2))[1].sum(),
+    "jax.lax.scan": lambda m, b: jax.lax.scan(
+        lambda total, _: (total + loss_fn(m, b), None), 0.0, length=2
+    )[0],
+    "nnx.scan": lambda m, b: nnx.scan(lambda m, _: (m, loss_fn(m, b)), in_axes=(nnx.Carry, 0))(
+        m, jnp.ones(2)
+    )[1].sum(),
     "nnx.scan, of a model that is only read": lambda m, b: (
-        loss_fn(m, b) + nnx.scan(lambda m, _: loss_fn(m, b), in_axes=(None, 0), out_axes=0)(m, jnp.ones(2)).sum()
+        loss_fn(m, b)
+        + nnx.scan(lambda m, _: loss_fn(m, b), in_axes=(None, 0), out_axes=0)(m, jnp.ones(2)).sum()
     ),
     "nnx.vmap": lambda m, b: nnx.vmap(loss_fn, in_axes=(None, 0))(
         m, jax.tree.map(lambda x: jnp.stack([x] * 2), b)
@@ -216,7 +235,9 @@ LOOPS = {
 def test_a_lookup_in_a_transformation_inside_the_loss_is_refused_by_name(loop):
     _, (batch, *_), model, _ = new("dense")
     assert np.shape(LOOPS[loop](model, batch)) == ()  # without gradients there is nothing to record
-    with pytest.raises(RuntimeError, match=r"rows of the layers \['embeddings'\].* call the layer before it"):
+    with pytest.raises(
+        RuntimeError, match=r"rows of the layers \['embeddings'\].* call the layer before it"
+    ):
         rs.nnx.value_and_grad(LOOPS[loop])(model, batch)
     rs.nnx.value_and_grad(loss_fn)(model, batch)  # what was refused leaves nothing behind
 
@@ -225,7 +246,9 @@ def test_tables_of_another_model_are_read_by_a_loss_and_a_copy_that_would_forget
     """The teacher is called as the student is, has its layer at the same path, and stays as it is."""
     _, (batch, *_), student, _ = new("dense")
     teacher = nnx.clone(student)
-    _, gradients = rs.nnx.value_and_grad(lambda m, t: loss_fn(m, batch) + loss_fn(t, batch))(student, teacher)
+    _, gradients = rs.nnx.value_and_grad(lambda m, t: loss_fn(m, batch) + loss_fn(t, batch))(
+        student, teacher
+    )
     _, alone = rs.nnx.value_and_grad(loss_fn)(student, batch)
     assert [len(calls) for calls in gradients.calls.values()] == [1]
     jax.tree.map(np.testing.assert_array_equal, *opaque.unwrap_all((gradients.rows, alone.rows)))
@@ -255,18 +278,27 @@ def test_what_a_loss_changes_is_changed_once():
 
     (_, aux), gradients = rs.nnx.value_and_grad(noisy_loss, has_aux=True)(model, batch, rngs)
     assert aux == "aux" and set(gradients.calls) == {"inner/embeddings"}
-    assert int(model.num_calls[...]) == int(rngs.labels.count[...]) == int(model.dropout.rngs.count[...]) == 1
+    assert (
+        int(model.num_calls[...])
+        == int(rngs.labels.count[...])
+        == int(model.dropout.rngs.count[...])
+        == 1
+    )
 
 
 def test_a_step_writes_into_the_tables():
-    table = rs.TableSpec(name="t", vocabulary_size=4096, embedding_dim=8, optimizer=rs.optimizers.Adagrad(0.1))
+    table = rs.TableSpec(
+        name="t", vocabulary_size=4096, embedding_dim=8, optimizer=rs.optimizers.Adagrad(0.1)
+    )
     collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
     layer = rs.nnx.Embeddings(collection, rngs=nnx.Rngs(0))
     optimizer, ids = rs.nnx.Optimizer(layer, world.TX), {"f": np.arange(8).reshape(4, 2)}
 
     @nnx.jit(donate_argnums=(0, 1))
     def train_step(layer, optimizer, ids):
-        loss, gradients = rs.nnx.value_and_grad(lambda layer, ids: jnp.sum(layer(ids)["f"] ** 2))(layer, ids)
+        loss, gradients = rs.nnx.value_and_grad(lambda layer, ids: jnp.sum(layer(ids)["f"] ** 2))(
+            layer, ids
+        )
         optimizer.update(layer, gradients)
         return loss
 
@@ -279,7 +311,9 @@ def test_a_step_writes_into_the_tables():
 
 
 def test_tables_on_the_host_train_as_dense_ones():
-    feature = rs.FeatureSpec(name="dense", table_spec=world.table("dense", rs.HostCached(cache_rows=8)))
+    feature = rs.FeatureSpec(
+        name="dense", table_spec=world.table("dense", rs.HostCached(cache_rows=8))
+    )
     model, losses = Model(rs.EmbeddingCollection([feature])), []
     optimizer = rs.nnx.Optimizer(model, world.TX)
     for batch in world.batches(model.embeddings.collection):
@@ -297,7 +331,9 @@ def trained_once():
 
 
 def go_on(batches, model, optimizer):
-    losses = [world.core_run(*ALL)[0][0]] + [train_step(model, optimizer, batch) for batch in batches[1:]]
+    losses = [world.core_run(*ALL)[0][0]] + [
+        train_step(model, optimizer, batch) for batch in batches[1:]
+    ]
     world.assert_same_run(world.core_run(*ALL), losses, *trained_parts(model))
 
 
@@ -309,7 +345,8 @@ def test_training_goes_on_from_files_of_orbax(tmp_path):
         checkpointer.save(tmp_path / "saved", nnx.state((model, optimizer)))
         checkpointer.wait_until_finished()
         nnx.update(
-            (other, other_optimizer), checkpointer.restore(tmp_path / "saved", nnx.state((other, other_optimizer)))
+            (other, other_optimizer),
+            checkpointer.restore(tmp_path / "saved", nnx.state((other, other_optimizer))),
         )
     go_on(batches, other, other_optimizer)
 
@@ -317,7 +354,9 @@ def test_training_goes_on_from_files_of_orbax(tmp_path):
 def test_training_goes_on_from_our_files(tmp_path):
     collection, batches, model, optimizer = trained_once()
     others = nnx.state((model, optimizer), nnx.Not(rs.nnx.Tables))
-    checkpoint.save_collection(tmp_path / "saved", collection, model.embeddings.state, others=others)
+    checkpoint.save_collection(
+        tmp_path / "saved", collection, model.embeddings.state, others=others
+    )
     _, _, other, other_optimizer = new(*ALL)
     like = nnx.state((other, other_optimizer), nnx.Not(rs.nnx.Tables))
     state, others = checkpoint.load_collection(tmp_path / "saved", collection, others=like)

@@ -28,13 +28,17 @@ def assert_same(found, wanted, **tolerance):
 
 def by_operators(interface, first, second):
     if isinstance(first, tuple):
-        return jax.tree.map(lambda one, two: (one + two) / 2, first[0], second[0]), (first[1] + second[1]) / 2
+        return jax.tree.map(lambda one, two: (one + two) / 2, first[0], second[0]), (
+            first[1] + second[1]
+        ) / 2
     return (first + second) / 2
 
 
 def by_sum(interface, first, second):
     if isinstance(first, tuple):
-        return jax.tree.map(lambda one, two: (one + two) / 2, first[0], second[0]), 0.5 * sum([first[1], second[1]])
+        return jax.tree.map(lambda one, two: (one + two) / 2, first[0], second[0]), 0.5 * sum(
+            [first[1], second[1]]
+        )
     return np.float32(0.5) * sum([first, second])
 
 
@@ -53,7 +57,12 @@ def by_halves(interface, first, second):
     return first * 0.5 + jnp.float32(0.5) * second
 
 
-ACCUMULATED = {"(a + b) / 2": by_operators, "sum": by_sum, "rs.combine": by_combine, "a * 0.5 + b * 0.5": by_halves}
+ACCUMULATED = {
+    "(a + b) / 2": by_operators,
+    "sum": by_sum,
+    "rs.combine": by_combine,
+    "a * 0.5 + b * 0.5": by_halves,
+}
 
 
 @functools.cache
@@ -89,7 +98,9 @@ def test_micro_batches_are_one_step_of_the_mean_in_every_storage(name, idiom):
 @pytest.mark.parametrize("on_mesh", [False, True])
 def test_gradients_of_two_programs_are_added_outside_of_them(name, on_mesh):
     interface = interfaces.ALL[name]("dense", "hashed", on_mesh=on_mesh)
-    gradients = jax.jit(interface.gradients)(interface.model, interfaces.batch_of(interface), interfaces.labels_of())
+    gradients = jax.jit(interface.gradients)(
+        interface.model, interfaces.batch_of(interface), interfaces.labels_of()
+    )
     mean = by_operators(interface, gradients, gradients)
     head, (found, *_) = interface.contents(jax.jit(interface.stepped)(interface.model, mean))
     wanted_head, (wanted, *_) = stepped_on_all(name, "dense", "hashed")
@@ -111,7 +122,9 @@ SUMS = {
     "lax.scan": lambda one, two: jax.lax.scan(
         lambda total, _: (jax.tree.map(jnp.add, total, two), None), one, None, length=2
     ),
-    "lax.fori_loop": lambda one, two: jax.lax.fori_loop(0, 2, lambda _, total: jax.tree.map(jnp.add, total, two), one),
+    "lax.fori_loop": lambda one, two: jax.lax.fori_loop(
+        0, 2, lambda _, total: jax.tree.map(jnp.add, total, two), one
+    ),
     "vmap and sum": lambda one, two: jax.tree.map(
         lambda x: jnp.sum(x, axis=0), jax.tree.map(lambda *x: jnp.stack(x), one, two)
     ),
@@ -122,7 +135,10 @@ SUMS = {
 def two_gradients(name):
     interface = interfaces.ALL[name]("dense", "hashed")
     batch = interfaces.batch_of(interface)
-    return [jax.jit(interface.gradients)(interface.model, batch, interfaces.labels_of()) for _ in range(2)]
+    return [
+        jax.jit(interface.gradients)(interface.model, batch, interfaces.labels_of())
+        for _ in range(2)
+    ]
 
 
 @pytest.mark.parametrize("name", interfaces.ALL)
@@ -164,21 +180,37 @@ def even(step):
 
 DECIDING = {
     "apply_if_finite": (optax.apply_if_finite(SGD, 5), r"jax\.lax\.cond.* rs\.global_norm"),
-    "MultiSteps": (optax.MultiSteps(SGD, 4).gradient_transformation(), r"\(first \+ second\) / 2.* rs\.combine"),
+    "MultiSteps": (
+        optax.MultiSteps(SGD, 4).gradient_transformation(),
+        r"\(first \+ second\) / 2.* rs\.combine",
+    ),
     "MultiSteps, skip_not_finite": (
-        optax.MultiSteps(SGD, 1, should_skip_update_fn=optax.skip_not_finite).gradient_transformation(),
+        optax.MultiSteps(
+            SGD, 1, should_skip_update_fn=optax.skip_not_finite
+        ).gradient_transformation(),
         r"to skip one, jax\.lax\.cond on rs\.global_norm",
     ),
     "MultiSteps, skip_large_updates": (
         optax.MultiSteps(
-            SGD, 1, should_skip_update_fn=functools.partial(optax.skip_large_updates, max_squared_norm=1.0)
+            SGD,
+            1,
+            should_skip_update_fn=functools.partial(optax.skip_large_updates, max_squared_norm=1.0),
         ).gradient_transformation(),
         r"to skip one, jax\.lax\.cond on rs\.global_norm",
     ),
     "apply_every": (optax.apply_every(2), r"\(first \+ second\) / 2.* rs\.combine"),
-    "aggregating": (aggregating.accumulate_avg_updates(2), r"\(first \+ second\) / 2.* rs\.combine"),
-    "conditionally_transform": (optax.conditionally_transform(SGD, even), r"jax\.lax\.cond.* rs\.global_norm"),
-    "conditionally_mask": (optax.conditionally_mask(SGD, even), r"jax\.lax\.cond.* rs\.global_norm"),
+    "aggregating": (
+        aggregating.accumulate_avg_updates(2),
+        r"\(first \+ second\) / 2.* rs\.combine",
+    ),
+    "conditionally_transform": (
+        optax.conditionally_transform(SGD, even),
+        r"jax\.lax\.cond.* rs\.global_norm",
+    ),
+    "conditionally_mask": (
+        optax.conditionally_mask(SGD, even),
+        r"jax\.lax\.cond.* rs\.global_norm",
+    ),
     "lookahead": (optax.lookahead(SGD, 5, 0.5), "second set of parameters yourself"),
     "sam": (optax.contrib.sam(SGD, SGD), "second set of parameters yourself"),
     "differentially_private_aggregate": (
@@ -194,8 +226,12 @@ NESTED = {
     "partition": lambda tx: optax.partition(
         {"a": tx, "b": optax.set_to_zero()}, lambda params: jax.tree.map(lambda _: "a", params)
     ),
-    "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(optax.sgd(rate), tx))(0.1),
-    "selective_transform": lambda tx: optax.chain(optax.scale(1.0), optax.chain(tx, optax.identity())),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(
+        lambda rate: optax.chain(optax.sgd(rate), tx)
+    )(0.1),
+    "selective_transform": lambda tx: optax.chain(
+        optax.scale(1.0), optax.chain(tx, optax.identity())
+    ),
     "another": lambda tx: optax.with_extra_args_support(optax.contrib.schedule_free(tx, 0.1)),
 }
 
@@ -207,15 +243,21 @@ NESTED = {
 def test_what_decides_about_steps_is_refused_by_name(name, wrapper, nested):
     tx, way_out = DECIDING[wrapper]
     function = wrapper.partition(",")[0]
-    with pytest.raises(ValueError, match=rf"tx has optax\.(experimental\.|contrib\.)?{function}, .*{way_out}"):
+    with pytest.raises(
+        ValueError, match=rf"tx has optax\.(experimental\.|contrib\.)?{function}, .*{way_out}"
+    ):
         interfaces.ALL[name]("dense", tx=NESTED[nested](tx))
 
 
 @pytest.mark.parametrize("name", ["nnx", "linen"])
 def test_a_bare_multi_steps_names_the_way_out(name):
-    with pytest.raises(TypeError, match=r"tx has optax\.MultiSteps, .*\(first \+ second\) / 2.* rs\.combine"):
+    with pytest.raises(
+        TypeError, match=r"tx has optax\.MultiSteps, .*\(first \+ second\) / 2.* rs\.combine"
+    ):
         interfaces.ALL[name]("dense", tx=optax.MultiSteps(SGD, 4))
-    with pytest.raises(TypeError, match=r"bare optax.MultiSteps; give its .gradient_transformation\(\)"):
+    with pytest.raises(
+        TypeError, match=r"bare optax.MultiSteps; give its .gradient_transformation\(\)"
+    ):
         rs.from_optax(optax.MultiSteps(SGD, 4))
 
 
@@ -224,7 +266,9 @@ def test_what_is_put_into_a_train_state_later_is_refused_at_the_step():
     tx = optax.apply_if_finite(SGD, 5)
     state = interface.model.replace(tx=tx, opt_state=tx.init(interface.model.params))
     with pytest.raises(ValueError, match=r"rs\.linen\.TrainState: tx has optax\.apply_if_finite"):
-        state.apply_gradients(interface.gradients(state, interfaces.batch_of(interface), interfaces.labels_of()))
+        state.apply_gradients(
+            interface.gradients(state, interfaces.batch_of(interface), interfaces.labels_of())
+        )
 
 
 # What acts on dense parameters alone
@@ -249,7 +293,9 @@ DENSE_ONLY = {
 @pytest.mark.parametrize("tx", DENSE_ONLY)
 def test_rows_are_stepped_by_the_rule_of_their_table_whatever_else_optax_does(name, tx):
     interface = interfaces.ALL[name]("dense", tx=DENSE_ONLY[tx])
-    gradients = jax.jit(interface.gradients)(interface.model, interfaces.batch_of(interface), interfaces.labels_of())
+    gradients = jax.jit(interface.gradients)(
+        interface.model, interfaces.batch_of(interface), interfaces.labels_of()
+    )
     _, tables = interface.contents(jax.jit(interface.stepped)(interface.model, gradients))
     assert_same(tables, stepped_on_all("core", "dense")[1])
 

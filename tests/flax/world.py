@@ -36,7 +36,10 @@ def table(name, storage=None, optimizer=None):
 def collection(*storages, on_mesh=False):
     """One table of each storage, which a feature of its name reads; a mean of bags of any length."""
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("device",)) if on_mesh else None
-    features = [rs.FeatureSpec(name=storage, table_spec=table(storage, STORAGES[storage])) for storage in storages]
+    features = [
+        rs.FeatureSpec(name=storage, table_spec=table(storage, STORAGES[storage]))
+        for storage in storages
+    ]
     return rs.EmbeddingCollection(features, mesh=mesh)
 
 
@@ -44,7 +47,10 @@ def batches(own):
     """Ragged ids, some of them in several samples and steps, as many in each step; every feature has its own."""
     generator, found = np.random.default_rng(0), []
     for _ in range(NUM_STEPS):
-        ids = {name: [generator.integers(0, ROWS, size).tolist() for size in (2, 1, 3, 1)] for name in own.features}
+        ids = {
+            name: [generator.integers(0, ROWS, size).tolist() for size in (2, 1, 3, 1)]
+            for name in own.features
+        }
         found.append(own.prepare(ids))
     return found
 

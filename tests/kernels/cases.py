@@ -20,7 +20,9 @@ from tests import oracles
 from tests.kernels.simulator import simulate
 
 _reason = native.unavailable_because()
-needs_native = pytest.mark.skipif(_reason is not None, reason=f"needs the native kernels: {_reason}")
+needs_native = pytest.mark.skipif(
+    _reason is not None, reason=f"needs the native kernels: {_reason}"
+)
 IMPLEMENTATIONS = ("reference", pytest.param("native", marks=needs_native))
 
 
@@ -42,7 +44,9 @@ ALL_IMPLEMENTATIONS = [
 """Name, module, and what runs its functions."""
 
 DTYPES = ("float32", "bfloat16", "float16")
-WIDTHS = (1, 100, 300) if jax.default_backend() == "gpu" else (12,)  # 12 fills neither lanes nor a power of two
+WIDTHS = (
+    (1, 100, 300) if jax.default_backend() == "gpu" else (12,)
+)  # 12 fills neither lanes nor a power of two
 SETTINGS = {
     "reference": [(dtype, 8) for dtype in DTYPES],
     "native": [(dtype, dim) for dtype in DTYPES for dim in (12, 1, 17, 64, 130)],
@@ -63,7 +67,9 @@ RULES = {
     "rowwise_adagrad": ro.RowWiseAdagrad(0.3),
     "adam": ro.Adam(0.3),
     "ftrl": ro.FTRL(0.3),
-    "custom": ro.Custom(0.3, lambda g, w, count, lr: (w - lr * jnp.sign(g) / (1.0 + count), count + 1.0), (0.0,)),
+    "custom": ro.Custom(
+        0.3, lambda g, w, count, lr: (w - lr * jnp.sign(g) / (1.0 + count), count + 1.0), (0.0,)
+    ),
     "optax": ro.from_optax(optax.adamw(0.3)),
 }
 STEP = 2
@@ -89,8 +95,12 @@ def step_by_loops(name, table, slots, gradients):
     hyper, step_rows = RULES[name].get_hyperparameters(STEP), jax.jit(RULES[name].step_rows)
 
     def step_row(row, own, gradient):
-        state = tuple(jnp.asarray(slot[None], old.dtype) for slot, old in zip(own, slots, strict=True))
-        row[:], stepped = step_rows(jnp.float32(row[None]), state, jnp.float32(gradient[None]), hyper)
+        state = tuple(
+            jnp.asarray(slot[None], old.dtype) for slot, old in zip(own, slots, strict=True)
+        )
+        row[:], stepped = step_rows(
+            jnp.float32(row[None]), state, jnp.float32(gradient[None]), hyper
+        )
         for slot, new in zip(own, stepped, strict=True):
             slot[...] = new[0]
 
@@ -120,7 +130,10 @@ def training_step(module, name, dim=128, dtype="float32"):
     def train(table, slots, rows, offsets):
         call = Call.of([IdList(rows, offsets)], ["mean"])
         (output,) = module.lookup((table,), call)
-        gradients, step = CallGradients(call, (output,), (dim,)), Step(rule.get_hyperparameters(0), rule)
+        gradients, step = (
+            CallGradients(call, (output,), (dim,)),
+            Step(rule.get_hyperparameters(0), rule),
+        )
         return output, module.update(table, slots, gradients, step)
 
     slots = jax.eval_shape(rule.init_slots, table)
@@ -128,7 +141,9 @@ def training_step(module, name, dim=128, dtype="float32"):
 
 
 def draw_table(dim, dtype="float32", seed=0):
-    return jax.device_put(np.random.default_rng(seed).standard_normal((NUM_ROWS, dim)).astype(jnp.dtype(dtype)))
+    return jax.device_put(
+        np.random.default_rng(seed).standard_normal((NUM_ROWS, dim)).astype(jnp.dtype(dtype))
+    )
 
 
 def draw_gradients(call, dims, seed=1):
@@ -149,10 +164,16 @@ def draw_list(seed, lengths, *, weighted=False, outside=True, single=False):
     rows[rows == 11] = NUM_ROWS - 1
     if outside:
         rows[1::7], rows[3::7], rows[4::11] = -1, NUM_ROWS, NO_ROW
-    weights = jax.device_put(generator.uniform(0.5, 2.0, num_entries).astype(np.float32)) if weighted else None
+    weights = (
+        jax.device_put(generator.uniform(0.5, 2.0, num_entries).astype(np.float32))
+        if weighted
+        else None
+    )
     if single:
         return IdList.single(jax.device_put(rows), weights)
-    return IdList(jax.device_put(rows), jax.device_put(np.cumsum([0, *lengths]).astype(np.int32)), weights)
+    return IdList(
+        jax.device_put(rows), jax.device_put(np.cumsum([0, *lengths]).astype(np.int32)), weights
+    )
 
 
 def _every_combiner(lengths, **how):
@@ -198,10 +219,16 @@ TABLES = ((9, 5, "float32"), (14, 8, "bfloat16"), (6, 12, "float16"))
 
 def ragged(generator, num_bags, num_entries, *, weighted=False):
     """Some bags are empty, and some entries stand in front of the first bag or after the last."""
-    ends = generator.integers(2, num_entries - 1, num_bags - 1) if num_entries else np.zeros(num_bags - 1)
+    ends = (
+        generator.integers(2, num_entries - 1, num_bags - 1)
+        if num_entries
+        else np.zeros(num_bags - 1)
+    )
     first, last = (2, num_entries - 2) if num_entries else (0, 0)
     offsets = np.concatenate([[first], np.clip(np.sort(ends), first, last), [last]])
-    return IdList(_ids(generator, num_entries), np.int32(offsets), _weights(generator, num_entries, weighted))
+    return IdList(
+        _ids(generator, num_entries), np.int32(offsets), _weights(generator, num_entries, weighted)
+    )
 
 
 def arrays(generator, num_bags, width, *, weighted=False):
@@ -220,7 +247,9 @@ def _ids(generator, num_entries):
 def _weights(generator, num_entries, weighted):
     if not weighted:
         return None
-    weights = generator.uniform(0.5, 2.0, num_entries) * generator.choice([-1.0, 1.0, 1.0, 1.0], num_entries)
+    weights = generator.uniform(0.5, 2.0, num_entries) * generator.choice(
+        [-1.0, 1.0, 1.0, 1.0], num_entries
+    )
     weights[3::8] = 0.0
     return weights.astype(np.float32)
 
@@ -289,7 +318,10 @@ def _nothing(generator):
 
 def _none(layout):
     def draw(generator):
-        segments = tuple(Segment(0, first, 2, "none", table, table, 5) for first, table in [(0, 1), (3, 0), (5, 1)])
+        segments = tuple(
+            Segment(0, first, 2, "none", table, table, 5)
+            for first, table in [(0, 1), (3, 0), (5, 1)]
+        )
         return Call((ragged(generator, 8, 40, weighted=True),), segments, layout)
 
     return draw
@@ -301,7 +333,10 @@ def _scaled(factor):
     def draw(generator):
         lists, segments = [], []
         for number, combiner in enumerate(("mean", "sqrtn", "mean_by_count")):
-            for own in (ragged(generator, 4, 30, weighted=True), arrays(generator, 3, 1, weighted=True)):
+            for own in (
+                ragged(generator, 4, 30, weighted=True),
+                arrays(generator, 3, 1, weighted=True),
+            ):
                 weights = np.abs(own.weights) * np.float32(factor)
                 segments.append(Segment(len(lists), 0, own.num_bags, combiner, number))
                 lists.append(dataclasses.replace(own, weights=weights))
@@ -342,13 +377,19 @@ def draw_tables(seed, dtype=None):
     generator = np.random.default_rng(seed)
     tables = []
     for num_rows, dim, own in TABLES:
-        tables.append(jax.device_put(generator.standard_normal((num_rows, dim)).astype(jnp.dtype(dtype or own))))
+        tables.append(
+            jax.device_put(
+                generator.standard_normal((num_rows, dim)).astype(jnp.dtype(dtype or own))
+            )
+        )
     return tuple(tables)
 
 
 def assert_close(actual, desired, dtype="float32"):
     rtol = RELATIVE_TOLERANCE[str(dtype)]
-    np.testing.assert_allclose(np.asarray(actual, np.float64), np.asarray(desired, np.float64), rtol=rtol, atol=rtol)
+    np.testing.assert_allclose(
+        np.asarray(actual, np.float64), np.asarray(desired, np.float64), rtol=rtol, atol=rtol
+    )
 
 
 def assert_near(actual, desired):

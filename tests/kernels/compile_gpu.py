@@ -30,7 +30,9 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } device_description_
 def first_state():
     """What makes the state of two tables of one form, which share an array, and the shape of its key."""
     tables = [rs.TableSpec(name=name, vocabulary_size=500, embedding_dim=64) for name in ("a", "b")]
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name=table.name, table_spec=table) for table in tables])
+    collection = rs.EmbeddingCollection(
+        [rs.FeatureSpec(name=table.name, table_spec=table) for table in tables]
+    )
     return collection.init, (jax.eval_shape(lambda: jax.random.key(0)),)
 
 
@@ -46,7 +48,9 @@ def compile_case(mesh, name, dim="128", dtype="float32"):
         "kernels": compiled.as_text().count("__gpu$xla.gpu.triton"),
         "temporary_bytes": memory.temp_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,
-        "state_bytes": sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(shapes[:2])),
+        "state_bytes": sum(
+            array.size * array.dtype.itemsize for array in jax.tree.leaves(shapes[:2])
+        ),
     }
     return record
 

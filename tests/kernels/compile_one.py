@@ -44,7 +44,13 @@ def update_with(rule):
         gradients = CallGradients(Call.of([IdList(rows, offsets)], ["sum"]), (d_output,), (DIM,))
         return sparsecore.update(table, slots, gradients, Step(rule.get_hyperparameters(0), rule))
 
-    return update, (TABLE, jax.eval_shape(rule.init_slots, TABLE), ROWS, OFFSETS, Shape((NUM_BAGS, DIM), jnp.float32))
+    return update, (
+        TABLE,
+        jax.eval_shape(rule.init_slots, TABLE),
+        ROWS,
+        OFFSETS,
+        Shape((NUM_BAGS, DIM), jnp.float32),
+    )
 
 
 def compile_on_one(chip, case):
@@ -57,11 +63,15 @@ def compile_on_one(chip, case):
     whole = NamedSharding(mesh, P())
 
     def placed(tree):
-        return jax.tree.map(lambda s: sparsecore.row_layout(whole) if s.shape == TABLE.shape else whole, tree)
+        return jax.tree.map(
+            lambda s: sparsecore.row_layout(whole) if s.shape == TABLE.shape else whole, tree
+        )
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         outputs = placed(jax.eval_shape(function, *shapes))
-        jitted = jax.jit(function, in_shardings=placed(shapes), out_shardings=outputs, donate_argnums=donate)
+        jitted = jax.jit(
+            function, in_shardings=placed(shapes), out_shardings=outputs, donate_argnums=donate
+        )
         lowered = jitted.trace(*shapes).lower(lowering_platforms=("tpu",))
     state = jax.tree.leaves(shapes[:2]) if donate else []
     return lowered, sum(size_of(s) for s in state), size_of(TABLE)

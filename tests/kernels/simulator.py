@@ -88,7 +88,9 @@ def simulate(function, *args):
 def _run_outside(closed, values):
     """Everything around the kernels, by JAX on the CPU: what stands between two kernels is one compiled program."""
     jaxpr = closed.jaxpr
-    known = dict(zip(jaxpr.invars, values, strict=True)) | dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    known = dict(zip(jaxpr.invars, values, strict=True)) | dict(
+        zip(jaxpr.constvars, closed.consts, strict=True)
+    )
     waiting = []
     for number, eqn in enumerate(jaxpr.eqns):
         name = eqn.primitive.name
@@ -96,8 +98,12 @@ def _run_outside(closed, values):
         if name not in _SPECIAL and (inner is None or "mpmd_map" not in str(inner)):
             waiting.append(eqn)
             continue
-        used_later = {v for later in jaxpr.eqns[number:] for v in later.invars if not isinstance(v, Literal)}
-        _compute(waiting, known, used_later.union(v for v in jaxpr.outvars if not isinstance(v, Literal)))
+        used_later = {
+            v for later in jaxpr.eqns[number:] for v in later.invars if not isinstance(v, Literal)
+        }
+        _compute(
+            waiting, known, used_later.union(v for v in jaxpr.outvars if not isinstance(v, Literal))
+        )
         waiting = []
         inputs = [v.val if isinstance(v, Literal) else known[v] for v in eqn.invars]
         if name == "mpmd_map":
@@ -120,7 +126,9 @@ _SPECIAL = {"mpmd_map", "new_ref", "freeze"}
 def _compute(eqns, known, wanted):
     """Adds to `known` what the equations compute and somebody wants."""
     made = {v for eqn in eqns for v in eqn.outvars}
-    given = list({v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal) and v not in made})
+    given = list(
+        {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal) and v not in made}
+    )
     results = [v for v in made if v in wanted]
 
     def run(values):
@@ -143,7 +151,10 @@ def _compute(eqns, known, wanted):
 def _run_kernel(eqn, inputs):
     (body,), (mesh,) = eqn.params["jaxprs"], eqn.params["meshes"]
     num_cores, num_tiles = dict(mesh.shape)["core"], dict(mesh.shape)["tile"]
-    given = [x if isinstance(x, Buffer) else Buffer(x.shape, x.dtype, np.asarray(x), shared=True) for x in inputs]
+    given = [
+        x if isinstance(x, Buffer) else Buffer(x.shape, x.dtype, np.asarray(x), shared=True)
+        for x in inputs
+    ]
     outputs = [_fresh(v.aval, shared=True) for v in eqn.outvars]
     common = [*given, *outputs]
     for core in range(num_cores):
@@ -164,7 +175,9 @@ def _run_inside(jaxpr, values, tile, consts=None):
     if isinstance(jaxpr, ClosedJaxpr):
         jaxpr, consts = jaxpr.jaxpr, jaxpr.consts if consts is None else consts
     consts = consts or ()
-    known = dict(zip(jaxpr.invars, values, strict=True)) | dict(zip(jaxpr.constvars, consts, strict=True))
+    known = dict(zip(jaxpr.invars, values, strict=True)) | dict(
+        zip(jaxpr.constvars, consts, strict=True)
+    )
 
     def value_of(v):
         return np.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else known[v]
@@ -175,7 +188,9 @@ def _run_inside(jaxpr, values, tile, consts=None):
             if not isinstance(output, Buffer):
                 output = np.asarray(output, v.aval.dtype)
                 if output.shape != v.aval.shape:
-                    raise KernelError(f"{eqn.primitive.name} gave shape {output.shape}, not {v.aval.shape}")
+                    raise KernelError(
+                        f"{eqn.primitive.name} gave shape {output.shape}, not {v.aval.shape}"
+                    )
             known[v] = output
     return [value_of(v) for v in jaxpr.outvars]
 
@@ -186,14 +201,20 @@ def _run_equation(eqn, inputs, tile):
         return _run_inside(params["jaxpr"], inputs, tile)
     if name == "scan":
         body = params["jaxpr"]
-        num_consts = len(inputs) - len(body.jaxpr.outvars)  # the loops of kernels have a carry and nothing else
+        num_consts = len(inputs) - len(
+            body.jaxpr.outvars
+        )  # the loops of kernels have a carry and nothing else
         consts, carry = inputs[:num_consts], inputs[num_consts:]
         for _ in range(params["length"]):
             carry = _run_inside(body, [*consts, *carry], tile)
         return carry
     if name == "while":
         split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        for_condition, for_body, carry = inputs[: split[0]], inputs[split[0] : split[1]], inputs[split[1] :]
+        for_condition, for_body, carry = (
+            inputs[: split[0]],
+            inputs[split[0] : split[1]],
+            inputs[split[1] :],
+        )
         while _run_inside(params["cond_jaxpr"], [*for_condition, *carry], tile)[0]:
             carry = _run_inside(params["body_jaxpr"], [*for_body, *carry], tile)
         return carry
@@ -215,7 +236,9 @@ def _run_equation(eqn, inputs, tile):
 def _fresh(aval, shared=False):
     """Memory that nobody has written; semaphores are only told apart."""
     is_semaphore = "sem" in str(aval.dtype)
-    return Buffer((), np.int32, 0) if is_semaphore else Buffer(aval.shape, aval.dtype, shared=shared)
+    return (
+        Buffer((), np.int32, 0) if is_semaphore else Buffer(aval.shape, aval.dtype, shared=shared)
+    )
 
 
 def _places(reference):
@@ -224,7 +247,9 @@ def _places(reference):
         return reference, (), None
     transforms = [t for t in reference.transforms if isinstance(t, NDIndexer)]
     if len(transforms) != len(reference.transforms) or len(transforms) > 1:
-        raise KernelError(f"the simulator knows one index per reference, not {reference.transforms}")
+        raise KernelError(
+            f"the simulator knows one index per reference, not {reference.transforms}"
+        )
     return _indexed(reference.ref, transforms[0])
 
 
@@ -248,7 +273,9 @@ def _indexed(buffer, indexer):
             is_real = index != ignored
         checked = index if is_real is None else index[is_real]
         if checked.size and (checked.min() < 0 or checked.max() >= size):
-            raise KernelError(f"index {checked.min()}..{checked.max()} is outside an axis of {size}")
+            raise KernelError(
+                f"index {checked.min()}..{checked.max()} is outside an axis of {size}"
+            )
         places.append(index)
     return buffer, tuple(places), is_real
 
@@ -274,12 +301,19 @@ def _wait_copy(inputs, params, tile):
     if not queue:
         raise KernelError("waits for a copy that nobody started")
     source, destination = queue.pop(0)
-    (from_buffer, from_places, from_real), (to_buffer, to_places, to_real) = _places(source), _places(destination)
+    (from_buffer, from_places, from_real), (to_buffer, to_places, to_real) = (
+        _places(source),
+        _places(destination),
+    )
     shapes = from_buffer.array[_zeros(from_places)].shape, to_buffer.array[_zeros(to_places)].shape
     if shapes[0] != shapes[1]:
         raise KernelError(f"copies shape {shapes[0]} to {shapes[1]}")
     if from_real is not None:
-        to_places = (from_real, *to_places[1:]) if not to_places or isinstance(to_places[0], slice) else to_places
+        to_places = (
+            (from_real, *to_places[1:])
+            if not to_places or isinstance(to_places[0], slice)
+            else to_places
+        )
     values = from_buffer.read(_real_rows(from_places, from_real), tile.number)
     if to_real is not None:
         values = values[to_real]

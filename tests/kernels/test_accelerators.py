@@ -28,7 +28,9 @@ pytestmark = [
 # Rules inside kernels
 
 
-@pytest.mark.parametrize(("name", "dim", "width"), [("rowwise_adagrad", 12, 8), ("f2a", 16, 16), ("adam", 1, 8)])
+@pytest.mark.parametrize(
+    ("name", "dim", "width"), [("rowwise_adagrad", 12, 8), ("f2a", 16, 16), ("adam", 1, 8)]
+)
 def test_a_rule_on_pieces_is_the_rule(name, dim, width):
     rule = ro.rules.F2A(0.1) if name == "f2a" else RULES[name]
     table, gradient = draw_table(dim)[:1], draw_table(dim, seed=1)[:1]
@@ -65,8 +67,12 @@ def chosen_for(target=None, implementation=None):
     """The kernels that a lookup is traced to, by the primitives that call them."""
     call = Call.of([IdList.single(jnp.zeros(3, jnp.int32))], ["sum"])
     with tracing_for(target) if target else contextlib.nullcontext():
-        lookup = jax.make_jaxpr(lambda table: api.lookup((table,), call, implementation=implementation))
-        return {"mpmd_map", "pallas_call"} & set(re.findall(r"\w+", str(lookup(jnp.zeros((8, 16))))))
+        lookup = jax.make_jaxpr(
+            lambda table: api.lookup((table,), call, implementation=implementation)
+        )
+        return {"mpmd_map", "pallas_call"} & set(
+            re.findall(r"\w+", str(lookup(jnp.zeros((8, 16)))))
+        )
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -75,9 +81,13 @@ def test_kernels_that_no_chip_has_run_are_not_chosen_by_themselves(target, monke
     has_run, name = target.startswith("h"), "gpu" if target.startswith("h") else "sparsecore"
     call = {"pallas_call" if has_run else "mpmd_map"}
     with tracing_for(target):
-        assert ("live" if has_run else "set RSEMBED_KERNELS=sparsecore") in dict(api.implementation_states())[name]
+        assert ("live" if has_run else "set RSEMBED_KERNELS=sparsecore") in dict(
+            api.implementation_states()
+        )[name]
         assert ("runs here" if has_run else "opt-in here") in dict(backend_evidence())[name]
-        feature = rs.FeatureSpec(name="f", table_spec=rs.TableSpec(name="t", vocabulary_size=9, embedding_dim=8))
+        feature = rs.FeatureSpec(
+            name="f", table_spec=rs.TableSpec(name="t", vocabulary_size=9, embedding_dim=8)
+        )
         rs.EmbeddingCollection(feature, implementation=name)
     assert chosen_for(target) == (call if has_run else set()) and chosen_for(target, name) == call
     monkeypatch.setenv("RSEMBED_KERNELS", "sparsecore")
@@ -86,7 +96,9 @@ def test_kernels_that_no_chip_has_run_are_not_chosen_by_themselves(target, monke
 
 def test_an_implementation_that_does_not_serve_here_says_why(monkeypatch):
     states = dict(api.implementation_states())
-    assert states["sparsecore"] == "the SparseCore kernels run on TPUs, but the computation is for cpu"
+    assert (
+        states["sparsecore"] == "the SparseCore kernels run on TPUs, but the computation is for cpu"
+    )
     assert states["gpu"] == "the Triton kernels run on NVIDIA GPUs, but the computation is for cpu"
     monkeypatch.setenv("RSEMBED_KERNELS", "sparsecore")
     with tracing_for("v5p"):
@@ -101,9 +113,13 @@ def test_an_implementation_that_does_not_serve_here_says_why(monkeypatch):
 
 def test_a_chip_without_sparsecores_falls_back():
     device = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device)
+    mesh = jax.sharding.AbstractMesh(
+        (1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device
+    )
     with jax.sharding.use_abstract_mesh(mesh):
-        assert "TPU v5 lite: The current TPU does not have SparseCores" in (sparsecore.unavailable_because() or "")
+        assert "TPU v5 lite: The current TPU does not have SparseCores" in (
+            sparsecore.unavailable_because() or ""
+        )
 
 
 def test_what_kernels_cannot_do_is_named():
@@ -113,16 +129,25 @@ def test_what_kernels_cannot_do_is_named():
     with tracing_for("v6e"):
         with pytest.raises(NotImplementedError, match="row rule ftrl uses the primitive `pow`"):
             sparsecore.apply_rows(table, *arguments)
-        with pytest.raises(NotImplementedError, match=r"no implementation can serve apply_rows: sparsecore: .*`pow`"):
+        with pytest.raises(
+            NotImplementedError,
+            match=r"no implementation can serve apply_rows: sparsecore: .*`pow`",
+        ):
             api.apply_rows(table, *arguments, implementation="sparsecore")
         with pytest.raises(NotImplementedError, match="are float32, not bfloat16"):
             sparsecore.lookup((table.astype(jnp.bfloat16),), call)
-        with pytest.raises(NotImplementedError, match="1 buffers of 8 rows of 8192 numbers do not fit"):
+        with pytest.raises(
+            NotImplementedError, match="1 buffers of 8 rows of 8192 numbers do not fit"
+        ):
             sparsecore.lookup((jnp.zeros((2, 8192)),), call)
     with pytest.raises(NotImplementedError, match=r"slot 0 of sgd is int32\[8, 1\]"):
-        gpu.apply_rows(table, (jnp.zeros((8, 1), jnp.int32),), rows, table[:3], Step((0.1,), RULES["sgd"]))
+        gpu.apply_rows(
+            table, (jnp.zeros((8, 1), jnp.int32),), rows, table[:3], Step((0.1,), RULES["sgd"])
+        )
     with pytest.raises(NotImplementedError, match="holds rows of up to 8192 numbers, not 9000"):
-        gpu.apply_rows(jnp.zeros((2, 9000)), (), rows, jnp.zeros((3, 9000)), Step((0.1,), RULES["sgd"]))
+        gpu.apply_rows(
+            jnp.zeros((2, 9000)), (), rows, jnp.zeros((3, 9000)), Step((0.1,), RULES["sgd"])
+        )
 
 
 # Lowering, which needs no accelerator
@@ -131,7 +156,12 @@ def test_what_kernels_cannot_do_is_named():
 def test_a_program_traced_for_gpus_runs_on_a_cpu_where_its_arrays_are_there():
     """JAX chooses the device when it compiles; by then a kernel was traced, and the definition beside it."""
     step, shapes = training_step(api, "rowwise_adagrad")
-    given = jnp.ones((8, 128)), (jnp.ones((8, 1)),), jnp.arange(16, dtype=jnp.int32) % 5, jnp.arange(0, 17, 4)
+    given = (
+        jnp.ones((8, 128)),
+        (jnp.ones((8, 1)),),
+        jnp.arange(16, dtype=jnp.int32) % 5,
+        jnp.arange(0, 17, 4),
+    )
     assert jax.tree.structure(shapes) == jax.tree.structure(given)
     expected = jax.jit(step)(*given)
     with tracing_for("h100"):
@@ -152,8 +182,15 @@ def test_a_shard_map_may_check_what_varies_over_a_mesh_of_gpus():
 @pytest.mark.parametrize("target", [name for name in TARGETS if name != "h100"])
 def test_steps_lower_for_every_chip(target, monkeypatch):
     monkeypatch.setattr(sparsecore, "MAX_CHUNK_ROWS", 64)
-    module, platform, call = (gpu, "cuda", "triton") if target == "h200" else (sparsecore, "tpu", "tpu_custom_call")
+    module, platform, call = (
+        (gpu, "cuda", "triton") if target == "h200" else (sparsecore, "tpu", "tpu_custom_call")
+    )
     step, shapes = training_step(module, "rowwise_adagrad")
     with tracing_for(target):
-        text = jax.jit(step, donate_argnums=(0, 1)).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+        text = (
+            jax.jit(step, donate_argnums=(0, 1))
+            .trace(*shapes)
+            .lower(lowering_platforms=(platform,))
+            .as_text()
+        )
     assert text.count(call) >= 2

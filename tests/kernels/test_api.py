@@ -22,7 +22,13 @@ def implementation(name, reason=None, refusal=None):
 
 
 TABLE = jnp.ones((3, 1))
-CALLS = sorted(set(re.findall(r'(?:\bdispatch\("|_differentiable\("|served\(\w+\.)(\w+)', inspect.getsource(api))))
+CALLS = sorted(
+    set(
+        re.findall(
+            r'(?:\bdispatch\("|_differentiable\("|served\(\w+\.)(\w+)', inspect.getsource(api)
+        )
+    )
+)
 CALL = Call.of([IdList(jnp.asarray([1, 2]), jnp.asarray([0, 2]))], ["sum"])
 
 
@@ -32,22 +38,36 @@ def test_every_call_has_a_meaning():
 
 def test_the_first_implementation_that_can_serve_is_taken(monkeypatch):
     able = implementation("able")
-    monkeypatch.setattr(api, "IMPLEMENTATIONS", (implementation("broken", reason="no compiler"), able, reference))
+    monkeypatch.setattr(
+        api, "IMPLEMENTATIONS", (implementation("broken", reason="no compiler"), able, reference)
+    )
     assert float(api.lookup((TABLE,), CALL)[0][0, 0]) == 42.0
     assert float(api.lookup((TABLE,), CALL, implementation="reference")[0][0, 0]) == 2.0
-    assert api.implementation_states() == [("broken", "no compiler"), ("able", "live"), ("reference", "live")]
+    assert api.implementation_states() == [
+        ("broken", "no compiler"),
+        ("able", "live"),
+        ("reference", "live"),
+    ]
 
 
 def test_when_none_can_serve_one_error_lists_every_reason(monkeypatch):
-    first, second = implementation("first", reason="no compiler"), implementation("second", refusal="odd dtype")
+    first, second = (
+        implementation("first", reason="no compiler"),
+        implementation("second", refusal="odd dtype"),
+    )
     monkeypatch.setattr(api, "IMPLEMENTATIONS", (first, second))
     with pytest.raises(
-        NotImplementedError, match="no implementation can serve lookup: first: no compiler; second: odd dtype"
+        NotImplementedError,
+        match="no implementation can serve lookup: first: no compiler; second: odd dtype",
     ):
         api.lookup((TABLE,), CALL)
-    with pytest.raises(NotImplementedError, match="implementation 'first' cannot run here: no compiler"):
+    with pytest.raises(
+        NotImplementedError, match="implementation 'first' cannot run here: no compiler"
+    ):
         api.lookup((TABLE,), CALL, implementation="first")
-    with pytest.raises(ValueError, match="unknown implementation 'third'; choose one of first, second"):
+    with pytest.raises(
+        ValueError, match="unknown implementation 'third'; choose one of first, second"
+    ):
         api.lookup((TABLE,), CALL, implementation="third")
 
 
@@ -70,7 +90,9 @@ def test_autodiff_of_lookup_equals_finite_differences():
         (out,) = api.lookup((jnp.asarray(table),), call)
         return jnp.sum(out**3)
 
-    check_grads(total, (table, jnp.asarray([1.0, 2.0, 0.5, 1.5])), order=1, modes=["rev"], rtol=2e-2)
+    check_grads(
+        total, (table, jnp.asarray([1.0, 2.0, 0.5, 1.5])), order=1, modes=["rev"], rtol=2e-2
+    )
 
 
 _LOOKUPS = """
@@ -98,8 +120,16 @@ def test_a_cpu_without_native_kernels_is_told_once_with_the_way_out():
     missing = os.environ | {"JAX_PLATFORMS": "cpu", "RSEMBED_NATIVE_LIBRARY": "/nowhere/kernels.so"}
     child = run_python("-c", _LOOKUPS, environment=missing)
     assert child.returncode == 0, child.stderr
-    assert child.stderr.count("Warning") == child.stderr.count("RuntimeWarning: rsembed computes without its") == 1
-    for words in ("/nowhere/kernels.so, which is no file", "rsembed doctor", "RSEMBED_REQUIRE_NATIVE=1"):
+    assert (
+        child.stderr.count("Warning")
+        == child.stderr.count("RuntimeWarning: rsembed computes without its")
+        == 1
+    )
+    for words in (
+        "/nowhere/kernels.so, which is no file",
+        "rsembed doctor",
+        "RSEMBED_REQUIRE_NATIVE=1",
+    ):
         assert words in child.stderr
     chosen = run_python("-c", _REFERENCE, environment=missing)
     assert chosen.returncode == 0, chosen.stderr

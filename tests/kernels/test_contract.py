@@ -58,11 +58,18 @@ def assert_rows(found, expected, num_rows, call, table):
     """Distinct rows ascending with their gradients, then padding, as many as there is room for."""
     rows, gradients = map(np.asarray, found)
     lists = {segment.list for segment in call.segments if segment.table == table}
-    assert len(rows) == len(gradients) == min(num_rows, sum(call.lists[own].num_entries for own in lists))
+    assert (
+        len(rows)
+        == len(gradients)
+        == min(num_rows, sum(call.lists[own].num_entries for own in lists))
+    )
     count = len(expected)
     assert rows[:count].tolist() == sorted(expected) and set(rows[count:].tolist()) <= {NO_ROW}
     assert not np.any(gradients[count:])
-    scale = max([np.abs(gradient).max(initial=0.0) for gradient in expected.values()], default=0.0) or 1.0
+    scale = (
+        max([np.abs(gradient).max(initial=0.0) for gradient in expected.values()], default=0.0)
+        or 1.0
+    )
     for row, gradient in zip(rows[:count].tolist(), gradients, strict=False):
         assert_close(gradient / scale, expected[row] / scale)
 
@@ -81,7 +88,11 @@ def test_lookup_agrees_with_loops(case, name, module, run):
 
 @every_implementation
 def test_rows_that_may_not_contribute_may_hold_nan(name, module, run):
-    table, rows, offsets = jnp.asarray([[jnp.nan], [1.0], [2.0]]), jnp.asarray([0, 1, NO_ROW]), jnp.asarray([0, 3])
+    table, rows, offsets = (
+        jnp.asarray([[jnp.nan], [1.0], [2.0]]),
+        jnp.asarray([0, 1, NO_ROW]),
+        jnp.asarray([0, 3]),
+    )
     zeroed = IdList(rows, offsets, jnp.asarray([0.0, 3.0, 1.0]))
     cancelled = IdList(rows, offsets, jnp.asarray([1.0, -1.0, 1.0]))
     call = Call.of([zeroed, cancelled], ["sum", "mean"])
@@ -104,7 +115,11 @@ def test_row_gradients_agree_with_loops(case, name, module, run):
 def test_update_agrees_with_loops(rule_name, name, module, run):
     rule, call = RULES[rule_name], EVERY_BAG
     step = Step(rule.get_hyperparameters(STEP), rule)
-    settings = SETTINGS[name] if rule_name == "rowwise_adagrad" else {own[0]: own for own in SETTINGS[name]}.values()
+    settings = (
+        SETTINGS[name]
+        if rule_name == "rowwise_adagrad"
+        else {own[0]: own for own in SETTINGS[name]}.values()
+    )
     for dtype, dim in settings:
         table, d_outputs = draw_table(dim, dtype), draw_gradients(call, [dim])
         slots = rule.init_slots(jax.device_put(np.asarray(table, np.float32)))
@@ -122,7 +137,9 @@ def test_update_agrees_with_loops(rule_name, name, module, run):
         untouched = np.asarray(sorted(set(range(NUM_ROWS)) - set(by_row)), np.int32)
         assert new_table.dtype == table.dtype and untouched.size
         assert_close(new_table, want_table, dtype)
-        np.testing.assert_array_equal(np.asarray(new_table)[untouched], np.asarray(table)[untouched])
+        np.testing.assert_array_equal(
+            np.asarray(new_table)[untouched], np.asarray(table)[untouched]
+        )
         for slot, want, old in zip(new_slots, want_slots, slots, strict=True):
             assert slot.dtype == old.dtype and slot.shape == old.shape
             assert_close(slot, want)
@@ -152,7 +169,9 @@ def test_a_call_of_several_tables_agrees_with_loops(case, name, module, run):
         call = draw_call(case, seed)
         d_outputs = draw_gradients(call, dims, seed)
         arguments = tables, call, d_outputs
-        outputs, rows, norms = run(function, *arguments) if name == "sparsecore" else function(*arguments)
+        outputs, rows, norms = (
+            run(function, *arguments) if name == "sparsecore" else function(*arguments)
+        )
         assert_lookup(outputs, tables, call)
         expected = oracles.row_gradients(call, table_rows, dims, d_outputs)
         for number, (own, of_table) in enumerate(zip(rows, expected, strict=True)):
@@ -177,14 +196,21 @@ def test_gradients_of_weights_agree_with_loops(case, module):
                 continue
             scale = np.abs(wanted).max(initial=1.0)
             combiners = {segment.combiner for segment in call.segments if segment.list == number}
-            if combiners <= {"mean", "sqrtn"}:  # the slopes that cancel are as steep as weights are small
-                scale = max(np.abs(wanted).max(initial=0.0), 1.0 / np.abs(ids.weights).max(initial=1e-30))
+            if combiners <= {
+                "mean",
+                "sqrtn",
+            }:  # the slopes that cancel are as steep as weights are small
+                scale = max(
+                    np.abs(wanted).max(initial=0.0), 1.0 / np.abs(ids.weights).max(initial=1e-30)
+                )
             assert_close(np.asarray(own, np.float64) / scale, wanted / scale)
 
 
 @pytest.mark.parametrize("module", WITH_WEIGHT_GRADIENTS, ids=lambda module: module.NAME)
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn", "mean_by_count", "none"])
-def test_weights_of_zero_have_gradients_and_those_of_bags_that_read_as_zeros_have_none(combiner, module):
+def test_weights_of_zero_have_gradients_and_those_of_bags_that_read_as_zeros_have_none(
+    combiner, module
+):
     """The second bag has no weight but zero, and the weights of the third cancel."""
     rows, offsets = jnp.asarray([0, 1, 2, 0, 1, 1, 2]), jnp.asarray([0, 3, 5, 7])
     weights = jnp.asarray([0.0, 1.0, 2.0, 0.0, 0.0, 1.0, -1.0])
@@ -211,12 +237,18 @@ def test_every_table_of_a_call_is_stepped_once_a_row(rule_name, name, module, ru
         d_outputs = draw_gradients(call, dims)
 
         def updates(d_outputs, call=call, tables=tables, slots=slots, dims=dims):
-            gradients = [CallGradients(call, d_outputs, dims, number) for number in range(len(tables))]
-            return [module.update(*each, step) for each in zip(tables, slots, gradients, strict=True)]
+            gradients = [
+                CallGradients(call, d_outputs, dims, number) for number in range(len(tables))
+            ]
+            return [
+                module.update(*each, step) for each in zip(tables, slots, gradients, strict=True)
+            ]
 
         summed = oracles.row_gradients(call, table_rows, dims, d_outputs)
         stepped = run(updates, d_outputs)
-        for table, own, (new_table, new_slots), by_row in zip(tables, slots, stepped, summed, strict=True):
+        for table, own, (new_table, new_slots), by_row in zip(
+            tables, slots, stepped, summed, strict=True
+        ):
             wanted, wanted_slots = step_by_loops(rule_name, table, own, by_row)
             assert_close(new_table, wanted, table.dtype)
             for found, slot in zip(new_slots, wanted_slots, strict=True):
@@ -225,7 +257,9 @@ def test_every_table_of_a_call_is_stepped_once_a_row(rule_name, name, module, ru
 
 @every_implementation
 def test_no_ids_and_empty_tables_give_zeros(name, module, run):
-    ids, offsets, table = jax.device_put((np.zeros(0, np.int32), np.zeros(3, np.int32), np.ones((0, 3), np.float32)))
+    ids, offsets, table = jax.device_put(
+        (np.zeros(0, np.int32), np.zeros(3, np.int32), np.ones((0, 3), np.float32))
+    )
     segments = (Segment(0, 0, 1, "mean"), Segment(0, 1, 1, "sum", 0, 0, 0))
     call = Call((IdList(ids, offsets),), segments, "columns")
 
@@ -244,19 +278,36 @@ def test_no_ids_and_empty_tables_give_zeros(name, module, run):
 @every_implementation
 def test_apply_rows_skips_padding_and_rows_outside(name, module, run):
     rule, rows = RULES["rowwise_adagrad"], jnp.asarray([3, -1, NUM_ROWS, 22, NO_ROW, 0], jnp.int32)
-    table, gradients, slots = draw_table(12), draw_table(12, seed=3)[:6], (draw_table(1, seed=4) ** 2,)
+    table, gradients, slots = (
+        draw_table(12),
+        draw_table(12, seed=3)[:6],
+        (draw_table(1, seed=4) ** 2,),
+    )
     step = Step(rule.get_hyperparameters(STEP), rule)
     stepped = run(lambda t, s, g: module.apply_rows(t, s, rows, g, step), table, slots, gradients)
-    real = {row: np.asarray(gradients[k], np.float64) for k, row in enumerate(rows.tolist()) if 0 <= row < NUM_ROWS}
-    for one, other in zip(stepped, step_by_loops("rowwise_adagrad", table, slots, real), strict=True):
+    real = {
+        row: np.asarray(gradients[k], np.float64)
+        for k, row in enumerate(rows.tolist())
+        if 0 <= row < NUM_ROWS
+    }
+    for one, other in zip(
+        stepped, step_by_loops("rowwise_adagrad", table, slots, real), strict=True
+    ):
         assert_close(one, other)
 
 
 @pytest.mark.parametrize(("name", "module", "run"), ALL_IMPLEMENTATIONS[1:3])
 def test_stochastic_rounding_is_the_reference_one(name, module, run):
     rule, call = RULES["rowwise_adagrad"], ONE_TABLE["every combiner"]
-    table, d_outputs, slots = draw_table(8, "bfloat16"), draw_gradients(call, [8]), (jnp.full((NUM_ROWS, 1), 0.1),)
-    arguments, hyper = (table, slots, CallGradients(call, d_outputs, (8,))), rule.get_hyperparameters(0)
+    table, d_outputs, slots = (
+        draw_table(8, "bfloat16"),
+        draw_gradients(call, [8]),
+        (jnp.full((NUM_ROWS, 1), 0.1),),
+    )
+    arguments, hyper = (
+        (table, slots, CallGradients(call, d_outputs, (8,))),
+        rule.get_hyperparameters(0),
+    )
 
     def each(key):
         rounding, nearest = Step(hyper, rule, api.stochastic_rounding(key)), Step(hyper, rule)
@@ -272,18 +323,25 @@ def test_stochastic_rounding_is_the_reference_one(name, module, run):
 @pytest.mark.parametrize(("name", "module", "run"), ALL_IMPLEMENTATIONS[:3])
 def test_ids_of_64_bits_are_not_wrapped_into_the_table(name, module, run):
     def step_once(table, slots, d_output):
-        step, gradients = Step(rule.get_hyperparameters(0), rule), CallGradients(call, (d_output,), (12,))
+        step, gradients = (
+            Step(rule.get_hyperparameters(0), rule),
+            CallGradients(call, (d_output,), (12,)),
+        )
         return *module.lookup((table,), call), *module.update(table, slots, gradients, step)
 
     rule, table = RULES["rowwise_adagrad"], draw_table(12)
     with jax.enable_x64(True):
         rows = jax.device_put(np.int64([2, 2**32 + 2, -(2**32) + 2, 2**31 + 2]))
         call = Call.of([IdList.single(rows)], ["sum"])
-        output, stepped, slots = run(step_once, table, rule.init_slots(table), jnp.ones((4, 12), jnp.float32))
+        output, stepped, slots = run(
+            step_once, table, rule.init_slots(table), jnp.ones((4, 12), jnp.float32)
+        )
     assert {array.dtype for array in (output, stepped, *slots)} == {jnp.dtype("float32")}
     assert np.any(output, axis=1).tolist() == [True, False, False, False]
     np.testing.assert_array_equal(np.flatnonzero(np.any(stepped != table, axis=1)), [2])
 
 
 def test_tiles_look_up_by_the_one_kernel_that_is_simulated():
-    assert sparsecore.lookup.keywords == sparsecore.row_gradients.keywords == {"pool": sparsecore.pool}
+    assert (
+        sparsecore.lookup.keywords == sparsecore.row_gradients.keywords == {"pool": sparsecore.pool}
+    )

@@ -82,7 +82,9 @@ ENTRIES = {
 def test_a_mesh_with_too_few_threads_says_what_to_do(enter, shared_pool, monkeypatch):
     mesh = make_mesh()
     monkeypatch.setattr(devices, "_num_threads", 8)
-    with pytest.warns(RuntimeWarning, match="8 CPU devices .* 8 threads.*NPROC=32, or import rsembed and ask"):
+    with pytest.warns(
+        RuntimeWarning, match="8 CPU devices .* 8 threads.*NPROC=32, or import rsembed and ask"
+    ):
         ENTRIES[enter](mesh)
 
 

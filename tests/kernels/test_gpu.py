@@ -33,7 +33,9 @@ from tests.kernels.cases import (
 HAS_GPU = jax.default_backend() == "gpu"
 
 # From jax 0.11 on.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
 
 needs_gpu = pytest.mark.skipif(
     not HAS_GPU, reason="unproven: the numbers of the GPU kernels on a GPU; there is none here"
@@ -78,7 +80,9 @@ def test_rows_that_many_entries_share_are_summed_in_pieces(name, monkeypatch):
     rows = np.int32([7] * 41 + [2] * 4 + [9] * 5 + [0, 1, 3, 3, NO_ROW])
     np.random.default_rng(0).shuffle(rows)
     weights = np.random.default_rng(1).uniform(0.5, 2.0, rows.size).astype(np.float32)
-    ids = IdList(jnp.asarray(rows), jnp.asarray(np.arange(0, rows.size + 1, 5)), jnp.asarray(weights))
+    ids = IdList(
+        jnp.asarray(rows), jnp.asarray(np.arange(0, rows.size + 1, 5)), jnp.asarray(weights)
+    )
     call = Call.of([ids], ["mean"])
     table, d_outputs, rule = draw_table(12), draw_gradients(call, [12]), RULES[name]
     step, slots = jax.jit(step_of(call, rule)), rule.init_slots(table)
@@ -88,7 +92,9 @@ def test_rows_that_many_entries_share_are_summed_in_pieces(name, monkeypatch):
     want_table, want_slots = step_by_loops(name, table, slots, gradients)
     for one, other in zip(jax.tree.leaves(stepped), [want_table, *want_slots], strict=True):
         assert_close(one, other)
-    of_rows = jax.jit(lambda d: gpu.row_gradients(NUM_ROWS, CallGradients(call, d, (12,))))(d_outputs)
+    of_rows = jax.jit(lambda d: gpu.row_gradients(NUM_ROWS, CallGradients(call, d, (12,))))(
+        d_outputs
+    )
     for row, gradient in zip(of_rows[0].tolist(), of_rows[1], strict=True):
         assert_close(gradient, gradients.get(row, np.zeros(12)))
 
@@ -101,7 +107,9 @@ def test_pieces_and_the_entries_around_them_are_the_whole(counts, monkeypatch):
     d_output = np.arange(1.0, rows.size + 1, dtype=np.float32)[:, None] * np.ones(3, np.float32)
     gradients = CallGradients.of_rows(jnp.asarray(rows), jnp.asarray(d_output))
     found = gpu.row_gradients(NUM_ROWS, gradients)[1][: len(counts), 0]
-    np.testing.assert_array_equal(found, [d_output[rows == row, 0].sum() for row in range(len(counts))])
+    np.testing.assert_array_equal(
+        found, [d_output[rows == row, 0].sum() for row in range(len(counts))]
+    )
 
 
 def test_entries_without_a_bag_step_nothing():
@@ -111,7 +119,9 @@ def test_entries_without_a_bag_step_nothing():
     np.testing.assert_array_equal(stepped, table)
 
 
-@pytest.mark.parametrize("storage", [None, rs.Hashed(), rs.HostCached(cache_rows=16), TensorTrain((2,))])
+@pytest.mark.parametrize(
+    "storage", [None, rs.Hashed(), rs.HostCached(cache_rows=16), TensorTrain((2,))]
+)
 def test_collections_train_alike_with_and_without_the_kernels(storage, monkeypatch):
     """Wherever rows are kept; two steps with equal rows in one batch, of rows of 12 numbers."""
     monkeypatch.setattr(gpu, "unavailable_because", lambda: None)
@@ -121,8 +131,13 @@ def test_collections_train_alike_with_and_without_the_kernels(storage, monkeypat
     )  # fmt: skip
     outputs = []
     for implementation in ("gpu", "reference"):
-        collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=spec)], implementation=implementation)
-        state, batch = collection.init(jax.random.key(0)), collection.prepare({"f": [[3, 7, 3], [], [19], [7]]})
+        collection = rs.EmbeddingCollection(
+            [rs.FeatureSpec(name="f", table_spec=spec)], implementation=implementation
+        )
+        state, batch = (
+            collection.init(jax.random.key(0)),
+            collection.prepare({"f": [[3, 7, 3], [], [19], [7]]}),
+        )
         for _ in range(2):
             state = collection.prefetch(state, batch)
             vectors, pullback = collection.lookup_vjp(state, batch)
@@ -157,11 +172,15 @@ def test_bits_repeat(combiner):
     generator = np.random.default_rng(0)
     rows = jnp.asarray(generator.zipf(1.2, 200_000) % 5000, jnp.int32)
     weights = jnp.asarray(generator.uniform(0.5, 2.0, rows.size), jnp.float32)
-    call = Call.of([IdList(rows, jnp.arange(0, 200_001, 400, dtype=jnp.int32), weights)], [combiner])
+    call = Call.of(
+        [IdList(rows, jnp.arange(0, 200_001, 400, dtype=jnp.int32), weights)], [combiner]
+    )
     table, d_outputs, rule = jnp.ones((5000, 40)), draw_gradients(call, [40]), RULES["adagrad"]
     step = jax.jit(step_of(call, rule))
     norm = jax.jit(lambda d_outputs: gpu.squared_norm(5000, CallGradients(call, d_outputs, (40,))))
-    first, *others = [(step(table, rule.init_slots(table), d_outputs), norm(d_outputs)) for _ in range(8)]
+    first, *others = [
+        (step(table, rule.init_slots(table), d_outputs), norm(d_outputs)) for _ in range(8)
+    ]
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, other, first)
 
@@ -200,7 +219,9 @@ def test_rows_of_a_table_of_more_than_two_to_the_31_numbers_are_found():
 
     found, stepped, total = run()
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(marks, np.float32))
-    np.testing.assert_array_equal(np.asarray(stepped, np.float32), np.asarray(marks, np.float32) / 2)
+    np.testing.assert_array_equal(
+        np.asarray(stepped, np.float32), np.asarray(marks, np.float32) / 2
+    )
     assert total == 28 / 2 * dim
 
 
@@ -214,9 +235,13 @@ def test_a_donated_table_is_stepped_where_it_lies(name):
     table = jnp.zeros(shape)
     slots, d_outputs = rule.init_slots(table), (jnp.ones((512, 128)),)
     state_bytes = sum(array.nbytes for array in jax.tree.leaves((table, slots)))
-    compiled = jax.jit(step_of(call, rule), donate_argnums=(0, 1)).lower(table, slots, d_outputs).compile()
+    compiled = (
+        jax.jit(step_of(call, rule), donate_argnums=(0, 1)).lower(table, slots, d_outputs).compile()
+    )
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes == state_bytes and memory.temp_size_in_bytes < state_bytes / 100
+    assert (
+        memory.alias_size_in_bytes == state_bytes and memory.temp_size_in_bytes < state_bytes / 100
+    )
     place = table.unsafe_buffer_pointer()
     stepped, _ = jax.block_until_ready(compiled(table, slots, d_outputs))
     assert stepped.unsafe_buffer_pointer() == place
@@ -232,7 +257,9 @@ def compiled():
     """What became of every case, in a process of its own: this one may have settled on a CPU."""
     environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
     environment["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    child = run_python("-m", "tests.kernels.compile_gpu", *COMPILED, "init", environment=environment)
+    child = run_python(
+        "-m", "tests.kernels.compile_gpu", *COMPILED, "init", environment=environment
+    )
     records = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
     return {record["case"]: record for record in records}, child.stderr[-4000:]
 

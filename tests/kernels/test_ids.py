@@ -53,13 +53,19 @@ def test_rows_are_those_of_a_loop_over_ids(implementation, drawn):
         ends = [2]
         for own in ids:
             ends += [ends[-1] + len(own) // 3, ends[-1] + len(own)]
-        listed = IdList(jnp.asarray([0, 0, *itertools.chain(*ids), 0], jnp.int32), jnp.asarray(ends, jnp.int32))
+        listed = IdList(
+            jnp.asarray([0, 0, *itertools.chain(*ids), 0], jnp.int32), jnp.asarray(ends, jnp.int32)
+        )
         segments = [Segment(0, 2 * k, 2) for k in range(len(ids))]
         call = Call((listed,), tuple(segments))
         expected = [[NO_ROW, NO_ROW, *itertools.chain(*expected), NO_ROW]]
     else:
-        call = Call.of([IdList.single(jnp.asarray(own, jnp.int32)) for own in ids], ["sum"] * len(ids))
-    found = api.rows_of_ids(call, places, sizes, spread=spread, rows_per_shard=64, implementation=implementation)
+        call = Call.of(
+            [IdList.single(jnp.asarray(own, jnp.int32)) for own in ids], ["sum"] * len(ids)
+        )
+    found = api.rows_of_ids(
+        call, places, sizes, spread=spread, rows_per_shard=64, implementation=implementation
+    )
     assert [rows.dtype for rows in found] == [jnp.int32] * len(found)
     assert [rows.tolist() for rows in found] == expected
 
@@ -70,7 +76,9 @@ def test_counts_are_those_of_a_loop_over_ids(implementation):
     ids = [jnp.asarray(rng.integers(-2, 12, n), jnp.int32) for n in (0, 7, 20_000)]
     offsets = [jnp.asarray(own, jnp.int32) for own in ([0, 0], [0, 3, 5], [0, 19_000, 25_000])]
     found = api.count_ids(ids, offsets, (4, 5, 10), implementation=implementation)
-    for (num_inside, num_outside), own, ends, size in zip(found, ids, offsets, (4, 5, 10), strict=True):
+    for (num_inside, num_outside), own, ends, size in zip(
+        found, ids, offsets, (4, 5, 10), strict=True
+    ):
         used = own[: ends[-1]].tolist()
         assert int(num_inside) == sum(0 <= id_ < size for id_ in used)
         assert int(num_outside) == sum(id_ >= size or id_ < -1 for id_ in used)
@@ -80,10 +88,17 @@ def test_counts_are_those_of_a_loop_over_ids(implementation):
 def test_a_program_does_not_grow_with_the_number_of_features():
     def num_operations(num_features):
         tables = [
-            rs.TableSpec(name=f"t{k}", vocabulary_size=10 + k, embedding_dim=8, optimizer=rs.optimizers.SGD(0.1))
+            rs.TableSpec(
+                name=f"t{k}",
+                vocabulary_size=10 + k,
+                embedding_dim=8,
+                optimizer=rs.optimizers.SGD(0.1),
+            )
             for k in range(num_features)
         ]
-        collection = rs.EmbeddingCollection([rs.FeatureSpec(name=t.name, table_spec=t) for t in tables])
+        collection = rs.EmbeddingCollection(
+            [rs.FeatureSpec(name=t.name, table_spec=t) for t in tables]
+        )
         state = jax.eval_shape(collection.init, jax.random.key(0))
         batch = {t.name: jnp.zeros((4, 2), jnp.int32) for t in tables}
 
@@ -128,7 +143,10 @@ def draw_partitions(rng, num_minibatches=None, *, cores=2, shards=4, rows=6, sam
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@given(seed=st.integers(0, 2**31), numbers=st.lists(st.sampled_from([None, 1, 3]), min_size=1, max_size=2))
+@given(
+    seed=st.integers(0, 2**31),
+    numbers=st.lists(st.sampled_from([None, 1, 3]), min_size=1, max_size=2),
+)
 @settings(max_examples=25, deadline=None)
 def test_entries_are_those_of_a_loop_over_partitions(implementation, seed, numbers):
     rng = np.random.default_rng(seed)
@@ -164,17 +182,26 @@ def expected_blocks(array, rows):
 def test_packed_rows_come_back_as_blocks(devices, row, implementation):
     generator = np.random.default_rng(0)
     dtypes = LANES if not row else (np.float32,) * 3
-    arrays = [generator.integers(-9, 99, (n, *row)).astype(dtype) for n, dtype in zip((50, 0, 7), dtypes, strict=True)]
+    arrays = [
+        generator.integers(-9, 99, (n, *row)).astype(dtype)
+        for n, dtype in zip((50, 0, 7), dtypes, strict=True)
+    ]
     rows = [generator.integers(-2, 60, (devices, c)).astype(np.int32) for c in (5, 2, 300)]
     rows[0][0, 0] = NO_ROW
-    packed = api.pack_blocks(*jax.tree.map(jnp.asarray, (arrays, rows)), implementation=implementation)
+    packed = api.pack_blocks(
+        *jax.tree.map(jnp.asarray, (arrays, rows)), implementation=implementation
+    )
     assert packed.shape == (devices, 307, *row)
     assert packed.dtype == (np.uint32 if not row else np.float32)
     expected = [expected_blocks(*pair) for pair in zip(arrays, rows, strict=True)]
-    again = api.pack_blocks(jax.tree.map(jnp.asarray, expected), [None] * 3, implementation=implementation)
+    again = api.pack_blocks(
+        jax.tree.map(jnp.asarray, expected), [None] * 3, implementation=implementation
+    )
     np.testing.assert_array_equal(packed, again)
     shapes = [jax.ShapeDtypeStruct(own.shape, own.dtype) for own in expected]
-    for found, own in zip(api.unpack_blocks(packed, shapes, implementation=implementation), expected, strict=True):
+    for found, own in zip(
+        api.unpack_blocks(packed, shapes, implementation=implementation), expected, strict=True
+    ):
         assert found.dtype == own.dtype
         np.testing.assert_array_equal(found, own)
 
@@ -203,26 +230,45 @@ def waiting(queue, owner):
 def test_a_round_takes_what_is_before_everybodys_first_entry_without_a_place(seed, implementation):
     generator, num_devices = np.random.default_rng(seed), 3
     sizes = [(1, 2), (2, 1), (2, 20)]
-    devices = [[queue_of(generator, num_devices, *size) for size in sizes] for _ in range(num_devices)]
+    devices = [
+        [queue_of(generator, num_devices, *size) for size in sizes] for _ in range(num_devices)
+    ]
     asked = [[jax.tree.map(jnp.asarray, own) for own in queues] for queues in devices]
-    asked = [[own._replace(capacity=size[1]) for own, size in zip(queues, sizes, strict=True)] for queues in asked]
+    asked = [
+        [own._replace(capacity=size[1]) for own, size in zip(queues, sizes, strict=True)]
+        for queues in asked
+    ]
     ends = [api.block_ends(queues, implementation=implementation) for queues in asked]
     fit = jnp.min(jnp.stack([fit for fit, _ in ends]), axis=0)
     cuts = np.full((2, 3, num_devices), 2**32 - 1, np.uint32)
     for k in range(3):
         for owner in range(num_devices):
-            words = [tuple(np.asarray(behind)[:, k, owner].tolist()) for own, behind in ends if not own[k, owner]]
+            words = [
+                tuple(np.asarray(behind)[:, k, owner].tolist())
+                for own, behind in ends
+                if not own[k, owner]
+            ]
             cuts[:, k, owner] = min(words, default=(2**32 - 1,) * 2)
     for queues, own in zip(devices, asked, strict=True):
-        places, cursors, are_left = api.round_places(own, fit, jnp.asarray(cuts), implementation=implementation)
+        places, cursors, are_left = api.round_places(
+            own, fit, jnp.asarray(cuts), implementation=implementation
+        )
         left = 0
         for k, queue in enumerate(queues):
             for owner in range(num_devices):
-                others = [(other[k], waiting(other[k], owner)[queue.capacity :]) for other in devices]
+                others = [
+                    (other[k], waiting(other[k], owner)[queue.capacity :]) for other in devices
+                ]
                 behind = [name_of(other, entries[0]) for other, entries in others if entries]
                 ahead = waiting(queue, owner)
-                sent = [e for e in ahead[: queue.capacity] if not behind or name_of(queue, e) < min(behind)]
-                assert np.asarray(places[k])[owner].tolist() == sent + [NO_ROW] * (queue.capacity - len(sent))
+                sent = [
+                    e
+                    for e in ahead[: queue.capacity]
+                    if not behind or name_of(queue, e) < min(behind)
+                ]
+                assert np.asarray(places[k])[owner].tolist() == sent + [NO_ROW] * (
+                    queue.capacity - len(sent)
+                )
                 assert cursors[k][owner] == queue.cursor[owner] + len(sent)
                 left += len(ahead) - len(sent)
         assert bool(are_left) == (left > 0)
@@ -230,9 +276,17 @@ def test_a_round_takes_what_is_before_everybodys_first_entry_without_a_place(see
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_queues_without_entries_send_nothing(implementation):
-    nothing = Queue(jnp.zeros(3, jnp.int32), jnp.zeros(2, jnp.int32), (jnp.zeros(0, jnp.uint32),), 2)
+    nothing = Queue(
+        jnp.zeros(3, jnp.int32), jnp.zeros(2, jnp.int32), (jnp.zeros(0, jnp.uint32),), 2
+    )
     fit, behind = api.block_ends([nothing], implementation=implementation)
     assert fit.tolist() == [[1, 1]] and behind.tolist() == [[[0, 0]]]
     for fits in (fit, 1 - fit):
-        places, cursors, are_left = api.round_places([nothing], fits, behind, implementation=implementation)
-        assert places[0].tolist() == [[NO_ROW] * 2] * 2 and cursors[0].tolist() == [0, 0] and not are_left
+        places, cursors, are_left = api.round_places(
+            [nothing], fits, behind, implementation=implementation
+        )
+        assert (
+            places[0].tolist() == [[NO_ROW] * 2] * 2
+            and cursors[0].tolist() == [0, 0]
+            and not are_left
+        )

@@ -20,7 +20,10 @@ LARGE = 20_000  # several tasks and digits
 NUM_TABLES, CAPACITY = 3, 8  # of keys in the same arrays
 
 # Loops are compiled once for each size, not in every call.
-defined = {name: jax.jit(getattr(keyed, name)) for name in ("insert_keys", "find_keys", "unique_keys", "take_rows")}
+defined = {
+    name: jax.jit(getattr(keyed, name))
+    for name in ("insert_keys", "find_keys", "unique_keys", "take_rows")
+}
 
 GENERATOR = np.random.default_rng(0)
 
@@ -52,10 +55,16 @@ def crowd(num_keys, mask=0xFFF):
 def draw_keys(kind, count):
     return {
         "all equal": lambda: np.full(count, 2**63 + 5, np.uint64),
-        "all distinct": lambda: GENERATOR.permutation(count).astype(np.uint64) * np.uint64(2**33 + 1),
+        "all distinct": lambda: (
+            GENERATOR.permutation(count).astype(np.uint64) * np.uint64(2**33 + 1)
+        ),
         "many equal": lambda: GENERATOR.zipf(1.2, count).astype(np.uint64),
-        "64 bits": lambda: GENERATOR.integers(0, 2**64, count // 2 + 1, dtype=np.uint64).repeat(2)[:count],
-        "equal lower halves": lambda: GENERATOR.integers(0, 2**31, count, dtype=np.uint64) << np.uint64(32),
+        "64 bits": lambda: GENERATOR.integers(0, 2**64, count // 2 + 1, dtype=np.uint64).repeat(2)[
+            :count
+        ],
+        "equal lower halves": lambda: (
+            GENERATOR.integers(0, 2**31, count, dtype=np.uint64) << np.uint64(32)
+        ),
         "colliding": lambda: np.resize(crowd(40), count),
     }[kind]()
 
@@ -67,7 +76,10 @@ def check_distinct(found, owners, lanes, num_owners):
     """Against sorted tuples and a dictionary."""
     out_lanes, entry_of, first_of, offsets, counts = jax.tree.map(np.asarray, found)
     lanes = [np.asarray(lane) for lane in lanes]
-    names = [(o, *(int(lane[i]) for lane in lanes)) if 0 <= o < num_owners else None for i, o in enumerate(owners)]
+    names = [
+        (o, *(int(lane[i]) for lane in lanes)) if 0 <= o < num_owners else None
+        for i, o in enumerate(owners)
+    ]
     first = {}
     for i, name in enumerate(names):
         if name is not None:
@@ -75,9 +87,13 @@ def check_distinct(found, owners, lanes, num_owners):
     order = sorted(first)
     number = {name: k for k, name in enumerate(order)}
     assert entry_of.tolist() == [NO_ROW if name is None else number[name] for name in names]
-    assert first_of.tolist() == [first[name] for name in order] + [NO_ROW] * (len(names) - len(order))
+    assert first_of.tolist() == [first[name] for name in order] + [NO_ROW] * (
+        len(names) - len(order)
+    )
     occurrences = collections.Counter(names)
-    assert counts.tolist() == [occurrences[name] for name in order] + [0] * (len(names) - len(order))
+    assert counts.tolist() == [occurrences[name] for name in order] + [0] * (
+        len(names) - len(order)
+    )
     assert offsets.tolist() == [sum(name[0] < d for name in order) for d in range(num_owners + 1)]
     for k, (out, lane) in enumerate(zip(out_lanes, lanes, strict=True)):
         assert out.dtype == lane.dtype
@@ -86,7 +102,10 @@ def check_distinct(found, owners, lanes, num_owners):
 
 def draw_lanes(kind, count):
     if kind == "signed":
-        return [GENERATOR.integers(-5, 5, count).astype(np.int32), GENERATOR.integers(-(2**31), 2**31, count, np.int32)]
+        return [
+            GENERATOR.integers(-5, 5, count).astype(np.int32),
+            GENERATOR.integers(-(2**31), 2**31, count, np.int32),
+        ]
     if kind == "three":
         return [
             GENERATOR.integers(0, 7, count).astype(np.int32),
@@ -107,7 +126,9 @@ def test_distinct_entries_are_those_of_a_dictionary(kind, implementation):
         owners = GENERATOR.integers(-1, num_owners + 1, count).astype(np.int32)
         owners[owners == 2] = 3  # an owner without entries
         owners[3::11], owners[5::13] = -(2**31), NO_ROW
-        found = api.distinct(jnp.asarray(owners), lanes, num_owners=num_owners, implementation=implementation)
+        found = api.distinct(
+            jnp.asarray(owners), lanes, num_owners=num_owners, implementation=implementation
+        )
         check_distinct(found, owners.tolist(), lanes, num_owners)
 
 
@@ -115,7 +136,12 @@ def test_distinct_entries_are_those_of_a_dictionary(kind, implementation):
 @pytest.mark.parametrize("owner", [-1, 0, 2, 3])
 def test_entries_of_one_owner_or_of_none(owner, implementation):
     owners, lanes = jnp.full(6, owner, jnp.int32), [jnp.asarray([3, 1, 3, 2, 1, 0], jnp.int32)]
-    check_distinct(api.distinct(owners, lanes, num_owners=3, implementation=implementation), owners.tolist(), lanes, 3)
+    check_distinct(
+        api.distinct(owners, lanes, num_owners=3, implementation=implementation),
+        owners.tolist(),
+        lanes,
+        3,
+    )
 
 
 def python_unique_keys(numbers, is_key, occurrences):
@@ -143,14 +169,27 @@ def test_unique_keys_are_those_of_a_dictionary_for_each_table(kind, implementati
         occurrences[:1] = MAX_COUNT - 1
         for table in (None, GENERATOR.integers(0, NUM_TABLES, count, dtype=np.int32)):
             keys = split_keys(numbers)._replace(is_key=is_key, table=table)
-            found = of(implementation, "unique_keys")(jax.tree.map(jnp.asarray, keys), jnp.asarray(occurrences))
-            names = numbers.tolist() if table is None else list(zip(table.tolist(), numbers.tolist(), strict=True))
-            assert [lane.tolist() for lane in found] == python_unique_keys(names, is_key, occurrences.tolist())
+            found = of(implementation, "unique_keys")(
+                jax.tree.map(jnp.asarray, keys), jnp.asarray(occurrences)
+            )
+            names = (
+                numbers.tolist()
+                if table is None
+                else list(zip(table.tolist(), numbers.tolist(), strict=True))
+            )
+            assert [lane.tolist() for lane in found] == python_unique_keys(
+                names, is_key, occurrences.tolist()
+            )
 
 
 def empty_table(num_slots):
     lanes = jnp.zeros((num_slots, 2), jnp.uint32)
-    return lanes, jnp.full(num_slots, EMPTY, jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
+    return (
+        lanes,
+        jnp.full(num_slots, EMPTY, jnp.int32),
+        jnp.zeros(1, jnp.int32),
+        jnp.zeros(1, jnp.int32),
+    )
 
 
 def held(table):
@@ -161,7 +200,9 @@ def held(table):
 
 def as_call(numbers, is_key=None):
     keys = split_keys(np.asarray(numbers, np.uint64))
-    return jax.tree.map(jnp.asarray, keys if is_key is None else keys._replace(is_key=np.asarray(is_key)))
+    return jax.tree.map(
+        jnp.asarray, keys if is_key is None else keys._replace(is_key=np.asarray(is_key))
+    )
 
 
 def without_rows(table, numbers):
@@ -179,27 +220,44 @@ def without_rows(table, numbers):
 
 @needs_native
 @settings(deadline=None, max_examples=25)
-@given(st.integers(0, 2**32), st.sampled_from(["64 bits", "colliding", "all distinct", "equal lower halves"]))
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(["64 bits", "colliding", "all distinct", "equal lower halves"]),
+)
 def test_keys_lie_in_the_slots_that_the_definition_gives_them(seed, kind):
     """The order in which colliding keys claim slots decides, and deleted slots are used again."""
     generator, table, expected = np.random.default_rng(seed), empty_table(64), {}
     pool = np.unique(draw_keys(kind, 80))
     for number in range(6):
         numbers = generator.permutation(pool)[:20]
-        is_key = np.array([k not in expected for k in numbers.tolist()]) & (generator.random(20) < 0.8)[: len(numbers)]
+        is_key = (
+            np.array([k not in expected for k in numbers.tolist()])
+            & (generator.random(20) < 0.8)[: len(numbers)]
+        )
         rows = jnp.arange(len(numbers), dtype=jnp.int32) + 100 * number
         keys = as_call(numbers, is_key)
         found = native.insert_keys(*table, keys, rows)
-        jax.tree.map(np.testing.assert_array_equal, found, defined["insert_keys"](*table, keys, rows))
+        jax.tree.map(
+            np.testing.assert_array_equal, found, defined["insert_keys"](*table, keys, rows)
+        )
         room = 48 - int(table[2][0]) - int(table[3][0])
-        new = [(int(k), 100 * number + i) for i, (k, ok) in enumerate(zip(numbers, is_key, strict=True)) if ok][:room]
+        new = [
+            (int(k), 100 * number + i)
+            for i, (k, ok) in enumerate(zip(numbers, is_key, strict=True))
+            if ok
+        ][:room]
         expected |= dict(new)
         assert held(found) == expected and int(found[2][0]) == len(expected)
         asked = as_call(np.resize(pool, 97), np.arange(97) % 7 != 0)
         places = native.find_keys(found[0], found[1], asked)
-        wanted = [expected.get(k, NO_ROW) if i % 7 else NO_ROW for i, k in enumerate(np.resize(pool, 97).tolist())]
+        wanted = [
+            expected.get(k, NO_ROW) if i % 7 else NO_ROW
+            for i, k in enumerate(np.resize(pool, 97).tolist())
+        ]
         assert places[1].tolist() == wanted
-        jax.tree.map(np.testing.assert_array_equal, places, defined["find_keys"](found[0], found[1], asked))
+        jax.tree.map(
+            np.testing.assert_array_equal, places, defined["find_keys"](found[0], found[1], asked)
+        )
         gone = generator.permutation(list(expected))[:8]
         table = without_rows(found, gone.astype(np.uint64))
         expected = {k: row for k, row in expected.items() if k not in set(gone.tolist())}
@@ -208,8 +266,14 @@ def test_keys_lie_in_the_slots_that_the_definition_gives_them(seed, kind):
 @needs_native
 def test_a_large_call_fills_the_slots_that_the_definition_fills():
     numbers = GENERATOR.permutation(np.unique(GENERATOR.integers(0, 2**64, 5000, dtype=np.uint64)))
-    table, keys, rows = empty_table(1 << 13), as_call(numbers), jnp.arange(len(numbers), dtype=jnp.int32)
-    found, wanted = (insert(*table, keys, rows) for insert in (native.insert_keys, defined["insert_keys"]))
+    table, keys, rows = (
+        empty_table(1 << 13),
+        as_call(numbers),
+        jnp.arange(len(numbers), dtype=jnp.int32),
+    )
+    found, wanted = (
+        insert(*table, keys, rows) for insert in (native.insert_keys, defined["insert_keys"])
+    )
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
@@ -221,7 +285,9 @@ def test_a_table_without_an_empty_slot_ends_every_search():
     slots, found, num_absent = native.find_keys(lanes, full[0], as_call([1, 2]))
     assert slots.tolist() == found.tolist() == [NO_ROW, NO_ROW] and num_absent == 2
     taken = jnp.full(16, 7, jnp.int32)
-    after = native.insert_keys(lanes, taken, num_keys, num_deleted, as_call([3]), jnp.zeros(1, jnp.int32))
+    after = native.insert_keys(
+        lanes, taken, num_keys, num_deleted, as_call([3]), jnp.zeros(1, jnp.int32)
+    )
     np.testing.assert_array_equal(after[1], taken)
     assert rows.shape == (16,)
 
@@ -235,7 +301,11 @@ def test_uses_are_counted_as_a_loop_counts_them(implementation):
     occurrences = GENERATOR.integers(0, 4, LARGE).astype(np.int32)
     last_step = GENERATOR.integers(-1, 5, capacity).astype(np.int32)
     counts = np.where(np.arange(capacity) % 9 == 0, MAX_COUNT - 5, 11).astype(np.int32)
-    operands = (*map(jnp.asarray, (last_step, counts, rows)), jnp.int32(9), jnp.asarray(occurrences))
+    operands = (
+        *map(jnp.asarray, (last_step, counts, rows)),
+        jnp.int32(9),
+        jnp.asarray(occurrences),
+    )
     found = api.count_uses(*operands, implementation=implementation)
     expected = counts.astype(np.int64)
     for row, more in zip(rows, occurrences, strict=True):
@@ -256,7 +326,9 @@ def test_tables_of_keys_change_where_they_lie():
         rows = native.find_keys(table[0], table[1], keys)[1]
         missing = keys.only(rows == NO_ROW)
         table = native.insert_keys(*table, missing, jnp.arange(100, dtype=jnp.int32))
-        return table, native.count_uses(uses, uses + 1, rows, jnp.int32(3), jnp.ones(100, jnp.int32))[1]
+        return table, native.count_uses(
+            uses, uses + 1, rows, jnp.int32(3), jnp.ones(100, jnp.int32)
+        )[1]
 
     table = empty_table(num_slots)
     compiled = program.lower(table, uses, keys).compile()
@@ -270,12 +342,16 @@ def test_tables_of_keys_change_where_they_lie():
 @pytest.mark.parametrize("dim", [1, 7, 33])
 def test_bits_of_rows_are_those_of_their_own_keys(dim, implementation):
     high, low = (jnp.asarray(GENERATOR.integers(0, 2**32, 9, dtype=np.uint32)) for _ in range(2))
-    keys, table = jax.random.split(jax.random.key(5), NUM_TABLES), GENERATOR.integers(0, NUM_TABLES, 9, dtype=np.int32)
+    keys, table = (
+        jax.random.split(jax.random.key(5), NUM_TABLES),
+        GENERATOR.integers(0, NUM_TABLES, 9, dtype=np.int32),
+    )
     for lanes in ((low,), (high, low)):
         for key, of_table in ((keys[1], None), (keys, jnp.asarray(table))):
             first = keys[np.full(9, 1) if of_table is None else table]
             own = [
-                functools.reduce(jax.random.fold_in, values, one) for one, *values in zip(first, *lanes, strict=True)
+                functools.reduce(jax.random.fold_in, values, one)
+                for one, *values in zip(first, *lanes, strict=True)
             ]
             expected = [jax.random.bits(one, (dim,), jnp.uint32) for one in own]
             found = api.row_bits(key, lanes, dim, of_table, implementation=implementation)
@@ -295,10 +371,23 @@ def test_rows_come_from_the_stack_of_their_table(implementation):
         table, wants = generator.integers(0, NUM_TABLES, count), generator.random(count) < 0.8
         stacks = [generator.permutation(CAPACITY).tolist() for _ in range(NUM_TABLES)]
         free = jnp.asarray(np.concatenate(stacks), jnp.int32)
-        given = free, jnp.asarray(heights, jnp.int32), jnp.asarray(wants), jnp.asarray(table, jnp.int32)
+        given = (
+            free,
+            jnp.asarray(heights, jnp.int32),
+            jnp.asarray(wants),
+            jnp.asarray(table, jnp.int32),
+        )
         rows, left, without = of(implementation, "take_rows")(*given)
-        stacks, expected, lacking = [s[:height] for s, height in zip(stacks, heights, strict=True)], [], [0] * 3
+        stacks, expected, lacking = (
+            [s[:height] for s, height in zip(stacks, heights, strict=True)],
+            [],
+            [0] * 3,
+        )
         for own, want in zip(table.tolist(), wants, strict=True):
             expected.append(own * CAPACITY + stacks[own].pop() if want and stacks[own] else NO_ROW)
             lacking[own] += bool(want and expected[-1] == NO_ROW)
-        assert (rows.tolist(), left.tolist(), without.tolist()) == (expected, [len(s) for s in stacks], lacking)
+        assert (rows.tolist(), left.tolist(), without.tolist()) == (
+            expected,
+            [len(s) for s in stacks],
+            lacking,
+        )

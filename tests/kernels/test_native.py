@@ -14,7 +14,15 @@ import pytest
 import rsembed.optimizers as ro
 from rsembed.kernels import devices, native, reference
 from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Step
-from tests.kernels.cases import NUM_ROWS, ONE_TABLE, RULES, assert_close, draw_gradients, draw_table, run_python
+from tests.kernels.cases import (
+    NUM_ROWS,
+    ONE_TABLE,
+    RULES,
+    assert_close,
+    draw_gradients,
+    draw_table,
+    run_python,
+)
 
 _reason = native.unavailable_because()
 if _reason is not None and os.environ.get("RSEMBED_REQUIRE_NATIVE") == "1":
@@ -22,8 +30,12 @@ if _reason is not None and os.environ.get("RSEMBED_REQUIRE_NATIVE") == "1":
 pytestmark = pytest.mark.skipif(_reason is not None, reason=f"needs the native kernels: {_reason}")
 
 
-@pytest.mark.skipif(not shutil.which("aarch64-linux-gnu-g++"), reason="needs Debian's g++-aarch64-linux-gnu")
-@pytest.mark.parametrize("source", ["pairs.cc", "random_bits.cc", "row_kernels.cc", "train_kernels.cc"])
+@pytest.mark.skipif(
+    not shutil.which("aarch64-linux-gnu-g++"), reason="needs Debian's g++-aarch64-linux-gnu"
+)
+@pytest.mark.parametrize(
+    "source", ["pairs.cc", "random_bits.cc", "row_kernels.cc", "train_kernels.cc"]
+)
 def test_what_differs_by_processor_compiles_for_arm(source):
     path = Path(__file__).parents[2] / "rsembed" / "kernels" / "csrc" / source
     options = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
@@ -43,7 +55,9 @@ def test_slots_of_any_shape_and_type_follow_a_traced_rule():
     table, slots = draw_table(4), (np.zeros(NUM_ROWS, np.int32), np.zeros((NUM_ROWS, 2, 3), bool))
     gradients = CallGradients(call, draw_gradients(call, [4]), (4,))
     arguments = (table, slots, gradients, Step((np.float32(0.1),), Counting()))
-    stepped, defined = jax.jit(lambda *given: (native.update(*given), reference.update(*given)))(*arguments)
+    stepped, defined = jax.jit(lambda *given: (native.update(*given), reference.update(*given)))(
+        *arguments
+    )
     for one, other in zip(jax.tree.leaves(stepped), jax.tree.leaves(defined), strict=True):
         assert one.dtype == other.dtype
         assert_close(one, other)
@@ -52,8 +66,12 @@ def test_slots_of_any_shape_and_type_follow_a_traced_rule():
 @pytest.mark.parametrize("bits", [np.uint16(0x0001), np.uint16(0x03FF), np.uint16(0x0400)])
 def test_float16_subnormals_keep_their_value(bits):
     table = jax.device_put(np.full((2, 9), bits.view(np.float16)))
-    (output,) = native.lookup((table,), Call.of([IdList.single(jax.device_put(np.int32([1])))], ["sum"]))
-    np.testing.assert_array_equal(np.asarray(output)[0], np.full(9, np.float32(bits.view(np.float16))))
+    (output,) = native.lookup(
+        (table,), Call.of([IdList.single(jax.device_put(np.int32([1])))], ["sum"])
+    )
+    np.testing.assert_array_equal(
+        np.asarray(output)[0], np.full(9, np.float32(bits.view(np.float16)))
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -61,15 +79,22 @@ def test_rounding_to_the_table_is_to_nearest_even(dtype):
     edges = [0.0, -0.0, 65504.0, 65519.9, 65520.0, 1e30, np.nan]
     values = np.concatenate([np.geomspace(1e-6, 1e5, 2000), np.linspace(-2.0, 2.0, 999), edges])
     values = values.astype(np.float32)[:, None]
-    table, rows = np.zeros((len(values), 1), jnp.dtype(dtype)), np.arange(len(values), dtype=np.int32)
+    table, rows = (
+        np.zeros((len(values), 1), jnp.dtype(dtype)),
+        np.arange(len(values), dtype=np.int32),
+    )
     step = Step((np.float32(1.0),), RULES["sgd"])
-    new, _ = native.apply_rows(jax.device_put(table), (), jax.device_put(rows), jax.device_put(-values), step)
+    new, _ = native.apply_rows(
+        jax.device_put(table), (), jax.device_put(rows), jax.device_put(-values), step
+    )
     with np.errstate(over="ignore"):
         nearest = values.astype(table.dtype)
     np.testing.assert_array_equal(np.asarray(new, np.float32), nearest.astype(np.float32))
 
 
-@pytest.mark.parametrize("offsets", [[0, 99, 3], [-5, 2, 1000], [7, 3, 1], [NO_ROW, -NO_ROW, 6], [0, 0, 0]])
+@pytest.mark.parametrize(
+    "offsets", [[0, 99, 3], [-5, 2, 1000], [7, 3, 1], [NO_ROW, -NO_ROW, 6], [0, 0, 0]]
+)
 def test_malformed_offsets_touch_nothing_outside(offsets):
     ids = IdList(jax.device_put(np.arange(6, dtype=np.int32)), jax.device_put(np.int32(offsets)))
     call = Call.of([ids], ["mean"])
@@ -87,7 +112,11 @@ def test_a_library_for_another_jaxlib_is_passed_over(monkeypatch):
 
     monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
     reason = devices.shared_library.__wrapped__()
-    assert "was not made for jaxlib" in reason and "API version (0.5)" in reason and "PIP_CONSTRAINT" in reason
+    assert (
+        "was not made for jaxlib" in reason
+        and "API version (0.5)" in reason
+        and "PIP_CONSTRAINT" in reason
+    )
 
 
 @pytest.mark.parametrize("name", ["rowwise_adagrad", "ftrl"])
@@ -109,7 +138,9 @@ def test_a_donated_table_is_stepped_in_place_under_scan(name):
     assert (
         compiled.memory_analysis().temp_size_in_bytes < num_rows * dim * 4 / 10
     )  # a block of rows is not a copy of them all
-    state = jax.tree.map(lambda x: jnp.full(x.shape, 0.5, x.dtype), (table, slots))  # numpy's memory is not given away
+    state = jax.tree.map(
+        lambda x: jnp.full(x.shape, 0.5, x.dtype), (table, slots)
+    )  # numpy's memory is not given away
     address = state[0].unsafe_buffer_pointer()
     (new_table, _), outputs = compiled(state, np.zeros((7, 100), np.int32))
     assert new_table.unsafe_buffer_pointer() == address
@@ -119,7 +150,9 @@ def test_a_donated_table_is_stepped_in_place_under_scan(name):
 
 
 def test_shards_are_served_on_their_own_devices():
-    mesh = jax.make_mesh((len(jax.devices()),), ("shard",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh(
+        (len(jax.devices()),), ("shard",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
     spec = jax.sharding.PartitionSpec("shard")
 
     def lookup(table, rows):
@@ -134,7 +167,9 @@ def test_shards_are_served_on_their_own_devices():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "int32"])
 def test_allocated_arrays_hold_their_fill(dtype):
     shapes = [(), (0, 3), (7,), (3, 5), (1000, 1001)]
-    for shape, array in zip(shapes, jax.jit(lambda: [native.allocate(s, dtype, 1) for s in shapes])(), strict=True):
+    for shape, array in zip(
+        shapes, jax.jit(lambda: [native.allocate(s, dtype, 1) for s in shapes])(), strict=True
+    ):
         assert array.shape == shape and array.dtype == dtype
         assert np.all(np.asarray(array) == np.ones((), dtype))
 
@@ -191,7 +226,9 @@ print(json.dumps(found))
 
 def run_child(program, **environment):
     """What a program prints as JSON in a process of its own."""
-    child = run_python("-c", program, environment={**os.environ, "JAX_PLATFORMS": "cpu", **environment})
+    child = run_python(
+        "-c", program, environment={**os.environ, "JAX_PLATFORMS": "cpu", **environment}
+    )
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout)
 
@@ -200,7 +237,9 @@ def test_results_do_not_depend_on_the_number_of_threads():
     assert run_child(_HASHES, NPROC="7") == run_child(_HASHES, NPROC="1")
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not grant single cores")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="this system does not grant single cores"
+)
 def test_a_process_that_is_granted_one_core_works_with_one_thread_and_the_instructions_that_it_is_told():
     # Asked for more threads, as rsembed does for pretended devices, XLA makes them, and they would share that core.
     program = f"""
@@ -216,7 +255,9 @@ print(json.dumps([native.num_cores(), native.instruction_set()]))
 def test_an_environment_that_asks_for_what_there_is_not_is_told(monkeypatch):
     load = devices.shared_library.__wrapped__  # it keeps what it finds
     monkeypatch.setenv("RSEMBED_ISA", "avx-512")
-    with pytest.raises(ValueError, match="'avx-512' names no instruction set; it knows baseline, avx2, avx512"):
+    with pytest.raises(
+        ValueError, match="'avx-512' names no instruction set; it knows baseline, avx2, avx512"
+    ):
         load()
     monkeypatch.setenv("RSEMBED_ISA", "")
     monkeypatch.setenv("RSEMBED_NATIVE_LIBRARY", "/nowhere/kernels.so")

@@ -10,7 +10,17 @@ import pytest
 import rsembed as rs
 from rsembed.kernels import native
 
-SHAPES = [(5, 3, 2), (4, 27, 64), (3, 1, 8), (3, 2, 5), (2, 17, 13), (7, 33, 16), (1, 0, 4), (2, 5, 0), (0, 3, 4)]
+SHAPES = [
+    (5, 3, 2),
+    (4, 27, 64),
+    (3, 1, 8),
+    (3, 2, 5),
+    (2, 17, 13),
+    (7, 33, 16),
+    (1, 0, 4),
+    (2, 5, 0),
+    (0, 3, 4),
+]
 LIVE = ["reference"] if native.unavailable_because() else ["reference", "native"]
 
 
@@ -29,7 +39,9 @@ def test_pairs_and_their_gradient_are_those_of_loops(shape, implementation):
 
     @jax.jit
     def both(vectors, d_products):
-        found, pullback = jax.vjp(lambda x: rs.pairwise_interaction(x, implementation=implementation), vectors)
+        found, pullback = jax.vjp(
+            lambda x: rs.pairwise_interaction(x, implementation=implementation), vectors
+        )
         return found, pullback(d_products)[0]
 
     for found, expected in zip(both(vectors, d_products), (products, d_vectors), strict=True):

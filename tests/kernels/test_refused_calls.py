@@ -25,13 +25,24 @@ def of(*shape, dtype=jnp.int32):
 
 def numbers(*values, **named):
     """Attributes of int64; the first has several."""
-    return {name: np.int64(value) for name, value in named.items()} | ({"stacks": np.int64(values)} if values else {})
+    return {name: np.int64(value) for name, value in named.items()} | (
+        {"stacks": np.int64(values)} if values else {}
+    )
 
 
-FOUR, FOUND, NUMBERS = of(4), [of(4), of(4), of()], {"spread": np.int64(1), "rows_per_shard": np.int64(8)}
+FOUR, FOUND, NUMBERS = (
+    of(4),
+    [of(4), of(4), of()],
+    {"spread": np.int64(1), "rows_per_shard": np.int64(8)},
+)
 ONE_LIST = NUMBERS | {"lists": np.int64([0, 4, 1])}
 ROUND, SIZES = [of(dtype=jnp.bool_), of(2, 3), of(2)], numbers(num_lanes=[1], capacities=[2])
-QUEUE = jnp.ones((1, 2), jnp.int32), jnp.zeros((1, 1, 2), jnp.uint32), jnp.zeros(3, jnp.int32), jnp.zeros(2, jnp.int32)
+QUEUE = (
+    jnp.ones((1, 2), jnp.int32),
+    jnp.zeros((1, 1, 2), jnp.uint32),
+    jnp.zeros(3, jnp.int32),
+    jnp.zeros(2, jnp.int32),
+)
 ENTRIES = [of(16), of(11), of(16, dtype=jnp.float32)]
 BUFFERS = jnp.zeros(16, jnp.int32), FAR, FAR, GAINS
 GATHERS = {"gathers": True}
@@ -41,12 +52,24 @@ REFUSED = [
     ("wrong size of a result", "unique_keys", [FOUR, FOUR, of(3)], (*KEYS, ROWS), {}),
     ("power of two", "find_keys", FOUND, (LANES[:3], ROWS[:3], *KEYS), numbers(num_tables=1)),
     ("two lanes in each", "find_keys", FOUND, (LANES[:2], ROWS, *KEYS), numbers(num_tables=1)),
-    ("tables of keys are equally large", "find_keys", FOUND, (LANES, ROWS, *KEYS), numbers(num_tables=3)),
+    (
+        "tables of keys are equally large",
+        "find_keys",
+        FOUND,
+        (LANES, ROWS, *KEYS),
+        numbers(num_tables=3),
+    ),
     (
         *("wrong number of rows", "insert_keys", [of(4, 2, dtype=jnp.uint32), FOUR, of(1), of(1)]),
         *((LANES, ROWS, ONE, ONE, *KEYS, ROWS[:3]), {}),
     ),
-    ("wrong size of rows or of a count", "take_rows", [FOUR, of(3), of(3)], (ROWS, ROWS[:3], MARKS, NONE), {}),
+    (
+        "wrong size of rows or of a count",
+        "take_rows",
+        [FOUR, of(3), of(3)],
+        (ROWS, ROWS[:3], MARKS, NONE),
+        {},
+    ),
     ("alias", "count_uses", [FOUR] * 2, (ROWS, ROWS, ROWS, jnp.int32(0), ROWS), {}),
     ("wrong size of a lane", "distinct", [FOUR, FOUR, of(3), FOUR, of(3)], (ROWS, ROWS[:3]), {}),
     (
@@ -54,9 +77,27 @@ REFUSED = [
         *((ROWS, ROWS.astype(jnp.int8)), {}),
     ),
     ("unreadable places", "rows_of_ids", [FOUR], (ROWS,), ONE_LIST | numbers(places=[0] * 6)),
-    ("outside the call", "rows_of_ids", [FOUR], (ROWS,), ONE_LIST | numbers(places=[1, 0, 4, 0, 0, 0, 4])),
-    ("outside the bags", "rows_of_ids", [FOUR], (ROWS,), ONE_LIST | numbers(places=[0, 2, 3, 0, 0, 0, 4])),
-    ("wrong size of rows", "rows_of_ids", [of(3)], (ROWS,), ONE_LIST | numbers(places=[0, 0, 4, 0, 0, 0, 4])),
+    (
+        "outside the call",
+        "rows_of_ids",
+        [FOUR],
+        (ROWS,),
+        ONE_LIST | numbers(places=[1, 0, 4, 0, 0, 0, 4]),
+    ),
+    (
+        "outside the bags",
+        "rows_of_ids",
+        [FOUR],
+        (ROWS,),
+        ONE_LIST | numbers(places=[0, 2, 3, 0, 0, 0, 4]),
+    ),
+    (
+        "wrong size of rows",
+        "rows_of_ids",
+        [of(3)],
+        (ROWS,),
+        ONE_LIST | numbers(places=[0, 0, 4, 0, 0, 0, 4]),
+    ),
     ("unreadable sizes", "count_ids", [of()] * 2, (ROWS,), numbers(sizes=[1])),
     ("offsets must not be empty", "count_ids", [of()] * 2, (ROWS, NONE), numbers(sizes=[1])),
     ("wrong type of a count", "count_ids", [of(1)] * 2, (ROWS, ROWS), numbers(sizes=[1])),
@@ -73,9 +114,21 @@ REFUSED = [
     ),
     ("differ in size", "pack_blocks", [of(2, 4, dtype=jnp.uint32)], (PLACES, WORDS), GATHERS),
     ("unreadable blocks", "pack_blocks", [of(2, 4, dtype=jnp.uint32)], (WORDS, WORDS), GATHERS),
-    ("differ in size", "unpack_blocks", [of(2, 3, dtype=jnp.uint32)], (jnp.zeros((2, 4), jnp.uint32),), {}),
+    (
+        "differ in size",
+        "unpack_blocks",
+        [of(2, 3, dtype=jnp.uint32)],
+        (jnp.zeros((2, 4), jnp.uint32),),
+        {},
+    ),
     ("wrong size of places", "round_places", ROUND, (*QUEUE, WORDS), SIZES),
-    ("unreadable queues", "round_places", ROUND, (*QUEUE[:2], QUEUE[2][:2], QUEUE[3], WORDS), SIZES),
+    (
+        "unreadable queues",
+        "round_places",
+        ROUND,
+        (*QUEUE[:2], QUEUE[2][:2], QUEUE[3], WORDS),
+        SIZES,
+    ),
     ("unreadable queues", "round_places", ROUND, (*QUEUE, WORDS, WORDS), SIZES),
 ]
 
@@ -84,7 +137,9 @@ REFUSED = [
 @pytest.mark.parametrize(("complaint", "target", "results", "operands", "attributes"), REFUSED)
 def test_a_call_whose_parts_do_not_fit_is_refused(complaint, target, results, operands, attributes):
     with pytest.raises(jax.errors.JaxRuntimeError, match=complaint):
-        jax.block_until_ready(devices.call_handler(f"rsembed_{target}", results, *operands, **attributes))
+        jax.block_until_ready(
+            devices.call_handler(f"rsembed_{target}", results, *operands, **attributes)
+        )
 
 
 # A call of two lists: eight ids in bags that offsets bound, and six with weights in three bags of two. Of a segment the
@@ -146,20 +201,34 @@ def at_segment(place, *numbers):
     return [{"segments": {(0, place): number}} for number in numbers]
 
 
-FIRST_AND_LAST = {(0, 1): 0, (0, 2): 1, (1, 0): 0, (1, 1): 2, (1, 2): 1}  # bags of the list with offsets
+FIRST_AND_LAST = {
+    (0, 1): 0,
+    (0, 2): 1,
+    (1, 0): 0,
+    (1, 1): 2,
+    (1, 2): 1,
+}  # bags of the list with offsets
 UNREADABLE = [
     # lists
     ("unreadable lists", CALLED, [{"num_lists": 5}]),
     ("wrong number of offsets", CALLED, [{"lists": {1: number}} for number in (2, 4, *HUGE)]),
     ("wrong number of offsets", CALLED, [{"offsets": [0, 7]}, {"offsets": []}]),
-    ("do not fill their list", CALLED, [{"ids": 5}, {"lists": {4: -3, 5: -2}}, {"lists": {4: 2**33, 5: 2**31}}]),
+    (
+        "do not fill their list",
+        CALLED,
+        [{"ids": 5}, {"lists": {4: -3, 5: -2}}, {"lists": {4: 2**33, 5: 2**31}}],
+    ),
     ("do not fill their list", CALLED, [{"lists": {5: number}} for number in HUGE]),
     ("wrong size of weights", CALLED, [{"weights": 5}]),
     ("wrong element type of weights", CALLED, [{"lists": {0: 3}}]),
     ("too many entries", CALLED, [{"ids": 0, "weights": 0, "lists": {4: 2**62, 5: 0}}]),
     # segments
     ("unreadable segments", CALLED, [{"num_numbers": 19}]),
-    ("outside the call", CALLED, at_segment(0, 2, *HUGE) + at_segment(4, 1, *HUGE) + at_segment(7, 2, *HUGE)),
+    (
+        "outside the call",
+        CALLED,
+        at_segment(0, 2, *HUGE) + at_segment(4, 1, *HUGE) + at_segment(7, 2, *HUGE),
+    ),
     ("outside the bags", CALLED, at_segment(1, 2, *HUGE) + at_segment(2, 3, *HUGE)),
     ("outside the tables", CALLED, at_segment(5, 2, *HUGE) + at_segment(6, 4, *HUGE)),
     ("unknown combiner", CALLED, at_segment(3, 4, 2**40, -2, -(2**63))),
@@ -174,7 +243,12 @@ UNREADABLE = [
     (
         "must not fall",
         CALLED,
-        [{"offsets": [2, 7, 0, 8], "segments": {(0, 1): 0, (0, 2): 1, (1, 0): 0, (1, 1): 2, (1, 2): 1}}],
+        [
+            {
+                "offsets": [2, 7, 0, 8],
+                "segments": {(0, 1): 0, (0, 2): 1, (1, 0): 0, (1, 1): 2, (1, 2): 1},
+            }
+        ],
     ),
     # gradients
     (
@@ -183,12 +257,24 @@ UNREADABLE = [
         [{"num_outputs": number} for number in (3, 2**62)],
     ),
     ("outside the call", CALLED[1:4], [{"num_outputs": number} for number in (0, 1, -1, -(2**63))]),
-    ("a table has two axes", ("weight_gradients",), [{"num_outputs": number} for number in (0, 1, -1, -(2**63))]),
-    ("wrong capacity", ("row_gradients",), [{"num_rows": 3, "segments": {(0, 6): 1, (1, 6): 2}}, {"num_rows": 5}]),
+    (
+        "a table has two axes",
+        ("weight_gradients",),
+        [{"num_outputs": number} for number in (0, 1, -1, -(2**63))],
+    ),
+    (
+        "wrong capacity",
+        ("row_gradients",),
+        [{"num_rows": 3, "segments": {(0, 6): 1, (1, 6): 2}}, {"num_rows": 5}],
+    ),
     ("outside the output", ("squared_norm",), [{"dim": number} for number in (3, *HUGE)]),
     ("outside the output", ("squared_norm",), [{"dim": -1, "segments": {(0, 9): 1, (1, 9): 1}}]),
     ("num_rows does not fit", ("squared_norm",), [{"num_rows": 2**31}, {"num_rows": 2**63 - 1}]),
-    ("outside the tables", ("row_gradients", "squared_norm"), [{"num_rows": number} for number in (0, -1, -(2**63))]),
+    (
+        "outside the tables",
+        ("row_gradients", "squared_norm"),
+        [{"num_rows": number} for number in (0, -1, -(2**63))],
+    ),
 ]
 
 
@@ -220,16 +306,36 @@ FALLING = Call(
     "blocks",
 )
 TWICE = Call.of([ONES, ONES], ["sum", "sum"])
-MIXED = Call((IdList(ROWS, jnp.asarray([0, 1, 4])),), (Segment(0, 0, 1, "none"), Segment(0, 1, 1, "sum")))
+MIXED = Call(
+    (IdList(ROWS, jnp.asarray([0, 1, 4])),), (Segment(0, 0, 1, "none"), Segment(0, 1, 1, "sum"))
+)
 DECLINED = [
-    ("older than rsembed_of_tomorrow; reinstall", lambda: devices.call_handler("rsembed_of_tomorrow", [FOUR])),
-    ("lanes are int32 or uint32, not int16", lambda: native.distinct(ROWS, (ROWS.astype(jnp.int16),), 2)),
-    ("ids and offsets are int32, not int8", lambda: native.rows_of_ids(SMALL_CALL, [Place(0, 5)], [8], 1, 64)),
+    (
+        "older than rsembed_of_tomorrow; reinstall",
+        lambda: devices.call_handler("rsembed_of_tomorrow", [FOUR]),
+    ),
+    (
+        "lanes are int32 or uint32, not int16",
+        lambda: native.distinct(ROWS, (ROWS.astype(jnp.int16),), 2),
+    ),
+    (
+        "ids and offsets are int32, not int8",
+        lambda: native.rows_of_ids(SMALL_CALL, [Place(0, 5)], [8], 1, 64),
+    ),
     ("those of threefry2x32", lambda: native.row_bits(jax.random.key(5, impl="rbg"), (WORDS,), 3)),
-    ("offsets must not fall", lambda: native.row_gradients(4, CallGradients(FALLING, (jnp.ones(9),), (3,)))),
-    ("got 2 outputs but 1 gradients", lambda: native.row_gradients(3, CallGradients(TWICE, (TABLE,), (2,)))),
+    (
+        "offsets must not fall",
+        lambda: native.row_gradients(4, CallGradients(FALLING, (jnp.ones(9),), (3,))),
+    ),
+    (
+        "got 2 outputs but 1 gradients",
+        lambda: native.row_gradients(3, CallGradients(TWICE, (TABLE,), (2,))),
+    ),
     ("without a combiner share no list", lambda: reference.lookup((TABLE,), MIXED)),
-    ("float32, bfloat16 or float16, not float8", lambda: native.lookup((TABLE.astype(jnp.float8_e5m2),), TWICE)),
+    (
+        "float32, bfloat16 or float16, not float8",
+        lambda: native.lookup((TABLE.astype(jnp.float8_e5m2),), TWICE),
+    ),
 ]
 
 

@@ -26,7 +26,9 @@ IDS = DRAWS.integers(0, NUM_ROWS, 8 * CHUNKS).astype(np.int32)
 GAINS = DRAWS.choice([0.0, 0.5, 1.5], IDS.size).astype(np.float32)
 BAGS = np.sort(DRAWS.integers(0, 8 * CHUNKS, IDS.size)).astype(np.int32)
 VALUES = DRAWS.standard_normal((IDS.size, DIM)).astype(np.float32)
-DISTINCT = np.where(DRAWS.random(IDS.size) < 0.1, -1, DRAWS.permutation(NUM_ROWS)[: IDS.size]).astype(np.int32)
+DISTINCT = np.where(
+    DRAWS.random(IDS.size) < 0.1, -1, DRAWS.permutation(NUM_ROWS)[: IDS.size]
+).astype(np.int32)
 
 
 def gather_is_right(tiles):
@@ -39,7 +41,12 @@ def pool_is_right(tiles):
         own = np.flatnonzero((chunk == BAGS // 8) & (GAINS != 0))
         bounds[chunk, :2] = (own[0] // 8, own[-1] // 8 + 1) if own.size else (0, 0)
     pooled = simulate(
-        lambda *arrays: tiles.pool_on_tiles(*arrays, num_bags=8 * CHUNKS), TABLE, IDS, GAINS, BAGS, bounds.reshape(-1)
+        lambda *arrays: tiles.pool_on_tiles(*arrays, num_bags=8 * CHUNKS),
+        TABLE,
+        IDS,
+        GAINS,
+        BAGS,
+        bounds.reshape(-1),
     )
     want = np.zeros((8 * CHUNKS, DIM))
     np.add.at(want, BAGS, GAINS[:, None] * TABLE[IDS])
@@ -58,10 +65,19 @@ def step_is_right(tiles):
     wide, narrow, rate = TABLE + 1.0, TABLE[:, :1], 0.25
     slots = (jnp.asarray(wide), jnp.asarray(narrow))
     traced = trace_rule(Rule(0.25), jnp.asarray(TABLE), slots, 1)
-    arguments = TABLE, wide, np.repeat(narrow[DISTINCT], 8, axis=1), DISTINCT, VALUES, np.full(8, rate, np.float32)
+    arguments = (
+        TABLE,
+        wide,
+        np.repeat(narrow[DISTINCT], 8, axis=1),
+        DISTINCT,
+        VALUES,
+        np.full(8, rate, np.float32),
+    )
 
     def step(table, wide, numbers, ids, gradients, hyper):
-        return tiles.step_rows(traced, DIM, [table, wide], [numbers], ids, gradients, hyper, [0, 1, 2])
+        return tiles.step_rows(
+            traced, DIM, [table, wide], [numbers], ids, gradients, hyper, [0, 1, 2]
+        )
 
     (new_table, new_wide), (new_numbers,) = simulate(step, *arguments)
     real = DISTINCT >= 0
@@ -69,13 +85,21 @@ def step_is_right(tiles):
     numbers = narrow[rows] + VALUES[real].mean(axis=1, keepdims=True)
     want_wide[rows] += VALUES[real]
     want_table[rows] -= rate * want_wide[rows] / np.sqrt(1 + numbers**2)
-    found = [(new_table, want_table), (new_wide, want_wide), (np.asarray(new_numbers)[real, :1], numbers)]
+    found = [
+        (new_table, want_table),
+        (new_wide, want_wide),
+        (np.asarray(new_numbers)[real, :1], numbers),
+    ]
     return all(np.allclose(one, other, atol=1e-5) for one, other in found)
 
 
 CHECKS = {"gather": gather_is_right, "pool": pool_is_right, "step": step_is_right}
 PLANTED = {
-    "last chunk skipped": ("gather", "_deal(ids.shape[0] // chunk, work)", "_deal(ids.shape[0] // chunk - 1, work)"),
+    "last chunk skipped": (
+        "gather",
+        "_deal(ids.shape[0] // chunk, work)",
+        "_deal(ids.shape[0] // chunk - 1, work)",
+    ),
     "written before read": (
         "gather",
         "pltpu.sync_copy(table_hbm.at[ids_v], rows_v)\n            pltpu.sync_copy(rows_v, out_hbm.at[_span(number, "
@@ -83,7 +107,11 @@ PLANTED = {
         "pltpu.sync_copy(rows_v, out_hbm.at[_span(number, chunk)])\n            pltpu.sync_copy(table_hbm.at[ids_v], "
         "rows_v)",
     ),
-    "ids not loaded": ("gather", "pltpu.sync_copy(ids_hbm.at[_span(number, chunk)], ids_v)\n", "\n"),
+    "ids not loaded": (
+        "gather",
+        "pltpu.sync_copy(ids_hbm.at[_span(number, chunk)], ids_v)\n",
+        "\n",
+    ),
     "output not cleared": ("pool", "out_v[bag, span] = jnp.zeros(lanes, jnp.float32)", "pass"),
     "entry off by one": ("pool", "gain * rows_v[entry, span]", "gain * rows_v[entry + 1, span]"),
     "stored instead of added": ("pool", "plsc.addupdate_scatter", "plsc.store_scatter"),
@@ -123,7 +151,10 @@ def test_planted_mistakes_are_caught(mistake):
 
 def test_repeated_rows_of_an_update_are_a_race():
     repeated = jnp.zeros(512, jnp.int32)
-    with tracing_for("v6e"), pytest.raises(KernelError, match="race: tile 1 reads what tile 0 wrote"):
+    with (
+        tracing_for("v6e"),
+        pytest.raises(KernelError, match="race: tile 1 reads what tile 0 wrote"),
+    ):
         simulate(
             lambda table: sparsecore.step_rows(
                 trace_rule(ro.SGD(), table, (), 1),

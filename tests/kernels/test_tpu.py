@@ -31,8 +31,12 @@ ENVIRONMENT = {
 @pytest.mark.parametrize("case", [*KERNELS, "tutorial"])
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 def test_compiles_for_sparsecores_without_a_copy_of_the_table(chip, case):
-    child = run_python("-m", "tests.kernels.compile_one", chip, case, environment={**os.environ, **ENVIRONMENT})
-    assert child.returncode >= 0, f"the compiler crashed with signal {-child.returncode}:\n{child.stderr[-2000:]}"
+    child = run_python(
+        "-m", "tests.kernels.compile_one", chip, case, environment={**os.environ, **ENVIRONMENT}
+    )
+    assert child.returncode >= 0, (
+        f"the compiler crashed with signal {-child.returncode}:\n{child.stderr[-2000:]}"
+    )
     assert child.returncode == 0, child.stderr[-4000:]
     found = json.loads(child.stdout.splitlines()[-1])
     print(chip, case, found)

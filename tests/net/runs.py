@@ -23,7 +23,13 @@ from rsembed import sok, tbe, tt
 from rsembed.kernels import native
 from rsembed.sparsecore.nnx import embed
 from tests.oracles import dense_gradients
-from tests.sparsecore.small_world import draw_batch, logical_tables, logical_variables, placed_specs, squared_error
+from tests.sparsecore.small_world import (
+    draw_batch,
+    logical_tables,
+    logical_variables,
+    placed_specs,
+    squared_error,
+)
 
 RECORD = Path(__file__).parents[1] / "data" / "net.npz"
 STEPS, BATCH, DIM = 2, 8, 4
@@ -32,7 +38,11 @@ STEPS, BATCH, DIM = 2, 8, 4
 def platform() -> str:
     """What bits may depend on: XLA compiles for the very processor that it finds."""
     info = Path("/proc/cpuinfo")
-    lines = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line) if info.exists() else {}
+    lines = (
+        dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
+        if info.exists()
+        else {}
+    )
     fields = {key.strip(): value.strip() for key, value in lines.items()}
     processor = " ".join(fields.get(key, "unknown") for key in ("vendor_id", "cpu family", "model"))
     return f"jax {jax.__version__}, {native.instruction_set() or 'no native kernels'}, {processor}"
@@ -70,12 +80,23 @@ RULES = {
     "ftrl": rs.optimizers.FTRL(0.1, l1_regularization_strength=0.01),
     "laprop": rs.optimizers.LaProp(0.1),
     "f2a": rs.optimizers.rules.F2A(0.1),
-    "custom": rs.optimizers.Custom(0.1, lambda g, w, m, lr: (w - lr * (m + g), 0.9 * m + g), (0.0,)),
+    "custom": rs.optimizers.Custom(
+        0.1, lambda g, w, m, lr: (w - lr * (m + g), 0.9 * m + g), (0.0,)
+    ),
     "optax_adam": rs.from_optax(optax.adam(0.1)),
 }
 
 
-def core(rule, *, mesh=None, placement=None, combiner="sum", weighted=False, is_ragged=False, **table_options):
+def core(
+    rule,
+    *,
+    mesh=None,
+    placement=None,
+    combiner="sum",
+    weighted=False,
+    is_ragged=False,
+    **table_options,
+):
     tables = {
         name: rs.TableSpec(
             name=name,
@@ -87,7 +108,9 @@ def core(rule, *, mesh=None, placement=None, combiner="sum", weighted=False, is_
         )
         for name, rows in ROWS.items()
     }
-    features = [rs.FeatureSpec(name=f"f_{name}", table_spec=table) for name, table in tables.items()]
+    features = [
+        rs.FeatureSpec(name=f"f_{name}", table_spec=table) for name, table in tables.items()
+    ]
     features.append(rs.FeatureSpec(name="again", table_spec=tables["item"]))
     devices = None if mesh is None else jax.make_mesh((mesh,), ("x",), devices=jax.devices()[:mesh])
     collection = rs.EmbeddingCollection(features, mesh=devices, placement=placement)
@@ -104,13 +127,18 @@ def core(rule, *, mesh=None, placement=None, combiner="sum", weighted=False, is_
         batch = {}
         for feature in features:
             ids = rng.integers(-1, feature.table_spec.vocabulary_size, (BATCH, 3)).astype(np.int32)
-            lists = [row[:length].clip(0).tolist() for row, length in zip(ids, rng.integers(1, 4, BATCH), strict=True)]
+            lists = [
+                row[:length].clip(0).tolist()
+                for row, length in zip(ids, rng.integers(1, 4, BATCH), strict=True)
+            ]
             weights = rng.uniform(0.5, 2.0, ids.shape).astype(np.float32)
             batch[feature.name] = (ids, weights) if weighted else lists if is_ragged else ids
         activations, gradients, applied, fused = step(state, collection.prepare(batch))
         found |= named(activations, f"outputs {number}/") | named(gradients, f"gradients {number}/")
         state = (applied, fused)[number]
-    tables, slots = jax.jit(lambda state: (collection.tables(state), collection.slots(state)))(state)
+    tables, slots = jax.jit(lambda state: (collection.tables(state), collection.slots(state)))(
+        state
+    )
     return found | named(tables, "tables/") | named(slots, "slots/")
 
 
@@ -140,32 +168,62 @@ def sparsecore(*, devices, cores, rule="adagrad", **options):
 
 
 def table_batched(
-    optimizer, *, location=tbe.EmbeddingLocation.DEVICE, pooling=tbe.PoolingMode.SUM, dims=(4, 8, 4), **options
+    optimizer,
+    *,
+    location=tbe.EmbeddingLocation.DEVICE,
+    pooling=tbe.PoolingMode.SUM,
+    dims=(4, 8, 4),
+    **options,
 ):
     sizes = (23, 17, 40)
-    specs = [(rows, dim, location, tbe.ComputeDevice.CPU) for rows, dim in zip(sizes, dims, strict=True)]
+    specs = [
+        (rows, dim, location, tbe.ComputeDevice.CPU) for rows, dim in zip(sizes, dims, strict=True)
+    ]
     readers = [0, 1, 1, 2]
     module = tbe.TableBatchedEmbeddingBags(
-        specs, feature_table_map=readers, optimizer=optimizer, pooling_mode=pooling, learning_rate=0.1, **options
+        specs,
+        feature_table_map=readers,
+        optimizer=optimizer,
+        pooling_mode=pooling,
+        learning_rate=0.1,
+        **options,
     )
     module.init_embedding_weights_uniform(-1.0, 1.0)
     rng, found = np.random.default_rng(0), {}
     for step in range(STEPS):
         lengths = rng.integers(0, 4, 4 * BATCH)
-        ids = np.concatenate([rng.integers(0, sizes[readers[bag // BATCH]], n) for bag, n in enumerate(lengths)])
+        ids = np.concatenate(
+            [rng.integers(0, sizes[readers[bag // BATCH]], n) for bag, n in enumerate(lengths)]
+        )
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-        weights = None if pooling is tbe.PoolingMode.NONE else rng.uniform(0.5, 2.0, ids.size).astype(np.float32)
+        weights = (
+            None
+            if pooling is tbe.PoolingMode.NONE
+            else rng.uniform(0.5, 2.0, ids.size).astype(np.float32)
+        )
         output, backward = module.vjp(ids, offsets, weights)
         found |= named({"output": output, "backward": backward(output - 1.0)}, f"{step}/")
-    return found | named([module.split_embedding_weights(), module.split_optimizer_states()], "state/")
+    return found | named(
+        [module.split_embedding_weights(), module.split_optimizer_states()], "state/"
+    )
 
 
 def tensor_train(learning_rate=0.1, **options):
     module = tt.TTEmbeddingBag(
-        60, 8, tt_ranks=[3, 4], learning_rate=learning_rate, use_cache="cache_size" in options, **options
+        60,
+        8,
+        tt_ranks=[3, 4],
+        learning_rate=learning_rate,
+        use_cache="cache_size" in options,
+        **options,
     )
     rng, found = np.random.default_rng(0), {}
-    module.set_cores([jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in module.spec.core_shapes])
+    module.set_cores(
+        [
+            jnp.asarray(rng.normal(size=shape).astype(np.float32))
+            for shape in module.spec.core_shapes
+        ]
+    )
     for step in range(STEPS):
         lengths = rng.integers(1, 4, BATCH)
         ids, offsets = rng.integers(0, 60, lengths.sum()), np.concatenate([[0], np.cumsum(lengths)])
@@ -178,9 +236,17 @@ def tensor_train(learning_rate=0.1, **options):
 
 
 def model_parallel(*, devices, use_hashtable=True, optimizer=None, combiner="mean", **options):
-    context = sok.Init(mesh=Mesh(np.asarray(jax.devices()[:devices]), ("shard",)), global_batch_size=BATCH)
+    context = sok.Init(
+        mesh=Mesh(np.asarray(jax.devices()[:devices]), ("shard",)), global_batch_size=BATCH
+    )
     variable = sok.embedding_variable(
-        "net", DIM, rows_per_device=32, use_hashtable=use_hashtable, optimizer=optimizer, context=context, **options
+        "net",
+        DIM,
+        rows_per_device=32,
+        use_hashtable=use_hashtable,
+        optimizer=optimizer,
+        context=context,
+        **options,
     )
     rng, found = np.random.default_rng(0), {}
     known = rng.integers(0, 2**62, 30) if use_hashtable else np.arange(32)
@@ -195,13 +261,17 @@ def model_parallel(*, devices, use_hashtable=True, optimizer=None, combiner="mea
 RUNS = {
     **{f"core {rule}": functools.partial(core, rule) for rule in RULES},
     **{
-        f"core {placement} {devices}": functools.partial(core, "adagrad", mesh=devices, placement=placement)
+        f"core {placement} {devices}": functools.partial(
+            core, "adagrad", mesh=devices, placement=placement
+        )
         for placement, devices in (("row", 4), ("table", 4), ("column", 2), ("replicated", 2))
     },
     "core row 4 adam": functools.partial(core, "adam", mesh=4, placement="row"),
     "core ragged": functools.partial(core, "adagrad", is_ragged=True),
     "core weighted mean": functools.partial(core, "sgd", weighted=True, combiner="mean"),
-    "core weighted sqrtn": functools.partial(core, "adam", weighted=True, combiner="sqrtn", is_ragged=False),
+    "core weighted sqrtn": functools.partial(
+        core, "adam", weighted=True, combiner="sqrtn", is_ragged=False
+    ),
     "core bfloat16": functools.partial(core, "adagrad", dtype="bfloat16", stochastic_rounding=True),
     "core train": functools.partial(core, "adagrad", storage=tt.TensorTrain((2, 2))),
     "sparsecore 1x1": functools.partial(sparsecore, devices=1, cores=1),
@@ -224,7 +294,10 @@ RUNS = {
         )
     },
     "table-batched cached": functools.partial(
-        table_batched, tbe.OptimType.ADAM, location=tbe.EmbeddingLocation.MANAGED_CACHING, cache_load_factor=0.5
+        table_batched,
+        tbe.OptimType.ADAM,
+        location=tbe.EmbeddingLocation.MANAGED_CACHING,
+        cache_load_factor=0.5,
     ),
     "table-batched mean fp16": functools.partial(
         table_batched,
@@ -235,10 +308,14 @@ RUNS = {
     "table-batched unpooled": functools.partial(
         table_batched, tbe.OptimType.EXACT_SGD, pooling=tbe.PoolingMode.NONE, dims=(4, 4, 4)
     ),
-    "tensor train sgd": functools.partial(tensor_train, optimizer=tt.OptimType.SGD, learning_rate=1e-3),
+    "tensor train sgd": functools.partial(
+        tensor_train, optimizer=tt.OptimType.SGD, learning_rate=1e-3
+    ),
     "tensor train adagrad": functools.partial(tensor_train, optimizer=tt.OptimType.EXACT_ADAGRAD),
     "tensor train adam": functools.partial(tensor_train, optimizer=tt.OptimType.ADAM),
-    "tensor train cached": functools.partial(tensor_train, optimizer=tt.OptimType.EXACT_ADAGRAD, cache_size=8),
+    "tensor train cached": functools.partial(
+        tensor_train, optimizer=tt.OptimType.EXACT_ADAGRAD, cache_size=8
+    ),
     "model-parallel 1": functools.partial(model_parallel, devices=1),
     "model-parallel 4": functools.partial(model_parallel, devices=4),
     "model-parallel 4 lazy adam": functools.partial(

@@ -29,16 +29,23 @@ def test_numbers_are_those_of_before(name):
         assert array.dtype == EXPECTED[key].dtype
         np.testing.assert_allclose(array, EXPECTED[key], rtol=2e-5, atol=2e-6, err_msg=key)
         # Of numbers that were meant to change, a platform may have no bits yet.
-        assert bits is None or key not in bits or runs.digest(array) == bits[key], f"{key}: other bits"
+        assert bits is None or key not in bits or runs.digest(array) == bits[key], (
+            f"{key}: other bits"
+        )
 
 
 def test_every_record_has_its_run():
     if IS_RECORDING and len({key.split("|")[0] for key in found_now}) == len(runs.RUNS):
         # Bits of other platforms belong to the numbers that they were recorded with.
         is_same = sorted(EXPECTED) == sorted(found_now) and all(
-            np.allclose(EXPECTED[key], array, rtol=2e-5, atol=2e-6) for key, array in found_now.items()
+            np.allclose(EXPECTED[key], array, rtol=2e-5, atol=2e-6)
+            for key, array in found_now.items()
         )
-        bits = (BITS if is_same else {}) | {runs.platform(): {key: runs.digest(a) for key, a in found_now.items()}}
-        np.savez_compressed(runs.RECORD, bits=json.dumps(bits), **(EXPECTED if is_same else found_now))
+        bits = (BITS if is_same else {}) | {
+            runs.platform(): {key: runs.digest(a) for key, a in found_now.items()}
+        }
+        np.savez_compressed(
+            runs.RECORD, bits=json.dumps(bits), **(EXPECTED if is_same else found_now)
+        )
         return
     assert {key.split("|")[0] for key in EXPECTED} == set(runs.RUNS)

@@ -44,7 +44,10 @@ def step_in_float64(optimizer, row, slots, gradient, step):
             t, b1, b2 = step + 1, optimizer.beta_1, optimizer.beta_2
             m = b1 * slots[0] + (1 - b1) * gradient
             v = b2 * slots[1] + (1 - b2) * gradient**2
-            return row - lr * (m / (1 - b1**t)) / ((v / (1 - b2**t)) ** 0.5 + optimizer.epsilon), (m, v)
+            return row - lr * (m / (1 - b1**t)) / ((v / (1 - b2**t)) ** 0.5 + optimizer.epsilon), (
+                m,
+                v,
+            )
         case "adagrad_momentum":
             b2, momentum = optimizer.beta2, optimizer.momentum
             total = slots[0] + gradient**2 if b2 == 1 else b2 * slots[0] + (1 - b2) * gradient**2
@@ -152,15 +155,26 @@ CONTRACT = {
     "torch_adagrad": (rs.optimizers.TorchAdagrad(LR, epsilon=0.05), by_entry),
     "adam": (rs.optimizers.Adam(LR, beta_1=0.8, beta_2=0.99), by_entry),
     "adagrad_momentum": (ro.rules.AdagradMomentum(LR), by_entry),
-    "nesterov": (ro.rules.AdagradMomentum(LR, beta2=0.9, exponent=3.0, use_nesterov=True), by_entry),
+    "nesterov": (
+        ro.rules.AdagradMomentum(LR, beta2=0.9, exponent=3.0, use_nesterov=True),
+        by_entry,
+    ),
     "ftrl": (rs.optimizers.FTRL(LR, l1_regularization_strength=0.05), by_entry),
-    "ftrl_l2": (rs.optimizers.FTRL(LR, learning_rate_power=-0.3, l2_regularization_strength=0.02, beta=0.1), by_entry),
+    "ftrl_l2": (
+        rs.optimizers.FTRL(LR, learning_rate_power=-0.3, l2_regularization_strength=0.02, beta=0.1),
+        by_entry,
+    ),
     "ftrl_by_rate": (
-        rs.optimizers.FTRL(LR, l1_regularization_strength=0.5, multiply_linear_by_learning_rate=True),
+        rs.optimizers.FTRL(
+            LR, l1_regularization_strength=0.5, multiply_linear_by_learning_rate=True
+        ),
         by_entry,
     ),
     "laprop": (rs.optimizers.LaProp(LR), by_entry),
-    "f2a": (ro.rules.F2A(LR, l1_regularization_strength=0.01, l2_regularization_strength=0.02), by_entry),
+    "f2a": (
+        ro.rules.F2A(LR, l1_regularization_strength=0.01, l2_regularization_strength=0.02),
+        by_entry,
+    ),
     "f2a_capped": (ro.rules.F2A(LR, rho=2.0, max_lr_multiplier=1.5), by_entry),
     "row_wise_adagrad": (rs.optimizers.RowWiseAdagrad(LR), rowwise_adagrad),
     "custom": (rs.optimizers.Custom(LR, momentum_of_signs_in_jax, (0.0,)), momentum_of_signs),
@@ -172,15 +186,25 @@ CONTRACT = {
         rs.optimizers.AdamW(LR, has_row_wise_bias_correction=True, has_row_wise_second_moment=True),
         by_row(functools.partial(adam, partial=True), f"{ADAM} row_counter"),
     ),
-    "lamb": (rs.optimizers.LAMB(LR, **DECAY), by_row(functools.partial(adam, lamb=True), ADAM, **DECAY)),
-    "lars": (rs.optimizers.LARS(LR, eta=0.2, **DECAY), by_row(row_formulas.lars, "momentum1", eta=0.2, **DECAY)),
+    "lamb": (
+        rs.optimizers.LAMB(LR, **DECAY),
+        by_row(functools.partial(adam, lamb=True), ADAM, **DECAY),
+    ),
+    "lars": (
+        rs.optimizers.LARS(LR, eta=0.2, **DECAY),
+        by_row(row_formulas.lars, "momentum1", eta=0.2, **DECAY),
+    ),
     "decayed_adagrad": (
         ro.regularized.DecayedAdagrad(LR, max_norm=0.4, **GLOBAL, **DECAY),
         by_row(adagrad, "momentum1 prev_iter", max_norm=0.4, **GLOBAL, **DECAY),
     ),
     "counter_adagrad": (
-        ro.regularized.CounterAdagrad(LR, regularization=COUNTING, max_counter=MAX_COUNTER, **DECAY),
-        by_row(row_formulas.counter_adagrad, COUNTED, counter_based_regularization=COUNTING, **DECAY),
+        ro.regularized.CounterAdagrad(
+            LR, regularization=COUNTING, max_counter=MAX_COUNTER, **DECAY
+        ),
+        by_row(
+            row_formulas.counter_adagrad, COUNTED, counter_based_regularization=COUNTING, **DECAY
+        ),
     ),
     "cowclip_adagrad": (
         ro.regularized.CowClipAdagrad(LR, regularization=CLIPPING, **DECAY),
@@ -190,9 +214,13 @@ CONTRACT = {
 
 
 def test_the_contract_lists_every_rule():
-    classes = [own for module in (ro.base, ro.rules, ro.regularized) for own in vars(module).values()]
+    classes = [
+        own for module in (ro.base, ro.rules, ro.regularized) for own in vars(module).values()
+    ]
     rules = {own for own in classes if hasattr(own, "step_rows") and not inspect.isabstract(own)}
-    assert {type(rule) for rule, _ in CONTRACT.values()} == {rule for rule in rules if rule.__name__[0] != "_"}
+    assert {type(rule) for rule, _ in CONTRACT.values()} == {
+        rule for rule in rules if rule.__name__[0] != "_"
+    }
 
 
 def d_activations(step):
@@ -205,17 +233,23 @@ def states(dtype):
     """Tables and slots by name, as they were before each step and after the last; one program for all rules."""
     features = []
     for name, (rule, _) in CONTRACT.items():
-        table = rs.TableSpec(name=name, vocabulary_size=NUM_ROWS, embedding_dim=DIM, optimizer=rule, dtype=dtype)
+        table = rs.TableSpec(
+            name=name, vocabulary_size=NUM_ROWS, embedding_dim=DIM, optimizer=rule, dtype=dtype
+        )
         features.append(rs.FeatureSpec(name=name, table_spec=table))
     collection = rs.EmbeddingCollection(features)
     step = jax.jit(collection.update)
     state, found = collection.init(jax.random.key(0)), []
     for number in range(len(BATCHES) + 1):
-        tables, slots = jax.tree.map(np.asarray, (collection.tables(state), collection.slots(state)))
+        tables, slots = jax.tree.map(
+            np.asarray, (collection.tables(state), collection.slots(state))
+        )
         found.append({name: (tables[name], jax.tree.leaves(slots[name])) for name in CONTRACT})
         if number < len(BATCHES):
             ids = np.asarray(BATCHES[number], np.int32)
-            state = step(state, collection.prepare(dict.fromkeys(CONTRACT, ids)), d_activations(number))
+            state = step(
+                state, collection.prepare(dict.fromkeys(CONTRACT, ids)), d_activations(number)
+            )
     return found
 
 
@@ -223,9 +257,13 @@ def states(dtype):
 @pytest.mark.parametrize("name", CONTRACT)
 def test_a_rule_in_a_collection_follows_its_formula_and_leaves_other_rows_alone(name, dtype):
     rule, step_row = CONTRACT[name]
-    for number, (before, after) in enumerate(zip(states(dtype)[:-1], states(dtype)[1:], strict=True)):
+    for number, (before, after) in enumerate(
+        zip(states(dtype)[:-1], states(dtype)[1:], strict=True)
+    ):
         gradients = dict.fromkeys(range(NUM_ROWS) if rule.moves_all_rows else (), np.zeros(DIM))
-        for ids, d_output in zip(BATCHES[number], d_activations(number)[name].astype(np.float64), strict=True):
+        for ids, d_output in zip(
+            BATCHES[number], d_activations(number)[name].astype(np.float64), strict=True
+        ):
             for row in ids:
                 if row >= 0:
                     gradients[row] = gradients.get(row, 0.0) + d_output
@@ -233,10 +271,16 @@ def test_a_rule_in_a_collection_follows_its_formula_and_leaves_other_rows_alone(
         want_table, want_slots = oracles.stepped_table(
             table, slots, gradients, functools.partial(step_row, rule), step=number
         )
-        np.testing.assert_allclose(new_table.astype(np.float64), want_table, rtol=TOLERANCE[dtype], atol=2e-6)
+        np.testing.assert_allclose(
+            new_table.astype(np.float64), want_table, rtol=TOLERANCE[dtype], atol=2e-6
+        )
         for slot, wanted in zip(new_slots, want_slots, strict=True):
             np.testing.assert_allclose(slot, wanted, rtol=2e-5, atol=2e-6)
-        assert (new_table != table).any(axis=1)[[row for row in gradients if np.any(gradients[row])]].all()
+        assert (
+            (new_table != table)
+            .any(axis=1)[[row for row in gradients if np.any(gradients[row])]]
+            .all()
+        )
         others = [row for row in range(NUM_ROWS) if row not in gradients]
         for old, new in zip((table, *slots), (new_table, *new_slots), strict=True):
             assert old[others].tobytes() == new[others].tobytes()
@@ -250,14 +294,22 @@ def test_a_rule_that_moves_all_rows_moves_those_that_were_not_looked_up():
 
 
 @pytest.mark.usefixtures("more_optimizations")
-@pytest.mark.skipif(native.unavailable_because() is not None, reason="XLA alone rounds as the shapes have it")
-@pytest.mark.parametrize("name", [name for name, (rule, _) in CONTRACT.items() if not rule.moves_all_rows])
+@pytest.mark.skipif(
+    native.unavailable_because() is not None, reason="XLA alone rounds as the shapes have it"
+)
+@pytest.mark.parametrize(
+    "name", [name for name, (rule, _) in CONTRACT.items() if not rule.moves_all_rows]
+)
 def test_the_bits_of_a_row_are_those_that_it_has_in_any_company(name):
     rule, num_rows, dim, draw = CONTRACT[name][0], 700, 16, np.random.default_rng(0)
-    table, gradients = (jnp.asarray(draw.normal(size=(num_rows, dim)).astype(np.float32)) for _ in range(2))
+    table, gradients = (
+        jnp.asarray(draw.normal(size=(num_rows, dim)).astype(np.float32)) for _ in range(2)
+    )
     slots = tuple(slot + jnp.asarray(1, slot.dtype) for slot in rule.init_slots(table))
     hyper = rule.get_hyperparameters(jnp.int32(3))
-    step = jax.jit(lambda rows, gradients: api.apply_rows(table, slots, rows, gradients, Step(hyper, rule)))
+    step = jax.jit(
+        lambda rows, gradients: api.apply_rows(table, slots, rows, gradients, Step(hyper, rule))
+    )
     of_all = step(jnp.arange(num_rows, dtype=jnp.int32), gradients)
     for company in (np.arange(5, 8), np.sort(draw.permutation(num_rows)[:139])):
         padded = np.insert(company, [1, 1], NO_ROW).astype(np.int32)
@@ -271,10 +323,19 @@ def test_padding_columns_and_other_cores_leave_the_numbers_of_a_rule_alone(name)
     rule, step_row = CONTRACT[name]
     specs = small_world.placed_specs(1, 4, optimizer=rule)
     sharding = NamedSharding(Mesh(np.asarray(jax.devices()[:1]), ("x",)), P("x", None))
-    variables = embedding.init_embedding_variables(jax.random.key(0), embedding.get_table_specs(specs), sharding)
-    grad = functools.partial(embedding.sparse_dense_matmul_grad, feature_specs=specs, global_device_count=1)
-    stepped_by = jax.jit(lambda gradients, inputs, variables, step: grad(gradients, inputs, variables, step=step))
-    wanted = {name: jax.tree.leaves(own) for name, own in small_world.logical_variables(variables, specs).items()}
+    variables = embedding.init_embedding_variables(
+        jax.random.key(0), embedding.get_table_specs(specs), sharding
+    )
+    grad = functools.partial(
+        embedding.sparse_dense_matmul_grad, feature_specs=specs, global_device_count=1
+    )
+    stepped_by = jax.jit(
+        lambda gradients, inputs, variables, step: grad(gradients, inputs, variables, step=step)
+    )
+    wanted = {
+        name: jax.tree.leaves(own)
+        for name, own in small_world.logical_variables(variables, specs).items()
+    }
     for step in range(2):
         ids, d_activations = small_world.draw_batch(step)
         inputs, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 1, 1)
@@ -283,7 +344,9 @@ def test_padding_columns_and_other_cores_leave_the_numbers_of_a_rule_alone(name)
             rows = range(small_world.TABLES[table]) if rule.moves_all_rows else ()
             own = {row: np.zeros(small_world.DIM) for row in rows} | own
             first, *slots = wanted[table]
-            stepped, slots = oracles.stepped_table(first, slots, own, functools.partial(step_row, rule), step=step)
+            stepped, slots = oracles.stepped_table(
+                first, slots, own, functools.partial(step_row, rule), step=step
+            )
             wanted[table] = [stepped, *slots]
     for table, own in small_world.logical_variables(variables, specs).items():
         for array, expected in zip(jax.tree.leaves(own), wanted[table], strict=True):

@@ -17,21 +17,33 @@ def random_table(seed, scale=1.0):
 
 
 @hypothesis.settings(deadline=None, max_examples=30)
-@hypothesis.given(st.lists(st.integers(0, 40), min_size=4, max_size=4), st.integers(1, 60), st.sampled_from([0.0, 0.3]))
+@hypothesis.given(
+    st.lists(st.integers(0, 40), min_size=4, max_size=4),
+    st.integers(1, 60),
+    st.sampled_from([0.0, 0.3]),
+)
 def test_the_global_factor_makes_up_for_the_missed_steps_of_each_row(prev_iter, t, lower_bound):
     config = records.GlobalWeightDecayDefinition(start_iter=20, lower_bound=lower_bound)
     for weight_decay in (0.5, 0.0):
-        factors = global_decay_factor(jnp.asarray(prev_iter, jnp.int32), t, 0.1, weight_decay, config)
+        factors = global_decay_factor(
+            jnp.asarray(prev_iter, jnp.int32), t, 0.1, weight_decay, config
+        )
         for factor, last in zip(factors, prev_iter, strict=True):
             is_decayed = t >= 20 and weight_decay > 0 and last != 0
-            wanted = max(lower_bound, (1 - 0.1 * weight_decay) ** max(t - last - 1, 0)) if is_decayed else 1.0
+            wanted = (
+                max(lower_bound, (1 - 0.1 * weight_decay) ** max(t - last - 1, 0))
+                if is_decayed
+                else 1.0
+            )
             np.testing.assert_allclose(factor, wanted, rtol=1e-5)
 
 
 def test_the_global_factor_keeps_the_shape_of_slots_and_takes_traced_values():
     config = records.GlobalWeightDecayDefinition()
     last = jnp.asarray([[0], [3]], jnp.int32)
-    factor = jax.jit(lambda t, lr, decay: global_decay_factor(last, t, lr, decay, config))(6, 0.1, 2.0)
+    factor = jax.jit(lambda t, lr, decay: global_decay_factor(last, t, lr, decay, config))(
+        6, 0.1, 2.0
+    )
     np.testing.assert_allclose(factor, [[1.0], [0.8**2]], rtol=1e-6)
 
 
@@ -56,7 +68,9 @@ def ensemble_oracle(w, m2, t, config):
 ENSEMBLES = [
     records.EnsembleModeDefinition(step_ema=3, step_swap=6, step_start=6, step_ema_coef=0.75),
     records.EnsembleModeDefinition(step_ema=4, step_swap=3, step_mode=records.StepMode.NONE),
-    records.EnsembleModeDefinition(step_ema=2.0, step_swap=5.0, step_start=0.0, step_mode=records.StepMode.USE_COUNTER),
+    records.EnsembleModeDefinition(
+        step_ema=2.0, step_swap=5.0, step_start=0.0, step_mode=records.StepMode.USE_COUNTER
+    ),
 ]
 
 
@@ -66,7 +80,9 @@ def test_the_ensemble_follows_swaps_and_restarts_at_its_steps(config):
     weights, slow = random_table(1), random_table(2)
     for t in range(1, 25):
         new_weights, (new_slow,) = run(weights, (slow,), t)
-        for found, wanted in zip((new_weights, new_slow), ensemble_oracle(weights, slow, t, config), strict=True):
+        for found, wanted in zip(
+            (new_weights, new_slow), ensemble_oracle(weights, slow, t, config), strict=True
+        ):
             np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
         if t % config.step_ema and t % config.step_swap:
             np.testing.assert_array_equal(new_weights, weights)
@@ -96,7 +112,9 @@ def test_slow_halves_move_toward_fast_halves_at_their_steps(dtype):
         assert copies == ()
         assert found.dtype == dtype
         np.testing.assert_array_equal(found[:, :2], weights[:, :2])
-        np.testing.assert_allclose(found, wanted, rtol=1e-6 if dtype == np.float32 else 1e-3, atol=1e-6)
+        np.testing.assert_allclose(
+            found, wanted, rtol=1e-6 if dtype == np.float32 else 1e-3, atol=1e-6
+        )
 
 
 def test_the_largest_counter_is_refreshed_at_its_steps_only():

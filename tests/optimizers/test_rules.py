@@ -21,7 +21,10 @@ from rsembed.optimizers.rules import AdamSlotVariables
         (ro.rules.AdagradMomentum(0.1, initial_accumulator_value=0.0, epsilon=0.0), 1.0),
         (ro.LaProp(0.1, b1=0.0, eps=0.0), 1.0),
         (ro.rules.F2A(0.1, initial_accumulator_value=0.0), 1.0),
-        (ro.FTRL(0.1, initial_accumulator_value=0.0), 0.0),  # which makes rows anew from their linear term, here 0
+        (
+            ro.FTRL(0.1, initial_accumulator_value=0.0),
+            0.0,
+        ),  # which makes rows anew from their linear term, here 0
     ],
     ids=lambda own: type(own).__name__,
 )
@@ -62,7 +65,9 @@ def test_optax_state_is_kept_per_row_and_shown_in_its_own_type():
 
 def test_optax_state_made_from_parameters_starts_from_the_rows_themselves():
     tracking = optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, p))
-    table = rs.TableSpec(name="t", vocabulary_size=4, embedding_dim=2, optimizer=rs.from_optax(tracking))
+    table = rs.TableSpec(
+        name="t", vocabulary_size=4, embedding_dim=2, optimizer=rs.from_optax(tracking)
+    )
     collection = rs.EmbeddingCollection(rs.FeatureSpec(name="f", table_spec=table))
     state = collection.init(jax.random.key(0))
     np.testing.assert_array_equal(state.slots["t"][0], state.tables["t"])
@@ -71,7 +76,12 @@ def test_optax_state_made_from_parameters_starts_from_the_rows_themselves():
 REFUSED = ["dpsgd", "lbfgs", "lookahead", "momo", "momo_adam", "noisy_sgd", "polyak_sgd", "sophia"]
 """Optimizers of optax that cannot be row rules, by name; the page on optimizers has their reasons."""
 GIVEN = {"learning_rate": 0.1, "l2_norm_clip": 1.0, "noise_multiplier": 1.0, "key": 0, "seed": 0}
-GIVEN |= {"base_optimizer": optax.sgd(0.1), "fast_optimizer": optax.sgd(0.1), "sync_period": 5, "slow_step_size": 0.5}
+GIVEN |= {
+    "base_optimizer": optax.sgd(0.1),
+    "fast_optimizer": optax.sgd(0.1),
+    "sync_period": 5,
+    "slow_step_size": 0.5,
+}
 
 
 def optimizers_of_optax():
@@ -110,7 +120,9 @@ def test_custom_rules_see_one_row_at_a_time():
 
     optimizer = rs.optimizers.Custom(0.5, normalised)
     gradients = jnp.asarray([[3.0, 4.0], [0.0, 2.0]])
-    new, slots = optimizer.step_rows(jnp.zeros((2, 2)), (), gradients, optimizer.get_hyperparameters())
+    new, slots = optimizer.step_rows(
+        jnp.zeros((2, 2)), (), gradients, optimizer.get_hyperparameters()
+    )
     np.testing.assert_allclose(new, [[-0.3, -0.4], [0.0, -0.5]], rtol=1e-6)
     assert slots == ()
 
@@ -145,14 +157,20 @@ def test_a_rule_is_row_wise_where_padding_columns_would_change_its_numbers(rule,
 
     @jax.jit
     def stepped(rows):
-        return rule.step_rows(rows, rule.init_slots(rows), 2.0 * rows, rule.get_hyperparameters(0))[0][:, :4]
+        return rule.step_rows(rows, rule.init_slots(rows), 2.0 * rows, rule.get_hyperparameters(0))[
+            0
+        ][:, :4]
 
     if not is_row_wise:
-        np.testing.assert_allclose(stepped(rows), stepped(np.pad(rows, ((0, 0), (0, 4)))), rtol=1e-6, atol=1e-8)
+        np.testing.assert_allclose(
+            stepped(rows), stepped(np.pad(rows, ((0, 0), (0, 4)))), rtol=1e-6, atol=1e-8
+        )
 
 
 def test_slots_that_are_stored_in_16_bits_stay_so_whoever_steps_them():
-    rule = rs.optimizers.LAMB(0.1, slot_dtypes=("bfloat16", "float16"), has_row_wise_second_moment=True)
+    rule = rs.optimizers.LAMB(
+        0.1, slot_dtypes=("bfloat16", "float16"), has_row_wise_second_moment=True
+    )
     rows = jnp.ones((3, 4))
     slots = rule.init_slots(rows)
     _, stepped = rule.step_rows(rows, slots, 2.0 * rows, rule.get_hyperparameters(0))

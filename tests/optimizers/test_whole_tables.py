@@ -24,11 +24,15 @@ NUM_ROWS, DIM = 5, 4
 def drawn(dtype="float32"):
     rng = np.random.default_rng(0)
     table, m, v = (rng.uniform(0.1, 1.0, (NUM_ROWS, DIM)).astype(np.float32) for _ in range(3))
-    return jax.device_put((table.astype(jnp.dtype(dtype)), (m, v), rng.normal(size=(4, DIM)).astype(np.float32)))
+    return jax.device_put(
+        (table.astype(jnp.dtype(dtype)), (m, v), rng.normal(size=(4, DIM)).astype(np.float32))
+    )
 
 
 def as_rows(table, slots, d, rounding=None, **options):
-    return api.apply_rows(table, slots, jnp.asarray([3, -1, NO_ROW, 0]), d, Step(HYPER, RULE, rounding), **options)
+    return api.apply_rows(
+        table, slots, jnp.asarray([3, -1, NO_ROW, 0]), d, Step(HYPER, RULE, rounding), **options
+    )
 
 
 def as_lists(table, slots, d, **options):
@@ -49,8 +53,13 @@ def as_segments_of_one_list(table, slots, d, **options):
 def test_every_kernel_steps_all_rows_once_and_padding_none(ask, implementation):
     table, slots, d = drawn()
     found = jax.jit(functools.partial(ask, implementation=implementation))(table, slots, d)
-    gradients = dict.fromkeys(range(NUM_ROWS), np.zeros(DIM)) | {3: np.float64(d[0]), 0: np.float64(d[3])}
-    wanted = oracles.stepped_table(table, slots, gradients, functools.partial(epsilon_hat_adam, RULE), step=4)
+    gradients = dict.fromkeys(range(NUM_ROWS), np.zeros(DIM)) | {
+        3: np.float64(d[0]),
+        0: np.float64(d[3]),
+    }
+    wanted = oracles.stepped_table(
+        table, slots, gradients, functools.partial(epsilon_hat_adam, RULE), step=4
+    )
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-6)
 
@@ -70,7 +79,9 @@ def test_all_rows_are_rounded_as_asked_each_with_its_own_number():
 def test_limits_of_a_stack_hold_for_rows_that_were_not_looked_up():
     rule = BoundedRowRule(0.1, dataclasses.replace(RULE, learning_rate=0.1), 3, 0.4, 0.5)
     table, slots, d = drawn()
-    new, _ = jax.jit(lambda d: api.apply_rows(table, slots, jnp.asarray([1]), d[:1], Step(HYPER, rule)))(d)
+    new, _ = jax.jit(
+        lambda d: api.apply_rows(table, slots, jnp.asarray([1]), d[:1], Step(HYPER, rule))
+    )(d)
     new = np.asarray(new)
     assert rule.moves_all_rows and new[:, :3].min() >= 0.4 and new[:, :3].max() <= 0.5
     np.testing.assert_array_equal(new[:, 3], np.asarray(table)[:, 3])
@@ -99,4 +110,8 @@ def test_a_rule_is_fused_under_the_formula_that_its_own_class_names(rule, is_fus
         own = np.asarray(d)
         rows, sums = np.arange(3, dtype=np.int32), np.stack([own[3], own[0] + own[2], own[1]])
         wanted = jax.jit(reference.apply_rows)(table, slots, rows, sums, steps)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), jax.jit(step)(table, slots, d), wanted)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6),
+            jax.jit(step)(table, slots, d),
+            wanted,
+        )

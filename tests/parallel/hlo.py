@@ -4,7 +4,18 @@ import math
 import re
 from collections import defaultdict
 
-_ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
+_ITEM_BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "bf16": 2,
+    "f16": 2,
+    "s16": 2,
+    "u16": 2,
+    "f32": 4,
+    "s32": 4,
+    "u32": 4,
+}
 _ITEM_BYTES |= {"f64": 8, "s64": 8, "u64": 8}
 _COLLECTIVE = re.compile(
     r"= (?P<result>.+?) (?P<op>all-to-all|all-gather|reduce-scatter|all-reduce)(?P<start>-start)?\("
@@ -16,7 +27,10 @@ _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
 
 def _sizes(shapes: str) -> list[int]:
     found = _SHAPE.findall(shapes)
-    return [_ITEM_BYTES[item] * math.prod(int(size) for size in sizes.split(",") if size) for item, sizes in found]
+    return [
+        _ITEM_BYTES[item] * math.prod(int(size) for size in sizes.split(",") if size)
+        for item, sizes in found
+    ]
 
 
 def _group_size(line: str, num_devices: int) -> int:

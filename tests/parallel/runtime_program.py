@@ -17,7 +17,9 @@ from rsembed import checkpoint, parallel
 mode, rows = sys.argv[1], 6
 # Where silence is the point, it is noticed soon; elsewhere a slow machine must not count as a dead one.
 heartbeat = 4 if mode == "stay" else 60
-parallel.init(preemption=mode == "preempt", heartbeat_timeout_seconds=heartbeat, shutdown_timeout_seconds=10)
+parallel.init(
+    preemption=mode == "preempt", heartbeat_timeout_seconds=heartbeat, shutdown_timeout_seconds=10
+)
 parallel.init()  # a second call changes nothing
 mesh = parallel.make_mesh()
 process, num_local = jax.process_index(), jax.local_device_count()
@@ -32,9 +34,13 @@ def total(x):
 
 
 print("sum", total(batch).tolist(), "of", batch.shape, "pid", os.getpid())
-if mode == "stay":  # a collective inside a loop: no error reaches Python when the other process dies
+if (
+    mode == "stay"
+):  # a collective inside a loop: no error reaches Python when the other process dies
     stay = jax.shard_map(
-        lambda x: jax.lax.while_loop(lambda x: x.sum() != -1, lambda x: jax.lax.pmax(x, "shard"), x),
+        lambda x: jax.lax.while_loop(
+            lambda x: x.sum() != -1, lambda x: jax.lax.pmax(x, "shard"), x
+        ),
         mesh=mesh,
         in_specs=P("shard"),
         out_specs=P("shard"),
@@ -47,9 +53,16 @@ for step in range(1, 10_000):
         # Chunks that cross the borders of shards and of processes.
         checkpoint.arrays.CHUNK_BYTES = 5 * 3 * 4
         equal = own[:5] - 1000 * process, np.float32(2.5)
-        everywhere = [jax.make_array_from_process_local_data(NamedSharding(mesh, P()), array) for array in equal]
-        columns = NamedSharding(Mesh(np.asarray(jax.devices()).reshape(2, 2), ("process", "column")), P(None, "column"))
-        in_both = jax.make_array_from_callback((4, 6), columns, lambda index: np.arange(24).reshape(4, 6)[index])
+        everywhere = [
+            jax.make_array_from_process_local_data(NamedSharding(mesh, P()), array)
+            for array in equal
+        ]
+        columns = NamedSharding(
+            Mesh(np.asarray(jax.devices()).reshape(2, 2), ("process", "column")), P(None, "column")
+        )
+        in_both = jax.make_array_from_callback(
+            (4, 6), columns, lambda index: np.arange(24).reshape(4, 6)[index]
+        )
         tree = {"table": batch, "slots": (*everywhere, np.arange(3)), "in_both": in_both}
         checkpoint.save(sys.argv[2], tree, step=step)
         again = checkpoint.load(sys.argv[2], tree).tree["table"]

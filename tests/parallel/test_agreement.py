@@ -37,7 +37,9 @@ class Service:
 
     def key_value_delete(self, folder):
         with self.changed:
-            self.values = {key: value for key, value in self.values.items() if not key.startswith(f"{folder}/")}
+            self.values = {
+                key: value for key, value in self.values.items() if not key.startswith(f"{folder}/")
+            }
 
 
 @pytest.fixture
@@ -101,7 +103,10 @@ def test_all_processes_get_the_largest_width_round_after_round(service):
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ({1: "4 samples", 2: "4 samples", 4: "5 samples"}, "f: process 4 brings 5 samples, process 1 4 samples"),
+        (
+            {1: "4 samples", 2: "4 samples", 4: "5 samples"},
+            "f: process 4 brings 5 samples, process 1 4 samples",
+        ),
         (
             {1: "4 samples", 2: None, 4: "4 samples"},
             "process 2 brings the batch with nothing, process 1 the batch with f",
@@ -128,7 +133,10 @@ def test_an_error_of_one_process_is_raised_there_and_quoted_by_the_others(servic
     results = run(work)
     assert isinstance(results[2], KeyError)
     for process in (1, 4):
-        assert "the batch: process 2 refused what it was given (KeyError: 'no such feature')" in str(results[process])
+        assert (
+            "the batch: process 2 refused what it was given (KeyError: 'no such feature')"
+            in str(results[process])
+        )
 
 
 @pytest.mark.parametrize("shortest", [1, 4])
@@ -142,7 +150,9 @@ def test_a_process_with_fewer_batches_is_named_by_those_that_wait_for_it(service
     results = run(work)
     assert results.pop(shortest) is None
     for error in results.values():
-        assert isinstance(error, ValueError) and f"process {shortest} had no more batches" in str(error)
+        assert isinstance(error, ValueError) and f"process {shortest} had no more batches" in str(
+            error
+        )
 
 
 def test_the_first_process_leaves_a_refused_round_after_all_have_read_why(service):

@@ -55,12 +55,18 @@ def test_processes_that_slurm_starts_by_the_batch_file_find_each_other(tmp_path)
     # JAX takes the port from the number of the job: the last 4,096 ports, in turn.
     first = 65535 - 2**12 + 1
     job = free_port(range(first, 65535)) - first
-    of_slurm = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "SLURM_JOB_ID": str(job)}
+    of_slurm = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "SLURM_JOB_ID": str(job),
+    }
     command = ["bash", str(EXAMPLES / "train.slurm"), str(tmp_path / "script.py"), "STEPS=3"]
     environment = launching.environment() | of_slurm
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert run.returncode == 0, run.stderr
-    said = sorted(line for line in run.stdout.splitlines() if line.startswith("process"))  # the runtime speaks as well
+    said = sorted(
+        line for line in run.stdout.splitlines() if line.startswith("process")
+    )  # the runtime speaks as well
     assert said == [f"process {process} of 2 [0, 1] ['STEPS=3']" for process in range(2)]
 
 
@@ -74,8 +80,17 @@ def test_pods_of_the_indexed_job_are_told_what_launch_tells_its_processes(monkey
     given = {own["name"]: own.get("value") for own in container["env"]}
     host, _, port = given["RSEMBED_COORDINATOR_ADDRESS"].partition(":")
     assert int(port) and host == f"{job['metadata']['name']}-0.{pod['subdomain']}"
-    assert (service["spec"]["clusterIP"], service["spec"]["selector"]["job-name"]) == ("None", job["metadata"]["name"])
+    assert (service["spec"]["clusterIP"], service["spec"]["selector"]["job-name"]) == (
+        "None",
+        job["metadata"]["name"],
+    )
     assert pod["subdomain"] == name
-    assert int(given["RSEMBED_NUM_PROCESSES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert (
+        int(given["RSEMBED_NUM_PROCESSES"])
+        == job["spec"]["completions"]
+        == job["spec"]["parallelism"]
+    )
     assert container["command"] == ["python", "script.py"]
-    assert given.keys() == {name for name in _environment_of(0, 4, 1, "") if name.startswith("RSEMBED_")}
+    assert given.keys() == {
+        name for name in _environment_of(0, 4, 1, "") if name.startswith("RSEMBED_")
+    }

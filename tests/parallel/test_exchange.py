@@ -37,7 +37,9 @@ def round_trip(shape, axes):
         back = trade(arrived, axes)
         return jax.tree.map(lambda x: x[None], (arrived, back))
 
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(axes), out_specs=P(axes), check_vma=False))
+    return jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=P(axes), out_specs=P(axes), check_vma=False)
+    )
 
 
 def wanted_block(parcel, places):
@@ -56,20 +58,29 @@ def wanted_block(parcel, places):
 
 
 @settings(deadline=None, max_examples=15)
-@given(st.integers(0, 2**31), st.sampled_from([("x", 1, 12), ("x", 8, 12), ("x", 2, 0), (("x", "y"), (2, 2), 12)]))
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([("x", 1, 12), ("x", 8, 12), ("x", 2, 0), (("x", "y"), (2, 2), 12)]),
+)
 def test_blocks_arrive_where_they_belong_and_come_back(seed, case):
     axes, shape, num_entries = case
     rng, num_devices = np.random.default_rng(seed), int(np.prod(shape))
     parcels = [parcel_of(rng.integers(0, 200, num_devices * num_entries)) for _ in CAPACITIES]
     entries = [
-        rng.choice([*range(num_entries), num_entries, -1, NO_ROW], (num_devices, num_devices, c)).astype(np.int32)
+        rng.choice(
+            [*range(num_entries), num_entries, -1, NO_ROW], (num_devices, num_devices, c)
+        ).astype(np.int32)
         for c in CAPACITIES
     ]
     arrived, back = jax.tree.map(np.asarray, round_trip(shape, axes)(parcels, entries))
     for number, (parcel, places) in enumerate(zip(parcels, entries, strict=True)):
         for source in range(num_devices):
-            own = jax.tree.map(lambda x, k=source: x[k * num_entries : (k + 1) * num_entries], parcel)
+            own = jax.tree.map(
+                lambda x, k=source: x[k * num_entries : (k + 1) * num_entries], parcel
+            )
             wanted = wanted_block(own, places[source])
             sent = jax.tree.map(lambda x, k=source: x[:, k], arrived[number])
             jax.tree.map(np.testing.assert_array_equal, sent, wanted)
-            jax.tree.map(lambda x, y, k=source: np.testing.assert_array_equal(x[k], y), back[number], wanted)
+            jax.tree.map(
+                lambda x, y, k=source: np.testing.assert_array_equal(x[k], y), back[number], wanted
+            )

@@ -19,7 +19,9 @@ BODIES = {
 @pytest.mark.parametrize("name", BODIES)
 def test_bytes_of_compiled_collectives(name):
     body, expected = BODIES[name]
-    program = jax.shard_map(body, mesh=make_mesh(), in_specs=P("shard"), out_specs=P("shard"), check_vma=False)
+    program = jax.shard_map(
+        body, mesh=make_mesh(), in_specs=P("shard"), out_specs=P("shard"), check_vma=False
+    )
     text = jax.jit(program).lower(jnp.zeros((512, 3))).compile().as_text()
     assert collective_bytes(text, 8) == {name: expected}
 
@@ -36,7 +38,10 @@ def test_bytes_of_compiled_collectives(name):
             "%g = (bf16[2,4]{1,0}, bf16[8,4]{1,0}) all-gather-start(%x), replica_groups=[2,4]<=[8], dimensions={0}",
             {"all-gather": 8 * 4 * 2 * 3 / 4},
         ),
-        ("%r = s32[] all-reduce(s32[] %x), replica_groups={}, to_apply=%add", {"all-reduce": 2 * 4 * 7 / 8}),
+        (
+            "%r = s32[] all-reduce(s32[] %x), replica_groups={}, to_apply=%add",
+            {"all-reduce": 2 * 4 * 7 / 8},
+        ),
         ("%d = bf16[8,4]{1,0} all-gather-done(%g)", {}),
     ],
 )

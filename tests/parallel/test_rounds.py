@@ -32,16 +32,26 @@ def program(num_devices, capacity):
         visits, squares = state
         rows, values = arrived
         total = jnp.zeros(ROWS).at[rows].add(values, mode="drop")
-        state = visits.at[rows].max(1, mode="drop") + jnp.where(total != 0, 10, 0), squares + total * total
+        state = (
+            visits.at[rows].max(1, mode="drop") + jnp.where(total != 0, 10, 0),
+            squares + total * total,
+        )
         return state, 100 * rows + jax.lax.axis_index("x")
 
     def body(ids, values):
-        lanes = ids // num_devices // 4, ids // num_devices  # of which the first alone tells few entries apart
-        wanted = distinct(jnp.where(ids >= 0, ids % num_devices, NO_ROW), lanes, num_devices=num_devices)
+        lanes = (
+            ids // num_devices // 4,
+            ids // num_devices,
+        )  # of which the first alone tells few entries apart
+        wanted = distinct(
+            jnp.where(ids >= 0, ids % num_devices, NO_ROW), lanes, num_devices=num_devices
+        )
         sums = jnp.zeros(NUM_IDS).at[wanted.entry_of].add(values, mode="drop")
         rows = jnp.where(wanted.first_of != NO_ROW, wanted.lanes[1], NO_ROW)
         state = jnp.zeros(ROWS, jnp.int32), jnp.zeros(ROWS)
-        (answers,) = ask([Question(wanted, (rows, sums), answer, state, capacity, INTEGER)], axis_name="x")
+        (answers,) = ask(
+            [Question(wanted, (rows, sums), answer, state, capacity, INTEGER)], axis_name="x"
+        )
         state, replies, rounds = answers
         replies = replies.at[wanted.entry_of].get(mode="fill", fill_value=-1)
         return *(x[None] for x in state), replies, rounds[None]
@@ -81,8 +91,14 @@ def test_every_row_is_whole_in_one_round_at_any_capacity(batch):
     np.testing.assert_array_equal(visits, np.where(by_owner > 0, 11, 0))
     np.testing.assert_array_equal(squares, by_owner**2)
     flat = ids.reshape(-1)
-    np.testing.assert_array_equal(replies, np.where(flat >= 0, 100 * (flat // num_devices) + flat % num_devices, -1))
-    buckets = [len({i for i in row if i >= 0 and i % num_devices == d}) for row in ids for d in range(num_devices)]
+    np.testing.assert_array_equal(
+        replies, np.where(flat >= 0, 100 * (flat // num_devices) + flat % num_devices, -1)
+    )
+    buckets = [
+        len({i for i in row if i >= 0 and i % num_devices == d})
+        for row in ids
+        for d in range(num_devices)
+    ]
     asked = [len({i for i in flat if i >= 0 and i % num_devices == d}) for d in range(num_devices)]
     assert max(1, -(-max(buckets) // capacity)) <= rounds[0] <= max(1, -(-max(asked) // capacity))
     assert (rounds == rounds[0]).all()
@@ -95,7 +111,10 @@ def test_entries_are_told_apart_by_all_lanes():
     assert wanted.offsets.tolist() == [0, 2, 3]
     assert wanted.entry_of.tolist() == [0, 1, 2, 0]
     assert wanted.first_of.tolist() == [0, 1, 2, NO_ROW]
-    assert [lane.tolist()[:3] for lane in wanted.lanes] == [[7, 7, 2**32 - 1], [1, 2**32 - 1, 2**32 - 1]]
+    assert [lane.tolist()[:3] for lane in wanted.lanes] == [
+        [7, 7, 2**32 - 1],
+        [1, 2**32 - 1, 2**32 - 1],
+    ]
 
 
 @pytest.mark.parametrize("capacity", [1, 2])
@@ -106,7 +125,9 @@ def test_the_largest_key_is_an_ordinary_entry(capacity):
         high = jnp.full(low.shape, 2**32 - 1, jnp.uint32)
         wanted = distinct(jnp.zeros(low.shape, jnp.int32), [high, low], num_devices=2)
         word = jax.ShapeDtypeStruct((), jnp.uint32)
-        question = Question(wanted, wanted.lanes, lambda state, keys: (state, keys[1]), None, capacity, word)
+        question = Question(
+            wanted, wanted.lanes, lambda state, keys: (state, keys[1]), None, capacity, word
+        )
         ((_, replies, rounds),) = ask([question], axis_name="x")
         return replies.at[wanted.entry_of].get(mode="fill", fill_value=0), rounds[None]
 
@@ -119,13 +140,17 @@ def test_the_largest_key_is_an_ordinary_entry(capacity):
 def test_no_ids_and_no_capacity():
     def body(ids):
         wanted = distinct(ids, [ids], num_devices=2)
-        question = Question(wanted, ids, lambda state, rows: (state, rows), None, capacity=0, reply=INTEGER)
+        question = Question(
+            wanted, ids, lambda state, rows: (state, rows), None, capacity=0, reply=INTEGER
+        )
         return ask([question], axis_name="x")[0].replies
 
     shape = jax.ShapeDtypeStruct((0,), jnp.int32)
     assert jax.eval_shape(mapped(body), shape).shape == (0,)
     assert np.asarray(jax.jit(mapped(body))(np.zeros(0, np.int32))).shape == (0,)
-    found = jax.jit(mapped(body))(np.asarray([0, 1, 1, 0], np.int32))  # a capacity below 1 counts as 1
+    found = jax.jit(mapped(body))(
+        np.asarray([0, 1, 1, 0], np.int32)
+    )  # a capacity below 1 counts as 1
     np.testing.assert_array_equal(found, [0, 1, 1, 0])
 
 
@@ -138,15 +163,25 @@ def two_tables(num_devices, capacities):
         return total.at[rows].add(values, mode="drop"), (100 * rows, 2 * values)
 
     def asking(ids, num_lanes, capacity):
-        lanes = [ids // num_devices] if num_lanes == 1 else [(ids % 2).astype(jnp.uint32), ids.astype(jnp.uint32)]
-        wanted = distinct(jnp.where(ids >= 0, ids % num_devices, NO_ROW), lanes, num_devices=num_devices)
+        lanes = (
+            [ids // num_devices]
+            if num_lanes == 1
+            else [(ids % 2).astype(jnp.uint32), ids.astype(jnp.uint32)]
+        )
+        wanted = distinct(
+            jnp.where(ids >= 0, ids % num_devices, NO_ROW), lanes, num_devices=num_devices
+        )
         rows = (ids // num_devices).at[wanted.first_of].get(mode="fill", fill_value=NO_ROW)
         values = jnp.zeros(ids.shape).at[wanted.entry_of].add(1.0, mode="drop")
         reply = INTEGER, FLOAT
-        total, replies, _ = yield Question(wanted, (rows, values), sums, jnp.zeros(ROWS), capacity, reply)
+        total, replies, _ = yield Question(
+            wanted, (rows, values), sums, jnp.zeros(ROWS), capacity, reply
+        )
         if num_lanes == 2:
             total, _, _ = yield Question(wanted, (rows, values), sums, total, capacity, reply)
-        return total[None], jax.tree.map(lambda x: x.at[wanted.entry_of].get(mode="fill", fill_value=-1), replies)
+        return total[None], jax.tree.map(
+            lambda x: x.at[wanted.entry_of].get(mode="fill", fill_value=-1), replies
+        )
 
     def body(first, second):
         own = [asking(first, 1, capacities[0]), asking(second, 2, capacities[1])]
@@ -159,11 +194,18 @@ def two_tables(num_devices, capacities):
 @given(st.sampled_from([(3, 2), (2, 40), (40, 40)]), st.integers(0, 2**31))
 def test_questions_of_several_tables_are_answered_as_if_each_was_alone(capacities, seed):
     generator, num_devices = np.random.default_rng(seed), 4
-    batches = [generator.integers(-1, ROWS * num_devices, (num_devices, size)).astype(np.int32) for size in (24, 40)]
+    batches = [
+        generator.integers(-1, ROWS * num_devices, (num_devices, size)).astype(np.int32)
+        for size in (24, 40)
+    ]
     found = two_tables(num_devices, capacities)(*(batch.reshape(-1) for batch in batches))
     for ids, (totals, (rows, values)), times in zip(batches, found, (1, 2), strict=True):
-        counts = np.bincount(ids[ids >= 0], minlength=ROWS * num_devices).reshape(ROWS, num_devices).T
+        counts = (
+            np.bincount(ids[ids >= 0], minlength=ROWS * num_devices).reshape(ROWS, num_devices).T
+        )
         np.testing.assert_array_equal(totals, times * counts)
-        np.testing.assert_array_equal(rows, np.where(ids >= 0, 100 * (ids // num_devices), -1).reshape(-1))
+        np.testing.assert_array_equal(
+            rows, np.where(ids >= 0, 100 * (ids // num_devices), -1).reshape(-1)
+        )
         own = [[2 * np.sum(device == i) if i >= 0 else -1 for i in device] for device in ids]
         np.testing.assert_array_equal(values, np.asarray(own).reshape(-1))

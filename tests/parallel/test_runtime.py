@@ -37,7 +37,9 @@ class Launched:
         return "".join(self.lines) + launching.printed(self.run, timeout)
 
 
-def test_sums_over_processes_and_a_terminated_process_makes_all_save_and_leave_at_one_step(tmp_path):
+def test_sums_over_processes_and_a_terminated_process_makes_all_save_and_leave_at_one_step(
+    tmp_path,
+):
     launched = Launched("preempt", tmp_path / "a")
     own = np.arange(2 * 6 * 3, dtype=np.float64).reshape(-1, 3)
     batch = np.concatenate([own, own + 1000])
@@ -48,7 +50,9 @@ def test_sums_over_processes_and_a_terminated_process_makes_all_save_and_leave_a
     assert launched.run.returncode == 0, output
     for process in range(2):
         assert f"[{process}] sum {expected} of (24, 3)" in output
-        assert re.search(rf"\[{process}\] left at \d+ restored True {re.escape(str(expected))}", output)
+        assert re.search(
+            rf"\[{process}\] left at \d+ restored True {re.escape(str(expected))}", output
+        )
     left = dict(re.findall(r"\[(\d)\] left at (\d+)", output))
     assert left["0"] == left["1"] and int(left["0"]) > 1
     tree, step, _ = checkpoint.load(tmp_path / "a")
@@ -60,23 +64,31 @@ def test_sums_over_processes_and_a_terminated_process_makes_all_save_and_leave_a
 
 
 def test_a_silent_process_ends_the_run_after_the_heartbeat_timeout():
-    launched = Launched("stay")  # inside a collective, where only the missing heartbeat (4 s) can end the wait
+    launched = Launched(
+        "stay"
+    )  # inside a collective, where only the missing heartbeat (4 s) can end the wait
     os.kill(launched.pids[1], signal.SIGSTOP)
     output = launched.finish(timeout=30)
     assert launched.run.returncode == 128 + signal.SIGABRT, output
     assert re.search(r"stopped sending heartbeats\):\s+\[0\] .*\b1\b", output)
-    assert "process 0 of 2 was killed by SIGABRT" in output and "its message names that one" in output
+    assert (
+        "process 0 of 2 was killed by SIGABRT" in output and "its message names that one" in output
+    )
 
 
 def test_launch_reports_the_first_failure(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(runtime, "GRACE_SECONDS", 0.2)
     script = tmp_path / "script.py"
-    script.write_text("import os, sys, time\nif os.environ['RSEMBED_PROCESS_ID'] == '0': time.sleep(60)\nsys.exit(7)\n")
+    script.write_text(
+        "import os, sys, time\nif os.environ['RSEMBED_PROCESS_ID'] == '0': time.sleep(60)\nsys.exit(7)\n"
+    )
     assert command_line.main(["launch", "--processes", "3", str(script)]) == 7
     assert re.search(r"process [12] of 3 failed with exit status 7", capfd.readouterr().err)
 
 
-def test_launch_names_the_killed_process_also_when_another_failed_for_it_before_it_was_seen_to_end(tmp_path, capfd):
+def test_launch_names_the_killed_process_also_when_another_failed_for_it_before_it_was_seen_to_end(
+    tmp_path, capfd
+):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, subprocess, sys, time\n"
@@ -113,7 +125,16 @@ def test_launch_hands_arguments_and_devices_to_every_process(tmp_path, capfd):
         "names = 'RSEMBED_PROCESS_ID', 'RSEMBED_NUM_PROCESSES', 'JAX_NUM_CPU_DEVICES'\n"
         "print(*[os.environ[name] for name in names], sys.argv[1:])\n"
     )
-    arguments = ["launch", "--processes", "2", "--devices-per-process", "3", str(script), "--steps", "5"]
+    arguments = [
+        "launch",
+        "--processes",
+        "2",
+        "--devices-per-process",
+        "3",
+        str(script),
+        "--steps",
+        "5",
+    ]
     assert command_line.main(arguments) == 0
     lines = sorted(capfd.readouterr().out.splitlines())
     assert lines == ["[0] 0 2 3 ['--steps', '5']", "[1] 1 2 3 ['--steps', '5']"]
@@ -124,8 +145,16 @@ def test_the_program_of_the_page_goes_on_after_a_preemption_as_if_there_had_been
     (tmp_path / "page.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
     (tmp_path / "preempted.py").write_text(PREEMPTED)
     (tmp_path / "both.py").write_text(RESUMED_AND_TWIN)
-    options = {"cwd": tmp_path, "env": launching.environment(), "capture_output": True, "text": True, "timeout": 240}
-    launched = subprocess.run([sys.executable, "-m", "rsembed", "launch", "preempted.py"], **options)
+    options = {
+        "cwd": tmp_path,
+        "env": launching.environment(),
+        "capture_output": True,
+        "text": True,
+        "timeout": 240,
+    }
+    launched = subprocess.run(
+        [sys.executable, "-m", "rsembed", "launch", "preempted.py"], **options
+    )
     assert launched.returncode == os.EX_TEMPFAIL, launched.stdout + launched.stderr
     assert "asks to be started again" in launched.stderr
     both = subprocess.run([sys.executable, "both.py"], **options)
@@ -162,7 +191,9 @@ runpy.run_path("../page.py")
 
 def test_a_task_of_slurm_that_sees_one_gpu_takes_it(alone, monkeypatch):
     given = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **options: given.append(arguments[3]))
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *arguments, **options: given.append(arguments[3])
+    )
     for seen in ("0", "GPU-8f6a", "0,1", None):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if seen is not None:
@@ -172,9 +203,15 @@ def test_a_task_of_slurm_that_sees_one_gpu_takes_it(alone, monkeypatch):
 
 
 def test_half_an_address_and_calls_of_a_forked_process_are_refused_by_name():
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0 and done.stdout.count("forked from one that uses JAX") == 13, done.stdout + done.stderr
-    assert re.search("init: process 0 of None at 127.0.0.1:1: .*Give all three", done.stdout), done.stdout
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0 and done.stdout.count("forked from one that uses JAX") == 13, (
+        done.stdout + done.stderr
+    )
+    assert re.search("init: process 0 of None at 127.0.0.1:1: .*Give all three", done.stdout), (
+        done.stdout
+    )
 
 
 FORKED = """
@@ -256,7 +293,9 @@ def test_one_process_needs_nothing_and_notices_sigterm(alone):
 def test_a_late_start_is_an_error_where_others_wait(alone, monkeypatch):
     jax.devices()
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    with pytest.raises(RuntimeError, match="JAX has already made its devices; call init\\(\\) before any array"):
+    with pytest.raises(
+        RuntimeError, match="JAX has already made its devices; call init\\(\\) before any array"
+    ):
         parallel.init()
     monkeypatch.setenv("RSEMBED_NUM_PROCESSES", "1")
     parallel.init()
@@ -276,7 +315,10 @@ def test_waiting_for_others_that_never_come_is_explained(alone, monkeypatch, cap
     monkeypatch.setattr(jax.distributed, "initialize", wait)
     with pytest.raises(RuntimeError, match="process 1 of 2 at host:1: deadline exceeded"):
         parallel.init("host:1", num_processes=2, process_id=1, initialization_timeout_seconds=1)
-    assert "process 1 of 2 at host:1 still waits for the others, and will be ended after 1 s" in caplog.text
+    assert (
+        "process 1 of 2 at host:1 still waits for the others, and will be ended after 1 s"
+        in caplog.text
+    )
 
 
 def test_meshes_have_auto_axes():

@@ -27,17 +27,27 @@ def test_places_are_partitions_gaps_and_a_tail():
 
 @pytest.mark.parametrize("num_cores", [1, 2, 4, 16])
 def test_used_places_are_those_that_the_partitioner_filled(num_cores):
-    table = embedding_spec.TableSpec(name="t", vocabulary_size=100, embedding_dim=4, max_ids_per_partition=128)
-    spec = embedding_spec.FeatureSpec(name="f", table_spec=table, input_shape=(16, 1), output_shape=(16, 4))
+    table = embedding_spec.TableSpec(
+        name="t", vocabulary_size=100, embedding_dim=4, max_ids_per_partition=128
+    )
+    spec = embedding_spec.FeatureSpec(
+        name="f", table_spec=table, input_shape=(16, 1), output_shape=(16, 4)
+    )
     embedding.prepare_feature_specs_for_training(spec, 1, num_cores)
     ids = np.random.default_rng(0).integers(0, 100, (16, 5))
-    processed, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, spec, 1, 1, num_sc_per_device=num_cores)
+    processed, _ = embedding.preprocess_sparse_dense_matmul_input(
+        ids, None, spec, 1, 1, num_sc_per_device=num_cores
+    )
     rows = processed.lhs_embedding_ids["t"]
-    places = buffer_places(processed.lhs_row_pointers["t"], num_shards=num_cores, num_places=len(rows))
+    places = buffer_places(
+        processed.lhs_row_pointers["t"], num_shards=num_cores, num_places=len(rows)
+    )
     is_used = rows.reshape(num_cores, -1) != np.iinfo(np.int32).max
     np.testing.assert_array_equal(places >= 0, is_used)
     distinct = [sample_id for row in ids for sample_id in set(row.tolist())]
-    np.testing.assert_array_equal(np.bincount(places[is_used]), np.bincount(np.array(distinct) % num_cores))
+    np.testing.assert_array_equal(
+        np.bincount(places[is_used]), np.bincount(np.array(distinct) % num_cores)
+    )
 
 
 def test_every_core_is_a_strip_whose_colours_tell_partitions_from_empty_places():

@@ -40,7 +40,9 @@ def test_coverage_curves_on_one_picture_are_told_apart_by_a_legend():
 
 @pytest.mark.parametrize("exponent", [0.0, 0.6, 1.0, 1.7])
 def test_the_fit_finds_the_exponent_of_a_law(exponent):
-    assert zipf_exponent(zipf_probabilities(500, exponent=exponent)) == pytest.approx(exponent, abs=1e-6)
+    assert zipf_exponent(zipf_probabilities(500, exponent=exponent)) == pytest.approx(
+        exponent, abs=1e-6
+    )
 
 
 def test_the_fit_is_the_maximum_of_the_likelihood():
@@ -65,7 +67,10 @@ def test_curves_of_many_ids_are_drawn_through_few_points_with_both_ends():
 
 
 def test_rows_without_a_lookup_may_be_told_by_their_number():
-    lines = [plot.plot_coverage(np.array([6, 3, 1]), num_rows=8), plot.plot_coverage(np.array([6, 3, 1] + [0] * 5))]
+    lines = [
+        plot.plot_coverage(np.array([6, 3, 1]), num_rows=8),
+        plot.plot_coverage(np.array([6, 3, 1] + [0] * 5)),
+    ]
     told, shown = (ax.lines[0] for ax in lines)
     assert told.get_xdata()[-1] == shown.get_xdata()[-1] == 100
     assert told.get_xydata()[:3].tolist() == shown.get_xydata()[:3].tolist()

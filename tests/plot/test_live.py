@@ -14,9 +14,15 @@ ENTRIES = partition_entries(BATCHES, num_shards=NUM_CORES)
 
 def preprocess(ids, limit):
     table = embedding_spec.TableSpec(
-        name="t", vocabulary_size=64, embedding_dim=8, max_ids_per_partition=limit, max_unique_ids_per_partition=512
+        name="t",
+        vocabulary_size=64,
+        embedding_dim=8,
+        max_ids_per_partition=limit,
+        max_unique_ids_per_partition=512,
     )
-    spec = embedding_spec.FeatureSpec(name="f", table_spec=table, input_shape=(32, 5), output_shape=(32, 8))
+    spec = embedding_spec.FeatureSpec(
+        name="f", table_spec=table, input_shape=(32, 5), output_shape=(32, 8)
+    )
     embedding.prepare_feature_specs_for_training(spec, 1, NUM_CORES)
     return embedding.preprocess_sparse_dense_matmul_input(
         ids, None, spec, 1, 1, num_sc_per_device=NUM_CORES, allow_id_dropping=True
@@ -32,7 +38,11 @@ def test_partitions_and_drops_are_those_of_preprocessing():
             dropped += int(np.sum(seen.id_drop_counters["t"]))
         fraction, num_bytes = limit_costs(ENTRIES, limit)
         assert fraction == pytest.approx(dropped / ENTRIES.sum())
-        places = inputs.lhs_embedding_ids["t"].size + inputs.lhs_sample_ids["t"].size + inputs.lhs_gains["t"].size
+        places = (
+            inputs.lhs_embedding_ids["t"].size
+            + inputs.lhs_sample_ids["t"].size
+            + inputs.lhs_gains["t"].size
+        )
         assert num_bytes == 4 * places
 
 

@@ -10,8 +10,13 @@ SIZES = {"big": (3_000_000, 1_000_000), "small": (500_000, 0)}
 
 
 def plan(dtype="float32"):
-    tables = [TableSpec(name=name, vocabulary_size=rows, embedding_dim=6, dtype=dtype) for name, rows in SHAPES.items()]
-    features = [FeatureSpec(name=table.name, table_spec=table, input_shape=(8, 1)) for table in tables]
+    tables = [
+        TableSpec(name=name, vocabulary_size=rows, embedding_dim=6, dtype=dtype)
+        for name, rows in SHAPES.items()
+    ]
+    features = [
+        FeatureSpec(name=table.name, table_spec=table, input_shape=(8, 1)) for table in tables
+    ]
     return plan_stacking(features, num_shards=2, groups=[["a", "b"], ["c"]])
 
 
@@ -19,7 +24,10 @@ def plan(dtype="float32"):
 def test_bytes_used_and_padding_add_up_to_the_physical_table(dtype, width):
     sizes = stack_bytes(plan(dtype))
     # Rows are padded to 16, columns from 6 to 8.
-    assert sizes == {"a_b": (26 * 6 * width, (32 * 8 - 26 * 6) * width), "c": (32 * 6 * width, 32 * 2 * width)}
+    assert sizes == {
+        "a_b": (26 * 6 * width, (32 * 8 - 26 * 6) * width),
+        "c": (32 * 6 * width, 32 * 2 * width),
+    }
     for stack in plan(dtype).stacks:
         used, padding = sizes[stack.name]
         assert used + padding == stack.table_bytes
@@ -30,7 +38,9 @@ def test_loads_stand_side_by_side_around_their_shard():
     ax = plot.plot_shard_load(LOADS)
     for bars, load in zip(ax.containers, LOADS.values(), strict=True):
         assert [bar.get_height() for bar in bars] == load.tolist()
-    first, second = (np.array([bar.get_x() + bar.get_width() / 2 for bar in bars]) for bars in ax.containers)
+    first, second = (
+        np.array([bar.get_x() + bar.get_width() / 2 for bar in bars]) for bars in ax.containers
+    )
     np.testing.assert_allclose((first + second) / 2, np.arange(4), atol=1e-12)
     np.testing.assert_allclose(second - first, ax.containers[0][0].get_width())
     assert ax.lines[0].get_ydata()[0] == 3.0
@@ -47,7 +57,10 @@ def test_padding_follows_the_bytes_in_use_in_megabytes():
     assert [bar.get_width() for bar in used] == [3.0, 0.5]
     assert [(bar.get_x(), bar.get_width()) for bar in padding] == [(3.0, 1.0), (0.5, 0.0)]
     assert [text.get_text() for text in ax.texts] == ["25.0% padding", "0.0% padding"]
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["big", "small"] and ax.yaxis_inverted()
+    assert [label.get_text() for label in ax.get_yticklabels()] == [
+        "big",
+        "small",
+    ] and ax.yaxis_inverted()
 
 
 def test_the_caller_s_options_reach_the_bars():
@@ -61,7 +74,9 @@ def test_a_treemap_tiles_its_box_with_areas_in_proportion(box):
     boxes = treemap(sizes, *box)
     np.testing.assert_allclose(boxes[:, 2] * boxes[:, 3], sizes / sizes.sum() * box[0] * box[1])
     points = np.random.default_rng(1).uniform(size=(500, 2)) * box
-    inside = (points[:, None] > boxes[None, :, :2]) & (points[:, None] < (boxes[:, :2] + boxes[:, 2:])[None])
+    inside = (points[:, None] > boxes[None, :, :2]) & (
+        points[:, None] < (boxes[:, :2] + boxes[:, 2:])[None]
+    )
     assert (inside.all(axis=-1).sum(axis=1) == 1).all()
 
 

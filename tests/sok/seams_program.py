@@ -56,20 +56,35 @@ def refused(message, call):
         raise AssertionError(f"accepted: {message}")
 
 
-TABLES = [np.arange(18, dtype=np.float32).reshape(9, 2), np.arange(10, dtype=np.float32).reshape(5, 2) + 1]
+TABLES = [
+    np.arange(18, dtype=np.float32).reshape(9, 2),
+    np.arange(10, dtype=np.float32).reshape(5, 2) + 1,
+]
 FLAT_BATCHES = [  # of each process: ids, offsets of two bags of each table, weights
-    (np.asarray([1, 8, 8, 0, 4]), np.asarray([0, 2, 3, 4, 5]), np.asarray([1, 2, 1, 1, 0.5], np.float32)),
+    (
+        np.asarray([1, 8, 8, 0, 4]),
+        np.asarray([0, 2, 3, 4, 5]),
+        np.asarray([1, 2, 1, 1, 0.5], np.float32),
+    ),
     (np.asarray([1, 2, 3, 4]), np.asarray([0, 0, 2, 4, 4]), np.asarray([3, 1, 1, 2], np.float32)),
 ]
 
 
 def table_batched_module(process, mesh):
     """The table-batched wing: each process gives its samples, in flat form and prepared for a compiled step."""
-    specs = [(len(table), 2, tbe.EmbeddingLocation.DEVICE, tbe.ComputeDevice.CPU) for table in TABLES]
-    module = tbe.TableBatchedEmbeddingBags(specs, optimizer="exact_sgd", learning_rate=1.0, mesh=mesh)
+    specs = [
+        (len(table), 2, tbe.EmbeddingLocation.DEVICE, tbe.ComputeDevice.CPU) for table in TABLES
+    ]
+    module = tbe.TableBatchedEmbeddingBags(
+        specs, optimizer="exact_sgd", learning_rate=1.0, mesh=mesh
+    )
     for number, table in enumerate(TABLES):
         module.set_embedding_weights(number, table)
-    pooled, sums, d_weights = np.zeros((4, 4)), [np.zeros(table.shape) for table in TABLES], [[], []]
+    pooled, sums, d_weights = (
+        np.zeros((4, 4)),
+        [np.zeros(table.shape) for table in TABLES],
+        [[], []],
+    )
     for sender, (ids, offsets, weights) in enumerate(FLAT_BATCHES):
         for bag in range(4):
             table, sample = bag // 2, 2 * sender + bag % 2
@@ -94,12 +109,22 @@ def table_batched_module(process, mesh):
     np.testing.assert_array_equal(saved["table_0.weight"], TABLES[0] - 2 * sums[0])
     assert int(saved["step"]) == 2
     ids, offsets, _ = FLAT_BATCHES[process]
-    fatal = tbe.TableBatchedEmbeddingBags(specs, optimizer="exact_sgd", bounds_check_mode="FATAL", mesh=mesh)
-    message = "id 99 at position 0 of bag 1" if process else "process 1 refused .*id 99 at position 0 of bag 1"
+    fatal = tbe.TableBatchedEmbeddingBags(
+        specs, optimizer="exact_sgd", bounds_check_mode="FATAL", mesh=mesh
+    )
+    message = (
+        "id 99 at position 0 of bag 1"
+        if process
+        else "process 1 refused .*id 99 at position 0 of bag 1"
+    )
     refused(message, lambda: fatal(np.where(process, 99, ids), offsets))
     refused(
         "process 1 brings 4 bags",
-        lambda: fatal(np.ones(4, int), np.arange(5)) if process == 0 else fatal(np.ones(8, int), np.arange(9)),
+        lambda: (
+            fatal(np.ones(4, int), np.arange(5))
+            if process == 0
+            else fatal(np.ones(8, int), np.arange(9))
+        ),
     )
 
 
@@ -109,7 +134,9 @@ def main():
 
     # One row per key, from arrays
     layer = sok.All2AllDenseEmbedding(40, 3, 1, 2, optimizer=SGD, name="dense")
-    keys = np.asarray([[5, 2**40], [7, 5], [8, 9], [-1, 7], [1, 2], [3, 4], [9, 9], [5, 6]])[:, None]
+    keys = np.asarray([[5, 2**40], [7, 5], [8, 9], [-1, 7], [1, 2], [3, 4], [9, 9], [5, 6]])[
+        :, None
+    ]
     out, backward = inserted(layer.vjp, np.split(keys, 2)[process])
     known = by_key(layer.variable)
     assert out.shape == (8, 1, 2, 3)
@@ -122,7 +149,9 @@ def main():
     lists = np.asarray([[5, 2**40, 7, -1, -1], [9, 5, 1, 2, 3]])
     out, backward = inserted(layer.vjp, lists[process])
     known = by_key(layer.variable)
-    filled = np.pad(lists, ((0, 0), (0, 1)), constant_values=-1)  # so that each of the devices has 3
+    filled = np.pad(
+        lists, ((0, 0), (0, 1)), constant_values=-1
+    )  # so that each of the devices has 3
     np.testing.assert_array_equal(whole(out), rows_of(known, filled).reshape(12, 3))
     backward(jnp.ones_like(out))
     after = by_key(layer.variable)
@@ -140,48 +169,89 @@ def main():
         return sok.group_embedding_lookup_sparse(tables, ids, ["sum", "mean"], training=training)
 
     pooled, means = look_up(jnp.asarray(plain), training=True)
-    inserted(lambda ids: _single(sok.group_embedding_lookup_vjp([variable], [ids], ["sum"])), bags[process])
+    inserted(
+        lambda ids: _single(sok.group_embedding_lookup_vjp([variable], [ids], ["sum"])),
+        bags[process],
+    )
     known = by_key(variable)
     for bag, row in zip([*bags[0], *bags[1]], whole(pooled), strict=True):
         np.testing.assert_allclose(row, sum((known[key] for key in bag), np.zeros(3)), atol=1e-6)
     for bag, row in zip([*small[0], *small[1]], whole(means), strict=True):
         np.testing.assert_allclose(row, plain[bag].mean(0) if bag else np.zeros(2), atol=1e-6)
     gradient = jax.grad(lambda plain: look_up(plain)[1].sum())(jnp.asarray(plain))
-    np.testing.assert_allclose(whole(gradient)[:, 0], [0, 1 / 3, 1 / 3, 1 / 3, 1, 1, 0, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(
+        whole(gradient)[:, 0], [0, 1 / 3, 1 / 3, 1 / 3, 1, 1, 0, 0, 0], rtol=1e-6
+    )
 
     # What does not go together is refused by both, and both go on.
     pooled_layer = sok.DistributedEmbedding("sum", 20, 3, 1, 4, optimizer=SGD, name="pooled")
     both = "process 1 brings 8 (samples|bags) .*, process 0 4 (samples|bags)"
     refused(both, lambda: pooled_layer(np.ones((8 if process else 4, 1, 2), int)))
-    refused("process 1 brings 4 samples .*, process 0 0 ", lambda: pooled_layer(np.ones((4 * process, 1, 2), int)))
-    refused("4 samples of an array .4, 3. .* 0 4 .* .4, 2.", lambda: pooled_layer(np.ones((4, 1, 2 + process), int)))
+    refused(
+        "process 1 brings 4 samples .*, process 0 0 ",
+        lambda: pooled_layer(np.ones((4 * process, 1, 2), int)),
+    )
+    refused(
+        "4 samples of an array .4, 3. .* 0 4 .* .4, 2.",
+        lambda: pooled_layer(np.ones((4, 1, 2 + process), int)),
+    )
     refused("process 1 brings 6 samples", lambda: layer([1, 2, 3, 4, 5, 6][: 4 + process]))
     weights = np.ones((4, 1, 2), np.float32) if process else None
-    refused(".4, 2. with weights, process 0 .* without", lambda: pooled_layer(np.ones((4, 1, 2), int), weights))
-    message = "ids must be integers" if process else r"process 1 refused what it was given \(TypeError: .*ids must be"
+    refused(
+        ".4, 2. with weights, process 0 .* without",
+        lambda: pooled_layer(np.ones((4, 1, 2), int), weights),
+    )
+    message = (
+        "ids must be integers"
+        if process
+        else r"process 1 refused what it was given \(TypeError: .*ids must be"
+    )
     refused(message, lambda: pooled_layer(np.full((4, 1, 2), 7.0 if process else 7)))
     message = "process 1 brings layer 'lists' with feature 'lists', process 0 layer 'pooled' with feature 'pooled'; all"
     refused(message, lambda: layer([1, 2]) if process else pooled_layer(np.ones((4, 1, 2), int)))
     refused(
         r"\(table 'hashed'\)\": process 1 brings 4 bags",
-        lambda: sok.group_embedding_lookup_sparse([variable], [[[1]] * (4 if process else 2)], ["sum"]),
+        lambda: sok.group_embedding_lookup_sparse(
+            [variable], [[[1]] * (4 if process else 2)], ["sum"]
+        ),
     )
-    out, _ = inserted(pooled_layer.vjp, [[5] * (1 + process)] * 2)  # as many samples, of other widths
-    np.testing.assert_allclose(whole(out)[[0, 2], 0], [by_key(pooled_layer.variable)[5] * n for n in (1, 2)], rtol=1e-6)
+    out, _ = inserted(
+        pooled_layer.vjp, [[5] * (1 + process)] * 2
+    )  # as many samples, of other widths
+    np.testing.assert_allclose(
+        whole(out)[[0, 2], 0], [by_key(pooled_layer.variable)[5] * n for n in (1, 2)], rtol=1e-6
+    )
 
     # A collection reads batches with the same checks
-    table = rs.TableSpec(name="t", vocabulary_size=9, embedding_dim=2, initializer=jax.nn.initializers.ones)
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=context.mesh)
+    table = rs.TableSpec(
+        name="t", vocabulary_size=9, embedding_dim=2, initializer=jax.nn.initializers.ones
+    )
+    collection = rs.EmbeddingCollection(
+        [rs.FeatureSpec(name="f", table_spec=table)], mesh=context.mesh
+    )
     state = collection.init(jax.random.key(0))
-    refused(f"feature 'f': {both}", lambda: collection.prepare({"f": np.ones((8 if process else 4, 2), int)}))
-    refused("process 1 brings 4 samples of an array", lambda: collection.prepare({"f": np.ones((4, 2 + process), int)}))
+    refused(
+        f"feature 'f': {both}",
+        lambda: collection.prepare({"f": np.ones((8 if process else 4, 2), int)}),
+    )
+    refused(
+        "process 1 brings 4 samples of an array",
+        lambda: collection.prepare({"f": np.ones((4, 2 + process), int)}),
+    )
     refused(
         "4 bags .*, process 0 4 samples of",
         lambda: collection.prepare({"f": [[1]] * 4 if process else np.ones((4, 1), int)}),
     )
-    message = "id 9 in sample 0 is outside" if process else "process 1 refused .*id 9 in sample 0 is outside"
+    message = (
+        "id 9 in sample 0 is outside"
+        if process
+        else "process 1 refused .*id 9 in sample 0 is outside"
+    )
     refused(message, lambda: collection.prepare({"f": [[9 * process]] * 4}))
-    refused("unknown" if process else "process 1 refused", lambda: collection.prepare({"fg"[process]: [[1]] * 4}))
+    refused(
+        "unknown" if process else "process 1 refused",
+        lambda: collection.prepare({"fg"[process]: [[1]] * 4}),
+    )
     # Processes agree on one size of their lists, also where one of them has no id.
     for length in (3, 0, 12):
         rows = [[1] * length if process else [1]] * 2
@@ -191,7 +261,9 @@ def main():
         found, statistics = collection.lookup(state, batch, return_statistics=True)
         np.testing.assert_array_equal(whole(found["f"])[:, 0], [1, 1, length, length])
         assert int(statistics.num_ids["f"]) == 2 + 2 * length
-    stepped = collection.update(state, collection.prepare({"f": [[1], []] if process else [[], []]}), found)
+    stepped = collection.update(
+        state, collection.prepare({"f": [[1], []] if process else [[], []]}), found
+    )
     changed = (np.asarray(collection.tables(stepped)["t"]) != 1).any(axis=1)
     np.testing.assert_array_equal(np.flatnonzero(changed), [1])
 

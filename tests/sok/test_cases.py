@@ -18,7 +18,9 @@ STEPS = {case["kind"]: case for case in OTHERS["optimizer"]}
 
 
 def filled(layer, table):
-    sok.assign_rows(layer.variable, {"keys": np.arange(len(table)), "values": np.asarray(table, np.float32)})
+    sok.assign_rows(
+        layer.variable, {"keys": np.arange(len(table)), "values": np.asarray(table, np.float32)}
+    )
     return layer
 
 
@@ -31,7 +33,12 @@ def cases(kind):
 def test_pooled(case, num_devices, use_hashtable):
     keys = np.asarray(case["keys"])
     layer = sok.DistributedEmbedding(
-        case["combiner"], 12, 4, *keys.shape[1:], use_hashtable=use_hashtable, context=context(num_devices)
+        case["combiner"],
+        12,
+        4,
+        *keys.shape[1:],
+        use_hashtable=use_hashtable,
+        context=context(num_devices),
     )
     weights = np.asarray(case["weights"], np.float32) if "weights" in case else None
     out = filled(layer, case["table"])(keys, weights)
@@ -85,8 +92,12 @@ def places_of(variable, num_shards):
 @pytest.mark.parametrize("case", OTHERS["dynamic_insert"], ids=lambda case: case["name"])
 def test_worked_cases_of_insertion(case):
     num_shards, width = case["num_shards"], max(map(len, case["batches"]))
-    variable = sok.embedding_variable("t", 2, rows_per_device=case["capacity"], context=context(num_shards))
-    for number, (keys, expected) in enumerate(zip(case["batches"], case["expected"]["steps"], strict=True)):
+    variable = sok.embedding_variable(
+        "t", 2, rows_per_device=case["capacity"], context=context(num_shards)
+    )
+    for number, (keys, expected) in enumerate(
+        zip(case["batches"], case["expected"]["steps"], strict=True)
+    ):
         padded = np.full((num_shards, width), -1)
         padded[0, : len(keys)] = keys  # the first sample, in the order of the case
         if number in case.get("eval_batches", []):
@@ -121,7 +132,9 @@ def test_worked_steps_of_adam_as_tensorflow_has_it_and_of_row_wise_adagrad(case)
     variable = sok.embedding_variable("t", dim, **options)
     sok.assign_rows(variable, {"keys": keys, "values": start})
     for given, expected in zip(case["steps"], case["expected"]["steps"], strict=True):
-        _, backward = sok.group_embedding_lookup_vjp([variable], [keys[given["indices"], None]], ["sum"])
+        _, backward = sok.group_embedding_lookup_vjp(
+            [variable], [keys[given["indices"], None]], ["sum"]
+        )
         backward([np.array(given["grads"], np.float32)])
         found = sok.export_rows(variable)
         np.testing.assert_array_equal(found["keys"], keys)

@@ -47,10 +47,15 @@ def test_training_goes_on_elsewhere_as_if_nothing_had_happened(tmp_path, use_has
 
 
 @pytest.mark.parametrize("use_hashtable", [True, False])
-def test_a_row_is_assigned_where_it_lies_and_a_dump_gathers_block_by_block(tmp_path, monkeypatch, use_hashtable):
+def test_a_row_is_assigned_where_it_lies_and_a_dump_gathers_block_by_block(
+    tmp_path, monkeypatch, use_hashtable
+):
     monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", 1 << 18)
     monkeypatch.setattr(checkpoint.arrays, "_BYTES_IN_FLIGHT", 1 << 20)
-    dim, options = 256, {"rows_per_device": 1 << 13, "use_hashtable": use_hashtable, "initializer": "ones"}
+    dim, options = (
+        256,
+        {"rows_per_device": 1 << 13, "use_hashtable": use_hashtable, "initializer": "ones"},
+    )
     options["context"] = context(2)
     variable = sok.embedding_variable("t", dim, **options)
     keys = np.arange(1 << 14)
@@ -70,19 +75,27 @@ def test_a_row_is_assigned_where_it_lies_and_a_dump_gathers_block_by_block(tmp_p
         tracemalloc.stop()
     saved = checkpoint.load(tmp_path / "dump").tree["t"]
     expected = sok.export_rows(variable)
-    assert expected["values"][5].tolist() == [7] * dim and (expected["values"][keys != 5] == 1).all()
+    assert (
+        expected["values"][5].tolist() == [7] * dim and (expected["values"][keys != 5] == 1).all()
+    )
     for name, array in expected.items():
         np.testing.assert_array_equal(saved[name], array, err_msg=name)
 
 
 def grows(num_devices=1, **options):
-    options |= {"rows_per_device": 4 // num_devices, "optimizer": rs.optimizers.SGD(1.0), "initializer": "ones"}
+    options |= {
+        "rows_per_device": 4 // num_devices,
+        "optimizer": rs.optimizers.SGD(1.0),
+        "initializer": "ones",
+    }
     options["context"] = context(num_devices)
     return sok.embedding_variable("t", 2, when_full="grow", **options)
 
 
 def train_keys(variable, keys):
-    output, backward = sok.group_embedding_lookup_vjp([variable], [[[key] for key in keys]], ["sum"])
+    output, backward = sok.group_embedding_lookup_vjp(
+        [variable], [[[key] for key in keys]], ["sum"]
+    )
     backward([jnp.ones_like(output[0])])
 
 
@@ -113,7 +126,10 @@ def test_a_table_that_grows_takes_rows_and_waiting_keys_of_a_larger_one(tmp_path
 
 def test_places_of_keys_that_wait_do_not_make_a_table_grow():
     waits = grows(admission_count=1, admission_capacity=20)
-    sok.assign_rows(waits, {"keys": [1], "values": np.ones((1, 2), np.float32), "waiting_keys": np.arange(2, 20)})
+    sok.assign_rows(
+        waits,
+        {"keys": [1], "values": np.ones((1, 2), np.float32), "waiting_keys": np.arange(2, 20)},
+    )
     assert waits.get_value().tables["t"].rows.shape[0] == 4
 
 
@@ -127,7 +143,9 @@ def test_a_table_that_admits_every_key_says_which_counts_it_drops():
 def test_a_dump_that_does_not_fit_is_refused(tmp_path):
     empty = model(2)
     sok.dump(tmp_path / "dump", empty)
-    with pytest.raises(ValueError, match=r"differs from .* in .'optimizer': .'tf_lazy_adam', 'adagrad'"):
+    with pytest.raises(
+        ValueError, match=r"differs from .* in .'optimizer': .'tf_lazy_adam', 'adagrad'"
+    ):
         sok.load(tmp_path / "dump", model(2, optimizer=None))
     small = model(2, rows=1)
     _, backward = small.vjp(np.asarray([[[3]], [[8]]]))
@@ -173,7 +191,9 @@ RULES = {
     "nesterov": rs.from_optax(optax.sgd(0.1, 0.9, nesterov=True)),
     "rmsprop": rs.from_optax(optax.rmsprop(0.1)),
     "own": rs.optimizers.Custom(0.1, lambda g, w, m, lr: (w - lr * m, m + g), (0.0,)),
-    "other": rs.optimizers.Custom(0.1, lambda g, w, m, lr: (w - lr * jnp.sqrt(m), m + g * g), (0.0,)),
+    "other": rs.optimizers.Custom(
+        0.1, lambda g, w, m, lr: (w - lr * jnp.sqrt(m), m + g * g), (0.0,)
+    ),
 }
 
 
@@ -217,7 +237,9 @@ def test_numbers_are_not_rounded_by_a_load_nor_lost_by_an_import(tmp_path):
     np.testing.assert_array_equal(wide(KEYS), narrow(KEYS))
 
 
-@pytest.mark.parametrize("changes", [{"optimizer": rs.from_optax(optax.adamax(0.1))}, {"num_devices": 1, "rows": 32}])
+@pytest.mark.parametrize(
+    "changes", [{"optimizer": rs.from_optax(optax.adamax(0.1))}, {"num_devices": 1, "rows": 32}]
+)
 def test_a_checkpoint_of_a_models_state_does_not_become_the_state_of_another(tmp_path, changes):
     options = {"num_devices": 2, "rows": 16, "use_hashtable": False, "optimizer": RULES["adam"]}
     there, here = model(**options), model(**options | changes)

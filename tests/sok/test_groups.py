@@ -33,7 +33,10 @@ WEIGHTS = [[0.5, 2.0], [1.0], [], [1.0, 3.0, 0.25]]
 
 
 def test_a_group_mixes_tables_dims_and_combiners():
-    hashed, plain = variable("hashed", 3), np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
+    hashed, plain = (
+        variable("hashed", 3),
+        np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32),
+    )
     small = [[i % 9 for i in bag] for bag in IDS]
     args = ([hashed, nnx.Param(jnp.asarray(plain))], [IDS, small], ["sum", "mean"])
     outs = sok.group_embedding_lookup_sparse(*args, sp_weights=[WEIGHTS, None], training=True)
@@ -48,13 +51,17 @@ def test_a_group_mixes_tables_dims_and_combiners():
         np.testing.assert_allclose(outs[1][b], mean, atol=1e-6)
 
 
-def test_an_error_in_a_later_program_of_a_large_group_leaves_each_table_stepped_or_as_it_was(monkeypatch):
+def test_an_error_in_a_later_program_of_a_large_group_leaves_each_table_stepped_or_as_it_was(
+    monkeypatch,
+):
     def refuses_tracers(step):
         return 0.1 if step < 10 else 0.01
 
     monkeypatch.setattr(lookups, "STACKS_TOGETHER", 2)
     rules = {"v0": SGD(1.0), "v1": SGD(1.0), "failing": SGD(refuses_tracers)}
-    variables = [variable(name, 2, initializer="ones", optimizer=rule) for name, rule in rules.items()]
+    variables = [
+        variable(name, 2, initializer="ones", optimizer=rule) for name, rule in rules.items()
+    ]
     keys = [[[1], [2]]] * 3
     outputs, backward = sok.group_embedding_lookup_vjp(variables[:2], keys[:2], ["sum"] * 2)
     backward([jnp.ones_like(output) for output in outputs])
@@ -70,7 +77,9 @@ def test_an_error_in_a_later_program_of_a_large_group_leaves_each_table_stepped_
         np.testing.assert_array_equal(rows["values"], np.full((len(keys_of_own), 2), -1.0))
 
 
-def test_tables_that_are_alike_share_programs_and_have_the_bits_that_they_have_alone(monkeypatch, caplog):
+def test_tables_that_are_alike_share_programs_and_have_the_bits_that_they_have_alone(
+    monkeypatch, caplog
+):
     """Eleven tables of two rules; each has an initializer that is nobody else's."""
     generator, devices = np.random.default_rng(0), context(1)
     ids = [generator.integers(0, 2**40, (8, 2)) for _ in range(11)]
@@ -83,9 +92,13 @@ def test_tables_that_are_alike_share_programs_and_have_the_bits_that_they_have_a
                 (lambda key, shape: jax.random.normal(key, shape)),
                 Adagrad((0.1, 0.2)[number % 2]),
             )
-            own.append(variable(f"t{number}", 3, initializer=start, optimizer=rule, context=devices))
+            own.append(
+                variable(f"t{number}", 3, initializer=start, optimizer=rule, context=devices)
+            )
         for _ in range(2):
-            found, backward = sok.group_embedding_lookup_vjp(own, [ids[n] for n in numbers], ["sum"] * len(own))
+            found, backward = sok.group_embedding_lookup_vjp(
+                own, [ids[n] for n in numbers], ["sum"] * len(own)
+            )
             backward([gradients[n] for n in numbers])
         return found, [sok.export_rows(table) for table in own]
 
@@ -93,7 +106,10 @@ def test_tables_that_are_alike_share_programs_and_have_the_bits_that_they_have_a
     monkeypatch.setattr(lookups, "STACKS_TOGETHER", 2)
     with jax.log_compiles():
         in_pairs, rows_of_pairs = trained(range(11))
-    for program in ("_lookup", "_step"):  # six programs each: three pairs of one kind, two of the other and one table
+    for program in (
+        "_lookup",
+        "_step",
+    ):  # six programs each: three pairs of one kind, two of the other and one table
         assert sum(f"Compiling jit({program})" in message for message in caplog.messages) == 3
     (alone,), (rows_alone,) = trained([10])
     np.testing.assert_array_equal(together[10], alone)
@@ -124,12 +140,20 @@ def test_columns_of_a_scope_are_one_lookup():
     batch = {"brand": IDS, "shop": [[5]] * 4, "user": (IDS, WEIGHTS)}
     out, backward = sok.input_layer_vjp(batch, [*columns, alone])
     assert out.shape == (4, 7)
-    parts = [sok.group_embedding_lookup_sparse([c.variable], [IDS], [c.combiner]) for c in columns[:1]]
-    np.testing.assert_array_equal(parts[0][0], np.zeros((4, 2)))  # no key has a row before it is stepped
+    parts = [
+        sok.group_embedding_lookup_sparse([c.variable], [IDS], [c.combiner]) for c in columns[:1]
+    ]
+    np.testing.assert_array_equal(
+        parts[0][0], np.zeros((4, 2))
+    )  # no key has a row before it is stepped
     backward(jnp.zeros_like(out).at[:, 2:5].set(1.0))
-    parts = [sok.group_embedding_lookup_sparse([c.variable], [IDS], [c.combiner]) for c in columns[:1]]
+    parts = [
+        sok.group_embedding_lookup_sparse([c.variable], [IDS], [c.combiner]) for c in columns[:1]
+    ]
     np.testing.assert_array_equal(out[:, :2], parts[0][0])
-    np.testing.assert_allclose(sok.input_layer(batch, [*columns, alone])[:, 2:5], out[:, 2:5] - 4.0, atol=1e-6)
+    np.testing.assert_allclose(
+        sok.input_layer(batch, [*columns, alone])[:, 2:5], out[:, 2:5] - 4.0, atol=1e-6
+    )
 
 
 def test_columns_step_all_or_none():
@@ -148,7 +172,9 @@ def test_columns_step_all_or_none():
 
 
 def test_embedding_variables_are_told_from_others():
-    model = nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0)), sok.DistributedEmbedding("sum", 5, 2, 1, 1)])
+    model = nnx.List(
+        [nnx.Linear(2, 3, rngs=nnx.Rngs(0)), sok.DistributedEmbedding("sum", 5, 2, 1, 1)]
+    )
     variables = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)]
     own, others = sok.split_embedding_variable_from_others(variables)
     assert own == (model[1].variable,) and len(others) == len(variables) - 1 >= 2
@@ -161,15 +187,22 @@ def test_lookups_are_differentiated_by_their_weights(combiner):
     ids, weights = np.array([[1, 2]] * 7 + [[3, -1]]), np.full((8, 2), 0.5, np.float32)
     insert(variable, ids)
     rows = sok.export_rows(variable)
-    tables = [dict(zip(rows["keys"].tolist(), rows["values"], strict=True)), dict(enumerate(np.asarray(plain)))]
+    tables = [
+        dict(zip(rows["keys"].tolist(), rows["values"], strict=True)),
+        dict(enumerate(np.asarray(plain))),
+    ]
 
     def total(weights, table):
-        (pooled,) = sok.group_embedding_lookup_sparse([table], [ids], [combiner], sp_weights=[weights])
+        (pooled,) = sok.group_embedding_lookup_sparse(
+            [table], [ids], [combiner], sp_weights=[weights]
+        )
         return pooled[0].sum()  # of the first sample, whose ids are 1 and 2
 
     for table, known in zip((variable, plain), tables, strict=True):
         found = jax.grad(total)(jnp.asarray(weights), table)
         sums = np.array([known[1].sum(), known[2].sum()])
-        expected = sums if combiner == "sum" else sums - sums.mean()  # divided by the sum of the weights, which is 1
+        expected = (
+            sums if combiner == "sum" else sums - sums.mean()
+        )  # divided by the sum of the weights, which is 1
         np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
         assert not np.asarray(found[1:]).any()

@@ -35,7 +35,10 @@ def test_a_jitted_step_does_what_an_eager_one_does():
     targets = generator.normal(size=(STEPS, BATCH, SLOTS, DIM))
     rule = Adagrad(LEARNING_RATE)
     options = {"embedding_initializer": start, "optimizer": rule, "key_dtype": "int32"}
-    made = [sok.DistributedEmbedding("mean", 30, DIM, SLOTS, NNZ, context=context(2), **options) for _ in range(2)]
+    made = [
+        sok.DistributedEmbedding("mean", 30, DIM, SLOTS, NNZ, context=context(2), **options)
+        for _ in range(2)
+    ]
 
     def step(layer, keys, targets):
         out, backward = layer.vjp(keys)
@@ -55,7 +58,9 @@ def test_one_key_starts_alike_on_any_devices_and_with_or_without_hash_table():
     keys = np.asarray([[[5, 3]], [[9, -1]], [[0, 5]], [[11, 2]]])
     outs = []
     for num_devices, use_hashtable in ((1, True), (4, True), (2, False)):
-        layer = sok.All2AllDenseEmbedding(12, DIM, 1, 2, use_hashtable=use_hashtable, context=context(num_devices))
+        layer = sok.All2AllDenseEmbedding(
+            12, DIM, 1, 2, use_hashtable=use_hashtable, context=context(num_devices)
+        )
         outs.append(np.asarray(layer(keys, training=True)))
     np.testing.assert_array_equal(outs[0], outs[1])
     np.testing.assert_array_equal(outs[0], outs[2])
@@ -64,7 +69,9 @@ def test_one_key_starts_alike_on_any_devices_and_with_or_without_hash_table():
 
 def test_lookups_insert_nothing():
     layer = sok.All2AllDenseEmbedding(12, DIM, 1, 1, dynamic_input=True, context=context(2))
-    ahead = layer(np.asarray([1, 2, 2**50]), training=True)  # as does a lookup for training: its step inserts
+    ahead = layer(
+        np.asarray([1, 2, 2**50]), training=True
+    )  # as does a lookup for training: its step inserts
     assert layer.variable.num_rows == 0
     np.testing.assert_array_equal(insert(layer, np.asarray([1, 2, 2**50])), ahead)
     out = np.asarray(layer(np.asarray([2, 77, 77, 2**50, 1, 78])))
@@ -84,7 +91,8 @@ class TestFullTable:
         before = insert(layer, self.keys(0, 4))
         rows = sok.export_rows(layer.variable)
         with pytest.raises(
-            RuntimeError, match=r"table 'all2all_dense_embedding' is full: 2 new keys .* when_full='grow'"
+            RuntimeError,
+            match=r"table 'all2all_dense_embedding' is full: 2 new keys .* when_full='grow'",
         ):
             layer.vjp(self.keys(4, 4))
         np.testing.assert_array_equal(layer(self.keys(0, 4)), before)
@@ -93,7 +101,10 @@ class TestFullTable:
 
     def test_says_so_in_the_step_where_another_took_the_room_since_the_lookup(self):
         layer = self.layer()
-        (first, step_first), (second, step_second) = layer.vjp(self.keys(0, 4)), layer.vjp(self.keys(4, 4))
+        (first, step_first), (second, step_second) = (
+            layer.vjp(self.keys(0, 4)),
+            layer.vjp(self.keys(4, 4)),
+        )
         step_first(jnp.zeros_like(first))
         with pytest.raises(RuntimeError, match="is full: 2 new keys"):
             step_second(jnp.zeros_like(second))
@@ -102,7 +113,9 @@ class TestFullTable:
     def test_grows(self):
         layer = self.layer(when_full="grow")
         before = insert(layer, self.keys(0, 4))
-        assert insert(layer, self.keys(4, 4)).any(axis=-1).all()  # read as what their rows start from
+        assert (
+            insert(layer, self.keys(4, 4)).any(axis=-1).all()
+        )  # read as what their rows start from
         np.testing.assert_array_equal(layer(self.keys(0, 4)), before)
         assert layer.variable.num_rows == 8 and layer.variable.counts()["failed"].sum() == 0
 
@@ -111,7 +124,11 @@ class TestFullTable:
         policies = {"when_full": "grow", "admission_count": 1, "context": context(num_devices)}
         policies["admission_capacity"] = 24 // num_devices
         layer = sok.All2AllDenseEmbedding(16, DIM, 1, 1, **policies)
-        for first, num_rows in ((0, 0), (0, 12), (100, 12)):  # 12 keys once, the same again, and others once
+        for first, num_rows in (
+            (0, 0),
+            (0, 12),
+            (100, 12),
+        ):  # 12 keys once, the same again, and others once
             insert(layer, self.keys(first, 12))
             assert layer.variable.num_rows == num_rows
         refusal = r"is full: 4096 new keys find no room.* keys that wait for one.* admission_capacity larger"
@@ -128,7 +145,9 @@ def test_gradients_of_a_key_never_reach_the_next_owner_of_its_row():
     )
     _, backward = layer.vjp(np.asarray([[[5]]]))
     _, train = layer.vjp(np.asarray([[[5]]]))
-    train(np.zeros((1, 1, 1, DIM), np.float32))  # the next step, in which the row may go to another key
+    train(
+        np.zeros((1, 1, 1, DIM), np.float32)
+    )  # the next step, in which the row may go to another key
     insert(layer, np.asarray([[[6]]]))
     assert sok.export_rows(layer.variable)["keys"].tolist() == [6]
     backward(np.ones((1, 1, 1, DIM), np.float32))  # of key 5, which takes the row back
@@ -140,7 +159,12 @@ def test_gradients_of_a_key_never_reach_the_next_owner_of_its_row():
 @pytest.mark.parametrize("use_hashtable", [True, False])
 def test_a_key_beyond_the_tables_dtype_is_refused_in_every_form(key_dtype, largest, use_hashtable):
     variable = sok.embedding_variable(
-        "t", DIM, rows_per_device=9, key_dtype=key_dtype, use_hashtable=use_hashtable, context=context(2)
+        "t",
+        DIM,
+        rows_per_device=9,
+        key_dtype=key_dtype,
+        use_hashtable=use_hashtable,
+        context=context(2),
     )
 
     def look_up(keys):
@@ -149,15 +173,19 @@ def test_a_key_beyond_the_tables_dtype_is_refused_in_every_form(key_dtype, large
     beyond = np.asarray([[3], [largest + 1]], np.uint64)
     forms = [beyond, sok.split_keys(beyond), Bags(beyond.reshape(-1), np.asarray([0, 1, 2]))]
     for keys in [*forms, beyond.astype(np.int64).tolist()]:
-        with pytest.raises(ValueError, match=rf"'t'.*: key {largest + 1} does not fit into key_dtype='{key_dtype}'"):
+        with pytest.raises(
+            ValueError, match=rf"'t'.*: key {largest + 1} does not fit into key_dtype='{key_dtype}'"
+        ):
             look_up(keys)
     negative = np.asarray([[3], [-(2**40)]])
-    with pytest.raises(ValueError, match=rf"key {2**64 - 2**40} \(of signed numbers: -{2**40}\) does not fit"):
+    with pytest.raises(
+        ValueError, match=rf"key {2**64 - 2**40} \(of signed numbers: -{2**40}\) does not fit"
+    ):
         look_up(negative)
     lanes = jax.tree.map(jnp.asarray, sok.split_keys(beyond))
-    out = nnx.jit(lambda variable, keys: sok.group_embedding_lookup_sparse([variable], [keys], ["sum"])[0])(
-        variable, lanes
-    )
+    out = nnx.jit(
+        lambda variable, keys: sok.group_embedding_lookup_sparse([variable], [keys], ["sum"])[0]
+    )(variable, lanes)
     assert not np.asarray(out[1]).any()
     if use_hashtable:
         (output,), backward = sok.group_embedding_lookup_vjp(
@@ -183,9 +211,15 @@ def test_a_table_that_an_interrupted_step_took_over_says_how_to_go_on():
     keys = np.arange(8).reshape(8, 1, 1)
     layer.vjp(keys)
     jax.tree.map(lambda array: array.delete(), layer.variable.get_value())
-    calls = (layer, layer.vjp, lambda _: sok.export_rows(layer.variable), lambda _: layer.variable.counts())
+    calls = (
+        layer,
+        layer.vjp,
+        lambda _: sok.export_rows(layer.variable),
+        lambda _: layer.variable.counts(),
+    )
     for call in calls:
         with pytest.raises(
-            RuntimeError, match=r"table 'taken' has lost its rows .* Ctrl-C .* sok.load the latest dump"
+            RuntimeError,
+            match=r"table 'taken' has lost its rows .* Ctrl-C .* sok.load the latest dump",
         ):
             call(keys)

@@ -16,7 +16,9 @@ def option(evict=None, admit=None):
 
 
 def variable(**options):
-    return sok.embedding_variable("t", DIM, **{"rows_per_device": 8, "context": context(1)} | options)
+    return sok.embedding_variable(
+        "t", DIM, **{"rows_per_device": 8, "context": context(1)} | options
+    )
 
 
 def test_a_filter_option_says_what_the_admission_count_of_the_core_says():
@@ -27,7 +29,11 @@ def test_eviction_takes_rows_by_steps_and_by_half_of_their_squares():
     """A row of which this is the threshold itself stays, as in the original."""
     table = variable(**option(sok.L2WeightEvict(1.0)), rows_per_device=16)
     values = np.asarray([[1, 1], [1, 0.999], [2, 0], [0, 0], [0, 1.5]], np.float32)
-    rows = {"keys": np.arange(5) + 2**40, "values": values, "last_step": np.asarray([0, 0, 3, 3, 9])}
+    rows = {
+        "keys": np.arange(5) + 2**40,
+        "values": values,
+        "last_step": np.asarray([0, 0, 3, 3, 9]),
+    }
     sok.assign_rows(table, rows)
     gone = table.evict()
     assert (gone["keys"] - 2**40).tolist() == [1, 3] and gone["last_step"].tolist() == [0, 3]
@@ -61,5 +67,7 @@ def test_row_numbers_beyond_the_table_count_in_means_as_keys_without_a_row_do():
     """Only inside `jit`: outside it they are refused."""
     table = variable(initializer=2.0, use_hashtable=False)
     keys = sok.split_keys(np.asarray([[0, 1, -1], [0, 1, 12], [12, 13, 14]]))
-    look_up = nnx.jit(lambda table, keys: sok.group_embedding_lookup_vjp([table], [keys], ["mean"])[0][0])
+    look_up = nnx.jit(
+        lambda table, keys: sok.group_embedding_lookup_vjp([table], [keys], ["mean"])[0][0]
+    )
     np.testing.assert_allclose(look_up(table, keys)[:, 0], [2, 4 / 3, 0], rtol=1e-6)

@@ -13,7 +13,10 @@ from tests.sok import training
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
     """What the program prints in two processes with two devices each, and the checkpoint that they write."""
-    program, folder = Path(__file__).with_name("seams_program.py"), tmp_path_factory.mktemp("launched") / "learned"
+    program, folder = (
+        Path(__file__).with_name("seams_program.py"),
+        tmp_path_factory.mktemp("launched") / "learned",
+    )
     run = launching.start(program, folder)
     output = launching.printed(run)
     assert run.returncode == 0, output
@@ -23,7 +26,9 @@ def launched(tmp_path_factory):
 def test_processes_agree_on_shapes_or_refuse_together(launched):
     printed, _ = launched
     assert "[0] all agreed" in printed and "[1] all agreed" in printed
-    assert all(f"[{process}] (64, 2, 16) 384\n" in printed for process in (0, 1))  # the program of the page
+    assert all(
+        f"[{process}] (64, 2, 16) 384\n" in printed for process in (0, 1)
+    )  # the program of the page
 
 
 def test_processes_learn_what_one_device_learns(launched):

@@ -29,14 +29,23 @@ def train(devices):
     keys = generator.choice(generator.integers(0, 2**62, 30), (STEPS, BATCH, 2, 3))
     keys[generator.random(keys.shape) < 0.3] = -1
     targets = generator.normal(size=(STEPS, BATCH, 2, DIM)).astype(np.float32)
-    rules = {"lazy_adam": sok.optimizers.LazyAdam(0.1), "adam": sok.optimizers.Adam(0.1)}  # one moves all rows
+    rules = {
+        "lazy_adam": sok.optimizers.LazyAdam(0.1),
+        "adam": sok.optimizers.Adam(0.1),
+    }  # one moves all rows
     layers = {
-        name: sok.DistributedEmbedding("mean", 32, DIM, 2, 3, optimizer=rule, context=devices, name=name)
+        name: sok.DistributedEmbedding(
+            "mean", 32, DIM, 2, 3, optimizer=rule, context=devices, name=name
+        )
         for name, rule in rules.items()
     }
     normal, adagrad = jax.nn.initializers.normal(), rs.optimizers.Adagrad(0.1)
-    table = rs.TableSpec(name="t", vocabulary_size=30, embedding_dim=DIM, initializer=normal, optimizer=adagrad)
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=devices.mesh)
+    table = rs.TableSpec(
+        name="t", vocabulary_size=30, embedding_dim=DIM, initializer=normal, optimizer=adagrad
+    )
+    collection = rs.EmbeddingCollection(
+        [rs.FeatureSpec(name="f", table_spec=table)], mesh=devices.mesh
+    )
     state, losses = collection.init(jax.random.key(0)), []
     lookup, update = jax.jit(collection.lookup), jax.jit(collection.update)
 

@@ -54,7 +54,9 @@ def declared_specs(spec):
         )
         for row in spec["features"]
     ]
-    return {feature.name: feature for feature in features} if spec["container"] == "dict" else features
+    return (
+        {feature.name: feature for feature in features} if spec["container"] == "dict" else features
+    )
 
 
 def stack_as_told(features, stack, devices, cores):
@@ -94,7 +96,9 @@ def preprocess(inputs, specs, **options):
     weights = inputs.get("weights")
     return embedding.preprocess_sparse_dense_matmul_input(
         tree_like(specs, inputs["features"], dense_or_ragged),
-        None if weights is None else tree_like(specs, weights, lambda rows: np.asarray(rows, np.float32)),
+        None
+        if weights is None
+        else tree_like(specs, weights, lambda rows: np.asarray(rows, np.float32)),
         specs,
         inputs.get("local_devices", spec["devices"]),
         spec["devices"],
@@ -110,7 +114,9 @@ def table_values(spec, given=None):
     values = {}
     for i, row in enumerate(spec["tables"]):
         shape = (row["vocabulary_size"], row["embedding_dim"])
-        values[row["name"]] = np.fromfunction(lambda r, c, i=i: 100 * i + r + c / 8, shape, dtype=np.float32)
+        values[row["name"]] = np.fromfunction(
+            lambda r, c, i=i: 100 * i + r + c / 8, shape, dtype=np.float32
+        )
     return values
 
 
@@ -118,7 +124,9 @@ def variables_of(specs, tables):
     """Embedding variables that hold the given logical tables, with fresh slots."""
     stacks, variables = embedding.get_stacked_table_specs(specs), {}
     num_shards = next(iter(stacks.values())).num_shards
-    stacked = table_stacking.stack_and_shard_tables(embedding.get_table_specs(specs), tables, num_shards, 0.0)
+    stacked = table_stacking.stack_and_shard_tables(
+        embedding.get_table_specs(specs), tables, num_shards, 0.0
+    )
     for name, stack in stacks.items():
         array = jnp.asarray(stacked[name].reshape(-1, stack.stack_embedding_dim))
         slots = stack.optimizer.init_slots(array)
@@ -131,7 +139,9 @@ def on_devices(function, num_devices):
     if num_devices == 1:
         return jax.jit(function)
     mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("x",))
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    )
 
 
 def assert_matches(got, expected, tolerance):

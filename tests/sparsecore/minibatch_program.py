@@ -17,7 +17,9 @@ TIGHT = {"max_ids_per_partition": 24, "max_unique_ids_per_partition": 6}
 def specs_for(devices, cores=1, **limits):
     fields = {"initializer": jax.nn.initializers.normal(), "combiner": "mean"} | limits
     rule = embedding_spec.AdagradMomentumOptimizerSpec(0.5)
-    specs = small_world.feature_specs({"words": ROWS}, {"history": ("words", BATCH)}, optimizer=rule, **fields)
+    specs = small_world.feature_specs(
+        {"words": ROWS}, {"history": ("words", BATCH)}, optimizer=rule, **fields
+    )
     return small_world.place(specs, devices, cores)
 
 
@@ -42,12 +44,18 @@ def run_step(devices, limits=None, **options):
     def step(processed, variables):
         matmul_options = {"global_device_count": devices, "enable_minibatching": enable}
         activations = embedding.sparse_dense_matmul(processed, variables, specs, **matmul_options)
-        updated = embedding.sparse_dense_matmul_grad(activations, processed, variables, specs, **matmul_options)
+        updated = embedding.sparse_dense_matmul_grad(
+            activations, processed, variables, specs, **matmul_options
+        )
         return processed.num_minibatches, activations["history"], updated["words"].table
 
     sharding = NamedSharding(mesh, P("x"))
-    on_mesh = jax.tree.map(lambda array: jax.make_array_from_process_local_data(sharding, array), processed)
+    on_mesh = jax.tree.map(
+        lambda array: jax.make_array_from_process_local_data(sharding, array), processed
+    )
     variables = small_world.init(specs, devices)
-    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+    run = jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    )
     gathered = multihost_utils.process_allgather(run(on_mesh, variables), tiled=True)
     return [np.asarray(array) for array in gathered], statistics

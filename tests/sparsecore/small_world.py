@@ -19,9 +19,13 @@ VALUE_TOLERANCE = 2e-5
 
 def feature_specs(tables, features, **fields):
     """Features `{name: (table, batch)}` of tables `{name: rows}` or `{name: {field: value}}`, not placed yet."""
-    tables = {name: own if isinstance(own, dict) else {"vocabulary_size": own} for name, own in tables.items()}
     tables = {
-        name: embedding_spec.TableSpec(name=name, **{"embedding_dim": 8} | fields | own) for name, own in tables.items()
+        name: own if isinstance(own, dict) else {"vocabulary_size": own}
+        for name, own in tables.items()
+    }
+    tables = {
+        name: embedding_spec.TableSpec(name=name, **{"embedding_dim": 8} | fields | own)
+        for name, own in tables.items()
     }
     return {
         name: embedding_spec.FeatureSpec(
@@ -59,8 +63,13 @@ def mesh_of(devices, axis="x"):
 
 def init(specs, devices=1, cores=None, key=None):
     """Initial variables of all tables of the specs."""
-    key, sharding = jax.random.key(0) if key is None else key, NamedSharding(mesh_of(devices), P("x", None))
-    return embedding.init_embedding_variables(key, embedding.get_table_specs(specs), sharding, cores)
+    key, sharding = (
+        jax.random.key(0) if key is None else key,
+        NamedSharding(mesh_of(devices), P("x", None)),
+    )
+    return embedding.init_embedding_variables(
+        key, embedding.get_table_specs(specs), sharding, cores
+    )
 
 
 def placed_specs(devices, cores, *, is_stacked=True, rotation=1, stack_limit=None, **fields):
@@ -87,7 +96,9 @@ def logical_variables(tree, specs):
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variables)
     by_stack = {path[-1].key: own for path, own in found if is_variables(own)}
     num_shards = next(iter(embedding.get_stacked_table_specs(specs).values())).num_shards
-    return table_stacking.unshard_and_unstack_tables(embedding.get_table_specs(specs), by_stack, num_shards)
+    return table_stacking.unshard_and_unstack_tables(
+        embedding.get_table_specs(specs), by_stack, num_shards
+    )
 
 
 def logical_tables(tree, specs):
@@ -102,13 +113,22 @@ def draw_tables(seed=0):
 def draw_batch(seed=0):
     """Ids, with repetitions inside samples, and activation gradients."""
     rng = np.random.default_rng(seed + 1000)
-    ids = {name: rng.integers(0, TABLES[table], (batch, IDS_PER_SAMPLE)) for name, (table, batch) in FEATURES.items()}
-    gradients = {name: rng.normal(size=(batch, DIM)).astype(np.float32) for name, (_, batch) in FEATURES.items()}
+    ids = {
+        name: rng.integers(0, TABLES[table], (batch, IDS_PER_SAMPLE))
+        for name, (table, batch) in FEATURES.items()
+    }
+    gradients = {
+        name: rng.normal(size=(batch, DIM)).astype(np.float32)
+        for name, (_, batch) in FEATURES.items()
+    }
     return ids, gradients
 
 
 def dense_activations(tables, ids):
-    return {name: np.asarray(tables[FEATURES[name][0]], np.float64)[rows].sum(axis=1) for name, rows in ids.items()}
+    return {
+        name: np.asarray(tables[FEATURES[name][0]], np.float64)[rows].sum(axis=1)
+        for name, rows in ids.items()
+    }
 
 
 def dense_row_gradients(ids, gradients):
@@ -118,25 +138,36 @@ def dense_row_gradients(ids, gradients):
         by_row = summed[FEATURES[feature][0]]
         for sample, sample_rows in enumerate(rows):
             for row in sample_rows.tolist():
-                by_row[row] = by_row.get(row, 0.0) + np.asarray(gradients[feature][sample], np.float64)
+                by_row[row] = by_row.get(row, 0.0) + np.asarray(
+                    gradients[feature][sample], np.float64
+                )
     return summed
 
 
 def dense_step(tables, slots, ids, gradients, step_row, **made_of):
     """Tables and slots after one step of each touched row; slots are `{table: [arrays]}`."""
     summed = dense_row_gradients(ids, gradients)
-    stepped = {name: stepped_table(tables[name], slots[name], summed[name], step_row, **made_of) for name in tables}
-    return {name: table for name, (table, _) in stepped.items()}, {name: slot for name, (_, slot) in stepped.items()}
+    stepped = {
+        name: stepped_table(tables[name], slots[name], summed[name], step_row, **made_of)
+        for name in tables
+    }
+    return {name: table for name, (table, _) in stepped.items()}, {
+        name: slot for name, (_, slot) in stepped.items()
+    }
 
 
 def full_slots(*values):
-    return {name: [np.full((rows, DIM), value) for value in values] for name, rows in TABLES.items()}
+    return {
+        name: [np.full((rows, DIM), value) for value in values] for name, rows in TABLES.items()
+    }
 
 
 def assert_close(got, expected):
     assert set(got) == set(expected)
     for name, values in expected.items():
-        np.testing.assert_allclose(np.asarray(got[name]), values, atol=VALUE_TOLERANCE, rtol=VALUE_TOLERANCE)
+        np.testing.assert_allclose(
+            np.asarray(got[name]), values, atol=VALUE_TOLERANCE, rtol=VALUE_TOLERANCE
+        )
 
 
 def assert_padding_is_zero(specs, variables):

@@ -71,7 +71,11 @@ def test_the_page_names_the_modules_that_a_program_can_import():
     prefix = "jax_tpu_embedding.sparsecore."
     with install_as_jax_tpu_embedding():
         names = [name for name in sys.modules if name.startswith(prefix)]
-        modules = {name.removeprefix(prefix) for name in names if not hasattr(sys.modules[name], "__path__")}
+        modules = {
+            name.removeprefix(prefix)
+            for name in names
+            if not hasattr(sys.modules[name], "__path__")
+        }
     page = (ROOT / "docs" / "sparsecore.md").read_text()
     table = page.split("|---|---|\n")[1].split("\n\n")[0]
     published = [row.split("|")[1] for row in table.splitlines()]
@@ -79,17 +83,27 @@ def test_the_page_names_the_modules_that_a_program_can_import():
 
 
 def test_no_program_is_no_program():
-    done = subprocess.run([sys.executable, "-m", "rsembed.sparsecore"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "rsembed.sparsecore"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1 and "PROGRAM ARGUMENTS" in done.stderr
 
 
 def test_a_keras_model_of_the_page_trains_on_two_devices(tmp_path):
     if importlib.util.find_spec("keras_rs") is None:  # importing it would choose a backend
         pytest.skip("needs keras and keras-rs: `make test-clients` runs it")
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "keras.md").read_text(), re.DOTALL)
+    (program,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "keras.md").read_text(), re.DOTALL
+    )
     (tmp_path / "model.py").write_text(program)
-    chosen = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    chosen = {
+        "KERAS_BACKEND": "jax",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
     command = [sys.executable, "-m", "rsembed.sparsecore", "model.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=os.environ | chosen)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=os.environ | chosen
+    )
     loss, tables = done.stdout.splitlines()[-1].split(" ", 1)
     assert float(loss) < 0.6 and tables == "{'seen': (500, 16), 'user': (1000, 16)}", done.stderr

@@ -28,12 +28,19 @@ IDS = np.arange(BATCH * 2).reshape(BATCH, 2) % ROWS
 
 def specs_of(*features, **fields):
     """Features `(name, table, batch)` of new tables of 64 rows."""
-    tables, readers = {table: ROWS for _, table, _ in features}, {name: (table, n) for name, table, n in features}
-    return list(small_world.feature_specs(tables, readers, max_ids_per_partition=64, **fields).values())
+    tables, readers = (
+        {table: ROWS for _, table, _ in features},
+        {name: (table, n) for name, table, n in features},
+    )
+    return list(
+        small_world.feature_specs(tables, readers, max_ids_per_partition=64, **fields).values()
+    )
 
 
 def placed(devices, cores, *features, rotation=None, **fields):
-    return small_world.place(specs_of(*(features or (("f", "t", BATCH),)), **fields), devices, cores, rotation)
+    return small_world.place(
+        specs_of(*(features or (("f", "t", BATCH),)), **fields), devices, cores, rotation
+    )
 
 
 def preprocess(specs, ids=None, **options):
@@ -43,7 +50,9 @@ def preprocess(specs, ids=None, **options):
 
 def look_up(specs, inputs, variables, cores=None):
     def on_device(*given):
-        return embedding.sparse_dense_matmul(*given, specs, global_device_count=1, num_sc_per_device=cores)
+        return embedding.sparse_dense_matmul(
+            *given, specs, global_device_count=1, num_sc_per_device=cores
+        )
 
     return jax.jit(on_device)(inputs, variables)
 
@@ -51,7 +60,9 @@ def look_up(specs, inputs, variables, cores=None):
 def step(specs, inputs, variables):
     def stepped(inputs, variables):
         gradients = [jnp.ones(spec.output_shape) for spec in specs]
-        return embedding.sparse_dense_matmul_grad(gradients, inputs, variables, specs, global_device_count=1, step=0)
+        return embedding.sparse_dense_matmul_grad(
+            gradients, inputs, variables, specs, global_device_count=1, step=0
+        )
 
     return jax.jit(stepped)(inputs, variables)
 
@@ -66,12 +77,16 @@ def test_whoever_names_no_number_of_cores_gets_the_placed_one():
     variables = init(specs)
     wanted = np.broadcast_to(IDS.sum(axis=1)[:, None], (BATCH, DIM))
     np.testing.assert_array_equal(look_up(specs, preprocess(specs), variables)[0], wanted)
-    np.testing.assert_array_equal(small_world.logical_tables(variables, specs)["t"][:, 0], np.arange(ROWS))
+    np.testing.assert_array_equal(
+        small_world.logical_tables(variables, specs)["t"][:, 0], np.arange(ROWS)
+    )
     forward = embedding_pipelining_utils.get_default_sc_fwd_function(specs, mesh_of(1))
     np.testing.assert_array_equal(jax.jit(forward)(preprocess(specs), variables)[0][0], wanted)
     linen = linen_embed.SparseCoreEmbed(specs, "x", mesh_of(1))
     inputs, _ = linen.prepare_batch([IDS])
-    found = jax.jit(lambda key, inputs: linen.apply(linen.init(key, inputs), inputs))(jax.random.key(0), inputs)
+    found = jax.jit(lambda key, inputs: linen.apply(linen.init(key, inputs), inputs))(
+        jax.random.key(0), inputs
+    )
     np.testing.assert_array_equal(found[0], wanted)
     layer = nnx_embed.SparseCoreEmbed(specs, "x", mesh_of(1), nnx.Rngs(0))
     np.testing.assert_array_equal(nnx.jit(layer)(layer.prepare_batch([IDS])[0])[0], wanted)
@@ -85,19 +100,33 @@ def test_tables_placed_later_take_the_cores_of_those_placed_before():
 
 
 def test_places_made_by_hand_serve_any_number_of_cores_and_planned_ones_stay_with_their_table():
-    stack = embedding_spec.StackedTableSpec("t", 128, DIM, embedding_spec.SGDOptimizerSpec(), "sum", BATCH)
+    stack = embedding_spec.StackedTableSpec(
+        "t", 128, DIM, embedding_spec.SGDOptimizerSpec(), "sum", BATCH
+    )
     setting = embedding_spec.TableSettingInStack("t", 128, DIM)
     (planned,) = placed(1, 16)
     fields = {"_stacked_table_spec": stack, "_setting_in_stack": setting}
-    table = embedding_spec.TableSpec("t", ROWS, DIM, rows_by_number, embedding_spec.SGDOptimizerSpec(), "sum", **fields)
-    assert (table.setting_in_stack, planned.table_spec.stacked_table_spec.stack_vocab_size) == (setting, 128)
+    table = embedding_spec.TableSpec(
+        "t", ROWS, DIM, rows_by_number, embedding_spec.SGDOptimizerSpec(), "sum", **fields
+    )
+    assert (table.setting_in_stack, planned.table_spec.stacked_table_spec.stack_vocab_size) == (
+        setting,
+        128,
+    )
     specs = [embedding_spec.FeatureSpec("f", table, output_shape=(BATCH, DIM))]
     for cores in (2, 4):
         variables = init(specs, cores=cores)
         wanted = np.broadcast_to(IDS.sum(axis=1)[:, None], (BATCH, DIM))
-        np.testing.assert_array_equal(look_up(specs, preprocess(specs, cores=cores), variables, cores)[0], wanted)
-    assert placed(1, 4)[0].table_spec != placed(1, 8)[0].table_spec  # of as many rows, at other places
-    assert planned.table_spec.is_stacked() and not dataclasses.replace(planned.table_spec, name="u").is_stacked()
+        np.testing.assert_array_equal(
+            look_up(specs, preprocess(specs, cores=cores), variables, cores)[0], wanted
+        )
+    assert (
+        placed(1, 4)[0].table_spec != placed(1, 8)[0].table_spec
+    )  # of as many rows, at other places
+    assert (
+        planned.table_spec.is_stacked()
+        and not dataclasses.replace(planned.table_spec, name="u").is_stacked()
+    )
 
 
 def test_limits_from_statistics_of_other_cores_are_told(caplog):
@@ -110,7 +139,9 @@ def test_limits_from_statistics_of_other_cores_are_told(caplog):
     for seen, cores in ((statistics, 2), (statistics, 8), (others, 4)):
         caplog.clear()
         limits_from_statistics(stacks, seen, cores)
-        assert "stack 't' has 4 shards" in caplog.text and f"num_sc_per_device={cores}" in caplog.text
+        assert (
+            "stack 't' has 4 shards" in caplog.text and f"num_sc_per_device={cores}" in caplog.text
+        )
 
 
 TWO = (("f", "t", BATCH), ("g", "u", BATCH))
@@ -130,15 +161,22 @@ OTHER_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("difference", OTHER_LAYOUTS)  # another number of shards shows in the row pointers
+@pytest.mark.parametrize(
+    "difference", OTHER_LAYOUTS
+)  # another number of shards shows in the row pointers
 def test_batches_of_another_layout_are_refused_though_shapes_agree(difference):
     specs = placed(1, 4, ("f", "t", 8), ("g", "u", 16), rotation=0)
-    with pytest.raises(ValueError, match=f"the input was preprocessed for other specs: .*{difference}"):
+    with pytest.raises(
+        ValueError, match=f"the input was preprocessed for other specs: .*{difference}"
+    ):
         look_up(specs, preprocess(OTHER_LAYOUTS[difference]()), init(specs))
 
 
 OPTIMIZERS = {
-    "named slots": (embedding_spec.AdamOptimizerSpec(), embedding_spec.AdagradMomentumOptimizerSpec()),
+    "named slots": (
+        embedding_spec.AdamOptimizerSpec(),
+        embedding_spec.AdagradMomentumOptimizerSpec(),
+    ),
     "shapes": (embedding_spec.RowWiseAdagradOptimizerSpec(), embedding_spec.AdagradOptimizerSpec()),
 }
 
@@ -148,7 +186,9 @@ def test_slots_of_another_optimizer_are_looked_up_but_never_stepped(name):
     theirs, own = (placed(1, 4, optimizer=optimizer) for optimizer in OPTIMIZERS[name])
     variables, inputs = init(theirs), preprocess(own)
     assert look_up(own, inputs, variables)[0].shape == (BATCH, DIM)
-    with pytest.raises(ValueError, match=r"stack 't': its optimizer .* keeps slots .* but got .*Slot"):
+    with pytest.raises(
+        ValueError, match=r"stack 't': its optimizer .* keeps slots .* but got .*Slot"
+    ):
         step(own, inputs, variables)
 
 
@@ -166,18 +206,27 @@ def test_a_copied_feature_is_not_read_at_the_start_of_its_stack():
         "it would read another table": [dataclasses.replace(second)],
     }
     for copied in copies.values():
-        for use in (preprocess, lambda specs: embedding.prepare_feature_specs_for_training(specs, 1, 4)):
-            with pytest.raises(ValueError, match=r"feature 'g' does not lie where stack 't_u' has room for it"):
+        for use in (
+            preprocess,
+            lambda specs: embedding.prepare_feature_specs_for_training(specs, 1, 4),
+        ):
+            with pytest.raises(
+                ValueError, match=r"feature 'g' does not lie where stack 't_u' has room for it"
+            ):
                 use(copied)
 
 
 def test_variables_serve_new_specs_with_another_batch_and_a_further_feature():
     training = placed(1, 4, *TWO, rotation=1, initializer=rows_by_number)
-    serving = placed(1, 4, ("f", "t", 8), ("g", "u", 8), ("h", "u", 16), rotation=1, initializer=rows_by_number)
+    serving = placed(
+        1, 4, ("f", "t", 8), ("g", "u", 8), ("h", "u", 16), rotation=1, initializer=rows_by_number
+    )
     variables = step(training, preprocess(training), init(training))
     ids = [IDS[:8], IDS[8:16] + 3, IDS[16:]]
     tables = small_world.logical_tables(variables, training)
-    for got, name, rows in zip(look_up(serving, preprocess(serving, ids), variables), "tuu", ids, strict=True):
+    for got, name, rows in zip(
+        look_up(serving, preprocess(serving, ids), variables), "tuu", ids, strict=True
+    ):
         np.testing.assert_allclose(got, np.asarray(tables[name])[rows].sum(axis=1), rtol=1e-6)
 
 
@@ -193,7 +242,9 @@ def test_limits_may_change_between_preprocessing_and_step():
 
 def test_a_table_of_another_record_has_no_row_numbers():
     one, other = (
-        embedding.create_proto_from_feature_specs(placed(1, 4, *TWO, rotation=rotation), 1).stacked_table_specs[0]
+        embedding.create_proto_from_feature_specs(
+            placed(1, 4, *TWO, rotation=rotation), 1
+        ).stacked_table_specs[0]
         for rotation in (0, 1)
     )
     assert embedding_spec.get_row_ids_in_stacked_table(one, one.table_specs[1], [0]) == [16]
@@ -206,7 +257,10 @@ def test_variables_go_on_through_flax_serialization():
     layer = linen_embed.SparseCoreEmbed(specs, "x", mesh_of(1))
     inputs, _ = layer.prepare_batch([IDS])
     params = jax.jit(layer.init)(jax.random.key(0), inputs)
-    restored, apply = serialization.from_bytes(params, serialization.to_bytes(params)), jax.jit(layer.apply)
+    restored, apply = (
+        serialization.from_bytes(params, serialization.to_bytes(params)),
+        jax.jit(layer.apply),
+    )
     np.testing.assert_array_equal(apply(restored, inputs)[0], apply(params, inputs)[0])
 
 
@@ -218,8 +272,12 @@ def test_variables_are_pairs_of_the_structure_that_they_were_given_in():
     for given in ({"t": embedding.EmbeddingVariables(table, slot)}, {"t": (table,)}):
         updated = step(specs, inputs, given)
         assert jax.tree.structure(updated) == jax.tree.structure(given)
-        jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(updated), jax.tree.leaves(wanted))
+        jax.tree.map(
+            np.testing.assert_array_equal, jax.tree.leaves(updated), jax.tree.leaves(wanted)
+        )
     initializers = embedding_spec.AdagradOptimizerSpec().slot_variables_initializers()
     assert isinstance(initializers, embedding_spec.AdagradSlotVariables)
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(variables)]
+    paths = [
+        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(variables)
+    ]
     assert paths == ["['t'].table"]

@@ -32,9 +32,15 @@ from tests.sparsecore.case_specs import (
 )
 from tests.sparsecore.tutorial_program import final_loss, make_batch
 
-LAYOUT_CASES = ["stack_auto_two_tables", "stack_auto_dict_features_sorted_by_key", "stack_tables_manual"]
+LAYOUT_CASES = [
+    "stack_auto_two_tables",
+    "stack_auto_dict_features_sorted_by_key",
+    "stack_tables_manual",
+]
 PREPROCESSING_CASES = sorted(
-    name for name in CASES if name.startswith("pre_") and name not in ("pre_errors", "pre_sparse_tensor")
+    name
+    for name in CASES
+    if name.startswith("pre_") and name not in ("pre_errors", "pre_sparse_tensor")
 )
 FORWARD_CASES = sorted(name for name in CASES if name.startswith("fwd_"))
 UPDATE_CASES = sorted(name for name in CASES if name.startswith("grad_sgd_"))
@@ -42,7 +48,8 @@ RULE_CASES = sorted(
     name
     for name in CASES
     if name.startswith("opt_")
-    and name.removesuffix("_step_none")[4:] in ("sgd", "adagrad", "adam", "adagrad_momentum", "ftrl", "laprop", "f2a")
+    and name.removesuffix("_step_none")[4:]
+    in ("sgd", "adagrad", "adam", "adagrad_momentum", "ftrl", "laprop", "f2a")
 )
 
 
@@ -73,7 +80,9 @@ def test_stacking_lays_tables_and_features_out_as_published(name):
 
 def test_groups_are_split_first_fit():
     inputs, expected, _ = case("stack_split_groups_first_fit")
-    assert [split_by_memory(call["groups"], call["bytes"], call["limit"]) for call in inputs["calls"]] == expected
+    assert [
+        split_by_memory(call["groups"], call["bytes"], call["limit"]) for call in inputs["calls"]
+    ] == expected
 
 
 def test_long_stack_names_are_cut_and_hashed():
@@ -83,20 +92,27 @@ def test_long_stack_names_are_cut_and_hashed():
     assert stack_name_of(["a", "b"]) == expected["under_50"]
 
 
-@pytest.mark.parametrize("label", [label for label, _ in CASES["stack_errors"]["inputs"]["stackings"]])
+@pytest.mark.parametrize(
+    "label", [label for label, _ in CASES["stack_errors"]["inputs"]["stackings"]]
+)
 def test_impossible_stacks_are_refused(label):
     inputs, expected, _ = case("stack_errors")
     assert dict(expected)[label] == "ValueError"
     spec = inputs["spec"]
     with pytest.raises(ValueError, match="stack"):
-        stack_as_told(declared_specs(spec), dict(inputs["stackings"])[label], spec["devices"], spec["cores"])
+        stack_as_told(
+            declared_specs(spec), dict(inputs["stackings"])[label], spec["devices"], spec["cores"]
+        )
 
 
 def partitions_of(processed, stack, spec):
     """Non-empty partitions, as the cases list them."""
     devices, cores, shards = spec["devices"], spec["cores"], spec["devices"] * spec["cores"]
     pointers = processed.lhs_row_pointers[stack].reshape(devices, cores, -1)
-    arrays = [field[stack].reshape(devices, cores, -1) for field in processed.sparse_dense_matmul_input[1:]]
+    arrays = [
+        field[stack].reshape(devices, cores, -1)
+        for field in processed.sparse_dense_matmul_input[1:]
+    ]
     found = []
     for device, core in np.ndindex(devices, cores):
         start = 0
@@ -124,11 +140,15 @@ def assert_buffers(processed, statistics, spec, expected, tolerance):
                                for field in processed.sparse_dense_matmul_input[1:])  # fmt: skip
         is_gap = np.ones(ids.shape, bool)
         for part in found:
-            is_gap[part["device"], part["sc"], part["start"] : part["start"] + len(part["ids"])] = False
+            is_gap[part["device"], part["sc"], part["start"] : part["start"] + len(part["ids"])] = (
+                False
+            )
         assert (ids[is_gap] == PADDING_VALUE).all() and (samples[is_gap] == PADDING_VALUE).all()
         assert np.isnan(gains[is_gap]).all()
     for field, by_stack in expected["stats"].items():
-        assert {name: np.asarray(v).tolist() for name, v in getattr(statistics, field).items()} == by_stack
+        assert {
+            name: np.asarray(v).tolist() for name, v in getattr(statistics, field).items()
+        } == by_stack
     assert processed.num_minibatches.tolist() == expected["num_minibatches"]
 
 
@@ -144,7 +164,9 @@ def test_sparse_tensors_fill_the_same_buffers_as_ragged_rows():
     inputs, expected, tolerance = case("pre_sparse_tensor")
     spec = inputs["spec"]
     specs = placed_specs(spec)
-    trees = (tree_like(specs, inputs[key], np.asarray) for key in ("indices", "values", "dense_shape"))
+    trees = (
+        tree_like(specs, inputs[key], np.asarray) for key in ("indices", "values", "dense_shape")
+    )
     processed, statistics = embedding.preprocess_sparse_dense_matmul_input_from_sparse_tensor(
         *trees, specs, 1, 1, num_sc_per_device=spec["cores"]
     )
@@ -153,10 +175,16 @@ def test_sparse_tensors_fill_the_same_buffers_as_ragged_rows():
 
 
 def test_calls_that_crash_the_published_system():
-    refused = ["limit_exceeded", "three_dimensions", "tree_mismatch"]  # in rows of `tests/bad_calls/sparsecore.py`
+    refused = [
+        "limit_exceeded",
+        "three_dimensions",
+        "tree_mismatch",
+    ]  # in rows of `tests/bad_calls/sparsecore.py`
     assert case("pre_errors")[0]["calls"] == ["shards_not_a_power_of_two", *refused]
     specs = small_world.place(small_world.feature_specs({"t": 32}, {"f": ("t", 12)}), 3, 2)
-    processed, _ = small_world.preprocess(specs, {"f": np.arange(12)[:, None]}, devices=3)  # for any number of shards
+    processed, _ = small_world.preprocess(
+        specs, {"f": np.arange(12)[:, None]}, devices=3
+    )  # for any number of shards
     found = set()
     for partition in partitions_of(processed, "t", {"devices": 3, "cores": 2}):
         first_sample = (partition["device"] * 2 + partition["sc"]) * 2
@@ -169,7 +197,9 @@ def test_minibatches_are_cut_as_published():
     inputs, expected, _ = case("minibatch_split_bits")
     for call, wanted in zip(inputs["calls"], expected, strict=True):
         nodes = split_nodes(np.asarray(call["counts"]), call["limit"])
-        assert "".join(str(int(node)) for node in reversed(nodes)) == wanted  # the case shows a number, root first
+        assert (
+            "".join(str(int(node)) for node in reversed(nodes)) == wanted
+        )  # the case shows a number, root first
 
 
 def test_buffer_sizes():
@@ -178,10 +208,14 @@ def test_buffer_sizes():
         devices, cores, minibatching = call["global_devices"], call["sc"], call["minibatching"]
         if call["fn"] == "row_pointers_size_per_device":
             got = embedding.compute_row_pointers_size_per_device(
-                global_device_count=devices, num_sc_per_device=cores, enable_minibatching=minibatching
+                global_device_count=devices,
+                num_sc_per_device=cores,
+                enable_minibatching=minibatching,
             )
         else:
-            got = embedding.compute_theoretical_max_coo_buffer_size(call["max_ids"], devices, cores, minibatching)
+            got = embedding.compute_theoretical_max_coo_buffer_size(
+                call["max_ids"], devices, cores, minibatching
+            )
         assert got == size
 
 
@@ -195,13 +229,19 @@ def test_lookup_combines_rows_as_published(name):
 
     def look_up(processed, variables, perform_unstacking=True):
         return embedding.tpu_sparse_dense_matmul(
-            processed, variables, specs, global_device_count=spec["devices"], perform_unstacking=perform_unstacking
+            processed,
+            variables,
+            specs,
+            global_device_count=spec["devices"],
+            perform_unstacking=perform_unstacking,
         )
 
     activations = on_devices(look_up, spec["devices"])(processed, variables)
     for feature, got in zip(specs, activations, strict=True):
         assert_matches(got, expected["activations"][feature.name], tolerance)
-    raw = on_devices(lambda *args: look_up(*args, perform_unstacking=False), spec["devices"])(processed, variables)
+    raw = on_devices(lambda *args: look_up(*args, perform_unstacking=False), spec["devices"])(
+        processed, variables
+    )
     for stack, rows in expected.get("raw_stacked", {}).items():
         assert_matches(raw[stack], rows, tolerance)
 
@@ -225,12 +265,16 @@ def test_update_steps_every_touched_row_once(name):
             embedding_var_limits=None if limits is None else {"t": tuple(limits)},
         )
 
-    gradients = tree_like(specs, inputs["activation_grads"], lambda rows: jnp.asarray(rows, jnp.float32))
+    gradients = tree_like(
+        specs, inputs["activation_grads"], lambda rows: jnp.asarray(rows, jnp.float32)
+    )
     updated = jax.jit(update)(gradients, processed, variables_of(specs, before))
     after = jax.tree.map(np.asarray, small_world.logical_tables(updated, specs))
     for table, rows in expected["updated_rows"].items():
         touched = sorted(map(int, rows))
-        assert_matches(after[table][touched], [rows[str(row)]["table"] for row in touched], tolerance)
+        assert_matches(
+            after[table][touched], [rows[str(row)]["table"] for row in touched], tolerance
+        )
         untouched = np.setdiff1d(np.arange(len(after[table])), touched)
         np.testing.assert_array_equal(after[table][untouched], before[table][untouched])
 
@@ -250,8 +294,12 @@ def test_row_rules_step_as_published(name):
     inputs, expected, tolerance = case(name)
     optimizer = optimizer_of(inputs["optimizer"])
     hyper = optimizer.get_hyperparameters(inputs["step"])
-    row, *slots = (jnp.asarray([values], jnp.float32) for values in (inputs["table"], *inputs["slots"]))
-    row, slots = optimizer.step_rows(row, tuple(slots), jnp.asarray([inputs["grad"]], jnp.float32), hyper)
+    row, *slots = (
+        jnp.asarray([values], jnp.float32) for values in (inputs["table"], *inputs["slots"])
+    )
+    row, slots = optimizer.step_rows(
+        row, tuple(slots), jnp.asarray([inputs["grad"]], jnp.float32), hyper
+    )
     assert_matches(hyper, expected["hyperparameters"], tolerance)
     assert_matches(row[0], expected["table"], tolerance)
     for got, wanted in zip(slots, expected["slots"], strict=True):
@@ -281,7 +329,11 @@ def test_learning_rates_may_be_callables():
             with pytest.raises(ValueError, match="learning"):
                 embedding_spec.SGDOptimizerSpec(learning_rate).get_learning_rate(step)
         else:
-            assert_matches(embedding_spec.SGDOptimizerSpec(learning_rate).get_learning_rate(step), wanted, tolerance)
+            assert_matches(
+                embedding_spec.SGDOptimizerSpec(learning_rate).get_learning_rate(step),
+                wanted,
+                tolerance,
+            )
 
 
 def test_custom_rules_are_ordinary_functions():
@@ -291,8 +343,12 @@ def test_custom_rules_are_ordinary_functions():
         accumulator = accumulator + gradient * gradient
         return row - learning_rate * gradient / jnp.sqrt(accumulator), accumulator
 
-    optimizer = embedding_spec.CustomOptimizerSpec(inputs["learning_rate"], adagrad, tuple(inputs["slot_init"]))
-    row, accumulator, gradient = (jnp.asarray([inputs[key]], jnp.float32) for key in ("table", "accum", "grad"))
+    optimizer = embedding_spec.CustomOptimizerSpec(
+        inputs["learning_rate"], adagrad, tuple(inputs["slot_init"])
+    )
+    row, accumulator, gradient = (
+        jnp.asarray([inputs[key]], jnp.float32) for key in ("table", "accum", "grad")
+    )
     row, slots = optimizer.step_rows(row, (accumulator,), gradient, optimizer.get_hyperparameters())
     assert_matches(row[0], expected["table"], tolerance)
     assert_matches(slots[0][0], expected["slots"][0], tolerance)
@@ -325,7 +381,10 @@ def test_initial_variables_have_the_published_shapes():
         embedding_spec.FeatureSpec(
             name=f"feature_of_{name}",
             table_spec=embedding_spec.TableSpec(
-                name=name, vocabulary_size=vocab, embedding_dim=dim, optimizer=optimizer_of({"type": optimizer})
+                name=name,
+                vocabulary_size=vocab,
+                embedding_dim=dim,
+                optimizer=optimizer_of({"type": optimizer}),
             ),
             output_shape=(8, dim),
         )
@@ -334,7 +393,9 @@ def test_initial_variables_have_the_published_shapes():
     stack_as_told(specs, inputs["stack"], inputs["devices"], inputs["sc_per_device"])
     sharding = NamedSharding(Mesh(np.asarray(jax.devices()[:1]), ("x",)), P("x", None))
     table_specs = embedding.get_table_specs(specs)
-    variables = embedding.init_embedding_variables(jax.random.key(0), table_specs, sharding, inputs["sc_per_device"])
+    variables = embedding.init_embedding_variables(
+        jax.random.key(0), table_specs, sharding, inputs["sc_per_device"]
+    )
     assert list(variables) == expected["keys"]
     (stack,) = variables.values()
     assert list(stack.table.shape) == expected["table_shape"]
@@ -348,7 +409,9 @@ def test_statistics_survive_a_file(tmp_path):
     client = NPZFileFDOClient(str(tmp_path))
     for record in inputs["records"]:
         fields = (record["max_ids"], record["max_unique"], record["required"], record["dropped"])
-        client.record(SparseDenseMatmulInputStats(*({inputs["table"]: values} for values in fields)))
+        client.record(
+            SparseDenseMatmulInputStats(*({inputs["table"]: values} for values in fields))
+        )
     client.publish()
     (path,) = tmp_path.iterdir()
     assert path.match("fdo_stats_0_*.npz")
@@ -356,7 +419,9 @@ def test_statistics_survive_a_file(tmp_path):
         assert {key: arrays[key].tolist() for key in arrays.files} == expected["arrays"]
     loaded = client.load()
     assert loaded.max_ids_per_partition[inputs["table"]].tolist() == expected["loaded_max_ids"]
-    assert loaded.required_buffer_size_per_sc[inputs["table"]].tolist() == expected["loaded_required"]
+    assert (
+        loaded.required_buffer_size_per_sc[inputs["table"]].tolist() == expected["loaded_required"]
+    )
 
 
 def test_statistics_set_the_limits():
@@ -365,8 +430,13 @@ def test_statistics_set_the_limits():
     num_cores = 2
     for update, wanted in zip(inputs["updates"], expected["after_each"], strict=True):
         num_cores = update.get("num_sc", num_cores)
-        fields = ({"t": update[key]} if update else {} for key in ("max_ids", "max_unique", "required_per_sc"))
-        embedding.update_preprocessing_parameters(specs, SparseDenseMatmulInputStats(*fields), num_cores)
+        fields = (
+            {"t": update[key]} if update else {}
+            for key in ("max_ids", "max_unique", "required_per_sc")
+        )
+        embedding.update_preprocessing_parameters(
+            specs, SparseDenseMatmulInputStats(*fields), num_cores
+        )
         stack = embedding.get_stacked_table_specs(specs)["t"]
         assert stack.max_ids_per_partition == wanted["max_ids"]
         assert stack.max_unique_ids_per_partition == wanted["max_unique"]
@@ -382,7 +452,11 @@ def test_pipelined_training_follows_the_published_schedule():
     )
     num_steps, drain = inputs["num_steps"], inputs["drain_inputs"]
     assert pipelining.get_pipeline_train_steps(num_steps) == expected["total_cycles"]
-    batches = [*zip(inputs["inputs"], inputs["targets"], strict=True), (drain, drain), (drain, drain)]
+    batches = [
+        *zip(inputs["inputs"], inputs["targets"], strict=True),
+        (drain, drain),
+        (drain, drain),
+    ]
     batches = [pipelining.CurrentStepInput(*map(jnp.float32, batch)) for batch in batches]
     count, variable = jnp.int32(0), jnp.float32(inputs["initial_variable"])
     state = pipelining.get_initial_state(batches[0], count, variable, *stages[:2])
@@ -403,7 +477,9 @@ def test_optimizers_are_recorded_with_the_published_codes():
         optimizer = optimizer_of(fields)
         record = embedding.optimizer_spec_to_proto(optimizer)
         assert embedding.proto_to_optimizer_spec(record) == optimizer
-        if fields["type"] == "laprop":  # the published record has no code for it, and gives SGD back
+        if (
+            fields["type"] == "laprop"
+        ):  # the published record has no code for it, and gives SGD back
             continue
         assert (record.type, record.short_name) == (wanted["type_enum"], wanted["back"])
         assert record.bool_params == wanted["bool_params"]
@@ -421,7 +497,10 @@ def test_first_guesses_of_limits():
 def test_the_published_text_reaches_the_published_loss(step):
     inputs, expected, _ = case("shakespeare_dataset")
     word_ids = np.asarray(inputs["word_ids"], np.int32)
-    assert (len(word_ids), len(set(word_ids.tolist()))) == (expected["num_words"], expected["distinct_words"])
+    assert (len(word_ids), len(set(word_ids.tolist()))) == (
+        expected["num_words"],
+        expected["distinct_words"],
+    )
     assert word_ids[:20].tolist() == expected["first_20_ids"]
     features, labels = datasets.word_id_batches(word_ids, 1, inputs["batch"], inputs["seq_len"], 1)
     assert list(features["words_0"][0].shape) == expected["features_shape"]

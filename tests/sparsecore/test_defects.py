@@ -63,7 +63,9 @@ def test_new_limits_are_traced_once_each():
     ids = np.arange(16).reshape(8, 2)
     for max_ids in (20, 20, 24, 20, 24):
         # 20 and 24 have buffers of one size, so that nothing but the limit can tell them apart.
-        statistics = embedding.SparseDenseMatmulInputStats(max_ids_per_partition={"words": [max_ids]})
+        statistics = embedding.SparseDenseMatmulInputStats(
+            max_ids_per_partition={"words": [max_ids]}
+        )
         embedding.update_preprocessing_parameters(spec, statistics, 1)
         processed, _ = preprocess(spec, ids)
         assert processed.lhs_gains["words"].size == 24
@@ -95,7 +97,10 @@ def test_specs_as_static_arguments_follow_new_limits():
 def test_drops_are_told_once_with_table_limit_and_number(caplog, monkeypatch):
     monkeypatch.setattr(partitioner, "_warned", set())
     specs = [spec_for("left"), spec_for("right")]
-    limits = {"stack_to_max_ids_per_partition": lambda *_: 12, "stack_to_max_unique_ids_per_partition": lambda *_: 10}
+    limits = {
+        "stack_to_max_ids_per_partition": lambda *_: 12,
+        "stack_to_max_unique_ids_per_partition": lambda *_: 10,
+    }
     for spec in specs:
         spec.table_spec.max_ids_per_partition = spec.table_spec.max_unique_ids_per_partition = 1
         spec.table_spec.suggested_coo_buffer_size_per_device = 4
@@ -115,15 +120,23 @@ def test_drops_are_told_once_with_table_limit_and_number(caplog, monkeypatch):
     monkeypatch.setattr(partitioner, "_warned", set())
     spec = prepared(spec_for(max_unique_ids_per_partition=5))
     with caplog.at_level(logging.WARNING, logger="rsembed"):
-        _, statistics = preprocess(spec, [[number, number] for number in range(8)], allow_id_dropping=True)
+        _, statistics = preprocess(
+            spec, [[number, number] for number in range(8)], allow_id_dropping=True
+        )
     assert statistics.id_drops_by_table == {"words": (0, 6, 0)}
-    assert "6 ids were dropped in one batch by max_unique_ids_per_partition=5" in caplog.records[-1].getMessage()
+    assert (
+        "6 ids were dropped in one batch by max_unique_ids_per_partition=5"
+        in caplog.records[-1].getMessage()
+    )
 
 
 @pytest.mark.parametrize("is_auto", [False, True])
 def test_suggested_buffer_sizes_survive_stacking(is_auto):
     def stacked(*sizes):
-        specs = [spec_for(f"t{k}", suggested_coo_buffer_size_per_device=size) for k, size in enumerate(sizes)]
+        specs = [
+            spec_for(f"t{k}", suggested_coo_buffer_size_per_device=size)
+            for k, size in enumerate(sizes)
+        ]
         if is_auto:
             table_stacking.auto_stack_tables(specs, 1, 1)
         else:
@@ -196,8 +209,12 @@ def test_one_feature_may_go_without_weights():
 
 def test_no_drop_goes_uncounted_with_minibatches_in_a_small_buffer():
     specs = program.specs_for(1, max_ids_per_partition=2, suggested_coo_buffer_size_per_device=64)
-    ids = np.stack([np.random.default_rng(k).permutation(64)[:6] for k in range(32)])  # no id twice in a sample
-    processed, statistics = preprocess(specs, {"history": ids}, enable_minibatching=True, allow_id_dropping=True)
+    ids = np.stack(
+        [np.random.default_rng(k).permutation(64)[:6] for k in range(32)]
+    )  # no id twice in a sample
+    processed, statistics = preprocess(
+        specs, {"history": ids}, enable_minibatching=True, allow_id_dropping=True
+    )
     lost = statistics.id_drops_by_table["words"]
     assert lost.ids > 0 and lost.buffer > 0 and lost.unique_ids == 0
     assert np.isfinite(processed.lhs_gains["words"]).sum() + sum(lost) == ids.size

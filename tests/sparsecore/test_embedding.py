@@ -39,11 +39,16 @@ def test_untouched_rows_and_slots_keep_their_bits():
 
     after = update(processed, warm)
     for name, stack in after.items():
-        moved = np.flatnonzero((np.asarray(stack.table) != np.asarray(warm[name].table)).any(axis=1))
+        moved = np.flatnonzero(
+            (np.asarray(stack.table) != np.asarray(warm[name].table)).any(axis=1)
+        )
         # Rows 0 to 3 of both tables were looked up: their momentum moves them although the gradient is zero.
         assert moved.size == 8
         for new, old in zip(stack.slot, warm[name].slot, strict=True):
-            assert np.flatnonzero((np.asarray(new) != np.asarray(old)).any(axis=1)).tolist() == moved.tolist()
+            assert (
+                np.flatnonzero((np.asarray(new) != np.asarray(old)).any(axis=1)).tolist()
+                == moved.tolist()
+            )
 
 
 def test_garbage_in_gaps_and_tails_is_never_used():
@@ -61,17 +66,29 @@ def test_garbage_in_gaps_and_tails_is_never_used():
                                         processed.num_minibatches, processed.limits)  # fmt: skip
 
     def run(processed, variables, gradients):
-        activations = embedding.sparse_dense_matmul(processed, variables, specs, global_device_count=2)
-        return activations, embedding.sparse_dense_matmul_grad(gradients, processed, variables, specs)
+        activations = embedding.sparse_dense_matmul(
+            processed, variables, specs, global_device_count=2
+        )
+        return activations, embedding.sparse_dense_matmul_grad(
+            gradients, processed, variables, specs
+        )
 
     run = on_devices(run, 2)
-    jax.tree.map(np.testing.assert_array_equal, run(dirty, variables, gradients), run(processed, variables, gradients))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        run(dirty, variables, gradients),
+        run(processed, variables, gradients),
+    )
 
 
 def test_limits_unknown_means_a_full_buffer():
     specs, variables, processed, _ = drawn(2, 1)
-    bare = embedding.PreprocessedInput(processed.sparse_dense_matmul_input, processed.num_minibatches)
-    run = on_devices(lambda p, v: embedding.sparse_dense_matmul(p, v, specs, global_device_count=2), 2)
+    bare = embedding.PreprocessedInput(
+        processed.sparse_dense_matmul_input, processed.num_minibatches
+    )
+    run = on_devices(
+        lambda p, v: embedding.sparse_dense_matmul(p, v, specs, global_device_count=2), 2
+    )
     jax.tree.map(np.testing.assert_array_equal, run(processed, variables), run(bare, variables))
 
 
@@ -87,7 +104,9 @@ def test_the_devices_may_span_several_mesh_axes_or_one_of_several():
         (Mesh(devices[:2].reshape(1, 2), ("x", "y")), P(("x", "y"))),
         (Mesh(devices[:6].reshape(3, 2), ("x", "y")), P("y")),
     ):
-        run = jax.jit(jax.shard_map(look_up, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+        run = jax.jit(
+            jax.shard_map(look_up, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        )
         jax.tree.map(np.testing.assert_array_equal, run(processed, variables), expected)
 
 
@@ -97,11 +116,15 @@ def test_a_shard_map_may_check_what_varies_over_the_mesh():
     def step(processed, variables, gradients):
         options = {"global_device_count": 4}
         activations = embedding.sparse_dense_matmul(processed, variables, specs, **options)
-        return activations, embedding.sparse_dense_matmul_grad(gradients, processed, variables, specs, **options)
+        return activations, embedding.sparse_dense_matmul_grad(
+            gradients, processed, variables, specs, **options
+        )
 
     expected = on_devices(step, 4)(processed, variables, gradients)
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("x",))
-    checked = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=True))
+    checked = jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=True)
+    )
     jax.tree.map(np.testing.assert_array_equal, checked(processed, variables, gradients), expected)
 
 
@@ -109,7 +132,9 @@ def test_row_limits_leave_padding_and_untouched_rows_alone():
     specs, variables, processed, gradients = drawn(1, 1, highest=3, is_stacked=False)
     limits = {"first": (0.5, None), "second": (None, -0.5)}
     updated = jax.jit(
-        lambda p, v: embedding.sparse_dense_matmul_grad(gradients, p, v, specs, embedding_var_limits=limits)
+        lambda p, v: embedding.sparse_dense_matmul_grad(
+            gradients, p, v, specs, embedding_var_limits=limits
+        )
     )(processed, variables)
     first, second = (np.asarray(updated[name].table) for name in ("first", "second"))
     assert (first[:3, : small_world.DIM] >= 0.5).all() and not first[:, small_world.DIM :].any()
@@ -173,17 +198,22 @@ def test_a_custom_rule_with_slots_equals_rows_without_padding(is_from_logical):
 
     @jax.jit
     def step(gradients, inputs, variables, step):
-        return embedding.sparse_dense_matmul_grad(gradients, inputs, variables, specs, global_device_count=1, step=step)
+        return embedding.sparse_dense_matmul_grad(
+            gradients, inputs, variables, specs, global_device_count=1, step=step
+        )
 
     for seed in range(2):
         ids, gradients = small_world.draw_batch(seed)
         inputs, _ = small_world.preprocess(specs, ids)
         variables = step(gradients, inputs, variables, jnp.int32(seed))
-        tables, slots = small_world.dense_step(tables, slots, ids, gradients, normed_momentum_in_numpy)
+        tables, slots = small_world.dense_step(
+            tables, slots, ids, gradients, normed_momentum_in_numpy
+        )
     got = small_world.logical_variables(variables, specs)
     small_world.assert_close({name: pair.table for name, pair in got.items()}, tables)
     small_world.assert_close(
-        {name: jax.tree.leaves(pair.slot)[0] for name, pair in got.items()}, {name: s[0] for name, s in slots.items()}
+        {name: jax.tree.leaves(pair.slot)[0] for name, pair in got.items()},
+        {name: s[0] for name, s in slots.items()},
     )
 
 
@@ -211,13 +241,21 @@ def stepped(specs, devices, *, number=0):
     inputs = small_world.prepare(tables, {name: np.arange(BATCH)[:, None] % ROWS for name in specs})
     gradients = {name: jnp.full((BATCH, DIM), 2.0**-10) for name in specs}
     updated = jax.jit(tables.update)(gradients, small_world.init(specs, devices), number, inputs)
-    return {name: np.asarray(table, np.float32) for name, table in small_world.logical_tables(updated, specs).items()}
+    return {
+        name: np.asarray(table, np.float32)
+        for name, table in small_world.logical_tables(updated, specs).items()
+    }
 
 
 def test_every_row_of_every_table_and_every_step_has_noise_of_its_own():
     specs = rounded_specs(1, 4, "t", "u")
-    values, later = (np.concatenate(list(stepped(specs, 1, number=number).values())) for number in (0, 1))
-    assert set(np.unique(values)) == {np.float32(1 - 2**-8), np.float32(1)}  # two steps of half the distance
+    values, later = (
+        np.concatenate(list(stepped(specs, 1, number=number).values())) for number in (0, 1)
+    )
+    assert set(np.unique(values)) == {
+        np.float32(1 - 2**-8),
+        np.float32(1),
+    }  # two steps of half the distance
     # 64 rows of 8 coin tosses: by chance a few of them are equal, not half.
     assert len({row.tobytes() for row in values}) > 44
     assert (values != later).any()
@@ -227,7 +265,9 @@ def test_rounded_tables_are_bit_equal_alone_or_stacked_on_any_number_of_devices_
     wanted = stepped(rounded_specs(1, 4, "t", "u"), 1)
     for devices, cores in ((1, 4), (4, 1), (2, 4)):
         jax.tree.map(
-            np.testing.assert_array_equal, stepped(rounded_specs(devices, cores, "t", "u", rotation=1), devices), wanted
+            np.testing.assert_array_equal,
+            stepped(rounded_specs(devices, cores, "t", "u", rotation=1), devices),
+            wanted,
         )
     alone = stepped(rounded_specs(4, 1, "u"), 4)
     np.testing.assert_array_equal(alone["u"], wanted["u"])

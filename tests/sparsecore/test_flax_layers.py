@@ -35,12 +35,16 @@ def linen_layer(specs, **options):
 
 
 def nnx_layer(specs, seed=0, **options):
-    return nnx_embed.SparseCoreEmbed(specs, "model", mesh(), nnx.Rngs(seed), num_sc_per_device=CORES, **options)
+    return nnx_embed.SparseCoreEmbed(
+        specs, "model", mesh(), nnx.Rngs(seed), num_sc_per_device=CORES, **options
+    )
 
 
 def gradient_step(layer, params, inputs, step=None):
     """The Linen layer's own parameters after one step of autodiff."""
-    return jax.jit(jax.grad(lambda params: squared_error(layer.apply({"params": params}, inputs, step))))(params)
+    return jax.jit(
+        jax.grad(lambda params: squared_error(layer.apply({"params": params}, inputs, step)))
+    )(params)
 
 
 def initial_params(model, inputs):
@@ -50,7 +54,9 @@ def initial_params(model, inputs):
 @functools.cache
 def linen_run(steps=(None,) * NUM_STEPS):
     """In minibatches, as the batch exceeds its limits."""
-    specs = small_world.placed_specs(2, CORES, is_stacked=False, optimizer=ADAM, max_unique_ids_per_partition=8)
+    specs = small_world.placed_specs(
+        2, CORES, is_stacked=False, optimizer=ADAM, max_unique_ids_per_partition=8
+    )
     layer = linen_layer(specs, enable_minibatching=True)
     inputs, _ = layer.prepare_batch(small_world.draw_batch()[0])
     assert int(inputs.num_minibatches[0]) > 1
@@ -118,7 +124,9 @@ def test_nnx_autodiff_trains_as_dense_loops(case):
 def test_linen_apply_gradient_equals_autodiff():
     layer, _, inputs, (params, updated, *_) = linen_run()
     activations = jax.jit(layer.apply)({"params": params}, inputs)
-    apply = jax.jit(lambda *args: layer.apply({"params": args[0]}, *args[1:], method="apply_gradient"))
+    apply = jax.jit(
+        lambda *args: layer.apply({"params": args[0]}, *args[1:], method="apply_gradient")
+    )
     explicit = apply(params, activations, inputs)
     updated = meta.unbox(updated)
     assert jax.tree.structure(explicit) == jax.tree.structure(updated)
@@ -182,7 +190,10 @@ def test_quantized_lookup_with_a_custom_rule():
         row -= 0.1 * np.sign(gradient)
 
     activations = train(layer, layer.preprocess_inputs(0, ids, None))
-    rounded = {name: np.clip(np.floor((table + 1) * 2 + 0.5) / 2 - 1, -1, 1) for name, table in before.items()}
+    rounded = {
+        name: np.clip(np.floor((table + 1) * 2 + 0.5) / 2 - 1, -1, 1)
+        for name, table in before.items()
+    }
     wanted = small_world.dense_activations(rounded, ids)
     small_world.assert_close(activations, wanted)
     after, _ = small_world.dense_step(before, small_world.full_slots(), ids, wanted, sign_step)
@@ -199,19 +210,24 @@ def test_the_partitioned_optimizers_keep_tables_from_optax():
 
     # The same model twice: tables and head of the NNX one go into the Linen one.
     tables = nnx_model.layer.embedding_table.get_value()
-    params["layer"][linen_embed.EMBEDDING_PARAM_NAME] = params["layer"][linen_embed.EMBEDDING_PARAM_NAME].replace(
+    params["layer"][linen_embed.EMBEDDING_PARAM_NAME] = params["layer"][
+        linen_embed.EMBEDDING_PARAM_NAME
+    ].replace(
         value=jax.tree.map(jnp.copy, tables)  # the NNX step donates its own
     )
-    params["Dense_0"] = {"kernel": nnx_model.head.kernel.get_value(), "bias": nnx_model.head.bias.get_value()}
+    params["Dense_0"] = {
+        "kernel": nnx_model.head.kernel.get_value(),
+        "bias": nnx_model.head.bias.get_value(),
+    }
 
     tx = embed_optimizer.create_optimizer_for_sc_model(params, optax.sgd(0.05))
     optimizer = nnx_embed.PartitionedOptimizer(nnx_model, optax.sgd(0.05))
 
     @jax.jit
     def linen_step(params, opt_state):
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((linen_model.apply({"params": p}, inputs) - 1) ** 2))(
-            params
-        )
+        loss, grads = jax.value_and_grad(
+            lambda p: jnp.mean((linen_model.apply({"params": p}, inputs) - 1) ** 2)
+        )(params)
         updates, opt_state = tx.update(grads, opt_state, params)
         return embed_optimizer.apply_updates_for_sc_model(params, updates), opt_state, loss
 
@@ -230,9 +246,12 @@ def test_the_partitioned_optimizers_keep_tables_from_optax():
         np.testing.assert_allclose(nnx_step(nnx_model, optimizer, inputs), loss, rtol=1e-5)
     assert losses[2] < losses[0]
     small_world.assert_close(
-        small_world.logical_tables(nnx.state(nnx_model), specs), small_world.logical_tables(params, specs)
+        small_world.logical_tables(nnx.state(nnx_model), specs),
+        small_world.logical_tables(params, specs),
     )
-    np.testing.assert_allclose(nnx_model.head.kernel.get_value(), params["Dense_0"]["kernel"], rtol=1e-5)
+    np.testing.assert_allclose(
+        nnx_model.head.kernel.get_value(), params["Dense_0"]["kernel"], rtol=1e-5
+    )
 
 
 def test_filters_split_a_model_into_tables_and_the_rest():

@@ -58,14 +58,18 @@ def test_lookup_and_update_equal_dense_loops(name):
     for seed, (updated, activations) in enumerate(found[1:]):
         ids, gradients = small_world.draw_batch(seed)
         small_world.assert_close(activations, small_world.dense_activations(tables, ids))
-        tables, slots = small_world.dense_step(tables, slots, ids, gradients, oracles.adagrad_step, learning_rate=0.5)
+        tables, slots = small_world.dense_step(
+            tables, slots, ids, gradients, oracles.adagrad_step, learning_rate=0.5
+        )
         small_world.assert_close(updated, tables)
 
 
 def test_updated_tables_keep_their_names_in_any_container():
     specs = small_world.placed_specs(2, 2, is_stacked=False)
     tables = mesh_lookup.MeshTables(
-        feature_specs=specs, devices=mesh_lookup.table_mesh(mesh_of((2,), "x"), "x"), num_sc_per_device=2
+        feature_specs=specs,
+        devices=mesh_lookup.table_mesh(mesh_of((2,), "x"), "x"),
+        num_sc_per_device=2,
     )
     ids, gradients = small_world.draw_batch(0)
     inputs, variables = small_world.prepare(tables, ids), tables.init(jax.random.key(5))

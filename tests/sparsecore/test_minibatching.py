@@ -11,7 +11,9 @@ from tests.sparsecore import small_world
 
 
 def preprocess(specs, *, ids=None, **options):
-    return small_world.preprocess(specs, {"history": program.make_ids() if ids is None else ids}, **options)
+    return small_world.preprocess(
+        specs, {"history": program.make_ids() if ids is None else ids}, **options
+    )
 
 
 @pytest.mark.parametrize("num_shards", [1, 4, 6, 64])
@@ -23,13 +25,19 @@ def test_the_rows_of_one_shard_fill_all_buckets_evenly(num_shards):
 @pytest.mark.parametrize("devices", [1, 4])
 def test_the_step_is_bit_by_bit_that_of_the_whole_batch(devices):
     (_, *whole), seen = program.run_step(devices)
-    (minibatches, *split), seen_split = program.run_step(devices, program.TIGHT, enable_minibatching=True)
+    (minibatches, *split), seen_split = program.run_step(
+        devices, program.TIGHT, enable_minibatching=True
+    )
     assert len(set(minibatches.tolist())) == 1 and minibatches[0] > 1
     for got, wanted in zip(split, whole, strict=True):
         np.testing.assert_array_equal(got, wanted)
     for field in ("max_ids_per_partition", "max_unique_ids_per_partition", "id_drop_counters"):
-        np.testing.assert_array_equal(getattr(seen_split, field)["words"], getattr(seen, field)["words"])
-    assert (seen_split.required_buffer_size_per_sc["words"] >= seen.required_buffer_size_per_sc["words"]).all()
+        np.testing.assert_array_equal(
+            getattr(seen_split, field)["words"], getattr(seen, field)["words"]
+        )
+    assert (
+        seen_split.required_buffer_size_per_sc["words"] >= seen.required_buffer_size_per_sc["words"]
+    ).all()
 
 
 def test_a_given_agreement_is_asked_twice_and_obeyed():
@@ -43,7 +51,10 @@ def test_a_given_agreement_is_asked_twice_and_obeyed():
     quiet = program.make_ids()[:16]
     processed, _ = preprocess(specs, devices=4, ids=quiet, local=2, enable_minibatching=True, batch_number=5,
                               all_reduce_interface=agree)  # fmt: skip
-    assert [(key, len(flags), flags.any()) for key, flags in asked] == [(10, 1, False), (11, 63, False)]
+    assert [(key, len(flags), flags.any()) for key, flags in asked] == [
+        (10, 1, False),
+        (11, 63, False),
+    ]
     assert processed.num_minibatches.tolist() == [64, 64]
 
 
@@ -75,14 +86,27 @@ def test_blocks_hold_their_minibatch_in_the_published_order():
         for shard in range(2):
             end = blocks[block, shard]
             columns = rows[start:end] * 2 + shard
-            keys = list(zip(bucket_of(columns).tolist(), columns.tolist(), samples[start:end].tolist(), strict=True))
+            keys = list(
+                zip(
+                    bucket_of(columns).tolist(),
+                    columns.tolist(),
+                    samples[start:end].tolist(),
+                    strict=True,
+                )
+            )
             assert keys == sorted(keys)
             assert len(keys) <= 24 and len(set(columns.tolist())) <= 6
             for column in columns.tolist():
-                assert found.setdefault((core, column), minibatch) == minibatch, "a row is in two minibatches"
+                assert found.setdefault((core, column), minibatch) == minibatch, (
+                    "a row is in two minibatches"
+                )
             start = -(-end // 8) * 8
         assert (blocks[block, 2:] == start).all()
-    wanted = {(core, int(number)) for core in range(2) for number in program.make_ids()[core * 16 :][:16].ravel()}
+    wanted = {
+        (core, int(number))
+        for core in range(2)
+        for number in program.make_ids()[core * 16 :][:16].ravel()
+    }
     assert set(found) == wanted
 
 
@@ -90,10 +114,13 @@ def test_a_bucket_that_overflows_alone_is_an_error_or_counted():
     specs = program.specs_for(1, max_ids_per_partition=10)
     ids = np.zeros((32, 6), int)
     with pytest.raises(
-        ValueError, match=r"max_ids_per_partition=10, but core 0 has 32 for shard 0 in one of .* cannot"
+        ValueError,
+        match=r"max_ids_per_partition=10, but core 0 has 32 for shard 0 in one of .* cannot",
     ):
         preprocess(specs, ids=ids, enable_minibatching=True)
-    processed, statistics = preprocess(specs, ids=ids, enable_minibatching=True, allow_id_dropping=True)
+    processed, statistics = preprocess(
+        specs, ids=ids, enable_minibatching=True, allow_id_dropping=True
+    )
     assert statistics.id_drop_counters == {"words": 22 * 6}
     assert statistics.id_drops_by_table["words"] == (22 * 6, 0, 0)
     assert np.isfinite(processed.lhs_gains["words"]).sum() == 10
@@ -105,7 +132,9 @@ def test_a_suggested_buffer_bounds_all_minibatches_together():
     needed = int(statistics.required_buffer_size_per_sc["words"][0])
     assert needed <= 256 == processed.lhs_gains["words"].size
     small = program.specs_for(1, suggested_coo_buffer_size_per_device=64, **program.TIGHT)
-    with pytest.raises(ValueError, match=rf"entries do not fit the buffer of 64 places per device, {needed} are"):
+    with pytest.raises(
+        ValueError, match=rf"entries do not fit the buffer of 64 places per device, {needed} are"
+    ):
         preprocess(small, enable_minibatching=True)
     _, statistics = preprocess(small, enable_minibatching=True, allow_id_dropping=True)
     drops = statistics.id_drops_by_table["words"]
@@ -115,11 +144,16 @@ def test_a_suggested_buffer_bounds_all_minibatches_together():
 @pytest.mark.parametrize("has_leading_dimension", [False, True])
 @pytest.mark.parametrize("enable_minibatching", [False, True])
 def test_shapes_are_known_in_advance(has_leading_dimension, enable_minibatching):
-    options = {"has_leading_dimension": has_leading_dimension, "enable_minibatching": enable_minibatching}
+    options = {
+        "has_leading_dimension": has_leading_dimension,
+        "enable_minibatching": enable_minibatching,
+    }
     limits = {"max_ids_per_partition": 200, "suggested_coo_buffer_size_per_device": 500}
     specs = program.specs_for(4, 2, **limits)
     processed, _ = preprocess(specs, devices=4, ids=program.make_ids()[:16], local=2, **options)
-    shapes = embedding.eval_preprocess_sparse_dense_matmul_input_shape(specs, 2, 4, num_sc_per_device=2, **options)
+    shapes = embedding.eval_preprocess_sparse_dense_matmul_input_shape(
+        specs, 2, 4, num_sc_per_device=2, **options
+    )
     jax.tree.map(lambda shape, array: np.testing.assert_equal((shape.shape, shape.dtype), (array.shape, array.dtype)),
                  shapes, processed)  # fmt: skip
     size = embedding.compute_coo_buffer_size_per_device(specs, 4, 2, enable_minibatching)["words"]

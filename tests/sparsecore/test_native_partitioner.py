@@ -19,7 +19,9 @@ from tests.sparsecore.small_world import feature_specs, place, preprocess, ragge
 _reason = native_partitioner.unavailable_because()
 if _reason is not None and os.environ.get("RSEMBED_REQUIRE_NATIVE") == "1":
     raise RuntimeError(f"RSEMBED_REQUIRE_NATIVE=1, but {_reason}")
-pytestmark = pytest.mark.skipif(_reason is not None, reason=f"needs the native host partitioner: {_reason}")
+pytestmark = pytest.mark.skipif(
+    _reason is not None, reason=f"needs the native host partitioner: {_reason}"
+)
 
 LAYOUTS = [(1, 4), (1, 1), (3, 1), (2, 2), (1, 3), (4, 2), (1, 16)]
 ID_DTYPES = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", ">i4"]
@@ -37,17 +39,25 @@ def threads(number):
         yield
 
 
-def make_specs(devices, cores, tables, features, *, limits=(256, 256), suggested=None, rotation=None):
+def make_specs(
+    devices, cores, tables, features, *, limits=(256, 256), suggested=None, rotation=None
+):
     """Specs of `{table: (vocabulary, combiner)}` and `{feature: (table, batch)}`; a rotation stacks all tables."""
     specs = feature_specs(
-        {name: {"vocabulary_size": rows, "combiner": combiner} for name, (rows, combiner) in tables.items()},
+        {
+            name: {"vocabulary_size": rows, "combiner": combiner}
+            for name, (rows, combiner) in tables.items()
+        },
         features,
         max_ids_per_partition=limits[0],
         max_unique_ids_per_partition=limits[1],
         suggested_coo_buffer_size_per_device=suggested,
     )
     if rotation is not None:
-        used, of_stack = dict.fromkeys(table for table, _ in features.values()), [lambda *_, n=n: n for n in limits]
+        used, of_stack = (
+            dict.fromkeys(table for table, _ in features.values()),
+            [lambda *_, n=n: n for n in limits],
+        )
         table_stacking.stack_tables(specs, list(used), devices, cores, rotation, *of_stack)
     return place(specs, devices, cores)
 
@@ -67,7 +77,11 @@ def assert_same(got, expected):
 
     def check(mine, theirs):
         mine, theirs = np.asarray(mine), np.asarray(theirs)
-        assert (mine.dtype, mine.shape, mine.tobytes()) == (theirs.dtype, theirs.shape, theirs.tobytes())
+        assert (mine.dtype, mine.shape, mine.tobytes()) == (
+            theirs.dtype,
+            theirs.shape,
+            theirs.tobytes(),
+        )
 
     (buffers, statistics), (expected_buffers, expected_statistics) = got, expected
     jax.tree.map(check, buffers, expected_buffers)
@@ -75,7 +89,9 @@ def assert_same(got, expected):
 
 
 def assert_equals_definition(*given, num_threads=2, **options):
-    with mock.patch.object(native_partitioner, "unavailable_because", lambda: "its definition is asked"):
+    with mock.patch.object(
+        native_partitioner, "unavailable_because", lambda: "its definition is asked"
+    ):
         expected = partitioned(*given, **options)
     with threads(num_threads):
         assert_same(partitioned(*given, **options), expected)
@@ -93,7 +109,10 @@ def draw_leaf(generator, kind, vocabulary, dtype, num_samples):
     """Ids as users have them."""
     if kind == "dense":
         return draw_ids(generator, vocabulary, dtype, (num_samples, int(generator.integers(0, 6))))
-    rows = [draw_ids(generator, vocabulary, dtype, int(generator.integers(0, 7))) for _ in range(num_samples)]
+    rows = [
+        draw_ids(generator, vocabulary, dtype, int(generator.integers(0, 7)))
+        for _ in range(num_samples)
+    ]
     return [row.tolist() for row in rows] if kind == "lists" else ragged(rows, dtype)
 
 
@@ -115,7 +134,10 @@ def problems(draw):
     rotation = draw(st.none() | st.integers(0, 5))
     combiner = draw(combiners)
     tables = {
-        f"t{k}": (draw(st.sampled_from(VOCABULARIES)), combiner if rotation is not None else draw(combiners))
+        f"t{k}": (
+            draw(st.sampled_from(VOCABULARIES)),
+            combiner if rotation is not None else draw(combiners),
+        )
         for k in range(draw(st.integers(1, 3)))
     }
     features = {
@@ -125,10 +147,16 @@ def problems(draw):
     limit = st.sampled_from([1, 2, 5, 9, 256])
     limits = draw(limit), draw(limit)
     suggested = draw(st.none() | st.integers(1, -(-limits[0] // 8) * 8 * cores * devices * cores))
-    made = (devices, cores, tables, features), {"limits": limits, "suggested": suggested, "rotation": rotation}
+    made = (
+        (devices, cores, tables, features),
+        {"limits": limits, "suggested": suggested, "rotation": rotation},
+    )
     kinds = {name: draw(st.sampled_from(["dense", "lists", "arrays"])) for name in features}
     dtypes = {name: draw(st.sampled_from(ID_DTYPES)) for name in features}
-    options = {"num_threads": draw(st.sampled_from([1, 2, 7])), "allow_id_dropping": draw(st.booleans())}
+    options = {
+        "num_threads": draw(st.sampled_from([1, 2, 7])),
+        "allow_id_dropping": draw(st.booleans()),
+    }
     options["local"] = draw(st.sampled_from([devices, 1]))
     return made, kinds, dtypes, options, draw(st.booleans()), draw(st.integers(0, 2**32 - 1))
 
@@ -136,13 +164,19 @@ def problems(draw):
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_equals_the_definition(problem):
-    ((devices, cores, tables, features), layout), kinds, dtypes, options, is_weighted, seed = problem
+    ((devices, cores, tables, features), layout), kinds, dtypes, options, is_weighted, seed = (
+        problem
+    )
     specs = make_specs(devices, cores, tables, features, **layout)
     generator, batch = np.random.default_rng(seed), {}
     for name, (table, num_samples) in features.items():
         num_samples = num_samples * options["local"] // devices
         batch[name] = draw_leaf(generator, kinds[name], tables[table][0], dtypes[name], num_samples)
-    weights = {name: draw_weights(generator, leaf) for name, leaf in batch.items()} if is_weighted else None
+    weights = (
+        {name: draw_weights(generator, leaf) for name, leaf in batch.items()}
+        if is_weighted
+        else None
+    )
     assert_equals_definition(specs, batch, weights, devices, cores, **options)
 
 
@@ -179,25 +213,38 @@ def test_scattered_and_read_only_ids_are_read_right():
 
 @pytest.mark.parametrize(
     ("bad", "dtype"),
-    [(-1, "int8"), (-1, "int64"), (30, "int32"), (30, "uint8"), (2**40, "int64"), (2**63 + 1, "uint64")],
+    [
+        (-1, "int8"),
+        (-1, "int64"),
+        (30, "int32"),
+        (30, "uint8"),
+        (2**40, "int64"),
+        (2**63 + 1, "uint64"),
+    ],
 )
 def test_an_id_outside_its_table_is_named(bad, dtype):
     specs = make_specs(1, 2, {"t": (30, "sum")}, {"f": ("t", 8), "g": ("t", 8)})
     batch = {name: np.ones((8, 3), dtype) for name in specs}
     batch["g"][5, 1] = bad
-    with pytest.raises(ValueError, match=rf"feature 'g': id {bad} in sample 5 is outside table 't'.*=30"):
+    with pytest.raises(
+        ValueError, match=rf"feature 'g': id {bad} in sample 5 is outside table 't'.*=30"
+    ):
         preprocess(specs, batch, allow_id_dropping=True)
 
 
 def test_preprocessing_uses_it():
     specs = make_specs(1, 2, {"t": (30, "sum")}, {"f": ("t", 8)})
-    with mock.patch.object(native_partitioner, "partition_stacks", wraps=native_partitioner.partition_stacks) as used:
+    with mock.patch.object(
+        native_partitioner, "partition_stacks", wraps=native_partitioner.partition_stacks
+    ) as used:
         preprocess(specs, {"f": np.ones((8, 3), np.int32)})
     assert used.call_count == 1
 
 
 def test_buffers_are_aligned_for_devices():
-    specs = make_specs(1, 2, {"a": (30, "sum"), "b": (9, "sum")}, {"f": ("a", 8), "g": ("b", 8)}, suggested=16)
+    specs = make_specs(
+        1, 2, {"a": (30, "sum"), "b": (9, "sum")}, {"f": ("a", 8), "g": ("b", 8)}, suggested=16
+    )
     batch = {name: np.ones((8, 1), np.int32) for name in specs}
     processed, _ = preprocess(specs, batch)
     for arrays in processed.sparse_dense_matmul_input:
@@ -205,7 +252,14 @@ def test_buffers_are_aligned_for_devices():
 
 
 def test_python_runs_beside_it():
-    specs = make_specs(1, 2, {"t": (100_000, "sum")}, {"f": ("t", 32768)}, limits=(300_000, 300_000), suggested=1 << 20)
+    specs = make_specs(
+        1,
+        2,
+        {"t": (100_000, "sum")},
+        {"f": ("t", 32768)},
+        limits=(300_000, 300_000),
+        suggested=1 << 20,
+    )
     batch = {"f": np.random.default_rng(0).integers(0, 100_000, (32768, 30), dtype=np.int32)}
     function, inside, beats = native_partitioner._partition_function(), threading.Event(), []
 

@@ -29,7 +29,9 @@ def mesh():
 def dense_step(activations, targets, train_state, sc_fwd_aux):
     """Moves activations towards `scale * targets`; the scale is the dense parameter."""
     assert sc_fwd_aux is None
-    gradients = {name: activations[name] - train_state["scale"] * targets[name] for name in activations}
+    gradients = {
+        name: activations[name] - train_state["scale"] * targets[name] for name in activations
+    }
     loss = sum(0.5 * jnp.sum(value * value) for value in gradients.values())
     train_state = {"scale": train_state["scale"] * 0.9, "steps": train_state["steps"] + 1}
     return gradients, loss, train_state, None
@@ -45,10 +47,15 @@ def batch(number):
 def pipelined_run():
     """Losses by cycle, and tables, slots and dense state at the end."""
     specs = small_world.placed_specs(4, CORES, optimizer=OPTIMIZER)
-    tables = mesh_lookup.MeshTables(feature_specs=specs, devices=mesh_lookup.table_mesh(mesh(), ("x", "y")))
+    tables = mesh_lookup.MeshTables(
+        feature_specs=specs, devices=mesh_lookup.table_mesh(mesh(), ("x", "y"))
+    )
     data, replicated = NamedSharding(mesh(), P(("x", "y"))), NamedSharding(mesh(), P())
     variables = embedding.init_embedding_variables(
-        jax.random.key(1), embedding.get_table_specs(specs), NamedSharding(mesh(), P(("x", "y"), None)), CORES
+        jax.random.key(1),
+        embedding.get_table_specs(specs),
+        NamedSharding(mesh(), P(("x", "y"), None)),
+        CORES,
     )
     before = small_world.logical_tables(variables, specs)
     look_up = pipelining.get_default_sc_fwd_function(specs, mesh())
@@ -61,26 +68,44 @@ def pipelined_run():
 
     first = input_of(0)
     train_state = jax.device_put({"scale": jnp.float32(1), "steps": jnp.int32(0)}, replicated)
-    state = pipelining.get_initial_state(first, train_state, variables, look_up, dense_step, data, data)
-    shardings = pipelining.get_pipeline_state_sharding(pipelining.PipelineState, data, data, replicated, replicated)
+    state = pipelining.get_initial_state(
+        first, train_state, variables, look_up, dense_step, data, data
+    )
+    shardings = pipelining.get_pipeline_state_sharding(
+        pipelining.PipelineState, data, data, replicated, replicated
+    )
 
     # The flag is traced here: one program for all cycles. The case of the published schedule passes it as a bool.
     @functools.partial(jax.jit, donate_argnums=(1, 2, 3))
     def cycle(pipeline_input, train_state, variables, state, is_fake):
         return pipelining.step(
-            pipeline_input, train_state, variables, state, look_up, dense_step, update, fake_tc_step=is_fake
+            pipeline_input,
+            train_state,
+            variables,
+            state,
+            look_up,
+            dense_step,
+            update,
+            fake_tc_step=is_fake,
         )
 
     state, losses = jax.device_put(state, shardings), []
     for number in range(pipelining.get_pipeline_train_steps(NUM_BATCHES)):
         given = input_of(number) if number < NUM_BATCHES else jax.tree.map(jnp.zeros_like, first)
         is_fake = not pipelining.is_output_valid(number, NUM_BATCHES)
-        loss, aux, train_state, variables, state = cycle(given, train_state, variables, state, is_fake)
+        loss, aux, train_state, variables, state = cycle(
+            given, train_state, variables, state, is_fake
+        )
         assert aux is None
         losses.append(float(loss))
     assert int(state.pipeline_step) == NUM_BATCHES + 2
     small_world.assert_padding_is_zero(specs, variables)
-    return losses, before, small_world.logical_variables(variables, specs), jax.tree.map(float, train_state)
+    return (
+        losses,
+        before,
+        small_world.logical_variables(variables, specs),
+        jax.tree.map(float, train_state),
+    )
 
 
 def sequential_run(tables, delay):
@@ -143,7 +168,14 @@ def test_aux_travels_from_stage_to_stage():
     seen = []
     for number in range(1, 5):
         output, aux, _, _, state = pipelining.step(
-            input_of(number), None, jnp.float32(1), state, look_up, dense, update, fake_tc_step=number == 1
+            input_of(number),
+            None,
+            jnp.float32(1),
+            state,
+            look_up,
+            dense,
+            update,
+            fake_tc_step=number == 1,
         )
         seen.append((float(output), float(aux)))
     assert seen == [(0, 0), (101, 0), (102, 1001), (103, 1002)]
@@ -151,7 +183,9 @@ def test_aux_travels_from_stage_to_stage():
 
 def one_table(rows, rule):
     """A table on one device: its specs, its variables, and the stages of a pipeline with gradients of ones."""
-    specs = small_world.place(small_world.feature_specs({"t": rows}, {"f": ("t", 8)}, optimizer=rule))
+    specs = small_world.place(
+        small_world.feature_specs({"t": rows}, {"f": ("t", 8)}, optimizer=rule)
+    )
     one = small_world.mesh_of(1)
     tables = mesh_lookup.MeshTables(feature_specs=specs, devices=mesh_lookup.table_mesh(one, "x"))
 
@@ -168,13 +202,17 @@ def one_table(rows, rule):
 
 def test_cycles_without_gradients_move_no_rows_also_of_rules_that_move_all():
     specs, tables, variables, stages = one_table(16, TensorFlowAdam(0.1))
-    inputs = [small_world.prepare(tables, {"f": [[i, (i + k) % 16] for i in range(8)]}) for k in (1, 5)]
+    inputs = [
+        small_world.prepare(tables, {"f": [[i, (i + k) % 16] for i in range(8)]}) for k in (1, 5)
+    ]
     variables = tables.update({"f": jnp.ones((8, 8))}, variables, 0, inputs[0])  # there is momentum
     given = pipelining.CurrentStepInput(inputs[1], None)
     state = pipelining.get_initial_state(given, None, variables, *stages[:2])
     found = [np.asarray(small_world.logical_tables(variables, specs)["t"])]
     for cycle in range(3):
-        *_, variables, state = pipelining.step(given, None, variables, state, *stages, fake_tc_step=cycle == 0)
+        *_, variables, state = pipelining.step(
+            given, None, variables, state, *stages, fake_tc_step=cycle == 0
+        )
         found.append(np.asarray(small_world.logical_tables(variables, specs)["t"]))
     np.testing.assert_array_equal(found[1], found[0])
     np.testing.assert_array_equal(found[2], found[0])
@@ -185,13 +223,17 @@ def test_cycles_without_gradients_move_no_rows_also_of_rules_that_move_all():
 def test_a_cycle_with_or_without_gradients_steps_donated_tables_where_they_lie(rule):
     """Also where a branch tells cycles apart: beside its arrays it holds the gradient of a table at most."""
     _, tables, variables, stages = one_table(1 << 14, rule)
-    inputs = pipelining.CurrentStepInput(small_world.prepare(tables, {"f": [[i] for i in range(8)]}), None)
+    inputs = pipelining.CurrentStepInput(
+        small_world.prepare(tables, {"f": [[i] for i in range(8)]}), None
+    )
 
     def cycle(variables, state):
         return pipelining.step(inputs, None, variables, state, *stages, fake_tc_step=False)[3:]
 
     state = pipelining.get_initial_state(inputs, None, variables, *stages[:2])
-    memory = jax.jit(cycle, donate_argnums=(0, 1)).lower(variables, state).compile().memory_analysis()
+    memory = (
+        jax.jit(cycle, donate_argnums=(0, 1)).lower(variables, state).compile().memory_analysis()
+    )
     table_bytes = (1 << 14) * 8 * 4
     assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(variables))
     assert memory.temp_size_in_bytes < table_bytes * (1.2 if rule.moves_all_rows else 0.2)

@@ -50,7 +50,9 @@ class Model:
     def tables(self):
         """`{name: (rows, columns)}`; the second and third can share an automatic stack."""
         rng = np.random.default_rng(self.seed)
-        return {name: (int(rng.integers(3, 60)), dim) for name, dim in (("w", 11), ("u", 3), ("v", 8))}
+        return {
+            name: (int(rng.integers(3, 60)), dim) for name, dim in (("w", 11), ("u", 3), ("v", 8))
+        }
 
     @property
     def features(self):
@@ -60,7 +62,11 @@ class Model:
     @property
     def stacks(self):
         """Names of the tables of every stack, in its order."""
-        return {"none": [["w"], ["u"], ["v"]], "auto": [["w"], ["u", "v"]], "manual": [["v", "w", "u"]]}[self.stacking]
+        return {
+            "none": [["w"], ["u"], ["v"]],
+            "auto": [["w"], ["u", "v"]],
+            "manual": [["v", "w", "u"]],
+        }[self.stacking]
 
 
 MODELS = [
@@ -68,10 +74,35 @@ MODELS = [
     Model(devices=1, cores=4, max_ids=5, max_unique=3, seed=1),
     Model(devices=1, cores=2, stacking="auto", suggested=48, combiner="sqrtn", seed=2),
     Model(devices=1, cores=1, stacking="manual", minibatching=True, combiner="mean", seed=3),
-    Model(devices=1, cores=4, stacking="auto", rotation=3, minibatching=True, optimizer="adagrad", seed=4),
-    Model(devices=2, cores=2, stacking="manual", rotation=1, max_ids=4, max_unique=2, optimizer="adagrad", seed=5),
+    Model(
+        devices=1,
+        cores=4,
+        stacking="auto",
+        rotation=3,
+        minibatching=True,
+        optimizer="adagrad",
+        seed=4,
+    ),
+    Model(
+        devices=2,
+        cores=2,
+        stacking="manual",
+        rotation=1,
+        max_ids=4,
+        max_unique=2,
+        optimizer="adagrad",
+        seed=5,
+    ),
     Model(devices=2, cores=1, minibatching=True, combiner="sqrtn", optimizer="adagrad", seed=6),
-    Model(devices=3, cores=1, stacking="auto", rotation=2, combiner="mean", optimizer="adagrad", seed=7),
+    Model(
+        devices=3,
+        cores=1,
+        stacking="auto",
+        rotation=2,
+        combiner="mean",
+        optimizer="adagrad",
+        seed=7,
+    ),
     Model(devices=3, cores=2, stacking="manual", rotation=5, minibatching=True, seed=8),
     Model(devices=4, cores=4, stacking="auto", max_ids=2, combiner="sqrtn", seed=9),
     Model(devices=8, cores=1, stacking="manual", rotation=0, optimizer="adagrad", seed=10),
@@ -111,7 +142,10 @@ def limits_of(model):
 
 @functools.cache
 def compiled(model):
-    optimizer = {"sgd": embedding_spec.SGDOptimizerSpec(RATE), "adagrad": embedding_spec.AdagradOptimizerSpec(RATE)}
+    optimizer = {
+        "sgd": embedding_spec.SGDOptimizerSpec(RATE),
+        "adagrad": embedding_spec.AdagradOptimizerSpec(RATE),
+    }
     max_ids, max_unique = limits_of(model)
     tables = {
         name: embedding_spec.TableSpec(
@@ -144,7 +178,9 @@ def compiled(model):
 
     def run(processed, variables, gradients):
         activations = embedding.sparse_dense_matmul(processed, variables, specs, **options)
-        return activations, embedding.sparse_dense_matmul_grad(gradients, processed, variables, specs, **options)
+        return activations, embedding.sparse_dense_matmul_grad(
+            gradients, processed, variables, specs, **options
+        )
 
     return specs, on_devices(run, model.devices)
 
@@ -152,19 +188,27 @@ def compiled(model):
 def draw(model, seed, skew):
     """Tables, ragged ids with duplicates, weights, and gradients; a high skew makes few ids frequent."""
     rng = np.random.default_rng(seed)
-    tables = {name: rng.normal(size=shape).astype(np.float32) for name, shape in model.tables.items()}
+    tables = {
+        name: rng.normal(size=shape).astype(np.float32) for name, shape in model.tables.items()
+    }
     ids, weights, gradients = {}, {}, {}
     for name, (table, dim) in model.features.items():
         lengths = rng.integers(0, 6, BATCH)
-        rows = [(model.tables[table][0] * rng.random(length) ** skew).astype(int) for length in lengths]
+        rows = [
+            (model.tables[table][0] * rng.random(length) ** skew).astype(int) for length in lengths
+        ]
         ids[name] = [row.tolist() for row in rows]
-        weights[name] = [rng.uniform(0.2, 2, length).astype(np.float32).tolist() for length in lengths]
+        weights[name] = [
+            rng.uniform(0.2, 2, length).astype(np.float32).tolist() for length in lengths
+        ]
         gradients[name] = rng.normal(size=(BATCH, dim)).astype(np.float32)
     return tables, ids, weights, gradients
 
 
 def gains_of(combiner, weights):
-    divisor = {"sum": 1.0, "mean": sum(weights), "sqrtn": sum(w * w for w in weights) ** 0.5}[combiner]
+    divisor = {"sum": 1.0, "mean": sum(weights), "sqrtn": sum(w * w for w in weights) ** 0.5}[
+        combiner
+    ]
     return [w / divisor for w in weights]
 
 
@@ -177,8 +221,12 @@ def partitions_of(model, ids, weights):
         stack, first_row, rotation = places(model)[table]
         per_core = BATCH // model.shards
         for sample in range(BATCH):
-            sample_weights = [1.0] * len(ids[name][sample]) if weights is None else weights[name][sample]
-            for number, gain in zip(ids[name][sample], gains_of(model.combiner, sample_weights), strict=True):
+            sample_weights = (
+                [1.0] * len(ids[name][sample]) if weights is None else weights[name][sample]
+            )
+            for number, gain in zip(
+                ids[name][sample], gains_of(model.combiner, sample_weights), strict=True
+            ):
                 key = (
                     (number + rotation) % model.shards,
                     number // model.shards + first_row,
@@ -193,9 +241,16 @@ def statistics_of(model, partitions):
     """By stack: ids and distinct ids of the busiest core's partitions, dropped ones included, and places per core."""
     cores, found = range(model.shards), {}
     for stack in map("_".join, model.stacks):
-        parts = [[[key for key in partitions[stack, core] if key[0] == shard] for shard in cores] for core in cores]
-        counts = np.asarray([[(len(part), len({key[1] for key in part})) for part in row] for row in parts])
-        busiest = counts.reshape(model.devices, model.cores, model.shards, 2).max(axis=1).reshape(-1, 2)
+        parts = [
+            [[key for key in partitions[stack, core] if key[0] == shard] for shard in cores]
+            for core in cores
+        ]
+        counts = np.asarray(
+            [[(len(part), len({key[1] for key in part})) for part in row] for row in parts]
+        )
+        busiest = (
+            counts.reshape(model.devices, model.cores, model.shards, 2).max(axis=1).reshape(-1, 2)
+        )
         found[stack] = [*busiest.T.tolist(), up(counts[..., 0], 8).sum(axis=1).tolist()]
     return found
 
@@ -208,13 +263,17 @@ def surviving(model, partitions):
         place, is_full = 0, False
         for shard in range(model.shards):
             rows = []
-            for num_ids, key in enumerate(sorted(key for key in entries if key[0] == shard), start=1):
+            for num_ids, key in enumerate(
+                sorted(key for key in entries if key[0] == shard), start=1
+            ):
                 raw = entries[key]
                 if key[1] not in rows:
                     rows.append(key[1])
                 is_over = not model.minibatching and (num_ids > max_ids or len(rows) > max_unique)
                 if not is_over and model.suggested is not None:
-                    num_tables = len([name for name in model.tables if places(model)[name][0] == stack])
+                    num_tables = len(
+                        [name for name in model.tables if places(model)[name][0] == stack]
+                    )
                     is_full = is_full or place >= num_tables * model.suggested // model.cores
                 if is_over or is_full:
                     lost = len(raw) if is_over else 1  # the buffer counts merged entries
@@ -229,13 +288,18 @@ def surviving(model, partitions):
 
 FORMS = {
     "lists": lambda rows, weights: (rows, weights),
-    "objects": lambda rows, weights: (ragged(rows, np.int64), weights and ragged(weights, np.float32)),
+    "objects": lambda rows, weights: (
+        ragged(rows, np.int64),
+        weights and ragged(weights, np.float32),
+    ),
     "bags": lambda rows, weights: (Bags.from_lists(rows, weights), None),
 }
 """Ids and weights of a feature as users have them."""
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model.devices}x{model.cores}-{model.stacking}")
+@pytest.mark.parametrize(
+    "model", MODELS, ids=lambda model: f"{model.devices}x{model.cores}-{model.stacking}"
+)
 @settings(deadline=None, max_examples=5)
 @given(
     seed=st.integers(0, 2**31),
@@ -246,7 +310,9 @@ FORMS = {
 def test_everything_equals_loops(model, seed, skew, is_weighted, form):
     specs, run = compiled(model)
     tables, ids, weights, gradients = draw(model, seed, skew)
-    batch = [FORMS[form](ids[name], weights[name] if is_weighted else None) for name in model.features]
+    batch = [
+        FORMS[form](ids[name], weights[name] if is_weighted else None) for name in model.features
+    ]
     processed, statistics = embedding.preprocess_sparse_dense_matmul_input(
         [own for own, _ in batch],
         [own for _, own in batch] if is_weighted else None,
@@ -264,12 +330,16 @@ def test_everything_equals_loops(model, seed, skew, is_weighted, form):
         if not model.minibatching:  # which begins every minibatch at a new tile
             assert statistics.required_buffer_size_per_sc[stack].tolist() == places_per_core
     kept, by_stack, by_table = surviving(model, partitions)
-    assert statistics.id_drop_counters == {"_".join(stack): by_stack["_".join(stack)] for stack in model.stacks}
+    assert statistics.id_drop_counters == {
+        "_".join(stack): by_stack["_".join(stack)] for stack in model.stacks
+    }
     assert {table: sum(drops) for table, drops in statistics.id_drops_by_table.items()} == {
         table: by_table[table] for table in model.tables
     }
     activations, updated = run(
-        processed, variables_of(specs, tables), [jnp.asarray(gradients[name]) for name in model.features]
+        processed,
+        variables_of(specs, tables),
+        [jnp.asarray(gradients[name]) for name in model.features],
     )
     expected = {name: np.zeros((BATCH, dim)) for name, (_, dim) in model.features.items()}
     row_gradients = {name: {} for name in model.tables}
@@ -305,4 +375,6 @@ def test_the_models_do_drop_ids_and_need_minibatches():
     assert [model for model in MODELS if dropped[model]] == [
         model for model in MODELS if model.max_ids < 512 or model.suggested
     ]
-    assert [model for model in MODELS if minibatches[model] > 1] == [model for model in MODELS if model.minibatching]
+    assert [model for model in MODELS if minibatches[model] > 1] == [
+        model for model in MODELS if model.minibatching
+    ]

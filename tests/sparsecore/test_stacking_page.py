@@ -50,20 +50,30 @@ def no_argument():
 def test_both_tables_go_into_one_stack():
     specs = page_specs(no_argument)
     (stack,) = embedding.get_stacked_table_specs(specs).values()
-    assert (stack.stack_name, stack.stack_vocab_size, stack.stack_embedding_dim) == ("table_a_table_b", 192, 16)
+    assert (stack.stack_name, stack.stack_vocab_size, stack.stack_embedding_dim) == (
+        "table_a_table_b",
+        192,
+        16,
+    )
     assert stack.total_sample_count == 48
     assert [spec.id_transformation.row_offset for spec in specs] == [0, 16, 32]
 
 
 def test_with_the_fix_the_page_trains():
     specs = page_specs(lambda key, shape: jnp.zeros(shape, dtype=jnp.float32))
-    variables = embedding.init_embedding_variables(jax.random.key(0), embedding.get_table_specs(specs), sharding(), 4)
+    variables = embedding.init_embedding_variables(
+        jax.random.key(0), embedding.get_table_specs(specs), sharding(), 4
+    )
     ids = [np.arange(16)[:, None] * step for step in (1, 2, 7)]
-    inputs, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 1, 1, num_sc_per_device=4)
+    inputs, _ = embedding.preprocess_sparse_dense_matmul_input(
+        ids, None, specs, 1, 1, num_sc_per_device=4
+    )
 
     @jax.jit
     def train(inputs, variables):
-        activations = embedding.tpu_sparse_dense_matmul(inputs, variables, specs, global_device_count=1)
+        activations = embedding.tpu_sparse_dense_matmul(
+            inputs, variables, specs, global_device_count=1
+        )
         gradients = [jnp.ones_like(values) for values in activations]
         stacked = embedding.tpu_sparse_dense_matmul(
             inputs, variables, specs, global_device_count=1, perform_unstacking=False
@@ -71,7 +81,9 @@ def test_with_the_fix_the_page_trains():
         by_hand = embedding.unstack_embedding_activations(stacked, specs, 1, 4)
         updated = embedding.tpu_sparse_dense_matmul_grad(gradients, inputs, variables, specs)
         rows = embedding.stack_embedding_gradients(gradients, specs, 4, 1)
-        again = embedding.tpu_sparse_dense_matmul_grad(rows, inputs, variables, specs, perform_stacking=False)
+        again = embedding.tpu_sparse_dense_matmul_grad(
+            rows, inputs, variables, specs, perform_stacking=False
+        )
         return activations, by_hand, updated, again
 
     activations, by_hand, updated, again = train(inputs, variables)

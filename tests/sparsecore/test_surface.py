@@ -30,8 +30,13 @@ def new_features(**fields):
 
 
 def placed(out=DIM):
-    features = {name: dataclasses.replace(own, output_shape=(BATCH, out)) for name, own in new_features().items()}
-    embedding.auto_stack_tables(feature_specs=features, global_device_count=1, num_sc_per_device=CORES)
+    features = {
+        name: dataclasses.replace(own, output_shape=(BATCH, out))
+        for name, own in new_features().items()
+    }
+    embedding.auto_stack_tables(
+        feature_specs=features, global_device_count=1, num_sc_per_device=CORES
+    )
     return features
 
 
@@ -43,7 +48,10 @@ def values(dim=DIM):
 def variables_of(features, tables):
     """The stack's table as a published program may hold it, `(table,)`."""
     record = embedding.create_proto_from_feature_specs(features, 1, CORES)
-    return {name: (table,) for name, table in table_stacking.stack_and_shard_feature_tables(tables, record).items()}
+    return {
+        name: (table,)
+        for name, table in table_stacking.stack_and_shard_feature_tables(tables, record).items()
+    }
 
 
 # Stacking
@@ -62,12 +70,17 @@ def test_a_spec_that_is_listed_twice_has_one_place(sequence):
 def test_no_limit_of_memory_means_the_published_one():
     def stacks(**options):
         features = [
-            embedding_spec.FeatureSpec(f"f{name}", embedding_spec.TableSpec(name, 32, 8), output_shape=(2**16, 8))
+            embedding_spec.FeatureSpec(
+                f"f{name}", embedding_spec.TableSpec(name, 32, 8), output_shape=(2**16, 8)
+            )
             for name in "ab"
         ]
         table_stacking.auto_stack_tables(features, 1, 1, **options)
-        assert {feature.table_spec.stacked_table_spec.activation_mem_bytes_limit for feature in features} == {
-            options.get("activation_mem_bytes_limit") or embedding_spec.DEFAULT_ACTIVATION_MEM_BYTES_LIMIT
+        assert {
+            feature.table_spec.stacked_table_spec.activation_mem_bytes_limit for feature in features
+        } == {
+            options.get("activation_mem_bytes_limit")
+            or embedding_spec.DEFAULT_ACTIVATION_MEM_BYTES_LIMIT
         }
         return [feature.table_spec.setting_in_stack.stack_name for feature in features]
 
@@ -88,13 +101,17 @@ def test_a_device_without_sparsecores_counts_as_a_v5p_or_as_the_environment_says
 
 def test_the_limits_of_the_runtime_module_come_fourth_and_fifth_and_hold_whatever_tables_declare():
     features = new_features(max_ids_per_partition=300)
-    embedding.auto_stack_tables(features, 1, CORES, lambda name, samples: samples, lambda name, samples: 7, False)
+    embedding.auto_stack_tables(
+        features, 1, CORES, lambda name, samples: samples, lambda name, samples: 7, False
+    )
     stack = features["f1"].table_spec.stacked_table_spec
     assert (stack.max_ids_per_partition, stack.max_unique_ids_per_partition) == (2 * BATCH, 7)
 
 
 @pytest.mark.parametrize(("way", "name"), [("auto", "t0_t1"), ("named", "both")])
-def test_a_stack_of_several_tables_has_the_published_default_limit_and_says_what_it_ignores(way, name, caplog):
+def test_a_stack_of_several_tables_has_the_published_default_limit_and_says_what_it_ignores(
+    way, name, caplog
+):
     features = new_features(max_ids_per_partition=300)
     if way == "auto":
         embedding.auto_stack_tables(features, 1, CORES)
@@ -106,13 +123,20 @@ def test_a_stack_of_several_tables_has_the_published_default_limit_and_says_what
     assert record.levelname == "WARNING"
     assert f"stack {name!r} has max_ids_per_partition=256" in record.message
     assert "ignored: {'t0': 300, 't1': 300}" in record.message
-    assert "stack_to_max_ids_per_partition, or after stacking by update_preprocessing_parameters" in record.message
+    assert (
+        "stack_to_max_ids_per_partition, or after stacking by update_preprocessing_parameters"
+        in record.message
+    )
 
 
 @pytest.mark.parametrize("table_names", [["t0"], ["t0", "t1"]])
 def test_no_warning_tells_of_limits_that_are_kept_or_chosen(table_names, caplog):
     features = new_features(max_ids_per_partition=300)
-    chosen = {} if len(table_names) == 1 else {"stack_to_max_ids_per_partition": lambda name, samples: 40}
+    chosen = (
+        {}
+        if len(table_names) == 1
+        else {"stack_to_max_ids_per_partition": lambda name, samples: 40}
+    )
     table_stacking.stack_tables(features, table_names, 1, CORES, **chosen)
     wanted = 300 if len(table_names) == 1 else 40
     assert features["f0"].table_spec.stacked_table_spec.max_ids_per_partition == wanted
@@ -123,14 +147,21 @@ def test_records_of_optimizers_take_the_published_keywords():
     adam = embedding_spec.AdamOptimizerSpec(0.5)
     record = embedding.optimizer_spec_to_proto(opt=adam)
     assert embedding.proto_to_optimizer_spec(proto=record) == adam
-    assert embedding.get_optimizer_class(optimizer_type=record.type) is embedding_spec.AdamOptimizerSpec
+    assert (
+        embedding.get_optimizer_class(optimizer_type=record.type)
+        is embedding_spec.AdamOptimizerSpec
+    )
     assert table_stacking.StackedTableSpec is embedding_spec.StackedTableSpec
 
 
 def test_sizes_and_places_of_tables_follow_their_formulas():
-    dims, rows = table_stacking.round_up_dim_and_vocab_size(embedding.get_table_specs(new_features()), 4)
+    dims, rows = table_stacking.round_up_dim_and_vocab_size(
+        embedding.get_table_specs(new_features()), 4
+    )
     assert (dims, rows) == ({"t0": 8, "t1": 8}, {"t0": 32, "t1": 32})
-    settings = table_stacking.compute_table_to_setting_in_stack("s", ["t1", "t0"], 8, rows, num_shards=4, rotation=3)
+    settings = table_stacking.compute_table_to_setting_in_stack(
+        "s", ["t1", "t0"], 8, rows, num_shards=4, rotation=3
+    )
     setting = embedding_spec.TableSettingInStack
     assert settings == {"t1": setting("s", 32, 8, 0, 0), "t0": setting("s", 32, 8, 8, 3)}
 
@@ -142,18 +173,27 @@ def test_tables_are_stacked_by_a_record_and_come_back(dim, mesh):
     record, tables = embedding.create_proto_from_feature_specs(features, 2, 2), values(dim)
     given = {name: jnp.asarray(table if dim > 1 else table[:, 0]) for name, table in tables.items()}
     if mesh:  # of explicit axes, which JAX makes by default
-        given["t0"] = jax.device_put(given["t0"], NamedSharding(jax.make_mesh(mesh, ("x", "y")), P(("x", "y"))))
+        given["t0"] = jax.device_put(
+            given["t0"], NamedSharding(jax.make_mesh(mesh, ("x", "y")), P(("x", "y")))
+        )
     stacked = table_stacking.stack_and_shard_feature_tables(given, record)
     expected = np.zeros((64, 8), np.float32)
     for name, first, rotation in (("t1", 0, 0), ("t0", 8, 3)):
         for row, vector in enumerate(tables[name]):
             expected[(row + rotation) % 4 * 16 + first + row // 4, :dim] = vector
     np.testing.assert_array_equal(stacked["t1_t0"], expected)
-    by_spec = table_stacking.stack_and_shard_tables(embedding.get_table_specs(features), given, 4, pad_value=0.0)
+    by_spec = table_stacking.stack_and_shard_tables(
+        embedding.get_table_specs(features), given, 4, pad_value=0.0
+    )
     np.testing.assert_array_equal(by_spec["t1_t0"].reshape(64, 8), expected)
-    back = table_stacking.unstack_and_unshard_stacked_tables({"t1_t0": stacked["t1_t0"].reshape(4, 16, 8)}, record)
+    back = table_stacking.unstack_and_unshard_stacked_tables(
+        {"t1_t0": stacked["t1_t0"].reshape(4, 16, 8)}, record
+    )
     jax.tree.map(np.testing.assert_array_equal, back, tables)
-    assert table_stacking.unstack_and_unshard_stacked_tables(stacked, record, donate=True).keys() == tables.keys()
+    assert (
+        table_stacking.unstack_and_unshard_stacked_tables(stacked, record, donate=True).keys()
+        == tables.keys()
+    )
     assert stacked["t1_t0"].is_deleted()
     table_stacking.stack_and_shard_feature_tables(given, record, delete_input=True)
     assert all(table.is_deleted() for table in given.values())
@@ -164,26 +204,36 @@ def test_a_table_or_stack_that_is_refused_costs_none_of_the_others():
     record, tables = embedding.create_proto_from_feature_specs(features, 1, CORES), values()
     given = jax.tree.map(jnp.asarray, tables)
     with pytest.raises(ValueError, match=r"table 't1': got shape \(3, 2\)"):
-        table_stacking.stack_and_shard_feature_tables(given | {"t1": jnp.zeros((3, 2))}, record, delete_input=True)
+        table_stacking.stack_and_shard_feature_tables(
+            given | {"t1": jnp.zeros((3, 2))}, record, delete_input=True
+        )
     assert not given["t0"].is_deleted()
     stacked = table_stacking.stack_and_shard_feature_tables(given, record)
     first, last = (stack.stack_name for stack in record.stacked_table_specs)
     with pytest.raises(ValueError, match=rf"stack '{last}': got shape \(3, 8\)"):
-        table_stacking.unstack_and_unshard_stacked_tables(stacked | {last: jnp.zeros((3, 8))}, record, donate=True)
+        table_stacking.unstack_and_unshard_stacked_tables(
+            stacked | {last: jnp.zeros((3, 8))}, record, donate=True
+        )
     assert not stacked[first].is_deleted()
     back = table_stacking.unstack_and_unshard_stacked_tables(stacked, record, donate=True)
     jax.tree.map(np.testing.assert_array_equal, back, tables)
 
 
 def test_tables_without_a_place_stand_alone():
-    tables, sharding = [*embedding.get_table_specs(new_features()).values()], NamedSharding(mesh_of(1), P("x", None))
+    tables, sharding = (
+        [*embedding.get_table_specs(new_features()).values()],
+        NamedSharding(mesh_of(1), P("x", None)),
+    )
     made = embedding.init_embedding_variables(jax.random.key(0), tables, sharding, CORES)
     same = small_world.init(small_world.place(new_features(), 1, CORES), cores=CORES)
     jax.tree.map(np.testing.assert_array_equal, made, same)
     assert all(table.stacked_table_spec is None for table in tables)
     listed = [values()[table.name] for table in tables]
     stacked = table_stacking.stack_and_shard_tables(tables, tuple(listed), CORES)
-    assert {name: table.shape for name, table in stacked.items()} == {"t0": (2, 16, 8), "t1": (2, 16, 8)}
+    assert {name: table.shape for name, table in stacked.items()} == {
+        "t0": (2, 16, 8),
+        "t1": (2, 16, 8),
+    }
     back = table_stacking.unshard_and_unstack_tables(tables, stacked, CORES)
     jax.tree.map(np.testing.assert_array_equal, back, listed)
 
@@ -199,7 +249,10 @@ def test_the_format_of_a_table_is_its_sharding():
 CONTAINERS = {
     "frozen specs, plain batch": (FrozenDict, dict),
     "plain specs, frozen batch": (dict, FrozenDict),
-    "listed specs, tuple of a batch": (lambda tree: list(tree.values()), lambda tree: tuple(tree.values())),
+    "listed specs, tuple of a batch": (
+        lambda tree: list(tree.values()),
+        lambda tree: tuple(tree.values()),
+    ),
 }
 
 
@@ -210,16 +263,22 @@ def test_containers_are_matched_by_path(case):
     weights = {name: np.full(ids.shape, 2.0, np.float32) for name, ids in IDS.items()}
     variables = variables_of(features, tables)
     batch = small_world.preprocess(features, of_batch(IDS), of_batch(weights))[0]
-    activations = embedding.tpu_sparse_dense_matmul(batch, variables, features, global_device_count=1)
+    activations = embedding.tpu_sparse_dense_matmul(
+        batch, variables, features, global_device_count=1
+    )
     assert jax.tree.structure(activations) == jax.tree.structure(features)
     for found, (feature, ids) in zip(jax.tree.leaves(activations), IDS.items(), strict=True):
         np.testing.assert_allclose(found, 2 * tables[f"t{feature[1]}"][ids].sum(axis=1), rtol=1e-6)
     gradients = of_batch({name: jnp.ones((BATCH, DIM)) for name in IDS})
-    after = embedding.tpu_sparse_dense_matmul_grad(gradients, batch, variables, features, global_device_count=1)
+    after = embedding.tpu_sparse_dense_matmul_grad(
+        gradients, batch, variables, features, global_device_count=1
+    )
     for feature, ids in IDS.items():
         tables[f"t{feature[1]}"][ids.ravel()] -= RATE * 2
     record = embedding.create_proto_from_feature_specs(features, 1, CORES)
-    found = table_stacking.unstack_and_unshard_stacked_tables({name: v[0] for name, v in after.items()}, record)
+    found = table_stacking.unstack_and_unshard_stacked_tables(
+        {name: v[0] for name, v in after.items()}, record
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, tables)
 
 
@@ -232,23 +291,31 @@ def test_activations_have_the_dtype_of_the_table():
     )
     expected = np.asarray(halves["t0"], np.float32)[IDS["f0"]].sum(axis=1)
     np.testing.assert_array_equal(found["f0"], jnp.asarray(expected, jnp.bfloat16))
-    after = embedding.tpu_sparse_dense_matmul_grad(found, batch, variables, features, global_device_count=1)
+    after = embedding.tpu_sparse_dense_matmul_grad(
+        found, batch, variables, features, global_device_count=1
+    )
     assert after["t0_t1"][0].dtype == jnp.bfloat16
 
 
 def test_padding_columns_are_zero_and_take_no_gradient():
     features, tables = placed(out=8), values()
     batch, variables = small_world.preprocess(features, IDS)[0], variables_of(features, tables)
-    found = embedding.tpu_sparse_dense_matmul(batch, variables, features, global_device_count=1)["f0"]
+    found = embedding.tpu_sparse_dense_matmul(batch, variables, features, global_device_count=1)[
+        "f0"
+    ]
     np.testing.assert_allclose(found[:, :DIM], tables["t0"][IDS["f0"]].sum(axis=1), rtol=1e-6)
     assert found.shape == (BATCH, 8) and not found[:, DIM:].any()
     gradients = {name: jnp.ones((BATCH, 8)) for name in IDS}
-    after = embedding.tpu_sparse_dense_matmul_grad(gradients, batch, variables, features, global_device_count=1)
+    after = embedding.tpu_sparse_dense_matmul_grad(
+        gradients, batch, variables, features, global_device_count=1
+    )
     assert not after["t0_t1"][0][:, DIM:].any() and after["t0_t1"][0][:, :DIM].any()
 
 
 def test_an_initializer_pair_is_a_named_tuple():
-    made = embedding.EmbeddingVariablesInitializer(jax.nn.initializers.ones, (jax.nn.initializers.zeros,))
+    made = embedding.EmbeddingVariablesInitializer(
+        jax.nn.initializers.ones, (jax.nn.initializers.zeros,)
+    )
     assert made.table(jax.random.key(0), (2, 2)).sum() == 4 and len(made.slot) == 1
 
 
@@ -258,12 +325,16 @@ def test_an_initializer_pair_is_a_named_tuple():
 def test_layers_tell_mesh_and_cores():
     features = placed()
     mesh = mesh_of(1)
-    linen = linen_embed.SparseCoreEmbed(feature_specs=features, sharding_axis="x", mesh=mesh, num_sc_per_device=-1)
+    linen = linen_embed.SparseCoreEmbed(
+        feature_specs=features, sharding_axis="x", mesh=mesh, num_sc_per_device=-1
+    )
     layers = [linen, nnx_embed.SparseCoreEmbed(features, "x", mesh, nnx.Rngs(0))]
     for layer in layers:
         assert (layer.mesh, layer.num_sc_per_device) == (mesh, CORES)
     many = small_world.place(new_features(), jax.device_count())
-    assert linen_embed.SparseCoreEmbed(many).mesh.shape == {"sparsecore_sharding": jax.device_count()}
+    assert linen_embed.SparseCoreEmbed(many).mesh.shape == {
+        "sparsecore_sharding": jax.device_count()
+    }
 
 
 class Tower(nn.Module):
@@ -285,10 +356,14 @@ def test_what_apply_gradient_returns_can_be_indexed_by_path_and_stack():
     bound = layer.bind({"params": params["layer"]})
     assert bound.embedding_table["t0_t1"].table is before
     gradients = {name: jnp.zeros((BATCH, DIM)).at[0].set(1.0) for name in IDS}
-    apply = jax.jit(lambda *args: tower.apply({"params": args[0]}, *args[1:], method="apply_gradient"))
+    apply = jax.jit(
+        lambda *args: tower.apply({"params": args[0]}, *args[1:], method="apply_gradient")
+    )
     updated = apply(params, gradients, inputs)
     assert float(step_number(updated["layer/sc_embedding_step"])) == 1
-    changed = np.flatnonzero((updated["layer/sc_embedding_variables"]["t0_t1"].table != before).any(axis=1))
+    changed = np.flatnonzero(
+        (updated["layer/sc_embedding_variables"]["t0_t1"].table != before).any(axis=1)
+    )
     assert len(changed) == 4  # two ids of the first sample, of each of two features
 
 
@@ -307,16 +382,26 @@ def test_the_backward_pass_of_nnx_is_what_autodiff_calls():
         small_world.preprocess(layer.feature_specs, IDS)[0],
         {name: jnp.ones((BATCH, DIM)) for name in IDS},
     )
-    by_autodiff = nnx.jit(nnx.grad(lambda layer: sum(jnp.sum(leaf) for leaf in layer(inputs).values())))(layer)
+    by_autodiff = nnx.jit(
+        nnx.grad(lambda layer: sum(jnp.sum(leaf) for leaf in layer(inputs).values()))
+    )(layer)
     state = nnx.state(layer, nnx.Param)
 
     @nnx.jit
     def backward(layer, state, gradients):
-        return nnx_embed.embedding_lookup_bwd((layer, inputs, None), ((state, None, None), gradients))
+        return nnx_embed.embedding_lookup_bwd(
+            (layer, inputs, None), ((state, None, None), gradients)
+        )
 
     updated, *others = backward(layer, state, gradients)
     assert others == [None, None]
-    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(updated), nnx.to_pure_dict(by_autodiff))
+    jax.tree.map(
+        np.testing.assert_array_equal, nnx.to_pure_dict(updated), nnx.to_pure_dict(by_autodiff)
+    )
     assert float(step_number(layer.step.get_value())) == 0
-    alone, *_ = backward(layer, {"embedding_table": state["embedding_table"]}, gradients)  # as published programs do
-    jax.tree.map(np.testing.assert_array_equal, alone, {"embedding_table": updated["embedding_table"]})
+    alone, *_ = backward(
+        layer, {"embedding_table": state["embedding_table"]}, gradients
+    )  # as published programs do
+    jax.tree.map(
+        np.testing.assert_array_equal, alone, {"embedding_table": updated["embedding_table"]}
+    )

@@ -58,9 +58,33 @@ PUBLISHED = launching.ROOT.parent / "shared" / "sources" / "sparsecore_shakespea
 """The published page as plain text without indentation: code, prose and outputs. It is not part of this repository."""
 SHA256 = "53628c8f654d647f5c39845b714640e034207b819a2424663294990513af068d"
 CODE = [
-    *[(12, 68, 0), (74, 85, 0), (102, 121, 0), (122, 122, 1), (157, 158, 0), (159, 168, 1), (169, 186, 2)],
-    *[(187, 188, 1), (189, 204, 2), (205, 213, 0), (216, 224, 0), (225, 258, 1), (259, 274, 0), (281, 290, 0)],
-    *[(291, 292, 1), (293, 324, 0), (332, 352, 0), (353, 353, 1), (354, 358, 2), (359, 366, 1), (377, 380, 0)],
+    *[
+        (12, 68, 0),
+        (74, 85, 0),
+        (102, 121, 0),
+        (122, 122, 1),
+        (157, 158, 0),
+        (159, 168, 1),
+        (169, 186, 2),
+    ],
+    *[
+        (187, 188, 1),
+        (189, 204, 2),
+        (205, 213, 0),
+        (216, 224, 0),
+        (225, 258, 1),
+        (259, 274, 0),
+        (281, 290, 0),
+    ],
+    *[
+        (291, 292, 1),
+        (293, 324, 0),
+        (332, 352, 0),
+        (353, 353, 1),
+        (354, 358, 2),
+        (359, 366, 1),
+        (377, 380, 0),
+    ],
     *[(384, 388, 0), (389, 422, 1), (423, 427, 2), (428, 428, 1), (429, 434, 2), (435, 437, 0)],
 ]
 """First and last line of each piece of the program, and the number of blocks that it is in."""
@@ -72,9 +96,13 @@ FOLDER_LINE = 41
 
 def test_the_published_text_itself_runs_unchanged(tmp_path):
     if not PUBLISHED.is_file():
-        pytest.skip(f"needs the published tutorial's text, which is not in this repository, at {PUBLISHED}")
+        pytest.skip(
+            f"needs the published tutorial's text, which is not in this repository, at {PUBLISHED}"
+        )
     content = PUBLISHED.read_bytes()
-    assert hashlib.sha256(content).hexdigest() == SHA256, "another edition: CODE has the line numbers of this one"
+    assert hashlib.sha256(content).hexdigest() == SHA256, (
+        "another edition: CODE has the line numbers of this one"
+    )
     lines = content.decode().splitlines()
     name, _, _ = lines[FOLDER_LINE - 1].partition(" = ")
     lines[FOLDER_LINE - 1] = f"{name} = {str(tmp_path)!r}"
@@ -84,12 +112,19 @@ def test_the_published_text_itself_runs_unchanged(tmp_path):
             program.append("    " * num_blocks + line)
     (tmp_path / "tutorial.py").write_text("\n".join(program) + "\n")
     # The published limits of 64 ids are for the 32 shards of 8 devices.
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
     command = [sys.executable, "-m", "rsembed.sparsecore", "tutorial.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
+    )
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
     assert [lines[number - 1] for number in PRINTED if lines[number - 1] not in printed] == []
     (loss,) = re.findall(r"^test_loss = (.*)$", done.stdout, re.MULTILINE)
-    assert float(loss) < 0.1  # as the page's 0.0079, which is of another text; a guess has log(2048) = 7.6
+    assert (
+        float(loss) < 0.1
+    )  # as the page's 0.0079, which is of another text; a guess has log(2048) = 7.6
     assert len([*(tmp_path / "fdo_dump").iterdir()]) > 0

@@ -42,7 +42,9 @@ def tables_of(devices, cores, is_stacked, initializer="normal", key=KEY):
     return specs, jax.tree.map(np.asarray, small_world.logical_tables(variables, specs))
 
 
-@pytest.mark.parametrize(("devices", "cores", "is_stacked"), [(1, 1, True), (1, 4, True), (2, 2, False), (3, 1, True)])
+@pytest.mark.parametrize(
+    ("devices", "cores", "is_stacked"), [(1, 1, True), (1, 4, True), (2, 2, False), (3, 1, True)]
+)
 def test_tables_do_not_depend_on_the_layout_or_on_blocks(devices, cores, is_stacked, monkeypatch):
     monkeypatch.setattr("rsembed.storage.dense_rows.INIT_BLOCK_VALUES", 80)
     specs, tables = tables_of(devices, cores, is_stacked)
@@ -77,7 +79,9 @@ def test_three_axes_of_the_sharding_give_a_leading_axis_of_devices():
     table = embedding_spec.TableSpec(name="t", vocabulary_size=30, embedding_dim=6)
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("x",))
     flat, by_device = (
-        embedding.init_embedding_variables(KEY, [table], NamedSharding(mesh, P("x", *rest)), 2)["t"].table
+        embedding.init_embedding_variables(KEY, [table], NamedSharding(mesh, P("x", *rest)), 2)[
+            "t"
+        ].table
         for rest in ([None], [None, None])
     )
     assert by_device.sharding.spec == P("x", None, None)
@@ -86,12 +90,16 @@ def test_three_axes_of_the_sharding_give_a_leading_axis_of_devices():
 
 def test_raw_keys_work_like_typed_ones():
     raw = jax.random.key_data(KEY)
-    jax.tree.map(np.testing.assert_array_equal, tables_of(1, 1, True)[1], tables_of(1, 1, True, key=raw)[1])
+    jax.tree.map(
+        np.testing.assert_array_equal, tables_of(1, 1, True)[1], tables_of(1, 1, True, key=raw)[1]
+    )
 
 
 def test_building_needs_little_beside_the_table():
     normal = jax.nn.initializers.normal()
-    specs = small_world.feature_specs({"large": 2_000_000}, {"f": ("large", 8)}, embedding_dim=16, initializer=normal)
+    specs = small_world.feature_specs(
+        {"large": 2_000_000}, {"f": ("large", 8)}, embedding_dim=16, initializer=normal
+    )
     small_world.place(specs, cores=2)
 
     def build(key):
@@ -111,7 +119,9 @@ def variables_with(specs):
         table = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
         slots = stack.optimizer.init_slots(table)
         slots = tuple(
-            slot + 0.5 + jnp.arange(slot.shape[0], dtype=jnp.float32).reshape(-1, *[1] * (slot.ndim - 1))
+            slot
+            + 0.5
+            + jnp.arange(slot.shape[0], dtype=jnp.float32).reshape(-1, *[1] * (slot.ndim - 1))
             for slot in slots
         )
         variables[name] = embedding.EmbeddingVariables(table, stack.optimizer.pack_slots(slots))
@@ -119,7 +129,9 @@ def variables_with(specs):
 
 
 @pytest.mark.parametrize("is_jitted", [False, True])
-@pytest.mark.parametrize(("is_stacked", "mesh"), [(True, ()), (False, ()), (True, (4,)), (False, (2, 2))])
+@pytest.mark.parametrize(
+    ("is_stacked", "mesh"), [(True, ()), (False, ()), (True, (4,)), (False, (2, 2))]
+)
 def test_a_table_comes_out_of_the_rows_of_its_plan_and_goes_back(is_stacked, mesh, is_jitted):
     """Also on the meshes that `jax.make_mesh` makes, whose axes are explicit."""
     specs = small_world.placed_specs(2, 2, is_stacked=is_stacked)
@@ -130,7 +142,9 @@ def test_a_table_comes_out_of_the_rows_of_its_plan_and_goes_back(is_stacked, mes
 
     def out_and_back(variables):
         found = small_world.logical_variables(variables, specs)
-        return found, table_stacking.stack_and_shard_tables(embedding.get_table_specs(specs), found, 4)
+        return found, table_stacking.stack_and_shard_tables(
+            embedding.get_table_specs(specs), found, 4
+        )
 
     found, again = (jax.jit(out_and_back) if is_jitted else out_and_back)(before)
     for stack in plan.stacks:
@@ -144,12 +158,16 @@ def test_a_table_comes_out_of_the_rows_of_its_plan_and_goes_back(is_stacked, mes
         np.testing.assert_array_equal(again[stack.name].table.reshape(seen.shape), seen)
 
 
-@pytest.mark.parametrize("optimizer", [embedding_spec.F2AOptimizerSpec(), embedding_spec.RowWiseAdagradOptimizerSpec()])
+@pytest.mark.parametrize(
+    "optimizer", [embedding_spec.F2AOptimizerSpec(), embedding_spec.RowWiseAdagradOptimizerSpec()]
+)
 def test_tables_move_with_their_slots_to_another_layout(optimizer):
     one = small_world.placed_specs(1, 4, optimizer=optimizer)
     other = small_world.placed_specs(3, 2, optimizer=optimizer, is_stacked=False)
     tables = small_world.logical_variables(variables_with(one), one)
-    stacked = table_stacking.stack_and_shard_tables(embedding.get_table_specs(other), tables, 6, 0.0)
+    stacked = table_stacking.stack_and_shard_tables(
+        embedding.get_table_specs(other), tables, 6, 0.0
+    )
     there = jax.tree.map(lambda rows: rows.reshape(-1, rows.shape[-1]), stacked)
     wanted = jax.eval_shape(lambda: variables_with(other))
     assert jax.tree.structure(there) == jax.tree.structure(wanted)

@@ -37,7 +37,13 @@ def make_batch(word_ids):
 
 def synthetic_text():
     """A few hundred words in which frequent ones repeat, as in a language."""
-    return np.random.default_rng(7).zipf(1.3, 400).astype(np.int64).clip(1, VOCABULARY - 1).astype(np.int32)
+    return (
+        np.random.default_rng(7)
+        .zipf(1.3, 400)
+        .astype(np.int64)
+        .clip(1, VOCABULARY - 1)
+        .astype(np.int32)
+    )
 
 
 class NextWord(nn.Module):
@@ -47,7 +53,9 @@ class NextWord(nn.Module):
 
     @nn.compact
     def __call__(self, inputs):
-        layer = embed.SparseCoreEmbed(feature_specs=self.specs, mesh=self.mesh, sharding_axis="device")
+        layer = embed.SparseCoreEmbed(
+            feature_specs=self.specs, mesh=self.mesh, sharding_axis="device"
+        )
         context = layer(inputs, self.step)[FEATURE].reshape(BATCH, LENGTH * DIM)
         context = jax.lax.with_sharding_constraint(context, NamedSharding(self.mesh, P("device")))
         return nn.Dense(VOCABULARY)(nn.Dense(DIM)(context))
@@ -69,7 +77,9 @@ def word_specs(num_devices, num_cores):
         name=FEATURE, table_spec=table, input_shape=(samples, 1), output_shape=(samples, DIM)
     )
     specs = nn.FrozenDict({FEATURE: feature})
-    embedding.prepare_feature_specs_for_training(specs, global_device_count=num_devices, num_sc_per_device=num_cores)
+    embedding.prepare_feature_specs_for_training(
+        specs, global_device_count=num_devices, num_sc_per_device=num_cores
+    )
     return specs
 
 
@@ -101,7 +111,9 @@ def train(batch, *, num_devices, num_steps, step=None, fdo_folder=None, fdo_ever
     inputs, _ = preprocess()
     abstract = jax.eval_shape(model.init, jax.random.key(42), inputs)
     shardings, replicated = nn.get_sharding(abstract, mesh), NamedSharding(mesh, P())
-    params = jax.jit(model.init, in_shardings=(replicated, data), out_shardings=shardings)(jax.random.key(42), inputs)
+    params = jax.jit(model.init, in_shardings=(replicated, data), out_shardings=shardings)(
+        jax.random.key(42), inputs
+    )
     tx = embed_optimizer.create_optimizer_for_sc_model(params, optax.adam(LEARNING_RATE))
     opt_state = jax.jit(tx.init, out_shardings=replicated)(params)
 
@@ -116,8 +128,12 @@ def train(batch, *, num_devices, num_steps, step=None, fdo_folder=None, fdo_ever
             logits = model.apply(params, inputs)
             return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), logits
 
-        (loss, _), grads = jax.value_and_grad(loss_of, has_aux=True, allow_int=True)(params, inputs, labels)
-        with jax.numpy_dtype_promotion("standard"):  # optax's Adam mixes its integer step with floats
+        (loss, _), grads = jax.value_and_grad(loss_of, has_aux=True, allow_int=True)(
+            params, inputs, labels
+        )
+        with jax.numpy_dtype_promotion(
+            "standard"
+        ):  # optax's Adam mixes its integer step with floats
             updates, opt_state = tx.update(grads, opt_state)
         return embed_optimizer.apply_updates_for_sc_model(params, updates), opt_state, loss
 
@@ -138,14 +154,18 @@ def train(batch, *, num_devices, num_steps, step=None, fdo_folder=None, fdo_ever
 
 def final_loss(batch, *, num_devices, num_steps, step=None):
     with tempfile.TemporaryDirectory() as folder:
-        losses = train(batch, num_devices=num_devices, num_steps=num_steps, step=step, fdo_folder=folder)
+        losses = train(
+            batch, num_devices=num_devices, num_steps=num_steps, step=step, fdo_folder=folder
+        )
     return losses[-1]
 
 
 def main(folder):
     parallel.init()
     devices = jax.device_count()
-    losses = train(make_batch(synthetic_text()), num_devices=devices, num_steps=NUM_STEPS, fdo_folder=folder)
+    losses = train(
+        make_batch(synthetic_text()), num_devices=devices, num_steps=NUM_STEPS, fdo_folder=folder
+    )
     options = {"enable_minibatching": True, "batch_number": 7}
     stepped, _ = minibatch_program.run_step(devices, minibatch_program.TIGHT, **options)
     print(json.dumps([losses, *(array.tolist() for array in stepped)]))

@@ -77,7 +77,9 @@ class Steps(NamedTuple):
     def step(self, row, slots, gradient, number):
         """One step of one row, in place."""
         for k, (rule, formula) in enumerate(zip(self.rules, self.formulas, strict=True)):
-            formula(rule, row[k :: len(self.rules)], slots[k], gradient[k :: len(self.rules)], number)
+            formula(
+                rule, row[k :: len(self.rules)], slots[k], gradient[k :: len(self.rules)], number
+            )
 
 
 @functools.cache
@@ -112,9 +114,16 @@ def entries_of(read: Read, combiner: str, counts: Callable[[int], bool]) -> list
         for j in range(width):
             if counts(int(read.ids[b, j])):
                 weight = 1.0 if read.weights is None else float(read.weights[b, j])
-                own.append((int(read.ids[b, j]), b * width + j if combiner == "none" else b, weight))
-        divisor = {"mean": sum(w for *_, w in own), "sqrtn": sum(w * w for *_, w in own) ** 0.5}.get(combiner, 1.0)
-        found += [Entry(key, output, weight / divisor if divisor else 0.0) for key, output, weight in own]
+                own.append(
+                    (int(read.ids[b, j]), b * width + j if combiner == "none" else b, weight)
+                )
+        divisor = {
+            "mean": sum(w for *_, w in own),
+            "sqrtn": sum(w * w for *_, w in own) ** 0.5,
+        }.get(combiner, 1.0)
+        found += [
+            Entry(key, output, weight / divisor if divisor else 0.0) for key, output, weight in own
+        ]
     return found
 
 
@@ -142,7 +151,9 @@ class Table:
             pooled = np.zeros((outputs, self.dim))
             for entry in entries_of(read, self.combiner, self.counts):
                 pooled[entry.output] += entry.gain * self.vector(entry.id)
-            found[name] = pooled.reshape(*(read.ids.shape if self.combiner == "none" else (outputs,)), self.dim)
+            found[name] = pooled.reshape(
+                *(read.ids.shape if self.combiner == "none" else (outputs,)), self.dim
+            )
         return found
 
     def lookup_ahead(self, reads: Mapping[str, Read]) -> dict[str, np.ndarray]:
@@ -157,7 +168,9 @@ class Table:
         for name, read in reads.items():
             d_output = np.float64(d_outputs[name]).reshape(-1, self.dim)
             for entry in entries_of(read, self.combiner, self.counts):
-                gradients[entry.id] = gradients.get(entry.id, 0.0) + entry.gain * d_output[entry.output]
+                gradients[entry.id] = (
+                    gradients.get(entry.id, 0.0) + entry.gain * d_output[entry.output]
+                )
         self.find(keys)
         self.step(gradients)
         self.number += 1
@@ -170,7 +183,9 @@ class Table:
                 self.steps.step(*self.rows[key], gradient, self.number)
 
     def _keys(self, reads: Mapping[str, Read]) -> list[int]:
-        return [e.id for read in reads.values() for e in entries_of(read, self.combiner, self.counts)]
+        return [
+            e.id for read in reads.values() for e in entries_of(read, self.combiner, self.counts)
+        ]
 
 
 class DenseTable(Table):
@@ -178,7 +193,10 @@ class DenseTable(Table):
 
     def __init__(self, values: np.ndarray, combiner: str, steps: Steps):
         super().__init__(values.shape[1], combiner, steps)
-        self.rows = {k: (np.array(row, np.float64), steps.fresh_slots(self.dim)) for k, row in enumerate(values)}
+        self.rows = {
+            k: (np.array(row, np.float64), steps.fresh_slots(self.dim))
+            for k, row in enumerate(values)
+        }
 
 
 class KeyedTable(Table):
@@ -233,14 +251,19 @@ class KeyedTable(Table):
                     del self.waiting[key]
         self._make_room(new)
         for key in new:
-            self.rows[key] = np.array(self.initial[key], np.float64), self.steps.fresh_slots(self.dim)
+            self.rows[key] = (
+                np.array(self.initial[key], np.float64),
+                self.steps.fresh_slots(self.dim),
+            )
             self.last_step[key] = self.number
             self.occurrences[key] = self.waiting.pop(key)
             self.num_inserted += 1
 
     def is_admitted(self, key: int) -> bool:
         if self.admission_probability < 1:
-            return self.draw(self.number, key) >= (1 - self.admission_probability) ** self.waiting[key]
+            return (
+                self.draw(self.number, key) >= (1 - self.admission_probability) ** self.waiting[key]
+            )
         return self.waiting[key] > self.admission_count
 
     def score(self, key: int) -> float:
@@ -252,10 +275,16 @@ class KeyedTable(Table):
             return
         for shard in range(self.num_shards):
             held = [key for key in self.rows if key % self.num_shards == shard]
-            num_wanted = sum(key % self.num_shards == shard for key in new) + len(held) - self.capacity
-            worst = sorted((self.score(key), key, key) for key in held if self.last_step[key] < self.number)
+            num_wanted = (
+                sum(key % self.num_shards == shard for key in new) + len(held) - self.capacity
+            )
+            worst = sorted(
+                (self.score(key), key, key) for key in held if self.last_step[key] < self.number
+            )
             gone = worst[: max(num_wanted, 0)]
-            assert len(gone) == max(num_wanted, 0), "the batch has more keys than the shard has rows"
+            assert len(gone) == max(num_wanted, 0), (
+                "the batch has more keys than the shard has rows"
+            )
             for *_, key in gone:
                 del self.rows[key], self.last_step[key], self.occurrences[key]
                 self.num_evicted += 1
@@ -264,7 +293,14 @@ class KeyedTable(Table):
 class TrainTable(Table):
     """A table that is the product of two cores, whose slices are what rows are elsewhere; all of them are stepped."""
 
-    def __init__(self, cores: Sequence[np.ndarray], rows: int, q_shapes: tuple[int, int], combiner: str, steps: Steps):
+    def __init__(
+        self,
+        cores: Sequence[np.ndarray],
+        rows: int,
+        q_shapes: tuple[int, int],
+        combiner: str,
+        steps: Steps,
+    ):
         super().__init__(q_shapes[0] * q_shapes[1], combiner, steps)
         self.cores = [np.array(core, np.float64) for core in cores]
         self.q_shapes, self.num_rows = q_shapes, rows
@@ -273,7 +309,9 @@ class TrainTable(Table):
 
     def _slices(self) -> tuple[np.ndarray, np.ndarray]:
         first, second = self.cores
-        return first.reshape(len(first), self.q_shapes[0], -1), second.reshape(len(second), -1, self.q_shapes[1])
+        return first.reshape(len(first), self.q_shapes[0], -1), second.reshape(
+            len(second), -1, self.q_shapes[1]
+        )
 
     def _expand(self) -> None:
         whole = np.einsum("aqr,brs->abqs", *self._slices()).reshape(-1, self.dim)[: self.num_rows]
@@ -285,7 +323,10 @@ class TrainTable(Table):
         for key, gradient in gradients.items():
             whole[key] = gradient
         whole = whole.reshape(len(first), len(second), *self.q_shapes)
-        d_cores = np.einsum("abqs,brs->aqr", whole, second), np.einsum("abqs,aqr->brs", whole, first)
+        d_cores = (
+            np.einsum("abqs,brs->aqr", whole, second),
+            np.einsum("abqs,aqr->brs", whole, first),
+        )
         for core, slots, d_core in zip(self.cores, self.slots, d_cores, strict=True):
             for i in range(len(core)):
                 self.steps.step(core[i], slots[i], d_core[i].reshape(-1), self.number)

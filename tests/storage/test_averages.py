@@ -12,7 +12,11 @@ import rsembed as rs
 from rsembed import checkpoint, sok
 from tests.storage.test_corners import mesh_of
 
-STORAGES = {"keys": rs.Hashed(when_full="evict"), "admitting": rs.Hashed(admission_count=1), "near": None}
+STORAGES = {
+    "keys": rs.Hashed(when_full="evict"),
+    "admitting": rs.Hashed(admission_count=1),
+    "near": None,
+}
 STORAGES["near"] = rs.HostCached(cache_rows=8)
 DIM = 4
 
@@ -63,7 +67,9 @@ def mean(one, other):
         optax.tree.add,
         lambda one, _: jax.tree.map(lambda leaf: 2 * leaf, one),
         jax.jit(functools.partial(jax.tree.map, mean)),
-        lambda one, other: jax.lax.scan(lambda sum, _: (jax.tree.map(jnp.add, sum, other), None), one, length=2),
+        lambda one, other: jax.lax.scan(
+            lambda sum, _: (jax.tree.map(jnp.add, sum, other), None), one, length=2
+        ),
     ],
 )
 @pytest.mark.parametrize("of", [lambda state: state, lambda state: state.tables])
@@ -74,19 +80,30 @@ def test_arithmetic_on_all_leaves_is_refused(storage, arithmetic, of):
 
 
 @pytest.mark.parametrize(("num_tables", "num_devices"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_an_average_of_the_floats_of_states_whose_keys_have_other_rows_is_refused(num_tables, num_devices):
-    collection = collection_of(rs.Hashed(when_full="evict"), num_tables=num_tables, num_devices=num_devices)
+def test_an_average_of_the_floats_of_states_whose_keys_have_other_rows_is_refused(
+    num_tables, num_devices
+):
+    collection = collection_of(
+        rs.Hashed(when_full="evict"), num_tables=num_tables, num_devices=num_devices
+    )
     one, other = (trained(collection, keys) for keys in ([2, 4, 5, 7], [4, 2, 7, 5]))
     average = floats(mean, one, other)
     batch = collection.prepare(dict.fromkeys(collection.features, np.array([2, 4, 5, 99])))
     for use in (
         lambda: collection.lookup(average, batch),
         lambda: collection.tables(average),
-        lambda: collection.update(average, batch, {name: np.ones((4, DIM), np.float32) for name in batch}),
+        lambda: collection.update(
+            average, batch, {name: np.ones((4, DIM), np.float32) for name in batch}
+        ),
         lambda: rs.for_serving(collection, average),
-        lambda: floats(lambda own, new: 0.9 * own + 0.1 * new, one, other) and collection.lookup(average, batch),
+        lambda: (
+            floats(lambda own, new: 0.9 * own + 0.1 * new, one, other)
+            and collection.lookup(average, batch)
+        ),
     ):
-        with pytest.raises(ValueError, match=r"table 't0.*do not belong to its keys.*collection\.with_tables"):
+        with pytest.raises(
+            ValueError, match=r"table 't0.*do not belong to its keys.*collection\.with_tables"
+        ):
             use()
     for values in jax.jit(collection.lookup)(average, batch).values():
         assert np.isnan(values).all()  # nothing can be raised there
@@ -94,7 +111,9 @@ def test_an_average_of_the_floats_of_states_whose_keys_have_other_rows_is_refuse
 
 @pytest.mark.parametrize(("num_tables", "num_devices"), [(1, 1), (2, 2)])
 def test_states_whose_keys_have_the_same_rows_are_averaged_as_their_tables(num_tables, num_devices):
-    collection = collection_of(rs.Hashed(when_full="evict"), num_tables=num_tables, num_devices=num_devices)
+    collection = collection_of(
+        rs.Hashed(when_full="evict"), num_tables=num_tables, num_devices=num_devices
+    )
     first = trained(collection, [2, 4, 5, 7], [2, 9, 11, -1])
     second = trained(collection, [4, 7], state=first)
     average = second
@@ -105,25 +124,36 @@ def test_states_whose_keys_have_the_same_rows_are_averaged_as_their_tables(num_t
         np.testing.assert_allclose(values, collection.lookup(second, batch)[name], rtol=1e-4)
     average = floats(mean, first, second)
     for name, rows in collection.tables(average).items():
-        wanted = mean(collection.tables(first)[name]["values"], collection.tables(second)[name]["values"])
+        wanted = mean(
+            collection.tables(first)[name]["values"], collection.tables(second)[name]["values"]
+        )
         np.testing.assert_allclose(rows["values"], wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_rows_and_keys_stay_together_through_everything_that_moves_them(tmp_path, num_devices):
     """Eviction by a step and by hand, admission, writing by key, files, and a table that grows."""
-    for storage in (rs.Hashed(when_full="evict"), rs.Hashed(admission_count=1, admission_capacity=40)):
+    for storage in (
+        rs.Hashed(when_full="evict"),
+        rs.Hashed(admission_count=1, admission_capacity=40),
+    ):
         collection = collection_of(storage, num_tables=2, num_devices=num_devices)
         generator, state = np.random.default_rng(0), collection.init(jax.random.key(0))
         for _ in range(4):
-            keys = generator.integers(-20, 20, 12) if storage.admission_count == 0 else generator.integers(0, 8, 12)
+            keys = (
+                generator.integers(-20, 20, 12)
+                if storage.admission_count == 0
+                else generator.integers(0, 8, 12)
+            )
             state = trained(collection, keys, state=state)
         state, rows = collection.evict(state, "t1", keep=3)
         assert len(rows["keys"])
         state = collection.with_tables(state, {"t1": rows})
         checkpoint.save_collection(tmp_path / f"{storage.admission_count}", collection, state)
         loaded = checkpoint.load_collection(tmp_path / f"{storage.admission_count}", collection)
-        found = jax.tree.map(np.asarray, collection.tables(trained(collection, [1, 2], state=loaded)))
+        found = jax.tree.map(
+            np.asarray, collection.tables(trained(collection, [1, 2], state=loaded))
+        )
         for name, own in collection.tables(trained(collection, [1, 2], state=state)).items():
             np.testing.assert_array_equal(own["values"], found[name]["values"])
     context = sok.Init(mesh=mesh_of(num_devices))

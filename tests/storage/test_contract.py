@@ -29,7 +29,9 @@ from tests.storage.oracle import DenseTable, KeyedTable, Read, SideBySide, Steps
 
 ROWS, SAMPLES, WIDTH, NUM_DEVICES, NUM_STEPS = 10, 8, 3, 4, 4
 # Ids of the storages with keys; below, groups of four, one for each device. Keys of a group differ in their upper half.
-KEYS = np.arange(16) % 4 + np.repeat(np.array([2**40, 5 * 2**38, 2**33 - 2**62, 7 * 2**33], np.int64), 4)
+KEYS = np.arange(16) % 4 + np.repeat(
+    np.array([2**40, 5 * 2**38, 2**33 - 2**62, 7 * 2**33], np.int64), 4
+)
 # Which groups each step reads. A table of twelve rows must choose whom it gives up for the last group, and then for
 # those that come back; for other storages the last group is the first.
 GROUPS = ((0, 1), (0, 2), (3,), (0, 1))
@@ -42,7 +44,9 @@ class Storage(NamedTuple):
     ways: tuple[str, ...]
     takes_keys: bool = False
     keyed: Mapping[str, int] = MappingProxyType({})  # arguments of its oracle
-    policies: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # by way, arguments of its storage and its oracle
+    policies: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+        {}
+    )  # by way, arguments of its storage and its oracle
     refuses_rules_that_move_all_rows: bool = False
 
 
@@ -70,13 +74,19 @@ ADMISSIONS = {"one device": COUNTED, "row": DRAWN, "row, many rounds": COUNTED}
 STORAGES = {
     "dense": Storage(None, tuple(WAYS)),
     "hashed": Storage(rs.Hashed(), OWNED, True),
-    "hashed, evicting": Storage(rs.Hashed(when_full="evict"), OWNED, True, {"capacity": 12}, EVICTIONS),
+    "hashed, evicting": Storage(
+        rs.Hashed(when_full="evict"), OWNED, True, {"capacity": 12}, EVICTIONS
+    ),
     "hashed, admitting": Storage(rs.Hashed(), OWNED, True, policies=ADMISSIONS),
-    "host-cached": Storage(rs.HostCached(cache_rows=8), OWNED, refuses_rules_that_move_all_rows=True),
+    "host-cached": Storage(
+        rs.HostCached(cache_rows=8), OWNED, refuses_rules_that_move_all_rows=True
+    ),
     "train": Storage(TensorTrain((11,)), ("one device", "replicated")),
 }
 RUNS = [(storage, way) for storage in STORAGES for way in STORAGES[storage].ways]
-REFUSED = [(storage, way) for storage in STORAGES for way in WAYS if way not in STORAGES[storage].ways]
+REFUSED = [
+    (storage, way) for storage in STORAGES for way in WAYS if way not in STORAGES[storage].ways
+]
 
 
 def adamw_of_optax(rule, row, slots, gradient, number):
@@ -88,7 +98,9 @@ def adamw_of_optax(rule, row, slots, gradient, number):
     row -= rules.LR * (direction + 0.3 * row)
 
 
-CONTRACT = rules.CONTRACT | {"optax adamw": (rs.from_optax(optax.adamw(rules.LR, weight_decay=0.3)), adamw_of_optax)}
+CONTRACT = rules.CONTRACT | {
+    "optax adamw": (rs.from_optax(optax.adamw(rules.LR, weight_decay=0.3)), adamw_of_optax)
+}
 MOVING_ALL = [name for name, (rule, _) in CONTRACT.items() if rule.moves_all_rows]
 ROW_WISE = [name for name, (rule, _) in CONTRACT.items() if rule.is_row_wise]
 LAZY = [name for name in CONTRACT if name not in MOVING_ALL]
@@ -114,15 +126,23 @@ class Cell(NamedTuple):
 def rules_of(storage, way):
     """Rules that one table may have: several side by side, or one alone, as whoever moves all rows must be."""
     lazy = [name for name in LAZY if way != "column" or name not in ROW_WISE]
-    parts = 1 if way in ("table", "column") else 3  # where many storages can be, each brings some of the rules
-    alone = ["adam", *MOVING_ALL] if not STORAGES[storage].refuses_rules_that_move_all_rows else ["adam"]
+    parts = (
+        1 if way in ("table", "column") else 3
+    )  # where many storages can be, each brings some of the rules
+    alone = (
+        ["adam", *MOVING_ALL]
+        if not STORAGES[storage].refuses_rules_that_move_all_rows
+        else ["adam"]
+    )
     return [*(tuple(lazy[k::parts]) for k in range(parts)), *((name,) for name in alone)]
 
 
 def pairs_of(cell):
     named = [(axis, value) for axis, value in cell._asdict().items() if axis != "rules"]
     named += [("rule", name) for name in cell.rules]
-    return {frozenset(pair) for pair in itertools.combinations(named, 2) if pair[0][0] != pair[1][0]}
+    return {
+        frozenset(pair) for pair in itertools.combinations(named, 2) if pair[0][0] != pair[1][0]
+    }
 
 
 def cost_of(cell):
@@ -185,12 +205,17 @@ def collection_of(way, own):
     placed = WAYS[way]
     on_mesh = {}
     if placed.placement is not None:
-        on_mesh = {"mesh": mesh_of(NUM_DEVICES), "placement": {cell.table: placed.placement for cell in own}}
+        on_mesh = {
+            "mesh": mesh_of(NUM_DEVICES),
+            "placement": {cell.table: placed.placement for cell in own},
+        }
     features = []
     for cell in own:
         table = spec_of(cell)
         features += [rs.FeatureSpec(name=name, table_spec=table) for name in cell.features]
-    return rs.EmbeddingCollection(features, exchange_capacity=placed.capacity, bounds_check="ignore", **on_mesh)
+    return rs.EmbeddingCollection(
+        features, exchange_capacity=placed.capacity, bounds_check="ignore", **on_mesh
+    )
 
 
 def reads_of(contract, number):
@@ -224,9 +249,17 @@ def batch_of(own, number):
 def initial_vectors(cell):
     """What keys start from, by the documented formula."""
     own, lanes = table_key(jax.random.key(0), cell.table), split_keys(KEYS)
-    keys = jax.vmap(lambda high, low: jax.random.fold_in(jax.random.fold_in(own, high), low))(lanes.high, lanes.low)
+    keys = jax.vmap(lambda high, low: jax.random.fold_in(jax.random.fold_in(own, high), low))(
+        lanes.high, lanes.low
+    )
     dim = spec_of(cell).embedding_dim
-    return dict(zip(KEYS.tolist(), np.float64(jax.vmap(lambda key: from_key(key, (1, dim))[0])(keys)), strict=True))
+    return dict(
+        zip(
+            KEYS.tolist(),
+            np.float64(jax.vmap(lambda key: from_key(key, (1, dim))[0])(keys)),
+            strict=True,
+        )
+    )
 
 
 def draws(cell):
@@ -234,8 +267,12 @@ def draws(cell):
     lanes = split_keys(KEYS)
 
     def draw(number):
-        own = jax.random.fold_in(jax.random.fold_in(table_key(jax.random.key(0), cell.table), 0x61646D74), number)
-        keys = jax.vmap(lambda high, low: jax.random.fold_in(jax.random.fold_in(own, high), low))(lanes.high, lanes.low)
+        own = jax.random.fold_in(
+            jax.random.fold_in(table_key(jax.random.key(0), cell.table), 0x61646D74), number
+        )
+        keys = jax.vmap(lambda high, low: jax.random.fold_in(jax.random.fold_in(own, high), low))(
+            lanes.high, lanes.low
+        )
         return jax.vmap(lambda key: jax.random.bits(key, (1,), jnp.uint32)[0])(keys)
 
     found = np.float64(jax.vmap(draw)(jnp.arange(NUM_STEPS))) / 2**32
@@ -254,14 +291,24 @@ def oracle_of(cell, collection, state):
         return KeyedTable(initial_vectors(cell), cell.combiner, steps, **made_of)
     if isinstance(contract.storage, TensorTrain):
         q_shapes = spec_of(cell).storage.tt_q_shapes
-        return TrainTable([np.asarray(core) for core in state.tables[cell.table]], ROWS, q_shapes, cell.combiner, steps)
+        return TrainTable(
+            [np.asarray(core) for core in state.tables[cell.table]],
+            ROWS,
+            q_shapes,
+            cell.combiner,
+            steps,
+        )
     return DenseTable(np.asarray(collection.tables(state)[cell.table]), cell.combiner, steps)
 
 
 def assert_close(found, expected, what):
     expected = np.asarray(expected, np.float64)
     np.testing.assert_allclose(
-        np.asarray(found, np.float64).reshape(expected.shape), expected, rtol=2e-4, atol=2e-5, err_msg=what
+        np.asarray(found, np.float64).reshape(expected.shape),
+        expected,
+        rtol=2e-4,
+        atol=2e-5,
+        err_msg=what,
     )
 
 
@@ -273,7 +320,10 @@ def slots_of(pairs):
 
 def assert_holds(collection, state, oracles, what):
     """Rows, slots and bookkeeping of every table; those of one storage are asked for together."""
-    tables, takes_keys = collection.tables(state), any(STORAGES[cell.storage].takes_keys for cell in oracles)
+    tables, takes_keys = (
+        collection.tables(state),
+        any(STORAGES[cell.storage].takes_keys for cell in oracles),
+    )
     slots = {} if takes_keys else collection.slots(state)
     for cell, oracle in oracles.items():
         table = tables[cell.table], slots.get(cell.table)
@@ -288,12 +338,20 @@ def assert_table_holds(collection, state, cell, oracle, found, what):
         assert table["last_step"].tolist() == [oracle.last_step[key] for key in keys], what
         assert table["count"].tolist() == [oracle.occurrences[key] for key in keys], what
         if oracle.admission_count:
-            waiting = dict(zip(table["waiting_keys"].tolist(), table["waiting_count"].tolist(), strict=True))
+            waiting = dict(
+                zip(table["waiting_keys"].tolist(), table["waiting_count"].tolist(), strict=True)
+            )
             assert waiting == oracle.waiting, what
         counts = collection.counts(state)[cell.table]
-        assert (counts["inserted"].sum(), counts["evicted"].sum()) == (oracle.num_inserted, oracle.num_evicted), what
+        assert (counts["inserted"].sum(), counts["evicted"].sum()) == (
+            oracle.num_inserted,
+            oracle.num_evicted,
+        ), what
         assert counts["failed"].sum() == 0, what
-        values, slots = table["values"], [array for name, array in table.items() if name.startswith("slot_")]
+        values, slots = (
+            table["values"],
+            [array for name, array in table.items() if name.startswith("slot_")],
+        )
         expected = [oracle.rows[key] for key in keys]
     elif isinstance(contract.storage, TensorTrain):
         for core, own, wanted, wanted_slots in zip(
@@ -301,7 +359,9 @@ def assert_table_holds(collection, state, cell, oracle, found, what):
         ):
             assert_close(core, wanted, what)
             for copy in core.addressable_shards[1:]:
-                np.testing.assert_array_equal(copy.data, core.addressable_shards[0].data, err_msg=what)
+                np.testing.assert_array_equal(
+                    copy.data, core.addressable_shards[0].data, err_msg=what
+                )
             for slot, column in zip(own, slots_of(wanted_slots), strict=True):
                 assert_close(slot, column, what)
         values, slots, expected = table, [], [(row, []) for row, _ in oracle.rows.values()]
@@ -321,16 +381,25 @@ def test_a_storage_on_a_way_gives_the_numbers_of_loops(storage, way):
     def step(state, batch, d_activations):
         activations, pullback = collection.lookup_vjp(state, batch)
         applied = collection.apply(state, pullback(d_activations))
-        return collection.lookup(state, batch), activations, applied, collection.update(state, batch, d_activations)
+        return (
+            collection.lookup(state, batch),
+            activations,
+            applied,
+            collection.update(state, batch, d_activations),
+        )
 
     step = jax.jit(step)
     state = collection.init(jax.random.key(0))
-    shapes = {name: (SAMPLES, *([WIDTH] * (c.combiner == "none"))) for c in own for name in c.features}
+    shapes = {
+        name: (SAMPLES, *([WIDTH] * (c.combiner == "none"))) for c in own for name in c.features
+    }
     dims = {name: spec_of(cell).embedding_dim for cell in own for name in cell.features}
     oracles = {cell: oracle_of(cell, collection, state) for cell in own}
     for number in range(NUM_STEPS):
         generator = np.random.default_rng(100 + number)
-        d_activations = {n: generator.normal(size=(*shapes[n], dims[n])).astype(np.float32) for n in shapes}
+        d_activations = {
+            n: generator.normal(size=(*shapes[n], dims[n])).astype(np.float32) for n in shapes
+        }
         batch = collection.prepare(batch_of(own, number))
         state = collection.prefetch(state, batch)
         looked, activations, applied, state = step(state, batch, d_activations)
@@ -369,7 +438,8 @@ def test_cells_cover_every_pair_of_storage_way_rule_and_combiner_that_is_not_ref
 def test_what_a_storage_cannot_do_is_refused_by_name(storage, way):
     cell = Cell(storage, way, ("sgd",), "sum")
     with pytest.raises(
-        ValueError, match=f"table '{cell.table}' is kept as .* cannot be placed '{WAYS[way].placement}'"
+        ValueError,
+        match=f"table '{cell.table}' is kept as .* cannot be placed '{WAYS[way].placement}'",
     ):
         collection_of(way, [cell])
 
@@ -377,18 +447,21 @@ def test_what_a_storage_cannot_do_is_refused_by_name(storage, way):
 @pytest.mark.parametrize("name", ROW_WISE)
 def test_rules_of_whole_rows_are_refused_on_columns_by_name(name):
     cell = Cell("dense", "column", (name,), "sum")
-    reason = (
-        rf"tables \['{cell.table}'\] cannot be placed 'column': {type(CONTRACT[name][0]).__name__} steps whole rows"
-    )
+    rule = type(CONTRACT[name][0]).__name__
+    reason = rf"tables \['{cell.table}'\] cannot be placed 'column': {rule} steps whole rows"
     with pytest.raises(ValueError, match=reason):
         collection_of("column", [cell])
 
 
 @pytest.mark.parametrize("name", MOVING_ALL)
-@pytest.mark.parametrize("storage", [name for name, own in STORAGES.items() if own.refuses_rules_that_move_all_rows])
+@pytest.mark.parametrize(
+    "storage", [name for name, own in STORAGES.items() if own.refuses_rules_that_move_all_rows]
+)
 def test_rules_that_move_all_rows_are_refused_by_name_where_rows_are_elsewhere(storage, name):
     cell = Cell(storage, "one device", (name,), "sum")
-    with pytest.raises(ValueError, match=f"table '{cell.table}': {type(CONTRACT[name][0]).__name__} moves all rows"):
+    with pytest.raises(
+        ValueError, match=f"table '{cell.table}': {type(CONTRACT[name][0]).__name__} moves all rows"
+    ):
         collection_of("one device", [cell])
 
 
@@ -400,7 +473,11 @@ def contract_table():
         cells_of_storage = ["yes" if way in storage.ways else "refused" for way in ways]
         if "column" in storage.ways:
             cells_of_storage[ways.index("column")] = "yes, with rules of single entries"
-        rules_of_storage = "those that move rows of the batch" if storage.refuses_rules_that_move_all_rows else "all"
+        rules_of_storage = (
+            "those that move rows of the batch"
+            if storage.refuses_rules_that_move_all_rows
+            else "all"
+        )
         lines.append([name, *cells_of_storage, rules_of_storage])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -28,7 +28,9 @@ def mesh_of(num_devices):
 SGD = rs.optimizers.SGD(LR)
 
 
-def keyed(mesh=None, *, rows=8, optimizer=SGD, dtype="float32", beside=(), capacity=None, **storage):
+def keyed(
+    mesh=None, *, rows=8, optimizer=SGD, dtype="float32", beside=(), capacity=None, **storage
+):
     """One table of keys read by one feature, and other features."""
     table = rs.TableSpec(
         name="t", vocabulary_size=rows, embedding_dim=DIM, optimizer=optimizer, dtype=dtype,
@@ -45,7 +47,9 @@ def on_mesh():
     beside = [
         rs.FeatureSpec(
             name=name,
-            table_spec=rs.TableSpec(name=name, vocabulary_size=8, embedding_dim=DIM, optimizer=SGD, storage=storage),
+            table_spec=rs.TableSpec(
+                name=name, vocabulary_size=8, embedding_dim=DIM, optimizer=SGD, storage=storage
+            ),
         )
         for name, storage in others.items()
     ]
@@ -74,7 +78,9 @@ def test_a_batch_without_ids_changes_nothing_but_the_step(samples):
     collection, state, gradients, update = on_mesh()
     batch = batch_of(np.full((samples, 3), -1))
     activations, row_gradients = gradients(state, collection.prepare(batch), ones_for(batch))
-    assert {name: values.shape for name, values in activations.items()} == dict.fromkeys("fdw", (samples, DIM))
+    assert {name: values.shape for name, values in activations.items()} == dict.fromkeys(
+        "fdw", (samples, DIM)
+    )
     assert all(not np.asarray(values).any() for values in activations.values())
     assert int(row_gradients.num_touched()["t"]) == int(row_gradients.num_touched()["d"]) == 0
     after = update(state, collection.prepare(batch), ones_for(batch))
@@ -85,7 +91,12 @@ def test_a_batch_without_ids_changes_nothing_but_the_step(samples):
 
 def test_gradients_of_micro_batches_on_a_mesh_combine_by_key():
     collection, state, gradients, _ = on_mesh()
-    generator, keys, sums, initial = np.random.default_rng(0), np.array([ONE, OTHER, THIRD, 0, -1]), Counter(), {}
+    generator, keys, sums, initial = (
+        np.random.default_rng(0),
+        np.array([ONE, OTHER, THIRD, 0, -1]),
+        Counter(),
+        {},
+    )
     parts, counts = [], Counter()
     for number in range(2):
         batch = batch_of(generator.choice(keys[number : number + 4], (8, 3)))
@@ -97,8 +108,12 @@ def test_gradients_of_micro_batches_on_a_mesh_combine_by_key():
                 sums[key] = sums[key] + np.float64(d_activations["f"][sample])
     for key in counts:
         alone = batch_of(np.where(np.arange(24) == 0, key, -1).reshape(8, 3))
-        initial[key] = np.asarray(gradients(state, collection.prepare(alone), ones_for(alone))[0]["f"])[0]
-    applied = jax.jit(lambda state, *parts: collection.apply(state, rs.combine(*parts)))(state, *parts)
+        initial[key] = np.asarray(
+            gradients(state, collection.prepare(alone), ones_for(alone))[0]["f"]
+        )[0]
+    applied = jax.jit(lambda state, *parts: collection.apply(state, rs.combine(*parts)))(
+        state, *parts
+    )
     table = collection.tables(applied)["t"]
     assert dict(zip(table["keys"].tolist(), table["count"].tolist(), strict=True)) == counts
     for key, vector in zip(table["keys"].tolist(), table["values"], strict=True):
@@ -107,7 +122,10 @@ def test_gradients_of_micro_batches_on_a_mesh_combine_by_key():
 
 def test_a_full_table_raises_outside_jit_and_counts_inside():
     collection = keyed(rows=2)
-    state, batch = collection.init(jax.random.key(0)), collection.prepare({"f": np.array([[ONE, OTHER], [THIRD, ONE]])})
+    state, batch = (
+        collection.init(jax.random.key(0)),
+        collection.prepare({"f": np.array([[ONE, OTHER], [THIRD, ONE]])}),
+    )
     d_activations = {"f": np.ones((2, DIM), np.float32)}
     with pytest.raises(RuntimeError, match="table 't' is full: 1 new keys found no room in 2 rows"):
         collection.update(state, batch, d_activations)
@@ -119,7 +137,9 @@ def test_a_full_table_raises_outside_jit_and_counts_inside():
 def test_a_key_of_another_generator_makes_tables_of_keys():
     collection = keyed()
     state = collection.init(jax.random.key(0, impl="rbg"))
-    state = collection.update(state, {"f": np.asarray([[ONE]])}, {"f": np.ones((1, DIM), np.float32)})
+    state = collection.update(
+        state, {"f": np.asarray([[ONE]])}, {"f": np.ones((1, DIM), np.float32)}
+    )
     assert collection.tables(state)["t"]["keys"].tolist() == [ONE]
 
 
@@ -131,24 +151,35 @@ def test_keys_without_rows_are_read_ahead_where_numbers_are_64_bits_wide():
         activations, pullback = collection.lookup_vjp(state, batch)
         state = collection.apply(state, pullback(jax.tree.map(jnp.ones_like, activations)))
         values = np.asarray(collection.tables(state)["t"]["values"])
-    np.testing.assert_allclose(values.sum(axis=0), np.asarray(activations["f"])[0] - 2 * LR, rtol=1e-5)
+    np.testing.assert_allclose(
+        values.sum(axis=0), np.asarray(activations["f"])[0] - 2 * LR, rtol=1e-5
+    )
 
 
 def test_a_scan_of_value_and_grad_with_a_donated_state_trains_keys():
     collection = keyed()
     state = collection.init(jax.random.key(0))
-    batches = [collection.prepare({"f": np.array(keys)}) for keys in ([[ONE, OTHER]], [[THIRD, ONE]], [[ONE, ONE]])]
+    batches = [
+        collection.prepare({"f": np.array(keys)})
+        for keys in ([[ONE, OTHER]], [[THIRD, ONE]], [[ONE, ONE]])
+    ]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
-    value_and_grad = rs.value_and_grad(lambda weight, found: jnp.sum(found["f"] @ weight), collection)
+    value_and_grad = rs.value_and_grad(
+        lambda weight, found: jnp.sum(found["f"] @ weight), collection
+    )
 
     def step(state, batch):
         loss, (d_weight, row_gradients) = value_and_grad(jnp.full(DIM, 2.0), state, batch)
         return collection.apply(state, row_gradients), (loss, d_weight)
 
-    after, (losses, d_weights) = jax.jit(lambda s, b: jax.lax.scan(step, s, b), donate_argnums=0)(state, stacked)
+    after, (losses, d_weights) = jax.jit(lambda s, b: jax.lax.scan(step, s, b), donate_argnums=0)(
+        state, stacked
+    )
     table = collection.tables(after)["t"]
     assert (table["keys"].tolist(), table["count"].tolist()) == ([ONE, OTHER, THIRD], [4, 1, 1])
-    one, other, third = table["values"] + LR * 2 * np.array([[4], [1], [1]])  # what they started from
+    one, other, third = table["values"] + LR * 2 * np.array(
+        [[4], [1], [1]]
+    )  # what they started from
     moved = LR * 2
     read = [one + other, third + one - moved, 2 * (one - 2 * moved)]
     np.testing.assert_allclose(np.stack(d_weights).reshape(3, DIM), read, rtol=1e-5, atol=1e-6)
@@ -157,8 +188,16 @@ def test_a_scan_of_value_and_grad_with_a_donated_state_trains_keys():
 
 
 def test_tables_of_several_storages_widths_and_numbers_of_rounds_share_an_exchange():
-    rules = {"rows": rs.optimizers.Adagrad(LR), "moved": rs.optimizers.LAMB(LR), "few": rs.optimizers.Adam(LR)}
-    storages = {"known": rs.Hashed(), "evicting": rs.Hashed(when_full="evict"), "cached": rs.HostCached(cache_rows=32)}
+    rules = {
+        "rows": rs.optimizers.Adagrad(LR),
+        "moved": rs.optimizers.LAMB(LR),
+        "few": rs.optimizers.Adam(LR),
+    }
+    storages = {
+        "known": rs.Hashed(),
+        "evicting": rs.Hashed(when_full="evict"),
+        "cached": rs.HostCached(cache_rows=32),
+    }
     tables = [
         rs.TableSpec(
             name=name,
@@ -170,9 +209,13 @@ def test_tables_of_several_storages_widths_and_numbers_of_rounds_share_an_exchan
         )
         for name in (*rules, *storages)
     ]
-    generator, widths = np.random.default_rng(0), {table.name: 1 + k % 4 for k, table in enumerate(tables)}
+    generator, widths = (
+        np.random.default_rng(0),
+        {table.name: 1 + k % 4 for k, table in enumerate(tables)},
+    )
     batches = [
-        {name: generator.integers(0, 32, (8, width), np.int32) for name, width in widths.items()} for _ in range(3)
+        {name: generator.integers(0, 32, (8, width), np.int32) for name, width in widths.items()}
+        for _ in range(3)
     ]
     trained = []
     for options in ({}, {"mesh": mesh_of(4), "exchange_capacity": 2}):
@@ -181,7 +224,9 @@ def test_tables_of_several_storages_widths_and_numbers_of_rounds_share_an_exchan
         state, update = collection.init(jax.random.key(0)), jax.jit(collection.update)
         for batch in batches:
             prepared = collection.prepare(batch)
-            d_activations = {table.name: np.full((8, table.embedding_dim), 0.3, np.float32) for table in tables}
+            d_activations = {
+                table.name: np.full((8, table.embedding_dim), 0.3, np.float32) for table in tables
+            }
             state = update(collection.prefetch(state, prepared), prepared, d_activations)
         trained.append(collection.tables(state))
     for one, many in zip(*map(jax.tree.leaves, trained), strict=True):
@@ -198,13 +243,17 @@ def test_stochastic_rounding_draws_by_key_so_one_device_and_four_store_equal_bit
         for _ in range(3):
             batch = collection.prepare({"f": generator.choice(keys, (8, 2))})
             # Sums of such gradients are exact, in any order.
-            state = update(state, batch, {"f": generator.integers(-8, 8, (8, DIM)).astype(np.float32) / 64})
+            state = update(
+                state, batch, {"f": generator.integers(-8, 8, (8, DIM)).astype(np.float32) / 64}
+            )
         tables.append(collection.tables(state)["t"])
     assert tables[0]["keys"].tolist() == sorted(keys[keys >= 0].tolist())
     assert tables[0]["values"].tobytes() == tables[1]["values"].tobytes()
 
 
-@pytest.mark.parametrize(("mesh", "dtype"), [(None, "float16"), (mesh_of(4), "bfloat16")], ids=["here", "asked"])
+@pytest.mark.parametrize(
+    ("mesh", "dtype"), [(None, "float16"), (mesh_of(4), "bfloat16")], ids=["here", "asked"]
+)
 def test_new_rows_are_read_as_they_are_stored_whatever_company_they_come_in(mesh, dtype):
     collection = keyed(mesh, rows=8192, dtype=dtype, optimizer=rs.optimizers.SGD(0.0))
     state, found = collection.init(jax.random.key(3)), []
@@ -213,13 +262,18 @@ def test_new_rows_are_read_as_they_are_stored_whatever_company_they_come_in(mesh
         activations, pullback = collection.lookup_vjp(state, batch)
         applied = collection.apply(state, pullback(activations))
         updated = jax.jit(collection.update)(state, collection.prepare(batch), activations)
-        found += [own["f"][:64] for own in (activations, *(collection.lookup(x, batch) for x in (applied, updated)))]
+        found += [
+            own["f"][:64]
+            for own in (activations, *(collection.lookup(x, batch) for x in (applied, updated)))
+        ]
     assert np.asarray(found[0]).any(axis=1).all()
     for rows in found:
         np.testing.assert_array_equal(rows, found[0])
 
 
-@pytest.mark.parametrize("storage", [rs.Hashed(), rs.HostCached(cache_rows=4), TensorTrain((2,))], ids=repr)
+@pytest.mark.parametrize(
+    "storage", [rs.Hashed(), rs.HostCached(cache_rows=4), TensorTrain((2,))], ids=repr
+)
 def test_a_table_is_found_by_its_name_although_the_state_cuts_long_ones(storage):
     table = rs.TableSpec(name="a" * 70, vocabulary_size=8, embedding_dim=DIM, storage=storage)
     collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
@@ -243,7 +297,9 @@ def test_keys_without_a_row_are_counted():
     collection = keyed()
     state = collection.init(jax.random.key(0))
     state = collection.update(state, {"f": [[ONE]]}, {"f": jnp.ones((1, DIM))})
-    _, statistics = collection.lookup(state, {"f": [[ONE, OTHER, OTHER, THIRD]]}, return_statistics=True)
+    _, statistics = collection.lookup(
+        state, {"f": [[ONE, OTHER, OTHER, THIRD]]}, return_statistics=True
+    )
     assert int(statistics.num_unknown["t"].sum()) == 2 and int(statistics.num_ids["f"]) == 4
 
 
@@ -265,9 +321,14 @@ def test_rows_leave_the_device_by_their_last_use_or_by_how_often_they_were_used(
 def test_rows_on_the_host_are_fetched_before_a_compiled_step_or_it_stops():
     collection = on_host(4)
     state, batch = collection.init(jax.random.key(0)), collection.prepare({"f": np.array([3, 99])})
-    with pytest.raises(Exception, match=r"rsembed\.storage: 2 ids of the batch have no row of table 't' on the device"):
+    with pytest.raises(
+        Exception,
+        match=r"rsembed\.storage: 2 ids of the batch have no row of table 't' on the device",
+    ):
         jax.block_until_ready(jax.jit(collection.lookup)(state, batch))
-    expected = collection.lookup(state, batch)  # outside of jit it fetches by itself, and the state stays good
+    expected = collection.lookup(
+        state, batch
+    )  # outside of jit it fetches by itself, and the state stays good
     near = collection.prefetch(state, batch)
     np.testing.assert_array_equal(jax.jit(collection.lookup)(near, batch)["f"], expected["f"])
 
@@ -291,7 +352,9 @@ def test_vmap_reads_rows_on_the_host_and_stops_where_one_is_missing(way):
     found, rows = ways[way](ids), table[ids]
     expected = rows if way == "vmap of vmap" else rows.sum(axis=2)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-    with pytest.raises(Exception, match=r"1 ids of the batch have no row of table 't' on the device"):
+    with pytest.raises(
+        Exception, match=r"1 ids of the batch have no row of table 't' on the device"
+    ):
         jax.block_until_ready(ways[way](np.where(ids == 7, 99, ids)))
 
 
@@ -306,7 +369,9 @@ def test_a_state_from_before_an_exchange_with_the_host_is_refused():
     collection = on_host(2)
     old = collection.init(jax.random.key(0))
     collection.update(old, {"f": np.array([3, 99])}, {"f": jnp.ones((2, DIM))})
-    with pytest.raises(RuntimeError, match=r"table 't': the host no longer holds the rows.*checkpoint"):
+    with pytest.raises(
+        RuntimeError, match=r"table 't': the host no longer holds the rows.*checkpoint"
+    ):
         collection.lookup(old, {"f": np.array([3])})
 
 
@@ -314,25 +379,45 @@ def on_host_beside(other, *, rows=100):
     """A table on the host, and another one with rows of another size, so that each has its arrays."""
     how = {"optimizer": rs.optimizers.SGD(LR), "initializer": jax.nn.initializers.zeros}
     tables = [
-        rs.TableSpec(name="a", vocabulary_size=100, embedding_dim=DIM, storage=rs.HostCached(cache_rows=4), **how),
+        rs.TableSpec(
+            name="a",
+            vocabulary_size=100,
+            embedding_dim=DIM,
+            storage=rs.HostCached(cache_rows=4),
+            **how,
+        ),
         rs.TableSpec(name="b", vocabulary_size=rows, embedding_dim=2 * DIM, storage=other, **how),
     ]
-    return rs.EmbeddingCollection([rs.FeatureSpec(name=table.name, table_spec=table) for table in tables])
+    return rs.EmbeddingCollection(
+        [rs.FeatureSpec(name=table.name, table_spec=table) for table in tables]
+    )
 
 
-NO_PLACE = (rs.HostCached(cache_rows=2), 100, "table 'b': 1 ids of the batch find no place among cache_rows=2")
+NO_PLACE = (
+    rs.HostCached(cache_rows=2),
+    100,
+    "table 'b': 1 ids of the batch find no place among cache_rows=2",
+)
 NO_ROW = (rs.Hashed(when_full="error"), 2, "table 'b' is full")
 
 
 @pytest.mark.parametrize(
     ("way", "other", "rows", "error"),
-    [("prefetch", *NO_PLACE), ("update", *NO_PLACE), ("apply", *NO_PLACE), ("update", *NO_ROW), ("apply", *NO_ROW)],
+    [
+        ("prefetch", *NO_PLACE),
+        ("update", *NO_PLACE),
+        ("apply", *NO_PLACE),
+        ("update", *NO_ROW),
+        ("apply", *NO_ROW),
+    ],
 )
 def test_an_error_in_another_table_costs_no_rows_on_the_host(way, other, rows, error):
     collection = on_host_beside(other, rows=rows)
 
     def trained(state, ids):
-        gradients = {name: np.ones((len(own), DIM * n)) for n, (name, own) in enumerate(ids.items(), 1)}
+        gradients = {
+            name: np.ones((len(own), DIM * n)) for n, (name, own) in enumerate(ids.items(), 1)
+        }
         if way == "update":
             return collection.update(state, ids, gradients)
         return collection.apply(state, collection.row_gradients(ids, gradients))
@@ -348,10 +433,14 @@ def test_an_error_in_another_table_costs_no_rows_on_the_host(way, other, rows, e
     np.testing.assert_array_equal(collection.tables(state)["a"], expected)
 
 
-@pytest.mark.parametrize(("storage", "mesh"), [(rs.Hashed(), None), (rs.Hashed(when_full="evict"), 2)])
+@pytest.mark.parametrize(
+    ("storage", "mesh"), [(rs.Hashed(), None), (rs.Hashed(when_full="evict"), 2)]
+)
 def test_a_compiled_step_holds_one_copy_of_a_hashed_table(storage, mesh):
     table = rs.TableSpec(name="t", vocabulary_size=40_000, embedding_dim=32, storage=storage)
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=mesh and mesh_of(mesh))
+    collection = rs.EmbeddingCollection(
+        [rs.FeatureSpec(name="f", table_spec=table)], mesh=mesh and mesh_of(mesh)
+    )
     batch = collection.prepare({"f": np.arange(64)})
 
     def step(state, batch):
@@ -381,7 +470,9 @@ def doors(key_dtype):
     served, tables = rs.for_serving(collection, state)
     context = sok.Init(mesh=mesh_of(1))
     pooled = sok.DistributedEmbedding("sum", 8, DIM, 1, 2, context=context, key_dtype=key_dtype)
-    listed = sok.All2AllDenseEmbedding(8, DIM, 1, 1, dynamic_input=True, context=context, key_dtype=key_dtype)
+    listed = sok.All2AllDenseEmbedding(
+        8, DIM, 1, 1, dynamic_input=True, context=context, key_dtype=key_dtype
+    )
     plain = sok.embedding_variable(
         "p", DIM, rows_per_device=8, use_hashtable=False, context=context, key_dtype=key_dtype
     )
@@ -405,7 +496,9 @@ def doors(key_dtype):
 
 def test_keys_that_jax_may_have_cut_are_refused_inside_jit_at_every_door():
     for name, door in doors("int64").items():
-        with pytest.raises(TypeError, match=r"array of int32.*key_dtype='int64'.*collection\.prepare.*split_keys"):
+        with pytest.raises(
+            TypeError, match=r"array of int32.*key_dtype='int64'.*collection\.prepare.*split_keys"
+        ):
             jax.jit(door)(WIDE)
         with pytest.raises(TypeError, match="key_dtype='int32' if all keys fit"):
             jax.jit(door)(jnp.asarray([[7, 8]]))

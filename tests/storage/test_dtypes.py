@@ -34,11 +34,17 @@ def rows_of(collection, state):
     if not isinstance(table, dict):
         return dict(enumerate(np.asarray(table.astype(jnp.float32), np.float64)))
     return dict(
-        zip(table["keys"].tolist(), np.asarray(jnp.asarray(table["values"], jnp.float32), np.float64), strict=True)
+        zip(
+            table["keys"].tolist(),
+            np.asarray(jnp.asarray(table["values"], jnp.float32), np.float64),
+            strict=True,
+        )
     )
 
 
-@pytest.mark.parametrize(("storage", "way", "dtype"), CELLS, ids=[", ".join(cell) for cell in CELLS])
+@pytest.mark.parametrize(
+    ("storage", "way", "dtype"), CELLS, ids=[", ".join(cell) for cell in CELLS]
+)
 def test_rows_are_read_as_stored_and_stepped_to_what_the_dtype_can_hold(storage, way, dtype):
     placed = WAYS[way]
     table = rs.TableSpec(
@@ -47,7 +53,9 @@ def test_rows_are_read_as_stored_and_stepped_to_what_the_dtype_can_hold(storage,
     )  # fmt: skip
     collection = rs.EmbeddingCollection(
         [rs.FeatureSpec(name="f", table_spec=table)],
-        mesh=None if placed.placement is None else jax.make_mesh((4,), ("x",), devices=jax.devices()[:4]),
+        mesh=None
+        if placed.placement is None
+        else jax.make_mesh((4,), ("x",), devices=jax.devices()[:4]),
         placement=placed.placement,
         exchange_capacity=placed.capacity,
     )
@@ -78,4 +86,6 @@ def test_rows_are_read_as_stored_and_stepped_to_what_the_dtype_can_hold(storage,
     for stepped in (applied, jax.jit(collection.update)(state, batch, {"f": d_outputs})):
         after = rows_of(collection, stepped)
         for i, row in expected.items():
-            np.testing.assert_allclose(after[i], row, rtol=DTYPES[dtype], atol=1e-6, err_msg=f"row {i}")
+            np.testing.assert_allclose(
+                after[i], row, rtol=DTYPES[dtype], atol=1e-6, err_msg=f"row {i}"
+            )

@@ -19,7 +19,10 @@ def some_rows():
     """Forty keys with all that belongs to them."""
     generator, keys = np.random.default_rng(3), np.sort(KEYS)[10:50]
     steps, counts = (generator.integers(low, 9, 40).astype(np.int32) for low in (0, 1))
-    arrays = {name: generator.normal(size=(40, DIM)).astype(np.float32) for name in ("values", "slot_accumulator")}
+    arrays = {
+        name: generator.normal(size=(40, DIM)).astype(np.float32)
+        for name in ("values", "slot_accumulator")
+    }
     arrays["slot_accumulator"] **= 2  # a sum of squares
     return {"keys": keys, "last_step": steps, "count": counts, **arrays}
 
@@ -33,19 +36,32 @@ def filled(num_devices=None, **storage):
 
 
 REASONS = {
-    "keep": lambda rows: sorted(range(rows["keys"].size), key=lambda k: (rows["count"][k], rows["keys"][k]))[:-20],
+    "keep": lambda rows: sorted(
+        range(rows["keys"].size), key=lambda k: (rows["count"][k], rows["keys"][k])
+    )[:-20],
     "unused_for": lambda rows: np.flatnonzero(9 - rows["last_step"] > 3),
-    "norm_below": lambda rows: np.flatnonzero(np.linalg.norm(np.float64(rows["values"]), axis=1) < 1.7),
+    "norm_below": lambda rows: np.flatnonzero(
+        np.linalg.norm(np.float64(rows["values"]), axis=1) < 1.7
+    ),
 }
 ARGUMENTS = {"keep": 20, "unused_for": 3, "norm_below": 1.7}
 
 
 @pytest.mark.parametrize("num_devices", [None, 4])
-@pytest.mark.parametrize("reasons", ["keep", "unused_for", "norm_below", "keep unused_for norm_below"])
-def test_keys_that_have_a_reason_leave_with_all_that_belongs_to_them_and_come_back(reasons, num_devices):
+@pytest.mark.parametrize(
+    "reasons", ["keep", "unused_for", "norm_below", "keep unused_for norm_below"]
+)
+def test_keys_that_have_a_reason_leave_with_all_that_belongs_to_them_and_come_back(
+    reasons, num_devices
+):
     (collection, state), rows = filled(num_devices), some_rows()
-    state, gone = collection.evict(state, "t", **{reason: ARGUMENTS[reason] for reason in reasons.split()})
-    leaves = np.isin(np.arange(rows["keys"].size), np.concatenate([REASONS[own](rows) for own in reasons.split()]))
+    state, gone = collection.evict(
+        state, "t", **{reason: ARGUMENTS[reason] for reason in reasons.split()}
+    )
+    leaves = np.isin(
+        np.arange(rows["keys"].size),
+        np.concatenate([REASONS[own](rows) for own in reasons.split()]),
+    )
     assert 5 < leaves.sum() < leaves.size - 3
     left = collection.tables(state)["t"]
     for name, array in rows.items():
@@ -60,7 +76,9 @@ def test_keys_that_have_a_reason_leave_with_all_that_belongs_to_them_and_come_ba
 def test_what_nobody_lets_go_stays():
     (collection, state), rows = filled(), some_rows()
     state, gone = collection.evict(state, "t", keep=1000)
-    assert gone.keys() == rows.keys() and all(array.shape == (0, *rows[name].shape[1:]) for name, array in gone.items())
+    assert gone.keys() == rows.keys() and all(
+        array.shape == (0, *rows[name].shape[1:]) for name, array in gone.items()
+    )
     assert collection.tables(state)["t"]["keys"].size == 40
 
 

@@ -31,7 +31,15 @@ def keys_with_home(slot, count, high):
     return [next(found) for _ in range(count)]
 
 
-POOL = [0, 1, 2**32, 2**63, 2**64 - 1, *keys_with_home(NUM_SLOTS - 1, 5, 0), *keys_with_home(NUM_SLOTS - 1, 3, 7)]
+POOL = [
+    0,
+    1,
+    2**32,
+    2**63,
+    2**64 - 1,
+    *keys_with_home(NUM_SLOTS - 1, 5, 0),
+    *keys_with_home(NUM_SLOTS - 1, 3, 7),
+]
 
 
 def padded(numbers, length=CALL):
@@ -43,7 +51,10 @@ insert, remove = map(jax.jit, (HashTable.insert, HashTable.remove))
 find = jax.jit(lambda table, keys: api.find_keys(table.keys, table.rows, keys, 1)[1])
 empty = functools.cache(HashTable.empty)
 calls = st.lists(
-    st.tuples(st.sampled_from(["insert", "remove", "find"]), st.lists(st.sampled_from(POOL), max_size=CALL)),
+    st.tuples(
+        st.sampled_from(["insert", "remove", "find"]),
+        st.lists(st.sampled_from(POOL), max_size=CALL),
+    ),
     max_size=14,
 )
 
@@ -53,7 +64,10 @@ def check_lanes(table, expected):
     rows = np.asarray(table.rows)
     held = join_keys(*np.asarray(table.keys)[rows >= 0].T)
     assert dict(zip(held.tolist(), rows[rows >= 0].tolist(), strict=True)) == expected
-    assert (int(table.num_keys[0]), int(table.num_deleted[0])) == (len(expected), (rows == DELETED).sum())
+    assert (int(table.num_keys[0]), int(table.num_deleted[0])) == (
+        len(expected),
+        (rows == DELETED).sum(),
+    )
     assert (rows >= DELETED).all()  # no claim is left behind
     assert table.num_deleted[0] <= NUM_SLOTS // 4
 
@@ -65,7 +79,9 @@ def test_any_sequence_of_calls_equals_a_dict(sequence):
     for kind, numbers in sequence:
         if kind == "find":
             rows = find(table, padded(numbers)).tolist()
-            assert rows == [expected.get(k, NO_ROW) for k in numbers] + [NO_ROW] * (CALL - len(numbers))
+            assert rows == [expected.get(k, NO_ROW) for k in numbers] + [NO_ROW] * (
+                CALL - len(numbers)
+            )
             continue
         numbers = list(dict.fromkeys(numbers))
         if kind == "remove":
@@ -74,13 +90,17 @@ def test_any_sequence_of_calls_equals_a_dict(sequence):
         else:
             numbers = [k for k in numbers if k not in expected][: MAX_KEYS - len(expected)]
             rows = list(range(next_row, next_row + len(numbers)))
-            table = insert(table, padded(numbers), np.array(rows + [0] * (CALL - len(rows)), np.int32))
+            table = insert(
+                table, padded(numbers), np.array(rows + [0] * (CALL - len(rows)), np.int32)
+            )
             expected |= dict(zip(numbers, rows, strict=True))
             next_row += len(numbers)
         check_lanes(table, expected)
     for start in range(0, len(POOL), CALL):
         numbers = POOL[start : start + CALL]
-        assert find(table, padded(numbers)).tolist()[: len(numbers)] == [expected.get(k, NO_ROW) for k in numbers]
+        assert find(table, padded(numbers)).tolist()[: len(numbers)] == [
+            expected.get(k, NO_ROW) for k in numbers
+        ]
 
 
 def test_deleted_slots_are_used_again_and_cleared_before_searches_grow_long():
@@ -92,8 +112,12 @@ def test_deleted_slots_are_used_again_and_cleared_before_searches_grow_long():
         expected |= {k: k % 1000 for k in part}
     for generation in range(1, 30):
         gone, new = list(expected)[:3], [2**40 * generation + i for i in range(3)]
-        table = insert(remove(table, padded(gone)), padded(new), np.full(CALL, generation, np.int32))
-        expected = {k: row for k, row in expected.items() if k not in gone} | dict.fromkeys(new, generation)
+        table = insert(
+            remove(table, padded(gone)), padded(new), np.full(CALL, generation, np.int32)
+        )
+        expected = {k: row for k, row in expected.items() if k not in gone} | dict.fromkeys(
+            new, generation
+        )
         check_lanes(table, expected)
         assert find(table, padded(gone + new)).tolist() == [NO_ROW] * 3 + [generation] * 3
 

@@ -23,13 +23,21 @@ def test_rows_hold_their_first_values_until_they_are_written():
 
     def first_values(rows):
         sizes.add(rows.size)
-        return np.stack([rows, -rows], axis=1).astype(np.float32), (rows[:, None] % 7).astype(np.int32)
+        return np.stack([rows, -rows], axis=1).astype(np.float32), (rows[:, None] % 7).astype(
+            np.int32
+        )
 
     arrays = [np.zeros((NUM_ROWS, 2), np.float32), np.zeros((NUM_ROWS, 1), np.int32)]
-    backing, wanted = BackingStore(arrays, first_values), [np.array(a) for a in first_values(np.arange(NUM_ROWS))]
+    backing, wanted = (
+        BackingStore(arrays, first_values),
+        [np.array(a) for a in first_values(np.arange(NUM_ROWS))],
+    )
     for _ in range(6):
         rows, asked = rng.permutation(NUM_ROWS)[:9], rng.integers(0, NUM_ROWS, 40)
-        values = rng.normal(size=(12, 2)).astype(np.float32), rng.integers(0, 9, (12, 1)).astype(np.int32)
+        values = (
+            rng.normal(size=(12, 2)).astype(np.float32),
+            rng.integers(0, 9, (12, 1)).astype(np.int32),
+        )
         for array, new in zip(wanted, values, strict=True):
             array[rows] = new[:9]  # more values than rows: the rest is padding
         for found, array in zip(backing.exchange(rows, values, asked), wanted, strict=True):
@@ -48,7 +56,9 @@ def test_a_generation_knows_its_own_number_alone():
     one.advance(first)
     one.check(one.number)
     for foreign in (first, other.number, np.asarray([one.number, first])):
-        with pytest.raises(RuntimeError, match=r"not mine \(It has another generation than the host"):
+        with pytest.raises(
+            RuntimeError, match=r"not mine \(It has another generation than the host"
+        ):
             one.advance(foreign)
     assert one.number == (first + 1) % 2**32
 
@@ -56,7 +66,10 @@ def test_a_generation_knows_its_own_number_alone():
 @pytest.mark.parametrize("admits", [True, False])
 def test_rows_near_are_those_of_one_array_however_often_they_come_and_go(admits):
     rng = np.random.default_rng(1)
-    table, sums = rng.normal(size=(NUM_ROWS, 3)).astype(np.float32), rng.normal(size=(NUM_ROWS, 1)).astype(np.float32)
+    table, sums = (
+        rng.normal(size=(NUM_ROWS, 3)).astype(np.float32),
+        rng.normal(size=(NUM_ROWS, 1)).astype(np.float32),
+    )
     backing = BackingStore([table.copy(), sums.copy()])
     near = NearRows(SetAssociativeCache(1, num_ways=8, num_ids=NUM_ROWS), backing)
     arrays = (jnp.zeros((8, 3)), jnp.zeros((8, 1)), jnp.full(8, NO_ROW, jnp.int32))
@@ -79,14 +92,18 @@ def test_rows_near_are_those_of_one_array_however_often_they_come_and_go(admits)
         # A step, on the device and in the plain arrays; rows behind the cache go storage at once.
         table[rows[is_row]], sums[rows[is_row]] = step, -step
         arrays = (arrays[0].at[places].set(step), arrays[1].at[places].set(-step), arrays[2])
-        near.store_scratch(near.scratch(arrays, lambda p, a=arrays: api.gather_rows(a[:-1], p), is_inside=False))
+        near.store_scratch(
+            near.scratch(arrays, lambda p, a=arrays: api.gather_rows(a[:-1], p), is_inside=False)
+        )
     near.flush(lambda places: api.gather_rows(arrays[:-1], places))
     for found, wanted in zip(backing.read(np.arange(NUM_ROWS)), (table, sums), strict=True):
         np.testing.assert_array_equal(found, wanted)
 
 
 def test_a_lookup_that_a_step_of_another_thread_overtakes_is_refused(monkeypatch):
-    spec = rs.TableSpec("t", 64, 2, optimizer=rs.optimizers.SGD(1.0), storage=rs.HostCached(cache_rows=8))
+    spec = rs.TableSpec(
+        "t", 64, 2, optimizer=rs.optimizers.SGD(1.0), storage=rs.HostCached(cache_rows=8)
+    )
     collection = rs.EmbeddingCollection([rs.FeatureSpec("f", spec)])
     state = collection.init(jax.random.key(0))
     batches = [{"f": np.arange(first, first + 8)} for first in (0, 8, 16)]

@@ -52,7 +52,10 @@ def collection_of(names, num_devices=1, placement=None, **given):
     features = []
     for name in names:
         own = table(name, **given | {"rows": given.get("rows", dict.fromkeys(NAMES, ROWS))[name]})
-        features += [rs.FeatureSpec(name=f"{name}_bag", table_spec=own), rs.FeatureSpec(name=name, table_spec=own)]
+        features += [
+            rs.FeatureSpec(name=f"{name}_bag", table_spec=own),
+            rs.FeatureSpec(name=name, table_spec=own),
+        ]
     placements = None if placement is None else dict.fromkeys(names, placement)
     return rs.EmbeddingCollection(features, mesh=mesh_of(num_devices), placement=placements)
 
@@ -66,7 +69,9 @@ def batches(names):
         gradients = {name: generator.normal(size=(4, DIM)).astype(np.float32) for name in NAMES}
         ids = {f"{name}_bag": (drawn[name], weights[name]) for name in names}
         ids |= {name: drawn[name][:, 0] for name in names}
-        both = {f"{name}_bag": gradients[name] for name in names} | {name: -2 * gradients[name] for name in names}
+        both = {f"{name}_bag": gradients[name] for name in names} | {
+            name: -2 * gradients[name] for name in names
+        }
         found.append((ids, both))
     return found
 
@@ -88,7 +93,9 @@ def trained(collection, names, way):
     for ids, gradients in batches(names):
         batch = collection.prepare(ids)
         found, state = step(state, batch, gradients)
-        activations.append(found | {f"{name} read": own for name, own in collection.lookup(state, batch).items()})
+        activations.append(
+            found | {f"{name} read": own for name, own in collection.lookup(state, batch).items()}
+        )
     return activations, state
 
 
@@ -103,7 +110,9 @@ def assert_equal(one, other):
 
 
 def assert_each_is_as_if_alone(num_devices=1, placement=None, way="apply", **given):
-    together, alone = (collection_of(names, num_devices, placement, **given) for names in (NAMES, NAMES[1:2]))
+    together, alone = (
+        collection_of(names, num_devices, placement, **given) for names in (NAMES, NAMES[1:2])
+    )
     assert len(together.init(KEY).tables) == 1
     many, state = trained(together, NAMES, way)
     one, own_state = trained(alone, NAMES[1:2], way)
@@ -130,62 +139,91 @@ SOME_WAIT = {"when_full": "evict", "admission_count": 1}
         ("count", 1, None),
     ],
 )
-def test_a_table_among_smaller_and_larger_ones_has_the_bits_of_one_alone(any_size, policy, num_devices, placement):
+def test_a_table_among_smaller_and_larger_ones_has_the_bits_of_one_alone(
+    any_size, policy, num_devices, placement
+):
     policy = POLICIES.get(policy, SOME_WAIT)
     way = {"row": "apply", None: "combine"}[placement]
-    collection, state = assert_each_is_as_if_alone(num_devices, placement, way, rows=SIZES, **policy)
+    collection, state = assert_each_is_as_if_alone(
+        num_devices, placement, way, rows=SIZES, **policy
+    )
     used = {name: own["rows"].sum() for name, own in collection.counts(state).items()}
     assert used == {name: len(rows["keys"]) for name, rows in collection.tables(state).items()}
 
 
-@pytest.mark.parametrize("given", [{"dtype": "bfloat16"}, {"initializer": split_initializer}], ids=["rounded", "split"])
+@pytest.mark.parametrize(
+    "given", [{"dtype": "bfloat16"}, {"initializer": split_initializer}], ids=["rounded", "split"]
+)
 def test_noise_and_initial_values_belong_to_the_table(given):
     """Here of as many rows as the others; all of them give rows up."""
     collection, state = assert_each_is_as_if_alone(2, when_full="evict", **given)
     counts = collection.counts(state)
     assert all(counts[name]["evicted"].sum() > 0 for name in NAMES)
-    assert not np.array_equal(counts["here"]["inserted"], counts["mine"]["inserted"])  # the tables differ
+    assert not np.array_equal(
+        counts["here"]["inserted"], counts["mine"]["inserted"]
+    )  # the tables differ
 
 
 @functools.cache
 def some_state(num_devices=1, *, is_unlike=False):
     """Of a collection whose tables have rows, evict by use, and let keys wait."""
-    collection = collection_of(NAMES, num_devices, **GIVEN | ({"rows": UNLIKE_ROWS} if is_unlike else {}))
+    collection = collection_of(
+        NAMES, num_devices, **GIVEN | ({"rows": UNLIKE_ROWS} if is_unlike else {})
+    )
     return collection, trained(collection, NAMES, "apply")[1]
 
 
 UNLIKE_ROWS = {"here": 12, "mine": 16, "yours": 24}
-GIVEN = {"rows": dict.fromkeys(NAMES, 12), "when_full": "evict", "eviction": "lfu", "admission_count": 1}
+GIVEN = {
+    "rows": dict.fromkeys(NAMES, 12),
+    "when_full": "evict",
+    "eviction": "lfu",
+    "admission_count": 1,
+}
 
 
 def without_zeros(tables):
-    return {name: {what: array for what, array in own.items() if array.size} for name, own in tables.items()}
+    return {
+        name: {what: array for what, array in own.items() if array.size}
+        for name, own in tables.items()
+    }
 
 
 @pytest.mark.parametrize(("saved_on", "loaded_on", "is_unlike"), [(1, 1, False), (4, 2, True)])
-def test_files_know_tables_by_name_whatever_storage_they_share(saved_on, loaded_on, is_unlike, any_size, tmp_path):
+def test_files_know_tables_by_name_whatever_storage_they_share(
+    saved_on, loaded_on, is_unlike, any_size, tmp_path
+):
     collection, state = some_state(saved_on, is_unlike=is_unlike)
     assert len(state.tables) == 1
     checkpoint.save_collection(tmp_path / "saved", collection, state)
     for names in (NAMES, NAMES[::-1]):  # in another order in the other storage
-        other = collection_of(names, loaded_on, **GIVEN | ({"rows": UNLIKE_ROWS} if is_unlike else {}))
+        other = collection_of(
+            names, loaded_on, **GIVEN | ({"rows": UNLIKE_ROWS} if is_unlike else {})
+        )
         loaded = checkpoint.load_collection(tmp_path / "saved", other)
         assert_equal(other.tables(loaded), collection.tables(state))
         # New keys start from the key of their table, whoever drew it.
         ids, gradients = batches(NAMES)[0]
         ids = jax.tree.map(lambda leaf: leaf + 5 if leaf.dtype == np.int64 else leaf, ids)
-        after = [c.update(s, c.prepare(ids), gradients) for c, s in ((other, loaded), (collection, state))]
+        after = [
+            c.update(s, c.prepare(ids), gradients)
+            for c, s in ((other, loaded), (collection, state))
+        ]
         found, wanted = other.tables(after[0]), collection.tables(after[1])
         if saved_on == loaded_on:  # otherwise keys have other company when rows are taken away
             assert_equal(found, wanted)
-        assert all(found[name]["waiting_keys"].size == wanted[name]["waiting_keys"].size for name in NAMES)
+        assert all(
+            found[name]["waiting_keys"].size == wanted[name]["waiting_keys"].size for name in NAMES
+        )
 
 
 def test_a_file_of_tables_together_is_one_of_tables_apart(tmp_path):
     collection, state = some_state()
     checkpoint.save_collection(tmp_path / "saved", collection, state)
     features = collection_of(["here", "yours"], **GIVEN).features.values()
-    larger = rs.FeatureSpec(name="mine", table_spec=table("mine", **GIVEN | {"rows": 40, "eviction": "lru"}))
+    larger = rs.FeatureSpec(
+        name="mine", table_spec=table("mine", **GIVEN | {"rows": 40, "eviction": "lru"})
+    )
     apart_from = rs.EmbeddingCollection([*features, larger])
     assert apart_from.init(KEY).tables.keys() == {"here_yours", "mine"}
     loaded = checkpoint.load_collection(tmp_path / "saved", apart_from)
@@ -193,7 +231,10 @@ def test_a_file_of_tables_together_is_one_of_tables_apart(tmp_path):
     assert_equal(found, expected)
     checkpoint.save_collection(tmp_path / "again", apart_from, loaded)
     back = collection.tables(checkpoint.load_collection(tmp_path / "again", collection))
-    assert_equal({name: back[name] for name in ("here", "yours")}, {name: found[name] for name in ("here", "yours")})
+    assert_equal(
+        {name: back[name] for name in ("here", "yours")},
+        {name: found[name] for name in ("here", "yours")},
+    )
 
 
 @pytest.mark.parametrize(("num_devices", "is_unlike"), [(1, False), (4, True)])
@@ -202,7 +243,9 @@ def test_rows_of_one_table_are_written_and_evicted_alone(num_devices, is_unlike,
     before = collection.tables(state)
     rows = {"keys": POOL[:3], "values": np.full((3, DIM), 7.0, np.float32)}
     fresh = collection.init(KEY)
-    written = collection.tables(collection.with_tables(fresh, {"mine": rows, "yours": before["yours"]}))
+    written = collection.tables(
+        collection.with_tables(fresh, {"mine": rows, "yours": before["yours"]})
+    )
     np.testing.assert_array_equal(written["mine"]["values"], rows["values"])
     assert_equal(written["yours"], before["yours"])
     assert not written["here"]["keys"].size
@@ -212,16 +255,24 @@ def test_rows_of_one_table_are_written_and_evicted_alone(num_devices, is_unlike,
     after = collection.tables(left)
     assert after["mine"]["keys"].size == 2 and gone["keys"].size == before["mine"]["keys"].size - 2
     assert not np.intersect1d(after["mine"]["keys"], gone["keys"]).size
-    assert_equal({name: after[name] for name in ("here", "yours")}, {name: before[name] for name in ("here", "yours")})
+    assert_equal(
+        {name: after[name] for name in ("here", "yours")},
+        {name: before[name] for name in ("here", "yours")},
+    )
     order = [name for name in before["mine"] if not name.startswith("waiting")]
     whole = collection.tables(collection.with_tables(left, {"mine": gone}))["mine"]
-    assert_equal({name: whole[name] for name in order}, {name: before["mine"][name] for name in order})
+    assert_equal(
+        {name: whole[name] for name in order}, {name: before["mine"][name] for name in order}
+    )
 
 
 def test_rows_that_a_smaller_table_has_no_room_for_are_refused(any_size):
     collection = collection_of(NAMES, rows=SIZES)
     rows = {"keys": POOL[:9], "values": np.ones((9, DIM), np.float32)}
-    with pytest.raises(ValueError, match=r"'mine': 9 imported keys need 9 free rows, but the shard has 8 \(capacity=8"):
+    with pytest.raises(
+        ValueError,
+        match=r"'mine': 9 imported keys need 9 free rows, but the shard has 8 \(capacity=8",
+    ):
         collection.with_tables(collection.init(KEY), {"mine": rows})
     collection.with_tables(collection.init(KEY), {"yours": rows})
 
@@ -229,17 +280,23 @@ def test_rows_that_a_smaller_table_has_no_room_for_are_refused(any_size):
 def test_the_full_table_is_named(any_size):
     collection = collection_of(NAMES, rows={"here": 7, "mine": 12, "yours": 4})
     state = collection.init(KEY)
-    ids = {f"{name}_bag": np.full((4, 3), 1) for name in NAMES} | {name: np.full(4, 2) for name in NAMES}
+    ids = {f"{name}_bag": np.full((4, 3), 1) for name in NAMES} | {
+        name: np.full(4, 2) for name in NAMES
+    }
     gradients = {name: np.ones((4, DIM), np.float32) for name in ids}
     state = collection.update(state, ids, gradients)
-    with pytest.raises(RuntimeError, match="table 'yours' is full: 2 new keys found no room in 4 rows"):
+    with pytest.raises(
+        RuntimeError, match="table 'yours' is full: 2 new keys found no room in 4 rows"
+    ):
         collection.update(state, ids | {"yours": np.arange(10, 14)}, gradients)
 
 
 def test_keys_of_numbers_as_they_once_were_start_the_same_tables():
     collection, (ids, gradients) = collection_of(NAMES), batches(NAMES)[0]
     found = [
-        collection.tables(collection.update(collection.init(key), collection.prepare(ids), gradients))
+        collection.tables(
+            collection.update(collection.init(key), collection.prepare(ids), gradients)
+        )
         for key in (jax.random.PRNGKey(3), jax.random.key(3))
     ]
     assert_equal(*found)
@@ -258,7 +315,9 @@ UNLIKE = {
 @pytest.mark.parametrize("difference", [*UNLIKE])
 def test_tables_that_differ_in_more_than_their_names_stay_alone(difference):
     tables = [table("here"), table("mine", **UNLIKE[difference]), table("yours")]
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name=own.name, table_spec=own) for own in tables])
+    collection = rs.EmbeddingCollection(
+        [rs.FeatureSpec(name=own.name, table_spec=own) for own in tables]
+    )
     assert collection.init(KEY).tables.keys() == {"here_yours", "mine"}
 
 
@@ -268,5 +327,7 @@ class Theirs(rs.Hashed):
 
 def test_tables_of_a_class_that_nobody_knows_stay_alone():
     same = {"vocabulary_size": ROWS, "embedding_dim": DIM, "optimizer": ADAM, "storage": Theirs()}
-    features = [rs.FeatureSpec(name=name, table_spec=rs.TableSpec(name=name, **same)) for name in NAMES]
+    features = [
+        rs.FeatureSpec(name=name, table_spec=rs.TableSpec(name=name, **same)) for name in NAMES
+    ]
     assert rs.EmbeddingCollection(features).init(KEY).tables.keys() == set(NAMES)

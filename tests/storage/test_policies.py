@@ -21,13 +21,17 @@ def test_a_table_that_was_taken_out_and_in_goes_on_with_the_same_evictions(evict
     for number, keys in enumerate(batches):
         if number == 4:
             rows = collection.tables(state)
-            other = collection.with_tables(collection.init(jax.random.key(0)), rows)._replace(step=state.step)
+            other = collection.with_tables(collection.init(jax.random.key(0)), rows)._replace(
+                step=state.step
+            )
         batch, gradients = collection.prepare({"f": keys}), {"f": np.ones((4, DIM), np.float32)}
         state = step(state, batch, gradients)
         if number >= 4:
             other = step(other, batch, gradients)
             for name, found in collection.tables(other)["t"].items():
-                np.testing.assert_array_equal(found, collection.tables(state)["t"][name], err_msg=name)
+                np.testing.assert_array_equal(
+                    found, collection.tables(state)["t"][name], err_msg=name
+                )
     assert collection.counts(other)["t"]["evicted"].sum() >= 2
 
 
@@ -53,7 +57,9 @@ def test_rows_that_are_written_count_as_used_now():
 def by_key(rows):
     """All that belongs to each key, bit by bit."""
     lanes = [rows[name] for name in sorted(rows) if "keys" not in name]
-    return {key: [lane[k].tobytes() for lane in lanes] for k, key in enumerate(rows["keys"].tolist())}
+    return {
+        key: [lane[k].tobytes() for lane in lanes] for k, key in enumerate(rows["keys"].tolist())
+    }
 
 
 def test_a_table_that_was_full_on_a_mesh_is_told_how_many_rows_it_needs(tmp_path):
@@ -64,7 +70,8 @@ def test_a_table_that_was_full_on_a_mesh_is_told_how_many_rows_it_needs(tmp_path
     state = collection.update(state, {"f": keys}, {"f": np.ones((48, DIM), np.float32)})
     checkpoint.save_collection(tmp_path / "file", collection, state)
     with pytest.raises(
-        ValueError, match=r"44 free rows, but the shard has 41 .* grow the table to vocabulary_size=44,"
+        ValueError,
+        match=r"44 free rows, but the shard has 41 .* grow the table to vocabulary_size=44,",
     ):
         checkpoint.load_collection(tmp_path / "file", keyed(rows=41, when_full="evict"))
     other = keyed(rows=44, when_full="evict")
@@ -79,7 +86,9 @@ def test_the_keys_that_come_first_get_the_last_rows_by_update_and_by_apply(num_d
     collection = keyed(rows=2 * num_devices, mesh=mesh, when_full=when_full)
     keys = np.random.default_rng(num_devices).permutation(40)[:24].reshape(8, 3)
     owned, wanted = [0] * num_devices, []
-    for key in keys.ravel():  # sample by sample, each device has two rows for those keys that are its own
+    for (
+        key
+    ) in keys.ravel():  # sample by sample, each device has two rows for those keys that are its own
         if owned[key % num_devices] < 2:
             owned[key % num_devices] += 1
             wanted.append(key)
@@ -92,7 +101,9 @@ def test_the_keys_that_come_first_get_the_last_rows_by_update_and_by_apply(num_d
     applied = collection.apply(state, collection.lookup_vjp(state, batch)[1](gradients))
     for after in (updated, applied):
         np.testing.assert_array_equal(collection.tables(after)["t"]["keys"], np.sort(wanted))
-    np.testing.assert_array_equal(*(collection.tables(after)["t"]["values"] for after in (updated, applied)))
+    np.testing.assert_array_equal(
+        *(collection.tables(after)["t"]["values"] for after in (updated, applied))
+    )
 
 
 @pytest.mark.parametrize("when_full", ["zero", "evict"])
@@ -100,36 +111,64 @@ def test_the_keys_that_come_first_get_the_last_rows_by_update_and_by_apply(num_d
 def test_any_number_of_rounds_admits_what_a_dictionary_does(capacity, when_full):
     """Where there is a row, and a place to wait, for every key."""
     mesh = mesh_of(2)
-    collection = keyed(rows=48, mesh=mesh, capacity=capacity, when_full=when_full, admission_count=2)
+    collection = keyed(
+        rows=48, mesh=mesh, capacity=capacity, when_full=when_full, admission_count=2
+    )
     update, ones = jax.jit(collection.update), {"f": np.ones((8, DIM), np.float32)}
     for seed in range(3):
-        generator, state, known = np.random.default_rng(seed), collection.init(jax.random.key(0)), {}
+        generator, state, known = (
+            np.random.default_rng(seed),
+            collection.init(jax.random.key(0)),
+            {},
+        )
         for number in range(10):
             keys = generator.integers(-1, 24, (8, 2))
             state = update(state, collection.prepare({"f": keys}), ones)
             for key in keys[keys >= 0]:
                 known[key] = number, known.get(key, (0, 0))[1] + 1
             rows = collection.tables(state)["t"]
-            for prefix, is_in in (("", lambda count: count > 2), ("waiting_", lambda count: count <= 2)):
-                found = zip(*(rows[prefix + part].tolist() for part in ("keys", "last_step", "count")), strict=True)
-                assert list(found) == [(key, *noted) for key, noted in sorted(known.items()) if is_in(noted[1])]
+            for prefix, is_in in (
+                ("", lambda count: count > 2),
+                ("waiting_", lambda count: count <= 2),
+            ):
+                found = zip(
+                    *(rows[prefix + part].tolist() for part in ("keys", "last_step", "count")),
+                    strict=True,
+                )
+                assert list(found) == [
+                    (key, *noted) for key, noted in sorted(known.items()) if is_in(noted[1])
+                ]
 
 
 @pytest.mark.parametrize("capacity", [1, None])
 def test_keys_that_wait_are_not_forgotten_for_others_of_the_same_batch(capacity):
     """Whichever round brings them."""
     mesh = mesh_of(2)
-    policies = {"when_full": "evict", "admission_count": 1, "admission_capacity": 1, "capacity": capacity}
+    policies = {
+        "when_full": "evict",
+        "admission_count": 1,
+        "admission_capacity": 1,
+        "capacity": capacity,
+    }
     collection = keyed(mesh=mesh, **policies)
     state = collection.init(jax.random.key(0))
-    for keys in ([[100, -1], [-1, -1]], [[2, 100], [-1, -1]]):  # key 2 is asked for in an earlier round
-        state = collection.update(state, {"f": np.asarray(keys)}, {"f": np.ones((2, DIM), np.float32)})
+    for keys in (
+        [[100, -1], [-1, -1]],
+        [[2, 100], [-1, -1]],
+    ):  # key 2 is asked for in an earlier round
+        state = collection.update(
+            state, {"f": np.asarray(keys)}, {"f": np.ones((2, DIM), np.float32)}
+        )
     assert collection.tables(state)["t"]["keys"].tolist() == [100]
 
 
 def test_of_equally_due_keys_the_least_signed_number_goes():
     """A table of a dtype of unsigned numbers takes the same bits for the largest keys."""
-    for key_dtype, left in (("int64", [2, 3, 7]), ("int32", [2, 3, 7]), ("uint64", [2**64 - 5, 3, 7])):
+    for key_dtype, left in (
+        ("int64", [2, 3, 7]),
+        ("int32", [2, 3, 7]),
+        ("uint64", [2**64 - 5, 3, 7]),
+    ):
         keys = np.array([2**64 - 5, 2, 3], np.uint64)
         new = np.array([7], np.uint64)
         if key_dtype != "uint64":
@@ -139,7 +178,9 @@ def test_of_equally_due_keys_the_least_signed_number_goes():
         taken = collection.update(state, {"f": keys}, {"f": np.ones((3, DIM), np.float32)})
         state = collection.update(taken, {"f": new}, {"f": np.ones((1, DIM), np.float32)})
         assert sorted(collection.tables(state)["t"]["keys"].tolist()) == sorted(left), key_dtype
-        again = collection.update(collection.init(jax.random.key(0)), {"f": keys}, {"f": np.ones((3, DIM), np.float32)})
+        again = collection.update(
+            collection.init(jax.random.key(0)), {"f": keys}, {"f": np.ones((3, DIM), np.float32)}
+        )
         after, gone = collection.evict(again, "t", keep=2)
         assert gone["keys"].tolist() == (keys[1:2] if key_dtype == "uint64" else keys[:1]).tolist()
         assert len(collection.tables(after)["t"]["keys"]) == 2
@@ -148,7 +189,9 @@ def test_of_equally_due_keys_the_least_signed_number_goes():
 @pytest.mark.parametrize("when_full", ["zero", "evict", "error"])
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 @pytest.mark.parametrize("num_tables", [1, 2])
-def test_keys_that_will_find_no_row_read_zeros_in_training_as_in_serving(num_devices, when_full, num_tables):
+def test_keys_that_will_find_no_row_read_zeros_in_training_as_in_serving(
+    num_devices, when_full, num_tables
+):
     """What training reads is what it steps: a key's row after the step is what was read, less its gradient."""
     tables = [
         rs.TableSpec(
@@ -160,7 +203,9 @@ def test_keys_that_will_find_no_row_read_zeros_in_training_as_in_serving(num_dev
         )
         for number in range(num_tables)
     ]
-    features = [rs.FeatureSpec(name=f"f{number}", table_spec=table) for number, table in enumerate(tables)]
+    features = [
+        rs.FeatureSpec(name=f"f{number}", table_spec=table) for number, table in enumerate(tables)
+    ]
     collection = rs.EmbeddingCollection(features, mesh=mesh_of(num_devices))
     generator, state = np.random.default_rng(num_devices), collection.init(jax.random.key(1))
     look_up = jax.jit(lambda state, batch: collection.lookup_vjp(state, batch)[0])
@@ -168,7 +213,9 @@ def test_keys_that_will_find_no_row_read_zeros_in_training_as_in_serving(num_dev
     num_without = 0
     for _ in range(3):
         most = 20 * num_devices
-        keys = {feature.name: generator.integers(-most, most, 16 * num_devices) for feature in features}
+        keys = {
+            feature.name: generator.integers(-most, most, 16 * num_devices) for feature in features
+        }
         batch = collection.prepare(keys)
         read = jax.tree.map(np.asarray, look_up(state, batch))
         known_before = collection.tables(state)
@@ -183,10 +230,15 @@ def test_keys_that_will_find_no_row_read_zeros_in_training_as_in_serving(num_dev
                 if key == -1:
                     continue
                 if key in before:
-                    np.testing.assert_array_equal(read[feature.name][place], served[feature.name][place])
+                    np.testing.assert_array_equal(
+                        read[feature.name][place], served[feature.name][place]
+                    )
                 if key not in values:
                     num_without += 1
-                    assert not read[feature.name][place].any() and not served[feature.name][place].any()
+                    assert (
+                        not read[feature.name][place].any()
+                        and not served[feature.name][place].any()
+                    )
                 else:
                     stepped = read[feature.name][place] - 0.25 * np.sum(own == key)
                     np.testing.assert_allclose(values[key], stepped, rtol=1e-6)

@@ -15,7 +15,9 @@ from rsembed.storage import row_map
 
 ROWS = 12
 scores = st.one_of(st.integers(0, 3), st.sampled_from([2**31 - 1, 2**31, 2**32 - 1]))
-keys = st.one_of(st.integers(0, 40), st.integers(0, 3).map(lambda n: n * 2**32), st.integers(0, 2**64 - 1))
+keys = st.one_of(
+    st.integers(0, 40), st.integers(0, 3).map(lambda n: n * 2**32), st.integers(0, 2**64 - 1)
+)
 least = jax.jit(row_map.least)
 
 
@@ -30,7 +32,9 @@ def test_the_least_are_the_first_of_a_sort_by_score_and_key(score, key, mask, co
     lanes = split_keys(np.array(key, np.uint64))
     known = row_map.empty(ROWS)._replace(high=lanes.high, low=lanes.low)
     chosen = least(known, np.array(score, np.uint32), np.array(mask), np.int32([count]))
-    ordered = sorted((row for row in range(ROWS) if mask[row]), key=lambda row: (score[row], key[row]))
+    ordered = sorted(
+        (row for row in range(ROWS) if mask[row]), key=lambda row: (score[row], key[row])
+    )
     assert np.flatnonzero(chosen).tolist() == sorted(ordered[: max(count, 0)])
 
 
@@ -42,5 +46,7 @@ def test_the_first_of_many_entries_are_found_like_those_of_few(share, length):
         compact = functools.partial(api.compact, size=30, implementation=implementation)
         found, num = map(np.asarray, jax.jit(compact)(mask))
         expected = np.flatnonzero(mask)[:30]
-        assert found[: expected.size].tolist() == expected.tolist() and set(found[expected.size :].tolist()) <= {NO_ROW}
+        assert found[: expected.size].tolist() == expected.tolist() and set(
+            found[expected.size :].tolist()
+        ) <= {NO_ROW}
         assert num == mask.sum()

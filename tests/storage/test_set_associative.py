@@ -29,7 +29,12 @@ class DumbCache:
     """A dict per slot: `{"id", "time", "locks"}`, and one count per id."""
 
     def __init__(self, num_sets: int, num_ways: int, algorithm: str, num_ids: int) -> None:
-        self.num_sets, self.num_ways, self.algorithm, self.num_ids = num_sets, num_ways, algorithm, num_ids
+        self.num_sets, self.num_ways, self.algorithm, self.num_ids = (
+            num_sets,
+            num_ways,
+            algorithm,
+            num_ids,
+        )
         self.slots = [{"id": -1, "time": 0, "locks": 0} for _ in range(num_sets * num_ways)]
         self.count: Counter[int] = Counter()
         self.clock = 1
@@ -59,7 +64,9 @@ class DumbCache:
             mine = [i for i in missing if murmur(i) % self.num_sets == number_of_set]
             free = [
                 number
-                for number in range(number_of_set * self.num_ways, (number_of_set + 1) * self.num_ways)
+                for number in range(
+                    number_of_set * self.num_ways, (number_of_set + 1) * self.num_ways
+                )
                 if self.slots[number]["time"] != self.clock and not self.slots[number]["locks"]
             ]
             if self.algorithm == "lru":
@@ -93,12 +100,16 @@ def test_set_of_the_worked_values():
 
 @given(st.lists(st.integers(0, 2**63 - 1), max_size=20), st.integers(1, 2**31))
 def test_set_of_is_the_64_bit_murmur_finaliser(ids, num_sets):
-    assert set_of(np.asarray(ids, np.int64), num_sets).tolist() == [murmur(i) % num_sets for i in ids]
+    assert set_of(np.asarray(ids, np.int64), num_sets).tolist() == [
+        murmur(i) % num_sets for i in ids
+    ]
 
 
 def test_lru_trace():
     case = CASES["lru_trace"]
-    cache = SetAssociativeCache(case["num_sets"], num_ways=case["num_ways"], num_ids=case["num_ids"])
+    cache = SetAssociativeCache(
+        case["num_sets"], num_ways=case["num_ways"], num_ids=case["num_ids"]
+    )
     totals = np.zeros(6, int)
     for batch, expected in zip(case["batches"], case["steps"], strict=True):
         admission = cache.admit(np.asarray(batch))
@@ -110,7 +121,9 @@ def test_lru_trace():
 
 
 batches = st.lists(
-    st.tuples(st.lists(st.integers(-2, NUM_IDS + 1), max_size=25), st.booleans(), st.booleans()), min_size=1, max_size=8
+    st.tuples(st.lists(st.integers(-2, NUM_IDS + 1), max_size=25), st.booleans(), st.booleans()),
+    min_size=1,
+    max_size=8,
 )
 
 
@@ -131,7 +144,9 @@ def test_admission_equals_the_simulation(algorithm, batches, num_sets, num_ways)
         assert cache.find(np.asarray(ids, np.int64)).tolist() == locations
 
         asked = {i for i in ids if 0 <= i < NUM_IDS}
-        served_by_store = [i for i, location in zip(ids, locations, strict=True) if location < 0 and i in asked]
+        served_by_store = [
+            i for i, location in zip(ids, locations, strict=True) if location < 0 and i in asked
+        ]
         assert admission.missed_ids.tolist() == sorted(asked - before)
         assert admission.counts._asdict() == {
             "calls": 1,
@@ -164,7 +179,9 @@ def test_admission_equals_the_simulation(algorithm, batches, num_sets, num_ways)
 )
 def test_counts_are_exact_for_both_algorithms(algorithm, totals):
     cache = SetAssociativeCache(1, num_ways=2, algorithm=algorithm, num_ids=10)
-    counts = [cache.admit(np.asarray(ids)).counts for ids in ([1, 1, 2, 3, 3, 10], [1, 2], [10, 11], [4])]
+    counts = [
+        cache.admit(np.asarray(ids)).counts for ids in ([1, 1, 2, 3, 3, 10], [1, 2], [10, 11], [4])
+    ]
     assert tuple(map(sum, zip(*counts, strict=True))) == totals
 
 
@@ -201,7 +218,9 @@ def test_large_batches_are_found_where_they_were_put():
 
 @pytest.mark.parametrize("algorithm", ["lru", "lfu"])
 def test_a_reset_cache_is_as_new(algorithm):
-    used, new = (SetAssociativeCache(3, num_ways=4, algorithm=algorithm, num_ids=60) for _ in range(2))
+    used, new = (
+        SetAssociativeCache(3, num_ways=4, algorithm=algorithm, num_ids=60) for _ in range(2)
+    )
     used.admit(np.arange(50))
     used.reset()
     for ids in np.random.default_rng(1).integers(0, 60, (6, 20)):

@@ -14,7 +14,9 @@ KEYS = rs.Hashed()
 
 def tables_of(sizes):
     alike = {"embedding_dim": 8, "storage": KEYS}
-    return [rs.TableSpec(name=f"t{k}", vocabulary_size=size, **alike) for k, size in enumerate(sizes)]
+    return [
+        rs.TableSpec(name=f"t{k}", vocabulary_size=size, **alike) for k, size in enumerate(sizes)
+    ]
 
 
 def sizes_of(groups):
@@ -42,11 +44,19 @@ def fewest_groups(sizes, room):
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.one_of(st.integers(1, 30), st.integers(90, 110), st.integers(1, 10**6)), min_size=1, max_size=14))
+@given(
+    st.lists(
+        st.one_of(st.integers(1, 30), st.integers(90, 110), st.integers(1, 10**6)),
+        min_size=1,
+        max_size=14,
+    )
+)
 def test_few_groups_leave_few_rows_empty(sizes):
     tables = tables_of(sizes)
     groups = protocol.of_near_sizes(tables, most_rows=2**40)
-    assert sorted(table.name for group in groups for table in group) == sorted(table.name for table in tables)
+    assert sorted(table.name for group in groups for table in group) == sorted(
+        table.name for table in tables
+    )
     room = protocol.MOST_EMPTY * sum(sizes)
     assert num_empty(groups) <= room
     assert len(groups) <= fewest_groups(sizes, room) + 2
@@ -64,15 +74,22 @@ def test_no_group_takes_more_rows_than_one_may_have(most_rows):
 
 def test_storages_hold_as_many_rows_as_arrays_can_number(monkeypatch):
     monkeypatch.setattr(hashed, "MAX_CAPACITY", 250)
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name=own.name, table_spec=own) for own in tables_of([100] * 5)])
+    collection = rs.EmbeddingCollection(
+        [rs.FeatureSpec(name=own.name, table_spec=own) for own in tables_of([100] * 5)]
+    )
     assert [len(stack.tables) for stack in collection.plan.stacks] == [2, 2, 1]
     collection.init(jax.random.key(0))
 
 
 def test_storages_have_as_many_waiting_places_as_arrays_can_number():
     waits = rs.Hashed(admission_count=1, admission_capacity=2**28)
-    tables = [rs.TableSpec(name=f"t{k}", vocabulary_size=100, embedding_dim=8, storage=waits) for k in range(5)]
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name=own.name, table_spec=own) for own in tables])
+    tables = [
+        rs.TableSpec(name=f"t{k}", vocabulary_size=100, embedding_dim=8, storage=waits)
+        for k in range(5)
+    ]
+    collection = rs.EmbeddingCollection(
+        [rs.FeatureSpec(name=own.name, table_spec=own) for own in tables]
+    )
     assert [len(stack.tables) for stack in collection.plan.stacks] == [2, 2, 1]  # 2**29 is the most
 
 

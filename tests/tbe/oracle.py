@@ -9,7 +9,10 @@ from jax.sharding import Mesh
 from rsembed import tbe as rt
 from tests.tbe.row_formulas import DEFAULTS, LR, VARIANTS, rowwise_adagrad
 
-IDS, OFFSETS = np.array([3, 1, 1, 4, 0, 2, 1]), np.array([0, 3, 3, 4, 7])  # two features of two bags
+IDS, OFFSETS = (
+    np.array([3, 1, 1, 4, 0, 2, 1]),
+    np.array([0, 3, 3, 4, 7]),
+)  # two features of two bags
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # float32 sums of a few numbers against float64
 
 
@@ -29,7 +32,9 @@ def make(
 ) -> rt.TableBatchedEmbeddingBags:
     """A module with `(rows, dim)` tables of random weights; SGD at the rate of the formulas by default."""
     arguments = {"optimizer": rt.OptimType.EXACT_SGD, "learning_rate": LR, **arguments}
-    module = rt.TableBatchedEmbeddingBags([(*spec, location, rt.ComputeDevice.CPU) for spec in specs], **arguments)
+    module = rt.TableBatchedEmbeddingBags(
+        [(*spec, location, rt.ComputeDevice.CPU) for spec in specs], **arguments
+    )
     if uniform is not None:
         module.init_embedding_weights_uniform(*uniform)
     return module
@@ -43,7 +48,9 @@ def tables_of(module):
 
 def assert_same_bits(module, other, *, rtol=0, atol=0):
     """Tables and states of two modules are equal, or as close as is said."""
-    for one, two in zip(*(jax.tree.leaves(tables_of(each)) for each in (module, other)), strict=True):
+    for one, two in zip(
+        *(jax.tree.leaves(tables_of(each)) for each in (module, other)), strict=True
+    ):
         np.testing.assert_allclose(one, two, rtol=rtol, atol=atol)
 
 
@@ -64,12 +71,23 @@ class Oracle:
     when they are stored, as `stochastic_rounding=False` does.
     """
 
-    def __init__(self, module, features, pooling, formula, arguments, *, dtype=np.float32, clamp=np.inf):
+    def __init__(
+        self, module, features, pooling, formula, arguments, *, dtype=np.float32, clamp=np.inf
+    ):
         weights, states = tables_of(module)
         self.tables = [w.astype(np.float64) for w in weights]
         names = [table.state_names for table in module.plan.tables]
-        self.states = [dict(zip(n, map(np.float64, s), strict=True)) for n, s in zip(names, states, strict=True)]
-        self.features, self.pooling, self.formula, self.dtype, self.clamp = features, pooling, formula, dtype, clamp
+        self.states = [
+            dict(zip(n, map(np.float64, s), strict=True))
+            for n, s in zip(names, states, strict=True)
+        ]
+        self.features, self.pooling, self.formula, self.dtype, self.clamp = (
+            features,
+            pooling,
+            formula,
+            dtype,
+            clamp,
+        )
         self.arguments, self.t = DEFAULTS | arguments, int(module.step) + 1
 
     def bags(self, ids, offsets, weights, bags_per_feature):
@@ -80,13 +98,25 @@ class Oracle:
                 places = [p for p in range(offsets[bag], offsets[bag + 1]) if ids[p] != -1]
                 share = 1 / len(places) if self.pooling == "mean" and places else 1.0
                 factors = [share * (1.0 if weights is None else float(weights[p])) for p in places]
-                yield feature, table, [(p, int(ids[p]), f, share) for p, f in zip(places, factors, strict=True)]
+                yield (
+                    feature,
+                    table,
+                    [(p, int(ids[p]), f, share) for p, f in zip(places, factors, strict=True)],
+                )
                 bag += 1
 
     def read(self, table, row):
         """The row as lookups see it: with the decay that DECOUPLE_GLOBAL owes it."""
-        config, last = self.arguments.get("global_weight_decay"), self.states[table].get("prev_iter")
-        if config is None or self.formula is not rowwise_adagrad or self.t < config.start_iter or not last[row]:
+        config, last = (
+            self.arguments.get("global_weight_decay"),
+            self.states[table].get("prev_iter"),
+        )
+        if (
+            config is None
+            or self.formula is not rowwise_adagrad
+            or self.t < config.start_iter
+            or not last[row]
+        ):
             return self.tables[table][row]
         kept = (1 - LR * self.arguments["weight_decay"]) ** max(self.t - last[row] - 1, 0)
         return self.tables[table][row] * max(config.lower_bound, kept)
@@ -113,15 +143,23 @@ class Oracle:
         `d_bags` has one gradient per bag, for no pooling one per id.
         """
         sums, d_weights = {}, np.zeros(len(ids))
-        for bag, (_, table, members) in enumerate(self.bags(ids, offsets, weights, bags_per_feature)):
+        for bag, (_, table, members) in enumerate(
+            self.bags(ids, offsets, weights, bags_per_feature)
+        ):
             for place, row, factor, share in members:
                 dim = self.tables[table].shape[1]
-                d_row = np.clip(d_bags[place][:dim] if self.pooling == "none" else d_bags[bag], -self.clamp, self.clamp)
+                d_row = np.clip(
+                    d_bags[place][:dim] if self.pooling == "none" else d_bags[bag],
+                    -self.clamp,
+                    self.clamp,
+                )
                 sums[table, row] = sums.get((table, row), 0.0) + factor * d_row
                 d_weights[place] = share * (d_row @ self.read(table, row))
         for (table, row), gradient in sums.items():
             state = {name: np.array(values[row]) for name, values in self.states[table].items()}
-            new = self.formula(self.tables[table][row].copy(), gradient, state, self.t, self.arguments)
+            new = self.formula(
+                self.tables[table][row].copy(), gradient, state, self.t, self.arguments
+            )
             self.tables[table][row] = new.astype(np.float32).astype(self.dtype)
             for name, value in state.items():
                 self.states[table][name][row] = value
@@ -134,7 +172,9 @@ class Oracle:
             np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=rtol, atol=atol)
         for found, wanted in zip(states, self.states, strict=True):
             for mine, (name, yours) in zip(found, wanted.items(), strict=True):
-                np.testing.assert_allclose(mine.astype(np.float64), yours, rtol=rtol, atol=atol, err_msg=name)
+                np.testing.assert_allclose(
+                    mine.astype(np.float64), yours, rtol=rtol, atol=atol, err_msg=name
+                )
 
 
 def by_rank(rows, sizes):
@@ -151,5 +191,8 @@ def by_rank(rows, sizes):
 def side_by_side(rows, dims):
     """The same for equal batch sizes: features next to each other."""
     batch = len(rows) // len(dims)
-    parts = [np.array(rows[f * batch : (f + 1) * batch]).reshape(batch, dim) for f, dim in enumerate(dims)]
+    parts = [
+        np.array(rows[f * batch : (f + 1) * batch]).reshape(batch, dim)
+        for f, dim in enumerate(dims)
+    ]
     return np.concatenate(parts, axis=1)

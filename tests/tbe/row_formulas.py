@@ -60,7 +60,11 @@ def rowwise_adagrad(w, g, state, t, a):
 
 def counter_adagrad(w, g, state, t, a):
     config, decay = a["counter_based_regularization"], a["weight_decay"]
-    halflife, mode, bound = config.counter_halflife, config.counter_weight_decay_mode, config.adjustment_ub
+    halflife, mode, bound = (
+        config.counter_halflife,
+        config.counter_weight_decay_mode,
+        config.adjustment_ub,
+    )
     gap, seen = gap_of(state, t), next_counter(state, t, halflife)
     effective = g + decay * w if mode == Decay.L2 else g
     state["momentum1"] = state["momentum1"] + np.mean(effective**2)
@@ -98,7 +102,9 @@ def cowclip_adagrad(w, g, state, t, a):
     limit = seen * max(config.weight_norm_coefficient * norm(w), config.lower_bound)
     clip = min(1, limit / norm(effective)) if norm(effective) else 1
     rate = LR / (np.sqrt(state["momentum1"]) + a["eps"]) * clip
-    keep = {Decay.DECOUPLE: 1 - LR * decay, Decay.L2: 1 - decay * rate}.get(config.counter_weight_decay_mode, 1)
+    keep = {Decay.DECOUPLE: 1 - LR * decay, Decay.L2: 1 - decay * rate}.get(
+        config.counter_weight_decay_mode, 1
+    )
     state["prev_iter"], state["row_counter"] = t, seen
     return keep * w - rate * g
 
@@ -124,8 +130,15 @@ def lars(w, g, state, t, a):
     return w - state["momentum1"]
 
 
-ROWWISE, COUNTER, COWCLIP = Optim.EXACT_ROWWISE_ADAGRAD, WeightDecayMode.COUNTER, WeightDecayMode.COWCLIP
-L2, DECOUPLE = {"weight_decay_mode": WeightDecayMode.L2}, {"weight_decay_mode": WeightDecayMode.DECOUPLE}
+ROWWISE, COUNTER, COWCLIP = (
+    Optim.EXACT_ROWWISE_ADAGRAD,
+    WeightDecayMode.COUNTER,
+    WeightDecayMode.COWCLIP,
+)
+L2, DECOUPLE = (
+    {"weight_decay_mode": WeightDecayMode.L2},
+    {"weight_decay_mode": WeightDecayMode.DECOUPLE},
+)
 GLOBAL = {"weight_decay_mode": WeightDecayMode.DECOUPLE_GLOBAL, "weight_decay": 0.5}
 
 
@@ -153,29 +166,56 @@ VARIANTS = {
     "rowwise_l2": (ROWWISE, {"weight_decay": 0.5, **L2}, rowwise_adagrad),
     "rowwise_decouple": (ROWWISE, {"weight_decay": 0.5, **DECOUPLE}, rowwise_adagrad),
     "rowwise_max_norm": (ROWWISE, {"max_norm": 1.5, "weight_decay": 0.5, **L2}, rowwise_adagrad),
-    "global": (ROWWISE, {"global_weight_decay": rt.GlobalWeightDecayDefinition(), **GLOBAL}, rowwise_adagrad),
+    "global": (
+        ROWWISE,
+        {"global_weight_decay": rt.GlobalWeightDecayDefinition(), **GLOBAL},
+        rowwise_adagrad,
+    ),
     "global_bounded_starting_late": (
         ROWWISE,
         {"global_weight_decay": rt.GlobalWeightDecayDefinition(FIRST_STEP + 2, 0.9), **GLOBAL},
         rowwise_adagrad,
     ),
-    "ensemble": (Optim.ENSEMBLE_ROWWISE_ADAGRAD, {"weight_decay": 0.5, "max_norm": 2.0, **L2}, rowwise_adagrad),
-    "emainplace": (Optim.EMAINPLACE_ROWWISE_ADAGRAD, {"weight_decay": 0.5, **DECOUPLE}, rowwise_adagrad),
+    "ensemble": (
+        Optim.ENSEMBLE_ROWWISE_ADAGRAD,
+        {"weight_decay": 0.5, "max_norm": 2.0, **L2},
+        rowwise_adagrad,
+    ),
+    "emainplace": (
+        Optim.EMAINPLACE_ROWWISE_ADAGRAD,
+        {"weight_decay": 0.5, **DECOUPLE},
+        rowwise_adagrad,
+    ),
     "adam": (Optim.ADAM, {"beta1": 0.8, "beta2": 0.99, "eps": 1e-4}, adam),
     "adamw": (Optim.ADAM, {"weight_decay": 0.3, "beta1": 0.0}, adam),
-    "partial_adam": (Optim.PARTIAL_ROWWISE_ADAM, {"weight_decay": 0.3}, functools.partial(adam, partial=True)),
+    "partial_adam": (
+        Optim.PARTIAL_ROWWISE_ADAM,
+        {"weight_decay": 0.3},
+        functools.partial(adam, partial=True),
+    ),
     "lamb": (Optim.LAMB, {"weight_decay": 0.3, "eps": 1e-4}, functools.partial(adam, lamb=True)),
-    "partial_lamb": (Optim.PARTIAL_ROWWISE_LAMB, {"beta1": 0.7}, functools.partial(adam, lamb=True, partial=True)),
+    "partial_lamb": (
+        Optim.PARTIAL_ROWWISE_LAMB,
+        {"beta1": 0.7},
+        functools.partial(adam, lamb=True, partial=True),
+    ),
     "lars": (Optim.LARS_SGD, {"momentum": 0.8, "eta": 0.2, "weight_decay": 0.3}, lars),
 }
 COUNTERS = {
     "counter": {},
     "counter_l2": {"counter_weight_decay_mode": Decay.L2, "counter_halflife": 4},
     "counter_decouple": dict(
-        counter_weight_decay_mode=Decay.DECOUPLE, counter_halflife=10, adjustment_iter=FIRST_STEP + 1
+        counter_weight_decay_mode=Decay.DECOUPLE,
+        counter_halflife=10,
+        adjustment_iter=FIRST_STEP + 1,
     ),
-    "counter_adagradw": {"counter_weight_decay_mode": Decay.ADAGRADW, "adjustment_iter": FIRST_STEP},
-    "counter_adagradw_bounded": dict(counter_weight_decay_mode=Decay.ADAGRADW, counter_halflife=-2, adjustment_ub=0.3),
+    "counter_adagradw": {
+        "counter_weight_decay_mode": Decay.ADAGRADW,
+        "adjustment_iter": FIRST_STEP,
+    },
+    "counter_adagradw_bounded": dict(
+        counter_weight_decay_mode=Decay.ADAGRADW, counter_halflife=-2, adjustment_ub=0.3
+    ),
     "counter_adagradw_increase": {
         "counter_weight_decay_mode": Decay.ADAGRADW,
         "counter_halflife": 30,
@@ -183,20 +223,43 @@ COUNTERS = {
         "adjustment_ub": 2.0,
     },
     "counter_decrease": dict(
-        learning_rate_mode=Rate.TAIL_ID_LR_DECREASE, adjustment_ub=4.0, tail_id_threshold=TailIdThreshold(0.25, True)
+        learning_rate_mode=Rate.TAIL_ID_LR_DECREASE,
+        adjustment_ub=4.0,
+        tail_id_threshold=TailIdThreshold(0.25, True),
     ),
     "counter_sgd": dict(
-        learning_rate_mode=Rate.COUNTER_SGD, adjustment_ub=0.7, tail_id_threshold=TailIdThreshold(0.7, True)
+        learning_rate_mode=Rate.COUNTER_SGD,
+        adjustment_ub=0.7,
+        tail_id_threshold=TailIdThreshold(0.7, True),
     ),
-    "counter_sgd_tail": {"learning_rate_mode": Rate.COUNTER_SGD, "tail_id_threshold": TailIdThreshold(2.25)},
+    "counter_sgd_tail": {
+        "learning_rate_mode": Rate.COUNTER_SGD,
+        "tail_id_threshold": TailIdThreshold(2.25),
+    },
 }
 CLIPS = {
     "cowclip": {"counter_halflife": 0, "weight_norm_coefficient": 0.5, "lower_bound": 0.01},
-    "cowclip_l2": {"counter_weight_decay_mode": Decay.L2, "counter_halflife": 3, "lower_bound": 0.2},
-    "cowclip_decouple": {"counter_weight_decay_mode": Decay.DECOUPLE, "weight_norm_coefficient": 0.1},
+    "cowclip_l2": {
+        "counter_weight_decay_mode": Decay.L2,
+        "counter_halflife": 3,
+        "lower_bound": 0.2,
+    },
+    "cowclip_decouple": {
+        "counter_weight_decay_mode": Decay.DECOUPLE,
+        "weight_norm_coefficient": 0.1,
+    },
 }
-VARIANTS |= {name: (ROWWISE, counting(**config), counter_adagrad) for name, config in COUNTERS.items()}
+VARIANTS |= {
+    name: (ROWWISE, counting(**config), counter_adagrad) for name, config in COUNTERS.items()
+}
 VARIANTS |= {name: (ROWWISE, clipping(**config), cowclip_adagrad) for name, config in CLIPS.items()}
-DEFAULTS = {"eps": 1e-8, "momentum": 0.9, "eta": 0.001, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0}
+DEFAULTS = {
+    "eps": 1e-8,
+    "momentum": 0.9,
+    "eta": 0.001,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "weight_decay": 0.0,
+}
 DEFAULTS |= {"weight_decay_mode": WeightDecayMode.NONE, "max_norm": 0.0}
 DEFAULTS |= {"ar_alpha": 0.0, "ema_beta": 0.99, "min_shrinkage": 0.1}

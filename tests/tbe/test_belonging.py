@@ -18,9 +18,14 @@ DEVICE, SPECS = rt.EmbeddingLocation.DEVICE, ((10, 4), (20, 4))
 
 @pytest.mark.parametrize("location", [DEVICE, CACHED])
 @pytest.mark.parametrize("rule", [Optim.EXACT_SGD, Optim.NONE])
-def test_row_gradients_reach_the_rows_of_their_group_also_from_a_module_with_another_rule(rule, location):
+def test_row_gradients_reach_the_rows_of_their_group_also_from_a_module_with_another_rule(
+    rule, location
+):
     names, dims = ("b", "a", "c", "d"), (2, 3, 2, 3)
-    specs, common = tuple((10, dim) for dim in dims), {"location": location, "table_names": names, "uniform": None}
+    specs, common = (
+        tuple((10, dim) for dim in dims),
+        {"location": location, "table_names": names, "uniform": None},
+    )
     source, module = make(specs, optimizer=rule, **common), make(specs, learning_rate=1.0, **common)
     output, backward = source.vjp(np.arange(len(names)), np.arange(len(names) + 1))
     module.apply(backward.row_gradients(np.ones_like(output)))
@@ -58,11 +63,16 @@ def test_states_and_row_gradients_of_another_module_are_refused_by_name(fact):
     other, module = make(**{**arguments, **OTHERS[fact]}), make(**arguments)
     output, backward = other.vjp(IDS, OFFSETS)
     if fact not in ("optimizer", "dtype"):  # rows and dims are the same
-        with pytest.raises(ValueError, match=rf"row gradients belong to another collection or module: .*{fact}.*Apply"):
+        with pytest.raises(
+            ValueError,
+            match=rf"row gradients belong to another collection or module: .*{fact}.*Apply",
+        ):
             module.apply(backward.row_gradients(jnp.ones_like(output)))
     nnx.update(module, jax.tree.map(jnp.copy, nnx.state(other)))
     for run in ENTRIES.values():
-        with pytest.raises(ValueError, match=f"the state does not belong to this module: .*{fact}.*state_dict"):
+        with pytest.raises(
+            ValueError, match=f"the state does not belong to this module: .*{fact}.*state_dict"
+        ):
             run(module)
 
 
@@ -77,7 +87,9 @@ def test_the_state_dict_of_another_optimizer_is_refused_by_name_although_names_a
     adam, lamb = (make(((10, 4),), optimizer=optimizer) for optimizer in (Optim.ADAM, Optim.LAMB))
     saved = adam.state_dict()
     assert saved.keys() == lamb.state_dict().keys()
-    with pytest.raises(ValueError, match=r'optimizer is "ADAM", expected "LAMB".*leave out .contents.'):
+    with pytest.raises(
+        ValueError, match=r'optimizer is "ADAM", expected "LAMB".*leave out .contents.'
+    ):
         lamb.load_state_dict(saved)
     lamb.load_state_dict({name: value for name, value in saved.items() if name != "contents"})
     np.testing.assert_array_equal(tables_of(lamb)[0][0], tables_of(adam)[0][0])
@@ -87,7 +99,8 @@ def test_a_checkpoint_of_an_nnx_state_without_its_rows_on_the_host_is_refused(tm
     whole, cached = make(SPECS), make(SPECS, location=CACHED)
     checkpoint.save(tmp_path / "whole", {"model": nnx.state(whole)})
     with pytest.raises(
-        ValueError, match=r"not whole: rows of tables \['table_0', 'table_1'\] are on the host.*state_dict"
+        ValueError,
+        match=r"not whole: rows of tables \['table_0', 'table_1'\] are on the host.*state_dict",
     ):
         checkpoint.save(tmp_path / "cached", {"model": nnx.state(cached)})
     checkpoint.save(tmp_path / "cached", cached.state_dict())
@@ -101,7 +114,9 @@ def test_a_checkpoint_of_an_nnx_state_without_its_rows_on_the_host_is_refused(tm
 
 MODES = {
     Optim.ENSEMBLE_ROWWISE_ADAGRAD: {
-        "ensemble_mode": rt.EnsembleModeDefinition(step_ema=1, step_swap=1, step_start=0, step_ema_coef=0.6)
+        "ensemble_mode": rt.EnsembleModeDefinition(
+            step_ema=1, step_swap=1, step_start=0, step_ema_coef=0.6
+        )
     },
     Optim.EMAINPLACE_ROWWISE_ADAGRAD: {
         "emainplace_mode": rt.EmainplaceModeDefinition(step_ema=1, step_start=0, step_ema_coef=0.6)
@@ -124,7 +139,11 @@ def test_a_module_whose_arrays_a_copy_trains_says_so(num_devices):
     train(copy, IDS, OFFSETS)
     saved = copy.state_dict()
     own = [functools.partial(run, module) for name, run in ENTRIES.items() if name != "compiled"]
-    others = [lambda: backward(gradient), lambda: module.apply(gradients), lambda: module.load_state_dict(saved)]
+    others = [
+        lambda: backward(gradient),
+        lambda: module.apply(gradients),
+        lambda: module.load_state_dict(saved),
+    ]
     for call in own + others:
         with pytest.raises(RuntimeError, match="has lost its tables, perhaps by way of a copy"):
             call()
@@ -156,7 +175,9 @@ def test_a_state_dict_with_one_wrong_number_changes_nothing(num_devices, name, v
 @layouts
 @pytest.mark.parametrize("optimizer", list(MODES), ids=lambda own: own.name)
 @pytest.mark.parametrize("between", ["a refused batch", "a lookup"])
-def test_a_pass_over_whole_tables_runs_once_a_step_whatever_comes_between(num_devices, optimizer, between):
+def test_a_pass_over_whole_tables_runs_once_a_step_whatever_comes_between(
+    num_devices, optimizer, between
+):
     options = {"optimizer": optimizer, "bounds_check_mode": "FATAL", **MODES[optimizer]}
 
     def trained(*, disturbs, saves):

@@ -47,7 +47,9 @@ def two_features(mode):
 compiled = nnx.jit(lambda module, ids, offsets: module(ids, offsets, **SIZES))
 some_ids = st.lists(st.integers(-3, 8), min_size=NUM_IDS, max_size=NUM_IDS)
 some_offsets = st.lists(st.integers(-2, NUM_IDS + 2), min_size=4, max_size=4)
-sorted_offsets = st.lists(st.integers(0, NUM_IDS), min_size=2, max_size=2).map(lambda x: [0, *sorted(x), NUM_IDS])
+sorted_offsets = st.lists(st.integers(0, NUM_IDS), min_size=2, max_size=2).map(
+    lambda x: [0, *sorted(x), NUM_IDS]
+)
 
 
 @pytest.mark.filterwarnings("ignore:.*was corrected")
@@ -60,9 +62,14 @@ def test_ids_and_offsets_are_repaired_as_by_a_loop_counted_or_refused(ids, offse
     wanted = two_features(Mode.NONE)(np.array(fixed_ids), np.array(fixed_offsets), **SIZES)
     for mode in (Mode.WARNING, Mode.IGNORE):
         module = two_features(mode)
-        for found in (module(ids, offsets, **SIZES), compiled(module, ids.astype(np.int32), offsets.astype(np.int32))):
+        for found in (
+            module(ids, offsets, **SIZES),
+            compiled(module, ids.astype(np.int32), offsets.astype(np.int32)),
+        ):
             np.testing.assert_array_equal(found, wanted)
-            assert int(module.bounds_check_warning.get_value()) == (count if mode == Mode.WARNING else 0)
+            assert int(module.bounds_check_warning.get_value()) == (
+                count if mode == Mode.WARNING else 0
+            )
     if count or offsets[0]:
         with pytest.raises(ValueError, match=r"offsets begin|outside table|never fall|last offset"):
             two_features(Mode.FATAL)(ids, offsets, **SIZES)
@@ -111,5 +118,7 @@ def test_inside_jit_the_largest_unsigned_id_is_outside_its_table_as_it_is_outsid
     ids, offsets = np.asarray([2**32 - 1, 3], np.uint32), np.asarray([0, 1, 2])
     with pytest.warns(UserWarning, match="4294967295"):
         expected = eager(ids, offsets)
-    np.testing.assert_array_equal(nnx.jit(lambda module, *batch: module(*batch))(compiled, ids, offsets), expected)
+    np.testing.assert_array_equal(
+        nnx.jit(lambda module, *batch: module(*batch))(compiled, ids, offsets), expected
+    )
     assert int(compiled.bounds_check_warning) == int(eager.bounds_check_warning) == 1

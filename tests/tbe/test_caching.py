@@ -28,14 +28,21 @@ def skewed_batch(seed):
     return np.where(rng.random(NUM_IDS) < 0.05, -1, ids).astype(np.int32), offsets
 
 
-BATCHES = [*(skewed_batch(seed) for seed in range(5)), (np.zeros(0, np.int32), np.zeros(4 * BAGS + 1, np.int32))]
+BATCHES = [
+    *(skewed_batch(seed) for seed in range(5)),
+    (np.zeros(0, np.int32), np.zeros(4 * BAGS + 1, np.int32)),
+]
 
 
 def pair(variant="rowwise", specs=SPECS, features=FEATURES, **caching):
     """The same module on the device and behind a cache."""
     optimizer, arguments, _ = VARIANTS.get(variant, (rs.optimizers.FTRL(LR), {}, None))
     common = {"optimizer": optimizer, "feature_table_map": features, **arguments}
-    kept = {k: v for k, v in caching.items() if k in ("weights_precision", "pooling_mode", "bounds_check_mode")}
+    kept = {
+        k: v
+        for k, v in caching.items()
+        if k in ("weights_precision", "pooling_mode", "bounds_check_mode")
+    }
     return make(specs, **common, **kept), make(specs, location=CACHED, **common, **caching)
 
 
@@ -109,7 +116,11 @@ CACHES = {
     "bfloat16": {"weights_precision": rt.SparseType.BF16, **ONE_TABLE, "cache_sets": 1},
     "in parts": {"multipass_prefetch_config": MULTIPASS, "cache_sets": 1},
     "pipelined": {"prefetch_pipeline": True, "cache_sets": 1},
-    "pipelined in parts": {"prefetch_pipeline": True, "multipass_prefetch_config": MULTIPASS, "cache_sets": 1},
+    "pipelined in parts": {
+        "prefetch_pipeline": True,
+        "multipass_prefetch_config": MULTIPASS,
+        "cache_sets": 1,
+    },
 }
 
 
@@ -117,7 +128,10 @@ CACHES = {
 def test_any_order_of_calls_has_the_bits_of_tables_without_a_cache(name):
     rng, modules = np.random.default_rng(len(name)), pair(**CACHES[name])
     plain, cached = map(Schedule, modules)
-    calls, order = rng.permutation(CALLS * 2).tolist(), rng.integers(0, len(BATCHES), 2 * len(CALLS) + 3)
+    calls, order = (
+        rng.permutation(CALLS * 2).tolist(),
+        rng.integers(0, len(BATCHES), 2 * len(CALLS) + 3),
+    )
     for number, call in enumerate(calls):
         if number % 4 != 3:  # some batches come without, some wait while others are looked up
             modules[1].prefetch(*BATCHES[order[number + number % 3]])
@@ -133,14 +147,18 @@ def test_rows_on_the_host_visit_for_each_batch_where_memories_differ(monkeypatch
     monkeypatch.setattr(plan, "default_platform", lambda: platform)
     arguments = {"optimizer": rt.OptimType.ADAM, "feature_table_map": FEATURES}
     host = make(SPECS, location=rt.EmbeddingLocation.HOST, **arguments)
-    assert [table.placement for table in host.plan.tables] == ["host" if platform == "gpu" else "device"] * 3
+    assert [table.placement for table in host.plan.tables] == [
+        "host" if platform == "gpu" else "device"
+    ] * 3
     assert_steps_agree(make(SPECS, **arguments), host)
 
 
 def test_only_some_tables_may_be_cached():
     locations = [rt.EmbeddingLocation.DEVICE, CACHED, CACHED]
     specs = [(*spec, x, rt.ComputeDevice.CPU) for spec, x in zip(SPECS, locations, strict=True)]
-    mixed = rt.TableBatchedEmbeddingBags(specs, feature_table_map=FEATURES, learning_rate=0.1, cache_sets=1)
+    mixed = rt.TableBatchedEmbeddingBags(
+        specs, feature_table_map=FEATURES, learning_rate=0.1, cache_sets=1
+    )
     mixed.init_embedding_weights_uniform(-1, 1)
     assert_steps_agree(make(SPECS, feature_table_map=FEATURES), mixed)
 
@@ -166,7 +184,9 @@ def test_compiled_steps_use_up_prefetched_batches(is_prepared):
     for k in range(MAX_PREFETCHES + 2):
         batch = np.array([k, k + 1, k + 2], np.int32), np.array([0, 3], np.int32)
         cached.prefetch(*batch)
-        compiled(cached, *([cached.prepare(*batch)] if is_prepared else batch))  # which has room for four ids
+        compiled(
+            cached, *([cached.prepare(*batch)] if is_prepared else batch)
+        )  # which has room for four ids
     step(cached, batch)
     cached.reset_cache_states()
 
@@ -207,7 +227,12 @@ def test_statistics_equal_a_hand_count():
         gather_uvm_cache_stats=True,
         record_cache_metrics=metrics,
     )
-    hand, totals, by_feature, misses = DumbCache(2, 32, "lru", 150), np.zeros(6, int), np.zeros(2, int), [0, 0]
+    hand, totals, by_feature, misses = (
+        DumbCache(2, 32, "lru", 150),
+        np.zeros(6, int),
+        np.zeros(2, int),
+        [0, 0],
+    )
     for seed in range(5):
         rng = np.random.default_rng(seed)
         ids = rng.integers(-1, 60, 100)
@@ -216,7 +241,14 @@ def test_statistics_equal_a_hand_count():
         locations, moves = hand.admit(rows, lock=False)
         homeless = {row for row, place in zip(rows, locations, strict=True) if place < 0 <= row}
         missing = homeless | {row for row, _, _ in moves}
-        totals += [1, 100, len(set(rows)), len(missing), len(homeless), sum(row in homeless for row in rows)]
+        totals += [
+            1,
+            100,
+            len(set(rows)),
+            len(missing),
+            len(homeless),
+            sum(row in homeless for row in rows),
+        ]
         misses = [misses[0] + bool(missing), misses[1] + len(missing)]
         by_feature += [len({r for r in part if r in missing}) for part in (rows[:40], rows[40:])]
         train(cached, ids, offsets)
@@ -240,8 +272,15 @@ def test_a_batch_is_one_call_however_many_caches_serve_it():
 
 
 def test_cache_sizes_follow_the_published_rule():
-    assert make(((1000, 4),), location=CACHED).host_rows.groups[0].cache.num_sets == 7  # ceil(1000 * 0.2 / 32)
-    assert make(((1000, 4),), location=CACHED, cache_load_factor=0.0).host_rows.groups[0].cache.num_sets == 1
+    assert (
+        make(((1000, 4),), location=CACHED).host_rows.groups[0].cache.num_sets == 7
+    )  # ceil(1000 * 0.2 / 32)
+    assert (
+        make(((1000, 4),), location=CACHED, cache_load_factor=0.0)
+        .host_rows.groups[0]
+        .cache.num_sets
+        == 1
+    )
     assert make(((1000, 4),), location=CACHED, cache_sets=5).host_rows.groups[0].cache.num_sets == 5
 
 
@@ -261,9 +300,15 @@ class SmallDevice:
 def test_the_caches_of_all_groups_share_what_memory_is_free(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [SmallDevice()])
     dims = (8, 16, 32, 4)
-    specs = [(rows, dim, CACHED, rt.ComputeDevice.CPU) for rows, dim in zip([*[100_000] * 3, 40], dims, strict=True)]
+    specs = [
+        (rows, dim, CACHED, rt.ComputeDevice.CPU)
+        for rows, dim in zip([*[100_000] * 3, 40], dims, strict=True)
+    ]
     module = rt.TableBatchedEmbeddingBags(specs, cache_load_factor=0.5)
-    sizes = [own.cache.num_sets * 32 * dim * 4 for own, dim in zip(module.host_rows.groups.values(), dims, strict=True)]
+    sizes = [
+        own.cache.num_sets * 32 * dim * 4
+        for own, dim in zip(module.host_rows.groups.values(), dims, strict=True)
+    ]
     assert 0.98 * 4 * 2**20 < sum(sizes) <= 4 * 2**20
     assert sizes[3] == 32 * 4 * 4  # one set, which a table of 40 rows asks for
     with pytest.raises(ValueError, match="not even one set of 32 rows of 240 bytes fits"):

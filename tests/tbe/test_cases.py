@@ -13,7 +13,10 @@ from rsembed import tbe as rt
 
 CASES = json.loads((Path(__file__).parent.parent / "data" / "tbe_cases.json").read_text())["cases"]
 # Fields of records take members alone; arguments of the module take their names, too.
-ENUMS = {"counter_weight_decay_mode": rt.CounterWeightDecayMode, "learning_rate_mode": rt.LearningRateMode}
+ENUMS = {
+    "counter_weight_decay_mode": rt.CounterWeightDecayMode,
+    "learning_rate_mode": rt.LearningRateMode,
+}
 RECORDS = {
     "counter_based_regularization": rt.CounterBasedRegularizationDefinition,
     "cowclip_regularization": rt.CowClipDefinition,
@@ -26,7 +29,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*no effect")
 
 
 def cases(*apis: str) -> list[Any]:
-    return [pytest.param(c, id=c["name"]) for c in CASES if any(c["api"].startswith(api) for api in apis)]
+    return [
+        pytest.param(c, id=c["name"])
+        for c in CASES
+        if any(c["api"].startswith(api) for api in apis)
+    ]
 
 
 def arguments(given: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +50,9 @@ def module_of(inputs: dict[str, Any]) -> rt.TableBatchedEmbeddingBags:
     given = {name: inputs[name] for name in ARGUMENTS & set(inputs)} | inputs.get("kwargs", {})
     specs = [(*spec, rt.EmbeddingLocation.DEVICE, rt.ComputeDevice.CPU) for spec in inputs["specs"]]
     module = rt.TableBatchedEmbeddingBags(specs, **arguments(given))
-    weights = {f"table_{t}.weight": np.asarray(w, np.float32) for t, w in enumerate(inputs["weights"])}
+    weights = {
+        f"table_{t}.weight": np.asarray(w, np.float32) for t, w in enumerate(inputs["weights"])
+    }
     module.load_state_dict(module.state_dict() | weights)
     return module
 
@@ -67,7 +76,9 @@ def assert_tables(module: Any, expected: dict[str, Any], tolerance: dict[str, fl
             assert_close(one, other, tolerance)
 
 
-@pytest.mark.parametrize("case", [c for c in cases("forward") if "backward" not in c.values[0]["api"]])
+@pytest.mark.parametrize(
+    "case", [c for c in cases("forward") if "backward" not in c.values[0]["api"]]
+)
 def test_forward(case):
     found = module_of(case["inputs"])(*batch_of(case["inputs"]))
     assert_close(found, case["expected"]["output"], case["tolerance"])
@@ -80,9 +91,14 @@ def test_training(case):
         with pytest.raises(ValueError, match="counter_halflife"):
             module_of(inputs)
         return
-    module, outputs = module_of(inputs), expected.get("outputs", [expected[k] for k in ("output",) if k in expected])
+    module, outputs = (
+        module_of(inputs),
+        expected.get("outputs", [expected[k] for k in ("output",) if k in expected]),
+    )
     for number, step in enumerate(inputs.get("steps", [inputs])):
-        out, backward = module.vjp(*batch_of(step), total_unique_indices=step.get("total_unique_indices"))
+        out, backward = module.vjp(
+            *batch_of(step), total_unique_indices=step.get("total_unique_indices")
+        )
         if outputs:
             assert_close(out, outputs[number], tolerance)
         returned = backward(np.asarray(step["grad_output"], np.float32))
@@ -106,7 +122,9 @@ def test_the_learning_rate_is_the_one_that_the_lookup_saw(case):
         _, backward = module.vjp(*batch_of(inputs))
         module.set_learning_rate(1.0)
         backward(np.asarray(inputs["grad_output"], np.float32))
-        assert_tables(module, {"weights": expected[f"weights_after_step{number}"]}, case["tolerance"])
+        assert_tables(
+            module, {"weights": expected[f"weights_after_step{number}"]}, case["tolerance"]
+        )
 
 
 @pytest.mark.parametrize("case", cases("set_optimizer_step"))
@@ -153,7 +171,12 @@ def test_bounds_checks(case):
 
 @pytest.mark.parametrize("case", cases("split_optimizer_states"))
 def test_states_have_the_names_and_shapes_of_torch(case):
-    spec = (case["inputs"]["E"], case["inputs"]["D"], rt.EmbeddingLocation.DEVICE, rt.ComputeDevice.CPU)
+    spec = (
+        case["inputs"]["E"],
+        case["inputs"]["D"],
+        rt.EmbeddingLocation.DEVICE,
+        rt.ComputeDevice.CPU,
+    )
     for optimizer, expected in case["expected"]["states"].items():
         module = rt.TableBatchedEmbeddingBags([spec], optimizer=optimizer)
         (states,) = module.get_optimizer_state()
@@ -161,4 +184,6 @@ def test_states_have_the_names_and_shapes_of_torch(case):
         assert [[name, list(state.shape)] for name, state in states.items()] == expected
         dtypes = {"prev_iter": np.int32}
         assert all(state.dtype == dtypes.get(name, np.float32) for name, state in states.items())
-        assert [list(state.shape) for state in module.split_optimizer_states()[0]] == [shape for _, shape in expected]
+        assert [list(state.shape) for state in module.split_optimizer_states()[0]] == [
+            shape for _, shape in expected
+        ]

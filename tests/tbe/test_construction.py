@@ -18,9 +18,16 @@ import rsembed as rs
 from rsembed import tbe as rt
 from tests.tbe.oracle import make, tables_of, train, variant
 
-Optim, Location, Device, Decay = rt.OptimType, rt.EmbeddingLocation, rt.ComputeDevice, rt.WeightDecayMode
+Optim, Location, Device, Decay = (
+    rt.OptimType,
+    rt.EmbeddingLocation,
+    rt.ComputeDevice,
+    rt.WeightDecayMode,
+)
 ROWWISE, CACHED = Optim.EXACT_ROWWISE_ADAGRAD, Location.MANAGED_CACHING
-PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "tbe_names.json").read_text())["package"]
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "tbe_names.json").read_text())[
+    "package"
+]
 MEMBERS = {
     rt.EmbeddingLocation: "DEVICE=0 MANAGED=1 MANAGED_CACHING=2 HOST=3 MTIA=4",
     rt.ComputeDevice: "CPU=0 CUDA=1 GPU=1 MTIA=2 TPU=3",
@@ -70,9 +77,13 @@ def test_records_have_the_published_fields_in_order_and_are_frozen(wanted):
 
 
 def test_the_published_arguments_stand_in_their_order_and_newer_ones_need_their_name():
-    parameters = list(inspect.signature(rt.TableBatchedEmbeddingBags.__init__).parameters.values())[1:]
+    parameters = list(inspect.signature(rt.TableBatchedEmbeddingBags.__init__).parameters.values())[
+        1:
+    ]
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    recorded = PUBLISHED["split_table_batched_embeddings_ops_training"]["SplitTableBatchedEmbeddingBagsCodegen"]
+    recorded = PUBLISHED["split_table_batched_embeddings_ops_training"][
+        "SplitTableBatchedEmbeddingBagsCodegen"
+    ]
     assert len(positional) == 40 and positional == [name for name in recorded if name in positional]
     assert all(p.kind is p.KEYWORD_ONLY for p in parameters[len(positional) :])
 
@@ -91,11 +102,17 @@ WITHOUT_EFFECT = {
     ),
     "weight_decay: no effect": {"optimizer": ROWWISE, "weight_decay": 0.1},
     "max_norm: no effect": {"optimizer": ROWWISE, "max_norm": 1.0} | variant("counter"),
-    "ensemble_mode: no effect": {"optimizer": ROWWISE, "ensemble_mode": rt.EnsembleModeDefinition()},
+    "ensemble_mode: no effect": {
+        "optimizer": ROWWISE,
+        "ensemble_mode": rt.EnsembleModeDefinition(),
+    },
     "cache_reserved_memory: no effect, as cache_sets says how large caches are": dict(
         location=CACHED, cache_sets=1, cache_reserved_memory=1.0
     ),
-    "cache_reserved_memory: no effect, as .* the device does not": {"location": CACHED, "cache_reserved_memory": 1.0},
+    "cache_reserved_memory: no effect, as .* the device does not": {
+        "location": CACHED,
+        "cache_reserved_memory": 1.0,
+    },
     "max_gradient: no effect": {"max_gradient": 0.5},
 }
 
@@ -128,9 +145,13 @@ def test_tables_live_on_the_device_that_was_asked_for():
 
 
 @pytest.mark.parametrize("location", [Location.DEVICE, CACHED])
-@pytest.mark.parametrize(("optimizer", "sums"), [("ADAM", 0.1), ("EXACT_ADAGRAD", 1.0), ("EXACT_ROWWISE_ADAGRAD", 1.0)])
+@pytest.mark.parametrize(
+    ("optimizer", "sums"), [("ADAM", 0.1), ("EXACT_ADAGRAD", 1.0), ("EXACT_ROWWISE_ADAGRAD", 1.0)]
+)
 def test_sixteen_bit_states_are_kept_as_asked(optimizer, sums, location):
-    asked = {"momentum1": rt.SparseType.BF16} | ({"momentum2": rt.SparseType.FP16} if optimizer == "ADAM" else {})
+    asked = {"momentum1": rt.SparseType.BF16} | (
+        {"momentum2": rt.SparseType.FP16} if optimizer == "ADAM" else {}
+    )
     module = make(((40, 4),), optimizer=optimizer, optimizer_state_dtypes=asked, location=location)
     train(module, np.array([1]), np.array([0, 1]))
     (states,) = module.split_optimizer_states()
@@ -140,12 +161,18 @@ def test_sixteen_bit_states_are_kept_as_asked(optimizer, sums, location):
 
 
 def test_state_bytes_are_those_of_the_arrays_also_of_a_slow_copy_in_16_bits():
-    slow = {"optimizer": Optim.ENSEMBLE_ROWWISE_ADAGRAD, "optimizer_state_dtypes": {"momentum2": rt.SparseType.BF16}}
+    slow = {
+        "optimizer": Optim.ENSEMBLE_ROWWISE_ADAGRAD,
+        "optimizer_state_dtypes": {"momentum2": rt.SparseType.BF16},
+    }
     for arguments in ({"optimizer": Optim.PARTIAL_ROWWISE_ADAM}, slow):
         module = make(((40, 4), (30, 6)), **arguments)
         weights, states = tables_of(module)
         kept = {
-            f"table_{t}": {"weights": own.nbytes, "optimizer_states": sum(state.nbytes for state in states[t])}
+            f"table_{t}": {
+                "weights": own.nbytes,
+                "optimizer_states": sum(state.nbytes for state in states[t]),
+            }
             for t, own in enumerate(weights)
         }
         total = {what: sum(own[what] for own in kept.values()) for what in kept["table_0"]}
@@ -154,7 +181,9 @@ def test_state_bytes_are_those_of_the_arrays_also_of_a_slow_copy_in_16_bits():
 
 def test_figures_are_reported_every_so_many_steps_to_a_function_or_the_log(caplog):
     reports = []
-    config = rt.TBEStatsReporterConfig(2, lambda step, figures: reports.append((step, dict(figures))))
+    config = rt.TBEStatsReporterConfig(
+        2, lambda step, figures: reports.append((step, dict(figures)))
+    )
     module = make(((40, 4),), location=CACHED, stats_reporter_config=config, optimizer=ROWWISE)
     for _ in range(5):
         train(module, np.array([1, 2], np.int32), np.array([0, 1, 2]))
@@ -162,17 +191,31 @@ def test_figures_are_reported_every_so_many_steps_to_a_function_or_the_log(caplo
     figures = reports[0][1]
     assert figures["tbe.fwd_input_count"] == 2 and figures["tbe.fwd_input_size"] == 8
     assert figures["tbe.fwd_output_count"] == 8 and figures["tbe.fwd_output_size"] == 32
-    assert figures["tbe.uvm.embeddings"] == 40 * 4 * 4 and figures["tbe.total_uvm_usage"] == 40 * 4 * 4 + 40 * 4
-    assert figures["tbe.total_hbm_usage"] == figures["tbe.hbm.total_static_sparse"] == figures["tbe.hbm.cache"] > 0
+    assert (
+        figures["tbe.uvm.embeddings"] == 40 * 4 * 4
+        and figures["tbe.total_uvm_usage"] == 40 * 4 * 4 + 40 * 4
+    )
+    assert (
+        figures["tbe.total_hbm_usage"]
+        == figures["tbe.hbm.total_static_sparse"]
+        == figures["tbe.hbm.cache"]
+        > 0
+    )
     with caplog.at_level(logging.INFO, logger="rsembed"):
-        train(make(((4, 2),), stats_reporter_config=rt.TBEStatsReporterConfig(1)), np.array([1]), np.array([0, 1]))
+        train(
+            make(((4, 2),), stats_reporter_config=rt.TBEStatsReporterConfig(1)),
+            np.array([1]),
+            np.array([0, 1]),
+        )
     assert "step 1: " in caplog.text and "tbe.fwd_input_count 1" in caplog.text
 
 
 def test_compiled_steps_say_that_they_are_not_reported():
     module = make(((4, 2),), stats_reporter_config=rt.TBEStatsReporterConfig(1))
     with pytest.warns(UserWarning, match="stats_reporter_config: no effect inside jit"):
-        nnx.jit(lambda module: module.vjp(jnp.asarray([1]), jnp.asarray([0, 1]))[1](jnp.ones((1, 2))))(module)
+        nnx.jit(
+            lambda module: module.vjp(jnp.asarray([1]), jnp.asarray([0, 1]))[1](jnp.ones((1, 2)))
+        )(module)
 
 
 SPECS = ((9, 4), (6, 4), (5, 2))
@@ -182,7 +225,9 @@ OFFSETS = np.array([0, 2, 3, 5, 6, 7, 8])  # three features of two bags
 
 def test_members_may_be_given_by_name_or_value(monkeypatch):
     spec = [(9, 4, rt.EmbeddingLocation.DEVICE, rt.ComputeDevice.CPU)]
-    module = rt.TableBatchedEmbeddingBags(spec, pooling_mode=1, optimizer="exact_adagrad", weights_precision="FP16")
+    module = rt.TableBatchedEmbeddingBags(
+        spec, pooling_mode=1, optimizer="exact_adagrad", weights_precision="FP16"
+    )
     assert (module.plan.pooling, module.plan.tables[0].dtype) == ("mean", "float16")
     assert module.plan.tables[0].optimizer == rt.OptimType.EXACT_ADAGRAD
     monkeypatch.setenv("FBGEMM_TBE_BOUNDS_CHECK_MODE", "0")
@@ -226,7 +271,9 @@ def test_a_table_without_rows_reads_zeros_and_stands_in_nobodys_way():
         (variant("sgd"), ""),
     ],
 )
-def test_states_have_their_published_names_and_the_number_of_steps_where_they_count_in_it(options, names):
+def test_states_have_their_published_names_and_the_number_of_steps_where_they_count_in_it(
+    options, names
+):
     module = make(SPECS, **options)
     train(module, IDS, OFFSETS)
     assert len(module.split_optimizer_states()) == len(SPECS)

@@ -20,7 +20,10 @@ try:
         from fbgemm_gpu import split_table_batched_embeddings_ops_common as common
         from fbgemm_gpu import split_table_batched_embeddings_ops_training as original
 except (ImportError, OSError) as error:  # a wheel for another torch ends at an undefined symbol
-    pytest.skip(f"needs fbgemm_gpu (fbgemm-gpu-cpu 1.8.0 --no-deps, with torch): {error}", allow_module_level=True)
+    pytest.skip(
+        f"needs fbgemm_gpu (fbgemm-gpu-cpu 1.8.0 --no-deps, with torch): {error}",
+        allow_module_level=True,
+    )
 
 NUM_ROWS, BATCH, MAX_IDS = (5, 9, 7), 6, 4
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # float32, sums in another order
@@ -28,26 +31,36 @@ HALF_TOLERANCE = {"rtol": 2e-3, "atol": 1e-3}  # float16 keeps 11 bits
 
 
 def defect(why, *values):
-    marks = pytest.mark.xfail(strict=True, raises=(AssertionError, RuntimeError), reason=f"fbgemm-gpu-cpu 1.8.0: {why}")
+    marks = pytest.mark.xfail(
+        strict=True, raises=(AssertionError, RuntimeError), reason=f"fbgemm-gpu-cpu 1.8.0: {why}"
+    )
     return pytest.param(*values, marks=marks, id=why)
 
 
 def draw_weights(seed, dims):
     rng = np.random.default_rng(seed)
-    return [rng.uniform(-1, 1, (rows, dim)).astype(np.float32) for rows, dim in zip(NUM_ROWS, dims, strict=True)]
+    return [
+        rng.uniform(-1, 1, (rows, dim)).astype(np.float32)
+        for rows, dim in zip(NUM_ROWS, dims, strict=True)
+    ]
 
 
 def ours(weights, **options):
     specs = [(*w.shape, rt.EmbeddingLocation.HOST, rt.ComputeDevice.CPU) for w in weights]
     module = rt.TableBatchedEmbeddingBags(specs, **options)
-    module.load_state_dict(module.state_dict() | {f"table_{t}.weight": w for t, w in enumerate(weights)})
+    module.load_state_dict(
+        module.state_dict() | {f"table_{t}.weight": w for t, w in enumerate(weights)}
+    )
     return module
 
 
 def theirs(weights, **options):
     """The original with the same arguments: members of enums are found by name."""
     storages = {name: getattr(common, name, None) or getattr(original, name) for name in ENUMS}
-    named = {k: storages[type(v).__name__][v.name] if type(v).__name__ in storages else v for k, v in options.items()}
+    named = {
+        k: storages[type(v).__name__][v.name] if type(v).__name__ in storages else v
+        for k, v in options.items()
+    }
     named["optimizer"] = original.OptimType[options.get("optimizer", rt.OptimType.EXACT_SGD).name]
     specs = [(*w.shape, common.EmbeddingLocation.HOST, original.ComputeDevice.CPU) for w in weights]
     module = original.SplitTableBatchedEmbeddingBagsCodegen(specs, **named)
@@ -77,7 +90,9 @@ def as_torch(batch):
     ]
 
 
-def compare_training(dims, *, features=(0, 1, 2), weighted=False, tolerance=TOLERANCE, num_steps=3, **options):
+def compare_training(
+    dims, *, features=(0, 1, 2), weighted=False, tolerance=TOLERANCE, num_steps=3, **options
+):
     """Outputs, gradients of weights, tables and states agree over some steps."""
     weights = draw_weights(0, dims)
     options = {"feature_table_map": list(features), "learning_rate": 0.3, **options}
@@ -96,9 +111,13 @@ def compare_training(dims, *, features=(0, 1, 2), weighted=False, tolerance=TOLE
         peer_output.backward(torch.from_numpy(gradient))
         if weighted:
             np.testing.assert_allclose(d_weights, peer_batch[2].grad.numpy(), **tolerance)
-    for table, peer_table in zip(module.split_embedding_weights(), peer.split_embedding_weights(), strict=True):
+    for table, peer_table in zip(
+        module.split_embedding_weights(), peer.split_embedding_weights(), strict=True
+    ):
         np.testing.assert_allclose(np.float32(table), peer_table.float().numpy(), **tolerance)
-    for states, peer_states in zip(module.split_optimizer_states(), peer.split_optimizer_states(), strict=False):
+    for states, peer_states in zip(
+        module.split_optimizer_states(), peer.split_optimizer_states(), strict=False
+    ):
         for state, peer_state in zip(states, peer_states, strict=True):
             np.testing.assert_allclose(state, peer_state.numpy().reshape(state.shape), **tolerance)
 
@@ -109,13 +128,20 @@ def test_lookups_with_another_batch_size_for_every_feature_and_rank():
     offsets = np.arange(10, dtype=np.int32) * 2
     ids = rng.integers(0, min(NUM_ROWS), 18).astype(np.int32)
     options = {"optimizer": rt.OptimType.EXACT_ROWWISE_ADAGRAD}
-    peer = theirs(weights, **options)(*as_torch((ids, offsets, None)), batch_size_per_feature_per_rank=sizes)
-    found = ours(weights, **options)(ids, offsets, batch_size_per_feature_per_rank=tuple(map(tuple, sizes)))
+    peer = theirs(weights, **options)(
+        *as_torch((ids, offsets, None)), batch_size_per_feature_per_rank=sizes
+    )
+    found = ours(weights, **options)(
+        ids, offsets, batch_size_per_feature_per_rank=tuple(map(tuple, sizes))
+    )
     assert found.ndim == 1
     np.testing.assert_allclose(found, peer.detach().numpy(), **TOLERANCE)
 
 
-HALF = {"weights_precision": rt.SparseType.FP16, "stochastic_rounding": False}  # which the CPU build ignores
+HALF = {
+    "weights_precision": rt.SparseType.FP16,
+    "stochastic_rounding": False,
+}  # which the CPU build ignores
 
 
 @pytest.mark.parametrize("optimizer", ["EXACT_SGD", "EXACT_ROWWISE_ADAGRAD", "EXACT_ADAGRAD"])
@@ -148,10 +174,16 @@ DECAY = ROW_WISE | {"weight_decay": 0.1}
             {"pooling_mode": rt.PoolingMode.MEAN, "weighted": True},
         ),
         defect("weight_decay L2 is ignored", DECAY | {"weight_decay_mode": rt.WeightDecayMode.L2}),
-        defect("weight_decay DECOUPLE is ignored", DECAY | {"weight_decay_mode": rt.WeightDecayMode.DECOUPLE}),
+        defect(
+            "weight_decay DECOUPLE is ignored",
+            DECAY | {"weight_decay_mode": rt.WeightDecayMode.DECOUPLE},
+        ),
         defect("max_norm is ignored", ROW_WISE | {"max_norm": 0.5}),
         defect("tables out of order are refused", ROW_WISE | {"features": (1, 0, 2)}),
-        defect("two updates of one row", {"features": (0, 1, 0, 2), "optimizer": rt.OptimType.EXACT_ADAGRAD}),
+        defect(
+            "two updates of one row",
+            {"features": (0, 1, 0, 2), "optimizer": rt.OptimType.EXACT_ADAGRAD},
+        ),
         defect(
             "sequences of tables out of order are refused",
             {"features": (1, 0, 2), "pooling_mode": rt.PoolingMode.NONE, "dims": (8, 8, 8)},

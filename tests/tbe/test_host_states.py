@@ -59,9 +59,13 @@ def compiled_step(module, ids, d_output):
 ENTRIES = {
     "lookup": lambda module: module(batch(7), OFFSETS),
     "vjp": lambda module: train(module, batch(7), OFFSETS)[0],
-    "apply": lambda module: module.apply(module.vjp(batch(7), OFFSETS)[1].row_gradients(np.ones((1, 4)))),
+    "apply": lambda module: module.apply(
+        module.vjp(batch(7), OFFSETS)[1].row_gradients(np.ones((1, 4)))
+    ),
     "prefetch": lambda module: module.prefetch(batch(7), OFFSETS),
-    "split_embedding_weights": lambda module: [np.array(w) for w in module.split_embedding_weights()],
+    "split_embedding_weights": lambda module: [
+        np.array(w) for w in module.split_embedding_weights()
+    ],
     "split_optimizer_states": lambda module: np.array(module.split_optimizer_states()[0][0]),
     "state_dict": lambda module: module.state_dict()["table_0.weight"],
     "reset_cache_states": lambda module: module.reset_cache_states(),
@@ -81,12 +85,16 @@ def start_slow_step(module, seed):
 def test_eager_work_after_a_compiled_step_waits_for_it():
     (plain, cached), one = pair(), jnp.float32(1)
     for module in (plain, cached):
-        for seed in range(2):  # the first step makes room for rows without a place: then no other program is compiled
+        for seed in range(
+            2
+        ):  # the first step makes room for rows without a place: then no other program is compiled
             compiled_step(module, batch(seed), one).block_until_ready()
     for seed, (entry, run) in enumerate(ENTRIES.items()):
         results = []
         for module in (plain, cached):
-            start_slow_step(module, seed) if module is cached else compiled_step(module, batch(seed), one)
+            start_slow_step(module, seed) if module is cached else compiled_step(
+                module, batch(seed), one
+            )
             results.append((run(module), module(batch(20), OFFSETS), tables_of(module)))
         for mine, yours in zip(*map(jax.tree.leaves, results), strict=True):
             np.testing.assert_array_equal(mine, yours, err_msg=entry)
@@ -109,7 +117,9 @@ def test_updates_and_counts_after_a_compiled_step_wait_for_it():
 # States of another time, or of another module
 
 TAKEN = "has lost its tables.*state_dict and load_state_dict"
-WAY_OUT = "state is not the one that belongs to its tables on the host.*state_dict and load_state_dict"
+WAY_OUT = (
+    "state is not the one that belongs to its tables on the host.*state_dict and load_state_dict"
+)
 
 
 BETWEEN = {name: ENTRIES[name] for name in ("vjp", "lookup", "prefetch", "uniform")}
@@ -213,7 +223,13 @@ def test_lookups_of_several_threads_read_their_own_rows_while_one_trains_others(
 # Ctrl-C
 
 
-FILES = ("tbe/module.py", "tbe/tables.py", "tbe/host_rows.py", "storage/set_associative.py", "storage/host_cached.py")
+FILES = (
+    "tbe/module.py",
+    "tbe/tables.py",
+    "tbe/host_rows.py",
+    "storage/set_associative.py",
+    "storage/host_cached.py",
+)
 KEEPERS = {"keep", "keep_arrays"}
 """Functions in which Ctrl-C waits; see `rsembed.bags.kept`."""
 
@@ -232,7 +248,11 @@ def is_interrupted(call, at_line):
 
     def enter(frame, event, argument):
         code = frame.f_code
-        return before_line if code.co_filename.endswith(FILES) and code.co_name not in KEEPERS else None
+        return (
+            before_line
+            if code.co_filename.endswith(FILES) and code.co_name not in KEEPERS
+            else None
+        )
 
     before = sys.gettrace()
     sys.settrace(enter)
@@ -262,7 +282,10 @@ INTERRUPTED = {
     "step": lambda module, seed: train(module, batch(seed), OFFSETS),
     "late step": looked_up_twice,
     "apply": applied,
-    "prefetch": lambda module, seed: (module.prefetch(batch(seed), OFFSETS), module(batch(seed), OFFSETS)),
+    "prefetch": lambda module, seed: (
+        module.prefetch(batch(seed), OFFSETS),
+        module(batch(seed), OFFSETS),
+    ),
     "save": lambda module, seed: (module.state_dict(), module.reset_cache_states()),
 }
 
@@ -333,7 +356,10 @@ def test_a_compiled_step_that_did_not_return_its_state_is_refused_until_a_state_
     saved, before = plain.state_dict(), jax.tree.map(jnp.copy, nnx.state(module))
     compiled_step(module, batch(1), 1.0)
     nnx.update(module, before)  # as Ctrl-C leaves it
-    with pytest.raises(RuntimeError, match=r"Ctrl-C, an error or another thread came between.*load the latest state"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"Ctrl-C, an error or another thread came between.*load the latest state",
+    ):
         module(batch(1), OFFSETS)
     module.load_state_dict(saved)
     for each in (plain, module):

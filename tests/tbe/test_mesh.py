@@ -26,7 +26,9 @@ def draw(seed, *, features=FEATURES):
     """Ids (some -1, some equal), offsets (some bags empty) and weights."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, 5, len(features) * BAGS)
-    rows = np.repeat([SPECS[t][0] for t in features], lengths.reshape(len(features), BAGS).sum(axis=1))
+    rows = np.repeat(
+        [SPECS[t][0] for t in features], lengths.reshape(len(features), BAGS).sum(axis=1)
+    )
     ids = rng.integers(-1, rows)
     return ids, np.r_[0, np.cumsum(lengths)], rng.uniform(0.5, 2.0, ids.size).astype(np.float32)
 
@@ -42,14 +44,28 @@ def rules(*names, **arguments):
 ENSEMBLE = rt.EnsembleModeDefinition(step_ema=1, step_swap=2, step_start=0, step_ema_coef=0.6)
 SHARED = {
     "row": rules("EXACT_ROWWISE_ADAGRAD", "ADAM", "LAMB", placement="row"),
-    "row mean": rules("EXACT_ROWWISE_ADAGRAD", "ADAM", "LAMB", placement="row", pooling_mode="MEAN"),
-    "table": rules("EXACT_SGD", "PARTIAL_ROWWISE_ADAM", "EXACT_ADAGRAD", placement="table", pooling_mode="MEAN"),
-    "column": rules("EXACT_SGD", "EXACT_SGD", "ADAM", placement="column"),
-    "column of halves": {"placement": "column", "weights_precision": "FP16", "stochastic_rounding": False},
-    "replicated": rules(
-        *("LARS_SGD", "PARTIAL_ROWWISE_LAMB", "EXACT_ROWWISE_ADAGRAD"), placement="replicated", pooling_mode="MEAN"
+    "row mean": rules(
+        "EXACT_ROWWISE_ADAGRAD", "ADAM", "LAMB", placement="row", pooling_mode="MEAN"
     ),
-    "copies along another axis": {"mesh": (2, 4), "sharding_axis": "x", "placement": {"table_1": "table"}},
+    "table": rules(
+        "EXACT_SGD", "PARTIAL_ROWWISE_ADAM", "EXACT_ADAGRAD", placement="table", pooling_mode="MEAN"
+    ),
+    "column": rules("EXACT_SGD", "EXACT_SGD", "ADAM", placement="column"),
+    "column of halves": {
+        "placement": "column",
+        "weights_precision": "FP16",
+        "stochastic_rounding": False,
+    },
+    "replicated": rules(
+        *("LARS_SGD", "PARTIAL_ROWWISE_LAMB", "EXACT_ROWWISE_ADAGRAD"),
+        placement="replicated",
+        pooling_mode="MEAN",
+    ),
+    "copies along another axis": {
+        "mesh": (2, 4),
+        "sharding_axis": "x",
+        "placement": {"table_1": "table"},
+    },
     "cowclip": variant("cowclip"),
     "counter": variant("counter_adagradw"),
     "ensemble": variant("ensemble") | {"ensemble_mode": ENSEMBLE},
@@ -61,14 +77,20 @@ SHARED = {
 @pytest.mark.parametrize("name", SHARED)
 def test_a_mesh_looks_up_and_trains_as_one_device_does(name):
     arguments = {"feature_table_map": FEATURES, **SHARED[name]}
-    shared = {key: arguments.pop(key) for key in ("mesh", "sharding_axis", "placement") if key in arguments}
+    shared = {
+        key: arguments.pop(key)
+        for key in ("mesh", "sharding_axis", "placement")
+        if key in arguments
+    }
     one = make(SPECS, **arguments)
     many = make(SPECS, **arguments, **shared | {"mesh": mesh_of(*shared.get("mesh", (4,)))})
     assert_same_bits(one, many)
     for seed in range(3):
         ids, offsets, weights = draw(seed)
         weights = weights if seed == 0 or many.plan.pooling == "sum" else None
-        (expected, backward), (found, backward_many) = (m.vjp(ids, offsets, weights) for m in (one, many))
+        (expected, backward), (found, backward_many) = (
+            m.vjp(ids, offsets, weights) for m in (one, many)
+        )
         np.testing.assert_allclose(found, expected, **CLOSE)
         gradient = gradient_like(expected, seed)
         d_weights, d_weights_many = backward(gradient), backward_many(gradient)
@@ -80,11 +102,17 @@ def test_a_mesh_looks_up_and_trains_as_one_device_does(name):
 
 
 def test_rows_are_rounded_by_the_noise_of_one_device():
-    half = {"weights_precision": rt.SparseType.FP16, "optimizer": Optim.EXACT_SGD, "learning_rate": 0.37}
+    half = {
+        "weights_precision": rt.SparseType.FP16,
+        "optimizer": Optim.EXACT_SGD,
+        "learning_rate": 0.37,
+    }
     one, many = make(SPECS, **half), make(SPECS, mesh=mesh_of(4), **half)
     for seed in range(3):
         ids, offsets, _ = draw(seed, features=(0, 1, 2))
-        gradient = np.random.default_rng(seed).integers(-8, 9, (BAGS, 16)).astype(np.float32) / 16  # sums are exact
+        gradient = (
+            np.random.default_rng(seed).integers(-8, 9, (BAGS, 16)).astype(np.float32) / 16
+        )  # sums are exact
         for module in (one, many):
             train(module, ids, offsets, d_output=gradient)
     assert_same_bits(one, many)
@@ -118,7 +146,11 @@ def test_a_bound_on_unique_indices_cuts_no_gradient_of_a_mesh():
 
 
 @pytest.mark.parametrize(
-    "shared", [{"mesh": (4,)}, {"mesh": (2, 4), "sharding_axis": "x", "placement": "table", "pooling_mode": "MEAN"}]
+    "shared",
+    [
+        {"mesh": (4,)},
+        {"mesh": (2, 4), "sharding_axis": "x", "placement": "table", "pooling_mode": "MEAN"},
+    ],
 )
 def test_gradients_of_weights_come_in_the_form_of_the_weights_and_are_those_of_autodiff(shared):
     one, many = (
@@ -130,12 +162,18 @@ def test_gradients_of_weights_come_in_the_form_of_the_weights_and_are_those_of_a
     for module in (one, many):
         module.set_learning_rate(0.0)  # nothing moves
     expected = np.asarray(one.vjp(ids, offsets, weights, mask)[1](gradient))
-    np.testing.assert_allclose(many.vjp(ids, offsets, weights, mask)[1](gradient), expected, **CLOSE)
+    np.testing.assert_allclose(
+        many.vjp(ids, offsets, weights, mask)[1](gradient), expected, **CLOSE
+    )
 
     batch, names = many.prepare(ids, offsets, weights), many.feature_names
     by_feature = many.vjp(batch, None, None, mask)[1](gradient)
-    assert {name: own.shape for name, own in by_feature.items()} == {name: batch[name].ids.shape for name in names}
-    np.testing.assert_allclose(np.concatenate([by_feature[name] for name in names]), expected, **CLOSE)
+    assert {name: own.shape for name, own in by_feature.items()} == {
+        name: batch[name].ids.shape for name in names
+    }
+    np.testing.assert_allclose(
+        np.concatenate([by_feature[name] for name in names]), expected, **CLOSE
+    )
 
     autodiff = jax.grad(lambda batch: jnp.vdot(many(batch), gradient), allow_int=True)(batch)
     lists = {}
@@ -143,14 +181,19 @@ def test_gradients_of_weights_come_in_the_form_of_the_weights_and_are_those_of_a
         lists[stack] = dataclasses.replace(bags, weights=autodiff.lists[stack].weights)
     d_weights = dataclasses.replace(batch, lists=lists)
     for name, is_asked in zip(names, mask, strict=True):
-        np.testing.assert_allclose(np.asarray(d_weights[name].weights) * is_asked, by_feature[name], **CLOSE)
+        np.testing.assert_allclose(
+            np.asarray(d_weights[name].weights) * is_asked, by_feature[name], **CLOSE
+        )
 
 
 # Compiled steps
 
 
 def test_one_compiled_step_serves_batches_of_many_lengths_and_updates_tables_where_they_lie():
-    one, many = make(SPECS, optimizer=Optim.ADAM), make(SPECS, optimizer=Optim.ADAM, mesh=mesh_of(4))
+    one, many = (
+        make(SPECS, optimizer=Optim.ADAM),
+        make(SPECS, optimizer=Optim.ADAM, mesh=mesh_of(4)),
+    )
     traces = []
 
     @functools.partial(nnx.jit, donate_argnums=0)
@@ -165,7 +208,9 @@ def test_one_compiled_step_serves_batches_of_many_lengths_and_updates_tables_whe
         expected, backward = one.vjp(ids, offsets, weights)
         backward(2 * expected)
         kept = many.state.get_value().weights
-        np.testing.assert_allclose(step(many, many.prepare(ids, offsets, weights)), (expected**2).sum(), rtol=1e-5)
+        np.testing.assert_allclose(
+            step(many, many.prepare(ids, offsets, weights)), (expected**2).sum(), rtol=1e-5
+        )
         assert all(old.is_deleted() for old in kept)
     assert_same_bits(one, many, **CLOSE)
     assert len(traces) <= 2  # of bags of up to 4 ids, and of up to 2
@@ -187,7 +232,9 @@ def test_prepared_batches_on_one_device_have_few_sizes_and_the_same_numbers():
 
 
 def test_rows_and_rates_are_set_and_states_read_as_on_one_device():
-    one, many = (make(SPECS, optimizer=Optim.EXACT_ADAGRAD, **how) for how in ({}, {"mesh": mesh_of(4)}))
+    one, many = (
+        make(SPECS, optimizer=Optim.EXACT_ADAGRAD, **how) for how in ({}, {"mesh": mesh_of(4)})
+    )
     for module in (one, many):
         train(module, *draw(0, features=(0, 1, 2)))
         module.set_embedding_weights("table_1", np.arange(120, dtype=np.float32).reshape(30, 4))
@@ -214,7 +261,10 @@ def test_prepared_batches_belong_to_where_they_were_prepared():
     one, many = make(SPECS), make(SPECS, mesh=mesh_of(4))
     batch = draw(0, features=(0, 1, 2))
     others = [(one, many), (many, one), (one, make(((50, 4), (30, 4), (41, 8))))]
-    others += [(one, make(SPECS, pooling_mode="MEAN")), (many, make(SPECS, mesh=mesh_of(4), feature_names=list("xyz")))]
+    others += [
+        (one, make(SPECS, pooling_mode="MEAN")),
+        (many, make(SPECS, mesh=mesh_of(4), feature_names=list("xyz"))),
+    ]
     others += [(many, make(((50, 4), (30, 4), (41, 8)), mesh=mesh_of(4)))]
     others += [(many, make(SPECS, mesh=mesh_of(4), bounds_check_mode="NONE"))]
     for module, other in others:

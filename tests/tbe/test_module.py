@@ -34,7 +34,9 @@ SPECS = ((5, 4), (6, 3))
 
 
 @pytest.mark.parametrize("pooling", [Pooling.SUM, Pooling.MEAN])
-@pytest.mark.parametrize("location", [rt.EmbeddingLocation.DEVICE, rt.EmbeddingLocation.MANAGED_CACHING])
+@pytest.mark.parametrize(
+    "location", [rt.EmbeddingLocation.DEVICE, rt.EmbeddingLocation.MANAGED_CACHING]
+)
 def test_the_gradient_of_weights_is_that_of_autodiff_also_for_weighted_means(pooling, location):
     module = make(SPECS, pooling_mode=pooling, location=location)
     d_output, before = gradient_like(module(IDS, OFFSETS)), tables_of(module)
@@ -59,9 +61,16 @@ def test_masked_features_have_no_gradient_of_weights_but_are_trained_also_behind
 
 
 def test_every_table_may_have_its_own_optimizer_and_rate():
-    optimizers, rates, ids = [Optim.EXACT_SGD, ROWWISE, Optim.ADAM], [0.5, 0.25, 0.125], np.array([1, 3, 3])
+    optimizers, rates, ids = (
+        [Optim.EXACT_SGD, ROWWISE, Optim.ADAM],
+        [0.5, 0.25, 0.125],
+        np.array([1, 3, 3]),
+    )
     together = make(((5, 4),) * 3, optimizer=optimizers, learning_rate=rates)
-    alone = [make(((5, 4),), optimizer=o, learning_rate=rate) for o, rate in zip(optimizers, rates, strict=True)]
+    alone = [
+        make(((5, 4),), optimizer=o, learning_rate=rate)
+        for o, rate in zip(optimizers, rates, strict=True)
+    ]
     for weights, module in zip(together.split_embedding_weights(), alone, strict=True):
         module.set_embedding_weights(0, weights)
     assert together.get_learning_rate() == rates
@@ -70,8 +79,16 @@ def test_every_table_may_have_its_own_optimizer_and_rate():
         train(together, np.tile(ids, 3), np.arange(10), d_output=d_output)
         for t, module in enumerate(alone):
             train(module, ids, np.arange(4), d_output=d_output[:, 4 * t : 4 * t + 4])
-    jax.tree.map(np.testing.assert_array_equal, tables_of(together)[0], [tables_of(module)[0][0] for module in alone])
-    jax.tree.map(np.testing.assert_array_equal, tables_of(together)[1], [tables_of(module)[1][0] for module in alone])
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        tables_of(together)[0],
+        [tables_of(module)[0][0] for module in alone],
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        tables_of(together)[1],
+        [tables_of(module)[1][0] for module in alone],
+    )
 
 
 def test_a_refused_gradient_leaves_the_backward_usable():
@@ -138,7 +155,9 @@ def test_a_compiled_step_has_the_bits_of_an_eager_one(rule):
     for k in range(3):
         d_output, ids = gradient_like(np.zeros((2, 6)), k), (IDS + k) % 5
         wanted, _ = train(eager, ids, OFFSETS, d_output=d_output)
-        np.testing.assert_array_equal(step(compiled, ids.astype(np.int32), OFFSETS.astype(np.int32), d_output), wanted)
+        np.testing.assert_array_equal(
+            step(compiled, ids.astype(np.int32), OFFSETS.astype(np.int32), d_output), wanted
+        )
     assert_same_bits(eager, compiled)
     assert int(eager.step) == int(compiled.step) == 3
 
@@ -150,10 +169,14 @@ def test_a_scan_over_functional_steps_has_the_bits_of_separate_ones():
     def step(state, ids):
         batch = plan.batch(ids, offsets, None)
         output = functional.lookup(plan, state, batch)
-        return functional.update(plan, state, batch, output, functional.learning_rates(plan, state)), output
+        return functional.update(
+            plan, state, batch, output, functional.learning_rates(plan, state)
+        ), output
 
     all_ids = np.stack([(IDS + k) % 5 for k in range(4)]).astype(np.int32)
-    state, outputs = jax.jit(lambda s, ids: jax.lax.scan(step, s, ids))(module.state.get_value(), all_ids)
+    state, outputs = jax.jit(lambda s, ids: jax.lax.scan(step, s, ids))(
+        module.state.get_value(), all_ids
+    )
     module.state.set_value(state)
     for ids, output in zip(all_ids, outputs, strict=True):
         wanted, backward = other.vjp(ids, OFFSETS)
@@ -162,7 +185,9 @@ def test_a_scan_over_functional_steps_has_the_bits_of_separate_ones():
     assert_same_bits(module, other)
 
 
-@pytest.mark.skipif(native.unavailable_because() is not None, reason="XLA may copy; native calls alias")
+@pytest.mark.skipif(
+    native.unavailable_because() is not None, reason="XLA may copy; native calls alias"
+)
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("optimizer", ["EXACT_ROWWISE_ADAGRAD", "ADAM", "LAMB"])
 def test_a_compiled_step_makes_no_copy_of_a_table(optimizer, is_weighted):
@@ -175,7 +200,9 @@ def test_a_compiled_step_makes_no_copy_of_a_table(optimizer, is_weighted):
         batch = plan.batch(ids, offsets, weights if is_weighted else None)
         output = functional.lookup(plan, state, batch)
         rates = functional.learning_rates(plan, state)
-        return functional.backward(plan, state, batch, jnp.cos(output), rates, wants_weight_gradients=is_weighted)
+        return functional.backward(
+            plan, state, batch, jnp.cos(output), rates, wants_weight_gradients=is_weighted
+        )
 
     arguments = (
         module.state.get_value(),
@@ -206,8 +233,15 @@ def test_without_an_optimizer_there_are_no_states_and_gradients_cannot_be_applie
 
 
 def test_rules_with_native_kernels_are_used_where_the_numbers_are_the_same():
-    module = make(((6, 4),) * 4, optimizer=[Optim.EXACT_SGD, Optim.EXACT_ADAGRAD, ROWWISE, Optim.ADAM])
-    core = rs.optimizers.SGD, rs.optimizers.TorchAdagrad, rs.optimizers.RowWiseAdagrad, rs.optimizers.Adam
+    module = make(
+        ((6, 4),) * 4, optimizer=[Optim.EXACT_SGD, Optim.EXACT_ADAGRAD, ROWWISE, Optim.ADAM]
+    )
+    core = (
+        rs.optimizers.SGD,
+        rs.optimizers.TorchAdagrad,
+        rs.optimizers.RowWiseAdagrad,
+        rs.optimizers.Adam,
+    )
     assert tuple(type(table.rule) for table in module.plan.tables) == core
 
 
@@ -243,4 +277,6 @@ def test_a_rule_of_the_core_is_taken_with_its_settings():
     np.testing.assert_allclose(state["accumulator"][1], slots[0][0], rtol=1e-6)
     other = make(((4, 2), (5, 2)), optimizer=[rule, "EXACT_SGD"])
     other.load_state_dict(module.state_dict())
-    np.testing.assert_array_equal(other.split_embedding_weights()[0], module.split_embedding_weights()[0])
+    np.testing.assert_array_equal(
+        other.split_embedding_weights()[0], module.split_embedding_weights()[0]
+    )

@@ -37,7 +37,11 @@ class Configuration:
 
     @property
     def bags_per_feature(self):
-        return [self.batch] * len(self.features) if isinstance(self.batch, int) else [sum(own) for own in self.batch]
+        return (
+            [self.batch] * len(self.features)
+            if isinstance(self.batch, int)
+            else [sum(own) for own in self.batch]
+        )
 
     @property
     def dims(self):
@@ -47,8 +51,16 @@ class Configuration:
         return VARIANTS[self.variant][1] | (SMOOTH if self.variant not in ("sgd", "lars") else {})
 
     def module(self):
-        caching = {"location": rt.EmbeddingLocation.MANAGED_CACHING, "cache_sets": 1} if self.is_cached else {}
-        clipping = {"gradient_clipping": True, "max_gradient": self.clamp} if np.isfinite(self.clamp) else {}
+        caching = (
+            {"location": rt.EmbeddingLocation.MANAGED_CACHING, "cache_sets": 1}
+            if self.is_cached
+            else {}
+        )
+        clipping = (
+            {"gradient_clipping": True, "max_gradient": self.clamp}
+            if np.isfinite(self.clamp)
+            else {}
+        )
         module = make(
             self.specs,
             uniform=None,
@@ -64,10 +76,15 @@ class Configuration:
             **self.arguments(),
         )
         # Drawn in numpy: random numbers would be compiled for every shape.
-        drawn = [np.random.default_rng(table).uniform(-1, 1, shape) for table, shape in enumerate(self.specs)]
+        drawn = [
+            np.random.default_rng(table).uniform(-1, 1, shape)
+            for table, shape in enumerate(self.specs)
+        ]
         for values in drawn:
             values[:1] = 0.0
-        weights = {f"table_{table}.weight": values.astype(np.float32) for table, values in enumerate(drawn)}
+        weights = {
+            f"table_{table}.weight": values.astype(np.float32) for table, values in enumerate(drawn)
+        }
         numbers = {"max_counter": np.float32(MAX_COUNTER), "step": np.int32(FIRST_STEP)}
         module.load_state_dict(module.state_dict() | weights | numbers)
         module.set_learning_rate(LR)
@@ -76,21 +93,45 @@ class Configuration:
 
 C = Configuration
 CONFIGURATIONS = {
-    "shared_tables_in_any_order": C(((5, 4), (7, 4), (3, 8)), (1, 2, 0, 1), "sgd", id_dtype=np.int64),
-    "mean_of_weighted_odd_dims": C(((4, 3), (9, 1), (2, 13)), (2, 0, 1, 0), "rowwise_l2", "mean", True),
+    "shared_tables_in_any_order": C(
+        ((5, 4), (7, 4), (3, 8)), (1, 2, 0, 1), "sgd", id_dtype=np.int64
+    ),
+    "mean_of_weighted_odd_dims": C(
+        ((4, 3), (9, 1), (2, 13)), (2, 0, 1, 0), "rowwise_l2", "mean", True
+    ),
     "single_rows": C(((5, 5), (8, 5)), (1, 0), "adagrad", "none", num_ids=9),
-    "single_rows_of_mixed_dims": C(((5, 4), (8, 6)), (1, 0, 1), "rowwise", "none", num_ids=9, clamp=0.5),
-    "variable_batch": C(((6, 4), (5, 8)), (0, 1), "adamw", is_weighted=True, batch=((1, 2, 0), (2, 0, 1))),
+    "single_rows_of_mixed_dims": C(
+        ((5, 4), (8, 6)), (1, 0, 1), "rowwise", "none", num_ids=9, clamp=0.5
+    ),
+    "variable_batch": C(
+        ((6, 4), (5, 8)), (0, 1), "adamw", is_weighted=True, batch=((1, 2, 0), (2, 0, 1))
+    ),
     "variable_batch_cached": C(
-        ((6, 3), (5, 3)), (1, 0, 1), "rowwise_decouple", "mean", batch=((1, 2), (2, 0), (0, 0)), is_cached=True
+        ((6, 3), (5, 3)),
+        (1, 0, 1),
+        "rowwise_decouple",
+        "mean",
+        batch=((1, 2), (2, 0), (0, 0)),
+        is_cached=True,
     ),
     "no_bags": C(((6, 4),), (0,), "adagrad", batch=0, num_ids=0),
     "no_ids": C(((6, 4), (5, 4)), (1, 0), "rowwise", "mean", is_weighted=True, num_ids=0),
     "global_decay": C(((4, 4), (5, 2)), (0, 1, 0), "global", is_weighted=True, num_ids=5),
     "global_decay_of_single_rows": C(((4, 4),), (0,), "global", "none", num_ids=4),
-    "float16": C(((5, 4), (5, 4)), (1, 0), "rowwise", is_weighted=True, weights_precision=FP16, output_dtype=FP16),
-    "bfloat16": C(((5, 4),), (0,), "rowwise_decouple", "mean", weights_precision=BF16, output_dtype=BF16),
-    "float16_cached": C(((40, 4),), (0,), "adagrad", weights_precision=FP16, is_cached=True, num_ids=38),
+    "float16": C(
+        ((5, 4), (5, 4)),
+        (1, 0),
+        "rowwise",
+        is_weighted=True,
+        weights_precision=FP16,
+        output_dtype=FP16,
+    ),
+    "bfloat16": C(
+        ((5, 4),), (0,), "rowwise_decouple", "mean", weights_precision=BF16, output_dtype=BF16
+    ),
+    "float16_cached": C(
+        ((40, 4),), (0,), "adagrad", weights_precision=FP16, is_cached=True, num_ids=38
+    ),
     "lamb": C(((5, 4), (5, 3)), (0, 1), "lamb", "mean", True),
     "lars": C(((5, 4),), (0, 0), "lars", id_dtype=np.int64),
     "partial_adam": C(((5, 4), (5, 3)), (1, 0), "partial_adam", is_weighted=True, clamp=0.75),
@@ -110,32 +151,51 @@ CONFIGURATIONS |= {name: C(((6, 4),), (0,), name) for name in VARIANTS if name n
 def batches(draw, c):
     """Ids (with -1 among them), offsets, weights and a gradient per bag, all of fixed sizes."""
     num_bags = sum(c.bags_per_feature)
-    cuts = draw(st.lists(st.integers(0, c.num_ids), min_size=max(num_bags - 1, 0), max_size=max(num_bags - 1, 0)))
+    cuts = draw(
+        st.lists(
+            st.integers(0, c.num_ids), min_size=max(num_bags - 1, 0), max_size=max(num_bags - 1, 0)
+        )
+    )
     offsets = np.array([0, *sorted(cuts), c.num_ids][: num_bags + 1], c.id_dtype)
     raw = draw(st.lists(st.integers(0, 10**6), min_size=c.num_ids, max_size=c.num_ids))
     ends = offsets[np.cumsum(c.bags_per_feature)] if num_bags else np.zeros(len(c.features), int)
-    rows = [c.specs[c.features[int(np.searchsorted(ends, p, side="right"))]][0] for p in range(c.num_ids)]
-    ids = np.array([r % (n + 1) - 1 for r, n in zip(raw, rows, strict=True)], c.id_dtype).reshape(-1)
+    rows = [
+        c.specs[c.features[int(np.searchsorted(ends, p, side="right"))]][0]
+        for p in range(c.num_ids)
+    ]
+    ids = np.array([r % (n + 1) - 1 for r, n in zip(raw, rows, strict=True)], c.id_dtype).reshape(
+        -1
+    )
     eighths = st.integers(-16, 16).map(lambda x: x / 8)
     scale = draw(st.lists(eighths, min_size=c.num_ids + num_bags, max_size=c.num_ids + num_bags))
     weights = np.array(scale[: c.num_ids], np.float32) if c.is_weighted else None
-    bag_dims = [dim for dim, count in zip(c.dims, c.bags_per_feature, strict=True) for _ in range(count)]
+    bag_dims = [
+        dim for dim, count in zip(c.dims, c.bags_per_feature, strict=True) for _ in range(count)
+    ]
     if c.pooling == "none":
         d_bags = np.outer(scale[: c.num_ids], 1 + np.arange(max(c.dims)))
     else:
-        d_bags = [s + np.arange(dim) / 4 for s, dim in zip(scale[c.num_ids :], bag_dims, strict=True)]
+        d_bags = [
+            s + np.arange(dim) / 4 for s, dim in zip(scale[c.num_ids :], bag_dims, strict=True)
+        ]
     return ids, offsets, weights, d_bags
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-@hypothesis.settings(max_examples=3, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(
+    max_examples=3, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+)
 @hypothesis.given(st.data())
 def test_training_agrees_with_loops_over_bags_and_ids(name, data):
     c = CONFIGURATIONS[name]
     module = c.module()
-    dtype = {FP32: np.float32, FP16: np.float16, BF16: module.split_embedding_weights()[0].dtype}[c.weights_precision]
+    dtype = {FP32: np.float32, FP16: np.float16, BF16: module.split_embedding_weights()[0].dtype}[
+        c.weights_precision
+    ]
     formula = VARIANTS[c.variant][2]
-    oracle = Oracle(module, c.features, c.pooling, formula, c.arguments(), dtype=dtype, clamp=c.clamp)
+    oracle = Oracle(
+        module, c.features, c.pooling, formula, c.arguments(), dtype=dtype, clamp=c.clamp
+    )
     sizes = None if isinstance(c.batch, int) else c.batch
 
     def shaped(rows):

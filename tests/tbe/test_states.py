@@ -7,7 +7,16 @@ import pytest
 from flax import nnx
 
 from rsembed import tbe as rt
-from tests.tbe.oracle import CLOSE, Oracle, assert_same_bits, make, mesh_of, tables_of, train, variant
+from tests.tbe.oracle import (
+    CLOSE,
+    Oracle,
+    assert_same_bits,
+    make,
+    mesh_of,
+    tables_of,
+    train,
+    variant,
+)
 from tests.tbe.row_formulas import LR, rowwise_adagrad
 
 Optim, Location, Type = rt.OptimType, rt.EmbeddingLocation, rt.SparseType
@@ -22,7 +31,12 @@ STATEFUL = ["rowwise", "global", "counter_l2", "partial_adam", "ensemble", "emai
 # State dicts
 
 
-OTHERS = {"weight_decay": 0.1, "weights_precision": Type.FP16, "learning_rate": [0.1, 0.2], "location": CACHED}
+OTHERS = {
+    "weight_decay": 0.1,
+    "weights_precision": Type.FP16,
+    "learning_rate": [0.1, 0.2],
+    "location": CACHED,
+}
 EXCHANGES = {
     **{rule: (rule, {}, {}) for rule in STATEFUL},
     "from behind a cache": ("adam", {"location": CACHED, "cache_sets": 1}, {}),
@@ -37,7 +51,11 @@ EXCHANGES = {
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_a_state_dict_continues_in_another_module(name):
     rule, *sides = EXCHANGES[name]
-    specs, ids, offsets = ((90, 4), (50, 2)), np.arange(90) % 50, np.array([0, 10, 20, 40, 50, 60, 70, 80, 90])
+    specs, ids, offsets = (
+        ((90, 4), (50, 2)),
+        np.arange(90) % 50,
+        np.array([0, 10, 20, 40, 50, 60, 70, 80, 90]),
+    )
     module, other = (make(specs, **variant(rule) | side) for side in sides)
     other.init_embedding_weights_uniform(5, 6)
     for k in range(2):
@@ -51,7 +69,9 @@ def test_a_state_dict_continues_in_another_module(name):
         for each in (module, other):
             train(each, ids, offsets)
     close = CLOSE if "mesh" in name else {"rtol": 0}
-    for mine, yours in zip(*(jax.tree.leaves(tables_of(each)) for each in (other, module)), strict=True):
+    for mine, yours in zip(
+        *(jax.tree.leaves(tables_of(each)) for each in (other, module)), strict=True
+    ):
         np.testing.assert_allclose(mine, yours.astype(mine.dtype), **close)
     assert int(module.step) == int(other.step)
 
@@ -83,7 +103,12 @@ def test_initial_values_are_uniform_and_independent_of_grouping_caching_and_prec
 @pytest.mark.parametrize(("precision", "spacing"), [(Type.FP16, 2.0**-10), (Type.BF16, 2.0**-7)])
 def test_stochastic_rounding_has_bits_that_follow_from_key_and_table(precision, spacing):
     def stepped(seed, **arguments):
-        given = {"weights_precision": precision, "learning_rate": 1.0, "rngs": nnx.Rngs(seed), **arguments}
+        given = {
+            "weights_precision": precision,
+            "learning_rate": 1.0,
+            "rngs": nnx.Rngs(seed),
+            **arguments,
+        }
         module, ids = make(((4096, 4),) * 2, uniform=None, **given), np.tile(np.arange(4096), 2)
         train(module, ids, np.arange(8193), d_output=np.full((4096, 8), -1.0003, np.float32))
         return np.asarray(module.split_embedding_weights(), np.float64)
@@ -116,9 +141,12 @@ def stepped(rate, *, num_steps=40, **arguments):
 
 
 @pytest.mark.parametrize(
-    ("weights", "cache", "rate"), [(FP16, FP32, 1e-5), (FP32, FP16, 1e-5), (BF16, FP32, 1e-4), (FP16, BF16, 1e-4)]
+    ("weights", "cache", "rate"),
+    [(FP16, FP32, 1e-5), (FP32, FP16, 1e-5), (BF16, FP32, 1e-4), (FP16, BF16, 1e-4)],
 )
-def test_steps_smaller_than_the_rounding_are_not_lost_where_the_cache_has_another_precision(weights, cache, rate):
+def test_steps_smaller_than_the_rounding_are_not_lost_where_the_cache_has_another_precision(
+    weights, cache, rate
+):
     values = stepped(rate, weights_precision=weights, cache_precision=cache)
     spacing = {FP16: 2.0**-11, BF16: 2.0**-8}[cache if cache != FP32 else weights]  # below 1.0
     for own in (values[:20], values[20:]):
@@ -130,18 +158,26 @@ def test_steps_smaller_than_the_rounding_are_not_lost_where_the_cache_has_anothe
 
 @pytest.mark.parametrize(("weights", "cache"), [(FP32, FP16), (FP32, BF16), (FP16, BF16)])
 def test_a_lookup_through_a_narrower_cache_changes_no_bit_of_the_table(weights, cache):
-    caching = {"location": rt.EmbeddingLocation.MANAGED_CACHING, "cache_sets": 1, "cache_precision": cache}
+    caching = {
+        "location": rt.EmbeddingLocation.MANAGED_CACHING,
+        "cache_sets": 1,
+        "cache_precision": cache,
+    }
     module = make(((NUM_ROWS, DIM),), uniform=(-1, 1), weights_precision=weights, **caching)
     (before,) = module.split_embedding_weights()
     narrow = {FP16: jnp.float16, BF16: jnp.bfloat16}[cache]
     for first in (0, 30, 60):  # rows leave for others, and all come home in the end
         found = module(np.arange(first, first + 30), np.arange(31))
-        np.testing.assert_array_equal(found, np.asarray(before)[first : first + 30].astype(narrow).astype(np.float32))
+        np.testing.assert_array_equal(
+            found, np.asarray(before)[first : first + 30].astype(narrow).astype(np.float32)
+        )
     np.testing.assert_array_equal(module.split_embedding_weights()[0], before)
 
 
 def test_without_stochastic_rounding_a_cache_of_another_precision_rounds_to_nearest():
-    values = stepped(1e-5, num_steps=5, weights_precision=FP16, cache_precision=FP32, stochastic_rounding=False)
+    values = stepped(
+        1e-5, num_steps=5, weights_precision=FP16, cache_precision=FP32, stochastic_rounding=False
+    )
     np.testing.assert_array_equal(values[52:], 1.0)
 
 
@@ -150,7 +186,12 @@ def test_without_stochastic_rounding_a_cache_of_another_precision_rounds_to_near
 
 def test_the_decay_that_a_lookup_saw_is_that_of_its_gradient():
     arguments = {"weight_decay": 0.5, "weight_decay_mode": rt.WeightDecayMode.DECOUPLE_GLOBAL}
-    module = make(((5, 4),), optimizer=ROWWISE, global_weight_decay=rt.GlobalWeightDecayDefinition(), **arguments)
+    module = make(
+        ((5, 4),),
+        optimizer=ROWWISE,
+        global_weight_decay=rt.GlobalWeightDecayDefinition(),
+        **arguments,
+    )
     for row in (1, 2, 2):
         train(module, np.array([row]), ONE_BAG)
     output, backward = module.vjp(np.array([1]), ONE_BAG, np.ones(1, np.float32))
@@ -159,14 +200,24 @@ def test_the_decay_that_a_lookup_saw_is_that_of_its_gradient():
 
 
 MODES = {
-    "ensemble": (Optim.ENSEMBLE_ROWWISE_ADAGRAD, {"ensemble_mode": rt.EnsembleModeDefinition(1, 2, 0, 0.75)}),
-    "emainplace": (Optim.EMAINPLACE_ROWWISE_ADAGRAD, {"emainplace_mode": rt.EmainplaceModeDefinition(1, 0, 0.75)}),
+    "ensemble": (
+        Optim.ENSEMBLE_ROWWISE_ADAGRAD,
+        {"ensemble_mode": rt.EnsembleModeDefinition(1, 2, 0, 0.75)},
+    ),
+    "emainplace": (
+        Optim.EMAINPLACE_ROWWISE_ADAGRAD,
+        {"emainplace_mode": rt.EmainplaceModeDefinition(1, 0, 0.75)},
+    ),
 }
 
 
 def after_steps(weights, mode, gradients):
     """Weights after row-wise Adagrad, by loops: before each step the pass of `mode`, then one step of each row."""
-    weights, slow, sums = weights.astype(np.float64), np.zeros(weights.shape), np.zeros(len(weights))
+    weights, slow, sums = (
+        weights.astype(np.float64),
+        np.zeros(weights.shape),
+        np.zeros(len(weights)),
+    )
     half = weights.shape[1] // 2
     for t, gradient in enumerate(gradients, start=1):
         if mode == "ensemble":
@@ -197,7 +248,9 @@ def test_no_step_misses_its_pass_however_many_lookups_wait_for_their_backward(mo
                 backward(gradient)
 
     nnx.jit(steps)(module) if way == "compiled" else steps(module)
-    expected = after_steps(weights, mode, [{row: own[0]} for row, own in zip(rows, gradients, strict=True)])
+    expected = after_steps(
+        weights, mode, [{row: own[0]} for row, own in zip(rows, gradients, strict=True)]
+    )
     np.testing.assert_allclose(module.split_embedding_weights()[0], expected, **CLOSE)
     assert int(module.step) == len(rows)
 

@@ -7,7 +7,15 @@ import pytest
 from flax import nnx
 
 from rsembed.tt import OptimType, TableBatchedTTEmbeddingBag, full_weight
-from tests.tt.tt_oracles import CASES, core_gradients, dense_row, dense_table, looked_up, pooled, step
+from tests.tt.tt_oracles import (
+    CASES,
+    core_gradients,
+    dense_row,
+    dense_table,
+    looked_up,
+    pooled,
+    step,
+)
 
 SIZES, RANKS = [10, 600, 7, 33], [[2, 3], [4, 4], [2, 3], [2, 3]]
 
@@ -15,7 +23,9 @@ SIZES, RANKS = [10, 600, 7, 33], [[2, 3], [4, 4], [2, 3], [2, 3]]
 def mixed(**options):
     """A module of its own, made by one program."""
     options = {"sparse": False, **options}
-    return nnx.jit(lambda: TableBatchedTTEmbeddingBag(4, SIZES, 4, RANKS, None, [2, 1, 2], **options))()
+    return nnx.jit(
+        lambda: TableBatchedTTEmbeddingBag(4, SIZES, 4, RANKS, None, [2, 1, 2], **options)
+    )()
 
 
 @functools.cache
@@ -27,7 +37,11 @@ def unchanged(**options):
 @nnx.jit
 def expanded_and_cores(emb):
     tables = range(len(emb.specs))
-    return emb.full_weight(), [emb.full_weight(k) for k in tables], [emb.cores_of(k) for k in tables]
+    return (
+        emb.full_weight(),
+        [emb.full_weight(k) for k in tables],
+        [emb.cores_of(k) for k in tables],
+    )
 
 
 def batch(seed=0, bags_per_table=3):
@@ -36,7 +50,11 @@ def batch(seed=0, bags_per_table=3):
     lengths = generator.integers(0, 4, 4 * bags_per_table)
     sizes = np.repeat(np.repeat(SIZES, bags_per_table), lengths)
     ids = generator.integers(0, sizes)
-    return ids, np.concatenate([[0], np.cumsum(lengths)[:-1]]), generator.normal(size=ids.size).astype(np.float32)
+    return (
+        ids,
+        np.concatenate([[0], np.cumsum(lengths)[:-1]]),
+        generator.normal(size=ids.size).astype(np.float32),
+    )
 
 
 def by_table(ids, offsets, weights, k, count=3):
@@ -46,10 +64,20 @@ def by_table(ids, offsets, weights, k, count=3):
 
 
 def test_the_worked_batch_of_three_tables():
-    given, expect = CASES["table_batched_forward"]["input"], CASES["table_batched_forward"]["expect"]
-    emb = nnx.jit(lambda: TableBatchedTTEmbeddingBag(3, 6, 4, given["ranks"], given["p"], given["q"]))()
-    shapes = [variable.get_value().shape for variable in emb.core_groups[0]]  # of all tables, one behind the other
-    stacked = [np.asarray(core, np.float32).reshape(shape) for core, shape in zip(given["cores"], shapes, strict=True)]
+    given, expect = (
+        CASES["table_batched_forward"]["input"],
+        CASES["table_batched_forward"]["expect"],
+    )
+    emb = nnx.jit(
+        lambda: TableBatchedTTEmbeddingBag(3, 6, 4, given["ranks"], given["p"], given["q"])
+    )()
+    shapes = [
+        variable.get_value().shape for variable in emb.core_groups[0]
+    ]  # of all tables, one behind the other
+    stacked = [
+        np.asarray(core, np.float32).reshape(shape)
+        for core, shape in zip(given["cores"], shapes, strict=True)
+    ]
     for table in range(3):
         emb.set_cores([np.split(core, 3)[table] for core in stacked], table)
     output = looked_up(emb, jnp.asarray(given["indices"]), jnp.asarray(given["offsets"]))
@@ -72,19 +100,26 @@ def test_tables_of_different_sizes_and_ranks_agree_with_their_dense_tables(mode)
         np.testing.assert_allclose(alone, found)
         part_ids, part_offsets, part_weights = by_table(ids, offsets, weights, k)
         np.testing.assert_allclose(
-            output[k], pooled(table, part_ids, part_offsets, part_weights, mode), rtol=1e-4, atol=1e-5
+            output[k],
+            pooled(table, part_ids, part_offsets, part_weights, mode),
+            rtol=1e-4,
+            atol=1e-5,
         )
 
 
 def test_gradients_and_fused_step_are_those_of_each_table_by_itself():
     emb, rate = unchanged(), 0.5
-    fused = mixed(sparse=True, learning_rate=rate, optimizer=OptimType.EXACT_ROWWISE_ADAGRAD, eps=1e-3)
+    fused = mixed(
+        sparse=True, learning_rate=rate, optimizer=OptimType.EXACT_ROWWISE_ADAGRAD, eps=1e-3
+    )
     ids, offsets, weights = batch(1)
     d_output = np.random.default_rng(2).normal(size=(4, 3, 4)).astype(np.float32)
     _, gradients = step(emb, d_output, ids, offsets, weights)
     step(fused, d_output, ids, offsets, weights)
     d_cores = jax.tree.map(np.asarray, gradients.cores)
-    (_, _, cores), (_, _, stepped) = (jax.tree.map(np.asarray, expanded_and_cores(module)) for module in (emb, fused))
+    (_, _, cores), (_, _, stepped) = (
+        jax.tree.map(np.asarray, expanded_and_cores(module)) for module in (emb, fused)
+    )
     for k, spec in enumerate(emb.specs):
         part_ids, part_offsets, part_weights = by_table(ids, offsets, weights, k)
         bag_of = np.repeat(np.arange(3), np.diff(part_offsets))
@@ -96,7 +131,9 @@ def test_gradients_and_fused_step_are_those_of_each_table_by_itself():
             found = d_cores[group][t][start : start + core.shape[0]]
             np.testing.assert_allclose(found, gradient, rtol=1e-4, atol=1e-5)
             total = np.sqrt((gradient**2).mean(1, keepdims=True))
-            np.testing.assert_allclose(stepped[k][t], core - rate * gradient / (total + 1e-3), rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(
+                stepped[k][t], core - rate * gradient / (total + 1e-3), rtol=1e-4, atol=1e-4
+            )
 
 
 def test_dimensions_may_differ():
@@ -140,11 +177,22 @@ def test_published_attributes_are_one_for_all_tables_or_one_for_each():
     )
     tables = np.stack([full_weight(spec, alike.cores_of(k)) for k, spec in enumerate(alike.specs)])
     assert abs(np.corrcoef(tables[0].ravel(), tables[1].ravel())[0, 1]) < 0.3
-    assert (alike.num_tables, alike.num_embeddings, alike.embedding_dim, alike.tt_ndim) == (2, 60, 8, 2)
+    assert (alike.num_tables, alike.num_embeddings, alike.embedding_dim, alike.tt_ndim) == (
+        2,
+        60,
+        8,
+        2,
+    )
     assert (alike.tt_p_shapes, alike.tt_q_shapes, alike.tt_ranks) == ([6, 10], [2, 4], [1, 3, 1])
-    assert [core.get_value().shape for core in alike.tt_cores] == [state.shape for state in alike.optimizer_state]
+    assert [core.get_value().shape for core in alike.tt_cores] == [
+        state.shape for state in alike.optimizer_state
+    ]
     assert alike.cache_weight.shape[1] == 8
     other = TableBatchedTTEmbeddingBag(2, [60, 61], [8, 4], tt_ranks=[[3], [2]], use_cache=True)
-    assert (other.num_embeddings, other.embedding_dim, other.tt_ranks) == ([60, 61], [8, 4], [[1, 3, 1], [1, 2, 1]])
+    assert (other.num_embeddings, other.embedding_dim, other.tt_ranks) == (
+        [60, 61],
+        [8, 4],
+        [[1, 3, 1], [1, 2, 1]],
+    )
     assert [rows.shape[1] for rows in other.cache_weight] == [8, 4] and other.tt_ndim == 2
     assert len(other.get_params()) == 6 and len(other.tt_cores) == 4

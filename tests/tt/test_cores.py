@@ -33,13 +33,17 @@ def need(form):
 
 
 def spec_of(given):
-    return TTSpec(given.get("num_embeddings", math.prod(given["p"])), given["p"], given["q"], given["ranks"])
+    return TTSpec(
+        given.get("num_embeddings", math.prod(given["p"])), given["p"], given["q"], given["ranks"]
+    )
 
 
 def random_cores(spec, seed=0):
     """Multiples of 1/4: products and sums are exact, so that every order of summation gives the same bits."""
     generator = np.random.default_rng(seed)
-    entries = [generator.integers(-4, 5, shape).astype(np.float32) / 4 for shape in spec.core_shapes]
+    entries = [
+        generator.integers(-4, 5, shape).astype(np.float32) / 4 for shape in spec.core_shapes
+    ]
     return tuple(map(jnp.asarray, entries))
 
 
@@ -76,7 +80,8 @@ def test_full_weight_is_the_worked_table(name):
     np.testing.assert_array_equal(full_weight(spec, cores), expect["weight"])
     for form in (form for form in FORMS if form != "native" or not native.unavailable_because()):
         np.testing.assert_array_equal(
-            rows(spec, cores, jnp.arange(spec.num_embeddings), implementation=form), expect["weight"]
+            rows(spec, cores, jnp.arange(spec.num_embeddings), implementation=form),
+            expect["weight"],
         )
 
 
@@ -95,15 +100,25 @@ def test_bags_agree_with_the_dense_table(name, form, mode, data):
     spec, batch, room = SPECS[name], 5, 40
     cores = random_cores(spec, data.draw(st.integers(0, 99)))
     ids = np.asarray(
-        data.draw(st.lists(st.integers(-2, spec.num_embeddings + 2), min_size=room, max_size=room)), np.int32
+        data.draw(st.lists(st.integers(-2, spec.num_embeddings + 2), min_size=room, max_size=room)),
+        np.int32,
     )
     cuts = sorted(data.draw(st.lists(st.integers(0, room), min_size=batch, max_size=batch)))
-    weights = np.asarray(data.draw(st.lists(st.integers(-4, 4), min_size=room, max_size=room)), np.float32) / 4
+    weights = (
+        np.asarray(
+            data.draw(st.lists(st.integers(-4, 4), min_size=room, max_size=room)), np.float32
+        )
+        / 4
+    )
     bags = Bags(jnp.asarray(ids), jnp.asarray([0, *cuts]), jnp.asarray(weights))
-    d_output = (np.arange(batch * spec.embedding_dim) % 7 - 3.0).reshape(batch, -1).astype(np.float32)
+    d_output = (
+        (np.arange(batch * spec.embedding_dim) % 7 - 3.0).reshape(batch, -1).astype(np.float32)
+    )
     output, d_cores, d_weights = jitted(spec, mode, form)(cores, bags, d_output)
     table = expanded(spec, cores)
-    np.testing.assert_allclose(output, pooled(table, ids, [0, *cuts], weights, mode), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        output, pooled(table, ids, [0, *cuts], weights, mode), rtol=1e-5, atol=1e-5
+    )
     bag_of = np.repeat(np.arange(batch), np.diff([0, *cuts]))
     known = [k for k in range(len(bag_of)) if 0 <= ids[k] < spec.num_embeddings]
     counts = np.bincount(bag_of[known], minlength=batch) if mode == "mean" else np.ones(batch)
@@ -122,8 +137,14 @@ def test_many_tiles_make_the_same_bits_as_native_kernels(name, monkeypatch):
     monkeypatch.setattr(tt_cores, "TILE_BYTES", 4096)
     spec, generator = SPECS[name], np.random.default_rng(0)
     cores = random_cores(spec)
-    ids = jnp.asarray(generator.integers(-1, spec.num_embeddings + 1, 500))  # many rows share their first slices
-    given = cores, Bags(ids, jnp.asarray([0, 0, 100, 100, 499])), np.ones((4, spec.embedding_dim), np.float32)
+    ids = jnp.asarray(
+        generator.integers(-1, spec.num_embeddings + 1, 500)
+    )  # many rows share their first slices
+    given = (
+        cores,
+        Bags(ids, jnp.asarray([0, 0, 100, 100, 499])),
+        np.ones((4, spec.embedding_dim), np.float32),
+    )
     found, wanted = (jitted(spec, "sum", form)(*given) for form in FORMS)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
@@ -169,7 +190,9 @@ def test_bfloat16_cores_are_summed_in_float32(form):
     _, wanted = jitted_rows(spec, form)(wide, ids, d_output)
     for found, value in zip(d_cores, wanted, strict=True):
         assert found.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(found, np.asarray(value).astype(jnp.bfloat16))  # rounded once, at the end
+        np.testing.assert_array_equal(
+            found, np.asarray(value).astype(jnp.bfloat16)
+        )  # rounded once, at the end
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -178,9 +201,13 @@ def test_vmap_over_tables_and_over_ids(form):
     spec = SPECS["d3"]
     stacked = jax.tree.map(lambda *x: np.stack(x), random_cores(spec, 1), random_cores(spec, 2))
     ids = np.asarray([[3, 57, 3], [0, -1, 20]], np.int32)
-    found = np.asarray(jax.jit(jax.vmap(lambda c, i: rows(spec, c, i, implementation=form)))(stacked, ids))
+    found = np.asarray(
+        jax.jit(jax.vmap(lambda c, i: rows(spec, c, i, implementation=form)))(stacked, ids)
+    )
     for k, seed in enumerate((1, 2)):
-        wanted, _ = jitted_rows(spec, "plain")(random_cores(spec, seed), ids[k], np.ones((3, 12), np.float32))
+        wanted, _ = jitted_rows(spec, "plain")(
+            random_cores(spec, seed), ids[k], np.ones((3, 12), np.float32)
+        )
         np.testing.assert_array_equal(found[k], wanted)
 
 
@@ -191,7 +218,10 @@ def test_shard_map_over_the_batch_sums_core_gradients(form):
     ids = jnp.asarray(np.random.default_rng(1).integers(0, 58, 64))
     mesh = Mesh(np.asarray(jax.devices()[:4]), "batch")
     local = jax.shard_map(
-        lambda c, i: rows(spec, c, i, implementation=form), mesh=mesh, in_specs=(P(), P("batch")), out_specs=P("batch")
+        lambda c, i: rows(spec, c, i, implementation=form),
+        mesh=mesh,
+        in_specs=(P(), P("batch")),
+        out_specs=P("batch"),
     )
     d_output = (np.arange(64 * 12) % 5 - 2.0).astype(np.float32).reshape(64, 12)
 
@@ -201,7 +231,9 @@ def test_shard_map_over_the_batch_sums_core_gradients(form):
         return output, *pull(d_output)
 
     jax.tree.map(
-        np.testing.assert_array_equal, run(cores, ids, d_output), jitted_rows(spec, "plain")(cores, ids, d_output)
+        np.testing.assert_array_equal,
+        run(cores, ids, d_output),
+        jitted_rows(spec, "plain")(cores, ids, d_output),
     )
 
 
@@ -215,7 +247,8 @@ def test_second_derivatives_of_the_plain_form():
     direction = jax.tree.map(np.ones_like, cores)
     slope_of = jax.jit(lambda cores: jax.jvp(jax.grad(loss), (cores,), (direction,)))
     (_, second), (ahead, _), (behind, _) = (
-        jax.tree.map(np.asarray, slope_of(tuple(np.asarray(core) + step / 64 for core in cores))) for step in (0, 1, -1)
+        jax.tree.map(np.asarray, slope_of(tuple(np.asarray(core) + step / 64 for core in cores)))
+        for step in (0, 1, -1)
     )
     for value, plus, minus in zip(second, ahead, behind, strict=True):
         slope = (plus - minus) * 32
@@ -231,7 +264,9 @@ def test_temporary_memory_is_a_row_a_lookup_and_no_slice():
         offsets = jnp.zeros(9, jnp.int32)
 
         def step(cores, ids, offsets, d_output):
-            output, pull = jax.vjp(lambda c: bag(spec, c, Bags(ids, offsets), implementation="plain"), cores)
+            output, pull = jax.vjp(
+                lambda c: bag(spec, c, Bags(ids, offsets), implementation="plain"), cores
+            )
             return output, pull(d_output)
 
         compiled = jax.jit(step).lower(cores, ids, offsets, jnp.zeros((8, 64))).compile()
@@ -244,9 +279,13 @@ def test_temporary_memory_is_a_row_a_lookup_and_no_slice():
 
 def test_equal_inputs_give_equal_bits():
     spec, generator = SPECS["d3"], np.random.default_rng(3)
-    cores = tuple(jnp.asarray(generator.normal(size=shape), jnp.float32) for shape in spec.core_shapes)
+    cores = tuple(
+        jnp.asarray(generator.normal(size=shape), jnp.float32) for shape in spec.core_shapes
+    )
     ids = jnp.asarray(generator.integers(0, 58, 3000))
-    run = jax.jit(lambda c: (lambda out, pull: (out, pull(out)))(*jax.vjp(lambda c: rows(spec, c, ids), c)))
+    run = jax.jit(
+        lambda c: (lambda out, pull: (out, pull(out)))(*jax.vjp(lambda c: rows(spec, c, ids), c))
+    )
     first, again = jax.tree.leaves(run(cores)), jax.tree.leaves(run(cores))
     assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(first, again, strict=True))
 
@@ -256,7 +295,9 @@ def test_ids_above_float32_and_int32_are_told_apart():
     cores = (jnp.arange(2**20, dtype=jnp.float32)[:, None], jnp.ones((2**20, 1)))
     ids = np.asarray([2**24 + 1, 2**24 - 1, 2**35 + 5, 2**40, 2**40 - 1, -1])
     np.testing.assert_array_equal(rows(spec, cores, ids)[:, 0], [16, 15, 2**15, 0, 2**20 - 1, 0])
-    np.testing.assert_array_equal(rows(spec, cores, jnp.asarray([2**31 - 2, 2**20]))[:, 0], [2047, 1])
+    np.testing.assert_array_equal(
+        rows(spec, cores, jnp.asarray([2**31 - 2, 2**20]))[:, 0], [2047, 1]
+    )
     tall = TTSpec(2**40, (2**5, 2**35), (1, 1), (1,))
     assert tall.strides[0] > 2**31
 

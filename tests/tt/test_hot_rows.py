@@ -21,7 +21,15 @@ OTHER = [np.full((14, 2 * 3), 0.5, np.float32), np.full((15, 3 * 2), 0.25, np.fl
 def make(cache_size=4, hashtbl_size=64, rngs=0, **options):
     options = {"sparse": True, "learning_rate": 0.3, "include_last_offset": True, **options}
     return TTEmbeddingBag(
-        200, 4, [3], [14, 15], [2, 2], cache_size=cache_size, hashtbl_size=hashtbl_size, rngs=nnx.Rngs(rngs), **options
+        200,
+        4,
+        [3],
+        [14, 15],
+        [2, 2],
+        cache_size=cache_size,
+        hashtbl_size=hashtbl_size,
+        rngs=nnx.Rngs(rngs),
+        **options,
     )
 
 
@@ -58,7 +66,11 @@ def directory_of(emb):
     ids, counts = directory.counted.low.tolist(), directory.counted.counts.tolist()
     is_counted = directory.counted.last_step >= 0
     reads = {ids[k]: counts[k] for k in np.flatnonzero(is_counted) if counts[k]}
-    return reads, {ids[k]: int(directory.places[k]) for k in np.flatnonzero(is_counted) if directory.places[k] < 2**30}
+    return reads, {
+        ids[k]: int(directory.places[k])
+        for k in np.flatnonzero(is_counted)
+        if directory.places[k] < 2**30
+    }
 
 
 def learned(cache):
@@ -107,14 +119,18 @@ def test_the_worked_life_of_a_cache():
     output, _ = step(emb, d_output, batch)
     np.testing.assert_array_equal(output, expect["output"])
     for core, wanted in zip(emb.cores_of(), expect["cores_after"], strict=True):
-        np.testing.assert_allclose(core, np.asarray(wanted).reshape(core.shape), rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(
+            core, np.asarray(wanted).reshape(core.shape), rtol=1e-6, atol=1e-6
+        )
     for id, wanted in expect["cache_after"].items():
         row = np.asarray(emb.caches[0].rows.get_value())[place_of(int(id), emb)]
         np.testing.assert_allclose(row, wanted, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(looked_up(emb, batch), expect["output_after"], rtol=1e-6, atol=1e-6)
     emb.update_cache(batch)
     emb.cache_populate()
-    np.testing.assert_allclose(looked_up(emb, batch), expect["output_after_second_populate"], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        looked_up(emb, batch), expect["output_after_second_populate"], rtol=1e-6, atol=1e-6
+    )
 
 
 def test_duplicates_are_one_step_and_only_rows_that_were_read_move():
@@ -124,7 +140,9 @@ def test_duplicates_are_one_step_and_only_rows_that_were_read_move():
     before = all_rows(emb)
     step(emb, np.ones((6, 4), np.float32), six_bags([[4, 4, 9], [4, -1, -1]]))
     after = all_rows(emb)
-    np.testing.assert_allclose(after[[4, 9]], before[[4, 9]] - 0.1, rtol=1e-5)  # Adam's first step is the rate
+    np.testing.assert_allclose(
+        after[[4, 9]], before[[4, 9]] - 0.1, rtol=1e-5
+    )  # Adam's first step is the rate
     train(emb, [[4]])
     np.testing.assert_array_equal(all_rows(emb)[[9, 30]], after[[9, 30]])
 
@@ -153,17 +171,23 @@ def test_reset_forgets_counts_and_rows():
     train(emb, [[4]])
     emb.reset_cache()
     assert not any(emb.cache_reports()[0])
-    np.testing.assert_allclose(all_rows(emb), dense_table(emb.spec, emb.cores_of()), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        all_rows(emb), dense_table(emb.spec, emb.cores_of()), rtol=1e-5, atol=1e-7
+    )
 
 
-@pytest.mark.parametrize("give", [lambda emb: emb.reset_parameters(rngs=nnx.Rngs(9)), lambda emb: emb.set_cores(OTHER)])
+@pytest.mark.parametrize(
+    "give", [lambda emb: emb.reset_parameters(rngs=nnx.Rngs(9)), lambda emb: emb.set_cores(OTHER)]
+)
 def test_new_cores_are_not_hidden_by_old_rows_nor_stepped_with_old_state(give):
     emb = make(optimizer=OptimType.ADAM)
     emb.update_cache(six_bags([[4, 9]]))
     emb.cache_populate()
     train(emb, [[4], [20]])
     give(emb)
-    np.testing.assert_allclose(all_rows(emb), dense_table(emb.spec, emb.cores_of()), rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(
+        all_rows(emb), dense_table(emb.spec, emb.cores_of()), rtol=1e-4, atol=1e-7
+    )
     fresh = make(optimizer=OptimType.ADAM)
     fresh.set_cores(emb.cores_of())
     for module in (emb, fresh):
@@ -196,7 +220,11 @@ def test_a_copy_goes_on_as_if_never_copied_whatever_the_original_does(way, spars
         nnx.update(other, checkpoint.load(tmp_path / "module", nnx.state(other)).tree)
         return other
 
-    ways = {"file": from_file, "clone": nnx.clone, "pickle": lambda emb: pickle.loads(pickle.dumps(emb))}
+    ways = {
+        "file": from_file,
+        "clone": nnx.clone,
+        "pickle": lambda emb: pickle.loads(pickle.dumps(emb)),
+    }
     ways["state"] = lambda emb: nnx.merge(nnx.graphdef(emb), jax.tree.map(jnp.copy, nnx.state(emb)))
     for k in (4, 16, 28):
         for module in (emb, alone):
@@ -212,7 +240,9 @@ def test_a_copy_goes_on_as_if_never_copied_whatever_the_original_does(way, spars
 def three_tables(**options):
     """Tables of 50, 60 and 40 rows, the first and last of which are a group."""
     options = {"use_cache": True, "learning_rate": 0.3, **options}
-    return nnx.jit(lambda: TableBatchedTTEmbeddingBag(3, SIZES, 4, [[2], [3], [2]], None, [2, 2], **options))()
+    return nnx.jit(
+        lambda: TableBatchedTTEmbeddingBag(3, SIZES, 4, [[2], [3], [2]], None, [2, 2], **options)
+    )()
 
 
 def test_new_cores_of_a_table_leave_the_learned_rows_of_the_others():
@@ -220,7 +250,10 @@ def test_new_cores_of_a_table_leave_the_learned_rows_of_the_others():
     assert emb.groups == ((0, 2), (1,))
     emb.update_cache(six_bags([[3], [], [5], [], [3, 8], []]))
     emb.cache_populate()
-    assert [learned(cache)[0].tolist() for cache in emb.caches] == [[3, 53, 58], [5]]  # 50 rows are the first table's
+    assert [learned(cache)[0].tolist() for cache in emb.caches] == [
+        [3, 53, 58],
+        [5],
+    ]  # 50 rows are the first table's
     bags = six_bags([[3, 1], [], [5], [], [3], []])
     step(emb, np.ones((3, 2, 4), np.float32), bags)
     before = np.asarray(emb.full_weight(0))
@@ -228,22 +261,33 @@ def test_new_cores_of_a_table_leave_the_learned_rows_of_the_others():
     assert [learned(cache)[0].tolist() for cache in emb.caches] == [[3], [5]]
     for whole in (emb.full_weight(0), nnx.jit(lambda emb: emb.full_weight(0))(emb)):
         np.testing.assert_array_equal(whole, before)
-    np.testing.assert_allclose(emb.full_weight(2), dense_table(emb.specs[2], emb.cores_of(2)), rtol=1e-6)
+    np.testing.assert_allclose(
+        emb.full_weight(2), dense_table(emb.specs[2], emb.cores_of(2)), rtol=1e-6
+    )
 
 
 def test_ragged_bags_of_groups_between_each_other_step_the_cached_rows_of_their_own_tables():
     rate = 0.3
     emb = three_tables(mode="mean", cache_size=99, learning_rate=rate)
-    emb.update_cache(np.concatenate([np.arange(rows) for rows in SIZES]), np.asarray([0, *np.cumsum(SIZES)]))
+    emb.update_cache(
+        np.concatenate([np.arange(rows) for rows in SIZES]), np.asarray([0, *np.cumsum(SIZES)])
+    )
     emb.cache_populate()  # all rows are cached
     tables = [np.asarray(emb.full_weight(k), np.float64) for k in range(3)]
     generator = np.random.default_rng(0)
     lengths = np.asarray([0, 3, 2, 1, 0, 4, 5, 2, 0])  # three bags a table
     ids = generator.integers(0, np.repeat(np.repeat(SIZES, 3), lengths))
-    weights, d_output = generator.normal(size=ids.size).astype(np.float32), generator.normal(size=(3, 3, 4))
+    weights, d_output = (
+        generator.normal(size=ids.size).astype(np.float32),
+        generator.normal(size=(3, 3, 4)),
+    )
     bags = Bags(ids, np.asarray([0, *np.cumsum(lengths)]), weights)
     output, _ = step(emb, d_output.astype(np.float32), bags)
-    wanted, stepped, bag_of = np.zeros((3, 3, 4)), [table.copy() for table in tables], np.repeat(np.arange(9), lengths)
+    wanted, stepped, bag_of = (
+        np.zeros((3, 3, 4)),
+        [table.copy() for table in tables],
+        np.repeat(np.arange(9), lengths),
+    )
     for i, weight, bag in zip(ids, weights, bag_of, strict=True):
         k, b, gain = bag // 3, bag % 3, weight / lengths[bag]
         wanted[k, b] += gain * tables[k][i]
@@ -262,11 +306,18 @@ def test_flat_ids_are_counted_without_offsets_as_published():
 
 
 @pytest.mark.parametrize(
-    ("exponent", "batch", "hashtbl_size"), [(0.8, 3000, 0), (1.2, 60_000, 0), (0.8, 60_000, 1000), (1.2, 3000, 1000)]
+    ("exponent", "batch", "hashtbl_size"),
+    [(0.8, 3000, 0), (1.2, 60_000, 0), (0.8, 60_000, 1000), (1.2, 3000, 1000)],
 )
 def test_the_cache_hits_as_often_as_with_exact_counts(exponent, batch, hashtbl_size):
-    with contextlib.nullcontext() if not hashtbl_size else pytest.warns(UserWarning, match="16384 are counted"):
-        emb = TTEmbeddingBag(100_000, 4, [2], [320, 320], [2, 2], cache_size=1000, hashtbl_size=hashtbl_size)
+    with (
+        contextlib.nullcontext()
+        if not hashtbl_size
+        else pytest.warns(UserWarning, match="16384 are counted")
+    ):
+        emb = TTEmbeddingBag(
+            100_000, 4, [2], [320, 320], [2, 2], cache_size=1000, hashtbl_size=hashtbl_size
+        )
     seen, future = (zipf_ids(100_000, exponent, 60_000, seed) for seed in (0, 1))
     for start in range(0, seen.size, batch):
         emb.update_cache(seen[start : start + batch], np.asarray([0]))
@@ -302,7 +353,9 @@ def test_under_endless_drift_the_cache_hits_like_a_fresh_one_inside_jit():
             after = emb.cache_reports()[0]
         hit_rates.append((after.hits - before.hits) / (after.lookups - before.lookups))
     assert after.lookups == 30 * 2 * 192 and after.cached_ids == 32 and after.evictions > 500
-    assert np.mean(hit_rates) > 0.85 and min(hit_rates) > 0.7  # half of what was read before counts as well
+    assert (
+        np.mean(hit_rates) > 0.85 and min(hit_rates) > 0.7
+    )  # half of what was read before counts as well
 
 
 @nnx.jit
@@ -319,26 +372,47 @@ def take_step(emb, bags, d_output):
 @pytest.mark.parametrize("options", [{"optimizer": OptimType.ADAM}, {"optimizer": OptimType.SGD}])
 def test_rows_that_stay_keep_place_and_state_and_the_residual_bounds_what_others_change(options):
     emb, reads, cached, num_gone = make(cache_size=2, **options), np.zeros(200, int), [], 0
-    for many, some in (([1, 2], []), ([3, 4], []), ([4, 6], [2]), ([6, 8], [4]), ([9, 10], [6] * 5), ([6, 9], [])):
+    for many, some in (
+        ([1, 2], []),
+        ([3, 4], []),
+        ([4, 6], [2]),
+        ([6, 8], [4]),
+        ([9, 10], [6] * 5),
+        ([6, 9], []),
+    ):
         ids = [*9 * many, *some, *cached]
         take_step(emb, six_bags([ids]), np.ones((6, 4), np.float32))
         np.add.at(reads, ids, 1)
-        before, places, cores = all_rows(emb).copy(), directory_of(emb)[1], dense_table(emb.spec, emb.cores_of())
-        stored = jax.tree.map(np.asarray, jax.tree.leaves((emb.caches[0].rows, emb.caches[0].state)))
+        before, places, cores = (
+            all_rows(emb).copy(),
+            directory_of(emb)[1],
+            dense_table(emb.spec, emb.cores_of()),
+        )
+        stored = jax.tree.map(
+            np.asarray, jax.tree.leaves((emb.caches[0].rows, emb.caches[0].state))
+        )
         emb.cache_populate()
         # The most read, of equals what is cached, then the lower id.
         now = sorted(np.flatnonzero(reads), key=lambda id: (-reads[id], id not in cached, id))[:2]
         gone, stay = np.setdiff1d(cached, now).astype(int), np.intersect1d(cached, now)
         after, report = all_rows(emb), emb.cache_reports()[0]
-        np.testing.assert_allclose(after[gone], dense_table(emb.spec, emb.cores_of())[gone], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            after[gone], dense_table(emb.spec, emb.cores_of())[gone], rtol=1e-5, atol=1e-6
+        )
         change = np.abs(after - before)
         assert change.max() <= report.residual + 1e-6
-        np.testing.assert_array_equal(after[now], before[now])  # those that entered started as they were
-        assert np.square(change).sum() <= np.square(cores - before)[gone].sum() * (1 + 1e-5)  # better than to forget
+        np.testing.assert_array_equal(
+            after[now], before[now]
+        )  # those that entered started as they were
+        assert np.square(change).sum() <= np.square(cores - before)[gone].sum() * (
+            1 + 1e-5
+        )  # better than to forget
         assert learned(emb.caches[0])[0].tolist() == sorted(now)
         kept = [places[id] for id in stay]
         assert kept == [place_of(id, emb) for id in stay]
-        for old, new in zip(stored, jax.tree.leaves((emb.caches[0].rows, emb.caches[0].state)), strict=True):
+        for old, new in zip(
+            stored, jax.tree.leaves((emb.caches[0].rows, emb.caches[0].state)), strict=True
+        ):
             np.testing.assert_array_equal(np.asarray(new)[kept], old[kept])
         reads, cached, num_gone = reads // 2, now, num_gone + len(gone)
     assert emb.cache_reports()[0].evictions == num_gone > 3
@@ -361,17 +435,26 @@ def adam_oracle(row, state, gradient, step):
 
 @pytest.mark.parametrize(
     "rule, oracle",
-    [(rs.from_optax(optax.sgd(0.1, momentum=0.9)), momentum_oracle), (rs.optimizers.Adam(0.1), adam_oracle)],
+    [
+        (rs.from_optax(optax.sgd(0.1, momentum=0.9)), momentum_oracle),
+        (rs.optimizers.Adam(0.1), adam_oracle),
+    ],
 )
-def test_a_row_that_takes_the_place_of_a_trained_one_does_not_move_by_what_that_one_learned(rule, oracle):
+def test_a_row_that_takes_the_place_of_a_trained_one_does_not_move_by_what_that_one_learned(
+    rule, oracle
+):
     """In the core, where an optax rule meets a cache: against a full table in numpy with a state for each row."""
     storage = TensorTrain((3,), cache_rows=3, populate_every=2)
     table = rs.TableSpec("t", 40, 4, optimizer=rule, storage=storage)
     collection = rs.EmbeddingCollection([rs.FeatureSpec("f", table)])
     state, generator, by_id = collection.init(jax.random.key(0)), np.random.default_rng(0), {}
     moves = 0.0
-    for phase, hot in enumerate(([1, 2, 3], [1, 2, 3], [21, 22, 23], [21, 22, 23], [2, 22, 30], [2, 22, 30])):
-        by_id = {id: by_id[id] for id in hot if id in by_id}  # a row that leaves the cache leaves its state
+    for phase, hot in enumerate(
+        ([1, 2, 3], [1, 2, 3], [21, 22, 23], [21, 22, 23], [2, 22, 30], [2, 22, 30])
+    ):
+        by_id = {
+            id: by_id[id] for id in hot if id in by_id
+        }  # a row that leaves the cache leaves its state
         for _ in range(4):
             # Every second phase trains two of three rows that are cached; the other phases only count reads.
             gradients = np.zeros((3, 4), np.float32)
@@ -394,8 +477,14 @@ def test_a_row_that_takes_the_place_of_a_trained_one_does_not_move_by_what_that_
 def test_a_module_for_an_optimizer_outside_has_no_cache_and_says_why():
     emb = make(sparse=False, use_cache=None)
     assert not emb.use_cache and emb.cache_weight is None
-    for call in (emb.cache_populate, lambda: emb.update_cache([3]), lambda: make(sparse=False, use_cache=True)):
-        with pytest.raises(NotImplementedError, match=r"sparse=False has no cache .* moves the state with the row"):
+    for call in (
+        emb.cache_populate,
+        lambda: emb.update_cache([3]),
+        lambda: make(sparse=False, use_cache=True),
+    ):
+        with pytest.raises(
+            NotImplementedError, match=r"sparse=False has no cache .* moves the state with the row"
+        ):
             call()
 
 
@@ -416,5 +505,7 @@ def test_lookups_count_and_populate_also_inside_jit_but_not_after_eval():
 
 def test_memory_of_the_default_cache_is_a_hundredth_of_dense():
     emb = TTEmbeddingBag(11_000_000, 64, [32, 32], [200, 220, 250], [4, 4, 4])
-    assert sum(array.nbytes for array in jax.tree.leaves(nnx.state(emb))) <= 11_000_000 * 64 * 4 / 100
+    assert (
+        sum(array.nbytes for array in jax.tree.leaves(nnx.state(emb))) <= 11_000_000 * 64 * 4 / 100
+    )
     assert emb.cache_weight.shape == (11_000, 64)

@@ -32,9 +32,9 @@ def core_std(spec):
 def tables(spec, weight_dist, draws=16):
     """Tables of several seeds in units of the target's standard deviation."""
     draw = jax.jit(lambda key: init_cores(key, spec, weight_dist))
-    return np.stack([expanded(spec, draw(key)) for key in jax.random.split(jax.random.key(5), draws)]) / target_std(
-        spec
-    )
+    return np.stack(
+        [expanded(spec, draw(key)) for key in jax.random.split(jax.random.key(5), draws)]
+    ) / target_std(spec)
 
 
 def kolmogorov_distance(samples, cumulative):
@@ -66,23 +66,33 @@ def test_independent_core_entries_have_the_named_distribution(weight_dist):
     spec = SPECS["d3"]
     for core in init_cores(jax.random.key(1), spec, weight_dist):
         entries = np.asarray(core).ravel() / core_std(spec)
-        cumulative = normal_cumulative if weight_dist == "normal" else lambda x: (x / math.sqrt(3) + 1) / 2
-        assert kolmogorov_distance(entries, cumulative) < 1.63 / math.sqrt(entries.size)  # one in a hundred by chance
+        cumulative = (
+            normal_cumulative if weight_dist == "normal" else lambda x: (x / math.sqrt(3) + 1) / 2
+        )
+        assert kolmogorov_distance(entries, cumulative) < 1.63 / math.sqrt(
+            entries.size
+        )  # one in a hundred by chance
 
 
 @pytest.mark.parametrize(("name", "most"), [("d2", 0.01), ("d3", 0.01), ("d4", 0.03)])
 def test_approx_normal_tables_are_normal(name, most):
     found = tables(SPECS[name], "approx-normal").ravel()
     assert kolmogorov_distance(found[::7], normal_cumulative) < most
-    assert (found**4).mean() / (found**2).mean() ** 2 == pytest.approx(3, abs=0.2 if name != "d4" else 1.0)
+    assert (found**4).mean() / (found**2).mean() ** 2 == pytest.approx(
+        3, abs=0.2 if name != "d4" else 1.0
+    )
 
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("rank", "most"), [(2, 0.11), (8, 0.04), (16, 0.025)])
 def test_approx_uniform_tables_come_closer_to_uniform_with_the_rank(name, rank, most):
     spec = SPECS[name]
-    spec = TTSpec(spec.num_embeddings, spec.tt_p_shapes, spec.tt_q_shapes, [rank] * (spec.num_cores - 1))
-    found = tables(spec, "approx-uniform", draws=4).ravel() / math.sqrt(3)  # in units of 1 / sqrt(num_embeddings)
+    spec = TTSpec(
+        spec.num_embeddings, spec.tt_p_shapes, spec.tt_q_shapes, [rank] * (spec.num_cores - 1)
+    )
+    found = tables(spec, "approx-uniform", draws=4).ravel() / math.sqrt(
+        3
+    )  # in units of 1 / sqrt(num_embeddings)
     assert kolmogorov_distance(found, lambda x: np.clip((x + 1) / 2, 0, 1)) < most
     assert np.abs(found).max() < 1.1
 
@@ -93,7 +103,9 @@ def test_rows_that_share_a_digit_are_uncorrelated(name, weight_dist):
     spec, found = SPECS[name], tables(SPECS[name], weight_dist)
     for stride, p in zip(spec.strides, spec.tt_p_shapes, strict=True):
         other = (np.arange(spec.num_embeddings) // stride % p + 1) % p * stride
-        base = np.arange(spec.num_embeddings) - (np.arange(spec.num_embeddings) // stride % p) * stride
+        base = (
+            np.arange(spec.num_embeddings) - (np.arange(spec.num_embeddings) // stride % p) * stride
+        )
         partner = base + other
         kept = partner < spec.num_embeddings
         ours, theirs = found[:, kept], found[:, partner[kept]]

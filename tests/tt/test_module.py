@@ -14,7 +14,9 @@ PAGE_IDS, PAGE_OFFSETS = [1, 2, 4, 5, 4, 3, 2, 9], [0, 4]
 
 
 def small(**options):
-    return TTEmbeddingBag(10, 3, tt_ranks=[2, 2], **{"sparse": False, "use_cache": False, **options})
+    return TTEmbeddingBag(
+        10, 3, tt_ranks=[2, 2], **{"sparse": False, "use_cache": False, **options}
+    )
 
 
 def values(module):
@@ -48,20 +50,51 @@ def test_the_published_calls():
     output = embedding_sum(jnp.asarray(PAGE_IDS), jnp.asarray(PAGE_OFFSETS))
     table = dense_table(embedding_sum.spec, values(embedding_sum))
     np.testing.assert_allclose(output, pooled(table, PAGE_IDS, [0, 4, 8]), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(output, embedding_sum(jnp.asarray(PAGE_IDS), jnp.asarray([0, 4, 8]), warmup=False))
+    np.testing.assert_array_equal(
+        output, embedding_sum(jnp.asarray(PAGE_IDS), jnp.asarray([0, 4, 8]), warmup=False)
+    )
 
 
 def test_arguments_by_position():
     one = TTEmbeddingBag(10, 3, [2, 4], [2, 5, 1], [1, 3, 1])
-    assert (one.spec.tt_ranks, one.spec.tt_p_shapes, one.spec.tt_q_shapes) == ((2, 4), (2, 5, 1), (1, 3, 1))
+    assert (one.spec.tt_ranks, one.spec.tt_p_shapes, one.spec.tt_q_shapes) == (
+        (2, 4),
+        (2, 5, 1),
+        (1, 3, 1),
+    )
     assert TTEmbeddingBag(10, 3, [2, 5, 1], [1, 3, 1], tt_ranks=[2, 4]).spec == one.spec
     emb = TTEmbeddingBag(
-        10, 3, [2], [5, 2], [1, 3], OptimType.EXACT_ADAGRAD, 0.3, 1e-6, True, False, 0, 0, "uniform", True
+        10,
+        3,
+        [2],
+        [5, 2],
+        [1, 3],
+        OptimType.EXACT_ADAGRAD,
+        0.3,
+        1e-6,
+        True,
+        False,
+        0,
+        0,
+        "uniform",
+        True,
     )
-    assert (emb.optimizer, emb.eps, emb.sparse, emb.use_cache) == (OptimType.EXACT_ADAGRAD, 1e-6, True, False)
-    assert float(emb.learning_rate.get_value()) == pytest.approx(0.3) and emb.weight_dist == "uniform"
-    assert TTEmbeddingBag(10, 3, [5, 2], [1, 3], OptimType.ADAM, tt_ranks=[2]).optimizer is OptimType.ADAM
-    batched = TableBatchedTTEmbeddingBag(2, 10, 3, [2], [5, 2], [1, 3], OptimType.SGD, 0.3, 1e-6, False)
+    assert (emb.optimizer, emb.eps, emb.sparse, emb.use_cache) == (
+        OptimType.EXACT_ADAGRAD,
+        1e-6,
+        True,
+        False,
+    )
+    assert (
+        float(emb.learning_rate.get_value()) == pytest.approx(0.3) and emb.weight_dist == "uniform"
+    )
+    assert (
+        TTEmbeddingBag(10, 3, [5, 2], [1, 3], OptimType.ADAM, tt_ranks=[2]).optimizer
+        is OptimType.ADAM
+    )
+    batched = TableBatchedTTEmbeddingBag(
+        2, 10, 3, [2], [5, 2], [1, 3], OptimType.SGD, 0.3, 1e-6, False
+    )
     assert batched.num_tables == 2 and not batched.sparse and not batched.use_cache
 
 
@@ -72,7 +105,13 @@ def test_every_form_of_input_is_the_same_batch(mode):
     flat, flat_weights = jnp.asarray([1, 2, 4, 9]), jnp.asarray([0.5, 2.0, -1.0, 3.0])
     dense = np.asarray([[1, 2, 4], [-1, -1, -1], [9, -1, -1]])
     dense_weights = np.asarray([[0.5, 2, -1], [0, 0, 0], [3, 0, 0]], np.float32)
-    wanted = pooled(dense_table(emb.spec, values(emb)), [1, 2, 4, 9], [0, 3, 3, 4], np.asarray(flat_weights), mode)
+    wanted = pooled(
+        dense_table(emb.spec, values(emb)),
+        [1, 2, 4, 9],
+        [0, 3, 3, 4],
+        np.asarray(flat_weights),
+        mode,
+    )
     for found in (
         emb(flat, jnp.asarray([0, 3, 3, 4]), flat_weights),
         emb(flat, np.asarray([0, 3, 3]), flat_weights),
@@ -87,9 +126,14 @@ def test_every_form_of_input_is_the_same_batch(mode):
 
 def test_a_last_offset_can_be_said_to_start_an_empty_bag():
     assert small()(jnp.asarray([1, 2]), jnp.asarray([0, 1, 2])).shape == (2, 3)
-    assert small(include_last_offset=False)(jnp.asarray([1, 2]), jnp.asarray([0, 1, 2])).shape == (3, 3)
+    assert small(include_last_offset=False)(jnp.asarray([1, 2]), jnp.asarray([0, 1, 2])).shape == (
+        3,
+        3,
+    )
     emb = small(include_last_offset=True)
-    assert nnx.jit(lambda m, i, o: m(i, o))(emb, jnp.asarray([1, 2]), jnp.asarray([0, 1, 2])).shape == (2, 3)
+    assert nnx.jit(lambda m, i, o: m(i, o))(
+        emb, jnp.asarray([1, 2]), jnp.asarray([0, 1, 2])
+    ).shape == (2, 3)
     with pytest.raises(ValueError, match="say include_last_offset=True or False"):
         nnx.jit(lambda m, i, o: m(i, o))(small(), jnp.asarray([1, 2]), jnp.asarray([0, 1, 2]))
 
@@ -112,7 +156,12 @@ def test_sparse_false_returns_gradients_and_changes_nothing():
         ("SGD", row_formulas.sgd, [], 1e-3),
         ("EXACT_ADAGRAD", row_formulas.adagrad, ["momentum1"], 1e-3),
         ("EXACT_ROWWISE_ADAGRAD", row_formulas.rowwise_adagrad, ["momentum1"], 1e-3),
-        ("ADAM", row_formulas.adam, ["momentum1", "momentum2"], 1e-8),  # of its own, whatever is given
+        (
+            "ADAM",
+            row_formulas.adam,
+            ["momentum1", "momentum2"],
+            1e-8,
+        ),  # of its own, whatever is given
     ],
 )
 def test_fused_rules_are_their_formulas_on_whole_cores(name, formula, states, eps):
@@ -129,7 +178,9 @@ def test_fused_rules_are_their_formulas_on_whole_cores(name, formula, states, ep
         step(emb, d_output, bags)
         for t, gradient in enumerate(gradients):
             rows = zip(wanted[t], gradient, kept[t], strict=True)
-            wanted[t] = np.stack([formula(*row, number + 1, row_formulas.DEFAULTS | {"eps": eps}) for row in rows])
+            wanted[t] = np.stack(
+                [formula(*row, number + 1, row_formulas.DEFAULTS | {"eps": eps}) for row in rows]
+            )
     for found, core in zip(values(emb), wanted, strict=True):
         np.testing.assert_allclose(found, core, rtol=2e-5, atol=2e-6)
 
@@ -154,7 +205,10 @@ def test_a_new_learning_rate_compiles_nothing():
 
 def test_optax_trains_the_cores_of_sparse_false_through_nnx_and_sees_no_others():
     emb, fused = small(), small(sparse=True)
-    assert [len(jax.tree.leaves(nnx.state(fused, kind))) for kind in (nnx.Param, FusedParam)] == [0, 3]
+    assert [len(jax.tree.leaves(nnx.state(fused, kind))) for kind in (nnx.Param, FusedParam)] == [
+        0,
+        3,
+    ]
     assert len(jax.tree.leaves(nnx.state(emb, nnx.Param))) == 3
     optimizer = nnx.Optimizer(emb, optax.adam(0.05), wrt=nnx.Param)
     ids, target = jnp.arange(10)[:, None], jnp.linspace(-1, 1, 30).reshape(10, 3)
@@ -174,9 +228,13 @@ def test_optax_trains_the_cores_of_sparse_false_through_nnx_and_sees_no_others()
 def test_a_module_that_an_interrupted_step_took_over_says_how_to_go_on_and_does(options):
     module, ids = TTEmbeddingBag(12, 4, tt_ranks=[2], **options), np.array([[1], [2]])
     saved, before = jax.tree.map(jnp.copy, nnx.state(module)), module(ids)
-    jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, nnx.state(module))
+    jax.tree.map(
+        lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, nnx.state(module)
+    )
     for call in (lambda: module(ids), lambda: module.vjp(ids), module.full_weight):
-        with pytest.raises(RuntimeError, match=r"TTEmbeddingBag has lost its cores .* Ctrl-C .* nnx.update"):
+        with pytest.raises(
+            RuntimeError, match=r"TTEmbeddingBag has lost its cores .* Ctrl-C .* nnx.update"
+        ):
             call()
     nnx.update(module, saved)
     np.testing.assert_array_equal(module(ids), before)
@@ -197,7 +255,10 @@ def test_get_params_and_reset_parameters():
 
 
 def test_gradients_of_weights_are_returned_by_fused_steps_too():
-    fused, plain = (TTEmbeddingBag(60, 8, tt_ranks=[3, 2], use_cache=False, sparse=sparse) for sparse in (True, False))
+    fused, plain = (
+        TTEmbeddingBag(60, 8, tt_ranks=[3, 2], use_cache=False, sparse=sparse)
+        for sparse in (True, False)
+    )
     arguments = np.array([5, 9, 5]), np.array([0, 2]), np.array([0.5, 2.0, 1.0], np.float32)
     d_output = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
     wanted = np.sum(dense_table(plain.spec, values(plain))[[5, 9, 5]] * d_output[[0, 0, 1]], axis=1)

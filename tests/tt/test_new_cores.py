@@ -42,7 +42,10 @@ def unfolding_tails(table, p, q):
     padded[: len(table)] = table
     tensor = padded.reshape(*p, *q).transpose([axis for t in range(d) for axis in (t, d + t)])
     sizes = [a * b for a, b in zip(p, q, strict=True)]
-    return [np.linalg.svd(tensor.reshape(math.prod(sizes[:t]), -1), compute_uv=False) for t in range(1, d)]
+    return [
+        np.linalg.svd(tensor.reshape(math.prod(sizes[:t]), -1), compute_uv=False)
+        for t in range(1, d)
+    ]
 
 
 def error(spec, cores, table):
@@ -82,7 +85,9 @@ def test_fixed_ranks_lie_within_the_bounds_of_the_unfoldings(d):
     table, spec = random_table(decay=0.2), spec_of(d, 3)
     cores = from_dense(spec, table)
     tails = [np.linalg.norm(values[3:]) for values in unfolding_tails(table, p, q)]
-    padded = np.linalg.norm(full_padded(spec, cores) - np.pad(table, [(0, math.prod(p) - 101), (0, 0)]))
+    padded = np.linalg.norm(
+        full_padded(spec, cores) - np.pad(table, [(0, math.prod(p) - 101), (0, 0)])
+    )
     assert max(tails) * (1 - 1e-5) <= padded <= math.sqrt(sum(t**2 for t in tails)) * (1 + 1e-5)
 
 
@@ -105,11 +110,13 @@ def test_tensorly_finds_the_same_error_at_the_same_ranks():
 def test_rounding_finds_the_ranks_that_are_needed(d):
     narrow, wide = spec_of(d, 2), exact(d)
     cores = init_cores(jax.random.key(1), narrow)
-    spec, rounded = round_cores(wide, from_dense(wide, full_weight(narrow, cores)), max_relative_error=1e-3)
-    assert spec.num_params < wide.num_params
-    assert np.linalg.norm(expanded(spec, rounded) - expanded(narrow, cores)) < 2e-3 * np.linalg.norm(
-        expanded(narrow, cores)
+    spec, rounded = round_cores(
+        wide, from_dense(wide, full_weight(narrow, cores)), max_relative_error=1e-3
     )
+    assert spec.num_params < wide.num_params
+    assert np.linalg.norm(
+        expanded(spec, rounded) - expanded(narrow, cores)
+    ) < 2e-3 * np.linalg.norm(expanded(narrow, cores))
 
 
 def test_rounding_to_ranks_equals_decomposing_the_padded_table():
@@ -127,7 +134,9 @@ def test_tensorly_and_back():
     spec = TTSpec(101, *SHAPES[3], (3, 4))
     cores = init_cores(jax.random.key(0), spec)
     theirs = to_tensorly(spec, cores)
-    np.testing.assert_allclose(theirs.to_matrix()[:101], full_weight(spec, cores), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        theirs.to_matrix()[:101], full_weight(spec, cores), rtol=1e-4, atol=1e-6
+    )
     back_spec, back = from_tensorly(theirs, 101)
     assert back_spec == spec
     assert all((a == b).all() for a, b in zip(cores, back, strict=True))

@@ -51,7 +51,11 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_batches_of_other_lengths_compile_nothing_new(form, caplog):
     emb = make(include_last_offset=True, use_cache=True)
-    calls = [lambda batch: emb(*batch), lambda batch: step(emb, *batch), lambda batch: emb.update_cache(*batch)]
+    calls = [
+        lambda batch: emb(*batch),
+        lambda batch: step(emb, *batch),
+        lambda batch: emb.update_cache(*batch),
+    ]
     batches = [form(ragged(num_ids)) for num_ids in (40, 33, 47, 64, 51)]
     for call in calls:
         call(batches[0])
@@ -84,9 +88,13 @@ def test_room_for_more_ids_changes_no_bit(implementation, mode):
     lists = ragged(45)
     weights = [np.random.default_rng(3).normal(size=len(row)).tolist() for row in lists]
     bags = Bags.from_lists(lists, weights)
-    as_given = Bags(bags.ids, bags.offsets, jnp.asarray(bags.weights), dense_shape=(0,))  # is left as it is
+    as_given = Bags(
+        bags.ids, bags.offsets, jnp.asarray(bags.weights), dense_shape=(0,)
+    )  # is left as it is
     options = {"mode": mode, "implementation": implementation}
-    np.testing.assert_array_equal(bag(spec, cores, bags, **options), bag(spec, cores, as_given, **options))
+    np.testing.assert_array_equal(
+        bag(spec, cores, bags, **options), bag(spec, cores, as_given, **options)
+    )
 
 
 def test_gradients_are_those_of_the_given_ids_and_weights():
@@ -105,4 +113,6 @@ def test_gradients_are_those_of_the_given_ids_and_weights():
 def test_an_empty_batch_is_a_batch():
     emb = make(include_last_offset=False)
     np.testing.assert_array_equal(emb([[], []]), np.zeros((2, 4)))
-    np.testing.assert_array_equal(emb(np.zeros(0, np.int32), np.zeros(3, np.int32)), np.zeros((3, 4)))
+    np.testing.assert_array_equal(
+        emb(np.zeros(0, np.int32), np.zeros(3, np.int32)), np.zeros((3, 4))
+    )

@@ -40,7 +40,9 @@ def test_the_factors_of_a_budget_are_the_cheapest_of_a_full_search(rows, dim, nu
     sizes = [math.prod(shape) for shape in spec.slice_shapes]
     *leading, _ = [range(1, rows + 1)] * num_cores
     shapes = ((*some, -(-rows // math.prod(some))) for some in itertools.product(*leading))
-    assert spec.num_params == min(sum(p * a for p, a in zip(shape, sizes, strict=True)) for shape in shapes)
+    assert spec.num_params == min(
+        sum(p * a for p, a in zip(shape, sizes, strict=True)) for shape in shapes
+    )
 
 
 @pytest.mark.parametrize(("most", "num_cores"), [(4_000_000, 2), (300_000, 3), (4_000_000, 4)])
@@ -55,13 +57,19 @@ def test_a_budget_is_kept_and_used(most, num_cores):
 
 
 def test_bfloat16_cores_have_twice_the_numbers_in_the_same_bytes():
-    full, half = (TTSpec.for_budget(10**6, 32, bytes=10**6, dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    full, half = (
+        TTSpec.for_budget(10**6, 32, bytes=10**6, dtype=dtype)
+        for dtype in (jnp.float32, jnp.bfloat16)
+    )
     assert half.num_bytes(jnp.bfloat16) <= 10**6
     assert half.num_params > 1.8 * full.num_params
 
 
 def test_specs_are_values():
-    one, other = TTSpec(10, [3, 4], [1, 3], [2]), TTSpec(np.int64(10), (3, 4), np.asarray([1, 3]), (2,))
+    one, other = (
+        TTSpec(10, [3, 4], [1, 3], [2]),
+        TTSpec(np.int64(10), (3, 4), np.asarray([1, 3]), (2,)),
+    )
     assert one == other
     assert hash(one) == hash(other)
     assert one != TTSpec(11, [3, 4], [1, 3], [2])
@@ -74,7 +82,9 @@ def test_strides_and_stored_shapes(name):
     assert list(spec.strides) == expect["strides"]
     assert [[1, *shape] for shape in spec.core_shapes] == expect["core_shapes_stored"]
     assert spec.num_params == expect["num_params"]
-    assert [digits_of(i, given["p"]) for i in range(spec.num_embeddings)] == expect["digits"]  # the oracle itself
+    assert [digits_of(i, given["p"]) for i in range(spec.num_embeddings)] == expect[
+        "digits"
+    ]  # the oracle itself
 
 
 def products_of_groups(primes, groups=()):
@@ -113,7 +123,13 @@ def test_suggested_factors_are_the_most_even_groups_of_primes(primes, d):
 
 
 def test_numbers_of_many_divisors_are_factored_without_going_through_all_products():
-    assert suggested_tt_shapes(735_134_400, 5) == [51, 63, 55, 64, 65]  # of some ten million products
+    assert suggested_tt_shapes(735_134_400, 5) == [
+        51,
+        63,
+        55,
+        64,
+        65,
+    ]  # of some ten million products
 
 
 @pytest.mark.parametrize("n", [2**31 - 1, 10**12, 2 * 3 * 5 * 7 * 11 * 13, 1, 2**5 * 5**3])

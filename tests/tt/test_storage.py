@@ -23,7 +23,9 @@ RNG = np.random.default_rng(0)
 def collection_of(*, optimizer=None, combiner="mean", storage=STORAGE, **fields):
     optimizer = rs.optimizers.Adam(0.05) if optimizer is None else optimizer
     size = {"vocabulary_size": ROWS, "embedding_dim": DIM}
-    table = rs.TableSpec(name="t", **size, optimizer=optimizer, combiner=combiner, storage=storage, **fields)
+    table = rs.TableSpec(
+        name="t", **size, optimizer=optimizer, combiner=combiner, storage=storage, **fields
+    )
     dense = rs.TableSpec(name="d", vocabulary_size=7, embedding_dim=DIM, optimizer=optimizer)
     features = [
         rs.FeatureSpec(name="one", table_spec=table),
@@ -44,19 +46,25 @@ def test_data_parallel_lookup_and_update_equal_those_of_one_device():
 
     def step(state, ids):
         batch = {"one": ids, "two": ids[::-1], "dense": ids % 7}
-        return collection.lookup(state, batch)["one"], collection.update(state, batch, d_activations).tables["t"]
+        return collection.lookup(state, batch)["one"], collection.update(
+            state, batch, d_activations
+        ).tables["t"]
 
     expected = jax.jit(step)(state, jnp.asarray(ids))
     mesh = Mesh(np.asarray(jax.devices()), ("data",))
     replicated = jax.device_put(state, NamedSharding(mesh, P()))
-    found = jax.jit(step)(replicated, jax.device_put(ids.astype(np.int32), NamedSharding(mesh, P("data"))))
+    found = jax.jit(step)(
+        replicated, jax.device_put(ids.astype(np.int32), NamedSharding(mesh, P("data")))
+    )
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def split_collection(devices=4, *, axis=None, **options):
     """A table read by a weighted feature and a plain one, on a mesh whose axis `y` has two devices, or on no mesh."""
-    table = rs.TableSpec(name="t", vocabulary_size=ROWS, embedding_dim=DIM, **{"storage": STORAGE, **options})
+    table = rs.TableSpec(
+        name="t", vocabulary_size=ROWS, embedding_dim=DIM, **{"storage": STORAGE, **options}
+    )
     features = [rs.FeatureSpec(name=name, table_spec=table) for name in ("weighted", "plain")]
     if devices is None:
         return rs.EmbeddingCollection(features)
@@ -71,7 +79,9 @@ def trained(collection):
         rng = np.random.default_rng(number)
         plain, weighted = (rng.integers(-1, ROWS, (16, width)).astype(np.int32) for width in (3, 1))
         plain[4:8], weighted[4:8] = -1, -1
-        batch = collection.prepare({"plain": plain, "weighted": (weighted, rng.random((16, 1), np.float32))})
+        batch = collection.prepare(
+            {"plain": plain, "weighted": (weighted, rng.random((16, 1), np.float32))}
+        )
         d_activations = {name: rng.normal(size=(16, DIM)).astype(np.float32) for name in batch}
         before, state = state, steps(state, batch, d_activations)
     pulled = jax.jit(lambda state: collection.lookup_vjp(state, batch)[1](d_activations))(before)
@@ -83,8 +93,13 @@ def trained(collection):
 def test_devices_that_sum_their_gradients_step_as_one_device_and_keep_equal_copies(axis, dtype):
     """On some axes of a mesh, and of cores that are rounded; the contract of storages has all rules and combiners."""
     options = {"optimizer": rs.optimizers.Adam(0.05), "combiner": "mean", "dtype": dtype}
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == "float32" else {"rtol": 2**-7, "atol": 1e-6}
-    many, one = trained(split_collection(axis=axis, **options)), trained(split_collection(None, **options))
+    tolerance = (
+        {"rtol": 1e-5, "atol": 1e-6} if dtype == "float32" else {"rtol": 2**-7, "atol": 1e-6}
+    )
+    many, one = (
+        trained(split_collection(axis=axis, **options)),
+        trained(split_collection(None, **options)),
+    )
     assert {core.dtype.name for cores, _ in (*many, *one) for core in cores} == {dtype}
     for found, expected in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
         np.testing.assert_allclose(np.float32(found), np.float32(expected), **tolerance)
@@ -94,10 +109,15 @@ def test_devices_that_sum_their_gradients_step_as_one_device_and_keep_equal_copi
 
 def test_only_gradients_of_cores_travel_and_cores_are_stepped_in_place():
     collection = split_collection(optimizer=rs.optimizers.Adagrad(0.1))
-    batch = {"plain": jnp.zeros((64, 3), jnp.int32), "weighted": (jnp.zeros((64, 1), jnp.int32), jnp.ones((64, 1)))}
+    batch = {
+        "plain": jnp.zeros((64, 3), jnp.int32),
+        "weighted": (jnp.zeros((64, 1), jnp.int32), jnp.ones((64, 1))),
+    }
     d_activations = {name: jnp.ones((64, DIM)) for name in batch}
     state = jax.eval_shape(collection.init, jax.random.key(0))
-    compiled = jax.jit(collection.update, donate_argnums=0).lower(state, batch, d_activations).compile()
+    compiled = (
+        jax.jit(collection.update, donate_argnums=0).lower(state, batch, d_activations).compile()
+    )
     core_bytes = STORAGE.spec_of(collection.table_specs["t"]).num_params * 4
     assert collective_bytes(compiled.as_text(), 4) == {"all-reduce": 2 * 3 / 4 * core_bytes}
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * core_bytes
@@ -116,17 +136,29 @@ def test_the_plan_counts_the_bytes_of_the_cores():
 
 
 def resident_bytes(what):
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    (line,) = (
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)
+    )
     return 1024 * int(line.split()[1])
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of resident memory from /proc")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="reads the peak of resident memory from /proc"
+)
 @pytest.mark.parametrize("num_devices", [None, 2])
 def test_a_whole_table_is_made_of_its_cores_in_place(num_devices):
-    mesh = None if num_devices is None else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
-    table = rs.TableSpec(name="t", vocabulary_size=500_000, embedding_dim=64, storage=TensorTrain((4,)))
+    mesh = (
+        None
+        if num_devices is None
+        else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
+    )
+    table = rs.TableSpec(
+        name="t", vocabulary_size=500_000, embedding_dim=64, storage=TensorTrain((4,))
+    )
     placement = None if mesh is None else "replicated"
-    collection = rs.EmbeddingCollection(rs.FeatureSpec(name="f", table_spec=table), mesh=mesh, placement=placement)
+    collection = rs.EmbeddingCollection(
+        rs.FeatureSpec(name="f", table_spec=table), mesh=mesh, placement=placement
+    )
     state = collection.init(jax.random.key(0))
     expected = full_weight(table.storage.spec_of(table), jax.device_get(state.tables["t"]))
     np.testing.assert_allclose(collection.tables(state)["t"], expected, rtol=1e-5, atol=1e-6)
@@ -140,10 +172,15 @@ def test_an_initializer_without_effect_is_told(caplog):
     collection_of()
     assert not caplog.text
     collection_of(initializer=jax.nn.initializers.ones)
-    assert "table 't': its initializer has no effect: TensorTrain draws cores by weight_dist='normal'" in caplog.text
+    assert (
+        "table 't': its initializer has no effect: TensorTrain draws cores by weight_dist='normal'"
+        in caplog.text
+    )
 
 
-@pytest.mark.parametrize("storage", [TensorTrain((3, 4), None, (1, 2, 3)), TensorTrain((3, 4), weight_dist="uniform")])
+@pytest.mark.parametrize(
+    "storage", [TensorTrain((3, 4), None, (1, 2, 3)), TensorTrain((3, 4), weight_dist="uniform")]
+)
 def test_files_hold_the_same_cores_however_they_were_declared(storage, tmp_path):
     spelled = collection_of(storage=TensorTrain((3, 4), (3, 4, 5), (1, 2, 3)))
     other = collection_of(storage=storage)
@@ -155,12 +192,17 @@ def test_files_hold_the_same_cores_however_they_were_declared(storage, tmp_path)
 
 def test_cores_of_a_state_dictionary_are_read_in_their_order():
     table = rs.TableSpec(
-        name="t", vocabulary_size=2**12, embedding_dim=2, storage=TensorTrain([2] * 11, [2] * 12, [2, *[1] * 11])
+        name="t",
+        vocabulary_size=2**12,
+        embedding_dim=2,
+        storage=TensorTrain([2] * 11, [2] * 12, [2, *[1] * 11]),
     )
     collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
     state = collection.init(jax.random.key(0))
     cores = {f"weight.{k}": core for k, core in enumerate(state.tables["t"])}
-    loaded = collection.with_tables(collection.init(jax.random.key(1)), {"t": dict(sorted(cores.items()))})
+    loaded = collection.with_tables(
+        collection.init(jax.random.key(1)), {"t": dict(sorted(cores.items()))}
+    )
     jax.tree.map(np.testing.assert_array_equal, loaded.tables["t"], state.tables["t"])
 
 
@@ -186,12 +228,22 @@ def like_tables(num_tables=3):
 
 
 @pytest.mark.parametrize("num_devices", [None, 2])
-def test_like_trains_share_a_storage_and_each_is_as_in_a_collection_of_its_own(num_devices, tmp_path):
-    mesh = None if num_devices is None else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
-    features = [rs.FeatureSpec(name=f"f{k}", table_spec=table) for k, table in enumerate(like_tables())]
+def test_like_trains_share_a_storage_and_each_is_as_in_a_collection_of_its_own(
+    num_devices, tmp_path
+):
+    mesh = (
+        None
+        if num_devices is None
+        else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
+    )
+    features = [
+        rs.FeatureSpec(name=f"f{k}", table_spec=table) for k, table in enumerate(like_tables())
+    ]
     collection = rs.EmbeddingCollection(features, mesh=mesh)
     assert [stack.name for stack in collection.plan.stacks] == ["t0_t1_t2"]
-    batch = {f.name: (RNG.integers(-1, ROWS, (4, 3)), RNG.random((4, 3), np.float32)) for f in features}
+    batch = {
+        f.name: (RNG.integers(-1, ROWS, (4, 3)), RNG.random((4, 3), np.float32)) for f in features
+    }
     d_activations = {f.name: RNG.normal(size=(4, DIM)).astype(np.float32) for f in features}
     state = collection.init(jax.random.key(0))
     found, after = collection.lookup(state, batch), collection.update(state, batch, d_activations)
@@ -199,18 +251,28 @@ def test_like_trains_share_a_storage_and_each_is_as_in_a_collection_of_its_own(n
         own = {feature.name: batch[feature.name]}
         alone = rs.EmbeddingCollection([feature])
         fresh, name = alone.init(jax.random.key(0)), feature.table_spec.name
-        np.testing.assert_allclose(found[feature.name], alone.lookup(fresh, own)[feature.name], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(
+            found[feature.name], alone.lookup(fresh, own)[feature.name], rtol=1e-5, atol=1e-7
+        )
         stepped = alone.update(fresh, own, {feature.name: d_activations[feature.name]})
         for read in ("tables", "slots"):
-            of_all, of_one = (getattr(kept, read)(s)[name] for kept, s in ((collection, after), (alone, stepped)))
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), of_all, of_one)
+            of_all, of_one = (
+                getattr(kept, read)(s)[name] for kept, s in ((collection, after), (alone, stepped))
+            )
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), of_all, of_one
+            )
         checkpoint.save_collection(tmp_path / name, alone, stepped)
         moved = collection.with_tables(state, {name: stepped.tables[name]})
         np.testing.assert_array_equal(collection.tables(moved)[name], alone.tables(stepped)[name])
     checkpoint.save_collection(tmp_path / "all", collection, after)
     loaded = checkpoint.load_collection(tmp_path / "all", collection)
     for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(after), strict=True):
-        assert one is other or jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key) or (one == other).all()
+        assert (
+            one is other
+            or jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key)
+            or (one == other).all()
+        )
 
 
 def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit(tmp_path):
@@ -219,7 +281,9 @@ def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit(tmp_
     ids = np.array([[7, 7], [7, 3], [9, 3], [7, 50]], np.int32)
     results = []
     for devices in (None, 2):
-        collection = split_collection(devices, optimizer=rs.optimizers.SGD(0.5), combiner="sum", storage=storage)
+        collection = split_collection(
+            devices, optimizer=rs.optimizers.SGD(0.5), combiner="sum", storage=storage
+        )
         state, step = collection.init(jax.random.key(0)), jax.jit(collection.update)
         batch = collection.prepare({"plain": ids, "weighted": ids[:, :1]})
         ones = {name: jnp.ones((4, DIM)) for name in batch}
@@ -230,9 +294,13 @@ def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit(tmp_
         after = np.asarray(collection.tables(state)["t"])
         reads = np.bincount(np.r_[ids.ravel(), ids[:, 0]], minlength=ROWS)
         np.testing.assert_allclose(
-            after[[3, 7, 9, 50]], before[[3, 7, 9, 50]] - 0.5 * reads[[3, 7, 9, 50], None], rtol=1e-5
+            after[[3, 7, 9, 50]],
+            before[[3, 7, 9, 50]] - 0.5 * reads[[3, 7, 9, 50], None],
+            rtol=1e-5,
         )
-        jax.tree.map(np.testing.assert_array_equal, state.tables["t"].cores, cores)  # all that was read is stored
+        jax.tree.map(
+            np.testing.assert_array_equal, state.tables["t"].cores, cores
+        )  # all that was read is stored
         counts = collection.counts(state)["t"]
         expected = {
             "cached_ids": 4,

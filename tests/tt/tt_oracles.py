@@ -23,7 +23,10 @@ def step(emb, d_output, *batch):
 
 def worked_cores(given, spec):
     """The cores of a worked case."""
-    return [np.asarray(core, np.float32).reshape(s) for core, s in zip(given["cores"], spec.core_shapes, strict=True)]
+    return [
+        np.asarray(core, np.float32).reshape(s)
+        for core, s in zip(given["cores"], spec.core_shapes, strict=True)
+    ]
 
 
 def digits_of(number: int, radix) -> list[int]:
@@ -52,7 +55,10 @@ def dense_row(cores, p, q, ranks, row: int) -> np.ndarray:
 
 def dense_table(spec, cores) -> np.ndarray:
     return np.stack(
-        [dense_row(cores, spec.tt_p_shapes, spec.tt_q_shapes, spec.tt_ranks, i) for i in range(spec.num_embeddings)]
+        [
+            dense_row(cores, spec.tt_p_shapes, spec.tt_q_shapes, spec.tt_ranks, i)
+            for i in range(spec.num_embeddings)
+        ]
     )
 
 
@@ -60,7 +66,9 @@ def expanded(spec, cores) -> np.ndarray:
     """The table at once, for tests of many entries."""
     product = np.ones((1, 1, 1))
     for core, p, shape in zip(cores, spec.tt_p_shapes, spec.slice_shapes, strict=True):
-        product = np.einsum("acr,prqs->apcqs", product, np.asarray(core, np.float64).reshape(p, *shape))
+        product = np.einsum(
+            "acr,prqs->apcqs", product, np.asarray(core, np.float64).reshape(p, *shape)
+        )
         product = product.reshape(product.shape[0] * p, -1, shape[2])
     return product[: spec.num_embeddings, :, 0]
 
@@ -71,7 +79,9 @@ def pooled(table, ids, offsets, weights=None, mode="sum") -> np.ndarray:
     for bag in range(len(offsets) - 1):
         entries = [k for k in range(offsets[bag], offsets[bag + 1]) if 0 <= ids[k] < len(table)]
         for k in entries:
-            gain = (1.0 if weights is None else float(weights[k])) / (len(entries) if mode == "mean" else 1)
+            gain = (1.0 if weights is None else float(weights[k])) / (
+                len(entries) if mode == "mean" else 1
+            )
             output[bag] += gain * table[ids[k]]
     return output
 
@@ -79,7 +89,10 @@ def pooled(table, ids, offsets, weights=None, mode="sum") -> np.ndarray:
 def core_gradients(spec, cores, ids, bag_of, gains, d_output):
     """Row by row: the product of the slices before and behind each core, float64."""
     shapes, radix = spec.slice_shapes, spec.tt_p_shapes
-    cut = [np.asarray(c, np.float64).reshape(p, *shape) for c, p, shape in zip(cores, radix, shapes, strict=True)]
+    cut = [
+        np.asarray(c, np.float64).reshape(p, *shape)
+        for c, p, shape in zip(cores, radix, shapes, strict=True)
+    ]
     gradients = [np.zeros(core.shape) for core in cut]
     for row, bag, gain in zip(ids, bag_of, gains, strict=True):
         slices = [core[digit] for core, digit in zip(cut, digits_of(int(row), radix), strict=True)]

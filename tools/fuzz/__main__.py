@@ -41,7 +41,10 @@ TARGETS = {
         for sanitizer in sanitizers.FLAGS
         for isa in ("baseline", "avx2", "avx512")
     },
-    **{f"partitioner-{name}": Target("tools.fuzz.properties:partitioner", name) for name in sanitizers.FLAGS},
+    **{
+        f"partitioner-{name}": Target("tools.fuzz.properties:partitioner", name)
+        for name in sanitizers.FLAGS
+    },
     "cache": Target("tools.fuzz.properties:cache"),
     **{name: Target(f"tools.fuzz.{name}:run") for name in ("collection", "hashed", "files")},
 }
@@ -75,13 +78,26 @@ def explore(name: str, target: Target, seed: int, seconds: float) -> Outcome:
     added = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PLATFORMS": "cpu"}
     added |= {} if target.isa is None else {"RSEMBED_ISA": target.isa}
     if target.sanitizer is not None:
-        print(f"building under -fsanitize={target.sanitizer} ...", end="\r", file=sys.stderr, flush=True)
+        print(
+            f"building under -fsanitize={target.sanitizer} ...",
+            end="\r",
+            file=sys.stderr,
+            flush=True,
+        )
         added |= sanitizers.environment(target.sanitizer, sanitizers.build(target.sanitizer))
     outcome, start, said = Outcome(), time.monotonic(), ""
     command = [sys.executable, "-u", "-m", "tools.fuzz", "--rounds-of", target.function]
     command += ["--seed", str(seed), "--minutes", str(seconds / 60)]
-    options = {"stdout": subprocess.PIPE, "cwd": Path(__file__).parents[2], "env": os.environ | added, "text": True}
-    with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(command, stderr=errors, **options) as process:
+    options = {
+        "stdout": subprocess.PIPE,
+        "cwd": Path(__file__).parents[2],
+        "env": os.environ | added,
+        "text": True,
+    }
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stderr=errors, **options) as process,
+    ):
         watch = _watching(process)
         for line in process.stdout or ():
             word, _, number = line.partition(" ")
@@ -126,9 +142,18 @@ def make_rounds(function: str, seed: int, seconds: float) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=1.0, help="for each target; ten for a real run")
-    parser.add_argument("--target", action="append", choices=TARGETS, help="one of them; may be given again")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**9), help="of the first round")
+    parser.add_argument(
+        "--minutes", type=float, default=1.0, help="for each target; ten for a real run"
+    )
+    parser.add_argument(
+        "--target", action="append", choices=TARGETS, help="one of them; may be given again"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=random.SystemRandom().randrange(10**9),
+        help="of the first round",
+    )
     parser.add_argument("--rounds-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rounds_of:
@@ -138,7 +163,10 @@ def main() -> int:
     outputs = []
     for name in options.target or TARGETS:
         outcome = explore(name, TARGETS[name], options.seed, 60 * options.minutes)
-        print(f"{name:<26}{outcome.cases:>9}{outcome.seconds:>9.0f}{options.seed:>11}  {outcome.verdict}", flush=True)
+        print(
+            f"{name:<26}{outcome.cases:>9}{outcome.seconds:>9.0f}{options.seed:>11}  {outcome.verdict}",
+            flush=True,
+        )
         if outcome.output:
             print(outcome.output, flush=True)
         outputs.append(outcome.output)

@@ -35,7 +35,12 @@ def model_on(num_devices, placement):
     """A collection with its compiled step and lookup; no mesh for no devices."""
     tables = {
         name: rs.TableSpec(
-            name=name, vocabulary_size=ROWS[name], embedding_dim=DIM, optimizer=SGD, initializer=coarse, storage=storage
+            name=name,
+            vocabulary_size=ROWS[name],
+            embedding_dim=DIM,
+            optimizer=SGD,
+            initializer=coarse,
+            storage=storage,
         )
         for name, storage in STORAGES.items()
     }
@@ -57,31 +62,47 @@ def model_on(num_devices, placement):
 class Collection(Machine):
     """One life of a model. Compiling a mesh takes seconds, so a life stays on two of them."""
 
-    @initialize(devices=st.integers(0, 4), others=st.integers(0, 4), placement=st.sampled_from(PLACEMENTS))
+    @initialize(
+        devices=st.integers(0, 4), others=st.integers(0, 4), placement=st.sampled_from(PLACEMENTS)
+    )
     def begin(self, devices, others, placement):
         # Columns of a row are shared out evenly.
-        placements = [placement if placement != "column" or number in (1, 2) else "row" for number in (devices, others)]
-        self.models = [model_on(n, placed) for n, placed in zip((devices, others), placements, strict=True)]
+        placements = [
+            placement if placement != "column" or number in (1, 2) else "row"
+            for number in (devices, others)
+        ]
+        self.models = [
+            model_on(n, placed) for n, placed in zip((devices, others), placements, strict=True)
+        ]
         self.collection, self.step = self.models[0]
         self.state = self.collection.init(jax.random.key(0))
         tables = self.collection.tables(self.state)
         steps = Steps((SGD,), (by_entry,))
-        self.oracles = {name: DenseTable(np.asarray(tables[name]), "sum", steps) for name in ("word", "item")}
+        self.oracles = {
+            name: DenseTable(np.asarray(tables[name]), "sum", steps) for name in ("word", "item")
+        }
         # What a key starts from belongs to the names of table and key, whatever else is in the model.
         self.oracles["user"] = KeyedTable(collection_of(0)[4]["user"], "sum", steps)
         self.folder, self.saved = tempfile.TemporaryDirectory(prefix="rsembed-fuzz-"), []
 
     def reads_of(self, seed):
         draw = np.random.default_rng(seed)
-        near = REMAINDERS + len(REMAINDERS) * draw.integers(0, ROWS["item"] // len(REMAINDERS), len(REMAINDERS))
+        near = REMAINDERS + len(REMAINDERS) * draw.integers(
+            0, ROWS["item"] // len(REMAINDERS), len(REMAINDERS)
+        )
         choices = {"word": np.arange(ROWS["word"]), "item": near, "user": KEYS}
         ids = {name: draw.choice(own, (SAMPLES, WIDTH)) for name, own in choices.items()}
         empty = draw.random((SAMPLES, WIDTH)) < draw.choice([0.0, 0.3, 1.0])
-        return {name: Read(np.where(empty, -1, own).astype(own.dtype), None) for name, own in ids.items()}
+        return {
+            name: Read(np.where(empty, -1, own).astype(own.dtype), None)
+            for name, own in ids.items()
+        }
 
     def expect(self, found, reads):
         for name, read in reads.items():
-            np.testing.assert_array_equal(np.asarray(found[name]), self.oracles[name].lookup({name: read})[name])
+            np.testing.assert_array_equal(
+                np.asarray(found[name]), self.oracles[name].lookup({name: read})[name]
+            )
 
     @rule(seed=st.integers(0, 2**16))
     def train(self, seed):
@@ -110,7 +131,9 @@ class Collection(Machine):
         if name == "user":
             keys = np.unique(draw.choice(KEYS, 5))
             values = draw.integers(-9, 9, (len(keys), DIM)).astype(np.float32)
-            self.state = self.collection.with_tables(self.state, {name: {"keys": keys, "values": values}})
+            self.state = self.collection.with_tables(
+                self.state, {name: {"keys": keys, "values": values}}
+            )
             for key, row in zip(keys.tolist(), values, strict=True):
                 self.oracles[name].rows[key] = np.float64(row), [[]]
                 self.oracles[name].last_step.setdefault(key, 0)

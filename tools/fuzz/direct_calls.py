@@ -14,7 +14,17 @@ from rsembed.kernels.devices import shared_library
 
 # Of XLA_FFI_DataType in xla/ffi/api/c_api.h.
 DTYPES = {
-    **{"bool": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9},
+    **{
+        "bool": 1,
+        "int8": 2,
+        "int16": 3,
+        "int32": 4,
+        "int64": 5,
+        "uint8": 6,
+        "uint16": 7,
+        "uint32": 8,
+        "uint64": 9,
+    },
     **{"float16": 10, "float32": 11, "float64": 12, "bfloat16": 16},
 }
 
@@ -64,7 +74,12 @@ class Driver:
         self.before: Callable[[Call], None] = lambda call: None
 
     def ffi_call(
-        self, target: str, shapes: Any, *, vmap_method: str, input_output_aliases: dict[int, int] | None = None
+        self,
+        target: str,
+        shapes: Any,
+        *,
+        vmap_method: str,
+        input_output_aliases: dict[int, int] | None = None,
     ) -> Callable[..., Any]:
         del vmap_method
         specs = shapes if isinstance(shapes, Sequence) else [shapes]
@@ -100,14 +115,22 @@ class Driver:
             kept.extend(np.asarray(value.shape, np.int64) for value in values)
             dims = kept[len(kept) - len(values) :]
             numbers = [
-                _Array(DTYPES[str(v.dtype)], operand, v.ndim, d.ctypes.data, v.nbytes, v.ctypes.data)
+                _Array(
+                    DTYPES[str(v.dtype)], operand, v.ndim, d.ctypes.data, v.nbytes, v.ctypes.data
+                )
                 for v, operand, d in zip(values, operands, dims, strict=True)
             ]
             return (_Array * len(values))(*numbers)
 
         attributes = (_Attribute * len(call.attributes))(
             *(
-                _Attribute(name.encode(), value.ndim, DTYPES[str(value.dtype)], value.size, value.ctypes.data)
+                _Attribute(
+                    name.encode(),
+                    value.ndim,
+                    DTYPES[str(value.dtype)],
+                    value.size,
+                    value.ctypes.data,
+                )
                 for name, value in sorted(call.attributes.items())
             )
         )
@@ -115,8 +138,16 @@ class Driver:
         is_made = self._call(
             *(ctypes.cast(getattr(shared_library(), call.target), ctypes.c_void_p),),
             *(arrays(call.operands, [-1] * len(call.operands)), ctypes.c_int64(len(call.operands))),
-            *(arrays(results, [sources.get(k, -1) for k in range(len(results))]), ctypes.c_int64(len(results))),
-            *(attributes, ctypes.c_int64(len(attributes)), complaint, ctypes.c_int64(len(complaint))),
+            *(
+                arrays(results, [sources.get(k, -1) for k in range(len(results))]),
+                ctypes.c_int64(len(results)),
+            ),
+            *(
+                attributes,
+                ctypes.c_int64(len(attributes)),
+                complaint,
+                ctypes.c_int64(len(complaint)),
+            ),
         )
         if not is_made:
             raise Refused(complaint.value.decode())

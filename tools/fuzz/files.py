@@ -63,7 +63,9 @@ class Files(Machine):
         for name in DTYPES:
             tree[name][self.draw.integers(0, 20, self.draw.integers(4))] = self.draw.integers(0, 2)
         keys = np.unique(self.draw.integers(0, 40, 25))
-        self.tree = tree | {"table": {"keys": keys, "values": np.float32(keys[:, None] * self.draw.integers(1, 3))}}
+        self.tree = tree | {
+            "table": {"keys": keys, "values": np.float32(keys[:, None] * self.draw.integers(1, 3))}
+        }
 
     @rule()
     def save(self):
@@ -82,11 +84,16 @@ class Files(Machine):
 
     def is_good(self, step):
         try:
-            return bits_of(checkpoint.load(self.folder / f"step_{step:09d}").tree) == self.saved[step]
+            return (
+                bits_of(checkpoint.load(self.folder / f"step_{step:09d}").tree) == self.saved[step]
+            )
         except (OSError, CorruptCheckpointError):
             return False
 
-    @rule(place=st.floats(0, 1, exclude_max=True), how=st.sampled_from(["flip", "cut", "delete", "longer", "swap"]))
+    @rule(
+        place=st.floats(0, 1, exclude_max=True),
+        how=st.sampled_from(["flip", "cut", "delete", "longer", "swap"]),
+    )
     def damage(self, place, how):
         """Something happens to a file of a checkpoint."""
         self.manager.wait_until_finished()
@@ -130,7 +137,10 @@ class Files(Machine):
         try:
             found = self.manager.restore(step=step)
         except (OSError, CorruptCheckpointError):
-            assert self.damaged or self.manager.folder.joinpath(f"step_{step:09d}") not in self.manager.paths()
+            assert (
+                self.damaged
+                or self.manager.folder.joinpath(f"step_{step:09d}") not in self.manager.paths()
+            )
             return
         assert found.step == step and bits_of(found.tree) == self.saved[step]
 

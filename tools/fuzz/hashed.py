@@ -19,7 +19,22 @@ from tests.storage.oracle import KeyedTable, Read, Steps
 from tools.fuzz.machines import Machine, live
 
 DIM, SAMPLES, CAPACITY, LR = 2, 6, 8, 0.5
-KEYS = np.array([0, 1, 2, 3, 2**31 - 1, 2**32, 2**32 + 1, 5 * 2**33 + 1, 2**40, 2**62 + 2**33, 2**63 - 2, 2**63 - 1])
+KEYS = np.array(
+    [
+        0,
+        1,
+        2,
+        3,
+        2**31 - 1,
+        2**32,
+        2**32 + 1,
+        5 * 2**33 + 1,
+        2**40,
+        2**62 + 2**33,
+        2**63 - 2,
+        2**63 - 1,
+    ]
+)
 NAMES = ("user", "item")
 POLICIES = (
     *({"when_full": "evict", "eviction": eviction} for eviction in ("lru", "lfu")),
@@ -29,7 +44,10 @@ POLICIES = (
 
 def coarse(key, shape):
     """Multiples of 1/16, so that sums of a few are exact in any order."""
-    bits = jax.random.key_data(key)[1] + jnp.arange(shape[0] * shape[1], dtype=jnp.uint32).reshape(shape) * 7
+    bits = (
+        jax.random.key_data(key)[1]
+        + jnp.arange(shape[0] * shape[1], dtype=jnp.uint32).reshape(shape) * 7
+    )
     return (bits % 32).astype(jnp.float32) / 16
 
 
@@ -85,7 +103,9 @@ class Hashed(Machine):
         capacity = {"capacity": CAPACITY} if "eviction" in options else {}
         sgd = Steps((rs.optimizers.SGD(LR),), (by_entry,))
         self.state = self.collection.init(jax.random.key(0))
-        self.oracles = {name: KeyedTable(initial[name], "sum", sgd, **options, **capacity) for name in NAMES}
+        self.oracles = {
+            name: KeyedTable(initial[name], "sum", sgd, **options, **capacity) for name in NAMES
+        }
         self.dumped = None
 
     def reads_of(self, seed):
@@ -103,7 +123,10 @@ class Hashed(Machine):
         reads, batch = self.reads_of(seed)
         ones = dict.fromkeys(NAMES, np.ones((SAMPLES, DIM), np.float32))
         if has_pullback:
-            ahead = {name: self.oracles[name].lookup_ahead({name: read})[name] for name, read in reads.items()}
+            ahead = {
+                name: self.oracles[name].lookup_ahead({name: read})[name]
+                for name, read in reads.items()
+            }
             self.state, found = self.step(self.state, batch)
             for name in NAMES:
                 self.expect(found[name], ahead[name])
@@ -127,7 +150,9 @@ class Hashed(Machine):
             assert table["keys"].tolist() == keys
             assert table["last_step"].tolist() == [oracle.last_step[key] for key in keys]
             assert table["count"].tolist() == [oracle.occurrences[key] for key in keys]
-            self.expect(table["values"], np.reshape([oracle.rows[key][0] for key in keys], (-1, DIM)))
+            self.expect(
+                table["values"], np.reshape([oracle.rows[key][0] for key in keys], (-1, DIM))
+            )
             assert counts[name]["rows"].sum() == len(keys) and counts[name]["failed"].sum() == 0
 
     @rule()
@@ -151,7 +176,9 @@ class Hashed(Machine):
         if int(state.step) != int(self.state.step):
             return
         fresh, now = self.collection.init(jax.random.key(0)), self.collection.tables(self.state)
-        self.state = self.collection.with_tables(fresh, now | {name: tables[name]})._replace(step=state.step)
+        self.state = self.collection.with_tables(fresh, now | {name: tables[name]})._replace(
+            step=state.step
+        )
         self.oracles[name] = copy.deepcopy(oracles[name])
 
 

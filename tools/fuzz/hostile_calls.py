@@ -12,7 +12,23 @@ from tools.fuzz.direct_calls import Call
 Draw = np.random.Generator
 INT64 = np.iinfo(np.int64)
 EXTREMES = (
-    *(0, 1, -1, 2, 7, 2**31 - 1, 2**31, -(2**31), 2**32, 2**32 + 1, 2**40, 2**61, 2**62, 2**63 - 1, -(2**63)),
+    *(
+        0,
+        1,
+        -1,
+        2,
+        7,
+        2**31 - 1,
+        2**31,
+        -(2**31),
+        2**32,
+        2**32 + 1,
+        2**40,
+        2**61,
+        2**62,
+        2**63 - 1,
+        -(2**63),
+    ),
     *(2**63 - 2, 2**62 + 1, -(2**62), 2**63 - 1000),
 )
 HUGE_AXES = (2**31, 2**40, 2**58, 2**58 + 1)
@@ -31,12 +47,18 @@ def spoil_numbers(draw: Draw, array: np.ndarray) -> np.ndarray:
     array = np.array(array)
     chosen = draw.random(array.shape) < draw.choice([0.01, 0.2, 1.0])
     if array.dtype.kind in "iu":
-        array[chosen] = extreme_of(draw, array.dtype) if draw.random() < 0.5 else draw.integers(-3, 9, chosen.sum())
+        array[chosen] = (
+            extreme_of(draw, array.dtype)
+            if draw.random() < 0.5
+            else draw.integers(-3, 9, chosen.sum())
+        )
         if draw.random() < 0.2:
             array = np.flip(array).copy()
     elif array.dtype.kind == "f" or array.dtype == jnp.bfloat16:
         with np.errstate(over="ignore"):
-            array[chosen] = np.asarray(draw.choice([np.nan, np.inf, -np.inf, -0.0, 3e38, 1e-42]), array.dtype)
+            array[chosen] = np.asarray(
+                draw.choice([np.nan, np.inf, -np.inf, -0.0, 3e38, 1e-42]), array.dtype
+            )
     return array
 
 
@@ -57,7 +79,9 @@ def _other_shape(draw: Draw, shape: tuple[int, ...]) -> tuple[int, ...]:
     if kind == 2 and len(shape) > 1:
         size[axis], size[axis - 1] = 0, int(draw.choice(HUGE_AXES))
         return tuple(size[:2])
-    size[axis] = int(draw.choice([0, 1, max(size[axis] - 1, 0), size[axis] + 1, 2 * size[axis] + 3]))
+    size[axis] = int(
+        draw.choice([0, 1, max(size[axis] - 1, 0), size[axis] + 1, 2 * size[axis] + 3])
+    )
     return tuple(size)
 
 
@@ -72,9 +96,13 @@ def spoil(draw: Draw, call: Call) -> None:
             if value.dtype != bool and value.size:
                 flat = value.reshape(-1)  # of a copy, so that it writes through
                 at = draw.integers(flat.size)
-                nearby = int(np.clip(int(flat[at]) + int(draw.integers(-2, 3)), INT64.min, INT64.max))
+                nearby = int(
+                    np.clip(int(flat[at]) + int(draw.integers(-2, 3)), INT64.min, INT64.max)
+                )
                 bounds = np.iinfo(value.dtype)
-                flat[at] = np.clip(draw.choice([extreme_of(draw, value.dtype), nearby]), bounds.min, bounds.max)
+                flat[at] = np.clip(
+                    draw.choice([extreme_of(draw, value.dtype), nearby]), bounds.min, bounds.max
+                )
                 if value.ndim and draw.random() < 0.1:
                     value = value[:-1].copy()
             elif value.dtype == bool:
@@ -85,7 +113,9 @@ def spoil(draw: Draw, call: Call) -> None:
         elif kind == 4 and place is not None:
             array = call.operands[place]
             shape = other_shape(draw, array.shape)
-            call.operands[place] = np.resize(array, shape) if array.size else np.zeros(shape, array.dtype)
+            call.operands[place] = (
+                np.resize(array, shape) if array.size else np.zeros(shape, array.dtype)
+            )
         elif kind == 5 and call.results:
             at = int(draw.integers(len(call.results)))
             shape, dtype = call.results[at]

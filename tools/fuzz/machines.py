@@ -37,5 +37,7 @@ def live(machine: type[Machine], seed: int, **changes: Any) -> int:
       changes: of the settings.
     """
     before = machine.num_steps
-    run_state_machine_as_test(hypothesis.seed(seed)(machine), settings=hypothesis.settings(SETTINGS, **changes))
+    run_state_machine_as_test(
+        hypothesis.seed(seed)(machine), settings=hypothesis.settings(SETTINGS, **changes)
+    )
     return machine.num_steps - before

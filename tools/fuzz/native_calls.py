@@ -38,7 +38,8 @@ def parted(arguments: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]],
     def whole(arrays: list[jax.Array]) -> Any:
         rest = iter(arrays)
         return jax.tree.unflatten(
-            structure, [next(rest) if is_own else leaf for leaf, is_own in zip(leaves, is_array, strict=True)]
+            structure,
+            [next(rest) if is_own else leaf for leaf, is_own in zip(leaves, is_array, strict=True)],
         )
 
     return [leaf for leaf, is_own in zip(leaves, is_array, strict=True) if is_own], whole

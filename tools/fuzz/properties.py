@@ -11,7 +11,10 @@ from tests.sparsecore import test_native_partitioner
 from tests.storage import test_set_associative
 
 SETTINGS = hypothesis.settings(
-    max_examples=50, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+    max_examples=50,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
 )
 
 
@@ -33,7 +36,11 @@ def tried(property_: Callable[..., Any], seed: int, **drawn: Any) -> int:
 
 def partitioner(seed: int) -> int:
     """The partitioner in C++ gives the buffers and counts of the one in numpy, bit by bit."""
-    return tried(test_native_partitioner.test_equals_the_definition, seed, problem=test_native_partitioner.problems())
+    return tried(
+        test_native_partitioner.test_equals_the_definition,
+        seed,
+        problem=test_native_partitioner.problems(),
+    )
 
 
 def cache(seed: int) -> int:

@@ -12,7 +12,10 @@ from rsembed.kernels.devices import LIBRARY, LIBRARY_VARIABLE
 
 DRIVER_VARIABLE, ONLY_VALID_VARIABLE = "RSEMBED_FUZZ_DRIVER", "RSEMBED_FUZZ_ONLY_VALID"
 HERE = Path(__file__).parent
-FLAGS = {"address": "-fsanitize=address,undefined -fno-sanitize-recover=all", "thread": "-fsanitize=thread"}
+FLAGS = {
+    "address": "-fsanitize=address,undefined -fno-sanitize-recover=all",
+    "thread": "-fsanitize=thread",
+}
 COMMON_FLAGS = "-O1 -g -fno-omit-frame-pointer"
 RUNTIMES = {"address": ("asan", "stdc++"), "thread": ("tsan",)}
 """Libraries that must be there before Python, which does not know them. jaxlib throws exceptions through the second."""
@@ -36,8 +39,18 @@ def build(sanitizer: str) -> Path:
         "CMAKE_CXX_FLAGS": f"{COMMON_FLAGS} {FLAGS[sanitizer]}",
         "Python_EXECUTABLE": sys.executable,
     }
-    configure = ["cmake", "-S", str(HERE), "-B", str(folder), *(f"-D{name}={v}" for name, v in settings.items())]
-    for command in (configure, ["cmake", "--build", str(folder), "--parallel", str(os.cpu_count())]):
+    configure = [
+        "cmake",
+        "-S",
+        str(HERE),
+        "-B",
+        str(folder),
+        *(f"-D{name}={v}" for name, v in settings.items()),
+    ]
+    for command in (
+        configure,
+        ["cmake", "--build", str(folder), "--parallel", str(os.cpu_count())],
+    ):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -51,7 +64,10 @@ def environment(sanitizer: str, folder: Path) -> dict[str, str]:
     let threads write to one place, which harms nobody's memory but is a race, so threads are watched in valid calls.
     """
     names = [["g++", f"-print-file-name=lib{name}.so"] for name in RUNTIMES[sanitizer]]
-    found = [subprocess.run(name, capture_output=True, text=True, check=True).stdout.strip() for name in names]
+    found = [
+        subprocess.run(name, capture_output=True, text=True, check=True).stdout.strip()
+        for name in names
+    ]
     made = {
         "LD_PRELOAD": " ".join(found),
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=32",

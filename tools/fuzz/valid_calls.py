@@ -61,7 +61,11 @@ def some_list(shapes: Draw, draw: Draw, num_bags: int, num_rows: int) -> IdList:
     if shapes.random() < 0.4:
         width = int(shapes.choice([0, 1, 1, 3]))
         count = num_bags * width
-    weights = jax.device_put(draw.uniform(0.5, 2.0, count).astype(np.float32)) if shapes.random() < 0.4 else None
+    weights = (
+        jax.device_put(draw.uniform(0.5, 2.0, count).astype(np.float32))
+        if shapes.random() < 0.4
+        else None
+    )
     rows = some_rows(draw, count, num_rows)
     if width is None:
         return IdList(rows, offsets(draw, num_bags, count), weights)
@@ -100,7 +104,9 @@ def some_call(shapes: Draw, draw: Draw) -> tuple[tuple[jax.Array, ...], Call]:
 
 def some_outputs(draw: Draw, tables: Sequence[jax.Array], call: Call) -> tuple[jax.Array, ...]:
     """Gradients of the outputs of a call."""
-    return tuple(floats(draw, *shape) for shape in call.outputs([table.shape[1] for table in tables])[0])
+    return tuple(
+        floats(draw, *shape) for shape in call.outputs([table.shape[1] for table in tables])[0]
+    )
 
 
 def some_gradients(shapes: Draw, draw: Draw) -> tuple[jax.Array, CallGradients]:
@@ -129,11 +135,15 @@ def update(shapes: Draw, draw: Draw) -> ValidCall:
     table, gradients = some_gradients(shapes, draw)
     rule = RULES[shapes.integers(len(RULES))]
     kept = jax.eval_shape(rule.init_slots, jax.ShapeDtypeStruct(table.shape, jnp.float32))
-    slots = tuple(jax.device_put(draw.uniform(0.5, 2.0, slot.shape).astype(slot.dtype)) for slot in kept)
+    slots = tuple(
+        jax.device_put(draw.uniform(0.5, 2.0, slot.shape).astype(slot.dtype)) for slot in kept
+    )
     step = Step(rule.get_hyperparameters(2), rule)
     if shapes.random() < 0.3:
         rows, values = native.row_gradients(table.shape[0], gradients)
-        return ValidCall(native.apply_rows, reference.apply_rows, (table, slots, rows, values, step))
+        return ValidCall(
+            native.apply_rows, reference.apply_rows, (table, slots, rows, values, step)
+        )
     return ValidCall(native.update, reference.update, (table, slots, gradients, step))
 
 
@@ -152,10 +162,14 @@ def moves(shapes: Draw, draw: Draw) -> ValidCall:
     ]
     if shapes.random() < 0.5:
         arrays.append(some_rows(draw, num_rows, num_rows))
-        each = [functools.partial(module.gather_rows, missing=NO_ROW) for module in (native, reference)]
+        each = [
+            functools.partial(module.gather_rows, missing=NO_ROW) for module in (native, reference)
+        ]
         return ValidCall(*each, (arrays, some_rows(draw, count, num_rows)))
     rows = jax.device_put(draw.permutation(2 * num_rows)[:count].astype(np.int32))
-    values = [jax.device_put(np.ones((rows.shape[0], *array.shape[1:]), array.dtype)) for array in arrays]
+    values = [
+        jax.device_put(np.ones((rows.shape[0], *array.shape[1:]), array.dtype)) for array in arrays
+    ]
     return ValidCall(native.scatter_rows, reference.scatter_rows, (arrays, rows, values))
 
 
@@ -175,7 +189,9 @@ def rows_of_ids(shapes: Draw, draw: Draw) -> ValidCall:
         owner = int(shapes.integers(4)) if spread == 1 else 0
         places.append(Place(owner, int(shapes.integers(50)), int(shapes.integers(8))))
     options = {"places": places, "sizes": sizes, "spread": spread, "rows_per_shard": 2**21}
-    return ValidCall(*(functools.partial(module.rows_of_ids, **options) for module in (native, ids)), (call,))
+    return ValidCall(
+        *(functools.partial(module.rows_of_ids, **options) for module in (native, ids)), (call,)
+    )
 
 
 def count_ids(shapes: Draw, draw: Draw) -> ValidCall:
@@ -183,38 +199,54 @@ def count_ids(shapes: Draw, draw: Draw) -> ValidCall:
     counts = [int(shapes.choice([0, 5, 9000])) for _ in sizes]
     own = [some_rows(draw, count, size) for count, size in zip(counts, sizes, strict=True)]
     ends = [offsets(draw, 3, count) for count in counts]
-    return ValidCall(*(functools.partial(module.count_ids, sizes=sizes) for module in (native, ids)), (own, ends))
+    return ValidCall(
+        *(functools.partial(module.count_ids, sizes=sizes) for module in (native, ids)), (own, ends)
+    )
 
 
 def entries_by_sample(shapes: Draw, draw: Draw) -> ValidCall:
     sizes = {
-        name: int(shapes.choice(few)) for name, few in {"cores": (1, 4), "shards": (4, 9), "samples": (1, 70)}.items()
+        name: int(shapes.choice(few))
+        for name, few in {"cores": (1, 4), "shards": (4, 9), "samples": (1, 70)}.items()
     }
-    numbers = [None if shapes.random() < 0.5 else int(shapes.integers(1, 4)) for _ in range(shapes.integers(1, 4))]
+    numbers = [
+        None if shapes.random() < 0.5 else int(shapes.integers(1, 4))
+        for _ in range(shapes.integers(1, 4))
+    ]
     drawn = [draw_partitions(draw, number, **sizes) for number in numbers]
     own, fixed = [stack[:5] for stack, _ in drawn], [stack[5:] for stack, _ in drawn]
 
     def called(module: Any, own: Any) -> Any:
-        return module.entries_by_sample([Partitions(*arrays, *rest) for arrays, rest in zip(own, fixed, strict=True)])
+        return module.entries_by_sample(
+            [Partitions(*arrays, *rest) for arrays, rest in zip(own, fixed, strict=True)]
+        )
 
     return ValidCall(*(functools.partial(called, module) for module in (native, ids)), (own,))
 
 
 def some_keys(draw: Draw, count: int, most: int, num_tables: int = 1) -> Keys:
     high, low = (jax.device_put(draw.integers(0, most, count, dtype=np.uint32)) for _ in range(2))
-    return Keys(high, low, jax.device_put(draw.random(count) < 0.9), some_tables(draw, count, num_tables))
+    return Keys(
+        high, low, jax.device_put(draw.random(count) < 0.9), some_tables(draw, count, num_tables)
+    )
 
 
 def some_tables(draw: Draw, count: int, num_tables: int) -> jax.Array | None:
     """Which of several tables lying one behind the other each entry belongs to."""
-    return None if num_tables == 1 else jax.device_put(draw.integers(0, num_tables, count, dtype=np.int32))
+    return (
+        None
+        if num_tables == 1
+        else jax.device_put(draw.integers(0, num_tables, count, dtype=np.int32))
+    )
 
 
 def distinct(shapes: Draw, draw: Draw) -> ValidCall:
     count, num_owners = int(shapes.choice([0, 1, 300, 20_000])), int(shapes.choice([1, 5]))
     most = int(shapes.choice([1, 9, 2**32 - 1]))
     owners = jax.device_put(draw.integers(-1, num_owners + 1, count, dtype=np.int32))
-    signed = jax.device_put((draw.integers(-(2**31), 2**31, count) // (2**32 // most + 1)).astype(np.int32))
+    signed = jax.device_put(
+        (draw.integers(-(2**31), 2**31, count) // (2**32 // most + 1)).astype(np.int32)
+    )
     lanes = (signed, *some_keys(draw, count, most)[:2])[: shapes.integers(4)]
     each = [functools.partial(module.distinct, num_owners=num_owners) for module in (native, keyed)]
     return ValidCall(*each, (owners, lanes))
@@ -230,9 +262,14 @@ def key_table(shapes: Draw, draw: Draw) -> ValidCall:
         most = 2**30 if count < 4 else 2**31 // count  # a sum may leave the numbers of 32 bits once
         occurrences = jax.device_put(draw.integers(0, most, count).astype(np.int32))
         return ValidCall(native.unique_keys, keyed.unique_keys, (keys, occurrences))
-    is_deleted = (draw.random(num_slots) < 0.2) & (np.arange(num_slots) % 4 > 0)  # some slot is always empty
+    is_deleted = (draw.random(num_slots) < 0.2) & (
+        np.arange(num_slots) % 4 > 0
+    )  # some slot is always empty
     rows = np.where(is_deleted, -2, -1).astype(np.int32)
-    counts = np.zeros(num_tables, np.int32), is_deleted.reshape(num_tables, -1).sum(axis=1, dtype=np.int32)
+    counts = (
+        np.zeros(num_tables, np.int32),
+        is_deleted.reshape(num_tables, -1).sum(axis=1, dtype=np.int32),
+    )
     table = (*jax.device_put((np.zeros((num_slots, 2), np.uint32), rows, *counts)),)
     order = np.arange(count, dtype=np.int32)
     _, first_of, _ = map(np.asarray, native.unique_keys(keys, jax.device_put(order)))
@@ -242,7 +279,9 @@ def key_table(shapes: Draw, draw: Draw) -> ValidCall:
     if shapes.random() < 0.5:
         return ValidCall(native.insert_keys, keyed.insert_keys, operands)
     lanes, filled, *_ = native.insert_keys(*operands)
-    each = [functools.partial(module.find_keys, num_tables=num_tables) for module in (native, keyed)]
+    each = [
+        functools.partial(module.find_keys, num_tables=num_tables) for module in (native, keyed)
+    ]
     return ValidCall(*each, (lanes, filled, keys))
 
 
@@ -251,7 +290,9 @@ def lists(shapes: Draw, draw: Draw) -> ValidCall:
     count, size = int(shapes.choice([0, 1, 300, 50_000])), int(shapes.choice([0, 1, 40, 60_000]))
     marks = jax.device_put(draw.random(count) < draw.choice([0.0, 0.01, 0.5, 1.0]))
     if shapes.random() < 0.5:
-        return ValidCall(*(functools.partial(module.compact, size=size) for module in (native, keyed)), (marks,))
+        return ValidCall(
+            *(functools.partial(module.compact, size=size) for module in (native, keyed)), (marks,)
+        )
     num_tables = int(shapes.choice([1, 3]))
     stacks = np.concatenate([draw.permutation(size).astype(np.int32) for _ in range(num_tables)])
     num_free = draw.integers(0, size + 1, num_tables).astype(np.int32)
@@ -277,14 +318,20 @@ def travelling(shapes: Draw, draw: Draw) -> ValidCall:
     if what == 0:
         return ValidCall(native.pack_blocks, ids.pack_blocks, (arrays, rows))
     if what == 1:
-        sizes = [jax.ShapeDtypeStruct((devices, capacity, *row), jnp.float32) for capacity in capacities]
+        sizes = [
+            jax.ShapeDtypeStruct((devices, capacity, *row), jnp.float32) for capacity in capacities
+        ]
         each = [functools.partial(module.unpack_blocks, shapes=sizes) for module in (native, ids)]
         packed = floats(draw, devices, sum(capacities), *row)
-        return ValidCall(*each, (packed if row else jax.lax.bitcast_convert_type(packed, jnp.uint32),))
+        return ValidCall(
+            *each, (packed if row else jax.lax.bitcast_convert_type(packed, jnp.uint32),)
+        )
     arrays_of, sizes = [own[:3] for own in queues], (num_arrays, devices)
 
     def ends_of(module: Any, own: Any) -> Any:
-        return module.block_ends([Queue(*parts, capacity) for parts, capacity in zip(own, capacities, strict=True)])
+        return module.block_ends(
+            [Queue(*parts, capacity) for parts, capacity in zip(own, capacities, strict=True)]
+        )
 
     def places_of(module: Any, own: Any, fit: Any, cuts: Any) -> Any:
         full = [Queue(*parts, capacity) for parts, capacity in zip(own, capacities, strict=True)]
@@ -292,17 +339,23 @@ def travelling(shapes: Draw, draw: Draw) -> ValidCall:
         return [*places, *cursors, are_left]
 
     if what == 2:
-        return ValidCall(*(functools.partial(ends_of, module) for module in (native, ids)), (arrays_of,))
+        return ValidCall(
+            *(functools.partial(ends_of, module) for module in (native, ids)), (arrays_of,)
+        )
     fit = jax.device_put(draw.integers(0, 2, sizes).astype(np.int32))
     cuts = jax.device_put(draw.integers(0, 2**32, (1, *sizes), dtype=np.uint32))
-    return ValidCall(*(functools.partial(places_of, module) for module in (native, ids)), (arrays_of, fit, cuts))
+    return ValidCall(
+        *(functools.partial(places_of, module) for module in (native, ids)), (arrays_of, fit, cuts)
+    )
 
 
 def count_uses(shapes: Draw, draw: Draw) -> ValidCall:
     capacity, count = int(shapes.choice([1, 50, 5000])), int(shapes.choice([0, 9, 9000]))
     rows = np.asarray(some_rows(draw, count, capacity))
     rows = jax.device_put(np.where(rows < 0, NO_ROW, rows).astype(np.int32))
-    lanes = [jax.device_put(draw.integers(0, NO_ROW - 10, capacity).astype(np.int32)) for _ in range(2)]
+    lanes = [
+        jax.device_put(draw.integers(0, NO_ROW - 10, capacity).astype(np.int32)) for _ in range(2)
+    ]
     occurrences = jax.device_put(draw.integers(0, 4, count).astype(np.int32))
     return ValidCall(native.count_uses, keyed.count_uses, (*lanes, rows, jnp.int32(9), occurrences))
 
@@ -314,7 +367,9 @@ def row_bits(shapes: Draw, draw: Draw) -> ValidCall:
     key = jax.random.key(3) if num_tables == 1 else jax.random.split(jax.random.key(3), num_tables)
     each = [functools.partial(module.row_bits, key, dim=dim) for module in (native, reference)]
     lanes, table = tuple(lanes), some_tables(draw, count, num_tables)
-    return ValidCall(*(lambda lanes, table, own=own: own(lanes, table=table) for own in each), (lanes, table))
+    return ValidCall(
+        *(lambda lanes, table, own=own: own(lanes, table=table) for own in each), (lanes, table)
+    )
 
 
 def allocate(shapes: Draw, draw: Draw) -> ValidCall:
@@ -330,24 +385,53 @@ def trains(shapes: Draw, draw: Draw) -> ValidCall:
     slices = [(ranks[t], int(shapes.integers(1, 6)), ranks[t + 1]) for t in range(num_cores)]
     heights = [int(height) for height in shapes.integers(1, 9, num_cores)]
     count, num_bags = int(shapes.choice([0, 1, 50, 4000])), int(shapes.choice([1, 6, 300]))
-    cores = tuple(floats(draw, p, int(np.prod(shape))) for p, shape in zip(heights, slices, strict=True))
+    cores = tuple(
+        floats(draw, p, int(np.prod(shape))) for p, shape in zip(heights, slices, strict=True)
+    )
     digits = tuple(jax.device_put(draw.integers(0, p, count).astype(np.int32)) for p in heights)
     bags, gains = some_rows(draw, count, num_bags), floats(draw, count)
     options = {"slice_shapes": tuple(slices), "num_bags": num_bags}
-    as_written = pooled_rows.__wrapped__  # not compiled, since a driver in the place of XLA takes arrays, not tracers
-    forms = [functools.partial(as_written, **options, implementation=form) for form in ("native", "plain")]
+    as_written = (
+        pooled_rows.__wrapped__
+    )  # not compiled, since a driver in the place of XLA takes arrays, not tracers
+    forms = [
+        functools.partial(as_written, **options, implementation=form)
+        for form in ("native", "plain")
+    ]
     if shapes.random() < 0.5:
         return ValidCall(*forms, (cores, digits, bags, gains))
     d_pooled = floats(draw, num_bags, int(np.prod([q for _, q, _ in slices])))
 
     def pull(form: Any, cores: Any, digits: Any, bags: Any, gains: Any, d_pooled: Any) -> Any:
-        return jax.vjp(lambda cores, gains: form(cores, digits, bags, gains), cores, gains)[1](d_pooled)
+        return jax.vjp(lambda cores, gains: form(cores, digits, bags, gains), cores, gains)[1](
+            d_pooled
+        )
 
     found = (functools.partial(pull, form) for form in forms)
     return ValidCall(*found, (cores, digits, bags, gains, d_pooled))
 
 
 CALLS = (
-    *(lookup, row_gradients, squared_norm, update, weight_gradients, moves, rows_by_bag, rows_of_ids, count_ids),
-    *(entries_by_sample, distinct, key_table, lists, travelling, count_uses, row_bits, allocate, trains),
+    *(
+        lookup,
+        row_gradients,
+        squared_norm,
+        update,
+        weight_gradients,
+        moves,
+        rows_by_bag,
+        rows_of_ids,
+        count_ids,
+    ),
+    *(
+        entries_by_sample,
+        distinct,
+        key_table,
+        lists,
+        travelling,
+        count_uses,
+        row_bits,
+        allocate,
+        trains,
+    ),
 )

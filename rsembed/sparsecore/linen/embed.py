@@ -9,7 +9,13 @@ from jaxtyping import PyTree
 
 from rsembed.sparsecore import embedding
 from rsembed.sparsecore.layout import Scalar, cores_of, sharding_strategy_to_enum
-from rsembed.sparsecore.mesh_lookup import MeshLayer, counter_at, next_step, step_counter, table_mesh
+from rsembed.sparsecore.mesh_lookup import (
+    MeshLayer,
+    counter_at,
+    next_step,
+    step_counter,
+    table_mesh,
+)
 from rsembed.sparsecore.mesh_lookup import step_number as step_number
 from rsembed.sparsecore.variables import EmbeddingVariables
 from rsembed.specs import FeatureSpec, tables_of
@@ -56,18 +62,24 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
         devices = table_mesh(self.mesh, self.sharding_axis)
         self.mesh = devices.known_mesh
         if self.num_sc_per_device in (None, -1):
-            self.num_sc_per_device = cores_of(list(tables_of(self.feature_specs).values()), devices.num_devices, None)
+            self.num_sc_per_device = cores_of(
+                list(tables_of(self.feature_specs).values()), devices.num_devices, None
+            )
         super().__post_init__()
 
     @property
     def embedding_table(self) -> dict[str, EmbeddingVariables]:
         """The variables of a bound layer, by stack."""
         if not self.has_variable("params", EMBEDDING_PARAM_NAME):
-            raise ValueError("the layer has no parameters here; pass those that init or training returned.")
+            raise ValueError(
+                "the layer has no parameters here; pass those that init or training returned."
+            )
         return meta.unbox(self.get_variable("params", EMBEDDING_PARAM_NAME))
 
     @nn.compact
-    def __call__(self, embedding_lookup_inputs: embedding.PreprocessedInput, step: Scalar | None = None) -> PyTree:
+    def __call__(
+        self, embedding_lookup_inputs: embedding.PreprocessedInput, step: Scalar | None = None
+    ) -> PyTree:
         """Activations `[global samples, output dim]` in a tree like `feature_specs`.
 
         Args:
@@ -77,13 +89,18 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
             it the bias correction of Adam's first step.
         """
         tables = self._tables()
-        axes: PyTree = (tables.devices.axes,)  # one entry of a partition spec may be several mesh axes
+        axes: PyTree = (
+            tables.devices.axes,
+        )  # one entry of a partition spec may be several mesh axes
         variables = self.param(EMBEDDING_PARAM_NAME, with_sparsecore_layout(tables.init, axes))
         counter = self.param(STEP_PARAM_NAME, lambda key: step_counter(0))
         return tables.train(variables, counter_at(counter, step), embedding_lookup_inputs)
 
     def apply_gradient(
-        self, gradients: PyTree, embedding_lookup_inputs: embedding.PreprocessedInput, step: Scalar | None = None
+        self,
+        gradients: PyTree,
+        embedding_lookup_inputs: embedding.PreprocessedInput,
+        step: Scalar | None = None,
     ) -> dict[str, PyTree]:
         """The parameters of the layer after one update, without autodiff.
 
@@ -98,6 +115,8 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
         """
         variables = self.embedding_table
         counter = counter_at(self.get_variable("params", STEP_PARAM_NAME), step)
-        updated = self._tables().update(gradients, variables, step_number(counter), embedding_lookup_inputs)
+        updated = self._tables().update(
+            gradients, variables, step_number(counter), embedding_lookup_inputs
+        )
         result = {EMBEDDING_PARAM_NAME: updated, STEP_PARAM_NAME: next_step(counter)}
         return {"/".join((*self.path, name)): value for name, value in result.items()}

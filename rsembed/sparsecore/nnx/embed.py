@@ -11,7 +11,13 @@ from jaxtyping import PyTree
 
 from rsembed.checks import validated
 from rsembed.sparsecore.layout import Nested, Scalar, cores_of, sharding_strategy_to_enum
-from rsembed.sparsecore.mesh_lookup import MeshLayer, counter_at, next_step, step_counter, table_mesh
+from rsembed.sparsecore.mesh_lookup import (
+    MeshLayer,
+    counter_at,
+    next_step,
+    step_counter,
+    table_mesh,
+)
 from rsembed.sparsecore.mesh_lookup import step_number as step_number
 from rsembed.sparsecore.preprocessing import PreprocessedInput
 from rsembed.specs import FeatureSpec, tables_of
@@ -69,7 +75,9 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
     ):
         sharding_strategy_to_enum(table_sharding_strategy)
         if rngs is None:
-            raise ValueError("SparseCoreEmbed needs rngs, the source of its initial tables, as in rngs=nnx.Rngs(0).")
+            raise ValueError(
+                "SparseCoreEmbed needs rngs, the source of its initial tables, as in rngs=nnx.Rngs(0)."
+            )
         self.feature_specs = nnx.static(feature_specs)
         devices = table_mesh(mesh, sharding_axis)
         self.mesh = nnx.static(devices.known_mesh)
@@ -82,7 +90,9 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
         self.embedding_table = EmbeddingVariablesParam(variables, table_axes=devices.axes)
         self.step = EmbeddingVariablesParam(step_counter(0))
 
-    def __call__(self, embedding_lookup_inputs: PreprocessedInput, step: Scalar | None = None) -> PyTree:
+    def __call__(
+        self, embedding_lookup_inputs: PreprocessedInput, step: Scalar | None = None
+    ) -> PyTree:
         """Activations `[global samples, output dim]` in a tree like `feature_specs`.
 
         Args:
@@ -92,9 +102,13 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
             the bias correction of the first step.
         """
         counter = counter_at(self.step.get_value(), step)
-        return self._tables().train(self.embedding_table.get_value(), counter, embedding_lookup_inputs)
+        return self._tables().train(
+            self.embedding_table.get_value(), counter, embedding_lookup_inputs
+        )
 
-    def apply_gradient(self, gradients: PyTree, inputs: PreprocessedInput, step: Scalar | None = None) -> None:
+    def apply_gradient(
+        self, gradients: PyTree, inputs: PreprocessedInput, step: Scalar | None = None
+    ) -> None:
         """Updates tables, slots and counter in place, without `nnx.grad` and `PartitionedOptimizer`.
 
         Args:
@@ -110,7 +124,9 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
 
 
 def embedding_lookup(
-    embedding_layer: SparseCoreEmbed, embedding_lookup_inputs: PreprocessedInput, step: Scalar | None = None
+    embedding_layer: SparseCoreEmbed,
+    embedding_lookup_inputs: PreprocessedInput,
+    step: Scalar | None = None,
 ) -> PyTree:
     """The trainable lookup of a layer. See `SparseCoreEmbed.__call__`."""
     return embedding_layer(embedding_lookup_inputs, step)
@@ -130,7 +146,9 @@ def embedding_lookup_bwd(res: PyTree, g: PyTree) -> PyTree:
     layer, inputs, step = res
     (state, *others), d_activations = g
     counter = counter_at(layer.step.get_value(), step)
-    variables = layer._tables().update(d_activations, layer.embedding_table.get_value(), step_number(counter), inputs)
+    variables = layer._tables().update(
+        d_activations, layer.embedding_table.get_value(), step_number(counter), inputs
+    )
     new = {"embedding_table": variables, "step": next_step(counter)}
     # In programs for the published layer, the state holds only the tables.
     return type(state)({name: param.replace(new[name]) for name, param in state.items()}), *others
@@ -146,7 +164,9 @@ class PartitionedOptimizer(nnx.Module):
     """
 
     def __init__(self, model: nnx.Module, dense_optimizer: optax.GradientTransformation):
-        self.dense = nnx.Optimizer(model, dense_optimizer, wrt=nnx.All(nnx.Param, is_non_embedding_variables))
+        self.dense = nnx.Optimizer(
+            model, dense_optimizer, wrt=nnx.All(nnx.Param, is_non_embedding_variables)
+        )
 
     def update(self, model: nnx.Module, grads: PyTree) -> None:
         """Applies gradients from `nnx.grad` of the model, in place."""
