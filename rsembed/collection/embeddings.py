@@ -1,4 +1,4 @@
-"""EmbeddingCollection: all tables of a model behind three functional calls, and gradients of a model that reads it."""
+"""The embedding tables of a model with functional calls, and gradients of the model's loss."""
 
 from __future__ import annotations
 
@@ -39,33 +39,38 @@ from rsembed.stacking import StackingPlan
 class EmbeddingCollection:
     """The embedding tables of a model, read by named features.
 
-    Tables of equal dim, dtype and optimizer are stored under each other and served by one kernel call. Lookups and
-    steps work inside `jax.jit` and `jax.lax.scan`, where tables are updated in place if the state is donated;
-    `prepare`, `prefetch`, `evict` and what reads or writes whole tables with keys come before or behind.
+    Tables that agree in dim, dtype, optimizer, storage and placement are stacked: they share arrays
+    and kernel calls. Lookups and steps work inside `jax.jit` and `jax.lax.scan`. Steps update
+    tables in place if the state is donated. Call `prepare`, `prefetch`, `evict`, and anything that
+    reads or writes whole keyed tables, outside the jitted step.
 
-    On a mesh, every device looks up its own samples and keeps its own part of the tables, and the numbers are those
-    of one device. A gradient is that of the loss over the global batch: whatever the devices' samples contribute to a
-    row is added up before the row is stepped, once.
+    On a mesh, every device looks up its part of the samples and stores its part of the tables. The
+    results equal the results of one device. The loss is a loss over the global batch: gradients of
+    a row are summed over all devices, and the row is stepped once.
 
     Args:
       features: FeatureSpecs, nested in lists or dicts.
-      mesh: the devices that share the tables; None keeps them on one.
-      sharding_axis: axis (or axes) of the mesh over which samples and tables are split; None takes all. Devices along
-        other axes hold copies.
-      placement: by table name, or one for all: `row` (default) gives neighbouring rows different owners, `table` gives
-        each table one owner, `column` every device some columns of all rows, `replicated` every device a copy.
-      exchange_capacity: distinct rows that two devices exchange in one round, for `row` and `table`. Any number gives
-        the same result; few save memory, many save rounds. None takes what skewed ids need for one round. Only of
-        new keys of one batch that meet a full hashed table, or no more room to wait for admission, do the rounds decide
-        which get the last rows and places: those of earlier rounds do, and a key that is admitted leaves its place to
-        later rounds only.
-      implementation: name of a kernel implementation to insist on; None takes the fastest that can serve. With
-        "reference", lookups and steps are plain JAX throughout. Other names say how rows are pooled and stepped;
-        finding keys and exchanging rows take the fastest.
-      bounds_check: outside `jit`, `raise` turns an id outside its table into an error, `ignore` lets it contribute
-        nothing, as it does inside `jit`; `lookup(..., return_statistics=True)` counts such ids.
+      mesh: devices that share the tables. None keeps the tables on one device.
+      sharding_axis: axis or axes of the mesh over which samples and tables are split. None takes
+        all axes. Devices along other axes hold copies.
+      placement: placement of the tables, by table name or one for all. `row` gives neighbouring
+        rows different owners, and is the default of most tables. `table` gives each table one
+        owner, `column` gives every device some columns of all rows, and `replicated` gives every
+        device a copy.
+      exchange_capacity: largest number of distinct rows that a device requests from one owner in
+        one exchange round, with `row` and `table`. A small capacity saves memory, a large one
+        saves rounds. None takes a capacity that fits skewed ids in one round. The result is the
+        same with any capacity, with one exception: if a hashed table, or its list of keys that
+        wait for admission, fills up within one batch, new keys of earlier rounds get the last
+        places. The list place of a key that is admitted is free in later rounds only.
+      implementation: name of the only kernel implementation to use. None takes the fastest one
+        available. With "reference", lookups and steps are plain JAX. Other names apply to pooling
+        and steps only: finding keys and exchanging rows take the fastest implementation.
+      bounds_check: treatment of ids outside their table. With `raise`, they are an error outside
+        `jit`. With `ignore`, and always inside `jit`, they contribute nothing, and
+        `lookup(..., return_statistics=True)` counts them.
 
-    Raises: ValueError: an option is unknown, or the tables or shapes of features do not fit the mesh.
+    Raises: ValueError: an option is unknown, or tables or shapes of features do not fit the mesh.
 
     Example:
       >>> import jax, numpy as np, rsembed as rs
@@ -134,7 +139,7 @@ class EmbeddingCollection:
         return self._made_again, ()  # for the workers of an input pipeline
 
     def __deepcopy__(self, memo: object) -> EmbeddingCollection:
-        return self  # all that changes is in the state
+        return self  # immutable: the state holds everything that changes
 
     def __repr__(self) -> str:
         return f"EmbeddingCollection of {len(self.table_specs)} tables, {len(self.features)} features\n{self.plan}"
@@ -145,13 +150,14 @@ class EmbeddingCollection:
     # State
 
     def init(self, key: PRNGKeyArray) -> EmbeddingState:
-        """Fresh tables and optimizer state.
+        """New state with initial tables and optimizer state.
 
-        A table's values depend on `key`, the table's name and its initializer alone, not on the other tables, nor on
-        the number of devices.
+        The values of a table depend only on `key`, the table's name and its initializer. They do
+        not depend on other tables or on the number of devices.
 
-        Raises: TypeError: `key` is no PRNG key. ValueError: an initializer of yours gives a number that is not finite;
-          inside `jit`, and for rows of keys, which are drawn later, that is not seen (for keys one row is tried).
+        Raises: TypeError: `key` is no PRNG key. ValueError: a custom initializer gives a number
+          that is not finite. Nothing is checked inside `jit`. A keyed table draws its rows later,
+          so only one row is tried here.
         """
         check_type(key, PRNGKeyArray, "init: key")
         tables, slots = self._engine.init(key)
@@ -165,14 +171,14 @@ class EmbeddingCollection:
         return host_rows.with_new_generation(self._on_host, fresh)
 
     def prefetch(self, state: EmbeddingState, batch: Batch) -> EmbeddingState:
-        """The state with the rows of a batch near, where tables are on the host; not inside `jit`.
+        """State with all rows of a batch on the device, for tables on the host.
 
-        Call it before a compiled step, with the batch that the step will read; other batches may be fetched before it,
-        while the device still works on the last one. The state is given away, as to a step that donates it. Without
-        tables on the host, nothing happens.
+        Not inside `jit`. Call it before a compiled step, with the batch that the step will read. A later prefetch of
+        another batch may evict these rows. `state` is donated: use only the returned state. Without
+        tables on the host, `state` is returned unchanged.
 
-        Raises: RuntimeError: more rows are wanted than there are places, the state is of an earlier time, or this is
-          inside `jit`; then the given state is as it was.
+        Raises: RuntimeError: the batch reads more rows than the device caches, `state` is older
+          than the rows on the host, or this is inside `jit`. `state` stays valid then.
         """
         self.check_state(state, parts=["tables"])
         if not self._on_host:
@@ -188,14 +194,14 @@ class EmbeddingCollection:
         return host_rows.with_new_generation(self._on_host, near)
 
     def _fetched(self, state: EmbeddingState, wanted: Mapping[str, PyTree]) -> EmbeddingState:
-        """State whose device memory holds every row that `wanted` reads; unchanged inside `jit`."""
+        """State with every row that `wanted` reads on the device; inside `jit`, `state` unchanged."""
         if not self._on_host or is_traced((state, wanted)):
             return state
         return host_rows.fetched(self._on_host, state, wanted, donates=False)
 
     @functools.cached_property
     def template(self) -> EmbeddingState:
-        """A state of shapes and shardings instead of arrays, which `checkpoint.load(path, like=...)` fills."""
+        """State with shapes and shardings in place of arrays, as `like` of `checkpoint.load`."""
         tables, slots = jax.eval_shape(self._engine.init, jax.random.key(0))
         step, key = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
         state = EmbeddingState(tables, slots, step, key, self.layout)
@@ -216,15 +222,16 @@ class EmbeddingCollection:
     def check_state(
         self, state: EmbeddingState, *, parts: Sequence[str] = ("tables", "slots", "step")
     ) -> None:
-        """Whether a state is this collection's; every method that takes one asks.
+        """Checks that a state belongs to this collection. Methods that take a state call it.
 
         Args:
-          state: whatever is used as one.
-          parts: what is going to be used of it. A lookup needs no slots, which a state for serving may leave out.
+          state: the value to check.
+          parts: fields of the state that will be used. A lookup needs no slots, so a state for
+            serving may leave them out.
 
-        Raises: ValueError: its tables, their rules or the place of their rows differ (names what differs), or an array
-          has another shape or dtype. TypeError: it is no state. RuntimeError: a step took its arrays over, or this
-          process was forked.
+        Raises: ValueError: tables, optimizers or the layout of rows differ (names the difference),
+          or an array has another shape or dtype. TypeError: `state` is no EmbeddingState.
+          RuntimeError: its arrays were donated, or this process was forked.
         """
         check_not_forked("the collection")
         check_type(state, EmbeddingState, "the state, which collection.init makes,")
@@ -255,10 +262,11 @@ class EmbeddingCollection:
                 stack.storage.check_params(state.tables[name], stack.table)
 
     def tables(self, state: EmbeddingState) -> ByName:
-        """The logical tables by name (copies; on a mesh, every device gets one).
+        """Logical tables by name, as copies. On a mesh, every device gets a copy of each table.
 
-        Of a table with keys, a dictionary of numpy arrays: `keys` in ascending order, their `values`, one `slot_<name>`
-        per slot, `last_step`, `count`, and what else belongs to them.
+        A keyed table is a dictionary of numpy arrays: `keys` in ascending order, their `values`,
+        one `slot_<name>` per slot, `last_step` and `count`. With `admission_count`, it also has
+        `waiting_keys`, `waiting_last_step` and `waiting_count`.
         """
         self.check_state(state, parts=["tables"])
         found = [
@@ -268,15 +276,19 @@ class EmbeddingCollection:
         return {name: values for own in found for name, values in own.items()}
 
     def counts(self, state: EmbeddingState) -> dict[str, dict[str, np.ndarray]]:
-        """By table with a storage that counts: what happened on each device so far, such as new keys and failures."""
+        """Counters by table, one number per device, such as keys inserted so far.
+
+        Tables with a storage that counts nothing are left out.
+        """
         self.check_state(state, parts=["tables"])
         found = [stack.counts(state.tables[name]) for name, stack in self._stacks.items()]
         return {name: counts for own in found for name, counts in own.items() if counts}
 
     def slots(self, state: EmbeddingState) -> ByName:
-        """The optimizer state of every logical table (copies), in the named tuple of its optimizer.
+        """Optimizer state of every logical table (copies), in the named tuple of its optimizer.
 
-        Of a table with keys, in the order of `tables(state)[name]["keys"]`; of other storages, as these have it.
+        Keyed tables have it in the order of `tables(state)[name]["keys"]`. For other storages, see
+        their `optimizer_state`.
         """
         self.check_state(state)
         found = [
@@ -294,25 +306,31 @@ class EmbeddingCollection:
         slots: Mapping[str, PyTree] | None = None,
         allow_nonfinite: bool = False,
     ) -> EmbeddingState:
-        """The state with some tables replaced, for example by pretrained vectors; other tables and slots stay.
+        """State with some tables replaced, for example by pretrained vectors. Others do not change.
 
-        A table with keys takes what `tables` returns of it, and needs only `keys` and `values`: slots that are left out
-        start anew, rows of other keys stay, and rows without `last_step` count as used now.
-        Whole tables move between storages: rows have their numbers for keys, and a tensor train takes the cores closest
-        to an array.
+        A keyed table takes the dictionary that `tables` returns, and needs only `keys` and
+        `values`. Slots that are left out get their initial values, rows of other keys do not
+        change, and rows without `last_step` count as used now.
+
+        An array of all rows fits tables of any storage. A keyed table takes the row numbers as
+        keys, and a tensor train takes the cores closest to the array.
 
         Args:
-          state: from `init`. Its step stays, so that rules which count steps, such as Adam, begin at its number;
-            `state._replace(step=jnp.int32(int(old_state.step)))` takes over another one.
+          state: from `init`. The step of `state` is kept, and optimizers that count steps, such as
+            Adam, continue from it. Use `state._replace(step=jnp.int32(int(old_state.step)))` to
+            take over another step.
           tables: new values by table name.
-          slots: new optimizer state by table name, of equal shape and dtype: what `slots` returns of a table, or the
-            dictionary that `load(path).tree["slots"]` has of it. A table with keys has them in the order of its `keys`
-            in `tables`, or else of those in the state. None keeps the slots of the state.
-          allow_nonfinite: whether NaN, infinity and negative sums of squares are taken as they are. By default they are
-            refused, since one NaN spreads to all that reads its row. Inside `jit` nothing is checked.
+          slots: new optimizer state by table name, with equal shapes and dtypes. Takes what `slots`
+            returns for a table, or the table's entry in `load(path).tree["slots"]`. Slots of a
+            keyed table are in the order of its `keys` in `tables`, or else of the keys in the
+            state. None keeps the slots of the state.
+          allow_nonfinite: accept NaN, infinity and negative sums of squares. They are refused by
+            default, because one NaN spreads to everything that reads its row. Nothing is checked
+            inside `jit`.
 
-        Raises: ValueError: a table is unknown, or values or slots do not fit it or are not finite. NotImplementedError:
-          its storage takes no rows. RuntimeError: inside `jit`, a table has keys, or is on the host.
+        Raises: ValueError: a table is unknown, or values or slots do not fit it or are not finite.
+          NotImplementedError: the storage of a table takes no rows. RuntimeError: this is inside
+          `jit`, and a table has keys or is on the host.
         """
         self.check_state(state)
         return self.logical.with_tables(state, tables, slots or {}, allow_nonfinite=allow_nonfinite)
@@ -326,21 +344,24 @@ class EmbeddingCollection:
         unused_for: int | None = None,
         norm_below: float | None = None,
     ) -> tuple[EmbeddingState, dict[str, np.ndarray]]:
-        """Takes their rows from keys of a table, for any of the reasons; not inside `jit`. The state is given away.
+        """State without the keys of a table that fulfil any of the conditions, and these keys.
+
+        Not inside `jit`. `state` is donated: use only the returned state.
 
         Args:
-          state: whose.
-          table: name of one with keys.
-          keep: as many keys keep their rows, over all devices: those that the table's `eviction` lets go last.
-          unused_for: keys go that were not used in training for more than this many steps; those that wait for
-            admission are no longer counted.
-          norm_below: keys go whose rows have a smaller L2 norm.
+          state: state to evict keys from.
+          table: name of a keyed table.
+          keep: number of keys that stay, over all devices. The table's `eviction` policy ranks
+            them.
+          unused_for: evicts keys that were not used in training for more than this number of
+            steps. Keys that wait for admission are forgotten after the same time.
+          norm_below: evicts keys of rows with a smaller L2 norm.
 
-        Returns: the state, and what belonged to the keys, as `tables` returns it: for a file, or
-          another store. `with_tables` brings it back, as used now.
+        Returns: the new state, and the evicted keys with their rows and slots in the form of
+          `tables`, for a file or another store. `with_tables` brings them back.
 
-        Raises: ValueError: none of the reasons is given, or one is out of range; there is no such table, or it has no
-          keys. RuntimeError: this is inside `jit`.
+        Raises: ValueError: no condition is given, or one is out of range, or the table is unknown
+          or has no keys. RuntimeError: this is inside `jit`.
         """
         self.check_state(state, parts=["tables"])
         return self.logical.evicted(
@@ -350,23 +371,26 @@ class EmbeddingCollection:
     # Forward
 
     def prepare(self, batch: Batch) -> PreparedBatch:
-        """The batch checked on the host and brought to the device, ready for a jitted step.
+        """Batch that was checked on the host and moved to the device, ready for a jitted step.
 
-        Do this before `jit`: inside it, ids are int32 and cannot be checked, only counted.
+        Call it outside `jit`. Inside, ids are int32 and cannot be checked, only counted.
 
-        Arrays stay arrays. The bags of all ragged features that share a stack of tables become one list of ids, which
-        has one of few sizes: a stream of batches needs few compiled programs. A feature without a combiner keeps its
-        number of ids. The result is a pytree that reads as a mapping by feature.
+        Arrays stay arrays. The bags of all ragged features that share a stack of tables become one
+        list of ids. Lists are padded to one of few sizes, so a stream of batches needs few compiled
+        programs. A feature without a combiner keeps its number of ids. The result is a pytree that
+        reads as a mapping by feature.
 
-        On a mesh, each process gives its own samples, equally many, and gets the global batch, split by sample. A list
-        has a part for each device, with room for as many ids as the largest part has. A ragged feature without a
-        combiner becomes an array `[batch, ids]`, padded to its longest bag.
+        On a mesh, each process passes the same number of samples and gets the global batch, split
+        by sample. A list has one part per device, and all parts are padded to one length. A ragged
+        feature without a combiner becomes an array `[batch, ids]`, padded to its longest bag.
 
         Args:
-          batch: for every feature `Bags`, an integer array `[batch]` or `[batch, ids]` (`-1` is no id), nested lists,
-            a column of a data frame, or a pair `(ids, weights)`. Inside `jit` on a mesh, arrays only.
+          batch: for every feature `Bags`, an integer array `[batch]` or `[batch, ids]` (`-1` is
+            padding), nested lists, a column of a data frame, or a pair `(ids, weights)`. Inside
+            `jit` on a mesh, arrays only.
 
-        Raises: TypeError or ValueError, naming feature, sample, id, table and the way out.
+        Raises: TypeError or ValueError: the batch is wrong. The message names feature, sample, id,
+          table and the way out.
         """
         return inputs.prepare(
             self.features,
@@ -380,14 +404,15 @@ class EmbeddingCollection:
     def lookup(
         self, state: EmbeddingState, batch: Batch, *, return_statistics: bool = False
     ) -> PyTree:
-        """Activations of every feature, float32; on a mesh, split by sample.
+        """Activations of every feature, float32. On a mesh, they are split by sample.
 
         Args:
           state: from `init`.
           batch: see `prepare`.
           return_statistics: also return `LookupStatistics`.
 
-        Returns: `{feature: [batch, dim]}`; for combiner `none` one vector per id, shaped as the ids were.
+        Returns: `{feature: [batch, dim]}`. A feature with combiner `none` has one vector per id, in
+          the shape of its ids.
         """
         self.check_state(state, parts=["tables"])
         batch = self.prepare(batch)
@@ -420,7 +445,10 @@ class EmbeddingCollection:
         )
 
     def row_gradients(self, batch: Batch, d_activations: Mapping[str, PyTree]) -> RowGradients:
-        """The gradients of distinct rows that follow from those of a batch's activations; no table is read."""
+        """Gradients of the distinct rows of a batch, from the gradients of its activations.
+
+        Reads no table.
+        """
         batch = self.prepare(batch)
         d_outputs = inputs.d_outputs(self.features, batch, d_activations)
         rows, values = unzip_dict(self._engine.row_gradients(batch, d_outputs))
@@ -437,9 +465,9 @@ class EmbeddingCollection:
         )
 
     def apply(self, state: EmbeddingState, row_gradients: RowGradients) -> EmbeddingState:
-        """One optimizer step for every row in `row_gradients`, and only for those.
+        """State after one optimizer step of every row in `row_gradients`.
 
-        Raises: ValueError: the gradients are another collection's.
+        Raises: ValueError: the gradients belong to another collection.
         """
         axes = {
             name: (1 + own.storage.takes_keys, own.table.embedding_dim)
@@ -457,7 +485,10 @@ class EmbeddingCollection:
     def update(
         self, state: EmbeddingState, batch: Batch, d_activations: Mapping[str, PyTree]
     ) -> EmbeddingState:
-        """Row gradients and optimizer step in one kernel: the same numbers as `apply(state, pullback(...))`."""
+        """State after a step with the gradients of a batch, computed and applied in one kernel.
+
+        The result equals `apply(state, pullback(d_activations))`.
+        """
         batch = self.prepare(batch)
         d_outputs = inputs.d_outputs(self.features, batch, d_activations)
         self.check_state(state)
@@ -478,7 +509,8 @@ class EmbeddingCollection:
             rule, rounding = stack.spec.optimizer, None
             if stack.tables[0].stochastic_rounding:
                 key = jax.random.fold_in(state.key, state.step)
-                # A layout tells rows of all tables apart; a storage those of its own.
+                # The noise of dense rows depends on the table's name. In other storages, rows of
+                # two tables may have equal numbers, so every table needs a different key.
                 if self.table_specs[stack.tables[0].name].storage is not None:
                     keys = table_keys(key, [table.name for table in stack.tables])
                     key = keys if len(stack.tables) > 1 else keys[0]
@@ -491,12 +523,12 @@ class EmbeddingCollection:
             if not is_traced(tables[name]):
                 kept.storage.check_step(state.tables[name], tables[name], kept.table)
         stepped = EmbeddingState(tables, slots, state.step + 1, state.key, state.layout)
-        # Nothing can fail any more.
+        # Invalidates the given state, so this comes last, when nothing can fail any more.
         return stepped if state is given else host_rows.with_new_generation(self._on_host, stepped)
 
 
 def _shape_and_kind(leaf: object) -> tuple[tuple[int, ...], object]:
-    """Shape and kind of an array; PRNG keys are one kind, whichever generator made them."""
+    """Shape and dtype of an array. PRNG keys of all implementations count as one dtype."""
     if not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return (), type(leaf)
     is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -512,16 +544,18 @@ def _shown(leaf: object) -> str:
 def value_and_grad(
     loss_fn: Callable[..., Any], collection: EmbeddingCollection, *, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Value and gradients of a loss, with sparse gradients for the tables.
+    """Function for the value and the gradients of a loss, with sparse gradients for the tables.
 
     Args:
-      loss_fn: `loss_fn(params, activations, *args)` returns the loss, or `(loss, aux)` with `has_aux=True`.
-      collection: looks up `activations`.
+      loss_fn: `loss_fn(params, activations, *args)` returns the loss, or `(loss, aux)` with
+        `has_aux=True`.
+      collection: collection that looks up `activations`.
       has_aux: as in `jax.value_and_grad`.
 
     Returns: a function `(params, state, batch, *args) -> (value, (dense_grads, row_gradients))`.
 
-    Raises: TypeError: with `has_aux` a loss comes alone, or it is no number.
+    Raises: TypeError: `loss_fn` returns no scalar loss, or with `has_aux=True` no pair, or `params`
+      hold numbers that are no floats.
 
     Example:
       >>> import jax, jax.numpy as jnp, rsembed as rs
@@ -555,7 +589,10 @@ def value_and_grad(
 
 
 def check_loss(result: Any, *, has_aux: bool) -> Any:
-    """The result of a loss function. Raises: TypeError: it is no number, or with `has_aux` no pair."""
+    """`result` of a loss function, unchanged.
+
+    Raises: TypeError: the loss is no scalar of floats, or with `has_aux` the result is no pair.
+    """
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError("value_and_grad: with has_aux=True, loss_fn must return (loss, aux).")
     loss = result[0] if has_aux else result

@@ -1,12 +1,12 @@
-"""The way to rows that a storage keeps: looked up and stepped where they are, or by the device that owns each.
+"""Lookups and steps of stored rows, on this device or through the owners of the rows.
 
 ```
 ids ──▶ keys ──[distinct, ask]──▶ storage.read ──▶ vectors ──pool──▶ activations
-state ◀── storage.step ◀── storage.find ◀──[ask]── keys and gradients of entries ◀──spread── d(activations)
+state ◀── storage.step ◀── storage.find ◀──[ask]── keys, gradients ◀──spread── d(activations)
 ```
 
-All functions are those of one device. Those of `AskedRows` yield questions to owners, so that all stacks of a model ask
-together (`parallel.together`).
+All functions run on one device, with its part of the data. Methods of `AskedRows` yield questions
+to the owners of rows, so that all stacks of a model share one exchange (`exchange.together`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Occurrences(NamedTuple):
     """The ids of a batch, feature after feature.
 
     Attributes:
-      call: the ids with their bags; of keys, the positions among them, `NO_ROW` for none.
-      keys: of tables that have some, else None.
-      table: number of the table in a call that reads several.
+      call: the ids with their bags. With `keys`, the ids are indices of keys, `NO_ROW` for padding.
+      keys: the keys of keyed tables. None if ids are row numbers.
+      table: number of the table in a call that reads several tables.
       dims: row length of every table of such a call.
     """
 
@@ -50,12 +50,15 @@ class Occurrences(NamedTuple):
     dims: tuple[int, ...] = ()
 
     def gradients(self, d_outputs: Sequence[Array]) -> CallGradients:
-        """Gradients of the call's outputs, on their way to the rows; of a single table, these may be some columns."""
+        """Gradients of the call's outputs in the form that kernels take.
+
+        For a single table, `d_outputs` may have only some of the columns.
+        """
         dims = self.dims or (d_outputs[0].shape[-1],)
         return CallGradients(self.call, tuple(d_outputs), dims, self.table)
 
     def all_keys(self) -> Keys:
-        """The ids as keys, whichever they are."""
+        """The ids as `Keys`, also if they are row numbers."""
         if self.keys is not None:
             return self.keys
         lists = range(len(self.call.lists))
@@ -64,7 +67,10 @@ class Occurrences(NamedTuple):
         )
 
     def of_all(self, devices: Devices) -> Occurrences:
-        """The samples of all devices, in order; of several devices, ids are no keys."""
+        """Occurrences of the global batch, with samples in the order of devices.
+
+        With several devices, the ids must be row numbers.
+        """
         num_devices = devices.num_devices
         if num_devices == 1:
             return self
@@ -92,24 +98,25 @@ class Occurrences(NamedTuple):
 
 
 LookupResult: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Int[Array, ""]]
-"""Pooled rows, how many distinct keys had none, and the number of rounds in which owners were asked."""
+"""Pooled rows, number of distinct keys without a row, and number of exchange rounds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows that a storage keeps, and which are here: every device has all of them, or some columns of all.
+    """Rows that are read without an exchange: each device has a full copy, or some columns of all.
 
-    It steps what it has with the gradients of the global batch, so that copies never drift apart. With
-    `splits_columns`, it pools the global batch for its columns: pieces of activations travel instead of rows. Where ids
-    are rows, one kernel reads and pools, and another sums and steps. Where the storage `sums_gradients`, each device
-    pulls back what is its own, and the gradients of all parameters are summed over devices, which gives all of them the
-    same bits.
+    Every device steps its rows with the gradients of the global batch, so all copies stay equal.
+    With `splits_columns`, every device pools the global batch for its columns, and devices exchange
+    columns of activations instead of rows. If `storage.ids_are_rows`, one kernel reads and pools
+    rows, and another one sums gradients and steps rows. If `storage.sums_gradients`, every device
+    computes the gradients of its samples, and the sum over devices has the same bits on all.
 
     Args:
-      devices: the mesh.
-      table: whose rows these are; of a stack the first, which has dim, dtype and rule in common with the others.
-      storage: what keeps the rows.
-      implementation: of the kernels that pool.
+      devices: devices of the mesh.
+      table: spec of the table. For a stack, the first table: all have the same dim, dtype and rule.
+      storage: storage of the rows.
+      implementation: kernel implementation that pools rows. None takes the fastest one.
+      splits_columns: True if every device has some columns of all rows.
     """
 
     devices: Devices
@@ -120,22 +127,29 @@ class Rows:
 
     @property
     def partition(self) -> PartitionSpec:
-        """How parameters and slots are split."""
+        """Partition of parameters and slots over the mesh."""
         return PartitionSpec(None, self.devices.axes) if self.splits_columns else PartitionSpec()
 
     @property
     def num_shards(self) -> int:
-        """Number of devices over which the rows are split."""
+        """Number of shards: 1, because rows are not split."""
         return 1
 
     def init(self, key: PRNGKeyArray) -> State:
-        """Parameters and slots; `key` is the model's."""
+        """Initial parameters and slots of this device. `key` is the key of the model."""
         return self.storage.init(key, self.table, self.shard, self.num_shards)
 
     def look_up(
         self, params: PyTree, batch: Occurrences, number: Int[Array, ""] | None
     ) -> Asked[LookupResult]:
-        """A lookup that changes nothing; ahead of the step of this number, if there is going to be one."""
+        """Pooled rows of a batch. Parameters do not change.
+
+        Args:
+          params: parameters of the storage on this device.
+          batch: ids of this device's samples.
+          number: number of the step that will follow. Keys that get a row in that step read its
+            initial values. None if no step follows: keys without a row read zeros.
+        """
         none = jnp.zeros((), jnp.int32)
         if self.splits_columns:
             outputs = self._pooled(params, batch.of_all(self.devices).call)
@@ -154,7 +168,10 @@ class Rows:
     def row_gradients(
         self, batch: Occurrences, d_outputs: Sequence[Array]
     ) -> Asked[tuple[Array, Array]]:
-        """Distinct ids (of keys: lanes) of the global batch whose rows are here, as in `RowGradients`."""
+        """Distinct ids (or key lanes) of the global batch on this device, and their gradients.
+
+        Both are in the form of `RowGradients`.
+        """
         batch, d_outputs = batch.of_all(self.devices), self._of_all(d_outputs)
         if batch.keys is None:
             return self._summed(batch.gradients(d_outputs), self.storage.num_ids(self.table))
@@ -162,7 +179,10 @@ class Rows:
         return named(keys, counts), self._of_entries(entry_of, batch, d_outputs)
 
     def squared_norm(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Float[Array, ""]:
-        """Sum of the squares of the values of `row_gradients`, where ids are rows that are all here."""
+        """Sum of squares of the values of `row_gradients`.
+
+        Only on a single device, for a storage with `ids_are_rows`.
+        """
         gradients, num_rows = batch.gradients(d_outputs), self.storage.num_ids(self.table)
         norm: Array = api.dispatch(
             "squared_norm", num_rows, gradients, implementation=self.implementation
@@ -177,7 +197,10 @@ class Rows:
         d_outputs: Sequence[Array],
         step: Step,
     ) -> Asked[State]:
-        """Keys without a row get one, and all rows of the batch are stepped."""
+        """Parameters and slots after one step of all rows of a batch.
+
+        Keys without a row get one first.
+        """
         if self.storage.sums_gradients:
             return self._step_all(params, slots, batch.gradients(d_outputs), step)
         batch, d_outputs = batch.of_all(self.devices), self._of_all(d_outputs)
@@ -193,9 +216,11 @@ class Rows:
         return self._step(params, slots, Occurrences(call).gradients(d_outputs), step)
 
     def _with_gains(self, call: Call, keys: Call) -> Call:
-        """The call with the gains that its entries have in `keys`, in which keys without a row count, too.
+        """`call` with weights that count keys without a row in a mean, as the lookup does.
 
-        A key that got no row counts in a mean, as it did when it was read.
+        Args:
+          call: call with the row of each key, `NO_ROW` for keys without one.
+          keys: call with the index of each key. Its entries have the gains of the lookup.
         """
         lists = list(call.lists)
         segments = list(call.segments)
@@ -211,8 +236,12 @@ class Rows:
         return Call(tuple(lists), tuple(segments))
 
     def apply(self, params: PyTree, slots: PyTree, rows: Array, values: Array, step: Step) -> State:
-        """One step with the gradients of distinct ids or keys, as `row_gradients` returns them."""
-        if self.storage.sums_gradients:  # every device has them all, and takes its share
+        """Parameters and slots after a step with the gradients of distinct ids or keys.
+
+        `rows` and `values` are in the form that `row_gradients` returns.
+        """
+        if self.storage.sums_gradients:
+            # Every device has all gradients. Each takes a part, and `_step_all` sums the parts.
             is_own = jnp.arange(rows.shape[0]) % self.devices.num_devices == self.devices.index()
             own = CallGradients.of_rows(jnp.where(is_own, rows, NO_ROW), values)
             return self._step_all(params, slots, own, step)
@@ -222,18 +251,18 @@ class Rows:
         return self.storage.step_distinct(params, slots, found, values, self.table, self._how(step))
 
     def own_keys(self, batch: Occurrences) -> Keys:
-        """The keys of the global batch whose rows are here."""
+        """Keys of the global batch that belong to this device."""
         return self._own(batch.of_all(self.devices).all_keys())
 
-    # Parts of these
+    # Helpers
 
     @property
     def shard(self) -> Int[Array, ""]:
-        """Number of the shard that is here, of rows or of columns."""
+        """Index of this device's range of columns with `splits_columns`, else 0."""
         return self.devices.index() if self.splits_columns else jnp.zeros((), jnp.int32)
 
     def _own(self, keys: Keys) -> Keys:
-        """The keys whose rows are on this device; others become no key."""
+        """`keys` with padding in place of keys of other devices. Here, every key stays."""
         return keys
 
     def _how(self, step: Step) -> Step:
@@ -241,11 +270,11 @@ class Rows:
         return dataclasses.replace(step, rounding=rounding)
 
     def _after(self, keys: Keys, gradients: Sequence[Array]) -> Keys:
-        """The keys, made to depend on the gradients, so that new rows are made only after these.
+        """`keys` that depend on the gradients, so that a compiled step creates new rows last.
 
-        Else a compiled step would make them beside the lookup that the gradients follow from, and copy the table for
-        it. XLA takes barriers away before it decides that, so the keys depend on a number that is never both
-        infinities.
+        Otherwise XLA could create the rows in parallel with the lookup, and would copy the table
+        for that. XLA removes barriers before it decides about copies, so the keys depend on a
+        condition that never holds: one number equals both infinities.
         """
         if self.storage.ids_are_rows:
             return keys
@@ -261,7 +290,10 @@ class Rows:
     def _step_all(
         self, params: PyTree, slots: PyTree, gradients: CallGradients, step: Step
     ) -> State:
-        """One step of all parameters, with gradients of which each device has its own."""
+        """Parameters and slots after one step of all parameters.
+
+        Every device passes different `gradients`, and their sum over devices is applied.
+        """
         total = self.devices.total(self.storage.gradients(params, gradients, self.table))
         return self.storage.step_all(params, slots, total, self.table, self._how(step))
 
@@ -272,22 +304,22 @@ class Rows:
         )
 
     def _of_entries(self, entry_of: Array, batch: Occurrences, d_outputs: Sequence[Array]) -> Array:
-        """Gradients of distinct entries, by number."""
+        """Gradient of each distinct entry. `entry_of` is the entry of each occurrence."""
         num_entries = entry_of.shape[0]
-        # Every entry occurs, so the gradient in place `e` is that of entry `e`.
+        # Every entry occurs at least once, so index `e` of the result belongs to entry `e`.
         return self._summed(
             Occurrences(batch.call.with_ids(entry_of)).gradients(d_outputs), num_entries
         )[1]
 
     def _summed(self, gradients: CallGradients, num_rows: int) -> tuple[Array, Array]:
-        """Distinct ids, ascending, and their gradients."""
+        """Distinct ids in ascending order, and the sum of the gradients of each."""
         summed: tuple[Array, Array] = api.dispatch(
             "row_gradients", num_rows, gradients, implementation=self.implementation
         )
         return summed
 
     def _of_all(self, d_outputs: Sequence[Array]) -> list[Array]:
-        """Gradients of the global batch, in the columns that are here."""
+        """Output gradients of the global batch; with `splits_columns`, this device's columns."""
         return list(
             map(
                 self.devices.columns_of_all if self.splits_columns else self.devices.gather,
@@ -297,7 +329,10 @@ class Rows:
 
 
 def keys_of_gradients(rows: Array) -> tuple[Keys, Int[Array, " capacity"]]:
-    """The keys that `RowGradients` hold for a table, as ids or as lanes, and how often each occurred."""
+    """Keys of the rows of `RowGradients`, which are ids or lanes, and the number of occurrences.
+
+    Ids count once each, because `RowGradients` do not hold their occurrences.
+    """
     if rows.ndim == 1:
         keys = keys_of_rows(rows)
         return keys, keys.is_key.astype(jnp.int32)
@@ -305,28 +340,31 @@ def keys_of_gradients(rows: Array) -> tuple[Keys, Int[Array, " capacity"]]:
 
 
 def keys_of_rows(rows: Int[Array, " nnz"]) -> Keys:
-    """Ids as keys."""
+    """Row numbers as `Keys`, with `NO_ROW` as padding."""
     return Keys(jnp.zeros(rows.shape, jnp.uint32), rows.astype(jnp.uint32), rows != NO_ROW)
 
 
 @dataclasses.dataclass(frozen=True)
 class AskedRows(Rows):
-    """A row is asked for once, comes back and is pooled where it was asked for; gradients take that way, too.
+    """Sharded rows: each device requests every distinct row once from its owner, and pools locally.
+
+    Gradients travel to the owner the same way.
 
     Args:
-      capacity: places per block of a round; None takes `default_capacity`.
+      capacity: largest number of rows that a device requests from one owner in a round. None takes
+        `default_capacity`.
     """
 
     capacity: int | None = None
 
     @property
     def partition(self) -> PartitionSpec:
-        """How parameters and slots are split."""
+        """Partition of parameters and slots over the mesh."""
         return self.devices.split
 
     @property
     def num_shards(self) -> int:
-        """Number of devices over which the rows are split."""
+        """Number of shards, one per device."""
         return self.devices.num_devices
 
     def look_up(
@@ -376,7 +414,7 @@ class AskedRows(Rows):
                 own = CallGradients.of_rows(question, gradients)
                 rows, values = self._summed(own, self.storage.num_ids(self.table))
                 is_row = rows != NO_ROW
-            # A round brings all of a row, and behind the rows of earlier rounds.
+            # Each round delivers complete rows. Append them after the rows of earlier rounds.
             places = jnp.where(
                 is_row, count + jnp.arange(is_row.shape[0], dtype=jnp.int32), num_places
             )
@@ -424,7 +462,7 @@ class AskedRows(Rows):
         payload = self._names(wanted), self._of_entries(wanted.entry_of, batch, d_outputs)
         capacity = self._capacity(wanted)
         if self.storage.makes_room and capacity < wanted.entry_of.shape[0]:
-            # No key of this batch may lose its row to a key of an earlier round.
+            # A key of a later round must not be evicted for a key of an earlier round.
             keys = Keys.of_lanes(wanted.lanes, wanted.first_of != NO_ROW)
             held = yield Question(
                 wanted,
@@ -438,25 +476,29 @@ class AskedRows(Rows):
         stepped: tuple[PyTree, PyTree] = answers.state
         return stepped
 
-    # Parts of these
+    # Helpers
 
     @property
     def shard(self) -> Int[Array, ""]:
-        """Number of the shard that is here."""
+        """Index of this device's shard."""
         return self.devices.index()
 
     def _own(self, keys: Keys) -> Keys:
         return keys.only(self.storage.owners(keys, self.num_shards) == self.shard)
 
     def _distinct(self, keys: Keys) -> Wanted:
-        """Each id once."""
+        """Distinct keys of this device's batch, grouped by owner."""
         lanes = [*keys.lanes] if self.storage.takes_keys else [keys.low.astype(jnp.int32)]
         return distinct(
             self.storage.owners(keys, self.num_shards), lanes, num_devices=self.num_shards
         )
 
     def _names(self, wanted: Wanted) -> PyTree:
-        """The message to an owner: row numbers; or keys, how often each occurs on this device, and where first."""
+        """Payload that names the entries to their owner.
+
+        It holds row numbers, or the lanes of keys with the number of occurrences on this device and
+        the index of the first one.
+        """
         if not self.storage.takes_keys:
             return jnp.where(wanted.first_of == NO_ROW, NO_ROW, wanted.lanes[0])
         return *wanted.lanes, wanted.counts, wanted.first_of
@@ -464,7 +506,10 @@ class AskedRows(Rows):
     def _received(
         self, question: PyTree
     ) -> tuple[Keys, Int[Array, " nnz"], Int[Array, " nnz"] | None]:
-        """Keys, occurrences and first places out of the message of `_names`, at the owner."""
+        """Keys, occurrences and first occurrences from the payload of `_names`, at the owner.
+
+        First occurrences are None if the payload holds row numbers.
+        """
         if self.storage.takes_keys:
             *lanes, counts, first_of = question
             return Keys.of_lanes(lanes, first_of != NO_ROW), counts, first_of
@@ -472,24 +517,28 @@ class AskedRows(Rows):
         return keys, keys.is_key.astype(jnp.int32), None
 
     def _devices_of(self, messages: Array) -> Int[Array, " nnz"]:
-        """The device from which each entry of the messages came to this owner."""
+        """Index of the device that sent each entry to this owner."""
         blocks = self.num_shards, messages.shape[0] // self.num_shards
         return jax.lax.broadcasted_iota(jnp.int32, blocks, 0).reshape(-1)
 
     def _arrival(self, first_of: Int[Array, " nnz"], num_entries: int) -> Int[Array, " nnz"]:
-        """Numbers in the order of `_in_order`; a device has `num_entries` ids."""
+        """Numbers that sort the received entries in the order of `_in_order`.
+
+        `num_entries` is the number of ids of each device.
+        """
         numbers = self._devices_of(first_of) * num_entries + first_of
         return jnp.where(first_of == NO_ROW, NO_ROW, numbers)
 
     def _in_order(
         self, keys: Keys, occurrences: Array, first_of: Array
     ) -> tuple[Keys, Int[Array, " nnz"], Wanted]:
-        """Keys of all devices in the order in which these, one after the other, met them; and where each came from.
+        """Received keys sorted by device and first occurrence, their occurrences, and the order.
 
-        When rows are few, this decides which keys get one: `update` and `apply` must agree.
+        If rows are scarce, the order decides which keys get one, so `update` and `apply` must use
+        the same order.
         """
         place = jnp.arange(first_of.shape[0], dtype=jnp.int32)
-        # Places tell all entries apart.
+        # With `place` as a lane all entries differ, so `distinct` merges none and only sorts.
         order = distinct(self._devices_of(place), [first_of, place], num_devices=self.num_shards)
         is_key, occurrences, *lanes = api.gather_rows(
             (keys.is_key, occurrences, *keys.lanes), order.first_of
@@ -499,5 +548,6 @@ class AskedRows(Rows):
     def _capacity(self, wanted: Wanted) -> int:
         num_entries = wanted.entry_of.shape[0]
         if self.table.optimizer.moves_all_rows:
-            return num_entries  # one round: rows without a gradient move once
+            # Every round steps all rows, so there must be only one.
+            return num_entries
         return min(self.capacity or default_capacity(num_entries, self.num_shards), num_entries)
