@@ -173,9 +173,9 @@ class EmbeddingCollection:
     def prefetch(self, state: EmbeddingState, batch: Batch) -> EmbeddingState:
         """State with all rows of a batch on the device, for tables on the host.
 
-        Not inside `jit`. Call it before a compiled step, with the batch that the step will read. A later prefetch of
-        another batch may evict these rows. `state` is donated: use only the returned state. Without
-        tables on the host, `state` is returned unchanged.
+        Not inside `jit`. Call it before a compiled step, with the batch that the step will read. A
+        later prefetch of another batch may evict these rows. `state` is donated: use only the
+        returned state. Without tables on the host, `state` is returned unchanged.
 
         Raises: RuntimeError: the batch reads more rows than the device caches, `state` is older
           than the rows on the host, or this is inside `jit`. `state` stays valid then.
@@ -194,7 +194,7 @@ class EmbeddingCollection:
         return host_rows.with_new_generation(self._on_host, near)
 
     def _fetched(self, state: EmbeddingState, wanted: Mapping[str, PyTree]) -> EmbeddingState:
-        """State with every row that `wanted` reads on the device; inside `jit`, `state` unchanged."""
+        """State with every row that `wanted` reads on the device. Inside `jit`, nothing changes."""
         if not self._on_host or is_traced((state, wanted)):
             return state
         return host_rows.fetched(self._on_host, state, wanted, donates=False)

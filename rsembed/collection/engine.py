@@ -1,6 +1,6 @@
-"""The engine of a collection: what a single device does with its share, as functions of everything.
+"""The engine of a collection: per-device init, lookup and update, as functions of global arrays.
 
-The collection checks what users give and hands canonical batches over; stacks do the work.
+The collection checks its inputs and passes canonical batches to the engine. Stacks do the work.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class LookupStatistics(NamedTuple):
     """Counts of one lookup, over the global batch.
 
     Args:
-      num_ids: ids that contributed, per feature.
-      num_out_of_range: ids outside their table, which contributed nothing, per feature.
-      num_unknown: per stack of tables with keys, distinct keys without a row, by device that looked for them. Ahead of
-        a step, those that it is going to give a row.
-      num_rounds: per stack, rounds in which devices asked the owners of rows; 0 where nothing is asked.
+      num_ids: per feature, number of ids that contributed.
+      num_out_of_range: per feature, number of ids outside the table, which contributed nothing.
+      num_unknown: per stack of keyed tables, number of distinct keys without a row on each owner.
+        If a step follows, only keys that it wants to give a row are counted.
+      num_rounds: per stack, number of exchange rounds; 0 if rows are not exchanged.
     """
 
     num_ids: dict[str, Int[Array, ""]]
@@ -45,29 +45,32 @@ class LookupStatistics(NamedTuple):
 
 
 class Engine:
-    """Init, lookup, row gradients and steps of all stacks, each one function on every device of a mesh.
+    """Init, lookup, row gradients and steps of all stacks, as one jitted function each.
 
-    All stacks ask their owners together.
+    The functions run on every device of a mesh, and all stacks share the exchanges with owners.
 
-    A batch names features. On one device it may also be a `Call` of one output, as programs for many tables have it:
-    table `k` of the call is the array of the `k`-th stack, activations are that output, and `d_outputs` its gradient.
+    A batch is a mapping by feature. On one device it may also be a `Call` with one output. Table
+    `k` of the call is then the array of the `k`-th stack, the activations are the output, and
+    `d_outputs` is its gradient.
 
     Args:
-      features: by name.
-      stacks: by name.
-      devices: the mesh.
-      side_by_side: the lookup of a batch gives one array `[batch, sum of dims]` with the features in their order, and
-        `d_outputs` is one such array.
-      implementation: "reference" runs nothing but plain JAX, in storages and exchanges as well. Others say
-        only how rows are pooled and stepped, which each stack knows.
+      features: features by name.
+      stacks: stacks by name.
+      devices: devices of the mesh.
+      implementation: "reference" runs plain JAX everywhere, in storages and exchanges too. Other
+        names have no effect here: they apply to pooling and steps, and each stack has them.
+      side_by_side: True if a lookup returns one array `[batch, sum of dims]` with the columns of
+        all features in order, and `d_outputs` is such an array.
 
     Attributes:
       init: `(key)` to tables and slots of all stacks.
       row_gradients: `(batch, d_outputs)` to rows and values of `RowGradients`, by stack.
-      squared_norm: `(batch, d_outputs)` to the sum of the squares of the values of `row_gradients`, by stack, on one
-        device that has all rows in arrays.
-      apply: `(tables, slots, gradients, steps)` to tables and slots after a step with the gradients of distinct rows.
-      update: `(tables, slots, batch, d_outputs, steps)` to tables and slots after a step with the gradients of a batch.
+      squared_norm: `(batch, d_outputs)` to the sum of squares of the values of `row_gradients`, by
+        stack. Only on one device, for stacks with all rows in arrays.
+      apply: `(tables, slots, gradients, steps)` to tables and slots after a step with the gradients
+        of distinct rows.
+      update: `(tables, slots, batch, d_outputs, steps)` to tables and slots after a step with the
+        gradients of a batch.
     """
 
     def __init__(
@@ -109,16 +112,23 @@ class Engine:
     def lookup(
         self, tables: ByName, batch: Batch | Call, numbers: ByName | None = None
     ) -> tuple[PyTree, LookupStatistics]:
-        """Activations of all features, and counts; ahead of the steps of these numbers, if there are any."""
+        """Activations of all features, and the counts of the lookup.
+
+        Args:
+          tables: tables of the state.
+          batch: the global batch.
+          numbers: by stack, number of the step that will follow. None if no step follows.
+        """
         if self._has_all_rows:
-            numbers = None  # so that one program serves both
+            # `lookup` and `lookup_vjp` of a collection then share one compiled program.
+            numbers = None
         activations, statistics = self._look_up(tables, numbers, batch)
         if isinstance(activations, dict):
             activations = {name: activations[name] for name in self.features}
         return activations, statistics
 
     def gradient_shardings(self) -> tuple[tuple[str, NamedSharding, NamedSharding], ...] | None:
-        """How rows and values of `RowGradients` are split, by stack; None on one device."""
+        """Shardings of rows and values of `RowGradients`, by stack; None on one device."""
         if self.devices.mesh is None:
             return None
         partitions = sorted(
@@ -130,7 +140,10 @@ class Engine:
     # On one device
 
     def _stacks_of_one_call(self) -> list[list[str]]:
-        """Names of stacks in groups that one kernel call reads: dense rows of one dtype that are all on one device."""
+        """Groups of names of stacks that one kernel call can read.
+
+        They have dense rows of one dtype on a single device, without quantization.
+        """
         groups: dict[tuple[str | None, str], list[str]] = {}
         for name, stack in self.stacks.items():
             is_quantized = stack.table.quantization_config is not None
@@ -139,7 +152,7 @@ class Engine:
         return [names for names in groups.values() if len(names) > 1]
 
     def _looked_up_together(self, tables: ByName, batch: PreparedBatch) -> dict[str, LookupResult]:
-        """Results of the stacks that share a kernel call."""
+        """Lookup results of the stacks that share a kernel call, by stack."""
         results: dict[str, LookupResult] = {}
         none = jnp.zeros((), jnp.int32)
         for names in self._joint_stacks:
@@ -265,7 +278,7 @@ class Engine:
     def _backward(
         self, batch: Batch | Call, d_outputs: PyTree, function: Callable[..., Asked[PyTree]]
     ) -> ByName:
-        """Results of a function of each stack's name, rows, occurrences in the batch, and gradients of its outputs."""
+        """Results by stack of `function(name, rows, occurrences, gradients of its outputs)`."""
         asked: list[Asked[PyTree]] = []
         if isinstance(batch, Call):
             dims = tuple(stack.table.embedding_dim for stack in self.stacks.values())
@@ -285,7 +298,7 @@ class Engine:
     def _by_feature(
         self, d_output: Float[Array, "batch dims"]
     ) -> dict[str, Float[Array, "batch dim"]]:
-        """The columns of each feature."""
+        """Columns of each feature in an array with all features side by side."""
         columns = {}
         first = 0
         for name, feature in self.features.items():
@@ -296,7 +309,7 @@ class Engine:
 
 
 def _running_counts(bags: Bags) -> tuple[Int[Array, " nnz_plus_1"], Int[Array, " nnz_plus_1"]]:
-    """Numbers of keys, and of ids that no key can be, before each place of a list."""
+    """Number of keys, and number of invalid ids, before each position of a list."""
     counts = []
     for is_counted in (bags.ids.is_key, is_invalid(bags.ids)):
         counts.append(
@@ -315,7 +328,13 @@ def unzip_dict(pairs: Mapping[str, tuple[PyTree, PyTree]]) -> tuple[ByName, ByNa
 def to_activation(
     feature: FeatureSpec, dense_shape: tuple[Any, ...] | None, output: Array
 ) -> Array:
-    """Pooled rows `[outputs, dim]` of a feature in the shape of its activations; `dense_shape` is that of its ids."""
+    """Activations of a feature in their final shape, from pooled rows `[outputs, dim]`.
+
+    Args:
+      feature: spec of the feature.
+      dense_shape: shape of an array of ids, used with combiner `none`. None for ragged bags.
+      output: pooled rows. Columns from `feature.output_dim` on are cut off.
+    """
     output = output[:, : feature.output_dim] if feature.output_dim < output.shape[1] else output
     if feature.output_shape is not None:
         return output.reshape(-1, *feature.output_shape[1:])

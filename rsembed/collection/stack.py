@@ -1,4 +1,4 @@
-"""State of a collection, and stacks: rows of one table or several in one storage, the features that read them."""
+"""State of a collection, and stacks: tables in one storage, with the features that read them."""
 
 from __future__ import annotations
 
@@ -31,26 +31,28 @@ from rsembed.storage.logical_rows import array_names, checked_slots, rows_to_lea
 from rsembed.storage.protocol import on_host
 
 MOST_KEYS = 1 << 16
-"""Rows that one program reads out at most."""
+"""Largest number of rows that one call of a program reads out."""
 FIRST_KEY = "initial_key"
-"""Name in files of the PRNG key from which the rows of new keys follow."""
+"""Name in files of the PRNG key that draws the initial rows of new keys."""
 Activations = dict[str, Float[Array, "..."]]
 Batch = Mapping[str, PyTree]
 ByName = dict[str, PyTree]
-"""Trees by the name of a table, a stack or a feature."""
+"""Pytrees by name of a table, stack or feature."""
 
 
 class EmbeddingState(NamedTuple):
-    """Everything that training changes; donate it to your step.
+    """Everything that training changes. Donate it to your step.
 
     Args:
-      tables: one array `[rows, dim]` per stack, or what the storage of its tables keeps instead. On a mesh, rows lie
-        shard after shard; `EmbeddingCollection.tables` brings them into logical order.
-      slots: optimizer state beside each table.
+      tables: by stack, one array `[rows, dim]`, or the parameters of the tables' storage. On a
+        mesh, rows are ordered shard after shard. `EmbeddingCollection.tables` returns them in
+        logical order.
+      slots: by stack, the optimizer state of the tables.
       step: number of updates so far.
-      key: randomness of stochastic rounding; unused otherwise.
-      layout: which row of which table, with which rule, every row of the arrays is: `RowLayout.facts` by stack. Files
-        are written by it, and a collection compares it with its own. None, in a state made by hand, is not compared.
+      key: PRNG key of stochastic rounding, otherwise unused.
+      layout: fingerprint of the table, row and optimizer that each array row belongs to
+        (`RowLayout.facts` by stack). Checkpoints are written by it, and a collection refuses a
+        state with a different layout. None, as in a state made by hand, is not compared.
     """
 
     tables: ByName
@@ -63,7 +65,7 @@ class EmbeddingState(NamedTuple):
 def bags_of(
     batch: PreparedBatch, features: Sequence[FeaturePlacement]
 ) -> tuple[list[Bags], list[Segment]]:
-    """Bags of one or several features each, and which of them each of the features reads."""
+    """Lists of bags, each of one or several features, and the segment that each feature reads."""
     bags: list[Bags] = []
     segments: list[Segment] = []
     number_of: dict[str, int] = {}
@@ -84,13 +86,13 @@ def bags_of(
 
 
 class Stack:
-    """Rows of one table or several in one storage, the features that read them, and the tables by name.
+    """Tables in one storage, with the features that read them, and access to each table by name.
 
-    All methods take the parameters and slots of a state; slots are None in a state for serving.
+    Methods take the parameters and slots of a state. Slots are None in a state for serving.
 
     Args:
-      layout: where the rows of each table lie, if one array has them all.
-      rows: how devices find, read and step them.
+      layout: tables and features of the stack, and the place of each table if one array has all.
+      rows: the functions that find, read and step rows on the devices.
     """
 
     def __init__(self, layout: RowLayout, rows: Rows):
@@ -105,15 +107,15 @@ class Stack:
 
     @property
     def gradient_partitions(self) -> tuple[PartitionSpec, PartitionSpec]:
-        """How rows and values of `RowGradients` are split."""
+        """Partitions of rows and values of `RowGradients` over the mesh."""
         return (PartitionSpec() if self.rows.splits_columns else self.partition), self.partition
 
     def occurrences(self, batch: PreparedBatch) -> Occurrences:
-        """The ids of the stack's features; those outside their table are none."""
+        """Ids of the stack's features in a batch. Ids outside their table contribute nothing."""
         bags, segments = bags_of(batch, self.layout.stack.features)
         if self.storage.ids_are_rows:
             return Occurrences(self.layout.call(bags, segments))
-        # Ids that are in no bag must not be looked for.
+        # Ids outside all bags must not be looked up.
         is_used = [in_some_bag(own) for own in bags]
         if not self.storage.takes_keys:
             call = RowLayout.whole(self.layout.stack).call(bags, segments)
@@ -137,7 +139,13 @@ class Stack:
     def _tables_of_keys(
         self, number: int, bags: Bags, segments: Sequence[Segment]
     ) -> Int[Array, " nnz"] | None:
-        """Number of the table that each key of a list is for; None where the stack has one table."""
+        """Index of the table that each key of a list belongs to; None if the stack has one table.
+
+        Args:
+          number: index of the list.
+          bags: bags of the list.
+          segments: segment of each feature of the stack.
+        """
         names = [table.name for table in self.layout.stack.tables]
         if len(names) == 1:
             return None
@@ -153,7 +161,7 @@ class Stack:
         ]
 
     def values(self, params: PyTree, slots: PyTree) -> ByName:
-        """The rows of every table, as `EmbeddingCollection.tables` returns them."""
+        """Rows of every table by name, in the form of `EmbeddingCollection.tables`."""
         if self.storage.takes_keys:
             return self._by_table(self.storage.rows, params, () if slots is None else slots)
         return {
@@ -162,14 +170,14 @@ class Stack:
         }
 
     def slots(self, params: PyTree, slots: PyTree) -> ByName:
-        """The optimizer state of every table, as `EmbeddingCollection.slots` returns it."""
+        """Optimizer state of every table by name, in the form of `EmbeddingCollection.slots`."""
         nothing: PyTree = ()
         return self._by_table(
             self.storage.optimizer_state, nothing if self.storage.ids_are_rows else params, slots
         )
 
     def _by_table(self, read: Callable[..., PyTree], params: PyTree, slots: PyTree) -> ByName:
-        """Results, by the name of each table, of a function of the storage that reads one table."""
+        """Results of `read`, a function of the storage that reads one table, by table name."""
         if not self.storage.rows_on_host:
             params, slots = self.devices.place((params, slots), PartitionSpec())
         parts = self.storage.unstack(params, slots, self.table, self.num_shards)
@@ -185,9 +193,9 @@ class Stack:
         rows: Mapping[str, PyTree],
         new_slots: Mapping[str, PyTree] = MappingProxyType({}),
     ) -> tuple[PyTree, PyTree]:
-        """Parameters and slots with rows and slots of some tables written, which were checked.
+        """Parameters and slots with new rows and slots of some tables, which were checked before.
 
-        Where `rows_on_host`, the rows have the slots with them, and `new_slots` are empty.
+        If `storage.rows_on_host`, `rows` contain the slots too, and `new_slots` is empty.
         """
         devices, shards = self.devices, self.num_shards
         if self.storage.rows_on_host:
@@ -207,7 +215,7 @@ class Stack:
         return params, slots
 
     def slot_shapes(self, params: PyTree, slots: PyTree, table: TableSpec, num_rows: int) -> PyTree:
-        """Shapes and dtypes of what `slots` returns of one table, which has this number of rows."""
+        """Shapes and dtypes of the optimizer state of one table with `num_rows` rows."""
         if not self.storage.rows_on_host:
             return jax.eval_shape(self.slots, params, slots)[table.name]
         shapes: PyTree = tuple(
@@ -218,14 +226,15 @@ class Stack:
     def rows_with_slots(
         self, params: PyTree, slots: PyTree, table: TableSpec, rows: PyTree, new_slots: PyTree
     ) -> dict[str, PyTree]:
-        """Rows and slots of a table that `rows_on_host`, as `replaced` takes them.
+        """Rows and slots of a table with `rows_on_host`, in the form that `replaced` takes.
 
         Args:
-          params: of the state.
-          slots: of the state.
-          table: whose rows these are.
-          rows: new rows, which the storage has checked; None keeps those of the state.
-          new_slots: slots of the new rows, or of the state's. Keyed tables have them in the order of the keys.
+          params: parameters of the state.
+          slots: slots of the state.
+          table: spec of the table.
+          rows: new rows, checked by the storage. None keeps the rows of the state.
+          new_slots: slots of the new rows, or of the state's rows if `rows` is None. Slots of a
+            keyed table are in the order of the keys.
 
         Raises: ValueError, TypeError: slots do not fit the table.
         """
@@ -239,7 +248,7 @@ class Stack:
         return whole | dict(zip(array_names(table, slots)[1:], arrays, strict=True))
 
     def counts(self, params: PyTree) -> dict[str, dict[str, np.ndarray]]:
-        """Counters of every device by table; empty for storages that count nothing."""
+        """Counters by table, with one number per device; empty if the storage counts nothing."""
         counts = self.storage.counts(params, self.num_shards * len(self.tables))
         return {
             table.name: {
@@ -249,7 +258,7 @@ class Stack:
         }
 
     def check_start(self, params: PyTree, slots: PyTree) -> None:
-        """Raises: ValueError: an initializer that a user gave made a number that is not finite."""
+        """Raises: ValueError: a custom initializer gave a number that is not finite."""
         draws_slots = (
             any(map(callable, self.rule.slot_initial_values()))
             if self.storage.ids_are_rows
@@ -260,9 +269,8 @@ class Stack:
             return
         way_out = "give one that makes finite numbers of the table's dtype"
         if not self.storage.ids_are_rows:
-            for table in (
-                given if self.storage.takes_keys else ()
-            ):  # rows are drawn one by one, in steps
+            # Rows of keyed tables are drawn one by one during training, so one row is tried.
+            for table in given if self.storage.takes_keys else ():
                 row = table.initializer(jax.random.key(0), (1, table.embedding_dim))
                 check_finite(
                     row,
@@ -273,7 +281,8 @@ class Stack:
         try:
             for array in (params, *slots):
                 check_finite(array, f"stack {self.layout.stack.name!r}", way_out=way_out)
-        except ValueError:  # which table it is, is worth a copy
+        except ValueError:
+            # Copying the tables one by one costs time, but names the table in the error.
             for table_name, values in self.values(params, slots).items():
                 check_finite(
                     values, f"table {table_name!r}: what its initializer gives", way_out=way_out
@@ -283,7 +292,10 @@ class Stack:
     # Files
 
     def saved(self, params: PyTree, slots: PyTree) -> tuple[ByName, ByName]:
-        """Rows and slots of every table as files have them; of tables with keys all that belongs to these in one."""
+        """Rows and slots of every table by name, in the form of files.
+
+        A keyed table has its keys, rows and slots in one dictionary, and no separate slots.
+        """
         tables = self._by_table(self.storage.rows, params, slots)
         if not self.storage.takes_keys:
             parts = {
@@ -291,7 +303,8 @@ class Stack:
                 for name, rows in tables.items()
             }
             return {name: own.pop("values") for name, own in parts.items()}, parts
-        keys = on_host(jax.random.key_data(params.key))  # of all shards, which have the same ones
+        # One key per table and shard. All shards have equal keys, so the first shard's are taken.
+        keys = on_host(jax.random.key_data(params.key))
         impl = jax.random.key_impl(params.key)
         first = (jax.random.wrap_key_data(jnp.asarray(own), impl=impl) for own in keys)
         return {name: rows | {FIRST_KEY: next(first)} for name, rows in tables.items()}, {
@@ -301,7 +314,7 @@ class Stack:
     def restored(
         self, tables: Mapping[str, PyTree], slots: Mapping[str, PyTree]
     ) -> tuple[PyTree, PyTree]:
-        """Parameters and slots from what `saved` returned. Raises: ValueError: it does not fit them."""
+        """Parameters and slots from the result of `saved`. Raises: ValueError: it does not fit."""
         part = self.partition
         start = self.devices.on_each(self.rows.init, PartitionSpec(), (part, part))
         params, fresh_slots = jax.jit(start)(jax.random.key(0))
@@ -326,7 +339,7 @@ class Stack:
             }
         return self.replaced(params, fresh_slots, found)
 
-    # Rows that leave
+    # Eviction
 
     def evicted(
         self,
@@ -336,15 +349,14 @@ class Stack:
         step: Int[Array, ""],
         reasons: Mapping[str, Any],
     ) -> tuple[DynamicTable, dict[str, np.ndarray]]:
-        """The parameters without some keys of a table, and their rows; see `EmbeddingCollection.evict`.
+        """Parameters without the evicted keys of a table, and these keys with their rows.
 
-        The parameters are given away. The program does without the rows in what it changes: it would copy them on a
-        mesh.
+        See `EmbeddingCollection.evict`. `params` are donated. The compiled program that removes
+        keys does not get the rows, because on a mesh it would copy them.
         """
         number, policy = self.tables.index(table), cast(Hashed, self.storage).eviction
-        tables = np.arange(params.num_tables) % len(
-            self.tables
-        )  # of every shard one behind the other
+        # Every shard has all tables in order, so their numbers repeat.
+        tables = np.arange(params.num_tables) % len(self.tables)
         is_own = np.repeat(tables == number, params.rows.shape[0] // params.num_tables)
         places, found = rows_to_leave(
             params, table, policy, is_own, **reasons, step=int(on_host(step))
@@ -359,7 +371,7 @@ class Stack:
         leaves[places] = True
         (leaves,) = self.devices.place_from_host([leaves], self.partition)
         nothing: PyTree = ()
-        # Without the reason, none is old enough.
+        # If the reason is not given, no key is old enough.
         unused_for = np.int32(2**31 - 1 if reasons["unused_for"] is None else reasons["unused_for"])
         left = self._without(
             params._replace(rows=nothing), leaves, step, unused_for, np.int32(number)
@@ -377,9 +389,10 @@ class Stack:
 
 
 def call_of(stacks: Sequence[Stack], batch: PreparedBatch) -> Call:
-    """One call that reads stacks of dense rows on one device: table `k` of the call is the array of stack `k`.
+    """One kernel call that reads several stacks of dense rows on one device.
 
-    Its segments are the features of all stacks, stack after stack.
+    Table `k` of the call is the array of stack `k`. Segments are the features of all stacks, stack
+    after stack.
     """
     features: list[FeaturePlacement] = []
     for stack in stacks:
@@ -399,7 +412,14 @@ def _picked(array: Array, places: Int[Array, " n"]) -> Array:
 
 
 def _without(params: DynamicTable, leaves: Bool[Array, " rows"], *forget: Array) -> DynamicTable:
-    """The parameters of a device without the keys of some rows, nor those that waited for too long."""
+    """Parameters of a device without the keys of some rows.
+
+    Args:
+      params: parameters of the device.
+      leaves: mask of the rows to free.
+      forget: step, age and table number for `hashed_rows.forget_older`, which removes keys that
+        wait for admission.
+    """
     known, rows = params.keys, jnp.arange(leaves.shape[0], dtype=jnp.int32)
     left = row_map.release(known, jnp.where(leaves, rows, NO_ROW))
     counters = params.counters.add(evicted=left.num_free - known.num_free)
