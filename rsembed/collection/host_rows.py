@@ -1,4 +1,4 @@
-"""Tables on the host: rows of a batch travel to the devices, and those that make room for them back."""
+"""Tables on the host: moves the rows of a batch to device caches, and evicted rows back."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ ROWS_PER_BLOCK = 1 << 16
 
 
 class HostRows(HostCached):
-    """A `HostCached` table of one collection, with its rows on the host, which are those of one state at a time.
+    """A `HostCached` storage with the host rows of one table of one collection.
+
+    The host rows belong to one state at a time.
 
     Args:
-      storage: the choices.
-      table: whose rows these are.
+      storage: size of the cache and eviction policy.
+      table: spec of the table.
     """
 
     store: BackingStore
@@ -45,14 +47,18 @@ class HostRows(HostCached):
         )
 
     def begin(self, params: DynamicTable) -> None:
-        """Makes a fresh store, of which the given parameters have no row yet; `advanced` ones belong to it."""
+        """Creates a new store of initial rows.
+
+        Args:
+          params: parameters with an empty cache, and with the PRNG key of the initial rows.
+        """
         data, kind = jax.random.key_data(params.key), jax.random.key_impl(params.key)
         self.store = self.backing_store(
             self.table, jax.random.wrap_key_data(on_host(data)[0], impl=kind)
         )
 
     def advanced(self, params: DynamicTable, num_shards: int) -> DynamicTable:
-        """The parameters with which alone the store goes on."""
+        """Parameters marked with a new generation. The store refuses all older parameters."""
         self.generation.advance(self.generation.number)
         generation: PyTree = np.full(num_shards, self.generation.number, np.uint32)
         return params._replace(generation=generation)
@@ -60,7 +66,7 @@ class HostRows(HostCached):
     def rows(
         self, params: DynamicTable, slots: PyTree, table: TableSpec, num_shards: int
     ) -> dict[str, np.ndarray]:
-        """Rows of the store, but for those that are near."""
+        """All rows of the table, from the device cache if they are in it, else from the store."""
         self.generation.check(on_host(params.generation))
         num_rows, (places, ids) = table.vocabulary_size, self.residents(params)
         starts = range(0, num_rows, ROWS_PER_BLOCK)
@@ -74,13 +80,18 @@ class HostRows(HostCached):
         return dict(zip(array_names(table, slots), found, strict=True))
 
     def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> PyTree:
-        """A whole table."""
+        """`values` as an array of all rows in the table's dtype. Raises: ValueError: no fit."""
         return whole_table(values, table)
 
     def with_rows(
         self, params: DynamicTable, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int
     ) -> State:
-        """A fresh store with these values, or rows as `rows` has them; none is near. Raises: ValueError: no fit."""
+        """Parameters and slots after writing a whole table to a new store. The cache is empty.
+
+        `rows` is an array of values, or a dictionary as the method `rows` returns it.
+
+        Raises: ValueError: names or shapes of the rows do not fit the table.
+        """
         names, arrays = array_names(table, slots), (params.rows, *slots)
         shapes = {
             name: (table.vocabulary_size, *own.shape[1:])
@@ -99,12 +110,12 @@ class HostRows(HostCached):
 
 
 class Prefetch:
-    """The way of rows between the host and the devices.
+    """Moves rows of a table between the host and the device caches.
 
     Args:
-      stack: of a table on the host.
+      stack: stack of the table.
 
-    Raises: NotImplementedError: several processes would share the rows.
+    Raises: NotImplementedError: the mesh has several processes, which would share the rows.
     """
 
     def __init__(self, stack: Stack):
@@ -123,13 +134,19 @@ class Prefetch:
     def with_places(
         self, params: DynamicTable, slots: PyTree, wanted: Mapping[str, PyTree] | Array
     ) -> tuple[DynamicTable, list[np.ndarray]]:
-        """Parameters with places for the rows of a batch, or for those that row gradients are of, and what must move.
+        """Parameters with cache places for all rows that `wanted` reads, and the pending moves.
 
-        Nothing has moved yet, and the given parameters stay as they are.
+        No row has moved yet, and `params` stay valid.
+
+        Args:
+          params: parameters of the state.
+          slots: slots of the state.
+          wanted: a batch, or the rows of `RowGradients`.
 
         Raises:
-          RuntimeError: the state is of another time than the store, or there are too few places.
-          ValueError: the state has no slots, which move with their rows.
+          RuntimeError: the state does not have the generation of the store, or the cache is too
+            small.
+          ValueError: the state has no slots, which move together with their rows.
         """
         name = self.stack.table.name
         if slots is None:
@@ -138,7 +155,7 @@ class Prefetch:
                 "state, or serve from a checkpoint that a collection without storage= loaded."
             )
         self.storage.generation.check(on_host(params.generation))
-        # Places are made without the rows, which a program on a mesh would copy.
+        # The program does not get the rows, because on a mesh it would copy them.
         without: PyTree = ()
         found, moves = self._place(params._replace(rows=without), wanted)
         *moves, num_failed = map(on_host, moves)
@@ -152,10 +169,17 @@ class Prefetch:
     def moved(
         self, params: DynamicTable, slots: PyTree, moves: Sequence[np.ndarray], *, donates: bool
     ) -> tuple[DynamicTable, PyTree]:
-        """Parameters and slots after the moves that `with_places` returned. `donates` gives the given arrays away.
+        """Parameters and slots after the moves that `with_places` returned.
 
-        Else those from before stay valid, too: rows that leave are written as they stand in them, and nothing else
-        changes, until the store goes on with one state alone (`with_new_generation`).
+        Evicted rows are written to the store, and rows of the batch are read from it.
+
+        Args:
+          params: result of `with_places`, with the rows of the state.
+          slots: slots of the state.
+          moves: result of `with_places`.
+          donates: donate the arrays of `params` and `slots`. If False, the old state stays valid
+            until `with_new_generation`: the store gets its values of evicted rows, and nothing else
+            changes.
         """
         rows, ids, left, counts = moves
         if not (most := int(counts.max())):
@@ -169,7 +193,7 @@ class Prefetch:
         gone = [on_host(array)[leaves] for array in self._gather(arrays, rows)]
         generation = self.storage.generation
         with generation.lock:
-            # Another thread may have stepped since the places were made: then the store is of a later time.
+            # Another thread may have advanced the store since `with_places` checked it.
             generation.check(on_host(params.generation))
             values = self.storage.store.exchange(left[leaves], gone, np.maximum(ids, 0))
         come = place(values, self.stack.partition)
@@ -179,7 +203,7 @@ class Prefetch:
         return params._replace(rows=near), tuple(kept)
 
     def _make_room(self, params: DynamicTable, wanted: PyTree) -> tuple[DynamicTable, Moves]:
-        """As `HostCached.make_room`, on one device."""
+        """`HostCached.make_room` on one device, for a batch or the rows of `RowGradients`."""
         if not isinstance(wanted, Mapping):
             return self.storage.make_room(params, keys_of_gradients(wanted)[0])
         occurrences = self.stack.occurrences(PreparedBatch.of(wanted))
@@ -193,10 +217,16 @@ def fetched(
     *,
     donates: bool,
 ) -> EmbeddingState:
-    """The state with the rows near that a batch, or lanes of row gradients, wants by stack.
+    """State with every row that `wanted` reads in the device caches.
 
-    Rows move after those of all stacks have found a place: without one nothing has changed. `donates` gives the arrays
-    of the given state away; else it stays valid, too, until `with_new_generation`.
+    Rows move only after all stacks have found places. If there are too few, nothing has changed.
+
+    Args:
+      on_host: stacks on the host, by name.
+      state: state of the collection.
+      wanted: by stack, a batch or the rows of `RowGradients`.
+      donates: donate the arrays of `state`. If False, `state` stays valid until
+        `with_new_generation`.
     """
     tables, slots, moves = dict(state.tables), dict(state.slots), {}
     for name, own in on_host.items():
@@ -209,7 +239,7 @@ def fetched(
 
 
 def with_new_generation(on_host: Mapping[str, Prefetch], state: EmbeddingState) -> EmbeddingState:
-    """The state with which alone the stores go on."""
+    """State marked with a new generation. The host stores refuse all older states."""
     tables = dict(state.tables)
     for name, own in on_host.items():
         advanced = own.storage.advanced(tables[name], own.stack.num_shards)

@@ -1,8 +1,9 @@
-"""Batches as users have them, checked and brought into canonical form.
+"""Batches of users, checked and brought into canonical form.
 
-The bags of ragged features become one list of ids for each stack; see `prepared`. On a mesh, the list has a part for
-each device, and device `d` of `D` gets sample `b` of `B` where `d == b * D // B`. A feature that comes as an array
-`[batch, ids]` stays one, and so does on a mesh a feature whose rows are not pooled: it is padded to its longest bag.
+The bags of ragged features become one list of ids for each stack; see `prepared`. On a mesh, the
+list has a part for each device, and device `d` of `D` gets sample `b` of `B` if `d == b * D // B`.
+An array `[batch, ids]` stays an array. On a mesh, a ragged feature without pooling becomes an array
+too, padded to its longest bag.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ from rsembed.storage.protocol import Storage
 
 
 def check_names(features: Mapping[str, object], given: Mapping[str, object], what: str) -> None:
-    """Raises: TypeError or ValueError: `given` is no mapping, or does not name every feature once."""
+    """Checks that `given` is a mapping with exactly one entry per feature.
+
+    Raises: TypeError: `given` is no mapping. ValueError: features are missing or unknown.
+    """
     check_type(given, Mapping, f"{what}, with one entry for each of {sorted(features)},")
     missing, unknown = (
         sorted(set(features) - set(given)),
@@ -75,14 +79,16 @@ def prepare(
     """The batch in canonical form; see `EmbeddingCollection.prepare`.
 
     Args:
-      features: by name.
-      given: the batch, or what `read` makes one of.
-      devices: the mesh.
-      bounds_check: see the collection.
-      what: the subject of messages of what processes disagree in.
-      read: a wing's own checks, which refuse in all processes together.
-      lists: by feature, name of the list that takes its bags where they are ragged; None leaves every feature alone.
-      made_for: identity of features and tables; a batch that was prepared for the same comes back as it is.
+      features: features by name.
+      given: the batch, or the argument of `read`.
+      devices: devices of the mesh.
+      bounds_check: "raise" or "ignore", see `EmbeddingCollection`.
+      what: subject of the error if processes disagree.
+      read: function that checks `given` and returns the batch. Its errors reach all processes.
+      lists: by feature, name of the list that takes its bags if they are ragged. None puts no
+        feature into a list.
+      made_for: identity of features and tables. A batch that was prepared for the same identity is
+        returned unchanged.
     """
     if isinstance(given, PreparedBatch) and made_for is not None and given.made_for == made_for:
         return given
@@ -90,7 +96,8 @@ def prepare(
     with Agreement(devices.known_mesh, what, given) as agreement:
         batch = given if read is None else read(given)
         check_names(features, batch, "batch")
-        if not isinstance(batch, Jagged):  # which is on the host
+        if not isinstance(batch, Jagged):
+            # A `Jagged` is on the host already.
             _start_copies_to_host(batch)
             if devices.mesh is None:
                 plain = _of_arrays(features, batch, bounds_check)
@@ -138,7 +145,7 @@ def prepare(
 
 
 def _start_copies_to_host(batch: Batch) -> None:
-    """Copies all arrays from an accelerator at once; they are read one by one later."""
+    """Starts copies of all arrays from an accelerator to the host, which are read later."""
     values = [value for value in batch.values() if isinstance(value, (Bags, jax.Array))]
     for leaf in jax.tree.leaves(values):
         if isinstance(leaf, jax.Array) and not is_unknown(leaf):
@@ -146,11 +153,12 @@ def _start_copies_to_host(batch: Batch) -> None:
 
 
 def _on_mesh(batch: PreparedBatch, devices: Devices) -> PreparedBatch:
-    """The batch of all processes in global arrays, from the part of this process."""
+    """The global batch in arrays split over devices, from the samples of this process."""
     sharding = devices.sharding(devices.split)
 
     def placed(leaf: PyTree) -> jax.Array:
-        if is_unknown(leaf):  # it is a global array already, or traced
+        if is_unknown(leaf):
+            # A global array already, or traced.
             return leaf
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
@@ -160,7 +168,7 @@ def _on_mesh(batch: PreparedBatch, devices: Devices) -> PreparedBatch:
 def _members(
     features: Mapping[str, FeatureSpec], bags: Mapping[str, Bags], lists: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """Names of the ragged features of each list; inside `jit`, every feature is by itself."""
+    """Names of the ragged features in each list. Inside `jit`, no feature is in a list."""
     members: dict[str, list[str]] = {}
     for name, own in bags.items():
         is_pooled = features[name].pooling != "none"
@@ -172,7 +180,7 @@ def _members(
 def _places(
     members: Mapping[str, Sequence[str]], num_bags: Mapping[str, int]
 ) -> tuple[tuple[str, Listed], ...]:
-    """Sorted pairs of features and their places in lists, in which they follow each other."""
+    """Place of each feature in its list, as sorted pairs. Features of a list follow each other."""
     places = {}
     for stack, names in members.items():
         first_bag = 0
@@ -183,7 +191,7 @@ def _places(
 
 
 class Ragged(NamedTuple):
-    """The bags of a ragged feature: all ids, and the number of ids of each bag. Arrays of numpy."""
+    """The bags of a ragged feature: all ids, and the number of ids of each bag. Numpy arrays."""
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -192,11 +200,11 @@ class Ragged(NamedTuple):
 def _in_one_pass(
     features: Mapping[str, FeatureSpec], batch: Batch, lists: Mapping[str, str], bounds_check: str
 ) -> dict[str, Ragged] | None:
-    """Ids, int32, and lengths of all features, whose ids were checked together.
+    """Checked ids (int32) and lengths of all features, or None if they need the slow path.
 
-    It is None for tables with keys, declared batch sizes, features without a combiner, data that is
-    neither in numpy nor in lists of integers, and for every mistake. The caller then reads features
-    one by one, and names the mistake.
+    The result is None for keyed tables, declared batch sizes, features without a combiner, data
+    that is neither numpy arrays nor lists of integers, and every mistake. The caller then reads the
+    features one by one, and names the mistake.
     """
     for name, feature in features.items():
         storage = feature.table_spec.storage
@@ -229,7 +237,7 @@ def _in_one_pass(
 
 
 def _in_lists(ragged: Mapping[str, Ragged], lists: Mapping[str, str]) -> PreparedBatch:
-    """A batch of features that are all ragged, in the lists of a single device, on the host."""
+    """Prepared batch of ragged features in the lists of a single device, in host memory."""
     members: dict[str, list[str]] = {}
     for name in ragged:
         members.setdefault(lists[name], []).append(name)
@@ -249,8 +257,8 @@ def _everything(
 ) -> tuple[np.ndarray, np.ndarray, list[int]] | None:
     """Ids and offsets of all features, one after the other, and the number of bags of each.
 
-    It is None unless the batch is a `Jagged`, lists of lists of `int`, or sound `Bags` in numpy, and
-    has no weights.
+    The result is None unless the batch is a `Jagged`, lists of lists of `int`, or valid `Bags` of
+    numpy arrays, without weights.
     """
     if isinstance(batch, Jagged) and batch.features == tuple(features):
         everything = batch.bags
@@ -274,7 +282,7 @@ def _everything(
             return None
         if offsets.ndim != 1 or not offsets.size or offsets[0] != 0 or offsets[-1] != ids.size:
             return None
-    # The steps from the last offset of a feature to the first of the next are no lengths.
+    # The difference between the offsets of two features is no length.
     steps = np.diff(np.concatenate([value.offsets for value in values]))
     ends = np.cumsum([value.offsets.size for value in values])[:-1] - 1
     lengths = np.delete(steps, ends)
@@ -285,7 +293,7 @@ def _everything(
 
 
 def _offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """Offsets, int32, of bags of these lengths."""
+    """Offsets (int32) of bags with the given lengths."""
     offsets = np.zeros(lengths.size + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
@@ -294,10 +302,11 @@ def _offsets_of(lengths: np.ndarray) -> np.ndarray:
 def _of_arrays(
     features: Mapping[str, FeatureSpec], batch: Batch, bounds_check: str
 ) -> ByName | None:
-    """The canonical form of a batch whose features are all arrays of integers, made of all in one go, or None.
+    """Canonical form of a batch of integer arrays, made in one call; None for the slow path.
 
-    It is None where a table takes keys or a batch size is declared, and where an id lies outside its table: the way
-    through `Bags`, which takes ten times as long for 26 features of one sample, then checks each feature and names it.
+    The result is None for other data, keyed tables, declared batch sizes and ids out of range. The
+    path through `Bags` then checks the features one by one and names the wrong one. That path takes
+    ten times as long for 26 features of one sample.
     """
     given: ByName = {name: batch[name] for name in features}
     specs = [feature.table_spec for feature in features.values() if feature.num_samples is None]
@@ -328,15 +337,15 @@ def _of_arrays(
 
 
 def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
-    """Bags of a feature with ids and weights in the dtypes of the canonical form."""
+    """Checked bags of a feature, with ids and weights in the dtypes of the canonical form."""
     if (
         isinstance(value, jax.Array)
         and jnp.issubdtype(value.dtype, np.integer)
         and not is_unknown(value)
     ):
-        value = np.asarray(value)  # numpy needs no program for a check
+        value = np.asarray(value)  # numpy checks ids without a compiled program
     bags, table = as_bags(value, feature=feature.name), feature.table_spec
-    # Whoever differentiates by weights hides these alone.
+    # Under `jax.grad`, only the weights may be tracers. Then the ids can still be checked.
     visible = (
         dataclasses.replace(bags, weights=None)
         if isinstance(bags.weights, jax.core.Tracer)
@@ -364,16 +373,21 @@ def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
 
 
 def is_unknown(given: PyTree) -> bool:
-    """Whether values cannot be read here: inside `jit`, or because other processes hold some of them."""
+    """True if values cannot be read: inside `jit`, or if other processes hold a part of them."""
     return is_traced(given) or any(map(is_global, jax.tree.leaves(given)))
 
 
 def _canonical(feature: FeatureSpec, bags: Bags, given: PyTree) -> PyTree:
-    """The checked bags of a feature as compiled programs take them: as an array, or as bags of any length.
+    """Checked bags of a feature in the form that compiled programs take: an array, or `Bags`.
 
-    What was `given` is taken itself where it is such an array already. Bags have room for a power of two of ids, so
-    that few programs serve all batches. Those that somebody padded, what is inside `jit`, and features without a
-    combiner, whose activations have one vector per id, get no more room.
+    `Bags` are padded to a power of two of ids, so that few programs handle all batches. Bags do not
+    change if they are padded already or traced, or if the feature has no combiner: it has one
+    activation vector per id.
+
+    Args:
+      feature: spec of the feature.
+      bags: its checked bags.
+      given: the user's value, which is returned if it is already a suitable JAX array.
     """
     if bags.dense_shape is not None:
         is_there = (
@@ -389,7 +403,7 @@ def _canonical(feature: FeatureSpec, bags: Bags, given: PyTree) -> PyTree:
 
 
 def _check_num_samples(feature: FeatureSpec, bags: Bags, devices: Devices) -> None:
-    """Raises: ValueError: the samples are not as many as declared, or cannot be split over the devices."""
+    """Raises: ValueError: the batch size is not as declared, or not divisible by the devices."""
     num_samples = bags.num_bags
     if devices.mesh is not None and not is_unknown(bags):
         num_samples *= devices.num_devices // devices.num_parts_here
@@ -412,7 +426,12 @@ def _check_num_samples(feature: FeatureSpec, bags: Bags, devices: Devices) -> No
 
 
 def _form_and_width(name: str, bags: Bags, *, is_listed: bool) -> tuple[str, int]:
-    """What processes must agree on about a feature; and ids a sample, where it is to be padded by itself."""
+    """Text on which processes must agree about a feature, and the width to pad its bags to.
+
+    The width is 0 if the feature is not padded by itself.
+
+    Raises: ValueError: ragged bags are traced, so they cannot be split over the mesh.
+    """
     if is_unknown(bags):
         if bags.dense_shape is None:
             raise ValueError(
@@ -427,7 +446,11 @@ def _form_and_width(name: str, bags: Bags, *, is_listed: bool) -> tuple[str, int
 
 
 def _padded(bags: Bags, width: int) -> PyTree:
-    """Ids `[bags, width]` (or of the shape they had) filled up with `-1`; in a pair with weights, filled up with 0."""
+    """Ids as an array, in a pair with the weights if there are any.
+
+    Ragged bags become arrays `[bags, width]`, with ids padded by `-1` and weights by 0. Other bags
+    get the shape of their array.
+    """
     ids, weights = bags.ids, bags.weights
     if bags.dense_shape is not None:
         shaped = ids.reshape(*bags.dense_shape)
@@ -464,9 +487,15 @@ def check_output_shapes(features: Mapping[str, FeatureSpec], devices: Devices) -
 def d_outputs(
     features: Mapping[str, FeatureSpec], batch: Batch, d_activations: Mapping[str, PyTree]
 ) -> ByName:
-    """Gradients of features' activations, each as one float32 row `[outputs, dim]` per output of its kernel call.
+    """Gradients of the kernel outputs of each feature, float32 `[outputs, dim]`.
 
-    Raises: ValueError: one has another shape than its activations. TypeError: one is no array of floats.
+    Args:
+      features: features by name.
+      batch: batch of the lookup.
+      d_activations: gradients of the activations by feature.
+
+    Raises: ValueError: the shape of a gradient does not fit the activations. TypeError: a gradient
+      is no array of floats.
     """
     batch = PreparedBatch.of(batch)
     check_names(features, d_activations, "the activation gradients")
