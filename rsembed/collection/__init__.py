@@ -1,15 +1,15 @@
-"""EmbeddingCollection: all tables of a model behind three functional calls, on one device or a mesh.
+"""EmbeddingCollection: all tables of a model with functional calls, on one device or a mesh.
 
 ```
 embeddings.py    what users call
 ├─ inputs.py     checks a batch and brings it into the form of compiled programs
-├─ prepared.py   that form: lists of ids, which on a mesh have a part for each device
-├─ placement.py  where tables are; whole tables read and written by name
+├─ prepared.py   this form: lists of ids, with one part per device of a mesh
+├─ placement.py  placements of tables, and whole tables read and written by name
 ├─ devices.py    the devices of a mesh, and functions that run on each of them
 ├─ engine.py     lookups, row gradients and steps of all stacks
 ├─ serving.py    lookups in plain JAX, for files and other processes
 └─ stack.py      the state, and stacks: tables in one storage, with the features that read them
-     rows.py       finds, reads and steps rows: on this device, or by asking the owner of each
+     rows.py       finds, reads and steps rows, on this device or through their owners
      host_rows.py  moves rows between host and device
 ```
 

@@ -21,7 +21,7 @@ class Devices:
     """One device (`mesh` is None), or the devices along some axes of a mesh.
 
     Args:
-      mesh: the devices. Inside a `shard_map`, where JAX knows only an abstract mesh, it may be that.
+      mesh: the devices. It may be an abstract mesh inside a `shard_map`, where JAX knows no other.
       axes: axes of the mesh over which samples and tables are split. Devices along the other axes
         hold copies and compute the same.
     """
@@ -53,7 +53,7 @@ class Devices:
 
     @property
     def known_mesh(self) -> Mesh | None:
-        """The mesh; None on one device, and for an abstract mesh."""
+        """The mesh. None on one device, and for an abstract mesh."""
         return self.mesh if isinstance(self.mesh, Mesh) else None
 
     @functools.cached_property
@@ -63,7 +63,7 @@ class Devices:
 
     @functools.cached_property
     def num_processes(self) -> int:
-        """Number of processes that each bring samples of their own."""
+        """Number of processes. Each of them passes different samples."""
         mesh = self.known_mesh
         return 1 if mesh is None else len(processes_of(mesh))
 
@@ -78,7 +78,7 @@ class Devices:
 
     @functools.cached_property
     def identity(self) -> str:
-        """Text that differs between meshes of other devices or shapes, and between choices of axes."""
+        """Text that identifies the devices and the shape of the mesh, and the chosen axes."""
         mesh = self.known_mesh
         if mesh is None:
             return f"{self.num_devices} {self.axes}"
@@ -87,26 +87,26 @@ class Devices:
 
     @property
     def split(self) -> PartitionSpec:
-        """The partition of arrays of samples, and of rows with one owner each: split along the first axis."""
+        """Partition along the first axis, for samples and for rows with one owner each."""
         return PartitionSpec(self.axes)
 
     def sharding(self, partition: PartitionSpec) -> NamedSharding:
-        """The sharding of a global array with this partition. Raises: ValueError: there is no mesh."""
+        """Sharding of a global array with this partition. Raises: ValueError: there is no mesh."""
         if self.mesh is None:
             raise ValueError("one device alone has no sharding.")
         return NamedSharding(self.mesh, partition)
 
     def place(self, tree: PyTree, partition: PartitionSpec) -> PyTree:
-        """The arrays of a tree with this partition; unchanged on one device."""
+        """The arrays of a tree with this partition. On one device, `tree` unchanged."""
         if self.mesh is None:
             return tree
-        # `device_put` serves only devices of this process.
+        # `jit`, because `device_put` handles only devices of this process.
         return jax.jit(_same, out_shardings=self.sharding(partition))(tree)
 
     def place_from_host(self, tree: PyTree, partition: PartitionSpec) -> PyTree:
-        """The arrays of a tree with this partition, from numpy arrays that are equal in every process.
+        """The arrays of a tree with this partition, from numpy arrays equal in every process.
 
-        Arrays of JAX stay where they are.
+        JAX arrays are not moved.
         """
         if self.mesh is None:
             return jax.tree.map(jnp.asarray, tree)
@@ -122,12 +122,12 @@ class Devices:
     def on_each(
         self, function: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
     ) -> Callable[..., PyTree]:
-        """A function of global arrays that runs `function` on every device, with the parts it holds.
+        """Function of global arrays that runs `function` on every device, with the device's parts.
 
         Args:
-          function: of what one device holds.
-          in_specs: partitions of its arguments, as for `jax.shard_map`.
-          out_specs: partitions of its results.
+          function: function of the parts on one device.
+          in_specs: partitions of the arguments, as for `jax.shard_map`.
+          out_specs: partitions of the results.
 
         Raises: ValueError: the result is called while a mesh of explicit axes is set.
         """
@@ -153,25 +153,25 @@ class Devices:
     # Inside `on_each`:
 
     def index(self) -> Array:
-        """Number of this device."""
+        """Index of this device along the axes."""
         return jnp.zeros((), jnp.int32) if self.mesh is None else jax.lax.axis_index(self.axes)
 
     def total(self, tree: PyTree) -> PyTree:
-        """Sums over devices."""
+        """Sum of each array over devices."""
         return tree if self.mesh is None else jax.lax.psum(tree, self.axes)
 
     def gather(self, array: Array) -> Array:
-        """The parts of all devices, one after the other."""
+        """Parts of all devices, concatenated along the first axis."""
         if self.mesh is None or array.shape[0] == 0:  # XLA refuses to gather empty arrays
             return array
         return jax.lax.all_gather(array, self.axes, tiled=True)
 
     def columns_of_all(self, array: Array) -> Array:
-        """From all columns of this device's rows to this device's columns of all rows."""
+        """This device's columns of all rows, from all columns of this device's rows."""
         return jax.lax.all_to_all(array, self.axes, split_axis=1, concat_axis=0, tiled=True)
 
     def rows_of_all(self, array: Array) -> Array:
-        """From this device's columns of all rows to all columns of this device's rows."""
+        """All columns of this device's rows, from this device's columns of all rows."""
         return jax.lax.all_to_all(array, self.axes, split_axis=0, concat_axis=1, tiled=True)
 
 

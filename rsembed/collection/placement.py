@@ -39,9 +39,10 @@ def placement_of_tables(
     (`row` for a table without a storage). On one device every table is `replicated`.
 
     Args:
-      tables: by name.
-      devices: that share the tables.
-      placement: by table name, or one for all tables whose storage supports it; None asks for none.
+      tables: specs of the tables by name.
+      devices: devices that share the tables.
+      placement: placement by table name, or one for all tables. One for all has no effect on tables
+        with a storage that does not support it. None gives every table its default.
 
     Raises:
       ValueError: a placement or table is unknown, the storage of a named table does not support its
@@ -82,7 +83,7 @@ def placement_of_tables(
 
 
 def plan_placed(features: PyTree, placements: Mapping[str, str]) -> StackingPlan:
-    """The plan in which tables share a stack if they can and have the same placement."""
+    """Stacking plan: tables share a stack if their specs allow it and placements are equal."""
     tables = tables_of(features)
     placed: dict[tuple[int, str], list[str]] = {}
     for number, group in enumerate(group_tables(features, num_shards=1, pad=False)):
@@ -108,7 +109,16 @@ def make_stacks(
     exchange_capacity: int | None,
     implementation: str | None,
 ) -> dict[str, Stack]:
-    """The stacks of a plan by name, each with its rows in their storage and placement."""
+    """Stacks of a plan by name, each with its storage and placement.
+
+    Args:
+      plan: result of `plan_placed`.
+      features: features of the collection.
+      placements: placement by table name.
+      devices: devices that share the tables.
+      exchange_capacity: see `EmbeddingCollection`.
+      implementation: see `EmbeddingCollection`.
+    """
     specs = tables_of(features)
     bytes_of_device = [0] * devices.num_devices
     stacks: dict[str, Stack] = {}
@@ -173,13 +183,14 @@ class LogicalTables:
     """Reads and writes the tables of a collection by name.
 
     Args:
-      specs: of the tables, by name.
-      stacks: of the collection, by name.
+      specs: specs of the tables by name.
+      stacks: stacks of the collection by name.
 
     Attributes:
-      on_host: by stack, what moves rows between host and device, for tables kept as `HostCached`.
-      apart: stacks whose arrays a file cannot keep as they are: their rows are found by key, or are
-        on the host. Files have their tables instead.
+      on_host: by stack, the `Prefetch` that moves rows between host and device, for tables with
+        storage `HostCached`.
+      apart: stacks with rows by key or on the host, by name. Files have the tables of these stacks
+        instead of their arrays.
     """
 
     def __init__(self, specs: Mapping[str, TableSpec], stacks: Mapping[str, Stack]):
@@ -246,9 +257,9 @@ class LogicalTables:
         return state._replace(tables=all_tables, slots=all_slots)
 
     def _host_last(self, names: Iterable[str]) -> list[str]:
-        """The names of stacks in the order in which they are written.
+        """Names of stacks in the order of writing: stacks on the host come last.
 
-        Writing to rows on the host ends the life of the given state. So it comes last, when nothing
+        Writing to rows on the host invalidates the given state. So it happens last, when nothing
         can be refused any more.
         """
         return sorted(names, key=self.on_host.__contains__)
@@ -260,12 +271,13 @@ class LogicalTables:
         ]
         for part, array in parts:
             if isinstance(array, SavedArray):
-                continue  # of a checkpoint, which keeps what a state had; it is not read yet
+                # An array of a checkpoint is still on disk. A state had it, so it needs no check.
+                continue
             where = f"table {table_name!r}: its {part}"
             check_finite(array, where, may_be_negative=part not in non_negative)
 
     def _check_outside_jit(self, table: TableSpec, values: PyTree) -> None:
-        """Raises: RuntimeError: rows of the table are written on the host, and this is inside `jit`."""
+        """Raises: RuntimeError: the host writes rows of the table, and this is inside `jit`."""
         if self.stacks[self._stack_of[table.name]].storage.rows_on_host and is_traced(values):
             raise RuntimeError(
                 f"table {table.name!r} is kept as {table.storage}: with_tables writes its rows beside compiled "
@@ -339,7 +351,7 @@ class LogicalTables:
 
 
 def _of_numpy(values: PyTree) -> PyTree:
-    """A table that a user passed in; columns and tensors of other libraries become numpy arrays."""
+    """Values of a user's table, with columns and tensors of other libraries as numpy arrays."""
     if isinstance(values, Mapping):
         return {name: foreign_to_numpy(part) for name, part in values.items()}
     if isinstance(values, tuple):
@@ -348,7 +360,7 @@ def _of_numpy(values: PyTree) -> PyTree:
 
 
 def _slots_by_name(slots: PyTree) -> list[tuple[str, PyTree]]:
-    """The arrays of a table's slots that hold numbers, each with the name of its slot."""
+    """Arrays of a table's slots, each with the name of its slot."""
     parts = []
     for path, leaf in jax.tree.leaves_with_path(slots):
         if isinstance(leaf, (jax.Array, np.ndarray)):
@@ -358,7 +370,7 @@ def _slots_by_name(slots: PyTree) -> list[tuple[str, PyTree]]:
 
 
 def _parts(values: PyTree) -> Iterable[tuple[PyTree, PyTree]]:
-    """The arrays of a table with names: those of a keyed table, the cores of a train, or all rows."""
+    """Arrays of a table with names: arrays of a keyed table, cores of a tensor train, or rows."""
     if isinstance(values, Mapping):
         return values.items()
     if isinstance(values, tuple):

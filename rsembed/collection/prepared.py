@@ -1,4 +1,4 @@
-"""Prepared batches: the ragged features of a stack in one list of ids, features of arrays by themselves."""
+"""Prepared batches: one list of ids for the ragged features of a stack, and arrays."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rsembed.specs import FeatureSpec
 
 
 class Listed(NamedTuple):
-    """Where the bags of a ragged feature are.
+    """Place of a ragged feature's bags in a list.
 
     Args:
       list: name of the list.
-      first_bag: number of the feature's first bag in each part of the list.
-      num_bags: number of its bags in each part.
+      first_bag: index of the feature's first bag in each part of the list.
+      num_bags: number of the feature's bags in each part.
     """
 
     list: str
@@ -37,21 +37,23 @@ class Listed(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PreparedBatch(Mapping[str, PyTree]):
-    """A batch as compiled programs take it; reads as a mapping from features to `Bags` or arrays.
+    """A batch in the form that compiled programs take, as a mapping from features to their ids.
 
-    It is a pytree: it goes into `jit`, may be donated, and batches of equal sizes stack for `lax.scan`. The ids of all
-    ragged features that share a stack of tables are one list, so a few sizes of lists serve all batches.
+    It is a pytree: it goes into `jit`, may be donated, and batches of equal sizes stack for
+    `lax.scan`. The ids of all ragged features that share a stack of tables are one list, and lists
+    have few different sizes, so few programs handle all batches.
 
-    On a mesh, a list has a part for each device, which holds the bags of that device's samples. All parts have the same
-    room. They follow each other in global arrays that are split over the devices: ids `[parts * room]`, offsets
-    `[parts * (bags + 1)]`, which count from the beginning of each part, and weights `[parts * room]`.
+    On a mesh, a list has a part for each device, with the bags of that device's samples. All parts
+    are padded to one length, `room`. They follow each other in global arrays that are split over
+    the devices: ids `[parts * room]`, weights `[parts * room]`, and offsets `[parts * (bags + 1)]`,
+    which start at 0 in each part.
 
     Args:
       lists: by stack, the bags of its ragged features, feature after feature in each part.
-      arrays: of every other feature the array, the pair of ids and weights, or its `Bags`.
+      arrays: for every other feature, its array, its pair of ids and weights, or its `Bags`.
       listed: sorted pairs of a ragged feature and its place in the lists.
       features: names of all features, in the order of the collection.
-      made_for: identity of the features, tables and devices for which the batch was checked.
+      made_for: identity of the features, tables and devices that the batch was checked for.
     """
 
     lists: dict[str, Bags]
@@ -64,22 +66,25 @@ class PreparedBatch(Mapping[str, PyTree]):
 
     @staticmethod
     def of(batch: Mapping[str, PyTree]) -> PreparedBatch:
-        """The batch unchanged if it is prepared; else one in which every feature is by itself."""
+        """`batch` unchanged if it is prepared, else a prepared batch without lists."""
         if isinstance(batch, PreparedBatch):
             return batch
         return PreparedBatch({}, dict(batch), features=tuple(batch))
 
     def place(self, feature: str) -> Listed | None:
-        """The place of a ragged feature in the lists; None for a feature that is by itself."""
+        """Place of a ragged feature in the lists; None if the feature is in no list."""
         return dict(self.listed).get(feature)
 
     def num_parts(self, name: str) -> int:
-        """Number of parts of a list; inside `shard_map`, where a device has one of them, 1."""
+        """Number of parts of a list. Inside `shard_map` it is 1, because a device has one part."""
         num_bags = sum(place.num_bags for _, place in self.listed if place.list == name)
         return self.lists[name].offsets.shape[-1] // (num_bags + 1)
 
     def in_list(self, feature: str) -> PyTree:
-        """The feature's array; or its `Bags` with all ids of a list of one part, in which the offsets count."""
+        """The feature's array, or its `Bags` within a list of one part.
+
+        Such `Bags` have the ids of the whole list, and the offsets of the feature.
+        """
         place = self.place(feature)
         if place is None:
             return self.arrays[feature]
@@ -88,9 +93,10 @@ class PreparedBatch(Mapping[str, PyTree]):
         return Bags(bags.ids, bags.offsets[..., place.first_bag : last_bag + 1], bags.weights)
 
     def __getitem__(self, feature: str) -> PyTree:
-        """The feature's array or `Bags`; where processes share a mesh, the bags of this process.
+        """The feature's array or `Bags`. With several processes, the bags of this process.
 
-        Inside `jit`, the ids of other features may be before and after those of the bags: read ids by the offsets.
+        Inside `jit`, `Bags` may have ids of other features before the first offset and after the
+        last one, so read ids by the offsets.
 
         Raises: ValueError: several batches of a mesh are stacked here.
         """
@@ -139,23 +145,27 @@ class PreparedBatch(Mapping[str, PyTree]):
 
 
 def _part_of_process(array: PyTree) -> np.ndarray:
-    """The numbers of a global array, split along its first axis, that this process holds."""
+    """The part of a global array that this process holds. The array is split along axis 0."""
     if not is_global(array):
         return np.asarray(array)
     parts = {}
-    for shard in array.addressable_shards:  # several devices may hold copies of one part
+    # Several devices may hold copies of one part, so parts are collected by their start.
+    for shard in array.addressable_shards:
         parts[shard.index[0].start or 0] = np.asarray(shard.data)
     return np.concatenate([parts[start] for start in sorted(parts)])
 
 
 def in_order_of_features(bags: Bags, places: Sequence[Listed], num_parts: int, fill: int) -> Bags:
-    """The bags of some features out of all parts of a list: feature after feature, those of the first part first.
+    """The bags of some features from all parts of a list, feature after feature.
+
+    The bags of one feature are in the order of parts.
 
     Args:
       bags: a list of several parts.
-      places: of the features.
-      num_parts: parts of the list.
-      fill: id that fills the result up, with weight 0. Inside `jit` it has room for all ids of the list.
+      places: places of the features in the list.
+      num_parts: number of parts of the list.
+      fill: padding id. Inside `jit`, the result is padded to the length of the whole list, with
+        weights 0.
     """
     is_known = not is_traced(bags)
     xp: Any = np if is_known else jnp
@@ -184,9 +194,9 @@ def in_order_of_features(bags: Bags, places: Sequence[Listed], num_parts: int, f
 
 
 def room_for(bags: Sequence[Bags], num_parts: int) -> int:
-    """The room that the bags of several features need in each part of a list, as `size_of_list` gives it.
+    """Length of each part of a list with the bags of several features, from `size_of_list`.
 
-    Where somebody padded all the features, the list has their room.
+    If the bags of all features are padded already, the parts hold at least their padded lengths.
     """
     if not bags:
         return 0
@@ -201,14 +211,17 @@ def room_for(bags: Sequence[Bags], num_parts: int) -> int:
 
 
 def _ends_of_parts(bags: Bags, num_parts: int) -> np.ndarray:
-    """Where the ids of each part begin, and the end of the last part."""
+    """Index of the first id of each part, and the end of the last part."""
     return np.asarray(bags.offsets)[np.arange(num_parts + 1) * (bags.num_bags // num_parts)]
 
 
 def joined(bags: Sequence[Bags], room: int, num_parts: int) -> Bags:
-    """The bags of several features in one list on the host; each part has `room` for ids.
+    """The bags of several features in one list on the host.
 
-    Sample `b` of `B` is in part `b * num_parts // B`.
+    Args:
+      bags: bags of each feature. Bag `b` of `B` goes to part `b * num_parts // B`.
+      room: length of each part, in ids.
+      num_parts: number of parts.
     """
     ends = [_ends_of_parts(own, num_parts) for own in bags]
 
@@ -252,7 +265,10 @@ def identity_of(
     devices: Devices,
     bounds_check: str,
 ) -> str:
-    """Digest of all on which a prepared batch depends: features, what ids their tables admit, lists and devices."""
+    """Digest of everything that a prepared batch depends on.
+
+    These are the features, the ids that their tables admit, the lists, and the devices.
+    """
     facts = [f"{devices.identity} {bounds_check}"]
     for name, feature in features.items():
         table = feature.table_spec

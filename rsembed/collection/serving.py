@@ -30,8 +30,8 @@ DTYPES = ("float32", "bfloat16", "float16", "int8")
 ServedTable = dict[str, Array]
 """The arrays of a served table.
 
-`rows` are `[rows, dim]`. An int8 table has `scales`, a factor for each row. A keyed table has the key
-of each row in two lanes of 32 bits, `high` and `low`, in ascending order.
+`rows` are `[rows, dim]`. An int8 table has `scales`, a factor for each row. A keyed table has the
+key of each row in two lanes of 32 bits, `high` and `low`, in ascending order.
 """
 
 
@@ -54,14 +54,15 @@ def for_serving(
         too narrow. By default they are refused: with "int8", one NaN would make its whole row NaN.
 
     Returns: `lookup(tables, batch)`, which gives the activations of `collection.lookup`, and the
-      tables, a copy of each. Tensor trains and rows on the host are written out as arrays. Ids outside
-      their table contribute nothing.
+      tables, a copy of each. Tensor trains and rows on the host are written out as arrays. Ids
+      outside their table contribute nothing.
 
-    Under `jax.jit`, JAX cuts numpy's 64-bit integers to 32 bits before the lookup sees them. So ids of a
-    dense table must fit into int32, and 64-bit keys must be passed as `rsembed.keys.split_keys(keys)`.
-    An array of int32 is refused where a table has 64-bit keys.
+    Under `jax.jit`, JAX cuts numpy's 64-bit integers to 32 bits before the lookup sees them. So ids
+    of a dense table must fit into int32, and 64-bit keys must be passed as
+    `rsembed.keys.split_keys(keys)`. An array of int32 is refused if a table has 64-bit keys.
 
-    Raises: TypeError or ValueError: `dtype` is unknown, the state is not the collection's, or a number is not finite.
+    Raises: TypeError or ValueError: `dtype` is unknown, the state belongs to another collection, or
+      a number is not finite.
 
     Example:
       >>> import jax, jax.numpy as jnp, rsembed as rs
@@ -106,9 +107,12 @@ def _served(values: PyTree, dtype: str | None, table: str, allow_nonfinite: bool
 def lookup(
     features: Mapping[str, FeatureSpec], tables: Mapping[str, ServedTable], batch: Batch
 ) -> Activations:
-    """Activations of every feature, as `EmbeddingCollection.lookup` has them; ids outside contribute nothing.
+    """Activations of every feature, in the form of `EmbeddingCollection.lookup`.
 
-    Raises: TypeError, ValueError: the batch lacks a feature, or the tables are those of another collection.
+    Ids out of range contribute nothing.
+
+    Raises: TypeError, ValueError: the batch lacks a feature, or the tables belong to another
+      collection.
     """
     check_names(features, batch, "batch")
     _check_tables(features, tables)
@@ -116,7 +120,7 @@ def lookup(
 
 
 def _check_tables(features: Mapping[str, FeatureSpec], tables: Mapping[str, ServedTable]) -> None:
-    """Raises: TypeError, ValueError: a table is missing, or has another size or kind than its spec."""
+    """Raises: TypeError, ValueError: a table is missing, or does not have the size of its spec."""
     way_out = "give the tables that for_serving returned beside this lookup"
     if not isinstance(tables, Mapping):
         raise TypeError(f"lookup: the tables must be a mapping, got {describe(tables)}; {way_out}.")
@@ -166,7 +170,7 @@ def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Py
     if "scales" in table:
         (scales,) = reference.gather_rows((table["scales"],), rows)
         vectors = vectors * scales[:, None]
-    # A key without a row reads zeros, and counts in means all the same.
+    # A key without a row reads zeros, but counts in means.
     counted = jnp.where(is_id, jnp.int32(0), NO_ROW)
     entries = reference.entries_of(Call.of([list_of(bags, counted)], [combiner]), 0, 0, 1)
     bag, gains, _ = reference.entry_gains(entries, 1)
