@@ -45,8 +45,8 @@ class EmbeddingCollection:
     reads or writes whole keyed tables, outside the jitted step.
 
     On a mesh, every device looks up its part of the samples and stores its part of the tables. The
-    results equal the results of one device. The loss is a loss over the global batch: gradients of
-    a row are summed over all devices, and the row is stepped once.
+    results equal the results of one device. Gradients belong to the loss over the global batch:
+    they are summed over all devices, and each row is stepped once.
 
     Args:
       features: FeatureSpecs, nested in lists or dicts.
@@ -312,8 +312,8 @@ class EmbeddingCollection:
         `values`. Slots that are left out get their initial values, rows of other keys do not
         change, and rows without `last_step` count as used now.
 
-        An array of all rows fits tables of any storage. A keyed table takes the row numbers as
-        keys, and a tensor train takes the cores closest to the array.
+        Whole tables can move to another storage, as an array of all rows. A keyed table takes the
+        row numbers as keys, and a tensor train takes the cores closest to the array.
 
         Args:
           state: from `init`. The step of `state` is kept, and optimizers that count steps, such as

@@ -178,8 +178,8 @@ class Prefetch:
           slots: slots of the state.
           moves: result of `with_places`.
           donates: donate the arrays of `params` and `slots`. If False, the old state stays valid
-            until `with_new_generation`: the store gets its values of evicted rows, and nothing else
-            changes.
+            until `with_new_generation`: the store changes only in evicted rows, which get their
+            values in that state.
         """
         rows, ids, left, counts = moves
         if not (most := int(counts.max())):

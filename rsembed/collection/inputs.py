@@ -145,7 +145,7 @@ def prepare(
 
 
 def _start_copies_to_host(batch: Batch) -> None:
-    """Starts copies of all arrays from an accelerator to the host, which are read later."""
+    """Starts copying all arrays from an accelerator to the host, before they are read in turn."""
     values = [value for value in batch.values() if isinstance(value, (Bags, jax.Array))]
     for leaf in jax.tree.leaves(values):
         if isinstance(leaf, jax.Array) and not is_unknown(leaf):
