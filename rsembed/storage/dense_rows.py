@@ -1,4 +1,4 @@
-"""The storage of dense rows: the tables of a stack in one array, where each row lies, and what it is at first."""
+"""Dense storage: the tables of a stack in one array, its row layout and initial values."""
 
 from __future__ import annotations
 
@@ -32,10 +32,18 @@ from rsembed.storage.protocol import Found, ReadAhead, State, Storage, Vectors, 
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """The rows of a stack in one array `[num_shards * rows_per_shard, dim]`, shard after shard.
+    """Layout of the rows of a stack in one array `[num_shards * rows_per_shard, dim]`.
 
-    Spread over one shard, tables lie whole; spread over all, neighbouring ids have different owners. A device has one
-    shard, or `shards_per_device` that follow each other.
+    The shards are concatenated.
+
+    Args:
+      stack: plan of the stack, with its tables and features.
+      num_shards: number of shards of the array.
+      rows_per_shard: number of rows of a shard, padding included.
+      spread: number of shards that hold rows of one table. 1: each table is in one shard. With
+        `num_shards`, neighbouring ids have different owners.
+      places: position of each table.
+      shards_per_device: number of consecutive shards on one device, 1 by default.
     """
 
     stack: StackPlan
@@ -54,12 +62,12 @@ class RowLayout:
 
     @staticmethod
     def whole(stack: StackPlan) -> RowLayout:
-        """All rows in one shard."""
+        """Layout with all rows in one shard."""
         return RowLayout.row_wise(stack, 1)
 
     @staticmethod
     def row_wise(stack: StackPlan, num_shards: int) -> RowLayout:
-        """Neighbouring rows with different owners, so that frequent ids spread evenly."""
+        """Layout with different owners for neighbouring rows, so that frequent ids spread evenly."""
         places = tuple(Place(0, table.setting.row_offset_in_shard) for table in stack.tables)
         return RowLayout(
             stack, num_shards, -(-stack.spec.stack_vocab_size // num_shards), num_shards, places
@@ -67,7 +75,7 @@ class RowLayout:
 
     @staticmethod
     def as_planned(stack: StackPlan, shards_per_device: int) -> RowLayout:
-        """Padded and rotated as the plan says, over all shards that it was made for."""
+        """Layout with the padding, rotation and number of shards of the stacking plan."""
         num_shards = stack.spec.num_shards
         places = tuple(place_of(table.setting, num_shards) for table in stack.tables)
         rows_per_shard = stack.spec.stack_vocab_size // num_shards
@@ -75,12 +83,15 @@ class RowLayout:
 
     @staticmethod
     def table_wise(stack: StackPlan, num_shards: int, load: list[int]) -> RowLayout:
-        """Each table whole with one owner: the largest first, to whoever has least.
+        """Layout with each table on one device.
+
+        Tables are placed from the largest to the smallest. Each goes to the device with the fewest
+        rows of this stack. If several have equally few, the one with the smallest `load` gets it.
 
         Args:
-          stack: its tables are distributed.
-          num_shards: how many devices there are.
-          load: bytes that each device has from other stacks; what this stack brings is added.
+          stack: plan of the stack.
+          num_shards: number of devices.
+          load: bytes on each device from other stacks. The bytes of this stack are added in place.
         """
         used = [0] * num_shards
         places: dict[str, Place] = {}
@@ -96,16 +107,16 @@ class RowLayout:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the whole array, padding included."""
+        """Number of rows of the whole array, padding included."""
         return self.num_shards * self.rows_per_shard
 
     @property
     def rows_per_device(self) -> int:
-        """Rows that one device has."""
+        """Number of rows on one device."""
         return self.shards_per_device * self.rows_per_shard
 
     def facts(self, tables: Mapping[str, TableSpec]) -> dict[str, object]:
-        """All on which the meaning of a state's arrays depends, as `EmbeddingState.layout` keeps it."""
+        """Facts that give the arrays of a state their meaning, for `EmbeddingState.layout`."""
         found: dict[str, dict[str, object]] = {}
         for placed, place in zip(self.stack.tables, self.places, strict=True):
             table = tables[placed.name]
@@ -122,7 +133,7 @@ class RowLayout:
                 "storage": None if storage is None else repr(storage),
                 "in_files": None if storage is None else storage.in_files,
             }
-            # Rows of each array that belong to a table whose arrays those of others follow.
+            # Tables that share a storage are concatenated, so each one records its number of rows.
             sizes = (
                 None
                 if storage is None or len(self.stack.tables) == 1
@@ -143,24 +154,24 @@ class RowLayout:
 
     @functools.cached_property
     def place_of(self) -> dict[str, Place]:
-        """Where each table starts."""
+        """Position of each table, by name."""
         return {
             table.name: place for table, place in zip(self.stack.tables, self.places, strict=True)
         }
 
     @functools.cached_property
     def num_rows_of(self) -> dict[str, int]:
-        """Number of rows of each table."""
+        """Number of rows of each table, by name."""
         return {table.name: table.rows for table in self.stack.tables}
 
     def segment(self, table_name: str, bags: Segment) -> Segment:
-        """The segment that reads some bags from a table. The table's rows must follow each other (`spread` 1)."""
+        """Segment that reads bags from a table. The table's rows must be contiguous (`spread` 1)."""
         place = self.place_of[table_name]
         first_row = place.owner * self.rows_per_shard + place.first
         return bags._replace(first_row=first_row, num_rows=self.num_rows_of[table_name])
 
     def rows(self, table_name: str, ids: PyTree) -> PyTree:
-        """Row of each id in the array; ids must lie inside the table."""
+        """Row of each id in the array. Ids must be inside the table."""
         return self.place_of[table_name].rows(
             ids, spread=self.spread, rows_per_shard=self.rows_per_shard
         )
@@ -173,11 +184,11 @@ class RowLayout:
         )
 
     def call(self, bags: Sequence[Bags], readers: Sequence[Segment]) -> Call:
-        """A call that reads the array; ids outside their table read nothing.
+        """Kernel call that reads the array. Ids outside their table contribute nothing.
 
         Args:
-          bags: one or several features each.
-          readers: for each feature of the stack, the bags that are its own.
+          bags: lists of bags, of one or several features each.
+          readers: for each feature of the stack, the segment with its bags.
         """
         features = self.stack.features
         lists = [list_of(own) for own in bags]
@@ -201,7 +212,7 @@ class RowLayout:
 
 
 def list_of(bags: Bags, ids: Int[Array, " nnz"] | None = None) -> IdList:
-    """The bags of a feature as kernels take them, with other ids in their place if given."""
+    """Bags as an `IdList` for kernels. `ids` replaces the ids of the bags, if it is not None."""
     ids = jnp.asarray(bags.ids) if ids is None else ids
     weights = None if bags.weights is None else jnp.asarray(bags.weights)
     if bags.dense_shape is not None:
@@ -210,7 +221,7 @@ def list_of(bags: Bags, ids: Int[Array, " nnz"] | None = None) -> IdList:
 
 
 def in_some_bag(bags: Bags) -> Bool[Array, " nnz"]:
-    """Which ids belong to a bag: those between the first offset and the last."""
+    """Mask of the ids that belong to a bag: ids from the first offset up to the last offset."""
     place = jnp.arange(bags.ids.shape[0], dtype=jnp.int32)
     return (place >= bags.offsets[0]) & (place < bags.offsets[-1])
 
@@ -218,19 +229,22 @@ def in_some_bag(bags: Bags) -> Bool[Array, " nnz"]:
 def numbers_of_rows(
     names: Sequence[str], tables: Int[Array, " rows"], ids: Int[Array, " rows"]
 ) -> Int[Array, " rows"]:
-    """Numbers that tell rows of all tables apart: the same in every stack, placement and mesh.
+    """Number of each row that depends on its table's name and its id, not on stack or mesh.
 
     Args:
-      names: of tables.
-      tables: position in `names` of each row's table.
-      ids: row in its table.
+      names: names of the tables.
+      tables: index of each row's table in `names`.
+      ids: id of each row in its table.
     """
     of_names = np.asarray([zlib.crc32(name.encode()) for name in names], np.uint32)
     return mix(ids.astype(jnp.uint32), jnp.asarray(of_names)[tables]).astype(jnp.int32)
 
 
 def whole_table(values: PyTree, table: TableSpec) -> PyTree:
-    """An array of all rows in the dtype of its table; inside `jit`, `values` unchanged. Raises: ValueError: no fit."""
+    """Array of all rows of a table, in the dtype of the table. Inside `jit`, `values` unchanged.
+
+    Raises: ValueError: `values` is a mapping, has another shape, or has numbers that are too large.
+    """
     shape = (table.vocabulary_size, table.embedding_dim)
     if isinstance(values, Mapping):
         raise ValueError(
@@ -242,24 +256,24 @@ def whole_table(values: PyTree, table: TableSpec) -> PyTree:
         )
     if is_traced(values):
         return values
-    return as_dtype(
-        on_host(values), table.dtype, f"table {table.name!r}", "values"
-    )  # may be of another mesh
+    # The values may be on another mesh.
+    return as_dtype(on_host(values), table.dtype, f"table {table.name!r}", "values")
 
 
-# Tables are filled block by block, so that the random numbers of a block are all that init needs beside the table.
+# `init` fills tables block by block. Besides the table, it needs memory for one block only.
 INIT_BLOCK_VALUES = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseRows(Storage):
-    """Rows of several tables, numbered as a layout says; ids are such numbers, and so they come.
+    """Rows of several tables in one array. Ids are row numbers of the layout.
 
     Args:
-      layout: which row is whose, and which shard has it.
-      tables: in the order of the layout.
-      num_parts: shards that each keep some columns of all rows; 1 where rows are whole.
-      implementation: of the kernels.
+      layout: layout of the rows.
+      tables: specs of the tables, in the order of the layout.
+      num_parts: number of shards that each hold some columns of all rows. 1, the default: a shard
+        holds whole rows.
+      implementation: kernel implementation. None, the default, lets the dispatcher choose.
     """
 
     layout: RowLayout
@@ -269,22 +283,23 @@ class DenseRows(Storage):
     ids_are_rows: ClassVar[bool] = True
 
     def check(self, table: TableSpec) -> None:
-        """Every table can be kept like this."""
+        """Dense storage supports every table."""
 
     def num_ids(self, table: TableSpec) -> int:
-        """Rows of the whole array."""
+        """Number of rows of the whole array."""
         return self.layout.num_rows
 
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
-        """All that the layout places."""
+        """All tables of the layout."""
         return self.tables
 
     def init(
         self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
     ) -> State:
-        """Rows and slots of a device, or its columns of all rows; what lies behind a vocabulary holds zeros.
+        """Initial rows and slots of one device: its rows, or its columns of all rows.
 
-        They depend on `key`, the tables' names and their initializers alone.
+        Values depend only on `key`, on the names of the tables and on their initializers. The
+        padding after the vocabulary of a table is zero.
         """
         layout, width = self.layout, table.embedding_dim // self.num_parts
         rows = jax.ShapeDtypeStruct((layout.rows_per_device, width), jnp.float32)
@@ -292,17 +307,17 @@ class DenseRows(Storage):
         parts += [
             (slot.shape, slot.dtype) for slot in jax.eval_shape(table.optimizer.init_slots, rows)
         ]
-        # Where tables have all rows of all shards, nothing needs to be written twice.
+        # Without padding, `_filled` writes every row, so `allocate` need not write them.
         fill = None if layout.num_rows == layout.stack.spec.stack_vocab_size else 0.0
         arrays = tuple(api.allocate(*part, fill) for part in parts)
-        # Tables of one form, and of sizes that one size of blocks suits, are filled by one compiled loop.
+        # One compiled loop fills all tables with equal `form` and equal block size.
         groups: dict[tuple[Hashable, int], list[int]] = {}
         forms: dict[Hashable, Hashable] = {}
         for number, spec in enumerate(self.tables):
             alike = spec.initializer, spec.vocabulary_size, spec.embedding_dim
             if alike not in forms:
                 forms[alike] = form(spec)
-            # A power of four that holds all rows that a shard has, up to those of a full block.
+            # The smallest power of four that holds the table's rows of a shard, up to a full block.
             bits = max(-(-self._num_rows(number) // layout.spread) - 1, 0).bit_length()
             block = min(max(1, INIT_BLOCK_VALUES // spec.embedding_dim), 1 << (bits + bits % 2))
             groups.setdefault((forms[alike], block), []).append(number)
@@ -311,7 +326,7 @@ class DenseRows(Storage):
         return arrays[0], arrays[1:]
 
     def _num_rows(self, number: int) -> int:
-        """Rows of a table, with those behind its vocabulary."""
+        """Number of rows of a table, with the padding after its vocabulary."""
         return self.layout.stack.tables[number].setting.padded_vocab_size
 
     def _filled(
@@ -322,7 +337,15 @@ class DenseRows(Storage):
         key: PRNGKeyArray,
         shard: Int[Array, ""],
     ) -> tuple[Array, ...]:
-        """The arrays with the rows and slots of some tables of one form, so many at a time."""
+        """The arrays with the initial rows and slots of some tables, written block by block.
+
+        Args:
+          arrays: rows and slots of the device.
+          numbers: indices of the tables, which have equal `form`.
+          block: number of rows of a block.
+          key: key of the model.
+          shard: index of the device.
+        """
         layout, specs = self.layout, [self.tables[number] for number in numbers]
         spec, keys, width = (
             specs[0],
@@ -369,13 +392,13 @@ class DenseRows(Storage):
         return jax.lax.fori_loop(0, int(ends[-1]), fill_block, arrays)
 
     def owners(self, keys: Keys, num_shards: int) -> Int[Array, " nnz"]:
-        """The shard of every row."""
+        """The shard that owns each row; `num_shards` for padding."""
         return jnp.where(
             keys.is_key, keys.low.astype(jnp.int32) // self.layout.rows_per_device, num_shards
         )
 
     def vector_dtype(self, table: TableSpec) -> DTypeLike:
-        """The table's own dtype: of a 16-bit table half as many bytes travel between devices."""
+        """Dtype of the table. Devices exchange half the bytes if it has 16 bits instead of 32."""
         return jnp.dtype(table.dtype)
 
     def rounding(
@@ -384,9 +407,9 @@ class DenseRows(Storage):
         shard: Int[Array, ""] | int,
         resident_rows: Int[Array, " places"] | None = None,
     ) -> Rounding | None:
-        """Noise that no stack, placement or mesh changes.
+        """Rounding with noise that does not depend on stack, placement or mesh.
 
-        Rows are told apart by a number for the table's name and the id, wherever they lie.
+        The noise of a row depends on the name of its table and on its id, see `numbers_of_rows`.
         """
         if rounding is None:
             return None
@@ -406,14 +429,14 @@ class DenseRows(Storage):
     def read(
         self, params: Array, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None
     ) -> Vectors:
-        """Rows as they are stored."""
+        """Rows in the dtype of the table."""
         del ahead
         return self.vectors(params, self._rows(keys), table), jnp.zeros((), jnp.int32)
 
     def vectors(
         self, params: Array, rows: Int[Array, " nnz"], table: TableSpec
     ) -> Float[Array, "nnz dim"]:
-        """Rows as they are stored."""
+        """Rows in the dtype of the table."""
         del table
         return api.gather_rows((params,), rows)[0]
 
@@ -426,7 +449,7 @@ class DenseRows(Storage):
         table: TableSpec,
         step: Step,
     ) -> Found:
-        """Every row is there."""
+        """Row of each key. Parameters and slots are unchanged, because every id has a row."""
         del table, occurrences
         if step.resident_rows is not None:
             return params, slots, jnp.where(keys.is_key, keys.low.astype(jnp.int32), NO_ROW)
@@ -435,25 +458,29 @@ class DenseRows(Storage):
     def step(
         self, params: Array, slots: Slots, gradients: CallGradients, table: TableSpec, step: Step
     ) -> State:
-        """Row gradients and step in one kernel."""
+        """Rows and slots after one step. One kernel sums row gradients and updates the rows."""
         return api.update(params, slots, gradients, step, implementation=self.implementation)
 
     def step_distinct(
         self, params: Array, slots: Slots, rows: Array, values: Array, table: TableSpec, step: Step
     ) -> State:
-        """One optimizer step of distinct rows; nothing is sorted."""
+        """Rows and slots after one step of distinct rows, without a sort."""
         return api.apply_rows(params, slots, rows, values, step, implementation=self.implementation)
 
     def unstack(
         self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int
     ) -> list[State]:
-        """All rows for each table: `rows` picks its own."""
+        """The unsplit arrays, once per table. `rows` selects the rows of its table."""
         return [(params, slots)] * len(self.tables)
 
     def rows(
         self, params: Array, slots: Slots, table: TableSpec, num_shards: int
     ) -> dict[str, Array]:
-        """Copies: indexing by all rows would give an array itself, which a donated step deletes."""
+        """Copies of a table's rows and slots.
+
+        Without the copy, an index with all rows gives the array itself, and a step that donates the
+        array would delete the result.
+        """
         return dict(
             zip(array_names(table, slots), self._copies((params, *slots), table), strict=True)
         )
@@ -461,7 +488,7 @@ class DenseRows(Storage):
     def optimizer_state(
         self, params: PyTree, slots: Slots, table: TableSpec, num_shards: int
     ) -> PyTree:
-        """The slots of all rows of a table, in the named tuple of its rule; nothing is read of `params`."""
+        """Slots of all rows of a table, in the named tuple of its optimizer. `params` is unused."""
         return table.optimizer.pack_slots(self._copies(slots, table))
 
     def _copies(self, arrays: Sequence[Array], table: TableSpec) -> tuple[Array, ...]:
@@ -469,7 +496,7 @@ class DenseRows(Storage):
         return tuple(jnp.copy(own) if (own := array[index]) is array else own for array in arrays)
 
     def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> PyTree:
-        """A whole table."""
+        """All rows of a table, see `whole_table`."""
         return whole_table(values, table)
 
     def with_tables(
@@ -481,7 +508,7 @@ class DenseRows(Storage):
         num_shards: int,
         new_slots: Mapping[str, PyTree],
     ) -> State:
-        """Works inside `jit`, too."""
+        """See `Storage.with_tables`. It also works inside `jit`."""
         for own in self.tables:
             index = self.layout.all_rows(own.name, own.vocabulary_size)
             if own.name in rows:
@@ -494,8 +521,7 @@ class DenseRows(Storage):
         return params, slots
 
     def _rows(self, keys: Keys) -> Int[Array, " nnz"]:
-        """Rows of the device that owns them."""
-        is_row = keys.is_key & (
-            keys.low < self.layout.num_rows
-        )  # others may come in row gradients made by hand
+        """Row of each key on the device that owns it; `NO_ROW` for padding and ids out of range."""
+        # A user can put ids out of range into row gradients.
+        is_row = keys.is_key & (keys.low < self.layout.num_rows)
         return jnp.where(is_row, keys.low.astype(jnp.int32) % self.layout.rows_per_device, NO_ROW)

@@ -1,4 +1,4 @@
-"""The protocol between the engine and a storage, and which tables share one."""
+"""Protocol between the engine and the storage of a table, and groups of tables that share one."""
 
 from __future__ import annotations
 
@@ -21,99 +21,124 @@ from rsembed.keys import Keys, checked_keys, owners
 from rsembed.specs import TableSpec
 
 ReadAhead: TypeAlias = tuple[Int[Array, " nnz"], Int[Array, ""], Int[Array, " nnz"] | None]
-"""How often each key of a lookup occurred in the batch; the number of the step that will follow; and a number for each
-key that says in which order `find` will serve them, None where that is the order of the lookup."""
+"""What a lookup knows about the step that follows it: `(occurrences, step number, arrival)`.
+
+`occurrences` counts each key in the batch. `find` gives rows to new keys in ascending order of
+`arrival`; None means the order of the keys."""
 State: TypeAlias = tuple[PyTree, PyTree]
 """Parameters and slots."""
 Found: TypeAlias = tuple[PyTree, PyTree, Int[Array, " nnz"]]
-"""Parameters, slots, and the row of each key; `NO_ROW` where it has none."""
+"""Parameters, slots, and the row of each key. A key without a row has `NO_ROW`."""
 Vectors: TypeAlias = tuple[Float[Array, "nnz dim"], Int[Array, ""]]
-"""Rows, and how many distinct keys have none."""
+"""Vector of each key, and the number of distinct keys without a row."""
 Pool: TypeAlias = Callable[[Array, Int[Array, " nnz"]], PyTree]
-"""From rows, and the place of each key's own among them, to whatever is pooled of them."""
+"""Function `(vectors, index of each key's vector) -> pooled output`."""
 
 
 class Storage(abc.ABC):
-    """A storage: keeps those rows of a table that one device owns.
+    """Stores the rows of a table that one device owns.
 
-    `params` and `slots` are any pytrees, and all functions of them are pure and traced. On a mesh over which a table is
-    split, every leaf has a leading axis, along which the shares of the devices lie side by side. A storage knows
-    nothing of meshes, bags or other tables. Ids come as `Keys`, which may repeat. Frozen and hashable, as it is part of
-    a spec.
+    `params` and `slots` are any pytrees, and all functions of them are pure and traced. If a table
+    is split over a mesh, every leaf has a leading axis along which the shards are concatenated. A
+    storage does not depend on the mesh, on bags or on other tables. Ids arrive as `Keys`, which may
+    repeat. A storage is frozen and hashable, because it is part of a spec.
 
-    Arguments that all functions share: `table` is whose rows these are, and `step` the optimizer step that is being
-    made: its number, rule and hyperparameters.
+    Two arguments are the same in all functions. `table` is the spec of the table. `step` is the
+    current optimizer step: its number, rule and hyperparameters.
     """
 
     placements: ClassVar[tuple[str, ...]] = ("replicated",)
-    key_dtype: Any = None  # of ids that are keys; a storages' own field where it has some
+    # Integer dtype of the keys. None: ids are row numbers. Keyed storages override it with a field.
+    key_dtype: Any = None
 
     ids_are_rows: ClassVar[bool] = False
-    """Whether `params` is an array and ids are its rows, so that kernels may read and step whole bags."""
+    """True if `params` is one array and ids are its row numbers.
+
+    Kernels can then read and update whole bags."""
 
     rows_on_host: ClassVar[bool] = False
-    """Whether `rows` and `with_rows` work on the host, outside `jit`; a file then has rows by table, not `params`."""
+    """True if `rows` and `with_rows` work on the host, outside `jit`.
+
+    A checkpoint then has the rows of each table instead of `params`."""
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether a step is one of all `params`.
+        """True if a step updates all `params`.
 
-        Devices with copies may then each pull back the `gradients` of their own samples and `step_all` with the sum.
-        Every id has its row, and `find` changes nothing.
+        Devices with full copies then compute the `gradients` of their samples, and call `step_all`
+        with the sum over devices. Every id has a row, and `find` changes nothing.
         """
         return False
 
     @property
     def takes_keys(self) -> bool:
-        """Whether ids are keys of 64 bits, not row numbers below `vocabulary_size`."""
+        """True if ids are 64-bit keys, False if they are row numbers below `vocabulary_size`."""
         return self.key_dtype is not None
 
     @property
     def makes_room(self) -> bool:
-        """Whether `find` may take the row of one key for another, unless it is on `hold`."""
+        """True if `find` may evict a key to give its row to a new key. `hold` protects keys."""
         return False
 
     @property
     def in_files(self) -> str | None:
-        """Description in which a file and the table must agree; None where the file has a row for every id."""
+        """Description that must be equal in a file and in the table that loads it.
+
+        None: the file has a row for every id.
+        """
         return repr(self)
 
     def resizable(self, table: TableSpec, saved: str) -> tuple[tuple[str, ...], ...] | None:
-        """Paths of arrays in a file that `table` can take with another length of their leading axis.
+        """Path prefixes of the arrays that may have another length in a file than in `table`.
 
-        `saved` is `in_files` of the storage that the file is of. None: arrays of its size do not fit `table`.
+        Only the leading axis of these arrays may differ.
+
+        Args:
+          table: the table that loads the file.
+          saved: `in_files` of the storage that wrote the file.
+
+        Returns: the prefixes, or None if arrays of another size do not fit `table`.
         """
         del table, saved
         return None
 
     def resolved(self, table: TableSpec) -> Storage:
-        """The storage with every choice resolved that follows from `table`; equal ones give states the same meaning."""
+        """The storage with all options filled in that depend on `table`.
+
+        States of storages that resolve to equal ones have the same meaning.
+        """
         del table
         return self
 
     def sharing_key(self, table: TableSpec) -> Hashable:
-        """Key that is equal for tables of equal dim, dtype and rule that one storage may keep; None keeps one alone."""
+        """Key that is equal for tables that may share one storage. None: `table` shares with none.
+
+        The caller compares only tables of equal dim, dtype and rule.
+        """
         del table
         return None
 
     def sharing_groups(self, tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
-        """Tables of equal `sharing_key` in groups that each share one storage."""
+        """Groups of tables that each share one storage, from tables of equal `sharing_key`."""
         return [list(tables)]
 
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
-        """All that share the storage, in the order in which they lie in every leaf; `table` is one of them."""
+        """All tables that share the storage, `table` included, in their order in every leaf."""
         return (table,)
 
     def sharing(self, tables: Sequence[TableSpec]) -> Storage:
-        """One storage for tables of equal `sharing_key`."""
+        """One storage for several tables of equal `sharing_key`.
+
+        Raises: NotImplementedError: this kind of storage has one table only.
+        """
         raise NotImplementedError(
             f"{self} keeps one table, not {[table.name for table in tables]}."
         )
 
     def part_sizes(self, table: TableSpec) -> tuple[int, ...] | None:
-        """Rows that `table` has in each part of `params`, where those of tables that share it follow each other.
+        """Number of rows of `table` in each part of `params`, if tables are concatenated there.
 
-        None where `params` have no such parts.
+        None: `params` has no such parts.
         """
         del table
         return None
@@ -121,40 +146,46 @@ class Storage(abc.ABC):
     def unstack(
         self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int
     ) -> list[State]:
-        """`params` and slots of all shards as those of each of `tables_of`; of several, outside `jit`."""
+        """`params` and slots of each table of `tables_of`, from the arrays of all shards.
+
+        With several tables, call it outside `jit`.
+        """
         del table, num_shards
         return [(params, slots)]
 
     def stack(self, parts: Sequence[State], like: PyTree, num_shards: int) -> State:
-        """The inverse of `unstack`; `like` are `params` as they were."""
+        """The inverse of `unstack`. `like` is the `params` that `unstack` got."""
         del like, num_shards
         return parts[0]
 
     @abc.abstractmethod
     def check(self, table: TableSpec) -> None:
-        """Raises: ValueError or NotImplementedError: the table cannot be kept like this."""
+        """Raises: ValueError or NotImplementedError: this storage does not support the table."""
 
     def num_rows(self, table: TableSpec) -> int:
-        """Rows that the devices have room for, all together."""
+        """Number of rows that all devices together have room for."""
         return table.vocabulary_size
 
     def num_values(self, table: TableSpec) -> tuple[int, int]:
-        """Numbers kept in place of rows, and beside them for the optimizer, over all devices."""
+        """Number of parameters, and number of optimizer state values, over all devices."""
         row = jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
         slots = sum(slot.size for slot in jax.eval_shape(table.optimizer.init_slots, row))
         return self.num_rows(table) * table.embedding_dim, self.num_rows(table) * slots
 
     def num_ids(self, table: TableSpec) -> int:
-        """Ids that are no keys lie below it."""
+        """Exclusive upper bound of ids. It applies if ids are row numbers, not keys."""
         return table.vocabulary_size
 
     def checked(self, ids: PyTree, table: TableSpec, feature: str) -> Keys:
-        """Ids of a batch as keys, of which those that can be seen were checked. Raises: as `checked_keys`."""
+        """Keys from the ids of a batch. Traced ids that do not fit `key_dtype` become padding.
+
+        Raises: TypeError or ValueError: see `checked_keys`.
+        """
         del table
         return checked_keys(ids, self.key_dtype, feature=feature)
 
     def owners(self, keys: Keys, num_shards: int) -> Int[Array, " nnz"]:
-        """The shard that has the row of each key; `num_shards` for what is no key."""
+        """The shard that owns the row of each key; `num_shards` for padding."""
         owner: Int[Array, " nnz"] = owners(keys, num_shards)
         return owner
 
@@ -169,7 +200,13 @@ class Storage(abc.ABC):
         shard: Int[Array, ""] | int,
         resident_rows: Int[Array, " places"] | None = None,
     ) -> Rounding | None:
-        """How a shard's rows are rounded, from the rounding of the collection; `resident_rows` as in `Step`."""
+        """Rounding of one shard's rows, from the rounding of the collection.
+
+        Args:
+          rounding: rounding of the collection. None rounds to nearest.
+          shard: index of the shard.
+          resident_rows: see `Step`.
+        """
         del shard, resident_rows
         return rounding
 
@@ -177,16 +214,21 @@ class Storage(abc.ABC):
     def init(
         self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
     ) -> State:
-        """Initial `params` and slots of one of the shards. `key` is the model's, equal for all of them."""
+        """Initial `params` and slots of one shard. `key` is the key of the model."""
 
     @abc.abstractmethod
     def read(
         self, params: PyTree, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None
     ) -> Vectors:
-        """Rows, zeros for what is no key or has no row; and how many distinct keys have none.
+        """Vectors of the keys, and the number of distinct keys without a row.
 
-        `ahead` of a step, keys without a row read as what `find` is going to give them, and those are counted that it
-        wants to give one. None only looks.
+        Args:
+          params: parameters of one shard.
+          keys: keys and padding. Padding and keys without a row read zeros.
+          table: spec of the table.
+          ahead: the step that follows. A key without a row then reads the initial value of the row
+            that `find` will give it, and only keys that `find` will try to give a row are counted.
+            None, the default: no step follows.
         """
 
     def pooled(
@@ -198,9 +240,17 @@ class Storage(abc.ABC):
         pool: Pool,
         ahead: ReadAhead | None,
     ) -> tuple[PyTree, Int[Array, ""]]:
-        """`pool(vectors, row of each key among them)` of what `read` gives, which need not be written down for it.
+        """Pooled vectors of the keys, and the number of distinct keys without a row, as in `read`.
 
-        `call` reads the same ids, where these are row numbers.
+        A storage can override this to pool from its rows directly, without an array of the vectors.
+
+        Args:
+          params: parameters of one shard.
+          keys: keys and padding.
+          call: kernel call that reads the same ids, if ids are row numbers.
+          table: spec of the table.
+          pool: function that pools vectors.
+          ahead: the step that follows, as in `read`. None: no step follows.
         """
         del call
         vectors, num_unknown = self.read(params, keys, table, ahead)
@@ -212,7 +262,7 @@ class Storage(abc.ABC):
     def vectors(
         self, params: PyTree, rows: Int[Array, " nnz"], table: TableSpec
     ) -> Float[Array, "nnz dim"]:
-        """The rows that `find` gave; zeros for `NO_ROW`."""
+        """Vectors of the rows that `find` returned; zeros for `NO_ROW`."""
 
     @abc.abstractmethod
     def find(
@@ -224,10 +274,22 @@ class Storage(abc.ABC):
         table: TableSpec,
         step: Step,
     ) -> Found:
-        """Before a step: the row of every key, after giving one to those without; `NO_ROW` where there is none."""
+        """Parameters, slots and the row of each key, for the step that follows. New keys get rows.
+
+        Args:
+          params: parameters of one shard.
+          slots: slots of the same shard.
+          keys: keys and padding, which may repeat.
+          occurrences: number of times that each key occurred in the batch.
+          table: spec of the table.
+          step: the step that follows.
+
+        Returns: updated parameters, updated slots, and the row of each key. Padding, and keys that
+          got no row, have `NO_ROW`.
+        """
 
     def hold(self, params: PyTree, keys: Keys, step: Step) -> PyTree:
-        """`params`, in which the rows (and counts) of these keys stay where they are until the step is done."""
+        """`params` that protect the rows and counts of these keys until the end of the step."""
         del keys, step
         return params
 
@@ -235,7 +297,15 @@ class Storage(abc.ABC):
     def step(
         self, params: PyTree, slots: PyTree, gradients: CallGradients, table: TableSpec, step: Step
     ) -> State:
-        """One optimizer step of the rows that a call read, as `find` gave them, with gradients of their outputs."""
+        """`params` and slots after one optimizer step of the rows that a call read.
+
+        Args:
+          params: parameters of one shard, from `find`.
+          slots: slots of the same shard, from `find`.
+          gradients: gradients of the outputs of the call. Its ids are the rows from `find`.
+          table: spec of the table.
+          step: the step.
+        """
 
     def step_distinct(
         self,
@@ -246,11 +316,14 @@ class Storage(abc.ABC):
         table: TableSpec,
         step: Step,
     ) -> State:
-        """One optimizer step of rows of which none comes twice, with gradients `values`."""
+        """`params` and slots after one optimizer step of distinct rows, with gradients `values`."""
         return self.step(params, slots, CallGradients.of_rows(rows, values), table, step)
 
     def gradients(self, params: PyTree, gradients: CallGradients, table: TableSpec) -> PyTree:
-        """Where it `sums_gradients`: those of all `params`, float32, from gradients of what segments of ids read."""
+        """Gradient of all `params`, float32, from output gradients; only if `sums_gradients`.
+
+        Raises: NotImplementedError: a step of this storage updates single rows.
+        """
         raise NotImplementedError(
             f"table {table.name!r} is kept as {self}, of which a step touches single rows."
         )
@@ -258,19 +331,25 @@ class Storage(abc.ABC):
     def step_all(
         self, params: PyTree, slots: PyTree, gradients: PyTree, table: TableSpec, step: Step
     ) -> State:
-        """One optimizer step of all `params` with their gradients."""
+        """`params` and slots after one optimizer step of all `params`; only if `sums_gradients`.
+
+        Raises: NotImplementedError: a step of this storage updates single rows.
+        """
         raise NotImplementedError(
             f"table {table.name!r} is kept as {self}, of which a step touches single rows."
         )
 
-    # Tables by name; `params` and `slots` are those of all shards
+    # Whole tables by name. From here on, `params` and `slots` have the rows of all shards.
 
     def rows(
         self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int
     ) -> dict[str, PyTree]:
-        """All rows of a table, `values`, and `slot_<name>` of what `slots` there are, in the order of ids.
+        """All rows of a table as `values`, and each of its slots as `slot_<name>`, in id order.
 
-        Where ids are keys: in ascending order of `keys`, with what else belongs to these.
+        A keyed table is in ascending order of its keys. The dictionary then also has `keys` and
+        other facts about the keys, such as `last_step`.
+
+        Raises: NotImplementedError: the storage has no rows that can be exported.
         """
         raise NotImplementedError(
             f"table {table.name!r} is kept as {self}, which has no rows to be taken out."
@@ -279,20 +358,38 @@ class Storage(abc.ABC):
     def optimizer_state(
         self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int
     ) -> PyTree:
-        """The slots of all rows of a table, in the named tuple of its rule."""
+        """Slots of all rows of a table, in the named tuple of its optimizer."""
         rows = self.rows(params, slots, table, num_shards)
         own = tuple(jnp.asarray(array) for name, array in rows.items() if name.startswith("slot_"))
         return table.optimizer.pack_slots(own)
 
     def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> PyTree:
-        """Rows that a user gives for a table as `with_rows` takes them. Raises: ValueError: they do not fit it."""
+        """Rows that a user passes for a table, in the form that `with_rows` accepts.
+
+        Args:
+          values: rows from the user.
+          table: spec of the table.
+          step: number of steps that the state has made.
+
+        Raises: ValueError: the rows do not fit the table.
+        """
         del table, step
         return values
 
     def with_rows(
         self, params: PyTree, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int
     ) -> State:
-        """`params` and slots with rows of a table written, which `checked_rows` or `rows` returned."""
+        """`params` and slots after `rows` are written to a table.
+
+        Args:
+          params: parameters of all shards.
+          slots: slots of all shards.
+          rows: result of `checked_rows` or `rows`.
+          table: spec of the table.
+          num_shards: number of shards.
+
+        Raises: NotImplementedError: the storage does not support new rows.
+        """
         raise NotImplementedError(
             f"table {table.name!r} is kept as {self}, which cannot take any rows; replace what state.tables holds."
         )
@@ -306,10 +403,16 @@ class Storage(abc.ABC):
         num_shards: int,
         new_slots: Mapping[str, PyTree],
     ) -> State:
-        """`params` and slots with rows of some of `tables_of` written, by name; see `with_rows`.
+        """`params` and slots after rows and slots of some tables of `tables_of` are replaced.
 
-        `new_slots` replace the slots of some tables, in the form of `optimizer_state`. Where `rows_on_host`, `rows`
-        have them instead.
+        Args:
+          params: parameters of all shards.
+          slots: slots of all shards.
+          rows: new rows by table name, as in `with_rows`.
+          table: spec of any table of the storage.
+          num_shards: number of shards.
+          new_slots: new slots by table name, in the form of `optimizer_state`. It is empty if
+            `rows_on_host`, because `rows` then contain the slots.
         """
         parts = self.unstack(params, slots, table, num_shards)
         for number, own in enumerate(self.tables_of(table)):
@@ -321,21 +424,24 @@ class Storage(abc.ABC):
         return self.stack(parts, params, num_shards)
 
     def check_params(self, params: PyTree, table: TableSpec) -> None:
-        """Raises: ValueError: parts of `params` do not belong together."""
+        """Raises: ValueError: parts of `params` do not match, such as an average of two states."""
         del params, table
 
     def check_step(self, before: PyTree, after: PyTree, table: TableSpec) -> None:
-        """Raises: RuntimeError: between two states of a step outside `jit`, something was lost that must not be."""
+        """Checks a step outside `jit`, from the parameters before and after it.
+
+        Raises: RuntimeError: the step failed to store new keys.
+        """
         del before, after, table
 
     def counts(self, params: PyTree, num_shards: int) -> dict[str, np.ndarray]:
-        """Counters of every shard, on the host; empty for storages that count nothing."""
+        """Counters of each shard, on the host. Empty for storages without counters."""
         del params, num_shards
         return {}
 
 
 def on_host(array: PyTree) -> np.ndarray:
-    """A global array as one of numpy, in every process."""
+    """A global array as a NumPy array, in every process. Raises: RuntimeError: inside `jit`."""
     if is_traced(array):
         raise RuntimeError("rows by key, and counts, come to the host; read them outside of jit.")
     if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
@@ -344,21 +450,23 @@ def on_host(array: PyTree) -> np.ndarray:
 
 
 MOST_EMPTY = 1 / 16
-"""Largest share of rows that may stay empty where tables of unequal size share storage."""
+"""Largest padding of tables of unequal size that share storage, as a fraction of all rows."""
 
 
 def of_near_sizes(
     tables: Sequence[TableSpec], *, most_rows: int, num_waiting: int = 0
 ) -> list[list[TableSpec]]:
-    """Tables in few groups, which leave few rows empty where each of a group takes the place of the largest.
+    """Groups of tables of similar size. Each table is padded to the largest of its group.
 
-    Neighbours in size join, those first that cost the fewest rows. That is the fewest groups there can be, or one or
-    two more.
+    Groups of neighbouring sizes are merged, cheapest first, as long as the padding of all tables
+    stays within `MOST_EMPTY`. This gives the smallest possible number of groups, or one or two
+    more.
 
     Args:
-      tables: the tables.
-      most_rows: place for so many in a group, or for one table.
-      num_waiting: keys that may wait for a row in each table; there is place for `most_rows` in a group, too.
+      tables: tables that may share one storage.
+      most_rows: maximum number of rows of a group, padding included. A single table may have more.
+      num_waiting: number of keys that may wait for admission in each table, 0 by default. A group
+        has room for at most `most_rows` waiting keys, too.
     """
     size = operator.attrgetter("vocabulary_size")
     groups = [list(own) for _, own in itertools.groupby(sorted(tables, key=size), key=size)]
@@ -381,11 +489,11 @@ def of_near_sizes(
 
 
 def parts(trees: tuple[PyTree, ...], sizes: Sequence[Sequence[int]]) -> list[tuple[PyTree, ...]]:
-    """Trees of single tables, cut out of trees whose arrays hold the rows of several tables one behind the other.
+    """Trees of single tables, cut out of trees with several concatenated tables.
 
     Args:
-      trees: of arrays, or of shapes.
-      sizes: of each table, its rows in the arrays of each tree.
+      trees: trees of arrays, or of `jax.ShapeDtypeStruct`s.
+      sizes: for each table, its number of rows in the arrays of each tree.
     """
 
     def cut(leaf: PyTree, first: int, size: int) -> PyTree:
