@@ -67,7 +67,7 @@ class RowLayout:
 
     @staticmethod
     def row_wise(stack: StackPlan, num_shards: int) -> RowLayout:
-        """Layout with different owners for neighbouring rows, so that frequent ids spread evenly."""
+        """Layout with different owners for neighbouring rows, which spreads frequent ids evenly."""
         places = tuple(Place(0, table.setting.row_offset_in_shard) for table in stack.tables)
         return RowLayout(
             stack, num_shards, -(-stack.spec.stack_vocab_size // num_shards), num_shards, places
@@ -165,7 +165,7 @@ class RowLayout:
         return {table.name: table.rows for table in self.stack.tables}
 
     def segment(self, table_name: str, bags: Segment) -> Segment:
-        """Segment that reads bags from a table. The table's rows must be contiguous (`spread` 1)."""
+        """Segment that reads bags from a table. The rows must be contiguous (`spread` 1)."""
         place = self.place_of[table_name]
         first_row = place.owner * self.rows_per_shard + place.first
         return bags._replace(first_row=first_row, num_rows=self.num_rows_of[table_name])

@@ -1,4 +1,7 @@
-"""Rows for keys of 64 bits, `TableSpec(..., storage=Hashed(...))`, and for keys that are row numbers."""
+"""Keyed storage: rows for 64-bit keys, with `TableSpec(..., storage=Hashed(...))`.
+
+`RowNumbers` is the storage for keys that are row numbers.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ WhenFull = Literal["error", "grow", "evict", "zero"]
 
 
 class DynamicRows(Storage):
-    """A storage whose `params` are a `DynamicTable`; how keys find their rows is left to say."""
+    """Storage with a `DynamicTable` as `params`. Subclasses define how a key finds its row."""
 
     rows_on_host: ClassVar[bool] = True
 
@@ -57,7 +60,7 @@ class DynamicRows(Storage):
     def vectors(
         self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec
     ) -> Float[Array, "nnz dim"]:
-        """Float32, as they are read."""
+        """Float32 vectors of the rows; zeros for `NO_ROW`."""
         del table
         return api.lookup((params.rows,), Call.of([IdList.single(rows)], ["sum"]))[0]
 
@@ -83,13 +86,13 @@ class DynamicRows(Storage):
         table: TableSpec,
         step: Step,
     ) -> State:
-        """As every storage; nothing is sorted."""
+        """See `Storage.step_distinct`. The rows are not sorted."""
         step = hashed_rows.rounding_by_key(params, step)
         stepped, slots = api.apply_rows(params.rows, slots, rows, values, step)
         return params._replace(rows=stepped), slots
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
-        """Rows in use and all counters of each shard, int64."""
+        """Number of rows in use, and all counters, of each shard, as int64."""
         num_free = 0 if params.keys is None else on_host(params.keys.num_free).astype(np.int64)
         found = {
             "rows": params.rows.shape[0] // num_shards - num_free + np.zeros(num_shards, np.int64)
@@ -105,12 +108,12 @@ class DynamicRows(Storage):
         return found | {name: on_host(array)[places] for name, array in arrays}
 
     def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> PyTree:
-        """Rows of an array have their numbers for keys."""
+        """See `Storage.checked_rows`. An array without keys gets its row numbers as keys."""
         if not isinstance(values, Mapping):
             values = {"keys": np.arange(len(values)), "values": values}
         if "last_step" in values:
             return values
-        # They count as used now: else they would be the first to go.
+        # Imported rows count as used now. With step 0 they would be the first to be evicted.
         return {
             **values,
             "last_step": np.full(np.shape(values.get("keys", ())), int(on_host(step))),
@@ -124,30 +127,41 @@ class DynamicRows(Storage):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hashed(DynamicRows):
-    """Any number of 64 bits is an id: a key gets a row when it is first trained, and keeps it while there is room.
+    """Storage for 64-bit keys. A key gets a row when it is first trained.
 
-    The table's `vocabulary_size` is the number of rows, over all devices; on a mesh, key `k` belongs to device
-    `k % num_devices`, each of which has an equal share of the rows. A row starts from the table's `initializer`, called
-    as `(key, (1, embedding_dim))` with a PRNG key that belongs to the model, the table and the id, so that neither
-    company nor devices change it. `lookup` reads zeros for keys without a row, which count in means; `lookup_vjp` reads
-    what they will start from, and the step that follows gives them their rows. A new key for which no row is left
-    reads zeros in both.
+    A key keeps its row until it is evicted. The `vocabulary_size` of the table is the number of
+    rows of all devices together. On a mesh, key `k` belongs to device `k % num_devices`, and all
+    devices have equally many rows.
+
+    A row starts from the table's `initializer`, called as `(key, (1, embedding_dim))`. The PRNG key
+    depends on the model, the table and the id. So the initial value does not depend on the batch or
+    on the number of devices.
+
+    `lookup` reads zeros for keys without a row, and a mean counts them. `lookup_vjp` reads the
+    initial values of such keys, and the step that follows gives them rows. A new key reads zeros in
+    both if no row is left for it.
 
     Args:
-      when_full: what happens to a new key when all rows of its device are taken. "error" leaves it without a row, and
-        steps outside `jit` raise; inside, `collection.counts` has them as `failed`. "zero" does the same and never
-        raises. "evict" takes a row from another key.
-      eviction: whose: of the key used longest ago ("lru"), or least often ("lfu"); of equal ones the least key, a
-        negative one before a positive one. Never one of the same batch.
-      admission_count: a key gets a row in the first training batch after which it has occurred more often than this;
-        until then it reads zeros and is not trained. 0 admits every key at once.
-      admission_capacity: how many keys may wait for that at a time on a device; None means as many as have rows.
-      admission_probability: a key without a row gets one with this probability whenever it occurs in training; nothing
-        is kept of those that do not. Draws depend on the model's key, the table's name, the step and the id alone.
-      key_dtype: int32, int64, uint32 or uint64; keys that it cannot hold are refused. Signed ones may be negative, but
-        for -1, which is no id.
+      when_full: what happens to a new key if all rows of its device are in use. "error", the
+        default: the key gets no row, and a step outside `jit` raises RuntimeError. Inside `jit`,
+        `collection.counts` counts the key as `failed`. "zero": like "error", but no step raises.
+        "evict": the key gets the row of another key.
+      eviction: key that "evict" removes: the least recently used ("lru", the default) or the least
+        often used ("lfu"). If several are equal, the smallest key is evicted, and negative keys
+        come before positive keys. Keys of the current batch are never evicted.
+      admission_count: a key gets a row in the first training batch after which it has occurred more
+        often than this. Before that, it reads zeros and is not trained. 0, the default, admits
+        every key at once.
+      admission_capacity: maximum number of keys on a device that wait for admission. None, the
+        default, means the number of rows on the device.
+      admission_probability: probability that an occurrence in training gives a row to a key without
+        one, 1 by default. Keys that are not admitted need no memory. Draws depend only on the
+        model's key, the name of the table, the step and the id.
+      key_dtype: int32, int64 (the default), uint32 or uint64. Keys that do not fit are refused.
+        Signed keys may be negative, except -1, which means no id.
 
-    Raises: ValueError: an argument is unknown or out of range, once a table uses it.
+    Raises: ValueError: an argument is unknown or out of range. It is raised when a table uses the
+      storage.
 
     Example:
       >>> import jax, numpy as np, rsembed as rs
@@ -171,7 +185,7 @@ class Hashed(DynamicRows):
 
     @property
     def in_files(self) -> str:
-        """Rows by key, however many there is room for."""
+        """Description for files: rows by key. It does not contain the number of rows."""
         return ROWS_BY_KEY
 
     def check(self, table: TableSpec) -> None:
@@ -201,7 +215,7 @@ class Hashed(DynamicRows):
     def init(
         self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
     ) -> State:
-        del shard  # all begin empty
+        del shard  # All shards are empty at the start.
         tables = self.tables_of(table)
         capacities = [-(-own.vocabulary_size // num_shards) for own in tables]
         num_waiting = (
@@ -219,10 +233,10 @@ class Hashed(DynamicRows):
         pool: Pool,
         ahead: ReadAhead | None,
     ) -> tuple[PyTree, Int[Array, ""]]:
-        """As every storage, from the rows where they lie if all keys have some.
+        """See `Storage.pooled`. If every key has a row, it pools from the table directly.
 
-        Else nothing as large as the vectors is kept beside them: memory that a program needs beyond 64 MB comes from
-        the system in every call, and its pages one by one.
+        Otherwise it uses one array of vectors and no second array of that size. Every call gets
+        memory above 64 MB from the system, page by page, which is slow.
         """
         rows, num_absent = row_map.search(params.keys, keys)
         is_bound = hashed_rows.is_bound(params)
@@ -232,10 +246,9 @@ class Hashed(DynamicRows):
                 keys.only(rows == NO_ROW),
                 jnp.arange(keys.shape[0], dtype=jnp.int32),
             )
-            vectors = self.vectors(params, rows, table).astype(
-                params.rows.dtype
-            )  # as a new row is going to be stored
-            # Inside `jit` nothing can be raised, and rows of other keys must not pass for these.
+            # Rounded to the table's dtype, as new rows will be stored.
+            vectors = self.vectors(params, rows, table).astype(params.rows.dtype)
+            # A traced function cannot raise, so NaN marks rows that do not belong to the keys.
             vectors = jnp.where(is_bound, vectors, jnp.asarray(jnp.nan, vectors.dtype))
             if ahead is None:
                 _, own, _, _ = row_map.entries(strangers, jnp.ones(keys.shape, jnp.int32))
@@ -257,7 +270,7 @@ class Hashed(DynamicRows):
                 starts, dtype=jnp.int32
             )
 
-        # Late in training most batches have no strangers, and need none of their work.
+        # Late in training, most batches have no new keys and skip the work for them.
         has_all = (num_absent == 0) & is_bound
         return jax.lax.cond(
             has_all, lambda: (pool(params.rows, rows), varying_zero(rows)), with_strangers
@@ -273,16 +286,16 @@ class Hashed(DynamicRows):
         number: Array,
         arrival: Int[Array, " nnz"] | None,
     ) -> Bool[Array, " nnz"]:
-        """Which of the newcomers that are to start in step `number` will find a row: `find` serves the first ones.
+        """Mask of the new keys that will get a row in step `number`. `find` serves the first ones.
 
         Args:
           params: the table before the step.
-          rows: of the keys of the lookup, `NO_ROW` for those without one.
+          rows: row of each key of the lookup, or `NO_ROW`.
           newcomers: distinct keys without a row.
-          starts: which of them are admitted.
-          entry_of: newcomer that each key of the lookup is.
-          number: of the step.
-          arrival: see `ReadAhead`.
+          starts: mask of the admitted new keys.
+          entry_of: index of each lookup key in `newcomers`, or `NO_ROW`.
+          number: number of the step.
+          arrival: arrival order of the keys of the lookup, see `ReadAhead`.
         """
         known = params.keys
         num_wanted = row_map.counts_of(starts, newcomers.table, params.num_tables)
@@ -307,10 +320,21 @@ class Hashed(DynamicRows):
         PyTree,
         Bool[Array, " nnz"],
     ]:
-        """Distinct keys without a row, in step `number`.
+        """Distinct new keys of step `number`, and whether each is admitted.
 
-        Returns: number of each key given, the keys, their first places, how often they have occurred so far, where they
-          wait for admission (None if nobody does), and which of them get a row.
+        Args:
+          params: the table before the step.
+          strangers: keys without a row, which may repeat. All others are padding.
+          occurrences: number of times that each key occurred in the batch.
+          number: number of the step.
+
+        Returns: six values.
+          1. Index of each of `strangers` in the distinct keys, or `NO_ROW`.
+          2. The distinct keys.
+          3. Position of the first occurrence of each distinct key.
+          4. Number of occurrences of each distinct key so far.
+          5. Row of each distinct key in `params.waiting`. None without a list of waiting keys.
+          6. Mask of the admitted keys.
         """
         entry_of, own, first_of, totals = row_map.entries(strangers, occurrences)
         waiting_rows = None
@@ -332,9 +356,9 @@ class Hashed(DynamicRows):
         table: TableSpec,
         step: Step,
     ) -> Found:
-        """As every storage: new keys get rows in the order of their first occurrence.
+        """See `Storage.find`. New keys get rows in the order of their first occurrence.
 
-        Several calls may share a step: none of them evicts a row that another one used.
+        Several calls may belong to one step. No call evicts a row that an earlier call used.
         """
         number, (rows, num_absent) = cast(Array, step.number), row_map.search(params.keys, keys)
         params = params._replace(keys=row_map.use(params.keys, rows, number, occurrences))
@@ -343,15 +367,15 @@ class Hashed(DynamicRows):
             _: Array, state: tuple[DynamicTable, Slots, Array]
         ) -> tuple[DynamicTable, Slots, Array]:
             params, slots, rows = state
-            strangers = keys.only(
-                rows == NO_ROW
-            )  # what does not depend on the state would be computed before the loop
+            # Computed from the loop state, since XLA hoists loop-invariant code out of the loop.
+            strangers = keys.only(rows == NO_ROW)
             params, slots, new_rows = self._admit(
                 params, slots, strangers, table, number, occurrences
             )
             return params, slots, jnp.where(strangers.is_key, new_rows, rows)
 
-        # Most batches have no strangers. A loop of one turn or none keeps the table where it lies, a branch may not.
+        # Most batches have no new keys. A loop of at most one iteration updates the table in place.
+        # `lax.cond` may copy the table.
         num_turns, start = jnp.minimum(num_absent, 1), (params, slots, rows)
         found: tuple[DynamicTable, Slots, Array] = jax.lax.fori_loop(0, num_turns, admit, start)
         return found
@@ -365,7 +389,16 @@ class Hashed(DynamicRows):
         number: Array,
         occurrences: Array,
     ) -> tuple[DynamicTable, Slots, Array]:
-        """`find` of keys without a row, which may repeat, in step `number`."""
+        """Table, slots and row of each key, after new keys got rows in step `number`.
+
+        Args:
+          params: the table before the step.
+          slots: slots of the table.
+          keys: keys without a row, which may repeat. All others are padding.
+          table: spec of the table.
+          number: number of the step.
+          occurrences: number of times that each key occurred in the batch.
+        """
         evict = self.eviction if self.makes_room else None
         entry_of, keys, _, totals, waiting_rows, is_admitted = self._newcomers(
             params, keys, occurrences, number
@@ -374,7 +407,7 @@ class Hashed(DynamicRows):
         assign = functools.partial(row_map.assign, evict=evict, is_signed=is_signed)
         assigned = assign(params.keys, keys.only(is_admitted), number, totals)
         (known, rows, evicted, num_failed), waiting = assigned, params.waiting
-        # What cannot happen is not counted: every counter is a loop of its own in the program.
+        # Only events that can happen are counted, because each counter adds a loop to the program.
         happened = {"inserted": params.keys.num_free - known.num_free}
         if evict is not None:
             happened = {"inserted": happened["inserted"] + evicted, "evicted": evicted}
@@ -423,7 +456,7 @@ class Hashed(DynamicRows):
             or is_traced(whole)
             or not all(getattr(leaf, "is_fully_addressable", True) for leaf in whole)
         ):
-            return  # lookups read NaN
+            return  # The check needs concrete arrays. Lookups read NaN instead.
         keys = params.keys._replace(signature=np.asarray(params.keys.signature))
         bond: PyTree = np.asarray(params.bond)
         if not hashed_rows.is_bound(params._replace(keys=keys, bond=bond)):
@@ -450,7 +483,7 @@ class Hashed(DynamicRows):
                 )
 
     def sharing_key(self, table: TableSpec) -> Hashable:
-        if type(self) is not Hashed:  # what another class does otherwise, it says for one table
+        if type(self) is not Hashed:  # A subclass may behave differently, so it is never shared.
             return None
         return self, keyed_form(table.initializer, table.embedding_dim)
 
@@ -465,19 +498,20 @@ class Hashed(DynamicRows):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrowingKeys(Hashed):
-    """A table of keys that is enlarged between a lookup and its step, so that every new key gets a row."""
+    """Keyed table that grows between a lookup and its step, so that every new key gets a row."""
 
     always_has_room: ClassVar[bool] = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HashedTables(Hashed):
-    """Several tables of keys, alike but for names and sizes, that find, read and step their rows together.
+    """Storage shared by several keyed tables that differ only in name and size.
 
-    A model of a hundred tables compiles the program of one. Each takes the place of the largest.
+    A model with a hundred such tables compiles the program of one. Each table is padded to the size
+    of the largest.
 
     Args:
-      tables: in the order in which they lie in every leaf.
+      tables: specs of the tables, in their order in every leaf.
     """
 
     tables: tuple[TableSpec, ...]
@@ -492,7 +526,7 @@ class HashedTables(Hashed):
 
     def stack(self, parts: Sequence[State], like: PyTree, num_shards: int) -> State:
         written, slots = hashed_rows.stack(parts, num_shards)
-        return written._replace(key=like.key), slots  # as it lies on the devices
+        return written._replace(key=like.key), slots  # The PRNG keys are still on the devices.
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
         num_devices = num_shards // len(self.tables)
@@ -502,7 +536,7 @@ class HashedTables(Hashed):
 
 
 DRAWS = 0x61646D74
-"""Tells these draws from the initial values of the same keys."""
+"""Folded into PRNG keys, so that admission draws differ from the initial values of the keys."""
 
 
 def is_drawn(
@@ -512,11 +546,19 @@ def is_drawn(
     occurrences: Int[Array, " nnz"],
     probability: float,
 ) -> Bool[Array, " nnz"]:
-    """Whether each key is admitted in step `number`: with this probability for each of its occurrences.
+    """Mask of the keys that are admitted in step `number`.
 
-    A key draws one number of 32 bits a step, from `key` (where there are several, that of its table) folded with
-    `DRAWS`, the step and the key's lanes. Below the chance that none of its occurrences is lucky, in units of 2**-32,
-    it stays outside; the chance is a product of float32 numbers and nothing else, which no compiler rounds otherwise.
+    Each occurrence of a key admits it with `probability`. A key draws one 32-bit number per step,
+    from its table's PRNG key folded with `DRAWS`, the step and the lanes of the key. It is not
+    admitted if the draw, in units of 2**-32, is below `(1 - probability) ** occurrences`. This
+    power is a product of float32 numbers only, which all compilers round alike.
+
+    Args:
+      key: PRNG key of the table, or one for each of several tables.
+      keys: distinct keys and padding.
+      number: number of the step.
+      occurrences: number of times that each key occurred in the batch.
+      probability: chance of each occurrence, in (0, 1].
     """
     own = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, DRAWS), number))(
         key.reshape(-1)
@@ -537,11 +579,11 @@ MAX_KEYS = 2**32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowNumbers(DynamicRows):
-    """The storage of keys that are row numbers; they start from what a hash table would give them.
+    """Storage for keys that are row numbers. Initial values are equal to those in `Hashed`.
 
     Args:
-      num_shards: how many devices share the keys.
-      key_dtype: keys that it cannot hold are refused.
+      num_shards: number of devices that share the keys.
+      key_dtype: int32, int64 (the default), uint32 or uint64. Keys that do not fit are refused.
     """
 
     num_shards: int
@@ -594,7 +636,7 @@ class RowNumbers(DynamicRows):
         pool: Pool,
         ahead: ReadAhead | None,
     ) -> tuple[PyTree, Int[Array, ""]]:
-        """As every storage, from the rows where they lie if no key is beyond them."""
+        """See `Storage.pooled`. If no key is out of range, it pools from the table directly."""
         rows, places = self._rows(params, keys), jnp.arange(keys.shape[0], dtype=jnp.int32)
 
         def with_zeros() -> PyTree:

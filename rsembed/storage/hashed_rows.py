@@ -1,6 +1,7 @@
-"""Rows by key on one device: what is kept, what a row starts from, one optimizer step of some of them.
+"""Rows of keyed tables on one device: arrays, counters, initial values, rounding and growth.
 
-All functions are pure and run inside `jit` and `shard_map`; with the state donated, its rows stay where they are.
+Most functions are pure and run inside `jit` and `shard_map`. A program that donates the state
+updates its rows in place. `unstack`, `stack` and `numbers_of` work on the host.
 """
 
 from __future__ import annotations
@@ -27,22 +28,23 @@ from rsembed.storage.protocol import on_host
 from rsembed.storage.row_map import RowMap
 
 MAX_CAPACITY = 2**29
-# New rows are made in blocks of one size, whatever the batch: the work follows their number, and the same program
-# makes every row, so that its bits cannot depend on its company.
+# New rows are initialised in blocks of one size. So the work is proportional to their number, and
+# a row's initial bits do not depend on which other rows are created with it.
 INITIAL_BLOCK = 1024
 
 
 class Counters(NamedTuple):
-    """Keys of each table since it was made; a key counts once for every batch that it occurs in.
+    """Numbers of keys since each table was created. A key counts once for every batch.
 
-    Numbers of 64 bits, as a high and a low lane; without hash table there are none.
+    Each counter is a 64-bit number in two 32-bit lanes, high and low. All are None for tables
+    without a hash table.
 
     Attributes:
       inserted: keys that got a row.
-      evicted: keys that lost theirs, to others or by their age.
-      failed: keys of training that found no room, in the table or among those that wait for admission.
-      not_admitted: keys of training that had not occurred often enough.
-      forgotten: keys whose occurrences are no longer counted, to make room for others or by their age.
+      evicted: keys that lost their row to another key, or by a call of `evict`.
+      failed: training keys without a free row, or without room in the list of waiting keys.
+      not_admitted: training keys that were not admitted yet.
+      forgotten: keys that were removed from the list of waiting keys, by a new key or by age.
     """
 
     inserted: UInt32[Array, "tables 2"] | None = None
@@ -52,7 +54,7 @@ class Counters(NamedTuple):
     forgotten: UInt32[Array, "tables 2"] | None = None
 
     def add(self, **numbers: Array) -> Counters:
-        """Counters with some of them raised, by less than 2**32, one number for each table."""
+        """Counters after the given numbers are added: one per table, each below 2**32."""
         raised = {}
         for name, number in numbers.items():
             lanes, more = getattr(self, name), number.reshape(-1).astype(jnp.uint32)
@@ -62,20 +64,22 @@ class Counters(NamedTuple):
 
 
 class DynamicTable(NamedTuple):
-    """Rows of one device; all leaves have a leading axis, along which the shards of a table lie side by side.
+    """Rows of one shard. All leaves have a leading axis along which shards are concatenated.
 
-    Where several tables share a storage, they lie one behind the other in every leaf of a shard, as `unstack` and
-    `stack` say.
+    If several tables share a storage, they are concatenated in every leaf of a shard. `unstack` and
+    `stack` convert from and to single tables.
 
     Attributes:
-      keys: a `RowMap`, which key has which row; None without hash table.
-      rows: the vectors. Optimizer state of every row stands beside, in slots.
-      waiting: a `RowMap` of keys that wait for admission, which counts them; None if every key is admitted at once.
-      counters: what happened so far.
+      keys: `RowMap` from keys to rows. None without a hash table.
+      rows: vector of each row. Its optimizer state is in separate arrays, the slots.
+      waiting: `RowMap` that counts the keys that wait for admission. None if no keys wait.
+      counters: numbers of keys that were inserted, evicted and so on.
       key: PRNG key of each table.
-      generation: how often rows were exchanged with the host, from a random number on; None where none are there.
-      bond: signature of `keys`, byte by byte as floats; None where rows have fixed keys. Programs average the floats of
-        two states, rows among them, and take the keys of one: then the bond is no longer that of the keys.
+      generation: version counter of the rows on the device and the host, which starts at a random
+        number. None for tables without rows on the host.
+      bond: signature of `keys`, byte by byte as floats. None if the state needs no such check. It
+        detects averages of states: a program that averages all floats of two states, rows included,
+        and takes the keys of one, gets a bond that differs from the signature of its keys.
     """
 
     keys: PyTree
@@ -88,12 +92,12 @@ class DynamicTable(NamedTuple):
 
     @property
     def num_tables(self) -> int:
-        """How many tables there are."""
+        """Number of tables."""
         return self.key.shape[0]
 
     @property
     def own_key(self) -> KeyOrKeys:
-        """The key of the one table there is, or all keys."""
+        """PRNG key of the table, or the keys of all tables if there are several."""
         return self.key[0] if self.key.shape[0] == 1 else self.key
 
 
@@ -107,12 +111,14 @@ def empty(
     """A shard without keys, and its slots.
 
     Args:
-      table: whose rows these will be; of several tables, one that stands for all.
-      capacities: how many of each.
-      key: the table's, see `initial_values.table_key`, or one for each of several; the same in all shards.
-      num_waiting: how many keys of each may wait for admission; None where every key is admitted at once.
+      table: spec of the table, or of any of the tables that share the storage.
+      capacities: number of rows of each table.
+      key: PRNG key of the table, see `initial_values.table_key`, or one for each of several tables.
+        All shards get the same key.
+      num_waiting: maximum number of waiting keys of each table. None, the default, if every key is
+        admitted at once.
     """
-    if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):  # numbers, as keys once were
+    if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):  # raw uint32 data of a key
         key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(key))
     rows, slots = allocate(table, max(capacities) * len(capacities), fill=0)
     keys, waiting = (
@@ -124,11 +130,11 @@ def empty(
 
 
 MOST_ROUNDING = 0.25
-"""Largest error of a bond that comes from rounding, where equal bonds were averaged."""
+"""Largest rounding error of a bond that is an average of equal bonds."""
 
 
 def bond_of(keys: RowMap) -> PyTree:
-    """The signature of each table, byte by byte as floats."""
+    """Bytes of each table's signature, as floats."""
     signature: PyTree = keys.signature
     xp: Any = np if isinstance(signature, np.ndarray) else jnp
     parts = [(signature >> np.uint32(shift)) & np.uint32(255) for shift in (0, 8, 16, 24)]
@@ -136,20 +142,26 @@ def bond_of(keys: RowMap) -> PyTree:
 
 
 def with_keys(params: DynamicTable, keys: RowMap) -> DynamicTable:
-    """The shard with other keys, in which the rows are theirs."""
+    """The shard with other keys, and with the bond between these keys and the rows."""
     bond = None if params.bond is None else bond_of(keys)
     return params._replace(keys=keys, bond=bond)
 
 
 def is_bound(params: DynamicTable) -> PyTree:
-    """Whether the rows belong to the keys: False in an average of states whose keys have different rows."""
+    """True if the rows belong to the keys. False after averaging states with different keys."""
     if params.bond is None:
         return np.bool_(True)
     return (abs(params.bond - bond_of(params.keys)) < MOST_ROUNDING).all()
 
 
 def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
-    """Arrays of all shards, on the host, as those of each table."""
+    """Arrays of each table in host memory, from the arrays of all tables and all shards.
+
+    Args:
+      tree: arrays with the shards concatenated, and the tables concatenated in each shard.
+      num_tables: number of tables in each shard.
+      num_shards: number of shards.
+    """
     tree = jax.tree.map(
         lambda leaf: on_host(leaf).reshape(num_shards, num_tables, -1, *leaf.shape[1:]), tree
     )
@@ -172,9 +184,14 @@ def stack(trees: Sequence[PyTree], num_shards: int) -> PyTree:
 
 
 def allocate(table: TableSpec, capacity: int, *, fill: int | None) -> tuple[Array, Slots]:
-    """Rows and slots, all of them `fill`, or unspecified where they will be overwritten.
+    """Rows and slots of a shard, filled with one number.
 
-    Raises: ValueError: those are more than a shard can have.
+    Args:
+      table: spec of the table.
+      capacity: number of rows.
+      fill: number in all entries. None leaves them unspecified, for arrays that the caller fills.
+
+    Raises: ValueError: `capacity` is above `MAX_CAPACITY`.
     """
     if capacity > MAX_CAPACITY:
         raise ValueError(
@@ -198,7 +215,16 @@ def with_initial_values(
     *,
     slots: bool = True,
 ) -> tuple[Array, ...]:
-    """The arrays with the initial values (and slots) of `keys` in `rows`."""
+    """The arrays after the initial values and slots of new keys are written to their rows.
+
+    Args:
+      arrays: array of the vectors, and of the slots if `slots`.
+      rows: row of each key. `NO_ROW` skips a key.
+      keys: the new keys, and any entries that `rows` skips.
+      table: spec of the table.
+      key: PRNG key of the table, or one for each of several tables.
+      slots: False if `arrays` contains no slots. True is the default.
+    """
     if not rows.shape[0]:
         return arrays
     num_blocks = -(-rows.shape[0] // INITIAL_BLOCK)
@@ -221,7 +247,7 @@ def with_initial_values(
 
 
 def rounding_by_key(params: DynamicTable, step: Step) -> Step:
-    """A step whose 16-bit rows are rounded with noise that belongs to the key, whichever row it has."""
+    """A step that rounds 16-bit rows with noise that depends on the key, not on its row number."""
     if step.rounding is None:
         return step
     rounding = step.rounding
@@ -247,9 +273,13 @@ def forget_older(
     steps_to_live: Int[Array, ""],
     number: Int[Array, ""],
 ) -> DynamicTable:
-    """The shard without keys of the table of this number that wait for admission and have not occurred for long.
+    """The shard after removing old keys of one table from the list of waiting keys.
 
-    That is for more than `steps_to_live` steps.
+    Args:
+      params: the shard.
+      step: number of the current step.
+      steps_to_live: keys are removed that did not occur for more steps than this.
+      number: number of the table.
     """
     if (waiting := params.waiting) is None:
         return params
@@ -265,11 +295,19 @@ def forget_older(
 def grow(
     params: DynamicTable, slots: Slots, table: TableSpec, capacity: int, num_waiting: int = 0
 ) -> tuple[DynamicTable, Slots]:
-    """The shard with room for `capacity` rows; every key keeps its row. Programs are compiled anew for the new shape.
+    """The shard and its slots with room for `capacity` rows. Every key keeps its row.
 
-    At least `num_waiting` keys can wait for admission then, where they have to.
+    Programs are compiled again for the new shape.
 
-    Raises: ValueError: that is less than the shard has.
+    Args:
+      params: the shard.
+      slots: slots of the shard.
+      table: spec of the table.
+      capacity: new number of rows.
+      num_waiting: minimum number of keys that can wait for admission, if keys wait. 0, the default,
+        changes nothing.
+
+    Raises: ValueError: `capacity` is less than the present number of rows, or above `MAX_CAPACITY`.
     """
     old = params.rows.shape[0]
     if not old <= capacity <= MAX_CAPACITY:
@@ -289,6 +327,6 @@ def grow(
 
 
 def numbers_of(lanes: Array) -> np.ndarray:
-    """A counter of each shard, int64, on the host."""
+    """Values of a counter, int64, in host memory: one for each table of each shard."""
     high, low = on_host(lanes).astype(np.int64).T
     return (high << 32) + low
