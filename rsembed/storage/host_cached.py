@@ -1,4 +1,4 @@
-"""Tables larger than the device: rows on the host, and those of late batches near."""
+"""Tables larger than the device: rows on the host, with a device cache of recently used rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FIRST_VALUES_BLOCK = 4096
 
 
 class Lock:
-    """A lock that one thread may take again while it holds it; a copy of its owner gets a lock of its own.
+    """Reentrant lock for an object that may be copied or pickled. The copy gets a new lock.
 
     Example:
       >>> lock = Lock()
@@ -58,10 +58,11 @@ class Lock:
 
 
 class Generation:
-    """Counts the changes that a host and a device make together, from a random number on.
+    """Version counter shared by a host store and the state on the device.
 
-    The state on the device carries the number, too. One of another time or of another owner, whose places hold other
-    rows than the host believes, is noticed before it is used.
+    It starts at a random number, and the state contains it, too. A state that is older than the
+    store, or that belongs to another store, is refused. Its cache has other rows than the host
+    assumes.
 
     Example:
       >>> generation = Generation("the state is of another time; begin anew.")
@@ -74,28 +75,32 @@ class Generation:
     """
 
     def __init__(self, refusal: str):
-        """`refusal` says what is wrong with a state of another generation, and the way out."""
+        """A counter with a random start.
+
+        Args:
+          refusal: error message for a state of another generation, with the way out.
+        """
         self.number, self._refusal = secrets.randbits(31), refusal
         self.lock = Lock()
 
     def check(self, found: ArrayLike | None) -> None:
-        """Raises: RuntimeError: a number is not the present one."""
+        """Raises: RuntimeError: a number in `found` is not the current generation."""
         if (np.asarray(found) != self.number).any():
             raise RuntimeError(f"{self._refusal} (It has another generation than the host.)")
 
     def advance(self, found: ArrayLike | None) -> None:
-        """Begins a change of host and device. Raises: as `check`."""
+        """Starts a change of the store and the state. Raises: RuntimeError: see `check`."""
         found = np.asarray(found)
-        with self.lock:  # of two threads with one state, one is refused
+        with self.lock:  # If two threads use one state, the second one is refused.
             self.check(found)
             self.number = (self.number + 1) % 2**32
 
 
 class BackingStore:
-    """The rows of an array and of what belongs to it, such as optimizer state; those that a device has may be stale.
+    """Host copies of a table and its slots. Rows that a device caches may be stale here.
 
     Attributes:
-      arrays: the rows, changed in place.
+      arrays: the table and its slots. Rows are updated in place.
     """
 
     def __init__(
@@ -104,20 +109,24 @@ class BackingStore:
         first_values: Callable[[Rows], Sequence[ArrayLike]] | None = None,
         near_dtype: DTypeLike | None = None,
     ):
-        """A store of rows that were not written yet.
+        """A store with initial values in all rows.
 
         Args:
-          arrays: with equally many rows. Of zeros the system hands memory out as rows are first written.
-          first_values: what rows hold in all arrays until they are written, which is made when they are read. It is
-            called with few different numbers of rows, of which it may be asked again. None leaves it to `arrays`.
-          near_dtype: what a device rounds the first array to, if it does. A number that comes back as it left keeps
-            what the store has.
+          arrays: arrays with equally many rows. The system allocates memory of `np.zeros` only when
+            rows are first written.
+          first_values: function that computes the initial values of rows, for all arrays. It is
+            called when rows are read that were never written. It is called with few different
+            numbers of rows, and a row may occur in several calls. None, the default: `arrays` has
+            the initial values.
+          near_dtype: dtype of the first array on the device, if the device rounds it. A number that
+            the device did not change keeps the unrounded value of the store. None, the default: the
+            device does not round.
         """
         self.arrays, self._first_values, self._near_dtype = tuple(arrays), first_values, near_dtype
         self._is_written = np.zeros(0 if first_values is None else self.arrays[0].shape[0], bool)
 
     def read(self, rows: Rows) -> list[np.ndarray]:
-        """Copies of rows of all arrays."""
+        """Copies of the given rows, from all arrays."""
         arrays = [array[rows] for array in self.arrays]
         if self._first_values is not None:
             fresh = np.flatnonzero(~self._is_written[rows])
@@ -130,7 +139,7 @@ class BackingStore:
         return arrays
 
     def write(self, rows: Rows, arrays: Sequence[ArrayLike]) -> None:
-        """Replaces distinct rows of all arrays by the first of the values, which may be more."""
+        """Writes distinct rows of all arrays. Values after the last row are padding."""
         own = [np.asarray(values)[: rows.size] for values in arrays]
         if self._near_dtype is not None:
             kept = self.arrays[0][rows]
@@ -143,7 +152,13 @@ class BackingStore:
             self._is_written[rows] = True
 
     def exchange(self, left: Rows, arrays: Sequence[ArrayLike], come: Rows) -> list[np.ndarray]:
-        """Writes rows that left the device, then reads those that come to it: they may be the same."""
+        """Rows for the device, after a write of the rows that it evicted.
+
+        Args:
+          left: ids of the evicted rows.
+          arrays: values of the evicted rows, which may be padded.
+          come: ids of the rows to read. They may include evicted rows, so the write is first.
+        """
         self.write(left, arrays)
         return self.read(come)
 
@@ -155,29 +170,34 @@ Moves: TypeAlias = tuple[
     Int[Array, "1"],
     Int[Array, "1"],
 ]
-"""Places of a shard, ids that come to them and ids that leave them (-1 where a place was free); how many of these move;
-and for how many ids there was no place."""
+"""Row moves of one shard: `(slots, inserted ids, evicted ids, number of moves, conflicts)`.
+
+The evicted id is -1 if the slot was free. The last array counts ids that got no cache slot. Entries
+after the last move are padding."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostCached(DynamicRows):
-    """Rows stay on the host; the device has those that the last batches read, and their optimizer state.
+    """Storage for tables on the host, with a device cache of recently used rows and their slots.
 
-    Numbers are those of a table on the device, but for the noise of `stochastic_rounding`. `prefetch` of the
-    collection brings the rows of a batch near; call it before a compiled step, which cannot reach the host and stops
-    with an error where a row is missing. Outside `jit`, lookups and steps call it themselves. Memory of the host is
-    taken for rows that were trained or evicted.
+    Results are the same as with a table on the device, except for the noise of
+    `stochastic_rounding`.
 
-    The store belongs to the collection, which has one at a time: `init` and `load_collection` begin a new one. States
-    from before an exchange are refused, since the host does not hold their rows any more; go back with a checkpoint.
+    `collection.prefetch` copies the rows of a batch to the device. Call it before a compiled step,
+    which cannot read from the host and raises an error if a row is missing. Outside `jit`, lookups
+    and steps call it themselves. The host needs memory only for rows that were trained or evicted.
+
+    The collection has one store at a time. `init` and `load_collection` replace it. A state from
+    before an exchange of rows is refused, because the store no longer has its rows. To go back,
+    load a checkpoint.
 
     Args:
-      cache_rows: rows near, over all devices; at least those of a batch. On a mesh, id `k` belongs to device
-        `k % num_devices`.
-      eviction: who leaves for new rows: those fetched longest ago ("lru"), or least often ("lfu"); never rows of the
-        batch itself.
+      cache_rows: number of rows in the cache, over all devices. It must be at least the number of
+        distinct rows of a batch. On a mesh, id `k` belongs to device `k % num_devices`.
+      eviction: rows that are evicted for new rows: the least recently fetched ("lru", the default)
+        or the least often fetched ("lfu"). Rows of the current batch are never evicted.
 
-    Raises: ValueError: an argument is out of range, once a table uses it.
+    Raises: ValueError: an argument is out of range. It is raised when a table uses the storage.
 
     Example:
       >>> import jax, rsembed as rs
@@ -197,7 +217,7 @@ class HostCached(DynamicRows):
 
     @property
     def in_files(self) -> None:
-        """A row for every id."""
+        """None: a file has a row for every id."""
         return None
 
     def num_rows(self, table: TableSpec) -> int:
@@ -214,11 +234,11 @@ class HostCached(DynamicRows):
     def init(
         self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
     ) -> State:
-        del shard  # all begin empty
+        del shard  # All shards are empty at the start.
         empty, slots = hashed_rows.empty(
             table, [-(-self.cache_rows // num_shards)], table_key(key, table.name)
         )
-        # States of another time are refused by their generation.
+        # No bond: the generation already detects states that do not match the store.
         return empty._replace(generation=jnp.zeros(1, jnp.uint32), bond=None), slots
 
     def read(
@@ -238,11 +258,11 @@ class HostCached(DynamicRows):
         table: TableSpec,
         step: Step,
     ) -> Found:
-        del occurrences, step  # uses were counted when the rows came
+        del occurrences, step  # `make_room` has counted the uses.
         return params, slots, _found(params, keys, table.name)
 
     def backing_store(self, table: TableSpec, key: PRNGKeyArray) -> BackingStore:
-        """A store without rows; `key` is the table's, from which its initial rows follow."""
+        """A store with the initial values of the table. `key` is the PRNG key of the table."""
         first_values = functools.partial(fresh_rows, key, table=table)
         one_row = jax.eval_shape(first_values, jax.ShapeDtypeStruct((1,), jnp.int32))
         shapes = [((table.vocabulary_size, *array.shape[1:]), array.dtype) for array in one_row]
@@ -268,14 +288,15 @@ class HostCached(DynamicRows):
         return {"rows": counts["rows"], "fetched": counts["inserted"], "evicted": counts["evicted"]}
 
     def residents(self, params: DynamicTable) -> tuple[np.ndarray, np.ndarray]:
-        """Places in use, over all shards, and whose they are."""
+        """Cache slots in use, over all shards, and the id in each."""
         places = np.flatnonzero(on_host(params.keys.last_step) != row_map.FREE)
         return places, on_host(params.keys.low)[places]
 
     def make_room(self, params: DynamicTable, keys: Keys) -> tuple[DynamicTable, Moves]:
-        """Places for those of the keys that have none; their rows must follow before anything else.
+        """The cache after new keys got slots, and the row moves that the caller has to make.
 
-        Time is counted in calls, not in training steps: between two steps many batches may be looked up.
+        The caller must copy the rows into these slots before the next lookup. The clock for "lru"
+        counts calls, not training steps, because many batches may be looked up between two steps.
         """
         known = params.keys
         now = jnp.max(known.last_step) + 1
@@ -312,7 +333,7 @@ class HostCached(DynamicRows):
 
 
 def _found(params: DynamicTable, keys: Keys, table_name: str) -> Int[Array, " nnz"]:
-    """The rows of keys, all of which must be near."""
+    """Cache slots of the keys. The program stops with an error if a key is not in the cache."""
     rows = row_map.find(params.keys, keys)
     num_missing = jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
 
@@ -322,7 +343,8 @@ def _found(params: DynamicTable, keys: Keys, table_name: str) -> Int[Array, " nn
             "call collection.prefetch(state, batch) before the compiled step, with the batch that it reads."
         )
 
-    # `vmap` makes a branch run for every sample, which a call of the host cannot: one branch serves all samples.
+    # Under `vmap`, a branch runs for every sample, and a host callback cannot. So one branch checks
+    # all samples.
     @jax.custom_batching.custom_vmap
     def checked(rows: Array, num_missing: Array) -> Array:
         jax.lax.cond(num_missing > 0, lambda: io_callback(stop, None, num_missing), lambda: None)

@@ -1,13 +1,16 @@
-"""Which rows of a table on the host a device has: a set-associative cache, and the rows that move for it.
+"""Set-associative device cache for a table that is on the host.
 
-The policy is exact LRU or LFU for whole batches of ids, in numpy, without a loop over ids. An id hashes to one set and
-may sit in any of the set's ways; its slot is `set * num_ways + way`, the row of the device's array that holds it.
+The policy is exact LRU or LFU for whole batches of ids, in NumPy, without a loop over ids. An id
+hashes to one set and can be in any way of this set. Its slot is `set * num_ways + way`. The slot is
+the row of the device array that holds the id.
 
-Behind the slots, the array of a device (`NearRows`) has a *scratch* area for rows that found none. Rows go back to the
-host when they are evicted or flushed; scratch rows after every update. What belongs to a row, such as its optimizer
-state, lies in arrays beside it and travels with it; the last of these arrays says which row is where.
+After the slots, the device array (`NearRows`) has a *scratch* area for rows without a slot. Rows
+are written back to the host when they are evicted or flushed, and scratch rows after every update.
+Optimizer state is in separate arrays and moves with its row. The last of these arrays has the row
+number in each slot.
 
-Outside of `jit` policy and stores are called directly; inside, through ordered callbacks with room for one row per id.
+Outside `jit`, policy and stores are called directly. Inside `jit`, they are called through ordered
+callbacks with room for one row per id.
 """
 
 from __future__ import annotations
@@ -32,16 +35,17 @@ from rsembed.storage.host_cached import BackingStore
 
 
 class CacheCounts(NamedTuple):
-    """Counters of one call, or summed over calls. The first six are FBGEMM's, in its order.
+    """Counters of one call, or sums over calls. The first six are FBGEMM's, in its order.
 
     Attributes:
-      calls: batches.
-      requested_ids: ids asked for, every duplicate counted, ids that are not cacheable included.
-      unique_ids: distinct ids per batch; all ids that are not cacheable count as one.
-      unique_misses: distinct cacheable ids that were not resident before the batch.
-      unique_conflict_misses: those of them that found no slot.
-      conflict_misses: their lookups, every duplicate counted: rows to be read from the backing store.
-      unique_hits: distinct cacheable ids that were resident before the batch.
+      calls: number of batches.
+      requested_ids: number of ids, with duplicates and with ids that are not cacheable.
+      unique_ids: number of distinct ids in each batch. All ids that are not cacheable count as one.
+      unique_misses: number of distinct cacheable ids that were not resident before the batch.
+      unique_conflict_misses: number of these misses that got no slot.
+      conflict_misses: number of lookups of ids without a slot, with duplicates. Their rows are read
+        from the backing store.
+      unique_hits: number of distinct cacheable ids that were resident before the batch.
     """
 
     calls: int = 0
@@ -54,16 +58,21 @@ class CacheCounts(NamedTuple):
 
 
 NEVER = np.iinfo(np.int64).max
-"""Rank of a slot that may not be a victim: above every count and every time."""
+"""Rank of a slot that may not be evicted: above every count and every time."""
 
 IDS_PER_SEARCH = 4096
 
 MAX_LFU_SETS = 2**24 - 1
-"""FBGEMM packs the set number beside a 40-bit count; the limit is kept so that a configuration works in both."""
+"""Limit of the number of sets for LFU.
+
+FBGEMM packs the set number with a 40-bit count. With the same limit, a configuration works in both
+libraries."""
 
 
 def set_of(ids: Int[np.ndarray, " ids"], num_sets: int) -> Int64[np.ndarray, " ids"]:
-    """The set of each id: its bits, scrambled by a bijection of 64-bit numbers, modulo the number of sets.
+    """The set of each id: a 64-bit hash of the id, modulo the number of sets.
+
+    The hash is a bijection of 64-bit numbers.
 
     Source: Appleby, MurmurHash3, finaliser `fmix64`.
 
@@ -83,15 +92,16 @@ _NOTHING: Int64[np.ndarray, "0"] = np.zeros(0, np.int64)
 class Admission(NamedTuple):
     """Changes of the cache by a batch, and the rows that have to be moved for it.
 
-    Write back the rows of `evicted_ids` before loading `inserted_ids`: they share the slots.
+    Write back the rows of `evicted_ids` before loading `inserted_ids`, because they share slots.
 
     Attributes:
-      locations: slot of every id of the batch, -1 where the backing store must serve it (or the id is not cacheable).
-      inserted_ids: ids that were let in, grouped by set.
-      inserted_slots: the slot each one got.
-      evicted_ids: the id that had the slot before, -1 where it was empty.
-      missed_ids: distinct ids that were not resident before, ascending.
-      counts: the numbers of this call.
+      locations: slot of every id of the batch. -1 for a conflict miss, to be read from the backing
+        store, and for an id that is not cacheable.
+      inserted_ids: ids that were admitted, grouped by set.
+      inserted_slots: slot of each admitted id.
+      evicted_ids: id that had the slot before. -1 if the slot was empty.
+      missed_ids: distinct ids that were not resident before the batch, in ascending order.
+      counts: counters of this call.
     """
 
     locations: Int64[np.ndarray, " ids"]
@@ -103,29 +113,32 @@ class Admission(NamedTuple):
 
 
 NUM_WAYS = 32
-"""Rows per set."""
+"""Default number of slots per set."""
 
 
 class SetAssociativeCache:
-    """Decides which ids are resident and in which slots. Only the decision: rows are moved by the caller.
+    """Cache policy: decides which ids are resident, and their slots. The caller moves the rows.
 
-    Once per batch, `admit` marks the resident ids as used and lets missing ones in. In each set the best missing ids
-    take the worst slots one by one. Slots that the batch uses, or that are locked, are never taken, so what the batch
-    needs stays; an id that finds no slot is a conflict miss and is served by the backing store.
+    Call `admit` once per batch. It marks the resident ids as used and admits missing ids. In each
+    set, the best missing ids get the worst slots one by one. Slots that the batch uses, and locked
+    slots, are never taken. So no id of the batch is evicted. An id that gets no slot is a conflict
+    miss, and its row is read from the backing store.
 
-    * lru: missing ids in ascending order take the slots in order of (time of last use, slot number).
-    * lfu: missing ids in order of (falling count, id) take the slots in order of (count of the occupant, slot number);
-      an empty slot counts -1, and a slot whose occupant was used more often than the id keeps it.
+    * lru: missing ids in ascending order get the slots in order of (time of last use, slot number).
+    * lfu: missing ids in order of (descending count, id) get the slots in order of (count of the
+      resident id, slot number). An empty slot counts -1. A resident id with a larger count than the
+      missing id stays.
 
-    Counts are exact and cover all ids from the start, resident or not, the present batch included. They take 8 bytes
-    of host memory per id of `num_ids`; the cache itself takes 24 bytes per slot, and `admit`, while it runs, about
-    twice that per slot of the sets with a miss.
+    Counts are exact. They include all ids since the start, resident or not, and the current batch.
+    They take 8 bytes of host memory per id of `num_ids`. The cache itself takes 24 bytes per slot.
+    While `admit` runs, it needs about twice that for each slot of the sets with a miss.
 
     Attributes:
-      tags: id in each slot, -1 where it is empty. Read only.
-      counts: uses of each id, None for LRU. Read only.
+      tags: id in each slot, -1 in empty slots. Read only.
+      counts: number of uses of each id. None for LRU. Read only.
 
-    Source: FBGEMM, `lru_cache_populate` and `lfu_cache_populate`. That LFU spares the batch, too, is ours.
+    Source: FBGEMM, `lru_cache_populate` and `lfu_cache_populate`. Under LFU, the protection of the
+    current batch is our addition.
 
     Example:
       >>> cache = SetAssociativeCache(1, num_ways=2, num_ids=100)
@@ -147,12 +160,15 @@ class SetAssociativeCache:
         """An empty cache.
 
         Args:
-          num_sets: sets.
-          num_ways: slots per set. Fewer lose hits to collisions; more make every search longer.
-          algorithm: "lru" or "lfu".
-          num_ids: ids are 0 to `num_ids - 1`; `num_ids` itself and all others are not cacheable.
+          num_sets: number of sets.
+          num_ways: number of slots per set, 32 by default. Fewer slots cause more conflict misses.
+            More slots make every search longer.
+          algorithm: "lru", the default, evicts the least recently used ids. "lfu" evicts the least
+            frequently used ids.
+          num_ids: number of cacheable ids, which are 0 to `num_ids - 1`.
 
-        Raises: ValueError: a size is too small, the algorithm is unknown, or LFU has 2**24 - 1 sets or more.
+        Raises: ValueError: a size is too small, the algorithm is unknown, or LFU has
+          `MAX_LFU_SETS` sets or more.
         """
         if algorithm == "lfu" and num_sets >= MAX_LFU_SETS:
             raise ValueError(
@@ -175,12 +191,14 @@ class SetAssociativeCache:
 
     @validated
     def admit(self, ids: Int[np.ndarray, " ids"], *, lock: bool = False) -> Admission:
-        """Lets a batch in.
+        """Admits the ids of a batch, and returns their slots and the row moves for them.
 
         Args:
-          ids: linear ids; duplicates are welcome, ids outside `[0, num_ids)` get location -1 and change nothing.
-          lock: keep every slot that this batch uses until `unlock(admission.locations)`, for batches that are
-            prefetched while earlier ones are still at work.
+          ids: ids of the batch, which may repeat. Ids outside `[0, num_ids)` get location -1 and
+            change nothing.
+          lock: True keeps every slot that this batch uses until `unlock(admission.locations)`. Use
+            it for batches that are prefetched while earlier batches are in use. False is the
+            default.
 
         Raises: TypeError: `ids` is not a flat array of integers.
         """
@@ -218,22 +236,30 @@ class SetAssociativeCache:
 
     @validated
     def find(self, ids: Int[np.ndarray, " ids"]) -> Int64[np.ndarray, " ids"]:
-        """The slot of each id, -1 where it is not resident; changes nothing. Raises: as `admit`."""
+        """Slot of each id, -1 if it is not resident. The cache does not change.
+
+        Raises: TypeError: `ids` is not a flat array of integers.
+        """
         ids, is_cacheable = self._cacheable(ids)
         locations = np.full(ids.shape, -1, np.int64)
         locations[is_cacheable] = self._slots_of(ids[is_cacheable])
         return locations
 
     def resident(self) -> tuple[Int64[np.ndarray, " resident"], Int64[np.ndarray, " resident"]]:
-        """All resident ids and their slots, in the order of slots: what a flush has to write back."""
+        """All resident ids and their slots, in the order of slots. A flush writes them back."""
         slots = np.flatnonzero(self.tags >= 0)
         return self.tags[slots], slots
 
     @validated
     def unlock(self, slots: Int[np.ndarray, " slots"]) -> None:
-        """Takes back one `admit(lock=True)` of each of these slots; equal slots count once, -1 is skipped.
+        """Removes one lock from each of these slots, set by `admit(lock=True)`.
 
-        Raises: TypeError, ValueError: no such slot, or it is not locked; then no slot changes.
+        Args:
+          slots: slots to unlock. Duplicates count once, and -1 is skipped.
+
+        Raises:
+          TypeError: `slots` is not a flat array of integers.
+          ValueError: a slot does not exist or is not locked. No slot changes.
         """
         slots = np.unique(slots[slots != -1])
         if slots.size and not 0 <= slots[0] <= slots[-1] < self.tags.size:
@@ -248,7 +274,7 @@ class SetAssociativeCache:
         self._locks[slots] -= 1
 
     def reset(self) -> None:
-        """Forgets all ids, times and counts. Raises: ValueError: slots are locked."""
+        """Removes all ids, times and counts. Raises: ValueError: slots are locked."""
         if num_locked := np.count_nonzero(self._locks):
             raise ValueError(
                 f"cannot reset a cache with {num_locked} locked slots; finish and unlock their batches."
@@ -258,17 +284,21 @@ class SetAssociativeCache:
             self.counts[:] = 0
 
     def restore(self, tags: Int[np.ndarray, " slots"]) -> None:
-        """Goes on with these ids in the slots, -1 where one is empty, and without locks; counts stay."""
+        """Sets the id in each slot (-1: empty) and removes all locks. Counts do not change."""
         self.tags[:], self._locks[:] = tags, 0
         self._last_used[self.tags < 0] = 0
 
     def _choose_victims(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of the ascending, missing ids, by place and grouped by set, get which slot."""
+        """Missing ids that get a slot, as indices into `ids` grouped by set, and their slots.
+
+        Args:
+          ids: missing ids, distinct and in ascending order.
+        """
         worth, own_set = (
             None if self.counts is None else self.counts[ids],
             set_of(ids, self.num_sets),
         )
-        # Set by set, the worthiest id first, of equal ones the lower.
+        # By set, then by descending count (LFU only), then by ascending id.
         order = (
             np.argsort(own_set, kind="stable") if worth is None else np.lexsort((-worth, own_set))
         )
@@ -290,7 +320,7 @@ class SetAssociativeCache:
 
     def _slots_of(self, ids: np.ndarray) -> np.ndarray:
         tags, slots = self.tags.reshape(self.num_sets, self.num_ways), np.empty(ids.size, np.int64)
-        # Blocks keep the compared tags in the processor's cache and memory bounded.
+        # Blocks bound the memory, and keep the compared tags in the CPU cache.
         for start in range(0, ids.size, IDS_PER_SEARCH):
             block = ids[start : start + IDS_PER_SEARCH]
             sets = set_of(block, self.num_sets)
@@ -301,7 +331,7 @@ class SetAssociativeCache:
         return slots
 
     def _cacheable(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of 64 bits, and which of them may have a slot."""
+        """Ids as int64, and the mask of the ids that can have a slot."""
         ids = np.asarray(ids, np.int64)
         return ids, (ids >= 0) & (ids < self.num_ids)
 
@@ -309,33 +339,34 @@ class SetAssociativeCache:
 _scatter = jax.jit(api.scatter_rows, donate_argnums=0)
 _ROWS_PER_FLUSH = 1 << 16
 Leaving = Callable[[Int[Array, " places"]], Sequence[Array]]
-"""From places to what the host keeps of their rows: all arrays but the last."""
+"""Function from device rows to the values that the host stores for them.
+
+The last device array, the row number in each slot, is not among them."""
 
 
 class NearRows:
-    """The host side of one array: who is near, where all rows are kept, and what the next exchange moves.
+    """Host side of one cached array: cache policy, backing store and pending row moves.
 
     Attributes:
-      cache: the policy.
-      backing: all rows.
-      rows: those that the last batch asked for, by id: `cache.num_ids` or more if there is no such row, -1 for no id.
-      places: of these rows, -1 for none.
-      admission: what the cache did for the last batch.
-      scratch_rows: those of the last batch without a place in the cache.
+      cache: cache policy.
+      backing: store of all rows.
+      rows: row number of each id of the last batch. `cache.num_ids` or more for rows that do not
+        exist, -1 for no id.
+      places: device row of each of `rows`, in a slot or in the scratch area. -1 for none.
+      admission: result of the cache for the last batch.
+      scratch_rows: rows of the last batch that are in the scratch area.
     """
 
     def __init__(self, cache: SetAssociativeCache, backing: BackingStore):
         self.cache, self.backing = cache, backing
         self.rows = self.places = self.scratch_rows = _NOTHING
         self.admission = Admission(_NOTHING)
-        self._left = self._come = (
-            _NOTHING,
-            _NOTHING,
-        )  # rows, and the places that they leave or take
+        # Evicted and inserted rows, each with the device rows that they leave or take.
+        self._left = self._come = (_NOTHING, _NOTHING)
 
     @property
     def num_places(self) -> int:
-        """Number of places of the cache."""
+        """Number of slots of the cache."""
         return self.cache.num_sets * self.cache.num_ways
 
     def find(
@@ -346,7 +377,17 @@ class NearRows:
         lock: bool = False,
         is_prefetch: bool = False,
     ) -> None:
-        """Finds rows a place; those that find none get one behind the cache, unless the batch is yet to come."""
+        """Sets the device row of each row of a batch, and the moves for it.
+
+        Rows without a slot get a device row in the scratch area, after the slots. A prefetch gives
+        them none.
+
+        Args:
+          rows: row number of each id of the batch.
+          admit: True admits missing rows to the cache. False only searches.
+          lock: True keeps the slots until they are unlocked, see `SetAssociativeCache.admit`.
+          is_prefetch: True for a batch that is looked up later.
+        """
         self.admission = own = (
             self.cache.admit(rows, lock=lock) if admit else Admission(self.cache.find(rows))
         )
@@ -367,7 +408,11 @@ class NearRows:
             self._come = np.concatenate([come, self.scratch_rows]), np.concatenate([places, behind])
 
     def moves(self, capacity: int | None) -> list[np.ndarray]:
-        """The places that are left and filled, in `capacity` entries or, for None, in few different sizes."""
+        """Device rows that are evicted, and device rows that are filled, padded with `NO_ROW`.
+
+        Args:
+          capacity: size of both arrays. None pads to a power of two.
+        """
         return [_padded(places, capacity) for _, places in (self._left, self._come)]
 
     def bring(
@@ -378,17 +423,19 @@ class NearRows:
         capacity: int | None,
         keep: Callable[[tuple[Array, ...]], None],
     ) -> tuple[Array, ...]:
-        """The arrays after the moves, in which all rows of the last batch have places.
+        """The device arrays after the moves, with all rows of the last batch.
 
         Args:
-          arrays: as much scratch area as the batch needs, or one of `capacity` ids may need, is added to them.
-          moves: what `moves` returned, here or inside a compiled program.
-          leaving: see there.
-          capacity: of `moves`.
-          keep: receives the new arrays as soon as they have taken the place of the given ones.
+          arrays: device arrays before the moves, which are donated. The scratch area is enlarged if
+            the batch needs it, or if a batch of `capacity` ids may need it.
+          moves: result of `moves`, also from a callback inside a compiled program.
+          leaving: function that gives the values of evicted rows, see `Leaving`.
+          capacity: the argument of `moves`.
+          keep: receives the new arrays before Ctrl-C can interrupt. Otherwise they could be lost
+            after the old arrays are donated.
         """
         (left, come), shapes = map(jnp.asarray, moves), None
-        if not come.size:  # rows leave for others only
+        if not come.size:  # A row is evicted only if another row takes its slot.
             return arrays
         num_scratch = (
             len(self.scratch_rows) if capacity is None else min(capacity, self.cache.num_ids)
@@ -408,7 +455,13 @@ class NearRows:
     def _exchange(
         self, dtypes: Sequence[DTypeLike], places: Array | np.ndarray, *left: ArrayLike
     ) -> tuple[np.ndarray, ...]:
-        """Writes rows that leave to the stores, then reads those that take places, padded as these are."""
+        """Values of the inserted rows, after a write of the evicted rows to the store.
+
+        Args:
+          dtypes: dtypes of the device arrays.
+          places: device rows that are filled. The result is padded with zeros to their number.
+          left: values of the evicted rows.
+        """
         rows, room = self._come[0], places.shape[0] - self._come[0].size
         return tuple(
             np.concatenate([values.astype(dtype), np.zeros((room, *values.shape[1:]), dtype)])
@@ -420,8 +473,14 @@ class NearRows:
     def scratch(
         self, arrays: Sequence[Array], leaving: Leaving, *, is_inside: bool
     ) -> Sequence[Array] | None:
-        """Contents of the scratch area, for `store_scratch`; None if it is empty."""
-        # The area may be larger than its rows: rows behind them are read and left alone.
+        """Contents of the scratch area, for `store_scratch`. None if the area is empty.
+
+        Args:
+          arrays: device arrays.
+          leaving: function that gives the values of device rows, see `Leaving`.
+          is_inside: True inside `jit`, where the whole area is read.
+        """
+        # The area may be larger than its rows. `store_scratch` ignores the rows after them.
         size = (
             arrays[0].shape[0] - self.num_places
             if is_inside
@@ -430,12 +489,16 @@ class NearRows:
         return leaving(self.num_places + jnp.arange(size, dtype=jnp.int32)) if size else None
 
     def store_scratch(self, values: Sequence[ArrayLike] | None) -> None:
-        """Keeps the scratch rows of the last batch."""
+        """Writes the scratch rows of the last batch to the store. None writes nothing."""
         if values is not None:
             self.backing.write(self.scratch_rows, values)
 
     def follow(self, resident_rows: Int[np.ndarray, " places"]) -> None:
-        """Lets the cache believe what the array says of its places, after moves that stopped halfway."""
+        """Sets the cache to the rows that the device has, after moves that were interrupted.
+
+        Args:
+          resident_rows: row number in each device row, `NO_ROW` for none.
+        """
         near = resident_rows[: self.num_places].astype(np.int64)
         self.cache.restore(np.where(near == NO_ROW, -1, near))
         self.rows = self.places = self.scratch_rows = _NOTHING
@@ -443,7 +506,7 @@ class NearRows:
         self._left = self._come = (_NOTHING, _NOTHING)
 
     def flush(self, leaving: Leaving) -> None:
-        """Writes all resident rows to the stores; they stay resident."""
+        """Writes all resident rows to the store. They stay resident."""
         rows, places = self.cache.resident()
         for first in range(0, rows.size, _ROWS_PER_FLUSH):
             some = slice(first, first + _ROWS_PER_FLUSH)
@@ -451,7 +514,14 @@ class NearRows:
 
 
 def call_host(function: Callable[..., PyTree], shapes: PyTree, *operands: PyTree) -> PyTree:
-    """Runs `function` on the host: now, or with result `shapes` in its turn inside a compiled program."""
+    """Result of `function`, which runs on the host.
+
+    Args:
+      function: function of NumPy or JAX arrays.
+      shapes: shapes and dtypes of the result, for an ordered callback inside a compiled program.
+        None calls `function` directly.
+      operands: arguments of `function`.
+    """
     if shapes is None:
         return function(*operands)
     return io_callback(function, shapes, *operands, ordered=True)
