@@ -1,6 +1,7 @@
-"""Rows out of a table and into one, by key: row numbers, shards and file order decide nothing.
+"""Export and import of keyed rows, by key.
 
-The shares of the shards lie side by side in every array: row `r` of shard `s` stands in place `s * capacity + r`.
+The result does not depend on row numbers, shards or the order in a file. Every array has the rows
+of all shards, concatenated: row `r` of shard `s` has index `s * capacity + r`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rsembed.storage.protocol import State, Storage, on_host
 from rsembed.storage.row_map import Eviction, RowMap
 
 ROWS_PER_BLOCK = 1 << 16
-"""Rows that are written at once."""
+"""Number of rows that are written at once."""
 
 _find_or_assign, _release = jax.jit(row_map.find_or_assign), jax.jit(row_map.release)
 _squared_norms = jax.jit(lambda rows: jnp.sum(jnp.square(rows.astype(jnp.float32)), axis=1))
@@ -38,13 +39,13 @@ Blocks = Iterator[tuple[int, np.ndarray]]
 
 @dataclasses.dataclass(frozen=True)
 class SavedArray:
-    """An array of a checkpoint: its shape and dtype, and a reader of its numbers, which are still on the disk.
+    """An array of a checkpoint that is still on disk.
 
     Attributes:
-      shape: of the array.
-      dtype: of the array.
-      read: reads into rows of an array, given or of its own, and yields those that have arrived, with the first one's
-        number. A number alone counts as one row.
+      shape: shape of the array.
+      dtype: dtype of the array.
+      read: function that reads the array and yields blocks `(number of the first row, rows)`. Its
+        argument is an array to fill, or None for new arrays. An array of shape `()` has one row.
     """
 
     shape: tuple[int, ...]
@@ -52,16 +53,16 @@ class SavedArray:
     read: Callable[[np.ndarray | None], Blocks]
 
     def blocks(self) -> Blocks:
-        """Its rows in order, a few MiB at a time, each with the number of its first row.
+        """Blocks `(number of the first row, rows)` of a few MiB each, in the order of rows.
 
-        Raises: CorruptCheckpointError: the next ones are not what was written.
+        Raises: CorruptCheckpointError: the file of a block is damaged.
         """
         return self.read(None)
 
     def whole(self) -> np.ndarray:
-        """The array in memory of the host.
+        """The whole array, in host memory.
 
-        Raises: CorruptCheckpointError: it is not what was written.
+        Raises: CorruptCheckpointError: the file is damaged.
         """
         array = np.empty(self.shape, self.dtype)
         for _ in self.read(array if self.shape else array.reshape(1)):
@@ -70,7 +71,16 @@ class SavedArray:
 
 
 def as_dtype(values: ArrayLike, dtype: DTypeLike, where: str, name: str) -> np.ndarray:
-    """Numbers from outside in the dtype that keeps them. Raises: ValueError: some are too large for it."""
+    """Imported values in another dtype.
+
+    Args:
+      values: numbers from a user or a file.
+      dtype: dtype of the result.
+      where: beginning of the error message, such as the table.
+      name: name of the values in the error message.
+
+    Raises: ValueError: finite numbers are too large for `dtype`.
+    """
     given = np.asarray(values)
     with np.errstate(over="ignore"):
         fitting: np.ndarray = given.astype(dtype, copy=False)
@@ -85,19 +95,24 @@ def as_dtype(values: ArrayLike, dtype: DTypeLike, where: str, name: str) -> np.n
 
 
 def checked_slots(given: PyTree, template: PyTree, table: TableSpec) -> PyTree:
-    """Slots that a user gives for a table, on the host unless traced, in the structure of `template`.
+    """Slots that a user passes for a table, in the structure of `template`.
+
+    Concrete slots are in host memory. Traced slots stay traced.
 
     Args:
-      given: what `EmbeddingCollection.slots` returns of a table, or the dictionary of slots by name that a file has.
-      template: shapes and dtypes that fit the table.
-      table: its name and rule are in the errors.
+      given: slots of a table as `EmbeddingCollection.slots` returns them, or as a file has them: a
+        dictionary by name.
+      template: slots with the shapes and dtypes that fit the table.
+      table: spec of the table, for its name and rule in error messages.
 
     Raises:
-      TypeError: a slot is no array of numbers.
-      ValueError: slots are missing or too many, or one has another shape or dtype; names table and slot.
+      TypeError: a slot is not an array of numbers.
+      ValueError: slots are missing or unknown, or a slot has another shape or dtype. The message
+        names the table and the slot.
     """
     where, wanted, found = f"table {table.name!r}", _by_path(template), _by_path(given)
-    if found.keys() != wanted.keys():  # files number the slots of a rule that has no names for them
+    if found.keys() != wanted.keys():
+        # Files have numbers instead of names if the rule has no names for its slots.
         by_number = {str(number): leaf for number, leaf in enumerate(wanted.values())}
         if found.keys() != by_number.keys():
             raise ValueError(
@@ -110,7 +125,7 @@ def checked_slots(given: PyTree, template: PyTree, table: TableSpec) -> PyTree:
         array = found[name]
         check_type(array, Num[np.ndarray, "..."], f"{where}: its slot {name!r}")
         if not is_traced(array):
-            array = on_host(array)  # may be of another mesh
+            array = on_host(array)  # The slot may be on another mesh.
         has, wants = (f"{x.dtype.name}{list(x.shape)}" for x in (array, shaped))
         if has != wants:
             raise ValueError(
@@ -122,7 +137,7 @@ def checked_slots(given: PyTree, template: PyTree, table: TableSpec) -> PyTree:
 
 
 def _by_path(tree: PyTree) -> dict[str, PyTree]:
-    """The leaves by their path as text, in which a field and a key of the same name are one."""
+    """Leaves by path. Paths are text, so a field and a dictionary key of one name are equal."""
     leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
@@ -130,10 +145,16 @@ def _by_path(tree: PyTree) -> dict[str, PyTree]:
 def places_by_key(
     params: DynamicTable, table: TableSpec, num_shards: int
 ) -> tuple[Int[np.ndarray, " n"], dict[str, np.ndarray]]:
-    """Where the rows of keys lie, in ascending order of the keys; and what is known of the keys but for their rows.
+    """Row indices of all keys, and all facts about the keys, in ascending order of the keys.
 
-    Returns: the places; and `keys` (of the table's `key_dtype`), of a hash table `last_step` and `count`, and with
-      admission `waiting_keys`, `waiting_last_step` and `waiting_count`.
+    Args:
+      params: rows of all shards.
+      table: spec of the table.
+      num_shards: number of shards.
+
+    Returns: the row indices, and a dictionary of arrays. It has `keys`, in the table's `key_dtype`.
+      A hash table adds `last_step` and `count`. With waiting keys, it also has `waiting_keys`,
+      `waiting_last_step` and `waiting_count`.
 
     Raises: ValueError: a key does not fit `key_dtype`.
     """
@@ -157,19 +178,22 @@ def rows_to_leave(
     norm_below: float | None,
     step: int,
 ) -> tuple[Int[np.ndarray, " n"], dict[str, np.ndarray]]:
-    """Where the rows of keys lie that any of the reasons lets go, and `keys`, `last_step` and `count` of these.
+    """Row indices of the keys to evict, and their `keys`, `last_step` and `count`.
 
-    They come in ascending order of the keys.
+    A key is evicted if at least one of `keep`, `unused_for` and `norm_below` selects it. Each of
+    them may be None, which selects no key. The result is in ascending order of the keys.
 
     Args:
       params: rows of all shards.
-      table: whose keys these are.
-      policy: by which rows have their worth.
-      is_own: which rows are asked about.
-      keep: so many stay, of all; those of the largest worth, of equal ones the largest keys. None is no reason.
-      unused_for: those go that were not used for more than so many steps.
-      norm_below: those go whose rows have a smaller L2 norm.
-      step: the one to come.
+      table: spec of the table.
+      policy: how the worth of a row is computed, see `row_map.worth`.
+      is_own: mask of the rows of the table, if several tables share the storage. True, the default,
+        means all rows.
+      keep: number of rows to keep, over all shards. Rows of the smallest worth are evicted. If rows
+        have equal worth, the smallest keys are evicted.
+      unused_for: evicts keys that were not used for more steps than this.
+      norm_below: evicts keys with an L2 norm of their row below this.
+      step: number of the next step.
     """
     known, last_step = params.keys, on_host(params.keys.last_step)
     is_used, leaves = (last_step != row_map.FREE) & is_own, np.zeros(last_step.shape, bool)
@@ -189,7 +213,14 @@ def rows_to_leave(
 
 
 def check_reasons(where: str, **given: float | None) -> None:
-    """Raises: TypeError or ValueError: none of the reasons to leave is given, or one is out of range."""
+    """Checks the reasons for an eviction, such as `keep=100`.
+
+    Args:
+      where: beginning of the error message.
+      given: all reasons by name. None for a reason that does not apply.
+
+    Raises: TypeError or ValueError: all reasons are None, or one has a wrong type or value.
+    """
     reasons = {name: value for name, value in given.items() if value is not None}
     if not reasons:
         raise ValueError(f"{where}: give one or more of {', '.join(given)}.")
@@ -204,17 +235,21 @@ def _key_dtype(table: TableSpec) -> str:
 
 
 def array_names(table: TableSpec, slots: Sequence[PyTree]) -> list[str]:
-    """Vectors and slots, as they are called in exports, in the order of the state."""
+    """Names of the vectors and slots of a table in exports, in the order of the state.
+
+    A state for serving has no slots, and gets no names for them.
+    """
     names = getattr(table.optimizer.slot_type, "_fields", range(len(slots)))
-    return ["values", *(f"slot_{name}" for name in names)][
-        : 1 + len(slots)
-    ]  # a state for serving has none
+    return ["values", *(f"slot_{name}" for name in names)][: 1 + len(slots)]
 
 
 def _by_key(
     table: TableSpec, maps: RowMap, marks: np.ndarray | bool = True
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Places of marked rows that have a key, in ascending order of the keys, which are returned with their notes."""
+    """Indices of the marked rows with a key, and their `keys`, `last_step` and `count`.
+
+    The result is in ascending order of the keys.
+    """
     high, low, last_step, count = map(on_host, (maps.high, maps.low, maps.last_step, maps.counts))
     places = np.flatnonzero((last_step != row_map.FREE) & marks)
     keys = join_keys(high[places], low[places], dtype=_key_dtype(table))
@@ -230,20 +265,23 @@ def import_rows(
     table: TableSpec,
     num_shards: int,
 ) -> State:
-    """The table with the rows of `exported`; keys that it has already are overwritten, new ones get free rows.
+    """Parameters and slots after the rows of `exported` are written, outside `jit`.
+
+    Keys that the table already has are overwritten. New keys get free rows. Rows and slots keep
+    their devices. The arrays of keys are returned as NumPy arrays.
 
     Args:
-      params: rows of all shards, not inside `jit`. Rows and slots are written where they are, keys come back as arrays
-        of numpy.
-      slots: their optimizer state.
-      exported: as `DynamicRows.rows` returns them; values and slots may still be on the disk. Only `keys` and `values`
-        are needed: without them slots start fresh, steps and `count` at 0. Keys that wait for admission are dropped,
-        with a warning, where every key is admitted at once.
-      table: whose rows these are.
-      num_shards: how many share the keys.
+      params: rows of all shards.
+      slots: slots of all shards.
+      exported: result of `DynamicRows.rows`, or part of it. Values and slots may be `SavedArray`s.
+        Only `keys` and `values` are required. Missing slots start at their initial values. A
+        missing `last_step` or `count` is 0. If the table admits every key at once, waiting keys are
+        dropped, with a warning.
+      table: spec of the table.
+      num_shards: number of shards.
 
-    Raises: ValueError: arrays do not fit the table or each other, a key occurs twice or does not fit `key_dtype`,
-      or there are too few free rows.
+    Raises: ValueError: arrays do not fit the table or each other, a key occurs twice or does not
+      fit `key_dtype`, or there are too few free rows.
     """
     names, of_keys = array_names(table, slots), ("keys", "last_step", "count")
     known = {*names, *of_keys, *(f"waiting_{name}" for name in of_keys)}
@@ -282,9 +320,12 @@ def import_rows(
 def with_keys(
     params: DynamicTable, exported: Mapping[str, PyTree], table: TableSpec, num_shards: int
 ) -> tuple[DynamicTable, Int[np.ndarray, " n"]]:
-    """The table with these keys and what is noted of them, but no rows yet; and the places of those.
+    """Parameters after the keys of `exported` are added, and the row index of each key.
 
-    Raises: ValueError: as `import_rows`.
+    The steps and counts of the keys are added, too. The vectors are not written yet. For the
+    arguments, see `import_rows`.
+
+    Raises: ValueError: see `import_rows`.
     """
     keys = _checked_keys(table, exported, "")
     known_keys, waiting = params.keys, params.waiting
@@ -293,7 +334,7 @@ def with_keys(
     else:
         known_keys, places = _place(table, known_keys, keys, exported, "", num_shards)
     if waiting is not None:
-        waiting = _without(waiting, keys, num_shards)  # they have a row now
+        waiting = _without(waiting, keys, num_shards)  # Imported keys have a row now.
     if waiting is not None and "waiting_keys" in exported:
         waiting_keys = _checked_keys(table, exported, "waiting_")
         waiting, _ = _place(table, waiting, waiting_keys, exported, "waiting_", num_shards)
@@ -316,7 +357,20 @@ def _written(
     where: str,
     name: str,
 ) -> PyTree:
-    """A copy of the array of all shards with `values` in some places, made where the array lies, block by block."""
+    """A copy of an array of all shards, with `values` in some rows, on the devices of the array.
+
+    The first block copies the array. Later blocks are written in place.
+
+    Args:
+      array: array of all shards.
+      places: index of each row to write.
+      values: the rows, as an array or a `SavedArray`.
+      num_shards: number of shards.
+      where: beginning of the error message.
+      name: name of the values in the error message.
+
+    Raises: ValueError: numbers are too large for the dtype of `array`.
+    """
     if isinstance(values, SavedArray):
         blocks = values.blocks()
     else:
@@ -348,12 +402,12 @@ def _put(num_shards: int, array: Array, shard: Array, row: Array, values: Array)
 def room_needed(
     params: DynamicTable, exported: Mapping[str, PyTree], table: TableSpec, num_shards: int
 ) -> int:
-    """Rows that the fullest shard of a hash table needs for `import_rows` of these."""
+    """Number of rows that the fullest shard of a hash table needs for `import_rows`."""
     return _most(params.keys, _checked_keys(table, exported, ""), num_shards)
 
 
 def _most(maps: RowMap, keys: Keys, num_shards: int) -> int:
-    """Largest number of keys that one shard owns, of those in the maps of all shards and these."""
+    """Largest number of keys on one shard, if `keys` are added to the maps of all shards."""
     high, low, last_step = map(on_host, (maps.high, maps.low, maps.last_step))
     present = join_keys(high, low)[last_step != row_map.FREE]
     distinct = split_keys(np.union1d(present, join_keys(keys.high, keys.low)))
@@ -388,7 +442,10 @@ def _checked(
 
 
 def _fixed_places(table: TableSpec, keys: Keys, num_rows: int, num_shards: int) -> np.ndarray:
-    """Where the rows of keys are in a table without hash table."""
+    """Row index of each key in a table without a hash table.
+
+    Raises: ValueError: a key is out of range.
+    """
     capacity = num_rows // num_shards
     rows = local_rows(keys, num_shards, capacity)
     if (is_beyond := rows == NO_ROW).any():
@@ -400,7 +457,7 @@ def _fixed_places(table: TableSpec, keys: Keys, num_rows: int, num_shards: int) 
 
 
 def _without(maps: RowMap, gone: Keys, num_shards: int) -> RowMap:
-    """The maps of all shards without these keys."""
+    """The maps of all shards after the keys in `gone` are removed."""
     high, low, last_step = map(on_host, (maps.high, maps.low, maps.last_step))
     is_gone = (last_step != row_map.FREE) & np.isin(
         join_keys(high, low), join_keys(gone.high, gone.low)
@@ -420,7 +477,18 @@ def _place(
     prefix: str,
     num_shards: int,
 ) -> tuple[RowMap, np.ndarray]:
-    """The maps of all shards with these keys in them, and where their rows are."""
+    """The maps of all shards after these keys are added, and the row index of each key.
+
+    Args:
+      table: spec of the table.
+      maps: maps of all shards, of the keys with rows or of the waiting keys.
+      keys: distinct keys.
+      exported: imported arrays, with the steps and counts of the keys.
+      prefix: prefix of their names: "" for keys with rows, "waiting_" for waiting keys.
+      num_shards: number of shards.
+
+    Raises: ValueError: a step or a count is out of range, or a shard has too few free rows.
+    """
     lanes: list[np.ndarray] = []
     for name in (f"{prefix}last_step", f"{prefix}count"):
         zeros = np.zeros(keys.shape, np.int32)
@@ -446,7 +514,7 @@ def _place(
             )
             what = f"admission_capacity={num_rows}" if prefix else f"capacity={num_rows}"
             most = _most(maps, keys, num_shards)
-            # On a mesh each device has a whole number of rows, together perhaps more than vocabulary_size.
+            # All devices have equally many rows, together perhaps more than vocabulary_size.
             enough = (
                 f"admission_capacity={most}" if prefix else f"vocabulary_size={most * num_shards}"
             )

@@ -1,12 +1,12 @@
-"""Which key has which row: rows are handed out, remembered, taken back and handed out again.
+"""Map from keys to rows: assigns rows to new keys, finds them, and releases them for other keys.
 
-Rows are found by open addressing with linear probing, inside `jit`. Of the slots at most half hold keys and at most a
-quarter more are deleted, so every search meets an empty slot; `kernels/keyed.py` says what a slot holds and which one a
-key gets.
+All functions work inside `jit`. Rows are found by open addressing with linear probing. At most half
+of the slots hold keys, and at most another quarter are deleted, so every search reaches an empty
+slot. `kernels/keyed.py` defines the content of a slot and the choice of a slot for a key.
 
-Several tables may lie one behind the other in all arrays, with rows of their own for their own keys; row numbers go
-through all of them, but for those that the arrays hold, which count from the first row of the table. Every table takes
-the place of the largest; what others have not is never handed out.
+Several tables can be concatenated in every array. Row numbers in arguments and results are global.
+Row numbers in the arrays are relative to their table. Each table is padded to the size of the
+largest one, and its padding rows are never assigned.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Eviction = Literal["lru", "lfu"]
 FREE = -1
 REBUILD_BLOCK = 16_384
 SIGN_BIT = 1 << 31
-ROW_FACTOR = 0x9E3779B9  # odd, so that no two rows of a key give one number
+ROW_FACTOR = 0x9E3779B9  # It is odd, so different rows of a key give different numbers.
 
 
 class HashTable(NamedTuple):
-    """Slots; of each table their number is a power of two.
+    """Hash tables of equal size, concatenated. The number of slots of each is a power of two.
 
     Attributes:
       keys: high and low lane of the key in every slot.
-      rows: its row, `EMPTY` or `DELETED`.
-      num_keys: how many slots of each table hold a key.
-      num_deleted: how many slots of each table are deleted.
+      rows: row of the key in every slot, or `EMPTY` or `DELETED`.
+      num_keys: number of slots with a key in each table.
+      num_deleted: number of deleted slots in each table.
     """
 
     keys: UInt32[Array, "slots 2"]
@@ -48,7 +48,7 @@ class HashTable(NamedTuple):
 
     @staticmethod
     def empty(max_keys: int, num_tables: int = 1) -> HashTable:
-        """Tables for at most `max_keys` keys each."""
+        """Empty hash tables for at most `max_keys` keys each."""
         num_slots = num_tables << (2 * max(max_keys, 1) - 1).bit_length()
         lanes, rows = (
             api.allocate((num_slots, 2), jnp.uint32, 0),
@@ -59,14 +59,18 @@ class HashTable(NamedTuple):
         )
 
     def insert(self, keys: Keys, rows: Int[Array, " nnz"]) -> HashTable:
-        """The table with distinct, absent keys added; padding is skipped.
+        """The hash tables after distinct, absent keys are added. Padding is skipped.
 
-        The caller sees to it that there are no more keys than the table was made for; far beyond, keys are left out.
+        The caller must not add more keys than `max_keys` of `empty`. A key is left out if it would
+        leave less than a quarter of the slots empty.
         """
         return HashTable(*api.insert_keys(*self, keys, rows))
 
     def remove(self, keys: Keys) -> HashTable:
-        """The table without these distinct keys; absent keys and padding are skipped."""
+        """The hash tables after distinct keys are removed. Absent keys and padding are skipped.
+
+        A table is rebuilt when more than a quarter of its slots are deleted.
+        """
         num_tables = self.num_keys.shape[0]
         slots = api.find_keys(self.keys, self.rows, keys, num_tables)[0]
         num_removed = counts_of(slots != NO_ROW, keys.table, num_tables)
@@ -91,11 +95,10 @@ class HashTable(NamedTuple):
         return jax.lax.cond(jnp.any(is_crowded), rebuilt, lambda: left)
 
     def with_keys_of(self, other: HashTable, marks: Bool[Array, " slots"]) -> HashTable:
-        """The table with the keys that are in marked slots of another one added."""
+        """The hash tables after the keys in marked slots of `other` are added."""
         num_slots, size = other.rows.shape[0], other.rows.shape[0] // other.num_keys.shape[0]
-        block = math.gcd(
-            num_slots, REBUILD_BLOCK
-        )  # most tables have none to move, most blocks belong to one table
+        # Blocks without a marked slot are skipped, because a rebuild moves the keys of few tables.
+        block = math.gcd(num_slots, REBUILD_BLOCK)
         blocks, num_blocks = api.compact(
             jnp.any(marks.reshape(-1, block), axis=1), num_slots // block
         )
@@ -117,7 +120,13 @@ class HashTable(NamedTuple):
 def counts_of(
     marks: Bool[Array, " n"], table: Int[Array, " n"] | None, num_tables: int
 ) -> Int[Array, " tables"]:
-    """Number of marked entries of each table; `table` says whose each entry is, None that there is one table."""
+    """Number of marked entries of each table.
+
+    Args:
+      marks: mask of the entries to count.
+      table: number of the table of each entry. None if there is one table.
+      num_tables: number of tables.
+    """
     if table is None:
         return jnp.sum(marks, dtype=jnp.int32)[None]
     return (
@@ -126,18 +135,19 @@ def counts_of(
 
 
 class RowMap(NamedTuple):
-    """Rows and their keys. All leaves have a leading axis, so that shards can lie side by side along it.
+    """Map from keys to rows and back. Shards are concatenated along the leading axis of all leaves.
 
     Attributes:
-      hashed: the row of every key.
-      high: upper half of the key of every row.
-      low: lower half of it.
-      last_step: the step that used the row last; `FREE` if it has no key.
-      counts: how often its key occurred in training, up to `MAX_COUNT`.
-      free: stack of rows without a key, of each table; the first `num_free` places count, and the last of them is next.
-        What stands behind them is nothing.
-      num_free: height of each stack.
-      signature: number that follows from which key has which row, for each table; equal maps have equal ones.
+      hashed: hash tables with the row of every key.
+      high: upper 32 bits of the key of every row.
+      low: lower 32 bits of the key of every row.
+      last_step: last step that used the row. `FREE` if the row has no key.
+      counts: number of occurrences of the row's key in training, at most `MAX_COUNT`.
+      free: stack of free rows, one for each table. Its first `num_free` entries are free rows, and
+        the last of these is assigned next. Entries after them are undefined.
+      num_free: number of free rows of each table.
+      signature: number computed from all pairs of key and row, for each table. Maps with equal
+        pairs have equal signatures.
     """
 
     hashed: HashTable
@@ -151,17 +161,21 @@ class RowMap(NamedTuple):
 
     @property
     def num_tables(self) -> int:
-        """How many tables there are."""
+        """Number of tables."""
         return self.num_free.shape[0]
 
     @property
     def rows_per_table(self) -> int:
-        """How many rows each has place for."""
+        """Number of rows of each table, padding included."""
         return self.last_step.shape[0] // self.num_tables
 
 
 def empty(*capacities: int) -> RowMap:
-    """So many rows in each table, all of them free; they will be handed out as 0, 1, 2, ..."""
+    """A map without keys, with one table for each capacity. Rows are assigned as 0, 1, 2, ...
+
+    Args:
+      capacities: number of rows of each table.
+    """
     most, own = max(capacities), jnp.asarray(capacities, jnp.int32)
     num_rows = (most * len(capacities),)
     return RowMap(
@@ -177,7 +191,7 @@ def empty(*capacities: int) -> RowMap:
 
 
 def find(row_map: RowMap, keys: Keys) -> Int[Array, " nnz"]:
-    """The row of every key; `NO_ROW` for unknown keys and padding."""
+    """Row of each key. `NO_ROW` for unknown keys and padding."""
     return search(row_map, keys)[0]
 
 
@@ -192,7 +206,7 @@ def search(row_map: RowMap, keys: Keys) -> tuple[Int[Array, " nnz"], Int[Array, 
 def _moved(
     row_map: RowMap, rows: Int[Array, " nnz"], table: Array | None, sign: int
 ) -> Int[Array, " nnz"]:
-    """Row numbers within tables as those of all of them, or with -1 the other way round."""
+    """Global row numbers from row numbers in tables (`sign` 1), or the inverse (`sign` -1)."""
     if table is None:
         return rows
     return jnp.where(rows == NO_ROW, NO_ROW, rows + sign * row_map.rows_per_table * table)
@@ -207,18 +221,20 @@ def assign(
     evict: Eviction | None = None,
     is_signed: bool = False,
 ) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, " tables"], Int[Array, " tables"]]:
-    """Rows for distinct, unknown keys, in their order.
+    """The map after new keys got rows, in the order of the keys, and these rows.
 
     Args:
       row_map: the map.
-      keys: those that want a row; padding gets none.
-      step: number of the current step, at least 0. Rows last used by this very step are not evicted.
-      occurrences: how often every key has occurred so far.
-      evict: whose rows to take when there are too few free ones. None takes none.
-      is_signed: keys are signed numbers, which decides which of several equally due keys is the least.
+      keys: distinct keys that are not in the map. Padding gets no row.
+      step: number of the current step, at least 0. Rows that this step used are not evicted.
+      occurrences: number of occurrences of each key so far.
+      evict: policy that selects keys to evict if too few rows are free. None, the default, evicts
+        no key.
+      is_signed: True if keys are signed numbers. It matters if several keys have the smallest
+        worth, because the smallest key is then evicted. False is the default.
 
-    Returns: the map, the row of every key (`NO_ROW` where there was none left); and of each table, the number of
-      evicted keys, and for how many there was none left.
+    Returns: the map, the row of each key, the number of evicted keys of each table, and the number
+      of keys of each table that got no row. The row of such a key is `NO_ROW`.
     """
     num_before = row_map.num_free
     if evict is not None:
@@ -245,7 +261,13 @@ def assign(
 
 
 def _signature(keys: Keys, rows: Int[Array, " nnz"], num_tables: int) -> UInt32[Array, " tables"]:
-    """What these keys with these rows of their tables add to the signature of each table."""
+    """Contribution of these keys and rows to the signature of each table.
+
+    Args:
+      keys: keys and padding.
+      rows: row of each key, relative to its table.
+      num_tables: number of tables.
+    """
     bits = mix(keys.high, keys.low + rows.astype(jnp.uint32) * jnp.uint32(ROW_FACTOR))
     bits = jnp.where(keys.is_key, bits, jnp.uint32(0))
     if keys.table is None:
@@ -257,9 +279,15 @@ def _signature(keys: Keys, rows: Int[Array, " nnz"], num_tables: int) -> UInt32[
 def find_or_assign(
     row_map: RowMap, keys: Keys, steps: Int[Array, " nnz"], counts: Int[Array, " nnz"]
 ) -> tuple[RowMap, Int[Array, " nnz"]]:
-    """Rows of distinct keys that are written from outside, with when they were used, and how often.
+    """The map after an import of keys, and the row of each key.
 
-    Returns: the map, and the row of every key, `NO_ROW` for padding and where there was none left.
+    Args:
+      row_map: the map.
+      keys: distinct keys. Keys that are not in the map get free rows.
+      steps: last step that used each key.
+      counts: number of occurrences of each key.
+
+    Returns: the map, and the row of each key. `NO_ROW` for padding, and for keys that got no row.
     """
     rows = find(row_map, keys)
     new = keys.only(rows == NO_ROW)
@@ -274,7 +302,14 @@ def touch(
     step: Int[Array, "*nnz"],
     occurrences: Int[Array, " nnz"],
 ) -> RowMap:
-    """Notes that distinct `rows` were used by `step`, and how often their keys have occurred so far."""
+    """The map with new last steps and counts for distinct rows.
+
+    Args:
+      row_map: the map.
+      rows: distinct rows. `NO_ROW` is skipped.
+      step: last step that used the rows, for all rows or one for each.
+      occurrences: number of occurrences of each row's key so far, which replaces its count.
+    """
     given = jnp.broadcast_to(step, rows.shape), occurrences
     last_step, counts = api.scatter_rows((row_map.last_step, row_map.counts), rows, given)
     return row_map._replace(last_step=last_step, counts=counts)
@@ -283,23 +318,26 @@ def touch(
 def use(
     row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, ""], occurrences: Int[Array, " nnz"]
 ) -> RowMap:
-    """Notes that `rows`, which may repeat, were used by `step`, and so many occurrences of their keys."""
+    """The map after `step` used `rows`, which may repeat. Their counts grow by `occurrences`."""
     last_step, counts = api.count_uses(row_map.last_step, row_map.counts, rows, step, occurrences)
     return row_map._replace(last_step=last_step, counts=counts)
 
 
 def count_of(row_map: RowMap, rows: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
-    """How often the keys of `rows` have occurred; 0 for `NO_ROW`."""
+    """Number of occurrences of the keys of `rows`. 0 for `NO_ROW`."""
     return row_map.counts.at[rows].get(mode="fill", fill_value=0)
 
 
 def add_counts(one: Int[Array, " nnz"], other: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
-    """Their sums, up to `MAX_COUNT`."""
+    """Sums of two arrays of counts, at most `MAX_COUNT`."""
     return jnp.where(one > MAX_COUNT - other, MAX_COUNT, one + other)
 
 
 def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
-    """Takes distinct `rows` from their keys; the first of a table will be handed out first. `NO_ROW` is skipped."""
+    """The map after distinct `rows` lost their keys and became free. `NO_ROW` is skipped.
+
+    The first of these rows in each table is assigned next.
+    """
     is_row, table = rows != NO_ROW, table_of(row_map, rows)
     high, low = api.gather_rows((row_map.high, row_map.low), rows)
     rank, num_released = ranks(is_row, table, row_map.num_tables, api.distinct)
@@ -317,12 +355,12 @@ def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
 
 
 def table_of(row_map: RowMap, rows: Int[Array, " nnz"]) -> Int[Array, " nnz"] | None:
-    """The table of each row; None where there is one."""
+    """Number of the table of each row. None if there is one table."""
     return None if row_map.num_tables == 1 else rows // row_map.rows_per_table
 
 
 def grow(row_map: RowMap, capacity: int) -> RowMap:
-    """The map of one table with more rows, which are handed out after those that are free now."""
+    """The map of one table with more rows. They are assigned after the rows that are free now."""
     old = row_map.last_step.shape[0]
 
     def extend(lane: Array, value: int) -> Array:
@@ -345,22 +383,29 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
 
 
 def worth(row_map: RowMap, policy: Eviction) -> Int[Array, " rows"]:
-    """Worth of each row: the step that used it last ("lru"), or how often its key has occurred ("lfu").
+    """Worth of each row: its last step ("lru"), or the number of occurrences of its key ("lfu").
 
-    Keys of least worth lose their rows first, of equal ones the least keys.
+    Keys with the smallest worth are evicted first. If worths are equal, the smallest key is first.
     """
     return row_map.last_step if policy == "lru" else row_map.counts
 
 
 def _may_leave(row_map: RowMap, step: Int[Array, ""]) -> Bool[Array, " rows"]:
-    """Which rows have a key that this step did not use."""
+    """Mask of the rows that can be evicted: rows with a key that this step did not use."""
     return (row_map.last_step != FREE) & (row_map.last_step != step)
 
 
 def room(
     row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, ""], *, evicts: bool
 ) -> Int[Array, " tables"]:
-    """Number of new keys of each table that `assign` can give a row in a step that uses `rows`, which may repeat."""
+    """Number of new keys of each table that can get a row in a step.
+
+    Args:
+      row_map: the map before the step.
+      rows: rows that the step uses, which may repeat.
+      step: number of the step.
+      evicts: True if `assign` may evict keys.
+    """
     if not evicts:
         return row_map.num_free
     is_left = _may_leave(row_map, step).at[rows].set(False, mode="drop")
@@ -374,13 +419,13 @@ def first_marked(
     table: Int[Array, " n"] | None,
     most: Int[Array, " tables"],
 ) -> Bool[Array, " n"]:
-    """The `most` first marked entries of each table.
+    """Mask of the first `most` marked entries of each table.
 
     Args:
-      marks: which entries count.
-      arrival: number that says which entry comes first; None means that they are in order.
-      table: table of each entry, or None where there is one.
-      most: number of entries to keep, by table.
+      marks: mask of the entries to choose from.
+      arrival: sort key of each entry. None means that the entries are in order.
+      table: number of the table of each entry. None if there is one table.
+      most: maximum number of entries of each table.
     """
     order = None
     if arrival is not None:
@@ -417,10 +462,21 @@ def least(
     num_wanted: Int[Array, " tables"],
     is_signed: bool = False,
 ) -> Bool[Array, " rows"]:
-    """The `num_wanted` candidates of least worth of each table, of equal ones the least keys; all if they are fewer."""
+    """Mask of the `num_wanted` candidates of each table with the smallest worth.
+
+    If candidates have equal worth, the smallest keys are chosen. If a table has fewer candidates
+    than `num_wanted`, all of them are chosen.
+
+    Args:
+      row_map: the map.
+      worth: worth of each row, at least 0 for candidates.
+      is_candidate: mask of the rows to choose from.
+      num_wanted: number of rows to choose in each table.
+      is_signed: True if keys are signed numbers. False is the default.
+    """
     high = row_map.high
     if is_signed:
-        high = high ^ jnp.uint32(SIGN_BIT)  # brings negative keys before the others
+        high = high ^ jnp.uint32(SIGN_BIT)  # sorts negative keys before positive keys
     lanes = worth.astype(jnp.uint32), high, row_map.low
     if row_map.num_tables == 1:
         return _first(lanes, is_candidate, num_wanted[0])
@@ -434,10 +490,11 @@ def _first(
     is_candidate: Bool[Array, " rows"],
     num_wanted: Int[Array, ""],
 ) -> Bool[Array, " rows"]:
-    """The first `num_wanted` candidates in the order of their lanes, the first of which counts most.
+    """Mask of the first `num_wanted` candidates in lexicographic order of their lanes.
 
-    Of each lane, the number of the last one is found bit by bit: a few passes over it take a fraction of the time of a
-    sort. Bits that all candidates share need none, and none follows once all wanted ones are told apart.
+    In each lane, the value of the last wanted candidate is found bit by bit. This takes a few
+    passes over the lane and a fraction of the time of a sort. Bits that all candidates share need
+    no pass. The search stops as soon as the wanted candidates are separated from the others.
     """
     chosen = jnp.zeros_like(is_candidate)
     for lane in lanes:
@@ -451,7 +508,11 @@ def _first(
 def _bound(
     lane: UInt32[Array, " rows"], is_candidate: Bool[Array, " rows"], num_wanted: Array
 ) -> UInt32[Array, ""]:
-    """The number of the last one of the first `num_wanted` candidates, or one behind which these end."""
+    """A lane value with at most `num_wanted` candidates below it.
+
+    It is the value of the last wanted candidate, or any value with exactly `num_wanted` candidates
+    below it. If there are fewer candidates than `num_wanted`, no candidate is above it.
+    """
     most = jnp.max(jnp.where(is_candidate, lane, jnp.uint32(0)))
     differs = jnp.min(jnp.where(is_candidate, lane, most)) ^ most
     num_bits = 32 - jax.lax.clz(differs).astype(jnp.int32)
@@ -478,8 +539,15 @@ def entries(
 ) -> tuple[Int[Array, " nnz"], Keys, Int[Array, " nnz"], Int[Array, " nnz"]]:
     """Distinct keys in the order of their first occurrence.
 
-    Returns: which of them every key is, `NO_ROW` for padding; these keys, with padding behind the last one; where each
-      occurs first, `NO_ROW` for padding; and the sum of its occurrences.
+    Args:
+      keys: keys and padding, in any order.
+      occurrences: number of occurrences in each entry.
+
+    Returns: four values.
+      1. Index of each key in the distinct keys. `NO_ROW` for padding.
+      2. The distinct keys, with padding after the last one.
+      3. Position of the first occurrence of each distinct key. `NO_ROW` for padding.
+      4. Sum of the occurrences of each distinct key.
     """
     entry_of, first_of, counts = api.unique_keys(keys, occurrences)
     lanes = api.gather_rows(keys.lanes, first_of)
@@ -487,7 +555,11 @@ def entries(
 
 
 def named(keys: Keys, counts: Int[Array, " nnz"]) -> UInt32[Array, "nnz lanes"]:
-    """Distinct keys as `RowGradients` has them: `(high, low, occurrences)`, and which of several tables; then zeros."""
+    """Distinct keys in the format of `RowGradients`: columns `(high, low, occurrences)`.
+
+    If there are several tables, the number of the table is the fourth column. Padding has
+    `occurrences` 0.
+    """
     lanes = [keys.high, keys.low, counts.astype(jnp.uint32)]
     return jnp.stack(
         lanes if keys.table is None else [*lanes, keys.table.astype(jnp.uint32)], axis=1
@@ -495,7 +567,7 @@ def named(keys: Keys, counts: Int[Array, " nnz"]) -> UInt32[Array, "nnz lanes"]:
 
 
 def unnamed(lanes: UInt32[Array, "nnz lanes"]) -> tuple[Keys, Int[Array, " nnz"]]:
-    """The inverse of `named`: keys, and how often each occurred."""
+    """The inverse of `named`: keys, and the number of occurrences of each."""
     table = lanes[:, 3].astype(jnp.int32) if lanes.shape[1] > 3 else None
     return Keys(lanes[:, 0], lanes[:, 1], lanes[:, 2] > 0, table), lanes[:, 2].astype(jnp.int32)
 
@@ -503,11 +575,11 @@ def unnamed(lanes: UInt32[Array, "nnz lanes"]) -> tuple[Keys, Int[Array, " nnz"]
 def combine(
     keys: Keys, occurrences: Int[Array, " nnz"], values: Float[Array, "nnz dim"]
 ) -> tuple[UInt32[Array, "nnz lanes"], Float[Array, "nnz dim"]]:
-    """Distinct keys as `named` gives them, in the order of their first occurrence, and sums of their values.
+    """Distinct keys in the format of `named`, and the sum of the values of each.
 
-    Behind the last one there are zeros.
+    The keys are in the order of their first occurrence, with zeros after the last one.
     """
     entry_of, own, _, counts = entries(keys, occurrences)
-    # Every entry occurs, so the sum in row `e` is that of entry `e`.
+    # Every distinct key occurs, so row `e` of the sums belongs to the distinct key `e`.
     _, sums = api.row_gradients(entry_of.size, CallGradients.of_rows(entry_of, values))
     return named(own, counts), sums
