@@ -235,8 +235,8 @@ class Hashed(DynamicRows):
     ) -> tuple[PyTree, Int[Array, ""]]:
         """See `Storage.pooled`. If every key has a row, it pools from the table directly.
 
-        Otherwise it uses one array of vectors and no second array of that size. Every call gets
-        memory above 64 MB from the system, page by page, which is slow.
+        Otherwise it uses one array of vectors, and no second array of that size. In every call, the
+        system provides memory above 64 MB page by page, which is slow.
         """
         rows, num_absent = row_map.search(params.keys, keys)
         is_bound = hashed_rows.is_bound(params)
