@@ -1,6 +1,7 @@
-"""Arguments of the TBE training module, and a table of each optimizer's arguments, states and row rule.
+"""Arguments of the TBE training module, and the optimizer table.
 
-Combinations that the original accepts and then ignores, or that can only do harm, are refused.
+For each optimizer, the table has its arguments, its states and its row rule. Combinations of
+arguments that FBGEMM accepts and then ignores, or that can only do harm, raise errors.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rsembed.optimizers.regularized import CounterAdagrad, CowClipAdagrad, Decay
 
 
 class EmbOptimType(enum.Enum):
-    """The optimizer that the backward pass runs on touched rows."""
+    """The optimizer that the backward pass runs on looked-up rows."""
 
     EXACT_SGD = "exact_sgd"
     LAMB = "lamb"
@@ -47,7 +48,7 @@ AnyOptimizer = TableOptimizer | str
 
 
 class SparseType(enum.Enum):
-    """Element types by the original's names."""
+    """Element types, by FBGEMM's names."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -63,9 +64,14 @@ Member = TypeVar("Member", bound=enum.Enum)
 
 
 def member(kind: type[Member], given: Member | str | int, argument: str) -> Member:
-    """A member of an enum, given as itself, as its value or by its name in any case.
+    """A member of an enum, from the member, its value or its name in any case.
 
-    Raises: ValueError: there is no such member; names the argument and the members that there are.
+    Args:
+      kind: the enum.
+      given: member, value or name.
+      argument: name of the argument, for the error.
+
+    Raises: ValueError: the enum has no such member. Names the argument and the members.
     """
     for own in kind:
         if given is own or (
@@ -78,12 +84,12 @@ def member(kind: type[Member], given: Member | str | int, argument: str) -> Memb
 
 
 def name_of(optimizer: TableOptimizer) -> str:
-    """Name of an optimizer: the published one, or the class name of a rule of the core."""
+    """Name of an optimizer: FBGEMM's name, or the class name of a rule of the core."""
     return optimizer.name if isinstance(optimizer, EmbOptimType) else type(optimizer).__name__
 
 
 class PoolingMode(enum.IntEnum):
-    """Pooling of a bag's rows into one vector. NONE: one output row per id."""
+    """Pooling of a bag's rows into one vector. NONE returns one row per id."""
 
     SUM = 0
     MEAN = 1
@@ -91,7 +97,7 @@ class PoolingMode(enum.IntEnum):
 
 
 class CacheAlgorithm(enum.IntEnum):
-    """Eviction policy of a cache: the least recently used row goes, or the least frequently used one."""
+    """Eviction policy of a cache: least recently used (LRU) or least frequently used (LFU)."""
 
     LRU = 0
     LFU = 1
@@ -99,7 +105,7 @@ class CacheAlgorithm(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class RecordCacheMetrics:
-    """Which cache misses are counted: those of all tables together, those per table, or both."""
+    """Which cache misses are counted: their sum over all tables, those of each feature, or both."""
 
     record_cache_miss_counter: bool = False
     record_tablewise_cache_miss: bool = False
@@ -108,7 +114,13 @@ class RecordCacheMetrics:
 @dataclasses.dataclass(frozen=True)
 @validated
 class MultiPassPrefetchConfig:
-    """Splits a prefetch into up to `num_passes` passes of at least `min_splitable_pass_size` ids, to save memory."""
+    """Splits a prefetch into several passes to save memory.
+
+    Args:
+      num_passes: maximum number of passes, 12 by default.
+      min_splitable_pass_size: minimum number of ids in a pass (except the last), 6 * 2**20 by
+        default.
+    """
 
     num_passes: int = within("[1, inf)", default=12)
     min_splitable_pass_size: int = within("[1, inf)", default=6 * 2**20)
@@ -117,14 +129,19 @@ class MultiPassPrefetchConfig:
 @dataclasses.dataclass(frozen=True)
 @validated
 class TBEStatsReporterConfig:
-    """Reports figures every `interval` training steps, to `report(step, figures)` or else to the log `rsembed`."""
+    """Reports numbers and bytes of training steps.
+
+    Args:
+      interval: a report is made every `interval` steps.
+      report: receives the step and the figures. None writes them to the logger `rsembed`.
+    """
 
     interval: int = within("[1, inf)")
     report: Callable[[int, Mapping[str, float]], None] | None = None
 
 
 class BoundsCheckMode(enum.IntEnum):
-    """Treatment of ids and offsets outside their range."""
+    """Treatment of ids and offsets that are out of range."""
 
     FATAL = 0
     WARNING = 1
@@ -133,15 +150,20 @@ class BoundsCheckMode(enum.IntEnum):
 
 
 class Arguments(types.SimpleNamespace):
-    """Arguments of the module's constructor by name, and their `defaults`; equal only if the same object."""
+    """Arguments of the module's constructor by name, and their `defaults`.
+
+    Two objects are equal only if they are the same object.
+    """
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # type: ignore[assignment]
 
     @staticmethod
     def of(given: Mapping[str, Any], signature: inspect.Signature) -> Arguments:
-        """All arguments, with names and values of enums made members, and the bounds check of the environment.
+        """The constructor's arguments, with enum members in place of names and values.
 
-        Raises: ValueError: as `member`.
+        `FBGEMM_TBE_BOUNDS_CHECK_MODE` in the environment overrides `bounds_check_mode`.
+
+        Raises: ValueError: an enum has no such member, see `member`.
         """
         defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
         own = {name: given[name] for name in defaults if name not in ("self", "rngs")}
@@ -162,23 +184,27 @@ class Arguments(types.SimpleNamespace):
         defaults["record_cache_metrics"] = RecordCacheMetrics()
         own["record_cache_metrics"] = given["record_cache_metrics"] or RecordCacheMetrics()
         if own["cache_precision"] == own["weights_precision"]:
-            own["cache_precision"] = None  # no other one
+            own["cache_precision"] = None  # None means the dtype of the weights.
         return Arguments(**own, defaults=defaults)
 
     def changed(self, names: Iterable[str]) -> list[str]:
-        """Names, among `names`, of the arguments that were given and differ from their defaults."""
+        """The names in `names` of arguments that are not None and differ from their defaults."""
         return [name for name in names if getattr(self, name) not in (None, self.defaults[name])]
 
 
 class OfferedOptimizer(NamedTuple):
-    """Entry of the table of optimizers; EXACT_ROWWISE_ADAGRAD has one for each mode of weight decay.
+    """Entry of the optimizer table.
+
+    EXACT_ROWWISE_ADAGRAD has several entries, because some weight decay modes need another rule.
 
     Args:
-      rule: the core's, which takes those arguments that are its fields; None returns row gradients.
-      states: names of its states in torch's optimizers, separated by spaces.
-      arguments: names of the constructor's arguments that it reads.
+      rule: rule of the core. It takes the arguments that it has fields for. None returns row
+        gradients and steps nothing.
+      states: names of the optimizer's states in torch, separated by spaces.
+      arguments: names of the constructor's arguments that the optimizer reads.
       fixed: fields of `rule` that no argument sets.
-      fused: a rule with a native kernel and the same numbers while the fields that it lacks have their defaults.
+      fused: rule with a native kernel. It gives the same numbers as `rule` if the fields that it
+        lacks have their defaults. None if there is none.
     """
 
     rule: type[OptimizerSpec] | None
@@ -237,13 +263,13 @@ _MODES = {
         _ADAGRAD, "sum prev_iter", _ROWWISE | _COUNTED
     ),
 }
-"""EXACT_ROWWISE_ADAGRAD with the modes of weight decay that need a record and keep more states."""
+"""EXACT_ROWWISE_ADAGRAD with the weight decay modes that need a settings object and more states."""
 _OF_OPTIMIZERS = frozenset[str]().union(*(own.arguments for own in _OPTIMIZERS.values()))
 _WHOLE_TABLES = {
     "ensemble_mode": EnsembleModeDefinition(),
     "emainplace_mode": EmainplaceModeDefinition(),
 }
-"""Arguments that say what happens to all rows before the lookup of a step, and what they are by default."""
+"""Arguments for passes over all rows before the lookup of a training step, and their defaults."""
 _FIELDS = {
     "eps": "epsilon",
     "beta1": "beta_1",
@@ -251,13 +277,15 @@ _FIELDS = {
     "counter_based_regularization": "regularization",
     "cowclip_regularization": "regularization",
 }
-"""Field of a rule for each argument that has another name there."""
+"""Field of a rule for each argument that has another name in the rule."""
 
 
 def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> OfferedOptimizer:
-    """Entry of an optimizer in a mode of weight decay; it leaves `weight_decay` unread where that needs a mode.
+    """Entry of an optimizer in the optimizer table, for a weight decay mode.
 
-    Raises: NotImplementedError: it is of another package.
+    An optimizer that has weight decay modes does not read `weight_decay` in mode NONE.
+
+    Raises: NotImplementedError: the optimizer belongs to another package.
     """
     if isinstance(optimizer, OptimizerSpec):
         if optimizer.slot_type is tuple:
@@ -274,7 +302,12 @@ def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> Offer
 
 
 def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[str, ...]:
-    """Published names of an optimizer's states, `momentum1`, `momentum2`, ..., from torch's; counts keep theirs."""
+    """Published names of an optimizer's states: `momentum1`, `momentum2` and so on.
+
+    Args:
+      optimizer: the optimizer. States of a core rule keep the names in `torch_names`.
+      torch_names: names of the states in torch. Counters (`prev_iter`, `row_counter`) keep them.
+    """
     if isinstance(optimizer, OptimizerSpec):
         return tuple(torch_names)
     counts = {"prev_iter", "row_counter"}
@@ -285,12 +318,12 @@ def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[
 
 
 def unread_arguments(optimizer: TableOptimizer, arguments: Arguments) -> frozenset[str]:
-    """Names of the arguments that other optimizers read, and this one does not."""
+    """Names of the arguments that some other optimizer reads, but not this one."""
     return _OF_OPTIMIZERS - offered_optimizer(optimizer, arguments.weight_decay_mode).arguments
 
 
 def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
-    """Raises: ValueError: arguments contradict each other; the message says what to change."""
+    """Raises: ValueError: arguments contradict each other. The message says what to change."""
     mode = arguments.weight_decay_mode
     offered = offered_optimizer(optimizer, mode)
     if mode in _RECORDS and optimizer != EmbOptimType.EXACT_ROWWISE_ADAGRAD:
@@ -329,7 +362,10 @@ def _rule_of(
     given: Arguments,
     slot_dtypes: tuple[str | None, ...],
 ) -> OptimizerSpec | None:
-    """The row rule of `optimizer`, with a fused native kernel where numbers are the same; None for NONE."""
+    """The row rule of `optimizer`; None for NONE.
+
+    The rule has a fused native kernel if that gives the same numbers.
+    """
     if isinstance(optimizer, OptimizerSpec):
         return dataclasses.replace(optimizer, learning_rate=rate)
     offered = offered_optimizer(optimizer, given.weight_decay_mode)
@@ -358,11 +394,13 @@ def _rule_of(
 def trained_by(
     optimizer: TableOptimizer, learning_rate: LearningRate, arguments: Arguments
 ) -> dict[str, Any]:
-    """Fields of a `TablePlan` that follow from its optimizer and the arguments that this one reads.
+    """Fields of a `TablePlan` that depend on its optimizer and the optimizer's arguments.
 
-    What ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD do to whole tables is up to their records.
+    Arguments that the optimizer does not read have no influence. The pass over whole tables of
+    ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD is their `ensemble_mode` or
+    `emainplace_mode`, or the default of that class if it is None.
 
-    Raises: ValueError: arguments do not go together.
+    Raises: ValueError: arguments contradict each other.
     """
     unread = {name: arguments.defaults[name] for name in unread_arguments(optimizer, arguments)}
     own = Arguments(**vars(arguments) | unread)
@@ -374,7 +412,7 @@ def trained_by(
     }
     has_copy = (
         optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD
-    )  # of the table, momentum2: no slot of the rule
+    )  # momentum2 is a copy of the table, not a slot of the rule.
     dtypes = tuple(map(asked.get, state_names(optimizer, states)))[: 1 if has_copy else None]
     modes = (
         getattr(own, name) or mode

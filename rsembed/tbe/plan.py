@@ -44,9 +44,9 @@ from rsembed.tbe.arguments import (
 
 
 class EmbeddingLocation(enum.IntEnum):
-    """Memory that holds the rows of a table: device, host, or host behind a cache on the device.
+    """Memory that holds the rows of a table: device, host, or host with a cache on the device.
 
-    MTIA can be named but not used: JAX has no such backend.
+    MTIA is a published name only. It is refused, because JAX has no such backend.
     """
 
     DEVICE = 0
@@ -57,7 +57,10 @@ class EmbeddingLocation(enum.IntEnum):
 
 
 class ComputeDevice(enum.IntEnum):
-    """Devices that look rows up. GPU means CUDA; GPU and TPU are extensions. MTIA can be named, not used."""
+    """Devices that look up rows. GPU means CUDA.
+
+    GPU and TPU are extensions of the published names. MTIA is a published name only and is refused.
+    """
 
     CPU = 0
     CUDA = 1
@@ -69,9 +72,9 @@ class ComputeDevice(enum.IntEnum):
 EmbeddingSpec = tuple[int, int, EmbeddingLocation, ComputeDevice]
 Placement = Literal["device", "cached", "host"]
 AnyBatch: TypeAlias = Call | PreparedBatch
-"""A checked batch: on one device the call that reads it, on a mesh what the core prepared."""
+"""A checked batch: a `Call` on one device, a `PreparedBatch` on a mesh."""
 BagSizes = tuple[tuple[int, ...], ...]
-"""Bags of feature f from rank r, as `sizes[f][r]`."""
+"""`sizes[f][r]` is the number of bags of feature `f` from rank `r`."""
 
 
 class TablePlan(NamedTuple):
@@ -80,19 +83,22 @@ class TablePlan(NamedTuple):
     Args:
       name: name in messages and state dicts.
       optimizer: optimizer that `rule` was made from.
-      num_rows: rows.
-      dim: columns.
-      learning_rate: initial rate, or a callable of nothing or of the 0-based step.
+      num_rows: number of rows.
+      dim: number of columns.
+      learning_rate: initial rate, or a callable without arguments or of the 0-based step.
       dtype: dtype of the stored rows.
-      near_dtype: dtype of its rows on the device, which may differ in a cache.
-      rule: rule that steps looked-up rows; None only returns their gradients.
-      placement: `device`; `cached`, on the host behind a cache on the device; or `host`, where every batch takes its
-        rows to the device and back.
-      shared_by: how the devices of a mesh share it: `row`, `table`, `column` or `replicated`, as one device has it.
-      rounds_stochastically: whether stepped rows of a dtype other than float32 are rounded stochastically.
-      whole_table_mode: pass over all rows before the lookup of a step.
-      copy_dtypes: dtypes of the copies of the table that this pass keeps, after the slots of the rule.
-      torch_state_names: names of its optimizer states in torch's optimizers.
+      near_dtype: dtype of the rows on the device. It may differ from `dtype` for rows on the host.
+      rule: rule that steps looked-up rows. None returns their gradients and steps nothing.
+      placement: `device`, `cached` (on the host, with a cache on the device) or `host` (each batch
+        copies its rows to the device and back).
+      shared_by: placement on a mesh: `row`, `table`, `column` or `replicated`. Always `replicated`
+        on one device.
+      rounds_stochastically: whether stepped rows of a dtype other than float32 are rounded
+        stochastically.
+      whole_table_mode: pass over all rows before the lookup of a training step. None runs no pass.
+      copy_dtypes: dtypes of the copies of the table that this pass keeps. They follow the slots of
+        the rule.
+      torch_state_names: names of the optimizer states in torch's optimizers.
     """
 
     name: str
@@ -117,12 +123,15 @@ class TablePlan(NamedTuple):
 
     @property
     def is_cached(self) -> bool:
-        """Whether the table's rows are on the host, and must be copied to the device for a lookup."""
+        """Whether the rows are on the host and are copied to the device for a lookup."""
         return self.placement != "device"
 
     @property
     def global_decay(self) -> GlobalWeightDecayDefinition | None:
-        """Global weight decay, which lookups apply to rows for the steps that did not touch them; None without it."""
+        """Global weight decay, or None without it.
+
+        Lookups apply it to a row for the steps that did not update the row.
+        """
         return self.rule.global_weight_decay if isinstance(self.rule, DecayedAdagrad) else None
 
     @property
@@ -136,13 +145,13 @@ class TablePlan(NamedTuple):
         return self.global_decay is not None
 
     def contents(self) -> dict[str, object]:
-        """Facts that must stay the same between save and load, which hyperparameters need not."""
+        """Facts that must be equal when a state dict is loaded. Hyperparameters may differ."""
         states, own = list(self.state_names), self.optimizer
         optimizer = own.name if isinstance(own, EmbOptimType) else own.identity
         return {"rows": self.num_rows, "dim": self.dim, "optimizer": optimizer, "states": states}
 
     def first_slots(self) -> tuple[np.ndarray, ...]:
-        """Initial optimizer states of a row, `[1, dim]` or `[1, 1]` each."""
+        """Initial optimizer states of one row, each `[1, dim]` or `[1, 1]`."""
         own = (
             () if self.rule is None else self.rule.init_slots(jnp.zeros((1, self.dim), jnp.float32))
         )
@@ -153,25 +162,28 @@ class TablePlan(NamedTuple):
 
     def spec(self) -> TableSpec:
         """The table as a `TableSpec` of the core."""
-        # Values come from the state, noise of rounding with each step; pooling is that of a sum of gains.
+        # Initial values, rounding noise and combiner are not set here. They come from the state,
+        # from each `Step` and from `_pooled`.
         spec = TableSpec(
             name=self.name,
             vocabulary_size=max(self.num_rows, 1),
             embedding_dim=self.dim,
             dtype=self.dtype,
             stochastic_rounding=self.rounds_stochastically
-            and self.dtype != "float32",  # of whole rows, not of columns
+            # Stochastic rounding draws for whole rows, so it would forbid a split by column.
+            and self.dtype != "float32",
         )
         return spec if self.rule is None else dataclasses.replace(spec, optimizer=self.rule)
 
 
 class GroupPlan(NamedTuple):
-    """Tables of one shape, rule and placement, which share one array: table `tables[k]` begins at `first_rows[k]`.
+    """Tables of equal dim, optimizer and placement, which share one array.
 
     Args:
-      table: the first of them, which speaks for all in everything but name and size. Its name is that of the group.
-      tables: numbers of all of them.
-      first_rows: see above.
+      table: the first table of the group. The others differ from it only in name and size. Its name
+        is the name of the group.
+      tables: indices of all tables of the group.
+      first_rows: first row of each table in the array.
       num_rows: rows of the array.
     """
 
@@ -183,14 +195,16 @@ class GroupPlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TBEPlan:
-    """Plan of all tables and features of a module; hashable, so that equal modules share compiled programs.
+    """Plan of all tables and features of a module.
+
+    A plan is hashable, so modules with equal plans share compiled programs.
 
     Args:
       tables: logical tables.
-      features: table of every feature.
+      features: index of the table of every feature.
       pooling: `sum`, `mean` or `none`.
       feature_names: names for messages.
-      devices: those that share tables and samples.
+      devices: devices that share tables and samples.
     """
 
     tables: tuple[TablePlan, ...]
@@ -200,7 +214,7 @@ class TBEPlan:
     devices: Devices
 
     def __post_init__(self) -> None:
-        # Compiled programs are looked up by the plan in every call, and a hash over all tables takes its time.
+        # Every call looks up its compiled program by the plan, and hashing all tables is slow.
         object.__setattr__(
             self, "_hash", hash((self.tables, self.features, self.pooling, self.devices))
         )
@@ -210,11 +224,14 @@ class TBEPlan:
 
     @functools.cached_property
     def groups(self) -> tuple[GroupPlan, ...]:
-        """Groups of tables that are equal but for name and size; a group has less than 2**31 - 1 rows."""
+        """Groups of tables that differ only in name and size.
+
+        A group has less than 2**31 - 1 rows, so row numbers fit int32.
+        """
         alike: dict[TablePlan, list[int]] = {}
         for number, table in enumerate(self.tables):
             alike.setdefault(table._replace(name="", num_rows=0), []).append(number)
-        # A table without rows takes one, which nothing reads: a table of the core has at least one.
+        # A table of the core has at least one row, so an empty table gets one that nothing reads.
         num_rows = {number: max(table.num_rows, 1) for number, table in enumerate(self.tables)}
         groups = []
         for own in split_by_memory(alike.values(), num_rows, NO_ROW - 1):
@@ -224,7 +241,7 @@ class TBEPlan:
 
     @functools.cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Number of every table's group, and its first row in the group's array."""
+        """For every table, the index of its group and its first row in the group's array."""
         found = {
             table: (number, first_row)
             for number, group in enumerate(self.groups)
@@ -234,7 +251,7 @@ class TBEPlan:
 
     @property
     def combiner(self) -> Combiner:
-        """The pooling as kernels name it: FBGEMM's mean divides by the number of ids, weighted or not."""
+        """Combiner of the kernels. FBGEMM's mean divides by the number of ids, weighted or not."""
         return "mean_by_count" if self.pooling == "mean" else cast(Combiner, self.pooling)
 
     @functools.cached_property
@@ -244,7 +261,7 @@ class TBEPlan:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the devices of a mesh share the tables."""
+        """Whether the tables are on the devices of a mesh."""
         return self.devices.mesh is not None
 
     @property
@@ -254,7 +271,7 @@ class TBEPlan:
 
     @functools.cached_property
     def has_passes(self) -> bool:
-        """Whether training steps begin with what `functional.begin_step` does."""
+        """Whether `functional.begin_step` has work to do before a training step."""
         return any(
             t.whole_table_mode is not None or isinstance(t.rule, CounterAdagrad)
             for t in self.tables
@@ -262,14 +279,14 @@ class TBEPlan:
 
     @functools.cached_property
     def row_layout(self) -> Fingerprint:
-        """Fingerprint of row numbers: group, first row and size of every table."""
+        """Fingerprint of the row numbers: group, first row and size of every table."""
         return Fingerprint.of(
             {"tables": {table.name: self._place_facts(t) for t, table in enumerate(self.tables)}}
         )
 
     @functools.cached_property
     def layout(self) -> Fingerprint:
-        """Fingerprint of a state: the places of tables, and all that gives its arrays their meaning."""
+        """Fingerprint of a state: positions, dtypes, placements and optimizers of the tables."""
         stored = [
             {
                 "dtype": table.dtype,
@@ -291,12 +308,12 @@ class TBEPlan:
 
     @functools.cached_property
     def contents(self) -> Fingerprint:
-        """Fingerprint of a state dict, equal wherever the tables lie and whatever they are stored in."""
+        """Fingerprint of a state dict. It does not depend on placements and dtypes."""
         return Fingerprint.of({"tables": {table.name: table.contents() for table in self.tables}})
 
     @functools.cached_property
     def list_of_feature(self) -> dict[str, str]:
-        """Name of the list of a prepared batch that has a feature's ids: one for all features."""
+        """For each feature, the name of its list of ids in a prepared batch: one list for all."""
         return dict.fromkeys(self.feature_names, "all")
 
     def _place_facts(self, table: int) -> dict[str, object]:
@@ -322,15 +339,16 @@ class TBEPlan:
         weights: Float[Array | np.ndarray, " nnz"] | None,
         sizes: BagSizes | None = None,
     ) -> Call:
-        """A call with one list of these ids.
+        """A call with one list of ids.
 
         Args:
           ids: ids of all features, feature after feature.
-          offsets: ends of all bags, and 0 in front.
-          weights: per id.
-          sizes: bags by feature and rank, for variable batch sizes.
+          offsets: 0, then the end of every bag.
+          weights: one per id, or None.
+          sizes: number of bags by feature and rank, for variable batch sizes. None if all features
+            have equally many.
 
-        Raises: ValueError: the length of the offsets does not fit.
+        Raises: ValueError: the number of offsets does not fit.
         """
         layout = "columns" if sizes is None else "blocks"
         segments = _segments(self, offsets.shape[0], sizes)
@@ -347,7 +365,10 @@ class TBEPlan:
 
 @functools.lru_cache(maxsize=256)
 def _segments(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[Segment, ...]:
-    """Segments of a batch: one a feature, with `sizes` one a rank too. Raises: ValueError: the offsets do not fit."""
+    """Segments of a batch: one per feature, or one per rank and feature with `sizes`.
+
+    Raises: ValueError: the number of offsets does not fit.
+    """
     num_features = len(plan.features)
     by_rank = [((num_offsets - 1) // num_features,)] * num_features if sizes is None else sizes
     bags = [sum(own) for own in by_rank]
@@ -379,7 +400,10 @@ def _segments(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[
 
 @functools.lru_cache(maxsize=64)
 def engine_of(plan: TBEPlan) -> Engine:
-    """The core's engine of the plan's tables: each group is a stack, in the order of the groups."""
+    """The core's engine for the plan's tables.
+
+    Each group is a stack, in the order of the groups.
+    """
     specs = [table.spec() for table in plan.tables]
     readers = [
         FeatureSpec(name=name, table_spec=specs[t])
@@ -401,13 +425,13 @@ def engine_of(plan: TBEPlan) -> Engine:
 
 @functools.lru_cache(maxsize=64)
 def identity(plan: TBEPlan, *, checks: bool) -> str:
-    """Identity of the tables and features that a batch is prepared for, and of whether its ids are checked."""
+    """Identity that a prepared batch must have: its tables, features, devices and id checks."""
     bounds_check = "raise" if checks else "ignore"
     return identity_of(engine_of(plan).features, plan.list_of_feature, plan.devices, bounds_check)
 
 
 def _pooled(stack: Stack, combiner: Combiner) -> Stack:
-    """The stack with features that are pooled by `combiner`, which a `FeatureSpec` may not know."""
+    """The stack with all features pooled by `combiner`, which a `FeatureSpec` may not allow."""
     features = tuple(
         dataclasses.replace(feature, combiner=combiner) for feature in stack.layout.stack.features
     )
@@ -416,12 +440,15 @@ def _pooled(stack: Stack, combiner: Combiner) -> Stack:
 
 
 def with_list(batch: Call, **changes: Any) -> Call:
-    """The batch with other `ids`, `offsets` or `weights` in its one list."""
+    """The batch with other `ids`, `offsets` or `weights` in its only list."""
     return dataclasses.replace(batch, lists=(dataclasses.replace(batch.lists[0], **changes),))
 
 
 def per_table(value: PyTree, num_tables: int, what: str) -> list[PyTree]:
-    """One value per table, from one for all or a sequence. Raises: ValueError: another number of values."""
+    """One value per table, from a sequence or from one value for all.
+
+    Raises: ValueError: the sequence has another length.
+    """
     values = [value] * num_tables if np.ndim(value) == 0 else list(value)
     if len(values) != num_tables:
         raise ValueError(
@@ -431,14 +458,14 @@ def per_table(value: PyTree, num_tables: int, what: str) -> list[PyTree]:
 
 
 def default_platform() -> str:
-    """`cpu`, `gpu` or `tpu`: where arrays go by default."""
+    """Platform of JAX's default device: `cpu`, `gpu` or `tpu`."""
     return jax.default_backend()
 
 
 def device_of(device: jax.Device | str | int | None) -> jax.Device | None:
-    """A JAX device from one, its number, or a name such as `cpu`, `cuda:1` or `tpu`.
+    """A JAX device from a device, its number, or a name such as `cpu`, `cuda:1` or `tpu`.
 
-    Raises: ValueError: there is no such device.
+    Raises: ValueError: the device does not exist.
     """
     if device is None or isinstance(device, jax.Device):
         return device
@@ -453,7 +480,7 @@ def device_of(device: jax.Device | str | int | None) -> jax.Device | None:
 
 
 def warn_of_no_effect(arguments: Sequence[str], reason: str) -> None:
-    """One warning that names the arguments that change nothing, and why."""
+    """Warns once that `arguments` change nothing, and says why. No warning if there are none."""
     if arguments:
         warnings.warn(f"{', '.join(arguments)}: no effect, {reason}.", stacklevel=5)
 
@@ -461,15 +488,18 @@ def warn_of_no_effect(arguments: Sequence[str], reason: str) -> None:
 def make_plan(given: Arguments) -> TBEPlan:
     """The plan of a module with these arguments.
 
-    Raises: ValueError: a table or feature cannot be what it is declared as, or arguments do not go together; says which
-      and why. NotImplementedError: tables need what their placement cannot do.
+    Raises:
+      ValueError: the declaration of a table or feature is impossible, or arguments contradict each
+        other. The message names them and says why.
+      NotImplementedError: an optimizer or pooling mode does not work with the placement of a table,
+        or an optimizer belongs to another package.
     """
     specs: Sequence[EmbeddingSpec] = given.embedding_specs
     names = tuple(given.table_names or (f"table_{t}" for t in range(len(specs))))
     features = tuple(
         range(len(names)) if given.feature_table_map is None else given.feature_table_map
     )
-    # Tables that no feature can read are refused below.
+    # `_check_specs` below refuses a table number out of range, so any name will do here.
     readers = [
         names[t] if 0 <= t < len(names) else f"feature_{feature}"
         for feature, t in enumerate(features)
@@ -513,13 +543,13 @@ def make_plan(given: Arguments) -> TBEPlan:
         f"optimizer {by_name.name_of(optimizers[0])} does not use them",
     )
     if len(set(optimizers)) == 1:
-        # What does not go together is refused before unread arguments are left out.
+        # Checked here with all arguments: `trained_by` leaves out unread ones before its check.
         by_name.check_arguments(optimizers[0], given)
     dtype, near_dtype = (
         given.weights_precision.dtype,
         (given.cache_precision or given.weights_precision).dtype,
     )
-    # CPUs have one kind of memory, so that there only caching makes a difference.
+    # On CPUs, host and device memory are the same, so only caching makes a difference.
     elsewhere: Placement = "device" if default_platform() == "cpu" else "host"
     special: dict[EmbeddingLocation, Placement] = {EmbeddingLocation.DEVICE: "device"}
     special[EmbeddingLocation.MANAGED_CACHING] = "device" if given.enforce_hbm else "cached"
@@ -560,7 +590,7 @@ def _check_specs(
     names: Sequence[str],
     feature_names: Sequence[str],
 ) -> None:
-    """Raises: ValueError: the declaration of a table or feature is impossible; names it and says why."""
+    """Raises: ValueError: the declaration of a table or feature is impossible. Names it."""
     if not specs:
         raise ValueError("embedding_specs is empty; a module needs at least one table.")
     for what, given, count in (
@@ -596,7 +626,12 @@ def _check_specs(
 
 
 def _check_trained(table: TablePlan) -> None:
-    """Raises: ValueError, NotImplementedError: the optimizer cannot train a table of this dim or placement."""
+    """Checks that the optimizer can train a table of this dim and placement.
+
+    Raises:
+      ValueError: the optimizer needs an even dim.
+      NotImplementedError: the optimizer reads or writes whole tables, and the table is on the host.
+    """
     if isinstance(table.whole_table_mode, EmainplaceModeDefinition) and table.dim % 2:
         raise ValueError(
             f"table {table.name!r}: EMAINPLACE_ROWWISE_ADAGRAD needs an even embedding_dim, got {table.dim}."
@@ -612,7 +647,12 @@ def _check_trained(table: TablePlan) -> None:
 
 
 def _check_shared(tables: Sequence[TablePlan], pooling: PoolingMode) -> None:
-    """Raises: ValueError: a table has no rows. NotImplementedError: the tables need something that a mesh lacks."""
+    """Checks that tables can be on a mesh.
+
+    Raises:
+      ValueError: a table has no rows.
+      NotImplementedError: a mesh does not support this pooling mode, placement or weight decay.
+    """
     if pooling == PoolingMode.NONE:
         raise NotImplementedError(
             "PoolingMode.NONE has one row per id, in the order of the ids, which a mesh does not keep; use "
