@@ -1,6 +1,7 @@
-"""Batches of a call, checked once and brought into the form that kernels read.
+"""Checks the batch of a call once and converts it to the form that kernels read.
 
-What the caller passed stays as it is: ids and offsets outside their range are repaired in copies.
+The caller's arrays are never changed. Ids and offsets that are out of range are corrected in
+copies.
 """
 
 from __future__ import annotations
@@ -37,17 +38,31 @@ def read(
     per_sample_weights: ArrayLike | None = None,
     batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
 ) -> tuple[AnyBatch, Count | None, str | None]:
-    """A checked batch (numpy unless traced), the number of ids and offsets that WARNING corrected, and a message.
+    """A checked batch, the number of ids and offsets out of range, and a warning message.
 
-    The number is None for a prepared batch, which needs no count.
+    Arguments are those of `TableBatchedEmbeddingBags.__call__`. Inside `jit` nothing can be raised:
+    in mode FATAL, ids out of range then contribute nothing and are counted. On a mesh, only a
+    prepared batch can be read inside `jit`.
 
-    `TableBatchedEmbeddingBags.__call__` says what the arguments mean. Inside `jit` nothing can be raised: FATAL then
-    lets bad ids contribute nothing, and counts them. On a mesh, the batch of such a call is split already.
+    Args:
+      plan: the tables and features.
+      mode: treatment of ids and offsets that are out of range.
+      indices: ids of all features, or a prepared batch.
+      offsets: ends of all bags; None with a prepared batch.
+      per_sample_weights: one weight per id, or None.
+      batch_size_per_feature_per_rank: number of bags by feature and rank, or None.
 
-    Raises: TypeError or ValueError.
+    Returns:
+      The batch, with numpy arrays unless it is traced or prepared.
+      The number of ids and offsets out of range in modes WARNING and FATAL, 0 in the other modes.
+      It is None for a prepared batch, which needs no count.
+      In mode WARNING a message about the first one, else None. Also None inside `jit`.
+
+    Raises: TypeError, ValueError: the batch does not fit the plan, or, in mode FATAL, an id or
+      offset is out of range or a weight is not finite.
     """
     given = (indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
-    # A process that refuses its part tells the others.
+    # If one process refuses its part of the batch, `Agreement` raises in all processes.
     with Agreement(plan.devices.known_mesh, "the batch", given):
         if isinstance(indices, (Call, PreparedBatch)):
             if any(own is not None for own in given[1:]):
@@ -76,7 +91,12 @@ def _is_of(plan: TBEPlan, mode: BoundsCheckMode, batch: AnyBatch) -> bool:
 
 
 def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
-    """A checked batch of this process, outside `jit`, split over the devices of a mesh. Raises: as the core's."""
+    """A checked batch, split by sample over the devices of a mesh. Not for use inside `jit`.
+
+    Each process passes its part of the global batch.
+
+    Raises: ValueError: the processes disagree, or the devices do not divide the samples.
+    """
     bags = {}
     (listed,) = batch.lists
     offsets = np.asarray(listed.offsets)
@@ -96,12 +116,17 @@ def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
 
 
 def weights_by_feature(batch: PreparedBatch) -> dict[str, Array | np.ndarray]:
-    """The weights of a split batch, `[ids]` of each feature; inside `jit`, followed by zeros."""
+    """The weights of a split batch, `[ids]` for each feature. Inside `jit`, zeros follow them."""
     return {name: bags.weights for name, bags in batch.items()}
 
 
 def weights_in_order(prepared: PreparedBatch, batch: Call) -> Float[Array, " nnz"]:
-    """The weights of a split batch in the order of the batch before; 0 for ids in no bag."""
+    """The weights of a split batch in the order of the flat batch; 0 for ids outside all bags.
+
+    Args:
+      prepared: result of `split`, with weights or their gradients.
+      batch: the flat batch that was split.
+    """
     (listed,) = batch.lists
     offsets = np.asarray(listed.offsets)
     before = jnp.zeros(int(offsets[0]))
@@ -114,7 +139,7 @@ def weights_in_order(prepared: PreparedBatch, batch: Call) -> Float[Array, " nnz
 def _jagged(
     plan: TBEPlan, indices: PyTree, offsets: PyTree, weights: PyTree, sizes: PyTree
 ) -> Call:
-    """One batch from the arguments of a flat call, of which only types and shapes have been checked."""
+    """One batch from the arguments of a call. Checks types and shapes, but no ids or offsets."""
     if offsets is None:
         raise TypeError("offsets is missing; pass indices and offsets.")
     ids, ends = _integers(indices, "indices"), _integers(offsets, "offsets")
@@ -157,7 +182,7 @@ def _integers(values: ArrayLike, what: str) -> AnyArray:
     check_unmasked(values, what)
     array: AnyArray = values if isinstance(values, jax.core.Tracer) else np.asarray(values)
     if array.ndim == 1 and array.size == 0:
-        array = array.astype(np.int32)  # an empty list would become float64
+        array = array.astype(np.int32)  # numpy reads an empty list as float64
     if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(
             f"{what} must be a flat array of integers, got {array.dtype} of shape {array.shape}."
@@ -202,7 +227,13 @@ def feature_starts(offsets: AnyArray, num_bags: Sequence[int]) -> AnyArray:
 
 
 def repeat_by_feature(values: AnyArray, starts: AnyArray, num_ids: int) -> AnyArray:
-    """Value of each id's feature, from `values[1:]`; `values[0]` for ids in front of the first bag."""
+    """Repeats one value per feature for each of the feature's ids.
+
+    Args:
+      values: `values[0]` is for ids before the first bag, `values[1:]` are for the features.
+      starts: result of `feature_starts`.
+      num_ids: number of ids. It must be static inside `jit`.
+    """
     if isinstance(starts, np.ndarray):
         return np.repeat(values, np.concatenate([starts[:1], np.diff(starts)]))
     lengths = jnp.concatenate([starts[:1], jnp.diff(starts)])
@@ -210,10 +241,11 @@ def repeat_by_feature(values: AnyArray, starts: AnyArray, num_ids: int) -> AnyAr
 
 
 def _repaired(plan: TBEPlan, batch: Call) -> tuple[Call, Count]:
-    """The batch with ids and offsets inside their range, and how many of them had to be changed.
+    """The batch with ids and offsets in range, and how many of them were changed.
 
-    The last offset becomes the number of ids, the others are clipped to it and never fall; an id outside its table
-    becomes 0, except for -1, which stands for no id. Works on numpy arrays and inside `jit`.
+    The last offset becomes the number of ids. The others are clipped to `[0, number of ids]`, and
+    an offset that falls becomes the largest one before it. An id outside its table becomes 0,
+    except -1, which means no id. Works on numpy arrays and inside `jit`.
 
     Source: FBGEMM, BoundsCheckMode.WARNING.
     """
@@ -236,9 +268,14 @@ def _repaired(plan: TBEPlan, batch: Call) -> tuple[Call, Count]:
 
 
 def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str | None:
-    """Message about the first bad id or offset, with feature, table, bag and position; None without one.
+    """Message about the first id or offset out of range, or None.
 
-    `may_begin_later` lets ids in front of the first bag pass, which belong to nobody.
+    The message names feature, table, bag and position.
+
+    Args:
+      plan: the tables and features.
+      batch: the batch, not traced.
+      may_begin_later: whether the first offset may be above 0. Ids before it are in no bag.
     """
     ids, offsets = np.asarray(batch.lists[0].ids), np.asarray(batch.lists[0].offsets)
     if offsets[0] < 0 or (offsets[0] and not may_begin_later):
@@ -273,11 +310,11 @@ def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str 
     return None
 
 
-# The callers' form
+# For the module
 
 
 def with_room(batch: Call) -> Call:
-    """The batch padded to a power of two of ids; those behind the last offset are in no bag."""
+    """The batch padded to a power of two of ids. Padding follows the last offset, in no bag."""
     (listed,) = batch.lists
     bags: Any = Bags(listed.ids, listed.all_offsets(), listed.weights).pad_to(
         padded_size(listed.num_entries)
@@ -286,7 +323,13 @@ def with_room(batch: Call) -> Call:
 
 
 def mask_of_ids(plan: TBEPlan, batch: AnyBatch, feature_requires_grad: ArrayLike) -> PyTree:
-    """Mask `feature_requires_grad` of each id's feature. Raises: ValueError: its length is not that of the features."""
+    """The entry of `feature_requires_grad` for each id's feature.
+
+    Returns: array with one entry per id, or, for a batch prepared on a mesh, a dictionary with one
+      entry per feature.
+
+    Raises: ValueError: there is not one entry per feature.
+    """
     num_features, mask = len(plan.features), jnp.asarray(feature_requires_grad, jnp.float32)
     if mask.shape != (num_features,):
         raise ValueError(
