@@ -1,6 +1,7 @@
-"""Table-batched lookup and training as pure functions of a plan and a state: what `TableBatchedEmbeddingBags` calls.
+"""Table-batched lookup and training as pure functions of a plan and a state.
 
-Every function can be traced; states may be donated. Ids of cached tables are places of the cache here.
+`TableBatchedEmbeddingBags` calls them. Every function can be traced, and states may be donated. Ids
+of cached tables are cache slots here, except in `row_gradients`.
 """
 
 from __future__ import annotations
@@ -33,19 +34,22 @@ Group = TypeVar("Group")
 
 
 class TBEState(NamedTuple):
-    """Everything that training changes; one entry per group of the plan.
+    """Everything that training changes. The tuples have one entry per group of the plan.
 
     Args:
       weights: rows of the group's tables, or the rows in its cache.
-      slots: optimizer state of those rows; last the slow copy of the tables, of ENSEMBLE_ROWWISE_ADAGRAD.
-      resident_rows: row of the group that each place of its cache holds, `NO_ROW` for none; None without a cache.
-      step: updates done so far.
-      passed_step: last step whose passes over whole tables were run.
+      slots: optimizer state of these rows. ENSEMBLE_ROWWISE_ADAGRAD appends its slow copy of the
+        tables.
+      resident_rows: for each slot of the group's cache, the row of the group in it, or `NO_ROW` if
+        it is empty. None without a cache.
+      step: number of updates so far.
+      passed_step: number of the last step (1 for the first) whose passes over whole tables were
+        run.
       learning_rates: one per group.
-      max_counter: largest row counter plus 1, of counter-based regularization.
-      key: PRNG key of stochastic rounding.
-      generation: see `storage.host_cached.Generation`; None without tables on the host.
-      layout: fingerprint of the plan that it belongs to.
+      max_counter: largest row counter plus 1, for counter-based regularization.
+      key: PRNG key of stochastic rounding and of uniform initial weights.
+      generation: see `storage.host_cached.Generation`. None without tables on the host.
+      layout: fingerprint of the plan that the state belongs to.
     """
 
     weights: tuple[Float[Array, "rows dim"], ...]
@@ -60,7 +64,7 @@ class TBEState(NamedTuple):
     layout: Fingerprint | None = None
 
     def arrays(self, number: int) -> tuple[Array, ...]:
-        """All arrays of a group: weights, slots and, for a cached group, the numbers of its resident rows."""
+        """All arrays of a group: weights, slots and, for a cached group, its resident rows."""
         resident = self.resident_rows[number]
         return (
             self.weights[number],
@@ -69,7 +73,7 @@ class TBEState(NamedTuple):
         )
 
     def with_arrays(self, number: int, arrays: Sequence[Array]) -> TBEState:
-        """A copy of the state in which one group has other arrays, in the order of `arrays`."""
+        """A copy of the state with other arrays for one group, in the order of `arrays`."""
         weights, *others = arrays
         resident = None if self.resident_rows[number] is None else others.pop()
         changes = (("weights", weights), ("slots", tuple(others)), ("resident_rows", resident))
@@ -81,17 +85,17 @@ class TBEState(NamedTuple):
 
 
 def num_rows(plan: TBEPlan) -> tuple[int, ...]:
-    """Number of rows in every group's array, padding for the devices of a mesh included."""
+    """Number of rows of every group's array, including padding for the devices of a mesh."""
     return tuple(stack.layout.num_rows for stack in engine_of(plan).stacks.values())
 
 
 def everywhere(plan: TBEPlan, tree: PyTree) -> PyTree:
-    """The arrays of `tree` replicated over the devices of the plan's mesh; unchanged without a mesh."""
+    """The arrays of `tree` replicated over the plan's mesh. Unchanged without a mesh."""
     return plan.devices.place(tree, PartitionSpec())
 
 
 def rows_of(plan: TBEPlan, table: int, ids: Int[np.ndarray, " ids"]) -> Int[np.ndarray, " ids"]:
-    """Row numbers of a table's ids in the arrays of its group."""
+    """Row of each id of a table in the arrays of its group."""
     group, _ = plan.places[table]
     stack = list(engine_of(plan).stacks.values())[group]
     rows: np.ndarray = stack.layout.rows(plan.tables[table].name, ids)
@@ -99,7 +103,7 @@ def rows_of(plan: TBEPlan, table: int, ids: Int[np.ndarray, " ids"]) -> Int[np.n
 
 
 def by_stack(plan: TBEPlan, by_group: Iterable[Group]) -> dict[str, Group]:
-    """Values of the groups by the names of their stacks, as the engine takes them."""
+    """Values of the groups by stack name, in the form of the engine's arguments."""
     return dict(zip(engine_of(plan).stacks, by_group, strict=True))
 
 
@@ -109,7 +113,10 @@ def by_group(plan: TBEPlan, by_stack: Mapping[str, Group]) -> tuple[Group, ...]:
 
 
 def _checked(plan: TBEPlan, batch: AnyBatch) -> AnyBatch:
-    """The batch unchanged. Raises: ValueError: the tables are on a mesh, which needs a split batch."""
+    """The batch unchanged.
+
+    Raises: ValueError: the tables are on a mesh, but the batch is not split.
+    """
     if plan.is_shared and isinstance(batch, Call):
         raise ValueError("a mesh shares the tables: split the batch by module.prepare.")
     return batch
@@ -118,12 +125,12 @@ def _checked(plan: TBEPlan, batch: AnyBatch) -> AnyBatch:
 def init_state(
     plan: TBEPlan, key: PRNGKeyArray, num_places: Mapping[int, int] | None = None
 ) -> TBEState:
-    """A state with zero weights, as the original starts.
+    """A state with zero weights, which are FBGEMM's initial weights.
 
     Args:
       plan: the tables.
-      key: see `TBEState`.
-      num_places: size of the cache of each cached group; other groups have arrays of all rows.
+      key: PRNG key of stochastic rounding and of uniform initial weights.
+      num_places: number of cache slots of each cached group. Other groups have arrays of all rows.
     """
     weights, slots, resident = [], [], []
     for number, (group, all_rows) in enumerate(zip(plan.groups, num_rows(plan), strict=True)):
@@ -150,16 +157,21 @@ def init_state(
 def _split_array(
     plan: TBEPlan, number: int, shape: Sequence[int], dtype: DTypeLike, fill: float
 ) -> Array:
-    """An array for the rows of a group, filled with `fill` and laid out over the devices."""
+    """An array for the rows of a group, filled with `fill` and sharded over the mesh."""
     stack = list(engine_of(plan).stacks.values())[number]
     whole = functools.partial(jnp.full, shape, fill, dtype)
     return jax.jit(whole, out_shardings=plan.devices.sharding(stack.partition))()
 
 
 def check_state(plan: TBEPlan, state: TBEState) -> None:
-    """Raises: ValueError: the state is of another plan. RuntimeError: a step took its arrays over, or a fork."""
+    """Checks that a state can be used with a plan.
+
+    Raises:
+      ValueError: the state belongs to another plan.
+      RuntimeError: a step took the state's arrays over, or this process was forked.
+    """
     check_not_forked("the module")
-    # Compiled programs for several devices end the process when they are given such arrays.
+    # A compiled program for several devices that gets deleted arrays ends the process.
     check_not_taken(
         (state.weights, state.slots, state.resident_rows, state.step, state.generation),
         "the module has lost its tables, perhaps by way of a copy that shared them, or by Ctrl-C or an error,",
@@ -190,7 +202,10 @@ def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
 
 
 def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
-    """State after the passes over whole tables that precede the lookup of the next training step, once a step."""
+    """State after the passes over whole tables that precede the next training step's lookup.
+
+    A second call for the same step changes nothing.
+    """
     check_state(plan, state)
     t = state.step + 1
     is_new = state.passed_step != t
@@ -214,7 +229,7 @@ def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
 
 
 def _parted(group: GroupPlan, slots: Slots) -> tuple[Slots, Slots]:
-    """A group's slots in two parts: those that its rule reads, and copies of its tables."""
+    """A group's slots in two parts: the slots of its rule, and copies of its tables."""
     num_slots = len(slots) - len(group.table.copy_dtypes)
     return slots[:num_slots], slots[num_slots:]
 
@@ -222,23 +237,30 @@ def _parted(group: GroupPlan, slots: Slots) -> tuple[Slots, Slots]:
 def lookup(
     plan: TBEPlan, state: TBEState, batch: AnyBatch, output_dtype: str = "float32"
 ) -> Float[Array, "*output"]:
-    """Pooled rows, `[bags, sum of dims]`, `[nnz, longest dim]` or flat; differentiable in the weights of the ids."""
+    """Pooled rows, differentiable with respect to the weights of the ids.
+
+    The shape is `[bags, sum of dims]`, or `[nnz, longest dim]` without pooling. It is flat for
+    variable batch sizes.
+    """
     return _pooled(plan, state, batch, learning_rates(plan, state)).astype(output_dtype)
 
 
 def _pooled(
     plan: TBEPlan, state: TBEState, batch: AnyBatch, rates: Float[Array, " groups"]
 ) -> Float[Array, "*output"]:
-    """The output of a lookup, with the decay that is owed at these learning rates."""
+    """Output of a lookup, with global weight decay applied at these learning rates."""
     batch = _checked(plan, batch)
-    if isinstance(batch, Call):  # no table of a mesh decays globally
+    if isinstance(batch, Call):  # Tables on a mesh have no global weight decay.
         batch = _decayed(plan, state, batch, rates)
     output, _ = engine_of(plan).lookup(by_stack(plan, state.weights), batch)
     return output
 
 
 def _gradient(d_output: Array, max_gradient: float | None = None) -> Float[Array, "*output"]:
-    """The output's gradient in float32, clipped to `[-max_gradient, max_gradient]` if that is given."""
+    """Gradient of the output in float32, clipped to `[-max_gradient, max_gradient]`.
+
+    `max_gradient` None clips nothing.
+    """
     d_output = d_output.astype(jnp.float32)
     if max_gradient is None:
         return d_output
@@ -252,7 +274,10 @@ def row_gradients(
     *,
     max_gradient: float | None = None,
 ) -> RowGradients:
-    """Gradients of all rows that the batch reads, by id also where a table is cached."""
+    """Gradients of all rows that the batch reads.
+
+    `batch` has row ids, not cache slots, also for cached tables.
+    """
     engine = engine_of(plan)
     gradient = _gradient(d_output, max_gradient)
     found = by_group(plan, engine.row_gradients(_checked(plan, batch), gradient))
@@ -269,13 +294,16 @@ def row_gradients(
 
 
 def cut(gradients: RowGradients, bound: int) -> RowGradients:
-    """The first `bound` rows of every group. Raises: ValueError: there are more."""
+    """The first `bound` rows of every group. On a mesh, all rows.
+
+    Raises: ValueError: more than `bound` rows have a gradient. Not checked inside `jit`.
+    """
     touched = gradients.num_touched()
     if not is_traced(touched) and (most := max(map(int, touched.values()))) > bound:
         raise ValueError(
             f"total_unique_indices is {bound}, but {most} rows were read; raise it or leave it out."
         )
-    if gradients.shardings is not None:  # each device has its own at the front of its part
+    if gradients.shardings is not None:  # Padding follows the rows of each device, not all rows.
         return gradients
     rows = {name: rows[:bound] for name, rows in gradients.rows.items()}
     values = {name: values[:bound] for name, values in gradients.values.items()}
@@ -283,7 +311,7 @@ def cut(gradients: RowGradients, bound: int) -> RowGradients:
 
 
 def row_counts(plan: TBEPlan) -> tuple[tuple[str, int], ...]:
-    """Sorted pairs of group name and number of rows, as `RowGradients.num_rows` has them."""
+    """Sorted pairs of group name and number of rows, in the form of `RowGradients.num_rows`."""
     return tuple(
         sorted(zip((group.table.name for group in plan.groups), num_rows(plan), strict=True))
     )
@@ -300,9 +328,9 @@ def update(
 
     Args:
       plan: the tables.
-      state: after `begin_step`.
+      state: result of `begin_step`.
       batch: the batch that was looked up.
-      d_output: gradient of what `lookup` returned.
+      d_output: gradient of the output of `lookup`.
       rates: learning rate of every group.
     """
     return _stepped(
@@ -313,7 +341,9 @@ def update(
 def apply(
     plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Float[Array, " groups"]
 ) -> TBEState:
-    """One optimizer step of every row in `row_gradients`; rows of cached tables are places of the cache here.
+    """One optimizer step of every row in `row_gradients`.
+
+    Rows of cached tables must be given as cache slots.
 
     Raises: ValueError: a table has no optimizer.
     """
@@ -330,7 +360,15 @@ def _stepped(
     function: Callable[..., PyTree],
     *gradients: PyTree,
 ) -> TBEState:
-    """State after one step of all groups by a function of the engine."""
+    """State after one step of all groups.
+
+    Args:
+      plan: the tables.
+      state: state before the step.
+      rates: learning rate of every group.
+      function: `update` or `apply` of the engine.
+      *gradients: arguments of `function` between the slots and the steps.
+    """
     steps = [_step_of(plan, number, state, rate) for number, rate in enumerate(rates)]
     slots, copies = zip(*map(_parted, plan.groups, state.slots), strict=True)
     stepped = function(
@@ -342,7 +380,10 @@ def _stepped(
 
 
 def _step_of(plan: TBEPlan, number: int, state: TBEState, rate: Array) -> Step:
-    """Rule, hyperparameters and rounding of a group's step. Raises: ValueError: the group has no optimizer."""
+    """Rule, hyperparameters and rounding of a group's step.
+
+    Raises: ValueError: the group has no optimizer.
+    """
     group = plan.groups[number]
     if (rule := group.table.rule) is None:
         raise ValueError(
@@ -358,7 +399,10 @@ def _step_of(plan: TBEPlan, number: int, state: TBEState, rate: Array) -> Step:
 
 
 def _decayed(plan: TBEPlan, state: TBEState, batch: Call, rates: Float[Array, " groups"]) -> Call:
-    """The batch with weights by which lookups multiply the row of each id; unchanged if no table decays globally."""
+    """The batch with weights that apply the global weight decay to the row of each id.
+
+    Unchanged if no table has global weight decay.
+    """
     factors: Array | None = None
     for number, group in enumerate(plan.groups):
         if group.table.global_decay is not None:
@@ -370,7 +414,7 @@ def _decayed(plan: TBEPlan, state: TBEState, batch: Call, rates: Float[Array, " 
             )
             factors = (
                 own if factors is None else factors * own
-            )  # rows of other groups read as never touched: 1
+            )  # Ids of other groups read `prev_iter` 0, which gives the factor 1.
     if factors is None:
         return batch
     weights = batch.lists[0].weights
@@ -378,13 +422,21 @@ def _decayed(plan: TBEPlan, state: TBEState, batch: Call, rates: Float[Array, " 
 
 
 _STORE = 2**32 - 2
-"""Number of a table that nobody has: noise of rounding outside of steps, which differs from that of steps."""
+"""Folded into the key for host write-backs, so that their rounding noise is not that of a step."""
 
 
 def _noise(
     plan: TBEPlan, number: int, state: TBEState, dtype: DTypeLike, *, use: int | None = None
 ) -> Rounding | None:
-    """Stochastic rounding of a group's rows to `dtype`, by numbers of rows; None rounds to nearest."""
+    """Stochastic rounding of a group's rows to `dtype`; None rounds to nearest.
+
+    Args:
+      plan: the tables.
+      number: index of the group.
+      state: gives the key and the step.
+      dtype: dtype of the rounded rows.
+      use: folded into the key. None is the noise of a training step.
+    """
     if not plan.groups[number].table.rounds_stochastically or dtype == jnp.float32:
         return None
     key = jax.random.fold_in(state.key, state.step)
@@ -396,7 +448,7 @@ def _noise(
 def stored_rows(
     plan: TBEPlan, number: int, state: TBEState, places: Int[Array, " n"]
 ) -> tuple[Array, ...]:
-    """Weights and slots at some places of a group's cache, in the dtype of the host's store."""
+    """Weights and slots in some cache slots of a group, in the dtype of the host's store."""
     group, (weights, *slots) = (
         plan.groups[number],
         api.gather_rows(state.arrays(number)[:-1], places),
@@ -423,9 +475,10 @@ def backward(
     max_gradient: float | None = None,
     wants_weight_gradients: bool = False,
 ) -> tuple[TBEState, PyTree]:
-    """State after `update`, and the gradients of the ids' weights if there are any and they are wanted.
+    """State after `update`, and the gradients of the ids' weights.
 
-    The gradients are an array; those of a prepared batch come as the batch with them in place of the weights.
+    The gradients are an array. For a prepared batch, they are the batch with gradients in place of
+    the weights. They are None if `wants_weight_gradients` is False or the batch has no weights.
     """
     gradient = _gradient(d_output, max_gradient)
     weights, with_weights = _weights_of(batch)
@@ -437,7 +490,8 @@ def backward(
 
     output, pull_back = jax.vjp(weighted, weights)
     (d_weights,) = pull_back(gradient.reshape(output.shape))
-    # Without this dependence, whose sum is 0, the update could be scheduled first, on a copy of the tables.
+    # The zero that is added makes the update depend on `d_weights`. Otherwise XLA could schedule
+    # the update first, on a copy of the tables.
     total = jnp.nan_to_num(sum(jnp.sum(jnp.abs(own)) for own in d_weights))
     stepped = update(plan, state, batch, gradient + jnp.minimum(total, 0.0), rates)
     if isinstance(batch, Call):
@@ -446,7 +500,7 @@ def backward(
 
 
 def _weights_of(batch: AnyBatch) -> tuple[list[Array], Callable[[list[Array]], AnyBatch]]:
-    """The arrays of weights in a batch, and a function that puts others in their place."""
+    """The arrays of weights in a batch, and a function that replaces them."""
     leaves, form = jax.tree.flatten(batch)
     is_weight = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
 
