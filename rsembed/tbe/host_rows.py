@@ -1,6 +1,10 @@
-"""Tables on the host whose rows are cached on the device: caches, stores, prefetches, counts and reports.
+"""Tables on the host with a device cache: caches, stores, prefetches, counts and reports.
 
-Ids are translated to places before the kernels see them, so that these compute the same bits as on a whole table.
+Row ids are translated to cache slots before the kernels get them, so the kernels compute the same
+bits as on a whole table.
+
+A row of a batch that gets no cache slot is copied to the scratch area, which follows the cache
+slots in the device arrays. An update writes it back to the host.
 """
 
 from __future__ import annotations
@@ -40,14 +44,14 @@ _REFUSAL = (
     "back; or go on from the tables as they are on the host by reset_cache_states(discard=True)."
 )
 Keep = Callable[[TBEState], None]
-"""Receives a state whose arrays have taken the place of older ones."""
+"""Receives a state as soon as a program has taken over the arrays of the state before it."""
 
 
 class HostRows:
     """Rows of a module's cached tables, and their transfer between host and device.
 
-    A change outside `jit` starts with `begin` and ends with `end`, when the module has its new state. One that an error
-    or Ctrl-C stopped between these is put right by `resumed`.
+    A change outside `jit` starts with `begin`. It ends with `end`, after the module has stored its
+    new state. If an error or Ctrl-C stops a change in between, `resumed` repairs it.
 
     Args:
       plan: the tables.
@@ -55,12 +59,13 @@ class HostRows:
 
     Attributes:
       counts: sums over all batches.
-      calls_with_a_miss: batches with at least one unique miss.
-      misses_by_feature: sums of the unique misses of each feature, where they are to be recorded.
+      calls_with_a_miss: number of batches with at least one unique miss.
+      misses_by_feature: sum of the unique misses of each feature. Zeros unless
+        `record_tablewise_cache_miss` is set.
       lock: held by the one thread that works with the rows outside `jit`.
-      begun: generation of the state that a change began with and did not end; None at other times.
+      begun: generation of the state before the unfinished change; None if there is no such change.
 
-    Raises: ValueError: there is no room for a set of each cache.
+    Raises: ValueError: the device memory does not hold one set per cache.
     """
 
     def __init__(self, plan: TBEPlan, caching: Arguments):
@@ -74,37 +79,42 @@ class HostRows:
         }
         self.reset_counts()
         self.prefetched: list[tuple[np.ndarray, list[tuple[SetAssociativeCache, np.ndarray]]]] = []
-        """Ids of batches whose rows wait in the cache, and the places that they lock."""
+        """Ids of prefetched batches before their lookup, and the cache slots that they lock."""
         self.generation = Generation(_REFUSAL)
         self.lock = Lock()
         self.begun: int | None = None
         self._steps = False
 
     def begin(self, state: TBEState, *, steps: bool = False) -> None:
-        """Begins a change outside `jit`; `steps` if it is a training step, after `bring`.
+        """Begins a change outside `jit`.
 
-        Raises: RuntimeError: the state is of another time.
+        Args:
+          state: the module's state.
+          steps: whether the change is a training step, which follows `bring`.
+
+        Raises: RuntimeError: `state` has another generation than the host store.
         """
         self.generation.check(state.generation)
-        # In this order, a change that has begun is known as such from its first moment.
+        # `begun` is set first: after an interrupt between the two lines, `resumed` still works.
         self.begun, self._steps = self.generation.number, steps
         self.generation.advance(self.generation.number)
 
     def end(self) -> None:
-        """Ends a change: the module has its new state."""
+        """Ends a change. The module has stored its new state."""
         self.begun, self._steps = None, False
 
     def resumed(self, state: TBEState) -> TBEState:
-        """State with which device and host go on after a change that stopped halfway.
+        """State with which device and host can continue after a change that stopped halfway.
 
-        The device says which rows it has; it has them whole, since one program moves all that belongs to a row. Rows
-        that left were written to the host before. Batches that were prefetched wait no longer.
+        The state's `resident_rows` say which rows the device has. These rows are complete, because
+        one program moves all arrays of a row. Rows that were evicted were written to the host
+        before. The list of prefetched batches is emptied.
 
-        Raises: RuntimeError: the state is not the one that the change began with.
+        Raises: RuntimeError: the state is older than the change, or belongs to another module.
         """
         if int(np.asarray(state.generation)) != self.begun:
             self.generation.check(state.generation)
-        if self._steps:  # perhaps without success: then the rows are written as they were
+        if self._steps:  # If the update did not run, this writes the old values again.
             self._write_scratch(state)
         self.prefetched.clear()
         for number, group in self.groups.items():
@@ -114,12 +124,12 @@ class HostRows:
         return self.advanced(state)
 
     def reset_counts(self) -> None:
-        """Starts counting again from zero."""
+        """Sets all counts to zero."""
         self.counts, self.calls_with_a_miss = CacheCounts(), 0
         self.misses_by_feature = np.zeros(len(self.plan.features), np.int64)
 
     def advanced(self, state: TBEState, *, is_inside: bool = False) -> TBEState:
-        """The state marked with the present generation; inside `jit`, with the next one."""
+        """The state with the host's current generation; inside `jit`, with the next generation."""
         generation = state.generation + 1 if is_inside else self.generation.number  # type: ignore[operator]
         return state._replace(generation=jnp.asarray(generation, jnp.uint32))
 
@@ -128,11 +138,17 @@ class HostRows:
     def bring(
         self, state: TBEState, batch: Call, keep: Keep, *, admit: bool = True
     ) -> tuple[TBEState, Call]:
-        """Copies the batch's rows to the device, inside `jit` too; with `admit`, missing rows enter the cache.
+        """Copies the batch's rows to the device. Works inside `jit`.
 
-        `keep` receives states in which the rows of some groups have moved; outside `jit`, call `end` afterwards.
+        Outside `jit`, call `end` afterwards.
 
-        Returns: the state, and the batch with places instead of ids for cached tables.
+        Args:
+          state: the module's state.
+          batch: batch with row ids.
+          keep: receives a state each time the rows of a group have moved.
+          admit: whether missing rows enter the cache. If not, they are copied to the scratch area.
+
+        Returns: the state, and the batch with cache slots in place of the ids of cached tables.
         """
         (listed,) = batch.lists
         capacity = listed.num_entries if is_traced((listed.ids, listed.offsets, state)) else None
@@ -159,9 +175,14 @@ class HostRows:
     def bring_rows(
         self, state: TBEState, row_gradients: RowGradients, keep: Keep
     ) -> tuple[TBEState, RowGradients]:
-        """Copies the rows of row gradients to the device, and replaces their numbers by places. Not inside `jit`.
+        """Copies the rows of row gradients to the device. Not for use inside `jit`.
 
-        `keep` is that of `bring`.
+        Args:
+          state: the module's state.
+          row_gradients: gradients with row numbers.
+          keep: see `bring`.
+
+        Returns: the state, and the row gradients with cache slots in place of row numbers.
 
         Raises: NotImplementedError: inside `jit`.
         """
@@ -180,11 +201,16 @@ class HostRows:
         return state, dataclasses.replace(row_gradients, rows=rows)
 
     def prefetch(self, state: TBEState, batch: Call, keep: Keep) -> TBEState:
-        """Fills the cache for a later batch; rows that find no place are copied when it is looked up.
+        """State with rows of a later batch in the cache.
 
-        `keep` is that of `bring`.
+        Rows that get no cache slot are copied when the batch is looked up.
 
-        Raises: RuntimeError: `MAX_PREFETCHES` batches wait already.
+        Args:
+          state: the module's state.
+          batch: the later batch.
+          keep: see `bring`.
+
+        Raises: RuntimeError: `MAX_PREFETCHES` prefetched batches were not looked up yet.
         """
         if len(self.prefetched) >= MAX_PREFETCHES:
             raise RuntimeError(
@@ -214,7 +240,10 @@ class HostRows:
         return self.advanced(state)
 
     def _take_prefetched(self, ids: np.ndarray) -> bool:
-        """Whether the batch was prefetched; if so, removes it from the list and unlocks its places."""
+        """Whether the batch was prefetched.
+
+        Removes it from the list and unlocks its cache slots.
+        """
         for number, (prefetched, locked) in enumerate(self.prefetched):
             if np.array_equal(prefetched, ids):
                 del self.prefetched[number]
@@ -226,7 +255,14 @@ class HostRows:
     def _moved(
         self, state: TBEState, keep: Keep, moves: PyTree = None, capacity: int | None = None
     ) -> TBEState:
-        """State after the moves of rows in all groups, by default those of the last batch; `keep` is of `bring`."""
+        """State after row moves in all groups.
+
+        Args:
+          state: state before the moves.
+          keep: see `bring`.
+          moves: moves of each group. None takes those of the last batch.
+          capacity: number of entries in each array of `moves` inside `jit`; None outside.
+        """
         for number, group in self.groups.items():
             own = group.moves(None) if moves is None else moves[number]
 
@@ -244,9 +280,9 @@ class HostRows:
         return functools.partial(_stored_rows, self.plan, number, state)
 
     def write_back(self, state: TBEState) -> TBEState:
-        """Writes the scratch rows of the last `bring` to the host, after an update has changed them.
+        """Writes the scratch rows of the last `bring` to the host, after an update changed them.
 
-        Outside `jit`, `begin` comes before the update.
+        Outside `jit`, call `begin` before the update.
         """
         if is_traced(state):
             call_host(
@@ -271,15 +307,22 @@ class HostRows:
     # Whole tables
 
     def flush(self, state: TBEState) -> None:
-        """Writes all resident rows to the stores; they stay resident."""
+        """Writes all cached rows to the host stores. They stay in the cache."""
         for number, group in self.groups.items():
             group.flush(self._leaving(state, number))
 
     def forget(self, state: TBEState, *, discard: bool) -> TBEState:
-        """Empties the cache without writing anything back; with `discard`, whatever time the state is of."""
+        """State with an empty cache. Writes nothing to the host.
+
+        Args:
+          state: the module's state.
+          discard: whether a state of any generation is accepted. If not, its generation is checked.
+
+        Raises: RuntimeError: see `begin`; only without `discard`.
+        """
         jax.effects_barrier()
         if discard:
-            self.end()  # of a change that stopped halfway, if there is one
+            self.end()  # A change may have stopped halfway.
             self.generation.advance(self.generation.number)
         else:
             self.begin(state)
@@ -301,11 +344,12 @@ class HostRows:
         generation: Array,
         *batch: AnyArray,
     ) -> tuple[np.ndarray, dict[int, list[np.ndarray]]]:
-        """Ids with places instead of rows for cached tables, and the moves of every group."""
+        """Ids with cache slots in place of rows for cached tables, and the moves of every group."""
         if capacity is not None:
             self.generation.advance(generation)
         ids, offsets = map(np.asarray, batch)
-        admits = admit and not self._take_prefetched(ids[: offsets[-1]])  # without padding
+        # `prefetch` keeps ids without padding, so the padding is cut off before the comparison.
+        admits = admit and not self._take_prefetched(ids[: offsets[-1]])
         self._find(num_bags, ids, offsets, admit=admits)
         translated = ids.astype(np.int32)
         for group in self.groups.values():
@@ -321,7 +365,7 @@ class HostRows:
         admit: bool,
         **how: bool,
     ) -> None:
-        """Assigns cache places to the rows of a batch, in every group."""
+        """Finds or assigns a cache slot for each row of a batch, in every group."""
         starts = np.asarray(feature_starts(offsets, num_bags))
         for number, group in self.groups.items():
             rows = np.full(ids.size, -1, np.int64)
@@ -347,7 +391,7 @@ class HostRows:
             self.groups[number].store_scratch(own)
 
     def _record(self, ids: np.ndarray, starts: np.ndarray) -> None:
-        """Adds a batch to the statistics, as one call, however many groups its ids belong to."""
+        """Adds a batch to the statistics, as one call for all groups."""
         groups = self.groups.values()
         total = CacheCounts(
             *map(sum, zip(*(group.admission.counts for group in groups), strict=True))
@@ -360,7 +404,7 @@ class HostRows:
         self.counts = CacheCounts(*map(sum, zip(self.counts, total, strict=True)))
         self.calls_with_a_miss += total.unique_misses > 0
         if self.caching.record_cache_metrics.record_tablewise_cache_miss:
-            for group in groups:  # ids in front of the first bag belong to nobody and cannot miss
+            for group in groups:  # Ids before the first bag have row -1, so they are no misses.
                 parts, missed = np.split(group.rows, starts[1:-1]), group.admission.missed_ids
                 self.misses_by_feature += [np.intersect1d(part, missed).size for part in parts]
 
@@ -369,17 +413,19 @@ class HostRows:
 
 
 def _memory_of_device() -> dict[str, int] | None:
-    """Memory statistics of the device; None where it reports no limit."""
+    """Memory statistics of the device; None if it reports no limit."""
     memory = jax.local_devices()[0].memory_stats() or {}
     return memory if "bytes_limit" in memory else None
 
 
 def _caches_of(groups: Sequence[GroupPlan], caching: Arguments) -> list[SetAssociativeCache]:
-    """Caches of the groups: `cache_load_factor` of their rows in sets of 32, one set at least.
+    """Caches of the groups: `cache_load_factor` of their rows, or `cache_sets` sets of 32 rows.
 
-    Beyond one set each, caches get the share of what they ask for that fits the free memory, where the device tells it.
+    Each cache has at least one set. If the device reports its memory and `cache_sets` is 0, the
+    other sets are scaled down in proportion to fit the free memory. Tables with placement `host`
+    get one set.
 
-    Raises: ValueError: there is no room for a set of each.
+    Raises: ValueError: the free memory does not hold one set per cache.
     Source: FBGEMM, size rule of the row cache.
     """
     set_bytes = [NUM_WAYS * sum(_row_bytes(own.table, own.table.near_dtype)) for own in groups]
@@ -387,7 +433,7 @@ def _caches_of(groups: Sequence[GroupPlan], caching: Arguments) -> list[SetAssoc
         caching.cache_sets or -(-int(own.num_rows * caching.cache_load_factor) // NUM_WAYS) or 1
         for own in groups
     ]
-    # Rows that visit for one batch take the least that a cache can have.
+    # Rows that are on the device for one batch only need no more than the smallest cache.
     sets = [1 if own.table.placement == "host" else n for own, n in zip(groups, sets, strict=True)]
     memory = _memory_of_device()
     if memory is not None and not caching.cache_sets:
@@ -417,7 +463,7 @@ def _backing_of(group: GroupPlan) -> BackingStore:
     table, arrays = group.table, []
     for row in (np.zeros((1, table.dim), jnp.dtype(table.dtype)), *table.first_slots()):
         arrays.append(own := np.zeros((group.num_rows, *row.shape[1:]), row.dtype))
-        if row.any():  # zeros take memory when they are first written
+        if row.any():  # Pages of np.zeros take memory only once they are written.
             own[:] = row
     rounds = table.near_dtype not in ("float32", table.dtype)
     return BackingStore(arrays, near_dtype=jnp.dtype(table.near_dtype) if rounds else None)
@@ -426,7 +472,7 @@ def _backing_of(group: GroupPlan) -> BackingStore:
 def first_state(
     plan: TBEPlan, key: PRNGKeyArray, host_rows: HostRows | None, device: jax.Device | None
 ) -> TBEState:
-    """The state before any training, on `device`."""
+    """The state before any training, on `device`. None is JAX's default device."""
     cached = {} if host_rows is None else host_rows.groups
     state = functional.init_state(
         plan, key, {number: group.num_places for number, group in cached.items()}
@@ -453,7 +499,7 @@ _OF_CACHES = (
 
 
 def warn_of_arguments(plan: TBEPlan, given: Arguments) -> None:
-    """Warns of arguments that change nothing."""
+    """Warns of arguments that have no effect."""
     if not plan.has_cache:
         warn_of_no_effect(given.changed(_OF_CACHES), "as no table is behind a cache")
     elif given.cache_sets or _memory_of_device() is None:
@@ -471,9 +517,10 @@ def warn_of_arguments(plan: TBEPlan, given: Arguments) -> None:
 def report(
     config: TBEStatsReporterConfig, plan: TBEPlan, state: TBEState, batch: AnyBatch, output: Array
 ) -> None:
-    """Reports numbers and bytes of a training step by the original's names, where the step is one to report.
+    """Reports numbers and bytes of a training step, by FBGEMM's names.
 
-    Warns of steps inside `jit`, which it never sees.
+    Nothing is reported if `interval` does not divide the step number. Warns inside `jit`, where
+    steps cannot be reported.
     """
     if is_traced(batch):
         warnings.warn(
@@ -511,7 +558,10 @@ def report(
 
 
 def state_bytes(plan: TBEPlan, state: TBEState) -> dict[str, dict[str, int]]:
-    """Bytes of `weights`, `optimizer_states` and, where there is one, `cache`, of every table and as `total`."""
+    """Bytes of `weights` and `optimizer_states` of every table and, as `total`, of all tables.
+
+    If some table is cached, `total` also has the bytes of the `cache` on the device.
+    """
     found: dict[str, dict[str, int]] = {}
     for table in plan.tables:
         weights, states = _row_bytes(table, table.dtype)
