@@ -1,4 +1,4 @@
-"""Whole tables of a module, on device or host: reading, writing, initialising, saving and counting."""
+"""Whole tables of a module, on device or host: read, write, initialise, save and count."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ _learning_rates = jax.jit(functional.learning_rates, static_argnums=0)
 
 
 def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
-    """Learning rate of every group at the next step. Raises: ValueError: a schedule gives none that is finite."""
+    """Learning rate of every group at the next step.
+
+    Raises: ValueError: a schedule returns a rate that is not finite.
+    """
     rates: Float[Array, " groups"] = _learning_rates(plan, state)
     if any(callable(group.table.learning_rate) for group in plan.groups):
         check_finite(
@@ -65,16 +68,21 @@ def _put_rows(array: Array, values: Array, rows: Array) -> Array:
 
 
 class TBEVariable(nnx.Variable):
-    """Tables, optimizer states and counters of a module: trained by its backward pass, not by optax."""
+    """Tables, optimizer states and counters of a module.
+
+    Its backward pass trains them, not optax.
+    """
 
 
 class TrainedTables(nnx.Module):
-    """Base of the module: tables, states and learning rates without the lookup; the subclass makes the parts.
+    """Base of the module: tables, states and learning rates, without the lookup.
+
+    The constructor of the subclass sets the attributes.
 
     Attributes:
       plan: the tables.
-      state: all that training changes and a device has.
-      arguments: those of the constructor.
+      state: everything that training changes, except rows that are only on the host.
+      arguments: arguments of the constructor.
     """
 
     plan: TBEPlan
@@ -84,20 +92,27 @@ class TrainedTables(nnx.Module):
 
     @property
     def whole_state(self) -> TBEState:
-        """The module's state, checked. Raises: as `functional.check_state`."""
+        """The module's state.
+
+        Raises: ValueError, RuntimeError: the state cannot be used, see `functional.check_state`.
+        """
         state: TBEState = self.state.get_value()
         functional.check_state(self.plan, state)
         return state
 
     @property
     def host_rows(self) -> HostRows | None:
-        """Host side of cached tables, None without any; code outside of `jit` must read it here.
+        """Host side of cached tables; None without cached tables.
 
-        Raises: RuntimeError: the module's state is of another time, or of another module.
+        Outside `jit`, use this property and not `_host_rows`: it waits for compiled programs and
+        repairs a change that stopped halfway.
+
+        Raises: RuntimeError: the module's state is older than the host store, or belongs to another
+          module.
         """
         if self._host_rows is not None:
             check_not_forked("the module")
-            jax.effects_barrier()  # until compiled programs are done here
+            jax.effects_barrier()  # Callbacks of compiled programs may still change the host rows.
             if not is_traced(self.state.get_value().generation):
                 with self._host_rows.lock:
                     self._resume()
@@ -105,14 +120,17 @@ class TrainedTables(nnx.Module):
         return self._host_rows
 
     def _resume(self) -> None:
-        """Lets host and device go on after a call that an error or Ctrl-C stopped halfway."""
+        """Makes device and host consistent after an error or Ctrl-C stopped a call halfway."""
         if self._host_rows is not None and self._host_rows.begun is not None:
             self.state.set_value(self._host_rows.resumed(self.whole_state))
             self._host_rows.end()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keeps other threads from tables on the host; a call that stops halfway leaves host and device in step."""
+        """Context in which no other thread can use the tables on the host.
+
+        If an error or Ctrl-C leaves the context, device and host are made consistent.
+        """
         check_not_forked("the module")
         if self._host_rows is None:
             yield
@@ -121,44 +139,51 @@ class TrainedTables(nnx.Module):
             try:
                 yield
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # the next call says what is lost
+                with contextlib.suppress(RuntimeError):  # The next call reports the lost state.
                     self._resume()
                 raise
 
     def set_learning_rate(self, lr: float | Sequence[float]) -> None:
-        """Sets the rate of all tables, or one each. A lookup keeps the rate that it saw for its backward pass.
+        """Sets one learning rate for all tables, or one for each table.
 
-        Raises: ValueError: tables that share an array (see the class) are given different rates.
+        A `backward` from `vjp` uses the rate at the time of its lookup.
+
+        Raises: ValueError: a rate is negative or not finite, the rate is a schedule, or tables that
+          share an array get different rates.
         """
         rates = _rates_of_groups(self.plan, lr)
         self.state.set_value(self.whole_state._replace(learning_rates=everywhere(self.plan, rates)))
 
     def get_learning_rate(self) -> float | list[float]:
-        """The rate of the next step: one number, or one per table where they differ."""
+        """Learning rate of the next step: one number if all tables have the same, else a list."""
         rates = np.asarray(learning_rates(self.plan, self.whole_state))
         by_table = [float(rates[group]) for group, _ in self.plan.places]
         return by_table[0] if len(set(by_table)) == 1 else by_table
 
     @validated
     def set_optimizer_step(self, step: NonNegativeInt) -> None:
-        """Sets how many updates were done; the next training step is `step + 1`. Works at any time."""
+        """Sets the number of updates so far. The next training step is `step + 1`."""
         done = everywhere(self.plan, jnp.asarray(step, jnp.int32))
         self.state.set_value(self.whole_state._replace(step=done, passed_step=done + 0))
 
     @property
     def step(self) -> Array:
         """Number of updates so far."""
-        return self.whole_state.step + 0  # the array itself goes to the next update
+        return self.whole_state.step + 0  # A copy: the next update donates the array itself.
 
     def init_embedding_weights_uniform(
         self, min_val: float, max_val: float, *, key: PRNGKeyArray | None = None
     ) -> None:
-        """Draws all weights from U(min_val, max_val). Equal keys and tables give equal bits, however they are stored.
+        """Draws all weights from the uniform distribution between two bounds.
+
+        Equal keys and tables give equal bits, on device, on host and on a mesh.
 
         Args:
-          min_val: lowest weight.
-          max_val: bound above.
-          key: None takes the one that the module was made with.
+          min_val: lower bound.
+          max_val: upper bound.
+          key: PRNG key. None takes the module's key.
+
+        Raises: ValueError: a bound is not finite, or `min_val` is above `max_val`.
         """
         check_within("(-inf, inf)", max_val, "init_embedding_weights_uniform: max_val")
         check_within(f"(-inf, {max_val}]", min_val, "init_embedding_weights_uniform: min_val")
@@ -167,7 +192,7 @@ class TrainedTables(nnx.Module):
         for number, table in enumerate(self.plan.tables):
             own_key = jax.random.fold_in(key, number)
 
-            # Block by block, every row from its own key: no second table is ever needed.
+            # Each row has its PRNG key, so the table can be drawn in blocks, without a copy of it.
             def rows(
                 first: int, last: int, own_key: PRNGKeyArray = own_key, dim: int = table.dim
             ) -> Array:
@@ -176,7 +201,10 @@ class TrainedTables(nnx.Module):
             self._write_table(number, rows)
 
     def split_embedding_weights(self) -> list[Array | np.ndarray]:
-        """The weights of every table, `[rows, dim]`: copies; of tables on the host, read-only views of the store."""
+        """The weights of every table, `[rows, dim]`.
+
+        They are copies, but read-only views of the store for tables on the host.
+        """
         with self._alone():
             self.flush()
             return [self._read_table(table)[0] for table in range(len(self.plan.tables))]
@@ -184,14 +212,15 @@ class TrainedTables(nnx.Module):
     def set_embedding_weights(
         self, table: int | str, weights: ArrayLike, *, allow_nonfinite: bool = False
     ) -> None:
-        """Overwrites the weights of one table; optimizer states stay.
+        """Overwrites the weights of one table. Its optimizer states do not change.
 
         Args:
           table: number or name of the table.
-          weights: `[rows, dim]`, of numpy, JAX or torch.
-          allow_nonfinite: whether NaN and infinity are taken as they are; by default they are refused.
+          weights: `[rows, dim]`, a numpy array, JAX array or torch tensor.
+          allow_nonfinite: whether NaN and infinity are accepted, False by default.
 
-        Raises: ValueError: there is no such table, it has another shape, or a weight is not finite.
+        Raises: ValueError: the table does not exist or has another shape, or a weight is not
+          finite.
         """
         names = [own.name for own in self.plan.tables]
         number = names.index(table) if table in names else table
@@ -214,9 +243,11 @@ class TrainedTables(nnx.Module):
         self._write_table(number, lambda first, last: values[first:last])
 
     def split_optimizer_states(self) -> list[list[Array | np.ndarray]]:
-        """The states of every table, in the order of its optimizer's `state_names`; row-wise ones are `[rows]`.
+        """Optimizer states of every table, in the order of `state_names` of its plan.
 
-        Raises: NotImplementedError: OptimType.NONE has none.
+        Row-wise states are `[rows]`.
+
+        Raises: NotImplementedError: OptimType.NONE has no states.
         """
         if self.plan.tables[0].rule is None:
             raise NotImplementedError("OptimType.NONE keeps no optimizer states.")
@@ -225,9 +256,10 @@ class TrainedTables(nnx.Module):
             return [self._read_table(table)[1:] for table in range(len(self.plan.tables))]
 
     def get_optimizer_state(self) -> list[dict[str, Array | np.ndarray]]:
-        """Optimizer states by the names of torch's optimizers, such as `sum`, `exp_avg` and `exp_avg_sq`.
+        """Optimizer states of every table by torch's names, such as `sum` or `exp_avg`.
 
-        `iter`, the number of steps, is there where FBGEMM has it: for DECOUPLE_GLOBAL, and for COUNTER with ADAGRADW.
+        The number of steps, `iter`, is added for tables that have it in FBGEMM: with
+        DECOUPLE_GLOBAL, and with COUNTER and ADAGRADW.
         """
         by_table = zip(self.plan.tables, self.split_optimizer_states(), strict=True)
         return [
@@ -237,9 +269,10 @@ class TrainedTables(nnx.Module):
         ]
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """All that training changes as numpy arrays: `TABLE.weight`, `TABLE.sum`, ..., `step`, `learning_rate`.
+        """Everything that training changes, as numpy arrays.
 
-        `contents` tells what it belongs to, for `load_state_dict` to compare.
+        Names are `TABLE.weight`, `TABLE.sum` and so on for each table, then `step`, `learning_rate`
+        and other numbers. `contents` is a fingerprint that `load_state_dict` checks.
         """
         plan, found = self.plan, dict[str, np.ndarray]()
         with self._alone():
@@ -249,9 +282,7 @@ class TrainedTables(nnx.Module):
                 found |= zip(_entries(table), map(np.array, self._read_table(number)), strict=True)
         rates = np.asarray(state.learning_rates)
         found["step"] = np.asarray(state.step)
-        if (
-            plan.has_passes and state.passed_step != state.step
-        ):  # a lookup to be trained has begun the next step
+        if plan.has_passes and state.passed_step != state.step:  # A `vjp` has begun the next step.
             found["passed_step"] = np.asarray(state.passed_step)
         found["learning_rate"] = np.asarray(
             [rates[plan.places[t][0]] for t in range(len(plan.tables))]
@@ -260,21 +291,27 @@ class TrainedTables(nnx.Module):
         found["key"] = np.asarray(jax.random.key_data(state.key))
         found["contents"] = np.frombuffer(
             plan.contents.text.encode(), np.uint8
-        )  # numbers, which any file can hold
+        )  # As numbers, because some file formats hold no texts.
         return found
 
     def load_state_dict(
         self, state_dict: Mapping[str, ArrayLike], *, allow_nonfinite: bool = False
     ) -> None:
-        """Takes over a `state_dict`, of a module with other hyperparameters, precision or placement too.
+        """Loads a `state_dict`.
+
+        The saved module may differ in hyperparameters, dtypes and placement.
 
         Args:
-          state_dict: arrays by name, as `state_dict` returns them.
-          allow_nonfinite: whether NaN, infinity and negative sums of squares are taken as they are; by default they are
-            refused.
+          state_dict: arrays by name, the result of `state_dict`.
+          allow_nonfinite: whether NaN, infinity and negative sums of squares are accepted, False by
+            default.
 
-        Raises: ValueError: an entry is missing, unknown, of another shape, out of range or not finite, or `contents`
-          has other optimizers. TypeError: it is no mapping, or an entry no array of numbers. Then nothing changes.
+        Raises:
+          ValueError: an entry is missing, unknown, out of range, not finite or has another shape,
+            or `contents` has other optimizers.
+          TypeError: the argument is not a mapping, or an entry is not an array of numbers.
+
+        The module does not change if an error is raised.
         """
         check_type(state_dict, Mapping, "the state dict")
         plan, given, expected = self.plan, state_dict, dict[str, jax.ShapeDtypeStruct]()
@@ -314,7 +351,7 @@ class TrainedTables(nnx.Module):
             )
         changes = self._numbers_of(given)
         functional.check_state(plan, self.state.get_value())
-        self.reset_cache_states(discard=True)  # all of it is replaced, from whatever time it is
+        self.reset_cache_states(discard=True)  # All cached rows are replaced below.
         for number, table in enumerate(plan.tables):
             for k, name in enumerate(_entries(table)):
                 values = np.asarray(given[name]).reshape(table.num_rows, -1)
@@ -324,17 +361,25 @@ class TrainedTables(nnx.Module):
         self.state.set_value(self.state.get_value()._replace(**everywhere(self.plan, changes)))
 
     def state_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes of `weights`, `optimizer_states` and, where there is one, `cache`, of every table and as `total`."""
+        """Bytes of `weights` and `optimizer_states` of every table and, as `total`, of all tables.
+
+        If some table is cached, `total` also has the bytes of the `cache` on the device.
+        """
         return state_bytes(self.plan, self.state.get_value())
 
     def flush(self) -> None:
-        """Writes all cached rows and states to the host; they stay cached."""
+        """Writes all cached rows and states to the host. They stay in the cache."""
         with self._alone():
             if (host_rows := self.host_rows) is not None:
                 host_rows.flush(self.state.get_value())
 
     def reset_cache_states(self, *, discard: bool = False) -> None:
-        """Empties the cache. With `discard`, what training did to the rows in it is lost, as in the original."""
+        """Empties the cache.
+
+        Args:
+          discard: whether the rows in the cache are dropped instead of written to the host. Their
+            training since the last write is then lost, as in FBGEMM. False by default.
+        """
         with self._alone():
             if self._host_rows is not None:
                 if not discard:
@@ -345,20 +390,32 @@ class TrainedTables(nnx.Module):
                 self._host_rows.end()
 
     def get_uvm_cache_stats(self) -> CacheCounts:
-        """Counts of all lookups so far. Raises: RuntimeError: `gather_uvm_cache_stats` is off, or nothing is cached."""
+        """Cache counts, summed over all lookups so far.
+
+        Raises: RuntimeError: `gather_uvm_cache_stats` is False, or no table is cached.
+        """
         return self._counting("gather_uvm_cache_stats").counts
 
     def reset_uvm_cache_stats(self) -> None:
-        """Starts counting again from zero. Raises: as `get_uvm_cache_stats`."""
+        """Sets all cache counts to zero.
+
+        Raises: RuntimeError: see `get_uvm_cache_stats`.
+        """
         self._counting("gather_uvm_cache_stats").reset_counts()
 
     def get_cache_miss_counter(self) -> tuple[int, int]:
-        """Batches with a miss, and unique misses. Raises: RuntimeError: `record_cache_metrics` does not ask for it."""
+        """Number of batches with a miss, and number of unique misses.
+
+        Raises: RuntimeError: `record_cache_metrics` does not count them, or no table is cached.
+        """
         rows = self._counting("record_cache_miss_counter")
         return rows.calls_with_a_miss, rows.counts.unique_misses
 
     def get_table_wise_cache_miss(self) -> np.ndarray:
-        """Unique misses of every feature. Raises: RuntimeError: `record_cache_metrics` does not ask for it."""
+        """Unique misses of every feature.
+
+        Raises: RuntimeError: `record_cache_metrics` does not count them, or no table is cached.
+        """
         return self._counting("record_tablewise_cache_miss").misses_by_feature.copy()
 
     def _counting(self, argument: str) -> HostRows:
@@ -372,7 +429,13 @@ class TrainedTables(nnx.Module):
     def _write_table(
         self, table: int, rows: Callable[[int, int], ArrayLike], *, array: int = 0
     ) -> None:
-        """Overwrites a table (or with `array` k its k-th state) with `rows(first, last)`, in blocks."""
+        """Overwrites the weights or an optimizer state of a table, in blocks.
+
+        Args:
+          table: number of the table.
+          rows: function from the first row and the end of a block to its values.
+          array: 0 for the weights, k for the k-th optimizer state.
+        """
         own, (number, first_row) = self.plan.tables[table], self.plan.places[table]
         with self._alone():
             if own.is_cached:
@@ -405,7 +468,7 @@ class TrainedTables(nnx.Module):
         kept(keep, _put_rows, arrays[array], values, rows)
 
     def _read_table(self, table: int) -> list[Array | np.ndarray]:
-        """Weights and states of one table in the form of a state dict, after `flush`."""
+        """Weights and states of one table, with the shapes of a state dict. Call `flush` before."""
         state, own, (number, first_row) = (
             self.whole_state,
             self.plan.tables[table],
@@ -425,7 +488,10 @@ class TrainedTables(nnx.Module):
         ]
 
     def _numbers_of(self, given: Mapping[str, ArrayLike]) -> dict[str, Array]:
-        """Numbers of a state dict beside its tables. Raises: ValueError, TypeError: one has a wrong type or shape."""
+        """The entries of a state dict that belong to no table.
+
+        Raises: ValueError, TypeError: an entry has another shape or type, or is out of range.
+        """
         plan, changes = self.plan, dict[str, Array]()
         for name in _NUMBERS.keys() & set(given):
             check_type(given[name], _NUMBERS[name], repr(name))
@@ -456,7 +522,10 @@ class TrainedTables(nnx.Module):
 def _rates_of_groups(
     plan: TBEPlan, learning_rate: float | Sequence[float]
 ) -> Float[Array, " groups"]:
-    """One rate per group. Raises: ValueError: tables of a group differ, or a schedule would be overruled."""
+    """One learning rate per group.
+
+    Raises: ValueError: tables of a group have different rates, or the rate is a schedule.
+    """
     by_table = per_table(learning_rate, len(plan.tables), "learning_rate")
     for rate in by_table:
         check_within("[0, inf)", rate, "learning_rate")
@@ -478,10 +547,10 @@ def _rates_of_groups(
 
 
 def _non_negative_entries(table: TablePlan) -> set[str]:
-    """Names of a table's entries in a state dict that its rule never makes negative."""
+    """Names of a table's entries in a state dict that cannot be negative."""
     if table.rule is None:
         return set()
-    # The slots of the rule come first, then copies of the table.
+    # The names of the rule's slots come first. Names of copies of the table follow them.
     names = zip(getattr(table.rule.slot_type, "_fields", ()), table.torch_state_names, strict=False)
     return {
         f"{table.name}.{label}" for slot, label in names if slot in table.rule.non_negative_slots
@@ -489,8 +558,9 @@ def _non_negative_entries(table: TablePlan) -> set[str]:
 
 
 def _entries(table: TablePlan) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of a table's entries in a state dict, by name; row-wise states are flat there."""
-    slots = table._replace(dim=2).first_slots()  # in a table of dim 1, shapes would not tell
+    """Shapes and dtypes of a table's entries in a state dict, by name. Row-wise states are flat."""
+    # With dim 1, states `[1, 1]` and `[1, dim]` would have equal shapes.
+    slots = table._replace(dim=2).first_slots()
     kinds = [(False, table.dtype), *((slot.shape[1] == 1, slot.dtype) for slot in slots)]
     labels = [f"{table.name}.{label}" for label in ("weight", *table.torch_state_names)]
     whole, flat = (table.num_rows, table.dim), (table.num_rows,)
