@@ -1,4 +1,4 @@
-"""FBGEMM's table-batched training module as an `nnx.Module`: many tables, one call, training in the backward pass."""
+"""FBGEMM's table-batched training module as an `nnx.Module`, trained by its backward pass."""
 
 from __future__ import annotations
 
@@ -55,76 +55,103 @@ _EVALUATES = "the module is in evaluation mode, which never trains; call train()
 
 
 class TableBatchedEmbeddingBags(TrainedTables):
-    """Embedding bags of many tables in one call; the backward pass is the optimizer.
+    """Embedding bags of many tables in one call. The backward pass is the optimizer.
 
-    `tbe(indices, offsets)` looks up and trains nothing. `out, backward = tbe.vjp(indices, offsets)` does the same for
-    training; `backward(d_out)` sums the gradients of equal rows over the whole call and steps every touched row once.
-    Rows and states that no id touched keep their bits. Runs eagerly (compiled inside) and under `nnx.jit`.
+    `tbe(indices, offsets)` looks up and trains nothing. `out, backward = tbe.vjp(indices, offsets)`
+    is the lookup of a training step. `backward(d_out)` sums the gradients of equal rows over the
+    whole call, then steps every looked-up row once. Rows that no id reads keep their bits, and so
+    do their optimizer states. The module runs eagerly (compiled inside) and under `nnx.jit`.
 
-    Weights start at zero, as in the original: see `init_embedding_weights_uniform`. An argument that has no effect,
-    here or together with the others, is named in a warning. Beyond the original: `optimizer` and `learning_rate` may
-    be lists with one entry per table, the learning rate a schedule (of the 0-based step), any dim is allowed.
+    Weights start at zero, as in FBGEMM. `init_embedding_weights_uniform` draws others. A warning
+    names arguments that have no effect, alone or together with the others. Extensions of FBGEMM:
+    `optimizer` and `learning_rate` may be lists with one entry per table, the learning rate may be
+    a schedule (of the 0-based step), and any dim is allowed.
 
-    An eager training step takes over the module's arrays: copies that share them (`nnx.clone`, `nnx.split`) end there.
-    With tables behind a cache `nnx.state` holds the cache alone; one that is not of this moment and module is refused.
-    `state_dict` and `load_state_dict` copy a module, and take it back to another time. Members of enums may also be
-    given by name or value ("exact_sgd", 0); `FBGEMM_TBE_BOUNDS_CHECK_MODE` in the environment overrules the bounds
-    check's.
+    An eager training step donates the module's arrays, so copies that share them (`nnx.clone`,
+    `nnx.split`) cannot be used afterwards. With cached tables, `nnx.state` has the rows in the
+    cache only. Such a state can be used only with the module that produced it, until the next
+    change of that module. To copy a module or to go back to an earlier state, use `state_dict` and
+    `load_state_dict`.
+
+    Arguments that are enum members can also be given by name or value ("exact_sgd", 0). The
+    environment variable `FBGEMM_TBE_BOUNDS_CHECK_MODE` overrides `bounds_check_mode`.
 
     Args:
-      embedding_specs: `(rows, dim, location, compute device)` of every table. Tables live on `device` whatever their
-        compute device is called. On accelerators, MANAGED and HOST rows stay on the host and visit for each batch; on
-        CPUs they are as DEVICE. MANAGED_CACHING keeps rows and states on the host behind a cache of each group of
-        tables with equal dim and optimizer; training gives the same bits as without it.
-      feature_table_map: table of every feature, in any order; by default one feature per table.
-      cache_algorithm: eviction policy of caches.
-      cache_load_factor: rows of the cache as a share of all rows of the group.
-      cache_sets: sets of 32 rows, instead of the load factor; 0 uses that.
-      cache_reserved_memory: GiB of device memory that caches leave alone, where the device tells how much it has; where
-        it does not, as on CPUs, or `cache_sets` says the size, a warning says that this changes nothing.
-      cache_precision: dtype of cached rows; None is that of the weights. With another one, training no longer equals
-        that of uncached tables: a narrower one rounds rows to nearest when they enter the cache and as steps are
-        rounded in it; a wider one rounds them as steps are rounded when they leave it.
+      embedding_specs: `(rows, dim, location, compute device)` of every table. All tables are on
+        `device`, whatever their compute device. MANAGED_CACHING keeps rows and states on the host,
+        with one device cache for each group of tables with equal dim and optimizer. Training gives
+        the same bits as without the cache. On accelerators, MANAGED and HOST keep rows on the host,
+        and each batch copies its rows to the device and back. On CPUs, they mean DEVICE.
+      feature_table_map: index of the table of every feature, in any order. By default one feature
+        per table.
+      cache_algorithm: eviction policy of caches, LRU by default.
+      cache_load_factor: rows of the cache as a fraction of all rows of the group, 0.2 by default.
+      cache_sets: number of sets of 32 rows in each cache. 0, the default, uses `cache_load_factor`.
+      cache_reserved_memory: GiB of device memory that caches leave free, 0 by default. It has no
+        effect, and a warning says so, if the device does not report its memory (as CPUs) or if
+        `cache_sets` is given.
+      cache_precision: dtype of cached rows. None, the default, is `weights_precision`. With any
+        other dtype, training does not equal that of uncached tables. A narrower dtype rounds rows
+        to nearest when they enter the cache, and rounds stepped rows like those of a table of that
+        dtype. A wider dtype rounds rows when they leave the cache, in the same way as stepped rows.
       weights_precision: FP32, FP16 or BF16.
-      output_dtype: FP32, FP16 or BF16; sums are float32.
-      enforce_hbm: MANAGED_CACHING as DEVICE.
-      optimizer: rule of all tables, or one per table; see `EmbOptimType`. Also a rule of the core, such as
-        `rsembed.optimizers.FTRL(...)`, with its own settings and learning rate.
-      record_cache_metrics: allows `get_cache_miss_counter` and `get_table_wise_cache_miss`.
-      gather_uvm_cache_stats: allows `get_uvm_cache_stats` and its companions.
-      stochastic_rounding: of FP16 and BF16 rows when they are stepped.
-      gradient_clipping: clip every entry of the output's gradient to `[-max_gradient, max_gradient]`.
-      max_gradient: see there.
-      max_norm: bound on the norm of updated rows, of row-wise Adagrad; 0 for none.
-      learning_rate: a number, a callable of nothing, or a callable of the 0-based step; for all tables, or one each.
-      eps: added outside the square root; torch's Adagrad has 1e-10.
-      momentum: of LARS_SGD.
-      weight_decay: of LARS_SGD, ADAM, LAMB and their partial forms (decoupled), and of row-wise Adagrad.
-      weight_decay_mode: of row-wise Adagrad.
+      output_dtype: FP32, FP16 or BF16. Sums are computed in float32.
+      enforce_hbm: whether MANAGED_CACHING means DEVICE.
+      optimizer: optimizer of all tables, or a list with one per table; see `EmbOptimType`. A rule
+        of the core such as `rsembed.optimizers.FTRL(...)` is possible, too. It brings its settings
+        and learning rate.
+      record_cache_metrics: enables `get_cache_miss_counter` and `get_table_wise_cache_miss`.
+      gather_uvm_cache_stats: enables `get_uvm_cache_stats` and `reset_uvm_cache_stats`.
+      stochastic_rounding: whether stepped FP16 and BF16 rows are rounded stochastically, True by
+        default.
+      gradient_clipping: whether every entry of the output's gradient is clipped to
+        `[-max_gradient, max_gradient]`.
+      max_gradient: bound for `gradient_clipping`.
+      max_norm: maximum norm of updated rows, for row-wise Adagrad. 0, the default, sets no bound.
+      learning_rate: a number, a callable without arguments or a callable of the 0-based step. One
+        for all tables, or a list with one per table.
+      eps: added outside the square root. The default 1e-8 is FBGEMM's, while torch's Adagrad has
+        1e-10.
+      momentum: momentum of LARS_SGD.
+      weight_decay: strength of weight decay. Decoupled for LARS_SGD, ADAM, LAMB and their partial
+        forms. For row-wise Adagrad, `weight_decay_mode` decides.
+      weight_decay_mode: kind of weight decay of row-wise Adagrad.
       eta: trust coefficient of LARS_SGD.
-      beta1: of the ADAM and LAMB families.
-      beta2: of the ADAM and LAMB families.
-      ensemble_mode: of ENSEMBLE_ROWWISE_ADAGRAD.
-      counter_based_regularization: if and only if the mode is COUNTER.
-      cowclip_regularization: if and only if the mode is COWCLIP.
-      pooling_mode: SUM; MEAN, divided by the number of ids whatever their weights; NONE, one row per id.
-      device: where tables live; None is JAX's default device.
-      bounds_check_mode: what happens to ids and offsets outside their range. An id of -1 stands for no id.
-      uvm_non_rowwise_momentum: no effect, as use_experimental_tbe and uvm_host_mapped; states follow their rows.
-      use_experimental_tbe: see there.
-      prefetch_pipeline: rows of prefetched batches stay in the cache until they were used; LRU only.
-      stats_reporter_config: reports numbers and bytes every so many steps outside `jit`.
-      table_names: for messages and state dicts; `table_0`, ... by default.
-      optimizer_state_dtypes: FP32, FP16 or BF16 by state name; for momentum1 and momentum2 of any optimizer.
-      multipass_prefetch_config: prefetch long batches in parts.
-      global_weight_decay: if and only if the mode is DECOUPLE_GLOBAL.
-      uvm_host_mapped: see uvm_non_rowwise_momentum.
-      emainplace_mode: of EMAINPLACE_ROWWISE_ADAGRAD.
-      feature_names: for messages; by default the table's name, numbered if it is shared.
-      mesh: devices that share the tables and the samples of a batch; None keeps all on one. See `prepare`.
-      sharding_axis: axes of the mesh over which these are split; None takes all.
-      placement: of tables on a mesh, by name or one for all, as for `rsembed.EmbeddingCollection`.
-      rngs: source of the key of initial values and stochastic rounding.
+      beta1: decay of the first moment, for the ADAM and LAMB families.
+      beta2: decay of the second moment, for the ADAM and LAMB families.
+      ensemble_mode: settings of ENSEMBLE_ROWWISE_ADAGRAD.
+      counter_based_regularization: settings of weight decay mode COUNTER, required by it and only
+        allowed with it.
+      cowclip_regularization: settings of weight decay mode COWCLIP, required by it and only allowed
+        with it.
+      pooling_mode: SUM, MEAN (divided by the number of ids, weighted or not) or NONE (one row per
+        id).
+      device: device of the tables. None is JAX's default device.
+      bounds_check_mode: treatment of ids and offsets out of range. An id of -1 means no id.
+      uvm_non_rowwise_momentum: no effect. States are always where their rows are.
+      use_experimental_tbe: no effect.
+      prefetch_pipeline: whether rows of prefetched batches stay in the cache until their lookup.
+        Needs LRU.
+      stats_reporter_config: reports numbers and bytes every few steps outside `jit`. None reports
+        nothing.
+      table_names: names for messages and state dicts, `table_0`, `table_1` and so on by default.
+      optimizer_state_dtypes: FP32, FP16 or BF16 by state name, for `momentum1` and `momentum2` of
+        any optimizer.
+      multipass_prefetch_config: splits the prefetch of a long batch into passes. None uses one
+        pass.
+      global_weight_decay: settings of weight decay mode DECOUPLE_GLOBAL, required by it and only
+        allowed with it.
+      uvm_host_mapped: no effect.
+      emainplace_mode: settings of EMAINPLACE_ROWWISE_ADAGRAD.
+      feature_names: names for messages. By default the table's name, with a number if several
+        features read it.
+      mesh: devices that share the tables and the samples of a batch. None uses one device. See
+        `prepare`.
+      sharding_axis: axes of the mesh over which tables and samples are split. None uses all axes.
+      placement: placement of tables on a mesh, by table name or one for all; see
+        `rsembed.EmbeddingCollection`.
+      rngs: source of the PRNG key for initial weights and stochastic rounding. None is
+        `nnx.Rngs(0)`.
 
     Source: FBGEMM, SplitTableBatchedEmbeddingBagsCodegen.
 
@@ -217,19 +244,25 @@ class TableBatchedEmbeddingBags(TrainedTables):
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         total_unique_indices: int | None = None,
     ) -> Float[Array, "*output"]:
-        """Looks up, and changes no weight, state or step.
+        """Pooled rows of all features. Changes no weights, states or step.
 
         Args:
-          indices: ids of all features, feature after feature; -1 is no id. Or what `prepare` returned.
-          offsets: bag `b` of feature `f` holds `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`.
-          per_sample_weights: factor of every looked-up row; differentiable by `jax.grad`.
-          feature_requires_grad: used by `vjp` only.
-          batch_size_per_feature_per_rank: `[feature][rank]` bags, when features differ.
-          total_unique_indices: used by `vjp` only.
+          indices: ids of all features, feature after feature, or the result of `prepare`. -1 means
+            no id.
+          offsets: bag `b` of feature `f` holds
+            `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`, for a batch of `B` bags per
+            feature.
+          per_sample_weights: factor of every looked-up row, `[ids]`. `jax.grad` can differentiate
+            it. None means ones.
+          feature_requires_grad: not used here, see `vjp`.
+          batch_size_per_feature_per_rank: `[feature][rank]` number of bags, if it differs between
+            features.
+          total_unique_indices: not used here, see `vjp`.
 
-        Returns: `[B, sum of dims]`, features side by side; `[nnz, dim]` for PoolingMode.NONE (shorter rows filled with
-          zeros). With `batch_size_per_feature_per_rank` one flat array: for each rank, for each feature, its
-          `[bags, dim]`.
+        Returns: `[B, sum of dims]`, with the features side by side. For PoolingMode.NONE
+          `[nnz, longest dim]`, with zeros after shorter rows. With
+          `batch_size_per_feature_per_rank` one flat array: the `[bags, dim]` of each feature, for
+          each rank.
         """
         del feature_requires_grad, total_unique_indices
         batch = self._read(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
@@ -245,11 +278,17 @@ class TableBatchedEmbeddingBags(TrainedTables):
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         total_unique_indices: int | None = None,
     ) -> tuple[Float[Array, "*output"], TablesBackward]:
-        """The lookup of a training step, and the function that trains with the gradient of its output.
+        """The lookup of a training step, and the function that trains with the output's gradient.
 
-        Arguments are those of `__call__`. `feature_requires_grad` has 1 or 0 per feature; 0 makes the gradients of its
-        per_sample_weights zero, and its rows are trained all the same. OptimType.NONE returns `total_unique_indices`
-        rows per group at most; None means one per index.
+        Args:
+          indices: see `__call__`.
+          offsets: see `__call__`.
+          per_sample_weights: see `__call__`.
+          feature_requires_grad: 1 or 0 per feature. 0 sets the gradients of the feature's
+            `per_sample_weights` to zero. Its rows are still trained.
+          batch_size_per_feature_per_rank: see `__call__`.
+          total_unique_indices: for OptimType.NONE, the maximum number of rows per group that
+            `backward` returns. None is the number of indices.
 
         Raises: RuntimeError: the module is in evaluation mode; call `train()` first.
         """
@@ -262,7 +301,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             else batches.mask_of_ids(self.plan, batch, feature_requires_grad)
         )
         with self._alone():
-            self._begin_step()  # a batch that is refused leaves the tables as they are
+            self._begin_step()  # After the checks: an invalid batch must not change the tables.
             near = self._brought(batch)
             output = self._pooled(near)
             return output, TablesBackward(
@@ -270,9 +309,13 @@ class TableBatchedEmbeddingBags(TrainedTables):
             )
 
     def apply(self, row_gradients: RowGradients) -> None:
-        """One optimizer step of every row in `row_gradients`, which `backward.row_gradients` returned.
+        """One optimizer step of every row in `row_gradients`.
 
-        Raises: ValueError: they are those of a module with other tables, or have not a vector of its dim for each row.
+        Args:
+          row_gradients: result of `backward.row_gradients`, perhaps clipped or summed.
+
+        Raises: ValueError: the gradients belong to a module with other tables, or rows and values
+          do not fit each other.
         """
         rows, tables = functional.row_counts(self.plan), [group.table for group in self.plan.groups]
         axes = {table.name: (1, table.dim) for table in tables}
@@ -284,7 +327,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             rates = learning_rates(self.plan, state)
             if host is not None:
                 state, row_gradients = host.bring_rows(state, row_gradients, keep)
-                self.state.set_value(state)  # the host has moved on, whatever becomes of the step
+                self.state.set_value(state)  # the host advanced, even if the step fails
                 host.begin(state, steps=True)
             state = kept(keep, _apply, self.plan, state, row_gradients, rates)
             if host is not None:
@@ -294,11 +337,16 @@ class TableBatchedEmbeddingBags(TrainedTables):
     def prepare(
         self, indices: ArrayLike, offsets: ArrayLike, per_sample_weights: ArrayLike | None = None
     ) -> AnyBatch:
-        """Checks a batch on the host and brings it to the devices: goes in place of `indices`, into `jit` too.
+        """A checked batch on the devices, to be passed in place of `indices`, also into `jit`.
 
-        On a mesh its samples are split, which inside `jit` cannot be done, and each process gives its own. On one
-        device it has room for a power of two of ids, so that few programs are compiled. Gradients of
-        `per_sample_weights` come in this form: on a mesh `{feature: [bags, ids]}`.
+        On a mesh, the samples are split over the devices, which is not possible inside `jit`. Each
+        process passes its part of the batch. On one device, the batch is padded to a power of two
+        of ids, so that few programs are compiled (not for PoolingMode.NONE).
+
+        Gradients of `per_sample_weights` have the form of the prepared batch: on a mesh
+        `{feature: [ids]}`.
+
+        Raises: RuntimeError: inside `jit`.
         """
         batch = self._read(indices, offsets, per_sample_weights)
         if is_traced(batch):
@@ -320,11 +368,15 @@ class TableBatchedEmbeddingBags(TrainedTables):
         forward_stream: object = None,
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Brings rows of a later batch into the cache; other batches may be looked up in between.
+        """Copies rows of a later batch into the cache. Other batches may be looked up before it.
 
-        Arguments are those of `__call__`; `forward_stream` has no meaning here, and is there for the original's sake.
+        Args:
+          indices: see `__call__`.
+          offsets: see `__call__`.
+          forward_stream: not used. It is a published argument.
+          batch_size_per_feature_per_rank: see `__call__`.
 
-        Raises: RuntimeError: inside `jit`, or 100 prefetched batches wait already.
+        Raises: RuntimeError: inside `jit`, or 100 prefetched batches were not looked up yet.
         """
         del forward_stream
         with self._alone():
@@ -341,14 +393,18 @@ class TableBatchedEmbeddingBags(TrainedTables):
             host.end()
 
     def _begin_step(self) -> None:
-        """Runs the passes over whole tables that the next step still owes, for example after a second `vjp`."""
+        """Runs the passes over whole tables before the next step, if they did not run yet."""
         if self.plan.has_passes:
             kept(self.state.set_value, _begin_step, self.plan, self.whole_state)
 
     def _read(self, *arguments: Any) -> AnyBatch:
-        """The checked batch of a call; `bounds_check_warning` receives the number of corrected ids and offsets."""
+        """The checked batch of a call. Warns once of ids and offsets out of range.
+
+        `bounds_check_warning` gets the number of ids and offsets that were corrected.
+        """
         batch, num_corrected, mistake = batches.read(self.plan, self.bounds_check_mode, *arguments)
-        # A module that a transformation did not get as an argument cannot be written to inside: the count is lost.
+        # Inside a transformation, a module that is not an argument cannot be written to. The count
+        # is lost then.
         with contextlib.suppress(TraceContextError):
             if mistake and not self._has_warned:
                 message = (
@@ -362,9 +418,16 @@ class TableBatchedEmbeddingBags(TrainedTables):
         return batch
 
     def _brought(self, batch: AnyBatch, *, admit: bool = True) -> AnyBatch:
-        """The batch where the tables can read it: on a mesh split by sample, and with places for ids of cached tables.
+        """The batch in the form that the tables read, after its rows were copied to the device.
 
-        Their rows are brought; `admit` lets them into the cache.
+        On a mesh it is split by sample. Ids of cached tables are replaced by cache slots.
+
+        Args:
+          batch: result of `_read`.
+          admit: whether missing rows enter the cache.
+
+        Raises: RuntimeError: a table is cached, and the module is no argument of the
+          transformation.
         """
         functional.check_state(self.plan, self.state.get_value())
         if isinstance(batch, PreparedBatch):
@@ -387,8 +450,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         return near
 
     def _pooled(self, batch: AnyBatch) -> Array:
-        """Output of a lookup of a batch that `_brought` has returned."""
-        # Arrays of numpy go into compiled functions as they are, which is faster than turning them into JAX's first.
+        """Output of a lookup. `batch` is a result of `_brought`."""
+        # The compiled function takes numpy arrays, because converting them before is slower.
         return _lookup(self.plan, self.state.get_value(), batch, output_dtype=self.output_dtype)
 
 
@@ -398,7 +461,10 @@ SplitTableBatchedEmbeddingBagsCodegen = TableBatchedEmbeddingBags
 
 @dataclasses.dataclass(eq=False, repr=False)
 class TablesBackward:
-    """Trains the tables of one `vjp` call: `backward(d_out)` once, or `backward.row_gradients(d_out)`."""
+    """Trains with one `vjp` call.
+
+    Use it once: `backward(d_out)` or `backward.row_gradients(d_out)`.
+    """
 
     _module: TableBatchedEmbeddingBags
     _batch: AnyBatch
@@ -408,22 +474,24 @@ class TablesBackward:
     _bound: int | None
 
     def __post_init__(self) -> None:
-        # The rate of this step is the one that its lookup saw.
+        # The step uses the learning rate at the time of its lookup.
         self._rates = learning_rates(self._module.plan, self._module.whole_state)
         self._generation = self._module.state.get_value().generation
         self._is_used = False
 
     def __call__(self, d_output: ArrayLike, *, per_sample_weights_grad: bool = True) -> PyTree:
-        """One optimizer step of every row that was looked up, with its gradients summed over the whole call.
+        """One optimizer step of every looked-up row, with gradients summed over the whole call.
 
         Args:
-          d_output: gradient of what `vjp` returned, in its form.
-          per_sample_weights_grad: False saves the time for gradients that nobody reads.
+          d_output: gradient of the output of `vjp`, with its shape.
+          per_sample_weights_grad: whether the gradient of `per_sample_weights` is computed, True by
+            default. False saves time.
 
-        Returns: the gradient of per_sample_weights (None without weights), in their form; of a prepared batch on a mesh
-          `{feature: [bags, ids]}`. For OptimType.NONE nothing is stepped, and the `RowGradients` are returned.
+        Returns: the gradient of `per_sample_weights` in their form; None without weights. For a
+          batch prepared on a mesh `{feature: [ids]}`. For OptimType.NONE, nothing is stepped and
+          the `RowGradients` are returned.
 
-        Raises: RuntimeError: it was called before, or the module went into evaluation mode since.
+        Raises: RuntimeError: it was called before, or the module is in evaluation mode now.
         """
         with self._module._alone():
             return self._trained(d_output, per_sample_weights_grad)
@@ -438,7 +506,7 @@ class TablesBackward:
         module._begin_step()
         if (
             module.state.get_value().generation is not self._generation
-        ):  # other batches may have moved rows since
+        ):  # Lookups of other batches since `vjp` may have moved rows.
             self._near = module._brought(self._batch, admit=False)
         state = module.whole_state
         if host is not None and not is_traced((state, self._near, gradient)):
@@ -470,13 +538,15 @@ class TablesBackward:
         return d_weights
 
     def row_gradients(self, d_output: ArrayLike) -> RowGradients:
-        """The summed gradient of every looked-up row, to be clipped, accumulated and applied later; steps nothing.
+        """The summed gradient of every looked-up row. Steps nothing.
+
+        Clip, accumulate and `apply` them later.
 
         Args:
-          d_output: gradient of what `vjp` returned, in its form.
+          d_output: gradient of the output of `vjp`, with its shape.
 
-        Returns: one entry per group of tables of equal dim, optimizer and placement, by the name of the first of them.
-          Its rows count through the tables of the group.
+        Returns: one entry per group of tables with equal dim, optimizer and placement, by the name
+          of the group's first table. Row numbers count through all tables of the group.
 
         Raises: ValueError: more rows than `total_unique_indices` were looked up.
         """
@@ -488,9 +558,12 @@ class TablesBackward:
         return gradients
 
     def _gradient(self, d_output: ArrayLike) -> Array:
-        """The output's gradient as a JAX array, after checks of its form and of whether this backward may be used.
+        """The output's gradient as a JAX array, checked.
 
-        Raises: TypeError, ValueError: it has another form. RuntimeError: this was used, or the module never trains.
+        Raises:
+          TypeError: it is not an array of floats.
+          ValueError: it does not have the output's shape.
+          RuntimeError: this backward was used before, or the module is in evaluation mode.
         """
         check_not_forked("the module")
         module = self._module
