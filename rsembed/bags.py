@@ -1,4 +1,4 @@
-"""Ids in whatever form users have them, made into one canonical form: ids, offsets, weights."""
+"""Ids of a batch in one canonical form, `Bags`: ids, offsets and weights."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ from rsembed.checks import NonNegativeInt, check_type, describe
 from rsembed.keys import FILL, HASH, Keys, is_missing, join_keys, words_for_no_ids
 
 PAD_ID = -1
-"""Stands for "no id" in dense arrays and behind the last bag; contributes nothing and is not counted as a mistake."""
+"""Means "no id" in dense arrays and in padding after the last bag.
+
+It contributes nothing and is no error.
+"""
 FEWEST_OF_ONE_LENGTH = 16
-"""Fewest bags whose equal lengths are taken for a fixed length, not for a coincidence."""
+"""Fewest bags of equal length for which the length is taken to be fixed, and not a coincidence."""
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
@@ -34,10 +37,12 @@ class Bags:
     """Bags of ids: bag `b` holds `ids[offsets[b] : offsets[b + 1]]`.
 
     Args:
-      ids: all ids, bag after bag, an integer array or `Keys`; places behind the last offset hold no id, -1.
+      ids: all ids, bag after bag, as an integer array or `Keys`. Entries after the last offset are
+        padding, -1.
       offsets: starts at 0 and never falls.
-      weights: one per id; None means ones.
-      dense_shape: shape of the array that the ids came from, which activations without a combiner take over.
+      weights: one per id. None means ones.
+      dense_shape: shape of the array that the ids came from, or None. Activations without a
+        combiner take it over.
 
     Example:
       >>> from rsembed import Bags
@@ -57,11 +62,15 @@ class Bags:
 
     @staticmethod
     def from_lists(rows: Sequence[PyTree], weights: Sequence[PyTree] | None = None) -> Bags:
-        """Bags from rows of ids, one a bag: lists, tuples or one-dimensional arrays of any length (also empty).
+        """Bags from rows of ids, one row per bag.
+
+        Args:
+          rows: lists, tuples or one-dimensional arrays of any length, which may be empty.
+          weights: rows of weights with the lengths of the rows of ids. None means ones.
 
         Raises:
           TypeError: a row is not a flat sequence of integers.
-          ValueError: weights have other lengths than the ids.
+          ValueError: the lengths of weights and ids differ.
         """
         check_type(rows, Sequence, "rows, one list of ids for each bag,")
         if weights is None and (plain := bags_of_plain_rows(rows)) is not None:
@@ -90,8 +99,15 @@ class Bags:
     def from_lengths(values: PyTree, lengths: Any, weights: PyTree = None) -> Bags:
         """Bags from a jagged pair: all ids, and the number of ids in each bag.
 
-        Raises: ValueError: a length is negative, or they do not add up to the number of ids. TypeError: lengths are no
-          integers.
+        Args:
+          values: ids `[ids]`, bag after bag.
+          lengths: number of ids in each bag, `[bags]`.
+          weights: one per id. None means ones.
+
+        Raises:
+          ValueError: a length is negative, the lengths do not add up to the number of ids, or there
+            is not one weight per id.
+          TypeError: lengths are not integers.
         """
         check_type(lengths, Int[np.ndarray, " bags"], "lengths")
         check_unmasked(values, "ids")
@@ -116,7 +132,16 @@ class Bags:
 
     @staticmethod
     def from_dense(ids: PyTree, weights: PyTree = None) -> Bags:
-        """Bags from an array `[bags]` or `[bags, ids per bag]`; `-1` stands for no id. Works inside `jit`."""
+        """Bags from an array `[bags]` or `[bags, ids per bag]`. Works inside `jit`.
+
+        Args:
+          ids: array of integers or `Keys`. -1 means no id.
+          weights: array with the shape of `ids`. None means ones.
+
+        Raises:
+          TypeError: ids are not an array.
+          ValueError: ids do not have one or two axes, or weights have another shape.
+        """
         if not isinstance(ids, (Keys, jax.Array, np.ndarray)):
             raise TypeError(
                 f"dense ids must be an array, got {describe(ids)}; Bags.from_lists takes lists."
@@ -140,9 +165,16 @@ class Bags:
     def from_coo(
         sample_ids: Any, embedding_ids: Any, gains: Any = None, *, num_samples: int
     ) -> Bags:
-        """Bags from coordinate lists in any order; ids of one sample keep their order.
+        """Bags from coordinate lists in any order. Ids of one sample keep their order.
 
-        Raises: ValueError: a sample id lies outside `[0, num_samples)`, or the lists differ in length.
+        Args:
+          sample_ids: sample of each id, `[nnz]`.
+          embedding_ids: ids, `[nnz]`.
+          gains: weight of each id, `[nnz]`. None means ones.
+          num_samples: number of samples, which is the number of bags.
+
+        Raises: ValueError: a sample id is outside `[0, num_samples)`, or the lists differ in
+          length.
         """
         check_type(sample_ids, Int[np.ndarray, " nnz"], "sample ids")
         check_type(num_samples, NonNegativeInt, "num_samples")
@@ -169,7 +201,16 @@ class Bags:
     def from_sparse_tensor(
         indices: PyTree, values: PyTree, dense_shape: Sequence[int], weights: PyTree = None
     ) -> Bags:
-        """Bags from `indices [nnz, 2]` (sample, position), ids `values [nnz]` and `dense_shape` (samples, width)."""
+        """Bags from the parts of a sparse tensor.
+
+        Args:
+          indices: sample and position of each id, `[nnz, 2]`.
+          values: ids, `[nnz]`.
+          dense_shape: number of samples and width.
+          weights: one per id. None means ones.
+
+        Raises: ValueError: an argument has another shape, or a sample is outside `dense_shape`.
+        """
         check_type(indices, Int[np.ndarray, "nnz two"], "indices [nnz, 2]")
         check_type(dense_shape, Int[np.ndarray, "two"], "dense_shape (samples, positions)")
         indices = np.asarray(indices)
@@ -181,9 +222,9 @@ class Bags:
         return Bags.from_coo(indices[:, 0], values, weights, num_samples=int(dense_shape[0]))
 
     def pad_to(self, num_ids: int) -> Bags:
-        """Bags with room for `num_ids` ids, so that batches of different sizes share one compiled program.
+        """The bags padded to `num_ids` ids, so that batches of different sizes share a program.
 
-        Raises: ValueError: there are already more ids than that.
+        Raises: ValueError: the bags have more ids.
         """
         check_type(num_ids, int, "num_ids")
         missing = num_ids - self.ids.shape[0]
@@ -214,22 +255,26 @@ class Bags:
 
 
 class Jagged(Mapping[str, Bags]):
-    """Bags of several features in one pair of arrays; reads as a mapping from features to their `Bags`.
+    """Bags of several features in one pair of arrays: a mapping from features to `Bags`.
 
-    This is the form of TorchRec's KeyedJaggedTensor: `rs.Jagged(kjt.values(), kjt.lengths(), features=kjt.keys())`.
-    `collection.prepare` takes it, as every mapping. Nothing is copied before.
+    This is the form of TorchRec's KeyedJaggedTensor:
+    `rs.Jagged(kjt.values(), kjt.lengths(), features=kjt.keys())`. `collection.prepare` accepts it,
+    like every mapping. The constructor copies no ids.
 
     Args:
-      values: ids `[n]`, feature after feature, and in each feature sample after sample; a tensor in host memory, too.
+      values: ids `[n]`, feature after feature, and sample after sample in each feature. An array or
+        a tensor in host memory.
       lengths: number of ids of each sample, `[features * samples]`, in the same order.
       features: names of the features.
-      weights: one per id, floats `[n]`; None means ones.
+      weights: one per id, floats `[n]`. None means ones.
 
-    Its attributes are `features`, a tuple, and `bags`: the bags of all features as one `Bags`.
+    The attribute `features` is the tuple of names, and `bags` has the bags of all features as one
+    `Bags`.
 
     Raises:
-      TypeError: `values` or `lengths` are no arrays of integers, or weights no floats.
-      ValueError: a feature is named twice, lengths are negative, do not divide by features or do not add up.
+      TypeError: `values` or `lengths` are not arrays of integers, or weights are not floats.
+      ValueError: a feature is named twice, or lengths are negative, do not add up or cannot be
+        divided equally among the features.
 
     Example:
       >>> import rsembed as rs
@@ -275,19 +320,22 @@ class Jagged(Mapping[str, Bags]):
 
 
 def _module_of(ids: PyTree) -> PyTree:
-    """The module that computes with `ids`: numpy or jax.numpy."""
+    """Numpy or jax.numpy, whichever computes with `ids`."""
     return np if isinstance(jax.tree.leaves(ids)[0], np.ndarray) else jnp
 
 
 def bags_of_plain_rows(rows: Sequence[PyTree]) -> Bags | None:
-    """Bags of rows that are all lists of `int` or all arrays, read in one call, 20 times as fast; else None."""
+    """Bags of rows that are all lists of `int` or all arrays; None for other rows.
+
+    It reads all rows in one call, which is 20 times as fast as row by row.
+    """
     small = small_ids_of_lists(rows)
     if small is not None:
         ids, offsets = small
         return Bags(ids.astype(np.int64), offsets)
     kinds = set(map(type, rows))
     if kinds == {np.ndarray}:
-        filled = [row for row in rows if row.size]  # an empty list makes an array of floats
+        filled = [row for row in rows if row.size]  # Empty arrays are float64 if made from [].
         if {row.ndim for row in rows} != {1} or {row.dtype.kind for row in filled} != {"i"}:
             return None
         ids = np.concatenate(filled)
@@ -297,7 +345,7 @@ def bags_of_plain_rows(rows: Sequence[PyTree]) -> Bags | None:
             return None
         try:
             ids = np.asarray(flat, np.int64)
-        except OverflowError:  # some need 64 bits without a sign, or more
+        except OverflowError:  # Some ids do not fit int64.
             return None
     return Bags.from_lengths(ids, np.fromiter(map(len, rows), np.int64, len(rows)))
 
@@ -306,22 +354,23 @@ _MARSHALLED = np.dtype([("kind", "u1"), ("value", "<i4")])
 
 
 def small_ids_of_lists(rows: Sequence[PyTree]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Ids and offsets, int32, of a list of lists of `int` that fit 32 bits; None of anything else.
+    """Ids and offsets, int32, of a list of lists of `int` that fit 32 bits; else None.
 
-    `marshal` reads every object once, in C; numpy takes three passes to know types, values and
-    lengths. In version 2 of its format a list is the letter "[" and its length, an integer of 32
-    bits is "i" and its value: five bytes each. No other type has one of these letters; bool has
-    "T" and "F". So all is well where only these two letters are there, and a list wherever a row
-    begins. A later Python with another format gets None here, and its lists are read as before.
+    `marshal` reads every object once, in C. Numpy takes three passes to find types, values and
+    lengths. In version 2 of the marshal format, a list is the letter "[" and its length, and an
+    integer of 32 bits is "i" and its value: five bytes each. No other type has one of these letters
+    (bool has "T" and "F"). So the result is correct if only these two letters occur, and if a list
+    begins exactly where a row must begin. If a later Python changes the format, this returns None,
+    and the caller reads the lists in another way.
     """
     first_row = next(iter(rows), None)
     if type(rows) is not list or type(first_row) is not list:
         return None
     if first_row and (type(first_row[0]) is not int or first_row[0] >= 2**31):
-        return None  # keys of 64 bits, in most cases, which would be written for nothing
+        return None  # Probably 64-bit keys, which the slow path reads anyway.
     try:
         written = marshal.dumps(rows, 2)
-    except ValueError:  # something that marshal does not write
+    except ValueError:  # An object that marshal cannot write.
         return None
     if len(written) % _MARSHALLED.itemsize:
         return None
@@ -332,7 +381,7 @@ def small_ids_of_lists(rows: Sequence[PyTree]) -> tuple[np.ndarray, np.ndarray] 
         return None
     offsets = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(items["value"][heads[1:]], out=offsets[1:])
-    # The list of all rows comes first, and each row follows the ids of those before it.
+    # The list of all rows comes first. Each row begins after the ids of the rows before it.
     expected_heads = offsets[:-1] + np.arange(1, len(rows) + 1)
     if not np.array_equal(heads[1:], expected_heads):
         return None
@@ -346,16 +395,16 @@ def _flat_ids(row: Any, position: int) -> np.ndarray:
         )
     check_unmasked(row, f"the ids of row {position}")
     if isinstance(row, np.ndarray) and row.dtype == object:
-        row = row.tolist()  # of which numpy makes integers, where all values are
+        row = row.tolist()  # Numpy makes an integer array of the list if all values are integers.
     try:
         array = (
             np.asarray(row) if len(row) else np.zeros(0, np.int64)
-        )  # an empty list would become float64
-    except ValueError:  # lists of other lengths
+        )  # Numpy reads an empty list as float64.
+    except ValueError:  # Nested lists of different lengths.
         array = np.zeros((0, 0))
     if array.dtype.kind == "f" and all(
         isinstance(own, int) for own in row
-    ):  # as large as only 64 bits without sign
+    ):  # Numpy makes floats of integers if some fit int64 and others only uint64.
         array = _joined([np.asarray([own]) for own in row])
     if array.dtype == object and array.ndim == 1 and _are_integers(array):
         array = _joined_integers(
@@ -380,14 +429,21 @@ def _flat_ids(row: Any, position: int) -> np.ndarray:
 
 
 def _are_integers(values: Any) -> bool:
-    """Whether every entry of a list or array of Python objects is an integer; True and False are none."""
+    """Whether every entry of a list or array of Python objects is an integer. Bools are not."""
     return all(
         isinstance(value, (int, np.integer)) and not isinstance(value, bool) for value in values
     )
 
 
 def _joined_integers(values: Any, complaint: str) -> np.ndarray:
-    """Integers of Python in one array of 64 bits. Raises: TypeError: one does not fit; it follows `complaint`."""
+    """Python integers in one array of 64 bits.
+
+    Args:
+      values: at least one integer.
+      complaint: beginning of the error message.
+
+    Raises: TypeError: an integer does not fit 64 bits, or none of int64 and uint64 holds all.
+    """
     numbers = [int(value) for value in values]
     largest = max(numbers, key=abs)
     if not -(2**63) <= min(numbers) <= max(numbers) < 2**64:
@@ -397,12 +453,15 @@ def _joined_integers(values: Any, complaint: str) -> np.ndarray:
         return signed
     _joined(
         [signed, np.asarray([largest], np.uint64)]
-    )  # refuses a negative number beside one of 64 bits
+    )  # Raises if a negative number occurs together with one that needs uint64.
     return np.asarray(numbers, np.uint64)
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """All ids in one array; numpy alone would turn a mix of int64 and uint64 into floats."""
+    """All ids in one array. Numpy alone would convert a mix of int64 and uint64 to floats.
+
+    Raises: TypeError: a negative id occurs together with uint64 ids.
+    """
     given = [array for array in arrays if array.size]
     dtypes = {array.dtype for array in given}
     if np.dtype(np.uint64) not in dtypes or len(dtypes) == 1:
@@ -425,12 +484,15 @@ def _floats(weights: PyTree, where: str) -> np.ndarray:
 
 
 def as_bags(value: Any, *, feature: str) -> Bags:
-    """Bags from any accepted form: `Bags`, a dense array, nested lists, or a pair `(ids, weights)` of the latter.
+    """Bags from any accepted form of input.
 
-    What numpy reads counts as an array: columns of pandas, polars and Arrow, of which a column of lists has a bag in
-    each row, and tensors in host memory.
+    Args:
+      value: `Bags`, a dense array, nested lists, or a pair `(ids, weights)` of arrays or lists.
+        Everything that numpy can read counts as an array: columns of pandas, polars and Arrow, and
+        tensors in host memory. A column of lists has one bag per row.
+      feature: name of the feature, for errors.
 
-    Raises: TypeError or ValueError, naming the feature.
+    Raises: TypeError, ValueError: the input is invalid. The message names the feature.
     """
     try:
         if isinstance(value, Bags):
@@ -480,7 +542,7 @@ def as_bags(value: Any, *, feature: str) -> Bags:
                 for row in ids
             ]
             return Bags.from_lists(rows, cast(Any, weights))
-    except (TypeError, ValueError, RuntimeError) as error:  # the last is what torch raises
+    except (TypeError, ValueError, RuntimeError) as error:  # Torch raises RuntimeError.
         raise type(error)(f"feature {feature!r}: {error}") from error
     raise TypeError(
         f"feature {feature!r}: ids must be Bags, an integer array or lists, got {type(ids).__name__}."
@@ -488,20 +550,28 @@ def as_bags(value: Any, *, feature: str) -> Bags:
 
 
 def foreign_to_numpy(value: Any) -> Any:
-    """`value` as a numpy array if it has `__array__`, as columns of pandas and tensors do; else `value` unchanged."""
+    """`value` as a numpy array if it has `__array__`, such as a tensor. Other values are unchanged.
+
+    JAX and numpy arrays are unchanged, too.
+    """
     if not hasattr(value, "__array__") or isinstance(value, (jax.Array, np.ndarray)):
         return value
     try:
         return np.asarray(value)
     except TypeError:
-        # A torch tensor of bfloat16, a dtype that numpy alone does not have.
+        # A torch tensor of bfloat16: numpy has no such dtype, but JAX has.
         if not hasattr(value, "__dlpack__"):
             raise
         return np.asarray(jnp.from_dlpack(value))
 
 
 def _check_arrays(bags: Bags) -> None:
-    """Raises: TypeError: a field is not an array, or has a wrong dtype. ValueError: ids have several axes."""
+    """Checks the types and shapes of the fields.
+
+    Raises:
+      TypeError: a field is not an array, or has a wrong dtype.
+      ValueError: ids have several axes, or `dense_shape` does not fit.
+    """
     is_array = isinstance(bags.ids, (Keys, jax.Array, np.ndarray))
     if not is_array or not isinstance(bags.offsets, (jax.Array, np.ndarray)):
         name, found = ("ids", bags.ids) if not is_array else ("offsets", bags.offsets)
@@ -530,14 +600,18 @@ def _check_arrays(bags: Bags) -> None:
 
 
 def padded_size(count: int) -> int:
-    """The next power of two, 0 for 0: arrays of few sizes need few compiled programs."""
+    """The smallest power of two that is not below `count`; 0 for 0.
+
+    Arrays of few different sizes need few compiled programs.
+    """
     return 1 << (count - 1).bit_length() if count else 0
 
 
 def size_of_list(count: int) -> int:
-    """The least size of a series that holds `count` ids, so that a stream of batches needs few compiled programs.
+    """The smallest size of a fixed series that holds `count` ids.
 
-    Powers of two from 8 to 64, then eight sizes an octave, of which at most 1/8 stays empty.
+    The series has the powers of two from 8 to 64, then eight sizes per octave, with at most 1/8
+    padding. A stream of batches then needs few compiled programs.
     """
     if count <= 64:
         return max(padded_size(count), 8)
@@ -546,9 +620,10 @@ def size_of_list(count: int) -> int:
 
 
 def common_width(bags: Bags) -> int:
-    """Width of an array `[bags, ids]` that holds these bags, and probably those of later batches.
+    """Width of an array `[bags, ids]` that holds these bags and probably those of later batches.
 
-    A power of two; many bags of one length have that, as such a feature keeps its length.
+    It is a power of two. If many bags all have one length, it is that length, because such a
+    feature probably has a fixed length.
     """
     lengths = np.diff(np.asarray(bags.offsets))
     longest = int(lengths.max(initial=1))
@@ -557,23 +632,26 @@ def common_width(bags: Bags) -> int:
 
 
 def device_copy(array: PyTree, dtype: DTypeLike) -> Array:
-    """The array on the device, as from `jnp.asarray`; a numpy array is copied first.
+    """The array on the device, as from `jnp.asarray`. A numpy array is copied first.
 
-    JAX may take over the memory of a numpy array that it is told the dtype of, and loaders write their batches into the
-    same memory again; without a dtype it copies, by a program that is compiled for every shape.
+    Data loaders often write the next batch into the same memory. JAX may use the memory of a numpy
+    array without a copy if it gets the array with a dtype. Without a dtype it copies, but with a
+    program that is compiled for every shape.
     """
     return jnp.asarray(np.array(array, dtype) if isinstance(array, np.ndarray) else array, dtype)
 
 
 def on_device(tree: PyTree) -> PyTree:
-    """The tree with numpy's arrays on the device, copied: loaders write their batches into the same memory again.
+    """The tree with copies of numpy arrays on the device.
 
-    Arguments of a compiled function are copied in one go, in a third of the time that `device_put` takes for 26 arrays.
+    They are copies, because data loaders often write the next batch into the same memory. The
+    arrays are passed to a compiled function: for 26 arrays, this takes a third of the time of
+    `device_put`.
     """
     if is_traced(tree):
         return tree
     leaves, form = jax.tree.flatten(tree)
-    with jax.transfer_guard_host_to_device("allow"):  # whoever prepares a batch asks for it
+    with jax.transfer_guard_host_to_device("allow"):  # The caller asked for this transfer.
         copies = iter(_returned([leaf for leaf in leaves if isinstance(leaf, np.ndarray)]))
     return jax.tree.unflatten(
         form, [next(copies) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
@@ -584,7 +662,7 @@ _returned = jax.jit(lambda arrays: arrays)
 
 
 def cut_on_device(values: np.ndarray, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
-    """Arrays of these shapes on the device, from a flat array that holds one behind the other."""
+    """Arrays of these shapes on the device, cut from one flat array that holds them in order."""
     with jax.transfer_guard_host_to_device("allow"):
         return _cut(values, shapes)
 
@@ -598,7 +676,10 @@ def _cut(values: Array, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
 
 
 def narrow_ids(ids: PyTree) -> PyTree:
-    """Ids as int32; an id that int32 cannot hold becomes one that no table has, never another valid one. Keys stay."""
+    """Ids as int32. `Keys` are unchanged.
+
+    An id that does not fit int32 becomes one that is outside every table, never another valid id.
+    """
     if isinstance(ids, Keys):
         return ids
     xp: Any = np if isinstance(ids, np.ndarray) else jnp
@@ -609,19 +690,30 @@ def narrow_ids(ids: PyTree) -> PyTree:
 
 
 def is_traced(tree: PyTree) -> bool:
-    """Whether a leaf of the tree is traced by `jit` or another transformation, so that its value is unknown."""
+    """Whether a leaf of the tree is traced, by `jit` or another transformation."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def check_not_taken(tree: PyTree, what: str, way_out: str) -> None:
-    """Raises: RuntimeError: a step took arrays over; the message says what is lost, and how to go on."""
+    """Checks that no array of a tree was donated to a step.
+
+    Args:
+      tree: arrays that are to be used.
+      what: beginning of the message, which says what is lost.
+      way_out: end of the message, which says how to continue.
+
+    Raises: RuntimeError: an array was deleted, because a step took it over.
+    """
     arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
     if any(not isinstance(array, jax.core.Tracer) and array.is_deleted() for array in arrays):
         raise RuntimeError(f"{what} to a step that took its arrays over: {way_out}.")
 
 
 class _CtrlCLater:
-    """Holds Ctrl-C back until the end of a `with` block; in the main thread, where alone it arrives."""
+    """Delays Ctrl-C until the end of a `with` block.
+
+    It does nothing outside the main thread, because only the main thread gets Ctrl-C.
+    """
 
     def __enter__(self) -> None:
         self._signals: list[tuple[int, Any]] = []
@@ -642,10 +734,16 @@ class _CtrlCLater:
 def kept(
     keep: Callable[[PyTree], None], program: Callable[..., PyTree], *operands: PyTree
 ) -> PyTree:
-    """Result of a program that takes arrays over; `keep` has received it before Ctrl-C can come in between.
+    """Result of a program that donates its operands, after `keep` has received it.
 
-    Without that, KeyboardInterrupt could be raised between the program and the assignment of its result, and the arrays
-    that the program has taken over would be lost for good. Ctrl-C waits for the program, and for its compilation.
+    Without this, Ctrl-C could raise KeyboardInterrupt after the program has run and before its
+    result is assigned. The donated arrays would then be lost. Ctrl-C is delayed until the program
+    is done, including its compilation.
+
+    Args:
+      keep: stores the result.
+      program: the compiled program.
+      *operands: its arguments.
     """
     with _CtrlCLater():
         result = program(*operands)
@@ -672,17 +770,17 @@ def check_values(
     allow_out_of_range: bool = False,
     way_to_drop: str | None = None,
 ) -> None:
-    """Checks concrete bags on the host.
+    """Checks bags that are not traced.
 
     Args:
       bags: ids, offsets and weights.
-      feature: name of the feature, for messages.
-      table: name of its table, for messages.
+      feature: name of the feature, for errors.
+      table: name of its table, for errors.
       vocabulary_size: rows of the table.
-      allow_out_of_range: whether ids outside the table are admitted.
-      way_to_drop: words for the option that drops such ids; None where the caller offers none.
+      allow_out_of_range: whether ids outside the table are allowed, False by default.
+      way_to_drop: hint at the option that drops such ids. None if the caller has no such option.
 
-    Raises: ValueError: an id lies outside the table, offsets are not increasing, or a weight is not finite. The
+    Raises: ValueError: an id is outside the table, offsets fall, or a weight is not finite. The
       message names the feature, the bag, the value, the table and the way out.
     """
     check_bags(bags, feature=feature)
@@ -707,7 +805,7 @@ def check_values(
 
 
 def check_unmasked(value: Any, name: str) -> None:
-    """Raises: TypeError: `value` is a masked array or has one among its rows, whose mask would be lost."""
+    """Raises: TypeError: `value` or one of its rows is a masked array. Its mask would be lost."""
     is_object = isinstance(value, np.ndarray) and value.dtype.kind == "O"
     rows = value if isinstance(value, (list, tuple)) else value.flat if is_object else ()
     if np.ma.isMaskedArray(value) or any(map(np.ma.isMaskedArray, rows)):
@@ -717,7 +815,11 @@ def check_unmasked(value: Any, name: str) -> None:
 
 
 def check_bags(bags: Bags, *, feature: str) -> None:
-    """Checks offsets and weights of concrete bags. Raises: ValueError: offsets decrease, or a weight is not finite."""
+    """Checks offsets and weights of bags that are not traced.
+
+    Raises: ValueError: offsets fall, do not fit the ids or leave an id in no bag, or a weight is
+      missing or not finite.
+    """
     ids, offsets, num_ids = bags.ids, np.asarray(bags.offsets), bags.ids.shape[0]
     if bags.dense_shape is None:
         if (
@@ -740,7 +842,7 @@ def check_bags(bags: Bags, *, feature: str) -> None:
             if isinstance(ids, Keys)
             else np.asarray(ids)[last:] != PAD_ID
         )
-        if is_id.any():  # behind the last offset only room for ids may be
+        if is_id.any():  # Only padding may follow the last offset.
             raise ValueError(
                 f"feature {feature!r}: the last offset is {last}, but there are {num_ids} ids, of which "
                 f"{int(is_id.sum())} would be in no bag; end the offsets with the number of ids, or fill up with -1."
