@@ -1,4 +1,4 @@
-"""Gradients of the rows that a batch looked up: small, sparse, and composable before they are applied."""
+"""Gradients of the rows that a batch looked up: small, sparse, and composable before a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rsembed.storage.row_map import unnamed
 
 
 class ReadRows(dict[str, Any]):
-    """Rows by stack as `RowGradients.rows` shows them: a copy, which cannot be written into."""
+    """Rows by stack, as `RowGradients.rows` returns them: a copy that cannot be written to."""
 
     def __setitem__(self, name: str, rows: Any) -> None:
         raise TypeError(
@@ -51,9 +51,10 @@ jax.tree_util.register_pytree_with_keys(ReadRows, _children_of_rows, _rows_of_ch
 
 
 def _opaque(rows: Any) -> Any:
-    """The opaque array of the rows of a stack, 0 where no row is: `jnp.zeros_like` of row gradients has no rows.
+    """The opaque array of the row numbers of a stack.
 
-    What is no array of such numbers comes back, for later checks.
+    `NO_ROW` becomes 0, so `jnp.zeros_like` of row gradients gives gradients without rows. A value
+    that is not an array of such numbers is returned unchanged, and later checks refuse it.
     """
     if not isinstance(rows, (jax.Array, np.ndarray)) or not jnp.issubdtype(rows.dtype, jnp.integer):
         return rows
@@ -65,7 +66,7 @@ def _opaque(rows: Any) -> Any:
         and rows.dtype.itemsize > 4
         and np.any(np.asarray(rows) != np.asarray(numbers))
     ):
-        return rows  # a number that 32 bits do not hold, which `check_belong` refuses
+        return rows  # A number does not fit 32 bits. `check_belong` refuses it.
     return _opaque_numbers(numbers)
 
 
@@ -91,19 +92,23 @@ def _integers(array: Any) -> Any:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class RowGradients:
-    """Gradients of distinct rows, per stack.
+    """Gradients of distinct rows, for each stack.
 
-    `first + second` is `combine`, and `2 * gradients` is `scale`. Numbers of rows are kept in arrays that refuse
-    arithmetic, so that `jax.tree.map(jnp.add, first, second)` is a TypeError instead of gradients of other rows.
+    `first + second` is `combine`, and `2 * gradients` is `scale`. Row numbers are kept in arrays
+    that refuse arithmetic. So `jax.tree.map(jnp.add, first, second)` is a TypeError and does not
+    give gradients of wrong rows.
 
     Args:
-      rows: distinct row numbers in ascending order; `NO_ROW` marks unused places at the end. On a mesh, this is true of
-        the part of every device. Of a table with keys uint32 `[capacity, 3]`: the upper and lower half of each key, and
-        how often it occurred, 0 in unused places; of several tables `[capacity, 4]`, with the number of the table.
-      values: float32 gradient of each row; zeros in unused places.
+      rows: distinct row numbers in ascending order, with `NO_ROW` as padding at the end. On a mesh,
+        this holds for the part of each device. For a table with keys, uint32 `[capacity, 3]`: upper
+        and lower half of each key, and how often it occurred, 0 for padding. For several tables
+        with keys, `[capacity, 4]`, with the number of the table.
+      values: float32 gradient of each row; zeros for padding.
       num_rows: rows of each stack's table, as sorted `(stack, rows)` pairs.
-      shardings: on a mesh, how rows and values of each stack are split, as sorted `(stack, rows, values)`.
-      layout: fingerprint of the collection that they belong to, compared before they are applied.
+      shardings: on a mesh, shardings of rows and values of each stack, as sorted
+        `(stack, rows, values)`. None without a mesh.
+      layout: fingerprint of the collection that the gradients belong to. It is compared when they
+        are applied.
     """
 
     rows: dict[str, Int[Array, "*capacity"]]
@@ -113,22 +118,25 @@ class RowGradients:
     layout: Fingerprint | None = None
     opaque_rows: Any = dataclasses.field(
         init=False, repr=False, compare=False
-    )  # what `rows` reads and sets
+    )  # The property `rows` reads and sets it.
 
     _made: ClassVar[tuple[list[Array], PyTree]] = ([], None)
-    __array_ufunc__: ClassVar[None] = None  # `np.float32(2) * gradients` then asks `__rmul__`
+    __array_ufunc__: ClassVar[None] = None  # Makes `np.float32(2) * gradients` call `__rmul__`.
 
     def tree_flatten_with_keys(
         self,
     ) -> tuple[tuple[tuple[jax.tree_util.GetAttrKey, Any], ...], tuple[Any, ...]]:
-        """Opaque rows and values, and what is static."""
+        """Opaque rows and values as children, and the static fields."""
         rows = (jax.tree_util.GetAttrKey("rows"), self.opaque_rows)
         values = (jax.tree_util.GetAttrKey("values"), self.values)
         return (rows, values), (self.num_rows, self.shardings, self.layout)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], children: Iterable[Any]) -> RowGradients:
-        """The inverse of `tree_flatten_with_keys`; children may be anything that JAX puts into a tree."""
+        """The inverse of `tree_flatten_with_keys`.
+
+        Children may be anything that JAX puts into a tree.
+        """
         gradients = object.__new__(cls)
         fields = zip(
             ("opaque_rows", "values", "num_rows", "shardings", "layout"),
@@ -140,7 +148,7 @@ class RowGradients:
         return gradients
 
     def with_values(self, values: Mapping[str, Array]) -> RowGradients:
-        """Gradients of the same rows that have other values."""
+        """Gradients of the same rows with other values."""
         _, static = self.tree_flatten_with_keys()
         return self.tree_unflatten(static, (self.opaque_rows, values))
 
@@ -150,7 +158,7 @@ class RowGradients:
         return combine(self, other)
 
     def __radd__(self, other: Any) -> RowGradients:
-        if isinstance(other, int) and other == 0:  # the start of `sum`
+        if isinstance(other, int) and other == 0:  # Python's `sum` starts with 0.
             return self
         return NotImplemented
 
@@ -168,10 +176,11 @@ class RowGradients:
 
     @property
     def summands(self) -> tuple[Any, Mapping[str, PyTree], Mapping[str, Array]] | None:
-        """Engine of the collection, batch, and gradients of what features pooled, from which the values are summed.
+        """What the values are summed from: engine, batch and gradients of the pooled outputs.
 
-        They are known where they were made, while a program is traced: a step takes them in place of the sums, which
-        are as large as all occurrences and which XLA leaves out then. None once somebody put other arrays in.
+        They are known only while the program that made the gradients is traced. A step uses them in
+        place of the sums. XLA then leaves out the sums, which are as large as all occurrences of
+        ids. None if another array was put into the gradients.
         """
         arrays, summands = self._made
         return summands if all(map(operator.is_, arrays, jax.tree.leaves(self))) else None
@@ -179,13 +188,13 @@ class RowGradients:
     def summed_from(
         self, engine: Any, batch: Mapping[str, PyTree], d_outputs: Mapping[str, Array]
     ) -> RowGradients:
-        """A copy of these gradients that has these `summands`."""
+        """A copy of these gradients with these `summands`."""
         found = self.with_values(self.values)
         object.__setattr__(found, "_made", (jax.tree.leaves(found), (engine, batch, d_outputs)))
         return found
 
     def num_touched(self) -> dict[str, Int[Array, ""]]:
-        """Number of distinct rows with a gradient, per stack."""
+        """Number of distinct rows with a gradient, for each stack."""
         return {
             name: jnp.sum(rows != NO_ROW if rows.ndim == 1 else rows[:, 2] > 0)
             for name, rows in self.rows.items()
@@ -204,25 +213,28 @@ def _keep_rows(gradients: RowGradients, rows: Any) -> None:
     object.__setattr__(gradients, "opaque_rows", rows)
 
 
-# Set below the class, because `dataclass` would take a property in it for the default of the field.
+# Set after the class: `dataclass` would take a property in the class for the field's default.
 setattr(RowGradients, "rows", property(_read_rows, _keep_rows))  # noqa: B010
 
 
 def as_factor(factor: Any) -> float | Float[Array, ""]:
-    """The number that gradients are multiplied by, as Python or JAX has it.
+    """The factor of gradients as a Python float or JAX array.
 
-    Raises: TypeError, ValueError: it is no single finite number.
+    Raises: TypeError, ValueError: it is not a single finite number.
     """
     name = "the factor of gradients"
     check_type(factor, float | Float[Array, ""], name)
-    if isinstance(factor, jax.Array):  # its value may be known only later
+    if isinstance(factor, jax.Array):  # Its value may be traced, or not computed yet.
         return factor
     check_within("(-inf, inf)", factor, name)
     return float(factor)
 
 
 def check_gradient(value: Any, name: str) -> None:
-    """Raises: TypeError: a gradient is not an array of floats; a cast to integers would have cut its values."""
+    """Raises: TypeError: a gradient is not an array of floats.
+
+    A gradient of integers was probably cast, which has cut its values.
+    """
     check_type(value, Num[Array, "..."], name)
     if not jnp.issubdtype(
         getattr(foreign_to_numpy(value), "dtype", None) or np.asarray(value).dtype, jnp.floating
@@ -238,15 +250,17 @@ def check_belong(
     num_rows: tuple[tuple[str, int], ...],
     axes: Mapping[str, tuple[int, int]] | None = None,
 ) -> None:
-    """Checks that row gradients fit the tables that take them.
+    """Checks that row gradients fit the tables that they are applied to.
 
     Args:
-      row_gradients: whatever is used as some.
-      layout: of the tables.
-      num_rows: of each stack.
-      axes: number of axes of rows, and length of values, of each stack; None admits any.
+      row_gradients: the argument to check, of any type.
+      layout: fingerprint of the tables, or None.
+      num_rows: rows of each stack.
+      axes: for each stack, number of axes of rows and length of a value. None allows any.
 
-    Raises: TypeError: they are none. ValueError: they count rows otherwise, or a row has not one vector of its dim.
+    Raises:
+      TypeError: the argument is not `RowGradients`.
+      ValueError: the gradients have other row numbers, or not one value of the table's dim per row.
     """
     check_type(
         row_gradients, RowGradients, "row gradients, which lookup_vjp and backward passes make,"
@@ -269,7 +283,7 @@ def check_belong(
         fits = len(values) > 1 and rows[: len(values) - 1] == values[:-1]
         fits = fits and (
             len(rows) < len(values) or rows[-1:] > (2,)
-        )  # both halves of a key, and how often it occurred
+        )  # Both halves of a key, and how often it occurred.
         fits = fits and (axes is None or (len(rows), *values[-1:]) == axes[name])
         if fits and row_gradients.layout is None and len(rows) == 1 and not is_traced(found):
             numbers = np.asarray(found, np.int64)
@@ -283,7 +297,7 @@ def check_belong(
 
 @validated
 def global_norm(row_gradients: RowGradients) -> Float[Array, ""]:
-    """Euclidean norm over all rows of all stacks; equals the norm of the dense gradients."""
+    """Euclidean norm over all rows of all stacks. It equals the norm of the dense gradients."""
     if row_gradients.summands is not None:
         engine, *given = row_gradients.summands
         squares = engine.squared_norm(*given)
@@ -296,9 +310,9 @@ def global_norm(row_gradients: RowGradients) -> Float[Array, ""]:
 def scale(row_gradients: RowGradients, factor: float | Float[Array, ""]) -> RowGradients:
     """Row gradients with all values multiplied by `factor`.
 
-    Raises: ValueError: it is not finite.
+    Raises: ValueError: the factor is not finite. A JAX array is not checked.
     """
-    if not isinstance(factor, jax.Array):  # nobody waits for a number of a device
+    if not isinstance(factor, jax.Array):  # Reading a device array would wait for the device.
         check_within("(-inf, inf)", factor, "scale: factor")
 
     def scaled(arrays: PyTree) -> PyTree:
@@ -318,14 +332,15 @@ def clip_by_global_norm(
     *,
     other_norm: Float[Array, ""] | float = 0.0,
 ) -> RowGradients:
-    """Scales all values down so that their global norm is at most `max_norm`.
+    """Row gradients scaled down so that their global norm is at most `max_norm`.
 
     Args:
-      row_gradients: gradients with equal rows combined (as `pullback` returns them).
-      max_norm: the largest norm allowed.
-      other_norm: norm of the dense gradients (`optax.tree.norm`), to clip both by their common norm.
+      row_gradients: gradients with equal rows summed (as `pullback` returns them).
+      max_norm: maximum norm.
+      other_norm: norm of the dense gradients (`optax.tree.norm`), to clip both by their common
+        norm. 0 by default.
 
-    Raises: ValueError: a norm is negative, which would turn the gradients round, or NaN.
+    Raises: ValueError: a norm is negative, which would flip the sign of the gradients, or NaN.
     """
     check_within("[0, inf]", max_norm, "clip_by_global_norm: max_norm")
     if not isinstance(other_norm, jax.Array):
@@ -340,11 +355,12 @@ def clip_by_global_norm(
 
 @validated
 def combine(first: RowGradients, *others: RowGradients) -> RowGradients:
-    """The sum of several row gradients, equal rows added up: gradient accumulation over micro-batches.
+    """The sum of several row gradients. Gradients of equal rows are added.
 
-    A `lax.scan` over micro-batches stacks its results along a leading axis; such stacked gradients are accepted too.
+    Use it to accumulate gradients over micro-batches. `lax.scan` over micro-batches stacks its
+    results along a leading axis. Such stacked gradients are accepted, too.
 
-    Raises: ValueError: they belong to different collections.
+    Raises: ValueError: the gradients belong to different collections.
     """
     every = (first, *others)
     for own in every:
@@ -364,7 +380,8 @@ def combine(first: RowGradients, *others: RowGradients) -> RowGradients:
 def _combine_stack(
     num_rows: int, parts: list[tuple[Array, Array]], split: list[NamedSharding] | None
 ) -> tuple[Array, Array]:
-    bound = split[0].shard_shape((num_rows,))[0] if split else num_rows  # of one device
+    # Number of rows of one device.
+    bound = split[0].shard_shape((num_rows,))[0] if split else num_rows
 
     def on_device(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
         flat_values = [values.reshape(-1, values.shape[-1]) for _, values in parts]
