@@ -1,4 +1,4 @@
-"""Place law: the one formula for the row of each id; every layout is a choice of its parameters.
+"""The place law: one formula for the row of each id. Layouts differ in its parameters.
 
 ```
 table, id  ──rows──▶  shard * rows_per_shard + row in the shard  ──ids, tables_and_ids──▶  table, id
@@ -25,12 +25,14 @@ from jaxtyping import Int, PyTree
 
 
 class Place(NamedTuple):
-    """Position of a table: id `i` is row `(first + i) // spread` of shard `owner + (first + rotation + i) % spread`.
+    """Position of a table in the shards of its stack.
+
+    Id `i` is row `(first + i) // spread` of shard `owner + (first + rotation + i) % spread`.
 
     Args:
       owner: the first of the `spread` shards that hold rows of the table.
       first: number of rows before the table, summed over these shards.
-      rotation: number of shards by which ids are shifted, 0 by default.
+      rotation: ids are shifted by this number of shards, 0 by default.
     """
 
     owner: Any
@@ -46,10 +48,13 @@ class Place(NamedTuple):
         return (self.first + ids) // spread
 
     def rows(self, ids: PyTree, *, spread: int, rows_per_shard: int) -> PyTree:
-        """Row of each id in an array `[num_shards * rows_per_shard, dim]`; ids must be inside the table."""
+        """Row of each id in an array `[num_shards * rows_per_shard, dim]`.
+
+        Ids must be inside the table.
+        """
         if (
             spread == 1
-        ):  # one operation instead of many: it matters in a program of a thousand features
+        ):  # One operation instead of many, which matters in a program of a thousand features.
             return ids + (self.owner * rows_per_shard + self.first)
         return self.shards(ids, spread=spread) * rows_per_shard + self.rows_in_shard(
             ids, spread=spread
@@ -58,14 +63,20 @@ class Place(NamedTuple):
     def all_rows(
         self, count: int, *, spread: int, rows_per_shard: int
     ) -> slice | Int[np.ndarray, " vocab"]:
-        """Index of all `count` rows of a table in the array of `rows`; a slice if they are contiguous."""
+        """Index of all `count` rows of a table in the array of `rows`.
+
+        It is a slice if the rows are contiguous.
+        """
         if spread > 1:
             return self.rows(np.arange(count), spread=spread, rows_per_shard=rows_per_shard)
         first = self.rows(0, spread=spread, rows_per_shard=rows_per_shard)
         return slice(first, first + count)
 
     def ids(self, shard: Any, row: Any, *, spread: int) -> PyTree:
-        """Id in a row of a shard, the inverse of `rows`. Rows of other tables give -1 or an id outside the table."""
+        """Id in a row of a shard, the inverse of `rows`.
+
+        Rows of other tables give -1 or an id outside the table.
+        """
         phase = shard - self.owner
         ids = row * spread + (phase - self.rotation) % spread - self.first
         return _where((phase >= 0) & (phase < spread), ids, -1)
@@ -78,7 +89,10 @@ class Place(NamedTuple):
 def tables_and_ids(
     places: Sequence[Place], sizes: Sequence[int], shard: Any, row: Any, *, spread: int
 ) -> PyTree:
-    """Table, as an index into `places`, and id of each row of a shard; -1 and -1 for a row of no table."""
+    """Table, as an index into `places`, and id of each row of a shard.
+
+    Both are -1 for a row of no table.
+    """
     tables = row * 0 - 1
     ids = tables
     for position, (place, size) in enumerate(zip(places, sizes, strict=True)):

@@ -85,12 +85,12 @@ class FeaturePlacement:
     """One feature, its table, and its offset in the stacked batch.
 
     Args:
-      name: of the feature.
-      table_name: of its table.
-      combiner: how its rows are pooled. Wings may set `mean_by_count`, which divides by the number of
-        ids.
-      num_samples: number of samples in the global batch; None if undeclared.
-      transformation: its offset and rotation in the stack.
+      name: name of the feature.
+      table_name: name of its table.
+      combiner: how its rows are pooled. Wings may set `mean_by_count`, which divides by the number
+        of ids.
+      num_samples: number of samples in the global batch. None if undeclared.
+      transformation: offset and rotation of the feature in the stack.
     """
 
     name: str
@@ -120,7 +120,10 @@ class StackPlan:
     tables: tuple[TablePlacement, ...]
     features: tuple[FeaturePlacement, ...]
     num_stored_values: tuple[int, int] | None = None
-    """Number of values in the table and in its slots, if its tables have a `storage`; else None."""
+    """Number of values in the table and in its slots, for tables with a `storage`.
+
+    None without one.
+    """
 
     @property
     def name(self) -> str:
@@ -153,13 +156,19 @@ class StackPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackingPlan:
-    """Placements of all tables and features of a model. The hash depends on all values, including limits."""
+    """Placements of all tables and features of a model.
+
+    The hash depends on all values, including limits.
+    """
 
     num_shards: int
     stacks: tuple[StackPlan, ...]
 
     def stack(self, name: str) -> StackPlan:
-        """The stack with this name. Raises: KeyError: there is none."""
+        """The stack with this name.
+
+        Raises: KeyError: the plan has no such stack.
+        """
         for stack in self.stacks:
             if stack.name == name:
                 return stack
@@ -167,7 +176,10 @@ class StackingPlan:
         raise KeyError(f"no stack {name!r}{did_you_mean(name, known)}; the plan has {known}.")
 
     def table(self, name: str) -> tuple[StackPlan, TablePlacement]:
-        """A table by its logical name, and its stack. Raises: KeyError: there is none."""
+        """A table by its logical name, and its stack.
+
+        Raises: KeyError: the plan has no such table.
+        """
         tables: dict[str, tuple[StackPlan, TablePlacement]] = {}
         for stack in self.stacks:
             for table in stack.tables:
@@ -231,7 +243,12 @@ class StackingPlan:
         return loads
 
     def describe(self, ids_by_feature: Mapping[str, Any] | None = None) -> str:
-        """The plan as text: memory, padding and, with the ids that `shard_load` takes, the load of the shards."""
+        """The plan as text: memory and padding of each stack.
+
+        Args:
+          ids_by_feature: argument of `shard_load`. None, the default, leaves out the load of the
+            shards.
+        """
         rows = self._cells()
         if ids_by_feature is not None:
             loads = self.shard_load(ids_by_feature).values()
@@ -299,7 +316,7 @@ def plan_stacking(
         dtype, optimizer, rounding and quantization; with `pad`, also of equal combiner.
       pad: whether dims are padded to multiples of 8 and rows to multiples of `8 * num_shards`, as
         SparseCores require. True by default. False allows only one shard.
-      rotation: number of shards by which each table of a stack is rotated against the table before
+      rotation: each table of a stack is rotated by this number of shards against the table before
         it. It spreads the frequent first rows of the tables. 0 by default.
       activation_mem_bytes_limit: maximum bytes of activations per shard in one stack. None sets no
         limit.
@@ -348,9 +365,9 @@ def plan_groups(
     use_short_stack_names: bool = True,
     **options: Any,
 ) -> StackingPlan:
-    """A plan with one stack per group of table names. Tables outside the groups are not in the plan.
+    """A plan with one stack per group of table names.
 
-    `options` are keyword arguments of `plan_stack`.
+    Tables outside the groups are not in the plan. `options` are keyword arguments of `plan_stack`.
     """
     names = [stack_name_of(group, use_short_stack_names=use_short_stack_names) for group in groups]
     stacks = []
@@ -431,7 +448,10 @@ def group_tables(
 def split_by_memory(
     groups: Iterable[Sequence[Name]], num_bytes: Mapping[Name, int], limit: int
 ) -> list[list[Name]]:
-    """Groups split by first fit so that no sum of `num_bytes` exceeds `limit`; a larger table gets its group."""
+    """Groups split by first fit so that no sum of `num_bytes` exceeds `limit`.
+
+    A table that exceeds the limit alone gets a group for itself.
+    """
     result: list[list[Name]] = []
     for group in groups:
         subgroups: list[list[Name]] = []
@@ -566,7 +586,10 @@ def _checked_tables(
     *,
     share_combiner: bool,
 ) -> list[TableSpec]:
-    """The named tables. Raises: ValueError: a name is repeated or unknown, or a shared setting differs."""
+    """The named tables.
+
+    Raises: ValueError: a name is repeated or unknown, or the tables differ in a shared setting.
+    """
     if repeated := [name for name in table_names if list(table_names).count(name) > 1]:
         raise ValueError(
             f"stack {stack_name!r}: Table {repeated[0]} is repeated in group {list(table_names)}."
