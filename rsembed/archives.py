@@ -1,4 +1,7 @@
-"""Members of zip archives, read within a bound: a few kilobytes of an archive can say that they hold terabytes."""
+"""Reads members of zip archives up to a size limit.
+
+An archive of a few kilobytes can unpack to terabytes.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,26 @@ import zlib
 from collections.abc import Sequence
 
 MOST_UNPACKED_BYTES = 1 << 28
-"""What the members of a smaller archive may hold in all: ten times a MovieLens log of a million ratings."""
+"""Maximum size of all members that are read: ten times a MovieLens log of a million ratings.
+
+For an archive that is larger itself, the limit is the size of the archive.
+"""
 _COMPRESSIONS = (
     zipfile.ZIP_STORED,
     zipfile.ZIP_DEFLATED,
-)  # of these, a reader can say how much it takes at once
+)  # Only with these methods can a read be limited to a number of bytes.
 
 
 def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, bytes]:
-    """Content of members of a zip archive by name.
+    """Contents of members of a zip archive, by name.
 
     Args:
-      content: the archive.
-      names: members to read; None reads all.
+      content: bytes of the archive.
+      names: members to read. None reads all.
 
-    Raises: ValueError: this is no zip archive, it is damaged or encrypted, a member is missing or there twice, or
-      members hold more than `MOST_UNPACKED_BYTES`, or more than the archive where this is larger.
+    Raises: ValueError: the bytes are not a zip archive, the archive is damaged or encrypted, a
+      member is missing or there twice, or the members exceed `MOST_UNPACKED_BYTES` and the size of
+      the archive.
 
     Example:
       >>> import io, zipfile
@@ -45,7 +52,7 @@ def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, by
                 left -= len(found[name])
     except KeyError as error:
         raise ValueError(f"the archive lacks a member: {error}") from error
-    # What zipfile says of archives that are damaged, encrypted, or of a kind that it cannot read.
+    # Errors of zipfile for archives that are damaged, encrypted or of an unknown kind.
     except (
         zipfile.BadZipFile,
         zlib.error,
@@ -59,7 +66,10 @@ def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, by
 
 
 def _read(archive: zipfile.ZipFile, name: str, left: int, most: int) -> bytes:
-    """Content of a member of at most `left` bytes; what it declares is checked first, then what comes out of it."""
+    """Content of a member of at most `left` bytes.
+
+    Checks the declared size first, then the size of the unpacked content.
+    """
     member = archive.getinfo(name)
     if member.compress_type not in _COMPRESSIONS:
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Numbers that are names (of rows, ids and keys), in arrays that refuse arithmetic.
+"""Arrays of row numbers, ids and keys that refuse arithmetic.
 
 Programs add, scale and average pytrees leaf by leaf. The sum of two row numbers is the number of
-another row, so a tree of plain row numbers is silently wrong after `jax.tree.map(jnp.add, ...)`.
-JAX has arrays that refuse this: those of its random keys. An array made by `wrap` is one of them.
-It can be moved, indexed, joined, compared, carried through loops and split over a mesh; `jnp.add`
-of it is a `TypeError`, inside `jit` as well.
+another row, so `jax.tree.map(jnp.add, ...)` of plain row numbers is wrong without an error. JAX has
+arrays that refuse arithmetic: its random keys. `wrap` returns such an array. It can be moved,
+indexed, concatenated, compared, carried through loops and split over a mesh. `jnp.add` of it is a
+`TypeError`, inside `jit` as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.extend.random import define_prng_impl
 from jaxtyping import Array, Integer, PyTree
 
 DTYPES = {"row": jnp.int32, "place": jnp.int32, "id": jnp.int32, "key_lane": jnp.uint32}
-"""Each kind of number, and the dtype of its numbers."""
+"""Dtype of the numbers of each kind."""
 
 _IN_ERRORS = {
     "row": "row number: add row gradients by + or rs.combine",
@@ -26,7 +26,7 @@ _IN_ERRORS = {
     "id": "id: add gradients by +",
     "key_lane": "key: add row gradients by + or rs.combine, not states",
 }
-"""How JAX names a kind in its errors: `add does not accept dtype key<row number: ...>`."""
+"""Name of a kind in JAX's errors: `add does not accept dtype key<row number: ...>`."""
 
 
 def _refuse(*arguments: Any, **options: Any) -> Any:
@@ -52,11 +52,11 @@ _KINDS = {implementation: kind for kind, implementation in _IMPLEMENTATIONS.item
 
 @partial(jax.jit, static_argnames="kind", inline=True)
 def wrap(numbers: Array, kind: str) -> Array:
-    """The numbers as an array of the same shape that refuses arithmetic; no bit of them changes.
+    """The numbers as an array of the same shape that refuses arithmetic. Their bits do not change.
 
     Args:
-      numbers: array of the dtype that the kind has.
-      kind: one of `DTYPES`; JAX names it in its errors.
+      numbers: array with the dtype of the kind.
+      kind: a key of `DTYPES`. JAX's errors name it.
 
     Raises: TypeError: the numbers have another dtype.
     """
@@ -76,7 +76,7 @@ def _numbers(array: Array, kind: str) -> Integer[Array, "*shape"]:
 
 
 def kind_of(array: Any) -> str | None:
-    """The kind of numbers in an array that `wrap` made; None for everything else."""
+    """The kind of numbers in a result of `wrap`; None for every other value."""
     if not isinstance(array, jax.Array) or not jax.dtypes.issubdtype(
         array.dtype, jax.dtypes.prng_key
     ):
@@ -85,7 +85,7 @@ def kind_of(array: Any) -> str | None:
 
 
 def unwrap(array: Any) -> Any:
-    """The numbers in an array that `wrap` made; anything else comes back unchanged, JAX's placeholders as well."""
+    """The numbers in a result of `wrap`. Every other value is returned unchanged."""
     kind = kind_of(array)
     if kind is None:
         return array
@@ -93,7 +93,7 @@ def unwrap(array: Any) -> Any:
 
 
 def wrap_integers(tree: PyTree) -> PyTree:
-    """The tree with every array of 32-bit integers wrapped: int32 as ids, uint32 as lanes of keys."""
+    """The tree with every array of 32-bit integers wrapped: int32 as ids, uint32 as key lanes."""
 
     def wrapped(leaf: Any) -> Any:
         dtype = getattr(leaf, "dtype", None)
@@ -107,10 +107,14 @@ def wrap_integers(tree: PyTree) -> PyTree:
 
 
 def unwrap_all(tree: PyTree) -> PyTree:
-    """The tree with the numbers of every array that `wrap` made."""
+    """The tree with every result of `wrap` replaced by its numbers."""
     return jax.tree.map(unwrap, tree)
 
 
 def implementation(name: str) -> Any:
-    """What `jax.random.wrap_key_data` takes as `impl` for arrays of a kind, or of a random number generator of JAX."""
+    """The argument `impl` of `jax.random.wrap_key_data`.
+
+    Args:
+      name: name of an implementation of `wrap`, or of a random number generator of JAX.
+    """
     return _IMPLEMENTATIONS.get(name, name)
