@@ -1,4 +1,4 @@
-"""rsembed: embedding tables for JAX. Wings (`rsembed.tbe` and so on) are imported when they are first asked for."""
+"""Embedding tables for JAX. Wings (such as `rsembed.tbe`) are imported on first use."""
 
 import importlib
 import importlib.metadata

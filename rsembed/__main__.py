@@ -21,19 +21,20 @@ _FAILED_LINE = re.compile(r"^-+>\s*\d+(.*)$", re.MULTILINE)
 
 
 def find_notebook(name: str) -> Path:
-    """The path of the notebook that `name` means.
+    """The path of a notebook.
 
     Args:
-      name: a path ending in `.ipynb`, a tutorial's name, or the beginning of exactly one (`01`).
+      name: a path ending in `.ipynb`, the name of a tutorial, or its beginning (`01`) if no other
+        tutorial begins with it.
 
-    Raises: ValueError: no tutorial, or more than one, begins like that; the message lists them.
+    Raises: ValueError: no tutorial, or more than one, begins with `name`. The message lists them.
     """
     if name.endswith(".ipynb") and Path(name).is_file():
         return Path(name)
     folders = (
         _PACKAGE / "_bundled" / "notebooks",
         _PACKAGE.parent / "notebooks",
-    )  # of the wheel, of the checkout
+    )  # The first is in the wheel, the second in a checkout.
     known = {path.stem: path for folder in folders for path in sorted(folder.glob("*.ipynb"))}
     matches = [name] if name in known else [stem for stem in known if stem.startswith(name)]
     if len(matches) == 1:
@@ -45,15 +46,16 @@ def find_notebook(name: str) -> Path:
 
 
 def with_settings(source: str, settings: dict[str, str]) -> str:
-    """The parameters cell with `settings` assigned below its own values.
+    """The code of the parameters cell, followed by assignments of `settings`.
 
     Args:
       source: the cell's code.
-      settings: new values as Python literals. Where the present value is a string, bare words do too.
+      settings: new values as Python literals, by name. If the cell assigns a string to the name,
+        plain text is accepted, too.
 
     Raises:
-      ValueError: a name that the cell does not assign (the message lists those it does), or a value
-        that is no Python literal.
+      ValueError: the cell does not assign a name (the message lists the names that it assigns), or
+        a value is not a Python literal.
 
     Example:
       >>> print(with_settings("STEPS = 20  # 5_000 in the docs", {"STEPS": "10"}))
@@ -94,7 +96,7 @@ def with_settings(source: str, settings: dict[str, str]) -> str:
 def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
     """`NAME=VALUE` arguments as a dictionary of texts.
 
-    Raises: ValueError: an argument is not of the form `NAME=VALUE`.
+    Raises: ValueError: an argument does not have the form `NAME=VALUE`, or repeats a name.
     """
     settings = {}
     for argument in arguments:
@@ -108,14 +110,14 @@ def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> str | None:
-    """Runs all cells of a notebook, in place, with the interpreter that runs this.
+    """Runs all cells of a notebook, with the Python that runs this function.
 
     Args:
-      notebook: an `nbformat` notebook; it receives the outputs, also those before a failure.
-      beside: the folder that the notebook lies in, whose modules its cells import.
-      after_cell: called with `cell=` and its number from 0, `cell_index=`, as soon as a code cell has run.
+      notebook: an `nbformat` notebook. Outputs are written into it, also those before a failure.
+      beside: folder of the notebook. Cells can import its modules.
+      after_cell: called after each code cell with `cell=` and `cell_index=`, its number from 0.
 
-    Returns: None, or what went wrong in one line.
+    Returns: None, or a description of the failure in one line.
     """
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
@@ -128,9 +130,9 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
             kernel_name="python3",
             kernel_spec_manager=KernelSpecManager(
                 kernel_dirs=[]
-            ),  # of this Python: in folders may be another's
+            ),  # Kernels in folders may belong to another Python.
             connection_file=f"{folder}/connection.json",
-            transport="ipc",  # files that only this user can open, not network ports
+            transport="ipc",  # Files that only this user can open, instead of network ports.
         )
         client = NotebookClient(notebook, km=manager, timeout=None, on_cell_executed=after_cell)
         try:
@@ -141,7 +143,7 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
                 for cell in notebook.cells
             ]
             number = next(number for number, kind in enumerate(kinds, 1) if "error" in kind)
-            # A bare assert has no text of its own, so the line it stands on is shown.
+            # A bare assert has no text, so its line of code is shown.
             lines = _FAILED_LINE.findall(_COLOUR_CODES.sub("", error.traceback))
             text = _COLOUR_CODES.sub("", error.evalue) or (lines[0].strip() if lines else "")
             return f"cell {number}: {error.ename}: {text}"
@@ -153,16 +155,16 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
 
 
 def run(name: str, settings: dict[str, str], output: Path) -> int:
-    """Executes a tutorial with other parameters, shows its output as it appears, and keeps the result.
+    """Executes a tutorial, prints its outputs as they appear, and saves the executed notebook.
 
     Args:
       name: see `find_notebook`.
       settings: see `with_settings`.
       output: folder for `<notebook>.ipynb` and the pictures under `<notebook>/`.
 
-    Returns: 0, or 1 when a cell failed.
-    Raises: ValueError: unknown notebook or parameter, a file that is no notebook, a folder that cannot be written, or
-      the `notebooks` extra is not installed.
+    Returns: 0, or 1 if a cell failed.
+    Raises: ValueError: the notebook or a parameter is unknown, the file is not a notebook, the
+      folder cannot be written to, or the `notebooks` extra is not installed.
     """
     try:
         import nbclient  # noqa: F401
@@ -187,8 +189,8 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
     start, executed, folder = time.monotonic(), output / path.name, output / path.stem
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        nbformat.write(notebook, executed)  # now, as after the run it would be too late to fail
-        for picture in folder.glob("cell-*.png"):  # of an earlier run
+        nbformat.write(notebook, executed)  # A folder without write access fails before the run.
+        for picture in folder.glob("cell-*.png"):  # Pictures of an earlier run.
             picture.unlink()
     except OSError as error:
         raise ValueError(
@@ -196,7 +198,10 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
         ) from None
 
     def tell(*, cell: Any, cell_index: int, **_: Any) -> None:
-        """Prints what the cell printed or has as its result; writes its pictures as `cell-<number>-<picture>.png`."""
+        """Prints the printed text and the result of a cell.
+
+        Pictures are written as `cell-<number>-<picture>.png`.
+        """
         num_pictures = 0
         for output in cell.get("outputs", []):
             data, text = output.get("data", {}), ""
@@ -229,9 +234,9 @@ def _first_line(error: Exception) -> str:
 
 
 def doctor() -> int:
-    """Prints versions, devices, which kernels are live or why they are not, and what is known of each backend.
+    """Prints versions, devices, the state of each kernel implementation and of each backend.
 
-    Raises: ValueError: the environment asks for devices or kernels that there are not.
+    Raises: ValueError: the environment asks for devices or kernels that do not exist.
     """
     import jax
 
@@ -258,7 +263,10 @@ def doctor() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status: 0, 1 for a failed notebook, 2 for a wrong call."""
+    """Runs one command.
+
+    Returns: the exit status: 0, 1 if a notebook failed, 2 if the arguments are wrong.
+    """
     parser = argparse.ArgumentParser(prog="rsembed", description="Embedding tables in JAX.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="versions, devices, and which kernels are live")
@@ -288,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(
                 errors="replace"
-            )  # a terminal without some sign gets a question mark, not a traceback
+            )  # If the terminal has no such character, print a question mark.
     try:
         if options.command == "launch":
             from rsembed.parallel import launch
@@ -301,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "run":
             return run(options.notebook, parse_settings(options.settings), options.output)
         return doctor()
-    except ValueError as error:  # what the reader can mend; all else shows its traceback
+    except ValueError as error:  # The user can fix these. Other errors show a traceback.
         print(f"rsembed: {error}", file=sys.stderr)
         return 2
 
