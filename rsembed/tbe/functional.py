@@ -303,7 +303,7 @@ def cut(gradients: RowGradients, bound: int) -> RowGradients:
         raise ValueError(
             f"total_unique_indices is {bound}, but {most} rows were read; raise it or leave it out."
         )
-    if gradients.shardings is not None:  # Padding follows the rows of each device, not all rows.
+    if gradients.shardings is not None:  # Every device's part has padding at its end.
         return gradients
     rows = {name: rows[:bound] for name, rows in gradients.rows.items()}
     values = {name: values[:bound] for name, values in gradients.values.items()}

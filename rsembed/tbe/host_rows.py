@@ -95,7 +95,7 @@ class HostRows:
         Raises: RuntimeError: `state` has another generation than the host store.
         """
         self.generation.check(state.generation)
-        # `begun` is set first: after an interrupt between the two lines, `resumed` still works.
+        # `begun` is set first, so that `resumed` works after an interrupt between these lines.
         self.begun, self._steps = self.generation.number, steps
         self.generation.advance(self.generation.number)
 
@@ -365,7 +365,15 @@ class HostRows:
         admit: bool,
         **how: bool,
     ) -> None:
-        """Finds or assigns a cache slot for each row of a batch, in every group."""
+        """Assigns each row of a batch a slot in the cache or scratch area, in every group.
+
+        Args:
+          num_bags: number of bags of every feature.
+          ids: ids of all features.
+          offsets: ends of all bags, with 0 before them.
+          admit: whether missing rows enter the cache.
+          **how: options of `NearRows.find`.
+        """
         starts = np.asarray(feature_starts(offsets, num_bags))
         for number, group in self.groups.items():
             rows = np.full(ids.size, -1, np.int64)
@@ -472,7 +480,14 @@ def _backing_of(group: GroupPlan) -> BackingStore:
 def first_state(
     plan: TBEPlan, key: PRNGKeyArray, host_rows: HostRows | None, device: jax.Device | None
 ) -> TBEState:
-    """The state before any training, on `device`. None is JAX's default device."""
+    """The state before any training.
+
+    Args:
+      plan: the tables.
+      key: PRNG key of stochastic rounding and of uniform initial weights.
+      host_rows: gives the cache sizes. None without cached tables.
+      device: device of all arrays. None is JAX's default device, or the mesh of the plan.
+    """
     cached = {} if host_rows is None else host_rows.groups
     state = functional.init_state(
         plan, key, {number: group.num_places for number, group in cached.items()}

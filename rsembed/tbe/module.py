@@ -113,8 +113,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
       eps: added outside the square root. The default 1e-8 is FBGEMM's, while torch's Adagrad has
         1e-10.
       momentum: momentum of LARS_SGD.
-      weight_decay: strength of weight decay. Decoupled for LARS_SGD, ADAM, LAMB and their partial
-        forms. For row-wise Adagrad, `weight_decay_mode` decides.
+      weight_decay: strength of weight decay. It is decoupled for ADAM, LAMB and their partial
+        forms, and added to the gradient for LARS_SGD. For row-wise Adagrad, `weight_decay_mode`
+        decides.
       weight_decay_mode: kind of weight decay of row-wise Adagrad.
       eta: trust coefficient of LARS_SGD.
       beta1: decay of the first moment, for the ADAM and LAMB families.
@@ -327,7 +328,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             rates = learning_rates(self.plan, state)
             if host is not None:
                 state, row_gradients = host.bring_rows(state, row_gradients, keep)
-                self.state.set_value(state)  # the host advanced, even if the step fails
+                self.state.set_value(state)  # the host has a new generation, even on failure
                 host.begin(state, steps=True)
             state = kept(keep, _apply, self.plan, state, row_gradients, rates)
             if host is not None:

@@ -192,7 +192,7 @@ class TrainedTables(nnx.Module):
         for number, table in enumerate(self.plan.tables):
             own_key = jax.random.fold_in(key, number)
 
-            # Each row has its PRNG key, so the table can be drawn in blocks, without a copy of it.
+            # Every row has a PRNG key, so blocks of rows can be drawn, without a second table.
             def rows(
                 first: int, last: int, own_key: PRNGKeyArray = own_key, dim: int = table.dim
             ) -> Array:
@@ -390,7 +390,7 @@ class TrainedTables(nnx.Module):
                 self._host_rows.end()
 
     def get_uvm_cache_stats(self) -> CacheCounts:
-        """Cache counts, summed over all lookups so far.
+        """Cache counts, summed over all lookups since the start or the last reset.
 
         Raises: RuntimeError: `gather_uvm_cache_stats` is False, or no table is cached.
         """
