@@ -110,9 +110,8 @@ def time_new_keys(num_keys: int, num_rounds: int) -> Record:
 def on_cores(num_cores: int, num_rounds: int) -> Record:
     """The start of all curves, in a process that may use so many cores."""
     all_cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(
-        0, sorted(all_cores)[:num_cores]
-    )  # of this thread, whose children inherit it
+    # Of this thread, whose children inherit it.
+    os.sched_setaffinity(0, sorted(all_cores)[:num_cores])
     try:
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             command = [

@@ -151,9 +151,8 @@ def check_equal(ours: Any, theirs: Any) -> int:
     for stack, pointers in ours.lhs_row_pointers.items():
         if not np.array_equal(pointers, theirs.lhs_row_pointers[stack]):
             raise ValueError(f"row pointers of stack {stack!r} differ")
-        ends = pointers.reshape(NUM_CORES, -1)[
-            :, -1
-        ]  # of the last partition, with the gap behind it
+        # Of the last partition, with the gap behind it.
+        ends = pointers.reshape(NUM_CORES, -1)[:, -1]
         for field in ("lhs_embedding_ids", "lhs_sample_ids", "lhs_gains"):
             both = [
                 np.asarray(getattr(buffers, field)[stack]).reshape(NUM_CORES, -1)

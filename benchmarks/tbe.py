@@ -55,12 +55,13 @@ CASES = dict(
     )
 )
 OPTIMIZERS = ("EXACT_SGD", "EXACT_ROWWISE_ADAGRAD", "EXACT_ADAGRAD", "ADAM")
+# Per weight, about.
 STATE_NUMBERS = {
     "EXACT_SGD": 0,
     "EXACT_ROWWISE_ADAGRAD": 0,
     "EXACT_ADAGRAD": 1,
     "ADAM": 2,
-}  # per weight, about
+}
 LEARNING_RATE, EPS, INITIAL_WEIGHT = 0.01, 1e-8, 0.01
 MAX_GIB = 14
 
@@ -220,9 +221,8 @@ def outputs_after_two_steps(contestants: dict[str, Contestant]) -> dict[str, np.
 def check_agreement(outputs: dict[str, np.ndarray], optimizer: str) -> None:
     """Raises: AssertionError: contestants that ran the same rule have other numbers."""
     if optimizer == "EXACT_ROWWISE_ADAGRAD":
-        outputs = {
-            name: output for name, output in outputs.items() if name != "torch"
-        }  # elementwise
+        # Elementwise.
+        outputs = {name: output for name, output in outputs.items() if name != "torch"}
     expected = outputs["ours"]
     for name, output in outputs.items():
         # In the mean: where the gradients of a row cancel, their order decides the sign that Adagrad steps with.

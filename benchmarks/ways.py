@@ -34,9 +34,8 @@ from pathlib import Path
 from typing import Any
 
 NUM_DEVICES = 8
-IS_CHILD = (
-    "RSEMBED_PROCESS_ID" in os.environ
-)  # a process of `parallel.launch`, which says how many devices it has
+# A process of `parallel.launch`, which says how many devices it has.
+IS_CHILD = "RSEMBED_PROCESS_ID" in os.environ
 if not IS_CHILD:
     devices = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
@@ -162,9 +161,8 @@ class Contestant:
     def bytes_per_id(self) -> float:
         """What all devices send for an id in a step of the first batch, by the formula of docs/distributed.md."""
         _, statistics = self.collection.lookup(self.state, self.batches[0], return_statistics=True)
-        num_rounds = max(
-            map(int, statistics.num_rounds.values())
-        )  # of the stack that all tables share
+        # Of the stack that all tables share.
+        num_rounds = max(map(int, statistics.num_rounds.values()))
         num_ids = NUM_TABLES * BATCH * IDS // self.num_devices
         places = num_rounds * (self.num_devices - 1) * default_capacity(num_ids, self.num_devices)
         return 2 * 4 * places * (self.num_lanes + DIM) / num_ids

@@ -47,9 +47,8 @@ myst_heading_anchors = 3
 nb_execution_mode = "cache" if {"RSEMBED_DOCS_EXECUTE", "READTHEDOCS"} & set(os.environ) else "off"
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
-nb_execution_excludepatterns = (
-    [] if find_spec("keras_rs") else ["notebooks/14_keras*"]
-)  # its stored pictures serve
+# Its stored pictures serve.
+nb_execution_excludepatterns = [] if find_spec("keras_rs") else ["notebooks/14_keras*"]
 nb_merge_streams = True
 nb_output_stderr = "remove"  # bars of progress
 

@@ -86,9 +86,8 @@ def found(name: str) -> object:
 
 def kind(value: object) -> str:
     """What autodoc calls it: class, function (also one behind `jax.jit`), or data."""
-    if (
-        inspect.isclass(value) and value is not NoneType
-    ):  # which stands for what a stage does not pass on
+    # Which stands for what a stage does not pass on.
+    if inspect.isclass(value) and value is not NoneType:
         return "class"
     return "function" if inspect.isfunction(inspect.unwrap(value)) else "data"  # type: ignore[arg-type]
 
@@ -288,9 +287,8 @@ def _part(module: str) -> Iterator[str]:
                 f"{base.__module__}.{base.__name__}" for base in getattr(value, "__bases__", ())
             }
             options += ["   :show-inheritance:"] if bases & set(entries()) else []
-            options += (
-                ["   :no-value:"] if "<module" in repr(value) else []
-            )  # and where this machine has it
+            # And where this machine has it.
+            options += ["   :no-value:"] if "<module" in repr(value) else []
             yield from (f".. auto{kind(value)}:: {name}", *options, "")
 
 

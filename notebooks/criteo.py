@@ -103,9 +103,8 @@ def predict(collection, model, samples, batch_size):
     num_samples = len(samples.labels)
     parts = []
     for start in range(0, num_samples, batch_size):
-        rows = (
-            np.arange(start, start + batch_size) % num_samples
-        )  # the last batch is filled up from the beginning
+        # The last batch is filled up from the beginning.
+        rows = np.arange(start, start + batch_size) % num_samples
         ids = prepared(collection, samples.keys[rows])
         parts.append(np.asarray(log_odds(model, samples.numbers[rows], ids)))
     return np.concatenate(parts)[:num_samples]
@@ -169,9 +168,8 @@ def logistic_regression(train, held, batch_size, epochs, seed):
 
 def load(path, num_rows):
     """Training and held-out samples of a file; the last rows are held out, since logs are in the order of time."""
-    log = rs.datasets.criteo(
-        path, rows=num_rows, missing=0
-    )  # "missing" is a category like any other
+    # "missing" is a category like any other.
+    log = rs.datasets.criteo(path, rows=num_rows, missing=0)
     keys = np.stack(list(log.sparse.values()), axis=1)
     # Counts have long tails, and a missing count is most often a small one.
     numbers = np.log1p(np.maximum(np.nan_to_num(log.dense), 0))
@@ -192,9 +190,8 @@ def generated(num_samples, num_features=26, sample_seed=0):
         sample_seed=sample_seed,
     )
     ids = np.stack(list(clicks.sparse.values()), axis=1).astype(np.int64)
-    keys = (ids + 1) * 0x9E3779B97F4A7C1 % 2**62 + np.arange(
-        num_features
-    )  # as large as keys of hashed texts
+    # As large as keys of hashed texts.
+    keys = (ids + 1) * 0x9E3779B97F4A7C1 % 2**62 + np.arange(num_features)
     return Samples(clicks.labels.astype(np.float32), clicks.dense, keys), clicks
 
 

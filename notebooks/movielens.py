@@ -149,9 +149,8 @@ def ids_of(
 ) -> dict[str, np.ndarray]:
     """Who asks, at the moment of some ratings, and which films are offered."""
     user, history, item = task.log.users[ratings], task.histories[ratings], items
-    if (
-        settings.tables == "hashed"
-    ):  # the numbers that the log itself has, with gaps; nobody keeps a dictionary
+    # The numbers that the log itself has, with gaps; nobody keeps a dictionary.
+    if settings.tables == "hashed":
         user, item = task.log.user_ids[user], task.log.item_ids[item]
         history = np.where(history < 0, -1, task.log.item_ids[history])
     return {
@@ -295,9 +294,8 @@ def train(
         range(num_steps), description=f"{settings.tables}, {settings.devices} device(s)"
     ):
         batch, items = next(batches)
-        model = model._replace(
-            state=collection.prefetch(model.state, batch)
-        )  # nothing, unless rows are on the host
+        # Nothing, unless rows are on the host.
+        model = model._replace(state=collection.prefetch(model.state, batch))
         model, loss = train_step(settings, collection, model, batch, items, task.log_frequency)
         losses.append(loss)
     return model, np.array(losses)
@@ -332,9 +330,8 @@ def score_all(
 ) -> tuple[Model, np.ndarray]:
     """Scores `[users, films]` at the moment of each user's last rating; the model comes back as it was."""
     films = np.arange(len(task.log.titles))
-    asked = np.resize(
-        films, -(-len(films) // settings.devices) * settings.devices
-    )  # equal shares for the devices
+    # Equal shares for the devices.
+    asked = np.resize(films, -(-len(films) // settings.devices) * settings.devices)
     found = []
     for start in range(0, len(task.test), settings.batch_size):
         ratings = np.resize(task.test[start : start + settings.batch_size], settings.batch_size)
@@ -501,7 +498,6 @@ def parsed(arguments: Sequence[str] | None = None) -> Settings:
 
 if __name__ == "__main__":
     chosen = parsed()
-    jax.config.update(
-        "jax_num_cpu_devices", chosen.devices
-    )  # a processor pretends to be several devices
+    # A processor pretends to be several devices.
+    jax.config.update("jax_num_cpu_devices", chosen.devices)
     main(chosen)

@@ -28,9 +28,8 @@ def pairs(word_ids, rng):
 
 def loss_fn(params, vectors):
     words = vectors["word"]  # [batch, dim]
-    contexts = vectors["context"].reshape(
-        len(words), 1 + NEGATIVES, -1
-    )  # the true one, and those drawn
+    # The true one, and those drawn.
+    contexts = vectors["context"].reshape(len(words), 1 + NEGATIVES, -1)
     scores = jnp.einsum("bd,bkd->bk", words, contexts)
     return -jax.nn.log_sigmoid(scores.at[:, 1:].multiply(-1.0)).sum(axis=1).mean()
 

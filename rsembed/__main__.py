@@ -31,10 +31,11 @@ def find_notebook(name: str) -> Path:
     """
     if name.endswith(".ipynb") and Path(name).is_file():
         return Path(name)
+    # The first is in the wheel, the second in a checkout.
     folders = (
         _PACKAGE / "_bundled" / "notebooks",
         _PACKAGE.parent / "notebooks",
-    )  # The first is in the wheel, the second in a checkout.
+    )
     known = {path.stem: path for folder in folders for path in sorted(folder.glob("*.ipynb"))}
     matches = [name] if name in known else [stem for stem in known if stem.startswith(name)]
     if len(matches) == 1:
@@ -294,9 +295,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="replace"
-            )  # If the terminal has no such character, print a question mark.
+            # If the terminal has no such character, print a question mark.
+            stream.reconfigure(errors="replace")
     try:
         if options.command == "launch":
             from rsembed.parallel import launch

@@ -15,10 +15,11 @@ MOST_UNPACKED_BYTES = 1 << 28
 
 For an archive that is larger itself, the limit is the size of the archive.
 """
+# Only with these methods can a read be limited to a number of bytes.
 _COMPRESSIONS = (
     zipfile.ZIP_STORED,
     zipfile.ZIP_DEFLATED,
-)  # Only with these methods can a read be limited to a number of bytes.
+)
 
 
 def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, bytes]:

@@ -397,14 +397,12 @@ def _flat_ids(row: Any, position: int) -> np.ndarray:
     if isinstance(row, np.ndarray) and row.dtype == object:
         row = row.tolist()  # Numpy makes an integer array of the list if all values are integers.
     try:
-        array = (
-            np.asarray(row) if len(row) else np.zeros(0, np.int64)
-        )  # Numpy reads an empty list as float64.
+        # Numpy reads an empty list as float64.
+        array = np.asarray(row) if len(row) else np.zeros(0, np.int64)
     except ValueError:  # Nested lists of different lengths.
         array = np.zeros((0, 0))
-    if array.dtype.kind == "f" and all(
-        isinstance(own, int) for own in row
-    ):  # Numpy makes floats of integers if some fit int64 and others only uint64.
+    # Numpy makes floats of integers if some fit int64 and others only uint64.
+    if array.dtype.kind == "f" and all(isinstance(own, int) for own in row):
         array = _joined([np.asarray([own]) for own in row])
     if array.dtype == object and array.ndim == 1 and _are_integers(array):
         array = _joined_integers(
@@ -451,9 +449,8 @@ def _joined_integers(values: Any, complaint: str) -> np.ndarray:
     signed = np.asarray([number for number in numbers if number < 2**63], np.int64)
     if signed.size == len(numbers):
         return signed
-    _joined(
-        [signed, np.asarray([largest], np.uint64)]
-    )  # Raises if a negative number occurs together with one that needs uint64.
+    # Raises if a negative number occurs together with one that needs uint64.
+    _joined([signed, np.asarray([largest], np.uint64)])
     return np.asarray(numbers, np.uint64)
 
 

@@ -131,9 +131,8 @@ def _identity(value: Any, above: frozenset[int]) -> str:
         if cell != CellType():  # a cell is empty until its variable is assigned
             closed[name] = inside(cell.cell_contents)
     name = value.__qualname__.replace(".<locals>", "").removesuffix(".update_fn")
-    if (
-        name == "with_extra_args_support.update"
-    ):  # which functions it wraps depends on the version of optax
+    # Which functions it wraps depends on the version of optax.
+    if name == "with_extra_args_support.update":
         return next(iter(closed.values()), name)
     if name.endswith("<lambda>"):
         name = f"lambda {' '.join(code.co_varnames[: code.co_argcount])}: {' '.join(code.co_names)}"

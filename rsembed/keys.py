@@ -173,9 +173,8 @@ def _keys_of(
             known[value] = _key_of(value, missing)
         except (TypeError, ValueError) as error:
             if row is None:
-                is_value = [
-                    other is value for other in values
-                ]  # `==` with pandas.NA is neither true nor false
+                # `==` with pandas.NA is neither true nor false.
+                is_value = [other is value for other in values]
                 row = is_value.index(True) // num_per_row
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"hash_keys: row {row} has {error}") from error
@@ -362,9 +361,8 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
         (key,) = join_keys(keys.high[index][None], keys.low[index][None])
         key = int(key)
         shown = str(key)
-        if (
-            2**63 <= key < 2**64 - 1
-        ):  # may come from a signed number, so show it, too; -1 is padding
+        # May come from a signed number, so show it, too; -1 is padding.
+        if 2**63 <= key < 2**64 - 1:
             shown = f"{key} (of signed numbers: {key - 2**64})"
         raise ValueError(
             f"{feature}: key {shown} does not fit into key_dtype={dtype!r}; choose one of "

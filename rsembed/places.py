@@ -52,9 +52,8 @@ class Place(NamedTuple):
 
         Ids must be inside the table.
         """
-        if (
-            spread == 1
-        ):  # One operation instead of many, which matters in a program of a thousand features.
+        # One operation instead of many, which matters in a program of a thousand features.
+        if spread == 1:
             return ids + (self.owner * rows_per_shard + self.first)
         return self.shards(ids, spread=spread) * rows_per_shard + self.rows_in_shard(
             ids, spread=spread

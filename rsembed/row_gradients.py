@@ -116,9 +116,8 @@ class RowGradients:
     num_rows: tuple[tuple[str, int], ...]
     shardings: tuple[tuple[str, NamedSharding, NamedSharding], ...] | None = None
     layout: Fingerprint | None = None
-    opaque_rows: Any = dataclasses.field(
-        init=False, repr=False, compare=False
-    )  # The property `rows` reads and sets it.
+    # The property `rows` reads and sets it.
+    opaque_rows: Any = dataclasses.field(init=False, repr=False, compare=False)
 
     _made: ClassVar[tuple[list[Array], PyTree]] = ([], None)
     __array_ufunc__: ClassVar[None] = None  # Makes `np.float32(2) * gradients` call `__rmul__`.
@@ -281,9 +280,8 @@ def check_belong(
             getattr(own, "shape", ()) for own in (found, row_gradients.values.get(name))
         )
         fits = len(values) > 1 and rows[: len(values) - 1] == values[:-1]
-        fits = fits and (
-            len(rows) < len(values) or rows[-1:] > (2,)
-        )  # Both halves of a key, and how often it occurred.
+        # Both halves of a key, and how often it occurred.
+        fits = fits and (len(rows) < len(values) or rows[-1:] > (2,))
         fits = fits and (axes is None or (len(rows), *values[-1:]) == axes[name])
         if fits and row_gradients.layout is None and len(rows) == 1 and not is_traced(found):
             numbers = np.asarray(found, np.int64)

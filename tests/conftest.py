@@ -23,14 +23,12 @@ import pytest
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", 8)
 os.environ.setdefault("NPROC", "32")  # as `import rsembed` would, but the devices are made before
-os.environ.setdefault(
-    "OPENBLAS_NUM_THREADS", "1"
-)  # of child processes: its threads wait in a loop, on cores of others
+# Of child processes: its threads wait in a loop, on cores of others.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update(
-    "jax_traceback_in_locations_limit", 0
-)  # of every operation, into programs that nobody reads
+# Of every operation, into programs that nobody reads.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 matplotlib.use("Agg")
 
 # Tests make the same small programs again and again. This process keeps what it compiled, in a folder of its own: of a
@@ -40,10 +38,11 @@ jax.config.update("jax_compilation_cache_dir", compiled.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
+# Started by tests, with arguments.
 collect_ignore = [
     "checkpoint/process_program.py",
     "parallel/runtime_program.py",
-]  # started by tests, with arguments
+]
 
 # A test compiles a program to run it once or twice, so XLA does least for it, in child processes and notebooks too, but
 # not where compilers of accelerators are tried, which refuse flags of others.
@@ -113,9 +112,8 @@ def pytest_sessionstart() -> None:
         return
     if os.environ.get("RSEMBED_REQUIRE_NATIVE") == "1":
         raise pytest.UsageError(f"RSEMBED_REQUIRE_NATIVE=1, but {reason}")
-    with (
-        warnings.catch_warnings()
-    ):  # it is said once in a process, and would be an error in the first test that computes
+    # It is said once in a process, and would be an error in the first test that computes.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         devices.warn_of_slow_cpu()
 

@@ -11,10 +11,11 @@ ROOT = Path(__file__).resolve().parents[1]
 def environment() -> dict[str, str]:
     """Of a child that finds `tests`, and makes no devices but its own."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    # See conftest.py.
     return os.environ | {
         "XLA_FLAGS": os.environ["RSEMBED_TEST_XLA_FLAGS"],
         "PYTHONPATH": paths,
-    }  # see conftest.py
+    }
 
 
 def start(program: Path, *arguments: object) -> subprocess.Popen[str]:

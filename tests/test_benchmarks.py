@@ -126,9 +126,8 @@ def test_contestants_of_serving_look_up_the_same_vectors(scripts, monkeypatch):
 
 
 def test_every_wing_whose_compiling_is_timed_trains(scripts, monkeypatch):
-    monkeypatch.setenv(
-        "XLA_FLAGS", os.environ.get("XLA_FLAGS", "")
-    )  # which the script is going to change
+    # Which the script is going to change.
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     import compiling
 
     for name in ("core, dense", "SparseCore", "table-batched", "model-parallel, hashed"):

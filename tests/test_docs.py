@@ -46,9 +46,8 @@ def packages():
 @pytest.mark.parametrize("package", packages())
 def test_the_reference_has_exactly_the_names_that_a_package_offers(package):
     module = importlib.import_module(package)
-    imported = set(
-        re.findall(r"\b\w+\b", Path(module.__file__).read_text())
-    )  # not what other imports left behind
+    # Not what other imports left behind.
+    imported = set(re.findall(r"\b\w+\b", Path(module.__file__).read_text()))
     offered = {
         name
         for name, value in vars(module).items()
@@ -74,9 +73,8 @@ def test_every_public_object_has_one_entry_on_one_page():
     pages = "".join(reference.page(room) for rooms in reference.GROUPS.values() for room in rooms)
     named = re.findall(r"^\.\. auto(?:class|function|data):: (\S+)$", pages, re.M)
     assert sorted(named) == sorted({*reference.entries().values()})
-    assert {"rsembed.datasets.text.Text", "rsembed.optimizers.rules.F2A"} <= {
-        *named
-    }  # which users are given
+    # Which users are given.
+    assert {"rsembed.datasets.text.Text", "rsembed.optimizers.rules.F2A"} <= {*named}
 
 
 @functools.cache
@@ -321,11 +319,12 @@ def test_the_loaders_of_the_page_bring_what_a_step_takes(loader):
         if "log" in names:
             shapes = {"user": (1, 8), "seen": (1, 8)}
         elif "clicks" in names:
+            # The rest of 400 rows in chunks of 128.
             shapes = {
                 "C1": (16, 8),
                 "C2": (16, 8),
                 "C26": (16, 8),
-            }  # the rest of 400 rows in chunks of 128
+            }
         assert {name: a.shape for name, a in names["vectors"].items()} == shapes
     else:
         np.testing.assert_array_equal(

@@ -59,10 +59,11 @@ def test_a_short_log_with_a_header_shows_its_loss_and_every_epoch(tmp_path, caps
 def test_auc_is_that_of_a_loop_over_pairs():
     criteo = script("criteo")
     generator = np.random.default_rng(0)
+    # Some are equal.
     labels, scores = (
         generator.integers(0, 2, 60),
         generator.integers(0, 20, 60) / 4,
-    )  # some are equal
+    )
     pairs = [(a > b) + 0.5 * (a == b) for a in scores[labels == 1] for b in scores[labels == 0]]
     np.testing.assert_allclose(criteo.auc(labels, scores), np.mean(pairs), rtol=1e-12)
     quality = criteo.judge(labels, scores)

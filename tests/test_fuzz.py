@@ -107,9 +107,8 @@ IN_PYTHON = [name for name, target in fuzz.TARGETS.items() if target.sanitizer i
 @pytest.mark.parametrize("name", IN_PYTHON)
 def test_a_few_short_lives_of_each_target_hold_what_they_should(monkeypatch, name):
     def short(machine, seed, **_):
-        return machines.live(
-            machine, seed, max_examples=5, stateful_step_count=6
-        )  # the first draws zeros alone
+        # The first draws zeros alone.
+        return machines.live(machine, seed, max_examples=5, stateful_step_count=6)
 
     path, _, function = fuzz.TARGETS[name].function.partition(":")
     module, on_one_device = importlib.import_module(path), collection.model_on

@@ -230,9 +230,8 @@ def test_keys_of_texts_are_those_of_another_process():
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert (
-        done.stdout.strip() == "[-2328654269316264298, -1411252022289735552]"
-    )  # as in all releases
+    # As in all releases.
+    assert done.stdout.strip() == "[-2328654269316264298, -1411252022289735552]"
 
 
 def test_keys_of_texts_keep_the_shape_and_lists_stay_lists():

@@ -115,9 +115,8 @@ def violations(package: Path) -> list[str]:
 def test_rooms_import_only_from_rooms_above():
     assert violations(ROOT / "rsembed") == []
     table = (ROOT / "docs" / "architecture.md").read_text().split("| room |")[1].split("\n\n")[0]
-    assert (
-        re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == ROOMS[:-1]
-    )  # the page tells the same, but __main__
+    # The page tells the same, but __main__.
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == ROOMS[:-1]
 
 
 @pytest.mark.parametrize(

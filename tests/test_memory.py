@@ -84,9 +84,8 @@ def peaks():
 def test_init_and_training_hold_one_copy_of_the_state(optimizer, peaks):
     init, step = peaks[optimizer]
     assert init < 1.3
-    assert step < (
-        1.2 if native.unavailable_because() is None else 1.25
-    )  # XLA's sort of all entries has its lists
+    # XLA's sort of all entries has its lists.
+    assert step < (1.2 if native.unavailable_because() is None else 1.25)
 
 
 @pytest.mark.parametrize(

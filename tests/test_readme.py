@@ -43,9 +43,8 @@ def test_the_program_runs_as_printed_and_goes_on_when_it_runs_again(tmp_path, mo
     )
     users = np.asarray(collection.lookup_vjp(first, batch)[0]["user"])
     logits = np.sum(history * users, axis=1)
-    losses = -np.log(
-        [1 / (1 + np.exp(-logits[0])), 1 / (1 + np.exp(logits[1]))]
-    )  # a click, and none
+    # A click, and none.
+    losses = -np.log([1 / (1 + np.exp(-logits[0])), 1 / (1 + np.exp(logits[1]))])
     assert float(names["loss"]) == pytest.approx(losses.mean(), rel=1e-6)
     d_logits = (1 / (1 + np.exp(-logits)) - [1.0, 0.0]) / 2
     np.testing.assert_allclose(names["params"], 1 - 0.1 * d_logits @ (history * users), rtol=1e-6)

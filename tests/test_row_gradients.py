@@ -62,9 +62,8 @@ def test_what_somebody_puts_into_row_gradients_is_applied_inside_jit_too():
     def step(state, batch):
         _, pullback = collection.lookup_vjp(state, batch)
         own = pullback({"f": jnp.ones((2, 2))})
-        own.values["t"] = jnp.where(
-            own.rows["t"][:, None] == 1, own.values["t"], 0.0
-        )  # row 2 is not to be trained
+        # Row 2 is not to be trained.
+        own.values["t"] = jnp.where(own.rows["t"][:, None] == 1, own.values["t"], 0.0)
         return collection.apply(state, own), rs.global_norm(own)
 
     eager, compiled = step(state, batch), jax.jit(step)(state, batch)

@@ -131,9 +131,8 @@ class Soak:
 
     def __init__(self, folder):
         self.folder, self.run, self.twin = folder, Run(), Run()
-        self.losses = np.full(
-            1 << 20, np.nan, np.float32
-        )  # of the twin, so many that memory does not grow later
+        # Of the twin, so many that memory does not grow later.
+        self.losses = np.full(1 << 20, np.nan, np.float32)
         self.num_repeated = self.num_restores = self.num_saves = 0
         self.damaged_step = None
         self.complaints, self.seconds, self.mebibytes = [], [], []

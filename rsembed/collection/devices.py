@@ -133,9 +133,10 @@ class Devices:
         """
         if self.mesh is None:
             return function
+        # Kernels say nothing about how their results vary over the mesh.
         mapped = jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )  # kernels say nothing about how their results vary over the mesh
+        )
 
         @functools.wraps(function)
         def on_each_device(*args: PyTree) -> PyTree:

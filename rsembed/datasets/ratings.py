@@ -140,9 +140,8 @@ class RatingsLog:
         order = np.argsort(self.users, kind="stable")
         items = self.items[order]
         users = self.users[order]
-        num_before = np.arange(len(users)) - np.searchsorted(
-            users, users
-        )  # earlier ratings of the same user
+        # Earlier ratings of the same user.
+        num_before = np.arange(len(users)) - np.searchsorted(users, users)
         sorted_histories = np.full((len(users), length), -1, np.int32)
         for back in range(1, min(length, len(users) - 1) + 1):
             sorted_histories[back:, back - 1] = np.where(
@@ -244,9 +243,8 @@ def _law(
         )
 
     item_noise = TASTE_NOISE * _unit(generator.standard_normal((num_items, TASTE_DIM)))
-    is_new = (
-        generator.permutation(num_items) < NEW_SHARE * num_items
-    )  # most films are older than the log
+    # Most films are older than the log.
+    is_new = generator.permutation(num_items) < NEW_SHARE * num_items
     starts = generator.uniform(0.0, 0.7 * SPAN_DAYS, num_users)
     law = TasteLaw(
         first_tastes=tastes(),
@@ -280,9 +278,8 @@ def _visits(
     moments = np.concatenate([np.zeros((num_users, 1)), inner, np.ones((num_users, 1))], axis=1)
     visits = law.first_days[:, None] + moments * (law.last_days - law.first_days)[:, None]
     rated = []
-    for user_part in np.array_split(
-        np.arange(num_users), 1 + num_users // 256
-    ):  # bounds the memory
+    # Bounds the memory.
+    for user_part in np.array_split(np.arange(num_users), 1 + num_users // 256):
         is_rated = np.zeros((len(user_part), num_items), bool)
         for visit in range(NUM_VISITS):
             days = visits[user_part, visit]

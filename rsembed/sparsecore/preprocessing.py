@@ -331,9 +331,8 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
     layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device)
 
     def empty(size: int, dtype: str) -> np.ndarray:
-        return np.broadcast_to(
-            np.zeros((), dtype), local_device_count * size
-        )  # allocates one number
+        # Allocates one number.
+        return np.broadcast_to(np.zeros((), dtype), local_device_count * size)
 
     buffers = {}
     for name, layout in layouts.items():

@@ -410,9 +410,8 @@ def trained_by(
     asked = {
         name: sparse_type.dtype for name, sparse_type in (own.optimizer_state_dtypes or {}).items()
     }
-    has_copy = (
-        optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD
-    )  # momentum2 is a copy of the table, not a slot of the rule.
+    # Momentum2 is a copy of the table, not a slot of the rule.
+    has_copy = optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD
     dtypes = tuple(map(asked.get, state_names(optimizer, states)))[: 1 if has_copy else None]
     modes = (
         getattr(own, name) or mode

@@ -412,9 +412,8 @@ def _decayed(plan: TBEPlan, state: TBEState, batch: Call, rates: Float[Array, " 
             own = global_decay_factor(
                 prev_iter, state.step + 1, rates[number], weight_decay, group.table.global_decay
             )
-            factors = (
-                own if factors is None else factors * own
-            )  # Ids of other groups read `prev_iter` 0, which gives the factor 1.
+            # Ids of other groups read `prev_iter` 0, which gives the factor 1.
+            factors = own if factors is None else factors * own
     if factors is None:
         return batch
     weights = batch.lists[0].weights

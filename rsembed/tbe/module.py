@@ -505,9 +505,8 @@ class TablesBackward:
         functional.check_state(module.plan, module.state.get_value())
         self._is_used = True
         module._begin_step()
-        if (
-            module.state.get_value().generation is not self._generation
-        ):  # Lookups of other batches since `vjp` may have moved rows.
+        # Lookups of other batches since `vjp` may have moved rows.
+        if module.state.get_value().generation is not self._generation:
             self._near = module._brought(self._batch, admit=False)
         state = module.whole_state
         if host is not None and not is_traced((state, self._near, gradient)):

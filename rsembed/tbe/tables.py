@@ -289,9 +289,8 @@ class TrainedTables(nnx.Module):
         )
         found["max_counter"] = np.asarray(state.max_counter)
         found["key"] = np.asarray(jax.random.key_data(state.key))
-        found["contents"] = np.frombuffer(
-            plan.contents.text.encode(), np.uint8
-        )  # As numbers, because some file formats hold no texts.
+        # As numbers, because some file formats hold no texts.
+        found["contents"] = np.frombuffer(plan.contents.text.encode(), np.uint8)
         return found
 
     def load_state_dict(

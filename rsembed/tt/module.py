@@ -171,9 +171,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         self.eps = eps
         rule = rule_of(optimizer, eps)
         if not sparse:
-            rule = rule_of(
-                OptimType.SGD, eps
-            )  # has no slots: an external optimizer keeps the state
+            # Has no slots: an external optimizer keeps the state.
+            rule = rule_of(OptimType.SGD, eps)
         self.rule: OptimizerSpec = nnx.static(rule)
         self.sparse = sparse
         self.mode = mode

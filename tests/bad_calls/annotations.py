@@ -28,10 +28,11 @@ def public_calls() -> Iterator[tuple[str, Callable[..., Any]]]:
         yield name, value
         for kind in value.__mro__ if isinstance(value, type) else ():
             for own, member in vars(kind).items():
+                # Of a static method, or one of the class.
                 yield (
                     f"{name}.{own}",
                     getattr(member, "__func__", member),
-                )  # of a static method, or one of the class
+                )
 
 
 def refused(call: Callable[..., Any], name: str, value: Any) -> Callable[[], Any]:

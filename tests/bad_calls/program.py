@@ -51,9 +51,8 @@ def outcome(call: Any) -> dict[str, Any] | None:
         call()
     except Exception as error:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        is_own = any(part in files[-1] for part in OWN_FILES) or isinstance(
-            error, OSError
-        )  # which names its file
+        # Which names its file.
+        is_own = any(part in files[-1] for part in OWN_FILES) or isinstance(error, OSError)
         return {
             "errors": [kind.__name__ for kind in type(error).__mro__],
             "message": str(error),

@@ -22,10 +22,11 @@ import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+# Bounds for a busy machine; about 40 seconds in all on an idle one.
 START_SECONDS, RUN_SECONDS = (
     90,
     240,
-)  # bounds for a busy machine; about 40 seconds in all on an idle one
+)
 # All cells stay in the page, and nothing is asked of the network.
 SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},

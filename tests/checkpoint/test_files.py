@@ -67,9 +67,8 @@ def test_without_a_template_names_are_keys(tmp_path):
 
 
 def test_sharded_arrays_come_back_on_another_mesh(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        checkpoint.arrays, "CHUNK_BYTES", 200
-    )  # chunks that cross the borders of shards
+    # Chunks that cross the borders of shards.
+    monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", 200)
     values = np.arange(24 * 6, dtype=np.float32).reshape(24, 6)
     grid = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("a", "b"))
     layouts = {

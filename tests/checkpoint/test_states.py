@@ -225,9 +225,8 @@ def test_a_step_is_not_compiled_anew_for_what_was_loaded(tmp_path, num_devices, 
             record.getMessage() for record in caplog.records if "Compiling" in record.getMessage()
         ] == []
         jax.jit(lambda x: x + 1)(dense["weights"])
-        assert any(
-            "Compiling" in record.getMessage() for record in caplog.records
-        )  # as JAX says it
+        # As JAX says it.
+        assert any("Compiling" in record.getMessage() for record in caplog.records)
 
 
 def test_a_restart_on_fewer_devices_keeps_every_row_even_where_padded_shapes_agree(tmp_path):

@@ -189,9 +189,8 @@ def test_init_in_blocks_fills_every_row_once(monkeypatch):
         vocabulary_size=50, optimizer=rs.optimizers.Adagrad(0.1, initial_accumulator_value=0.3)
     )
     expected = collection_of(spec).init(jax.random.key(0))
-    monkeypatch.setattr(
-        "rsembed.storage.dense_rows.INIT_BLOCK_VALUES", 7 * DIM
-    )  # 8 blocks, the last one overlapping
+    # 8 blocks, the last one overlapping.
+    monkeypatch.setattr("rsembed.storage.dense_rows.INIT_BLOCK_VALUES", 7 * DIM)
     blocks = collection_of(spec).init(jax.random.key(0))
     np.testing.assert_array_equal(blocks.tables["t"], expected.tables["t"])
     np.testing.assert_array_equal(blocks.slots["t"][0], np.full((50, DIM), 0.3, np.float32))

@@ -60,11 +60,12 @@ def test_stochastic_rounding_draws_for_the_row_not_for_its_owner():
         {"mesh": mesh_of(4), "placement": "row"},
         {"mesh": mesh_of(4), "placement": "table"},
     )
+    # No row twice.
     batch = {
         "a": np.arange(16),
         "b": np.full(16, -1),
         "c": np.r_[np.arange(5), np.full(11, -1)],
-    }  # no row twice
+    }
     results = []
     for layout in layouts:
         collection = rs.EmbeddingCollection(features_of(**options), **layout)
@@ -139,9 +140,8 @@ def test_compiled_programs_send_the_bytes_of_the_page(num_devices, placement):
         name="t", vocabulary_size=vocabulary, embedding_dim=DIM, initializer=jax.nn.initializers.zeros,
         optimizer=rs.optimizers.SGD(0.1),
     )  # fmt: skip
-    capacity = (
-        12 if placement == "row" else None
-    )  # as many places as ids, which one round always serves
+    # As many places as ids, which one round always serves.
+    capacity = 12 if placement == "row" else None
     collection = rs.EmbeddingCollection(
         rs.FeatureSpec(name="f", table_spec=table),
         mesh=mesh_of(num_devices),
@@ -159,9 +159,8 @@ def test_compiled_programs_send_the_bytes_of_the_page(num_devices, placement):
     sent.pop("all-reduce", None)  # numbers of ids and rounds
     pooled, others = local_batch * DIM * 4, num_devices - 1
     # What lookup and update both need travels once: XLA merges equal collectives of a program.
-    if (
-        placement == "row"
-    ):  # keys go, rows come back, gradients go: capacity places for every device
+    # Keys go, rows come back, gradients go: capacity places for every device.
+    if placement == "row":
         places = others * 12
         expected = {"all-to-all": places * (4 + 2 * DIM * 4)}
     elif (

@@ -547,9 +547,8 @@ def test_equal_seeds_generate_equal_logs(log):
 def test_a_generated_log_has_the_form_of_movielens(log):
     assert (np.diff(log.timestamps) >= 0).all()
     assert np.bincount(log.users, minlength=300).min() >= 20
-    assert len(np.unique(log.users.astype(np.int64) * 120 + log.items)) == len(
-        log.users
-    )  # nobody rates a film twice
+    # Nobody rates a film twice.
+    assert len(np.unique(log.users.astype(np.int64) * 120 + log.items)) == len(log.users)
     assert set(log.ratings.tolist()) == {1, 2, 3, 4, 5}
     assert set(log.genres.sum(axis=1).tolist()) == {1, 2, 3}
     assert (np.diff(log.item_ids) > 0).all()

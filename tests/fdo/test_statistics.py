@@ -39,11 +39,12 @@ def test_the_default_policy_leaves_room_in_steps_and_never_shrinks():
     assert planned(stats([3, 4], [1, 2], [16, 24])) == (256, 256, 2 * 32)
     small = {"max_ids_per_partition": 5, "max_unique_ids_per_partition": 5}
     assert planned(stats([3, 4], [1, 2], [8, 8]), **small) == (8, 8, 2 * 16)
+    # 48 for each core.
     assert planned(stats([3, 4]), suggested_coo_buffer_size_per_device=96) == (
         256,
         256,
         96,
-    )  # 48 for each core
+    )
     assert planned(stats([20, 4], [9, 2], [40, 8]), policy=LimitsPolicy(bucket=2.0), **small)[
         :2
     ] == (32, 16)

@@ -44,9 +44,8 @@ ALL_IMPLEMENTATIONS = [
 """Name, module, and what runs its functions."""
 
 DTYPES = ("float32", "bfloat16", "float16")
-WIDTHS = (
-    (1, 100, 300) if jax.default_backend() == "gpu" else (12,)
-)  # 12 fills neither lanes nor a power of two
+# 12 fills neither lanes nor a power of two.
+WIDTHS = (1, 100, 300) if jax.default_backend() == "gpu" else (12,)
 SETTINGS = {
     "reference": [(dtype, 8) for dtype in DTYPES],
     "native": [(dtype, dim) for dtype in DTYPES for dim in (12, 1, 17, 64, 130)],

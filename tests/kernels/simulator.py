@@ -201,9 +201,8 @@ def _run_equation(eqn, inputs, tile):
         return _run_inside(params["jaxpr"], inputs, tile)
     if name == "scan":
         body = params["jaxpr"]
-        num_consts = len(inputs) - len(
-            body.jaxpr.outvars
-        )  # the loops of kernels have a carry and nothing else
+        # The loops of kernels have a carry and nothing else.
+        num_consts = len(inputs) - len(body.jaxpr.outvars)
         consts, carry = inputs[:num_consts], inputs[num_consts:]
         for _ in range(params["length"]):
             carry = _run_inside(body, [*consts, *carry], tile)

@@ -196,10 +196,11 @@ def test_gradients_of_weights_agree_with_loops(case, module):
                 continue
             scale = np.abs(wanted).max(initial=1.0)
             combiners = {segment.combiner for segment in call.segments if segment.list == number}
+            # The slopes that cancel are as steep as weights are small.
             if combiners <= {
                 "mean",
                 "sqrtn",
-            }:  # the slopes that cancel are as steep as weights are small
+            }:
                 scale = max(
                     np.abs(wanted).max(initial=0.0), 1.0 / np.abs(ids.weights).max(initial=1e-30)
                 )

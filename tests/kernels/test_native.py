@@ -135,12 +135,10 @@ def test_a_donated_table_is_stepped_in_place_under_scan(name):
     rows = jax.ShapeDtypeStruct((7, 100), jnp.int32)
     epoch = jax.jit(lambda state, rows: jax.lax.scan(step, state, rows), donate_argnums=0)
     compiled = epoch.lower((table, slots), rows).compile()
-    assert (
-        compiled.memory_analysis().temp_size_in_bytes < num_rows * dim * 4 / 10
-    )  # a block of rows is not a copy of them all
-    state = jax.tree.map(
-        lambda x: jnp.full(x.shape, 0.5, x.dtype), (table, slots)
-    )  # numpy's memory is not given away
+    # A block of rows is not a copy of them all.
+    assert compiled.memory_analysis().temp_size_in_bytes < num_rows * dim * 4 / 10
+    # Numpy's memory is not given away.
+    state = jax.tree.map(lambda x: jnp.full(x.shape, 0.5, x.dtype), (table, slots))
     address = state[0].unsafe_buffer_pointer()
     (new_table, _), outputs = compiled(state, np.zeros((7, 100), np.int32))
     assert new_table.unsafe_buffer_pointer() == address

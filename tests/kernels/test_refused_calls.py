@@ -201,13 +201,14 @@ def at_segment(place, *numbers):
     return [{"segments": {(0, place): number}} for number in numbers]
 
 
+# Bags of the list with offsets.
 FIRST_AND_LAST = {
     (0, 1): 0,
     (0, 2): 1,
     (1, 0): 0,
     (1, 1): 2,
     (1, 2): 1,
-}  # bags of the list with offsets
+}
 UNREADABLE = [
     # lists
     ("unreadable lists", CALLED, [{"num_lists": 5}]),

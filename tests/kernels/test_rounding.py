@@ -69,9 +69,8 @@ def test_subnormal_float16_keeps_the_mean(value):
         rounded_rows(0, jnp.full((2_000, 100), value), jnp.arange(2_000)), np.float64
     )
     assert np.abs(found - value).max() < 2.0**-24
-    assert abs(found.mean() - value) < 5 * 2.0**-25 / np.sqrt(
-        200_000
-    )  # a spread of at most half a spacing
+    # A spread of at most half a spacing.
+    assert abs(found.mean() - value) < 5 * 2.0**-25 / np.sqrt(200_000)
 
 
 def test_bfloat16_steps_up_when_the_low_half_overflows():

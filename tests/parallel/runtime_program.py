@@ -34,9 +34,8 @@ def total(x):
 
 
 print("sum", total(batch).tolist(), "of", batch.shape, "pid", os.getpid())
-if (
-    mode == "stay"
-):  # a collective inside a loop: no error reaches Python when the other process dies
+# A collective inside a loop: no error reaches Python when the other process dies.
+if mode == "stay":
     stay = jax.shard_map(
         lambda x: jax.lax.while_loop(
             lambda x: x.sum() != -1, lambda x: jax.lax.pmax(x, "shard"), x

@@ -64,9 +64,8 @@ def test_processes_that_slurm_starts_by_the_batch_file_find_each_other(tmp_path)
     environment = launching.environment() | of_slurm
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert run.returncode == 0, run.stderr
-    said = sorted(
-        line for line in run.stdout.splitlines() if line.startswith("process")
-    )  # the runtime speaks as well
+    # The runtime speaks as well.
+    said = sorted(line for line in run.stdout.splitlines() if line.startswith("process"))
     assert said == [f"process {process} of 2 [0, 1] ['STEPS=3']" for process in range(2)]
 
 

@@ -39,10 +39,11 @@ def program(num_devices, capacity):
         return state, 100 * rows + jax.lax.axis_index("x")
 
     def body(ids, values):
+        # Of which the first alone tells few entries apart.
         lanes = (
             ids // num_devices // 4,
             ids // num_devices,
-        )  # of which the first alone tells few entries apart
+        )
         wanted = distinct(
             jnp.where(ids >= 0, ids % num_devices, NO_ROW), lanes, num_devices=num_devices
         )
@@ -148,9 +149,8 @@ def test_no_ids_and_no_capacity():
     shape = jax.ShapeDtypeStruct((0,), jnp.int32)
     assert jax.eval_shape(mapped(body), shape).shape == (0,)
     assert np.asarray(jax.jit(mapped(body))(np.zeros(0, np.int32))).shape == (0,)
-    found = jax.jit(mapped(body))(
-        np.asarray([0, 1, 1, 0], np.int32)
-    )  # a capacity below 1 counts as 1
+    # A capacity below 1 counts as 1.
+    found = jax.jit(mapped(body))(np.asarray([0, 1, 1, 0], np.int32))
     np.testing.assert_array_equal(found, [0, 1, 1, 0])
 
 

@@ -64,9 +64,8 @@ def test_sums_over_processes_and_a_terminated_process_makes_all_save_and_leave_a
 
 
 def test_a_silent_process_ends_the_run_after_the_heartbeat_timeout():
-    launched = Launched(
-        "stay"
-    )  # inside a collective, where only the missing heartbeat (4 s) can end the wait
+    # Inside a collective, where only the missing heartbeat (4 s) can end the wait.
+    launched = Launched("stay")
     os.kill(launched.pids[1], signal.SIGSTOP)
     output = launched.finish(timeout=30)
     assert launched.run.returncode == 128 + signal.SIGABRT, output

@@ -149,9 +149,8 @@ def main():
     lists = np.asarray([[5, 2**40, 7, -1, -1], [9, 5, 1, 2, 3]])
     out, backward = inserted(layer.vjp, lists[process])
     known = by_key(layer.variable)
-    filled = np.pad(
-        lists, ((0, 0), (0, 1)), constant_values=-1
-    )  # so that each of the devices has 3
+    # So that each of the devices has 3.
+    filled = np.pad(lists, ((0, 0), (0, 1)), constant_values=-1)
     np.testing.assert_array_equal(whole(out), rows_of(known, filled).reshape(12, 3))
     backward(jnp.ones_like(out))
     after = by_key(layer.variable)
@@ -215,9 +214,8 @@ def main():
             [variable], [[[1]] * (4 if process else 2)], ["sum"]
         ),
     )
-    out, _ = inserted(
-        pooled_layer.vjp, [[5] * (1 + process)] * 2
-    )  # as many samples, of other widths
+    # As many samples, of other widths.
+    out, _ = inserted(pooled_layer.vjp, [[5] * (1 + process)] * 2)
     np.testing.assert_allclose(
         whole(out)[[0, 2], 0], [by_key(pooled_layer.variable)[5] * n for n in (1, 2)], rtol=1e-6
     )

@@ -106,10 +106,11 @@ def test_tables_that_are_alike_share_programs_and_have_the_bits_that_they_have_a
     monkeypatch.setattr(lookups, "STACKS_TOGETHER", 2)
     with jax.log_compiles():
         in_pairs, rows_of_pairs = trained(range(11))
+    # Six programs each: three pairs of one kind, two of the other and one table.
     for program in (
         "_lookup",
         "_step",
-    ):  # six programs each: three pairs of one kind, two of the other and one table
+    ):
         assert sum(f"Compiling jit({program})" in message for message in caplog.messages) == 3
     (alone,), (rows_alone,) = trained([10])
     np.testing.assert_array_equal(together[10], alone)
@@ -143,9 +144,8 @@ def test_columns_of_a_scope_are_one_lookup():
     parts = [
         sok.group_embedding_lookup_sparse([c.variable], [IDS], [c.combiner]) for c in columns[:1]
     ]
-    np.testing.assert_array_equal(
-        parts[0][0], np.zeros((4, 2))
-    )  # no key has a row before it is stepped
+    # No key has a row before it is stepped.
+    np.testing.assert_array_equal(parts[0][0], np.zeros((4, 2)))
     backward(jnp.zeros_like(out).at[:, 2:5].set(1.0))
     parts = [
         sok.group_embedding_lookup_sparse([c.variable], [IDS], [c.combiner]) for c in columns[:1]
@@ -201,8 +201,7 @@ def test_lookups_are_differentiated_by_their_weights(combiner):
     for table, known in zip((variable, plain), tables, strict=True):
         found = jax.grad(total)(jnp.asarray(weights), table)
         sums = np.array([known[1].sum(), known[2].sum()])
-        expected = (
-            sums if combiner == "sum" else sums - sums.mean()
-        )  # divided by the sum of the weights, which is 1
+        # Divided by the sum of the weights, which is 1.
+        expected = sums if combiner == "sum" else sums - sums.mean()
         np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
         assert not np.asarray(found[1:]).any()

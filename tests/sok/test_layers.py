@@ -69,9 +69,8 @@ def test_one_key_starts_alike_on_any_devices_and_with_or_without_hash_table():
 
 def test_lookups_insert_nothing():
     layer = sok.All2AllDenseEmbedding(12, DIM, 1, 1, dynamic_input=True, context=context(2))
-    ahead = layer(
-        np.asarray([1, 2, 2**50]), training=True
-    )  # as does a lookup for training: its step inserts
+    # As does a lookup for training: its step inserts.
+    ahead = layer(np.asarray([1, 2, 2**50]), training=True)
     assert layer.variable.num_rows == 0
     np.testing.assert_array_equal(insert(layer, np.asarray([1, 2, 2**50])), ahead)
     out = np.asarray(layer(np.asarray([2, 77, 77, 2**50, 1, 78])))
@@ -113,9 +112,8 @@ class TestFullTable:
     def test_grows(self):
         layer = self.layer(when_full="grow")
         before = insert(layer, self.keys(0, 4))
-        assert (
-            insert(layer, self.keys(4, 4)).any(axis=-1).all()
-        )  # read as what their rows start from
+        # Read as what their rows start from.
+        assert insert(layer, self.keys(4, 4)).any(axis=-1).all()
         np.testing.assert_array_equal(layer(self.keys(0, 4)), before)
         assert layer.variable.num_rows == 8 and layer.variable.counts()["failed"].sum() == 0
 
@@ -124,11 +122,12 @@ class TestFullTable:
         policies = {"when_full": "grow", "admission_count": 1, "context": context(num_devices)}
         policies["admission_capacity"] = 24 // num_devices
         layer = sok.All2AllDenseEmbedding(16, DIM, 1, 1, **policies)
+        # 12 keys once, the same again, and others once.
         for first, num_rows in (
             (0, 0),
             (0, 12),
             (100, 12),
-        ):  # 12 keys once, the same again, and others once
+        ):
             insert(layer, self.keys(first, 12))
             assert layer.variable.num_rows == num_rows
         refusal = r"is full: 4096 new keys find no room.* keys that wait for one.* admission_capacity larger"
@@ -145,9 +144,8 @@ def test_gradients_of_a_key_never_reach_the_next_owner_of_its_row():
     )
     _, backward = layer.vjp(np.asarray([[[5]]]))
     _, train = layer.vjp(np.asarray([[[5]]]))
-    train(
-        np.zeros((1, 1, 1, DIM), np.float32)
-    )  # the next step, in which the row may go to another key
+    # The next step, in which the row may go to another key.
+    train(np.zeros((1, 1, 1, DIM), np.float32))
     insert(layer, np.asarray([[[6]]]))
     assert sok.export_rows(layer.variable)["keys"].tolist() == [6]
     backward(np.ones((1, 1, 1, DIM), np.float32))  # of key 5, which takes the row back

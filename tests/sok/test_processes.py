@@ -26,9 +26,8 @@ def launched(tmp_path_factory):
 def test_processes_agree_on_shapes_or_refuse_together(launched):
     printed, _ = launched
     assert "[0] all agreed" in printed and "[1] all agreed" in printed
-    assert all(
-        f"[{process}] (64, 2, 16) 384\n" in printed for process in (0, 1)
-    )  # the program of the page
+    # The program of the page.
+    assert all(f"[{process}] (64, 2, 16) 384\n" in printed for process in (0, 1))
 
 
 def test_processes_learn_what_one_device_learns(launched):

@@ -29,10 +29,11 @@ def train(devices):
     keys = generator.choice(generator.integers(0, 2**62, 30), (STEPS, BATCH, 2, 3))
     keys[generator.random(keys.shape) < 0.3] = -1
     targets = generator.normal(size=(STEPS, BATCH, 2, DIM)).astype(np.float32)
+    # One moves all rows.
     rules = {
         "lazy_adam": sok.optimizers.LazyAdam(0.1),
         "adam": sok.optimizers.Adam(0.1),
-    }  # one moves all rows
+    }
     layers = {
         name: sok.DistributedEmbedding(
             "mean", 32, DIM, 2, 3, optimizer=rule, context=devices, name=name

@@ -120,9 +120,8 @@ def test_places_made_by_hand_serve_any_number_of_cores_and_planned_ones_stay_wit
         np.testing.assert_array_equal(
             look_up(specs, preprocess(specs, cores=cores), variables, cores)[0], wanted
         )
-    assert (
-        placed(1, 4)[0].table_spec != placed(1, 8)[0].table_spec
-    )  # of as many rows, at other places
+    # Of as many rows, at other places.
+    assert placed(1, 4)[0].table_spec != placed(1, 8)[0].table_spec
     assert (
         planned.table_spec.is_stacked()
         and not dataclasses.replace(planned.table_spec, name="u").is_stacked()

@@ -175,16 +175,16 @@ def test_sparse_tensors_fill_the_same_buffers_as_ragged_rows():
 
 
 def test_calls_that_crash_the_published_system():
+    # In rows of `tests/bad_calls/sparsecore.py`.
     refused = [
         "limit_exceeded",
         "three_dimensions",
         "tree_mismatch",
-    ]  # in rows of `tests/bad_calls/sparsecore.py`
+    ]
     assert case("pre_errors")[0]["calls"] == ["shards_not_a_power_of_two", *refused]
     specs = small_world.place(small_world.feature_specs({"t": 32}, {"f": ("t", 12)}), 3, 2)
-    processed, _ = small_world.preprocess(
-        specs, {"f": np.arange(12)[:, None]}, devices=3
-    )  # for any number of shards
+    # For any number of shards.
+    processed, _ = small_world.preprocess(specs, {"f": np.arange(12)[:, None]}, devices=3)
     found = set()
     for partition in partitions_of(processed, "t", {"devices": 3, "cores": 2}):
         first_sample = (partition["device"] * 2 + partition["sc"]) * 2
@@ -197,9 +197,8 @@ def test_minibatches_are_cut_as_published():
     inputs, expected, _ = case("minibatch_split_bits")
     for call, wanted in zip(inputs["calls"], expected, strict=True):
         nodes = split_nodes(np.asarray(call["counts"]), call["limit"])
-        assert (
-            "".join(str(int(node)) for node in reversed(nodes)) == wanted
-        )  # the case shows a number, root first
+        # The case shows a number, root first.
+        assert "".join(str(int(node)) for node in reversed(nodes)) == wanted
 
 
 def test_buffer_sizes():
@@ -477,9 +476,8 @@ def test_optimizers_are_recorded_with_the_published_codes():
         optimizer = optimizer_of(fields)
         record = embedding.optimizer_spec_to_proto(optimizer)
         assert embedding.proto_to_optimizer_spec(record) == optimizer
-        if (
-            fields["type"] == "laprop"
-        ):  # the published record has no code for it, and gives SGD back
+        # The published record has no code for it, and gives SGD back.
+        if fields["type"] == "laprop":
             continue
         assert (record.type, record.short_name) == (wanted["type_enum"], wanted["back"])
         assert record.bool_params == wanted["bool_params"]

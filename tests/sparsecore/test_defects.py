@@ -209,9 +209,8 @@ def test_one_feature_may_go_without_weights():
 
 def test_no_drop_goes_uncounted_with_minibatches_in_a_small_buffer():
     specs = program.specs_for(1, max_ids_per_partition=2, suggested_coo_buffer_size_per_device=64)
-    ids = np.stack(
-        [np.random.default_rng(k).permutation(64)[:6] for k in range(32)]
-    )  # no id twice in a sample
+    # No id twice in a sample.
+    ids = np.stack([np.random.default_rng(k).permutation(64)[:6] for k in range(32)])
     processed, statistics = preprocess(
         specs, {"history": ids}, enable_minibatching=True, allow_id_dropping=True
     )

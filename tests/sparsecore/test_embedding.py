@@ -252,10 +252,11 @@ def test_every_row_of_every_table_and_every_step_has_noise_of_its_own():
     values, later = (
         np.concatenate(list(stepped(specs, 1, number=number).values())) for number in (0, 1)
     )
+    # Two steps of half the distance.
     assert set(np.unique(values)) == {
         np.float32(1 - 2**-8),
         np.float32(1),
-    }  # two steps of half the distance
+    }
     # 64 rows of 8 coin tosses: by chance a few of them are equal, not half.
     assert len({row.tobytes() for row in values}) > 44
     assert (values != later).any()

@@ -399,9 +399,8 @@ def test_the_backward_pass_of_nnx_is_what_autodiff_calls():
         np.testing.assert_array_equal, nnx.to_pure_dict(updated), nnx.to_pure_dict(by_autodiff)
     )
     assert float(step_number(layer.step.get_value())) == 0
-    alone, *_ = backward(
-        layer, {"embedding_table": state["embedding_table"]}, gradients
-    )  # as published programs do
+    # As published programs do.
+    alone, *_ = backward(layer, {"embedding_table": state["embedding_table"]}, gradients)
     jax.tree.map(
         np.testing.assert_array_equal, alone, {"embedding_table": updated["embedding_table"]}
     )

@@ -124,7 +124,6 @@ def test_the_published_text_itself_runs_unchanged(tmp_path):
     printed = done.stdout.splitlines()
     assert [lines[number - 1] for number in PRINTED if lines[number - 1] not in printed] == []
     (loss,) = re.findall(r"^test_loss = (.*)$", done.stdout, re.MULTILINE)
-    assert (
-        float(loss) < 0.1
-    )  # as the page's 0.0079, which is of another text; a guess has log(2048) = 7.6
+    # As the page's 0.0079, which is of another text; a guess has log(2048) = 7.6.
+    assert float(loss) < 0.1
     assert len([*(tmp_path / "fdo_dump").iterdir()]) > 0

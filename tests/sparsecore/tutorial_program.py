@@ -131,9 +131,8 @@ def train(batch, *, num_devices, num_steps, step=None, fdo_folder=None, fdo_ever
         (loss, _), grads = jax.value_and_grad(loss_of, has_aux=True, allow_int=True)(
             params, inputs, labels
         )
-        with jax.numpy_dtype_promotion(
-            "standard"
-        ):  # optax's Adam mixes its integer step with floats
+        # Optax's Adam mixes its integer step with floats.
+        with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = tx.update(grads, opt_state)
         return embed_optimizer.apply_updates_for_sc_model(params, updates), opt_state, loss
 

@@ -44,9 +44,8 @@ class Storage(NamedTuple):
     ways: tuple[str, ...]
     takes_keys: bool = False
     keyed: Mapping[str, int] = MappingProxyType({})  # arguments of its oracle
-    policies: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-        {}
-    )  # by way, arguments of its storage and its oracle
+    # By way, arguments of its storage and its oracle.
+    policies: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     refuses_rules_that_move_all_rows: bool = False
 
 
@@ -126,9 +125,8 @@ class Cell(NamedTuple):
 def rules_of(storage, way):
     """Rules that one table may have: several side by side, or one alone, as whoever moves all rows must be."""
     lazy = [name for name in LAZY if way != "column" or name not in ROW_WISE]
-    parts = (
-        1 if way in ("table", "column") else 3
-    )  # where many storages can be, each brings some of the rules
+    # Where many storages can be, each brings some of the rules.
+    parts = 1 if way in ("table", "column") else 3
     alone = (
         ["adam", *MOVING_ALL]
         if not STORAGES[storage].refuses_rules_that_move_all_rows

@@ -177,9 +177,8 @@ def test_a_scan_of_value_and_grad_with_a_donated_state_trains_keys():
     )
     table = collection.tables(after)["t"]
     assert (table["keys"].tolist(), table["count"].tolist()) == ([ONE, OTHER, THIRD], [4, 1, 1])
-    one, other, third = table["values"] + LR * 2 * np.array(
-        [[4], [1], [1]]
-    )  # what they started from
+    # What they started from.
+    one, other, third = table["values"] + LR * 2 * np.array([[4], [1], [1]])
     moved = LR * 2
     read = [one + other, third + one - moved, 2 * (one - 2 * moved)]
     np.testing.assert_allclose(np.stack(d_weights).reshape(3, DIM), read, rtol=1e-5, atol=1e-6)
@@ -326,9 +325,8 @@ def test_rows_on_the_host_are_fetched_before_a_compiled_step_or_it_stops():
         match=r"rsembed\.storage: 2 ids of the batch have no row of table 't' on the device",
     ):
         jax.block_until_ready(jax.jit(collection.lookup)(state, batch))
-    expected = collection.lookup(
-        state, batch
-    )  # outside of jit it fetches by itself, and the state stays good
+    # Outside of jit it fetches by itself, and the state stays good.
+    expected = collection.lookup(state, batch)
     near = collection.prefetch(state, batch)
     np.testing.assert_array_equal(jax.jit(collection.lookup)(near, batch)["f"], expected["f"])
 

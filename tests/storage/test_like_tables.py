@@ -159,9 +159,8 @@ def test_noise_and_initial_values_belong_to_the_table(given):
     collection, state = assert_each_is_as_if_alone(2, when_full="evict", **given)
     counts = collection.counts(state)
     assert all(counts[name]["evicted"].sum() > 0 for name in NAMES)
-    assert not np.array_equal(
-        counts["here"]["inserted"], counts["mine"]["inserted"]
-    )  # the tables differ
+    # The tables differ.
+    assert not np.array_equal(counts["here"]["inserted"], counts["mine"]["inserted"])
 
 
 @functools.cache

@@ -152,10 +152,11 @@ def test_keys_that_wait_are_not_forgotten_for_others_of_the_same_batch(capacity)
     }
     collection = keyed(mesh=mesh, **policies)
     state = collection.init(jax.random.key(0))
+    # Key 2 is asked for in an earlier round.
     for keys in (
         [[100, -1], [-1, -1]],
         [[2, 100], [-1, -1]],
-    ):  # key 2 is asked for in an earlier round
+    ):
         state = collection.update(
             state, {"f": np.asarray(keys)}, {"f": np.ones((2, DIM), np.float32)}
         )

@@ -9,10 +9,11 @@ from jax.sharding import Mesh
 from rsembed import tbe as rt
 from tests.tbe.row_formulas import DEFAULTS, LR, VARIANTS, rowwise_adagrad
 
+# Two features of two bags.
 IDS, OFFSETS = (
     np.array([3, 1, 1, 4, 0, 2, 1]),
     np.array([0, 3, 3, 4, 7]),
-)  # two features of two bags
+)
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # float32 sums of a few numbers against float64
 
 

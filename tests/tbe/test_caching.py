@@ -184,9 +184,8 @@ def test_compiled_steps_use_up_prefetched_batches(is_prepared):
     for k in range(MAX_PREFETCHES + 2):
         batch = np.array([k, k + 1, k + 2], np.int32), np.array([0, 3], np.int32)
         cached.prefetch(*batch)
-        compiled(
-            cached, *([cached.prepare(*batch)] if is_prepared else batch)
-        )  # which has room for four ids
+        # Which has room for four ids.
+        compiled(cached, *([cached.prepare(*batch)] if is_prepared else batch))
     step(cached, batch)
     cached.reset_cache_states()
 
@@ -272,9 +271,8 @@ def test_a_batch_is_one_call_however_many_caches_serve_it():
 
 
 def test_cache_sizes_follow_the_published_rule():
-    assert (
-        make(((1000, 4),), location=CACHED).host_rows.groups[0].cache.num_sets == 7
-    )  # ceil(1000 * 0.2 / 32)
+    # Ceil(1000 * 0.2 / 32)
+    assert make(((1000, 4),), location=CACHED).host_rows.groups[0].cache.num_sets == 7
     assert (
         make(((1000, 4),), location=CACHED, cache_load_factor=0.0)
         .host_rows.groups[0]

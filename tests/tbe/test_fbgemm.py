@@ -138,10 +138,11 @@ def test_lookups_with_another_batch_size_for_every_feature_and_rank():
     np.testing.assert_allclose(found, peer.detach().numpy(), **TOLERANCE)
 
 
+# Which the CPU build ignores.
 HALF = {
     "weights_precision": rt.SparseType.FP16,
     "stochastic_rounding": False,
-}  # which the CPU build ignores
+}
 
 
 @pytest.mark.parametrize("optimizer", ["EXACT_SGD", "EXACT_ROWWISE_ADAGRAD", "EXACT_ADAGRAD"])

@@ -85,9 +85,8 @@ def start_slow_step(module, seed):
 def test_eager_work_after_a_compiled_step_waits_for_it():
     (plain, cached), one = pair(), jnp.float32(1)
     for module in (plain, cached):
-        for seed in range(
-            2
-        ):  # the first step makes room for rows without a place: then no other program is compiled
+        # The first step makes room for rows without a place: then no other program is compiled.
+        for seed in range(2):
             compiled_step(module, batch(seed), one).block_until_ready()
     for seed, (entry, run) in enumerate(ENTRIES.items()):
         results = []

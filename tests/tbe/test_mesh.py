@@ -110,9 +110,8 @@ def test_rows_are_rounded_by_the_noise_of_one_device():
     one, many = make(SPECS, **half), make(SPECS, mesh=mesh_of(4), **half)
     for seed in range(3):
         ids, offsets, _ = draw(seed, features=(0, 1, 2))
-        gradient = (
-            np.random.default_rng(seed).integers(-8, 9, (BAGS, 16)).astype(np.float32) / 16
-        )  # sums are exact
+        # Sums are exact.
+        gradient = np.random.default_rng(seed).integers(-8, 9, (BAGS, 16)).astype(np.float32) / 16
         for module in (one, many):
             train(module, ids, offsets, d_output=gradient)
     assert_same_bits(one, many)

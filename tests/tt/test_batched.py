@@ -71,9 +71,8 @@ def test_the_worked_batch_of_three_tables():
     emb = nnx.jit(
         lambda: TableBatchedTTEmbeddingBag(3, 6, 4, given["ranks"], given["p"], given["q"])
     )()
-    shapes = [
-        variable.get_value().shape for variable in emb.core_groups[0]
-    ]  # of all tables, one behind the other
+    # Of all tables, one behind the other.
+    shapes = [variable.get_value().shape for variable in emb.core_groups[0]]
     stacked = [
         np.asarray(core, np.float32).reshape(shape)
         for core, shape in zip(given["cores"], shapes, strict=True)

@@ -137,9 +137,8 @@ def test_many_tiles_make_the_same_bits_as_native_kernels(name, monkeypatch):
     monkeypatch.setattr(tt_cores, "TILE_BYTES", 4096)
     spec, generator = SPECS[name], np.random.default_rng(0)
     cores = random_cores(spec)
-    ids = jnp.asarray(
-        generator.integers(-1, spec.num_embeddings + 1, 500)
-    )  # many rows share their first slices
+    # Many rows share their first slices.
+    ids = jnp.asarray(generator.integers(-1, spec.num_embeddings + 1, 500))
     given = (
         cores,
         Bags(ids, jnp.asarray([0, 0, 100, 100, 499])),
@@ -179,9 +178,8 @@ def test_no_lookup_at_all():
 def test_bfloat16_cores_are_summed_in_float32(form):
     need(form)
     spec = SPECS["d3"]
-    cores = tuple(
-        np.asarray(core).astype(jnp.bfloat16) for core in random_cores(spec)
-    )  # quarters are exact in bfloat16
+    # Quarters are exact in bfloat16.
+    cores = tuple(np.asarray(core).astype(jnp.bfloat16) for core in random_cores(spec))
     ids, d_output = jnp.arange(50), np.ones((50, spec.embedding_dim), np.float32)
     output, d_cores = jitted_rows(spec, form)(cores, ids, d_output)
     assert output.dtype == jnp.float32
@@ -190,9 +188,8 @@ def test_bfloat16_cores_are_summed_in_float32(form):
     _, wanted = jitted_rows(spec, form)(wide, ids, d_output)
     for found, value in zip(d_cores, wanted, strict=True):
         assert found.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(
-            found, np.asarray(value).astype(jnp.bfloat16)
-        )  # rounded once, at the end
+        # Rounded once, at the end.
+        np.testing.assert_array_equal(found, np.asarray(value).astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("form", FORMS)

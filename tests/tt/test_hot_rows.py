@@ -140,9 +140,8 @@ def test_duplicates_are_one_step_and_only_rows_that_were_read_move():
     before = all_rows(emb)
     step(emb, np.ones((6, 4), np.float32), six_bags([[4, 4, 9], [4, -1, -1]]))
     after = all_rows(emb)
-    np.testing.assert_allclose(
-        after[[4, 9]], before[[4, 9]] - 0.1, rtol=1e-5
-    )  # Adam's first step is the rate
+    # Adam's first step is the rate.
+    np.testing.assert_allclose(after[[4, 9]], before[[4, 9]] - 0.1, rtol=1e-5)
     train(emb, [[4]])
     np.testing.assert_array_equal(all_rows(emb)[[9, 30]], after[[9, 30]])
 
@@ -250,10 +249,11 @@ def test_new_cores_of_a_table_leave_the_learned_rows_of_the_others():
     assert emb.groups == ((0, 2), (1,))
     emb.update_cache(six_bags([[3], [], [5], [], [3, 8], []]))
     emb.cache_populate()
+    # 50 rows are the first table's.
     assert [learned(cache)[0].tolist() for cache in emb.caches] == [
         [3, 53, 58],
         [5],
-    ]  # 50 rows are the first table's
+    ]
     bags = six_bags([[3, 1], [], [5], [], [3], []])
     step(emb, np.ones((3, 2, 4), np.float32), bags)
     before = np.asarray(emb.full_weight(0))
@@ -353,9 +353,8 @@ def test_under_endless_drift_the_cache_hits_like_a_fresh_one_inside_jit():
             after = emb.cache_reports()[0]
         hit_rates.append((after.hits - before.hits) / (after.lookups - before.lookups))
     assert after.lookups == 30 * 2 * 192 and after.cached_ids == 32 and after.evictions > 500
-    assert (
-        np.mean(hit_rates) > 0.85 and min(hit_rates) > 0.7
-    )  # half of what was read before counts as well
+    # Half of what was read before counts as well.
+    assert np.mean(hit_rates) > 0.85 and min(hit_rates) > 0.7
 
 
 @nnx.jit
@@ -401,12 +400,10 @@ def test_rows_that_stay_keep_place_and_state_and_the_residual_bounds_what_others
         )
         change = np.abs(after - before)
         assert change.max() <= report.residual + 1e-6
-        np.testing.assert_array_equal(
-            after[now], before[now]
-        )  # those that entered started as they were
-        assert np.square(change).sum() <= np.square(cores - before)[gone].sum() * (
-            1 + 1e-5
-        )  # better than to forget
+        # Those that entered started as they were.
+        np.testing.assert_array_equal(after[now], before[now])
+        # Better than to forget.
+        assert np.square(change).sum() <= np.square(cores - before)[gone].sum() * (1 + 1e-5)
         assert learned(emb.caches[0])[0].tolist() == sorted(now)
         kept = [places[id] for id in stay]
         assert kept == [place_of(id, emb) for id in stay]
@@ -452,9 +449,8 @@ def test_a_row_that_takes_the_place_of_a_trained_one_does_not_move_by_what_that_
     for phase, hot in enumerate(
         ([1, 2, 3], [1, 2, 3], [21, 22, 23], [21, 22, 23], [2, 22, 30], [2, 22, 30])
     ):
-        by_id = {
-            id: by_id[id] for id in hot if id in by_id
-        }  # a row that leaves the cache leaves its state
+        # A row that leaves the cache leaves its state.
+        by_id = {id: by_id[id] for id in hot if id in by_id}
         for _ in range(4):
             # Every second phase trains two of three rows that are cached; the other phases only count reads.
             gradients = np.zeros((3, 4), np.float32)

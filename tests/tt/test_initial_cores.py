@@ -69,9 +69,8 @@ def test_independent_core_entries_have_the_named_distribution(weight_dist):
         cumulative = (
             normal_cumulative if weight_dist == "normal" else lambda x: (x / math.sqrt(3) + 1) / 2
         )
-        assert kolmogorov_distance(entries, cumulative) < 1.63 / math.sqrt(
-            entries.size
-        )  # one in a hundred by chance
+        # One in a hundred by chance.
+        assert kolmogorov_distance(entries, cumulative) < 1.63 / math.sqrt(entries.size)
 
 
 @pytest.mark.parametrize(("name", "most"), [("d2", 0.01), ("d3", 0.01), ("d4", 0.03)])
@@ -90,9 +89,8 @@ def test_approx_uniform_tables_come_closer_to_uniform_with_the_rank(name, rank, 
     spec = TTSpec(
         spec.num_embeddings, spec.tt_p_shapes, spec.tt_q_shapes, [rank] * (spec.num_cores - 1)
     )
-    found = tables(spec, "approx-uniform", draws=4).ravel() / math.sqrt(
-        3
-    )  # in units of 1 / sqrt(num_embeddings)
+    # In units of 1 / sqrt(num_embeddings)
+    found = tables(spec, "approx-uniform", draws=4).ravel() / math.sqrt(3)
     assert kolmogorov_distance(found, lambda x: np.clip((x + 1) / 2, 0, 1)) < most
     assert np.abs(found).max() < 1.1
 

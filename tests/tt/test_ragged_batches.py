@@ -88,9 +88,8 @@ def test_room_for_more_ids_changes_no_bit(implementation, mode):
     lists = ragged(45)
     weights = [np.random.default_rng(3).normal(size=len(row)).tolist() for row in lists]
     bags = Bags.from_lists(lists, weights)
-    as_given = Bags(
-        bags.ids, bags.offsets, jnp.asarray(bags.weights), dense_shape=(0,)
-    )  # is left as it is
+    # Is left as it is.
+    as_given = Bags(bags.ids, bags.offsets, jnp.asarray(bags.weights), dense_shape=(0,))
     options = {"mode": mode, "implementation": implementation}
     np.testing.assert_array_equal(
         bag(spec, cores, bags, **options), bag(spec, cores, as_given, **options)

@@ -82,9 +82,8 @@ def test_strides_and_stored_shapes(name):
     assert list(spec.strides) == expect["strides"]
     assert [[1, *shape] for shape in spec.core_shapes] == expect["core_shapes_stored"]
     assert spec.num_params == expect["num_params"]
-    assert [digits_of(i, given["p"]) for i in range(spec.num_embeddings)] == expect[
-        "digits"
-    ]  # the oracle itself
+    # The oracle itself.
+    assert [digits_of(i, given["p"]) for i in range(spec.num_embeddings)] == expect["digits"]
 
 
 def products_of_groups(primes, groups=()):
@@ -123,13 +122,14 @@ def test_suggested_factors_are_the_most_even_groups_of_primes(primes, d):
 
 
 def test_numbers_of_many_divisors_are_factored_without_going_through_all_products():
+    # Of some ten million products.
     assert suggested_tt_shapes(735_134_400, 5) == [
         51,
         63,
         55,
         64,
         65,
-    ]  # of some ten million products
+    ]
 
 
 @pytest.mark.parametrize("n", [2**31 - 1, 10**12, 2 * 3 * 5 * 7 * 11 * 13, 1, 2**5 * 5**3])

@@ -298,9 +298,8 @@ def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit(tmp_
             before[[3, 7, 9, 50]] - 0.5 * reads[[3, 7, 9, 50], None],
             rtol=1e-5,
         )
-        jax.tree.map(
-            np.testing.assert_array_equal, state.tables["t"].cores, cores
-        )  # all that was read is stored
+        # All that was read is stored.
+        jax.tree.map(np.testing.assert_array_equal, state.tables["t"].cores, cores)
         counts = collection.counts(state)["t"]
         expected = {
             "cached_ids": 4,

@@ -262,9 +262,8 @@ def key_table(shapes: Draw, draw: Draw) -> ValidCall:
         most = 2**30 if count < 4 else 2**31 // count  # a sum may leave the numbers of 32 bits once
         occurrences = jax.device_put(draw.integers(0, most, count).astype(np.int32))
         return ValidCall(native.unique_keys, keyed.unique_keys, (keys, occurrences))
-    is_deleted = (draw.random(num_slots) < 0.2) & (
-        np.arange(num_slots) % 4 > 0
-    )  # some slot is always empty
+    # Some slot is always empty.
+    is_deleted = (draw.random(num_slots) < 0.2) & (np.arange(num_slots) % 4 > 0)
     rows = np.where(is_deleted, -2, -1).astype(np.int32)
     counts = (
         np.zeros(num_tables, np.int32),
@@ -391,9 +390,8 @@ def trains(shapes: Draw, draw: Draw) -> ValidCall:
     digits = tuple(jax.device_put(draw.integers(0, p, count).astype(np.int32)) for p in heights)
     bags, gains = some_rows(draw, count, num_bags), floats(draw, count)
     options = {"slice_shapes": tuple(slices), "num_bags": num_bags}
-    as_written = (
-        pooled_rows.__wrapped__
-    )  # not compiled, since a driver in the place of XLA takes arrays, not tracers
+    # Not compiled, since a driver in the place of XLA takes arrays, not tracers.
+    as_written = pooled_rows.__wrapped__
     forms = [
         functools.partial(as_written, **options, implementation=form)
         for form in ("native", "plain")

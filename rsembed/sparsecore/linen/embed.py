@@ -89,9 +89,8 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
             it the bias correction of Adam's first step.
         """
         tables = self._tables()
-        axes: PyTree = (
-            tables.devices.axes,
-        )  # one entry of a partition spec may be several mesh axes
+        # One entry of a partition spec may be several mesh axes.
+        axes: PyTree = (tables.devices.axes,)
         variables = self.param(EMBEDDING_PARAM_NAME, with_sparsecore_layout(tables.init, axes))
         counter = self.param(STEP_PARAM_NAME, lambda key: step_counter(0))
         return tables.train(variables, counter_at(counter, step), embedding_lookup_inputs)
