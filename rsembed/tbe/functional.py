@@ -194,10 +194,9 @@ def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
     rates = []
     for group, stored in zip(plan.groups, state.learning_rates, strict=True):
         rule = group.table.rule
-        is_schedule = callable(group.table.learning_rate) and rule is not None
-        rates.append(
-            jnp.asarray(rule.get_learning_rate(state.step), jnp.float32) if is_schedule else stored
-        )  # type: ignore[union-attr]
+        if rule is not None and callable(group.table.learning_rate):
+            stored = jnp.asarray(rule.get_learning_rate(state.step), jnp.float32)
+        rates.append(stored)
     return jnp.stack(rates)
 
 

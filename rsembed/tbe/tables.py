@@ -354,9 +354,11 @@ class TrainedTables(nnx.Module):
         for number, table in enumerate(plan.tables):
             for k, name in enumerate(_entries(table)):
                 values = np.asarray(given[name]).reshape(table.num_rows, -1)
-                self._write_table(
-                    number, lambda first, last, values=values: values[first:last], array=k
-                )  # type: ignore[misc]
+
+                def part(first: int, last: int, values: np.ndarray = values) -> np.ndarray:
+                    return values[first:last]
+
+                self._write_table(number, part, array=k)
         self.state.set_value(self.state.get_value()._replace(**everywhere(self.plan, changes)))
 
     def state_bytes(self) -> dict[str, dict[str, int]]:
