@@ -123,8 +123,10 @@ def test_a_few_short_lives_of_each_target_hold_what_they_should(monkeypatch, nam
 def test_a_checkpoint_with_one_wrong_row_is_found(monkeypatch):
     assert machines.live(files.Files, 0, max_examples=4) > 20
     right = arrays._rows
-    monkeypatch.setattr(
-        arrays, "_rows", lambda array, first, last: np.roll(right(array, first, last), 1, axis=0)
-    )
+
+    def rolled(array, chunk):
+        return np.roll(right(array, chunk), 1, axis=0)
+
+    monkeypatch.setattr(arrays, "_rows", rolled)
     with pytest.raises(AssertionError):
         machines.live(files.Files, 0, phases=[hypothesis.Phase.generate])

@@ -8,7 +8,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
-MOST_LINES, MOST_FIGURES, MOST_BYTES = 25, 4, 60_000
+MOST_LINES, MOST_FIGURES, MOST_BYTES = 40, 4, 60_000
 pytestmark = pytest.mark.skipif(not PATHS, reason="notebooks come with a checkout")
 
 

@@ -171,7 +171,7 @@ call(batch_size_per_feature_per_rank=[[2], [1]])
 call(batch_size_per_feature_per_rank=[2, 2]) => TypeError: batch_size_per_feature_per_rank [feature][rank] ... 2
 module((9, 4, HOST, CPU), pooling_mode=tbe.PoolingMode.NONE)(IDS, OFFSETS, batch_size_per_feature_per_rank=[[4]])
     => ValueError: needs pooled bags
-bags()({"word": [[1]], "user": [[1]]}, OFFSETS) => ValueError: a prepared batch holds offsets, weights and sizes
+bags()(bags().prepare(IDS, OFFSETS), OFFSETS) => ValueError: a prepared batch holds offsets, weights and sizes
 # Gradients and states
 backward(np.ones((3, 8), np.float32)) => ValueError: gradient ... (3, 8) ... (2, 8)
 backward(np.ones((2, 8), int)) => TypeError: gradient ... floats ... int64
