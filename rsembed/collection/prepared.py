@@ -234,15 +234,10 @@ def joined(bags: Sequence[Bags], room: int, num_parts: int) -> Bags:
             np.concatenate(pieces, out=whole[part * room : part * room + count])
         return whole
 
-    offsets = []
-    for part in range(num_parts):
-        offsets.append(np.zeros(1, np.int32))
-        first_entry = 0
-        for own, end in zip(bags, ends, strict=True):
-            num_bags = own.num_bags // num_parts
-            own_ends = np.asarray(own.offsets)[part * num_bags + 1 : (part + 1) * num_bags + 1]
-            offsets.append((own_ends + (first_entry - end[part])).astype(np.int32))
-            first_entry += int(end[part + 1] - end[part])
+    lengths = [np.diff(own.offsets).reshape(num_parts, -1) for own in bags]
+    lengths_of_parts = np.concatenate(lengths, axis=1)
+    offsets = np.zeros((num_parts, lengths_of_parts.shape[1] + 1), np.int32)
+    np.cumsum(lengths_of_parts, axis=1, out=offsets[:, 1:])
     all_ids = [own.ids for own in bags]
     if isinstance(all_ids[0], Keys):
         ids = jax.tree.map(lambda *lanes: in_parts(lanes, 0), *all_ids)
@@ -256,7 +251,7 @@ def joined(bags: Sequence[Bags], room: int, num_parts: int) -> Bags:
                 np.ones(own.ids.shape[0], np.float32) if own.weights is None else own.weights
             )
         weights = in_parts(all_weights, 0.0)
-    return Bags(ids, np.concatenate(offsets), weights)
+    return Bags(ids, offsets.reshape(-1), weights)
 
 
 def identity_of(
