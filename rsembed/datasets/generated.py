@@ -1,4 +1,4 @@
-"""Generated data with a known law: Zipf ids, and click logs whose best reachable loss is known."""
+"""Generated data with a known law: Zipf ids, and click logs with a known best loss."""
 
 from __future__ import annotations
 

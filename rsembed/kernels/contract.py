@@ -32,7 +32,7 @@ NO_ROW = 2**31 - 1
 
 
 def as_rows(rows: ArrayLike) -> Int[Array, " nnz"]:
-    """Row numbers as int32; those that do not fit become `NO_ROW`, which no table has."""
+    """Row numbers as int32. A number that does not fit becomes `NO_ROW`."""
     rows = jnp.asarray(rows)
     if rows.dtype == jnp.int32:
         return rows
@@ -42,7 +42,7 @@ def as_rows(rows: ArrayLike) -> Int[Array, " nnz"]:
 
 
 def as_offsets(offsets: ArrayLike, num_entries: int) -> Int[Array, " bags_plus_1"]:
-    """Offsets as int32; none lies outside `[0, num_entries]`."""
+    """Offsets as int32, clipped to `[0, num_entries]`."""
     offsets = jnp.asarray(offsets)
     wide = offsets.astype(jnp.int32) if offsets.dtype.itemsize < 4 else offsets
     return jnp.clip(wide, 0, num_entries).astype(jnp.int32)
@@ -88,12 +88,12 @@ class IdList:
 
     @staticmethod
     def single(ids: Int[Array, " nnz"], weights: Float[Array, " nnz"] | None = None) -> IdList:
-        """A list in which every entry is a bag."""
+        """A list with one entry in each bag."""
         return IdList(ids, None, weights, (ids.shape[0], 1))
 
     @property
     def num_entries(self) -> int:
-        """Number of entries, with those that belong to no bag."""
+        """Number of entries. Entries that belong to no bag count, too."""
         return self.ids.shape[0]
 
     @property
@@ -182,7 +182,7 @@ class Call:
 
     @staticmethod
     def of(lists: Sequence[IdList], combiners: Sequence[Combiner]) -> Call:
-        """A call in which each list is one feature of one table."""
+        """A call with one feature a list, all of one table."""
         segments = []
         for number, (ids, combiner) in enumerate(zip(lists, combiners, strict=True)):
             segments.append(Segment(number, 0, ids.num_bags, combiner))
@@ -247,7 +247,7 @@ class CallGradients:
       call: what was looked up.
       d_outputs: one array for each output, in its shape or flat.
       dims: row length of every table of the call.
-      table: number of the table whose rows get gradients.
+      table: number of the table that gets gradients.
     """
 
     call: Call
