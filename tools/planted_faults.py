@@ -76,18 +76,18 @@ storage/logical_rows.py  storage/test_evict.py
     np.lexsort(lanes) => np.lexsort((lanes[0], -lanes[1]))
 collection/rows.py  storage/test_contract.py
     gains = entry_gains(entries, NO_ROW)[1] => gains = ids.weights
-collection/rows.py  storage/test_contract.py -k many
+collection/asked_rows.py  storage/test_contract.py -k many
     count + jnp.sum(is_row, dtype=jnp.int32), => count,
     if self.table.optimizer.moves_all_rows: => if False:
-collection/rows.py  storage/test_policies.py
+collection/asked_rows.py  storage/test_policies.py
     (rows,), order.entry_of) => (rows,), order.first_of)
 storage/dense_rows.py  collection/test_mesh.py
     used[owner] += table.rows => used[owner] += 0
 collection/engine.py  collection/test_embeddings.py
     output[:, : feature.output_dim] if => output[:, -feature.output_dim :] if
-collection/stack.py  storage/test_contract.py
-    list_of(own, jnp.where(keys.is_key, position, NO_ROW)) => list_of(own, position)
-collection/stack.py  storage/test_like_tables.py
+collection/occurrences.py  storage/test_contract.py
+    list_of(bags, jnp.where(keys.is_key, index, NO_ROW)) => list_of(bags, index)
+collection/occurrences.py  storage/test_like_tables.py
     names.index(feature.table_name) => 0
 parallel/exchange.py  parallel/test_rounds.py
     takes_part &= words == cuts[-1] => takes_part &= words != cuts[-1]

@@ -55,7 +55,7 @@ from rsembed.checkpoint.states import (
 )
 from rsembed.checks import NonNegativeInt, validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
-from rsembed.collection.stack import FIRST_KEY
+from rsembed.collection.host_stack import FIRST_KEY
 from rsembed.fingerprint import ELSEWHERE, Fingerprint, check_same
 from rsembed.parallel.agreement import check_not_forked
 

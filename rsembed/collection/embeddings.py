@@ -25,7 +25,13 @@ from rsembed.collection.placement import (
     plan_placed,
 )
 from rsembed.collection.prepared import PreparedBatch, identity_of
-from rsembed.collection.stack import Activations, Batch, ByName, EmbeddingState
+from rsembed.collection.stack import (
+    Activations,
+    ArrayStack,
+    Batch,
+    ByName,
+    EmbeddingState,
+)
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.initial_values import table_keys
 from rsembed.kernels import api
@@ -456,7 +462,7 @@ class EmbeddingCollection:
             rows, values, self._num_rows, self._engine.gradient_shardings(), self.layout
         )
         all_here = self.devices.mesh is None and all(
-            own.storage.ids_are_rows for own in self._stacks.values()
+            isinstance(stack, ArrayStack) for stack in self._stacks.values()
         )
         return (
             found.summed_from(self._engine, batch, d_outputs)

@@ -16,9 +16,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.bags import Bags, as_bags
 from rsembed.collection.devices import Devices
+from rsembed.collection.occurrences import Occurrences
 from rsembed.collection.prepared import PreparedBatch
-from rsembed.collection.rows import LookupResult, Occurrences, Rows
-from rsembed.collection.stack import Activations, Batch, ByName, Stack, call_of
+from rsembed.collection.rows import ArrayRows, LookupResult, Rows
+from rsembed.collection.stack import Activations, ArrayStack, Batch, ByName, Stack, call_of
 from rsembed.kernels import api
 from rsembed.kernels.contract import Call
 from rsembed.keys import Keys, as_keys, is_invalid, num_invalid
@@ -85,10 +86,10 @@ class Engine:
         self.features, self.stacks, self.devices = features, stacks, devices
         self.side_by_side = side_by_side
         self._joint_stacks = self._stacks_of_one_call()
-        self._has_all_rows = all(stack.storage.ids_are_rows for stack in stacks.values())
+        self._has_all_rows = all(isinstance(stack, ArrayStack) for stack in stacks.values())
         everywhere, split = PartitionSpec(), devices.split
         state = {name: stack.partition for name, stack in stacks.items()}
-        gradients = {name: stack.gradient_partitions for name, stack in stacks.items()}
+        gradients = {name: stack.rows.gradient_partitions for name, stack in stacks.items()}
 
         def on_each(
             function: Callable[..., PyTree], partitions: PyTree, results: PyTree
@@ -132,7 +133,7 @@ class Engine:
         if self.devices.mesh is None:
             return None
         partitions = sorted(
-            (name, *stack.gradient_partitions) for name, stack in self.stacks.items()
+            (name, *stack.rows.gradient_partitions) for name, stack in self.stacks.items()
         )
         sharding = self.devices.sharding
         return tuple((name, sharding(rows), sharding(values)) for name, rows, values in partitions)
@@ -147,7 +148,8 @@ class Engine:
         groups: dict[tuple[str | None, str], list[str]] = {}
         for name, stack in self.stacks.items():
             is_quantized = stack.table.quantization_config is not None
-            if self.devices.num_devices == 1 and stack.storage.ids_are_rows and not is_quantized:
+            is_array = isinstance(stack.rows, ArrayRows)
+            if self.devices.num_devices == 1 and is_array and not is_quantized:
                 groups.setdefault((stack.rows.implementation, stack.table.dtype), []).append(name)
         return [names for names in groups.values() if len(names) > 1]
 

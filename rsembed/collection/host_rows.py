@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from rsembed.bags import padded_size
+from rsembed.collection.occurrences import keys_of_gradients
 from rsembed.collection.prepared import PreparedBatch
-from rsembed.collection.rows import keys_of_gradients
 from rsembed.collection.stack import EmbeddingState, Stack
 from rsembed.kernels import api
 from rsembed.specs import TableSpec

@@ -15,10 +15,12 @@ from jaxtyping import Num, PyTree
 
 from rsembed.bags import foreign_to_numpy, is_traced
 from rsembed.checks import check_finite, check_type, did_you_mean
+from rsembed.collection.asked_rows import AskedArrayRows, AskedKeys, AskedRows
 from rsembed.collection.devices import Devices
 from rsembed.collection.host_rows import HostRows, Prefetch
-from rsembed.collection.rows import AskedRows, Rows
-from rsembed.collection.stack import ByName, EmbeddingState, Stack
+from rsembed.collection.host_stack import HostStack, KeyedStack
+from rsembed.collection.rows import ArrayRows, ColumnRows, KeyedRows, NumberedRows, Rows, TrainRows
+from rsembed.collection.stack import ArrayStack, ByName, EmbeddingState, Stack
 from rsembed.fingerprint import Fingerprint
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
@@ -137,15 +139,49 @@ def make_stacks(
             _check_columns(stack, devices.num_devices)
         num_parts = devices.num_devices if placement == "column" else 1
         storage = _storage_of(tables, layout, num_parts, implementation)
-        if placement in ("row", "table"):
-            rows: Rows = AskedRows(
-                devices, tables[0], storage, implementation, capacity=exchange_capacity
-            )
-        else:
-            splits_columns = placement == "column"
-            rows = Rows(devices, tables[0], storage, implementation, splits_columns)
-        stacks[stack.name] = Stack(layout, rows)
+        rows = _choose_rows(
+            storage, tables[0], placement, devices, exchange_capacity, implementation
+        )
+        stacks[stack.name] = _choose_stack(layout, rows)
     return stacks
+
+
+def _choose_rows(
+    storage: Storage,
+    table: TableSpec,
+    placement: str,
+    devices: Devices,
+    capacity: int | None,
+    implementation: str | None,
+) -> Rows:
+    """The way to the rows of a storage in a placement. The only place that chooses it."""
+    arguments = devices, table, storage, implementation
+    if placement in ("row", "table"):
+        if isinstance(storage, DenseRows):
+            return AskedArrayRows(*arguments, capacity)
+        if storage.takes_keys:
+            return AskedKeys(*arguments, capacity)
+        return AskedRows(*arguments, capacity)
+    if placement == "column":
+        return ColumnRows(*arguments)
+    if isinstance(storage, DenseRows):
+        return ArrayRows(*arguments)
+    if storage.takes_keys:
+        return KeyedRows(*arguments)
+    if storage.sums_gradients:
+        return TrainRows(*arguments)
+    return NumberedRows(*arguments)
+
+
+def _choose_stack(layout: RowLayout, rows: Rows) -> Stack:
+    """The stack with access to whole tables of the storage of `rows`."""
+    if isinstance(rows.storage, DenseRows):
+        return ArrayStack(layout, rows)
+    if rows.storage.takes_keys:
+        return KeyedStack(layout, rows)
+    if rows.storage.rows_on_host:
+        return HostStack(layout, rows)
+    return Stack(layout, rows)
 
 
 def _storage_of(
@@ -197,12 +233,12 @@ class LogicalTables:
         self.specs = specs
         self.stacks = stacks
         self.on_host: dict[str, Prefetch] = {}
-        self.apart: dict[str, Stack] = {}
+        self.apart: dict[str, HostStack] = {}
         self._stack_of: dict[str, str] = {}
         for name, stack in stacks.items():
             if isinstance(stack.storage, HostRows):
                 self.on_host[name] = Prefetch(stack)
-            if stack.storage.rows_on_host:
+            if isinstance(stack, HostStack):
                 self.apart[name] = stack
             for table in stack.layout.stack.tables:
                 self._stack_of[table.name] = name
@@ -239,7 +275,7 @@ class LogicalTables:
             name = self._stack_of[table_name]
             stack = self.stacks[name]
             arrays = state.tables[name], state.slots[name]
-            if stack.storage.rows_on_host:
+            if isinstance(stack, HostStack):
                 rows = new_rows[name].get(table_name)
                 new_rows[name][table_name] = stack.rows_with_slots(
                     *arrays, table, rows, table_slots
@@ -278,7 +314,7 @@ class LogicalTables:
 
     def _check_outside_jit(self, table: TableSpec, values: PyTree) -> None:
         """Raises: RuntimeError: the host writes rows of the table, and this is inside `jit`."""
-        if self.stacks[self._stack_of[table.name]].storage.rows_on_host and is_traced(values):
+        if self._stack_of[table.name] in self.apart and is_traced(values):
             raise RuntimeError(
                 f"table {table.name!r} is kept as {table.storage}: with_tables writes its rows beside compiled "
                 "programs; call it outside of jit, between two steps."
@@ -296,12 +332,13 @@ class LogicalTables:
         self._check_known(table_name)
         name = self._stack_of[table_name]
         spec = self.specs[table_name]
-        if not isinstance(spec.storage, Hashed):
+        stack = self.stacks[name]
+        if not isinstance(spec.storage, Hashed) or not isinstance(stack, KeyedStack):
             raise ValueError(
                 f"table {table_name!r} is kept as {spec.storage or 'an array'}: rows leave tables of keys, with "
                 "storage=Hashed(...)."
             )
-        params, rows = self.stacks[name].evicted(
+        params, rows = stack.evicted(
             state.tables[name], state.slots.get(name, ()), spec, state.step, reasons
         )
         return state._replace(tables=state.tables | {name: params}), rows

@@ -22,7 +22,7 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from rsembed.checks import check_type, validated
 from rsembed.collection.devices import Devices
-from rsembed.collection.rows import Occurrences
+from rsembed.collection.occurrences import Occurrences
 from rsembed.fdo.statistics import EXACT, LimitsPolicy, limits_from_statistics
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
 from rsembed.kernels import api

@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from rsembed.checks import check_finite, check_type, check_within
+from rsembed.collection.asked_rows import AskedArrayRows
 from rsembed.collection.devices import Devices
-from rsembed.collection.rows import AskedRows, Rows
+from rsembed.collection.rows import ArrayRows, Rows
 from rsembed.optimizers import SGD
 from rsembed.optimizers.base import Hyperparameters, OptimizerSpec, Slots
 from rsembed.sparsecore.layout import StackLayout, cores_of, resolve_cores, stacks_of, with_place
@@ -165,8 +166,8 @@ def stack_rows(
     )
     storage = DenseRows(layout.row_layout, layout.tables)
     if devices.num_devices == 1:
-        return Rows(devices, table, storage)
-    return AskedRows(devices, table, storage, capacity=capacity)
+        return ArrayRows(devices, table, storage)
+    return AskedArrayRows(devices, table, storage, capacity=capacity)
 
 
 class EmbeddingVariables(NamedTuple):

@@ -7,7 +7,7 @@ import functools
 import math
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
-from typing import ClassVar, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -280,7 +280,6 @@ class DenseRows(Storage):
     tables: tuple[TableSpec, ...]
     num_parts: int = 1
     implementation: str | None = None
-    ids_are_rows: ClassVar[bool] = True
 
     def check(self, table: TableSpec) -> None:
         """Dense storage supports every table."""
@@ -396,6 +395,11 @@ class DenseRows(Storage):
         return jnp.where(
             keys.is_key, keys.low.astype(jnp.int32) // self.layout.rows_per_device, num_shards
         )
+
+    def keys_after(self, keys: Keys, gradients: Sequence[Array]) -> Keys:
+        """`keys` unchanged, because every id has a row."""
+        del gradients
+        return keys
 
     def vector_dtype(self, table: TableSpec) -> DTypeLike:
         """Dtype of the table. Devices exchange half the bytes if it has 16 bits instead of 32."""

@@ -51,11 +51,6 @@ class Storage(abc.ABC):
     # Integer dtype of the keys. None: ids are row numbers. Keyed storages override it with a field.
     key_dtype: Any = None
 
-    ids_are_rows: ClassVar[bool] = False
-    """True if `params` is one array and ids are its row numbers.
-
-    Kernels can then read and update whole bags."""
-
     rows_on_host: ClassVar[bool] = False
     """True if `rows` and `with_rows` work on the host, outside `jit`.
 
@@ -188,6 +183,18 @@ class Storage(abc.ABC):
         """The shard that owns the row of each key; `num_shards` for padding."""
         owner: Int[Array, " nnz"] = owners(keys, num_shards)
         return owner
+
+    def keys_after(self, keys: Keys, gradients: Sequence[Array]) -> Keys:
+        """`keys` that depend on the gradients, so that a compiled step creates new rows last.
+
+        Otherwise XLA could create the rows in parallel with the lookup, and would copy the table
+        for that. XLA removes barriers before it decides about copies, so the keys depend on a
+        condition that never holds: one number equals both infinities.
+        """
+        number = jnp.zeros((), jnp.float32)
+        for gradient in gradients:
+            number += gradient.reshape(-1)[:1].sum()
+        return keys.only(~((number == jnp.inf) & (number == -jnp.inf)))
 
     def vector_dtype(self, table: TableSpec) -> DTypeLike:
         """Dtype of the rows that `read` and `vectors` return."""

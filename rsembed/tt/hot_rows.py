@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from rsembed.collection.rows import keys_of_rows
+from rsembed.collection.occurrences import keys_of_rows
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys

@@ -1,0 +1,333 @@
+"""Lookups and steps of rows with owners: each device asks the owner of a row for it.
+
+```
+ids ──▶ keys ──[distinct, ask]──▶ storage.read ──▶ vectors ──pool──▶ activations
+state ◀── storage.step ◀── storage.find ◀──[ask]── keys, gradients ◀──spread── d(activations)
+```
+
+Methods yield questions to the owners, see `parallel/exchange.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from rsembed.collection.occurrences import (
+    Occurrences,
+    keys_in_bags,
+    keys_of_rows,
+    row_numbers,
+    rows_of_array,
+)
+from rsembed.collection.prepared import PreparedBatch
+from rsembed.collection.rows import LookupResult, Rows
+from rsembed.kernels import api
+from rsembed.kernels.contract import NO_ROW, CallGradients, Step
+from rsembed.keys import Keys
+from rsembed.parallel.exchange import Asking, Question, Wanted, default_capacity, distinct
+from rsembed.storage.dense_rows import RowLayout
+from rsembed.storage.protocol import Found, State
+from rsembed.storage.row_map import combine, unnamed
+
+
+class Combined(NamedTuple):
+    """Distinct rows that an owner received in a round, with the sum of the gradients of each.
+
+    Attributes:
+      rows: row numbers, or lanes of keys, in the form of `RowGradients`.
+      values: gradient of each row.
+      is_row: False for padding.
+    """
+
+    rows: Array
+    values: Float[Array, "nnz dim"]
+    is_row: Bool[Array, " nnz"]
+
+
+@dataclasses.dataclass(frozen=True)
+class AskedRows(Rows):
+    """Sharded rows: each device requests every distinct row once from its owner, and pools locally.
+
+    Gradients travel to the owner the same way. A request holds row numbers.
+
+    Args:
+      capacity: largest number of rows that a device requests from one owner in a round. None takes
+        `default_capacity`.
+    """
+
+    capacity: int | None = None
+
+    @property
+    def partition(self) -> PartitionSpec:
+        """Partition of parameters and slots over the mesh."""
+        return self.devices.split
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards, one per device."""
+        return self.devices.num_devices
+
+    @property
+    def shard(self) -> Int[Array, ""]:
+        """Index of this device's shard."""
+        return self.devices.index()
+
+    def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
+        """Row numbers in the tables of the stack."""
+        return row_numbers(batch, layout)
+
+    def look_up(
+        self, params: PyTree, batch: Occurrences, number: Int[Array, ""] | None
+    ) -> Asking[LookupResult]:
+        """See `Rows`."""
+        wanted = self._distinct(batch.all_keys())
+        num_ids = wanted.entry_of.shape[0]
+
+        def answer(num_unknown: Array, request: PyTree) -> tuple[Array, Array]:
+            keys, occurrences = self._received(request)
+            ahead = None
+            if number is not None:
+                ahead = occurrences, number, self._arrival(request, num_ids)
+            vectors, more = self.storage.read(params, keys, self.table, ahead)
+            return num_unknown + more, vectors
+
+        vector = jax.ShapeDtypeStruct(
+            (self.table.embedding_dim,), self.storage.vector_dtype(self.table)
+        )
+        num_unknown, vectors, rounds = yield Question(
+            wanted,
+            self._request(wanted),
+            answer,
+            jnp.zeros((), jnp.int32),
+            self._capacity(wanted),
+            vector,
+        )
+        pooled = self._pooled(vectors, batch.call.with_ids(wanted.entry_of))
+        return pooled, num_unknown, rounds
+
+    def row_gradients(
+        self, batch: Occurrences, d_outputs: Sequence[Array]
+    ) -> Asking[tuple[Array, Array]]:
+        """See `Rows`."""
+        wanted = self._distinct(batch.all_keys())
+        no_rows = self._no_rows(wanted)
+        most_rows = no_rows.shape[0]
+
+        def collect(state: PyTree, arrived: tuple[PyTree, Array]) -> tuple[PyTree, None]:
+            count, all_rows, all_values = state
+            rows, values, is_row = self._combined(*arrived)
+            # Each round delivers complete rows. Append them after the rows of earlier rounds.
+            position = count + jnp.arange(is_row.shape[0], dtype=jnp.int32)
+            position = jnp.where(is_row, position, most_rows)
+            all_rows, all_values = api.scatter_rows(
+                (all_rows, all_values), position, (rows, values)
+            )
+            return (
+                count + jnp.sum(is_row, dtype=jnp.int32),
+                all_rows,
+                all_values,
+            ), None
+
+        no_values = jnp.zeros((most_rows, self.table.embedding_dim), jnp.float32)
+        gradients = self._gradients_of_entries(wanted.entry_of, batch, d_outputs)
+        answers = yield Question(
+            wanted,
+            (self._request(wanted), gradients),
+            collect,
+            (jnp.zeros((), jnp.int32), no_rows, no_values),
+            self._capacity(wanted),
+        )
+        _, rows, values = answers.state
+        return rows, values
+
+    def update(
+        self,
+        params: PyTree,
+        slots: PyTree,
+        batch: Occurrences,
+        d_outputs: Sequence[Array],
+        step: Step,
+    ) -> Asking[State]:
+        """See `Rows`."""
+
+        def answer(
+            state: tuple[PyTree, PyTree], arrived: tuple[PyTree, Array]
+        ) -> tuple[PyTree, None]:
+            request, gradients = arrived
+            params, slots, rows = self._found(*state, request, step)
+            return self._step(params, slots, CallGradients.of_rows(rows, gradients), step), None
+
+        wanted = self._distinct(self.storage.keys_after(batch.all_keys(), d_outputs))
+        gradients = self._gradients_of_entries(wanted.entry_of, batch, d_outputs)
+        params = yield from self._with_keys_held(params, wanted, step)
+        answers = yield Question(
+            wanted,
+            (self._request(wanted), gradients),
+            answer,
+            (params, slots),
+            self._capacity(wanted),
+        )
+        stepped: tuple[PyTree, PyTree] = answers.state
+        return stepped
+
+    # What a request holds
+
+    def _distinct(self, keys: Keys) -> Wanted:
+        """Distinct keys of this device's batch, grouped by owner."""
+        return distinct(
+            self.storage.owners(keys, self.num_shards),
+            self._lanes(keys),
+            num_devices=self.num_shards,
+        )
+
+    def _lanes(self, keys: Keys) -> list[Array]:
+        """Integers that identify each key."""
+        return [keys.low.astype(jnp.int32)]
+
+    def _request(self, wanted: Wanted) -> PyTree:
+        """What owners get of each entry: its row number."""
+        return jnp.where(wanted.first_of == NO_ROW, NO_ROW, wanted.lanes[0])
+
+    def _received(self, request: PyTree) -> tuple[Keys, Int[Array, " nnz"]]:
+        """Keys of a request, and their occurrences, at the owner."""
+        keys = keys_of_rows(request)
+        return keys, keys.is_key.astype(jnp.int32)
+
+    def _arrival(self, request: PyTree, num_ids: int) -> Int[Array, " nnz"] | None:
+        """Numbers that sort the received entries in the order in which keys get rows.
+
+        None: in the order of the request. `num_ids` is the number of ids of each device.
+        """
+        del request, num_ids
+        return None
+
+    def _found(self, params: PyTree, slots: PyTree, request: PyTree, step: Step) -> Found:
+        """Parameters, slots and rows after `find` of all keys of a request."""
+        keys, occurrences = self._received(request)
+        return self.storage.find(params, slots, keys, occurrences, self.table, step)
+
+    def _no_rows(self, wanted: Wanted) -> Array:
+        """Padding in the form of `RowGradients.rows`, with room for all rows that can arrive."""
+        most_rows = wanted.entry_of.shape[0] * self.num_shards
+        rows_of_shard = -(-self.storage.num_ids(self.table) // self.num_shards)
+        return jnp.full(min(most_rows, rows_of_shard), NO_ROW, jnp.int32)
+
+    def _combined(self, request: PyTree, gradients: Array) -> Combined:
+        """Distinct rows of a request, and the sum of the gradients of each."""
+        summands = CallGradients.of_rows(request, gradients)
+        rows, values = self._summed(summands, self.storage.num_ids(self.table))
+        return Combined(rows, values, rows != NO_ROW)
+
+    def _with_keys_held(self, params: PyTree, wanted: Wanted, step: Step) -> Asking[PyTree]:
+        """Parameters that keep the rows of all wanted keys until the end of the step."""
+        del wanted, step
+        yield from ()
+        return params
+
+    # Helpers
+
+    def _keys_here(self, keys: Keys) -> Keys:
+        return keys.only(self.storage.owners(keys, self.num_shards) == self.shard)
+
+    def _capacity(self, wanted: Wanted) -> int:
+        num_entries = wanted.entry_of.shape[0]
+        if self.table.optimizer.moves_all_rows:
+            # Every round steps all rows, so there must be only one.
+            return num_entries
+        return min(self.capacity or default_capacity(num_entries, self.num_shards), num_entries)
+
+
+class AskedArrayRows(AskedRows):
+    """Sharded rows in one array."""
+
+    def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
+        """Row numbers in the array."""
+        return rows_of_array(batch, layout)
+
+
+class AskedKeys(AskedRows):
+    """Sharded rows with 64-bit keys.
+
+    A request holds the lanes of each key, the number of its occurrences on the asking device, and
+    the index of the first one.
+    """
+
+    def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
+        """Keys with their bags."""
+        return keys_in_bags(batch, layout)
+
+    def _lanes(self, keys: Keys) -> list[Array]:
+        return [*keys.lanes]
+
+    def _request(self, wanted: Wanted) -> PyTree:
+        return *wanted.lanes, wanted.counts, wanted.first_of
+
+    def _received(self, request: PyTree) -> tuple[Keys, Int[Array, " nnz"]]:
+        *lanes, counts, first_of = request
+        return Keys.of_lanes(lanes, first_of != NO_ROW), counts
+
+    def _arrival(self, request: PyTree, num_ids: int) -> Int[Array, " nnz"]:
+        first_of = request[-1]
+        numbers = self._asking_devices(first_of) * num_ids + first_of
+        return jnp.where(first_of == NO_ROW, NO_ROW, numbers)
+
+    def _found(self, params: PyTree, slots: PyTree, request: PyTree, step: Step) -> Found:
+        keys, occurrences, order = self._in_order(request)
+        params, slots, rows = self.storage.find(params, slots, keys, occurrences, self.table, step)
+        (rows,) = api.gather_rows((rows,), order.entry_of)
+        return params, slots, rows
+
+    def _no_rows(self, wanted: Wanted) -> Array:
+        most_rows = wanted.entry_of.shape[0] * self.num_shards
+        return jnp.zeros((most_rows, len(wanted.lanes) + 1), jnp.uint32)
+
+    def _combined(self, request: PyTree, gradients: Array) -> Combined:
+        keys, occurrences, order = self._in_order(request)
+        (gradients,) = api.gather_rows((gradients,), order.first_of)
+        rows, values = combine(keys, occurrences, gradients)
+        return Combined(rows, values, unnamed(rows)[0].is_key)
+
+    def _with_keys_held(self, params: PyTree, wanted: Wanted, step: Step) -> Asking[PyTree]:
+        capacity = self._capacity(wanted)
+        if not self.storage.makes_room or capacity == wanted.entry_of.shape[0]:
+            return params
+        # A key of a later round must not be evicted for a key of an earlier round.
+        keys = Keys.of_lanes(wanted.lanes, wanted.first_of != NO_ROW)
+        answers = yield Question(
+            wanted,
+            keys,
+            lambda params, received: (self.storage.hold(params, received, step), None),
+            params,
+            capacity,
+        )
+        return answers.state
+
+    def _asking_devices(self, entries: Array) -> Int[Array, " nnz"]:
+        """Index of the device that sent each entry to this owner."""
+        blocks = self.num_shards, entries.shape[0] // self.num_shards
+        return jax.lax.broadcasted_iota(jnp.int32, blocks, 0).reshape(-1)
+
+    def _in_order(self, request: PyTree) -> tuple[Keys, Int[Array, " nnz"], Wanted]:
+        """Received keys sorted by device and first occurrence, their occurrences, and the order.
+
+        If rows are scarce, the order decides which keys get one, so `update` and `apply` must use
+        the same order.
+        """
+        keys, occurrences = self._received(request)
+        first_of = request[-1]
+        position = jnp.arange(first_of.shape[0], dtype=jnp.int32)
+        # With `position` as a lane all entries differ, so `distinct` merges none and only sorts.
+        order = distinct(
+            self._asking_devices(position), [first_of, position], num_devices=self.num_shards
+        )
+        is_key, occurrences, *lanes = api.gather_rows(
+            (keys.is_key, occurrences, *keys.lanes), order.first_of
+        )
+        return Keys.of_lanes(lanes, is_key), occurrences, order

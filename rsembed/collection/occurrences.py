@@ -1,0 +1,186 @@
+"""Ids of a batch in the forms that rows take: row numbers of an array, or keys, with their bags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from rsembed.bags import Bags, as_bags
+from rsembed.collection.devices import Devices
+from rsembed.collection.prepared import Listed, PreparedBatch, in_order_of_features
+from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Segment
+from rsembed.kernels.reference import bag_of_entries, rows_of_list
+from rsembed.keys import Keys, as_keys
+from rsembed.stacking import FeaturePlacement
+from rsembed.storage.dense_rows import RowLayout, in_some_bag, list_of
+from rsembed.storage.row_map import unnamed
+
+
+class Occurrences(NamedTuple):
+    """The ids of a batch, feature after feature.
+
+    Attributes:
+      call: the ids with their bags. With `keys`, the ids are indices of keys, `NO_ROW` for padding.
+      keys: the keys of keyed tables. None if ids are row numbers.
+      table: number of the table in a call that reads several tables.
+      dims: row length of every table of such a call.
+    """
+
+    call: Call
+    keys: Keys | None = None
+    table: int = 0
+    dims: tuple[int, ...] = ()
+
+    def gradients(self, d_outputs: Sequence[Array]) -> CallGradients:
+        """Gradients of the call's outputs in the form that kernels take.
+
+        For a single table, `d_outputs` may have only some of the columns.
+        """
+        dims = self.dims or (d_outputs[0].shape[-1],)
+        return CallGradients(self.call, tuple(d_outputs), dims, self.table)
+
+    def all_keys(self) -> Keys:
+        """The ids as `Keys`, also if they are row numbers."""
+        if self.keys is not None:
+            return self.keys
+        rows = []
+        for number in range(len(self.call.lists)):
+            rows.append(rows_of_list(self.call, number, 0, NO_ROW))
+        return keys_of_rows(jnp.concatenate(rows))
+
+    def of_all(self, devices: Devices) -> Occurrences:
+        """Occurrences of the global batch, with samples in the order of devices.
+
+        With several devices, the ids must be row numbers.
+        """
+        num_devices = devices.num_devices
+        if num_devices == 1:
+            return self
+        lists = []
+        segments = list(self.call.segments)
+        for number, ids in enumerate(self.call.lists):
+            readers = [k for k, segment in enumerate(segments) if segment.list == number]
+            weights = None if ids.weights is None else devices.gather(ids.weights)
+            if ids.offsets is None:
+                num_bags, width = ids.array_shape
+                gathered = IdList(
+                    devices.gather(ids.ids), None, weights, (num_bags * num_devices, width)
+                )
+            else:
+                parts = Bags(devices.gather(ids.ids), devices.gather(ids.offsets), weights)
+                bags_of_readers = [Listed("", *segments[k][1:3]) for k in readers]
+                gathered = list_of(
+                    in_order_of_features(parts, bags_of_readers, num_devices, NO_ROW)
+                )
+            lists.append(gathered)
+            first_bag = 0
+            for k in readers:
+                num_bags = segments[k].num_bags * num_devices
+                segments[k] = segments[k]._replace(first_bag=first_bag, num_bags=num_bags)
+                first_bag += num_bags
+        return Occurrences(Call(tuple(lists), tuple(segments)))
+
+
+def bags_of(
+    batch: PreparedBatch, features: Sequence[FeaturePlacement]
+) -> tuple[list[Bags], list[Segment]]:
+    """Lists of bags, each of one or several features, and the segment that each feature reads."""
+    all_bags: list[Bags] = []
+    segments: list[Segment] = []
+    number_of: dict[str, int] = {}
+    for feature in features:
+        place = batch.place(feature.name)
+        if place is None:
+            bags = as_bags(batch.arrays[feature.name], feature=feature.name)
+            segments.append(Segment(len(all_bags), 0, bags.num_bags, feature.combiner))
+            all_bags.append(bags)
+            continue
+        if place.list not in number_of:
+            number_of[place.list] = len(all_bags)
+            all_bags.append(batch.lists[place.list])
+        number = number_of[place.list]
+        segments.append(Segment(number, place.first_bag, place.num_bags, feature.combiner))
+    return all_bags, segments
+
+
+def rows_of_array(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
+    """Row numbers in the array of a layout. Ids outside their table contribute nothing."""
+    return Occurrences(layout.call(*bags_of(batch, layout.stack.features)))
+
+
+def row_numbers(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
+    """Row numbers in the tables of a stack, one table after the other.
+
+    Ids outside their table are `NO_ROW`, and so are ids outside all bags: a storage that finds rows
+    must not look these up.
+    """
+    all_bags, segments = bags_of(batch, layout.stack.features)
+    call = RowLayout.whole(layout.stack).call(all_bags, segments)
+    lists = []
+    for ids, bags in zip(call.lists, all_bags, strict=True):
+        lists.append(replace(ids, ids=jnp.where(in_some_bag(bags), ids.ids, NO_ROW)))
+    return Occurrences(replace(call, lists=tuple(lists)))
+
+
+def keys_in_bags(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
+    """Keys of keyed tables. Ids outside all bags are padding."""
+    all_bags, segments = bags_of(batch, layout.stack.features)
+    lists = []
+    all_keys = []
+    first = 0
+    for number, bags in enumerate(all_bags):
+        keys = as_keys(bags.ids).only(in_some_bag(bags))
+        keys = keys._replace(table=_tables_of_keys(layout, number, bags, segments))
+        index = first + jnp.arange(keys.shape[0], dtype=jnp.int32)
+        lists.append(list_of(bags, jnp.where(keys.is_key, index, NO_ROW)))
+        all_keys.append(keys)
+        first += keys.shape[0]
+    joined = jax.tree.map(lambda *lanes: jnp.concatenate(lanes), *all_keys)
+    return Occurrences(Call(tuple(lists), tuple(segments)), joined)
+
+
+def _tables_of_keys(
+    layout: RowLayout, number: int, bags: Bags, segments: Sequence[Segment]
+) -> Int[Array, " nnz"] | None:
+    """Index of the table that each key of a list belongs to; None if the stack has one table.
+
+    Args:
+      layout: tables and features of the stack.
+      number: index of the list.
+      bags: bags of the list.
+      segments: segment of each feature of the stack.
+    """
+    names = [table.name for table in layout.stack.tables]
+    if len(names) == 1:
+        return None
+    table_of_bag = np.zeros(bags.num_bags + 1, np.int32)
+    for feature, segment in zip(layout.stack.features, segments, strict=True):
+        if segment.list == number:
+            last_bag = segment.first_bag + segment.num_bags
+            table_of_bag[segment.first_bag : last_bag] = names.index(feature.table_name)
+    if (table_of_bag[:-1] == table_of_bag[0]).all():
+        return jnp.full(bags.ids.shape, table_of_bag[0], jnp.int32)
+    entries = list_of(bags, jnp.zeros(bags.ids.shape, jnp.int32))
+    return jnp.asarray(table_of_bag)[bag_of_entries(entries)]
+
+
+def keys_of_rows(rows: Int[Array, " nnz"]) -> Keys:
+    """Row numbers as `Keys`, with `NO_ROW` as padding."""
+    return Keys(jnp.zeros(rows.shape, jnp.uint32), rows.astype(jnp.uint32), rows != NO_ROW)
+
+
+def keys_of_gradients(rows: Array) -> tuple[Keys, Int[Array, " capacity"]]:
+    """Keys of the rows of `RowGradients`, which are ids or lanes, and the number of occurrences.
+
+    Ids count once each, because `RowGradients` do not hold their occurrences.
+    """
+    if rows.ndim == 1:
+        keys = keys_of_rows(rows)
+        return keys, keys.is_key.astype(jnp.int32)
+    return unnamed(rows)
