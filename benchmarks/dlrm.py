@@ -1,6 +1,6 @@
 """Times whole training steps of a DLRM, from ids in numpy to updated tables, in one run.
 
-    python benchmarks/dlrm.py [--gigabytes 4] [--batch 2048] [--rounds 4] [--json PATH]
+    python benchmarks/dlrm.py [--gigabytes 1] [--batch 2048] [--rounds 4] [--json PATH]
 
 26 tables with the cardinalities of Criteo's Kaggle log, scaled to the given size, 64 columns, one Zipf id each; 13
 numbers a sample; an MLP of 512, 256 and 64 below, pairs of all 27 vectors, one of 512, 256 and 1 above. Dense layers
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -451,7 +452,12 @@ def torchrec_contestant(sizes: list[int], batches: list[Batch]) -> Run:
 def main() -> int:
     """Prints the table, and writes it if asked."""
     parser = timing.make_parser(__doc__)
-    parser.add_argument("--gigabytes", type=float, default=4.0, help="all tables together")
+    parser.add_argument(
+        "--gigabytes",
+        type=float,
+        default=1.0,
+        help="all tables together; every contestant keeps its own, at the same time",
+    )
     parser.add_argument("--batch", type=int, default=2048, help="samples")
     parser.add_argument("--rounds", type=int, default=4, help="times that all batches are run")
     parser.add_argument(
@@ -476,12 +482,23 @@ def main() -> int:
         "torch + FBGEMM": fbgemm_contestant,
         "TorchRec": torchrec_contestant,
     }
+    for name in options.without.split(";"):
+        makers.pop(name, None)
+    # SparseCore and torch keep an accumulator for every number, so their tables count twice.
+    num_tables = len(makers) + sum(name in makers for name in ("SparseCore", "torch"))
+    needed = options.gigabytes * num_tables
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    if needed > 0.8 * memory:
+        parser.error(
+            f"the tables of {len(makers)} contestants take {needed:.0f} GB of {memory:.0f} GB of memory: "
+            "leave some out with --without, or give a smaller --gigabytes"
+        )
     sizes = table_sizes(options.gigabytes)
-    batches, runs = draw_batches(sizes, options.batch), {}
+    batches = draw_batches(sizes, options.batch)
+    runs = {}
     for name, make in makers.items():
         try:
-            if name not in options.without.split(";"):
-                runs[name] = make(sizes, batches)
+            runs[name] = make(sizes, batches)
         except ImportError as error:
             print(f"without {name}: {error}")
     times = timing.race(runs, options.rounds)
