@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,11 @@ from rsembed.kernels.contract import NO_ROW, CallGradients, Step
 from rsembed.keys import Keys
 from rsembed.parallel.exchange import Asking, Question, Wanted, default_capacity, distinct
 from rsembed.storage.dense_rows import RowLayout
-from rsembed.storage.protocol import Found, State
+from rsembed.storage.protocol import Found, Params, SlotTree, State
 from rsembed.storage.row_map import combine, unnamed
+
+Request: TypeAlias = PyTree
+"""What a device sends to an owner for each distinct entry: row numbers, or lanes of keys."""
 
 
 class Combined(NamedTuple):
@@ -84,13 +87,13 @@ class AskedRows(Rows):
         return row_numbers(batch, layout)
 
     def look_up(
-        self, params: PyTree, batch: Occurrences, number: Int[Array, ""] | None
+        self, params: Params, batch: Occurrences, number: Int[Array, ""] | None
     ) -> Asking[LookupResult]:
         """See `Rows`."""
         wanted = self._distinct(batch.all_keys())
         num_ids = wanted.entry_of.shape[0]
 
-        def answer(num_unknown: Array, request: PyTree) -> tuple[Array, Array]:
+        def answer(num_unknown: Array, request: Request) -> tuple[Array, Array]:
             keys, occurrences = self._received(request)
             ahead = None
             if number is not None:
@@ -120,7 +123,7 @@ class AskedRows(Rows):
         no_rows = self._no_rows(wanted)
         most_rows = no_rows.shape[0]
 
-        def collect(state: PyTree, arrived: tuple[PyTree, Array]) -> tuple[PyTree, None]:
+        def collect(state: PyTree, arrived: tuple[Request, Array]) -> tuple[PyTree, None]:
             count, all_rows, all_values = state
             rows, values, is_row = self._combined(*arrived)
             # Each round delivers complete rows. Append them after the rows of earlier rounds.
@@ -149,17 +152,15 @@ class AskedRows(Rows):
 
     def update(
         self,
-        params: PyTree,
-        slots: PyTree,
+        params: Params,
+        slots: SlotTree,
         batch: Occurrences,
         d_outputs: Sequence[Array],
         step: Step,
     ) -> Asking[State]:
         """See `Rows`."""
 
-        def answer(
-            state: tuple[PyTree, PyTree], arrived: tuple[PyTree, Array]
-        ) -> tuple[PyTree, None]:
+        def answer(state: State, arrived: tuple[Request, Array]) -> tuple[PyTree, None]:
             request, gradients = arrived
             params, slots, rows = self._found(*state, request, step)
             return self._step(params, slots, CallGradients.of_rows(rows, gradients), step), None
@@ -174,7 +175,7 @@ class AskedRows(Rows):
             (params, slots),
             self._capacity(wanted),
         )
-        stepped: tuple[PyTree, PyTree] = answers.state
+        stepped: State = answers.state
         return stepped
 
     # What a request holds
@@ -191,16 +192,16 @@ class AskedRows(Rows):
         """Integers that identify each key."""
         return [keys.low.astype(jnp.int32)]
 
-    def _request(self, wanted: Wanted) -> PyTree:
+    def _request(self, wanted: Wanted) -> Request:
         """What owners get of each entry: its row number."""
         return jnp.where(wanted.first_of == NO_ROW, NO_ROW, wanted.lanes[0])
 
-    def _received(self, request: PyTree) -> tuple[Keys, Int[Array, " nnz"]]:
+    def _received(self, request: Request) -> tuple[Keys, Int[Array, " nnz"]]:
         """Keys of a request, and their occurrences, at the owner."""
         keys = keys_of_rows(request)
         return keys, keys.is_key.astype(jnp.int32)
 
-    def _arrival(self, request: PyTree, num_ids: int) -> Int[Array, " nnz"] | None:
+    def _arrival(self, request: Request, num_ids: int) -> Int[Array, " nnz"] | None:
         """Numbers that sort the received entries in the order in which keys get rows.
 
         None: in the order of the request. `num_ids` is the number of ids of each device.
@@ -208,7 +209,7 @@ class AskedRows(Rows):
         del request, num_ids
         return None
 
-    def _found(self, params: PyTree, slots: PyTree, request: PyTree, step: Step) -> Found:
+    def _found(self, params: Params, slots: SlotTree, request: Request, step: Step) -> Found:
         """Parameters, slots and rows after `find` of all keys of a request."""
         keys, occurrences = self._received(request)
         return self.storage.find(params, slots, keys, occurrences, self.table, step)
@@ -219,13 +220,13 @@ class AskedRows(Rows):
         rows_of_shard = -(-self.storage.num_ids(self.table) // self.num_shards)
         return jnp.full(min(most_rows, rows_of_shard), NO_ROW, jnp.int32)
 
-    def _combined(self, request: PyTree, gradients: Array) -> Combined:
+    def _combined(self, request: Request, gradients: Array) -> Combined:
         """Distinct rows of a request, and the sum of the gradients of each."""
         summands = CallGradients.of_rows(request, gradients)
         rows, values = self._summed(summands, self.storage.num_ids(self.table))
         return Combined(rows, values, rows != NO_ROW)
 
-    def _with_keys_held(self, params: PyTree, wanted: Wanted, step: Step) -> Asking[PyTree]:
+    def _with_keys_held(self, params: Params, wanted: Wanted, step: Step) -> Asking[Params]:
         """Parameters that keep the rows of all wanted keys until the end of the step."""
         del wanted, step
         yield from ()
@@ -266,19 +267,19 @@ class AskedKeys(AskedRows):
     def _lanes(self, keys: Keys) -> list[Array]:
         return [*keys.lanes]
 
-    def _request(self, wanted: Wanted) -> PyTree:
+    def _request(self, wanted: Wanted) -> Request:
         return *wanted.lanes, wanted.counts, wanted.first_of
 
-    def _received(self, request: PyTree) -> tuple[Keys, Int[Array, " nnz"]]:
+    def _received(self, request: Request) -> tuple[Keys, Int[Array, " nnz"]]:
         *lanes, counts, first_of = request
         return Keys.of_lanes(lanes, first_of != NO_ROW), counts
 
-    def _arrival(self, request: PyTree, num_ids: int) -> Int[Array, " nnz"]:
+    def _arrival(self, request: Request, num_ids: int) -> Int[Array, " nnz"]:
         first_of = request[-1]
         numbers = self._asking_devices(first_of) * num_ids + first_of
         return jnp.where(first_of == NO_ROW, NO_ROW, numbers)
 
-    def _found(self, params: PyTree, slots: PyTree, request: PyTree, step: Step) -> Found:
+    def _found(self, params: Params, slots: SlotTree, request: Request, step: Step) -> Found:
         keys, occurrences, order = self._in_order(request)
         params, slots, rows = self.storage.find(params, slots, keys, occurrences, self.table, step)
         (rows,) = api.gather_rows((rows,), order.entry_of)
@@ -288,13 +289,13 @@ class AskedKeys(AskedRows):
         most_rows = wanted.entry_of.shape[0] * self.num_shards
         return jnp.zeros((most_rows, len(wanted.lanes) + 1), jnp.uint32)
 
-    def _combined(self, request: PyTree, gradients: Array) -> Combined:
+    def _combined(self, request: Request, gradients: Array) -> Combined:
         keys, occurrences, order = self._in_order(request)
         (gradients,) = api.gather_rows((gradients,), order.first_of)
         rows, values = combine(keys, occurrences, gradients)
         return Combined(rows, values, unnamed(rows)[0].is_key)
 
-    def _with_keys_held(self, params: PyTree, wanted: Wanted, step: Step) -> Asking[PyTree]:
+    def _with_keys_held(self, params: Params, wanted: Wanted, step: Step) -> Asking[Params]:
         capacity = self._capacity(wanted)
         if not self.storage.makes_room or capacity == wanted.entry_of.shape[0]:
             return params
@@ -314,7 +315,7 @@ class AskedKeys(AskedRows):
         blocks = self.num_shards, entries.shape[0] // self.num_shards
         return jax.lax.broadcasted_iota(jnp.int32, blocks, 0).reshape(-1)
 
-    def _in_order(self, request: PyTree) -> tuple[Keys, Int[Array, " nnz"], Wanted]:
+    def _in_order(self, request: Request) -> tuple[Keys, Int[Array, " nnz"], Wanted]:
         """Received keys sorted by device and first occurrence, their occurrences, and the order.
 
         If rows are scarce, the order decides which keys get one, so `update` and `apply` must use

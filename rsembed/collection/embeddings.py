@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -39,7 +38,7 @@ from rsembed.kernels.contract import Step
 from rsembed.parallel.agreement import check_not_forked
 from rsembed.row_gradients import RowGradients, check_belong
 from rsembed.specs import FeatureSpec, TableSpec, features_of, tables_of
-from rsembed.stacking import StackingPlan
+from rsembed.stacking import StackingPlan, StackPlan
 
 
 class EmbeddingCollection:
@@ -100,9 +99,9 @@ class EmbeddingCollection:
         bounds_check: Literal["raise", "ignore"] = "raise",
     ):
         api.check_implementation(implementation)
-        self.features: dict[str, FeatureSpec] = {
-            feature.name: feature for feature in features_of(features)
-        }
+        self.features: dict[str, FeatureSpec] = {}
+        for feature in features_of(features):
+            self.features[feature.name] = feature
         self.table_specs: dict[str, TableSpec] = tables_of(features)
         self.implementation = implementation
         self.bounds_check = bounds_check
@@ -118,31 +117,36 @@ class EmbeddingCollection:
             implementation=implementation,
         )
         inputs.check_output_shapes(self.features, self.devices)
-        self.layout = Fingerprint.of(
-            {n: stack.layout.facts(self.table_specs) for n, stack in self._stacks.items()}
-        )
+        facts_by_stack = {}
+        num_rows_by_stack = {}
+        list_of_feature = {}
+        for name, stack in self._stacks.items():
+            facts_by_stack[name] = stack.layout.facts(self.table_specs)
+            num_rows_by_stack[name] = stack.layout.num_rows
+            for placed_feature in stack.layout.stack.features:
+                list_of_feature[placed_feature.name] = name
+        self.layout = Fingerprint.of(facts_by_stack)
+        self._num_rows = tuple(sorted(num_rows_by_stack.items()))
+        self._list_of_feature = list_of_feature
         self._engine = Engine(self.features, self._stacks, self.devices, implementation)
-        self._list_of_feature = {
-            f.name: stack.name for stack in self.plan.stacks for f in stack.features
-        }
         self._made_for = identity_of(
             self.features, self._list_of_feature, self.devices, bounds_check
         )
-        self._num_rows = tuple(
-            sorted((name, stack.layout.num_rows) for name, stack in self._stacks.items())
-        )
         self.logical = LogicalTables(self.table_specs, self._stacks)
         self._on_host = self.logical.on_host
-        made = partial(
-            EmbeddingCollection, mesh=mesh, sharding_axis=sharding_axis, placement=placement
-        )
-        options = {"exchange_capacity": exchange_capacity, "implementation": implementation}
-        self._made_again = partial(
-            made, list(self.features.values()), bounds_check=bounds_check, **options
-        )
+        self._arguments: dict[str, Any] = {
+            "mesh": mesh,
+            "sharding_axis": sharding_axis,
+            "placement": placement,
+            "exchange_capacity": exchange_capacity,
+            "implementation": implementation,
+            "bounds_check": bounds_check,
+        }
 
     def __reduce__(self) -> tuple[object, ...]:
-        return self._made_again, ()  # for the workers of an input pipeline
+        # Workers of an input pipeline get a collection in this way.
+        make = functools.partial(EmbeddingCollection, **self._arguments)
+        return make, (list(self.features.values()),)
 
     def __deepcopy__(self, memo: object) -> EmbeddingCollection:
         return self  # immutable: the state holds everything that changes
@@ -169,11 +173,12 @@ class EmbeddingCollection:
         tables, slots = self._engine.init(key)
         for name, stack in self._stacks.items():
             stack.check_start(tables[name], slots[name])
-        rest = jnp.zeros((), jnp.int32), jax.random.fold_in(key, 0x726F756E)
-        step, key = self.devices.place(rest, PartitionSpec())
-        for name, own in self._on_host.items():
-            own.storage.begin(tables[name])
-        fresh = EmbeddingState(tables, slots, step, key, self.layout)
+        step = jnp.zeros((), jnp.int32)
+        rounding_key = jax.random.fold_in(key, 0x726F756E)
+        step, rounding_key = self.devices.place((step, rounding_key), PartitionSpec())
+        for name, prefetch in self._on_host.items():
+            prefetch.storage.begin(tables[name])
+        fresh = EmbeddingState(tables, slots, step, rounding_key, self.layout)
         return host_rows.with_new_generation(self._on_host, fresh)
 
     def prefetch(self, state: EmbeddingState, batch: Batch) -> EmbeddingState:
@@ -194,10 +199,9 @@ class EmbeddingCollection:
             raise RuntimeError(
                 "prefetch works beside compiled programs; call it outside of jit, before the step."
             )
-        near = host_rows.fetched(
-            self._on_host, state, dict.fromkeys(self._on_host, batch), donates=True
-        )
-        return host_rows.with_new_generation(self._on_host, near)
+        wanted = dict.fromkeys(self._on_host, batch)
+        fetched = host_rows.fetched(self._on_host, state, wanted, donates=True)
+        return host_rows.with_new_generation(self._on_host, fetched)
 
     def _fetched(self, state: EmbeddingState, wanted: Mapping[str, PyTree]) -> EmbeddingState:
         """State with every row that `wanted` reads on the device. Inside `jit`, nothing changes."""
@@ -214,16 +218,16 @@ class EmbeddingCollection:
         if self.devices.mesh is None:
             return state
         everywhere: PyTree = self.devices.sharding(PartitionSpec())
-        own = {name: self.devices.sharding(stack.partition) for name, stack in self._stacks.items()}
-        shardings = EmbeddingState(own, own, everywhere, everywhere, self.layout)
-        placed: EmbeddingState = jax.tree.map(
-            lambda sharding, shapes: jax.tree.map(
-                lambda leaf: leaf.update(sharding=sharding), shapes
-            ),
-            shardings,
-            state,
-        )
-        return placed
+        of_stacks = {}
+        for name, stack in self._stacks.items():
+            of_stacks[name] = self.devices.sharding(stack.partition)
+        shardings = EmbeddingState(of_stacks, of_stacks, everywhere, everywhere, self.layout)
+
+        def placed(sharding: PyTree, shapes: PyTree) -> PyTree:
+            return jax.tree.map(lambda shape: shape.update(sharding=sharding), shapes)
+
+        template: EmbeddingState = jax.tree.map(placed, shardings, state)
+        return template
 
     def check_state(
         self, state: EmbeddingState, *, parts: Sequence[str] = ("tables", "slots", "step")
@@ -255,12 +259,13 @@ class EmbeddingCollection:
             "the latest checkpoint"
         )
         for part in parts:
-            found, expected = getattr(state, part), getattr(self.template, part)
-            check_not_taken(found, f"the state has lost its {part}", way_out)
-            if jax.tree.map(_shape_and_kind, found) != jax.tree.map(_shape_and_kind, expected):
-                shown, wanted = jax.tree.map(_shown, found), jax.tree.map(_shown, expected)
+            arrays = getattr(state, part)
+            expected = getattr(self.template, part)
+            check_not_taken(arrays, f"the state has lost its {part}", way_out)
+            if jax.tree.map(_shape_and_kind, arrays) != jax.tree.map(_shape_and_kind, expected):
                 raise ValueError(
-                    f"the state does not belong to this collection: {part} are {shown}, expected {wanted}; use a state "
+                    f"the state does not belong to this collection: {part} are "
+                    f"{jax.tree.map(_shown, arrays)}, expected {jax.tree.map(_shown, expected)}; use a state "
                     "of collection.init, or load one with load_collection."
                 )
         if "tables" in parts:
@@ -275,11 +280,10 @@ class EmbeddingCollection:
         `waiting_keys`, `waiting_last_step` and `waiting_count`.
         """
         self.check_state(state, parts=["tables"])
-        found = [
-            stack.values(state.tables[name], state.slots.get(name))
-            for name, stack in self._stacks.items()
-        ]
-        return {name: values for own in found for name, values in own.items()}
+        tables: ByName = {}
+        for name, stack in self._stacks.items():
+            tables |= stack.values(state.tables[name], state.slots.get(name))
+        return tables
 
     def counts(self, state: EmbeddingState) -> dict[str, dict[str, np.ndarray]]:
         """Counters by table, one number per device, such as keys inserted so far.
@@ -287,8 +291,12 @@ class EmbeddingCollection:
         Tables with a storage that counts nothing are left out.
         """
         self.check_state(state, parts=["tables"])
-        found = [stack.counts(state.tables[name]) for name, stack in self._stacks.items()]
-        return {name: counts for own in found for name, counts in own.items() if counts}
+        counts = {}
+        for name, stack in self._stacks.items():
+            for table_name, counts_of_table in stack.counts(state.tables[name]).items():
+                if counts_of_table:
+                    counts[table_name] = counts_of_table
+        return counts
 
     def slots(self, state: EmbeddingState) -> ByName:
         """Optimizer state of every logical table (copies), in the named tuple of its optimizer.
@@ -297,11 +305,10 @@ class EmbeddingCollection:
         their `optimizer_state`.
         """
         self.check_state(state)
-        found = [
-            stack.slots(state.tables[name], state.slots[name])
-            for name, stack in self._stacks.items()
-        ]
-        return {name: slots for own in found for name, slots in own.items()}
+        slots: ByName = {}
+        for name, stack in self._stacks.items():
+            slots |= stack.slots(state.tables[name], state.slots[name])
+        return slots
 
     @validated
     def with_tables(
@@ -446,9 +453,8 @@ class EmbeddingCollection:
         self.check_state(state, parts=["tables"])
         state = self._fetched(state, dict.fromkeys(self._on_host, batch))
         numbers = dict.fromkeys(self._stacks, state.step)
-        return self._engine.lookup(state.tables, batch, numbers)[0], partial(
-            self.row_gradients, batch
-        )
+        activations, _ = self._engine.lookup(state.tables, batch, numbers)
+        return activations, functools.partial(self.row_gradients, batch)
 
     def row_gradients(self, batch: Batch, d_activations: Mapping[str, PyTree]) -> RowGradients:
         """Gradients of the distinct rows of a batch, from the gradients of its activations.
@@ -458,34 +464,31 @@ class EmbeddingCollection:
         batch = self.prepare(batch)
         d_outputs = inputs.d_outputs(self.features, batch, d_activations)
         rows, values = unzip_dict(self._engine.row_gradients(batch, d_outputs))
-        found = RowGradients(
-            rows, values, self._num_rows, self._engine.gradient_shardings(), self.layout
-        )
-        all_here = self.devices.mesh is None and all(
-            isinstance(stack, ArrayStack) for stack in self._stacks.values()
-        )
-        return (
-            found.summed_from(self._engine, batch, d_outputs)
-            if all_here and is_traced(rows)
-            else found
-        )
+        shardings = self._engine.gradient_shardings()
+        gradients = RowGradients(rows, values, self._num_rows, shardings, self.layout)
+        are_arrays = all(isinstance(stack, ArrayStack) for stack in self._stacks.values())
+        if are_arrays and self.devices.mesh is None and is_traced(rows):
+            return gradients.summed_from(self._engine, batch, d_outputs)
+        return gradients
 
     def apply(self, state: EmbeddingState, row_gradients: RowGradients) -> EmbeddingState:
         """State after one optimizer step of every row in `row_gradients`.
 
         Raises: ValueError: the gradients belong to another collection.
         """
-        axes = {
-            name: (1 + own.storage.takes_keys, own.table.embedding_dim)
-            for name, own in self._stacks.items()
-        }
+        axes = {}
+        for name, stack in self._stacks.items():
+            num_axes_of_rows = 2 if stack.storage.takes_keys else 1
+            axes[name] = num_axes_of_rows, stack.table.embedding_dim
         check_belong(row_gradients, self.layout, self._num_rows, axes)
         self.check_state(state)
         if row_gradients.summands is not None:
-            engine, *given = row_gradients.summands
-            return self._stepped(state, {}, engine.update, *given)
+            engine, batch, d_outputs = row_gradients.summands
+            return self._stepped(state, {}, engine.update, batch, d_outputs)
         rows = row_gradients.rows
-        gradients = {name: (rows[name], row_gradients.values[name]) for name in self._stacks}
+        gradients = {}
+        for name in self._stacks:
+            gradients[name] = rows[name], row_gradients.values[name]
         return self._stepped(state, rows, self._engine.apply, gradients)
 
     def update(
@@ -498,47 +501,58 @@ class EmbeddingCollection:
         batch = self.prepare(batch)
         d_outputs = inputs.d_outputs(self.features, batch, d_activations)
         self.check_state(state)
-        return self._stepped(
-            state, dict.fromkeys(self._on_host, batch), self._engine.update, batch, d_outputs
-        )
+        wanted = dict.fromkeys(self._on_host, batch)
+        return self._stepped(state, wanted, self._engine.update, batch, d_outputs)
 
     def _stepped(
         self,
-        given: EmbeddingState,
+        state: EmbeddingState,
         wanted: Mapping[str, PyTree],
         step_stacks: Callable[..., PyTree],
         *gradients: PyTree,
     ) -> EmbeddingState:
-        state = self._fetched(given, wanted)
-        steps = {}
-        for stack in self.plan.stacks:
-            rule, rounding = stack.spec.optimizer, None
-            if stack.tables[0].stochastic_rounding:
-                key = jax.random.fold_in(state.key, state.step)
-                # The noise of dense rows depends on the table's name. In other storages, rows of
-                # two tables may have equal numbers, so every table needs a different key.
-                if self.table_specs[stack.tables[0].name].storage is not None:
-                    keys = table_keys(key, [table.name for table in stack.tables])
-                    key = keys if len(stack.tables) > 1 else keys[0]
-                rounding = api.stochastic_rounding(key)
-            steps[stack.name] = Step(
-                rule.get_hyperparameters(state.step), rule, rounding, state.step
-            )
-        tables, slots = step_stacks(state.tables, state.slots, *gradients, steps)
-        for name, kept in self._stacks.items():
+        """State after one step.
+
+        Args:
+          state: state before the step.
+          wanted: by stack on the host, what the step reads: see `host_rows.fetched`.
+          step_stacks: `apply` or `update` of the engine.
+          gradients: arguments of `step_stacks` between the slots and the steps.
+        """
+        fetched = self._fetched(state, wanted)
+        steps = {stack.name: self._step_of(stack, fetched) for stack in self.plan.stacks}
+        tables, slots = step_stacks(fetched.tables, fetched.slots, *gradients, steps)
+        for name, stack in self._stacks.items():
             if not is_traced(tables[name]):
-                kept.storage.check_step(state.tables[name], tables[name], kept.table)
-        stepped = EmbeddingState(tables, slots, state.step + 1, state.key, state.layout)
-        # Invalidates the given state, so this comes last, when nothing can fail any more.
-        return stepped if state is given else host_rows.with_new_generation(self._on_host, stepped)
+                stack.storage.check_step(fetched.tables[name], tables[name], stack.table)
+        stepped = EmbeddingState(tables, slots, fetched.step + 1, fetched.key, fetched.layout)
+        if fetched is state:
+            return stepped
+        # Invalidates `state`, so this comes last, when nothing can fail any more.
+        return host_rows.with_new_generation(self._on_host, stepped)
+
+    def _step_of(self, stack: StackPlan, state: EmbeddingState) -> Step:
+        """The next step of the tables of a stack."""
+        rule = stack.spec.optimizer
+        rounding = None
+        if stack.tables[0].stochastic_rounding:
+            key = jax.random.fold_in(state.key, state.step)
+            # The noise of dense rows depends on the table's name. In other storages, rows of
+            # two tables may have equal numbers, so every table needs a different key.
+            if self.table_specs[stack.tables[0].name].storage is not None:
+                keys = table_keys(key, [table.name for table in stack.tables])
+                key = keys if len(stack.tables) > 1 else keys[0]
+            rounding = api.stochastic_rounding(key)
+        return Step(rule.get_hyperparameters(state.step), rule, rounding, state.step)
 
 
 def _shape_and_kind(leaf: object) -> tuple[tuple[int, ...], object]:
     """Shape and dtype of an array. PRNG keys of all implementations count as one dtype."""
     if not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return (), type(leaf)
-    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return leaf.shape, jax.dtypes.prng_key if is_key else leaf.dtype
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf.shape, jax.dtypes.prng_key
+    return leaf.shape, leaf.dtype
 
 
 def _shown(leaf: object) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -83,11 +83,15 @@ class Engine:
         *,
         side_by_side: bool = False,
     ):
-        self.features, self.stacks, self.devices = features, stacks, devices
+        self.features = features
+        self.stacks = stacks
+        self.devices = devices
         self.side_by_side = side_by_side
         self._joint_stacks = self._stacks_of_one_call()
         self._has_all_rows = all(isinstance(stack, ArrayStack) for stack in stacks.values())
-        everywhere, split = PartitionSpec(), devices.split
+        everywhere = PartitionSpec()
+        split = devices.split
+        default_implementation = "reference" if implementation == "reference" else None
         state = {name: stack.partition for name, stack in stacks.items()}
         gradients = {name: stack.rows.gradient_partitions for name, stack in stacks.items()}
 
@@ -96,7 +100,7 @@ class Engine:
         ) -> Callable[..., PyTree]:
             @functools.wraps(function)
             def traced(*args: PyTree) -> PyTree:
-                with api.by_default("reference" if implementation == "reference" else None):
+                with api.by_default(default_implementation):
                     return function(*args)
 
             return jax.jit(devices.on_each(traced, partitions, results))
@@ -132,11 +136,13 @@ class Engine:
         """Shardings of rows and values of `RowGradients`, by stack; None on one device."""
         if self.devices.mesh is None:
             return None
-        partitions = sorted(
-            (name, *stack.rows.gradient_partitions) for name, stack in self.stacks.items()
-        )
-        sharding = self.devices.sharding
-        return tuple((name, sharding(rows), sharding(values)) for name, rows, values in partitions)
+        shardings = []
+        for name in sorted(self.stacks):
+            of_rows, of_values = self.stacks[name].rows.gradient_partitions
+            shardings.append(
+                (name, self.devices.sharding(of_rows), self.devices.sharding(of_values))
+            )
+        return tuple(shardings)
 
     # On one device
 
@@ -190,69 +196,80 @@ class Engine:
                 continue
             number = None if numbers is None else numbers[name]
             asked.append(stack.rows.look_up(tables[name], stack.occurrences(batch), number))
-        for (name, stack), found in zip(
-            self.stacks.items(), together(asked, self.devices.axes), strict=True
-        ):
-            outputs, num_unknown, rounds[name] = found
+        results = together(asked, self.devices.axes)
+        for (name, stack), result in zip(self.stacks.items(), results, strict=True):
+            outputs, num_unknown, rounds[name] = result
             if stack.storage.takes_keys:
                 unknown[name] = self.devices.gather(num_unknown[None])
             for feature, output in zip(stack.layout.stack.features, outputs, strict=True):
-                spec, dense_shape = self.features[feature.name], None
+                spec = self.features[feature.name]
+                dense_shape = None
                 if spec.pooling == "none":
-                    dense_shape = as_bags(
-                        batch.in_list(feature.name), feature=feature.name
-                    ).dense_shape
+                    bags = as_bags(batch.in_list(feature.name), feature=feature.name)
+                    dense_shape = bags.dense_shape
                 activations[feature.name] = to_activation(spec, dense_shape, output)
         num_ids, num_out_of_range = self.devices.total(self._counts(batch))
         statistics = LookupStatistics(num_ids, num_out_of_range, unknown, rounds)
         if self.side_by_side:
-            return jnp.concatenate(
-                [activations[name] for name in self.features], axis=1
-            ), statistics
+            columns = [activations[name] for name in self.features]
+            return jnp.concatenate(columns, axis=1), statistics
         return activations, statistics
 
     def _counts(self, batch: PreparedBatch) -> tuple[dict[str, Array], dict[str, Array]]:
-        num_ids, num_out_of_range, with_rows = {}, {}, dict[str, Bags]()
-        running = {
-            name: _running_counts(bags)
-            for name, bags in batch.lists.items()
-            if isinstance(bags.ids, Keys)
-        }
-        for name in self.features:
-            place, storage = batch.place(name), self.features[name].table_spec.storage
+        """Number of ids that contribute, and number of ids out of range, of each feature."""
+        num_ids: dict[str, Array] = {}
+        num_out_of_range: dict[str, Array] = {}
+        numbered: dict[str, Bags] = {}
+        running_counts = {}
+        for list_name, bags in batch.lists.items():
+            if isinstance(bags.ids, Keys):
+                running_counts[list_name] = _running_counts(bags)
+        for name, feature in self.features.items():
+            place = batch.place(name)
+            storage = feature.table_spec.storage
             if storage is None or storage.key_dtype is None:
-                with_rows[name] = as_bags(batch.in_list(name), feature=name)
+                numbered[name] = as_bags(batch.in_list(name), feature=name)
             elif place is not None:
                 offsets = batch.lists[place.list].offsets
-                first, last = offsets[place.first_bag], offsets[place.first_bag + place.num_bags]
-                num_keys, num_bad = running[place.list]
-                num_ids[name], num_out_of_range[name] = (
-                    num_keys[last] - num_keys[first],
-                    num_bad[last] - num_bad[first],
-                )
+                first = offsets[place.first_bag]
+                last = offsets[place.first_bag + place.num_bags]
+                num_keys, num_bad = running_counts[place.list]
+                num_ids[name] = num_keys[last] - num_keys[first]
+                num_out_of_range[name] = num_bad[last] - num_bad[first]
             else:
-                own = as_bags(batch.in_list(name), feature=name)
-                keys = as_keys(own.ids).only(in_some_bag(own))
-                num_ids[name], num_out_of_range[name] = (
-                    jnp.sum(keys.is_key, dtype=jnp.int32),
-                    num_invalid(keys),
-                )
+                bags = as_bags(batch.in_list(name), feature=name)
+                keys = as_keys(bags.ids).only(in_some_bag(bags))
+                num_ids[name] = jnp.sum(keys.is_key, dtype=jnp.int32)
+                num_out_of_range[name] = num_invalid(keys)
         counts = api.count_ids(
-            [jnp.asarray(own.ids) for own in with_rows.values()],
-            [jnp.asarray(own.offsets) for own in with_rows.values()],
-            [self.features[name].table_spec.vocabulary_size for name in with_rows],
+            [jnp.asarray(bags.ids) for bags in numbered.values()],
+            [jnp.asarray(bags.offsets) for bags in numbered.values()],
+            [self.features[name].table_spec.vocabulary_size for name in numbered],
         )
-        for name, count in zip(with_rows, counts, strict=True):
-            num_ids[name], num_out_of_range[name] = count
+        for name, (num_inside, num_outside) in zip(numbered, counts, strict=True):
+            num_ids[name] = num_inside
+            num_out_of_range[name] = num_outside
         return num_ids, num_out_of_range
 
     def _row_gradients(
         self, batch: Batch | Call, d_outputs: PyTree
     ) -> dict[str, tuple[Array, Array]]:
-        return self._backward(batch, d_outputs, lambda _, rows, *own: rows.row_gradients(*own))
+        def row_gradients(
+            name: str, rows: Rows, occurrences: Occurrences, gradients: list[Array]
+        ) -> Asked[tuple[Array, Array]]:
+            del name
+            return rows.row_gradients(occurrences, gradients)
+
+        return self._backward(batch, d_outputs, row_gradients)
 
     def _squared_norm(self, batch: Batch | Call, d_outputs: PyTree) -> dict[str, Array]:
-        return self._backward(batch, d_outputs, lambda _, rows, *own: rows.squared_norm(*own))
+        def squared_norm(
+            name: str, rows: Rows, occurrences: Occurrences, gradients: list[Array]
+        ) -> Array:
+            del name
+            return cast(ArrayRows, rows).squared_norm(occurrences, gradients)
+
+        return self._backward(batch, d_outputs, squared_norm)
 
     def _apply(
         self,
@@ -271,9 +288,9 @@ class Engine:
         self, tables: ByName, slots: ByName, batch: Batch | Call, d_outputs: PyTree, steps: ByName
     ) -> tuple[ByName, ByName]:
         def update(
-            name: str, rows: Rows, own: Occurrences, gradients: list[Array]
+            name: str, rows: Rows, occurrences: Occurrences, gradients: list[Array]
         ) -> Asked[tuple[PyTree, PyTree]]:
-            return rows.update(tables[name], slots[name], own, gradients, steps[name])
+            return rows.update(tables[name], slots[name], occurrences, gradients, steps[name])
 
         return unzip_dict(self._backward(batch, d_outputs, update))
 
@@ -285,16 +302,15 @@ class Engine:
         if isinstance(batch, Call):
             dims = tuple(stack.table.embedding_dim for stack in self.stacks.values())
             for number, (name, stack) in enumerate(self.stacks.items()):
-                asked.append(
-                    function(name, stack.rows, Occurrences(batch, None, number, dims), [d_outputs])
-                )
+                occurrences = Occurrences(batch, None, number, dims)
+                asked.append(function(name, stack.rows, occurrences, [d_outputs]))
             return dict(zip(self.stacks, asked, strict=True))
         batch = PreparedBatch.of(batch)
         if self.side_by_side:
             d_outputs = self._by_feature(d_outputs)
         for name, stack in self.stacks.items():
-            own = [d_outputs[feature.name] for feature in stack.layout.stack.features]
-            asked.append(function(name, stack.rows, stack.occurrences(batch), own))
+            gradients = [d_outputs[feature.name] for feature in stack.layout.stack.features]
+            asked.append(function(name, stack.rows, stack.occurrences(batch), gradients))
         return dict(zip(self.stacks, together(asked, self.devices.axes), strict=True))
 
     def _by_feature(
@@ -322,9 +338,12 @@ def _running_counts(bags: Bags) -> tuple[Int[Array, " nnz_plus_1"], Int[Array, "
 
 def unzip_dict(pairs: Mapping[str, tuple[PyTree, PyTree]]) -> tuple[ByName, ByName]:
     """A dictionary of pairs as a pair of dictionaries."""
-    return {name: first for name, (first, _) in pairs.items()}, {
-        name: second for name, (_, second) in pairs.items()
-    }
+    all_first = {}
+    all_second = {}
+    for name, (first, second) in pairs.items():
+        all_first[name] = first
+        all_second[name] = second
+    return all_first, all_second
 
 
 def to_activation(
@@ -337,7 +356,8 @@ def to_activation(
       dense_shape: shape of an array of ids, used with combiner `none`. None for ragged bags.
       output: pooled rows. Columns from `feature.output_dim` on are cut off.
     """
-    output = output[:, : feature.output_dim] if feature.output_dim < output.shape[1] else output
+    if feature.output_dim < output.shape[1]:
+        output = output[:, : feature.output_dim]
     if feature.output_shape is not None:
         return output.reshape(-1, *feature.output_shape[1:])
     if feature.pooling == "none" and dense_shape is not None:

@@ -21,7 +21,7 @@ from rsembed.specs import TableSpec
 from rsembed.storage import Hashed, hashed_rows, row_map
 from rsembed.storage.hashed_rows import DynamicTable
 from rsembed.storage.logical_rows import array_names, checked_slots, rows_to_leave
-from rsembed.storage.protocol import on_host
+from rsembed.storage.protocol import Params, SlotTree, State, on_host
 
 MOST_KEYS = 1 << 16
 """Largest number of rows that one call of a program reads out."""
@@ -32,23 +32,25 @@ FIRST_KEY = "initial_key"
 class HostStack(Stack):
     """Tables whose rows and slots are read and written together, on the host, outside `jit`."""
 
-    def _by_table(self, read: Callable[..., PyTree], params: PyTree, slots: PyTree) -> ByName:
+    def _by_table(self, read: Callable[..., PyTree], params: Params, slots: SlotTree) -> ByName:
         return self._read_tables(read, params, slots)
 
     def replaced(
         self,
-        params: PyTree,
-        slots: PyTree,
+        params: Params,
+        slots: SlotTree,
         rows: Mapping[str, PyTree],
         new_slots: Mapping[str, PyTree] = MappingProxyType({}),
-    ) -> tuple[PyTree, PyTree]:
+    ) -> State:
         """See `Stack.replaced`. `rows` contain the slots too, and `new_slots` is empty."""
         del new_slots
         written = self.storage.with_tables(params, slots, rows, self.table, self.num_shards, {})
-        placed: tuple[PyTree, PyTree] = self.devices.place_from_host(written, self.partition)
+        placed: State = self.devices.place_from_host(written, self.partition)
         return placed
 
-    def slot_shapes(self, params: PyTree, slots: PyTree, table: TableSpec, num_rows: int) -> PyTree:
+    def slot_shapes(
+        self, params: Params, slots: SlotTree, table: TableSpec, num_rows: int
+    ) -> PyTree:
         """Shapes and dtypes of the optimizer state of one table with `num_rows` rows."""
         shapes = []
         for slot in slots:
@@ -57,7 +59,7 @@ class HostStack(Stack):
         return table.optimizer.pack_slots(packed)
 
     def rows_with_slots(
-        self, params: PyTree, slots: PyTree, table: TableSpec, rows: PyTree, new_slots: PyTree
+        self, params: Params, slots: SlotTree, table: TableSpec, rows: PyTree, new_slots: SlotTree
     ) -> dict[str, PyTree]:
         """Rows and slots of a table in the form that `replaced` takes.
 
@@ -77,7 +79,7 @@ class HostStack(Stack):
         return whole | dict(zip(array_names(table, slots)[1:], arrays, strict=True))
 
     def _replaced_rows(
-        self, params: PyTree, slots: PyTree, table: TableSpec, rows: PyTree
+        self, params: Params, slots: SlotTree, table: TableSpec, rows: PyTree
     ) -> dict[str, PyTree]:
         """Rows and slots of the state by name, with `rows` in place of its rows, if not None."""
         whole: dict[str, PyTree] = self._by_table(self.storage.rows, params, slots)[table.name]
@@ -89,7 +91,7 @@ class HostStack(Stack):
 
     # Files
 
-    def saved(self, params: PyTree, slots: PyTree) -> tuple[ByName, ByName]:
+    def saved(self, params: Params, slots: SlotTree) -> tuple[ByName, ByName]:
         """Rows and slots of every table by name, in the form of files."""
         values_by_table = {}
         slots_by_table = {}
@@ -99,9 +101,7 @@ class HostStack(Stack):
             slots_by_table[table_name] = arrays
         return values_by_table, slots_by_table
 
-    def restored(
-        self, tables: Mapping[str, PyTree], slots: Mapping[str, PyTree]
-    ) -> tuple[PyTree, PyTree]:
+    def restored(self, tables: Mapping[str, PyTree], slots: Mapping[str, PyTree]) -> State:
         """Parameters and slots from the result of `saved`. Raises: ValueError: it does not fit."""
         params, fresh_slots = self._fresh()
         rows_by_table = {}
@@ -112,23 +112,23 @@ class HostStack(Stack):
             rows_by_table[table.name] = rows
         return self.replaced(params, fresh_slots, rows_by_table)
 
-    def _fresh(self) -> tuple[PyTree, PyTree]:
+    def _fresh(self) -> State:
         """Initial parameters and slots, which are about to be replaced."""
         start = self.devices.on_each(
             self.rows.init, PartitionSpec(), (self.partition, self.partition)
         )
-        fresh: tuple[PyTree, PyTree] = jax.jit(start)(jax.random.key(0))
+        fresh: State = jax.jit(start)(jax.random.key(0))
         return fresh
 
 
 class KeyedStack(HostStack):
     """Tables with rows by 64-bit key."""
 
-    def values(self, params: PyTree, slots: PyTree) -> ByName:
+    def values(self, params: Params, slots: SlotTree) -> ByName:
         """Keys, rows, slots and facts of every table by name."""
         return self._by_table(self.storage.rows, params, () if slots is None else slots)
 
-    def check_start(self, params: PyTree, slots: PyTree) -> None:
+    def check_start(self, params: Params, slots: SlotTree) -> None:
         """Tries one row: rows are drawn one by one during training. See `Stack.check_start`."""
         if is_traced((params, slots)):
             return
@@ -138,7 +138,7 @@ class KeyedStack(HostStack):
             check_finite(row, where, way_out=WAY_OUT)
 
     def _replaced_rows(
-        self, params: PyTree, slots: PyTree, table: TableSpec, rows: PyTree
+        self, params: Params, slots: SlotTree, table: TableSpec, rows: PyTree
     ) -> dict[str, PyTree]:
         if rows is None:
             return super()._replaced_rows(params, slots, table, rows)
@@ -146,7 +146,7 @@ class KeyedStack(HostStack):
 
     # Files
 
-    def saved(self, params: PyTree, slots: PyTree) -> tuple[ByName, ByName]:
+    def saved(self, params: Params, slots: SlotTree) -> tuple[ByName, ByName]:
         """Keys, rows and slots of every table in one dictionary, and no separate slots."""
         # One key per table and shard. All shards have equal keys, so the first shard's are taken.
         key_data = on_host(jax.random.key_data(params.key))
@@ -160,9 +160,7 @@ class KeyedStack(HostStack):
             no_slots[name] = {}
         return tables, no_slots
 
-    def restored(
-        self, tables: Mapping[str, PyTree], slots: Mapping[str, PyTree]
-    ) -> tuple[PyTree, PyTree]:
+    def restored(self, tables: Mapping[str, PyTree], slots: Mapping[str, PyTree]) -> State:
         """Parameters and slots from the result of `saved`. Raises: ValueError: it does not fit."""
         del slots
         params, fresh_slots = self._fresh()
@@ -185,7 +183,7 @@ class KeyedStack(HostStack):
     def evicted(
         self,
         params: DynamicTable,
-        slots: PyTree,
+        slots: SlotTree,
         table: TableSpec,
         step: Int[Array, ""],
         reasons: Mapping[str, Any],

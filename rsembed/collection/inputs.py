@@ -43,20 +43,18 @@ from rsembed.collection.stack import Batch, ByName
 from rsembed.keys import Keys
 from rsembed.parallel.agreement import Agreement, is_global
 from rsembed.row_gradients import check_gradient
-from rsembed.specs import FeatureSpec
+from rsembed.specs import FeatureSpec, TableSpec
 from rsembed.storage.protocol import Storage
 
 
-def check_names(features: Mapping[str, object], given: Mapping[str, object], what: str) -> None:
-    """Checks that `given` is a mapping with exactly one entry per feature.
+def check_names(features: Mapping[str, object], entries: Mapping[str, object], what: str) -> None:
+    """Checks that `entries` is a mapping with exactly one entry per feature.
 
-    Raises: TypeError: `given` is no mapping. ValueError: features are missing or unknown.
+    Raises: TypeError: `entries` is no mapping. ValueError: features are missing or unknown.
     """
-    check_type(given, Mapping, f"{what}, with one entry for each of {sorted(features)},")
-    missing, unknown = (
-        sorted(set(features) - set(given)),
-        sorted(set(given) - set(features), key=str),
-    )
+    check_type(entries, Mapping, f"{what}, with one entry for each of {sorted(features)},")
+    missing = sorted(set(features) - set(entries))
+    unknown = sorted(set(entries) - set(features), key=str)
     if missing or unknown:
         near = did_you_mean(unknown[0], missing) if unknown else ""
         raise ValueError(
@@ -67,7 +65,7 @@ def check_names(features: Mapping[str, object], given: Mapping[str, object], wha
 
 def prepare(
     features: Mapping[str, FeatureSpec],
-    given: PyTree,
+    source: PyTree,
     devices: Devices,
     *,
     bounds_check: str,
@@ -80,21 +78,21 @@ def prepare(
 
     Args:
       features: features by name.
-      given: the batch, or the argument of `read`.
+      source: the batch, or the argument of `read`.
       devices: devices of the mesh.
       bounds_check: "raise" or "ignore", see `EmbeddingCollection`.
       what: subject of the error if processes disagree.
-      read: function that checks `given` and returns the batch. Its errors reach all processes.
+      read: function that checks `source` and returns the batch. Its errors reach all processes.
       lists: by feature, name of the list that takes its bags if they are ragged. None puts no
         feature into a list.
       made_for: identity of features and tables. A batch that was prepared for the same identity is
         returned unchanged.
     """
-    if isinstance(given, PreparedBatch) and made_for is not None and given.made_for == made_for:
-        return given
+    if isinstance(source, PreparedBatch) and made_for is not None and source.made_for == made_for:
+        return source
     lists = {} if lists is None else lists
-    with Agreement(devices.known_mesh, what, given) as agreement:
-        batch = given if read is None else read(given)
+    with Agreement(devices.known_mesh, what, source) as agreement:
+        batch = source if read is None else read(source)
         check_names(features, batch, "batch")
         if not isinstance(batch, Jagged):
             # A `Jagged` is on the host already.
@@ -108,20 +106,22 @@ def prepare(
         if ragged is not None:
             if devices.mesh is None:
                 return dataclasses.replace(on_device(_in_lists(ragged, lists)), made_for=made_for)
-            bags = {
-                name: Bags(ids, _offsets_of(lengths)) for name, (ids, lengths) in ragged.items()
-            }
+            for name, (ids, lengths) in ragged.items():
+                bags[name] = Bags(ids, _offsets_of(lengths))
         else:
             for name, feature in features.items():
                 bags[name] = _checked(feature, batch[name], bounds_check)
         members = _members(features, bags, lists)
         num_parts = devices.num_parts_here
-        for name, own in bags.items():
-            _check_num_samples(features[name], own, devices)
+        num_bags = {}
+        for name, bags_of_feature in bags.items():
+            _check_num_samples(features[name], bags_of_feature, devices)
+            num_bags[name] = bags_of_feature.num_bags // num_parts
+        places = _places(members, num_bags)
+        listed = dict(places)
         if devices.mesh is not None:
-            in_lists = {name for names in members.values() for name in names}
-            for name, own in bags.items():
-                form, width = _form_and_width(name, own, is_listed=name in in_lists)
+            for name, bags_of_feature in bags.items():
+                form, width = _form_and_width(name, bags_of_feature, is_listed=name in listed)
                 agreement.bring(f"feature {name!r}", form, width=width)
         for stack in dict.fromkeys(lists.values()):
             room = room_for([bags[name] for name in members.get(stack, ())], num_parts)
@@ -130,18 +130,18 @@ def prepare(
     for stack, names in members.items():
         room = agreement.width(f"the ids of stack {stack!r}")
         joined_lists[stack] = joined([bags[name] for name in names], room, num_parts)
-    places = _places(members, {name: own.num_bags // num_parts for name, own in bags.items()})
-    apart = bags.keys() - dict(places).keys()
     arrays: ByName = {}
-    for name in (name for name in bags if name in apart):
+    for name, bags_of_feature in bags.items():
+        if name in listed:
+            continue
         if devices.mesh is None:
-            arrays[name] = _canonical(features[name], bags[name], batch[name])
+            arrays[name] = _canonical(features[name], bags_of_feature, batch[name])
         else:
-            arrays[name] = _padded(bags[name], agreement.width(f"feature {name!r}"))
-    found = PreparedBatch(joined_lists, arrays, places, tuple(features), made_for)
+            arrays[name] = _padded(bags_of_feature, agreement.width(f"feature {name!r}"))
+    prepared = PreparedBatch(joined_lists, arrays, places, tuple(features), made_for)
     if devices.mesh is None:
-        return on_device(found)
-    return _on_mesh(found, devices)
+        return on_device(prepared)
+    return _on_mesh(prepared, devices)
 
 
 def _start_copies_to_host(batch: Batch) -> None:
@@ -170,9 +170,9 @@ def _members(
 ) -> dict[str, list[str]]:
     """Names of the ragged features in each list. Inside `jit`, no feature is in a list."""
     members: dict[str, list[str]] = {}
-    for name, own in bags.items():
-        is_pooled = features[name].pooling != "none"
-        if own.dense_shape is None and is_pooled and name in lists and not is_traced(own):
+    for name, bags_of_feature in bags.items():
+        is_ragged = bags_of_feature.dense_shape is None and features[name].pooling != "none"
+        if is_ragged and name in lists and not is_traced(bags_of_feature):
             members.setdefault(lists[name], []).append(name)
     return members
 
@@ -207,14 +207,8 @@ def _in_one_pass(
     features one by one, and names the mistake.
     """
     for name, feature in features.items():
-        storage = feature.table_spec.storage
-        takes_keys = storage is not None and storage.key_dtype is not None
-        if (
-            takes_keys
-            or feature.num_samples is not None
-            or feature.pooling == "none"
-            or name not in lists
-        ):
+        is_declared = feature.num_samples is not None or feature.pooling == "none"
+        if is_declared or name not in lists or _has_keys(feature.table_spec):
             return None
     everything = _everything(features, batch)
     if everything is None:
@@ -232,8 +226,15 @@ def _in_one_pass(
         ids = narrow_ids(ids)
     ids_of_features = np.split(ids, first_ids[1:-1])
     lengths_of_features = np.split(np.diff(offsets), first_bags[1:-1])
-    found = zip(ids_of_features, lengths_of_features, strict=True)
-    return dict(zip(features, itertools.starmap(Ragged, found), strict=True))
+    ragged = {}
+    for name, own_ids, lengths in zip(features, ids_of_features, lengths_of_features, strict=True):
+        ragged[name] = Ragged(own_ids, lengths)
+    return ragged
+
+
+def _has_keys(table: TableSpec) -> bool:
+    """True if ids of the table are 64-bit keys."""
+    return table.storage is not None and table.storage.key_dtype is not None
 
 
 def _in_lists(ragged: Mapping[str, Ragged], lists: Mapping[str, str]) -> PreparedBatch:
@@ -252,8 +253,8 @@ def _in_lists(ragged: Mapping[str, Ragged], lists: Mapping[str, str]) -> Prepare
         np.concatenate([ragged[name].ids for name in names], out=ids[:count])
         lengths = np.concatenate([ragged[name].lengths for name in names])
         joined_lists[stack] = Bags(ids, _offsets_of(lengths))
-    places = _places(members, {name: own.lengths.size for name, own in ragged.items()})
-    return PreparedBatch(joined_lists, {}, places, tuple(ragged))
+    num_bags = {name: feature.lengths.size for name, feature in ragged.items()}
+    return PreparedBatch(joined_lists, {}, _places(members, num_bags), tuple(ragged))
 
 
 def _everything(
@@ -312,32 +313,31 @@ def _of_arrays(
     path through `Bags` then checks the features one by one and names the wrong one. That path takes
     ten times as long for 26 features of one sample.
     """
-    given: ByName = {name: batch[name] for name in features}
-    specs = [feature.table_spec for feature in features.values() if feature.num_samples is None]
-    takes_keys = any(
-        spec.storage is not None and spec.storage.key_dtype is not None for spec in specs
-    )
-    is_array = [type(own) is np.ndarray or isinstance(own, jax.Array) for own in given.values()]
-    if takes_keys or len(specs) < len(given) or not all(is_array) or is_unknown(given):
+    values: ByName = {}
+    are_on_device = True
+    for name, feature in features.items():
+        value = batch[name]
+        is_on_device = isinstance(value, jax.Array)
+        if feature.num_samples is not None or _has_keys(feature.table_spec):
+            return None
+        if not (is_on_device or type(value) is np.ndarray):
+            return None
+        if value.dtype not in (np.int32, np.int64) or value.ndim not in (1, 2):
+            return None
+        are_on_device &= is_on_device and value.dtype == np.int32
+        values[name] = value
+    if is_unknown(values):
         return None
-    if any(
-        own.dtype not in (np.int32, np.int64) or own.ndim not in (1, 2) for own in given.values()
-    ):
-        return None
-    arrays = [np.asarray(own) for own in given.values()]
-    ids = np.concatenate([own.reshape(-1) for own in arrays])
-    limits = np.repeat([spec.vocabulary_size for spec in specs], [own.size for own in arrays])
+    arrays = [np.asarray(value) for value in values.values()]
+    ids = np.concatenate([array.reshape(-1) for array in arrays])
+    sizes = [feature.table_spec.vocabulary_size for feature in features.values()]
+    limits = np.repeat(sizes, [array.size for array in arrays])
     if bounds_check != "ignore" and ((ids < PAD_ID) | (ids >= limits)).any():
         return None
-    if all(isinstance(own, jax.Array) and own.dtype == np.int32 for own in given.values()):
-        return given
-    return dict(
-        zip(
-            features,
-            cut_on_device(narrow_ids(ids), tuple(own.shape for own in arrays)),
-            strict=True,
-        )
-    )
+    if are_on_device:
+        return values
+    parts = cut_on_device(narrow_ids(ids), tuple(array.shape for array in arrays))
+    return dict(zip(features, parts, strict=True))
 
 
 def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
@@ -348,15 +348,14 @@ def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
         and not is_unknown(value)
     ):
         value = np.asarray(value)  # numpy checks ids without a compiled program
-    bags, table = as_bags(value, feature=feature.name), feature.table_spec
-    # Under `jax.grad`, only the weights may be tracers. Then the ids can still be checked.
-    visible = (
-        dataclasses.replace(bags, weights=None)
-        if isinstance(bags.weights, jax.core.Tracer)
-        else bags
-    )
+    bags = as_bags(value, feature=feature.name)
+    table = feature.table_spec
+    visible = bags
+    if isinstance(bags.weights, jax.core.Tracer):
+        # Under `jax.grad`, only the weights may be tracers. Then the ids can still be checked.
+        visible = dataclasses.replace(bags, weights=None)
     ids: PyTree
-    if table.storage is not None and table.storage.key_dtype is not None:
+    if _has_keys(table):
         if not is_unknown(visible):
             check_bags(visible, feature=feature.name)
         ids = cast(Storage, table.storage).checked(bags.ids, table, f"feature {feature.name!r}")
@@ -376,12 +375,12 @@ def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
     return dataclasses.replace(bags, ids=ids, weights=weights)
 
 
-def is_unknown(given: PyTree) -> bool:
+def is_unknown(values: PyTree) -> bool:
     """True if values cannot be read: inside `jit`, or if other processes hold a part of them."""
-    return is_traced(given) or any(map(is_global, jax.tree.leaves(given)))
+    return is_traced(values) or any(map(is_global, jax.tree.leaves(values)))
 
 
-def _canonical(feature: FeatureSpec, bags: Bags, given: PyTree) -> PyTree:
+def _canonical(feature: FeatureSpec, bags: Bags, value: PyTree) -> PyTree:
     """Checked bags of a feature in the form that compiled programs take: an array, or `Bags`.
 
     `Bags` are padded to a power of two of ids, so that few programs handle all batches. Bags do not
@@ -391,15 +390,13 @@ def _canonical(feature: FeatureSpec, bags: Bags, given: PyTree) -> PyTree:
     Args:
       feature: spec of the feature.
       bags: its checked bags.
-      given: the user's value, which is returned if it is already a suitable JAX array.
+      value: the user's value, which is returned if it is already a suitable JAX array.
     """
     if bags.dense_shape is not None:
-        is_there = (
-            isinstance(given, jax.Array)
-            and not isinstance(bags.ids, Keys)
-            and given.dtype == bags.ids.dtype
-        )
-        return given if is_there else _padded(bags, 0)
+        has_numbers = isinstance(value, jax.Array) and not isinstance(bags.ids, Keys)
+        if has_numbers and value.dtype == bags.ids.dtype:
+            return value
+        return _padded(bags, 0)
     is_exact = not is_traced(bags) and int(np.asarray(bags.offsets)[-1]) == bags.ids.shape[0]
     if is_exact and feature.pooling != "none":
         bags = bags.pad_to(max(padded_size(bags.ids.shape[0]), 1))
@@ -411,9 +408,12 @@ def _check_num_samples(feature: FeatureSpec, bags: Bags, devices: Devices) -> No
     num_samples = bags.num_bags
     if devices.mesh is not None and not is_unknown(bags):
         num_samples *= devices.num_devices // devices.num_parts_here
-    expected, got, unit = feature.num_samples, num_samples, "samples"
+    expected = feature.num_samples
+    got = num_samples
+    unit = "samples"
     if feature.pooling == "none" and feature.output_shape is not None:
-        got, unit = bags.ids.shape[0] * num_samples // max(bags.num_bags, 1), "ids"
+        got = bags.ids.shape[0] * num_samples // max(bags.num_bags, 1)
+        unit = "ids"
     if expected is not None and expected != got:
         raise ValueError(
             f"feature {feature.name!r}: the batch has {got} {unit}, but the spec declares {expected}; change the "
@@ -444,9 +444,11 @@ def _form_and_width(name: str, bags: Bags, *, is_listed: bool) -> tuple[str, int
             )
         return "its part of a global array", 0
     form = "bags" if bags.dense_shape is None else f"samples of an array {list(bags.dense_shape)}"
-    form = f"{bags.num_bags} {form} {'without' if bags.weights is None else 'with'} weights"
-    is_padded = bags.dense_shape is None and not is_listed
-    return form, common_width(bags) if is_padded else 0
+    with_weights = "without weights" if bags.weights is None else "with weights"
+    width = 0
+    if bags.dense_shape is None and not is_listed:
+        width = common_width(bags)
+    return f"{bags.num_bags} {form} {with_weights}", width
 
 
 def _padded(bags: Bags, width: int) -> PyTree:
@@ -455,10 +457,12 @@ def _padded(bags: Bags, width: int) -> PyTree:
     Ragged bags become arrays `[bags, width]`, with ids padded by `-1` and weights by 0. Other bags
     get the shape of their array.
     """
-    ids, weights = bags.ids, bags.weights
+    weights = bags.weights
     if bags.dense_shape is not None:
-        shaped = ids.reshape(*bags.dense_shape)
-        return shaped if weights is None else (shaped, weights.reshape(bags.dense_shape))
+        shaped_ids = bags.ids.reshape(*bags.dense_shape)
+        if weights is None:
+            return shaped_ids
+        return shaped_ids, weights.reshape(bags.dense_shape)
     offsets = np.asarray(bags.offsets)
     is_used = np.arange(width)[None, :] < np.diff(offsets)[:, None]
 
@@ -467,12 +471,13 @@ def _padded(bags: Bags, width: int) -> PyTree:
         dense[is_used] = np.asarray(values)[: offsets[-1]]
         return dense
 
-    spread_ids = (
-        jax.tree.map(lambda lane: spread(lane, 0), ids)
-        if isinstance(ids, Keys)
-        else spread(ids, PAD_ID)
-    )
-    return spread_ids if weights is None else (spread_ids, spread(weights, 0.0))
+    if isinstance(bags.ids, Keys):
+        spread_ids = jax.tree.map(lambda lane: spread(lane, 0), bags.ids)
+    else:
+        spread_ids = spread(bags.ids, PAD_ID)
+    if weights is None:
+        return spread_ids
+    return spread_ids, spread(weights, 0.0)
 
 
 def check_output_shapes(features: Mapping[str, FeatureSpec], devices: Devices) -> None:
@@ -503,7 +508,7 @@ def d_outputs(
     """
     batch = PreparedBatch.of(batch)
     check_names(features, d_activations, "the activation gradients")
-    found: ByName = {}
+    gradients: ByName = {}
     for name, feature in features.items():
         columns = feature.output_dim
         check_gradient(d_activations[name], f"feature {name!r}: the activation gradient")
@@ -514,16 +519,15 @@ def d_outputs(
         else:
             bags = as_bags(batch.arrays[name], feature=name)
             num_outputs = bags.ids.shape[0] if feature.pooling == "none" else bags.num_bags
-        if (
-            gradient.ndim < 2
-            or gradient.shape[-1] != columns
-            or gradient.size != num_outputs * columns
-        ):
+        has_columns = gradient.ndim >= 2 and gradient.shape[-1] == columns
+        if not has_columns or gradient.size != num_outputs * columns:
             raise ValueError(
                 f"feature {name!r}: the activation gradient has shape {gradient.shape}, but the activations hold "
                 f"{num_outputs} vectors of {columns}."
             )
         missing = feature.table_spec.embedding_dim - columns
         gradient = gradient.reshape(num_outputs, columns)
-        found[name] = jnp.pad(gradient, ((0, 0), (0, missing))) if missing else gradient
-    return found
+        if missing:
+            gradient = jnp.pad(gradient, ((0, 0), (0, missing)))
+        gradients[name] = gradient
+    return gradients

@@ -133,11 +133,12 @@ class PreparedBatch(Mapping[str, PyTree]):
             room = str(bags.ids.shape[-1])
             if num_parts > 1:
                 room = f"{num_parts} x {bags.ids.shape[-1] // num_parts}"
-            count = ""
+            num_ids = ""
             if not is_traced(bags) and bags.offsets.ndim == 1 and not is_global(bags.offsets):
-                count = f"{int(np.asarray(bags.offsets).reshape(num_parts, -1)[:, -1].sum())} ids, "
+                ends = np.asarray(bags.offsets).reshape(num_parts, -1)[:, -1]
+                num_ids = f"{int(ends.sum())} ids, "
             texts.append(
-                f"{len(features)} ragged features of stack {name!r}: {count}room for {room}"
+                f"{len(features)} ragged features of stack {name!r}: {num_ids}room for {room}"
             )
         if self.arrays:
             texts.append(f"{len(self.arrays)} features by themselves")
@@ -172,9 +173,15 @@ def in_order_of_features(bags: Bags, places: Sequence[Listed], num_parts: int, f
     offsets = bags.offsets.reshape(num_parts, -1)
     room = bags.ids.shape[0] // num_parts
     starts = offsets[:, :-1] + xp.arange(num_parts, dtype=np.int32)[:, None] * room
-    columns = [slice(place.first_bag, place.first_bag + place.num_bags) for place in places]
-    first_entries = xp.concatenate([starts[:, own].reshape(-1) for own in columns])
-    lengths = xp.concatenate([xp.diff(offsets, axis=1)[:, own].reshape(-1) for own in columns])
+    lengths_of_parts = xp.diff(offsets, axis=1)
+    starts_of_features = []
+    lengths_of_features = []
+    for place in places:
+        columns = slice(place.first_bag, place.first_bag + place.num_bags)
+        starts_of_features.append(starts[:, columns].reshape(-1))
+        lengths_of_features.append(lengths_of_parts[:, columns].reshape(-1))
+    first_entries = xp.concatenate(starts_of_features)
+    lengths = xp.concatenate(lengths_of_features)
     ends = xp.concatenate([xp.zeros(1, np.int32), xp.cumsum(lengths, dtype=np.int32)])
     moved_by = first_entries - ends[:-1]
     if is_known:
@@ -200,14 +207,21 @@ def room_for(bags: Sequence[Bags], num_parts: int) -> int:
     """
     if not bags:
         return 0
-    rooms = [own.ids.shape[0] for own in bags]
-    counts = [int(own.offsets[-1]) for own in bags]
-    are_padded = all(count < room for count, room in zip(counts, rooms, strict=True))
+    total_room = 0
+    are_padded = True
+    for bags_of_feature in bags:
+        room = bags_of_feature.ids.shape[0]
+        total_room += room
+        are_padded &= int(bags_of_feature.offsets[-1]) < room
     if num_parts == 1:
-        return sum(rooms) if are_padded else size_of_list(sum(rooms))
-    in_parts = sum(np.diff(_ends_of_parts(own, num_parts)) for own in bags)
-    needed = size_of_list(int(np.max(in_parts)))
-    return max(needed, -(-sum(rooms) // num_parts)) if are_padded else needed
+        return total_room if are_padded else size_of_list(total_room)
+    counts_of_parts = np.zeros(num_parts, np.int64)
+    for bags_of_feature in bags:
+        counts_of_parts += np.diff(_ends_of_parts(bags_of_feature, num_parts))
+    needed = size_of_list(int(counts_of_parts.max()))
+    if are_padded:
+        return max(needed, -(-total_room // num_parts))
+    return needed
 
 
 def _ends_of_parts(bags: Bags, num_parts: int) -> np.ndarray:
@@ -223,33 +237,36 @@ def joined(bags: Sequence[Bags], room: int, num_parts: int) -> Bags:
       room: length of each part, in ids.
       num_parts: number of parts.
     """
-    ends = [_ends_of_parts(own, num_parts) for own in bags]
+    ends_of_features = [_ends_of_parts(bags_of_feature, num_parts) for bags_of_feature in bags]
 
     def in_parts(of_features: Sequence[PyTree], fill: float) -> np.ndarray:
-        arrays = [np.asarray(own) for own in of_features]
+        arrays = [np.asarray(array) for array in of_features]
         whole = np.full(num_parts * room, fill, arrays[0].dtype)
         for part in range(num_parts):
-            pieces = [own[end[part] : end[part + 1]] for own, end in zip(arrays, ends, strict=True)]
+            pieces = []
+            for array, ends in zip(arrays, ends_of_features, strict=True):
+                pieces.append(array[ends[part] : ends[part + 1]])
             count = sum(piece.shape[0] for piece in pieces)
             np.concatenate(pieces, out=whole[part * room : part * room + count])
         return whole
 
-    lengths = [np.diff(own.offsets).reshape(num_parts, -1) for own in bags]
+    lengths = [np.diff(bags_of_feature.offsets).reshape(num_parts, -1) for bags_of_feature in bags]
     lengths_of_parts = np.concatenate(lengths, axis=1)
     offsets = np.zeros((num_parts, lengths_of_parts.shape[1] + 1), np.int32)
     np.cumsum(lengths_of_parts, axis=1, out=offsets[:, 1:])
-    all_ids = [own.ids for own in bags]
+    all_ids = [bags_of_feature.ids for bags_of_feature in bags]
     if isinstance(all_ids[0], Keys):
         ids = jax.tree.map(lambda *lanes: in_parts(lanes, 0), *all_ids)
     else:
         ids = in_parts(all_ids, PAD_ID)
     weights = None
-    if any(own.weights is not None for own in bags):
-        all_weights = []
-        for own in bags:
-            all_weights.append(
-                np.ones(own.ids.shape[0], np.float32) if own.weights is None else own.weights
-            )
+    if any(bags_of_feature.weights is not None for bags_of_feature in bags):
+        all_weights: list[PyTree] = []
+        for bags_of_feature in bags:
+            if bags_of_feature.weights is None:
+                all_weights.append(np.ones(bags_of_feature.ids.shape[0], np.float32))
+            else:
+                all_weights.append(bags_of_feature.weights)
         weights = in_parts(all_weights, 0.0)
     return Bags(ids, offsets.reshape(-1), weights)
 

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.collection.devices import Devices
 from rsembed.collection.occurrences import (
@@ -38,7 +38,7 @@ from rsembed.keys import Keys
 from rsembed.parallel.exchange import Asked
 from rsembed.specs import TableSpec
 from rsembed.storage.dense_rows import RowLayout
-from rsembed.storage.protocol import State, Storage
+from rsembed.storage.protocol import Params, SlotTree, State, Storage
 from rsembed.storage.row_map import entries, named
 
 LookupResult: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Int[Array, ""]]
@@ -95,7 +95,7 @@ class Rows(abc.ABC):
 
     @abc.abstractmethod
     def look_up(
-        self, params: PyTree, batch: Occurrences, number: Int[Array, ""] | None
+        self, params: Params, batch: Occurrences, number: Int[Array, ""] | None
     ) -> Asked[LookupResult]:
         """Pooled rows of a batch. Parameters do not change.
 
@@ -118,8 +118,8 @@ class Rows(abc.ABC):
     @abc.abstractmethod
     def update(
         self,
-        params: PyTree,
-        slots: PyTree,
+        params: Params,
+        slots: SlotTree,
         batch: Occurrences,
         d_outputs: Sequence[Array],
         step: Step,
@@ -129,7 +129,9 @@ class Rows(abc.ABC):
         Keys without a row get one first.
         """
 
-    def apply(self, params: PyTree, slots: PyTree, rows: Array, values: Array, step: Step) -> State:
+    def apply(
+        self, params: Params, slots: SlotTree, rows: Array, values: Array, step: Step
+    ) -> State:
         """Parameters and slots after a step with the gradients of distinct ids or keys.
 
         `rows` and `values` are in the form that `row_gradients` returns.
@@ -156,7 +158,7 @@ class Rows(abc.ABC):
         rounding = self.storage.rounding(step.rounding, self.shard, step.resident_rows)
         return dataclasses.replace(step, rounding=rounding)
 
-    def _step(self, params: PyTree, slots: PyTree, gradients: CallGradients, step: Step) -> State:
+    def _step(self, params: Params, slots: SlotTree, gradients: CallGradients, step: Step) -> State:
         return self.storage.step(params, slots, gradients, self.table, self._rounded(step))
 
     def _pooled(self, vectors: Array, call: Call) -> Sequence[Array]:
@@ -203,7 +205,7 @@ class ArrayRows(Rows):
         return rows_of_array(batch, layout)
 
     def look_up(
-        self, params: PyTree, batch: Occurrences, number: Int[Array, ""] | None
+        self, params: Params, batch: Occurrences, number: Int[Array, ""] | None
     ) -> Asked[LookupResult]:
         """See `Rows`."""
         none = jnp.zeros((), jnp.int32)
@@ -227,8 +229,8 @@ class ArrayRows(Rows):
 
     def update(
         self,
-        params: PyTree,
-        slots: PyTree,
+        params: Params,
+        slots: SlotTree,
         batch: Occurrences,
         d_outputs: Sequence[Array],
         step: Step,
@@ -260,7 +262,7 @@ class ColumnRows(ArrayRows):
         return self.devices.index()
 
     def look_up(
-        self, params: PyTree, batch: Occurrences, number: Int[Array, ""] | None
+        self, params: Params, batch: Occurrences, number: Int[Array, ""] | None
     ) -> Asked[LookupResult]:
         """See `Rows`."""
         none = jnp.zeros((), jnp.int32)
@@ -280,7 +282,7 @@ class NumberedRows(Rows):
         return row_numbers(batch, layout)
 
     def look_up(
-        self, params: PyTree, batch: Occurrences, number: Int[Array, ""] | None
+        self, params: Params, batch: Occurrences, number: Int[Array, ""] | None
     ) -> Asked[LookupResult]:
         """See `Rows`."""
         keys = batch.all_keys()
@@ -303,8 +305,8 @@ class NumberedRows(Rows):
 
     def update(
         self,
-        params: PyTree,
-        slots: PyTree,
+        params: Params,
+        slots: SlotTree,
         batch: Occurrences,
         d_outputs: Sequence[Array],
         step: Step,
@@ -367,8 +369,8 @@ class TrainRows(NumberedRows):
 
     def update(
         self,
-        params: PyTree,
-        slots: PyTree,
+        params: Params,
+        slots: SlotTree,
         batch: Occurrences,
         d_outputs: Sequence[Array],
         step: Step,
@@ -376,7 +378,9 @@ class TrainRows(NumberedRows):
         """See `Rows`."""
         return self._step_all(params, slots, batch.gradients(d_outputs), step)
 
-    def apply(self, params: PyTree, slots: PyTree, rows: Array, values: Array, step: Step) -> State:
+    def apply(
+        self, params: Params, slots: SlotTree, rows: Array, values: Array, step: Step
+    ) -> State:
         """See `Rows`."""
         # Every device has all gradients. Each takes a part, and `_step_all` sums the parts.
         device_of_row = jnp.arange(rows.shape[0]) % self.devices.num_devices
@@ -384,7 +388,7 @@ class TrainRows(NumberedRows):
         return self._step_all(params, slots, CallGradients.of_rows(rows_here, values), step)
 
     def _step_all(
-        self, params: PyTree, slots: PyTree, gradients: CallGradients, step: Step
+        self, params: Params, slots: SlotTree, gradients: CallGradients, step: Step
     ) -> State:
         """Parameters and slots after one step of all parameters.
 

@@ -21,6 +21,7 @@ from rsembed.kernels.contract import Call, Segment
 from rsembed.specs import TableSpec, default_initializer
 from rsembed.stacking import FeaturePlacement
 from rsembed.storage.dense_rows import RowLayout, list_of
+from rsembed.storage.protocol import Params, SlotTree, State
 
 Activations = dict[str, Float[Array, "..."]]
 Batch = Mapping[str, PyTree]
@@ -76,22 +77,22 @@ class Stack:
         """Ids of the stack's features in a batch. Ids outside their table contribute nothing."""
         return self.rows.occurrences(batch, self.layout)
 
-    def values(self, params: PyTree, slots: PyTree) -> ByName:
+    def values(self, params: Params, slots: SlotTree) -> ByName:
         """Rows of every table by name, in the form of `EmbeddingCollection.tables`."""
         del slots
         rows_by_table = self._by_table(self.storage.rows, params, ())
         return {name: rows["values"] for name, rows in rows_by_table.items()}
 
-    def slots(self, params: PyTree, slots: PyTree) -> ByName:
+    def slots(self, params: Params, slots: SlotTree) -> ByName:
         """Optimizer state of every table by name, in the form of `EmbeddingCollection.slots`."""
         return self._by_table(self.storage.optimizer_state, params, slots)
 
-    def _by_table(self, read: Callable[..., PyTree], params: PyTree, slots: PyTree) -> ByName:
+    def _by_table(self, read: Callable[..., PyTree], params: Params, slots: SlotTree) -> ByName:
         """Results of `read`, a function of the storage that reads one table, by table name."""
         params, slots = self.devices.place((params, slots), PartitionSpec())
         return self._read_tables(read, params, slots)
 
-    def _read_tables(self, read: Callable[..., PyTree], params: PyTree, slots: PyTree) -> ByName:
+    def _read_tables(self, read: Callable[..., PyTree], params: Params, slots: SlotTree) -> ByName:
         results = {}
         parts = self.storage.unstack(params, slots, self.table, self.num_shards)
         for table, part in zip(self.tables, parts, strict=True):
@@ -100,11 +101,11 @@ class Stack:
 
     def replaced(
         self,
-        params: PyTree,
-        slots: PyTree,
+        params: Params,
+        slots: SlotTree,
         rows: Mapping[str, PyTree],
         new_slots: Mapping[str, PyTree] = MappingProxyType({}),
-    ) -> tuple[PyTree, PyTree]:
+    ) -> State:
         """Parameters and slots with new rows and slots of some tables, which were checked before."""
         everywhere = PartitionSpec()
         if rows:
@@ -120,12 +121,14 @@ class Stack:
             slots = self.devices.place(slots, self.partition)
         return params, slots
 
-    def slot_shapes(self, params: PyTree, slots: PyTree, table: TableSpec, num_rows: int) -> PyTree:
+    def slot_shapes(
+        self, params: Params, slots: SlotTree, table: TableSpec, num_rows: int
+    ) -> PyTree:
         """Shapes and dtypes of the optimizer state of one table with `num_rows` rows."""
         del num_rows
         return jax.eval_shape(self.slots, params, slots)[table.name]
 
-    def counts(self, params: PyTree) -> dict[str, dict[str, np.ndarray]]:
+    def counts(self, params: Params) -> dict[str, dict[str, np.ndarray]]:
         """Counters by table, with one number per device; empty if the storage counts nothing."""
         counts = self.storage.counts(params, self.num_shards * len(self.tables))
         counts_by_table = {}
@@ -136,7 +139,7 @@ class Stack:
             }
         return counts_by_table
 
-    def check_start(self, params: PyTree, slots: PyTree) -> None:
+    def check_start(self, params: Params, slots: SlotTree) -> None:
         """Checks an initial state. It may also be checked while rows are drawn, by the storage.
 
         Raises: ValueError: a custom initializer gave a number that is not finite.
@@ -154,12 +157,12 @@ class Stack:
 class ArrayStack(Stack):
     """Tables with all rows in one array."""
 
-    def slots(self, params: PyTree, slots: PyTree) -> ByName:
+    def slots(self, params: Params, slots: SlotTree) -> ByName:
         """See `Stack.slots`. The array of rows, which may be large, is not copied."""
         del params
         return self._by_table(self.storage.optimizer_state, (), slots)
 
-    def check_start(self, params: PyTree, slots: PyTree) -> None:
+    def check_start(self, params: Params, slots: SlotTree) -> None:
         """See `Stack.check_start`."""
         draws_slots = any(callable(value) for value in self.rule.slot_initial_values())
         if is_traced((params, slots)) or not (self._with_initializer() or draws_slots):
@@ -190,4 +193,5 @@ def call_of(stacks: Sequence[Stack], batch: PreparedBatch) -> Call:
         for feature in stack.layout.stack.features:
             segment = stack.layout.segment(feature.table_name, readers[len(segments)])
             segments.append(segment._replace(table=number))
-    return Call(tuple(list_of(own) for own in bags), tuple(segments))
+    lists = [list_of(bags_of_list) for bags_of_list in bags]
+    return Call(tuple(lists), tuple(segments))

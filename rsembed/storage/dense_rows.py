@@ -27,7 +27,16 @@ from rsembed.places import tables_and_ids
 from rsembed.specs import MAX_ROWS, TableSpec
 from rsembed.stacking import StackPlan, place_of
 from rsembed.storage.logical_rows import array_names, as_dtype
-from rsembed.storage.protocol import Found, ReadAhead, State, Storage, Vectors, on_host
+from rsembed.storage.protocol import (
+    Found,
+    Params,
+    ReadAhead,
+    SlotTree,
+    State,
+    Storage,
+    Vectors,
+    on_host,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +78,8 @@ class RowLayout:
     def row_wise(stack: StackPlan, num_shards: int) -> RowLayout:
         """Layout with different owners for neighbouring rows, which spreads frequent ids evenly."""
         places = tuple(Place(0, table.setting.row_offset_in_shard) for table in stack.tables)
-        return RowLayout(
-            stack, num_shards, -(-stack.spec.stack_vocab_size // num_shards), num_shards, places
-        )
+        rows_per_shard = -(-stack.spec.stack_vocab_size // num_shards)
+        return RowLayout(stack, num_shards, rows_per_shard, num_shards, places)
 
     @staticmethod
     def as_planned(stack: StackPlan, shards_per_device: int) -> RowLayout:
@@ -96,14 +104,14 @@ class RowLayout:
         used = [0] * num_shards
         places: dict[str, Place] = {}
         for table in sorted(stack.tables, key=lambda table: -table.rows):
-            owner = min(range(num_shards), key=lambda d: (used[d], load[d]))
+            owner = min(range(num_shards), key=lambda shard: (used[shard], load[shard]))
             places[table.name] = Place(owner, used[owner])
             used[owner] += table.rows
         row_bytes = (stack.table_bytes + stack.slot_bytes) // stack.spec.stack_vocab_size
-        load[:] = [before + rows * row_bytes for before, rows in zip(load, used, strict=True)]
-        return RowLayout(
-            stack, num_shards, max(used), 1, tuple(places[table.name] for table in stack.tables)
-        )
+        for shard, rows in enumerate(used):
+            load[shard] += rows * row_bytes
+        in_order = tuple(places[table.name] for table in stack.tables)
+        return RowLayout(stack, num_shards, max(used), 1, in_order)
 
     @property
     def num_rows(self) -> int:
@@ -117,13 +125,13 @@ class RowLayout:
 
     def facts(self, tables: Mapping[str, TableSpec]) -> dict[str, object]:
         """Facts that give the arrays of a state their meaning, for `EmbeddingState.layout`."""
-        found: dict[str, dict[str, object]] = {}
+        facts_of_tables: dict[str, dict[str, object]] = {}
         for placed, place in zip(self.stack.tables, self.places, strict=True):
             table = tables[placed.name]
-            storage = (
-                None if table.storage is None else cast(Storage, table.storage).resolved(table)
-            )
-            found[table.name] = {
+            storage = None
+            if table.storage is not None:
+                storage = cast(Storage, table.storage).resolved(table)
+            facts: dict[str, object] = {
                 "owner": place.owner,
                 "first": place.first,
                 "vocabulary_size": table.vocabulary_size,
@@ -133,24 +141,23 @@ class RowLayout:
                 "storage": None if storage is None else repr(storage),
                 "in_files": None if storage is None else storage.in_files,
             }
-            # Tables that share a storage are concatenated, so each one records its number of rows.
-            sizes = (
-                None
-                if storage is None or len(self.stack.tables) == 1
-                else storage.part_sizes(table)
-            )
-            if sizes is not None:
-                found[table.name]["part_sizes"] = list(sizes)
+            if storage is not None and len(self.stack.tables) > 1:
+                # Tables that share a storage are concatenated, so each records its number of rows.
+                sizes = storage.part_sizes(table)
+                if sizes is not None:
+                    facts["part_sizes"] = list(sizes)
+            facts_of_tables[table.name] = facts
         rule = self.stack.spec.optimizer
-        slots = list(
-            getattr(rule.slot_type, "_fields", None) or map(str, range(rule.slot_variables_count()))
-        )
-        law = {
+        slots = getattr(rule.slot_type, "_fields", None)
+        if not slots:
+            slots = map(str, range(rule.slot_variables_count()))
+        return {
             "num_shards": self.num_shards,
             "rows_per_shard": self.rows_per_shard,
             "spread": self.spread,
+            "slots": list(slots),
+            "tables": facts_of_tables,
         }
-        return {**law, "slots": slots, "tables": found}
 
     @functools.cached_property
     def place_of(self) -> dict[str, Place]:
@@ -191,7 +198,7 @@ class RowLayout:
           readers: for each feature of the stack, the segment with its bags.
         """
         features = self.stack.features
-        lists = [list_of(own) for own in bags]
+        lists = [list_of(bags_of_list) for bags_of_list in bags]
         segments = []
         for feature, segment in zip(features, readers, strict=True):
             if self.spread == 1:
@@ -207,8 +214,10 @@ class RowLayout:
             spread=self.spread,
             rows_per_shard=self.rows_per_shard,
         )
-        lists = [dataclasses.replace(ids, ids=own) for ids, own in zip(lists, rows, strict=True)]
-        return dataclasses.replace(call, lists=tuple(lists))
+        lists_of_rows = []
+        for ids, rows_of_list in zip(lists, rows, strict=True):
+            lists_of_rows.append(dataclasses.replace(ids, ids=rows_of_list))
+        return dataclasses.replace(call, lists=tuple(lists_of_rows))
 
 
 def list_of(bags: Bags, ids: Int[Array, " nnz"] | None = None) -> IdList:
@@ -216,7 +225,8 @@ def list_of(bags: Bags, ids: Int[Array, " nnz"] | None = None) -> IdList:
     ids = jnp.asarray(bags.ids) if ids is None else ids
     weights = None if bags.weights is None else jnp.asarray(bags.weights)
     if bags.dense_shape is not None:
-        return IdList(ids, None, weights, (bags.dense_shape[0], math.prod(bags.dense_shape[1:])))
+        num_bags, *axes = bags.dense_shape
+        return IdList(ids, None, weights, (num_bags, math.prod(axes)))
     return IdList(ids, jnp.asarray(bags.offsets), weights)
 
 
@@ -300,16 +310,24 @@ class DenseRows(Storage):
         Values depend only on `key`, on the names of the tables and on their initializers. The
         padding after the vocabulary of a table is zero.
         """
-        layout, width = self.layout, table.embedding_dim // self.num_parts
+        layout = self.layout
+        width = table.embedding_dim // self.num_parts
         rows = jax.ShapeDtypeStruct((layout.rows_per_device, width), jnp.float32)
-        parts = [(rows.shape, jnp.dtype(table.dtype))]
-        parts += [
-            (slot.shape, slot.dtype) for slot in jax.eval_shape(table.optimizer.init_slots, rows)
-        ]
         # Without padding, `_filled` writes every row, so `allocate` need not write them.
         fill = None if layout.num_rows == layout.stack.spec.stack_vocab_size else 0.0
-        arrays = tuple(api.allocate(*part, fill) for part in parts)
-        # One compiled loop fills all tables with equal `form` and equal block size.
+        arrays = [api.allocate(rows.shape, jnp.dtype(table.dtype), fill)]
+        for slot in jax.eval_shape(table.optimizer.init_slots, rows):
+            arrays.append(api.allocate(slot.shape, slot.dtype, fill))
+        filled = tuple(arrays)
+        for block, numbers in self._groups_of_init():
+            filled = self._filled(filled, numbers, block, key, shard)
+        return filled[0], filled[1:]
+
+    def _groups_of_init(self) -> list[tuple[int, list[int]]]:
+        """Rows of a block, and indices of the tables that one compiled loop fills by such blocks.
+
+        These tables have equal `form`.
+        """
         groups: dict[tuple[Hashable, int], list[int]] = {}
         forms: dict[Hashable, Hashable] = {}
         for number, spec in enumerate(self.tables):
@@ -317,12 +335,13 @@ class DenseRows(Storage):
             if alike not in forms:
                 forms[alike] = form(spec)
             # The smallest power of four that holds the table's rows of a shard, up to a full block.
-            bits = max(-(-self._num_rows(number) // layout.spread) - 1, 0).bit_length()
-            block = min(max(1, INIT_BLOCK_VALUES // spec.embedding_dim), 1 << (bits + bits % 2))
+            rows_of_shard = -(-self._num_rows(number) // self.layout.spread)
+            num_bits = max(rows_of_shard - 1, 0).bit_length()
+            power_of_four = 1 << (num_bits + num_bits % 2)
+            full_block = max(1, INIT_BLOCK_VALUES // spec.embedding_dim)
+            block = min(full_block, power_of_four)
             groups.setdefault((forms[alike], block), []).append(number)
-        for (_, block), numbers in groups.items():
-            arrays = self._filled(arrays, numbers, block, key, shard)
-        return arrays[0], arrays[1:]
+        return [(block, numbers) for (_, block), numbers in groups.items()]
 
     def _num_rows(self, number: int) -> int:
         """Number of rows of a table, with the padding after its vocabulary."""
@@ -345,48 +364,44 @@ class DenseRows(Storage):
           key: key of the model.
           shard: index of the device.
         """
-        layout, specs = self.layout, [self.tables[number] for number in numbers]
-        spec, keys, width = (
-            specs[0],
-            table_keys(key, [own.name for own in specs]),
-            arrays[0].shape[1],
-        )
+        layout = self.layout
+        specs = [self.tables[number] for number in numbers]
+        spec = specs[0]
+        keys = table_keys(key, [table.name for table in specs])
+        width = arrays[0].shape[1]
         places = Place(*jnp.asarray([layout.places[number] for number in numbers], jnp.int32).T)
         padded = np.asarray([self._num_rows(number) for number in numbers], np.int32)
-        num_rows, num_ids = (
-            jnp.asarray(padded),
-            jnp.asarray([own.vocabulary_size for own in specs], jnp.int32),
-        )
-        num_own, num_blocks = layout.shards_per_device, -(-padded // (layout.spread * block))
-        ends = np.cumsum(num_blocks * num_own, dtype=np.int32)
-        zero = jnp.zeros((), jnp.int32)
-        first_shard, first_column = (
-            (zero, shard * width) if self.num_parts > 1 else (shard * num_own, zero)
-        )
+        num_rows = jnp.asarray(padded)
+        num_ids = jnp.asarray([table.vocabulary_size for table in specs], jnp.int32)
+        # The loop runs over blocks of shards of tables. Table `t` ends before block `ends[t]`.
+        shards_here = layout.shards_per_device
+        blocks_of_shard = -(-padded // (layout.spread * block))
+        ends = np.cumsum(blocks_of_shard * shards_here, dtype=np.int32)
+        first_shard = jnp.zeros((), jnp.int32)
+        first_column = jnp.zeros((), jnp.int32)
+        if self.num_parts > 1:
+            first_column = shard * width
+        else:
+            first_shard = shard * shards_here
 
         def fill_block(number: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
             table = jnp.searchsorted(jnp.asarray(ends), number, side="right", method="compare_all")
-            own, blocks = (
-                number - (jnp.asarray(ends) - num_blocks * num_own)[table],
-                jnp.asarray(num_blocks)[table],
-            )
-            shard, first = own // blocks, own % blocks * block
+            block_of_table = number - (jnp.asarray(ends) - blocks_of_shard * shards_here)[table]
+            num_blocks = jnp.asarray(blocks_of_shard)[table]
+            shard_here = block_of_table // num_blocks
+            first = block_of_table % num_blocks * block
             place = jax.tree.map(lambda field: field[table], places)
-            where = first_shard + shard
-            rows = (
-                place.first_row(where, spread=layout.spread)
-                + first
-                + jnp.arange(block, dtype=jnp.int32)
-            )
-            ids = place.ids(where, rows, spread=layout.spread)
+            shard = first_shard + shard_here
+            first_row = place.first_row(shard, spread=layout.spread)
+            rows = first_row + first + jnp.arange(block, dtype=jnp.int32)
+            ids = place.ids(shard, rows, spread=layout.spread)
             values = initial_rows(keys[table], spec, jnp.clip(ids, 0, num_ids[table] - 1))
             values = jnp.where((ids < num_ids[table])[:, None], values, 0.0)
             values = jnp.pad(values, ((0, 0), (0, max(0, width - spec.embedding_dim))))
             values = jax.lax.dynamic_slice_in_dim(values, first_column, width, axis=1)
-            is_own = (ids >= 0) & (ids < num_rows[table])
-            rows = jnp.where(is_own, shard * layout.rows_per_shard + rows, NO_ROW)
-            with_slots = values, *spec.optimizer.init_slots(values)
-            return api.scatter_rows(arrays, rows, with_slots)
+            is_of_table = (ids >= 0) & (ids < num_rows[table])
+            rows = jnp.where(is_of_table, shard_here * layout.rows_per_shard + rows, NO_ROW)
+            return api.scatter_rows(arrays, rows, (values, *spec.optimizer.init_slots(values)))
 
         return jax.lax.fori_loop(0, int(ends[-1]), fill_block, arrays)
 
@@ -417,15 +432,16 @@ class DenseRows(Storage):
         """
         if rounding is None:
             return None
-        layout, names = self.layout, [table.name for table in self.layout.stack.tables]
+        layout = self.layout
+        names = [table.name for table in layout.stack.tables]
+        sizes = [table.rows for table in layout.stack.tables]
 
         def round_rows(values: Array, dtype: DTypeLike, rows: Array) -> Array:
             if resident_rows is not None:
                 rows = resident_rows.at[rows].get(mode="fill", fill_value=NO_ROW)
-            sizes = [table.rows for table in layout.stack.tables]
-            number, row = jnp.divmod(rows, layout.rows_per_shard)
-            own = shard * layout.shards_per_device + number
-            tables, ids = tables_and_ids(layout.places, sizes, own, row, spread=layout.spread)
+            shard_here, row = jnp.divmod(rows, layout.rows_per_shard)
+            shards = shard * layout.shards_per_device + shard_here
+            tables, ids = tables_and_ids(layout.places, sizes, shards, row, spread=layout.spread)
             return rounding(values, dtype, numbers_of_rows(names, tables, ids))
 
         return round_rows
@@ -446,8 +462,8 @@ class DenseRows(Storage):
 
     def find(
         self,
-        params: PyTree,
-        slots: PyTree,
+        params: Params,
+        slots: SlotTree,
         keys: Keys,
         occurrences: Array,
         table: TableSpec,
@@ -472,7 +488,7 @@ class DenseRows(Storage):
         return api.apply_rows(params, slots, rows, values, step, implementation=self.implementation)
 
     def unstack(
-        self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int
+        self, params: Params, slots: SlotTree, table: TableSpec, num_shards: int
     ) -> list[State]:
         """The unsplit arrays, once per table. `rows` selects the rows of its table."""
         return [(params, slots)] * len(self.tables)
@@ -485,19 +501,22 @@ class DenseRows(Storage):
         Without the copy, an index with all rows gives the array itself, and a step that donates the
         array would delete the result.
         """
-        return dict(
-            zip(array_names(table, slots), self._copies((params, *slots), table), strict=True)
-        )
+        copies = self._copies((params, *slots), table)
+        return dict(zip(array_names(table, slots), copies, strict=True))
 
     def optimizer_state(
-        self, params: PyTree, slots: Slots, table: TableSpec, num_shards: int
+        self, params: Params, slots: Slots, table: TableSpec, num_shards: int
     ) -> PyTree:
         """Slots of all rows of a table, in the named tuple of its optimizer. `params` is unused."""
         return table.optimizer.pack_slots(self._copies(slots, table))
 
     def _copies(self, arrays: Sequence[Array], table: TableSpec) -> tuple[Array, ...]:
         index = self.layout.all_rows(table.name, table.vocabulary_size)
-        return tuple(jnp.copy(own) if (own := array[index]) is array else own for array in arrays)
+        copies = []
+        for array in arrays:
+            rows = array[index]
+            copies.append(jnp.copy(rows) if rows is array else rows)
+        return tuple(copies)
 
     def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> PyTree:
         """All rows of a table, see `whole_table`."""
@@ -505,23 +524,24 @@ class DenseRows(Storage):
 
     def with_tables(
         self,
-        params: PyTree,
-        slots: PyTree,
+        params: Params,
+        slots: SlotTree,
         rows: Mapping[str, PyTree],
         table: TableSpec,
         num_shards: int,
         new_slots: Mapping[str, PyTree],
     ) -> State:
         """See `Storage.with_tables`. It also works inside `jit`."""
-        for own in self.tables:
-            index = self.layout.all_rows(own.name, own.vocabulary_size)
-            if own.name in rows:
-                params = params.at[index].set(jnp.asarray(rows[own.name], params.dtype))
-            if own.name in new_slots:
-                leaves = jax.tree.leaves(new_slots[own.name])
-                slots = tuple(
-                    slot.at[index].set(new) for slot, new in zip(slots, leaves, strict=True)
-                )
+        for member in self.tables:
+            name = member.name
+            index = self.layout.all_rows(name, member.vocabulary_size)
+            if name in rows:
+                params = params.at[index].set(jnp.asarray(rows[name], params.dtype))
+            if name in new_slots:
+                written = []
+                for slot, new_rows in zip(slots, jax.tree.leaves(new_slots[name]), strict=True):
+                    written.append(slot.at[index].set(new_rows))
+                slots = tuple(written)
         return params, slots
 
     def _rows(self, keys: Keys) -> Int[Array, " nnz"]:

@@ -25,9 +25,13 @@ ReadAhead: TypeAlias = tuple[Int[Array, " nnz"], Int[Array, ""], Int[Array, " nn
 
 `occurrences` counts each key in the batch. `find` gives rows to new keys in ascending order of
 `arrival`; None means the order of the keys."""
-State: TypeAlias = tuple[PyTree, PyTree]
+Params: TypeAlias = PyTree
+"""Parameters of a storage: one array, or a pytree of arrays."""
+SlotTree: TypeAlias = PyTree
+"""Optimizer state of these parameters: a tuple of arrays, or a pytree of them."""
+State: TypeAlias = tuple[Params, SlotTree]
 """Parameters and slots."""
-Found: TypeAlias = tuple[PyTree, PyTree, Int[Array, " nnz"]]
+Found: TypeAlias = tuple[Params, SlotTree, Int[Array, " nnz"]]
 """Parameters, slots, and the row of each key. A key without a row has `NO_ROW`."""
 Vectors: TypeAlias = tuple[Float[Array, "nnz dim"], Int[Array, ""]]
 """Vector of each key, and the number of distinct keys without a row."""
@@ -139,7 +143,7 @@ class Storage(abc.ABC):
         return None
 
     def unstack(
-        self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int
+        self, params: Params, slots: SlotTree, table: TableSpec, num_shards: int
     ) -> list[State]:
         """`params` and slots of each table of `tables_of`, from the arrays of all shards.
 
@@ -148,7 +152,7 @@ class Storage(abc.ABC):
         del table, num_shards
         return [(params, slots)]
 
-    def stack(self, parts: Sequence[State], like: PyTree, num_shards: int) -> State:
+    def stack(self, parts: Sequence[State], like: Params, num_shards: int) -> State:
         """The inverse of `unstack`. `like` is the `params` that `unstack` got."""
         del like, num_shards
         return parts[0]
@@ -225,7 +229,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def read(
-        self, params: PyTree, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None
+        self, params: Params, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None
     ) -> Vectors:
         """Vectors of the keys, and the number of distinct keys without a row.
 
@@ -240,7 +244,7 @@ class Storage(abc.ABC):
 
     def pooled(
         self,
-        params: PyTree,
+        params: Params,
         keys: Keys,
         call: Call,
         table: TableSpec,
@@ -261,21 +265,20 @@ class Storage(abc.ABC):
         """
         del call
         vectors, num_unknown = self.read(params, keys, table, ahead)
-        return pool(
-            vectors, jnp.where(keys.is_key, jnp.arange(keys.shape[0], dtype=jnp.int32), NO_ROW)
-        ), num_unknown
+        index_of_vector = jnp.arange(keys.shape[0], dtype=jnp.int32)
+        return pool(vectors, jnp.where(keys.is_key, index_of_vector, NO_ROW)), num_unknown
 
     @abc.abstractmethod
     def vectors(
-        self, params: PyTree, rows: Int[Array, " nnz"], table: TableSpec
+        self, params: Params, rows: Int[Array, " nnz"], table: TableSpec
     ) -> Float[Array, "nnz dim"]:
         """Vectors of the rows that `find` returned; zeros for `NO_ROW`."""
 
     @abc.abstractmethod
     def find(
         self,
-        params: PyTree,
-        slots: PyTree,
+        params: Params,
+        slots: SlotTree,
         keys: Keys,
         occurrences: Array,
         table: TableSpec,
@@ -295,14 +298,19 @@ class Storage(abc.ABC):
           got no row, have `NO_ROW`.
         """
 
-    def hold(self, params: PyTree, keys: Keys, step: Step) -> PyTree:
+    def hold(self, params: Params, keys: Keys, step: Step) -> PyTree:
         """`params` that protect the rows and counts of these keys until the end of the step."""
         del keys, step
         return params
 
     @abc.abstractmethod
     def step(
-        self, params: PyTree, slots: PyTree, gradients: CallGradients, table: TableSpec, step: Step
+        self,
+        params: Params,
+        slots: SlotTree,
+        gradients: CallGradients,
+        table: TableSpec,
+        step: Step,
     ) -> State:
         """`params` and slots after one optimizer step of the rows that a call read.
 
@@ -316,8 +324,8 @@ class Storage(abc.ABC):
 
     def step_distinct(
         self,
-        params: PyTree,
-        slots: PyTree,
+        params: Params,
+        slots: SlotTree,
         rows: Array,
         values: Array,
         table: TableSpec,
@@ -326,7 +334,7 @@ class Storage(abc.ABC):
         """`params` and slots after one optimizer step of distinct rows, with gradients `values`."""
         return self.step(params, slots, CallGradients.of_rows(rows, values), table, step)
 
-    def gradients(self, params: PyTree, gradients: CallGradients, table: TableSpec) -> PyTree:
+    def gradients(self, params: Params, gradients: CallGradients, table: TableSpec) -> PyTree:
         """Gradient of all `params`, float32, from output gradients; only if `sums_gradients`.
 
         Raises: NotImplementedError: a step of this storage updates single rows.
@@ -336,7 +344,7 @@ class Storage(abc.ABC):
         )
 
     def step_all(
-        self, params: PyTree, slots: PyTree, gradients: PyTree, table: TableSpec, step: Step
+        self, params: Params, slots: SlotTree, gradients: PyTree, table: TableSpec, step: Step
     ) -> State:
         """`params` and slots after one optimizer step of all `params`; only if `sums_gradients`.
 
@@ -349,7 +357,7 @@ class Storage(abc.ABC):
     # Whole tables by name. From here on, `params` and `slots` have the rows of all shards.
 
     def rows(
-        self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int
+        self, params: Params, slots: SlotTree, table: TableSpec, num_shards: int
     ) -> dict[str, PyTree]:
         """All rows of a table as `values`, and each of its slots as `slot_<name>`, in id order.
 
@@ -363,12 +371,15 @@ class Storage(abc.ABC):
         )
 
     def optimizer_state(
-        self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int
+        self, params: Params, slots: SlotTree, table: TableSpec, num_shards: int
     ) -> PyTree:
         """Slots of all rows of a table, in the named tuple of its optimizer."""
         rows = self.rows(params, slots, table, num_shards)
-        own = tuple(jnp.asarray(array) for name, array in rows.items() if name.startswith("slot_"))
-        return table.optimizer.pack_slots(own)
+        slots_of_rows = []
+        for name, array in rows.items():
+            if name.startswith("slot_"):
+                slots_of_rows.append(jnp.asarray(array))
+        return table.optimizer.pack_slots(tuple(slots_of_rows))
 
     def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> PyTree:
         """Rows that a user passes for a table, in the form that `with_rows` accepts.
@@ -384,7 +395,7 @@ class Storage(abc.ABC):
         return values
 
     def with_rows(
-        self, params: PyTree, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int
+        self, params: Params, slots: SlotTree, rows: PyTree, table: TableSpec, num_shards: int
     ) -> State:
         """`params` and slots after `rows` are written to a table.
 
@@ -403,8 +414,8 @@ class Storage(abc.ABC):
 
     def with_tables(
         self,
-        params: PyTree,
-        slots: PyTree,
+        params: Params,
+        slots: SlotTree,
         rows: Mapping[str, PyTree],
         table: TableSpec,
         num_shards: int,
@@ -422,26 +433,27 @@ class Storage(abc.ABC):
             `rows_on_host`, because `rows` then contain the slots.
         """
         parts = self.unstack(params, slots, table, num_shards)
-        for number, own in enumerate(self.tables_of(table)):
-            if own.name in rows:
-                parts[number] = self.with_rows(*parts[number], rows[own.name], own, num_shards)
-            if own.name in new_slots:
-                own_params, _ = parts[number]
-                parts[number] = own_params, new_slots[own.name]
+        for number, member in enumerate(self.tables_of(table)):
+            name = member.name
+            if name in rows:
+                parts[number] = self.with_rows(*parts[number], rows[name], member, num_shards)
+            if name in new_slots:
+                params_of_member, _ = parts[number]
+                parts[number] = params_of_member, new_slots[name]
         return self.stack(parts, params, num_shards)
 
-    def check_params(self, params: PyTree, table: TableSpec) -> None:
+    def check_params(self, params: Params, table: TableSpec) -> None:
         """Raises: ValueError: parts of `params` do not match, such as an average of two states."""
         del params, table
 
-    def check_step(self, before: PyTree, after: PyTree, table: TableSpec) -> None:
+    def check_step(self, before: Params, after: Params, table: TableSpec) -> None:
         """Checks a step outside `jit`, from the parameters before and after it.
 
         Raises: RuntimeError: the step failed to store new keys.
         """
         del before, after, table
 
-    def counts(self, params: PyTree, num_shards: int) -> dict[str, np.ndarray]:
+    def counts(self, params: Params, num_shards: int) -> dict[str, np.ndarray]:
         """Counters of each shard, on the host. Empty for storages without counters."""
         del params, num_shards
         return {}
@@ -476,23 +488,27 @@ def of_near_sizes(
         has room for at most `most_rows` waiting keys, too.
     """
     size = operator.attrgetter("vocabulary_size")
-    groups = [list(own) for _, own in itertools.groupby(sorted(tables, key=size), key=size)]
+    groups = []
+    for _, same_size in itertools.groupby(sorted(tables, key=size), key=size):
+        groups.append(list(same_size))
     room = MOST_EMPTY * sum(map(size, tables))
     while len(groups) > 1:
-        costs = [
-            len(own) * (size(larger[-1]) - size(own[-1]))
-            for own, larger in itertools.pairwise(groups)
-        ]
-        if (cost := min(costs)) > room:
+        costs = []
+        for group, larger in itertools.pairwise(groups):
+            costs.append(len(group) * (size(larger[-1]) - size(group[-1])))
+        cost = min(costs)
+        if cost > room:
             break
-        room, place = room - cost, costs.index(cost)
-        groups[place : place + 2] = [groups[place] + groups[place + 1]]
-    found: list[list[TableSpec]] = []
+        room -= cost
+        cheapest = costs.index(cost)
+        groups[cheapest : cheapest + 2] = [groups[cheapest] + groups[cheapest + 1]]
+    parts_of_groups: list[list[TableSpec]] = []
     for group in groups:
         most_tables = max(most_rows // max(size(group[-1]), num_waiting), 1)
-        own = [table for table in tables if table in group]
-        found += [own[first : first + most_tables] for first in range(0, len(own), most_tables)]
-    return found
+        in_order = [table for table in tables if table in group]
+        for first in range(0, len(in_order), most_tables):
+            parts_of_groups.append(in_order[first : first + most_tables])
+    return parts_of_groups
 
 
 def parts(trees: tuple[PyTree, ...], sizes: Sequence[Sequence[int]]) -> list[tuple[PyTree, ...]]:
@@ -502,19 +518,23 @@ def parts(trees: tuple[PyTree, ...], sizes: Sequence[Sequence[int]]) -> list[tup
       trees: trees of arrays, or of `jax.ShapeDtypeStruct`s.
       sizes: for each table, its number of rows in the arrays of each tree.
     """
+    parts_of_tables = []
+    firsts = [0] * len(trees)
+    for sizes_of_table in sizes:
+        parts_of_table = []
+        for number, (tree, size) in enumerate(zip(trees, sizes_of_table, strict=True)):
+            parts_of_table.append(_cut(tree, firsts[number], size))
+            firsts[number] += size
+        parts_of_tables.append(tuple(parts_of_table))
+    return parts_of_tables
 
-    def cut(leaf: PyTree, first: int, size: int) -> PyTree:
+
+def _cut(tree: PyTree, first: int, size: int) -> PyTree:
+    """Rows `first : first + size` of every leaf of a tree."""
+
+    def cut(leaf: PyTree) -> PyTree:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf.update(shape=(size, *leaf.shape[1:]))
         return leaf[first : first + size]
 
-    found, firsts = [], [0] * len(trees)
-    for own in sizes:
-        places = zip(trees, firsts, own, strict=True)
-        found.append(
-            tuple(
-                jax.tree.map(lambda leaf, at=(a, n): cut(leaf, *at), tree) for tree, a, n in places
-            )
-        )
-        firsts = [first + size for first, size in zip(firsts, own, strict=True)]
-    return found
+    return jax.tree.map(cut, tree)
