@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Num, PyTree
 
 from rsembed import opaque
-from rsembed.bags import foreign_to_numpy, is_traced
+from rsembed.arrays import foreign_to_numpy, is_traced
 from rsembed.checks import check_fields, check_type, check_within, describe, validated
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api

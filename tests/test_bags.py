@@ -133,6 +133,8 @@ def test_a_jagged_pair_is_not_copied():
 def test_weights_follow_their_ids():
     weights = [[1.0, 2.0], [], [3.0], [4.0, 5.0, 6.0]]
     np.testing.assert_array_equal(Bags.from_lists(ROWS, weights).weights, [1, 2, 3, 4, 5, 6])
+    dense = Bags.from_dense(np.array([[1, 2], [3, -1]]), [[1, 2], [3, 0.5]])
+    np.testing.assert_array_equal(dense.weights, np.float32([1, 2, 3, 0.5]))
     coo = Bags.from_coo([3, 0], [7, 8], [0.5, 0.25], num_samples=4)
     np.testing.assert_array_equal(coo.weights, [0.25, 0.5])
     pair = as_bags((np.ones((2, 2), int), [[1.0, 2.0], [3.0, 4.0]]), feature="f")

@@ -51,7 +51,7 @@ stacking.py  test_stacking.py
 keys.py  test_keys.py
     ((keys.high % n) * wrap + keys.low % n) % n => ((keys.high % n) + keys.low % n) % n
 bags.py  test_bags.py
-    _floats(gains, "from_coo")[order] => _floats(gains, "from_coo")
+    floats_of(gains, "from_coo")[order] => floats_of(gains, "from_coo")
 bags.py  collection/test_embeddings.py -k out_of_range
     xp.clip(ids, lowest, 2**31 - 1) => ids
 row_gradients.py  test_row_gradients.py

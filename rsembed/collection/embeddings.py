@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PRNGKeyArray, PyTree
 
-from rsembed.bags import check_not_taken, is_traced
+from rsembed.arrays import check_not_taken, is_traced
 from rsembed.checks import PositiveInt, check_type, describe, validated
 from rsembed.collection import host_rows, inputs
 from rsembed.collection.devices import Devices

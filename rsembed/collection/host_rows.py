@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
-from rsembed.bags import padded_size
 from rsembed.collection.occurrences import keys_of_gradients
 from rsembed.collection.prepared import PreparedBatch
 from rsembed.collection.stack import EmbeddingState, Stack
 from rsembed.kernels import api
+from rsembed.sizes import padded_size
 from rsembed.specs import TableSpec
 from rsembed.storage import row_map
 from rsembed.storage.dense_rows import whole_table

@@ -13,10 +13,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int, PyTree
 
-from rsembed.bags import is_traced, padded_size
+from rsembed.arrays import is_traced
 from rsembed.checks import check_finite
 from rsembed.collection.stack import WAY_OUT, ByName, Stack
 from rsembed.kernels.contract import NO_ROW
+from rsembed.sizes import padded_size
 from rsembed.specs import TableSpec
 from rsembed.storage import Hashed, hashed_rows, row_map
 from rsembed.storage.hashed_rows import DynamicTable

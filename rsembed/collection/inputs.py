@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from rsembed.arrays import cut_on_device, device_copy, is_traced, on_device
 from rsembed.bags import (
     PAD_ID,
     Bags,
@@ -26,23 +27,17 @@ from rsembed.bags import (
     check_bags,
     check_ids_dtype,
     check_values,
-    common_width,
-    cut_on_device,
-    device_copy,
-    is_traced,
     narrow_ids,
-    on_device,
-    padded_size,
-    size_of_list,
-    small_ids_of_lists,
 )
 from rsembed.checks import check_type, did_you_mean
 from rsembed.collection.devices import Devices
 from rsembed.collection.prepared import Listed, PreparedBatch, joined, room_for
 from rsembed.collection.stack import Batch, ByName
 from rsembed.keys import Keys
+from rsembed.lists import small_ids_of_lists
 from rsembed.parallel.agreement import Agreement, is_global
 from rsembed.row_gradients import check_gradient
+from rsembed.sizes import common_width, padded_size, size_of_list
 from rsembed.specs import FeatureSpec, TableSpec
 from rsembed.storage.protocol import Storage
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Num, PyTree
 
-from rsembed.bags import foreign_to_numpy, is_traced
+from rsembed.arrays import foreign_to_numpy, is_traced
 from rsembed.checks import check_finite, check_type, did_you_mean
 from rsembed.collection.asked_rows import AskedArrayRows, AskedKeys, AskedRows
 from rsembed.collection.devices import Devices

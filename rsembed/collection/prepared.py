@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from rsembed.bags import PAD_ID, Bags, is_traced, size_of_list
+from rsembed.arrays import is_traced
+from rsembed.bags import PAD_ID, Bags
 from rsembed.collection.devices import Devices
 from rsembed.keys import Keys
 from rsembed.parallel.agreement import is_global
+from rsembed.sizes import size_of_list
 from rsembed.specs import FeatureSpec
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from rsembed.bags import is_traced
+from rsembed.arrays import is_traced
 from rsembed.checks import check_finite
 from rsembed.collection.occurrences import Occurrences, bags_of
 from rsembed.collection.prepared import PreparedBatch

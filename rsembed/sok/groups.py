@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
-from rsembed.bags import Bags, as_bags, device_copy
+from rsembed.arrays import device_copy
+from rsembed.bags import Bags, as_bags
 from rsembed.checks import check_type, describe, validated
 from rsembed.collection import inputs
 from rsembed.collection.devices import Devices

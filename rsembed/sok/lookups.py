@@ -17,7 +17,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from rsembed.bags import Bags, as_bags, device_copy, is_traced
+from rsembed.arrays import device_copy, is_traced
+from rsembed.bags import Bags, as_bags
 from rsembed.collection.engine import Engine
 from rsembed.collection.stack import Stack
 from rsembed.kernels.contract import Step

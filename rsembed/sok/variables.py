@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from rsembed.bags import check_not_taken
+from rsembed.arrays import check_not_taken
 from rsembed.checks import NonNegativeInt, PositiveInt, check_type, dtype_among, validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.devices import Devices

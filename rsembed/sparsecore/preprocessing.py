@@ -16,7 +16,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Bool, PyTree
 
-from rsembed.bags import Bags, as_bags, check_bags, check_ids_dtype, check_unmasked
+from rsembed.arrays import check_unmasked
+from rsembed.bags import Bags, as_bags, check_bags, check_ids_dtype
 from rsembed.checks import check_type
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.fingerprint import Fingerprint, check_same

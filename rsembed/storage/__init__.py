@@ -11,6 +11,7 @@ without it, rows are in an array.
     host_cached.py      rows on the host, with a cache of some of them on the device
     set_associative.py  a set-associative cache: which rows are in it, decided on the host
     logical_rows.py     rows out of a keyed table and into one, by key
+    donation.py         results of programs that take arrays over, safe from Ctrl-C
     row_map.py          which key has which row: open addressing, rows given and taken back, counts
 """
 

@@ -15,7 +15,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from rsembed.bags import Bags, is_traced
+from rsembed.arrays import is_traced
+from rsembed.bags import Bags
 from rsembed.initial_values import form, initial_rows, table_keys
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Rounding, Segment, Step

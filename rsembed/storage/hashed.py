@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from rsembed.bags import PAD_ID, is_traced
+from rsembed.arrays import is_traced
+from rsembed.bags import PAD_ID
 from rsembed.checks import PositiveInt, check_fields, dtype_among
 from rsembed.initial_values import keyed_form, table_key, table_keys, traced_initializer
 from rsembed.kernels import api

@@ -17,12 +17,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 from numpy.typing import ArrayLike
 
-from rsembed.bags import padded_size
 from rsembed.checks import PositiveInt, check_fields, check_finite
 from rsembed.initial_values import fresh_rows, table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.keys import Keys
+from rsembed.sizes import padded_size
 from rsembed.specs import TableSpec, default_initializer
 from rsembed.storage import hashed_rows, row_map
 from rsembed.storage.hashed import DynamicRows

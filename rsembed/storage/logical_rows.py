@@ -18,10 +18,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Num, PyTree
 from numpy.typing import ArrayLike
 
-from rsembed.bags import is_traced, padded_size
+from rsembed.arrays import is_traced
 from rsembed.checks import check_type
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys, check_fits, join_keys, local_rows, owners, split_keys
+from rsembed.sizes import padded_size
 from rsembed.specs import TableSpec
 from rsembed.storage import row_map
 from rsembed.storage.hashed_rows import DynamicTable, stack, unstack

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from rsembed.bags import is_traced
+from rsembed.arrays import is_traced
 from rsembed.kernels.contract import NO_ROW, Call, CallGradients, Rounding, Step
 from rsembed.keys import Keys, checked_keys, owners
 from rsembed.specs import TableSpec

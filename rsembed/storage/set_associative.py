@@ -27,10 +27,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Int64, PyTree
 from numpy.typing import ArrayLike
 
-from rsembed.bags import kept, padded_size
 from rsembed.checks import NonNegativeInt, PositiveInt, validated
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
+from rsembed.sizes import padded_size
+from rsembed.storage.donation import kept
 from rsembed.storage.host_cached import BackingStore
 
 

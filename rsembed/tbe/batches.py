@@ -16,13 +16,15 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 from numpy.typing import ArrayLike
 
-from rsembed.bags import PAD_ID, Bags, check_unmasked, is_traced, narrow_ids, padded_size
+from rsembed.arrays import check_unmasked, is_traced
+from rsembed.bags import PAD_ID, Bags, narrow_ids
 from rsembed.checks import check_type
 from rsembed.collection import inputs
 from rsembed.collection.inputs import is_unknown
 from rsembed.collection.prepared import PreparedBatch
 from rsembed.kernels.contract import Call
 from rsembed.parallel.agreement import Agreement
+from rsembed.sizes import padded_size
 from rsembed.tbe.arguments import BoundsCheckMode
 from rsembed.tbe.plan import AnyBatch, TBEPlan, engine_of, identity, with_list
 

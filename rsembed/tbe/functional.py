@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, UInt32
 
-from rsembed.bags import check_not_taken, is_traced
+from rsembed.arrays import check_not_taken, is_traced
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Call, Step

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from rsembed.bags import device_copy, is_traced
+from rsembed.arrays import device_copy, is_traced
 from rsembed.kernels.contract import NO_ROW, Call
 from rsembed.row_gradients import RowGradients
 from rsembed.storage import CacheCounts, SetAssociativeCache

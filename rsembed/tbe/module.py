@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, PyTree
 from numpy.typing import ArrayLike
 
-from rsembed.bags import is_traced, kept
+from rsembed.arrays import is_traced
 from rsembed.checks import NonNegativeInt, validated
 from rsembed.collection.prepared import PreparedBatch
 from rsembed.kernels.contract import Call
@@ -26,6 +26,7 @@ from rsembed.optimizers import regularization
 from rsembed.optimizers.regularization import WeightDecayMode
 from rsembed.parallel.agreement import check_not_forked
 from rsembed.row_gradients import RowGradients, check_belong, check_gradient
+from rsembed.storage.donation import kept
 from rsembed.tbe import arguments, batches, functional, host_rows
 from rsembed.tbe import plan as plans
 from rsembed.tbe.arguments import (

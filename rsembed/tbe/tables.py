@@ -14,11 +14,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from rsembed.bags import foreign_to_numpy, is_traced, kept
+from rsembed.arrays import foreign_to_numpy, is_traced
 from rsembed.checks import NonNegativeInt, check_finite, check_type, check_within, validated
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.parallel.agreement import check_not_forked
 from rsembed.storage import CacheCounts
+from rsembed.storage.donation import kept
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.tbe import functional
 from rsembed.tbe.arguments import Arguments

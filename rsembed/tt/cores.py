@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer, PyTree
 
-from rsembed.bags import Bags, is_traced, narrow_ids, padded_size
+from rsembed.arrays import is_traced
+from rsembed.bags import Bags, narrow_ids
 from rsembed.checks import check_type
 from rsembed.kernels import native, reference
 from rsembed.kernels.contract import NO_ROW, Call, IdList
 from rsembed.kernels.keyed import varying_zero
+from rsembed.sizes import padded_size
 from rsembed.tt.spec import TTSpec
 
 Mode = Literal["sum", "mean"]

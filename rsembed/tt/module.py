@@ -15,7 +15,8 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jaxtyping import Array, Float, PyTree
 
-from rsembed.bags import Bags, check_not_taken, is_traced, narrow_ids
+from rsembed.arrays import check_not_taken, is_traced
+from rsembed.bags import Bags, narrow_ids
 from rsembed.checks import NonNegativeInt, PositiveInt, check_finite, dtype_among, validated
 from rsembed.optimizers import OptimizerSpec
 from rsembed.row_gradients import check_gradient

@@ -18,15 +18,8 @@ from flax import nnx
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
-from rsembed.bags import (
-    Bags,
-    as_bags,
-    check_bags,
-    check_ids_dtype,
-    check_unmasked,
-    check_values,
-    is_traced,
-)
+from rsembed.arrays import check_unmasked, is_traced
+from rsembed.bags import Bags, as_bags, check_bags, check_ids_dtype, check_values
 from rsembed.checks import check_type
 from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Segment, Step
 from rsembed.kernels.reference import rows_of_list

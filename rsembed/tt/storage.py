@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed import specs
-from rsembed.bags import is_traced
+from rsembed.arrays import is_traced
 from rsembed.checks import NonNegativeInt, PositiveInt, check_fields
 from rsembed.initial_values import table_keys
 from rsembed.kernels import api

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import rsembed as rs
-from rsembed.bags import padded_size
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
+from rsembed.sizes import padded_size
 from rsembed.storage import SetAssociativeCache
 from rsembed.storage.host_cached import BackingStore, Generation
 from rsembed.storage.set_associative import NearRows

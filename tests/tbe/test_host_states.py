@@ -230,7 +230,7 @@ FILES = (
     "storage/host_cached.py",
 )
 KEEPERS = {"keep", "keep_arrays"}
-"""Functions in which Ctrl-C waits; see `rsembed.bags.kept`."""
+"""Functions in which Ctrl-C waits; see `rsembed.storage.donation.kept`."""
 
 
 def is_interrupted(call, at_line):

@@ -1,0 +1,39 @@
+"""Sizes of padded lists and arrays. There are few, so a stream of batches needs few programs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rsembed.bags import Bags
+
+FEWEST_OF_ONE_LENGTH = 16
+"""Fewest bags of equal length for which the length is taken to be fixed, and not a coincidence."""
+
+
+def padded_size(count: int) -> int:
+    """The smallest power of two that is not below `count`; 0 for 0."""
+    return 1 << (count - 1).bit_length() if count else 0
+
+
+def size_of_list(count: int) -> int:
+    """The smallest size of a fixed series that holds `count` ids.
+
+    The series has the powers of two from 8 to 64, then eight sizes per octave, with at most 1/8
+    padding.
+    """
+    if count <= 64:
+        return max(padded_size(count), 8)
+    step = 1 << ((count - 1).bit_length() - 4)
+    return -(-count // step) * step
+
+
+def common_width(bags: Bags) -> int:
+    """Width of an array `[bags, ids]` that holds these bags and probably those of later batches.
+
+    It is a power of two. If many bags all have one length, it is that length, because such a
+    feature probably has a fixed length.
+    """
+    lengths = np.diff(np.asarray(bags.offsets))
+    longest = int(lengths.max(initial=1))
+    is_fixed = lengths.size >= FEWEST_OF_ONE_LENGTH and int(lengths.min()) == longest
+    return longest if is_fixed else padded_size(longest)
