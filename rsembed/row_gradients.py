@@ -6,7 +6,7 @@ import dataclasses
 import operator
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, ClassVar, no_type_check
+from typing import Any, ClassVar, NamedTuple, TypeAlias, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,11 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, as_rows
 from rsembed.storage.row_map import combine as combine_by_key
 from rsembed.storage.row_map import unnamed
+
+NumRows: TypeAlias = tuple[tuple[str, int], ...]
+"""Number of rows of each stack's table, as sorted `(stack, rows)` pairs."""
+Shardings: TypeAlias = tuple[tuple[str, NamedSharding, NamedSharding], ...] | None
+"""Shardings of rows and values, as sorted `(stack, rows, values)`. None without a mesh."""
 
 
 class ReadRows(dict[str, Any]):
@@ -61,12 +66,10 @@ def _opaque(rows: Any) -> Any:
     if rows.dtype == jnp.uint32:
         return opaque.wrap(rows, "key_lane")
     numbers = as_rows(rows)
-    if (
-        not is_traced(rows)
-        and rows.dtype.itemsize > 4
-        and np.any(np.asarray(rows) != np.asarray(numbers))
-    ):
-        return rows  # A number does not fit 32 bits. `check_belong` refuses it.
+    if rows.dtype.itemsize > 4 and not is_traced(rows):
+        is_cut = np.asarray(rows) != np.asarray(numbers)
+        if is_cut.any():
+            return rows  # A number does not fit 32 bits. `check_belong` refuses it.
     return _opaque_numbers(numbers)
 
 
@@ -88,6 +91,27 @@ def _integers(array: Any) -> Any:
     return opaque.unwrap(array)
 
 
+class Summands(NamedTuple):
+    """What row gradients are summed from.
+
+    Args:
+      engine: the engine of the collection. It can step the summands without their sums.
+      batch: the prepared batch.
+      d_outputs: gradients of the pooled outputs.
+    """
+
+    engine: Any
+    batch: Any
+    d_outputs: Mapping[str, PyTree]
+
+
+class _Unsummed(NamedTuple):
+    """Summands, and the arrays of the row gradients that were summed from them."""
+
+    summands: Summands
+    sums: list[Array]
+
+
 @no_type_check  # a pytree holds placeholders while JAX transforms it
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +121,9 @@ class RowGradients:
     `first + second` is `combine`, and `2 * gradients` is `scale`. Row numbers are kept in arrays
     that refuse arithmetic. So `jax.tree.map(jnp.add, first, second)` is a TypeError and does not
     give gradients of wrong rows.
+
+    Inside `jit`, gradients of a collection also know their `summands`. These are not in the
+    pytree, so copies of the gradients and results of compiled programs do not have them.
 
     Args:
       rows: distinct row numbers in ascending order, with `NO_ROW` as padding at the end. On a mesh,
@@ -113,13 +140,16 @@ class RowGradients:
 
     rows: dict[str, Int[Array, "*capacity"]]
     values: dict[str, Float[Array, "*capacity dim"]]
-    num_rows: tuple[tuple[str, int], ...]
-    shardings: tuple[tuple[str, NamedSharding, NamedSharding], ...] | None = None
+    num_rows: NumRows
+    shardings: Shardings = None
     layout: Fingerprint | None = None
     # The property `rows` reads and sets it.
     opaque_rows: Any = dataclasses.field(init=False, repr=False, compare=False)
+    # Set by `summed_from`, read by `summands`.
+    unsummed: _Unsummed | None = dataclasses.field(
+        default=None, init=False, repr=False, compare=False
+    )
 
-    _made: ClassVar[tuple[list[Array], PyTree]] = ([], None)
     __array_ufunc__: ClassVar[None] = None  # Makes `np.float32(2) * gradients` call `__rmul__`.
 
     def tree_flatten_with_keys(
@@ -137,12 +167,8 @@ class RowGradients:
         Children may be anything that JAX puts into a tree.
         """
         gradients = object.__new__(cls)
-        fields = zip(
-            ("opaque_rows", "values", "num_rows", "shardings", "layout"),
-            (*children, *static),
-            strict=True,
-        )
-        for name, value in fields:
+        names = ("opaque_rows", "values", "num_rows", "shardings", "layout")
+        for name, value in zip(names, (*children, *static), strict=True):
             object.__setattr__(gradients, name, value)
         return gradients
 
@@ -174,30 +200,33 @@ class RowGradients:
         return scale(self, 1.0 / as_factor(divisor))
 
     @property
-    def summands(self) -> tuple[Any, Mapping[str, PyTree], Mapping[str, Array]] | None:
-        """What the values are summed from: engine, batch and gradients of the pooled outputs.
+    def summands(self) -> Summands | None:
+        """What the values are summed from, while the program that made the gradients is traced.
 
-        They are known only while the program that made the gradients is traced. A step uses them in
-        place of the sums. XLA then leaves out the sums, which are as large as all occurrences of
-        ids. None if another array was put into the gradients.
+        A step uses the summands in place of the sums. XLA then leaves out the sums, which are as
+        large as all occurrences of ids. None if another array was put into the gradients.
         """
-        arrays, summands = self._made
-        return summands if all(map(operator.is_, arrays, jax.tree.leaves(self))) else None
+        if self.unsummed is None:
+            return None
+        arrays = jax.tree.leaves(self)
+        is_unchanged = all(map(operator.is_, arrays, self.unsummed.sums))
+        return self.unsummed.summands if is_unchanged else None
 
-    def summed_from(
-        self, engine: Any, batch: Mapping[str, PyTree], d_outputs: Mapping[str, Array]
-    ) -> RowGradients:
+    def summed_from(self, engine: Any, batch: Any, d_outputs: Mapping[str, PyTree]) -> RowGradients:
         """A copy of these gradients with these `summands`."""
-        found = self.with_values(self.values)
-        object.__setattr__(found, "_made", (jax.tree.leaves(found), (engine, batch, d_outputs)))
-        return found
+        copy = self.with_values(self.values)
+        unsummed = _Unsummed(Summands(engine, batch, d_outputs), jax.tree.leaves(copy))
+        object.__setattr__(copy, "unsummed", unsummed)
+        return copy
 
     def num_touched(self) -> dict[str, Int[Array, ""]]:
         """Number of distinct rows with a gradient, for each stack."""
-        return {
-            name: jnp.sum(rows != NO_ROW if rows.ndim == 1 else rows[:, 2] > 0)
-            for name, rows in self.rows.items()
-        }
+        counts = {}
+        for name, rows in self.rows.items():
+            # A key says how often it occurred, 0 for padding.
+            is_touched = rows != NO_ROW if rows.ndim == 1 else rows[:, 2] > 0
+            counts[name] = jnp.sum(is_touched)
+        return counts
 
 
 def _read_rows(gradients: RowGradients) -> Any:
@@ -235,9 +264,10 @@ def check_gradient(value: Any, name: str) -> None:
     A gradient of integers was probably cast, which has cut its values.
     """
     check_type(value, Num[Array, "..."], name)
-    if not jnp.issubdtype(
-        getattr(foreign_to_numpy(value), "dtype", None) or np.asarray(value).dtype, jnp.floating
-    ):
+    array = foreign_to_numpy(value)
+    if not hasattr(array, "dtype"):
+        array = np.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(
             f"{name} must be an array of floats, got {describe(value)}; cast it with .astype('float32')."
         )
@@ -246,7 +276,7 @@ def check_gradient(value: Any, name: str) -> None:
 def check_belong(
     row_gradients: RowGradients,
     layout: Fingerprint | None,
-    num_rows: tuple[tuple[str, int], ...],
+    num_rows: NumRows,
     axes: Mapping[str, tuple[int, int]] | None = None,
 ) -> None:
     """Checks that row gradients fit the tables that they are applied to.
@@ -274,31 +304,42 @@ def check_belong(
         )
     check_fields(row_gradients)
     all_rows = row_gradients.rows
-    for name, most in num_rows:
-        found = all_rows.get(name)
-        rows, values = (
-            getattr(own, "shape", ()) for own in (found, row_gradients.values.get(name))
-        )
-        fits = len(values) > 1 and rows[: len(values) - 1] == values[:-1]
-        # Both halves of a key, and how often it occurred.
-        fits = fits and (len(rows) < len(values) or rows[-1:] > (2,))
-        fits = fits and (axes is None or (len(rows), *values[-1:]) == axes[name])
-        if fits and row_gradients.layout is None and len(rows) == 1 and not is_traced(found):
-            numbers = np.asarray(found, np.int64)
-            fits = bool((np.diff(numbers[numbers != NO_ROW], prepend=-1, append=most) > 0).all())
+    for name, table_rows in num_rows:
+        rows = all_rows.get(name)
+        row_shape = getattr(rows, "shape", ())
+        value_shape = getattr(row_gradients.values.get(name), "shape", ())
+        fits = _shapes_fit(row_shape, value_shape)
+        if fits and axes is not None:
+            fits = (len(row_shape), value_shape[-1]) == axes[name]
+        # Gradients with a layout were made by this library, so their rows ascend.
+        if fits and row_gradients.layout is None and len(row_shape) == 1 and not is_traced(rows):
+            numbers = np.asarray(rows, np.int64)
+            used = numbers[numbers != NO_ROW]
+            fits = bool((np.diff(used, prepend=-1, append=table_rows) > 0).all())
         if not fits:
             raise ValueError(
-                f"row gradients of stack {name!r}: rows {rows} and values {values} do not fit each other or the table, "
-                f"or rows do not ascend from 0 to {most - 1}; rs.combine adds gradients of several batches."
+                f"row gradients of stack {name!r}: rows {row_shape} and values {value_shape} do not fit each other or "
+                f"the table, or rows do not ascend from 0 to {table_rows - 1}; rs.combine adds gradients of several "
+                "batches."
             )
+
+
+def _shapes_fit(rows: tuple[int, ...], values: tuple[int, ...]) -> bool:
+    """Whether rows and values of these shapes belong together; both may be stacked by `lax.scan`."""
+    if len(values) < 2 or rows[: len(values) - 1] != values[:-1]:
+        return False
+    if len(rows) < len(values):
+        return True
+    # Both halves of a key, and how often it occurred.
+    return rows[-1] > 2
 
 
 @validated
 def global_norm(row_gradients: RowGradients) -> Float[Array, ""]:
     """Euclidean norm over all rows of all stacks. It equals the norm of the dense gradients."""
-    if row_gradients.summands is not None:
-        engine, *given = row_gradients.summands
-        squares = engine.squared_norm(*given)
+    summands = row_gradients.summands
+    if summands is not None:
+        squares = summands.engine.squared_norm(summands.batch, summands.d_outputs)
     else:
         squares = {name: jnp.sum(values * values) for name, values in row_gradients.values.items()}
     return jnp.sqrt(sum(squares.values(), start=jnp.zeros(())))
@@ -316,11 +357,11 @@ def scale(row_gradients: RowGradients, factor: float | Float[Array, ""]) -> RowG
     def scaled(arrays: PyTree) -> PyTree:
         return jax.tree.map(lambda array: array * jnp.asarray(factor, array.dtype), arrays)
 
-    found = row_gradients.with_values(scaled(row_gradients.values))
-    if row_gradients.summands is None:
-        return found
-    engine, batch, d_outputs = row_gradients.summands
-    return found.summed_from(engine, batch, scaled(d_outputs))
+    summands = row_gradients.summands
+    result = row_gradients.with_values(scaled(row_gradients.values))
+    if summands is None:
+        return result
+    return result.summed_from(summands.engine, summands.batch, scaled(summands.d_outputs))
 
 
 @validated
@@ -343,12 +384,11 @@ def clip_by_global_norm(
     check_within("[0, inf]", max_norm, "clip_by_global_norm: max_norm")
     if not isinstance(other_norm, jax.Array):
         check_within("[0, inf]", other_norm, "clip_by_global_norm: other_norm")
-    norm = jnp.sqrt(
-        jnp.square(global_norm(row_gradients)) + jnp.square(jnp.asarray(other_norm, jnp.float32))
-    )
-    return scale(
-        row_gradients, jnp.where(norm > max_norm, max_norm / jnp.maximum(norm, 1e-38), 1.0)
-    )
+    square = jnp.square(global_norm(row_gradients))
+    other_square = jnp.square(jnp.asarray(other_norm, jnp.float32))
+    norm = jnp.sqrt(square + other_square)
+    factor = jnp.where(norm > max_norm, max_norm / jnp.maximum(norm, 1e-38), 1.0)
+    return scale(row_gradients, factor)
 
 
 @validated
@@ -361,45 +401,56 @@ def combine(first: RowGradients, *others: RowGradients) -> RowGradients:
     Raises: ValueError: the gradients belong to different collections.
     """
     every = (first, *others)
-    for own in every:
-        check_belong(own, first.layout, first.num_rows)
-    shardings = {name: split for name, *split in first.shardings or ()}
-    all_rows = [own.rows for own in every]
-    rows, values = {}, {}
+    for gradients in every:
+        check_belong(gradients, first.layout, first.num_rows)
+    shardings = {name: (rows, values) for name, rows, values in first.shardings or ()}
+    all_rows = [gradients.rows for gradients in every]
+    rows = {}
+    values = {}
     for name, num_rows in first.num_rows:
-        parts = [
-            (own_rows[name], own.values[name])
-            for own_rows, own in zip(all_rows, every, strict=True)
-        ]
+        parts = []
+        for gradients, rows_by_stack in zip(every, all_rows, strict=True):
+            parts.append((rows_by_stack[name], gradients.values[name]))
         rows[name], values[name] = _combine_stack(num_rows, parts, shardings.get(name))
     return dataclasses.replace(first, rows=rows, values=values)
 
 
 def _combine_stack(
-    num_rows: int, parts: list[tuple[Array, Array]], split: list[NamedSharding] | None
+    num_rows: int,
+    parts: list[tuple[Array, Array]],
+    shardings: tuple[NamedSharding, NamedSharding] | None,
 ) -> tuple[Array, Array]:
-    # Number of rows of one device.
-    bound = split[0].shard_shape((num_rows,))[0] if split else num_rows
-
-    def on_device(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
-        flat_values = [values.reshape(-1, values.shape[-1]) for _, values in parts]
-        if parts[0][0].dtype == jnp.uint32:
-            lanes = jnp.concatenate([rows.reshape(-1, rows.shape[-1]) for rows, _ in parts])
-            return combine_by_key(*unnamed(lanes), jnp.concatenate(flat_values))
-        lists = [IdList.single(rows.reshape(-1)) for rows, _ in parts]
-        call = Call.of(lists, ["sum"] * len(lists))
-        gradients = CallGradients(call, tuple(flat_values), (flat_values[0].shape[1],))
-        rows, values = api.row_gradients(num_rows, gradients)
-        return rows[:bound], values[:bound]
-
-    if not split:
-        return on_device(parts)
-    specs = tuple(sharding.spec for sharding in split)
-    behind = [
-        tuple(PartitionSpec(*[None] * (values.ndim - 2), *spec) for spec in specs)
-        for _, values in parts
-    ]
+    """Rows and values of one stack, combined from the rows and values of all `parts`."""
+    if shardings is None:
+        return _combine_parts(num_rows, num_rows, parts)
+    (rows_per_device,) = shardings[0].shard_shape((num_rows,))
+    specs = tuple(sharding.spec for sharding in shardings)
+    in_specs = []
+    for _, values in parts:
+        stacked_axes = [None] * (values.ndim - 2)  # of `lax.scan`; every device has all of them
+        in_specs.append(tuple(PartitionSpec(*stacked_axes, *spec) for spec in specs))
     on_each = jax.shard_map(
-        on_device, mesh=split[0].mesh, in_specs=(behind,), out_specs=specs, check_vma=False
+        partial(_combine_parts, num_rows, rows_per_device),
+        mesh=shardings[0].mesh,
+        in_specs=(in_specs,),
+        out_specs=specs,
+        check_vma=False,
     )
     return on_each(parts)
+
+
+def _combine_parts(
+    num_rows: int, capacity: int, parts: list[tuple[Array, Array]]
+) -> tuple[Array, Array]:
+    """Distinct rows of all parts on one device, at most `capacity`, and their summed values."""
+    flat_values = [values.reshape(-1, values.shape[-1]) for _, values in parts]
+    first_rows, _ = parts[0]
+    if first_rows.dtype == jnp.uint32:
+        lanes = jnp.concatenate([rows.reshape(-1, rows.shape[-1]) for rows, _ in parts])
+        return combine_by_key(*unnamed(lanes), jnp.concatenate(flat_values))
+    lists = [IdList.single(rows.reshape(-1)) for rows, _ in parts]
+    call = Call.of(lists, ["sum"] * len(lists))
+    dims = (flat_values[0].shape[1],)
+    gradients = CallGradients(call, tuple(flat_values), dims)
+    rows, values = api.row_gradients(num_rows, gradients)
+    return rows[:capacity], values[:capacity]
