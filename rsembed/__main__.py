@@ -139,20 +139,26 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
         try:
             client.execute(cleanup_kc=True, env=os.environ | {"PYTHONPATH": modules})
         except CellExecutionError as error:
-            kinds = [
-                [output.output_type for output in cell.get("outputs", [])]
-                for cell in notebook.cells
-            ]
-            number = next(number for number, kind in enumerate(kinds, 1) if "error" in kind)
-            # A bare assert has no text, so its line of code is shown.
-            lines = _FAILED_LINE.findall(_COLOUR_CODES.sub("", error.traceback))
-            text = _COLOUR_CODES.sub("", error.evalue) or (lines[0].strip() if lines else "")
-            return f"cell {number}: {error.ename}: {text}"
+            text = _COLOUR_CODES.sub("", error.evalue)
+            if not text:
+                # A bare assert has no text, so its line of code is shown.
+                lines = _FAILED_LINE.findall(_COLOUR_CODES.sub("", error.traceback))
+                text = lines[0].strip() if lines else ""
+            return f"cell {_failed_cell(notebook)}: {error.ename}: {text}"
         except DeadKernelError:
             return (
                 "the Python process of the notebook died; run the cells in JupyterLab to see where"
             )
     return None
+
+
+def _failed_cell(notebook: Any) -> int:
+    """Number of the first cell, from 1, that ended with an error."""
+    for number, cell in enumerate(notebook.cells, 1):
+        for output in cell.get("outputs", []):
+            if output.output_type == "error":
+                return number
+    raise ValueError("no cell of the notebook has failed.")
 
 
 def run(name: str, settings: dict[str, str], output: Path) -> int:
@@ -185,9 +191,13 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
     for cell in cells[:1]:
         cell.source = with_settings(cell.source, settings)
 
-    chosen = " ".join(f"{key}={value}" for key, value in settings.items())
-    print(f"Running {path.stem}" + (f" with {chosen}" if chosen else "") + " ...", flush=True)
-    start, executed, folder = time.monotonic(), output / path.name, output / path.stem
+    title = path.stem
+    if settings:
+        title += " with " + " ".join(f"{key}={value}" for key, value in settings.items())
+    print(f"Running {title} ...", flush=True)
+    start = time.monotonic()
+    executed = output / path.name
+    folder = output / path.stem
     try:
         folder.mkdir(parents=True, exist_ok=True)
         nbformat.write(notebook, executed)  # A folder without write access fails before the run.
@@ -205,7 +215,8 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
         """
         num_pictures = 0
         for output in cell.get("outputs", []):
-            data, text = output.get("data", {}), ""
+            data = output.get("data", {})
+            text = ""
             if "image/png" in data:
                 num_pictures += 1
                 picture = folder / f"cell-{cell_index + 1:02d}-{num_pictures}.png"

@@ -42,15 +42,15 @@ def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, by
       {'a.txt': b'text'}
     """
     most = max(MOST_UNPACKED_BYTES, len(content))
-    left = most
-    found: dict[str, bytes] = {}
+    bytes_left = most
+    contents: dict[str, bytes] = {}
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             for name in archive.namelist() if names is None else names:
-                if name in found:
+                if name in contents:
                     raise ValueError(f"the archive has two members {name!r}.")
-                found[name] = _read(archive, name, left, most)
-                left -= len(found[name])
+                contents[name] = _read(archive, name, bytes_left, most)
+                bytes_left -= len(contents[name])
     except KeyError as error:
         raise ValueError(f"the archive lacks a member: {error}") from error
     # Errors of zipfile for archives that are damaged, encrypted or of an unknown kind.
@@ -63,11 +63,11 @@ def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, by
         NotImplementedError,
     ) as error:
         raise ValueError(f"the archive cannot be read: {error or 'it ends too early'}") from error
-    return found
+    return contents
 
 
-def _read(archive: zipfile.ZipFile, name: str, left: int, most: int) -> bytes:
-    """Content of a member of at most `left` bytes.
+def _read(archive: zipfile.ZipFile, name: str, bytes_left: int, most: int) -> bytes:
+    """Content of a member of at most `bytes_left` bytes.
 
     Checks the declared size first, then the size of the unpacked content.
     """
@@ -76,10 +76,10 @@ def _read(archive: zipfile.ZipFile, name: str, left: int, most: int) -> bytes:
         raise ValueError(
             f"member {name!r} of the archive is neither stored nor deflated; pack it so."
         )
-    if member.file_size <= left:
+    if member.file_size <= bytes_left:
         with archive.open(member) as file:
-            content = file.read(left + 1)
-        if len(content) <= left:
+            content = file.read(bytes_left + 1)
+        if len(content) <= bytes_left:
             return content
     raise ValueError(
         f"members of the archive hold more than {most} bytes ({name!r} declares {member.file_size}), more than one of "

@@ -17,6 +17,7 @@ from typing import (
     Annotated,
     Any,
     Literal,
+    NamedTuple,
     TypeVar,
     Union,
     cast,
@@ -108,7 +109,8 @@ def check_fields(record: Any, where: str | None = None) -> None:
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         name = f"{where}: {field.name}"
-        if interval := field.metadata.get("interval"):
+        interval = field.metadata.get("interval")
+        if interval is not None:
             check_within(interval, value, name)
         if field.name in hints:
             check_type(value, hints[field.name], name)
@@ -156,9 +158,9 @@ def check_finite(
     if isinstance(values, jax.core.Tracer):
         return
     array: Any = values if isinstance(values, (jax.Array, np.ndarray)) else np.asarray(values)
-    if not jnp.issubdtype(array.dtype, np.floating) and (
-        may_be_negative or array.dtype.kind not in "i"
-    ):
+    has_floats = jnp.issubdtype(array.dtype, np.floating)
+    has_sign = array.dtype.kind == "i"
+    if not has_floats and (may_be_negative or not has_sign):
         return
     parts = [(0, array)]
     if isinstance(array, jax.Array):
@@ -221,9 +223,11 @@ def check_type(value: Any, hint: Any, name: str) -> None:
       TypeError: the value is of another type.
       ValueError: the number of axes, the number or the text is not allowed.
     """
-    if misfit := _misfit(value, hint, name):
-        error, where, expected, entry = misfit
-        raise error(f"{where} must be {_words_for(expected)}, got {describe(entry)}.")
+    misfit = _misfit(value, hint, name)
+    if misfit is not None:
+        raise misfit.error(
+            f"{misfit.name} must be {_words_for(misfit.hint)}, got {describe(misfit.value)}."
+        )
 
 
 def describe(value: Any) -> str:
@@ -276,71 +280,99 @@ def _hints(owner: Any) -> dict[str, Any]:
     return hints
 
 
-def _misfit(value: Any, hint: Any, name: str) -> tuple[type[Exception], str, Any, Any] | None:
-    """Error class, name, annotation and value of the first entry that does not match; None if all match."""
+class _Misfit(NamedTuple):
+    """The first entry of a value that does not match its annotation."""
+
+    error: type[Exception]
+    name: str
+    hint: Any
+    value: Any
+
+
+def _misfit(value: Any, hint: Any, name: str) -> _Misfit | None:
+    """The first entry of `value` that does not match `hint`; None if all match."""
     kind = get_origin(hint) or hint
     args = get_args(hint)
-    misfit = (TypeError, name, hint, value)
     if kind is Annotated:
-        if not (inner := _misfit(value, args[0], name)):
+        inner = _misfit(value, args[0], name)
+        if inner is None:
             check_within(hint.__metadata__[0], value, name)
         return inner
     if kind is Literal:  # of texts
         if not isinstance(value, str):
-            return misfit
-        return None if value in args else (ValueError, name, hint, value)
+            return _Misfit(TypeError, name, hint, value)
+        return None if value in args else _Misfit(ValueError, name, hint, value)
     if kind in (Union, types.UnionType):
         return _misfit_of_union(value, hint, name)
     if _dtypes_of(kind):
-        error = _array_error(value, kind)
-        return (error, name, hint, value) if error else None
+        array_error = _array_error(value, kind)
+        return _Misfit(array_error, name, hint, value) if array_error else None
+    if not _has_type(value, hint, kind):
+        return _Misfit(TypeError, name, hint, value)
+    if not args or not isinstance(value, (list, tuple, Mapping)) or len(value) > _MAX_ENTRIES:
+        return None
+    return _misfit_of_entries(value, hint, name)
+
+
+def _has_type(value: Any, hint: Any, kind: Any) -> bool:
+    """Whether a value is of the type `kind`, the origin of `hint`. Its entries are not checked."""
     if kind is Callable:
-        is_admitted = callable(value)
-    elif kind in _MAPPINGS:
-        is_admitted = isinstance(value, Mapping)
-    elif kind in _SEQUENCES:
-        is_list = hasattr(value, "__iter__") and not isinstance(value, (str, bytes, Mapping))
-        is_admitted = is_list and not (
-            _is_record(hint) and isinstance(value, Sized) and len(value) != len(args)
-        )
-    elif kind in _NUMBERS:
-        is_scalar = (
-            hasattr(value, "dtype")
-            and np.ndim(value) == 0
-            and _is_among(value.dtype, _NUMBERS[kind])
-        )
-        is_number = isinstance(value, (int, float) if kind is float else kind)
-        is_admitted = is_scalar or (is_number and (kind is bool or not isinstance(value, bool)))
+        return callable(value)
+    if kind in _MAPPINGS:
+        return isinstance(value, Mapping)
+    if kind in _SEQUENCES:
+        if not hasattr(value, "__iter__") or isinstance(value, (str, bytes, Mapping)):
+            return False
+        if _is_record(hint) and isinstance(value, Sized):
+            return len(value) == len(get_args(hint))
+        return True
+    if kind in _NUMBERS:
+        is_scalar = hasattr(value, "dtype") and np.ndim(value) == 0
+        if is_scalar and _is_among(value.dtype, _NUMBERS[kind]):
+            return True
+        if isinstance(value, bool):
+            return kind is bool
+        return isinstance(value, (int, float) if kind is float else kind)
+    return kind is Any or not isinstance(kind, type) or isinstance(value, kind)
+
+
+def _misfit_of_entries(
+    value: Sequence[Any] | Mapping[Any, Any], hint: Any, name: str
+) -> _Misfit | None:
+    """The first entry of a list or mapping that does not match the annotation of its entries."""
+    args = get_args(hint)
+    if isinstance(value, Mapping):
+        entries: Iterable[Any] = value.items()
     else:
-        is_admitted = kind is Any or not isinstance(kind, type) or isinstance(value, kind)
-    if not (args and is_admitted):
-        return None if is_admitted else misfit
-    if not isinstance(value, (list, tuple, Mapping)) or len(value) > _MAX_ENTRIES:
-        return None
-    entries: Iterable[Any] = value.items() if isinstance(value, Mapping) else enumerate(value)
-    entry_hints = args
-    if not _is_record(hint):
-        entry_hints = (args[1] if kind in _MAPPINGS else args[0],) * len(value)
-    entry_misfits = []
+        entries = enumerate(value)
+    if _is_record(hint):
+        entry_hints = args
+    elif get_origin(hint) in _MAPPINGS:
+        entry_hints = (args[1],) * len(value)
+    else:
+        entry_hints = (args[0],) * len(value)
     for (key, entry), entry_hint in zip(entries, entry_hints, strict=True):
-        entry_misfits.append(_misfit(entry, entry_hint, f"{name}[{key!r}]"))
-    return next(filter(None, entry_misfits), None)
+        misfit = _misfit(entry, entry_hint, f"{name}[{key!r}]")
+        if misfit is not None:
+            return misfit
+    return None
 
 
-def _misfit_of_union(
-    value: Any, hint: Any, name: str
-) -> tuple[type[Exception], str, Any, Any] | None:
-    """As `_misfit`, for a union: None if an alternative matches, else the misfit of the closest alternative."""
-    misfits = [_misfit(value, alternative, name) for alternative in get_args(hint)]
-    if None in misfits:
-        return None
+def _misfit_of_union(value: Any, hint: Any, name: str) -> _Misfit | None:
+    """None if an alternative of a union matches, else the misfit of the closest alternative."""
+    misfits = []
+    for alternative in get_args(hint):
+        misfit = _misfit(value, alternative, name)
+        if misfit is None:
+            return None
+        misfits.append(misfit)
     # The closest alternative has the right type: only the number, the text or an entry is wrong.
-    for error, where, expected, entry in filter(None, misfits):
-        if where != name:
-            return error, where, expected, entry
-        if error is ValueError:
-            return error, name, hint, value
-    return TypeError, name, hint, value
+    for misfit in misfits:
+        if misfit.name != name:
+            return misfit
+        if misfit.error is ValueError:
+            return misfit._replace(hint=hint, value=value)
+    return _Misfit(TypeError, name, hint, value)
 
 
 def _array_error(value: Any, hint: Any) -> type[Exception] | None:
@@ -380,12 +412,15 @@ def _words_for(hint: Any) -> str:
     if kind in _SEQUENCES:
         if _is_record(hint):
             return f"({', '.join(map(_words_for, args))})"
-        return "a list" if not args or args[0] is Any else f"a list (each {_words_for(args[0])})"
+        if not args or args[0] is Any:
+            return "a list"
+        return f"a list (each {_words_for(args[0])})"
     if kind in _MAPPINGS:
-        return (
-            "a mapping" if not args or args[1] is Any else f"a mapping (each {_words_for(args[1])})"
-        )
-    if (dtypes := _dtypes_of(kind)) == _KEYS:
+        if not args or args[1] is Any:
+            return "a mapping"
+        return f"a mapping (each {_words_for(args[1])})"
+    dtypes = _dtypes_of(kind)
+    if dtypes == _KEYS:
         return "a PRNG key, such as jax.random.key(0)"
     if dtypes:
         axes = kind.dim_str.replace("...", "").split()

@@ -216,28 +216,11 @@ class StackingPlan:
         loads = {}
         for stack in self.stacks:
             load = np.zeros(self.num_shards, np.int64)
-            places = {
-                table.name: place_of(table.setting, self.num_shards) for table in stack.tables
-            }
             for feature in stack.features:
-                # Concatenating flat rows handles dense, ragged and single ids alike.
-                flat_rows = map(np.ravel, ids_by_feature.get(feature.name, ()))
-                ids = np.concatenate(
-                    [np.zeros(0, np.int64), *(row for row in flat_rows if row.size)]
-                )
-                rows = self.table(feature.table_name)[1].rows
-                is_row = (
-                    (ids >= 0) & (ids < rows)
-                    if ids.dtype.kind in "iu"
-                    else np.zeros(ids.shape, bool)
-                )
-                if not is_row.all():
-                    raise ValueError(
-                        f"shard_load: feature {feature.name!r}: ids must be integers from 0 to "
-                        f"{rows - 1}, the rows of table {feature.table_name!r}, got "
-                        f"{ids[~is_row][:3].tolist()}."
-                    )
-                shards = places[feature.table_name].shards(ids, spread=self.num_shards)
+                _, table = self.table(feature.table_name)
+                ids = _checked_flat_ids(ids_by_feature.get(feature.name, ()), feature.name, table)
+                place = place_of(table.setting, self.num_shards)
+                shards = place.shards(ids, spread=self.num_shards)
                 load += np.bincount(shards, minlength=self.num_shards)
             loads[stack.name] = load
         return loads
@@ -251,24 +234,25 @@ class StackingPlan:
         """
         rows = self._cells()
         if ids_by_feature is not None:
-            loads = self.shard_load(ids_by_feature).values()
-            added = [("ids", "busiest shard", "skew")]
-            for load in loads:
+            load_rows = [("ids", "busiest shard", "skew")]
+            for load in self.shard_load(ids_by_feature).values():
                 skew = load.max() * load.size / max(load.sum(), 1)
-                added.append((f"{load.sum():,}", str(load.argmax()), f"{skew:.2f}"))
-            rows = [row + load_cells for row, load_cells in zip(rows, added, strict=True)]
+                load_rows.append((f"{load.sum():,}", str(load.argmax()), f"{skew:.2f}"))
+            rows = [row + load_row for row, load_row in zip(rows, load_rows, strict=True)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        lines = []
+        for row in rows:
+            lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
+        return "\n".join(lines)
 
     __str__ = describe
 
     def _repr_html_(self) -> str:
         columns, *rows = self._cells()
-        head = "".join(f"<th>{cell}</th>" for cell in columns)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows
-        )
-        return f"<table><tr>{head}</tr>{body}</table>"
+        html_rows = [_html_row("th", columns)]
+        for row in rows:
+            html_rows.append(_html_row("td", row))
+        return f"<table>{''.join(html_rows)}</table>"
 
     def _cells(self) -> list[tuple[str, ...]]:
         """Cells of the printed table: the column names, then one row per stack."""
@@ -289,6 +273,34 @@ class StackingPlan:
             for stack in self.stacks
         ]
         return [(*stack_columns, "padding", "table MB/shard", "slots MB/shard"), *rows]
+
+
+def _html_row(tag: str, cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>"
+
+
+def _checked_flat_ids(
+    ids: Any, feature_name: str, table: TablePlacement
+) -> Int[np.ndarray, " nnz"]:
+    """Dense, ragged or single ids of a feature in one flat array.
+
+    Raises: ValueError: an id is no integer, or outside the table.
+    """
+    # An empty row may be an array of floats, which would make floats of all ids.
+    rows = [np.zeros(0, np.int64)]
+    for row in map(np.ravel, ids):
+        if row.size:
+            rows.append(row)
+    flat = np.concatenate(rows)
+    is_row = np.zeros(flat.shape, bool)
+    if flat.dtype.kind in "iu":
+        is_row = (flat >= 0) & (flat < table.rows)
+    if not is_row.all():
+        raise ValueError(
+            f"shard_load: feature {feature_name!r}: ids must be integers from 0 to "
+            f"{table.rows - 1}, the rows of table {table.name!r}, got {flat[~is_row][:3].tolist()}."
+        )
+    return flat
 
 
 def place_of(setting: TableSettingInStack, num_shards: int) -> Place:
@@ -428,12 +440,12 @@ def group_tables(
             storage_key,
         )
         groups.setdefault(key, []).append(name)
-    multiple = SUBLANES * num_shards if pad else 1
+    row_tile = SUBLANES * num_shards if pad else 1
     num_rows = {}
     for name, table in tables.items():
         # A hash table needs up to four slots per row, so tables with a storage count with a margin.
         slots_per_row = 1 if table.storage is None else 8
-        num_rows[name] = slots_per_row * round_up(table.vocabulary_size, multiple)
+        num_rows[name] = slots_per_row * round_up(table.vocabulary_size, row_tile)
     split_groups = split_by_memory(groups.values(), num_rows, MAX_ROWS)
     if activation_mem_bytes_limit is None:
         return split_groups
@@ -455,13 +467,16 @@ def split_by_memory(
     result: list[list[Name]] = []
     for group in groups:
         subgroups: list[list[Name]] = []
+        subgroup_bytes: list[int] = []
         for name in group:
-            for subgroup in subgroups:
-                if sum(num_bytes[other] for other in subgroup) + num_bytes[name] <= limit:
-                    subgroup.append(name)
+            for number, used_bytes in enumerate(subgroup_bytes):
+                if used_bytes + num_bytes[name] <= limit:
+                    subgroups[number].append(name)
+                    subgroup_bytes[number] += num_bytes[name]
                     break
             else:
                 subgroups.append([name])
+                subgroup_bytes.append(num_bytes[name])
         result.extend(subgroups)
     return result
 
@@ -471,9 +486,9 @@ def settings_in_stack(
 ) -> list[TableSettingInStack]:
     """Offsets of tables with these numbers of rows when they are concatenated in a stack."""
     settings = []
-    for k, rows in enumerate(padded_rows):
-        first_row = sum(padded_rows[:k]) // num_shards
-        table_rotation = (k * rotation) % num_shards
+    for number, rows in enumerate(padded_rows):
+        first_row = sum(padded_rows[:number]) // num_shards
+        table_rotation = (number * rotation) % num_shards
         settings.append(
             TableSettingInStack(stack_name, rows, padded_dim, first_row, table_rotation)
         )
@@ -516,35 +531,25 @@ def plan_stack(
     settings = settings_in_stack(
         stack_name, padded_rows, dim, num_shards=num_shards, rotation=rotation
     )
-    placements = tuple(TablePlacement.of(*pair) for pair in zip(tables, settings, strict=True))
-    readers = [f for f in features_of(features) if f.table_spec.name in set(table_names)]
-    if pad:
-        for feature in readers:
-            feature.check_pooled_as_table()
-    wide = [f.name for f in readers if f.output_dim > f.table_spec.embedding_dim]
-    if wide and not pad:
-        raise ValueError(
-            f"features {wide}: output_shape has more columns than the table, which no layout here pads."
-        )
+    placements = []
+    for table, setting in zip(tables, settings, strict=True):
+        placements.append(TablePlacement.of(table, setting))
+    readers = _checked_readers(features, table_names, pad=pad)
     if sort_features_by_name:
         readers.sort(key=lambda feature: feature.name)
     feature_placements, total_samples = _place_features(readers, placements, num_shards)
-    limits = [max_ids_per_partition, max_unique_ids_per_partition]
-    for limit, name in zip(
-        limits, ("max_ids_per_partition", "max_unique_ids_per_partition"), strict=True
-    ):
-        check_type(limit, Callable, f"stack {stack_name!r}: stack_to_{name}")
-    chosen: list[Any] = [limit(stack_name, total_samples) for limit in limits]
-    for value in chosen:
-        check_type(
-            value,
-            PositiveInt,
-            f"stack {stack_name!r}: the limit of ids in a partition, of a callable,",
-        )
+    where = f"stack {stack_name!r}:"
+    check_type(max_ids_per_partition, Callable, f"{where} stack_to_max_ids_per_partition")
+    check_type(
+        max_unique_ids_per_partition, Callable, f"{where} stack_to_max_unique_ids_per_partition"
+    )
+    max_ids = max_ids_per_partition(stack_name, total_samples)
+    max_unique_ids = max_unique_ids_per_partition(stack_name, total_samples)
+    for limit in (max_ids, max_unique_ids):
+        check_type(limit, PositiveInt, f"{where} the limit of ids in a partition, of a callable,")
     if len(tables) == 1:
-        chosen = [first.max_ids_per_partition, first.max_unique_ids_per_partition]
-    max_ids, max_unique = map(int, chosen)
-    suggested = [table.suggested_coo_buffer_size_per_device for table in tables]
+        max_ids = first.max_ids_per_partition
+        max_unique_ids = first.max_unique_ids_per_partition
     spec = StackedTableSpec(
         stack_name=stack_name,
         stack_vocab_size=total_rows,
@@ -552,31 +557,72 @@ def plan_stack(
         optimizer=first.optimizer,
         combiner=first.combiner,
         total_sample_count=total_samples,
-        max_ids_per_partition=max_ids,
-        max_unique_ids_per_partition=max_unique,
-        suggested_coo_buffer_size_per_device=None
-        if None in suggested
-        else sum(size or 0 for size in suggested),
+        max_ids_per_partition=int(max_ids),
+        max_unique_ids_per_partition=int(max_unique_ids),
+        suggested_coo_buffer_size_per_device=_total_buffer_size(tables),
         quantization_config=first.quantization_config,
         activation_mem_bytes_limit=activation_mem_bytes_limit,
         num_shards=num_shards,
     )
-    stored_values = [
-        table.storage.num_values(table) for table in tables if table.storage is not None
-    ]
-    num_stored_values = None
-    if stored_values:
-        # Every table is padded to the largest one.
-        num_tables = len(stored_values)
-        table_values, slot_values = zip(*stored_values, strict=True)
-        num_stored_values = (num_tables * max(table_values), num_tables * max(slot_values))
     return StackPlan(
         spec=spec,
         dtype=first.dtype,
-        tables=placements,
+        tables=tuple(placements),
         features=feature_placements,
-        num_stored_values=num_stored_values,
+        num_stored_values=_num_stored_values(tables),
     )
+
+
+def _checked_readers(features: Any, table_names: Sequence[str], *, pad: bool) -> list[FeatureSpec]:
+    """The features that read these tables.
+
+    Raises: ValueError: the stack cannot serve the combiner or the output shape of a feature.
+    """
+    readers = []
+    for feature in features_of(features):
+        if feature.table_spec.name in table_names:
+            readers.append(feature)
+    if pad:
+        for feature in readers:
+            feature.check_pooled_as_table()
+        return readers
+    wide = []
+    for feature in readers:
+        if feature.output_dim > feature.table_spec.embedding_dim:
+            wide.append(feature.name)
+    if wide:
+        raise ValueError(
+            f"features {wide}: output_shape has more columns than the table, which no layout here pads."
+        )
+    return readers
+
+
+def _total_buffer_size(tables: Sequence[TableSpec]) -> int | None:
+    """Sum of the suggested buffer sizes; None if a table has none."""
+    total = 0
+    for table in tables:
+        if table.suggested_coo_buffer_size_per_device is None:
+            return None
+        total += table.suggested_coo_buffer_size_per_device
+    return total
+
+
+def _num_stored_values(tables: Sequence[TableSpec]) -> tuple[int, int] | None:
+    """`StackPlan.num_stored_values` of these tables."""
+    num_tables = 0
+    most_table_values = 0
+    most_slot_values = 0
+    for table in tables:
+        if table.storage is None:
+            continue
+        table_values, slot_values = table.storage.num_values(table)
+        num_tables += 1
+        most_table_values = max(most_table_values, table_values)
+        most_slot_values = max(most_slot_values, slot_values)
+    if not num_tables:
+        return None
+    # Every table is padded to the largest one.
+    return num_tables * most_table_values, num_tables * most_slot_values
 
 
 def _checked_tables(
@@ -590,7 +636,8 @@ def _checked_tables(
 
     Raises: ValueError: a name is repeated or unknown, or the tables differ in a shared setting.
     """
-    if repeated := [name for name in table_names if list(table_names).count(name) > 1]:
+    repeated = [name for name in table_names if list(table_names).count(name) > 1]
+    if repeated:
         raise ValueError(
             f"stack {stack_name!r}: Table {repeated[0]} is repeated in group {list(table_names)}."
         )
