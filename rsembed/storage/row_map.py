@@ -50,12 +50,11 @@ class HashTable(NamedTuple):
     def empty(max_keys: int, num_tables: int = 1) -> HashTable:
         """Empty hash tables for at most `max_keys` keys each."""
         num_slots = num_tables << (2 * max(max_keys, 1) - 1).bit_length()
-        lanes, rows = (
-            api.allocate((num_slots, 2), jnp.uint32, 0),
-            api.allocate((num_slots,), jnp.int32, EMPTY),
-        )
         return HashTable(
-            lanes, rows, jnp.zeros(num_tables, jnp.int32), jnp.zeros(num_tables, jnp.int32)
+            keys=api.allocate((num_slots, 2), jnp.uint32, 0),
+            rows=api.allocate((num_slots,), jnp.int32, EMPTY),
+            num_keys=jnp.zeros(num_tables, jnp.int32),
+            num_deleted=jnp.zeros(num_tables, jnp.int32),
         )
 
     def insert(self, keys: Keys, rows: Int[Array, " nnz"]) -> HashTable:
@@ -72,47 +71,54 @@ class HashTable(NamedTuple):
         A table is rebuilt when more than a quarter of its slots are deleted.
         """
         num_tables = self.num_keys.shape[0]
-        slots = api.find_keys(self.keys, self.rows, keys, num_tables)[0]
+        slots, _, _ = api.find_keys(self.keys, self.rows, keys, num_tables)
         num_removed = counts_of(slots != NO_ROW, keys.table, num_tables)
-        left = self._replace(
-            rows=api.scatter_rows((self.rows,), slots, (jnp.full_like(slots, DELETED),))[0],
+        deleted = jnp.full_like(slots, DELETED)
+        (rows,) = api.scatter_rows((self.rows,), slots, (deleted,))
+        smaller = self._replace(
+            rows=rows,
             num_keys=self.num_keys - num_removed,
             num_deleted=self.num_deleted + num_removed,
         )
-        size = self.rows.shape[0] // num_tables
-        is_crowded = left.num_deleted > size // 4
+        slots_per_table = rows.shape[0] // num_tables
+        is_crowded = smaller.num_deleted > slots_per_table // 4
+        return jax.lax.cond(
+            jnp.any(is_crowded), lambda: smaller._rebuilt(is_crowded), lambda: smaller
+        )
 
-        def rebuilt() -> HashTable:
-            is_new = jnp.repeat(is_crowded, size)
-            kept = HashTable(
-                jnp.where(is_new[:, None], jnp.uint32(0), left.keys),
-                jnp.where(is_new, EMPTY, left.rows),
-                jnp.where(is_crowded, 0, left.num_keys),
-                jnp.where(is_crowded, 0, left.num_deleted),
-            )
-            return kept.with_keys_of(left, is_new)
-
-        return jax.lax.cond(jnp.any(is_crowded), rebuilt, lambda: left)
+    def _rebuilt(self, is_rebuilt: Bool[Array, " tables"]) -> HashTable:
+        """The hash tables with the marked ones built again, without deleted slots."""
+        slots_per_table = self.rows.shape[0] // self.num_keys.shape[0]
+        is_moved = jnp.repeat(is_rebuilt, slots_per_table)
+        kept = HashTable(
+            keys=jnp.where(is_moved[:, None], jnp.uint32(0), self.keys),
+            rows=jnp.where(is_moved, EMPTY, self.rows),
+            num_keys=jnp.where(is_rebuilt, 0, self.num_keys),
+            num_deleted=jnp.where(is_rebuilt, 0, self.num_deleted),
+        )
+        return kept.with_keys_of(self, is_moved)
 
     def with_keys_of(self, other: HashTable, marks: Bool[Array, " slots"]) -> HashTable:
         """The hash tables after the keys in marked slots of `other` are added."""
-        num_slots, size = other.rows.shape[0], other.rows.shape[0] // other.num_keys.shape[0]
+        num_slots = other.rows.shape[0]
+        num_tables = other.num_keys.shape[0]
+        slots_per_table = num_slots // num_tables
         # Blocks without a marked slot are skipped, because a rebuild moves the keys of few tables.
-        block = math.gcd(num_slots, REBUILD_BLOCK)
-        blocks, num_blocks = api.compact(
-            jnp.any(marks.reshape(-1, block), axis=1), num_slots // block
-        )
+        block_size = math.gcd(num_slots, REBUILD_BLOCK)
+        has_mark = jnp.any(marks.reshape(-1, block_size), axis=1)
+        blocks, num_blocks = api.compact(has_mark, num_slots // block_size)
 
-        def add_block(i: Array, table: HashTable) -> HashTable:
-            first = blocks[i] * block
-            rows, lanes, own = (
-                jax.lax.dynamic_slice_in_dim(x, first, block)
-                for x in (other.rows, other.keys, marks)
-            )
-            number = (
-                None if size == num_slots else (first + jnp.arange(block, dtype=jnp.int32)) // size
-            )
-            return table.insert(Keys(lanes[:, 0], lanes[:, 1], own & (rows >= 0), number), rows)
+        def add_block(i: Array, hashed: HashTable) -> HashTable:
+            first = blocks[i] * block_size
+            rows = jax.lax.dynamic_slice_in_dim(other.rows, first, block_size)
+            lanes = jax.lax.dynamic_slice_in_dim(other.keys, first, block_size)
+            is_marked = jax.lax.dynamic_slice_in_dim(marks, first, block_size)
+            table = None
+            if num_tables > 1:
+                slots = first + jnp.arange(block_size, dtype=jnp.int32)
+                table = slots // slots_per_table
+            is_key = is_marked & (rows >= 0)
+            return hashed.insert(Keys(lanes[:, 0], lanes[:, 1], is_key, table), rows)
 
         return jax.lax.fori_loop(0, num_blocks, add_block, self)
 
@@ -129,9 +135,8 @@ def counts_of(
     """
     if table is None:
         return jnp.sum(marks, dtype=jnp.int32)[None]
-    return (
-        jnp.zeros(num_tables, jnp.int32).at[jnp.where(marks, table, num_tables)].add(1, mode="drop")
-    )
+    counted_table = jnp.where(marks, table, num_tables)  # `num_tables` is dropped.
+    return jnp.zeros(num_tables, jnp.int32).at[counted_table].add(1, mode="drop")
 
 
 class RowMap(NamedTuple):
@@ -176,40 +181,55 @@ def empty(*capacities: int) -> RowMap:
     Args:
       capacities: number of rows of each table.
     """
-    most, own = max(capacities), jnp.asarray(capacities, jnp.int32)
-    num_rows = (most * len(capacities),)
+    num_tables = len(capacities)
+    rows_per_table = max(capacities)
+    shape = (rows_per_table * num_tables,)
+    num_free = jnp.asarray(capacities, jnp.int32)
+    # The end of the stack of free rows is assigned first, so the stack counts down to row 0.
+    positions = jnp.arange(rows_per_table, dtype=jnp.int32)
+    free = jnp.maximum(num_free[:, None] - 1 - positions[None], 0)
     return RowMap(
-        hashed=HashTable.empty(most, len(capacities)),
-        high=api.allocate(num_rows, jnp.uint32, 0),
-        low=api.allocate(num_rows, jnp.uint32, 0),
-        last_step=api.allocate(num_rows, jnp.int32, FREE),
-        counts=api.allocate(num_rows, jnp.int32, 0),
-        free=jnp.maximum(own[:, None] - 1 - jnp.arange(most, dtype=jnp.int32)[None], 0).reshape(-1),
-        num_free=own,
-        signature=jnp.zeros(len(capacities), jnp.uint32),
+        hashed=HashTable.empty(rows_per_table, num_tables),
+        high=api.allocate(shape, jnp.uint32, 0),
+        low=api.allocate(shape, jnp.uint32, 0),
+        last_step=api.allocate(shape, jnp.int32, FREE),
+        counts=api.allocate(shape, jnp.int32, 0),
+        free=free.reshape(-1),
+        num_free=num_free,
+        signature=jnp.zeros(num_tables, jnp.uint32),
     )
 
 
 def find(row_map: RowMap, keys: Keys) -> Int[Array, " nnz"]:
     """Row of each key. `NO_ROW` for unknown keys and padding."""
-    return search(row_map, keys)[0]
+    rows, _ = search(row_map, keys)
+    return rows
 
 
 def search(row_map: RowMap, keys: Keys) -> tuple[Int[Array, " nnz"], Int[Array, ""]]:
     """Row of each key as `find` returns it, and the number of keys without one."""
-    _, rows, num_absent = api.find_keys(
-        row_map.hashed.keys, row_map.hashed.rows, keys, row_map.num_tables
-    )
-    return _moved(row_map, rows, keys.table, 1), num_absent
+    hashed = row_map.hashed
+    _, rows_in_table, num_absent = api.find_keys(hashed.keys, hashed.rows, keys, row_map.num_tables)
+    return _global_rows(row_map, rows_in_table, keys.table), num_absent
 
 
-def _moved(
-    row_map: RowMap, rows: Int[Array, " nnz"], table: Array | None, sign: int
+def _global_rows(
+    row_map: RowMap, rows_in_table: Int[Array, " nnz"], table: Array | None
 ) -> Int[Array, " nnz"]:
-    """Global row numbers from row numbers in tables (`sign` 1), or the inverse (`sign` -1)."""
+    """Row numbers over all tables, from row numbers in single tables."""
+    if table is None:
+        return rows_in_table
+    rows = rows_in_table + row_map.rows_per_table * table
+    return jnp.where(rows_in_table == NO_ROW, NO_ROW, rows)
+
+
+def _rows_in_table(
+    row_map: RowMap, rows: Int[Array, " nnz"], table: Array | None
+) -> Int[Array, " nnz"]:
+    """The inverse of `_global_rows`."""
     if table is None:
         return rows
-    return jnp.where(rows == NO_ROW, NO_ROW, rows + sign * row_map.rows_per_table * table)
+    return jnp.where(rows == NO_ROW, NO_ROW, rows - row_map.rows_per_table * table)
 
 
 def assign(
@@ -236,28 +256,44 @@ def assign(
     Returns: the map, the row of each key, the number of evicted keys of each table, and the number
       of keys of each table that got no row. The row of such a key is `NO_ROW`.
     """
-    num_before = row_map.num_free
+    num_free_before = row_map.num_free
     if evict is not None:
-        short = counts_of(keys.is_key, keys.table, row_map.num_tables) - num_before
-        row_map = jax.lax.cond(
-            jnp.any(short > 0),
-            lambda known: _evict_least(known, short, step, evict, keys.low.shape[0], is_signed),
-            lambda known: known,
-            row_map,
-        )
-    num_evicted = row_map.num_free - num_before
+        row_map = _make_room(row_map, keys, step, evict, is_signed)
+    num_evicted = row_map.num_free - num_free_before
     rows, num_free, num_without = api.take_rows(
         row_map.free, row_map.num_free, keys.is_key, keys.table
     )
     high, low = api.scatter_rows((row_map.high, row_map.low), rows, (keys.high, keys.low))
-    with_row = keys._replace(is_key=rows != NO_ROW)
-    own_rows = _moved(row_map, rows, keys.table, -1)
-    hashed = row_map.hashed.insert(with_row, own_rows)
-    signature = row_map.signature + _signature(with_row, own_rows, row_map.num_tables)
+    keys_with_row = keys._replace(is_key=rows != NO_ROW)
+    rows_in_table = _rows_in_table(row_map, rows, keys.table)
+    added = _signature(keys_with_row, rows_in_table, row_map.num_tables)
     filled = row_map._replace(
-        hashed=hashed, high=high, low=low, num_free=num_free, signature=signature
+        hashed=row_map.hashed.insert(keys_with_row, rows_in_table),
+        high=high,
+        low=low,
+        num_free=num_free,
+        signature=row_map.signature + added,
     )
     return touch(filled, rows, step, occurrences), rows, num_evicted, num_without
+
+
+def _make_room(
+    row_map: RowMap, keys: Keys, step: Int[Array, ""], policy: Eviction, is_signed: bool
+) -> RowMap:
+    """The map after evictions, with a free row for each of `keys` if enough rows may be evicted.
+
+    For the arguments, see `assign`.
+    """
+    num_wanted = counts_of(keys.is_key, keys.table, row_map.num_tables) - row_map.num_free
+
+    def with_evictions(row_map: RowMap) -> RowMap:
+        is_candidate = _may_leave(row_map, step)
+        is_evicted = least(row_map, worth(row_map, policy), is_candidate, num_wanted, is_signed)
+        evicted_rows, _ = api.compact(is_evicted, keys.low.shape[0])
+        return release(row_map, evicted_rows)
+
+    is_short = jnp.any(num_wanted > 0)
+    return jax.lax.cond(is_short, with_evictions, lambda row_map: row_map, row_map)
 
 
 def _signature(keys: Keys, rows: Int[Array, " nnz"], num_tables: int) -> UInt32[Array, " tables"]:
@@ -289,10 +325,10 @@ def find_or_assign(
 
     Returns: the map, and the row of each key. `NO_ROW` for padding, and for keys that got no row.
     """
-    rows = find(row_map, keys)
-    new = keys.only(rows == NO_ROW)
-    row_map, new_rows, *_ = assign(row_map, new, jnp.int32(0), counts)
-    rows = jnp.where(new.is_key, new_rows, rows)
+    known_rows = find(row_map, keys)
+    new = keys.only(known_rows == NO_ROW)
+    row_map, new_rows, _, _ = assign(row_map, new, jnp.int32(0), counts)
+    rows = jnp.where(new.is_key, new_rows, known_rows)
     return touch(row_map, rows, steps, counts), rows
 
 
@@ -310,8 +346,10 @@ def touch(
       step: last step that used the rows, for all rows or one for each.
       occurrences: number of occurrences of each row's key so far, which replaces its count.
     """
-    given = jnp.broadcast_to(step, rows.shape), occurrences
-    last_step, counts = api.scatter_rows((row_map.last_step, row_map.counts), rows, given)
+    steps = jnp.broadcast_to(step, rows.shape)
+    last_step, counts = api.scatter_rows(
+        (row_map.last_step, row_map.counts), rows, (steps, occurrences)
+    )
     return row_map._replace(last_step=last_step, counts=counts)
 
 
@@ -338,25 +376,35 @@ def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
 
     The first of these rows in each table is assigned next.
     """
-    is_row, table = rows != NO_ROW, table_of(row_map, rows)
+    is_row = rows != NO_ROW
+    table = table_of(row_map, rows)
     high, low = api.gather_rows((row_map.high, row_map.low), rows)
+    keys = Keys(high, low, is_row, table)
+    rows_in_table = _rows_in_table(row_map, rows, table)
+
+    # The first released row of a table becomes the end of its stack of free rows.
     rank, num_released = ranks(is_row, table, row_map.num_tables, api.distinct)
     num_free = row_map.num_free + num_released
-    places = (num_free if table is None else num_free.at[table].get(mode="clip")) - 1 - rank
-    free = jnp.where(is_row, _moved(row_map, places, table, 1), NO_ROW)
-    keys, own_rows = Keys(high, low, is_row, table), _moved(row_map, rows, table, -1)
+    stack_size = num_free
+    if table is not None:
+        stack_size = num_free.at[table].get(mode="clip")
+    position = _global_rows(row_map, stack_size - 1 - rank, table)
+    position = jnp.where(is_row, position, NO_ROW)
+    removed = _signature(keys, rows_in_table, row_map.num_tables)
     return row_map._replace(
         hashed=row_map.hashed.remove(keys),
         last_step=row_map.last_step.at[rows].set(FREE, mode="drop"),
-        free=row_map.free.at[free].set(own_rows, mode="drop"),
+        free=row_map.free.at[position].set(rows_in_table, mode="drop"),
         num_free=num_free,
-        signature=row_map.signature - _signature(keys, own_rows, row_map.num_tables),
+        signature=row_map.signature - removed,
     )
 
 
 def table_of(row_map: RowMap, rows: Int[Array, " nnz"]) -> Int[Array, " nnz"] | None:
     """Number of the table of each row. None if there is one table."""
-    return None if row_map.num_tables == 1 else rows // row_map.rows_per_table
+    if row_map.num_tables == 1:
+        return None
+    return rows // row_map.rows_per_table
 
 
 def grow(row_map: RowMap, capacity: int) -> RowMap:
@@ -366,17 +414,18 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
     def extend(lane: Array, value: int) -> Array:
         return jnp.concatenate([lane, jnp.full(capacity - old, value, lane.dtype)])
 
-    hashed, zero = row_map.hashed, varying_zero(row_map.hashed.rows)
-    fresh: HashTable = jax.tree.map(lambda x: x + zero.astype(x.dtype), HashTable.empty(capacity))
+    hashed = row_map.hashed
+    # Under `shard_map`, the loop of `with_keys_of` must start from arrays that vary over devices.
+    zero = varying_zero(hashed.rows)
+    larger: HashTable = jax.tree.map(lambda x: x + zero.astype(x.dtype), HashTable.empty(capacity))
+    new_rows = jnp.arange(capacity - 1, old - 1, -1, dtype=jnp.int32)
     return RowMap(
-        hashed=fresh.with_keys_of(hashed, jnp.ones(hashed.rows.shape, bool)),
+        hashed=larger.with_keys_of(hashed, jnp.ones(hashed.rows.shape, bool)),
         high=extend(row_map.high, 0),
         low=extend(row_map.low, 0),
         last_step=extend(row_map.last_step, FREE),
         counts=extend(row_map.counts, 0),
-        free=jnp.concatenate(
-            [jnp.arange(capacity - 1, old - 1, -1, dtype=jnp.int32), row_map.free]
-        ),
+        free=jnp.concatenate([new_rows, row_map.free]),
         num_free=row_map.num_free + (capacity - old),
         signature=row_map.signature,
     )
@@ -387,7 +436,9 @@ def worth(row_map: RowMap, policy: Eviction) -> Int[Array, " rows"]:
 
     Keys with the smallest worth are evicted first. If worths are equal, the smallest key is first.
     """
-    return row_map.last_step if policy == "lru" else row_map.counts
+    if policy == "lru":
+        return row_map.last_step
+    return row_map.counts
 
 
 def _may_leave(row_map: RowMap, step: Int[Array, ""]) -> Bool[Array, " rows"]:
@@ -408,9 +459,9 @@ def room(
     """
     if not evicts:
         return row_map.num_free
-    is_left = _may_leave(row_map, step).at[rows].set(False, mode="drop")
-    num_left = jnp.sum(is_left.reshape(row_map.num_tables, -1), axis=1, dtype=jnp.int32)
-    return row_map.num_free + num_left
+    is_candidate = _may_leave(row_map, step).at[rows].set(False, mode="drop")
+    by_table = is_candidate.reshape(row_map.num_tables, -1)
+    return row_map.num_free + jnp.sum(by_table, axis=1, dtype=jnp.int32)
 
 
 def first_marked(
@@ -427,32 +478,18 @@ def first_marked(
       table: number of the table of each entry. None if there is one table.
       most: maximum number of entries of each table.
     """
-    order = None
     if arrival is not None:
-        places = jax.lax.broadcasted_iota(jnp.int32, arrival.shape, 0)
-        _, order = jax.lax.sort((arrival, places), num_keys=1)
-        marks = marks[order]
-        table = None if table is None else table[order]
+        positions = jax.lax.broadcasted_iota(jnp.int32, arrival.shape, 0)
+        _, order = jax.lax.sort((arrival, positions), num_keys=1)
+        sorted_table = table
+        if table is not None:
+            sorted_table = table[order]
+        is_first = first_marked(marks[order], None, sorted_table, most)
+        return jnp.zeros_like(is_first).at[order].set(is_first)
     rank, _ = ranks(marks, table, most.shape[0], api.distinct)
-    limit = most if table is None else most.at[table].get(mode="clip")
-    is_first = marks & (rank < limit)
-    if order is None:
-        return is_first
-    return jnp.zeros_like(is_first).at[order].set(is_first)
-
-
-def _evict_least(
-    row_map: RowMap,
-    num_wanted: Int[Array, " tables"],
-    step: Int[Array, ""],
-    policy: Eviction,
-    most: int,
-    is_signed: bool,
-) -> RowMap:
-    leaves = least(
-        row_map, worth(row_map, policy), _may_leave(row_map, step), num_wanted, is_signed
-    )
-    return release(row_map, api.compact(leaves, most)[0])
+    if table is not None:
+        most = most.at[table].get(mode="clip")
+    return marks & (rank < most)
 
 
 def least(
@@ -477,12 +514,13 @@ def least(
     high = row_map.high
     if is_signed:
         high = high ^ jnp.uint32(SIGN_BIT)  # sorts negative keys before positive keys
-    lanes = worth.astype(jnp.uint32), high, row_map.low
+    lanes = (worth.astype(jnp.uint32), high, row_map.low)
     if row_map.num_tables == 1:
         return _first(lanes, is_candidate, num_wanted[0])
-    by_table = [lane.reshape(row_map.num_tables, -1) for lane in (*lanes, is_candidate)]
-    found: Array = jax.vmap(lambda *own: _first(own[:3], *own[3:]))(*by_table, num_wanted)
-    return found.reshape(-1)
+    lanes_by_table = tuple(lane.reshape(row_map.num_tables, -1) for lane in lanes)
+    candidates_by_table = is_candidate.reshape(row_map.num_tables, -1)
+    chosen: Array = jax.vmap(_first)(lanes_by_table, candidates_by_table, num_wanted)
+    return chosen.reshape(-1)
 
 
 def _first(
@@ -500,9 +538,24 @@ def _first(
     for lane in lanes:
         bound = _bound(lane, is_candidate, num_wanted)
         is_below = is_candidate & (lane < bound)
-        chosen, is_candidate = chosen | is_below, is_candidate & (lane == bound)
+        chosen = chosen | is_below
         num_wanted = num_wanted - jnp.sum(is_below, dtype=jnp.int32)
+        is_candidate = is_candidate & (lane == bound)
     return chosen | (is_candidate & (num_wanted > 0))
+
+
+class BoundSearch(NamedTuple):
+    """State of the search in `_bound`.
+
+    Attributes:
+      bit: number of the bit to try next.
+      bound: the bits that were chosen so far.
+      is_exact: True if exactly the wanted number of candidates is below `bound`.
+    """
+
+    bit: Int[Array, ""]
+    bound: UInt32[Array, ""]
+    is_exact: Bool[Array, ""]
 
 
 def _bound(
@@ -513,22 +566,27 @@ def _bound(
     It is the value of the last wanted candidate, or any value with exactly `num_wanted` candidates
     below it. If there are fewer candidates than `num_wanted`, no candidate is above it.
     """
-    most = jnp.max(jnp.where(is_candidate, lane, jnp.uint32(0)))
-    differs = jnp.min(jnp.where(is_candidate, lane, most)) ^ most
-    num_bits = 32 - jax.lax.clz(differs).astype(jnp.int32)
-    for distance in (1, 2, 4, 8, 16):
-        differs |= differs >> distance
+    # All candidates have equal bits above the highest bit in which the two extremes differ.
+    largest = jnp.max(jnp.where(is_candidate, lane, jnp.uint32(0)))
+    smallest = jnp.min(jnp.where(is_candidate, lane, largest))
+    differing_bits = smallest ^ largest
+    num_bits = 32 - jax.lax.clz(differing_bits).astype(jnp.int32)
+    for distance in (1, 2, 4, 8, 16):  # sets all bits below the highest one
+        differing_bits |= differing_bits >> distance
+    common_bits = largest & ~differing_bits
 
-    def look(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        bit, bound, _ = state
-        higher = bound | (jnp.uint32(1) << bit.astype(jnp.uint32))
+    def is_searching(state: BoundSearch) -> Array:
+        return (state.bit >= 0) & ~state.is_exact
+
+    def try_bit(state: BoundSearch) -> BoundSearch:
+        higher = state.bound | (jnp.uint32(1) << state.bit.astype(jnp.uint32))
         num_below = jnp.sum(is_candidate & (lane < higher), dtype=jnp.int32)
-        return bit - 1, jnp.where(num_below <= num_wanted, higher, bound), num_below == num_wanted
+        bound = jnp.where(num_below <= num_wanted, higher, state.bound)
+        return BoundSearch(state.bit - 1, bound, num_below == num_wanted)
 
-    is_found = num_wanted + varying_zero(lane, is_candidate) <= 0
-    start = num_bits - 1, most & ~differs, is_found
-    bound: Array = jax.lax.while_loop(lambda state: (state[0] >= 0) & ~state[2], look, start)[1]
-    return bound
+    wants_none = num_wanted + varying_zero(lane, is_candidate) <= 0
+    start = BoundSearch(num_bits - 1, common_bits, wants_none)
+    return jax.lax.while_loop(is_searching, try_bit, start).bound
 
 
 # Keys of a batch
@@ -561,15 +619,20 @@ def named(keys: Keys, counts: Int[Array, " nnz"]) -> UInt32[Array, "nnz lanes"]:
     `occurrences` 0.
     """
     lanes = [keys.high, keys.low, counts.astype(jnp.uint32)]
-    return jnp.stack(
-        lanes if keys.table is None else [*lanes, keys.table.astype(jnp.uint32)], axis=1
-    )
+    if keys.table is not None:
+        lanes.append(keys.table.astype(jnp.uint32))
+    return jnp.stack(lanes, axis=1)
 
 
 def unnamed(lanes: UInt32[Array, "nnz lanes"]) -> tuple[Keys, Int[Array, " nnz"]]:
     """The inverse of `named`: keys, and the number of occurrences of each."""
-    table = lanes[:, 3].astype(jnp.int32) if lanes.shape[1] > 3 else None
-    return Keys(lanes[:, 0], lanes[:, 1], lanes[:, 2] > 0, table), lanes[:, 2].astype(jnp.int32)
+    high = lanes[:, 0]
+    low = lanes[:, 1]
+    occurrences = lanes[:, 2]
+    table = None
+    if lanes.shape[1] > 3:
+        table = lanes[:, 3].astype(jnp.int32)
+    return Keys(high, low, occurrences > 0, table), occurrences.astype(jnp.int32)
 
 
 def combine(
@@ -579,7 +642,7 @@ def combine(
 
     The keys are in the order of their first occurrence, with zeros after the last one.
     """
-    entry_of, own, _, counts = entries(keys, occurrences)
+    entry_of, distinct, _, counts = entries(keys, occurrences)
     # Every distinct key occurs, so row `e` of the sums belongs to the distinct key `e`.
     _, sums = api.row_gradients(entry_of.size, CallGradients.of_rows(entry_of, values))
-    return named(own, counts), sums
+    return named(distinct, counts), sums
