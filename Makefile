@@ -2,6 +2,7 @@
 #   make tutorial      run the Shakespeare notebook      make test    lint, types, unit tests, notebooks
 #   make lab           open the notebooks                make docs    build the pages under docs/_build/html
 #   make bench         time the kernels                  make lint    ruff and mypy only
+#   make test-all      make test, and the tests that it leaves out: long ones that rarely find anything
 #   make test-browser  run a tutorial in JupyterLab in a headless Chromium
 #   make test-tpu      compile for TPUs without one      make test-gpu   run on an NVIDIA GPU, or compile for it
 #   make test-clients  tests of keras-rs, RecML and jax-tpu-embedding on this library, and a Keras notebook
@@ -20,7 +21,7 @@ WORKERS ?= 3
 NAME ?= summary
 BIN := $(VENV)/bin
 
-.PHONY: help tutorial test test-browser test-tpu test-gpu test-clients test-matrix wheel sdist lab docs bench fuzz faults soak lint clean
+.PHONY: help tutorial test test-all test-browser test-tpu test-gpu test-clients test-matrix wheel sdist lab docs bench fuzz faults soak lint clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -34,8 +35,14 @@ tutorial: $(VENV)/.installed-notebooks
 # the longest of them at the end would keep one process waiting. On two cores three processes take four fifths of the time
 # of two, as tests of several processes wait for these. A process that crashes ends the run: with the tests of
 # a file in one process, another would wait for it for ever.
+# Tests that are marked slow are left to `test-all`.
+PYTEST = $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0 --no-loadscope-reorder \
+  --nbmake notebooks tests rsembed
 test: lint
-	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0 --no-loadscope-reorder --nbmake notebooks tests rsembed
+	$(PYTEST) -m "not slow"
+
+test-all: lint
+	$(PYTEST)
 
 # Not part of `test`: needs Chromium and its driver, and skips loudly without them.
 test-browser: $(VENV)/.installed-dev

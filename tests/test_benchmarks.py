@@ -11,9 +11,10 @@ import pytest
 import rsembed as rs
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-pytestmark = pytest.mark.skipif(
-    not BENCHMARKS.is_dir(), reason="timing scripts come with a checkout"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="timing scripts come with a checkout"),
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -97,23 +98,6 @@ def test_ragged_batches_on_devices_are_counted_and_timed(ragged):
     assert ragged.ids_a_place(places, 12) == 12 / 16
 
 
-def test_the_published_benchmark_of_trains_is_a_time_per_id(scripts):
-    import tt
-
-    spec = tt.TTSpec(24, (2, 3, 4), (2, 2, 2), (2, 2))
-    record = tt.measure_published(1, spec=spec, batch_size=4)
-    assert 0 < record["best"] <= record["median"] < np.inf and record["published"] == 0.416
-
-
-def test_every_point_of_the_curves_is_a_time(workload):
-    import curves
-
-    record = curves.time_point(workload, 1.05, 1)
-    for what in ("lookup", curves.STEP):
-        assert 0 < record[what]["best"] <= record[what]["ns per id"] < np.inf
-    assert all(rate > 0 for rate in curves.time_new_keys(8, 1).values())
-
-
 def test_contestants_of_serving_look_up_the_same_vectors(scripts, monkeypatch):
     import serving
 
@@ -155,14 +139,6 @@ def test_tables_made_small_are_as_small_as_they_say_and_learn(scripts, monkeypat
         own["bytes"] <= dense["bytes"] / 10 for own in others
     )
     assert all(own["AUC"] > 0.55 and own["loss"] < 0.7 for own in records)
-
-
-def test_films_are_rated_and_others_in_equal_parts(scripts):
-    import smaller
-
-    log = smaller.films(0, num_users=20)
-    labels = np.concatenate([part["labels"] for part in log.parts])
-    assert labels.mean() == 0.5 and len(labels) >= 800 and log.vocabularies["user"] == 20
 
 
 def test_the_area_under_the_curve_is_the_share_of_pairs_in_order(scripts):

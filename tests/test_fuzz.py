@@ -23,6 +23,8 @@ from tools.fuzz import (
     valid_calls,
 )
 
+pytestmark = pytest.mark.slow
+
 PLANTED = """
 #include <thread>
 static int shared[8];

@@ -5,6 +5,8 @@ import pytest
 from rsembed import checkpoint
 from tools import soak
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

@@ -198,6 +198,8 @@ def outcome_of(fault: Fault) -> str:
             "-x",
             "-p",
             "no:cacheprovider",
+            "-m",
+            "not slow",  # as `make test`
             *fault.tests,
         ]
         try:
