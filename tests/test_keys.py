@@ -261,24 +261,6 @@ def test_a_missing_text_is_an_error_with_its_row_or_gets_the_key_that_is_given(m
     assert rs.hash_keys(masked, missing=-1).tolist() == [key_of("a"), key_of("b"), -1]
 
 
-def test_keys_of_texts_train_a_hashed_table():
-    user = rs.TableSpec("user", 64, 4, storage=rs.Hashed(), optimizer=rs.optimizers.SGD(0.1))
-    tag = rs.TableSpec(
-        "tag", 64, 4, storage=rs.Hashed(), combiner="sum", optimizer=rs.optimizers.SGD(0.1)
-    )
-    collection = rs.EmbeddingCollection([rs.FeatureSpec("user", user), rs.FeatureSpec("tags", tag)])
-    names, tags = ["ann", "bob", "ann"], [["x", "y"], [], ["y"]]
-    batch = collection.prepare({"user": rs.hash_keys(names), "tags": rs.hash_keys(tags)})
-    state = collection.init(jax.random.key(0))
-    _, (_, gradients) = rs.value_and_grad(
-        lambda _, activations: activations["tags"].sum(), collection
-    )({}, state, batch)
-    keys = collection.tables(collection.apply(state, gradients))["tag"]["keys"]
-    assert sorted(keys.tolist()) == sorted([key_of("x"), key_of("y")])
-    vectors = collection.lookup(state, batch)["user"]
-    np.testing.assert_array_equal(vectors[0], vectors[2])
-
-
 @pytest.mark.parametrize("storage", [None, rs.Hashed()])
 @pytest.mark.parametrize("missing", [None, float("nan"), NA()])
 @pytest.mark.parametrize(

@@ -139,12 +139,6 @@ def test_principal_plane_finds_the_plane_in_which_the_points_lie():
     assert coordinates.max(axis=0).tolist() == np.abs(coordinates).max(axis=0).tolist()
 
 
-def test_principal_plane_of_equal_points_is_a_point():
-    coordinates, shares = principal_plane(np.ones((5, 3)))
-    np.testing.assert_allclose(coordinates, 0.0, atol=1e-12)
-    assert np.isfinite(shares).all()
-
-
 # Artists
 
 BOTH = {"LRU": {400: 0.2, 50: 0.5}, "LFU": {50: 0.25}}
@@ -192,15 +186,6 @@ def test_pictures_name_what_they_draw():
     ]
     assert legend_of(plot.plot_miss_ratio(BOTH)) == ["LRU", "LFU"]
     assert {PICTURES[name]().get_xscale() for name in ("id_frequency", "miss_ratio")} == {"log"}
-
-
-def test_plot_row_path_marks_the_steps_that_looked_the_row_up():
-    ax = plot.plot_row_path({"lazy": np.arange(4.0), "dense": np.ones(4)}, lookups=[2, 4])
-    marks, curves = ax.lines[:2], ax.lines[2:]
-    assert [mark.get_xdata()[0] for mark in marks] == [2, 4]
-    assert [curve.get_label() for curve in curves] == ["lazy", "dense"]
-    assert len({(curve.get_color(), curve.get_linestyle()) for curve in curves}) == 2
-    assert "grey" in ax.get_xlabel()
 
 
 def test_labels_cover_neither_each_other_nor_a_point_and_stay_in_the_picture():
@@ -252,53 +237,3 @@ def test_programs_stand_at_the_speed_they_reached():
         "log",
         "log",
     )
-
-
-def test_results_are_sorted_by_bytes_on_a_logarithmic_axis():
-    _, (left, right) = plt.subplots(1, 2)
-    results = {"tt": [(4e6, 0.2), (2e3, 0.5)], "dense": [(2.8e9, 0.0)]}
-    ax = plot.plot_against_bytes(results, references={"best": 0.1}, ylabel="loss (nats)", ax=right)
-    assert (
-        ax is right
-        and not left.lines
-        and ax.get_xscale() == "log"
-        and ax.get_ylabel() == "loss (nats)"
-    )
-    assert ax.lines[0].get_xdata().tolist() == [2e3, 4e6] and ax.lines[0].get_ydata().tolist() == [
-        0.5,
-        0.2,
-    ]
-    assert ax.lines[2].get_ydata() == [0.1, 0.1] and [
-        text.get_text().strip() for text in ax.texts
-    ] == [
-        "best\n0.100",
-        "tt",
-        "dense",
-    ]
-    label = ax.xaxis.get_major_formatter()
-    assert [label(value, 0) for value in (4e6, 2e3, 2.8e9, 10)] == [
-        "4 MB",
-        "2 kB",
-        "2.8 GB",
-        "10 B",
-    ]
-
-
-def test_values_of_several_seeds_become_their_mean_and_a_line_between_the_outer_ones():
-    ax = plot.plot_against_bytes({"tt": [(4e3, 0.5), (1e3, 0.7), (4e3, 0.2), (4e3, 0.8)]})
-    assert ax.lines[0].get_xdata().tolist() == [1e3, 4e3] and ax.lines[0].get_ydata().tolist() == [
-        0.7,
-        0.5,
-    ]
-    assert [segment.tolist() for segment in ax.collections[0].get_segments()] == [
-        [[1e3, 0.7], [1e3, 0.7]],
-        [[4e3, 0.2], [4e3, 0.8]],
-    ]
-
-
-def test_names_of_curves_that_end_close_together_cover_neither_each_other_nor_an_end():
-    results = {f"curve {k}": [(1e3, 0.5 - k / 100), (1e6, 0.4 + k / 1000)] for k in range(4)}
-    ax = plot.plot_against_bytes(results)
-    boxes = boxes_of(ax)
-    ends = ax.transData.transform([points[-1] for points in results.values()])
-    assert all(box.x0 > end[0] for box, end in zip(boxes, ends, strict=True))

@@ -51,24 +51,6 @@ def test_a_name_or_argument_that_is_nowhere_is_found(names, error):
         published_names.rows(published_names.SPARSECORE, record)
 
 
-@pytest.mark.parametrize(
-    ("system", "module", "name"),
-    [
-        (published_names.TT, "tt_embeddings_ops", "TTEmbeddingBag"),
-        (published_names.SOK, "sok", "DistributedEmbedding"),
-        (
-            published_names.TBE,
-            "split_table_batched_embeddings_ops_training",
-            "SplitTableBatchedEmbeddingBagsCodegen",
-        ),
-    ],
-)
-def test_an_argument_that_no_constructor_takes_is_found(system, module, name):
-    record = {"package": {module: {name: ["no_such_argument"]}}, "elsewhere": {}}
-    with pytest.raises(AssertionError, match="no_such_argument"):
-        published_names.rows(system, record)
-
-
 @EVERY_SYSTEM
 def test_nothing_is_refused_that_was_never_published(system):
     everything = system.record()["package"] | system.record()["elsewhere"]

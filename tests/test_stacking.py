@@ -2,18 +2,15 @@ import dataclasses
 
 import hypothesis
 import hypothesis.strategies as st
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import rsembed as rs
 from rsembed.sparsecore.table_stacking import (
     attach_placement,
-    auto_stack_tables,
     stack_and_shard_tables,
     unshard_and_unstack_tables,
 )
-from rsembed.stacking import plan_stack, stack_name_of
 
 
 def tables_and_features(*sizes, **changes):
@@ -74,21 +71,6 @@ def test_plans_are_equal_and_hash_by_value_limits_included():
     assert len({plan(8), plan(8), plan(16)}) == 2
 
 
-def test_a_stack_of_several_tables_has_the_chosen_limit_or_the_default():
-    _, features = tables_and_features((5, 3), (5, 3), max_ids_per_partition=1024)
-    stack = rs.plan_stacking(features).stacks[0]
-    assert stack.spec.max_ids_per_partition == 256
-    assert stack.spec.max_unique_ids_per_partition == 256
-    chosen = plan_stack(
-        features,
-        ["t0", "t1"],
-        stack_name="s",
-        num_shards=1,
-        max_ids_per_partition=lambda name, samples: samples * 100,
-    )
-    assert chosen.spec.max_ids_per_partition == 3200
-
-
 def test_plan_prints_as_text_and_html():
     _, features = tables_and_features((5, 3), (7, 4), optimizer=rs.optimizers.Adam())
     plan = rs.plan_stacking(features, num_shards=4)
@@ -111,32 +93,6 @@ def test_shard_load_counts_ids_where_the_plan_puts_them():
     assert plain.describe(hot).splitlines()[1].split()[-3:] == ["15", "0", "4.00"]
     assert rotated.describe(hot).splitlines()[1].split()[-3:] == ["15", "0", "3.20"]
     assert plain.describe() == str(plain)
-
-
-def test_shard_load_equals_the_shards_of_the_rows():
-    _, features = tables_and_features((40, 8), (70, 8))
-    plan = rs.plan_stacking(features, num_shards=6, rotation=5)
-    ids = np.random.default_rng(0).integers(0, 70, (30, 3))
-    (stack,) = plan.stacks
-    shards = plan.flat_rows("t1", ids) // (stack.spec.stack_vocab_size // 6)
-    np.testing.assert_array_equal(
-        plan.shard_load({"f1": ids})["t0_t1"], np.bincount(shards.ravel(), minlength=6)
-    )
-
-
-def test_stacks_whose_tables_join_to_one_name_are_told_apart():
-    tables = [
-        rs.TableSpec(name=name, vocabulary_size=5, embedding_dim=dim)
-        for name, dim in (("user", 8), ("item", 8), ("user_item", 16))
-    ]
-    features = [
-        rs.FeatureSpec(name=table.name, table_spec=table, input_shape=(16, 1)) for table in tables
-    ]
-    auto_stack_tables(features, 1, 2)
-    first, second, alone = (table.stacked_table_spec for table in tables)
-    assert first == second
-    assert first.stack_name != alone.stack_name
-    assert (first.stack_vocab_size, alone.stack_vocab_size) == (32, 16)
 
 
 def test_attached_specs_are_frozen_and_show_their_place():
@@ -183,34 +139,6 @@ def test_stacking_and_sharding_puts_each_row_where_the_plan_says_and_comes_back(
         np.testing.assert_array_equal(flat[rows, : table.shape[1]], table)
         flat[rows, : table.shape[1]] = np.nan
     assert all(np.isnan(array).all() for array in stacked.values())
-
-
-# Every shape is compiled anew, so arrays of a device have few: with and without padding, rotation, equal sizes.
-@pytest.mark.parametrize(
-    ("sizes", "num_shards", "rotation"), [((1,), 1, 0), ((17, 40, 8), 3, 5), ((40, 1, 7, 16), 6, 1)]
-)
-def test_tables_on_a_device_are_stacked_like_tables_on_the_host_and_come_back(
-    sizes, num_shards, rotation
-):
-    tables, specs, _ = stacked_tables(sizes, num_shards, rotation, seed=0)
-    on_host = stack_and_shard_tables(specs, tables, num_shards)
-    stacked = stack_and_shard_tables(
-        specs, {name: jnp.asarray(table) for name, table in tables.items()}, num_shards
-    )
-    assert stacked.keys() == on_host.keys()
-    for name, array in stacked.items():
-        np.testing.assert_array_equal(array, on_host[name])
-    by_name = {table.name: table for table in specs}
-    for name, values in unshard_and_unstack_tables(by_name, stacked, num_shards).items():
-        np.testing.assert_array_equal(values, tables[name])
-
-
-def test_long_stack_names_are_cut_and_hashed():
-    names = [f"quite_a_long_name_for_a_table_{i}" for i in range(3)]
-    short, full = stack_name_of(names), stack_name_of(names, use_short_stack_names=False)
-    assert short[:53] == full[:50] + "..."
-    assert len(short) == 50 + 3 + 12
-    assert stack_name_of(["a", "b"]) == "a_b"
 
 
 def test_stacked_spec_is_replaced_not_changed():

@@ -97,8 +97,3 @@ def test_a_file_holds_rows_by_key_and_by_id(saved):
     expected[stepped] += 1.0
     expected[twice] += 1.0
     np.testing.assert_allclose(tree["slots"]["item"]["accumulator"], expected, rtol=1e-6)
-
-
-def test_too_few_rows_for_the_keys_of_a_file_are_refused(saved):
-    with pytest.raises(ValueError, match=r"table 'user': .* keys need .* free rows"):
-        checkpoint.load_collection(saved[0], collection_of(3, None))

@@ -138,13 +138,6 @@ def test_a_state_comes_back_on_another_mesh(saved, source, target):
     assert_holds(collection, found["state"], expected)
 
 
-def test_training_goes_on_alike_on_another_mesh(saved):
-    folder, _, expected = saved
-    collection = collection_of(2, "row")
-    state = checkpoint.load_collection(folder / "mixed collection", collection)
-    assert_holds(collection, trained(collection, state, (2, 3)), expected)
-
-
 @pytest.mark.parametrize(
     ("names", "alone"), [(["user", "word", "item"], ["item"]), (["item", "user", "word"], ROWS)]
 )
@@ -175,14 +168,6 @@ def test_dense_parameters_of_the_same_instant_come_back(saved):
     )
     state, others = checkpoint.load_collection(path, collection_of(), others=like)
     assert state.step == 2 and others["dense"].tolist() == [0, 1, 2] and others["optax"][0] == 4
-
-
-def test_tables_alone_can_move_to_another_optimizer(saved):
-    folder, (tables, _), _ = saved
-    other = collection_of(optimizer=rs.optimizers.SGD(0.1))
-    rows = checkpoint.load(folder / "one collection").tree["tables"]
-    moved = other.with_tables(jax.jit(other.init)(jax.random.key(1)), rows)
-    jax.tree.map(np.testing.assert_array_equal, other.tables(moved), tables)
 
 
 def test_a_template_of_shapes_is_enough_and_says_where_rows_go(saved):

@@ -141,31 +141,6 @@ def test_a_header_may_have_other_columns_in_any_order(tmp_path):
     assert log.dense_names == ("int_0",)
 
 
-def test_chunks_go_into_a_collection(tmp_path):
-    import jax
-
-    import rsembed as rs
-
-    (tmp_path / "train.txt").write_text(text_of(fields_of()))
-    features = []
-    for name in HEADER[14:17]:
-        spec = rs.TableSpec(
-            name=name,
-            vocabulary_size=64,
-            embedding_dim=4,
-            storage=rs.Hashed(),
-            optimizer=rs.optimizers.SGD(0.1),
-        )
-        features.append(rs.FeatureSpec(name=name, table_spec=spec))
-    collection = rs.EmbeddingCollection(features)
-    state = collection.init(jax.random.key(0))
-    for chunk in datasets.criteo_chunks(tmp_path / "train.txt", rows=20):
-        batch = collection.prepare({name: chunk.sparse[name] for name in collection.features})
-        activations = collection.lookup(state, batch)
-        is_missing = chunk.sparse["C1"] == -1
-        assert is_missing.any() and not np.asarray(activations["C1"])[is_missing].any()
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -58,10 +58,6 @@ def test_zipf_ids_lie_in_the_vocabulary(num_ids, vocabulary_size, exponent, seed
     assert all(0 <= number < vocabulary_size for number in ids.tolist())
 
 
-def log_odds(clicks):
-    return np.log(clicks.click_probability) - np.log1p(-clicks.click_probability)
-
-
 def test_click_logs_have_the_declared_shapes():
     clicks = datasets.synthetic_clicks(50, vocabulary_sizes=(7, 11), num_dense=3, seed=0)
     assert {name: ids.shape for name, ids in clicks.sparse.items()} == {
@@ -99,28 +95,6 @@ def test_the_true_model_depends_on_the_seed_alone():
     assert not any(
         train[pair] == pytest.approx(other[pair], abs=1e-6) for pair in train.keys() & other.keys()
     )
-
-
-def test_click_log_odds_are_linear_in_the_dense_features():
-    clicks = datasets.synthetic_clicks(300, vocabulary_sizes=(1,), num_dense=3, seed=2)
-    columns = np.column_stack([np.ones(300), clicks.dense.astype(np.float64)])
-    solution, *_ = np.linalg.lstsq(columns, log_odds(clicks), rcond=None)
-    np.testing.assert_allclose(columns @ solution, log_odds(clicks), atol=1e-9)
-    assert (np.abs(solution[1:]) > 1e-3).all()
-
-
-def test_click_interactions_have_the_rank_of_the_true_embeddings():
-    clicks = datasets.synthetic_clicks(
-        4000, vocabulary_sizes=(8, 9), num_dense=0, seed=5, exponent=0.0, embedding_dim=2
-    )
-    table = np.full((8, 9), np.nan)
-    table[clicks.sparse["sparse_0"], clicks.sparse["sparse_1"]] = log_odds(clicks)
-    assert np.isfinite(table).all()
-    # Removing row and column means removes the intercept and the biases, and only them.
-    rest = table - table.mean(axis=0) - table.mean(axis=1, keepdims=True) + table.mean()
-    singular_values = np.linalg.svd(rest, compute_uv=False)
-    assert singular_values[1] > 0.1
-    assert singular_values[2] < 1e-9
 
 
 def log_loss(labels, probability):

@@ -3,19 +3,15 @@
 import dataclasses
 import hashlib
 import logging
-import os
 import tarfile
 import tracemalloc
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rsembed import archives, datasets
 from rsembed.datasets import ratings_files
-
-REAL_DATA = os.environ.get("RSEMBED_DATA")  # read here, since a fixture hides it from tests
 
 RATINGS = [  # user, film, stars, seconds
     (7, 30, 5, 1_000),
@@ -253,21 +249,6 @@ def test_every_published_form_gives_the_same_log(tmp_path, form, kind):
     assert str(tmp_path) in log.source
 
 
-@pytest.mark.parametrize("form", PUBLISHED)
-def test_lines_of_windows_and_a_byte_order_mark_change_nothing(tmp_path, form):
-    place = written(tmp_path, form)
-    expected = datasets.movielens(place)
-    for file in place.iterdir():
-        content = file.read_bytes().replace(b"\n", b"\r\n")
-        if "movies" in file.name or "ratings" in file.name:
-            is_utf8 = form != "ml-1m" or "ratings" in file.name
-            content = b"\xef\xbb\xbf" * is_utf8 + content
-        file.write_bytes(content)
-    log = datasets.movielens(place)
-    assert log.titles == expected.titles
-    assert np.array_equal(log.ratings, expected.ratings)
-
-
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "latin-1"])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_titles_are_read_in_utf8_and_as_published(tmp_path, encoding, end):
@@ -453,26 +434,6 @@ def test_a_file_is_read_in_blocks(tmp_path, monkeypatch):
     assert peak < 150 * num_ratings + (8 << 20)  # the file has 220 bytes a rating
 
 
-@pytest.mark.skipif(not REAL_DATA, reason="RSEMBED_DATA is not set: no real ratings are read")
-def test_real_ratings_are_those_that_python_reads(monkeypatch):
-    monkeypatch.setenv("RSEMBED_DATA", REAL_DATA)
-    log = datasets.movielens()
-    counts = np.bincount(log.users)
-    assert counts.min() >= 20
-    assert (
-        len(log.titles) == len(log.item_ids) == len(log.genres)
-        and (np.diff(log.timestamps) >= 0).all()
-    )
-    place = Path(log.source.removeprefix("MovieLens ratings from "))
-    if not (place / "ratings.csv").is_file():
-        pytest.skip(f"{place} is no folder with ratings.csv to compare with")
-    with (place / "ratings.csv").open() as file:
-        rows = [tuple(map(float, line.split(","))) for line in file.read().splitlines()[1:]]
-    rows.sort(key=lambda row: row[3])
-    columns = (log.user_ids[log.users], log.item_ids[log.items], log.ratings, log.timestamps)
-    assert rows == list(zip(*(column.tolist() for column in columns), strict=True))
-
-
 def test_archives_are_read_within_a_bound(tmp_path, monkeypatch):
     monkeypatch.setattr(archives, "MOST_UNPACKED_BYTES", 1 << 20)
     zeros = bytes(16 << 20)
@@ -572,16 +533,6 @@ def test_choices_follow_the_law(log):
     found = (likeliest == log.items[firsts][:, None]).any(axis=1)
     error = np.sqrt((expected * (1 - expected)).sum()) / len(found)
     assert abs(found.mean() - expected.mean()) < 4 * error
-
-
-def test_a_taste_turns_from_the_first_visit_to_the_last(log):
-    law, user = log.law, np.array([5])
-    flat = law.log_popularity[None] * 0 + np.where(law.release_days > law.first_days[5], -np.inf, 0)
-    first, last = (law.log_odds(user, moment[user]) for moment in (law.first_days, law.last_days))
-    liked = 6.0 * law.first_tastes[5] @ law.item_vectors.T + law.log_popularity + flat[0]
-    old = law.release_days < -60 * 30  # no longer new, so nothing but popularity and taste is left
-    np.testing.assert_allclose(first[0, old], liked[old], atol=1e-9)
-    assert np.abs(last[0, old] - first[0, old]).max() > 0.5
 
 
 # What follows from a log

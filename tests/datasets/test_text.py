@@ -173,17 +173,6 @@ def test_a_variable_that_leads_nowhere_is_reported_and_passed_over(monkeypatch, 
     assert re.search(r"RSEMBED_DATA=.*gone. is no file of this kind", caplog.text)
 
 
-def test_the_variable_may_name_what_another_reader_wants(monkeypatch, tmp_path, caplog):
-    archive = tmp_path / "ml-1m.zip"
-    archive.write_bytes(b"PK")
-    monkeypatch.setenv("RSEMBED_DATA", str(archive))
-    assert "generated" in datasets.shakespeare(10, max_words=5).source
-    monkeypatch.setenv("RSEMBED_DATA", str(own_text(tmp_path, "one two")))
-    with pytest.raises(FileNotFoundError, match=r"no ml-1m\.zip"):
-        datasets.movielens()
-    assert len(re.findall("looking on", caplog.text)) == 2
-
-
 @pytest.mark.parametrize("place", ["path", "variable", "cache"])
 def test_a_doctored_corpus_is_refused(monkeypatch, tmp_path, cache, place):
     doctored = tmp_path / "tinyshakespeare.txt"

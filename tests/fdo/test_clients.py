@@ -66,12 +66,6 @@ def test_loading_before_publishing_says_so(client):
         client.load()
 
 
-def test_one_record_is_one_dimensional(client):
-    client.record(stats([3, 4]))
-    client.publish()
-    assert client.load().max_ids_per_partition["t"].tolist() == [3, 4]
-
-
 @pytest.mark.parametrize("kind", ["npz", "csv"])
 def test_histories_have_a_row_per_record_and_loading_keeps_what_was_not_published(kind, tmp_path):
     client, other = CLIENTS[kind](str(tmp_path)), CLIENTS[kind](str(tmp_path))

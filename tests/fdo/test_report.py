@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter
 from fractions import Fraction
 
 import jax
@@ -12,7 +12,7 @@ import pytest
 
 import rsembed as rs
 from rsembed.fdo import describe, ids
-from rsembed.fdo.ids import IdCounter, partition_counts, zipf_exponent
+from rsembed.fdo.ids import zipf_exponent
 from rsembed.keys import owners as owners_of_keys
 from rsembed.keys import split_keys
 from tests.test_progress import Terminal
@@ -219,39 +219,6 @@ def test_shards_are_the_owners_of_the_rows():
     assert report.tables["user"].shard_loads.tolist() == np.bincount(owners, minlength=6).tolist()
 
 
-def test_with_one_id_in_a_batch_hit_rates_are_those_of_a_cache_of_single_rows():
-    stream = (RNG.zipf(1.2, 600) % 40).tolist()
-    counter = IdCounter(np.int64, [3, 10])
-    for number in stream:
-        counter.add(np.array([number]))
-    counter.merge()
-    for size, rate in zip([3, 10], counter.hit_rates(), strict=True):
-        cache, hits = OrderedDict(), 0
-        for number in stream:
-            hits += number in cache
-            cache[number] = None
-            cache.move_to_end(number)
-            while len(cache) > size:
-                cache.popitem(last=False)
-        assert rate == pytest.approx(hits / len(stream))
-
-
-def test_partitions_agree_with_sets():
-    numbers = RNG.integers(0, 20, 100)
-    samples = np.sort(RNG.integers(0, 12, 100))
-    cores = samples * 3 // 12
-    entries, unique = partition_counts(numbers, samples, cores, 3)
-    for core in range(3):
-        for shard in range(3):
-            here = [
-                (s, i)
-                for s, i, c in zip(samples, numbers, cores, strict=True)
-                if c == core and i % 3 == shard
-            ]
-            assert entries[core, shard] == len(set(here))
-            assert unique[core, shard] == len({i for _, i in here})
-
-
 def test_a_fit_over_blocks_of_ranks_is_that_over_all_ranks(monkeypatch):
     counts = np.floor(1e6 / np.arange(1.0, 3001.0) ** 1.1)
     by_blocks = zipf_exponent(counts, num_rows=60_000)
@@ -328,18 +295,6 @@ def test_a_report_draws_its_figures():
         ValueError, match=r"no table \['film2'\]; the report has \['film', 'user'\]"
     ):
         report.plot(tables=["film2"])
-
-
-def test_of_many_tables_those_with_the_most_lookups_are_drawn():
-    features, batch = [], {}
-    for number in range(9):
-        table = rs.TableSpec(name=f"t{number}", vocabulary_size=9, embedding_dim=4)
-        features.append(rs.FeatureSpec(f"f{number}", table))
-        batch[f"f{number}"] = [list(range(number))] * 2
-    axes = describe(rs.EmbeddingCollection(features), [batch]).plot()
-    assert [line.get_label() for line in axes[0, 0].lines] == [
-        f"t{number}" for number in range(8, 1, -1)
-    ]
 
 
 def test_a_bar_tells_how_many_batches_were_read(monkeypatch):

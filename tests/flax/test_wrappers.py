@@ -63,6 +63,8 @@ ACCUMULATED = {
     "rs.combine": by_combine,
     "a * 0.5 + b * 0.5": by_halves,
 }
+IDIOMS = ("(a + b) / 2", "sum", "a * 0.5 + b * 0.5")
+"""What the layers offer beside `rs.combine`, which is asked of every interface."""
 
 
 @functools.cache
@@ -77,8 +79,10 @@ def stepped_on_all(name, *storages):
     return interface.contents(step(interface.model, interfaces.batch_of(interface)))
 
 
-@pytest.mark.parametrize("name", interfaces.ALL)
-@pytest.mark.parametrize("idiom", ACCUMULATED)
+@pytest.mark.parametrize(
+    ("name", "idiom"),
+    [*((name, "rs.combine") for name in interfaces.ALL), *(("nnx", idiom) for idiom in IDIOMS)],
+)
 def test_micro_batches_are_one_step_of_the_mean_in_every_storage(name, idiom):
     interface = interfaces.ALL[name](*ALL)
 
@@ -237,9 +241,13 @@ NESTED = {
 
 
 @pytest.mark.filterwarnings("ignore")  # lookahead warns that it saw only fast parameters
-@pytest.mark.parametrize("name", ["nnx", "linen"])
-@pytest.mark.parametrize("wrapper", DECIDING)
-@pytest.mark.parametrize("nested", NESTED)
+@pytest.mark.parametrize(
+    ("name", "wrapper", "nested"),
+    [
+        *((name, wrapper, "alone") for name in ("nnx", "linen") for wrapper in DECIDING),
+        *(("nnx", "apply_if_finite", nested) for nested in NESTED),
+    ],
+)
 def test_what_decides_about_steps_is_refused_by_name(name, wrapper, nested):
     tx, way_out = DECIDING[wrapper]
     function = wrapper.partition(",")[0]
@@ -289,8 +297,9 @@ DENSE_ONLY = {
 }
 
 
-@pytest.mark.parametrize("name", ["nnx", "linen"])
-@pytest.mark.parametrize("tx", DENSE_ONLY)
+@pytest.mark.parametrize(
+    ("name", "tx"), [*(("nnx", tx) for tx in DENSE_ONLY), ("linen", "clip_by_global_norm")]
+)
 def test_rows_are_stepped_by_the_rule_of_their_table_whatever_else_optax_does(name, tx):
     interface = interfaces.ALL[name]("dense", tx=DENSE_ONLY[tx])
     gradients = jax.jit(interface.gradients)(

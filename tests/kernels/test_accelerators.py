@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 import rsembed as rs
-import rsembed.optimizers as ro
 from rsembed.kernels import api, devices, gpu, sparsecore
 from rsembed.kernels.api import backend_evidence
 from rsembed.kernels.contract import Call, IdList, Step
 from rsembed.kernels.devices import TARGETS, tracing_for
-from rsembed.kernels.traced_rules import evaluate, trace_rule
-from tests.kernels.cases import RULES, assert_close, draw_table, training_step
+from tests.kernels.cases import RULES, assert_close, training_step
 
 pytestmark = [
     # jax 0.12 says so of every copy from a tile's memory that names a semaphore, as `sync_copy` does.
@@ -26,29 +24,6 @@ pytestmark = [
 
 
 # Rules inside kernels
-
-
-@pytest.mark.parametrize(
-    ("name", "dim", "width"), [("rowwise_adagrad", 12, 8), ("f2a", 16, 16), ("adam", 1, 8)]
-)
-def test_a_rule_on_pieces_is_the_rule(name, dim, width):
-    rule = ro.rules.F2A(0.1) if name == "f2a" else RULES[name]
-    table, gradient = draw_table(dim)[:1], draw_table(dim, seed=1)[:1]
-    slots = tuple(slot + 0.5 for slot in rule.init_slots(table))
-    hyper = rule.get_hyperparameters(3)
-    traced = trace_rule(rule, table, slots, len(hyper), elementwise=gpu._PRIMITIVES)
-
-    def pieces(row):
-        padded = jnp.pad(row[0], (0, -dim % width), constant_values=7.0)
-        return tuple(padded.reshape(-1, width))
-
-    state = [pieces(a) if a.shape[1] == dim else jnp.full(width, a[0, 0]) for a in (table, *slots)]
-    inputs = [*state, pieces(gradient), *(jnp.full(width, value) for value in hyper)]
-    stepped = jax.jit(lambda inputs: evaluate(traced, inputs, dim=dim))(inputs)
-    new, new_slots = jax.jit(rule.step_rows)(table, slots, gradient, hyper)
-    for value, want in zip(stepped, (new, *new_slots), strict=True):
-        flat = jnp.concatenate(value) if isinstance(value, tuple) else value
-        np.testing.assert_allclose(flat[: want.shape[1]], want[0], rtol=1e-6)
 
 
 def test_square_roots_without_a_square_root():

@@ -3,9 +3,7 @@ import os
 import re
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.test_util import check_grads
 
 from rsembed.kernels import api, native, reference
 from rsembed.kernels.contract import Call, IdList
@@ -78,21 +76,6 @@ def test_rows_by_bag_groups_stably_and_puts_strays_last(name):
     assert offsets.tolist() == [0, 2, 3, 5, 5]
     assert order[:5].tolist() == [1, 5, 6, 0, 3]
     assert sorted(order[5:].tolist()) == [2, 4]
-
-
-def test_autodiff_of_lookup_equals_finite_differences():
-    table = jnp.asarray(np.random.default_rng(0).normal(size=(4, 2)), jnp.float32)
-    rows, offsets = jnp.asarray([1, 2, 1, 3]), jnp.asarray([0, 3, 4])
-
-    def total(table, weights):
-        # Finite differences come as numpy arrays.
-        call = Call.of([IdList(rows, offsets, jnp.asarray(weights))], ["sqrtn"])
-        (out,) = api.lookup((jnp.asarray(table),), call)
-        return jnp.sum(out**3)
-
-    check_grads(
-        total, (table, jnp.asarray([1.0, 2.0, 0.5, 1.5])), order=1, modes=["rev"], rtol=2e-2
-    )
 
 
 _LOOKUPS = """

@@ -99,26 +99,6 @@ def test_rows_that_many_entries_share_are_summed_in_pieces(name, monkeypatch):
         assert_close(gradient, gradients.get(row, np.zeros(12)))
 
 
-@pytest.mark.parametrize("counts", [[9], [5, 5, 5], [4, 4, 4], [16, 3, 1], [8, 5, 7], [1, 3, 2]])
-def test_pieces_and_the_entries_around_them_are_the_whole(counts, monkeypatch):
-    """Of rows that begin and end on and off the border of a piece of four entries."""
-    monkeypatch.setattr(gpu, "tiling", gpu.Tiling(piece_entries=4))
-    rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    d_output = np.arange(1.0, rows.size + 1, dtype=np.float32)[:, None] * np.ones(3, np.float32)
-    gradients = CallGradients.of_rows(jnp.asarray(rows), jnp.asarray(d_output))
-    found = gpu.row_gradients(NUM_ROWS, gradients)[1][: len(counts), 0]
-    np.testing.assert_array_equal(
-        found, [d_output[rows == row, 0].sum() for row in range(len(counts))]
-    )
-
-
-def test_entries_without_a_bag_step_nothing():
-    call = Call.of([IdList(jnp.asarray([1, 2], jnp.int32), jnp.asarray([0]))], ["sum"])
-    table, rule = draw_table(12), RULES["sgd"]
-    stepped, _ = jax.jit(step_of(call, rule))(table, (), (jnp.zeros((0, 12)),))
-    np.testing.assert_array_equal(stepped, table)
-
-
 @pytest.mark.parametrize(
     "storage", [None, rs.Hashed(), rs.HostCached(cache_rows=16), TensorTrain((2,))]
 )

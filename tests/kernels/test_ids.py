@@ -272,21 +272,3 @@ def test_a_round_takes_what_is_before_everybodys_first_entry_without_a_place(see
                 assert cursors[k][owner] == queue.cursor[owner] + len(sent)
                 left += len(ahead) - len(sent)
         assert bool(are_left) == (left > 0)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_queues_without_entries_send_nothing(implementation):
-    nothing = Queue(
-        jnp.zeros(3, jnp.int32), jnp.zeros(2, jnp.int32), (jnp.zeros(0, jnp.uint32),), 2
-    )
-    fit, behind = api.block_ends([nothing], implementation=implementation)
-    assert fit.tolist() == [[1, 1]] and behind.tolist() == [[[0, 0]]]
-    for fits in (fit, 1 - fit):
-        places, cursors, are_left = api.round_places(
-            [nothing], fits, behind, implementation=implementation
-        )
-        assert (
-            places[0].tolist() == [[NO_ROW] * 2] * 2
-            and cursors[0].tolist() == [0, 0]
-            and not are_left
-        )

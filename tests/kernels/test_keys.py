@@ -132,18 +132,6 @@ def test_distinct_entries_are_those_of_a_dictionary(kind, implementation):
         check_distinct(found, owners.tolist(), lanes, num_owners)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("owner", [-1, 0, 2, 3])
-def test_entries_of_one_owner_or_of_none(owner, implementation):
-    owners, lanes = jnp.full(6, owner, jnp.int32), [jnp.asarray([3, 1, 3, 2, 1, 0], jnp.int32)]
-    check_distinct(
-        api.distinct(owners, lanes, num_owners=3, implementation=implementation),
-        owners.tolist(),
-        lanes,
-        3,
-    )
-
-
 def python_unique_keys(numbers, is_key, occurrences):
     number, first_of, counts = {}, [], []
     entry_of = [NO_ROW] * len(numbers)

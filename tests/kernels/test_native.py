@@ -147,21 +147,6 @@ def test_a_donated_table_is_stepped_in_place_under_scan(name):
     assert np.all(np.asarray(new_table)[1:] == 0.5)
 
 
-def test_shards_are_served_on_their_own_devices():
-    mesh = jax.make_mesh(
-        (len(jax.devices()),), ("shard",), axis_types=(jax.sharding.AxisType.Auto,)
-    )
-    spec = jax.sharding.PartitionSpec("shard")
-
-    def lookup(table, rows):
-        return native.lookup((table,), Call.of([IdList.single(rows)], ["sum"]))[0]
-
-    sharded = jax.jit(jax.shard_map(lookup, mesh=mesh, in_specs=(spec, spec), out_specs=spec))
-    table = np.arange(4 * len(jax.devices()), dtype=np.float32)[:, None]
-    output = sharded(table, np.full(len(jax.devices()), 3, np.int32))
-    np.testing.assert_array_equal(np.asarray(output)[:, 0], np.arange(len(jax.devices())) * 4 + 3)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "int32"])
 def test_allocated_arrays_hold_their_fill(dtype):
     shapes = [(), (0, 3), (7,), (3, 5), (1000, 1001)]

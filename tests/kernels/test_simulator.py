@@ -141,6 +141,7 @@ def test_kernels_are_right_as_they_stand(chip):
         assert all(check(tiles_from(SOURCE)) for check in checks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_planted_mistakes_are_caught(mistake):
     kernel, right, wrong = PLANTED[mistake]

@@ -212,6 +212,9 @@ CONTRACT = {
     ),
 }
 
+# Native, traced by entry, with powers, and traced by row.
+OF_EACH_KIND = {"adam", "laprop", "ftrl", "lamb", "counter_adagrad"}
+
 
 def test_the_contract_lists_every_rule():
     classes = [
@@ -298,7 +301,12 @@ def test_a_rule_that_moves_all_rows_moves_those_that_were_not_looked_up():
     native.unavailable_because() is not None, reason="XLA alone rounds as the shapes have it"
 )
 @pytest.mark.parametrize(
-    "name", [name for name, (rule, _) in CONTRACT.items() if not rule.moves_all_rows]
+    "name",
+    [
+        name if name in OF_EACH_KIND else pytest.param(name, marks=pytest.mark.slow)
+        for name, (rule, _) in CONTRACT.items()
+        if not rule.moves_all_rows
+    ],
 )
 def test_the_bits_of_a_row_are_those_that_it_has_in_any_company(name):
     rule, num_rows, dim, draw = CONTRACT[name][0], 700, 16, np.random.default_rng(0)

@@ -114,19 +114,6 @@ def test_every_optimizer_of_optax_is_a_row_rule_or_refused_by_its_name():
     assert [name for name in REFUSED if f"`{name}`" not in page] == []
 
 
-def test_custom_rules_see_one_row_at_a_time():
-    def normalised(gradient, row, lr):
-        return row - lr * gradient / jnp.linalg.norm(gradient)
-
-    optimizer = rs.optimizers.Custom(0.5, normalised)
-    gradients = jnp.asarray([[3.0, 4.0], [0.0, 2.0]])
-    new, slots = optimizer.step_rows(
-        jnp.zeros((2, 2)), (), gradients, optimizer.get_hyperparameters()
-    )
-    np.testing.assert_allclose(new, [[-0.3, -0.4], [0.0, -0.5]], rtol=1e-6)
-    assert slots == ()
-
-
 def test_specs_compare_by_class_and_value_and_print_short():
     assert rs.optimizers.SGD(0.1) == rs.optimizers.SGD(0.1)
     assert hash(rs.optimizers.SGD(0.1)) == hash(rs.optimizers.SGD(0.1))

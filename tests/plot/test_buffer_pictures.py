@@ -2,11 +2,9 @@
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_hex
 
 from rsembed import plot
 from rsembed.plot.buffers import GAP, TAIL, buffer_places
-from rsembed.plot.pictures import COLOURS
 from rsembed.sparsecore import embedding, embedding_spec
 
 POINTERS = np.array([3, 9, *[16] * 6, 8, 8, *[8] * 6])
@@ -48,26 +46,6 @@ def test_used_places_are_those_that_the_partitioner_filled(num_cores):
     np.testing.assert_array_equal(
         np.bincount(places[is_used]), np.bincount(np.array(distinct) % num_cores)
     )
-
-
-def test_every_core_is_a_strip_whose_colours_tell_partitions_from_empty_places():
-    ax = plot.plot_buffer(PLACES)
-    assert len(ax.collections) == 2
-    for strip, places in zip(ax.collections, PLACES, strict=True):
-        strip.update_scalarmappable()
-        colours = [to_hex(colour) for colour in strip.get_facecolors()]
-        assert len(colours) == len(places)
-        assert len({*zip(places.tolist(), colours, strict=True)}) == len(set(places.tolist()))
-        assert len(set(colours)) == len(set(places.tolist()))
-        assert {to_hex(COLOURS[0])} == {c for c, p in zip(colours, places, strict=True) if p == 0}
-    assert legend_texts(ax) == ["shard 0", "shard 1", "gap", "empty tail"]
-
-
-def test_labels_stand_on_used_places_only():
-    labels = np.arange(PLACES.size).reshape(PLACES.shape).astype(str)
-    ax = plot.plot_buffer(PLACES, labels=labels)
-    assert [text.get_text() for text in ax.texts] == labels[PLACES >= 0].tolist()
-    assert [text.get_position() for text in ax.texts][3] == (8.5, 0)
 
 
 def test_more_shards_than_colours_and_an_empty_buffer_are_drawn():

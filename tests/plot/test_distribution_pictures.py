@@ -17,11 +17,6 @@ def test_coverage_agrees_with_a_loop_over_sorted_counts():
     np.testing.assert_allclose(plot.plot_coverage(counts).lines[0].get_ydata(), expected)
 
 
-def test_equal_counts_are_covered_in_proportion():
-    (line,) = plot.plot_coverage(np.full(10, 7)).lines
-    np.testing.assert_allclose(line.get_ydata(), line.get_xdata())
-
-
 def test_coverage_is_drawn_in_per_cent_over_a_logarithmic_axis_of_rows():
     ax = plot.plot_coverage(COUNTS)
     (line,) = ax.lines
@@ -45,17 +40,6 @@ def test_the_fit_finds_the_exponent_of_a_law(exponent):
     )
 
 
-def test_the_fit_is_the_maximum_of_the_likelihood():
-    counts = np.random.default_rng(1).poisson(400 / np.arange(1.0, 101.0) ** 0.9)
-
-    def log_likelihood(exponent):
-        law = np.arange(1.0, 101.0) ** -exponent
-        return np.sort(counts)[::-1] @ np.log(law / law.sum())
-
-    best = zipf_exponent(counts)
-    assert log_likelihood(best) > max(log_likelihood(best - 0.01), log_likelihood(best + 0.01))
-
-
 def test_curves_of_many_ids_are_drawn_through_few_points_with_both_ends():
     counts = np.arange(30_000, 0, -1)
     (line,) = plot.plot_id_frequency(counts).lines
@@ -64,27 +48,3 @@ def test_curves_of_many_ids_are_drawn_through_few_points_with_both_ends():
     assert occurrences.tolist() == counts[ranks - 1].tolist()
     (line,) = plot.plot_coverage(counts).lines
     assert line.get_ydata()[-1] == 100.0 and len(line.get_xdata()) < 10_000
-
-
-def test_rows_without_a_lookup_may_be_told_by_their_number():
-    lines = [
-        plot.plot_coverage(np.array([6, 3, 1]), num_rows=8),
-        plot.plot_coverage(np.array([6, 3, 1] + [0] * 5)),
-    ]
-    told, shown = (ax.lines[0] for ax in lines)
-    assert told.get_xdata()[-1] == shown.get_xdata()[-1] == 100
-    assert told.get_xydata()[:3].tolist() == shown.get_xydata()[:3].tolist()
-
-
-def test_curves_that_share_axes_take_the_next_colour():
-    ax = plot.plot_loss([2.0, 1.0], references={"floor": 0.5})
-    plot.plot_loss([3.0, 1.0], ax=ax)
-    assert [line.get_color() for line in ax.lines] == [plot.COLOURS[0], plot.MUTED, plot.COLOURS[1]]
-
-
-def test_the_legend_of_shard_loads_is_above_the_bars():
-    loads = {f"layout {number}": np.full(8, 100) for number in range(4)}
-    ax = plot.plot_shard_load(loads)
-    ax.figure.draw_without_rendering()
-    bottom = ax.get_legend().get_window_extent().ymin
-    assert bottom > ax.transData.transform((0, 100))[1]

@@ -34,18 +34,6 @@ def test_bytes_used_and_padding_add_up_to_the_physical_table(dtype, width):
         assert padding / stack.table_bytes == pytest.approx(stack.padding_fraction)
 
 
-def test_loads_stand_side_by_side_around_their_shard():
-    ax = plot.plot_shard_load(LOADS)
-    for bars, load in zip(ax.containers, LOADS.values(), strict=True):
-        assert [bar.get_height() for bar in bars] == load.tolist()
-    first, second = (
-        np.array([bar.get_x() + bar.get_width() / 2 for bar in bars]) for bars in ax.containers
-    )
-    np.testing.assert_allclose((first + second) / 2, np.arange(4), atol=1e-12)
-    np.testing.assert_allclose(second - first, ax.containers[0][0].get_width())
-    assert ax.lines[0].get_ydata()[0] == 3.0
-
-
 def test_the_legend_of_the_loads_tells_the_skew():
     labels = [text.get_text() for text in plot.plot_shard_load(LOADS).get_legend().get_texts()]
     assert "together: busiest 2.00 × mean" in labels and "apart: busiest 1.33 × mean" in labels
@@ -63,11 +51,6 @@ def test_padding_follows_the_bytes_in_use_in_megabytes():
     ] and ax.yaxis_inverted()
 
 
-def test_the_caller_s_options_reach_the_bars():
-    for ax in (plot.plot_shard_load(LOADS, alpha=0.25), plot.plot_stack_bytes(SIZES, alpha=0.25)):
-        assert {bar.get_alpha() for bars in ax.containers for bar in bars} == {0.25}
-
-
 @pytest.mark.parametrize("box", [(4.0, 3.0), (1.0, 7.0)])
 def test_a_treemap_tiles_its_box_with_areas_in_proportion(box):
     sizes = np.random.default_rng(0).exponential(size=12)
@@ -78,11 +61,6 @@ def test_a_treemap_tiles_its_box_with_areas_in_proportion(box):
         points[:, None] < (boxes[:, :2] + boxes[:, 2:])[None]
     )
     assert (inside.all(axis=-1).sum(axis=1) == 1).all()
-
-
-def test_a_treemap_is_squarer_than_slices():
-    boxes = treemap(np.ones(16), 4.0, 4.0)
-    np.testing.assert_allclose(boxes[:, 2:], 1.0)
 
 
 def test_stacks_are_areas_of_embeddings_and_padding():

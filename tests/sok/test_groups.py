@@ -118,19 +118,6 @@ def test_tables_that_are_alike_share_programs_and_have_the_bits_that_they_have_a
     jax.tree.map(np.testing.assert_array_equal, rows, rows_of_pairs)
 
 
-def test_features_of_one_table_step_it_once():
-    """Two features read key 3 of the same table: its gradients are summed before the single step."""
-    shared = variable("shared", 2, initializer="zeros")
-    (first, second), backward = sok.group_embedding_lookup_vjp(
-        [shared, shared], [[[3], [4]], [[3], [3]]], ["sum", "sum"]
-    )
-    backward([jnp.ones_like(first), 10 * jnp.ones_like(second)])
-    rows = sok.export_rows(shared)
-    assert rows["keys"].tolist() == [3, 4]
-    np.testing.assert_allclose(rows["values"], [[-21, -21], [-1, -1]])
-    assert int(shared.get_value().step) == 1
-
-
 def test_columns_of_a_scope_are_one_lookup():
     with sok.group_embedding_column_scope("item"):
         columns = [

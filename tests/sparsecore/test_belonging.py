@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx, serialization
+from flax import nnx
 
 from rsembed import from_optax
 from rsembed.fdo import limits_from_statistics
@@ -97,35 +97,6 @@ def test_tables_placed_later_take_the_cores_of_those_placed_before():
     table_stacking.stack_tables(specs, ["t", "u"], 1, 4)
     embedding.prepare_feature_specs_for_training(specs, 1)
     assert {stack.num_shards for stack in embedding.get_stacked_table_specs(specs).values()} == {4}
-
-
-def test_places_made_by_hand_serve_any_number_of_cores_and_planned_ones_stay_with_their_table():
-    stack = embedding_spec.StackedTableSpec(
-        "t", 128, DIM, embedding_spec.SGDOptimizerSpec(), "sum", BATCH
-    )
-    setting = embedding_spec.TableSettingInStack("t", 128, DIM)
-    (planned,) = placed(1, 16)
-    fields = {"_stacked_table_spec": stack, "_setting_in_stack": setting}
-    table = embedding_spec.TableSpec(
-        "t", ROWS, DIM, rows_by_number, embedding_spec.SGDOptimizerSpec(), "sum", **fields
-    )
-    assert (table.setting_in_stack, planned.table_spec.stacked_table_spec.stack_vocab_size) == (
-        setting,
-        128,
-    )
-    specs = [embedding_spec.FeatureSpec("f", table, output_shape=(BATCH, DIM))]
-    for cores in (2, 4):
-        variables = init(specs, cores=cores)
-        wanted = np.broadcast_to(IDS.sum(axis=1)[:, None], (BATCH, DIM))
-        np.testing.assert_array_equal(
-            look_up(specs, preprocess(specs, cores=cores), variables, cores)[0], wanted
-        )
-    # Of as many rows, at other places.
-    assert placed(1, 4)[0].table_spec != placed(1, 8)[0].table_spec
-    assert (
-        planned.table_spec.is_stacked()
-        and not dataclasses.replace(planned.table_spec, name="u").is_stacked()
-    )
 
 
 def test_limits_from_statistics_of_other_cores_are_told(caplog):
@@ -249,18 +220,6 @@ def test_a_table_of_another_record_has_no_row_numbers():
     assert embedding_spec.get_row_ids_in_stacked_table(one, one.table_specs[1], [0]) == [16]
     with pytest.raises(ValueError, match="table 'u', as it is recorded, is none of stack 't_u'"):
         embedding_spec.get_row_ids_in_stacked_table(one, other.table_specs[1], [0])
-
-
-def test_variables_go_on_through_flax_serialization():
-    specs = placed(1, 4, optimizer=embedding_spec.AdagradOptimizerSpec())
-    layer = linen_embed.SparseCoreEmbed(specs, "x", mesh_of(1))
-    inputs, _ = layer.prepare_batch([IDS])
-    params = jax.jit(layer.init)(jax.random.key(0), inputs)
-    restored, apply = (
-        serialization.from_bytes(params, serialization.to_bytes(params)),
-        jax.jit(layer.apply),
-    )
-    np.testing.assert_array_equal(apply(restored, inputs)[0], apply(params, inputs)[0])
 
 
 def test_variables_are_pairs_of_the_structure_that_they_were_given_in():

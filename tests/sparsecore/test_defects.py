@@ -11,10 +11,10 @@
 | new limits do not reach a compiled step | `test_new_limits_are_traced_once_each` here |
 | static specs hash without their limits | `test_specs_as_static_arguments_follow_new_limits` here |
 | a full buffer drops silently | `test_preprocessing::test_a_small_buffer...`, `test_drops_are_told_once...` here |
-| limits of stacked tables are ignored | `test_stacking::test_declared_limits_survive_stacking...` |
+| limits of stacked tables are ignored | `test_surface::test_a_stack_of_several_tables_has...` |
 | suggested buffer sizes are lost in stacking | `test_suggested_buffer_sizes_survive_stacking` here |
 | LaProp comes back as SGD, quantization is lost | `test_layout_record` |
-| different optimizers may compare equal | `test_optimizers_of_different_kinds_differ` here |
+| different optimizers may compare equal | `optimizers/test_rules` (specs compare by class and value) |
 | AdagradMomentum breaks with minibatches | `test_minibatching::test_the_step_is_bit_by_bit_that_of_the_whole_batch` |
 | shapes in advance ignore the leading dimension | `test_minibatching::test_shapes_are_known_in_advance` |
 | the process aborts on limits, 3-D input, lists, uneven batches, large buffers | `bad_calls/sparsecore`, `test_cases` |
@@ -37,9 +37,9 @@ import numpy as np
 import pytest
 
 from rsembed import Bags
-from rsembed.sparsecore import embedding, embedding_spec, partitioner, table_stacking
+from rsembed.sparsecore import embedding, partitioner, table_stacking
 from tests.sparsecore import minibatch_program as program
-from tests.sparsecore.small_world import feature_specs, place, preprocess, ragged
+from tests.sparsecore.small_world import feature_specs, place, preprocess
 
 
 def spec_for(name="words", batch=8, **fields):
@@ -154,17 +154,6 @@ def test_suggested_buffer_sizes_survive_stacking(is_auto):
     assert size == 256
 
 
-def test_optimizers_of_different_kinds_differ():
-    kinds = [
-        embedding_spec.SGDOptimizerSpec(0.1),
-        embedding_spec.AdagradOptimizerSpec(0.1),
-        embedding_spec.AdamOptimizerSpec(0.1),
-        embedding_spec.RowWiseAdagradOptimizerSpec(0.1),
-    ]
-    assert all((a == b) == (a is b) for a in kinds for b in kinds)
-    assert embedding_spec.AdagradOptimizerSpec(0.1) == embedding_spec.AdagradOptimizerSpec(0.1)
-
-
 def test_sparse_input_may_have_weights():
     spec = prepared(spec_for(combiner="mean"))
     indices, values = [[0, 0], [0, 3], [5, 1]], [4, 2, 4]
@@ -173,31 +162,6 @@ def test_sparse_input_may_have_weights():
     assert processed.lhs_embedding_ids["words"][:3].tolist() == [2, 4, 4]
     assert processed.lhs_sample_ids["words"][:3].tolist() == [0, 0, 5]
     assert processed.lhs_gains["words"][:3].tolist() == [0.75, 0.25, 1.0]
-
-
-FLAT_IDS, LENGTHS = np.asarray([3, 1, 4, 1, 5, 9]), np.asarray([2, 0, 1, 3, 0, 0, 0, 0])
-WEIGHTS = np.asarray([0.5, 1.0, 2.0, 1.0, 1.0, 0.25], np.float32)
-
-
-def rows_of(flat):
-    return [row.tolist() for row in np.split(flat, np.cumsum(LENGTHS)[:-1])]
-
-
-@pytest.mark.parametrize("is_weighted", [False, True])
-def test_jagged_forms_equal_lists(is_weighted):
-    spec = prepared(spec_for(combiner="mean"))
-    weights = rows_of(WEIGHTS) if is_weighted else None
-    wanted, _ = preprocess(spec, rows_of(FLAT_IDS), weights)
-    bags = Bags.from_lengths(FLAT_IDS, LENGTHS, WEIGHTS if is_weighted else None)
-    forms = [
-        (bags, None),
-        (bags.pad_to(10), None),
-        (jax.tree.map(jnp.asarray, bags), None),
-        (ragged(rows_of(FLAT_IDS)), weights and ragged(weights, np.float32)),
-    ]
-    for form, of_form in forms:
-        got, _ = preprocess(spec, form, of_form)
-        jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
 def test_one_feature_may_go_without_weights():

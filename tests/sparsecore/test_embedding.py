@@ -81,35 +81,6 @@ def test_garbage_in_gaps_and_tails_is_never_used():
     )
 
 
-def test_limits_unknown_means_a_full_buffer():
-    specs, variables, processed, _ = drawn(2, 1)
-    bare = embedding.PreprocessedInput(
-        processed.sparse_dense_matmul_input, processed.num_minibatches
-    )
-    run = on_devices(
-        lambda p, v: embedding.sparse_dense_matmul(p, v, specs, global_device_count=2), 2
-    )
-    jax.tree.map(np.testing.assert_array_equal, run(processed, variables), run(bare, variables))
-
-
-def test_the_devices_may_span_several_mesh_axes_or_one_of_several():
-    specs, variables, processed, _ = drawn(2, 1)
-
-    def look_up(processed, variables):
-        return embedding.sparse_dense_matmul(processed, variables, specs, global_device_count=2)
-
-    expected = on_devices(look_up, 2)(processed, variables)
-    devices = np.asarray(jax.devices())
-    for mesh, spec in (
-        (Mesh(devices[:2].reshape(1, 2), ("x", "y")), P(("x", "y"))),
-        (Mesh(devices[:6].reshape(3, 2), ("x", "y")), P("y")),
-    ):
-        run = jax.jit(
-            jax.shard_map(look_up, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        )
-        jax.tree.map(np.testing.assert_array_equal, run(processed, variables), expected)
-
-
 def test_a_shard_map_may_check_what_varies_over_the_mesh():
     specs, variables, processed, gradients = drawn(4, 1)
 

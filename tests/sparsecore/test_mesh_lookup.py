@@ -81,8 +81,3 @@ def test_updated_tables_keep_their_names_in_any_container():
         assert jax.tree.structure(found) == jax.tree.structure(given)
         for name, updated in wanted.items():
             jax.tree.map(np.testing.assert_array_equal, found[name], updated)
-
-
-@pytest.mark.parametrize("name", MESHES)
-def test_initial_tables_do_not_depend_on_the_mesh(name):
-    jax.tree.map(np.testing.assert_array_equal, trained(name)[0][0], trained("one device")[0][0])

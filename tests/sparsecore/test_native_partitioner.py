@@ -241,16 +241,6 @@ def test_preprocessing_uses_it():
     assert used.call_count == 1
 
 
-def test_buffers_are_aligned_for_devices():
-    specs = make_specs(
-        1, 2, {"a": (30, "sum"), "b": (9, "sum")}, {"f": ("a", 8), "g": ("b", 8)}, suggested=16
-    )
-    batch = {name: np.ones((8, 1), np.int32) for name in specs}
-    processed, _ = preprocess(specs, batch)
-    for arrays in processed.sparse_dense_matmul_input:
-        assert all(array.ctypes.data % 64 == 0 for array in arrays.values())
-
-
 def test_python_runs_beside_it():
     specs = make_specs(
         1,

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from rsembed.sparsecore import embedding
 from tests.sparsecore import small_world
 
 
@@ -41,22 +40,6 @@ def test_processes_together_fill_what_one_process_fills():
     whole, _ = small_world.preprocess(specs, batch, devices=4)
     together = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
     jax.tree.map(np.testing.assert_array_equal, together, whole)
-
-
-def test_sparse_tensors_are_cut_like_dense_ones():
-    specs, (rows, _) = small_world.placed_specs(4, 1), small_world.draw_batch()
-    for process in range(2):
-        own = {name: ids[process * len(ids) // 2 :][: len(ids) // 2] for name, ids in rows.items()}
-        wanted = small_world.preprocess(specs, own, devices=4, local=2)[0]
-        indices, values, shapes = (
-            {name: part(ids) for name, ids in own.items()}
-            for part in (lambda ids: np.argwhere(ids >= 0), np.ravel, np.shape)
-        )
-        found = embedding.preprocess_sparse_dense_matmul_input_from_sparse_tensor(
-            indices, values, shapes, specs, 2, 4, num_sc_per_device=1
-        )[0]
-        for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-            np.testing.assert_array_equal(got, want)
 
 
 def test_leading_dimension_counts_local_devices():

@@ -47,18 +47,6 @@ def no_argument():
     return jnp.zeros((128, 16), dtype=jnp.float32)
 
 
-def test_both_tables_go_into_one_stack():
-    specs = page_specs(no_argument)
-    (stack,) = embedding.get_stacked_table_specs(specs).values()
-    assert (stack.stack_name, stack.stack_vocab_size, stack.stack_embedding_dim) == (
-        "table_a_table_b",
-        192,
-        16,
-    )
-    assert stack.total_sample_count == 48
-    assert [spec.id_transformation.row_offset for spec in specs] == [0, 16, 32]
-
-
 def test_with_the_fix_the_page_trains():
     specs = page_specs(lambda key, shape: jnp.zeros(shape, dtype=jnp.float32))
     variables = embedding.init_embedding_variables(

@@ -67,27 +67,6 @@ def test_a_spec_that_is_listed_twice_has_one_place(sequence):
         embedding.auto_stack_tables([alone, *new_features().values()], 1, CORES)
 
 
-def test_no_limit_of_memory_means_the_published_one():
-    def stacks(**options):
-        features = [
-            embedding_spec.FeatureSpec(
-                f"f{name}", embedding_spec.TableSpec(name, 32, 8), output_shape=(2**16, 8)
-            )
-            for name in "ab"
-        ]
-        table_stacking.auto_stack_tables(features, 1, 1, **options)
-        assert {
-            feature.table_spec.stacked_table_spec.activation_mem_bytes_limit for feature in features
-        } == {
-            options.get("activation_mem_bytes_limit")
-            or embedding_spec.DEFAULT_ACTIVATION_MEM_BYTES_LIMIT
-        }
-        return [feature.table_spec.setting_in_stack.stack_name for feature in features]
-
-    assert stacks() == stacks(activation_mem_bytes_limit=None) == ["a", "b"]
-    assert stacks(activation_mem_bytes_limit=2**22) == ["a_b", "a_b"]
-
-
 def test_a_device_without_sparsecores_counts_as_a_v5p_or_as_the_environment_says(monkeypatch):
     def num_shards():
         features = new_features()
@@ -141,17 +120,6 @@ def test_no_warning_tells_of_limits_that_are_kept_or_chosen(table_names, caplog)
     wanted = 300 if len(table_names) == 1 else 40
     assert features["f0"].table_spec.stacked_table_spec.max_ids_per_partition == wanted
     assert caplog.records == []
-
-
-def test_records_of_optimizers_take_the_published_keywords():
-    adam = embedding_spec.AdamOptimizerSpec(0.5)
-    record = embedding.optimizer_spec_to_proto(opt=adam)
-    assert embedding.proto_to_optimizer_spec(proto=record) == adam
-    assert (
-        embedding.get_optimizer_class(optimizer_type=record.type)
-        is embedding_spec.AdamOptimizerSpec
-    )
-    assert table_stacking.StackedTableSpec is embedding_spec.StackedTableSpec
 
 
 def test_sizes_and_places_of_tables_follow_their_formulas():
@@ -219,25 +187,6 @@ def test_a_table_or_stack_that_is_refused_costs_none_of_the_others():
     jax.tree.map(np.testing.assert_array_equal, back, tables)
 
 
-def test_tables_without_a_place_stand_alone():
-    tables, sharding = (
-        [*embedding.get_table_specs(new_features()).values()],
-        NamedSharding(mesh_of(1), P("x", None)),
-    )
-    made = embedding.init_embedding_variables(jax.random.key(0), tables, sharding, CORES)
-    same = small_world.init(small_world.place(new_features(), 1, CORES), cores=CORES)
-    jax.tree.map(np.testing.assert_array_equal, made, same)
-    assert all(table.stacked_table_spec is None for table in tables)
-    listed = [values()[table.name] for table in tables]
-    stacked = table_stacking.stack_and_shard_tables(tables, tuple(listed), CORES)
-    assert {name: table.shape for name, table in stacked.items()} == {
-        "t0": (2, 16, 8),
-        "t1": (2, 16, 8),
-    }
-    back = table_stacking.unshard_and_unstack_tables(tables, stacked, CORES)
-    jax.tree.map(np.testing.assert_array_equal, back, listed)
-
-
 def test_the_format_of_a_table_is_its_sharding():
     sharding = NamedSharding(mesh_of(2), P("x", None))
     assert utils.embedding_table_format(sharding.mesh, sharding.spec) == sharding
@@ -295,28 +244,6 @@ def test_activations_have_the_dtype_of_the_table():
         found, batch, variables, features, global_device_count=1
     )
     assert after["t0_t1"][0].dtype == jnp.bfloat16
-
-
-def test_padding_columns_are_zero_and_take_no_gradient():
-    features, tables = placed(out=8), values()
-    batch, variables = small_world.preprocess(features, IDS)[0], variables_of(features, tables)
-    found = embedding.tpu_sparse_dense_matmul(batch, variables, features, global_device_count=1)[
-        "f0"
-    ]
-    np.testing.assert_allclose(found[:, :DIM], tables["t0"][IDS["f0"]].sum(axis=1), rtol=1e-6)
-    assert found.shape == (BATCH, 8) and not found[:, DIM:].any()
-    gradients = {name: jnp.ones((BATCH, 8)) for name in IDS}
-    after = embedding.tpu_sparse_dense_matmul_grad(
-        gradients, batch, variables, features, global_device_count=1
-    )
-    assert not after["t0_t1"][0][:, DIM:].any() and after["t0_t1"][0][:, :DIM].any()
-
-
-def test_an_initializer_pair_is_a_named_tuple():
-    made = embedding.EmbeddingVariablesInitializer(
-        jax.nn.initializers.ones, (jax.nn.initializers.zeros,)
-    )
-    assert made.table(jax.random.key(0), (2, 2)).sum() == 4 and len(made.slot) == 1
 
 
 # Layers

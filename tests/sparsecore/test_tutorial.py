@@ -94,6 +94,7 @@ FOLDER_LINE = 41
 """Names the folder of the statistics, which would be shared by all who run the page."""
 
 
+@pytest.mark.slow
 def test_the_published_text_itself_runs_unchanged(tmp_path):
     if not PUBLISHED.is_file():
         pytest.skip(

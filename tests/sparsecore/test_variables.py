@@ -65,16 +65,6 @@ def test_initializers_see_the_logical_shape(initializer):
         np.testing.assert_allclose(alone["first"].T @ alone["first"], np.eye(6), atol=1e-5)
 
 
-def test_padding_is_zero_and_slots_are_full():
-    _, variables = build(2, 2, True)
-    (stack,) = variables.values()
-    table = np.asarray(stack.table)
-    assert not table[:, 6:].any()
-    assert np.count_nonzero(np.abs(table).sum(axis=1)) == 37 + 37 + 70
-    assert (np.asarray(stack.slot.accumulator) == 0.5).all()
-    assert stack.table.sharding.spec == P(("x",)) or stack.table.sharding.spec == P("x")
-
-
 def test_three_axes_of_the_sharding_give_a_leading_axis_of_devices():
     table = embedding_spec.TableSpec(name="t", vocabulary_size=30, embedding_dim=6)
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("x",))
@@ -86,13 +76,6 @@ def test_three_axes_of_the_sharding_give_a_leading_axis_of_devices():
     )
     assert by_device.sharding.spec == P("x", None, None)
     np.testing.assert_array_equal(by_device, np.asarray(flat).reshape(2, 16, 8))
-
-
-def test_raw_keys_work_like_typed_ones():
-    raw = jax.random.key_data(KEY)
-    jax.tree.map(
-        np.testing.assert_array_equal, tables_of(1, 1, True)[1], tables_of(1, 1, True, key=raw)[1]
-    )
 
 
 def test_building_needs_little_beside_the_table():

@@ -10,7 +10,6 @@ from rsembed.tt import OptimType, TableBatchedTTEmbeddingBag, full_weight
 from tests.tt.tt_oracles import (
     CASES,
     core_gradients,
-    dense_row,
     dense_table,
     looked_up,
     pooled,
@@ -146,28 +145,6 @@ def test_dimensions_may_differ():
     after, _, _ = jax.tree.map(np.asarray, expanded_and_cores(emb))
     assert (after[1] == before[1]).all()
     assert not (after[0] == before[0]).all()
-
-
-def test_a_hundred_published_tables():
-    emb = TableBatchedTTEmbeddingBag(
-        num_tables=100,
-        num_embeddings=1000000,
-        embedding_dim=64,
-        tt_p_shapes=[120, 90, 110],
-        tt_q_shapes=[4, 4, 4],
-        tt_ranks=[12, 14],
-        sparse=False,
-        weight_dist="uniform",
-    )
-    ids = np.random.default_rng(0).integers(0, 1_000_000, (200, 3))
-    output = np.asarray(looked_up(emb, ids))
-    assert output.shape == (100, 2, 64)
-    some = nnx.jit(lambda emb: {k: emb.cores_of(k) for k in (0, 41, 99)})(emb)
-    for k, cores in some.items():
-        spec, cores = emb.specs[k], jax.tree.map(np.asarray, cores)
-        shapes = spec.tt_p_shapes, spec.tt_q_shapes, spec.tt_ranks
-        wanted = [sum(dense_row(cores, *shapes, i) for i in bag) for bag in ids[2 * k : 2 * k + 2]]
-        np.testing.assert_allclose(output[k], wanted, rtol=1e-4, atol=1e-7)
 
 
 def test_published_attributes_are_one_for_all_tables_or_one_for_each():

@@ -133,19 +133,6 @@ def test_the_worked_life_of_a_cache():
     )
 
 
-def test_duplicates_are_one_step_and_only_rows_that_were_read_move():
-    emb = make(optimizer=OptimType.ADAM, learning_rate=0.1)
-    emb.update_cache(six_bags([[4, 4, 9, 9, 30, 30]]))
-    emb.cache_populate()
-    before = all_rows(emb)
-    step(emb, np.ones((6, 4), np.float32), six_bags([[4, 4, 9], [4, -1, -1]]))
-    after = all_rows(emb)
-    # Adam's first step is the rate.
-    np.testing.assert_allclose(after[[4, 9]], before[[4, 9]] - 0.1, rtol=1e-5)
-    train(emb, [[4]])
-    np.testing.assert_array_equal(all_rows(emb)[[9, 30]], after[[9, 30]])
-
-
 @pytest.mark.parametrize("id", [5, 9])
 def test_rows_that_come_or_go_between_lookup_and_backward_are_stepped_once(id):
     late, early, reads = make(cache_size=1), make(cache_size=1), [[5] * 4, [9] * 9]
@@ -199,7 +186,7 @@ def test_new_cores_are_not_hidden_by_old_rows_nor_stepped_with_old_state(give):
     [
         ("file", True, "bfloat16"),
         ("file", False, "float32"),
-        *((way, True, "float32") for way in ("clone", "pickle", "state")),
+        *((way, True, "float32") for way in ("clone", "pickle")),
     ],
 )
 def test_a_copy_goes_on_as_if_never_copied_whatever_the_original_does(way, sparse, dtype, tmp_path):
@@ -224,7 +211,6 @@ def test_a_copy_goes_on_as_if_never_copied_whatever_the_original_does(way, spars
         "clone": nnx.clone,
         "pickle": lambda emb: pickle.loads(pickle.dumps(emb)),
     }
-    ways["state"] = lambda emb: nnx.merge(nnx.graphdef(emb), jax.tree.map(jnp.copy, nnx.state(emb)))
     for k in (4, 16, 28):
         for module in (emb, alone):
             go_on(module, k)
@@ -295,14 +281,6 @@ def test_ragged_bags_of_groups_between_each_other_step_the_cached_rows_of_their_
     np.testing.assert_allclose(output, wanted, rtol=1e-5, atol=1e-7)
     for k in range(3):
         np.testing.assert_allclose(emb.full_weight(k), stepped[k], rtol=1e-5, atol=1e-6)
-
-
-def test_flat_ids_are_counted_without_offsets_as_published():
-    emb = TTEmbeddingBag(60, 4, [2], cache_size=2, hashtbl_size=32)
-    for ids in (np.array([7, 7, 9]), jnp.array([9, 7]), [9, 3, 9]):
-        emb.update_cache(ids)
-    emb.cache_populate()
-    np.testing.assert_array_equal(learned(emb.caches[0])[0], [7, 9])
 
 
 @pytest.mark.parametrize(

@@ -61,18 +61,6 @@ def test_the_table_has_the_target_mean_and_standard_deviation(name, weight_dist)
     assert found.std() == pytest.approx(1, abs=0.06)
 
 
-@pytest.mark.parametrize("weight_dist", ["normal", "uniform"])
-def test_independent_core_entries_have_the_named_distribution(weight_dist):
-    spec = SPECS["d3"]
-    for core in init_cores(jax.random.key(1), spec, weight_dist):
-        entries = np.asarray(core).ravel() / core_std(spec)
-        cumulative = (
-            normal_cumulative if weight_dist == "normal" else lambda x: (x / math.sqrt(3) + 1) / 2
-        )
-        # One in a hundred by chance.
-        assert kolmogorov_distance(entries, cumulative) < 1.63 / math.sqrt(entries.size)
-
-
 @pytest.mark.parametrize(("name", "most"), [("d2", 0.01), ("d3", 0.01), ("d4", 0.03)])
 def test_approx_normal_tables_are_normal(name, most):
     found = tables(SPECS[name], "approx-normal").ravel()

@@ -96,29 +96,6 @@ def full_padded(spec, cores):
     return expanded(whole, cores)
 
 
-def test_tensorly_finds_the_same_error_at_the_same_ranks():
-    from tensorly.decomposition import tensor_train_matrix
-
-    p, q = SHAPES[3]
-    table, spec = random_table(120, decay=0.2), TTSpec(120, p, q, (4, 5))
-    theirs = tensor_train_matrix(table.reshape(*p, *q), rank=[1, 4, 5, 1])
-    found = error(spec, from_dense(spec, table), table)
-    assert found == pytest.approx(error(*from_tensorly(theirs), table), rel=1e-3)
-
-
-@pytest.mark.parametrize("d", SHAPES)
-def test_rounding_finds_the_ranks_that_are_needed(d):
-    narrow, wide = spec_of(d, 2), exact(d)
-    cores = init_cores(jax.random.key(1), narrow)
-    spec, rounded = round_cores(
-        wide, from_dense(wide, full_weight(narrow, cores)), max_relative_error=1e-3
-    )
-    assert spec.num_params < wide.num_params
-    assert np.linalg.norm(
-        expanded(spec, rounded) - expanded(narrow, cores)
-    ) < 2e-3 * np.linalg.norm(expanded(narrow, cores))
-
-
 def test_rounding_to_ranks_equals_decomposing_the_padded_table():
     table, wide = random_table(120, decay=0.2), spec_of(3, 9, rows=120)
     cores = from_dense(wide, table)

@@ -99,28 +99,6 @@ def products_of_groups(primes, groups=()):
     }
 
 
-def evenness(factors):
-    shares = np.asarray(factors) / sum(factors)
-    return round(float(-(shares * np.log(shares)).sum()), 10)
-
-
-@pytest.mark.parametrize(
-    ("primes", "d"),
-    [
-        ([97], 2),
-        ([2, 2, 11], 3),
-        ([2, 2, 11], 4),
-        ([2, 2, 2, 17], 3),
-        ([2, 3, 5, 7, 11], 3),
-        ([2, 2, 2, 2, 3, 3, 5], 4),
-    ],
-)
-def test_suggested_factors_are_the_most_even_groups_of_primes(primes, d):
-    groups = products_of_groups([*primes, *[1] * (d - len(primes))], (0,) * d)
-    found = suggested_tt_shapes(math.prod(primes), d, allow_round_up=False)
-    assert tuple(sorted(found)) == max(groups, key=lambda factors: (evenness(factors), factors))
-
-
 def test_numbers_of_many_divisors_are_factored_without_going_through_all_products():
     # Of some ten million products.
     assert suggested_tt_shapes(735_134_400, 5) == [

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 import rsembed as rs
 from rsembed import checkpoint
@@ -33,31 +32,6 @@ def collection_of(*, optimizer=None, combiner="mean", storage=STORAGE, **fields)
         rs.FeatureSpec(name="dense", table_spec=dense),
     ]
     return rs.EmbeddingCollection(features)
-
-
-BATCH = {"one": [[1, 59, 1], [], [7]], "two": [[0], [59, 3], [2]], "dense": [[1], [2], [6, 6]]}
-
-
-def test_data_parallel_lookup_and_update_equal_those_of_one_device():
-    collection = collection_of(optimizer=rs.optimizers.SGD(0.5))
-    state = collection.init(jax.random.key(4))
-    ids = np.random.default_rng(0).integers(0, ROWS, (32, 2))
-    d_activations = {name: jnp.ones((32, DIM)) for name in BATCH}
-
-    def step(state, ids):
-        batch = {"one": ids, "two": ids[::-1], "dense": ids % 7}
-        return collection.lookup(state, batch)["one"], collection.update(
-            state, batch, d_activations
-        ).tables["t"]
-
-    expected = jax.jit(step)(state, jnp.asarray(ids))
-    mesh = Mesh(np.asarray(jax.devices()), ("data",))
-    replicated = jax.device_put(state, NamedSharding(mesh, P()))
-    found = jax.jit(step)(
-        replicated, jax.device_put(ids.astype(np.int32), NamedSharding(mesh, P("data")))
-    )
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def split_collection(devices=4, *, axis=None, **options):
@@ -176,18 +150,6 @@ def test_an_initializer_without_effect_is_told(caplog):
         "table 't': its initializer has no effect: TensorTrain draws cores by weight_dist='normal'"
         in caplog.text
     )
-
-
-@pytest.mark.parametrize(
-    "storage", [TensorTrain((3, 4), None, (1, 2, 3)), TensorTrain((3, 4), weight_dist="uniform")]
-)
-def test_files_hold_the_same_cores_however_they_were_declared(storage, tmp_path):
-    spelled = collection_of(storage=TensorTrain((3, 4), (3, 4, 5), (1, 2, 3)))
-    other = collection_of(storage=storage)
-    state = spelled.init(jax.random.key(0))
-    checkpoint.save_collection(tmp_path / "saved", spelled, state)
-    loaded = checkpoint.load_collection(tmp_path / "saved", other)
-    jax.tree.map(np.testing.assert_array_equal, loaded.tables["t"], state.tables["t"])
 
 
 def test_cores_of_a_state_dictionary_are_read_in_their_order():
