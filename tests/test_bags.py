@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 import rsembed as rs
 from rsembed.bags import Bags, as_bags
@@ -83,16 +84,16 @@ class Bfloat16Tensor:
 def test_bfloat16_tensors_of_torch_are_weights_and_tables():
     weights = Bfloat16Tensor([[1.5, 2.0], [0.25, 4.0]])
     pair = as_bags((np.ones((2, 2), int), weights), feature="f")
-    np.testing.assert_array_equal(pair.weights, np.float32([1.5, 2.0, 0.25, 4.0]))
+    assert_array_equal(pair.weights, np.float32([1.5, 2.0, 0.25, 4.0]))
     table = rs.TableSpec("t", 2, 2, dtype="bfloat16")
     collection = rs.EmbeddingCollection([rs.FeatureSpec("f", table)])
     state = collection.with_tables(collection.init(jax.random.key(0)), {"t": weights})
-    np.testing.assert_array_equal(collection.tables(state)["t"], weights._array)
+    assert_array_equal(collection.tables(state)["t"], weights._array)
     module = rs.tbe.TableBatchedEmbeddingBags(
         [(2, 2, rs.tbe.EmbeddingLocation.HOST, rs.tbe.ComputeDevice.CPU)]
     )
     module.set_embedding_weights(0, weights)
-    np.testing.assert_array_equal(module.split_embedding_weights()[0], np.float32(weights._array))
+    assert_array_equal(module.split_embedding_weights()[0], np.float32(weights._array))
 
 
 LARGE_IDS = [2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**63, 2**64]
@@ -132,13 +133,13 @@ def test_a_jagged_pair_is_not_copied():
 
 def test_weights_follow_their_ids():
     weights = [[1.0, 2.0], [], [3.0], [4.0, 5.0, 6.0]]
-    np.testing.assert_array_equal(Bags.from_lists(ROWS, weights).weights, [1, 2, 3, 4, 5, 6])
+    assert_array_equal(Bags.from_lists(ROWS, weights).weights, [1, 2, 3, 4, 5, 6])
     dense = Bags.from_dense(np.array([[1, 2], [3, -1]]), [[1, 2], [3, 0.5]])
-    np.testing.assert_array_equal(dense.weights, np.float32([1, 2, 3, 0.5]))
+    assert_array_equal(dense.weights, np.float32([1, 2, 3, 0.5]))
     coo = Bags.from_coo([3, 0], [7, 8], [0.5, 0.25], num_samples=4)
-    np.testing.assert_array_equal(coo.weights, [0.25, 0.5])
+    assert_array_equal(coo.weights, [0.25, 0.5])
     pair = as_bags((np.ones((2, 2), int), [[1.0, 2.0], [3.0, 4.0]]), feature="f")
-    np.testing.assert_array_equal(pair.weights, [1, 2, 3, 4])
+    assert_array_equal(pair.weights, [1, 2, 3, 4])
 
 
 @hypothesis.settings(deadline=None)

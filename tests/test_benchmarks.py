@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 
@@ -49,7 +50,7 @@ def test_ours_and_plain_jax_train_the_same_tables(workload):
             runs[what](k)
     pairs = zip(ours["lookup"](5).values(), plain["lookup"](5), strict=True)
     for of_ours, of_plain in pairs:
-        np.testing.assert_allclose(of_ours, of_plain, rtol=1e-5, atol=1e-6)
+        assert_allclose(of_ours, of_plain, rtol=1e-5, atol=1e-6)
 
 
 def test_table_batched_contestants_agree_after_two_steps(workload):
@@ -79,7 +80,7 @@ def test_ragged_contestants_prepare_one_batch_and_are_all_timed(ragged):
     runs = ragged.our_contestants(batches)
     expected = runs["bags"](1)
     for form in ("lists", "jagged"):
-        jax.tree.map(np.testing.assert_array_equal, runs[form](1), expected)
+        jax.tree.map(assert_array_equal, runs[form](1), expected)
     assert [expected[name].to_lists() for name in expected] == list(
         ragged.as_lists(batches[1]).values()
     )
@@ -106,7 +107,7 @@ def test_contestants_of_serving_look_up_the_same_vectors(scripts, monkeypatch):
         run(1) for run in serving.our_contestants(serving.draw_batches(3)).values()
     ]
     for vectors in others:
-        jax.tree.map(np.testing.assert_array_equal, vectors, expected)
+        jax.tree.map(assert_array_equal, vectors, expected)
 
 
 def test_every_wing_whose_compiling_is_timed_trains(scripts, monkeypatch):
@@ -193,4 +194,4 @@ def test_models_lose_alike_however_their_tables_are_kept(scripts):
         )
     assert len(set(core)) == 4
     for losses in others:
-        np.testing.assert_allclose(losses, core, rtol=1e-5)
+        assert_allclose(losses, core, rtol=1e-5)

@@ -15,6 +15,7 @@ import optax
 import pytest
 from jax.sharding import Mesh
 from jaxtyping import Float, Int, PRNGKeyArray
+from numpy.testing import assert_array_equal
 
 import rsembed as rs
 import rsembed.optimizers as ro
@@ -291,21 +292,21 @@ def test_numbers_that_are_not_finite_are_taken_where_the_caller_allows_it():
     state = collection.with_tables(
         collection.init(jax.random.key(0)), {"t": values}, allow_nonfinite=True
     )
-    np.testing.assert_array_equal(collection.tables(state)["t"], values)
+    assert_array_equal(collection.tables(state)["t"], values)
     traced = jax.jit(
         lambda rows: collection.tables(collection.with_tables(state, {"t": rows}))["t"]
     )
-    np.testing.assert_array_equal(traced(values), values)
+    assert_array_equal(traced(values), values)
     _, served = rs.for_serving(collection, state, dtype="float16", allow_nonfinite=True)
-    np.testing.assert_array_equal(served["t"]["rows"], values.astype(np.float16))
+    assert_array_equal(served["t"]["rows"], values.astype(np.float16))
     keyed = rs.EmbeddingCollection(
         [rs.FeatureSpec("f", dataclasses.replace(table, storage=rs.Hashed()))]
     )
     rows = {"keys": np.arange(6), "values": values, "slot_accumulator": -values}
     written = keyed.with_tables(keyed.init(jax.random.key(0)), {"t": rows}, allow_nonfinite=True)
     found = keyed.tables(written)["t"]
-    np.testing.assert_array_equal(found["values"], values)
-    np.testing.assert_array_equal(found["slot_accumulator"], -values)
+    assert_array_equal(found["values"], values)
+    assert_array_equal(found["slot_accumulator"], -values)
     tables = [(6, 4, rs.tbe.EmbeddingLocation.HOST, rs.tbe.ComputeDevice.CPU)]
     module = rs.tbe.TableBatchedEmbeddingBags(tables, optimizer=rs.tbe.OptimType.EXACT_ADAGRAD)
     module.set_embedding_weights(0, values, allow_nonfinite=True)
@@ -313,7 +314,7 @@ def test_numbers_that_are_not_finite_are_taken_where_the_caller_allows_it():
     with pytest.raises(ValueError, match="nan in row 2 is not finite"):
         twin.load_state_dict(module.state_dict())
     twin.load_state_dict(module.state_dict(), allow_nonfinite=True)
-    np.testing.assert_array_equal(twin.split_embedding_weights()[0], values)
+    assert_array_equal(twin.split_embedding_weights()[0], values)
 
 
 def test_a_file_of_ours_gives_back_what_was_saved_finite_or_not(tmp_path):
@@ -330,7 +331,7 @@ def test_a_file_of_ours_gives_back_what_was_saved_finite_or_not(tmp_path):
         )
         checkpoint.save_collection(tmp_path / name, collection, state)
         found = collection.tables(checkpoint.load_collection(tmp_path / name, collection))["t"]
-        np.testing.assert_array_equal(found["values"] if name == "keyed" else found, values)
+        assert_array_equal(found["values"] if name == "keyed" else found, values)
     devices = sok.Init(mesh=Mesh(np.asarray(jax.devices()[:1]), ("shard",)))
     variable, other = (
         sok.embedding_variable("t", 4, rows_per_device=8, context=devices) for _ in range(2)
@@ -341,7 +342,7 @@ def test_a_file_of_ours_gives_back_what_was_saved_finite_or_not(tmp_path):
     sok.assign_rows(variable, rows, allow_nonfinite=True)
     sok.dump(tmp_path / "dump", [variable])
     sok.load(tmp_path / "dump", [other])
-    np.testing.assert_array_equal(sok.export_rows(other)["values"], values)
+    assert_array_equal(sok.export_rows(other)["values"], values)
 
 
 def test_every_rule_names_slots_that_it_has_and_never_makes_these_negative():

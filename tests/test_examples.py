@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+from numpy.testing import assert_allclose, assert_array_equal
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
@@ -26,11 +27,9 @@ def test_a_log_in_criteos_form_trains_hashed_tables_beside_logistic_regression(t
             shown = [int(label), *numbers, *(f"{key:08x}" for key in categories)]
             file.write("\t".join(map(str, shown)) + "\n")
     train, held = criteo.load(log, 40_000)
-    np.testing.assert_array_equal(np.concatenate([train.labels, held.labels]), labels)
-    np.testing.assert_allclose(
-        np.concatenate([train.numbers, held.numbers]), np.log1p(counts), rtol=1e-6
-    )
-    np.testing.assert_array_equal(np.concatenate([train.keys, held.keys]), keys)
+    assert_array_equal(np.concatenate([train.labels, held.labels]), labels)
+    assert_allclose(np.concatenate([train.numbers, held.numbers]), np.log1p(counts), rtol=1e-6)
+    assert_array_equal(np.concatenate([train.keys, held.keys]), keys)
     assert len(held.labels) == 4_000
     losses, results = criteo.main(["--data", str(log)])
     assert law.best_log_loss < np.mean(losses[-10:]) < law.base_rate_log_loss < losses[0] + 0.1
@@ -65,11 +64,11 @@ def test_auc_is_that_of_a_loop_over_pairs():
         generator.integers(0, 20, 60) / 4,
     )
     pairs = [(a > b) + 0.5 * (a == b) for a in scores[labels == 1] for b in scores[labels == 0]]
-    np.testing.assert_allclose(criteo.auc(labels, scores), np.mean(pairs), rtol=1e-12)
+    assert_allclose(criteo.auc(labels, scores), np.mean(pairs), rtol=1e-12)
     quality = criteo.judge(labels, scores)
     probability = 1 / (1 + np.exp(-scores))
     loss = -np.mean(labels * np.log(probability) + (1 - labels) * np.log(1 - probability))
-    np.testing.assert_allclose(quality.log_loss, loss, rtol=1e-9)
+    assert_allclose(quality.log_loss, loss, rtol=1e-9)
 
 
 def test_word2vec_brings_words_of_one_kind_together():
@@ -82,5 +81,5 @@ def test_word2vec_brings_words_of_one_kind_together():
 
 def test_a_converted_model_has_the_losses_of_nnx_embed():
     theirs, ours = script("from_nnx_embed").main()
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    assert_allclose(ours, theirs, rtol=1e-6)
     assert theirs[0] != theirs[-1]

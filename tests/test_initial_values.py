@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 from rsembed.initial_values import form, initial_rows, table_key, table_keys
@@ -10,7 +11,7 @@ ROWS, DIM = 3000, 8
 
 
 def table(initializer):
-    return rs.TableSpec(name="t", vocabulary_size=ROWS, embedding_dim=DIM, initializer=initializer)
+    return rs.TableSpec("t", ROWS, DIM, initializer=initializer)
 
 
 INITIALIZERS = {
@@ -24,7 +25,7 @@ INITIALIZERS = {
         jax.random.normal(key, shape) * 0.1 + jax.random.uniform(key, shape)
     ),
     "shifted": lambda key, shape: 1.0 + 0.1 * jax.random.normal(jax.random.split(key)[1], shape),
-    "default": rs.TableSpec(name="d", vocabulary_size=1, embedding_dim=1).initializer,
+    "default": rs.TableSpec("d", 1, 1).initializer,
 }
 
 
@@ -33,7 +34,7 @@ def test_any_rows_in_any_order_have_the_values_of_the_whole_table(name):
     spec, key = table(INITIALIZERS[name]), jax.random.key(3)
     whole = initial_rows(key, spec, jnp.arange(ROWS))
     some = jnp.asarray([7, 2999, 0, 7])
-    np.testing.assert_array_equal(initial_rows(key, spec, some), whole[some])
+    assert_array_equal(initial_rows(key, spec, some), whole[some])
 
 
 @pytest.mark.parametrize("name", INITIALIZERS)
@@ -66,7 +67,7 @@ def test_equal_draws_of_one_key_stay_equal():
 )
 def test_initializers_that_mix_rows_are_evaluated_whole(initializer):
     key, some = jax.random.key(0), jnp.asarray([5, 1])
-    np.testing.assert_allclose(
+    assert_allclose(
         initial_rows(key, table(initializer), some),
         initializer(key, (ROWS, DIM))[some],
         rtol=1e-5,
@@ -84,7 +85,7 @@ def test_keys_of_many_tables_are_those_of_each(key):
 
 
 def of_size(rows, initializer):
-    return rs.TableSpec(name="t", vocabulary_size=rows, embedding_dim=DIM, initializer=initializer)
+    return rs.TableSpec("t", rows, DIM, initializer=initializer)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_tables_of_one_form_have_rows_of_one_program(name):
     small, large = of_size(10, INITIALIZERS[name]), of_size(ROWS, INITIALIZERS[name])
     assert form(small) == form(large) == form(of_size(1_234_567_890, INITIALIZERS[name]))
     key, rows = jax.random.key(3), jnp.arange(10)
-    np.testing.assert_array_equal(initial_rows(key, large, rows), initial_rows(key, small, rows))
+    assert_array_equal(initial_rows(key, large, rows), initial_rows(key, small, rows))
 
 
 def scaled(scale):
@@ -143,18 +144,14 @@ def test_stacked_tables_of_many_sizes_and_initializers_have_their_own_values():
         *map(NUMBER_OF_ROWS_MATTERS.get, ("in a scale", "in an order")),
     ]
     tables = [
-        rs.TableSpec(
-            name=f"{k} {rows}", vocabulary_size=rows, embedding_dim=DIM, initializer=initializer
-        )
+        rs.TableSpec(f"{k} {rows}", rows, DIM, initializer=initializer)
         for k, initializer in enumerate(initializers)
         for rows in (1, 16, 17)
     ]
-    collection = rs.EmbeddingCollection(
-        [rs.FeatureSpec(name=own.name, table_spec=own) for own in tables]
-    )
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(own.name, own) for own in tables])
     key = jax.random.key(5)
     stacked = collection.tables(collection.init(key))
     assert len(collection.plan.stacks) == 1
     for own in tables:
         expected = initial_rows(table_key(key, own.name), own, jnp.arange(own.vocabulary_size))
-        np.testing.assert_allclose(stacked[own.name], expected, rtol=1e-6, atol=1e-7)
+        assert_allclose(stacked[own.name], expected, rtol=1e-6, atol=1e-7)

@@ -96,10 +96,8 @@ def test_compiled_training_has_no_temporary_of_the_size_of_a_table(optimizer, im
     reason = native.unavailable_because()
     if implementation == "native" and reason is not None:
         pytest.skip(f"needs the native kernels: {reason}")
-    table = rs.TableSpec(name="t", vocabulary_size=ROWS, embedding_dim=DIM, optimizer=optimizer)
-    collection = rs.EmbeddingCollection(
-        rs.FeatureSpec(name="f", table_spec=table), implementation=implementation
-    )
+    table = rs.TableSpec("t", ROWS, DIM, optimizer=optimizer)
+    collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table), implementation=implementation)
     state = jax.eval_shape(collection.init, jax.random.key(0))
 
     def train(state, batches):

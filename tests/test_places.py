@@ -5,6 +5,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.testing import assert_array_equal
 
 from rsembed.places import Place, tables_and_ids
 
@@ -36,11 +37,9 @@ def test_rows_are_dealt_in_turn_and_come_back(owner, first, rotation, spread, co
     rows_per_shard = max(row for _, row in expected) + 1 + spare
     where = {"spread": spread, "rows_per_shard": rows_per_shard}
     rows = [shard * rows_per_shard + row for shard, row in expected]
-    np.testing.assert_array_equal(place.rows(ids, **where), rows)
+    assert_array_equal(place.rows(ids, **where), rows)
     assert [place.rows(i, **where) for i in range(count)] == rows
-    np.testing.assert_array_equal(
-        np.arange(10 * rows_per_shard)[place.all_rows(count, **where)], rows
-    )
+    assert_array_equal(np.arange(10 * rows_per_shard)[place.all_rows(count, **where)], rows)
     shards, own_rows = np.divmod(np.arange(10 * rows_per_shard), rows_per_shard)
     found = place.ids(shards, own_rows, spread=spread)
     is_own = (found >= 0) & (found < count)
@@ -67,14 +66,12 @@ def test_tables_of_a_stack_are_told_apart_in_numpy_and_when_traced():
             assert (expected[:, shard * rows_per_shard + row] == -1).all()
             expected[:, shard * rows_per_shard + row] = table, i
     shards, rows = np.divmod(np.arange(spread * rows_per_shard, dtype=np.int32), rows_per_shard)
-    np.testing.assert_array_equal(
-        tables_and_ids(places, sizes, shards, rows, spread=spread), expected
-    )
+    assert_array_equal(tables_and_ids(places, sizes, shards, rows, spread=spread), expected)
     traced = jax.jit(lambda *where: tables_and_ids(places, sizes, *where, spread=spread))(
         shards, rows
     )
     assert all(isinstance(array, jax.Array) and array.dtype == jnp.int32 for array in traced)
-    np.testing.assert_array_equal(traced, expected)
+    assert_array_equal(traced, expected)
 
 
 def test_thirty_two_bits_hold_the_largest_tables():
@@ -82,7 +79,7 @@ def test_thirty_two_bits_hold_the_largest_tables():
     ids = np.arange(2**30 - 20, 2**30 - 8)
     expected = place.rows(ids.astype(np.int64), **where)
     assert expected.max() < 2**31
-    np.testing.assert_array_equal(place.rows(jnp.asarray(ids, jnp.int32), **where), expected)
-    np.testing.assert_array_equal(place.rows(ids.astype(np.int32), **where), expected)
+    assert_array_equal(place.rows(jnp.asarray(ids, jnp.int32), **where), expected)
+    assert_array_equal(place.rows(ids.astype(np.int32), **where), expected)
     shards, rows = np.divmod(expected.astype(np.int32), where["rows_per_shard"])
-    np.testing.assert_array_equal(place.ids(jnp.asarray(shards), jnp.asarray(rows), spread=8), ids)
+    assert_array_equal(place.ids(jnp.asarray(shards), jnp.asarray(rows), spread=8), ids)

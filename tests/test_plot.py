@@ -3,6 +3,7 @@ import datetime
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from rsembed import plot
 from rsembed.kernels.devices import granted_cores
@@ -105,8 +106,8 @@ def test_times_can_be_told_with_processor_and_date():
 def test_running_mean_averages_what_there_is_at_the_beginning():
     values = RNG.normal(size=30)
     expected = [np.mean(values[max(0, i - 6) : i + 1]) for i in range(30)]
-    np.testing.assert_allclose(running_mean(values, 7), expected)
-    np.testing.assert_allclose(plot.plot_loss(values, window=7).lines[0].get_ydata(), expected)
+    assert_allclose(running_mean(values, 7), expected)
+    assert_allclose(plot.plot_loss(values, window=7).lines[0].get_ydata(), expected)
 
 
 def test_nearest_neighbours_are_those_of_an_exhaustive_search():
@@ -119,7 +120,7 @@ def test_nearest_neighbours_are_those_of_an_exhaustive_search():
         }
         expected = sorted(cosine, key=lambda i: -cosine[i])[:4]
         assert nearest[row].tolist() == expected
-        np.testing.assert_allclose(cosines[row], [cosine[i] for i in expected])
+        assert_allclose(cosines[row], [cosine[i] for i in expected])
 
 
 def test_nearest_neighbours_of_a_zero_row_have_cosine_zero():
@@ -133,9 +134,7 @@ def test_principal_plane_finds_the_plane_in_which_the_points_lie():
     coordinates, shares = principal_plane(flat @ basis.T + 3.0)
     assert shares.sum() == pytest.approx(1.0)
     distances = np.linalg.norm(flat[:, None] - flat[None], axis=-1)
-    np.testing.assert_allclose(
-        np.linalg.norm(coordinates[:, None] - coordinates[None], axis=-1), distances
-    )
+    assert_allclose(np.linalg.norm(coordinates[:, None] - coordinates[None], axis=-1), distances)
     assert coordinates.max(axis=0).tolist() == np.abs(coordinates).max(axis=0).tolist()
 
 
@@ -172,7 +171,7 @@ def test_a_picture_draws_these_curves(name):
     draw, curves = CURVES[name]
     lines = draw().lines
     for line, points in zip(lines, curves, strict=True):
-        np.testing.assert_allclose(line.get_xydata(), points)
+        assert_allclose(line.get_xydata(), points)
     styles = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}
     assert len(styles) == len(lines)
 
@@ -215,7 +214,7 @@ def test_work_of_a_lookup_is_counted_by_hand():
 
 
 def test_the_roof_has_its_ridge_where_memory_and_arithmetic_meet():
-    np.testing.assert_allclose(roof([0.5, 2.0, 10.0], 1e9, 4e9), [0.5e9, 2e9, 4e9])
+    assert_allclose(roof([0.5, 2.0, 10.0], 1e9, 4e9), [0.5e9, 2e9, 4e9])
 
 
 def test_programs_stand_at_the_speed_they_reached():

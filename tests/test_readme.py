@@ -4,6 +4,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 
@@ -47,11 +48,9 @@ def test_the_program_runs_as_printed_and_goes_on_when_it_runs_again(tmp_path, mo
     losses = -np.log([1 / (1 + np.exp(-logits[0])), 1 / (1 + np.exp(logits[1]))])
     assert float(names["loss"]) == pytest.approx(losses.mean(), rel=1e-6)
     d_logits = (1 / (1 + np.exp(-logits)) - [1.0, 0.0]) / 2
-    np.testing.assert_allclose(names["params"], 1 - 0.1 * d_logits @ (history * users), rtol=1e-6)
+    assert_allclose(names["params"], 1 - 0.1 * d_logits @ (history * users), rtol=1e-6)
 
-    jax.tree.map(
-        np.testing.assert_array_equal, collection.lookup(state, batch), names["activations"]
-    )
+    jax.tree.map(assert_array_equal, collection.lookup(state, batch), names["activations"])
 
     again = run_of_the_program()
     step = jax.jit(names["step"].__wrapped__)
@@ -59,9 +58,9 @@ def test_the_program_runs_as_printed_and_goes_on_when_it_runs_again(tmp_path, mo
     assert int(again["state"].step) == 2 and float(again["loss"]) == float(loss) < float(
         names["loss"]
     )
-    np.testing.assert_array_equal(again["params"], params)
+    assert_array_equal(again["params"], params)
     jax.tree.map(
-        np.testing.assert_array_equal,
+        assert_array_equal,
         collection.tables(again["state"]),
         collection.tables(expected),
     )

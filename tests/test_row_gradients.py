@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 from rsembed import checkpoint
@@ -38,15 +39,15 @@ def test_capacity_never_exceeds_the_table():
 def test_norm_scale_and_clip_agree_with_optax_on_dense_gradients():
     own = gradients([1, 3, NO_ROW], [[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]])
     dense = dense_gradients(own)
-    np.testing.assert_allclose(rs.global_norm(own), optax.tree.norm(dense))
+    assert_allclose(rs.global_norm(own), optax.tree.norm(dense))
     clipped = dense_gradients(rs.clip_by_global_norm(own, 1.0))["t"]
     expected, _ = optax.clip_by_global_norm(1.0).update(dense, optax.EmptyState())
-    np.testing.assert_allclose(clipped, expected["t"], rtol=1e-6)
-    np.testing.assert_array_equal(rs.clip_by_global_norm(own, 6.0).values["t"], own.values["t"])
-    np.testing.assert_allclose(
+    assert_allclose(clipped, expected["t"], rtol=1e-6)
+    assert_array_equal(rs.clip_by_global_norm(own, 6.0).values["t"], own.values["t"])
+    assert_allclose(
         rs.global_norm(rs.clip_by_global_norm(own, 6.5, other_norm=12.0)), 2.5, rtol=1e-6
     )
-    np.testing.assert_array_equal(rs.scale(own, 0.5).values["t"], own.values["t"] / 2)
+    assert_array_equal(rs.scale(own, 0.5).values["t"], own.values["t"] / 2)
 
 
 def test_clipping_zero_gradients_gives_zeros():
@@ -69,14 +70,14 @@ def test_what_somebody_puts_into_row_gradients_is_applied_inside_jit_too():
     eager, compiled = step(state, batch), jax.jit(step)(state, batch)
     for stepped, norm in (eager, compiled):
         moved = collection.tables(state)["t"] - collection.tables(stepped)["t"]
-        np.testing.assert_allclose(moved, np.eye(9)[:, [1, 1]], rtol=1e-6)
-        np.testing.assert_allclose(norm, 2**0.5, rtol=1e-6)
+        assert_allclose(moved, np.eye(9)[:, [1, 1]], rtol=1e-6)
+        assert_allclose(norm, 2**0.5, rtol=1e-6)
 
 
 def assert_same(found, wanted):
     assert found.num_rows == wanted.num_rows
-    jax.tree.map(np.testing.assert_array_equal, dict(found.rows), dict(wanted.rows))
-    jax.tree.map(np.testing.assert_array_equal, found.values, wanted.values)
+    jax.tree.map(assert_array_equal, dict(found.rows), dict(wanted.rows))
+    jax.tree.map(assert_array_equal, found.values, wanted.values)
 
 
 def keyed(rows):
@@ -146,7 +147,7 @@ def test_zeros_like_gradients_are_gradients_of_no_row(own):
         assert int(zeros.num_touched()["t"]) == 0
         total = zeros + own
         touched = int(own.num_touched()["t"])
-        np.testing.assert_array_equal(total.rows["t"][:touched], own.rows["t"])
+        assert_array_equal(total.rows["t"][:touched], own.rows["t"])
 
 
 def test_gradients_in_a_file_are_the_same_gradients(tmp_path):

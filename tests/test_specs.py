@@ -26,7 +26,7 @@ def test_specs_print_field_by_field_in_the_published_order():
         "row_offset_in_shard", "shard_rotation",
     ]  # fmt: skip
     assert "optimizer=Adam()," in pformat(spec)
-    feature = rs.FeatureSpec(name="f", table_spec=spec, input_shape=(8, 1), output_shape=(8, 4))
+    feature = rs.FeatureSpec("f", spec, input_shape=(8, 1), output_shape=(8, 4))
     tail = " ".join(pformat(feature).split())[-90:]
     assert tail.endswith(
         "_id_transformation=FeatureIdTransformation(row_offset=0, col_offset=0, col_shift=0))"
@@ -41,8 +41,8 @@ def test_dtype_is_given_by_name_or_type(dtype):
 def test_features_come_in_leaf_order_and_tables_in_first_seen_order():
     one, two = table("one"), table("two")
     features = {
-        "z": rs.FeatureSpec(name="z", table_spec=one),
-        "a": [rs.FeatureSpec(name="a", table_spec=two)],
+        "z": rs.FeatureSpec("z", one),
+        "a": [rs.FeatureSpec("a", two)],
     }
     assert [f.name for f in features_of(features)] == ["a", "z"]
     assert list(tables_of(features)) == ["two", "one"]

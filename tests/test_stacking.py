@@ -14,12 +14,9 @@ from rsembed.sparsecore.table_stacking import (
 
 
 def tables_and_features(*sizes, **changes):
-    tables = [
-        rs.TableSpec(name=f"t{i}", vocabulary_size=rows, embedding_dim=dim, **changes)
-        for i, (rows, dim) in enumerate(sizes)
-    ]
+    tables = [rs.TableSpec(f"t{i}", rows, dim, **changes) for i, (rows, dim) in enumerate(sizes)]
     features = [
-        rs.FeatureSpec(name=f"f{i}", table_spec=table, output_shape=(16, table.embedding_dim))
+        rs.FeatureSpec(f"f{i}", table, output_shape=(16, table.embedding_dim))
         for i, table in enumerate(tables)
     ]
     return tables, features
@@ -45,9 +42,9 @@ def test_the_core_layout_stacks_equal_tables_without_padding():
     ids=lambda c: next(iter(c)),
 )
 def test_tables_that_differ_in_what_a_stack_shares_stay_apart(change):
-    one = rs.TableSpec(name="one", vocabulary_size=4, embedding_dim=2)
-    two = rs.TableSpec(name="two", vocabulary_size=4, embedding_dim=2, **change)
-    features = [rs.FeatureSpec(name=t.name, table_spec=t) for t in (one, two)]
+    one = rs.TableSpec("one", 4, 2)
+    two = rs.TableSpec("two", 4, 2, **change)
+    features = [rs.FeatureSpec(t.name, t) for t in (one, two)]
     assert len(rs.plan_stacking(features, pad=False).stacks) == 2
     with pytest.raises(ValueError, match=f"different {next(iter(change)).replace('_', ' ')}s"):
         rs.plan_stacking(features, groups=[["one", "two"]])

@@ -16,24 +16,24 @@ from rsembed import checkpoint, parallel
 def collection_of(mesh=None):
     """A table of ten rows."""
     table = rs.TableSpec(
-        name="item",
-        vocabulary_size=10,
-        embedding_dim=2,
+        "item",
+        10,
+        2,
         initializer=lambda key, shape: jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(
             shape
         ),
         optimizer=rs.optimizers.Adagrad(0.1),
     )
-    return rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=mesh)
+    return rs.EmbeddingCollection([rs.FeatureSpec("f", table)], mesh=mesh)
 
 
 def keyed_collection(mesh=None):
     """Two hashed tables that share a storage, alike but for their names."""
     same = {"vocabulary_size": 16, "embedding_dim": 2, "initializer": jax.nn.initializers.normal()}
     same |= {"optimizer": rs.optimizers.Adagrad(0.1), "storage": rs.Hashed()}
-    tables = [rs.TableSpec(name=name, **same) for name in ("left", "right")]
+    tables = [rs.TableSpec(name, **same) for name in ("left", "right")]
     return rs.EmbeddingCollection(
-        [rs.FeatureSpec(name=table.name, table_spec=table) for table in tables], mesh=mesh
+        [rs.FeatureSpec(table.name, table) for table in tables], mesh=mesh
     )
 
 

@@ -53,9 +53,9 @@ def test_any_numbers_of_any_shape_come_back_to_the_bit(tmp_path, monkeypatch, ch
 
 def table_of(rows, dim):
     return rs.TableSpec(
-        name="item",
-        vocabulary_size=rows,
-        embedding_dim=dim,
+        "item",
+        rows,
+        dim,
         initializer=lambda key, shape: jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(
             shape
         ),
@@ -68,7 +68,7 @@ def test_a_reader_of_zarr_that_knows_nothing_of_us_finds_a_table_in_the_order_of
 ):
     monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", 100)
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
-    feature = rs.FeatureSpec(name="f", table_spec=table_of(50, 4))
+    feature = rs.FeatureSpec("f", table_of(50, 4))
     collection = rs.EmbeddingCollection([feature], mesh=mesh, placement="row")
     state = collection.init(jax.random.key(0))
     state = collection.update(state, {"f": np.full((4, 1), 7)}, {"f": jnp.ones((4, 4))})
@@ -95,7 +95,7 @@ def test_neither_save_nor_load_needs_memory_for_a_whole_table(tmp_path, monkeypa
         else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
     )
     table = table_of(60_000, 32)
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=mesh)
+    collection = rs.EmbeddingCollection([rs.FeatureSpec("f", table)], mesh=mesh)
     table_bytes, peaks = 60_000 * 32 * 4, []
     state = collection.init(jax.random.key(0))
     for call in (

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 from rsembed import checkpoint
@@ -26,12 +27,12 @@ def collection_of(user_rows, item_storage, **options):
         "optimizer": rs.optimizers.Adagrad(LR),
         "initializer": jax.nn.initializers.normal(),
     }
-    user = rs.TableSpec(name="user", vocabulary_size=user_rows, storage=rs.Hashed(), **how)
-    item = rs.TableSpec(name="item", vocabulary_size=ITEMS, storage=item_storage, **how)
+    user = rs.TableSpec("user", user_rows, storage=rs.Hashed(), **how)
+    item = rs.TableSpec("item", ITEMS, storage=item_storage, **how)
     return rs.EmbeddingCollection(
         [
-            rs.FeatureSpec(name="user", table_spec=user),
-            rs.FeatureSpec(name="item", table_spec=item),
+            rs.FeatureSpec("user", user),
+            rs.FeatureSpec("item", item),
         ],
         **options,
     )
@@ -74,26 +75,26 @@ def test_training_goes_on_wherever_rows_are_kept_then(saved, make):
     state = checkpoint.load_collection(path, collection)
     assert int(state.step) == 2
     found = collection.tables(trained(collection, state, BATCHES[2:]))
-    np.testing.assert_allclose(found["item"], expected["item"], atol=1e-6)
+    assert_allclose(found["item"], expected["item"], atol=1e-6)
     for name in ("keys", "count", "last_step"):
-        np.testing.assert_array_equal(found["user"][name], expected["user"][name])
+        assert_array_equal(found["user"][name], expected["user"][name])
     for name in ("values", "slot_accumulator"):
-        np.testing.assert_allclose(found["user"][name], expected["user"][name], atol=1e-6)
+        assert_allclose(found["user"][name], expected["user"][name], atol=1e-6)
 
 
 def test_a_file_holds_rows_by_key_and_by_id(saved):
     path, _, items, _ = saved
     tree = checkpoint.load(path).tree
     seen = np.unique(np.concatenate([batch["user"].ravel() for batch in BATCHES[:2]]))
-    np.testing.assert_array_equal(tree["tables"]["user"]["keys"], seen)
+    assert_array_equal(tree["tables"]["user"]["keys"], seen)
     counts = [sum((batch["user"] == key).sum() for batch in BATCHES[:2]) for key in seen]
-    np.testing.assert_array_equal(tree["tables"]["user"]["count"], counts)
+    assert_array_equal(tree["tables"]["user"]["count"], counts)
     assert tree["tables"]["item"].shape == (ITEMS, DIM)
-    np.testing.assert_array_equal(tree["tables"]["item"], items)
+    assert_array_equal(tree["tables"]["item"], items)
     # Every item of the two batches was stepped once, by a gradient of -1 in every entry.
     stepped = np.unique(np.concatenate([batch["item"] for batch in BATCHES[:2]]))
     twice = np.intersect1d(BATCHES[0]["item"], BATCHES[1]["item"])
     expected = np.full((ITEMS, DIM), 0.1, np.float32)
     expected[stepped] += 1.0
     expected[twice] += 1.0
-    np.testing.assert_allclose(tree["slots"]["item"]["accumulator"], expected, rtol=1e-6)
+    assert_allclose(tree["slots"]["item"]["accumulator"], expected, rtol=1e-6)

@@ -197,10 +197,8 @@ def test_arrays_in_the_place_of_dictionaries_are_refused(tmp_path):
 def collection_of_all_kinds():
     how = {"embedding_dim": 4, "vocabulary_size": 6, "optimizer": rs.optimizers.Adagrad(0.1)}
     storages = {"dense": None, "keyed": rs.Hashed(), "host": rs.HostCached(cache_rows=4)}
-    tables = [rs.TableSpec(name=name, storage=storage, **how) for name, storage in storages.items()]
-    return rs.EmbeddingCollection(
-        [rs.FeatureSpec(name=table.name, table_spec=table) for table in tables]
-    )
+    tables = [rs.TableSpec(name, storage=storage, **how) for name, storage in storages.items()]
+    return rs.EmbeddingCollection([rs.FeatureSpec(table.name, table) for table in tables])
 
 
 def rename(number, path, body):

@@ -15,11 +15,9 @@ from rsembed.checkpoint import CheckpointManager, CorruptCheckpointError, files,
 
 def make_collection(mesh=None):
     rule = rs.optimizers.Adagrad(0.1)
-    dense = rs.TableSpec(name="word", vocabulary_size=64, embedding_dim=4, optimizer=rule)
-    hashed = rs.TableSpec(
-        name="user", vocabulary_size=64, embedding_dim=4, optimizer=rule, storage=rs.Hashed()
-    )
-    features = [rs.FeatureSpec(name=table.name, table_spec=table) for table in (dense, hashed)]
+    dense = rs.TableSpec("word", 64, 4, optimizer=rule)
+    hashed = rs.TableSpec("user", 64, 4, optimizer=rule, storage=rs.Hashed())
+    features = [rs.FeatureSpec(table.name, table) for table in (dense, hashed)]
     return rs.EmbeddingCollection(features, mesh=mesh)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 from rsembed import checkpoint
@@ -41,14 +42,14 @@ def collection_of(
     rule = rule or rs.optimizers.Adam(0.1)
     how = {"embedding_dim": DIM, "optimizer": rule, "dtype": dtype}
     storage = storage_of(kind, rows, cache_rows=8 if num_devices is None else 16)
-    table = rs.TableSpec(name="t", vocabulary_size=rows, storage=storage, **how)
+    table = rs.TableSpec("t", rows, storage=storage, **how)
     other = rs.TableSpec(
-        name="other",
-        vocabulary_size=beside,
+        "other",
+        beside,
         storage=rs.Hashed() if kind == "keyed" else None,
         **how,
     )
-    features = [rs.FeatureSpec(name=own.name, table_spec=own) for own in (table, other)]
+    features = [rs.FeatureSpec(own.name, own) for own in (table, other)]
     mesh = None
     if num_devices is not None:
         mesh = jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
@@ -115,7 +116,7 @@ def test_a_larger_table_keeps_rows_slots_and_step_and_gets_rows_of_init(
     assert int(loaded.step) == 3
     others = collection.tables(state)["other"], collection.slots(state)["other"]
     jax.tree.map(
-        np.testing.assert_array_equal,
+        assert_array_equal,
         (larger.tables(loaded)["other"], larger.slots(loaded)["other"]),
         others,
     )
@@ -123,13 +124,13 @@ def test_a_larger_table_keeps_rows_slots_and_step_and_gets_rows_of_init(
     expected = arrays_of(fresh, fresh.init(loaded.key))
     for name, array in found.items():
         assert array.shape == (MANY, *before[name].shape[1:])
-        np.testing.assert_array_equal(array[:FEW], before[name])
-        np.testing.assert_array_equal(array[FEW:], expected[name][FEW:])
+        assert_array_equal(array[:FEW], before[name])
+        assert_array_equal(array[FEW:], expected[name][FEW:])
     # Training goes on as that of the smaller table does.
     goes_on = arrays_of(larger, trained(larger, loaded, kind, range(3, 5)))
     alone = arrays_of(collection, trained(collection, state, kind, range(3, 5)))
     for name, array in goes_on.items():
-        np.testing.assert_allclose(array[:FEW], alone[name], rtol=1e-6, atol=1e-7)
+        assert_allclose(array[:FEW], alone[name], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -146,25 +147,21 @@ def test_a_table_of_another_dtype_keeps_slots_and_step(tmp_path, kind, dtype, nu
     narrow = collection_of(FEW, kind, dtype=dtype, num_devices=num_devices)
     loaded = checkpoint.load_collection(tmp_path / "wide", narrow, resize=True)
     assert int(loaded.step) == 3
-    jax.tree.map(
-        np.testing.assert_array_equal, narrow.slots(loaded)["t"], collection.slots(state)["t"]
-    )
+    jax.tree.map(assert_array_equal, narrow.slots(loaded)["t"], collection.slots(state)["t"])
     wide, rounded = collection.tables(state)["t"], narrow.tables(loaded)["t"]
     if kind == "keyed":
         assert rounded["values"].dtype == dtype
-        np.testing.assert_array_equal(rounded["keys"], wide["keys"])
+        assert_array_equal(rounded["keys"], wide["keys"])
         wide, rounded = wide["values"], rounded["values"]
     if "train" in kind:
-        np.testing.assert_allclose(rounded, wide, atol=0.02)
+        assert_allclose(rounded, wide, atol=0.02)
     else:
-        np.testing.assert_array_equal(np.asarray(rounded), np.asarray(wide).astype(dtype))
+        assert_array_equal(np.asarray(rounded), np.asarray(wide).astype(dtype))
     # And back: what was rounded stays so, and nothing else changes.
     checkpoint.save_collection(tmp_path / "narrow", narrow, loaded)
     again = collection_of(FEW, kind)
     back = checkpoint.load_collection(tmp_path / "narrow", again, resize=True)
-    jax.tree.map(
-        np.testing.assert_array_equal, again.slots(back)["t"], collection.slots(state)["t"]
-    )
+    jax.tree.map(assert_array_equal, again.slots(back)["t"], collection.slots(state)["t"])
 
 
 @pytest.mark.parametrize("kind", ["train", "cached train"])
@@ -175,7 +172,7 @@ def test_a_train_grows_by_slices_of_its_first_core(tmp_path, kind, num_devices):
     larger = collection_of(MANY, kind, num_devices=num_devices)
     loaded = checkpoint.load_collection(tmp_path / "few", larger, resize=True)
     assert int(loaded.step) == 3
-    np.testing.assert_array_equal(larger.tables(loaded)["t"][:FEW], collection.tables(state)["t"])
+    assert_array_equal(larger.tables(loaded)["t"][:FEW], collection.tables(state)["t"])
     saved, found = (
         checkpoint.load(path).tree
         for path in (tmp_path / "few", saved_again(tmp_path, larger, loaded))
@@ -192,10 +189,10 @@ def test_a_train_grows_by_slices_of_its_first_core(tmp_path, kind, num_devices):
             functools.reduce(lambda tree, part: tree[part], path, tree) for tree in (saved, fresh)
         )
         if path[: len(core)] == core or path[: len(slot) - 1] == slot[:-1]:
-            np.testing.assert_array_equal(array[: FEW // 2], before)
-            np.testing.assert_array_equal(array[FEW // 2 :], start[FEW // 2 :])
+            assert_array_equal(array[: FEW // 2], before)
+            assert_array_equal(array[FEW // 2 :], start[FEW // 2 :])
         elif path[0] in ("tables", "slots") and path[1] == "t":
-            np.testing.assert_array_equal(array, before)
+            assert_array_equal(array, before)
 
 
 def saved_again(folder, collection, state):
@@ -207,13 +204,11 @@ def test_a_train_of_other_factors_is_refused(tmp_path):
     collection, state = trained_few("train")
     checkpoint.save_collection(tmp_path / "few", collection, state)
     table = rs.TableSpec(
-        name="t", vocabulary_size=MANY, embedding_dim=DIM, storage=TensorTrain((2,), (4, 3), (2, 2)),
+        "t", MANY, DIM, storage=TensorTrain((2,), (4, 3), (2, 2)),
         optimizer=rs.optimizers.Adam(0.1),
     )  # fmt: skip
-    other = rs.TableSpec(
-        name="other", vocabulary_size=5, embedding_dim=DIM, optimizer=rs.optimizers.Adam(0.1)
-    )
-    features = [rs.FeatureSpec(name=own.name, table_spec=own) for own in (table, other)]
+    other = rs.TableSpec("other", 5, DIM, optimizer=rs.optimizers.Adam(0.1))
+    features = [rs.FeatureSpec(own.name, own) for own in (table, other)]
     with pytest.raises(ValueError, match=r"tables/t/storage .*tt_p_shapes=\(5, 2\).*\(4, 3\)"):
         checkpoint.load_collection(tmp_path / "few", rs.EmbeddingCollection(features), resize=True)
 
@@ -240,10 +235,10 @@ def test_a_smaller_table_is_refused_unless_it_is_asked_for(tmp_path, kind):
     ):
         checkpoint.load_collection(tmp_path / "few", smaller)
     loaded = checkpoint.load_collection(tmp_path / "few", smaller, resize="shrink")
-    np.testing.assert_array_equal(smaller.tables(loaded)["t"], collection.tables(state)["t"][:rows])
+    assert_array_equal(smaller.tables(loaded)["t"], collection.tables(state)["t"][:rows])
     if kind != "train":
         halves = jax.tree.map(lambda slot: slot[:rows], collection.slots(state)["t"])
-        jax.tree.map(np.testing.assert_array_equal, smaller.slots(loaded)["t"], halves)
+        jax.tree.map(assert_array_equal, smaller.slots(loaded)["t"], halves)
 
 
 def test_a_manager_restores_into_a_larger_collection(tmp_path):
@@ -279,10 +274,8 @@ def test_many_rows_are_added_and_cut_in_blocks(tmp_path, monkeypatch):
         loaded = checkpoint.load_collection(tmp_path / "few", resized, resize="shrink")
         fresh = resized.tables(resized.init(loaded.key))["t"]
         kept = min(rows, FEW)
-        np.testing.assert_array_equal(
-            resized.tables(loaded)["t"][:kept], collection.tables(state)["t"][:kept]
-        )
-        np.testing.assert_array_equal(resized.tables(loaded)["t"][kept:], fresh[kept:])
+        assert_array_equal(resized.tables(loaded)["t"][:kept], collection.tables(state)["t"][:kept])
+        assert_array_equal(resized.tables(loaded)["t"][kept:], fresh[kept:])
 
 
 # Slots without a file
@@ -300,20 +293,16 @@ def test_slots_of_one_state_go_into_another(kind, num_devices):
     moved = target.with_tables(fresh, tables, slots=collection.slots(state) if tables else None)
     if kind == "cached train":  # slots alone
         moved = target.with_tables(fresh, {}, slots={"t": collection.slots(state)["t"]})
-    jax.tree.map(
-        np.testing.assert_array_equal, target.slots(moved)["t"], collection.slots(state)["t"]
-    )
+    jax.tree.map(assert_array_equal, target.slots(moved)["t"], collection.slots(state)["t"])
     assert int(moved.step) == 0
     if kind == "cached train":
-        jax.tree.map(np.testing.assert_array_equal, target.tables(moved), target.tables(fresh))
+        jax.tree.map(assert_array_equal, target.tables(moved), target.tables(fresh))
         return
     moved = moved._replace(step=jnp.int32(int(state.step)))
     goes_on = trained(target, moved, kind, range(3, 5))
     expected = trained(collection, state, kind, range(3, 5))
     for name, array in arrays_of(target, goes_on).items():
-        np.testing.assert_allclose(
-            array, arrays_of(collection, expected)[name], rtol=1e-5, atol=1e-6
-        )
+        assert_allclose(array, arrays_of(collection, expected)[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["dense", "on the host", "keyed"])
@@ -325,23 +314,23 @@ def test_slots_alone_leave_rows_and_other_tables_as_they_are(kind):
     moved = collection.with_tables(state, {}, slots={"t": doubled})
     found = collection.tables(moved)
     jax.tree.map(
-        np.testing.assert_array_equal,
+        assert_array_equal,
         collection.slots(moved),
         {"t": doubled, "other": slots["other"]},
     )
-    jax.tree.map(np.testing.assert_array_equal, found["other"], tables["other"])
+    jax.tree.map(assert_array_equal, found["other"], tables["other"])
     if kind == "keyed":
         for name in ("keys", "values", "count", "last_step"):
-            np.testing.assert_array_equal(found["t"][name], tables["t"][name])
+            assert_array_equal(found["t"][name], tables["t"][name])
     else:
-        np.testing.assert_array_equal(found["t"], tables["t"])
+        assert_array_equal(found["t"], tables["t"])
 
 
 def test_slots_are_written_inside_jit():
     collection, state = trained_few("dense")
     slots = collection.slots(state)
     moved = jax.jit(collection.with_tables)(collection.init(jax.random.key(1)), {}, slots=slots)
-    jax.tree.map(np.testing.assert_array_equal, collection.slots(moved), slots)
+    jax.tree.map(assert_array_equal, collection.slots(moved), slots)
     keyed, state = trained_few("keyed")
     with pytest.raises(RuntimeError, match=r"table 't' .* outside of jit"):
         jax.jit(keyed.with_tables)(state, {}, slots={"t": keyed.slots(state)["t"]})

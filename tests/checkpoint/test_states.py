@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 from rsembed import checkpoint
@@ -29,7 +30,7 @@ def table_of(name, **options):
         "initializer": ramp,
         "optimizer": rs.optimizers.Adagrad(0.1),
     } | options
-    return rs.TableSpec(name=name, embedding_dim=DIM, **how)
+    return rs.TableSpec(name, embedding_dim=DIM, **how)
 
 
 def collection_of(num_devices=None, placement=None, *, rows=ROWS, alone=(), **options):
@@ -48,7 +49,7 @@ def collection_of(num_devices=None, placement=None, *, rows=ROWS, alone=(), **op
 
 
 def collection_with(tables, **options):
-    features = [rs.FeatureSpec(name=f"f_{table.name}", table_spec=table) for table in tables]
+    features = [rs.FeatureSpec(f"f_{table.name}", table) for table in tables]
     return rs.EmbeddingCollection(features, **options)
 
 
@@ -83,9 +84,7 @@ def assert_holds(collection, state, expected):
     for found, wanted in zip(
         (collection.tables(state), collection.slots(state)), expected, strict=True
     ):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted
-        )
+        jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +113,8 @@ def test_files_hold_rows_in_the_order_of_ids_whatever_the_mesh(saved, source):
     inside = checkpoint.load(folder / f"{source} tree").tree["state"]
     for found in (whole, inside):
         for name in ROWS:
-            np.testing.assert_allclose(found["tables"][name], tables[name], rtol=1e-6)
-            np.testing.assert_allclose(
-                found["slots"][name]["accumulator"], slots[name][0], rtol=1e-6
-            )
+            assert_allclose(found["tables"][name], tables[name], rtol=1e-6)
+            assert_allclose(found["slots"][name]["accumulator"], slots[name][0], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +152,7 @@ def test_training_goes_on_alike_on_another_stacking(saved, names, alone):
     assert state.step == 2 and next(keys) == next(keys)
     state = trained(collection, state, (2, 3))
     jax.tree.map(
-        np.testing.assert_array_equal,
+        assert_array_equal,
         (collection.tables(state), collection.slots(state)),
         tuple(expected),
     )
@@ -182,7 +179,7 @@ def test_a_template_of_shapes_is_enough_and_says_where_rows_go(saved):
         jax.tree.leaves(state.tables), jax.tree.leaves(fresh.tables), strict=True
     ):
         assert got.sharding == wanted.sharding
-    np.testing.assert_allclose(collection.tables(state)["item"], tables["item"], rtol=1e-6)
+    assert_allclose(collection.tables(state)["item"], tables["item"], rtol=1e-6)
 
 
 @pytest.mark.parametrize("num_devices", [None, 2])
@@ -221,7 +218,7 @@ def test_a_restart_on_fewer_devices_keeps_every_row_even_where_padded_shapes_agr
     checkpoint.save(tmp_path / "a", state, step=7)
     found = checkpoint.load(tmp_path / "a", like=two.init(jax.random.key(1)))
     assert found.step == 7
-    np.testing.assert_array_equal(two.tables(found.tree)["user"], ramp(None, (8, DIM)))
+    assert_array_equal(two.tables(found.tree)["user"], ramp(None, (8, DIM)))
 
 
 def test_state_of_one_optax_rule_is_not_that_of_another(tmp_path):
@@ -249,7 +246,7 @@ def test_a_learning_rate_may_change_between_save_and_load(tmp_path):
     state = trained(before, before.init(jax.random.key(0)), (0, 1))
     checkpoint.save_collection(tmp_path / "a", before, state)
     restored = checkpoint.load_collection(tmp_path / "a", after)
-    np.testing.assert_array_equal(after.tables(restored)["word"], before.tables(state)["word"])
+    assert_array_equal(after.tables(restored)["word"], before.tables(state)["word"])
 
 
 @pytest.mark.parametrize(
@@ -292,11 +289,11 @@ def test_a_state_made_by_hand_is_compared_by_its_shapes_and_one_without_slots_is
     by_hand = rs.EmbeddingState(state.tables, state.slots, state.step, state.key)
     for other in (by_hand, state._replace(slots={})):
         jax.tree.map(
-            np.testing.assert_array_equal,
+            assert_array_equal,
             collection.lookup(other, batch),
             collection.lookup(state, batch),
         )
-        np.testing.assert_array_equal(collection.tables(other)["item"], ramp(None, (10, DIM)))
+        assert_array_equal(collection.tables(other)["item"], ramp(None, (10, DIM)))
     for wrong in (jnp.zeros((20, DIM)), jnp.zeros((23, 3)), jnp.zeros((23, DIM), jnp.bfloat16)):
         with pytest.raises(
             ValueError, match=rf"tables are .*{wrong.dtype}.*, expected .*float32\[23, 4\]"
@@ -329,26 +326,22 @@ def test_two_states_of_different_layouts_do_not_mix_in_a_tree_map():
 
 def test_tables_whose_joined_names_meet_have_stacks_of_their_own():
     def table(name, dim):
-        return rs.TableSpec(name=name, vocabulary_size=3, embedding_dim=dim, initializer=ramp)
+        return rs.TableSpec(name, 3, dim, initializer=ramp)
 
     tables = [table("user", 2), table("item", 2), table("user_item", 3)]
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name=t.name, table_spec=t) for t in tables])
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(t.name, t) for t in tables])
     assert len({stack.name for stack in collection.plan.stacks}) == 2
     state = collection.init(jax.random.key(0))
     found = jax.jit(collection.lookup)(
         state, collection.prepare({t.name: np.asarray([2]) for t in tables})
     )
     for t in tables:
-        np.testing.assert_array_equal(
-            np.asarray(found[t.name])[0], ramp(None, (3, t.embedding_dim))[2]
-        )
+        assert_array_equal(np.asarray(found[t.name])[0], ramp(None, (3, t.embedding_dim))[2])
 
 
 def test_trains_rounded_tables_and_states_of_optax_go_to_another_mesh_and_stacking(tmp_path):
     tables = [
-        rs.TableSpec(
-            name="word", vocabulary_size=30, embedding_dim=DIM, storage=TensorTrain((2, 2))
-        ),
+        rs.TableSpec("word", 30, DIM, storage=TensorTrain((2, 2))),
         table_of("user", dtype="bfloat16", stochastic_rounding=True),
         table_of("item", optimizer=rs.from_optax(optax.adam(0.1))),
     ]
@@ -359,7 +352,7 @@ def test_trains_rounded_tables_and_states_of_optax_go_to_another_mesh_and_stacki
     restored = checkpoint.load_collection(tmp_path / "a", target)
     assert jax.random.key_data(restored.key).tolist() == jax.random.key_data(state.key).tolist()
     for found, wanted in ((target.tables, source.tables), (target.slots, source.slots)):
-        jax.tree.map(np.testing.assert_array_equal, found(restored), wanted(state))
+        jax.tree.map(assert_array_equal, found(restored), wanted(state))
 
 
 def test_a_train_with_kept_rows_becomes_a_dense_table_as_the_refusal_to_load_it_says(tmp_path):
@@ -376,7 +369,7 @@ def test_a_train_with_kept_rows_becomes_a_dense_table_as_the_refusal_to_load_it_
     moved = target.with_tables(target.init(jax.random.key(1)), source.tables(restored))
     assert source.counts(state)["item"]["cached_ids"] == 4
     rows = source.lookup(state, {"f_item": np.arange(ROWS["item"])})["f_item"]
-    np.testing.assert_allclose(target.tables(moved)["item"], rows, rtol=1e-6, atol=1e-7)
+    assert_allclose(target.tables(moved)["item"], rows, rtol=1e-6, atol=1e-7)
 
 
 def test_keys_move_to_another_rule_as_the_refusal_to_load_them_says(tmp_path):
@@ -394,9 +387,7 @@ def test_keys_move_to_another_rule_as_the_refusal_to_load_them_says(tmp_path):
     rows = {name: found[name] for name in ("keys", "values")}
     moved = target.with_tables(target.init(jax.random.key(1)), {"item": rows})
     ids = {"f_item": np.arange(ROWS["item"])}
-    np.testing.assert_array_equal(
-        target.lookup(moved, ids)["f_item"], source.lookup(state, ids)["f_item"]
-    )
+    assert_array_equal(target.lookup(moved, ids)["f_item"], source.lookup(state, ids)["f_item"])
 
 
 def test_what_carries_a_fingerprint_is_compared_in_any_tree(tmp_path):
@@ -414,9 +405,7 @@ def test_a_collection_can_be_pickled_and_prepares_alike():
     state = collection.init(jax.random.key(0))
     batch = {"f_user": [[1, 2], [3]]}
     expected = jax.jit(collection.lookup)(state, collection.prepare(batch))["f_user"]
-    np.testing.assert_array_equal(
-        jax.jit(copy.lookup)(state, copy.prepare(batch))["f_user"], expected
-    )
+    assert_array_equal(jax.jit(copy.lookup)(state, copy.prepare(batch))["f_user"], expected)
     assert pickle.loads(pickle.dumps(state)).layout == state.layout
 
 
@@ -427,7 +416,7 @@ def test_a_collection_without_the_mesh_prepares_in_a_worker_what_the_mesh_reads(
     prepared = pickle.loads(pickle.dumps(worker.prepare({"f_user": lists})))
     found = collection.lookup(collection.init(jax.random.key(0)), prepared)["f_user"]
     rows = np.asarray(ramp(None, (8, DIM)))
-    np.testing.assert_array_equal(found, [rows[np.asarray(ids, int)].sum(axis=0) for ids in lists])
+    assert_array_equal(found, [rows[np.asarray(ids, int)].sum(axis=0) for ids in lists])
 
 
 def test_a_jitted_step_is_compiled_for_few_sizes_of_ragged_batches():
@@ -444,7 +433,5 @@ def test_a_jitted_step_is_compiled_for_few_sizes_of_ragged_batches():
     for _ in range(40):
         lists = [rng.integers(0, 8, rng.integers(0, 6)).tolist() for _ in range(16)]
         found = step(state, collection.prepare({"f_user": lists}))
-        np.testing.assert_array_equal(
-            found, [rows[np.asarray(ids, int)].sum(axis=0) for ids in lists]
-        )
+        assert_array_equal(found, [rows[np.asarray(ids, int)].sum(axis=0) for ids in lists])
     assert num_traces <= 3

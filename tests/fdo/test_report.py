@@ -41,8 +41,8 @@ KEYS = [RNG.choice(KNOWN_KEYS, (SAMPLES, 2)) for _ in range(NUM_BATCHES)]
 
 
 def collection(**options):
-    film = rs.TableSpec(name="film", vocabulary_size=NUM_FILMS, embedding_dim=4)
-    user = rs.TableSpec(name="user", vocabulary_size=40, embedding_dim=4, storage=rs.Hashed())
+    film = rs.TableSpec("film", NUM_FILMS, 4)
+    user = rs.TableSpec("user", 40, 4, storage=rs.Hashed())
     features = [
         rs.FeatureSpec("seen", film),
         rs.FeatureSpec("liked", film),
@@ -270,7 +270,7 @@ def test_a_report_prints_as_tables_and_in_html():
 
 
 def test_names_in_html_are_text():
-    table = rs.TableSpec(name="<b>", vocabulary_size=3, embedding_dim=4)
+    table = rs.TableSpec("<b>", 3, 4)
     own = rs.EmbeddingCollection([rs.FeatureSpec("<i>", table)])
     assert "<td>&lt;i&gt;</td><td>&lt;b&gt;</td>" in describe(own, [{"<i>": [1]}])._repr_html_()
 

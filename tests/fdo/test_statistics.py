@@ -17,8 +17,8 @@ def stats(max_ids, max_unique=(1, 1), required=(8, 8)):
 
 
 def specs_for(cores=2, **limits):
-    table = TableSpec(name="t", vocabulary_size=64, embedding_dim=8, **limits)
-    feature = FeatureSpec(name="f", table_spec=table, input_shape=(8, 1))
+    table = TableSpec("t", 64, 8, **limits)
+    feature = FeatureSpec("f", table, input_shape=(8, 1))
     embedding.prepare_feature_specs_for_training(feature, 1, cores)
     return feature
 

@@ -7,6 +7,7 @@ import optax
 import orbax.checkpoint
 import pytest
 from flax import linen as nn
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 from rsembed import opaque
@@ -112,13 +113,13 @@ def test_several_calls_are_one_step_of_the_sum_and_statistics_are_kept():
         step(state, ids[:2], ids[2:]),
     )
     assert len(gradients.calls["words"]) == 3
-    np.testing.assert_allclose(loss, same_loss, rtol=1e-6)
+    assert_allclose(loss, same_loss, rtol=1e-6)
     for one, other in zip(
         jax.tree.leaves(whole.embeddings["words"][:2]),
         jax.tree.leaves(halves.embeddings["words"][:2]),
         strict=True,
     ):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     assert set(whole.variables) == {"batch_stats"}
     assert np.any(whole.variables["batch_stats"]["BatchNorm_0"]["mean"] != 0)
 
@@ -127,7 +128,7 @@ def test_frozen_tables_are_read_while_the_rest_trains():
     _, (batch, *_), model, state = new("dense", frozen=True)
     stepped, _ = jax.jit(step)(state, batch)
     jax.tree.map(
-        np.testing.assert_array_equal,
+        assert_array_equal,
         stepped.embeddings["words"].tables,
         state.embeddings["words"].tables,
     )
@@ -176,8 +177,8 @@ def test_tables_of_another_model_are_read_by_a_loss():
 
     loss, gradients = rs.linen.value_and_grad(distilled)(student, ids=batch)
     alone, wanted = rs.linen.value_and_grad(loss_fn)(student, batch)
-    np.testing.assert_allclose(loss - alone, loss_fn(teacher.apply, batch), rtol=1e-5)
-    jax.tree.map(np.testing.assert_array_equal, *opaque.unwrap_all((gradients.rows, wanted.rows)))
+    assert_allclose(loss - alone, loss_fn(teacher.apply, batch), rtol=1e-5)
+    jax.tree.map(assert_array_equal, *opaque.unwrap_all((gradients.rows, wanted.rows)))
 
 
 def test_a_model_that_is_only_a_layer_has_a_name_too():
@@ -193,9 +194,7 @@ def test_a_model_that_is_only_a_layer_has_a_name_too():
 
 
 def test_tables_on_the_host_train_as_dense_ones():
-    feature = rs.FeatureSpec(
-        name="dense", table_spec=world.table("dense", rs.HostCached(cache_rows=8))
-    )
+    feature = rs.FeatureSpec("dense", world.table("dense", rs.HostCached(cache_rows=8)))
     collection = rs.EmbeddingCollection([feature])
     batches, model = world.batches(collection), Model(collection)
     tables = collection.init(world.KEY)

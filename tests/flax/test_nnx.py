@@ -11,6 +11,7 @@ import optax
 import orbax.checkpoint
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 from rsembed import checkpoint, opaque
@@ -130,7 +131,7 @@ def test_every_layer_has_its_gradients_by_path_and_a_shared_one_has_one():
     for layer, old in zip(layers, before.towers, strict=True):
         assert int(layer.state.step) == 1
         moved = np.any(layer.state.tables["dense"] != old.state.tables["dense"], axis=1)
-        np.testing.assert_array_equal(np.flatnonzero(moved), np.arange(4))
+        assert_array_equal(np.flatnonzero(moved), np.arange(4))
 
 
 def test_row_gradients_can_be_clipped_before_the_step():
@@ -161,9 +162,9 @@ def test_frozen_tables_are_read_while_the_rest_trains():
 
     (loss, plain), (same_loss, ours) = both(model, optimizer, batch)
     assert ours.calls == {} and float(loss) == float(same_loss)
-    np.testing.assert_array_equal(plain["head"]["kernel"][...], ours.dense["head"]["kernel"][...])
+    assert_array_equal(plain["head"]["kernel"][...], ours.dense["head"]["kernel"][...])
     assert np.any(model.head.kernel[...] != world.HEAD)
-    np.testing.assert_array_equal(jax.tree.leaves(model.embeddings.state.tables), before)
+    assert_array_equal(jax.tree.leaves(model.embeddings.state.tables), before)
 
 
 FORGETFUL = {
@@ -202,7 +203,7 @@ def test_an_optimizer_of_flax_takes_the_dense_gradients():
     other = nnx.clone(model)
     plain = nnx.Optimizer(other, optax.sgd(0.5), wrt=nnx.Param)
     plain.update(other, gradients.dense)
-    np.testing.assert_allclose(
+    assert_allclose(
         other.head.kernel[...],
         world.HEAD - 0.5 * np.asarray(gradients.dense["head"]["kernel"][...]),
         rtol=1e-6,
@@ -251,7 +252,7 @@ def test_tables_of_another_model_are_read_by_a_loss_and_a_copy_that_would_forget
     )
     _, alone = rs.nnx.value_and_grad(loss_fn)(student, batch)
     assert [len(calls) for calls in gradients.calls.values()] == [1]
-    jax.tree.map(np.testing.assert_array_equal, *opaque.unwrap_all((gradients.rows, alone.rows)))
+    jax.tree.map(assert_array_equal, *opaque.unwrap_all((gradients.rows, alone.rows)))
     with pytest.raises(RuntimeError, match="would stay untrained"):
         rs.nnx.value_and_grad(lambda m: loss_fn(nnx.merge(*nnx.split(m)), batch))(student)
 
@@ -287,10 +288,8 @@ def test_what_a_loss_changes_is_changed_once():
 
 
 def test_a_step_writes_into_the_tables():
-    table = rs.TableSpec(
-        name="t", vocabulary_size=4096, embedding_dim=8, optimizer=rs.optimizers.Adagrad(0.1)
-    )
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+    table = rs.TableSpec("t", 4096, 8, optimizer=rs.optimizers.Adagrad(0.1))
+    collection = rs.EmbeddingCollection([rs.FeatureSpec("f", table)])
     layer = rs.nnx.Embeddings(collection, rngs=nnx.Rngs(0))
     optimizer, ids = rs.nnx.Optimizer(layer, world.TX), {"f": np.arange(8).reshape(4, 2)}
 
@@ -311,9 +310,7 @@ def test_a_step_writes_into_the_tables():
 
 
 def test_tables_on_the_host_train_as_dense_ones():
-    feature = rs.FeatureSpec(
-        name="dense", table_spec=world.table("dense", rs.HostCached(cache_rows=8))
-    )
+    feature = rs.FeatureSpec("dense", world.table("dense", rs.HostCached(cache_rows=8)))
     model, losses = Model(rs.EmbeddingCollection([feature])), []
     optimizer = rs.nnx.Optimizer(model, world.TX)
     for batch in world.batches(model.embeddings.collection):
@@ -381,4 +378,4 @@ def test_copies_of_a_model_read_what_it_reads(way):
     _, batches, model, _ = trained_once()
     other = COPIES[way](model)
     assert other.embeddings is not model.embeddings
-    np.testing.assert_array_equal(other(batches[1]), model(batches[1]))
+    assert_array_equal(other(batches[1]), model(batches[1]))

@@ -23,9 +23,9 @@ TX = optax.adam(0.05)
 
 def table(name, storage=None, optimizer=None):
     return rs.TableSpec(
-        name=name,
-        vocabulary_size=ROWS,
-        embedding_dim=DIM,
+        name,
+        ROWS,
+        DIM,
         combiner="mean",
         optimizer=optimizer or rs.optimizers.Adagrad(0.1),
         storage=storage,
@@ -36,10 +36,7 @@ def table(name, storage=None, optimizer=None):
 def collection(*storages, on_mesh=False):
     """One table of each storage, which a feature of its name reads; a mean of bags of any length."""
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("device",)) if on_mesh else None
-    features = [
-        rs.FeatureSpec(name=storage, table_spec=table(storage, STORAGES[storage]))
-        for storage in storages
-    ]
+    features = [rs.FeatureSpec(storage, table(storage, STORAGES[storage])) for storage in storages]
     return rs.EmbeddingCollection(features, mesh=mesh)
 
 

@@ -29,10 +29,8 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } device_description_
 
 def first_state():
     """What makes the state of two tables of one form, which share an array, and the shape of its key."""
-    tables = [rs.TableSpec(name=name, vocabulary_size=500, embedding_dim=64) for name in ("a", "b")]
-    collection = rs.EmbeddingCollection(
-        [rs.FeatureSpec(name=table.name, table_spec=table) for table in tables]
-    )
+    tables = [rs.TableSpec(name, 500, 64) for name in ("a", "b")]
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(table.name, table) for table in tables])
     return collection.init, (jax.eval_shape(lambda: jax.random.key(0)),)
 
 

@@ -60,9 +60,7 @@ def test_kernels_that_no_chip_has_run_are_not_chosen_by_themselves(target, monke
             api.implementation_states()
         )[name]
         assert ("runs here" if has_run else "opt-in here") in dict(backend_evidence())[name]
-        feature = rs.FeatureSpec(
-            name="f", table_spec=rs.TableSpec(name="t", vocabulary_size=9, embedding_dim=8)
-        )
+        feature = rs.FeatureSpec("f", rs.TableSpec("t", 9, 8))
         rs.EmbeddingCollection(feature, implementation=name)
     assert chosen_for(target) == (call if has_run else set()) and chosen_for(target, name) == call
     monkeypatch.setenv("RSEMBED_KERNELS", "sparsecore")

@@ -69,7 +69,7 @@ def test_threads_suffice_for_devices_that_are_asked_for_later(shared_pool, monke
     assert devices.thread_settings(3) == {} and devices.thread_settings(4) == {"NPROC": "16"}
 
 
-FEATURE = FeatureSpec(name="f", table_spec=TableSpec(name="t", vocabulary_size=16, embedding_dim=4))
+FEATURE = FeatureSpec("f", TableSpec("t", 16, 4))
 ENTRIES = {
     "collection": lambda mesh: EmbeddingCollection(FEATURE, mesh=mesh),
     "sparsecore": lambda mesh: table_mesh(mesh, "shard"),

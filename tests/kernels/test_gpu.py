@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 import rsembed.optimizers as ro
@@ -87,7 +88,7 @@ def test_rows_that_many_entries_share_are_summed_in_pieces(name, monkeypatch):
     table, d_outputs, rule = draw_table(12), draw_gradients(call, [12]), RULES[name]
     step, slots = jax.jit(step_of(call, rule)), rule.init_slots(table)
     stepped, again = step(table, slots, d_outputs), step(table, slots, d_outputs)
-    jax.tree.map(np.testing.assert_array_equal, stepped, again)  # on a card, too
+    jax.tree.map(assert_array_equal, stepped, again)  # on a card, too
     (gradients,) = oracles.row_gradients(call, [NUM_ROWS], [12], d_outputs)
     want_table, want_slots = step_by_loops(name, table, slots, gradients)
     for one, other in zip(jax.tree.leaves(stepped), [want_table, *want_slots], strict=True):
@@ -106,13 +107,13 @@ def test_collections_train_alike_with_and_without_the_kernels(storage, monkeypat
     """Wherever rows are kept; two steps with equal rows in one batch, of rows of 12 numbers."""
     monkeypatch.setattr(gpu, "unavailable_because", lambda: None)
     spec = rs.TableSpec(
-        name="t", vocabulary_size=20, embedding_dim=12, combiner="mean", storage=storage,
+        "t", 20, 12, combiner="mean", storage=storage,
         optimizer=ro.Adagrad(0.1),
     )  # fmt: skip
     outputs = []
     for implementation in ("gpu", "reference"):
         collection = rs.EmbeddingCollection(
-            [rs.FeatureSpec(name="f", table_spec=spec)], implementation=implementation
+            [rs.FeatureSpec("f", spec)], implementation=implementation
         )
         state, batch = (
             collection.init(jax.random.key(0)),
@@ -125,7 +126,7 @@ def test_collections_train_alike_with_and_without_the_kernels(storage, monkeypat
             state = collection.update(state, batch, jax.tree.map(lambda x: x - 1.0, vectors))
         outputs.append(collection.lookup(state, batch)["f"])
     # Two bytes of every factor of a product, as a GPU multiplies by default, are good for three digits.
-    np.testing.assert_allclose(*outputs, rtol=2e-3 if HAS_GPU and storage else 1e-5, atol=1e-6)
+    assert_allclose(*outputs, rtol=2e-3 if HAS_GPU and storage else 1e-5, atol=1e-6)
 
 
 def test_no_float_is_added_in_the_order_of_arrival():
@@ -162,7 +163,7 @@ def test_bits_repeat(combiner):
         (step(table, rule.init_slots(table), d_outputs), norm(d_outputs)) for _ in range(8)
     ]
     for other in others:
-        jax.tree.map(np.testing.assert_array_equal, other, first)
+        jax.tree.map(assert_array_equal, other, first)
 
 
 @needs_gpu
@@ -198,10 +199,8 @@ def test_rows_of_a_table_of_more_than_two_to_the_31_numbers_are_found():
         return found, stepped[rows], jnp.sum(stepped, dtype=jnp.float32)
 
     found, stepped, total = run()
-    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(marks, np.float32))
-    np.testing.assert_array_equal(
-        np.asarray(stepped, np.float32), np.asarray(marks, np.float32) / 2
-    )
+    assert_array_equal(np.asarray(found, np.float32), np.asarray(marks, np.float32))
+    assert_array_equal(np.asarray(stepped, np.float32), np.asarray(marks, np.float32) / 2)
     assert total == 28 / 2 * dim
 
 

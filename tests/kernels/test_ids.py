@@ -89,16 +89,14 @@ def test_a_program_does_not_grow_with_the_number_of_features():
     def num_operations(num_features):
         tables = [
             rs.TableSpec(
-                name=f"t{k}",
-                vocabulary_size=10 + k,
-                embedding_dim=8,
+                f"t{k}",
+                10 + k,
+                8,
                 optimizer=rs.optimizers.SGD(0.1),
             )
             for k in range(num_features)
         ]
-        collection = rs.EmbeddingCollection(
-            [rs.FeatureSpec(name=t.name, table_spec=t) for t in tables]
-        )
+        collection = rs.EmbeddingCollection([rs.FeatureSpec(t.name, t) for t in tables])
         state = jax.eval_shape(collection.init, jax.random.key(0))
         batch = {t.name: jnp.zeros((4, 2), jnp.int32) for t in tables}
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 
 from rsembed.kernels import api, keyed, native
 from rsembed.kernels.contract import NO_ROW
@@ -225,9 +226,7 @@ def test_keys_lie_in_the_slots_that_the_definition_gives_them(seed, kind):
         rows = jnp.arange(len(numbers), dtype=jnp.int32) + 100 * number
         keys = as_call(numbers, is_key)
         found = native.insert_keys(*table, keys, rows)
-        jax.tree.map(
-            np.testing.assert_array_equal, found, defined["insert_keys"](*table, keys, rows)
-        )
+        jax.tree.map(assert_array_equal, found, defined["insert_keys"](*table, keys, rows))
         room = 48 - int(table[2][0]) - int(table[3][0])
         new = [
             (int(k), 100 * number + i)
@@ -243,9 +242,7 @@ def test_keys_lie_in_the_slots_that_the_definition_gives_them(seed, kind):
             for i, k in enumerate(np.resize(pool, 97).tolist())
         ]
         assert places[1].tolist() == wanted
-        jax.tree.map(
-            np.testing.assert_array_equal, places, defined["find_keys"](found[0], found[1], asked)
-        )
+        jax.tree.map(assert_array_equal, places, defined["find_keys"](found[0], found[1], asked))
         gone = generator.permutation(list(expected))[:8]
         table = without_rows(found, gone.astype(np.uint64))
         expected = {k: row for k, row in expected.items() if k not in set(gone.tolist())}
@@ -262,7 +259,7 @@ def test_a_large_call_fills_the_slots_that_the_definition_fills():
     found, wanted = (
         insert(*table, keys, rows) for insert in (native.insert_keys, defined["insert_keys"])
     )
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    jax.tree.map(assert_array_equal, found, wanted)
 
 
 @needs_native
@@ -276,7 +273,7 @@ def test_a_table_without_an_empty_slot_ends_every_search():
     after = native.insert_keys(
         lanes, taken, num_keys, num_deleted, as_call([3]), jnp.zeros(1, jnp.int32)
     )
-    np.testing.assert_array_equal(after[1], taken)
+    assert_array_equal(after[1], taken)
     assert rows.shape == (16,)
 
 
@@ -300,8 +297,8 @@ def test_uses_are_counted_as_a_loop_counts_them(implementation):
         if row < capacity:
             expected[row] += more
             last_step[row] = 9
-    np.testing.assert_array_equal(found[0], last_step)
-    np.testing.assert_array_equal(found[1], np.minimum(expected, MAX_COUNT))
+    assert_array_equal(found[0], last_step)
+    assert_array_equal(found[1], np.minimum(expected, MAX_COUNT))
 
 
 @needs_native
@@ -343,7 +340,7 @@ def test_bits_of_rows_are_those_of_their_own_keys(dim, implementation):
             ]
             expected = [jax.random.bits(one, (dim,), jnp.uint32) for one in own]
             found = api.row_bits(key, lanes, dim, of_table, implementation=implementation)
-            np.testing.assert_array_equal(found, expected)
+            assert_array_equal(found, expected)
 
 
 def test_no_key_is_no_work():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from rsembed.kernels import api
 from rsembed.kernels.reference import round_with_noise
@@ -60,7 +61,7 @@ def test_float16_is_the_noisy_value_rounded_toward_zero():
         np.nextafter(nearest, np.float16(0)),
         nearest,
     )
-    np.testing.assert_array_equal(rounded(values, words, jnp.dtype(jnp.float16)), wanted)
+    assert_array_equal(rounded(values, words, jnp.dtype(jnp.float16)), wanted)
 
 
 @pytest.mark.parametrize("value", [3e-6, -3e-6, 6.1e-5, 4e-8, 1e-9])
@@ -94,14 +95,12 @@ def test_what_does_not_fit_is_rounded_to_nearest(dtype):
     found = np.asarray(rounded(values, np.full(len(values), 0xFFFFFFFF, np.uint32), dtype)).astype(
         np.float32
     )
-    np.testing.assert_array_equal(
-        found, [np.inf, -np.inf, np.nan, largest, largest, np.inf, -np.inf]
-    )
+    assert_array_equal(found, [np.inf, -np.inf, np.nan, largest, largest, np.inf, -np.inf])
 
 
 def test_noise_depends_on_key_row_and_column_alone():
     values = jnp.full((3, 60), 1 / 3)
     found = np.asarray(rounded_rows(3, values, [4, 9, 2]))
-    np.testing.assert_array_equal(rounded_rows(3, values[:2], [9, 4]), found[[1, 0]])
-    np.testing.assert_array_equal(rounded_rows(3, values[:1, :3], [9]), found[1:2, :3])
+    assert_array_equal(rounded_rows(3, values[:2], [9, 4]), found[[1, 0]])
+    assert_array_equal(rounded_rows(3, values[:1, :3], [9]), found[1:2, :3])
     assert len(np.unique(np.concatenate([found, rounded_rows(4, values[:1], [9])]), axis=0)) == 4

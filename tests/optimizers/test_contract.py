@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 import rsembed.optimizers as ro
@@ -236,10 +237,8 @@ def states(dtype):
     """Tables and slots by name, as they were before each step and after the last; one program for all rules."""
     features = []
     for name, (rule, _) in CONTRACT.items():
-        table = rs.TableSpec(
-            name=name, vocabulary_size=NUM_ROWS, embedding_dim=DIM, optimizer=rule, dtype=dtype
-        )
-        features.append(rs.FeatureSpec(name=name, table_spec=table))
+        table = rs.TableSpec(name, NUM_ROWS, DIM, optimizer=rule, dtype=dtype)
+        features.append(rs.FeatureSpec(name, table))
     collection = rs.EmbeddingCollection(features)
     step = jax.jit(collection.update)
     state, found = collection.init(jax.random.key(0)), []
@@ -274,11 +273,9 @@ def test_a_rule_in_a_collection_follows_its_formula_and_leaves_other_rows_alone(
         want_table, want_slots = oracles.stepped_table(
             table, slots, gradients, functools.partial(step_row, rule), step=number
         )
-        np.testing.assert_allclose(
-            new_table.astype(np.float64), want_table, rtol=TOLERANCE[dtype], atol=2e-6
-        )
+        assert_allclose(new_table.astype(np.float64), want_table, rtol=TOLERANCE[dtype], atol=2e-6)
         for slot, wanted in zip(new_slots, want_slots, strict=True):
-            np.testing.assert_allclose(slot, wanted, rtol=2e-5, atol=2e-6)
+            assert_allclose(slot, wanted, rtol=2e-5, atol=2e-6)
         assert (
             (new_table != table)
             .any(axis=1)[[row for row in gradients if np.any(gradients[row])]]
@@ -323,7 +320,7 @@ def test_the_bits_of_a_row_are_those_that_it_has_in_any_company(name):
         padded = np.insert(company, [1, 1], NO_ROW).astype(np.int32)
         own = step(jnp.asarray(padded), gradients.at[padded].get(mode="clip"))
         for one, other in zip(jax.tree.leaves(of_all), jax.tree.leaves(own), strict=True):
-            np.testing.assert_array_equal(np.asarray(one)[company], np.asarray(other)[company])
+            assert_array_equal(np.asarray(one)[company], np.asarray(other)[company])
 
 
 @pytest.mark.parametrize("name", ["tensorflow_adam", "lamb", "counter_adagrad"])
@@ -358,4 +355,4 @@ def test_padding_columns_and_other_cores_leave_the_numbers_of_a_rule_alone(name)
             wanted[table] = [stepped, *slots]
     for table, own in small_world.logical_variables(variables, specs).items():
         for array, expected in zip(jax.tree.leaves(own), wanted[table], strict=True):
-            np.testing.assert_allclose(array, expected, rtol=2e-5, atol=small_world.VALUE_TOLERANCE)
+            assert_allclose(array, expected, rtol=2e-5, atol=small_world.VALUE_TOLERANCE)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed.optimizers import regularization as records
 from rsembed.optimizers.regularization import global_decay_factor
@@ -35,7 +36,7 @@ def test_the_global_factor_makes_up_for_the_missed_steps_of_each_row(prev_iter, 
                 if is_decayed
                 else 1.0
             )
-            np.testing.assert_allclose(factor, wanted, rtol=1e-5)
+            assert_allclose(factor, wanted, rtol=1e-5)
 
 
 def test_the_global_factor_keeps_the_shape_of_slots_and_takes_traced_values():
@@ -44,14 +45,14 @@ def test_the_global_factor_keeps_the_shape_of_slots_and_takes_traced_values():
     factor = jax.jit(lambda t, lr, decay: global_decay_factor(last, t, lr, decay, config))(
         6, 0.1, 2.0
     )
-    np.testing.assert_allclose(factor, [[1.0], [0.8**2]], rtol=1e-6)
+    assert_allclose(factor, [[1.0], [0.8**2]], rtol=1e-6)
 
 
 def test_the_global_factor_of_tiny_rates_counts_up_over_long_gaps():
     config, last = records.GlobalWeightDecayDefinition(), jnp.asarray([1, 10_000_001])
     factors = global_decay_factor(last, 10_000_002, 1e-4, 1e-4, config)
-    np.testing.assert_allclose(factors, [np.exp(-0.1), 1.0], rtol=1e-6)
-    np.testing.assert_allclose(global_decay_factor(last, 10_000_002, 1.0, 1.0, config), [0.0, 1.0])
+    assert_allclose(factors, [np.exp(-0.1), 1.0], rtol=1e-6)
+    assert_allclose(global_decay_factor(last, 10_000_002, 1.0, 1.0, config), [0.0, 1.0])
 
 
 def ensemble_oracle(w, m2, t, config):
@@ -83,10 +84,10 @@ def test_the_ensemble_follows_swaps_and_restarts_at_its_steps(config):
         for found, wanted in zip(
             (new_weights, new_slow), ensemble_oracle(weights, slow, t, config), strict=True
         ):
-            np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+            assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
         if t % config.step_ema and t % config.step_swap:
-            np.testing.assert_array_equal(new_weights, weights)
-            np.testing.assert_array_equal(new_slow, slow)
+            assert_array_equal(new_weights, weights)
+            assert_array_equal(new_slow, slow)
 
 
 def test_a_float16_table_swaps_with_a_float32_ensemble():
@@ -94,8 +95,8 @@ def test_a_float16_table_swaps_with_a_float32_ensemble():
     weights, slow = random_table(3).astype(np.float16), random_table(4)
     new_weights, (new_slow,) = config.before_step(jnp.asarray(weights), (jnp.asarray(slow),), 1)
     assert (new_weights.dtype, new_slow.dtype) == (jnp.float16, jnp.float32)
-    np.testing.assert_array_equal(new_weights, weights)
-    np.testing.assert_array_equal(new_slow, weights.astype(np.float32))
+    assert_array_equal(new_weights, weights)
+    assert_array_equal(new_slow, weights.astype(np.float32))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -111,10 +112,8 @@ def test_slow_halves_move_toward_fast_halves_at_their_steps(dtype):
         found, copies = run(weights, (), t)
         assert copies == ()
         assert found.dtype == dtype
-        np.testing.assert_array_equal(found[:, :2], weights[:, :2])
-        np.testing.assert_allclose(
-            found, wanted, rtol=1e-6 if dtype == np.float32 else 1e-3, atol=1e-6
-        )
+        assert_array_equal(found[:, :2], weights[:, :2])
+        assert_allclose(found, wanted, rtol=1e-6 if dtype == np.float32 else 1e-3, atol=1e-6)
 
 
 def test_the_largest_counter_is_refreshed_at_its_steps_only():

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 import rsembed.optimizers as ro
@@ -33,15 +34,15 @@ def test_entries_without_history_and_gradient_stay_put(optimizer, unmoved):
     new, _ = optimizer.step_rows(
         row, optimizer.init_slots(row), jnp.asarray([[0.0, 1.0]]), optimizer.get_hyperparameters(0)
     )
-    np.testing.assert_allclose(new, [[unmoved, 0.9]], rtol=1e-6)
+    assert_allclose(new, [[unmoved, 0.9]], rtol=1e-6)
 
 
 def test_schedule_reaches_the_update_through_the_state_step():
     table = rs.TableSpec(
-        name="t", vocabulary_size=2, embedding_dim=1, initializer=jax.nn.initializers.zeros,
+        "t", 2, 1, initializer=jax.nn.initializers.zeros,
         optimizer=rs.optimizers.SGD(lambda step: 1.0 + step.astype(jnp.float32)),
     )  # fmt: skip
-    collection = rs.EmbeddingCollection(rs.FeatureSpec(name="f", table_spec=table))
+    collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table))
     state = collection.init(jax.random.key(0))
     seen = []
     batch, update = collection.prepare({"f": [[1]]}), jax.jit(collection.update)
@@ -53,8 +54,8 @@ def test_schedule_reaches_the_update_through_the_state_step():
 
 def test_optax_state_is_kept_per_row_and_shown_in_its_own_type():
     optimizer = rs.from_optax(optax.adam(0.1))
-    table = rs.TableSpec(name="t", vocabulary_size=4, embedding_dim=2, optimizer=optimizer)
-    collection = rs.EmbeddingCollection(rs.FeatureSpec(name="f", table_spec=table))
+    table = rs.TableSpec("t", 4, 2, optimizer=optimizer)
+    collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table))
     state, update = collection.init(jax.random.key(0)), jax.jit(collection.update)
     for ids in ([[1], [2]], [[1], [1]]):
         state = update(state, collection.prepare({"f": ids}), {"f": np.ones((2, 2), np.float32)})
@@ -65,12 +66,10 @@ def test_optax_state_is_kept_per_row_and_shown_in_its_own_type():
 
 def test_optax_state_made_from_parameters_starts_from_the_rows_themselves():
     tracking = optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, p))
-    table = rs.TableSpec(
-        name="t", vocabulary_size=4, embedding_dim=2, optimizer=rs.from_optax(tracking)
-    )
-    collection = rs.EmbeddingCollection(rs.FeatureSpec(name="f", table_spec=table))
+    table = rs.TableSpec("t", 4, 2, optimizer=rs.from_optax(tracking))
+    collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table))
     state = collection.init(jax.random.key(0))
-    np.testing.assert_array_equal(state.slots["t"][0], state.tables["t"])
+    assert_array_equal(state.slots["t"][0], state.tables["t"])
 
 
 REFUSED = ["dpsgd", "lbfgs", "lookahead", "momo", "momo_adam", "noisy_sgd", "polyak_sgd", "sophia"]
@@ -149,7 +148,7 @@ def test_a_rule_is_row_wise_where_padding_columns_would_change_its_numbers(rule,
         ][:, :4]
 
     if not is_row_wise:
-        np.testing.assert_allclose(
+        assert_allclose(
             stepped(rows), stepped(np.pad(rows, ((0, 0), (0, 4)))), rtol=1e-6, atol=1e-8
         )
 
@@ -163,5 +162,5 @@ def test_slots_that_are_stored_in_16_bits_stay_so_whoever_steps_them():
     _, stepped = rule.step_rows(rows, slots, 2.0 * rows, rule.get_hyperparameters(0))
     assert [(s.dtype.name, s.shape) for s in stepped] == [("bfloat16", (3, 4)), ("float16", (3, 1))]
     assert [s.dtype for s in stepped] == [s.dtype for s in slots]
-    np.testing.assert_allclose(stepped[0].astype(jnp.float32), 0.2, rtol=2**-8)
-    np.testing.assert_allclose(stepped[1].astype(jnp.float32), 0.004, rtol=2**-9)
+    assert_allclose(stepped[0].astype(jnp.float32), 0.2, rtol=2**-8)
+    assert_allclose(stepped[1].astype(jnp.float32), 0.004, rtol=2**-9)

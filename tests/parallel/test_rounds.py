@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_array_equal
 
 from rsembed.kernels.contract import NO_ROW
 from rsembed.parallel.exchange import Question, ask, distinct, together
@@ -89,10 +90,10 @@ def test_every_row_is_whole_in_one_round_at_any_capacity(batch):
     np.add.at(sums, ids[ids >= 0], values[ids >= 0])
     by_owner = sums.reshape(ROWS, num_devices).T
     # 11 = visited, and in a single round: a second one would add another 10 and split the square.
-    np.testing.assert_array_equal(visits, np.where(by_owner > 0, 11, 0))
-    np.testing.assert_array_equal(squares, by_owner**2)
+    assert_array_equal(visits, np.where(by_owner > 0, 11, 0))
+    assert_array_equal(squares, by_owner**2)
     flat = ids.reshape(-1)
-    np.testing.assert_array_equal(
+    assert_array_equal(
         replies, np.where(flat >= 0, 100 * (flat // num_devices) + flat % num_devices, -1)
     )
     buckets = [
@@ -134,7 +135,7 @@ def test_the_largest_key_is_an_ordinary_entry(capacity):
 
     low = np.asarray([2**32 - 1, 5, 2**32 - 2, 2**32 - 1, 9, 2**32 - 1], np.uint32)
     replies, rounds = jax.jit(mapped(body))(low)
-    np.testing.assert_array_equal(replies, low)
+    assert_array_equal(replies, low)
     assert rounds[0] > 1
 
 
@@ -151,7 +152,7 @@ def test_no_ids_and_no_capacity():
     assert np.asarray(jax.jit(mapped(body))(np.zeros(0, np.int32))).shape == (0,)
     # A capacity below 1 counts as 1.
     found = jax.jit(mapped(body))(np.asarray([0, 1, 1, 0], np.int32))
-    np.testing.assert_array_equal(found, [0, 1, 1, 0])
+    assert_array_equal(found, [0, 1, 1, 0])
 
 
 @functools.cache
@@ -203,9 +204,7 @@ def test_questions_of_several_tables_are_answered_as_if_each_was_alone(capacitie
         counts = (
             np.bincount(ids[ids >= 0], minlength=ROWS * num_devices).reshape(ROWS, num_devices).T
         )
-        np.testing.assert_array_equal(totals, times * counts)
-        np.testing.assert_array_equal(
-            rows, np.where(ids >= 0, 100 * (ids // num_devices), -1).reshape(-1)
-        )
+        assert_array_equal(totals, times * counts)
+        assert_array_equal(rows, np.where(ids >= 0, 100 * (ids // num_devices), -1).reshape(-1))
         own = [[2 * np.sum(device == i) if i >= 0 else -1 for i in device] for device in ids]
-        np.testing.assert_array_equal(values, np.asarray(own).reshape(-1))
+        assert_array_equal(values, np.asarray(own).reshape(-1))

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from rsembed import __main__ as command_line
 from rsembed import checkpoint, parallel
@@ -57,9 +58,9 @@ def test_sums_over_processes_and_a_terminated_process_makes_all_save_and_leave_a
     assert left["0"] == left["1"] and int(left["0"]) > 1
     tree, step, _ = checkpoint.load(tmp_path / "a")
     assert step == int(left["0"])
-    np.testing.assert_array_equal(tree["table"], batch)
-    np.testing.assert_array_equal(tree["slots"]["0"], own[:5])
-    np.testing.assert_array_equal(tree["in_both"], np.arange(24).reshape(4, 6))
+    assert_array_equal(tree["table"], batch)
+    assert_array_equal(tree["slots"]["0"], own[:5])
+    assert_array_equal(tree["in_both"], np.arange(24).reshape(4, 6))
     assert tree["slots"]["1"] == 2.5 and tree["slots"]["2"].tolist() == [0, 1, 2]
 
 
@@ -326,4 +327,4 @@ def test_meshes_have_auto_axes():
     table = np.arange(24.0, dtype=np.float32).reshape(8, 3)
     split = jax.device_put(table, jax.NamedSharding(mesh, jax.P("data")))
     # Indexing a sharded table works outside shard_map, which an Explicit axis would refuse.
-    np.testing.assert_array_equal(split[np.array([5, 0])], table[[5, 0]])
+    assert_array_equal(split[np.array([5, 0])], table[[5, 0]])

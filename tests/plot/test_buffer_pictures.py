@@ -25,12 +25,8 @@ def test_places_are_partitions_gaps_and_a_tail():
 
 @pytest.mark.parametrize("num_cores", [1, 2, 4, 16])
 def test_used_places_are_those_that_the_partitioner_filled(num_cores):
-    table = embedding_spec.TableSpec(
-        name="t", vocabulary_size=100, embedding_dim=4, max_ids_per_partition=128
-    )
-    spec = embedding_spec.FeatureSpec(
-        name="f", table_spec=table, input_shape=(16, 1), output_shape=(16, 4)
-    )
+    table = embedding_spec.TableSpec("t", 100, 4, max_ids_per_partition=128)
+    spec = embedding_spec.FeatureSpec("f", table, input_shape=(16, 1), output_shape=(16, 4))
     embedding.prepare_feature_specs_for_training(spec, 1, num_cores)
     ids = np.random.default_rng(0).integers(0, 100, (16, 5))
     processed, _ = embedding.preprocess_sparse_dense_matmul_input(

@@ -14,15 +14,13 @@ ENTRIES = partition_entries(BATCHES, num_shards=NUM_CORES)
 
 def preprocess(ids, limit):
     table = embedding_spec.TableSpec(
-        name="t",
-        vocabulary_size=64,
-        embedding_dim=8,
+        "t",
+        64,
+        8,
         max_ids_per_partition=limit,
         max_unique_ids_per_partition=512,
     )
-    spec = embedding_spec.FeatureSpec(
-        name="f", table_spec=table, input_shape=(32, 5), output_shape=(32, 8)
-    )
+    spec = embedding_spec.FeatureSpec("f", table, input_shape=(32, 5), output_shape=(32, 8))
     embedding.prepare_feature_specs_for_training(spec, 1, NUM_CORES)
     return embedding.preprocess_sparse_dense_matmul_input(
         ids, None, spec, 1, 1, num_sc_per_device=NUM_CORES, allow_id_dropping=True

@@ -10,13 +10,8 @@ SIZES = {"big": (3_000_000, 1_000_000), "small": (500_000, 0)}
 
 
 def plan(dtype="float32"):
-    tables = [
-        TableSpec(name=name, vocabulary_size=rows, embedding_dim=6, dtype=dtype)
-        for name, rows in SHAPES.items()
-    ]
-    features = [
-        FeatureSpec(name=table.name, table_spec=table, input_shape=(8, 1)) for table in tables
-    ]
+    tables = [TableSpec(name, rows, 6, dtype=dtype) for name, rows in SHAPES.items()]
+    features = [FeatureSpec(table.name, table, input_shape=(8, 1)) for table in tables]
     return plan_stacking(features, num_shards=2, groups=[["a", "b"], ["c"]])
 
 

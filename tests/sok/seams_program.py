@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 from rsembed import checkpoint, parallel, sok, tbe
@@ -94,8 +95,8 @@ def table_batched_module(process, mesh):
                 sums[table][ids[place]] += weights[place]
                 d_weights[sender].append(row.sum())
     out, backward = module.vjp(*FLAT_BATCHES[process])
-    np.testing.assert_array_equal(whole(out), pooled)
-    np.testing.assert_array_equal(backward(jnp.ones_like(out)), d_weights[process])
+    assert_array_equal(whole(out), pooled)
+    assert_array_equal(backward(jnp.ones_like(out)), d_weights[process])
 
     @nnx.jit
     def step(module, batch):
@@ -104,9 +105,9 @@ def table_batched_module(process, mesh):
 
     step(module, module.prepare(*FLAT_BATCHES[process]))
     for found, table, total in zip(module.split_embedding_weights(), TABLES, sums, strict=True):
-        np.testing.assert_array_equal(found, table - 2 * total)
+        assert_array_equal(found, table - 2 * total)
     saved = module.state_dict()
-    np.testing.assert_array_equal(saved["table_0.weight"], TABLES[0] - 2 * sums[0])
+    assert_array_equal(saved["table_0.weight"], TABLES[0] - 2 * sums[0])
     assert int(saved["step"]) == 2
     ids, offsets, _ = FLAT_BATCHES[process]
     fatal = tbe.TableBatchedEmbeddingBags(
@@ -140,9 +141,9 @@ def main():
     out, backward = inserted(layer.vjp, np.split(keys, 2)[process])
     known = by_key(layer.variable)
     assert out.shape == (8, 1, 2, 3)
-    np.testing.assert_array_equal(whole(out), rows_of(known, keys))
+    assert_array_equal(whole(out), rows_of(known, keys))
     backward(jnp.ones_like(out))
-    np.testing.assert_allclose(by_key(layer.variable)[5], known[5] - 3, rtol=1e-6)
+    assert_allclose(by_key(layer.variable)[5], known[5] - 3, rtol=1e-6)
 
     # One row per key, from lists
     layer = sok.All2AllDenseEmbedding(40, 3, 1, 1, dynamic_input=True, optimizer=SGD, name="lists")
@@ -151,11 +152,11 @@ def main():
     known = by_key(layer.variable)
     # So that each of the devices has 3.
     filled = np.pad(lists, ((0, 0), (0, 1)), constant_values=-1)
-    np.testing.assert_array_equal(whole(out), rows_of(known, filled).reshape(12, 3))
+    assert_array_equal(whole(out), rows_of(known, filled).reshape(12, 3))
     backward(jnp.ones_like(out))
     after = by_key(layer.variable)
     for key, times in ((5, 2), (2**40, 1), (3, 1)):
-        np.testing.assert_allclose(after[key], known[key] - times, rtol=1e-6)
+        assert_allclose(after[key], known[key] - times, rtol=1e-6)
 
     # Groups: bags of other lengths in each process, and a plain table beside an embedding variable
     variable = sok.embedding_variable("hashed", 3, rows_per_device=20, optimizer=SGD)
@@ -174,13 +175,11 @@ def main():
     )
     known = by_key(variable)
     for bag, row in zip([*bags[0], *bags[1]], whole(pooled), strict=True):
-        np.testing.assert_allclose(row, sum((known[key] for key in bag), np.zeros(3)), atol=1e-6)
+        assert_allclose(row, sum((known[key] for key in bag), np.zeros(3)), atol=1e-6)
     for bag, row in zip([*small[0], *small[1]], whole(means), strict=True):
-        np.testing.assert_allclose(row, plain[bag].mean(0) if bag else np.zeros(2), atol=1e-6)
+        assert_allclose(row, plain[bag].mean(0) if bag else np.zeros(2), atol=1e-6)
     gradient = jax.grad(lambda plain: look_up(plain)[1].sum())(jnp.asarray(plain))
-    np.testing.assert_allclose(
-        whole(gradient)[:, 0], [0, 1 / 3, 1 / 3, 1 / 3, 1, 1, 0, 0, 0], rtol=1e-6
-    )
+    assert_allclose(whole(gradient)[:, 0], [0, 1 / 3, 1 / 3, 1 / 3, 1, 1, 0, 0, 0], rtol=1e-6)
 
     # What does not go together is refused by both, and both go on.
     pooled_layer = sok.DistributedEmbedding("sum", 20, 3, 1, 4, optimizer=SGD, name="pooled")
@@ -216,17 +215,13 @@ def main():
     )
     # As many samples, of other widths.
     out, _ = inserted(pooled_layer.vjp, [[5] * (1 + process)] * 2)
-    np.testing.assert_allclose(
+    assert_allclose(
         whole(out)[[0, 2], 0], [by_key(pooled_layer.variable)[5] * n for n in (1, 2)], rtol=1e-6
     )
 
     # A collection reads batches with the same checks
-    table = rs.TableSpec(
-        name="t", vocabulary_size=9, embedding_dim=2, initializer=jax.nn.initializers.ones
-    )
-    collection = rs.EmbeddingCollection(
-        [rs.FeatureSpec(name="f", table_spec=table)], mesh=context.mesh
-    )
+    table = rs.TableSpec("t", 9, 2, initializer=jax.nn.initializers.ones)
+    collection = rs.EmbeddingCollection([rs.FeatureSpec("f", table)], mesh=context.mesh)
     state = collection.init(jax.random.key(0))
     refused(
         f"feature 'f': {both}",
@@ -257,13 +252,13 @@ def main():
         assert batch["f"].to_lists() == rows
         assert batch.lists["t"].ids.shape == ({3: 8, 0: 8, 12: 16}[length] * 4,)
         found, statistics = collection.lookup(state, batch, return_statistics=True)
-        np.testing.assert_array_equal(whole(found["f"])[:, 0], [1, 1, length, length])
+        assert_array_equal(whole(found["f"])[:, 0], [1, 1, length, length])
         assert int(statistics.num_ids["f"]) == 2 + 2 * length
     stepped = collection.update(
         state, collection.prepare({"f": [[1], []] if process else [[], []]}), found
     )
     changed = (np.asarray(collection.tables(stepped)["t"]) != 1).any(axis=1)
-    np.testing.assert_array_equal(np.flatnonzero(changed), [1])
+    assert_array_equal(np.flatnonzero(changed), [1])
 
     table_batched_module(process, context.mesh)
     print("all agreed")

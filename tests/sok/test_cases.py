@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed import sok
 from rsembed.keys import join_keys
@@ -42,14 +43,14 @@ def test_pooled(case, num_devices, use_hashtable):
     )
     weights = np.asarray(case["weights"], np.float32) if "weights" in case else None
     out = filled(layer, case["table"])(keys, weights)
-    np.testing.assert_allclose(out, case["expected"], atol=2e-6)
+    assert_allclose(out, case["expected"], atol=2e-6)
     if weights is not None:  # bags with weights say the same as padded arrays
         bags = [
             (bag[bag >= 0].tolist(), w[bag >= 0].tolist())
             for bag, w in zip(keys.reshape(-1, 3), weights.reshape(-1, 3), strict=True)
         ]
         again = layer([ids for ids, _ in bags], [own for _, own in bags])
-        np.testing.assert_array_equal(again, out)
+        assert_array_equal(again, out)
 
 
 @pytest.mark.parametrize("case", cases("pooled_backward"))
@@ -69,7 +70,7 @@ def test_gradients_reach_the_keys_and_no_others(case):
     rows = sok.export_rows(layer.variable)
     assert rows["keys"].tolist() == sorted(int(key) for key in case["expected"])
     for key, row in zip(rows["keys"], rows["values"], strict=True):
-        np.testing.assert_allclose(-row, case["expected"][str(key)], atol=2e-6)
+        assert_allclose(-row, case["expected"][str(key)], atol=2e-6)
 
 
 @pytest.mark.parametrize("case", cases("dense_lookup"))
@@ -78,7 +79,7 @@ def test_dense_lookups_do_not_depend_on_the_devices(case):
     for num_devices in (1, case["gpu_num"]):
         layer = sok.All2AllDenseEmbedding(12, 4, *keys.shape[1:], context=context(num_devices))
         out = filled(layer, case["table"])(keys)
-        np.testing.assert_allclose(out, case["expected"], atol=2e-6)
+        assert_allclose(out, case["expected"], atol=2e-6)
 
 
 def places_of(variable, num_shards):
@@ -137,9 +138,9 @@ def test_worked_steps_of_adam_as_tensorflow_has_it_and_of_row_wise_adagrad(case)
         )
         backward([np.array(given["grads"], np.float32)])
         found = sok.export_rows(variable)
-        np.testing.assert_array_equal(found["keys"], keys)
-        np.testing.assert_allclose(found["values"], expected["table"], rtol=2e-6, atol=2e-6)
+        assert_array_equal(found["keys"], keys)
+        assert_allclose(found["values"], expected["table"], rtol=2e-6, atol=2e-6)
         for ours, theirs in SLOT_NAMES.items():
             if theirs in expected:
                 slot = np.array(expected[theirs]).reshape(num_rows, -1)
-                np.testing.assert_allclose(found[f"slot_{ours}"], slot, rtol=2e-6, atol=2e-6)
+                assert_allclose(found[f"slot_{ours}"], slot, rtol=2e-6, atol=2e-6)

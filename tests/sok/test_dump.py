@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 from rsembed import checkpoint, sok
@@ -43,7 +44,7 @@ def test_training_goes_on_elsewhere_as_if_nothing_had_happened(tmp_path, use_has
     found = sok.export_rows(restored.variable)
     assert found.keys() == expected.keys()
     for name in expected:
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-6, err_msg=name)
+        assert_allclose(found[name], expected[name], rtol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("use_hashtable", [True, False])
@@ -79,7 +80,7 @@ def test_a_row_is_assigned_where_it_lies_and_a_dump_gathers_block_by_block(
         expected["values"][5].tolist() == [7] * dim and (expected["values"][keys != 5] == 1).all()
     )
     for name, array in expected.items():
-        np.testing.assert_array_equal(saved[name], array, err_msg=name)
+        assert_array_equal(saved[name], array, err_msg=name)
 
 
 def grows(num_devices=1, **options):
@@ -110,7 +111,7 @@ def test_a_table_that_grows_takes_rows_and_waiting_keys_of_a_larger_one(tmp_path
     again = grows(num_devices)
     sok.load(tmp_path / "a", [again])
     for name, array in sok.export_rows(variable).items():
-        np.testing.assert_array_equal(sok.export_rows(again)[name], array, err_msg=name)
+        assert_array_equal(sok.export_rows(again)[name], array, err_msg=name)
 
     waits = grows(num_devices, admission_count=1, admission_capacity=10)
     train_keys(waits, [*range(1, 21)])
@@ -121,7 +122,7 @@ def test_a_table_that_grows_takes_rows_and_waiting_keys_of_a_larger_one(tmp_path
     rows = sok.export_rows(again)
     assert len(rows["waiting_keys"]) + len(rows["keys"]) == 20
     for name, array in sok.export_rows(waits).items():
-        np.testing.assert_array_equal(rows[name], array, err_msg=name)
+        assert_array_equal(rows[name], array, err_msg=name)
 
 
 def test_places_of_keys_that_wait_do_not_make_a_table_grow():
@@ -175,11 +176,11 @@ def test_a_table_without_hash_table_moves_to_any_number_of_devices(tmp_path, dev
     sok.load(tmp_path / "dump", here)
     found, expected = by_key(here), by_key(there)
     for key in range(rows * devices):
-        np.testing.assert_array_equal(found[key], expected.get(key, fresh[key]), err_msg=str(key))
+        assert_array_equal(found[key], expected.get(key, fresh[key]), err_msg=str(key))
     for layer in (here, there):
         train(layer, [5])
     for key in range(13):
-        np.testing.assert_allclose(by_key(here)[key], by_key(there)[key], rtol=1e-6)
+        assert_allclose(by_key(here)[key], by_key(there)[key], rtol=1e-6)
 
 
 ADAM, KEYS = optax.adam(0.1), np.asarray([[[3]], [[4]]])
@@ -223,7 +224,7 @@ def test_state_of_another_rule_is_refused(dumps, then, now):
 def test_state_of_the_same_rule_is_taken_whatever_its_rate(dumps):
     (folder, expected), here = dumps("adam"), model(1, optimizer=RULES["adam of another rate"])
     sok.load(folder, here)
-    np.testing.assert_array_equal(here(KEYS), expected)
+    assert_array_equal(here(KEYS), expected)
 
 
 def test_numbers_are_not_rounded_by_a_load_nor_lost_by_an_import(tmp_path):
@@ -234,7 +235,7 @@ def test_numbers_are_not_rounded_by_a_load_nor_lost_by_an_import(tmp_path):
     with pytest.raises(ValueError, match=r"'dtype': .'float32', 'bfloat16'"):
         sok.load(tmp_path / "wide", narrow)
     sok.load(tmp_path / "narrow", wide)
-    np.testing.assert_array_equal(wide(KEYS), narrow(KEYS))
+    assert_array_equal(wide(KEYS), narrow(KEYS))
 
 
 @pytest.mark.parametrize(

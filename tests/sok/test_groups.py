@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed import sok
 from rsembed.optimizers import SGD, Adagrad
@@ -46,9 +47,9 @@ def test_a_group_mixes_tables_dims_and_combiners():
     by_key = dict(zip(rows["keys"].tolist(), rows["values"], strict=True))
     for b, (bag, own) in enumerate(zip(IDS, WEIGHTS, strict=True)):
         expected = sum((w * by_key[i] for i, w in zip(bag, own, strict=True)), start=np.zeros(3))
-        np.testing.assert_allclose(outs[0][b], expected, atol=1e-6)
+        assert_allclose(outs[0][b], expected, atol=1e-6)
         mean = np.mean([plain[i] for i in small[b]], axis=0) if bag else np.zeros(4)
-        np.testing.assert_allclose(outs[1][b], mean, atol=1e-6)
+        assert_allclose(outs[1][b], mean, atol=1e-6)
 
 
 def test_an_error_in_a_later_program_of_a_large_group_leaves_each_table_stepped_or_as_it_was(
@@ -74,7 +75,7 @@ def test_an_error_in_a_later_program_of_a_large_group_leaves_each_table_stepped_
     for own, keys_of_own in zip(variables, ([1, 2], [1, 2], []), strict=True):
         rows = sok.export_rows(own)
         assert rows["keys"].tolist() == keys_of_own
-        np.testing.assert_array_equal(rows["values"], np.full((len(keys_of_own), 2), -1.0))
+        assert_array_equal(rows["values"], np.full((len(keys_of_own), 2), -1.0))
 
 
 def test_tables_that_are_alike_share_programs_and_have_the_bits_that_they_have_alone(
@@ -113,9 +114,9 @@ def test_tables_that_are_alike_share_programs_and_have_the_bits_that_they_have_a
     ):
         assert sum(f"Compiling jit({program})" in message for message in caplog.messages) == 3
     (alone,), (rows_alone,) = trained([10])
-    np.testing.assert_array_equal(together[10], alone)
-    jax.tree.map(np.testing.assert_array_equal, (rows[10], together), (rows_alone, in_pairs))
-    jax.tree.map(np.testing.assert_array_equal, rows, rows_of_pairs)
+    assert_array_equal(together[10], alone)
+    jax.tree.map(assert_array_equal, (rows[10], together), (rows_alone, in_pairs))
+    jax.tree.map(assert_array_equal, rows, rows_of_pairs)
 
 
 def test_columns_of_a_scope_are_one_lookup():
@@ -132,15 +133,13 @@ def test_columns_of_a_scope_are_one_lookup():
         sok.group_embedding_lookup_sparse([c.variable], [IDS], [c.combiner]) for c in columns[:1]
     ]
     # No key has a row before it is stepped.
-    np.testing.assert_array_equal(parts[0][0], np.zeros((4, 2)))
+    assert_array_equal(parts[0][0], np.zeros((4, 2)))
     backward(jnp.zeros_like(out).at[:, 2:5].set(1.0))
     parts = [
         sok.group_embedding_lookup_sparse([c.variable], [IDS], [c.combiner]) for c in columns[:1]
     ]
-    np.testing.assert_array_equal(out[:, :2], parts[0][0])
-    np.testing.assert_allclose(
-        sok.input_layer(batch, [*columns, alone])[:, 2:5], out[:, 2:5] - 4.0, atol=1e-6
-    )
+    assert_array_equal(out[:, :2], parts[0][0])
+    assert_allclose(sok.input_layer(batch, [*columns, alone])[:, 2:5], out[:, 2:5] - 4.0, atol=1e-6)
 
 
 def test_columns_step_all_or_none():
@@ -190,5 +189,5 @@ def test_lookups_are_differentiated_by_their_weights(combiner):
         sums = np.array([known[1].sum(), known[2].sum()])
         # Divided by the sum of the weights, which is 1.
         expected = sums if combiner == "sum" else sums - sums.mean()
-        np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
+        assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
         assert not np.asarray(found[1:]).any()

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed import Bags, sok
 from rsembed.optimizers import Adagrad
@@ -48,10 +49,10 @@ def test_a_jitted_step_does_what_an_eager_one_does():
     jitted = nnx.jit(step)
     for own, target in zip(keys, targets.astype(np.float32), strict=True):
         eager, compiled = step(made[0], own, target), jitted(made[1], own, target)
-        np.testing.assert_allclose(eager, compiled, atol=1e-7)
+        assert_allclose(eager, compiled, atol=1e-7)
     left, right = (sok.export_rows(layer.variable) for layer in made)
-    np.testing.assert_array_equal(left["keys"], right["keys"])
-    np.testing.assert_allclose(left["values"], right["values"], atol=1e-7)
+    assert_array_equal(left["keys"], right["keys"])
+    assert_allclose(left["values"], right["values"], atol=1e-7)
 
 
 def test_one_key_starts_alike_on_any_devices_and_with_or_without_hash_table():
@@ -62,8 +63,8 @@ def test_one_key_starts_alike_on_any_devices_and_with_or_without_hash_table():
             12, DIM, 1, 2, use_hashtable=use_hashtable, context=context(num_devices)
         )
         outs.append(np.asarray(layer(keys, training=True)))
-    np.testing.assert_array_equal(outs[0], outs[1])
-    np.testing.assert_array_equal(outs[0], outs[2])
+    assert_array_equal(outs[0], outs[1])
+    assert_array_equal(outs[0], outs[2])
     assert not outs[0][1, 0, 1].any() and len(np.unique(outs[0])) > 30
 
 
@@ -72,7 +73,7 @@ def test_lookups_insert_nothing():
     # As does a lookup for training: its step inserts.
     ahead = layer(np.asarray([1, 2, 2**50]), training=True)
     assert layer.variable.num_rows == 0
-    np.testing.assert_array_equal(insert(layer, np.asarray([1, 2, 2**50])), ahead)
+    assert_array_equal(insert(layer, np.asarray([1, 2, 2**50])), ahead)
     out = np.asarray(layer(np.asarray([2, 77, 77, 2**50, 1, 78])))
     assert out[[0, 3, 4]].any(axis=1).all() and not out[[1, 2, 5]].any()
     assert layer.variable.num_rows == 3
@@ -94,9 +95,9 @@ class TestFullTable:
             match=r"table 'all2all_dense_embedding' is full: 2 new keys .* when_full='grow'",
         ):
             layer.vjp(self.keys(4, 4))
-        np.testing.assert_array_equal(layer(self.keys(0, 4)), before)
+        assert_array_equal(layer(self.keys(0, 4)), before)
         for name, array in sok.export_rows(layer.variable).items():  # nothing was counted either
-            np.testing.assert_array_equal(array, rows[name], err_msg=name)
+            assert_array_equal(array, rows[name], err_msg=name)
 
     def test_says_so_in_the_step_where_another_took_the_room_since_the_lookup(self):
         layer = self.layer()
@@ -114,7 +115,7 @@ class TestFullTable:
         before = insert(layer, self.keys(0, 4))
         # Read as what their rows start from.
         assert insert(layer, self.keys(4, 4)).any(axis=-1).all()
-        np.testing.assert_array_equal(layer(self.keys(0, 4)), before)
+        assert_array_equal(layer(self.keys(0, 4)), before)
         assert layer.variable.num_rows == 8 and layer.variable.counts()["failed"].sum() == 0
 
     @pytest.mark.parametrize("num_devices", [1, 2])

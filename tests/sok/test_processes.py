@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed import checkpoint
 from tests import launching
@@ -34,13 +35,13 @@ def test_processes_learn_what_one_device_learns(launched):
     found = checkpoint.load(launched[1]).tree
     expected = training.train(training.context(1))
     for rule, learned in expected["layers"].items():
-        np.testing.assert_array_equal(found["layers"][rule]["keys"], learned["keys"])
+        assert_array_equal(found["layers"][rule]["keys"], learned["keys"])
         for name, values in learned.items():
-            np.testing.assert_allclose(
+            assert_allclose(
                 found["layers"][rule][name], values, rtol=1e-5, atol=1e-6, err_msg=f"{rule}: {name}"
             )
     rows = [learned["values"] for learned in expected["layers"].values()]
     assert not np.allclose(*rows, atol=1e-3)  # Adam moves rows that a batch did not read
-    np.testing.assert_allclose(found["tables"]["t"], expected["tables"]["t"], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-5)
+    assert_allclose(found["tables"]["t"], expected["tables"]["t"], rtol=1e-5, atol=1e-6)
+    assert_allclose(found["losses"], expected["losses"], rtol=1e-5)
     assert len(expected["layers"]["adam"]["keys"]) > 10

@@ -41,12 +41,8 @@ def train(devices):
         for name, rule in rules.items()
     }
     normal, adagrad = jax.nn.initializers.normal(), rs.optimizers.Adagrad(0.1)
-    table = rs.TableSpec(
-        name="t", vocabulary_size=30, embedding_dim=DIM, initializer=normal, optimizer=adagrad
-    )
-    collection = rs.EmbeddingCollection(
-        [rs.FeatureSpec(name="f", table_spec=table)], mesh=devices.mesh
-    )
+    table = rs.TableSpec("t", 30, DIM, initializer=normal, optimizer=adagrad)
+    collection = rs.EmbeddingCollection([rs.FeatureSpec("f", table)], mesh=devices.mesh)
     state, losses = collection.init(jax.random.key(0)), []
     lookup, update = jax.jit(collection.lookup), jax.jit(collection.update)
 

@@ -47,8 +47,8 @@ def declared_specs(spec):
     tables = {row["name"]: table_of(row) for row in spec["tables"]}
     features = [
         embedding_spec.FeatureSpec(
-            name=row["name"],
-            table_spec=tables[row["table"]],
+            row["name"],
+            tables[row["table"]],
             input_shape=(row["batch"], row["ids_per_sample"]),
             output_shape=(row["batch"], row.get("dim", tables[row["table"]].embedding_dim)),
         )

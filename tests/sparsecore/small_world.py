@@ -24,12 +24,12 @@ def feature_specs(tables, features, **fields):
         for name, own in tables.items()
     }
     tables = {
-        name: embedding_spec.TableSpec(name=name, **{"embedding_dim": 8} | fields | own)
+        name: embedding_spec.TableSpec(name, **{"embedding_dim": 8} | fields | own)
         for name, own in tables.items()
     }
     return {
         name: embedding_spec.FeatureSpec(
-            name=name, table_spec=tables[table], output_shape=(batch, tables[table].embedding_dim)
+            name, tables[table], output_shape=(batch, tables[table].embedding_dim)
         )
         for name, (table, batch) in features.items()
     }

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed import from_optax
 from rsembed.fdo import limits_from_statistics
@@ -76,20 +77,18 @@ def test_whoever_names_no_number_of_cores_gets_the_placed_one():
     specs = placed(1, 4, initializer=rows_by_number)
     variables = init(specs)
     wanted = np.broadcast_to(IDS.sum(axis=1)[:, None], (BATCH, DIM))
-    np.testing.assert_array_equal(look_up(specs, preprocess(specs), variables)[0], wanted)
-    np.testing.assert_array_equal(
-        small_world.logical_tables(variables, specs)["t"][:, 0], np.arange(ROWS)
-    )
+    assert_array_equal(look_up(specs, preprocess(specs), variables)[0], wanted)
+    assert_array_equal(small_world.logical_tables(variables, specs)["t"][:, 0], np.arange(ROWS))
     forward = embedding_pipelining_utils.get_default_sc_fwd_function(specs, mesh_of(1))
-    np.testing.assert_array_equal(jax.jit(forward)(preprocess(specs), variables)[0][0], wanted)
+    assert_array_equal(jax.jit(forward)(preprocess(specs), variables)[0][0], wanted)
     linen = linen_embed.SparseCoreEmbed(specs, "x", mesh_of(1))
     inputs, _ = linen.prepare_batch([IDS])
     found = jax.jit(lambda key, inputs: linen.apply(linen.init(key, inputs), inputs))(
         jax.random.key(0), inputs
     )
-    np.testing.assert_array_equal(found[0], wanted)
+    assert_array_equal(found[0], wanted)
     layer = nnx_embed.SparseCoreEmbed(specs, "x", mesh_of(1), nnx.Rngs(0))
-    np.testing.assert_array_equal(nnx.jit(layer)(layer.prepare_batch([IDS])[0])[0], wanted)
+    assert_array_equal(nnx.jit(layer)(layer.prepare_batch([IDS])[0])[0], wanted)
 
 
 def test_tables_placed_later_take_the_cores_of_those_placed_before():
@@ -197,7 +196,7 @@ def test_variables_serve_new_specs_with_another_batch_and_a_further_feature():
     for got, name, rows in zip(
         look_up(serving, preprocess(serving, ids), variables), "tuu", ids, strict=True
     ):
-        np.testing.assert_allclose(got, np.asarray(tables[name])[rows].sum(axis=1), rtol=1e-6)
+        assert_allclose(got, np.asarray(tables[name])[rows].sum(axis=1), rtol=1e-6)
 
 
 def test_limits_may_change_between_preprocessing_and_step():
@@ -207,7 +206,7 @@ def test_limits_may_change_between_preprocessing_and_step():
     for limit in (1, 512):
         statistics = embedding.SparseDenseMatmulInputStats(max_ids_per_partition={"t": [limit]})
         embedding.update_preprocessing_parameters(specs, statistics, 4)
-        np.testing.assert_array_equal(look_up(specs, inputs, variables)[0], wanted)
+        assert_array_equal(look_up(specs, inputs, variables)[0], wanted)
 
 
 def test_a_table_of_another_record_has_no_row_numbers():
@@ -230,9 +229,7 @@ def test_variables_are_pairs_of_the_structure_that_they_were_given_in():
     for given in ({"t": embedding.EmbeddingVariables(table, slot)}, {"t": (table,)}):
         updated = step(specs, inputs, given)
         assert jax.tree.structure(updated) == jax.tree.structure(given)
-        jax.tree.map(
-            np.testing.assert_array_equal, jax.tree.leaves(updated), jax.tree.leaves(wanted)
-        )
+        jax.tree.map(assert_array_equal, jax.tree.leaves(updated), jax.tree.leaves(wanted))
     initializers = embedding_spec.AdagradOptimizerSpec().slot_variables_initializers()
     assert isinstance(initializers, embedding_spec.AdagradSlotVariables)
     paths = [

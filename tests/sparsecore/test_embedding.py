@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_array_equal
 
 from rsembed import from_optax
 from rsembed.sparsecore import embedding, embedding_spec, mesh_lookup, table_stacking
@@ -75,7 +76,7 @@ def test_garbage_in_gaps_and_tails_is_never_used():
 
     run = on_devices(run, 2)
     jax.tree.map(
-        np.testing.assert_array_equal,
+        assert_array_equal,
         run(dirty, variables, gradients),
         run(processed, variables, gradients),
     )
@@ -96,7 +97,7 @@ def test_a_shard_map_may_check_what_varies_over_the_mesh():
     checked = jax.jit(
         jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=True)
     )
-    jax.tree.map(np.testing.assert_array_equal, checked(processed, variables, gradients), expected)
+    jax.tree.map(assert_array_equal, checked(processed, variables, gradients), expected)
 
 
 def test_row_limits_leave_padding_and_untouched_rows_alone():
@@ -110,7 +111,7 @@ def test_row_limits_leave_padding_and_untouched_rows_alone():
     first, second = (np.asarray(updated[name].table) for name in ("first", "second"))
     assert (first[:3, : small_world.DIM] >= 0.5).all() and not first[:, small_world.DIM :].any()
     assert (second[:3, : small_world.DIM] <= -0.5).all() and not second[:, small_world.DIM :].any()
-    np.testing.assert_array_equal(first[3:], variables["first"].table[3:])
+    assert_array_equal(first[3:], variables["first"].table[3:])
     assert jax.tree.map(jnp.shape, updated) == jax.tree.map(jnp.shape, variables)
 
 
@@ -150,7 +151,7 @@ def test_new_and_stacked_variables_have_equal_shapes(name):
 
     flat = flat_stacks(logical)
     assert jax.tree.map(jnp.shape, flat) == jax.tree.map(jnp.shape, variables)
-    jax.tree.map(np.testing.assert_array_equal, small_world.logical_variables(flat, specs), logical)
+    jax.tree.map(assert_array_equal, small_world.logical_variables(flat, specs), logical)
 
 
 @pytest.mark.parametrize("is_from_logical", [True, False])
@@ -237,9 +238,9 @@ def test_rounded_tables_are_bit_equal_alone_or_stacked_on_any_number_of_devices_
     wanted = stepped(rounded_specs(1, 4, "t", "u"), 1)
     for devices, cores in ((1, 4), (4, 1), (2, 4)):
         jax.tree.map(
-            np.testing.assert_array_equal,
+            assert_array_equal,
             stepped(rounded_specs(devices, cores, "t", "u", rotation=1), devices),
             wanted,
         )
     alone = stepped(rounded_specs(4, 1, "u"), 4)
-    np.testing.assert_array_equal(alone["u"], wanted["u"])
+    assert_array_equal(alone["u"], wanted["u"])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed.optimizers.rules import TensorFlowAdam
 from rsembed.sparsecore import embedding, embedding_spec, mesh_lookup
@@ -136,11 +137,11 @@ def test_pipelining_equals_sequential_training_with_one_late_update():
     losses, before, after, train_state = pipelined_run()
     expected_losses, tables, slots = sequential_run(before, delay=1)
     assert losses[0] == losses[-1] == 0.0
-    np.testing.assert_allclose(losses[1:-1], expected_losses, rtol=1e-5)
+    assert_allclose(losses[1:-1], expected_losses, rtol=1e-5)
     small_world.assert_close({name: table.table for name, table in after.items()}, tables)
     for name, table in after.items():
         for slot, expected in zip(table.slot, slots[name], strict=True):
-            np.testing.assert_allclose(slot, expected, atol=SLOT_TOLERANCE, rtol=SLOT_TOLERANCE)
+            assert_allclose(slot, expected, atol=SLOT_TOLERANCE, rtol=SLOT_TOLERANCE)
     assert train_state == {"scale": pytest.approx(0.9**NUM_BATCHES), "steps": NUM_BATCHES}
 
 
@@ -207,8 +208,8 @@ def test_cycles_without_gradients_move_no_rows_also_of_rules_that_move_all():
             given, None, variables, state, *stages, fake_tc_step=cycle == 0
         )
         found.append(np.asarray(small_world.logical_tables(variables, specs)["t"]))
-    np.testing.assert_array_equal(found[1], found[0])
-    np.testing.assert_array_equal(found[2], found[0])
+    assert_array_equal(found[1], found[0])
+    assert_array_equal(found[2], found[0])
     assert (found[3] != found[0]).any()
 
 

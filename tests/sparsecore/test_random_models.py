@@ -149,9 +149,9 @@ def compiled(model):
     max_ids, max_unique = limits_of(model)
     tables = {
         name: embedding_spec.TableSpec(
-            name=name,
-            vocabulary_size=rows,
-            embedding_dim=dim,
+            name,
+            rows,
+            dim,
             combiner=model.combiner,
             optimizer=optimizer[model.optimizer],
             max_ids_per_partition=max_ids,
@@ -161,7 +161,7 @@ def compiled(model):
         for name, (rows, dim) in model.tables.items()
     }
     specs = [
-        embedding_spec.FeatureSpec(name=name, table_spec=tables[table], output_shape=(BATCH, dim))
+        embedding_spec.FeatureSpec(name, tables[table], output_shape=(BATCH, dim))
         for name, (table, dim) in model.features.items()
     ]
     limits = {

@@ -14,9 +14,9 @@ def page_specs(initializer, **options):
     """Two tables of 64 and 120 rows, the second read by two features, stacked as the page does."""
     tables = {
         name: embedding_spec.TableSpec(
-            name=name,
-            vocabulary_size=rows,
-            embedding_dim=dim,
+            name,
+            rows,
+            dim,
             initializer=initializer,
             optimizer=embedding_spec.SGDOptimizerSpec(),
             combiner="sum",
@@ -27,8 +27,8 @@ def page_specs(initializer, **options):
     }
     specs = [
         embedding_spec.FeatureSpec(
-            name=f"feature_spec_{letter}",
-            table_spec=tables[table],
+            f"feature_spec_{letter}",
+            tables[table],
             input_shape=(16, 1),
             output_shape=(16, tables[table].embedding_dim),
         )

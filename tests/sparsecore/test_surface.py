@@ -11,6 +11,7 @@ from flax import nnx
 from flax.core import FrozenDict, meta
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking, utils
 from rsembed.sparsecore.linen import embed as linen_embed
@@ -149,15 +150,15 @@ def test_tables_are_stacked_by_a_record_and_come_back(dim, mesh):
     for name, first, rotation in (("t1", 0, 0), ("t0", 8, 3)):
         for row, vector in enumerate(tables[name]):
             expected[(row + rotation) % 4 * 16 + first + row // 4, :dim] = vector
-    np.testing.assert_array_equal(stacked["t1_t0"], expected)
+    assert_array_equal(stacked["t1_t0"], expected)
     by_spec = table_stacking.stack_and_shard_tables(
         embedding.get_table_specs(features), given, 4, pad_value=0.0
     )
-    np.testing.assert_array_equal(by_spec["t1_t0"].reshape(64, 8), expected)
+    assert_array_equal(by_spec["t1_t0"].reshape(64, 8), expected)
     back = table_stacking.unstack_and_unshard_stacked_tables(
         {"t1_t0": stacked["t1_t0"].reshape(4, 16, 8)}, record
     )
-    jax.tree.map(np.testing.assert_array_equal, back, tables)
+    jax.tree.map(assert_array_equal, back, tables)
     assert (
         table_stacking.unstack_and_unshard_stacked_tables(stacked, record, donate=True).keys()
         == tables.keys()
@@ -184,7 +185,7 @@ def test_a_table_or_stack_that_is_refused_costs_none_of_the_others():
         )
     assert not stacked[first].is_deleted()
     back = table_stacking.unstack_and_unshard_stacked_tables(stacked, record, donate=True)
-    jax.tree.map(np.testing.assert_array_equal, back, tables)
+    jax.tree.map(assert_array_equal, back, tables)
 
 
 def test_the_format_of_a_table_is_its_sharding():
@@ -217,7 +218,7 @@ def test_containers_are_matched_by_path(case):
     )
     assert jax.tree.structure(activations) == jax.tree.structure(features)
     for found, (feature, ids) in zip(jax.tree.leaves(activations), IDS.items(), strict=True):
-        np.testing.assert_allclose(found, 2 * tables[f"t{feature[1]}"][ids].sum(axis=1), rtol=1e-6)
+        assert_allclose(found, 2 * tables[f"t{feature[1]}"][ids].sum(axis=1), rtol=1e-6)
     gradients = of_batch({name: jnp.ones((BATCH, DIM)) for name in IDS})
     after = embedding.tpu_sparse_dense_matmul_grad(
         gradients, batch, variables, features, global_device_count=1
@@ -228,7 +229,7 @@ def test_containers_are_matched_by_path(case):
     found = table_stacking.unstack_and_unshard_stacked_tables(
         {name: v[0] for name, v in after.items()}, record
     )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, tables)
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, tables)
 
 
 def test_activations_have_the_dtype_of_the_table():
@@ -239,7 +240,7 @@ def test_activations_have_the_dtype_of_the_table():
         batch.sparse_dense_matmul_input, variables, features, global_device_count=1
     )
     expected = np.asarray(halves["t0"], np.float32)[IDS["f0"]].sum(axis=1)
-    np.testing.assert_array_equal(found["f0"], jnp.asarray(expected, jnp.bfloat16))
+    assert_array_equal(found["f0"], jnp.asarray(expected, jnp.bfloat16))
     after = embedding.tpu_sparse_dense_matmul_grad(
         found, batch, variables, features, global_device_count=1
     )
@@ -322,12 +323,8 @@ def test_the_backward_pass_of_nnx_is_what_autodiff_calls():
 
     updated, *others = backward(layer, state, gradients)
     assert others == [None, None]
-    jax.tree.map(
-        np.testing.assert_array_equal, nnx.to_pure_dict(updated), nnx.to_pure_dict(by_autodiff)
-    )
+    jax.tree.map(assert_array_equal, nnx.to_pure_dict(updated), nnx.to_pure_dict(by_autodiff))
     assert float(step_number(layer.step.get_value())) == 0
     # As published programs do.
     alone, *_ = backward(layer, {"embedding_table": state["embedding_table"]}, gradients)
-    jax.tree.map(
-        np.testing.assert_array_equal, alone, {"embedding_table": updated["embedding_table"]}
-    )
+    jax.tree.map(assert_array_equal, alone, {"embedding_table": updated["embedding_table"]})

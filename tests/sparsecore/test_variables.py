@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed.initial_values import initial_rows, table_key
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking
@@ -50,7 +51,7 @@ def test_tables_do_not_depend_on_the_layout_or_on_blocks(devices, cores, is_stac
     specs, tables = tables_of(devices, cores, is_stacked)
     for table in embedding.get_table_specs(specs).values():
         wanted = initial_rows(table_key(KEY, table.name), table, jnp.arange(table.vocabulary_size))
-        np.testing.assert_array_equal(tables[table.name], wanted)
+        assert_array_equal(tables[table.name], wanted)
     assert not np.array_equal(tables["first"], tables["twin"])
 
 
@@ -58,15 +59,15 @@ def test_tables_do_not_depend_on_the_layout_or_on_blocks(devices, cores, is_stac
 def test_initializers_see_the_logical_shape(initializer):
     _, alone = tables_of(1, 1, True, initializer)
     _, spread = tables_of(2, 2, False, initializer)
-    jax.tree.map(np.testing.assert_array_equal, alone, spread)
+    jax.tree.map(assert_array_equal, alone, spread)
     if initializer == "lecun":
         assert np.abs(alone["first"]).max() <= np.sqrt(3 / 37)
     if initializer == "orthogonal":
-        np.testing.assert_allclose(alone["first"].T @ alone["first"], np.eye(6), atol=1e-5)
+        assert_allclose(alone["first"].T @ alone["first"], np.eye(6), atol=1e-5)
 
 
 def test_three_axes_of_the_sharding_give_a_leading_axis_of_devices():
-    table = embedding_spec.TableSpec(name="t", vocabulary_size=30, embedding_dim=6)
+    table = embedding_spec.TableSpec("t", 30, 6)
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("x",))
     flat, by_device = (
         embedding.init_embedding_variables(KEY, [table], NamedSharding(mesh, P("x", *rest)), 2)[
@@ -75,7 +76,7 @@ def test_three_axes_of_the_sharding_give_a_leading_axis_of_devices():
         for rest in ([None], [None, None])
     )
     assert by_device.sharding.spec == P("x", None, None)
-    np.testing.assert_array_equal(by_device, np.asarray(flat).reshape(2, 16, 8))
+    assert_array_equal(by_device, np.asarray(flat).reshape(2, 16, 8))
 
 
 def test_building_needs_little_beside_the_table():
@@ -137,8 +138,8 @@ def test_a_table_comes_out_of_the_rows_of_its_plan_and_goes_back(is_stacked, mes
             rows = plan.flat_rows(table.name, np.arange(table.rows))
             seen[rows, : table.dim] = given.table[rows, : table.dim]
             own = jax.tree.map(operator.itemgetter((rows, slice(table.dim))), given)
-            jax.tree.map(np.testing.assert_array_equal, found[table.name], own)
-        np.testing.assert_array_equal(again[stack.name].table.reshape(seen.shape), seen)
+            jax.tree.map(assert_array_equal, found[table.name], own)
+        assert_array_equal(again[stack.name].table.reshape(seen.shape), seen)
 
 
 @pytest.mark.parametrize(
@@ -155,4 +156,4 @@ def test_tables_move_with_their_slots_to_another_layout(optimizer):
     wanted = jax.eval_shape(lambda: variables_with(other))
     assert jax.tree.structure(there) == jax.tree.structure(wanted)
     assert jax.tree.map(jnp.shape, there) == jax.tree.map(jnp.shape, wanted)
-    jax.tree.map(np.testing.assert_array_equal, small_world.logical_variables(there, other), tables)
+    jax.tree.map(assert_array_equal, small_world.logical_variables(there, other), tables)

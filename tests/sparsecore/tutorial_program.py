@@ -63,9 +63,9 @@ class NextWord(nn.Module):
 
 def word_specs(num_devices, num_cores):
     table = embedding_spec.TableSpec(
-        name="word_table",
-        vocabulary_size=VOCABULARY,
-        embedding_dim=DIM,
+        "word_table",
+        VOCABULARY,
+        DIM,
         initializer=jax.nn.initializers.normal(),
         optimizer=embedding_spec.AdamOptimizerSpec(learning_rate=LEARNING_RATE),
         combiner="sum",
@@ -74,7 +74,7 @@ def word_specs(num_devices, num_cores):
     )
     samples = BATCH * LENGTH
     feature = embedding_spec.FeatureSpec(
-        name=FEATURE, table_spec=table, input_shape=(samples, 1), output_shape=(samples, DIM)
+        FEATURE, table, input_shape=(samples, 1), output_shape=(samples, DIM)
     )
     specs = nn.FrozenDict({FEATURE: feature})
     embedding.prepare_feature_specs_for_training(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed.tt import OptimType, TableBatchedTTEmbeddingBag, full_weight
 from tests.tt.tt_oracles import (
@@ -79,9 +80,9 @@ def test_the_worked_batch_of_three_tables():
     for table in range(3):
         emb.set_cores([np.split(core, 3)[table] for core in stacked], table)
     output = looked_up(emb, jnp.asarray(given["indices"]), jnp.asarray(given["offsets"]))
-    np.testing.assert_array_equal(output, expect["output"])
-    np.testing.assert_array_equal(output, emb(given["indices"], given["offsets"][:-1]))
-    np.testing.assert_array_equal(jax.eval_shape(emb.full_weight).shape, (3, 6, 4))
+    assert_array_equal(output, expect["output"])
+    assert_array_equal(output, emb(given["indices"], given["offsets"][:-1]))
+    assert_array_equal(jax.eval_shape(emb.full_weight).shape, (3, 6, 4))
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
@@ -94,10 +95,10 @@ def test_tables_of_different_sizes_and_ranks_agree_with_their_dense_tables(mode)
     for k, (found, alone, cores) in enumerate(zip(*expanded_and_cores(emb), strict=True)):
         table = dense_table(emb.specs[k], cores)
         assert found.shape == (SIZES[k], 4)
-        np.testing.assert_allclose(found, table, rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(alone, found)
+        assert_allclose(found, table, rtol=1e-4, atol=1e-6)
+        assert_allclose(alone, found)
         part_ids, part_offsets, part_weights = by_table(ids, offsets, weights, k)
-        np.testing.assert_allclose(
+        assert_allclose(
             output[k],
             pooled(table, part_ids, part_offsets, part_weights, mode),
             rtol=1e-4,
@@ -127,9 +128,9 @@ def test_gradients_and_fused_step_are_those_of_each_table_by_itself():
         for t, (gradient, core) in enumerate(zip(wanted, cores[k], strict=True)):
             start = sum(emb.specs[b].tt_p_shapes[t] for b in before)
             found = d_cores[group][t][start : start + core.shape[0]]
-            np.testing.assert_allclose(found, gradient, rtol=1e-4, atol=1e-5)
+            assert_allclose(found, gradient, rtol=1e-4, atol=1e-5)
             total = np.sqrt((gradient**2).mean(1, keepdims=True))
-            np.testing.assert_allclose(
+            assert_allclose(
                 stepped[k][t], core - rate * gradient / (total + 1e-3), rtol=1e-4, atol=1e-4
             )
 
@@ -141,7 +142,7 @@ def test_dimensions_may_differ():
     d_outputs = [np.ones((2, 3), np.float32), np.zeros((2, 8), np.float32)]
     outputs, _ = step(emb, d_outputs, np.asarray([[1, 2], [3, -1], [8, 8], [0, 4]]))
     assert [output.shape for output in outputs] == [(2, 3), (2, 8)]
-    np.testing.assert_allclose(outputs[1][0], 2 * before[1][8], rtol=1e-5, atol=1e-8)
+    assert_allclose(outputs[1][0], 2 * before[1][8], rtol=1e-5, atol=1e-8)
     after, _, _ = jax.tree.map(np.asarray, expanded_and_cores(emb))
     assert (after[1] == before[1]).all()
     assert not (after[0] == before[0]).all()

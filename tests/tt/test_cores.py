@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed import Bags
 from rsembed.kernels import native
@@ -77,9 +78,9 @@ def jitted_rows(spec, form):
 def test_full_weight_is_the_worked_table(name):
     given, expect = CASES[name]["input"], CASES[name]["expect"]
     spec, cores = spec_of(given), worked_cores(given, spec_of(given))
-    np.testing.assert_array_equal(full_weight(spec, cores), expect["weight"])
+    assert_array_equal(full_weight(spec, cores), expect["weight"])
     for form in (form for form in FORMS if form != "native" or not native.unavailable_because()):
-        np.testing.assert_array_equal(
+        assert_array_equal(
             rows(spec, cores, jnp.arange(spec.num_embeddings), implementation=form),
             expect["weight"],
         )
@@ -116,19 +117,17 @@ def test_bags_agree_with_the_dense_table(name, form, mode, data):
     )
     output, d_cores, d_weights = jitted(spec, mode, form)(cores, bags, d_output)
     table = expanded(spec, cores)
-    np.testing.assert_allclose(
-        output, pooled(table, ids, [0, *cuts], weights, mode), rtol=1e-5, atol=1e-5
-    )
+    assert_allclose(output, pooled(table, ids, [0, *cuts], weights, mode), rtol=1e-5, atol=1e-5)
     bag_of = np.repeat(np.arange(batch), np.diff([0, *cuts]))
     known = [k for k in range(len(bag_of)) if 0 <= ids[k] < spec.num_embeddings]
     counts = np.bincount(bag_of[known], minlength=batch) if mode == "mean" else np.ones(batch)
     gains = [weights[k] / counts[bag_of[k]] for k in known]
     wanted = core_gradients(spec, cores, ids[known], bag_of[known], gains, d_output)
     for found, value in zip(d_cores, wanted, strict=True):
-        np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-4)
+        assert_allclose(found, value, rtol=1e-4, atol=1e-4)
     d_wanted = np.zeros(room)
     d_wanted[known] = [table[ids[k]] @ d_output[bag_of[k]] / counts[bag_of[k]] for k in known]
-    np.testing.assert_allclose(d_weights, d_wanted, atol=1e-4)
+    assert_allclose(d_weights, d_wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["d3", "d3, wide", "d4"])
@@ -145,7 +144,7 @@ def test_many_tiles_make_the_same_bits_as_native_kernels(name, monkeypatch):
         np.ones((4, spec.embedding_dim), np.float32),
     )
     found, wanted = (jitted(spec, "sum", form)(*given) for form in FORMS)
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    jax.tree.map(assert_array_equal, found, wanted)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -184,12 +183,12 @@ def test_bfloat16_cores_are_summed_in_float32(form):
     output, d_cores = jitted_rows(spec, form)(cores, ids, d_output)
     assert output.dtype == jnp.float32
     wide = tuple(np.asarray(core, np.float32) for core in cores)
-    np.testing.assert_array_equal(output, dense_table(spec, wide)[:50])
+    assert_array_equal(output, dense_table(spec, wide)[:50])
     _, wanted = jitted_rows(spec, form)(wide, ids, d_output)
     for found, value in zip(d_cores, wanted, strict=True):
         assert found.dtype == jnp.bfloat16
         # Rounded once, at the end.
-        np.testing.assert_array_equal(found, np.asarray(value).astype(jnp.bfloat16))
+        assert_array_equal(found, np.asarray(value).astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -205,7 +204,7 @@ def test_vmap_over_tables_and_over_ids(form):
         wanted, _ = jitted_rows(spec, "plain")(
             random_cores(spec, seed), ids[k], np.ones((3, 12), np.float32)
         )
-        np.testing.assert_array_equal(found[k], wanted)
+        assert_array_equal(found[k], wanted)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -228,7 +227,7 @@ def test_shard_map_over_the_batch_sums_core_gradients(form):
         return output, *pull(d_output)
 
     jax.tree.map(
-        np.testing.assert_array_equal,
+        assert_array_equal,
         run(cores, ids, d_output),
         jitted_rows(spec, "plain")(cores, ids, d_output),
     )
@@ -260,10 +259,8 @@ def test_ids_above_float32_and_int32_are_told_apart():
     spec = TTSpec(2**40, (2**20, 2**20), (1, 1), (1,))
     cores = (jnp.arange(2**20, dtype=jnp.float32)[:, None], jnp.ones((2**20, 1)))
     ids = np.asarray([2**24 + 1, 2**24 - 1, 2**35 + 5, 2**40, 2**40 - 1, -1])
-    np.testing.assert_array_equal(rows(spec, cores, ids)[:, 0], [16, 15, 2**15, 0, 2**20 - 1, 0])
-    np.testing.assert_array_equal(
-        rows(spec, cores, jnp.asarray([2**31 - 2, 2**20]))[:, 0], [2047, 1]
-    )
+    assert_array_equal(rows(spec, cores, ids)[:, 0], [16, 15, 2**15, 0, 2**20 - 1, 0])
+    assert_array_equal(rows(spec, cores, jnp.asarray([2**31 - 2, 2**20]))[:, 0], [2047, 1])
     tall = TTSpec(2**40, (2**5, 2**35), (1, 1), (1,))
     assert tall.strides[0] > 2**31
 
@@ -272,6 +269,6 @@ def test_ids_above_float32_and_int32_are_told_apart():
 def test_every_integer_type_of_ids_is_read_right(dtype):
     spec, cores = SPECS["d4"], random_cores(SPECS["d4"])
     ids = np.asarray([0, 99, 100, 120], dtype)
-    np.testing.assert_array_equal(
+    assert_array_equal(
         rows(spec, cores, ids), np.vstack([dense_table(spec, cores)[[0, 99]], np.zeros((2, 12))])
     )

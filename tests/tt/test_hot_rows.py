@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 from rsembed import Bags, checkpoint
@@ -109,7 +110,7 @@ def test_the_worked_life_of_a_cache():
     ids, rows = learned(cache)
     assert sorted(expect["cached_ids"]) == ids.tolist()
     for id, row in zip(ids, rows, strict=True):
-        np.testing.assert_array_equal(row, expect["cache_weight"][str(id)])
+        assert_array_equal(row, expect["cache_weight"][str(id)])
     ids = np.asarray(given["batch"]["indices"])
     batch = Bags(ids, np.asarray(given["batch"]["offsets"]))
     hits = np.isin(ids, list(directory_of(emb)[1]))
@@ -117,18 +118,16 @@ def test_the_worked_life_of_a_cache():
     assert ids[~hits].tolist() == expect["tt_lookups"]
     d_output = np.asarray(given["d_output"], np.float32)
     output, _ = step(emb, d_output, batch)
-    np.testing.assert_array_equal(output, expect["output"])
+    assert_array_equal(output, expect["output"])
     for core, wanted in zip(emb.cores_of(), expect["cores_after"], strict=True):
-        np.testing.assert_allclose(
-            core, np.asarray(wanted).reshape(core.shape), rtol=1e-6, atol=1e-6
-        )
+        assert_allclose(core, np.asarray(wanted).reshape(core.shape), rtol=1e-6, atol=1e-6)
     for id, wanted in expect["cache_after"].items():
         row = np.asarray(emb.caches[0].rows.get_value())[place_of(int(id), emb)]
-        np.testing.assert_allclose(row, wanted, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(looked_up(emb, batch), expect["output_after"], rtol=1e-6, atol=1e-6)
+        assert_allclose(row, wanted, rtol=1e-6, atol=1e-6)
+    assert_allclose(looked_up(emb, batch), expect["output_after"], rtol=1e-6, atol=1e-6)
     emb.update_cache(batch)
     emb.cache_populate()
-    np.testing.assert_allclose(
+    assert_allclose(
         looked_up(emb, batch), expect["output_after_second_populate"], rtol=1e-6, atol=1e-6
     )
 
@@ -146,7 +145,7 @@ def test_rows_that_come_or_go_between_lookup_and_backward_are_stepped_once(id):
     early.cache_populate()
     before = np.asarray(early.full_weight())
     early.vjp([[id]])[1](jnp.ones_like(outputs))
-    np.testing.assert_allclose(late.full_weight(), early.full_weight(), atol=1e-6)
+    assert_allclose(late.full_weight(), early.full_weight(), atol=1e-6)
     assert np.abs(np.asarray(early.full_weight())[id] - before[id]).max() > 0.01
 
 
@@ -157,9 +156,7 @@ def test_reset_forgets_counts_and_rows():
     train(emb, [[4]])
     emb.reset_cache()
     assert not any(emb.cache_reports()[0])
-    np.testing.assert_allclose(
-        all_rows(emb), dense_table(emb.spec, emb.cores_of()), rtol=1e-5, atol=1e-7
-    )
+    assert_allclose(all_rows(emb), dense_table(emb.spec, emb.cores_of()), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -171,14 +168,12 @@ def test_new_cores_are_not_hidden_by_old_rows_nor_stepped_with_old_state(give):
     emb.cache_populate()
     train(emb, [[4], [20]])
     give(emb)
-    np.testing.assert_allclose(
-        all_rows(emb), dense_table(emb.spec, emb.cores_of()), rtol=1e-4, atol=1e-7
-    )
+    assert_allclose(all_rows(emb), dense_table(emb.spec, emb.cores_of()), rtol=1e-4, atol=1e-7)
     fresh = make(optimizer=OptimType.ADAM)
     fresh.set_cores(emb.cores_of())
     for module in (emb, fresh):
         step(module, np.ones((6, 4), np.float32), six_bags([[4], [20]]))
-    np.testing.assert_array_equal(all_rows(emb), all_rows(fresh))
+    assert_array_equal(all_rows(emb), all_rows(fresh))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +214,7 @@ def test_a_copy_goes_on_as_if_never_copied_whatever_the_original_does(way, spars
     for module in (twin, alone):
         go_on(module, 32)
     assert twin.cache_reports() == alone.cache_reports()
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(twin), nnx.state(alone))
+    jax.tree.map(assert_array_equal, nnx.state(twin), nnx.state(alone))
 
 
 def three_tables(**options):
@@ -246,10 +241,8 @@ def test_new_cores_of_a_table_leave_the_learned_rows_of_the_others():
     emb.set_cores([jnp.ones_like(core) for core in emb.cores_of(2)], table=2)
     assert [learned(cache)[0].tolist() for cache in emb.caches] == [[3], [5]]
     for whole in (emb.full_weight(0), nnx.jit(lambda emb: emb.full_weight(0))(emb)):
-        np.testing.assert_array_equal(whole, before)
-    np.testing.assert_allclose(
-        emb.full_weight(2), dense_table(emb.specs[2], emb.cores_of(2)), rtol=1e-6
-    )
+        assert_array_equal(whole, before)
+    assert_allclose(emb.full_weight(2), dense_table(emb.specs[2], emb.cores_of(2)), rtol=1e-6)
 
 
 def test_ragged_bags_of_groups_between_each_other_step_the_cached_rows_of_their_own_tables():
@@ -278,9 +271,9 @@ def test_ragged_bags_of_groups_between_each_other_step_the_cached_rows_of_their_
         k, b, gain = bag // 3, bag % 3, weight / lengths[bag]
         wanted[k, b] += gain * tables[k][i]
         stepped[k][i] -= rate * gain * d_output[k, b]
-    np.testing.assert_allclose(output, wanted, rtol=1e-5, atol=1e-7)
+    assert_allclose(output, wanted, rtol=1e-5, atol=1e-7)
     for k in range(3):
-        np.testing.assert_allclose(emb.full_weight(k), stepped[k], rtol=1e-5, atol=1e-6)
+        assert_allclose(emb.full_weight(k), stepped[k], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -373,13 +366,13 @@ def test_rows_that_stay_keep_place_and_state_and_the_residual_bounds_what_others
         now = sorted(np.flatnonzero(reads), key=lambda id: (-reads[id], id not in cached, id))[:2]
         gone, stay = np.setdiff1d(cached, now).astype(int), np.intersect1d(cached, now)
         after, report = all_rows(emb), emb.cache_reports()[0]
-        np.testing.assert_allclose(
+        assert_allclose(
             after[gone], dense_table(emb.spec, emb.cores_of())[gone], rtol=1e-5, atol=1e-6
         )
         change = np.abs(after - before)
         assert change.max() <= report.residual + 1e-6
         # Those that entered started as they were.
-        np.testing.assert_array_equal(after[now], before[now])
+        assert_array_equal(after[now], before[now])
         # Better than to forget.
         assert np.square(change).sum() <= np.square(cores - before)[gone].sum() * (1 + 1e-5)
         assert learned(emb.caches[0])[0].tolist() == sorted(now)
@@ -388,7 +381,7 @@ def test_rows_that_stay_keep_place_and_state_and_the_residual_bounds_what_others
         for old, new in zip(
             stored, jax.tree.leaves((emb.caches[0].rows, emb.caches[0].state)), strict=True
         ):
-            np.testing.assert_array_equal(np.asarray(new)[kept], old[kept])
+            assert_array_equal(np.asarray(new)[kept], old[kept])
         reads, cached, num_gone = reads // 2, now, num_gone + len(gone)
     assert emb.cache_reports()[0].evictions == num_gone > 3
 
@@ -443,7 +436,7 @@ def test_a_row_that_takes_the_place_of_a_trained_one_does_not_move_by_what_that_
                     continue  # it enters the cache in this phase
                 wanted, by_id[id] = oracle(before[id], by_id.get(id, {}), gradient, number)
                 moves = max(moves, np.abs(after[id] - before[id]).max())
-                np.testing.assert_allclose(after[id], wanted, rtol=1e-4, atol=1e-5)
+                assert_allclose(after[id], wanted, rtol=1e-4, atol=1e-5)
     evictions = collection.counts(state)["t"]["evictions"].sum()
     assert moves > 0.05 and evictions == 5, (moves, evictions)
 

@@ -4,6 +4,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed import Bags
 from rsembed.tt import FusedParam, OptimType, TableBatchedTTEmbeddingBag, TTEmbeddingBag
@@ -49,8 +50,8 @@ def test_the_published_calls():
     embedding_sum = TTEmbeddingBag(10, 3, None, None, tt_ranks=[2, 2], sparse=False)
     output = embedding_sum(jnp.asarray(PAGE_IDS), jnp.asarray(PAGE_OFFSETS))
     table = dense_table(embedding_sum.spec, values(embedding_sum))
-    np.testing.assert_allclose(output, pooled(table, PAGE_IDS, [0, 4, 8]), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(
+    assert_allclose(output, pooled(table, PAGE_IDS, [0, 4, 8]), rtol=1e-5, atol=1e-6)
+    assert_array_equal(
         output, embedding_sum(jnp.asarray(PAGE_IDS), jnp.asarray([0, 4, 8]), warmup=False)
     )
 
@@ -121,7 +122,7 @@ def test_every_form_of_input_is_the_same_batch(mode):
         emb(Bags.from_lists(rows, weights)),
         emb(Bags.from_lists(rows, weights).pad_to(9)),
     ):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+        assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_last_offset_can_be_said_to_start_an_empty_bag():
@@ -144,9 +145,9 @@ def test_sparse_false_returns_gradients_and_changes_nothing():
     bags = Bags(np.asarray(given["indices"]), np.asarray(given["offsets"]))
     d_output = np.asarray(given["d_output"], np.float32)
     output, gradients = step(emb, d_output, bags)
-    np.testing.assert_array_equal(output, CASES["bag_sum_empty_dup"]["expect"]["output"])
+    assert_array_equal(output, CASES["bag_sum_empty_dup"]["expect"]["output"])
     for found, wanted in zip(gradients.cores[0], expect["d_cores"], strict=True):
-        np.testing.assert_array_equal(found, np.asarray(wanted).reshape(found.shape))
+        assert_array_equal(found, np.asarray(wanted).reshape(found.shape))
     assert all((a == b).all() for a, b in zip(before, values(emb), strict=True))
 
 
@@ -182,7 +183,7 @@ def test_fused_rules_are_their_formulas_on_whole_cores(name, formula, states, ep
                 [formula(*row, number + 1, row_formulas.DEFAULTS | {"eps": eps}) for row in rows]
             )
     for found, core in zip(values(emb), wanted, strict=True):
-        np.testing.assert_allclose(found, core, rtol=2e-5, atol=2e-6)
+        assert_allclose(found, core, rtol=2e-5, atol=2e-6)
 
 
 def test_a_new_learning_rate_compiles_nothing():
@@ -237,7 +238,7 @@ def test_a_module_that_an_interrupted_step_took_over_says_how_to_go_on_and_does(
         ):
             call()
     nnx.update(module, saved)
-    np.testing.assert_array_equal(module(ids), before)
+    assert_array_equal(module(ids), before)
 
 
 def test_get_params_and_reset_parameters():
@@ -264,5 +265,5 @@ def test_gradients_of_weights_are_returned_by_fused_steps_too():
     wanted = np.sum(dense_table(plain.spec, values(plain))[[5, 9, 5]] * d_output[[0, 0, 1]], axis=1)
     for module in (fused, plain):
         found = module.vjp(*arguments)[1](d_output)
-        np.testing.assert_allclose(found.per_sample_weights, wanted, rtol=1e-4, atol=1e-7)
+        assert_allclose(found.per_sample_weights, wanted, rtol=1e-4, atol=1e-7)
     assert found.cores and fused.vjp(*arguments[:2])[1](d_output) is None

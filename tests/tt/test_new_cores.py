@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed.tt import (
     TTSpec,
@@ -56,10 +57,10 @@ def error(spec, cores, table):
 def test_full_ranks_are_exact_and_larger_ones_are_filled_with_zeros(d):
     table = random_table()
     spec, cores = exact(d), from_dense(exact(d), table)
-    np.testing.assert_allclose(expanded(spec, cores), table, atol=2e-5)
+    assert_allclose(expanded(spec, cores), table, atol=2e-5)
     larger = dataclasses.replace(spec, tt_ranks=[rank + 2 for rank in spec.tt_ranks])
     wide = from_dense(larger, table)
-    np.testing.assert_array_equal(expanded(larger, wide), expanded(spec, cores))
+    assert_array_equal(expanded(larger, wide), expanded(spec, cores))
     for found, wanted in zip(wide, cores, strict=True):
         assert np.count_nonzero(found) == np.count_nonzero(wanted)
 
@@ -102,7 +103,7 @@ def test_rounding_to_ranks_equals_decomposing_the_padded_table():
     spec, rounded = round_cores(wide, cores, ranks=np.array([3, 4]))
     assert spec == TTSpec(120, *SHAPES[3], (3, 4))
     direct = from_dense(spec, expanded(wide, cores).astype(np.float32))
-    np.testing.assert_allclose(expanded(spec, rounded), expanded(spec, direct), atol=1e-3)
+    assert_allclose(expanded(spec, rounded), expanded(spec, direct), atol=1e-3)
     fewer, cut = round_cores(wide, cores, ranks=[3, 4], max_relative_error=0.9)
     assert max(fewer.tt_ranks) < 4 and error(fewer, cut, table) < 0.95
 
@@ -111,9 +112,7 @@ def test_tensorly_and_back():
     spec = TTSpec(101, *SHAPES[3], (3, 4))
     cores = init_cores(jax.random.key(0), spec)
     theirs = to_tensorly(spec, cores)
-    np.testing.assert_allclose(
-        theirs.to_matrix()[:101], full_weight(spec, cores), rtol=1e-4, atol=1e-6
-    )
+    assert_allclose(theirs.to_matrix()[:101], full_weight(spec, cores), rtol=1e-4, atol=1e-6)
     back_spec, back = from_tensorly(theirs, 101)
     assert back_spec == spec
     assert all((a == b).all() for a, b in zip(cores, back, strict=True))

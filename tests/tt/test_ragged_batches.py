@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed import Bags
 from rsembed.kernels import native
@@ -91,9 +92,7 @@ def test_room_for_more_ids_changes_no_bit(implementation, mode):
     # Is left as it is.
     as_given = Bags(bags.ids, bags.offsets, jnp.asarray(bags.weights), dense_shape=(0,))
     options = {"mode": mode, "implementation": implementation}
-    np.testing.assert_array_equal(
-        bag(spec, cores, bags, **options), bag(spec, cores, as_given, **options)
-    )
+    assert_array_equal(bag(spec, cores, bags, **options), bag(spec, cores, as_given, **options))
 
 
 def test_gradients_are_those_of_the_given_ids_and_weights():
@@ -104,14 +103,12 @@ def test_gradients_are_those_of_the_given_ids_and_weights():
     gradients = emb.vjp(bags)[1](d_output)
     inside = jax.jit(lambda bags: emb.vjp(bags)[1](d_output))(jax.tree.map(jnp.asarray, bags))
     assert gradients.per_sample_weights.shape == (45,)
-    np.testing.assert_array_equal(gradients.per_sample_weights, inside.per_sample_weights)
+    assert_array_equal(gradients.per_sample_weights, inside.per_sample_weights)
     for own, expected in zip(gradients.cores[0], inside.cores[0], strict=True):
-        np.testing.assert_allclose(own, expected, rtol=1e-6, atol=1e-7)
+        assert_allclose(own, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_an_empty_batch_is_a_batch():
     emb = make(include_last_offset=False)
-    np.testing.assert_array_equal(emb([[], []]), np.zeros((2, 4)))
-    np.testing.assert_array_equal(
-        emb(np.zeros(0, np.int32), np.zeros(3, np.int32)), np.zeros((3, 4))
-    )
+    assert_array_equal(emb([[], []]), np.zeros((2, 4)))
+    assert_array_equal(emb(np.zeros(0, np.int32), np.zeros(3, np.int32)), np.zeros((3, 4)))

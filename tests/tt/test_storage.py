@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 from rsembed import checkpoint
@@ -23,23 +24,21 @@ def collection_of(*, optimizer=None, combiner="mean", storage=STORAGE, **fields)
     optimizer = rs.optimizers.Adam(0.05) if optimizer is None else optimizer
     size = {"vocabulary_size": ROWS, "embedding_dim": DIM}
     table = rs.TableSpec(
-        name="t", **size, optimizer=optimizer, combiner=combiner, storage=storage, **fields
+        "t", **size, optimizer=optimizer, combiner=combiner, storage=storage, **fields
     )
-    dense = rs.TableSpec(name="d", vocabulary_size=7, embedding_dim=DIM, optimizer=optimizer)
+    dense = rs.TableSpec("d", 7, DIM, optimizer=optimizer)
     features = [
-        rs.FeatureSpec(name="one", table_spec=table),
-        rs.FeatureSpec(name="two", table_spec=table),
-        rs.FeatureSpec(name="dense", table_spec=dense),
+        rs.FeatureSpec("one", table),
+        rs.FeatureSpec("two", table),
+        rs.FeatureSpec("dense", dense),
     ]
     return rs.EmbeddingCollection(features)
 
 
 def split_collection(devices=4, *, axis=None, **options):
     """A table read by a weighted feature and a plain one, on a mesh whose axis `y` has two devices, or on no mesh."""
-    table = rs.TableSpec(
-        name="t", vocabulary_size=ROWS, embedding_dim=DIM, **{"storage": STORAGE, **options}
-    )
-    features = [rs.FeatureSpec(name=name, table_spec=table) for name in ("weighted", "plain")]
+    table = rs.TableSpec("t", ROWS, DIM, **{"storage": STORAGE, **options})
+    features = [rs.FeatureSpec(name, table) for name in ("weighted", "plain")]
     if devices is None:
         return rs.EmbeddingCollection(features)
     mesh = Mesh(np.asarray(jax.devices()[:devices]).reshape(-1, min(devices, 2)), ("x", "y"))
@@ -76,9 +75,9 @@ def test_devices_that_sum_their_gradients_step_as_one_device_and_keep_equal_copi
     )
     assert {core.dtype.name for cores, _ in (*many, *one) for core in cores} == {dtype}
     for found, expected in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
-        np.testing.assert_allclose(np.float32(found), np.float32(expected), **tolerance)
+        assert_allclose(np.float32(found), np.float32(expected), **tolerance)
         for shard in found.addressable_shards:
-            np.testing.assert_array_equal(shard.data, found.addressable_data(0))
+            assert_array_equal(shard.data, found.addressable_data(0))
 
 
 def test_only_gradients_of_cores_travel_and_cores_are_stepped_in_place():
@@ -104,7 +103,7 @@ def test_the_plan_counts_the_bytes_of_the_cores():
     assert stack.table_bytes == spec.num_params * 4
     assert stack.slot_bytes == spec.num_params * 8
     budget = TensorTrain(bytes=2_000)
-    table = rs.TableSpec(name="t", vocabulary_size=1_000, embedding_dim=8, storage=budget)
+    table = rs.TableSpec("t", 1_000, 8, storage=budget)
     assert isinstance(budget.spec_of(table), TTSpec)
     assert budget.spec_of(table).num_params * 4 <= 2_000
 
@@ -126,16 +125,12 @@ def test_a_whole_table_is_made_of_its_cores_in_place(num_devices):
         if num_devices is None
         else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
     )
-    table = rs.TableSpec(
-        name="t", vocabulary_size=500_000, embedding_dim=64, storage=TensorTrain((4,))
-    )
+    table = rs.TableSpec("t", 500_000, 64, storage=TensorTrain((4,)))
     placement = None if mesh is None else "replicated"
-    collection = rs.EmbeddingCollection(
-        rs.FeatureSpec(name="f", table_spec=table), mesh=mesh, placement=placement
-    )
+    collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table), mesh=mesh, placement=placement)
     state = collection.init(jax.random.key(0))
     expected = full_weight(table.storage.spec_of(table), jax.device_get(state.tables["t"]))
-    np.testing.assert_allclose(collection.tables(state)["t"], expected, rtol=1e-5, atol=1e-6)
+    assert_allclose(collection.tables(state)["t"], expected, rtol=1e-5, atol=1e-6)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident_bytes("VmRSS")
     whole = jax.block_until_ready(collection.tables(state)["t"])
@@ -154,18 +149,18 @@ def test_an_initializer_without_effect_is_told(caplog):
 
 def test_cores_of_a_state_dictionary_are_read_in_their_order():
     table = rs.TableSpec(
-        name="t",
-        vocabulary_size=2**12,
-        embedding_dim=2,
+        "t",
+        2**12,
+        2,
         storage=TensorTrain([2] * 11, [2] * 12, [2, *[1] * 11]),
     )
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+    collection = rs.EmbeddingCollection([rs.FeatureSpec("f", table)])
     state = collection.init(jax.random.key(0))
     cores = {f"weight.{k}": core for k, core in enumerate(state.tables["t"])}
     loaded = collection.with_tables(
         collection.init(jax.random.key(1)), {"t": dict(sorted(cores.items()))}
     )
-    jax.tree.map(np.testing.assert_array_equal, loaded.tables["t"], state.tables["t"])
+    jax.tree.map(assert_array_equal, loaded.tables["t"], state.tables["t"])
 
 
 def test_stacked_layouts_refuse_trains():
@@ -178,9 +173,9 @@ def like_tables(num_tables=3):
     sizes = [ROWS + 7 * k for k in range(num_tables)]
     return [
         rs.TableSpec(
-            name=f"t{k}",
-            vocabulary_size=size,
-            embedding_dim=DIM,
+            f"t{k}",
+            size,
+            DIM,
             optimizer=rs.optimizers.Adagrad(0.1),
             storage=TensorTrain((3, 4), None, (1, 2, 3)),
             combiner=combiner,
@@ -198,9 +193,7 @@ def test_like_trains_share_a_storage_and_each_is_as_in_a_collection_of_its_own(
         if num_devices is None
         else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
     )
-    features = [
-        rs.FeatureSpec(name=f"f{k}", table_spec=table) for k, table in enumerate(like_tables())
-    ]
+    features = [rs.FeatureSpec(f"f{k}", table) for k, table in enumerate(like_tables())]
     collection = rs.EmbeddingCollection(features, mesh=mesh)
     assert [stack.name for stack in collection.plan.stacks] == ["t0_t1_t2"]
     batch = {
@@ -213,7 +206,7 @@ def test_like_trains_share_a_storage_and_each_is_as_in_a_collection_of_its_own(
         own = {feature.name: batch[feature.name]}
         alone = rs.EmbeddingCollection([feature])
         fresh, name = alone.init(jax.random.key(0)), feature.table_spec.name
-        np.testing.assert_allclose(
+        assert_allclose(
             found[feature.name], alone.lookup(fresh, own)[feature.name], rtol=1e-5, atol=1e-7
         )
         stepped = alone.update(fresh, own, {feature.name: d_activations[feature.name]})
@@ -221,12 +214,10 @@ def test_like_trains_share_a_storage_and_each_is_as_in_a_collection_of_its_own(
             of_all, of_one = (
                 getattr(kept, read)(s)[name] for kept, s in ((collection, after), (alone, stepped))
             )
-            jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), of_all, of_one
-            )
+            jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-5, atol=1e-7), of_all, of_one)
         checkpoint.save_collection(tmp_path / name, alone, stepped)
         moved = collection.with_tables(state, {name: stepped.tables[name]})
-        np.testing.assert_array_equal(collection.tables(moved)[name], alone.tables(stepped)[name])
+        assert_array_equal(collection.tables(moved)[name], alone.tables(stepped)[name])
     checkpoint.save_collection(tmp_path / "all", collection, after)
     loaded = checkpoint.load_collection(tmp_path / "all", collection)
     for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(after), strict=True):
@@ -255,13 +246,13 @@ def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit(tmp_
         state = step(state, batch, ones)
         after = np.asarray(collection.tables(state)["t"])
         reads = np.bincount(np.r_[ids.ravel(), ids[:, 0]], minlength=ROWS)
-        np.testing.assert_allclose(
+        assert_allclose(
             after[[3, 7, 9, 50]],
             before[[3, 7, 9, 50]] - 0.5 * reads[[3, 7, 9, 50], None],
             rtol=1e-5,
         )
         # All that was read is stored.
-        jax.tree.map(np.testing.assert_array_equal, state.tables["t"].cores, cores)
+        jax.tree.map(assert_array_equal, state.tables["t"].cores, cores)
         counts = collection.counts(state)["t"]
         expected = {
             "cached_ids": 4,
@@ -275,5 +266,5 @@ def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit(tmp_
         results.append(after)
         checkpoint.save_collection(tmp_path / str(devices), collection, state)
         loaded = checkpoint.load_collection(tmp_path / str(devices), collection)
-        np.testing.assert_array_equal(collection.tables(loaded)["t"], after)
-    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
+        assert_array_equal(collection.tables(loaded)["t"], after)
+    assert_allclose(*results, rtol=1e-5, atol=1e-6)
