@@ -46,37 +46,6 @@ ROWS = [[1, 2, 2], [], [10], [0, 1, 5, 5]]
 WEIGHTS = [[1.0, 0.5, 2.0], [], [3.0], [0.25, 1.0, 1.0, 2.0]]
 
 
-def test_micro_batches_accumulate_to_the_large_batch_with_the_same_rows():
-    collection = collection_of(table_spec(optimizer=rs.optimizers.Adam(0.1)))
-    state = collection.init(jax.random.key(0))
-    rng = np.random.default_rng(3)
-    ids = rng.integers(0, VOCABULARY, size=(6, 2)).astype(np.int32)
-    d_activations = rng.normal(size=(6, DIM)).astype(np.float32)
-
-    def row_gradients(ids, d_activations):
-        return collection.lookup_vjp(state, {"f_t": ids})[1]({"f_t": d_activations})
-
-    @jax.jit
-    def each(ids, d_activations):
-        whole = row_gradients(ids, d_activations)
-        combined = rs.combine(
-            *(row_gradients(ids[i : i + 2], d_activations[i : i + 2]) for i in (0, 2, 4))
-        )
-        micro = ids.reshape(3, 2, 2), d_activations.reshape(3, 2, DIM)
-        _, stacked = jax.lax.scan(lambda _, inputs: (None, row_gradients(*inputs)), None, micro)
-        found = [
-            (g.rows["t"], g.num_touched()["t"], dense_gradients(g)["t"]) for g in (whole, combined)
-        ]
-        return *found, dense_gradients(rs.combine(stacked))["t"]
-
-    whole, combined, of_scan = each(ids, d_activations)
-    (rows, touched, dense), (combined_rows, combined_touched, combined_dense) = whole, combined
-    np.testing.assert_array_equal(np.asarray(combined_rows)[:touched], np.asarray(rows)[:touched])
-    assert combined_touched == touched
-    np.testing.assert_allclose(combined_dense, dense, rtol=1e-6, atol=1e-6)
-    np.testing.assert_array_equal(of_scan, combined_dense)
-
-
 @pytest.mark.parametrize("combiner", ["sum", "mean", "none"])
 def test_gradients_straight_from_a_batch_step_clip_and_read_as_those_that_were_written_down(
     combiner,
@@ -354,29 +323,6 @@ def test_the_loop_that_fills_tables_has_no_loop_inside():
     collection = collection_of(table_spec("a"), table_spec("b"))
     program = str(jax.make_jaxpr(collection.init)(jax.random.key(0)))
     assert len(re.findall(r"= (?:while|scan)\[", program)) == 1
-
-
-@pytest.mark.parametrize("implementation", [None, "reference"])
-@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
-def test_weights_with_squares_and_sums_beyond_float32_keep_their_means(combiner, implementation):
-    spec = table_spec(combiner=combiner)
-    collection = collection_of(spec, implementation=implementation)
-    state = collection.init(jax.random.key(0))
-    table = np.asarray(collection.tables(state)["t"], np.float64)
-    ids = [[1, 2], [3, 3, 4], [5]]
-    for size in (1.0, 1e-20, 1e-37, 2e19, 1e30):
-        weights = [[size, 3 * size], [size, size, 2 * size], [7 * size]]
-        batch = {"f_t": (ids, weights)}
-        for sample, activation in enumerate(np.asarray(collection.lookup(state, batch)["f_t"])):
-            gains = np.asarray(weights[sample], np.float64)
-            divisor = gains.sum() if combiner == "mean" else np.sqrt((gains**2).sum())
-            expected = (gains / divisor) @ table[ids[sample]]
-            np.testing.assert_allclose(activation, expected, rtol=1e-5, atol=1e-6)
-        trained = collection.update(state, batch, {"f_t": jnp.ones((3, DIM))})
-        step = table - np.asarray(collection.tables(trained)["t"], np.float64)
-        gain = weights[2][0] / (weights[2][0] if combiner == "mean" else abs(weights[2][0]))
-        np.testing.assert_allclose(step[5], 0.1 * gain, rtol=1e-4)
-        np.testing.assert_allclose(step[[0, 6]], 0.0)
 
 
 @pytest.mark.parametrize("storage", [None, rs.Hashed(), rs.HostCached(cache_rows=VOCABULARY)])

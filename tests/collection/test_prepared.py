@@ -49,11 +49,6 @@ def draw_batch(seed, *, most=5):
     return batch
 
 
-def by_themselves(batch):
-    """The batch in a form in which no two features share a list."""
-    return {name: rs.bags.as_bags(value, feature=name) for name, value in batch.items()}
-
-
 def gradients_like(activations, seed):
     rng = np.random.default_rng(seed)
     return {
@@ -99,51 +94,6 @@ def test_joined_features_have_the_numbers_of_single_ones(storage):
         ):
             np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
         state = fused
-
-
-def test_the_step_of_a_joined_batch_is_that_of_loops():
-    collection = rs.EmbeddingCollection(
-        [
-            rs.FeatureSpec(
-                n, rs.TableSpec(n, SIZES[n], DIM, combiner="mean", optimizer=rs.optimizers.SGD(1.0))
-            )
-            for n in "abc"
-        ]
-    )
-    state = collection.init(jax.random.key(0))
-    batch = {name: own for name, own in draw_batch(3).items() if name in "abc"}
-    before = {name: np.asarray(own, np.float64) for name, own in collection.tables(state).items()}
-    d_activations = gradients_like(collection.lookup(state, batch), 5)
-    for name, rows in batch.items():
-        for sample, ids in enumerate(rows):
-            for i in ids:
-                before[name][i] -= np.asarray(d_activations[name][sample], np.float64) / len(ids)
-    after = collection.tables(
-        jax.jit(collection.update)(state, collection.prepare(batch), d_activations)
-    )
-    for name, expected in before.items():
-        np.testing.assert_allclose(after[name], expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_stream_of_ragged_batches_needs_few_programs():
-    table = rs.TableSpec("t", 50, DIM, combiner="mean")
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(f"f{k}", table) for k in range(8)])
-    state, num_traced = collection.init(jax.random.key(0)), 0
-
-    @jax.jit
-    def step(state, batch):
-        nonlocal num_traced
-        num_traced += 1
-        return collection.update(state, batch, collection.lookup(state, batch))
-
-    rng = np.random.default_rng(0)
-    for _ in range(25):  # counts of every feature are near a power of two
-        counts = rng.integers(1, 8, (8, 32))
-        batch = {
-            f"f{k}": [rng.integers(0, 50, n).tolist() for n in own] for k, own in enumerate(counts)
-        }
-        state = step(state, collection.prepare(batch))
-    assert num_traced <= 3
 
 
 @pytest.mark.parametrize("form", ["lists", "bags", "jagged"])

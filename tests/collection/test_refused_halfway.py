@@ -3,16 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import rsembed as rs
 from rsembed import checkpoint
 
 ROWS, DIM = 40, 4
-
-
-def mesh_of(num_devices):
-    return Mesh(np.asarray(jax.devices()[:num_devices]), ("x",))
 
 
 def collection_of(storages, *, rows=ROWS, mesh=None, **options):
@@ -93,16 +88,6 @@ def test_numbers_too_large_for_the_dtype_are_refused(storage):
     ):
         collection.with_tables(state, {"t": np.full((ROWS, DIM), 1e6, np.float32)})
     assert_same(collection.tables(state), before)
-
-
-@pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (None, 4), (4, None)])
-def test_tables_move_between_meshes_of_one_process(sizes):
-    first, second = (
-        collection_of({"t": None}, mesh=None if n is None else mesh_of(n)) for n in sizes
-    )
-    state = trained(first)
-    moved = second.with_tables(second.init(jax.random.key(1)), first.tables(state))
-    assert_same(jax.device_get(second.tables(moved)), jax.device_get(first.tables(state)))
 
 
 def test_a_key_that_is_given_a_row_waits_no_longer():

@@ -57,6 +57,11 @@ def mean(one, other):
     return (one + other) / 2
 
 
+@functools.cache
+def initial_state(storage):
+    return collection_of(STORAGES[storage]).init(jax.random.key(0))
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize(
     "arithmetic",
@@ -74,7 +79,7 @@ def mean(one, other):
 )
 @pytest.mark.parametrize("of", [lambda state: state, lambda state: state.tables])
 def test_arithmetic_on_all_leaves_is_refused(storage, arithmetic, of):
-    state = collection_of(STORAGES[storage]).init(jax.random.key(0))
+    state = initial_state(storage)
     with jax.numpy_dtype_promotion("standard"), pytest.raises(TypeError, match="key<"):
         arithmetic(of(state), of(state))
 

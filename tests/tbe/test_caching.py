@@ -113,8 +113,6 @@ CACHES = {
     "lars": {"variant": "lars", **ONE_TABLE, "cache_sets": 1},
     "states above zero": {"variant": "ftrl", **ONE_TABLE, "cache_sets": 1},
     "float16": {"weights_precision": rt.SparseType.FP16, **ONE_TABLE, "cache_sets": 1},
-    "bfloat16": {"weights_precision": rt.SparseType.BF16, **ONE_TABLE, "cache_sets": 1},
-    "in parts": {"multipass_prefetch_config": MULTIPASS, "cache_sets": 1},
     "pipelined": {"prefetch_pipeline": True, "cache_sets": 1},
     "pipelined in parts": {
         "prefetch_pipeline": True,

@@ -289,7 +289,17 @@ INTERRUPTED = {
 }
 
 
-@pytest.mark.parametrize("name", INTERRUPTED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step",
+        "prefetch",
+        *(
+            pytest.param(own, marks=pytest.mark.slow)
+            for own in ("lookup", "late step", "apply", "save")
+        ),
+    ],
+)
 def test_ctrl_c_before_any_line_leaves_the_step_done_or_not_and_a_module_that_goes_on(name):
     run = INTERRUPTED[name]
     plain, cached = pair(prefetch_pipeline=name == "prefetch")

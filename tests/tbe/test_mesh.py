@@ -215,18 +215,6 @@ def test_one_compiled_step_serves_batches_of_many_lengths_and_updates_tables_whe
     assert len(traces) <= 2  # of bags of up to 4 ids, and of up to 2
 
 
-def test_prepared_batches_on_one_device_have_few_sizes_and_the_same_numbers():
-    module, again, sizes = make(SPECS), make(SPECS), set()
-    for seed in range(6):
-        ids, offsets, weights = draw(seed, features=(0, 1, 2))
-        batch = module.prepare(ids, offsets, weights)
-        sizes.add(batch.lists[0].ids.shape)
-        output, _ = train(module, batch, None)
-        np.testing.assert_array_equal(output, train(again, ids, offsets, weights)[0])
-    assert_same_bits(module, again)
-    assert len(sizes) <= 2
-
-
 # Whole tables
 
 
