@@ -47,7 +47,7 @@ print(sys.argv[1:], embed.SparseCoreEmbed.__module__, __name__)
 """
 
 
-@pytest.mark.parametrize("form", ["script", "module"])
+@pytest.mark.parametrize("form", ["script", pytest.param("module", marks=pytest.mark.slow)])
 def test_a_program_of_the_published_imports_runs_by_one_command(tmp_path, form):
     (tmp_path / "client.py").write_text(PROGRAM)
     named = ["-m", "client"] if form == "module" else [str(tmp_path / "client.py")]

@@ -112,9 +112,9 @@ def variables_with(specs):
     return variables
 
 
-@pytest.mark.parametrize("is_jitted", [False, True])
 @pytest.mark.parametrize(
-    ("is_stacked", "mesh"), [(True, ()), (False, ()), (True, (4,)), (False, (2, 2))]
+    ("is_stacked", "mesh", "is_jitted"),
+    [(True, (), True), (False, (), False), (True, (4,), False), (False, (2, 2), True)],
 )
 def test_a_table_comes_out_of_the_rows_of_its_plan_and_goes_back(is_stacked, mesh, is_jitted):
     """Also on the meshes that `jax.make_mesh` makes, whose axes are explicit."""
