@@ -23,7 +23,7 @@
 | sparse tensors have no weights | `test_sparse_input_may_have_weights` here |
 | tables are float32 only | `test_embedding`, `test_surface::test_activations_have_the_dtype_of_the_table` |
 | the statistics example of the documentation is wrong | `test_cases` (`pre_stats_docstring_example`) |
-| zero-argument initializers fail at initialization; `rotation` misnamed | `test_stacking_page` |
+| zero-argument initializers fail without a reason | `bad_calls/sparsecore` (an initializer without arguments) |
 | limits jump up and down with every batch | `fdo/test_statistics::test_few_limits_occur...` |
 | statistics files grow and are never removed | `fdo/test_clients` (running maximum, earlier run) |
 | unit tests of convergence assert nothing | `test_tutorial`, `test_cases` (published loss) |

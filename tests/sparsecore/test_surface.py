@@ -1,6 +1,7 @@
 """Calls in the forms that published programs use, each against a few lines of numpy."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -245,6 +246,23 @@ def test_activations_have_the_dtype_of_the_table():
         found, batch, variables, features, global_device_count=1
     )
     assert after["t0_t1"][0].dtype == jnp.bfloat16
+
+
+def test_activations_and_gradients_may_be_taken_apart_and_stacked_by_hand():
+    features, one = placed(), {"global_device_count": 1}
+    batch, variables = small_world.preprocess(features, IDS)[0], variables_of(features, values())
+    look_up = functools.partial(
+        embedding.tpu_sparse_dense_matmul, batch, variables, features, **one
+    )
+    by_hand = embedding.unstack_embedding_activations(
+        look_up(perform_unstacking=False), features, 1, CORES
+    )
+    jax.tree.map(assert_array_equal, by_hand, look_up())
+    gradients = {name: jnp.ones((BATCH, DIM)) for name in IDS}
+    stacked = embedding.stack_embedding_gradients(gradients, features, CORES, 1)
+    step = embedding.tpu_sparse_dense_matmul_grad
+    found = step(stacked, batch, variables, features, perform_stacking=False, **one)
+    jax.tree.map(assert_array_equal, found, step(gradients, batch, variables, features, **one))
 
 
 # Layers
