@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Int32, Integer
 
 from rsembed.arrays import check_unmasked
@@ -18,9 +19,13 @@ FlatIds = Integer[np.ndarray, " nnz"]
 Offsets = Int32[np.ndarray, " bags_plus_1"]
 
 
-def offsets_of(lengths: Int[np.ndarray, " bags"]) -> Int[np.ndarray, " bags_plus_1"]:
-    """Offsets of bags of these lengths, int64: the first is 0, the last the number of ids."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+def offsets_of(
+    lengths: Int[np.ndarray, " bags"], dtype: DTypeLike = np.int64
+) -> Int[np.ndarray, " bags_plus_1"]:
+    """Offsets of bags of these lengths: the first is 0, the last the number of ids."""
+    offsets = np.zeros(len(lengths) + 1, dtype)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 def ids_of_plain_rows(rows: Sequence[Any]) -> tuple[FlatIds, Offsets] | None:

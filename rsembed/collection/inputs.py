@@ -34,7 +34,7 @@ from rsembed.collection.devices import Devices
 from rsembed.collection.prepared import Listed, PreparedBatch, joined, room_for
 from rsembed.collection.stack import Batch, ByName
 from rsembed.keys import Keys
-from rsembed.lists import small_ids_of_lists
+from rsembed.lists import offsets_of, small_ids_of_lists
 from rsembed.parallel.agreement import Agreement, is_global
 from rsembed.row_gradients import check_gradient
 from rsembed.sizes import common_width, padded_size, size_of_list
@@ -102,7 +102,7 @@ def prepare(
             if devices.mesh is None:
                 return dataclasses.replace(on_device(_in_lists(ragged, lists)), made_for=made_for)
             for name, (ids, lengths) in ragged.items():
-                bags[name] = Bags(ids, _offsets_of(lengths))
+                bags[name] = Bags(ids, offsets_of(lengths, np.int32))
         else:
             for name, feature in features.items():
                 bags[name] = _checked(feature, batch[name], bounds_check)
@@ -247,7 +247,7 @@ def _in_lists(ragged: Mapping[str, Ragged], lists: Mapping[str, str]) -> Prepare
         ids = np.full(size_of_list(count), PAD_ID, np.int32)
         np.concatenate([ragged[name].ids for name in names], out=ids[:count])
         lengths = np.concatenate([ragged[name].lengths for name in names])
-        joined_lists[stack] = Bags(ids, _offsets_of(lengths))
+        joined_lists[stack] = Bags(ids, offsets_of(lengths, np.int32))
     num_bags = {name: feature.lengths.size for name, feature in ragged.items()}
     return PreparedBatch(joined_lists, {}, _places(members, num_bags), tuple(ragged))
 
@@ -289,14 +289,7 @@ def _everything(
     if (lengths < 0).any():
         return None
     ids = np.concatenate([value.ids for value in values])
-    return ids, _offsets_of(lengths), [value.num_bags for value in values]
-
-
-def _offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """Offsets (int32) of bags with the given lengths."""
-    offsets = np.zeros(lengths.size + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
+    return ids, offsets_of(lengths, np.int32), [value.num_bags for value in values]
 
 
 def _of_arrays(
