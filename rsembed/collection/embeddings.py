@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -284,6 +284,15 @@ class EmbeddingCollection:
         for name, stack in self._stacks.items():
             tables |= stack.values(state.tables[name], state.slots.get(name))
         return tables
+
+    def each_table(self, state: EmbeddingState) -> Iterator[tuple[str, PyTree]]:
+        """Name and rows of each table, one at a time, as `tables` has them. Do not keep the rows.
+
+        The rows of a table may be the arrays of the state themselves.
+        """
+        self.check_state(state, parts=["tables"])
+        for name, stack in self._stacks.items():
+            yield from stack.each_table(state.tables[name], state.slots.get(name))
 
     def counts(self, state: EmbeddingState) -> dict[str, dict[str, np.ndarray]]:
         """Counters by table, one number per device, such as keys inserted so far.

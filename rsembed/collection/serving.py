@@ -73,7 +73,7 @@ def for_serving(
       (2, 4)
     """
     tables = {}
-    for name, values in collection.tables(state).items():
+    for name, values in collection.each_table(state):
         tables[name] = _served(values, dtype, name, allow_nonfinite)
     return partial(lookup, collection.features), tables
 
@@ -91,17 +91,24 @@ def _served(values: PyTree, dtype: str | None, table: str, allow_nonfinite: bool
     if not allow_nonfinite:
         check_finite(rows, where)
     if dtype is None:
-        return {"rows": rows} | keys
+        return {"rows": jnp.copy(rows)} | keys
     if dtype_among(DTYPES, dtype, f"for_serving: dtype of table {table!r}") != "int8":
-        narrow = rows.astype(dtype)
+        narrow = jnp.copy(rows) if rows.dtype == dtype else rows.astype(dtype)
         if not allow_nonfinite:
             way_out = 'its numbers are too large; take dtype="bfloat16", "float32" or "int8", or allow_nonfinite=True'
             check_finite(narrow, f"{where} in {dtype}", way_out=way_out)
         return {"rows": narrow} | keys
+    steps, scales = _int8(rows)
+    return {"rows": steps, "scales": scales} | keys
+
+
+@jax.jit  # in one program, which keeps no float32 copies of the table
+def _int8(rows: Array) -> tuple[Array, Array]:
+    """Rows in steps of 1/127 of the largest number of each row, and the size of that step."""
     rows = rows.astype(jnp.float32)
     scales = jnp.max(jnp.abs(rows), axis=1) / 127.0
     steps = jnp.round(rows / jnp.where(scales == 0.0, 1.0, scales)[:, None])
-    return {"rows": steps.astype(jnp.int8), "scales": scales} | keys
+    return steps.astype(jnp.int8), scales
 
 
 def lookup(

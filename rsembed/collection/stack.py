@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -83,6 +83,10 @@ class Stack:
         rows_by_table = self._by_table(self.storage.rows, params, ())
         return {name: rows["values"] for name, rows in rows_by_table.items()}
 
+    def each_table(self, params: Params, slots: SlotTree) -> Iterator[tuple[str, PyTree]]:
+        """Name and rows of each table, one at a time, as in `values`, but perhaps no copies."""
+        yield from self.values(params, slots).items()
+
     def slots(self, params: Params, slots: SlotTree) -> ByName:
         """Optimizer state of every table by name, in the form of `EmbeddingCollection.slots`."""
         return self._by_table(self.storage.optimizer_state, params, slots)
@@ -156,6 +160,14 @@ class Stack:
 
 class ArrayStack(Stack):
     """Tables with all rows in one array."""
+
+    def each_table(self, params: Params, slots: SlotTree) -> Iterator[tuple[str, PyTree]]:
+        """See `Stack.each_table`. On one device, a table that fills the array is not copied."""
+        if self.devices.mesh is not None:
+            yield from super().each_table(params, slots)
+            return
+        for table in self.tables:
+            yield table.name, params[self.layout.all_rows(table.name, table.vocabulary_size)]
 
     def slots(self, params: Params, slots: SlotTree) -> ByName:
         """See `Stack.slots`. The array of rows, which may be large, is not copied."""
