@@ -12,19 +12,21 @@ from __future__ import annotations
 import functools
 import re
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, UInt32
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from rsembed.kernels import api
 from rsembed.kernels.contract import KeyOrKeys
 from rsembed.kernels.devices import vary_alike
-from rsembed.specs import TableSpec
+from rsembed.kernels.traced_rules import CALLS, called_jaxpr
+from rsembed.specs import CallableTableInitializer, TableSpec
 
 
 def table_key(key: PRNGKeyArray, table_name: str) -> PRNGKeyArray:
@@ -56,9 +58,7 @@ def initial_rows(
     trace = traced_initializer(table, shape)
     try:
         return _RowEvaluator(rows, shape[0]).evaluate(trace, key).astype(jnp.float32)
-    except (
-        _MixesRowsError
-    ):  # for example an orthogonal matrix: build the whole table and select rows
+    except _MixesRowsError:  # For example an orthogonal matrix. Its rows need the whole table.
         return table.initializer(key, shape).astype(jnp.float32)[rows]
 
 
@@ -98,7 +98,7 @@ def form(table: TableSpec) -> Hashable:
 
 def keyed_rows(
     key: KeyOrKeys,
-    initializer: Callable[..., PyTree],
+    initializer: CallableTableInitializer,
     lanes: Sequence[UInt32[Array, " rows"]],
     dim: int,
     table: Int[Array, " rows"] | None = None,
@@ -129,7 +129,7 @@ def keyed_rows(
         return jax.vmap(one_row)(key.at[table].get(mode="clip"), *lanes)
 
 
-def keyed_form(initializer: Callable[..., PyTree], dim: int) -> Hashable:
+def keyed_form(initializer: CallableTableInitializer, dim: int) -> Hashable:
     """Key that is equal for initializers that give equal rows in `keyed_rows`."""
     trace = jax.make_jaxpr(lambda key: initializer(key, (1, dim)))(jax.random.key(0))
     return (initializer if _has_constants(trace) else str(trace)), dim
@@ -180,15 +180,7 @@ _ELEMENTWISE = """
     sign sin sqrt square stop_gradient sub tan tanh xor
 """
 """Primitives that work elementwise."""
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-}
-
-
-_Value = tuple[PyTree, bool]
+_Value = tuple[ArrayLike, bool]
 """An array, and whether it is cut: it holds only the requested rows of an array of all rows."""
 
 
@@ -234,12 +226,12 @@ class _RowEvaluator:
         return result if is_cut else jnp.asarray(result)[self.rows]
 
     def _run(
-        self, jaxpr: Jaxpr, consts: Sequence[PyTree], inputs: Sequence[_Value]
+        self, jaxpr: Jaxpr, consts: Sequence[ArrayLike], inputs: Sequence[_Value]
     ) -> list[_Value]:
-        arguments = [*((const, False) for const in consts), *inputs]
-        values: dict[Any, _Value] = dict(
-            zip((*jaxpr.constvars, *jaxpr.invars), arguments, strict=True)
-        )
+        values: dict[Any, _Value] = {}
+        for variable, const in zip(jaxpr.constvars, consts, strict=True):
+            values[variable] = (const, False)
+        values.update(zip(jaxpr.invars, inputs, strict=True))
 
         def value(variable: Any) -> _Value:
             return (variable.val, False) if isinstance(variable, Literal) else values[variable]
@@ -254,14 +246,12 @@ class _RowEvaluator:
         name = equation.primitive.name
         params = equation.params
         bind = equation.primitive.bind
-        if name in _CALLS:
-            inner: ClosedJaxpr = params[_CALLS[name]]
+        if name in CALLS:
+            inner = called_jaxpr(equation)
             return self._run(inner.jaxpr, inner.consts, inputs)
         arrays = [array for array, _ in inputs]
         if any(is_cut for _, is_cut in inputs):
-            spans_rows = any(
-                not is_cut and jnp.ndim(x) > 0 and jnp.shape(x)[0] != 1 for x, is_cut in inputs
-            )
+            spans_rows = any(_spans_rows(array) for array, is_cut in inputs if not is_cut)
             if name not in _ELEMENTWISE.split() or spans_rows:
                 raise _MixesRowsError
             return [(bind(*vary_alike(arrays), **params), True)]
@@ -276,12 +266,19 @@ class _RowEvaluator:
         if self.only_key is not None and any(x is self.only_key for x in arrays):
             raise _MixesRowsError
         if has_row_axis and name == "broadcast_in_dim" and 0 not in params["broadcast_dimensions"]:
-            return [(bind(*arrays, **{**params, "shape": (self.rows.shape[0], shape[1])}), True)]
+            params = {**params, "shape": (self.rows.shape[0], shape[1])}
+            return [(bind(*arrays, **params), True)]
         results = bind(*arrays, **params)
-        results = list(results) if equation.primitive.multiple_results else [results]
+        if not equation.primitive.multiple_results:
+            results = [results]
         if self.only_cuts and any(self.num_rows in jnp.shape(result) for result in results):
             raise _MixesRowsError
         return [(result, False) for result in results]
+
+
+def _spans_rows(array: ArrayLike) -> bool:
+    """Whether an array has more than one entry along its first axis."""
+    return jnp.ndim(array) > 0 and jnp.shape(array)[0] != 1
 
 
 def _row_bits(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, no_type_check
+from typing import Any, Literal, NamedTuple, TypeAlias, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,12 @@ Rounding = Callable[..., Array]
 
 None rounds to nearest. A fourth argument, `table`, has the table of each row if several keyed
 tables share one storage."""
+
+Ref: TypeAlias = Any
+"""Reference to memory of a device, as Pallas hands it to a kernel. Reading it gives an array."""
+
+Index: TypeAlias = Any
+"""Traced number of a turn of a loop, or a slice, as Pallas takes it for an index."""
 
 # Row number that no table has. It sorts after every real row, so padding gathers at the end.
 NO_ROW = 2**31 - 1
@@ -219,22 +225,25 @@ class Call:
                 is_pooled = segment.combiner != "none"
                 size = segment.num_bags if is_pooled else self.lists[segment.list].num_entries
                 shapes.append((size, dim))
-            places = [Place(number, 0, dim) for number, dim in enumerate(columns)]
-            return shapes, places
+            return shapes, [Place(number, 0, dim) for number, dim in enumerate(columns)]
         if self.segments[0].combiner == "none":
             longest = max(columns)
             return [(self.lists[0].num_entries, longest)], [Place(0, 0, longest)] * len(columns)
         if self.layout == "columns":
             starts = itertools.accumulate(columns, initial=0)
             total = sum(columns)
-            places = [Place(0, start, total) for start, _ in zip(starts, columns, strict=False)]
-            return [(self.segments[0].num_bags, total)], places
+            side_by_side = []
+            for start, _ in zip(starts, columns, strict=False):
+                side_by_side.append(Place(0, start, total))
+            return [(self.segments[0].num_bags, total)], side_by_side
         sizes = []
         for segment, dim in zip(self.segments, columns, strict=True):
             sizes.append(segment.num_bags * dim)
         starts = itertools.accumulate(sizes, initial=0)
-        places = [Place(0, start, dim) for start, dim in zip(starts, columns, strict=False)]
-        return [(sum(sizes),)], places
+        blocks = []
+        for start, dim in zip(starts, columns, strict=False):
+            blocks.append(Place(0, start, dim))
+        return [(sum(sizes),)], blocks
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it

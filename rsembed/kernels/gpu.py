@@ -25,6 +25,8 @@ from jaxtyping import Array, Float, Int
 from rsembed.kernels import reference
 from rsembed.kernels.contract import (
     CallGradients,
+    Index,
+    Ref,
     RowsAndGradients,
     Step,
     Table,
@@ -33,7 +35,7 @@ from rsembed.kernels.contract import (
 )
 from rsembed.kernels.devices import target_device, vary_alike
 from rsembed.kernels.reference import Entries
-from rsembed.kernels.traced_rules import ELEMENTWISE, evaluate, trace_rule
+from rsembed.kernels.traced_rules import ELEMENTWISE, Row, evaluate, trace_rule
 from rsembed.optimizers.base import Slots
 
 NAME = "gpu"
@@ -178,8 +180,8 @@ def _power_of_two(number: int) -> int:
 
 
 def _sum_bags(
-    table: Any,
-    refs: Sequence[Any],
+    table: Ref,
+    refs: Sequence[Ref],
     bags: Int[Array, " bags"],
     columns: Int[Array, " columns"],
     combiner: str,
@@ -216,7 +218,7 @@ def _sum_bags(
     if has_pieces:
         num_pieces = jnp.maximum(stop // length - first_piece, 0)
 
-    def read_entries(turn: Any) -> tuple[Array, Array]:
+    def read_entries(turn: Index) -> tuple[Array, Array]:
         """Gain and row of the next entry of every bag."""
         entry = start + turn
         entry = entry + jnp.where(entry >= first_piece * length, num_pieces * length, 0)
@@ -234,7 +236,7 @@ def _sum_bags(
         vectors = triton.load(table.at[index], mask=is_read, other=0.0)
         return gains, vectors.astype(jnp.float32)
 
-    def add_entries(number: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+    def add_entries(number: Index, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         total, divisor = sums
         first = number * tiling.num_ahead
         entries = [read_entries(first + turn) for turn in range(tiling.num_ahead)]
@@ -253,12 +255,12 @@ def _sum_bags(
     total, divisor = jax.lax.fori_loop(0, turns, add_entries, (total, divisor))
     if sums_ref is not None:
 
-        def read_piece(turn: Any) -> Array:
+        def read_piece(turn: Index) -> Array:
             is_read = (turn < num_pieces)[:, None] & is_column
             index = ((first_piece + turn)[:, None], columns[None, :])
             return triton.load(sums_ref.at[index], mask=is_read, other=0.0)
 
-        def add_pieces(number: Any, total: Array) -> Array:
+        def add_pieces(number: Index, total: Array) -> Array:
             for turn in range(tiling.num_ahead):
                 total = total + read_piece(number * tiling.num_ahead + turn)
             return total
@@ -309,7 +311,7 @@ def _pool(
     width = min(tiling.max_columns, _power_of_two(dim))
     height = max(tiling.num_bags, tiling.num_numbers // width)
 
-    def kernel(table_ref: Any, *refs: Any) -> None:
+    def kernel(table_ref: Ref, *refs: Ref) -> None:
         *others, out_ref = refs
         bags = pl.program_id(0) * height + jnp.arange(height, dtype=jnp.int32)
         columns = pl.program_id(1) * width + jnp.arange(width, dtype=jnp.int32)
@@ -340,7 +342,7 @@ def _call(
     operands = tuple(vary_alike(operands))
     varying = jax.typeof(operands[0]).mat
 
-    def varying_shape(array: Any) -> jax.ShapeDtypeStruct:
+    def varying_shape(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, manual_axis_type=varying)
 
     call = pl.pallas_call(
@@ -394,7 +396,7 @@ def _step(
     height = max(1, tiling.num_numbers // width)
 
     def step_row(gradient: Array, hyper: Sequence[Array], *values: Array) -> list[Array]:
-        arguments: list[Any] = []
+        arguments: list[Row | Array] = []
         for array, value in zip(state, values, strict=True):
             if array.shape[1] == dim:
                 arguments.append((value,))
@@ -406,7 +408,7 @@ def _step(
         results = evaluate(traced, arguments, dim=dim)
         return [result[0] if isinstance(result, tuple) else result for result in results]
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         old = refs[:num_arrays]
         new = refs[-num_arrays:]
         rows_ref, d_ref, hyper_ref, *others = refs[num_arrays:-num_arrays]

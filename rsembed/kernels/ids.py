@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from rsembed.bags import PAD_ID
 from rsembed.kernels.contract import NO_ROW, Call, as_rows
@@ -21,7 +21,11 @@ ALIGNMENT = 8
 
 
 def rows_of_ids(
-    call: Call, places: Sequence[Place], sizes: Sequence[int], spread: int, rows_per_shard: int
+    call: Call,
+    table_places: Sequence[Place],
+    sizes: Sequence[int],
+    spread: int,
+    rows_per_shard: int,
 ) -> tuple[Int[Array, " _"], ...]:
     """For each list of a call, the row of each id in an array of shards.
 
@@ -29,7 +33,7 @@ def rows_of_ids(
 
     Args:
       call: the lists of ids, and the bags that each feature reads.
-      places: the `Place` of each segment's table.
+      table_places: the `Place` of each segment's table.
       sizes: number of ids of each segment's table.
       spread: number of shards that share a table.
       rows_per_shard: number of rows of every shard.
@@ -39,7 +43,7 @@ def rows_of_ids(
         readers = [k for k, segment in enumerate(call.segments) if segment.list == number]
         segments = [call.segments[k] for k in readers]
         fields = []
-        for values in zip(*[places[k] for k in readers], strict=True):
+        for values in zip(*[table_places[k] for k in readers], strict=True):
             fields.append(by_bag(ids, segments, list(values), 0))
         num_ids = by_bag(ids, segments, [sizes[k] for k in readers], 0)
         entries = as_rows(ids.ids)
@@ -205,7 +209,7 @@ def pack_blocks(
 
 def unpack_blocks(
     packed: Shaped[Array, "devices places *row"],
-    shapes: Sequence[PyTree],
+    shapes: Sequence[jax.ShapeDtypeStruct],
 ) -> tuple[Array, ...]:
     """The blocks of each array, from the result of `pack_blocks`.
 

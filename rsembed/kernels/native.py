@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import ShapeDtypeStruct as Result
-from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from rsembed.kernels import reference
 from rsembed.kernels.contract import (
@@ -47,7 +47,8 @@ NAME = "native"
 _TABLE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 # These numbers are also written in csrc/row_kernels.h and csrc/ffi.cc.
 _COMBINER_CODES = {"sum": 0, "mean": 1, "sqrtn": 2, "mean_by_count": 3, "none": -1}
-_HAS_OFFSETS, _HAS_WEIGHTS = 1, 2
+_HAS_OFFSETS = 1
+_HAS_WEIGHTS = 2
 _FUSED_RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
 _NUM_SLOTS = (0, 1, 1, 2)
 STEP_BLOCK = 512
@@ -169,9 +170,10 @@ def weight_gradients(
     results = [Result(ids.ids.shape, jnp.float32) for ids in call.lists]
     operands += tables
     gradients = call_handler("rsembed_weight_gradients", results, *operands, **attributes)
-    d_weights: list[Array | None] = []
-    for ids, gradient in zip(call.lists, gradients, strict=True):
-        d_weights.append(None if ids.weights is None else gradient)
+    d_weights: list[Array | None] = list(gradients)
+    for number, ids in enumerate(call.lists):
+        if ids.weights is None:
+            d_weights[number] = None
     return tuple(d_weights)
 
 
@@ -245,7 +247,7 @@ def pack_blocks(
 
 def unpack_blocks(
     packed: Shaped[Array, "devices places *row"],
-    shapes: Sequence[PyTree],
+    shapes: Sequence[Result],
 ) -> tuple[Array, ...]:
     """The blocks of each array. See `ids.unpack_blocks`."""
     return call_handler("rsembed_unpack_blocks", shapes, packed)
@@ -299,13 +301,17 @@ def rows_by_bag(
 
 
 def rows_of_ids(
-    call: Call, places: Sequence[TablePlace], sizes: Sequence[int], spread: int, rows_per_shard: int
+    call: Call,
+    table_places: Sequence[TablePlace],
+    sizes: Sequence[int],
+    spread: int,
+    rows_per_shard: int,
 ) -> tuple[Int[Array, " _"], ...]:
     """For each list, the row of each id in an array of shards. See `ids.rows_of_ids`."""
     _check_ids([ids.ids for ids in call.lists])
     operands, forms = _list_operands(call.lists, with_weights=False)
     numbers: list[int] = []
-    for segment, place, size in zip(call.segments, places, sizes, strict=True):
+    for segment, place, size in zip(call.segments, table_places, sizes, strict=True):
         numbers += [segment.list, segment.first_bag, segment.num_bags, *place, size]
     attributes: Attributes = {"lists": forms, "places": numbers}
     attributes |= {"spread": spread, "rows_per_shard": rows_per_shard}
@@ -507,14 +513,14 @@ def _gradient_operands(gradients: CallGradients, num_rows: int) -> tuple[list[Ar
     Other segments, and lists and outputs that only they use, are left out.
     """
     call = gradients.call
-    shapes, places = call.outputs(gradients.dims)
+    shapes, output_places = call.outputs(gradients.dims)
     if len(gradients.d_outputs) != len(shapes):
         raise ValueError(
             f"got {len(shapes)} outputs but {len(gradients.d_outputs)} gradients; pass one each.",
         )
     lists = gradients.lists_read()
     readers = []
-    for segment, place in zip(call.segments, places, strict=True):
+    for segment, place in zip(call.segments, output_places, strict=True):
         if segment.table == gradients.table:
             readers.append((segment, place))
     outputs = sorted({place.output for _, place in readers})
@@ -536,9 +542,9 @@ def _call_operands(
 ) -> tuple[list[Array], Attributes]:
     """Operands and attributes of all lists and segments of a call."""
     operands, forms = _list_operands(call.lists, with_weights=with_weights)
-    _, places = call.outputs([table.shape[1] for table in tables])
+    _, output_places = call.outputs([table.shape[1] for table in tables])
     segments: list[int] = []
-    for segment, place in zip(call.segments, places, strict=True):
+    for segment, place in zip(call.segments, output_places, strict=True):
         segments += _segment_numbers(segment, place, tables[segment.table].shape[0])
     return operands, {"lists": forms, "segments": segments}
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped, UInt32
 
 from rsembed.kernels.contract import (
     NO_ROW,
@@ -64,8 +64,12 @@ class Entries(NamedTuple):
         return self.offsets.shape[0] - 1
 
 
+Pool = Callable[[Table, Entries], Array]
+"""Kernel `(table, entries) -> pooled rows of every bag`."""
+
+
 def entries_of(
-    call: Call, number: int, table: int, table_rows: int, pool: Callable[..., PyTree] | None = None
+    call: Call, number: int, table: int, table_rows: int, pool: Pool | None = None
 ) -> Entries:
     """Entries of list `number` that read table `table`, with the bags of the list.
 
@@ -138,7 +142,7 @@ def rows_of_list(call: Call, number: int, table: int, table_rows: int) -> Int[Ar
 
 
 def _shares(
-    entries: Entries, combiner: Combiner, num_rows: int, pool: Callable[..., PyTree] | None
+    entries: Entries, combiner: Combiner, num_rows: int, pool: Pool | None
 ) -> Float[Array, " nnz"]:
     """Gain of every entry under a combiner."""
     if combiner != "mean_by_count":
@@ -177,7 +181,7 @@ def _bag_of_entries(offsets: Int[Array, " bags_plus_1"], num_entries: Any) -> In
 
 
 def entry_gains(
-    entries: Entries, num_rows: int, pool: Callable[..., PyTree] | None = None
+    entries: Entries, num_rows: int, pool: Pool | None = None
 ) -> tuple[Int[Array, " nnz"], Float[Array, " nnz"], Bool[Array, " nnz"]]:
     """Output number and gain of every entry, and which entries are in a bag and have a valid row.
 
@@ -265,7 +269,7 @@ def lookup(
     tables: Sequence[Float[Array, "_ _"]],
     call: Call,
     *,
-    pool: Callable[..., PyTree] | None = None,
+    pool: Pool | None = None,
 ) -> Outputs:
     """Pooled rows of every segment, float32, in the call's layout.
 
@@ -276,7 +280,11 @@ def lookup(
     """
     vectors: list[Array] = [jnp.zeros(0)] * len(call.segments)
     for number, ids in enumerate(call.lists):
-        for table in sorted({s.table for s in call.segments if s.list == number}):
+        tables_read = set()
+        for segment in call.segments:
+            if segment.list == number:
+                tables_read.add(segment.table)
+        for table in sorted(tables_read):
             entries = entries_of(call, number, table, tables[table].shape[0], pool)
             of_list = (pool or pooled)(tables[table], entries)
             for position, segment in enumerate(call.segments):
@@ -324,9 +332,9 @@ def bag_gradients(gradients: CallGradients, number: int) -> Float[Array, "output
     call = gradients.call
     dim = gradients.dim
     ids = call.lists[number]
-    shapes, places = call.outputs(gradients.dims)
+    shapes, output_places = call.outputs(gradients.dims)
     parts: list[tuple[Segment, Array]] = []
-    for segment, place in zip(call.segments, places, strict=True):
+    for segment, place in zip(call.segments, output_places, strict=True):
         if (segment.list, segment.table) != (number, gradients.table):
             continue
         d_output = gradients.d_outputs[place.output].astype(jnp.float32)
@@ -374,7 +382,7 @@ def weight_gradients(
 
 
 def group_rows(
-    num_rows: int, gradients: CallGradients, pool: Callable[..., PyTree] | None = None
+    num_rows: int, gradients: CallGradients, pool: Pool | None = None
 ) -> tuple[Int[Array, " capacity"], Entries, Int[Array, " nnz"], Float[Array, "outputs dim"]]:
     """Distinct rows that a batch reads, and the entries of each row.
 
@@ -435,7 +443,7 @@ def group_rows(
 
 
 def row_gradients(
-    num_rows: int, gradients: CallGradients, *, pool: Callable[..., PyTree] | None = None
+    num_rows: int, gradients: CallGradients, *, pool: Pool | None = None
 ) -> RowsAndGradients:
     """Distinct rows in ascending order and the summed gradient of each, float32.
 
@@ -457,7 +465,10 @@ def row_gradients(
 
 
 def squared_norm(
-    num_rows: int, gradients: CallGradients, *, row_gradients: Callable[..., PyTree] = row_gradients
+    num_rows: int,
+    gradients: CallGradients,
+    *,
+    row_gradients: Callable[..., RowsAndGradients] = row_gradients,
 ) -> Float[Array, ""]:
     """Sum of the squares of all row gradients, float32."""
     return jnp.sum(jnp.square(row_gradients(num_rows, gradients)[1]))
@@ -524,8 +535,8 @@ def apply_rows(
     gradients: Float[Array, "capacity dim"],
     step: Step,
     *,
-    gather: Callable[..., PyTree] = gather_rows,
-    scatter: Callable[..., PyTree] = scatter_rows,
+    gather: Callable[..., tuple[Array, ...]] = gather_rows,
+    scatter: Callable[..., tuple[Array, ...]] = scatter_rows,
 ) -> tuple[Table, Slots]:
     """Table and slots after one optimizer step of distinct `rows`.
 
@@ -570,7 +581,9 @@ def allocate(
     shape: tuple[int, ...], dtype: DTypeLike, fill: float | None = None
 ) -> Shaped[Array, "*shape"]:
     """Array filled with `fill`, or with unspecified values if `fill` is None."""
-    return jnp.full(shape, 0 if fill is None else fill, dtype)
+    if fill is None:
+        fill = 0
+    return jnp.full(shape, fill, dtype)
 
 
 def row_bits(

@@ -30,10 +30,19 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int
 
 from rsembed.kernels import reference
-from rsembed.kernels.contract import NO_ROW, CallGradients, Step, Table, as_offsets, as_rows
+from rsembed.kernels.contract import (
+    NO_ROW,
+    CallGradients,
+    Index,
+    Ref,
+    Step,
+    Table,
+    as_offsets,
+    as_rows,
+)
 from rsembed.kernels.devices import target_device
 from rsembed.kernels.reference import Entries
-from rsembed.kernels.traced_rules import evaluate, trace_rule
+from rsembed.kernels.traced_rules import Row, evaluate, trace_rule
 from rsembed.optimizers.base import Slots
 
 NAME = "sparsecore"
@@ -110,15 +119,14 @@ def apply_rows(
     num_rows, dim = table.shape
     if 0 in (num_rows, dim, rows.shape[0]):
         return table, slots
-    wide: list[Array] = []
-    narrow: list[Array] = []
-    for array in (table, *slots):
-        (wide if array.shape[1] == dim else narrow).append(array)
+    arrays = (table, *slots)
+    wide = [array for array in arrays if array.shape[1] == dim]
+    narrow = [array for array in arrays if array.shape[1] != dim]
     # Index of the table and of each slot in [*wide, *narrow].
     order = []
     next_wide = 0
     next_narrow = len(wide)
-    for array in (table, *slots):
+    for array in arrays:
         if array.shape[1] == dim:
             order.append(next_wide)
             next_wide += 1
@@ -276,7 +284,7 @@ def _on_tiles(body: Callable[..., None], *, out: Any, scratch: Sequence[Any]) ->
     )
 
 
-def _deal(num_chunks: int, work: Callable[[Any], None]) -> None:
+def _deal(num_chunks: int, work: Callable[[Index], None]) -> None:
     """Runs `work(chunk)` for every chunk of this tile."""
     pl, _, plsc = _pallas()
     info = plsc.get_sparse_core_info()
@@ -284,13 +292,13 @@ def _deal(num_chunks: int, work: Callable[[Any], None]) -> None:
     pl.loop(tile, num_chunks, step=info.num_cores * info.num_subcores)(work)
 
 
-def _span(chunk: Any, size: int) -> Any:
+def _span(chunk: Index, size: int) -> Index:
     """Slice of chunk number `chunk`, in an array of chunks of `size` entries."""
     pl, _, _ = _pallas()
     return pl.ds(pl.multiple_of(chunk * size, size), size)
 
 
-def _lanes(dim: int) -> list[Any]:
+def _lanes(dim: int) -> list[Index]:
     """Slices that divide a row of `dim` numbers into vectors."""
     pl, _, _ = _pallas()
     return [pl.ds(start, num_lanes()) for start in range(0, dim, num_lanes())]
@@ -310,8 +318,8 @@ def gather(table: Float[Array, "rows dim"], ids: Int[Array, " nnz"]) -> Float[Ar
     dim = table.shape[1]
     chunk = chunk_rows(dim, 1)
 
-    def body(table_hbm: Any, ids_hbm: Any, out_hbm: Any, ids_v: Any, rows_v: Any) -> None:
-        def work(number: Any) -> None:
+    def body(table_hbm: Ref, ids_hbm: Ref, out_hbm: Ref, ids_v: Ref, rows_v: Ref) -> None:
+        def work(number: Index) -> None:
             pltpu.sync_copy(ids_hbm.at[_span(number, chunk)], ids_v)
             pltpu.sync_copy(table_hbm.at[ids_v], rows_v)
             pltpu.sync_copy(rows_v, out_hbm.at[_span(number, chunk)])
@@ -348,20 +356,20 @@ def pool_on_tiles(
     lanes = num_lanes()
 
     def body(
-        table_hbm: Any,
-        ids_hbm: Any,
-        gains_hbm: Any,
-        bags_hbm: Any,
-        bounds_hbm: Any,
-        out_hbm: Any,
-        ids_v: Any,
-        gains_v: Any,
-        bags_v: Any,
-        bounds_v: Any,
-        rows_v: Any,
-        out_v: Any,
+        table_hbm: Ref,
+        ids_hbm: Ref,
+        gains_hbm: Ref,
+        bags_hbm: Ref,
+        bounds_hbm: Ref,
+        out_hbm: Ref,
+        ids_v: Ref,
+        gains_v: Ref,
+        bags_v: Ref,
+        bounds_v: Ref,
+        rows_v: Ref,
+        out_v: Ref,
     ) -> None:
-        def add_entry(entry: Any, first_bag: Any) -> None:
+        def add_entry(entry: Index, first_bag: Index) -> None:
             index = [jnp.full(lanes, entry, jnp.int32)]
             gain = plsc.load_gather(gains_v, index)
             bag = plsc.load_gather(bags_v, index) - first_bag
@@ -373,9 +381,9 @@ def pool_on_tiles(
                 terms = gain * rows_v[entry, span]
                 plsc.addupdate_scatter(out_v, [safe_bag, columns], terms, mask=is_added)
 
-        def work(number: Any) -> None:
+        def work(number: Index) -> None:
             @pl.loop(0, chunk)
-            def _(bag: Any) -> None:
+            def _(bag: Index) -> None:
                 for span in _lanes(dim):
                     out_v[bag, span] = jnp.zeros(lanes, jnp.float32)
 
@@ -383,7 +391,7 @@ def pool_on_tiles(
             limits = bounds_v[...]
 
             @pl.loop(_lane(limits, 0), _lane(limits, 1))
-            def _(entries: Any) -> None:
+            def _(entries: Index) -> None:
                 pltpu.sync_copy(ids_hbm.at[_span(entries, chunk)], ids_v)
                 pltpu.sync_copy(gains_hbm.at[_span(entries, chunk)], gains_v)
                 pltpu.sync_copy(bags_hbm.at[_span(entries, chunk)], bags_v)
@@ -432,10 +440,10 @@ def step_rows(
     num_hyper = hyper.shape[0] // lanes
     chunk = chunk_rows(width, num_state + 1)
 
-    def body(*refs: Any) -> None:
+    def body(*refs: Ref) -> None:
         remaining = iter(refs)
 
-        def take(number: int) -> list[Any]:
+        def take(number: int) -> list[Ref]:
             return list(itertools.islice(remaining, number))
 
         state_hbm = take(num_state)
@@ -446,8 +454,8 @@ def step_rows(
         state_v = take(num_state)
         numbers_v = take(len(numbers))
 
-        def step_row(row: Any) -> None:
-            arrays: list[Any] = []
+        def step_row(row: Index) -> None:
+            arrays: list[Row | Array] = []
             for v in state_v:
                 arrays.append(tuple(v[row, span] for span in _lanes(width)))
             for v in numbers_v:
@@ -467,18 +475,18 @@ def step_rows(
                 for span, piece in zip(_lanes(width), pieces, strict=True):
                     state_v[position][row, span] = piece
 
-        def work(number: Any) -> None:
+        def work(number: Index) -> None:
             span = _span(number, chunk)
             pltpu.sync_copy(ids_hbm.at[span], ids_v)
             pltpu.sync_copy(gradients_hbm.at[span], gradients_v)
-            places = plsc.Indices(ids_v, ignored_value=NO_ID)
+            rows_of_chunk = plsc.Indices(ids_v, ignored_value=NO_ID)
             for hbm, v in zip(state_hbm, state_v, strict=True):
-                pltpu.sync_copy(hbm.at[places], v)
+                pltpu.sync_copy(hbm.at[rows_of_chunk], v)
             for hbm, v in zip(old_hbm, numbers_v, strict=True):
                 pltpu.sync_copy(hbm.at[span], v)
             pl.loop(0, chunk)(step_row)
             for hbm, v in zip(state_hbm, state_v, strict=True):
-                pltpu.sync_copy(v, hbm.at[places])
+                pltpu.sync_copy(v, hbm.at[rows_of_chunk])
             for hbm, v in zip(new_hbm, numbers_v, strict=True):
                 pltpu.sync_copy(v, hbm.at[span])
 

@@ -27,13 +27,13 @@ _ELEMENTWISE_NAMES = """
 ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 """Elementwise primitives that every accelerator computes."""
 
-# Primitives that call a jaxpr, and the name of the parameter that holds it.
-_CALLS = {
+CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
 }
+"""Primitives that call a jaxpr, and the name of the parameter that holds it."""
 _RESHAPES = frozenset(
     ["broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "stop_gradient"],
 )
@@ -94,15 +94,15 @@ def _primitives(closed: ClosedJaxpr, dim: int) -> Iterator[tuple[str, Mapping[st
     for eqn in closed.jaxpr.eqns:
         name = eqn.primitive.name
         result: Any = eqn.outvars[0].aval
-        if name in _CALLS:
-            yield from _primitives(_body(eqn), dim)
+        if name in CALLS:
+            yield from _primitives(called_jaxpr(eqn), dim)
         elif name not in _RESHAPES or math.prod(result.shape) not in (1, dim):
             yield name, eqn.params
 
 
-def _body(call: Any) -> ClosedJaxpr:
+def called_jaxpr(call: Any) -> ClosedJaxpr:
     """The jaxpr that an equation calls."""
-    inner = call.params[_CALLS[call.primitive.name]]
+    inner = call.params[CALLS[call.primitive.name]]
     return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
 
 
@@ -142,8 +142,8 @@ class _Evaluation(NamedTuple):
         for eqn in jaxpr.eqns:
             inputs = [self.read(known, variable) for variable in eqn.invars]
             name = eqn.primitive.name
-            if name in _CALLS:
-                outputs = self.run(_body(eqn), inputs)
+            if name in CALLS:
+                outputs = self.run(called_jaxpr(eqn), inputs)
             elif name in _RESHAPES:
                 outputs = [inputs[0]]
             elif name == "reduce_sum":

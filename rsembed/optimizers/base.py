@@ -174,11 +174,7 @@ class OptimizerSpec(abc.ABC):
 
     @abc.abstractmethod
     def step_rows(
-        self,
-        rows: Rows,
-        slots: Slots,
-        gradients: Rows,
-        hyper: Hyperparameters,
+        self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         """Rows and slots after one step of distinct rows, computed in float32.
 
@@ -256,11 +252,7 @@ class CompactOptimizerSpec(OptimizerSpec):
         return tuple(slots)
 
     def step_rows(
-        self,
-        rows: Rows,
-        slots: Slots,
-        gradients: Rows,
-        hyper: Hyperparameters,
+        self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         wide_slots = []
         for slot in slots:
@@ -273,11 +265,7 @@ class CompactOptimizerSpec(OptimizerSpec):
 
     @abc.abstractmethod
     def _step(
-        self,
-        rows: Rows,
-        slots: Slots,
-        gradients: Rows,
-        hyper: Hyperparameters,
+        self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         """As `step_rows`, with every slot in float32, or int32 if it counts steps."""
 
@@ -375,11 +363,7 @@ class Custom(OptimizerSpec):
         return tuple(self.slot_variable_initializers_tuple)
 
     def step_rows(
-        self,
-        rows: Rows,
-        slots: Slots,
-        gradients: Rows,
-        hyper: Hyperparameters,
+        self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         def step_one_row(gradient: Array, row: Array, *row_slots: Array) -> tuple[Array, ...]:
             function: Any = self.custom_computation_fn
@@ -481,11 +465,7 @@ class OptaxOptimizerSpec(OptimizerSpec):
         return jax.tree.unflatten(self._state_structure(1), slots)
 
     def step_rows(
-        self,
-        rows: Rows,
-        slots: Slots,
-        gradients: Rows,
-        hyper: Hyperparameters,
+        self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         (lr,) = hyper
         state = jax.tree.unflatten(self._state_structure(rows.shape[-1]), slots)

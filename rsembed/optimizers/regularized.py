@@ -89,11 +89,7 @@ class _DecayingAdam(CompactOptimizerSpec):
         return FULL, second
 
     def _step(
-        self,
-        rows: Rows,
-        slots: Slots,
-        gradients: Rows,
-        hyper: Hyperparameters,
+        self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         lr, t = hyper
         first, second, *counters = slots
@@ -178,11 +174,7 @@ class LARS(CompactOptimizerSpec):
     is_row_wise = True  # The rule uses row norms.
 
     def _step(
-        self,
-        rows: Rows,
-        slots: Slots,
-        gradients: Rows,
-        hyper: Hyperparameters,
+        self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         (lr,) = hyper
         norm = row_norm(rows)
@@ -263,11 +255,7 @@ class DecayedAdagrad(CompactOptimizerSpec):
         return accumulator, ITERATION
 
     def _step(
-        self,
-        rows: Rows,
-        slots: Slots,
-        gradients: Rows,
-        hyper: Hyperparameters,
+        self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         lr = hyper[0]
         mode = self.weight_decay_mode
@@ -374,11 +362,7 @@ class CounterAdagrad(_CountingAdagrad):
         return (*super().get_hyperparameters(step), as_float32(max_counter))
 
     def _step(
-        self,
-        rows: Rows,
-        slots: Slots,
-        gradients: Rows,
-        hyper: Hyperparameters,
+        self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         lr, t, max_counter = hyper
         accumulator, prev_iter, row_counter = slots
@@ -476,11 +460,7 @@ class CowClipAdagrad(_CountingAdagrad):
             )
 
     def _step(
-        self,
-        rows: Rows,
-        slots: Slots,
-        gradients: Rows,
-        hyper: Hyperparameters,
+        self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         lr, t = hyper
         accumulator, prev_iter, row_counter = slots

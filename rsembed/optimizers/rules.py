@@ -59,11 +59,7 @@ class SGD(OptimizerSpec):
     slot_type = SGDSlotVariables
 
     def step_rows(
-        self,
-        rows: Rows,
-        slots: Slots,
-        gradients: Rows,
-        hyper: Hyperparameters,
+        self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         (lr,) = hyper
         return rows - lr * gradients, slots
@@ -92,11 +88,7 @@ class Adagrad(OptimizerSpec):
     slot_fields = ("initial_accumulator_value",)
 
     def step_rows(
-        self,
-        rows: Rows,
-        slots: Slots,
-        gradients: Rows,
-        hyper: Hyperparameters,
+        self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         return _adagrad_step(rows, slots[0], gradients, hyper[0], 0.0)
 
@@ -122,11 +114,7 @@ class TorchAdagrad(OptimizerSpec):
     slot_fields = ("initial_accumulator_value",)
 
     def step_rows(
-        self,
-        rows: Rows,
-        slots: Slots,
-        gradients: Rows,
-        hyper: Hyperparameters,
+        self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         return _adagrad_step(rows, slots[0], gradients, *hyper)
 
@@ -167,11 +155,7 @@ class RowWiseAdagrad(OptimizerSpec):
         return (jnp.full((rows.shape[0], 1), self.initial_accumulator_value, jnp.float32),)
 
     def step_rows(
-        self,
-        rows: Rows,
-        slots: Slots,
-        gradients: Rows,
-        hyper: Hyperparameters,
+        self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         lr, epsilon = hyper
         accumulator = slots[0] + jnp.mean(gradients * gradients, axis=-1, keepdims=True)
@@ -205,11 +189,7 @@ class _BiasCorrectedAdam(OptimizerSpec):
         return lr, as_float32(self.beta_1), as_float32(self.beta_2), epsilon
 
     def step_rows(
-        self,
-        rows: Rows,
-        slots: Slots,
-        gradients: Rows,
-        hyper: Hyperparameters,
+        self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         lr, beta_1, beta_2, epsilon = hyper
         momentum = slots[0] + (1.0 - beta_1) * (gradients - slots[0])
@@ -289,11 +269,7 @@ class AdagradMomentum(OptimizerSpec):
     slot_fields = ("initial_accumulator_value", "initial_momentum_value")
 
     def step_rows(
-        self,
-        rows: Rows,
-        slots: Slots,
-        gradients: Rows,
-        hyper: Hyperparameters,
+        self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         lr, decay, beta2, epsilon, exponent, nesterov = hyper
         square = gradients * gradients
@@ -345,11 +321,7 @@ class FTRL(OptimizerSpec):
             )
 
     def step_rows(
-        self,
-        rows: Rows,
-        slots: Slots,
-        gradients: Rows,
-        hyper: Hyperparameters,
+        self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         lr, power, l1, l2, beta = hyper
         accumulator = slots[0] + gradients * gradients
@@ -409,11 +381,7 @@ class LaProp(OptimizerSpec):
         return lr, as_float32(self.b1), self.get_decay_rate(step), as_float32(self.eps)
 
     def step_rows(
-        self,
-        rows: Rows,
-        slots: Slots,
-        gradients: Rows,
-        hyper: Hyperparameters,
+        self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         lr, b1, decay, eps = hyper
         nu = decay * slots[1] + (1.0 - decay) * (gradients * gradients + eps)
@@ -454,11 +422,7 @@ class F2A(OptimizerSpec):
         return (*super().get_hyperparameters(step), step_as_float)
 
     def step_rows(
-        self,
-        rows: Rows,
-        slots: Slots,
-        gradients: Rows,
-        hyper: Hyperparameters,
+        self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         lr, rho, l1, l2, cap, step = hyper
         accumulator = slots[0] + gradients * gradients
