@@ -23,7 +23,10 @@ def is_traced(tree: PyTree) -> bool:
 
 def numpy_or_jax(tree: PyTree) -> Any:
     """Module that computes with the arrays of a tree: `numpy` on the host, else `jax.numpy`."""
-    return np if isinstance(jax.tree.leaves(tree)[0], np.ndarray) else jnp
+    first = tree
+    if not isinstance(tree, (np.ndarray, jax.Array)):
+        first = jax.tree.leaves(tree)[0]
+    return np if isinstance(first, np.ndarray) else jnp
 
 
 def foreign_to_numpy(value: Any) -> Any:

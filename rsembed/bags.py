@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from rsembed.arrays import (
     numpy_or_jax,
 )
 from rsembed.checks import NonNegativeInt, check_type, describe
-from rsembed.keys import Keys, join_keys, words_for_no_ids
+from rsembed.keys import Ids, Keys, join_keys, words_for_no_ids
 from rsembed.lists import (
     are_integers,
     floats_of,
@@ -37,8 +37,6 @@ PAD_ID = -1
 
 It contributes nothing and is no error.
 """
-Ids: TypeAlias = PyTree
-"""Ids in an array of integers of NumPy or JAX, or as `Keys`."""
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it

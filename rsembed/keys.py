@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,18 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, Int64, PyTree
 
+from rsembed.arrays import numpy_or_jax
 from rsembed.checks import describe, validated
 from rsembed.specs import MAX_ROWS as NO_ROW
 
 MAX_SHARDS = 65_536
 ALL_BITS = 0xFFFFFFFF
 KEY_DTYPES = ("int32", "int64", "uint32", "uint64")
+
+Lane: TypeAlias = Any
+"""One number for each key, in an array of NumPy or JAX."""
+Ids: TypeAlias = PyTree
+"""Ids in an array of integers of NumPy or JAX, or as `Keys`."""
 
 
 class Keys(NamedTuple):
@@ -30,18 +36,18 @@ class Keys(NamedTuple):
       table: number of the table of each key, int32; None if there is only one table.
     """
 
-    high: Any
-    low: Any
-    is_key: Any
-    table: Any = None
+    high: Lane
+    low: Lane
+    is_key: Lane
+    table: Lane = None
 
     @property
-    def lanes(self) -> tuple[PyTree, ...]:
+    def lanes(self) -> tuple[Lane, ...]:
         """The arrays that identify each key, most significant first."""
         return (self.high, self.low) if self.table is None else (self.table, self.high, self.low)
 
     @staticmethod
-    def of_lanes(lanes: Sequence[PyTree], is_key: PyTree) -> Keys:
+    def of_lanes(lanes: Sequence[Lane], is_key: Lane) -> Keys:
         """Keys from their `lanes`."""
         *table, high, low = lanes
         return Keys(high, low, is_key, *table)
@@ -61,7 +67,7 @@ class Keys(NamedTuple):
         reshaped: Keys = jax.tree.map(lambda lane: lane.reshape(*shape), self)
         return reshaped
 
-    def only(self, mask: Any) -> Keys:
+    def only(self, mask: Lane) -> Keys:
         """The keys, with padding where `mask` is False."""
         return self._replace(is_key=self.is_key & mask)
 
@@ -214,7 +220,7 @@ def is_missing(value: Any) -> bool:
         return True
 
 
-def words_for_no_ids(ids: PyTree, offsets: PyTree = None) -> str:
+def words_for_no_ids(ids: Ids, offsets: Lane = None) -> str:
     """Text for the error about ids that are not integers, with the row of a missing value and the way out.
 
     Args:
@@ -222,18 +228,20 @@ def words_for_no_ids(ids: PyTree, offsets: PyTree = None) -> str:
       offsets: starts of bags in flat ids. The message then counts bags instead of rows. None for no
         bags.
     """
-    if isinstance(ids, np.ndarray):
-        values = _entries(ids.reshape(-1)) if ids.dtype.kind in "fOmM" else []
-        for position, value in enumerate(values):
-            if not is_missing(value):
-                continue
-            row = np.unravel_index(position, ids.shape)[0]
-            if offsets is not None:
-                row = np.searchsorted(np.asarray(offsets), position, side="right") - 1
-            return f"row {row} has a missing value ({value}); {FILL}"
-        if ids.dtype.kind in "OSTU":
-            return f"ids must be integers, got {ids.dtype}; {HASH}"
-    return f"ids must be integers, got {ids.dtype}; convert them."
+    if not isinstance(ids, np.ndarray):
+        return f"ids must be integers, got {ids.dtype}; convert them."
+    values = []
+    if ids.dtype.kind in "fOmM":
+        values = _entries(ids.reshape(-1))
+    for position, value in enumerate(values):
+        if not is_missing(value):
+            continue
+        row = np.unravel_index(position, ids.shape)[0]
+        if offsets is not None:
+            row = np.searchsorted(np.asarray(offsets), position, side="right") - 1
+        return f"row {row} has a missing value ({value}); {FILL}"
+    way_out = HASH if ids.dtype.kind in "OSTU" else "convert them."
+    return f"ids must be integers, got {ids.dtype}; {way_out}"
 
 
 FILL = "fill missing values with -1, which is no id."
@@ -241,7 +249,7 @@ HASH = "rs.hash_keys makes keys of texts."
 """Ways out in the error messages about missing values and texts."""
 
 
-def split_keys(keys: PyTree, *, feature: str = "keys") -> Keys:
+def split_keys(keys: Any, *, feature: str = "keys") -> Keys:
     """Keys from an integer array. NumPy arrays stay on the host, JAX arrays stay on their device.
 
     Args:
@@ -260,23 +268,20 @@ def split_keys(keys: PyTree, *, feature: str = "keys") -> Keys:
         keys = np.asarray(keys)
     if not jnp.issubdtype(keys.dtype, jnp.integer):
         raise TypeError(f"{feature}: {words_for_no_ids(keys)}")
-    xp: Any = np if isinstance(keys, np.ndarray) else jnp
+    xp = numpy_or_jax(keys)
     is_signed = jnp.issubdtype(keys.dtype, jnp.signedinteger)
     is_key = keys != -1 if is_signed else xp.ones(keys.shape, bool)
     if keys.dtype.itemsize < 8:
         high = xp.where(keys < 0, np.uint32(ALL_BITS), np.uint32(0))
-        return Keys(
-            high, keys.astype(np.int32 if is_signed else np.uint32).astype(np.uint32), is_key
-        )
+        wide = keys.astype(np.int32 if is_signed else np.uint32)
+        return Keys(high, wide.astype(np.uint32), is_key)
     bits = keys.astype(np.uint64)
-    return Keys(
-        (bits >> np.uint64(32)).astype(np.uint32),
-        (bits & np.uint64(ALL_BITS)).astype(np.uint32),
-        is_key,
-    )
+    high = (bits >> np.uint64(32)).astype(np.uint32)
+    low = (bits & np.uint64(ALL_BITS)).astype(np.uint32)
+    return Keys(high, low, is_key)
 
 
-def checked_keys(keys: PyTree, dtype: str, *, feature: str) -> Keys:
+def checked_keys(keys: Ids, dtype: str, *, feature: str) -> Keys:
     """Keys that fit `dtype`, from any accepted form.
 
     Traced keys that do not fit become padding; `num_invalid` counts them.
@@ -301,12 +306,12 @@ def checked_keys(keys: PyTree, dtype: str, *, feature: str) -> Keys:
     return split
 
 
-def _is_hidden(lane: PyTree) -> bool:
+def _is_hidden(lane: Lane) -> bool:
     """Whether this process cannot read all values of an array now."""
     return isinstance(lane, jax.core.Tracer) or not getattr(lane, "is_fully_addressable", True)
 
 
-def check_not_cut(keys: PyTree, dtype: str, feature: str) -> None:
+def check_not_cut(keys: Ids, dtype: str, feature: str) -> None:
     """Raises: TypeError: `keys` is a traced 32-bit array, but the table has 64-bit keys.
 
     JAX truncates 64-bit arguments of a jitted function to 32 bits. `Keys`, and arrays outside
@@ -331,13 +336,13 @@ def check_not_cut(keys: PyTree, dtype: str, feature: str) -> None:
         )
 
 
-def as_keys(ids: PyTree) -> Keys:
+def as_keys(ids: Ids) -> Keys:
     """`ids` as JAX `Keys`, from `Keys` or an integer array. NumPy ids keep their 64 bits."""
     keys: Keys = ids if isinstance(ids, Keys) else jax.tree.map(jnp.asarray, split_keys(ids))
     return keys
 
 
-def is_beyond(keys: Keys, dtype: str) -> PyTree:
+def is_beyond(keys: Keys, dtype: str) -> Lane:
     """Mask of the keys that do not fit `dtype`.
 
     "uint64" holds all keys, and "int64" all except the bits of -1, which is padding.
@@ -347,7 +352,7 @@ def is_beyond(keys: Keys, dtype: str) -> PyTree:
     is_minus_one = (keys.high == np.uint32(ALL_BITS)) & (keys.low == np.uint32(ALL_BITS))
     if dtype == "int64":
         return keys.is_key & is_minus_one
-    sign: Any = np.uint32(0)
+    sign: Lane = np.uint32(0)
     if dtype == "int32":
         sign = (keys.low >> np.uint32(31)) * np.uint32(ALL_BITS)
     return keys.is_key & (is_minus_one | (keys.high != sign))
@@ -381,7 +386,7 @@ def num_invalid(keys: Keys) -> Int[Array, ""]:
     return jnp.sum(is_invalid(keys), dtype=jnp.int32)
 
 
-def join_keys(high: PyTree, low: PyTree, *, dtype: DTypeLike = np.uint64) -> np.ndarray:
+def join_keys(high: Lane, low: Lane, *, dtype: DTypeLike = np.uint64) -> np.ndarray:
     """Keys as 64-bit numbers, from their lanes, on the host.
 
     Args:
@@ -392,30 +397,32 @@ def join_keys(high: PyTree, low: PyTree, *, dtype: DTypeLike = np.uint64) -> np.
 
     Raises: ValueError: a key does not fit `dtype`.
     """
-    joined = (np.asarray(high).astype(np.uint64) << np.uint64(32)) | np.asarray(low).astype(
-        np.uint64
-    )
-    numbers = joined.view(np.int64) if np.issubdtype(dtype, np.signedinteger) else joined
-    if (is_lost := numbers.astype(dtype) != numbers).any():
+    upper = np.asarray(high).astype(np.uint64) << np.uint64(32)
+    numbers = upper | np.asarray(low).astype(np.uint64)
+    if np.issubdtype(dtype, np.signedinteger):
+        numbers = numbers.view(np.int64)
+    joined = numbers.astype(dtype)
+    is_lost = joined != numbers
+    if is_lost.any():
         raise ValueError(
             f"key {numbers[is_lost][0]} does not fit into {np.dtype(dtype)}; ask for uint64 or int64."
         )
-    return numbers.astype(dtype)
+    return joined
 
 
-def owners(keys: Keys, num_shards: int) -> PyTree:
+def owners(keys: Keys, num_shards: int) -> Lane:
     """The shard `key % num_shards` of every unsigned key, as int32; `num_shards` for padding.
 
     Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`, where the 32-bit arithmetic is
     exact.
     """
     check_num_shards(num_shards)
-    xp: Any = np if isinstance(keys.high, np.ndarray) else jnp
+    xp = numpy_or_jax(keys.high)
     remainder = _remainder(keys, num_shards)
     return xp.where(keys.is_key, remainder.astype(np.int32), np.int32(num_shards))
 
 
-def _remainder(keys: Keys, num_shards: int) -> PyTree:
+def _remainder(keys: Keys, num_shards: int) -> Lane:
     """`key % num_shards` of every unsigned key, as uint32."""
     n = np.uint32(num_shards)
     wrap = np.uint32(2**32 % num_shards)
@@ -425,7 +432,7 @@ def _remainder(keys: Keys, num_shards: int) -> PyTree:
     return ((keys.high % n) * wrap + keys.low % n) % n
 
 
-def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> PyTree:
+def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> Lane:
     """The row `key // num_shards` of every key in a table without an index, as int32.
 
     It is `NO_ROW` for padding and for keys of at least `num_shards * rows_per_shard`.
@@ -433,7 +440,7 @@ def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> PyTree:
     Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`.
     """
     check_num_shards(num_shards)
-    xp: Any = np if isinstance(keys.high, np.ndarray) else jnp
+    xp = numpy_or_jax(keys.high)
     n = np.uint32(num_shards)
     half = np.uint32(16)
     # Long division with digits of 16 bits. The quotient fits 32 bits if the high lane is below the

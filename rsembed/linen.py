@@ -19,6 +19,7 @@ from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.embeddings import check_loss
 from rsembed.collection.stack import Activations, Batch
 from rsembed.taps import Gradients as Gradients
+from rsembed.taps import Loss, Params
 
 _TRAIN_STATE = "rs.linen.TrainState"
 
@@ -81,7 +82,7 @@ class TrainState(struct.PyTreeNode):
 
     step: Any
     apply_fn: Callable[..., PyTree] = struct.field(pytree_node=False)
-    params: PyTree
+    params: Params
     embeddings: dict[str, EmbeddingState]
     variables: dict[str, PyTree]
     tx: optax.GradientTransformation = struct.field(pytree_node=False)
@@ -130,7 +131,7 @@ class TrainState(struct.PyTreeNode):
         variables = {"params": self.params, **self.variables, "embeddings": embeddings}
         return self.apply_fn(variables, *args, **options)
 
-    def apply_gradients(self, gradients: PyTree, **replacements: Any) -> TrainState:
+    def apply_gradients(self, gradients: Any, **replacements: Any) -> TrainState:
         """The state after one step.
 
         Args:
@@ -156,9 +157,7 @@ class TrainState(struct.PyTreeNode):
 
 
 @validated
-def value_and_grad(
-    loss_fn: Callable[..., PyTree], *, has_aux: bool = False
-) -> Callable[..., tuple[Any, Gradients]]:
+def value_and_grad(loss_fn: Loss, *, has_aux: bool = False) -> Callable[..., tuple[Any, Gradients]]:
     """A function that returns the value of a loss, and its gradients for parameters and tables of a model.
 
     Args:
@@ -179,7 +178,9 @@ def value_and_grad(
             "value_and_grad: the first argument, which rs.linen.TrainState.create makes,",
         )
 
-        def recorded(params: PyTree, tap_arrays: list[Activations], embeddings: Any) -> Any:
+        def recorded(
+            params: Params, tap_arrays: list[Activations], embeddings: dict[str, EmbeddingState]
+        ) -> Any:
             """The loss, and as auxiliary output the result of `loss_fn` and its recorded lookups."""
             recording = taps.Recording({name: name for name in embeddings}, tap_arrays)
             apply = partial(
@@ -188,7 +189,7 @@ def value_and_grad(
             result = check_loss(loss_fn(apply, *args, **kwargs), has_aux=has_aux)
             return result[0] if has_aux else result, (result, recording.calls)
 
-        def recorded_calls(params: PyTree, embeddings: Any) -> Any:
+        def recorded_calls(params: Params, embeddings: dict[str, EmbeddingState]) -> Any:
             _, (_, calls) = recorded(params, [], embeddings)
             return calls
 

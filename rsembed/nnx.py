@@ -16,6 +16,7 @@ from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.embeddings import check_loss
 from rsembed.collection.stack import Activations, Batch
 from rsembed.taps import Gradients as Gradients
+from rsembed.taps import Loss
 
 _OPTIMIZER = "rs.nnx.Optimizer"
 
@@ -90,7 +91,7 @@ class Embeddings(nnx.Module):
 
 @validated
 def value_and_grad(
-    loss_fn: Callable[..., PyTree], *, has_aux: bool = False, wrt: Any = nnx.Param
+    loss_fn: Loss, *, has_aux: bool = False, wrt: Any = nnx.Param
 ) -> Callable[..., tuple[Any, Gradients]]:
     """A function that returns the value of a loss, and its gradients for dense parameters and tables of a model.
 
@@ -150,7 +151,7 @@ class Optimizer(nnx.Module):
         self.dense = nnx.Optimizer(model, tx, wrt=wrt)
         taps.check_steps_always(self.dense.opt_state, _OPTIMIZER)
 
-    def update(self, model: Any, gradients: PyTree, **kwargs: Any) -> None:
+    def update(self, model: Any, gradients: Any, **kwargs: Any) -> None:
         """Makes one step in place.
 
         Args:

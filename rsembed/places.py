@@ -16,12 +16,15 @@ Ids, shards and rows are numbers, NumPy arrays or JAX arrays, traced or not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, PyTree
+from jaxtyping import Int
+
+Numbers: TypeAlias = Any
+"""A number, or numbers in an array of NumPy or JAX, traced or not."""
 
 
 class Place(NamedTuple):
@@ -35,19 +38,19 @@ class Place(NamedTuple):
       rotation: ids are shifted by this number of shards, 0 by default.
     """
 
-    owner: Any
-    first: Any
-    rotation: Any = 0
+    owner: Numbers
+    first: Numbers
+    rotation: Numbers = 0
 
-    def shards(self, ids: PyTree, *, spread: int) -> PyTree:
+    def shards(self, ids: Numbers, *, spread: int) -> Numbers:
         """Shard of each id."""
         return self.owner + (ids + (self.first + self.rotation) % spread) % spread
 
-    def rows_in_shard(self, ids: PyTree, *, spread: int) -> PyTree:
+    def rows_in_shard(self, ids: Numbers, *, spread: int) -> Numbers:
         """Row of each id in its shard."""
         return (self.first + ids) // spread
 
-    def rows(self, ids: PyTree, *, spread: int, rows_per_shard: int) -> PyTree:
+    def rows(self, ids: Numbers, *, spread: int, rows_per_shard: int) -> Numbers:
         """Row of each id in an array `[num_shards * rows_per_shard, dim]`.
 
         Ids must be inside the table.
@@ -55,9 +58,8 @@ class Place(NamedTuple):
         # One operation instead of many, which matters in a program of a thousand features.
         if spread == 1:
             return ids + (self.owner * rows_per_shard + self.first)
-        return self.shards(ids, spread=spread) * rows_per_shard + self.rows_in_shard(
-            ids, spread=spread
-        )
+        first_rows = self.shards(ids, spread=spread) * rows_per_shard
+        return first_rows + self.rows_in_shard(ids, spread=spread)
 
     def all_rows(
         self, count: int, *, spread: int, rows_per_shard: int
@@ -71,7 +73,7 @@ class Place(NamedTuple):
         first = self.rows(0, spread=spread, rows_per_shard=rows_per_shard)
         return slice(first, first + count)
 
-    def ids(self, shard: Any, row: Any, *, spread: int) -> PyTree:
+    def ids(self, shard: Numbers, row: Numbers, *, spread: int) -> Numbers:
         """Id in a row of a shard, the inverse of `rows`.
 
         Rows of other tables give -1 or an id outside the table.
@@ -80,21 +82,26 @@ class Place(NamedTuple):
         ids = row * spread + (phase - self.rotation) % spread - self.first
         return _where((phase >= 0) & (phase < spread), ids, -1)
 
-    def first_row(self, shard: Any, *, spread: int) -> PyTree:
+    def first_row(self, shard: Numbers, *, spread: int) -> Numbers:
         """The first row of a shard that can belong to the table."""
         return -(((shard - self.owner - self.rotation) % spread - self.first) // spread)
 
 
 def tables_and_ids(
-    places: Sequence[Place], sizes: Sequence[int], shard: Any, row: Any, *, spread: int
-) -> PyTree:
-    """Table, as an index into `places`, and id of each row of a shard.
+    table_places: Sequence[Place],
+    sizes: Sequence[int],
+    shard: Numbers,
+    row: Numbers,
+    *,
+    spread: int,
+) -> tuple[Numbers, Numbers]:
+    """Table, as an index into `table_places`, and id of each row of a shard.
 
     Both are -1 for a row of no table.
     """
     tables = row * 0 - 1
     ids = tables
-    for position, (place, size) in enumerate(zip(places, sizes, strict=True)):
+    for position, (place, size) in enumerate(zip(table_places, sizes, strict=True)):
         table_ids = place.ids(shard, row, spread=spread)
         is_in_table = (table_ids >= 0) & (table_ids < size)
         tables = _where(is_in_table, position, tables)
@@ -102,6 +109,6 @@ def tables_and_ids(
     return tables, ids
 
 
-def _where(condition: Any, yes: Any, no: Any) -> PyTree:
+def _where(condition: Numbers, yes: Numbers, no: Numbers) -> Numbers:
     xp = jnp if any(isinstance(value, jax.Array) for value in (condition, yes, no)) else np
     return xp.where(condition, yes, no)

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, ClassVar, no_type_check
+from typing import Any, ClassVar, TypeAlias, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,11 @@ from rsembed.checks import check_type, validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.stack import Activations, Batch
 from rsembed.row_gradients import RowGradients, as_factor, combine, scale
+
+Params: TypeAlias = PyTree
+"""Dense parameters of a model, or their gradients."""
+Loss: TypeAlias = Callable[..., Any]
+"""Function that returns a loss, or `(loss, aux)`."""
 
 _WAY_OUT = (
     "Use rs.nnx.value_and_grad and rs.nnx.Optimizer, or rs.linen.value_and_grad and "
@@ -125,7 +130,7 @@ class Recording:
     nested.
     """
 
-    def __init__(self, layers: Mapping[Any, str], taps: Sequence[Activations]):
+    def __init__(self, layers: Mapping[Hashable, str], taps: Sequence[Activations]):
         if _recording.get() is not None:
             raise RuntimeError(
                 "value_and_grad in the loss of another value_and_grad would lose gradients of rows."
@@ -135,7 +140,7 @@ class Recording:
         self.calls: list[Call] = []
         self.trace = get_opaque_trace_state(convention="flax")
 
-    def run(self, function: Callable[..., PyTree], *args: PyTree, **kwargs: Any) -> PyTree:
+    def run(self, function: Callable[..., Any], *args: PyTree, **kwargs: Any) -> Any:
         """The result of `function`; its lookups are recorded in `calls`."""
         token = _recording.set(self)
         try:
@@ -219,14 +224,14 @@ class Gradients:
         `with_rows`.
     """
 
-    dense: PyTree
+    dense: Params
     calls: dict[str, list[Call]]
     changed: dict[str, RowGradients] = dataclasses.field(default_factory=dict)
 
     __array_ufunc__: ClassVar[None] = None  # `np.float32(2) * gradients` then asks `__rmul__`
 
     @staticmethod
-    def of(dense: PyTree, recorded: Sequence[Call], d_taps: Sequence[Activations]) -> Gradients:
+    def of(dense: Params, recorded: Sequence[Call], d_taps: Sequence[Activations]) -> Gradients:
         """Gradients from the recorded calls and the gradients of their taps."""
         calls: dict[str, list[Call]] = {}
         for call, gradients in zip(recorded, d_taps, strict=True):
@@ -313,7 +318,7 @@ class Gradients:
         return each[0] if len(each) == 1 else combine(*each)
 
 
-def stepped(gradients: PyTree, states: Mapping[str, EmbeddingState]) -> dict[str, EmbeddingState]:
+def stepped(gradients: Any, states: Mapping[str, EmbeddingState]) -> dict[str, EmbeddingState]:
     """States, after one step, of the layers that a loss called.
 
     Args:

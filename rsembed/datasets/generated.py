@@ -73,7 +73,7 @@ def zipf_ids(
 
 
 def _generator(purpose: str, *seeds: int) -> np.random.Generator:
-    """A random generator of its own for each purpose, so that draws for one do not shift those for another."""
+    """A separate random generator for each purpose: more draws for one change no draws for another."""
     return np.random.Generator(np.random.PCG64([zlib.crc32(purpose.encode()), *seeds]))
 
 
@@ -125,7 +125,7 @@ def synthetic_clicks(
     Bernoulli draws.
 
     Args:
-      num_samples: rows to draw. A few hundred for tests, 100_000 to come near `best_log_loss`.
+      num_samples: rows to draw. A few hundred for tests, 100_000 to come close to `best_log_loss`.
       vocabulary_sizes: one per sparse feature. The features are called `sparse_0`, `sparse_1`, ….
       num_dense: number of standard normal dense features. 0 is allowed.
       seed: fixes the true model and which ids are popular, whatever `num_samples` is.
@@ -148,24 +148,20 @@ def synthetic_clicks(
         )
     rows = _generator("click rows", seed, sample_seed)
     dense = rows.standard_normal((num_samples, num_dense)).astype(np.float32)
-    weights = _generator("click weights", seed).standard_normal(num_dense) / math.sqrt(
-        max(1, num_dense)
-    )
+    weights = _generator("click weights", seed).standard_normal(num_dense)
+    weights = weights / math.sqrt(max(1, num_dense))
     log_odds = CLICK_INTERCEPT + CLICK_DENSE_STD * (dense.astype(np.float64) @ weights)
 
-    sparse, num_features = {}, len(vocabulary_sizes)
-    vector_sum, square_sum = (
-        np.zeros((num_samples, embedding_dim)),
-        np.zeros((num_samples, embedding_dim)),
-    )
+    sparse = {}
+    num_features = len(vocabulary_sizes)
+    vector_sum = np.zeros((num_samples, embedding_dim))
+    square_sum = np.zeros((num_samples, embedding_dim))
     for feature, vocabulary_size in enumerate(vocabulary_sizes):
-        ids = id_of_rank(vocabulary_size, seed, feature)[
-            _zipf_ranks(rows, num_samples, vocabulary_size, exponent)
-        ]
+        ranks = _zipf_ranks(rows, num_samples, vocabulary_size, exponent)
+        ids = id_of_rank(vocabulary_size, seed, feature)[ranks]
         # Column 0 is the id's bias, the others its vector.
-        truth = _generator("click ids", seed, feature).standard_normal(
-            (vocabulary_size, 1 + embedding_dim)
-        )
+        shape = (vocabulary_size, 1 + embedding_dim)
+        truth = _generator("click ids", seed, feature).standard_normal(shape)
         log_odds += CLICK_BIAS_STD / math.sqrt(num_features) * truth[ids, 0]
         vector_sum += truth[ids, 1:]
         square_sum += truth[ids, 1:] ** 2

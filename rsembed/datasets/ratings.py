@@ -25,7 +25,7 @@ TASTE_STRENGTH = 6.0
 TASTE_NOISE = 0.6
 """Length of the random part of an item's or user's vector. The part from the genres has length 1."""
 DRIFT_RADIANS = 0.8
-"""Angle by which a taste turns between a user's first visit and the last."""
+"""Angle between the taste of a user at the first visit and at the last."""
 NEW_SHARE = 0.3
 NEW_LOG_ODDS = 2.0
 NEW_DAYS = 60.0
@@ -92,7 +92,7 @@ class RatingsLog:
       titles: title of every item.
       genres: mask of the `genre_names` of each item. An item without a known genre has none.
       source: a sentence about the origin.
-      law: law from which a generated log was drawn. None for people's ratings.
+      law: law of a generated log. None for people's ratings.
     """
 
     users: Int32[np.ndarray, " ratings"]
@@ -161,12 +161,13 @@ def generated_ratings(
     exponent: float = 0.8,
     seed: NonNegativeInt,
 ) -> RatingsLog:
-    """Log in the form of MovieLens, drawn from a known law, so that the best possible advice is known.
+    """Ratings log in the form of MovieLens, drawn from a known law. So the best possible ranking is known.
 
-    Films have Zipf popularity, one to three genres, and a vector similar to those of their genres. Users like films
-    with a vector similar to their taste, and tastes turn with time. A user comes a few times, rates many films at
-    once, and rates none twice. Some films come out while the log runs, and are in demand for some weeks. So a model
-    of the user, the latest ratings, the genres and the time can do better than popularity alone.
+    Films have Zipf popularity, one to three genres, and a vector similar to the vectors of their
+    genres. Users like films with a vector similar to their taste, and tastes turn with time. A user
+    comes a few times, rates many films at once, and rates none twice. Some films come out while the
+    log runs, and are in demand for some weeks. So a model of the user, the latest ratings, the
+    genres and the time can do better than popularity alone.
 
     Args:
       num_users: a hundred make a test quick.
@@ -198,7 +199,9 @@ def generated_ratings(
     counts = np.minimum(counts, num_items // 2).astype(np.int64)
     users, items, seconds = _visits(generator, law, counts)
     order = np.argsort(seconds, kind="stable")
-    users, items, seconds = users[order], items[order], seconds[order]
+    users = users[order]
+    items = items[order]
+    seconds = seconds[order]
     affinity = np.einsum("nd,nd->n", law.first_tastes[users], law.item_vectors[items])
     stars = 3.4 + 1.2 * affinity + 0.7 * generator.standard_normal(len(users))
     years = (1970 + (START_SECONDS / DAY_SECONDS + law.release_days) / 365.25).astype(int)
@@ -272,7 +275,8 @@ def _visits(
     generator: np.random.Generator, law: TasteLaw, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """User, item and second of each rating. A user has `counts` ratings, spread over the visits."""
-    num_users, num_items = len(counts), len(law.item_vectors)
+    num_users = len(counts)
+    num_items = len(law.item_vectors)
     shares = np.diff(counts[:, None] * np.arange(NUM_VISITS + 1) // NUM_VISITS, axis=1)
     inner = np.sort(generator.random((num_users, NUM_VISITS - 2)), axis=1)
     moments = np.concatenate([np.zeros((num_users, 1)), inner, np.ones((num_users, 1))], axis=1)
@@ -286,9 +290,10 @@ def _visits(
             share = shares[user_part, visit]
             noisy = law.log_odds(user_part, days) + generator.gumbel(size=is_rated.shape)
             order = np.argsort(np.where(is_rated, np.inf, -noisy), axis=1)[:, : share.max()]
-            rows, places = np.nonzero(np.arange(share.max()) < share[:, None])
-            is_rated[rows, order[rows, places]] = True
-            seconds = START_SECONDS + (days[rows] * DAY_SECONDS).astype(np.int64) + 20 * places
-            rated.append((user_part[rows], order[rows, places], seconds))
-    users, items, seconds = (np.concatenate(parts) for parts in zip(*rated, strict=True))
-    return users, items, seconds
+            rows, ranks = np.nonzero(np.arange(share.max()) < share[:, None])
+            items = order[rows, ranks]
+            is_rated[rows, items] = True
+            seconds = START_SECONDS + (days[rows] * DAY_SECONDS).astype(np.int64) + 20 * ranks
+            rated.append((user_part[rows], items, seconds))
+    all_users, all_items, all_seconds = zip(*rated, strict=True)
+    return np.concatenate(all_users), np.concatenate(all_items), np.concatenate(all_seconds)

@@ -54,7 +54,7 @@ class Film(NamedTuple):
       line: number of the line, counted from 1.
       number: id of the film, as text.
       title: title, with the year in brackets.
-      genres: names of its genres, among them those of `NO_GENRES`.
+      genres: names of its genres, which may include names of `NO_GENRES`.
     """
 
     line: int
@@ -250,8 +250,10 @@ def movielens(
     if max_users is not None:
         first_users = np.unique(users)[:max_users]
         is_kept = np.isin(users, first_users)
-        users, items = users[is_kept], items[is_kept]
-        stars, seconds = stars[is_kept], seconds[is_kept]
+        users = users[is_kept]
+        items = items[is_kept]
+        stars = stars[is_kept]
+        seconds = seconds[is_kept]
     order = np.argsort(seconds, kind="stable")
     user_ids, user_rows = np.unique(users[order], return_inverse=True)
     items = items[order]

@@ -185,15 +185,16 @@ def shakespeare(
     named by the environment variable `RSEMBED_DATA`, then in pooch's cache, and fetched only if `download`.
 
     Args:
-      vocabulary_size: number of ids, id 0 included, and so the number of rows that a table needs.
-      source: "corpus" raises an error if there is no file. "generated" are 72,000 words of short sentences from a
-        grammar, speakers' names and stops among them: a small model learns to write such. "pastiche" is a short
-        play, written by hand, with as many rare words as any text. Both are bundled. "auto" takes the real corpus if
-        it is found, else the generated text, and tells the logger "rsembed" which.
-      path: a text file, or a folder with `tinyshakespeare.txt`. Your own text may have any other name, and is then
-        read without a checksum.
-      download: allow fetching the corpus (1.1 MB) into the cache folder. Without an answer within seconds, it was not
-        found.
+      vocabulary_size: number of ids, id 0 included. A table needs this number of rows.
+      source: "corpus" is the real corpus, and an error if there is no file. "generated" are 72,000
+        words of short sentences from a grammar, with speakers' names and full stops: a small model
+        learns to write them. "pastiche" is a short play, written by hand, with many rare words.
+        Both are bundled. "auto" takes the real corpus if there is a file, else the generated text,
+        and logs its choice to the logger "rsembed".
+      path: a text file, or a folder with `tinyshakespeare.txt`. A file with another name is read
+        without a checksum.
+      download: whether the corpus (1.1 MB) may be downloaded into the cache folder. A server that
+        does not answer within seconds counts as a missing file.
       max_words: keep only the first words. A few hundred make a test quick.
 
     Returns:
@@ -265,8 +266,9 @@ def _bundled_file(name: str) -> Path:
 def load_shakespeare(vocab_size: PositiveInt) -> Int32[np.ndarray, " words"]:
     """Word ids as the published tutorial numbers them: the most frequent word is 0, and so is every unknown word.
 
-    `shakespeare` keeps the two apart. Use this function to compare with the tutorial. It reads the text that
-    `shakespeare()` reads, and gives an id of its own to as many of the most frequent words as `vocab_size`.
+    `shakespeare` has different ids for the two. Use this function to compare with the tutorial. It
+    reads the text that `shakespeare()` reads. Each of the `vocab_size` most frequent words has
+    a different id.
 
     Example:
       >>> load_shakespeare(2048).dtype
