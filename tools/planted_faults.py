@@ -61,9 +61,9 @@ row_gradients.py  test_row_gradients.py
 storage/hashed.py  storage/test_contract.py -k hashed
     totals > self.admission_count) => totals >= self.admission_count)
     jnp.where(strangers.is_key, new_rows, rows) => rows
-    evict = self.eviction if self.makes_room else None => evict = "lru" if self.makes_room else None
+    evict = self.eviction => evict = "lru"
 storage/hashed_rows.py  storage/test_corners.py -k stochastic
-    mix(*lanes).astype(jnp.int32) => rows
+    mix(high, low).astype(jnp.int32) => rows
 storage/row_map.py  storage/test_policies.py -k never_lose
     (row_map.last_step != FREE) & (row_map.last_step != step) => row_map.last_step != FREE
 storage/hashed_rows.py  storage/test_evict.py

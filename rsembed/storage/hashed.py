@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, cast
+from typing import Annotated, ClassVar, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from rsembed.optimizers.base import Slots
 from rsembed.specs import TableSpec
 from rsembed.storage import hashed_rows, logical_rows, row_map
 from rsembed.storage.hashed_rows import MAX_CAPACITY, Counters, DynamicTable, numbers_of
+from rsembed.storage.logical_rows import Export
 from rsembed.storage.protocol import (
     Found,
     Pool,
@@ -37,7 +37,7 @@ from rsembed.storage.protocol import (
     of_near_sizes,
     on_host,
 )
-from rsembed.storage.row_map import Eviction
+from rsembed.storage.row_map import Eviction, RowMap
 
 ROWS_BY_KEY = "rows by key"
 WhenFull = Literal["error", "grow", "evict", "zero"]
@@ -53,8 +53,9 @@ class DynamicRows(Storage):
     ) -> Vectors:
         """See `Storage.read`."""
 
-        def gather(vectors: Array, places: Array) -> Array:
-            return api.gather_rows((vectors,), places)[0].astype(jnp.float32)
+        def gather(vectors: Array, index: Array) -> Array:
+            (gathered,) = api.gather_rows((vectors,), index)
+            return gathered.astype(jnp.float32)
 
         return self.pooled(params, keys, Call((), ()), table, gather, ahead)
 
@@ -63,7 +64,8 @@ class DynamicRows(Storage):
     ) -> Float[Array, "nnz dim"]:
         """Float32 vectors of the rows; zeros for `NO_ROW`."""
         del table
-        return api.lookup((params.rows,), Call.of([IdList.single(rows)], ["sum"]))[0]
+        (vectors,) = api.lookup((params.rows,), Call.of([IdList.single(rows)], ["sum"]))
+        return vectors
 
     def step(
         self,
@@ -73,9 +75,8 @@ class DynamicRows(Storage):
         table: TableSpec,
         step: Step,
     ) -> State:
-        rows, slots = api.update(
-            params.rows, slots, gradients, hashed_rows.rounding_by_key(params, step)
-        )
+        step = hashed_rows.rounding_by_key(params, step)
+        rows, slots = api.update(params.rows, slots, gradients, step)
         return params._replace(rows=rows), slots
 
     def step_distinct(
@@ -94,36 +95,58 @@ class DynamicRows(Storage):
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
         """Number of rows in use, and all counters, of each shard, as int64."""
-        num_free = 0 if params.keys is None else on_host(params.keys.num_free).astype(np.int64)
-        found = {
-            "rows": params.rows.shape[0] // num_shards - num_free + np.zeros(num_shards, np.int64)
-        }
-        counters = params.counters._asdict().items()
-        return found | {name: numbers_of(lanes) for name, lanes in counters if lanes is not None}
+        num_rows = np.full(num_shards, params.rows.shape[0] // num_shards, np.int64)
+        if params.keys is not None:
+            num_rows = num_rows - on_host(params.keys.num_free)
+        counts = {"rows": num_rows}
+        for name, lanes in params.counters._asdict().items():
+            if lanes is not None:
+                counts[name] = numbers_of(lanes)
+        return counts
 
     def rows(
-        self, params: DynamicTable, slots: PyTree, table: TableSpec, num_shards: int
+        self, params: DynamicTable, slots: Slots, table: TableSpec, num_shards: int
     ) -> dict[str, np.ndarray]:
-        places, found = logical_rows.places_by_key(params, table, num_shards)
-        arrays = zip(logical_rows.array_names(table, slots), (params.rows, *slots), strict=True)
-        return found | {name: on_host(array)[places] for name, array in arrays}
+        positions, exported = logical_rows.places_by_key(params, table, num_shards)
+        names = logical_rows.array_names(table, slots)
+        for name, array in zip(names, (params.rows, *slots), strict=True):
+            exported[name] = on_host(array)[positions]
+        return exported
 
-    def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> PyTree:
+    def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> Export:
         """See `Storage.checked_rows`. An array without keys gets its row numbers as keys."""
         if not isinstance(values, Mapping):
             values = {"keys": np.arange(len(values)), "values": values}
         if "last_step" in values:
             return values
         # Imported rows count as used now. With step 0 they would be the first to be evicted.
-        return {
-            **values,
-            "last_step": np.full(np.shape(values.get("keys", ())), int(on_host(step))),
-        }
+        last_step = np.full(np.shape(values.get("keys", ())), int(on_host(step)))
+        return {**values, "last_step": last_step}
 
     def with_rows(
-        self, params: PyTree, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int
+        self, params: DynamicTable, slots: Slots, rows: Export, table: TableSpec, num_shards: int
     ) -> State:
         return logical_rows.import_rows(params, slots, rows, table, num_shards)
+
+
+class NewKeys(NamedTuple):
+    """Distinct keys of a batch that have no row yet. They may end with padding.
+
+    Attributes:
+      keys: the distinct keys.
+      entry_of: index in `keys` of each key of the batch. `NO_ROW` for keys with a row.
+      first_of: position in the batch of the first occurrence of each of `keys`.
+      occurrences: number of occurrences of each of `keys` so far.
+      waiting_rows: row of each of `keys` in the list of waiting keys. None without such a list.
+      is_admitted: mask of the keys that may get a row.
+    """
+
+    keys: Keys
+    entry_of: Int[Array, " nnz"]
+    first_of: Int[Array, " nnz"]
+    occurrences: Int[Array, " nnz"]
+    waiting_rows: Int[Array, " nnz"] | None
+    is_admitted: Bool[Array, " nnz"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,17 +240,20 @@ class Hashed(DynamicRows):
         self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
     ) -> State:
         del shard  # All shards are empty at the start.
-        tables = self.tables_of(table)
-        capacities = [-(-own.vocabulary_size // num_shards) for own in tables]
-        num_waiting = (
-            [self.admission_capacity or own for own in capacities] if self.admission_count else None
-        )
-        keys = table_keys(key, [own.name for own in tables])
+        names = []
+        capacities = []
+        for shared in self.tables_of(table):
+            names.append(shared.name)
+            capacities.append(-(-shared.vocabulary_size // num_shards))
+        num_waiting = None
+        if self.admission_count:
+            num_waiting = [self.admission_capacity or capacity for capacity in capacities]
+        keys = table_keys(key, names)
         return hashed_rows.empty(table, capacities, keys, num_waiting=num_waiting)
 
     def pooled(
         self,
-        params: PyTree,
+        params: DynamicTable,
         keys: Keys,
         call: Call,
         table: TableSpec,
@@ -242,48 +268,69 @@ class Hashed(DynamicRows):
         rows, num_absent = row_map.search(params.keys, keys)
         is_bound = hashed_rows.is_bound(params)
 
-        def with_strangers() -> tuple[PyTree, Array]:
-            strangers, places = (
-                keys.only(rows == NO_ROW),
-                jnp.arange(keys.shape[0], dtype=jnp.int32),
-            )
+        def from_rows() -> tuple[PyTree, Array]:
+            return pool(params.rows, rows), varying_zero(rows)
+
+        def from_vectors() -> tuple[PyTree, Array]:
             # Rounded to the table's dtype, as new rows will be stored.
             vectors = self.vectors(params, rows, table).astype(params.rows.dtype)
             # A traced function cannot raise, so NaN marks rows that do not belong to the keys.
             vectors = jnp.where(is_bound, vectors, jnp.asarray(jnp.nan, vectors.dtype))
+            strangers = keys.only(rows == NO_ROW)
+            index = jnp.arange(keys.shape[0], dtype=jnp.int32)
             if ahead is None:
-                _, own, _, _ = row_map.entries(strangers, jnp.ones(keys.shape, jnp.int32))
-                return pool(vectors, jnp.where(keys.is_key, places, NO_ROW)), jnp.sum(
-                    own.is_key, dtype=jnp.int32
+                _, distinct, _, _ = row_map.entries(strangers, jnp.ones(keys.shape, jnp.int32))
+                num_unknown = jnp.sum(distinct.is_key, dtype=jnp.int32)
+            else:
+                occurrences, number, arrival = ahead
+                new = self._new_keys(params, strangers, occurrences, number)
+                gets_row = new.is_admitted
+                if not self.always_has_room:
+                    gets_row = self._gets_row(params, rows, new, number, arrival)
+                # All occurrences of a new key read its initial value at the first of them.
+                targets = jnp.where(gets_row, new.first_of, NO_ROW)
+                (vectors,) = hashed_rows.with_initial_values(
+                    (vectors,), targets, new.keys, table, params.own_key, slots=False
                 )
-            occurrences, number, arrival = ahead
-            entry_of, own, first_of, _, _, starts = self._newcomers(
-                params, strangers, occurrences, number
-            )
-            gets_row = starts
-            if not self.always_has_room:
-                gets_row = self._with_room(params, rows, own, starts, entry_of, number, arrival)
-            new = jnp.where(gets_row, first_of, NO_ROW), own, table, params.own_key
-            (vectors,) = hashed_rows.with_initial_values((vectors,), *new, slots=False)
-            (first,) = api.gather_rows((first_of,), entry_of, missing=NO_ROW)
-            places = jnp.where(first == NO_ROW, places, first)
-            return pool(vectors, jnp.where(keys.is_key, places, NO_ROW)), jnp.sum(
-                starts, dtype=jnp.int32
-            )
+                (first,) = api.gather_rows((new.first_of,), new.entry_of, missing=NO_ROW)
+                index = jnp.where(first == NO_ROW, index, first)
+                num_unknown = jnp.sum(new.is_admitted, dtype=jnp.int32)
+            return pool(vectors, jnp.where(keys.is_key, index, NO_ROW)), num_unknown
 
         # Late in training, most batches have no new keys and skip the work for them.
         has_all = (num_absent == 0) & is_bound
-        return jax.lax.cond(
-            has_all, lambda: (pool(params.rows, rows), varying_zero(rows)), with_strangers
-        )
+        return jax.lax.cond(has_all, from_rows, from_vectors)
 
-    def _with_room(
+    def _new_keys(
+        self, params: DynamicTable, strangers: Keys, occurrences: Array, number: Array
+    ) -> NewKeys:
+        """Distinct new keys of step `number`, and whether each is admitted.
+
+        Args:
+          params: the table before the step.
+          strangers: keys without a row, which may repeat. All others are padding.
+          occurrences: number of times that each key occurred in the batch.
+          number: number of the step.
+        """
+        entry_of, distinct, first_of, totals = row_map.entries(strangers, occurrences)
+        waiting_rows = None
+        if params.waiting is not None:
+            waiting_rows = row_map.find(params.waiting, distinct)
+            counts_before = row_map.count_of(params.waiting, waiting_rows)
+            totals = row_map.add_counts(totals, counts_before)
+        if self.admission_probability < 1:
+            is_admitted = is_drawn(
+                params.own_key, distinct, number, totals, self.admission_probability
+            )
+        else:
+            is_admitted = distinct.is_key & (totals > self.admission_count)
+        return NewKeys(distinct, entry_of, first_of, totals, waiting_rows, is_admitted)
+
+    def _gets_row(
         self,
         params: DynamicTable,
         rows: Int[Array, " nnz"],
-        newcomers: Keys,
-        starts: Bool[Array, " nnz"],
-        entry_of: Int[Array, " nnz"],
+        new: NewKeys,
         number: Array,
         arrival: Int[Array, " nnz"] | None,
     ) -> Bool[Array, " nnz"]:
@@ -292,66 +339,28 @@ class Hashed(DynamicRows):
         Args:
           params: the table before the step.
           rows: row of each key of the lookup, or `NO_ROW`.
-          newcomers: distinct keys without a row.
-          starts: mask of the admitted new keys.
-          entry_of: index of each lookup key in `newcomers`, or `NO_ROW`.
+          new: the new keys of the lookup.
           number: number of the step.
           arrival: arrival order of the keys of the lookup, see `ReadAhead`.
         """
-        known = params.keys
-        num_wanted = row_map.counts_of(starts, newcomers.table, params.num_tables)
+        table = new.keys.table
+        num_wanted = row_map.counts_of(new.is_admitted, table, params.num_tables)
 
         def first_ones() -> Bool[Array, " nnz"]:
             earliest = None
             if arrival is not None:
                 latest = jnp.full_like(arrival, NO_ROW)
-                earliest = latest.at[entry_of].min(arrival, mode="drop")
-            room = row_map.room(known, rows, number, evicts=self.makes_room)
-            return row_map.first_marked(starts, earliest, newcomers.table, room)
+                earliest = latest.at[new.entry_of].min(arrival, mode="drop")
+            room = row_map.room(params.keys, rows, number, evicts=self.makes_room)
+            return row_map.first_marked(new.is_admitted, earliest, table, room)
 
-        return jax.lax.cond(jnp.any(num_wanted > known.num_free), first_ones, lambda: starts)
-
-    def _newcomers(
-        self, params: DynamicTable, strangers: Keys, occurrences: Array, number: Array
-    ) -> tuple[
-        Int[Array, " nnz"],
-        Keys,
-        Int[Array, " nnz"],
-        Int[Array, " nnz"],
-        PyTree,
-        Bool[Array, " nnz"],
-    ]:
-        """Distinct new keys of step `number`, and whether each is admitted.
-
-        Args:
-          params: the table before the step.
-          strangers: keys without a row, which may repeat. All others are padding.
-          occurrences: number of times that each key occurred in the batch.
-          number: number of the step.
-
-        Returns: six values.
-          1. Index of each of `strangers` in the distinct keys, or `NO_ROW`.
-          2. The distinct keys.
-          3. Position of the first occurrence of each distinct key.
-          4. Number of occurrences of each distinct key so far.
-          5. Row of each distinct key in `params.waiting`. None without a list of waiting keys.
-          6. Mask of the admitted keys.
-        """
-        entry_of, own, first_of, totals = row_map.entries(strangers, occurrences)
-        waiting_rows = None
-        if params.waiting is not None:
-            waiting_rows = row_map.find(params.waiting, own)
-            totals = row_map.add_counts(totals, row_map.count_of(params.waiting, waiting_rows))
-        if self.admission_probability < 1:
-            is_admitted = is_drawn(params.own_key, own, number, totals, self.admission_probability)
-        else:
-            is_admitted = own.is_key & (totals > self.admission_count)
-        return entry_of, own, first_of, totals, waiting_rows, is_admitted
+        is_short = jnp.any(num_wanted > params.keys.num_free)
+        return jax.lax.cond(is_short, first_ones, lambda: new.is_admitted)
 
     def find(
         self,
-        params: PyTree,
-        slots: PyTree,
+        params: DynamicTable,
+        slots: Slots,
         keys: Keys,
         occurrences: Array,
         table: TableSpec,
@@ -361,12 +370,11 @@ class Hashed(DynamicRows):
 
         Several calls may belong to one step. No call evicts a row that an earlier call used.
         """
-        number, (rows, num_absent) = cast(Array, step.number), row_map.search(params.keys, keys)
+        number = cast(Array, step.number)
+        rows, num_absent = row_map.search(params.keys, keys)
         params = params._replace(keys=row_map.use(params.keys, rows, number, occurrences))
 
-        def admit(
-            _: Array, state: tuple[DynamicTable, Slots, Array]
-        ) -> tuple[DynamicTable, Slots, Array]:
+        def admit(_: Array, state: Found) -> Found:
             params, slots, rows = state
             # Computed from the loop state, since XLA hoists loop-invariant code out of the loop.
             strangers = keys.only(rows == NO_ROW)
@@ -377,15 +385,15 @@ class Hashed(DynamicRows):
 
         # Most batches have no new keys. A loop of at most one iteration updates the table in place.
         # `lax.cond` may copy the table.
-        num_turns, start = jnp.minimum(num_absent, 1), (params, slots, rows)
-        found: tuple[DynamicTable, Slots, Array] = jax.lax.fori_loop(0, num_turns, admit, start)
-        return found
+        num_iterations = jnp.minimum(num_absent, 1)
+        result: Found = jax.lax.fori_loop(0, num_iterations, admit, (params, slots, rows))
+        return result
 
     def _admit(
         self,
         params: DynamicTable,
         slots: Slots,
-        keys: Keys,
+        strangers: Keys,
         table: TableSpec,
         number: Array,
         occurrences: Array,
@@ -395,73 +403,107 @@ class Hashed(DynamicRows):
         Args:
           params: the table before the step.
           slots: slots of the table.
-          keys: keys without a row, which may repeat. All others are padding.
+          strangers: keys without a row, which may repeat. All others are padding.
           table: spec of the table.
           number: number of the step.
           occurrences: number of times that each key occurred in the batch.
         """
-        evict = self.eviction if self.makes_room else None
-        entry_of, keys, _, totals, waiting_rows, is_admitted = self._newcomers(
-            params, keys, occurrences, number
+        new = self._new_keys(params, strangers, occurrences, number)
+        known, rows, num_evicted, num_failed = self._assign(
+            params.keys, new.keys.only(new.is_admitted), number, new.occurrences
         )
-        is_signed = not self.key_dtype.startswith("u")
-        assign = functools.partial(row_map.assign, evict=evict, is_signed=is_signed)
-        assigned = assign(params.keys, keys.only(is_admitted), number, totals)
-        (known, rows, evicted, num_failed), waiting = assigned, params.waiting
+
         # Only events that can happen are counted, because each counter adds a loop to the program.
-        happened = {"inserted": params.keys.num_free - known.num_free}
-        if evict is not None:
-            happened = {"inserted": happened["inserted"] + evicted, "evicted": evicted}
+        events = {"inserted": params.keys.num_free - known.num_free}
+        if self.makes_room:
+            events["inserted"] = events["inserted"] + num_evicted
+            events["evicted"] = num_evicted
         if self.admission_count or self.admission_probability < 1:
-            happened["not_admitted"] = row_map.counts_of(
-                keys.is_key & ~is_admitted, keys.table, params.num_tables
+            is_refused = new.keys.is_key & ~new.is_admitted
+            events["not_admitted"] = row_map.counts_of(
+                is_refused, new.keys.table, params.num_tables
             )
+
+        waiting = params.waiting
         if waiting is not None:
-            is_left = keys.is_key & (rows == NO_ROW)
-            waiting = row_map.release(waiting, jnp.where(is_left, NO_ROW, waiting_rows))
-            waiting = row_map.touch(
-                waiting, jnp.where(is_left, waiting_rows, NO_ROW), number, totals
-            )
-            newcomers = keys.only(is_left & (waiting_rows == NO_ROW))
-            waiting, places, happened["forgotten"], _ = assign(waiting, newcomers, number, totals)
-            has_none = (is_admitted & is_left) | (newcomers.is_key & (places == NO_ROW))
-            num_failed = row_map.counts_of(has_none, keys.table, params.num_tables)
-        vectors, *kept = hashed_rows.with_initial_values(
-            (params.rows, *slots), rows, keys, table, params.own_key
+            waiting, has_failed, events["forgotten"] = self._wait(waiting, new, rows, number)
+            num_failed = row_map.counts_of(has_failed, new.keys.table, params.num_tables)
+
+        vectors, *new_slots = hashed_rows.with_initial_values(
+            (params.rows, *slots), rows, new.keys, table, params.own_key
         )
-        counters = params.counters.add(failed=num_failed, **happened)
-        params = hashed_rows.with_keys(params, known)._replace(
-            rows=vectors, waiting=waiting, counters=counters
+        counters = params.counters.add(failed=num_failed, **events)
+        params = hashed_rows.with_keys(params, known)
+        params = params._replace(rows=vectors, waiting=waiting, counters=counters)
+        (row_of_key,) = api.gather_rows((rows,), new.entry_of, missing=NO_ROW)
+        return params, tuple(new_slots), row_of_key
+
+    def _wait(
+        self, waiting: RowMap, new: NewKeys, rows: Int[Array, " nnz"], number: Array
+    ) -> tuple[RowMap, Bool[Array, " nnz"], Int[Array, " tables"]]:
+        """The list of waiting keys after step `number`.
+
+        Keys that got a row leave the list. All other new keys enter it.
+
+        Args:
+          waiting: the list before the step.
+          new: the new keys of the step.
+          rows: row of each new key, or `NO_ROW`.
+          number: number of the step.
+
+        Returns: the list, a mask of the keys without the row or the place that they need, and the
+          number of keys of each table that were removed from the list for others.
+        """
+        is_without_row = new.keys.is_key & (rows == NO_ROW)
+        left_rows = jnp.where(is_without_row, NO_ROW, new.waiting_rows)
+        waiting = row_map.release(waiting, left_rows)
+        kept_rows = jnp.where(is_without_row, new.waiting_rows, NO_ROW)
+        waiting = row_map.touch(waiting, kept_rows, number, new.occurrences)
+        entering = new.keys.only(is_without_row & (new.waiting_rows == NO_ROW))
+        waiting, entered_rows, num_forgotten, _ = self._assign(
+            waiting, entering, number, new.occurrences
         )
-        return params, tuple(kept), api.gather_rows((rows,), entry_of, missing=NO_ROW)[0]
+        has_no_row = new.is_admitted & is_without_row
+        has_no_place = entering.is_key & (entered_rows == NO_ROW)
+        return waiting, has_no_row | has_no_place, num_forgotten
+
+    def _assign(
+        self, maps: RowMap, keys: Keys, number: Array, occurrences: Int[Array, " nnz"]
+    ) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, " tables"], Int[Array, " tables"]]:
+        """`row_map.assign` with the eviction policy and the order of keys of this storage."""
+        evict = None
+        if self.makes_room:
+            evict = self.eviction
+        is_signed = not self.key_dtype.startswith("u")
+        return row_map.assign(maps, keys, number, occurrences, evict=evict, is_signed=is_signed)
 
     @property
     def makes_room(self) -> bool:
         return self.when_full == "evict"
 
     def hold(self, params: DynamicTable, keys: Keys, step: Step) -> DynamicTable:
-        def used(maps: row_map.RowMap) -> row_map.RowMap:
-            last_step = maps.last_step.at[row_map.find(maps, keys)].set(step.number, mode="drop")
-            return maps._replace(last_step=last_step)
+        def with_use(maps: RowMap) -> RowMap:
+            rows = row_map.find(maps, keys)
+            return maps._replace(last_step=maps.last_step.at[rows].set(step.number, mode="drop"))
 
-        waiting = None if params.waiting is None else used(params.waiting)
-        return params._replace(keys=used(params.keys), waiting=waiting)
+        held = params._replace(keys=with_use(params.keys))
+        if params.waiting is None:
+            return held
+        return held._replace(waiting=with_use(params.waiting))
 
     def check_params(self, params: DynamicTable, table: TableSpec) -> None:
         if params.bond is None:
             return
-        whole = [params.bond, params.keys.signature]
-        is_array = all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in whole)
-        if (
-            not is_array
-            or is_traced(whole)
-            or not all(getattr(leaf, "is_fully_addressable", True) for leaf in whole)
-        ):
-            return  # The check needs concrete arrays. Lookups read NaN instead.
+        for leaf in (params.bond, params.keys.signature):
+            # The check needs concrete arrays. Lookups read NaN instead.
+            if not isinstance(leaf, (jax.Array, np.ndarray)) or is_traced(leaf):
+                return
+            if not getattr(leaf, "is_fully_addressable", True):
+                return
         keys = params.keys._replace(signature=np.asarray(params.keys.signature))
         bond: PyTree = np.asarray(params.bond)
         if not hashed_rows.is_bound(params._replace(keys=keys, bond=bond)):
-            names = ", ".join(own.name for own in self.tables_of(table))
+            names = ", ".join(shared.name for shared in self.tables_of(table))
             raise ValueError(
                 f"table {names!r}: the rows of this state do not belong to its keys. An average of two states, taken "
                 "array by array, mixes the rows of different keys, because the same key has different rows in both; "
@@ -472,14 +514,15 @@ class Hashed(DynamicRows):
         if self.when_full != "error":
             return
         tables = self.tables_of(table)
-        lost, known = (numbers_of(params.counters.failed) for params in (after, before))  # type: ignore[arg-type]
-        for own, num_failed in zip(
-            tables, (lost - known).reshape(-1, len(tables)).sum(axis=0).tolist(), strict=True
-        ):
+        num_before = numbers_of(cast(Array, before.counters.failed))
+        num_after = numbers_of(cast(Array, after.counters.failed))
+        num_failed_by_shard = (num_after - num_before).reshape(-1, len(tables))
+        num_failed_by_table = num_failed_by_shard.sum(axis=0).tolist()
+        for shared, num_failed in zip(tables, num_failed_by_table, strict=True):
             if num_failed:
                 raise RuntimeError(
-                    f"table {own.name!r} is full: {num_failed} new keys found no room in {own.vocabulary_size} rows. "
-                    "They read as zeros and were not trained; nothing else was lost. Make vocabulary_size (or "
+                    f"table {shared.name!r} is full: {num_failed} new keys found no room in {shared.vocabulary_size} "
+                    "rows. They read as zeros and were not trained; nothing else was lost. Make vocabulary_size (or "
                     "admission_capacity) larger, or choose Hashed(when_full='evict') or 'zero'."
                 )
 
@@ -489,7 +532,9 @@ class Hashed(DynamicRows):
         return self, keyed_form(table.initializer, table.embedding_dim)
 
     def sharing_groups(self, tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
-        num_waiting = (self.admission_capacity or 0) if self.admission_count else 0
+        num_waiting = 0
+        if self.admission_count and self.admission_capacity is not None:
+            num_waiting = self.admission_capacity
         return of_near_sizes(tables, most_rows=MAX_CAPACITY, num_waiting=num_waiting)
 
     def sharing(self, tables: Sequence[TableSpec]) -> HashedTables:
@@ -531,9 +576,13 @@ class HashedTables(Hashed):
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
         num_devices = num_shards // len(self.tables)
-        capacities = np.asarray([-(-own.vocabulary_size // num_devices) for own in self.tables])
-        found = super().counts(params, num_shards)
-        return found | {"rows": found["rows"] - np.tile(capacities.max() - capacities, num_devices)}
+        capacities = []
+        for table in self.tables:
+            capacities.append(-(-table.vocabulary_size // num_devices))
+        num_padding_rows = max(capacities) - np.asarray(capacities)
+        counts = super().counts(params, num_shards)
+        counts["rows"] = counts["rows"] - np.tile(num_padding_rows, num_devices)
+        return counts
 
 
 DRAWS = 0x61646D74
@@ -561,18 +610,24 @@ def is_drawn(
       occurrences: number of times that each key occurred in the batch.
       probability: chance of each occurrence, in (0, 1].
     """
-    own = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, DRAWS), number))(
-        key.reshape(-1)
-    )
-    drawn = api.row_bits(own if key.ndim else own[0], (keys.high, keys.low), 1, keys.table)[:, 0]
+
+    def key_of_step(table_key: PRNGKeyArray) -> PRNGKeyArray:
+        return jax.random.fold_in(jax.random.fold_in(table_key, DRAWS), number)
+
+    keys_of_step = jax.vmap(key_of_step)(key.reshape(-1))
+    if not key.ndim:
+        keys_of_step = keys_of_step[0]
+    bits = api.row_bits(keys_of_step, (keys.high, keys.low), 1, keys.table)[:, 0]
+    draws = bits.astype(jnp.float32) * 2.0**-32
+
     squares = jnp.asarray([(1.0 - probability) ** (2**bit) for bit in range(31)], jnp.float32)
 
     def multiply(bit: Array, chance: Array) -> Array:
         return jnp.where((occurrences >> bit) & 1 == 1, chance * squares[bit], chance)
 
     start = jnp.ones(keys.shape, jnp.float32) + varying_zero(occurrences).astype(jnp.float32)
-    unlucky = jax.lax.fori_loop(0, 31, multiply, start)
-    return keys.is_key & (drawn.astype(jnp.float32) * 2.0**-32 >= unlucky)
+    chance_of_refusal = jax.lax.fori_loop(0, 31, multiply, start)
+    return keys.is_key & (draws >= chance_of_refusal)
 
 
 MAX_KEYS = 2**32
@@ -618,19 +673,23 @@ class RowNumbers(DynamicRows):
     def init(
         self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
     ) -> State:
-        own_key, capacity = table_key(key, table.name), table.vocabulary_size // num_shards
-        rows, slots = hashed_rows.allocate(table, capacity, fill=None)
-        places = jnp.arange(capacity, dtype=jnp.int32)
-        low = places.astype(jnp.uint32) * jnp.uint32(num_shards) + shard.astype(jnp.uint32)
+        key_of_table = table_key(key, table.name)
+        capacity = table.vocabulary_size // num_shards
+        rows = jnp.arange(capacity, dtype=jnp.int32)
+        low = rows.astype(jnp.uint32) * jnp.uint32(num_shards) + shard.astype(jnp.uint32)
         keys = Keys(jnp.zeros_like(low), low, jnp.ones(capacity, bool))
-        rows, *filled = hashed_rows.with_initial_values(
-            (rows, *slots), places, keys, table, own_key
+        vectors, slots = hashed_rows.allocate(table, capacity, fill=None)
+        vectors, *slots_of_rows = hashed_rows.with_initial_values(
+            (vectors, *slots), rows, keys, table, key_of_table
         )
-        return DynamicTable(None, rows, None, Counters(), own_key[None]), tuple(filled)
+        params = DynamicTable(
+            keys=None, rows=vectors, waiting=None, counters=Counters(), key=key_of_table[None]
+        )
+        return params, tuple(slots_of_rows)
 
     def pooled(
         self,
-        params: PyTree,
+        params: DynamicTable,
         keys: Keys,
         call: Call,
         table: TableSpec,
@@ -638,20 +697,23 @@ class RowNumbers(DynamicRows):
         ahead: ReadAhead | None,
     ) -> tuple[PyTree, Int[Array, ""]]:
         """See `Storage.pooled`. If no key is out of range, it pools from the table directly."""
-        rows, places = self._rows(params, keys), jnp.arange(keys.shape[0], dtype=jnp.int32)
-
-        def with_zeros() -> PyTree:
-            return pool(self.vectors(params, rows, table), jnp.where(keys.is_key, places, NO_ROW))
-
+        rows = self._rows(params, keys)
         num_beyond = jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
-        return jax.lax.cond(
-            num_beyond == 0, lambda: pool(params.rows, rows), with_zeros
-        ), num_beyond
+
+        def from_rows() -> PyTree:
+            return pool(params.rows, rows)
+
+        def from_vectors() -> PyTree:
+            index = jnp.arange(keys.shape[0], dtype=jnp.int32)
+            vectors = self.vectors(params, rows, table)
+            return pool(vectors, jnp.where(keys.is_key, index, NO_ROW))
+
+        return jax.lax.cond(num_beyond == 0, from_rows, from_vectors), num_beyond
 
     def find(
         self,
-        params: PyTree,
-        slots: PyTree,
+        params: DynamicTable,
+        slots: Slots,
         keys: Keys,
         occurrences: Array,
         table: TableSpec,

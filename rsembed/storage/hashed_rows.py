@@ -55,12 +55,14 @@ class Counters(NamedTuple):
 
     def add(self, **numbers: Array) -> Counters:
         """Counters after the given numbers are added: one per table, each below 2**32."""
-        raised = {}
+        sums = {}
         for name, number in numbers.items():
-            lanes, more = getattr(self, name), number.reshape(-1).astype(jnp.uint32)
-            low = lanes[:, 1] + more
-            raised[name] = jnp.stack([lanes[:, 0] + (low < more).astype(jnp.uint32), low], axis=1)
-        return self._replace(**raised)
+            lanes = getattr(self, name)
+            addend = number.reshape(-1).astype(jnp.uint32)
+            low = lanes[:, 1] + addend
+            carry = (low < addend).astype(jnp.uint32)
+            sums[name] = jnp.stack([lanes[:, 0] + carry, low], axis=1)
+        return self._replace(**sums)
 
 
 class DynamicTable(NamedTuple):
@@ -98,7 +100,9 @@ class DynamicTable(NamedTuple):
     @property
     def own_key(self) -> KeyOrKeys:
         """PRNG key of the table, or the keys of all tables if there are several."""
-        return self.key[0] if self.key.shape[0] == 1 else self.key
+        if self.num_tables == 1:
+            return self.key[0]
+        return self.key
 
 
 def empty(
@@ -120,13 +124,24 @@ def empty(
     """
     if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):  # raw uint32 data of a key
         key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(key))
-    rows, slots = allocate(table, max(capacities) * len(capacities), fill=0)
-    keys, waiting = (
-        row_map.empty(*capacities),
-        None if num_waiting is None else row_map.empty(*num_waiting),
+    num_tables = len(capacities)
+    rows, slots = allocate(table, max(capacities) * num_tables, fill=0)
+    keys = row_map.empty(*capacities)
+    waiting = None
+    if num_waiting is not None:
+        waiting = row_map.empty(*num_waiting)
+    counters = {}
+    for name in Counters._fields:
+        counters[name] = jnp.zeros((num_tables, 2), jnp.uint32)
+    params = DynamicTable(
+        keys=keys,
+        rows=rows,
+        waiting=waiting,
+        counters=Counters(**counters),
+        key=key.reshape(-1),
+        bond=bond_of(keys),
     )
-    counters = Counters(*(jnp.zeros((len(capacities), 2), jnp.uint32) for _ in Counters._fields))
-    return DynamicTable(keys, rows, waiting, counters, key.reshape(-1), bond=bond_of(keys)), slots
+    return params, slots
 
 
 MOST_ROUNDING = 0.25
@@ -137,14 +152,17 @@ def bond_of(keys: RowMap) -> PyTree:
     """Bytes of each table's signature, as floats."""
     signature: PyTree = keys.signature
     xp: Any = np if isinstance(signature, np.ndarray) else jnp
-    parts = [(signature >> np.uint32(shift)) & np.uint32(255) for shift in (0, 8, 16, 24)]
-    return xp.stack(parts, axis=1).astype(np.float32)
+    signature_bytes = []
+    for shift in (0, 8, 16, 24):
+        signature_bytes.append((signature >> np.uint32(shift)) & np.uint32(255))
+    return xp.stack(signature_bytes, axis=1).astype(np.float32)
 
 
 def with_keys(params: DynamicTable, keys: RowMap) -> DynamicTable:
     """The shard with other keys, and with the bond between these keys and the rows."""
-    bond = None if params.bond is None else bond_of(keys)
-    return params._replace(keys=keys, bond=bond)
+    if params.bond is None:
+        return params._replace(keys=keys)
+    return params._replace(keys=keys, bond=bond_of(keys))
 
 
 def is_bound(params: DynamicTable) -> PyTree:
@@ -162,25 +180,24 @@ def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
       num_tables: number of tables in each shard.
       num_shards: number of shards.
     """
-    tree = jax.tree.map(
-        lambda leaf: on_host(leaf).reshape(num_shards, num_tables, -1, *leaf.shape[1:]), tree
-    )
-    return [
-        jax.tree.map(lambda leaf, number=number: leaf[:, number].reshape(-1, *leaf.shape[3:]), tree)
-        for number in range(num_tables)
-    ]
+    leaves, structure = jax.tree.flatten(tree)
+    leaves_of_table: list[list[np.ndarray]] = [[] for _ in range(num_tables)]
+    for leaf in leaves:
+        by_table = on_host(leaf).reshape(num_shards, num_tables, -1, *leaf.shape[1:])
+        for number in range(num_tables):
+            leaves_of_table[number].append(by_table[:, number].reshape(-1, *leaf.shape[1:]))
+    return [jax.tree.unflatten(structure, table_leaves) for table_leaves in leaves_of_table]
 
 
 def stack(trees: Sequence[PyTree], num_shards: int) -> PyTree:
     """The inverse of `unstack`."""
 
-    def joined(*leaves: PyTree) -> np.ndarray:
-        stacked = np.concatenate(
-            [leaf.reshape(num_shards, -1, *leaf.shape[1:]) for leaf in leaves], axis=1
-        )
-        return stacked.reshape(-1, *stacked.shape[2:])
+    def stacked(*leaves: PyTree) -> np.ndarray:
+        by_shard = [leaf.reshape(num_shards, -1, *leaf.shape[1:]) for leaf in leaves]
+        joined = np.concatenate(by_shard, axis=1)
+        return joined.reshape(-1, *joined.shape[2:])
 
-    return jax.tree.map(joined, *trees)
+    return jax.tree.map(stacked, *trees)
 
 
 def allocate(table: TableSpec, capacity: int, *, fill: int | None) -> tuple[Array, Slots]:
@@ -197,13 +214,12 @@ def allocate(table: TableSpec, capacity: int, *, fill: int | None) -> tuple[Arra
         raise ValueError(
             f"table {table.name!r}: at most {MAX_CAPACITY} rows per shard are possible; use more shards."
         )
-    slots = jax.eval_shape(
-        table.optimizer.init_slots, jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
-    )
+    row = jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
     rows = api.allocate((capacity, table.embedding_dim), jnp.dtype(table.dtype), fill)
-    return rows, tuple(
-        api.allocate((capacity, *slot.shape[1:]), slot.dtype, fill) for slot in slots
-    )
+    slots = []
+    for slot in jax.eval_shape(table.optimizer.init_slots, row):
+        slots.append(api.allocate((capacity, *slot.shape[1:]), slot.dtype, fill))
+    return rows, tuple(slots)
 
 
 def with_initial_values(
@@ -233,13 +249,15 @@ def with_initial_values(
 
     def fill_block(i: Array | int, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         entries = jax.lax.dynamic_slice_in_dim(order, i * INITIAL_BLOCK, INITIAL_BLOCK)
-        own, *lanes = api.gather_rows((rows, *keys.lanes), entries, missing=NO_ROW)
-        lane = Keys.of_lanes(lanes, entries != NO_ROW)
+        block_rows, *lanes = api.gather_rows((rows, *keys.lanes), entries, missing=NO_ROW)
+        new = Keys.of_lanes(lanes, entries != NO_ROW)
         values = keyed_rows(
-            key, table.initializer, (lane.high, lane.low), table.embedding_dim, lane.table
+            key, table.initializer, (new.high, new.low), table.embedding_dim, new.table
         )
-        parts = (values, *(table.optimizer.init_slots(values) if slots else ()))
-        return api.scatter_rows(arrays, own, parts)
+        initial = [values]
+        if slots:
+            initial += table.optimizer.init_slots(values)
+        return api.scatter_rows(arrays, block_rows, tuple(initial))
 
     if num_blocks == 1:
         return fill_block(0, arrays)
@@ -253,16 +271,13 @@ def rounding_by_key(params: DynamicTable, step: Step) -> Step:
     rounding = step.rounding
 
     def by_key(values: Array, dtype: DTypeLike, rows: Array) -> Array:
-        lanes = (
-            lane.at[rows].get(mode="fill", fill_value=0)
-            for lane in (params.keys.high, params.keys.low)
-        )
-        numbers, table = mix(*lanes).astype(jnp.int32), row_map.table_of(params.keys, rows)
-        return (
-            rounding(values, dtype, numbers)
-            if table is None
-            else rounding(values, dtype, numbers, table=table)
-        )
+        high = params.keys.high.at[rows].get(mode="fill", fill_value=0)
+        low = params.keys.low.at[rows].get(mode="fill", fill_value=0)
+        numbers = mix(high, low).astype(jnp.int32)
+        table = row_map.table_of(params.keys, rows)
+        if table is None:
+            return rounding(values, dtype, numbers)
+        return rounding(values, dtype, numbers, table=table)
 
     return dataclasses.replace(step, rounding=by_key)
 
@@ -281,15 +296,15 @@ def forget_older(
       steps_to_live: keys are removed that did not occur for more steps than this.
       number: number of the table.
     """
-    if (waiting := params.waiting) is None:
+    waiting = params.waiting
+    if waiting is None:
         return params
     rows = jnp.arange(waiting.last_step.shape[0], dtype=jnp.int32)
     is_old = (waiting.last_step != row_map.FREE) & (step - waiting.last_step > steps_to_live)
     is_old &= rows // waiting.rows_per_table == number
-    left = row_map.release(waiting, jnp.where(is_old, rows, NO_ROW))
-    return params._replace(
-        waiting=left, counters=params.counters.add(forgotten=left.num_free - waiting.num_free)
-    )
+    shorter = row_map.release(waiting, jnp.where(is_old, rows, NO_ROW))
+    counters = params.counters.add(forgotten=shorter.num_free - waiting.num_free)
+    return params._replace(waiting=shorter, counters=counters)
 
 
 def grow(
@@ -315,7 +330,7 @@ def grow(
             f"table {table.name!r} has {old} rows and cannot grow to {capacity} (at most {MAX_CAPACITY})."
         )
     rows, slots = jax.tree.map(
-        lambda fresh, array: jax.lax.dynamic_update_slice_in_dim(fresh, array, 0, 0),
+        lambda larger, array: jax.lax.dynamic_update_slice_in_dim(larger, array, 0, 0),
         allocate(table, capacity, fill=0),
         (params.rows, tuple(slots)),
     )

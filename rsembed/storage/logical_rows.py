@@ -22,6 +22,7 @@ from rsembed.arrays import is_traced
 from rsembed.checks import check_type
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys, check_fits, join_keys, local_rows, owners, split_keys
+from rsembed.optimizers.base import Slots
 from rsembed.sizes import padded_size
 from rsembed.specs import TableSpec
 from rsembed.storage import row_map
@@ -33,9 +34,22 @@ from rsembed.storage.row_map import Eviction, RowMap
 ROWS_PER_BLOCK = 1 << 16
 """Number of rows that are written at once."""
 
-_find_or_assign, _release = jax.jit(row_map.find_or_assign), jax.jit(row_map.release)
-_squared_norms = jax.jit(lambda rows: jnp.sum(jnp.square(rows.astype(jnp.float32)), axis=1))
 Blocks = Iterator[tuple[int, np.ndarray]]
+"""Blocks of rows of an array: the number of the first row, and the rows."""
+Export = Mapping[str, PyTree]
+"""Arrays of a keyed table by name: `keys`, `values`, slots, steps and counts. See `import_rows`."""
+Facts = dict[str, np.ndarray]
+"""`keys`, `last_step` and `count` of some rows, in ascending order of the keys."""
+Positions = Int[np.ndarray, " n"]
+"""Indices of rows in arrays of all shards."""
+
+_find_or_assign = jax.jit(row_map.find_or_assign)
+_release = jax.jit(row_map.release)
+
+
+@jax.jit
+def _squared_norms(rows: Array) -> Array:
+    return jnp.sum(jnp.square(rows.astype(jnp.float32)), axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,26 +96,27 @@ def as_dtype(values: ArrayLike, dtype: DTypeLike, where: str, name: str) -> np.n
 
     Raises: ValueError: finite numbers are too large for `dtype`.
     """
-    given = np.asarray(values)
+    values = np.asarray(values)
     with np.errstate(over="ignore"):
-        fitting: np.ndarray = given.astype(dtype, copy=False)
-    if not np.can_cast(given.dtype, dtype) and (
-        lost := int(np.sum(np.isfinite(given) & ~np.isfinite(fitting)))
-    ):
+        converted: np.ndarray = values.astype(dtype, copy=False)
+    if np.can_cast(values.dtype, dtype):
+        return converted
+    num_lost = int(np.sum(np.isfinite(values) & ~np.isfinite(converted)))
+    if num_lost:
         raise ValueError(
-            f"{where}: {lost} numbers of imported {name!r} are too large for {fitting.dtype}; clip them, or take a "
-            "wider dtype."
+            f"{where}: {num_lost} numbers of imported {name!r} are too large for {converted.dtype}; clip them, or "
+            "take a wider dtype."
         )
-    return fitting
+    return converted
 
 
-def checked_slots(given: PyTree, template: PyTree, table: TableSpec) -> PyTree:
+def checked_slots(slots: PyTree, template: PyTree, table: TableSpec) -> PyTree:
     """Slots that a user passes for a table, in the structure of `template`.
 
     Concrete slots are in host memory. Traced slots stay traced.
 
     Args:
-      given: slots of a table as `EmbeddingCollection.slots` returns them, or as a file has them: a
+      slots: slots of a table as `EmbeddingCollection.slots` returns them, or as a file has them: a
         dictionary by name.
       template: slots with the shapes and dtypes that fit the table.
       table: spec of the table, for its name and rule in error messages.
@@ -111,41 +126,46 @@ def checked_slots(given: PyTree, template: PyTree, table: TableSpec) -> PyTree:
       ValueError: slots are missing or unknown, or a slot has another shape or dtype. The message
         names the table and the slot.
     """
-    where, wanted, found = f"table {table.name!r}", _by_path(template), _by_path(given)
-    if found.keys() != wanted.keys():
+    where = f"table {table.name!r}"
+    arrays = _by_path(slots)
+    templates = _by_path(template)
+    if arrays.keys() != templates.keys():
         # Files have numbers instead of names if the rule has no names for its slots.
-        by_number = {str(number): leaf for number, leaf in enumerate(wanted.values())}
-        if found.keys() != by_number.keys():
+        by_number = {str(number): leaf for number, leaf in enumerate(templates.values())}
+        if arrays.keys() != by_number.keys():
             raise ValueError(
-                f"{where}: its slots must be {list(wanted)}, those of {type(table.optimizer).__name__}, got "
-                f"{list(found)}; give them as collection.slots(state) returns them."
+                f"{where}: its slots must be {list(templates)}, those of {type(table.optimizer).__name__}, got "
+                f"{list(arrays)}; give them as collection.slots(state) returns them."
             )
-        wanted = by_number
-    arrays = []
-    for name, shaped in wanted.items():
-        array = found[name]
-        check_type(array, Num[np.ndarray, "..."], f"{where}: its slot {name!r}")
-        if not is_traced(array):
-            array = on_host(array)  # The slot may be on another mesh.
-        has, wants = (f"{x.dtype.name}{list(x.shape)}" for x in (array, shaped))
-        if has != wants:
+        templates = by_number
+    checked = []
+    for name, slot_template in templates.items():
+        slot = arrays[name]
+        check_type(slot, Num[np.ndarray, "..."], f"{where}: its slot {name!r}")
+        if not is_traced(slot):
+            slot = on_host(slot)  # The slot may be on another mesh.
+        actual = f"{slot.dtype.name}{list(slot.shape)}"
+        expected = f"{slot_template.dtype.name}{list(slot_template.shape)}"
+        if actual != expected:
             raise ValueError(
-                f"{where}: its slot {name!r} must be {wants}, got {has}. Slots have a row for each row of the table; "
-                "load_collection(..., resize=True) makes those of new rows."
+                f"{where}: its slot {name!r} must be {expected}, got {actual}. Slots have a row for each row of the "
+                "table; load_collection(..., resize=True) makes those of new rows."
             )
-        arrays.append(array)
-    return jax.tree.unflatten(jax.tree.structure(template), arrays)
+        checked.append(slot)
+    return jax.tree.unflatten(jax.tree.structure(template), checked)
 
 
 def _by_path(tree: PyTree) -> dict[str, PyTree]:
     """Leaves by path. Paths are text, so a field and a dictionary key of one name are equal."""
-    leaves = jax.tree.leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    leaves = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        leaves[jax.tree_util.keystr(path, simple=True, separator="/")] = leaf
+    return leaves
 
 
 def places_by_key(
     params: DynamicTable, table: TableSpec, num_shards: int
-) -> tuple[Int[np.ndarray, " n"], dict[str, np.ndarray]]:
+) -> tuple[Positions, dict[str, np.ndarray]]:
     """Row indices of all keys, and all facts about the keys, in ascending order of the keys.
 
     Args:
@@ -161,24 +181,27 @@ def places_by_key(
     """
     if params.keys is None:
         keys = np.arange(params.rows.shape[0])
-        places = _fixed_places(table, split_keys(keys), keys.size, num_shards)
-        return places, {"keys": keys.astype(_key_dtype(table))}
-    places, known = _by_key(table, params.keys)
-    waiting = {} if params.waiting is None else _by_key(table, params.waiting)[1]
-    return places, known | {f"waiting_{name}": array for name, array in waiting.items()}
+        positions = _fixed_positions(table, split_keys(keys), keys.size, num_shards)
+        return positions, {"keys": keys.astype(_key_dtype(table))}
+    positions, facts = _by_key(table, params.keys)
+    if params.waiting is not None:
+        _, waiting_facts = _by_key(table, params.waiting)
+        for name, array in waiting_facts.items():
+            facts[f"waiting_{name}"] = array
+    return positions, facts
 
 
 def rows_to_leave(
     params: DynamicTable,
     table: TableSpec,
     policy: Eviction,
-    is_own: np.ndarray | bool = True,
+    is_in_table: np.ndarray | bool = True,
     *,
     keep: int | None,
     unused_for: int | None,
     norm_below: float | None,
     step: int,
-) -> tuple[Int[np.ndarray, " n"], dict[str, np.ndarray]]:
+) -> tuple[Positions, Facts]:
     """Row indices of the keys to evict, and their `keys`, `last_step` and `count`.
 
     A key is evicted if at least one of `keep`, `unused_for` and `norm_below` selects it. Each of
@@ -188,47 +211,50 @@ def rows_to_leave(
       params: rows of all shards.
       table: spec of the table.
       policy: how the worth of a row is computed, see `row_map.worth`.
-      is_own: mask of the rows of the table, if several tables share the storage. True, the default,
-        means all rows.
+      is_in_table: mask of the rows of the table, if several tables share the storage. True, the
+        default, means all rows.
       keep: number of rows to keep, over all shards. Rows of the smallest worth are evicted. If rows
         have equal worth, the smallest keys are evicted.
       unused_for: evicts keys that were not used for more steps than this.
       norm_below: evicts keys with an L2 norm of their row below this.
       step: number of the next step.
     """
-    known, last_step = params.keys, on_host(params.keys.last_step)
-    is_used, leaves = (last_step != row_map.FREE) & is_own, np.zeros(last_step.shape, bool)
+    maps = params.keys
+    last_step = on_host(maps.last_step)
+    is_used = (last_step != row_map.FREE) & is_in_table
+    is_evicted = np.zeros(last_step.shape, bool)
     if unused_for is not None:
-        leaves |= is_used & (step - last_step.astype(np.int64) > unused_for)
+        is_evicted |= is_used & (step - last_step.astype(np.int64) > unused_for)
     if norm_below is not None:
-        squares = on_host(_squared_norms(params.rows))
-        leaves |= is_used & (np.sqrt(squares.astype(np.float64)) < norm_below)
+        squared_norms = on_host(_squared_norms(params.rows)).astype(np.float64)
+        is_evicted |= is_used & (np.sqrt(squared_norms) < norm_below)
     if keep is not None:
         used = np.flatnonzero(is_used)
-        high, low, worth = (
-            on_host(lane)[used] for lane in (known.high, known.low, row_map.worth(known, policy))
-        )
-        lanes = join_keys(high, low, dtype=_key_dtype(table)), worth
-        leaves[used[np.lexsort(lanes)[: max(used.size - keep, 0)]]] = True
-    return _by_key(table, known, leaves)
+        keys = join_keys(on_host(maps.high)[used], on_host(maps.low)[used], dtype=_key_dtype(table))
+        lanes = (keys, on_host(row_map.worth(maps, policy))[used])
+        num_evicted = max(used.size - keep, 0)
+        is_evicted[used[np.lexsort(lanes)[:num_evicted]]] = True
+    return _by_key(table, maps, is_evicted)
 
 
-def check_reasons(where: str, **given: float | None) -> None:
+def check_reasons(where: str, **reasons: float | None) -> None:
     """Checks the reasons for an eviction, such as `keep=100`.
 
     Args:
       where: beginning of the error message.
-      given: all reasons by name. None for a reason that does not apply.
+      reasons: all reasons by name. None for a reason that does not apply.
 
     Raises: TypeError or ValueError: all reasons are None, or one has a wrong type or value.
     """
-    reasons = {name: value for name, value in given.items() if value is not None}
-    if not reasons:
-        raise ValueError(f"{where}: give one or more of {', '.join(given)}.")
+    if all(value is None for value in reasons.values()):
+        raise ValueError(f"{where}: give one or more of {', '.join(reasons)}.")
     for name, value in reasons.items():
-        check_type(
-            value, Annotated[float if name == "norm_below" else int, "[0, inf)"], f"{where}: {name}"
-        )
+        if value is None:
+            continue
+        kind: type = int
+        if name == "norm_below":
+            kind = float
+        check_type(value, Annotated[kind, "[0, inf)"], f"{where}: {name}")
 
 
 def _key_dtype(table: TableSpec) -> str:
@@ -240,29 +266,38 @@ def array_names(table: TableSpec, slots: Sequence[PyTree]) -> list[str]:
 
     A state for serving has no slots, and gets no names for them.
     """
-    names = getattr(table.optimizer.slot_type, "_fields", range(len(slots)))
-    return ["values", *(f"slot_{name}" for name in names)][: 1 + len(slots)]
+    names = ["values"]
+    for name in getattr(table.optimizer.slot_type, "_fields", range(len(slots))):
+        names.append(f"slot_{name}")
+    return names[: 1 + len(slots)]
 
 
 def _by_key(
     table: TableSpec, maps: RowMap, marks: np.ndarray | bool = True
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+) -> tuple[Positions, Facts]:
     """Indices of the marked rows with a key, and their `keys`, `last_step` and `count`.
 
     The result is in ascending order of the keys.
     """
-    high, low, last_step, count = map(on_host, (maps.high, maps.low, maps.last_step, maps.counts))
-    places = np.flatnonzero((last_step != row_map.FREE) & marks)
-    keys = join_keys(high[places], low[places], dtype=_key_dtype(table))
+    last_step = on_host(maps.last_step)
+    positions = np.flatnonzero((last_step != row_map.FREE) & marks)
+    high = on_host(maps.high)[positions]
+    low = on_host(maps.low)[positions]
+    keys = join_keys(high, low, dtype=_key_dtype(table))
     order = np.argsort(keys)
-    places = places[order]
-    return places, {"keys": keys[order], "last_step": last_step[places], "count": count[places]}
+    positions = positions[order]
+    facts = {
+        "keys": keys[order],
+        "last_step": last_step[positions],
+        "count": on_host(maps.counts)[positions],
+    }
+    return positions, facts
 
 
 def import_rows(
     params: DynamicTable,
-    slots: Sequence[PyTree],
-    exported: Mapping[str, PyTree],
+    slots: Slots,
+    exported: Export,
     table: TableSpec,
     num_shards: int,
 ) -> State:
@@ -284,43 +319,43 @@ def import_rows(
     Raises: ValueError: arrays do not fit the table or each other, a key occurs twice or does not
       fit `key_dtype`, or there are too few free rows.
     """
-    names, of_keys = array_names(table, slots), ("keys", "last_step", "count")
-    known = {*names, *of_keys, *(f"waiting_{name}" for name in of_keys)}
-    if unknown := sorted(set(exported) - known):
-        raise ValueError(f"table {table.name!r}: cannot import {unknown}; it has {sorted(known)}.")
-    where, num_keys, arrays = (
-        f"table {table.name!r}",
-        len(exported.get("keys", ())),
-        (params.rows, *slots),
-    )
+    names = array_names(table, slots)
+    _check_names(table, exported, names)
+    num_keys = len(exported.get("keys", ()))
     _checked(table, exported, "keys", (num_keys,))
-    parts: dict[str, PyTree] = {}
-    for name, array in zip(names, arrays, strict=True):
+    arrays = dict(zip(names, (params.rows, *slots), strict=True))
+    imported: dict[str, PyTree] = {}
+    for name, array in arrays.items():
         if name == "values" or name in exported:
-            parts[name] = _checked(table, exported, name, (num_keys, *array.shape[1:]))
-    if len(parts) < len(names):
-        values = parts["values"]
-        values = as_dtype(
-            values.whole() if isinstance(values, SavedArray) else values,
-            np.float32,
-            where,
-            "values",
-        )
-        parts = (
-            dict(zip(names[1:], table.optimizer.init_slots(jnp.asarray(values)), strict=True))
-            | parts
-        )
-    params, places = with_keys(params, exported, table, num_shards)
-    own = zip(names, arrays, strict=True)
-    rows, *kept = (
-        _written(array, places, parts[name], num_shards, where, name) for name, array in own
-    )
-    return params._replace(rows=rows), tuple(kept)
+            imported[name] = _checked(table, exported, name, (num_keys, *array.shape[1:]))
+    where = f"table {table.name!r}"
+    if len(imported) < len(names):
+        values = imported["values"]
+        if isinstance(values, SavedArray):
+            values = values.whole()
+        values = jnp.asarray(as_dtype(values, np.float32, where, "values"))
+        initial_slots = dict(zip(names[1:], table.optimizer.init_slots(values), strict=True))
+        imported = initial_slots | imported
+    params, positions = with_keys(params, exported, table, num_shards)
+    written = []
+    for name, array in arrays.items():
+        written.append(_written(array, positions, imported[name], num_shards, where, name))
+    return params._replace(rows=written[0]), tuple(written[1:])
+
+
+def _check_names(table: TableSpec, exported: Export, names: Sequence[str]) -> None:
+    """Raises: ValueError: `exported` has an array that is neither in `names` nor about keys."""
+    known = set(names)
+    for name in ("keys", "last_step", "count"):
+        known |= {name, f"waiting_{name}"}
+    unknown = sorted(set(exported) - known)
+    if unknown:
+        raise ValueError(f"table {table.name!r}: cannot import {unknown}; it has {sorted(known)}.")
 
 
 def with_keys(
-    params: DynamicTable, exported: Mapping[str, PyTree], table: TableSpec, num_shards: int
-) -> tuple[DynamicTable, Int[np.ndarray, " n"]]:
+    params: DynamicTable, exported: Export, table: TableSpec, num_shards: int
+) -> tuple[DynamicTable, Positions]:
     """Parameters after the keys of `exported` are added, and the row index of each key.
 
     The steps and counts of the keys are added, too. The vectors are not written yet. For the
@@ -329,30 +364,30 @@ def with_keys(
     Raises: ValueError: see `import_rows`.
     """
     keys = _checked_keys(table, exported, "")
-    known_keys, waiting = params.keys, params.waiting
-    if known_keys is None:
-        places = _fixed_places(table, keys, params.rows.shape[0], num_shards)
+    if params.keys is None:
+        positions = _fixed_positions(table, keys, params.rows.shape[0], num_shards)
     else:
-        known_keys, places = _place(table, known_keys, keys, exported, "", num_shards)
-    if waiting is not None:
-        waiting = _without(waiting, keys, num_shards)  # Imported keys have a row now.
-    if waiting is not None and "waiting_keys" in exported:
+        maps, positions = _with_rows_for(table, params.keys, keys, exported, "", num_shards)
+        params = with_map(params, maps)
+    if params.waiting is None:
+        num_waiting = len(exported.get("waiting_keys", ()))
+        if num_waiting:
+            warnings.warn(
+                f"table {table.name!r} admits every key at once: the counts of {num_waiting} keys that waited for "
+                "admission are dropped. They have no rows yet.",
+                stacklevel=2,
+            )
+        return params, positions
+    waiting = _without(params.waiting, keys, num_shards)  # Imported keys have a row now.
+    if "waiting_keys" in exported:
         waiting_keys = _checked_keys(table, exported, "waiting_")
-        waiting, _ = _place(table, waiting, waiting_keys, exported, "waiting_", num_shards)
-    elif num_waiting := len(exported.get("waiting_keys", ())):
-        warnings.warn(
-            f"table {table.name!r} admits every key at once: the counts of {num_waiting} keys that waited for "
-            "admission are dropped. They have no rows yet.",
-            stacklevel=2,
-        )
-    if known_keys is not None:
-        params = with_map(params, known_keys)
-    return params._replace(waiting=waiting), places
+        waiting, _ = _with_rows_for(table, waiting, waiting_keys, exported, "waiting_", num_shards)
+    return params._replace(waiting=waiting), positions
 
 
 def _written(
     array: PyTree,
-    places: Int[np.ndarray, " n"],
+    positions: Positions,
     values: PyTree,
     num_shards: int,
     where: str,
@@ -364,7 +399,7 @@ def _written(
 
     Args:
       array: array of all shards.
-      places: index of each row to write.
+      positions: index of each row to write.
       values: the rows, as an array or a `SavedArray`.
       num_shards: number of shards.
       where: beginning of the error message.
@@ -372,27 +407,37 @@ def _written(
 
     Raises: ValueError: numbers are too large for the dtype of `array`.
     """
-    if isinstance(values, SavedArray):
-        blocks = values.blocks()
-    else:
-        starts = range(0, max(len(values), 1), ROWS_PER_BLOCK)
-        blocks = ((first, values[first : first + ROWS_PER_BLOCK]) for first in starts)
     if isinstance(array, np.ndarray):
         array = array.copy()
-    for first, rows in blocks:
-        rows, own = as_dtype(rows, array.dtype, where, name), places[first : first + len(rows)]
+    for first, rows in _blocks_of(values):
+        rows = as_dtype(rows, array.dtype, where, name)
+        block_positions = positions[first : first + len(rows)]
         if isinstance(array, np.ndarray):
-            array[own] = rows
+            array[block_positions] = rows
             continue
-        shard, row = np.divmod(own, array.shape[0] // num_shards)
-        padding = (0, padded_size(max(own.size, 1)) - own.size)
+        shard, row = np.divmod(block_positions, array.shape[0] // num_shards)
+        # Blocks are padded to few sizes, so that few programs are compiled. Shards of padding are
+        # out of range, which drops it.
+        num_rows = block_positions.size
+        padding = (0, padded_size(max(num_rows, 1)) - num_rows)
         shard = np.pad(shard, padding, constant_values=num_shards).astype(np.int32)
-        block = np.pad(rows, [padding, *[(0, 0)] * (rows.ndim - 1)])
-        put = jax.jit(
-            _put, static_argnums=0, donate_argnums=1 if first else (), out_shardings=array.sharding
-        )
-        array = put(num_shards, array, shard, np.pad(row, padding).astype(np.int32), block)
+        row = np.pad(row, padding).astype(np.int32)
+        rows = np.pad(rows, [padding, *[(0, 0)] * (rows.ndim - 1)])
+        donated: tuple[int, ...] = ()
+        if first:
+            donated = (1,)
+        put = jax.jit(_put, static_argnums=0, donate_argnums=donated, out_shardings=array.sharding)
+        array = put(num_shards, array, shard, row, rows)
     return array
+
+
+def _blocks_of(values: PyTree) -> Blocks:
+    """Blocks of rows of an array or a `SavedArray`. An empty array in memory has one empty block."""
+    if isinstance(values, SavedArray):
+        yield from values.blocks()
+        return
+    for first in range(0, max(len(values), 1), ROWS_PER_BLOCK):
+        yield first, values[first : first + ROWS_PER_BLOCK]
 
 
 def _put(num_shards: int, array: Array, shard: Array, row: Array, values: Array) -> Array:
@@ -400,37 +445,36 @@ def _put(num_shards: int, array: Array, shard: Array, row: Array, values: Array)
     return by_shard.at[shard, row].set(values, mode="drop").reshape(array.shape)
 
 
-def room_needed(
-    params: DynamicTable, exported: Mapping[str, PyTree], table: TableSpec, num_shards: int
-) -> int:
+def room_needed(params: DynamicTable, exported: Export, table: TableSpec, num_shards: int) -> int:
     """Number of rows that the fullest shard of a hash table needs for `import_rows`."""
-    return _most(params.keys, _checked_keys(table, exported, ""), num_shards)
+    return _keys_on_fullest_shard(params.keys, _checked_keys(table, exported, ""), num_shards)
 
 
-def _most(maps: RowMap, keys: Keys, num_shards: int) -> int:
+def _keys_on_fullest_shard(maps: RowMap, keys: Keys, num_shards: int) -> int:
     """Largest number of keys on one shard, if `keys` are added to the maps of all shards."""
-    high, low, last_step = map(on_host, (maps.high, maps.low, maps.last_step))
-    present = join_keys(high, low)[last_step != row_map.FREE]
+    is_used = on_host(maps.last_step) != row_map.FREE
+    present = join_keys(on_host(maps.high), on_host(maps.low))[is_used]
     distinct = split_keys(np.union1d(present, join_keys(keys.high, keys.low)))
     return int(np.bincount(owners(distinct, num_shards), minlength=1).max())
 
 
-def _checked_keys(table: TableSpec, exported: Mapping[str, PyTree], prefix: str) -> Keys:
-    where, name = f"table {table.name!r}", f"{prefix}keys"
+def _checked_keys(table: TableSpec, exported: Export, prefix: str) -> Keys:
+    where = f"table {table.name!r}"
+    name = f"{prefix}keys"
     numbers = np.asarray(_checked(table, exported, name, (len(exported.get(name, ())),)))
     keys = split_keys(numbers, feature=f"{where}, imported {name}")
     check_fits(keys, _key_dtype(table), where)
     distinct, counts = np.unique(numbers, return_counts=True)
-    if bad := [*numbers[~keys.is_key], *distinct[counts > 1]]:
+    refused = [*numbers[~keys.is_key], *distinct[counts > 1]]
+    if refused:
         raise ValueError(
-            f"{where}: imported {name} must be distinct and not -1, but {int(bad[0])} is not; -1 stands for no key."
+            f"{where}: imported {name} must be distinct and not -1, but {int(refused[0])} is not; -1 stands for no "
+            "key."
         )
     return keys
 
 
-def _checked(
-    table: TableSpec, exported: Mapping[str, PyTree], name: str, shape: tuple[int, ...]
-) -> PyTree:
+def _checked(table: TableSpec, exported: Export, name: str, shape: tuple[int, ...]) -> PyTree:
     if name not in exported:
         raise ValueError(
             f"table {table.name!r}: imported rows need {name!r}; give 'keys' and 'values'."
@@ -442,14 +486,15 @@ def _checked(
     return exported[name]
 
 
-def _fixed_places(table: TableSpec, keys: Keys, num_rows: int, num_shards: int) -> np.ndarray:
+def _fixed_positions(table: TableSpec, keys: Keys, num_rows: int, num_shards: int) -> Positions:
     """Row index of each key in a table without a hash table.
 
     Raises: ValueError: a key is out of range.
     """
     capacity = num_rows // num_shards
     rows = local_rows(keys, num_shards, capacity)
-    if (is_beyond := rows == NO_ROW).any():
+    is_beyond = rows == NO_ROW
+    if is_beyond.any():
         (key,) = join_keys(keys.high[is_beyond][:1], keys.low[is_beyond][:1])
         raise ValueError(
             f"table {table.name!r}: imported keys must be below {num_rows}, the number of rows, got {key}."
@@ -457,27 +502,24 @@ def _fixed_places(table: TableSpec, keys: Keys, num_rows: int, num_shards: int) 
     return owners(keys, num_shards).astype(np.int64) * capacity + rows
 
 
-def _without(maps: RowMap, gone: Keys, num_shards: int) -> RowMap:
-    """The maps of all shards after the keys in `gone` are removed."""
-    high, low, last_step = map(on_host, (maps.high, maps.low, maps.last_step))
-    is_gone = (last_step != row_map.FREE) & np.isin(
-        join_keys(high, low), join_keys(gone.high, gone.low)
-    )
-    if not is_gone.any():
+def _without(maps: RowMap, removed: Keys, num_shards: int) -> RowMap:
+    """The maps of all shards after the keys in `removed` are removed."""
+    present = join_keys(on_host(maps.high), on_host(maps.low))
+    is_removed = np.isin(present, join_keys(removed.high, removed.low))
+    is_removed &= on_host(maps.last_step) != row_map.FREE
+    if not is_removed.any():
         return maps
-    by_shard = is_gone.reshape(num_shards, -1)
+    by_shard = is_removed.reshape(num_shards, -1)
     rows = np.where(by_shard, np.arange(by_shard.shape[1]), NO_ROW).astype(np.int32)
-    return stack(list(map(_release, unstack(maps, num_shards, 1), rows)), 1)
+    smaller = []
+    for shard_map, shard_rows in zip(unstack(maps, num_shards, 1), rows, strict=True):
+        smaller.append(_release(shard_map, shard_rows))
+    return stack(smaller, 1)
 
 
-def _place(
-    table: TableSpec,
-    maps: RowMap,
-    keys: Keys,
-    exported: Mapping[str, PyTree],
-    prefix: str,
-    num_shards: int,
-) -> tuple[RowMap, np.ndarray]:
+def _with_rows_for(
+    table: TableSpec, maps: RowMap, keys: Keys, exported: Export, prefix: str, num_shards: int
+) -> tuple[RowMap, Positions]:
     """The maps of all shards after these keys are added, and the row index of each key.
 
     Args:
@@ -490,39 +532,54 @@ def _place(
 
     Raises: ValueError: a step or a count is out of range, or a shard has too few free rows.
     """
-    lanes: list[np.ndarray] = []
-    for name in (f"{prefix}last_step", f"{prefix}count"):
-        zeros = np.zeros(keys.shape, np.int32)
-        numbers = np.asarray(
-            _checked(table, exported, name, keys.shape) if name in exported else zeros
+    last_steps = _checked_counts(table, exported, f"{prefix}last_step", keys.shape)
+    counts = _checked_counts(table, exported, f"{prefix}count", keys.shape)
+    capacity = maps.last_step.shape[0] // num_shards
+    owner = owners(keys, num_shards)
+    positions = np.zeros(keys.shape, np.int64)
+    larger = []
+    for shard, shard_map in enumerate(unstack(maps, num_shards, 1)):
+        is_owned = owner == shard
+        shard_keys = jax.tree.map(lambda lane, mask=is_owned: lane[mask], keys)
+        num_free = int(shard_map.num_free[0])
+        shard_map, assigned = _find_or_assign(
+            shard_map, shard_keys, last_steps[is_owned], counts[is_owned]
         )
-        if numbers.size and (numbers.min() < 0 or numbers.max() > row_map.MAX_COUNT):
+        rows = np.asarray(assigned)
+        num_missing = int(np.sum(rows == NO_ROW))
+        if num_missing:
+            num_used = int((shard_map.last_step != row_map.FREE).sum())
+            num_rows = num_free + num_used - (rows.size - num_missing)
+            needed = _keys_on_fullest_shard(maps, keys, num_shards)
+            if prefix:
+                actual = f"admission_capacity={num_rows}"
+                enough = f"admission_capacity={needed}"
+            else:
+                actual = f"capacity={num_rows}"
+                # All devices have equally many rows, together perhaps more than vocabulary_size.
+                enough = f"vocabulary_size={needed * num_shards}"
             raise ValueError(
-                f"table {table.name!r}: imported {name!r} must lie in [0, {row_map.MAX_COUNT}]."
+                f"table {table.name!r}: {rows.size} imported {prefix}keys need {num_free + num_missing} free rows, "
+                f"but the shard has {num_free} ({actual}); grow the table to {enough}, which is {needed} on each "
+                "shard."
             )
-        lanes.append(numbers.astype(np.int32))
-    capacity, owner = maps.last_step.shape[0] // num_shards, owners(keys, num_shards)
-    places, placed = np.zeros(keys.shape, np.int64), []
-    for shard, own_map in enumerate(unstack(maps, num_shards, 1)):
-        is_own, free = owner == shard, int(own_map.num_free[0])
-        own_map, found = _find_or_assign(
-            own_map, *jax.tree.map(lambda lane, own=is_own: lane[own], (keys, *lanes))
+        positions[is_owned] = shard * capacity + rows
+        larger.append(shard_map)
+    return stack(larger, 1), positions
+
+
+def _checked_counts(
+    table: TableSpec, exported: Export, name: str, shape: tuple[int, ...]
+) -> Int[np.ndarray, " n"]:
+    """Imported steps or counts as int32; zeros if `exported` has none.
+
+    Raises: ValueError: a number is out of range.
+    """
+    if name not in exported:
+        return np.zeros(shape, np.int32)
+    numbers = np.asarray(_checked(table, exported, name, shape))
+    if numbers.size and (numbers.min() < 0 or numbers.max() > row_map.MAX_COUNT):
+        raise ValueError(
+            f"table {table.name!r}: imported {name!r} must lie in [0, {row_map.MAX_COUNT}]."
         )
-        rows = np.asarray(found)
-        if num_left := int(np.sum(rows == NO_ROW)):
-            num_rows = (
-                free + int((own_map.last_step != row_map.FREE).sum()) - (rows.size - num_left)
-            )
-            what = f"admission_capacity={num_rows}" if prefix else f"capacity={num_rows}"
-            most = _most(maps, keys, num_shards)
-            # All devices have equally many rows, together perhaps more than vocabulary_size.
-            enough = (
-                f"admission_capacity={most}" if prefix else f"vocabulary_size={most * num_shards}"
-            )
-            raise ValueError(
-                f"table {table.name!r}: {rows.size} imported {prefix}keys need {free + num_left} free rows, but the "
-                f"shard has {free} ({what}); grow the table to {enough}, which is {most} on each shard."
-            )
-        places[is_own] = shard * capacity + rows
-        placed.append(own_map)
-    return stack(placed, 1), places
+    return numbers.astype(np.int32)
