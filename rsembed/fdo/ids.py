@@ -113,7 +113,7 @@ def partition_counts(
 
 
 def _first_of_each_pair(groups: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Index of one place for each distinct pair of group and id."""
+    """Index of one occurrence of each distinct pair of group and id."""
     order = np.lexsort((ids, groups))
     is_first = np.ones(ids.size, bool)
     is_first[1:] = np.diff(ids[order]) != 0
@@ -162,16 +162,16 @@ class IdCounter:
         for ids, _ in self._pending:
             all_ids.append(ids)
         self.ids = np.unique(np.concatenate(all_ids))
-        places_of_known = np.searchsorted(self.ids, known)
+        known_positions = np.searchsorted(self.ids, known)
         counts = np.zeros(self.ids.size, np.int64)
-        counts[places_of_known] = self.counts
+        counts[known_positions] = self.counts
         last_batch = np.full(self.ids.size, -1)
-        last_batch[places_of_known] = self._last_batch
+        last_batch[known_positions] = self._last_batch
         for ids, id_counts in self._pending:
-            places = np.searchsorted(self.ids, ids)
-            counts[places] += id_counts
-            self._count_hits(last_batch[places])
-            last_batch[places] = self._num_batches
+            positions = np.searchsorted(self.ids, ids)
+            counts[positions] += id_counts
+            self._count_hits(last_batch[positions])
+            last_batch[positions] = self._num_batches
             self._num_batches += 1
         self.counts = counts
         self._last_batch = last_batch

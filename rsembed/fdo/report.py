@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,9 +27,6 @@ SHARDS_OF_ONE_DEVICE = 8
 MOST_CURVES = 7
 """Curves in one panel. There are seven colours."""
 _log = logging.getLogger("rsembed")
-
-Cells = list[tuple[str, ...]]
-"""Cells of a printed table: the column names, then one tuple for each row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,10 +94,38 @@ class IdFigures:
         """Lookups of the busiest shard divided by the mean over shards; 1 is even."""
         return _ratio(float(self.shard_loads.max()), float(self.shard_loads.mean()))
 
+    def _data_columns(self) -> dict[str, str]:
+        """What the ids are like: cells of a printed row, by the name of the column."""
+        return {
+            "table": self.table,
+            "samples": f"{self.num_samples:,}",
+            "ids/sample": f"{self.mean_ids_per_sample:.2f}",
+            "99 %": f"{self.ids_per_sample_99th_percentile:,}",
+            "longest": f"{self.max_ids_per_sample:,}",
+            "lookups": f"{self.num_lookups:,}",
+            "distinct": f"{self.num_distinct_ids:,}",
+            "missing": f"{self.num_missing:,}",
+            "out of range": f"{self.num_out_of_range:,}",
+        }
+
+    def _needs_columns(self) -> dict[str, str]:
+        """What the ids need: cells of a printed row, by the name of the column."""
+        columns = {
+            "hottest 1 %": f"{self.hottest_share:.1%}",
+            "Zipf": f"{self.zipf_exponent:.2f}",
+            "ids/distinct": f"{self.ids_per_distinct_id:.2f}",
+            f"busiest of {self.shard_loads.size}": f"{self.busiest_shard_load:.2f}",
+            "max ids": f"{self.max_ids_per_partition:,}",
+            "max unique": f"{self.max_unique_ids_per_partition:,}",
+        }
+        for percent, rate in self.hit_rates.items():
+            columns[f"LRU {percent} %"] = f"{rate:.1%}"
+        return columns
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class IdReport:
-    """Report of `describe`: prints as two tables, draws itself, and holds every figure.
+    """Report of `describe`: prints as two tables of text, draws itself, and holds every figure.
 
     Attributes:
       features: figures of each feature, by its name.
@@ -118,48 +142,44 @@ class IdReport:
     is_complete: bool = True
 
     def __repr__(self) -> str:
-        blocks = [self._title()]
-        for cells in self._blocks():
-            widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-            lines = []
-            for row in cells:
-                padded = [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
-                lines.append("  ".join(padded).rstrip())
-            blocks.append("\n".join(lines))
-        return "\n\n".join(blocks)
+        title = (
+            f"features: {len(self.features)}, tables: {len(self.tables)}, "
+            f"batches: {self.num_batches:,}, shards: {self.num_shards:,}"
+        )
+        if not self.is_complete:
+            title += "; stopped early, at max_distinct_ids"
+        rows = dict(self.features)
+        for name, figures in self.tables.items():
+            if figures not in self.features.values():  # several features read the table
+                rows[f"(table) {name}"] = figures
+        data = {name: figures._data_columns() for name, figures in rows.items()}
+        needs = {name: figures._needs_columns() for name, figures in rows.items()}
+        return "\n\n".join([title, _text_table(data), _text_table(needs)])
 
-    def _repr_html_(self) -> str:
-        parts = [f"<p>{html.escape(self._title())}</p>"]
-        for columns, *rows in self._blocks():
-            parts.append("<table>")
-            parts.append(_html_row("th", columns))
-            for row in rows:
-                parts.append(_html_row("td", row))
-            parts.append("</table>")
-        return "".join(parts)
-
-    def plot(self, *, tables: Sequence[str] | None = None) -> np.ndarray:
+    def plot(self) -> np.ndarray:
         """Draws a new figure of four panels, with functions of `rs.plot`.
 
         The panels show how often ids occur, which share of the lookups the hottest rows serve, the
-        load of each shard (over all tables), and the miss ratio of LRU caches.
-
-        Args:
-          tables: names of the tables to draw. None takes the seven with the most lookups, since
-            there are seven colours.
+        load of each shard (over all tables), and the miss ratio of LRU caches. Curves are drawn for
+        the seven tables with the most lookups, because there are seven colours. For other tables,
+        pass figures such as `tables[name].counts` to these functions.
 
         Returns: the four `Axes`, as an array `[2, 2]`.
 
-        Raises: ValueError: a name is no table of the report, or no table has a lookup.
+        Raises: ValueError: no table has a lookup.
         """
         import matplotlib.pyplot as plt
 
         from rsembed import plot
 
-        drawn = self._tables_to_draw(tables)
+        by_lookups = sorted(self.tables, key=lambda name: -self.tables[name].num_lookups)
+        drawn = [name for name in by_lookups[:MOST_CURVES] if self.tables[name].num_lookups]
+        if not drawn:
+            raise ValueError(f"plot: none of the tables {sorted(self.tables)} was looked up.")
         _, axes = plt.subplots(2, 2, figsize=(11.0, 7.6), layout="constrained")
         misses = {}
-        for name, figures in drawn.items():
+        for name in drawn:
+            figures = self.tables[name]
             counts = figures.counts
             num_rows = max(figures.num_rows, len(counts))  # more keys than rows may come
             plot.plot_id_frequency(counts, ax=axes[0, 0], label=name)
@@ -174,74 +194,25 @@ class IdReport:
             ax.set_title(title)
         return np.asarray(axes)
 
-    def _tables_to_draw(self, names: Sequence[str] | None) -> dict[str, IdFigures]:
-        if names is None:
-            by_lookups = sorted(self.tables, key=lambda name: -self.tables[name].num_lookups)
-            names = by_lookups[:MOST_CURVES]
-        unknown = sorted(set(names) - set(self.tables))
-        if unknown:
-            raise ValueError(f"plot: no table {unknown}; the report has {sorted(self.tables)}.")
-        drawn = {}
-        for name in names:
-            if self.tables[name].num_lookups:
-                drawn[name] = self.tables[name]
-        if not drawn:
-            raise ValueError(f"plot: none of the tables {sorted(names)} was looked up.")
-        return drawn
 
-    def _title(self) -> str:
-        features = _count(len(self.features), "feature")
-        tables = _count(len(self.tables), "table")
-        batches = _count(self.num_batches, "batch", "batches")
-        shards = _count(self.num_shards, "shard")
-        title = f"{features} of {tables}, {batches}; {shards}"
-        if not self.is_complete:
-            title += "; stopped early, at max_distinct_ids"
-        return title
+def _text_table(rows: Mapping[str, Mapping[str, str]]) -> str:
+    """A table of texts: a line with the names of the columns, and one for each row.
 
-    def _rows(self) -> list[tuple[str, IdFigures]]:
-        """Features, then tables that several features read, which a feature's figures do not cover."""
-        rows = list(self.features.items())
-        for name, figures in self.tables.items():
-            if figures not in self.features.values():
-                rows.append((f"(table) {name}", figures))
-        return rows
-
-    def _blocks(self) -> tuple[Cells, Cells]:
-        """Cells of the two printed tables: what the data are like, and what they need."""
-        names = ("samples", "ids/sample", "99 %", "longest", "lookups", "distinct", "missing")
-        data: Cells = [("feature", "table", *names, "out of range")]
-        head = (f"busiest of {self.num_shards}", "max ids", "max unique")
-        caches = tuple(f"LRU {percent} %" for percent in CACHE_PERCENTS)
-        needs: Cells = [("feature", "hottest 1 %", "Zipf", "ids/distinct", *head, *caches)]
-        for name, figures in self._rows():
-            data.append(
-                (
-                    name,
-                    figures.table,
-                    f"{figures.num_samples:,}",
-                    f"{figures.mean_ids_per_sample:.2f}",
-                    f"{figures.ids_per_sample_99th_percentile:,}",
-                    f"{figures.max_ids_per_sample:,}",
-                    f"{figures.num_lookups:,}",
-                    f"{figures.num_distinct_ids:,}",
-                    f"{figures.num_missing:,}",
-                    f"{figures.num_out_of_range:,}",
-                )
-            )
-            needs.append(
-                (
-                    name,
-                    f"{figures.hottest_share:.1%}",
-                    f"{figures.zipf_exponent:.2f}",
-                    f"{figures.ids_per_distinct_id:.2f}",
-                    f"{figures.busiest_shard_load:.2f}",
-                    f"{figures.max_ids_per_partition:,}",
-                    f"{figures.max_unique_ids_per_partition:,}",
-                    *(f"{rate:.1%}" for rate in figures.hit_rates.values()),
-                )
-            )
-        return data, needs
+    Args:
+      rows: cells of each row, by the name of the row and the name of the column.
+    """
+    columns = {"feature": list(rows)}
+    for cells in rows.values():
+        for name, cell in cells.items():
+            columns.setdefault(name, []).append(cell)
+    padded = []
+    for name, texts in columns.items():
+        width = max(map(len, [name, *texts]))
+        if name == "feature":
+            padded.append([text.ljust(width) for text in [name, *texts]])
+        else:
+            padded.append([text.rjust(width) for text in [name, *texts]])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
 
 
 @validated
@@ -285,7 +256,7 @@ def describe(
     if num_shards is None:
         mesh = collection.devices.mesh
         num_shards = SHARDS_OF_ONE_DEVICE if mesh is None else collection.devices.num_devices
-    features, tables = _streams_of(collection, num_shards)
+    features, tables = _streams(collection, num_shards)
     streams = {*features.values(), *tables.values()}
     num_batches = 0
     is_complete = True
@@ -302,7 +273,7 @@ def describe(
         check_names(collection.features, batch, "batch")
         lookups = {}
         for name, feature in collection.features.items():
-            lookups[name] = _lookups_of(feature, batch[name])
+            lookups[name] = _lookups(feature, batch[name])
         for stream in streams:
             stream.add(lookups)
         num_batches += 1
@@ -320,7 +291,7 @@ def describe(
     )
 
 
-def _streams_of(
+def _streams(
     collection: EmbeddingCollection, num_shards: int
 ) -> tuple[dict[str, _Stream], dict[str, _Stream]]:
     """Streams of the features and of the tables, by name. A table with one feature has its stream."""
@@ -348,7 +319,7 @@ class _Lookups(NamedTuple):
     num_out_of_range: int
 
 
-def _lookups_of(feature: FeatureSpec, value: Any) -> _Lookups:
+def _lookups(feature: FeatureSpec, value: Any) -> _Lookups:
     """Lookups of a feature's part of a batch, and counts of its other ids."""
     bags = as_bags(value, feature=feature.name)
     if is_unknown(bags):
@@ -358,7 +329,7 @@ def _lookups_of(feature: FeatureSpec, value: Any) -> _Lookups:
         )
     bags = jax.tree.map(np.asarray, bags)
     check_bags(bags, feature=feature.name)
-    ids, is_missing, is_outside = _numbers_of(bags, feature)
+    ids, is_missing, is_outside = _numbers(bags, feature)
     offsets = bags.offsets.astype(np.int64)
     samples = np.repeat(np.arange(bags.num_bags), np.diff(offsets))
     used = slice(0, int(offsets[-1]))  # what follows the last offset is room for more ids
@@ -374,23 +345,26 @@ def _lookups_of(feature: FeatureSpec, value: Any) -> _Lookups:
     )
 
 
-def _numbers_of(bags: Bags, feature: FeatureSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _numbers(bags: Bags, feature: FeatureSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids as 64-bit numbers, and masks of the places without an id and of ids out of range."""
-    storage = feature.table_spec.storage
-    if storage is not None and storage.key_dtype is not None:
+    key_dtype = _key_dtype(feature.table_spec)
+    if key_dtype is not None:
         keys = bags.ids
         if not isinstance(keys, Keys):
             keys = split_keys(keys, feature=f"feature {feature.name!r}")
         numbers = join_keys(keys.high, keys.low)
-        return numbers, ~keys.is_key, is_beyond(keys, storage.key_dtype)
+        return numbers, ~keys.is_key, is_beyond(keys, key_dtype)
     check_ids_dtype(bags, feature=feature.name)
     is_outside = (bags.ids < 0) | (bags.ids >= feature.table_spec.vocabulary_size)
     numbers = np.where(is_outside, 0, bags.ids).astype(np.int64)
     return numbers, bags.ids == PAD_ID, is_outside
 
 
-def _takes_keys(table: TableSpec) -> bool:
-    return table.storage is not None and table.storage.key_dtype is not None
+def _key_dtype(table: TableSpec) -> str | None:
+    """Dtype of the table's keys. None if its ids are row numbers."""
+    if table.storage is None:
+        return None
+    return table.storage.key_dtype
 
 
 class _Stream:
@@ -400,11 +374,11 @@ class _Stream:
         self._table = table
         self._features = features
         self._num_shards = num_shards
-        dtype = np.uint64 if _takes_keys(table) else np.int64
-        cache_rows = [
-            math.ceil(table.vocabulary_size * percent / 100) for percent in CACHE_PERCENTS
-        ]
-        self._counter = IdCounter(dtype, cache_rows)
+        cache_rows = []
+        for percent in CACHE_PERCENTS:
+            cache_rows.append(math.ceil(table.vocabulary_size * percent / 100))
+        self._takes_keys = _key_dtype(table) is not None
+        self._counter = IdCounter(np.uint64 if self._takes_keys else np.int64, cache_rows)
         self._samples_by_length: np.ndarray = np.zeros(1, np.int64)
         self._num_missing = 0
         self._num_out_of_range = 0
@@ -452,10 +426,12 @@ class _Stream:
         num_lookups = int(counts.sum())
         num_samples = int(self._samples_by_length.sum())
         covered = np.cumsum(self._samples_by_length)
-        rows = ids.size if _takes_keys(self._table) else self._table.vocabulary_size
+        num_rows = self._table.vocabulary_size
+        if self._takes_keys:
+            num_rows = ids.size
         exponent = math.nan
-        if num_lookups and rows > 1:
-            exponent = zipf_exponent(hottest_first, num_rows=rows)
+        if num_lookups and num_rows > 1:
+            exponent = zipf_exponent(hottest_first, num_rows=num_rows)
         shards = (ids % np.asarray(self._num_shards, ids.dtype)).astype(np.int64)
         loads = np.zeros(self._num_shards, np.int64)
         np.add.at(loads, shards, counts)
@@ -481,18 +457,6 @@ class _Stream:
             hit_rates=dict(zip(CACHE_PERCENTS, self._counter.hit_rates(), strict=True)),
             counts=hottest_first,
         )
-
-
-def _html_row(tag: str, cells: Sequence[str]) -> str:
-    """A row of an HTML table, with the cells as text."""
-    row = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-    return f"<tr>{row}</tr>"
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    """`number` with its noun, such as "1 table" or "2 tables"."""
-    noun = one if number == 1 else many or f"{one}s"
-    return f"{number:,} {noun}"
 
 
 def _ratio(part: float, whole: float) -> float:

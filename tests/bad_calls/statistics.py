@@ -63,7 +63,7 @@ fdo.describe(collection(), []) => ValueError: describe: there is no batch
 fdo.describe(collection(), iter([[1, 2]])) => TypeError: batch, with one entry for each of ['author', 'title']
 fdo.describe(collection(), [{"title": [[1]]}]) => ValueError: batch does not match the features: missing ['author']
 fdo.describe(collection(), [{"title": [[1.5]], "author": [[1]]}]) => TypeError: feature 'title' ... row 0 holds float64
-fdo.describe(collection(), [batch()]).plot(tables=["words"]) => ValueError: plot: no table ['words']; the report has
+fdo.describe(collection(), [{"title": [[]], "author": [[]]}]).plot() => ValueError: plot: none of the tables
 """
 
 ACCEPTED = """
