@@ -103,7 +103,9 @@ def write_arrays(path: Path | None, arrays: Sequence[ArrayToSave]) -> list[Entry
 
     Raises: OSError: the operating system refuses a write.
     """
-    entries = [_new_entry(number, array) for number, array in enumerate(arrays)]
+    entries = []
+    for number, array in enumerate(arrays):
+        entries.append(_new_entry(number, array))
     blocks = _blocks_of(entries, arrays)
     try:
         if path is not None:
@@ -139,12 +141,16 @@ def _write_blocks(path: Path, entries: Sequence[Entry], blocks: Iterator[Block])
             while sum(num_bytes for num_bytes, _ in writes) > _BYTES_IN_FLIGHT:
                 _, oldest_write = writes.popleft()
                 oldest_write.result()
-        for future in [*stores, *(write for _, write in writes)]:
-            future.result()
+        for store in stores:
+            store.result()
+        for _, write in writes:
+            write.result()
     finally:
         # Wait for all writes after a failure too: the caller removes the folder.
-        for future in [*stores, *(write for _, write in writes)]:
-            future.exception()
+        for store in stores:
+            store.exception()
+        for _, write in writes:
+            write.exception()
     for entry in entries:
         folder = path / entry["folder"]
         entry["metadata_crc32"] = _file_checksum(folder / _METADATA)
@@ -161,13 +167,17 @@ def copied(array: ArrayToSave) -> np.ndarray | None:
         rows = _rows(array, chunk)
         if copy is not None:
             copy[chunk.first : chunk.last] = rows
-    return None if copy is None else copy.reshape(entry["shape"])
+    if copy is None:
+        return None
+    return copy.reshape(entry["shape"])
 
 
 def _new_entry(number: int, array: ArrayToSave) -> Entry:
     """Manifest entry of an array, without the checksums of its files."""
     row_bytes = max(1, array.dtype.itemsize * math.prod(array.shape[1:]))
-    num_rows = array.shape[0] if array.shape else 1
+    num_rows = 1
+    if array.shape:
+        num_rows = array.shape[0]
     rows_per_full_chunk = max(1, CHUNK_BYTES // row_bytes)
     num_chunks = max(1, -(-num_rows // rows_per_full_chunk))
     return {
@@ -238,7 +248,9 @@ def _host_rows(data: jax.Array, rows: np.ndarray) -> np.ndarray:
 def _index(rows: np.ndarray) -> np.ndarray | slice:
     """A slice if the rows are consecutive, because a slice copies nothing; `rows` otherwise."""
     is_run = rows.size > 0 and rows[-1] - rows[0] == rows.size - 1 and (np.diff(rows) == 1).all()
-    return slice(int(rows[0]), int(rows[-1]) + 1) if is_run else rows
+    if is_run:
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return rows
 
 
 # The zarr array
@@ -261,7 +273,9 @@ def _chunks(entry: Entry) -> list[Chunk]:
 def _store(path: Path, entry: Entry, *, create: bool = False) -> Any:
     """A future of the open TensorStore of a manifest entry."""
     shape = entry["shape"] or [1]
-    chunk_shape = [entry["rows_per_chunk"], *(max(1, size) for size in shape[1:])]
+    chunk_shape = [entry["rows_per_chunk"]]
+    for size in shape[1:]:
+        chunk_shape.append(max(1, size))
     metadata = {
         "shape": shape,
         "data_type": entry["dtype"],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard
 
 import jax
@@ -34,8 +34,12 @@ Tables = dict[str, Any]
 """Arrays or facts by table name."""
 Facts = Mapping[str, Any]
 """Part of a fingerprint: JSON values by name."""
+Index = tuple[slice, ...]
+"""Slices that select a block of an array."""
 Bounds = tuple[tuple[int, int], ...]
 """First index and end of a block of an array, along each axis."""
+Blocks = Iterable[tuple[np.ndarray, np.ndarray]]
+"""Pairs of row indices in an array, and the rows."""
 
 
 class CorruptCheckpointError(ValueError):
@@ -46,7 +50,7 @@ def sharded(
     shape: tuple[int, ...],
     dtype: DTypeLike,
     sharding: jax.sharding.Sharding | None,
-    pieces: Iterable[tuple[np.ndarray, np.ndarray]],
+    pieces: Blocks,
 ) -> jax.Array:
     """An array on the devices of a sharding, filled with rows that arrive in pieces.
 
@@ -59,28 +63,31 @@ def sharded(
       pieces: pairs of row indices and rows. Rows without a piece are zero.
     """
     whole = (slice(None),) * len(shape)
-    indices: list[Any] = [whole]
+    indices: list[Index] = [whole]
     if sharding is not None:
         indices = [*sharding.addressable_devices_indices_map(shape).values()]
     shards: dict[Bounds, np.ndarray] = {}
-    for bounds in {_bounds(index, shape) for index in indices}:
-        shards[bounds] = np.zeros([stop - start for start, stop in bounds], dtype)
+    for index in indices:
+        bounds = _bounds(index, shape)
+        if bounds not in shards:
+            shards[bounds] = np.zeros([stop - start for start, stop in bounds], dtype)
     for rows, values in pieces:
-        for ((start, stop), *column_bounds), shard in shards.items():
+        for bounds, shard in shards.items():
+            (start, stop), *column_bounds = bounds
             is_inside = (rows >= start) & (rows < stop)
-            columns = [slice(*bounds) for bounds in column_bounds]
-            part: Any = (is_inside, *columns)
-            shard[rows[is_inside] - start] = values[part]
+            columns = [slice(first, end) for first, end in column_bounds]
+            shard[rows[is_inside] - start] = values[(is_inside, *columns)]
     if sharding is None:
         return jax.device_put(shards[_bounds(whole, shape)])
 
-    def read_shard(index: Any) -> np.ndarray:
+    def read_shard(index: Index | None) -> np.ndarray:
         return shards[_bounds(index, shape)]
 
     return jax.make_array_from_callback(shape, sharding, read_shard)
 
 
 def _bounds(index: Any, shape: tuple[int, ...]) -> Bounds:
+    """First index and end of a block along each axis, from the slices that select the block."""
     bounds = []
     for part, size in zip(index, shape, strict=True):
         start, stop, _ = part.indices(size)
@@ -122,7 +129,9 @@ def logical(tree: PyTree) -> PyTree:
     """`tree` with tables and slots by table name in place of each state. Nothing is copied."""
 
     def convert(node: Any) -> Any:
-        return _by_table(node) if is_state(node) else node
+        if is_state(node):
+            return _by_table(node)
+        return node
 
     return jax.tree.map(convert, tree, is_leaf=is_state)
 
@@ -136,7 +145,9 @@ def with_states(like: PyTree, tree: PyTree) -> PyTree:
     """
 
     def convert(node: Any, value: Any) -> Any:
-        return _state_from_tables(node, value) if is_state(node) else value
+        if is_state(node):
+            return _state_from_tables(node, value)
+        return value
 
     return jax.tree.map(convert, like, tree, is_leaf=is_state)
 
@@ -176,15 +187,21 @@ def restored(arrays: Mapping[Path, Leaf], like: PyTree, where: object) -> PyTree
 
     Raises: ValueError: the arrays do not match `like`. Names each array.
     """
-    wanted = flattened(like)
-    problems = [f"{joined(path)!r} is missing" for path in wanted if path not in arrays]
-    problems += [f"{joined(path)!r} is not wanted" for path in arrays if path not in wanted]
-    for path in wanted.keys() & arrays.keys():
-        if problem := _mismatch(arrays[path], wanted[path]):
+    templates = flattened(like)
+    problems = []
+    for path in templates.keys() - arrays.keys():
+        problems.append(f"{joined(path)!r} is missing")
+    for path in arrays.keys() - templates.keys():
+        problems.append(f"{joined(path)!r} is not wanted")
+    for path in templates.keys() & arrays.keys():
+        problem = _mismatch(arrays[path], templates[path])
+        if problem is not None:
             problems.append(f"{joined(path)!r} is {problem}")
     if problems:
         raise ValueError(f"checkpoint {where} does not match: {'; '.join(sorted(problems))}.")
-    leaves = [placed(arrays[path], leaf) for path, leaf in wanted.items()]
+    leaves = []
+    for path, template in templates.items():
+        leaves.append(placed(arrays[path], template))
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
@@ -216,9 +233,7 @@ def placed(array: Leaf, template: Leaf) -> Leaf:
         return array
     is_distributed = sharding is not None and len(sharding.device_set) > 1
     if isinstance(array, SavedArray) and array.shape and is_distributed:
-        blocks = array.blocks()
-        pieces = ((np.arange(first, first + len(rows)), rows) for first, rows in blocks)
-        return sharded(array.shape, array.dtype, sharding, pieces)
+        return sharded(array.shape, array.dtype, sharding, _numbered_blocks(array))
     array = in_memory(array)
     if isinstance(template, (bool, int, float)):
         return type(template)(array[()])
@@ -234,9 +249,17 @@ def placed(array: Leaf, template: Leaf) -> Leaf:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
+def _numbered_blocks(saved: SavedArray) -> Blocks:
+    """Blocks of rows with their numbers in the file."""
+    for first, rows in saved.blocks():
+        yield np.arange(first, first + len(rows)), rows
+
+
 def in_memory(array: Leaf) -> Leaf:
     """`array` in host memory. PRNG keys are not converted."""
-    return array.whole() if isinstance(array, SavedArray) else array
+    if isinstance(array, SavedArray):
+        return array.whole()
+    return array
 
 
 def belongings(tree: PyTree) -> dict[str, Any]:
@@ -257,14 +280,7 @@ def belongings(tree: PyTree) -> dict[str, Any]:
     for keys, leaf in leaves:
         name = jax.tree_util.keystr(keys, simple=True, separator="/") or "state"
         if is_state(leaf):
-            facts[name] = tables_of(leaf)
-            not_in_state = []
-            for table_name, table in _tables_in(leaf).items():
-                if table["storage"] not in (None, table["in_files"]):
-                    not_in_state.append(table_name)
-            if not_in_state:
-                why = f"tables {not_in_state} keep rows by key or on the host"
-                facts[name][ELSEWHERE] = f"{why}; use save_collection."
+            facts[name] = _state_facts(leaf)
             continue
         fingerprint = _fingerprint_of(leaf)
         if fingerprint is not None:
@@ -272,23 +288,42 @@ def belongings(tree: PyTree) -> dict[str, Any]:
     return facts
 
 
+def _state_facts(state: EmbeddingState) -> Tables:
+    """Facts of the tables of a state, and which of them a file of the state does not hold."""
+    facts = tables_of(state)
+    not_in_state = []
+    for name, table in _tables_in(state).items():
+        if table["storage"] not in (None, table["in_files"]):
+            not_in_state.append(name)
+    if not_in_state:
+        why = f"tables {not_in_state} keep rows by key or on the host"
+        facts[ELSEWHERE] = f"{why}; use save_collection."
+    return facts
+
+
 def _fingerprint_of(node: Any) -> Fingerprint | None:
     """`node` if it is a fingerprint, or the layout of `node` if it is a state with one."""
-    layout = getattr(node, "layout", None) if isinstance(node, tuple) else node
-    return layout if isinstance(layout, Fingerprint) else None
+    if isinstance(node, tuple):
+        node = getattr(node, "layout", None)
+    if isinstance(node, Fingerprint):
+        return node
+    return None
 
 
 def stacks_of(state: EmbeddingState) -> dict[str, Any]:
     """Facts of each stack in the layout of a state; empty without a layout."""
-    return {} if state.layout is None else state.layout.facts
+    if state.layout is None:
+        return {}
+    return state.layout.facts
 
 
 def tables_of(state: EmbeddingState) -> Tables:
     """Facts of each table in the layout of a state, without those that depend on the placement."""
-    left_out = (*Place._fields, "in_files", "part_sizes")
     tables = {}
     for name, table in _tables_in(state).items():
-        facts = {key: fact for key, fact in table.items() if key not in left_out}
+        facts = dict(table)
+        for of_placement in (*Place._fields, "in_files", "part_sizes"):
+            facts.pop(of_placement, None)
         facts["storage"] = table["in_files"]
         if table["in_files"] == ROWS_BY_KEY:
             facts["vocabulary_size"] = None
@@ -310,16 +345,16 @@ def _by_table(state: EmbeddingState) -> dict[str, Any]:
     for stack_name, stack in stacks_of(state).items():
         stack_params = state.tables[stack_name]
         stack_slots = state.slots[stack_name]
-        sizes = [table.get("part_sizes") for table in stack["tables"].values()]
+        part_sizes = [table.get("part_sizes") for table in stack["tables"].values()]
         for number, (name, table) in enumerate(stack["tables"].items()):
             if table["storage"] is None:
-                pick = functools.partial(_picked_rows, table, stack)
-                tables[name] = pick(stack_params)
-                slot_arrays = zip(stack["slots"], stack_slots, strict=True)
-                slots[name] = {slot: pick(array) for slot, array in slot_arrays}
+                tables[name] = _picked_rows(table, stack, stack_params)
+                slots[name] = {}
+                for slot, array in zip(stack["slots"], stack_slots, strict=True):
+                    slots[name][slot] = _picked_rows(table, stack, array)
             elif "part_sizes" in table:  # Several tables share one storage.
-                tables[name] = parts(stack_params, sizes)[number]
-                slots[name] = parts(stack_slots, sizes)[number]
+                tables[name] = parts(stack_params, part_sizes)[number]
+                slots[name] = parts(stack_slots, part_sizes)[number]
             else:
                 tables[name] = stack_params
                 slots[name] = stack_slots
@@ -345,24 +380,29 @@ def _state_from_tables(like: EmbeddingState, values: Mapping[str, Any]) -> Embed
         names = list(stack["tables"])
         has_storage = any(table["storage"] is not None for table in stack["tables"].values())
         if has_storage:
-            tables[stack_name] = _concatenated([values["tables"].get(name) for name in names])
-            slots[stack_name] = _concatenated([values["slots"].get(name) for name in names])
+            tables[stack_name] = _concatenated(values["tables"], names)
+            slots[stack_name] = _concatenated(values["slots"], names)
             continue
-        pieces = [(wanted["tables"][name], values["tables"][name]) for name in names]
+        pieces = []
+        for name in names:
+            pieces.append((wanted["tables"][name], values["tables"][name]))
         tables[stack_name] = _stack_array(pieces, stack)
         slot_arrays = []
         for slot in stack["slots"]:
-            pieces = [(wanted["slots"][name][slot], values["slots"][name][slot]) for name in names]
+            pieces = []
+            for name in names:
+                pieces.append((wanted["slots"][name][slot], values["slots"][name][slot]))
             slot_arrays.append(_stack_array(pieces, stack))
         slots[stack_name] = tuple(slot_arrays)
     return EmbeddingState(tables, slots, values["step"], values["key"], like.layout)
 
 
-def _concatenated(trees: list[PyTree]) -> PyTree:
-    """Trees of several tables that share a storage, concatenated leaf by leaf."""
-    if len(trees) == 1:
-        return trees[0]
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees)
+def _concatenated(trees: Mapping[str, PyTree], names: list[str]) -> PyTree:
+    """Trees of the tables that share a storage, concatenated leaf by leaf."""
+    if len(names) == 1:
+        return trees.get(names[0])
+    of_tables = [trees.get(name) for name in names]
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *of_tables)
 
 
 Pieces = list[tuple[PickedRows, SavedArray]]
@@ -378,7 +418,10 @@ def _stack_array(pieces: Pieces, stack: Facts) -> jax.Array:
     if stack["spread"] > 1 or is_distributed:
         return sharded(like.shape, like.dtype, sharding, blocks)
     # The memory is allocated like that of new tables, and blocks are written in place.
-    is_padded = sum(table.count for table, _ in pieces) < like.shape[0]
+    num_rows = sum(table.count for table, _ in pieces)
+    fill = None
+    if num_rows < like.shape[0]:
+        fill = 0.0
     allocate = jax.jit(api.allocate, static_argnums=(0, 1, 2), out_shardings=sharding)
     write = jax.jit(
         jax.lax.dynamic_update_slice_in_dim,
@@ -386,14 +429,14 @@ def _stack_array(pieces: Pieces, stack: Facts) -> jax.Array:
         donate_argnums=0,
         out_shardings=sharding,
     )
-    array = allocate(like.shape, like.dtype, 0.0 if is_padded else None)
+    array = allocate(like.shape, like.dtype, fill)
     for positions, rows in blocks:
         array = write(array, rows, np.int32(positions[0]), 0)
     return array
 
 
-def _positioned_blocks(pieces: Pieces) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _positioned_blocks(pieces: Pieces) -> Blocks:
     """Blocks of saved rows with their row indices in the array of the stack."""
     for table, saved in pieces:
-        for first, rows in saved.blocks():
-            yield table.positions(np.arange(first, first + len(rows))), rows
+        for numbers, rows in _numbered_blocks(saved):
+            yield table.positions(numbers), rows
