@@ -52,37 +52,61 @@ def trade(
       arrays, so that owners ignore it, and zero in other arrays.
     """
     leaves, tree = jax.tree.flatten(list(parcels))
-    arrays = [leaf.astype(jnp.uint32) if leaf.dtype == jnp.bool_ else leaf for leaf in leaves]
+    # Entries to pick from each leaf, or None if the leaf consists of blocks already.
     picks: list[Array | None] = [None] * len(leaves)
     if entries is not None:
         picks = []
         for parcel, picked in zip(parcels, entries, strict=True):
             picks += [picked] * len(jax.tree.leaves(parcel))
 
-    numbers_of_kind: dict[Any, list[int]] = {}
-    for number, array in enumerate(arrays):
-        row = array.shape[2:] if entries is None else array.shape[1:]
-        kind = (word_dtype(array.dtype, is_lane=not row), row)
-        numbers_of_kind.setdefault(kind, []).append(number)
+    groups: dict[Any, _Group] = {}
+    for number, (leaf, pick) in enumerate(zip(leaves, picks, strict=True)):
+        array = leaf
+        if leaf.dtype == jnp.bool_:
+            array = leaf.astype(jnp.uint32)
+        if pick is None:
+            block_shape = array.shape[:2]
+            row_shape = array.shape[2:]
+        else:
+            block_shape = pick.shape[:2]
+            row_shape = array.shape[1:]
+        kind = (word_dtype(array.dtype, is_lane=not row_shape), row_shape)
+        group = groups.setdefault(kind, _Group([], [], [], []))
+        group.numbers.append(number)
+        group.arrays.append(array)
+        group.picks.append(pick)
+        group.blocks.append(jax.ShapeDtypeStruct((*block_shape, *row_shape), array.dtype))
 
     received: dict[int, Array] = {}
-    for (_, row), numbers in numbers_of_kind.items():
-        same_kind = [arrays[number] for number in numbers]
-        same_picks = [picks[number] for number in numbers]
-        packed = api.pack_blocks(same_kind, same_picks)
+    for group in groups.values():
+        packed = api.pack_blocks(group.arrays, group.picks)
         packed = jax.lax.all_to_all(packed, axis_name, split_axis=0, concat_axis=0, tiled=True)
-        shapes = []
-        for array, pick in zip(same_kind, same_picks, strict=True):
-            blocks = array if pick is None else pick
-            shapes.append(jax.ShapeDtypeStruct((*blocks.shape[:2], *row), array.dtype))
-        received |= zip(numbers, api.unpack_blocks(packed, shapes), strict=True)
+        received |= zip(group.numbers, api.unpack_blocks(packed, group.blocks), strict=True)
 
     results = []
     for number, leaf in enumerate(leaves):
-        is_bool = leaf.dtype == jnp.bool_
-        results.append(received[number] != 0 if is_bool else received[number])
+        blocks = received[number]
+        if leaf.dtype == jnp.bool_:
+            blocks = blocks != 0
+        results.append(blocks)
     traded: list[PyTree] = jax.tree.unflatten(tree, results)
     return traded
+
+
+class _Group(NamedTuple):
+    """Arrays of equal row shape and word dtype, which share one `all_to_all`.
+
+    Attributes:
+      numbers: positions of the arrays among all leaves.
+      arrays: the arrays.
+      picks: the entries to send from each array; None for arrays that are blocks already.
+      blocks: shape and dtype of the blocks of each array.
+    """
+
+    numbers: list[int]
+    arrays: list[Array]
+    picks: list[Array | None]
+    blocks: list[jax.ShapeDtypeStruct]
 
 
 Result = TypeVar("Result")
@@ -231,15 +255,18 @@ def ask(questions: Sequence[Question], *, axis_name: AxisName) -> list[Answers]:
       questions: any number of questions. Their blocks share the collectives.
       axis_name: mesh axis, or several axes. Their sizes multiply to the number of devices.
     """
+    with_one_round = []
+    with_rounds = []
+    for number, question in enumerate(questions):
+        if question.capacity < question.num_occurrences:
+            with_rounds.append(number)
+        else:
+            with_one_round.append(number)
     answers: dict[int, Answers] = {}
-    for takes_rounds in (False, True):
-        group = {}
-        for number, question in enumerate(questions):
-            if (question.capacity < question.num_occurrences) == takes_rounds:
-                group[number] = question
-        if group:
-            replies = _ask(list(group.values()), takes_rounds, axis_name)
-            answers |= zip(group, replies, strict=True)
+    for numbers, takes_rounds in ((with_one_round, False), (with_rounds, True)):
+        if numbers:
+            asked = [questions[number] for number in numbers]
+            answers |= zip(numbers, _ask(asked, takes_rounds, axis_name), strict=True)
     return [answers[number] for number in range(len(questions))]
 
 
@@ -276,7 +303,9 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
         replies = []
         for old, written, new in zip(progress.replies, entries, news, strict=True):
             replies.append(_with_rows(old, written, new))
-        any_left = jax.lax.pmax(are_left, axis_name) if takes_rounds else jnp.asarray(False)
+        any_left = jnp.asarray(False)
+        if takes_rounds:
+            any_left = jax.lax.pmax(are_left, axis_name)
         return _Progress(progress.num_rounds + 1, list(cursors), states, replies, any_left)
 
     cursors = []
@@ -296,8 +325,10 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
         # The first round is inside the loop too: the owners' program is large, and compiled once.
         run = functools.partial(jax.lax.while_loop, lambda progress: progress.are_left, run_round)
     end = run(start)
-    answers = zip(end.states, end.replies, strict=True)
-    return [Answers(state, reply, end.num_rounds) for state, reply in answers]
+    answers = []
+    for state, reply in zip(end.states, end.replies, strict=True):
+        answers.append(Answers(state, reply, end.num_rounds))
+    return answers
 
 
 def _answer_all(

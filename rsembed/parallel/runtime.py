@@ -398,15 +398,19 @@ def _wait(
         if len(ended) == len(children) or is_late:
             break
         time.sleep(_POLL_SECONDS)
-    status = 0 if failed is None else children[failed].returncode
+    status = 0
+    if failed is not None:
+        status = children[failed].returncode
     if received and status != _START_AGAIN:
         if failed is None and signal.SIGINT not in received:
             return 0
         return 128 + received[0]
     if failed is None:
         return 0
-    others = [process for process in all_failed if process != failed]
-    also_failed = "".join(f" Process {process} failed, too." for process in others)
+    also_failed = ""
+    for process in all_failed:
+        if process != failed:
+            also_failed += f" Process {process} failed, too."
     how = f"failed with exit status {status}"
     if status < 0:
         how = f"was killed by {signal.Signals(-status).name}"
@@ -418,7 +422,9 @@ def _wait(
         file=sys.stderr,
         flush=True,
     )
-    return status if status > 0 else 128 - status
+    if status < 0:
+        return 128 - status
+    return status
 
 
 def _first_failure(
@@ -435,4 +441,6 @@ def _first_failure(
         status = children[process].returncode
         if status < 0 and status != -signal.SIGABRT:
             return process
-    return all_failed[0] if all_failed else None
+    if all_failed:
+        return all_failed[0]
+    return None
