@@ -88,10 +88,11 @@ def rows_of(
     """Rows of several tables with concatenated cores; for the arguments see `digits_of` and `rows`."""
     num_ids = ids.shape[0]
     digits, is_row = digits_of(specs, ids)
+    bags = jnp.where(is_row, jnp.arange(num_ids, dtype=jnp.int32), NO_ROW)
     return pooled_rows(
         cores,
         digits,
-        jnp.where(is_row, jnp.arange(num_ids, dtype=jnp.int32), NO_ROW),
+        bags,
         jnp.ones(num_ids),
         slice_shapes=specs[0].slice_shapes,
         num_bags=num_ids,
@@ -244,7 +245,9 @@ def entries_of(call: Call) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Floa
     Outputs are the bags of all lists, numbered from list to list. An entry that contributes nothing
     has the output `NO_ROW`. Lists without a combiner have one output per entry.
     """
-    rows, outputs, gains = [], [], []
+    rows = []
+    outputs = []
+    gains = []
     first_output = 0
     for number in range(len(call.lists)):
         entries = reference.entries_of(call, number, 0, NO_ROW)
@@ -258,9 +261,13 @@ def entries_of(call: Call) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Floa
 
 def call_of(bags: Bags, rows: Int[Array, " nnz"], mode: Mode) -> Call:
     """A call that pools `rows` by `bags`; "mean" divides by the number of ids, weighted or not."""
-    weights = None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32)
+    weights = None
+    if bags.weights is not None:
+        weights = jnp.asarray(bags.weights, jnp.float32)
     ids = IdList(rows, jnp.asarray(bags.offsets), weights)
-    combiner = "mean_by_count" if mode == "mean" else mode
+    combiner: str = mode
+    if mode == "mean":
+        combiner = "mean_by_count"
     return Call.of([ids], [combiner])
 
 
@@ -319,8 +326,7 @@ def pooled_rows(
     cores, gains = jax.tree.map(lambda x: x + zero.astype(x.dtype), (cores, gains))
     bags = jnp.where(bags < 0, NO_ROW, bags)  # JAX would count negative numbers from the end
     if bags.shape[0] == 0:
-        dim = math.prod(q for _, q, _ in slice_shapes)
-        return jnp.full((num_bags, dim), zero.astype(jnp.float32))
+        return jnp.full((num_bags, _dim(slice_shapes)), zero.astype(jnp.float32))
     if implementation == "plain" or reason is not None:
         return _plain(slice_shapes, num_bags, cores, digits, bags, gains)
     return _native(slice_shapes, num_bags, cores, digits, bags, gains)
@@ -340,7 +346,8 @@ def _plain(
             product = jnp.matmul(product, piece, precision="highest").reshape(-1, next_rank)
         return product.reshape(-1)
 
-    valid_digits = tuple(jnp.where(bags < num_bags, digit, NO_ROW) for digit in digits)
+    is_in_bag = bags < num_bags
+    valid_digits = [jnp.where(is_in_bag, digit, NO_ROW) for digit in digits]
     columns = 1
     floats_per_lookup = 0
     for rank, q, next_rank in shapes:
@@ -355,15 +362,15 @@ def _plain(
 def _native(
     shapes: SliceShapes, num_bags: int, cores: Cores, digits: Digits, bags: Array, gains: Array
 ) -> Array:
-    return _forward(shapes, num_bags, cores, digits, bags, gains)[0]
+    pooled, _ = _forward(shapes, num_bags, cores, digits, bags, gains)
+    return pooled
 
 
 def _forward(
     shapes: SliceShapes, num_bags: int, cores: Cores, digits: Digits, bags: Array, gains: Array
 ) -> tuple[Array, PyTree]:
     """Pooled rows, and the arguments that the backward pass needs."""
-    dim = math.prod(q for _, q, _ in shapes)
-    result = jax.ShapeDtypeStruct((num_bags, dim), jnp.float32)
+    result = jax.ShapeDtypeStruct((num_bags, _dim(shapes)), jnp.float32)
     call = jax.ffi.ffi_call("rsembed_train_rows", result, vmap_method="sequential")
     pooled = call(bags, gains, *_operands(cores, digits), **_attributes(shapes))
     return pooled + varying_zero(gains).astype(jnp.float32), (cores, digits, bags, gains)
@@ -379,14 +386,19 @@ def _backward(
     attributes = _attributes(shapes) | {"num_bags": np.int64(num_bags)}
     *d_cores, d_gains = call(bags, gains, d_pooled, *_operands(cores, digits), **attributes)
     zero = varying_zero(gains).astype(jnp.float32)
-    core_gradients = tuple(
-        (d + zero).astype(core.dtype) for d, core in zip(d_cores, cores, strict=True)
-    )
+    core_gradients = []
+    for d_core, core in zip(d_cores, cores, strict=True):
+        core_gradients.append((d_core + zero).astype(core.dtype))
     no_gradient = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (digits, bags))
-    return core_gradients, *no_gradient, d_gains + zero
+    return tuple(core_gradients), *no_gradient, d_gains + zero
 
 
 _native.defvjp(_forward, _backward)
+
+
+def _dim(shapes: SliceShapes) -> int:
+    """Length of a row: the product of all column factors."""
+    return math.prod(q for _, q, _ in shapes)
 
 
 def _operands(cores: Cores, digits: Digits) -> list[Array]:

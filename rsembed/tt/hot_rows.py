@@ -11,7 +11,6 @@ the host" in their docstring.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -185,52 +184,52 @@ def count(
     counted = row_map.use(directory.counted, counted_rows, jnp.zeros((), jnp.int32), reads)
     directory = directory._replace(counted=counted)
     new = distinct.only(counted_rows == NO_ROW)
+
+    def add_new_ids(_: Array, state: tuple[Directory, Array]) -> tuple[Directory, Array]:
+        directory, _ = state
+        return _with_new_ids(directory, new, reads)
+
     # A loop of at most one iteration updates arrays in place; `lax.cond` may copy them.
     num_iterations = jnp.any(new.is_key).astype(jnp.int32)
     directory, num_uncounted = jax.lax.fori_loop(
-        0,
-        num_iterations,
-        lambda _, state: _with_new_ids(state[0], new, reads),
-        (directory, jnp.int32(0)),
+        0, num_iterations, add_new_ids, (directory, jnp.int32(0))
     )
     num_hits = jnp.sum(jnp.where(is_hit, reads, 0), dtype=jnp.int32)
-    return _with_totals(
-        directory,
-        lookups=jnp.sum(reads, dtype=jnp.int32),
-        hits=num_hits,
-        uncounted=num_uncounted,
-    )
+    num_lookups = jnp.sum(reads, dtype=jnp.int32)
+    return _with_totals(directory, lookups=num_lookups, hits=num_hits, uncounted=num_uncounted)
 
 
 def _with_new_ids(
     directory: Directory, new: Keys, reads: Int[Array, " nnz"]
 ) -> tuple[Directory, Int[Array, ""]]:
     """The directory with distinct, uncounted ids added, and the number of reads that did not fit."""
-    as_passed = jnp.arange(new.shape[0])
+    positions = jnp.arange(new.shape[0])
 
-    def with_faded_counts(directory: Directory) -> tuple[Directory, Array]:
+    def make_room(directory: Directory) -> tuple[Directory, Array]:
         # If halving does not free enough, the most read ids come first; among equals, lower ids
         # first.
-        order_keys = (jnp.where(new.is_key, -reads, 1), new.low, as_passed)
-        order = jax.lax.sort(order_keys, num_keys=2)[2]
+        priority = jnp.where(new.is_key, -reads, 1)
+        _, _, order = jax.lax.sort((priority, new.low, positions), num_keys=2)
         return halved(directory), order
 
+    def keep(directory: Directory) -> tuple[Directory, Array]:
+        return directory, positions
+
     is_full = jnp.sum(new.is_key, dtype=jnp.int32) > directory.counted.num_free[0]
-    directory, order = jax.lax.cond(
-        is_full, with_faded_counts, lambda directory: (directory, as_passed), directory
-    )
-    ordered = jax.tree.map(lambda lane: lane[order], new)
-    ordered_reads = reads[order]
+    directory, order = jax.lax.cond(is_full, make_room, keep, directory)
+    new = jax.tree.map(lambda lane: lane[order], new)
+    reads = reads[order]
     step = jnp.zeros((), jnp.int32)
-    counted, counted_rows, _, _ = row_map.assign(directory.counted, ordered, step, ordered_reads)
-    is_uncounted = ordered.is_key & (counted_rows == NO_ROW)
-    num_uncounted = jnp.sum(jnp.where(is_uncounted, ordered_reads, 0), dtype=jnp.int32)
+    counted, counted_rows, _, _ = row_map.assign(directory.counted, new, step, reads)
+    is_uncounted = new.is_key & (counted_rows == NO_ROW)
+    num_uncounted = jnp.sum(jnp.where(is_uncounted, reads, 0), dtype=jnp.int32)
     return directory._replace(counted=counted), num_uncounted
 
 
 def _with_totals(directory: Directory, **added: Int[Array, ""]) -> Directory:
     """The directory with numbers added to its totals, by their names in `TOTALS`."""
-    addends = jnp.stack([added.get(name, jnp.int32(0)) for name in TOTALS]).astype(jnp.uint32)
+    numbers = [added.get(name, jnp.int32(0)) for name in TOTALS]
+    addends = jnp.stack(numbers).astype(jnp.uint32)
     low = directory.totals[:, 1] + addends
     carry = (low < addends).astype(jnp.uint32)
     high = directory.totals[:, 0] + carry
@@ -262,40 +261,45 @@ def populate(
       rule: the optimizer, which makes the new slots.
     """
     cores, rows, directory = params
-    counted = directory.counted
     capacity = directory.ids.shape[0]
+
+    # Rows that stay keep their cache slots. All other slots are free.
     was_cached = directory.places != NO_ROW
     is_cached = _most_read(directory, capacity)
-    places = jnp.where(is_cached, directory.places, NO_ROW)
-    is_free = jnp.ones(capacity, bool).at[places].set(False, mode="drop")
+    slot_of_id = jnp.where(is_cached, directory.places, NO_ROW)
+    is_free = jnp.ones(capacity, bool).at[slot_of_id].set(False, mode="drop")
+
+    # Rows that enter the cache take the first free slots.
     new, num_new = api.compact(is_cached & ~was_cached, capacity)
-    free_slots = api.compact(is_free, capacity)[0]
+    free_slots, _ = api.compact(is_free, capacity)
     new_slots = jnp.where(jnp.arange(capacity) < num_new, free_slots, NO_ROW)
-    new_ids = counted.low.at[new].get(mode="fill", fill_value=NO_ROW).astype(jnp.int32)
+    new_ids = directory.counted.low.at[new].get(mode="fill", fill_value=NO_ROW).astype(jnp.int32)
     new_rows = rows_of(specs, cores, new_ids)
 
     evicted_ids = jnp.where(is_free, directory.ids, NO_ROW)
     is_evicted = evicted_ids != NO_ROW
     targets = jnp.where(is_evicted[:, None], rows, 0.0)
-    write = functools.partial(written_back, specs, evicted_ids, targets)
+
+    def write_back(_: Array, state: tuple[Cores, Array]) -> tuple[Cores, Array]:
+        cores, residual = state
+        return written_back(specs, evicted_ids, targets, cores, residual)
+
     # A loop of at most one iteration updates arrays in place; `lax.cond` may copy them.
     num_iterations = jnp.any(is_evicted).astype(jnp.int32)
-    cores, residual = jax.lax.fori_loop(
-        0, num_iterations, lambda _, state: write(*state), (cores, directory.residual)
-    )
+    cores, residual = jax.lax.fori_loop(0, num_iterations, write_back, (cores, directory.residual))
 
-    rows, *kept_slots = api.scatter_rows(
+    rows, *slots_of_rows = api.scatter_rows(
         (rows, *slots), new_slots, (new_rows, *rule.init_slots(new_rows))
     )
     num_evicted = jnp.sum(was_cached & ~is_cached, dtype=jnp.int32)
     directory = _with_totals(directory, evictions=num_evicted)
     kept_ids = jnp.where(is_free, NO_ROW, directory.ids)
     directory = directory._replace(
-        places=places.at[new].set(new_slots, mode="drop"),
+        places=slot_of_id.at[new].set(new_slots, mode="drop"),
         ids=kept_ids.at[new_slots].set(new_ids, mode="drop"),
         residual=residual,
     )
-    return CachedTrain(cores, rows, halved(directory)), tuple(kept_slots)
+    return CachedTrain(cores, rows, halved(directory)), tuple(slots_of_rows)
 
 
 def _most_read(directory: Directory, capacity: int) -> Bool[Array, " counted"]:
@@ -322,35 +326,45 @@ def written_back(
     Returns: the cores, and the larger of the old `residual` and the error of this step.
     """
     first, *others = [core.astype(jnp.float32) for core in cores]
-    old_rows, pull = jax.vjp(lambda first: rows_of(specs, (first, *others), ids), first)
-    shapes = specs[0].slice_shapes
-
-    # Gram matrix of the product of all cores after the first, one per table.
-    gram = jnp.ones((len(specs), 1, 1))
-    for t in range(len(others), 0, -1):
-        core = others[t - 1].reshape(-1, *shapes[t])
-        table = _table_of_slices(specs, t)
-        squares = jnp.einsum("piqk,pkl,pjql->pij", core, gram[table], core, precision="highest")
-        gram = jax.ops.segment_sum(squares, table, len(specs))
+    gram = _gram_matrices(specs, others)
     mean = jnp.trace(gram, axis1=1, axis2=2) / gram.shape[1]
     damping = jnp.maximum(DAMPING * mean, jnp.finfo(jnp.float32).tiny)[:, None, None]
     inverse = jnp.linalg.inv(gram + damping * jnp.eye(gram.shape[1])[None])
 
+    def rows_with(first: Array) -> Array:
+        return rows_of(specs, (first, *others), ids)
+
+    old_rows, pull = jax.vjp(rows_with, first)
+    (downhill,) = pull(targets - old_rows)
+    downhill = downhill.reshape(-1, *specs[0].slice_shapes[0][1:])
     table = _table_of_slices(specs, 0)
-    downhill = pull(targets - old_rows)[0].reshape(-1, *shapes[0][1:])
     change = jnp.einsum("pqi,pij->pqj", downhill, inverse[table], precision="highest")
     change = change.reshape(first.shape)
     # A row with NaN or infinity is lost. It must not spread into the other rows of its slice.
     new_first = (first + jnp.where(jnp.isfinite(change), change, 0.0)).astype(cores[0].dtype)
     new_cores = (new_first, *cores[1:])
 
-    change = (new_first.astype(jnp.float32) - first).reshape(downhill.shape)
-    product = jnp.einsum("pqi,pij->pqj", change, gram[table], precision="highest")
-    norm_of_changes = jnp.sqrt(jnp.sum(product * change))
+    rounded_change = (new_first.astype(jnp.float32) - first).reshape(downhill.shape)
+    product = jnp.einsum("pqi,pij->pqj", rounded_change, gram[table], precision="highest")
+    norm_of_changes = jnp.sqrt(jnp.sum(product * rounded_change))
     largest_error = jnp.max(jnp.abs(rows_of(specs, new_cores, ids) - targets))
     return new_cores, jnp.maximum(residual, jnp.maximum(largest_error, norm_of_changes))
 
 
+def _gram_matrices(
+    specs: Sequence[TTSpec], others: Sequence[Float[Array, "slices _"]]
+) -> Float[Array, "tables rank rank"]:
+    """Gram matrix of the product of all cores after the first, one per table."""
+    gram = jnp.ones((len(specs), 1, 1))
+    for t in range(len(others), 0, -1):
+        core = others[t - 1].reshape(-1, *specs[0].slice_shapes[t])
+        table = _table_of_slices(specs, t)
+        squares = jnp.einsum("piqk,pkl,pjql->pij", core, gram[table], core, precision="highest")
+        gram = jax.ops.segment_sum(squares, table, len(specs))
+    return gram
+
+
 def _table_of_slices(specs: Sequence[TTSpec], t: int) -> Int[np.ndarray, " slices"]:
     """Number of the table that owns each slice of core `t`."""
-    return np.repeat(np.arange(len(specs)), [spec.tt_p_shapes[t] for spec in specs])
+    num_slices = [spec.tt_p_shapes[t] for spec in specs]
+    return np.repeat(np.arange(len(specs)), num_slices)

@@ -22,6 +22,7 @@ from rsembed.optimizers import OptimizerSpec
 from rsembed.row_gradients import check_gradient
 from rsembed.specs import MAX_ROWS
 from rsembed.stacking import split_by_memory
+from rsembed.storage.protocol import State
 from rsembed.tt import programs
 from rsembed.tt.cores import AnyCores, Cores, Mode, SliceShapes, check_cores, padded_bags
 from rsembed.tt.hot_rows import CacheReport
@@ -37,8 +38,11 @@ def _one_or_all(values: list[Any]) -> Any:
     """The first value if all values are equal, else the list of all. Arrays are never compared."""
     if len(values) == 1:
         return values[0]
-    if isinstance(values[0], Array) or any(value != values[0] for value in values):
+    if isinstance(values[0], Array):
         return values
+    for value in values:
+        if value != values[0]:
+            return values
     return values[0]
 
 
@@ -181,7 +185,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         self.weight_dist = weight_dist
         self.dtype = dtype
         self.deterministic = False
-        cache_sizes = (cache_size, hashtbl_size) if use_cache else None
+        cache_sizes = None
+        if use_cache:
+            cache_sizes = (cache_size, hashtbl_size)
         common_fields = {"optimizer": self.rule, "dtype": dtype.name}
         storages = []
         for group in groups:
@@ -192,9 +198,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         self.core_groups: nnx.List[Any] = nnx.List([])
         self.slots: nnx.List[Any] = nnx.List([])
         initial_states = self._initial_states(weight_dist, rngs)
-        for params, slots in initial_states:
+        for storage, (params, slots) in zip(storages, initial_states, strict=True):
             self.core_groups.append(nnx.List([core_variable(core) for core in cores_of(params)]))
-            self.slots.append(FusedState(slots[0] if use_cache else slots))
+            self.slots.append(FusedState(storage.core_slots(slots)))
         self.learning_rate = FusedState(jnp.asarray(learning_rate, jnp.float32))
         self.step = FusedState(jnp.zeros((), jnp.int32))
         self.caches: nnx.List[Any] = nnx.List([])
@@ -219,29 +225,32 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
     def _initial_states(
         self, weight_dist: WeightDistribution, rngs: nnx.Rngs | None
-    ) -> list[tuple[PyTree, PyTree]]:
+    ) -> list[State]:
         """Initial parameters and slots of every group."""
-        key = (rngs or nnx.Rngs(0)).params()
-        num_tables = len(self.specs)
-        keys = jax.random.split(key, num_tables) if num_tables > 1 else key[None]
+        if not rngs:
+            rngs = nnx.Rngs(0)
+        key = rngs.params()
+        keys = key[None]
+        if len(self.specs) > 1:
+            keys = jax.random.split(key, len(self.specs))
         states = []
         for storage, group in zip(self.storages, self.groups, strict=True):
             group_keys = keys[np.asarray(group)]
             states.append(storage.init_from_keys(group_keys, storage.tables[0], weight_dist))
         return states
 
-    def _state(self, g: int) -> tuple[PyTree, PyTree]:
+    def _state(self, g: int) -> State:
         """Parameters and slots of group `g`, in the form of its storage.
 
         Raises: RuntimeError: a step has donated arrays of the module.
         """
         cores = tuple(core.get_value() for core in self.core_groups[g])
         slots = self.slots[g].get_value()
-        state: PyTree = cores, slots
+        state: State = (cores, slots)
         if self.caches:
             cache = self.caches[g]
             params = CachedTrain(cores, cache.rows.get_value(), cache.directory.get_value())
-            state = params, (slots, cache.state.get_value())
+            state = (params, (slots, cache.state.get_value()))
         way_out = (
             "where an error or Ctrl-C broke that step off, nnx.update(module, state) with the "
             "nnx.state that was saved last; where a copy that shared the arrays took it, go on "
@@ -329,8 +338,10 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
     def get_params(self) -> list[Array]:
         """The values of all cores, group after group, then the cached rows of each group."""
-        variables = [*self.tt_cores, *(cache.rows for cache in self.caches)]
-        return [variable.get_value() for variable in variables]
+        params = [core.get_value() for core in self.tt_cores]
+        for cache in self.caches:
+            params.append(cache.rows.get_value())
+        return params
 
     @property
     def num_tables(self) -> int:
@@ -349,7 +360,10 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     @property
     def tt_cores(self) -> list[nnx.Variable]:
         """The variables of all cores, group after group. A core is shared by all tables of its group."""
-        return [core for group in self.core_groups for core in group]
+        variables = []
+        for group in self.core_groups:
+            variables += group
+        return variables
 
     @property
     def optimizer_state(self) -> list[Array]:
@@ -398,7 +412,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             is_flat = all(np.ndim(entry) == 0 for entry in indices)
             if is_flat:
                 indices = jnp.asarray(indices).reshape(-1, 1)
-        self._count(self._by_group(self._read(indices, offsets, None)))
+        bags = self._read(indices, offsets, None)
+        self._count(self._by_group(bags))
 
     def cache_populate(self) -> None:
         """Fills the cache with the most read rows. Evicted rows are written back to the cores. See `hot_rows`.
@@ -437,7 +452,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
         To keep it, read `full_weight` before.
         """
-        for g, storage in enumerate(self.storages if self.caches else ()):
+        if not self.caches:
+            return
+        for g, storage in enumerate(self.storages):
             params, slots = self._state(g)
             new_params, new_slots = storage.with_empty_cache(
                 params.cores, slots[0], storage.tables[0]
@@ -525,14 +542,18 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     ) -> list[Array]:
         """Checked gradients of the outputs, in float32, concatenated for each group of tables."""
         d_outputs = [d_output] if self.is_single else list(d_output)
+        wide = []
         for table, (gradient, shape) in enumerate(zip(d_outputs, shapes, strict=True)):
             check_gradient(gradient, f"d_output of table {table}")
             if np.shape(gradient) != shape:
                 raise ValueError(
                     f"d_output of table {table} has shape {np.shape(gradient)}, its output {shape}."
                 )
-        wide = [jnp.asarray(gradient, jnp.float32) for gradient in d_outputs]
-        return [jnp.concatenate([wide[k] for k in group]) for group in self.groups]
+            wide.append(jnp.asarray(gradient, jnp.float32))
+        by_group = []
+        for group in self.groups:
+            by_group.append(jnp.concatenate([wide[k] for k in group]))
+        return by_group
 
     def _step(
         self, lookup_params: Sequence[PyTree], batch: Sequence[Bags], d_by_group: Sequence[Array]
@@ -572,13 +593,15 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         batch = self._by_group(bags)
         if not self.deterministic:
             self._count(batch)
-        params = [self._state(g)[0] for g in range(len(self.groups))]
-        by_table: dict[int, Array] = {}
+        params = []
+        output_of_table: dict[int, Array] = {}
         for g, group in enumerate(self.groups):
-            pooled = programs.looked_up(self.storages[g], self.mode, params[g], batch[g])
-            by_group = pooled.reshape(len(group), -1, pooled.shape[1])
-            by_table.update(zip(group, by_group, strict=True))
-        return [by_table[k] for k in range(len(self.specs))], params, batch
+            group_params, _ = self._state(g)
+            params.append(group_params)
+            pooled = programs.looked_up(self.storages[g], self.mode, group_params, batch[g])
+            outputs = pooled.reshape(len(group), -1, pooled.shape[1])
+            output_of_table.update(zip(group, outputs, strict=True))
+        return [output_of_table[k] for k in range(len(self.specs))], params, batch
 
     def _by_group(self, bags: Bags) -> list[Bags]:
         """The batch as one `Bags` per group, with the ids of a table offset by the tables before it."""

@@ -85,17 +85,25 @@ def init_cores(
         cores = _split(spec, jax.random.uniform(key, (spec.num_params,), maxval=bound))
     else:
         cores = _triangle_wave_cores(key, spec)
-    shaped = zip(cores, spec.core_shapes, strict=True)
-    return tuple(core.reshape(shape).astype(dtype) for core, shape in shaped)
+    shaped = []
+    for core, shape in zip(cores, spec.core_shapes, strict=True):
+        shaped.append(core.reshape(shape).astype(dtype))
+    return tuple(shaped)
 
 
 def _split(spec: TTSpec, numbers: Array) -> list[Array]:
     """Cores `[p_t, R_{t-1}, q_t, R_t]` cut out of one flat array of `spec.num_params` numbers."""
-    ends = list(itertools.accumulate(p * size for p, size in spec.core_shapes))
+    sizes = [math.prod(shape) for shape in spec.core_shapes]
     cores = []
-    for t, part in enumerate(jnp.split(numbers, ends[:-1])):
+    for t, part in enumerate(_parts(numbers, sizes)):
         cores.append(part.reshape(spec.tt_p_shapes[t], *spec.slice_shapes[t]))
     return cores
+
+
+def _parts(numbers: Array, sizes: Sequence[int]) -> list[Array]:
+    """Consecutive parts of a flat array with these sizes."""
+    ends = list(itertools.accumulate(sizes))
+    return jnp.split(numbers, ends[:-1])
 
 
 def _with_rms(x: Array, rms: float, axis: int) -> Array:
@@ -125,7 +133,7 @@ def _triangle_wave_cores(key: PRNGKeyArray, spec: TTSpec) -> list[Array]:
     noises = _split(spec, 0.01 * jax.random.normal(noise_key, (spec.num_params,)))
     num_angles = [p * q for p, q in zip(spec.tt_p_shapes, spec.tt_q_shapes, strict=True)]
     all_angles = jax.random.uniform(angle_key, (sum(num_angles),), maxval=2 * jnp.pi)
-    core_angles = jnp.split(all_angles, list(itertools.accumulate(num_angles))[:-1])
+    core_angles = _parts(all_angles, num_angles)
     cores = []
     for t in range(d):
         p = spec.tt_p_shapes[t]
@@ -146,8 +154,9 @@ def _triangle_wave_cores(key: PRNGKeyArray, spec: TTSpec) -> list[Array]:
             core = (rotation[:, None] * diagonal).reshape(
                 p, 2 * num_harmonics, q, 2 * num_harmonics
             )
-        unused = (rank - core.shape[1], next_rank - core.shape[3])
-        core = jnp.pad(core, [(0, 0), (0, unused[0]), (0, 0), (0, unused[1])])
+        unused_left = rank - core.shape[1]
+        unused_right = next_rank - core.shape[3]
+        core = jnp.pad(core, [(0, 0), (0, unused_left), (0, 0), (0, unused_right)])
         cores.append(core + jnp.sqrt(jnp.mean(core * core)) * noises[t])
     return cores
 
@@ -226,7 +235,9 @@ def round_cores(
     max_ranks = spec.tt_ranks
     if ranks is not None:
         max_ranks = dataclasses.replace(spec, tt_ranks=tuple(ranks)).tt_ranks
-    parts = [core.astype(np.float64) for core in _in_tensorly_layout(spec, arrays)]
+    parts = []
+    for core in _in_tensorly_layout(spec, arrays):
+        parts.append(core.astype(np.float64))
     # Make the rows of every core after the first orthonormal. Errors in the first core are then
     # errors of the table.
     for t in range(spec.num_cores - 1, 0, -1):
@@ -240,7 +251,8 @@ def round_cores(
         basis, rest = _truncated(parts[t].reshape(-1, next_rank), max_ranks[t], max_error)
         parts[t] = basis.reshape(rank, p, q, -1)
         parts[t + 1] = np.tensordot(rest, parts[t + 1], 1)
-    rounded = dataclasses.replace(spec, tt_ranks=tuple(part.shape[3] for part in parts[:-1]))
+    new_ranks = [part.shape[3] for part in parts[:-1]]
+    rounded = dataclasses.replace(spec, tt_ranks=tuple(new_ranks))
     return rounded, _from_tensorly_layout(rounded, parts, arrays[0].dtype)
 
 
@@ -267,10 +279,10 @@ def from_tensorly(
     """
     cores = tt_matrix if np.iterable(tt_matrix) else [tt_matrix]
     parts = [np.asarray(core) for core in cores]
-    if not parts or any(part.ndim != 4 for part in parts):
-        shapes = [part.shape for part in parts]
+    shapes = [part.shape for part in parts]
+    if not shapes or any(len(shape) != 4 for shape in shapes):
         raise ValueError(f"from_tensorly: cores must be arrays [R, p, q, R], got shapes {shapes}.")
-    _, p, q, ranks = zip(*(part.shape for part in parts), strict=True)
+    _, p, q, ranks = zip(*shapes, strict=True)
     if num_embeddings is None:
         num_embeddings = math.prod(p)
     spec = TTSpec(num_embeddings, p, q, ranks[:-1])
@@ -308,8 +320,9 @@ def _from_tensorly_layout(spec: TTSpec, parts: Sequence[np.ndarray], dtype: DTyp
     cores = []
     for t, part in enumerate(parts):
         rank, _, next_rank = spec.slice_shapes[t]
-        unused = (rank - part.shape[0], next_rank - part.shape[3])
-        padded = np.pad(part, ((0, unused[0]), (0, 0), (0, 0), (0, unused[1])))
+        unused_left = rank - part.shape[0]
+        unused_right = next_rank - part.shape[3]
+        padded = np.pad(part, ((0, unused_left), (0, 0), (0, 0), (0, unused_right)))
         core = padded.transpose(1, 0, 2, 3).reshape(spec.core_shapes[t])
         cores.append(jnp.asarray(core, dtype))
     return tuple(cores)

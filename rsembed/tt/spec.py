@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -134,19 +133,23 @@ class TTSpec:
           TTSpec of 11,000,000 x 64: p 3315·3319, q 8·8, ranks 18
           955,296 numbers, 3.82 MB in float32, 737 times fewer than dense; 2,304 FLOP per lookup; 2,485 rows unused
         """
-        of_rank = functools.partial(_equal_rank, rows, dim, num_cores)
+
+        def of_rank(rank: int) -> TTSpec:
+            return _equal_rank(rows, dim, num_cores, rank)
+
         itemsize = jnp.dtype(dtype_among(CORE_DTYPES, dtype, "dtype")).itemsize
         max_params = int(bytes) // itemsize
-        smaller_ranks = range(max(rows, dim))
-        rank = bisect.bisect_right(
-            smaller_ranks, max_params, key=lambda smaller: of_rank(smaller + 1).num_params
+        # The number of parameters grows with the rank, so the largest rank is found by bisection.
+        ranks = range(1, max(rows, dim) + 1)
+        num_fitting = bisect.bisect_right(
+            ranks, max_params, key=lambda rank: of_rank(rank).num_params
         )
-        if not rank:
+        if not num_fitting:
             raise ValueError(
                 f"{bytes} bytes cannot hold {rows} x {dim} even at rank 1; that takes "
                 f"{of_rank(1).num_bytes(dtype)} bytes with num_cores={num_cores}."
             )
-        return of_rank(rank)
+        return of_rank(num_fitting)
 
     @property
     def num_cores(self) -> int:
@@ -185,7 +188,9 @@ class TTSpec:
         sizes = [p * q for p, q in zip(self.tt_p_shapes, self.tt_q_shapes, strict=True)]
         ranks = []
         for t in range(1, len(sizes)):
-            ranks.append(min(math.prod(sizes[:t]), math.prod(sizes[t:])))
+            size_before = math.prod(sizes[:t])
+            size_after = math.prod(sizes[t:])
+            ranks.append(min(size_before, size_after))
         return tuple(ranks)
 
     @property
@@ -254,8 +259,13 @@ def specs_of_tables(num_tables: int, **arguments: Any) -> list[TTSpec]:
             raise ValueError(
                 f"{name} has {len(value)} entries for {num_tables} tables; give one for all, or one per table."
             )
-        columns.append(value if is_per_table else [value] * num_tables)
-    return [TTSpec.suggest(*values) for values in zip(*columns, strict=True)]
+        if not is_per_table:
+            value = [value] * num_tables
+        columns.append(value)
+    specs = []
+    for values in zip(*columns, strict=True):
+        specs.append(TTSpec.suggest(*values))
+    return specs
 
 
 @validated
@@ -286,14 +296,18 @@ def suggested_tt_shapes(
     powers = [1]
     if allow_round_up:
         powers = [10**k for k in range(len(str(n)))]
-    candidates = [_most_even_factors(-(-n // power) * power, d) for power in powers]
+    candidates = []
+    for power in powers:
+        candidates.append(_most_even_factors(-(-n // power) * power, d))
     _, factors = max(candidates, key=lambda candidate: candidate[0])  # the first among equals
     small = list(factors[: d // 2])
     large = list(factors[d // 2 :])
     alternating = []
     for t in range(d):
-        source = small if t % 2 == 0 and small else large
-        alternating.append(source.pop(0))
+        if t % 2 == 0 and small:
+            alternating.append(small.pop(0))
+        else:
+            alternating.append(large.pop(0))
     return alternating
 
 
@@ -374,10 +388,11 @@ def _cheapest_factors(
     size = slice_sizes[core]
     if not later_cores:
         return rows * size, {core: rows}
-    log_product = math.log(rows) + sum(math.log(slice_sizes[t]) for t in order)
-    ideal = math.exp(log_product / len(order) - math.log(size))
+    log_sizes = [math.log(slice_sizes[t]) for t in order]
+    log_product = math.log(rows) + sum(log_sizes)
+    ideal = math.floor(math.exp(log_product / len(order) - math.log(size)))
     candidates = []
-    for p in {max(1, math.floor(ideal) + step) for step in (-1, 0, 1, 2)}:
+    for p in range(max(1, ideal - 1), ideal + 3):
         cost, factors = _cheapest_factors(-(-rows // p), later_cores, slice_sizes)
         candidates.append((cost + p * size, p, factors))
     cost, p, factors = min(candidates, key=lambda candidate: candidate[:2])
