@@ -123,7 +123,13 @@ def as_told_where_defined(app, kind, name, value, options, lines):
 
 
 def constructor(app, kind, name, value, options, signature, returns):
-    """Flax makes modules by a metaclass, whose call tells nothing of their arguments."""
+    """The signature of a class where Sphinx cannot show its arguments or their defaults.
+
+    Flax makes modules by a metaclass, and its call has no named arguments. Defaults that a dataclass makes by a
+    factory are shown as the value that the factory returns.
+    """
+    if signature and "<factory>" in signature and dataclasses.is_dataclass(value):
+        return reference.with_defaults(value, signature), returns
     if kind == "class" and signature == "(*args: Any, **kwargs: Any)":
         told = signature_of(value.__init__, bound_method=True)
         return stringify_signature(

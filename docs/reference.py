@@ -196,6 +196,25 @@ def with_all_arguments(record: type, text: str) -> str:
     return text.replace("Args:\n", "\n".join(["Args:", *told, ""]), 1)
 
 
+# What a signature shows in the place of a function that is a default.
+LAWS = {"default_initializer": "normal(stddev=1/sqrt(embedding_dim))"}
+
+
+def with_defaults(record: type, signature: str) -> str:
+    """The signature of a dataclass with the values that its factories make, instead of `<factory>`."""
+    for field in dataclasses.fields(record):
+        if field.default_factory is dataclasses.MISSING:
+            continue
+        value = field.default_factory()
+        shown = repr(value)
+        if callable(value):
+            shown = LAWS.get(getattr(value, "__name__", ""), shown)
+        start = signature.find(f"{field.name}: ")
+        head, tail = signature[:start], signature[start:]
+        signature = head + tail.replace("<factory>", shown, 1)
+    return signature
+
+
 def _meaning(record: type, field: dataclasses.Field[Any]) -> str:
     for base in record.__mro__[1:]:
         if found := re.search(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 
@@ -166,6 +167,21 @@ def test_the_entry_of_a_rule_has_all_its_arguments():
     assert len(rules) > 15
 
 
+DEFAULT_INITIALIZER = rsembed.specs.default_initializer  # tests replace it by a cheap one
+
+
+def test_the_entry_of_a_dataclass_shows_the_values_of_its_defaults(monkeypatch):
+    monkeypatch.setattr("rsembed.specs.default_initializer", DEFAULT_INITIALIZER)
+    signature = "(name: str, initializer: Initializer = <factory>, optimizer: Rule = <factory>)"
+    assert reference.with_defaults(rsembed.TableSpec, signature) == (
+        "(name: str, initializer: Initializer = normal(stddev=1/sqrt(embedding_dim)), "
+        "optimizer: Rule = SGD())"
+    )
+    draw = rsembed.TableSpec("item", 1_000, 64).initializer
+    rows = np.asarray(draw(jax.random.key(0), (1_000, 64)))
+    np.testing.assert_allclose([rows.mean(), rows.std()], [0, 1 / 8], atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("code", "entry"),
     [
@@ -229,7 +245,7 @@ def test_the_calls_of_the_migration_tables_exist(name):
 
 
 def test_links_between_pages_and_to_files_lead_somewhere():
-    generated = {"notebooks/index.md", "api/index.md"}
+    generated = {"notebooks/index.md", "api/index.md", "training.md"}
     broken = []
     for page in [
         *(ROOT / "docs").glob("*.md"),
@@ -342,8 +358,61 @@ def test_a_model_of_torch_is_taken_over_trained_and_given_back():
 
 def test_the_programs_of_the_page_on_optimizers_run_as_printed():
     names, count = run_programs("optimizers.md")
-    assert count == 3
+    assert count == 4
     assert np.isfinite(names["two_steps"](names["quick"])).all()
+    with jax.numpy_dtype_promotion("standard"):  # schedules of optax mix the step with floats
+        assert np.isfinite(names["two_steps"](names["rule"])).all()
+
+
+OPTIMIZERS = (ROOT / "docs" / "optimizers.md").read_text()
+
+
+def test_the_page_on_optimizers_has_a_row_for_every_rule():
+    rules = [name for name in dir(rsembed.optimizers) if name[0].isupper()]
+    lost = [name for name in rules if f"| `{name}" not in OPTIMIZERS]
+    assert lost == ["OptimizerSpec"], "add a row to the table in docs/optimizers.md"
+
+
+def test_the_page_on_optimizers_says_what_every_accumulator_starts_from():
+    (section,) = re.findall(r"\n## What accumulators start from\n(.*?)\n## ", OPTIMIZERS, re.DOTALL)
+    starts = {}
+    for names, start in re.findall(r"^\| (`.*?) \| (\S*).* \|", section, re.MULTILINE):
+        for name in re.findall(r"`(\w+)`", names):
+            rule = name.removesuffix("OptimizerSpec")
+            starts[rule] = float(start.rstrip(",")) if start[0].isdigit() else None
+    for rule, start in starts.items():
+        made = getattr(rsembed.optimizers.rules, rule, None) or getattr(
+            rsembed.optimizers.regularized, rule, None
+        )
+        if made is not None:
+            assert getattr(made(), "initial_accumulator_value", None) == start, rule
+    assert {"Adagrad": 0.1, "RowWiseAdagrad": 0.0, "FTRL": 0.1}.items() <= starts.items()
+
+
+# Where a reader who searches for a phrase finds the paragraph about it.
+PHRASES = {
+    "learning rate schedule": "optimizers.md",
+    "string ids": "loaders.md",
+    "padding_idx": "torch.md",
+    "KeyedJaggedTensor": "torch.md",
+    "orbax": "flax.md",
+    "dropout": "training.md",
+    "early stopping": "training.md",
+    "mixed precision": "training.md",
+}
+
+
+@pytest.mark.parametrize(("phrase", "name"), PHRASES.items())
+def test_a_phrase_that_people_search_for_begins_a_section(phrase, name):
+    page = ROOT / "docs" / name
+    if not page.exists():
+        pytest.skip(f"docs/{name} is not written yet")
+    beginnings = []
+    for section in re.split(r"^#+ ", page.read_text(), flags=re.MULTILINE)[1:]:
+        heading, _, text = section.partition("\n")
+        first_paragraph = text.strip().partition("\n\n")[0]
+        beginnings.append(f"{heading} {first_paragraph}".replace("\n", " ").lower())
+    assert any(phrase.lower() in beginning for beginning in beginnings)
 
 
 def test_one_id_goes_the_way_that_the_page_tells():
