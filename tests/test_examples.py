@@ -1,11 +1,19 @@
 """The scripts beside the notebooks do what they say, for a few steps."""
 
+import ast
 import importlib.util
+import io
 import math
+import sys
+import tokenize
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
+import pytest
 from numpy.testing import assert_allclose, assert_array_equal
+
+import rsembed as rs
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
@@ -83,3 +91,83 @@ def test_a_converted_model_has_the_losses_of_nnx_embed():
     theirs, ours = script("from_nnx_embed").main()
     assert_allclose(ours, theirs, rtol=1e-6)
     assert theirs[0] != theirs[-1]
+
+
+@pytest.fixture
+def small_training(monkeypatch):
+    """The training program on few ratings, and the numbers of films that it has."""
+    training = script("training")
+    monkeypatch.setattr(training, "BATCH_SIZE", 256)
+    log = rs.datasets.generated_ratings(200, 80, seed=0)
+    monkeypatch.setattr(rs.datasets, "generated_ratings", lambda *sizes, seed: log)
+    return training
+
+
+def lines_of_code(path):
+    """Number of lines with code: no blank lines, comments or docstrings."""
+    source = path.read_text()
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.string.strip() and token.type != tokenize.COMMENT:
+            lines |= {*range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            lines -= {*range(node.lineno, node.end_lineno + 1)}
+    return len(lines)
+
+
+def test_a_training_that_runs_again_goes_on_with_the_bits_of_one_that_never_stopped(
+    small_training, tmp_path, capsys, monkeypatch
+):
+    assert lines_of_code(NOTEBOOKS / "training.py") <= 120
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)  # not installed
+    folders = {"stopped": ["1", "2"], "whole": ["2"]}
+    printed = {}
+    for folder, epochs_of_runs in folders.items():
+        for epochs in epochs_of_runs:
+            small_training.main(["--run", str(tmp_path / folder), "--epochs", epochs])
+        printed[folder] = capsys.readouterr().out.splitlines()
+    assert f"{tmp_path / 'stopped'} goes on after epoch 1" in printed["stopped"]
+    assert printed["stopped"][-3:] == printed["whole"][-3:]
+    assert printed["whole"][-3].startswith("epoch 2: loss ")
+    log = (tmp_path / "whole" / "log.csv").read_text()
+    assert log.startswith("# loss, validation recall\n") and len(log.splitlines()) == 1 + 2
+    assert (tmp_path / "stopped" / "log.csv").read_text() == log
+    last_of_stopped, last_of_whole = (
+        sorted((tmp_path / folder).glob("step_*"))[-1] for folder in folders
+    )
+    for path in last_of_whole.rglob("*.bin"):
+        again = last_of_stopped / path.relative_to(last_of_whole)
+        assert path.read_bytes() == again.read_bytes(), path
+
+
+def test_training_stops_early_restores_the_best_epoch_and_logs_to_tensorboard(
+    small_training, tmp_path, monkeypatch
+):
+    library = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "tensorboardX", library)
+    recalls = iter([0.1, 0.3, 0.2, 0.3, 0.1, 0.9])
+    monkeypatch.setattr(small_training, "recall", lambda *arguments, seen: next(recalls))
+    log = rs.datasets.generated_ratings(seed=0)
+    model, reached = small_training.fit(log, tmp_path, epochs=20, seed=0)
+    assert reached == [0.1, 0.3, 0.2, 0.3, 0.1]  # three epochs after the best one
+    train, validation, test = small_training.split(log)
+    assert int(model.embeddings.state.step) == 2 * (len(train) // 256)
+    written = library.SummaryWriter.return_value.add_scalar.call_args_list
+    assert [call.args[1] for call in written if call.args[0] != "loss"] == reached
+    for user in range(len(log.user_ids)):
+        of_user = np.flatnonzero(log.users == user)
+        assert of_user[-1] in test and of_user[-2] in validation
+    assert sorted([*train, *validation, *test]) == [*range(len(log.users))]
+
+
+def test_recall_of_the_training_program_is_that_of_a_loop(small_training):
+    log = rs.datasets.generated_ratings(seed=0)
+    train, validation, _ = small_training.split(log)
+    scores = np.random.default_rng(0).random((len(validation), len(log.titles)))
+    hits = []
+    for row, own in zip(validation, scores, strict=True):
+        seen = log.items[train][log.users[train] == log.users[row]]
+        order = [film for film in np.argsort(-own) if film not in seen]
+        hits.append(log.items[row] in order[:10])
+    assert small_training.recall(log, scores, validation, train) == np.mean(hits)

@@ -25,7 +25,7 @@ def run_of_the_program():
     return names
 
 
-def test_the_program_runs_as_printed_and_goes_on_when_it_runs_again(tmp_path, monkeypatch):
+def test_the_program_runs_as_printed_and_goes_on_when_it_runs_again(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = run_of_the_program()
     collection, state, batch = (names[name] for name in ("collection", "state", "batch"))
@@ -58,6 +58,8 @@ def test_the_program_runs_as_printed_and_goes_on_when_it_runs_again(tmp_path, mo
     assert int(again["state"].step) == 2 and float(again["loss"]) == float(loss) < float(
         names["loss"]
     )
+    printed = [f"step {run['state'].step}: loss {run['loss']:.4f}\n" for run in (names, again)]
+    assert capsys.readouterr().out == "".join(printed) and printed[1].startswith("step 2: ")
     assert_array_equal(again["params"], params)
     jax.tree.map(
         assert_array_equal,

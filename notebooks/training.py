@@ -1,0 +1,171 @@
+"""A training program to copy: evaluation, early stopping, checkpoints, schedules, a log of losses.
+
+    python notebooks/training.py [--data FOLDER] [--run runs/films] [--epochs 20] [--seed 0]
+
+It learns which film a user rates next, from any published MovieLens or from generated ratings. A
+second call with the same --run goes on where the first one stopped. docs/training.md explains it.
+"""
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import rsembed as rs
+
+DIM, HISTORY, BATCH_SIZE, PATIENCE, K = 32, 20, 512, 3, 10
+
+
+def split(log):
+    """Rows to train on, for validation (each user's last but one) and for the test (the last)."""
+    by_user = np.argsort(log.users, kind="stable")  # each user's ratings in the order of time
+    is_last = log.is_last()[by_user]
+    is_validation = np.append(is_last[1:], False)
+    return by_user[~(is_last | is_validation)], by_user[is_validation], by_user[is_last]
+
+
+def schedule(rate, steps_per_epoch):
+    """Warms up for 100 steps, then loses a tenth an epoch, however many epochs will follow."""
+    return optax.warmup_exponential_decay_schedule(0.0, rate, 100, steps_per_epoch, 0.9)
+
+
+class TwoTowers(nnx.Module):
+    """Scores of films for users, from the films that a user rated last."""
+
+    def __init__(self, num_films, steps_per_epoch, rngs):
+        rule = rs.optimizers.RowWiseAdagrad(schedule(0.1, steps_per_epoch))
+        table = rs.TableSpec("film", num_films, DIM, optimizer=rule, combiner="mean")
+        features = [rs.FeatureSpec(name, table) for name in ("latest", "history", "film")]
+        self.embeddings = rs.nnx.Embeddings(rs.EmbeddingCollection(features), rngs=rngs)
+        self.user_tower = self.tower(2 * DIM, rngs)
+        self.film_tower = self.tower(DIM, rngs)
+
+    def tower(self, num_inputs, rngs):
+        # Products are computed in bfloat16; weights stay in float32.
+        first = nnx.Linear(num_inputs, 64, dtype=jnp.bfloat16, rngs=rngs)
+        second = nnx.Linear(64, DIM, dtype=jnp.bfloat16, rngs=rngs)
+        return nnx.Sequential(nnx.Dropout(0.2, rngs=rngs), first, nnx.relu, second)
+
+    def prepare(self, histories, films):
+        ids = {"latest": histories[:, 0], "history": histories, "film": films}
+        return self.embeddings.collection.prepare(ids)
+
+    def __call__(self, ids):
+        vectors = self.embeddings(ids)
+        seen = jnp.concatenate([vectors["latest"], vectors["history"]], axis=1)
+        user = vectors["latest"] + vectors["history"] + self.user_tower(seen).astype(jnp.float32)
+        return user @ (vectors["film"] + self.film_tower(vectors["film"]).astype(jnp.float32)).T
+
+
+def loss_fn(model, ids, films, log_frequency):
+    """Which film of the batch is the user's? Popular ones are in it more often: subtract that."""
+    logits = model(ids) - log_frequency[films][None]
+    is_twin = (films[:, None] == films[None]) & ~jnp.eye(len(films), dtype=bool)
+    logits = jnp.where(is_twin, -1e9, logits)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(films))).mean()
+
+
+@nnx.jit(donate_argnums=(0, 1))
+def train_step(model, optimizer, ids, films, log_frequency):
+    loss, gradients = rs.nnx.value_and_grad(loss_fn)(model, ids, films, log_frequency)
+    optimizer.update(model, gradients)
+    return loss
+
+
+predict = jax.jit(lambda model, ids: model(ids))
+
+
+def score_films(model, histories, num_films):
+    """Scores of all films, a row for each history, without dropout."""
+    model.eval()
+    parts = []
+    for start in range(0, len(histories), BATCH_SIZE):
+        rows = np.resize(np.arange(start, len(histories)), BATCH_SIZE)  # one shape, one program
+        parts.append(predict(model, model.prepare(histories[rows], np.arange(num_films))))
+    model.train()
+    return np.concatenate(parts)[: len(histories)]
+
+
+def recall(log, scores, rows, seen):
+    """Share of `rows` with a film among the first K that the user has not rated in `seen`."""
+    is_seen = np.zeros((len(log.user_ids), len(log.titles)), bool)
+    is_seen[log.users[seen], log.items[seen]] = True
+    scores = np.where(is_seen[log.users[rows]], -np.inf, scores)
+    hidden_scores = scores[np.arange(len(rows)), log.items[rows]]
+    return float(np.mean(np.sum(scores >= hidden_scores[:, None], axis=1) <= K))
+
+
+def tensorboard(folder, step):
+    """A function that writes a number for TensorBoard, or nothing without tensorboardX."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        return lambda name, value, step: None
+    return SummaryWriter(folder, purge_step=step + 1).add_scalar
+
+
+def restore(saved, model, optimizer, step=None):
+    rest = nnx.state((model, optimizer), nnx.Not(rs.nnx.Tables))
+    state, rest = saved.restore(others=rest, step=step)
+    model.embeddings.set_state(state)
+    nnx.update((model, optimizer), rest)
+
+
+def fit(log, folder, epochs, seed):
+    """The model of the epoch with the best recall on the validation rows, and these recalls."""
+    train, validation, _ = split(log)
+    histories, num_films = log.histories(HISTORY), len(log.titles)
+    log_frequency = np.log(np.bincount(log.items[train], minlength=num_films) + 5.0)
+    num_steps = len(train) // BATCH_SIZE
+    model = TwoTowers(num_films, num_steps, nnx.Rngs(seed))
+    optimizer = rs.nnx.Optimizer(model, optax.adam(schedule(0.003, num_steps)))
+    collection, losses, recalls = model.embeddings.collection, [], []
+    # Training stops PATIENCE epochs after the best one, so that one is still among the saved.
+    with rs.checkpoint.CheckpointManager(folder, collection, max_to_keep=PATIENCE + 1) as saved:
+        if saved.paths():
+            restore(saved, model, optimizer)
+            losses, recalls = saved.metadata(int(model.embeddings.state.step))["curves"]
+            print(f"{folder} goes on after epoch {len(recalls)}")
+        write = tensorboard(folder, len(recalls) * num_steps)
+        while len(recalls) < min(epochs, np.argmax([*recalls, 0]) + PATIENCE + 1):
+            order = np.random.default_rng((seed, len(recalls))).permutation(train)
+            of_steps = []
+            for rows in order[: num_steps * BATCH_SIZE].reshape(num_steps, BATCH_SIZE):
+                ids = model.prepare(histories[rows], log.items[rows])
+                of_steps.append(train_step(model, optimizer, ids, log.items[rows], log_frequency))
+            losses.append(float(np.mean(of_steps)))
+            scores = score_films(model, histories[validation], num_films)
+            recalls.append(recall(log, scores, validation, seen=train))
+            rest, curves = nnx.state((model, optimizer), nnx.Not(rs.nnx.Tables)), [losses, recalls]
+            saved.save(model.embeddings.state, others=rest, metadata={"curves": curves})
+            np.savetxt(f"{folder}/log.csv", np.transpose(curves), header="loss, validation recall")
+            write("loss", losses[-1], len(recalls) * num_steps)
+            write("validation recall", recalls[-1], len(recalls) * num_steps)
+            print(f"epoch {len(recalls)}: loss {losses[-1]:.3f}, recall@{K} {recalls[-1]:.3f}")
+        restore(saved, model, optimizer, step=num_steps * (int(np.argmax(recalls)) + 1))
+    return model, recalls
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", help="MovieLens, a folder or archive; without it, generated")
+    parser.add_argument("--run", default="runs/films", help="folder of checkpoints and log")
+    parser.add_argument("--epochs", type=int, default=20, help="at most; it may stop early")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    log = rs.datasets.generated_ratings(1_000, 500, seed=0)
+    if options.data:
+        log = rs.datasets.movielens(options.data)
+    model, _ = fit(log, options.run, options.epochs, options.seed)
+    test, seen = np.flatnonzero(log.is_last()), np.flatnonzero(~log.is_last())
+    popularity = np.tile(np.bincount(log.items[seen], minlength=len(log.titles)), (len(test), 1))
+    scores = score_films(model, log.histories(HISTORY)[test], len(log.titles))
+    print(f"most popular films: test recall@{K} {recall(log, popularity, test, seen):.3f}")
+    print(f"two towers:         test recall@{K} {recall(log, scores, test, seen):.3f}")
+
+
+if __name__ == "__main__":
+    main()
