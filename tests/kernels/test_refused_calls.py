@@ -148,7 +148,6 @@ def test_a_call_whose_parts_do_not_fit_is_refused(complaint, target, results, op
 LISTS = [1, 3, 0, 2, 3, 2]
 SEGMENTS = [[0, 1, 2, 0, 0, 1, 3, 0, 0, 2], [1, 0, 2, 1, 0, 0, 4, 1, 0, 2]]
 OFFSETS = [0, 2, 5, 7]
-PAIRS = jnp.zeros((2, 2), jnp.float32)
 
 
 def call_parts(changes):
@@ -201,14 +200,6 @@ def at_segment(place, *numbers):
     return [{"segments": {(0, place): number}} for number in numbers]
 
 
-# Bags of the list with offsets.
-FIRST_AND_LAST = {
-    (0, 1): 0,
-    (0, 2): 1,
-    (1, 0): 0,
-    (1, 1): 2,
-    (1, 2): 1,
-}
 UNREADABLE = [
     # lists
     ("unreadable lists", CALLED, [{"num_lists": 5}]),

@@ -10,7 +10,6 @@ from rsembed.optimizers import regularization as records
 from rsembed.optimizers.regularization import global_decay_factor
 
 ROWS, DIM = 3, 4
-steps = st.integers(1, 24)
 
 
 def random_table(seed, scale=1.0):

@@ -181,13 +181,6 @@ GIVEN = {
 }
 
 
-def without_zeros(tables):
-    return {
-        name: {what: array for what, array in own.items() if array.size}
-        for name, own in tables.items()
-    }
-
-
 @pytest.mark.parametrize(("saved_on", "loaded_on", "is_unlike"), [(1, 1, False), (4, 2, True)])
 def test_files_know_tables_by_name_whatever_storage_they_share(
     saved_on, loaded_on, is_unlike, any_size, tmp_path
