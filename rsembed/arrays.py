@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, PyTree
 
 AnyArray: TypeAlias = Array | np.ndarray
@@ -75,7 +75,7 @@ def check_not_taken(tree: PyTree, what: str, way_out: str) -> None:
             raise RuntimeError(f"{what} to a step that took its arrays over: {way_out}.")
 
 
-def device_copy(array: AnyArray, dtype: DTypeLike) -> Array:
+def device_copy(array: ArrayLike, dtype: DTypeLike) -> Array:
     """The array on the device, as from `jnp.asarray`. A numpy array is copied first.
 
     Data loaders often write the next batch into the same memory. JAX may use the memory of a numpy

@@ -180,7 +180,7 @@ _ELEMENTWISE = """
     sign sin sqrt square stop_gradient sub tan tanh xor
 """
 """Primitives that work elementwise."""
-_Value = tuple[ArrayLike, bool]
+_Value = tuple[Any, bool]
 """An array, and whether it is cut: it holds only the requested rows of an array of all rows."""
 
 

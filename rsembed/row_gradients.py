@@ -306,8 +306,8 @@ def check_belong(
     all_rows = row_gradients.rows
     for name, table_rows in num_rows:
         rows = all_rows.get(name)
-        row_shape = getattr(rows, "shape", ())
-        value_shape = getattr(row_gradients.values.get(name), "shape", ())
+        row_shape: tuple[int, ...] = getattr(rows, "shape", ())
+        value_shape: tuple[int, ...] = getattr(row_gradients.values.get(name), "shape", ())
         fits = _shapes_fit(row_shape, value_shape)
         if fits and axes is not None:
             fits = (len(row_shape), value_shape[-1]) == axes[name]

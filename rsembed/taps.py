@@ -130,7 +130,7 @@ class Recording:
     nested.
     """
 
-    def __init__(self, layers: Mapping[Hashable, str], taps: Sequence[Activations]):
+    def __init__(self, layers: Mapping[Any, str], taps: Sequence[Activations]):
         if _recording.get() is not None:
             raise RuntimeError(
                 "value_and_grad in the loss of another value_and_grad would lose gradients of rows."
