@@ -130,7 +130,7 @@ tbe/arguments.py  tbe/test_module.py tbe/test_cases.py tbe/test_construction.py
     if has_no_mode else found => if False else found
     EmbOptimType.LAMB: OfferedOptimizer(_LAMB_RULE => EmbOptimType.LAMB: OfferedOptimizer(_ADAM_RULE
 tbe/host_rows.py  tbe/test_caching.py
-    np.where(is_valid, own + first_row, => np.where(is_valid, own,
+    np.where(is_valid, rows + first_row, => np.where(is_valid, rows,
 tt/cores.py  tt/test_cores.py
     d_gains + zero => 0 * d_gains + zero
 tt/hot_rows.py  tt/test_hot_rows.py

@@ -2,111 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import cast
 
 import jax
-import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from rsembed.collection.occurrences import keys_of_gradients
 from rsembed.collection.prepared import PreparedBatch
 from rsembed.collection.stack import EmbeddingState, Stack
 from rsembed.kernels import api
+from rsembed.kernels.contract import NO_ROW
 from rsembed.sizes import padded_size
-from rsembed.specs import TableSpec
-from rsembed.storage import row_map
-from rsembed.storage.dense_rows import whole_table
+from rsembed.storage.backing_store import Moves
 from rsembed.storage.hashed_rows import DynamicTable
-from rsembed.storage.host_cached import BackingStore, Generation, HostCached, Moves
-from rsembed.storage.logical_rows import array_names
-from rsembed.storage.protocol import State, on_host
-
-ROWS_PER_BLOCK = 1 << 16
-
-
-class HostRows(HostCached):
-    """A `HostCached` storage with the host rows of one table of one collection.
-
-    The host rows belong to one state at a time.
-
-    Args:
-      storage: size of the cache and eviction policy.
-      table: spec of the table.
-    """
-
-    store: BackingStore
-
-    def __init__(self, storage: HostCached, table: TableSpec):
-        super().__init__(cache_rows=storage.cache_rows, eviction=storage.eviction)
-        self.table = table
-        self.generation = Generation(
-            f"table {table.name!r}: the host no longer holds the rows for which this state has no place: rows "
-            "were exchanged since for another state, or the state is another collection's. Go on from the newest "
-            "state, or from a checkpoint."
-        )
-
-    def begin(self, params: DynamicTable) -> None:
-        """Creates a new store of initial rows.
-
-        Args:
-          params: parameters with an empty cache, and with the PRNG key of the initial rows.
-        """
-        data, kind = jax.random.key_data(params.key), jax.random.key_impl(params.key)
-        self.store = self.backing_store(
-            self.table, jax.random.wrap_key_data(on_host(data)[0], impl=kind)
-        )
-
-    def advanced(self, params: DynamicTable, num_shards: int) -> DynamicTable:
-        """Parameters marked with a new generation. The store refuses all older parameters."""
-        self.generation.advance(self.generation.number)
-        generation: PyTree = np.full(num_shards, self.generation.number, np.uint32)
-        return params._replace(generation=generation)
-
-    def rows(
-        self, params: DynamicTable, slots: PyTree, table: TableSpec, num_shards: int
-    ) -> dict[str, np.ndarray]:
-        """All rows of the table, from the device cache if they are in it, else from the store."""
-        self.generation.check(on_host(params.generation))
-        num_rows, (places, ids) = table.vocabulary_size, self.residents(params)
-        starts = range(0, num_rows, ROWS_PER_BLOCK)
-        blocks = [
-            self.store.read(np.arange(first, min(first + ROWS_PER_BLOCK, num_rows)))
-            for first in starts
-        ]
-        found = [np.concatenate(parts) for parts in zip(*blocks, strict=True)][: 1 + len(slots)]
-        for array, near in zip(found, (params.rows, *slots), strict=True):
-            array[ids] = on_host(near)[places]
-        return dict(zip(array_names(table, slots), found, strict=True))
-
-    def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> PyTree:
-        """`values` as an array of all rows in the table's dtype. Raises: ValueError: no fit."""
-        return whole_table(values, table)
-
-    def with_rows(
-        self, params: DynamicTable, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int
-    ) -> State:
-        """Parameters and slots after writing a whole table to a new store. The cache is empty.
-
-        `rows` is an array of values, or a dictionary as the method `rows` returns it.
-
-        Raises: ValueError: names or shapes of the rows do not fit the table.
-        """
-        names, arrays = array_names(table, slots), (params.rows, *slots)
-        shapes = {
-            name: (table.vocabulary_size, *own.shape[1:])
-            for name, own in zip(names, arrays, strict=True)
-        }
-        if not isinstance(rows, Mapping):
-            rows = self.rows(params, slots, table, num_shards) | {"values": rows}
-        if (found := {name: np.shape(own) for name, own in rows.items()}) != shapes:
-            raise ValueError(f"table {table.name!r} takes {shapes}, got {found}.")
-        empty = row_map.empty(params.rows.shape[0] // num_shards)
-        keys = jax.tree.map(lambda leaf: np.concatenate([np.asarray(leaf)] * num_shards), empty)
-        params = self.advanced(params._replace(keys=keys), num_shards)
-        self.begin(params)
-        self.store.write(np.arange(table.vocabulary_size), [rows[name] for name in names])
-        return params, slots
+from rsembed.storage.host_cached import HostTable
+from rsembed.storage.protocol import on_host
 
 
 class Prefetch:
@@ -119,21 +30,25 @@ class Prefetch:
     """
 
     def __init__(self, stack: Stack):
-        self.stack, self.storage = stack, cast(HostRows, stack.storage)
+        self.stack = stack
+        self.storage = cast(HostTable, stack.storage)
         if stack.devices.num_processes > 1:
             raise NotImplementedError(
                 f"table {stack.table.name!r} is kept as {stack.table.storage}, whose rows one process must hold; make "
                 "the mesh of one process' devices, or give the table another storage."
             )
-        part, split, on_each = stack.partition, stack.devices.split, stack.devices.on_each
-        self._place = jax.jit(on_each(self._make_room, (part, split), (part, part)))
+        part = stack.partition
+        split = stack.devices.split
+        on_each = stack.devices.on_each
+        self._make_room = jax.jit(on_each(self._room_on_device, (part, split), (part, part, part)))
         self._gather = jax.jit(on_each(api.gather_rows, (part, part), part))
         scatter = on_each(api.scatter_rows, (part, part, part), part)
-        self._scatter, self._scatter_in_place = jax.jit(scatter), jax.jit(scatter, donate_argnums=0)
+        self._scatter = jax.jit(scatter)
+        self._scatter_in_place = jax.jit(scatter, donate_argnums=0)
 
-    def with_places(
+    def with_room(
         self, params: DynamicTable, slots: PyTree, wanted: Mapping[str, PyTree] | Array
-    ) -> tuple[DynamicTable, list[np.ndarray]]:
+    ) -> tuple[DynamicTable, Moves]:
         """Parameters with cache places for all rows that `wanted` reads, and the pending moves.
 
         No row has moved yet, and `params` stay valid.
@@ -156,62 +71,65 @@ class Prefetch:
             )
         self.storage.generation.check(on_host(params.generation))
         # The program does not get the rows, because on a mesh it would copy them.
-        without: PyTree = ()
-        found, moves = self._place(params._replace(rows=without), wanted)
-        *moves, num_failed = map(on_host, moves)
-        if num_failed.any():
+        without_rows: PyTree = ()
+        with_room, moves, num_failed = self._make_room(params._replace(rows=without_rows), wanted)
+        if (num_failed := on_host(num_failed)).any():
             raise RuntimeError(
                 f"table {name!r}: {int(num_failed.sum())} ids of the batch find no place among cache_rows="
                 f"{self.storage.cache_rows}, of which each device has its share; raise it, or make the batch smaller."
             )
-        return found._replace(rows=params.rows), moves
+        return with_room._replace(rows=params.rows), jax.tree.map(on_host, moves)
 
     def moved(
-        self, params: DynamicTable, slots: PyTree, moves: Sequence[np.ndarray], *, donates: bool
+        self, params: DynamicTable, slots: PyTree, moves: Moves, *, donates: bool
     ) -> tuple[DynamicTable, PyTree]:
-        """Parameters and slots after the moves that `with_places` returned.
-
-        Evicted rows are written to the store, and rows of the batch are read from it.
+        """Parameters and slots after the moves that `with_room` returned.
 
         Args:
-          params: result of `with_places`, with the rows of the state.
+          params: result of `with_room`, with the rows of the state.
           slots: slots of the state.
-          moves: result of `with_places`.
+          moves: result of `with_room`.
           donates: donate the arrays of `params` and `slots`. If False, the old state stays valid
             until `with_new_generation`: the store changes only in evicted rows, which get their
             values in that state.
         """
-        rows, ids, left, counts = moves
-        if not (most := int(counts.max())):
+        by_shard = (self.stack.num_shards, -1)
+        num_moved = (moves.inserted != NO_ROW).reshape(by_shard).sum(axis=1).max()
+        if not num_moved:
             return params, slots
-        size = padded_size(most)
-        rows, ids, left = (
-            lane.reshape(counts.size, -1)[:, :size].reshape(-1) for lane in (rows, ids, left)
-        )
-        place, arrays = self.stack.devices.place_from_host, (params.rows, *slots)
-        (rows,), leaves = place([rows], self.stack.partition), left >= 0
-        gone = [on_host(array)[leaves] for array in self._gather(arrays, rows)]
-        generation = self.storage.generation
-        with generation.lock:
-            # Another thread may have advanced the store since `with_places` checked it.
-            generation.check(on_host(params.generation))
-            values = self.storage.store.exchange(left[leaves], gone, np.maximum(ids, 0))
-        come = place(values, self.stack.partition)
-        near, *kept = (self._scatter_in_place if donates else self._scatter)(
-            arrays, rows, tuple(come)
-        )
-        return params._replace(rows=near), tuple(kept)
+        # Few different sizes need few programs, and padding is not copied.
+        size = padded_size(int(num_moved))
+        moves = Moves(*[lane.reshape(by_shard)[:, :size].reshape(-1) for lane in moves])
+        place = self.stack.devices.place_from_host
+        part = self.stack.partition
+        evicted_places, inserted_places = place([moves.evicted_places, moves.inserted_places], part)
+        arrays = (params.rows, *slots)
+        evicted_values = [on_host(array) for array in self._gather(arrays, evicted_places)]
+        storage = self.storage
+        with storage.generation.lock:
+            # Another thread may have advanced the store since `with_room` checked it.
+            storage.generation.check(on_host(params.generation))
+            loaded = storage.backing.exchange(moves.evicted, evicted_values, moves.inserted)
+        scatter = self._scatter
+        if donates:
+            scatter = self._scatter_in_place
+        rows, *slots = scatter(arrays, inserted_places, tuple(place(loaded, part)))
+        return params._replace(rows=rows), tuple(slots)
 
-    def _make_room(self, params: DynamicTable, wanted: PyTree) -> tuple[DynamicTable, Moves]:
+    def _room_on_device(
+        self, params: DynamicTable, wanted: PyTree
+    ) -> tuple[DynamicTable, Moves, Int[Array, "1"]]:
         """`HostCached.make_room` on one device, for a batch or the rows of `RowGradients`."""
-        if not isinstance(wanted, Mapping):
-            return self.storage.make_room(params, keys_of_gradients(wanted)[0])
-        occurrences = self.stack.occurrences(PreparedBatch.of(wanted))
-        return self.storage.make_room(params, self.stack.rows.own_keys(occurrences))
+        if isinstance(wanted, Mapping):
+            occurrences = self.stack.occurrences(PreparedBatch.of(wanted))
+            keys = self.stack.rows.own_keys(occurrences)
+        else:
+            keys, _ = keys_of_gradients(wanted)
+        return self.storage.make_room(params, keys)
 
 
 def fetched(
-    on_host: Mapping[str, Prefetch],
+    prefetches: Mapping[str, Prefetch],
     state: EmbeddingState,
     wanted: Mapping[str, PyTree],
     *,
@@ -222,26 +140,31 @@ def fetched(
     Rows move only after all stacks have found places. If there are too few, nothing has changed.
 
     Args:
-      on_host: stacks on the host, by name.
+      prefetches: by stack, what moves its rows. Only stacks on the host have it.
       state: state of the collection.
       wanted: by stack, a batch or the rows of `RowGradients`.
       donates: donate the arrays of `state`. If False, `state` stays valid until
         `with_new_generation`.
     """
-    tables, slots, moves = dict(state.tables), dict(state.slots), {}
-    for name, own in on_host.items():
-        tables[name], moves[name] = own.with_places(tables[name], slots.get(name), wanted[name])
-    for name, own in on_host.items():
-        tables[name], slots[name] = own.moved(
+    tables = dict(state.tables)
+    slots = dict(state.slots)
+    moves = {}
+    for name, prefetch in prefetches.items():
+        tables[name], moves[name] = prefetch.with_room(tables[name], slots.get(name), wanted[name])
+    for name, prefetch in prefetches.items():
+        tables[name], slots[name] = prefetch.moved(
             tables[name], slots[name], moves[name], donates=donates
         )
     return state._replace(tables=tables, slots=slots)
 
 
-def with_new_generation(on_host: Mapping[str, Prefetch], state: EmbeddingState) -> EmbeddingState:
+def with_new_generation(
+    prefetches: Mapping[str, Prefetch], state: EmbeddingState
+) -> EmbeddingState:
     """State marked with a new generation. The host stores refuse all older states."""
     tables = dict(state.tables)
-    for name, own in on_host.items():
-        advanced = own.storage.advanced(tables[name], own.stack.num_shards)
-        tables[name] = own.stack.devices.place_from_host(advanced, own.stack.partition)
+    for name, prefetch in prefetches.items():
+        stack = prefetch.stack
+        advanced = prefetch.storage.advanced(tables[name], stack.num_shards)
+        tables[name] = stack.devices.place_from_host(advanced, stack.partition)
     return state._replace(tables=tables)

@@ -17,7 +17,7 @@ from rsembed.arrays import foreign_to_numpy, is_traced
 from rsembed.checks import check_finite, check_type, did_you_mean
 from rsembed.collection.asked_rows import AskedArrayRows, AskedKeys, AskedRows
 from rsembed.collection.devices import Devices
-from rsembed.collection.host_rows import HostRows, Prefetch
+from rsembed.collection.host_rows import Prefetch
 from rsembed.collection.host_stack import HostStack, KeyedStack
 from rsembed.collection.rows import ArrayRows, ColumnRows, KeyedRows, NumberedRows, Rows, TrainRows
 from rsembed.collection.stack import ArrayStack, ByName, EmbeddingState, Stack
@@ -26,6 +26,7 @@ from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
 from rsembed.storage import Hashed, HostCached
 from rsembed.storage.dense_rows import DenseRows, RowLayout
+from rsembed.storage.host_cached import HostTable
 from rsembed.storage.logical_rows import SavedArray, check_reasons, checked_slots
 from rsembed.storage.protocol import Storage
 
@@ -194,7 +195,7 @@ def _storage_of(
     if len(tables) > 1:
         return storage.sharing(tables)
     if isinstance(storage, HostCached):
-        return HostRows(storage, tables[0])
+        return HostTable(storage, tables[0])
     return storage
 
 
@@ -236,7 +237,7 @@ class LogicalTables:
         self.apart: dict[str, HostStack] = {}
         self._stack_of: dict[str, str] = {}
         for name, stack in stacks.items():
-            if isinstance(stack.storage, HostRows):
+            if isinstance(stack.storage, HostTable):
                 self.on_host[name] = Prefetch(stack)
             if isinstance(stack, HostStack):
                 self.apart[name] = stack

@@ -8,8 +8,9 @@ without it, rows are in an array.
     dense_rows.py       rows in an array, and the layouts that say where each row is
     hashed.py           rows for 64-bit keys, made when a key appears; or for all keys below a bound
     hashed_rows.py      what a device keeps of such a table, first values of rows, and steps
-    host_cached.py      rows on the host, with a cache of some of them on the device
-    set_associative.py  a set-associative cache: which rows are in it, decided on the host
+    backing_store.py    rows on the host, and their exchange with a cache on the device
+    host_cached.py      a cache of such rows that compiled programs search
+    set_associative.py  a set-associative cache of such rows, decided on the host
     logical_rows.py     rows out of a keyed table and into one, by key
     donation.py         results of programs that take arrays over, safe from Ctrl-C
     row_map.py          which key has which row: open addressing, rows given and taken back, counts

@@ -4,10 +4,10 @@ The policy is exact LRU or LFU for whole batches of ids, in NumPy, without a loo
 hashes to one set and can be in any way of this set. Its slot is `set * num_ways + way`. The slot is
 the row of the device array that holds the id.
 
-After the slots, the device array (`NearRows`) has a *scratch* area for rows without a slot. Rows
+After the slots, the device array (`CachedRows`) has a *scratch* area for rows without a slot. Rows
 are written back to the host when they are evicted or flushed, and scratch rows after every update.
 Optimizer state is in separate arrays and moves with its row. The last of these arrays has the row
-number in each slot.
+number in each slot or place of the scratch area.
 
 Outside `jit`, policy and stores are called directly. Inside `jit`, they are called through ordered
 callbacks with room for one row per id.
@@ -15,7 +15,6 @@ callbacks with room for one row per id.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -23,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Int64, PyTree
 from numpy.typing import ArrayLike
 
@@ -31,8 +29,8 @@ from rsembed.checks import NonNegativeInt, PositiveInt, validated
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.sizes import padded_size
+from rsembed.storage.backing_store import BackingStore, Moves, padded_rows
 from rsembed.storage.donation import kept
-from rsembed.storage.host_cached import BackingStore
 
 
 class CacheCounts(NamedTuple):
@@ -175,17 +173,15 @@ class SetAssociativeCache:
             raise ValueError(
                 f"num_sets={num_sets} is too large for 'lfu', which takes fewer than {MAX_LFU_SETS}."
             )
-        self.num_sets, self.num_ways, self.num_ids, self.algorithm = (
-            num_sets,
-            num_ways,
-            num_ids,
-            algorithm,
-        )
+        self.num_sets = num_sets
+        self.num_ways = num_ways
+        self.num_ids = num_ids
+        self.algorithm = algorithm
         num_slots = num_sets * num_ways
         self.tags: Int64[np.ndarray, " slots"] = np.full(num_slots, -1, np.int64)
-        self.counts: Int64[np.ndarray, " vocab"] | None = (
-            np.zeros(num_ids, np.int64) if algorithm == "lfu" else None
-        )
+        self.counts: Int64[np.ndarray, " vocab"] | None = None
+        if algorithm == "lfu":
+            self.counts = np.zeros(num_ids, np.int64)
         self._last_used = np.zeros(num_slots, np.int64)
         self._locks = np.zeros(num_slots, np.int64)
         self._clock = 1
@@ -214,12 +210,11 @@ class SetAssociativeCache:
         self._last_used[slots[slots >= 0]] = self._clock
         missing = np.flatnonzero(slots < 0)
         chosen, victims = self._choose_victims(unique[missing])
-        inserted, evicted_ids = missing[chosen], self.tags[victims]
-        self.tags[victims], self._last_used[victims], slots[inserted] = (
-            unique[inserted],
-            self._clock,
-            victims,
-        )
+        inserted = missing[chosen]
+        evicted_ids = self.tags[victims]
+        self.tags[victims] = unique[inserted]
+        self._last_used[victims] = self._clock
+        slots[inserted] = victims
         if lock:
             self._locks[slots[slots >= 0]] += 1
         locations = np.full(ids.shape, -1, np.int64)
@@ -280,13 +275,16 @@ class SetAssociativeCache:
             raise ValueError(
                 f"cannot reset a cache with {num_locked} locked slots; finish and unlock their batches."
             )
-        self.tags[:], self._last_used[:], self._clock = -1, 0, 1
+        self.tags[:] = -1
+        self._last_used[:] = 0
+        self._clock = 1
         if self.counts is not None:
             self.counts[:] = 0
 
     def restore(self, tags: Int[np.ndarray, " slots"]) -> None:
         """Sets the id in each slot (-1: empty) and removes all locks. Counts do not change."""
-        self.tags[:], self._locks[:] = tags, 0
+        self.tags[:] = tags
+        self._locks[:] = 0
         self._last_used[self.tags < 0] = 0
 
     def _choose_victims(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -295,40 +293,42 @@ class SetAssociativeCache:
         Args:
           ids: missing ids, distinct and in ascending order.
         """
-        worth, own_set = (
-            None if self.counts is None else self.counts[ids],
-            set_of(ids, self.num_sets),
-        )
+        set_of_id = set_of(ids, self.num_sets)
+        worth = np.full(ids.size, self._clock)
+        if self.counts is not None:
+            worth = self.counts[ids]
         # By set, then by descending count (LFU only), then by ascending id.
-        order = (
-            np.argsort(own_set, kind="stable") if worth is None else np.lexsort((-worth, own_set))
-        )
-        sets, first, sizes = np.unique(own_set[order], return_index=True, return_counts=True)
-        group, rank = (
-            np.repeat(np.arange(sets.size), sizes),
-            np.arange(ids.size) - np.repeat(first, sizes),
-        )
+        order = np.lexsort((-worth, set_of_id))
+        sets, first, sizes = np.unique(set_of_id[order], return_index=True, return_counts=True)
         slots = sets[:, None] * self.num_ways + np.arange(self.num_ways)
-        tags, last_used = self.tags[slots], self._last_used[slots]
-        key = last_used if self.counts is None else np.where(tags < 0, -1, self.counts[tags])
-        key = np.where((last_used == self._clock) | (self._locks[slots] > 0), NEVER, key)
-        by_key = np.argsort(key, axis=1, kind="stable")
+        last_used = self._last_used[slots]
+        slot_worth = last_used
+        if self.counts is not None:
+            tags = self.tags[slots]
+            slot_worth = np.where(tags < 0, -1, self.counts[tags])
+        is_protected = (last_used == self._clock) | (self._locks[slots] > 0)
+        slot_worth = np.where(is_protected, NEVER, slot_worth)
+        by_worth = np.argsort(slot_worth, axis=1, kind="stable")
+        # In each set, the best id meets the worst slot, the second id the second slot, and so on.
+        rank = np.arange(ids.size) - np.repeat(first, sizes)
         fits = rank < self.num_ways
-        order, group, rank = order[fits], group[fits], rank[fits]
-        way = by_key[group, rank]
-        is_taken = key[group, way] <= (self._clock if worth is None else worth[order])
-        return order[is_taken], slots[group, way][is_taken]
+        chosen = order[fits]
+        row = np.repeat(np.arange(sets.size), sizes)[fits]
+        way = by_worth[row, rank[fits]]
+        is_taken = slot_worth[row, way] <= worth[chosen]
+        return chosen[is_taken], slots[row, way][is_taken]
 
     def _slots_of(self, ids: np.ndarray) -> np.ndarray:
-        tags, slots = self.tags.reshape(self.num_sets, self.num_ways), np.empty(ids.size, np.int64)
+        """Slot of each cacheable id, -1 if it is not resident."""
+        tags = self.tags.reshape(self.num_sets, self.num_ways)
+        slots = np.empty(ids.size, np.int64)
         # Blocks bound the memory, and keep the compared tags in the CPU cache.
         for start in range(0, ids.size, IDS_PER_SEARCH):
-            block = ids[start : start + IDS_PER_SEARCH]
-            sets = set_of(block, self.num_sets)
-            matches = tags[sets] == block[:, None]
-            ways = matches.argmax(axis=1)
-            found = matches[np.arange(block.size), ways]
-            slots[start : start + IDS_PER_SEARCH] = np.where(found, sets * self.num_ways + ways, -1)
+            block = slice(start, start + IDS_PER_SEARCH)
+            sets = set_of(ids[block], self.num_sets)
+            matches = tags[sets] == ids[block][:, None]
+            first_slots = sets * self.num_ways
+            slots[block] = np.where(matches.any(axis=1), first_slots + matches.argmax(axis=1), -1)
         return slots
 
     def _cacheable(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -340,154 +340,146 @@ class SetAssociativeCache:
 _scatter = jax.jit(api.scatter_rows, donate_argnums=0)
 _ROWS_PER_FLUSH = 1 << 16
 Leaving = Callable[[Int[Array, " places"]], Sequence[Array]]
-"""Function from device rows to the values that the host stores for them.
+"""Function from rows of the device arrays to the values that the host stores for them.
 
-The last device array, the row number in each slot, is not among them."""
+The last device array, which has the id in each place, is not among them."""
 
 
-class NearRows:
-    """Host side of one cached array: cache policy, backing store and pending row moves.
+class BatchPlaces(NamedTuple):
+    """Where the rows of a batch are on the device, and the moves that bring them there.
+
+    Attributes:
+      rows: row number of each id of the batch. `cache.num_ids` or more for rows that do not exist,
+        -1 for no id.
+      places: device row of each of `rows`, in a slot or in the scratch area. -1 for none.
+      moves: rows to exchange with the host.
+      admission: decisions of the cache policy.
+    """
+
+    rows: Int[np.ndarray, " ids"]
+    places: Int[np.ndarray, " ids"]
+    moves: Moves
+    admission: Admission
+
+
+class CachedRows:
+    """Rows on the host with a set-associative cache on the device.
 
     Attributes:
       cache: cache policy.
       backing: store of all rows.
-      rows: row number of each id of the last batch. `cache.num_ids` or more for rows that do not
-        exist, -1 for no id.
-      places: device row of each of `rows`, in a slot or in the scratch area. -1 for none.
-      admission: result of the cache for the last batch.
       scratch_rows: rows of the last batch that are in the scratch area.
     """
 
     def __init__(self, cache: SetAssociativeCache, backing: BackingStore):
-        self.cache, self.backing = cache, backing
-        self.rows = self.places = self.scratch_rows = _NOTHING
-        self.admission = Admission(_NOTHING)
-        # Evicted and inserted rows, each with the device rows that they leave or take.
-        self._left = self._come = (_NOTHING, _NOTHING)
+        self.cache = cache
+        self.backing = backing
+        self.scratch_rows = _NOTHING
 
     @property
-    def num_places(self) -> int:
+    def num_slots(self) -> int:
         """Number of slots of the cache."""
         return self.cache.num_sets * self.cache.num_ways
 
     def find(
         self,
-        rows: Int[np.ndarray, " nnz"],
+        rows: Int[np.ndarray, " ids"],
         *,
         admit: bool,
         lock: bool = False,
         is_prefetch: bool = False,
-    ) -> None:
-        """Sets the device row of each row of a batch, and the moves for it.
+        num_moves: int | None = None,
+    ) -> BatchPlaces:
+        """The device row of each row of a batch, and the moves for it.
 
         Rows without a slot get a device row in the scratch area, after the slots. A prefetch gives
         them none.
 
         Args:
-          rows: row number of each id of the batch.
+          rows: row number of each id of the batch, see `BatchPlaces`.
           admit: True admits missing rows to the cache. False only searches.
           lock: True keeps the slots until they are unlocked, see `SetAssociativeCache.admit`.
           is_prefetch: True for a batch that is looked up later.
+          num_moves: size of the arrays of `moves`, padding included. None, the default, is the next
+            power of two.
         """
-        self.admission = own = (
-            self.cache.admit(rows, lock=lock) if admit else Admission(self.cache.find(rows))
-        )
-        self.rows, self.places, self.scratch_rows, was_taken = (
-            rows,
-            own.locations,
-            _NOTHING,
-            own.evicted_ids >= 0,
-        )
-        self._left = own.evicted_ids[was_taken], own.inserted_slots[was_taken]
-        self._come = own.inserted_ids, own.inserted_slots
+        admission = self.cache.admit(rows, lock=lock) if admit else Admission(self.cache.find(rows))
+        places = admission.locations
+        inserted = admission.inserted_ids
+        inserted_places = admission.inserted_slots
+        self.scratch_rows = _NOTHING
         if not is_prefetch:
-            is_homeless = (self.places < 0) & (rows >= 0) & (rows < self.cache.num_ids)
-            self.scratch_rows, inverse = np.unique(rows[is_homeless], return_inverse=True)
-            self.places[is_homeless] = self.num_places + inverse
-            behind = self.num_places + np.arange(self.scratch_rows.size)
-            come, places = self._come
-            self._come = np.concatenate([come, self.scratch_rows]), np.concatenate([places, behind])
-
-    def moves(self, capacity: int | None) -> list[np.ndarray]:
-        """Device rows that are evicted, and device rows that are filled, padded with `NO_ROW`.
-
-        Args:
-          capacity: size of both arrays. None pads to a power of two.
-        """
-        return [_padded(places, capacity) for _, places in (self._left, self._come)]
+            needs_scratch = (places < 0) & (rows >= 0) & (rows < self.cache.num_ids)
+            self.scratch_rows, number = np.unique(rows[needs_scratch], return_inverse=True)
+            places[needs_scratch] = self.num_slots + number
+            scratch_places = self.num_slots + np.arange(self.scratch_rows.size)
+            inserted = np.concatenate([inserted, self.scratch_rows])
+            inserted_places = np.concatenate([inserted_places, scratch_places])
+        was_taken = admission.evicted_ids >= 0
+        moves = Moves(
+            evicted=padded_rows(admission.evicted_ids[was_taken], num_moves),
+            evicted_places=padded_rows(admission.inserted_slots[was_taken], num_moves),
+            inserted=padded_rows(inserted, num_moves),
+            inserted_places=padded_rows(inserted_places, num_moves),
+        )
+        return BatchPlaces(rows, places, moves, admission)
 
     def bring(
         self,
         arrays: tuple[Array, ...],
-        moves: Sequence[ArrayLike],
+        moves: Moves,
         leaving: Leaving,
-        capacity: int | None,
         keep: Callable[[tuple[Array, ...]], None],
+        *,
+        is_inside: bool,
     ) -> tuple[Array, ...]:
         """The device arrays after the moves, with all rows of the last batch.
 
         Args:
           arrays: device arrays before the moves, which are donated. The scratch area is enlarged if
-            the batch needs it, or if a batch of `capacity` ids may need it.
-          moves: result of `moves`, also from a callback inside a compiled program.
+            the batch needs it; inside `jit`, if a batch of the size of `moves` may need it.
+          moves: moves of the batch, from `find`.
           leaving: function that gives the values of evicted rows, see `Leaving`.
-          capacity: the argument of `moves`.
           keep: receives the new arrays before Ctrl-C can interrupt. Otherwise they could be lost
             after the old arrays are donated.
+          is_inside: True inside `jit`, where the host is reached through a callback.
         """
-        (left, come), shapes = map(jnp.asarray, moves), None
-        if not come.size:  # A row is evicted only if another row takes its slot.
+        num_inserted = moves.inserted.shape[0]
+        if not num_inserted:  # A row is evicted only if another row takes its slot.
             return arrays
-        num_scratch = (
-            len(self.scratch_rows) if capacity is None else min(capacity, self.cache.num_ids)
-        )
-        if self.num_places + num_scratch > arrays[0].shape[0]:
-            missing = self.num_places + padded_size(num_scratch) - arrays[0].shape[0]
-            arrays = tuple(
-                jnp.concatenate([a, jnp.zeros((missing, *a.shape[1:]), a.dtype)]) for a in arrays
-            )
-        if capacity is not None:
-            shapes = tuple(jax.ShapeDtypeStruct((capacity, *x.shape[1:]), x.dtype) for x in arrays)
-        exchange = functools.partial(self._exchange, [array.dtype for array in arrays])
-        loaded = call_host(exchange, shapes, come, *leaving(left))
-        brought: tuple[Array, ...] = kept(keep, _scatter, arrays, come, tuple(loaded))
+        num_scratch = len(self.scratch_rows)
+        shapes = None
+        if is_inside:
+            num_scratch = min(num_inserted, self.cache.num_ids)
+            shapes = []
+            for array in arrays[:-1]:
+                shapes.append(jax.ShapeDtypeStruct((num_inserted, *array.shape[1:]), array.dtype))
+        if self.num_slots + num_scratch > arrays[0].shape[0]:
+            size = self.num_slots + padded_size(num_scratch)
+            arrays = tuple(_enlarged(array, size) for array in arrays)
+        evicted_values = leaving(jnp.asarray(moves.evicted_places))
+        exchange = self.backing.exchange
+        loaded = call_host(exchange, shapes, moves.evicted, evicted_values, moves.inserted)
+        new_rows = (*loaded, moves.inserted)
+        brought: tuple[Array, ...] = kept(keep, _scatter, arrays, moves.inserted_places, new_rows)
         return brought
 
-    def _exchange(
-        self, dtypes: Sequence[DTypeLike], places: Array | np.ndarray, *left: ArrayLike
-    ) -> tuple[np.ndarray, ...]:
-        """Values of the inserted rows, after a write of the evicted rows to the store.
-
-        Args:
-          dtypes: dtypes of the device arrays.
-          places: device rows that are filled. The result is padded with zeros to their number.
-          left: values of the evicted rows.
-        """
-        rows, room = self._come[0], places.shape[0] - self._come[0].size
-        return tuple(
-            np.concatenate([values.astype(dtype), np.zeros((room, *values.shape[1:]), dtype)])
-            for values, dtype in zip(
-                [*self.backing.exchange(self._left[0], left, rows), rows], dtypes, strict=True
-            )
-        )
-
     def scratch(
-        self, arrays: Sequence[Array], leaving: Leaving, *, is_inside: bool
+        self, num_rows: int, leaving: Leaving, *, is_inside: bool
     ) -> Sequence[Array] | None:
-        """Contents of the scratch area, for `store_scratch`. None if the area is empty.
+        """Values in the scratch area, for `store_scratch`. None if the area is empty.
 
         Args:
-          arrays: device arrays.
+          num_rows: number of rows of the device arrays.
           leaving: function that gives the values of device rows, see `Leaving`.
           is_inside: True inside `jit`, where the whole area is read.
         """
-        # The area may be larger than its rows. `store_scratch` ignores the rows after them.
-        size = (
-            arrays[0].shape[0] - self.num_places
-            if is_inside
-            else padded_size(len(self.scratch_rows))
-        )
-        return leaving(self.num_places + jnp.arange(size, dtype=jnp.int32)) if size else None
+        size = padded_size(len(self.scratch_rows))
+        if is_inside:
+            size = num_rows - self.num_slots
+        if not size:
+            return None
+        return leaving(self.num_slots + jnp.arange(size, dtype=jnp.int32))
 
     def store_scratch(self, values: Sequence[ArrayLike] | None) -> None:
         """Writes the scratch rows of the last batch to the store. None writes nothing."""
@@ -500,18 +492,22 @@ class NearRows:
         Args:
           resident_rows: row number in each device row, `NO_ROW` for none.
         """
-        near = resident_rows[: self.num_places].astype(np.int64)
-        self.cache.restore(np.where(near == NO_ROW, -1, near))
-        self.rows = self.places = self.scratch_rows = _NOTHING
-        self.admission = Admission(_NOTHING)
-        self._left = self._come = (_NOTHING, _NOTHING)
+        in_slots = resident_rows[: self.num_slots].astype(np.int64)
+        self.cache.restore(np.where(in_slots == NO_ROW, -1, in_slots))
+        self.scratch_rows = _NOTHING
 
     def flush(self, leaving: Leaving) -> None:
         """Writes all resident rows to the store. They stay resident."""
-        rows, places = self.cache.resident()
+        rows, slots = self.cache.resident()
         for first in range(0, rows.size, _ROWS_PER_FLUSH):
-            some = slice(first, first + _ROWS_PER_FLUSH)
-            self.backing.write(rows[some], leaving(jnp.asarray(_padded(places[some], None))))
+            block = slice(first, first + _ROWS_PER_FLUSH)
+            self.backing.write(rows[block], leaving(jnp.asarray(padded_rows(slots[block]))))
+
+
+def _enlarged(array: Array, size: int) -> Array:
+    """The array followed by zeros, up to `size` rows."""
+    zeros = jnp.zeros((size - array.shape[0], *array.shape[1:]), array.dtype)
+    return jnp.concatenate([array, zeros])
 
 
 def call_host(function: Callable[..., PyTree], shapes: PyTree, *operands: PyTree) -> PyTree:
@@ -526,8 +522,3 @@ def call_host(function: Callable[..., PyTree], shapes: PyTree, *operands: PyTree
     if shapes is None:
         return function(*operands)
     return io_callback(function, shapes, *operands, ordered=True)
-
-
-def _padded(places: np.ndarray, size: int | None) -> np.ndarray:
-    missing = (padded_size(places.size) if size is None else size) - places.size
-    return np.concatenate([places, np.full(missing, NO_ROW, np.int64)]).astype(np.int32)

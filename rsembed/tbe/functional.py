@@ -48,7 +48,7 @@ class TBEState(NamedTuple):
       learning_rates: one per group.
       max_counter: largest row counter plus 1, for counter-based regularization.
       key: PRNG key of stochastic rounding and of uniform initial weights.
-      generation: see `storage.host_cached.Generation`. None without tables on the host.
+      generation: see `storage.backing_store.Generation`. None without tables on the host.
       layout: fingerprint of the plan that the state belongs to.
     """
 

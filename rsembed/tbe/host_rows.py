@@ -15,6 +15,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,8 @@ from rsembed.arrays import device_copy, is_traced
 from rsembed.kernels.contract import NO_ROW, Call
 from rsembed.row_gradients import RowGradients
 from rsembed.storage import CacheCounts, SetAssociativeCache
-from rsembed.storage.host_cached import BackingStore, Generation, Lock
-from rsembed.storage.set_associative import NUM_WAYS, NearRows, call_host
+from rsembed.storage.backing_store import BackingStore, Generation, Lock, Moves
+from rsembed.storage.set_associative import NUM_WAYS, BatchPlaces, CachedRows, call_host
 from rsembed.tbe import functional
 from rsembed.tbe.arguments import Arguments, TBEStatsReporterConfig
 from rsembed.tbe.batches import AnyArray, feature_starts
@@ -69,14 +70,16 @@ class HostRows:
     """
 
     def __init__(self, plan: TBEPlan, caching: Arguments):
-        cached = {
-            number: group for number, group in enumerate(plan.groups) if group.table.is_cached
-        }
-        caches = zip(cached.items(), _caches_of(list(cached.values()), caching), strict=True)
-        self.plan, self.caching = plan, caching
-        self.groups = {
-            number: NearRows(cache, _backing_of(group)) for (number, group), cache in caches
-        }
+        self.plan = plan
+        self.caching = caching
+        cached = {}
+        for number, group in enumerate(plan.groups):
+            if group.table.is_cached:
+                cached[number] = group
+        self.groups: dict[int, CachedRows] = {}
+        caches = _caches_of(list(cached.values()), caching)
+        for (number, group), cache in zip(cached.items(), caches, strict=True):
+            self.groups[number] = CachedRows(cache, _backing_of(group))
         self.reset_counts()
         self.prefetched: list[tuple[np.ndarray, list[tuple[SetAssociativeCache, np.ndarray]]]] = []
         """Ids of prefetched batches before their lookup, and the cache slots that they lock."""
@@ -96,12 +99,14 @@ class HostRows:
         """
         self.generation.check(state.generation)
         # `begun` is set first, so that `resumed` works after an interrupt between these lines.
-        self.begun, self._steps = self.generation.number, steps
+        self.begun = self.generation.number
+        self._steps = steps
         self.generation.advance(self.generation.number)
 
     def end(self) -> None:
         """Ends a change. The module has stored its new state."""
-        self.begun, self._steps = None, False
+        self.begun = None
+        self._steps = False
 
     def resumed(self, state: TBEState) -> TBEState:
         """State with which device and host can continue after a change that stopped halfway.
@@ -115,7 +120,7 @@ class HostRows:
         if int(np.asarray(state.generation)) != self.begun:
             self.generation.check(state.generation)
         if self._steps:  # If the update did not run, this writes the old values again.
-            self._write_scratch(state)
+            self.write_back(state)
         self.prefetched.clear()
         for number, group in self.groups.items():
             group.follow(np.asarray(state.resident_rows[number]))
@@ -125,7 +130,8 @@ class HostRows:
 
     def reset_counts(self) -> None:
         """Sets all counts to zero."""
-        self.counts, self.calls_with_a_miss = CacheCounts(), 0
+        self.counts = CacheCounts()
+        self.calls_with_a_miss = 0
         self.misses_by_feature = np.zeros(len(self.plan.features), np.int64)
 
     def advanced(self, state: TBEState, *, is_inside: bool = False) -> TBEState:
@@ -151,17 +157,19 @@ class HostRows:
         Returns: the state, and the batch with cache slots in place of the ids of cached tables.
         """
         (listed,) = batch.lists
-        capacity = listed.num_entries if is_traced((listed.ids, listed.offsets, state)) else None
-        find = functools.partial(self._find_in_turn, self.plan.bags_of(batch), admit, capacity)
+        is_inside = is_traced((listed.ids, listed.offsets, state))
+        capacity = None
         shapes = None
-        if capacity is None:
-            self.begin(state)
+        if is_inside:
+            capacity = listed.num_entries
+            flat: PyTree = jax.ShapeDtypeStruct((capacity,), jnp.int32)
+            shapes = (flat, dict.fromkeys(self.groups, Moves(flat, flat, flat, flat)))
         else:
-            flat = jax.ShapeDtypeStruct((capacity,), jnp.int32)
-            shapes = (flat, {number: [flat, flat] for number in self.groups})
-        places, moves = call_host(find, shapes, state.generation, listed.ids, listed.offsets)
-        state = self._moved(state, keep, moves, capacity)
-        state = self.advanced(state, is_inside=capacity is not None)
+            self.begin(state)
+        find = functools.partial(self._translate, self.plan.bags_of(batch), admit, capacity)
+        slots, moves = call_host(find, shapes, state.generation, listed.ids, listed.offsets)
+        state = self._moved(state, keep, moves, is_inside=is_inside)
+        state = self.advanced(state, is_inside=is_inside)
         segments = []
         for segment in batch.segments:
             if self.plan.groups[segment.table].table.is_cached:
@@ -169,7 +177,7 @@ class HostRows:
                     first_row=0, num_rows=state.weights[segment.table].shape[0]
                 )
             segments.append(segment)
-        batch = with_list(batch, ids=device_copy(places, jnp.int32))
+        batch = with_list(batch, ids=device_copy(slots, jnp.int32))
         return state, dataclasses.replace(batch, segments=tuple(segments))
 
     def bring_rows(
@@ -191,13 +199,17 @@ class HostRows:
                 "row gradients of host tables cannot be applied inside jit; do it outside."
             )
         rows = dict(row_gradients.rows)
+        moves = {}
         self.begin(state)
         for number, group in self.groups.items():
             name = self.plan.groups[number].table.name
-            own = np.asarray(rows[name]).astype(np.int64)
-            group.find(np.where(own == NO_ROW, -1, own), admit=True)
-            rows[name] = jnp.asarray(np.where(group.places < 0, NO_ROW, group.places), jnp.int32)
-        state = self.advanced(self._moved(state, keep))
+            row_numbers = np.asarray(rows[name]).astype(np.int64)
+            row_numbers[row_numbers == NO_ROW] = -1
+            result = group.find(row_numbers, admit=True)
+            moves[number] = result.moves
+            slots = np.where(result.places < 0, NO_ROW, result.places)
+            rows[name] = jnp.asarray(slots, jnp.int32)
+        state = self.advanced(self._moved(state, keep, moves, is_inside=False))
         return state, dataclasses.replace(row_gradients, rows=rows)
 
     def prefetch(self, state: TBEState, batch: Call, keep: Keep) -> TBEState:
@@ -217,26 +229,33 @@ class HostRows:
                 f"{MAX_PREFETCHES} prefetched batches wait for their lookup: prefetch() is called too often, or other "
                 "batches are looked up."
             )
-        locked: list[tuple[SetAssociativeCache, np.ndarray]] = []
-        config, lock = self.caching.multipass_prefetch_config, self.caching.prefetch_pipeline
-        num_ids, offsets = len(batch.lists[0].ids), np.asarray(batch.lists[0].offsets)
-        size = max(num_ids, 1)
+        (listed,) = batch.lists
+        ids = np.asarray(listed.ids)
+        offsets = np.asarray(listed.offsets)
+        pass_size = max(ids.size, 1)
+        config = self.caching.multipass_prefetch_config
         if config is not None:
-            size = max(-(-num_ids // config.num_passes), config.min_splitable_pass_size)
+            pass_size = max(-(-ids.size // config.num_passes), config.min_splitable_pass_size)
+        locks = self.caching.prefetch_pipeline
+        locked: list[tuple[SetAssociativeCache, np.ndarray]] = []
+        num_bags = self.plan.bags_of(batch)
         self.begin(state)
-        for first in range(0, max(num_ids, 1), size):
-            ids, ends = batch.lists[0].ids[first : first + size], np.clip(offsets - first, 0, size)
-            self._find(
-                self.plan.bags_of(batch),
-                np.asarray(ids),
-                ends,
+        for first in range(0, max(ids.size, 1), pass_size):
+            by_group = self._find(
+                num_bags,
+                ids[first : first + pass_size],
+                np.clip(offsets - first, 0, pass_size),
                 admit=True,
-                lock=lock,
+                lock=locks,
                 is_prefetch=True,
             )
-            state = self._moved(state, keep)
-            locked += [(group.cache, group.places) for group in self.groups.values() if lock]
-        self.prefetched.append((np.asarray(batch.lists[0].ids)[: offsets[-1]], locked))
+            moves = {}
+            for number, result in by_group.items():
+                moves[number] = result.moves
+                if locks:
+                    locked.append((self.groups[number].cache, result.places))
+            state = self._moved(state, keep, moves, is_inside=False)
+        self.prefetched.append((ids[: offsets[-1]], locked))
         return self.advanced(state)
 
     def _take_prefetched(self, ids: np.ndarray) -> bool:
@@ -247,32 +266,36 @@ class HostRows:
         for number, (prefetched, locked) in enumerate(self.prefetched):
             if np.array_equal(prefetched, ids):
                 del self.prefetched[number]
-                for cache, places in locked:
-                    cache.unlock(places)
+                for cache, slots in locked:
+                    cache.unlock(slots)
                 return True
         return False
 
     def _moved(
-        self, state: TBEState, keep: Keep, moves: PyTree = None, capacity: int | None = None
+        self, state: TBEState, keep: Keep, moves: dict[int, Moves], *, is_inside: bool
     ) -> TBEState:
         """State after row moves in all groups.
 
         Args:
           state: state before the moves.
           keep: see `bring`.
-          moves: moves of each group. None takes those of the last batch.
-          capacity: number of entries in each array of `moves` inside `jit`; None outside.
+          moves: moves of each group.
+          is_inside: True inside `jit`.
         """
         for number, group in self.groups.items():
-            own = group.moves(None) if moves is None else moves[number]
 
             def keep_arrays(
                 arrays: tuple[Array, ...], state: TBEState = state, number: int = number
             ) -> None:
                 keep(state.with_arrays(number, arrays))
 
-            leaving = self._leaving(state, number)
-            arrays = group.bring(state.arrays(number), own, leaving, capacity, keep_arrays)
+            arrays = group.bring(
+                state.arrays(number),
+                moves[number],
+                self._leaving(state, number),
+                keep_arrays,
+                is_inside=is_inside,
+            )
             state = state.with_arrays(number, arrays)
         return state
 
@@ -284,25 +307,19 @@ class HostRows:
 
         Outside `jit`, call `begin` before the update.
         """
-        if is_traced(state):
-            call_host(
-                self._store_in_turn, (), state.generation, self._scratch(state, is_inside=True)
-            )
-            return self.advanced(state, is_inside=True)
-        self._write_scratch(state)
-        return self.advanced(state)
-
-    def _write_scratch(self, state: TBEState) -> None:
-        self._store_scratch(self._scratch(state, is_inside=False))
-
-    def _scratch(self, state: TBEState, *, is_inside: bool) -> dict[int, PyTree]:
-        """Contents of the scratch area of every group."""
-        found = {}
+        is_inside = is_traced(state)
+        generation = None
+        shapes = None
+        if is_inside:
+            generation = state.generation
+            shapes = ()
+        values = {}
         for number, group in self.groups.items():
-            found[number] = group.scratch(
-                state.arrays(number), self._leaving(state, number), is_inside=is_inside
-            )
-        return found
+            num_rows = state.weights[number].shape[0]
+            leaving = self._leaving(state, number)
+            values[number] = group.scratch(num_rows, leaving, is_inside=is_inside)
+        call_host(self._store_scratch, shapes, generation, values)
+        return self.advanced(state, is_inside=is_inside)
 
     # Whole tables
 
@@ -328,33 +345,37 @@ class HostRows:
             self.begin(state)
         self.prefetched.clear()
         for number, group in self.groups.items():
-            group.follow(np.full(group.num_places, NO_ROW, np.int32))
+            group.follow(np.full(group.num_slots, NO_ROW, np.int32))
             group.cache.reset()
-            nobody = jnp.full(state.weights[number].shape[0], NO_ROW, jnp.int32)
-            state = state.with_arrays(number, (*state.arrays(number)[:-1], nobody))
+            no_rows = jnp.full(state.weights[number].shape[0], NO_ROW, jnp.int32)
+            state = state.with_arrays(number, (*state.arrays(number)[:-1], no_rows))
         return self.advanced(state)
 
     # On the host
 
-    def _find_in_turn(
+    def _translate(
         self,
         num_bags: tuple[int, ...],
         admit: bool,
         capacity: int | None,
         generation: Array,
-        *batch: AnyArray,
-    ) -> tuple[np.ndarray, dict[int, list[np.ndarray]]]:
+        ids: AnyArray,
+        offsets: AnyArray,
+    ) -> tuple[np.ndarray, dict[int, Moves]]:
         """Ids with cache slots in place of rows for cached tables, and the moves of every group."""
         if capacity is not None:
             self.generation.advance(generation)
-        ids, offsets = map(np.asarray, batch)
+        ids = np.asarray(ids)
+        offsets = np.asarray(offsets)
         # `prefetch` keeps ids without padding, so the padding is cut off before the comparison.
         admits = admit and not self._take_prefetched(ids[: offsets[-1]])
-        self._find(num_bags, ids, offsets, admit=admits)
-        translated = ids.astype(np.int32)
-        for group in self.groups.values():
-            np.copyto(translated, group.places, where=group.rows >= 0, casting="same_kind")
-        return translated, {number: group.moves(capacity) for number, group in self.groups.items()}
+        by_group = self._find(num_bags, ids, offsets, admit=admits, num_moves=capacity)
+        slots = ids.astype(np.int32)
+        moves = {}
+        for number, result in by_group.items():
+            np.copyto(slots, result.places, where=result.rows >= 0, casting="same_kind")
+            moves[number] = result.moves
+        return slots, moves
 
     def _find(
         self,
@@ -363,8 +384,8 @@ class HostRows:
         offsets: np.ndarray,
         *,
         admit: bool,
-        **how: bool,
-    ) -> None:
+        **options: Any,
+    ) -> dict[int, BatchPlaces]:
         """Assigns each row of a batch a slot in the cache or scratch area, in every group.
 
         Args:
@@ -372,49 +393,54 @@ class HostRows:
           ids: ids of all features.
           offsets: ends of all bags, with 0 before them.
           admit: whether missing rows enter the cache.
-          **how: options of `NearRows.find`.
+          **options: options of `CachedRows.find`.
         """
         starts = np.asarray(feature_starts(offsets, num_bags))
-        for number, group in self.groups.items():
-            rows = np.full(ids.size, -1, np.int64)
-            for table, (first, last) in zip(
-                self.plan.features, itertools.pairwise(starts.tolist()), strict=True
-            ):
-                of_table, first_row = self.plan.places[table]
-                if of_table == number:
-                    own = ids[first:last].astype(np.int64)
-                    is_valid = (own >= 0) & (own < self.plan.tables[table].num_rows)
-                    rows[first:last] = np.where(is_valid, own + first_row, group.cache.num_ids)
-            group.find(rows, admit=admit, **how)
+        rows_of_groups = {number: np.full(ids.size, -1, np.int64) for number in self.groups}
+        ranges = itertools.pairwise(starts.tolist())
+        for table, (first, last) in zip(self.plan.features, ranges, strict=True):
+            number, first_row = self.plan.places[table]
+            if number in rows_of_groups:
+                rows = ids[first:last].astype(np.int64)
+                is_valid = (rows >= 0) & (rows < self.plan.tables[table].num_rows)
+                num_rows = self.groups[number].cache.num_ids
+                rows_of_groups[number][first:last] = np.where(is_valid, rows + first_row, num_rows)
+        by_group = {}
+        for number, rows in rows_of_groups.items():
+            by_group[number] = self.groups[number].find(rows, admit=admit, **options)
         if admit:
-            self._record(ids, starts)
+            self._record(ids.size, starts, by_group)
+        return by_group
 
-    def _store_in_turn(self, generation: Array, values: dict[int, PyTree]) -> tuple[()]:
-        self.generation.advance(generation)
-        self._store_scratch(values)
+    def _store_scratch(self, generation: Array | None, values: dict[int, PyTree]) -> tuple[()]:
+        if generation is not None:
+            self.generation.advance(generation)
+        for number, group in self.groups.items():
+            group.store_scratch(values[number])
         return ()
 
-    def _store_scratch(self, values: dict[int, PyTree]) -> None:
-        for number, own in values.items():
-            self.groups[number].store_scratch(own)
-
-    def _record(self, ids: np.ndarray, starts: np.ndarray) -> None:
+    def _record(self, num_ids: int, starts: np.ndarray, by_group: dict[int, BatchPlaces]) -> None:
         """Adds a batch to the statistics, as one call for all groups."""
-        groups = self.groups.values()
-        total = CacheCounts(
-            *map(sum, zip(*(group.admission.counts for group in groups), strict=True))
-        )
-        num_cacheable = sum(
-            int((group.rows < group.cache.num_ids)[group.rows >= 0].sum()) for group in groups
-        )
-        num_unique = total.unique_hits + total.unique_misses + int(num_cacheable < ids.size)
-        total = total._replace(calls=1, requested_ids=ids.size, unique_ids=num_unique)
-        self.counts = CacheCounts(*map(sum, zip(self.counts, total, strict=True)))
+        total = CacheCounts()
+        num_cacheable = 0
+        records_features = self.caching.record_cache_metrics.record_tablewise_cache_miss
+        for number, result in by_group.items():
+            total = _sum_of(total, result.admission.counts)
+            is_cacheable = (result.rows >= 0) & (result.rows < self.groups[number].cache.num_ids)
+            num_cacheable += int(is_cacheable.sum())
+            if records_features:
+                # Ids before the first bag have row -1, so they are no misses.
+                for feature, rows in enumerate(np.split(result.rows, starts[1:-1])):
+                    missed = np.intersect1d(rows, result.admission.missed_ids)
+                    self.misses_by_feature[feature] += missed.size
+        num_unique = total.unique_hits + total.unique_misses + int(num_cacheable < num_ids)
+        total = total._replace(calls=1, requested_ids=num_ids, unique_ids=num_unique)
+        self.counts = _sum_of(self.counts, total)
         self.calls_with_a_miss += total.unique_misses > 0
-        if self.caching.record_cache_metrics.record_tablewise_cache_miss:
-            for group in groups:  # Ids before the first bag have row -1, so they are no misses.
-                parts, missed = np.split(group.rows, starts[1:-1]), group.admission.missed_ids
-                self.misses_by_feature += [np.intersect1d(part, missed).size for part in parts]
+
+
+def _sum_of(one: CacheCounts, other: CacheCounts) -> CacheCounts:
+    return CacheCounts(*map(sum, zip(one, other, strict=True)))
 
 
 # Caches and stores
@@ -436,30 +462,34 @@ def _caches_of(groups: Sequence[GroupPlan], caching: Arguments) -> list[SetAssoc
     Raises: ValueError: the free memory does not hold one set per cache.
     Source: FBGEMM, size rule of the row cache.
     """
-    set_bytes = [NUM_WAYS * sum(_row_bytes(own.table, own.table.near_dtype)) for own in groups]
-    sets = [
-        caching.cache_sets or -(-int(own.num_rows * caching.cache_load_factor) // NUM_WAYS) or 1
-        for own in groups
-    ]
-    # Rows that are on the device for one batch only need no more than the smallest cache.
-    sets = [1 if own.table.placement == "host" else n for own, n in zip(groups, sets, strict=True)]
+    set_bytes = []
+    num_sets = []
+    for group in groups:
+        set_bytes.append(NUM_WAYS * sum(_row_bytes(group.table, group.table.near_dtype)))
+        num_rows = int(group.num_rows * caching.cache_load_factor)
+        sets = caching.cache_sets or -(-num_rows // NUM_WAYS) or 1
+        if group.table.placement == "host":
+            # Rows that are on the device for one batch only need no more than the smallest cache.
+            sets = 1
+        num_sets.append(sets)
     memory = _memory_of_device()
     if memory is not None and not caching.cache_sets:
         reserved = int(caching.cache_reserved_memory * 2**30)
-        free, least = memory["bytes_limit"] - memory.get("bytes_in_use", 0), sum(set_bytes)
+        free = memory["bytes_limit"] - memory.get("bytes_in_use", 0)
+        least = sum(set_bytes)
         if free - reserved < least:
             raise ValueError(
                 f"not even one set of {NUM_WAYS} rows of {least // NUM_WAYS} bytes fits into {free} free bytes minus "
                 f"{reserved} reserved ones; free memory, or reserve less."
             )
-        wanted = sum(n * own for n, own in zip(sets, set_bytes, strict=True))
+        wanted = int(np.dot(num_sets, set_bytes))
         share = min(1.0, (free - reserved - least) / max(1, wanted - least))
-        sets = [1 + int((n - 1) * share) for n in sets]
+        num_sets = [1 + int((sets - 1) * share) for sets in num_sets]
     algorithm = caching.cache_algorithm.name.lower()
-    return [
-        SetAssociativeCache(n, algorithm=algorithm, num_ids=own.num_rows)
-        for n, own in zip(sets, groups, strict=True)
-    ]
+    caches = []
+    for group, sets in zip(groups, num_sets, strict=True):
+        caches.append(SetAssociativeCache(sets, algorithm=algorithm, num_ids=group.num_rows))
+    return caches
 
 
 def _row_bytes(table: TablePlan, dtype: str) -> tuple[int, int]:
@@ -468,13 +498,15 @@ def _row_bytes(table: TablePlan, dtype: str) -> tuple[int, int]:
 
 
 def _backing_of(group: GroupPlan) -> BackingStore:
-    table, arrays = group.table, []
+    """The store of a group's rows and states, with their initial values."""
+    table = group.table
+    arrays = []
     for row in (np.zeros((1, table.dim), jnp.dtype(table.dtype)), *table.first_slots()):
-        arrays.append(own := np.zeros((group.num_rows, *row.shape[1:]), row.dtype))
+        array = np.zeros((group.num_rows, *row.shape[1:]), row.dtype)
         if row.any():  # Pages of np.zeros take memory only once they are written.
-            own[:] = row
-    rounds = table.near_dtype not in ("float32", table.dtype)
-    return BackingStore(arrays, near_dtype=jnp.dtype(table.near_dtype) if rounds else None)
+            array[:] = row
+        arrays.append(array)
+    return BackingStore(arrays, device_dtype=jnp.dtype(table.near_dtype))
 
 
 def first_state(
@@ -488,42 +520,41 @@ def first_state(
       host_rows: gives the cache sizes. None without cached tables.
       device: device of all arrays. None is JAX's default device, or the mesh of the plan.
     """
-    cached = {} if host_rows is None else host_rows.groups
-    state = functional.init_state(
-        plan, key, {number: group.num_places for number, group in cached.items()}
-    )
-    state = state if host_rows is None else host_rows.advanced(state)
-    return state if device is None else jax.device_put(state, device)
+    num_slots = {}
+    if host_rows is not None:
+        num_slots = {number: group.num_slots for number, group in host_rows.groups.items()}
+    state = functional.init_state(plan, key, num_slots)
+    if host_rows is not None:
+        state = host_rows.advanced(state)
+    if device is not None:
+        state = jax.device_put(state, device)
+    return state
 
 
 _OF_CACHES = (
-    *(
-        "cache_algorithm",
-        "cache_load_factor",
-        "cache_sets",
-        "cache_reserved_memory",
-        "cache_precision",
-    ),
-    *(
-        "prefetch_pipeline",
-        "multipass_prefetch_config",
-        "gather_uvm_cache_stats",
-        "record_cache_metrics",
-    ),
+    "cache_algorithm",
+    "cache_load_factor",
+    "cache_sets",
+    "cache_reserved_memory",
+    "cache_precision",
+    "prefetch_pipeline",
+    "multipass_prefetch_config",
+    "gather_uvm_cache_stats",
+    "record_cache_metrics",
 )
 
 
-def warn_of_arguments(plan: TBEPlan, given: Arguments) -> None:
+def warn_of_arguments(plan: TBEPlan, arguments: Arguments) -> None:
     """Warns of arguments that have no effect."""
     if not plan.has_cache:
-        warn_of_no_effect(given.changed(_OF_CACHES), "as no table is behind a cache")
-    elif given.cache_sets or _memory_of_device() is None:
+        warn_of_no_effect(arguments.changed(_OF_CACHES), "as no table is behind a cache")
+    elif arguments.cache_sets or _memory_of_device() is None:
         why = "as cache_sets says how large caches are, or the device does not tell how much memory it has"
-        warn_of_no_effect(given.changed(["cache_reserved_memory"]), why)
+        warn_of_no_effect(arguments.changed(["cache_reserved_memory"]), why)
     names = ["uvm_non_rowwise_momentum", "use_experimental_tbe", "uvm_host_mapped"]
-    warn_of_no_effect(
-        given.changed(names if given.gradient_clipping else [*names, "max_gradient"]), "here"
-    )
+    if not arguments.gradient_clipping:
+        names.append("max_gradient")
+    warn_of_no_effect(arguments.changed(names), "here")
 
 
 # Reports
@@ -544,24 +575,25 @@ def report(
             stacklevel=3,
         )
         return
-    if (step := int(state.step)) % config.interval:
+    step = int(state.step)
+    if step % config.interval:
         return
     by_table = state_bytes(plan, state)
     cache = by_table["total"].get("cache", 0)
     figures: dict[str, float] = {"tbe.hbm.cache": cache}
-    for kind, is_cached in (("hbm", False), ("uvm", True)):
-        own = [by_table[table.name] for table in plan.tables if table.is_cached == is_cached]
-        weights, states = (
-            sum(size[what] for size in own) for what in ("weights", "optimizer_states")
-        )
-        total = weights + states + (0 if is_cached else cache)
-        figures |= {f"tbe.{kind}.embeddings": weights, f"tbe.{kind}.optimizer_states": states}
-        figures |= {f"tbe.{kind}.total_static_sparse": total, f"tbe.total_{kind}_usage": total}
-    ids = (
-        [batch.lists[0].ids]
-        if isinstance(batch, Call)
-        else [jax.tree.leaves(own)[0] for own in batch.values()]
-    )
+    for kind, is_cached, extra in (("hbm", False, cache), ("uvm", True, 0)):
+        sizes = [by_table[table.name] for table in plan.tables if table.is_cached == is_cached]
+        weights = sum(size["weights"] for size in sizes)
+        states = sum(size["optimizer_states"] for size in sizes)
+        total = weights + states + extra
+        figures[f"tbe.{kind}.embeddings"] = weights
+        figures[f"tbe.{kind}.optimizer_states"] = states
+        figures[f"tbe.{kind}.total_static_sparse"] = total
+        figures[f"tbe.total_{kind}_usage"] = total
+    if isinstance(batch, Call):
+        ids = [batch.lists[0].ids]
+    else:
+        ids = [jax.tree.leaves(feature)[0] for feature in batch.values()]
     for name, arrays in (("input", ids), ("output", [output])):
         figures[f"tbe.fwd_{name}_count"] = sum(array.size for array in arrays)
         figures[f"tbe.fwd_{name}_size"] = sum(array.nbytes for array in arrays)
@@ -577,19 +609,20 @@ def state_bytes(plan: TBEPlan, state: TBEState) -> dict[str, dict[str, int]]:
 
     If some table is cached, `total` also has the bytes of the `cache` on the device.
     """
-    found: dict[str, dict[str, int]] = {}
+    sizes = dict[str, dict[str, int]]()
+    total = {"weights": 0, "optimizer_states": 0}
     for table in plan.tables:
         weights, states = _row_bytes(table, table.dtype)
-        found[table.name] = {
+        sizes[table.name] = {
             "weights": table.num_rows * weights,
             "optimizer_states": table.num_rows * states,
         }
-    total = {
-        what: sum(own[what] for own in found.values()) for what in ("weights", "optimizer_states")
-    }
+        for kind, size in sizes[table.name].items():
+            total[kind] += size
     if plan.has_cache:
-        cached = [number for number, group in enumerate(plan.groups) if group.table.is_cached]
-        total["cache"] = sum(
-            leaf.nbytes for n in cached for leaf in (state.weights[n], *state.slots[n])
-        )
-    return {**found, "total": total}
+        total["cache"] = 0
+        for number, group in enumerate(plan.groups):
+            if group.table.is_cached:
+                arrays = (state.weights[number], *state.slots[number])
+                total["cache"] += sum(array.nbytes for array in arrays)
+    return {**sizes, "total": total}

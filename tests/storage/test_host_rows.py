@@ -12,8 +12,8 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.sizes import padded_size
 from rsembed.storage import SetAssociativeCache
-from rsembed.storage.host_cached import BackingStore, Generation
-from rsembed.storage.set_associative import NearRows
+from rsembed.storage.backing_store import BackingStore, Generation
+from rsembed.storage.set_associative import CachedRows
 
 NUM_ROWS = 90
 
@@ -28,20 +28,22 @@ def test_rows_hold_their_first_values_until_they_are_written():
         )
 
     arrays = [np.zeros((NUM_ROWS, 2), np.float32), np.zeros((NUM_ROWS, 1), np.int32)]
-    backing, wanted = (
-        BackingStore(arrays, first_values),
-        [np.array(a) for a in first_values(np.arange(NUM_ROWS))],
-    )
+    backing = BackingStore(arrays, first_values)
+    wanted = [np.array(array) for array in first_values(np.arange(NUM_ROWS))]
     for _ in range(6):
-        rows, asked = rng.permutation(NUM_ROWS)[:9], rng.integers(0, NUM_ROWS, 40)
+        evicted, inserted = rng.permutation(NUM_ROWS)[:12], rng.integers(0, NUM_ROWS, 40)
+        evicted[[2, 5, 11]], inserted[[0, 7]] = NO_ROW, NO_ROW
         values = (
             rng.normal(size=(12, 2)).astype(np.float32),
             rng.integers(0, 9, (12, 1)).astype(np.int32),
         )
-        for array, new in zip(wanted, values, strict=True):
-            array[rows] = new[:9]  # more values than rows: the rest is padding
-        for found, array in zip(backing.exchange(rows, values, asked), wanted, strict=True):
-            np.testing.assert_array_equal(found, array[asked])
+        for k, row in enumerate(evicted):
+            if row != NO_ROW:
+                wanted[0][row], wanted[1][row] = values[0][k], values[1][k]
+        for got, array in zip(backing.exchange(evicted, values, inserted), wanted, strict=True):
+            for k, row in enumerate(inserted):
+                expected = np.zeros_like(array[0]) if row == NO_ROW else array[row]
+                np.testing.assert_array_equal(got[k], expected)
     assert all(size & (size - 1) == 0 for size in sizes - {NUM_ROWS})
 
 
@@ -71,31 +73,32 @@ def test_rows_near_are_those_of_one_array_however_often_they_come_and_go(admits)
         rng.normal(size=(NUM_ROWS, 1)).astype(np.float32),
     )
     backing = BackingStore([table.copy(), sums.copy()])
-    near = NearRows(SetAssociativeCache(1, num_ways=8, num_ids=NUM_ROWS), backing)
+    cached = CachedRows(SetAssociativeCache(1, num_ways=8, num_ids=NUM_ROWS), backing)
     arrays = (jnp.zeros((8, 3)), jnp.zeros((8, 1)), jnp.full(8, NO_ROW, jnp.int32))
     for step in range(8):
         rows = rng.integers(-1, NUM_ROWS + 1, 30)
         is_row = (rows >= 0) & (rows < NUM_ROWS)
-        near.find(rows, admit=admits and step != 5)
+        placed = cached.find(rows, admit=admits and step != 5)
         kept = []
 
         def leaving(places, a=arrays):
             return api.gather_rows(a[:-1], places)
 
-        arrays = near.bring(arrays, near.moves(None), leaving, None, kept.append)
+        arrays = cached.bring(arrays, placed.moves, leaving, kept.append, is_inside=False)
         assert all(own is arrays for own in kept)
-        places = near.places[is_row]
-        assert (near.places[~is_row] < 0).all() and places.max() < arrays[0].shape[0]
+        places = placed.places[is_row]
+        assert (placed.places[~is_row] < 0).all() and places.max() < arrays[0].shape[0]
         np.testing.assert_array_equal(arrays[0][places], table[rows[is_row]])
         np.testing.assert_array_equal(arrays[1][places], sums[rows[is_row]])
         np.testing.assert_array_equal(arrays[2][places], rows[is_row])
         # A step, on the device and in the plain arrays; rows behind the cache go storage at once.
         table[rows[is_row]], sums[rows[is_row]] = step, -step
         arrays = (arrays[0].at[places].set(step), arrays[1].at[places].set(-step), arrays[2])
-        near.store_scratch(
-            near.scratch(arrays, lambda p, a=arrays: api.gather_rows(a[:-1], p), is_inside=False)
+        scratch = cached.scratch(
+            arrays[0].shape[0], lambda p, a=arrays: api.gather_rows(a[:-1], p), is_inside=False
         )
-    near.flush(lambda places: api.gather_rows(arrays[:-1], places))
+        cached.store_scratch(scratch)
+    cached.flush(lambda places: api.gather_rows(arrays[:-1], places))
     for found, wanted in zip(backing.read(np.arange(NUM_ROWS)), (table, sums), strict=True):
         np.testing.assert_array_equal(found, wanted)
 

@@ -227,7 +227,7 @@ FILES = (
     "tbe/tables.py",
     "tbe/host_rows.py",
     "storage/set_associative.py",
-    "storage/host_cached.py",
+    "storage/backing_store.py",
 )
 KEEPERS = {"keep", "keep_arrays"}
 """Functions in which Ctrl-C waits; see `rsembed.storage.donation.kept`."""
