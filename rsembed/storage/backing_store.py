@@ -189,14 +189,16 @@ class BackingStore:
             evicted rows, so the write is first.
         """
         evicted = np.asarray(evicted)
-        is_evicted = evicted != NO_ROW
-        self.write(evicted[is_evicted], [np.asarray(array)[is_evicted] for array in values])
+        evicted_entries = np.flatnonzero(evicted != NO_ROW)
+        self.write(
+            evicted[evicted_entries], [np.asarray(array)[evicted_entries] for array in values]
+        )
         inserted = np.asarray(inserted)
-        is_inserted = inserted != NO_ROW
+        inserted_entries = np.flatnonzero(inserted != NO_ROW)
         arrays = []
-        rows = self.read(inserted[is_inserted])
+        rows = self.read(inserted[inserted_entries])
         for stored, dtype in zip(rows, self._device_dtypes, strict=True):
             array = np.zeros((inserted.size, *stored.shape[1:]), dtype)
-            array[is_inserted] = stored
+            array[inserted_entries] = stored
             arrays.append(array)
         return arrays
