@@ -179,8 +179,9 @@ def limit_costs(
       max_ids_per_partition: the limit.
     """
     dropped = np.maximum(entries - max_ids_per_partition, 0).sum() / entries.sum()
-    places = entries.shape[1] * entries.shape[2] * round_up(max_ids_per_partition, SUBLANES)
-    return float(dropped), places * BYTES_PER_PLACE
+    _, num_cores, num_shards = entries.shape
+    num_places = num_cores * num_shards * round_up(max_ids_per_partition, SUBLANES)
+    return float(dropped), num_places * BYTES_PER_PLACE
 
 
 @validated
@@ -205,7 +206,8 @@ def plot_limit_choice(
     largest = max(int(entries.max()), max_ids_per_partition) / SUBLANES
     # Partitions fill whole tiles of 8 places, so limits between multiples of 8 cost as much.
     limits = SUBLANES * np.unique(np.ceil(np.linspace(1, max(largest, 1), 120)).astype(int))
-    dropped, buffers = np.array([limit_costs(entries, int(limit)) for limit in limits]).T
+    costs = [limit_costs(entries, int(limit)) for limit in limits]
+    dropped, buffers = np.array(costs).T
     style = with_defaults(line_kwargs, color=COLOURS[0], linewidth=2.0)
     ax.plot(buffers / 1e3, 100 * dropped, **style)
     fraction, num_bytes = limit_costs(entries, max_ids_per_partition)

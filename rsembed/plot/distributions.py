@@ -238,7 +238,7 @@ def plot_stack_bytes(
     """
     ax = axes_or_new(ax)
     names = list(sizes)
-    megabytes = np.asarray([sizes[name] for name in names], np.float64).reshape(-1, 2) / 1e6
+    megabytes = np.asarray(list(sizes.values()), np.float64).reshape(-1, 2) / 1e6
     used, padding = megabytes.T
     ends = used + padding
     ax.barh(names, used, **with_defaults(bar_kwargs, color=COLOURS[0], label="embeddings"))
@@ -285,22 +285,23 @@ def plot_stack_treemap(
     height = ax.bbox.height / figure.dpi
     boxes = treemap([used + padding for used, padding in sizes.values()], width, height)
     for (name, (used, padding)), box in zip(sizes.items(), boxes.tolist(), strict=True):
-        left, bottom, across, up = box
+        left, bottom, box_width, box_height = box
         share = used / max(used + padding, 1)
+        used_width = box_width * share
         style = with_defaults(box_kwargs, facecolor=COLOURS[0], edgecolor="white", lw=1.5)
-        ax.add_patch(Rectangle((left, bottom), across * share, up, **style))
+        ax.add_patch(Rectangle((left, bottom), used_width, box_height, **style))
         style = with_defaults(box_kwargs, facecolor=PADDING_COLOUR, edgecolor="white", lw=1.5)
-        ax.add_patch(Rectangle((left + across * share, bottom), across * (1 - share), up, **style))
+        padding_width = box_width * (1 - share)
+        ax.add_patch(Rectangle((left + used_width, bottom), padding_width, box_height, **style))
         full_text = f"{name}\n{(used + padding) / 1e6:,.1f} MB\n{1 - share:.0%} padding"
         for text in (full_text, name):
             lines = text.splitlines()
             text_width = 0.075 * max(map(len, lines))  # inches at 9 points
             text_height = 0.17 * len(lines)
-            if across * share > text_width and up > text_height:
-                place = (left + across * share / 2, bottom + up / 2)
-                ax.text(
-                    *place, text, ha="center", va="center", color="white", fontsize=LABEL_POINTS
-                )
+            if used_width > text_width and box_height > text_height:
+                centre = (left + used_width / 2, bottom + box_height / 2)
+                style = {"ha": "center", "va": "center", "color": "white"}
+                ax.text(*centre, text, fontsize=LABEL_POINTS, **style)
                 break
     share = total_padding / total
     xlabel = f"area: {total / 1e6:,.1f} MB over all shards, {share:.0%} of it padding"

@@ -121,14 +121,30 @@ def label_points(
       **options: further options of `textalloc.allocate`.
     """
     x, y = np.asarray(points, np.float64).reshape(-1, 2).T
+    x_lines = []
+    y_lines = []
+    for curve_x, curve_y in curves:
+        x_lines.append(curve_x)
+        y_lines.append(curve_y)
     textalloc.allocate(
-        ax, x, y, list(labels), x_scatter=x, y_scatter=y,
-        x_lines=[curve[0] for curve in curves], y_lines=[curve[1] for curve in curves],
-        textsize=LABEL_POINTS, textcolor=colours or "black", linewidth=0.6, zorder=4,
-        max_distance=0.15, margin=0.004, nbr_candidates=600,
+        ax,
+        x,
+        y,
+        list(labels),
+        x_scatter=x,
+        y_scatter=y,
+        x_lines=x_lines,
+        y_lines=y_lines,
+        textsize=LABEL_POINTS,
+        textcolor=colours or "black",
+        linewidth=0.6,
+        zorder=4,
+        max_distance=0.15,
+        margin=0.004,
+        nbr_candidates=600,
         path_effects=[withStroke(linewidth=2.5, foreground="white")],
         **with_defaults(options, min_distance=0.015, linecolor=MUTED),
-    )  # fmt: skip
+    )
 
 
 def label_ends(
@@ -141,9 +157,17 @@ def label_ends(
 ) -> None:
     """Writes labels to the right of large markers, such as ends of curves, with thin lines in their colours."""
     label_points(
-        ax, points, [f" {label}" for label in labels], colours=colours, curves=curves, direction="east",
-        linecolor=colours, min_distance=0.025, avoid_label_lines_overlap=True, avoid_crossing_label_lines=True,
-    )  # fmt: skip
+        ax,
+        points,
+        [f" {label}" for label in labels],
+        colours=colours,
+        curves=curves,
+        direction="east",
+        linecolor=colours,
+        min_distance=0.025,
+        avoid_label_lines_overlap=True,
+        avoid_crossing_label_lines=True,
+    )
 
 
 def reference_lines(ax: Axes, references: Mapping[str, float] | None) -> None:

@@ -146,10 +146,10 @@ def _programs(
       features: variable and combiner of each feature.
       grow: for each variable, whether it grows between this lookup and its step.
     """
-    numbers_of_kind: dict[int, list[int]] = {}
+    numbers_by_kind: dict[int, list[int]] = {}
     for number, variable in enumerate(variables):
-        numbers_of_kind.setdefault(id(variable.table.kind), []).append(number)
-    ordered = list(itertools.chain.from_iterable(numbers_of_kind.values()))
+        numbers_by_kind.setdefault(id(variable.table.kind), []).append(number)
+    ordered = list(itertools.chain.from_iterable(numbers_by_kind.values()))
     num_programs = max(-(-len(variables) // STACKS_TOGETHER), 1)
     size = -(-len(variables) // num_programs)
     for first in range(0, len(variables), size or 1):
@@ -341,11 +341,11 @@ def look_up_variables(
     Raises: RuntimeError: a table with `when_full="error"` has no room for the new keys. Inside
       `jit`, there is no error, and `counts` has the number of failed keys.
     """
-    distinct = list({id(variable): variable for variable in variables}.values())
+    by_identity = {id(variable): variable for variable in variables}
+    distinct = list(by_identity.values())
     features = list(zip(variables, combiners, strict=True))
     values = [variable.get_value() for variable in distinct]
-    is_eager = not is_traced((list(batch), values))
-    can_grow = training and is_eager
+    can_grow = training and not is_traced((list(batch), values))
     grow = [can_grow and variable.table.when_full == "grow" for variable in distinct]
     outputs: dict[int, Array] = {}
     wanted: dict[int, Array] = {}
