@@ -63,7 +63,7 @@ def sharded(
       pieces: pairs of row indices and rows. Rows without a piece are zero.
     """
     whole = (slice(None),) * len(shape)
-    indices: list[Index] = [whole]
+    indices: list[Index | None] = [whole]
     if sharding is not None:
         indices = [*sharding.addressable_devices_indices_map(shape).values()]
     shards: dict[Bounds, np.ndarray] = {}
@@ -76,7 +76,8 @@ def sharded(
             (start, stop), *column_bounds = bounds
             is_inside = (rows >= start) & (rows < stop)
             columns = [slice(first, end) for first, end in column_bounds]
-            shard[rows[is_inside] - start] = values[(is_inside, *columns)]
+            part: Any = (is_inside, *columns)
+            shard[rows[is_inside] - start] = values[part]
     if sharding is None:
         return jax.device_put(shards[_bounds(whole, shape)])
 

@@ -121,8 +121,8 @@ def label_points(
       **options: further options of `textalloc.allocate`.
     """
     x, y = np.asarray(points, np.float64).reshape(-1, 2).T
-    x_lines = []
-    y_lines = []
+    x_lines: list[np.ndarray | list[float]] = []
+    y_lines: list[np.ndarray | list[float]] = []
     for curve_x, curve_y in curves:
         x_lines.append(curve_x)
         y_lines.append(curve_y)

@@ -454,12 +454,13 @@ class Hashed(DynamicRows):
         Returns: the list, a mask of the keys without the row or the place that they need, and the
           number of keys of each table that were removed from the list for others.
         """
+        waiting_rows = cast(Array, new.waiting_rows)
         is_without_row = new.keys.is_key & (rows == NO_ROW)
-        left_rows = jnp.where(is_without_row, NO_ROW, new.waiting_rows)
+        left_rows = jnp.where(is_without_row, NO_ROW, waiting_rows)
         waiting = row_map.release(waiting, left_rows)
-        kept_rows = jnp.where(is_without_row, new.waiting_rows, NO_ROW)
+        kept_rows = jnp.where(is_without_row, waiting_rows, NO_ROW)
         waiting = row_map.touch(waiting, kept_rows, number, new.occurrences)
-        entering = new.keys.only(is_without_row & (new.waiting_rows == NO_ROW))
+        entering = new.keys.only(is_without_row & (waiting_rows == NO_ROW))
         waiting, entered_rows, num_forgotten, _ = self._assign(
             waiting, entering, number, new.occurrences
         )

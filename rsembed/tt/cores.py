@@ -265,9 +265,7 @@ def call_of(bags: Bags, rows: Int[Array, " nnz"], mode: Mode) -> Call:
     if bags.weights is not None:
         weights = jnp.asarray(bags.weights, jnp.float32)
     ids = IdList(rows, jnp.asarray(bags.offsets), weights)
-    combiner: str = mode
-    if mode == "mean":
-        combiner = "mean_by_count"
+    combiner = "mean_by_count" if mode == "mean" else mode
     return Call.of([ids], [combiner])
 
 

@@ -352,7 +352,7 @@ def written_back(
 
 
 def _gram_matrices(
-    specs: Sequence[TTSpec], others: Sequence[Float[Array, "slices _"]]
+    specs: Sequence[TTSpec], others: Sequence[Array]
 ) -> Float[Array, "tables rank rank"]:
     """Gram matrix of the product of all cores after the first, one per table."""
     gram = jnp.ones((len(specs), 1, 1))
