@@ -57,6 +57,14 @@ QUICK_COMPILES = (
 )
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says at the end of a run, without `-rs`, that no real data were read."""
+    reasons = {str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", ())}
+    for reason in sorted(reasons):
+        if "RSEMBED_DATA" in reason:
+            terminalreporter.write_line(reason, yellow=True)
+
+
 def reused(make: Callable[[], Any], times: int = 50) -> Callable[[], Any]:
     """In each thread, what `make` made is handed out so often before it makes another."""
     kept = threading.local()

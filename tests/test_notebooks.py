@@ -1,6 +1,9 @@
 """What the README of the notebooks promises of the stored files; that they run is tested by running them."""
 
 import base64
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -54,3 +57,19 @@ def test_the_first_cell_shows_the_answer_and_stored_pictures_are_few_and_small(n
 def test_the_readme_names_every_notebook():
     text = (FOLDER / "README.md").read_text()
     assert [path.name for path in PATHS if f"({path.name})" not in text] == []
+
+
+REAL_DATA = os.environ.get("RSEMBED_DATA")
+
+
+@pytest.mark.skipif(
+    not REAL_DATA, reason="RSEMBED_DATA is not set: notebooks 01, 12 and 13 read no real data"
+)
+@pytest.mark.parametrize("name", ["01_shakespeare", "12_movielens", "13_sparsecore_tutorial"])
+def test_the_claims_of_a_notebook_hold_on_real_data(name, tmp_path):
+    command = [sys.executable, "-m", "rsembed", "run", name, "--output", str(tmp_path)]
+    # Tests compile with the least optimization, and a notebook with as much as a user's.
+    environment = os.environ | {"RSEMBED_DATA": REAL_DATA, "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "generated" not in finished.stdout.partition("\n")[2][:400], finished.stdout
