@@ -43,12 +43,14 @@ toc_object_entries_show_parents = "hide"
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 # Notebooks are stored without what they print. A host of the pages executes them, in five minutes, as `make docs
-# EXECUTE=1` does here.
-nb_execution_mode = "cache" if {"RSEMBED_DOCS_EXECUTE", "READTHEDOCS"} & set(os.environ) else "off"
+# EXECUTE=1` does here. Pages that are built without executing them say how to see the outputs.
+EXECUTES = bool({"RSEMBED_DOCS_EXECUTE", "READTHEDOCS"} & set(os.environ))
+nb_execution_mode = "cache" if EXECUTES else "off"
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
-# Its stored pictures serve.
-nb_execution_excludepatterns = [] if find_spec("keras_rs") else ["notebooks/14_keras*"]
+# Without keras-rs this notebook cannot run, so its page shows the stored pictures.
+NOT_EXECUTED = () if find_spec("keras_rs") else ("14_keras",)
+nb_execution_excludepatterns = [f"notebooks/{name}*" for name in NOT_EXECUTED]
 nb_merge_streams = True
 nb_output_stderr = "remove"  # bars of progress
 
@@ -78,12 +80,17 @@ def copy_notebooks(source: Path, target: Path) -> None:
                 ]
                 (target / picture).write_bytes(base64.b64decode(attached["image/png"]))
                 cell["source"] = "".join(cell["source"]).replace(f"attachment:{name}", picture)
+        notes = []
         if public:
+            notes.append(launch.links(*public, path.stem))
+        if not EXECUTES or path.stem in NOT_EXECUTED:
+            notes.append(launch.note_on_outputs(path.stem))
+        if notes:
             note = {
                 "cell_type": "markdown",
                 "id": "run-it",
                 "metadata": {},
-                "source": launch.links(*public, path.stem),
+                "source": "\n\n".join(notes),
             }
             notebook["cells"].insert(1, note)
         (target / path.name).write_text(json.dumps(notebook))

@@ -35,3 +35,13 @@ def links(repository: str, commit: str, notebook: str) -> str:
     colab = f"https://colab.research.google.com/github/{repository}/blob/{commit}/notebooks/{notebook}.ipynb"
     install = f"%pip install 'rsembed[notebooks] @ git+https://github.com/{repository}@{commit}'"
     return f"Run it: [Binder]({binder}) · [Colab]({colab}), with `{install}` in a first cell.\n"
+
+
+def note_on_outputs(notebook: str) -> str:
+    """Text of a page that was built without executing its notebook: how to see what the cells print."""
+    return (
+        "```{note}\n"
+        "This page was built without executing the notebook, so it shows stored pictures only. "
+        f"`make docs EXECUTE=1` builds it with what the cells print, and `rsembed run {notebook}` prints it.\n"
+        "```"
+    )

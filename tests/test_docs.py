@@ -526,6 +526,20 @@ def test_sources_that_are_nowhere_to_be_fetched_are_not_linked(tmp_path):
     assert launch.source(tmp_path, {"READTHEDOCS_GIT_CLONE_URL": "/storage/me/rsembed"}) is None
 
 
+def test_pages_show_what_notebooks_print_or_say_how():
+    hosted = (ROOT / ".readthedocs.yaml").read_text()
+    assert "extra_requirements: [docs, notebooks]" in hosted and "keras-rs" in hosted
+    configuration = (ROOT / "docs" / "conf.py").read_text()
+    assert (
+        'EXECUTES = bool({"RSEMBED_DOCS_EXECUTE", "READTHEDOCS"} & set(os.environ))'
+        in configuration
+    )
+    note = launch.note_on_outputs("05_optimizers")
+    assert "`make docs EXECUTE=1`" in note and "`rsembed run 05_optimizers`" in note
+    makefile = (ROOT / "Makefile").read_text()
+    assert "$(if $(EXECUTE),RSEMBED_DOCS_EXECUTE=1)" in makefile
+
+
 def test_binder_installs_what_notebooks_need():
     assert (ROOT / ".binder" / "requirements.txt").read_text().strip() == ".[notebooks]"
     assert "g++" in (ROOT / ".binder" / "apt.txt").read_text().split()
