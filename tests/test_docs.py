@@ -413,6 +413,9 @@ def test_a_phrase_that_people_search_for_begins_a_section(phrase, name):
         first_paragraph = text.strip().partition("\n\n")[0]
         beginnings.append(f"{heading} {first_paragraph}".replace("\n", " ").lower())
     assert any(phrase.lower() in beginning for beginning in beginnings)
+    # A main entry of the index comes first in the search's results, and a heading with a hyphen does not.
+    has_entry = re.search(rf"^```{{index}}.*! {phrase}\b", page.read_text(), re.MULTILINE)
+    assert has_entry or name == "training.md"
 
 
 def test_one_id_goes_the_way_that_the_page_tells():
