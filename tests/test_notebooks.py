@@ -1,5 +1,6 @@
 """What the README of the notebooks promises of the stored files; that they run is tested by running them."""
 
+import ast
 import base64
 import os
 import subprocess
@@ -36,6 +37,54 @@ def test_no_cell_is_longer_than_a_screen(notebook):
         if cell.cell_type == "code"
     }
     assert {k: length for k, length in lengths.items() if length > MOST_LINES} == {}
+
+
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def folded_lines(source):
+    """Statements that do several things: values joined in a tuple, nested loops, conditions inside calls."""
+    folded = []
+    for node in ast.walk(ast.parse(source)):
+        parts = list(ast.walk(node))[1:]
+        joins = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)
+        arguments = []
+        if isinstance(node, ast.Call):
+            arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if (
+            (joins and isinstance(node.value, ast.Tuple))
+            or (
+                isinstance(node, COMPREHENSIONS)
+                and any(isinstance(x, COMPREHENSIONS) for x in parts)
+            )
+            or (isinstance(node, COMPREHENSIONS) and len(node.generators) > 1)
+            or any(isinstance(argument, ast.IfExp) for argument in arguments)
+            or isinstance(node, ast.NamedExpr)
+        ):
+            folded.append(ast.unparse(node))
+    return folded
+
+
+def test_a_statement_of_a_notebook_does_one_thing(notebook):
+    folded = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            folded += folded_lines(cell.source)
+    assert folded == [], "give each value a name and a line"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "losses, generator = [], make(0)",
+        "rows = [[x for x in row] for row in table]",
+        "keys = [key for row in table for key in row]",
+        "plot(losses, label='one' if count == 1 else 'many')",
+        "print(total := 3)",
+    ],
+)
+def test_a_folded_line_is_noticed(line):
+    assert folded_lines(line)
 
 
 def test_outputs_are_stored_where_they_are_meant_to_be(notebook):
