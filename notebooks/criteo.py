@@ -3,8 +3,9 @@
     python notebooks/criteo.py [--data train.txt] [--rows 400000] [--epochs 3]
 
 `--data` is Kaggle's train.txt, a day of the Terabyte log, or a CSV or TSV with a header: see rs.datasets.criteo.
-The last tenth of the rows is held out. Without a file, a log is generated, and its best possible loss is known.
-Every epoch has a line of its held-out log-loss and AUC: on most click logs, a DLRM over-fits in the second one.
+The last tenth of the rows is held out, the tenth before it is for validation. The learning rate of each model and the
+epoch that is reported are those with the least validation log-loss: on most click logs, a DLRM over-fits in the second
+epoch. The held-out rows choose nothing. Without a file, a log is generated, and its best possible loss is known.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import rsembed as rs
 DIM = 16
 MOST_BATCH_SIZE = 1024
 HELD_OUT = 0.1
+LINEAR_RATES = (0.02, 0.05, 0.2)
 
 
 class Samples(NamedTuple):
@@ -32,6 +34,15 @@ class Samples(NamedTuple):
 class Quality(NamedTuple):
     log_loss: float
     auc: float
+
+
+class Fit(NamedTuple):
+    """A trained model at its best epoch."""
+
+    validation: Quality
+    epoch: int  # from 1
+    rate: float
+    held_log_odds: np.ndarray
 
 
 # The model
@@ -56,7 +67,7 @@ class DLRM(nnx.Module):
         return self.above(jnp.concatenate([below, pairs], axis=1))[:, 0]
 
 
-def make_model(num_numbers, num_categories, num_rows, seed=0):
+def make_model(num_numbers, num_categories, num_rows, rate=0.1, seed=0):
     """A collection with a hashed table for each category, and the model. A key gets its row in training."""
     features = []
     for column in range(num_categories):
@@ -68,7 +79,7 @@ def make_model(num_numbers, num_categories, num_rows, seed=0):
                 0.02
             ),  # larger vectors make 351 products of noise at first
             storage=rs.Hashed(when_full="evict", eviction="lfu"),
-            optimizer=rs.optimizers.RowWiseAdagrad(0.1),
+            optimizer=rs.optimizers.RowWiseAdagrad(rate),
         )
         features.append(rs.FeatureSpec(name=f"c{column}", table_spec=table))
     collection = rs.EmbeddingCollection(features)
@@ -138,16 +149,18 @@ def linear_loss(params, numbers, indices, labels):
     ).mean()
 
 
-def logistic_regression(train, held, batch_size, epochs, seed):
-    """Log-odds of the held-out samples, by a weight for each category and number, trained as long as the DLRM."""
+def fit_linear(parts, batch_size, epochs, rate, seed):
+    """Logistic regression: a weight for each category and number."""
+    train, validation, held = parts
     train_indices, num_weights = weight_indices(train, train)
+    validation_indices, _ = weight_indices(train, validation)
     held_indices, _ = weight_indices(train, held)
     params = {
         "bias": jnp.zeros(()),
         "numbers": jnp.zeros(train.numbers.shape[1]),
         "weights": jnp.zeros(num_weights),
     }
-    optimizer = optax.adagrad(0.05)
+    optimizer = optax.adagrad(rate)
 
     @jax.jit
     def step(params, state, numbers, indices, labels):
@@ -156,28 +169,36 @@ def logistic_regression(train, held, batch_size, epochs, seed):
         return optax.apply_updates(params, updates), state
 
     state = optimizer.init(params)
-    for _, rows in batches_of(len(train.labels), batch_size, epochs, seed):
-        params, state = step(
-            params, state, train.numbers[rows], train_indices[rows], train.labels[rows]
-        )
-    return np.asarray(linear_log_odds(params, held.numbers, held_indices))
+    fits = []
+    for epoch in range(epochs):
+        for rows in batches_of(len(train.labels), batch_size, epoch, seed):
+            params, state = step(
+                params, state, train.numbers[rows], train_indices[rows], train.labels[rows]
+            )
+        log_odds = linear_log_odds(params, validation.numbers, validation_indices)
+        quality = judge(validation.labels, log_odds)
+        held_log_odds = np.asarray(linear_log_odds(params, held.numbers, held_indices))
+        fits.append(Fit(quality, epoch + 1, rate, held_log_odds))
+    return best_of(fits)
 
 
 # Data
 
 
 def load(path, num_rows):
-    """Training and held-out samples of a file; the last rows are held out, since logs are in the order of time."""
+    """Samples of a file for training, validation and the report, in this order, since logs are in the order of time."""
     # "missing" is a category like any other.
     log = rs.datasets.criteo(path, rows=num_rows, missing=0)
     keys = np.stack(list(log.sparse.values()), axis=1)
     # Counts have long tails, and a missing count is most often a small one.
     numbers = np.log1p(np.maximum(np.nan_to_num(log.dense), 0))
     samples = Samples(log.labels.astype(np.float32), numbers, keys)
-    num_train = int((1 - HELD_OUT) * len(log))
-    train = Samples(*(array[:num_train] for array in samples))
-    held = Samples(*(array[num_train:] for array in samples))
-    return train, held
+    num_held = len(log) - int((1 - HELD_OUT) * len(log))
+    num_train = len(log) - 2 * num_held
+    parts = []
+    for start, stop in ((0, num_train), (num_train, -num_held), (-num_held, None)):
+        parts.append(Samples(*(array[start:stop] for array in samples)))
+    return parts
 
 
 def generated(num_samples, num_features=26, sample_seed=0):
@@ -195,13 +216,11 @@ def generated(num_samples, num_features=26, sample_seed=0):
     return Samples(clicks.labels.astype(np.float32), clicks.dense, keys), clicks
 
 
-def batches_of(num_samples, batch_size, epochs, seed):
-    """Epoch and row numbers of each batch, in a new order every epoch."""
-    generator = np.random.default_rng(seed)
-    for epoch in range(epochs):
-        order = generator.permutation(num_samples)
-        for start in range(0, num_samples - batch_size + 1, batch_size):
-            yield epoch, order[start : start + batch_size]
+def batches_of(num_samples, batch_size, epoch, seed):
+    """Row numbers of each batch of an epoch, in a new order every epoch."""
+    order = np.random.default_rng((seed, epoch)).permutation(num_samples)
+    for start in range(0, num_samples - batch_size + 1, batch_size):
+        yield order[start : start + batch_size]
 
 
 # Judgement
@@ -224,8 +243,43 @@ def judge(labels, scores):
     return Quality(float(np.mean(np.logaddexp(0, scores) - labels * scores)), auc(labels, scores))
 
 
-def show(name, quality):
-    print(f"{name:24}held-out log-loss {quality.log_loss:.4f}   AUC {quality.auc:.4f}")
+def best_of(fits):
+    """The fit with the least validation log-loss."""
+    return min(fits, key=lambda fit: fit.validation.log_loss)
+
+
+def show(name, quality, part="held-out"):
+    print(f"{name:24}{part} log-loss {quality.log_loss:.4f}   AUC {quality.auc:.4f}")
+
+
+def fit_dlrm(parts, batch_size, epochs, rate, table_rows, seed):
+    """The DLRM at its best epoch, all losses, and the number of keys with a row in each table."""
+    train, validation, held = parts
+    num_numbers = train.numbers.shape[1]
+    num_categories = train.keys.shape[1]
+    collection, model = make_model(num_numbers, num_categories, table_rows, rate, seed)
+    optimizer = rs.nnx.Optimizer(model, optax.adam(3e-3))
+    num_steps = epochs * (len(train.labels) // batch_size)
+    steps_per_line = max(1, num_steps // 10)
+    losses = []
+    fits = []
+    for epoch in range(epochs):
+        for rows in batches_of(len(train.labels), batch_size, epoch, seed):
+            ids = prepared(collection, train.keys[rows])
+            losses.append(
+                train_step(model, optimizer, train.numbers[rows], ids, train.labels[rows])
+            )
+            if len(losses) % steps_per_line == 0 or len(losses) == num_steps:
+                mean_loss = np.mean(losses[-steps_per_line:])
+                print(f"step {len(losses):,} of {num_steps:,}: loss {mean_loss:.4f}")
+        log_odds = predict(collection, model, validation, batch_size)
+        quality = judge(validation.labels, log_odds)
+        show(f"DLRM, epoch {epoch + 1}", quality, "validation")
+        held_log_odds = predict(collection, model, held, batch_size)
+        fits.append(Fit(quality, epoch + 1, rate, held_log_odds))
+    tables = collection.tables(model.embeddings.state)
+    num_keys = [len(table["keys"]) for table in tables.values()]
+    return best_of(fits), [float(loss) for loss in losses], num_keys
 
 
 def main(argv=None):
@@ -238,63 +292,62 @@ def main(argv=None):
     parser.add_argument("--rows", type=int, default=400_000, help="rows to read or generate")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument(
+        "--table-rates",
+        type=float,
+        nargs="+",
+        default=[0.1],
+        help="learning rates of the tables; the validation rows choose one",
+    )
+    parser.add_argument(
         "--table-rows", type=int, default=100_000, help="rows of each of the hashed tables"
     )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     results = {}
     if options.data:
-        train, held = load(options.data, options.rows)
+        parts = load(options.data, options.rows)
     else:
+        num_held = max(1, int(HELD_OUT * options.rows))
         train, _ = generated(options.rows)
-        held, law = generated(max(1, int(HELD_OUT * options.rows)), sample_seed=1)
+        validation, _ = generated(num_held, sample_seed=2)
+        held, law = generated(num_held, sample_seed=1)
+        parts = [train, validation, held]
         best = np.log(law.click_probability) - np.log1p(-law.click_probability)
         results["best possible"] = judge(held.labels, best)
-    if held.labels.min() == held.labels.max():
-        raise ValueError(
-            f"all {len(held.labels)} held-out labels are {held.labels[0]:.0f}, so no AUC; read more --rows."
-        )
+    train, validation, held = parts
+    for name, part in (("validation", validation), ("held-out", held)):
+        if part.labels.min() == part.labels.max():
+            raise ValueError(
+                f"all {len(part.labels)} {name} labels are {part.labels[0]:.0f}, so no AUC; read more --rows."
+            )
     rate = float(train.labels.mean())
     print(
-        f"{len(train.labels):,} rows to train, {len(held.labels):,} held out; {rate:.1%} are clicks"
+        f"{len(train.labels):,} rows to train, {len(validation.labels):,} for validation, "
+        f"{len(held.labels):,} held out; {rate:.1%} are clicks"
     )
     batch_size = max(1, min(MOST_BATCH_SIZE, len(train.labels) // 20))
     results["rate of clicks"] = judge(
         held.labels, np.full(len(held.labels), np.log(rate) - np.log1p(-rate))
     )
-    linear = logistic_regression(train, held, batch_size, options.epochs, options.seed)
-    results["logistic regression"] = judge(held.labels, linear)
-
-    num_numbers = train.numbers.shape[1]
-    num_categories = train.keys.shape[1]
-    collection, model = make_model(num_numbers, num_categories, options.table_rows, options.seed)
-    optimizer = rs.nnx.Optimizer(model, optax.adam(3e-3))
-    num_steps = options.epochs * (len(train.labels) // batch_size)
-    steps_per_line = max(1, num_steps // 10)
-    losses = []
-    epoch_before = 0
-    for epoch, rows in batches_of(len(train.labels), batch_size, options.epochs, options.seed):
-        if epoch != epoch_before:
-            results[f"DLRM, epoch {epoch}"] = judge(
-                held.labels, predict(collection, model, held, batch_size)
-            )
-            show(f"DLRM, epoch {epoch}", results[f"DLRM, epoch {epoch}"])
-            epoch_before = epoch
-        ids = prepared(collection, train.keys[rows])
-        losses.append(train_step(model, optimizer, train.numbers[rows], ids, train.labels[rows]))
-        if len(losses) % steps_per_line == 0 or len(losses) == num_steps:
-            mean_loss = np.mean(losses[-steps_per_line:])
-            print(f"step {len(losses):,} of {num_steps:,}: loss {mean_loss:.4f}")
-    results[f"DLRM, epoch {options.epochs}"] = judge(
-        held.labels, predict(collection, model, held, batch_size)
-    )
+    linear_fits = []
+    for linear_rate in LINEAR_RATES:
+        linear_fits.append(fit_linear(parts, batch_size, options.epochs, linear_rate, options.seed))
+    dlrm_fits = []
+    for table_rate in options.table_rates:
+        fit, losses, num_keys = fit_dlrm(
+            parts, batch_size, options.epochs, table_rate, options.table_rows, options.seed
+        )
+        dlrm_fits.append(fit)
+    for name, fits in (("logistic regression", linear_fits), ("DLRM", dlrm_fits)):
+        fit = best_of(fits)
+        print(f"{name}: the validation rows chose rate {fit.rate} and epoch {fit.epoch}")
+        results[name] = judge(held.labels, fit.held_log_odds)
     for name, quality in results.items():
         show(name, quality)
-    num_keys = [len(table["keys"]) for table in collection.tables(model.embeddings.state).values()]
     print(
         f"{sum(num_keys):,} keys have a row, {min(num_keys):,} to {max(num_keys):,} of a category"
     )
-    return [float(loss) for loss in losses], results
+    return losses, results
 
 
 if __name__ == "__main__":

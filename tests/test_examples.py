@@ -34,14 +34,14 @@ def test_a_log_in_criteos_form_trains_hashed_tables_beside_logistic_regression(t
         for label, numbers, categories in zip(labels, counts, keys, strict=True):
             shown = [int(label), *numbers, *(f"{key:08x}" for key in categories)]
             file.write("\t".join(map(str, shown)) + "\n")
-    train, held = criteo.load(log, 40_000)
-    assert_array_equal(np.concatenate([train.labels, held.labels]), labels)
-    assert_allclose(np.concatenate([train.numbers, held.numbers]), np.log1p(counts), rtol=1e-6)
-    assert_array_equal(np.concatenate([train.keys, held.keys]), keys)
-    assert len(held.labels) == 4_000
+    parts = criteo.load(log, 40_000)
+    assert [len(part.labels) for part in parts] == [32_000, 4_000, 4_000]
+    assert_array_equal(np.concatenate([part.labels for part in parts]), labels)
+    assert_allclose(np.concatenate([part.numbers for part in parts]), np.log1p(counts), rtol=1e-6)
+    assert_array_equal(np.concatenate([part.keys for part in parts]), keys)
     losses, results = criteo.main(["--data", str(log)])
     assert law.best_log_loss < np.mean(losses[-10:]) < law.base_rate_log_loss < losses[0] + 0.1
-    for name in ("DLRM, epoch 1", "logistic regression"):
+    for name in ("DLRM", "logistic regression"):
         assert law.best_log_loss < results[name].log_loss < results["rate of clicks"].log_loss
         assert 0.6 < results[name].auc < 0.8
     assert capsys.readouterr().out.count("step ") >= 10
@@ -55,12 +55,39 @@ def test_a_short_log_with_a_header_shows_its_loss_and_every_epoch(tmp_path, caps
         category = "" if number % 11 == 0 else f"{number % 3:x}"
         lines.append(f"{int(number % 3 == 1)},{count},{category},ff")
     (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
-    losses, results = criteo.main(["--data", str(tmp_path / "log.csv"), "--epochs", "3"])
-    assert len(losses) == 3 * (270 // 13)
+    losses, results = criteo.main(
+        ["--data", str(tmp_path / "log.csv"), "--epochs", "3", "--table-rates", "0.1", "0.0001"]
+    )
+    assert len(losses) == 3 * (240 // 12)
     printed = capsys.readouterr().out
-    assert printed.count("step ") >= 10
-    assert list(results)[2:] == ["DLRM, epoch 1", "DLRM, epoch 2", "DLRM, epoch 3"]
-    assert results["DLRM, epoch 3"].auc > 0.9 and results["logistic regression"].auc > 0.9
+    assert printed.count("step ") >= 20
+    for epoch in (1, 2, 3):
+        assert printed.count(f"DLRM, epoch {epoch} ") == 2
+    assert printed.count(" held-out log-loss ") == len(results) == 3  # once, for what was chosen
+    assert "DLRM: the validation rows chose rate 0.1 and epoch 3" in printed
+    assert results["DLRM"].auc > 0.9 and results["logistic regression"].auc > 0.9
+
+
+def test_the_rows_that_are_reported_choose_nothing(monkeypatch):
+    criteo = script("criteo")
+    train, _ = criteo.generated(2_000, num_features=2)
+    held, _ = criteo.generated(200, num_features=2, sample_seed=1)
+    validation, _ = criteo.generated(200, num_features=2, sample_seed=2)
+    # On the held-out rows the last epoch is the best, on the validation rows the first.
+    first, last = criteo.Quality(0.5, 0.6), criteo.Quality(0.7, 0.6)
+    for fit in (
+        lambda: criteo.fit_linear((train, validation, held), 100, 2, 0.05, 0),
+        lambda: criteo.fit_dlrm((train, validation, held), 100, 2, 0.1, 500, 0)[0],
+    ):
+        judged = []
+
+        def judge(labels, scores, judged=judged):
+            judged.append(labels)
+            return (first, last)[len(judged) - 1]
+
+        monkeypatch.setattr(criteo, "judge", judge)
+        assert fit().epoch == 1
+        assert [labels is validation.labels for labels in judged] == [True, True]
 
 
 def test_auc_is_that_of_a_loop_over_pairs():
