@@ -13,12 +13,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 from rsembed.arrays import check_not_taken, is_traced
+from rsembed.collection.engine import unzip_dict
+from rsembed.collection.prepared import PreparedBatch
+from rsembed.collection.stack import ByName
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Call, Step
@@ -28,9 +30,9 @@ from rsembed.optimizers.regularization import global_decay_factor
 from rsembed.optimizers.regularized import CounterAdagrad
 from rsembed.parallel.agreement import check_not_forked
 from rsembed.row_gradients import RowGradients
-from rsembed.tbe.plan import AnyBatch, GroupPlan, TBEPlan, engine_of, with_list
+from rsembed.tbe.plan import AnyBatch, GroupPlan, TBEPlan, engine_of, list_of, with_list
 
-Group = TypeVar("Group")
+Value = TypeVar("Value")
 
 
 class TBEState(NamedTuple):
@@ -65,28 +67,23 @@ class TBEState(NamedTuple):
 
     def arrays(self, number: int) -> tuple[Array, ...]:
         """All arrays of a group: weights, slots and, for a cached group, its resident rows."""
+        arrays = [self.weights[number], *self.slots[number]]
         resident = self.resident_rows[number]
-        return (
-            self.weights[number],
-            *self.slots[number],
-            *(() if resident is None else (resident,)),
-        )
+        if resident is not None:
+            arrays.append(resident)
+        return tuple(arrays)
 
     def with_arrays(self, number: int, arrays: Sequence[Array]) -> TBEState:
         """A copy of the state with other arrays for one group, in the order of `arrays`."""
-        weights, *others = arrays
-        resident = None if self.resident_rows[number] is None else others.pop()
-        changes = (("weights", weights), ("slots", tuple(others)), ("resident_rows", resident))
-        old: dict[str, PyTree] = self._asdict()
-        changed: PyTree = {
-            name: (*old[name][:number], new, *old[name][number + 1 :]) for name, new in changes
-        }
-        return self._replace(**changed)
-
-
-def num_rows(plan: TBEPlan) -> tuple[int, ...]:
-    """Number of rows of every group's array, including padding for the devices of a mesh."""
-    return tuple(stack.layout.num_rows for stack in engine_of(plan).stacks.values())
+        all_weights, all_slots = list(self.weights), list(self.slots)
+        all_resident = list(self.resident_rows)
+        all_weights[number], *slots = arrays
+        if all_resident[number] is not None:
+            all_resident[number] = slots.pop()
+        all_slots[number] = tuple(slots)
+        return self._replace(
+            weights=tuple(all_weights), slots=tuple(all_slots), resident_rows=tuple(all_resident)
+        )
 
 
 def everywhere(plan: TBEPlan, tree: PyTree) -> PyTree:
@@ -94,22 +91,14 @@ def everywhere(plan: TBEPlan, tree: PyTree) -> PyTree:
     return plan.devices.place(tree, PartitionSpec())
 
 
-def rows_of(plan: TBEPlan, table: int, ids: Int[np.ndarray, " ids"]) -> Int[np.ndarray, " ids"]:
-    """Row of each id of a table in the arrays of its group."""
-    group, _ = plan.places[table]
-    stack = list(engine_of(plan).stacks.values())[group]
-    rows: np.ndarray = stack.layout.rows(plan.tables[table].name, ids)
-    return rows
+def by_name(plan: TBEPlan, of_groups: Iterable[Value]) -> dict[str, Value]:
+    """Values of the groups by name, in the form of the engine's arguments."""
+    return dict(zip(engine_of(plan).stacks, of_groups, strict=True))
 
 
-def by_stack(plan: TBEPlan, by_group: Iterable[Group]) -> dict[str, Group]:
-    """Values of the groups by stack name, in the form of the engine's arguments."""
-    return dict(zip(engine_of(plan).stacks, by_group, strict=True))
-
-
-def by_group(plan: TBEPlan, by_stack: Mapping[str, Group]) -> tuple[Group, ...]:
-    """The inverse of `by_stack`."""
-    return tuple(by_stack[name] for name in engine_of(plan).stacks)
+def in_order(plan: TBEPlan, of_names: Mapping[str, Value]) -> tuple[Value, ...]:
+    """The inverse of `by_name`."""
+    return tuple(of_names[group.table.name] for group in plan.groups)
 
 
 def _checked(plan: TBEPlan, batch: AnyBatch) -> AnyBatch:
@@ -132,35 +121,38 @@ def init_state(
       key: PRNG key of stochastic rounding and of uniform initial weights.
       num_places: number of cache slots of each cached group. Other groups have arrays of all rows.
     """
-    weights, slots, resident = [], [], []
-    for number, (group, all_rows) in enumerate(zip(plan.groups, num_rows(plan), strict=True)):
-        size = (num_places or {}).get(number, all_rows)
+    weights: list[Array] = []
+    slots: list[Slots] = []
+    resident_rows: list[Array | None] = []
+    rates: list[float] = []
+    for number, (group, stack) in enumerate(zip(plan.groups, plan.stacks, strict=True)):
+        table = group.table
+        size = stack.layout.num_rows
+        resident = None
+        if table.is_cached:
+            size = (num_places or {}).get(number, size)
+            resident = jnp.full(size, NO_ROW, jnp.int32)
         allocate: Callable[..., Array] = api.allocate
         if plan.is_shared:
-            allocate = functools.partial(_split_array, plan, number)
-        table, first = group.table, group.table.first_slots()
+            allocate = functools.partial(_split_array, plan.devices.sharding(stack.partition))
         weights.append(allocate((size, table.dim), jnp.dtype(table.near_dtype), 0.0))
-        slots.append(tuple(allocate((size, *v.shape[1:]), v.dtype, float(v[0, 0])) for v in first))
-        resident.append(jnp.full(size, NO_ROW, jnp.int32) if table.is_cached else None)
-    rates = [group.table.learning_rate for group in plan.groups]
-    numbers: tuple[PyTree, ...] = (
-        jnp.zeros((), jnp.int32),
-        jnp.zeros((), jnp.int32),
-        jnp.asarray([0.0 if callable(rate) else rate for rate in rates], jnp.float32),
-        jnp.ones((), jnp.float32),
-        key,
-    )
-    state = TBEState(tuple(weights), tuple(slots), tuple(resident), *everywhere(plan, numbers))
+        of_rule = []
+        for row in table.first_slots():
+            of_rule.append(allocate((size, *row.shape[1:]), row.dtype, float(row[0, 0])))
+        slots.append(tuple(of_rule))
+        resident_rows.append(resident)
+        rates.append(0.0 if callable(table.learning_rate) else table.learning_rate)
+    zero, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.float32)
+    numbers = everywhere(plan, (zero, zero + 0, jnp.asarray(rates, jnp.float32), one, key))
+    state = TBEState(tuple(weights), tuple(slots), tuple(resident_rows), *numbers)
     return state._replace(layout=plan.layout)
 
 
 def _split_array(
-    plan: TBEPlan, number: int, shape: Sequence[int], dtype: DTypeLike, fill: float
+    sharding: NamedSharding, shape: Sequence[int], dtype: DTypeLike, fill: float
 ) -> Array:
-    """An array for the rows of a group, filled with `fill` and sharded over the mesh."""
-    stack = list(engine_of(plan).stacks.values())[number]
-    whole = functools.partial(jnp.full, shape, fill, dtype)
-    return jax.jit(whole, out_shardings=plan.devices.sharding(stack.partition))()
+    """An array filled with `fill` and sharded over the mesh."""
+    return jax.jit(functools.partial(jnp.full, shape, fill, dtype), out_shardings=sharding)()
 
 
 def check_state(plan: TBEPlan, state: TBEState) -> None:
@@ -194,9 +186,10 @@ def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
     rates = []
     for group, stored in zip(plan.groups, state.learning_rates, strict=True):
         rule = group.table.rule
+        rate = stored
         if rule is not None and callable(group.table.learning_rate):
-            stored = jnp.asarray(rule.get_learning_rate(state.step), jnp.float32)
-        rates.append(stored)
+            rate = jnp.asarray(rule.get_learning_rate(state.step), jnp.float32)
+        rates.append(rate)
     return jnp.stack(rates)
 
 
@@ -208,21 +201,22 @@ def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
     check_state(plan, state)
     t = state.step + 1
     is_new = state.passed_step != t
+    counting: CounterAdagrad | None = None
+    counters: list[Array] = []
     for number, group in enumerate(plan.groups):
-        if (mode := group.table.whole_table_mode) is not None:
+        rule, mode = group.table.rule, group.table.whole_table_mode
+        if mode is not None:
             slots, copies = _parted(group, state.slots[number])
             run = functools.partial(mode.before_step, t=t)
             weights, copies = jax.lax.cond(
                 is_new, run, lambda *old: old, state.weights[number], copies
             )
             state = state.with_arrays(number, (weights, *slots, *copies))
-    rules = {number: group.table.rule for number, group in enumerate(plan.groups)}
-    counting = {number: rule for number, rule in rules.items() if isinstance(rule, CounterAdagrad)}
-    if counting:
-        config = next(iter(counting.values())).regularization
-        refreshed = config.refreshed_max_counter(
-            [state.slots[number][2] for number in counting], t, state.max_counter
-        )
+        if isinstance(rule, CounterAdagrad):
+            counting = counting or rule
+            counters.append(state.slots[number][2])
+    if counting is not None:
+        refreshed = counting.regularization.refreshed_max_counter(counters, t, state.max_counter)
         state = state._replace(max_counter=jnp.where(is_new, refreshed, state.max_counter))
     return state._replace(passed_step=t)
 
@@ -251,7 +245,7 @@ def _pooled(
     batch = _checked(plan, batch)
     if isinstance(batch, Call):  # Tables on a mesh have no global weight decay.
         batch = _decayed(plan, state, batch, rates)
-    output, _ = engine_of(plan).lookup(by_stack(plan, state.weights), batch)
+    output, _ = engine_of(plan).lookup(by_name(plan, state.weights), batch)
     return output
 
 
@@ -279,16 +273,8 @@ def row_gradients(
     """
     engine = engine_of(plan)
     gradient = _gradient(d_output, max_gradient)
-    found = by_group(plan, engine.row_gradients(_checked(plan, batch), gradient))
-    names = [group.table.name for group in plan.groups]
-    rows = {name: own for name, (own, _) in zip(names, found, strict=True)}
-    values = {name: own for name, (_, own) in zip(names, found, strict=True)}
+    rows, values = unzip_dict(engine.row_gradients(_checked(plan, batch), gradient))
     shardings = engine.gradient_shardings()
-    if shardings is not None:
-        name_of = by_stack(plan, names)
-        shardings = tuple(
-            sorted((name_of[stack], of_rows, of_values) for stack, of_rows, of_values in shardings)
-        )
     return RowGradients(rows, values, row_counts(plan), shardings, plan.row_layout)
 
 
@@ -298,10 +284,12 @@ def cut(gradients: RowGradients, bound: int) -> RowGradients:
     Raises: ValueError: more than `bound` rows have a gradient. Not checked inside `jit`.
     """
     touched = gradients.num_touched()
-    if not is_traced(touched) and (most := max(map(int, touched.values()))) > bound:
-        raise ValueError(
-            f"total_unique_indices is {bound}, but {most} rows were read; raise it or leave it out."
-        )
+    if not is_traced(touched):
+        most = max(map(int, touched.values()))
+        if most > bound:
+            raise ValueError(
+                f"total_unique_indices is {bound}, but {most} rows were read; raise it or leave it out."
+            )
     if gradients.shardings is not None:  # Every device's part has padding at its end.
         return gradients
     rows = {name: rows[:bound] for name, rows in gradients.rows.items()}
@@ -311,9 +299,8 @@ def cut(gradients: RowGradients, bound: int) -> RowGradients:
 
 def row_counts(plan: TBEPlan) -> tuple[tuple[str, int], ...]:
     """Sorted pairs of group name and number of rows, in the form of `RowGradients.num_rows`."""
-    return tuple(
-        sorted(zip((group.table.name for group in plan.groups), num_rows(plan), strict=True))
-    )
+    stacks = engine_of(plan).stacks
+    return tuple(sorted((name, stack.layout.num_rows) for name, stack in stacks.items()))
 
 
 def update(
@@ -346,18 +333,18 @@ def apply(
 
     Raises: ValueError: a table has no optimizer.
     """
-    rows = row_gradients.rows
-    names = [group.table.name for group in plan.groups]
-    gradients = [(rows[name], row_gradients.values[name]) for name in names]
-    return _stepped(plan, state, rates, engine_of(plan).apply, by_stack(plan, gradients))
+    gradients: dict[str, tuple[Array, Array]] = {}
+    for name, rows in row_gradients.rows.items():
+        gradients[name] = rows, row_gradients.values[name]
+    return _stepped(plan, state, rates, engine_of(plan).apply, gradients)
 
 
 def _stepped(
     plan: TBEPlan,
     state: TBEState,
     rates: Float[Array, " groups"],
-    function: Callable[..., PyTree],
-    *gradients: PyTree,
+    function: Callable[..., tuple[ByName, ByName]],
+    *gradients: AnyBatch | Array | Mapping[str, tuple[Array, Array]],
 ) -> TBEState:
     """State after one step of all groups.
 
@@ -368,14 +355,19 @@ def _stepped(
       function: `update` or `apply` of the engine.
       *gradients: arguments of `function` between the slots and the steps.
     """
-    steps = [_step_of(plan, number, state, rate) for number, rate in enumerate(rates)]
-    slots, copies = zip(*map(_parted, plan.groups, state.slots), strict=True)
-    stepped = function(
-        by_stack(plan, state.weights), by_stack(plan, slots), *gradients, by_stack(plan, steps)
+    steps: dict[str, Step] = {}
+    slots: dict[str, Slots] = {}
+    copies: dict[str, Slots] = {}
+    for number, group in enumerate(plan.groups):
+        name = group.table.name
+        steps[name] = _step_of(plan, number, state, rates[number])
+        slots[name], copies[name] = _parted(group, state.slots[number])
+    weights, stepped = function(by_name(plan, state.weights), slots, *gradients, steps)
+    for name in slots:
+        slots[name] = (*stepped[name], *copies[name])
+    return state._replace(
+        weights=in_order(plan, weights), slots=in_order(plan, slots), step=state.step + 1
     )
-    weights, slots = (by_group(plan, own) for own in stepped)
-    all_slots = tuple((*own, *copy) for own, copy in zip(slots, copies, strict=True))
-    return state._replace(weights=weights, slots=all_slots, step=state.step + 1)
 
 
 def _step_of(plan: TBEPlan, number: int, state: TBEState, rate: Array) -> Step:
@@ -383,10 +375,11 @@ def _step_of(plan: TBEPlan, number: int, state: TBEState, rate: Array) -> Step:
 
     Raises: ValueError: the group has no optimizer.
     """
-    group = plan.groups[number]
-    if (rule := group.table.rule) is None:
+    table = plan.groups[number].table
+    rule = table.rule
+    if rule is None:
         raise ValueError(
-            f"table {group.table.name!r} has no optimizer (OptimType.NONE), so row gradients cannot be applied to it; "
+            f"table {table.name!r} has no optimizer (OptimType.NONE), so row gradients cannot be applied to it; "
             "construct the module with one."
         )
     changes: dict[str, Any] = {"learning_rate": lambda: rate}
@@ -408,15 +401,17 @@ def _decayed(plan: TBEPlan, state: TBEState, batch: Call, rates: Float[Array, " 
             rows = rows_of_list(batch, 0, number, state.weights[number].shape[0])
             prev_iter = state.slots[number][1].at[rows].get(mode="fill", fill_value=0)[:, 0]
             weight_decay = group.table.rule.weight_decay  # type: ignore[union-attr]
-            own = global_decay_factor(
+            of_group = global_decay_factor(
                 prev_iter, state.step + 1, rates[number], weight_decay, group.table.global_decay
             )
             # Ids of other groups read `prev_iter` 0, which gives the factor 1.
-            factors = own if factors is None else factors * own
+            factors = of_group if factors is None else factors * of_group
     if factors is None:
         return batch
     weights = batch.lists[0].weights
-    return with_list(batch, weights=factors if weights is None else factors * weights)
+    if weights is not None:
+        factors = factors * weights
+    return with_list(batch, weights=factors)
 
 
 _STORE = 2**32 - 2
@@ -447,19 +442,16 @@ def stored_rows(
     plan: TBEPlan, number: int, state: TBEState, places: Int[Array, " n"]
 ) -> tuple[Array, ...]:
     """Weights and slots in some cache slots of a group, in the dtype of the host's store."""
-    group, (weights, *slots) = (
-        plan.groups[number],
-        api.gather_rows(state.arrays(number)[:-1], places),
-    )
-    dtype = jnp.dtype(group.table.dtype)
+    weights, *slots = api.gather_rows(state.arrays(number)[:-1], places)
+    dtype = jnp.dtype(plan.groups[number].table.dtype)
     if weights.dtype != dtype:
-        storage = list(engine_of(plan).stacks.values())[number].storage
         noise = _noise(plan, number, state, dtype, use=_STORE)
+        storage = plan.stacks[number].storage
         round_rows = storage.rounding(noise, 0, state.resident_rows[number])
         weights = weights.astype(jnp.float32)
-        weights = (
-            weights.astype(dtype) if round_rows is None else round_rows(weights, dtype, places)
-        )
+        if round_rows is not None:
+            weights = round_rows(weights, dtype, places)
+        weights = weights.astype(dtype)
     return (weights, *slots)
 
 
@@ -472,42 +464,26 @@ def backward(
     *,
     max_gradient: float | None = None,
     wants_weight_gradients: bool = False,
-) -> tuple[TBEState, PyTree]:
+) -> tuple[TBEState, Array | PreparedBatch | None]:
     """State after `update`, and the gradients of the ids' weights.
 
     The gradients are an array. For a prepared batch, they are the batch with gradients in place of
     the weights. They are None if `wants_weight_gradients` is False or the batch has no weights.
     """
     gradient = _gradient(d_output, max_gradient)
-    weights, with_weights = _weights_of(batch)
-    if not wants_weight_gradients or not weights:
+    weights = list_of(batch).weights
+    if not wants_weight_gradients or weights is None:
         return update(plan, state, batch, gradient, rates), None
 
-    def weighted(weights: list[Array]) -> Array:
-        return _pooled(plan, state, with_weights(weights), rates)
+    def weighted(weights: Array) -> Array:
+        return _pooled(plan, state, with_list(batch, weights=weights), rates)
 
     output, pull_back = jax.vjp(weighted, weights)
     (d_weights,) = pull_back(gradient.reshape(output.shape))
     # The zero that is added makes the update depend on `d_weights`. Otherwise XLA could schedule
     # the update first, on a copy of the tables.
-    total = jnp.nan_to_num(sum(jnp.sum(jnp.abs(own)) for own in d_weights))
+    total = jnp.nan_to_num(jnp.sum(jnp.abs(d_weights)))
     stepped = update(plan, state, batch, gradient + jnp.minimum(total, 0.0), rates)
     if isinstance(batch, Call):
-        return stepped, d_weights[0]
-    return stepped, with_weights(d_weights)
-
-
-def _weights_of(batch: AnyBatch) -> tuple[list[Array], Callable[[list[Array]], AnyBatch]]:
-    """The arrays of weights in a batch, and a function that replaces them."""
-    leaves, form = jax.tree.flatten(batch)
-    is_weight = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
-
-    def with_weights(weights: list[Array]) -> AnyBatch:
-        others = iter(weights)
-        changed = [
-            next(others) if is_own else leaf for leaf, is_own in zip(leaves, is_weight, strict=True)
-        ]
-        batch: AnyBatch = jax.tree.unflatten(form, changed)
-        return batch
-
-    return [leaf for leaf, is_own in zip(leaves, is_weight, strict=True) if is_own], with_weights
+        return stepped, d_weights
+    return stepped, with_list(batch, weights=d_weights)

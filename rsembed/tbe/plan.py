@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Integer, PyTree
+from jaxtyping import Array, Float, Int, Integer
 
+from rsembed.bags import Bags
 from rsembed.checks import check_type
 from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine
@@ -32,7 +32,7 @@ from rsembed.optimizers.regularization import (
 )
 from rsembed.optimizers.regularized import CounterAdagrad, DecayedAdagrad
 from rsembed.specs import FeatureSpec, TableSpec
-from rsembed.stacking import plan_stacking, split_by_memory
+from rsembed.stacking import StackingPlan, plan_stack, split_by_memory
 from rsembed.tbe import arguments as by_name
 from rsembed.tbe.arguments import (
     Arguments,
@@ -73,6 +73,9 @@ EmbeddingSpec = tuple[int, int, EmbeddingLocation, ComputeDevice]
 Placement = Literal["device", "cached", "host"]
 AnyBatch: TypeAlias = Call | PreparedBatch
 """A checked batch: a `Call` on one device, a `PreparedBatch` on a mesh."""
+Batch = TypeVar("Batch", Call, PreparedBatch, AnyBatch)
+LIST = "all"
+"""Name of the list of ids of a `PreparedBatch`: one list for all features."""
 BagSizes = tuple[tuple[int, ...], ...]
 """`sizes[f][r]` is the number of bags of feature `f` from rank `r`."""
 
@@ -146,34 +149,38 @@ class TablePlan(NamedTuple):
 
     def contents(self) -> dict[str, object]:
         """Facts that must be equal when a state dict is loaded. Hyperparameters may differ."""
-        states, own = list(self.state_names), self.optimizer
-        optimizer = own.name if isinstance(own, EmbOptimType) else own.identity
+        optimizer = by_name.name_of(self.optimizer)
+        if isinstance(self.optimizer, OptimizerSpec):
+            optimizer = self.optimizer.identity
+        states = list(self.state_names)
         return {"rows": self.num_rows, "dim": self.dim, "optimizer": optimizer, "states": states}
 
     def first_slots(self) -> tuple[np.ndarray, ...]:
         """Initial optimizer states of one row, each `[1, dim]` or `[1, 1]`."""
-        own = (
-            () if self.rule is None else self.rule.init_slots(jnp.zeros((1, self.dim), jnp.float32))
-        )
-        return (
-            *map(np.asarray, own),
-            *(np.zeros((1, self.dim), jnp.dtype(dtype)) for dtype in self.copy_dtypes),
-        )
+        slots: list[np.ndarray] = []
+        if self.rule is not None:
+            row = jnp.zeros((1, self.dim), jnp.float32)
+            slots += map(np.asarray, self.rule.init_slots(row))
+        for dtype in self.copy_dtypes:
+            slots.append(np.zeros((1, self.dim), jnp.dtype(dtype)))
+        return tuple(slots)
 
     def spec(self) -> TableSpec:
         """The table as a `TableSpec` of the core."""
         # Initial values, rounding noise and combiner are not set here. They come from the state,
-        # from each `Step` and from `_pooled`.
+        # from each `Step` and from `engine_of`.
         spec = TableSpec(
             name=self.name,
+            # An empty table gets one row, which nothing reads: the core has no empty tables.
             vocabulary_size=max(self.num_rows, 1),
             embedding_dim=self.dim,
             dtype=self.dtype,
-            stochastic_rounding=self.rounds_stochastically
             # Stochastic rounding draws for whole rows, so it would forbid a split by column.
-            and self.dtype != "float32",
+            stochastic_rounding=self.rounds_stochastically and self.dtype != "float32",
         )
-        return spec if self.rule is None else dataclasses.replace(spec, optimizer=self.rule)
+        if self.rule is None:
+            return spec
+        return dataclasses.replace(spec, optimizer=self.rule)
 
 
 class GroupPlan(NamedTuple):
@@ -181,15 +188,13 @@ class GroupPlan(NamedTuple):
 
     Args:
       table: the first table of the group. The others differ from it only in name and size. Its name
-        is the name of the group.
+        is the name of the group, and of its stack in the engine.
       tables: indices of all tables of the group.
-      first_rows: first row of each table in the array.
-      num_rows: rows of the array.
+      num_rows: rows of all tables.
     """
 
     table: TablePlan
     tables: tuple[int, ...]
-    first_rows: tuple[int, ...]
     num_rows: int
 
 
@@ -229,35 +234,36 @@ class TBEPlan:
         A group has less than 2**31 - 1 rows, so row numbers fit int32.
         """
         alike: dict[TablePlan, list[int]] = {}
+        num_rows: dict[int, int] = {}
         for number, table in enumerate(self.tables):
             alike.setdefault(table._replace(name="", num_rows=0), []).append(number)
-        # A table of the core has at least one row, so an empty table gets one that nothing reads.
-        num_rows = {number: max(table.num_rows, 1) for number, table in enumerate(self.tables)}
+            num_rows[number] = table.spec().vocabulary_size
         groups = []
-        for own in split_by_memory(alike.values(), num_rows, NO_ROW - 1):
-            *first_rows, end = itertools.accumulate((num_rows[t] for t in own), initial=0)
-            groups.append(GroupPlan(self.tables[own[0]], tuple(own), tuple(first_rows), end))
+        for numbers in split_by_memory(alike.values(), num_rows, NO_ROW - 1):
+            total = sum(num_rows[number] for number in numbers)
+            groups.append(GroupPlan(self.tables[numbers[0]], tuple(numbers), total))
         return tuple(groups)
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """The stack of every group in the engine: layout and storage of the group's array."""
+        return tuple(engine_of(self).stacks.values())
 
     @functools.cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """For every table, the index of its group and its first row in the group's array."""
-        found = {
-            table: (number, first_row)
-            for number, group in enumerate(self.groups)
-            for table, first_row in zip(group.tables, group.first_rows, strict=True)
-        }
-        return tuple(found[table] for table in range(len(self.tables)))
+        """For every table, the index of its group and its first row among the group's rows."""
+        place_of: dict[str, tuple[int, int]] = {}
+        for number, stack in enumerate(self.stacks):
+            for table in stack.layout.stack.tables:
+                place_of[table.name] = number, table.setting.row_offset_in_shard
+        return tuple(place_of[table.name] for table in self.tables)
 
     @property
     def combiner(self) -> Combiner:
         """Combiner of the kernels. FBGEMM's mean divides by the number of ids, weighted or not."""
-        return "mean_by_count" if self.pooling == "mean" else cast(Combiner, self.pooling)
-
-    @functools.cached_property
-    def dims(self) -> tuple[int, ...]:
-        """Columns of every group's array."""
-        return tuple(group.table.dim for group in self.groups)
+        if self.pooling == "mean":
+            return "mean_by_count"
+        return cast(Combiner, self.pooling)
 
     @property
     def is_shared(self) -> bool:
@@ -272,33 +278,24 @@ class TBEPlan:
     @functools.cached_property
     def has_passes(self) -> bool:
         """Whether `functional.begin_step` has work to do before a training step."""
-        return any(
-            t.whole_table_mode is not None or isinstance(t.rule, CounterAdagrad)
-            for t in self.tables
-        )
+        for table in self.tables:
+            if table.whole_table_mode is not None or isinstance(table.rule, CounterAdagrad):
+                return True
+        return False
 
     @functools.cached_property
     def row_layout(self) -> Fingerprint:
         """Fingerprint of the row numbers: group, first row and size of every table."""
-        return Fingerprint.of(
-            {"tables": {table.name: self._place_facts(t) for t, table in enumerate(self.tables)}}
-        )
+        return Fingerprint.of({"tables": self._row_facts()})
 
     @functools.cached_property
     def layout(self) -> Fingerprint:
         """Fingerprint of a state: positions, dtypes, placements and optimizers of the tables."""
-        stored = [
-            {
-                "dtype": table.dtype,
-                "placement": table.placement,
-                **table.contents(),
-                **self._place_facts(t),
-            }
-            for t, table in enumerate(self.tables)
-        ]
-        facts: dict[str, object] = {
-            "tables": dict(zip((table.name for table in self.tables), stored, strict=True))
-        }
+        of_tables = self._row_facts()
+        for table in self.tables:
+            of_tables[table.name] |= table.contents()
+            of_tables[table.name] |= {"dtype": table.dtype, "placement": table.placement}
+        facts: dict[str, object] = {"tables": of_tables}
         if self.has_cache:
             names = [table.name for table in self.tables if table.is_cached]
             facts[ELSEWHERE] = (
@@ -313,24 +310,20 @@ class TBEPlan:
 
     @functools.cached_property
     def list_of_feature(self) -> dict[str, str]:
-        """For each feature, the name of its list of ids in a prepared batch: one list for all."""
-        return dict.fromkeys(self.feature_names, "all")
+        """For each feature, the name of its list of ids in a prepared batch."""
+        return dict.fromkeys(self.feature_names, LIST)
 
-    def _place_facts(self, table: int) -> dict[str, object]:
-        group, first_row = self.places[table]
-        rows, dim = self.tables[table].num_rows, self.tables[table].dim
-        facts: dict[str, object] = {
-            "group": group,
-            "first_row": first_row,
-            "rows": rows,
-            "dim": dim,
-        }
-        if self.is_shared:
-            facts |= {
-                "shared_by": self.tables[table].shared_by,
-                "num_devices": self.devices.num_devices,
-            }
-        return facts
+    def _row_facts(self) -> dict[str, dict[str, object]]:
+        """For every table by name, the facts that give row numbers their meaning."""
+        of_tables: dict[str, dict[str, object]] = {}
+        for table, (group, first_row) in zip(self.tables, self.places, strict=True):
+            facts: dict[str, object] = {"group": group, "first_row": first_row}
+            facts |= {"rows": table.num_rows, "dim": table.dim}
+            if self.is_shared:
+                num_devices = self.devices.num_devices
+                facts |= {"shared_by": table.shared_by, "num_devices": num_devices}
+            of_tables[table.name] = facts
+        return of_tables
 
     def batch(
         self,
@@ -356,11 +349,10 @@ class TBEPlan:
 
     def bags_of(self, batch: Call) -> tuple[int, ...]:
         """Number of bags of every feature in a batch."""
-        num_features = len(self.features)
-        return tuple(
-            sum(segment.num_bags for segment in batch.segments[f::num_features])
-            for f in range(num_features)
-        )
+        num_bags = [0] * len(self.features)
+        for number, segment in enumerate(batch.segments):
+            num_bags[number % len(num_bags)] += segment.num_bags
+        return tuple(num_bags)
 
 
 @functools.lru_cache(maxsize=256)
@@ -370,31 +362,34 @@ def _segments(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[
     Raises: ValueError: the number of offsets does not fit.
     """
     num_features = len(plan.features)
-    by_rank = [((num_offsets - 1) // num_features,)] * num_features if sizes is None else sizes
-    bags = [sum(own) for own in by_rank]
-    if len(by_rank) != num_features or len({len(own) for own in by_rank}) > 1:
+    by_rank = sizes
+    if by_rank is None:
+        by_rank = (((num_offsets - 1) // num_features,),) * num_features
+    num_ranks = [len(of_feature) for of_feature in by_rank]
+    num_bags = sum(map(sum, by_rank))
+    if len(by_rank) != num_features or len(set(num_ranks)) > 1:
         raise ValueError(
             f"batch_size_per_feature_per_rank must have {num_features} rows, one per feature, of equal length; "
-            f"got lengths {[len(own) for own in by_rank]}."
+            f"got lengths {num_ranks}."
         )
-    if num_offsets < 1 or sum(bags) + 1 != num_offsets:
+    if num_offsets < 1 or num_bags + 1 != num_offsets:
         if sizes is not None:
             raise ValueError(
-                f"batch_size_per_feature_per_rank adds up to {sum(bags)} bags, which needs as many offsets plus 1, but "
+                f"batch_size_per_feature_per_rank adds up to {num_bags} bags, which needs as many offsets plus 1, but "
                 f"there are {num_offsets}."
             )
         raise ValueError(
             f"offsets has {num_offsets} entries, which is not batch size * {num_features} features + 1; pass one "
             "offset per bag, feature after feature, and the end of the last bag."
         )
-    *first_bags, _ = itertools.accumulate(bags, initial=0)
     segments = []
-    for rank in range(len(by_rank[0])):
-        for table, first_bag, own in zip(plan.features, first_bags, by_rank, strict=True):
-            first = first_bag + sum(own[:rank])
-            group, first_row = plan.places[table]
-            num_rows = plan.tables[table].num_rows
-            segments.append(Segment(0, first, own[rank], plan.combiner, group, first_row, num_rows))
+    for rank in range(num_ranks[0]):
+        first_bag = 0
+        for table, of_feature in zip(plan.features, by_rank, strict=True):
+            first = first_bag + sum(of_feature[:rank])
+            rows = *plan.places[table], plan.tables[table].num_rows
+            segments.append(Segment(0, first, of_feature[rank], plan.combiner, *rows))
+            first_bag += sum(of_feature)
     return tuple(segments)
 
 
@@ -405,22 +400,27 @@ def engine_of(plan: TBEPlan) -> Engine:
     Each group is a stack, in the order of the groups.
     """
     specs = [table.spec() for table in plan.tables]
-    readers = [
-        FeatureSpec(name=name, table_spec=specs[t])
-        for name, t in zip(plan.feature_names, plan.features, strict=True)
-    ]
-    groups = [[specs[t].name for t in group.tables] for group in plan.groups]
-    stacks = make_stacks(
-        plan_stacking(readers, groups=groups, pad=False),
+    features: dict[str, FeatureSpec] = {}
+    for name, table in zip(plan.feature_names, plan.features, strict=True):
+        features[name] = FeatureSpec(name=name, table_spec=specs[table])
+    readers = list(features.values())
+    combiner = plan.combiner
+    stacks = []
+    for group in plan.groups:
+        names = [specs[table].name for table in group.tables]
+        stack = plan_stack(readers, names, stack_name=group.table.name, num_shards=1, pad=False)
+        # A `FeatureSpec` may not have `mean_by_count`, so the combiner is set here.
+        pooled = [dataclasses.replace(feature, combiner=combiner) for feature in stack.features]
+        stacks.append(dataclasses.replace(stack, features=tuple(pooled)))
+    made = make_stacks(
+        StackingPlan(num_shards=1, stacks=tuple(stacks)),
         readers,
         {table.name: table.shared_by for table in plan.tables},
         plan.devices,
         exchange_capacity=None,
         implementation=None,
     )
-    features = {feature.name: feature for feature in readers}
-    pooling = {name: _pooled(stack, plan.combiner) for name, stack in stacks.items()}
-    return Engine(features, pooling, plan.devices, side_by_side=True)
+    return Engine(features, made, plan.devices, side_by_side=True)
 
 
 @functools.lru_cache(maxsize=64)
@@ -430,26 +430,28 @@ def identity(plan: TBEPlan, *, checks: bool) -> str:
     return identity_of(engine_of(plan).features, plan.list_of_feature, plan.devices, bounds_check)
 
 
-def _pooled(stack: Stack, combiner: Combiner) -> Stack:
-    """The stack with all features pooled by `combiner`, which a `FeatureSpec` may not allow."""
-    features = tuple(
-        dataclasses.replace(feature, combiner=combiner) for feature in stack.layout.stack.features
-    )
-    plan = dataclasses.replace(stack.layout.stack, features=features)
-    return Stack(dataclasses.replace(stack.layout, stack=plan), stack.rows)
+def list_of(batch: AnyBatch) -> IdList | Bags:
+    """The only list of a batch, with the ids of all features."""
+    if isinstance(batch, Call):
+        return batch.lists[0]
+    return batch.lists[LIST]
 
 
-def with_list(batch: Call, **changes: Any) -> Call:
+def with_list(batch: Batch, **changes: Any) -> Batch:
     """The batch with other `ids`, `offsets` or `weights` in its only list."""
-    return dataclasses.replace(batch, lists=(dataclasses.replace(batch.lists[0], **changes),))
+    changed: Any = dataclasses.replace(list_of(batch), **changes)
+    lists: Any = {LIST: changed} if isinstance(batch, PreparedBatch) else (changed,)
+    return dataclasses.replace(batch, lists=lists)
 
 
-def per_table(value: PyTree, num_tables: int, what: str) -> list[PyTree]:
+def per_table(value: Any, num_tables: int, what: str) -> list[Any]:
     """One value per table, from a sequence or from one value for all.
 
     Raises: ValueError: the sequence has another length.
     """
-    values = [value] * num_tables if np.ndim(value) == 0 else list(value)
+    values = [value] * num_tables
+    if np.ndim(value):
+        values = list(value)
     if len(values) != num_tables:
         raise ValueError(
             f"{what} has {len(values)} entries for {num_tables} tables; give one for all, or one each."
@@ -495,40 +497,31 @@ def make_plan(given: Arguments) -> TBEPlan:
         or an optimizer belongs to another package.
     """
     specs: Sequence[EmbeddingSpec] = given.embedding_specs
-    names = tuple(given.table_names or (f"table_{t}" for t in range(len(specs))))
-    features = tuple(
-        range(len(names)) if given.feature_table_map is None else given.feature_table_map
-    )
-    # `_check_specs` below refuses a table number out of range, so any name will do here.
-    readers = [
-        names[t] if 0 <= t < len(names) else f"feature_{feature}"
-        for feature, t in enumerate(features)
-    ]
-    numbered = [f"{name}_{readers[:f].count(name)}" for f, name in enumerate(readers)]
-    default = [
-        name if readers.count(name) == 1 else own
-        for name, own in zip(readers, numbered, strict=True)
-    ]
-    feature_names = tuple(given.feature_names or default)
+    names = tuple(given.table_names or (f"table_{table}" for table in range(len(specs))))
+    features = tuple(range(len(names)))
+    if given.feature_table_map is not None:
+        features = tuple(given.feature_table_map)
+    feature_names = tuple(given.feature_names or _default_feature_names(names, features))
     _check_specs(specs, features, names, feature_names)
     if given.prefetch_pipeline and given.cache_algorithm != CacheAlgorithm.LRU:
         raise ValueError(
             "prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches."
         )
-    optimizers: list[TableOptimizer] = [
-        own if isinstance(own, OptimizerSpec) else by_name.member(EmbOptimType, own, "optimizer")
-        for own in per_table(given.optimizer, len(names), "optimizer")
-    ]
-    rates = [
-        own.learning_rate if isinstance(own, OptimizerSpec) else rate
-        for own, rate in zip(
-            optimizers, per_table(given.learning_rate, len(names), "learning_rate"), strict=True
-        )
-    ]
-    for rate in rates:
+    optimizers: list[TableOptimizer] = []
+    rates: list[LearningRate] = []
+    for optimizer, rate in zip(
+        per_table(given.optimizer, len(names), "optimizer"),
+        per_table(given.learning_rate, len(names), "learning_rate"),
+        strict=True,
+    ):
+        if isinstance(optimizer, OptimizerSpec):
+            rate = optimizer.learning_rate
+        else:
+            optimizer = by_name.member(EmbOptimType, optimizer, "optimizer")
         check_type(rate, float | Callable, "learning_rate")
-    rates = [rate if callable(rate) else float(rate) for rate in rates]
-    if len({own == EmbOptimType.NONE for own in optimizers}) > 1:
+        optimizers.append(optimizer)
+        rates.append(rate if callable(rate) else float(rate))
+    if len({optimizer == EmbOptimType.NONE for optimizer in optimizers}) > 1:
         raise ValueError(
             "OptimType.NONE returns gradients instead of applying them: use it for all tables or none."
         )
@@ -537,27 +530,29 @@ def make_plan(given: Arguments) -> TBEPlan:
         raise ValueError(
             f"device={given.device!r} and a mesh do not go together; the tables are on the devices of the mesh."
         )
-    unread = frozenset.intersection(*(by_name.unread_arguments(own, given) for own in optimizers))
+    unread = [by_name.unread_arguments(optimizer, given) for optimizer in optimizers]
     warn_of_no_effect(
-        given.changed(sorted(unread)),
+        given.changed(sorted(frozenset.intersection(*unread))),
         f"optimizer {by_name.name_of(optimizers[0])} does not use them",
     )
     if len(set(optimizers)) == 1:
         # Checked here with all arguments: `trained_by` leaves out unread ones before its check.
         by_name.check_arguments(optimizers[0], given)
-    dtype, near_dtype = (
-        given.weights_precision.dtype,
-        (given.cache_precision or given.weights_precision).dtype,
-    )
+    dtype = given.weights_precision.dtype
+    near_dtype = (given.cache_precision or given.weights_precision).dtype
     # On CPUs, host and device memory are the same, so only caching makes a difference.
     elsewhere: Placement = "device" if default_platform() == "cpu" else "host"
     special: dict[EmbeddingLocation, Placement] = {EmbeddingLocation.DEVICE: "device"}
     special[EmbeddingLocation.MANAGED_CACHING] = "device" if given.enforce_hbm else "cached"
-    placed = [special.get(location, elsewhere) for _, _, location, _ in specs]
-    tables = [
-        TablePlan(
+    tables: list[TablePlan] = []
+    core_specs: dict[str, TableSpec] = {}
+    for (rows, dim, location, _), name, optimizer, rate in zip(
+        specs, names, optimizers, rates, strict=True
+    ):
+        placement = special.get(location, elsewhere)
+        table = TablePlan(
             name=name,
-            optimizer=own,
+            optimizer=optimizer,
             num_rows=rows,
             dim=dim,
             learning_rate=rate,
@@ -565,23 +560,30 @@ def make_plan(given: Arguments) -> TBEPlan:
             near_dtype=dtype if placement == "device" else near_dtype,
             placement=placement,
             rounds_stochastically=given.stochastic_rounding,
-            **by_name.trained_by(own, rate, given),
+            **by_name.trained_by(optimizer, rate, given),
         )
-        for name, own, rate, placement, (rows, dim, _, _) in zip(
-            names, optimizers, rates, placed, specs, strict=True
-        )
-    ]
-    for table in tables:
         _check_trained(table)
+        tables.append(table)
+        core_specs[name] = table.spec()
     if given.mesh is not None:
         _check_shared(tables, given.pooling_mode)
-    core_specs = {} if given.mesh is None else {table.name: table.spec() for table in tables}
-    placements = placement_of_tables(core_specs, devices, given.placement)
-    shared = tuple(
-        table._replace(shared_by=placements.get(table.name, "replicated")) for table in tables
-    )
-    pooling = given.pooling_mode.name.lower()
-    return TBEPlan(shared, features, pooling, feature_names, devices)
+    shared_by = placement_of_tables(core_specs, devices, given.placement)
+    placed = tuple(table._replace(shared_by=shared_by[table.name]) for table in tables)
+    return TBEPlan(placed, features, given.pooling_mode.name.lower(), feature_names, devices)
+
+
+def _default_feature_names(names: Sequence[str], features: Sequence[int]) -> list[str]:
+    """Name of the table of every feature, with a number if several features read it."""
+    readers = []
+    for feature, table in enumerate(features):
+        # `_check_specs` refuses a table number out of range, so any name will do here.
+        readers.append(names[table] if 0 <= table < len(names) else f"feature_{feature}")
+    numbered = []
+    for feature, name in enumerate(readers):
+        if readers.count(name) > 1:
+            name = f"{name}_{readers[:feature].count(name)}"
+        numbered.append(name)
+    return numbered
 
 
 def _check_specs(
@@ -593,12 +595,12 @@ def _check_specs(
     """Raises: ValueError: the declaration of a table or feature is impossible. Names it."""
     if not specs:
         raise ValueError("embedding_specs is empty; a module needs at least one table.")
-    for what, given, count in (
+    for argument, passed, count in (
         ("table_names", names, len(specs)),
         ("feature_names", feature_names, len(features)),
     ):
-        if len(given) != count or len(set(given)) != count:
-            raise ValueError(f"{what} must be {count} different names, got {list(given)}.")
+        if len(passed) != count or len(set(passed)) != count:
+            raise ValueError(f"{argument} must be {count} different names, got {list(passed)}.")
     for (rows, dim, location, compute_device), name in zip(specs, names, strict=True):
         if rows < 0 or dim < 1:
             raise ValueError(
@@ -618,7 +620,7 @@ def _check_specs(
             raise ValueError(
                 f"feature {feature_names[feature]!r} reads table {table}, but there are {len(specs)} tables."
             )
-    unread = [names[t] for t in range(len(specs)) if t not in features]
+    unread = [name for table, name in enumerate(names) if table not in features]
     if unread:
         raise ValueError(
             f"tables {unread} have no feature; each table needs one in feature_table_map."

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Num, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Num, PRNGKeyArray
 from numpy.typing import ArrayLike
 
 from rsembed.arrays import foreign_to_numpy, is_traced
@@ -23,7 +23,7 @@ from rsembed.storage.donation import kept
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.tbe import functional
 from rsembed.tbe.arguments import Arguments
-from rsembed.tbe.functional import TBEState, everywhere, rows_of
+from rsembed.tbe.functional import TBEState, everywhere
 from rsembed.tbe.host_rows import HostRows, state_bytes
 from rsembed.tbe.plan import TablePlan, TBEPlan, per_table
 
@@ -53,14 +53,25 @@ def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
     return rates
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
+@functools.partial(jax.jit, static_argnames=("num_rows", "dim"))
 def _uniform_rows(
-    key: PRNGKeyArray, first_row: Array | int, num_rows: int, dim: int, low: Array, high: Array
-) -> Array:
-    rows = first_row + jnp.arange(num_rows, dtype=jnp.int32)
-    return jax.vmap(
-        lambda row: low + (high - low) * jax.random.uniform(jax.random.fold_in(key, row), (dim,))
-    )(rows)
+    first_row: Int[Array, ""] | int,
+    num_rows: int,
+    *,
+    key: PRNGKeyArray,
+    dim: int,
+    low: Float[Array, ""],
+    high: Float[Array, ""],
+) -> Float[Array, "rows dim"]:
+    # Every row has a PRNG key, so blocks of rows can be drawn, without a second table.
+    def draw(row: Int[Array, ""]) -> Float[Array, " dim"]:
+        return low + (high - low) * jax.random.uniform(jax.random.fold_in(key, row), (dim,))
+
+    return jax.vmap(draw)(first_row + jnp.arange(num_rows, dtype=jnp.int32))
+
+
+def _cut(values: np.ndarray, first_row: int, num_rows: int) -> np.ndarray:
+    return values[first_row : first_row + num_rows]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -188,18 +199,12 @@ class TrainedTables(nnx.Module):
         """
         check_within("(-inf, inf)", max_val, "init_embedding_weights_uniform: max_val")
         check_within(f"(-inf, {max_val}]", min_val, "init_embedding_weights_uniform: min_val")
-        key = self.whole_state.key if key is None else key
-        bounds = jnp.float32(min_val), jnp.float32(max_val)
+        if key is None:
+            key = self.whole_state.key
+        draw = functools.partial(_uniform_rows, low=jnp.float32(min_val), high=jnp.float32(max_val))
         for number, table in enumerate(self.plan.tables):
-            own_key = jax.random.fold_in(key, number)
-
-            # Every row has a PRNG key, so blocks of rows can be drawn, without a second table.
-            def rows(
-                first: int, last: int, own_key: PRNGKeyArray = own_key, dim: int = table.dim
-            ) -> Array:
-                return _uniform_rows(own_key, first, last - first, dim, *bounds)
-
-            self._write_table(number, rows)
+            key_of_table = jax.random.fold_in(key, number)
+            self._write_table(number, functools.partial(draw, key=key_of_table, dim=table.dim))
 
     def split_embedding_weights(self) -> list[Array | np.ndarray]:
         """The weights of every table, `[rows, dim]`.
@@ -223,25 +228,21 @@ class TrainedTables(nnx.Module):
         Raises: ValueError: the table does not exist or has another shape, or a weight is not
           finite.
         """
-        names = [own.name for own in self.plan.tables]
+        names = [plan.name for plan in self.plan.tables]
         number = names.index(table) if table in names else table
         if not isinstance(number, int) or not 0 <= number < len(names):
             raise ValueError(f"there is no table {table!r}; there are {names}.")
-        values, shape = (
-            np.asarray(foreign_to_numpy(weights)),
-            (self.plan.tables[number].num_rows, self.plan.tables[number].dim),
-        )
-        check_type(values, Num[np.ndarray, "rows dim"], f"weights of table {names[number]!r}")
+        where = f"table {names[number]!r}"
+        plan = self.plan.tables[number]
+        values = np.asarray(foreign_to_numpy(weights))
+        check_type(values, Num[np.ndarray, "rows dim"], f"weights of {where}")
+        shape = plan.num_rows, plan.dim
         if values.shape != shape:
-            raise ValueError(
-                f"table {names[number]!r} has shape {shape}, the new weights {values.shape}."
-            )
+            raise ValueError(f"{where} has shape {shape}, the new weights {values.shape}.")
         if not allow_nonfinite:
-            check_finite(values, f"weights of table {names[number]!r}")
-        values = as_dtype(
-            values, self.plan.tables[number].dtype, f"table {names[number]!r}", "weights"
-        )
-        self._write_table(number, lambda first, last: values[first:last])
+            check_finite(values, f"weights of {where}")
+        values = as_dtype(values, plan.dtype, where, "weights")
+        self._write_table(number, functools.partial(_cut, values))
 
     def split_optimizer_states(self) -> list[list[Array | np.ndarray]]:
         """Optimizer states of every table, in the order of `state_names` of its plan.
@@ -262,12 +263,13 @@ class TrainedTables(nnx.Module):
         The number of steps, `iter`, is added for tables that have it in FBGEMM: with
         DECOUPLE_GLOBAL, and with COUNTER and ADAGRADW.
         """
-        by_table = zip(self.plan.tables, self.split_optimizer_states(), strict=True)
-        return [
-            dict(zip(table.torch_state_names, states, strict=True))
-            | ({"iter": self.step} if table.has_iter else {})
-            for table, states in by_table
-        ]
+        of_tables: list[dict[str, Array | np.ndarray]] = []
+        for table, states in zip(self.plan.tables, self.split_optimizer_states(), strict=True):
+            by_name = dict(zip(table.torch_state_names, states, strict=True))
+            if table.has_iter:
+                by_name["iter"] = self.step
+            of_tables.append(by_name)
+        return of_tables
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Everything that training changes, as numpy arrays.
@@ -275,24 +277,23 @@ class TrainedTables(nnx.Module):
         Names are `TABLE.weight`, `TABLE.sum` and so on for each table, then `step`, `learning_rate`
         and other numbers. `contents` is a fingerprint that `load_state_dict` checks.
         """
-        plan, found = self.plan, dict[str, np.ndarray]()
+        plan = self.plan
+        saved: dict[str, np.ndarray] = {}
         with self._alone():
             self.flush()
             state = self.whole_state
             for number, table in enumerate(plan.tables):
-                found |= zip(_entries(table), map(np.array, self._read_table(number)), strict=True)
-        rates = np.asarray(state.learning_rates)
-        found["step"] = np.asarray(state.step)
+                saved |= zip(_entries(table), map(np.array, self._read_table(number)), strict=True)
+        saved["step"] = np.asarray(state.step)
         if plan.has_passes and state.passed_step != state.step:  # A `vjp` has begun the next step.
-            found["passed_step"] = np.asarray(state.passed_step)
-        found["learning_rate"] = np.asarray(
-            [rates[plan.places[t][0]] for t in range(len(plan.tables))]
-        )
-        found["max_counter"] = np.asarray(state.max_counter)
-        found["key"] = np.asarray(jax.random.key_data(state.key))
+            saved["passed_step"] = np.asarray(state.passed_step)
+        group_of_table = [group for group, _ in plan.places]
+        saved["learning_rate"] = np.asarray(state.learning_rates)[group_of_table]
+        saved["max_counter"] = np.asarray(state.max_counter)
+        saved["key"] = np.asarray(jax.random.key_data(state.key))
         # As numbers, because some file formats hold no texts.
-        found["contents"] = np.frombuffer(plan.contents.text.encode(), np.uint8)
-        return found
+        saved["contents"] = np.frombuffer(plan.contents.text.encode(), np.uint8)
+        return saved
 
     def load_state_dict(
         self, state_dict: Mapping[str, ArrayLike], *, allow_nonfinite: bool = False
@@ -314,53 +315,43 @@ class TrainedTables(nnx.Module):
         The module does not change if an error is raised.
         """
         check_type(state_dict, Mapping, "the state dict")
-        plan, given, expected = self.plan, state_dict, dict[str, jax.ShapeDtypeStruct]()
-        of_squares: set[str] = set()
+        plan = self.plan
+        expected: dict[str, jax.ShapeDtypeStruct] = {}
+        non_negative: set[str] = set()
         for table in plan.tables:
             expected |= _entries(table)
-            of_squares |= _non_negative_entries(table)
-        given = {name: foreign_to_numpy(array) for name, array in given.items()}
-        missing, unknown = (
-            sorted(set(expected) - set(given)),
-            sorted(set(given) - set(expected) - _OPTIONAL),
-        )
+            non_negative |= _non_negative_entries(table)
+        saved = {name: foreign_to_numpy(array) for name, array in state_dict.items()}
+        missing = sorted(set(expected) - set(saved))
+        unknown = sorted(set(saved) - set(expected) - _OPTIONAL)
         if missing or unknown:
             raise ValueError(f"the state dict lacks {missing} and has unknown entries {unknown}.")
         for name, entry in expected.items():
-            check_type(given[name], Num[np.ndarray, "..."], repr(name))
-            if np.shape(given[name]) != entry.shape:
+            check_type(saved[name], Num[np.ndarray, "..."], repr(name))
+            if np.shape(saved[name]) != entry.shape:
                 raise ValueError(
-                    f"{name!r} has shape {np.shape(given[name])}, but the module has {entry.shape}."
+                    f"{name!r} has shape {np.shape(saved[name])}, but the module has {entry.shape}."
                 )
             if not allow_nonfinite:
-                check_finite(
-                    given[name], f"the state dict: {name!r}", may_be_negative=name not in of_squares
-                )
-            as_dtype(given[name], entry.dtype, "the state dict", name)
-        if "contents" in given:
-            found = Fingerprint(np.asarray(given["contents"], np.uint8).tobytes().decode())
-            way_out = (
-                "Construct the module as the saved one was; to take the numbers all the same, leave out "
-                "'contents'."
-            )
+                where = f"the state dict: {name!r}"
+                check_finite(saved[name], where, may_be_negative=name not in non_negative)
+            as_dtype(saved[name], entry.dtype, "the state dict", name)
+        if "contents" in saved:
             check_same(
-                found,
+                Fingerprint(np.asarray(saved["contents"], np.uint8).tobytes().decode()),
                 plan.contents,
                 what="the state dict does not belong to this module",
-                way_out=way_out,
+                way_out="Construct the module as the saved one was; to take the numbers all the same, leave out "
+                "'contents'.",
             )
-        changes = self._numbers_of(given)
+        numbers = self._numbers_of(saved)
         functional.check_state(plan, self.state.get_value())
         self.reset_cache_states(discard=True)  # All cached rows are replaced below.
         for number, table in enumerate(plan.tables):
-            for k, name in enumerate(_entries(table)):
-                values = np.asarray(given[name]).reshape(table.num_rows, -1)
-
-                def part(first: int, last: int, values: np.ndarray = values) -> np.ndarray:
-                    return values[first:last]
-
-                self._write_table(number, part, array=k)
-        self.state.set_value(self.state.get_value()._replace(**everywhere(self.plan, changes)))
+            for array, name in enumerate(_entries(table)):
+                values = np.asarray(saved[name]).reshape(table.num_rows, -1)
+                self._write_table(number, functools.partial(_cut, values), array=array)
+        self.state.set_value(self.state.get_value()._replace(**everywhere(plan, numbers)))
 
     def state_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes of `weights` and `optimizer_states` of every table and, as `total`, of all tables.
@@ -429,96 +420,101 @@ class TrainedTables(nnx.Module):
         return self.host_rows
 
     def _write_table(
-        self, table: int, rows: Callable[[int, int], ArrayLike], *, array: int = 0
+        self, number: int, rows: Callable[[int, int], ArrayLike], *, array: int = 0
     ) -> None:
         """Overwrites the weights or an optimizer state of a table, in blocks.
 
         Args:
-          table: number of the table.
-          rows: function from the first row and the end of a block to its values.
+          number: number of the table.
+          rows: function from the first row and the number of rows of a block to its values.
           array: 0 for the weights, k for the k-th optimizer state.
         """
-        own, (number, first_row) = self.plan.tables[table], self.plan.places[table]
+        table = self.plan.tables[number]
+        group, first_row = self.plan.places[number]
         with self._alone():
-            if own.is_cached:
+            if table.is_cached:
                 self.reset_cache_states()
-            for first in range(0, own.num_rows, ROWS_PER_BLOCK):
-                state, last = self.whole_state, min(first + ROWS_PER_BLOCK, own.num_rows)
-                values = np.array(rows(first, last))
-                if own.is_cached:
-                    stored = self.host_rows.groups[number].backing.arrays[array]  # type: ignore[union-attr]
-                    stored[first_row + first : first_row + last] = values
+            for first in range(0, table.num_rows, ROWS_PER_BLOCK):
+                state = self.whole_state
+                num_rows = min(ROWS_PER_BLOCK, table.num_rows - first)
+                values = np.array(rows(first, num_rows))
+                if table.is_cached:
+                    stored = self._host_arrays(group)[array]
+                    stored[first_row + first : first_row + first + num_rows] = values
                 else:
-                    self._put(
-                        state,
-                        number,
-                        array,
-                        values,
-                        rows_of(self.plan, table, np.arange(first, last)),
-                    )
+                    self._put(state, group, array, values, self._rows_of(number, first, num_rows))
 
     def _put(
-        self, state: TBEState, number: int, array: int, values: np.ndarray, rows: np.ndarray
+        self, state: TBEState, group: int, array: int, values: np.ndarray, rows: np.ndarray
     ) -> None:
         """Overwrites rows of one array of a group on the device."""
-        arrays = list(state.arrays(number))
+        arrays = list(state.arrays(group))
 
         def keep(changed: Array) -> None:
             arrays[array] = changed
-            self.state.set_value(state.with_arrays(number, arrays))
+            self.state.set_value(state.with_arrays(group, arrays))
 
         kept(keep, _put_rows, arrays[array], values, rows)
 
-    def _read_table(self, table: int) -> list[Array | np.ndarray]:
-        """Weights and states of one table, with the shapes of a state dict. Call `flush` before."""
-        state, own, (number, first_row) = (
-            self.whole_state,
-            self.plan.tables[table],
-            self.plan.places[table],
+    def _rows_of(self, number: int, first: int, num_rows: int) -> Int[np.ndarray, " rows"]:
+        """Rows of consecutive ids of a table in the arrays of its group on the device."""
+        group, _ = self.plan.places[number]
+        layout = self.plan.stacks[group].layout
+        rows: np.ndarray = layout.rows(
+            self.plan.tables[number].name, np.arange(first, first + num_rows)
         )
-        arrays: list[Array | np.ndarray] = []
-        if own.is_cached:
-            for stored in self.host_rows.groups[number].backing.arrays:  # type: ignore[union-attr]
-                arrays.append(view := stored[first_row : first_row + own.num_rows])
-                view.flags.writeable = False
-        else:
-            rows = rows_of(self.plan, table, np.arange(own.num_rows))
-            arrays = everywhere(self.plan, [array[rows] for array in state.arrays(number)])
-        return [
-            array.reshape(entry.shape)
-            for array, entry in zip(arrays, _entries(own).values(), strict=True)
-        ]
+        return rows
 
-    def _numbers_of(self, given: Mapping[str, ArrayLike]) -> dict[str, Array]:
-        """The entries of a state dict that belong to no table.
+    def _host_arrays(self, group: int) -> Sequence[np.ndarray]:
+        """Weights and states of a cached group on the host."""
+        return self.host_rows.groups[group].backing.arrays  # type: ignore[union-attr]
+
+    def _read_table(self, number: int) -> list[Array | np.ndarray]:
+        """Weights and states of one table, with the shapes of a state dict. Call `flush` before."""
+        state, table = self.whole_state, self.plan.tables[number]
+        group, first_row = self.plan.places[number]
+        arrays: list[Array | np.ndarray] = []
+        if table.is_cached:
+            for stored in self._host_arrays(group):
+                view = _cut(stored, first_row, table.num_rows)
+                view.flags.writeable = False
+                arrays.append(view)
+        else:
+            rows = self._rows_of(number, 0, table.num_rows)
+            arrays = everywhere(self.plan, [array[rows] for array in state.arrays(group)])
+        entries = _entries(table).values()
+        return [array.reshape(entry.shape) for array, entry in zip(arrays, entries, strict=True)]
+
+    def _numbers_of(self, saved: Mapping[str, ArrayLike]) -> dict[str, Array]:
+        """The entries of a state dict that belong to no table, by field of the state.
 
         Raises: ValueError, TypeError: an entry has another shape or type, or is out of range.
         """
-        plan, changes = self.plan, dict[str, Array]()
-        for name in _NUMBERS.keys() & set(given):
-            check_type(given[name], _NUMBERS[name], repr(name))
-            changes[name] = jnp.asarray(
-                given[name], jnp.float32 if name == "max_counter" else jnp.int32
-            )
-        if "step" in changes:
-            changes.setdefault("passed_step", changes["step"] + 0)
-        if "key" in given:
-            data, shape = np.asarray(given["key"]), jax.random.key_data(jax.random.key(0)).shape
+        tables = self.plan.tables
+        numbers: dict[str, Array] = {}
+        for name in _NUMBERS.keys() & set(saved):
+            check_type(saved[name], _NUMBERS[name], repr(name))
+            dtype = jnp.float32 if name == "max_counter" else jnp.int32
+            numbers[name] = jnp.asarray(saved[name], dtype)
+        if "step" in numbers:
+            numbers.setdefault("passed_step", numbers["step"] + 0)
+        if "key" in saved:
+            data = np.asarray(saved["key"])
+            shape = jax.random.key_data(jax.random.key(0)).shape
             if data.shape != shape or not np.issubdtype(data.dtype, np.integer):
                 raise ValueError(
                     f"'key' must be integers of shape {shape}, got {data.dtype} of shape {data.shape}."
                 )
-            changes["key"] = jax.random.wrap_key_data(jnp.asarray(data, jnp.uint32))
-        rates = given.get("learning_rate")
-        if rates is not None and not any(callable(table.learning_rate) for table in plan.tables):
-            if np.shape(rates) not in ((), (1,), (len(plan.tables),)):
+            numbers["key"] = jax.random.wrap_key_data(jnp.asarray(data, jnp.uint32))
+        rates = saved.get("learning_rate")
+        if rates is not None and not any(callable(table.learning_rate) for table in tables):
+            if np.shape(rates) not in ((), (1,), (len(tables),)):
                 raise ValueError(
                     f"'learning_rate' has shape {np.shape(rates)}; give one number, or one for each table."
                 )
-            changes["learning_rates"] = _rates_of_groups(
-                plan, np.broadcast_to(rates, len(plan.tables)).tolist()
-            )
-        return changes
+            of_tables = np.broadcast_to(rates, len(tables)).tolist()
+            numbers["learning_rates"] = _rates_of_groups(self.plan, of_tables)
+        return numbers
 
 
 def _rates_of_groups(
@@ -537,14 +533,14 @@ def _rates_of_groups(
             raise ValueError(
                 "the learning rate is a schedule; construct the module with a number to set it later."
             )
-        own = {by_table[t] for t in group.tables}
-        if len(own) > 1:
-            names = [plan.tables[t].name for t in group.tables]
+        of_group = {by_table[table] for table in group.tables}
+        if len(of_group) > 1:
+            names = [plan.tables[table].name for table in group.tables]
             raise ValueError(
-                f"tables {names} share an array and so one learning rate, but were given {sorted(own)}; construct the "
-                "module with different rates to keep them apart."
+                f"tables {names} share an array and so one learning rate, but were given {sorted(of_group)}; construct "
+                "the module with different rates to keep them apart."
             )
-        rates.append(own.pop())
+        rates.append(of_group.pop())
     return jnp.asarray(rates, jnp.float32)
 
 
@@ -553,18 +549,21 @@ def _non_negative_entries(table: TablePlan) -> set[str]:
     if table.rule is None:
         return set()
     # The names of the rule's slots come first. Names of copies of the table follow them.
-    names = zip(getattr(table.rule.slot_type, "_fields", ()), table.torch_state_names, strict=False)
-    return {
-        f"{table.name}.{label}" for slot, label in names if slot in table.rule.non_negative_slots
-    }
+    slots = getattr(table.rule.slot_type, "_fields", ())
+    entries = set()
+    for slot, state in zip(slots, table.torch_state_names, strict=False):
+        if slot in table.rule.non_negative_slots:
+            entries.add(f"{table.name}.{state}")
+    return entries
 
 
 def _entries(table: TablePlan) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of a table's entries in a state dict, by name. Row-wise states are flat."""
+    whole, flat = (table.num_rows, table.dim), (table.num_rows,)
+    entries = {f"{table.name}.weight": jax.ShapeDtypeStruct(whole, table.dtype)}
     # With dim 1, states `[1, 1]` and `[1, dim]` would have equal shapes.
     slots = table._replace(dim=2).first_slots()
-    kinds = [(False, table.dtype), *((slot.shape[1] == 1, slot.dtype) for slot in slots)]
-    labels = [f"{table.name}.{label}" for label in ("weight", *table.torch_state_names)]
-    whole, flat = (table.num_rows, table.dim), (table.num_rows,)
-    entries = [jax.ShapeDtypeStruct(flat if is_flat else whole, dtype) for is_flat, dtype in kinds]
-    return dict(zip(labels, entries, strict=True))
+    for state, slot in zip(table.torch_state_names, slots, strict=True):
+        shape = flat if slot.shape[1] == 1 else whole
+        entries[f"{table.name}.{state}"] = jax.ShapeDtypeStruct(shape, slot.dtype)
+    return entries
