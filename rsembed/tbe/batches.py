@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 from numpy.typing import ArrayLike
 
 from rsembed.arrays import check_unmasked, is_traced
-from rsembed.bags import PAD_ID, Bags, narrow_ids
-from rsembed.checks import check_type
+from rsembed.bags import PAD_ID, Bags, Jagged, narrow_ids
+from rsembed.checks import check_finite, check_type
 from rsembed.collection import inputs
 from rsembed.collection.inputs import is_unknown
 from rsembed.collection.prepared import PreparedBatch
 from rsembed.kernels.contract import Call
 from rsembed.parallel.agreement import Agreement
+from rsembed.row_gradients import check_gradient
 from rsembed.sizes import padded_size
 from rsembed.tbe.arguments import BoundsCheckMode
-from rsembed.tbe.plan import AnyBatch, TBEPlan, engine_of, identity, with_list
+from rsembed.tbe.plan import AnyBatch, BagSizes, TBEPlan, engine_of, identity, list_of, with_list
 
 AnyArray: TypeAlias = Array | np.ndarray
 Count: TypeAlias = int | np.integer | Array
@@ -63,11 +64,12 @@ def read(
     Raises: TypeError, ValueError: the batch does not fit the plan, or, in mode FATAL, an id or
       offset is out of range or a weight is not finite.
     """
-    given = (indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
+    arrays = indices, offsets, per_sample_weights
+    sizes = batch_size_per_feature_per_rank
     # If one process refuses its part of the batch, `Agreement` raises in all processes.
-    with Agreement(plan.devices.known_mesh, "the batch", given):
+    with Agreement(plan.devices.known_mesh, "the batch", (*arrays, sizes)):
         if isinstance(indices, (Call, PreparedBatch)):
-            if any(own is not None for own in given[1:]):
+            if any(argument is not None for argument in (*arrays[1:], sizes)):
                 raise ValueError(
                     "a prepared batch holds offsets, weights and sizes; pass none of them beside it."
                 )
@@ -76,20 +78,22 @@ def read(
                     "the batch was prepared for other tables than the module's; prepare it by the latter."
                 )
             return indices, None, None
-        if plan.is_shared and is_unknown(given[:3]):
+        if plan.is_shared and is_unknown(arrays):
             raise ValueError(
                 "on a mesh, indices and offsets cannot be split inside jit; bring them into form before, with batch = "
                 "module.prepare(indices, offsets), and pass batch in their place."
             )
-        return _checked(plan, mode, _jagged(plan, *given))
+        return _checked(plan, mode, _call_of(plan, *arrays, sizes))
 
 
 def _is_of(plan: TBEPlan, mode: BoundsCheckMode, batch: AnyBatch) -> bool:
     """Whether a prepared batch fits the plan's devices, features, rows and pooling."""
     if isinstance(batch, PreparedBatch):
         return batch.made_for == identity(plan, checks=mode != BoundsCheckMode.NONE)
-    places = [(plan.combiner, *plan.places[t], plan.tables[t].num_rows) for t in plan.features]
-    return not plan.is_shared and [segment[3:] for segment in batch.segments] == places
+    readers = []
+    for table in plan.features:
+        readers.append((plan.combiner, *plan.places[table], plan.tables[table].num_rows))
+    return not plan.is_shared and [segment[3:] for segment in batch.segments] == readers
 
 
 def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
@@ -99,17 +103,14 @@ def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
 
     Raises: ValueError: the processes disagree, or the devices do not divide the samples.
     """
-    bags = {}
-    (listed,) = batch.lists
-    offsets = np.asarray(listed.offsets)
-    for name, segment in zip(plan.feature_names, batch.segments, strict=True):
-        ends = offsets[segment.first_bag : segment.first_bag + segment.num_bags + 1]
-        own = slice(int(ends[0]), int(ends[-1]))
-        weights = None if listed.weights is None else np.asarray(listed.weights[own])
-        bags[name] = Bags(np.asarray(listed.ids[own]), ends - ends[0], weights)
+    ids = list_of(batch)
+    offsets = np.asarray(ids.offsets)
+    in_bags = slice(int(offsets[0]), int(offsets[-1]))
+    weights = None if ids.weights is None else ids.weights[in_bags]
+    names = plan.feature_names
     return inputs.prepare(
         engine_of(plan).features,
-        bags,
+        Jagged(ids.ids[in_bags], np.diff(offsets), features=names, weights=weights),
         plan.devices,
         bounds_check="ignore",
         lists=plan.list_of_feature,
@@ -129,29 +130,33 @@ def weights_in_order(prepared: PreparedBatch, batch: Call) -> Float[Array, " nnz
       prepared: result of `split`, with weights or their gradients.
       batch: the flat batch that was split.
     """
-    (listed,) = batch.lists
-    offsets = np.asarray(listed.offsets)
+    ids = list_of(batch)
+    offsets = np.asarray(ids.offsets)
     before = jnp.zeros(int(offsets[0]))
-    after = jnp.zeros(listed.num_entries - int(offsets[-1]))
-    return jnp.concatenate(
-        [before, *map(jnp.asarray, weights_by_feature(prepared).values()), after]
-    )
+    after = jnp.zeros(ids.ids.shape[0] - int(offsets[-1]))
+    in_bags = map(jnp.asarray, weights_by_feature(prepared).values())
+    return jnp.concatenate([before, *in_bags, after])
 
 
-def _jagged(
-    plan: TBEPlan, indices: PyTree, offsets: PyTree, weights: PyTree, sizes: PyTree
+def _call_of(
+    plan: TBEPlan,
+    indices: ArrayLike,
+    offsets: ArrayLike | None,
+    weights: ArrayLike | None,
+    sizes: Sequence[Sequence[int]] | None,
 ) -> Call:
     """One batch from the arguments of a call. Checks types and shapes, but no ids or offsets."""
     if offsets is None:
         raise TypeError("offsets is missing; pass indices and offsets.")
     ids, ends = _integers(indices, "indices"), _integers(offsets, "offsets")
+    by_rank: BagSizes | None = None
     if sizes is not None:
         check_type(
             sizes, Sequence[Sequence[int]], "batch_size_per_feature_per_rank [feature][rank]"
         )
-        sizes = tuple(tuple(int(n) for n in own) for own in sizes)
+        by_rank = tuple(tuple(map(int, of_feature)) for of_feature in sizes)
         if plan.is_shared:
-            num_bags = [sum(own) for own in sizes]
+            num_bags = list(map(sum, by_rank))
             way_out = "add bags without ids, and " if len(set(num_bags)) > 1 else ""
             raise ValueError(
                 f"on a mesh all features need equally many bags, got {num_bags}; {way_out}leave "
@@ -162,10 +167,9 @@ def _jagged(
                 "batch_size_per_feature_per_rank needs pooled bags; PoolingMode.NONE returns one row per id."
             )
     if weights is not None:
-        check_unmasked(weights, "per_sample_weights")
-        weights = weights if isinstance(weights, jax.Array) else np.asarray(weights)
-        if not jnp.issubdtype(weights.dtype, jnp.floating):
-            raise TypeError(f"per_sample_weights must be floats, got {weights.dtype}.")
+        check_gradient(weights, "per_sample_weights")
+        if not isinstance(weights, jax.Array):
+            weights = np.asarray(weights)
         if weights.shape != ids.shape:
             raise ValueError(
                 f"per_sample_weights has shape {tuple(weights.shape)}, but there are {ids.shape[0]} indices; pass one "
@@ -177,35 +181,29 @@ def _jagged(
                 "drops it silently); multiply the output, or pool."
             )
         weights = weights.astype(np.float32)
-    return plan.batch(ids, ends, weights, sizes)
+    return plan.batch(ids, ends, weights, by_rank)
 
 
-def _integers(values: ArrayLike, what: str) -> AnyArray:
-    check_unmasked(values, what)
+def _integers(values: ArrayLike, name: str) -> AnyArray:
+    check_unmasked(values, name)
     array: AnyArray = values if isinstance(values, jax.core.Tracer) else np.asarray(values)
     if array.ndim == 1 and array.size == 0:
         array = array.astype(np.int32)  # numpy reads an empty list as float64
     if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(
-            f"{what} must be a flat array of integers, got {array.dtype} of shape {array.shape}."
+            f"{name} must be a flat array of integers, got {array.dtype} of shape {array.shape}."
         )
     return array
 
 
 def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> tuple[Call, Count, str | None]:
-    is_known, mistake = not is_traced((batch.lists[0].ids, batch.lists[0].offsets)), None
-    is_fatal, num_corrected = mode == BoundsCheckMode.FATAL, cast(Count, 0)
-    if (
-        is_known
-        and is_fatal
-        and batch.lists[0].weights is not None
-        and not is_traced(batch.lists[0].weights)
-    ):
-        weights = np.asarray(batch.lists[0].weights)
-        if not np.isfinite(weights).all():
-            place = int(np.isfinite(weights).argmin())
-            wrong = f"{weights[place]} at index {place} is not finite"
-            raise ValueError(f"per_sample_weights: {wrong}; clean the weights.")
+    ids = list_of(batch)
+    is_known = not is_traced((ids.ids, ids.offsets))
+    is_fatal = mode == BoundsCheckMode.FATAL
+    mistake = None
+    num_corrected: Count = 0
+    if is_known and is_fatal and ids.weights is not None:
+        check_finite(ids.weights, "per_sample_weights", way_out="clean the weights")
     if is_known and mode != BoundsCheckMode.NONE:
         mistake = _first_mistake(plan, batch, may_begin_later=not is_fatal)
         if mistake and is_fatal:
@@ -213,11 +211,13 @@ def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> tuple[Call, C
     if mode != BoundsCheckMode.NONE and (mistake or not is_known):
         repaired, num_corrected = _repaired(plan, batch)
         batch = batch if is_fatal else repaired
-    batch = with_list(
-        batch, ids=narrow_ids(batch.lists[0].ids), offsets=narrow_ids(batch.lists[0].offsets)
-    )
-    warns = mode == BoundsCheckMode.WARNING
-    return batch, num_corrected if warns or is_fatal else 0, mistake if warns else None
+    ids = list_of(batch)
+    batch = with_list(batch, ids=narrow_ids(ids.ids), offsets=narrow_ids(ids.offsets))
+    if is_fatal:
+        return batch, num_corrected, None
+    if mode == BoundsCheckMode.WARNING:
+        return batch, num_corrected, mistake
+    return batch, 0, None
 
 
 # Bounds
@@ -251,10 +251,10 @@ def _repaired(plan: TBEPlan, batch: Call) -> tuple[Call, Count]:
 
     Source: FBGEMM, BoundsCheckMode.WARNING.
     """
-    (listed,) = batch.lists
-    num_ids = listed.num_entries
-    xp: Any = jnp if is_traced((listed.ids, listed.offsets)) else np
-    ids, offsets = narrow_ids(xp.asarray(listed.ids)), xp.asarray(listed.offsets)
+    (entries,) = batch.lists
+    num_ids = entries.num_entries
+    xp: Any = jnp if is_traced((entries.ids, entries.offsets)) else np
+    ids, offsets = narrow_ids(xp.asarray(entries.ids)), xp.asarray(entries.offsets)
     ends: Any = xp.clip(offsets, 0, num_ids)
     is_last = xp.arange(ends.shape[0]) == ends.shape[0] - 1
     ends = xp.where(is_last, xp.asarray(num_ids, ends.dtype), ends)
@@ -279,10 +279,11 @@ def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str 
       batch: the batch, not traced.
       may_begin_later: whether the first offset may be above 0. Ids before it are in no bag.
     """
-    ids, offsets = np.asarray(batch.lists[0].ids), np.asarray(batch.lists[0].offsets)
+    (entries,) = batch.lists
+    ids, offsets = np.asarray(entries.ids), np.asarray(entries.offsets)
     if offsets[0] < 0 or (offsets[0] and not may_begin_later):
         return f"offsets begin with {int(offsets[0])}, but the first bag must begin at 0."
-    first_bags = [0, *itertools.accumulate(plan.bags_of(batch))]
+    first_bags = np.cumsum([0, *plan.bags_of(batch)])
     falls = offsets[1:] < offsets[:-1]
     if falls.size and (falls.any() or offsets[-1] > ids.size):
         bag = int((falls | (offsets[1:] > ids.size)).argmax())
@@ -294,22 +295,25 @@ def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str 
         )
     if offsets[-1] != ids.size:
         return f"the last offset is {int(offsets[-1])}, but there are {ids.size} ids; they must be equal."
-    for name, t, bags in zip(
-        plan.feature_names, plan.features, itertools.pairwise(first_bags), strict=True
-    ):
-        (first, last), table = offsets[list(bags)].tolist(), plan.tables[t]
-        own = ids[first:last]
-        if own.size and (own.min() < PAD_ID or own.max() >= table.num_rows):
-            bad = np.flatnonzero((own < PAD_ID) | (own >= table.num_rows))
-            place = first + int(bad[0])
-            bag = int(np.searchsorted(offsets, place, side="right")) - 1
-            return (
-                f"feature {name!r}: id {int(ids[place])} at position {place - int(offsets[bag])} of bag "
-                f"{bag - bags[0]} is outside table {table.name!r} with {table.num_rows} rows ({bad.size} such ids in "
-                f"this feature); enlarge the table, hash the ids first, use {PAD_ID} for missing ids, or choose "
-                "BoundsCheckMode.WARNING to read row 0 instead."
-            )
-    return None
+    starts = offsets[first_bags]
+    has_ids = np.flatnonzero(np.diff(starts))
+    limits = np.asarray([plan.tables[table].num_rows for table in plan.features])
+    is_bad = np.minimum.reduceat(ids, starts[has_ids]) < PAD_ID
+    is_bad |= np.maximum.reduceat(ids, starts[has_ids]) >= limits[has_ids]
+    if not is_bad.any():
+        return None
+    feature = int(has_ids[is_bad.argmax()])
+    table = plan.tables[plan.features[feature]]
+    ids_of_feature = ids[starts[feature] : starts[feature + 1]]
+    is_outside = (ids_of_feature < PAD_ID) | (ids_of_feature >= table.num_rows)
+    position = int(starts[feature] + is_outside.argmax())
+    bag = int(np.searchsorted(offsets, position, side="right")) - 1
+    return (
+        f"feature {plan.feature_names[feature]!r}: id {int(ids[position])} at position "
+        f"{position - int(offsets[bag])} of bag {bag - int(first_bags[feature])} is outside table {table.name!r} with "
+        f"{table.num_rows} rows ({int(is_outside.sum())} such ids in this feature); enlarge the table, hash the ids "
+        f"first, use {PAD_ID} for missing ids, or choose BoundsCheckMode.WARNING to read row 0 instead."
+    )
 
 
 # For the module
@@ -317,14 +321,14 @@ def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str 
 
 def with_room(batch: Call) -> Call:
     """The batch padded to a power of two of ids. Padding follows the last offset, in no bag."""
-    (listed,) = batch.lists
-    bags: Any = Bags(listed.ids, listed.all_offsets(), listed.weights).pad_to(
-        padded_size(listed.num_entries)
-    )
+    (ids,) = batch.lists
+    bags = Bags(ids.ids, ids.all_offsets(), ids.weights).pad_to(padded_size(ids.num_entries))
     return with_list(batch, ids=bags.ids, weights=bags.weights)
 
 
-def mask_of_ids(plan: TBEPlan, batch: AnyBatch, feature_requires_grad: ArrayLike) -> PyTree:
+def mask_of_ids(
+    plan: TBEPlan, batch: AnyBatch, feature_requires_grad: ArrayLike
+) -> Array | dict[str, Array]:
     """The entry of `feature_requires_grad` for each id's feature.
 
     Returns: array with one entry per id, or, for a batch prepared on a mesh, a dictionary with one
@@ -332,15 +336,14 @@ def mask_of_ids(plan: TBEPlan, batch: AnyBatch, feature_requires_grad: ArrayLike
 
     Raises: ValueError: there is not one entry per feature.
     """
-    num_features, mask = len(plan.features), jnp.asarray(feature_requires_grad, jnp.float32)
+    num_features = len(plan.features)
+    mask = jnp.asarray(feature_requires_grad, jnp.float32)
     if mask.shape != (num_features,):
         raise ValueError(
             f"feature_requires_grad has shape {mask.shape}; give {num_features} numbers."
         )
     if isinstance(batch, PreparedBatch):
         return dict(zip(plan.feature_names, mask, strict=True))
-    num_bags = plan.bags_of(batch)
-    starts = feature_starts(jnp.asarray(batch.lists[0].offsets), num_bags)
-    return repeat_by_feature(
-        jnp.concatenate([jnp.zeros(1), mask]), starts, batch.lists[0].ids.shape[0]
-    )
+    (ids,) = batch.lists
+    starts = feature_starts(jnp.asarray(ids.offsets), plan.bags_of(batch))
+    return repeat_by_feature(jnp.concatenate([jnp.zeros(1), mask]), starts, ids.num_entries)

@@ -8,14 +8,15 @@ import functools
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 from numpy.typing import ArrayLike
 
 from rsembed.arrays import is_traced
@@ -52,6 +53,8 @@ _backward = jax.jit(
 )
 _row_gradients = jax.jit(functional.row_gradients, static_argnums=0, static_argnames="max_gradient")
 _apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
+WeightGradients: TypeAlias = Array | dict[str, Array | np.ndarray] | None
+"""Gradients of the weights of ids, in their form: an array, or arrays by feature."""
 _EVALUATES = "the module is in evaluation mode, which never trains; call train() first."
 
 
@@ -221,16 +224,17 @@ class TableBatchedEmbeddingBags(TrainedTables):
         placement: str | Mapping[str, str] | None = None,
         rngs: nnx.Rngs | None = None,
     ):
-        given = Arguments.of(locals(), inspect.signature(TableBatchedEmbeddingBags.__init__))
-        self.arguments = nnx.static(given)
-        self.bounds_check_mode = given.bounds_check_mode
-        self.plan = plans.make_plan(given)
+        settings = Arguments.of(locals(), inspect.signature(TableBatchedEmbeddingBags.__init__))
+        self.arguments = nnx.static(settings)
+        self.bounds_check_mode = settings.bounds_check_mode
+        self.plan = plans.make_plan(settings)
         self.feature_names = self.plan.feature_names
-        host_rows.warn_of_arguments(self.plan, given)
-        self.output_dtype = given.output_dtype.dtype
+        host_rows.warn_of_arguments(self.plan, settings)
+        self.output_dtype = settings.output_dtype.dtype
         self.max_gradient = max_gradient if gradient_clipping else None
-        self.deterministic = self._has_warned = False
-        self._host_rows = HostRows(self.plan, given) if self.plan.has_cache else None
+        self.deterministic = False
+        self._has_warned = False
+        self._host_rows = HostRows(self.plan, settings) if self.plan.has_cache else None
         key = (rngs or nnx.Rngs(0)).params()
         self.state = TBEVariable(
             host_rows.first_state(self.plan, key, self._host_rows, plans.device_of(device))
@@ -297,11 +301,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
         if self.deterministic:
             raise RuntimeError(_EVALUATES)
         batch = self._read(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
-        mask = (
-            None
-            if feature_requires_grad is None
-            else batches.mask_of_ids(self.plan, batch, feature_requires_grad)
-        )
+        mask = None
+        if feature_requires_grad is not None:
+            mask = batches.mask_of_ids(self.plan, batch, feature_requires_grad)
         with self._alone():
             self._begin_step()  # After the checks: an invalid batch must not change the tables.
             near = self._brought(batch)
@@ -319,12 +321,13 @@ class TableBatchedEmbeddingBags(TrainedTables):
         Raises: ValueError: the gradients belong to a module with other tables, or rows and values
           do not fit each other.
         """
-        rows, tables = functional.row_counts(self.plan), [group.table for group in self.plan.groups]
-        axes = {table.name: (1, table.dim) for table in tables}
-        check_belong(row_gradients, self.plan.row_layout, rows, axes)
+        num_rows = functional.row_counts(self.plan)
+        axes = {group.table.name: (1, group.table.dim) for group in self.plan.groups}
+        check_belong(row_gradients, self.plan.row_layout, num_rows, axes)
+        keep = self.state.set_value
         with self._alone():
             self._begin_step()
-            host, keep = self.host_rows, self.state.set_value
+            host = self.host_rows
             state = self.whole_state
             rates = learning_rates(self.plan, state)
             if host is not None:
@@ -355,13 +358,14 @@ class TableBatchedEmbeddingBags(TrainedTables):
             raise RuntimeError(
                 "prepare brings a batch to the devices before a compiled step; call it outside of jit."
             )
+        if not isinstance(batch, Call):
+            return batch
         if self.plan.is_shared:
-            batch = self._brought(batch)
-        elif isinstance(batch, Call):
-            batch = jax.tree.map(
-                jnp.asarray, batch if self.plan.pooling == "none" else batches.with_room(batch)
-            )
-        return batch
+            return self._brought(batch)
+        if self.plan.pooling != "none":
+            batch = batches.with_room(batch)
+        on_device: Call = jax.tree.map(jnp.asarray, batch)
+        return on_device
 
     def prefetch(
         self,
@@ -382,12 +386,12 @@ class TableBatchedEmbeddingBags(TrainedTables):
         """
         del forward_stream
         with self._alone():
-            if (host := self.host_rows) is None:
+            host = self.host_rows
+            if host is None:
                 return
             batch = self._read(indices, offsets, None, batch_size_per_feature_per_rank)
-            if not isinstance(batch, Call) or is_traced(
-                (batch.lists[0].ids, batch.lists[0].offsets)
-            ):
+            ids = plans.list_of(batch)
+            if not isinstance(batch, Call) or is_traced((ids.ids, ids.offsets)):
                 raise RuntimeError(
                     "prefetch works beside compiled programs; call it outside of jit."
                 )
@@ -436,7 +440,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
             return batch
         if self.plan.is_shared:
             return batches.split(self.plan, self.bounds_check_mode, batch)
-        if (host := self.host_rows) is None:
+        host = self.host_rows
+        if host is None:
             return batch
         try:
             self.state.set_value(self.state.get_value())
@@ -472,7 +477,7 @@ class TablesBackward:
     _batch: AnyBatch
     _near: AnyBatch
     _shape: tuple[int, ...]
-    _mask: PyTree
+    _mask: Array | dict[str, Array] | None
     _bound: int | None
 
     def __post_init__(self) -> None:
@@ -481,7 +486,9 @@ class TablesBackward:
         self._generation = self._module.state.get_value().generation
         self._is_used = False
 
-    def __call__(self, d_output: ArrayLike, *, per_sample_weights_grad: bool = True) -> PyTree:
+    def __call__(
+        self, d_output: ArrayLike, *, per_sample_weights_grad: bool = True
+    ) -> WeightGradients | RowGradients:
         """One optimizer step of every looked-up row, with gradients summed over the whole call.
 
         Args:
@@ -498,8 +505,11 @@ class TablesBackward:
         with self._module._alone():
             return self._trained(d_output, per_sample_weights_grad)
 
-    def _trained(self, d_output: ArrayLike, per_sample_weights_grad: bool) -> PyTree:
-        module, host = self._module, self._module.host_rows
+    def _trained(
+        self, d_output: ArrayLike, per_sample_weights_grad: bool
+    ) -> WeightGradients | RowGradients:
+        module = self._module
+        host = module.host_rows
         if module.plan.tables[0].rule is None:
             return self.row_gradients(d_output)
         gradient = self._gradient(d_output)
@@ -518,15 +528,16 @@ class TablesBackward:
             wants_weight_gradients=per_sample_weights_grad,
         )
 
-        def keep(found: tuple[TBEState, PyTree]) -> None:
-            module.state.set_value(found[0])
+        def keep(stepped: tuple[TBEState, Array | PreparedBatch | None]) -> None:
+            module.state.set_value(stepped[0])
 
         state, d_weights = kept(keep, step, module.plan, state, self._near, gradient, self._rates)
         if host is not None:
             module.state.set_value(host.write_back(state))
             if not is_traced(state):
                 host.end()
-        if (config := module.arguments.stats_reporter_config) is not None:
+        config = module.arguments.stats_reporter_config
+        if config is not None:
             host_rows.report(config, module.plan, module.state.get_value(), self._batch, gradient)
         if d_weights is None:
             return None
@@ -536,7 +547,8 @@ class TablesBackward:
             d_weights = batches.weights_in_order(d_weights, self._batch)
         if self._mask is not None:
             d_weights = jax.tree.map(jnp.multiply, d_weights, self._mask)
-        return d_weights
+        weight_gradients: WeightGradients = d_weights
+        return weight_gradients
 
     def row_gradients(self, d_output: ArrayLike) -> RowGradients:
         """The summed gradient of every looked-up row. Steps nothing.
@@ -551,10 +563,14 @@ class TablesBackward:
 
         Raises: ValueError: more rows than `total_unique_indices` were looked up.
         """
-        gradient, module = self._gradient(d_output), self._module
+        module = self._module
+        gradient = self._gradient(d_output)
         batch = self._near if module.plan.is_shared else self._batch
-        gradients = _row_gradients(module.plan, batch, gradient, max_gradient=module.max_gradient)
-        gradients = gradients if self._bound is None else functional.cut(gradients, self._bound)
+        gradients: RowGradients = _row_gradients(
+            module.plan, batch, gradient, max_gradient=module.max_gradient
+        )
+        if self._bound is not None:
+            gradients = functional.cut(gradients, self._bound)
         self._is_used = True
         return gradients
 
