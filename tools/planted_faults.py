@@ -127,8 +127,8 @@ tbe/module.py  tbe/test_module.py -k without_an_optimizer
     self.state.set_value(state)  # the host => pass  # the host
 tbe/arguments.py  tbe/test_module.py tbe/test_cases.py tbe/test_construction.py
     fixed={"is_per_row": False} => fixed={"is_per_row": True}
-    if has_no_mode else found => if False else found
-    EmbOptimType.LAMB: OfferedOptimizer(_LAMB_RULE => EmbOptimType.LAMB: OfferedOptimizer(_ADAM_RULE
+    if has_no_mode: => if False:
+    EmbOptimType.LAMB: OfferedOptimizer(core.LAMB => EmbOptimType.LAMB: OfferedOptimizer(core.AdamW
 tbe/host_rows.py  tbe/test_caching.py
     np.where(is_valid, rows + first_row, => np.where(is_valid, rows,
 tt/cores.py  tt/test_cores.py

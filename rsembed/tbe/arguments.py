@@ -63,29 +63,30 @@ class SparseType(enum.Enum):
 Member = TypeVar("Member", bound=enum.Enum)
 
 
-def member(kind: type[Member], given: Member | str | int, argument: str) -> Member:
+def member(kind: type[Member], value: Member | str | int, argument: str) -> Member:
     """A member of an enum, from the member, its value or its name in any case.
 
     Args:
       kind: the enum.
-      given: member, value or name.
+      value: the member, its value or its name.
       argument: name of the argument, for the error.
 
     Raises: ValueError: the enum has no such member. Names the argument and the members.
     """
-    for own in kind:
-        if given is own or (
-            not isinstance(given, enum.Enum)
-            and str(given).lower() in (str(own.value), own.name.lower())
-        ):
-            return own
-    members = ", ".join(own.name for own in kind)
-    raise ValueError(f"{argument}: {kind.__name__} has no member {given!r}; there are {members}.")
+    for candidate in kind:
+        names = str(candidate.value), candidate.name.lower()
+        is_named = not isinstance(value, enum.Enum) and str(value).lower() in names
+        if value is candidate or is_named:
+            return candidate
+    members = ", ".join(candidate.name for candidate in kind)
+    raise ValueError(f"{argument}: {kind.__name__} has no member {value!r}; there are {members}.")
 
 
 def name_of(optimizer: TableOptimizer) -> str:
     """Name of an optimizer: FBGEMM's name, or the class name of a rule of the core."""
-    return optimizer.name if isinstance(optimizer, EmbOptimType) else type(optimizer).__name__
+    if isinstance(optimizer, EmbOptimType):
+        return optimizer.name
+    return type(optimizer).__name__
 
 
 class PoolingMode(enum.IntEnum):
@@ -155,37 +156,37 @@ class Arguments(types.SimpleNamespace):
     Two objects are equal only if they are the same object.
     """
 
-    __eq__, __hash__ = object.__eq__, object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__  # type: ignore[assignment]
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
     @staticmethod
-    def of(given: Mapping[str, Any], signature: inspect.Signature) -> Arguments:
+    def of(passed: Mapping[str, Any], signature: inspect.Signature) -> Arguments:
         """The constructor's arguments, with enum members in place of names and values.
 
         `FBGEMM_TBE_BOUNDS_CHECK_MODE` in the environment overrides `bounds_check_mode`.
 
         Raises: ValueError: an enum has no such member, see `member`.
         """
-        defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
-        own = {name: given[name] for name in defaults if name not in ("self", "rngs")}
-        own["bounds_check_mode"] = os.environ.get(
-            "FBGEMM_TBE_BOUNDS_CHECK_MODE", own["bounds_check_mode"]
-        )
-        kinds = {
-            name: type(default)
-            for name, default in defaults.items()
-            if isinstance(default, enum.Enum)
-        }
-        kinds |= {} if given["cache_precision"] is None else {"cache_precision": SparseType}
-        own |= {
-            name: member(kind, own[name], name)
-            for name, kind in kinds.items()
-            if name != "optimizer"
-        }
+        defaults: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
+        for name, parameter in signature.parameters.items():
+            if name in ("self", "rngs"):
+                continue
+            default, value = parameter.default, passed[name]
+            if name == "bounds_check_mode":
+                value = os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE", value)
+            if isinstance(default, enum.Enum) and name != "optimizer":
+                value = member(type(default), value, name)
+            defaults[name] = default
+            settings[name] = value
+        if settings["cache_precision"] is not None:
+            precision = member(SparseType, settings["cache_precision"], "cache_precision")
+            # None means the dtype of the weights.
+            is_other = precision != settings["weights_precision"]
+            settings["cache_precision"] = precision if is_other else None
         defaults["record_cache_metrics"] = RecordCacheMetrics()
-        own["record_cache_metrics"] = given["record_cache_metrics"] or RecordCacheMetrics()
-        if own["cache_precision"] == own["weights_precision"]:
-            own["cache_precision"] = None  # None means the dtype of the weights.
-        return Arguments(**own, defaults=defaults)
+        settings["record_cache_metrics"] = settings["record_cache_metrics"] or RecordCacheMetrics()
+        return Arguments(**settings, defaults=defaults)
 
     def changed(self, names: Iterable[str]) -> list[str]:
         """The names in `names` of arguments that are not None and differ from their defaults."""
@@ -219,8 +220,6 @@ _RECORDS = {
     WeightDecayMode.COWCLIP: "cowclip_regularization",
     WeightDecayMode.DECOUPLE_GLOBAL: "global_weight_decay",
 }
-_ADAGRAD, _ADAM_RULE, _LAMB_RULE = DecayedAdagrad, core.AdamW, core.LAMB
-_FUSED_ROWWISE, _LARS = core.RowWiseAdagrad, core.LARS
 _ADAM = {"eps", "beta1", "beta2", "weight_decay"}
 _COUNTED = {"eps", "weight_decay", "weight_decay_mode", *_RECORDS.values()}
 _ROWWISE = {"eps", "weight_decay", "weight_decay_mode", "max_norm"}
@@ -228,27 +227,27 @@ _PARTIAL = {"has_row_wise_second_moment": True}
 _OPTIMIZERS = {
     EmbOptimType.EXACT_SGD: OfferedOptimizer(core.SGD),
     EmbOptimType.EXACT_ADAGRAD: OfferedOptimizer(
-        _ADAGRAD, "sum", {"eps"}, fixed={"is_per_row": False}, fused=core.TorchAdagrad
+        DecayedAdagrad, "sum", {"eps"}, fixed={"is_per_row": False}, fused=core.TorchAdagrad
     ),
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: OfferedOptimizer(
-        _ADAGRAD, "sum", _ROWWISE | _COUNTED, fused=_FUSED_ROWWISE
+        DecayedAdagrad, "sum", _ROWWISE | _COUNTED, fused=core.RowWiseAdagrad
     ),
-    EmbOptimType.ADAM: OfferedOptimizer(_ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, fused=core.Adam),
-    EmbOptimType.LAMB: OfferedOptimizer(_LAMB_RULE, "exp_avg exp_avg_sq", _ADAM),
+    EmbOptimType.ADAM: OfferedOptimizer(core.AdamW, "exp_avg exp_avg_sq", _ADAM, fused=core.Adam),
+    EmbOptimType.LAMB: OfferedOptimizer(core.LAMB, "exp_avg exp_avg_sq", _ADAM),
     EmbOptimType.LARS_SGD: OfferedOptimizer(
-        _LARS, "momentum1", {"momentum", "eta", "weight_decay"}
+        core.LARS, "momentum1", {"momentum", "eta", "weight_decay"}
     ),
     EmbOptimType.PARTIAL_ROWWISE_ADAM: OfferedOptimizer(
-        _ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, fixed=_PARTIAL
+        core.AdamW, "exp_avg exp_avg_sq", _ADAM, fixed=_PARTIAL
     ),
     EmbOptimType.PARTIAL_ROWWISE_LAMB: OfferedOptimizer(
-        _LAMB_RULE, "exp_avg exp_avg_sq", _ADAM, fixed=_PARTIAL
+        core.LAMB, "exp_avg exp_avg_sq", _ADAM, fixed=_PARTIAL
     ),
     EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD: OfferedOptimizer(
-        _ADAGRAD, "sum sparse_ema", _ROWWISE | {"ensemble_mode"}, fused=_FUSED_ROWWISE
+        DecayedAdagrad, "sum sparse_ema", _ROWWISE | {"ensemble_mode"}, fused=core.RowWiseAdagrad
     ),
     EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: OfferedOptimizer(
-        _ADAGRAD, "sum", _ROWWISE | {"emainplace_mode"}, fused=_FUSED_ROWWISE
+        DecayedAdagrad, "sum", _ROWWISE | {"emainplace_mode"}, fused=core.RowWiseAdagrad
     ),
     EmbOptimType.NONE: OfferedOptimizer(None),
 }
@@ -260,11 +259,11 @@ _MODES = {
         CowClipAdagrad, "sum prev_iter row_counter", _COUNTED
     ),
     WeightDecayMode.DECOUPLE_GLOBAL: OfferedOptimizer(
-        _ADAGRAD, "sum prev_iter", _ROWWISE | _COUNTED
+        DecayedAdagrad, "sum prev_iter", _ROWWISE | _COUNTED
     ),
 }
 """EXACT_ROWWISE_ADAGRAD with the weight decay modes that need a settings object and more states."""
-_OF_OPTIMIZERS = frozenset[str]().union(*(own.arguments for own in _OPTIMIZERS.values()))
+_OF_OPTIMIZERS = frozenset[str]().union(*(entry.arguments for entry in _OPTIMIZERS.values()))
 _WHOLE_TABLES = {
     "ensemble_mode": EnsembleModeDefinition(),
     "emainplace_mode": EmainplaceModeDefinition(),
@@ -294,11 +293,13 @@ def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> Offer
                 "use rsembed.EmbeddingCollection, or a rule of rsembed."
             )
         return OfferedOptimizer(type(optimizer), " ".join(optimizer.slot_type._fields))  # type: ignore[attr-defined]
-    found = _OPTIMIZERS[optimizer]
+    offered = _OPTIMIZERS[optimizer]
     if optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD:
-        found = _MODES.get(mode, found)
-    has_no_mode = "weight_decay_mode" in found.arguments and mode == WeightDecayMode.NONE
-    return found._replace(arguments=found.arguments - {"weight_decay"}) if has_no_mode else found
+        offered = _MODES.get(mode, offered)
+    has_no_mode = "weight_decay_mode" in offered.arguments and mode == WeightDecayMode.NONE
+    if has_no_mode:
+        return offered._replace(arguments=offered.arguments - {"weight_decay"})
+    return offered
 
 
 def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[str, ...]:
@@ -310,11 +311,12 @@ def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[
     """
     if isinstance(optimizer, OptimizerSpec):
         return tuple(torch_names)
-    counts = {"prev_iter", "row_counter"}
-    return tuple(
-        name if name in counts else f"momentum{number}"
-        for number, name in enumerate(torch_names, 1)
-    )
+    names = []
+    for number, name in enumerate(torch_names, 1):
+        if name not in ("prev_iter", "row_counter"):
+            name = f"momentum{number}"
+        names.append(name)
+    return tuple(names)
 
 
 def unread_arguments(optimizer: TableOptimizer, arguments: Arguments) -> frozenset[str]:
@@ -331,23 +333,20 @@ def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
             f"weight_decay_mode {mode.name} exists for EXACT_ROWWISE_ADAGRAD only, not for {name_of(optimizer)}; "
             "change the optimizer or the mode."
         )
-    for own_mode, record in _RECORDS.items():
-        is_given = getattr(arguments, record) is not None
-        if is_given != (mode == own_mode):
+    for mode_of_record, record in _RECORDS.items():
+        is_set = getattr(arguments, record) is not None
+        if is_set != (mode == mode_of_record):
             raise ValueError(
-                f"{record} and weight_decay_mode=WeightDecayMode.{own_mode.name} need each other, but the mode is "
-                f"{mode.name} and {record} is {'given' if is_given else 'None'}; set both or neither."
+                f"{record} and weight_decay_mode=WeightDecayMode.{mode_of_record.name} need each other, "
+                f"but the mode is {mode.name} and {record} is {'given' if is_set else 'None'}; set both or neither."
             )
     if "eps" in offered.arguments and not 0 < arguments.eps < math.inf:
         raise ValueError(
             f"eps must be positive, got {arguments.eps}: with 0, a row whose first gradient is zero becomes NaN; "
             "use a small number such as 1e-10."
         )
-    names = [
-        name
-        for name in state_names(optimizer, offered.states.split())
-        if name.startswith("momentum")
-    ]
+    all_names = state_names(optimizer, offered.states.split())
+    names = [name for name in all_names if name.startswith("momentum")]
     for name in arguments.optimizer_state_dtypes or {}:
         if name not in names:
             choice = f"choose among {', '.join(names)}" if names else "leave the argument out"
@@ -359,7 +358,7 @@ def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
 def _rule_of(
     optimizer: TableOptimizer,
     rate: LearningRate,
-    given: Arguments,
+    arguments: Arguments,
     slot_dtypes: tuple[str | None, ...],
 ) -> OptimizerSpec | None:
     """The row rule of `optimizer`; None for NONE.
@@ -368,27 +367,29 @@ def _rule_of(
     """
     if isinstance(optimizer, OptimizerSpec):
         return dataclasses.replace(optimizer, learning_rate=rate)
-    offered = offered_optimizer(optimizer, given.weight_decay_mode)
+    offered = offered_optimizer(optimizer, arguments.weight_decay_mode)
     if offered.rule is None:
         return None
-    read = {name: getattr(given, name) for name in offered.arguments}
-    settings = {_FIELDS.get(name, name): value for name, value in read.items() if value is not None}
-    settings |= {"learning_rate": rate, "slot_dtypes": slot_dtypes}
+    settings: dict[str, Any] = {"learning_rate": rate, "slot_dtypes": slot_dtypes}
+    for name in offered.arguments:
+        value = getattr(arguments, name)
+        if value is not None:
+            settings[_FIELDS.get(name, name)] = value
+    if offered.fused is None:
+        return offered.rule(**_known_to(offered.rule, settings), **offered.fixed)
+    if not arguments.weight_decay:
+        settings.pop("weight_decay_mode", None)
+    rule = offered.rule(**_known_to(offered.rule, settings), **offered.fixed)
+    of_fused = _known_to(offered.fused, settings)
+    if offered.rule(**of_fused, **offered.fixed) == rule:
+        return offered.fused(**of_fused)
+    return rule
 
-    def made(
-        rule: type[OptimizerSpec], fields_of: type[OptimizerSpec], **fixed: bool
-    ) -> OptimizerSpec:
-        names = {field.name for field in dataclasses.fields(fields_of)}
-        return rule(**{name: value for name, value in settings.items() if name in names}, **fixed)
 
-    if offered.fused is not None:
-        if not given.weight_decay:
-            settings.pop("weight_decay_mode", None)
-        if made(offered.rule, offered.fused, **offered.fixed) == made(
-            offered.rule, offered.rule, **offered.fixed
-        ):
-            return made(offered.fused, offered.fused)
-    return made(offered.rule, offered.rule, **offered.fixed)
+def _known_to(rule: type[OptimizerSpec], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that the rule has fields for."""
+    names = {field.name for field in dataclasses.fields(rule)}
+    return {name: settings[name] for name in settings.keys() & names}
 
 
 def trained_by(
@@ -403,26 +404,28 @@ def trained_by(
     Raises: ValueError: arguments contradict each other.
     """
     unread = {name: arguments.defaults[name] for name in unread_arguments(optimizer, arguments)}
-    own = Arguments(**vars(arguments) | unread)
-    check_arguments(optimizer, own)
-    offered = offered_optimizer(optimizer, own.weight_decay_mode)
-    states = offered.states.split()
-    asked = {
-        name: sparse_type.dtype for name, sparse_type in (own.optimizer_state_dtypes or {}).items()
-    }
-    # Momentum2 is a copy of the table, not a slot of the rule.
-    has_copy = optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD
-    dtypes = tuple(map(asked.get, state_names(optimizer, states)))[: 1 if has_copy else None]
-    modes = (
-        getattr(own, name) or mode
-        for name, mode in _WHOLE_TABLES.items()
-        if name in offered.arguments
-    )
+    read = Arguments(**vars(arguments) | unread)
+    check_arguments(optimizer, read)
+    offered = offered_optimizer(optimizer, read.weight_decay_mode)
+    states = tuple(offered.states.split())
+    sparse_types = read.optimizer_state_dtypes or {}
+    dtypes: list[str | None] = []
+    for name in state_names(optimizer, states):
+        dtypes.append(sparse_types[name].dtype if name in sparse_types else None)
+    copy_dtypes: tuple[str, ...] = ()
+    if optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD:
+        # Momentum2 is a copy of the table, not a slot of the rule.
+        copy_dtypes = (dtypes.pop() or "float32",)
+    slot_dtypes: tuple[str | None, ...] = ()
+    if set(dtypes) - {None, "float32"}:
+        slot_dtypes = tuple(dtypes)
+    whole_table_mode = None
+    for name, default in _WHOLE_TABLES.items():
+        if name in offered.arguments:
+            whole_table_mode = getattr(read, name) or default
     return {
-        "rule": _rule_of(
-            optimizer, learning_rate, own, dtypes if set(dtypes) - {None, "float32"} else ()
-        ),
-        "whole_table_mode": next(modes, None),
-        "copy_dtypes": (asked.get("momentum2", "float32"),) if has_copy else (),
-        "torch_state_names": tuple(states),
+        "rule": _rule_of(optimizer, learning_rate, read, slot_dtypes),
+        "whole_table_mode": whole_table_mode,
+        "copy_dtypes": copy_dtypes,
+        "torch_state_names": states,
     }
