@@ -27,7 +27,7 @@ from rsembed.parallel.agreement import Agreement
 from rsembed.row_gradients import check_gradient
 from rsembed.sizes import padded_size
 from rsembed.tbe.arguments import BoundsCheckMode
-from rsembed.tbe.plan import AnyBatch, BagSizes, TBEPlan, engine_of, identity, list_of, with_list
+from rsembed.tbe.plan import AnyBatch, BagSizes, TBEPlan, engine_of, identity, with_list
 
 AnyArray: TypeAlias = Array | np.ndarray
 Count: TypeAlias = int | np.integer | Array
@@ -103,16 +103,22 @@ def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
 
     Raises: ValueError: the processes disagree, or the devices do not divide the samples.
     """
-    ids = list_of(batch)
-    offsets = np.asarray(ids.offsets)
-    in_bags = slice(int(offsets[0]), int(offsets[-1]))
-    weights = None if ids.weights is None else ids.weights[in_bags]
-    names = plan.feature_names
+
+    def by_feature(batch: Call) -> Jagged:
+        (ids,) = batch.lists
+        offsets = np.asarray(ids.offsets)
+        in_bags = slice(int(offsets[0]), int(offsets[-1]))
+        weights = None if ids.weights is None else ids.weights[in_bags]
+        lengths = np.diff(offsets)
+        return Jagged(ids.ids[in_bags], lengths, features=plan.feature_names, weights=weights)
+
     return inputs.prepare(
         engine_of(plan).features,
-        Jagged(ids.ids[in_bags], np.diff(offsets), features=names, weights=weights),
+        batch,
         plan.devices,
         bounds_check="ignore",
+        # Called by `prepare`, so that an error of one process reaches all.
+        read=by_feature,
         lists=plan.list_of_feature,
         made_for=identity(plan, checks=mode != BoundsCheckMode.NONE),
     )
@@ -130,10 +136,10 @@ def weights_in_order(prepared: PreparedBatch, batch: Call) -> Float[Array, " nnz
       prepared: result of `split`, with weights or their gradients.
       batch: the flat batch that was split.
     """
-    ids = list_of(batch)
+    (ids,) = batch.lists
     offsets = np.asarray(ids.offsets)
     before = jnp.zeros(int(offsets[0]))
-    after = jnp.zeros(ids.ids.shape[0] - int(offsets[-1]))
+    after = jnp.zeros(ids.num_entries - int(offsets[-1]))
     in_bags = map(jnp.asarray, weights_by_feature(prepared).values())
     return jnp.concatenate([before, *in_bags, after])
 
@@ -148,7 +154,8 @@ def _call_of(
     """One batch from the arguments of a call. Checks types and shapes, but no ids or offsets."""
     if offsets is None:
         raise TypeError("offsets is missing; pass indices and offsets.")
-    ids, ends = _integers(indices, "indices"), _integers(offsets, "offsets")
+    ids = _integers(indices, "indices")
+    ends = _integers(offsets, "offsets")
     by_rank: BagSizes | None = None
     if sizes is not None:
         check_type(
@@ -197,7 +204,7 @@ def _integers(values: ArrayLike, name: str) -> AnyArray:
 
 
 def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> tuple[Call, Count, str | None]:
-    ids = list_of(batch)
+    (ids,) = batch.lists
     is_known = not is_traced((ids.ids, ids.offsets))
     is_fatal = mode == BoundsCheckMode.FATAL
     mistake = None
@@ -211,7 +218,7 @@ def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> tuple[Call, C
     if mode != BoundsCheckMode.NONE and (mistake or not is_known):
         repaired, num_corrected = _repaired(plan, batch)
         batch = batch if is_fatal else repaired
-    ids = list_of(batch)
+    (ids,) = batch.lists
     batch = with_list(batch, ids=narrow_ids(ids.ids), offsets=narrow_ids(ids.offsets))
     if is_fatal:
         return batch, num_corrected, None
@@ -260,7 +267,7 @@ def _repaired(plan: TBEPlan, batch: Call) -> tuple[Call, Count]:
     ends = xp.where(is_last, xp.asarray(num_ids, ends.dtype), ends)
     ends = np.maximum.accumulate(ends) if xp is np else jax.lax.cummax(ends)
     starts = feature_starts(ends, plan.bags_of(batch))
-    limits = [np.iinfo(np.int32).max, *(plan.tables[t].num_rows for t in plan.features)]
+    limits = [np.iinfo(np.int32).max, *(plan.tables[table].num_rows for table in plan.features)]
     limit = repeat_by_feature(xp.asarray(np.asarray(limits, np.int32)), starts, num_ids)
     is_in_bag = xp.arange(num_ids) >= starts[0]
     is_outside = is_in_bag & (((ids < 0) & (ids != PAD_ID)) | (ids >= limit))
@@ -295,7 +302,7 @@ def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str 
         )
     if offsets[-1] != ids.size:
         return f"the last offset is {int(offsets[-1])}, but there are {ids.size} ids; they must be equal."
-    starts = offsets[first_bags]
+    starts = offsets[first_bags].astype(np.int64)
     has_ids = np.flatnonzero(np.diff(starts))
     limits = np.asarray([plan.tables[table].num_rows for table in plan.features])
     is_bad = np.minimum.reduceat(ids, starts[has_ids]) < PAD_ID

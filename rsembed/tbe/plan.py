@@ -33,7 +33,7 @@ from rsembed.optimizers.regularization import (
 from rsembed.optimizers.regularized import CounterAdagrad, DecayedAdagrad
 from rsembed.specs import FeatureSpec, TableSpec
 from rsembed.stacking import StackingPlan, plan_stack, split_by_memory
-from rsembed.tbe import arguments as by_name
+from rsembed.tbe import arguments
 from rsembed.tbe.arguments import (
     Arguments,
     CacheAlgorithm,
@@ -122,7 +122,7 @@ class TablePlan(NamedTuple):
     @property
     def state_names(self) -> tuple[str, ...]:
         """Published names of the table's optimizer states."""
-        return by_name.state_names(self.optimizer, self.torch_state_names)
+        return arguments.state_names(self.optimizer, self.torch_state_names)
 
     @property
     def is_cached(self) -> bool:
@@ -149,7 +149,7 @@ class TablePlan(NamedTuple):
 
     def contents(self) -> dict[str, object]:
         """Facts that must be equal when a state dict is loaded. Hyperparameters may differ."""
-        optimizer = by_name.name_of(self.optimizer)
+        optimizer = arguments.name_of(self.optimizer)
         if isinstance(self.optimizer, OptimizerSpec):
             optimizer = self.optimizer.identity
         states = list(self.state_names)
@@ -487,7 +487,7 @@ def warn_of_no_effect(arguments: Sequence[str], reason: str) -> None:
         warnings.warn(f"{', '.join(arguments)}: no effect, {reason}.", stacklevel=5)
 
 
-def make_plan(given: Arguments) -> TBEPlan:
+def make_plan(settings: Arguments) -> TBEPlan:
     """The plan of a module with these arguments.
 
     Raises:
@@ -496,28 +496,28 @@ def make_plan(given: Arguments) -> TBEPlan:
       NotImplementedError: an optimizer or pooling mode does not work with the placement of a table,
         or an optimizer belongs to another package.
     """
-    specs: Sequence[EmbeddingSpec] = given.embedding_specs
-    names = tuple(given.table_names or (f"table_{table}" for table in range(len(specs))))
+    specs: Sequence[EmbeddingSpec] = settings.embedding_specs
+    names = tuple(settings.table_names or (f"table_{table}" for table in range(len(specs))))
     features = tuple(range(len(names)))
-    if given.feature_table_map is not None:
-        features = tuple(given.feature_table_map)
-    feature_names = tuple(given.feature_names or _default_feature_names(names, features))
+    if settings.feature_table_map is not None:
+        features = tuple(settings.feature_table_map)
+    feature_names = tuple(settings.feature_names or _default_feature_names(names, features))
     _check_specs(specs, features, names, feature_names)
-    if given.prefetch_pipeline and given.cache_algorithm != CacheAlgorithm.LRU:
+    if settings.prefetch_pipeline and settings.cache_algorithm != CacheAlgorithm.LRU:
         raise ValueError(
             "prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches."
         )
     optimizers: list[TableOptimizer] = []
     rates: list[LearningRate] = []
     for optimizer, rate in zip(
-        per_table(given.optimizer, len(names), "optimizer"),
-        per_table(given.learning_rate, len(names), "learning_rate"),
+        per_table(settings.optimizer, len(names), "optimizer"),
+        per_table(settings.learning_rate, len(names), "learning_rate"),
         strict=True,
     ):
         if isinstance(optimizer, OptimizerSpec):
             rate = optimizer.learning_rate
         else:
-            optimizer = by_name.member(EmbOptimType, optimizer, "optimizer")
+            optimizer = arguments.member(EmbOptimType, optimizer, "optimizer")
         check_type(rate, float | Callable, "learning_rate")
         optimizers.append(optimizer)
         rates.append(rate if callable(rate) else float(rate))
@@ -525,25 +525,25 @@ def make_plan(given: Arguments) -> TBEPlan:
         raise ValueError(
             "OptimType.NONE returns gradients instead of applying them: use it for all tables or none."
         )
-    devices = Devices.of(given.mesh, given.sharding_axis)
-    if given.mesh is not None and given.device is not None:
+    devices = Devices.of(settings.mesh, settings.sharding_axis)
+    if settings.mesh is not None and settings.device is not None:
         raise ValueError(
-            f"device={given.device!r} and a mesh do not go together; the tables are on the devices of the mesh."
+            f"device={settings.device!r} and a mesh do not go together; the tables are on the devices of the mesh."
         )
-    unread = [by_name.unread_arguments(optimizer, given) for optimizer in optimizers]
+    unread = [arguments.unread_arguments(optimizer, settings) for optimizer in optimizers]
     warn_of_no_effect(
-        given.changed(sorted(frozenset.intersection(*unread))),
-        f"optimizer {by_name.name_of(optimizers[0])} does not use them",
+        settings.changed(sorted(frozenset.intersection(*unread))),
+        f"optimizer {arguments.name_of(optimizers[0])} does not use them",
     )
     if len(set(optimizers)) == 1:
         # Checked here with all arguments: `trained_by` leaves out unread ones before its check.
-        by_name.check_arguments(optimizers[0], given)
-    dtype = given.weights_precision.dtype
-    near_dtype = (given.cache_precision or given.weights_precision).dtype
+        arguments.check_arguments(optimizers[0], settings)
+    dtype = settings.weights_precision.dtype
+    near_dtype = (settings.cache_precision or settings.weights_precision).dtype
     # On CPUs, host and device memory are the same, so only caching makes a difference.
     elsewhere: Placement = "device" if default_platform() == "cpu" else "host"
     special: dict[EmbeddingLocation, Placement] = {EmbeddingLocation.DEVICE: "device"}
-    special[EmbeddingLocation.MANAGED_CACHING] = "device" if given.enforce_hbm else "cached"
+    special[EmbeddingLocation.MANAGED_CACHING] = "device" if settings.enforce_hbm else "cached"
     tables: list[TablePlan] = []
     core_specs: dict[str, TableSpec] = {}
     for (rows, dim, location, _), name, optimizer, rate in zip(
@@ -559,17 +559,17 @@ def make_plan(given: Arguments) -> TBEPlan:
             dtype=dtype,
             near_dtype=dtype if placement == "device" else near_dtype,
             placement=placement,
-            rounds_stochastically=given.stochastic_rounding,
-            **by_name.trained_by(optimizer, rate, given),
+            rounds_stochastically=settings.stochastic_rounding,
+            **arguments.trained_by(optimizer, rate, settings),
         )
         _check_trained(table)
         tables.append(table)
         core_specs[name] = table.spec()
-    if given.mesh is not None:
-        _check_shared(tables, given.pooling_mode)
-    shared_by = placement_of_tables(core_specs, devices, given.placement)
+    if settings.mesh is not None:
+        _check_shared(tables, settings.pooling_mode)
+    shared_by = placement_of_tables(core_specs, devices, settings.placement)
     placed = tuple(table._replace(shared_by=shared_by[table.name]) for table in tables)
-    return TBEPlan(placed, features, given.pooling_mode.name.lower(), feature_names, devices)
+    return TBEPlan(placed, features, settings.pooling_mode.name.lower(), feature_names, devices)
 
 
 def _default_feature_names(names: Sequence[str], features: Sequence[int]) -> list[str]:
@@ -641,7 +641,7 @@ def _check_trained(table: TablePlan) -> None:
     counts = isinstance(table.rule, CounterAdagrad)
     moves_all_rows = table.rule is not None and table.rule.moves_all_rows
     if table.is_cached and (table.whole_table_mode is not None or counts or moves_all_rows):
-        what = "weight_decay_mode COUNTER" if counts else by_name.name_of(table.optimizer)
+        what = "weight_decay_mode COUNTER" if counts else arguments.name_of(table.optimizer)
         raise NotImplementedError(
             f"table {table.name!r}: {what} goes over whole tables, which a table on the host behind a cache cannot "
             "do in one step; use EmbeddingLocation.DEVICE, or enforce_hbm=True."

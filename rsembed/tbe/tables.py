@@ -363,7 +363,8 @@ class TrainedTables(nnx.Module):
     def flush(self) -> None:
         """Writes all cached rows and states to the host. They stay in the cache."""
         with self._alone():
-            if (host_rows := self.host_rows) is not None:
+            host_rows = self.host_rows
+            if host_rows is not None:
                 host_rows.flush(self.state.get_value())
 
     def reset_cache_states(self, *, discard: bool = False) -> None:
