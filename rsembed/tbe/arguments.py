@@ -156,7 +156,7 @@ class Arguments(types.SimpleNamespace):
     Two objects are equal only if they are the same object.
     """
 
-    __eq__ = object.__eq__  # type: ignore[assignment]
+    __eq__ = object.__eq__
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     @staticmethod

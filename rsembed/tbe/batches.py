@@ -64,12 +64,12 @@ def read(
     Raises: TypeError, ValueError: the batch does not fit the plan, or, in mode FATAL, an id or
       offset is out of range or a weight is not finite.
     """
-    arrays = indices, offsets, per_sample_weights
+    weights = per_sample_weights
     sizes = batch_size_per_feature_per_rank
     # If one process refuses its part of the batch, `Agreement` raises in all processes.
-    with Agreement(plan.devices.known_mesh, "the batch", (*arrays, sizes)):
+    with Agreement(plan.devices.known_mesh, "the batch", (indices, offsets, weights, sizes)):
         if isinstance(indices, (Call, PreparedBatch)):
-            if any(argument is not None for argument in (*arrays[1:], sizes)):
+            if any(argument is not None for argument in (offsets, weights, sizes)):
                 raise ValueError(
                     "a prepared batch holds offsets, weights and sizes; pass none of them beside it."
                 )
@@ -78,12 +78,12 @@ def read(
                     "the batch was prepared for other tables than the module's; prepare it by the latter."
                 )
             return indices, None, None
-        if plan.is_shared and is_unknown(arrays):
+        if plan.is_shared and is_unknown((indices, offsets, weights)):
             raise ValueError(
                 "on a mesh, indices and offsets cannot be split inside jit; bring them into form before, with batch = "
                 "module.prepare(indices, offsets), and pass batch in their place."
             )
-        return _checked(plan, mode, _call_of(plan, *arrays, sizes))
+        return _checked(plan, mode, _call_of(plan, indices, offsets, weights, sizes))
 
 
 def _is_of(plan: TBEPlan, mode: BoundsCheckMode, batch: AnyBatch) -> bool:
@@ -335,7 +335,7 @@ def with_room(batch: Call) -> Call:
 
 def mask_of_ids(
     plan: TBEPlan, batch: AnyBatch, feature_requires_grad: ArrayLike
-) -> Array | dict[str, Array]:
+) -> AnyArray | dict[str, Array]:
     """The entry of `feature_requires_grad` for each id's feature.
 
     Returns: array with one entry per id, or, for a batch prepared on a mesh, a dictionary with one

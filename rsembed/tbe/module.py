@@ -477,7 +477,7 @@ class TablesBackward:
     _batch: AnyBatch
     _near: AnyBatch
     _shape: tuple[int, ...]
-    _mask: Array | dict[str, Array] | None
+    _mask: batches.AnyArray | dict[str, Array] | None
     _bound: int | None
 
     def __post_init__(self) -> None:
