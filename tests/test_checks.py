@@ -1,12 +1,14 @@
 """What annotations and intervals admit, how errors name what they do not, and that public numbers have an interval."""
 
+import ast
 import dataclasses
 import enum
+import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -361,3 +363,23 @@ def test_every_rule_names_slots_that_it_has_and_never_makes_these_negative():
                 assert np.asarray(slot).min() >= 0, (rule, name)
                 named += 1
     assert named > 10
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in sorted(ROOT.rglob("*.py")) if "@validated" in path.read_text()]
+)
+def test_every_annotation_of_a_validated_function_can_be_read(path):
+    module = importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts))
+    tree = ast.parse(path.read_text())
+    classes = [
+        (getattr(module, node.name), node) for node in tree.body if isinstance(node, ast.ClassDef)
+    ]
+    for owner, scope in [(module, tree), *classes]:
+        for node in scope.body:
+            if any(
+                ast.unparse(decorator) == "validated"
+                for decorator in getattr(node, "decorator_list", ())
+            ):
+                assert get_type_hints(
+                    inspect.unwrap(getattr(owner, node.name)), include_extras=True
+                )

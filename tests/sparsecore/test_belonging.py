@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed import from_optax
@@ -236,3 +236,15 @@ def test_variables_are_pairs_of_the_structure_that_they_were_given_in():
         jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(variables)
     ]
     assert paths == ["['t'].table"]
+
+
+def test_variables_go_on_through_flax_serialization():
+    specs = placed(1, 4, optimizer=embedding_spec.AdagradOptimizerSpec())
+    layer = linen_embed.SparseCoreEmbed(specs, "x", mesh_of(1))
+    inputs, _ = layer.prepare_batch([IDS])
+    params = jax.jit(layer.init)(jax.random.key(0), inputs)
+    restored, apply = (
+        serialization.from_bytes(params, serialization.to_bytes(params)),
+        jax.jit(layer.apply),
+    )
+    np.testing.assert_array_equal(apply(restored, inputs)[0], apply(params, inputs)[0])

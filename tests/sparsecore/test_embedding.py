@@ -244,3 +244,21 @@ def test_rounded_tables_are_bit_equal_alone_or_stacked_on_any_number_of_devices_
         )
     alone = stepped(rounded_specs(4, 1, "u"), 4)
     assert_array_equal(alone["u"], wanted["u"])
+
+
+def test_the_devices_may_span_several_mesh_axes_or_one_of_several():
+    specs, variables, processed, _ = drawn(2, 1)
+
+    def look_up(processed, variables):
+        return embedding.sparse_dense_matmul(processed, variables, specs, global_device_count=2)
+
+    expected = on_devices(look_up, 2)(processed, variables)
+    devices = np.asarray(jax.devices())
+    for mesh, spec in (
+        (Mesh(devices[:2].reshape(1, 2), ("x", "y")), P(("x", "y"))),
+        (Mesh(devices[:6].reshape(3, 2), ("x", "y")), P("y")),
+    ):
+        run = jax.jit(
+            jax.shard_map(look_up, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        )
+        jax.tree.map(np.testing.assert_array_equal, run(processed, variables), expected)

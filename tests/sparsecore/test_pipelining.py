@@ -231,3 +231,10 @@ def test_a_cycle_with_or_without_gradients_steps_donated_tables_where_they_lie(r
     table_bytes = (1 << 14) * 8 * 4
     assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(variables))
     assert memory.temp_size_in_bytes < table_bytes * (1.2 if rule.moves_all_rows else 0.2)
+
+
+def test_the_delay_is_exactly_one_update():
+    losses, before, *_ = pipelined_run()
+    for delay in (0, 2):
+        expected, *_ = sequential_run(before, delay)
+        assert not np.allclose(losses[1:-1], expected, rtol=1e-3)

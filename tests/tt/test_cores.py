@@ -272,3 +272,34 @@ def test_every_integer_type_of_ids_is_read_right(dtype):
     assert_array_equal(
         rows(spec, cores, ids), np.vstack([dense_table(spec, cores)[[0, 99]], np.zeros((2, 12))])
     )
+
+
+def test_second_derivatives_of_the_plain_form():
+    spec, cores = SPECS["d2"], random_cores(SPECS["d2"])
+    ids = jnp.arange(6)
+
+    def loss(cores):
+        return jnp.sum(rows(spec, cores, ids, implementation="plain") ** 2)
+
+    direction = jax.tree.map(np.ones_like, cores)
+    slope_of = jax.jit(lambda cores: jax.jvp(jax.grad(loss), (cores,), (direction,)))
+    (_, second), (ahead, _), (behind, _) = (
+        jax.tree.map(np.asarray, slope_of(tuple(np.asarray(core) + step / 64 for core in cores)))
+        for step in (0, 1, -1)
+    )
+    for value, plus, minus in zip(second, ahead, behind, strict=True):
+        slope = (plus - minus) * 32
+        np.testing.assert_allclose(value, slope, atol=5e-3 * np.abs(slope).max())
+
+
+def test_equal_inputs_give_equal_bits():
+    spec, generator = SPECS["d3"], np.random.default_rng(3)
+    cores = tuple(
+        jnp.asarray(generator.normal(size=shape), jnp.float32) for shape in spec.core_shapes
+    )
+    ids = jnp.asarray(generator.integers(0, 58, 3000))
+    run = jax.jit(
+        lambda c: (lambda out, pull: (out, pull(out)))(*jax.vjp(lambda c: rows(spec, c, ids), c))
+    )
+    first, again = jax.tree.leaves(run(cores)), jax.tree.leaves(run(cores))
+    assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(first, again, strict=True))

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
@@ -268,3 +269,25 @@ def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit(tmp_
         loaded = checkpoint.load_collection(tmp_path / str(devices), collection)
         assert_array_equal(collection.tables(loaded)["t"], after)
     assert_allclose(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_data_parallel_lookup_and_update_equal_those_of_one_device():
+    collection = collection_of(optimizer=rs.optimizers.SGD(0.5))
+    state = collection.init(jax.random.key(4))
+    ids = np.random.default_rng(0).integers(0, ROWS, (32, 2))
+    d_activations = {name: jnp.ones((32, DIM)) for name in collection.features}
+
+    def step(state, ids):
+        batch = {"one": ids, "two": ids[::-1], "dense": ids % 7}
+        return collection.lookup(state, batch)["one"], collection.update(
+            state, batch, d_activations
+        ).tables["t"]
+
+    expected = jax.jit(step)(state, jnp.asarray(ids))
+    mesh = Mesh(np.asarray(jax.devices()), ("data",))
+    replicated = jax.device_put(state, NamedSharding(mesh, P()))
+    found = jax.jit(step)(
+        replicated, jax.device_put(ids.astype(np.int32), NamedSharding(mesh, P("data")))
+    )
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
