@@ -3,9 +3,10 @@
     python benchmarks/smaller.py [--seeds 3] [--logs films,clicks] [--json PATH] [--picture PATH]
 
 A factorization machine learns logs whose large tables are made small. In MovieLens it tells the films that a user
-rated from others as popular (a generated log of the same size where the archive is not at hand). Clicks are generated,
+rated from others as popular (a generated log of the same size where no published one is at hand). Clicks are generated,
 with ids by Zipf's law: ten samples for a row of the largest table, or, in "few clicks", one. A table is an array, an
-array of fewer rows that ids share by remainder, or a tensor train of two or three cores. All train by Adam. Samples
+array of fewer rows that ids share by remainder, or a tensor train of two or three cores. "int8" is an array that was
+trained in float32 and is served as 8-bit numbers with a scale for each row. All train by Adam. Samples
 that are kept for that choose the learning rate, by the first seed and a tenth of the bytes, and the number of passes.
 Loss and AUC are those of other samples, which nothing has seen.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from rsembed import datasets, plot, tt
 from rsembed.plot.drawing import measured_on
 
 DIM, BATCH, PASSES, RATES, RATIOS = 16, 2048, 2, (0.001, 0.002, 0.006, 0.015), (4, 10, 40, 100)
-METHODS = ("hashed", "train, 2 cores", "train, 3 cores")
+METHODS = ("hashed", "train, 2 cores", "train, 3 cores", "int8")
 Samples = dict[str, np.ndarray]
 Record = dict[str, Any]
 
@@ -62,11 +63,13 @@ def clicks(seed: int, num_samples: int = 1_000_000) -> Log:
     return Log(parts, sizes, ("sparse_0", "sparse_1"))
 
 
-def films(seed: int, num_users: int = 6_040) -> Log:
+def films(seed: int, num_users: int = 6_040, path: str | None = None) -> Log:
     """Pairs of user and film, half of them ratings, the others with the film of any rating."""
     try:
-        log = datasets.movielens(max_users=num_users)
+        log = datasets.movielens(path, max_users=num_users)
     except FileNotFoundError:
+        if path:
+            raise
         log = datasets.generated_ratings(num_users, 3_883, ratings_per_user=165.6, seed=seed)
     generator = np.random.default_rng(seed)
     count = len(log.users)
@@ -87,6 +90,8 @@ def films(seed: int, num_users: int = 6_040) -> Log:
 def table_of(method: str, vocabulary: int, ratio: int) -> tuple[dict[str, Any], int]:
     """Rows and storage of a table of `ratio` times fewer bytes, and these bytes."""
     num_bytes = 4 * DIM * (vocabulary // ratio)
+    if method == "int8":
+        num_bytes = (DIM + 4) * vocabulary  # a scale of four bytes for each row
     if not method.startswith("train"):
         return {
             "vocabulary_size": vocabulary // ratio,
@@ -160,11 +165,9 @@ def fit(log: Log, method: str, ratio: int, seed: int, rate: float) -> dict[str, 
             collection.apply(state, row_gradients),
         ), None
 
-    @jax.jit
-    def scores(params: Any, state: Any, batches: Any) -> jax.Array:
-        return jax.lax.map(
-            lambda own: log_odds(params, collection.lookup(state, own[0]), own[1]), batches
-        )
+    @functools.partial(jax.jit, static_argnums=0)
+    def scores(lookup: Callable[..., Any], params: Any, tables: Any, batches: Any) -> jax.Array:
+        return jax.lax.map(lambda own: log_odds(params, lookup(tables, own[0]), own[1]), batches)
 
     train = jax.jit(lambda carry, batches: jax.lax.scan(step, carry, batches)[0], donate_argnums=0)
     generator, (samples, held, test) = np.random.default_rng(seed), log.parts
@@ -173,10 +176,13 @@ def fit(log: Log, method: str, ratio: int, seed: int, rate: float) -> dict[str, 
     for _ in range(PASSES):
         carry = train(carry, batches(samples, generator.permutation(len(samples["labels"]))))
         metrics = {}
+        lookup, served = collection.lookup, carry[2]
+        if method == "int8":
+            lookup, served = rs.for_serving(collection, carry[2], dtype="int8")
         for part in (held, test):
             seen = batches(part, np.arange(len(part["labels"])))
             odds, labels = (
-                np.asarray(scores(carry[0], carry[2], seen), np.float64).ravel(),
+                np.asarray(scores(lookup, carry[0], served, seen), np.float64).ravel(),
                 seen[2].ravel(),
             )
             loss = float(np.mean(np.logaddexp(0, odds) - labels * odds))
@@ -196,18 +202,21 @@ LOGS = {
 }
 
 
-def study(names: Sequence[str], num_seeds: int) -> Iterator[Record]:
+def study(
+    names: Sequence[str], num_seeds: int, logs: Mapping[str, Callable[[int], Log]] = LOGS
+) -> Iterator[Record]:
     """A record of every log, seed, method and ratio."""
     rates: dict[tuple[str, str], float] = {}
     for seed, name in itertools.product(range(num_seeds), names):
-        log = LOGS[name](seed)
+        log = logs[name](seed)
         for method in ("dense", *METHODS):
             if (name, method) not in rates:
                 trials = [
-                    fit(log, method, 1 if method == "dense" else 10, seed, rate) for rate in RATES
+                    fit(log, method, 1 if method in ("dense", "int8") else 10, seed, rate)
+                    for rate in RATES
                 ]
                 rates[name, method] = min(trials, key=lambda own: own["held"])["rate"]
-            for ratio in (1,) if method == "dense" else RATIOS:
+            for ratio in (1,) if method in ("dense", "int8") else RATIOS:
                 found = fit(log, method, ratio, seed, rates[name, method])
                 yield {"log": name, "method": method, "ratio": ratio, "seed": seed, **found}
 

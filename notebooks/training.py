@@ -114,13 +114,13 @@ def restore(saved, model, optimizer, step=None):
     nnx.update((model, optimizer), rest)
 
 
-def fit(log, folder, epochs, seed):
+def fit(log, folder, epochs, seed, model_class=TwoTowers):
     """The model of the epoch with the best recall on the validation rows, and these recalls."""
     train, validation, _ = split(log)
     histories, num_films = log.histories(HISTORY), len(log.titles)
     log_frequency = np.log(np.bincount(log.items[train], minlength=num_films) + 5.0)
     num_steps = len(train) // BATCH_SIZE
-    model = TwoTowers(num_films, num_steps, nnx.Rngs(seed))
+    model = model_class(num_films, num_steps, nnx.Rngs(seed))
     optimizer = rs.nnx.Optimizer(model, optax.adam(schedule(0.003, num_steps)))
     collection, losses, recalls = model.embeddings.collection, [], []
     # Training stops PATIENCE epochs after the best one, so that one is still among the saved.

@@ -135,10 +135,12 @@ def test_tables_made_small_are_as_small_as_they_say_and_learn(scripts, monkeypat
         records = list(smaller.study(["clicks"], 1))
     smaller.draw(records, "a machine", tmp_path / "picture.png")
     assert [record["method"] for record in records] == ["dense", *smaller.METHODS]
-    dense, *others = records
+    dense, *others, int8 = records
     assert dense["bytes"] == 4 * 16 * 120_000 and all(
         own["bytes"] <= dense["bytes"] / 10 for own in others
     )
+    assert int8["bytes"] == (16 + 4) * 120_000
+    np.testing.assert_allclose(int8["loss"], dense["loss"], atol=1e-3)
     assert all(own["AUC"] > 0.55 and own["loss"] < 0.7 for own in records)
 
 
@@ -195,3 +197,82 @@ def test_models_lose_alike_however_their_tables_are_kept(scripts):
     assert len(set(core)) == 4
     for losses in others:
         assert_allclose(losses, core, rtol=1e-5)
+
+
+@pytest.fixture
+def results(scripts, monkeypatch):
+    import results
+
+    yield results
+    for name in ("movielens", "training", "criteo"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("num_before", [0, 2, 3])
+def test_the_counter_of_letters_has_the_loss_of_a_loop(results, num_before):
+    codes = np.random.default_rng(0).integers(0, 4, 120) ** 2 // 3  # 0, 1, 3: 2 never occurs
+    num_train = 100
+    losses = []
+    for place in range(num_train, len(codes)):
+        probability = 1 / (codes.max() + 1)
+        for length in range(num_before + 1):
+            followers = []
+            for other in range(length, num_train):
+                if (codes[other - length : other] == codes[place - length : place]).all():
+                    followers.append(codes[other])
+            if followers:
+                num_distinct = len(set(followers))
+                count = followers.count(codes[place]) + num_distinct * probability
+                probability = count / (len(followers) + num_distinct)
+        losses.append(-np.log(probability))
+    assert_allclose(results.counter_loss(codes, num_train, num_before), np.mean(losses), rtol=1e-12)
+
+
+def test_the_page_of_results_comes_from_one_command_and_says_first_what_is_worse(
+    results, monkeypatch, tmp_path
+):
+    import smaller
+
+    folder = tmp_path / "made-up"
+    folder.mkdir()
+    films = [f"{film},Film {film} (1995),Drama" for film in range(60)]
+    (folder / "movies.csv").write_text("\n".join(["movieId,title,genres", *films]) + "\n")
+    lines = ["userId,movieId,rating,timestamp"]
+    generator = np.random.default_rng(0)
+    for user in range(30):
+        for order, film in enumerate(generator.permutation(60)[:20]):
+            lines.append(f"{user},{film},4,{900_000_000 + 1_000 * user + order}")
+    (folder / "ratings.csv").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(results, "EPOCHS", 1)
+    monkeypatch.setattr(results, "NEIGHBOURS", (5, 10))
+    monkeypatch.setattr(results, "FACTORS", ((1.0, 10.0),))
+    monkeypatch.setattr(results.script("training"), "BATCH_SIZE", 128)
+    monkeypatch.setattr(smaller, "RATIOS", (10,))
+    monkeypatch.setattr(smaller, "RATES", (0.006,))
+    monkeypatch.setattr(smaller, "METHODS", ("hashed", "int8"))
+    monkeypatch.setattr(smaller, "BATCH", 64)
+    store, page = tmp_path / "results.json", tmp_path / "results.md"
+    arguments = ["--ratings", str(folder), "--seeds", "1", "--click-rows", "0"]
+    arguments += ["--json", str(store), "--page", str(page)]
+    with jax.numpy_dtype_promotion("standard"):  # which optax needs
+        assert results.main(arguments) == 0
+    text = page.read_text()
+    assert "600 ratings of 60 films by 30 users" in text
+    for who in ("popularity", "item-kNN", "ALS", "two towers", "self-attention", "int8", "hashed"):
+        assert f"| {who} | " in text
+    monkeypatch.setattr(results, "task_of", None)  # a job that is done is not done again
+    results.main(arguments)
+    assert page.read_text() == text
+
+    records = [{"who": "two towers", "recall": 0.1}, {"who": "two towers", "recall": 0.3}]
+    records.append({"who": "ALS", "recall": 0.25})
+    worse = results.standing(records, ("two towers",), "recall")
+    assert worse == ["two towers has recall@10 0.200, ALS has 0.250"]
+    assert results.standing(records, ("ALS",), "recall") == []
+    assert text.index("## Where we are worse than a peer") < text.index("## Films: made-up")
+
+
+def test_the_committed_page_of_results_is_that_of_the_committed_records(results, tmp_path):
+    page = tmp_path / "results.md"
+    results.main(["--click-rows", "0", "--page", str(page)])
+    assert page.read_text() == (BENCHMARKS.parent / "docs" / "results.md").read_text()
