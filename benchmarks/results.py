@@ -441,7 +441,7 @@ def bytes_section(name: str, records: Sequence[Record], machine: str) -> tuple[s
 
 {table(["", "kB of tables", "times smaller", "log-loss", "AUC"], rows)}
 
-{verdict}. {machine}, {len(dense)} seeds.
+{verdict}. {machine}; seeds: {len(dense)}.
 """
     return text, sentences
 

@@ -33,6 +33,7 @@ from rsembed.plot.drawing import measured_on
 
 DIM, BATCH, PASSES, RATES, RATIOS = 16, 2048, 2, (0.001, 0.002, 0.006, 0.015), (4, 10, 40, 100)
 METHODS = ("hashed", "train, 2 cores", "train, 3 cores", "int8")
+LEAST_LARGE_ROWS = 1_000
 Samples = dict[str, np.ndarray]
 Record = dict[str, Any]
 
@@ -80,11 +81,10 @@ def films(seed: int, num_users: int = 6_040, path: str | None = None) -> Log:
     every = {**pairs, "numbers": np.zeros((2 * count, 0)), "labels": np.repeat([1, 0], count)}
     cuts = np.split(generator.permutation(2 * count), [int(1.6 * count), int(1.8 * count)])
     train, held, test = ({name: column[cut] for name, column in every.items()} for cut in cuts)
-    return Log(
-        (train, held, test),
-        {"user": len(log.user_ids), "film": len(log.item_ids)},
-        ("user", "film"),
-    )
+    sizes = {"user": len(log.user_ids), "film": len(log.item_ids)}
+    # A hundredth of a table of fewer rows holds no train of any rank.
+    large = tuple(name for name, rows in sizes.items() if rows >= LEAST_LARGE_ROWS)
+    return Log((train, held, test), sizes, large or ("user", "film"))
 
 
 def table_of(method: str, vocabulary: int, ratio: int) -> tuple[dict[str, Any], int]:
