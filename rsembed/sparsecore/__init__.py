@@ -1,7 +1,8 @@
 """The JAX SparseCore embedding API on any backend: stacking, partitioned input, fused lookup and update.
 
-Modules keep the published names: `embedding`, `embedding_spec`, `table_stacking`, `utils`,
-`linen.embed`, `linen.embed_optimizer`, `nnx.embed` and `embedding_pipelining_utils`.
+Modules have the names that jax-tpu-embedding gives them: `embedding`, `embedding_spec`,
+`table_stacking`, `utils`, `linen.embed`, `linen.embed_optimizer`, `nnx.embed` and
+`embedding_pipelining_utils`.
 """
 
 import contextlib

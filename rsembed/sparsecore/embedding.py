@@ -1,6 +1,6 @@
-"""All functions that a training program calls, by their published names.
+"""All functions that a training program calls, named as in jax-tpu-embedding.
 
-Lookup and update of the stacks on one device turn preprocessed buffers into row numbers of the
+Lookup and update of the stacks on one device turn preprocessed buffers into row indices for the
 engine:
 
 ```
@@ -172,9 +172,9 @@ def init_embedding_variables(
       global_sharding: `NamedSharding(mesh, PartitionSpec(axis, None))`. With
         `PartitionSpec(axis, None, None)`, arrays get a leading axis of devices, as `jax.pmap`
         needs.
-      num_sparsecore_per_device: cores per device. None, the default, takes the number that the
-        tables were placed for. Use the same number everywhere: variables do not record it, and with
-        another number the specs read wrong rows of an array of the same shape.
+      num_sparsecore_per_device: cores per device. None, the default: the number that the tables
+        were placed for. Use the same number everywhere: variables do not store it, and with another
+        number the specs read wrong rows of an array of the same shape.
       bypass_mesh_check: ignored. Rows follow the mesh in any order of its devices.
 
     Raises:
@@ -211,11 +211,11 @@ def update_preprocessing_parameters(
 ) -> None:
     """Sets the limits and buffer sizes of all stacks in place, from observed statistics.
 
-    The default, as published, sets the largest observed values. Buffers are then small, but almost
-    every call changes their sizes, and the training step compiles again each time. For a long run,
-    prefer `policy=LimitsPolicy()`: it adds headroom, never shrinks a limit, and uses few sizes. The
-    new limits are part of the next preprocessed batch, so `jit` traces the step again if they
-    changed.
+    The default, as in jax-tpu-embedding, sets the largest observed values. Buffers are then small,
+    but almost every call changes their sizes, and the training step compiles again each time. For a
+    long run, prefer `policy=LimitsPolicy()`: it adds headroom, never shrinks a limit, and uses few
+    sizes. The new limits are part of the next preprocessed batch, so `jit` traces the step again if
+    they changed.
 
     Args:
       feature_specs: placed specs. Stacks without statistics keep their limits.
@@ -254,7 +254,7 @@ def sparse_dense_matmul(
       feature_specs: placed specs.
       global_device_count: number of devices that share the tables.
       sharding_strategy: "MOD", the only strategy.
-      num_sc_per_device: cores per device. None takes the number that the specs were placed for.
+      num_sc_per_device: cores per device. None: the number that the specs were placed for.
       enable_minibatching: the same value as for preprocessing.
       perform_unstacking: False returns `{stack: activations}` in the layout of the stack.
       use_activation_unstack_primitive: ignored; a TPU detail.
@@ -314,15 +314,15 @@ def sparse_dense_matmul_grad(
         `{stack: gradients}` in the layout of the stack.
       preprocessed_inputs: the input of `sparse_dense_matmul`.
       embedding_variables: this device's part of the variables, by stack. A plain tuple of a table
-        and its slots is accepted, too.
+        and its slots is accepted as well.
       feature_specs: placed specs.
       global_device_count: number of devices that share the tables. None derives it from the size of
         the gradients.
       sharding_strategy: "MOD", the only strategy.
       label: ignored. It names a TPU program.
-      step: number of the step, from 0, for optimizers and learning rates that depend on it. None
+      step: index of the step, from 0, for optimizers and learning rates that depend on it. None
         always means step 0.
-      num_sc_per_device: cores per device. None takes the number that the specs were placed for.
+      num_sc_per_device: cores per device. None: the number that the specs were placed for.
       enable_minibatching: the same value as for preprocessing.
       perform_stacking: False expects gradients in the layout of the stack.
       use_gradient_stacking_primitive: ignored; a TPU detail.
@@ -385,7 +385,7 @@ def unstack_embedding_activations(
       activations: activations of every stack on this device.
       feature_specs: placed specs.
       global_device_count: number of devices that share the tables.
-      num_sc_per_device: cores per device. None takes the number that the specs were placed for.
+      num_sc_per_device: cores per device. None: the number that the specs were placed for.
       use_activation_unstack_primitive: ignored; a TPU detail.
 
     Raises: ValueError: the activations of a stack are missing, or have another shape.
@@ -450,7 +450,7 @@ def stack_embedding_gradients(
                     f"expected ({expected}, {feature.output_dim}) on each of {num_devices} "
                     "devices."
                 )
-            # Columns of the output beyond those of the table are not parameters.
+            # Output columns beyond the columns of the table are not parameters.
             gradient = gradient[:, : feature.table_spec.embedding_dim]
             padded = jnp.pad(gradient, ((0, 0), (0, width - gradient.shape[1])))
             pieces.append(padded.reshape(layout.num_cores, -1, width))

@@ -66,7 +66,7 @@ class PipelineState(NamedTuple):
     """State that a cycle passes to the next cycle.
 
     Attributes:
-      pipeline_step: number of the cycle, from 0, as an int32 array.
+      pipeline_step: index of the cycle, from 0, as an int32 array.
       last_step_inputs: the batch that the previous cycle looked up.
       step_before_last_step_inputs: the batch with gradients.
       placeholder_output: zeros in the form of the dense stage's output, for cycles without a dense stage.
@@ -88,7 +88,7 @@ train state, aux for the update)`."""
 ScBwdStageFun = Callable[..., tuple[PyTree, PyTree]]
 """Update stage: `(sparse_inputs, embedding_gradients, embedding_variables, tc_aux) -> (new variables, aux)`.
 
-A function with a parameter named `step` also gets the number, from 0, of the batch with these
+A function with a parameter named `step` also gets the index, from 0, of the batch with these
 gradients. It is negative in the first two cycles, which have no such batch.
 """
 
@@ -120,7 +120,7 @@ def get_initial_state(
       embedding_variables: the tables.
       sc_fwd_function: the lookup.
       tc_function: the dense step.
-      dense_input_sharding: sharding of dense inputs. None leaves it to the compiler.
+      dense_input_sharding: sharding of dense inputs. None: the compiler chooses.
       sparse_input_sharding: sharding of sparse inputs, activations and their gradients, or None.
     """
     shapes = jax.eval_shape(lambda tree: tree, pipeline_input)
@@ -271,8 +271,7 @@ def get_default_sc_fwd_function(
     Args:
       feature_specs: placed specs.
       global_mesh: the devices.
-      sharding_axis: mesh axis (or axes) along which tables and batch are cut. None means all of
-        them.
+      sharding_axis: mesh axis (or axes) along which tables and batch are cut. None: all axes.
       enable_minibatching: whether batches are preprocessed with it.
     """
     devices = Devices.of(global_mesh, sharding_axis)

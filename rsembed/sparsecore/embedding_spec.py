@@ -1,4 +1,4 @@
-"""Published names of specs and optimizers, and a record of placed specs that can be stored as JSON.
+"""Specs and optimizers of jax-tpu-embedding by name, and a JSON description of placed specs.
 
 ```
 EmbeddingSpecRecord ─▶ StackRecord ─▶ TableRecord (with its optimizer) ─▶ FeatureRecord
@@ -157,7 +157,7 @@ class StackRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddingSpecRecord:
-    """Record of all stacks of a model, which can be stored as JSON.
+    """Description of all stacks of a model, which can be stored as JSON.
 
     Example:
       >>> from rsembed.sparsecore import embedding, embedding_spec
@@ -172,12 +172,15 @@ class EmbeddingSpecRecord:
     stacked_table_specs: tuple[StackRecord, ...]
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """The record as JSON text."""
+        """The description as a JSON string."""
         return json.dumps(dataclasses.asdict(self), indent=indent)
 
     @classmethod
     def from_json(cls, text: str) -> EmbeddingSpecRecord:
-        """The record from its JSON text. Raises: ValueError: the text is no record."""
+        """The description from a JSON string.
+
+        Raises: ValueError: the string does not describe one.
+        """
         try:
             return _restored(cls, json.loads(text))
         except (ValueError, TypeError, AttributeError) as error:
@@ -192,7 +195,7 @@ _NESTED = {
 
 
 def _restored(record: Callable[..., Record], fields: Mapping[str, PyTree]) -> Record:
-    """A record from its fields in JSON, which has lists instead of tuples."""
+    """An instance of a record class from its fields in JSON, which has lists instead of tuples."""
     values: dict[str, PyTree] = {}
     for name, value in fields.items():
         if name in _NESTED:
@@ -208,12 +211,12 @@ def create_proto_from_feature_specs(
     global_device_count: int,
     num_sparsecore_per_device: int | None = None,
 ) -> EmbeddingSpecRecord:
-    """The record of placed specs.
+    """Description of placed specs, which can be stored as JSON.
 
     Args:
       feature_specs: placed specs.
       global_device_count: number of devices that they were placed for.
-      num_sparsecore_per_device: cores per device. None takes the number that they were placed for.
+      num_sparsecore_per_device: cores per device. None: the number that they were placed for.
 
     Raises: ValueError: the specs are not placed, or were placed for another number of shards.
     """
@@ -232,7 +235,7 @@ def create_proto_from_feature_specs(
 
 
 def _shared_fields(record: type, source: Any, **recorded: object) -> dict[str, Any]:
-    """Fields of `source` that the record has, too, by name; `recorded` replaces or adds fields."""
+    """Fields, by name, that `source` and `record` both have; `recorded` replaces or adds fields."""
     names = {field.name for field in dataclasses.fields(record)} & {
         field.name for field in dataclasses.fields(source)
     }
@@ -277,7 +280,10 @@ def get_optimizer_class(optimizer_type: int) -> type[OptimizerSpec]:
 
 @validated
 def optimizer_spec_to_proto(opt: OptimizerSpec) -> OptimizerRecord:
-    """The record of an optimizer, with only the name of any function (a custom rule, a schedule)."""
+    """Description of an optimizer.
+
+    A function (a custom rule, a schedule) is stored only by name.
+    """
     learning_rate = opt.learning_rate
     tag = None
     if callable(learning_rate):
@@ -300,9 +306,10 @@ def optimizer_spec_to_proto(opt: OptimizerSpec) -> OptimizerRecord:
 
 @validated
 def proto_to_optimizer_spec(proto: OptimizerRecord) -> OptimizerSpec:
-    """The optimizer of a record.
+    """The optimizer that `optimizer_spec_to_proto` described.
 
-    Raises: ValueError: the rule or the learning rate was a function; a record holds only its name.
+    Raises: ValueError: the rule or the learning rate was a function, of which `proto` holds only
+        the name.
     """
     if proto.type == CUSTOM_CODE or proto.learning_rate is None:
         what = (
@@ -361,7 +368,7 @@ def get_row_ids_in_stacked_tables(
 ) -> dict[str, list[int]]:
     """Rows of the flat stacked arrays that hold the ids of several tables, by stack name.
 
-    The rows of a stack are in the order of its tables in the record.
+    The rows of a stack are in the order of its tables in `table_specs`.
 
     Raises: ValueError: a table is unknown.
     """

@@ -315,7 +315,7 @@ def stack_layouts(
     Args:
       feature_specs: placed specs.
       num_devices: number of devices that share the tables.
-      num_cores: cores per device. None takes the number that the tables were placed for.
+      num_cores: cores per device. None: the number that the tables were placed for.
 
     Raises:
       ValueError: a table is not placed yet, or was placed for another number of shards or for other

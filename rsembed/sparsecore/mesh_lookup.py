@@ -37,7 +37,7 @@ def table_mesh(mesh: Mesh | None, sharding_axis: str | tuple[str, ...]) -> Devic
     """The devices that share the tables of a layer.
 
     Args:
-      mesh: the mesh. None means a mesh of all devices with one axis.
+      mesh: the mesh. None: a mesh with all devices on one axis.
       sharding_axis: name or names of the axes that shard tables and batch.
 
     Raises: ValueError: the mesh does not have the axes, or several axes are named without a mesh.
@@ -59,7 +59,7 @@ class MeshTables:
     Attributes:
       feature_specs: placed specs.
       devices: devices that share the tables, without the other axes of their mesh.
-      num_sc_per_device: cores per device. None takes the number that tables were placed for.
+      num_sc_per_device: cores per device. None: the number used when the tables were placed.
       enable_minibatching: whether batches are preprocessed with minibatching.
     """
 
@@ -90,7 +90,7 @@ class MeshTables:
     ) -> PyTree:
         """Variables after one optimizer step of every row that `inputs` look up, in the same container.
 
-        `step` counts from 0. With None, optimizers do not know the step.
+        `step` is the index of the step, from 0. With None, optimizers do not know the step.
         """
         split = self.devices.split
         shards = self.devices.num_devices

@@ -43,7 +43,7 @@ _ID_TYPES = {
         ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
     )
 }
-_LINE_BYTES = 64  # JAX takes over arrays that begin at a multiple of this without a copy
+_LINE_BYTES = 64  # JAX uses arrays that begin at a multiple of this without a copy
 _HUGE_PAGE_BYTES = 2 << 20
 _PARTITIONED, _BAD_ENTRY = 0, 1
 _TABLE_AND_SAMPLE = "spec.id_transformation.col_offset", "spec.id_transformation.row_offset"
@@ -106,7 +106,7 @@ def unavailable_because() -> str | None:
 def num_threads() -> int:
     """Number of threads that partition a large batch.
 
-    Raises: ValueError: the environment variable is no number, or less than one.
+    Raises: ValueError: the environment variable is not a number, or is less than one.
     """
     available = granted_cores()
     wanted = os.environ.get(THREADS_VARIABLE)
@@ -118,7 +118,7 @@ def num_threads() -> int:
 
 
 def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
-    """Input buffers of all stacks. Uses `partitioner.partition_stack` where the C++ library cannot run.
+    """Input buffers of all stacks. Without the C++ library, `partitioner` computes them.
 
     Raises:
       ValueError: an id or a weight is bad, a limit is exceeded, a buffer is too small, or there are
@@ -158,8 +158,8 @@ class _Block:
     """One block of memory for the buffers of all stacks.
 
     With pages of normal size, the page faults of new memory take as long as sorting the ids. NumPy
-    requests huge pages for large arrays, but gets them only where a whole page fits. So a large
-    block is rounded up to whole huge pages. The excess is never touched.
+    requests huge pages for large arrays, but gets only the pages that fit whole into an array. So a
+    large block is rounded up to whole huge pages. The excess is never touched.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -238,7 +238,7 @@ class _StackTask:
             setattr(self.descriptor, field, address)
 
     def record(self, batch: HostBatch) -> None:
-        """Records the counts of the library in the statistics of the batch, as `partitioner.py` does."""
+        """Stores the library's counts in the statistics of the batch, as `partitioner.py` does."""
         partitioner.record_counts(batch, self.layout, self.num_ids, self.num_unique, self.num_ids)
         dropped = {}
         if self.descriptor.drops_something:

@@ -14,8 +14,8 @@ buckets      2 5 | 1 6 | 3 4 | 2 0      limit 7: no two neighbouring pairs fit t
 minibatches   1     2     3     4
 ```
 
-Source: the published behaviour of the JAX SparseCore API. It uses another hash (HighwayHash), so
-other rows share a minibatch there.
+Source: the documented behaviour of the JAX SparseCore API (jax-tpu-embedding). It uses another hash
+(HighwayHash), so other rows share a minibatch there.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class HostFeature:
 
     @functools.cached_property
     def samples(self) -> Int64[np.ndarray, " nnz"]:
-        """Number of the sample of each entry, within this process."""
+        """Index of each entry's sample among the samples of this process."""
         return np.repeat(np.arange(self.bags.num_bags, dtype=np.int64), np.diff(self.bags.offsets))
 
     @functools.cached_property
@@ -121,7 +121,7 @@ class HostFeature:
 class Entries:
     """Merged entries of all cores, in the order of the buffers: by partition, row and sample.
 
-    The number of a partition is `block * S + shard`. Without minibatching, each core has one block.
+    Partition index: `block * num_shards + shard`. Each core has one block per minibatch.
     """
 
     partition: np.ndarray
@@ -243,7 +243,7 @@ class HostBatch(NamedTuple):
 
 
 def partition_stack(batch: HostBatch, name: str) -> StackBuffers:
-    """Input buffers of one stack; also fills the statistics of the batch.
+    """Input buffers of one stack. Also fills in the statistics of the batch.
 
     Raises:
       ValueError: a limit is exceeded, the buffer is too small, or there are too many samples.
@@ -320,7 +320,7 @@ def record_counts(
     num_unique: np.ndarray,
     num_laid_out: np.ndarray,
 ) -> None:
-    """Records the largest numbers of ids and distinct ids, and the required buffer size.
+    """Stores the largest counts of ids and distinct ids, and the required buffer size, in `batch`.
 
     Args:
       batch: the batch with its statistics.
@@ -421,7 +421,7 @@ def record_drops(
     layout: StackLayout,
     dropped: Mapping[str, tuple[np.ndarray, np.ndarray]],
 ) -> None:
-    """Records dropped entries by stack and by table, and warns once per table and limit.
+    """Adds dropped entries to the counts by stack and by table; warns once per table and limit.
 
     Args:
       statistics: statistics of the batch.
@@ -470,7 +470,8 @@ def partition_stacks_in_minibatches(
     Args:
       batch: the stacks and their ids.
       any_process: function `(question, flags) -> flags` that returns the elementwise "or" of the
-        flags of all processes. Question 0: is the batch too large? Question 1: where is it split?
+        flags of all processes. Question 0: is the batch too large? Question 1: at which nodes is it
+        split?
     """
     layouts = batch.layouts
     merged = {name: batch.merged_entries(name) for name in layouts}

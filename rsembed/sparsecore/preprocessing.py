@@ -1,8 +1,8 @@
-"""Reads a batch on the host in any of its published forms, checks it and partitions it. See `partitioner`.
+"""Reads a batch on the host in any form of jax-tpu-embedding, checks it and partitions it.
 
-Shapes and dtypes are checked here. Values are checked during partitioning, which reads them anyway:
-the NumPy partitioner calls `HostFeature.check_values`. The native one calls it when it meets a bad
-value, for the message.
+See `partitioner`. Shapes and dtypes are checked here. Values are checked during partitioning, which
+reads them anyway: the NumPy partitioner calls `HostFeature.check_values`. The native one calls it
+when it meets a bad value, for the message.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class PreprocessedInput:
       limits: for every stack, its name and the maximum number of ids and of distinct ids in a
         partition. They are static, so a jitted step is traced again when they change. Empty if
         unknown; buffers then count as completely full.
-      layout: fingerprint of the row and sample layout, and of `enable_minibatching`. It is static,
-        too.
+      layout: fingerprint of the row and sample layout, and of `enable_minibatching`. It is static
+        as well.
     """
 
     sparse_dense_matmul_input: SparseDenseMatmulInput
@@ -138,25 +138,25 @@ def preprocess_sparse_dense_matmul_input(
       features: ids, in a tree like `feature_specs`. A leaf is a 2-D integer array
         `[local samples, ids per sample]`, a 1-D object array of 1-D arrays, a list of lists, or
         `rsembed.Bags`, which include their weights.
-      features_weights: weights in the same tree and shapes. None means ones, for all features or
-        for one leaf.
+      features_weights: weights in the same tree and shapes. None for the tree or for one leaf:
+        ones.
       feature_specs: placed specs; their shapes describe the global batch.
       local_device_count: number of devices of this process.
       global_device_count: number of devices of all processes.
-      num_sc_per_device: cores per device. None takes the number that the specs were placed for.
+      num_sc_per_device: cores per device. None: the number that the specs were placed for.
       sharding_strategy: "MOD", the only strategy.
       has_leading_dimension: whether every array gets a leading axis of local devices, False by
         default.
       allow_id_dropping: whether ids that exceed a limit or the buffer are dropped and counted. By
         default they are an error.
-      batch_number: number of the batch, equal in all processes. Minibatching uses it to match the
+      batch_number: index of the batch, equal in all processes. Minibatching uses it to match the
         processes.
       enable_minibatching: whether a batch that exceeds a limit is split into minibatches, False by
         default. See `rsembed.sparsecore.partitioner`. Buffers are sized for 64 minibatches unless
         `suggested_coo_buffer_size_per_device` sets a smaller size. Pass it to lookup and update as
         well.
-      all_reduce_interface: the `AllReduce` with which processes agree on minibatches. None uses a
-        collective of the devices. Do not run this function concurrently with a training step then.
+      all_reduce_interface: the `AllReduce` with which processes agree on minibatches. None: a
+        collective of the devices. Then do not run this function concurrently with a training step.
 
     Returns:
       The buffers, and the counts of this batch for `rsembed.fdo`.
@@ -236,8 +236,8 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
     processed, statistics = preprocess_sparse_dense_matmul_input(
         features, None, feature_specs, local_device_count, global_device_count, **options
     )
-    # The published function for sparse tensors returns this number as int32, the one for dense
-    # input as int64.
+    # In jax-tpu-embedding, the function for sparse tensors returns this number as int32, and the
+    # function for dense input as int64.
     numbers = processed.num_minibatches.astype(np.int32)
     return dataclasses.replace(processed, num_minibatches=numbers), statistics
 
@@ -322,7 +322,7 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
       feature_specs: placed specs.
       local_device_count: number of devices of this process.
       global_device_count: number of devices of all processes.
-      num_sc_per_device: cores per device. None takes the number that the specs were placed for.
+      num_sc_per_device: cores per device. None: the number that the specs were placed for.
       has_leading_dimension: the same value as for preprocessing.
       enable_minibatching: the same value as for preprocessing.
 
@@ -388,7 +388,7 @@ def read_features(
 
 
 def _as_bags(leaf: PyTree, weights: PyTree) -> Bags:
-    """Bags of one feature from any of the published forms, without padding after the last bag."""
+    """Bags of one feature from any accepted form, without padding after the last bag."""
     check_unmasked([leaf, weights], "ids or weights")
     if isinstance(leaf, Bags):
         if weights is not None:

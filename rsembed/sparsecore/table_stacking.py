@@ -1,4 +1,4 @@
-"""Published functions that stack tables in place; `rsembed.stacking` computes the plan."""
+"""Functions of jax-tpu-embedding that stack tables in place; `rsembed.stacking` makes the plan."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def auto_stack_tables(
 
     Args:
       features: specs of all features; their tables are changed. A list or tuple may contain the
-        same spec twice, as in published programs. It is placed once, and a batch contains it once.
+        same spec twice, as in programs for jax-tpu-embedding. It is placed once, and a batch
+        contains it once.
       global_device_count: number of devices of all processes.
       num_sc_per_device: cores per device. Default: `utils.num_sparsecores_per_device()`.
       rotation: number of shards by which each table of a stack is rotated against the table before
@@ -362,7 +363,7 @@ def stack_and_shard_tables(
 
 
 def _check_finite(tree: PyTree, table: TableSpec) -> None:
-    """Raises: ValueError: a number of the table or its slots is not finite, or is negative in a sum of squares."""
+    """Raises: ValueError: a table or slot entry is not finite, or a sum of squares is negative."""
     for path, array in jax.tree.leaves_with_path(tree):
         slot = jax.tree_util.keystr(path[-1:], simple=True)
         may_be_negative = slot not in table.optimizer.non_negative_slots
@@ -482,7 +483,7 @@ def stack_and_shard_feature_tables(
     *,
     allow_nonfinite: bool = False,
 ) -> dict[str, Array]:
-    """Flat stacked arrays `[shards * rows, columns]` by stack name, from logical tables and a record.
+    """Flat stacked arrays `[shards * rows, columns]` by stack name, from logical tables.
 
     Padding is filled with zeros.
 
@@ -496,8 +497,8 @@ def stack_and_shard_feature_tables(
     Returns:
       One array per stack, with the sharding of its first table.
 
-    Raises: ValueError: a table is missing, its shape differs from the record, or a number is not
-    finite.
+    Raises: ValueError: a table is missing, its shape differs from `embedding_specs`, or a number is
+    not finite.
     """
     # Check all tables before the first one is freed.
     for stack in embedding_specs.stacked_table_specs:
@@ -530,10 +531,10 @@ def unstack_and_unshard_stacked_tables(
 
     Args:
       stacked_tables: arrays `[shards * rows, columns]` or `[shards, rows, columns]` by stack name.
-      embedding_specs: the record of the stacks.
+      embedding_specs: description of the stacks, the result of `create_proto_from_feature_specs`.
       donate: whether a stack is freed when its tables are built, False by default.
 
-    Raises: ValueError: a stack is missing, or its shape differs from the record.
+    Raises: ValueError: a stack is missing, or its shape differs from `embedding_specs`.
     """
     # Check all stacks before the first one is freed.
     for stack in embedding_specs.stacked_table_specs:
@@ -555,7 +556,7 @@ def unstack_and_unshard_stacked_tables(
     return result
 
 
-# Published programs call these two by their private names.
+# Programs for jax-tpu-embedding call these two by their private names.
 _next_largest_multiple = round_up
 _split_groups_by_memory_limit = split_by_memory
 
@@ -597,14 +598,19 @@ def compute_table_to_setting_in_stack(
 
 
 def _entry(entries: Mapping[str, PyTree], name: str, what: str) -> PyTree:
-    """`entries[name]`. Raises: ValueError: there is no such entry. The message calls the entries `what`."""
+    """`entries[name]`. Raises: ValueError: `name` is missing.
+
+    The message calls the entries `what`.
+    """
     if name not in entries:
         raise ValueError(f"{what} have no {name!r}, only {sorted(entries)}.")
     return entries[name]
 
 
 def stacking_plan(feature_specs: Nested[FeatureSpec]) -> StackingPlan:
-    """The plan that placed specs follow. Print it to see memory and padding. It also computes shard loads.
+    """The plan that placed specs follow.
+
+    Print it to see memory and padding; see also `shard_loads`.
 
     Raises: ValueError: a table is not placed yet, or tables were placed for different numbers of
     shards.

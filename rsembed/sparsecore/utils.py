@@ -1,4 +1,4 @@
-"""Published helpers: number of cores, first estimates of limits, and sharding of a single table."""
+"""Helpers of jax-tpu-embedding: number of cores, estimates of limits, sharding of one table."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def estimate_preprocessing_parameters(
 
 
 def embedding_table_format(mesh: Mesh, partition_spec: PartitionSpec) -> Sharding:
-    """Sharding of tables on a mesh. The published function adds the memory layout of a SparseCore."""
+    """Sharding of tables on a mesh. jax-tpu-embedding adds the memory layout of a SparseCore."""
     return embedding_table_format_with_sharding(NamedSharding(mesh, partition_spec))
 
 
@@ -87,13 +87,13 @@ def shard_emb_table(
     `S` is the number of shards, and `C` the number of cores per device.
 
     Args:
-      table: the table.
-      num_devices: devices.
+      table: logical table, with a number of rows that the number of shards divides.
+      num_devices: number of devices that share the table.
       num_sc_per_device: cores per device.
       sharding_strategy: "MOD".
 
     Raises:
-      ValueError: the number of rows is no multiple of the number of shards.
+      ValueError: the number of rows is not a multiple of the number of shards.
     """
     sharding_strategy_to_enum(sharding_strategy)
     num_shards = num_devices * num_sc_per_device
@@ -115,7 +115,7 @@ def unshard_emb_table(
     """The inverse of `shard_emb_table`.
 
     Raises:
-      ValueError: the number of rows per device is no multiple of the number of cores.
+      ValueError: the number of rows per device is not a multiple of the number of cores.
     """
     sharding_strategy_to_enum(sharding_strategy)
     num_devices, rows, dim = sharded_table.shape

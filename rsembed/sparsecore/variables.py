@@ -39,7 +39,7 @@ class BoundedRowRule(OptimizerSpec):
 
     Args:
       inner: the optimizer to apply.
-      num_columns: number of columns to update. None means all. Later columns stay unchanged.
+      num_columns: number of columns to update. None: all. Later columns stay unchanged.
       minimum: lower limit of updated entries, or None.
       maximum: upper limit of updated entries, or None.
     """
@@ -112,7 +112,7 @@ def checked_limits(
 
 
 def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerSpec:
-    """Optimizer that updates the rows of a stack, without their padding where that matters.
+    """Optimizer that updates the rows of a stack, without their padding if the padding matters.
 
     Padding columns hold zeros. An elementwise optimizer keeps them zero. An optimizer of whole rows
     (a row-wise accumulator, a norm, a custom function) must not see them, or its means would be
@@ -128,7 +128,7 @@ def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerS
     optimizer = layout.spec.optimizer
     num_columns = None
     dims = {table.name: table.embedding_dim for table in layout.tables}
-    # Limits without zero between them would change the padding. So clipping, too, skips it if
+    # Limits without zero between them would change the padding. So clipping skips it as well, if
     # possible.
     if optimizer.is_row_wise or (limits != (None, None) and len(set(dims.values())) == 1):
         if len(set(dims.values())) > 1:
@@ -195,11 +195,11 @@ def initialize(
       key: random key of the model, typed or raw.
       tables: the tables. A table that is not placed yet gets a stack for itself.
       devices: devices that share the tables.
-      num_cores: cores per device. None takes the number that the tables were placed for.
+      num_cores: cores per device. None: the number that the tables were placed for.
 
     Raises:
       ValueError: a table was placed for another number of shards, or tables of a stack are missing.
-        Outside `jit` also: a user's initializer returns a number that is not finite.
+        Outside `jit`: a user's initializer returns a number that is not finite.
     """
     num_shards = devices.num_devices * resolve_cores(num_cores, devices.num_devices)
     tables = [with_place(table, num_shards) for table in tables]
@@ -238,7 +238,7 @@ def variables_of(
     Args:
       embedding_variables: variables of all stacks, by name.
       layout: layout of the stack.
-      rule: optimizer that defines the expected slots. None does not check the slots.
+      rule: optimizer that defines the expected slots. None: the slots are not checked.
 
     Raises: ValueError: the stack is missing, or the shapes of its variables do not match one
     device's part.

@@ -1,1 +1,1 @@
-"""Flax Linen layers under the published names."""
+"""Flax Linen layers, named as in jax-tpu-embedding."""

@@ -42,7 +42,7 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
       feature_specs: placed specs. See `embedding.prepare_feature_specs_for_training`.
       sharding_axis: mesh axis (or axes) that shards tables and batch. They are replicated along
         the other axes of the mesh.
-      mesh: the mesh. None means all devices on one axis. The attribute then holds that mesh.
+      mesh: the mesh. None: a mesh with all devices on one axis. The attribute then holds that mesh.
       table_sharding_strategy: "MOD", the only strategy.
       enable_minibatching: whether batches that exceed a limit are split, instead of being an
         error. False by default.
@@ -85,8 +85,8 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
         Args:
           embedding_lookup_inputs: a preprocessed batch of all devices.
           step: number, from 0, of the step that follows this lookup. The counter continues from it.
-            None, the default, reads the counter. The published layer always uses step 0, and with
-            it the bias correction of Adam's first step.
+            None, the default, reads the counter. The layer of jax-tpu-embedding always uses step 0,
+            and so the bias correction of Adam's first step.
         """
         tables = self._tables()
         # One entry of a partition spec may be several mesh axes.

@@ -15,7 +15,7 @@ _LAYER_PARAM_NAMES = {EMBEDDING_PARAM_NAME, STEP_PARAM_NAME}
 def create_optimizer_for_sc_model(
     params: PyTree, tc_optimizer: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that applies `tc_optimizer` to all parameters except those of `SparseCoreEmbed`.
+    """Optimizer that applies `tc_optimizer` to all parameters outside `SparseCoreEmbed` layers.
 
     Args:
       params: the parameters of the model.

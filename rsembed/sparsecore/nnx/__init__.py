@@ -1,1 +1,1 @@
-"""Flax NNX layers under the published names."""
+"""Flax NNX layers, named as in jax-tpu-embedding."""

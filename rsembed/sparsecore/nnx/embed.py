@@ -52,13 +52,13 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
       feature_specs: placed specs. See `embedding.prepare_feature_specs_for_training`.
       sharding_axis: mesh axis (or axes) that shards tables and batch. They are replicated along
         the other axes of the mesh.
-      mesh: the mesh. None means all devices on one axis.
+      mesh: the mesh. None: a mesh with all devices on one axis.
       rngs: random streams; `params` gives the key of the initial tables.
       enable_minibatching: whether batches that exceed a limit are split, instead of being an
         error. False by default.
       table_sharding_strategy: "MOD", the only strategy.
-      num_sc_per_device: cores per device. None takes the number that the specs were placed for;
-        the attribute then holds it.
+      num_sc_per_device: cores per device. None: the number that the specs were placed for, which
+        the attribute then holds.
     """
 
     @validated
@@ -150,7 +150,7 @@ def embedding_lookup_bwd(res: PyTree, g: PyTree) -> PyTree:
         d_activations, layer.embedding_table.get_value(), step_number(counter), inputs
     )
     new = {"embedding_table": variables, "step": next_step(counter)}
-    # In programs for the published layer, the state holds only the tables.
+    # In programs written for the layer of jax-tpu-embedding, the state holds only the tables.
     return type(state)({name: param.replace(new[name]) for name, param in state.items()}), *others
 
 
